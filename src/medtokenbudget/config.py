@@ -1,0 +1,230 @@
+"""Every setting, as frozen dataclasses. The defaults are the paper's; each field's docstring is its help text.
+
+No heavy import here: the command line reads this file to print its help.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from medtokenbudget.errors import RequestError, UnknownNameError
+
+BUDGETS: tuple[float, ...] = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+HEADLINE_BUDGETS: tuple[float, ...] = (0.1, 0.3, 0.5)
+PAPER_METHODS: tuple[str, ...] = (
+    "no-pruning",
+    "random",
+    "norm",
+    "tome",
+    "attention-entropy",
+    "local-contrast",
+    "lats",
+)
+CONTROLS: tuple[str, ...] = ("center", "darkness", "oracle")
+SIGNALS: tuple[str, ...] = ("attention", "norm", "contrast")
+Neighborhood = Literal["raster", "grid4", "grid8"]
+Padding = Literal["exclude", "zero"]
+
+
+@dataclass(frozen=True)
+class BackboneConfig:
+    """The frozen vision transformer."""
+
+    name: str = "vit_base_patch14_dinov2.lvd142m"
+    """Any timm vision transformer by name, or 'embedded' for the small one in this package."""
+    weights: Path | None = None
+    """A safetensors file with the weights; without it they come from the hub."""
+    image_size: int = 224
+    """Side of the square image that the backbone sees, in pixels."""
+    layer: int = -1
+    """Block whose tokens and attention are taken, counted from 0, or from the end when negative."""
+    attention: Literal["true", "pseudo"] = "true"
+    """'true': the attention of the chosen block; 'pseudo': cosine similarity of patches, for models without query and key."""
+
+
+@dataclass(frozen=True)
+class ExtractConfig:
+    """How images become a store of tokens."""
+
+    batch_size: int = 16
+    """Images in one forward pass; halved by itself when memory runs out."""
+    shard_size: int = 256
+    """Images in one shard file."""
+    dtype: Literal["fp16", "fp32"] = "fp16"
+    """Number format of the stored patch tokens."""
+    views: Literal["none", "flips", "dihedral", "off-center"] = "none"
+    """Further views of each image, stored with their masks transformed alike."""
+    view_seed: int = 0
+    """Seed of the off-center crops."""
+    workers: int = 2
+    """Threads that decode images ahead of the forward pass."""
+    device: str = "auto"
+    """'auto' takes a GPU when there is one; else 'cpu', 'cuda', 'cuda:1', ..."""
+    threads: int = 0
+    """Threads of the forward pass on a CPU; 0 leaves it to torch."""
+
+
+@dataclass(frozen=True)
+class LATSConfig:
+    """The scorer of the paper."""
+
+    hidden: int = 256
+    """Width of the scoring MLP."""
+    layers: int = 4
+    """Hidden layers of the scoring MLP."""
+    dropout: float = 0.1
+    """Dropout after each hidden layer."""
+    signals: tuple[str, ...] = SIGNALS
+    """Auxiliary signals beside the patch embedding: any of attention, norm, contrast."""
+    neighborhood: Neighborhood = "raster"
+    """Neighbors of the local contrast: 'raster' is the paper's 1D order, 'grid4' and 'grid8' are true 2D neighborhoods."""
+
+
+@dataclass(frozen=True)
+class RouterConfig:
+    """From scores to kept patches."""
+
+    minimum: int = 16
+    """Fewest patches kept at any budget."""
+    smooth: int = 3
+    """Side of the average filter over the score grid before selection; 1 switches it off."""
+    padding: Padding = "zero"
+    """'zero' pads the score grid with zeros as plain average pooling does; 'exclude' averages over the patches that exist."""
+    temperature: float = 0.5
+    """Gumbel temperature of the training selection."""
+
+
+@dataclass(frozen=True)
+class CurriculumConfig:
+    """The training budget over the epochs."""
+
+    kind: Literal["cosine", "fixed"] = "cosine"
+    """'cosine' goes from start to end over the given epochs and stays there; 'fixed' stays at start."""
+    start: float = 0.5
+    """Budget of the first epoch."""
+    end: float = 0.25
+    """Budget after the annealing."""
+    epochs: int = 20
+    """Epochs of annealing."""
+
+
+@dataclass(frozen=True)
+class LossWeights:
+    """Weights of the paper's objective."""
+
+    classification: float = 1.0
+    """Cross-entropy of the head."""
+    budget: float = 0.01
+    """|K / N - budget|: a diagnostic without gradient."""
+    diversity: float = 0.05
+    """Similarity of the score maps of different images."""
+    lesion: float = 0.1
+    """Binary cross-entropy of the scores against the lesion patches, where there is a mask; 0 is the mask-free control."""
+    distillation: float = 0.1
+    """Squared distance of the scores from the class token's attention."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """One training of LATS and its head."""
+
+    recipe: Literal["joint", "lesion-first"] = "joint"
+    """'joint' is the paper's: scorer and head together; 'lesion-first': the scorer learns the lesion, then the head learns on its tokens."""
+    epochs: int = 50
+    """Epochs of the scorer (of scorer and head together in the joint recipe)."""
+    head_epochs: int = 30
+    """Epochs of a head trained on pooled tokens: the baselines', and the second stage of the lesion-first recipe."""
+    batch_size: int = 64
+    """Images in one step."""
+    lr: float = 1e-3
+    """Learning rate of AdamW, cosine to 0."""
+    weight_decay: float = 1e-5
+    """Weight decay of AdamW."""
+    clip: float = 1.0
+    """Largest gradient norm."""
+    patience: int = 12
+    """Epochs without improvement before training stops early."""
+    evaluate_every: int = 2
+    """Epochs between two looks at the selection metric."""
+    min_improvement: float = 0.002
+    """Smallest change of the selection metric that counts as an improvement."""
+    selection_budget: float = 0.5
+    """Budget at which the selection metric is measured."""
+    selection_metric: Literal["accuracy", "retention"] = "accuracy"
+    """What picks the best epoch; 'retention' is the share of the ceiling, averaged over the headline budgets."""
+    protocol: Literal["strict", "paper"] = "strict"
+    """'paper' picks the epoch on the validation part; 'strict' on a part cut from training, so that no reported number was selected on."""
+    selection_fraction: float = 0.1
+    """Share of the training part that the strict protocol cuts off when the manifest has no selection part of its own."""
+    class_balance: Literal["none", "loss", "sampler"] = "none"
+    """'loss' weights the classes inversely to their frequency, 'sampler' draws them equally often."""
+    views: bool = True
+    """Train on the stored views of the training images too, where the store has any."""
+    seed: int = 42
+    """Seed of everything random in this training."""
+    device: str = "auto"
+    """'auto' takes a GPU when there is one; else 'cpu', 'cuda', ..."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """'bf16' runs the scorer and the head under bf16 autocast."""
+    budgets: tuple[float, ...] = BUDGETS
+    """Budgets that pooled heads are trained for; one is drawn for each batch."""
+    lats: LATSConfig = field(default_factory=LATSConfig)
+    router: RouterConfig = field(default_factory=RouterConfig)
+    curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
+    losses: LossWeights = field(default_factory=LossWeights)
+
+
+def _lesion_first() -> TrainConfig:
+    return TrainConfig(
+        recipe="lesion-first",
+        epochs=12,
+        selection_metric="retention",
+        class_balance="loss",
+        lats=LATSConfig(neighborhood="grid8"),
+        router=RouterConfig(padding="exclude"),
+        losses=LossWeights(classification=0.0, budget=0.01, diversity=0.0, lesion=1.0, distillation=0.0),
+    )
+
+
+PRESETS = {"paper": TrainConfig, "lesion-first": _lesion_first}
+
+
+def preset(name: str, **changes: Any) -> TrainConfig:
+    """The training configuration called `name` ('paper', or 'lesion-first', the default outside `reproduce`), with changes."""
+    if name not in PRESETS:
+        raise UnknownNameError.of("preset", name, PRESETS)
+    return replace(PRESETS[name](), **changes)
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """A configuration as plain JSON values."""
+    return {key: _plain(value) for key, value in asdict(config).items()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def train_config_from_dict(values: dict[str, Any]) -> TrainConfig:
+    """The inverse of `to_dict` for a training configuration; unknown keys are refused."""
+    parts: dict[str, Any] = {
+        "lats": LATSConfig,
+        "router": RouterConfig,
+        "curriculum": CurriculumConfig,
+        "losses": LossWeights,
+    }
+    try:
+        flat = {key: parts[key](**_tuples(value)) if key in parts else value for key, value in values.items()}
+        return TrainConfig(**_tuples(flat))
+    except TypeError as error:
+        raise RequestError(f"this is not a training configuration of this version: {error}.") from None
+
+
+def _tuples(values: dict[str, Any]) -> dict[str, Any]:
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}

@@ -1,0 +1,76 @@
+"""Errors that reach the person at the keyboard.
+
+Each says what is wrong, where, and what to do next; the command line prints it without a traceback and exits with its code.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class MedTokenBudgetError(Exception):
+    """Base of every error that this package raises on purpose."""
+
+    exit_code = 1
+
+
+class MedTokenBudgetWarning(UserWarning):
+    """Something a person should know that does not stop the work."""
+
+
+class WorkError(MedTokenBudgetError, RuntimeError):
+    """The request was fine, the work failed (disk full, weights out of reach, a loss that is not finite)."""
+
+    exit_code = 1
+
+
+class RequestError(MedTokenBudgetError, ValueError):
+    """The request was wrong: an argument, a file or a combination that cannot be served."""
+
+    exit_code = 2
+
+
+class ShapeError(RequestError):
+    """A tensor has another shape than the contract says."""
+
+
+class GridError(ShapeError):
+    """A grid does not multiply to the number of patches."""
+
+
+class NonFiniteError(RequestError):
+    """A tensor holds NaN or infinity."""
+
+
+class BudgetError(RequestError):
+    """A token budget lies outside (0, 1]."""
+
+
+class CountError(RequestError):
+    """A number of tokens to keep lies outside 1..N."""
+
+
+class MissingSignalError(RequestError):
+    """A selector needs something that the batch does not carry (masks, luminance, attention)."""
+
+
+class UnknownNameError(RequestError):
+    """A name that is not registered, with the closest one suggested."""
+
+    @classmethod
+    def of(cls, kind: str, name: str, known: Iterable[str]) -> UnknownNameError:
+        names = sorted(known)
+        close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+        hint = f" Did you mean '{close[0]}'?" if close else ""
+        return cls(f"unknown {kind} '{name}'.{hint} Available: {', '.join(names)}.")
+
+
+class MismatchError(RequestError):
+    """Two things that must agree do not (a store and a configuration, a model and its backbone); the difference is shown."""
+
+    @classmethod
+    def between(cls, what: str, expected: dict[str, object], found: dict[str, object], advice: str) -> MismatchError:
+        keys = [key for key in {**expected, **found} if expected.get(key) != found.get(key)]
+        rows = "\n".join(f"  {key}: expected {expected.get(key)!r}, found {found.get(key)!r}" for key in keys)
+        return cls(f"{what} does not match:\n{rows}\n{advice}")

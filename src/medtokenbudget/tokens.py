@@ -1,0 +1,163 @@
+"""The two types that every room speaks: `TokenBatch` (what a frozen backbone saw) and `Selection` (what a selector kept).
+
+Both check their shapes when they are made, so that a mismatch shows where it happens and nothing is ever padded or cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from medtokenbudget.errors import GridError, NonFiniteError, ShapeError
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """Frozen tokens of B images on a grid of h x w = N patches, in raster order. What is not known is None.
+
+    patches            [B, N, D] normed patch tokens of the chosen block
+    grid               (h, w)
+    cls                [B, D] class token
+    attention_entropy  [B, N] `1 - H / log N` of the block's head-averaged patch-to-patch attention (Eq. 1)
+    cls_attention      [B, N] head-averaged attention of the class token to each patch
+    luminance          [B, N] mean grey value of each patch, in [0, 1]
+    label              [B] class index, int64
+    lesion             [B, N] bool, lesion patches; all False where `has_mask` is False
+    has_mask           [B] bool: "no mask" and "an empty mask" are different things
+    image_id           B names
+    """
+
+    patches: Tensor
+    grid: tuple[int, int]
+    cls: Tensor | None = None
+    attention_entropy: Tensor | None = None
+    cls_attention: Tensor | None = None
+    luminance: Tensor | None = None
+    label: Tensor | None = None
+    lesion: Tensor | None = None
+    has_mask: Tensor | None = None
+    image_id: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.patches.ndim != 3:
+            raise ShapeError(f"patches must be [B, N, D], got {list(self.patches.shape)}.")
+        b, n, d = self.patches.shape
+        check_grid(self.grid, n)
+        expected = {
+            "cls": (b, d),
+            "attention_entropy": (b, n),
+            "cls_attention": (b, n),
+            "luminance": (b, n),
+            "label": (b,),
+            "lesion": (b, n),
+            "has_mask": (b,),
+        }
+        for name, shape in expected.items():
+            value = getattr(self, name)
+            if value is not None and tuple(value.shape) != shape:
+                raise ShapeError(f"{name} must be {list(shape)} for patches {[b, n, d]}, got {list(value.shape)}.")
+        if self.image_id is not None and len(self.image_id) != b:
+            raise ShapeError(f"image_id must name {b} images, got {len(self.image_id)}.")
+
+    def __len__(self) -> int:
+        return self.patches.shape[0]
+
+    @property
+    def n(self) -> int:
+        """Number of patches N."""
+        return self.patches.shape[1]
+
+    @property
+    def dim(self) -> int:
+        """Embedding dimension D."""
+        return self.patches.shape[2]
+
+    def _map(self, change: Any) -> TokenBatch:
+        tensors = {f.name: change(v) for f in fields(self) if isinstance(v := getattr(self, f.name), Tensor)}
+        return replace(self, **tensors)
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> TokenBatch:
+        return self._map(lambda t: t.to(device, non_blocking=non_blocking))
+
+    def float(self) -> TokenBatch:
+        """Floating tensors in fp32."""
+        return self._map(lambda t: t.float() if t.is_floating_point() else t)
+
+    def take(self, rows: Tensor | Sequence[int] | slice) -> TokenBatch:
+        """The images at `rows`."""
+        if isinstance(rows, slice):
+            rows = range(len(self))[rows]
+        index = torch.as_tensor(list(rows) if not isinstance(rows, Tensor) else rows, dtype=torch.long)
+        ids = None if self.image_id is None else tuple(self.image_id[i] for i in index.tolist())
+        return replace(self._map(lambda t: t[index.to(t.device)]), image_id=ids)
+
+    def require_finite(self) -> TokenBatch:
+        """Self, or an error that names the first image whose patches hold NaN or infinity."""
+        finite = torch.isfinite(self.patches).flatten(1).all(1)
+        if not bool(finite.all()):
+            row = int((~finite).nonzero()[0])
+            name = self.image_id[row] if self.image_id else f"row {row}"
+            raise NonFiniteError(f"patches of {name} hold NaN or infinite values. Extract this image again.")
+        return self
+
+    @staticmethod
+    def cat(batches: Sequence[TokenBatch]) -> TokenBatch:
+        """Batches one after the other; a field that one of them lacks must be lacking in all."""
+        first = batches[0]
+        values: dict[str, Any] = {"grid": first.grid}
+        for f in fields(first):
+            if f.name == "grid":
+                continue
+            parts = [getattr(b, f.name) for b in batches]
+            if any(p is None for p in parts) != all(p is None for p in parts):
+                raise ShapeError(f"some batches have {f.name} and some do not; they cannot be joined.")
+            if parts[0] is None:
+                continue
+            values[f.name] = torch.cat(parts) if isinstance(parts[0], Tensor) else tuple(x for p in parts for x in p)
+        return TokenBatch(**values)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What a selector gives to the head: K tokens an image, gathered, never zeros in a full tensor.
+
+    tokens      [B, K, D]
+    weights     [B, K] share of each token in the pooled mean (ones for rankers, group sizes for mergers)
+    kept        [B, N] bool, or None for mergers, which keep no patch as it was
+    assignment  [B, N] int64: which output token a patch went to, -1 for dropped
+    indices     [B, K] int64: the kept patches in the order of `tokens`, or None for mergers
+    """
+
+    tokens: Tensor
+    weights: Tensor
+    assignment: Tensor
+    kept: Tensor | None = None
+    indices: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.tokens.ndim != 3:
+            raise ShapeError(f"tokens must be [B, K, D], got {list(self.tokens.shape)}.")
+        b, k, _ = self.tokens.shape
+        if tuple(self.weights.shape) != (b, k):
+            raise ShapeError(f"weights must be {[b, k]}, got {list(self.weights.shape)}.")
+        if self.kept is not None and self.kept.shape != self.assignment.shape:
+            raise ShapeError(f"kept {list(self.kept.shape)} and assignment {list(self.assignment.shape)} must agree.")
+
+    @property
+    def k(self) -> int:
+        return self.tokens.shape[1]
+
+    def pooled(self) -> Tensor:
+        """Weighted mean of the kept tokens, [B, D], in fp32."""
+        weights = self.weights.float()
+        return torch.einsum("bk,bkd->bd", weights / weights.sum(1, keepdim=True), self.tokens.float())
+
+
+def check_grid(grid: tuple[int, int], n: int) -> None:
+    """A grid must multiply to the number of patches."""
+    if len(grid) != 2 or grid[0] < 1 or grid[1] < 1 or grid[0] * grid[1] != n:
+        raise GridError(f"grid {tuple(grid)} does not multiply to {n} patches.")
