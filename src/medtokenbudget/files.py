@@ -43,9 +43,7 @@ def atomic_write(path: Path | str) -> Iterator[Path]:
 
 def _write_error(path: Path, error: OSError) -> WorkError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return WorkError(
-            f"no space left while writing {path}. Free some disk and run the same command again: it goes on."
-        )
+        return WorkError(f"no space left while writing {path}. Free some disk and run the same command again: it goes on.")
     return WorkError(f"cannot write {path}: {error.strerror or error}.")
 
 
