@@ -76,7 +76,10 @@ class Canvas:
         x = self.x + bend * self.noise(rng, 0.35 / period)
         y = self.y + bend * self.noise(rng, 0.35 / period)
         angle, k = rng.uniform(0, np.pi), np.float32(2 * np.pi / (period * np.sqrt(3) / 2 * 1.15))
-        waves = [np.cos(k * (np.float32(np.cos(a)) * x + np.float32(np.sin(a)) * y)) for a in angle + np.arange(3) * np.pi * 2 / 3]
+        waves = [
+            np.cos(k * (np.float32(np.cos(a)) * x + np.float32(np.sin(a)) * y))
+            for a in angle + np.arange(3) * np.pi * 2 / 3
+        ]
         lattice = waves[0] + waves[1] + waves[2]
         return smoothstep(0.5, -1.2, lattice), smoothstep(0.6, 2.4, lattice)
 

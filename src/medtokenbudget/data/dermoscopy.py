@@ -1,0 +1,286 @@
+"""Dermoscopy drawn from a seed: skin, one lesion of a class, what lies on it, and the camera, with the true lesion mask.
+
+This file is the photograph and the statistics of the set; the disease is in `dermoscopy_lesions.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from medtokenbudget.data import dermoscopy_artifacts as artifacts
+from medtokenbudget.data.dermoscopy_canvas import Canvas, Map, Outline, smoothstep
+from medtokenbudget.data.dermoscopy_lesions import LOOKS, Lesion, Pigments
+from medtokenbudget.errors import RequestError
+
+CLASSES = ("MEL", "NV", "BCC", "AK", "BKL", "DF", "VASC", "SCC")
+
+_ISIC_2019 = {"MEL": 4522, "NV": 12875, "BCC": 3323, "AK": 867, "BKL": 2624, "DF": 239, "VASC": 253, "SCC": 628}
+CLASS_FREQUENCIES: dict[str, float] = {name: count / 25331 for name, count in _ISIC_2019.items()}
+"""Share of each class in the 25,331 images of ISIC 2019."""
+
+# The paper's prevalence table; the point at 90 % gives the table's mean and deviation, which straight lines would miss.
+_PREVALENCE = ((0.0, 0.25, 0.50, 0.75, 0.90, 1.0), (0.023, 0.137, 0.277, 0.406, 0.640, 0.969))
+
+_ABSORPTION = {
+    "melanin": np.array([0.45, 0.85, 1.22], np.float32),
+    "blood": np.array([0.12, 0.72, 0.52], np.float32),
+    "blue": np.array([1.05, 0.78, 0.46], np.float32),
+}
+_WHITE = np.array([0.95, 0.91, 0.90], np.float32)
+_KERATIN = np.array([0.93, 0.86, 0.68], np.float32)
+
+# sRGB of skin from Fitzpatrick type I to VI as a dermatoscope with its own light shows it.
+_SKIN_TONES = np.array(
+    [
+        [0.94, 0.82, 0.78],
+        [0.91, 0.76, 0.69],
+        [0.84, 0.66, 0.56],
+        [0.72, 0.53, 0.42],
+        [0.55, 0.38, 0.30],
+        [0.38, 0.26, 0.21],
+    ]
+)
+_CASTS = {
+    "neutral": (1.0, 1.0, 1.0),
+    "lilac": (0.96, 0.91, 1.10),
+    "pink": (1.03, 0.89, 0.92),
+    "cream": (1.02, 1.01, 0.90),
+    "grey": (0.88, 0.94, 0.95),
+    "orange": (1.05, 0.92, 0.80),
+}
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A picture `[H, W, 3]` uint8, its lesion `[H, W]` bool, the class, and what was drawn (`prevalence` is the mask's share)."""
+
+    image: npt.NDArray[np.uint8]
+    mask: npt.NDArray[np.bool_]
+    label: str
+    traits: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _Surroundings:
+    """How the skin around a class tends to be; the classes overlap, but their patients, sites and clinics differ."""
+
+    tone: float
+    redness: float
+    sun_damage: float
+    telangiectasia: float
+    hair: float
+    ruler: float
+    ink: float
+    fields: tuple[float, float, float]
+    casts: tuple[float, float, float, float, float, float]
+
+
+# Of the columns, `fields` are the chances of full, corners, circle; `casts` those of `_CASTS` in order.
+_AROUND = {
+    "MEL": _Surroundings(
+        1.1, 0.22, 0.35, 0.10, 0.45, 0.28, 0.08, (0.45, 0.35, 0.20), (0.30, 0.12, 0.10, 0.20, 0.23, 0.05)
+    ),
+    "NV": _Surroundings(
+        1.7, 0.12, 0.08, 0.03, 0.40, 0.12, 0.12, (0.60, 0.25, 0.15), (0.25, 0.15, 0.20, 0.18, 0.07, 0.15)
+    ),
+    "BCC": _Surroundings(
+        0.8, 0.42, 0.50, 0.55, 0.25, 0.06, 0.05, (0.60, 0.20, 0.20), (0.15, 0.40, 0.25, 0.05, 0.10, 0.05)
+    ),
+    "AK": _Surroundings(
+        0.7, 0.60, 0.85, 0.45, 0.25, 0.04, 0.03, (0.80, 0.12, 0.08), (0.10, 0.35, 0.35, 0.05, 0.10, 0.05)
+    ),
+    "BKL": _Surroundings(
+        1.3, 0.20, 0.60, 0.10, 0.50, 0.15, 0.06, (0.50, 0.30, 0.20), (0.25, 0.20, 0.15, 0.15, 0.15, 0.10)
+    ),
+    "DF": _Surroundings(
+        1.9, 0.15, 0.05, 0.02, 0.70, 0.05, 0.05, (0.60, 0.25, 0.15), (0.20, 0.25, 0.30, 0.05, 0.05, 0.15)
+    ),
+    "VASC": _Surroundings(
+        1.2, 0.20, 0.10, 0.08, 0.25, 0.05, 0.05, (0.60, 0.25, 0.15), (0.20, 0.20, 0.30, 0.10, 0.05, 0.15)
+    ),
+    "SCC": _Surroundings(
+        0.7, 0.55, 0.80, 0.35, 0.35, 0.04, 0.03, (0.70, 0.15, 0.15), (0.15, 0.35, 0.25, 0.05, 0.15, 0.05)
+    ),
+}
+
+
+def draw(label: str, seed: int, size: int = 256, off_center: bool = False) -> Drawing:
+    """One image of class `label`, `size` pixels square; the same arguments give the same bytes.
+
+    The lesion's share of the image follows the paper's prevalence table. It lies near the center, or with `off_center`
+    0.25 to 0.33 image widths away from it with at least 60 % of its area inside (large lesions are made smaller for that).
+    """
+    if label not in CLASSES:
+        raise RequestError(f"Unknown class {label!r} for a synthetic image. The classes are {', '.join(CLASSES)}.")
+    if size < 32:
+        raise RequestError(f"A synthetic image of {size} pixels is too small to show a lesion. Take 32 or more.")
+    streams = [np.random.default_rng([seed, CLASSES.index(label), purpose]) for purpose in range(5)]
+    shape_rng, lesion_rng, skin_rng, things_rng, camera_rng = streams
+    canvas, around = Canvas(size), _AROUND[label]
+    distance, radius, traits = _place(canvas, shape_rng, label, off_center)
+    cover = smoothstep(1, -1, (distance - np.float32(radius)) / np.float32(shape_rng.uniform(*LOOKS[label].edge) / 2))
+    mask = distance < radius
+
+    base, background = _skin(canvas, skin_rng, around, traits)
+    pigments = Pigments.none(canvas)
+    detail = float(lesion_rng.uniform(0.75, 1.15) * (0.8 + 0.7 * radius))
+    traits |= LOOKS[label].paint(Lesion(canvas, lesion_rng, distance / np.float32(radius), radius, detail), pigments)
+    picture = _shine_through(base, background, pigments, cover)
+    picture, mask = _photograph(picture, mask, canvas, things_rng, around, traits)
+    image = _expose(picture, camera_rng)
+    return Drawing(image, mask, label, traits | {"prevalence": float(mask.mean())})
+
+
+def sample_labels(n: int, seed: int) -> list[str]:
+    """`n` classes at the frequencies of ISIC 2019; from `n = 8` on every class is there at least once."""
+    if n < 0:
+        raise RequestError(f"Cannot sample {n} labels. Ask for zero or more.")
+    rng = np.random.default_rng([seed, n])
+    # Quotas rather than draws: rare classes keep their share in small sets. Rounding goes to the largest remainders.
+    shares = np.array([CLASS_FREQUENCIES[name] for name in CLASSES])
+    free = n - len(CLASSES) if n >= len(CLASSES) else n
+    quotas = np.maximum(shares * n - (n >= len(CLASSES)), 0)
+    quotas *= free / max(quotas.sum(), 1e-12)
+    counts = np.floor(quotas).astype(int)
+    counts[np.argsort(counts - quotas, kind="stable")[: free - counts.sum()]] += 1
+    labels = np.repeat(np.arange(len(CLASSES)), counts + (n >= len(CLASSES)))
+    return [CLASSES[index] for index in rng.permutation(labels)]
+
+
+def _place(canvas: Canvas, rng: np.random.Generator, label: str, off_center: bool) -> tuple[Map, float, dict[str, Any]]:
+    """The lesion's distance field `[H, W]`, the level of its border, and its first traits."""
+    share = float(np.interp(rng.random(), *_PREVALENCE))
+    away, heading = rng.normal(0, 0.06, 2), rng.uniform(0, 2 * np.pi)
+    if off_center:
+        away = rng.uniform(0.25, 0.33) * np.array([np.cos(heading), np.sin(heading)])
+    look = LOOKS[label]
+    center = (float(0.5 + away[0]), float(0.5 + away[1]))
+    outline = Outline.random(rng, center, rng.uniform(*look.irregularity))
+    smooth = outline.distance(canvas.x, canvas.y)
+    rough = 1 + np.float32(rng.uniform(*look.roughness)) * (canvas.noise(rng, 18) + 0.7 * canvas.noise(rng, 40))
+    distance = smooth * np.maximum(rough, 0.5)
+    radius = float(np.quantile(distance, share))
+    inside = _share_inside(outline, radius)
+    while off_center and inside < 0.66:
+        radius *= 0.94
+        inside = _share_inside(outline, radius)
+    return distance, radius, {"center": center, "off_center": off_center, "inside": round(inside, 3)}
+
+
+def _share_inside(outline: Outline, radius: float) -> float:
+    """How much of the whole lesion lies within the image, on a coarse grid three images wide."""
+    axis = (np.arange(-48, 96, dtype=np.float32) + np.float32(0.5)) / 48
+    whole = outline.distance(axis[None, :], axis[:, None]) < radius
+    return float(whole[48:96, 48:96].sum() / max(whole.sum(), 1))
+
+
+def _skin(
+    canvas: Canvas, rng: np.random.Generator, around: _Surroundings, traits: dict[str, Any]
+) -> tuple[np.ndarray, Pigments]:
+    """The skin's own colour `[3]` and what it holds everywhere: redness, freckles, fine vessels, furrows, pores."""
+    tone = float(
+        np.clip(around.tone + rng.normal(0, 0.75) + (rng.exponential(1.6) if rng.random() < 0.16 else 0), 0, 5)
+    )
+    base = np.array([np.interp(tone, np.arange(6), _SKIN_TONES[:, c]) for c in range(3)])
+    skin = Pigments.none(canvas)
+    redness = max(0.0, around.redness + rng.normal(0, 0.13))
+    damage = float(np.clip(around.sun_damage + rng.normal(0, 0.28), 0, 1.2))
+    mottle = canvas.noise(rng, rng.uniform(7, 16))
+    skin.blood += redness * np.maximum(0.7 + 0.25 * canvas.noise(rng, 3) + (0.1 + 0.4 * damage) * mottle, 0)
+    skin.melanin += 0.05 * np.maximum(1 + canvas.noise(rng, 3) + 0.3 * canvas.noise(rng, 48), 0)
+    if damage > 0.3:
+        freckles = smoothstep(1.0, 2.2, canvas.noise(rng, rng.uniform(8, 18)) + 0.35 * canvas.noise(rng, 40))
+        skin.melanin += 0.45 * damage * freckles
+    furrows = np.abs(canvas.noise(rng, rng.uniform(26, 44), rng.uniform(0.7, 1.8)))
+    skin.melanin += np.float32(rng.uniform(0.03, 0.10)) * smoothstep(0.35, 0.0, furrows)
+    pores = np.column_stack(
+        [rng.uniform(0, 1, (24, 2)), rng.uniform(0.003, 0.007, 24), np.ones((24, 2)), rng.uniform(0.2, 1, 24)]
+    )
+    skin.white += np.float32(rng.uniform(0.0, 0.22)) * canvas.blobs(pores.tolist(), 0.8)
+    veins = rng.random() < around.telangiectasia
+    if veins:
+        skin.blood += np.float32(rng.uniform(0.25, 0.6)) * canvas.strokes(_threads(rng, int(rng.integers(6, 22))))
+    traits |= {
+        "fitzpatrick": round(tone) + 1,
+        "redness": round(redness, 2),
+        "sun_damage": round(damage, 2),
+        "telangiectasia": bool(veins),
+    }
+    return base.astype(np.float32), skin
+
+
+def _threads(rng: np.random.Generator, n: int) -> list[tuple[npt.NDArray[np.float64], float, float]]:
+    """Fine winding vessels anywhere in the skin."""
+    lines = []
+    for _ in range(n):
+        heading = rng.uniform(0, 2 * np.pi) + rng.normal(0, 0.4, 10).cumsum()
+        steps = np.column_stack([np.cos(heading), np.sin(heading)]) * rng.uniform(0.01, 0.035)
+        lines.append((rng.uniform(0, 1, 2) + steps.cumsum(0), rng.uniform(0.003, 0.007), rng.uniform(0.4, 1.0)))
+    return lines
+
+
+def _shine_through(base: np.ndarray, skin: Pigments, lesion: Pigments, cover: Map) -> np.ndarray:
+    """Light through skin and lesion: absorbers multiply (Beer and Lambert), white and keratin cover. `[H, W, 3]`."""
+    fade = 1 - np.float32(0.35) * cover
+    depth = np.zeros((*cover.shape, 3), np.float32)
+    for name, absorption in _ABSORPTION.items():
+        amount = getattr(skin, name) * fade + np.maximum(getattr(lesion, name), 0) * cover
+        depth += amount[..., None] * absorption
+    picture = base * np.exp(-depth)
+    for amount, color in ((skin.white + lesion.white * cover, _WHITE), (lesion.keratin * cover, _KERATIN)):
+        veil = np.clip(amount, 0, 0.9)[..., None]
+        # Scale and scars are lit like the skin around them, so on dark skin they are not paper-white.
+        picture = picture * (1 - veil) + veil * (color * (0.55 + 0.45 * base.mean()))
+    return picture
+
+
+def _photograph(
+    picture: np.ndarray,
+    mask: np.ndarray,
+    canvas: Canvas,
+    rng: np.random.Generator,
+    around: _Surroundings,
+    traits: dict[str, Any],
+) -> tuple[np.ndarray, np.ndarray]:
+    """Hair, ink, ruler, bubbles and the field of view over the picture; what the frame hides leaves the mask."""
+    cast = str(rng.choice(list(_CASTS), p=around.casts))
+    picture = picture * (np.array(_CASTS[cast]) * rng.normal(1, 0.025, 3)).astype(np.float32)
+    kind = str(rng.choice(["dark", "light", "stubble"], p=[0.5, 0.2, 0.3])) if rng.random() < around.hair else "none"
+    drawn = {"ink": rng.random() < around.ink, "ruler": rng.random() < around.ruler, "bubbles": rng.random() < 0.14}
+    if drawn["ink"]:
+        picture = artifacts.ink(picture, canvas, rng)
+    if kind != "none":
+        picture = artifacts.hair(picture, canvas, rng, kind, int(2 + rng.exponential(7 if kind == "dark" else 12)))
+    if drawn["bubbles"]:
+        picture = artifacts.bubbles(picture, canvas, rng, int(rng.integers(1, 7)))
+    if drawn["ruler"]:
+        picture = artifacts.ruler(picture, canvas, rng)
+    frame = str(rng.choice(["full", "corners", "circle"], p=around.fields))
+    light = artifacts.field_of_view(canvas, rng, frame)
+    if (mask & (light < 0.4)).mean() > 0.01:
+        # A frame that hides part of the lesion would change its prevalence; such pictures have none.
+        frame, light = "full", artifacts.field_of_view(canvas, rng, "full")
+    slope = rng.normal(0, 0.07, 2)
+    light = light * (1 + np.float32(slope[0]) * (canvas.x - 0.5) + np.float32(slope[1]) * (canvas.y - 0.5))
+    traits |= {"cast": cast, "hair": kind, "field": frame} | {name: bool(value) for name, value in drawn.items()}
+    return picture * light[..., None].astype(np.float32) + np.float32(0.02), mask & (light >= 0.4)
+
+
+def _expose(picture: np.ndarray, rng: np.random.Generator) -> npt.NDArray[np.uint8]:
+    """Exposure, the lens's softness, the sensor's grain."""
+    picture = picture * np.float32(rng.normal(1.0, 0.06))
+    soft = np.float32(rng.uniform(0.25, 1.0) / 4)
+    for axis in (0, 1):
+        before, after = np.roll(picture, 1, axis), np.roll(picture, -1, axis)
+        edge: list[Any] = [slice(None)] * 3
+        edge[axis] = 0
+        before[tuple(edge)] = picture[tuple(edge)]
+        edge[axis] = -1
+        after[tuple(edge)] = picture[tuple(edge)]
+        picture = picture * (1 - 2 * soft) + (before + after) * soft
+    grain = rng.standard_normal(picture.shape[:2], dtype=np.float32)[..., None] * np.float32(rng.uniform(0.004, 0.012))
+    return np.clip((picture + grain) * 255 + 0.5, 0, 255).astype(np.uint8)

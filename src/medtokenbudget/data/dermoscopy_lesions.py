@@ -1,0 +1,368 @@
+"""The eight classes of ISIC 2019 as they look through a dermatoscope, each one function that lays down pigment.
+
+Kept apart from `dermoscopy.py` because this is the dermatology; that one is the photograph around it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from medtokenbudget.data.dermoscopy_canvas import Canvas, Map, smoothstep
+
+
+@dataclass
+class Pigments:
+    """What lies in the skin, each `[H, W]` and >= 0: absorbers (`melanin, blood, blue`) and what covers them (`white, keratin`)."""
+
+    melanin: Map
+    blood: Map
+    blue: Map
+    white: Map
+    keratin: Map
+
+    @classmethod
+    def none(cls, canvas: Canvas) -> Pigments:
+        return cls(*(canvas.zeros() for _ in range(5)))
+
+
+@dataclass(frozen=True)
+class Lesion:
+    """Where to draw: `reach [H, W]` is 0 at the center and 1 at the border, `radius` that of the equal circle in widths."""
+
+    canvas: Canvas
+    rng: np.random.Generator
+    reach: Map
+    radius: float
+    detail: float = field(default=1.0)
+
+    def noise(self, cells: float, stretch: float = 1.0) -> Map:
+        return self.canvas.noise(self.rng, cells, stretch)
+
+    def chance(self, probability: float) -> bool:
+        return bool(self.rng.random() < probability)
+
+    def points(self, n: int, low: float = 0.0, high: float = 0.95) -> np.ndarray:
+        """`n` random places `[n, 2]` whose reach is between `low` and `high`; none where the lesion has no such place."""
+        places = np.flatnonzero((self.reach >= low) & (self.reach < high))
+        if places.size == 0:
+            return np.empty((0, 2))
+        chosen = places[self.rng.integers(places.size, size=n)]
+        size = self.canvas.size
+        return np.column_stack([chosen % size, chosen // size]) / size + self.rng.uniform(0, 1 / size, (n, 2))
+
+    def spots(
+        self,
+        n: int,
+        radius: tuple[float, float],
+        low: float = 0.0,
+        high: float = 0.95,
+        aspect: float = 1.3,
+        edge: float = 0.5,
+    ) -> Map:
+        """`n` soft round or oval spots inside the lesion, radii in image widths."""
+        places = self.points(n, low, high)
+        m = len(places)
+        scale = self.detail
+        rows = np.column_stack(
+            [
+                places,
+                self.rng.uniform(radius[0] * scale, radius[1] * scale, m),
+                self.rng.uniform(1, aspect, m),
+                self.rng.uniform(0, np.pi, m),
+                self.rng.uniform(0.55, 1, m),
+            ]
+        )
+        return self.canvas.blobs(rows.tolist(), edge)
+
+    def side(self) -> Map:
+        """A slope across the lesion, about -1 to 1: what makes one half unlike the other."""
+        angle = self.rng.uniform(0, 2 * np.pi)
+        x, y = self.canvas.x - np.float32(0.5), self.canvas.y - np.float32(0.5)
+        return (x * np.float32(np.cos(angle)) + y * np.float32(np.sin(angle))) / np.float32(max(self.radius, 0.1))
+
+    def network(self, period: tuple[float, float] = (0.022, 0.036), wobble: float = 0.18) -> tuple[Map, Map]:
+        return self.canvas.honeycomb(self.rng, self.rng.uniform(*period) * self.detail, wobble)
+
+    def region(self, low: float, high: float, cells: float) -> Map:
+        """A smooth part of the lesion: noise between the levels `low` and `high`, in [0, 1]."""
+        return smoothstep(low, high, self.noise(cells / max(self.radius * 2, 0.2)))
+
+
+def vessels(lesion: Lesion, trees: int, length: float, width: float, low: float, high: float) -> Map:
+    """Arborising vessels: stems that fork into ever finer branches, as coverage in [0, 1]."""
+    rng, lines = lesion.rng, []
+    todo = [
+        (p, rng.uniform(0, 2 * np.pi), length * rng.uniform(0.6, 1.3), width, 0)
+        for p in lesion.points(trees, low, high)
+    ]
+    while todo:
+        start, heading, reach, thickness, depth = todo.pop()
+        bend = rng.normal(0, 0.28, 6).cumsum() + heading
+        steps = np.column_stack([np.cos(bend), np.sin(bend)]) * reach / 6
+        path = np.vstack([start, start + steps.cumsum(0)])
+        lines.append((path, thickness, 0.95 - 0.13 * depth))
+        if depth < 3:
+            for at in rng.choice([2, 3, 4, 5, 6], size=2 if depth < 2 else 1, replace=False):
+                turn = rng.uniform(0.35, 1.0) * rng.choice([-1, 1])
+                todo.append((path[at], bend[at - 1] + turn, reach * rng.uniform(0.5, 0.8), thickness * 0.66, depth + 1))
+    return lesion.canvas.strokes(lines)
+
+
+def melanoma(lesion: Lesion, skin: Pigments) -> dict[str, Any]:
+    """Asymmetric, several colours: browns, black, blue-grey veil, white regression, streaks, irregular dots; some amelanotic."""
+    rng, reach = lesion.rng, lesion.reach
+    amelanotic, early = lesion.chance(0.12), lesion.chance(0.30)
+    lean = rng.uniform(0.1, 0.3) if early else rng.uniform(0.3, 0.8)
+    uneven = (
+        1
+        + lean * np.tanh(lesion.side() * 1.2)
+        + (0.15 if early else 0.34) * lesion.noise(3.2 / max(2 * lesion.radius, 0.3))
+    )
+    strength = rng.uniform(0.15, 0.35) if amelanotic else rng.uniform(0.6, 1.35)
+    lines, _ = lesion.network(wobble=0.34)
+    where = lesion.region(-0.6, 0.7, 4)
+    skin.melanin += strength * np.maximum(uneven, 0.12) * (0.72 + 0.5 * lines * where + 0.12 * lesion.noise(26))
+    skin.blood += (
+        rng.uniform(0.45, 0.9) * (1 + 0.4 * lesion.noise(6))
+        if amelanotic
+        else rng.uniform(0.05, 0.4) * lesion.region(-1, 1.5, 3)
+    )
+    traits: dict[str, Any] = {"amelanotic": amelanotic, "early": early}
+    if not amelanotic and lesion.chance(0.45 if early else 0.8):
+        blotch = lesion.region(0.5, 1.1, 4) * smoothstep(1.0, 0.8, reach)
+        skin.melanin += rng.uniform(0.7, 1.5) * blotch
+        skin.blue += rng.uniform(0.2, 0.6) * blotch
+    traits["veil"] = lesion.chance(0.15 if early else 0.6)
+    if traits["veil"]:
+        veil = lesion.region(0.1, 1.0, 2.5) * smoothstep(1.0, 0.7, reach)
+        skin.blue += rng.uniform(0.45, 0.95) * veil
+        skin.melanin *= 1 - 0.55 * veil
+        skin.white += 0.12 * veil
+    traits["regression"] = lesion.chance(0.1 if early else 0.4)
+    if traits["regression"]:
+        scar = lesion.region(0.5, 1.2, 3) * smoothstep(1.0, 0.75, reach)
+        skin.melanin *= 1 - 0.8 * scar
+        skin.white += 0.4 * scar
+        skin.blue += 0.35 * scar * lesion.spots(70, (0.003, 0.006))
+    traits["streaks"] = not amelanotic and lesion.chance(0.2 if early else 0.5)
+    if traits["streaks"]:
+        skin.melanin += rng.uniform(0.5, 1.0) * _rim_streaks(lesion)
+    dots = lesion.spots(int(rng.integers(6, 45)), (0.004, 0.013), high=1.0, aspect=1.6)
+    skin.melanin += (0.3 if amelanotic else rng.uniform(0.5, 1.3)) * dots * (0.3 + 0.7 * where)
+    return traits
+
+
+def _rim_streaks(lesion: Lesion) -> Map:
+    """Short radial lines over part of the border."""
+    rng = lesion.rng
+    places, middle = lesion.points(46, 0.84, 0.98), lesion.points(200, 0.0, 0.3)
+    if not len(places) or not len(middle):
+        return lesion.canvas.zeros()
+    core = middle.mean(0)
+    sector = rng.uniform(0, 2 * np.pi)
+    lines = []
+    for place in places:
+        out = place - core
+        if np.cos(np.arctan2(out[1], out[0]) - sector) < -0.1:
+            continue
+        out = out / (np.hypot(*out) + 1e-6) * rng.uniform(0.025, 0.06) * lesion.detail
+        lines.append((np.array([place - out * 0.5, place + out * 0.5]), rng.uniform(0.005, 0.011), rng.uniform(0.5, 1)))
+    return lesion.canvas.strokes(lines)
+
+
+def nevus(lesion: Lesion, skin: Pigments) -> dict[str, Any]:
+    """Symmetric, one or two browns, a regular network or even globules or nothing but colour; some atypical, some pink."""
+    rng, reach = lesion.rng, lesion.reach
+    kind = str(rng.choice(["reticular", "globular", "homogeneous"], p=[0.52, 0.2, 0.28]))
+    atypical, pink = lesion.chance(0.2), lesion.chance(0.16)
+    strength = rng.uniform(0.18, 0.4) if pink else rng.uniform(0.4, 1.35)
+    core = smoothstep(rng.uniform(0.7, 1.1), rng.uniform(0.0, 0.4), reach)
+    profile = 0.7 + rng.choice([-0.25, 0.0, 0.35, 0.5]) * core
+    profile = profile * (1 + (0.28 if atypical else 0.09) * lesion.noise(4 / max(2 * lesion.radius, 0.3)))
+    if atypical:
+        profile = profile * (1 + rng.uniform(0.1, 0.4) * np.tanh(lesion.side()))
+    texture = 1 + 0.08 * lesion.noise(30)
+    if kind == "reticular":
+        lines, holes = lesion.network(wobble=0.16)
+        texture = texture * (0.78 + rng.uniform(0.35, 0.75) * lines - 0.2 * holes)
+    elif kind == "globular":
+        _, holes = lesion.network((0.03, 0.05), wobble=0.25)
+        texture = texture * (0.8 + rng.uniform(0.4, 0.8) * holes)
+    skin.melanin += strength * profile * texture
+    skin.blood += rng.uniform(0.35, 0.7) if pink else rng.uniform(0.0, 0.22)
+    if lesion.chance(0.06):
+        skin.blue += rng.uniform(0.4, 0.8) * core
+    return {"pattern": kind, "atypical": atypical, "pink": pink}
+
+
+def basal_cell_carcinoma(lesion: Lesion, skin: Pigments) -> dict[str, Any]:
+    """Pink and translucent, arborising vessels, blue-grey ovoid nests, shiny white strands, now and then an ulcer."""
+    rng = lesion.rng
+    skin.blood += rng.uniform(0.15, 0.6) * (1 + 0.35 * lesion.noise(5))
+    skin.white += rng.uniform(0.05, 0.28) * lesion.region(-0.8, 1, 3)
+    pigmented = lesion.chance(0.5)
+    trees = int(rng.integers(2, 6)) if lesion.chance(0.8) else 0
+    if trees:
+        length = float(np.clip(lesion.radius * rng.uniform(0.5, 0.9), 0.06, 0.3))
+        branches = vessels(lesion, trees, length, rng.uniform(0.008, 0.014), 0.2, 1.0)
+        skin.blood += rng.uniform(0.7, 1.3) * branches
+        skin.melanin += 0.12 * branches
+    if pigmented:
+        nests = lesion.spots(int(rng.integers(4, 14)), (0.012, 0.035), aspect=2.2, edge=0.6)
+        nests *= 0.8 + 0.2 * lesion.noise(20)
+        skin.blue += rng.uniform(0.6, 1.3) * nests
+        skin.melanin += rng.uniform(0.1, 0.6) * nests
+        skin.melanin += rng.uniform(0.0, 0.35) * lesion.region(0.2, 1.2, 3)
+    if lesion.chance(0.5):
+        strands = smoothstep(1.1, 1.9, np.abs(lesion.noise(10, 3.0))) * lesion.region(0.0, 1.0, 3)
+        skin.white += 0.35 * strands
+    ulcer = lesion.chance(0.3)
+    if ulcer:
+        sore = lesion.spots(int(rng.integers(1, 4)), (0.015, 0.045), high=0.6, aspect=1.8, edge=0.35)
+        skin.blood += 1.1 * sore
+        skin.melanin += rng.uniform(0.3, 1.0) * sore
+    return {"pigmented": pigmented, "arborising_vessels": trees, "ulcer": ulcer}
+
+
+def actinic_keratosis(lesion: Lesion, skin: Pigments) -> dict[str, Any]:
+    """The strawberry: red net between pale follicles, with scale, ill-defined; some pigmented."""
+    rng, pigmented = lesion.rng, lesion.chance(0.35)
+    lines, follicles = lesion.network((0.036, 0.06), wobble=0.38)
+    even = 1 + 0.35 * lesion.noise(6)
+    patchy = lesion.region(-1.1, 0.5, 5)
+    skin.blood += rng.uniform(0.35, 0.85) * np.maximum(even, 0.1) * (0.6 + 0.55 * lines - 0.45 * follicles * patchy)
+    skin.keratin += rng.uniform(0.1, 0.4) * follicles * patchy
+    if pigmented:
+        skin.melanin += rng.uniform(0.25, 0.65) * lesion.region(-0.4, 1.0, 5) * (0.55 + 0.6 * lines)
+    scaly = lesion.chance(0.65)
+    if scaly:
+        _scale(lesion, skin, rng.uniform(0.35, 0.8), rng.uniform(0.7, 1.3))
+    return {"pigmented": pigmented, "scale": scaly}
+
+
+def _scale(lesion: Lesion, skin: Pigments, strength: float, threshold: float) -> None:
+    """Flakes of loose keratin: sharp-edged, bright, in groups."""
+    flakes = smoothstep(threshold, threshold + 0.5, lesion.noise(34) * 0.6 + lesion.noise(9) * 0.8)
+    skin.white += strength * flakes * (0.8 + 0.25 * lesion.noise(60))
+
+
+def benign_keratosis(lesion: Lesion, skin: Pigments) -> dict[str, Any]:
+    """Stuck-on and waxy: ridges, milia-like cysts, comedo openings; or a flat lentigo, or a greyish regressing one."""
+    rng = lesion.rng
+    kind = str(rng.choice(["seborrheic", "lentigo", "regressing"], p=[0.55, 0.28, 0.17]))
+    wax = 1 + 0.2 * lesion.noise(5) + 0.1 * lesion.noise(28)
+    ridges = smoothstep(0.9, 0.0, np.abs(lesion.noise(rng.uniform(11, 20) / lesion.detail, rng.uniform(1, 1.6))))
+    if kind == "regressing":
+        grey = lesion.region(-0.5, 1.0, 5)
+        skin.melanin += rng.uniform(0.15, 0.5) * wax
+        skin.blue += rng.uniform(0.2, 0.6) * grey * (0.4 + 0.9 * lesion.spots(120, (0.004, 0.008)))
+        skin.blood += rng.uniform(0.1, 0.4)
+        return {"pattern": kind}
+    strength = rng.uniform(0.3, 1.1) if kind == "seborrheic" else rng.uniform(0.25, 0.65)
+    skin.melanin += strength * wax * (0.7 + rng.uniform(0.1, 0.55) * (1 - ridges))
+    skin.blood += rng.uniform(0.0, 0.2)
+    if kind == "lentigo":
+        return {"pattern": kind}
+    skin.keratin += rng.uniform(0.0, 0.3) * lesion.region(-0.8, 1.2, 3)
+    cysts, comedones = int(rng.integers(3, 22)), int(rng.integers(0, 18))
+    milia = lesion.spots(cysts, (0.005, 0.012), edge=0.6)
+    skin.melanin *= 1 - 0.6 * milia
+    skin.white += rng.uniform(0.35, 0.75) * milia
+    skin.melanin += rng.uniform(0.8, 1.6) * lesion.spots(comedones, (0.006, 0.014), aspect=1.7, edge=0.4)
+    if lesion.chance(0.25):
+        _scale(lesion, skin, 0.4, 1.2)
+    return {"pattern": kind, "milia_like_cysts": cysts, "comedo_like_openings": comedones}
+
+
+def dermatofibroma(lesion: Lesion, skin: Pigments) -> dict[str, Any]:
+    """A white scar-like center, around it a delicate network that fades into the skin; often pink."""
+    rng, reach = lesion.rng, lesion.reach
+    lines, _ = lesion.network((0.024, 0.034), wobble=0.2)
+    start, fade = rng.uniform(0.2, 0.5), 1 + 0.15 * lesion.noise(5)
+    ring = smoothstep(start, start + 0.35, reach * fade) * smoothstep(1.08, 0.7, reach)
+    skin.melanin += rng.uniform(0.25, 0.75) * (0.3 + 0.7 * ring) * (0.62 + 0.55 * lines)
+    skin.blood += rng.uniform(0.1, 0.55) * (0.6 + 0.5 * smoothstep(0.9, 0.3, reach))
+    scar = smoothstep(start + 0.25, start - 0.2, reach * fade + 0.05 * lesion.noise(14))
+    skin.melanin *= 1 - 0.75 * scar
+    strength = rng.uniform(0.15, 0.6)
+    skin.white += strength * scar * (0.85 + 0.2 * lesion.noise(24, 2.0))
+    return {"scar": round(float(strength), 2)}
+
+
+def vascular_lesion(lesion: Lesion, skin: Pigments) -> dict[str, Any]:
+    """Red, purple or blue-black lacunae, round and crowded, with pale septa; well demarcated."""
+    rng, reach = lesion.rng, lesion.reach
+    hue = str(rng.choice(["red", "purple", "thrombosed"], p=[0.5, 0.33, 0.17]))
+    blue = {"red": rng.uniform(0, 0.1), "purple": rng.uniform(0.35, 0.9), "thrombosed": rng.uniform(0.9, 1.6)}[hue]
+    n = int(rng.integers(14, 40))
+    lacunae = lesion.spots(n, (0.16 * lesion.radius, 0.3 * lesion.radius), high=0.92, aspect=1.4, edge=0.3)
+    lacunae *= 1 + 0.12 * lesion.noise(14)
+    skin.blood += rng.uniform(0.5, 0.9) + rng.uniform(0.4, 1.1) * lacunae
+    skin.blue += blue * (0.25 + 0.75 * lacunae)
+    skin.melanin += 1.2 * lacunae if hue == "thrombosed" else 0.08 * lacunae
+    skin.white += rng.uniform(0.0, 0.3) * (1 - lacunae) * smoothstep(1.0, 0.8, reach)
+    if lesion.chance(0.3):
+        skin.white += 0.35 * lesion.region(0.8, 1.4, 3)
+    return {"hue": hue, "lacunae": n}
+
+
+def squamous_cell_carcinoma(lesion: Lesion, skin: Pigments) -> dict[str, Any]:
+    """Pink to red, a white-yellow keratin center with crust, white circles, looped and dotted vessels at the rim."""
+    rng, reach = lesion.rng, lesion.reach
+    skin.blood += rng.uniform(0.35, 0.9) * np.maximum(1 + 0.4 * lesion.noise(5), 0.1)
+    core = smoothstep(rng.uniform(0.55, 0.85), rng.uniform(0.1, 0.4), reach + 0.16 * lesion.noise(8))
+    keratin = rng.uniform(0.1, 0.8)
+    skin.keratin += keratin * core * (0.85 + 0.25 * lesion.noise(18))
+    skin.melanin += rng.uniform(0.0, 0.5) * lesion.region(0.3, 1.2, 4)
+    if lesion.chance(0.45):
+        crust = lesion.region(0.7, 1.2, 6) * smoothstep(0.9, 0.4, reach)
+        skin.melanin += 0.9 * crust
+        skin.blood += 0.9 * crust
+    if lesion.chance(0.5):
+        _, follicles = lesion.network((0.036, 0.055), wobble=0.35)
+        skin.white += rng.uniform(0.15, 0.4) * follicles
+    dots = lesion.spots(int(rng.integers(25, 80)), (0.003, 0.006), low=0.55, high=1.0, edge=0.6)
+    skin.blood += rng.uniform(0.6, 1.2) * dots
+    loops = int(rng.integers(0, 16))
+    skin.blood += rng.uniform(0.6, 1.1) * _loops(lesion, loops)
+    if lesion.chance(0.5):
+        _scale(lesion, skin, rng.uniform(0.3, 0.7), rng.uniform(0.8, 1.3))
+    return {"keratin": round(float(keratin), 2), "looped_vessels": loops}
+
+
+def _loops(lesion: Lesion, n: int) -> Map:
+    """Hairpin vessels: short narrow arcs near the border."""
+    rng, lines = lesion.rng, []
+    turn = np.linspace(-0.3, np.pi + 0.3, 9)
+    for place in lesion.points(n, 0.5, 0.98):
+        angle, width, height = rng.uniform(0, 2 * np.pi), rng.uniform(0.006, 0.01), rng.uniform(0.015, 0.03)
+        arc = np.column_stack([np.cos(turn) * width, np.sin(turn) * height])
+        spin = np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
+        lines.append((place + arc @ spin.T, 0.005, 0.9))
+    return lesion.canvas.strokes(lines)
+
+
+@dataclass(frozen=True)
+class Look:
+    """How a class is drawn: its outline's irregularity, roughness of the border, width of the edge, and its pigment."""
+
+    irregularity: tuple[float, float]
+    roughness: tuple[float, float]
+    edge: tuple[float, float]
+    paint: Callable[[Lesion, Pigments], dict[str, Any]]
+
+
+LOOKS: dict[str, Look] = {
+    "MEL": Look((0.35, 1.0), (0.02, 0.10), (0.02, 0.06), melanoma),
+    "NV": Look((0.1, 0.55), (0.01, 0.06), (0.02, 0.08), nevus),
+    "BCC": Look((0.25, 0.8), (0.02, 0.08), (0.03, 0.09), basal_cell_carcinoma),
+    "AK": Look((0.4, 1.0), (0.06, 0.16), (0.07, 0.16), actinic_keratosis),
+    "BKL": Look((0.3, 0.9), (0.05, 0.13), (0.008, 0.03), benign_keratosis),
+    "DF": Look((0.1, 0.4), (0.01, 0.05), (0.06, 0.14), dermatofibroma),
+    "VASC": Look((0.1, 0.6), (0.01, 0.05), (0.008, 0.03), vascular_lesion),
+    "SCC": Look((0.35, 0.9), (0.05, 0.13), (0.05, 0.12), squamous_cell_carcinoma),
+}
