@@ -35,22 +35,15 @@ _KERATIN = np.array([0.93, 0.86, 0.68], np.float32)
 
 # sRGB of skin from Fitzpatrick type I to VI as a dermatoscope with its own light shows it.
 _SKIN_TONES = np.array(
-    [
-        [0.94, 0.82, 0.78],
-        [0.91, 0.76, 0.69],
-        [0.84, 0.66, 0.56],
-        [0.72, 0.53, 0.42],
-        [0.55, 0.38, 0.30],
-        [0.38, 0.26, 0.21],
-    ]
+    [[0.91, 0.81, 0.79], [0.86, 0.73, 0.70], [0.79, 0.64, 0.59], [0.70, 0.54, 0.47], [0.58, 0.44, 0.37], [0.46, 0.34, 0.29]]
 )
 _CASTS = {
     "neutral": (1.0, 1.0, 1.0),
-    "lilac": (0.96, 0.91, 1.10),
-    "pink": (1.03, 0.89, 0.92),
+    "lilac": (0.96, 0.92, 1.07),
+    "pink": (1.02, 0.93, 0.95),
     "cream": (1.02, 1.01, 0.90),
     "grey": (0.88, 0.94, 0.95),
-    "orange": (1.05, 0.92, 0.80),
+    "orange": (1.03, 0.94, 0.86),
 }
 
 
@@ -81,30 +74,14 @@ class _Surroundings:
 
 # Of the columns, `fields` are the chances of full, corners, circle; `casts` those of `_CASTS` in order.
 _AROUND = {
-    "MEL": _Surroundings(
-        1.1, 0.22, 0.35, 0.10, 0.45, 0.28, 0.08, (0.45, 0.35, 0.20), (0.30, 0.12, 0.10, 0.20, 0.23, 0.05)
-    ),
-    "NV": _Surroundings(
-        1.7, 0.12, 0.08, 0.03, 0.40, 0.12, 0.12, (0.60, 0.25, 0.15), (0.25, 0.15, 0.20, 0.18, 0.07, 0.15)
-    ),
-    "BCC": _Surroundings(
-        0.8, 0.42, 0.50, 0.55, 0.25, 0.06, 0.05, (0.60, 0.20, 0.20), (0.15, 0.40, 0.25, 0.05, 0.10, 0.05)
-    ),
-    "AK": _Surroundings(
-        0.7, 0.60, 0.85, 0.45, 0.25, 0.04, 0.03, (0.80, 0.12, 0.08), (0.10, 0.35, 0.35, 0.05, 0.10, 0.05)
-    ),
-    "BKL": _Surroundings(
-        1.3, 0.20, 0.60, 0.10, 0.50, 0.15, 0.06, (0.50, 0.30, 0.20), (0.25, 0.20, 0.15, 0.15, 0.15, 0.10)
-    ),
-    "DF": _Surroundings(
-        1.9, 0.15, 0.05, 0.02, 0.70, 0.05, 0.05, (0.60, 0.25, 0.15), (0.20, 0.25, 0.30, 0.05, 0.05, 0.15)
-    ),
-    "VASC": _Surroundings(
-        1.2, 0.20, 0.10, 0.08, 0.25, 0.05, 0.05, (0.60, 0.25, 0.15), (0.20, 0.20, 0.30, 0.10, 0.05, 0.15)
-    ),
-    "SCC": _Surroundings(
-        0.7, 0.55, 0.80, 0.35, 0.35, 0.04, 0.03, (0.70, 0.15, 0.15), (0.15, 0.35, 0.25, 0.05, 0.15, 0.05)
-    ),
+    "MEL": _Surroundings(1.2, 0.12, 0.35, 0.10, 0.45, 0.28, 0.08, (0.45, 0.35, 0.20), (0.30, 0.10, 0.08, 0.22, 0.25, 0.05)),
+    "NV": _Surroundings(1.6, 0.12, 0.08, 0.03, 0.40, 0.12, 0.12, (0.60, 0.25, 0.15), (0.25, 0.15, 0.20, 0.18, 0.07, 0.15)),
+    "BCC": _Surroundings(0.9, 0.28, 0.50, 0.55, 0.25, 0.06, 0.05, (0.60, 0.20, 0.20), (0.15, 0.40, 0.25, 0.05, 0.10, 0.05)),
+    "AK": _Surroundings(0.8, 0.42, 0.85, 0.45, 0.25, 0.04, 0.03, (0.80, 0.12, 0.08), (0.10, 0.35, 0.35, 0.05, 0.10, 0.05)),
+    "BKL": _Surroundings(1.8, 0.16, 0.60, 0.10, 0.50, 0.15, 0.06, (0.50, 0.30, 0.20), (0.25, 0.12, 0.10, 0.18, 0.15, 0.20)),
+    "DF": _Surroundings(1.6, 0.20, 0.05, 0.02, 0.70, 0.05, 0.05, (0.60, 0.25, 0.15), (0.20, 0.25, 0.30, 0.05, 0.05, 0.15)),
+    "VASC": _Surroundings(1.2, 0.24, 0.10, 0.08, 0.25, 0.05, 0.05, (0.60, 0.25, 0.15), (0.20, 0.20, 0.30, 0.10, 0.05, 0.15)),
+    "SCC": _Surroundings(0.8, 0.38, 0.80, 0.35, 0.35, 0.04, 0.03, (0.70, 0.15, 0.15), (0.15, 0.35, 0.25, 0.05, 0.15, 0.05)),
 }
 
 
@@ -161,7 +138,7 @@ def _place(canvas: Canvas, rng: np.random.Generator, label: str, off_center: boo
     center = (float(0.5 + away[0]), float(0.5 + away[1]))
     outline = Outline.random(rng, center, rng.uniform(*look.irregularity))
     smooth = outline.distance(canvas.x, canvas.y)
-    rough = 1 + np.float32(rng.uniform(*look.roughness)) * (canvas.noise(rng, 18) + 0.7 * canvas.noise(rng, 40))
+    rough = 1 + np.float32(rng.uniform(*look.roughness)) * (canvas.noise(rng, 14) + 0.4 * canvas.noise(rng, 36))
     distance = smooth * np.maximum(rough, 0.5)
     radius = float(np.quantile(distance, share))
     inside = _share_inside(outline, radius)
@@ -173,9 +150,9 @@ def _place(canvas: Canvas, rng: np.random.Generator, label: str, off_center: boo
 
 def _share_inside(outline: Outline, radius: float) -> float:
     """How much of the whole lesion lies within the image, on a coarse grid three images wide."""
-    axis = (np.arange(-48, 96, dtype=np.float32) + np.float32(0.5)) / 48
+    axis = (np.arange(-32, 64, dtype=np.float32) + np.float32(0.5)) / 32
     whole = outline.distance(axis[None, :], axis[:, None]) < radius
-    return float(whole[48:96, 48:96].sum() / max(whole.sum(), 1))
+    return float(whole[32:64, 32:64].sum() / max(whole.sum(), 1))
 
 
 def _skin(
@@ -189,12 +166,13 @@ def _skin(
     skin = Pigments.none(canvas)
     redness = max(0.0, around.redness + rng.normal(0, 0.13))
     damage = float(np.clip(around.sun_damage + rng.normal(0, 0.28), 0, 1.2))
-    mottle = canvas.noise(rng, rng.uniform(7, 16))
-    skin.blood += redness * np.maximum(0.7 + 0.25 * canvas.noise(rng, 3) + (0.1 + 0.4 * damage) * mottle, 0)
-    skin.melanin += 0.05 * np.maximum(1 + canvas.noise(rng, 3) + 0.3 * canvas.noise(rng, 48), 0)
+    flush = canvas.noise(rng, 3) + damage * (canvas.noise(rng, rng.uniform(7, 14)) + 0.6 * canvas.noise(rng, 26))
+    meshes = smoothstep(0.9, 0.0, np.abs(canvas.noise(rng, rng.uniform(14, 24))))
+    skin.blood += redness * np.maximum(0.75 + 0.22 * flush + 0.35 * damage * meshes, 0)
+    skin.melanin += 0.06 * np.maximum(1 + canvas.noise(rng, 3) + 0.35 * canvas.noise(rng, 48), 0)
     if damage > 0.3:
-        freckles = smoothstep(1.0, 2.2, canvas.noise(rng, rng.uniform(8, 18)) + 0.35 * canvas.noise(rng, 40))
-        skin.melanin += 0.45 * damage * freckles
+        freckles = smoothstep(1.0, 3.0, canvas.noise(rng, rng.uniform(5, 13)) + 0.45 * canvas.noise(rng, 32))
+        skin.melanin += 0.5 * damage * freckles
     furrows = np.abs(canvas.noise(rng, rng.uniform(26, 44), rng.uniform(0.7, 1.8)))
     skin.melanin += np.float32(rng.uniform(0.03, 0.10)) * smoothstep(0.35, 0.0, furrows)
     pores = np.column_stack(
@@ -224,17 +202,16 @@ def _threads(rng: np.random.Generator, n: int) -> list[tuple[npt.NDArray[np.floa
 
 
 def _shine_through(base: np.ndarray, skin: Pigments, lesion: Pigments, cover: Map) -> np.ndarray:
-    """Light through skin and lesion: absorbers multiply (Beer and Lambert), white and keratin cover. `[H, W, 3]`."""
+    """Light through skin and lesion: absorbers multiply (Beer and Lambert), white and keratin cover. `[3, H, W]`."""
     fade = 1 - np.float32(0.35) * cover
-    depth = np.zeros((*cover.shape, 3), np.float32)
+    depth = np.zeros((3, *cover.shape), np.float32)
     for name, absorption in _ABSORPTION.items():
-        amount = getattr(skin, name) * fade + np.maximum(getattr(lesion, name), 0) * cover
-        depth += amount[..., None] * absorption
-    picture = base * np.exp(-depth)
+        depth += (getattr(skin, name) * fade + np.maximum(getattr(lesion, name), 0) * cover) * absorption[:, None, None]
+    picture = base[:, None, None] * np.exp(-depth)
     for amount, color in ((skin.white + lesion.white * cover, _WHITE), (lesion.keratin * cover, _KERATIN)):
-        veil = np.clip(amount, 0, 0.9)[..., None]
+        veil = np.clip(amount, 0, 0.9)
         # Scale and scars are lit like the skin around them, so on dark skin they are not paper-white.
-        picture = picture * (1 - veil) + veil * (color * (0.55 + 0.45 * base.mean()))
+        picture += veil * ((color * (0.55 + 0.45 * base.mean()))[:, None, None] - picture)
     return picture
 
 
@@ -248,7 +225,7 @@ def _photograph(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Hair, ink, ruler, bubbles and the field of view over the picture; what the frame hides leaves the mask."""
     cast = str(rng.choice(list(_CASTS), p=around.casts))
-    picture = picture * (np.array(_CASTS[cast]) * rng.normal(1, 0.025, 3)).astype(np.float32)
+    picture = picture * (np.array(_CASTS[cast]) * rng.normal(1, 0.025, 3)).astype(np.float32)[:, None, None]
     kind = str(rng.choice(["dark", "light", "stubble"], p=[0.5, 0.2, 0.3])) if rng.random() < around.hair else "none"
     drawn = {"ink": rng.random() < around.ink, "ruler": rng.random() < around.ruler, "bubbles": rng.random() < 0.14}
     if drawn["ink"]:
@@ -265,22 +242,18 @@ def _photograph(
         # A frame that hides part of the lesion would change its prevalence; such pictures have none.
         frame, light = "full", artifacts.field_of_view(canvas, rng, "full")
     slope = rng.normal(0, 0.07, 2)
-    light = light * (1 + np.float32(slope[0]) * (canvas.x - 0.5) + np.float32(slope[1]) * (canvas.y - 0.5))
+    light = light * (1 + np.float32(slope[0]) * (canvas.x - np.float32(0.5)) + np.float32(slope[1]) * (canvas.y - np.float32(0.5)))
     traits |= {"cast": cast, "hair": kind, "field": frame} | {name: bool(value) for name, value in drawn.items()}
-    return picture * light[..., None].astype(np.float32) + np.float32(0.02), mask & (light >= 0.4)
+    return picture * light + np.float32(0.02), mask & (light >= 0.4)
 
 
 def _expose(picture: np.ndarray, rng: np.random.Generator) -> npt.NDArray[np.uint8]:
-    """Exposure, the lens's softness, the sensor's grain."""
-    picture = picture * np.float32(rng.normal(1.0, 0.06))
+    """Exposure, the lens's softness, the sensor's grain; `[3, H, W]` in [0, 1] to `[H, W, 3]` bytes."""
     soft = np.float32(rng.uniform(0.25, 1.0) / 4)
-    for axis in (0, 1):
-        before, after = np.roll(picture, 1, axis), np.roll(picture, -1, axis)
-        edge: list[Any] = [slice(None)] * 3
-        edge[axis] = 0
-        before[tuple(edge)] = picture[tuple(edge)]
-        edge[axis] = -1
-        after[tuple(edge)] = picture[tuple(edge)]
-        picture = picture * (1 - 2 * soft) + (before + after) * soft
-    grain = rng.standard_normal(picture.shape[:2], dtype=np.float32)[..., None] * np.float32(rng.uniform(0.004, 0.012))
-    return np.clip((picture + grain) * 255 + 0.5, 0, 255).astype(np.uint8)
+    picture = picture * np.float32(255 * rng.normal(1.0, 0.06))
+    edged = np.pad(picture, ((0, 0), (1, 1), (0, 0)), mode="edge")
+    picture = picture * (1 - 2 * soft) + (edged[:, :-2] + edged[:, 2:]) * soft
+    edged = np.pad(picture, ((0, 0), (0, 0), (1, 1)), mode="edge")
+    picture = picture * (1 - 2 * soft) + (edged[:, :, :-2] + edged[:, :, 2:]) * soft
+    picture += rng.standard_normal(picture.shape[1:], dtype=np.float32) * np.float32(rng.uniform(1.0, 3.0))
+    return np.ascontiguousarray(np.clip(picture + np.float32(0.5), 0, 255).astype(np.uint8).transpose(1, 2, 0))

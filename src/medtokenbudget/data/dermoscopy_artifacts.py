@@ -1,6 +1,6 @@
 """What lies on the skin or in the lens: hair, ruler, ink, gel bubbles, the dark edge of the field of view.
 
-Apart from the lesions because none of it is disease; each function takes the picture `[H, W, 3]` in [0, 1] and returns one.
+Apart from the lesions because none of it is disease; each function takes the picture `[3, H, W]` in [0, 1] and returns one.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ HAIR_COLORS = {"dark": (0.17, 0.12, 0.11), "light": (0.78, 0.66, 0.48), "stubble
 
 
 def _lay(picture: Picture, cover: Map, color: tuple[float, float, float]) -> Picture:
-    cover = cover[..., None]
-    return picture * (1 - cover) + cover * np.asarray(color, np.float32)
+    return picture * (1 - cover) + cover * np.asarray(color, np.float32)[:, None, None]
 
 
 def hair(picture: Picture, canvas: Canvas, rng: np.random.Generator, kind: str, count: int) -> Picture:
@@ -61,8 +60,7 @@ def ink(picture: Picture, canvas: Canvas, rng: np.random.Generator) -> Picture:
         lines.append((path, rng.uniform(0.02, 0.045), 1.0))
     worn = smoothstep(-1.2, 0.9, canvas.noise(rng, 40, 2.0) + 0.6 * canvas.noise(rng, 90))
     cover = canvas.strokes(lines) * worn * np.float32(rng.uniform(0.5, 0.95))
-    stain = 1 - cover[..., None] * (1 - np.array([0.46, 0.38, 0.74], np.float32))
-    return picture * stain
+    return picture * (1 - cover * (1 - np.array([0.46, 0.38, 0.74], np.float32))[:, None, None])
 
 
 def bubbles(picture: Picture, canvas: Canvas, rng: np.random.Generator, count: int) -> Picture:
@@ -71,13 +69,13 @@ def bubbles(picture: Picture, canvas: Canvas, rng: np.random.Generator, count: i
     for _ in range(count):
         cx, cy, radius = rng.uniform(0, 1), rng.uniform(0, 1), rng.uniform(0.008, 0.05)
         distance = np.hypot(canvas.x - np.float32(cx), canvas.y - np.float32(cy)) / np.float32(radius)
-        light -= 0.16 * np.exp(-(((distance - 1.0) / 0.10) ** 2))
-        light += 0.14 * np.exp(-(((distance - 0.82) / 0.10) ** 2))
+        light -= 0.07 * np.exp(-(((distance - 1.0) / 0.10) ** 2))
+        light += 0.07 * np.exp(-(((distance - 0.82) / 0.10) ** 2))
         glint = np.hypot(
             canvas.x - np.float32(cx - radius * 0.4), canvas.y - np.float32(cy - radius * 0.4)
         ) / np.float32(radius)
-        light += 0.35 * np.exp(-((glint / 0.2) ** 2))
-    return picture + light[..., None]
+        light += 0.22 * np.exp(-((glint / 0.2) ** 2))
+    return picture + light
 
 
 def field_of_view(canvas: Canvas, rng: np.random.Generator, kind: str) -> Map:

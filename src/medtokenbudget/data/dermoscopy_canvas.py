@@ -39,9 +39,10 @@ class Canvas:
     def noise(self, rng: np.random.Generator, cells: float, stretch: float = 1.0) -> Map:
         """Smooth noise of mean 0 and deviation 1 with about `cells` cells across and `cells / stretch` down, `[H, W]`."""
         shape = (max(4, round(cells / stretch) + 2), max(4, round(cells) + 2))
-        grid = Image.fromarray(rng.standard_normal(shape, dtype=np.float32))
-        field = np.asarray(grid.resize((self.size, self.size), Image.Resampling.BICUBIC))
-        return (field - field.mean()) / (field.std() + np.float32(1e-6))
+        grid = rng.standard_normal(shape, dtype=np.float32)
+        # Interpolation between independent values takes a fifth of their deviation; the factor gives it back.
+        grid = (grid - grid.mean()) * np.float32(1.25 / grid.std())
+        return np.asarray(Image.fromarray(grid).resize((self.size, self.size), Image.Resampling.BICUBIC))
 
     def blobs(self, spots: Iterable[Sequence[float]], edge: float = 0.5) -> Map:
         """Soft ellipses, each `(x, y, radius, aspect, angle, strength)`; overlaps take the maximum. `edge` in (0, 1] softens."""
@@ -73,15 +74,15 @@ class Canvas:
     def honeycomb(self, rng: np.random.Generator, period: float, wobble: float) -> tuple[Map, Map]:
         """A bent hexagonal lattice: its lines and its holes, both in [0, 1]."""
         bend = np.float32(wobble * period)
-        x = self.x + bend * self.noise(rng, 0.35 / period)
-        y = self.y + bend * self.noise(rng, 0.35 / period)
+        x = self.x + bend * (self.noise(rng, 0.35 / period) + 1.2 * self.noise(rng, 0.12 / period))
+        y = self.y + bend * (self.noise(rng, 0.35 / period) + 1.2 * self.noise(rng, 0.12 / period))
         angle, k = rng.uniform(0, np.pi), np.float32(2 * np.pi / (period * np.sqrt(3) / 2 * 1.15))
         waves = [
             np.cos(k * (np.float32(np.cos(a)) * x + np.float32(np.sin(a)) * y))
             for a in angle + np.arange(3) * np.pi * 2 / 3
         ]
-        lattice = waves[0] + waves[1] + waves[2]
-        return smoothstep(0.5, -1.2, lattice), smoothstep(0.6, 2.4, lattice)
+        lattice = waves[0] + waves[1] + waves[2] + np.float32(0.6) * self.noise(rng, 1.1 / period)
+        return smoothstep(0.8, -1.5, lattice), smoothstep(0.3, 2.6, lattice)
 
 
 @dataclass(frozen=True)

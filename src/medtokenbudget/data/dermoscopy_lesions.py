@@ -89,7 +89,8 @@ class Lesion:
 
     def region(self, low: float, high: float, cells: float) -> Map:
         """A smooth part of the lesion: noise between the levels `low` and `high`, in [0, 1]."""
-        return smoothstep(low, high, self.noise(cells / max(self.radius * 2, 0.2)))
+        scale = cells / max(self.radius * 2, 0.2)
+        return smoothstep(low, high, self.noise(scale) * 0.85 + self.noise(scale * 3) * 0.35 + self.noise(scale * 8) * 0.15)
 
 
 def vessels(lesion: Lesion, trees: int, length: float, width: float, low: float, high: float) -> Map:
@@ -125,7 +126,7 @@ def melanoma(lesion: Lesion, skin: Pigments) -> dict[str, Any]:
     strength = rng.uniform(0.15, 0.35) if amelanotic else rng.uniform(0.6, 1.35)
     lines, _ = lesion.network(wobble=0.34)
     where = lesion.region(-0.6, 0.7, 4)
-    skin.melanin += strength * np.maximum(uneven, 0.12) * (0.72 + 0.5 * lines * where + 0.12 * lesion.noise(26))
+    skin.melanin += strength * np.maximum(uneven, 0.12) * (0.74 + 0.3 * lines * where + 0.12 * lesion.noise(26))
     skin.blood += (
         rng.uniform(0.45, 0.9) * (1 + 0.4 * lesion.noise(6))
         if amelanotic
@@ -133,20 +134,20 @@ def melanoma(lesion: Lesion, skin: Pigments) -> dict[str, Any]:
     )
     traits: dict[str, Any] = {"amelanotic": amelanotic, "early": early}
     if not amelanotic and lesion.chance(0.45 if early else 0.8):
-        blotch = lesion.region(0.5, 1.1, 4) * smoothstep(1.0, 0.8, reach)
+        blotch = lesion.region(0.3, 1.3, 4) * smoothstep(1.0, 0.8, reach)
         skin.melanin += rng.uniform(0.7, 1.5) * blotch
         skin.blue += rng.uniform(0.2, 0.6) * blotch
     traits["veil"] = lesion.chance(0.15 if early else 0.6)
     if traits["veil"]:
-        veil = lesion.region(0.1, 1.0, 2.5) * smoothstep(1.0, 0.7, reach)
-        skin.blue += rng.uniform(0.45, 0.95) * veil
-        skin.melanin *= 1 - 0.55 * veil
-        skin.white += 0.12 * veil
+        veil = lesion.region(-0.2, 1.5, 2.5) * smoothstep(1.0, 0.7, reach)
+        skin.blue += rng.uniform(0.4, 0.9) * veil
+        skin.melanin *= 1 - 0.5 * veil
+        skin.white += 0.10 * veil
     traits["regression"] = lesion.chance(0.1 if early else 0.4)
     if traits["regression"]:
-        scar = lesion.region(0.5, 1.2, 3) * smoothstep(1.0, 0.75, reach)
+        scar = lesion.region(0.3, 1.7, 3) * smoothstep(1.0, 0.75, reach)
         skin.melanin *= 1 - 0.8 * scar
-        skin.white += 0.4 * scar
+        skin.white += 0.28 * scar
         skin.blue += 0.35 * scar * lesion.spots(70, (0.003, 0.006))
     traits["streaks"] = not amelanotic and lesion.chance(0.2 if early else 0.5)
     if traits["streaks"]:
@@ -185,13 +186,13 @@ def nevus(lesion: Lesion, skin: Pigments) -> dict[str, Any]:
     profile = profile * (1 + (0.28 if atypical else 0.09) * lesion.noise(4 / max(2 * lesion.radius, 0.3)))
     if atypical:
         profile = profile * (1 + rng.uniform(0.1, 0.4) * np.tanh(lesion.side()))
-    texture = 1 + 0.08 * lesion.noise(30)
+    texture = 1 + 0.1 * lesion.noise(30) + 0.08 * lesion.noise(12)
     if kind == "reticular":
         lines, holes = lesion.network(wobble=0.16)
-        texture = texture * (0.78 + rng.uniform(0.35, 0.75) * lines - 0.2 * holes)
+        texture = texture * (0.78 + rng.uniform(0.2, 0.5) * lines - 0.12 * holes)
     elif kind == "globular":
         _, holes = lesion.network((0.03, 0.05), wobble=0.25)
-        texture = texture * (0.8 + rng.uniform(0.4, 0.8) * holes)
+        texture = texture * (0.8 + rng.uniform(0.3, 0.65) * holes)
     skin.melanin += strength * profile * texture
     skin.blood += rng.uniform(0.35, 0.7) if pink else rng.uniform(0.0, 0.22)
     if lesion.chance(0.06):
@@ -202,8 +203,9 @@ def nevus(lesion: Lesion, skin: Pigments) -> dict[str, Any]:
 def basal_cell_carcinoma(lesion: Lesion, skin: Pigments) -> dict[str, Any]:
     """Pink and translucent, arborising vessels, blue-grey ovoid nests, shiny white strands, now and then an ulcer."""
     rng = lesion.rng
-    skin.blood += rng.uniform(0.15, 0.6) * (1 + 0.35 * lesion.noise(5))
-    skin.white += rng.uniform(0.05, 0.28) * lesion.region(-0.8, 1, 3)
+    skin.blood += rng.uniform(0.25, 0.75) * np.maximum(1 + 0.3 * lesion.noise(5) + 0.12 * lesion.noise(20), 0.1)
+    skin.melanin += rng.uniform(0.0, 0.18)
+    skin.white += rng.uniform(0.05, 0.34) * lesion.region(-0.8, 1.2, 3) * smoothstep(1.0, 0.6, lesion.reach)
     pigmented = lesion.chance(0.5)
     trees = int(rng.integers(2, 6)) if lesion.chance(0.8) else 0
     if trees:
@@ -212,9 +214,9 @@ def basal_cell_carcinoma(lesion: Lesion, skin: Pigments) -> dict[str, Any]:
         skin.blood += rng.uniform(0.7, 1.3) * branches
         skin.melanin += 0.12 * branches
     if pigmented:
-        nests = lesion.spots(int(rng.integers(4, 14)), (0.012, 0.035), aspect=2.2, edge=0.6)
-        nests *= 0.8 + 0.2 * lesion.noise(20)
-        skin.blue += rng.uniform(0.6, 1.3) * nests
+        nests = lesion.spots(int(rng.integers(5, 22)), (0.008, 0.032), high=0.8, aspect=2.2, edge=0.8)
+        nests *= smoothstep(-1.4, 0.6, lesion.noise(16) + 0.5 * lesion.noise(40))
+        skin.blue += rng.uniform(0.5, 1.2) * nests
         skin.melanin += rng.uniform(0.1, 0.6) * nests
         skin.melanin += rng.uniform(0.0, 0.35) * lesion.region(0.2, 1.2, 3)
     if lesion.chance(0.5):
@@ -231,13 +233,13 @@ def basal_cell_carcinoma(lesion: Lesion, skin: Pigments) -> dict[str, Any]:
 def actinic_keratosis(lesion: Lesion, skin: Pigments) -> dict[str, Any]:
     """The strawberry: red net between pale follicles, with scale, ill-defined; some pigmented."""
     rng, pigmented = lesion.rng, lesion.chance(0.35)
-    lines, follicles = lesion.network((0.036, 0.06), wobble=0.38)
+    lines, follicles = lesion.network((0.036, 0.06), wobble=0.26)
     even = 1 + 0.35 * lesion.noise(6)
     patchy = lesion.region(-1.1, 0.5, 5)
-    skin.blood += rng.uniform(0.35, 0.85) * np.maximum(even, 0.1) * (0.6 + 0.55 * lines - 0.45 * follicles * patchy)
-    skin.keratin += rng.uniform(0.1, 0.4) * follicles * patchy
+    skin.blood += rng.uniform(0.4, 0.95) * np.maximum(even, 0.1) * (0.7 + 0.35 * lines - 0.35 * follicles * patchy)
+    skin.keratin += rng.uniform(0.05, 0.26) * follicles * patchy
     if pigmented:
-        skin.melanin += rng.uniform(0.25, 0.65) * lesion.region(-0.4, 1.0, 5) * (0.55 + 0.6 * lines)
+        skin.melanin += rng.uniform(0.25, 0.65) * lesion.region(-0.4, 1.0, 5) * (0.7 + 0.35 * lines)
     scaly = lesion.chance(0.65)
     if scaly:
         _scale(lesion, skin, rng.uniform(0.35, 0.8), rng.uniform(0.7, 1.3))
@@ -282,12 +284,12 @@ def dermatofibroma(lesion: Lesion, skin: Pigments) -> dict[str, Any]:
     """A white scar-like center, around it a delicate network that fades into the skin; often pink."""
     rng, reach = lesion.rng, lesion.reach
     lines, _ = lesion.network((0.024, 0.034), wobble=0.2)
-    start, fade = rng.uniform(0.2, 0.5), 1 + 0.15 * lesion.noise(5)
-    ring = smoothstep(start, start + 0.35, reach * fade) * smoothstep(1.08, 0.7, reach)
-    skin.melanin += rng.uniform(0.25, 0.75) * (0.3 + 0.7 * ring) * (0.62 + 0.55 * lines)
+    start, fade = rng.uniform(0.15, 0.5), 1 + 0.2 * lesion.noise(5)
+    ring = smoothstep(start - 0.1, start + 0.4, reach * fade) * smoothstep(1.1, 0.6, reach)
+    skin.melanin += rng.uniform(0.25, 0.75) * (0.3 + 0.7 * ring) * (0.75 + 0.3 * lines + 0.1 * lesion.noise(12))
     skin.blood += rng.uniform(0.1, 0.55) * (0.6 + 0.5 * smoothstep(0.9, 0.3, reach))
     scar = smoothstep(start + 0.25, start - 0.2, reach * fade + 0.05 * lesion.noise(14))
-    skin.melanin *= 1 - 0.75 * scar
+    skin.melanin *= 1 - rng.uniform(0.35, 0.75) * scar
     strength = rng.uniform(0.15, 0.6)
     skin.white += strength * scar * (0.85 + 0.2 * lesion.noise(24, 2.0))
     return {"scar": round(float(strength), 2)}
@@ -298,9 +300,9 @@ def vascular_lesion(lesion: Lesion, skin: Pigments) -> dict[str, Any]:
     rng, reach = lesion.rng, lesion.reach
     hue = str(rng.choice(["red", "purple", "thrombosed"], p=[0.5, 0.33, 0.17]))
     blue = {"red": rng.uniform(0, 0.1), "purple": rng.uniform(0.35, 0.9), "thrombosed": rng.uniform(0.9, 1.6)}[hue]
-    n = int(rng.integers(14, 40))
-    lacunae = lesion.spots(n, (0.16 * lesion.radius, 0.3 * lesion.radius), high=0.92, aspect=1.4, edge=0.3)
-    lacunae *= 1 + 0.12 * lesion.noise(14)
+    n = int(rng.integers(20, 55))
+    lacunae = lesion.spots(n, (0.12 * lesion.radius, 0.26 * lesion.radius), high=0.95, aspect=1.6, edge=0.45)
+    lacunae *= 1 + 0.16 * lesion.noise(14) + 0.08 * lesion.noise(34)
     skin.blood += rng.uniform(0.5, 0.9) + rng.uniform(0.4, 1.1) * lacunae
     skin.blue += blue * (0.25 + 0.75 * lacunae)
     skin.melanin += 1.2 * lacunae if hue == "thrombosed" else 0.08 * lacunae
@@ -313,7 +315,7 @@ def vascular_lesion(lesion: Lesion, skin: Pigments) -> dict[str, Any]:
 def squamous_cell_carcinoma(lesion: Lesion, skin: Pigments) -> dict[str, Any]:
     """Pink to red, a white-yellow keratin center with crust, white circles, looped and dotted vessels at the rim."""
     rng, reach = lesion.rng, lesion.reach
-    skin.blood += rng.uniform(0.35, 0.9) * np.maximum(1 + 0.4 * lesion.noise(5), 0.1)
+    skin.blood += rng.uniform(0.5, 1.05) * np.maximum(1 + 0.35 * lesion.noise(5) + 0.12 * lesion.noise(20), 0.1)
     core = smoothstep(rng.uniform(0.55, 0.85), rng.uniform(0.1, 0.4), reach + 0.16 * lesion.noise(8))
     keratin = rng.uniform(0.1, 0.8)
     skin.keratin += keratin * core * (0.85 + 0.25 * lesion.noise(18))
@@ -323,8 +325,8 @@ def squamous_cell_carcinoma(lesion: Lesion, skin: Pigments) -> dict[str, Any]:
         skin.melanin += 0.9 * crust
         skin.blood += 0.9 * crust
     if lesion.chance(0.5):
-        _, follicles = lesion.network((0.036, 0.055), wobble=0.35)
-        skin.white += rng.uniform(0.15, 0.4) * follicles
+        _, follicles = lesion.network((0.036, 0.055), wobble=0.25)
+        skin.white += rng.uniform(0.1, 0.28) * follicles
     dots = lesion.spots(int(rng.integers(25, 80)), (0.003, 0.006), low=0.55, high=1.0, edge=0.6)
     skin.blood += rng.uniform(0.6, 1.2) * dots
     loops = int(rng.integers(0, 16))
@@ -357,12 +359,12 @@ class Look:
 
 
 LOOKS: dict[str, Look] = {
-    "MEL": Look((0.35, 1.0), (0.02, 0.10), (0.02, 0.06), melanoma),
-    "NV": Look((0.1, 0.55), (0.01, 0.06), (0.02, 0.08), nevus),
-    "BCC": Look((0.25, 0.8), (0.02, 0.08), (0.03, 0.09), basal_cell_carcinoma),
-    "AK": Look((0.4, 1.0), (0.06, 0.16), (0.07, 0.16), actinic_keratosis),
-    "BKL": Look((0.3, 0.9), (0.05, 0.13), (0.008, 0.03), benign_keratosis),
-    "DF": Look((0.1, 0.4), (0.01, 0.05), (0.06, 0.14), dermatofibroma),
-    "VASC": Look((0.1, 0.6), (0.01, 0.05), (0.008, 0.03), vascular_lesion),
-    "SCC": Look((0.35, 0.9), (0.05, 0.13), (0.05, 0.12), squamous_cell_carcinoma),
+    "MEL": Look((0.35, 1.0), (0.01, 0.05), (0.03, 0.10), melanoma),
+    "NV": Look((0.1, 0.5), (0.005, 0.03), (0.03, 0.13), nevus),
+    "BCC": Look((0.25, 0.8), (0.01, 0.05), (0.05, 0.14), basal_cell_carcinoma),
+    "AK": Look((0.4, 1.0), (0.03, 0.08), (0.10, 0.20), actinic_keratosis),
+    "BKL": Look((0.3, 0.9), (0.02, 0.06), (0.012, 0.05), benign_keratosis),
+    "DF": Look((0.1, 0.4), (0.01, 0.04), (0.08, 0.16), dermatofibroma),
+    "VASC": Look((0.1, 0.6), (0.005, 0.03), (0.012, 0.04), vascular_lesion),
+    "SCC": Look((0.35, 0.9), (0.02, 0.07), (0.06, 0.15), squamous_cell_carcinoma),
 }
