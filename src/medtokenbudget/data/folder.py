@@ -1,0 +1,100 @@
+"""Anybody's images: a folder for each class, or one flat folder without labels, and masks beside them.
+
+ROOT/MEL/a.jpg  ROOT/NV/b.jpg            labels are the folder names
+ROOT/train/MEL/a.jpg  ROOT/val/NV/b.jpg  the split is given too
+ROOT/a.jpg                               no labels
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from medtokenbudget.data.decode import SUFFIXES
+from medtokenbudget.data.manifest import SPLITS, Manifest, listed
+from medtokenbudget.errors import RequestError
+
+MASK_ENDINGS = ("", "_segmentation", "_mask")
+
+
+def image_files(folder: Path) -> list[Path]:
+    """The image files right in a folder, sorted by name; hidden files and other kinds are left out."""
+    return sorted(path for path in folder.iterdir() if path.suffix.lower() in SUFFIXES and not path.name.startswith("."))
+
+
+def require_folder(folder: Path, advice: str) -> Path:
+    if not folder.is_dir():
+        what = "is a file, not a folder" if folder.exists() else "does not exist"
+        raise RequestError(f"{folder} {what}. {advice}")
+    return folder
+
+
+def folder_manifest(root: Path | str, masks: Path | str | None = None) -> Manifest:
+    """The images below `root`; masks are found by name (`a.png`, `a_segmentation.png` or `a_mask.png` for `a.jpg`).
+
+    The split is that of the folders train, val and select where `root` has them (`split_rule` 'given'), else all rows are
+    training (`split_rule` 'none').
+    """
+    top = require_folder(Path(root), "Pass the folder that holds the images or a folder for each class.")
+    parts = [name for name in SPLITS if (top / name).is_dir()]
+    given = parts if parts and set(parts) == {folder.name for folder in _subfolders(top)} else []
+    images = {part or "train": _labelled(top / part if part else top) for part in (given or [""])}
+    if not any(images.values()):
+        raise RequestError(f"{top} holds no image, and none of its folders does. Images end in {', '.join(sorted(SUFFIXES))}.")
+    classes = sorted({label for found in images.values() for _, label in found if label is not None})
+    found_masks = _Masks(Path(masks)) if masks is not None else None
+    records = [
+        {
+            "image_id": path.relative_to(top).with_suffix("").as_posix(),
+            "image": str(path),
+            "label": label,
+            "mask": found_masks.of(path) if found_masks else None,
+            "split": part,
+        }
+        for part, found in images.items()
+        for path, label in found
+    ]
+    if found_masks and not any(record["mask"] for record in records):
+        raise RequestError(f"no mask in {masks} has the name of an image: for a.jpg it is a.png, a_segmentation.png or a_mask.png.")
+    return Manifest.from_records(records, classes, source=f"folder {top.name}", split_rule="given" if given else "none")
+
+
+def _subfolders(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+
+
+def _labelled(folder: Path) -> list[tuple[Path, str | None]]:
+    loose = image_files(folder)
+    inside: list[tuple[Path, str | None]] = [(path, sub.name) for sub in _subfolders(folder) for path in image_files(sub)]
+    if loose and inside:
+        raise RequestError(
+            f"{folder} holds both loose images ({listed([path.name for path in loose], 3)}) and class folders. "
+            "Move the loose ones into the folder of their class, or away."
+        )
+    return inside or [(path, None) for path in loose]
+
+
+class _Masks:
+    """Mask files by the stem of the image that they belong to."""
+
+    def __init__(self, folder: Path) -> None:
+        require_folder(folder, "Pass the folder that holds the masks.")
+        self.folder = folder
+        self.by_stem: dict[str, list[Path]] = {}
+        for path in _below(folder):
+            for ending in MASK_ENDINGS:
+                if path.stem.endswith(ending):
+                    self.by_stem.setdefault(path.stem.removesuffix(ending), []).append(path)
+
+    def of(self, image: Path) -> str | None:
+        found = self.by_stem.get(image.stem, [])
+        same_class = [path for path in found if path.parent.name == image.parent.name] or found
+        if len(same_class) > 1:
+            names = listed([path.relative_to(self.folder).as_posix() for path in same_class], 3)
+            raise RequestError(f"{image.name} has several masks in {self.folder}: {names}. Leave one.")
+        return str(same_class[0]) if same_class else None
+
+
+def _below(folder: Path) -> Iterable[Path]:
+    for sub in (folder, *_subfolders(folder)):
+        yield from image_files(sub)

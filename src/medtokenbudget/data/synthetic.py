@@ -1,0 +1,124 @@
+"""A data set of drawn dermoscopy: images and masks as files beside a manifest, the same bytes for the same request.
+
+The drawing itself is in `dermoscopy.py`; this file is about files: resuming, and refusing to mix two requests in one folder.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from medtokenbudget.data import dermoscopy
+from medtokenbudget.data.manifest import Manifest
+from medtokenbudget.data.splits import apply_split
+from medtokenbudget.errors import MismatchError, RequestError
+from medtokenbudget.files import atomic_write, read_json, sha256_file, sha256_json, write_json
+from medtokenbudget.progress import progress
+
+
+@dataclass(frozen=True)
+class Drawings:
+    """One request for drawn images."""
+
+    n: int
+    seed: int = 0
+    size: int = 256
+    off_center: bool = False
+
+    def __post_init__(self) -> None:
+        if self.n < 1:
+            raise RequestError(f"--n is the number of images to draw, at least 1, got {self.n}.")
+        if self.size < 32:
+            raise RequestError(f"--size is the side of the images in pixels, at least 32, got {self.size}.")
+        if self.seed < 0:
+            raise RequestError(f"--seed is 0 or more, got {self.seed}.")
+
+
+def synthetic_manifest(
+    out: Path | str,
+    request: Drawings,
+    *,
+    split: str = "grouped",
+    folds: int = 5,
+    fold: int = 0,
+    select: float = 0.0,
+    split_seed: int = 42,
+    workers: int = 1,
+) -> Path:
+    """Draw what is not there yet and write the manifest.
+
+    `out` is a folder, which gets `manifest.parquet`, or the path of the manifest: then `NAME.parquet` has its files in `NAME/`.
+    """
+    named = Path(out).suffix == ".parquet"
+    folder = Path(out).with_suffix("") if named else Path(out)
+    target = Path(out) if named else folder / "manifest.parquet"
+    _claim(folder, request)
+    labels = [str(label) for label in dermoscopy.sample_labels(request.n, request.seed)]
+    names = [f"SYN_{index:06d}" for index in range(request.n)]
+    jobs = [
+        (folder, name, label, _seed(request.seed, index), request.size, request.off_center)
+        for index, (name, label) in enumerate(zip(names, labels))
+        if not (_image(folder, name).exists() and _mask(folder, name).exists())
+    ]
+    bar = progress(_run(jobs, workers), total=request.n, initial=request.n - len(jobs), what="drawing", unit="image")
+    for _ in bar:
+        pass
+    records = [
+        {"image_id": name, "image": str(_image(folder, name)), "mask": str(_mask(folder, name)), "label": label, "group": name}
+        for name, label in zip(names, labels)
+    ]
+    view = " off-center" if request.off_center else ""
+    source = f"synthetic n={request.n} seed={request.seed} size={request.size}{view}"
+    manifest = Manifest.from_records(records, dermoscopy.CLASSES, source=source)
+    return apply_split(manifest, split, folds=folds, fold=fold, select=select, seed=split_seed).write(target)
+
+
+def _image(folder: Path, name: str) -> Path:
+    return folder / "images" / f"{name}.jpg"
+
+
+def _mask(folder: Path, name: str) -> Path:
+    return folder / "masks" / f"{name}.png"
+
+
+def _seed(seed: int, index: int) -> int:
+    return int(np.random.SeedSequence([seed, index]).generate_state(1)[0])
+
+
+def _claim(folder: Path, request: Drawings) -> None:
+    """Note what is drawn into this folder; a folder that holds another request is refused, since files would mix."""
+    code = sorted(Path(dermoscopy.__file__).parent.glob("dermoscopy*.py"))
+    wanted = {**asdict(request), "renderer": sha256_json([sha256_file(path) for path in code])[:16]}
+    note = folder / "drawings.json"
+    if not note.exists():
+        write_json(note, wanted)
+    elif (found := read_json(note)) != wanted:
+        raise MismatchError.between(
+            f"{folder} holds other drawings, and", wanted, found, "Choose another folder, or delete this one."
+        )
+
+
+def _run(jobs: list[tuple[Any, ...]], workers: int) -> Iterator[None]:
+    if workers <= 1 or len(jobs) < 2 * workers:
+        yield from map(_draw, jobs)
+        return
+    # Spawned, not forked: the parent may hold threads of torch or of a pool.
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+        yield from pool.map(_draw, jobs, chunksize=8)
+
+
+def _draw(job: tuple[Path, str, str, int, int, bool]) -> None:
+    folder, name, label, seed, size, off_center = job
+    drawing = dermoscopy.draw(label, seed, size=size, off_center=off_center)
+    with atomic_write(_mask(folder, name)) as temporary:
+        Image.fromarray(np.where(drawing.mask, 255, 0).astype(np.uint8)).save(temporary, format="PNG", optimize=True)
+    # The image comes last: where it is, its mask is too.
+    with atomic_write(_image(folder, name)) as temporary:
+        Image.fromarray(drawing.image).save(temporary, format="JPEG", quality=95, subsampling=0)
