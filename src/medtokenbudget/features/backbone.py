@@ -1,0 +1,241 @@
+"""`Backbone`: any timm vision transformer, frozen, as a function from images to a `TokenBatch`.
+
+Everything that depends on the model (grid, prefix tokens, mean and standard deviation) is asked of the model. Weights come from a
+file, from this package or from the hub; random ones are never used in their place.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import sys
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import timm
+import torch
+from PIL import Image
+from timm.data import resolve_model_data_config
+from timm.models.vision_transformer import checkpoint_filter_fn
+from torch import Tensor
+
+from medtokenbudget.config import BackboneConfig
+from medtokenbudget.errors import RequestError, ShapeError, WorkError
+from medtokenbudget.features import zoo
+from medtokenbudget.features.attention import QueryKeyTap, pseudo_attention, reduce_attention
+from medtokenbudget.features.preprocess import Preprocessing
+from medtokenbudget.files import sha256_file
+from medtokenbudget.tokens import TokenBatch
+
+Model = Any
+"""A timm vision transformer; its attributes have no static types."""
+
+
+class Backbone:
+    """A frozen vision transformer: patches, class token and the reduced attention of one block.
+
+    grid           (h, w) of the patch tokens
+    dim            D
+    prefix         number of tokens before the patches (class token, registers)
+    has_cls        whether the first of them is a class token
+    preprocessing  size, mean, standard deviation and interpolation
+    fingerprint    what makes two backbones the same, as JSON values
+    """
+
+    def __init__(self, model: Model, config: BackboneConfig, weights_sha256: str, device: torch.device | str = "cpu") -> None:
+        self.model = model.eval().requires_grad_(False).to(device)
+        self.config = config
+        self.device = torch.device(device)
+        self.grid = _grid(model, config)
+        self.dim = int(model.num_features)
+        self.prefix = int(getattr(model, "num_prefix_tokens", 0))
+        self.has_cls = bool(getattr(model, "has_class_token", getattr(model, "cls_token", None) is not None))
+        self.depth = len(model.blocks)
+        self.layer = _layer(config.layer, self.depth)
+        self.preprocessing = _preprocessing(model, config.image_size)
+        self._tap = QueryKeyTap(model.blocks[self.layer], config.name) if config.attention == "true" else None
+        self.fingerprint: dict[str, Any] = {
+            "name": config.name,
+            "weights": weights_sha256,
+            "layer": self.layer,
+            "attention": config.attention,
+            "grid": list(self.grid),
+            "dim": self.dim,
+            **self.preprocessing.to_dict(),
+        }
+
+    @classmethod
+    def load(cls, config: BackboneConfig, device: torch.device | str = "cpu") -> Backbone:
+        """The backbone that `config` names, with real weights, or an error that says how to get them."""
+        recipe = zoo.find(config.name)
+        model = build(config.name, config.image_size, recipe)
+        path = config.weights or (recipe.weights if recipe else None) or _from_hub(config.name, model)
+        load_weights(model, Path(path))
+        return cls(model, config, sha256_file(path), device)
+
+    @classmethod
+    def from_model(
+        cls,
+        model: Model,
+        name: str,
+        layer: int = -1,
+        attention: Literal["true", "pseudo"] = "true",
+        device: torch.device | str = "cpu",
+    ) -> Backbone:
+        """A backbone around a model that is already there, whatever its weights: for tests and timings."""
+        size = int(model.patch_embed.img_size[0])
+        config = BackboneConfig(name=name, image_size=size, layer=layer, attention=attention)
+        return cls(model, config, _sha256_state(model), device)
+
+    def prepare(self, image: Image.Image) -> np.ndarray:
+        """A decoded RGB picture as uint8 [S, S, 3]."""
+        return self.preprocessing.prepare(image)
+
+    def normalise(self, batch: Tensor) -> Tensor:
+        """uint8 [B, S, S, 3] to float [B, 3, S, S]."""
+        return self.preprocessing.normalise(batch)
+
+    @torch.inference_mode()
+    def __call__(self, images: Tensor) -> TokenBatch:
+        """Tokens and reduced attention of normalised images, float [B, 3, S, S]; blocks after the chosen one do not run."""
+        size = self.preprocessing.image_size
+        if images.ndim != 4 or tuple(images.shape[1:]) != (3, size, size):
+            raise ShapeError(f"images must be [B, 3, {size}, {size}], got {list(images.shape)}.")
+        return self.tokens(images.to(self.device))
+
+    def tokens(self, images: Tensor) -> TokenBatch:
+        """The same without checks and with gradients where the model has any: what is trained or exported calls this."""
+        found = self.model.forward_intermediates(
+            images,
+            indices=[self.layer],
+            return_prefix_tokens=True,
+            norm=True,
+            stop_early=True,
+            output_fmt="NLC",
+            intermediates_only=True,
+        )[0]
+        patches, prefix = found if isinstance(found, tuple) else (found, None)
+        cls = prefix[:, 0] if self.has_cls and prefix is not None else None
+        if self._tap is None:
+            reduced = pseudo_attention(patches, cls)
+        else:
+            reduced = reduce_attention(*self._tap.query_key(), self.prefix, self.has_cls)
+        return TokenBatch(patches, self.grid, cls=cls, attention_entropy=reduced.entropy, cls_attention=reduced.cls_attention)
+
+
+def build(name: str, image_size: int, recipe: zoo.Recipe | None = None) -> Model:
+    """The model without its weights: a recipe's, or timm's model called `name`."""
+    if recipe is None and not timm.is_model(name.split(".")[0]):
+        close = difflib.get_close_matches(name, [*zoo.PACKAGED, *timm.list_models("*vit*", pretrained=True)], n=1, cutoff=0.5)
+        hint = f" Did you mean '{close[0]}'?" if close else ""
+        raise RequestError(f"no backbone is called '{name}'.{hint} Any vision transformer of timm will do, or 'embedded'.")
+    architecture, arguments = (recipe.architecture, recipe.arguments) if recipe else (name, {})
+    try:
+        model: Model = timm.create_model(architecture, pretrained=False, num_classes=0, **{**arguments, "img_size": image_size})
+    except (TypeError, RuntimeError, AssertionError, ValueError) as error:
+        raise RequestError(f"timm cannot build '{name}' at {image_size} pixels as a vision transformer: {error}") from None
+    if recipe:
+        model.pretrained_cfg = {**model.pretrained_cfg, **recipe.preprocessing}
+    if not all(hasattr(model, part) for part in ("blocks", "patch_embed", "forward_intermediates")):
+        raise RequestError(f"'{name}' is not a vision transformer with patch tokens. Choose one of timm's `vit_...` models.")
+    return model
+
+
+def load_weights(model: Model, path: Path) -> None:
+    """Load a safetensors file strictly; position embeddings are resampled to the model's grid by timm's own filter."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    if path.suffix.lower() in (".pth", ".pt", ".bin", ".pkl", ".ckpt"):
+        raise RequestError(f"{path} is a pickle file, which can run code when read. Convert the weights to .safetensors.")
+    if not path.is_file():
+        raise RequestError(f"the weights {path} do not exist.")
+    try:
+        state = {key: value.float() for key, value in load_file(path).items()}
+    except (SafetensorError, OSError) as error:
+        raise RequestError(f"{path} is not a readable safetensors file ({error}). Download it again.") from None
+    state = _filtered(model, state, path)
+    problems = _differences(model, state)
+    if problems:
+        raise RequestError(f"{path} does not hold the weights of this backbone:\n{problems}\nCheck --backbone and --weights.")
+    model.load_state_dict(state, strict=True)
+
+
+def _filtered(model: Model, state: dict[str, Tensor], path: Path) -> dict[str, Tensor]:
+    filter_fn = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", checkpoint_filter_fn)
+    try:
+        state = filter_fn(state, model)
+    except (KeyError, RuntimeError, ValueError, AttributeError, IndexError) as error:
+        raise RequestError(
+            f"{path} does not hold the weights of this backbone ({error}). Check --backbone and --weights."
+        ) from None
+    classifier = model.pretrained_cfg.get("classifier") or ()
+    heads = (classifier,) if isinstance(classifier, str) else tuple(classifier)
+    own = model.state_dict()
+    # The classifier of a published checkpoint has no place in a model that only gives tokens.
+    return {key: value for key, value in state.items() if key in own or key.rsplit(".", 1)[0] not in heads}
+
+
+def _differences(model: Model, state: dict[str, Tensor]) -> str:
+    own = model.state_dict()
+    groups = {
+        "missing": [key for key in own if key not in state],
+        "unexpected": [key for key in state if key not in own],
+        "of another shape": [
+            f"{key} {list(state[key].shape)}, expected {list(own[key].shape)}"
+            for key in own
+            if key in state and state[key].shape != own[key].shape
+        ],
+    }
+    return "\n".join(
+        f"  {what} ({len(keys)}): {', '.join(keys[:6])}{', ...' if len(keys) > 6 else ''}" for what, keys in groups.items() if keys
+    )
+
+
+def _from_hub(name: str, model: Model) -> Path:
+    """Path of the published safetensors file, downloaded by huggingface_hub or already in its cache."""
+    from huggingface_hub import hf_hub_download
+
+    source = model.pretrained_cfg.get("hf_hub_id")
+    if not source:
+        raise WorkError(f"no weights are published for '{name}'. Pass --weights FILE.safetensors, or take the backbone 'embedded'.")
+    try:
+        return Path(hf_hub_download(source, "model.safetensors"))
+    except Exception as error:  # the hub's client raises its own, its transport's and the system's errors
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise WorkError(
+            f"the weights of '{name}' could not be fetched from the hub ({source}: {reason}). Download its "
+            "model.safetensors elsewhere and pass --weights FILE, or take the backbone 'embedded', which needs no network."
+        ) from None
+
+
+def _grid(model: Model, config: BackboneConfig) -> tuple[int, int]:
+    patch_embed: Any = model.patch_embed
+    h, w = patch_embed.grid_size
+    patch = patch_embed.patch_size
+    if h * patch[0] != config.image_size or w * patch[1] != config.image_size:
+        raise RequestError(
+            f"an image of {config.image_size} pixels does not divide into the {patch[0]} x {patch[1]} patches of '{config.name}'. "
+            f"Take --image_size {h * patch[0]} or {(h + 1) * patch[0]}."
+        )
+    return int(h), int(w)
+
+
+def _layer(layer: int, depth: int) -> int:
+    if not -depth <= layer < depth:
+        raise RequestError(f"layer {layer} does not exist: the backbone has {depth} blocks, 0 to {depth - 1}, or -1 for the last.")
+    return layer % depth
+
+
+def _preprocessing(model: Model, image_size: int) -> Preprocessing:
+    data = resolve_model_data_config(model)
+    return Preprocessing(image_size, tuple(data["mean"]), tuple(data["std"]), data["interpolation"])
+
+
+def _sha256_state(model: Model) -> str:
+    digest = hashlib.sha256()
+    for key, value in sorted(model.state_dict().items()):
+        digest.update(key.encode())
+        digest.update(value.detach().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
