@@ -1,0 +1,90 @@
+"""`extract`: run the frozen backbone once over a manifest and fill a store; called again, it goes on where it stopped."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from medtokenbudget.config import BackboneConfig, ExtractConfig
+from medtokenbudget.data import Manifest
+from medtokenbudget.errors import RequestError
+from medtokenbudget.features.backbone import Backbone
+from medtokenbudget.features.engines import Work, find_engine
+from medtokenbudget.features.pipeline import Route
+from medtokenbudget.features.plan import Plan, make_plan, publish
+from medtokenbudget.features.shards import read_sidecar, remove_leftovers
+from medtokenbudget.features.store import FeatureStore
+from medtokenbudget.files import write_text
+from medtokenbudget.progress import progress
+
+
+def extract(
+    manifest: Manifest,
+    store: Path | str,
+    backbone: BackboneConfig,
+    config: ExtractConfig | None = None,
+    engine: str = "local",
+    shards: tuple[int, int] | None = None,
+    address: str | None = None,
+    route: Route | None = None,
+    route_fingerprint: dict[str, Any] | None = None,
+) -> FeatureStore:
+    """Fill `store` with the tokens of `manifest` and open it.
+
+    shards             (i, n): only the shards whose number leaves the rest i when divided by n, for job arrays; the store that
+                       comes back may then be incomplete (`missing`)
+    address            of a running Ray cluster, for the engine 'ray'
+    route              keeps only what this function selects; `route_fingerprint` says what it is
+    """
+    config = config or ExtractConfig()
+    if (route is None) != (route_fingerprint is None):
+        raise RequestError("route and route_fingerprint go together: a store of routed tokens must say what routed them.")
+    run = find_engine(engine)
+    path = Path(store)
+    loaded = Backbone.load(backbone, resolve_device(config.device))
+    plan = make_plan(manifest, loaded.fingerprint, config, route_fingerprint)
+    publish(plan, path)
+    mine = _mine(plan, shards)
+    todo = tuple((index, plan.shards[index]) for index in mine if read_sidecar(path, index) is None)
+    total = sum(len(plan.shards[index]) for index in mine)
+    left = sum(len(items) for _, items in todo)
+    if todo:
+        work = Work(path.resolve(), todo, backbone, loaded.fingerprint, config, route, address)
+        with progress(total=total, initial=total - left, what="extract", unit="image") as bar:
+            run(work, loaded, bar.update)
+    return _finished(path)
+
+
+def _mine(plan: Plan, shards: tuple[int, int] | None) -> range:
+    if shards is None:
+        return range(len(plan.shards))
+    i, n = shards
+    if n < 1 or not 0 <= i < n:
+        raise RequestError(f"shards {i}/{n} does not exist: give I/N with I from 0 to N - 1.")
+    return range(i, len(plan.shards), n)
+
+
+def _finished(path: Path) -> FeatureStore:
+    """The store as it is; when it is complete, with `errors.jsonl` and without what killed runs left behind."""
+    store = FeatureStore.open(path, partial=True)
+    if not store.missing:
+        lines = [json.dumps(error.to_json(), sort_keys=True, ensure_ascii=False) + "\n" for error in store.errors]
+        write_text(path / "errors.jsonl", "".join(lines))
+        remove_leftovers(path)
+    return store
+
+
+def resolve_device(name: str) -> str:
+    """'auto' is a GPU when there is one; a device that is not there is refused."""
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise RequestError(f"'{name}' is not a device. Use auto, cpu, cuda or cuda:1.") from None
+    if device.type == "cuda" and (not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()):
+        raise RequestError(f"{name} is not there: this machine has {torch.cuda.device_count()} CUDA devices. Use --device cpu.")
+    return name

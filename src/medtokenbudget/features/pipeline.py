@@ -1,0 +1,262 @@
+"""From a shard's plan to its tensors: threads decode ahead, one forward pass at a time, finished shards written behind.
+
+Its own file because every engine runs it, one shard or many at a time. The batches of a shard depend on the shard alone, so that
+its bytes do not depend on who made it, how many threads decoded, or how often the work was interrupted.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from medtokenbudget.config import ExtractConfig
+from medtokenbudget.data import decode_image, decode_mask, patch_labels
+from medtokenbudget.errors import RequestError, WorkError
+from medtokenbudget.features import views
+from medtokenbudget.features.backbone import Backbone
+from medtokenbudget.features.plan import Item
+from medtokenbudget.features.preprocess import luminance
+from medtokenbudget.features.shards import RowError, write_shard
+from medtokenbudget.progress import say
+from medtokenbudget.tokens import Selection, TokenBatch
+
+Route = Callable[[TokenBatch], Selection]
+Shard = tuple[int, tuple[Item, ...]]
+_DTYPES = {"fp16": np.float16, "fp32": np.float32}
+_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A row that is ready for the forward pass: pixels uint8 [S, S, 3], lesion bool [N] or None without a mask."""
+
+    item: Item
+    pixels: np.ndarray
+    lesion: np.ndarray | None
+
+
+@dataclass
+class Filling:
+    """A shard that is being made."""
+
+    index: int
+    batch_size: int
+    rows: list[tuple[str, str]] = field(default_factory=list)
+    parts: dict[str, list[np.ndarray]] = field(default_factory=dict)
+    errors: list[RowError] = field(default_factory=list)
+
+    def fail(self, item: Item, reason: str) -> None:
+        self.errors.append(RowError(item.image_id, item.view, reason))
+
+    def tensors(self) -> dict[str, np.ndarray]:
+        return {name: np.concatenate(parts) for name, parts in self.parts.items()}
+
+
+def prepare(items: tuple[Item, ...], backbone: Backbone, view_seed: int) -> list[Prepared | RowError]:
+    """The views of one image: decoded once, each with its mask transformed alike, or with the reason why it cannot be had."""
+    try:
+        image = decode_image(items[0].image)
+        mask = None if items[0].mask is None else decode_mask(items[0].mask)
+    except RequestError as error:
+        return [RowError(item.image_id, item.view, str(error)) for item in items]
+    done: list[Prepared | RowError] = []
+    for item in items:
+        try:
+            seen, seen_mask = views.apply(image, mask, item.view, views.image_seed(view_seed, item.image_id))
+            lesion = None if seen_mask is None else patch_labels(seen_mask, backbone.grid)
+            done.append(Prepared(item, backbone.prepare(seen), lesion))
+        except RequestError as error:
+            done.append(RowError(item.image_id, item.view, str(error)))
+    return done
+
+
+def fill(
+    store: Path,
+    shards: Iterable[Shard],
+    backbone: Backbone,
+    config: ExtractConfig,
+    route: Route | None = None,
+    advance: Callable[[int], Any] = lambda rows: None,
+) -> None:
+    """Make these shards of the store, in order. `advance` is told how many rows were dealt with."""
+    with cpu_threads(config.threads), ThreadPoolExecutor(1, "mtb-write") as writer:
+        written: deque[Future[Any]] = deque()
+        for filling in _filled(shards, backbone, config, route, advance):
+            # One shard may be on its way to the disk while the next is made: not more, so that memory stays bounded.
+            while len(written) > 0:
+                written.popleft().result()
+            tensors = filling.tensors()
+            filling.parts.clear()
+            written.append(
+                writer.submit(write_shard, store, filling.index, filling.rows, tensors, filling.errors, filling.batch_size)
+            )
+            del tensors
+        while written:
+            written.popleft().result()
+
+
+def _filled(
+    shards: Iterable[Shard], backbone: Backbone, config: ExtractConfig, route: Route | None, advance: Callable[[int], Any]
+) -> Iterator[Filling]:
+    filling: Filling | None = None
+    waiting: list[Prepared] = []
+    for index, row in _decoded(shards, backbone, config):
+        if filling is None or index != filling.index:
+            filling, waiting = Filling(index, config.batch_size), []
+        if isinstance(row, RowError):
+            filling.errors.append(row)
+            advance(1)
+        elif row is not None:
+            waiting.append(row)
+        if waiting and (row is None or len(waiting) == config.batch_size):
+            _forward(filling, waiting, backbone, config, route)
+            advance(len(waiting))
+            waiting = []
+        if row is None:
+            yield filling
+
+
+def _decoded(
+    shards: Iterable[Shard], backbone: Backbone, config: ExtractConfig
+) -> Iterator[tuple[int, Prepared | RowError | None]]:
+    """Rows in order, decoded ahead across the borders of shards; None after the last row of a shard."""
+    with ThreadPoolExecutor(max(1, config.workers), "mtb-decode") as pool:
+        queue: deque[tuple[int, Future[list[Prepared | RowError]] | None]] = deque()
+        ahead = 0
+        try:
+            for index, items in shards:
+                for _, group in itertools.groupby(items, key=lambda item: item.image_id):
+                    views_of_image = tuple(group)
+                    queue.append((index, pool.submit(prepare, views_of_image, backbone, config.view_seed)))
+                    ahead += len(views_of_image)
+                    while ahead > 2 * config.batch_size and queue:
+                        rows = list(_taken(queue))
+                        ahead -= sum(row is not None for _, row in rows)
+                        yield from rows
+                queue.append((index, None))
+            while queue:
+                yield from _taken(queue)
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _taken(queue: deque[tuple[int, Future[list[Prepared | RowError]] | None]]) -> Iterator[tuple[int, Prepared | RowError | None]]:
+    index, future = queue.popleft()
+    if future is None:
+        yield index, None
+    else:
+        yield from ((index, row) for row in future.result())
+
+
+def _forward(filling: Filling, batch: list[Prepared], backbone: Backbone, config: ExtractConfig, route: Route | None) -> None:
+    """One batch into the shard; when memory runs out, in halves, and no larger ones for the rest of this shard."""
+    for start in range(0, len(batch), filling.batch_size):
+        part = batch[start : start + filling.batch_size]
+        try:
+            fields = compute(part, backbone, _DTYPES[config.dtype], route)
+        except (MemoryError, RuntimeError) as error:
+            if not _is_out_of_memory(error):
+                raise
+            fields = None
+        if fields is None:
+            # Outside the handler: the traceback held the tensors that filled the memory.
+            _halve(filling, len(part), backbone)
+            _forward(filling, batch[start:], backbone, config, route)
+            return
+        _add(filling, part, fields)
+
+
+def _halve(filling: Filling, size: int, backbone: Backbone) -> None:
+    if size == 1:
+        raise WorkError(
+            f"not enough memory on {backbone.device} for a batch of one image. Close other programs or take a smaller backbone."
+        )
+    if backbone.device.type == "cuda":
+        torch.cuda.empty_cache()
+    filling.batch_size = max(1, size // 2)
+    say(f"out of memory with {size} images at once: going on with {filling.batch_size} in shard {filling.index}.")
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(text in str(error).lower() for text in _OUT_OF_MEMORY)
+
+
+@torch.inference_mode()
+def compute(
+    batch: list[Prepared], backbone: Backbone, dtype: Any = np.float16, route: Route | None = None
+) -> dict[str, np.ndarray]:
+    """The fields of these rows as they are stored: all patches, or what `route` keeps of them."""
+    pixels = torch.from_numpy(np.stack([row.pixels for row in batch])).to(backbone.device)
+    seen = backbone(backbone.normalise(pixels))
+    tokens = TokenBatch(
+        patches=seen.patches,
+        grid=seen.grid,
+        cls=seen.cls,
+        attention_entropy=seen.attention_entropy,
+        cls_attention=seen.cls_attention,
+        luminance=luminance(pixels, backbone.grid),
+    )
+    fields: dict[str, np.ndarray] = {}
+    if route is None:
+        fields["patches"] = _array(tokens.patches, dtype)
+    else:
+        fields.update(_routed(route(tokens), dtype))
+    if tokens.cls is not None:
+        fields["cls"] = _array(tokens.cls, dtype)
+    for name in ("attention_entropy", "cls_attention", "luminance"):
+        if (value := getattr(tokens, name)) is not None:
+            fields[name] = _array(value, np.float32)
+    n = backbone.grid[0] * backbone.grid[1]
+    fields["label"] = np.asarray([row.item.label for row in batch], np.int64)
+    fields["lesion"] = np.stack([np.zeros(n, bool) if row.lesion is None else row.lesion for row in batch]).astype(np.uint8)
+    fields["has_mask"] = np.asarray([row.lesion is not None for row in batch], np.uint8)
+    return fields
+
+
+def _routed(selection: Selection, dtype: Any) -> dict[str, np.ndarray]:
+    if selection.indices is None:
+        raise RequestError("a selector that merges patches has no indices to store. Keep all patches, or use a ranking selector.")
+    return {
+        "tokens": _array(selection.tokens, dtype),
+        "indices": _array(selection.indices, np.int32),
+        "weights": _array(selection.weights, np.float32),
+    }
+
+
+def _array(value: torch.Tensor, dtype: Any) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        return value.cpu().numpy().astype(dtype)
+
+
+def _add(filling: Filling, batch: list[Prepared], fields: dict[str, np.ndarray]) -> None:
+    """Rows whose tokens are finite in the stored format go into the shard, the others among its errors."""
+    tokens = fields["patches" if "patches" in fields else "tokens"]
+    finite = np.isfinite(tokens).reshape(len(batch), -1).all(1)
+    for row, good in zip(batch, finite):
+        if good:
+            filling.rows.append((row.item.image_id, row.item.view))
+        else:
+            filling.fail(row.item, f"the backbone's tokens are not finite in {tokens.dtype}.")
+    for name, value in fields.items():
+        filling.parts.setdefault(name, []).append(value if finite.all() else value[finite])
+
+
+@contextmanager
+def cpu_threads(number: int) -> Iterator[None]:
+    """Run with this many threads of torch; 0 leaves them as they are."""
+    before = torch.get_num_threads()
+    if number > 0:
+        torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

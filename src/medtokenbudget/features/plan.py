@@ -1,0 +1,133 @@
+"""What a store will hold before anything is computed: which rows, in which shards, made how.
+
+Written once as `store.json` and `plan.json`; every worker, today's or tomorrow's, compares its own with it and then only needs
+a shard's number to know what to do.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from medtokenbudget.config import ExtractConfig
+from medtokenbudget.data import Manifest
+from medtokenbudget.errors import MismatchError, RequestError
+from medtokenbudget.features import views
+from medtokenbudget.files import read_json, sha256_json, write_json, write_text
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Item:
+    """One row to be made: which view of which image, with its mask and its label (-1: unknown)."""
+
+    image_id: str
+    view: str
+    image: str
+    mask: str | None
+    label: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`config` is what `store.json` says; `shards[i]` are the rows of shard i."""
+
+    config: dict[str, Any]
+    shards: tuple[tuple[Item, ...], ...]
+
+
+def make_plan(
+    manifest: Manifest, fingerprint: dict[str, Any], config: ExtractConfig, route_fingerprint: dict[str, Any] | None = None
+) -> Plan:
+    """The rows of every image in the manifest's order, the views of an image beside each other, cut into shards."""
+    items = _items(manifest, config.views)
+    if not items:
+        raise RequestError(f"{manifest.source} has no images: there is nothing to extract.")
+    size = config.shard_size
+    if size < 1 or config.batch_size < 1:
+        raise RequestError(f"shard_size and batch_size must be 1 or more, got {size} and {config.batch_size}.")
+    shards = tuple(tuple(items[start : start + size]) for start in range(0, len(items), size))
+    settings = {
+        "format": FORMAT,
+        "backbone": fingerprint,
+        "data": manifest.data_hash,
+        "classes": list(manifest.classes),
+        "keep": "patches" if route_fingerprint is None else "routed",
+        "route": route_fingerprint,
+        "dtype": config.dtype,
+        "views": config.views,
+        "view_seed": config.view_seed,
+        "shard_size": config.shard_size,
+        "batch_size": config.batch_size,
+        "rows": len(items),
+        "shards": len(shards),
+        "plan": sha256_json(_rows(shards)),
+    }
+    return Plan(plain(settings), shards)
+
+
+def _items(manifest: Manifest, name: str) -> list[Item]:
+    labels = manifest.label_index
+    splits = manifest.rows["split"].tolist()
+    items = []
+    for i, image_id in enumerate(manifest.ids):
+        mask = manifest.mask_path(i)
+        for view in views.views_of(name, splits[i], mask is not None):
+            items.append(Item(image_id, view, str(manifest.image_path(i)), None if mask is None else str(mask), int(labels[i])))
+    return items
+
+
+def publish(plan: Plan, store: Path) -> None:
+    """Begin a store, or make sure that the one that is there was begun with the same plan."""
+    if not (store / "store.json").exists():
+        if store.exists() and not store.is_dir():
+            raise RequestError(f"{store} is a file. Name a folder for the store.")
+        write_text(store / "plan.json", json.dumps(_rows(plan.shards), ensure_ascii=False, separators=(",", ":")) + "\n")
+        write_json(store / "store.json", plan.config)
+    check(
+        f"the store {store}",
+        expected=plan.config,
+        found=read_config(store),
+        advice="Extract into another folder, or use the settings that this store was made with.",
+    )
+
+
+def read_config(store: Path) -> dict[str, Any]:
+    """`store.json`, with a message when this is no store or one of another version."""
+    if not (store / "store.json").is_file():
+        raise RequestError(
+            f"{store} is not a feature store (no store.json in it). Make one with `mtb extract MANIFEST --store {store}`."
+        )
+    config = read_json(store / "store.json")
+    if not isinstance(config, dict) or config.get("format") != FORMAT:
+        found = config.get("format") if isinstance(config, dict) else None
+        raise RequestError(f"{store}/store.json has format {found!r}, this version reads {FORMAT}. Extract the store again.")
+    return config
+
+
+def check(what: str, expected: dict[str, Any], found: dict[str, Any], advice: str) -> None:
+    """Refuse `found` where it differs from `expected`, showing each difference; keys that `expected` lacks are not looked at."""
+    wanted = _flat(plain(expected))
+    has = _flat(found)
+    if any(has.get(key) != value for key, value in wanted.items()):
+        raise MismatchError.between(what, wanted, {key: has.get(key) for key in wanted}, advice)
+
+
+def plain(value: Any) -> Any:
+    """The value as JSON would give it back."""
+    return json.loads(json.dumps(value, default=str))
+
+
+def _flat(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, item in value.items():
+        flat.update(_flat(item, f"{prefix}{key}.") if isinstance(item, dict) else {f"{prefix}{key}": item})
+    return flat
+
+
+def _rows(shards: Sequence[Sequence[Item]]) -> list[list[list[str]]]:
+    return [[[item.image_id, item.view] for item in shard] for shard in shards]

@@ -1,0 +1,136 @@
+"""One shard on disk: a safetensors file of rows and the JSON sidecar that makes it count.
+
+Its own file because the format is what a crash, another machine and a later version meet: the sidecar is published last, so
+that a shard without one, or with another size than it says, was never finished and is never read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from medtokenbudget.errors import WorkError
+from medtokenbudget.files import atomic_write, read_json, write_json
+
+_DTYPES = {"F16": np.float16, "F32": np.float32, "I64": np.int64, "I32": np.int32, "U8": np.uint8}
+
+
+@dataclass(frozen=True)
+class RowError:
+    """A planned row that is not in the tensors, and why."""
+
+    image_id: str
+    view: str
+    reason: str
+
+    def to_json(self) -> dict[str, str]:
+        return {"image_id": self.image_id, "view": self.view, "reason": self.reason}
+
+
+@dataclass(frozen=True)
+class Sidecar:
+    """What a finished shard holds: the rows in the order of its tensors, what failed, and the proof that the file is whole."""
+
+    ids: tuple[str, ...]
+    views: tuple[str, ...]
+    errors: tuple[RowError, ...]
+    bytes: int
+    sha256: str
+    batch_size: int
+
+    @staticmethod
+    def from_json(value: dict[str, Any]) -> Sidecar:
+        errors = tuple(RowError(**error) for error in value["errors"])
+        return Sidecar(tuple(value["ids"]), tuple(value["views"]), errors, value["bytes"], value["sha256"], value["batch_size"])
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "ids": list(self.ids),
+            "views": list(self.views),
+            "errors": [error.to_json() for error in self.errors],
+            "bytes": self.bytes,
+            "sha256": self.sha256,
+            "batch_size": self.batch_size,
+        }
+
+
+def shard_path(store: Path, index: int) -> Path:
+    return store / f"shard-{index:05d}.safetensors"
+
+
+def sidecar_path(store: Path, index: int) -> Path:
+    return store / f"shard-{index:05d}.json"
+
+
+def read_sidecar(store: Path, index: int) -> Sidecar | None:
+    """The sidecar of a finished shard; None when the shard is missing, half written or of another size than it says."""
+    try:
+        size = os.stat(shard_path(store, index)).st_size
+        if not sidecar_path(store, index).exists():
+            return None
+    except FileNotFoundError:
+        return None
+    try:
+        sidecar = Sidecar.from_json(read_json(sidecar_path(store, index)))
+    except (ValueError, KeyError, TypeError):
+        return None
+    return sidecar if sidecar.bytes == size else None
+
+
+def write_shard(
+    store: Path,
+    index: int,
+    rows: Sequence[tuple[str, str]],
+    tensors: dict[str, np.ndarray],
+    errors: Sequence[RowError],
+    batch_size: int,
+) -> Sidecar:
+    """Publish a shard, then its sidecar. `rows` are the (image_id, view) of the tensors' first axis."""
+    from safetensors.numpy import save
+
+    data = save({name: np.ascontiguousarray(value) for name, value in tensors.items()})
+    sidecar = Sidecar(
+        ids=tuple(row[0] for row in rows),
+        views=tuple(row[1] for row in rows),
+        errors=tuple(errors),
+        bytes=len(data),
+        sha256=hashlib.sha256(data).hexdigest(),
+        batch_size=batch_size,
+    )
+    try:
+        with atomic_write(shard_path(store, index)) as temporary:
+            temporary.write_bytes(data)
+        write_json(sidecar_path(store, index), sidecar.to_json())
+    except WorkError:
+        # Another worker may have published the same bytes and swept the temporary files meanwhile.
+        if read_sidecar(store, index) != sidecar:
+            raise
+    return sidecar
+
+
+def map_shard(path: Path) -> dict[str, np.ndarray]:
+    """The tensors of a shard as read-only arrays over a memory map: nothing is read before it is touched, nothing is copied."""
+    with open(path, "rb") as stream:
+        memory = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+    length = int.from_bytes(memory[:8], "little")
+    header = json.loads(memory[8 : 8 + length])
+    header.pop("__metadata__", None)
+    arrays = {}
+    for name, entry in header.items():
+        start = 8 + length + entry["data_offsets"][0]
+        arrays[name] = np.ndarray(tuple(entry["shape"]), _DTYPES[entry["dtype"]], buffer=memory, offset=start)
+    return arrays
+
+
+def remove_leftovers(store: Path) -> None:
+    """Delete the temporary files that killed runs left behind; only called when every shard is there."""
+    for leftover in store.glob(".*.part"):
+        leftover.unlink(missing_ok=True)
