@@ -126,7 +126,7 @@ class Selection:
     """What a selector gives to the head: K tokens an image, gathered, never zeros in a full tensor.
 
     tokens      [B, K, D]
-    weights     [B, K] share of each token in the pooled mean (ones for rankers, group sizes for mergers)
+    weights     [B, K] patches that each token stands for (ones for rankers, group sizes for mergers)
     kept        [B, N] bool, or None for mergers, which keep no patch as it was
     assignment  [B, N] int64: which output token a patch went to, -1 for dropped
     indices     [B, K] int64: the kept patches in the order of `tokens`, or None for mergers
@@ -151,10 +151,17 @@ class Selection:
     def k(self) -> int:
         return self.tokens.shape[1]
 
-    def pooled(self) -> Tensor:
-        """Weighted mean of the kept tokens, [B, D], in fp32."""
+    def pooled(self, weighted: bool = False) -> Tensor:
+        """Mean of the K tokens, [B, D], in fp32.
+
+        `weighted` lets a merged token count for each of its patches. Since merging conserves the mass, that is the mean of all
+        patches at every budget; the head therefore sees the plain mean.
+        """
+        tokens = self.tokens.float()
+        if not weighted:
+            return tokens.mean(1)
         weights = self.weights.float()
-        return torch.einsum("bk,bkd->bd", weights / weights.sum(1, keepdim=True), self.tokens.float())
+        return torch.einsum("bk,bkd->bd", weights / weights.sum(1, keepdim=True), tokens)
 
 
 def check_grid(grid: tuple[int, int], n: int) -> None:

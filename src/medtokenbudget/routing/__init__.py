@@ -1,0 +1,46 @@
+"""Routing: signals, the scorer, the router and the selectors. Pure tensors, no files."""
+
+from __future__ import annotations
+
+from medtokenbudget.routing.lats import LATS
+from medtokenbudget.routing.registry import ENTRY_POINT_GROUP, available, create, register, selector_class
+from medtokenbudget.routing.router import (
+    budget_to_k,
+    check_k,
+    gumbel_noise,
+    hard_topk,
+    rank,
+    smooth_scores,
+    straight_through_topk,
+)
+from medtokenbudget.routing.selector import Ranker, Selector, gather, pooled_means
+from medtokenbudget.routing.selectors import LATSSelector
+from medtokenbudget.routing.signals import attention_entropy, feature_norm, local_contrast, pseudo_attention
+from medtokenbudget.tokens import Selection, TokenBatch
+
+__all__ = [
+    "ENTRY_POINT_GROUP",
+    "LATS",
+    "LATSSelector",
+    "Ranker",
+    "Selection",
+    "Selector",
+    "TokenBatch",
+    "attention_entropy",
+    "available",
+    "budget_to_k",
+    "check_k",
+    "create",
+    "feature_norm",
+    "gather",
+    "gumbel_noise",
+    "hard_topk",
+    "local_contrast",
+    "pooled_means",
+    "pseudo_attention",
+    "rank",
+    "register",
+    "selector_class",
+    "smooth_scores",
+    "straight_through_topk",
+]

@@ -1,0 +1,135 @@
+"""LATS, the lesion-aware token scorer: patch embedding and three weak signals through an MLP to one score a patch.
+
+The parameters are the paper's. What is computed is the same function in fewer operations: the concatenation is never built, and
+the input layer, which no nonlinearity follows, is multiplied into the first hidden layer before it meets the tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from medtokenbudget.config import SIGNALS, LATSConfig, Neighborhood
+from medtokenbudget.errors import MissingSignalError, RequestError, ShapeError, UnknownNameError
+from medtokenbudget.routing.dropout import dropout as drop
+from medtokenbudget.routing.signals import feature_norm, local_contrast
+from medtokenbudget.tokens import TokenBatch
+
+CONTRAST_REDUCTION = 16
+"""The contrast projection maps D to D / 16."""
+
+
+class LATS(nn.Module):
+    """Scores [B, N] in [0, 1] of a `TokenBatch`; 512,049 parameters at D = 768.
+
+    dim           embedding dimension D
+    hidden        width of the MLP
+    layers        hidden layers, each Linear, LayerNorm, GELU, Dropout
+    dropout       probability after each hidden layer
+    signals       signals that the scorer is built with; those left out have no parameters
+    neighborhood  of the local contrast
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        hidden: int = 256,
+        layers: int = 4,
+        dropout: float = 0.1,
+        signals: Sequence[str] = SIGNALS,
+        neighborhood: Neighborhood = "raster",
+    ) -> None:
+        super().__init__()
+        if min(dim, hidden, layers) < 1:
+            raise RequestError(f"dim, hidden and layers must be at least 1, got {dim}, {hidden} and {layers}.")
+        if not 0 <= dropout < 1:
+            raise RequestError(f"dropout must lie in [0, 1), got {dropout}.")
+        self.dim = dim
+        self.dropout = dropout
+        self.signals = ordered_signals(signals, SIGNALS)
+        self.neighborhood = neighborhood
+        self.scalars = [name for name in ("attention", "norm") if name in self.signals]
+        projected = max(1, dim // CONTRAST_REDUCTION) if "contrast" in self.signals else 0
+        self.contrast = nn.Linear(dim, projected) if projected else None
+        self.input = nn.Linear(dim + len(self.scalars) + projected, hidden)
+        self.hidden = nn.ModuleList(nn.Linear(hidden, hidden) for _ in range(layers))
+        self.norms = nn.ModuleList(nn.LayerNorm(hidden) for _ in range(layers))
+        self.output = nn.Linear(hidden, 1)
+
+    @classmethod
+    def from_config(cls, dim: int, config: LATSConfig) -> LATS:
+        return cls(dim, config.hidden, config.layers, config.dropout, config.signals, config.neighborhood)
+
+    def forward(self, tokens: TokenBatch, generator: torch.Generator | None = None, signals: Sequence[str] | None = None) -> Tensor:
+        """Scores [B, N] in [0, 1]; see `logits`."""
+        return torch.sigmoid(self.logits(tokens, generator, signals))
+
+    def logits(
+        self,
+        tokens: TokenBatch,
+        generator: torch.Generator | None = None,
+        signals: Sequence[str] | None = None,
+        dropout: float | None = None,
+    ) -> Tensor:
+        """Scores before the sigmoid, [B, N] in fp32.
+
+        generator  of the dropout noise; torch's own when None
+        signals    signals that stay on (the toggle ablation); the others enter as zeros
+        dropout    None: `self.dropout` in training mode, 0 in evaluation mode
+        """
+        if tokens.dim != self.dim:
+            raise ShapeError(f"this scorer reads tokens of dimension {self.dim}, the batch has {tokens.dim}.")
+        active = self.signals if signals is None else ordered_signals(signals, self.signals)
+        if dropout is None:
+            dropout = self.dropout if self.training else 0.0
+        x = self._first_layer(tokens, active)
+        for i, (linear, norm) in enumerate(zip(self.hidden, self.norms)):
+            x = linear(x) if i else x
+            x = drop(F.gelu(norm(x)), dropout, generator)
+        return self.output(x).squeeze(-1).float()
+
+    def _first_layer(self, tokens: TokenBatch, active: Sequence[str]) -> Tensor:
+        """The first hidden linear layer of the input layer of [z; attention; norm; contrast], [B, N, hidden]."""
+        first: nn.Linear = self.hidden[0]  # type: ignore[assignment]
+        weight = first.weight @ self.input.weight
+        bias = F.linear(self.input.bias, first.weight, first.bias)
+        patches = tokens.patches.to(weight.dtype)
+        on_z, on_scalars, on_contrast = weight.split(
+            [self.dim, len(self.scalars), weight.shape[1] - self.dim - len(self.scalars)], dim=1
+        )
+        if self.contrast is None or "contrast" not in active:
+            x = F.linear(patches, on_z, bias)
+        else:
+            # One product for the embedding and its projection W_freq z, which the contrast then gates.
+            both = F.linear(patches, torch.cat([on_z, self.contrast.weight]), torch.cat([bias, self.contrast.bias]))
+            x, projected = both.split([on_z.shape[0], self.contrast.out_features], dim=-1)
+            gate = local_contrast(tokens.patches, tokens.grid, self.neighborhood)
+            x = x + F.linear(projected * gate.unsqueeze(-1), on_contrast)
+        used = [(name, i) for i, name in enumerate(self.scalars) if name in active]
+        if used:
+            values = torch.stack([self._scalar(tokens, name) for name, _ in used], dim=-1)
+            x = x + F.linear(values, on_scalars[:, [i for _, i in used]])
+        return x
+
+    def _scalar(self, tokens: TokenBatch, name: str) -> Tensor:
+        if name == "norm":
+            return feature_norm(tokens.patches)
+        if tokens.attention_entropy is None:
+            raise MissingSignalError(
+                "LATS reads attention_entropy, which this batch does not carry. Extract with a backbone that shows its attention, "
+                "or build the scorer without the 'attention' signal."
+            )
+        return tokens.attention_entropy.float()
+
+
+def ordered_signals(signals: Sequence[str], known: Sequence[str]) -> tuple[str, ...]:
+    """`signals` in the paper's order; a name that is not among `known` is refused."""
+    if isinstance(signals, str):
+        raise RequestError(f"signals must be a sequence of names, got the string '{signals}'.")
+    for name in signals:
+        if name not in known:
+            raise UnknownNameError.of("signal", name, known)
+    return tuple(name for name in SIGNALS if name in signals)

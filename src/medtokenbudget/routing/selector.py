@@ -1,0 +1,123 @@
+"""The base of every selector. Rankers only write `score`; mergers write `select`; the rest is inherited.
+
+Its own file because other packages build on it: this is the contract of DESIGN.md, with all checks of what comes in.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from medtokenbudget.errors import CountError, MissingSignalError, ShapeError
+from medtokenbudget.routing.router import budget_to_k, check_k, rank
+from medtokenbudget.tokens import Selection, TokenBatch
+
+
+class Selector(ABC):
+    """Reduces N patches an image to K tokens.
+
+    name        set by `@register`
+    kind        'ranker' keeps K patches as they are; 'merger' makes K new tokens
+    learns      has parameters to train; its class takes `dim`, the embedding dimension
+    stochastic  draws from the generator it is given
+    requires    fields of `TokenBatch` that it reads beside the patches
+    minimum     fewest tokens kept at any budget
+    """
+
+    name: ClassVar[str] = ""
+    kind: ClassVar[Literal["ranker", "merger"]]
+    learns: ClassVar[bool] = False
+    stochastic: ClassVar[bool] = False
+    requires: tuple[str, ...] = ()
+
+    def __init__(self, minimum: int = 16) -> None:
+        if minimum < 1:
+            raise CountError(f"the fewest tokens kept must be at least 1, got {minimum}.")
+        self.minimum = minimum
+
+    @abstractmethod
+    def select(self, tokens: TokenBatch, k: int, generator: torch.Generator | None = None) -> Selection:
+        """K tokens of each image."""
+
+    def count(self, budget: float, n: int) -> int:
+        """Tokens given for n patches at a budget."""
+        return budget_to_k(budget, n, self.minimum)
+
+    def select_budget(self, tokens: TokenBatch, budget: float, generator: torch.Generator | None = None) -> Selection:
+        """`select` with the K of a budget."""
+        return self.select(tokens, self.count(budget, tokens.n), generator)
+
+    def pooled(self, tokens: TokenBatch, budgets: Sequence[float], generator: torch.Generator | None = None) -> Tensor:
+        """Pooled means at each budget, [B, len(budgets), D] in fp32."""
+        return torch.stack([self.select_budget(tokens, budget, generator).pooled() for budget in budgets], dim=1)
+
+    def check(self, tokens: TokenBatch) -> TokenBatch:
+        """The batch, if its patches are finite and it carries what this selector reads."""
+        missing = [field for field in self.requires if getattr(tokens, field) is None]
+        if missing:
+            raise MissingSignalError(
+                f"selector '{self.name}' reads {', '.join(missing)}, which this batch does not carry. "
+                "Extract the store again with it, or choose another selector."
+            )
+        return tokens.require_finite()
+
+
+class Ranker(Selector):
+    """Keeps the K patches with the highest score; ties are broken by index."""
+
+    kind: ClassVar[Literal["ranker", "merger"]] = "ranker"
+
+    @abstractmethod
+    def score(self, tokens: TokenBatch, generator: torch.Generator | None = None) -> Tensor:
+        """One finite number a patch, [B, N]; higher is kept first."""
+
+    def order(self, tokens: TokenBatch, generator: torch.Generator | None = None) -> Tensor:
+        """Patches from best to worst, int64 [B, N]."""
+        scores = self.score(self.check(tokens), generator)
+        if tuple(scores.shape) != (len(tokens), tokens.n):
+            raise ShapeError(f"selector '{self.name}' must score {[len(tokens), tokens.n]}, it gave {list(scores.shape)}.")
+        return rank(scores.detach())
+
+    def select(self, tokens: TokenBatch, k: int, generator: torch.Generator | None = None) -> Selection:
+        k = check_k(k, tokens.n)
+        return gather(tokens.patches, self.order(tokens, generator)[:, :k])
+
+    def pooled(self, tokens: TokenBatch, budgets: Sequence[float], generator: torch.Generator | None = None) -> Tensor:
+        """Pooled means at each budget from one ordering, [B, len(budgets), D] in fp32."""
+        counts = [self.count(budget, tokens.n) for budget in budgets]
+        return pooled_means(tokens.patches, self.order(tokens, generator), counts)
+
+
+def gather(patches: Tensor, indices: Tensor) -> Selection:
+    """The patches at `indices` [B, K] as a selection, in that order."""
+    b, n, d = patches.shape
+    k = indices.shape[1]
+    rows = (indices + n * torch.arange(b, device=indices.device).unsqueeze(1)).flatten()
+    places = torch.arange(k, device=indices.device).expand(b, k)
+    assignment = torch.full((b, n), -1, device=indices.device).scatter_(1, indices, places)
+    return Selection(
+        tokens=patches.reshape(b * n, d).index_select(0, rows).view(b, k, d),
+        weights=torch.ones(b, k, device=patches.device),
+        assignment=assignment,
+        kept=assignment >= 0,
+        indices=indices,
+    )
+
+
+def pooled_means(patches: Tensor, order: Tensor, counts: Sequence[int]) -> Tensor:
+    """Means of the first K patches of `order` [B, N] for each K of `counts`, [B, len(counts), D] in fp32.
+
+    The patches between two successive K are summed first (one product with a 0/1 matrix), then those few sums cumulatively.
+    """
+    b, n, _ = patches.shape
+    steps = sorted({check_k(k, n) for k in counts})
+    ends = torch.tensor(steps, device=order.device)
+    ranks = torch.empty_like(order).scatter_(1, order, torch.arange(n, device=order.device).expand(b, n))
+    stage = torch.bucketize(ranks, ends, right=True)
+    member = (stage.unsqueeze(1) == torch.arange(len(steps), device=order.device).view(1, -1, 1)).float()
+    means = torch.bmm(member, patches.float()).cumsum(1) / ends.view(1, -1, 1)
+    return means[:, [steps.index(k) for k in counts]]

@@ -1,0 +1,30 @@
+"""NoPruning of the paper: the full-token reference, which keeps every patch at every budget.
+
+It is in each sweep so that each table has its line; its K is N, whatever the budget.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from medtokenbudget.routing.registry import register
+from medtokenbudget.routing.router import budget_to_k, check_k
+from medtokenbudget.routing.selector import Ranker
+from medtokenbudget.tokens import Selection, TokenBatch
+
+
+@register("no-pruning")
+class NoPruning(Ranker):
+    """All patches, in raster order; a valid k or budget is accepted and has no effect."""
+
+    def count(self, budget: float, n: int) -> int:
+        budget_to_k(budget, n, self.minimum)
+        return n
+
+    def score(self, tokens: TokenBatch, generator: torch.Generator | None = None) -> Tensor:
+        return torch.zeros(len(tokens), tokens.n, device=tokens.patches.device)
+
+    def select(self, tokens: TokenBatch, k: int, generator: torch.Generator | None = None) -> Selection:
+        check_k(k, tokens.n)
+        return super().select(tokens, tokens.n, generator)

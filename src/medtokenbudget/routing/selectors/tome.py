@@ -1,0 +1,70 @@
+"""ToMe of the paper (Bolya et al., 2023): similar tokens are merged, in rounds of bipartite matching, down to exactly K.
+
+Vectorised over the batch. Merged tokens are means weighted by size, so that the mass is conserved.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from medtokenbudget.routing.registry import register
+from medtokenbudget.routing.router import check_k
+from medtokenbudget.routing.selector import Selector
+from medtokenbudget.tokens import Selection, TokenBatch
+
+
+@register("tome")
+class ToMe(Selector):
+    """K tokens by bipartite soft matching on the cosine similarity of the patches; `weights` are the group sizes."""
+
+    kind: ClassVar[Literal["ranker", "merger"]] = "merger"
+
+    def select(self, tokens: TokenBatch, k: int, generator: torch.Generator | None = None) -> Selection:
+        k = check_k(k, tokens.n)
+        x = self.check(tokens).patches.float()
+        b, n, _ = x.shape
+        size = torch.ones(b, n, device=x.device)
+        assignment = torch.arange(n, device=x.device).repeat(b, 1)
+        while x.shape[1] > k:
+            count = x.shape[1]
+            x, size, moved = merge_round(x, size, min(count - k, count // 2))
+            assignment = moved.gather(1, assignment)
+        return Selection(tokens=x.to(tokens.patches.dtype), weights=size, assignment=assignment)
+
+
+def merge_round(x: Tensor, size: Tensor, r: int) -> tuple[Tensor, Tensor, Tensor]:
+    """One round: every second token (set A) finds its most similar token of the others (set B); the r best pairs merge.
+
+    x [B, n, D], size [B, n]
+    returns the n - r tokens, their sizes, and where each of the n tokens went, int64 [B, n]
+    """
+    b, n, d = x.shape
+    unit = F.normalize(x, dim=-1)
+    similarity = unit[:, ::2] @ unit[:, 1::2].transpose(1, 2)
+    best, partner = similarity.max(-1)
+    by_similarity = torch.argsort(best, dim=1, descending=True, stable=True)
+    merged, stay = by_similarity[:, :r], by_similarity[:, r:].sort(1).values
+    target = partner.gather(1, merged)
+
+    mass = x * size.unsqueeze(-1)
+    mass_a, mass_b = mass[:, ::2], mass[:, 1::2].contiguous()
+    size_a, size_b = size[:, ::2], size[:, 1::2].clone()
+    rows = (target + mass_b.shape[1] * torch.arange(b, device=x.device).unsqueeze(1)).flatten()
+    moved_mass = torch.take_along_dim(mass_a, merged.unsqueeze(-1), 1).reshape(-1, d)
+    mass_b.view(-1, d).index_add_(0, rows, moved_mass)
+    size_b.view(-1).index_add_(0, rows, size_a.gather(1, merged).flatten())
+
+    kept = stay.shape[1]
+    new_size = torch.cat([size_a.gather(1, stay), size_b], 1)
+    new_mass = torch.cat([torch.take_along_dim(mass_a, stay.unsqueeze(-1), 1), mass_b], 1)
+    moved = torch.empty(b, n, dtype=torch.int64, device=x.device)
+    moved_a = torch.empty(b, partner.shape[1], dtype=torch.int64, device=x.device)
+    moved_a.scatter_(1, stay, torch.arange(kept, device=x.device).expand(b, kept))
+    moved_a.scatter_(1, merged, kept + target)
+    moved[:, ::2] = moved_a
+    moved[:, 1::2] = kept + torch.arange(size_b.shape[1], device=x.device)
+    return new_mass / new_size.unsqueeze(-1), new_size, moved

@@ -1,0 +1,100 @@
+"""The three signals that LATS reads beside the patch embedding: attention entropy, feature norm and local contrast.
+
+Pure functions over frozen tokens, in fp32 whatever the input; the single-signal selectors rank by the very same functions.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import get_args
+
+import torch
+from torch import Tensor
+
+from medtokenbudget.config import Neighborhood
+from medtokenbudget.errors import NonFiniteError, RequestError, ShapeError, UnknownNameError
+from medtokenbudget.tokens import check_grid
+
+# Half of each neighborhood, as (rows down, columns right): every pair is met once and counts for both of its patches.
+_PAIRS: dict[str, tuple[tuple[int, int], ...]] = {
+    "raster": ((0, 1),),
+    "grid4": ((0, 1), (1, 0)),
+    "grid8": ((0, 1), (1, 0), (1, 1), (1, -1)),
+}
+
+
+def attention_entropy(attention: Tensor) -> Tensor:
+    """Focus of each patch's attention, `1 - H / log N` (Eq. 1).
+
+    attention  [B, H, N, N] or its head mean [B, N, N], weights from patch i (row) to patch j, each in [0, 1]
+    returns    [B, N]
+
+    The sum runs over the patches alone. Rows need not sum to one: the softmax also saw the prefix tokens.
+    """
+    if attention.ndim not in (3, 4) or attention.shape[-1] != attention.shape[-2]:
+        raise ShapeError(f"attention must be [B, H, N, N] or [B, N, N], got {list(attention.shape)}.")
+    n = attention.shape[-1]
+    if n < 2:
+        raise ShapeError("attention entropy needs at least two patches: log N is zero for one.")
+    weights = attention.float()
+    weights = weights.mean(1) if weights.ndim == 4 else weights
+    if not bool(torch.isfinite(weights).all()):
+        raise NonFiniteError("attention holds NaN or infinite weights.")
+    if bool((weights < 0).any()):
+        raise RequestError("attention holds negative weights. Pass the weights after the softmax, not the logits.")
+    return 1 + torch.special.xlogy(weights, weights).sum(-1) / math.log(n)
+
+
+def feature_norm(patches: Tensor) -> Tensor:
+    """L2 norm of each patch over the largest norm of its image (Eq. 2): [B, N, D] to [B, N] in [0, 1]."""
+    norms = torch.linalg.vector_norm(_patches(patches), dim=-1, dtype=torch.float32)
+    largest = norms.amax(1, keepdim=True)
+    return norms / largest.clamp_min(torch.finfo(norms.dtype).tiny)
+
+
+def local_contrast(patches: Tensor, grid: tuple[int, int], neighborhood: Neighborhood = "raster") -> Tensor:
+    """Mean cosine dissimilarity of each patch to its neighbors (Eq. 3, 4): [B, N, D] to [B, N] in [0, 2].
+
+    'raster' is the paper's 1D order, in which the end of a row touches the start of the next. 'grid4' and 'grid8' are the true
+    2D neighborhoods, which end at the border. A patch without neighbors has contrast 0; a zero patch is dissimilar (1) to all.
+    """
+    b, n, _ = _patches(patches).shape
+    check_grid(grid, n)
+    if neighborhood not in _PAIRS:
+        raise UnknownNameError.of("neighborhood", str(neighborhood), get_args(Neighborhood))
+    h, w = (1, n) if neighborhood == "raster" else grid
+    field = patches.float().reshape(b, h, w, -1)
+    inverse = torch.linalg.vector_norm(field, dim=-1).clamp_min(torch.finfo(torch.float32).tiny).reciprocal()
+    total = torch.zeros_like(inverse)
+    count = torch.zeros_like(inverse[:1])
+    for down, right in _PAIRS[neighborhood]:
+        here, there = _shifted(h, w, down, right)
+        cosine = torch.linalg.vecdot(field[here], field[there]) * inverse[here] * inverse[there]
+        for side in (here, there):
+            total[side] += 1 - cosine
+            count[side] += 1
+    return (total / count.clamp_min(1)).flatten(1)
+
+
+def _shifted(h: int, w: int, down: int, right: int) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+    """The two windows of a [B, h, w, ...] field that lie (down, right) apart."""
+    here = slice(None), slice(0, max(h - down, 0)), slice(max(-right, 0), max(w - max(right, 0), 0))
+    there = slice(None), slice(down, h), slice(max(right, 0), max(w - max(-right, 0), 0))
+    return here, there
+
+
+def pseudo_attention(patches: Tensor, temperature: float = 0.1) -> Tensor:
+    """Attention made up from cosine similarity, for backbones without query and key: [B, N, D] to [B, N, N], rows sum to one.
+
+    Never used unless it is asked for by name. The paper does not give its scale; the softmax of `cosine / temperature` is ours.
+    """
+    if not temperature > 0:
+        raise RequestError(f"temperature must be above 0, got {temperature}.")
+    unit = torch.nn.functional.normalize(_patches(patches).float(), dim=-1)
+    return torch.softmax(unit @ unit.transpose(1, 2) / temperature, dim=-1)
+
+
+def _patches(patches: Tensor) -> Tensor:
+    if patches.ndim != 3:
+        raise ShapeError(f"patches must be [B, N, D], got {list(patches.shape)}.")
+    return patches
