@@ -11,7 +11,9 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-_VERBS: dict[str, str] = {}
+_VERBS: dict[str, str] = {
+    "load": "medtokenbudget.model",
+}
 
 __all__ = ["__version__", *_VERBS]
 

@@ -1,0 +1,30 @@
+"""`mtb doctor`: what this machine has and lacks, and what to do."""
+
+from __future__ import annotations
+
+import json
+
+from medtokenbudget.cli.parsing import command_parser
+
+MARKS = {"ok": "ok", "note": "note", "missing": "MISSING"}
+
+
+def main(arguments: list[str]) -> int:
+    parser = command_parser("doctor", "Say what this machine has and lacks, and what to do.", "mtb doctor --json")
+    parser.add_argument("--json", action="store_true", help="Print JSON instead of lines.")
+    parser.add_argument("--timeout", type=float, default=2.0, help="Seconds to wait for the hub.")
+    options = parser.parse_args(arguments)
+
+    from medtokenbudget.app.doctor import as_dicts, examine, healthy
+
+    checks = examine(timeout=options.timeout)
+    if options.json:
+        print(json.dumps({"healthy": healthy(checks), "checks": as_dicts(checks)}, indent=2))
+        return 0 if healthy(checks) else 1
+    width = max(len(check.name) for check in checks)
+    for check in checks:
+        print(f"{MARKS[check.state]:<8} {check.name:<{width}}  {check.found}")
+        if check.advice:
+            print(f"{'':<8} {'':<{width}}  -> {check.advice}")
+    print("Ready." if healthy(checks) else "Something is missing: see above.")
+    return 0 if healthy(checks) else 1

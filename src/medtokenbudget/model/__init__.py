@@ -1,0 +1,9 @@
+"""The model: backbone, routed classifiers, classes and preprocessing, saved and loaded as one, and what it says about images."""
+
+from __future__ import annotations
+
+from medtokenbudget.model.prediction import Prediction
+from medtokenbudget.model.routed import MedTokenBudget, load
+from medtokenbudget.model.sources import Failure, Source, expand
+
+__all__ = ["Failure", "MedTokenBudget", "Prediction", "Source", "expand", "load"]

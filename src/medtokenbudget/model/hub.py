@@ -1,0 +1,73 @@
+"""Models to and from the hub. Its own file because it is the only part of a model that talks to the network."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from medtokenbudget.errors import RequestError, WorkError
+from medtokenbudget.model.folder import CARD, CONFIG, read_config
+
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def resolve(name: str | Path, revision: str | None = None) -> Path:
+    """The folder of a saved model: `name` itself, or the cached download of the hub id `owner/name`."""
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        # A run directory stands for the model that it holds.
+        inside = folder / "model"
+        return inside if not (folder / CONFIG).exists() and (inside / CONFIG).exists() else folder
+    if folder.exists():
+        raise RequestError(f"{name} is a file. Give the folder of a saved model ({CONFIG}, model.safetensors, README.md).")
+    if not _HUB_ID.fullmatch(str(name)) or str(name).startswith("."):
+        raise RequestError(f"there is no model folder {name}, and it is not a hub id like owner/name.")
+    return download(str(name), revision)
+
+
+def download(repo_id: str, revision: str | None = None) -> Path:
+    """Fetch a model's files from the hub into its cache; a model that is already there needs no network."""
+    config = _fetch(repo_id, CONFIG, revision)
+    folder = config.parent
+    for name in (*read_config(folder)["files"], CARD):
+        _fetch(repo_id, name, revision)
+    return folder
+
+
+def _fetch(repo_id: str, name: str, revision: str | None) -> Path:
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
+
+    try:
+        return Path(hf_hub_download(repo_id, name, revision=revision))
+    except LocalEntryNotFoundError as error:
+        raise WorkError(
+            f"the hub cannot be reached and {repo_id} is not in its cache. Check the network, or copy the model's folder here "
+            f"and give its path. ({_first_line(error)})"
+        ) from None
+    except EntryNotFoundError:
+        raise RequestError(f"{repo_id} on the hub has no {name}: it is not a MedTokenBudget model.") from None
+    except RevisionNotFoundError:
+        raise RequestError(f"{repo_id} on the hub has no revision '{revision}'.") from None
+    except RepositoryNotFoundError:
+        raise RequestError(f"there is no folder {repo_id} here and no model {repo_id} on the hub that you may read.") from None
+    except Exception as error:  # the hub library lets its transport's errors through
+        raise WorkError(f"downloading {name} of {repo_id} failed: {_first_line(error)}. Run the same command again.") from error
+
+
+def upload(folder: Path, repo_id: str, private: bool = True, message: str = "Upload model") -> str:
+    """Create the repository if needed and upload the folder; returns its address."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
+
+    api = HfApi()
+    try:
+        address = api.create_repo(repo_id, private=private, exist_ok=True)
+        api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message=message)
+    except (LocalTokenNotFoundError, HfHubHTTPError, OSError) as error:
+        raise WorkError(f"cannot push to {repo_id}: {_first_line(error)}. Log in with `hf auth login` and try again.") from error
+    return str(address)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,159 @@
+"""From whatever a person hands over (paths, folders, globs, manifests, pictures, arrays) to pictures, one after the other.
+
+Everything is lazy: only the names of one folder and the pictures of the next few batches are in memory.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from medtokenbudget.data import Manifest, decode_image
+from medtokenbudget.data.decode import SUFFIXES
+from medtokenbudget.errors import MedTokenBudgetError, RequestError
+
+MANIFEST_SUFFIX = ".parquet"
+_PLAIN_MODES = ("RGB", "L", "1", "CMYK", "YCbCr")
+
+
+@dataclass(frozen=True)
+class Source:
+    """One image to predict: its name, what to open, and where its mask lies if it has one."""
+
+    name: str
+    value: Any
+    mask: Path | None = None
+
+    def open(self) -> Image.Image:
+        """The picture in RGB; a DecodeError names the file that cannot be read."""
+        if isinstance(self.value, Image.Image):
+            return _plain(self.value, self.name)
+        if isinstance(self.value, (str, Path)):
+            return decode_image(Path(self.value))
+        if isinstance(self.value, (bytes, bytearray)):
+            return decode_image(bytes(self.value))
+        return picture_of_array(np.asarray(self.value), self.name)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An image that could not be read, and why."""
+
+    name: str
+    reason: str
+
+
+def _plain(picture: Image.Image, name: str) -> Image.Image:
+    if picture.mode not in _PLAIN_MODES:
+        raise RequestError(f"{name}: a picture of mode {picture.mode} has no one meaning in RGB. Convert it yourself first.")
+    return picture if picture.mode == "RGB" else picture.convert("RGB")
+
+
+def picture_of_array(array: np.ndarray, name: str = "array") -> Image.Image:
+    """A uint8 array [H, W], [H, W, 1] or [H, W, 3] as a picture. Floats are refused: their range would be a guess."""
+    if array.ndim == 3 and array.shape[2] == 1:
+        array = array[:, :, 0]
+    if array.dtype != np.uint8 or array.ndim not in (2, 3) or (array.ndim == 3 and array.shape[2] != 3):
+        raise RequestError(
+            f"{name}: an array must be uint8 [H, W] or [H, W, 3] with values 0 to 255, got {array.dtype} {list(array.shape)}."
+        )
+    return Image.fromarray(np.ascontiguousarray(array)).convert("RGB")
+
+
+def expand(images: Any) -> Iterator[Source]:
+    """Sources of one thing or of an iterable of things: a path, folder, glob, manifest, picture, uint8 array or bytes."""
+    for number, item in enumerate(_items(images)):
+        if isinstance(item, Source):
+            yield item
+        elif isinstance(item, (str, os.PathLike)):
+            yield from _of_path(os.fspath(item))
+        elif isinstance(item, Manifest):
+            yield from _of_manifest(item)
+        else:
+            yield Source(f"image {number}", item)
+
+
+def _items(images: Any) -> Iterable[Any]:
+    if isinstance(images, (str, os.PathLike, Image.Image, bytes, bytearray, Manifest, Source)):
+        return (images,)
+    if isinstance(images, np.ndarray):
+        # A stack of pictures is a list of them; [H, W, 3] is one.
+        return images if images.ndim == 4 else (images,)
+    return images
+
+
+def _of_path(text: str) -> Iterator[Source]:
+    path = Path(text)
+    if path.is_dir():
+        yield from _of_folder(path)
+    elif path.suffix.lower() == MANIFEST_SUFFIX and path.exists():
+        yield from _of_manifest(Manifest.read(path))
+    elif not path.exists() and glob.has_magic(text):
+        matches = sorted(glob.iglob(text, recursive=True))
+        if not matches:
+            raise RequestError(f"no file matches '{text}'.")
+        for match in matches:
+            yield from _of_path(match)
+    else:
+        # A missing file is an entry in the list of failures, like a broken one.
+        yield Source(text, path)
+
+
+def _of_folder(folder: Path) -> Iterator[Source]:
+    """Image files below a folder in name order, folder by folder."""
+    found = False
+    for root, folders, names in os.walk(folder):
+        folders.sort()
+        for name in sorted(names):
+            if os.path.splitext(name)[1].lower() in SUFFIXES and not name.startswith("."):
+                found = True
+                path = os.path.join(root, name)
+                yield Source(path, path)
+    if not found:
+        raise RequestError(f"{folder} holds no image ({', '.join(sorted(SUFFIXES))}).")
+
+
+def _of_manifest(manifest: Manifest) -> Iterator[Source]:
+    for row, image_id in enumerate(manifest.ids):
+        yield Source(image_id, manifest.image_path(row), manifest.mask_path(row))
+
+
+def prepared(
+    sources: Iterable[Source], prepare: Callable[[Image.Image], np.ndarray], workers: int = 2, ahead: int = 32
+) -> Iterator[tuple[Source, np.ndarray | MedTokenBudgetError]]:
+    """`prepare` of each picture in order; threads work at most `ahead` images before they are used.
+
+    Only the prepared (small) arrays wait, never the pictures as decoded. An error comes in its image's place.
+    """
+
+    def work(source: Source) -> tuple[Source, np.ndarray | MedTokenBudgetError]:
+        try:
+            return source, prepare(source.open())
+        except MedTokenBudgetError as error:
+            return source, error
+
+    yield from _in_order(sources, work, workers, ahead)
+
+
+def _in_order(items: Iterable[Any], function: Callable[[Any], Any], workers: int, ahead: int) -> Iterator[Any]:
+    waiting: deque[Future[Any]] = deque()
+    with ThreadPoolExecutor(max_workers=max(1, workers)) as pool:
+        try:
+            for item in items:
+                waiting.append(pool.submit(function, item))
+                if len(waiting) >= ahead:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            for future in waiting:
+                future.cancel()

@@ -1,0 +1,59 @@
+"""A whole model in a second: a real small ViT with seeded weights on disk, a LATS router and heads that were never trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import timm
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+
+from medtokenbudget.config import BackboneConfig, LATSConfig, RouterConfig, TrainConfig
+from medtokenbudget.features.backbone import Backbone
+from medtokenbudget.model import MedTokenBudget
+from medtokenbudget.routing import LATSSelector, create
+from medtokenbudget.training.head import RoutedClassifier, RoutingHead
+
+CLASSES = ("MEL", "NV", "BCC")
+BASELINES = ("random", "center", "darkness", "tome", "local-contrast", "no-pruning", "oracle")
+
+
+def small_backbone(folder: Path, seed: int = 0) -> BackboneConfig:
+    """timm's `test_vit` (64 numbers a token, 10 x 10 patches) with seeded weights in `folder`."""
+    path = folder / f"vit-{seed}.safetensors"
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            model = timm.create_model("test_vit", pretrained=False, num_classes=0, img_size=160)
+        save_file(model.state_dict(), path)
+    return BackboneConfig(name="test_vit", weights=path, image_size=160)
+
+
+def small_model(folder: Path, baselines: tuple[str, ...] = BASELINES, seed: int = 0) -> MedTokenBudget:
+    backbone = small_backbone(folder, seed)
+    loaded = Backbone.load(backbone)
+    config = TrainConfig(lats=LATSConfig(hidden=32, layers=2), router=RouterConfig(minimum=8))
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        selectors = {"lats": LATSSelector.from_config(loaded.dim, config.lats, config.router)}
+        selectors |= {name: create(name, minimum=8) for name in baselines}
+        classifiers = {name: RoutedClassifier(s, RoutingHead(loaded.dim, len(CLASSES))) for name, s in selectors.items()}
+    return MedTokenBudget(backbone, loaded.fingerprint, CLASSES, classifiers, config, device="cpu").use_backbone(loaded)
+
+
+def draw_images(folder: Path, count: int, size: int = 200, seed: int = 0) -> list[Path]:
+    """JPEG files with a dark blob somewhere on skin-colored noise."""
+    folder.mkdir(parents=True, exist_ok=True)
+    generator = np.random.default_rng(seed)
+    y, x = np.mgrid[:size, :size]
+    paths = []
+    for number in range(count):
+        pixels = np.array([224, 172, 150]) + generator.normal(0, 8, (size, size, 3))
+        cy, cx = generator.uniform(0.3, 0.7, 2) * size
+        pixels[(y - cy) ** 2 + (x - cx) ** 2 < (0.2 * size) ** 2] = (90, 55, 45)
+        paths.append(folder / f"image-{number:03d}.jpg")
+        Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(paths[-1], quality=90)
+    return paths
