@@ -28,14 +28,14 @@ _PREVALENCE = ((0.0, 0.25, 0.50, 0.75, 0.90, 1.0), (0.023, 0.137, 0.277, 0.406, 
 _ABSORPTION = {
     "melanin": np.array([0.45, 0.85, 1.22], np.float32),
     "blood": np.array([0.12, 0.72, 0.52], np.float32),
-    "blue": np.array([1.05, 0.78, 0.46], np.float32),
+    "blue": np.array([1.02, 0.82, 0.56], np.float32),
 }
 _WHITE = np.array([0.95, 0.91, 0.90], np.float32)
 _KERATIN = np.array([0.93, 0.86, 0.68], np.float32)
 
 # sRGB of skin from Fitzpatrick type I to VI as a dermatoscope with its own light shows it.
 _SKIN_TONES = np.array(
-    [[0.91, 0.81, 0.79], [0.86, 0.73, 0.70], [0.79, 0.64, 0.59], [0.70, 0.54, 0.47], [0.58, 0.44, 0.37], [0.46, 0.34, 0.29]]
+    [[0.91, 0.85, 0.83], [0.87, 0.78, 0.76], [0.81, 0.70, 0.66], [0.72, 0.59, 0.53], [0.60, 0.48, 0.41], [0.48, 0.37, 0.32]]
 )
 _CASTS = {
     "neutral": (1.0, 1.0, 1.0),
@@ -74,14 +74,14 @@ class _Surroundings:
 
 # Of the columns, `fields` are the chances of full, corners, circle; `casts` those of `_CASTS` in order.
 _AROUND = {
-    "MEL": _Surroundings(1.2, 0.12, 0.35, 0.10, 0.45, 0.28, 0.08, (0.45, 0.35, 0.20), (0.30, 0.10, 0.08, 0.22, 0.25, 0.05)),
-    "NV": _Surroundings(1.6, 0.12, 0.08, 0.03, 0.40, 0.12, 0.12, (0.60, 0.25, 0.15), (0.25, 0.15, 0.20, 0.18, 0.07, 0.15)),
-    "BCC": _Surroundings(0.9, 0.28, 0.50, 0.55, 0.25, 0.06, 0.05, (0.60, 0.20, 0.20), (0.15, 0.40, 0.25, 0.05, 0.10, 0.05)),
-    "AK": _Surroundings(0.8, 0.42, 0.85, 0.45, 0.25, 0.04, 0.03, (0.80, 0.12, 0.08), (0.10, 0.35, 0.35, 0.05, 0.10, 0.05)),
-    "BKL": _Surroundings(1.8, 0.16, 0.60, 0.10, 0.50, 0.15, 0.06, (0.50, 0.30, 0.20), (0.25, 0.12, 0.10, 0.18, 0.15, 0.20)),
-    "DF": _Surroundings(1.6, 0.20, 0.05, 0.02, 0.70, 0.05, 0.05, (0.60, 0.25, 0.15), (0.20, 0.25, 0.30, 0.05, 0.05, 0.15)),
-    "VASC": _Surroundings(1.2, 0.24, 0.10, 0.08, 0.25, 0.05, 0.05, (0.60, 0.25, 0.15), (0.20, 0.20, 0.30, 0.10, 0.05, 0.15)),
-    "SCC": _Surroundings(0.8, 0.38, 0.80, 0.35, 0.35, 0.04, 0.03, (0.70, 0.15, 0.15), (0.15, 0.35, 0.25, 0.05, 0.15, 0.05)),
+    "MEL": _Surroundings(1.0, 0.07, 0.35, 0.08, 0.45, 0.40, 0.08, (0.35, 0.45, 0.20), (0.20, 0.04, 0.04, 0.30, 0.38, 0.04)),
+    "NV": _Surroundings(1.4, 0.10, 0.06, 0.02, 0.40, 0.08, 0.14, (0.68, 0.20, 0.12), (0.30, 0.14, 0.22, 0.14, 0.04, 0.16)),
+    "BCC": _Surroundings(0.6, 0.22, 0.50, 0.65, 0.22, 0.04, 0.04, (0.60, 0.18, 0.22), (0.10, 0.56, 0.20, 0.04, 0.06, 0.04)),
+    "AK": _Surroundings(0.6, 0.34, 0.90, 0.45, 0.22, 0.03, 0.02, (0.84, 0.10, 0.06), (0.08, 0.32, 0.46, 0.04, 0.06, 0.04)),
+    "BKL": _Surroundings(2.2, 0.12, 0.62, 0.08, 0.62, 0.15, 0.05, (0.50, 0.30, 0.20), (0.20, 0.06, 0.06, 0.20, 0.14, 0.34)),
+    "DF": _Surroundings(1.7, 0.18, 0.05, 0.02, 0.80, 0.03, 0.05, (0.60, 0.25, 0.15), (0.14, 0.30, 0.34, 0.04, 0.04, 0.14)),
+    "VASC": _Surroundings(1.1, 0.21, 0.10, 0.08, 0.20, 0.03, 0.04, (0.60, 0.25, 0.15), (0.16, 0.22, 0.36, 0.08, 0.04, 0.14)),
+    "SCC": _Surroundings(0.6, 0.31, 0.85, 0.35, 0.35, 0.03, 0.02, (0.70, 0.15, 0.15), (0.10, 0.40, 0.28, 0.04, 0.14, 0.04)),
 }
 
 
@@ -93,12 +93,13 @@ def draw(label: str, seed: int, size: int = 256, off_center: bool = False) -> Dr
     """
     if label not in CLASSES:
         raise RequestError(f"Unknown class {label!r} for a synthetic image. The classes are {', '.join(CLASSES)}.")
+    _refuse_negative("seed", seed)
     if size < 32:
         raise RequestError(f"A synthetic image of {size} pixels is too small to show a lesion. Take 32 or more.")
     streams = [np.random.default_rng([seed, CLASSES.index(label), purpose]) for purpose in range(5)]
     shape_rng, lesion_rng, skin_rng, things_rng, camera_rng = streams
     canvas, around = Canvas(size), _AROUND[label]
-    distance, radius, traits = _place(canvas, shape_rng, label, off_center)
+    distance, radius, traits = _place(canvas, shape_rng, label, seed, off_center)
     cover = smoothstep(1, -1, (distance - np.float32(radius)) / np.float32(shape_rng.uniform(*LOOKS[label].edge) / 2))
     mask = distance < radius
 
@@ -114,8 +115,8 @@ def draw(label: str, seed: int, size: int = 256, off_center: bool = False) -> Dr
 
 def sample_labels(n: int, seed: int) -> list[str]:
     """`n` classes at the frequencies of ISIC 2019; from `n = 8` on every class is there at least once."""
-    if n < 0:
-        raise RequestError(f"Cannot sample {n} labels. Ask for zero or more.")
+    _refuse_negative("number of images", n)
+    _refuse_negative("seed", seed)
     rng = np.random.default_rng([seed, n])
     # Quotas rather than draws: rare classes keep their share in small sets. Rounding goes to the largest remainders.
     shares = np.array([CLASS_FREQUENCIES[name] for name in CLASSES])
@@ -128,9 +129,14 @@ def sample_labels(n: int, seed: int) -> list[str]:
     return [CLASSES[index] for index in rng.permutation(labels)]
 
 
-def _place(canvas: Canvas, rng: np.random.Generator, label: str, off_center: bool) -> tuple[Map, float, dict[str, Any]]:
+def _refuse_negative(name: str, value: int) -> None:
+    if value < 0:
+        raise RequestError(f"The {name} of synthetic dermoscopy is {value}. Take zero or more.")
+
+
+def _place(canvas: Canvas, rng: np.random.Generator, label: str, seed: int, off_center: bool) -> tuple[Map, float, dict[str, Any]]:
     """The lesion's distance field `[H, W]`, the level of its border, and its first traits."""
-    share = float(np.interp(rng.random(), *_PREVALENCE))
+    share = float(np.interp(_evenly(seed), *_PREVALENCE))
     away, heading = rng.normal(0, 0.06, 2), rng.uniform(0, 2 * np.pi)
     if off_center:
         away = rng.uniform(0.25, 0.33) * np.array([np.cos(heading), np.sin(heading)])
@@ -141,44 +147,49 @@ def _place(canvas: Canvas, rng: np.random.Generator, label: str, off_center: boo
     rough = 1 + np.float32(rng.uniform(*look.roughness)) * (canvas.noise(rng, 14) + 0.4 * canvas.noise(rng, 36))
     distance = smooth * np.maximum(rough, 0.5)
     radius = float(np.quantile(distance, share))
-    inside = _share_inside(outline, radius)
-    while off_center and inside < 0.66:
-        radius *= 0.94
-        inside = _share_inside(outline, radius)
-    return distance, radius, {"center": center, "off_center": off_center, "inside": round(inside, 3)}
+    whole = _beyond(outline)
+    if off_center:
+        while _share_inside(whole, radius) < 0.66:
+            radius *= 0.94
+    return distance, radius, {"center": center, "off_center": off_center, "inside": round(_share_inside(whole, radius), 3)}
 
 
-def _share_inside(outline: Outline, radius: float) -> float:
-    """How much of the whole lesion lies within the image, on a coarse grid three images wide."""
-    axis = (np.arange(-32, 64, dtype=np.float32) + np.float32(0.5)) / 32
-    whole = outline.distance(axis[None, :], axis[:, None]) < radius
-    return float(whole[32:64, 32:64].sum() / max(whole.sum(), 1))
+def _evenly(seed: int) -> float:
+    """A number from 0 to 1 for a seed. Steps of the golden ratio: any run of seeds fills the range evenly, even a short one."""
+    return (int(seed) * 0x9E3779B97F4A7C15 % 2**64) / 2**64
 
 
-def _skin(
-    canvas: Canvas, rng: np.random.Generator, around: _Surroundings, traits: dict[str, Any]
-) -> tuple[np.ndarray, Pigments]:
+def _beyond(outline: Outline) -> Map:
+    """The outline's distance on a coarse grid three images wide, the image in the middle, `[96, 96]`."""
+    axis = ((np.arange(-32, 64) + 0.5) / 32).astype(np.float32)
+    return outline.distance(axis[None, :], axis[:, None])
+
+
+def _share_inside(whole: Map, radius: float) -> float:
+    """How much of the whole lesion lies within the image."""
+    lesion = whole < radius
+    return float(lesion[32:64, 32:64].sum() / max(lesion.sum(), 1))
+
+
+def _skin(canvas: Canvas, rng: np.random.Generator, around: _Surroundings, traits: dict[str, Any]) -> tuple[np.ndarray, Pigments]:
     """The skin's own colour `[3]` and what it holds everywhere: redness, freckles, fine vessels, furrows, pores."""
-    tone = float(
-        np.clip(around.tone + rng.normal(0, 0.75) + (rng.exponential(1.6) if rng.random() < 0.16 else 0), 0, 5)
-    )
+    tone = float(np.clip(around.tone + rng.normal(0, 0.65) + (rng.exponential(1.6) if rng.random() < 0.16 else 0), 0, 5))
     base = np.array([np.interp(tone, np.arange(6), _SKIN_TONES[:, c]) for c in range(3)])
     skin = Pigments.none(canvas)
-    redness = max(0.0, around.redness + rng.normal(0, 0.13))
-    damage = float(np.clip(around.sun_damage + rng.normal(0, 0.28), 0, 1.2))
-    flush = canvas.noise(rng, 3) + damage * (canvas.noise(rng, rng.uniform(7, 14)) + 0.6 * canvas.noise(rng, 26))
+    redness = max(0.0, around.redness + rng.normal(0, 0.07))
+    damage = float(np.clip(around.sun_damage + rng.normal(0, 0.22), 0, 1.2))
+    fine = canvas.noise(rng, 44)
+    flush = canvas.noise(rng, 3) + damage * (canvas.noise(rng, rng.uniform(7, 14)) + 0.5 * fine)
     meshes = smoothstep(0.9, 0.0, np.abs(canvas.noise(rng, rng.uniform(14, 24))))
     skin.blood += redness * np.maximum(0.75 + 0.22 * flush + 0.35 * damage * meshes, 0)
-    skin.melanin += 0.06 * np.maximum(1 + canvas.noise(rng, 3) + 0.35 * canvas.noise(rng, 48), 0)
+    skin.melanin += 0.06 * np.maximum(1 + canvas.noise(rng, 3) + 0.35 * fine, 0)
     if damage > 0.3:
         freckles = smoothstep(1.0, 3.0, canvas.noise(rng, rng.uniform(5, 13)) + 0.45 * canvas.noise(rng, 32))
         skin.melanin += 0.5 * damage * freckles
     furrows = np.abs(canvas.noise(rng, rng.uniform(26, 44), rng.uniform(0.7, 1.8)))
     skin.melanin += np.float32(rng.uniform(0.03, 0.10)) * smoothstep(0.35, 0.0, furrows)
-    pores = np.column_stack(
-        [rng.uniform(0, 1, (24, 2)), rng.uniform(0.003, 0.007, 24), np.ones((24, 2)), rng.uniform(0.2, 1, 24)]
-    )
-    skin.white += np.float32(rng.uniform(0.0, 0.22)) * canvas.blobs(pores.tolist(), 0.8)
+    pores = smoothstep(1.9, 3.2, fine)
+    skin.white += np.float32(rng.uniform(0.0, 0.25)) * pores
     veins = rng.random() < around.telangiectasia
     if veins:
         skin.blood += np.float32(rng.uniform(0.25, 0.6)) * canvas.strokes(_threads(rng, int(rng.integers(6, 22))))
@@ -204,14 +215,21 @@ def _threads(rng: np.random.Generator, n: int) -> list[tuple[npt.NDArray[np.floa
 def _shine_through(base: np.ndarray, skin: Pigments, lesion: Pigments, cover: Map) -> np.ndarray:
     """Light through skin and lesion: absorbers multiply (Beer and Lambert), white and keratin cover. `[3, H, W]`."""
     fade = 1 - np.float32(0.35) * cover
-    depth = np.zeros((3, *cover.shape), np.float32)
-    for name, absorption in _ABSORPTION.items():
-        depth += (getattr(skin, name) * fade + np.maximum(getattr(lesion, name), 0) * cover) * absorption[:, None, None]
-    picture = base[:, None, None] * np.exp(-depth)
-    for amount, color in ((skin.white + lesion.white * cover, _WHITE), (lesion.keratin * cover, _KERATIN)):
-        veil = np.clip(amount, 0, 0.9)
-        # Scale and scars are lit like the skin around them, so on dark skin they are not paper-white.
-        picture += veil * ((color * (0.55 + 0.45 * base.mean()))[:, None, None] - picture)
+    amounts = [getattr(skin, name) * fade + np.maximum(getattr(lesion, name), 0) * cover for name in _ABSORPTION]
+    white = np.clip(skin.white + lesion.white * cover, 0, 0.9)
+    keratin = np.clip(lesion.keratin * cover, 0, 0.9)
+    # Scale and scars are lit like the skin around them, so on dark skin they are not paper-white.
+    lit = 0.55 + 0.45 * base.mean()
+    picture = np.empty((3, *cover.shape), np.float32)
+    for channel in range(3):
+        through = picture[channel]
+        through[:] = 0
+        for amount, absorption in zip(amounts, _ABSORPTION.values()):
+            through -= amount * absorption[channel]
+        np.exp(through, out=through)
+        through *= base[channel]
+        through += white * (_WHITE[channel] * lit - through)
+        through += keratin * (_KERATIN[channel] * lit - through)
     return picture
 
 
@@ -251,9 +269,8 @@ def _expose(picture: np.ndarray, rng: np.random.Generator) -> npt.NDArray[np.uin
     """Exposure, the lens's softness, the sensor's grain; `[3, H, W]` in [0, 1] to `[H, W, 3]` bytes."""
     soft = np.float32(rng.uniform(0.25, 1.0) / 4)
     picture = picture * np.float32(255 * rng.normal(1.0, 0.06))
-    edged = np.pad(picture, ((0, 0), (1, 1), (0, 0)), mode="edge")
-    picture = picture * (1 - 2 * soft) + (edged[:, :-2] + edged[:, 2:]) * soft
-    edged = np.pad(picture, ((0, 0), (0, 0), (1, 1)), mode="edge")
-    picture = picture * (1 - 2 * soft) + (edged[:, :, :-2] + edged[:, :, 2:]) * soft
+    for channel in picture:
+        channel[1:-1] += soft * (channel[:-2] + channel[2:] - 2 * channel[1:-1])
+        channel[:, 1:-1] += soft * (channel[:, :-2] + channel[:, 2:] - 2 * channel[:, 1:-1])
     picture += rng.standard_normal(picture.shape[1:], dtype=np.float32) * np.float32(rng.uniform(1.0, 3.0))
     return np.ascontiguousarray(np.clip(picture + np.float32(0.5), 0, 255).astype(np.uint8).transpose(1, 2, 0))

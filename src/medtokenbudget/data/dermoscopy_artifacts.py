@@ -58,7 +58,7 @@ def ink(picture: Picture, canvas: Canvas, rng: np.random.Generator) -> Picture:
         sweep = angle + t * rng.uniform(0.3, 1.1)
         path = 0.5 + radius * np.column_stack([np.cos(sweep), np.sin(sweep)])
         lines.append((path, rng.uniform(0.02, 0.045), 1.0))
-    worn = smoothstep(-1.2, 0.9, canvas.noise(rng, 40, 2.0) + 0.6 * canvas.noise(rng, 90))
+    worn = smoothstep(-1.8, 0.8, canvas.noise(rng, 60) + 0.7 * canvas.noise(rng, 14))
     cover = canvas.strokes(lines) * worn * np.float32(rng.uniform(0.5, 0.95))
     return picture * (1 - cover * (1 - np.array([0.46, 0.38, 0.74], np.float32))[:, None, None])
 
@@ -71,9 +71,7 @@ def bubbles(picture: Picture, canvas: Canvas, rng: np.random.Generator, count: i
         distance = np.hypot(canvas.x - np.float32(cx), canvas.y - np.float32(cy)) / np.float32(radius)
         light -= 0.07 * np.exp(-(((distance - 1.0) / 0.10) ** 2))
         light += 0.07 * np.exp(-(((distance - 0.82) / 0.10) ** 2))
-        glint = np.hypot(
-            canvas.x - np.float32(cx - radius * 0.4), canvas.y - np.float32(cy - radius * 0.4)
-        ) / np.float32(radius)
+        glint = np.hypot(canvas.x - np.float32(cx - radius * 0.4), canvas.y - np.float32(cy - radius * 0.4)) / np.float32(radius)
         light += 0.22 * np.exp(-((glint / 0.2) ** 2))
     return picture + light
 

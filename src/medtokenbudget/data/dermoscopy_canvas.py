@@ -74,13 +74,10 @@ class Canvas:
     def honeycomb(self, rng: np.random.Generator, period: float, wobble: float) -> tuple[Map, Map]:
         """A bent hexagonal lattice: its lines and its holes, both in [0, 1]."""
         bend = np.float32(wobble * period)
-        x = self.x + bend * (self.noise(rng, 0.35 / period) + 1.2 * self.noise(rng, 0.12 / period))
-        y = self.y + bend * (self.noise(rng, 0.35 / period) + 1.2 * self.noise(rng, 0.12 / period))
+        x = self.x + bend * 1.6 * self.noise(rng, 0.22 / period)
+        y = self.y + bend * 1.6 * self.noise(rng, 0.22 / period)
         angle, k = rng.uniform(0, np.pi), np.float32(2 * np.pi / (period * np.sqrt(3) / 2 * 1.15))
-        waves = [
-            np.cos(k * (np.float32(np.cos(a)) * x + np.float32(np.sin(a)) * y))
-            for a in angle + np.arange(3) * np.pi * 2 / 3
-        ]
+        waves = [np.cos(k * (np.float32(np.cos(a)) * x + np.float32(np.sin(a)) * y)) for a in angle + np.arange(3) * np.pi * 2 / 3]
         lattice = waves[0] + waves[1] + waves[2] + np.float32(0.6) * self.noise(rng, 1.1 / period)
         return smoothstep(0.8, -1.5, lattice), smoothstep(0.3, 2.6, lattice)
 
@@ -99,12 +96,12 @@ class Outline:
     def random(cls, rng: np.random.Generator, center: tuple[float, float], irregularity: float) -> Outline:
         """Irregularity 0 is an ellipse; 1 is as ragged as a melanoma gets."""
         orders = np.arange(2, 8)
-        size = irregularity * 0.34 * rng.standard_normal(orders.size) / orders
+        size = irregularity * 0.28 * rng.standard_normal(orders.size) / orders
         waves = np.column_stack(
             [
                 rng.uniform(-1, 1, (4, 2)) * 2 * np.pi * 2.2,
                 rng.uniform(0, 2 * np.pi, (4, 1)),
-                rng.standard_normal((4, 2)) * 0.022 * irregularity,
+                rng.standard_normal((4, 2)) * 0.026 * irregularity,
             ]
         )
         bumps = (size * np.exp(1j * rng.uniform(0, 2 * np.pi, orders.size))).astype(np.complex64)

@@ -90,16 +90,13 @@ class Lesion:
     def region(self, low: float, high: float, cells: float) -> Map:
         """A smooth part of the lesion: noise between the levels `low` and `high`, in [0, 1]."""
         scale = cells / max(self.radius * 2, 0.2)
-        return smoothstep(low, high, self.noise(scale) * 0.85 + self.noise(scale * 3) * 0.35 + self.noise(scale * 8) * 0.15)
+        return smoothstep(low, high, self.noise(scale) * 0.85 + self.noise(scale * 4) * 0.35)
 
 
 def vessels(lesion: Lesion, trees: int, length: float, width: float, low: float, high: float) -> Map:
     """Arborising vessels: stems that fork into ever finer branches, as coverage in [0, 1]."""
     rng, lines = lesion.rng, []
-    todo = [
-        (p, rng.uniform(0, 2 * np.pi), length * rng.uniform(0.6, 1.3), width, 0)
-        for p in lesion.points(trees, low, high)
-    ]
+    todo = [(p, rng.uniform(0, 2 * np.pi), length * rng.uniform(0.6, 1.3), width, 0) for p in lesion.points(trees, low, high)]
     while todo:
         start, heading, reach, thickness, depth = todo.pop()
         bend = rng.normal(0, 0.28, 6).cumsum() + heading
@@ -118,29 +115,23 @@ def melanoma(lesion: Lesion, skin: Pigments) -> dict[str, Any]:
     rng, reach = lesion.rng, lesion.reach
     amelanotic, early = lesion.chance(0.12), lesion.chance(0.30)
     lean = rng.uniform(0.1, 0.3) if early else rng.uniform(0.3, 0.8)
-    uneven = (
-        1
-        + lean * np.tanh(lesion.side() * 1.2)
-        + (0.15 if early else 0.34) * lesion.noise(3.2 / max(2 * lesion.radius, 0.3))
-    )
+    uneven = 1 + lean * np.tanh(lesion.side() * 1.2) + (0.15 if early else 0.34) * lesion.noise(3.2 / max(2 * lesion.radius, 0.3))
     strength = rng.uniform(0.15, 0.35) if amelanotic else rng.uniform(0.6, 1.35)
     lines, _ = lesion.network(wobble=0.34)
     where = lesion.region(-0.6, 0.7, 4)
     skin.melanin += strength * np.maximum(uneven, 0.12) * (0.74 + 0.3 * lines * where + 0.12 * lesion.noise(26))
     skin.blood += (
-        rng.uniform(0.45, 0.9) * (1 + 0.4 * lesion.noise(6))
-        if amelanotic
-        else rng.uniform(0.05, 0.4) * lesion.region(-1, 1.5, 3)
+        rng.uniform(0.3, 0.65) * (1 + 0.25 * lesion.noise(6)) if amelanotic else rng.uniform(0.05, 0.4) * lesion.region(-1, 1.5, 3)
     )
     traits: dict[str, Any] = {"amelanotic": amelanotic, "early": early}
     if not amelanotic and lesion.chance(0.45 if early else 0.8):
         blotch = lesion.region(0.3, 1.3, 4) * smoothstep(1.0, 0.8, reach)
         skin.melanin += rng.uniform(0.7, 1.5) * blotch
         skin.blue += rng.uniform(0.2, 0.6) * blotch
-    traits["veil"] = lesion.chance(0.15 if early else 0.6)
+    traits["veil"] = lesion.chance(0.15 if early or amelanotic else 0.6)
     if traits["veil"]:
         veil = lesion.region(-0.2, 1.5, 2.5) * smoothstep(1.0, 0.7, reach)
-        skin.blue += rng.uniform(0.4, 0.9) * veil
+        skin.blue += (0.3 if amelanotic else rng.uniform(0.35, 0.85)) * veil
         skin.melanin *= 1 - 0.5 * veil
         skin.white += 0.10 * veil
     traits["regression"] = lesion.chance(0.1 if early else 0.4)
@@ -178,18 +169,19 @@ def _rim_streaks(lesion: Lesion) -> Map:
 def nevus(lesion: Lesion, skin: Pigments) -> dict[str, Any]:
     """Symmetric, one or two browns, a regular network or even globules or nothing but colour; some atypical, some pink."""
     rng, reach = lesion.rng, lesion.reach
-    kind = str(rng.choice(["reticular", "globular", "homogeneous"], p=[0.52, 0.2, 0.28]))
+    kind = str(rng.choice(["reticular", "globular", "homogeneous"], p=[0.48, 0.2, 0.32]))
     atypical, pink = lesion.chance(0.2), lesion.chance(0.16)
     strength = rng.uniform(0.18, 0.4) if pink else rng.uniform(0.4, 1.35)
     core = smoothstep(rng.uniform(0.7, 1.1), rng.uniform(0.0, 0.4), reach)
     profile = 0.7 + rng.choice([-0.25, 0.0, 0.35, 0.5]) * core
-    profile = profile * (1 + (0.28 if atypical else 0.09) * lesion.noise(4 / max(2 * lesion.radius, 0.3)))
+    profile = profile * (1 + (0.28 if atypical else 0.12) * lesion.noise(4 / max(2 * lesion.radius, 0.3)))
     if atypical:
         profile = profile * (1 + rng.uniform(0.1, 0.4) * np.tanh(lesion.side()))
     texture = 1 + 0.1 * lesion.noise(30) + 0.08 * lesion.noise(12)
     if kind == "reticular":
-        lines, holes = lesion.network(wobble=0.16)
-        texture = texture * (0.78 + rng.uniform(0.2, 0.5) * lines - 0.12 * holes)
+        lines, holes = lesion.network(wobble=0.24)
+        lines = lines * lesion.region(-1.6, 0.4, 3)
+        texture = texture * (0.78 + rng.uniform(0.12, 0.42) * lines - 0.06 * holes)
     elif kind == "globular":
         _, holes = lesion.network((0.03, 0.05), wobble=0.25)
         texture = texture * (0.8 + rng.uniform(0.3, 0.65) * holes)
