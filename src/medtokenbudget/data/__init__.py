@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from medtokenbudget.data.check import Finding, Report, check, open_data
+from medtokenbudget.data.csv_source import csv_manifest
 from medtokenbudget.data.decode import MAX_PIXELS, DecodeError, decode_image, decode_mask
+from medtokenbudget.data.duplicates import merged_groups
 from medtokenbudget.data.folder import folder_manifest
+from medtokenbudget.data.isic import isic_manifest, match_masks
+from medtokenbudget.data.kvasir import kvasir_manifest
 from medtokenbudget.data.manifest import SPLITS, Manifest, ManifestError
 from medtokenbudget.data.masks import patch_labels, prevalence_table
 from medtokenbudget.data.splits import apply_split, cut_selection, paper_split
@@ -14,13 +19,22 @@ __all__ = [
     "SPLITS",
     "DecodeError",
     "Drawings",
+    "Finding",
     "Manifest",
     "ManifestError",
+    "Report",
     "apply_split",
+    "check",
+    "csv_manifest",
     "cut_selection",
     "decode_image",
     "decode_mask",
     "folder_manifest",
+    "isic_manifest",
+    "kvasir_manifest",
+    "match_masks",
+    "merged_groups",
+    "open_data",
     "paper_split",
     "patch_labels",
     "prevalence_table",

@@ -73,8 +73,6 @@ def apply_split(
     """
     if rule not in get_args(SplitRule):
         raise UnknownNameError.of("split", rule, get_args(SplitRule))
-    if not 0 <= select < 1:
-        raise RequestError(f"the selection part is a share of training in [0, 1), got {select}.")
     groups = list(merged) if merged is not None and rule != "paper" else group_names(manifest)
     if rule == "paper":
         parts, name = paper_split(len(manifest)), "paper"
@@ -85,7 +83,7 @@ def apply_split(
     split = manifest.with_columns(split=parts.tolist(), split_rule=name)
     if rule != "paper":
         split = split.with_columns(group=groups)
-    return cut_selection(split, select, seed) if select else split
+    return cut_selection(split, select, seed)
 
 
 def _fold_shares(folds: int, fold: int) -> list[float]:
@@ -102,13 +100,18 @@ def _group_parts(manifest: Manifest, groups: list[str], shares: list[float], val
 
 
 def cut_selection(manifest: Manifest, share: float, seed: int) -> Manifest:
-    """Move a stratified `share` of the training part to 'select', whole groups at a time."""
+    """Move a stratified `share` of the training part to 'select', whole groups at a time; an earlier selection part goes back first."""
+    if not 0 <= share < 1:
+        raise RequestError(f"--select is a share of training in [0, 1), got {share}.")
     split = manifest.rows["split"].to_numpy(dtype=object).copy()
     split[split == "select"] = "train"
+    rule = manifest.split_rule.split(",")[0]
+    if share == 0:
+        return manifest.with_columns(split=split.tolist(), split_rule=rule)
     train = np.flatnonzero(split == "train")
     groups = np.asarray(group_names(manifest), dtype=object)[train]
     if len(set(groups)) < 2:
         raise RequestError("the training part has fewer than two groups: no selection part can be cut from it.")
     cut = stratified_group_parts(manifest.label_index[train], list(groups), [1 - share, share], seed)
     split[train[cut == 1]] = "select"
-    return manifest.with_columns(split=split.tolist(), split_rule=f"{manifest.split_rule}, select {share:g}")
+    return manifest.with_columns(split=split.tolist(), split_rule=f"{rule}, select {share:g}")

@@ -101,7 +101,7 @@ def _claim(folder: Path, request: Drawings) -> None:
         write_json(note, wanted)
     elif (found := read_json(note)) != wanted:
         raise MismatchError.between(
-            f"{folder} holds other drawings, and", wanted, found, "Choose another folder, or delete this one."
+            f"what is already drawn in {folder}", wanted, found, "Choose another folder, or delete this one."
         )
 
 

@@ -1,0 +1,253 @@
+"""`mtb data`: manifests from data sets, their split, their check. One subcommand a source; the work is in `medtokenbudget.data`."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from jsonargparse import ArgumentParser, Namespace
+
+from medtokenbudget.cli.parsing import command_parser
+from medtokenbudget.errors import RequestError
+
+if TYPE_CHECKING:
+    from medtokenbudget.data.manifest import Manifest
+
+Rule = Literal["paper", "grouped", "kfold"]
+
+
+def main(arguments: list[str]) -> int:
+    parser = ArgumentParser(prog="mtb data", description="Manifests: one row an image, whatever the source.")
+    commands = parser.add_subcommands(required=True, dest="command")
+    for name, (summary, build, _) in COMMANDS.items():
+        example = f"mtb data {name} {EXAMPLES[name]}"
+        sub = command_parser(f"data {name}", summary, example)
+        build(sub)
+        commands.add_subcommand(name, sub, help=summary)
+    chosen = parser.parse_args(arguments)
+    run: Callable[[Namespace], int] = COMMANDS[chosen.command][2]
+    return run(chosen[chosen.command])
+
+
+def _split_options(parser: ArgumentParser, default: str | None, seed: str = "--seed") -> None:
+    parser.add_argument(
+        "--split",
+        type=Rule if default else Rule | None,
+        default=default,
+        help="'grouped': no lesion, patient or duplicate in two parts, stratified; 'kfold': the same in folds; "
+        "'paper': the paper's 80/20." + ("" if default else " Default: the split that the data comes with, else 'grouped'."),
+    )
+    parser.add_argument("--folds", type=int, default=5, help="Number of folds of 'kfold'.")
+    parser.add_argument("--fold", type=int, default=0, help="The fold of 'kfold' that validates, from 0.")
+    parser.add_argument(
+        "--select", type=float, default=0.0, help="Share of training cut off as a selection part, whole groups at a time."
+    )
+    parser.add_argument(seed, type=int, default=42, help="Seed of the split (the paper's own is always 42).")
+    parser.add_argument("--workers", type=int, default=min(4, os.cpu_count() or 1), help="How many read or draw images at a time.")
+
+
+def _out(parser: ArgumentParser) -> None:
+    parser.add_argument("--out", type=Path, required=True, help="The manifest to write (Parquet).")
+
+
+def _isic_options(parser: ArgumentParser) -> None:
+    parser.add_argument("root", type=Path, help="Folder with the official files of ISIC 2019; some of the images are enough.")
+    parser.add_argument(
+        "--masks",
+        type=Literal["exact", "by-id", "none"],
+        default="by-id",
+        help="'by-id' looks through the suffix _downsampled, 'exact' does not, as in the paper.",
+    )
+    parser.add_argument(
+        "--mask-sources",
+        type=str | None,
+        default=None,
+        help="isic2018, ham10000 or both with a comma; the first that has a mask wins. "
+        "Default: isic2018 for 'exact', all there are for 'by-id'.",
+    )
+    parser.add_argument("--ignore-unlabelled", action="store_true", help="Leave out files that have no row in the CSV.")
+    _split_options(parser, "grouped")
+    _out(parser)
+
+
+def _kvasir_options(parser: ArgumentParser) -> None:
+    parser.add_argument("root", type=Path, help="Folder with the eight class folders of Kvasir v2.")
+    _split_options(parser, "paper")
+    _out(parser)
+
+
+def _folder_options(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "root", type=Path, help="Folder with a folder for each class (or train/ and val/ with those), or with loose images."
+    )
+    parser.add_argument(
+        "--masks", type=Path | None, default=None, help="Folder of masks: a.png, a_segmentation.png or a_mask.png for a.jpg."
+    )
+    _split_options(parser, None)
+    _out(parser)
+
+
+def _csv_options(parser: ArgumentParser) -> None:
+    parser.add_argument("file", type=Path, help="CSV with the column image and, as known, image_id, label, mask, group, split.")
+    parser.add_argument(
+        "--classes", type=str | None, default=None, help="Class names in order, with commas; else the labels, sorted."
+    )
+    parser.add_argument("--allow-unlabelled", action="store_true", help="Accept rows without a label.")
+    _split_options(parser, None)
+    _out(parser)
+
+
+def _synthetic_options(parser: ArgumentParser) -> None:
+    parser.add_argument("--n", type=int, default=1000, help="Number of images.")
+    parser.add_argument("--seed", type=int, default=0, help="Seed of the drawings.")
+    parser.add_argument("--size", type=int, default=256, help="Side of the images in pixels.")
+    parser.add_argument("--off-center", action="store_true", help="Move the lesions away from the center.")
+    _split_options(parser, "grouped", seed="--split-seed")
+    parser.add_argument("--out", type=Path, required=True, help="A folder, or NAME.parquet, whose files then are in NAME/.")
+
+
+def _split_command_options(parser: ArgumentParser) -> None:
+    parser.add_argument("manifest", type=Path, help="The manifest to split anew.")
+    _split_options(parser, "grouped")
+    _out(parser)
+
+
+def _check_options(parser: ArgumentParser) -> None:
+    parser.add_argument("data", type=Path, help="A manifest, or a folder in the layout of ISIC 2019, Kvasir v2 or class folders.")
+    parser.add_argument("--json", action="store_true", help="The whole report as JSON.")
+    parser.add_argument("--all", action="store_true", help="Every item of every finding, not the first few.")
+    parser.add_argument("--workers", type=int, default=min(4, os.cpu_count() or 1), help="Threads that read images.")
+
+
+def _isic(options: Namespace) -> int:
+    from medtokenbudget.data.isic import isic_manifest
+
+    sources = _names(options.mask_sources)
+    manifest = isic_manifest(options.root, options.masks, sources, ignore_unlabelled=options.ignore_unlabelled)
+    return _write(_resplit(manifest, options), options.out)
+
+
+def _kvasir(options: Namespace) -> int:
+    from medtokenbudget.data.kvasir import kvasir_manifest
+
+    return _write(_resplit(kvasir_manifest(options.root), options), options.out)
+
+
+def _folder(options: Namespace) -> int:
+    from medtokenbudget.data.folder import folder_manifest
+
+    return _write(_resplit(folder_manifest(options.root, options.masks), options), options.out)
+
+
+def _csv(options: Namespace) -> int:
+    from medtokenbudget.data.csv_source import csv_manifest
+
+    manifest = csv_manifest(options.file, _names(options.classes), allow_unlabelled=options.allow_unlabelled)
+    return _write(_resplit(manifest, options), options.out)
+
+
+def _synthetic(options: Namespace) -> int:
+    from medtokenbudget.data.manifest import Manifest
+    from medtokenbudget.data.synthetic import Drawings, synthetic_manifest
+
+    request = Drawings(n=options.n, seed=options.seed, size=options.size, off_center=options.off_center)
+    out = synthetic_manifest(
+        options.out,
+        request,
+        split=options.split or "grouped",
+        folds=options.folds,
+        fold=options.fold,
+        select=options.select,
+        split_seed=options.split_seed,
+        workers=options.workers,
+    )
+    return _told(Manifest.read(out), out)
+
+
+def _split(options: Namespace) -> int:
+    from medtokenbudget.data.manifest import Manifest
+
+    manifest = Manifest.read(options.manifest)
+    if options.split == "paper" and manifest.source.startswith("isic") and not manifest.split_rule.startswith("paper"):
+        raise RequestError(
+            "the paper's split of ISIC is drawn over the whole official CSV, which a manifest does not have. "
+            "Use `mtb data isic ROOT --split paper`."
+        )
+    return _write(_resplit(manifest, options, again=True), options.out)
+
+
+def _check(options: Namespace) -> int:
+    from medtokenbudget.data.check import check, open_data
+    from medtokenbudget.data.check_text import to_text
+
+    report = check(open_data(options.data), workers=options.workers)
+    if options.json:
+        print(json.dumps(report.to_dict(), indent=2, ensure_ascii=False))
+    else:
+        print(to_text(report, shown=0 if options.all else 8))
+        after = "mend the fatal findings and check again" if report.fatal else _next(options.data)
+        print(f"\nchecked {options.data}; next: {after}")
+    return 1 if report.fatal else 0
+
+
+def _resplit(manifest: Manifest, options: Namespace, again: bool = False) -> Manifest:
+    """The split that was asked for; one that the source came with stays when it is that one, or when none was asked for."""
+    from medtokenbudget.data.duplicates import merged_groups
+    from medtokenbudget.data.splits import apply_split, cut_selection
+    from medtokenbudget.progress import say
+
+    came_with = manifest.split_rule.split(",")[0]
+    if options.split == came_with == "paper" or (options.split is None and came_with == "given"):
+        return cut_selection(manifest, options.select, options.seed) if options.select or again else manifest
+    rule = options.split or "grouped"
+    merged = None
+    if rule != "paper":
+        merged, unreadable = merged_groups(manifest, options.workers)
+        if unreadable:
+            say(f"{len(unreadable)} images cannot be read and were not compared with the others; `mtb data check` names them")
+    return apply_split(
+        manifest, rule, folds=options.folds, fold=options.fold, select=options.select, seed=options.seed, merged=merged
+    )
+
+
+def _write(manifest: Manifest, out: Path) -> int:
+    return _told(manifest, manifest.write(out))
+
+
+def _told(manifest: Manifest, out: Path) -> int:
+    counts = manifest.rows["split"].value_counts()
+    parts = ", ".join(f"{counts[name]:,} {name}" for name in ("train", "select", "val") if name in counts)
+    masks = int(manifest.rows["mask"].notna().sum())
+    print(f"{len(manifest):,} images ({parts}; {masks:,} with a mask) in {out}; next: mtb data check {out}")
+    return 0
+
+
+def _next(data: Path) -> str:
+    return f"mtb extract {data} --store STORE" if data.suffix == ".parquet" else f"make a manifest of {data} with `mtb data`"
+
+
+def _names(value: str | None) -> list[str] | None:
+    return None if value is None else [name.strip() for name in value.split(",") if name.strip()]
+
+
+COMMANDS: dict[str, tuple[str, Callable[[ArgumentParser], None], Callable[[Namespace], int]]] = {
+    "isic": ("ISIC 2019 with the masks of ISIC 2018 and HAM10000", _isic_options, _isic),
+    "kvasir": ("Kvasir v2, eight class folders", _kvasir_options, _kvasir),
+    "folder": ("your own images in class folders", _folder_options, _folder),
+    "csv": ("your own images by a CSV", _csv_options, _csv),
+    "synthetic": ("drawn dermoscopy with masks", _synthetic_options, _synthetic),
+    "split": ("another split of a manifest", _split_command_options, _split),
+    "check": ("everything that is wrong with a data set, at once", _check_options, _check),
+}
+EXAMPLES: dict[str, str] = {
+    "isic": "data/isic --masks by-id --split grouped --out isic.parquet",
+    "kvasir": "data/kvasir-dataset-v2 --out kvasir.parquet",
+    "folder": "photos --masks photo-masks --out photos.parquet",
+    "csv": "photos.csv --out photos.parquet",
+    "synthetic": "--n 1000 --seed 0 --out drawn",
+    "split": "isic.parquet --split kfold --folds 5 --fold 0 --out isic-fold0.parquet",
+    "check": "isic.parquet",
+}

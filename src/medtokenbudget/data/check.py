@@ -1,0 +1,239 @@
+"""Everything that is wrong with a data set, found in one pass and reported at once.
+
+Fatal is what would make results wrong or the extraction fail: an image or a mask that is missing or cannot be read, and a group
+or a duplicate in two parts of a split. The paper's split leaks by design, so there a crossing is a warning.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from PIL import Image
+
+from medtokenbudget.data import isic, kvasir
+from medtokenbudget.data.decode import DecodeError, decode_image, decode_mask
+from medtokenbudget.data.duplicates import Fingerprint, exact_pairs, fingerprint, near_pairs
+from medtokenbudget.data.folder import folder_manifest
+from medtokenbudget.data.manifest import SPLITS, Manifest
+from medtokenbudget.data.masks import patch_labels, prevalence_table
+from medtokenbudget.progress import progress
+
+GRID = (16, 16)
+ASPECT_TOLERANCE = 0.02
+GREY_TOLERANCE = 0.02
+Severity = Literal["fatal", "warning"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One kind of fault, what it means, and every image (or pair, or group) that has it."""
+
+    kind: str
+    severity: Severity
+    message: str
+    items: list[str]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a check found: faults, and the tables that describe the data set."""
+
+    source: str
+    split_rule: str
+    images: int
+    findings: list[Finding]
+    classes: dict[str, dict[str, int]]
+    masks: dict[str, dict[str, int]]
+    prevalence: dict[str, dict[str, dict[str, float]]]
+    prevalence_images: dict[str, int]
+
+    @property
+    def fatal(self) -> bool:
+        return any(finding.severity == "fatal" for finding in self.findings)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "fatal": self.fatal}
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What one row looks like on disk."""
+
+    image_fault: DecodeError | None = None
+    mask_fault: DecodeError | None = None
+    print: Fingerprint | None = None
+    lesion_patches: int | None = None
+    mask_notes: list[str] = field(default_factory=list)
+
+
+def open_data(target: Path | str) -> Manifest:
+    """A manifest file, or a folder in a layout that is known: ISIC 2019 or Kvasir v2 (with the paper's split), or class folders."""
+    path = Path(target)
+    if not path.is_dir():
+        return Manifest.read(path)
+    if (path / isic.GROUND_TRUTH).exists():
+        has_masks = any((path / folder).is_dir() for folder in isic.MASK_FOLDERS.values())
+        return isic.isic_manifest(path, "by-id" if has_masks else "none")
+    if all((path / name).is_dir() for name in kvasir.CLASSES):
+        return kvasir.kvasir_manifest(path)
+    return folder_manifest(path)
+
+
+def check(manifest: Manifest, workers: int = 4) -> Report:
+    """Decode every image and mask once and report all that is wrong."""
+    with ThreadPoolExecutor(workers) as pool:
+        bar = progress(
+            pool.map(lambda i: _look(manifest, i), range(len(manifest))), total=len(manifest), what="checking", unit="image"
+        )
+        seen: list[_Seen] = list(bar)
+    findings = [
+        *_image_findings(manifest, seen),
+        *_mask_findings(manifest, seen),
+        *_duplicate_findings(manifest, seen),
+        *_split_findings(manifest),
+    ]
+    split = manifest.rows["split"].to_numpy(dtype=object)
+    counts = {
+        part: [one.lesion_patches or 0 for one, of in zip(seen, split) if one.lesion_patches and part in ("all", of)]
+        for part in ("all", *SPLITS)
+    }
+    counts = {part: values for part, values in counts.items() if values}
+    has_mask = manifest.rows["mask"].notna().to_numpy()
+    return Report(
+        source=manifest.source,
+        split_rule=manifest.split_rule,
+        images=len(manifest),
+        findings=[finding for finding in findings if finding.items],
+        classes=_by_class(manifest, np.ones(len(manifest), dtype=bool)),
+        masks=_by_class(manifest, has_mask),
+        prevalence={part: prevalence_table(values, GRID[0] * GRID[1]) for part, values in counts.items()},
+        prevalence_images={part: len(values) for part, values in counts.items()},
+    )
+
+
+def _look(manifest: Manifest, index: int) -> _Seen:
+    path, mask_path = manifest.image_path(index), manifest.mask_path(index)
+    image, image_fault, mask_fault = None, None, None
+    try:
+        image = decode_image(path)
+    except DecodeError as error:
+        image_fault = error
+    notes: list[str] = []
+    patches = None
+    if mask_path is not None:
+        try:
+            mask = decode_mask(mask_path)
+            patches = int(patch_labels(mask, GRID).sum())
+            notes = _mask_notes(mask, image, patches)
+        except DecodeError as error:
+            mask_fault = error
+    return _Seen(image_fault, mask_fault, None if image is None else fingerprint(path, image), patches, notes)
+
+
+def _mask_notes(mask: Image.Image, image: Image.Image | None, patches: int) -> list[str]:
+    values = np.asarray(mask)
+    notes = []
+    if image is not None and abs(mask.width * image.height / (mask.height * image.width) - 1) > ASPECT_TOLERANCE:
+        notes.append(f"mask-aspect|{mask.width} x {mask.height} for an image of {image.width} x {image.height}")
+    if values.max() == 0:
+        notes.append("mask-empty|")
+    elif patches == 0:
+        notes.append("mask-no-patch|")
+    if values.max() not in (0, 255) or ((values > 15) & (values < 240)).mean() > GREY_TOLERANCE:
+        notes.append(f"mask-not-binary|values {values.min()} to {values.max()}")
+    return notes
+
+
+def _image_findings(manifest: Manifest, seen: Sequence[_Seen]) -> Iterable[Finding]:
+    missing = [f"{i}: {s.image_fault}" for i, s in zip(manifest.ids, seen) if s.image_fault and s.image_fault.kind == "missing"]
+    damaged = [f"{i}: {s.image_fault}" for i, s in zip(manifest.ids, seen) if s.image_fault and s.image_fault.kind == "damaged"]
+    others = [
+        f"{i}: {s.image_fault}"
+        for i, s in zip(manifest.ids, seen)
+        if s.image_fault and s.image_fault.kind not in ("missing", "damaged")
+    ]
+    yield Finding("image-missing", "fatal", "images that are not there", missing)
+    yield Finding("image-damaged", "fatal", "images that are damaged or cut short", damaged)
+    yield Finding("image-refused", "fatal", "images that cannot be read", others)
+    unlabelled = [i for i, label in zip(manifest.ids, manifest.rows["label"]) if label is None]
+    yield Finding("unlabelled", "warning", "images without a label (left out of training and evaluation)", unlabelled)
+
+
+def _mask_findings(manifest: Manifest, seen: Sequence[_Seen]) -> Iterable[Finding]:
+    faults = [(i, s.mask_fault) for i, s in zip(manifest.ids, seen) if s.mask_fault]
+    yield Finding("mask-missing", "fatal", "masks that are not there", [f"{i}: {e}" for i, e in faults if e.kind == "missing"])
+    yield Finding("mask-refused", "fatal", "masks that cannot be read", [f"{i}: {e}" for i, e in faults if e.kind != "missing"])
+    messages = {
+        "mask-aspect": "masks whose aspect differs from the image (they would not lie on the lesion)",
+        "mask-empty": "masks without any lesion pixel",
+        "mask-no-patch": f"masks whose lesion is lost on the {GRID[0]} x {GRID[1]} grid (no retention can be measured)",
+        "mask-not-binary": "masks that are not binary (a pixel counts as lesion above half of 255)",
+    }
+    notes = [(i, *note.split("|", 1)) for i, s in zip(manifest.ids, seen) for note in s.mask_notes]
+    for kind, message in messages.items():
+        yield Finding(kind, "warning", message, [f"{i}: {text}" if text else i for i, noted, text in notes if noted == kind])
+
+
+def _duplicate_findings(manifest: Manifest, seen: Sequence[_Seen]) -> Iterable[Finding]:
+    at = [index for index, one in enumerate(seen) if one.print is not None]
+    prints = [one.print for one in seen if one.print is not None]
+    exact = [(at[i], at[j]) for i, j in exact_pairs(prints)]
+    near = [(at[i], at[j]) for i, j in near_pairs(prints)]
+    ids, labels, split = manifest.ids, list(manifest.rows["label"]), list(manifest.rows["split"])
+
+    def named(pairs: Iterable[tuple[int, int]], values: list[Any] | None = None) -> list[str]:
+        if values is None:
+            return [f"{ids[i]} = {ids[j]}" for i, j in pairs]
+        return [f"{ids[i]} ({values[i]}) = {ids[j]} ({values[j]})" for i, j in pairs]
+
+    both = [*exact, *near]
+    yield Finding("duplicate-exact", "warning", "pairs of files with the same content", named(exact))
+    yield Finding("duplicate-near", "warning", "pairs of files that show the same picture", named(near))
+    yield Finding(
+        "duplicate-labels",
+        "warning",
+        "duplicates with different labels",
+        named([p for p in both if labels[p[0]] != labels[p[1]]], labels),
+    )
+    crossing = [pair for pair in both if split[pair[0]] != split[pair[1]]]
+    yield Finding(
+        "duplicate-crosses", _crossing(manifest), f"duplicates in two parts of the split{_advice(manifest)}", named(crossing, split)
+    )
+
+
+def _split_findings(manifest: Manifest) -> Iterable[Finding]:
+    parts: dict[str, set[str]] = {}
+    for group, split in zip(manifest.rows["group"], manifest.rows["split"]):
+        if group is not None:
+            parts.setdefault(group, set()).add(split)
+    crossing = [f"{group} ({', '.join(sorted(found))})" for group, found in parts.items() if len(found) > 1]
+    yield Finding("group-crosses", _crossing(manifest), f"groups in two parts of the split{_advice(manifest)}", crossing)
+    used = set(manifest.rows["split"])
+    yield Finding("part-empty", "warning", "parts without an image", [name for name in ("train", "val") if name not in used])
+    trained = set(manifest.part("train").rows["label"])
+    unseen = sorted({label for label in manifest.part("val").rows["label"] if label is not None and label not in trained})
+    yield Finding("class-unseen", "warning", "classes in validation that training does not have", unseen)
+
+
+def _crossing(manifest: Manifest) -> Severity:
+    return "warning" if manifest.split_rule.startswith("paper") else "fatal"
+
+
+def _advice(manifest: Manifest) -> str:
+    return " (the paper's split leaks; `--split grouped` does not)" if manifest.split_rule.startswith("paper") else ""
+
+
+def _by_class(manifest: Manifest, chosen: np.ndarray) -> dict[str, dict[str, int]]:
+    """Counts a class for each part and over all: `{part: {class: n}}`; '-' counts images without a label."""
+    rows = manifest.rows[chosen]
+    table = {}
+    for part in ("all", *SPLITS):
+        counts = Counter("-" if label is None else label for label, of in zip(rows["label"], rows["split"]) if part in ("all", of))
+        table[part] = {name: counts[name] for name in (*manifest.classes, "-") if name != "-" or counts["-"]}
+    return table

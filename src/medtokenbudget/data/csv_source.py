@@ -1,0 +1,100 @@
+"""Anybody's images by a CSV with the manifest's columns: `image` is needed, `image_id, label, mask, group, split` as known."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pandas as pd
+
+from medtokenbudget.data.manifest import COLUMNS, SPLITS, Manifest, listed
+from medtokenbudget.errors import RequestError
+
+
+def read_csv(path: Path) -> pd.DataFrame:
+    """All cells as stripped text: no class called 'NA' becomes a missing one, no id loses its zeros. Empty cells are ''."""
+    try:
+        table = pd.read_csv(path, dtype=str, keep_default_na=False, encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise RequestError(f"{path} does not exist.") from None
+    except IsADirectoryError:
+        raise RequestError(f"{path} is a folder, not a CSV file.") from None
+    except (pd.errors.EmptyDataError, pd.errors.ParserError, UnicodeDecodeError) as error:
+        raise RequestError(f"{path} is not a CSV file in UTF-8: {str(error).strip()}.") from None
+    table.columns = [str(name).strip() for name in table.columns]
+    return table.apply(lambda column: column.str.strip())
+
+
+def csv_manifest(path: Path | str, classes: Sequence[str] | None = None, *, allow_unlabelled: bool = False) -> Manifest:
+    """The rows of a CSV; relative paths are relative to its folder, classes are sorted names unless given.
+
+    Without a column `split` all rows are training (`split_rule` 'none'). All faults are reported together.
+    """
+    source = Path(path)
+    table = read_csv(source)
+    unknown = sorted(set(table.columns) - set(COLUMNS))
+    if "image" not in table.columns or unknown:
+        what = (
+            "lacks the column 'image'"
+            if "image" not in table.columns
+            else f"has columns that mean nothing here: {', '.join(unknown)}"
+        )
+        raise RequestError(f"{source} {what}. Its columns are image and, as known, image_id, label, mask, group, split.")
+    if table.empty:
+        raise RequestError(f"{source} has no rows.")
+    folder = source.resolve().parent
+    rows = {name: table[name].tolist() if name in table.columns else None for name in COLUMNS}
+    faults = _faults(folder, rows, classes, allow_unlabelled)
+    if faults:
+        raise RequestError(f"{source} does not make a manifest:\n" + "\n".join(f"  {fault}" for fault in faults))
+    count = len(table)
+    blank = [""] * count
+    images = [str(folder / image) for image in table["image"]]
+    records = [
+        {
+            "image_id": image_id or Path(image).stem,
+            "image": image,
+            "label": label or None,
+            "mask": str(folder / mask) if mask else None,
+            "group": group or None,
+            "split": split or "train",
+        }
+        for image_id, image, label, mask, group, split in zip(
+            rows["image_id"] or blank,
+            images,
+            rows["label"] or blank,
+            rows["mask"] or blank,
+            rows["group"] or blank,
+            rows["split"] or blank,
+        )
+    ]
+    names = list(classes) if classes else sorted({label for label in rows["label"] or [] if label})
+    return Manifest.from_records(records, names, source=f"csv {source.name}", split_rule="given" if rows["split"] else "none")
+
+
+def _faults(folder: Path, rows: dict[str, list[str] | None], classes: Sequence[str] | None, allow_unlabelled: bool) -> list[str]:
+    """One line a kind of fault, with the rows (the first under the heading is row 2, as in a spreadsheet) or values."""
+
+    def where(column: str, wrong: list[bool]) -> str:
+        values = rows[column] or []
+        return listed([f"row {i + 2}" + (f" ({values[i]})" if values[i] else "") for i, bad in enumerate(wrong) if bad])
+
+    images, labels, masks, splits = (rows[name] or [] for name in ("image", "label", "mask", "split"))
+    checks = [
+        ("image", "no image", [not image for image in images]),
+        ("image", "images that do not exist", [bool(image) and not (folder / image).is_file() for image in images]),
+        ("mask", "masks that do not exist", [bool(mask) and not (folder / mask).is_file() for mask in masks]),
+        ("label", "no label (fill it in, or pass --allow-unlabelled)", [not label and not allow_unlabelled for label in labels]),
+        (
+            "label",
+            f"labels that are none of {', '.join(classes or [])}",
+            [bool(x) and bool(classes) and x not in (classes or []) for x in labels],
+        ),
+        ("split", f"values of split that are none of {', '.join(SPLITS)}", [value not in SPLITS for value in splits]),
+    ]
+    faults = [f"{what}: {where(column, wrong)}" for column, what, wrong in checks if any(wrong)]
+    ids = pd.Series([given or Path(image).stem for given, image in zip(rows["image_id"] or [""] * len(images), images)])
+    if twice := sorted(set(ids[ids.duplicated()])):
+        advice = "" if rows["image_id"] else " (add a column image_id: without it the file name is the id)"
+        faults.append(f"image_id given to more than one row: {listed(twice)}{advice}")
+    return faults

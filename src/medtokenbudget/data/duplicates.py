@@ -1,0 +1,145 @@
+"""Images that are there twice: the same bytes, or the same picture after resizing, compression, re-lighting or a small crop.
+
+A 64-bit perceptual hash proposes pairs; thumbnails decide. Dermoscopic images are alike (a blob on skin, a dark rim), so a pair
+counts only if the thumbnails correlate both as a whole and in the middle, where the rim of the lens has no say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+from scipy.fft import dctn
+
+from medtokenbudget.data.decode import DecodeError, decode_image
+from medtokenbudget.data.manifest import Manifest
+from medtokenbudget.data.splits import group_names
+from medtokenbudget.files import sha256_file
+from medtokenbudget.progress import progress
+
+SIDE = 32
+MAX_DISTANCE = 8
+MIN_CORRELATION = 0.97
+_BLOCK = 512
+_TABLE = np.array([bin(value).count("1") for value in range(1 << 16)], dtype=np.uint8)
+_WEIGHTS = 1 << np.arange(64, dtype=np.uint64)
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """What is compared of an image: hash of the file, perceptual hash (63 bits), grey thumbnail `[32, 32]` uint8."""
+
+    sha256: str
+    phash: int
+    thumbnail: np.ndarray
+
+
+def fingerprint(path: Path, image: Image.Image) -> Fingerprint:
+    """Of a decoded image and the file that it came from."""
+    small = np.asarray(image.convert("L").resize((SIDE, SIDE), Image.Resampling.BOX))
+    return Fingerprint(sha256_file(path), perceptual_hash(small), small)
+
+
+def perceptual_hash(thumbnail: np.ndarray) -> int:
+    """The signs of the 8 x 8 lowest cosine frequencies of `[32, 32]` about their median, the mean (bit 0) left out."""
+    low = dctn(thumbnail.astype(np.float64), norm="ortho")[:8, :8].reshape(-1)
+    bits = low > np.median(low[1:])
+    bits[0] = False
+    return int(_WEIGHTS[bits].sum())
+
+
+def exact_pairs(prints: Sequence[Fingerprint]) -> list[tuple[int, int]]:
+    """Pairs with the same file content: each file with the first of its kind."""
+    first: dict[str, int] = {}
+    pairs = []
+    for index, one in enumerate(prints):
+        earlier = first.setdefault(one.sha256, index)
+        if earlier != index:
+            pairs.append((earlier, index))
+    return pairs
+
+
+def near_pairs(
+    prints: Sequence[Fingerprint], max_distance: int = MAX_DISTANCE, min_correlation: float = MIN_CORRELATION
+) -> list[tuple[int, int]]:
+    """Pairs of the same picture in different files, `i < j`, in order."""
+    if len(prints) < 2:
+        return []
+    left, right = _close_hashes(np.array([one.phash for one in prints], dtype=np.uint64), max_distance)
+    thumbnails = np.stack([one.thumbnail for one in prints])
+    same = _correlated(thumbnails, left, right, min_correlation)
+    middle = slice(SIDE // 8, SIDE - SIDE // 8)
+    same &= _correlated(thumbnails[:, middle, middle], left, right, min_correlation)
+    return [(int(i), int(j)) for i, j in zip(left[same], right[same]) if prints[i].sha256 != prints[j].sha256]
+
+
+def _close_hashes(hashes: np.ndarray, max_distance: int) -> tuple[np.ndarray, np.ndarray]:
+    """All pairs `i < j` of `[n]` uint64 within a Hamming distance, in blocks so that memory stays small."""
+    left, right = [], []
+    for start in range(0, len(hashes), _BLOCK):
+        differing = hashes[start : start + _BLOCK, None] ^ hashes[None, start:]
+        i, j = np.nonzero(_popcount(differing) <= max_distance)
+        keep = i < j
+        left.append(i[keep] + start)
+        right.append(j[keep] + start)
+    return np.concatenate(left), np.concatenate(right)
+
+
+def _popcount(values: np.ndarray) -> np.ndarray:
+    if hasattr(np, "bitwise_count"):
+        return np.bitwise_count(values)
+    return _TABLE[np.ascontiguousarray(values).view(np.uint16).reshape(*values.shape, 4)].sum(-1)
+
+
+def _correlated(pictures: np.ndarray, left: np.ndarray, right: np.ndarray, minimum: float) -> np.ndarray:
+    """Whether pairs of `[n, h, w]` correlate; two flat pictures do when they are equal."""
+    flat = pictures.reshape(len(pictures), -1).astype(np.float32)
+    flat = flat - flat.mean(1, keepdims=True)
+    norm = np.linalg.norm(flat, axis=1)
+    result = np.zeros(len(left), dtype=bool)
+    for start in range(0, len(left), 1 << 14):
+        i, j = left[start : start + (1 << 14)], right[start : start + (1 << 14)]
+        both = norm[i] * norm[j]
+        equal = (pictures[i] == pictures[j]).all((1, 2))
+        result[start : start + (1 << 14)] = equal | ((flat[i] * flat[j]).sum(1) >= minimum * np.maximum(both, 1e-6))
+    return result
+
+
+def merge(names: Sequence[str], pairs: Iterable[tuple[int, int]]) -> list[str]:
+    """Groups joined wherever a pair links them; a joined group has the name that sorts first among its members' groups."""
+    parent = {name: name for name in names}
+
+    def find(name: str) -> str:
+        while parent[name] != name:
+            parent[name] = parent[parent[name]]
+            name = parent[name]
+        return name
+
+    for i, j in pairs:
+        a, b = sorted((find(names[i]), find(names[j])))
+        parent[b] = a
+    return [find(name) for name in names]
+
+
+def merged_groups(manifest: Manifest, workers: int = 4) -> tuple[list[str], list[str]]:
+    """The groups of a manifest with duplicates taken in, and the ids of images that cannot be read (each stays in its group)."""
+
+    def one(index: int) -> Fingerprint | None:
+        path = manifest.image_path(index)
+        try:
+            return fingerprint(path, decode_image(path))
+        except DecodeError:
+            return None
+
+    with ThreadPoolExecutor(workers) as pool:
+        bar = progress(pool.map(one, range(len(manifest))), total=len(manifest), what="looking for duplicates", unit="image")
+        found = list(bar)
+    readable = [index for index, one_print in enumerate(found) if one_print is not None]
+    prints = [one_print for one_print in found if one_print is not None]
+    pairs = [(readable[i], readable[j]) for i, j in (*exact_pairs(prints), *near_pairs(prints))]
+    unreadable = [image_id for image_id, one_print in zip(manifest.ids, found) if one_print is None]
+    return merge(group_names(manifest), pairs), unreadable

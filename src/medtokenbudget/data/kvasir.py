@@ -1,0 +1,37 @@
+"""Kvasir v2: a folder for each of its eight classes, no masks; the paper's auxiliary data set, for accuracy only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from medtokenbudget.data.folder import image_files, require_folder
+from medtokenbudget.data.manifest import Manifest
+from medtokenbudget.data.splits import paper_split
+from medtokenbudget.errors import RequestError
+
+CLASSES = (
+    "dyed-lifted-polyps",
+    "dyed-resection-margins",
+    "esophagitis",
+    "normal-cecum",
+    "normal-pylorus",
+    "normal-z-line",
+    "polyps",
+    "ulcerative-colitis",
+)
+
+
+def kvasir_manifest(root: Path | str) -> Manifest:
+    """The images in sorted order (class, then file name) with the paper's 80/20 over that order; no groups are known."""
+    top = require_folder(Path(root), "Pass the folder that holds the eight class folders of Kvasir v2.")
+    missing = [name for name in CLASSES if not (top / name).is_dir()]
+    if missing:
+        raise RequestError(f"{top} lacks the class folders {', '.join(missing)}. For other classes, use `mtb data folder`.")
+    files = [(path, name) for name in CLASSES for path in image_files(top / name)]
+    if not files:
+        raise RequestError(f"the class folders of {top} hold no image.")
+    records = [
+        {"image_id": f"{label}/{path.stem}", "image": str(path), "label": label, "split": split}
+        for (path, label), split in zip(files, paper_split(len(files)))
+    ]
+    return Manifest.from_records(records, CLASSES, source="kvasir v2", split_rule="paper")
