@@ -15,8 +15,8 @@ import pandas as pd
 from medtokenbudget.config import BUDGETS
 from medtokenbudget.errors import RequestError, UnknownNameError
 
-MASK_FREE = "lats-mask-free"
-FIXED_BUDGET = "lats-fixed"
+MASK_FREE = "lats:mask-free"
+FIXED_BUDGET = "lats:fixed-0.5"
 METHOD_NAMES: dict[str, str] = {
     "NoPruning": "no-pruning",
     "Random": "random",

@@ -78,8 +78,13 @@ def _to_arrow(column: pd.Series[Any], field: pa.Field) -> pa.Array:
         offsets = np.concatenate([[0], np.cumsum([len(row) for row in values])]).astype(np.int32)
         flat = np.concatenate(values) if values else np.zeros(0, np.float32)
         return pa.ListArray.from_arrays(offsets, pa.array(flat, pa.float32()), type=field.type)
-    array = pa.array(column.astype(object).where(column.notna(), None), field.type, from_pandas=True)
-    return array.combine_chunks() if isinstance(array, pa.ChunkedArray) else array
+    if pa.types.is_string(field.type):
+        return pa.array([None if pd.isna(value) else str(value) for value in column], field.type)
+    numbers = column.to_numpy(dtype=float, na_value=np.nan)
+    if pa.types.is_integer(field.type) and (numbers[~np.isnan(numbers)] % 1 != 0).any():
+        raise RequestError(f"the column {field.name} of the predictions holds fractions; whole numbers are expected.")
+    missing = np.isnan(numbers)
+    return pa.array(np.where(missing, 0, numbers).astype(field.type.to_pandas_dtype()), field.type, mask=missing)
 
 
 def read_predictions(path: Path | str) -> tuple[pd.DataFrame, tuple[str, ...]]:
@@ -125,9 +130,8 @@ def summarise(predictions: pd.DataFrame, classes: Sequence[str]) -> pd.DataFrame
 def summarise_cell(cell: pd.DataFrame, classes: int) -> dict[str, float | int]:
     """Every measured column of one cell."""
     if cell["k"].nunique() > 1:
-        raise RequestError(
-            f"one cell mixes several k ({sorted(cell['k'].unique())}); store images of other grids as another dataset."
-        )
+        found = sorted(cell["k"].unique().tolist())
+        raise RequestError(f"one cell mixes several k ({found}). Images of another grid belong in a dataset of their own.")
     labelled = cell[cell["label"] >= 0]
     label, predicted = labelled["label"].to_numpy(), labelled["predicted"].to_numpy()
     probabilities = probability_matrix(labelled)
