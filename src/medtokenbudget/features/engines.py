@@ -34,7 +34,13 @@ def _local(work: Work, backbone: Backbone, advance: Callable[[int], Any]) -> Non
     fill(work.store, work.shards, backbone, work.config, work.route, advance)
 
 
-ENGINES: dict[str, Engine] = {"local": _local}
+def _ray(work: Work, backbone: Backbone, advance: Callable[[int], Any]) -> None:
+    from medtokenbudget.features.ray_engine import run
+
+    run(work, advance)
+
+
+ENGINES: dict[str, Engine] = {"local": _local, "ray": _ray}
 
 
 def find_engine(name: str) -> Engine:

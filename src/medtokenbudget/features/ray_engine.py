@@ -1,0 +1,104 @@
+"""Extraction on a Ray cluster: one idempotent task a shard, tried again when its node dies.
+
+The store must lie on a file system that all nodes share, the images and weights on paths that all nodes can read. Its own file
+because Ray is an optional extra and is imported nowhere else.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+from medtokenbudget.config import BackboneConfig
+from medtokenbudget.errors import MedTokenBudgetError, RequestError, WorkError
+from medtokenbudget.features import plan
+from medtokenbudget.features.backbone import Backbone
+from medtokenbudget.features.engines import Work
+from medtokenbudget.features.pipeline import Shard, cpu_threads, fill
+from medtokenbudget.features.shards import read_sidecar
+
+
+def run(work: Work, advance: Callable[[int], Any]) -> None:
+    """Make the shards of `work` as Ray tasks; each takes a GPU when the cluster has any."""
+    try:
+        import ray
+    except ImportError:
+        raise RequestError("the engine 'ray' needs Ray. Install it with: pip install 'medtokenbudget[ray]'") from None
+    started = not ray.is_initialized()
+    if started:
+        _connect(ray, work.address)
+    try:
+        _run_tasks(ray, work, advance)
+    finally:
+        if started:
+            ray.shutdown()
+
+
+def _connect(ray: Any, address: str | None) -> None:
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level="warning")
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        where = f"no Ray cluster answers at {address}" if address else "Ray does not start on this machine"
+        raise WorkError(f"{where} ({str(error).splitlines()[0]}). Check the address, or use --engine local.") from None
+
+
+def _run_tasks(ray: Any, work: Work, advance: Callable[[int], Any]) -> None:
+    gpus = 1 if ray.cluster_resources().get("GPU") and work.config.device != "cpu" else 0
+    options = {
+        "num_gpus": gpus,
+        "num_cpus": max(1, work.config.threads),
+        # A task that its node took down is tried again for as long as there is a node; an error of its own is not.
+        "max_retries": -1,
+        "retry_exceptions": False,
+    }
+    task = ray.remote(**options)(make_shard)
+    rest = ray.put(Work(work.store, (), work.backbone, work.fingerprint, work.config, work.route))
+    rows = {task.remote(shard, rest): len(shard[1]) for shard in work.shards}
+    waiting = list(rows)
+    while waiting:
+        done, waiting = ray.wait(waiting, num_returns=1)
+        try:
+            failure = ray.get(done[0])
+        except ray.exceptions.RayError as error:
+            raise WorkError(f"Ray lost a shard for good: {_first_line(error)}. Run the same command again: it goes on.") from None
+        if failure is not None:
+            for other in waiting:
+                ray.cancel(other, force=True)
+            raise WorkError(f"{failure} The finished shards are kept; the same command goes on from there.")
+        advance(rows[done[0]])
+
+
+def make_shard(shard: Shard, work: Work) -> str | None:
+    """The task: make one shard unless it is there. Gives back None, or the message of what went wrong."""
+    from medtokenbudget.features.extract import resolve_device
+
+    try:
+        if read_sidecar(work.store, shard[0]) is not None:
+            return None
+        if not (work.store / "store.json").exists():
+            return f"{work.store} is not there on node {_node()}: the store must lie on a file system that all nodes share."
+        with cpu_threads(work.config.threads):
+            backbone = _backbone(work.backbone, resolve_device(work.config.device))
+            plan.check(
+                f"the backbone on node {_node()}", work.fingerprint, backbone.fingerprint, "Use the same weights on all nodes."
+            )
+            fill(work.store, [shard], backbone, work.config, work.route)
+    except MedTokenBudgetError as error:
+        return str(error)
+    return None
+
+
+@lru_cache(maxsize=1)
+def _backbone(config: BackboneConfig, device: str) -> Backbone:
+    """Loaded once in each worker process, which makes many shards."""
+    return Backbone.load(config, device)
+
+
+def _node() -> str:
+    return socket.gethostname()
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

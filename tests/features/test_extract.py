@@ -1,0 +1,356 @@
+"""Extraction: the same bytes whatever happens on the way, and every failure with its reason."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from medtokenbudget.cli import main
+from medtokenbudget.config import BackboneConfig
+from medtokenbudget.data import Manifest, decode_image, decode_mask
+from medtokenbudget.errors import MismatchError, RequestError, WorkError
+from medtokenbudget.features import Backbone, FeatureStore, extract, views
+from medtokenbudget.features.shards import read_sidecar
+from medtokenbudget.tokens import Selection, TokenBatch
+from tests.features.tiny import CONFIG, GRID, contents, tiny_backbone, tiny_manifest
+
+
+@pytest.fixture
+def backbone(tmp_path: Path) -> BackboneConfig:
+    return tiny_backbone(tmp_path / "backbone")
+
+
+@pytest.fixture
+def manifest(tmp_path: Path) -> Manifest:
+    return tiny_manifest(tmp_path / "images", 10, bad=(1, 5))
+
+
+def test_the_bytes_do_not_depend_on_the_number_of_workers(tmp_path: Path, backbone: BackboneConfig, manifest: Manifest) -> None:
+    one = extract(manifest, tmp_path / "one", backbone, replace(CONFIG, workers=1))
+    four = extract(manifest, tmp_path / "four", backbone, replace(CONFIG, workers=4))
+    assert contents(one.path) == contents(four.path)
+    assert len(one) == 8
+
+
+def test_a_second_run_makes_only_what_is_missing(tmp_path: Path, backbone: BackboneConfig, manifest: Manifest) -> None:
+    store = extract(manifest, tmp_path / "store", backbone, CONFIG)
+    before = contents(store.path)
+    kept = store.path / "shard-00000.safetensors"
+    written = kept.stat().st_mtime_ns
+    (store.path / "shard-00001.json").unlink()
+    (store.path / ".shard-00001.safetensors.abc.part").write_bytes(b"half")
+    extract(manifest, tmp_path / "store", backbone, CONFIG)
+    assert contents(store.path) == before
+    assert kept.stat().st_mtime_ns == written
+    assert not list(store.path.glob(".*"))
+
+
+@pytest.mark.parametrize(
+    ("change", "shown"),
+    [
+        ({"dtype": "fp32"}, "dtype: expected 'fp32', found 'fp16'"),
+        ({"views": "flips"}, "views: expected 'flips', found 'none'"),
+        ({"batch_size": 2}, "batch_size: expected 2, found 3"),
+    ],
+)
+def test_a_store_begun_with_other_settings_is_refused(
+    tmp_path: Path, backbone: BackboneConfig, manifest: Manifest, change: dict[str, Any], shown: str
+) -> None:
+    store = extract(manifest, tmp_path / "store", backbone, CONFIG)
+    before = contents(store.path)
+    with pytest.raises(MismatchError, match=shown):
+        extract(manifest, store.path, backbone, replace(CONFIG, **change))
+    assert contents(store.path) == before
+
+
+def test_a_store_of_another_backbone_or_manifest_is_refused(tmp_path: Path, backbone: BackboneConfig, manifest: Manifest) -> None:
+    extract(manifest, tmp_path / "store", backbone, CONFIG)
+    with pytest.raises(MismatchError, match=r"backbone\.layer: expected 0, found 1"):
+        extract(manifest, tmp_path / "store", replace(backbone, layer=0), CONFIG)
+    with pytest.raises(MismatchError, match=r"rows: expected 3, found 10"):
+        extract(manifest.take(range(3)), tmp_path / "store", backbone, CONFIG)
+
+
+def test_a_job_array_makes_the_same_store_in_any_order(tmp_path: Path, backbone: BackboneConfig, manifest: Manifest) -> None:
+    whole = extract(manifest, tmp_path / "whole", backbone, CONFIG)
+    first = extract(manifest, tmp_path / "jobs", backbone, CONFIG, shards=(1, 2))
+    assert first.missing == [0, 2]
+    last = extract(manifest, tmp_path / "jobs", backbone, CONFIG, shards=(0, 2))
+    assert last.missing == []
+    assert contents(whole.path) == contents(last.path)
+    with pytest.raises(RequestError, match="2/2 does not exist"):
+        extract(manifest, tmp_path / "jobs", backbone, CONFIG, shards=(2, 2))
+
+
+def test_views_are_rows_of_their_own_with_their_masks_turned_alike(tmp_path: Path, backbone: BackboneConfig) -> None:
+    manifest = tiny_manifest(tmp_path / "images", 1)
+    store = extract(manifest, tmp_path / "store", backbone, replace(CONFIG, views="dihedral"))
+    assert store.views == list(views.SETS["dihedral"])
+    grid = np.zeros(GRID, bool)
+    grid[1, 0:2] = True
+    turned = {
+        "identity": grid,
+        "hflip": grid[:, ::-1],
+        "vflip": grid[::-1],
+        "rot180": grid[::-1, ::-1],
+        "rot90": np.rot90(grid),
+        "rot270": np.rot90(grid, 3),
+        "transpose": grid.T,
+        "transverse": grid[::-1, ::-1].T,
+    }
+    for view, expected in turned.items():
+        [row] = store.rows(["image-000"], view=view)
+        assert np.array_equal(store.lesion[row].numpy().reshape(GRID), expected), view
+    # The luminance is of the pixels, the lesion of the mask: both must have turned the same way.
+    upright = store.luminance[store.rows(["image-000"])[0]].numpy().reshape(GRID)
+    flipped = store.luminance[store.rows(["image-000"], view="hflip")[0]].numpy().reshape(GRID)
+    np.testing.assert_allclose(flipped, upright[:, ::-1], atol=5e-3)
+
+
+def test_off_center_rows_exist_for_masked_images_of_every_part(
+    tmp_path: Path, backbone: BackboneConfig, manifest: Manifest
+) -> None:
+    store = extract(manifest, tmp_path / "store", backbone, replace(CONFIG, views="off-center"))
+    cropped = [name for name, view in zip(store.ids, store.views) if view == "off-center"]
+    assert cropped == [f"image-00{i}" for i in (0, 2, 4, 6, 8)]
+    mask, image = decode_mask(manifest.mask_path(0)), decode_image(manifest.image_path(0))  # type: ignore[arg-type]
+    seen, _ = views.apply(image, mask, "off-center", views.image_seed(0, "image-000"))
+    loaded = Backbone.load(backbone)
+    alone = loaded(loaded.normalise(torch.from_numpy(loaded.prepare(seen))[None]))
+    stored = store.read(store.rows(["image-000"], view="off-center"))
+    torch.testing.assert_close(stored.patches, alone.patches, atol=2e-3, rtol=2e-3)
+
+
+def test_off_center_crops_of_real_masks_move_the_lesion_as_far_as_measured(shared: Path) -> None:
+    """PAPER_FACTS: on crops of real images the center of the lesion is 0.29 image widths off."""
+    masks = sorted((shared / "data/isic/ISIC2018_Task1_Training_GroundTruth").glob("*.png"))[:80]
+    distances = []
+    for path in masks:
+        mask = decode_mask(path)
+        try:
+            _, seen = views.apply(mask, mask, "off-center", views.image_seed(0, path.stem))
+        except views.ViewError:
+            continue
+        ys, xs = np.nonzero(np.asarray(seen) > 127)
+        distances.append(np.hypot((xs.mean() + 0.5) / seen.width - 0.5, (ys.mean() + 0.5) / seen.height - 0.5))  # type: ignore[union-attr]
+    assert len(distances) > 60
+    assert 0.24 < np.mean(distances) < 0.34
+
+
+def test_a_full_disk_is_a_clear_message_and_loses_nothing(
+    tmp_path: Path, backbone: BackboneConfig, manifest: Manifest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = extract(manifest, tmp_path / "whole", backbone, CONFIG)
+    real = os.replace
+
+    def full(source: Any, target: Any) -> None:
+        if "shard-00001.safetensors" in str(target):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(source, target)
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(WorkError, match=r"no space left while writing .*shard-00001.*goes on"):
+        extract(manifest, tmp_path / "store", backbone, CONFIG)
+    monkeypatch.undo()
+    assert not list((tmp_path / "store").glob(".*.part"))
+    assert read_sidecar(tmp_path / "store", 0) is not None
+    again = extract(manifest, tmp_path / "store", backbone, CONFIG)
+    assert contents(again.path) == contents(whole.path)
+
+
+def test_a_store_where_nothing_can_be_written_is_a_clear_message(
+    tmp_path: Path, backbone: BackboneConfig, manifest: Manifest
+) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RequestError, match="is a file"):
+        extract(manifest, tmp_path / "file", backbone, CONFIG)
+    with pytest.raises(WorkError, match="cannot write"):
+        extract(manifest, tmp_path / "file" / "store", backbone, CONFIG)
+
+
+def _memory_for(limit: int, real: Callable[..., TokenBatch]) -> Callable[..., TokenBatch]:
+    def call(self: Backbone, images: torch.Tensor) -> TokenBatch:
+        if len(images) > limit:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return real(self, images)
+
+    return call
+
+
+def test_out_of_memory_halves_the_batch_and_goes_on(
+    tmp_path: Path, backbone: BackboneConfig, manifest: Manifest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = replace(CONFIG, shard_size=8, batch_size=8)
+    plenty = extract(manifest, tmp_path / "plenty", backbone, config)
+    monkeypatch.setattr(Backbone, "__call__", _memory_for(2, Backbone.__call__))
+    scarce = extract(manifest, tmp_path / "scarce", backbone, config)
+    assert scarce.ids == plenty.ids
+    torch.testing.assert_close(scarce.read(range(8)).patches, plenty.read(range(8)).patches, atol=2e-3, rtol=2e-3)
+    sidecar = read_sidecar(scarce.path, 0)
+    assert sidecar is not None
+    assert sidecar.batch_size == 1  # six good images in the first shard: 6, 3, 1
+    monkeypatch.setattr(Backbone, "__call__", _memory_for(0, Backbone.__call__))
+    with pytest.raises(WorkError, match="not enough memory on cpu for a batch of one"):
+        extract(manifest, tmp_path / "none", backbone, config)
+
+
+def test_tokens_that_overflow_the_stored_format_are_errors_not_infinities(tmp_path: Path, manifest: Manifest) -> None:
+    backbone = tiny_backbone(tmp_path / "loud")
+    weights = tmp_path / "loud" / "weights.safetensors"
+    state = load_file(weights)
+    state["norm.weight"] = state["norm.weight"] * 1e6
+    save_file(state, weights)
+    half = extract(manifest, tmp_path / "half", backbone, CONFIG)
+    assert len(half) == 0
+    assert sum("not finite in float16" in error.reason for error in half.errors) == 8
+    full = extract(manifest, tmp_path / "full", backbone, replace(CONFIG, dtype="fp32"))
+    assert len(full) == 8
+    full.read(range(8)).require_finite()
+
+
+def _strongest(tokens: TokenBatch) -> Selection:
+    indices = tokens.patches.norm(dim=2).topk(5).indices
+    kept = torch.zeros(tokens.patches.shape[:2], dtype=torch.bool).scatter_(1, indices, True)
+    chosen = torch.gather(tokens.patches, 1, indices[:, :, None].expand(-1, -1, tokens.dim))
+    return Selection(chosen, torch.ones(indices.shape), torch.full(kept.shape, -1), kept, indices)
+
+
+def test_only_routed_tokens_can_be_kept(tmp_path: Path, backbone: BackboneConfig, manifest: Manifest) -> None:
+    whole = extract(manifest, tmp_path / "whole", backbone, CONFIG)
+    routed = extract(manifest, tmp_path / "routed", backbone, CONFIG, route=_strongest, route_fingerprint={"budget": 0.3})
+    assert routed.ids == whole.ids
+    selection = routed.read_routed([3, 0])
+    patches = whole.read([3, 0]).patches
+    assert selection.indices is not None
+    assert tuple(selection.tokens.shape) == (2, 5, whole.dim)
+    assert torch.equal(selection.tokens, torch.gather(patches, 1, selection.indices[:, :, None].expand(-1, -1, whole.dim)))
+    assert selection.kept is not None
+    assert selection.kept.sum(1).tolist() == [5, 5]
+    assert torch.equal(selection.assignment.gather(1, selection.indices), torch.arange(5).expand(2, 5))
+    assert torch.equal(routed.luminance, whole.luminance)
+    assert "patches" not in load_file(routed.path / "shard-00000.safetensors")
+    with pytest.raises(RequestError, match="use `read_routed`"):
+        routed.read([0])
+    with pytest.raises(RequestError, match="use `read`"):
+        whole.read_routed([0])
+    with pytest.raises(MismatchError, match="keep"):
+        extract(manifest, routed.path, backbone, CONFIG)
+    with pytest.raises(RequestError, match="go together"):
+        extract(manifest, tmp_path / "x", backbone, CONFIG, route=_strongest)
+
+
+@pytest.mark.parametrize(("device", "message"), [("gpu", "not a device"), ("cuda:97", "not there")])
+def test_a_device_that_is_not_there_is_refused(
+    tmp_path: Path, backbone: BackboneConfig, manifest: Manifest, device: str, message: str
+) -> None:
+    with pytest.raises(RequestError, match=message):
+        extract(manifest, tmp_path / "store", backbone, replace(CONFIG, device=device))
+
+
+def _command(manifest: Path, store: Path, backbone: BackboneConfig, *more: str) -> int:
+    settings = ["--image_size", "32", "--shard_size", "4", "--batch_size", "3", "--device", "cpu"]
+    return main(["extract", str(manifest), "--store", str(store), "--backbone", backbone.name, *settings, *more])
+
+
+def test_the_command_extracts_says_what_failed_and_what_is_next(
+    tmp_path: Path, backbone: BackboneConfig, manifest: Manifest, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = manifest.write(tmp_path / "m.parquet")
+    assert _command(path, tmp_path / "store", backbone, "--shards", "0/2") == 0
+    assert "1 of 3 shards are missing" in capsys.readouterr().out
+    assert _command(path, tmp_path / "store", backbone, "--verify") == 0
+    out = capsys.readouterr().out
+    assert "2 of 10 rows are left out, listed in" in out
+    assert f"mtb train {path} --store {tmp_path / 'store'}" in out
+    assert len(FeatureStore.open(tmp_path / "store")) == 8
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--shards", "3"], "I/N"),
+        (["--shards", "4/2"], "4/2 does not exist"),
+        (["--address", "auto"], "add --engine ray"),
+        (["--keep", "routed"], "go together"),
+        (["--budget", "0.3"], "go together"),
+        (["--weights", "nowhere.safetensors"], "nowhere.safetensors do not exist"),
+    ],
+)
+def test_a_wrong_request_is_one_line_and_exit_code_2(
+    tmp_path: Path,
+    backbone: BackboneConfig,
+    manifest: Manifest,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+) -> None:
+    path = manifest.write(tmp_path / "m.parquet")
+    assert _command(path, tmp_path / "store", backbone, *arguments) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
+
+
+_KILLER = """
+import os, random, signal, sys, time
+from pathlib import Path
+import torch
+torch.set_num_threads(1)
+from medtokenbudget.features import extract
+from tests.features.tiny import CONFIG, contents, tiny_backbone, tiny_manifest
+from dataclasses import replace
+
+folder = Path(sys.argv[1])
+backbone = tiny_backbone(folder / "backbone")
+manifest = tiny_manifest(folder / "images", 120, bad=(3, 40))
+config = replace(CONFIG, shard_size=2, batch_size=2)
+start = time.monotonic()
+extract(manifest, folder / "whole", backbone, config)
+whole = contents(folder / "whole")
+longest = 2 * (time.monotonic() - start) / 25
+
+store, seen, killed = folder / "store", set(), 0
+random.seed(0)
+while killed < 25:
+    child = os.fork()
+    if child == 0:
+        extract(manifest, store, backbone, config)
+        os._exit(0)
+    time.sleep(random.uniform(0, longest))
+    os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    if not os.WIFSIGNALED(status):
+        sys.exit(f"the extraction was over after {killed} kills: nothing left to interrupt")
+    killed += 1
+    found = contents(store) if store.exists() else {}
+    assert seen <= set(found), "a published file is gone"
+    assert all(whole[name] == data for name, data in found.items()), "a published file differs"
+    seen = set(found)
+print(killed, len(seen), len(whole))
+extract(manifest, store, backbone, config)
+assert contents(store) == whole
+assert not list(store.glob(".*")), "leftovers"
+"""
+
+
+@pytest.mark.slow
+def test_twenty_five_kills_lose_and_change_nothing(tmp_path: Path, repository: Path) -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", _KILLER, str(tmp_path)], cwd=repository, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    killed, published, files = (int(value) for value in done.stdout.split())
+    assert killed == 25
+    assert 0 < published < files

@@ -1,0 +1,236 @@
+"""The store: what is read back is what was extracted, and nothing half-written or foreign is ever read."""
+
+from __future__ import annotations
+
+import gc
+import json
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+
+from medtokenbudget.data import Manifest, decode_image
+from medtokenbudget.errors import MismatchError, RequestError, WorkError
+from medtokenbudget.features import Backbone, FeatureStore, extract
+from medtokenbudget.features.reading import BufferPool, prefetched
+from medtokenbudget.features.shards import map_shard
+from tests.features.tiny import CONFIG, DIM, GRID, tiny_backbone, tiny_manifest
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[FeatureStore, Manifest, Backbone]:
+    folder = tmp_path_factory.mktemp("store")
+    config = tiny_backbone(folder / "backbone")
+    manifest = tiny_manifest(folder / "images", 11, bad=(5,))
+    return extract(manifest, folder / "store", config, CONFIG), manifest, Backbone.load(config)
+
+
+def test_rows_are_what_the_backbone_says_of_each_image(made: tuple[FeatureStore, Manifest, Backbone]) -> None:
+    store, manifest, backbone = made
+    assert store.grid == GRID
+    assert (store.dim, store.classes) == (DIM, ("MEL", "NV"))
+    batch = store.read(store.rows(["image-003", "image-000"]))
+    for row, image in enumerate((3, 0)):
+        pixels = torch.from_numpy(backbone.prepare(decode_image(manifest.image_path(image))))[None]
+        alone = backbone(backbone.normalise(pixels))
+        torch.testing.assert_close(batch.patches[row], alone.patches[0], atol=2e-3, rtol=2e-3)
+        assert batch.cls is not None
+        assert alone.cls is not None
+        torch.testing.assert_close(batch.cls[row], alone.cls[0], atol=2e-3, rtol=2e-3)
+        assert batch.attention_entropy is not None
+        assert alone.attention_entropy is not None
+        torch.testing.assert_close(batch.attention_entropy[row], alone.attention_entropy[0], atol=1e-5, rtol=1e-4)
+        assert batch.luminance is not None
+        grey = pixels[0].numpy() @ np.array([0.299, 0.587, 0.114]) / 255
+        means = grey.reshape(GRID[0], 8, GRID[1], 8).mean((1, 3)).reshape(-1)
+        np.testing.assert_allclose(batch.luminance[row].numpy(), means, atol=1e-5)
+
+
+def test_labels_and_masks_come_with_the_tokens(made: tuple[FeatureStore, Manifest, Backbone]) -> None:
+    store, _, _ = made
+    batch = store.read(store.rows(["image-000", "image-001", "image-002", "image-003"]))
+    assert batch.label is not None
+    assert batch.label.tolist() == [0, -1, 0, 1]
+    assert batch.has_mask is not None
+    assert batch.has_mask.tolist() == [True, False, True, False]
+    assert batch.lesion is not None
+    expected = torch.zeros(GRID, dtype=torch.bool)
+    expected[1, 0:2] = True
+    assert torch.equal(batch.lesion[0], expected.flatten())
+    assert not batch.lesion[1].any()
+
+
+def test_small_fields_of_all_rows_agree_with_reading_them(made: tuple[FeatureStore, Manifest, Backbone]) -> None:
+    store, _, _ = made
+    batch = store.read(range(len(store)))
+    for name in ("label", "lesion", "has_mask", "luminance", "attention_entropy", "cls_attention"):
+        assert torch.equal(getattr(store, name), getattr(batch, name)), name
+    assert batch.image_id == tuple(store.ids)
+
+
+def test_a_failed_image_is_absent_and_listed_with_its_reason(made: tuple[FeatureStore, Manifest, Backbone]) -> None:
+    store, _, _ = made
+    assert len(store) == 10
+    assert "image-005" not in store.ids
+    [error] = store.errors
+    assert (error.image_id, error.view) == ("image-005", "identity")
+    assert "not an image" in error.reason
+    [line] = (store.path / "errors.jsonl").read_text().splitlines()
+    assert json.loads(line) == error.to_json()
+    with pytest.raises(RequestError, match=r"2 of 3 images are not in the store .*image-005 \(.*not an image.*nobody"):
+        store.rows(["image-000", "image-005", "nobody"])
+    assert store.rows(["image-005", "image-001"], strict=False).tolist() == store.rows(["image-001"]).tolist()
+
+
+def test_an_epoch_shows_every_row_once_in_the_order_of_its_seed(made: tuple[FeatureStore, Manifest, Backbone]) -> None:
+    store, _, _ = made
+    rows = store.rows([name for name in store.ids])
+
+    def epoch(seed: int | None, prefetch: int) -> list[str]:
+        generator = None if seed is None else torch.Generator().manual_seed(seed)
+        batches = list(store.batches(rows, 4, generator, prefetch=prefetch))
+        assert [len(batch) for batch in batches] == [4, 4, 2]
+        for batch in batches:
+            assert batch.image_id is not None
+            again = store.read(store.rows(batch.image_id))
+            assert torch.equal(batch.patches, again.patches)
+            assert batch.label is not None
+            assert again.label is not None
+            assert torch.equal(batch.label, again.label)
+        return [name for batch in batches for name in batch.image_id or ()]
+
+    assert epoch(None, 2) == store.ids
+    assert sorted(epoch(1, 2)) == sorted(store.ids)
+    assert epoch(1, 2) == epoch(1, 0) != epoch(2, 2)
+
+
+def test_tokens_come_in_the_number_format_that_is_asked_for(made: tuple[FeatureStore, Manifest, Backbone]) -> None:
+    store, _, _ = made
+    half = store.read([0, 1], dtype=torch.float16)
+    assert half.patches.dtype == torch.float16
+    assert torch.equal(half.patches.float(), store.read([0, 1]).patches)
+
+
+def test_shards_are_mapped_not_loaded(made: tuple[FeatureStore, Manifest, Backbone]) -> None:
+    store, _, _ = made
+    path = store.path / "shard-00000.safetensors"
+    arrays = map_shard(path)
+    for name, expected in load_file(path).items():
+        assert np.array_equal(arrays[name], expected), name
+        assert not arrays[name].flags.owndata
+        assert not arrays[name].flags.writeable
+
+
+def test_a_batch_that_is_kept_is_never_written_over() -> None:
+    pool = BufferPool()
+    first = pool.take((4, 3), np.float32).fill_(1)
+    row = first[2]
+    address = first.data_ptr()
+    del first
+    gc.collect()
+    assert pool.take((4, 3), np.float32).data_ptr() != address
+    assert row.tolist() == [1, 1, 1]
+    del row
+    gc.collect()
+    taken = [pool.take((4, 3), np.float32) for _ in range(2)]
+    assert address in [tensor.data_ptr() for tensor in taken]
+
+
+def test_a_reader_who_stops_early_leaves_no_thread_behind(made: tuple[FeatureStore, Manifest, Backbone]) -> None:
+    store, _, _ = made
+    before = threading.active_count()
+    for _ in store.batches(range(len(store)), 1, prefetch=2):
+        break
+    gc.collect()
+    assert threading.active_count() == before
+
+
+def test_an_error_while_reading_ahead_reaches_the_reader() -> None:
+    def broken():  # noqa: ANN202
+        yield 1
+        raise WorkError("the disk is gone")
+
+    items = prefetched(broken(), 2)
+    assert next(items) == 1
+    with pytest.raises(WorkError, match="disk is gone"):
+        next(items)
+
+
+def test_another_configuration_is_refused_with_the_difference_shown(made: tuple[FeatureStore, Manifest, Backbone]) -> None:
+    store, manifest, backbone = made
+    FeatureStore.open(store.path, expect={"data": manifest.data_hash, "backbone": backbone.fingerprint})
+    other = {**backbone.fingerprint, "layer": 0}
+    with pytest.raises(MismatchError, match=r"backbone.layer: expected 0, found 1") as caught:
+        FeatureStore.open(store.path, expect={"backbone": other, "dtype": "fp32"})
+    assert "dtype: expected 'fp32', found 'fp16'" in str(caught.value)
+    assert "grid" not in str(caught.value)
+
+
+@pytest.mark.parametrize("damage", ["no sidecar", "no shard", "cut short", "sidecar cut short"])
+def test_a_half_shard_is_never_read(tmp_path: Path, damage: str) -> None:
+    backbone = tiny_backbone(tmp_path / "backbone")
+    store = extract(tiny_manifest(tmp_path / "images", 8, masks=False), tmp_path / "store", backbone, CONFIG)
+    shard, sidecar = store.path / "shard-00001.safetensors", store.path / "shard-00001.json"
+    if damage == "no sidecar":
+        sidecar.unlink()
+    elif damage == "no shard":
+        shard.unlink()
+    elif damage == "cut short":
+        shard.write_bytes(shard.read_bytes()[:-1])
+    else:
+        sidecar.write_text(sidecar.read_text()[:40])
+    with pytest.raises(RequestError, match=r"1 of 2 shards are missing.*goes on"):
+        FeatureStore.open(store.path)
+    part = FeatureStore.open(store.path, partial=True)
+    assert (part.missing, len(part)) == ([1], 4)
+    with pytest.raises(RequestError, match="shards are missing"):
+        part.rows(["image-007"])
+
+
+def test_a_changed_byte_is_found_by_verify(tmp_path: Path) -> None:
+    store = extract(tiny_manifest(tmp_path / "images", 2), tmp_path / "store", tiny_backbone(tmp_path / "backbone"), CONFIG)
+    store.verify()
+    shard = store.path / "shard-00000.safetensors"
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    with pytest.raises(WorkError, match=r"damaged in .*shard-00000.safetensors"):
+        FeatureStore.open(store.path).verify()
+
+
+@pytest.mark.parametrize(
+    ("prepare", "message"),
+    [
+        (lambda path: None, "no store.json"),
+        (lambda path: path.mkdir(), "no store.json"),
+        (lambda path: (path.mkdir(), (path / "store.json").write_text("{")), "not valid JSON"),
+        (lambda path: (path.mkdir(), (path / "store.json").write_text('{"format": 99}')), "format 99"),
+    ],
+)
+def test_what_is_no_store_is_refused_by_name(tmp_path: Path, prepare, message: str) -> None:  # noqa: ANN001
+    prepare(tmp_path / "store")
+    with pytest.raises(RequestError, match=message):
+        FeatureStore.open(tmp_path / "store")
+
+
+@pytest.mark.parametrize("rows", [[-1], [10], [0, 99]])
+def test_a_row_number_that_does_not_exist_is_refused(made: tuple[FeatureStore, Manifest, Backbone], rows: list[int]) -> None:
+    with pytest.raises(RequestError, match=r"row numbers must lie in 0\.\.9"):
+        made[0].read(rows)
+
+
+def test_all_views_of_an_image_can_be_had_at_once(tmp_path: Path) -> None:
+    from dataclasses import replace
+
+    config = replace(CONFIG, views="flips")
+    store = extract(tiny_manifest(tmp_path / "images", 4), tmp_path / "store", tiny_backbone(tmp_path / "backbone"), config)
+    rows = store.rows(["image-002", "image-003"], view=None)
+    assert [(store.ids[row][-1], store.views[row]) for row in rows] == [
+        *[("2", view) for view in ("identity", "hflip", "vflip", "rot180")],
+        ("3", "identity"),
+    ]
+    with pytest.raises(RequestError, match="with the view 'hflip': image-003"):
+        store.rows(["image-003"], view="hflip")
