@@ -114,12 +114,10 @@ def test_off_center_lesions_are_away_from_the_center_and_mostly_inside() -> None
         assert 0.25 <= np.hypot(*away) <= 0.33
         headings.append(np.arctan2(away[1], away[0]))
         rows, columns = np.nonzero(drawing.mask)
-        visible = drawing.mask.sum()
         centroids.append(np.hypot(columns.mean() / 128 - 0.5, rows.mean() / 128 - 0.5))
         assert drawing.traits["inside"] >= 0.6
-        # The whole lesion is no larger than the visible part over the share inside, give or take the rough border.
-        assert visible / drawing.traits["inside"] < 1.6 * 128 * 128
-    assert np.mean(centroids) > 0.2
+    assert min(centroids) > 0.15
+    assert np.mean(centroids) > 0.23
     # Directions of all quarters, not a favourite one.
     assert np.histogram(headings, bins=4, range=(-np.pi, np.pi))[0].min() >= 6
 

@@ -89,7 +89,8 @@ def draw(label: str, seed: int, size: int = 256, off_center: bool = False) -> Dr
     """One image of class `label`, `size` pixels square; the same arguments give the same bytes.
 
     The lesion's share of the image follows the paper's prevalence table. It lies near the center, or with `off_center`
-    0.25 to 0.33 image widths away from it with at least 60 % of its area inside (large lesions are made smaller for that).
+    0.25 to 0.33 image widths away from it with at least 60 % of its area inside, large ones made smaller until that holds
+    and the part to be seen is off-center too.
     """
     if label not in CLASSES:
         raise RequestError(f"Unknown class {label!r} for a synthetic image. The classes are {', '.join(CLASSES)}.")
@@ -149,7 +150,7 @@ def _place(canvas: Canvas, rng: np.random.Generator, label: str, seed: int, off_
     radius = float(np.quantile(distance, share))
     whole = _beyond(outline)
     if off_center:
-        while _share_inside(whole, radius) < 0.66:
+        while radius > 0.06 and (_share_inside(whole, radius) < 0.66 or _visible_offset(whole, radius) < 0.2):
             radius *= 0.94
     return distance, radius, {"center": center, "off_center": off_center, "inside": round(_share_inside(whole, radius), 3)}
 
@@ -169,6 +170,12 @@ def _share_inside(whole: Map, radius: float) -> float:
     """How much of the whole lesion lies within the image."""
     lesion = whole < radius
     return float(lesion[32:64, 32:64].sum() / max(lesion.sum(), 1))
+
+
+def _visible_offset(whole: Map, radius: float) -> float:
+    """How far the centroid of the lesion's part within the image is from the image's center, in image widths."""
+    rows, columns = np.nonzero(whole[32:64, 32:64] < radius)
+    return float(np.hypot(columns.mean() - 15.5, rows.mean() - 15.5) / 32) if rows.size else 1.0
 
 
 def _skin(canvas: Canvas, rng: np.random.Generator, around: _Surroundings, traits: dict[str, Any]) -> tuple[np.ndarray, Pigments]:
