@@ -67,6 +67,44 @@ class ExtractConfig:
 
 
 @dataclass(frozen=True)
+class DistillConfig:
+    """A small plain vision transformer that learns to give a large one's tokens."""
+
+    width: int = 192
+    """Embedding dimension of the student."""
+    depth: int = 6
+    """Blocks of the student."""
+    heads: int = 3
+    """Attention heads of the student."""
+    patch_size: int = 14
+    """Side of a patch in pixels; the student must have the teacher's token grid."""
+    init: Literal["teacher", "random"] = "teacher"
+    """'teacher' starts from the teacher's own blocks, projected to the student's width; 'random' from nothing."""
+    views: int = 3
+    """Stored views of each image: the whole image, then random crops, flipped, turned, in changed colours."""
+    epochs: int = 30
+    """Passes over the images; each shows one stored view of every image."""
+    batch_size: int = 32
+    """Images in one step."""
+    lr: float = 1e-3
+    """Highest learning rate of AdamW: linear warm-up, then cosine to 0."""
+    warmup: float = 0.05
+    """Share of all steps in which the learning rate rises."""
+    weight_decay: float = 0.05
+    """Weight decay of AdamW."""
+    cls_weight: float = 0.3
+    """Weight of the class token's loss beside the patches' loss."""
+    attention_weight: float = 0.1
+    """Weight of the class-attention loss; ignored for a teacher without a class token."""
+    seed: int = 0
+    """Seed of the views, of the order and of the start."""
+    device: str = "auto"
+    """'auto' takes a GPU when there is one; else 'cpu', 'cuda', ..."""
+    threads: int = 0
+    """Threads on a CPU; 0 leaves it to torch."""
+
+
+@dataclass(frozen=True)
 class LATSConfig:
     """The scorer of the paper."""
 

@@ -1,0 +1,216 @@
+"""Distillation: a small backbone from a large one, in three steps that each go on after a stop.
+
+The teacher's tokens are stored once (`distill_views`), the student learns them (`distill_student`), and the folder `--out` ends
+up as a backbone of its own: `config.json`, `weights.safetensors` (fp16) and a card.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from medtokenbudget import __version__
+from medtokenbudget.config import BackboneConfig, DistillConfig, to_dict
+from medtokenbudget.data import Manifest
+from medtokenbudget.errors import MismatchError, WorkError
+from medtokenbudget.features import distill_student, zoo
+from medtokenbudget.features.backbone import Backbone
+from medtokenbudget.features.distill_student import Objective, Student
+from medtokenbudget.features.distill_views import TeacherCache, readable
+from medtokenbudget.files import append_line, read_json, sha256_json, write_json, write_safetensors, write_text
+from medtokenbudget.progress import progress, say
+
+_CHECKPOINT = "checkpoint.safetensors"
+_STATISTICS_ROWS = 512
+_SAMPLE = 32
+
+
+def distill(
+    manifest: Manifest, teacher: BackboneConfig, config: DistillConfig, out: Path, licence: str = "as the teacher's and the images'"
+) -> Path:
+    """Train a student on the training part of `manifest` and leave it in the folder `out`; the same call goes on after a stop."""
+    device = _device(config)
+    images = readable(manifest.part("train"), out / "errors.jsonl")
+    backbone = Backbone.load(teacher, device)
+    plan = distill_student.recipe(config, backbone, licence)
+    record = _record(images, backbone, config)
+    _claim(out / "run.json", record)
+    cache = TeacherCache(out / "teacher-cache", images, backbone, config.views, config.seed)
+    cache.fill()
+    objective = Objective(statistics(cache, device), config)
+    sample = {name: value.to(device) for name, value in cache.read(cache.whole_images(_SAMPLE)).items()}
+    student = distill_student.create(config, plan, backbone, sample, objective)
+    write_text(out / "README.md", _card(record, plan, out))
+    _train(student, cache, objective, config, out, lambda: export(student.model, plan, out))
+    return out
+
+
+def _device(config: DistillConfig) -> torch.device:
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    name = config.device if config.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(name)
+
+
+def _record(manifest: Manifest, teacher: Backbone, config: DistillConfig) -> dict[str, Any]:
+    return {
+        "version": __version__,
+        "torch": torch.__version__,
+        "images": len(manifest),
+        "manifest": manifest.data_hash,
+        "source": manifest.source,
+        "teacher": teacher.fingerprint,
+        "config": {key: value for key, value in to_dict(config).items() if key not in ("device", "threads")},
+    }
+
+
+def _claim(path: Path, record: dict[str, Any]) -> None:
+    if path.exists():
+        found = read_json(path)
+        if sha256_json(found) != sha256_json(record):
+            raise MismatchError.between(f"the distillation in {path.parent}", record, found, "Choose another --out.")
+    else:
+        write_json(path, record)
+
+
+def statistics(cache: TeacherCache, device: torch.device) -> dict[str, Tensor]:
+    """Mean and standard deviation [D] of the teacher's patch and class tokens, over evenly spaced stored views."""
+    rows = torch.linspace(0, cache.rows - 1, min(_STATISTICS_ROWS, cache.rows)).long()
+    found = cache.read(rows)
+    result = {}
+    for name in ("patches", "cls"):
+        if name in found:
+            values = found[name].float().flatten(0, -2)
+            result[f"{name}_mean"] = values.mean(0).to(device)
+            result[f"{name}_std"] = values.std(0, correction=0).clamp_min(1e-4).to(device)
+    return result
+
+
+def _train(
+    student: Student, cache: TeacherCache, objective: Objective, config: DistillConfig, out: Path, publish: Callable[[], Any]
+) -> None:
+    """All epochs that are left; each ends with a checkpoint and with a backbone that can be used."""
+    optimizer = torch.optim.AdamW(_groups(student, config), lr=config.lr)
+    steps = -(-len(cache.manifest) // config.batch_size)
+    first = _resume(out / _CHECKPOINT, student, optimizer)
+    with progress(total=config.epochs * steps, initial=first * steps, what="student", unit="step") as bar:
+        for epoch in range(first, config.epochs):
+            started = time.monotonic()
+            rates = [_rate(epoch * steps + step, config.epochs * steps, config) for step in range(steps)]
+            losses = _epoch(student, cache, objective, optimizer, epoch, rates, bar)
+            _save(out / _CHECKPOINT, student, optimizer, epoch + 1)
+            publish()
+            speed = len(cache.manifest) / (time.monotonic() - started)
+            append_line(out / "metrics.jsonl", {"epoch": epoch + 1, **losses, "images_per_second": round(speed, 2)})
+
+
+def _epoch(
+    student: Student,
+    cache: TeacherCache,
+    objective: Objective,
+    optimizer: torch.optim.Optimizer,
+    epoch: int,
+    rates: list[float],
+    bar: Any,
+) -> dict[str, float]:
+    student.train()
+    sums: dict[str, float] = {}
+    for batch, rate in zip(cache.batches(epoch, objective.config.batch_size), rates):
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        target = {name: value.to(cache.teacher.device) for name, value in batch.items()}
+        losses = objective(student(cache.teacher.normalise(target["pixels"])), target)
+        if not bool(torch.isfinite(losses["loss"])):
+            raise WorkError(f"the loss is not finite in epoch {epoch + 1}. Take a smaller --lr.")
+        optimizer.zero_grad(set_to_none=True)
+        losses["loss"].backward()
+        torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
+        optimizer.step()
+        for name, value in losses.items():
+            sums[name] = sums.get(name, 0.0) + float(value.detach()) * len(batch["pixels"])
+        bar.update(1)
+    return {name: round(value / len(cache.manifest), 6) for name, value in sums.items()}
+
+
+def _groups(student: Student, config: DistillConfig) -> list[dict[str, Any]]:
+    """Weight decay for matrices only."""
+    named = list(student.named_parameters())
+    no_decay = {name for name, value in named if value.ndim < 2 or name.endswith(("pos_embed", "cls_token"))}
+    return [
+        {"params": [value for name, value in named if name not in no_decay], "weight_decay": config.weight_decay},
+        {"params": [value for name, value in named if name in no_decay], "weight_decay": 0.0},
+    ]
+
+
+def _rate(step: int, steps: int, config: DistillConfig) -> float:
+    warm = max(1, int(config.warmup * steps))
+    if step < warm:
+        return config.lr * (step + 1) / warm
+    return config.lr * 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, steps - warm)))
+
+
+def _save(path: Path, student: Student, optimizer: torch.optim.Optimizer, epochs: int) -> None:
+    """Student, adapter and optimizer in one file, so that no two of them can be of different epochs."""
+    tensors = {f"student.{name}": value for name, value in student.state_dict().items()}
+    for index, state in optimizer.state_dict()["state"].items():
+        tensors.update({f"optimizer.{index}.{name}": torch.as_tensor(value) for name, value in state.items()})
+    tensors = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
+    write_safetensors(path, lambda name: save_file(tensors, name, metadata={"epochs": str(epochs)}))
+
+
+def _resume(path: Path, student: Student, optimizer: torch.optim.Optimizer) -> int:
+    """Load a checkpoint where there is one; the number of epochs that are done."""
+    if not path.exists():
+        return 0
+    with safe_open(path, framework="pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        epochs = int(file.metadata()["epochs"])
+    student.load_state_dict(
+        {name.removeprefix("student."): value for name, value in tensors.items() if name.startswith("student.")}
+    )
+    state: dict[int, dict[str, Tensor]] = {}
+    for name, value in tensors.items():
+        if name.startswith("optimizer."):
+            _, index, key = name.split(".", 2)
+            state.setdefault(int(index), {})[key] = value
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+    say(f"going on after epoch {epochs}.")
+    return epochs
+
+
+def export(model: Any, plan: zoo.Recipe, folder: Path) -> Path:
+    """Write the backbone folder: recipe and fp16 weights, without the adapter."""
+    state = {name: value.detach().cpu().half().contiguous() for name, value in model.state_dict().items()}
+    if not all(bool(torch.isfinite(value).all()) for value in state.values()):
+        raise WorkError("some weights do not fit fp16. Train with a smaller --lr.")
+    plan.write(folder)
+    write_safetensors(folder / zoo.WEIGHTS_FILE, lambda path: save_file(state, path, metadata={"format": "pt"}))
+    return folder / zoo.WEIGHTS_FILE
+
+
+def _card(record: dict[str, Any], plan: zoo.Recipe, out: Path) -> str:
+    teacher, config = record["teacher"], record["config"]
+    return f"""# A distilled backbone
+
+A plain vision transformer ({config["depth"]} blocks, width {config["width"]}, patches of {config["patch_size"]} pixels) that
+gives the patch and class tokens of block {teacher["layer"]} of `{teacher["name"]}`.
+
+| | |
+|---|---|
+| teacher | `{teacher["name"]}`, weights sha256 `{teacher["weights"]}`, block {teacher["layer"]} |
+| images | {record["images"]} ({record["source"]}), {config["views"]} views each |
+| training | {config["epochs"]} epochs, batch {config["batch_size"]}, learning rate {config["lr"]}, seed {config["seed"]} |
+| start | {config["init"]} |
+| licence | {plan.licence} |
+
+Use it with `--backbone {out}`. How well it separates lesions was not measured by the distillation itself.
+Research software, not a medical device.
+"""

@@ -1,0 +1,154 @@
+"""The views of an image that a teacher sees once, and their store on disk: pixels, tokens and class attention side by side.
+
+A teacher is slow, so its tokens are computed once a view and kept. Flips and turns are part of the view: the teacher sees them,
+because its tokens do not turn with the image (a quarter turn of picture and token grid agrees only to a cosine of about 0.4).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image, ImageEnhance, ImageOps
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from medtokenbudget.data import Manifest, decode_image
+from medtokenbudget.errors import MismatchError, RequestError, WorkError
+from medtokenbudget.features.backbone import Backbone
+from medtokenbudget.files import append_line, read_json, sha256_json, write_json, write_safetensors
+from medtokenbudget.progress import progress, say
+
+SHARD = 128
+"""Views in one file."""
+_AREA = (0.35, 1.0)
+_ASPECT = (0.8, 1.25)
+_COLOUR = 0.2
+
+
+def draw_view(image: Image.Image, image_id: str, view: int, seed: int) -> Image.Image:
+    """View 0 is the whole image; the others are crops of 35 to 100 % of the area, flipped, turned, in colours up to a fifth off.
+
+    The random numbers depend on the image's name alone, so that a view is the same whatever else is in the set.
+    """
+    if view == 0:
+        return image
+    rng = np.random.default_rng([seed, view, int.from_bytes(hashlib.sha256(image_id.encode()).digest()[:8], "big")])
+    width, height = image.size
+    area, aspect = rng.uniform(*_AREA), np.exp(rng.uniform(*np.log(_ASPECT)))
+    w, h = min(1.0, np.sqrt(area * aspect)) * width, min(1.0, np.sqrt(area / aspect)) * height
+    left, top = rng.uniform(0, width - w), rng.uniform(0, height - h)
+    image = image.crop((round(left), round(top), round(left + w), round(top + h))).rotate(90 * int(rng.integers(4)), expand=True)
+    image = ImageOps.mirror(image) if rng.integers(2) else image
+    for change in (ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color):
+        image = change(image).enhance(rng.uniform(1 - _COLOUR, 1 + _COLOUR))
+    gains = rng.uniform(1 - _COLOUR / 4, 1 + _COLOUR / 4, size=3)
+    return Image.fromarray(np.clip(np.asarray(image) * gains, 0, 255).astype(np.uint8))
+
+
+def readable(manifest: Manifest, errors: Path) -> Manifest:
+    """The images that can be decoded; the others are named with their reason in the file `errors`."""
+    good = []
+    for index in progress(range(len(manifest)), what="reading", unit="image"):
+        try:
+            decode_image(manifest.image_path(index))
+            good.append(index)
+        except RequestError as error:
+            append_line(errors, {"image_id": manifest.ids[index], "reason": str(error)})
+    if not good:
+        raise RequestError(f"none of the {len(manifest)} images can be read; {errors} says why.")
+    if len(good) < len(manifest):
+        say(f"{len(manifest) - len(good)} of {len(manifest)} images cannot be read and are left out: {errors}.")
+    return manifest.take(good)
+
+
+class TeacherCache:
+    """Teacher tokens of every view, in shards on disk.
+
+    A shard has `pixels` uint8 [n, S, S, 3], and in fp16 `patches` [n, N, D], `cls` [n, D] and `cls_attention` [n, N].
+
+    Row r is view `r % views` of image `r // views`. A shard appears whole, so a stopped run goes on with the next one.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest, teacher: Backbone, views: int, seed: int) -> None:
+        if views < 1:
+            raise RequestError(f"--views is the number of views of each image, at least 1, got {views}.")
+        self.folder, self.manifest, self.teacher, self.views, self.seed = folder, manifest, teacher, views, seed
+        self.rows = len(manifest) * views
+        self.grid, self.dim, self.has_cls = teacher.grid, teacher.dim, teacher.has_cls
+        self._open: dict[int, dict[str, Tensor]] = {}
+        identity = {"manifest": manifest.data_hash, "teacher": sha256_json(teacher.fingerprint), "views": views, "seed": seed}
+        if (folder / "cache.json").exists():
+            found = read_json(folder / "cache.json")
+            if found != identity:
+                raise MismatchError.between(f"the teacher's tokens in {folder}", identity, found, "Choose another --out.")
+        else:
+            write_json(folder / "cache.json", identity)
+
+    @property
+    def shards(self) -> int:
+        return -(-self.rows // SHARD)
+
+    def _path(self, shard: int) -> Path:
+        return self.folder / f"views-{shard:05d}.safetensors"
+
+    def fill(self, batch_size: int = 16) -> None:
+        """Run the teacher over every view that is not stored yet."""
+        missing = [shard for shard in range(self.shards) if not self._path(shard).exists()]
+        done = self.rows - sum(len(self._members(shard)) for shard in missing)
+        with progress(total=self.rows, initial=done, what="teacher", unit="view") as bar, ThreadPoolExecutor(2) as pool:
+            for shard in missing:
+                rows = self._members(shard)
+                pixels = torch.from_numpy(np.stack(list(pool.map(self._pixels, rows))))
+                tensors = {"pixels": pixels, **self._teach(pixels, batch_size)}
+                write_safetensors(self._path(shard), lambda path, t=tensors: save_file(t, path))  # type: ignore[misc]
+                bar.update(len(rows))
+
+    def _members(self, shard: int) -> range:
+        return range(shard * SHARD, min((shard + 1) * SHARD, self.rows))
+
+    def _pixels(self, row: int) -> np.ndarray:
+        index, view = divmod(row, self.views)
+        image = decode_image(self.manifest.image_path(index))
+        return self.teacher.prepare(draw_view(image, self.manifest.ids[index], view, self.seed))
+
+    def _teach(self, pixels: Tensor, batch_size: int) -> dict[str, Tensor]:
+        found = [self.teacher(self.teacher.normalise(part)).to("cpu") for part in pixels.split(batch_size)]
+        tensors = {"patches": torch.cat([tokens.patches for tokens in found])}
+        if self.has_cls:
+            tensors["cls"] = torch.cat([tokens.cls for tokens in found if tokens.cls is not None])
+            tensors["cls_attention"] = torch.cat([t.cls_attention for t in found if t.cls_attention is not None])
+        half = {name: value.half().contiguous() for name, value in tensors.items()}
+        if not all(bool(torch.isfinite(value).all()) for value in half.values()):
+            raise WorkError("the teacher's tokens do not fit fp16 or are not finite. Check its weights.")
+        return half
+
+    def read(self, rows: Tensor) -> dict[str, Tensor]:
+        """The stored tensors at `rows`, stacked."""
+        found = [self._row(int(row)) for row in rows]
+        return {name: torch.stack([row[name] for row in found]) for name in found[0]}
+
+    def _row(self, row: int) -> dict[str, Tensor]:
+        shard, place = divmod(row, SHARD)
+        if shard not in self._open:
+            with safe_open(self._path(shard), framework="pt") as file:
+                self._open[shard] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        return {name: value[place] for name, value in self._open[shard].items()}
+
+    def whole_images(self, most: int) -> Tensor:
+        """Rows of up to `most` evenly spaced images in their first view."""
+        images = torch.linspace(0, len(self.manifest) - 1, min(most, len(self.manifest))).long()
+        return images * self.views
+
+    def batches(self, epoch: int, batch_size: int) -> Iterator[dict[str, Tensor]]:
+        """One pass over the images in a shuffled order, one stored view of each."""
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+        order = torch.randperm(len(self.manifest), generator=generator)
+        views = torch.randint(self.views, (len(order),), generator=generator)
+        for part in (order * self.views + views).split(batch_size):
+            yield self.read(part)
