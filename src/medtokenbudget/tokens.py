@@ -93,7 +93,7 @@ class TokenBatch:
             rows = range(len(self))[rows]
         index = torch.as_tensor(list(rows) if not isinstance(rows, Tensor) else rows, dtype=torch.long)
         ids = None if self.image_id is None else tuple(self.image_id[i] for i in index.tolist())
-        return replace(self._map(lambda t: t[index.to(t.device)]), image_id=ids)
+        return replace(replace(self, image_id=None)._map(lambda t: t[index.to(t.device)]), image_id=ids)
 
     def require_finite(self) -> TokenBatch:
         """Self, or an error that names the first image whose patches hold NaN or infinity."""

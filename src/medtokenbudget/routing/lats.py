@@ -82,6 +82,7 @@ class LATS(nn.Module):
         """
         if tokens.dim != self.dim:
             raise ShapeError(f"this scorer reads tokens of dimension {self.dim}, the batch has {tokens.dim}.")
+        tokens = tokens.float()
         active = self.signals if signals is None else ordered_signals(signals, self.signals)
         if dropout is None:
             dropout = self.dropout if self.training else 0.0
@@ -94,17 +95,17 @@ class LATS(nn.Module):
     def _first_layer(self, tokens: TokenBatch, active: Sequence[str]) -> Tensor:
         """The first hidden linear layer of the input layer of [z; attention; norm; contrast], [B, N, hidden]."""
         first: nn.Linear = self.hidden[0]  # type: ignore[assignment]
-        weight = first.weight @ self.input.weight
-        bias = F.linear(self.input.bias, first.weight, first.bias)
-        patches = tokens.patches.to(weight.dtype)
+        with torch.autocast(tokens.patches.device.type, enabled=False):
+            weight = first.weight @ self.input.weight
+            bias = F.linear(self.input.bias, first.weight, first.bias)
         on_z, on_scalars, on_contrast = weight.split(
             [self.dim, len(self.scalars), weight.shape[1] - self.dim - len(self.scalars)], dim=1
         )
         if self.contrast is None or "contrast" not in active:
-            x = F.linear(patches, on_z, bias)
+            x = F.linear(tokens.patches, on_z, bias)
         else:
             # One product for the embedding and its projection W_freq z, which the contrast then gates.
-            both = F.linear(patches, torch.cat([on_z, self.contrast.weight]), torch.cat([bias, self.contrast.bias]))
+            both = F.linear(tokens.patches, torch.cat([on_z, self.contrast.weight]), torch.cat([bias, self.contrast.bias]))
             x, projected = both.split([on_z.shape[0], self.contrast.out_features], dim=-1)
             gate = local_contrast(tokens.patches, tokens.grid, self.neighborhood)
             x = x + F.linear(projected * gate.unsqueeze(-1), on_contrast)
@@ -122,7 +123,7 @@ class LATS(nn.Module):
                 "LATS reads attention_entropy, which this batch does not carry. Extract with a backbone that shows its attention, "
                 "or build the scorer without the 'attention' signal."
             )
-        return tokens.attention_entropy.float()
+        return tokens.attention_entropy
 
 
 def ordered_signals(signals: Sequence[str], known: Sequence[str]) -> tuple[str, ...]:

@@ -81,6 +81,7 @@ class RoutedClassifier(nn.Module):
         """The differentiable pass. Dropout and Gumbel noise come from `generator`; without one there is no Gumbel noise."""
         if not isinstance(self.selector, LATSSelector):
             raise RequestError(f"selector '{self.selector.name}' does not learn. Train a head on its pooled tokens instead.")
+        tokens = tokens.float()
         k = self.selector.count(budget, tokens.n)
         score_logits = self.selector.logits(tokens, generator)
         scores = torch.sigmoid(score_logits)

@@ -1,0 +1,143 @@
+"""The scorer against the paper's text written down plainly, and its switches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks.routing import PlainLATS
+from medtokenbudget.config import SIGNALS, LATSConfig
+from medtokenbudget.errors import MissingSignalError, RequestError, ShapeError, UnknownNameError
+from medtokenbudget.routing import LATS, LATSSelector, smooth_scores
+from tests.routing.batches import tokens_of
+
+
+def count(module: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def test_the_scorer_has_the_papers_number_of_parameters():
+    assert count(LATS(768)) == 512_049
+    assert count(PlainLATS(768)) == 512_049
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_scores_equal_the_plain_implementation_of_the_paper(seed):
+    torch.manual_seed(seed)
+    tokens = tokens_of(2, (6, 5), 64, seed)
+    scorer = LATS(64, hidden=48).eval()
+    plain = PlainLATS(64, hidden=48).load_from(scorer.state_dict()).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(scorer(tokens), plain(tokens), atol=1e-6, rtol=0)
+
+
+def test_gradients_equal_the_plain_implementation_of_the_paper():
+    torch.manual_seed(0)
+    tokens = tokens_of(2, (4, 4), 32)
+    scorer = LATS(32, hidden=24).eval()
+    plain = PlainLATS(32, hidden=24).load_from(scorer.state_dict()).eval()
+    scorer(tokens).square().sum().backward()
+    plain(tokens).square().sum().backward()
+    named = dict(plain.named_parameters())
+    pairs = [(scorer.contrast, "contrast"), (scorer.input, "mlp.0"), (scorer.hidden[0], "mlp.1"), (scorer.output, "mlp.17")]
+    for module, name in pairs:
+        torch.testing.assert_close(module.weight.grad, named[f"{name}.weight"].grad, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(module.bias.grad, named[f"{name}.bias"].grad, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("grid", [(3, 7), (1, 4), (5, 5)])
+def test_scores_lie_in_0_to_1_for_any_grid_and_dtype(dtype, grid):
+    tokens = tokens_of(2, grid, 32)
+    tokens = tokens_of(2, grid, 32, patches=tokens.patches.to(dtype), attention_entropy=tokens.attention_entropy.to(dtype))
+    scores = LATS(32).eval()(tokens)
+    assert scores.shape == (2, grid[0] * grid[1])
+    assert scores.dtype == torch.float32
+    assert bool(((scores >= 0) & (scores <= 1)).all())
+
+
+@pytest.mark.parametrize("left_out", SIGNALS)
+def test_a_signal_switched_off_at_construction_has_no_parameters_and_no_influence(left_out):
+    signals = [name for name in SIGNALS if name != left_out]
+    scorer = LATS(32, hidden=16, signals=signals).eval()
+    missing = {"attention": 16, "norm": 16, "contrast": 2 * 16 + 32 * 2 + 2}[left_out]
+    assert count(scorer) == count(LATS(32, hidden=16)) - missing
+    tokens = tokens_of()
+    if left_out == "attention":
+        without = tokens_of(attention_entropy=None)
+        assert torch.equal(scorer(tokens), scorer(without))
+        assert LATSSelector(32, signals=signals).requires == ()
+
+
+@pytest.mark.parametrize("left_on", [(), ("norm",), ("attention", "contrast"), SIGNALS])
+def test_a_signal_switched_off_at_call_time_enters_as_zeros(left_on):
+    tokens = tokens_of()
+    scorer = LATS(32, hidden=16).eval()
+    zeroed = LATS(32, hidden=16).eval()
+    zeroed.load_state_dict(scorer.state_dict())
+    with torch.no_grad():
+        if "attention" not in left_on:
+            zeroed.input.weight[:, 32] = 0
+        if "norm" not in left_on:
+            zeroed.input.weight[:, 33] = 0
+        if "contrast" not in left_on:
+            zeroed.input.weight[:, 34:] = 0
+        torch.testing.assert_close(scorer(tokens, signals=left_on), zeroed(tokens), atol=1e-6, rtol=0)
+
+
+def test_dropout_follows_the_generator_in_training_and_is_off_in_evaluation():
+    tokens = tokens_of()
+    scorer = LATS(32)
+    draws = [scorer(tokens, torch.Generator().manual_seed(seed)) for seed in (0, 0, 1)]
+    assert torch.equal(draws[0], draws[1])
+    assert not torch.equal(draws[0], draws[2])
+    scorer.eval()
+    assert torch.equal(scorer(tokens), scorer(tokens))
+
+
+def test_bf16_autocast_stays_near_fp32():
+    tokens = tokens_of(2, (4, 4), 64)
+    scorer = LATS(64).eval()
+    with torch.autocast("cpu", torch.bfloat16):
+        rough = scorer(tokens)
+    assert rough.dtype == torch.float32
+    torch.testing.assert_close(rough, scorer(tokens), atol=0.05, rtol=0)
+
+
+def test_bad_scorers_and_batches_are_refused():
+    with pytest.raises(ShapeError, match="dimension 32"):
+        LATS(32)(tokens_of(dim=16))
+    with pytest.raises(MissingSignalError, match="attention_entropy"):
+        LATS(32)(tokens_of(attention_entropy=None))
+    with pytest.raises(UnknownNameError, match="Did you mean 'contrast'"):
+        LATS(32, signals=("contrasts",))
+    with pytest.raises(UnknownNameError):
+        LATS(32, signals=("norm",))(tokens_of(), signals=("attention",))
+    with pytest.raises(RequestError, match="sequence"):
+        LATS(32, signals="norm")
+    with pytest.raises(RequestError, match="dropout"):
+        LATS(32, dropout=1.0)
+    with pytest.raises(RequestError, match="at least 1"):
+        LATS(32, layers=0)
+
+
+def test_a_scorer_is_built_from_its_settings():
+    scorer = LATS.from_config(64, LATSConfig(hidden=32, layers=2, signals=("norm",), neighborhood="grid8"))
+    assert (scorer.input.in_features, scorer.input.out_features, len(scorer.hidden)) == (65, 32, 2)
+
+
+def test_the_selector_ranks_by_smoothed_scores_without_dropout():
+    tokens = tokens_of()
+    selector = LATSSelector(32, padding="exclude")
+    assert selector.training
+    raw = selector.scorer.eval()(tokens)
+    selector.train()
+    torch.testing.assert_close(selector.score(tokens), smooth_scores(raw, tokens.grid, 3, "exclude"))
+
+
+def test_the_selector_toggles_signals_and_back():
+    tokens = tokens_of()
+    selector = LATSSelector(32)
+    before = selector.score(tokens)
+    assert not torch.equal(selector.toggle(("norm",)).score(tokens), before)
+    assert torch.equal(selector.toggle(None).score(tokens), before)

@@ -1,0 +1,93 @@
+"""Selectors by name, from this package and from others."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from medtokenbudget.errors import MedTokenBudgetWarning, RequestError, UnknownNameError
+from medtokenbudget.routing import Ranker, available, create, register, registry, selector_class
+from tests.routing.batches import tokens_of
+
+
+@pytest.fixture
+def site(tmp_path, monkeypatch):
+    """A folder on the path that packages can be installed into; what they register is forgotten afterwards."""
+    monkeypatch.setattr(registry, "_SELECTORS", dict(registry._SELECTORS))
+    monkeypatch.setattr(registry, "_seen_entry_points", set(registry._seen_entry_points))
+    monkeypatch.setattr(registry, "_scanned_path", [])
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+def install(site: Path, package: str, entries: str, source: str) -> None:
+    (site / f"{package}.py").write_text(source)
+    info = site / f"{package}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[medtokenbudget.selectors]\n{entries}\n")
+
+
+PLUGIN = """
+from medtokenbudget.routing import Ranker
+
+class Brightness(Ranker):
+    requires = ("luminance",)
+
+    def score(self, tokens, generator=None):
+        return tokens.luminance
+"""
+
+
+def test_a_selector_of_an_installed_package_is_found(site):
+    install(site, "bright_plugin", "brightness = bright_plugin:Brightness", PLUGIN)
+    assert "brightness" in available()
+    selector = create("brightness")
+    assert selector.name == "brightness"
+    assert selector.select(tokens_of(), 5).k == 5
+
+
+@pytest.mark.parametrize(
+    ("entry", "source", "reason"),
+    [
+        ("broken = broken_plugin:Selector", "import a_package_that_is_not_there", "ModuleNotFoundError"),
+        ("broken = broken_plugin:Selector", "raise RuntimeError('half installed')", "half installed"),
+        ("broken = broken_plugin:Missing", "", "AttributeError"),
+        ("broken = broken_plugin:number", "number = 3", "subclass"),
+        ("norm = broken_plugin:Mine", "from medtokenbudget.routing import Ranker\nclass Mine(Ranker): pass", "already registered"),
+    ],
+)
+def test_a_broken_plugin_is_named_in_a_warning_and_left_out(site, monkeypatch, entry, source, reason):
+    monkeypatch.delitem(sys.modules, "broken_plugin", raising=False)
+    install(site, "broken_plugin", entry, source)
+    with pytest.warns(MedTokenBudgetWarning, match=reason) as caught:
+        names = available()
+    assert "broken_plugin" in str(caught[0].message)
+    assert "broken" not in names
+    assert selector_class("norm").__module__ == "medtokenbudget.routing.selectors.norm"
+    assert available() == names
+
+
+def test_an_unknown_name_is_refused_with_the_closest():
+    with pytest.raises(UnknownNameError, match="Did you mean 'tome'"):
+        create("tomee")
+
+
+def test_options_that_a_selector_does_not_take_are_refused():
+    with pytest.raises(RequestError, match="selector 'norm' cannot be made"):
+        create("norm", colour="red")
+    with pytest.raises(RequestError, match="dim"):
+        create("lats")
+
+
+def test_a_name_is_not_taken_twice():
+    with pytest.raises(RequestError, match="already registered"):
+
+        @register("norm")
+        class Another(Ranker):
+            pass
+
+    with pytest.raises(RequestError, match="subclass"):
+        register("something")(object)  # type: ignore[type-var]

@@ -1,0 +1,232 @@
+"""One matrix over every registered selector, then what is particular to each."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from medtokenbudget.config import BUDGETS, CONTROLS, PAPER_METHODS
+from medtokenbudget.errors import BudgetError, CountError, MissingSignalError, NonFiniteError
+from medtokenbudget.routing import Ranker, TokenBatch, available, budget_to_k, create
+from tests.routing.batches import selector_of, tokens_of
+
+NAMES = available()
+RANKERS = [name for name in NAMES if selector_of(name).kind == "ranker"]
+# Those that look at each patch alone: shuffled patches give the same patches, shuffled.
+EQUIVARIANT = ["attention-entropy", "class-attention", "darkness", "norm", "oracle"]
+
+
+def seeded(seed: int = 7) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def shuffled(tokens: TokenBatch, order: torch.Tensor) -> TokenBatch:
+    fields = ("patches", "attention_entropy", "cls_attention", "luminance", "lesion")
+    return replace(tokens, **{name: getattr(tokens, name)[:, order] for name in fields})
+
+
+def test_the_papers_seven_and_the_controls_are_there():
+    assert set(PAPER_METHODS) | set(CONTROLS) <= set(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("grid", [(16, 16), (5, 7), (1, 20)])
+def test_exactly_k_tokens_at_every_budget(name, grid):
+    tokens = tokens_of(2, grid)
+    selector = selector_of(name)
+    for budget in BUDGETS:
+        k = tokens.n if name == "no-pruning" else budget_to_k(budget, tokens.n)
+        selection = selector.select_budget(tokens, budget, seeded())
+        assert selector.count(budget, tokens.n) == selection.k == k
+        assert selection.tokens.shape == (2, k, tokens.dim)
+        for row in range(2):
+            groups = selection.assignment[row]
+            assert sorted(groups[groups >= 0].unique().tolist()) == list(range(k))
+        if selection.kept is not None:
+            assert selection.kept.sum(1).tolist() == [k, k]
+            gathered = torch.take_along_dim(tokens.patches, selection.indices.unsqueeze(-1), 1)
+            assert torch.equal(selection.tokens, gathered)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_same_seed_gives_the_same_selection(name):
+    tokens = tokens_of()
+    first, second = (selector_of(name).select(tokens, 9, seeded()) for _ in range(2))
+    assert torch.equal(first.tokens, second.tokens)
+    assert torch.equal(first.assignment, second.assignment)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_only_stochastic_selectors_listen_to_the_generator(name):
+    tokens = tokens_of()
+    selector = selector_of(name)
+    first, second = (selector.select(tokens, 9, seeded(seed)).assignment for seed in (1, 2))
+    assert torch.equal(first, second) != selector.stochastic
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_image_is_selected_alike_alone_and_in_a_batch(name):
+    tokens = tokens_of()
+    selector = selector_of(name)
+    if selector.stochastic:
+        pytest.skip("draws one number after the other")
+    together = selector.select(tokens, 9).assignment
+    for row in range(len(tokens)):
+        assert torch.equal(selector.select(tokens.take([row]), 9).assignment[0], together[row])
+
+
+@pytest.mark.parametrize("name", EQUIVARIANT)
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 999))
+def test_shuffled_patches_give_the_shuffled_selection(name, seed):
+    tokens = tokens_of()
+    order = torch.randperm(tokens.n, generator=seeded(seed))
+    k = int(tokens.lesion.sum(1).min()) if name == "oracle" else 9
+    kept = selector_of(name).select(tokens, k).kept
+    again = selector_of(name).select(shuffled(tokens, order), k).kept
+    if name == "oracle":
+        assert bool((kept <= tokens.lesion).all())
+        assert bool((again <= tokens.lesion[:, order]).all())
+    else:
+        assert torch.equal(again, kept[:, order])
+
+
+@pytest.mark.parametrize("name", ["center", "no-pruning", "random"])
+def test_selectors_that_do_not_look_keep_the_same_places(name):
+    tokens = tokens_of()
+    order = torch.randperm(tokens.n, generator=seeded())
+    kept = selector_of(name).select(tokens, 9, seeded()).kept
+    assert torch.equal(selector_of(name).select(shuffled(tokens, order), 9, seeded()).kept, kept)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_patches_stay_half_precision_and_pool_in_fp32(name, dtype):
+    tokens = replace(tokens_of(), patches=tokens_of().patches.to(dtype))
+    selection = selector_of(name).select(tokens, 9, seeded())
+    assert selection.tokens.dtype == dtype
+    assert selection.pooled().dtype == torch.float32
+    full = selector_of(name).select(tokens.float(), 9, seeded())
+    torch.testing.assert_close(selection.pooled(), full.pooled(), atol=0.02, rtol=0.02)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_all_budgets_at_once_equal_one_at_a_time(name):
+    tokens = tokens_of(2, (16, 16))
+    selector = selector_of(name)
+    budgets = [*BUDGETS, 0.3, 0.01]
+    together = selector.pooled(tokens, budgets, seeded())
+    assert together.shape == (2, len(budgets), tokens.dim)
+    # A merger or a shuffled draw consumes the generator, so each budget starts from its own.
+    singly = torch.stack([selector.select_budget(tokens, budget, seeded()).pooled() for budget in budgets], 1)
+    torch.testing.assert_close(together, singly, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", RANKERS)
+def test_a_larger_budget_keeps_what_the_smaller_kept(name):
+    tokens = tokens_of()
+    selector = selector_of(name)
+    smaller, larger = (selector.select(tokens, k, seeded()).kept for k in (6, 20))
+    assert bool((smaller <= larger).all())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradient_reaches_the_scorer_where_there_is_one(name):
+    selector = selector_of(name)
+    if not selector.learns:
+        assert not isinstance(selector, torch.nn.Module)
+        return
+    tokens = tokens_of()
+    scores = torch.sigmoid(selector.logits(tokens, seeded()))
+    mask = selector.training_mask(scores, tokens.grid, 9, seeded())
+    (mask * torch.rand(mask.shape, generator=seeded())).sum().backward()
+    assert all(bool(parameter.grad.abs().sum() > 0) for parameter in selector.scorer.parameters() if parameter.numel() > 1)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bad_input_is_one_clear_error(name):
+    tokens, selector = tokens_of(), selector_of(name)
+    for k in (0, 36, -3):
+        with pytest.raises(CountError, match="cannot keep"):
+            selector.select(tokens, k, seeded())
+    for budget in (0, 1.2):
+        with pytest.raises(BudgetError):
+            selector.select_budget(tokens, budget, seeded())
+    for bad in (float("nan"), float("inf")):
+        patches = tokens.patches.clone()
+        patches[1, 3, 2] = bad
+        with pytest.raises(NonFiniteError, match="image-1"):
+            selector.select(replace(tokens, patches=patches), 9, seeded())
+    for field in selector.requires:
+        with pytest.raises(MissingSignalError, match=field):
+            selector.select(replace(tokens, **{field: None}), 9)
+
+
+def test_norm_keeps_the_longest_patches():
+    patches = torch.tensor([[[1.0], [-5.0], [3.0], [0.0]]])
+    assert create("norm").order(TokenBatch(patches, (2, 2))).tolist() == [[1, 2, 0, 3]]
+
+
+def test_entropy_class_attention_and_darkness_rank_by_their_field():
+    tokens = tokens_of(1, (2, 3))
+    for name, field, sign in (
+        ("attention-entropy", "attention_entropy", -1),
+        ("class-attention", "cls_attention", -1),
+        ("darkness", "luminance", 1),
+    ):
+        values = getattr(tokens, field)[0].tolist()
+        assert create(name).order(tokens)[0].tolist() == sorted(range(6), key=lambda i, v=values, s=sign: s * v[i])
+
+
+@pytest.mark.parametrize("grid", [(4, 4), (3, 5), (2, 7), (1, 6)])
+def test_center_ranks_by_distance_to_the_middle_of_the_grid(grid):
+    h, w = grid
+    distance = [((i // w + 0.5 - h / 2) ** 2 + (i % w + 0.5 - w / 2) ** 2, i) for i in range(h * w)]
+    order = create("center").order(tokens_of(2, grid))
+    assert order.tolist() == [[i for _, i in sorted(distance)]] * 2
+
+
+def test_oracle_keeps_lesion_patches_first_and_refuses_images_without_masks():
+    tokens = tokens_of()
+    order = create("oracle").order(tokens)
+    for row, places in enumerate(order.tolist()):
+        lesion = tokens.lesion[row].nonzero().flatten().tolist()
+        assert places[: len(lesion)] == lesion
+    with pytest.raises(MissingSignalError, match="1 of 3"):
+        create("oracle").select(replace(tokens, has_mask=torch.tensor([True, False, True])), 9)
+
+
+def test_random_is_uniform_over_the_patches_and_repeatable_without_a_generator():
+    tokens = tokens_of(2000, (2, 5), 1)
+    kept = create("random").select(tokens, 3, seeded()).kept.float().mean(0)
+    torch.testing.assert_close(kept, torch.full((10,), 0.3), atol=0.04, rtol=0)
+    assert torch.equal(create("random", seed=4).order(tokens), create("random", seed=4).order(tokens))
+    assert not torch.equal(create("random", seed=4).order(tokens), create("random", seed=5).order(tokens))
+
+
+def test_no_pruning_keeps_all_at_every_budget():
+    tokens = tokens_of()
+    selection = create("no-pruning").select(tokens, 3)
+    assert torch.equal(selection.tokens, tokens.patches)
+    torch.testing.assert_close(create("no-pruning").pooled(tokens, [0.1, 1.0])[:, 0], tokens.patches.mean(1))
+
+
+def test_the_minimum_can_be_set():
+    assert create("norm", minimum=3).select_budget(tokens_of(), 0.01).k == 3
+    with pytest.raises(CountError):
+        create("norm", minimum=0)
+
+
+def test_a_ranker_that_gives_the_wrong_shape_is_told_so():
+    class Wrong(Ranker):
+        name = "wrong"
+
+        def score(self, tokens, generator=None):
+            return torch.zeros(1, 2)
+
+    with pytest.raises(ValueError, match="must score"):
+        Wrong().select(tokens_of(), 9)

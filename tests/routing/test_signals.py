@@ -1,0 +1,125 @@
+"""The signals against plain loops over small tensors."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from medtokenbudget.errors import GridError, NonFiniteError, RequestError, ShapeError, UnknownNameError
+from medtokenbudget.routing import attention_entropy, feature_norm, local_contrast, pseudo_attention
+
+
+def entropy_by_hand(weights: Tensor) -> list[list[float]]:
+    rows = []
+    for image in weights.tolist():
+        n = len(image)
+        rows.append([1 + sum(a * math.log(a) for a in row if a > 0) / math.log(n) for row in image])
+    return rows
+
+
+def dissimilarity(a: list[float], b: list[float]) -> float:
+    dot = sum(x * y for x, y in zip(a, b))
+    return 1 - dot / (math.sqrt(sum(x * x for x in a)) * math.sqrt(sum(x * x for x in b)))
+
+
+def contrast_by_hand(image: list[list[float]], grid: tuple[int, int], neighborhood: str) -> list[float]:
+    h, w = grid
+    values = []
+    for i in range(h * w):
+        row, column = divmod(i, w)
+        if neighborhood == "raster":
+            near = [j for j in (i - 1, i + 1) if 0 <= j < h * w]
+        else:
+            steps = [(-1, 0), (1, 0), (0, -1), (0, 1)]
+            if neighborhood == "grid8":
+                steps += [(-1, -1), (-1, 1), (1, -1), (1, 1)]
+            near = [(row + r) * w + column + c for r, c in steps if 0 <= row + r < h and 0 <= column + c < w]
+        values.append(sum(dissimilarity(image[i], image[j]) for j in near) / len(near) if near else 0.0)
+    return values
+
+
+def test_entropy_of_heads_equals_the_formula_on_their_mean():
+    attention = torch.softmax(torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(0)), -1) * 0.9
+    expected = torch.tensor(entropy_by_hand(attention.mean(1)))
+    torch.testing.assert_close(attention_entropy(attention), expected)
+    torch.testing.assert_close(attention_entropy(attention.mean(1)), expected)
+
+
+def test_entropy_is_zero_for_uniform_attention_and_one_for_attention_to_a_single_patch():
+    torch.testing.assert_close(attention_entropy(torch.full((1, 4, 4), 0.25)), torch.zeros(1, 4))
+    torch.testing.assert_close(attention_entropy(torch.eye(4).unsqueeze(0)), torch.ones(1, 4))
+
+
+@pytest.mark.parametrize(
+    ("attention", "error"),
+    [
+        (torch.ones(2, 3, 4), ShapeError),
+        (torch.ones(4, 4), ShapeError),
+        (torch.ones(1, 1, 1), ShapeError),
+        (torch.full((1, 2, 2), float("nan")), NonFiniteError),
+        (torch.full((1, 2, 2), -0.5), RequestError),
+    ],
+)
+def test_entropy_refuses_what_is_not_attention(attention, error):
+    with pytest.raises(error):
+        attention_entropy(attention)
+
+
+def test_norm_is_divided_by_the_largest_of_the_image():
+    patches = torch.tensor([[[3.0, 4.0], [0.0, 1.0]], [[0.0, 0.0], [6.0, 8.0]]])
+    torch.testing.assert_close(feature_norm(patches), torch.tensor([[1.0, 0.2], [0.0, 1.0]]))
+
+
+def test_norm_of_an_all_zero_image_is_zero():
+    assert feature_norm(torch.zeros(1, 3, 2)).tolist() == [[0.0, 0.0, 0.0]]
+
+
+def test_norm_of_large_half_precision_patches_does_not_overflow():
+    patches = torch.full((1, 2, 64), 3e4, dtype=torch.float16)
+    assert feature_norm(patches).tolist() == [[1.0, 1.0]]
+
+
+@pytest.mark.parametrize("neighborhood", ["raster", "grid4", "grid8"])
+@pytest.mark.parametrize("grid", [(3, 4), (1, 5), (4, 1), (2, 2), (1, 1)])
+def test_contrast_equals_a_loop_over_the_neighbors(neighborhood, grid):
+    patches = torch.randn(2, grid[0] * grid[1], 5, generator=torch.Generator().manual_seed(1))
+    expected = torch.tensor([contrast_by_hand(image, grid, neighborhood) for image in patches.tolist()])
+    torch.testing.assert_close(local_contrast(patches, grid, neighborhood), expected, atol=1e-6, rtol=1e-5)
+
+
+def test_grid_neighborhoods_do_not_wrap_at_row_ends_and_raster_does():
+    patches = torch.tensor([[[1.0, 0.0], [1.0, 0.0], [0.0, 1.0], [0.0, 1.0]]])
+    assert local_contrast(patches, (2, 2), "grid4").tolist() == [[0.5, 0.5, 0.5, 0.5]]
+    assert local_contrast(patches, (2, 2), "raster").tolist() == [[0.0, 0.5, 0.5, 0.0]]
+
+
+@settings(max_examples=30, deadline=None)
+@given(h=st.integers(1, 5), w=st.integers(1, 5), scale=st.floats(0.01, 100), seed=st.integers(0, 99))
+def test_contrast_does_not_depend_on_the_length_of_the_patches(h, w, scale, seed):
+    patches = torch.randn(1, h * w, 4, generator=torch.Generator().manual_seed(seed))
+    for neighborhood in ("raster", "grid4", "grid8"):
+        contrast = local_contrast(patches, (h, w), neighborhood)
+        assert bool(((contrast >= -1e-5) & (contrast <= 2 + 1e-5)).all())
+        torch.testing.assert_close(local_contrast(patches * scale, (h, w), neighborhood), contrast, atol=1e-5, rtol=1e-4)
+
+
+def test_contrast_refuses_a_wrong_grid_and_an_unknown_neighborhood():
+    with pytest.raises(GridError, match="does not multiply to 6"):
+        local_contrast(torch.ones(1, 6, 2), (2, 2))
+    with pytest.raises(UnknownNameError, match="grid8"):
+        local_contrast(torch.ones(1, 6, 2), (2, 3), "grid9")  # type: ignore[arg-type]
+    with pytest.raises(ShapeError):
+        local_contrast(torch.ones(6, 2), (2, 3))
+
+
+def test_pseudo_attention_is_the_softmax_of_cosines():
+    patches = torch.tensor([[[2.0, 0.0], [0.0, 3.0], [1.0, 0.0]]])
+    same, other = math.exp(1 / 0.5), math.exp(0)
+    row = [same / (2 * same + other), other / (2 * same + other), same / (2 * same + other)]
+    torch.testing.assert_close(pseudo_attention(patches, temperature=0.5)[0, 0], torch.tensor(row))
+    torch.testing.assert_close(pseudo_attention(patches).sum(-1), torch.ones(1, 3))

@@ -1,0 +1,94 @@
+"""The head, and the two ways tokens reach it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from medtokenbudget.errors import RequestError, ShapeError
+from medtokenbudget.routing import LATS, available, create, hard_topk
+from medtokenbudget.training import RoutedClassifier, RoutingHead, masked_mean
+from tests.routing.batches import selector_of, tokens_of
+
+
+def count(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def test_the_head_and_the_whole_have_the_papers_number_of_parameters():
+    assert count(RoutingHead(768, 8)) == 231_560
+    assert count(RoutedClassifier(create("lats", dim=768), RoutingHead(768, 8))) == 743_609 == count(LATS(768)) + 231_560
+
+
+def test_the_head_is_the_papers_stack():
+    head = RoutingHead(32, 5, hidden=(16, 8)).eval()
+    plain = nn.Sequential(
+        head.first, head.first_norm, nn.GELU(), nn.Dropout(0.1), head.second, head.second_norm, nn.GELU(), head.output
+    ).eval()
+    x = torch.randn(4, 32)
+    torch.testing.assert_close(head(x), plain(x))
+    assert head(torch.randn(4, 3, 32)).shape == (4, 3, 5)
+
+
+def test_head_dropout_follows_the_generator():
+    head, x = RoutingHead(32, 5), torch.randn(4, 32)
+    draws = [head(x, torch.Generator().manual_seed(seed)) for seed in (0, 0, 1)]
+    assert torch.equal(draws[0], draws[1])
+    assert not torch.equal(draws[0], draws[2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("k", [1, 9, 35])
+def test_the_masked_mean_of_training_equals_the_gathered_mean_of_inference(dtype, k):
+    tokens = tokens_of()
+    patches, scores = tokens.patches.to(dtype), torch.rand(3, 35, generator=torch.Generator().manual_seed(0))
+    mask = hard_topk(scores, k)
+    gathered = torch.stack([patches[i][mask[i]].float().mean(0) for i in range(3)])
+    torch.testing.assert_close(masked_mean(patches, mask.float()), gathered, atol=1e-6, rtol=1e-6)
+
+
+def test_without_noise_training_and_inference_give_the_same_logits():
+    tokens = tokens_of()
+    model = RoutedClassifier(create("lats", dim=32), RoutingHead(32, 8)).eval()
+    output = model.training_forward(tokens, 0.6)
+    logits, selection = model.route(tokens, 0.6)
+    assert torch.equal(output.mask.bool(), selection.kept)
+    assert output.k == selection.k == 21
+    torch.testing.assert_close(output.logits, logits, atol=1e-6, rtol=1e-5)
+    assert torch.equal(model(tokens, 0.6), logits)
+
+
+def test_the_training_pass_gives_raw_scores_and_gradient_to_every_parameter():
+    tokens = tokens_of(4)
+    model = RoutedClassifier(create("lats", dim=32), RoutingHead(32, 8))
+    output = model.training_forward(tokens, 0.5, torch.Generator().manual_seed(0))
+    torch.testing.assert_close(output.scores, torch.sigmoid(output.score_logits))
+    output.logits.square().sum().backward()
+    missing = [name for name, p in model.named_parameters() if p.grad is None or not bool(torch.isfinite(p.grad).all())]
+    assert missing == []
+    assert model.selector.scorer.input.weight.grad.abs().sum() > 0
+
+
+def test_the_training_pass_is_repeatable_from_its_generator():
+    tokens = tokens_of()
+    model = RoutedClassifier(create("lats", dim=32), RoutingHead(32, 8))
+    outputs = [model.training_forward(tokens, 0.5, torch.Generator().manual_seed(seed)) for seed in (3, 3, 4)]
+    assert torch.equal(outputs[0].logits, outputs[1].logits)
+    assert not torch.equal(outputs[0].logits, outputs[2].logits)
+
+
+@pytest.mark.parametrize("name", available())
+def test_every_selector_classifies(name):
+    model = RoutedClassifier(selector_of(name), RoutingHead(32, 8)).eval()
+    assert model(tokens_of(), 0.5, torch.Generator().manual_seed(0)).shape == (3, 8)
+
+
+def test_a_selector_that_does_not_learn_has_no_training_pass():
+    with pytest.raises(RequestError, match="does not learn"):
+        RoutedClassifier(create("norm"), RoutingHead(32, 8)).training_forward(tokens_of(), 0.5)
+
+
+def test_a_head_refuses_tokens_of_another_dimension():
+    with pytest.raises(ShapeError, match="dimension 32"):
+        RoutingHead(32, 8)(torch.rand(2, 16))

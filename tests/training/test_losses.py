@@ -1,0 +1,182 @@
+"""The five terms against plain loops."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from medtokenbudget.config import LossWeights
+from medtokenbudget.errors import MissingSignalError, ShapeError
+from medtokenbudget.training import (
+    budget_deviation,
+    classification_loss,
+    distillation_loss,
+    diversity_loss,
+    lesion_loss,
+    total_loss,
+)
+
+B, N, C = 3, 6, 4
+
+
+@pytest.fixture
+def batch():
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "logits": torch.randn(B, C, generator=generator),
+        "scores": torch.rand(B, N, generator=generator) * 0.98 + 0.01,
+        "label": torch.tensor([0, 3, 1]),
+        "lesion": torch.rand(B, N, generator=generator) > 0.5,
+        "has_mask": torch.tensor([True, False, True]),
+        "cls_attention": torch.rand(B, N, generator=generator) * 0.01,
+    }
+
+
+def lesion_by_hand(batch) -> float:
+    terms = []
+    for scores, lesion, known in zip(batch["scores"].tolist(), batch["lesion"].tolist(), batch["has_mask"].tolist()):
+        if known:
+            terms += [-math.log(s) if m else -math.log(1 - s) for s, m in zip(scores, lesion)]
+    return sum(terms) / len(terms)
+
+
+def diversity_by_hand(scores: torch.Tensor) -> float:
+    rows, total = scores.tolist(), 0.0
+    for i, a in enumerate(rows):
+        for j, b in enumerate(rows):
+            if i != j:
+                dot = sum(x * y for x, y in zip(a, b))
+                total += max(0.0, dot / math.sqrt(sum(x * x for x in a)) / math.sqrt(sum(y * y for y in b)))
+    return total / (len(rows) * (len(rows) - 1))
+
+
+def distillation_by_hand(batch) -> float:
+    squares = []
+    for scores, attention in zip(batch["scores"].tolist(), batch["cls_attention"].tolist()):
+        squares += [(s - a / max(attention)) ** 2 for s, a in zip(scores, attention)]
+    return sum(squares) / len(squares)
+
+
+def cross_entropy_by_hand(batch) -> float:
+    rows = zip(batch["logits"].tolist(), batch["label"].tolist())
+    return sum(math.log(sum(math.exp(x) for x in row)) - row[label] for row, label in rows) / B
+
+
+def test_each_term_equals_a_plain_loop(batch):
+    assert classification_loss(batch["logits"], batch["label"]).item() == pytest.approx(cross_entropy_by_hand(batch), abs=1e-5)
+    assert diversity_loss(batch["scores"]).item() == pytest.approx(diversity_by_hand(batch["scores"]), abs=1e-5)
+    expected = lesion_by_hand(batch)
+    assert lesion_loss(batch["scores"], batch["lesion"], batch["has_mask"]).item() == pytest.approx(expected, abs=1e-5)
+    logits = torch.logit(batch["scores"])
+    assert lesion_loss(logits, batch["lesion"], batch["has_mask"], from_logits=True).item() == pytest.approx(expected, abs=1e-5)
+    assert distillation_loss(batch["scores"], batch["cls_attention"]).item() == pytest.approx(distillation_by_hand(batch), abs=1e-6)
+
+
+def test_the_deviation_is_what_rounding_and_the_minimum_add():
+    assert budget_deviation(25, 256, 0.1) == pytest.approx(0.1 - 25 / 256)
+    assert budget_deviation(16, 20, 0.1) == pytest.approx(0.7)
+    assert budget_deviation(128, 256, 0.5) == 0
+
+
+def test_the_objective_is_the_papers_weighted_sum_and_reports_each_term(batch):
+    loss, terms = total_loss(**batch, k=2, budget=0.3)
+    expected = (
+        cross_entropy_by_hand(batch)
+        + 0.01 * abs(2 / N - 0.3)
+        + 0.05 * diversity_by_hand(batch["scores"])
+        + 0.1 * lesion_by_hand(batch)
+        + 0.1 * distillation_by_hand(batch)
+    )
+    assert loss.item() == pytest.approx(expected, abs=1e-5)
+    assert list(terms) == ["total", "classification", "budget", "diversity", "lesion", "distillation"]
+    assert terms["lesion"].item() == pytest.approx(lesion_by_hand(batch), abs=1e-5)
+    assert not any(term.requires_grad for term in terms.values())
+
+
+def test_a_term_of_weight_zero_is_reported_without_gradient(batch):
+    batch["scores"].requires_grad_()
+    weights = LossWeights(classification=0, budget=0, diversity=0, lesion=1, distillation=0)
+    loss, terms = total_loss(**batch, k=2, budget=0.3, weights=weights)
+    loss.backward()
+    assert loss.item() == pytest.approx(lesion_by_hand(batch), abs=1e-5)
+    assert terms["distillation"].item() == pytest.approx(distillation_by_hand(batch), abs=1e-6)
+    assert batch["scores"].grad[1].abs().sum() == 0
+    assert batch["scores"].grad[0].abs().sum() > 0
+
+
+def test_a_batch_without_masks_has_lesion_loss_zero_that_can_be_differentiated(batch):
+    scores = batch["scores"].requires_grad_()
+    loss = lesion_loss(scores, batch["lesion"], torch.zeros(B, dtype=torch.bool))
+    loss.backward()
+    assert loss.item() == 0
+    assert scores.grad.abs().sum() == 0
+    assert total_loss(**{**batch, "lesion": None, "has_mask": None}, k=2, budget=0.3)[1]["lesion"].item() == 0
+
+
+def test_an_empty_mask_is_not_a_missing_mask(batch):
+    empty = torch.zeros(B, N, dtype=torch.bool)
+    assert lesion_loss(batch["scores"], empty, batch["has_mask"]).item() > 0
+
+
+def test_a_batch_of_one_has_no_diversity_loss():
+    assert diversity_loss(torch.rand(1, N)).item() == 0
+
+
+@settings(max_examples=30, deadline=None)
+@given(batch_size=st.integers(2, 6), seed=st.integers(0, 999))
+def test_diversity_does_not_depend_on_the_order_of_images_and_is_one_for_equal_maps(batch_size, seed):
+    scores = torch.rand(batch_size, N, generator=torch.Generator().manual_seed(seed)) + 0.01
+    torch.testing.assert_close(diversity_loss(scores.flip(0)), diversity_loss(scores))
+    torch.testing.assert_close(diversity_loss(scores[:1].expand(batch_size, -1)), torch.tensor(1.0))
+
+
+def test_saturated_scores_keep_the_lesion_loss_and_its_gradient_finite():
+    logits = torch.tensor([[60.0, -60.0]], requires_grad=True)
+    target, known = torch.tensor([[False, True]]), torch.tensor([True])
+    loss = lesion_loss(logits, target, known, from_logits=True)
+    loss.backward()
+    assert loss.item() == pytest.approx(60)
+    torch.testing.assert_close(logits.grad, torch.tensor([[0.5, -0.5]]))
+    assert math.isfinite(lesion_loss(torch.tensor([[1.0, 0.0]]), target, known).item())
+
+
+def test_class_weights_and_unlabelled_images_count_as_they_should(batch):
+    weights = torch.tensor([1.0, 2.0, 1.0, 5.0])
+    losses = [classification_loss(batch["logits"][i : i + 1], batch["label"][i : i + 1]).item() for i in range(B)]
+    weighted = classification_loss(batch["logits"], batch["label"], weights).item()
+    assert weighted == pytest.approx((losses[0] + 5 * losses[1] + 2 * losses[2]) / 8, abs=1e-5)
+    partly = classification_loss(batch["logits"], torch.tensor([0, -1, 1])).item()
+    assert partly == pytest.approx((losses[0] + losses[2]) / 2, abs=1e-5)
+    assert classification_loss(batch["logits"], torch.full((B,), -1)).item() == 0
+
+
+def test_what_a_weighted_term_needs_must_be_there(batch):
+    with pytest.raises(MissingSignalError, match="cls_attention"):
+        total_loss(**{**batch, "cls_attention": None}, k=2, budget=0.3)
+    with pytest.raises(MissingSignalError, match="labels"):
+        total_loss(**{**batch, "label": None}, k=2, budget=0.3)
+    quiet = LossWeights(classification=0, distillation=0)
+    _, terms = total_loss(**{**batch, "label": None, "cls_attention": None}, k=2, budget=0.3, weights=quiet)
+    assert list(terms) == ["total", "budget", "diversity", "lesion"]
+
+
+def test_shapes_that_do_not_agree_are_refused(batch):
+    with pytest.raises(ShapeError):
+        lesion_loss(batch["scores"], batch["lesion"][:, :3], batch["has_mask"])
+    with pytest.raises(ShapeError):
+        distillation_loss(batch["scores"], batch["cls_attention"][:2])
+    with pytest.raises(ShapeError):
+        diversity_loss(torch.rand(3))
+    with pytest.raises(ShapeError):
+        classification_loss(batch["logits"], batch["label"][:2])
+
+
+def test_losses_are_fp32_under_autocast(batch):
+    with torch.autocast("cpu", torch.bfloat16):
+        loss, _ = total_loss(**batch, k=2, budget=0.3)
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, total_loss(**batch, k=2, budget=0.3)[0])
