@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.drawn import Drawn, drawn_store
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 
@@ -25,3 +27,9 @@ def shared() -> Path:
             pytest.fail("../shared is absent, but in CI the tests on real images must run")
         pytest.skip("needs the real images in ../shared beside the repository")
     return folder
+
+
+@pytest.fixture(scope="session")
+def drawn(tmp_path_factory: pytest.TempPathFactory) -> Drawn:
+    """A small drawn data set with its store."""
+    return drawn_store(tmp_path_factory.mktemp("drawn"))

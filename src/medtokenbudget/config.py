@@ -169,7 +169,7 @@ class TrainConfig:
     """One training of LATS and its head."""
 
     recipe: Literal["joint", "lesion-first"] = "joint"
-    """'joint' is the paper's: scorer and head together; 'lesion-first': the scorer learns the lesion, then the head learns on its tokens."""
+    """'joint' is the paper's: scorer and head together; 'lesion-first': first the scorer, on masks, then the head."""
     epochs: int = 50
     """Epochs of the scorer (of scorer and head together in the joint recipe)."""
     head_epochs: int = 30
@@ -193,13 +193,13 @@ class TrainConfig:
     selection_metric: Literal["accuracy", "retention"] = "accuracy"
     """What picks the best epoch; 'retention' is the share of the ceiling, averaged over the headline budgets."""
     protocol: Literal["strict", "paper"] = "strict"
-    """'paper' picks the epoch on the validation part; 'strict' on a part cut from training, so that no reported number was selected on."""
+    """'paper' picks the epoch on the validation part; 'strict' on a part cut from training, which no reported number uses."""
     selection_fraction: float = 0.1
     """Share of the training part that the strict protocol cuts off when the manifest has no selection part of its own."""
     class_balance: Literal["none", "loss", "sampler"] = "none"
     """'loss' weights the classes inversely to their frequency, 'sampler' draws them equally often."""
-    views: bool = True
-    """Train on the stored views of the training images too, where the store has any."""
+    views: Literal["none", "all"] = "none"
+    """'all': train on the stored views of the training images too (flips, rotations, off-center crops)."""
     seed: int = 42
     """Seed of everything random in this training."""
     device: str = "auto"
@@ -220,6 +220,7 @@ def _lesion_first() -> TrainConfig:
         epochs=12,
         selection_metric="retention",
         class_balance="loss",
+        views="all",
         lats=LATSConfig(neighborhood="grid8"),
         router=RouterConfig(padding="exclude"),
         losses=LossWeights(classification=0.0, budget=0.01, diversity=0.0, lesion=1.0, distillation=0.0),

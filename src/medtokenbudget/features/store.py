@@ -16,13 +16,13 @@ from torch import Tensor
 
 from medtokenbudget.errors import RequestError, WorkError
 from medtokenbudget.features import plan
-from medtokenbudget.features.reading import BufferPool, prefetched
+from medtokenbudget.features.reading import BufferPool, converted, prefetched
 from medtokenbudget.features.shards import RowError, Sidecar, map_shard, read_sidecar, shard_path
 from medtokenbudget.features.views import IDENTITY
-from medtokenbudget.files import sha256_file
+from medtokenbudget.files import sha256_file, sha256_json
 from medtokenbudget.tokens import Selection, TokenBatch
 
-_SMALL = ("cls", "attention_entropy", "cls_attention", "luminance", "label", "lesion", "has_mask")
+_SMALL = ("cls", "attention_entropy", "cls_attention", "luminance", "lesion")
 _SHOWN = 5
 
 
@@ -75,6 +75,16 @@ class FeatureStore:
 
     def __repr__(self) -> str:
         return f"FeatureStore({str(self.path)!r}, rows={len(self)}, grid={self.grid}, dim={self.dim}, missing={len(self.missing)})"
+
+    @property
+    def n(self) -> int:
+        """Number of patches N."""
+        return self.grid[0] * self.grid[1]
+
+    @property
+    def identity(self) -> str:
+        """Hash of what the tokens were made from and how."""
+        return sha256_json(self.config)
 
     @cached_property
     def _row_of(self) -> dict[tuple[str, str], int]:
@@ -189,18 +199,13 @@ class FeatureStore:
         """The routed tokens of a store that was extracted with `--keep routed`, as the selector gave them."""
         if self.config["keep"] != "routed":
             raise RequestError(f"the store {self.path} holds all patches, not routed tokens: use `read`.")
-        index, pool = self._checked(rows), BufferPool()
-        indices = self._gather("indices", index, pool).long()
+        index = self._checked(rows)
+        fields = self._gather(("tokens", "indices", "weights"), index, BufferPool())
+        indices = fields["indices"].long()
         n = self.grid[0] * self.grid[1]
         places = torch.arange(indices.shape[1]).expand_as(indices)
         assignment = torch.full((len(index), n), -1, dtype=torch.long).scatter_(1, indices, places)
-        return Selection(
-            tokens=self._gather("tokens", index, pool).to(dtype),
-            weights=self._gather("weights", index, pool),
-            assignment=assignment,
-            kept=assignment >= 0,
-            indices=indices,
-        )
+        return Selection(fields["tokens"].to(dtype), fields["weights"], assignment, assignment >= 0, indices)
 
     def verify(self) -> None:
         """Read every shard and compare it with the hash in its sidecar."""
@@ -214,33 +219,39 @@ class FeatureStore:
 
     def _checked(self, rows: Sequence[int] | np.ndarray | Tensor) -> np.ndarray:
         index = np.asarray(rows, np.int64).reshape(-1)
-        if len(index) and (index.min() < 0 or index.max() >= len(self)):
+        if not len(index):
+            raise RequestError("there are no rows to read.")
+        if index.min() < 0 or index.max() >= len(self):
             raise RequestError(f"row numbers must lie in 0..{len(self) - 1}, got {index.min()}..{index.max()}.")
         return index
 
     def _read(self, rows: np.ndarray, dtype: torch.dtype, pool: BufferPool) -> TokenBatch:
         if self.config["keep"] != "patches":
             raise RequestError(f"the store {self.path} holds routed tokens only: use `read_routed`.")
-        if not len(rows):
-            raise RequestError("a batch needs at least one row.")
-        patches = self._gather("patches", rows, pool)
-        small = {name: _typed(name, self._gather(name, rows, pool)) for name in _SMALL if self.has(name)}
-        if "cls" in small:
-            small["cls"] = small["cls"].to(dtype)
-        if patches.dtype != dtype:
-            wide = pool.take(tuple(patches.shape), torch.empty(0, dtype=dtype).numpy().dtype)
-            patches = wide.copy_(patches)
-        return TokenBatch(patches=patches, grid=self.grid, image_id=tuple(self.ids[row] for row in rows), **small)
+        fields = self._gather(("patches", *(name for name in _SMALL if self.has(name))), rows, pool)
+        for name in ("patches", "cls"):
+            if name in fields:
+                fields[name] = converted(fields[name], dtype, pool)
+        index = torch.from_numpy(rows)
+        return TokenBatch(
+            grid=self.grid,
+            image_id=tuple(self.ids[row] for row in rows.tolist()),
+            label=self.label[index],
+            has_mask=self.has_mask[index],
+            **{name: _typed(name, value) for name, value in fields.items()},
+        )
 
-    def _gather(self, field: str, rows: np.ndarray, pool: BufferPool) -> Tensor:
-        """[B, ...] in the stored type. Rows are copied in the order of the disk, each in one piece."""
-        first = self._arrays(int(self._shard[rows[0]]))[field]
-        out = pool.take((len(rows), *first.shape[1:]), first.dtype)
-        target = out.numpy()
+    def _gather(self, names: Sequence[str], rows: np.ndarray, pool: BufferPool) -> dict[str, Tensor]:
+        """Fields [B, ...] in their stored type. Rows are copied in the order of the disk, each in one piece."""
+        first = self._arrays(int(self._shard[rows[0]]))
+        out = {name: pool.take((len(rows), *first[name].shape[1:]), first[name].dtype) for name in names}
+        targets = [(name, value.numpy()) for name, value in out.items()]
         order = np.argsort(rows, kind="stable")
         places, shards, offsets = order.tolist(), self._shard[rows[order]].tolist(), self._offset[rows[order]].tolist()
         for place, shard, offset in zip(places, shards, offsets):
-            target[place] = self._arrays(shard)[field][offset]
+            arrays = self._arrays(shard)
+            for name, target in targets:
+                target[place] = arrays[name][offset]
         return out
 
 

@@ -1,0 +1,36 @@
+"""The main job in one call: draw dermoscopy, extract it with the embedded backbone, train, sweep, report. Offline, on a CPU."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from medtokenbudget.app.train import save_model
+from medtokenbudget.config import BUDGETS, CONTROLS, PAPER_METHODS, BackboneConfig, ExtractConfig, preset
+from medtokenbudget.data import Drawings, Manifest, synthetic_manifest
+from medtokenbudget.experiments.sweep import Study, run_studies
+from medtokenbudget.features import extract
+from medtokenbudget.progress import say
+from medtokenbudget.report import report
+
+OURS = "lats:lesion-first"
+
+
+def demo(out: Path | str = "runs/demo", n: int = 1000, seed: int = 0, epochs: int | None = None) -> Path:
+    """Run the whole story on `n` drawn images and return the path of the report; a second call goes on, or is done at once."""
+    out = Path(out)
+    manifest, store = out / "data" / "manifest.parquet", out / "tokens"
+    if not manifest.exists():
+        say(f"drawing {n} dermoscopic images ...")
+        synthetic_manifest(out / "data", Drawings(n, seed), workers=os.cpu_count() or 1)
+    say("extracting tokens with the embedded backbone ...")
+    extract(Manifest.read(manifest), store, BackboneConfig(name="embedded"), ExtractConfig(views="off-center"))
+    config = preset("paper")
+    if epochs is not None:
+        config = replace(config, epochs=epochs, head_epochs=epochs)
+    study = Study("main", (*PAPER_METHODS, OURS, *CONTROLS), (42,), BUDGETS)
+    say(f"training {len(study.methods)} methods and evaluating them at {len(study.budgets)} budgets ...")
+    run_studies([study], manifest, store, out, config)
+    save_model(out)
+    return report(out)

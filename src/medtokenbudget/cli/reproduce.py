@@ -1,0 +1,45 @@
+"""`mtb reproduce`: the paper's studies under its own protocol, its numbers beside ours."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from medtokenbudget.cli.parsing import command_parser
+from medtokenbudget.cli.training_options import add_engine, add_training, training_config
+
+
+def main(arguments: list[str]) -> int:
+    parser = command_parser(
+        "reproduce",
+        "Run studies of the paper (main, robustness, mask-free, signals, curriculum, toggles, kvasir, subset) and ours (epochs, "
+        "center-bias), or all of them; print the paper's number, ours and the difference.",
+        "mtb reproduce isic.parquet --store tokens --out runs/paper --study main robustness",
+    )
+    parser.add_argument("manifest", type=Path, help="The manifest that the store was made from.")
+    parser.add_argument("--store", type=Path, required=True, help="The store of tokens.")
+    parser.add_argument("--out", type=Path, required=True, help="The run directory.")
+    parser.add_argument("--study", nargs="+", default=["all"], help="Names of studies, or 'all'.")
+    add_engine(parser)
+    add_training(parser, arguments, "paper", protocol="paper")
+    options = parser.parse_args(arguments)
+
+    from medtokenbudget.app.train import save_model
+    from medtokenbudget.experiments import reproduce
+    from medtokenbudget.experiments.summary import comparison
+    from medtokenbudget.progress import say
+
+    results = reproduce(
+        options.manifest,
+        options.store,
+        options.out,
+        study=options.study,
+        config=training_config(options),
+        engine=options.engine,
+        jobs=options.jobs,
+        only=options.only,
+        address=options.address,
+    )
+    save_model(options.out)
+    print(comparison(results))
+    say(f"{len(results)} cells: {options.out / 'results.csv'}. Next: mtb report {options.out}")
+    return 0

@@ -1,0 +1,49 @@
+"""`mtb sweep`: any methods x budgets x seeds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from medtokenbudget.cli.parsing import command_parser
+from medtokenbudget.cli.training_options import add_engine, add_training, training_config
+from medtokenbudget.config import CONTROLS, PAPER_METHODS
+
+
+def main(arguments: list[str]) -> int:
+    parser = command_parser(
+        "sweep",
+        "Train and evaluate methods x budgets x seeds. One unit per method and seed; a second call goes on where it stopped.",
+        "mtb sweep isic.parquet --store tokens --out runs/sweep --methods lats random center --seeds 42 43 44",
+    )
+    parser.add_argument("manifest", type=Path, help="The manifest that the store was made from.")
+    parser.add_argument("--store", type=Path, required=True, help="The store of tokens.")
+    parser.add_argument("--out", type=Path, required=True, help="The run directory.")
+    parser.add_argument(
+        "--methods", nargs="+", default=[*PAPER_METHODS, *CONTROLS], help="Selectors, or variants such as lats:mask-free."
+    )
+    parser.add_argument("--seeds", nargs="+", type=int, default=[42], help="Seeds; each gives one unit per method.")
+    add_engine(parser)
+    add_training(parser, arguments, "lesion-first")
+    options = parser.parse_args(arguments)
+
+    from medtokenbudget.app.train import save_model
+    from medtokenbudget.experiments import sweep
+    from medtokenbudget.progress import say
+
+    config = training_config(options)
+    results = sweep(
+        options.manifest,
+        options.store,
+        options.out,
+        methods=options.methods,
+        budgets=config.budgets,
+        seeds=options.seeds,
+        config=config,
+        engine=options.engine,
+        jobs=options.jobs,
+        only=options.only,
+        address=options.address,
+    )
+    save_model(options.out)
+    say(f"{len(results)} cells: {options.out / 'results.csv'}. Next: mtb report {options.out}")
+    return 0

@@ -1,0 +1,32 @@
+"""`mtb train`: one LATS router and its head, evaluated and saved as a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from medtokenbudget.cli.parsing import command_parser
+from medtokenbudget.cli.training_options import add_training, training_config
+
+
+def main(arguments: list[str]) -> int:
+    parser = command_parser(
+        "train",
+        "Train one LATS router and its head on a store of tokens, evaluate it beside the controls `center` and `random`, and save "
+        "it as a model. Stopped at any point, the same command goes on.",
+        "mtb train isic.parquet --store tokens --out runs/first",
+    )
+    parser.add_argument("manifest", type=Path, help="The manifest that the store was made from.")
+    parser.add_argument("--store", type=Path, required=True, help="The store of tokens.")
+    parser.add_argument("--out", type=Path, required=True, help="The run directory.")
+    add_training(parser, arguments, "lesion-first")
+    options = parser.parse_args(arguments)
+
+    from medtokenbudget.app.train import train
+    from medtokenbudget.progress import say
+
+    results = train(options.manifest, options.store, options.out, training_config(options))
+    row = results[(results["method"] == "lats") & (results["budget"] == 0.3)].iloc[0]
+    kept = "" if row["n_masked"] == 0 else f", keeps {row['retention_of_ceiling']:.1%} of the lesion that fits"
+    say(f"at budget 0.3: accuracy {row['accuracy']:.1%} on {row['n']} validation images{kept}.")
+    say(f"model: {options.out / 'model'}. Next: mtb report {options.out}, mtb explore {options.out / 'model'}")
+    return 0

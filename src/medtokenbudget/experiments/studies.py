@@ -1,0 +1,79 @@
+"""The paper's studies, and ours: which methods, seeds and budgets each one needs. Units that two studies share run once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import pandas as pd
+
+from medtokenbudget.config import BUDGETS, CONTROLS, HEADLINE_BUDGETS, PAPER_METHODS, TrainConfig, preset
+from medtokenbudget.data import Manifest
+from medtokenbudget.errors import UnknownNameError
+from medtokenbudget.experiments.sweep import Engine, Study, run_studies
+
+SEEDS = (42, 43, 44)
+MAIN_BUDGETS = (0.1, 0.2, 0.3, 0.5, 1.0)
+OURS = "lats:lesion-first"
+
+STUDIES: dict[str, Study] = {
+    "main": Study("main", (*PAPER_METHODS, OURS, *CONTROLS), (42,), BUDGETS, off_center=False),
+    "robustness": Study(
+        "robustness", ("lats", "random", "tome", OURS, "no-pruning", *CONTROLS), SEEDS, HEADLINE_BUDGETS, off_center=False
+    ),
+    "mask-free": Study("mask-free", ("lats:mask-free", "lats", "random", *CONTROLS), SEEDS, HEADLINE_BUDGETS, off_center=False),
+    "signals": Study(
+        "signals", ("lats", "attention-entropy", "norm", "local-contrast", "random", *CONTROLS), (42,), (0.3,), off_center=False
+    ),
+    "curriculum": Study("curriculum", ("lats", "lats:fixed-0.5", "random", *CONTROLS), (42,), MAIN_BUDGETS, off_center=False),
+    "toggles": Study(
+        "toggles",
+        ("lats", "lats:no-attention", "lats:no-norm", "lats:no-contrast", "lats:no-signals", "random", *CONTROLS),
+        (42,),
+        HEADLINE_BUDGETS,
+        off_center=False,
+    ),
+    "epochs": Study(
+        "epochs",
+        ("lats", "random:epoch-matched", "tome:epoch-matched", "no-pruning:epoch-matched", *CONTROLS),
+        (42,),
+        off_center=False,
+    ),
+    "kvasir": Study("kvasir", PAPER_METHODS, (42,), BUDGETS, off_center=False),
+    "subset": Study("subset", ("center", "random"), (42,), HEADLINE_BUDGETS, off_center=False),
+    "center-bias": Study(
+        "center-bias",
+        (*PAPER_METHODS, "lats:with-views", OURS, "lats:lesion-first-without-views", *CONTROLS),
+        SEEDS,
+        HEADLINE_BUDGETS,
+    ),
+}
+
+
+def chosen_studies(names: Sequence[str], source: str) -> list[Study]:
+    """Studies by name; 'all' is every one that fits the data set (Kvasir has no masks and its own table)."""
+    for name in names:
+        if name not in STUDIES and name != "all":
+            raise UnknownNameError.of("study", name, [*STUDIES, "all"])
+    if "all" in names:
+        return [STUDIES["kvasir"]] if source == "kvasir" else [study for name, study in STUDIES.items() if name != "kvasir"]
+    return [STUDIES[name] for name in dict.fromkeys(names)]
+
+
+def reproduce(
+    manifest: Path | str,
+    store: Path | str,
+    out: Path | str,
+    study: str | Sequence[str] = "all",
+    config: TrainConfig | None = None,
+    engine: Engine = "local",
+    jobs: int = 0,
+    only: Literal["all", "failed"] = "all",
+    address: str | None = None,
+) -> pd.DataFrame:
+    """Run studies of the paper under its own protocol; returns the tidy results."""
+    names = [study] if isinstance(study, str) else list(study)
+    studies = chosen_studies(names, Manifest.read(manifest).source)
+    config = config or preset("paper", protocol="paper")
+    return run_studies(studies, Path(manifest), Path(store), Path(out), config, engine, jobs, only, address)

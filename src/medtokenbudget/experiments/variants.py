@@ -1,0 +1,71 @@
+"""Method names of a sweep: a selector, or a selector with a variant behind a colon (`lats:mask-free`, `random:epoch-matched`).
+
+A variant is a change of the training configuration, or, for the toggles, of the finished scorer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from medtokenbudget.config import TrainConfig, preset
+from medtokenbudget.errors import UnknownNameError
+from medtokenbudget.routing import available
+
+
+def _as_preset(name: str) -> Callable[[TrainConfig], TrainConfig]:
+    def change(config: TrainConfig) -> TrainConfig:
+        same = {"seed": config.seed, "device": config.device, "precision": config.precision, "budgets": config.budgets}
+        return preset(name, **same, head_epochs=config.head_epochs)
+
+    return change
+
+
+CHANGES: dict[str, Callable[[TrainConfig], TrainConfig]] = {
+    "paper": _as_preset("paper"),
+    "lesion-first": _as_preset("lesion-first"),
+    "lesion-first-without-views": lambda c: replace(_as_preset("lesion-first")(c), views="none"),
+    "mask-free": lambda c: replace(c, recipe="joint", losses=replace(c.losses, classification=1.0, lesion=0.0)),
+    "fixed-0.5": lambda c: replace(c, curriculum=replace(c.curriculum, kind="fixed", start=0.5)),
+    "grid8": lambda c: replace(c, lats=replace(c.lats, neighborhood="grid8")),
+    "balanced": lambda c: replace(c, class_balance="loss"),
+    "with-views": lambda c: replace(c, views="all"),
+    "without-views": lambda c: replace(c, views="none"),
+    "epoch-matched": lambda c: replace(c, head_epochs=c.epochs),
+}
+TOGGLES: dict[str, tuple[str, ...]] = {
+    "no-attention": ("norm", "contrast"),
+    "no-norm": ("attention", "contrast"),
+    "no-contrast": ("attention", "norm"),
+    "no-signals": (),
+}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A method name taken apart. `signals` is None unless a finished scorer is used with some of them switched off."""
+
+    method: str
+    selector: str
+    config: TrainConfig
+    signals: tuple[str, ...] | None = None
+
+    @property
+    def trained_as(self) -> str:
+        """The method whose training this one uses: a toggle has none of its own."""
+        return self.selector if self.signals is not None else self.method
+
+
+def variant(method: str, base: TrainConfig) -> Variant:
+    """Take `selector:variant` apart; unknown parts are refused with the closest name."""
+    selector, _, change = method.partition(":")
+    if selector not in available():
+        raise UnknownNameError.of("selector", selector, available())
+    if not change:
+        return Variant(method, selector, base)
+    if selector == "lats" and change in TOGGLES:
+        return Variant(method, selector, base, TOGGLES[change])
+    allowed = CHANGES if selector == "lats" else ["epoch-matched", "balanced", "with-views", "without-views"]
+    if change not in allowed:
+        raise UnknownNameError.of(f"variant of {selector}", change, [*allowed, *(TOGGLES if selector == "lats" else ())])
+    return Variant(method, selector, CHANGES[change](base))

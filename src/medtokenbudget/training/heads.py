@@ -1,0 +1,121 @@
+"""Heads on pooled tokens: the baselines of the paper, and the second stage of the lesion-first recipe.
+
+Same head, optimizer and budget sampling for every method; nothing is selected, the last epoch counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from medtokenbudget.config import TrainConfig
+from medtokenbudget.errors import RequestError, WorkError
+from medtokenbudget.features import FeatureStore
+from medtokenbudget.routing import Selector
+from medtokenbudget.training.head import RoutingHead
+from medtokenbudget.training.losses import classification_loss
+from medtokenbudget.training.schedule import cosine_lr
+from medtokenbudget.training.seeds import generator
+
+
+def class_weights(label: np.ndarray, classes: int) -> Tensor:
+    """Weights inverse to the class frequencies, mean 1 over the images; classes that do not occur get 0."""
+    counts = np.bincount(label, minlength=classes).astype(np.float64)
+    present = counts > 0
+    weights = np.where(present, len(label) / (present.sum() * np.maximum(counts, 1)), 0.0)
+    return torch.tensor(weights, dtype=torch.float32)
+
+
+def epoch_order(label: np.ndarray, config: TrainConfig, epoch: int, classes: int) -> Tensor:
+    """Positions of one epoch's images: shuffled, or drawn so that the classes come equally often."""
+    noise = generator(config.seed, "order", epoch)
+    if config.class_balance == "sampler":
+        weights = class_weights(label, classes)[torch.from_numpy(label)]
+        return torch.multinomial(weights, len(label), replacement=True, generator=noise)
+    return torch.randperm(len(label), generator=noise)
+
+
+def require_labels(label: np.ndarray, what: str) -> None:
+    if len(label) and int(label.min()) < 0:
+        count = int((label < 0).sum())
+        raise RequestError(f"{count} {what} images have no label. Give them one in the manifest, or leave them out.")
+
+
+class PooledHead:
+    """A head that learns on pooled tokens; `train` runs all epochs, `probabilities` uses the result."""
+
+    def __init__(self, dim: int, classes: int, config: TrainConfig) -> None:
+        self.config, self.classes = config, classes
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(config.seed)
+            self.head = RoutingHead(dim, classes)
+
+    def train_on_file(self, pooled: np.ndarray, label: np.ndarray) -> list[dict[str, Any]]:
+        """Train on pooled tokens `[n, T, D]` of a deterministic selector; a budget is drawn for each batch."""
+        budgets = pooled.shape[1]
+
+        def batches(epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
+            order = epoch_order(label, self.config, epoch, self.classes).numpy()
+            draws = torch.randint(budgets, (len(order) // self.config.batch_size + 1,), generator=self._noise("budget", epoch))
+            for number, start in enumerate(range(0, len(order), self.config.batch_size)):
+                rows = order[start : start + self.config.batch_size]
+                yield torch.from_numpy(pooled[rows, int(draws[number])]), torch.from_numpy(label[rows])
+
+        return self._train(batches, label)
+
+    def train_on_store(
+        self, store: FeatureStore, rows: np.ndarray, label: np.ndarray, selector: Selector, budgets: Sequence[float]
+    ) -> list[dict[str, Any]]:
+        """Train on tokens that a stochastic selector draws anew in every epoch."""
+
+        def batches(epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
+            order = epoch_order(label, self.config, epoch, self.classes).numpy()
+            draws = torch.randint(len(budgets), (len(order),), generator=self._noise("budget", epoch))
+            noise = self._noise("selector", epoch)
+            start = 0
+            for number, batch in enumerate(store.batches(rows[order], self.config.batch_size)):
+                pooled = selector.pooled(batch, (budgets[int(draws[number])],), noise)[:, 0]
+                yield pooled, torch.from_numpy(label[order[start : start + len(batch)]])
+                start += len(batch)
+
+        return self._train(batches, label)
+
+    def _noise(self, purpose: str, epoch: int) -> torch.Generator:
+        return generator(self.config.seed, purpose, epoch)
+
+    def _train(self, batches: Any, label: np.ndarray) -> list[dict[str, Any]]:
+        require_labels(label, "training")
+        config = self.config
+        optimizer = torch.optim.AdamW(self.head.parameters(), lr=config.lr, weight_decay=config.weight_decay)
+        weights = class_weights(label, self.classes) if config.class_balance == "loss" else None
+        history = []
+        self.head.train()
+        for epoch in range(config.head_epochs):
+            optimizer.param_groups[0]["lr"] = cosine_lr(config.lr, epoch, config.head_epochs)
+            total, seen, noise = 0.0, 0, self._noise("head-dropout", epoch)
+            for features, target in batches(epoch):
+                loss = classification_loss(self.head(features, generator=noise), target, weights)
+                if not torch.isfinite(loss):
+                    raise WorkError(f"the loss of the head is not finite in epoch {epoch}. Lower --lr, or check the tokens.")
+                optimizer.zero_grad(set_to_none=True)
+                loss.backward()
+                torch.nn.utils.clip_grad_norm_(self.head.parameters(), config.clip)
+                optimizer.step()
+                total, seen = total + loss.item() * len(target), seen + len(target)
+            history.append({"epoch": epoch, "stage": "head", "lr": optimizer.param_groups[0]["lr"], "classification": total / seen})
+        self.head.eval()
+        return history
+
+
+@torch.no_grad()
+def probabilities(head: RoutingHead, pooled: np.ndarray) -> np.ndarray:
+    """Class probabilities `[n, T, C]` of pooled tokens `[n, T, D]`."""
+    head.eval()
+    parts = [
+        head(torch.from_numpy(np.ascontiguousarray(chunk))).softmax(-1) for chunk in np.array_split(pooled, len(pooled) // 512 + 1)
+    ]
+    return torch.cat(parts).numpy()

@@ -1,0 +1,77 @@
+"""Which rows of a store are for what: training, choosing the epoch, reporting.
+
+Views are used for training images only; the off-center views of validation images are a data set of their own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from medtokenbudget.config import TrainConfig
+from medtokenbudget.data import Manifest, cut_selection
+from medtokenbudget.errors import RequestError
+from medtokenbudget.features import FeatureStore
+from medtokenbudget.progress import say
+
+SPLIT_SEED = 42
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Row numbers of a store. `train` holds the images as they are, `train_views` their further views."""
+
+    train: np.ndarray
+    train_views: np.ndarray
+    select: np.ndarray
+    validation: np.ndarray
+    off_center: np.ndarray
+
+    @property
+    def train_all(self) -> np.ndarray:
+        return np.concatenate([self.train, self.train_views])
+
+
+def make_parts(manifest: Manifest, store: FeatureStore, config: TrainConfig) -> Parts:
+    """Rows for a training under `config.protocol`; a strict one cuts its selection part from training, by group."""
+    if not len(manifest.part("train")):
+        raise RequestError("the manifest has no training images. Make a split with `mtb data split`.")
+    if config.protocol == "strict" and not len(manifest.part("select")):
+        manifest = cut_selection(manifest, config.selection_fraction, SPLIT_SEED)
+    train, select, validation = (manifest.part(name) for name in ("train", "select", "val"))
+    if config.protocol == "paper":
+        train_ids, select_ids = train.ids + select.ids, validation.ids
+        if config.selection_metric == "retention":
+            raise RequestError(
+                "the paper's protocol picks the epoch on validation images, whose masks are for evaluation only; "
+                "use selection_metric 'accuracy', or protocol 'strict'."
+            )
+    else:
+        train_ids, select_ids = train.ids, select.ids
+    return Parts(
+        train=_rows(store, train_ids, "identity"),
+        train_views=_view_rows(store, train_ids) if config.views == "all" else np.empty(0, np.int64),
+        select=_rows(store, select_ids, "identity"),
+        validation=_rows(store, validation.ids, "identity"),
+        off_center=_present(store, validation.ids, ("off-center",)),
+    )
+
+
+def _rows(store: FeatureStore, ids: list[str], view: str) -> np.ndarray:
+    """Rows of the images; those whose extraction failed are left out and counted aloud."""
+    failed = {error.image_id for error in store.errors if error.view == view}
+    left_out = [name for name in ids if name in failed]
+    if left_out:
+        say(f"{len(left_out)} images could not be extracted and are left out (errors.jsonl of the store has the reasons).")
+    return np.asarray(store.rows([name for name in ids if name not in failed], view), dtype=np.int64)
+
+
+def _present(store: FeatureStore, ids: list[str], views: tuple[str, ...]) -> np.ndarray:
+    wanted, kinds = set(ids), set(views)
+    rows = [i for i, (name, view) in enumerate(zip(store.ids, store.views)) if view in kinds and name in wanted]
+    return np.asarray(rows, dtype=np.int64)
+
+
+def _view_rows(store: FeatureStore, ids: list[str]) -> np.ndarray:
+    return _present(store, ids, tuple(sorted(set(store.views) - {"identity"})))

@@ -1,0 +1,118 @@
+"""Pooled tokens: what a head sees of an image at each budget, and what the selector kept of the lesion.
+
+A frozen selector gives the same pooled tokens in every epoch, so they are computed once, for all budgets in one pass over the
+store; heads then train on `[n, budgets, D]` numbers instead of `[n, N, D]` tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from medtokenbudget.features import FeatureStore
+from medtokenbudget.files import atomic_write
+from medtokenbudget.routing import Ranker, Selector, pooled_means, rank
+from medtokenbudget.tokens import Selection, TokenBatch
+from medtokenbudget.training.seeds import generator
+
+BATCH = 64
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What a selector kept of n images at T budgets; NaN or None where it was not measured.
+
+    k            [T] tokens given to the head
+    kept_lesion  [n, T] lesion patches kept (NaN without a mask, and for mergers)
+    purity       [n, T] purity of a merger's groups (NaN otherwise)
+    order        [n, N] patches, best first, or None for mergers
+    scores       [n, N] scores of a learned selector, or None
+    """
+
+    k: tuple[int, ...]
+    kept_lesion: np.ndarray
+    purity: np.ndarray
+    order: np.ndarray | None
+    scores: np.ndarray | None
+
+
+def pool_to_file(path: Path, store: FeatureStore, rows: np.ndarray, selector: Selector, budgets: Sequence[float]) -> np.ndarray:
+    """Pooled tokens `[n, T, D]` of a deterministic selector, memory-mapped from `path`; made there when it does not exist."""
+    if not path.exists():
+        with atomic_write(path) as temporary:
+            shape = (len(rows), len(budgets), store.dim)
+            target = np.lib.format.open_memmap(temporary, mode="w+", dtype=np.float32, shape=shape)
+            start = 0
+            for batch in store.batches(rows, BATCH):
+                target[start : start + len(batch)] = selector.pooled(batch, budgets).numpy()
+                start += len(batch)
+            target.flush()
+    return np.load(path, mmap_mode="r")
+
+
+def pool_and_judge(
+    store: FeatureStore,
+    rows: np.ndarray,
+    selector: Selector,
+    budgets: Sequence[float],
+    seed: int,
+    device: torch.device | str = "cpu",
+) -> tuple[np.ndarray, Evidence]:
+    """Pooled tokens `[n, T, D]` and the evidence kept, in one pass; `seed` is for selectors that draw."""
+    counts = tuple(selector.count(budget, store.n) for budget in budgets)
+    judged = []
+    for index, batch in enumerate(store.batches(rows, BATCH)):
+        noise = generator(seed, "evaluation", index) if selector.stochastic else None
+        batch = batch.to(device)
+        judged.append(_ranked(selector, batch, counts, noise) if isinstance(selector, Ranker) else _merged(selector, batch, counts))
+    pooled, kept, purity, order, scores = zip(*judged)
+    evidence = Evidence(
+        k=counts,
+        kept_lesion=np.concatenate(kept),
+        purity=np.concatenate(purity),
+        order=np.concatenate(order) if isinstance(selector, Ranker) else None,
+        scores=np.concatenate(scores) if selector.learns else None,
+    )
+    return np.concatenate(pooled), evidence
+
+
+Judged = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None, np.ndarray | None]
+
+
+def _ranked(selector: Ranker, batch: TokenBatch, counts: Sequence[int], noise: torch.Generator | None) -> Judged:
+    scores = selector.score(selector.check(batch), noise)
+    order = rank(scores)
+    pooled = pooled_means(batch.patches, order, counts).cpu().numpy()
+    kept = np.full((len(batch), len(counts)), np.nan)
+    if batch.lesion is not None and batch.has_mask is not None:
+        cumulative = batch.lesion.take_along_dim(order, 1).long().cumsum(1)
+        masked = batch.has_mask.bool().cpu().numpy()
+        kept[masked] = cumulative[:, [k - 1 for k in counts]].cpu().numpy()[masked]
+    nothing = np.full_like(kept, np.nan)
+    return pooled, kept, nothing, order.to(torch.int16).cpu().numpy(), scores.half().cpu().numpy()
+
+
+def _merged(selector: Selector, batch: TokenBatch, counts: Sequence[int]) -> Judged:
+    selections = [selector.select(batch, k) for k in counts]
+    pooled = np.stack([selection.pooled().cpu().numpy() for selection in selections], 1)
+    purity = np.full(pooled.shape[:2], np.nan)
+    if batch.lesion is not None and batch.has_mask is not None:
+        masked = batch.has_mask.bool().cpu().numpy()
+        values = np.stack([group_purity(selection, batch.lesion).cpu().numpy() for selection in selections], 1)
+        purity[masked] = values[masked]
+    return pooled, np.full_like(purity, np.nan), purity, None, None
+
+
+def group_purity(selection: Selection, lesion: torch.Tensor) -> torch.Tensor:
+    """Share of patches that stand in a group of their own kind (lesion or background), `[B]`: 1 when no group mixes them."""
+    assignment, k = selection.assignment, selection.k
+    inside = assignment >= 0
+    target = assignment.clamp_min(0)
+    ones = inside.float()
+    size = torch.zeros(len(assignment), k, device=assignment.device).scatter_add_(1, target, ones)
+    lesions = torch.zeros_like(size).scatter_add_(1, target, ones * lesion.float())
+    return torch.maximum(lesions, size - lesions).sum(1) / ones.sum(1)

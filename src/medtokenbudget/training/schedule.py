@@ -1,0 +1,30 @@
+"""The learning rate over the epochs, and the rule that stops a training early."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+def cosine_lr(base: float, epoch: int, epochs: int) -> float:
+    """Cosine from `base` at epoch 0 to 0 after the last epoch."""
+    return 0.5 * base * (1 + math.cos(math.pi * epoch / epochs))
+
+
+@dataclass
+class EarlyStopping:
+    """Keeps the best value; says stop when `patience` epochs went by without an improvement of `min_improvement`."""
+
+    patience: int
+    min_improvement: float
+    best: float = -math.inf
+    best_epoch: int = -1
+
+    def improved(self, value: float, epoch: int) -> bool:
+        if value > self.best + self.min_improvement or self.best_epoch < 0:
+            self.best, self.best_epoch = value, epoch
+            return True
+        return False
+
+    def stop(self, epoch: int) -> bool:
+        return epoch - self.best_epoch >= self.patience
