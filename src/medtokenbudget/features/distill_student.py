@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from timm.models.vision_transformer import VisionTransformer
+from timm.models.vision_transformer import Attention, VisionTransformer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -41,9 +41,26 @@ def recipe(config: DistillConfig, teacher: Backbone, licence: str) -> Recipe:
         "global_pool": "token" if teacher.has_cls else "avg",
         "fc_norm": False,
     }
+    if config.init == "teacher":
+        _check_start(config, teacher)
     preprocessing = teacher.preprocessing.to_dict()
     del preprocessing["image_size"]
     return Recipe(_BASE, arguments, preprocessing, licence)
+
+
+def _check_start(config: DistillConfig, teacher: Backbone) -> None:
+    """Whether the teacher's weights can be carried over; asked before its tokens are computed, which takes long."""
+    source: Any = teacher.model
+    plain = isinstance(source, VisionTransformer) and getattr(source, "num_reg_tokens", 0) == 0 and config.width <= teacher.dim
+    block = source.blocks[0]
+    if not plain or not isinstance(getattr(block, "attn", None), Attention) or not isinstance(block.attn.q_norm, nn.Identity):
+        raise RequestError("a student starts only from a plain, wider vision transformer without registers. Take --init random.")
+    size, units = config.width // config.heads, 4 * config.width
+    if size != block.attn.head_dim or config.heads > block.attn.num_heads or units > block.mlp.fc1.out_features:
+        raise RequestError(
+            f"a student starts only from a teacher with heads of its size ({size}; the teacher's are {block.attn.head_dim}), "
+            f"as many heads and at least {units} hidden units. Change --width and --heads, or take --init random."
+        )
 
 
 class Student(nn.Module):
@@ -134,12 +151,6 @@ def fit_adapter(student: Student, images: Tensor, target: Tensor) -> None:
 def start_from_teacher(model: Any, teacher: Backbone, images: Tensor) -> None:
     """Carry the teacher's weights over into the narrower and shallower `model`."""
     source: Any = teacher.model
-    same_kind = isinstance(source, VisionTransformer) and source.num_prefix_tokens == model.num_prefix_tokens
-    if not same_kind or model.num_features > teacher.dim or source.patch_embed.patch_size != model.patch_embed.patch_size:
-        raise RequestError(
-            "a student can start from its teacher only if the teacher is a plain, wider vision transformer with the same patches "
-            "and no registers. Take --init random."
-        )
     chosen = torch.linspace(0, teacher.layer, len(model.blocks)).round().long().tolist()
     basis, scale = _main_directions(source, teacher.layer, images, model.num_features)
     model.patch_embed.proj.weight.copy_(torch.einsum("do,dijk->oijk", basis, source.patch_embed.proj.weight))
@@ -168,10 +179,6 @@ def _main_directions(source: Any, layer: int, images: Tensor, width: int) -> tup
 def _carry_block(block: Any, source: Any, basis: Tensor, scale: float) -> None:
     """One block in the new basis: layer norms folded into the projections, layer scale into the outputs."""
     heads, size = block.attn.num_heads, block.attn.head_dim
-    if size != source.attn.head_dim or not isinstance(source.attn.q_norm, nn.Identity):
-        raise RequestError(
-            "a student can start from its teacher only with heads of the teacher's size. Change --heads or take --init random."
-        )
     width_in = source.attn.qkv.weight * source.norm1.weight
     bias_in = source.attn.qkv.bias + source.attn.qkv.weight @ source.norm1.bias
     q, k, v = (width_in @ basis * scale).unflatten(0, (3, -1, size)).unbind(0)

@@ -7,6 +7,7 @@ because its tokens do not turn with the image (a quarter turn of picture and tok
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,7 +22,7 @@ from torch import Tensor
 from medtokenbudget.data import Manifest, decode_image
 from medtokenbudget.errors import MismatchError, RequestError, WorkError
 from medtokenbudget.features.backbone import Backbone
-from medtokenbudget.files import append_line, read_json, sha256_json, write_json, write_safetensors
+from medtokenbudget.files import read_json, sha256_json, write_json, write_safetensors, write_text
 from medtokenbudget.progress import progress, say
 
 SHARD = 128
@@ -53,17 +54,18 @@ def draw_view(image: Image.Image, image_id: str, view: int, seed: int) -> Image.
 
 def readable(manifest: Manifest, errors: Path) -> Manifest:
     """The images that can be decoded; the others are named with their reason in the file `errors`."""
-    good = []
+    good, bad = [], []
     for index in progress(range(len(manifest)), what="reading", unit="image"):
         try:
             decode_image(manifest.image_path(index))
             good.append(index)
         except RequestError as error:
-            append_line(errors, {"image_id": manifest.ids[index], "reason": str(error)})
+            bad.append(json.dumps({"image_id": manifest.ids[index], "reason": str(error)}, ensure_ascii=False))
+    if bad:
+        write_text(errors, "\n".join(bad) + "\n")
+        say(f"{len(bad)} of {len(manifest)} images cannot be read and are left out: {errors}.")
     if not good:
         raise RequestError(f"none of the {len(manifest)} images can be read; {errors} says why.")
-    if len(good) < len(manifest):
-        say(f"{len(manifest) - len(good)} of {len(manifest)} images cannot be read and are left out: {errors}.")
     return manifest.take(good)
 
 
