@@ -109,6 +109,7 @@ def test_p_is_uniform_when_there_is_no_difference() -> None:
     assert stats.kstest(p, "uniform").pvalue > 0.05
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("metric", ["retention", "macro_f1"])
 def test_two_methods_of_one_kind_have_uniform_p(metric: str) -> None:
     """Both methods are drawn from one distribution, with two seeds and groups of two images."""

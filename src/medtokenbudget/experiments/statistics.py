@@ -23,7 +23,7 @@ from medtokenbudget.experiments.results import probability_matrix
 DRAWS = 10_000
 LEVEL = 0.95
 METHOD_KEYS: tuple[str, ...] = ("study", "dataset", "method", "budget")
-_CHUNK_BYTES = 32_000_000
+_BLOCK_BYTES = 2_000_000  # draws are made in blocks that stay in the cache
 
 
 @dataclass(frozen=True)
@@ -118,10 +118,11 @@ def _group_sums(frame: pd.DataFrame, terms: Floats, names: NDArray[np.str_]) -> 
 def resample(groups: int, draws: int, seed: int) -> Iterator[Floats]:
     """Blocks of bootstrap weights, together [draws, groups]: how often each group was drawn; every row sums to `groups`."""
     rng = np.random.default_rng(seed)
-    block = max(1, _CHUNK_BYTES // (8 * max(groups, 1)))
+    block = max(1, _BLOCK_BYTES // (8 * max(groups, 1)))
     for start in range(0, draws, block):
         rows = min(block, draws - start)
-        picks = rng.integers(0, groups, (rows, groups)) + groups * np.arange(rows)[:, None]
+        picks = rng.integers(0, groups, (rows, groups))
+        picks += groups * np.arange(rows)[:, None]
         yield np.bincount(picks.ravel(), minlength=rows * groups).reshape(rows, groups).astype(float)
 
 
@@ -230,7 +231,7 @@ def permutation_p(observed: float, permuted: Floats) -> float:
 def _swaps(groups: int, draws: int, seed: int) -> Iterator[Floats]:
     """Blocks of fair coin flips, together [draws, groups]: 1 where a group's two methods are exchanged."""
     rng = np.random.default_rng(seed)
-    block = max(1, _CHUNK_BYTES // (8 * max(groups, 1)))
+    block = max(1, _BLOCK_BYTES // (8 * max(groups, 1)))
     for start in range(0, draws, block):
         yield rng.integers(0, 2, (min(block, draws - start), groups), dtype=np.int8).astype(float)
 
