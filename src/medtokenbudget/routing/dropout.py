@@ -24,5 +24,6 @@ def dropout(x: Tensor, p: float, generator: torch.Generator | None = None) -> Te
     words = torch.empty((x.numel() + 3) // 4, dtype=torch.int64, device=device)
     # The full range must be named: a bare random_() never sets the sign bit, and every fourth element would be biased.
     bits = words.random_(-(1 << 63), None, generator=generator).view(torch.int16)[: x.numel()]
-    keep = (bits >= _LOWEST + dropped).to(x.device).view(x.shape)
-    return x * keep.to(x.dtype).mul_(_LEVELS / (_LEVELS - dropped))
+    # The comparison writes floats: no bool tensor, no conversion.
+    keep = torch.ge(bits.to(x.device).view(x.shape), _LOWEST + dropped, out=torch.empty_like(x, requires_grad=False))
+    return x * keep.mul_(_LEVELS / (_LEVELS - dropped))
