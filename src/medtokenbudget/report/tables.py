@@ -1,0 +1,39 @@
+"""The list of tables of a report, in the order of the page."""
+
+from __future__ import annotations
+
+from medtokenbudget.report import analysis_tables as analysis
+from medtokenbudget.report import study_tables as studies
+from medtokenbudget.report.evidence import Evidence
+from medtokenbudget.report.intervals import Intervals
+from medtokenbudget.report.table import Table
+
+_MASK_METRICS = ("accuracy", "macro_f1", "balanced_accuracy", "retention", "retention_of_ceiling", "precision", "enrichment")
+_OWN_TABLE = {"main", "curriculum", "kvasir", "subset"}
+
+
+def make_tables(evidence: Evidence, intervals: Intervals) -> list[Table]:
+    """Every table that the run has numbers for."""
+    made = [
+        studies.main(evidence, intervals),
+        studies.sweep(evidence, "retention", "retention-sweep", "Lesion retention (%) over all budgets"),
+        studies.sweep(evidence, "accuracy", "accuracy-sweep", "Accuracy (%) over all budgets"),
+        studies.sweep(evidence, "macro_f1", "macro-f1-sweep", "Macro F1 (%) over all budgets"),
+        analysis.further_measures(evidence),
+        *[studies.by_budget(evidence, s, _metrics(s)) for s in evidence.studies if s not in _OWN_TABLE and s != evidence.study],
+        studies.paired_seeds(evidence),
+        studies.curriculum(evidence),
+        studies.kvasir(evidence),
+        analysis.strata(evidence, intervals.by_size, "size-strata", "Retention by lesion size", "Lesion size"),
+        analysis.strata(evidence, intervals.by_class, "class-strata", "Retention by class", "Class"),
+        analysis.worst(evidence),
+        analysis.significance(evidence, intervals),
+        analysis.beside_paper(evidence),
+        analysis.subset(evidence),
+        analysis.prevalence(evidence),
+    ]
+    return [table for table in made if table is not None]
+
+
+def _metrics(study: str) -> tuple[str, ...]:
+    return _MASK_METRICS if study == "mask-free" else studies.SHOWN
