@@ -68,16 +68,16 @@ def _decode(source: Source, max_pixels: int) -> Image.Image:
     """Pixels in one of the modes L, 1, P (without transparency), RGB, YCbCr, HSV."""
     name, stream = _open(source)
     try:
-        with stream:
-            image = _header(name, stream)
-            _refuse_large(name, image.size, max_pixels)
-            _refuse_frames(name, image)
-            try:
-                image.load()
-                orientation = image.getexif().get(_ORIENTATION, 1)
-            # Plugins raise a dozen different types on damaged bytes; every one of them means the same to the reader.
-            except Exception as error:
-                raise DecodeError(f"{name} is damaged or cut short ({error}). Fetch the file again.", "damaged") from None
+        image = _header(name, stream)
+        _refuse_large(name, image.size, max_pixels)
+        _refuse_frames(name, image)
+        try:
+            image = _verified(image, stream)
+            image.load()
+            orientation = image.getexif().get(_ORIENTATION, 1)
+        # Plugins raise a dozen different types on damaged bytes; every one of them means the same to the reader.
+        except Exception as error:
+            raise DecodeError(f"{name} is damaged or cut short ({error}). Fetch the file again.", "damaged") from None
     finally:
         if isinstance(source, (Path, str)):
             stream.close()
@@ -85,25 +85,35 @@ def _decode(source: Source, max_pixels: int) -> Image.Image:
     return image.transpose(_TRANSPOSE[orientation]) if orientation in _TRANSPOSE else image
 
 
+def _verified(image: Image.Image, stream: BinaryIO) -> Image.Image:
+    """PNG carries checksums that Pillow looks at only when asked, and an image that was verified has to be opened again."""
+    if image.format != "PNG":
+        return image
+    image.verify()
+    stream.seek(0)
+    return Image.open(stream, formats=FORMATS)
+
+
 def _open(source: Source) -> tuple[str, BinaryIO]:
     if isinstance(source, bytes):
-        name, stream = "the image", io.BytesIO(source)
         if not source:
-            raise DecodeError(f"{name} is empty (0 bytes).", "empty")
-        return name, stream
+            raise DecodeError("the image is empty (0 bytes).", "empty")
+        return "the image", io.BytesIO(source)
     if not isinstance(source, (str, Path)):
-        return str(getattr(source, "name", "the image")), source
+        return str(getattr(source, "name", None) or "the image"), source
     path = Path(source)
     try:
-        if path.is_dir():
-            raise DecodeError(f"{path} is a folder, not an image.", "folder")
-        if path.stat().st_size == 0:
-            raise DecodeError(f"{path} is empty (0 bytes). Fetch the file again.", "empty")
-        return str(path), path.open("rb")
+        folder, size = path.is_dir(), path.stat().st_size
+        stream = None if folder or size == 0 else path.open("rb")
     except FileNotFoundError:
         raise DecodeError(f"{path} does not exist.", "missing") from None
     except (OSError, ValueError) as error:
         raise DecodeError(f"{path} cannot be opened: {getattr(error, 'strerror', None) or error}.", "missing") from None
+    if folder:
+        raise DecodeError(f"{path} is a folder, not an image.", "folder")
+    if stream is None:
+        raise DecodeError(f"{path} is empty (0 bytes). Fetch the file again.", "empty")
+    return str(path), stream
 
 
 def _header(name: str, stream: BinaryIO) -> Image.Image:

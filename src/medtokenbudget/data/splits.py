@@ -96,11 +96,13 @@ def _group_parts(manifest: Manifest, groups: list[str], shares: list[float], val
     if len(set(groups)) < len(shares):
         raise RequestError(f"{len(set(groups))} groups cannot be split into {len(shares)} parts. Add images, or take fewer folds.")
     numbers = stratified_group_parts(manifest.label_index, groups, shares, seed)
+    if (numbers == val).all() or not (numbers == val).any():
+        raise RequestError(f"{len(manifest)} images in {len(set(groups))} groups leave a part of the split empty. Add images.")
     return np.where(numbers == val, "val", "train").astype(object)
 
 
 def cut_selection(manifest: Manifest, share: float, seed: int) -> Manifest:
-    """Move a stratified `share` of the training part to 'select', whole groups at a time; an earlier selection part goes back first."""
+    """Move a stratified `share` of the training part to 'select', whole groups at a time; an earlier one goes back first."""
     if not 0 <= share < 1:
         raise RequestError(f"--select is a share of training in [0, 1), got {share}.")
     split = manifest.rows["split"].to_numpy(dtype=object).copy()

@@ -1,0 +1,108 @@
+"""`mtb data` from the outside: files written, last lines, exit codes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from medtokenbudget.cli import main
+from medtokenbudget.data import Manifest
+from tests.data.pictures import class_folders, lesion_picture, save
+
+
+def run(*arguments: object) -> int:
+    try:
+        return main(["data", *map(str, arguments)])
+    except SystemExit as end:
+        return int(end.code or 0)
+
+
+def test_a_folder_becomes_a_manifest_and_is_split_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    photos, first, second = class_folders(tmp_path / "photos", 10), tmp_path / "a.parquet", tmp_path / "b.parquet"
+    assert run("folder", photos, "--out", first) == 0
+    assert f"in {first}; next: mtb data check {first}" in capsys.readouterr().out.splitlines()[-1]
+    assert Manifest.read(first).split_rule == "grouped"
+    assert run("split", first, "--split", "kfold", "--folds", 4, "--fold", 2, "--select", 0.2, "--out", second) == 0
+    again = Manifest.read(second)
+    assert again.split_rule == "kfold 2/4, select 0.2"
+    assert again.data_hash == Manifest.read(first).data_hash
+
+
+def test_duplicates_stay_together_in_a_grouped_split(tmp_path: Path) -> None:
+    photos = class_folders(tmp_path / "photos", 8)
+    for k in range(8):
+        save(lesion_picture(k).resize((48, 36)), photos / "MEL" / f"copy_{k}.png")
+    assert run("folder", photos, "--out", tmp_path / "m.parquet") == 0
+    rows = Manifest.read(tmp_path / "m.parquet").rows.set_index("image_id")
+    for k in range(8):
+        assert rows["split"][f"MEL/MEL_{k}"] == rows["split"][f"MEL/copy_{k}"]
+
+
+def test_a_given_split_stays_unless_another_is_asked_for(tmp_path: Path) -> None:
+    class_folders(tmp_path / "photos" / "train", 4)
+    class_folders(tmp_path / "photos" / "val", 1)
+    run("folder", tmp_path / "photos", "--out", tmp_path / "m.parquet")
+    assert Manifest.read(tmp_path / "m.parquet").split_rule == "given"
+    run("folder", tmp_path / "photos", "--split", "paper", "--out", tmp_path / "m.parquet")
+    assert Manifest.read(tmp_path / "m.parquet").split_rule == "paper"
+
+
+@pytest.mark.slow
+def test_isic_from_the_command_line(shared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root, paper, grouped = shared / "data" / "isic", tmp_path / "p.parquet", tmp_path / "g.parquet"
+    assert run("isic", root, "--masks", "exact", "--split", "paper", "--out", paper) == 0
+    assert "2,068 images (1,663 train, 405 val; 136 with a mask)" in capsys.readouterr().out
+    assert run("isic", root, "--mask-sources", "isic2018,ham10000", "--select", 0.1, "--out", grouped) == 0
+    rows = Manifest.read(grouped).rows
+    assert (rows.groupby("group")["split"].nunique() == 1).all()
+    split = rows.set_index("image_id")["split"]
+    assert split["ISIC_0012127_downsampled"] == split["ISIC_0012970_downsampled"]
+    assert run("split", grouped, "--split", "paper", "--out", paper) == 2
+    assert "whole official CSV" in capsys.readouterr().err
+
+
+def test_drawn_images_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("synthetic", "--n", 10, "--seed", 1, "--size", 64, "--off-center", "--workers", 1, "--out", tmp_path / "drawn") == 0
+    assert "10 images" in capsys.readouterr().out
+    assert "off-center" in Manifest.read(tmp_path / "drawn" / "manifest.parquet").source
+
+
+def test_a_csv_from_the_command_line(tmp_path: Path) -> None:
+    class_folders(tmp_path / "photos", 6)
+    lines = [f"photos/{c}/{c}_{k}.png,{c},p{k}" for c in ("MEL", "NV") for k in range(6)]
+    (tmp_path / "t.csv").write_text("image,label,group\n" + "\n".join(lines))
+    assert run("csv", tmp_path / "t.csv", "--classes", "NV,MEL", "--out", tmp_path / "m.parquet") == 0
+    manifest = Manifest.read(tmp_path / "m.parquet")
+    assert manifest.classes == ("NV", "MEL")
+    assert (manifest.rows.groupby("group")["split"].nunique() == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["folder", "/nowhere", "--out", "m"], "does not exist"),
+        (["isic", "/nowhere", "--out", "m"], "does not exist"),
+        (["check", "/nowhere.parquet"], "does not exist"),
+        (["split", "/nowhere.parquet", "--out", "m"], "does not exist"),
+        (["isic", "/nowhere", "--masks", "fuzzy", "--out", "m"], "exact"),
+        (["folder", "/nowhere"], "required"),
+        (["sideways"], "invalid choice"),
+        (["synthetic", "--n", "0", "--out", "m"], "--n is the number"),
+    ],
+)
+def test_a_wrong_request_ends_with_2_and_no_traceback(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(*arguments) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert "Traceback" not in err
+
+
+def test_help_does_not_import_what_is_heavy() -> None:
+    code = "import sys; from medtokenbudget.cli import main\ntry: main(['data', '--help'])\nexcept SystemExit: pass\n"
+    heavy = code + "sys.exit(any(name in sys.modules for name in ('torch', 'numpy', 'pandas', 'PIL')))"
+    assert subprocess.run([sys.executable, "-c", heavy], capture_output=True, check=False).returncode == 0

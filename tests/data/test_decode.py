@@ -1,0 +1,174 @@
+"""Decoding: what is accepted comes out as the same picture, what is not is refused by name."""
+
+from __future__ import annotations
+
+import io
+import struct
+import time
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image, ImageOps
+
+from medtokenbudget.data import DecodeError, decode_image, decode_mask
+from tests.data.pictures import disc_mask, lesion_picture, save
+
+
+def png_header(width: int, height: int) -> bytes:
+    """The start of a PNG that claims a size, without the pixels."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"\0" * 1000)) + chunk(b"IEND", b"")
+
+
+def encoded(image: Image.Image, kind: str, **options: object) -> bytes:
+    stream = io.BytesIO()
+    image.save(stream, format=kind, **options)
+    return stream.getvalue()
+
+
+def transparent(mode: str = "RGBA") -> Image.Image:
+    image = lesion_picture(0).convert(mode)
+    image.putpixel((0, 0), (10, 10, 10, 0) if mode == "RGBA" else (10, 0))
+    return image
+
+
+def palette_with_hole() -> bytes:
+    return encoded(lesion_picture(0).quantize(16), "PNG", transparency=0)
+
+
+def flipped_byte() -> bytes:
+    data = bytearray(encoded(lesion_picture(0), "PNG"))
+    data[len(data) // 2] ^= 0xFF
+    return bytes(data)
+
+
+def half(kind: str) -> bytes:
+    data = encoded(lesion_picture(0), kind)
+    return data[: len(data) // 2]
+
+
+BAD: dict[str, tuple[object, str, str]] = {
+    "missing": (None, "missing", "does not exist"),
+    "folder": ("folder", "folder", "is a folder"),
+    "empty": (b"", "empty", "0 bytes"),
+    "text": (b"image,label\na.jpg,MEL\n", "not-an-image", "not an image"),
+    "html page saved as jpg": (b"<!DOCTYPE html><html>404</html>", "not-an-image", "not an image"),
+    "postscript": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "not-an-image", "not an image"),
+    "jpeg cut in the middle": (half("JPEG"), "damaged", "damaged or cut short"),
+    "png cut in the middle": (half("PNG"), "damaged", "damaged or cut short"),
+    "png cut in its header": (encoded(lesion_picture(0), "PNG")[:20], "not-an-image|damaged", "header"),
+    "png with a flipped byte": (flipped_byte(), "damaged", "damaged or cut short"),
+    "tiff cut in the middle": (half("TIFF"), "damaged|not-an-image", "damaged|header"),
+    "bomb": (png_header(30_000, 30_000), "too-large", "pixels"),
+    "above the limit": (png_header(12_000, 9_000), "too-large", "12000 x 9000 pixels, more than the 100,000,000 allowed"),
+    "animated gif": (
+        encoded(lesion_picture(0), "GIF", save_all=True, append_images=[lesion_picture(1), lesion_picture(2)]),
+        "frames",
+        "3 frames",
+    ),
+    "animated png": (encoded(lesion_picture(0), "PNG", save_all=True, append_images=[lesion_picture(1)]), "frames", "2 frames"),
+    "tiff of two pages": (
+        encoded(lesion_picture(0), "TIFF", save_all=True, append_images=[lesion_picture(1)]),
+        "frames",
+        "2 frames",
+    ),
+    "transparent rgba": (encoded(transparent("RGBA"), "PNG"), "alpha", "transparent pixels"),
+    "transparent grey": (encoded(transparent("LA"), "PNG"), "alpha", "transparent pixels"),
+    "palette with a transparent colour": (palette_with_hole(), "alpha", "transparent pixels"),
+    "float pixels": (encoded(lesion_picture(0).convert("F"), "TIFF"), "mode", "pixel format 'F'"),
+    "lab pixels": (encoded(Image.new("LAB", (9, 9)), "TIFF"), "mode", "pixel format 'LAB'"),
+    "32-bit pixels": (encoded(Image.fromarray(np.full((9, 9), 70_000, np.int32)), "TIFF"), "mode", "outside 0..65535"),
+}
+
+
+@pytest.mark.parametrize("decode", [decode_image, decode_mask])
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_file_is_refused_by_name(tmp_path: Path, case: str, decode: object) -> None:
+    content, kinds, message = BAD[case]
+    path = tmp_path / "picture.jpg"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    elif content == "folder":
+        path.mkdir()
+    with pytest.raises(DecodeError, match=message) as caught:
+        decode(path)  # type: ignore[operator]
+    assert caught.value.kind in kinds.split("|")
+    assert "picture.jpg" in str(caught.value)
+    assert caught.value.exit_code == 2
+
+
+def test_a_bomb_is_refused_from_its_header_within_a_moment() -> None:
+    start = time.perf_counter()
+    with pytest.raises(DecodeError):
+        decode_image(png_header(30_000, 30_000))
+    assert time.perf_counter() - start < 0.5
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
+def test_no_cut_of_a_file_is_taken_for_the_picture(kind: str) -> None:
+    options = {"lossless": True} if kind == "WEBP" else {}
+    whole = encoded(lesion_picture(3), kind, **options)
+    expected = np.asarray(decode_image(whole))
+    for cut in np.linspace(1, len(whole) - 40, 40).astype(int):
+        try:
+            decoded = np.asarray(decode_image(whole[:cut]))
+        except DecodeError:
+            continue
+        # Only bytes after the last pixel may be missing.
+        np.testing.assert_array_equal(decoded, expected)
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("kind", ["PNG", "TIFF"])
+def test_exif_orientation_turns_image_and_mask_alike(kind: str, orientation: int) -> None:
+    picture, mask = lesion_picture(1), disc_mask().crop((30, 0, 90, 60))
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    for upright, decode in ((picture, decode_image), (mask, decode_mask)):
+        data = encoded(upright, kind, exif=exif)
+        expected = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
+        np.testing.assert_array_equal(np.asarray(decode(data)), np.asarray(expected))
+
+
+def test_sixteen_bit_grey_is_scaled_by_its_range() -> None:
+    values = np.array([[0, 128, 129, 257, 32768, 65278, 65535]], dtype=np.uint16)
+    decoded = np.asarray(decode_mask(encoded(Image.fromarray(values), "PNG")))
+    np.testing.assert_array_equal(decoded, np.round(values / 257).astype(np.uint8))
+    colours = np.asarray(decode_image(encoded(Image.fromarray(values), "PNG")))
+    np.testing.assert_array_equal(colours[..., 0], decoded)
+
+
+@pytest.mark.parametrize("mode", ["L", "1", "P", "RGBA", "LA", "RGB"])
+def test_other_modes_show_the_same_picture(mode: str) -> None:
+    image = lesion_picture(2).convert(mode)
+    decoded = decode_image(encoded(image, "PNG"))
+    assert decoded.mode == "RGB"
+    np.testing.assert_array_equal(np.asarray(decoded), np.asarray(image.convert("RGB")))
+
+
+def test_cmyk_jpeg_comes_out_in_its_colours() -> None:
+    data = encoded(Image.new("RGB", (32, 32), (200, 40, 90)).convert("CMYK"), "JPEG", quality=100)
+    np.testing.assert_allclose(np.asarray(decode_image(data)).mean((0, 1)), (200, 40, 90), atol=4)
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "P", "RGB"])
+def test_a_mask_is_black_and_white_whatever_its_mode(mode: str) -> None:
+    mask = disc_mask()
+    decoded = decode_mask(encoded(mask.convert(mode), "PNG"))
+    assert decoded.mode == "L"
+    np.testing.assert_array_equal(np.asarray(decoded), np.asarray(mask))
+
+
+def test_paths_bytes_and_streams_give_the_same_pixels(tmp_path: Path) -> None:
+    path = save(lesion_picture(4), tmp_path / "a.png")
+    expected = np.asarray(decode_image(path))
+    np.testing.assert_array_equal(np.asarray(decode_image(str(path))), expected)
+    np.testing.assert_array_equal(np.asarray(decode_image(path.read_bytes())), expected)
+    with path.open("rb") as stream:
+        np.testing.assert_array_equal(np.asarray(decode_image(stream)), expected)

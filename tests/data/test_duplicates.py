@@ -1,0 +1,119 @@
+"""Duplicates: the same picture is found through what really happens to pictures, another picture is not."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image, ImageEnhance
+from scipy.fft import dct
+
+from medtokenbudget.data import Manifest, merged_groups
+from medtokenbudget.data.duplicates import Fingerprint, exact_pairs, fingerprint, merge, near_pairs, perceptual_hash
+from tests.data.pictures import lesion_picture, save
+
+CHANGES: dict[str, Callable[[Image.Image], Image.Image]] = {
+    "half the size": lambda image: image.resize((image.width // 2, image.height // 2)),
+    "another shape": lambda image: image.resize((200, 200)),
+    "brighter": lambda image: ImageEnhance.Brightness(image).enhance(1.2),
+    "less contrast": lambda image: ImageEnhance.Contrast(image).enhance(0.6),
+    "grey": lambda image: image.convert("L").convert("RGB"),
+}
+
+
+def prints(folder: Path, *images: Image.Image) -> list[Fingerprint]:
+    paths = [save(image, folder / f"{k}.png") for k, image in enumerate(images)]
+    return [fingerprint(path, image) for path, image in zip(paths, images)]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_copy_is_found(tmp_path: Path, change: str) -> None:
+    images = [lesion_picture(k, 192, 144) for k in range(5)]
+    assert near_pairs(prints(tmp_path, *images, CHANGES[change](images[3]))) == [(3, 5)]
+
+
+def test_a_strongly_compressed_copy_is_found(tmp_path: Path) -> None:
+    image = lesion_picture(1, 192, 144)
+    path = save(image, tmp_path / "low.jpg", quality=15)
+    copy = fingerprint(path, Image.open(path).convert("RGB"))
+    assert near_pairs([*prints(tmp_path, image, lesion_picture(2)), copy]) == [(0, 2)]
+
+
+def test_different_lesions_under_the_same_dark_rim_are_not_duplicates(tmp_path: Path) -> None:
+    y, x = np.mgrid[-1:1:128j, -1:1:128j]
+    rim = np.where(x**2 + y**2 < 0.9, 200.0, 10.0)
+    pictures = []
+    for cx, cy in ((-0.1, 0.0), (0.12, 0.05)):
+        picture = np.where((x - cx) ** 2 + (y - cy) ** 2 < 0.03, 150.0, rim)
+        pictures.append(Image.fromarray(np.repeat(picture[..., None], 3, 2).astype(np.uint8)))
+    one, other = prints(tmp_path, *pictures)
+    whole = np.corrcoef(one.thumbnail.reshape(-1), other.thumbnail.reshape(-1))[0, 1]
+    assert whole > 0.97
+    assert near_pairs([one, other]) == []
+
+
+def test_the_same_bytes_are_exact_and_not_near(tmp_path: Path) -> None:
+    image = lesion_picture(0)
+    found = prints(tmp_path, image, lesion_picture(1), image, image)
+    assert exact_pairs(found) == [(0, 2), (0, 3)]
+    assert near_pairs(found) == []
+
+
+def test_blank_pictures_are_compared_by_value(tmp_path: Path) -> None:
+    white, black, small = Image.new("RGB", (64, 64), "white"), Image.new("RGB", (64, 64)), Image.new("RGB", (32, 32), "white")
+    assert near_pairs(prints(tmp_path, white, black, small)) == [(0, 2)]
+    assert near_pairs([]) == []
+
+
+def test_the_hash_is_the_sign_of_the_low_cosine_frequencies() -> None:
+    thumbnail = np.random.default_rng(0).integers(0, 256, (32, 32)).astype(np.uint8)
+    low = dct(dct(thumbnail.astype(float), axis=0, norm="ortho"), axis=1, norm="ortho")[:8, :8].reshape(-1)
+    median = np.median(low[1:])
+    expected = sum(1 << bit for bit in range(1, 64) if low[bit] > median)
+    assert perceptual_hash(thumbnail) == expected
+
+
+def test_groups_join_along_chains_of_pairs() -> None:
+    assert merge(["d", "b", "c", "a", "b"], [(0, 1), (1, 2)]) == ["b", "b", "b", "a", "b"]
+    assert merge(["x", "y"], []) == ["x", "y"]
+
+
+def test_an_unreadable_image_is_named_and_keeps_its_group(tmp_path: Path) -> None:
+    save(lesion_picture(0), tmp_path / "a.png")
+    save(lesion_picture(0).resize((48, 36)), tmp_path / "b.png")
+    (tmp_path / "c.png").write_bytes(b"no picture")
+    rows = [{"image_id": name, "image": f"{name}.png"} for name in "abc"]
+    groups, unreadable = merged_groups(Manifest.from_records(rows, (), root=tmp_path))
+    assert groups == ["a", "a", "c"]
+    assert unreadable == ["c"]
+
+
+def test_ten_thousand_images_are_compared_in_seconds() -> None:
+    rng = np.random.default_rng(0)
+    thumbnails = rng.integers(0, 256, (10_000, 32, 32)).astype(np.uint8)
+    hashes = rng.integers(0, 1 << 63, 10_000)
+    many = [Fingerprint(str(k), int(h), t) for k, (h, t) in enumerate(zip(hashes, thumbnails))]
+    many[9_000] = Fingerprint("copy", many[77].phash ^ 0b110, many[77].thumbnail)
+    start = time.perf_counter()
+    assert near_pairs(many) == [(77, 9_000)]
+    assert time.perf_counter() - start < 60
+
+
+@pytest.mark.slow
+def test_real_duplicates_under_other_ids_are_found(shared: Path) -> None:
+    folder = shared / "data" / "isic" / "ISIC_2019_Training_Input"
+    # Looked at by eye: the first pairs are the same photograph, the others only look alike.
+    same = [("0012127", "0012970"), ("0012290", "0013594"), ("0012887", "0012989"), ("0012756", "0013184")]
+    alike = [("0014574", "0014575"), ("0014574", "0014597")]
+    names = [f"ISIC_{name}_downsampled" for name in sorted({name for pair in same + alike for name in pair})]
+    names += ["ISIC_0000222", "ISIC_0014846_downsampled"]
+    rows = [{"image_id": name, "image": str(folder / f"{name}.jpg")} for name in names]
+    groups = dict(zip(names, merged_groups(Manifest.from_records(rows, ()))[0]))
+    for a, b in same:
+        assert groups[f"ISIC_{a}_downsampled"] == groups[f"ISIC_{b}_downsampled"]
+    assert groups["ISIC_0000222"] == groups["ISIC_0014846_downsampled"]
+    for a, b in alike:
+        assert groups[f"ISIC_{a}_downsampled"] != groups[f"ISIC_{b}_downsampled"]

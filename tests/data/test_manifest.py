@@ -1,0 +1,136 @@
+"""The manifest: what makes one, what it keeps, and how a damaged file is noticed."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pyarrow.parquet as pq
+import pytest
+
+from medtokenbudget.data import Manifest, ManifestError
+from tests.data.pictures import lesion_picture, save
+
+ROWS = [
+    {"image_id": "a", "image": "images/a.png", "label": "MEL", "mask": "masks/a.png", "group": "g1", "split": "train"},
+    {"image_id": "b", "image": "images/b.png", "label": "NV", "mask": None, "group": None, "split": "val"},
+    {"image_id": "c", "image": "images/c.png", "label": None, "mask": None, "group": "g1", "split": "select"},
+]
+
+
+def manifest(root: Path | None = None, rows: list[dict[str, object]] = ROWS) -> Manifest:
+    return Manifest.from_records(rows, ("MEL", "NV"), root=root, source="test")
+
+
+def test_a_manifest_comes_back_as_it_was_written(tmp_path: Path) -> None:
+    before = manifest(tmp_path)
+    path = before.write(tmp_path / "m.parquet")
+    after = Manifest.read(path)
+    pd.testing.assert_frame_equal(after.rows, before.rows)
+    assert (after.classes, after.source, after.hash) == (before.classes, "test", before.hash)
+    assert after.rows["mask"].tolist() == ["masks/a.png", None, None]
+    assert after.image_path(1) == tmp_path / "images/b.png"
+    assert after.mask_path(0) == tmp_path / "masks/a.png"
+    assert after.mask_path(1) is None
+    assert after.label_index.tolist() == [0, 1, -1]
+    assert after.label_index.dtype == np.int64
+
+
+def test_the_same_manifest_is_the_same_bytes(tmp_path: Path) -> None:
+    manifest(tmp_path).write(tmp_path / "a.parquet")
+    manifest(tmp_path).write(tmp_path / "b.parquet")
+    assert (tmp_path / "a.parquet").read_bytes() == (tmp_path / "b.parquet").read_bytes()
+
+
+def test_a_folder_with_its_manifest_can_move(tmp_path: Path) -> None:
+    here = tmp_path / "here"
+    save(lesion_picture(0), here / "images/a.png")
+    path = manifest(here).write(here / "m.parquet")
+    before = Manifest.read(path)
+    shutil.move(here, tmp_path / "there")
+    after = Manifest.read(tmp_path / "there/m.parquet")
+    assert after.image_path(0).is_file()
+    assert after.hash == before.hash
+
+
+def test_images_outside_the_manifests_folder_keep_their_place_and_the_hash_stays(tmp_path: Path) -> None:
+    inside = Manifest.read(manifest(tmp_path / "data").write(tmp_path / "data/m.parquet"))
+    outside = Manifest.read(manifest(tmp_path / "data").write(tmp_path / "elsewhere/m.parquet"))
+    assert outside.image_path(0) == inside.image_path(0) == tmp_path / "data/images/a.png"
+    assert Path(outside.rows["image"][0]).is_absolute()
+    assert outside.hash == inside.hash
+
+
+def test_hashes_tell_data_and_split_apart() -> None:
+    one = manifest()
+    other = one.with_columns(split=["val", "train", "train"])
+    assert one.data_hash == other.data_hash
+    assert one.split_hash != other.split_hash
+    assert one.hash != other.hash
+    assert one.hash != one.with_columns(label=["NV", "NV", None]).hash
+
+
+def test_parts_and_rows_can_be_taken() -> None:
+    whole = manifest()
+    assert whole.part("val").ids == ["b"]
+    assert whole.take([2, 0]).ids == ["c", "a"]
+    assert len(whole.take([])) == 0
+    with pytest.raises(ManifestError, match="no part 'test'"):
+        whole.part("test")
+
+
+def changed(**values: object) -> list[dict[str, object]]:
+    return [{**ROWS[0], **values}, *ROWS[1:]]
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (changed(image_id="b"), "image_id given to more than one row: b"),
+        (changed(image_id=""), "rows without an image_id: rows: 0"),
+        (changed(image=""), "rows without an image: rows: 0"),
+        (changed(label="UNK"), "labels that are none of MEL, NV: UNK"),
+        (changed(split="test"), "values of split that are none of train, select, val: test"),
+        (changed(split=None), "values of split that are none of train, select, val: None"),
+    ],
+)
+def test_rows_that_make_no_manifest_are_refused(rows: list[dict[str, object]], message: str) -> None:
+    with pytest.raises(ManifestError, match=message):
+        manifest(rows=rows)
+
+
+def test_all_faults_are_told_together() -> None:
+    with pytest.raises(ManifestError) as caught:
+        manifest(rows=[*changed(label="UNK", split="test"), ROWS[1]])
+    assert all(word in str(caught.value) for word in ("UNK", "test", "more than one row: b"))
+
+
+def test_a_missing_column_is_named() -> None:
+    with pytest.raises(ManifestError, match="missing here: group, split"):
+        Manifest(pd.DataFrame({"image_id": ["a"], "image": ["a"], "label": ["x"], "mask": [None]}), ("x",))
+
+
+def edited(path: Path) -> None:
+    table = pq.read_table(path)
+    labels = ["NV", "NV", None]
+    pq.write_table(table.set_column(2, "label", [labels]).replace_schema_metadata(table.schema.metadata), path)
+
+
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (lambda path: path.unlink(), "does not exist"),
+        (lambda path: (path.unlink(), path.mkdir()), "is a folder"),
+        (lambda path: path.write_bytes(path.read_bytes()[:200]), "damaged"),
+        (lambda path: path.write_text("image_id,image\n"), "not a manifest or is damaged"),
+        (lambda path: pd.DataFrame({"x": [1]}).to_parquet(path), "not a manifest"),
+        (edited, "damaged or edited"),
+    ],
+)
+def test_a_file_that_is_no_manifest_is_refused(tmp_path: Path, harm: object, message: str) -> None:
+    path = manifest(tmp_path).write(tmp_path / "m.parquet")
+    harm(path)  # type: ignore[operator]
+    with pytest.raises(ManifestError, match=message):
+        Manifest.read(path)

@@ -1,0 +1,60 @@
+"""Masks to patch labels, by the supplement's rule."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from medtokenbudget.data import patch_labels, prevalence_table
+from medtokenbudget.errors import GridError
+from tests.data.pictures import disc_mask
+
+
+def test_a_patch_is_lesion_when_more_than_half_of_it_is() -> None:
+    mask = np.zeros((64, 64), np.uint8)
+    mask[:32, :16] = 255
+    labels = patch_labels(Image.fromarray(mask), (4, 4))
+    assert labels.dtype == bool
+    assert labels.reshape(4, 4).tolist() == [[True, False, False, False]] * 2 + [[False] * 4] * 2
+
+
+def test_raster_order_on_a_grid_that_is_not_square() -> None:
+    mask = np.zeros((20, 60), np.uint8)
+    mask[10:, 40:] = 255
+    assert np.flatnonzero(patch_labels(Image.fromarray(mask), (2, 3))).tolist() == [5]
+
+
+def test_labels_equal_a_plain_triangle_filter() -> None:
+    # Pillow's bilinear reduction is a triangle of twice the scale around each patch center: written out as a matrix here.
+    mask = disc_mask(80, 48, radius=17)
+    values = np.asarray(mask, np.float64) / 255
+
+    def weights(length: int, cells: int) -> np.ndarray:
+        scale = length / cells
+        centers = (np.arange(cells) + 0.5) * scale
+        matrix = np.maximum(0, 1 - abs(np.arange(length)[None] + 0.5 - centers[:, None]) / scale)
+        return matrix / matrix.sum(1, keepdims=True)
+
+    soft = weights(48, 6) @ values @ weights(80, 8).T
+    clear = abs(soft - 0.5) > 0.01
+    labels = patch_labels(mask, (6, 8)).reshape(6, 8)
+    np.testing.assert_array_equal(labels[clear], (soft > 0.5)[clear])
+
+
+def test_a_speck_leaves_no_patch_and_a_full_mask_all() -> None:
+    assert patch_labels(disc_mask(200, 200, radius=3), (16, 16)).sum() == 0
+    assert patch_labels(Image.new("L", (50, 40), 255), (16, 16)).all()
+
+
+def test_an_impossible_grid_is_refused() -> None:
+    with pytest.raises(GridError, match="at least one row"):
+        patch_labels(disc_mask(), (0, 16))
+
+
+def test_the_prevalence_table_leaves_out_images_without_a_lesion_patch() -> None:
+    table = prevalence_table([0, 6, 10, 20, 248], 256)
+    assert table["minimum"] == {"patches": 6.0, "prevalence": 6 / 256}
+    assert table["median"]["patches"] == 15.0
+    assert table["mean"]["patches"] == 71.0
+    assert prevalence_table([0, 0], 256) == {}

@@ -1,0 +1,156 @@
+"""Kvasir, class folders and CSV files."""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from medtokenbudget.data import csv_manifest, folder_manifest, kvasir_manifest
+from medtokenbudget.data.kvasir import CLASSES
+from medtokenbudget.errors import RequestError
+from tests.data.pictures import class_folders, disc_mask, lesion_picture, save
+
+
+def test_kvasir_is_split_80_to_20_over_the_sorted_files(shared: Path) -> None:
+    root = shared / "data" / "kvasir-dataset-v2"
+    manifest = kvasir_manifest(root)
+    assert Counter(manifest.rows["label"]) == dict.fromkeys(CLASSES, 40)
+    assert Counter(manifest.rows["split"]) == {"train": 256, "val": 64}
+    files = sorted(path.relative_to(root).as_posix() for path in root.glob("*/*.jpg"))
+    trained = {files[i] for i in np.random.RandomState(42).permutation(320)[:256]}
+    found = {manifest.image_path(i).relative_to(root).as_posix() for i in np.flatnonzero(manifest.rows["split"] == "train")}
+    assert found == trained
+    assert manifest.rows["mask"].isna().all()
+
+
+def test_kvasir_with_a_class_missing_is_refused(tmp_path: Path) -> None:
+    class_folders(tmp_path, 1, CLASSES[:-1])
+    with pytest.raises(RequestError, match=r"lacks the class folders ulcerative-colitis\..*mtb data folder"):
+        kvasir_manifest(tmp_path)
+
+
+def test_class_folders_give_labels_and_ids(tmp_path: Path) -> None:
+    manifest = folder_manifest(class_folders(tmp_path, 2))
+    assert manifest.classes == ("MEL", "NV")
+    assert manifest.ids == ["MEL/MEL_0", "MEL/MEL_1", "NV/NV_0", "NV/NV_1"]
+    assert manifest.rows["label"].tolist() == ["MEL", "MEL", "NV", "NV"]
+    assert manifest.split_rule == "none"
+
+
+def test_folders_called_train_and_val_give_the_split(tmp_path: Path) -> None:
+    class_folders(tmp_path / "train", 2)
+    class_folders(tmp_path / "val", 1)
+    manifest = folder_manifest(tmp_path)
+    assert manifest.classes == ("MEL", "NV")
+    assert Counter(manifest.rows["split"]) == {"train": 4, "val": 2}
+    assert manifest.split_rule == "given"
+
+
+def test_a_flat_folder_has_no_labels_and_other_files_are_left_out(tmp_path: Path) -> None:
+    save(lesion_picture(0), tmp_path / "b.PNG")
+    save(lesion_picture(1), tmp_path / "a.jpg")
+    (tmp_path / "notes.txt").write_text("x")
+    save(lesion_picture(1), tmp_path / ".hidden.jpg")
+    manifest = folder_manifest(tmp_path)
+    assert manifest.ids == ["a", "b"]
+    assert manifest.rows["label"].tolist() == [None, None]
+    assert manifest.classes == ()
+
+
+def test_masks_are_found_by_the_name_of_the_image(tmp_path: Path) -> None:
+    class_folders(tmp_path / "images", 2)
+    save(disc_mask(), tmp_path / "masks" / "MEL" / "MEL_0.png")
+    save(disc_mask(), tmp_path / "masks" / "MEL_1_segmentation.png")
+    save(disc_mask(), tmp_path / "masks" / "NV_1_mask.png")
+    manifest = folder_manifest(tmp_path / "images", tmp_path / "masks")
+    found = [None if mask is None else Path(mask).name for mask in manifest.rows["mask"]]
+    assert found == ["MEL_0.png", "MEL_1_segmentation.png", None, "NV_1_mask.png"]
+
+
+FOLDER_BAD = {
+    "missing": (lambda root: shutil.rmtree(root), "does not exist"),
+    "no image": (lambda root: [path.unlink() for path in root.rglob("*.png")], "holds no image"),
+    "loose images beside class folders": (lambda root: save(lesion_picture(9), root / "loose.png"), "both loose images"),
+    "one name, two files": (lambda root: save(lesion_picture(9), root / "MEL" / "MEL_0.jpg"), "more than one row: MEL/MEL_0"),
+    "mask folder missing": (lambda root: shutil.rmtree(root.parent / "masks"), "Pass the folder that holds the masks"),
+    "masks of other images": (lambda root: (root.parent / "masks/MEL_0.png").rename(root.parent / "masks/x.png"), "no mask in"),
+    "two masks": (lambda root: save(disc_mask(), root.parent / "masks" / "MEL_0_mask.png"), "several masks"),
+}
+
+
+@pytest.mark.parametrize("case", FOLDER_BAD)
+def test_a_folder_that_is_wrong_is_refused(tmp_path: Path, case: str) -> None:
+    root = class_folders(tmp_path / "images", 2)
+    save(disc_mask(), tmp_path / "masks" / "MEL_0.png")
+    harm, message = FOLDER_BAD[case]
+    harm(root)
+    with pytest.raises(RequestError, match=message):
+        folder_manifest(root, tmp_path / "masks")
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Path:
+    for k in range(3):
+        save(lesion_picture(k), tmp_path / "pictures" / f"{k}.png")
+    save(disc_mask(), tmp_path / "mask.png")
+    path = tmp_path / "table.csv"
+    path.write_text(
+        "image,image_id,label,mask,group,split\n"
+        "pictures/0.png,007,NA,mask.png,p1,train\npictures/1.png,x,MEL,,p1,train\npictures/2.png,y,MEL,,,val\n"
+    )
+    return path
+
+
+def test_a_csv_keeps_its_text_as_it_is(table: Path) -> None:
+    manifest = csv_manifest(table)
+    assert manifest.ids == ["007", "x", "y"]
+    assert manifest.classes == ("MEL", "NA")
+    assert manifest.rows["label"].tolist() == ["NA", "MEL", "MEL"]
+    assert manifest.rows["group"].tolist() == ["p1", "p1", None]
+    assert manifest.mask_path(0) == table.parent.resolve() / "mask.png"
+    assert manifest.rows["split"].tolist() == ["train", "train", "val"]
+
+
+def test_a_csv_needs_no_more_than_the_images(tmp_path: Path, table: Path) -> None:
+    small = tmp_path / "small.csv"
+    small.write_text("image\npictures/0.png\npictures/1.png\n")
+    manifest = csv_manifest(small)
+    assert manifest.ids == ["0", "1"]
+    assert manifest.rows["label"].tolist() == [None, None]
+
+
+CSV_BAD = {
+    "no image column": ("file,label\na.png,MEL\n", {}, "lacks the column 'image'"),
+    "a column that means nothing": ("image,lable\npictures/0.png,MEL\n", {}, "columns that mean nothing here: lable"),
+    "no rows": ("image,label\n", {}, "has no rows"),
+    "empty file": ("", {}, "not a CSV file"),
+    "image missing": ("image\npictures/9.png\n", {}, r"images that do not exist: row 2 \(pictures/9.png\)"),
+    "image cell empty": ("image,label\n,MEL\n", {}, "no image: row 2"),
+    "mask missing": ("image,mask\npictures/0.png,m.png\n", {}, r"masks that do not exist: row 2 \(m.png\)"),
+    "label empty": ("image,label\npictures/0.png,\n", {}, "no label.*--allow-unlabelled.*row 2"),
+    "label unknown": ("image,label\npictures/0.png,XYZ\n", {"classes": ["MEL", "NV"]}, r"none of MEL, NV: row 2 \(XYZ\)"),
+    "split unknown": ("image,split\npictures/0.png,test\n", {}, r"none of train, select, val: row 2 \(test\)"),
+    "split empty": ("image,split\npictures/0.png,\n", {}, "none of train, select, val: row 2"),
+    "id twice": ("image,image_id\npictures/0.png,a\npictures/1.png,a\n", {}, "more than one row: a"),
+    "name twice": ("image\npictures/0.png\n./pictures/0.png\n", {}, "more than one row: 0.*add a column image_id"),
+    "ragged": ("image,label\npictures/0.png,MEL,3,4\n\n1,2,3,4,5,6\n", {}, "not a CSV file|columns|exist"),
+}
+
+
+@pytest.mark.parametrize("case", CSV_BAD)
+def test_a_csv_that_is_wrong_is_refused(table: Path, case: str) -> None:
+    text, options, message = CSV_BAD[case]
+    table.write_text(text)
+    with pytest.raises(RequestError, match=message):
+        csv_manifest(table, **options)
+
+
+def test_all_faults_of_a_csv_are_told_together(table: Path) -> None:
+    table.write_text("image,label,split\npictures/9.png,MEL,train\npictures/0.png,,test\n")
+    with pytest.raises(RequestError) as caught:
+        csv_manifest(table)
+    assert all(word in str(caught.value) for word in ("pictures/9.png", "no label", "test"))
