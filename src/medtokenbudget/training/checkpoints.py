@@ -45,7 +45,7 @@ def split_prefix(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
 def optimizer_tensors(optimizer: torch.optim.Optimizer, prefix: str = "optimizer/") -> dict[str, Tensor]:
     """The optimizer's state as named tensors (`0/exp_avg`, ...)."""
     state = optimizer.state_dict()["state"]
-    return {f"{prefix}{index}/{key}": torch.as_tensor(v) for index, entry in state.items() for key, v in entry.items()}
+    return {f"{prefix}{index}/{key}": torch.as_tensor(v).clone() for index, entry in state.items() for key, v in entry.items()}
 
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor], prefix: str = "optimizer/") -> None:

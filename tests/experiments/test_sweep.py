@@ -1,0 +1,173 @@
+"""The sweep and the studies, on drawn images: shapes of the paper's tables, same bytes again, failures that do not spread."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+from safetensors import safe_open
+
+from medtokenbudget.config import BUDGETS
+from medtokenbudget.errors import UnknownNameError
+from medtokenbudget.experiments import paper, reproduce, sweep
+from medtokenbudget.experiments.results import RESULT_COLUMNS, read_predictions, read_results, summarise
+from medtokenbudget.experiments.studies import STUDIES, chosen_studies
+from medtokenbudget.experiments.summary import comparison, headline
+from medtokenbudget.experiments.variants import variant
+from medtokenbudget.files import read_json
+from medtokenbudget.routing import Ranker, register, registry
+from tests.drawn import Drawn, quick
+
+FILES = ("results.csv", "predictions.parquet", "routing.safetensors", "run.json")
+
+
+@pytest.fixture(scope="module")
+def everything(drawn: Drawn, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every study of the paper and ours, once."""
+    out = tmp_path_factory.mktemp("reproduce")
+    reproduce(drawn.manifest_path, drawn.store_path, out, "all", quick("paper", protocol="paper"), jobs=1)
+    return out
+
+
+@pytest.mark.slow
+def test_every_study_runs_and_has_the_shape_of_the_papers_table(everything: Path) -> None:
+    results = read_results(everything / "results.csv")
+    assert list(results.columns) == list(RESULT_COLUMNS)
+    assert set(results["study"]) == set(STUDIES) - {"kvasir"}
+    for study in set(results["study"]) & set(paper.STUDIES):
+        table = paper.beside_paper(results, study)
+        theirs = table[table["paper"].notna()]
+        assert len(theirs) == len(paper.table(study)), study
+        assert theirs["ours"].notna().all(), study
+    assert "robustness on synthetic" in comparison(results)
+    assert "lats:lesion-first" in headline(results)
+
+
+@pytest.mark.slow
+def test_every_study_shows_the_controls(everything: Path) -> None:
+    results = read_results(everything / "results.csv")
+    for study, rows in results.groupby("study"):
+        if study != "subset":
+            assert {"center", "darkness", "oracle"} <= set(rows["method"]), study
+
+
+@pytest.mark.slow
+def test_results_are_the_summary_of_the_predictions_and_nothing_else(everything: Path) -> None:
+    predictions, classes = read_predictions(everything / "predictions.parquet")
+    pd.testing.assert_frame_equal(
+        summarise(predictions, classes).astype({"seed": "int64"}),
+        read_results(everything / "results.csv"),
+        rtol=1e-8,
+        check_dtype=False,
+    )
+
+
+@pytest.mark.slow
+def test_off_center_views_are_a_data_set_of_their_own_in_the_center_bias_study_only(everything: Path) -> None:
+    results = read_results(everything / "results.csv")
+    off = results[results["dataset"].str.endswith("@off-center")]
+    assert set(off["study"]) == {"center-bias"}
+    center = results[(results["study"] == "center-bias") & (results["method"] == "center") & (results["budget"] == 0.3)]
+    share = center.groupby("dataset")["retention_of_ceiling"].mean()
+    assert share["synthetic@off-center"] < share["synthetic"] - 0.1
+
+
+@pytest.mark.slow
+def test_the_oracle_reaches_the_ceiling_and_no_method_passes_it(everything: Path) -> None:
+    results = read_results(everything / "results.csv")
+    oracle = results[results["method"] == "oracle"]
+    assert oracle["retention_of_ceiling"].to_numpy() == pytest.approx(1.0)
+    others = results[(results["method"] != "no-pruning") & results["retention"].notna()]
+    assert (others["retention"] <= others["ceiling"] + 1e-9).all()
+
+
+@pytest.mark.slow
+def test_patch_orders_of_all_rankers_are_kept_for_the_report(everything: Path) -> None:
+    with safe_open(str(everything / "routing.safetensors"), framework="numpy") as stream:
+        names = set(stream.keys())
+        order = stream.get_tensor("order/lats/42")
+    assert {"order/center/42", "scores/lats/42", "lesion", "synthetic@off-center/order/lats/42"} <= names
+    assert (order[:, :1] != order[:, 1:2]).all()
+
+
+@pytest.mark.slow
+def test_a_toggle_uses_the_training_of_lats(everything: Path) -> None:
+    assert not (everything / "units" / "lats~no-norm-42" / "checkpoint.safetensors").exists()
+    assert (everything / "units" / "lats-42" / "checkpoint.safetensors").exists()
+
+
+def _sweep(drawn: Drawn, out: Path, **options: object) -> pd.DataFrame:
+    defaults = {"methods": ("lats", "random", "center", "tome"), "config": quick("lesion-first"), "jobs": 1}
+    return sweep(drawn.manifest_path, drawn.store_path, out, **{**defaults, **options})  # type: ignore[arg-type]
+
+
+def test_a_second_run_writes_the_same_bytes_and_a_repeated_call_does_no_work(drawn: Drawn, tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    first = _sweep(drawn, tmp_path / "a")
+    _sweep(drawn, tmp_path / "b")
+    for name in FILES:
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes(), name
+    stamps = {path: path.stat().st_mtime_ns for path in (tmp_path / "a" / "units").rglob("unit.json")}
+    assert _sweep(drawn, tmp_path / "a").equals(first)
+    assert {path: path.stat().st_mtime_ns for path in stamps} == stamps
+    assert set(first["budget"]) == set(BUDGETS)
+
+
+def test_two_processes_write_the_same_bytes_as_one(drawn: Drawn, tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    _sweep(drawn, tmp_path / "one", methods=("random", "center"))
+    _sweep(drawn, tmp_path / "two", methods=("random", "center"), jobs=2)
+    assert (tmp_path / "one" / "predictions.parquet").read_bytes() == (tmp_path / "two" / "predictions.parquet").read_bytes()
+
+
+@pytest.mark.slow
+def test_a_ray_cluster_writes_the_same_bytes_as_local_processes(drawn: Drawn, tmp_path: Path) -> None:
+    ray = pytest.importorskip("ray")
+    torch.set_num_threads(1)
+    methods = ("center", "no-pruning")
+    _sweep(drawn, tmp_path / "local", methods=methods)
+    try:
+        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=100_000_000)
+        _sweep(drawn, tmp_path / "ray", methods=methods, engine="ray")
+    finally:
+        ray.shutdown()
+    assert (tmp_path / "ray" / "results.csv").read_bytes() == (tmp_path / "local" / "results.csv").read_bytes()
+
+
+def test_a_selector_that_fails_does_not_stop_the_others_and_only_failed_tries_it_again(drawn: Drawn, tmp_path: Path) -> None:
+    broken = True
+
+    @register("moody")
+    class Moody(Ranker):
+        def score(self, tokens, generator=None):  # type: ignore[no-untyped-def]
+            if broken:
+                raise RuntimeError("not today")
+            return tokens.patches.norm(dim=-1)
+
+    try:
+        results = _sweep(drawn, tmp_path, methods=("center", "moody"))
+        assert set(results["method"]) == {"center"}
+        assert "not today" in read_json(tmp_path / "units" / "moody-42" / "unit.json")["error"]
+        shutil.rmtree(tmp_path / "units" / "center-42")
+        broken = False
+        again = _sweep(drawn, tmp_path, methods=("center", "moody"), only="failed")
+        assert set(again["method"]) == {"moody"}
+    finally:
+        registry._SELECTORS.pop("moody")
+
+
+def test_unknown_methods_variants_and_studies_are_refused_before_any_work(drawn: Drawn, tmp_path: Path) -> None:
+    with pytest.raises(UnknownNameError, match="Did you mean 'center'"):
+        _sweep(drawn, tmp_path, methods=("centre",))
+    with pytest.raises(UnknownNameError, match="Did you mean 'mask-free'"):
+        variant("lats:maskfree", quick("paper"))
+    with pytest.raises(UnknownNameError, match="Did you mean 'robustness'"):
+        chosen_studies(["robustnes"], "isic")
+
+
+def test_all_means_the_studies_that_fit_the_data_set() -> None:
+    assert [study.name for study in chosen_studies(["all"], "kvasir")] == ["kvasir"]
+    assert "kvasir" not in [study.name for study in chosen_studies(["all"], "isic")]

@@ -1,0 +1,150 @@
+"""The trainer: what it learns, what it refuses, and that a killed run goes on to the same bytes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from medtokenbudget.config import LossWeights, TrainConfig
+from medtokenbudget.errors import MismatchError, RequestError, WorkError
+from medtokenbudget.files import read_lines
+from medtokenbudget.training import checkpoints as ck
+from medtokenbudget.training import trainer
+from medtokenbudget.training.parts import make_parts
+from medtokenbudget.training.trainer import train_lats
+from tests.drawn import Drawn, quick
+
+
+def _train(drawn: Drawn, out: Path, config: TrainConfig) -> None:
+    torch.set_num_threads(1)
+    train_lats(drawn.manifest, drawn.store, out, config)
+
+
+@pytest.mark.parametrize("preset", ["paper", "lesion-first"])
+def test_a_killed_training_goes_on_to_the_same_bytes(drawn: Drawn, tmp_path: Path, preset: str) -> None:
+    config = quick(preset, epochs=4, patience=9)
+    torch.set_num_threads(1)
+    whole = train_lats(drawn.manifest, drawn.store, tmp_path / "whole", config)
+    child = multiprocessing.get_context("fork").Process(target=_train, args=(drawn, tmp_path / "killed", config))
+    child.start()
+    checkpoint = tmp_path / "killed" / "checkpoint.safetensors"
+    while child.is_alive() and not (checkpoint.exists() and ck.load_tensors(checkpoint)[1]["epoch"] >= 2):
+        time.sleep(0.002)
+    os.kill(child.pid or 0, signal.SIGKILL)
+    child.join()
+    assert ck.load_tensors(checkpoint)[1]["epoch"] < 4 or child.exitcode != -signal.SIGKILL
+    resumed = train_lats(drawn.manifest, drawn.store, tmp_path / "killed", config)
+    assert checkpoint.read_bytes() == (tmp_path / "whole" / "checkpoint.safetensors").read_bytes()
+    for name, value in whole.head.state_dict().items():
+        assert torch.equal(value, resumed.head.state_dict()[name]), name
+    epochs = [row["epoch"] for row in read_lines(tmp_path / "killed" / "metrics.jsonl") if row["stage"] == "scorer"]
+    assert epochs == [0, 1, 2, 3]
+
+
+def test_the_metrics_file_has_every_term_budget_rate_and_score_spread(drawn: Drawn, tmp_path: Path) -> None:
+    train_lats(drawn.manifest, drawn.store, tmp_path, quick("paper"))
+    rows = read_lines(tmp_path / "metrics.jsonl")
+    terms = {"loss", "classification", "budget_deviation", "diversity", "lesion", "distillation"}
+    assert terms | {"budget", "lr", "score_mean", "score_std", "selection"} <= set(rows[0])
+    weights = LossWeights()
+    expected = (
+        rows[0]["classification"]
+        + weights.budget * rows[0]["budget_deviation"]
+        + weights.diversity * rows[0]["diversity"]
+        + weights.lesion * rows[0]["lesion"]
+        + weights.distillation * rows[0]["distillation"]
+    )
+    assert rows[0]["loss"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_strict_protocol_selects_on_images_that_are_neither_trained_nor_reported_on(drawn: Drawn) -> None:
+    parts = make_parts(drawn.manifest, drawn.store, quick("lesion-first"))
+    sets = [set(np.array(drawn.store.ids)[rows]) for rows in (parts.train_all, parts.select, parts.validation)]
+    assert all(sets)
+    assert not sets[0] & sets[1]
+    assert not sets[0] & sets[2]
+    assert not sets[1] & sets[2]
+
+
+def test_the_paper_protocol_selects_on_validation_and_trains_on_all_of_training(drawn: Drawn) -> None:
+    parts = make_parts(drawn.manifest, drawn.store, quick("paper", protocol="paper"))
+    assert parts.select.tolist() == parts.validation.tolist()
+    assert len(parts.train) == len(drawn.manifest.part("train"))
+
+
+def test_validation_masks_never_pick_an_epoch(drawn: Drawn, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="evaluation only"):
+        train_lats(drawn.manifest, drawn.store, tmp_path, quick("paper", protocol="paper", selection_metric="retention"))
+
+
+def test_views_of_validation_images_are_never_trained_on(drawn: Drawn) -> None:
+    parts = make_parts(drawn.manifest, drawn.store, quick("lesion-first"))
+    trained = set(np.array(drawn.store.ids)[parts.train_views])
+    assert trained
+    assert trained <= set(drawn.manifest.part("train").ids)
+    assert len(make_parts(drawn.manifest, drawn.store, quick("paper")).train_views) == 0
+
+
+def test_lesion_first_learns_where_the_lesion_is(drawn: Drawn, tmp_path: Path) -> None:
+    trained = train_lats(drawn.manifest, drawn.store, tmp_path, quick("lesion-first", epochs=8, patience=20))
+    first, last = read_lines(tmp_path / "metrics.jsonl")[0], trained.best_value
+    assert last > 0.7, "share of the ceiling on the selection part; drawing patches at random gives about 0.45"
+    assert [row["lesion"] for row in read_lines(tmp_path / "metrics.jsonl") if row["stage"] == "scorer"][-1] < first["lesion"]
+
+
+def test_without_the_lesion_loss_masks_change_nothing(drawn: Drawn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = quick("paper", losses=LossWeights(lesion=0.0))
+    free = train_lats(drawn.manifest, drawn.store, tmp_path / "a", config).selector.scorer.state_dict()
+    real = trainer.total_loss
+
+    def blind(*arguments: object, **options: object) -> object:
+        options["lesion"] = ~options["lesion"]  # type: ignore[operator]
+        return real(*arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(trainer, "total_loss", blind)
+    inverted = train_lats(drawn.manifest, drawn.store, tmp_path / "b", config).selector.scorer.state_dict()
+    assert all(torch.equal(free[name], inverted[name]) for name in free)
+
+
+def test_a_loss_that_is_not_finite_stops_with_the_batch_named(
+    drawn: Drawn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = trainer.total_loss
+
+    def broken(*arguments: object, **options: object) -> object:
+        loss, terms = real(*arguments, **options)  # type: ignore[arg-type]
+        return loss * float("nan"), terms
+
+    monkeypatch.setattr(trainer, "total_loss", broken)
+    with pytest.raises(WorkError, match=r"not finite in epoch 0 \(images SYN_"):
+        train_lats(drawn.manifest, drawn.store, tmp_path, quick("paper"))
+
+
+def test_lesion_first_without_masks_says_what_to_do(drawn: Drawn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = drawn.store
+    monkeypatch.setattr(store, "has_mask", torch.zeros(len(store), dtype=torch.bool), raising=False)
+    with pytest.raises(RequestError, match="no training image has one"):
+        train_lats(drawn.manifest, store, tmp_path, quick("lesion-first"))
+
+
+def test_going_on_with_other_options_is_refused_with_the_difference(drawn: Drawn, tmp_path: Path) -> None:
+    config = quick("paper")
+    train_lats(drawn.manifest, drawn.store, tmp_path, config)
+    with pytest.raises(MismatchError, match=r"config\.lr"):
+        train_lats(drawn.manifest, drawn.store, tmp_path, replace(config, lr=5e-4))
+
+
+def test_bf16_autocast_trains_and_differs_from_fp32(drawn: Drawn, tmp_path: Path) -> None:
+    plain = train_lats(drawn.manifest, drawn.store, tmp_path / "a", quick("paper", epochs=1))
+    half = train_lats(drawn.manifest, drawn.store, tmp_path / "b", quick("paper", epochs=1, precision="bf16"))
+    a, b = plain.selector.scorer.output.weight, half.selector.scorer.output.weight
+    assert not torch.equal(a, b)
+    assert torch.allclose(a, b, atol=0.05)
