@@ -62,6 +62,9 @@ def reduce_attention(q: Tensor, k: Tensor, prefix: int, has_cls: bool) -> Reduce
 
     q, k  [B, H, T, d], q scaled. A row's patch weights do not sum to one, because the softmax also covers the prefix tokens.
     """
+    if torch.compiler.is_compiling():
+        # A traced graph (ONNX) has no number of images yet: it reduces them all at once.
+        return _reduce(q, k, prefix, has_cls)
     parts = [_reduce(q[i : i + CHUNK], k[i : i + CHUNK], prefix, has_cls) for i in range(0, q.shape[0], CHUNK)]
     entropy = torch.cat([part.entropy for part in parts])
     if not has_cls:

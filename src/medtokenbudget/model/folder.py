@@ -34,7 +34,8 @@ def write_folder(
     files = {}
     for name, values in tensors.items():
         whole = {key: value.detach().cpu().contiguous() for key, value in sorted(values.items())}
-        header = {"format": "pt", "medtokenbudget": json.dumps(identity, sort_keys=True)}
+        # One key only: safetensors writes several in an order that changes from call to call.
+        header = {"medtokenbudget": json.dumps(identity, sort_keys=True)}
         write_safetensors(folder / name, partial(safetensors.torch.save_file, whole, metadata=header))
         files[name] = sha256_file(folder / name)
     if HEADS not in tensors:

@@ -65,8 +65,8 @@ class MedTokenBudget:
 
     @property
     def selectors(self) -> list[str]:
-        """Selectors that this model has a trained head for, the main one first."""
-        return [MAIN, *(name for name in self.classifiers if name != MAIN)]
+        """Selectors that this model has a trained head for: the main one, then the others by name."""
+        return [MAIN, *sorted(name for name in self.classifiers if name != MAIN)]
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -112,7 +112,7 @@ class MedTokenBudget:
 
     @torch.inference_mode()
     def encode(self, pixels: np.ndarray | Tensor, masks: Sequence[Image.Image | None] | None = None) -> TokenBatch:
-        """Tokens of prepared images, uint8 [B, S, S, 3] (`backbone.prepare`), with luminance, and the lesion where a mask is given."""
+        """Tokens of prepared images (`backbone.prepare`), uint8 [B, S, S, 3]; with luminance, and the lesion where a mask is."""
         batch = torch.as_tensor(pixels).to(self.device)
         tokens = self.backbone(self.backbone.normalise(batch))
         tokens = replace(tokens, luminance=luminance(batch, tokens.grid))

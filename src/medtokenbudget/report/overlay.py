@@ -15,7 +15,7 @@ from medtokenbudget.model.prediction import Prediction
 KEPT_EDGE = (255, 255, 255)
 LESION_EDGE = (255, 176, 0)
 """Amber: apart from skin, from the lesion and from the white patch edges also for color-blind eyes."""
-DIM = 0.72
+DIM = 0.6
 CAPTION = 30
 
 
@@ -75,9 +75,10 @@ def _draw_outline(picture: Image.Image, mask: Image.Image) -> Image.Image:
 
 def _with_caption(picture: Image.Image, prediction: Prediction) -> Image.Image:
     n = prediction.grid[0] * prediction.grid[1]
+    share = f"{prediction.k} of {n} patches" if prediction.kept is not None else f"{n} patches in {prediction.k} tokens"
     text = (
-        f"{prediction.label} {prediction.probability:.0%}   {prediction.selector}, budget {prediction.budget:g}: "
-        f"{prediction.k} of {n} patches   research, not a medical device"
+        f"{prediction.label} {prediction.probability:.0%}   {prediction.selector}, budget {prediction.budget:g}: {share}   "
+        "research, not a medical device"
     )
     sheet = Image.new("RGB", (picture.width, picture.height + CAPTION), (20, 20, 24))
     sheet.paste(picture, (0, 0))

@@ -1,0 +1,417 @@
+"""The model as one thing: predict, save, load, refuse what does not fit."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+import medtokenbudget as mtb
+from medtokenbudget.errors import BudgetError, MismatchError, MissingSignalError, RequestError, UnknownNameError, WorkError
+from medtokenbudget.model import Failure, MedTokenBudget
+from tests.small_model import CLASSES, draw_images, small_backbone, small_model
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("model")
+
+
+@pytest.fixture(scope="module")
+def model(root: Path) -> MedTokenBudget:
+    return small_model(root / "weights")
+
+
+@pytest.fixture(scope="module")
+def images(root: Path) -> list[Path]:
+    return draw_images(root / "images", 5)
+
+
+@pytest.fixture
+def saved(model: MedTokenBudget, tmp_path: Path) -> Path:
+    return model.save_pretrained(tmp_path / "saved")
+
+
+def test_a_prediction_holds_probabilities_class_scores_kept_patches_and_their_tokens(
+    model: MedTokenBudget, images: list[Path]
+) -> None:
+    (found,) = model.predict(images[0], budget=0.3)
+    assert tuple(found.probabilities) == CLASSES
+    assert sum(found.probabilities.values()) == pytest.approx(1, abs=1e-6)
+    assert found.label == max(found.probabilities, key=found.probabilities.__getitem__)
+    assert found.k == 30
+    assert found.tokens.shape == (30, 64)
+    tokens = model.tokens(images[0])
+    np.testing.assert_allclose(found.tokens, tokens.patches[0][found.kept].numpy(), atol=1e-6)
+    # Best first, ties by index: numpy's stable sort is an independent implementation of the rule.
+    assert found.kept.tolist() == np.argsort(-found.scores, kind="stable")[:30].tolist()
+
+
+def test_the_probabilities_are_those_of_the_head_on_the_mean_of_the_kept_tokens(model: MedTokenBudget, images: list[Path]) -> None:
+    (found,) = model.predict(images[1], budget=0.2)
+    with torch.no_grad():
+        logits = model.classifier().head(torch.from_numpy(found.tokens).mean(0, keepdim=True))
+    np.testing.assert_allclose(list(found.probabilities.values()), logits.softmax(-1)[0].numpy(), atol=1e-6)
+
+
+def test_paths_pictures_arrays_bytes_folders_and_globs_give_the_same_answers(model: MedTokenBudget, images: list[Path]) -> None:
+    pictures = [Image.open(path).convert("RGB") for path in images]
+    wanted = [found.probabilities for found in model.predict(images)]
+    ways = {
+        "folder": images[0].parent,
+        "glob": str(images[0].parent / "*.jpg"),
+        "strings": [str(path) for path in images],
+        "pictures": pictures,
+        "arrays": [np.asarray(picture) for picture in pictures],
+        "stack": np.stack([np.asarray(picture) for picture in pictures]),
+        "bytes": [path.read_bytes() for path in images],
+        "generator": (path for path in images),
+    }
+    for name, given in ways.items():
+        assert [found.probabilities for found in model.predict(given)] == wanted, name
+
+
+def test_an_answer_does_not_depend_on_the_batch_it_was_in(model: MedTokenBudget, images: list[Path]) -> None:
+    for selector in ("lats", "random", "tome"):
+        together = model.predict(images, selector=selector, batch_size=5)
+        alone = [model.predict(path, selector=selector)[0] for path in images]
+        for one, other in zip(together, alone):
+            assert one.assignment.tolist() == other.assignment.tolist()
+            np.testing.assert_allclose(list(one.probabilities.values()), list(other.probabilities.values()), atol=1e-5)
+
+
+def test_each_selector_answers_with_its_own_head(model: MedTokenBudget, images: list[Path]) -> None:
+    tokens = model.tokens(images)
+    for name in model.selectors:
+        if name == "oracle":
+            continue
+        selection = model.router(0.3, name)(tokens)
+        with torch.no_grad():
+            wanted = model.classifiers[name].head(selection.pooled()).softmax(-1).numpy()
+        found = [list(p.probabilities.values()) for p in model.predict(images, selector=name)]
+        np.testing.assert_allclose(found, wanted, atol=1e-5)
+
+
+def test_all_budgets_at_once_equal_one_at_a_time(model: MedTokenBudget, images: list[Path]) -> None:
+    budgets = (0.1, 0.3, 0.75, 1.0)
+    tokens = model.tokens(images)
+    for name in ("lats", "random", "tome", "no-pruning"):
+        together = model.classify(tokens, budgets, name)
+        assert together.shape == (5, 4, 3)
+        for place, budget in enumerate(budgets):
+            alone = [list(p.probabilities.values()) for p in model.predict(images, budget, name)]
+            np.testing.assert_allclose(together[:, place], alone, atol=1e-5)
+
+
+def test_the_oracle_needs_a_mask_and_takes_one(model: MedTokenBudget, images: list[Path]) -> None:
+    with pytest.raises(MissingSignalError):
+        model.predict(images[0], selector="oracle")
+    mask = np.zeros((200, 200), dtype=np.uint8)
+    mask[:40, :60] = 255
+    pixels = model.backbone.prepare(Image.open(images[0]))[None]
+    tokens = model.encode(pixels, [Image.fromarray(mask)])
+    kept = model.router(0.1, "oracle")(tokens).kept
+    assert kept is not None
+    # 40 x 60 of 200 x 200 pixels are 2 x 3 of the 10 x 10 patches.
+    assert set(np.flatnonzero(tokens.lesion[0].numpy())) == {0, 1, 2, 10, 11, 12} <= set(np.flatnonzero(kept[0].numpy()))
+
+
+def test_an_unreadable_image_is_an_error_or_goes_to_the_callback(model: MedTokenBudget, images: list[Path], tmp_path: Path) -> None:
+    broken = tmp_path / "broken.jpg"
+    broken.write_bytes(images[0].read_bytes()[:2000])
+    given = [images[0], broken, images[1]]
+    with pytest.raises(RequestError, match=r"broken\.jpg"):
+        model.predict(given)
+    failures: list[Failure] = []
+    found = list(model.predict_stream(given, on_error=failures.append))
+    assert [p.image for p in found] == [str(images[0]), str(images[1])]
+    assert [failure.name for failure in failures] == [str(broken)]
+
+
+@pytest.mark.parametrize(
+    ("array", "words"),
+    [
+        (np.zeros((20, 20, 3), np.float32), "uint8"),
+        (np.zeros((20, 20, 4), np.uint8), r"\[H, W, 3\]"),
+        (np.zeros(5, np.uint8), "uint8"),
+    ],
+)
+def test_an_array_whose_meaning_would_be_a_guess_is_refused(model: MedTokenBudget, array: np.ndarray, words: str) -> None:
+    with pytest.raises(RequestError, match=words):
+        model.predict([array])
+
+
+def test_wrong_requests_are_refused_by_name(model: MedTokenBudget, images: list[Path], tmp_path: Path) -> None:
+    with pytest.raises(BudgetError):
+        model.predict(images[0], budget=1.2)
+    with pytest.raises(UnknownNameError, match="darkness"):
+        model.predict(images[0], selector="darknes")
+    with pytest.raises(RequestError, match="holds no image"):
+        model.predict(tmp_path)
+    with pytest.raises(RequestError, match="no file matches"):
+        model.predict(str(tmp_path / "*.png"))
+
+
+def test_a_saved_model_is_small_and_comes_back_the_same(model: MedTokenBudget, saved: Path, images: list[Path]) -> None:
+    assert {path.name for path in saved.iterdir()} == {"config.json", "model.safetensors", "heads.safetensors", "README.md"}
+    keys = load_file(saved / "model.safetensors")
+    assert {key.split(".")[0] for key in keys} == {"scorer", "head"}
+    again = mtb.load(saved)
+    assert again.fingerprint == model.fingerprint
+    assert again.selectors == model.selectors
+    for one, other in zip(again.predict(images), model.predict(images)):
+        assert one.probabilities == other.probabilities
+        assert one.tokens.tobytes() == other.tokens.tobytes()
+
+
+def test_saving_twice_gives_the_same_bytes(model: MedTokenBudget, saved: Path, tmp_path: Path) -> None:
+    mtb.load(saved).save_pretrained(tmp_path / "again")
+    for path in saved.iterdir():
+        assert path.read_bytes() == (tmp_path / "again" / path.name).read_bytes(), path.name
+
+
+def test_a_portable_model_names_no_folder_of_this_machine_and_finds_weights_beside_it(
+    model: MedTokenBudget, images: list[Path], tmp_path: Path
+) -> None:
+    folder = model.save_pretrained(tmp_path / "portable", portable=True)
+    text = (folder / "config.json").read_text()
+    assert str(tmp_path.parent) not in text
+    weights = Path(str(model.backbone_config.weights))
+    (folder / weights.name).write_bytes(weights.read_bytes())
+    assert mtb.load(folder).predict(images[0])[0].probabilities == model.predict(images[0])[0].probabilities
+    (folder / weights.name).rename(tmp_path / "elsewhere.safetensors")
+    moved = mtb.load(folder, weights=tmp_path / "elsewhere.safetensors")
+    assert moved.predict(images[0])[0].probabilities == model.predict(images[0])[0].probabilities
+
+
+def test_another_folder_and_another_working_directory_give_the_same_bytes(
+    model: MedTokenBudget, saved: Path, images: list[Path], tmp_path: Path
+) -> None:
+    script = (
+        "import sys, hashlib, medtokenbudget as mtb\n"
+        "found = mtb.load(sys.argv[1], device='cpu').predict(sys.argv[2:])\n"
+        "print(hashlib.sha256(b''.join(p.tokens.tobytes() + repr(p.probabilities).encode() for p in found)).hexdigest())\n"
+    )
+    moved = tmp_path / "deep" / "moved"
+    moved.parent.mkdir()
+    answers = []
+    for folder, cwd in ((saved, Path.cwd()), (moved, moved.parent)):
+        if folder == moved:
+            saved.rename(moved)
+        name = folder.name if cwd == moved.parent else str(folder)
+        command = [sys.executable, "-c", script, name, *map(str, images)]
+        done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=True)
+        answers.append(done.stdout)
+    assert answers[0] == answers[1] != ""
+
+
+def test_another_backbone_is_refused_with_the_difference(saved: Path, images: list[Path], tmp_path: Path) -> None:
+    other = small_backbone(tmp_path / "other", seed=1)
+    changed = mtb.load(saved, weights=other.weights)
+    with pytest.raises(MismatchError, match="weights: expected"):
+        changed.predict(images[0])
+
+
+def _edit(path: Path, change: str, value: object) -> None:
+    config = json.loads(path.read_text())
+    place = config
+    *parents, last = change.split(".")
+    for key in parents:
+        place = place[key]
+    place[last] = value
+    path.write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    ("change", "value", "words"),
+    [
+        ("identity.classes", ["NV", "MEL", "BCC"], r"classes: expected \['MEL', 'NV', 'BCC'\], found \['NV', 'MEL', 'BCC'\]"),
+        ("identity.backbone.mean", [0.1, 0.2, 0.3], "backbone.mean: expected"),
+        ("identity.backbone.weights", "0" * 64, "backbone.weights: expected"),
+        ("identity.selectors.lats.options.smooth", 1, "selectors.lats.options.smooth: expected 3, found 1"),
+    ],
+)
+def test_an_edited_class_list_preprocessing_or_router_is_refused_with_the_difference(
+    saved: Path, change: str, value: object, words: str
+) -> None:
+    _edit(saved / "config.json", change, value)
+    with pytest.raises(MismatchError, match=words):
+        mtb.load(saved)
+
+
+def test_a_backbone_setting_that_was_edited_is_refused_when_the_backbone_is_loaded(saved: Path, images: list[Path]) -> None:
+    _edit(saved / "config.json", "backbone.layer", 2)
+    with pytest.raises(MismatchError, match="layer: expected 5, found 2"):
+        mtb.load(saved).predict(images[0])
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "heads.safetensors"])
+def test_a_damaged_file_is_refused_by_name(saved: Path, name: str) -> None:
+    whole = (saved / name).read_bytes()
+    flipped = bytearray(whole)
+    flipped[-100] ^= 1
+    for broken in (whole[:-200], bytes(flipped), b"", b"not a tensor file at all"):
+        (saved / name).write_bytes(broken)
+        with pytest.raises(RequestError, match=re.escape(name)):
+            mtb.load(saved)
+    (saved / name).unlink()
+    with pytest.raises(RequestError, match=re.escape(name)):
+        mtb.load(saved)
+
+
+def test_a_foreign_file_is_refused_by_name(saved: Path, model: MedTokenBudget, tmp_path: Path) -> None:
+    save_file({"weight": torch.zeros(3)}, saved / "model.safetensors")
+    with pytest.raises(RequestError, match=r"model\.safetensors was not written by medtokenbudget"):
+        mtb.load(saved)
+    with pytest.raises(RequestError, match=r"has no config\.json"):
+        mtb.load(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    with pytest.raises(RequestError, match="is not the configuration of a MedTokenBudget model"):
+        mtb.load(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(RequestError, match="not valid JSON"):
+        mtb.load(tmp_path)
+
+
+def test_files_of_two_models_do_not_mix(saved: Path, tmp_path: Path) -> None:
+    other = small_model(tmp_path / "other-weights", seed=1).save_pretrained(tmp_path / "other")
+    (saved / "model.safetensors").write_bytes((other / "model.safetensors").read_bytes())
+    with pytest.raises(MismatchError, match=r"backbone\.weights"):
+        mtb.load(saved)
+
+
+def test_a_run_directory_stands_for_its_model(model: MedTokenBudget, tmp_path: Path) -> None:
+    model.save_pretrained(tmp_path / "run" / "model")
+    assert mtb.load(tmp_path / "run").fingerprint == model.fingerprint
+
+
+@pytest.fixture
+def hub(model: MedTokenBudget, tmp_path: Path) -> Iterator[tuple[str, Path]]:
+    """A server on this machine that answers like the hub's download addresses, and the folder that it serves."""
+    folder = model.save_pretrained(tmp_path / "served", portable=True)
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            self.answer(body=False)
+
+        def do_GET(self) -> None:
+            self.answer(body=True)
+
+        def answer(self, body: bool) -> None:
+            found = re.fullmatch(r"/someone/router/resolve/main/([\w.]+)", self.path)
+            path = folder / found.group(1) if found else folder / "absent"
+            known = found and path.is_file()
+            content = path.read_bytes() if known else b""
+            self.send_response(200 if known else 404)
+            if known:
+                self.send_header("ETag", f'"{path.name}-1"')
+                self.send_header("X-Repo-Commit", "a" * 40)
+            else:
+                self.send_header("X-Error-Code", "EntryNotFound" if found else "RepoNotFound")
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            if body:
+                self.wfile.write(content)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}", folder
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture
+def hub_at(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str, bool], None]:
+    """Points the hub's client, which reads its environment only once, to an address and to an empty cache."""
+
+    def point(address: str, offline: bool = False) -> None:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", address)
+        template = address + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
+
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    return point
+
+
+def test_a_hub_id_is_downloaded_cached_and_then_needs_no_network(
+    hub: tuple[str, Path], hub_at: Callable[..., None], model: MedTokenBudget, tmp_path: Path
+) -> None:
+    hub_at(hub[0])
+    assert mtb.load("someone/router").fingerprint == model.fingerprint
+    assert len(list((tmp_path / "cache").rglob("snapshots/*/*"))) == 4
+    hub_at("http://127.0.0.1:9", offline=True)
+    assert mtb.load("someone/router").fingerprint == model.fingerprint
+
+
+def test_an_unknown_or_unreachable_hub_id_is_a_clear_error(hub: tuple[str, Path], hub_at: Callable[..., None]) -> None:
+    address, folder = hub
+    hub_at(address)
+    with pytest.raises(RequestError, match="there is no folder someone/nothing here and no model someone/nothing on the hub"):
+        mtb.load("someone/nothing")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(RequestError, match=r"has no model\.safetensors"):
+        mtb.load("someone/router")
+    hub_at(address, offline=True)
+    with pytest.raises(WorkError, match="the hub cannot be reached and someone/else is not in its cache"):
+        mtb.load("someone/else")
+
+
+def test_pushing_creates_the_repository_and_uploads_a_portable_folder(
+    model: MedTokenBudget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[str, dict[str, object]]] = []
+
+    class Api:
+        def create_repo(self, repo_id: str, **options: object) -> str:
+            calls.append((repo_id, options))
+            return f"https://hub.example/{repo_id}"
+
+        def upload_folder(self, repo_id: str, folder_path: Path, **_: object) -> None:
+            config = json.loads((Path(folder_path) / "config.json").read_text())
+            calls.append((repo_id, {"files": sorted(os.listdir(folder_path)), "weights": config["backbone"]["weights"]}))
+
+    monkeypatch.setattr("huggingface_hub.HfApi", Api)
+    assert model.push_to_hub("someone/router") == "https://hub.example/someone/router"
+    wanted = ["README.md", "config.json", "heads.safetensors", "model.safetensors"]
+    assert calls == [
+        ("someone/router", {"private": True, "exist_ok": True}),
+        ("someone/router", {"files": wanted, "weights": "vit-0.safetensors"}),
+    ]
+
+
+def test_a_push_that_the_network_refuses_is_a_work_error(model: MedTokenBudget, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Api:
+        def create_repo(self, *_: object, **__: object) -> str:
+            raise OSError("no route to host")
+
+    monkeypatch.setattr("huggingface_hub.HfApi", Api)
+    with pytest.raises(WorkError, match="no route to host"):
+        model.push_to_hub("someone/router")
+
+
+def test_nothing_in_the_package_unpickles(repository: Path) -> None:
+    forbidden = re.compile(
+        r"\b(import (pickle|dill|cloudpickle|joblib|marshal|shelve)|from (pickle|dill|cloudpickle|joblib|marshal|shelve)\b"
+        r"|torch\.load\(|torch\.save\(|torch\.hub\.load|allow_pickle\s*=\s*True|read_pickle|to_pickle|weights_only\s*=)"
+    )
+    files = [*(repository / "src").rglob("*.py"), *(repository / "examples").rglob("*.py")]
+    assert len(files) > 20
+    found = [f"{path}:{n}" for path in files for n, line in enumerate(path.read_text().splitlines(), 1) if forbidden.search(line)]
+    assert found == []
