@@ -89,20 +89,6 @@ def test_nothing_measured_is_not_zero() -> None:
     assert np.isnan(metrics.macro_f1([], [], 3))
 
 
-def test_group_purity_by_hand() -> None:
-    # Token 0 holds 3 lesion patches and 1 background, token 1 two background; one patch is dropped.
-    assignment = np.array([0, 0, 0, 0, 1, 1, -1])
-    lesion = np.array([1, 1, 1, 0, 0, 0, 1], bool)
-    assert metrics.group_purity(assignment, lesion) == pytest.approx((3 + 2) / 6)
-    both = metrics.group_purity(np.stack([assignment, np.zeros(7, int)]), np.stack([lesion, lesion]))
-    np.testing.assert_allclose(both, [5 / 6, 4 / 7])
-
-
-def test_one_token_for_each_patch_is_pure() -> None:
-    lesion = np.random.default_rng(0).random((3, 16)) < 0.4
-    np.testing.assert_array_equal(metrics.group_purity(np.tile(np.arange(16), (3, 1)), lesion), 1.0)
-
-
 def test_predictions_come_back_as_written_and_twice_the_same_bytes(tmp_path: Path) -> None:
     frame = simulate.sweep({"lats": {}, "tome": {"merger": True}}, (42, 43), (0.1, 0.3), n=12)
     frame.loc[3, "group"] = None

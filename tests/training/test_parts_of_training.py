@@ -63,9 +63,9 @@ def test_generators_depend_on_every_argument() -> None:
 
 
 def test_group_purity_worked_by_hand() -> None:
-    # Three groups of sizes 3, 2, 1: lesion patches 2 of 3, 0 of 2, 1 of 1 -> (2 + 2 + 1) / 6.
-    assignment = torch.tensor([[0, 0, 0, 1, 1, 2]])
-    lesion = torch.tensor([[True, True, False, False, False, True]])
+    # Three groups of sizes 3, 2, 1: lesion patches 2 of 3, 0 of 2, 1 of 1 -> (2 + 2 + 1) / 6; a dropped patch does not count.
+    assignment = torch.tensor([[0, 0, 0, 1, 1, 2, -1]])
+    lesion = torch.tensor([[True, True, False, False, False, True, True]])
     selection = Selection(torch.zeros(1, 3, 2), torch.tensor([[3.0, 2.0, 1.0]]), assignment)
     assert group_purity(selection, lesion).tolist() == pytest.approx([5 / 6])
 

@@ -132,22 +132,3 @@ def lesion_retention(kept_lesion: ArrayLike | None, lesion: ArrayLike, k: ArrayL
         n=int(measured.sum()),
         empty=int((~measured).sum()),
     )
-
-
-def group_purity(assignment: ArrayLike, lesion: ArrayLike) -> Floats:
-    """Purity of merged tokens: of each output token the share of its majority (lesion or background), weighted by patches.
-
-    assignment [B, N] or [N] int, which output token a patch went to, -1 for dropped (left out); lesion alike, bool.
-    Returns [B] or a 0-d array; 1 means that no token mixes lesion and background.
-    """
-    assignment, lesion = np.asarray(assignment, int), np.asarray(lesion, bool)
-    if assignment.ndim == 1:
-        return group_purity(assignment[None], lesion[None])[0]
-    tokens = int(assignment.max(initial=-1)) + 1
-    rows = np.broadcast_to(np.arange(len(assignment))[:, None], assignment.shape)
-    used = assignment >= 0
-    slot = (rows * tokens + assignment)[used]
-    shape = (len(assignment), tokens)
-    size = np.bincount(slot, minlength=shape[0] * shape[1]).reshape(shape)
-    inside = np.bincount(slot, weights=lesion[used], minlength=shape[0] * shape[1]).reshape(shape)
-    return ratio(np.maximum(inside, size - inside).sum(1), size.sum(1))
