@@ -1,0 +1,50 @@
+"""`mtb doctor` says what is there and what to do about what is not."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from medtokenbudget.app import doctor
+from medtokenbudget.cli import main
+
+
+def test_every_line_has_a_state_and_what_is_not_ok_has_advice(capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(["doctor", "--json", "--timeout", "0.2"])
+    report = json.loads(capsys.readouterr().out)
+    names = [check["name"] for check in report["checks"]]
+    assert {"python", "torch", "timm", "gpu", "embedded backbone", "hub weights", "extra serve", "disk"} <= set(names)
+    assert report["healthy"] == (code == 0)
+    for check in report["checks"]:
+        assert check["state"] in ("ok", "note", "missing")
+        assert check["state"] == "ok" or check["advice"], check
+
+
+def test_lines_for_people_name_the_same_things(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["doctor", "--timeout", "0.2"])
+    text = capsys.readouterr().out
+    for word in ("python", "torch", "embedded backbone", "disk"):
+        assert word in text
+
+
+def test_a_missing_extra_is_a_note_with_the_command_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(doctor.EXTRAS, "serve", ("fastapi", "a-package-that-nobody-has"))
+    check = doctor._extra("serve")
+    assert check.state == "note"
+    assert "a-package-that-nobody-has" in check.found
+    assert check.advice == "pip install 'medtokenbudget[serve]'"
+
+
+def test_a_missing_core_package_makes_the_machine_unfit() -> None:
+    check = doctor._package("a-package-that-nobody-has")
+    assert check.state == "missing"
+    assert not doctor.healthy([check])
+
+
+def test_an_unreachable_hub_is_a_note_that_names_the_ways_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    check = doctor._hub(timeout=0.2)
+    assert check.state == "note"
+    assert "--backbone embedded" in check.advice

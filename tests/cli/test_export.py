@@ -1,0 +1,58 @@
+"""`mtb export`: a folder for the hub and ONNX files, through the command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import medtokenbudget as mtb
+from medtokenbudget.cli import main
+from medtokenbudget.model import MedTokenBudget
+from tests.small_model import small_model
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("export")
+
+
+@pytest.fixture(scope="module")
+def model(root: Path) -> MedTokenBudget:
+    made = small_model(root / "weights", baselines=("random",))
+    made.save_pretrained(root / "model")
+    return made
+
+
+def test_the_hub_folder_is_the_same_model_without_this_machine_s_paths(root: Path, model: MedTokenBudget, tmp_path: Path) -> None:
+    assert main(["export", str(root / "model"), "--format", "hub", "--out", str(tmp_path / "hub")]) == 0
+    config = json.loads((tmp_path / "hub" / "config.json").read_text())
+    assert config["backbone"]["weights"] == "vit-0.safetensors"
+    assert mtb.load(tmp_path / "hub").fingerprint == model.fingerprint
+
+
+@pytest.mark.slow
+def test_an_onnx_file_is_written_and_said_to_be_checked(
+    root: Path, model: MedTokenBudget, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("onnxruntime", reason="needs the extra 'onnx'")
+    command = ["export", str(root / "model"), "--part", "routing", "--budget", "0.1", "--out", str(tmp_path)]
+    assert main(command) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["routing-lats-0.1.onnx"]
+    assert capsys.readouterr().err.count("checked against PyTorch") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--selector", "random"), "draws at random"),
+        (("--push", "someone/router"), "--push goes with --format hub"),
+        (("--budget", "0"), "(0, 1]"),
+    ],
+)
+def test_what_cannot_be_exported_exits_with_2(
+    root: Path, model: MedTokenBudget, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], words: str
+) -> None:
+    assert main(["export", str(root / "model"), "--out", str(tmp_path), *arguments]) == 2
+    assert words in capsys.readouterr().err

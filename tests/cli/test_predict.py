@@ -1,0 +1,195 @@
+"""`mtb predict` on files, folders, globs and manifests: tables, tokens, pictures, and what cannot be read."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from PIL import Image
+from safetensors import safe_open
+from safetensors.numpy import load_file
+
+from medtokenbudget.cli import main
+from medtokenbudget.data import Manifest
+from medtokenbudget.model import MedTokenBudget
+from medtokenbudget.report.overlay import LESION_EDGE
+from tests.small_model import CLASSES, draw_images, small_model
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("predict")
+
+
+@pytest.fixture(scope="module")
+def model(root: Path) -> MedTokenBudget:
+    made = small_model(root / "weights", baselines=("tome", "center"))
+    made.save_pretrained(root / "model")
+    return made
+
+
+@pytest.fixture(scope="module")
+def images(root: Path) -> list[Path]:
+    return draw_images(root / "images", 6)
+
+
+def run(root: Path, *arguments: object) -> int:
+    return main(["predict", str(root / "model"), *map(str, arguments), "--device", "cpu"])
+
+
+def test_csv_and_parquet_hold_the_model_s_own_answers(
+    root: Path, model: MedTokenBudget, images: list[Path], tmp_path: Path
+) -> None:
+    assert run(root, images[0].parent, "--out", tmp_path / "p.csv", "--budget", 0.2) == 0
+    assert run(root, images[0].parent, "--out", tmp_path / "p.parquet", "--budget", 0.2) == 0
+    wanted = model.predict(images, budget=0.2)
+    table = pd.read_parquet(tmp_path / "p.parquet")
+    with open(tmp_path / "p.csv", newline="") as stream:
+        rows = list(csv.DictReader(stream))
+    assert list(rows[0]) == list(table.columns)
+    assert len(rows) == len(table) == 6
+    for found, row, line in zip(wanted, table.itertuples(), rows):
+        assert row.image == line["image"] == found.image
+        assert row.label == line["label"] == found.label
+        assert (row.k, row.n_patches, row.budget) == (20, 100, 0.2)
+        assert row.kept.tolist() == [int(value) for value in line["kept"].split()] == found.kept.tolist()
+        for name in CLASSES:
+            assert np.float32(line[f"p_{name}"]) == np.float32(getattr(row, f"p_{name}"))
+            assert getattr(row, f"p_{name}") == pytest.approx(found.probabilities[name], abs=1e-6)
+
+
+def test_files_globs_and_folders_can_be_mixed(root: Path, model: MedTokenBudget, images: list[Path], tmp_path: Path) -> None:
+    given = (images[5], str(images[0].parent / "image-00[12].jpg"))
+    assert run(root, *given, "--out", tmp_path / "p.csv") == 0
+    assert pd.read_csv(tmp_path / "p.csv")["image"].tolist() == [str(images[i]) for i in (5, 1, 2)]
+
+
+def test_the_token_file_has_a_row_for_each_row_of_the_table(
+    root: Path, model: MedTokenBudget, images: list[Path], tmp_path: Path
+) -> None:
+    for kind, exact in (("fp16", np.float16), ("fp32", np.float32)):
+        path = tmp_path / f"{kind}.safetensors"
+        assert run(root, *images, "--out", tmp_path / "p.csv", "--tokens", path, "--tokens_dtype", kind) == 0
+        tensors = load_file(path)
+        for row, found in enumerate(model.predict(images)):
+            assert tensors["indices"][row].tolist() == found.kept.tolist()
+            assert tensors["tokens"].dtype == exact
+            np.testing.assert_allclose(tensors["tokens"][row], found.tokens, atol=1e-6 if kind == "fp32" else 5e-3)
+        with safe_open(str(path), framework="np") as reader:
+            assert reader.metadata()["model"] == model.fingerprint
+
+
+def test_a_merger_has_tokens_but_no_kept_patches(root: Path, model: MedTokenBudget, images: list[Path], tmp_path: Path) -> None:
+    out = tmp_path / "p.parquet"
+    assert run(root, images[0], "--out", out, "--selector", "tome", "--tokens", tmp_path / "t.safetensors") == 0
+    assert pd.read_parquet(out)["kept"].isna().all()
+    assert set(load_file(tmp_path / "t.safetensors")) == {"tokens"}
+
+
+def test_bad_files_are_listed_and_the_rest_goes_on(
+    root: Path, model: MedTokenBudget, images: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "text.png").write_text("hello")
+    (tmp_path / "cut.jpg").write_bytes(images[0].read_bytes()[:1500])
+    out = tmp_path / "p.csv"
+    assert run(root, images[0], tmp_path / "text.png", tmp_path / "cut.jpg", tmp_path / "absent.jpg", images[1], "--out", out) == 0
+    assert "3 of 5 images could not be read" in capsys.readouterr().err
+    assert pd.read_csv(out)["image"].tolist() == [str(images[0]), str(images[1])]
+    errors = [json.loads(line) for line in (tmp_path / "p.errors.jsonl").read_text().splitlines()]
+    assert [Path(error["image"]).name for error in errors] == ["text.png", "cut.jpg", "absent.jpg"]
+    assert all(error["reason"] for error in errors)
+    # The next run has no failures, and no list of the last one's.
+    assert run(root, images[0], "--out", out) == 0
+    assert not (tmp_path / "p.errors.jsonl").exists()
+
+
+def test_when_no_image_can_be_read_the_work_has_failed_and_no_table_appears(
+    root: Path, model: MedTokenBudget, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(root, tmp_path / "absent.jpg", "--out", tmp_path / "p.csv", "--tokens", tmp_path / "t.safetensors") == 1
+    assert "none of 1 images could be read" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["p.errors.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--out", "p.txt"), "must end in .csv or .parquet"),
+        (("--out", "p.csv", "--budget", "1.5"), "(0, 1]"),
+        (("--out", "p.csv", "--selector", "centre"), "Did you mean 'center'?"),
+    ],
+)
+def test_a_wrong_request_exits_with_2_and_says_why(
+    root: Path,
+    model: MedTokenBudget,
+    images: list[Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: tuple[str, ...],
+    words: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(root, images[0], *arguments) == 2
+    assert words in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_overlays_dim_what_was_dropped_and_outline_the_mask_of_a_manifest(
+    root: Path, model: MedTokenBudget, images: list[Path], tmp_path: Path
+) -> None:
+    mask = np.zeros((200, 200), np.uint8)
+    mask[60:140, 60:140] = 255
+    Image.fromarray(mask).save(tmp_path / "mask.png")
+    (tmp_path / "broken.png").write_text("not a mask")
+    records = [
+        {"image_id": "a", "image": str(images[0]), "mask": str(tmp_path / "mask.png"), "label": "NV"},
+        {"image_id": "b", "image": str(images[1])},
+        {"image_id": "c", "image": str(images[2]), "mask": str(tmp_path / "broken.png")},
+    ]
+    manifest = Manifest.from_records(records, CLASSES).write(tmp_path / "m.parquet")
+    assert run(root, manifest, "--out", tmp_path / "p.csv", "--overlay", tmp_path / "pictures", "--selector", "center") == 0
+    assert pd.read_csv(tmp_path / "p.csv")["image"].tolist() == ["a", "b", "c"]
+    names = sorted(path.name for path in (tmp_path / "pictures").iterdir())
+    assert names == ["000000-a.png", "000001-b.png", "000002-c.png"]
+    assert "mask was not drawn" in (tmp_path / "p.errors.jsonl").read_text()
+    first, second = (np.asarray(Image.open(tmp_path / "pictures" / name)) for name in names[:2])
+    assert first.shape == (670, 640, 3)
+    amber = (first == np.array(LESION_EDGE)).all(-1)
+    rows, columns = np.nonzero(amber)
+    # The rim lies just outside the mask, which covers 0.3 to 0.7 of 640 pixels.
+    assert abs(rows.min() - 192) <= 4
+    assert abs(columns.max() - 448) <= 4
+    assert not (second == np.array(LESION_EDGE)).all(-1).any()
+    # The center selector keeps the middle and drops the corners: skin is bright in one and dimmed in the other.
+    assert second[10:50, 10:50].mean() < 0.5 * second[200:440, 200:440].max()
+
+
+@pytest.mark.slow
+def test_memory_stays_flat_however_many_images(root: Path, model: MedTokenBudget, images: list[Path], tmp_path: Path) -> None:
+    script = """
+import os, sys
+from pathlib import Path
+import psutil
+from medtokenbudget.app.predict import predict_files
+from medtokenbudget.model import load
+folder, image, out = sys.argv[1:]
+model, process = load(folder, device="cpu"), psutil.Process()
+sizes = []
+for number, count in enumerate((60, 60, 900)):
+    images = (Path(image) for _ in range(count))
+    predict_files(model, images, Path(out) / f"{number}.parquet", 1.0, tokens=Path(out) / f"{number}.safetensors", tokens_dtype="fp32")
+    sizes.append(process.memory_info().rss / 2**20)
+print(sizes[2] - sizes[1], os.path.getsize(Path(out) / "2.safetensors") / 2**20)
+"""
+    command = [sys.executable, "-c", script, str(root / "model"), str(images[0]), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    growth, written = map(float, done.stdout.split())
+    assert written > 20, "the tokens must be more than the memory that may be used"
+    assert growth < written / 3, f"memory grew by {growth:.0f} MB while {written:.0f} MB of tokens were written"
