@@ -1,0 +1,9 @@
+"""`mtb explore`: `mtb serve`, opened in the browser."""
+
+from __future__ import annotations
+
+from medtokenbudget.cli import serve
+
+
+def main(arguments: list[str]) -> int:
+    return serve.main(arguments, name="explore", open_browser=True)
