@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -87,7 +88,7 @@ def test_a_failed_image_is_absent_and_listed_with_its_reason(made: tuple[Feature
 
 def test_an_epoch_shows_every_row_once_in_the_order_of_its_seed(made: tuple[FeatureStore, Manifest, Backbone]) -> None:
     store, _, _ = made
-    rows = store.rows([name for name in store.ids])
+    rows = store.rows(store.ids)
 
     def epoch(seed: int | None, prefetch: int) -> list[str]:
         generator = None if seed is None else torch.Generator().manual_seed(seed)
@@ -149,7 +150,7 @@ def test_a_reader_who_stops_early_leaves_no_thread_behind(made: tuple[FeatureSto
 
 
 def test_an_error_while_reading_ahead_reaches_the_reader() -> None:
-    def broken():  # noqa: ANN202
+    def broken() -> Iterator[int]:
         yield 1
         raise WorkError("the disk is gone")
 
@@ -210,7 +211,7 @@ def test_a_changed_byte_is_found_by_verify(tmp_path: Path) -> None:
         (lambda path: (path.mkdir(), (path / "store.json").write_text('{"format": 99}')), "format 99"),
     ],
 )
-def test_what_is_no_store_is_refused_by_name(tmp_path: Path, prepare, message: str) -> None:  # noqa: ANN001
+def test_what_is_no_store_is_refused_by_name(tmp_path: Path, prepare: Callable[[Path], object], message: str) -> None:
     prepare(tmp_path / "store")
     with pytest.raises(RequestError, match=message):
         FeatureStore.open(tmp_path / "store")

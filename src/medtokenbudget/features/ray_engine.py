@@ -37,9 +37,13 @@ def run(work: Work, advance: Callable[[int], Any]) -> None:
 
 
 def _connect(ray: Any, address: str | None) -> None:
+    host, _, port = (address or "").removeprefix("ray://").rpartition(":")
     try:
+        if host and port.isdecimal():
+            # Ray itself tries for minutes before it gives up.
+            socket.create_connection((host, int(port)), timeout=10).close()
         ray.init(address=address, log_to_driver=False, logging_level="warning")
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         where = f"no Ray cluster answers at {address}" if address else "Ray does not start on this machine"
         raise WorkError(f"{where} ({str(error).splitlines()[0]}). Check the address, or use --engine local.") from None
 

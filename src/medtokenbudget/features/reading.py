@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
 import numpy as np
@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 T = TypeVar("T")
+_PIECE = 1 << 15
+"""Elements; torch goes parallel above this."""
 
 
 class BufferPool:
@@ -39,6 +41,30 @@ class BufferPool:
         view = memory.view()
         weakref.finalize(view, free.append, memory).atexit = False
         return torch.from_numpy(view)
+
+
+def copy_rows(target: Tensor, rows: Iterable[tuple[int, np.ndarray]]) -> None:
+    """Copy arrays to their places along the first axis of `target`, in its number format.
+
+    A row is converted while it is in the processor's cache, and in pieces that torch does not spread over its threads: those
+    belong to the training that runs meanwhile.
+    """
+    array, scratch = target.numpy(), None
+    for place, row in rows:
+        if row.dtype == array.dtype:
+            array[place] = row
+            continue
+        if scratch is None:
+            scratch = np.empty(row.shape, row.dtype)
+            sources = torch.from_numpy(scratch).view(-1).split(_PIECE)
+        np.copyto(scratch, row)
+        for piece, source in zip(target[place].view(-1).split(_PIECE), sources):
+            piece.copy_(source)
+
+
+def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
+    """Numpy's name of a torch number format."""
+    return torch.empty(0, dtype=dtype).numpy().dtype
 
 
 def prefetched(source: Iterator[T], depth: int) -> Iterator[T]:

@@ -16,13 +16,14 @@ from torch import Tensor
 
 from medtokenbudget.errors import RequestError, WorkError
 from medtokenbudget.features import plan
-from medtokenbudget.features.reading import BufferPool, converted, prefetched
+from medtokenbudget.features.reading import BufferPool, copy_rows, numpy_dtype, prefetched
 from medtokenbudget.features.shards import RowError, Sidecar, map_shard, read_sidecar, shard_path
 from medtokenbudget.features.views import IDENTITY
 from medtokenbudget.files import sha256_file, sha256_json
 from medtokenbudget.tokens import Selection, TokenBatch
 
 _SMALL = ("cls", "attention_entropy", "cls_attention", "luminance", "lesion")
+_TOKENS = ("patches", "cls", "tokens")
 _SHOWN = 5
 
 
@@ -53,6 +54,8 @@ class FeatureStore:
         self._offset = np.concatenate([np.arange(count) for count in counts] or [np.arange(0)])
         self._sidecars = sidecars
         self._maps: dict[int, dict[str, np.ndarray]] = {}
+        # Kept from epoch to epoch, for as long as they ask for batches of one kind.
+        self._pool: tuple[object, BufferPool] = (None, BufferPool())
 
     @classmethod
     def open(cls, path: Path | str, expect: dict[str, Any] | None = None, partial: bool = False) -> FeatureStore:
@@ -191,7 +194,9 @@ class FeatureStore:
             raise RequestError(f"batch_size must be 1 or more, got {batch_size}.")
         if generator is not None:
             order = order[torch.randperm(len(order), generator=generator).numpy()]
-        pool = BufferPool()
+        if self._pool[0] != (batch_size, dtype):
+            self._pool = ((batch_size, dtype), BufferPool())
+        pool = self._pool[1]
         parts = (order[start : start + batch_size] for start in range(0, len(order), batch_size))
         return prefetched((self._read(part, dtype, pool) for part in parts), prefetch)
 
@@ -200,12 +205,12 @@ class FeatureStore:
         if self.config["keep"] != "routed":
             raise RequestError(f"the store {self.path} holds all patches, not routed tokens: use `read`.")
         index = self._checked(rows)
-        fields = self._gather(("tokens", "indices", "weights"), index, BufferPool())
+        fields = self._gather(("tokens", "indices", "weights"), index, BufferPool(), dtype)
         indices = fields["indices"].long()
         n = self.grid[0] * self.grid[1]
         places = torch.arange(indices.shape[1]).expand_as(indices)
         assignment = torch.full((len(index), n), -1, dtype=torch.long).scatter_(1, indices, places)
-        return Selection(fields["tokens"].to(dtype), fields["weights"], assignment, assignment >= 0, indices)
+        return Selection(fields["tokens"], fields["weights"], assignment, assignment >= 0, indices)
 
     def verify(self) -> None:
         """Read every shard and compare it with the hash in its sidecar."""
@@ -219,19 +224,15 @@ class FeatureStore:
 
     def _checked(self, rows: Sequence[int] | np.ndarray | Tensor) -> np.ndarray:
         index = np.asarray(rows, np.int64).reshape(-1)
-        if not len(index):
-            raise RequestError("there are no rows to read.")
-        if index.min() < 0 or index.max() >= len(self):
+        if len(index) and (index.min() < 0 or index.max() >= len(self)):
             raise RequestError(f"row numbers must lie in 0..{len(self) - 1}, got {index.min()}..{index.max()}.")
         return index
 
     def _read(self, rows: np.ndarray, dtype: torch.dtype, pool: BufferPool) -> TokenBatch:
         if self.config["keep"] != "patches":
             raise RequestError(f"the store {self.path} holds routed tokens only: use `read_routed`.")
-        fields = self._gather(("patches", *(name for name in _SMALL if self.has(name))), rows, pool)
-        for name in ("patches", "cls"):
-            if name in fields:
-                fields[name] = converted(fields[name], dtype, pool)
+        names = ("patches", *(name for name in _SMALL if self.has(name)))
+        fields = self._gather(names, rows, pool, dtype)
         index = torch.from_numpy(rows)
         return TokenBatch(
             grid=self.grid,
@@ -241,18 +242,20 @@ class FeatureStore:
             **{name: _typed(name, value) for name, value in fields.items()},
         )
 
-    def _gather(self, names: Sequence[str], rows: np.ndarray, pool: BufferPool) -> dict[str, Tensor]:
-        """Fields [B, ...] in their stored type. Rows are copied in the order of the disk, each in one piece."""
-        first = self._arrays(int(self._shard[rows[0]]))
-        out = {name: pool.take((len(rows), *first[name].shape[1:]), first[name].dtype) for name in names}
-        targets = [(name, value.numpy()) for name, value in out.items()]
+    def _gather(self, names: Sequence[str], rows: np.ndarray, pool: BufferPool, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Fields [B, ...], tokens in `dtype`, the others as stored. Rows are read in the order of the disk, each in one piece."""
+        if not len(rows):
+            raise RequestError("there are no rows to read: name at least one.")
         order = np.argsort(rows, kind="stable")
-        places, shards, offsets = order.tolist(), self._shard[rows[order]].tolist(), self._offset[rows[order]].tolist()
-        for place, shard, offset in zip(places, shards, offsets):
-            arrays = self._arrays(shard)
-            for name, target in targets:
-                target[place] = arrays[name][offset]
-        return out
+        places, offsets = order.tolist(), self._offset[rows[order]].tolist()
+        maps = [self._arrays(shard) for shard in self._shard[rows[order]].tolist()]
+        fields = {}
+        for name in names:
+            stored = maps[0][name]
+            kind = numpy_dtype(dtype) if name in _TOKENS else stored.dtype
+            fields[name] = pool.take((len(rows), *stored.shape[1:]), kind)
+            copy_rows(fields[name], zip(places, (arrays[name][offset] for arrays, offset in zip(maps, offsets))))
+        return fields
 
 
 def _typed(field: str, value: Tensor) -> Tensor:

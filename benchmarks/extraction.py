@@ -1,0 +1,124 @@
+"""Extraction of real images (decode, forward, signals, write) against timm's bare forward pass on decoded tensors, in turns.
+
+    python -m benchmarks.extraction [--images ../shared/data/isic/ISIC_2019_Training_Input] [--weights FILE] [--rounds 5]
+
+Same batches, number format and threads. Also shows that memory does not grow with the number of images: largest private memory
+over the start at one and at eight times the images, a process each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from benchmarks.reading import private_kib
+from medtokenbudget.config import BackboneConfig, ExtractConfig
+from medtokenbudget.data import Manifest, decode_image
+from medtokenbudget.features import Backbone
+from medtokenbudget.features.pipeline import fill
+from medtokenbudget.features.plan import make_plan
+
+SHARED = Path(__file__).resolve().parents[2] / "shared"
+NAME = "vit_small_patch14_dinov2.lvd142m"
+
+
+def manifest_of(images: Path, n: int) -> Manifest:
+    """The first `n` pictures of a folder, without labels; again from the start where the folder has fewer."""
+    found = sorted(images.glob("*.jpg"))
+    if not found:
+        raise SystemExit(f"no .jpg in {images}: name a folder of real images with --images.")
+    paths = [found[i % len(found)] for i in range(n)]
+    records = [{"image_id": f"{i:05d}-{path.stem}", "image": str(path), "split": "train"} for i, path in enumerate(paths)]
+    return Manifest.from_records(records, (), source=str(images))
+
+
+@torch.inference_mode()
+def bare_seconds(backbone: Backbone, batches: list[torch.Tensor]) -> float:
+    start = time.perf_counter()
+    for batch in batches:
+        backbone.model.forward_features(batch)
+    return time.perf_counter() - start
+
+
+def extract_seconds(backbone: Backbone, manifest: Manifest, config: ExtractConfig) -> float:
+    """Everything from files on disk to a finished shard, with a backbone that is already loaded."""
+    with tempfile.TemporaryDirectory() as folder:
+        plan = make_plan(manifest, backbone.fingerprint, config)
+        start = time.perf_counter()
+        fill(Path(folder), enumerate(plan.shards), backbone, config)
+        return time.perf_counter() - start
+
+
+def peak_growth(work: threading.Thread) -> int:
+    """Largest private memory while `work` runs, over the one before, in KiB."""
+    before, peak = private_kib(), 0
+    work.start()
+    while work.is_alive():
+        peak = max(peak, private_kib())
+        work.join(0.01)
+    return peak - before
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--images", type=Path, default=SHARED / "data/isic/ISIC_2019_Training_Input")
+    parser.add_argument("--weights", type=Path, default=SHARED / "weights/vit_small_patch14_dinov2_saliency.safetensors")
+    parser.add_argument("--n", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--threads", type=int, default=0, help="0 leaves it to torch")
+    parser.add_argument("--memory-of", type=int, help=argparse.SUPPRESS)
+    given = parser.parse_args(arguments)
+    backbone = Backbone.load(BackboneConfig(name=NAME, weights=given.weights))
+    config = ExtractConfig(batch_size=given.batch, shard_size=2 * given.batch, device="cpu", threads=given.threads)
+    if given.threads:
+        torch.set_num_threads(given.threads)
+    if given.memory_of is not None:
+        manifest = manifest_of(given.images, given.memory_of)
+        growth = peak_growth(threading.Thread(target=extract_seconds, args=(backbone, manifest, config)))
+        print(json.dumps({"images": given.memory_of, "growth_kib": growth}))
+        return 0
+    _speed(backbone, manifest_of(given.images, given.n), config, given.rounds)
+    _memory(given)
+    return 0
+
+
+def _speed(backbone: Backbone, manifest: Manifest, config: ExtractConfig, rounds: int) -> None:
+    pixels = [torch.from_numpy(backbone.prepare(decode_image(manifest.image_path(i)))) for i in range(len(manifest))]
+    batches = [backbone.normalise(torch.stack(pixels[i : i + config.batch_size])) for i in range(0, len(pixels), config.batch_size)]
+    bare_seconds(backbone, batches[:1])
+    bare, ours = [], []
+    for _ in range(rounds):
+        bare.append(bare_seconds(backbone, batches))
+        ours.append(extract_seconds(backbone, manifest, config))
+    ratios = sorted(b / o for b, o in zip(bare, ours))
+    print(
+        f"{NAME}, {len(manifest)} images, batch {config.batch_size}, {torch.get_num_threads()} threads, {rounds} rounds in turns:"
+    )
+    print(f"  bare forward pass   {len(manifest) / median(bare):7.2f} images/s")
+    print(f"  extraction          {len(manifest) / median(ours):7.2f} images/s")
+    print(f"  ratio               {median(ratios):7.3f}   (rounds: {', '.join(f'{ratio:.3f}' for ratio in ratios)})")
+
+
+def _memory(given: argparse.Namespace) -> None:
+    growth = []
+    for n in (given.n, 8 * given.n):
+        command = [sys.executable, "-m", "benchmarks.extraction", "--memory-of", str(n), "--images", str(given.images)]
+        command += ["--weights", str(given.weights), "--batch", str(given.batch), "--threads", str(given.threads)]
+        growth.append(json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)["growth_kib"])
+    print("private memory of an extraction over its start (a process each):")
+    print(f"  {given.n:5d} images {growth[0] / 1024:7.1f} MiB")
+    print(f"  {8 * given.n:5d} images {growth[1] / 1024:7.1f} MiB   ratio {growth[1] / growth[0]:.2f}")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,133 @@
+"""Reading a shuffled epoch from a warm store, against a plain copy of the same bytes in memory, in turns within one run.
+
+    python -m benchmarks.reading [--rows 512] [--rounds 7]
+
+Also shows that the memory of the reader does not grow with the store: private memory (what the kernel cannot take back) at one
+and at eight times the rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import torch
+
+from medtokenbudget.features.shards import write_shard
+from medtokenbudget.features.store import FeatureStore
+from medtokenbudget.files import write_json
+
+GRID, DIM, SHARD, BATCH = (16, 16), 768, 64, 64
+
+
+def drawn_store(path: Path, rows: int) -> FeatureStore:
+    """A store of ViT-B shape (384 KiB a row in fp16) with random numbers in it."""
+    random = np.random.default_rng(0)
+    n = GRID[0] * GRID[1]
+    for index in range(rows // SHARD):
+        signal = random.random((SHARD, n), dtype=np.float32)
+        tensors = {
+            "patches": random.standard_normal((SHARD, n, DIM), dtype=np.float32).astype(np.float16),
+            "cls": random.standard_normal((SHARD, DIM), dtype=np.float32).astype(np.float16),
+            **dict.fromkeys(("attention_entropy", "cls_attention", "luminance"), signal),
+            "label": random.integers(0, 8, SHARD),
+            "lesion": (signal > 0.7).astype(np.uint8),
+            "has_mask": np.ones(SHARD, np.uint8),
+        }
+        names = [(f"row-{index * SHARD + i:06d}", "identity") for i in range(SHARD)]
+        write_shard(path, index, names, tensors, [], BATCH)
+    config = {"format": 1, "backbone": {"grid": GRID, "dim": DIM}, "classes": list("abcdefgh"), "keep": "patches"}
+    write_json(path / "store.json", {**config, "shards": rows // SHARD})
+    return FeatureStore.open(path)
+
+
+def epoch_seconds(store: FeatureStore, seed: int, dtype: torch.dtype) -> float:
+    start = time.perf_counter()
+    for batch in store.batches(range(len(store)), BATCH, torch.Generator().manual_seed(seed), dtype=dtype):
+        del batch
+    return time.perf_counter() - start
+
+
+def copy_seconds(source: np.ndarray, target: np.ndarray) -> float:
+    start = time.perf_counter()
+    np.copyto(target, source)
+    return time.perf_counter() - start
+
+
+def private_kib() -> int:
+    """Private memory of this process now, without pages of files that are merely mapped."""
+    status = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in status if line.startswith("RssAnon"))
+
+
+def reader_memory(path: Path) -> dict[str, int]:
+    """Largest private memory, over the start, while one shuffled epoch is read."""
+    store = FeatureStore.open(path)
+    before, peak = private_kib(), 0
+    for batch in store.batches(range(len(store)), BATCH, torch.Generator().manual_seed(0)):
+        peak = max(peak, private_kib())
+        del batch
+    return {"rows": len(store), "growth_kib": peak - before}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=512)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--memory-of", type=Path, help=argparse.SUPPRESS)
+    given = parser.parse_args(arguments)
+    if given.memory_of is not None:
+        print(json.dumps(reader_memory(given.memory_of)))
+        return 0
+    with tempfile.TemporaryDirectory() as folder:
+        _speed(Path(folder) / "one", given.rows, given.rounds)
+        _memory(Path(folder), given.rows)
+    return 0
+
+
+def _speed(path: Path, rows: int, rounds: int) -> None:
+    store = drawn_store(path, rows)
+    other = FeatureStore.open(path)
+    source = np.ones((rows, GRID[0] * GRID[1], DIM), np.float16)
+    target = np.zeros_like(source)
+    copy_seconds(source, target)
+    epoch_seconds(store, 0, torch.float16)
+    epoch_seconds(other, 0, torch.float32)
+    copies, halves, floats = [], [], []
+    for seed in range(1, rounds + 1):
+        copies.append(copy_seconds(source, target))
+        halves.append(epoch_seconds(store, seed, torch.float16))
+        floats.append(epoch_seconds(other, seed, torch.float32))
+    gigabytes = source.nbytes / 1e9
+    print(f"shuffled epoch of {rows} rows ({gigabytes:.2f} GB), {rounds} rounds in turns, medians:")
+    print(f"  memory copy          {gigabytes / median(copies):6.2f} GB/s")
+    print(f"  store, fp16          {gigabytes / median(halves):6.2f} GB/s   ratio {_ratio(copies, halves):.2f}")
+    print(f"  store, as fp32       {gigabytes / median(floats):6.2f} GB/s   ratio {_ratio(copies, floats):.2f}")
+
+
+def _ratio(base: list[float], ours: list[float]) -> float:
+    return median(b / o for b, o in zip(base, ours))
+
+
+def _memory(folder: Path, rows: int) -> None:
+    growth = []
+    for times in (1, 8):
+        path = folder / f"memory-{times}"
+        drawn_store(path, rows // 4 * times)
+        command = [sys.executable, "-m", "benchmarks.reading", "--memory-of", str(path)]
+        growth.append(json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
+    (one, eight) = growth
+    print("private memory of a reader over its start (a process each):")
+    print(f"  {one['rows']:5d} rows {one['growth_kib'] / 1024:7.1f} MiB")
+    print(f"  {eight['rows']:5d} rows {eight['growth_kib'] / 1024:7.1f} MiB   ratio {eight['growth_kib'] / one['growth_kib']:.2f}")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
