@@ -66,10 +66,10 @@ def test_results_are_the_summary_of_the_predictions_and_nothing_else(everything:
 
 
 @pytest.mark.slow
-def test_off_center_views_are_a_data_set_of_their_own_in_the_center_bias_study_only(everything: Path) -> None:
+def test_off_center_views_are_a_data_set_of_their_own(everything: Path) -> None:
     results = read_results(everything / "results.csv")
     off = results[results["dataset"].str.endswith("@off-center")]
-    assert set(off["study"]) == {"center-bias"}
+    assert set(off["study"]) == {"center-bias", "recipe"}
     center = results[(results["study"] == "center-bias") & (results["method"] == "center") & (results["budget"] == 0.3)]
     share = center.groupby("dataset")["retention_of_ceiling"].mean()
     assert share["synthetic@off-center"] < share["synthetic"] - 0.1

@@ -16,11 +16,13 @@ from medtokenbudget.experiments.sweep import Engine, Study, run_studies
 SEEDS = (42, 43, 44)
 MAIN_BUDGETS = (0.1, 0.2, 0.3, 0.5, 1.0)
 OURS = "lats:lesion-first"
+MATCHED = ("no-pruning:matched", "random:matched", "tome:matched", "center:matched")
+"""Baselines whose heads are trained exactly as that of our preset: else its class weights and views would be taken for routing."""
 
 STUDIES: dict[str, Study] = {
     "main": Study("main", (*PAPER_METHODS, OURS, *CONTROLS), (42,), BUDGETS, off_center=False),
     "robustness": Study(
-        "robustness", ("lats", "random", "tome", OURS, "no-pruning", *CONTROLS), SEEDS, HEADLINE_BUDGETS, off_center=False
+        "robustness", ("lats", "random", "tome", "no-pruning", OURS, *MATCHED, *CONTROLS), SEEDS, HEADLINE_BUDGETS, off_center=False
     ),
     "mask-free": Study("mask-free", ("lats:mask-free", "lats", "random", *CONTROLS), SEEDS, HEADLINE_BUDGETS, off_center=False),
     "signals": Study(
@@ -42,13 +44,27 @@ STUDIES: dict[str, Study] = {
     ),
     "kvasir": Study("kvasir", PAPER_METHODS, (42,), BUDGETS, off_center=False),
     "subset": Study("subset", ("center", "random"), (42,), HEADLINE_BUDGETS, off_center=False),
-    "center-bias": Study(
-        "center-bias",
-        (*PAPER_METHODS, "lats:with-views", OURS, "lats:lesion-first-without-views", *CONTROLS),
-        SEEDS,
+    "center-bias": Study("center-bias", (*PAPER_METHODS, OURS, *MATCHED, *CONTROLS), SEEDS, HEADLINE_BUDGETS),
+    "recipe": Study(
+        "recipe",
+        (
+            "lats",
+            OURS,
+            "lats:lesion-first-without-views",
+            "lats:lesion-first-raster",
+            "lats:lesion-first-zero-padding",
+            "lats:lesion-first-unbalanced",
+            "lats:lesion-first-joint",
+            *CONTROLS,
+        ),
+        (42,),
         HEADLINE_BUDGETS,
     ),
 }
+ALSO: dict[str, Study] = {
+    "center-bias": Study("center-bias", ("lats:with-views", "lats:lesion-first-without-views"), (SEEDS[0],), HEADLINE_BUDGETS),
+}
+"""Further cells of a study, with fewer seeds: the controlled variants that take long to train."""
 
 
 def chosen_studies(names: Sequence[str], source: str) -> list[Study]:
@@ -56,9 +72,10 @@ def chosen_studies(names: Sequence[str], source: str) -> list[Study]:
     for name in names:
         if name not in STUDIES and name != "all":
             raise UnknownNameError.of("study", name, [*STUDIES, "all"])
+    wanted = dict.fromkeys(names)
     if "all" in names:
-        return [STUDIES["kvasir"]] if source == "kvasir" else [study for name, study in STUDIES.items() if name != "kvasir"]
-    return [STUDIES[name] for name in dict.fromkeys(names)]
+        wanted = dict.fromkeys(["kvasir"] if source == "kvasir" else [name for name in STUDIES if name != "kvasir"])
+    return [STUDIES[name] for name in wanted] + [ALSO[name] for name in wanted if name in ALSO]
 
 
 def reproduce(
@@ -74,6 +91,6 @@ def reproduce(
 ) -> pd.DataFrame:
     """Run studies of the paper under its own protocol; returns the tidy results."""
     names = [study] if isinstance(study, str) else list(study)
-    studies = chosen_studies(names, Manifest.read(manifest).source)
+    studies = chosen_studies(names, Manifest.read(manifest).source.split()[0])
     config = config or preset("paper", protocol="paper")
     return run_studies(studies, Path(manifest), Path(store), Path(out), config, engine, jobs, only, address)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +62,14 @@ class Plan:
         """Hash of all that decides the unit's result."""
         config = to_dict(variant(unit.method, replace(self.config, seed=unit.seed)).config)
         config.pop("device")
-        shared = {"config": config, "manifest": Manifest.read(self.manifest).hash, "dataset": self.dataset}
-        return sha256_json({**shared, "method": unit.method, "store": FeatureStore.open(self.store).identity})
+        manifest, store = _sources(self.manifest, self.store)
+        return sha256_json([config, unit.method, self.dataset, manifest, store])
+
+
+@lru_cache
+def _sources(manifest: Path, store: Path) -> tuple[str, str]:
+    """Hashes of the manifest and of the store; read once, since every unit asks."""
+    return Manifest.read(manifest).hash, FeatureStore.open(store).identity
 
 
 def status(plan: Plan, unit: Unit) -> str:

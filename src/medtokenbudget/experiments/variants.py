@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
-from medtokenbudget.config import TrainConfig, preset
+from medtokenbudget.config import LATSConfig, LossWeights, RouterConfig, TrainConfig, preset
 from medtokenbudget.errors import UnknownNameError
 from medtokenbudget.routing import available
 
@@ -21,18 +22,28 @@ def _as_preset(name: str) -> Callable[[TrainConfig], TrainConfig]:
     return change
 
 
+def _lesion_first_but(**changes: Any) -> Callable[[TrainConfig], TrainConfig]:
+    """The lesion-first preset with one part taken back: what that part brings."""
+    return lambda config: replace(_as_preset("lesion-first")(config), **changes)
+
+
 CHANGES: dict[str, Callable[[TrainConfig], TrainConfig]] = {
     "paper": _as_preset("paper"),
     "lesion-first": _as_preset("lesion-first"),
-    "lesion-first-without-views": lambda c: replace(_as_preset("lesion-first")(c), views="none"),
+    "lesion-first-without-views": _lesion_first_but(views="none"),
+    "lesion-first-raster": _lesion_first_but(lats=LATSConfig()),
+    "lesion-first-zero-padding": _lesion_first_but(router=RouterConfig()),
+    "lesion-first-unbalanced": _lesion_first_but(class_balance="none"),
+    "lesion-first-joint": _lesion_first_but(recipe="joint", losses=LossWeights(diversity=0.0, lesion=1.0, distillation=0.0)),
     "mask-free": lambda c: replace(c, recipe="joint", losses=replace(c.losses, classification=1.0, lesion=0.0)),
     "fixed-0.5": lambda c: replace(c, curriculum=replace(c.curriculum, kind="fixed", start=0.5)),
-    "grid8": lambda c: replace(c, lats=replace(c.lats, neighborhood="grid8")),
-    "balanced": lambda c: replace(c, class_balance="loss"),
     "with-views": lambda c: replace(c, views="all"),
-    "without-views": lambda c: replace(c, views="none"),
     "epoch-matched": lambda c: replace(c, head_epochs=c.epochs),
+    "matched": _as_preset("lesion-first"),
 }
+OF_BASELINES = ("matched", "epoch-matched")
+"""Changes that mean something for a selector that does not learn: its head is trained as that of the lesion-first preset, or as
+long as LATS is."""
 TOGGLES: dict[str, tuple[str, ...]] = {
     "no-attention": ("norm", "contrast"),
     "no-norm": ("attention", "contrast"),
@@ -65,7 +76,7 @@ def variant(method: str, base: TrainConfig) -> Variant:
         return Variant(method, selector, base)
     if selector == "lats" and change in TOGGLES:
         return Variant(method, selector, base, TOGGLES[change])
-    allowed = CHANGES if selector == "lats" else ["epoch-matched", "balanced", "with-views", "without-views"]
+    allowed = [*CHANGES, *TOGGLES] if selector == "lats" else OF_BASELINES
     if change not in allowed:
-        raise UnknownNameError.of(f"variant of {selector}", change, [*allowed, *(TOGGLES if selector == "lats" else ())])
+        raise UnknownNameError.of(f"variant of {selector}", change, allowed)
     return Variant(method, selector, CHANGES[change](base))
