@@ -15,6 +15,7 @@ from medtokenbudget.experiments.trained import load_unit
 from medtokenbudget.experiments.units import Unit
 from medtokenbudget.features import FeatureStore
 from medtokenbudget.model import MedTokenBudget
+from medtokenbudget.report.card import run_card
 from medtokenbudget.training.head import RoutedClassifier
 
 MAIN = "lats"
@@ -56,6 +57,7 @@ def save_model(run: Path | str) -> Path | None:
         train_config_from_dict(own_config),
         info={"run": {name: info[name] for name in ("dataset", "seeds", "versions", "hashes", "studies")}, "method": own},
     )
+    model.card = run_card(run, model)
     return model.save_pretrained(run / "model")
 
 

@@ -1,0 +1,107 @@
+"""The model card: every section is there, and its numbers are those of the run's own tables."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from medtokenbudget.data.dermoscopy import CLASSES
+from medtokenbudget.experiments.results import read_predictions, read_results
+from medtokenbudget.report.card import model_card
+from tests.report.fake_run import fake_run
+
+ABOUT = {
+    "backbone": {
+        "name": "embedded",
+        "weights": "a" * 64,
+        "layer": 5,
+        "attention": "true",
+        "grid": [16, 16],
+        "dim": 192,
+        "image_size": 224,
+    },
+    "classes": list(CLASSES),
+    "selectors": ["lats", "center"],
+    "method": "lats",
+    "fingerprint": "f" * 64,
+    "lesion_loss": 1.0,
+    "recipe": "lesion-first",
+    "split": "paper; no groups are known.",
+}
+PART = {"classes": {"NV": 80, "MEL": 16}, "masked_classes": {}, "lesion_patches": None}
+COUNTS = {"train": {"images": 96, "masks": 40, **PART}, "val": {"images": 24, "masks": 24, **PART}}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return fake_run(tmp_path_factory.mktemp("card"), studies=("main", "center-bias"), images=False)
+
+
+@pytest.fixture(scope="module")
+def card(run: Path) -> str:
+    info = json.loads((run / "run.json").read_text()) | {"counts": COUNTS}
+    return model_card(ABOUT, info, read_results(run / "results.csv"), read_predictions(run / "predictions.parquet")[0])
+
+
+def test_every_section_of_a_card_is_there_in_order(card: str) -> None:
+    titles = [line.lstrip("# ") for line in card.splitlines() if line.startswith("#")]
+    assert titles == [
+        "MedTokenBudget on synthetic",
+        "Intended use",
+        "Model",
+        "Data",
+        "Results on the validation part",
+        "Beside the controls",
+        "Strata, at budget 0.3",
+        "Calibration",
+        "Known failures",
+        "Versions and hashes",
+    ]
+    assert "not a medical device" in card.splitlines()[8]
+    for fact in ("a" * 64, "f" * 64, "2" * 64, "40 masks of the training part", "paper; no groups are known.", "torch 2.0"):
+        assert fact in card, fact
+
+
+def test_the_numbers_are_those_of_the_results(card: str, run: Path) -> None:
+    results = read_results(run / "results.csv")
+    rows = results[(results["study"] == "main") & (results["method"] == "lats") & (results["seed"] == 42)].set_index("budget")
+    for budget in (0.1, 0.3, 0.5):
+        cells = [cell.strip() for cell in _line(card, f"| {budget:g} | 24 |").split("|")]
+        assert cells[3].startswith(f"{100 * rows.loc[budget, 'accuracy']:.1f} (")
+        assert cells[7].startswith(f"{100 * rows.loc[budget, 'retention']:.1f} (")
+    beside = _line(card, "| center | 24 |")
+    center = results[(results["method"] == "center") & (results["seed"] == 42) & (results["budget"] == 0.3)].iloc[0]
+    assert f"{100 * center['retention']:.1f} %" in beside
+
+
+def test_each_interval_holds_its_value(card: str) -> None:
+    line = _line(card, "| 0.3 | 24 |")
+    for cell in line.split("|"):
+        if "(" in cell:
+            value, low, high = (float(part) for part in cell.replace("(", "").replace(")", "").replace("to", "").split())
+            assert low <= value <= high
+
+
+def test_recall_is_counted_from_the_predictions(card: str, run: Path) -> None:
+    frame = read_predictions(run / "predictions.parquet")[0]
+    cell = frame[(frame.study == "main") & (frame.method == "lats") & (frame.seed == 42) & (frame.budget == 0.3)]
+    for index, name in enumerate(CLASSES):
+        rows = cell[cell.label == index]
+        if len(rows):
+            recall = sum(p == index for p in rows.predicted) / len(rows)
+            assert f"| {name} | {len(rows)} | {100 * recall:.1f} % |" in card
+
+
+def test_what_was_not_measured_is_said_to_be_so() -> None:
+    columns = ["study", "dataset", "method", "seed", "budget", "label", "predicted", "kept_lesion", "lesion", "k", "ece", "n"]
+    empty = pd.DataFrame(columns=columns)
+    card = model_card(ABOUT | {"lesion_loss": 0}, {"dataset": "mine", "seeds": [1]}, empty, empty)
+    assert card.count("Not measured.") == 4
+    assert "no mask was used in training" in card
+
+
+def _line(card: str, start: str) -> str:
+    return next(line for line in card.splitlines() if line.startswith(start))
