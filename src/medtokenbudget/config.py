@@ -217,7 +217,7 @@ class TrainConfig:
 def _lesion_first() -> TrainConfig:
     return TrainConfig(
         recipe="lesion-first",
-        epochs=12,
+        epochs=8,
         selection_metric="retention",
         class_balance="loss",
         views="all",

@@ -82,7 +82,8 @@ class Lesion:
         """A slope across the lesion, about -1 to 1: what makes one half unlike the other."""
         angle = self.rng.uniform(0, 2 * np.pi)
         x, y = self.canvas.x - np.float32(0.5), self.canvas.y - np.float32(0.5)
-        return (x * np.float32(np.cos(angle)) + y * np.float32(np.sin(angle))) / np.float32(max(self.radius, 0.1))
+        slope = (x * np.float32(np.cos(angle)) + y * np.float32(np.sin(angle))) / np.float32(max(self.radius, 0.1))
+        return slope.astype(np.float32, copy=False)
 
     def network(self, period: tuple[float, float] = (0.022, 0.036), wobble: float = 0.18) -> tuple[Map, Map]:
         return self.canvas.honeycomb(self.rng, self.rng.uniform(*period) * self.detail, wobble)

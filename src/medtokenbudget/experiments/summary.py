@@ -35,10 +35,11 @@ def comparison(results: pd.DataFrame) -> str:
 
 def _aligned(rows: pd.DataFrame) -> str:
     lines = [f"{'method':<28}{'budget':>7}  {'metric':<20}{'paper':>14}{'ours':>14}{'difference':>12}"]
-    for row in rows.itertuples():
-        difference = "—" if pd.isna(row.difference) else f"{row.difference:+.1f}"
-        ours, theirs = _spread(row.ours, row.ours_sd), _spread(row.paper, row.paper_sd)
-        lines.append(f"{row.method:<28}{row.budget:>7g}  {row.metric:<20}{theirs:>14}{ours:>14}{difference:>12}")
+    cells: list[dict[str, Any]] = rows.to_dict("records")  # type: ignore[assignment]
+    for row in cells:
+        difference = "—" if pd.isna(row["difference"]) else f"{row['difference']:+.1f}"
+        ours, theirs = _spread(row["ours"], row["ours_sd"]), _spread(row["paper"], row["paper_sd"])
+        lines.append(f"{row['method']:<28}{row['budget']:>7g}  {row['metric']:<20}{theirs:>14}{ours:>14}{difference:>12}")
     return "\n".join(lines)
 
 
