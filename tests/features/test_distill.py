@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from medtokenbudget.cli import main
 from medtokenbudget.config import BackboneConfig, DistillConfig
 from medtokenbudget.data import Drawings, Manifest, synthetic_manifest
-from medtokenbudget.features import distill, distill_student
+from medtokenbudget.features import distill, distill_start, distill_student
 from medtokenbudget.features.backbone import Backbone
 from medtokenbudget.features.distill_views import draw_view
 from medtokenbudget.files import read_lines
@@ -162,7 +162,7 @@ def test_a_student_as_wide_and_deep_as_its_teacher_starts_as_its_equal(weights: 
     plan.arguments["mlp_ratio"] = 3
     model = distill_student.build(plan.architecture, 64, plan)
     images = torch.randn(8, 3, 64, 64)
-    distill_student.start_from_teacher(model, teacher, images)
+    distill_start.start_from_teacher(model, teacher, images)
     with torch.inference_mode():
         student, expected = model.eval().forward_features(images), teacher.model.forward_features(images)
     solution = torch.linalg.lstsq(student.flatten(0, 1), expected.flatten(0, 1)).solution

@@ -30,7 +30,7 @@ from medtokenbudget.progress import progress, say
 
 _CHECKPOINT = "checkpoint.safetensors"
 _STATISTICS_ROWS = 512
-_SAMPLE = 32
+_SAMPLE = 320
 
 
 def distill(
@@ -46,7 +46,7 @@ def distill(
     cache = TeacherCache(out / "teacher-cache", images, backbone, config.views, config.seed)
     cache.fill()
     objective = Objective(statistics(cache, device), config)
-    sample = {name: value.to(device) for name, value in cache.read(cache.whole_images(_SAMPLE)).items()}
+    sample = {name: value.to(device) for name, value in cache.read(cache.sample(_SAMPLE)).items()}
     student = distill_student.create(config, plan, backbone, sample, objective)
     write_text(out / "README.md", _card(record, plan, out))
     _train(student, cache, objective, config, out, lambda: export(student.model, plan, out))

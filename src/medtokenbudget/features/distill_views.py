@@ -142,10 +142,9 @@ class TeacherCache:
                 self._open[shard] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         return {name: value[place] for name, value in self._open[shard].items()}
 
-    def whole_images(self, most: int) -> Tensor:
-        """Rows of up to `most` evenly spaced images in their first view."""
-        images = torch.linspace(0, len(self.manifest) - 1, min(most, len(self.manifest))).long()
-        return images * self.views
+    def sample(self, most: int) -> Tensor:
+        """Up to `most` random rows, the same for the same seed."""
+        return torch.randperm(self.rows, generator=torch.Generator().manual_seed(self.seed))[:most]
 
     def batches(self, epoch: int, batch_size: int) -> Iterator[dict[str, Tensor]]:
         """One pass over the images in a shuffled order, one stored view of each."""
