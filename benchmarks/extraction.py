@@ -79,7 +79,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--memory-of", type=int, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     backbone = Backbone.load(BackboneConfig(name=NAME, weights=given.weights))
-    config = ExtractConfig(batch_size=given.batch, shard_size=2 * given.batch, device="cpu", threads=given.threads)
+    config = ExtractConfig(batch_size=given.batch, shard_size=given.batch, device="cpu", threads=given.threads)
     if given.threads:
         torch.set_num_threads(given.threads)
     if given.memory_of is not None:

@@ -233,14 +233,14 @@ def _routed(selection: Selection, dtype: Any) -> dict[str, np.ndarray]:
 
 
 def _array(value: torch.Tensor, dtype: Any) -> np.ndarray:
-    with np.errstate(over="ignore"):
-        return value.cpu().numpy().astype(dtype)
+    """In the stored format; converted by torch, which is ten times as fast as numpy at half precision."""
+    return value.to(torch.from_numpy(np.empty(0, dtype)).dtype).cpu().numpy()
 
 
 def _add(filling: Filling, batch: list[Prepared], fields: dict[str, np.ndarray]) -> None:
     """Rows whose tokens are finite in the stored format go into the shard, the others among its errors."""
     tokens = fields["patches" if "patches" in fields else "tokens"]
-    finite = np.isfinite(tokens).reshape(len(batch), -1).all(1)
+    finite = torch.from_numpy(tokens).abs().amax((1, 2)).isfinite().numpy()
     for row, good in zip(batch, finite):
         if good:
             filling.rows.append((row.item.image_id, row.item.view))
