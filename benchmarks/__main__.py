@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 
 ALL = ("routing", "statistics", "reading", "extraction", "overhead", "embedded", "paper_flow")
 
-if __name__ == "__main__":
-    for name in ALL:
+
+def run(names: Sequence[str] = ALL) -> None:
+    for name in names:
         print(f"\n== {name}", flush=True)
-        importlib.import_module(f"benchmarks.{name}").main()
+        importlib.import_module(f"benchmarks.{name}").main([])
+
+
+if __name__ == "__main__":
+    run()

@@ -153,7 +153,7 @@ def measure_budgets(tokens: TokenBatch, name: str = "norm", repeats: int = 7) ->
     )
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     """Prints seconds and ratios, and what they were measured on."""
     tokens = random_tokens()
     shape = " x ".join(map(str, tokens.patches.shape))

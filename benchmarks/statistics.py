@@ -57,7 +57,7 @@ def plain_loop(frame: pd.DataFrame, metric: str, draws: int, seed: int) -> np.nd
     return np.asarray(values)
 
 
-def main() -> dict[str, float]:
+def main(arguments: list[str] | None = None) -> dict[str, float]:
     frame = made_up()
     ratios = {}
     for metric in ("macro_f1", "retention"):

@@ -1,0 +1,75 @@
+"""`mtb train`, `sweep`, `reproduce` and `demo`, called as a person would."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import medtokenbudget as mtb
+from medtokenbudget.cli import main
+from medtokenbudget.experiments.results import read_results
+from medtokenbudget.files import read_json
+from tests.drawn import Drawn
+
+SMALL = [
+    "--epochs",
+    "1",
+    "--head_epochs",
+    "1",
+    "--batch_size",
+    "16",
+    "--lats.hidden",
+    "16",
+    "--lats.layers",
+    "1",
+    "--device",
+    "cpu",
+]
+
+
+def test_train_leaves_a_run_directory_and_a_model_that_loads(
+    drawn: Drawn, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    assert main(["train", str(drawn.manifest_path), "--store", str(drawn.store_path), "--out", str(out), *SMALL]) == 0
+    for name in ("run.json", "results.csv", "predictions.parquet", "metrics.jsonl", "model/config.json", "model/model.safetensors"):
+        assert (out / name).exists(), name
+    assert set(read_results(out / "results.csv")["method"]) == {"lats", "center", "random"}
+    said = capsys.readouterr().err
+    assert "Next: mtb report" in said
+    run = read_json(out / "run.json")
+    assert run["config"]["recipe"] == "lesion-first"
+    assert run["config"]["lats"]["neighborhood"] == "grid8", "an option left alone keeps the value of its preset"
+    assert {"manifest", "split", "store"} <= set(run["hashes"])
+
+
+def test_a_preset_sets_the_defaults_and_options_change_them(drawn: Drawn, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    arguments = ["train", str(drawn.manifest_path), "--store", str(drawn.store_path), "--out", str(out), "--preset", "paper"]
+    assert main([*arguments, *SMALL, "--losses.lesion", "0"]) == 0
+    config = read_json(out / "run.json")["config"]
+    assert (config["recipe"], config["losses"]["lesion"], config["losses"]["diversity"]) == ("joint", 0.0, 0.05)
+
+
+def test_sweep_and_reproduce_print_where_the_results_are(drawn: Drawn, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    common = [str(drawn.manifest_path), "--store", str(drawn.store_path), "--jobs", "1", *SMALL]
+    methods = ["--methods", "center", "no-pruning", "--seeds", "1", "2"]
+    assert main(["sweep", *common, "--out", str(tmp_path / "sweep"), *methods]) == 0
+    assert len(read_results(tmp_path / "sweep" / "results.csv")) == 2 * 2 * 10 * 2  # methods, seeds, budgets, data sets
+    assert main(["reproduce", *common, "--out", str(tmp_path / "paper"), "--study", "signals"]) == 0
+    printed = capsys.readouterr().out
+    assert "signals on synthetic" in printed
+    assert "80.2" in printed, "the paper's own number stands beside ours"
+
+
+@pytest.mark.slow
+def test_the_demo_tells_the_whole_story_offline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "demo"
+    assert main(["demo", "--out", str(out), "--n", "48", "--epochs", "1"]) == 0
+    for name in ("report.html", "results.csv", "tables", "figures", "model/README.md"):
+        assert (out / name).exists(), name
+    assert "lats:lesion-first" in capsys.readouterr().out
+    model = mtb.load(out / "model")
+    image = next((out / "data" / "images").glob("*.jpg"))
+    assert len(model.predict([image], budget=0.3)[0].kept) == 76
