@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,9 @@ def distill(
     cache.fill()
     objective = Objective(statistics(cache, device), config)
     sample = {name: value.to(device) for name, value in cache.read(cache.sample(_SAMPLE)).items()}
-    student = distill_student.create(config, plan, backbone, sample, objective)
+    # A checkpoint brings all weights, so the costly start is left out when there is one.
+    start = replace(config, init="random") if (out / _CHECKPOINT).exists() else config
+    student = distill_student.create(start, plan, backbone, sample, objective)
     write_text(out / "README.md", _card(record, plan, out))
     _train(student, cache, objective, config, out, lambda: export(student.model, plan, out))
     return out
