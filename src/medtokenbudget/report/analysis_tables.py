@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pandas as pd
 
@@ -12,7 +14,7 @@ from medtokenbudget.report.examples import worst_retained
 from medtokenbudget.report.intervals import Intervals
 from medtokenbudget.report.study_tables import METRIC_NAMES, seeds_note, with_controls
 from medtokenbudget.report.style import look, ordered
-from medtokenbudget.report.table import NOT_MEASURED, Table, number, percent, points, probability, with_interval
+from medtokenbudget.report.table import NOT_MEASURED, Table, number, percent, points, probability, records, with_interval
 
 _INTERVAL = "In brackets the 95 % bootstrap interval over groups of images."
 
@@ -55,7 +57,7 @@ def significance(evidence: Evidence, intervals: Intervals) -> Table | None:
             str(t.n),
             str(t.seeds),
         ]
-        for t in tests.itertuples()
+        for t in records(tests)
     ]
     breaks = [i for i in range(1, len(tests)) if tests["metric"].iloc[i] != tests["metric"].iloc[i - 1]]
     return Table(
@@ -88,12 +90,11 @@ def further_measures(evidence: Evidence) -> Table:
         texts,
         means.reindex(methods).rename_axis("method").reset_index(),
         f"{seeds_note(rows)} AUROC: one class against the rest, averaged. ECE: lower is better. Purity is for "
-        "mergers, the three before "
-        "it for methods that keep patches as they are.",
+        "mergers, the three before it for methods that keep patches as they are.",
     )
 
 
-def _text(metric: str, value: float) -> str:
+def _text(metric: str, value: Any) -> str:
     return number(value) if metric == "enrichment" else percent(value)
 
 
@@ -111,7 +112,7 @@ def worst(evidence: Evidence) -> Table | None:
     said = [evidence.classes[int(i)] for i in found["predicted"]]
     rows = [
         [str(r.image_id), true, guess, f"{int(r.kept_lesion)} of {int(r.lesion)}", percent(r.share), percent(r.of_possible)]
-        for r, true, guess in zip(found.itertuples(), names, said)
+        for r, true, guess in zip(records(found), names, said)
     ]
     data = found[["image_id", "label", "predicted", "lesion", "kept_lesion", "k", "share", "of_possible"]].assign(
         label=names, predicted=said
@@ -171,7 +172,7 @@ def prevalence(evidence: Evidence) -> Table | None:
     ).join((theirs / [1, 100]).add_prefix("paper_"), on="statistic")
     rows = [
         [r.statistic, number(r.patches, 1), percent(r.prevalence), number(r.paper_patches, 1), percent(r.paper_prevalence)]
-        for r in data.itertuples()
+        for r in records(data)
     ]
     return Table(
         "prevalence",
@@ -194,7 +195,7 @@ def beside_paper(evidence: Evidence) -> Table | None:
     found = pd.concat(parts, ignore_index=True)
     found = found[found["ours"].notna()]
     rows = []
-    for r in found.itertuples():
+    for r in records(found):
         digits = 2 if r.metric == "enrichment" else 1
         theirs, ours = (_spread(v, sd, digits) for v, sd in ((r.paper, r.paper_sd), (r.ours, r.ours_sd)))
         difference = NOT_MEASURED if np.isnan(r.difference) else f"{r.difference:+.{digits}f}".replace("-", "−")
@@ -208,8 +209,7 @@ def beside_paper(evidence: Evidence) -> Table | None:
         rows,
         found[columns],
         "± over seeds where there are several. Rows without a number of the paper are controls that it does not have. "
-        "n as in the tables "
-        "above; the paper's accuracy is on 5,067 images, its retention on 155.",
+        "n as in the tables above; the paper's accuracy is on 5,067 images, its retention on 155.",
         labels=3,
         breaks=frozenset(i for i in range(1, len(keys)) if keys[i] != keys[i - 1]),
     )

@@ -104,7 +104,7 @@ def _point_labels(axes: Axes, points: pd.DataFrame, span: float) -> None:
         while any(abs(x - px) < 0.36 * span and abs(y - py) < step for px, py in placed):
             y += step / 3
         placed.append((x, y))
-        axes.text(x, y, look(str(method)).name, color=look(str(method)).color, va="center", fontsize=9.5, fontweight="bold")
+        axes.text(x, y, look(str(method)).name, color=look(str(method)).color, va="center", fontsize=10.5, fontweight="bold")
 
 
 def ceiling_of(results: pd.DataFrame) -> pd.Series | None:

@@ -15,7 +15,7 @@ from matplotlib.ticker import MaxNLocator
 
 from medtokenbudget.experiments.metrics import ECE_BINS
 from medtokenbudget.experiments.results import probability_matrix
-from medtokenbudget.report.evidence import OFF_CENTER, Evidence
+from medtokenbudget.report.evidence import Evidence
 from medtokenbudget.report.intervals import Intervals
 from medtokenbudget.report.style import (
     BACKGROUND,
@@ -122,7 +122,7 @@ def _strata_dots(evidence: Evidence, strata: pd.DataFrame) -> Figure | None:
     axes.set_yticks(range(len(names)), [f"{str(name).replace(', ', chr(10))}\nn = {int(counts[name])}" for name in names])
     axes.set(ylim=(len(names) - 0.5, -0.5))
     percent_axis(axes, "x", "share of the possible retention (%)")
-    legend_below(figure, axes, 3)
+    legend_below(figure, axes, 2)
     return figure
 
 
@@ -152,10 +152,10 @@ def retention_model(evidence: Evidence, intervals: Intervals) -> Figure | None:
 
 def center_bias(evidence: Evidence, intervals: Intervals) -> Figure | None:
     """Share of the ceiling on the images as they are and on off-center views, a line a method."""
-    pair = off_center_pair(evidence)
+    pair = evidence.off_center
     if pair is None:
         return None
-    straight, moved = (evidence.cells("center-bias", name) for name in pair)
+    straight, moved = (evidence.cells(pair.study, name) for name in (pair.straight, pair.moved))
     budget = min(set(straight["budget"]) & set(moved["budget"]), key=lambda b: abs(b - evidence.headline), default=None)
     if budget is None:
         return None
@@ -178,13 +178,6 @@ def center_bias(evidence: Evidence, intervals: Intervals) -> Figure | None:
     return figure
 
 
-def off_center_pair(evidence: Evidence) -> tuple[str, str] | None:
-    """The data set as it is and its off-center views, where the study `center-bias` has both."""
-    names = evidence.datasets("center-bias")
-    moved = next((name for name in names if name.endswith(OFF_CENTER)), None)
-    return (moved[: -len(OFF_CENTER)], moved) if moved and moved[: -len(OFF_CENTER)] in names else None
-
-
 def end_labels(axes: Axes, ends: dict[str, float], x: float) -> None:
     """Names at the right end of lines, pushed apart so that none covers another."""
     bottom, top = axes.get_ylim()
@@ -199,7 +192,7 @@ def end_labels(axes: Axes, ends: dict[str, float], x: float) -> None:
     for method, y in placed:
         style = look(method)
         text = f"{style.name} {100 * ends[method]:.1f}"
-        axes.text(x, y, text, color=style.color, va="center", fontsize=9.5, fontweight="bold" if style.strong else "normal")
+        axes.text(x, y, text, color=style.color, va="center", fontsize=10.5, fontweight="bold" if style.strong else "normal")
 
 
 def reliability(evidence: Evidence, intervals: Intervals) -> Figure | None:

@@ -81,6 +81,15 @@ def _unit(key: str, start: int) -> tuple[str, int]:
 
 
 @dataclass(frozen=True)
+class OffCenter:
+    """A study with a data set as it is (`straight`) and its off-center views (`moved`)."""
+
+    study: str
+    straight: str
+    moved: str
+
+
+@dataclass(frozen=True)
 class Evidence:
     """One run, read. `missing` says in plain words what could not be shown, and why."""
 
@@ -164,6 +173,16 @@ class Evidence:
     @cached_property
     def has_masks(self) -> bool:
         return bool((self.main["n_masked"] > 0).any())
+
+    @cached_property
+    def off_center(self) -> OffCenter | None:
+        """Where a data set and its off-center views were both measured: the study `center-bias`, or else the headline's."""
+        for study in ("center-bias", self.study):
+            names = self.datasets(study)
+            for moved in (name for name in names if name.endswith(OFF_CENTER)):
+                if moved.removesuffix(OFF_CENTER) in names:
+                    return OffCenter(study, moved.removesuffix(OFF_CENTER), moved)
+        return None
 
     def cells(self, study: str, dataset: str | None = None) -> pd.DataFrame:
         """Rows of results.csv of one study (and data set)."""

@@ -202,8 +202,9 @@ def figure(examples: list[Example]) -> Figure | None:
         return None
     columns = max(len(example.tiles) for example in examples)
     width, height, side, gap = 1.45 * columns, 1.95 * len(examples), 1.36, 0.045
-    fig = Figure(figsize=(width, height), layout="none")
-    # Placed by hand: a layout engine takes seconds for this many axes.
+    # Placed by hand: a layout engine takes seconds for this many axes. Named first, so that saving does not bring it back.
+    fig = Figure(figsize=(width, height), layout="constrained")
+    fig.set_layout_engine("none")
     for r, example in enumerate(examples):
         for c, tile in enumerate(example.tiles):
             axes = fig.add_axes(((1.45 * c + gap) / width, 1 - (1.95 * r + 0.5 + side) / height, side / width, side / height))

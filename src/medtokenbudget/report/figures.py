@@ -59,8 +59,7 @@ PLANS: tuple[Plan, ...] = (
         "accuracy-against-retention",
         "Accuracy does not show what was kept",
         "One point a method, lines are 95 % intervals. Points at one height classify equally well; how far right they "
-        "are is how much of "
-        "the lesion they saw. n = {n} images for accuracy, {masks} for retention.",
+        "are is how much of the lesion they saw. n = {n} images for accuracy, {masks} for retention.",
         curves.accuracy_against_retention,
         "retention",
     ),
@@ -68,8 +67,7 @@ PLANS: tuple[Plan, ...] = (
         "reliability",
         "Does confidence mean anything?",
         "LATS at budget {budget}: accuracy of the predictions made with a given confidence. Below the dotted line it "
-        "is too sure of "
-        "itself. n = {n} images for each seed.",
+        "is too sure of itself. n = {n} images for each seed.",
         details.reliability,
     ),
     Plan(
@@ -101,16 +99,14 @@ PLANS: tuple[Plan, ...] = (
         "scores",
         "Scores of lesion and of skin",
         "How LATS scores patches of validation images with a mask (first seed). The less the two overlap, the more "
-        "lesion survives a "
-        "small budget.",
+        "lesion survives a small budget.",
         details.score_histogram,
     ),
     Plan(
         "retention-model",
         "Is it explained by the scores?",
         "The supplement's model: lesion and skin scores are two normal distributions, Δ/σ apart (fitted to the "
-        "measured points). Its "
-        "closed approximation is drawn with the same Δ/σ.",
+        "measured points). Its closed approximation is drawn with the same Δ/σ.",
         details.retention_model,
     ),
 )

@@ -107,8 +107,7 @@ def _sections(evidence: Evidence, intervals: Intervals, made: _Parts, gallery: G
             "center",
             "Is it more than the center of the image?",
             "Dermoscopy is taken with the lesion in the middle, so keeping the middle is a strong control. Views in "
-            "which the lesion is "
-            "elsewhere tell a router that sees it from one that guesses.",
+            "which the lesion is elsewhere tell a router that sees it from one that guesses.",
             [*made.plates("center-bias"), *made.tables("center-bias")],
         ),
         Section(
@@ -144,8 +143,7 @@ def _sections(evidence: Evidence, intervals: Intervals, made: _Parts, gallery: G
             "paper",
             "Beside the paper",
             "The paper's numbers come from ISIC 2019 with a DINOv2 ViT-B/14 and are shown for comparison only: other "
-            "images, another "
-            "backbone or another split give other numbers, and a difference is not an error by itself.",
+            "images, another backbone or another split give other numbers, and a difference is not an error by itself.",
             made.tables("beside-paper"),
         ),
         Section("data", "The images", "", made.tables("subset", "prevalence")),

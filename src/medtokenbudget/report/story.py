@@ -6,11 +6,11 @@ Its own file because a sentence is a claim: each function here looks at the numb
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from medtokenbudget.report.details import off_center_pair
 from medtokenbudget.report.evidence import Evidence
 from medtokenbudget.report.examples import headline_k
 from medtokenbudget.report.intervals import Difference, Intervals
@@ -62,7 +62,11 @@ def facts(evidence: Evidence, intervals: Intervals) -> list[Fact]:
     for metric, label in (("retention", "of the lesion kept by LATS"), ("retention_of_ceiling", "of what is possible, by LATS")):
         table = intervals.at(metric, budget)
         if "lats" in table.index:
-            others = [f"{look(m).name} {percent(table.loc[m, 'value'])}" for m in ("center", "random") if m in table.index]
+            others = [
+                f"{look(m).name} {percent(table.loc[m, 'value'])}"
+                for m in ("lats:lesion-first", "center", "random")
+                if m in table.index
+            ]
             found.append(
                 Fact(f"{label}, budget {budget:g}", f"{percent(table.loc['lats', 'value'])} %", _beside(table.loc["lats"], others))
             )
@@ -70,7 +74,9 @@ def facts(evidence: Evidence, intervals: Intervals) -> list[Fact]:
         table = intervals.at(metric, budget)
         if "lats" in table.index:
             others = [
-                f"{look(m).name} {percent(table.loc[m, 'value'])}" for m in ("center", "random", "no-pruning") if m in table.index
+                f"{look(m).name} {percent(table.loc[m, 'value'])}"
+                for m in ("lats:lesion-first", "center", "random", "no-pruning")
+                if m in table.index
             ]
             found.append(
                 Fact(f"{label}, budget {budget:g}", f"{percent(table.loc['lats', 'value'])} %", _beside(table.loc["lats"], others))
@@ -78,7 +84,7 @@ def facts(evidence: Evidence, intervals: Intervals) -> list[Fact]:
     return found
 
 
-def _beside(row: pd.Series, others: list[str]) -> str:
+def _beside(row: Any, others: list[str]) -> str:
     interval = f"95 % interval {percent(row['low'])} to {percent(row['high'])}, n = {int(row['n']):,}"
     return f"{interval}. {', '.join(others)}" if others else interval
 
@@ -87,9 +93,10 @@ def headline(evidence: Evidence, intervals: Intervals) -> list[str]:
     """The answer in a few sentences."""
     said = [
         _kept(evidence, intervals),
-        _against_center(evidence, intervals),
-        _off_center(evidence),
+        _against_center(evidence, intervals, "lats"),
         _own_recipe(evidence, intervals),
+        _against_center(evidence, intervals, "lats:lesion-first"),
+        _off_center(evidence),
         _accuracy_hides(evidence, intervals),
     ]
     n = int(evidence.main["n_masked"].max() or evidence.main["n"].max())
@@ -116,21 +123,21 @@ def _kept(evidence: Evidence, intervals: Intervals) -> str:
 
 
 def _of(table: pd.DataFrame, method: str) -> str:
-    row = table.loc[method]
+    row: Any = table.loc[method]
     return f"{percent(row['value'])} % (95 % interval {percent(row['low'])} to {percent(row['high'])})"
 
 
-def _against_center(evidence: Evidence, intervals: Intervals) -> str:
-    """Is LATS better than keeping the middle of the image?"""
-    if not evidence.has_masks:
+def _against_center(evidence: Evidence, intervals: Intervals, method: str) -> str:
+    """Is the router better than keeping the middle of the image?"""
+    if not evidence.has_masks or (method != "lats" and method not in evidence.methods):
         return ""
-    gap = intervals.difference("lats", "center", "retention")
+    name, gap = look(method).name, intervals.difference(method, "center", "retention")
     if gap is None:
-        return "Whether LATS is better than simply keeping the center was not measured in this run."
+        return f"Whether {name} is better than simply keeping the center was not measured in this run."
     return {
-        1: f"LATS is better than keeping the center of the image: it keeps {_gap(gap)} more of the lesion.",
-        0: f"LATS is not clearly better than keeping the center of the image, which needs no model: the difference is {_gap(gap)}.",
-        -1: f"LATS is worse than keeping the center of the image, which needs no model: {_gap(gap)}.",
+        1: f"{name} is better than keeping the center of the image: it keeps {_gap(gap)} more of the lesion.",
+        0: f"{name} is not clearly better than keeping the center of the image, which needs no model: {_gap(gap)}.",
+        -1: f"{name} is worse than keeping the center of the image, which needs no model: {_gap(gap)}.",
     }[gap.verdict]
 
 
@@ -147,17 +154,18 @@ def _p(value: float) -> str:
 
 def _off_center(evidence: Evidence) -> str:
     """What tells a router from a center prior: lesions that are not in the center."""
-    pair = off_center_pair(evidence)
+    pair = evidence.off_center
     if pair is None:
         return ""
-    cells = {m: evidence.cell(m, study="center-bias", dataset=pair[1]) for m in ("lats", "center", "darkness")}
+    names = ("lats", "lats:lesion-first", "center", "darkness")
+    cells = {m: evidence.cell(m, study=pair.study, dataset=pair.moved) for m in names}
     values = {
         m: float(c["retention_of_ceiling"]) for m, c in cells.items() if c is not None and not np.isnan(c["retention_of_ceiling"])
     }
     if "lats" not in values or "center" not in values:
         return ""
-    dark = f" (Darkness {percent(values['darkness'])} %)" if "darkness" in values else ""
-    shown = f"LATS keeps {percent(values['lats'])} % of what is possible, Center {percent(values['center'])} %{dark}"
+    others = ", ".join(f"{look(m).name} {percent(values[m])} %" for m in names[1:] if m in values)
+    shown = f"LATS keeps {percent(values['lats'])} % of what is possible, {others}"
     if values["lats"] > values["center"] + 0.02:
         return f"Where the lesion is off the center, the difference shows: {shown}."
     return f"Even where the lesion is off the center, LATS does not stand out: {shown}."
@@ -178,11 +186,10 @@ def _own_recipe(evidence: Evidence, intervals: Intervals) -> str:
 
 def _accuracy_hides(evidence: Evidence, intervals: Intervals) -> str:
     """The paper's point, checked: close accuracies, far-apart retention."""
-    kept, right = (intervals.at(metric, evidence.headline) for metric in ("retention", "accuracy"))
-    if not {"lats", "random"} <= set(kept.index) & set(right.index):
+    kept, right = (intervals.at(metric, evidence.headline)["value"].to_dict() for metric in ("retention", "accuracy"))
+    if not {"lats", "random"} <= set(kept) & set(right):
         return ""
-    accuracy = 100 * (right.loc["lats", "value"] - right.loc["random", "value"])
-    retention = 100 * (kept.loc["lats", "value"] - kept.loc["random", "value"])
+    accuracy, retention = (100 * float(found["lats"] - found["random"]) for found in (right, kept))
     shown = f"against Random, LATS has {accuracy:+.1f} points of accuracy and {retention:+.1f} points of retention".replace(
         "-", "−"
     )
@@ -197,7 +204,8 @@ def failures(evidence: Evidence, intervals: Intervals) -> list[str]:
     for strata, what in ((intervals.by_size, "size"), (intervals.by_class, "class")):
         rows = strata[strata["method"] == "lats"].dropna(subset=["value"]) if not strata.empty else strata
         if len(rows) > 1:
-            worst, best = rows.loc[rows["value"].idxmin()], rows.loc[rows["value"].idxmax()]
+            ranked = rows.sort_values("value", kind="stable")
+            worst, best = ranked.iloc[0], ranked.iloc[-1]
             group = "lesions of the quarter" if what == "size" else "lesions of the class"
             said.append(
                 f"By {what}: of {group} “{worst['stratum']}” LATS keeps {percent(worst['value'])} % of what is possible "

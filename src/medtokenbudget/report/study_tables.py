@@ -7,10 +7,12 @@ Its own file because these tables are results.csv reshaped; tables that need sta
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
+from medtokenbudget.config import HEADLINE_BUDGETS
 from medtokenbudget.experiments.statistics import paired_seed_table
 from medtokenbudget.report.evidence import CONTROLS, OFF_CENTER, Evidence
 from medtokenbudget.report.intervals import Intervals
@@ -105,9 +107,23 @@ def _wide(results: pd.DataFrame, metric: str, name: str, title: str) -> Table | 
     )
 
 
-def by_budget(evidence: Evidence, study: str, metrics: Sequence[str] = SHOWN) -> Table | None:
+def center_bias(evidence: Evidence) -> Table | None:
+    """The images as they are and off-center, at the headline budgets, from the study that has both."""
+    pair = evidence.off_center
+    return None if pair is None else by_budget(evidence, pair.study, name="center-bias", budgets=HEADLINE_BUDGETS)
+
+
+def by_budget(
+    evidence: Evidence,
+    study: str,
+    metrics: Sequence[str] = SHOWN,
+    name: str | None = None,
+    budgets: Sequence[float] | None = None,
+) -> Table | None:
     """Mean and deviation over seeds, a row for each (data set, budget, method): the shape of the paper's robustness table."""
     results = evidence.cells(study)
+    if budgets is not None:
+        results = results[results["budget"].isin(list(budgets))]
     if results.empty:
         return None
     datasets = evidence.datasets(study)
@@ -140,8 +156,8 @@ def by_budget(evidence: Evidence, study: str, metrics: Sequence[str] = SHOWN) ->
             first = 3 if several else 2
             bold |= {(start + r, c) for r, c in _best(methods, values, range(first, first + len(metrics)))}
     return Table(
-        study,
-        _TITLES.get(study, f"Study {study}"),
+        name or study,
+        _TITLES.get(name or study, f"Study {study}"),
         columns,
         rows,
         pd.DataFrame(raw),
@@ -216,12 +232,13 @@ def _counts(results: pd.DataFrame, method: str) -> str:
 def _row(table: pd.DataFrame, method: str) -> tuple[float, float, float]:
     if method not in table.index:
         return (np.nan, np.nan, np.nan)
-    row = table.loc[method]
+    row: Any = table.loc[method]
     return float(row["value"]), float(row["low"]), float(row["high"])
 
 
 def _get(table: pd.DataFrame, method: str, column: tuple[str, str]) -> float:
-    return float(table.loc[method, column]) if method in table.index else np.nan
+    value: Any = table.loc[method, column] if method in table.index else np.nan
+    return float(value)
 
 
 def _mean_text(metric: str, mean: float, deviation: float) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
@@ -19,6 +20,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from medtokenbudget.files import atomic_write
 
@@ -29,18 +31,18 @@ PAPER = "#ffffff"
 KEPT = "#0072b2"
 LOST = "#d55e00"
 BACKGROUND = "#8d99a6"
-WIDTH = 5.2
+WIDTH = 4.9
 """Inches; figures are drawn for a phone (one column of about 350 pixels), so that their text stays readable there."""
 
-_RC = {
+_RC: dict[Any, Any] = {
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans"],
-    "font.size": 10,
+    "font.size": 11,
     "axes.titlesize": 11,
     "axes.titleweight": "bold",
     "axes.titlelocation": "left",
     "axes.titlepad": 10,
-    "axes.labelsize": 10,
+    "axes.labelsize": 11,
     "axes.labelcolor": INK,
     "axes.edgecolor": MUTED,
     "axes.linewidth": 0.8,
@@ -56,13 +58,13 @@ _RC = {
     "ytick.color": MUTED,
     "xtick.labelcolor": INK,
     "ytick.labelcolor": INK,
-    "xtick.labelsize": 9.5,
-    "ytick.labelsize": 9.5,
+    "xtick.labelsize": 10.5,
+    "ytick.labelsize": 10.5,
     "ytick.major.size": 0,
     "lines.linewidth": 1.6,
     "lines.markersize": 5,
     "legend.frameon": False,
-    "legend.fontsize": 9.5,
+    "legend.fontsize": 10.5,
     "figure.facecolor": PAPER,
     "axes.facecolor": PAPER,
     "figure.constrained_layout.use": True,
@@ -181,14 +183,17 @@ def legend_below(figure: Figure, axes: Axes, columns: int = 2) -> None:
     """The legend under the axes, so that the data keep the whole width."""
     handles, labels = axes.get_legend_handles_labels()
     if handles:
-        figure.legend(handles, labels, loc="outside lower left", ncols=columns, handlelength=2.4, columnspacing=1.6)
+        figure.legend(
+            handles, labels, loc="outside lower left", ncols=columns, handlelength=2.2, columnspacing=1.2, borderaxespad=0.2
+        )
 
 
 def save(figure: Figure, folder: Path, name: str) -> list[Path]:
     """Write `name.svg` and `name.png`, the same bytes for the same figure, and close it."""
     paths = []
-    figure.draw_without_rendering()
-    figure.set_layout_engine("none")  # laid out once, not once a format
+    if isinstance(figure.get_layout_engine(), ConstrainedLayoutEngine):
+        figure.draw_without_rendering()
+        figure.set_layout_engine("none")  # laid out once, not once a format
     for suffix, metadata in ((".svg", {"Date": None, "Creator": None}), (".png", {"Software": None})):
         path = folder / f"{name}{suffix}"
         with atomic_write(path) as temporary:

@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
@@ -133,7 +134,8 @@ class Table:
         tall = " tall" if len(self.rows) > _TALL else ""
         note = f'<p class="note">{escape(self.note)}</p>' if self.note else ""
         return (
-            f'<figure class="table" id="table-{self.name}"><div class="scroll{tall}" tabindex="0" role="region" '
+            f'<figure class="table" id="table-{self.name}">'
+            f'<p class="title" aria-hidden="true">{escape(self.title)}</p><div class="scroll{tall}" tabindex="0" role="region" '
             f'aria-label="Table: {escape(self.title, quote=True)}"><table><caption>{escape(self.title)}</caption>'
             f"<thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table></div>{note}</figure>"
         )
@@ -152,14 +154,14 @@ def _side(label: bool) -> str:
     return ' class="label"' if label else ""
 
 
-def percent(value: float | None, digits: int = 1) -> str:
+def percent(value: Any, digits: int = 1) -> str:
     """A fraction as percent without the sign; a dash where it was not measured."""
-    return NOT_MEASURED if _missing(value) else f"{100 * float(value):.{digits}f}"  # type: ignore[arg-type]
+    return NOT_MEASURED if _missing(value) else f"{100 * float(value):.{digits}f}"
 
 
-def points(value: float | None, digits: int = 1) -> str:
+def points(value: Any, digits: int = 1) -> str:
     """A difference of fractions in percentage points, with its sign."""
-    return NOT_MEASURED if _missing(value) else _signed(100 * float(value), digits)  # type: ignore[arg-type]
+    return NOT_MEASURED if _missing(value) else _signed(100 * float(value), digits)
 
 
 def _signed(value: float, digits: int) -> str:
@@ -169,7 +171,7 @@ def _signed(value: float, digits: int) -> str:
     return text.replace("-", "−")
 
 
-def with_interval(value: float | None, low: float | None, high: float | None, digits: int = 1) -> str:
+def with_interval(value: Any, low: Any, high: Any, digits: int = 1) -> str:
     """`67.4 [65.0, 69.8]`: a percentage with its 95 % interval."""
     text = percent(value, digits)
     if text == NOT_MEASURED or _missing(low) or _missing(high):
@@ -177,22 +179,27 @@ def with_interval(value: float | None, low: float | None, high: float | None, di
     return f"{text} [{percent(low, digits)}, {percent(high, digits)}]"
 
 
-def with_deviation(value: float | None, deviation: float | None, digits: int = 2) -> str:
+def with_deviation(value: Any, deviation: Any, digits: int = 2) -> str:
     """`67.40 ± 0.20`: a mean over seeds with its standard deviation; no deviation is shown for a single seed."""
     text = percent(value, digits)
     return text if text == NOT_MEASURED or _missing(deviation) else f"{text} ± {percent(deviation, digits)}"
 
 
-def number(value: float | None, digits: int = 2) -> str:
-    return NOT_MEASURED if _missing(value) else f"{float(value):.{digits}f}"  # type: ignore[arg-type]
+def number(value: Any, digits: int = 2) -> str:
+    return NOT_MEASURED if _missing(value) else f"{float(value):.{digits}f}"
 
 
-def probability(value: float | None) -> str:
+def probability(value: Any) -> str:
     """A p-value; very small ones as a bound."""
     if _missing(value):
         return NOT_MEASURED
-    return "< 0.001" if float(value) < 0.001 else f"{float(value):.3f}"  # type: ignore[arg-type]
+    return "< 0.001" if float(value) < 0.001 else f"{float(value):.3f}"
 
 
-def _missing(value: float | None) -> bool:
+def _missing(value: Any) -> bool:
     return value is None or pd.isna(value) or not math.isfinite(float(value))
+
+
+def records(frame: pd.DataFrame) -> list[Any]:
+    """The rows of a frame as objects with a field a column."""
+    return list(frame.itertuples(index=False))

@@ -9,7 +9,7 @@ from medtokenbudget.report.intervals import Intervals
 from medtokenbudget.report.table import Table
 
 _MASK_METRICS = ("accuracy", "macro_f1", "balanced_accuracy", "retention", "retention_of_ceiling", "precision", "enrichment")
-_OWN_TABLE = {"main", "curriculum", "kvasir", "subset"}
+_OWN_TABLE = {"main", "curriculum", "kvasir", "subset", "center-bias"}
 
 
 def make_tables(evidence: Evidence, intervals: Intervals) -> list[Table]:
@@ -21,6 +21,7 @@ def make_tables(evidence: Evidence, intervals: Intervals) -> list[Table]:
         studies.sweep(evidence, "macro_f1", "macro-f1-sweep", "Macro F1 (%) over all budgets"),
         analysis.further_measures(evidence),
         *[studies.by_budget(evidence, s, _metrics(s)) for s in evidence.studies if s not in _OWN_TABLE and s != evidence.study],
+        studies.center_bias(evidence),
         studies.paired_seeds(evidence),
         studies.curriculum(evidence),
         studies.kvasir(evidence),

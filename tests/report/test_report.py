@@ -1,0 +1,227 @@
+"""The report of a run: numbers that can be traced, bytes that repeat, a page that needs nothing else, and runs that lack a part."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from medtokenbudget.cli import main
+from medtokenbudget.errors import RequestError
+from medtokenbudget.report import report
+from tests.report.fake_run import fake_run
+
+VOID = {"meta", "img", "br", "link", "input", "hr"}
+CONTROLS = ("Center", "Darkness", "Random", "Oracle")
+FIGURES = [
+    "retention",
+    "share-of-ceiling",
+    "accuracy",
+    "macro-f1",
+    "accuracy-against-retention",
+    "reliability",
+    "center-bias",
+    "size-strata",
+    "class-strata",
+    "curriculum",
+    "scores",
+    "retention-model",
+    "examples",
+    "worst",
+]
+
+
+class Outline(HTMLParser):
+    """What a browser and a screen reader meet: headings, ids, loaded addresses, pictures without a text, unclosed elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.headings: list[int] = []
+        self.ids: list[str] = []
+        self.loaded: list[str] = []
+        self.silent: list[str] = []
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = dict(attrs)
+        if re.fullmatch(r"h[1-6]", tag):
+            self.headings.append(int(tag[1]))
+        if values.get("id"):
+            self.ids.append(str(values["id"]))
+        self.loaded += [str(values[name]) for name in ("src", "href", "xlink:href", "data", "srcset") if values.get(name)]
+        if (tag == "img" and not values.get("alt")) or (tag == "svg" and not values.get("aria-label")):
+            self.silent.append(tag)
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def outline(page: Path) -> Outline:
+    parser = Outline()
+    parser.feed(page.read_text(encoding="utf-8"))
+    return parser
+
+
+def test_the_page_loads_nothing_from_elsewhere_and_stays_small(run: Path) -> None:
+    page = run / "report.html"
+    text = page.read_text(encoding="utf-8")
+    seen = outline(page)
+    assert all(address.startswith(("data:image/jpeg;base64,", "#")) for address in seen.loaded)
+    assert "url(http" not in text
+    assert "@import" not in text
+    assert "<script" not in text
+    assert len(text.encode()) < 6_000_000
+
+
+def test_the_page_is_well_formed_with_headings_in_order_unique_ids_and_texts_for_pictures(run: Path) -> None:
+    seen = outline(run / "report.html")
+    assert seen.open == []
+    assert seen.headings[0] == 1
+    assert all(after <= before + 1 for before, after in zip(seen.headings, seen.headings[1:]))
+    assert len(seen.ids) == len(set(seen.ids))
+    assert seen.silent == []
+    anchors = {address[1:] for address in seen.loaded if address.startswith("#")}
+    assert anchors <= set(seen.ids)
+
+
+def test_the_page_says_what_was_measured_and_what_it_is_not(run: Path) -> None:
+    text = (run / "report.html").read_text(encoding="utf-8")
+    assert "Research software, not a medical device" in text
+    assert "24 validation images" in text
+    assert "keeping the center of the image" in text
+    assert "Not shown" not in text
+    for name in CONTROLS:
+        assert f'<th scope="row">{name}</th>' in text
+
+
+def test_every_figure_is_there_as_svg_with_text_and_as_png_without_a_date(run: Path) -> None:
+    for name in FIGURES:
+        svg = (run / "figures" / f"{name}.svg").read_text(encoding="utf-8")
+        assert "<text" in svg
+        assert "dc:date" not in svg
+        assert (run / "figures" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_numbers_of_the_main_table_are_those_of_results_csv(run: Path) -> None:
+    results = pd.read_csv(run / "results.csv")
+    main_rows = results[results["study"] == "main"].set_index(["method", "budget"])
+    table = pd.read_csv(run / "tables" / "main.csv")
+    assert {0.1, 0.2, 0.3, 0.5, 1.0} == set(table.loc[table["metric"] == "accuracy", "budget"])
+    measured = table.dropna(subset="value")
+    for row in measured.itertuples():
+        assert row.value == pytest.approx(main_rows.loc[(row.method, row.budget), row.metric], abs=1e-5)
+        assert row.low - 1e-9 <= row.value <= row.high + 1e-9
+    assert set(table.loc[table["value"].isna(), "method"]) == {"tome"}
+
+
+def test_the_text_of_a_table_holds_the_numbers_of_its_csv(run: Path) -> None:
+    sweep = pd.read_csv(run / "tables" / "retention-sweep.csv")
+    lines = (run / "tables" / "retention-sweep.md").read_text(encoding="utf-8").splitlines()
+    shown = {
+        line.split("|")[1].strip(): [cell.strip(" *") for cell in line.split("|")[2:-2]] for line in lines if line.startswith("| ")
+    }
+    for method, name in (("lats", "LATS"), ("center", "Center"), ("ceiling", "Ceiling")):
+        values = sweep.loc[sweep["method"] == method, "retention"]
+        assert shown[name] == [f"{100 * value:.1f}" for value in values]
+    assert shown["ToMe"] == ["—"] * 10
+
+
+def test_robustness_shows_the_mean_and_the_deviation_over_seeds(run: Path) -> None:
+    results = pd.read_csv(run / "results.csv")
+    own = results[(results["study"] == "robustness") & (results["method"] == "lats") & (results["budget"] == 0.3)]["accuracy"]
+    text = (run / "tables" / "robustness.md").read_text(encoding="utf-8")
+    row = next(line for line in text.splitlines() if line.startswith("| 0.3 | LATS |"))
+    assert f"{100 * own.mean():.1f} ± {100 * own.std(ddof=1):.1f}" in row
+
+
+def test_every_study_has_its_table_with_the_controls(run: Path) -> None:
+    for name in ("main", "robustness", "mask-free", "signals", "curriculum", "toggles", "center-bias", "paired-seeds"):
+        text = (run / "tables" / f"{name}.md").read_text(encoding="utf-8")
+        assert all(control in text for control in CONTROLS), name
+
+
+def test_the_papers_numbers_stand_beside_ours_with_the_difference(run: Path) -> None:
+    table = pd.read_csv(run / "tables" / "beside-paper.csv")
+    row = table[(table["study"] == "main") & (table["method"] == "lats") & (table["metric"] == "retention")].iloc[0]
+    assert row["paper"] == 67.4
+    results = pd.read_csv(run / "results.csv")
+    ours = results[(results["study"] == "main") & (results["method"] == "lats") & (results["budget"] == 0.3)]["retention"].iloc[0]
+    assert row["ours"] == pytest.approx(100 * ours, abs=1e-3)
+    assert row["difference"] == pytest.approx(100 * ours - 67.4, abs=1e-3)
+
+
+def test_the_worst_kept_images_are_listed_from_the_predictions(run: Path) -> None:
+    rows = pd.read_parquet(run / "predictions.parquet")
+    rows = rows[(rows["study"] == "main") & (rows["method"] == "lats") & np.isclose(rows["budget"], 0.3)]
+    share = rows["kept_lesion"] / np.minimum(rows["lesion"], rows["k"])
+    table = pd.read_csv(run / "tables" / "worst.csv")
+    assert table["of_possible"].iloc[0] == pytest.approx(share.min(), abs=1e-5)
+    assert table["of_possible"].is_monotonic_increasing
+
+
+def test_latex_is_balanced_and_escaped(run: Path) -> None:
+    for path in sorted((run / "tables").glob("*.tex")):
+        text = path.read_text(encoding="utf-8")
+        bare = re.sub(r"\\[{}]", "", text)
+        assert bare.count("{") == bare.count("}"), path.name
+        for environment in ("table", "tabular"):
+            assert text.count(rf"\begin{{{environment}}}") == text.count(rf"\end{{{environment}}}") == 1
+        body = text.split("\\midrule", 1)[1].split("\\bottomrule")[0]
+        columns = re.search(r"\\begin\{tabular\}\{([lr]+)\}", text).group(1)  # type: ignore[union-attr]
+        for line in body.splitlines():
+            if line.endswith(r"\\"):
+                assert len(re.findall(r"(?<!\\)&", line)) == len(columns) - 1, (path.name, line)
+        assert not re.search(r"(?<!\\)[_%#]", body), path.name
+        assert text.isascii() or not set(text) & set("—–−±×Δβσ≤≥"), path.name
+
+
+def test_a_second_report_writes_the_same_bytes(run: Path, tmp_path: Path) -> None:
+    again = tmp_path / run.name
+    shutil.copytree(run, again, ignore=shutil.ignore_patterns("tables", "figures", "report.html"))
+    report(again)
+    for path in sorted(run.rglob("*")):
+        if path.is_file():
+            assert path.read_bytes() == (again / path.relative_to(run)).read_bytes(), path.name
+
+
+def test_a_run_without_masks_or_images_reports_accuracy_and_says_what_is_missing(tmp_path: Path) -> None:
+    folder = fake_run(tmp_path / "bare", n=16, seeds=(42,), studies=("main",), masked=False, images=False)
+    (folder / "metrics.jsonl").unlink()
+    text = report(folder).read_text(encoding="utf-8")
+    assert "none of them with a lesion mask" in text
+    assert "Not shown" in text
+    assert (folder / "figures" / "accuracy.svg").exists()
+    assert not (folder / "figures" / "retention.svg").exists()
+    table = pd.read_csv(folder / "tables" / "main.csv")
+    assert table.loc[table["metric"] == "retention", "value"].isna().all()
+
+
+def test_images_out_of_reach_leave_only_the_pictures_out(tmp_path: Path) -> None:
+    folder = fake_run(tmp_path / "moved", n=16, seeds=(42,), studies=("main",))
+    shutil.rmtree(folder / "data")
+    text = report(folder).read_text(encoding="utf-8")
+    assert "cannot be read" in text
+    assert "<img" not in text
+    assert (folder / "figures" / "retention.svg").exists()
+    assert not (folder / "figures" / "examples.svg").exists()
+
+
+def test_the_command_prints_where_the_page_is_and_refuses_what_is_no_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["report", str(tmp_path / "nowhere")]) == 2
+    assert "is not a folder" in capsys.readouterr().err
+    with pytest.raises(RequestError, match=r"run\.json"):
+        report(tmp_path)
