@@ -59,7 +59,7 @@ def serve(model: str | Path | None, config: ServeConfig, open_browser: bool = Fa
     from medtokenbudget.app.guard import is_loopback
     from medtokenbudget.app.routes import create_app, guarded
 
-    service, limits = _service(model, config)
+    service, limits = find_service(model, config)
     listener = _listen(config)
     address = _address(config, listener)
     app = guarded(create_app(service, limits, config.queue, config.token), config.token, is_loopback(config.host))
@@ -84,7 +84,8 @@ def _check(config: ServeConfig) -> None:
         raise RequestError("--queue must be at least 0, --max_bytes and --max_pixels at least 1, --port within 0..65535.")
 
 
-def _service(model: str | Path | None, config: ServeConfig) -> tuple[Any, Any]:
+def find_service(model: str | Path | None, config: ServeConfig) -> tuple[Any, Any]:
+    """The service (None without a model) and its limits."""
     from medtokenbudget.app.service import Limits, Service
     from medtokenbudget.model import load
 

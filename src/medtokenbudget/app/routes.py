@@ -56,7 +56,7 @@ def create_app(service: Service | None, limits: Limits | None = None, waiting: i
         redoc_url=None,
         lifespan=lifespan,
     )
-    _add_error_answers(app)
+    _add_error_answers(app, limits)
     _add_descriptions(app, service)
     _add_samples(app)
     _add_route(app, service, queue, limits)
@@ -160,7 +160,7 @@ def _describe_token(app: FastAPI) -> None:
     app.openapi = openapi  # type: ignore[method-assign]
 
 
-def _add_error_answers(app: FastAPI) -> None:
+def _add_error_answers(app: FastAPI, limits: Limits) -> None:
     @app.exception_handler(ApiError)
     async def api_error(_: Request, error: ApiError) -> Response:
         return _fault(error.status, error.code, error.message, error.headers)
@@ -168,7 +168,9 @@ def _add_error_answers(app: FastAPI) -> None:
     @app.exception_handler(MedTokenBudgetError)
     async def known_error(_: Request, error: MedTokenBudgetError) -> Response:
         if isinstance(error, DecodeError):
-            return _fault(*_DECODE_STATUS.get(error.kind, (422, error.kind.replace("-", "_"))), str(error))
+            status, code = _DECODE_STATUS.get(error.kind, (422, error.kind.replace("-", "_")))
+            limit = f" This server takes {limits.max_pixels / 1e6:g} million pixels." if status == 413 else ""
+            return _fault(status, code, str(error) + limit)
         if isinstance(error, RequestError):
             return _fault(422, "bad_request", str(error))
         return _fault(500, "work_failed", str(error))

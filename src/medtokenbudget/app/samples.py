@@ -19,7 +19,7 @@ FIRST_SEED = 900_000_000
 
 @dataclass(frozen=True)
 class Sample:
-    """One drawing: its name in addresses, the class it was drawn as, the seed (from FIRST_SEED on), and whether the lesion lies off the center."""
+    """One drawing: its name in addresses, its class, its seed (counted from FIRST_SEED), whether the lesion is off the center."""
 
     id: str
     label: str

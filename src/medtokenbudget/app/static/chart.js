@@ -1,7 +1,7 @@
 // The curve over all budgets as SVG, with the current point on each line. The lines are drawn once an answer, the points on every move.
 
 const NS = "http://www.w3.org/2000/svg";
-const EDGE = { left: 46, right: 16, top: 14, bottom: 38 };
+const EDGE = { left: 46, right: 26, top: 14, bottom: 38 };
 
 function node(name, attributes, parent, text) {
   const element = document.createElementNS(NS, name);
@@ -32,7 +32,7 @@ export function chart(box, budgets, lines, title) {
     const d = line.values.map((value, i) => `${i ? "L" : "M"}${x(budgets[i]).toFixed(1)} ${y(value).toFixed(1)}`).join("");
     node("path", { d, class: `series ${line.style}` }, svg);
   }
-  key(svg, lines, x(1), y(0));
+  key(svg, lines, x(1), keyBottom(lines, budgets, y));
   const now = node("line", { y1: y(0), y2: y(1), class: "now" }, svg);
   const points = lines.filter((line) => line.point).map((line) => ({ line, mark: mark(line.style, svg) }));
   box.replaceChildren(svg);
@@ -50,6 +50,13 @@ export function chart(box, budgets, lines, title) {
 function mark(style, svg) {
   if (style === "b") return node("rect", { x: -6, y: -6, width: 12, height: 12, class: "point b" }, svg);
   return node("circle", { r: 7, class: "point a" }, svg);
+}
+
+/** The names stand below the lines where these run high at the right end, else above them. */
+function keyBottom(lines, budgets, y) {
+  const ends = lines.filter((line) => line.point).flatMap((line) => line.values.filter((_, i) => budgets[i] > 0.6));
+  const high = ends.reduce((sum, value) => sum + value, 0) / ends.length > 0.5;
+  return high ? y(0) : y(1) + 18 * lines.length + 8;
 }
 
 function key(svg, lines, right, bottom) {

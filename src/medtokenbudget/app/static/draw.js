@@ -54,7 +54,7 @@ export function paint(pen, width, height, scene, view, show) {
   if (view.groups) paintGroups(pen, view.groups, scene.colours, cell);
   if (show.scores) paintScores(pen, show.scores, cell);
   if (view.kept) paintVeil(pen, view.kept, cell, Boolean(show.scores));
-  if (show.lesion && scene.lesion && view.kept) paintLesion(pen, view.kept, scene.lesion, cell, line);
+  if (show.lesion && scene.lesion && view.kept) paintLesion(pen, view.kept, scene.lesion, cell, line, Boolean(show.scores));
   if (view.kept) border(pen, view.kept, [h, w], xs, ys, "rgba(255,255,255,.95)", 1.4 * line, "rgba(10,18,26,.75)");
   if (view.groups) border(pen, view.groups, [h, w], xs, ys, "rgba(255,255,255,.8)", line, "rgba(10,18,26,.45)");
   if (show.lesion && scene.lesion) border(pen, scene.lesion, [h, w], xs, ys, BLUE, 2.4 * line, "rgba(255,255,255,.9)");
@@ -95,15 +95,16 @@ function paintGroups(pen, groups, colours, cell) {
   });
 }
 
-function paintLesion(pen, kept, lesion, cell, line) {
+function paintLesion(pen, kept, lesion, cell, line, bare) {
   for (let i = 0; i < kept.length; i += 1) {
     if (!lesion[i]) continue;
     const [x, y, width, height] = cell(i);
-    if (kept[i]) {
+    if (!kept[i]) {
+      hatch(pen, x, y, width, height, line);
+    } else if (!bare) {
+      // Only a breath of blue, and none over the score map: the colours below are what one wants to see.
       pen.fillStyle = "rgba(0,114,178,.14)";
       pen.fillRect(x, y, width, height);
-    } else {
-      hatch(pen, x, y, width, height, line);
     }
   }
 }

@@ -253,12 +253,13 @@ function probabilityLines(shown) {
   });
 }
 
-/** The class whose probability the curve follows: the drawn one where it is known, else the first selector's at the full budget. */
+/** The class whose probability the curve follows: the drawn one where it is known, else the first selector's over all budgets. */
 function followed() {
   const { answer, source } = state;
   if (answer.classes.includes(source.truth)) return source.truth;
-  const last = selectorOf("a").probabilities.at(-1);
-  return answer.classes[last.indexOf(Math.max(...last))];
+  const rows = selectorOf("a").probabilities;
+  const sums = answer.classes.map((_, i) => rows.reduce((sum, row) => sum + row[i], 0));
+  return answer.classes[sums.indexOf(Math.max(...sums))];
 }
 
 function curveText(shown, retention, possible) {
@@ -362,9 +363,8 @@ byId("save-data").addEventListener("click", () => {
 const THEMES = ["auto", "light", "dark"];
 function showTheme() {
   const theme = document.documentElement.dataset.theme ?? "auto";
-  const text = { auto: "Auto", light: "Light", dark: "Dark" }[theme];
-  byId("theme").textContent = text;
-  byId("theme").setAttribute("aria-label", `Colours: ${theme === "auto" ? "as the system" : theme}`);
+  byId("theme-name").textContent = theme;
+  byId("theme").dataset.shown = theme;
 }
 byId("theme").addEventListener("click", () => {
   const now = document.documentElement.dataset.theme ?? "auto";

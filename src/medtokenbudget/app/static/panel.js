@@ -92,12 +92,12 @@ export class Panel {
   }
 
   numbers(view) {
-    const rows = [[view.kept ? "Kept" : "Tokens", `${view.k}`, ` of ${view.n}`]];
+    const rows = [[view.kept ? "Kept" : "Tokens", `${view.k}`, `of ${view.n} patches`]];
     if (view.retention !== null) {
-      rows.push(["Retention", percent(view.retention), ` ${view.lesion - view.lost} of ${view.lesion}`]);
+      rows.push(["Retention", percent(view.retention), `${view.lesion - view.lost} of ${view.lesion}`]);
       rows.push(["Ceiling", percent(view.ceiling), ""]);
       rows.push(["Of the ceiling", percent(view.ofCeiling), ""]);
-      rows.push(["Lesion lost", `${view.lost}`, view.lost === 1 ? " patch" : " patches"]);
+      rows.push(["Lesion lost", `${view.lost}`, view.lost === 1 ? "patch" : "patches"]);
     }
     this.stats.replaceChildren(
       ...rows.map(([title, value, unit]) => {

@@ -1,0 +1,304 @@
+"""The explorer in a real browser (Chromium): what a person does, what is refused, and an automatic accessibility check."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+from medtokenbudget.app.service import Service
+from tests.app.server import Server, huge_png, mask, picture, running_here
+from tests.small_model import small_model
+
+CHROMIUM = shutil.which("chromium") or "/usr/bin/chromium"
+expect.set_options(timeout=30_000)
+
+
+def absent(what: str) -> None:
+    """Skip on a machine that lacks something; in CI that is a failure."""
+    if os.environ.get("CI") == "true":
+        pytest.fail(f"{what}, but in CI the browser tests must run")
+    pytest.skip(what)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    if not Path(CHROMIUM).exists():
+        absent("needs Chromium (Debian: apt install chromium)")
+    with running_here(Service(small_model(tmp_path_factory.mktemp("explorer")))) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+Open = Callable[..., Page]
+
+
+@pytest.fixture
+def opened(browser: Browser, server: Server) -> Iterator[Open]:
+    """Opens the page and waits for the first sample; at the end nothing may have been complained about in the console."""
+    contexts, complaints = [], []
+
+    def open_page(width: int = 1200, height: int = 900, dark: bool = False) -> Page:
+        context = browser.new_context(
+            viewport={"width": width, "height": height}, color_scheme="dark" if dark else "light", reduced_motion="reduce"
+        )
+        contexts.append(context)
+        page = context.new_page()
+        page.set_default_timeout(30_000)
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on("console", lambda message: _note(message.type, message.text, complaints))
+        page.goto(server.url)
+        expect(page.locator("#k-value")).to_contain_text("K = 30 of 100")
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert complaints == []
+
+
+def _note(kind: str, text: str, complaints: list[str]) -> None:
+    # A refused upload is an answer of the API, which the browser logs by itself.
+    if kind == "error" and "Failed to load resource" not in text:
+        complaints.append(text)
+
+
+def painted(page: Page, side: str = "a") -> str:
+    return str(page.locator(f"[data-side={side}] canvas").evaluate("canvas => canvas.toDataURL()"))
+
+
+def bars(page: Page, side: str = "a") -> list[str]:
+    return page.locator(f"[data-side={side}] .bars .value").all_inner_texts()
+
+
+def stat(page: Page, title: str, side: str = "a") -> str:
+    row = page.locator(f"[data-side={side}] .stats div", has=page.get_by_text(title, exact=True))
+    return row.locator("dd").inner_text()
+
+
+def settle(page: Page) -> None:
+    """Two frames: what a move of the slider may take."""
+    page.evaluate("() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
+
+
+def test_a_sample_and_the_slider_change_k_the_picture_and_the_numbers_without_a_request(opened: Open) -> None:
+    page = opened()
+    page.locator(".sample").nth(1).click()
+    expect(page.locator(".sample").nth(1)).to_have_attribute("aria-pressed", "true")
+    expect(page.locator(".sample img[src]")).to_have_count(8)
+    settle(page)
+    before = painted(page), bars(page), stat(page, "Kept")
+    assert before[2].startswith("30")
+    requests: list[str] = []
+    page.on("request", lambda request: requests.append(request.url))
+    page.locator("#budget").focus()
+    for _ in range(5):
+        page.keyboard.press("ArrowRight")
+    settle(page)
+    expect(page.locator("#k-value")).to_have_text("K = 35 of 100 patches")
+    expect(page.locator("#budget-value")).to_have_text("35 %")
+    after = painted(page), bars(page), stat(page, "Kept")
+    assert all(old != new for old, new in zip(before, after))
+    assert requests == []
+    page.keyboard.press("End")
+    expect(page.locator("#k-value")).to_have_text("K = 100 of 100 patches")
+    assert stat(page, "Retention").startswith("100 %")
+    assert stat(page, "Lesion lost").startswith("0")
+    expect(page.locator("#summary")).to_contain_text("Budget 100 %. lats: 100 of 100 patches kept; retention 100 %")
+
+
+def test_the_numbers_of_the_page_are_those_of_the_answer(opened: Open) -> None:
+    page = opened()
+    with page.expect_download() as download:
+        page.get_by_role("button", name="Data (JSON)").click()
+    data = json.loads(Path(download.value.path()).read_text())
+    (row,) = data["selectors"]
+    at = data["budgets"].index(0.3)
+    assert data["shown"] == {"budget": 0.3, "selectors": ["lats"]}
+    assert stat(page, "Retention").startswith(f"{round(100 * row['retention'][at])} %")
+    assert stat(page, "Ceiling").startswith(f"{round(100 * row['ceiling'][at])} %")
+    assert bars(page) == [f"{round(100 * p)} %" for p in row["probabilities"][at]]
+    with page.expect_download() as download:
+        page.get_by_role("button", name="Picture (PNG)").click()
+    with Image.open(download.value.path()) as saved:
+        assert saved.format == "PNG"
+        assert min(saved.size) > 600
+
+
+def test_two_selectors_stand_side_by_side_each_with_its_own_head(opened: Open) -> None:
+    page = opened()
+    page.get_by_label("Compare").check()
+    page.get_by_label("Second selector", exact=True).locator("select").select_option("center")
+    settle(page)
+    assert painted(page, "a") != painted(page, "b")
+    page.locator("#budget").focus()
+    page.keyboard.press("End")
+    settle(page)
+    # With all patches kept both pool the same tokens: only the heads differ.
+    assert bars(page, "a") != bars(page, "b")
+    page.locator("#selector-b").select_option("tome")
+    expect(page.locator("[data-side=b] .about")).to_contain_text("Merges")
+    expect(page.locator("[data-side=b] .stats")).not_to_contain_text("Retention")
+    page.get_by_label("Scores").check()
+    expect(page.locator("[data-side=a] .legend")).to_contain_text("score")
+    page.get_by_label("Compare").uncheck()
+    expect(page.locator("[data-side=b]")).to_have_count(0)
+
+
+def test_an_uploaded_image_gets_retention_when_its_mask_is_added(opened: Open, tmp_path: Path) -> None:
+    (tmp_path / "skin.jpg").write_bytes(picture(240, 180))
+    (tmp_path / "skin_mask.png").write_bytes(mask(240, 180))
+    page = opened()
+    page.locator("#image-file").set_input_files(tmp_path / "skin.jpg")
+    expect(page.locator("#picture-line")).to_contain_text("skin.jpg · 240 × 180 pixels · no mask")
+    expect(page.locator(".stats")).not_to_contain_text("Retention")
+    expect(page.locator("#curve-retention")).to_be_disabled()
+    expect(page.locator("#curve-text")).to_contain_text("Add a mask")
+    assert "oracle" not in page.locator("#selector-a option").all_inner_texts()
+    page.locator("#mask-file").set_input_files(tmp_path / "skin_mask.png")
+    expect(page.locator("#picture-line")).to_contain_text("lesion on")
+    expect(page.locator(".stats")).to_contain_text("Retention")
+    assert "oracle" in page.locator("#selector-a option").all_inner_texts()
+    page.locator("#selector-a").select_option("oracle")
+    settle(page)
+    assert stat(page, "Of the ceiling").startswith("100 %")
+
+
+def test_what_cannot_be_read_gets_a_clear_message_and_the_page_goes_on(opened: Open, tmp_path: Path) -> None:
+    files = {
+        "notes.txt": (b"just some words\n" * 40, "not an image"),
+        "cut.jpg": (picture(400, 300)[:2000], "damaged or cut short"),
+        "huge.png": (huge_png(), "pixels"),
+    }
+    page = opened()
+    shown = page.locator("#picture-line").inner_text()
+    for name, (data, says) in files.items():
+        (tmp_path / name).write_bytes(data)
+        page.locator("#image-file").set_input_files(tmp_path / name)
+        expect(page.get_by_role("alert")).to_contain_text(re.compile(f"{re.escape(name)}: .*{says}"))
+        assert page.locator("#picture-line").inner_text() == shown
+        page.get_by_role("button", name="Close").click()
+        expect(page.get_by_role("alert")).to_be_hidden()
+        page.locator("#budget").focus()
+        page.keyboard.press("ArrowLeft")
+    expect(page.locator("#k-value")).to_contain_text("K = 27 of 100")
+
+
+def test_a_picture_and_its_mask_can_be_dropped_together(opened: Open) -> None:
+    page = opened()
+    contents = {"spot.png": list(picture(100, 100, "PNG")), "spot_mask.png": list(mask(100, 100))}
+    transfer = page.evaluate_handle(
+        """contents => {
+            const transfer = new DataTransfer();
+            for (const [name, bytes] of Object.entries(contents)) transfer.items.add(new File([new Uint8Array(bytes)], name));
+            return transfer;
+        }""",
+        contents,
+    )
+    page.dispatch_event("body", "drop", {"dataTransfer": transfer})
+    expect(page.locator("#picture-line")).to_contain_text(re.compile(r"spot\.png · 100 × 100 pixels · lesion on \d+ of 100"))
+
+
+def test_the_notice_and_the_keyboard_path_are_there(opened: Open) -> None:
+    page = opened()
+    expect(page.get_by_text("Research software, not a medical device.")).to_be_visible()
+    page.keyboard.press("Tab")
+    expect(page.locator(".skip")).to_be_focused()
+    page.keyboard.press("Enter")
+    expect(page.locator("#budget")).to_be_focused()
+    assert page.locator("#budget").get_attribute("aria-valuetext") == "30 %, 30 of 100 patches"
+
+
+@pytest.mark.parametrize("compare", [False, True])
+def test_nothing_sticks_out_on_a_phone(opened: Open, compare: bool) -> None:
+    page = opened(375, 740)
+    page.get_by_label("Compare").set_checked(compare)
+    settle(page)
+    assert page.evaluate("document.documentElement.scrollWidth") == 375
+    expect(page.locator("#budget")).to_be_in_viewport()
+
+
+def test_the_chosen_colours_stay_after_a_reload(opened: Open) -> None:
+    page = opened()
+    colour = "getComputedStyle(document.body).backgroundColor"
+    light = page.evaluate(colour)
+    page.locator("#theme").click()
+    assert page.evaluate(colour) == light
+    page.locator("#theme").click()
+    dark = page.evaluate(colour)
+    assert dark != light
+    page.reload()
+    expect(page.locator("#theme")).to_contain_text("dark")
+    assert page.evaluate(colour) == dark
+
+
+@pytest.fixture(scope="module")
+def axe(repository: Path) -> str:
+    """The source of axe-core, installed by its package manager into the cache."""
+    folder = repository / ".cache" / "axe"
+    script = folder / "node_modules" / "axe-core" / "axe.min.js"
+    if not script.exists():
+        npm = shutil.which("npm")
+        if npm is None:
+            absent("needs npm to install axe-core")
+        folder.mkdir(parents=True, exist_ok=True)
+        done = subprocess.run(
+            [str(npm), "install", "--prefix", str(folder), "--no-save", "--no-audit", "--no-fund", "axe-core@4"],
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        if done.returncode:
+            absent(f"axe-core cannot be installed: {done.stderr[-300:]}")
+    return script.read_text()
+
+
+@pytest.mark.parametrize(("width", "dark"), [(1200, False), (375, True)])
+def test_axe_finds_nothing_serious(opened: Open, axe: str, width: int, dark: bool) -> None:
+    page = opened(width, 900, dark)
+    expect(page.locator(".sample img[src]")).to_have_count(8)
+    page.get_by_label("Compare").check()
+    page.get_by_label("Scores").check()
+    settle(page)
+    page.evaluate(axe)
+    found = page.evaluate("axe.run().then(result => result.violations)")
+    bad = [
+        f"{fault['id']}: {fault['nodes'][0]['html'][:200]} {fault['nodes'][0]['failureSummary']}"
+        for fault in found
+        if fault["impact"] in ("serious", "critical")
+    ]
+    assert bad == []
+
+
+def test_without_a_model_or_a_token_the_page_says_what_to_do(browser: Browser) -> None:
+    with running_here(None, token="a-b-c") as server:
+        context = browser.new_context()
+        page = context.new_page()
+        page.goto(server.url)
+        page.get_by_label("Token").fill("wrong")
+        page.get_by_role("button", name="Continue").click()
+        expect(page.get_by_role("alert")).to_contain_text("not the token")
+        page.get_by_label("Token").fill("a-b-c")
+        page.get_by_role("button", name="Continue").click()
+        expect(page.get_by_text("make demo")).to_be_visible()
+        fresh = browser.new_page()
+        fresh.goto(f"{server.url}/#token=a-b-c")
+        expect(fresh.get_by_text("make demo")).to_be_visible()
+        assert "a-b-c" not in fresh.url
+        fresh.close()
+        context.close()

@@ -1,0 +1,401 @@
+"""The service over real HTTP: what it answers, what it refuses, how it stands load, and its own OpenAPI description."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+import numpy as np
+import psutil
+import pytest
+from PIL import Image
+
+from medtokenbudget.app.launch import ServeConfig, find_service, serve
+from medtokenbudget.app.queue import Queue, QueueFullError
+from medtokenbudget.app.service import Question, Service, retention
+from medtokenbudget.config import BUDGETS
+from medtokenbudget.data import patch_labels
+from medtokenbudget.errors import RequestError
+from medtokenbudget.model import MedTokenBudget
+from tests.app.server import Server, huge_png, mask, picture, running, running_here, saved_model
+
+MAX_BYTES = 400_000
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved_model(tmp_path_factory.mktemp("service"))
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> MedTokenBudget:
+    return MedTokenBudget.from_pretrained(folder, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Server]:
+    with running(str(folder), "--max_bytes", str(MAX_BYTES), "--max_pixels", "5000000", "--queue", "4") as server:
+        yield server
+
+
+def ask(server: Server, image: bytes, with_mask: bytes | None = None, **fields: str) -> httpx.Response:
+    files = {"image": ("image", image)} | ({} if with_mask is None else {"mask": ("mask", with_mask)})
+    return httpx.post(f"{server.url}/v1/route", files=files, data=fields, timeout=60)
+
+
+def code(response: httpx.Response) -> tuple[int, str]:
+    return response.status_code, response.json()["error"]["code"]
+
+
+def test_the_model_describes_itself(server: Server, model: MedTokenBudget) -> None:
+    info = httpx.get(f"{server.url}/v1/model").json()
+    assert info["classes"] == list(model.classes)
+    assert [row["name"] for row in info["selectors"]] == model.selectors
+    assert info["grid"] == [10, 10]
+    assert info["budgets"] == list(BUDGETS)
+    assert info["fingerprint"] == model.fingerprint
+    assert "not a medical device" in info["notice"]
+    assert httpx.get(f"{server.url}/healthz").json() == {"status": "ok", "model": True}
+
+
+def test_an_answer_agrees_with_predict_at_every_budget_and_selector(server: Server, model: MedTokenBudget) -> None:
+    data = picture()
+    answer = ask(server, data, budgets="0.25,0.07").json()
+    assert answer["budgets"] == sorted([0.07, 0.25, *BUDGETS])
+    assert [row["name"] for row in answer["selectors"]] == [name for name in model.selectors if name != "oracle"]
+    image = Image.open(io.BytesIO(data))
+    for row in answer["selectors"]:
+        for budget in (0.07, 0.3, 1.0):
+            at = answer["budgets"].index(budget)
+            expected = model.predict(image, budget, row["name"])[0]
+            assert row["k"][at] == expected.k
+            np.testing.assert_allclose(row["probabilities"][at], list(expected.probabilities.values()), atol=2e-6)
+            if expected.kept is None:
+                assert row["order"] is None
+                assert row["retention"] is None
+                assert row["groups"][at] == expected.assignment.tolist()
+            else:
+                assert row["order"][: expected.k] == expected.kept.tolist()
+                assert row["groups"] is None
+                np.testing.assert_allclose(row["scores"], expected.scores, rtol=1e-5)
+
+
+def test_retention_and_ceiling_are_counted_from_the_mask(server: Server) -> None:
+    answer = ask(server, picture(), mask()).json()
+    lesion = set(np.flatnonzero(patch_labels(Image.open(io.BytesIO(mask())), (10, 10))).tolist())
+    assert set(answer["lesion"]) == lesion
+    rows = {row["name"]: row for row in answer["selectors"]}
+    for row in rows.values():
+        if row["order"] is None:
+            continue
+        for k, kept, ceiling in zip(row["k"], row["retention"], row["ceiling"]):
+            assert kept == pytest.approx(len(lesion & set(row["order"][:k])) / len(lesion), abs=1e-6)
+            assert ceiling == pytest.approx(min(k, len(lesion)) / len(lesion), abs=1e-6)
+    assert rows["oracle"]["retention"] == rows["oracle"]["ceiling"]
+    assert rows["tome"]["retention"] is None
+
+
+def test_retention_by_hand() -> None:
+    # Lesion patches 1 and 3; the order keeps 3 first, then two others, then 1.
+    lesion = np.array([False, True, False, True])
+    found = retention(np.array([3, 0, 2, 1]), lesion, [1, 2, 3, 4])
+    assert found == {"retention": [0.5, 0.5, 0.5, 1.0], "ceiling": [0.5, 1.0, 1.0, 1.0]}
+
+
+def test_a_mask_without_lesion_gives_no_retention_rather_than_zero(server: Server) -> None:
+    empty = io.BytesIO()
+    Image.new("L", (120, 90)).save(empty, format="PNG")
+    answer = ask(server, picture(), empty.getvalue(), selectors="lats").json()
+    assert answer["lesion"] == []
+    assert answer["selectors"][0]["retention"] is None
+
+
+def test_the_same_image_gives_the_same_answer_and_the_preview_is_that_image(server: Server) -> None:
+    first, second = (ask(server, picture(), selectors="random,lats", preview="true") for _ in range(2))
+    assert first.content == second.content
+    assert [row["name"] for row in first.json()["selectors"]] == ["random", "lats"]
+    preview = first.json()["image"]["preview"]
+    assert preview.startswith("data:image/jpeg;base64,")
+
+
+@pytest.mark.parametrize(
+    ("image", "expected", "says"),
+    [
+        (b"just some words\n" * 40, (415, "not_an_image"), "not an image"),
+        (picture()[:900], (422, "damaged"), "cut short"),
+        (huge_png(), (413, "too_many_pixels"), "takes 5 million pixels"),
+        (b"", (422, "empty"), "empty"),
+        (os.urandom(MAX_BYTES + 1), (413, "too_many_bytes"), "0.4 MB"),
+    ],
+    ids=["text", "truncated", "huge", "empty", "bytes"],
+)
+def test_a_file_that_cannot_be_used_is_refused_with_its_reason(
+    server: Server, image: bytes, expected: tuple[int, str], says: str
+) -> None:
+    response = ask(server, image)
+    assert code(response) == expected
+    assert says in response.json()["error"]["message"]
+    assert ask(server, picture(), selectors="lats").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"selectors": "latz"}, "Did you mean 'lats'?"),
+        ({"selectors": "oracle"}, "mask"),
+        ({"budgets": "0"}, "(0, 1]"),
+        ({"budgets": "nan"}, "(0, 1]"),
+        ({"budgets": "much"}, "'much'"),
+        ({"budgets": ",".join(["0.5"] * 200)}, "at most 128"),
+        ({"preview": "maybe"}, "preview"),
+        ({"color": "red"}, "'color'"),
+    ],
+)
+def test_a_wrong_field_is_refused_with_its_reason(server: Server, fields: dict[str, str], says: str) -> None:
+    response = ask(server, picture(), **fields)
+    assert response.status_code == 422
+    assert says in response.json()["error"]["message"]
+
+
+def test_a_mask_of_another_shape_than_the_image_is_refused(server: Server) -> None:
+    response = ask(server, picture(), mask(90, 120))
+    assert response.status_code == 422
+    assert "aspect ratio" in response.json()["error"]["message"]
+
+
+def test_requests_that_are_not_multipart_or_miss_the_image_are_refused(server: Server) -> None:
+    address = f"{server.url}/v1/route"
+    assert code(httpx.post(address, json={"image": "x"})) == (415, "wrong_type")
+    assert code(httpx.post(address, files={"mask": mask()})) == (422, "no_image")
+    assert code(httpx.post(address, content=b"x", headers={"Content-Type": "multipart/form-data"})) == (400, "bad_multipart")
+    assert code(httpx.get(address)) == (405, "wrong_method")
+    assert code(httpx.get(f"{server.url}/v1/nothing")) == (404, "not_found")
+    assert code(httpx.get(f"{server.url}/v1/samples/nothing/image")) == (404, "unknown_sample")
+
+
+def test_a_body_that_never_says_its_length_is_stopped_at_the_limit(server: Server) -> None:
+    def endless() -> Iterator[bytes]:
+        yield b'--b\r\nContent-Disposition: form-data; name="image"; filename="i"\r\n\r\n'
+        for _ in range(100):
+            yield bytes(20_000)
+
+    response = httpx.post(
+        f"{server.url}/v1/route", content=endless(), headers={"Content-Type": "multipart/form-data; boundary=b"}, timeout=30
+    )
+    assert code(response) == (413, "too_many_bytes")
+
+
+def test_an_upload_is_never_written_to_disk(server: Server) -> None:
+    # Above one megabyte the usual form parser moves a file to disk. Watch the process's open files while one is on its way.
+    data = b'--b\r\nContent-Disposition: form-data; name="image"; filename="i"\r\n\r\n' + os.urandom(350_000)
+    host, port = urlsplit(server.url).netloc.split(":")
+    before = {file.path for file in psutil.Process(server.pid).open_files()}
+    with socket.create_connection((host, int(port))) as connection:
+        kind = "Content-Type: multipart/form-data; boundary=b\r\nContent-Length: 390000"
+        head = f"POST /v1/route HTTP/1.1\r\nHost: {host}\r\n{kind}\r\n\r\n"
+        connection.sendall(head.encode() + data)
+        time.sleep(1)
+        assert {file.path for file in psutil.Process(server.pid).open_files()} == before
+    assert httpx.get(f"{server.url}/healthz").status_code == 200
+
+
+def test_foreign_host_names_and_origins_are_refused(server: Server) -> None:
+    assert code(httpx.get(f"{server.url}/v1/model", headers={"Host": "evil.example"})) == (421, "wrong_host")
+    assert code(httpx.get(f"{server.url}/", headers={"Host": "127.0.0.1.evil.example:80"})) == (421, "wrong_host")
+    assert httpx.get(f"{server.url}/healthz", headers={"Host": "localhost:1"}).status_code == 200
+    foreign = httpx.post(f"{server.url}/v1/route", files={"image": picture()}, headers={"Origin": "https://evil.example"})
+    assert code(foreign) == (403, "cross_origin")
+
+
+def test_every_answer_carries_the_headers_that_keep_a_browser_safe(server: Server) -> None:
+    for path in ("/", "/static/explorer.js", "/v1/model", "/nothing"):
+        headers = httpx.get(f"{server.url}{path}").headers
+        assert "default-src 'none'" in headers["content-security-policy"]
+        assert "unsafe" not in headers["content-security-policy"]
+        assert headers["x-content-type-options"] == "nosniff"
+    page = httpx.get(server.url).text
+    assert "http://" not in page
+    assert "https://" not in page
+
+
+def test_samples_are_pictures_with_masks_of_the_same_size(server: Server) -> None:
+    samples = httpx.get(f"{server.url}/v1/samples").json()["samples"]
+    assert len({sample["id"] for sample in samples}) == len(samples) >= 6
+    address = f"{server.url}/v1/samples/{samples[0]['id']}"
+    image, lesion = (Image.open(io.BytesIO(httpx.get(f"{address}/{what}", timeout=60).content)) for what in ("image", "mask"))
+    assert image.size == lesion.size
+    assert lesion.getextrema() == (0, 255)
+
+
+def test_an_address_for_others_needs_a_token() -> None:
+    with pytest.raises(RequestError, match="--token"):
+        serve(None, ServeConfig(host="0.0.0.0"))
+
+
+@pytest.fixture(scope="module")
+def open_server() -> Iterator[Server]:
+    """With a token, under any host name, and no model: nothing here needs one."""
+    with running_here(None, token="a-b-c", loopback=False) as server:
+        yield server
+
+
+def test_with_a_token_only_its_holders_are_answered(open_server: Server) -> None:
+    address = f"{open_server.url}/v1/samples"
+    assert code(httpx.get(address)) == (401, "token_required")
+    assert code(httpx.get(address, headers={"Authorization": "Bearer a-b"})) == (401, "token_required")
+    assert httpx.get(address, headers={"Authorization": "Bearer a-b-c"}).status_code == 200
+    assert httpx.get(open_server.url).status_code == 200
+    assert httpx.get(f"{open_server.url}/openapi.json").json()["security"] == [{"token": []}]
+
+
+def test_without_a_model_the_service_says_how_to_make_one(open_server: Server) -> None:
+    bearer = {"Authorization": "Bearer a-b-c"}
+    response = httpx.get(f"{open_server.url}/v1/model", headers=bearer)
+    assert code(response) == (503, "no_model")
+    assert "make demo" in response.json()["error"]["message"]
+    refused = httpx.post(f"{open_server.url}/v1/route", files={"image": picture()}, headers=bearer)
+    assert code(refused) == (503, "no_model")
+
+
+def test_no_model_given_means_the_demo_model_where_there_is_one(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert find_service(None, ServeConfig())[0] is None
+    assert "make demo" in "".join(capsys.readouterr())
+    shutil.copytree(folder, tmp_path / "runs" / "demo" / "model")
+    service, _ = find_service(None, ServeConfig(device="cpu"))
+    assert service.demo
+    assert service.describe()["demo"] is True
+    assert not find_service(str(folder), ServeConfig(device="cpu"))[0].demo
+
+
+def test_one_pass_runs_at_a_time_and_a_full_queue_says_so() -> None:
+    queue, inside, most = Queue(waiting=2), 0, 0
+    gate = threading.Event()
+
+    def work() -> int:
+        nonlocal inside, most
+        inside += 1
+        most = max(most, inside)
+        gate.wait(10)
+        inside -= 1
+        return 1
+
+    async def one() -> int:
+        with queue.place():
+            return await queue.run(work)
+
+    async def crowd() -> list[int | BaseException]:
+        asyncio.get_running_loop().call_later(0.2, gate.set)
+        return await asyncio.gather(*(one() for _ in range(5)), return_exceptions=True)
+
+    answers = asyncio.run(crowd())
+    queue.close()
+    assert answers[:3] == [1, 1, 1]
+    assert all(isinstance(answer, QueueFullError) and answer.retry_after >= 1 for answer in answers[3:])
+    assert most == 1
+    assert queue.taken == 0
+
+
+def test_a_selector_answers_with_its_own_head_and_never_with_another(model: MedTokenBudget) -> None:
+    answer = Service(model).answer(Question(picture()))
+    full = {row["name"]: row["probabilities"][-1] for row in answer["selectors"]}
+    # At the full budget all rankers pool the same patches: what differs is the head alone.
+    assert len({tuple(values) for values in full.values()}) == len(full)
+
+
+@pytest.mark.slow
+def test_the_api_keeps_to_its_own_description(server: Server, tmp_path: Path) -> None:
+    (tmp_path / "images.py").write_text(HOOKS)
+    report = subprocess.run(
+        [
+            str(Path(sys.executable).parent / "st"),
+            "run",
+            f"{server.url}/openapi.json",
+            "--max-time",
+            "30",
+            "--seed",
+            "1",
+            "--checks",
+            "all",
+        ],
+        cwd=tmp_path,
+        env={**os.environ, "SCHEMATHESIS_HOOKS": "images", "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert report.returncode == 0, report.stdout[-6000:] + report.stderr[-2000:]
+    assert httpx.get(f"{server.url}/healthz").status_code == 200
+
+
+# Schemathesis draws random bytes for a file; what is described are images.
+HOOKS = """
+import io
+import schemathesis
+from hypothesis import strategies as st
+from PIL import Image
+
+def image(size, colour, kind):
+    stream = io.BytesIO()
+    Image.new("RGB", size, colour).save(stream, format=kind)
+    return stream.getvalue()
+
+for kind in ("PNG", "JPEG"):
+    pictures = st.builds(image, st.sampled_from([(8, 8), (40, 40)]), st.sampled_from(["red", "#caa"]), st.just(kind))
+    schemathesis.openapi.media_type(f"image/{kind.lower()}", pictures)
+"""
+
+
+@pytest.mark.slow
+def test_twenty_clients_at_once_get_right_answers_or_503_and_memory_does_not_grow(server: Server) -> None:
+    pictures = [picture(seed=seed) for seed in range(3)]
+    expected = [ask(server, data, selectors="lats,center").content for data in pictures]
+    load(server, pictures, expected, seconds=3)
+    process = psutil.Process(server.pid)
+    before = process.memory_info().rss
+    counts = load(server, pictures, expected, seconds=9)
+    grown = process.memory_info().rss - before
+    assert counts[200] > 10
+    assert counts.get(503, 0) > 0
+    assert grown < 30e6
+
+
+def load(server: Server, pictures: list[bytes], expected: list[bytes], seconds: float, clients: int = 20) -> dict[int, int]:
+    """How often each status came; anything but the right answer or a 503 with Retry-After fails."""
+    counts: dict[int, int] = {}
+
+    async def client(number: int, http: httpx.AsyncClient, end: float) -> None:
+        while time.monotonic() < end:
+            which = number % len(pictures)
+            files, data = {"image": ("image", pictures[which])}, {"selectors": "lats,center"}
+            response = await http.post(f"{server.url}/v1/route", files=files, data=data)
+            counts[response.status_code] = counts.get(response.status_code, 0) + 1
+            if response.status_code == 503:
+                assert int(response.headers["retry-after"]) >= 1
+                assert response.json()["error"]["code"] == "queue_full"
+                # As asked, but sooner: the queue shall be kept full.
+                await asyncio.sleep(0.1)
+            else:
+                assert response.status_code == 200
+                assert response.content == expected[which]
+
+    async def crowd() -> None:
+        async with httpx.AsyncClient(timeout=60, limits=httpx.Limits(max_connections=clients)) as http:
+            end = time.monotonic() + seconds
+            await asyncio.gather(*(client(number, http, end) for number in range(clients)))
+
+    asyncio.run(crowd())
+    return counts
