@@ -248,6 +248,9 @@ def test_only_routed_tokens_can_be_kept(tmp_path: Path, backbone: BackboneConfig
         extract(manifest, routed.path, backbone, CONFIG)
     with pytest.raises(RequestError, match="go together"):
         extract(manifest, tmp_path / "x", backbone, CONFIG, route=_strongest)
+    other = {"budget": 0.3, "backbone": {"weights": "other"}}
+    with pytest.raises(MismatchError, match=r"weights: expected 'other'.*\n.*use the backbone of the model"):
+        extract(manifest, tmp_path / "x", backbone, CONFIG, route=_strongest, route_fingerprint=other)
 
 
 @pytest.mark.parametrize(("device", "message"), [("gpu", "not a device"), ("cuda:97", "not there")])

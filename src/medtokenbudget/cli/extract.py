@@ -73,7 +73,9 @@ def _route(path: Path, budget: float) -> tuple[Any, dict[str, Any]]:
     from medtokenbudget.model import load
 
     model = load(path)
-    return model.router(budget), {"model": model.fingerprint, "budget": budget}
+    # Without the name, which is a path where the backbone is a folder; the hash of the weights says more.
+    backbone = {key: value for key, value in model.backbone_fingerprint.items() if key != "name"}
+    return model.router(budget), {"model": model.fingerprint, "budget": budget, "backbone": backbone}
 
 
 def _summary(store: Any, manifest: Path) -> str:

@@ -14,7 +14,7 @@ from medtokenbudget.errors import RequestError
 from medtokenbudget.features.backbone import Backbone
 from medtokenbudget.features.engines import Work, find_engine
 from medtokenbudget.features.pipeline import Route
-from medtokenbudget.features.plan import Plan, make_plan, publish
+from medtokenbudget.features.plan import Plan, check, make_plan, publish
 from medtokenbudget.features.shards import read_sidecar, remove_leftovers
 from medtokenbudget.features.store import FeatureStore
 from medtokenbudget.files import write_text
@@ -37,7 +37,8 @@ def extract(
     shards             (i, n): only the shards whose number leaves the rest i when divided by n, for job arrays; the store that
                        comes back may then be incomplete (`missing`)
     address            of a running Ray cluster, for the engine 'ray'
-    route              keeps only what this function selects; `route_fingerprint` says what it is
+    route              keeps only what this function selects; `route_fingerprint` says what it is, and under 'backbone'
+                       which fields of a backbone's fingerprint it needs
     """
     config = config or ExtractConfig()
     if (route is None) != (route_fingerprint is None):
@@ -45,6 +46,9 @@ def extract(
     run = find_engine(engine)
     path = Path(store)
     loaded = Backbone.load(backbone, resolve_device(config.device))
+    if route_fingerprint is not None:
+        advice = "A router knows only the tokens that it was trained on: use the backbone of the model."
+        check("the backbone", route_fingerprint.get("backbone", {}), loaded.fingerprint, advice)
     plan = make_plan(manifest, loaded.fingerprint, config, route_fingerprint)
     publish(plan, path)
     mine = _mine(plan, shards)
