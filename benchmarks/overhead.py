@@ -9,7 +9,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import timm
 import torch
@@ -20,26 +20,26 @@ from medtokenbudget.model import parts
 from medtokenbudget.routing import LATSSelector
 from medtokenbudget.training.head import RoutedClassifier, RoutingHead
 
-BATCH, REPEATS, BUDGET = 16, 5, 0.3
+BATCH, REPEATS, BUDGET = 16, 3, 0.3
 MOST = 0.05
 """Largest share of the backbone's time that routing and head may take."""
 IMPORT_SECONDS = 0.2
 
 
-def seconds(function: Callable[[], object], repeats: int = REPEATS) -> float:
-    """Median seconds of a call after one that is not counted."""
-    function()
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        function()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
+def fastest(functions: Sequence[Callable[[], object]]) -> list[float]:
+    """CPU seconds of the fastest call of each, taken in turns: other programs on the machine do not change them much."""
+    times: list[list[float]] = [[] for _ in functions]
+    for _ in range(REPEATS + 1):
+        for function, taken in zip(functions, times):
+            start = time.process_time()
+            function()
+            taken.append(time.process_time() - start)
+    return [min(taken[1:]) for taken in times]
 
 
 @torch.inference_mode()
 def overhead(neighborhood: str = "raster") -> tuple[float, float]:
-    """Seconds of the backbone and of routing with head, on one batch."""
+    """CPU seconds of the backbone and of routing with head, on one batch."""
     torch.manual_seed(0)
     network = timm.create_model("vit_small_patch14_dinov2.lvd142m", pretrained=False, num_classes=0, img_size=224)
     backbone = Backbone.from_model(network, "vit_small_patch14_dinov2.lvd142m")
@@ -53,7 +53,14 @@ def overhead(neighborhood: str = "raster") -> tuple[float, float]:
     def route() -> object:
         return classifier.head(parts.select(selector, tokens, k)[0].pooled())
 
-    return seconds(lambda: backbone(images)), seconds(route, 4 * REPEATS)
+    threads = torch.get_num_threads()
+    # One thread: threads that wait for one another would be counted as work.
+    torch.set_num_threads(1)
+    try:
+        first, second = fastest([lambda: backbone(images), route])
+    finally:
+        torch.set_num_threads(threads)
+    return first, second
 
 
 def import_seconds() -> float:
