@@ -35,19 +35,15 @@ class Server:
 
 
 @contextmanager
-def running(*arguments: str, cwd: Path | None = None) -> Iterator[Server]:
-    """`mtb serve ARGUMENTS --port 0`, up and answering; stopped at the end."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    command = [
-        sys.executable,
-        "-c",
-        "from medtokenbudget.cli import main; raise SystemExit(main())",
-        "serve",
-        *arguments,
-        "--port",
-        "0",
-    ]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, cwd=cwd)
+def running(*arguments: str, browser: Path) -> Iterator[Server]:
+    """`mtb explore ARGUMENTS --port 0`, up and answering; stopped at the end. `browser` is a file that gets the opened address."""
+    script = browser.with_suffix(".sh")
+    script.write_text(f'#!/bin/sh\necho "$1" > {browser}\n')
+    script.chmod(0o755)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "BROWSER": f"{script} %s"}
+    program = "from medtokenbudget.cli import main; raise SystemExit(main())"
+    command = [sys.executable, "-c", program, "explore", *arguments, "--port", "0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
     try:
         url = _address(process)
         _wait(url)

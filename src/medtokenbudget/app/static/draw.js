@@ -120,8 +120,8 @@ function hatch(pen, x, y, width, height, line) {
   pen.strokeStyle = ORANGE;
   pen.lineWidth = 1.6 * line;
   pen.beginPath();
-  const step = Math.max(5, width / 3);
-  // Phase by the absolute place, so that the lines run on from patch to patch.
+  // One step for all patches, and the phase by the absolute place: the lines run on from patch to patch.
+  const step = Math.max(5, 7 * line);
   const first = Math.floor((x + y) / step) * step;
   for (let s = first; s < x + y + width + height; s += step) {
     pen.moveTo(s - y, y);

@@ -1,0 +1,74 @@
+"""Makes `docs/images/explorer-*.png`: the explorer on drawn samples, at desktop and phone width, light and dark.
+
+Run `python docs/make_screenshots.py MODEL` (Chromium must be installed) after a change to the page and look at the result.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from PIL import Image
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+IMAGES = Path(__file__).parent / "images"
+
+
+def shoot(browser: Browser, url: str, name: str, size: tuple[int, int], sample: str, budget: int, **options: bool) -> None:
+    """One picture of the page with a sample at a budget in per cent; options: dark, compare, scores, narrow (a phone)."""
+    context = browser.new_context(
+        viewport={"width": size[0], "height": size[1]},
+        color_scheme="dark" if options.get("dark") else "light",
+        reduced_motion="reduce",
+        device_scale_factor=1.5 if options.get("narrow") else 1,
+    )
+    page = context.new_page()
+    page.goto(url)
+    expect(page.locator(".sample img[src]")).to_have_count(8, timeout=120_000)
+    page.locator(f"[data-sample={sample}]").click()
+    expect(page.locator(f"[data-sample={sample}]")).to_have_attribute("aria-pressed", "true", timeout=60_000)
+    page.get_by_label("Compare").set_checked(bool(options.get("compare")))
+    page.get_by_label("Scores").set_checked(bool(options.get("scores")))
+    page.locator("#budget").fill(str(budget))
+    if options.get("narrow"):
+        page.locator(".panel").scroll_into_view_if_needed()
+        page.evaluate("document.querySelector('.panel').scrollIntoView()")
+    _save(page, IMAGES / f"explorer-{name}.png", whole=not options.get("narrow"))
+    context.close()
+
+
+def _save(page: Page, path: Path, whole: bool) -> None:
+    page.wait_for_timeout(800)
+    page.screenshot(path=path, full_page=whole)
+    with Image.open(path) as shot:
+        # Refined by k-means the palette keeps the thin lines' colours too.
+        small = shot.convert("RGB").quantize(256, method=Image.Quantize.MEDIANCUT, kmeans=3)
+    small.save(path, optimize=True)
+    print(f"{path}: {path.stat().st_size / 1000:.0f} kB")
+
+
+def main(model: str) -> None:
+    command = [str(Path(sys.executable).parent / "mtb"), "serve", model, "--port", "0"]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        assert server.stdout is not None
+        found = next(match for line in server.stdout if (match := re.search(r"explorer: (\S+)", line)))
+        IMAGES.mkdir(exist_ok=True)
+        with sync_playwright() as driver:
+            browser = driver.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+            shoot(browser, found[1], "desktop", (1180, 800), "mel", 20)
+            shoot(browser, found[1], "compare", (1180, 800), "mel-off-center", 15, compare=True, dark=True)
+            shoot(browser, found[1], "phone", (375, 740), "nv-off-center", 20, narrow=True)
+            browser.close()
+    finally:
+        server.terminate()
+        server.wait()
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python docs/make_screenshots.py MODEL")
+    main(sys.argv[1])
