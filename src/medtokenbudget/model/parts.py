@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from medtokenbudget.errors import RequestError
 from medtokenbudget.model.folder import HEADS, TENSORS
@@ -141,8 +141,3 @@ def _joined(selections: list[Selection]) -> Selection:
 def _cat(values: list[Tensor | None]) -> Tensor | None:
     present = [value for value in values if value is not None]
     return torch.cat(present) if len(present) == len(values) else None
-
-
-def parameters(module: nn.Module) -> int:
-    """Number of trainable parameters."""
-    return sum(parameter.numel() for parameter in module.parameters())

@@ -209,7 +209,9 @@ def _strata(own: pd.DataFrame, classes: Sequence[str]) -> str:
 def _calibration(results: pd.DataFrame, method: str, seed: Any, dataset: str) -> str:
     cells = _cells(results, method, seed, dataset)
     rows = [
-        [f"{c.budget:g}", c.n, _percent(c.ece)] for c in cells.itertuples() if c.budget in HEADLINE_BUDGETS and not _missing(c.ece)
+        [f"{float(str(c.budget)):g}", c.n, _percent(c.ece)]
+        for c in cells.itertuples()
+        if c.budget in HEADLINE_BUDGETS and not _missing(c.ece)
     ]
     if not rows:
         return "## Calibration\n\nNot measured."
@@ -223,7 +225,9 @@ def _failures(own: pd.DataFrame, results: pd.DataFrame, method: str, seed: Any, 
     lines = []
     if len(labelled):
         recall = (labelled["predicted"] == labelled["label"]).groupby(labelled["label"]).mean().sort_values()
-        worst = ", ".join(f"{classes[int(label)]} ({_percent(value)})" for label, value in recall.head(3).items())
+        worst = ", ".join(
+            f"{classes[label]} ({_percent(value)})" for label, value in zip(recall.index[:3].tolist(), recall.head(3))
+        )
         absent = [name for index, name in enumerate(classes) if index not in recall.index]
         lines.append(
             f"- lowest recall at budget 0.3: {worst}" + (f"; not in the validation part: {', '.join(absent)}" if absent else "")
