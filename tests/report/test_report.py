@@ -101,6 +101,7 @@ def test_the_page_says_what_was_measured_and_what_it_is_not(run: Path) -> None:
     assert "Research software, not a medical device" in text
     assert "24 validation images" in text
     assert "keeping the center of the image" in text
+    assert "measured against what was possible" in text
     assert "Not shown" not in text
     for name in CONTROLS:
         assert f'<th scope="row">{name}</th>' in text

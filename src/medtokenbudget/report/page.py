@@ -170,8 +170,8 @@ def _failures(evidence: Evidence, intervals: Intervals, made: _Parts, gallery: G
     said = "".join(f"<li>{escape(text)}</li>" for text in story.failures(evidence, intervals))
     parts = [f"<ul>{said}</ul>", *made.plates("size-strata", "class-strata"), *made.tables("size-strata", "class-strata")]
     if gallery is not None and gallery.worst:
-        intro = f"The {len(gallery.worst)} images of which LATS kept least at budget {gallery.budget:g}, measured "
-        "against what was possible."
+        count, budget = len(gallery.worst), f"{gallery.budget:g}"
+        intro = f"The {count} images of which LATS kept least at budget {budget}, measured against what was possible."
         parts += [f"<p>{escape(intro)}</p>", _key(), *[_example(e) for e in gallery.worst]]
     return [*parts, *made.tables("worst")]
 
@@ -224,7 +224,7 @@ def _provenance(evidence: Evidence) -> list[str]:
     rows["This page"] = f"mtb report {run.name}"
     rows |= {f"sha256 of {name}": sha256_file(run / name) for name in ("results.csv", "predictions.parquet")}
     rows |= {f"hash of the {name}": value for name, value in dict(info.get("hashes", {})).items()}
-    rows |= dict(info.get("versions", {}))
+    rows["Versions"] = ", ".join(f"{name} {value}" for name, value in dict(info.get("versions", {})).items())
     parts.append("<dl>" + "".join(f"<dt>{escape(str(k))}</dt><dd>{escape(str(v))}</dd>" for k, v in rows.items()) + "</dl>")
     if evidence.missing:
         parts.append("<h3>Not shown</h3><ul>" + "".join(f"<li>{escape(text)}</li>" for text in evidence.missing) + "</ul>")

@@ -33,10 +33,11 @@ def measured(evidence: Evidence) -> str:
     """What was measured, on how many images."""
     rows = evidence.main
     n, masks = int(rows["n"].max()), int(rows["n_masked"].max())
+    named = ", ".join(map(str, evidence.seeds))
     seeds = (
-        f"{len(evidence.seeds)} training runs (seeds {', '.join(map(str, evidence.seeds))})"
+        f"{len(evidence.seeds)} trainings of each (seeds {named})"
         if len(evidence.seeds) > 1
-        else "one training run"
+        else f"one training of each (seed {named})"
     )
     budgets = f"{len(evidence.budgets)} token budgets from {min(evidence.budgets):g} to {max(evidence.budgets):g}"
     masked = (

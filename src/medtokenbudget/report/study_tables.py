@@ -34,7 +34,8 @@ METRIC_NAMES = {
 }
 SHOWN = ("accuracy", "macro_f1", "balanced_accuracy", "retention", "retention_of_ceiling")
 MAIN_BUDGETS = (0.1, 0.2, 0.3, 0.5, 1.0)
-_LOWER_IS_BETTER = {"ece"}
+_MOST_BOLD = 2
+"""A value that more methods than these share is no best value."""
 _NO_CONTEST = ("no-pruning", "oracle")
 """References, not competitors: one has no budget, the other sees the mask."""
 _TITLES = {
@@ -264,5 +265,6 @@ def _best(methods: Sequence[str], values: dict[tuple[str, int], float], columns:
         }
         if len(candidates) > 1 and len(set(candidates.values())) > 1:
             top = max(candidates.values())
-            best |= {(r, column) for r, value in candidates.items() if value == top}
+            winners = {(r, column) for r, value in candidates.items() if value == top}
+            best |= winners if len(winners) <= _MOST_BOLD else set()
     return frozenset(best)
