@@ -41,6 +41,7 @@ def shoot(browser: Browser, url: str, name: str, size: tuple[int, int], sample: 
 
 
 def _save(page: Page, path: Path, whole: bool) -> None:
+    expect(page.locator("#busy")).to_be_hidden(timeout=60_000)
     page.wait_for_timeout(800)
     page.screenshot(path=path, full_page=whole)
     with Image.open(path) as shot:

@@ -92,7 +92,7 @@ export class Panel {
   }
 
   numbers(view) {
-    const rows = [[view.kept ? "Kept" : "Tokens", `${view.k}`, `of ${view.n} patches`]];
+    const rows = [[view.kept ? "Kept" : "Tokens", `${view.k}`, `of ${view.n}`]];
     if (view.retention !== null) {
       rows.push(["Retention", percent(view.retention), `${view.lesion - view.lost} of ${view.lesion}`]);
       rows.push(["Ceiling", percent(view.ceiling), ""]);
