@@ -36,7 +36,7 @@ def drawn_store(folder: Path, n: int = 96) -> Drawn:
 
 def quick(name: str, **changes: object) -> TrainConfig:
     """A preset made small: two epochs of a narrow scorer."""
-    small = {"epochs": 2, "head_epochs": 2, "batch_size": 16, "device": "cpu", "evaluate_every": 1}
+    small = {"epochs": 2, "head_epochs": 2, "batch_size": 16, "device": "cpu", "evaluate_every": 1, "min_steps": 0}
     base = preset(name)
     lats = LATSConfig(hidden=16, layers=2, neighborhood=base.lats.neighborhood)
     return preset(name, **{**small, "lats": lats, **changes})

@@ -172,6 +172,8 @@ class TrainConfig:
     """'joint' is the paper's: scorer and head together; 'lesion-first': first the scorer, on masks, then the head."""
     epochs: int = 50
     """Epochs of the scorer (of scorer and head together in the joint recipe)."""
+    min_steps: int = 0
+    """Fewest steps of the scorer: small data sets get more epochs for it, at most five times as many."""
     head_epochs: int = 30
     """Epochs of a head trained on pooled tokens: the baselines', and the second stage of the lesion-first recipe."""
     batch_size: int = 64
@@ -218,6 +220,7 @@ def _lesion_first() -> TrainConfig:
     return TrainConfig(
         recipe="lesion-first",
         epochs=8,
+        min_steps=500,
         selection_metric="retention",
         class_balance="loss",
         views="all",

@@ -197,7 +197,8 @@ def write_routing(path: Path, sets: list[Pictures], seeds: tuple[int, ...]) -> N
             for method in RANKERS:
                 tensors[f"{prefix}order/{method}/{seed}"] = np.ascontiguousarray(order_of(method, pictures, seed).astype(np.int16))
             tensors[f"{prefix}scores/lats/{seed}"] = scores("lats", pictures, seed).astype(np.float16)
-    save_file(tensors, path, metadata={"image_ids": json.dumps(sets[0].ids), "grid": json.dumps(GRID)})
+    about = {"image_ids": {pictures.name: pictures.ids for pictures in sets}, "grid": GRID, "dataset": sets[0].name}
+    save_file(tensors, path, metadata={"routing": json.dumps(about)})
 
 
 def write_manifest(run: Path, pictures: Pictures) -> None:

@@ -14,7 +14,7 @@ from medtokenbudget.tokens import Selection
 from medtokenbudget.training import checkpoints as ck
 from medtokenbudget.training.heads import PooledHead, class_weights, epoch_order, probabilities
 from medtokenbudget.training.pooling import group_purity, pool_and_judge, pool_to_file
-from medtokenbudget.training.schedule import EarlyStopping, cosine_lr
+from medtokenbudget.training.schedule import EarlyStopping, cosine_lr, epochs_for
 from medtokenbudget.training.seeds import generator
 from tests.drawn import Drawn, quick
 
@@ -43,6 +43,14 @@ def test_the_learning_rate_falls_as_a_cosine_to_zero() -> None:
     assert cosine_lr(1e-3, 0, 50) == pytest.approx(1e-3)
     assert cosine_lr(1e-3, 25, 50) == pytest.approx(5e-4)
     assert cosine_lr(1e-3, 50, 50) == pytest.approx(0.0, abs=1e-12)
+
+
+@pytest.mark.parametrize(("images", "expected"), [(10_000, 8), (640, 40), (64, 40), (10, 40)])
+def test_small_data_sets_get_more_epochs_up_to_five_times_as_many(images: int, expected: int) -> None:
+    # 640 images are 10 steps of 64: 500 steps would be 50 epochs, five times 8 is 40.
+    assert epochs_for(images, 64, 8, 500) == expected
+    assert epochs_for(3200, 64, 8, 500) == 10
+    assert epochs_for(images, 64, 50, 0) == 50
 
 
 def test_early_stopping_counts_epochs_and_ignores_small_gains() -> None:

@@ -181,7 +181,8 @@ def _collect_routing(plan: Plan, done: Sequence[Unit]) -> None:
                 prefix = "" if dataset == plan.dataset else f"{dataset}/"
                 label = f"{prefix}{name}" if name in ("lesion", "has_mask") else f"{prefix}{name}/{unit.method}/{unit.seed}"
                 tensors.setdefault(label, stream.get_tensor(key))
-    metadata = {"image_ids": json.dumps(ids), "grid": json.dumps(list(FeatureStore.open(plan.store).grid)), "dataset": plan.dataset}
+    about = {"image_ids": ids, "grid": list(FeatureStore.open(plan.store).grid), "dataset": plan.dataset}
+    metadata = {"routing": json.dumps(about)}  # one key: the order of several is not the same in every call
     write_safetensors(plan.out / "routing.safetensors", lambda target: save_file(tensors, target, metadata=metadata))
 
 

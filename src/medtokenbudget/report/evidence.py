@@ -47,7 +47,7 @@ class Routing:
     def read(cls, path: Path) -> Routing:
         try:
             with safe_open(str(path), framework="numpy") as file:
-                metadata = file.metadata() or {}
+                about = json.loads((file.metadata() or {})["routing"])
                 names = set(file.keys())
                 order = {_unit(k, 1): file.get_tensor(k).astype(np.int64) for k in sorted(names) if k.startswith("order/")}
                 scores = {
@@ -55,11 +55,8 @@ class Routing:
                 }
                 lesion = file.get_tensor("lesion").astype(bool)
                 has_mask = file.get_tensor("has_mask").astype(bool)
-            grid = json.loads(metadata["grid"])
-            ids = json.loads(metadata["image_ids"])
-            if isinstance(ids, dict):
-                ids = ids[metadata["dataset"]]
-            return cls(ids, (int(grid[0]), int(grid[1])), order, scores, lesion, has_mask)
+            ids, (rows, columns) = about["image_ids"][about["dataset"]], about["grid"]
+            return cls(ids, (int(rows), int(columns)), order, scores, lesion, has_mask)
         except (KeyError, ValueError, OSError) as error:
             raise RequestError(f"{path} is not a routing file of this version ({error}). Make it anew with `mtb sweep`.") from None
 

@@ -11,6 +11,12 @@ def cosine_lr(base: float, epoch: int, epochs: int) -> float:
     return 0.5 * base * (1 + math.cos(math.pi * epoch / epochs))
 
 
+def epochs_for(images: int, batch_size: int, epochs: int, min_steps: int) -> int:
+    """`epochs`, or as many as `min_steps` steps take, at most five times as many."""
+    steps = math.ceil(images / batch_size)
+    return min(5 * epochs, max(epochs, math.ceil(min_steps / steps)))
+
+
 @dataclass
 class EarlyStopping:
     """Keeps the best value; says stop when `patience` epochs went by without an improvement of `min_improvement`."""

@@ -32,7 +32,7 @@ from medtokenbudget.training.heads import PooledHead, class_weights, epoch_order
 from medtokenbudget.training.losses import total_loss
 from medtokenbudget.training.parts import Parts, make_parts
 from medtokenbudget.training.pooling import pool_and_judge, pool_to_file
-from medtokenbudget.training.schedule import EarlyStopping, cosine_lr
+from medtokenbudget.training.schedule import EarlyStopping, cosine_lr, epochs_for
 from medtokenbudget.training.seeds import generator
 from medtokenbudget.training.tracking import Tracker
 
@@ -69,6 +69,7 @@ class _Trainer:
         self.joint = config.recipe == "joint"
         self.rows = self._training_rows()
         self.label = store.label.numpy()[self.rows]
+        self.epochs = epochs_for(len(self.rows), config.batch_size, config.epochs, config.min_steps)
         if self.joint or config.class_balance == "sampler":
             require_labels(self.label, "training")
         with torch.random.fork_rng(devices=[]):
@@ -107,17 +108,17 @@ class _Trainer:
     def run(self) -> None:
         self._resume()
         tracker = Tracker(self.out)
-        bar = progress(total=self.config.epochs, initial=self.epoch, what="train", unit="epoch")
+        bar = progress(total=self.epochs, initial=self.epoch, what="train", unit="epoch")
         while not self.finished:
             started = time.perf_counter()
             row = self._train_epoch(self.epoch)
-            looked_at = (self.epoch + 1) % self.config.evaluate_every == 0 or self.epoch + 1 == self.config.epochs
+            looked_at = (self.epoch + 1) % self.config.evaluate_every == 0 or self.epoch + 1 == self.epochs
             if looked_at:
                 row["selection"] = self._selection_value()
                 if self.stopping.improved(row["selection"], self.epoch):
                     self.best = self._module_state("best/")
             row["seconds"] = round(time.perf_counter() - started, 3)
-            self.finished = self.epoch + 1 >= self.config.epochs or (looked_at and self.stopping.stop(self.epoch))
+            self.finished = self.epoch + 1 >= self.epochs or (looked_at and self.stopping.stop(self.epoch))
             self.epoch += 1
             self._save()
             tracker.write(row)
@@ -128,7 +129,7 @@ class _Trainer:
 
     def _train_epoch(self, epoch: int) -> dict[str, Any]:
         config = self.config
-        lr = cosine_lr(config.lr, epoch, config.epochs)
+        lr = cosine_lr(config.lr, epoch, self.epochs)
         self.optimizer.param_groups[0]["lr"] = lr
         budget = self.curriculum.budget(epoch)
         sums: dict[str, float] = {}
