@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from medtokenbudget.config import BUDGETS
+from medtokenbudget.config import BUDGETS, preset
 from medtokenbudget.errors import UnknownNameError
 from medtokenbudget.experiments import paper, reproduce, sweep
 from medtokenbudget.experiments.results import RESULT_COLUMNS, read_predictions, read_results, summarise
@@ -124,7 +124,10 @@ def test_two_processes_write_the_same_bytes_as_one(drawn: Drawn, tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_a_ray_cluster_writes_the_same_bytes_as_local_processes(drawn: Drawn, tmp_path: Path) -> None:
+def test_a_ray_cluster_writes_the_same_bytes_as_local_processes(
+    drawn: Drawn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_worker_niceness", "0")
     ray = pytest.importorskip("ray")
     torch.set_num_threads(1)
     methods = ("center", "no-pruning")
@@ -166,6 +169,14 @@ def test_unknown_methods_variants_and_studies_are_refused_before_any_work(drawn:
         variant("lats:maskfree", quick("paper"))
     with pytest.raises(UnknownNameError, match="Did you mean 'robustness'"):
         chosen_studies(["robustnes"], "isic")
+
+
+def test_a_variant_of_another_preset_keeps_the_size_of_the_sweep() -> None:
+    usual = variant("lats:lesion-first", preset("paper", seed=7)).config
+    assert usual == preset("lesion-first", seed=7)
+    short = variant("lats:lesion-first", quick("paper", epochs=5)).config
+    assert (short.epochs, short.min_steps, short.lats.hidden, short.lats.neighborhood) == (1, 0, 16, "grid8")
+    assert variant("lats:paper", preset("lesion-first")).config == preset("paper")
 
 
 def test_all_means_the_studies_that_fit_the_data_set() -> None:

@@ -9,29 +9,51 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from medtokenbudget.config import LATSConfig, LossWeights, RouterConfig, TrainConfig, preset
+from medtokenbudget.config import PRESETS, LossWeights, RouterConfig, TrainConfig, preset
 from medtokenbudget.errors import UnknownNameError
 from medtokenbudget.routing import available
 
 
 def _as_preset(name: str) -> Callable[[TrainConfig], TrainConfig]:
+    """Another preset with the seed, the budgets and the size of the sweep's own configuration: what is shortened stays short."""
+
     def change(config: TrainConfig) -> TrainConfig:
-        same = {"seed": config.seed, "device": config.device, "precision": config.precision, "budgets": config.budgets}
-        return preset(name, **same, head_epochs=config.head_epochs)
+        wanted = preset(name)
+        usual = next(made().epochs for made in PRESETS.values() if made().recipe == config.recipe)
+        short = min(1.0, config.epochs / usual)
+        return replace(
+            wanted,
+            epochs=max(1, round(short * wanted.epochs)),
+            min_steps=wanted.min_steps if short == 1 else 0,
+            head_epochs=config.head_epochs,
+            batch_size=config.batch_size,
+            lats=replace(wanted.lats, hidden=config.lats.hidden, layers=config.lats.layers),
+            seed=config.seed,
+            device=config.device,
+            precision=config.precision,
+            budgets=config.budgets,
+        )
 
     return change
 
 
 def _lesion_first_but(**changes: Any) -> Callable[[TrainConfig], TrainConfig]:
     """The lesion-first preset with one part taken back: what that part brings."""
-    return lambda config: replace(_as_preset("lesion-first")(config), **changes)
+
+    def change(config: TrainConfig) -> TrainConfig:
+        wanted = _as_preset("lesion-first")(config)
+        if "neighborhood" in changes:
+            return replace(wanted, lats=replace(wanted.lats, **changes))
+        return replace(wanted, **changes)
+
+    return change
 
 
 CHANGES: dict[str, Callable[[TrainConfig], TrainConfig]] = {
     "paper": _as_preset("paper"),
     "lesion-first": _as_preset("lesion-first"),
     "lesion-first-without-views": _lesion_first_but(views="none"),
-    "lesion-first-raster": _lesion_first_but(lats=LATSConfig()),
+    "lesion-first-raster": _lesion_first_but(neighborhood="raster"),
     "lesion-first-zero-padding": _lesion_first_but(router=RouterConfig()),
     "lesion-first-unbalanced": _lesion_first_but(class_balance="none"),
     "lesion-first-joint": _lesion_first_but(recipe="joint", losses=LossWeights(diversity=0.0, lesion=1.0, distillation=0.0)),
