@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -49,14 +50,16 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.chdir(folder)
         assert main(["data", "folder", "photos", "--masks", "masks", "--out", "photos.parquet"]) == 0
         assert main(["extract", "photos.parquet", "--store", "tokens", "--backbone", "embedded"]) == 0
-        assert main(["train", "photos.parquet", "--store", "tokens", "--out", "runs/first", "--epochs", "1"]) == 0
+        assert main(["train", "photos.parquet", "--store", "tokens", "--out", "runs/demo", "--epochs", "1"]) == 0
     return folder
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_the_commands_of_the_page_work_as_written(page: Path, workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(workplace)
+def test_the_commands_of_the_page_work_as_written(
+    page: Path, workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(shutil.copytree(workplace, tmp_path / "here"))
     for text, why in commands(page):
         if why is not None:
             continue
