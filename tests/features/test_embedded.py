@@ -87,15 +87,13 @@ def seen(backbone: Backbone, manifest: Manifest) -> Tokens:
 @pytest.mark.slow
 def test_lesions_are_as_separable_as_in_the_teacher(shared: Path) -> None:
     scores = {name: linear_probe(*tokens(shared, name)) for name in ("embedded", "teacher", "pixels")}
-    print(scores)
     assert scores["embedded"] > 0.94
     assert scores["embedded"] > scores["teacher"] - 0.02
-    assert scores["embedded"] > scores["pixels"] + 0.02
+    assert scores["embedded"] > scores["pixels"] + 0.05
 
 
 @pytest.mark.slow
 def test_lats_on_it_comes_near_the_ceiling_of_retention(shared: Path) -> None:
     train, val = tokens(shared, "embedded")
-    shares = share_of_ceiling(train_router(train, epochs=30), val)
-    print(shares)
+    shares = share_of_ceiling(train_router(train, epochs=20), val)
     assert min(shares) > 0.93
