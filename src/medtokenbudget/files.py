@@ -103,6 +103,14 @@ def sha256_json(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
 
 
+def dotted(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested dictionaries as one with dotted keys, so that a difference is shown where it is."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= dotted(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
+
+
 def write_safetensors(path: Path | str, save: Callable[[str], None]) -> None:
     """Let `save` (a call of `safetensors.*.save_file`) write to a temporary file that then becomes `path`."""
     with atomic_write(path) as temporary:

@@ -9,6 +9,7 @@ from jsonargparse import ArgumentParser, Namespace
 from medtokenbudget.cli.parsing import add_config
 from medtokenbudget.config import PRESETS, TrainConfig, preset, to_dict, train_config_from_dict
 from medtokenbudget.errors import UnknownNameError
+from medtokenbudget.files import dotted
 
 
 def add_training(parser: ArgumentParser, arguments: list[str], default: str, **changes: Any) -> None:
@@ -18,7 +19,7 @@ def add_training(parser: ArgumentParser, arguments: list[str], default: str, **c
     name = _named(arguments, default)
     if name not in PRESETS:
         raise UnknownNameError.of("preset", name, PRESETS)
-    parser.set_defaults(_dotted(to_dict(preset(name, **changes))))
+    parser.set_defaults(dotted(to_dict(preset(name, **changes))))
 
 
 def add_engine(parser: ArgumentParser) -> None:
@@ -42,13 +43,3 @@ def _named(arguments: list[str], default: str) -> str:
         if argument == "--preset" and index + 1 < len(arguments):
             return arguments[index + 1]
     return default
-
-
-def _dotted(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, dict):
-            flat |= _dotted(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat

@@ -7,6 +7,7 @@ hidden units are carried over in that basis; then each block's outputs are refit
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -95,8 +96,14 @@ def _refit(model: Any, source: Any, chosen: list[int], basis: Tensor, images: Te
     goals = _streams(source, chosen, basis, images)
     stream = model.norm_pre(model._pos_embed(model.patch_embed(images)))
     for block, (after_attention, after_mlp) in zip(model.blocks, goals):
-        stream = _refit_layer(block.attn.proj, lambda x, b=block: b.attn(b.norm1(x)), stream, after_attention)
-        stream = _refit_layer(block.mlp.fc2, lambda x, b=block: b.mlp(b.norm2(x)), stream, after_mlp)
+        stream = _refit_layer(block.attn.proj, partial(_branch, block.norm1, block.attn), stream, after_attention)
+        stream = _refit_layer(block.mlp.fc2, partial(_branch, block.norm2, block.mlp), stream, after_mlp)
+
+
+def _branch(norm: nn.Module, part: nn.Module, stream: Tensor) -> Tensor:
+    """What one half of a block adds to the stream."""
+    added: Tensor = part(norm(stream))
+    return added
 
 
 def _streams(source: Any, chosen: list[int], basis: Tensor, images: Tensor) -> list[tuple[Tensor, Tensor]]:

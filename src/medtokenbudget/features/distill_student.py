@@ -122,5 +122,6 @@ def fit_adapters(student: Student, images: Tensor, targets: dict[str, Tensor]) -
     for name, target in targets.items():
         inputs = tokens[:, prefix:] if name == "patches" else tokens[:, 0]
         weight, bias = ridge_regression(inputs.flatten(0, -2), target.flatten(0, -2))
-        student.adapters[name].weight.copy_(weight)
-        student.adapters[name].bias.copy_(bias)
+        adapter: Any = student.adapters[name]
+        adapter.weight.copy_(weight)
+        adapter.bias.copy_(bias)

@@ -16,7 +16,7 @@ from medtokenbudget.config import ExtractConfig
 from medtokenbudget.data import Manifest
 from medtokenbudget.errors import MismatchError, RequestError
 from medtokenbudget.features import views
-from medtokenbudget.files import read_json, sha256_json, write_json, write_text
+from medtokenbudget.files import dotted, read_json, sha256_json, write_json, write_text
 
 FORMAT = 1
 
@@ -111,8 +111,8 @@ def read_config(store: Path) -> dict[str, Any]:
 
 def check(what: str, expected: dict[str, Any], found: dict[str, Any], advice: str) -> None:
     """Refuse `found` where it differs from `expected`, showing each difference; keys that `expected` lacks are not looked at."""
-    wanted = _flat(plain(expected))
-    has = _flat(found)
+    wanted = dotted(plain(expected))
+    has = dotted(found)
     if any(has.get(key) != value for key, value in wanted.items()):
         raise MismatchError.between(what, wanted, {key: has.get(key) for key in wanted}, advice)
 
@@ -120,13 +120,6 @@ def check(what: str, expected: dict[str, Any], found: dict[str, Any], advice: st
 def plain(value: Any) -> Any:
     """The value as JSON would give it back."""
     return json.loads(json.dumps(value, default=str))
-
-
-def _flat(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, item in value.items():
-        flat.update(_flat(item, f"{prefix}{key}.") if isinstance(item, dict) else {f"{prefix}{key}": item})
-    return flat
 
 
 def _rows(shards: Sequence[Sequence[Item]]) -> list[list[list[str]]]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from medtokenbudget import __version__
 from medtokenbudget.errors import MismatchError, RequestError
-from medtokenbudget.files import read_json, sha256_file, sha256_json, write_json, write_safetensors, write_text
+from medtokenbudget.files import dotted, read_json, sha256_file, sha256_json, write_json, write_safetensors, write_text
 
 FORMAT = "medtokenbudget-model"
 FORMAT_VERSION = 1
@@ -98,21 +98,10 @@ def check_identity(what: str, expected: dict[str, Any], found: dict[str, Any]) -
         return
     raise MismatchError.between(
         what,
-        flat(expected),
-        flat(found),
+        dotted(expected),
+        dotted(found),
         "Use the files as they were saved; a changed class list or backbone needs a new training.",
     )
-
-
-def flat(values: dict[str, Any], prefix: str = "") -> dict[str, object]:
-    """Nested dictionaries as dotted keys, so that a difference is shown where it is."""
-    result: dict[str, object] = {}
-    for key, value in values.items():
-        if isinstance(value, dict):
-            result.update(flat(value, f"{prefix}{key}."))
-        else:
-            result[f"{prefix}{key}"] = value
-    return result
 
 
 def read_card(folder: Path) -> str:

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from medtokenbudget.errors import MismatchError, RequestError
-from medtokenbudget.files import write_safetensors
+from medtokenbudget.files import dotted, write_safetensors
 
 
 def save_tensors(path: Path, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
@@ -65,17 +65,6 @@ def module_tensors(module: nn.Module, prefix: str) -> dict[str, Tensor]:
 def require_same(path: Path, what: str, expected: dict[str, Any], found: dict[str, Any]) -> None:
     """Refuse to go on from a checkpoint that another configuration wrote."""
     if expected != found:
-        flat_expected, flat_found = _flat(expected), _flat(found)
         raise MismatchError.between(
-            f"{what} in {path}", flat_expected, flat_found, "Use the same options to go on, or another --out to start anew."
+            f"{what} in {path}", dotted(expected), dotted(found), "Use the same options to go on, or another --out to start anew."
         )
-
-
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, dict):
-            flat.update(_flat(value, f"{prefix}{key}."))
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
