@@ -1,7 +1,7 @@
 """The views of an image that a teacher sees once, and their store on disk: pixels, tokens and class attention side by side.
 
 A teacher is slow, so its tokens are computed once a view and kept. Flips and turns are part of the view: the teacher sees them,
-because its tokens do not turn with the image (a quarter turn of picture and token grid agrees only to a cosine of 0.33 on real images).
+because its tokens do not turn with the image (a quarter turn of picture and token grid agrees to a cosine of 0.33 only).
 """
 
 from __future__ import annotations
