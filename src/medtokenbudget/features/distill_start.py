@@ -6,8 +6,6 @@ hidden units are carried over in that basis; then each block's outputs are refit
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -96,32 +94,29 @@ def _refit(model: Any, source: Any, chosen: list[int], basis: Tensor, images: Te
     goals = _streams(source, chosen, basis, images)
     stream = model.norm_pre(model._pos_embed(model.patch_embed(images)))
     for block, (after_attention, after_mlp) in zip(model.blocks, goals):
-        stream = _refit_layer(block.attn.proj, partial(_branch, block.norm1, block.attn), stream, after_attention)
-        stream = _refit_layer(block.mlp.fc2, partial(_branch, block.norm2, block.mlp), stream, after_mlp)
-
-
-def _branch(norm: nn.Module, part: nn.Module, stream: Tensor) -> Tensor:
-    """What one half of a block adds to the stream."""
-    added: Tensor = part(norm(stream))
-    return added
+        stream = _refit_layer(block.attn.proj, nn.Sequential(block.norm1, block.attn), stream, after_attention)
+        stream = _refit_layer(block.mlp.fc2, nn.Sequential(block.norm2, block.mlp), stream, after_mlp)
 
 
 def _streams(source: Any, chosen: list[int], basis: Tensor, images: Tensor) -> list[tuple[Tensor, Tensor]]:
     """The teacher's stream after attention and after the MLP of the chosen blocks, projected, each [B, T, width]."""
     middle: dict[int, Tensor] = {}
     after: dict[int, Tensor] = {}
-    handles = []
-    for index in chosen:
-        block = source.blocks[index]
-        handles.append(block.norm2.register_forward_pre_hook(lambda _, x, i=index: middle.update({i: x[0] @ basis})))
-        handles.append(block.register_forward_hook(lambda _, x, y, i=index: after.update({i: y @ basis})))
+
+    def tap(block: Any, index: int) -> list[Any]:
+        return [
+            block.norm2.register_forward_pre_hook(lambda _, x: middle.update({index: x[0] @ basis})),
+            block.register_forward_hook(lambda _, x, y: after.update({index: y @ basis})),
+        ]
+
+    handles = [handle for index in chosen for handle in tap(source.blocks[index], index)]
     source.forward_intermediates(images, indices=[max(chosen)], stop_early=True, output_fmt="NLC", intermediates_only=True)
     for handle in handles:
         handle.remove()
     return [(middle[index], after[index]) for index in chosen]
 
 
-def _refit_layer(layer: nn.Linear, branch: Callable[[Tensor], Tensor], stream: Tensor, goal: Tensor) -> Tensor:
+def _refit_layer(layer: nn.Linear, branch: nn.Module, stream: Tensor, goal: Tensor) -> Tensor:
     """Fit the last linear layer of a branch so that stream + branch(stream) is near `goal`; the new stream."""
     inputs: list[Tensor] = []
     handle = layer.register_forward_pre_hook(lambda _, x: inputs.append(x[0]))
