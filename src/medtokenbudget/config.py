@@ -222,7 +222,6 @@ def _lesion_first() -> TrainConfig:
         epochs=8,
         min_steps=500,
         selection_metric="retention",
-        class_balance="loss",
         views="all",
         lats=LATSConfig(neighborhood="grid8"),
         router=RouterConfig(padding="exclude"),

@@ -74,6 +74,14 @@ def test_the_strict_protocol_selects_on_images_that_are_neither_trained_nor_repo
     assert not sets[1] & sets[2]
 
 
+@pytest.mark.parametrize("preset", ["paper", "lesion-first"])
+@pytest.mark.parametrize("protocol", ["paper", "strict"])
+def test_no_head_ever_learns_from_a_validation_image(drawn: Drawn, preset: str, protocol: str) -> None:
+    config = quick(preset, protocol=protocol, selection_metric="accuracy")
+    learned = set(np.array(drawn.store.ids)[make_parts(drawn.manifest, drawn.store, config).head])
+    assert learned == set(drawn.manifest.part("train").ids)
+
+
 def test_the_paper_protocol_selects_on_validation_and_trains_on_all_of_training(drawn: Drawn) -> None:
     parts = make_parts(drawn.manifest, drawn.store, quick("paper", protocol="paper"))
     assert parts.select.tolist() == parts.validation.tolist()

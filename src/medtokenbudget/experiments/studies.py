@@ -17,7 +17,7 @@ SEEDS = (42, 43, 44)
 MAIN_BUDGETS = (0.1, 0.2, 0.3, 0.5, 1.0)
 OURS = "lats:lesion-first"
 MATCHED = ("no-pruning:matched", "random:matched", "tome:matched", "center:matched")
-"""Baselines whose heads are trained exactly as that of our preset: else its class weights and views would be taken for routing."""
+"""Baselines whose heads are trained exactly as that of our preset: else its views would be taken for routing."""
 
 STUDIES: dict[str, Study] = {
     "main": Study("main", (*PAPER_METHODS, OURS, *CONTROLS), (42,), BUDGETS, off_center=False),
@@ -53,7 +53,7 @@ STUDIES: dict[str, Study] = {
             "lats:lesion-first-without-views",
             "lats:lesion-first-raster",
             "lats:lesion-first-zero-padding",
-            "lats:lesion-first-unbalanced",
+            "lats:lesion-first-balanced",
             "lats:lesion-first-joint",
             *CONTROLS,
         ),

@@ -133,7 +133,7 @@ def _trained_lats(plan: Plan, chosen: Variant, unit: Unit, manifest: Manifest, s
 def _train_baseline(
     plan: Plan, chosen: Variant, selector: Selector, parts: Parts, store: FeatureStore, folder: Path, classes: int
 ) -> RoutingHead:
-    config, rows = chosen.config, parts.train_all
+    config, rows = chosen.config, parts.head
     if "has_mask" in selector.requires:
         rows = rows[store.has_mask.numpy()[rows]]
     label = store.label.numpy()[rows]

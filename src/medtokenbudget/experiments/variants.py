@@ -55,7 +55,7 @@ CHANGES: dict[str, Callable[[TrainConfig], TrainConfig]] = {
     "lesion-first-without-views": _lesion_first_but(views="none"),
     "lesion-first-raster": _lesion_first_but(neighborhood="raster"),
     "lesion-first-zero-padding": _lesion_first_but(router=RouterConfig()),
-    "lesion-first-unbalanced": _lesion_first_but(class_balance="none"),
+    "lesion-first-balanced": _lesion_first_but(class_balance="loss"),
     "lesion-first-joint": _lesion_first_but(recipe="joint", losses=LossWeights(diversity=0.0, lesion=1.0, distillation=0.0)),
     "mask-free": lambda c: replace(c, recipe="joint", losses=replace(c.losses, classification=1.0, lesion=0.0)),
     "fixed-0.5": lambda c: replace(c, curriculum=replace(c.curriculum, kind="fixed", start=0.5)),

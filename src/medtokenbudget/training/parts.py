@@ -20,10 +20,17 @@ SPLIT_SEED = 42
 
 @dataclass(frozen=True)
 class Parts:
-    """Row numbers of a store. `train` holds the images as they are, `train_views` their further views."""
+    """Row numbers of a store.
+
+    train        images as they are; `train_views` are their further views
+    head         what heads on pooled tokens learn from: nothing is selected there, so the selection part cut from training is in it
+    select       what picks the epoch
+    validation   what is reported; `off_center` are its off-center views
+    """
 
     train: np.ndarray
     train_views: np.ndarray
+    head: np.ndarray
     select: np.ndarray
     validation: np.ndarray
     off_center: np.ndarray
@@ -49,9 +56,12 @@ def make_parts(manifest: Manifest, store: FeatureStore, config: TrainConfig) -> 
             )
     else:
         train_ids, select_ids = train.ids, select.ids
+    views = _view_rows if config.views == "all" else _no_rows
+    head_ids = [*train_ids, *select_ids] if config.protocol == "strict" else train_ids
     return Parts(
         train=_rows(store, train_ids, "identity"),
-        train_views=_view_rows(store, train_ids) if config.views == "all" else np.empty(0, np.int64),
+        train_views=views(store, train_ids),
+        head=np.concatenate([_rows(store, head_ids, "identity"), views(store, head_ids)]),
         select=_rows(store, select_ids, "identity"),
         validation=_rows(store, validation.ids, "identity"),
         off_center=_present(store, validation.ids, ("off-center",)),
@@ -75,3 +85,7 @@ def _present(store: FeatureStore, ids: list[str], views: tuple[str, ...]) -> np.
 
 def _view_rows(store: FeatureStore, ids: list[str]) -> np.ndarray:
     return _present(store, ids, tuple(sorted(set(store.views) - {"identity"})))
+
+
+def _no_rows(store: FeatureStore, ids: list[str]) -> np.ndarray:
+    return np.empty(0, np.int64)

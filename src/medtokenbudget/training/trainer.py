@@ -264,7 +264,7 @@ class _Trainer:
 
     def _train_head(self) -> None:
         """The head of the lesion-first recipe: trained on the tokens that the finished scorer keeps, at all budgets."""
-        rows = self.parts.train_all
+        rows = self.parts.head
         path = self.out / "pooled.npy"
         with torch.no_grad():
             pooled = pool_to_file(path, self.store, rows, self.selector, self.config.budgets)
