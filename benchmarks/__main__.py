@@ -6,12 +6,13 @@ import importlib
 from collections.abc import Sequence
 
 ALL = ("routing", "statistics", "reading", "training_memory", "extraction", "overhead", "embedded", "paper_flow")
+ARGUMENTS = {"embedded": ["speed"]}
 
 
 def run(names: Sequence[str] = ALL) -> None:
     for name in names:
         print(f"\n== {name}", flush=True)
-        importlib.import_module(f"benchmarks.{name}").main([])
+        importlib.import_module(f"benchmarks.{name}").main(ARGUMENTS.get(name, []))
 
 
 if __name__ == "__main__":

@@ -278,7 +278,7 @@ def overhead(shared: Path, batch: int = 16, rounds: int = 10) -> float:
     return min(seconds["bare"]) / min(seconds["whole"])
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["manifest", "blocks", "figures", "speed"])
     parser.add_argument("--shared", type=Path, default=Path("../shared"))
@@ -288,7 +288,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--train", type=int, default=None, help="training images, evenly spaced; all without it")
     parser.add_argument("--val", type=int, default=None, help="validation images, evenly spaced; all without it")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if options.what == "manifest":
         print(f"{len(training_manifest(options.shared, options.out, options.drawings))} images in {options.out}")
     elif options.what == "blocks":
