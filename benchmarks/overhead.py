@@ -69,7 +69,7 @@ def import_seconds() -> float:
     return statistics.median(float(subprocess.check_output([sys.executable, "-c", script])) for _ in range(REPEATS))
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     for neighborhood in ("raster", "grid8"):
         backbone, routing = overhead(neighborhood)
         share = routing / backbone
