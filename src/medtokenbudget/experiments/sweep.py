@@ -87,7 +87,7 @@ def run_studies(
     failed = [unit for unit in units if status(plan, unit) != "done"]
     for unit in failed:
         path = plan.folder(unit) / "unit.json"
-        reason = read_json(path)["error"] if path.exists() else "it was not run"
+        reason = read_json(path).get("error", "what is there was made with other options") if path.exists() else "it was not run"
         say(f"{unit.method} with seed {unit.seed} is missing: {reason}")
     if len(failed) == len(units):
         raise WorkError("no unit of the sweep finished; the reasons stand above. `--only failed` tries again.")
