@@ -192,4 +192,4 @@ print(sizes[2] - sizes[1], os.path.getsize(Path(out) / "2.safetensors") / 2**20)
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     growth, written = map(float, done.stdout.split())
     assert written > 10, "the tokens must be more than the memory that may be used"
-    assert growth < written / 2, f"memory grew by {growth:.0f} MB while {written:.0f} MB of tokens were written"
+    assert growth < written / 3, f"memory grew by {growth:.0f} MB while {written:.0f} MB of tokens were written"
