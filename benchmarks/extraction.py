@@ -111,13 +111,13 @@ def _speed(backbone: Backbone, manifest: Manifest, config: ExtractConfig, rounds
 
 def _memory(given: argparse.Namespace) -> None:
     growth = []
-    for n in (given.n, 8 * given.n):
+    for n in (2 * given.n, 16 * given.n):
         command = [sys.executable, "-m", "benchmarks.extraction", "--memory-of", str(n), "--images", str(given.images)]
         command += ["--weights", str(given.weights), "--batch", str(given.batch), "--threads", str(given.threads)]
         growth.append(json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)["growth_kib"])
     print("private memory of an extraction over its start (a process each):")
-    print(f"  {given.n:5d} images {growth[0] / 1024:7.1f} MiB")
-    print(f"  {8 * given.n:5d} images {growth[1] / 1024:7.1f} MiB   ratio {growth[1] / growth[0]:.2f}")
+    print(f"  {2 * given.n:5d} images {growth[0] / 1024:7.1f} MiB")
+    print(f"  {16 * given.n:5d} images {growth[1] / 1024:7.1f} MiB   ratio {growth[1] / growth[0]:.2f}")
 
 
 if __name__ == "__main__":

@@ -120,7 +120,7 @@ def _memory(folder: Path, rows: int) -> None:
     growth = []
     for times in (1, 8):
         path = folder / f"memory-{times}"
-        drawn_store(path, rows // 4 * times)
+        drawn_store(path, rows * times)
         command = [sys.executable, "-m", "benchmarks.reading", "--memory-of", str(path)]
         growth.append(json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
     (one, eight) = growth

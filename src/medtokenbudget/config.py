@@ -56,6 +56,8 @@ class ExtractConfig:
     """Number format of the stored patch tokens."""
     views: Literal["none", "flips", "dihedral", "off-center"] = "none"
     """Further views of each image, stored with their masks transformed alike."""
+    crops: int = 1
+    """Off-center crops of each training image that has a mask; further ones are also flipped or turned. Others get one."""
     view_seed: int = 0
     """Seed of the off-center crops."""
     workers: int = 2

@@ -24,6 +24,7 @@ from medtokenbudget.features import Backbone, FeatureStore, extract, views
 from medtokenbudget.features.shards import read_sidecar
 from medtokenbudget.tokens import Selection, TokenBatch
 from tests.features.tiny import CONFIG, GRID, contents, tiny_backbone, tiny_manifest
+from tests.small_model import draw_images, small_model
 
 
 @pytest.fixture
@@ -279,9 +280,31 @@ def test_the_command_extracts_says_what_failed_and_what_is_next(
     assert len(FeatureStore.open(tmp_path / "store")) == 8
 
 
+def test_the_command_keeps_what_a_saved_model_routes(tmp_path: Path) -> None:
+    model = small_model(tmp_path / "backbone")
+    model.save_pretrained(tmp_path / "model")
+    images = draw_images(tmp_path / "images", 5)
+    records = [{"image_id": path.stem, "image": str(path), "split": "train"} for path in images]
+    manifest = Manifest.from_records(records, ()).write(tmp_path / "m.parquet")
+    seen_by = ["--backbone", "test_vit", "--weights", str(model.backbone_config.weights), "--image_size", "160", "--device", "cpu"]
+    whole = ["extract", str(manifest), "--store", str(tmp_path / "whole"), *seen_by]
+    assert main(whole) == 0
+    routed = ["extract", str(manifest), "--store", str(tmp_path / "routed"), *seen_by]
+    assert main([*routed, "--keep", "routed", "--model", str(tmp_path / "model"), "--budget", "0.3"]) == 0
+    kept = FeatureStore.open(tmp_path / "routed").read_routed(range(5))
+    assert kept.indices is not None
+    expected = model.classifier().selector.select_budget(FeatureStore.open(tmp_path / "whole").read(range(5)), 0.3)
+    assert expected.indices is not None
+    assert kept.indices.shape == (5, 30)
+    # The store keeps half precision, the router saw the tokens before: a tie may fall the other way, no more.
+    same = [len(set(a) & set(b)) for a, b in zip(kept.indices.tolist(), expected.indices.tolist())]
+    assert min(same) >= 28
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--crops", "0"], "crops must be 1 or more"),
         (["--shards", "3"], "I/N"),
         (["--shards", "4/2"], "4/2 does not exist"),
         (["--address", "auto"], "add --engine ray"),
@@ -312,6 +335,7 @@ import torch
 torch.set_num_threads(1)
 from medtokenbudget.features import extract
 from tests.features.tiny import CONFIG, contents, tiny_backbone, tiny_manifest
+from tests.small_model import draw_images, small_model
 from dataclasses import replace
 
 folder = Path(sys.argv[1])

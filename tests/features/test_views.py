@@ -52,6 +52,8 @@ def test_flips_are_for_training_images_and_off_center_crops_for_images_with_a_ma
     assert views.views_of("flips", "val", has_mask=True) == ("identity",)
     assert views.views_of("off-center", "val", has_mask=True) == ("identity", "off-center")
     assert views.views_of("off-center", "train", has_mask=False) == ("identity",)
+    assert views.views_of("off-center", "train", has_mask=True, crops=3)[1:] == ("off-center", "off-center-2", "off-center-3")
+    assert views.views_of("off-center", "val", has_mask=True, crops=3) == ("identity", "off-center")
     with pytest.raises(UnknownNameError, match="dihedral"):
         views.views_of("diedral", "train", has_mask=True)
 
@@ -92,6 +94,21 @@ def test_crops_depend_on_the_seed_and_the_image_alone() -> None:
     assert first == views.off_center_box(mask, views.image_seed(0, "a"))
     assert first != views.off_center_box(mask, views.image_seed(0, "b"))
     assert first != views.off_center_box(mask, views.image_seed(1, "a"))
+
+
+def test_further_crops_are_other_crops_and_turned_with_their_masks() -> None:
+    mask = blob(110, 70, 25)
+    image = Image.merge("RGB", [mask] * 3)
+    shapes = set()
+    for number in range(2, 12):
+        seen, seen_mask = views.apply(image, mask, f"off-center-{number}", seed=1)
+        assert seen_mask is not None
+        assert np.array_equal(np.asarray(seen)[:, :, 0], np.asarray(seen_mask))
+        assert (np.asarray(seen_mask) > 127).sum() >= 0.6 * (np.asarray(mask) > 127).sum()
+        shapes.add(seen.size)
+    assert len(shapes) > 5
+    with pytest.raises(UnknownNameError, match="off-center"):
+        views.apply(image, mask, "off-center-two", seed=1)
 
 
 def test_a_larger_mask_of_the_same_frame_is_cropped_to_the_same_place() -> None:

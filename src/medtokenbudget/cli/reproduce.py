@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from medtokenbudget.cli.parsing import command_parser
-from medtokenbudget.cli.training_options import add_engine, add_training, training_config
+from medtokenbudget.cli.training_options import add_engine, add_run, add_training, training_config
 
 
 def main(arguments: list[str]) -> int:
@@ -15,9 +13,7 @@ def main(arguments: list[str]) -> int:
         "center-bias), or all of them; print the paper's number, ours and the difference.",
         "mtb reproduce isic.parquet --store tokens --out runs/paper --study main robustness",
     )
-    parser.add_argument("manifest", type=Path, help="The manifest that the store was made from.")
-    parser.add_argument("--store", type=Path, required=True, help="The store of tokens.")
-    parser.add_argument("--out", type=Path, required=True, help="The run directory.")
+    add_run(parser)
     parser.add_argument("--study", nargs="+", default=["all"], help="Names of studies, or 'all'.")
     add_engine(parser)
     add_training(parser, arguments, "paper", protocol="paper")
@@ -25,6 +21,7 @@ def main(arguments: list[str]) -> int:
 
     from medtokenbudget.app.train import save_model
     from medtokenbudget.experiments import reproduce
+    from medtokenbudget.experiments.provenance import note_command
     from medtokenbudget.experiments.summary import comparison
     from medtokenbudget.progress import say
 
@@ -39,6 +36,7 @@ def main(arguments: list[str]) -> int:
         only=options.only,
         address=options.address,
     )
+    note_command(options.out, "reproduce", arguments)
     save_model(options.out)
     print(comparison(results))
     say(f"{len(results)} cells: {options.out / 'results.csv'}. Next: mtb report {options.out}")

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from medtokenbudget.cli.parsing import command_parser
-from medtokenbudget.cli.training_options import add_engine, add_training, training_config
+from medtokenbudget.cli.training_options import add_engine, add_run, add_training, training_config
 from medtokenbudget.config import CONTROLS, PAPER_METHODS
 
 
@@ -15,9 +13,7 @@ def main(arguments: list[str]) -> int:
         "Train and evaluate methods x budgets x seeds. One unit per method and seed; a second call goes on where it stopped.",
         "mtb sweep isic.parquet --store tokens --out runs/sweep --methods lats random center --seeds 42 43 44",
     )
-    parser.add_argument("manifest", type=Path, help="The manifest that the store was made from.")
-    parser.add_argument("--store", type=Path, required=True, help="The store of tokens.")
-    parser.add_argument("--out", type=Path, required=True, help="The run directory.")
+    add_run(parser)
     parser.add_argument(
         "--methods", nargs="+", default=[*PAPER_METHODS, *CONTROLS], help="Selectors, or variants such as lats:mask-free."
     )
@@ -28,6 +24,7 @@ def main(arguments: list[str]) -> int:
 
     from medtokenbudget.app.train import save_model
     from medtokenbudget.experiments import sweep
+    from medtokenbudget.experiments.provenance import note_command
     from medtokenbudget.progress import say
 
     config = training_config(options)
@@ -44,6 +41,7 @@ def main(arguments: list[str]) -> int:
         only=options.only,
         address=options.address,
     )
+    note_command(options.out, "sweep", arguments)
     save_model(options.out)
     say(f"{len(results)} cells: {options.out / 'results.csv'}. Next: mtb report {options.out}")
     return 0

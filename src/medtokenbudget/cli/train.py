@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from medtokenbudget.cli.parsing import command_parser
-from medtokenbudget.cli.training_options import add_training, training_config
+from medtokenbudget.cli.training_options import add_run, add_training, training_config
 
 
 def main(arguments: list[str]) -> int:
@@ -15,16 +13,16 @@ def main(arguments: list[str]) -> int:
         "it as a model. Stopped at any point, the same command goes on.",
         "mtb train isic.parquet --store tokens --out runs/first",
     )
-    parser.add_argument("manifest", type=Path, help="The manifest that the store was made from.")
-    parser.add_argument("--store", type=Path, required=True, help="The store of tokens.")
-    parser.add_argument("--out", type=Path, required=True, help="The run directory.")
+    add_run(parser)
     add_training(parser, arguments, "lesion-first")
     options = parser.parse_args(arguments)
 
     from medtokenbudget.app.train import train
+    from medtokenbudget.experiments.provenance import note_command
     from medtokenbudget.progress import say
 
     results = train(options.manifest, options.store, options.out, training_config(options))
+    note_command(options.out, "train", arguments)
     row = results[(results["method"] == "lats") & (results["budget"] == 0.3)].iloc[0]
     kept = "" if row["n_masked"] == 0 else f", keeps {row['retention_of_ceiling']:.1%} of the lesion that fits"
     say(f"at budget 0.3: accuracy {row['accuracy']:.1%} on {row['n']} validation images{kept}.")

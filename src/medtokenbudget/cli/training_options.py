@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Literal
 
 from jsonargparse import ArgumentParser, Namespace
@@ -20,6 +21,13 @@ def add_training(parser: ArgumentParser, arguments: list[str], default: str, **c
     if name not in PRESETS:
         raise UnknownNameError.of("preset", name, PRESETS)
     parser.set_defaults(dotted(to_dict(preset(name, **changes))))
+
+
+def add_run(parser: ArgumentParser) -> None:
+    """What a run is made from, and where it goes."""
+    parser.add_argument("manifest", type=Path, help="The manifest that the store was made from.")
+    parser.add_argument("--store", type=Path, required=True, help="The store of tokens.")
+    parser.add_argument("--out", type=Path, required=True, help="The run directory.")
 
 
 def add_engine(parser: ArgumentParser) -> None:

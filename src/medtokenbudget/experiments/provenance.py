@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -18,7 +19,7 @@ from medtokenbudget.config import to_dict
 from medtokenbudget.data import Manifest
 from medtokenbudget.experiments.variants import variant
 from medtokenbudget.features import FeatureStore
-from medtokenbudget.files import write_json
+from medtokenbudget.files import read_json, write_json
 
 if TYPE_CHECKING:
     from medtokenbudget.experiments.sweep import Study
@@ -61,6 +62,11 @@ def write_run(plan: Plan, studies: Sequence[Study], manifest: Manifest, done: Se
             "counts": counts(manifest, store),
         },
     )
+
+
+def note_command(run: Path, name: str, arguments: Sequence[str]) -> None:
+    """Write down in `run.json` with which command the run was made, as it was typed."""
+    write_json(run / "run.json", {**read_json(run / "run.json"), "command": shlex.join(["mtb", name, *arguments])})
 
 
 def counts(manifest: Manifest, store: FeatureStore) -> dict[str, Any]:

@@ -44,12 +44,14 @@ def make_plan(
     manifest: Manifest, fingerprint: dict[str, Any], config: ExtractConfig, route_fingerprint: dict[str, Any] | None = None
 ) -> Plan:
     """The rows of every image in the manifest's order, the views of an image beside each other, cut into shards."""
-    items = _items(manifest, config.views)
+    items = _items(manifest, config.views, config.crops)
     if not items:
         raise RequestError(f"{manifest.source} has no images: there is nothing to extract.")
     size = config.shard_size
     if size < 1 or config.batch_size < 1:
         raise RequestError(f"shard_size and batch_size must be 1 or more, got {size} and {config.batch_size}.")
+    if config.crops < 1:
+        raise RequestError(f"crops must be 1 or more, got {config.crops}; --views none stores no crops at all.")
     shards = tuple(tuple(items[start : start + size]) for start in range(0, len(items), size))
     settings = {
         "format": FORMAT,
@@ -60,6 +62,7 @@ def make_plan(
         "route": route_fingerprint,
         "dtype": config.dtype,
         "views": config.views,
+        "crops": config.crops,
         "view_seed": config.view_seed,
         "shard_size": config.shard_size,
         "batch_size": config.batch_size,
@@ -70,13 +73,13 @@ def make_plan(
     return Plan(plain(settings), shards)
 
 
-def _items(manifest: Manifest, name: str) -> list[Item]:
+def _items(manifest: Manifest, name: str, crops: int) -> list[Item]:
     labels = manifest.label_index
     splits = manifest.rows["split"].tolist()
     items = []
     for i, image_id in enumerate(manifest.ids):
         mask = manifest.mask_path(i)
-        for view in views.views_of(name, splits[i], mask is not None):
+        for view in views.views_of(name, splits[i], mask is not None, crops):
             items.append(Item(image_id, view, str(manifest.image_path(i)), None if mask is None else str(mask), int(labels[i])))
     return items
 

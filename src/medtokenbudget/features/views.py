@@ -1,5 +1,8 @@
 """Views of an image with its mask transformed alike: flips, the dihedral group, and crops that move the lesion off the center.
 
+The first off-center crop of an image, `off-center`, is as upright as the image; the further ones, `off-center-2` and on, are of
+training images alone and are also flipped or turned, as the lesion on skin knows no up and down.
+
 Pure functions of image, mask and seed, so that the same row of a store is the same picture on any machine.
 """
 
@@ -40,16 +43,17 @@ class ViewError(RequestError):
     """This view of this image does not exist."""
 
 
-def views_of(name: str, split: str | None, has_mask: bool) -> Sequence[str]:
+def views_of(name: str, split: str | None, has_mask: bool, crops: int = 1) -> Sequence[str]:
     """The views that the set `name` gives an image.
 
-    Flips and dihedral views are for training images alone; off-center crops are for every image that has a mask, since the
-    center-bias study looks at those of validation images.
+    Flips and dihedral views are for training images alone; an off-center crop is for every image that has a mask, since the
+    center-bias study looks at those of validation images, and all `crops` of them are for training images.
     """
     if name not in SETS:
         raise UnknownNameError.of("set of views", name, SETS)
     if name == "off-center":
-        return SETS[name] if has_mask else SETS["none"]
+        further = range(2, crops + 1) if split == "train" else ()
+        return (*SETS[name], *(f"{OFF_CENTER}-{number}" for number in further)) if has_mask else SETS["none"]
     return SETS[name] if split == "train" else SETS["none"]
 
 
@@ -62,15 +66,24 @@ def apply(image: Image.Image, mask: Image.Image | None, view: str, seed: int) ->
     """The view of `image` and of its `mask`, which may be of another size but shows the same frame."""
     if view == IDENTITY:
         return image, mask
-    if view == OFF_CENTER:
+    if is_off_center(view):
         if mask is None:
             raise ViewError("an off-center view needs a mask.")
+        if view != OFF_CENTER:
+            seed = image_seed(seed, view)
         box = off_center_box(mask, seed)
-        return _crop(image, box), _crop(mask, box)
+        image, mask = _crop(image, box), _crop(mask, box)
+        view = IDENTITY if view == OFF_CENTER else SETS["dihedral"][seed % len(SETS["dihedral"])]
+        return apply(image, mask, view, seed)
     if view not in _TRANSPOSE:
         raise UnknownNameError.of("view", view, [IDENTITY, OFF_CENTER, *_TRANSPOSE])
     method = _TRANSPOSE[view]
     return image.transpose(method), None if mask is None else mask.transpose(method)
+
+
+def is_off_center(view: str) -> bool:
+    """Whether a view is one of the off-center crops."""
+    return view == OFF_CENTER or (view.startswith(f"{OFF_CENTER}-") and view[len(OFF_CENTER) + 1 :].isdecimal())
 
 
 def off_center_box(mask: Image.Image, seed: int) -> tuple[float, float, float, float]:

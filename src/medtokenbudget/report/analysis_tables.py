@@ -40,16 +40,17 @@ def strata(evidence: Evidence, found: pd.DataFrame, name: str, title: str, first
     )
 
 
-def significance(evidence: Evidence, intervals: Intervals) -> Table | None:
-    """LATS against every other method: difference, interval, p and p after Holm."""
-    tests = intervals.tests
+def significance(intervals: Intervals, reference: str, off_center: bool) -> Table | None:
+    """`reference` against every other method: difference, interval, p and p after Holm."""
+    tests = intervals.tests(reference, off_center)
     if tests.empty:
         return None
+    name, where = look(reference).name, "off-center views" if off_center else "images as they are"
     rows = [
         [
             METRIC_NAMES[t.metric].removesuffix(" (%)"),
             f"{t.budget:g}",
-            f"LATS − {look(t.method_b).name}",
+            f"{name} − {look(t.method_b).name}",
             points(t.difference),
             f"{points(t.low)} to {points(t.high)}",
             probability(t.p),
@@ -61,13 +62,13 @@ def significance(evidence: Evidence, intervals: Intervals) -> Table | None:
     ]
     breaks = [i for i in range(1, len(tests)) if tests["metric"].iloc[i] != tests["metric"].iloc[i - 1]]
     return Table(
-        "significance",
-        "Differences to LATS with paired permutation tests",
+        f"significance-{reference.replace(':', '-')}{'-off-center' if off_center else ''}",
+        f"{name} against the others on {where}: paired permutation tests",
         ["Measure", "β", "Comparison", "Difference (points)", "95 % interval", "p", "p (Holm)", "n", "Seeds"],
         rows,
         tests,
-        f"Study “{intervals.tested}”. Positive: LATS is higher. Exchanged are whole groups of images, all seeds together; Holm's "
-        "correction covers all comparisons of one measure. Only images that both methods have count.",
+        f"Study “{tests['study'].iloc[0]}”. Positive: {name} is higher. Exchanged are whole groups of images, all seeds together; "
+        "Holm's correction covers all comparisons of one measure. Only images that both methods have count.",
         labels=3,
         breaks=frozenset(breaks),
     )

@@ -16,7 +16,7 @@ from medtokenbudget.experiments import retention_model, statistics, strata
 from medtokenbudget.report.evidence import Evidence
 
 CURVE_METRICS = ("accuracy", "macro_f1", "balanced_accuracy", "retention", "retention_of_ceiling")
-TESTED_METRICS = ("accuracy", "macro_f1", "retention")
+TESTED_METRICS = ("accuracy", "macro_f1", "balanced_accuracy", "retention")
 COLUMNS = ["method", "budget", "value", "low", "high", "n", "seeds"]
 
 
@@ -73,21 +73,19 @@ class Intervals:
         row = found.iloc[0]
         return Difference(float(row["difference"]), float(row["low"]), float(row["high"]), float(row["p"]), int(row["n"]))
 
-    @cached_property
-    def tested(self) -> str:
-        """The study whose differences are tested: `robustness` when it is there (more seeds), else the headline's."""
-        return "robustness" if "robustness" in self.evidence.studies else self.evidence.study
+    def tests(self, reference: str, off_center: bool) -> pd.DataFrame:
+        """`reference` against every other method: difference, interval, p, Holm's p; empty when it was not run.
 
-    @cached_property
-    def tests(self) -> pd.DataFrame:
-        """LATS against every other method: difference, interval, p, Holm's p; empty without LATS."""
+        On the images as they are in the study `robustness` when it is there (more seeds), else the headline's; or on off-center
+        views.
+        """
         evidence = self.evidence
-        names = [name for name in evidence.datasets(self.tested) if "@" not in name]
-        rows = evidence.images(self.tested, names[0]) if names else evidence.predictions.iloc[:0]
+        where = _tested_off_center(evidence) if off_center else _tested_straight(evidence)
+        rows = evidence.images(*where) if where else evidence.predictions.iloc[:0]
         budgets = [b for b in HEADLINE_BUDGETS if b in set(rows["budget"])] or [evidence.headline]
-        if "lats" not in set(rows["method"]):
+        if reference not in set(rows["method"]):
             return pd.DataFrame(columns=list(statistics.COMPARISON_COLUMNS))
-        return statistics.compare(rows, "lats", TESTED_METRICS, budgets)
+        return statistics.compare(rows, reference, TESTED_METRICS, budgets)
 
     @cached_property
     def by_size(self) -> pd.DataFrame:
@@ -132,6 +130,17 @@ class Model:
     fine: np.ndarray
     predicted: np.ndarray
     approximate: np.ndarray
+
+
+def _tested_straight(evidence: Evidence) -> tuple[str, str] | None:
+    study = "robustness" if "robustness" in evidence.studies else evidence.study
+    names = [name for name in evidence.datasets(study) if "@" not in name]
+    return (study, names[0]) if names else None
+
+
+def _tested_off_center(evidence: Evidence) -> tuple[str, str] | None:
+    pair = evidence.off_center
+    return None if pair is None else (pair.study, pair.moved)
 
 
 def _strata(found: pd.DataFrame, sizes: bool) -> pd.DataFrame:

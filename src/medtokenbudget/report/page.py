@@ -134,10 +134,16 @@ def _sections(evidence: Evidence, intervals: Intervals, made: _Parts, gallery: G
             made.tables("robustness", "paired-seeds", "mask-free", "signals", "curriculum", "toggles", "epochs", "kvasir"),
         ),
         Section(
+            "recipe",
+            "What each part of our preset brings",
+            "The lesion-first preset with one part taken back at a time, beside the paper's own recipe and the controls.",
+            made.tables("recipe"),
+        ),
+        Section(
             "significance",
             "How sure are the differences?",
-            "Every method against LATS on the same images.",
-            made.tables("significance"),
+            "Every method against LATS, by the paper's recipe and by ours, on the same images.",
+            made.tables("significance-lats", "significance-lats-lesion-first", "significance-lats-lesion-first-off-center"),
         ),
         Section(
             "paper",

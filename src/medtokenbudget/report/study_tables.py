@@ -38,6 +38,12 @@ _MOST_BOLD = 2
 """A value that more methods than these share is no best value."""
 _NO_CONTEST = ("no-pruning", "oracle")
 """References, not competitors: one has no budget, the other sees the mask."""
+_RECIPE_COLUMNS: tuple[tuple[str, tuple[float, ...]], ...] = (
+    ("retention_of_ceiling", ()),
+    ("macro_f1", (0.3,)),
+    ("balanced_accuracy", (0.3,)),
+)
+"""Metrics of the recipe table and their budgets; () is all that were run."""
 _TITLES = {
     "robustness": "Robustness over seeds at the headline budgets",
     "mask-free": "LATS trained without lesion masks",
@@ -178,6 +184,38 @@ def curriculum(evidence: Evidence) -> Table | None:
 def kvasir(evidence: Evidence) -> Table | None:
     """The auxiliary sweep on endoscopic images, which have no masks."""
     return _wide(evidence.cells("kvasir"), "accuracy", "kvasir", "Kvasir v2: accuracy (%) over all budgets")
+
+
+def recipe(evidence: Evidence) -> Table | None:
+    """A row for each variant of the preset: share of the ceiling at the headline budgets, macro F1 and balanced accuracy."""
+    results = evidence.cells("recipe")
+    if results.empty:
+        return None
+    datasets, methods = evidence.datasets("recipe"), with_controls(ordered(results["method"]))
+    budgets = [b for b in HEADLINE_BUDGETS if b in set(results["budget"])] or sorted(results["budget"].unique())
+    wanted = [(d, m, b) for m, bs in _RECIPE_COLUMNS for d in datasets for b in (bs or budgets) if b in budgets]
+    means = results.groupby(["method", "dataset", "budget"])[[m for m, _ in _RECIPE_COLUMNS]].mean()
+    values = {
+        (method, c): float(means[metric].get((method, dataset, budget), np.nan))
+        for method in methods
+        for c, (dataset, metric, budget) in enumerate(wanted, 1)
+    }
+    columns = range(1, len(wanted) + 1)
+    names = [f"{METRIC_NAMES[metric]} {view_name(dataset)} @{budget:g}" for dataset, metric, budget in wanted]
+    raw = [
+        {"method": method, "dataset": dataset, "metric": metric, "budget": budget, "value": values[method, c]}
+        for method in methods
+        for c, (dataset, metric, budget) in enumerate(wanted, 1)
+    ]
+    return Table(
+        "recipe",
+        "The lesion-first preset, one part taken back at a time",
+        ["Method", *names, "n (masks)"],
+        [[look(m).name, *[percent(values[m, c]) for c in columns], _counts(results, m)] for m in methods],
+        pd.DataFrame(raw),
+        f"{seeds_note(results)} A row that begins with … is LATS lesion-first with that one change. Bold: best, without Oracle.",
+        bold=_best(methods, values, columns),
+    )
 
 
 def paired_seeds(evidence: Evidence) -> Table | None:

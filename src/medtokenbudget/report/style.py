@@ -107,21 +107,24 @@ _VARIANTS: dict[str, Look] = {
     "no-contrast": Look("LATS − contrast", "#8c8000", "<", ":", "LATS with its contrast signal switched off at inference."),
     "no-signals": Look("LATS − all signals", "#a8577e", "X", ":", "LATS with all three signals switched off at inference."),
     "with-views": Look("LATS + views", "#17558c", "*", "--", "LATS trained with further views of the images (off-center crops)."),
-    "without-views": Look("LATS − views", "#3a9bd0", "8", "--", "LATS trained on the images as they are, without further views."),
-    "off-center-views": Look("LATS + off-center", "#17558c", "*", "--", "LATS trained with off-center views as well."),
     "paper": Look("LATS (paper)", "#3a9bd0", "8", "--", "LATS trained by the paper's own recipe."),
     "lesion-first": Look(
         "LATS lesion-first", "#17558c", "H", "--", "LATS whose scorer learns the lesion first, then the head.", True
     ),
-    "grid8": Look("LATS 2D contrast", "#2a7f7f", "d", "--", "LATS with local contrast over the eight neighbors on the grid."),
-    "balanced": Look("LATS balanced", "#94651f", "d", "--", "LATS with a loss that weights rare classes more."),
 }
 _ADDED = {
     "epoch-matched": ("epoch-matched", "its head trained for as many epochs as LATS"),
-    "balanced": ("balanced", "trained with a loss that weights rare classes more"),
-    "with-views": ("+ views", "trained with further views of the images"),
-    "without-views": ("− views", "trained on the images as they are"),
+    "matched": ("matched", "its head trained exactly as that of LATS lesion-first"),
 }
+_TAKEN_BACK = {
+    "without-views": ("without views", "trained on the images as they are alone"),
+    "one-view": ("with one crop", "trained with one off-center crop of each image instead of all"),
+    "raster": ("with 1D contrast", "with the paper's local contrast along the raster"),
+    "zero-padding": ("with zero padding", "with the paper's zero-padded smoothing"),
+    "balanced": ("with class weights", "its head trained with a loss that weights rare classes more"),
+    "joint": ("trained jointly", "scorer and head trained together, with the classification gradient in the scorer"),
+}
+"""What the recipe study changes of the lesion-first preset, one part at a time."""
 _SPARE = ("#6a51a3", "#b5495b", "#2a7f7f", "#94651f", "#4f6d2f", "#5a5a9c")
 
 
@@ -132,6 +135,9 @@ def look(method: str) -> Look:
     base, _, variant = method.partition(":")
     if base == "lats" and variant in _VARIANTS:
         return _VARIANTS[variant]
+    if base == "lats" and (part := variant.removeprefix("lesion-first-")) in _TAKEN_BACK:
+        of, (name, about) = _VARIANTS["lesion-first"], _TAKEN_BACK[part]
+        return Look(f"… {name}", of.color, of.marker, ":", f"{of.name}, {about}.")
     if base in LOOKS and variant in _ADDED:
         of, (name, about) = LOOKS[base], _ADDED[variant]
         return Look(f"{of.name} {name}", of.color, of.marker, ":", f"{of.name}, {about}.")

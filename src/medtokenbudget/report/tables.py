@@ -9,7 +9,9 @@ from medtokenbudget.report.intervals import Intervals
 from medtokenbudget.report.table import Table
 
 _MASK_METRICS = ("accuracy", "macro_f1", "balanced_accuracy", "retention", "retention_of_ceiling", "precision", "enrichment")
-_OWN_TABLE = {"main", "curriculum", "kvasir", "subset", "center-bias"}
+_OWN_TABLE = {"main", "curriculum", "kvasir", "subset", "center-bias", "recipe"}
+TESTED = (("lats", False), ("lats:lesion-first", False), ("lats:lesion-first", True))
+"""What is tested against every other method: (method, on off-center views)."""
 
 
 def make_tables(evidence: Evidence, intervals: Intervals) -> list[Table]:
@@ -25,10 +27,11 @@ def make_tables(evidence: Evidence, intervals: Intervals) -> list[Table]:
         studies.paired_seeds(evidence),
         studies.curriculum(evidence),
         studies.kvasir(evidence),
+        studies.recipe(evidence),
         analysis.strata(evidence, intervals.by_size, "size-strata", "Retention by lesion size", "Lesion size"),
         analysis.strata(evidence, intervals.by_class, "class-strata", "Retention by class", "Class"),
         analysis.worst(evidence),
-        analysis.significance(evidence, intervals),
+        *[analysis.significance(intervals, reference, off_center) for reference, off_center in TESTED],
         analysis.beside_paper(evidence),
         analysis.subset(evidence),
         analysis.prevalence(evidence),
