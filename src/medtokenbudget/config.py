@@ -180,6 +180,8 @@ class TrainConfig:
     """Epochs of a head trained on pooled tokens: the baselines', and the second stage of the lesion-first recipe."""
     batch_size: int = 64
     """Images in one step."""
+    patches: int = 0
+    """Patches of each image that a step of the lesion-first recipe learns from, drawn anew each time; 0 takes all."""
     lr: float = 1e-3
     """Learning rate of AdamW, cosine to 0."""
     weight_decay: float = 1e-5
@@ -202,8 +204,8 @@ class TrainConfig:
     """Share of the training part that the strict protocol cuts off when the manifest has no selection part of its own."""
     class_balance: Literal["none", "loss", "sampler"] = "none"
     """'loss' weights the classes inversely to their frequency, 'sampler' draws them equally often."""
-    views: Literal["none", "all"] = "none"
-    """'all': train on the stored views of the training images too (flips, rotations, off-center crops)."""
+    views: Literal["none", "off-center", "all"] = "none"
+    """Train on stored views of the training images too: one off-center crop of each, or 'all' (crops, flips, rotations)."""
     seed: int = 42
     """Seed of everything random in this training."""
     device: str = "auto"
@@ -222,7 +224,9 @@ def _lesion_first() -> TrainConfig:
     return TrainConfig(
         recipe="lesion-first",
         epochs=8,
-        min_steps=500,
+        min_steps=1000,
+        patches=64,
+        min_improvement=0.0,
         selection_metric="retention",
         views="all",
         lats=LATSConfig(neighborhood="grid8"),

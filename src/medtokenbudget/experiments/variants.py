@@ -53,13 +53,17 @@ CHANGES: dict[str, Callable[[TrainConfig], TrainConfig]] = {
     "paper": _as_preset("paper"),
     "lesion-first": _as_preset("lesion-first"),
     "lesion-first-without-views": _lesion_first_but(views="none"),
+    "lesion-first-one-view": _lesion_first_but(views="off-center"),
     "lesion-first-raster": _lesion_first_but(neighborhood="raster"),
     "lesion-first-zero-padding": _lesion_first_but(router=RouterConfig()),
+    "lesion-first-all-patches": _lesion_first_but(patches=0),
     "lesion-first-balanced": _lesion_first_but(class_balance="loss"),
-    "lesion-first-joint": _lesion_first_but(recipe="joint", losses=LossWeights(diversity=0.0, lesion=1.0, distillation=0.0)),
+    "lesion-first-joint": _lesion_first_but(
+        recipe="joint", patches=0, losses=LossWeights(diversity=0.0, lesion=1.0, distillation=0.0)
+    ),
     "mask-free": lambda c: replace(c, recipe="joint", losses=replace(c.losses, classification=1.0, lesion=0.0)),
     "fixed-0.5": lambda c: replace(c, curriculum=replace(c.curriculum, kind="fixed", start=0.5)),
-    "with-views": lambda c: replace(c, views="all"),
+    "with-views": lambda c: replace(c, views="off-center"),
     "epoch-matched": lambda c: replace(c, head_epochs=c.epochs),
     "matched": _as_preset("lesion-first"),
 }

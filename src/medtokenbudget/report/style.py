@@ -121,6 +121,7 @@ _TAKEN_BACK = {
     "one-view": ("with one crop", "trained with one off-center crop of each image instead of all"),
     "raster": ("with 1D contrast", "with the paper's local contrast along the raster"),
     "zero-padding": ("with zero padding", "with the paper's zero-padded smoothing"),
+    "all-patches": ("with all patches", "each step learns from all patches of an image instead of a sample"),
     "balanced": ("with class weights", "its head trained with a loss that weights rare classes more"),
     "joint": ("trained jointly", "scorer and head trained together, with the classification gradient in the scorer"),
 }

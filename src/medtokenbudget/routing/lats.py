@@ -73,12 +73,14 @@ class LATS(nn.Module):
         generator: torch.Generator | None = None,
         signals: Sequence[str] | None = None,
         dropout: float | None = None,
+        at: Tensor | None = None,
     ) -> Tensor:
         """Scores before the sigmoid, [B, N] in fp32.
 
         generator  of the dropout noise; torch's own when None
         signals    signals that stay on (the toggle ablation); the others enter as zeros
         dropout    None: `self.dropout` in training mode, 0 in evaluation mode
+        at         [B, T] numbers of the patches that are scored; the answer is then [B, T]. None: all
         """
         if tokens.dim != self.dim:
             raise ShapeError(f"this scorer reads tokens of dimension {self.dim}, the batch has {tokens.dim}.")
@@ -86,14 +88,14 @@ class LATS(nn.Module):
         active = self.signals if signals is None else ordered_signals(signals, self.signals)
         if dropout is None:
             dropout = self.dropout if self.training else 0.0
-        x = self._first_layer(tokens, active)
+        x = self._first_layer(tokens, active, at)
         for i, (linear, norm) in enumerate(zip(self.hidden, self.norms)):
             x = linear(x) if i else x
             x = drop(F.gelu(norm(x)), dropout, generator)
         return self.output(x).squeeze(-1).float()
 
-    def _first_layer(self, tokens: TokenBatch, active: Sequence[str]) -> Tensor:
-        """The first hidden linear layer of the input layer of [z; attention; norm; contrast], [B, N, hidden]."""
+    def _first_layer(self, tokens: TokenBatch, active: Sequence[str], at: Tensor | None) -> Tensor:
+        """The first hidden linear layer of the input layer of [z; attention; norm; contrast], [B, N, hidden] or [B, T, hidden]."""
         first: nn.Linear = self.hidden[0]  # type: ignore[assignment]
         with torch.autocast(tokens.patches.device.type, enabled=False):
             weight = first.weight @ self.input.weight
@@ -101,18 +103,19 @@ class LATS(nn.Module):
         on_z, on_scalars, on_contrast = weight.split(
             [self.dim, len(self.scalars), weight.shape[1] - self.dim - len(self.scalars)], dim=1
         )
+        patches = _taken(tokens.patches, at)
         if self.contrast is None or "contrast" not in active:
-            x = F.linear(tokens.patches, on_z, bias)
+            x = F.linear(patches, on_z, bias)
         else:
             # One product for the embedding and its projection W_freq z, which the contrast then gates.
-            both = F.linear(tokens.patches, torch.cat([on_z, self.contrast.weight]), torch.cat([bias, self.contrast.bias]))
+            both = F.linear(patches, torch.cat([on_z, self.contrast.weight]), torch.cat([bias, self.contrast.bias]))
             x, projected = both.split([on_z.shape[0], self.contrast.out_features], dim=-1)
-            gate = local_contrast(tokens.patches, tokens.grid, self.neighborhood)
-            x = x + F.linear(projected * gate.unsqueeze(-1), on_contrast)
+            gate = local_contrast(tokens.patches, tokens.grid, self.neighborhood).unsqueeze(-1)
+            x = x + F.linear(projected * _taken(gate, at), on_contrast)
         used = [(name, i) for i, name in enumerate(self.scalars) if name in active]
         if used:
             values = torch.stack([self._scalar(tokens, name) for name, _ in used], dim=-1)
-            x = x + F.linear(values, on_scalars[:, [i for _, i in used]])
+            x = x + F.linear(_taken(values, at), on_scalars[:, [i for _, i in used]])
         return x
 
     def _scalar(self, tokens: TokenBatch, name: str) -> Tensor:
@@ -124,6 +127,11 @@ class LATS(nn.Module):
                 "or build the scorer without the 'attention' signal."
             )
         return tokens.attention_entropy
+
+
+def _taken(values: Tensor, at: Tensor | None) -> Tensor:
+    """[B, N, D] at the patches [B, T]: [B, T, D]."""
+    return values if at is None else values.take_along_dim(at.unsqueeze(-1), 1)
 
 
 def ordered_signals(signals: Sequence[str], known: Sequence[str]) -> tuple[str, ...]:

@@ -24,7 +24,7 @@ class Parts:
 
     train        images as they are; `train_views` are their further views
     head         what heads on pooled tokens learn from: nothing is selected there, so the selection part cut from training is in it
-    select       what picks the epoch
+    select       what picks the epoch: images as they are, and for retention also the views that are trained on
     validation   what is reported; `off_center` are its off-center views
     """
 
@@ -56,13 +56,14 @@ def make_parts(manifest: Manifest, store: FeatureStore, config: TrainConfig) -> 
             )
     else:
         train_ids, select_ids = train.ids, select.ids
-    views = _view_rows if config.views == "all" else _no_rows
+    kinds = _kinds(store, config)
+    select_kinds = kinds if config.selection_metric == "retention" else ()
     head_ids = [*train_ids, *select_ids] if config.protocol == "strict" else train_ids
     return Parts(
         train=_rows(store, train_ids, "identity"),
-        train_views=views(store, train_ids),
-        head=np.concatenate([_rows(store, head_ids, "identity"), views(store, head_ids)]),
-        select=_rows(store, select_ids, "identity"),
+        train_views=_present(store, train_ids, kinds),
+        head=np.concatenate([_rows(store, head_ids, "identity"), _present(store, head_ids, kinds)]),
+        select=np.concatenate([_rows(store, select_ids, "identity"), _present(store, select_ids, select_kinds)]),
         validation=_rows(store, validation.ids, "identity"),
         off_center=_present(store, validation.ids, ("off-center",)),
     )
@@ -83,9 +84,8 @@ def _present(store: FeatureStore, ids: list[str], views: tuple[str, ...]) -> np.
     return np.asarray(rows, dtype=np.int64)
 
 
-def _view_rows(store: FeatureStore, ids: list[str]) -> np.ndarray:
-    return _present(store, ids, tuple(sorted(set(store.views) - {"identity"})))
-
-
-def _no_rows(store: FeatureStore, ids: list[str]) -> np.ndarray:
-    return np.empty(0, np.int64)
+def _kinds(store: FeatureStore, config: TrainConfig) -> tuple[str, ...]:
+    """The views that a training uses beside the images as they are."""
+    if config.views == "all":
+        return tuple(sorted(set(store.views) - {"identity"}))
+    return ("off-center",) if config.views == "off-center" else ()

@@ -67,6 +67,8 @@ class _Trainer:
         self.store, self.parts, self.out, self.config, self.classes = store, parts, out, config, classes
         self.device = pick_device(config.device)
         self.joint = config.recipe == "joint"
+        if self.joint and config.patches:
+            raise RequestError("the joint recipe routes whole images, so it learns from all patches: set --patches 0.")
         self.rows = self._training_rows()
         self.label = store.label.numpy()[self.rows]
         self.epochs = epochs_for(len(self.rows), config.batch_size, config.epochs, config.min_steps)
@@ -163,11 +165,13 @@ class _Trainer:
 
     def _step(self, batch: TokenBatch, budget: float, noise: torch.Generator) -> tuple[Tensor, dict[str, Tensor], Tensor]:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bf16"):
+            at = None
             if self.joint:
                 output = self.classifier.training_forward(batch, budget, noise)
                 logits, scores, score_logits = output.logits, output.scores, output.score_logits
             else:
-                logits, score_logits = None, self.selector.logits(batch, noise)
+                at = self._patches(batch, noise)
+                logits, score_logits = None, self.selector.logits(batch, noise, at)
                 scores = torch.sigmoid(score_logits)
         loss, terms = total_loss(
             logits,
@@ -175,14 +179,20 @@ class _Trainer:
             k=self.selector.count(budget, batch.n),
             budget=budget,
             label=batch.label,
-            lesion=batch.lesion,
+            lesion=_at(batch.lesion, at),
             has_mask=batch.has_mask,
-            cls_attention=batch.cls_attention,
+            cls_attention=_at(batch.cls_attention, at),
             score_logits=score_logits,
             weights=self.config.losses,
             class_weights=self.weights,
         )
         return loss, terms, scores.detach()
+
+    def _patches(self, batch: TokenBatch, noise: torch.Generator) -> Tensor | None:
+        """The patches of each image that this step learns from, [B, T], drawn without replacement; None: all of them."""
+        if not 0 < self.config.patches < batch.n:
+            return None
+        return torch.rand(len(batch), batch.n, generator=noise).argsort(1)[:, : self.config.patches].to(self.device)
 
     # What picks the epoch --------------------------------------------------------------------------------------------
 
@@ -273,3 +283,7 @@ class _Trainer:
             append_line(self.out / "metrics.jsonl", row)
         path.unlink()
         self.head.load_state_dict(pooled_head.head.state_dict())
+
+
+def _at(values: Tensor | None, at: Tensor | None) -> Tensor | None:
+    return values if values is None or at is None else values.take_along_dim(at, 1)

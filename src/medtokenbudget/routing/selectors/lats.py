@@ -59,9 +59,9 @@ class LATSSelector(Ranker, nn.Module):
         self.active = None if signals is None else ordered_signals(signals, self.scorer.signals)
         return self
 
-    def logits(self, tokens: TokenBatch, generator: torch.Generator | None = None) -> Tensor:
-        """Raw score logits [B, N], with dropout in training mode: what the losses see."""
-        return self.scorer.logits(tokens, generator, self.active)
+    def logits(self, tokens: TokenBatch, generator: torch.Generator | None = None, at: Tensor | None = None) -> Tensor:
+        """Raw score logits [B, N] (or [B, T] at the patches `at`), with dropout in training mode: what the losses see."""
+        return self.scorer.logits(tokens, generator, self.active, at=at)
 
     def score(self, tokens: TokenBatch, generator: torch.Generator | None = None) -> Tensor:
         """Smoothed scores [B, N] in [0, 1], without dropout and noise whatever the mode."""
