@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -53,6 +54,23 @@ def test_ids_find_all_masks_of_both_sources(real: Path) -> None:
     assert alone.rows["mask"].notna().sum() == 675
     folders = Counter(Path(mask).parent.name for mask in both.rows["mask"])
     assert folders == {MASK_FOLDERS["isic2018"]: 675, MASK_FOLDERS["ham10000"]: 1_393}
+
+
+def test_all_2594_masks_give_the_papers_counts(real: Path) -> None:
+    """Runs where the whole mask archive is: beside the repository, or in the folder that MTB_ISIC names."""
+    top = Path(os.environ.get("MTB_ISIC", real))
+    masks = [path.stem.removesuffix("_segmentation") for path in (top / MASK_FOLDERS["isic2018"]).glob("*_segmentation.png")]
+    if len(masks) != 2_594:
+        pytest.skip(f"needs all 2,594 masks of ISIC 2018 Task 1, {len(masks)} are in {top}: name the folder with MTB_ISIC")
+    truth = read_ground_truth(top / GROUND_TRUTH)
+    truth["split"] = paper_split(len(truth))
+    counts = {}
+    for how in ("exact", "by-id"):
+        matched = truth[truth["image"].isin(match_masks(truth["image"], masks, how))]
+        counts[how] = Counter(zip(matched["split"], matched["label"]))
+    assert counts["exact"] == {("train", "NV"): 488, ("train", "MEL"): 129, ("val", "NV"): 120, ("val", "MEL"): 35}
+    training = {("train", "NV"): 1_493, ("train", "MEL"): 418, ("train", "BKL"): 162}
+    assert counts["by-id"] == training | {("val", "NV"): 373, ("val", "MEL"): 101, ("val", "BKL"): 46}
 
 
 def test_a_group_is_a_lesion_or_the_image_itself(real: Path) -> None:

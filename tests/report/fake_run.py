@@ -75,7 +75,7 @@ def scores(method: str, pictures: Pictures, seed: int) -> np.ndarray:
     if method == "oracle":
         return pictures.lesion + 0.0
     if method.startswith("lats"):
-        worse = {"lats": 0.45, "lats:mask-free": 1.6, "lats:fixed-0.5": 0.5, "lats:off-center-views": 0.3}.get(method, 0.8)
+        worse = {"lats": 0.45, "lats:mask-free": 1.6, "lats:fixed-0.5": 0.5, "lats:lesion-first": 0.3}.get(method, 0.8)
         hard = np.linspace(0.5, 1.8, shape[0])[:, None]
         return 1 / (1 + np.exp(-(2.5 * pictures.lesion - 1.2 + 0.15 * middle + worse * hard * noise * 1.5)))
     if method == "random":
@@ -158,11 +158,13 @@ def plan(studies: tuple[str, ...], seeds: tuple[int, ...]) -> list[tuple[str, st
     toggles = ("lats", "lats:no-attention", "lats:no-norm", "lats:no-contrast", "random", *controls)
     add("toggles", toggles, seeds[:1], HEADLINE_BUDGETS)
     for off in (False, True):
-        add("center-bias", ("lats", "lats:off-center-views", "random", *controls), seeds, HEADLINE_BUDGETS, off)
+        add("center-bias", ("lats", "lats:lesion-first", "random", *controls), seeds, HEADLINE_BUDGETS, off)
+        recipe = ("lats", "lats:lesion-first", "lats:lesion-first-raster", "random", *controls)
+        add("recipe", recipe, seeds[:1], HEADLINE_BUDGETS, off)
     return units
 
 
-ALL_STUDIES = ("main", "robustness", "mask-free", "signals", "curriculum", "toggles", "center-bias")
+ALL_STUDIES = ("main", "robustness", "mask-free", "signals", "curriculum", "toggles", "center-bias", "recipe")
 
 
 def write_training(path: Path, units: list[str]) -> None:

@@ -148,9 +148,31 @@ def test_robustness_shows_the_mean_and_the_deviation_over_seeds(run: Path) -> No
 
 
 def test_every_study_has_its_table_with_the_controls(run: Path) -> None:
-    for name in ("main", "robustness", "mask-free", "signals", "curriculum", "toggles", "center-bias", "paired-seeds"):
+    names = ("main", "robustness", "mask-free", "signals", "curriculum", "toggles", "center-bias", "paired-seeds", "recipe")
+    for name in names:
         text = (run / "tables" / f"{name}.md").read_text(encoding="utf-8")
         assert all(control in text for control in CONTROLS), name
+
+
+def test_the_recipe_table_has_a_row_a_part_and_both_kinds_of_images(run: Path) -> None:
+    results = pd.read_csv(run / "results.csv")
+    cell = results[(results["study"] == "recipe") & (results["method"] == "lats:lesion-first-raster") & (results["budget"] == 0.3)]
+    table = pd.read_csv(run / "tables" / "recipe.csv")
+    rows = table[(table["method"] == "lats:lesion-first-raster") & (table["budget"] == 0.3)]
+    for dataset in ("synthetic", "synthetic@off-center"):
+        for metric in ("retention_of_ceiling", "macro_f1", "balanced_accuracy"):
+            ours = rows[(rows["dataset"] == dataset) & (rows["metric"] == metric)]["value"].item()
+            assert ours == pytest.approx(cell[cell["dataset"] == dataset][metric].item(), abs=1e-5)
+    assert "… with 1D contrast" in (run / "report.html").read_text(encoding="utf-8")
+    assert r"\ldots{} with 1D contrast" in (run / "tables" / "recipe.tex").read_text(encoding="utf-8")
+
+
+def test_our_preset_is_tested_against_the_controls_where_the_center_does_not_help(run: Path) -> None:
+    table = pd.read_csv(run / "tables" / "significance-lats-lesion-first-off-center.csv")
+    assert set(table["dataset"]) == {"synthetic@off-center"}
+    assert set(table["method_a"]) == {"lats:lesion-first"}
+    assert {"center", "random", "lats"} <= set(table["method_b"])
+    assert {"macro_f1", "balanced_accuracy"} <= set(table["metric"])
 
 
 def test_the_papers_numbers_stand_beside_ours_with_the_difference(run: Path) -> None:

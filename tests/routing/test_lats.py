@@ -85,6 +85,14 @@ def test_a_signal_switched_off_at_call_time_enters_as_zeros(left_on):
         torch.testing.assert_close(scorer(tokens, signals=left_on), zeroed(tokens), atol=1e-6, rtol=0)
 
 
+@pytest.mark.parametrize("neighborhood", ["raster", "grid8"])
+def test_scores_of_some_patches_are_those_of_the_whole_image(neighborhood):
+    tokens = tokens_of()
+    scorer = LATS(32, hidden=16, neighborhood=neighborhood).eval()
+    at = torch.stack([torch.randperm(tokens.n)[:5] for _ in range(len(tokens))])
+    torch.testing.assert_close(scorer.logits(tokens, at=at), scorer.logits(tokens).take_along_dim(at, 1), atol=1e-5, rtol=0)
+
+
 def test_dropout_follows_the_generator_in_training_and_is_off_in_evaluation():
     tokens = tokens_of()
     scorer = LATS(32)

@@ -13,14 +13,17 @@ import numpy as np
 import pytest
 import torch
 
-from medtokenbudget.config import LossWeights, TrainConfig
+from medtokenbudget.config import ExtractConfig, LossWeights, TrainConfig
+from medtokenbudget.data import Drawings, Manifest, synthetic_manifest
 from medtokenbudget.errors import MismatchError, RequestError, WorkError
+from medtokenbudget.features import extract
 from medtokenbudget.files import read_lines
 from medtokenbudget.training import checkpoints as ck
 from medtokenbudget.training import trainer
 from medtokenbudget.training.parts import make_parts
 from medtokenbudget.training.trainer import train_lats
 from tests.drawn import Drawn, quick
+from tests.small_model import small_backbone
 
 
 def _train(drawn: Drawn, out: Path, config: TrainConfig) -> None:
@@ -99,6 +102,39 @@ def test_views_of_validation_images_are_never_trained_on(drawn: Drawn) -> None:
     assert trained
     assert trained <= set(drawn.manifest.part("train").ids)
     assert len(make_parts(drawn.manifest, drawn.store, quick("paper")).train_views) == 0
+
+
+def test_views_may_be_one_crop_and_retention_is_picked_on_views_too(tmp_path: Path) -> None:
+    folder = tmp_path / "crops"
+    manifest = synthetic_manifest(folder / "data", Drawings(24, seed=3, size=96))
+    options = ExtractConfig(views="off-center", crops=3, threads=1)
+    store = extract(Manifest.read(manifest), folder / "tokens", small_backbone(folder), options)
+    seen = {}
+    for views in ("none", "off-center", "all"):
+        parts = make_parts(Manifest.read(manifest), store, quick("lesion-first", views=views))
+        seen[views] = [set(np.array(store.views)[rows]) for rows in (parts.train_views, parts.select, parts.off_center)]
+    every = {"off-center", "off-center-2", "off-center-3"}
+    assert seen["none"] == [set(), {"identity"}, {"off-center"}]
+    assert seen["off-center"] == [{"off-center"}, {"identity", "off-center"}, {"off-center"}]
+    assert seen["all"] == [every, {"identity", *every}, {"off-center"}]
+    by_accuracy = make_parts(Manifest.read(manifest), store, quick("lesion-first", selection_metric="accuracy"))
+    assert set(np.array(store.views)[by_accuracy.select]) == {"identity"}
+
+
+def test_a_step_learns_from_as_many_patches_as_it_is_told(drawn: Drawn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = set()
+    real = trainer.total_loss
+
+    def watched(*arguments: object, **options: object) -> object:
+        sizes.add(tuple(options["lesion"].shape[1:]))  # type: ignore[attr-defined]
+        return real(*arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(trainer, "total_loss", watched)
+    for patches in (7, 0):
+        train_lats(drawn.manifest, drawn.store, tmp_path / str(patches), quick("lesion-first", epochs=1, patches=patches))
+    assert sizes == {(7,), (100,)}
+    with pytest.raises(RequestError, match="whole images"):
+        train_lats(drawn.manifest, drawn.store, tmp_path / "joint", quick("paper", patches=7))
 
 
 def test_lesion_first_learns_where_the_lesion_is(drawn: Drawn, tmp_path: Path) -> None:
