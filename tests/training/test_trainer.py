@@ -20,7 +20,8 @@ from medtokenbudget.features import extract
 from medtokenbudget.files import read_lines
 from medtokenbudget.training import checkpoints as ck
 from medtokenbudget.training import trainer
-from medtokenbudget.training.parts import make_parts
+from medtokenbudget.training.parts import ViewDraw, make_parts
+from medtokenbudget.training.seeds import generator
 from medtokenbudget.training.trainer import train_lats
 from tests.drawn import Drawn, quick
 from tests.small_model import small_backbone
@@ -70,7 +71,8 @@ def test_the_metrics_file_has_every_term_budget_rate_and_score_spread(drawn: Dra
 
 def test_the_strict_protocol_selects_on_images_that_are_neither_trained_nor_reported_on(drawn: Drawn) -> None:
     parts = make_parts(drawn.manifest, drawn.store, quick("lesion-first"))
-    sets = [set(np.array(drawn.store.ids)[rows]) for rows in (parts.train_all, parts.select, parts.validation)]
+    trained = np.concatenate([parts.train, parts.train_views])
+    sets = [set(np.array(drawn.store.ids)[rows]) for rows in (trained, parts.select, parts.validation)]
     assert all(sets)
     assert not sets[0] & sets[1]
     assert not sets[0] & sets[2]
@@ -102,6 +104,19 @@ def test_views_of_validation_images_are_never_trained_on(drawn: Drawn) -> None:
     assert trained
     assert trained <= set(drawn.manifest.part("train").ids)
     assert len(make_parts(drawn.manifest, drawn.store, quick("paper")).train_views) == 0
+
+
+def test_an_epoch_draws_one_view_of_each_image_that_has_any() -> None:
+    class Store:
+        ids = ("b", "a", "b", "c", "b", "a")
+
+    rows = np.array([5, 4, 2, 1, 0])
+    draw = ViewDraw(Store(), rows)  # type: ignore[arg-type]
+    assert (len(draw), draw.rows) == (2, 5)
+    seen = [draw.draw(generator(0, "views", epoch)) for epoch in range(40)]
+    assert {int(row) for row, _ in seen} == {1, 5}
+    assert {int(row) for _, row in seen} == {0, 2, 4}
+    assert len(ViewDraw(Store(), rows[:0]).draw(generator(0, "views", 0))) == 0  # type: ignore[arg-type]
 
 
 def test_views_may_be_one_crop_and_retention_is_picked_on_views_too(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from medtokenbudget.config import TrainConfig
 from medtokenbudget.data import Manifest, cut_selection
@@ -35,9 +36,24 @@ class Parts:
     validation: np.ndarray
     off_center: np.ndarray
 
-    @property
-    def train_all(self) -> np.ndarray:
-        return np.concatenate([self.train, self.train_views])
+
+class ViewDraw:
+    """Draws one view of each image that has any: an epoch then sees an image as often moved as it is, however many are stored."""
+
+    def __init__(self, store: FeatureStore, rows: np.ndarray) -> None:
+        names = np.asarray(store.ids)[rows]
+        order = np.argsort(names, kind="stable")
+        self.rows = len(rows)
+        self._sorted = rows[order]
+        _, self._first, self._count = np.unique(names[order], return_index=True, return_counts=True)
+
+    def __len__(self) -> int:
+        return len(self._first)
+
+    def draw(self, noise: torch.Generator) -> np.ndarray:
+        """A row for each image."""
+        shares = torch.rand(len(self), generator=noise, dtype=torch.float64).numpy()
+        return self._sorted[self._first + (shares * self._count).astype(np.int64)]
 
 
 def make_parts(manifest: Manifest, store: FeatureStore, config: TrainConfig) -> Parts:

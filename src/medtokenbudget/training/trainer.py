@@ -30,7 +30,7 @@ from medtokenbudget.training.curriculum import BudgetCurriculum
 from medtokenbudget.training.head import RoutedClassifier, RoutingHead
 from medtokenbudget.training.heads import PooledHead, class_weights, epoch_order, probabilities, require_labels
 from medtokenbudget.training.losses import total_loss
-from medtokenbudget.training.parts import Parts, make_parts
+from medtokenbudget.training.parts import Parts, ViewDraw, make_parts
 from medtokenbudget.training.pooling import pool_and_judge, pool_to_file
 from medtokenbudget.training.schedule import EarlyStopping, cosine_lr, epochs_for
 from medtokenbudget.training.seeds import generator
@@ -69,11 +69,15 @@ class _Trainer:
         self.joint = config.recipe == "joint"
         if self.joint and config.patches:
             raise RequestError("the joint recipe routes whole images, so it learns from all patches: set --patches 0.")
-        self.rows = self._training_rows()
-        self.label = store.label.numpy()[self.rows]
-        self.epochs = epochs_for(len(self.rows), config.batch_size, config.epochs, config.min_steps)
+        self.images, self.views = self._usable(parts.train), ViewDraw(store, self._usable(parts.train_views))
+        if not len(self.images):
+            raise RequestError(
+                "the lesion-first recipe learns from lesion masks, and no training image has one. "
+                "Add masks to the manifest, or use --preset paper with --losses.lesion 0 (the mask-free control)."
+            )
+        self.epochs = epochs_for(len(self.images) + len(self.views), config.batch_size, config.epochs, config.min_steps)
         if self.joint or config.class_balance == "sampler":
-            require_labels(self.label, "training")
+            require_labels(store.label.numpy()[self.images], "training")
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)
             self.selector = LATSSelector.from_config(store.dim, config.lats, config.router)
@@ -85,25 +89,16 @@ class _Trainer:
         self.stopping = EarlyStopping(config.patience, config.min_improvement)
         self.weights = None
         if config.class_balance == "loss" and self.joint:
-            self.weights = class_weights(self.label, classes).to(self.device)
+            self.weights = class_weights(store.label.numpy()[self.images], classes).to(self.device)
         self.best: dict[str, Tensor] = {}
         self.epoch = 0
         self.finished = False
 
     # Rows ------------------------------------------------------------------------------------------------------------
 
-    def _training_rows(self) -> np.ndarray:
+    def _usable(self, rows: np.ndarray) -> np.ndarray:
         """The joint recipe needs labels, the lesion-first one masks: every one there is."""
-        rows = self.parts.train_all
-        if self.joint:
-            return rows
-        masked = rows[self.store.has_mask.numpy()[rows]]
-        if not len(masked):
-            raise RequestError(
-                "the lesion-first recipe learns from lesion masks, and no training image has one. "
-                "Add masks to the manifest, or use --preset paper with --losses.lesion 0 (the mask-free control)."
-            )
-        return masked
+        return rows if self.joint else rows[self.store.has_mask.numpy()[rows]]
 
     # The loop --------------------------------------------------------------------------------------------------------
 
@@ -159,8 +154,10 @@ class _Trainer:
         return {"epoch": epoch, "stage": "scorer", "lr": lr, "budget": budget, **means}
 
     def _batches(self, epoch: int) -> Iterator[TokenBatch]:
-        order = epoch_order(self.label, self.config, epoch, self.classes).numpy()
-        for batch in self.store.batches(self.rows[order], self.config.batch_size):
+        """Every image as it is, and in one of its views where it has any, in an order of the epoch's own."""
+        rows = np.concatenate([self.images, self.views.draw(generator(self.config.seed, "views", epoch))])
+        order = epoch_order(self.store.label.numpy()[rows], self.config, epoch, self.classes).numpy()
+        for batch in self.store.batches(rows[order], self.config.batch_size):
             yield batch.to(self.device, non_blocking=True)
 
     def _step(self, batch: TokenBatch, budget: float, noise: torch.Generator) -> tuple[Tensor, dict[str, Tensor], Tensor]:
@@ -210,9 +207,10 @@ class _Trainer:
         budgets = HEADLINE_BUDGETS if config.selection_metric == "retention" else (config.selection_budget,)
         pooled, evidence = pool_and_judge(self.store, rows, self.selector, budgets, config.seed, self.device)
         if config.selection_metric == "retention":
-            lesion = self.store.lesion.numpy()[rows].sum(1)
-            ceiling = np.minimum(lesion[:, None], np.array(evidence.k)[None]).sum(0)
-            return float((evidence.kept_lesion.sum(0) / ceiling).mean())
+            ceiling = np.minimum(self.store.lesion.numpy()[rows].sum(1)[:, None], np.array(evidence.k)[None])
+            straight = np.array([self.store.views[row] == "identity" for row in rows])
+            groups = [group for group in (straight, ~straight) if group.any()]
+            return float(np.mean([evidence.kept_lesion[group].sum(0) / ceiling[group].sum(0) for group in groups]))
         predicted = probabilities(self.head.cpu(), pooled)[:, 0].argmax(-1)
         self.head.to(self.device)
         return float((predicted == self.store.label.numpy()[rows]).mean())
@@ -233,7 +231,7 @@ class _Trainer:
     def _identity(self) -> dict[str, Any]:
         config = to_dict(self.config)
         config.pop("device")
-        return {"config": config, "store": self.store.identity, "rows": len(self.rows), "classes": self.classes}
+        return {"config": config, "store": self.store.identity, "rows": len(self.images) + self.views.rows, "classes": self.classes}
 
     def _save(self) -> None:
         state = {
