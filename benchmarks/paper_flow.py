@@ -187,6 +187,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--weights", type=Path, default=Path("../shared/weights/vit_small_patch14_dinov2_saliency.safetensors"))
     parser.add_argument("--n", type=int, default=128, help="images")
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--only", choices=("vit_small", "vit_base"), help="one of the two backbones")
     options = parser.parse_args(arguments)
     images = sorted(options.images.glob("*.jpg"))[: options.n]
     if not images:
@@ -197,6 +198,8 @@ def main(arguments: list[str] | None = None) -> int:
             ("vit_small_patch14_dinov2.lvd142m", options.weights if options.weights.exists() else None),
             ("vit_base_patch14_dinov2.lvd142m", None),
         ):
+            if options.only and not name.startswith(options.only):
+                continue
             print(f"{name}, {len(images)} real images, {torch.get_num_threads()} threads, batch {BATCH}")
             parts = measure(name, weights, images, Path(folder), options.rounds)
             for part, value in parts.items():
