@@ -57,6 +57,7 @@ STUDIES: dict[str, Study] = {
             "lats:lesion-first-all-patches",
             "lats:lesion-first-balanced",
             "lats:lesion-first-joint",
+            "random",
             *CONTROLS,
         ),
         (42,),

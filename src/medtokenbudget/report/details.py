@@ -160,7 +160,9 @@ def center_bias(evidence: Evidence, intervals: Intervals) -> Figure | None:
     if budget is None:
         return None
     values = [t[np.isclose(t["budget"], budget)].groupby("method")["retention_of_ceiling"].mean() for t in (straight, moved)]
-    methods = [m for m in ordered(values[0].index) if m in values[1].index and not np.isnan(values[0][m]) and m != "no-pruning"]
+    # A matched baseline differs in its head alone: it keeps the same patches.
+    kept = [m for m in ordered(values[0].index) if m != "no-pruning" and not m.endswith("matched")]
+    methods = [m for m in kept if m in values[1].index and not np.isnan(values[0][m])]
     if not methods:
         return None
     figure, axes = new_figure(4.3)

@@ -138,7 +138,7 @@ def look(method: str) -> Look:
         return _VARIANTS[variant]
     if base == "lats" and (part := variant.removeprefix("lesion-first-")) in _TAKEN_BACK:
         of, (name, about) = _VARIANTS["lesion-first"], _TAKEN_BACK[part]
-        return Look(f"… {name}", of.color, of.marker, ":", f"{of.name}, {about}.")
+        return Look(f"lesion-first {name}", of.color, of.marker, ":", f"{of.name}, {about}.")
     if base in LOOKS and variant in _ADDED:
         of, (name, about) = LOOKS[base], _ADDED[variant]
         return Look(f"{of.name} {name}", of.color, of.marker, ":", f"{of.name}, {about}.")
