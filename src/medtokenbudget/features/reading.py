@@ -10,7 +10,6 @@ import queue
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import numpy as np
@@ -20,8 +19,6 @@ from torch import Tensor
 T = TypeVar("T")
 _PIECE = 1 << 15
 """Elements; torch goes parallel above this."""
-_LARGE = 1 << 22
-"""Bytes; less is copied by one thread."""
 
 
 class BufferPool:
@@ -47,23 +44,9 @@ class BufferPool:
 
 
 def copy_rows(target: Tensor, rows: Iterable[tuple[int, np.ndarray]]) -> None:
-    """Copy arrays to their places along the first axis of `target`, in its number format; much at once by two threads.
+    """Copy arrays to their places along the first axis of `target`, in its number format.
 
-    One thread does not fill the memory's bandwidth from a mapped file, whose pages are small.
-    """
-    listed = list(rows)
-    if target.nbytes < _LARGE or len(listed) < 2:
-        _copy_rows(target, listed)
-        return
-    half = len(listed) // 2
-    with ThreadPoolExecutor(1, "mtb-copy") as helper:
-        other = helper.submit(_copy_rows, target, listed[:half])
-        _copy_rows(target, listed[half:])
-        other.result()
-
-
-def _copy_rows(target: Tensor, rows: Iterable[tuple[int, np.ndarray]]) -> None:
-    """A row is converted while it is in the processor's cache, and in pieces that torch does not spread over its threads: those
+    A row is converted while it is in the processor's cache, and in pieces that torch does not spread over its threads: those
     belong to the training that runs meanwhile.
     """
     array, scratch = target.numpy(), None
