@@ -182,7 +182,7 @@ from medtokenbudget.model import load
 folder, image, out = sys.argv[1:]
 model, process = load(folder, device="cpu"), psutil.Process()
 sizes = []
-for number, count in enumerate((60, 600, 1800)):  # the first two fill the allocator's own pools
+for number, count in enumerate((60, 60, 900)):
     images = (Path(image) for _ in range(count))
     predict_files(model, images, Path(out) / f"{number}.parquet", 1.0, tokens=Path(out) / f"{number}.safetensors")
     sizes.append(process.memory_info().rss / 2**20)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +16,8 @@ from safetensors.numpy import load_file
 from medtokenbudget.data import Manifest, decode_image
 from medtokenbudget.errors import MismatchError, RequestError, WorkError
 from medtokenbudget.features import Backbone, FeatureStore, extract
-from medtokenbudget.features.reading import BufferPool, prefetched
-from medtokenbudget.features.shards import map_shard
+from medtokenbudget.features.reading import BufferPool, MappedRows, join_large, join_small, prefetched
+from medtokenbudget.features.shards import map_shard, shard_path, write_shard
 from tests.features.tiny import CONFIG, DIM, GRID, tiny_backbone, tiny_manifest
 
 
@@ -149,15 +149,68 @@ def test_a_reader_who_stops_early_leaves_no_thread_behind(made: tuple[FeatureSto
     assert threading.active_count() == before
 
 
-def test_an_error_while_reading_ahead_reaches_the_reader() -> None:
-    def broken() -> Iterator[int]:
-        yield 1
-        raise WorkError("the disk is gone")
+def test_an_error_while_reading_ahead_reaches_the_reader_in_its_place() -> None:
+    def broken(part: int) -> int:
+        if part == 2:
+            raise WorkError("the disk is gone")
+        return part
 
-    items = prefetched(broken(), 2)
-    assert next(items) == 1
+    items = prefetched(broken, range(6), 3)
+    assert [next(items), next(items)] == [0, 1]
     with pytest.raises(WorkError, match="disk is gone"):
         next(items)
+
+
+def test_batches_keep_their_order_however_long_each_takes() -> None:
+    waits = {part: threading.Event() for part in range(9)}
+
+    def late(part: int) -> int:
+        if part % 2 == 0:  # an even part ends only after the odd one behind it, read by the other thread
+            assert waits[min(part + 1, 7)].wait(10)
+        waits[part].set()
+        return part
+
+    assert list(prefetched(late, range(9), 2)) == list(range(9))
+
+
+@pytest.mark.parametrize("shape", [(5, 4, 8), (5, 3, 7), (5, 300, 128)], ids=["wide", "odd", "more than one piece"])
+@pytest.mark.parametrize("shift", [0, 8], ids=["aligned", "not aligned"])
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+def test_rows_are_joined_to_the_last_bit(shape: tuple[int, ...], shift: int, dtype: type) -> None:
+    values = np.random.default_rng(0).integers(0, 2**16, shape, np.uint16).view(np.float16)
+    values[np.isnan(values)] = -0.0
+    memory = bytearray(64 + values.nbytes)
+    start = -np.frombuffer(memory, np.uint8).ctypes.data % 16 + shift
+    array = np.ndarray(shape, np.float16, buffer=memory, offset=start)
+    array[:] = values
+    rows, places = MappedRows(array), [3, 0, 3]
+    assert (rows.wide is None) == bool(shift or shape[1] % 4)
+    target = torch.empty(3, *shape[1:], dtype=torch.from_numpy(np.empty(0, dtype)).dtype)
+    join_large([rows] * 3, places, target)
+    assert target.numpy().tobytes() == values[places].astype(dtype).tobytes()
+    assert join_small([rows] * 3, places).numpy().tobytes() == values[places].tobytes()
+
+
+def test_the_largest_tensor_of_a_shard_starts_on_a_cache_line(tmp_path: Path) -> None:
+    for count in range(1, 9):
+        tensors = {"label": np.arange(count), "patches": np.ones((count, 4, 3), np.float16), "has_mask": np.ones(count, np.uint8)}
+        write_shard(tmp_path, count, [(str(i), "identity") for i in range(count)], tensors, [], 4)
+        arrays = map_shard(shard_path(tmp_path, count))
+        assert arrays["patches"].ctypes.data % 64 == 0
+        for name, expected in load_file(shard_path(tmp_path, count)).items():
+            assert np.array_equal(arrays[name], expected), name
+
+
+def test_writing_into_a_batch_changes_nothing_else(made: tuple[FeatureStore, Manifest, Backbone]) -> None:
+    store, _, _ = made
+    before = store.read([0, 1])
+    for dtype in (torch.float16, torch.float32):
+        batch = store.read([0, 1], dtype=dtype)
+        for value in (batch.patches, batch.cls, batch.luminance):
+            value.zero_()
+    assert torch.equal(store.read([0, 1]).patches, before.patches)
+    assert torch.equal(store.read([0, 1]).luminance, before.luminance)
+    store.verify()
 
 
 def test_another_configuration_is_refused_with_the_difference_shown(made: tuple[FeatureStore, Manifest, Backbone]) -> None:

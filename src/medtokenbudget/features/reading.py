@@ -1,24 +1,30 @@
-"""What makes reading fast: batches prepared ahead by a thread, in buffers that are used again.
+"""What makes reading fast: rows joined without Python between them, in buffers that are used again, by threads that read ahead.
 
-Apart from the store because neither part knows what is read. A fresh buffer of many megabytes costs a page fault every 4 KiB,
-which is as dear as the copy itself; hence the pool.
+Apart from the store because no part knows what is read. A fresh buffer of many megabytes costs a page fault every 4 KiB, which
+is as dear as the copy itself; hence the pool.
 """
 
 from __future__ import annotations
 
-import queue
-import threading
+import math
 import weakref
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+P = TypeVar("P")
 T = TypeVar("T")
+_READERS = 2
+"""Threads; one core alone does not reach the bandwidth of the memory."""
 _PIECE = 1 << 15
-"""Elements; torch goes parallel above this."""
+"""Elements; torch spreads a longer copy over its threads, and those belong to the training that runs meanwhile."""
+_WIDE = torch.complex128
+"""The longest elements there are, 16 bytes: a row of 256 patches of 1,024 halves is then one piece."""
 
 
 class BufferPool:
@@ -43,23 +49,55 @@ class BufferPool:
         return torch.from_numpy(view)
 
 
-def copy_rows(target: Tensor, rows: Iterable[tuple[int, np.ndarray]]) -> None:
-    """Copy arrays to their places along the first axis of `target`, in its number format.
+class MappedRows:
+    """The rows of one tensor `[n, ...]` of a shard, over its memory map.
 
-    A row is converted while it is in the processor's cache, and in pieces that torch does not spread over its threads: those
-    belong to the training that runs meanwhile.
+    array  the tensor itself
+    flat   as torch sees it, `[n, elements]`
+    wide   the same in elements of 16 bytes, for copies; None where rows do not start at multiples of 16
     """
-    array, scratch = target.numpy(), None
-    for place, row in rows:
-        if row.dtype == array.dtype:
-            array[place] = row
-            continue
-        if scratch is None:
-            scratch = np.empty(row.shape, row.dtype)
-            sources = torch.from_numpy(scratch).view(-1).split(_PIECE)
-        np.copyto(scratch, row)
-        for piece, source in zip(target[place].view(-1).split(_PIECE), sources):
-            piece.copy_(source)
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array = array
+        flat = array.reshape(len(array), math.prod(array.shape[1:]))
+        flat.flags.writeable = True  # torch knows no read-only memory; a write would not leave the private mapping
+        self.flat = torch.from_numpy(flat)
+        self.wide = _widened(self.flat)
+        self._size = self.flat.shape[1] * array.itemsize
+        self._memory = flat.reshape(-1).view(np.uint8).data
+
+    def bytes(self, row: int) -> memoryview:
+        return self._memory[row * self._size : (row + 1) * self._size]
+
+
+def _widened(flat: Tensor) -> Tensor | None:
+    fits = flat.data_ptr() % _WIDE.itemsize == 0 and flat.shape[1] * flat.itemsize % _WIDE.itemsize == 0
+    return flat.view(_WIDE) if fits else None
+
+
+def join_small(rows: Sequence[MappedRows], places: Sequence[int]) -> Tensor:
+    """Row `places[i]` of `rows[i]`, one after the other. For rows of a few KiB: what an array costs is more than their copy."""
+    joined = bytearray().join([one.bytes(place) for one, place in zip(rows, places)])
+    array = rows[0].array
+    return torch.from_numpy(np.frombuffer(joined, array.dtype).reshape(len(rows), *array.shape[1:]))
+
+
+def join_large(rows: Sequence[MappedRows], places: Sequence[int], target: Tensor) -> None:
+    """Row `places[i]` of `rows[i]`, one after the other, in `target` and its number format.
+
+    It is one call of torch, which lets go of Python's lock once for all rows: two readers do not wait for each other.
+    """
+    flat = target.view(len(rows), -1)
+    if rows[0].flat.dtype != flat.dtype:
+        pieces = [piece for one, place in zip(rows, places) for piece in one.flat[place].split(_PIECE)]
+        torch.cat(pieces, out=flat.view(-1))
+        return
+    whole = _widened(flat)
+    sources = [one.wide[place] for one, place in zip(rows, places) if one.wide is not None]
+    if whole is not None and len(sources) == len(rows):
+        torch.stack(sources, out=whole)
+    else:
+        torch.stack([one.flat[place] for one, place in zip(rows, places)], out=flat)
 
 
 def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
@@ -67,45 +105,19 @@ def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
     return torch.empty(0, dtype=dtype).numpy().dtype
 
 
-def prefetched(source: Iterator[T], depth: int) -> Iterator[T]:
-    """The items of `source`, made up to `depth` ahead by a thread; its errors appear here. `depth` 0 works without a thread."""
+def prefetched(read: Callable[[P], T], parts: Iterable[P], depth: int) -> Iterator[T]:
+    """`read` of each part, in their order, up to `depth` ahead by threads; an error appears in its place. `depth` 0: no threads."""
     if depth < 1:
-        yield from source
+        yield from map(read, parts)
         return
-    ready: queue.Queue[Any] = queue.Queue(maxsize=depth)
-    stop = threading.Event()
-    done = object()
-
-    def put(item: Any) -> bool:
-        while not stop.is_set():
-            try:
-                ready.put(item, timeout=0.1)
-                return True
-            except queue.Full:
-                continue
-        return False
-
-    def work() -> None:
-        try:
-            for item in source:
-                if not put((item, None)):
-                    return
-                del item
-            put((done, None))
-        except BaseException as error:
-            put((done, error))
-
-    thread = threading.Thread(target=work, name="mtb-prefetch", daemon=True)
-    thread.start()
+    readers = ThreadPoolExecutor(min(depth, _READERS), thread_name_prefix="mtb-read")
+    ahead: deque[Future[T]] = deque()
     try:
-        while True:
-            item, error = ready.get()
-            if error is not None:
-                raise error
-            if item is done:
-                return
-            yield item
-            del item
+        for part in parts:
+            ahead.append(readers.submit(read, part))
+            if len(ahead) > depth:
+                yield ahead.popleft().result()
+        while ahead:
+            yield ahead.popleft().result()
     finally:
-        stop.set()
-        thread.join()
+        readers.shutdown(cancel_futures=True)

@@ -21,6 +21,9 @@ from medtokenbudget.errors import WorkError
 from medtokenbudget.files import atomic_write, read_json, write_json
 
 _DTYPES = {"F16": np.float16, "F32": np.float32, "I64": np.int64, "I32": np.int32, "U8": np.uint8}
+_PREFIX = 8
+"""Bytes that hold the length of the header of a safetensors file."""
+_CACHE_LINE = 64
 
 
 @dataclass(frozen=True)
@@ -94,20 +97,21 @@ def write_shard(
     batch_size: int,
 ) -> Sidecar:
     """Publish a shard, then its sidecar. `rows` are the (image_id, view) of the tensors' first axis."""
-    from safetensors.numpy import save
-
-    data = save({name: np.ascontiguousarray(value) for name, value in tensors.items()})
+    parts = _encoded(tensors)
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)
     sidecar = Sidecar(
         ids=tuple(row[0] for row in rows),
         views=tuple(row[1] for row in rows),
         errors=tuple(errors),
-        bytes=len(data),
-        sha256=hashlib.sha256(data).hexdigest(),
+        bytes=sum(map(len, parts)),
+        sha256=digest.hexdigest(),
         batch_size=batch_size,
     )
     try:
-        with atomic_write(shard_path(store, index)) as temporary:
-            temporary.write_bytes(data)
+        with atomic_write(shard_path(store, index)) as temporary, open(temporary, "wb") as stream:
+            stream.writelines(parts)
         write_json(sidecar_path(store, index), sidecar.to_json())
     except WorkError:
         # Another worker may have published the same bytes and swept the temporary files meanwhile.
@@ -116,17 +120,31 @@ def write_shard(
     return sidecar
 
 
+def _encoded(tensors: dict[str, np.ndarray]) -> list[bytes | memoryview]:
+    """A safetensors file in pieces. Spaces after its header, which the format allows, put the largest tensor on a cache line."""
+    from safetensors.numpy import save
+
+    data = memoryview(save({name: np.ascontiguousarray(value) for name, value in tensors.items()}))
+    body = _PREFIX + int.from_bytes(data[:_PREFIX], "little")
+    largest = max(tensors, key=lambda name: tensors[name].nbytes)
+    start = body + json.loads(bytes(data[_PREFIX:body]))[largest]["data_offsets"][0]
+    padding = -start % _CACHE_LINE
+    return [(body - _PREFIX + padding).to_bytes(_PREFIX, "little"), data[_PREFIX:body], b" " * padding, data[body:]]
+
+
 def map_shard(path: Path) -> dict[str, np.ndarray]:
     """The tensors of a shard as read-only arrays over a memory map: nothing is read before it is touched, nothing is copied."""
     with open(path, "rb") as stream:
-        memory = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
-    length = int.from_bytes(memory[:8], "little")
-    header = json.loads(memory[8 : 8 + length])
+        memory = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
+    body = _PREFIX + int.from_bytes(memory[:_PREFIX], "little")
+    header = json.loads(memory[_PREFIX:body])
     header.pop("__metadata__", None)
     arrays = {}
     for name, entry in header.items():
-        start = 8 + length + entry["data_offsets"][0]
-        arrays[name] = np.ndarray(tuple(entry["shape"]), _DTYPES[entry["dtype"]], buffer=memory, offset=start)
+        start = body + entry["data_offsets"][0]
+        array = np.ndarray(tuple(entry["shape"]), _DTYPES[entry["dtype"]], buffer=memory, offset=start)
+        array.flags.writeable = False
+        arrays[name] = array
     return arrays
 
 

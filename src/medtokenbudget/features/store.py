@@ -16,14 +16,15 @@ from torch import Tensor
 
 from medtokenbudget.errors import RequestError, WorkError
 from medtokenbudget.features import plan
-from medtokenbudget.features.reading import BufferPool, copy_rows, numpy_dtype, prefetched
+from medtokenbudget.features.reading import BufferPool, MappedRows, join_large, join_small, numpy_dtype, prefetched
 from medtokenbudget.features.shards import RowError, Sidecar, map_shard, read_sidecar, shard_path
 from medtokenbudget.features.views import IDENTITY
 from medtokenbudget.files import sha256_file, sha256_json
 from medtokenbudget.tokens import Selection, TokenBatch
 
 _SMALL = ("cls", "attention_entropy", "cls_attention", "luminance", "lesion")
-_TOKENS = ("patches", "cls", "tokens")
+_LARGE = ("patches", "tokens")
+_TOKENS = (*_LARGE, "cls")
 _SHOWN = 5
 
 
@@ -53,7 +54,7 @@ class FeatureStore:
         self._shard = np.repeat(np.asarray(present, np.int64), counts)
         self._offset = np.concatenate([np.arange(count) for count in counts] or [np.arange(0)])
         self._sidecars = sidecars
-        self._maps: dict[int, dict[str, np.ndarray]] = {}
+        self._maps: dict[int, dict[str, MappedRows]] = {}
         # Kept from epoch to epoch, for as long as they ask for batches of one kind.
         self._pool: tuple[object, BufferPool] = (None, BufferPool())
 
@@ -125,20 +126,20 @@ class FeatureStore:
             advice = f"{len(self.missing)} shards are missing: run the same `mtb extract` again first."
         return f"{len(absent)} of {of} images are not in the store {self.path}{what}: {'; '.join(shown)}{more}. {advice}"
 
-    def _arrays(self, shard: int) -> dict[str, np.ndarray]:
+    def _shard_rows(self, shard: int) -> dict[str, MappedRows]:
         if shard not in self._maps:
-            self._maps[shard] = map_shard(shard_path(self.path, shard))
+            self._maps[shard] = {name: MappedRows(array) for name, array in map_shard(shard_path(self.path, shard)).items()}
         return self._maps[shard]
 
     def has(self, field: str) -> bool:
         """Whether the rows carry this field (a backbone without a class token gives no `cls`)."""
-        return len(self) > 0 and field in self._arrays(int(self._shard[0]))
+        return len(self) > 0 and field in self._shard_rows(int(self._shard[0]))
 
     def _whole(self, field: str) -> Tensor:
         """One small field of all rows, in memory."""
         if not self.has(field):
             raise RequestError(f"the store {self.path} has no {field}: its backbone does not give it.")
-        parts = [self._arrays(shard)[field] for shard, sidecar in sorted(self._sidecars.items()) if sidecar.ids]
+        parts = [self._shard_rows(shard)[field].array for shard, sidecar in sorted(self._sidecars.items()) if sidecar.ids]
         return _typed(field, torch.from_numpy(np.concatenate(parts)))
 
     @cached_property
@@ -198,7 +199,7 @@ class FeatureStore:
             self._pool = ((batch_size, dtype), BufferPool())
         pool = self._pool[1]
         parts = (order[start : start + batch_size] for start in range(0, len(order), batch_size))
-        return prefetched((self._read(part, dtype, pool) for part in parts), prefetch)
+        return prefetched(lambda part: self._read(part, dtype, pool), parts, prefetch)
 
     def read_routed(self, rows: Sequence[int] | np.ndarray | Tensor, dtype: torch.dtype = torch.float32) -> Selection:
         """The routed tokens of a store that was extracted with `--keep routed`, as the selector gave them."""
@@ -243,18 +244,20 @@ class FeatureStore:
         )
 
     def _gather(self, names: Sequence[str], rows: np.ndarray, pool: BufferPool, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Fields [B, ...], tokens in `dtype`, the others as stored. Rows are read in the order of the disk, each in one piece."""
+        """Fields [B, ...], tokens in `dtype`, the others as stored."""
         if not len(rows):
             raise RequestError("there are no rows to read: name at least one.")
-        order = np.argsort(rows, kind="stable")
-        places, offsets = order.tolist(), self._offset[rows[order]].tolist()
-        maps = [self._arrays(shard) for shard in self._shard[rows[order]].tolist()]
+        shards = [self._shard_rows(shard) for shard in self._shard[rows].tolist()]
+        places = self._offset[rows].tolist()
         fields = {}
         for name in names:
-            stored = maps[0][name]
-            kind = numpy_dtype(dtype) if name in _TOKENS else stored.dtype
-            fields[name] = pool.take((len(rows), *stored.shape[1:]), kind)
-            copy_rows(fields[name], zip(places, (arrays[name][offset] for arrays, offset in zip(maps, offsets))))
+            sources = [shard[name] for shard in shards]
+            if name in _LARGE:
+                fields[name] = pool.take((len(rows), *sources[0].array.shape[1:]), numpy_dtype(dtype))
+                join_large(sources, places, fields[name])
+            else:
+                small = join_small(sources, places)
+                fields[name] = small.to(dtype) if name in _TOKENS else small
         return fields
 
 

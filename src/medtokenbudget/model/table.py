@@ -21,7 +21,8 @@ from medtokenbudget.errors import RequestError, WorkError
 from medtokenbudget.files import atomic_write
 from medtokenbudget.model.prediction import Prediction
 
-ROW_GROUP = 1024
+ROW_GROUP = 64
+"""Rows; with every patch kept a row is a Python list of 256 numbers, so the rows that wait are what memory goes to."""
 _HEADER_ROOM = 16 * 1024
 _NAMES: dict[str, tuple[str, np.dtype[Any]]] = {"fp16": ("F16", np.dtype("<f2")), "fp32": ("F32", np.dtype("<f4"))}
 TokenFormat = Literal["fp16", "fp32"]
