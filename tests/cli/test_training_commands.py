@@ -42,6 +42,8 @@ def test_train_leaves_a_run_directory_and_a_model_that_loads(
     assert run["config"]["recipe"] == "lesion-first"
     assert run["config"]["lats"]["neighborhood"] == "grid8", "an option left alone keeps the value of its preset"
     assert {"manifest", "split", "store"} <= set(run["hashes"])
+    assert run["command"].startswith(f"mtb train {drawn.manifest_path} --store "), "as it was typed"
+    assert run["command"].endswith(" ".join(SMALL[-2:]))
 
 
 def test_a_preset_sets_the_defaults_and_options_change_them(drawn: Drawn, tmp_path: Path) -> None:

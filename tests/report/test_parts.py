@@ -42,6 +42,8 @@ def test_methods_have_distinct_markers_and_colours_and_a_fixed_order() -> None:
     pairs = [(style.color, style.marker) for style in LOOKS.values()]
     assert len(set(pairs)) == len({color for color, _ in pairs}) == len({marker for _, marker in pairs}) == len(LOOKS)
     assert look("lats:no-norm").name == "LATS − norm"
+    assert look("lats:lesion-first-raster").name == "lesion-first with 1D contrast"
+    assert look("lats:raster").name == "lats:raster"
     assert look("somebody-elses") == look("somebody-elses")
     assert ordered(["oracle", "new", "center", "lats:paper", "random", "lats"]) == [
         "lats",

@@ -10,7 +10,7 @@ def main(arguments: list[str]) -> int:
     parser = command_parser(
         "reproduce",
         "Run studies of the paper (main, robustness, mask-free, signals, curriculum, toggles, kvasir, subset) and ours (epochs, "
-        "center-bias), or all of them; print the paper's number, ours and the difference.",
+        "center-bias, recipe), or all of them; print the paper's number, ours and the difference.",
         "mtb reproduce isic.parquet --store tokens --out runs/paper --study main robustness",
     )
     add_run(parser)

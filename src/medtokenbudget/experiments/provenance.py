@@ -13,8 +13,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from medtokenbudget.config import to_dict
 from medtokenbudget.data import Manifest
 from medtokenbudget.experiments.variants import variant
@@ -72,10 +70,8 @@ def note_command(run: Path, name: str, arguments: Sequence[str]) -> None:
 def counts(manifest: Manifest, store: FeatureStore) -> dict[str, Any]:
     """Images, masks and classes of each part, and the lesion sizes of the validation masks: the supplement's two tables."""
     parts: dict[str, Any] = {}
-    rows_of = {(name, view): row for row, (name, view) in enumerate(zip(store.ids, store.views))}
     for part in ("train", "select", "val"):
-        ids = [name for name in manifest.part(part).ids if (name, "identity") in rows_of]
-        rows = np.array([rows_of[(name, "identity")] for name in ids], dtype=np.int64)
+        rows = store.rows(manifest.part(part).ids, strict=False)
         label, masked = store.label.numpy()[rows], store.has_mask.numpy()[rows]
         parts[part] = {
             "images": len(rows),

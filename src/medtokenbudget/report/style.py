@@ -136,7 +136,8 @@ def look(method: str) -> Look:
     base, _, variant = method.partition(":")
     if base == "lats" and variant in _VARIANTS:
         return _VARIANTS[variant]
-    if base == "lats" and (part := variant.removeprefix("lesion-first-")) in _TAKEN_BACK:
+    part = variant.partition("lesion-first-")[2]
+    if base == "lats" and part in _TAKEN_BACK:
         of, (name, about) = _VARIANTS["lesion-first"], _TAKEN_BACK[part]
         return Look(f"lesion-first {name}", of.color, of.marker, ":", f"{of.name}, {about}.")
     if base in LOOKS and variant in _ADDED:

@@ -14,6 +14,7 @@ from medtokenbudget.config import TrainConfig
 from medtokenbudget.data import Manifest, cut_selection
 from medtokenbudget.errors import RequestError
 from medtokenbudget.features import FeatureStore
+from medtokenbudget.features.views import IDENTITY, OFF_CENTER
 from medtokenbudget.progress import say
 
 SPLIT_SEED = 42
@@ -76,12 +77,12 @@ def make_parts(manifest: Manifest, store: FeatureStore, config: TrainConfig) -> 
     select_kinds = kinds if config.selection_metric == "retention" else ()
     head_ids = [*train_ids, *select_ids] if config.protocol == "strict" else train_ids
     return Parts(
-        train=_rows(store, train_ids, "identity"),
+        train=_rows(store, train_ids, IDENTITY),
         train_views=_present(store, train_ids, kinds),
-        head=np.concatenate([_rows(store, head_ids, "identity"), _present(store, head_ids, kinds)]),
-        select=np.concatenate([_rows(store, select_ids, "identity"), _present(store, select_ids, select_kinds)]),
-        validation=_rows(store, validation.ids, "identity"),
-        off_center=_present(store, validation.ids, ("off-center",)),
+        head=np.concatenate([_rows(store, head_ids, IDENTITY), _present(store, head_ids, kinds)]),
+        select=np.concatenate([_rows(store, select_ids, IDENTITY), _present(store, select_ids, select_kinds)]),
+        validation=_rows(store, validation.ids, IDENTITY),
+        off_center=_present(store, validation.ids, (OFF_CENTER,)),
     )
 
 
@@ -103,5 +104,5 @@ def _present(store: FeatureStore, ids: list[str], views: tuple[str, ...]) -> np.
 def _kinds(store: FeatureStore, config: TrainConfig) -> tuple[str, ...]:
     """The views that a training uses beside the images as they are."""
     if config.views == "all":
-        return tuple(sorted(set(store.views) - {"identity"}))
-    return ("off-center",) if config.views == "off-center" else ()
+        return tuple(sorted(set(store.views) - {IDENTITY}))
+    return (OFF_CENTER,) if config.views == "off-center" else ()

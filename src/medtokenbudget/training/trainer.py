@@ -21,6 +21,7 @@ from medtokenbudget.config import HEADLINE_BUDGETS, TrainConfig, to_dict
 from medtokenbudget.data import Manifest
 from medtokenbudget.errors import RequestError, WorkError
 from medtokenbudget.features import FeatureStore
+from medtokenbudget.features.views import IDENTITY
 from medtokenbudget.files import append_line, read_lines, write_text
 from medtokenbudget.progress import progress
 from medtokenbudget.routing import LATSSelector
@@ -208,7 +209,7 @@ class _Trainer:
         pooled, evidence = pool_and_judge(self.store, rows, self.selector, budgets, config.seed, self.device)
         if config.selection_metric == "retention":
             ceiling = np.minimum(self.store.lesion.numpy()[rows].sum(1)[:, None], np.array(evidence.k)[None])
-            straight = np.array([self.store.views[row] == "identity" for row in rows])
+            straight = np.array([self.store.views[row] == IDENTITY for row in rows])
             groups = [group for group in (straight, ~straight) if group.any()]
             return float(np.mean([evidence.kept_lesion[group].sum(0) / ceiling[group].sum(0) for group in groups]))
         predicted = probabilities(self.head.cpu(), pooled)[:, 0].argmax(-1)
