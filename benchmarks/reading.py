@@ -14,12 +14,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
 
 import numpy as np
 import torch
 
+from medtokenbudget.features.plan import FORMAT
 from medtokenbudget.features.shards import write_shard
 from medtokenbudget.features.store import FeatureStore
 from medtokenbudget.files import write_json
@@ -41,9 +43,9 @@ def drawn_store(path: Path, rows: int) -> FeatureStore:
             "lesion": (signal > 0.7).astype(np.uint8),
             "has_mask": np.ones(SHARD, np.uint8),
         }
-        names = [(f"row-{index * SHARD + i:06d}", "identity") for i in range(SHARD)]
+        names = [(f"row-{index * SHARD + i:06d}", "identity", "") for i in range(SHARD)]
         write_shard(path, index, names, tensors, [], BATCH)
-    config = {"format": 1, "backbone": {"grid": GRID, "dim": DIM}, "classes": list("abcdefgh"), "keep": "patches"}
+    config = {"format": FORMAT, "backbone": {"grid": GRID, "dim": DIM}, "classes": list("abcdefgh"), "keep": "patches"}
     write_json(path / "store.json", {**config, "shards": rows // SHARD})
     return FeatureStore.open(path)
 
@@ -52,6 +54,13 @@ def epoch_seconds(store: FeatureStore, seed: int, dtype: torch.dtype) -> float:
     start = time.perf_counter()
     for batch in store.batches(range(len(store)), BATCH, torch.Generator().manual_seed(seed), dtype=dtype):
         del batch
+    return time.perf_counter() - start
+
+
+def copy_seconds_of_two(source: np.ndarray, target: np.ndarray, threads: ThreadPoolExecutor) -> float:
+    """The same copy by as many threads as read a store."""
+    start = time.perf_counter()
+    list(threads.map(np.copyto, np.array_split(target, 2), np.array_split(source, 2)))
     return time.perf_counter() - start
 
 
@@ -100,16 +109,25 @@ def _speed(path: Path, rows: int, rounds: int) -> None:
     copy_seconds(source, target)
     epoch_seconds(store, 0, torch.float16)
     epoch_seconds(other, 0, torch.float32)
-    copies, halves, floats = [], [], []
+    copies, doubles, halves, floats = [], [], [], []
+    threads = ThreadPoolExecutor(2)
+    copy_seconds_of_two(source, target, threads)
     for seed in range(1, rounds + 1):
         copies.append(copy_seconds(source, target))
+        doubles.append(copy_seconds_of_two(source, target, threads))
         halves.append(epoch_seconds(store, seed, torch.float16))
         floats.append(epoch_seconds(other, seed, torch.float32))
     gigabytes = source.nbytes / 1e9
     print(f"shuffled epoch of {rows} rows ({gigabytes:.2f} GB), {rounds} rounds in turns, medians:")
-    print(f"  memory copy          {gigabytes / median(copies):6.2f} GB/s")
-    print(f"  store, fp16          {gigabytes / median(halves):6.2f} GB/s   ratio {_ratio(copies, halves):.2f}")
-    print(f"  store, as fp32       {gigabytes / median(floats):6.2f} GB/s   ratio {_ratio(copies, floats):.2f}")
+    print("                                       ratio to one thread   to two")
+    for name, seconds in (
+        ("copy, one thread", copies),
+        ("copy, two threads", doubles),
+        ("store, fp16", halves),
+        ("store, as fp32", floats),
+    ):
+        speed = gigabytes / median(seconds)
+        print(f"  {name:20} {speed:6.2f} GB/s   {_ratio(copies, seconds):12.2f}   {_ratio(doubles, seconds):15.2f}")
 
 
 def _ratio(base: list[float], ours: list[float]) -> float:

@@ -6,7 +6,7 @@ Each says what is wrong, where, and what to do next; the command line prints it 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 
 class MedTokenBudgetError(Exception):
@@ -70,7 +70,7 @@ class MismatchError(RequestError):
     """Two things that must agree do not (a store and a configuration, a model and its backbone); the difference is shown."""
 
     @classmethod
-    def between(cls, what: str, expected: dict[str, object], found: dict[str, object], advice: str) -> MismatchError:
+    def between(cls, what: str, expected: Mapping[str, object], found: Mapping[str, object], advice: str) -> MismatchError:
         keys = [key for key in {**expected, **found} if expected.get(key) != found.get(key)]
         rows = "\n".join(f"  {key}: expected {expected.get(key)!r}, found {found.get(key)!r}" for key in keys)
         return cls(f"{what} does not match:\n{rows}\n{advice}")

@@ -1,4 +1,4 @@
-"""One progress bar for every command: a bar with rate and time left on a terminal, nothing but a last line elsewhere."""
+"""One progress bar for every command: a bar with rate and time left on a terminal, nothing elsewhere."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from medtokenbudget.cli import main
-from medtokenbudget.data import Manifest, Report, check, open_data
+from medtokenbudget.data import Manifest, Report, check, open_data, patch_labels
 from medtokenbudget.data.check_text import to_text
 from tests.data.pictures import class_folders, disc_mask, lesion_picture, save
 
@@ -94,6 +94,23 @@ def test_counts_and_coverage_are_by_class_and_part(broken: Manifest) -> None:
     assert report.classes["all"] == {"MEL": 14, "NV": 1, "-": 1}
     assert report.masks["val"] == {"MEL": 0, "NV": 1}
     assert sum(report.masks["all"].values()) == 9
+
+
+def test_the_prevalence_table_is_over_the_masks_with_a_lesion(broken: Manifest) -> None:
+    report = check(broken)
+    good = patch_labels(disc_mask(), (16, 16)).sum()
+    assert report.prevalence_images["val"] == 1
+    assert report.prevalence["val"]["median"] == {"patches": good, "prevalence": good / 256}
+    assert report.prevalence_images["all"] == sum(report.prevalence_images[part] for part in ("train", "val"))
+    text = to_text(report)
+    table = text[text.index("lesion patches of 256") :]
+    assert "val, n=1" in table
+    assert f"{good:.1f} ({good / 256:.1%})" in table
+
+
+def test_a_mask_of_another_aspect_is_fatal_and_no_workers_are_one(broken: Manifest) -> None:
+    report = check(broken, workers=0)
+    assert next(finding for finding in report.findings if finding.kind == "mask-aspect").severity == "fatal"
 
 
 def test_the_text_shows_every_finding_and_shortens_long_ones(broken: Manifest) -> None:

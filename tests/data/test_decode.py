@@ -53,6 +53,11 @@ def half(kind: str) -> bytes:
     return data[: len(data) // 2]
 
 
+def sixteen_bit(transparent_value: int) -> bytes:
+    values = np.array([[0, 1000, 30000, 65535]], dtype=np.uint16)
+    return encoded(Image.fromarray(values), "PNG", transparency=transparent_value)
+
+
 BAD: dict[str, tuple[object, str, str]] = {
     "missing": (None, "missing", "does not exist"),
     "folder": ("folder", "folder", "is a folder"),
@@ -81,6 +86,7 @@ BAD: dict[str, tuple[object, str, str]] = {
     "transparent rgba": (encoded(transparent("RGBA"), "PNG"), "alpha", "transparent pixels"),
     "transparent grey": (encoded(transparent("LA"), "PNG"), "alpha", "transparent pixels"),
     "palette with a transparent colour": (palette_with_hole(), "alpha", "transparent pixels"),
+    "16-bit grey with a transparent value": (sixteen_bit(0), "alpha", "transparent pixels"),
     "float pixels": (encoded(lesion_picture(0).convert("F"), "TIFF"), "mode", "pixel format 'F'"),
     "lab pixels": (encoded(Image.new("LAB", (9, 9)), "TIFF"), "mode", "pixel format 'LAB'"),
     "32-bit pixels": (encoded(Image.fromarray(np.full((9, 9), 70_000, np.int32)), "TIFF"), "mode", "outside 0..65535"),
@@ -125,7 +131,7 @@ def test_no_cut_of_a_file_is_taken_for_the_picture(kind: str) -> None:
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
-@pytest.mark.parametrize("kind", ["PNG", "TIFF"])
+@pytest.mark.parametrize("kind", ["PNG", "TIFF", "JPEG"])
 def test_exif_orientation_turns_image_and_mask_alike(kind: str, orientation: int) -> None:
     picture, mask = lesion_picture(1), disc_mask().crop((30, 0, 90, 60))
     exif = Image.Exif()
@@ -142,6 +148,10 @@ def test_sixteen_bit_grey_is_scaled_by_its_range() -> None:
     np.testing.assert_array_equal(decoded, np.round(values / 257).astype(np.uint8))
     colours = np.asarray(decode_image(encoded(Image.fromarray(values), "PNG")))
     np.testing.assert_array_equal(colours[..., 0], decoded)
+
+
+def test_sixteen_bit_grey_whose_transparent_value_no_pixel_has_is_scaled_too() -> None:
+    np.testing.assert_array_equal(np.asarray(decode_mask(sixteen_bit(77))), [[0, 4, 117, 255]])
 
 
 @pytest.mark.parametrize("mode", ["L", "1", "P", "RGBA", "LA", "RGB"])

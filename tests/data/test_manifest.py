@@ -72,6 +72,21 @@ def test_hashes_tell_data_and_split_apart() -> None:
     assert one.hash != one.with_columns(label=["NV", "NV", None]).hash
 
 
+def test_hashes_see_the_folders_below_the_common_one_but_not_where_it_lies(tmp_path: Path) -> None:
+    def made(top: Path, first: str, second: str) -> Manifest:
+        rows = [{"image_id": "a", "image": str(top / first)}, {"image_id": "b", "image": str(top / second)}]
+        return Manifest.from_records(rows, ("MEL",))
+
+    one = made(tmp_path / "here", "p1/image.png", "p2/image.png")
+    assert one.data_hash == made(tmp_path / "there", "p1/image.png", "p2/image.png").data_hash
+    assert one.data_hash != made(tmp_path / "here", "p2/image.png", "p1/image.png").data_hash
+
+
+def test_a_file_name_that_is_no_text_is_refused() -> None:
+    with pytest.raises(ManifestError, match=r"not text in UTF-8.*caf"):
+        Manifest.from_records([{"image_id": "caf\udce9", "image": "caf\udce9.png"}], ())
+
+
 def test_parts_and_rows_can_be_taken() -> None:
     whole = manifest()
     assert whole.part("val").ids == ["b"]

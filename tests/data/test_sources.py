@@ -71,7 +71,38 @@ def test_masks_are_found_by_the_name_of_the_image(tmp_path: Path) -> None:
     assert found == ["MEL_0.png", "MEL_1_segmentation.png", None, "NV_1_mask.png"]
 
 
+def test_images_of_a_class_may_lie_in_folders_of_their_own(tmp_path: Path) -> None:
+    root = class_folders(tmp_path, 1)
+    save(lesion_picture(5), root / "MEL" / "patient_7" / "left" / "x.png")
+    manifest = folder_manifest(root)
+    assert manifest.ids == ["MEL/MEL_0", "MEL/patient_7/left/x", "NV/NV_0"]
+    assert manifest.rows["label"].tolist() == ["MEL", "MEL", "NV"]
+
+
+def test_a_mask_folder_inside_is_no_class(tmp_path: Path) -> None:
+    root = class_folders(tmp_path, 2)
+    save(disc_mask(), root / "masks" / "NV_1.png")
+    manifest = folder_manifest(root, root / "masks")
+    assert manifest.classes == ("MEL", "NV")
+    assert len(manifest) == 4
+    assert manifest.rows["mask"].notna().tolist() == [False, False, False, True]
+
+
+def test_files_that_are_left_out_are_counted_aloud(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = class_folders(tmp_path, 1)
+    for name in ("MEL/a.heic", "NV/b.heic", "NV/deeper/c.dcm", ".DS_Store"):
+        (root / name).parent.mkdir(exist_ok=True)
+        (root / name).write_bytes(b"x")
+    assert len(folder_manifest(root)) == 2
+    assert "1 .dcm, 2 .heic." in capsys.readouterr().err
+
+
 FOLDER_BAD = {
+    "train beside test": (
+        lambda root: [(root / a).rename(root / b) for a, b in (("MEL", "train"), ("NV", "test"))],
+        "folders test, train",
+    ),
+    "a part beside classes": (lambda root: save(lesion_picture(9), root / "val" / "MEL" / "x.png"), "name a part of a split"),
     "missing": (lambda root: shutil.rmtree(root), "does not exist"),
     "no image": (lambda root: [path.unlink() for path in root.rglob("*.png")], "holds no image"),
     "loose images beside class folders": (lambda root: save(lesion_picture(9), root / "loose.png"), "both loose images"),

@@ -57,6 +57,13 @@ def test_a_named_manifest_has_its_files_in_a_folder_of_its_name(tmp_path: Path) 
     assert Manifest.read(path).image_path(0) == tmp_path / "x" / "images" / "SYN_000000.jpg"
 
 
+@pytest.mark.parametrize("n", [1, 2, 4, 5])
+def test_a_few_images_are_a_data_set_too(tmp_path: Path, n: int) -> None:
+    manifest = Manifest.read(synthetic_manifest(tmp_path / "few.parquet", Drawings(n=n, size=64)))
+    assert len(manifest) == n
+    assert set(manifest.rows["split"]) == ({"train"} if n < 5 else {"train", "val"})
+
+
 def test_two_requests_do_not_mix_in_one_folder(tmp_path: Path) -> None:
     synthetic_manifest(tmp_path, REQUEST)
     with pytest.raises(RequestError, match="seed: expected 9, found 3"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from dataclasses import replace
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from medtokenbudget.cli import main
 from medtokenbudget.errors import UnknownNameError, WorkError
 from medtokenbudget.features import extract
 from medtokenbudget.features.engines import Work
@@ -71,6 +73,40 @@ def test_a_cluster_that_loses_a_node_makes_the_same_store_as_one_process(tmp_pat
     assert 5 <= lost["published"] < len(manifest) // 4, "the node must die in the middle"
     assert store.missing == []
     assert contents(tmp_path / "cluster") == contents(local.path)
+
+
+@pytest.mark.slow
+def test_a_shard_that_kills_its_workers_ends_with_a_message_and_the_command_then_makes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_worker_niceness", "0")
+    ray = pytest.importorskip("ray")
+    monkeypatch.setattr("medtokenbudget.features.ray_engine.RETRIES", 1)
+    manifest, backbone = tiny_manifest(tmp_path / "images", 6), tiny_backbone(tmp_path / "backbone")
+
+    def deadly(tokens: Any) -> Any:
+        os._exit(1)
+
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+    try:
+        with pytest.raises(WorkError, match="Ray lost a shard for good"):
+            extract(
+                manifest, tmp_path / "dead", backbone, CLUSTER, engine="ray", route=deadly, route_fingerprint={"name": "deadly"}
+            )
+        local = extract(manifest, tmp_path / "local", backbone, CLUSTER)
+        path = manifest.write(tmp_path / "m.parquet")
+        config = {
+            "shard_size": CLUSTER.shard_size,
+            "batch_size": CLUSTER.batch_size,
+            "threads": 1,
+            "image_size": backbone.image_size,
+        }
+        options = [text for name, value in config.items() for text in (f"--{name}", str(value))]
+        command = ["extract", str(path), "--store", str(tmp_path / "ray"), "--backbone", backbone.name, "--engine", "ray", *options]
+        assert main([*command, "--device", "cpu"]) == 0
+    finally:
+        ray.shutdown()
+    assert contents(tmp_path / "ray") == contents(local.path)
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from medtokenbudget.cli import main
@@ -35,6 +36,80 @@ def backbone(tmp_path: Path) -> BackboneConfig:
 @pytest.fixture
 def manifest(tmp_path: Path) -> Manifest:
     return tiny_manifest(tmp_path / "images", 10, bad=(1, 5))
+
+
+@pytest.mark.parametrize("bad", [(4, 5, 6, 7), (0, 1, 2, 3), tuple(range(10))], ids=["middle", "first", "all"])
+def test_a_shard_of_nothing_but_bad_images_is_a_shard_without_rows(
+    tmp_path: Path, backbone: BackboneConfig, bad: tuple[int, ...]
+) -> None:
+    manifest = tiny_manifest(tmp_path / "images", 10, bad=bad)
+    store = extract(manifest, tmp_path / "store", backbone, replace(CONFIG, shard_size=4))
+    assert (len(store), len(store.errors), store.missing) == (10 - len(bad), len(bad), [])
+    again = extract(manifest, tmp_path / "store", backbone, replace(CONFIG, shard_size=4))
+    assert again.ids == [name for i, name in enumerate(manifest.ids) if i not in bad]
+    if again.ids:
+        rows = list(again.batches(range(len(again)), 3))
+        assert sum(len(batch) for batch in rows) == len(again)
+        assert again.label.shape == (len(again),)
+
+
+def test_a_mask_that_cannot_lie_on_its_image_is_an_error_of_that_image(tmp_path: Path, backbone: BackboneConfig) -> None:
+    manifest = tiny_manifest(tmp_path / "images", 4)
+    Image.new("L", (80, 30), 255).save(tmp_path / "images" / "image-002-mask.png")
+    store = extract(manifest, tmp_path / "store", backbone, CONFIG)
+    assert [error.image_id for error in store.errors] == ["image-002"]
+    assert "80 x 30 pixels for an image of 48 x 40" in store.errors[0].reason
+
+
+def test_an_image_that_changed_since_is_noticed(
+    tmp_path: Path, backbone: BackboneConfig, manifest: Manifest, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = manifest.write(tmp_path / "m.parquet")
+    assert _command(path, tmp_path / "store", backbone, "--verify") == 0
+    manifest.image_path(3).write_bytes(manifest.image_path(2).read_bytes())
+    assert _command(path, tmp_path / "store", backbone, "--verify") == 1
+    assert "image-003: 1 of 8 images are not those" in capsys.readouterr().err
+
+
+def test_a_full_disk_in_the_middle_of_a_shard_is_a_message_and_not_a_loss(
+    tmp_path: Path, backbone: BackboneConfig, manifest: Manifest
+) -> None:
+    path = manifest.write(tmp_path / "m.parquet")
+    assert _command(path, tmp_path / "whole", backbone) == 0
+    # Files may grow to 2,000 bytes here, less than a shard: the write itself fails, as on a disk that is full.
+    script = """
+import resource, signal, sys
+from medtokenbudget.cli import main
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
+sys.exit(main(sys.argv[1:]))
+"""
+    command = [sys.executable, "-c", script, *_arguments(path, tmp_path / "store", backbone)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    assert "cannot write" in ended.stderr
+    assert "shard-00000" in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert not list((tmp_path / "store").glob("*.safetensors"))
+    assert _command(path, tmp_path / "store", backbone) == 0
+    assert contents(tmp_path / "store") == contents(tmp_path / "whole")
+
+
+def test_a_job_whose_temporary_file_another_swept_at_the_end_is_content_with_the_others_work(
+    tmp_path: Path, backbone: BackboneConfig, manifest: Manifest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = extract(manifest, tmp_path / "store", backbone, CONFIG)
+    before = contents(store.path)
+
+    def swept(path: Path, text: str) -> None:
+        raise WorkError(f"cannot write {path}: No such file or directory")
+
+    monkeypatch.setattr(sys.modules["medtokenbudget.features.extract"], "write_text", swept)
+    extract(manifest, store.path, backbone, CONFIG)
+    assert contents(store.path) == before
+    (store.path / "errors.jsonl").write_text("something else")
+    with pytest.raises(WorkError, match="cannot write"):
+        extract(manifest, store.path, backbone, CONFIG)
 
 
 def test_the_bytes_do_not_depend_on_the_number_of_workers(tmp_path: Path, backbone: BackboneConfig, manifest: Manifest) -> None:
@@ -262,9 +337,13 @@ def test_a_device_that_is_not_there_is_refused(
         extract(manifest, tmp_path / "store", backbone, replace(CONFIG, device=device))
 
 
-def _command(manifest: Path, store: Path, backbone: BackboneConfig, *more: str) -> int:
+def _arguments(manifest: Path, store: Path, backbone: BackboneConfig, *more: str) -> list[str]:
     settings = ["--image_size", "32", "--shard_size", "4", "--batch_size", "3", "--device", "cpu"]
-    return main(["extract", str(manifest), "--store", str(store), "--backbone", backbone.name, *settings, *more])
+    return ["extract", str(manifest), "--store", str(store), "--backbone", backbone.name, *settings, *more]
+
+
+def _command(manifest: Path, store: Path, backbone: BackboneConfig, *more: str) -> int:
+    return main(_arguments(manifest, store, backbone, *more))
 
 
 def test_the_command_extracts_says_what_failed_and_what_is_next(

@@ -125,6 +125,17 @@ def test_shards_are_mapped_not_loaded(made: tuple[FeatureStore, Manifest, Backbo
         assert not arrays[name].flags.writeable
 
 
+def test_an_open_store_keeps_no_file_open(made: tuple[FeatureStore, Manifest, Backbone]) -> None:
+    files = Path("/proc/self/fd")
+    if not files.is_dir():
+        pytest.skip("counts open files in /proc, which this system does not have")
+    before = len(list(files.iterdir()))
+    store = FeatureStore.open(made[0].path)
+    for _ in store.batches(range(len(store)), 2):
+        pass
+    assert len(list(files.iterdir())) == before
+
+
 def test_a_batch_that_is_kept_is_never_written_over() -> None:
     pool = BufferPool()
     first = pool.take((4, 3), np.float32).fill_(1)
@@ -194,7 +205,7 @@ def test_rows_are_joined_to_the_last_bit(shape: tuple[int, ...], shift: int, dty
 def test_the_largest_tensor_of_a_shard_starts_on_a_cache_line(tmp_path: Path) -> None:
     for count in range(1, 9):
         tensors = {"label": np.arange(count), "patches": np.ones((count, 4, 3), np.float16), "has_mask": np.ones(count, np.uint8)}
-        write_shard(tmp_path, count, [(str(i), "identity") for i in range(count)], tensors, [], 4)
+        write_shard(tmp_path, count, [(str(i), "identity", "") for i in range(count)], tensors, [], 4)
         arrays = map_shard(shard_path(tmp_path, count))
         assert arrays["patches"].ctypes.data % 64 == 0
         for name, expected in load_file(shard_path(tmp_path, count)).items():

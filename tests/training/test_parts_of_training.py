@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from medtokenbudget.errors import RequestError
+from medtokenbudget.errors import MismatchError, RequestError
 from medtokenbudget.routing import create
 from medtokenbudget.tokens import Selection
 from medtokenbudget.training import checkpoints as ck
 from medtokenbudget.training.heads import PooledHead, class_weights, epoch_order, probabilities
+from medtokenbudget.training.parts import make_parts
 from medtokenbudget.training.pooling import group_purity, pool_and_judge, pool_to_file
 from medtokenbudget.training.schedule import EarlyStopping, cosine_lr, epochs_for
 from medtokenbudget.training.seeds import generator
@@ -104,6 +106,22 @@ def test_a_head_learns_what_the_pooled_tokens_show(tmp_path: Path) -> None:
     history = head.train_on_file(pooled, label)
     assert history[-1]["classification"] < history[0]["classification"]
     assert (probabilities(head.head, pooled)[:, 1].argmax(-1) == label).mean() > 0.95
+
+
+def test_a_store_of_other_labels_classes_or_masks_is_refused(drawn: Drawn) -> None:
+    manifest, store, config = drawn.manifest, drawn.store, quick("paper")
+    make_parts(manifest, store, config)
+    make_parts(manifest.take(range(0, len(manifest), 2)), store, config)  # a store may hold more
+    with pytest.raises(MismatchError, match=r"classes: expected .*, found"):
+        make_parts(replace(manifest, classes=manifest.classes[::-1]), store, config)
+    labels = list(manifest.rows["label"])
+    labels[0] = next(name for name in manifest.classes if name != labels[0])
+    with pytest.raises(MismatchError, match=rf"the labels of 1 images differ .*{manifest.ids[0]}"):
+        make_parts(manifest.with_columns(label=labels), store, config)
+    with pytest.raises(MismatchError, match=rf"the masks of {len(manifest)} images differ"):
+        make_parts(manifest.with_columns(mask=[None] * len(manifest)), store, config)
+    with pytest.raises(RequestError, match="none of the images"):
+        make_parts(manifest.with_columns(image_id=[f"other-{i}" for i in range(len(manifest))]), store, config)
 
 
 def test_unlabelled_training_images_are_refused_with_their_number() -> None:

@@ -18,7 +18,7 @@ from PIL import Image
 
 from medtokenbudget import __version__
 from medtokenbudget.config import BUDGETS
-from medtokenbudget.data import decode_image, decode_mask
+from medtokenbudget.data import decode_image, decode_mask, same_aspect
 from medtokenbudget.errors import BudgetError, RequestError
 from medtokenbudget.model import MedTokenBudget
 from medtokenbudget.model.parts import describe, select
@@ -27,7 +27,6 @@ from medtokenbudget.tokens import TokenBatch
 
 NOTICE = "Research software, not a medical device. Its output must not be used to diagnose or to treat."
 MAX_BUDGETS = 128
-ASPECT_TOLERANCE = 0.02
 PREVIEW_SIDE = 1024
 
 
@@ -138,7 +137,7 @@ class Service:
     def _mask(self, source: bytes, size: tuple[int, int]) -> Image.Image:
         mask = decode_mask(source, max_pixels=self.limits.max_pixels)
         width, height = size
-        if abs(mask.width * height / (mask.height * width) - 1) > ASPECT_TOLERANCE:
+        if not same_aspect(mask.size, size):
             raise RequestError(
                 f"the mask has {mask.width} x {mask.height} pixels and the image {width} x {height}: with another aspect ratio it "
                 "would not lie on the lesion. Send the mask of this image."

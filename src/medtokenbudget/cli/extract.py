@@ -28,7 +28,9 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("--model", type=Path | None, default=None, help="The trained model of --keep routed.")
     parser.add_argument("--budget", type=float | None, default=None, help="Share of the patches that --keep routed keeps.")
-    parser.add_argument("--verify", action="store_true", help="At the end, compare every shard with its hash.")
+    parser.add_argument(
+        "--verify", action="store_true", help="At the end, compare every shard and every image with the stored hashes."
+    )
     given = parser.parse_args(arguments)
     return _run(given)
 
@@ -44,8 +46,9 @@ def _run(given: Any) -> int:
     from medtokenbudget.features import extract
 
     route, fingerprint = _route(given.model, given.budget) if given.keep == "routed" else (None, None)
+    manifest = Manifest.read(given.manifest)
     store = extract(
-        Manifest.read(given.manifest),
+        manifest,
         given.store,
         replace(pick(given, BackboneConfig), name=given.backbone),
         pick(given, ExtractConfig),
@@ -56,7 +59,7 @@ def _run(given: Any) -> int:
         route_fingerprint=fingerprint,
     )
     if given.verify:
-        store.verify()
+        store.verify(manifest)
     print(_summary(store, given.manifest))
     return 0
 

@@ -10,7 +10,7 @@ from medtokenbudget.data.folder import folder_manifest
 from medtokenbudget.data.isic import isic_manifest, match_masks
 from medtokenbudget.data.kvasir import kvasir_manifest
 from medtokenbudget.data.manifest import SPLITS, Manifest, ManifestError
-from medtokenbudget.data.masks import patch_labels, prevalence_table
+from medtokenbudget.data.masks import mask_of, patch_labels, prevalence_table, same_aspect
 from medtokenbudget.data.splits import apply_split, cut_selection, paper_split
 from medtokenbudget.data.synthetic import Drawings, synthetic_manifest
 
@@ -32,11 +32,13 @@ __all__ = [
     "folder_manifest",
     "isic_manifest",
     "kvasir_manifest",
+    "mask_of",
     "match_masks",
     "merged_groups",
     "open_data",
     "paper_split",
     "patch_labels",
     "prevalence_table",
+    "same_aspect",
     "synthetic_manifest",
 ]

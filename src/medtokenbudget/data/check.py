@@ -21,11 +21,10 @@ from medtokenbudget.data.decode import DecodeError, decode_image, decode_mask
 from medtokenbudget.data.duplicates import Fingerprint, exact_pairs, fingerprint, near_pairs
 from medtokenbudget.data.folder import folder_manifest
 from medtokenbudget.data.manifest import SPLITS, Manifest
-from medtokenbudget.data.masks import patch_labels, prevalence_table
+from medtokenbudget.data.masks import patch_labels, prevalence_table, same_aspect
 from medtokenbudget.progress import progress
 
 GRID = (16, 16)
-ASPECT_TOLERANCE = 0.02
 GREY_TOLERANCE = 0.02
 Severity = Literal["fatal", "warning"]
 
@@ -87,7 +86,7 @@ def open_data(target: Path | str) -> Manifest:
 
 def check(manifest: Manifest, workers: int = 4) -> Report:
     """Decode every image and mask once and report all that is wrong."""
-    with ThreadPoolExecutor(workers) as pool:
+    with ThreadPoolExecutor(max(1, workers)) as pool:
         bar = progress(
             pool.map(lambda i: _look(manifest, i), range(len(manifest))), total=len(manifest), what="checking", unit="image"
         )
@@ -139,7 +138,7 @@ def _look(manifest: Manifest, index: int) -> _Seen:
 def _mask_notes(mask: Image.Image, image: Image.Image | None, patches: int) -> list[str]:
     values = np.asarray(mask)
     notes = []
-    if image is not None and abs(mask.width * image.height / (mask.height * image.width) - 1) > ASPECT_TOLERANCE:
+    if image is not None and not same_aspect(mask.size, image.size):
         notes.append(f"mask-aspect|{mask.width} x {mask.height} for an image of {image.width} x {image.height}")
     if values.max() == 0:
         notes.append("mask-empty|")
@@ -177,7 +176,8 @@ def _mask_findings(manifest: Manifest, seen: Sequence[_Seen]) -> Iterable[Findin
     }
     notes = [(i, *note.split("|", 1)) for i, s in zip(manifest.ids, seen) for note in s.mask_notes]
     for kind, message in messages.items():
-        yield Finding(kind, "warning", message, [f"{i}: {text}" if text else i for i, noted, text in notes if noted == kind])
+        severity: Severity = "fatal" if kind == "mask-aspect" else "warning"
+        yield Finding(kind, severity, message, [f"{i}: {text}" if text else i for i, noted, text in notes if noted == kind])
 
 
 def _duplicate_findings(manifest: Manifest, seen: Sequence[_Seen]) -> Iterable[Finding]:

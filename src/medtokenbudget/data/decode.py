@@ -39,7 +39,7 @@ warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 
 class DecodeError(RequestError):
     """A file that does not become pixels; `kind` is one of missing, folder, empty, not-an-image, damaged, too-large, frames,
-    alpha, mode."""
+    alpha, mode, mask-aspect."""
 
     def __init__(self, message: str, kind: str) -> None:
         super().__init__(message)
@@ -150,16 +150,14 @@ def _refuse_frames(name: str, image: Image.Image) -> None:
 
 
 def _plain_mode(name: str, image: Image.Image) -> Image.Image:
+    if image.mode == "I" or image.mode.startswith("I;16"):
+        return _from_16_bit(name, image)
     if image.mode in _ALPHA or "transparency" in image.info:
         image = image.convert("RGBA")
         alpha = image.getchannel("A").getextrema()
         if alpha != (255, 255):
-            raise DecodeError(
-                f"{name} has transparent pixels, and what lies behind them is not known. Flatten it on a background first.", "alpha"
-            )
+            raise _transparent(name)
         return image.convert("RGB")
-    if image.mode == "I" or image.mode.startswith("I;16"):
-        return _from_16_bit(name, image)
     if image.mode not in _DIRECT:
         raise DecodeError(
             f"{name} has the pixel format '{image.mode}', which has no agreed range. Save it as 8-bit RGB or grey.", "mode"
@@ -167,9 +165,17 @@ def _plain_mode(name: str, image: Image.Image) -> Image.Image:
     return image.convert("RGB") if image.mode == "CMYK" else image
 
 
+def _transparent(name: str) -> DecodeError:
+    return DecodeError(
+        f"{name} has transparent pixels, and what lies behind them is not known. Flatten it on a background first.", "alpha"
+    )
+
+
 def _from_16_bit(name: str, image: Image.Image) -> Image.Image:
-    """Grey of 16 bits to 8 by the range of the format: 65535 becomes 255."""
+    """Grey of 16 bits to 8 by the range of the format: 65535 becomes 255. A PNG may name one value that is transparent."""
     values = np.asarray(image).astype(np.int64)
+    if (values == image.info.get("transparency")).any():
+        raise _transparent(name)
     if values.min() < 0 or values.max() > 65535:
         raise DecodeError(f"{name} has 32-bit pixels outside 0..65535. Save it as 8-bit RGB or grey.", "mode")
     return Image.fromarray(((values * 255 + 32767) // 65535).astype(np.uint8))

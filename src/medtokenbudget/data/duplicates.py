@@ -135,7 +135,7 @@ def merged_groups(manifest: Manifest, workers: int = 4) -> tuple[list[str], list
         except DecodeError:
             return None
 
-    with ThreadPoolExecutor(workers) as pool:
+    with ThreadPoolExecutor(max(1, workers)) as pool:
         bar = progress(pool.map(one, range(len(manifest))), total=len(manifest), what="looking for duplicates", unit="image")
         found = list(bar)
     readable = [index for index, one_print in enumerate(found) if one_print is not None]

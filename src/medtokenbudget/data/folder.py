@@ -1,25 +1,35 @@
 """Anybody's images: a folder for each class, or one flat folder without labels, and masks beside them.
 
-ROOT/MEL/a.jpg  ROOT/NV/b.jpg            labels are the folder names
+ROOT/MEL/a.jpg  ROOT/NV/p1/b.jpg         labels are the folder names, whatever lies between them and the image
 ROOT/train/MEL/a.jpg  ROOT/val/NV/b.jpg  the split is given too
 ROOT/a.jpg                               no labels
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 from medtokenbudget.data.decode import SUFFIXES
 from medtokenbudget.data.manifest import SPLITS, Manifest, listed
 from medtokenbudget.errors import RequestError
+from medtokenbudget.progress import say
 
 MASK_ENDINGS = ("", "_segmentation", "_mask")
 
 
+_PARTS = {"train", "training", "val", "valid", "validation", "test", "testing", "select"}
+"""Folder names that say a part of the split and not a class."""
+
+
 def image_files(folder: Path) -> list[Path]:
     """The image files right in a folder, sorted by name; hidden files and other kinds are left out."""
-    return sorted(path for path in folder.iterdir() if path.suffix.lower() in SUFFIXES and not path.name.startswith("."))
+    return sorted(path for path in folder.iterdir() if _is_image(path))
+
+
+def _is_image(path: Path) -> bool:
+    return path.suffix.lower() in SUFFIXES and not path.name.startswith(".")
 
 
 def require_folder(folder: Path, advice: str) -> Path:
@@ -36,9 +46,10 @@ def folder_manifest(root: Path | str, masks: Path | str | None = None) -> Manife
     training (`split_rule` 'none').
     """
     top = require_folder(Path(root), "Pass the folder that holds the images or a folder for each class.")
-    parts = [name for name in SPLITS if (top / name).is_dir()]
-    given = parts if parts and set(parts) == {folder.name for folder in _subfolders(top)} else []
-    images = {part or "train": _labelled(top / part if part else top) for part in (given or [""])}
+    apart = None if masks is None else Path(masks).resolve()
+    given = _given_parts(top, apart)
+    images = {part or "train": _labelled(top / part if part else top, apart) for part in (given or [""])}
+    _say_left_out(top, apart)
     if not any(images.values()):
         raise RequestError(f"{top} holds no image, and none of its folders does. Images end in {', '.join(sorted(SUFFIXES))}.")
     classes = sorted({label for found in images.values() for _, label in found if label is not None})
@@ -59,13 +70,38 @@ def folder_manifest(root: Path | str, masks: Path | str | None = None) -> Manife
     return Manifest.from_records(records, classes, source=f"folder {top.name}", split_rule="given" if given else "none")
 
 
-def _subfolders(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+def _subfolders(folder: Path, apart: Path | None = None) -> list[Path]:
+    """The folders in a folder, sorted; without hidden ones and the one that holds the masks."""
+    inside = (path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+    return sorted(path for path in inside if apart is None or path.resolve() != apart)
 
 
-def _labelled(folder: Path) -> list[tuple[Path, str | None]]:
+def _given_parts(top: Path, apart: Path | None) -> list[str]:
+    """The parts of a split that comes as folders; half of one is refused, since a part is not a class."""
+    names = {folder.name for folder in _subfolders(top, apart)}
+    if not names & _PARTS:
+        return []
+    if names <= set(SPLITS):
+        return [name for name in SPLITS if name in names]
+    raise RequestError(
+        f"{top} has the folders {listed(sorted(names), 6)}: some of them name a part of a split. Either all are among "
+        f"{', '.join(SPLITS)}, with a folder for each class in them, or each is a class. Rename them, or use `mtb data csv`."
+    )
+
+
+def _say_left_out(top: Path, apart: Path | None) -> None:
+    files = (path for path in _below(top, apart) if path.is_file() and path.suffix.lower() not in SUFFIXES)
+    kinds = Counter(path.suffix or path.name for path in files)
+    if kinds:
+        counted = ", ".join(f"{number} {kind}" for kind, number in sorted(kinds.items()))
+        say(f"left out, since they are no images that are read here: {counted}.")
+
+
+def _labelled(folder: Path, apart: Path | None) -> list[tuple[Path, str | None]]:
     loose = image_files(folder)
-    inside: list[tuple[Path, str | None]] = [(path, sub.name) for sub in _subfolders(folder) for path in image_files(sub)]
+    inside: list[tuple[Path, str | None]] = [
+        (path, sub.name) for sub in _subfolders(folder, apart) for path in _below(sub, apart) if _is_image(path)
+    ]
     if loose and inside:
         raise RequestError(
             f"{folder} holds both loose images ({listed([path.name for path in loose], 3)}) and class folders. "
@@ -81,7 +117,7 @@ class _Masks:
         require_folder(folder, "Pass the folder that holds the masks.")
         self.folder = folder
         self.by_stem: dict[str, list[Path]] = {}
-        for path in _below(folder):
+        for path in filter(_is_image, _below(folder)):
             for ending in MASK_ENDINGS:
                 if path.stem.endswith(ending):
                     self.by_stem.setdefault(path.stem.removesuffix(ending), []).append(path)
@@ -95,6 +131,8 @@ class _Masks:
         return str(same_class[0]) if same_class else None
 
 
-def _below(folder: Path) -> Iterable[Path]:
-    for sub in (folder, *_subfolders(folder)):
-        yield from image_files(sub)
+def _below(folder: Path, apart: Path | None = None) -> Iterator[Path]:
+    """The files in a folder and in all that lie in it, in order; hidden ones are left out."""
+    yield from sorted(path for path in folder.iterdir() if not path.is_dir() and not path.name.startswith("."))
+    for sub in _subfolders(folder, apart):
+        yield from _below(sub, apart)

@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -111,7 +111,7 @@ class Manifest:
 
     @property
     def hash(self) -> str:
-        """Of everything but the folders that the files lie in."""
+        """Of everything but where the folder that all files have in common lies."""
         return sha256_json([list(self.classes), self._content(COLUMNS)])
 
     @property
@@ -125,8 +125,15 @@ class Manifest:
         return sha256_json(self._content(("image_id", "split")))
 
     def _content(self, names: Sequence[str]) -> list[list[str | None]]:
-        columns = [[_name(v) for v in self.rows[name]] if name in ("image", "mask") else list(self.rows[name]) for name in names]
+        columns = [self._below_root(name) if name in ("image", "mask") else list(self.rows[name]) for name in names]
         return [list(row) for row in zip(*columns)]
+
+    def _below_root(self, name: str) -> list[str | None]:
+        """Paths of a column as seen from the folder that they have in common: the same wherever that folder lies."""
+        paths = [None if value is None else os.path.abspath(self._path(value)) for value in self.rows[name]]
+        folders = {os.path.dirname(path) for path in paths if path is not None}
+        common = os.path.commonpath(folders) if folders else ""
+        return [None if path is None else Path(path).relative_to(common).as_posix() for path in paths]
 
     def write(self, path: Path | str) -> Path:
         """Write the Parquet file; paths inside its folder are stored relative to it, the others absolute."""
@@ -198,6 +205,8 @@ def _faults(rows: pd.DataFrame, classes: tuple[str, ...]) -> list[str]:
         (f"labels that are none of {', '.join(classes)}", sorted({v for v in rows["label"] if v is not None and v not in known})),
         (f"values of split that are none of {', '.join(SPLITS)}", sorted({str(v) for v in rows["split"] if v not in SPLITS})),
     ]
+    unwritable = [repr(v) for name in COLUMNS for v in rows[name] if v is not None and not _is_text(v)]
+    found.append(("names that are not text in UTF-8 (rename these files)", unwritable))
     faults = [f"{what}: {listed(values)}" for what, values in found if values]
     if len(known) != len(classes):
         faults.append(f"class names given twice: {listed(sorted({name for name in classes if classes.count(name) > 1}))}")
@@ -210,12 +219,16 @@ def listed(values: Sequence[Any], shown: int = _SHOWN) -> str:
     return text if len(values) <= shown else f"{text} and {len(values) - shown:,} more"
 
 
+def _is_text(value: str) -> bool:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _text(value: Any) -> str | None:
     return None if value is None else str(value)
-
-
-def _name(stored: str | None) -> str | None:
-    return None if stored is None else PurePosixPath(Path(stored).as_posix()).name
 
 
 def _relative(path: Path, folder: Path) -> str:

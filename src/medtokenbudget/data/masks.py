@@ -3,11 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
+from medtokenbudget.data.decode import DecodeError, decode_mask
 from medtokenbudget.errors import GridError
+
+ASPECT_TOLERANCE = 0.02
+"""Of width over height; reduced copies are rounded to whole pixels."""
+
+
+def same_aspect(mask: tuple[int, int], image: tuple[int, int]) -> bool:
+    """Whether a mask of this (width, height) can lie on an image of that one; it may be larger or smaller."""
+    return abs(mask[0] * image[1] / (mask[1] * image[0]) - 1) <= ASPECT_TOLERANCE
+
+
+def mask_of(image: Image.Image, path: Path | str) -> Image.Image:
+    """The mask in a file, decoded; one that cannot lie on the image is refused."""
+    mask = decode_mask(path)
+    if not same_aspect(mask.size, image.size):
+        sizes = f"{mask.width} x {mask.height} pixels for an image of {image.width} x {image.height}"
+        raise DecodeError(f"{Path(path).name} has {sizes}: another aspect, so it would not lie on the lesion.", "mask-aspect")
+    return mask
 
 
 def patch_labels(mask: Image.Image, grid: tuple[int, int]) -> np.ndarray:

@@ -73,6 +73,8 @@ def apply_split(
     """
     if rule not in get_args(SplitRule):
         raise UnknownNameError.of("split", rule, get_args(SplitRule))
+    if seed < 0:
+        raise RequestError(f"the seed of a split is 0 or more, got {seed}.")
     groups = list(merged) if merged is not None and rule != "paper" else group_names(manifest)
     if rule == "paper":
         parts, name = paper_split(len(manifest)), "paper"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,9 @@ from medtokenbudget.data.splits import apply_split
 from medtokenbudget.errors import MismatchError, RequestError
 from medtokenbudget.files import atomic_write, read_json, sha256_file, sha256_json, write_json
 from medtokenbudget.progress import progress
+
+_TO_SPLIT = 5
+"""Images; fewer are all training."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,8 @@ def synthetic_manifest(
     view = " off-center" if request.off_center else ""
     source = f"synthetic n={request.n} seed={request.seed} size={request.size}{view}"
     manifest = Manifest.from_records(records, dermoscopy.CLASSES, source=source)
+    if request.n < _TO_SPLIT:
+        return replace(manifest, split_rule="none").write(target)
     return apply_split(manifest, split, folds=folds, fold=fold, select=select, seed=split_seed).write(target)
 
 

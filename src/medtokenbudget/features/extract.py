@@ -10,7 +10,7 @@ import torch
 
 from medtokenbudget.config import BackboneConfig, ExtractConfig
 from medtokenbudget.data import Manifest
-from medtokenbudget.errors import RequestError
+from medtokenbudget.errors import RequestError, WorkError
 from medtokenbudget.features.backbone import Backbone
 from medtokenbudget.features.engines import Work, find_engine
 from medtokenbudget.features.pipeline import Route
@@ -75,10 +75,19 @@ def _finished(path: Path) -> FeatureStore:
     """The store as it is; when it is complete, with `errors.jsonl` and without what killed runs left behind."""
     store = FeatureStore.open(path, partial=True)
     if not store.missing:
-        lines = [json.dumps(error.to_json(), sort_keys=True, ensure_ascii=False) + "\n" for error in store.errors]
-        write_text(path / "errors.jsonl", "".join(lines))
+        _write_errors(path / "errors.jsonl", store)
         remove_leftovers(path)
     return store
+
+
+def _write_errors(path: Path, store: FeatureStore) -> None:
+    lines = "".join(json.dumps(error.to_json(), sort_keys=True, ensure_ascii=False) + "\n" for error in store.errors)
+    try:
+        write_text(path, lines)
+    except WorkError:
+        # Another job may have ended at the same moment, written the same and swept the temporary files.
+        if not path.is_file() or path.read_text(encoding="utf-8") != lines:
+            raise
 
 
 def resolve_device(name: str) -> str:

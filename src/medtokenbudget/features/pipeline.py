@@ -19,13 +19,14 @@ import numpy as np
 import torch
 
 from medtokenbudget.config import ExtractConfig
-from medtokenbudget.data import decode_image, decode_mask, patch_labels
+from medtokenbudget.data import decode_image, mask_of, patch_labels
 from medtokenbudget.errors import RequestError, WorkError
 from medtokenbudget.features import views
 from medtokenbudget.features.backbone import Backbone
 from medtokenbudget.features.plan import Item
 from medtokenbudget.features.preprocess import luminance
 from medtokenbudget.features.shards import RowError, write_shard
+from medtokenbudget.files import sha256_file
 from medtokenbudget.progress import say
 from medtokenbudget.tokens import Selection, TokenBatch
 
@@ -37,9 +38,11 @@ _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
 
 @dataclass(frozen=True)
 class Prepared:
-    """A row that is ready for the forward pass: pixels uint8 [S, S, 3], lesion bool [N] or None without a mask."""
+    """A row that is ready for the forward pass: pixels uint8 [S, S, 3], lesion bool [N] or None without a mask, and the SHA-256 of
+    the image file."""
 
     item: Item
+    image: str
     pixels: np.ndarray
     lesion: np.ndarray | None
 
@@ -50,7 +53,7 @@ class Filling:
 
     index: int
     batch_size: int
-    rows: list[tuple[str, str]] = field(default_factory=list)
+    rows: list[tuple[str, str, str]] = field(default_factory=list)
     parts: dict[str, list[np.ndarray]] = field(default_factory=dict)
     errors: list[RowError] = field(default_factory=list)
 
@@ -65,7 +68,8 @@ def prepare(items: tuple[Item, ...], backbone: Backbone, view_seed: int) -> list
     """The views of one image: decoded once, each with its mask transformed alike, or with the reason why it cannot be had."""
     try:
         image = decode_image(items[0].image)
-        mask = None if items[0].mask is None else decode_mask(items[0].mask)
+        mask = None if items[0].mask is None else mask_of(image, items[0].mask)
+        digest = sha256_file(items[0].image)
     except RequestError as error:
         return [RowError(item.image_id, item.view, str(error)) for item in items]
     done: list[Prepared | RowError] = []
@@ -73,7 +77,7 @@ def prepare(items: tuple[Item, ...], backbone: Backbone, view_seed: int) -> list
         try:
             seen, seen_mask = views.apply(image, mask, item.view, views.image_seed(view_seed, item.image_id))
             lesion = None if seen_mask is None else patch_labels(seen_mask, backbone.grid)
-            done.append(Prepared(item, backbone.prepare(seen), lesion))
+            done.append(Prepared(item, digest, backbone.prepare(seen), lesion))
         except RequestError as error:
             done.append(RowError(item.image_id, item.view, str(error)))
     return done
@@ -243,7 +247,7 @@ def _add(filling: Filling, batch: list[Prepared], fields: dict[str, np.ndarray])
     finite = torch.from_numpy(tokens).abs().amax((1, 2)).isfinite().numpy()
     for row, good in zip(batch, finite):
         if good:
-            filling.rows.append((row.item.image_id, row.item.view))
+            filling.rows.append((row.item.image_id, row.item.view, row.image))
         else:
             filling.fail(row.item, f"the backbone's tokens are not finite in {tokens.dtype}.")
     for name, value in fields.items():

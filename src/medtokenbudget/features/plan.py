@@ -18,7 +18,7 @@ from medtokenbudget.errors import MismatchError, RequestError
 from medtokenbudget.features import views
 from medtokenbudget.files import dotted, read_json, sha256_json, write_json, write_text
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True)

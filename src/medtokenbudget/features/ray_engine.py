@@ -19,6 +19,9 @@ from medtokenbudget.features.engines import Work
 from medtokenbudget.features.pipeline import Shard, cpu_threads, fill
 from medtokenbudget.features.shards import read_sidecar
 
+RETRIES = 10
+"""Of one shard; an image that kills every worker that looks at it must not keep a cluster busy for ever."""
+
 
 def run(work: Work, advance: Callable[[int], Any]) -> None:
     """Make the shards of `work` as Ray tasks; each takes a GPU when the cluster has any."""
@@ -53,8 +56,8 @@ def _run_tasks(ray: Any, work: Work, advance: Callable[[int], Any]) -> None:
     options = {
         "num_gpus": gpus,
         "num_cpus": max(1, work.config.threads),
-        # A task that its node took down is tried again for as long as there is a node; an error of its own is not.
-        "max_retries": -1,
+        # A task that went down with its node or its worker is tried again; an error of its own is not.
+        "max_retries": RETRIES,
         "retry_exceptions": False,
     }
     task = ray.remote(**options)(make_shard)

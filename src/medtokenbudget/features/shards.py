@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import mmap
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from medtokenbudget.errors import WorkError
 from medtokenbudget.files import atomic_write, read_json, write_json
@@ -40,10 +40,12 @@ class RowError:
 
 @dataclass(frozen=True)
 class Sidecar:
-    """What a finished shard holds: the rows in the order of its tensors, what failed, and the proof that the file is whole."""
+    """What a finished shard holds: the rows in the order of its tensors, the SHA-256 of the image file of each, what failed, and
+    the proof that the shard itself is whole."""
 
     ids: tuple[str, ...]
     views: tuple[str, ...]
+    images: tuple[str, ...]
     errors: tuple[RowError, ...]
     bytes: int
     sha256: str
@@ -52,12 +54,14 @@ class Sidecar:
     @staticmethod
     def from_json(value: dict[str, Any]) -> Sidecar:
         errors = tuple(RowError(**error) for error in value["errors"])
-        return Sidecar(tuple(value["ids"]), tuple(value["views"]), errors, value["bytes"], value["sha256"], value["batch_size"])
+        ids, views, images = (tuple(value[name]) for name in ("ids", "views", "images"))
+        return Sidecar(ids, views, images, errors, value["bytes"], value["sha256"], value["batch_size"])
 
     def to_json(self) -> dict[str, Any]:
         return {
             "ids": list(self.ids),
             "views": list(self.views),
+            "images": list(self.images),
             "errors": [error.to_json() for error in self.errors],
             "bytes": self.bytes,
             "sha256": self.sha256,
@@ -91,12 +95,12 @@ def read_sidecar(store: Path, index: int) -> Sidecar | None:
 def write_shard(
     store: Path,
     index: int,
-    rows: Sequence[tuple[str, str]],
+    rows: Sequence[tuple[str, str, str]],
     tensors: dict[str, np.ndarray],
     errors: Sequence[RowError],
     batch_size: int,
 ) -> Sidecar:
-    """Publish a shard, then its sidecar. `rows` are the (image_id, view) of the tensors' first axis."""
+    """Publish a shard, then its sidecar. `rows` are the (image_id, view, hash of the image) of the tensors' first axis."""
     parts = _encoded(tensors)
     digest = hashlib.sha256()
     for part in parts:
@@ -104,6 +108,7 @@ def write_shard(
     sidecar = Sidecar(
         ids=tuple(row[0] for row in rows),
         views=tuple(row[1] for row in rows),
+        images=tuple(row[2] for row in rows),
         errors=tuple(errors),
         bytes=sum(map(len, parts)),
         sha256=digest.hexdigest(),
@@ -124,6 +129,8 @@ def _encoded(tensors: dict[str, np.ndarray]) -> list[bytes | memoryview]:
     """A safetensors file in pieces. Spaces after its header, which the format allows, put the largest tensor on a cache line."""
     from safetensors.numpy import save
 
+    if not tensors:  # no row of this shard could be made
+        return [save({})]
     data = memoryview(save({name: np.ascontiguousarray(value) for name, value in tensors.items()}))
     body = _PREFIX + int.from_bytes(data[:_PREFIX], "little")
     largest = max(tensors, key=lambda name: tensors[name].nbytes)
@@ -134,15 +141,15 @@ def _encoded(tensors: dict[str, np.ndarray]) -> list[bytes | memoryview]:
 
 def map_shard(path: Path) -> dict[str, np.ndarray]:
     """The tensors of a shard as read-only arrays over a memory map: nothing is read before it is touched, nothing is copied."""
-    with open(path, "rb") as stream:
-        memory = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
-    body = _PREFIX + int.from_bytes(memory[:_PREFIX], "little")
-    header = json.loads(memory[_PREFIX:body])
+    # Torch maps privately and keeps no file open, unlike Python's mmap: a store may have more shards than a process has files.
+    memory = torch.from_file(str(path), shared=False, size=os.path.getsize(path), dtype=torch.uint8).numpy()
+    body = _PREFIX + int.from_bytes(memory[:_PREFIX].tobytes(), "little")
+    header = json.loads(memory[_PREFIX:body].tobytes())
     header.pop("__metadata__", None)
     arrays = {}
     for name, entry in header.items():
         start = body + entry["data_offsets"][0]
-        array = np.ndarray(tuple(entry["shape"]), _DTYPES[entry["dtype"]], buffer=memory, offset=start)
+        array = np.ndarray(tuple(entry["shape"]), _DTYPES[entry["dtype"]], buffer=memory.data, offset=start)
         array.flags.writeable = False
         arrays[name] = array
     return arrays

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from medtokenbudget.data.manifest import Manifest, listed
 from medtokenbudget.errors import RequestError, WorkError
 from medtokenbudget.features import plan
 from medtokenbudget.features.reading import BufferPool, MappedRows, join_large, join_small, numpy_dtype, prefetched
@@ -213,8 +214,8 @@ class FeatureStore:
         assignment = torch.full((len(index), n), -1, dtype=torch.long).scatter_(1, indices, places)
         return Selection(fields["tokens"], fields["weights"], assignment, assignment >= 0, indices)
 
-    def verify(self) -> None:
-        """Read every shard and compare it with the hash in its sidecar."""
+    def verify(self, manifest: Manifest | None = None) -> None:
+        """Read every shard and compare it with the hash in its sidecar; with a manifest, also its images with theirs."""
         damaged = [
             shard_path(self.path, index).name
             for index, sidecar in sorted(self._sidecars.items())
@@ -222,6 +223,18 @@ class FeatureStore:
         ]
         if damaged:
             raise WorkError(f"damaged in {self.path}: {', '.join(damaged)}. Delete them and run the same `mtb extract` again.")
+        if manifest is not None:
+            self._verify_images(manifest)
+
+    def _verify_images(self, manifest: Manifest) -> None:
+        stored = {name: image for sidecar in self._sidecars.values() for name, image in zip(sidecar.ids, sidecar.images)}
+        paths = {name: manifest.image_path(i) for i, name in enumerate(manifest.ids) if name in stored}
+        changed = [name for name, path in paths.items() if not path.is_file() or sha256_file(path) != stored[name]]
+        if changed:
+            raise WorkError(
+                f"{listed(changed, _SHOWN)}: {len(changed)} of {len(paths)} images are not those that {self.path} was made from. "
+                "Bring them back, or extract into a new folder."
+            )
 
     def _checked(self, rows: Sequence[int] | np.ndarray | Tensor) -> np.ndarray:
         index = np.asarray(rows, np.int64).reshape(-1)

@@ -12,7 +12,8 @@ import torch
 
 from medtokenbudget.config import TrainConfig
 from medtokenbudget.data import Manifest, cut_selection
-from medtokenbudget.errors import RequestError
+from medtokenbudget.data.manifest import listed
+from medtokenbudget.errors import MismatchError, RequestError
 from medtokenbudget.features import FeatureStore
 from medtokenbudget.features.views import IDENTITY, OFF_CENTER
 from medtokenbudget.progress import say
@@ -59,6 +60,7 @@ class ViewDraw:
 
 def make_parts(manifest: Manifest, store: FeatureStore, config: TrainConfig) -> Parts:
     """Rows for a training under `config.protocol`; a strict one cuts its selection part from training, by group."""
+    check_fits(manifest, store)
     if not len(manifest.part("train")):
         raise RequestError("the manifest has no training images. Make a split with `mtb data split`.")
     if config.protocol == "strict" and not len(manifest.part("select")):
@@ -84,6 +86,27 @@ def make_parts(manifest: Manifest, store: FeatureStore, config: TrainConfig) -> 
         validation=_rows(store, validation.ids, IDENTITY),
         off_center=_present(store, validation.ids, (OFF_CENTER,)),
     )
+
+
+def check_fits(manifest: Manifest, store: FeatureStore) -> None:
+    """Refuse a store whose classes, labels or masks are not those of the manifest; it may hold more images."""
+    advice = f"Extract a store of this manifest, or name the manifest that {store.path} was made from."
+    if store.classes != manifest.classes:
+        wanted, found = {"classes": manifest.classes}, {"classes": store.classes}
+        raise MismatchError.between(f"the store {store.path}", wanted, found, advice)
+    place = {name: index for index, name in enumerate(manifest.ids)}
+    rows = [(row, place[name]) for row, name in enumerate(store.ids) if name in place and store.views[row] == IDENTITY]
+    if not rows:
+        raise RequestError(f"the store {store.path} has none of the images of this manifest. {advice}")
+    row, at = np.asarray(rows).T
+    masked = manifest.rows["mask"].notna().to_numpy()[at]
+    for what, differs in (
+        ("labels", store.label.numpy()[row] != manifest.label_index[at]),
+        ("masks", store.has_mask.numpy()[row] != masked),
+    ):
+        if differs.any():
+            names = listed([manifest.ids[i] for i in at[differs]], 3)
+            raise MismatchError(f"the {what} of {differs.sum()} images differ between manifest and store: {names}. {advice}")
 
 
 def _rows(store: FeatureStore, ids: list[str], view: str) -> np.ndarray:
