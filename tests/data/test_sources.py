@@ -97,6 +97,20 @@ def test_files_that_are_left_out_are_counted_aloud(tmp_path: Path, capsys: pytes
     assert "1 .dcm, 2 .heic." in capsys.readouterr().err
 
 
+def test_masks_beside_their_images_are_masks(tmp_path: Path) -> None:
+    root = class_folders(tmp_path, 2)
+    save(disc_mask(), root / "MEL" / "MEL_0_segmentation.png")
+    manifest = folder_manifest(root, root)
+    assert manifest.ids == ["MEL/MEL_0", "MEL/MEL_1", "NV/NV_0", "NV/NV_1"]
+    assert [mask and Path(mask).name for mask in manifest.rows["mask"]] == ["MEL_0_segmentation.png", None, None, None]
+    with pytest.raises(RequestError, match=r"MEL_0_segmentation.png beside an image.*--masks"):
+        folder_manifest(root)
+    (root / "MEL" / "MEL_0_segmentation.png").unlink()
+    save(disc_mask(), root / "masks" / "a.png")
+    with pytest.raises(RequestError, match="folder masks would become a class"):
+        folder_manifest(root)
+
+
 FOLDER_BAD = {
     "train beside test": (
         lambda root: [(root / a).rename(root / b) for a, b in (("MEL", "train"), ("NV", "test"))],

@@ -45,8 +45,8 @@ def predict_files(
 ) -> Summary:
     """Predict `images` (as `MedTokenBudget.predict` takes them, or a manifest) into the table `out`, in constant memory.
 
-    An image that cannot be read is a line in `<out>.errors.jsonl`; the others go on. If none can be read, nothing is written and
-    the work has failed.
+    An image that cannot be read is a line in `x.errors.jsonl` beside `x.csv`; the others go on. If none can be read, nothing is
+    written and the work has failed.
     """
     check_table_path(out)
     errors = out.with_name(f"{out.stem}.errors.jsonl")
@@ -59,7 +59,7 @@ def predict_files(
         "model": model.fingerprint,
         "notice": "Research software, not a medical device.",
     }
-    done = failed = 0
+    done, failed, first = 0, 0, ""
     with ExitStack() as stack:
         writers = [stack.enter_context(table_writer(out, model.classes, metadata))]
         if tokens is not None:
@@ -69,6 +69,7 @@ def predict_files(
             bar.update()
             if isinstance(answer, Failure):
                 append_line(errors, {"image": answer.name, "reason": answer.reason})
+                first = first or answer.reason
                 failed += 1
                 continue
             if overlays is not None:
@@ -77,7 +78,7 @@ def predict_files(
                 writer.add(answer)
             done += 1
         if done == 0:
-            raise WorkError(f"none of {failed} images could be read; the reasons are in {errors}.")
+            raise WorkError(f"none of {failed} images could be read, for example: {first} All reasons are in {errors}.")
     return Summary(done, failed, errors if errors.exists() else None)
 
 

@@ -27,7 +27,7 @@ def train(manifest: Path | str, store: Path | str, out: Path | str, config: Trai
     """Train one LATS model, evaluate it beside the controls `center` and `random`, save it in `out/model`; returns the results."""
     config = config or preset("lesion-first")
     study = Study("train", (MAIN, "center", "random"), (config.seed,), config.budgets)
-    results = run_studies([study], Path(manifest), Path(store), Path(out), config, jobs=1)
+    results = run_studies([study], Path(manifest), Path(store), Path(out), config, jobs=1, required=(MAIN,))
     save_model(out)
     return results
 

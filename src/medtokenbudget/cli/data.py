@@ -214,6 +214,8 @@ def _resplit(manifest: Manifest, options: Namespace, again: bool = False) -> Man
 
 
 def _write(manifest: Manifest, out: Path) -> int:
+    if out.suffix != ".parquet":
+        raise RequestError(f"--out {out} must end in .parquet: that is what a manifest is.")
     return _told(manifest, manifest.write(out))
 
 

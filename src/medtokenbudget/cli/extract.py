@@ -17,7 +17,12 @@ def main(arguments: list[str]) -> int:
     parser = command_parser("extract", "Run the frozen backbone once over all images and fill a store of tokens.", EXAMPLE)
     parser.add_argument("manifest", type=Path, help="Manifest made by `mtb data`.")
     parser.add_argument("--store", type=Path, required=True, help="Folder of the store; one that was begun is continued.")
-    parser.add_argument("--backbone", type=str, default=BackboneConfig.name, help="Any timm vision transformer, or 'embedded'.")
+    parser.add_argument(
+        "--backbone",
+        type=str,
+        default=BackboneConfig.name,
+        help="A timm vision transformer, 'embedded', or a folder of mtb distill.",
+    )
     add_config(parser, BackboneConfig, skip={"name"})
     add_config(parser, ExtractConfig)
     parser.add_argument("--engine", type=Literal["local", "ray"], default="local", help="This machine, or a Ray cluster.")

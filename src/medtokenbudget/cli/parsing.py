@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Sequence
 from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
@@ -9,9 +10,26 @@ from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
 
+class CommandParser(ArgumentParser):
+    """Takes `--batch-size` for `--batch_size` and the other way round."""
+
+    def parse_args(self, args: Sequence[str] | None = None, *more: Any, **options: Any) -> Namespace:  # type: ignore[override]
+        spelled = None if args is None else [_spelled(argument, self._option_string_actions) for argument in args]
+        return super().parse_args(spelled, *more, **options)
+
+
+def _spelled(argument: str, known: Container[str]) -> str:
+    if not argument.startswith("--"):
+        return argument
+    name, equals, value = argument[2:].partition("=")
+    others = (f"--{name.replace('-', '_')}", f"--{name.replace('_', '-')}")
+    found = next((other for other in (f"--{name}", *others) if other in known), None)
+    return argument if found is None else found + equals + value
+
+
 def command_parser(name: str, summary: str, example: str) -> ArgumentParser:
     """A parser for `mtb NAME` whose help ends with an example."""
-    parser = ArgumentParser(prog=f"mtb {name}", description=f"{summary}\n\nExample: {example}", exit_on_error=True)
+    parser = CommandParser(prog=f"mtb {name}", description=f"{summary}\n\nExample: {example}", exit_on_error=True)
     parser.add_argument("--config", action="config", help="YAML or JSON file with the same options.")
     return parser
 

@@ -12,7 +12,7 @@ def main(arguments: list[str]) -> int:
     parser = command_parser(
         "predict",
         "Class probabilities and kept patches of images, to a CSV or Parquet table. Files that cannot be read are listed in "
-        "<out>.errors.jsonl and the rest goes on; the exit code is 1 only when no image could be read.",
+        "predictions.errors.jsonl beside predictions.csv and the rest goes on; the exit code is 1 only when none could be read.",
         "mtb predict runs/demo/model photos/ 'more/*.png' --budget 0.3 --out predictions.csv --overlay pictures",
     )
     parser.add_argument("model", help="Folder of a saved model, a run directory, or a hub id.")

@@ -9,7 +9,9 @@ from medtokenbudget.cli.parsing import command_parser
 
 def main(arguments: list[str]) -> int:
     parser = command_parser("report", "Write the tables, the figures and report.html of a finished run.", "mtb report runs/demo")
-    parser.add_argument("run", type=str, help="The run directory that `mtb sweep`, `mtb reproduce` or `mtb demo` wrote.")
+    parser.add_argument(
+        "run", type=str, help="The run directory that `mtb train`, `mtb sweep`, `mtb reproduce` or `mtb demo` wrote."
+    )
     parser.add_argument("--pictures", type=bool, default=True, help="'false' leaves images of the data set out of the page.")
     options = parser.parse_args(arguments)
 

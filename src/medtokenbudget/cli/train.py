@@ -23,8 +23,9 @@ def main(arguments: list[str]) -> int:
 
     results = train(options.manifest, options.store, options.out, training_config(options))
     note_command(options.out, "train", arguments)
-    row = results[(results["method"] == "lats") & (results["budget"] == 0.3)].iloc[0]
+    ours = results[results["method"] == "lats"]
+    row = ours.iloc[int((ours["budget"] - 0.3).abs().to_numpy().argmin())]
     kept = "" if row["n_masked"] == 0 else f", keeps {row['retention_of_ceiling']:.1%} of the lesion that fits"
-    say(f"at budget 0.3: accuracy {row['accuracy']:.1%} on {row['n']} validation images{kept}.")
+    say(f"at budget {row['budget']:g}: accuracy {row['accuracy']:.1%} on {row['n']} validation images{kept}.")
     say(f"model: {options.out / 'model'}. Next: mtb report {options.out}, mtb explore {options.out / 'model'}")
     return 0

@@ -215,7 +215,8 @@ def _split_findings(manifest: Manifest) -> Iterable[Finding]:
     crossing = [f"{group} ({', '.join(sorted(found))})" for group, found in parts.items() if len(found) > 1]
     yield Finding("group-crosses", _crossing(manifest), f"groups in two parts of the split{_advice(manifest)}", crossing)
     used = set(manifest.rows["split"])
-    yield Finding("part-empty", "warning", "parts without an image", [name for name in ("train", "val") if name not in used])
+    wanted = [] if manifest.split_rule == "none" else ["train", "val"]
+    yield Finding("part-empty", "warning", "parts without an image", [name for name in wanted if name not in used])
     trained = set(manifest.part("train").rows["label"])
     unseen = sorted({label for label in manifest.part("val").rows["label"] if label is not None and label not in trained})
     yield Finding("class-unseen", "warning", "classes in validation that training does not have", unseen)

@@ -10,6 +10,8 @@ import pandas as pd
 from medtokenbudget.data.manifest import COLUMNS, SPLITS, Manifest, listed
 from medtokenbudget.errors import RequestError
 
+_COLUMNS = "they are image and, as known, image_id, label, mask, group, split"
+
 
 def read_csv(path: Path) -> pd.DataFrame:
     """All cells as stripped text: no class called 'NA' becomes a missing one, no id loses its zeros. Empty cells are ''."""
@@ -32,19 +34,16 @@ def csv_manifest(path: Path | str, classes: Sequence[str] | None = None, *, allo
     """
     source = Path(path)
     table = read_csv(source)
-    unknown = sorted(set(table.columns) - set(COLUMNS))
-    if "image" not in table.columns or unknown:
-        what = (
-            "lacks the column 'image'"
-            if "image" not in table.columns
-            else f"has columns that mean nothing here: {', '.join(unknown)}"
-        )
-        raise RequestError(f"{source} {what}. Its columns are image and, as known, image_id, label, mask, group, split.")
+    if "image" not in table.columns:
+        found = f"The columns found, parted by commas: {listed(list(table.columns), 8)}."
+        raise RequestError(f"{source} lacks the column 'image' ({_COLUMNS}). {found}")
     if table.empty:
         raise RequestError(f"{source} has no rows.")
     folder = source.resolve().parent
     rows = {name: table[name].tolist() if name in table.columns else None for name in COLUMNS}
-    faults = _faults(folder, rows, classes, allow_unlabelled)
+    unknown = sorted(set(table.columns) - set(COLUMNS))
+    faults = [f"columns that mean nothing here: {listed(unknown)} ({_COLUMNS})"] if unknown else []
+    faults += _faults(folder, rows, classes, allow_unlabelled)
     if faults:
         raise RequestError(f"{source} does not make a manifest:\n" + "\n".join(f"  {fault}" for fault in faults))
     count = len(table)

@@ -21,6 +21,7 @@ MASK_ENDINGS = ("", "_segmentation", "_mask")
 
 _PARTS = {"train", "training", "val", "valid", "validation", "test", "testing", "select"}
 """Folder names that say a part of the split and not a class."""
+_MASK_FOLDERS = {"mask", "masks", "segmentation", "segmentations"}
 
 
 def image_files(folder: Path) -> list[Path]:
@@ -49,6 +50,10 @@ def folder_manifest(root: Path | str, masks: Path | str | None = None) -> Manife
     apart = None if masks is None else Path(masks).resolve()
     given = _given_parts(top, apart)
     images = {part or "train": _labelled(top / part if part else top, apart) for part in (given or [""])}
+    if masks is None:
+        _refuse_masks(images)
+    else:
+        images = {part: [(path, label) for path, label in found if not _beside(path)] for part, found in images.items()}
     _say_left_out(top, apart)
     if not any(images.values()):
         raise RequestError(f"{top} holds no image, and none of its folders does. Images end in {', '.join(sorted(SUFFIXES))}.")
@@ -89,6 +94,25 @@ def _given_parts(top: Path, apart: Path | None) -> list[str]:
     )
 
 
+def _beside(path: Path) -> bool:
+    """Whether a file has the name of a mask of an image that lies beside it: `a_mask.png` and `a.jpg`."""
+    stems = [path.stem.removesuffix(ending) for ending in MASK_ENDINGS if ending and path.stem.endswith(ending)]
+    return any(path.with_name(stem + suffix).exists() for stem in stems for suffix in SUFFIXES)
+
+
+def _refuse_masks(images: dict[str, list[tuple[Path, str | None]]]) -> None:
+    """Masks that would be taken for images, or their folder for a class."""
+    found = [(path, label) for some in images.values() for path, label in some]
+    folders = sorted({label for _, label in found if label is not None and label.lower() in _MASK_FOLDERS})
+    if folders:
+        raise RequestError(f"the folder {folders[0]} would become a class. Name it with --masks, or move it away.")
+    if masks := [path for path, _ in found if _beside(path)]:
+        raise RequestError(
+            f"{listed([path.name for path in masks], 3)} beside an image of that name: masks. "
+            "Name their folder with --masks (it may be the folder of the images)."
+        )
+
+
 def _say_left_out(top: Path, apart: Path | None) -> None:
     files = (path for path in _below(top, apart) if path.is_file() and path.suffix.lower() not in SUFFIXES)
     kinds = Counter(path.suffix or path.name for path in files)
@@ -117,13 +141,14 @@ class _Masks:
         require_folder(folder, "Pass the folder that holds the masks.")
         self.folder = folder
         self.by_stem: dict[str, list[Path]] = {}
-        for path in filter(_is_image, _below(folder)):
+        for path in (path for path in _below(folder) if _is_image(path)):
             for ending in MASK_ENDINGS:
                 if path.stem.endswith(ending):
                     self.by_stem.setdefault(path.stem.removesuffix(ending), []).append(path)
 
     def of(self, image: Path) -> str | None:
         found = self.by_stem.get(image.stem, [])
+        found = [path for path in found if path != image]
         same_class = [path for path in found if path.parent.name == image.parent.name] or found
         if len(same_class) > 1:
             names = listed([path.relative_to(self.folder).as_posix() for path in same_class], 3)

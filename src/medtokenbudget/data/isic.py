@@ -45,6 +45,8 @@ def match_masks(image_ids: Iterable[str], mask_ids: Iterable[str], how: str) -> 
 
 def read_ground_truth(path: Path) -> pd.DataFrame:
     """Columns `image, label` in file order, from the one-hot CSV."""
+    if not path.exists():
+        raise RequestError(f"{path} does not exist. Give the folder that holds {path.name} and {IMAGES}, as ISIC 2019 comes.")
     table = read_csv(path)
     _require(table, ("image", *CLASSES), path)
     names = [name for name in (*CLASSES, "UNK") if name in table.columns]

@@ -10,8 +10,11 @@ import pandas as pd
 
 from medtokenbudget.config import BUDGETS, CONTROLS, HEADLINE_BUDGETS, PAPER_METHODS, TrainConfig, preset
 from medtokenbudget.data import Manifest
-from medtokenbudget.errors import UnknownNameError
+from medtokenbudget.errors import RequestError, UnknownNameError
 from medtokenbudget.experiments.sweep import Engine, Study, run_studies
+from medtokenbudget.features import FeatureStore
+from medtokenbudget.features.views import OFF_CENTER
+from medtokenbudget.progress import say
 
 SEEDS = (42, 43, 44)
 MAIN_BUDGETS = (0.1, 0.2, 0.3, 0.5, 1.0)
@@ -75,10 +78,23 @@ def chosen_studies(names: Sequence[str], source: str) -> list[Study]:
     for name in names:
         if name not in STUDIES and name != "all":
             raise UnknownNameError.of("study", name, [*STUDIES, "all"])
+    if "kvasir" in names and source != "kvasir":
+        raise RequestError(f"the study 'kvasir' has the paper's numbers for Kvasir v2; this manifest is of {source}.")
     wanted = dict.fromkeys(names)
     if "all" in names:
         wanted = dict.fromkeys(["kvasir"] if source == "kvasir" else [name for name in STUDIES if name != "kvasir"])
     return [STUDIES[name] for name in wanted] + [ALSO[name] for name in wanted if name in ALSO]
+
+
+def _without_center_bias(names: Sequence[str], studies: list[Study]) -> list[Study]:
+    """For a store without off-center views: 'all' means the others, asking for this study by name is refused."""
+    if "center-bias" in names:
+        raise RequestError(
+            "the store has no off-center views, which the study 'center-bias' is about. Extract with --views off-center."
+        )
+    if any(study.name == "center-bias" for study in studies):
+        say("the study 'center-bias' is left out: the store has no off-center views (mtb extract --views off-center).")
+    return [study for study in studies if study.name != "center-bias"]
 
 
 def reproduce(
@@ -95,5 +111,7 @@ def reproduce(
     """Run studies of the paper under its own protocol; returns the tidy results."""
     names = [study] if isinstance(study, str) else list(study)
     studies = chosen_studies(names, Manifest.read(manifest).source.split()[0])
+    if OFF_CENTER not in FeatureStore.open(store).views:
+        studies = _without_center_bias(names, studies)
     config = config or preset("paper", protocol="paper")
     return run_studies(studies, Path(manifest), Path(store), Path(out), config, engine, jobs, only, address)

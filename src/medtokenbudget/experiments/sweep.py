@@ -10,6 +10,7 @@ import multiprocessing
 import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -22,6 +23,7 @@ from safetensors.numpy import save_file
 from medtokenbudget.config import BUDGETS, TrainConfig, preset
 from medtokenbudget.data import Manifest
 from medtokenbudget.errors import RequestError, WorkError
+from medtokenbudget.experiments import preflight
 from medtokenbudget.experiments.provenance import write_run
 from medtokenbudget.experiments.results import read_predictions, summarise, write_predictions, write_results
 from medtokenbudget.experiments.units import Plan, Unit, run_unit, status
@@ -76,11 +78,18 @@ def run_studies(
     jobs: int = 0,
     only: Literal["all", "failed"] = "all",
     address: str | None = None,
+    required: Sequence[str] = (),
 ) -> pd.DataFrame:
-    """Run the units that the studies need, each once, and collect their predictions under the studies' names."""
+    """Run the units that the studies need, each once, and collect their predictions under the studies' names.
+
+    Without the methods in `required` the others are worth nothing: when one of them fails, so does the whole.
+    """
+    preflight.check_config(config)
     read = Manifest.read(manifest)
+    preflight.check_data(read, FeatureStore.open(store))
     plan = Plan(manifest.resolve(), store.resolve(), out.resolve(), config, read.source.split()[0])
     units = unique_units(studies, config)
+    preflight.check_run(plan, units)
     states = {unit: status(plan, unit) for unit in units}
     todo = [unit for unit in units if states[unit] == "failed" or (only == "all" and states[unit] != "done")]
     run_units(plan, todo, engine, jobs, address)
@@ -88,9 +97,11 @@ def run_studies(
     for unit in failed:
         path = plan.folder(unit) / "unit.json"
         reason = read_json(path).get("error", "what is there was made with other options") if path.exists() else "it was not run"
+        if unit.method in required:
+            raise WorkError(reason)
         say(f"{unit.method} with seed {unit.seed} is missing: {reason}")
     if len(failed) == len(units):
-        raise WorkError("no unit of the sweep finished; the reasons stand above. `--only failed` tries again.")
+        raise WorkError("no unit of the sweep finished; the reasons stand above. The same command tries again.")
     return collect(plan, studies, read, units)
 
 
@@ -133,9 +144,15 @@ def _run_local(plan: Plan, units: Sequence[Unit], jobs: int, tick: Callable[[], 
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(jobs, len(units)), mp_context=context) as pool:
         futures = [pool.submit(run_unit, plan, unit, threads) for unit in units]
-        for future in as_completed(futures):
-            future.result()
-            tick()
+        try:
+            for future in as_completed(futures):
+                future.result()
+                tick()
+        except BrokenProcessPool:
+            raise WorkError(
+                'a worker process ended at once. A script that starts several must do so below `if __name__ == "__main__":`; '
+                "jobs=1 needs none. If it did, memory may have run out: fewer jobs at a time take less."
+            ) from None
 
 
 def collect(plan: Plan, studies: Sequence[Study], manifest: Manifest, units: Sequence[Unit]) -> pd.DataFrame:
@@ -199,5 +216,7 @@ def _collect_metrics(plan: Plan, done: Sequence[Unit]) -> None:
 def require_run(out: Path) -> dict[str, Any]:
     """`run.json` of a run directory, or an error that says how to make one."""
     if not (out / "run.json").exists():
-        raise RequestError(f"{out} is not a run directory: it has no run.json. Make one with `mtb sweep` or `mtb reproduce`.")
+        raise RequestError(
+            f"{out} is not a run directory: it has no run.json. Make one with `mtb train`, `mtb sweep` or `mtb reproduce`."
+        )
     return dict(read_json(out / "run.json"))

@@ -50,8 +50,8 @@ def extract(
         advice = "A router knows only the tokens that it was trained on: use the backbone of the model."
         check("the backbone", route_fingerprint.get("backbone", {}), loaded.fingerprint, advice)
     plan = make_plan(manifest, loaded.fingerprint, config, route_fingerprint)
-    publish(plan, path)
     mine = _mine(plan, shards)
+    publish(plan, path)
     todo = tuple((index, plan.shards[index]) for index in mine if read_sidecar(path, index) is None)
     total = sum(len(plan.shards[index]) for index in mine)
     left = sum(len(items) for _, items in todo)

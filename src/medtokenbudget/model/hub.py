@@ -20,7 +20,8 @@ def resolve(name: str | Path, revision: str | None = None) -> Path:
         return inside if not (folder / CONFIG).exists() and (inside / CONFIG).exists() else folder
     if folder.exists():
         raise RequestError(f"{name} is a file. Give the folder of a saved model ({CONFIG}, model.safetensors, README.md).")
-    if not _HUB_ID.fullmatch(str(name)) or str(name).startswith("."):
+    looks_local = str(name).startswith(".") or (folder.parent != Path() and folder.parent.is_dir())
+    if not _HUB_ID.fullmatch(str(name)) or looks_local:
         raise RequestError(f"there is no model folder {name}, and it is not a hub id like owner/name.")
     return download(str(name), revision)
 

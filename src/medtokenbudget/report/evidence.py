@@ -19,7 +19,8 @@ from safetensors import safe_open
 from medtokenbudget.data import Manifest
 from medtokenbudget.errors import RequestError
 from medtokenbudget.experiments.results import read_predictions, read_results
-from medtokenbudget.files import read_json, read_lines
+from medtokenbudget.experiments.sweep import require_run
+from medtokenbudget.files import read_lines
 from medtokenbudget.report.style import ordered
 
 OFF_CENTER = "@off-center"
@@ -106,7 +107,7 @@ class Evidence:
             raise RequestError(
                 f"{run} is not a folder. Give the run directory that `mtb sweep`, `mtb reproduce` or `mtb demo` wrote."
             )
-        info = read_json(run / "run.json")
+        info = require_run(run)
         results = read_results(run / "results.csv")
         if results.empty:
             raise RequestError(f"{run / 'results.csv'} has no rows yet. Finish the run first: the same command goes on.")

@@ -6,6 +6,8 @@ Views are used for training images only; the off-center views of validation imag
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -109,12 +111,18 @@ def check_fits(manifest: Manifest, store: FeatureStore) -> None:
             raise MismatchError(f"the {what} of {differs.sum()} images differ between manifest and store: {names}. {advice}")
 
 
+@lru_cache
+def _say_left_out(store: Path, count: int) -> None:
+    """Once for a store: every part of every training asks."""
+    say(f"{count} images could not be extracted and are left out ({store / 'errors.jsonl'} has the reasons).")
+
+
 def _rows(store: FeatureStore, ids: list[str], view: str) -> np.ndarray:
     """Rows of the images; those whose extraction failed are left out and counted aloud."""
     failed = {error.image_id for error in store.errors if error.view == view}
     left_out = [name for name in ids if name in failed]
     if left_out:
-        say(f"{len(left_out)} images could not be extracted and are left out (errors.jsonl of the store has the reasons).")
+        _say_left_out(store.path, len(failed))
     return np.asarray(store.rows([name for name in ids if name not in failed], view), dtype=np.int64)
 
 
