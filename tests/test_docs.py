@@ -49,7 +49,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         assert main(["data", "folder", "photos", "--masks", "masks", "--out", "photos.parquet"]) == 0
-        assert main(["extract", "photos.parquet", "--store", "tokens", "--backbone", "embedded"]) == 0
+        assert main(["extract", "photos.parquet", "--store", "tokens", "--backbone", "embedded", "--views", "off-center"]) == 0
         assert main(["train", "photos.parquet", "--store", "tokens", "--out", "runs/demo", "--epochs", "1"]) == 0
     return folder
 
