@@ -190,8 +190,9 @@ def test_a_loss_that_is_not_finite_stops_with_the_batch_named(
 def test_lesion_first_without_masks_says_what_to_do(drawn: Drawn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = drawn.store
     monkeypatch.setattr(store, "has_mask", torch.zeros(len(store), dtype=torch.bool), raising=False)
+    without = drawn.manifest.with_columns(mask=[None] * len(drawn.manifest))
     with pytest.raises(RequestError, match="no training image has one"):
-        train_lats(drawn.manifest, store, tmp_path, quick("lesion-first"))
+        train_lats(without, store, tmp_path, quick("lesion-first"))
 
 
 def test_going_on_with_other_options_is_refused_with_the_difference(drawn: Drawn, tmp_path: Path) -> None:
