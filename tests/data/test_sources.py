@@ -79,6 +79,12 @@ def test_images_of_a_class_may_lie_in_folders_of_their_own(tmp_path: Path) -> No
     assert manifest.rows["label"].tolist() == ["MEL", "MEL", "NV"]
 
 
+def test_a_link_that_leads_back_is_not_followed(tmp_path: Path) -> None:
+    root = class_folders(tmp_path, 1)
+    (root / "MEL" / "again").symlink_to(root, target_is_directory=True)
+    assert folder_manifest(root).ids == ["MEL/MEL_0", "NV/NV_0"]
+
+
 def test_a_mask_folder_inside_is_no_class(tmp_path: Path) -> None:
     root = class_folders(tmp_path, 2)
     save(disc_mask(), root / "masks" / "NV_1.png")
@@ -116,6 +122,7 @@ FOLDER_BAD = {
         lambda root: [(root / a).rename(root / b) for a, b in (("MEL", "train"), ("NV", "test"))],
         "folders test, train",
     ),
+    "capital parts": (lambda root: (root / "MEL").rename(root / "Test"), "folders NV, Test"),
     "a part beside classes": (lambda root: save(lesion_picture(9), root / "val" / "MEL" / "x.png"), "name a part of a split"),
     "missing": (lambda root: shutil.rmtree(root), "does not exist"),
     "no image": (lambda root: [path.unlink() for path in root.rglob("*.png")], "holds no image"),

@@ -84,7 +84,7 @@ def _subfolders(folder: Path, apart: Path | None = None) -> list[Path]:
 def _given_parts(top: Path, apart: Path | None) -> list[str]:
     """The parts of a split that comes as folders; half of one is refused, since a part is not a class."""
     names = {folder.name for folder in _subfolders(top, apart)}
-    if not names & _PARTS:
+    if not {name.lower() for name in names} & _PARTS:
         return []
     if names <= set(SPLITS):
         return [name for name in SPLITS if name in names]
@@ -160,4 +160,5 @@ def _below(folder: Path, apart: Path | None = None) -> Iterator[Path]:
     """The files in a folder and in all that lie in it, in order; hidden ones are left out."""
     yield from sorted(path for path in folder.iterdir() if not path.is_dir() and not path.name.startswith("."))
     for sub in _subfolders(folder, apart):
-        yield from _below(sub, apart)
+        if not sub.is_symlink():  # it may lead back here
+            yield from _below(sub, apart)
