@@ -297,6 +297,13 @@ def test_a_run_directory_stands_for_its_model(model: MedTokenBudget, tmp_path: P
     assert mtb.load(tmp_path / "run").fingerprint == model.fingerprint
 
 
+def test_a_mistyped_path_below_a_folder_is_not_taken_for_a_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    with pytest.raises(RequestError, match="there is no model folder runs/nope"):
+        mtb.load("runs/nope")
+
+
 @pytest.fixture
 def hub(model: MedTokenBudget, tmp_path: Path) -> Iterator[tuple[str, Path]]:
     """A server on this machine that answers like the hub's download addresses, and the folder that it serves."""

@@ -113,7 +113,9 @@ def test_when_no_image_can_be_read_the_work_has_failed_and_no_table_appears(
     root: Path, model: MedTokenBudget, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(root, tmp_path / "absent.jpg", "--out", tmp_path / "p.csv", "--tokens", tmp_path / "t.safetensors") == 1
-    assert "none of 1 images could be read" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "none of 1 images could be read, for example: " in said
+    assert "does not exist" in said
     assert sorted(path.name for path in tmp_path.iterdir()) == ["p.errors.jsonl"]
 
 

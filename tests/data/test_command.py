@@ -20,6 +20,41 @@ def run(*arguments: object) -> int:
         return int(end.code or 0)
 
 
+WRONG = {
+    "a manifest by another name": (("folder", "photos", "--out", "m.csv"), "must end in .parquet"),
+    "a negative seed": (("folder", "photos", "--seed", -1, "--out", "m.parquet"), "seed of a split is 0 or more, got -1"),
+    "no ISIC folder": (
+        ("isic", "photos", "--out", "m.parquet"),
+        "ISIC_2019_Training_GroundTruth.csv does not exist. Give the folder",
+    ),
+    "several faults of a CSV": (("csv", "t.csv", "--out", "m.parquet"), "columns that mean nothing here: lable"),
+    "a CSV with semicolons": (("csv", "semicolons.csv", "--out", "m.parquet"), "columns found, parted by commas: image;label"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_request_is_one_message_and_exit_code_2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], case: str
+) -> None:
+    class_folders(tmp_path / "photos", 4)
+    (tmp_path / "t.csv").write_text("image,lable,split\nnowhere.png,MEL,tset\n")
+    (tmp_path / "semicolons.csv").write_text("image;label\na.png;MEL\n")
+    monkeypatch.chdir(tmp_path)
+    arguments, message = WRONG[case]
+    assert run(*arguments) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert "Traceback" not in said
+    if case == "several faults of a CSV":
+        assert "images that do not exist: row 2 (nowhere.png)" in said
+        assert "values of split" in said
+
+
+def test_a_folder_without_a_split_lacks_no_part(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("check", class_folders(tmp_path, 3)) == 0
+    assert "part-empty" not in capsys.readouterr().out
+
+
 def test_a_folder_becomes_a_manifest_and_is_split_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     photos, first, second = class_folders(tmp_path / "photos", 10), tmp_path / "a.parquet", tmp_path / "b.parquet"
     assert run("folder", photos, "--out", first) == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -56,21 +55,44 @@ def test_ids_find_all_masks_of_both_sources(real: Path) -> None:
     assert folders == {MASK_FOLDERS["isic2018"]: 675, MASK_FOLDERS["ham10000"]: 1_393}
 
 
-def test_all_2594_masks_give_the_papers_counts(real: Path) -> None:
-    """Runs where the whole mask archive is: beside the repository, or in the folder that MTB_ISIC names."""
-    top = Path(os.environ.get("MTB_ISIC", real))
-    masks = [path.stem.removesuffix("_segmentation") for path in (top / MASK_FOLDERS["isic2018"]).glob("*_segmentation.png")]
-    if len(masks) != 2_594:
-        pytest.skip(f"needs all 2,594 masks of ISIC 2018 Task 1, {len(masks)} are in {top}: name the folder with MTB_ISIC")
-    truth = read_ground_truth(top / GROUND_TRUTH)
-    truth["split"] = paper_split(len(truth))
-    counts = {}
-    for how in ("exact", "by-id"):
-        matched = truth[truth["image"].isin(match_masks(truth["image"], masks, how))]
-        counts[how] = Counter(zip(matched["split"], matched["label"]))
-    assert counts["exact"] == {("train", "NV"): 488, ("train", "MEL"): 129, ("val", "NV"): 120, ("val", "MEL"): 35}
-    training = {("train", "NV"): 1_493, ("train", "MEL"): 418, ("train", "BKL"): 162}
-    assert counts["by-id"] == training | {("val", "NV"): 373, ("val", "MEL"): 101, ("val", "BKL"): 46}
+@pytest.fixture(scope="session")
+def whole(real: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The complete official layout: the real CSVs, and all images and masks of ISIC 2018 by name only."""
+    root = tmp_path_factory.mktemp("whole")
+    for name in (GROUND_TRUTH, METADATA):
+        (root / name).symlink_to(real / name)
+    lines = (Path(__file__).parent / "isic2018_task1.txt").read_text().splitlines()
+    masks = [f"ISIC_{number}_segmentation.png" for line in lines if not line.startswith("#") for number in line.split()]
+    assert len(set(masks)) == 2_594
+    images = [f"{image}.jpg" for image in read_ground_truth(real / GROUND_TRUTH)["image"]]
+    for folder, names in ((IMAGES, images), (MASK_FOLDERS["isic2018"], masks)):
+        (root / folder).mkdir()
+        for name in names:
+            (root / folder / name).touch()
+    return root
+
+
+@pytest.mark.parametrize(
+    ("how", "training", "validation"),
+    [
+        ("exact", {"NV": 488, "MEL": 129}, {"NV": 120, "MEL": 35}),
+        ("by-id", {"NV": 1_493, "MEL": 418, "BKL": 162}, {"NV": 373, "MEL": 101, "BKL": 46}),
+    ],
+)
+def test_the_complete_files_give_the_papers_counts_of_masks(
+    whole: Path, how: str, training: dict[str, int], validation: dict[str, int]
+) -> None:
+    manifest = isic_manifest(whole, how, ["isic2018"])
+    assert len(manifest) == 25_331
+    masked = manifest.rows[manifest.rows["mask"].notna()]
+    assert Counter(masked["label"][masked["split"] == "train"]) == training
+    assert Counter(masked["label"][masked["split"] == "val"]) == validation
+    assert sum(training.values()) + sum(validation.values()) == {"exact": 617 + 155, "by-id": 2_073 + 520}[how]
+
+
+def test_every_mask_at_hand_is_in_the_list_of_all(real: Path, whole: Path) -> None:
+    folder = MASK_FOLDERS["isic2018"]
+    assert {path.name for path in (real / folder).glob("*.png")} < {path.name for path in (whole / folder).iterdir()}
 
 
 def test_a_group_is_a_lesion_or_the_image_itself(real: Path) -> None:

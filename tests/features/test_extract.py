@@ -350,6 +350,8 @@ def test_the_command_extracts_says_what_failed_and_what_is_next(
     tmp_path: Path, backbone: BackboneConfig, manifest: Manifest, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = manifest.write(tmp_path / "m.parquet")
+    assert _command(path, tmp_path / "store", backbone, "--shards", "2/2") == 2
+    assert not (tmp_path / "store").exists()
     assert _command(path, tmp_path / "store", backbone, "--shards", "0/2") == 0
     assert "1 of 3 shards are missing" in capsys.readouterr().out
     assert _command(path, tmp_path / "store", backbone, "--verify") == 0
