@@ -41,7 +41,7 @@ class BackboneConfig:
     layer: int = -1
     """Block whose tokens and attention are taken, counted from 0, or from the end when negative."""
     attention: Literal["true", "pseudo"] = "true"
-    """'true': the attention of the chosen block; 'pseudo': cosine similarity of patches, for models without query and key."""
+    """'true': the attention of the chosen block; 'pseudo': cosine similarity of patches, for blocks without a single one."""
 
 
 @dataclass(frozen=True)

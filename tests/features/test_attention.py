@@ -21,7 +21,14 @@ MODELS = {
     "reg4": ("vit_small_patch14_reg4_dinov2", {"img_size": 56}),
     "siglip": ("vit_base_patch16_siglip_224", {"img_size": 64}),
     "query-key norm": ("vit_tiny_patch16_224", {"img_size": 64, "qk_norm": True}),
+    "rotary (DINOv3)": ("vit_small_patch16_dinov3", {"img_size": 64}),
+    "rotary, projections apart (EVA-02)": ("eva02_tiny_patch14_224", {"img_size": 56}),
+    "rotary and register": ("vit_medium_patch16_rope_reg1_gap_256", {"img_size": 64}),
+    "relative positions": ("vit_relpos_small_patch16_224", {"img_size": 64}),
+    "relative positions and class token (BEiT)": ("beit_base_patch16_224", {"img_size": 64}),
+    "parallel block": ("vit_base_patch16_xp_224", {"img_size": 64}),
 }
+NO_CLASS_TOKEN = ("siglip", "rotary and register", "relative positions")
 
 
 def make(kind: str) -> Any:
@@ -41,7 +48,7 @@ def images(model: Any, n: int = 3) -> Tensor:
 def timm_attention(model: Any, x: Tensor, layer: int) -> Tensor:
     """[B, H, T, T]: what timm's own attention hands to its dropout when it is not fused."""
     seen = []
-    attention = model.blocks[layer].attn
+    attention = getattr(model.blocks[layer], "attn", model.blocks[layer])
     attention.fused_attn = False
     handle = attention.attn_drop.register_forward_hook(lambda module, inputs, output: seen.append(inputs[0].detach()))
     with torch.inference_mode():
@@ -67,9 +74,9 @@ def test_attention_equals_the_weights_that_timm_uses(kind: str, layer: int) -> N
     expected = timm_attention(model, x, layer)
     tokens = Backbone.from_model(model, kind, layer=layer)(x)
     prefix = model.num_prefix_tokens
+    assert expected.shape[-1] == prefix + tokens.n
     torch.testing.assert_close(tokens.attention_entropy, entropy_by_hand(expected, prefix), rtol=1e-4, atol=1e-5)
-    if kind == "siglip":
-        assert prefix == 0
+    if kind in NO_CLASS_TOKEN:
         assert tokens.cls is None
         assert tokens.cls_attention is None
     else:
@@ -115,11 +122,36 @@ def test_entropy_of_a_row_that_gives_half_of_its_weight_to_prefix_tokens_follows
     torch.testing.assert_close(normalised_entropy(weights), torch.full((1, 4), by_hand))
 
 
-def test_a_model_without_plain_query_and_key_is_refused_and_served_only_as_pseudo() -> None:
-    model = timm.create_model("vit_small_patch16_dinov3", **SMALL, img_size=64).eval()
-    with pytest.raises(RequestError, match="attention='pseudo'"):
-        Backbone.from_model(model, "vit_small_patch16_dinov3")
-    tokens = Backbone.from_model(model, "vit_small_patch16_dinov3", attention="pseudo")(images(model, 2))
+def test_fused_attention_that_is_switched_off_changes_nothing() -> None:
+    fused, plain = make("rotary (DINOv3)"), make("rotary (DINOv3)")
+    for block in plain.blocks:
+        block.attn.fused_attn = False
+    x = images(fused)
+    expected = Backbone.from_model(fused, "fused", layer=1)(x).attention_entropy
+    torch.testing.assert_close(Backbone.from_model(plain, "plain", layer=1)(x).attention_entropy, expected)
+
+
+def test_a_pass_that_fails_inside_the_block_leaves_nothing_behind() -> None:
+    model = make("plain")
+    backbone = Backbone.from_model(model, "plain")
+    expected = backbone(images(model)).attention_entropy
+
+    def fail(*_: Any) -> None:
+        raise MemoryError("can't allocate memory")
+
+    handle = model.blocks[-1].mlp.register_forward_hook(fail)
+    with pytest.raises(MemoryError):
+        backbone(images(model))
+    handle.remove()
+    assert torch.overrides._get_current_function_mode() is None
+    assert torch.equal(backbone(images(model)).attention_entropy, expected)
+
+
+def test_a_block_of_several_attentions_is_refused_and_served_only_as_pseudo() -> None:
+    model = timm.create_model("vit_small_patch16_18x2_224", **SMALL, img_size=64).eval()
+    with pytest.raises(RequestError, match=r"2 attentions .*ParallelThingsBlock.*attention='pseudo'"):
+        Backbone.from_model(model, "vit_small_patch16_18x2_224")
+    tokens = Backbone.from_model(model, "vit_small_patch16_18x2_224", attention="pseudo")(images(model, 2))
     assert tokens.grid == (4, 4)
     unit = torch.nn.functional.normalize(tokens.patches.double(), dim=-1)
     for i in range(2):

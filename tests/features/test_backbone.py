@@ -56,6 +56,23 @@ def test_position_embeddings_are_resampled_to_another_grid(weights: Path) -> Non
     torch.testing.assert_close(backbone.model.pos_embed[:, 1:], expected.permute(0, 2, 3, 1).flatten(1, 2))
 
 
+@pytest.mark.parametrize(
+    ("name", "image_size", "grid"), [("vit_small_patch16_dinov3", 96, (6, 6)), ("vit_tiny_r_s16_p8_224", 128, (4, 4))]
+)
+def test_other_transformers_load_at_another_size(tmp_path: Path, name: str, image_size: int, grid: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    model = timm.create_model(name, pretrained=False, num_classes=3).eval()
+    save_file(model.state_dict(), tmp_path / "published.safetensors")
+    backbone = Backbone.load(BackboneConfig(name, tmp_path / "published.safetensors", image_size))
+    x = torch.randn(1, 3, image_size, image_size)
+    tokens = backbone(x)
+    assert (backbone.grid, tokens.grid) == (grid, grid)
+    other = timm.create_model(name, pretrained=False, num_classes=0, img_size=image_size).eval()
+    other.load_state_dict(backbone.model.state_dict())
+    with torch.inference_mode():
+        torch.testing.assert_close(tokens.patches, other.forward_features(x)[:, backbone.prefix :], rtol=1e-4, atol=1e-5)
+
+
 def test_the_classifier_of_a_published_checkpoint_is_left_out(tmp_path: Path) -> None:
     model = small(classes=10)
     save_file(model.state_dict(), tmp_path / "published.safetensors")
@@ -114,6 +131,8 @@ def test_weights_out_of_reach_are_an_error_that_says_how_to_get_them(monkeypatch
     [
         ({"name": "vit_bse_patch14_dinov2"}, "Did you mean 'vit_base_patch14_dinov2"),
         ({"name": "resnet18"}, "vision transformer"),
+        ({"name": "swin_tiny_patch4_window7_224", "image_size": 224}, "one grid in every block"),
+        ({"name": "samvit_base_patch16_224", "image_size": 224}, "one grid in every block"),
         ({"layer": 6}, "6 blocks, 0 to 5"),
         ({"layer": -7}, "6 blocks"),
         ({"image_size": 70}, "--image_size 64 or 80"),

@@ -1,7 +1,7 @@
 """The attention of one block, reduced at once to two numbers a patch: entropy (Eq. 1) and the class token's attention.
 
-Its own file because of its trap: query and key come from the block's own projection of `norm1(x)`, with the block's own query and
-key norms, so the projection is tapped inside the running block instead of being computed beside it. The `[B, H, T, T]` weights
+Its own file because of its trap: query and key are projections of `norm1(x)`, then normed, turned or biased as the block likes. So
+they are taken where the running block hands them to its softmax, instead of being computed beside it. The `[B, H, T, T]` weights
 exist for one image at a time and never leave this file.
 """
 
@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 import threading
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from timm.models.vision_transformer import Attention
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from medtokenbudget.errors import RequestError
 
@@ -29,51 +29,100 @@ class Reduced(NamedTuple):
     cls_attention: Tensor | None
 
 
+class QueryKey(NamedTuple):
+    """What one attention compares: query (scaled) and key [B, H, T, d], and a bias that broadcasts to [B, H, T, T] or None."""
+
+    query: Tensor
+    key: Tensor
+    bias: Tensor | None
+
+
+class _Watch(TorchFunctionMode):
+    """Notes the arguments of every fused attention that is computed while it is entered; changes nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[QueryKey] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            self.seen.append(_query_key(*args, **kwargs))
+        return func(*args, **kwargs)
+
+
+def _query_key(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    **_: Any,
+) -> QueryKey:
+    if is_causal or (attn_mask is not None and attn_mask.dtype == torch.bool):
+        raise RequestError("the attention of this backbone is masked: its patches do not all see each other.")
+    return QueryKey(query * (query.shape[-1] ** -0.5 if scale is None else scale), key, attn_mask)
+
+
 class QueryKeyTap:
-    """Keeps what the query-key-value projection of one block puts out during a forward pass; one value a thread."""
+    """Keeps query, key and bias of the attention of one block during a forward pass, whatever the block does to them before:
+    norms, rotary or relative positions. One value a thread."""
 
     def __init__(self, block: nn.Module, model_name: str) -> None:
-        attention = getattr(block, "attn", None)
-        if not isinstance(attention, Attention) or getattr(attention, "qkv", None) is None:
-            kind = type(attention if attention is not None else block).__name__
-            raise RequestError(
-                f"{model_name} has no query and key of its own to read ({kind}). "
-                "Ask for attention='pseudo' (cosine similarity of patches) by name, or take a plain vision transformer."
-            )
-        self.attention = attention
+        self.model_name = model_name
+        self._kind = type(getattr(block, "attn", block)).__name__
         self._local = threading.local()
-        attention.qkv.register_forward_hook(self._keep)
+        for module in block.modules():
+            if hasattr(module, "fused_attn"):
+                module.fused_attn = True  # the environment can switch it off, and then there is no call to watch
+        block.register_forward_pre_hook(self._enter)
+        block.register_forward_hook(self._leave, always_call=True)
 
-    def _keep(self, _module: nn.Module, _inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        self._local.qkv = output
+    def _enter(self, *_: Any) -> None:
+        self._local.watch = _Watch()
+        self._local.watch.__enter__()
 
-    def query_key(self) -> tuple[Tensor, Tensor]:
-        """Query (scaled) and key of the last forward pass of this thread, each [B, H, T, d]."""
-        qkv: Tensor = self._local.qkv
-        self._local.qkv = None
-        module = self.attention
-        b, t, _ = qkv.shape
-        q, k, _ = qkv.reshape(b, t, 3, module.num_heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
-        return module.q_norm(q) * module.scale, module.k_norm(k)
+    def _leave(self, *_: Any) -> None:
+        self._local.watch.__exit__(None, None, None)
+
+    def query_key(self) -> QueryKey:
+        """Of the last forward pass of this thread."""
+        seen, self._local.watch = self._local.watch.seen, None
+        if len(seen) != 1:
+            raise RequestError(
+                f"a block of {self.model_name} has {len(seen) or 'no'} attentions of query and key to read ({self._kind}). "
+                "Ask for attention='pseudo' (cosine similarity of patches) by name, or take another vision transformer."
+            )
+        return seen[0]
 
 
-def reduce_attention(q: Tensor, k: Tensor, prefix: int, has_cls: bool) -> Reduced:
+def reduce_attention(of: QueryKey, prefix: int, has_cls: bool) -> Reduced:
     """Softmax over all T = prefix + N tokens, mean over heads, then entropy and class attention of the N patches.
 
-    q, k  [B, H, T, d], q scaled. A row's patch weights do not sum to one, because the softmax also covers the prefix tokens.
+    A row's patch weights do not sum to one, because the softmax also covers the prefix tokens.
     """
     if torch.compiler.is_compiling():
         # A traced graph (ONNX) has no number of images yet: it reduces them all at once.
-        return _reduce(q, k, prefix, has_cls)
-    parts = [_reduce(q[i : i + CHUNK], k[i : i + CHUNK], prefix, has_cls) for i in range(0, q.shape[0], CHUNK)]
+        return _reduce(of, prefix, has_cls)
+    parts = [_reduce(_images(of, i, i + CHUNK), prefix, has_cls) for i in range(0, of.query.shape[0], CHUNK)]
     entropy = torch.cat([part.entropy for part in parts])
     if not has_cls:
         return Reduced(entropy, None)
     return Reduced(entropy, torch.cat([part.cls_attention for part in parts if part.cls_attention is not None]))
 
 
-def _reduce(q: Tensor, k: Tensor, prefix: int, has_cls: bool) -> Reduced:
-    weights = (q @ k.transpose(-2, -1)).softmax(-1).mean(1)
+def _images(of: QueryKey, start: int, end: int) -> QueryKey:
+    shared = of.bias is None or of.bias.ndim < 4 or of.bias.shape[0] == 1
+    return QueryKey(of.query[start:end], of.key[start:end], of.bias if shared or of.bias is None else of.bias[start:end])
+
+
+def _reduce(of: QueryKey, prefix: int, has_cls: bool) -> Reduced:
+    compared = of.query @ of.key.transpose(-2, -1)
+    if of.bias is not None:
+        compared = compared + of.bias
+    weights = compared.softmax(-1).mean(1)
     cls_attention = weights[:, 0, prefix:].clone() if has_cls else None
     return Reduced(normalised_entropy(weights[:, prefix:, prefix:]), cls_attention)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import inspect
 import sys
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +18,7 @@ import timm
 import torch
 from PIL import Image
 from timm.data import resolve_model_data_config
-from timm.models.vision_transformer import checkpoint_filter_fn
+from timm.models.vision_transformer import Attention, checkpoint_filter_fn
 from torch import Tensor
 
 from medtokenbudget.config import BackboneConfig
@@ -64,6 +65,8 @@ class Backbone:
             "dim": self.dim,
             **self.preprocessing.to_dict(),
         }
+        if self._tap is not None and not isinstance(getattr(model.blocks[self.layer], "attn", None), Attention):
+            self(torch.zeros(1, 3, config.image_size, config.image_size))  # refused now, not in the middle of the work
 
     @classmethod
     def load(cls, config: BackboneConfig, device: torch.device | str = "cpu") -> Backbone:
@@ -109,7 +112,7 @@ class Backbone:
         found = self.model.forward_intermediates(
             images,
             indices=[self.layer],
-            return_prefix_tokens=True,
+            return_prefix_tokens=self.prefix > 0,
             norm=True,
             stop_early=True,
             output_fmt="NLC",
@@ -120,7 +123,7 @@ class Backbone:
         if self._tap is None:
             reduced = pseudo_attention(patches, cls)
         else:
-            reduced = reduce_attention(*self._tap.query_key(), self.prefix, self.has_cls)
+            reduced = reduce_attention(self._tap.query_key(), self.prefix, self.has_cls)
         return TokenBatch(patches, self.grid, cls=cls, attention_entropy=reduced.entropy, cls_attention=reduced.cls_attention)
 
 
@@ -137,9 +140,19 @@ def build(name: str, image_size: int, recipe: zoo.Recipe | None = None) -> Model
         raise RequestError(f"timm cannot build '{name}' at {image_size} pixels as a vision transformer: {error}") from None
     if recipe:
         model.pretrained_cfg = {**model.pretrained_cfg, **recipe.preprocessing}
-    if not all(hasattr(model, part) for part in ("blocks", "patch_embed", "forward_intermediates")):
-        raise RequestError(f"'{name}' is not a vision transformer with patch tokens. Choose one of timm's `vit_...` models.")
+    if not _is_plain_transformer(model):
+        raise RequestError(
+            f"'{name}' is not a vision transformer whose patch tokens lie on one grid in every block. "
+            "Choose one of timm's `vit_...` models."
+        )
     return model
+
+
+def _is_plain_transformer(model: Model) -> bool:
+    if not hasattr(model, "blocks") or not hasattr(getattr(model, "patch_embed", None), "grid_size"):
+        return False
+    intermediates = getattr(model, "forward_intermediates", None)
+    return intermediates is not None and "return_prefix_tokens" in inspect.signature(intermediates).parameters
 
 
 def load_weights(model: Model, path: Path) -> None:
@@ -213,7 +226,7 @@ def _from_hub(name: str, model: Model) -> Path:
 def _grid(model: Model, config: BackboneConfig) -> tuple[int, int]:
     patch_embed: Any = model.patch_embed
     h, w = patch_embed.grid_size
-    patch = patch_embed.patch_size
+    patch = patch_embed.feat_ratio(as_scalar=False)  # of a hybrid, the patch of its feature map times what that was reduced by
     if h * patch[0] != config.image_size or w * patch[1] != config.image_size:
         raise RequestError(
             f"an image of {config.image_size} pixels does not divide into the {patch[0]} x {patch[1]} patches of '{config.name}'. "

@@ -59,7 +59,7 @@ class Student(nn.Module):
         tokens = self.model.forward_features(images)
         prefix = self.model.num_prefix_tokens
         found = {"patches": self.adapters["patches"](tokens[:, prefix:])}
-        q, k = self._tap.query_key()
+        q, k, _ = self._tap.query_key()
         if prefix:
             found["cls"] = self.adapters["cls"](tokens[:, 0])
             found["cls_attention"] = torch.einsum("bhd,bhtd->bht", q[:, :, 0], k).softmax(-1).mean(1)[:, prefix:]
