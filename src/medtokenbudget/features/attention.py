@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -74,7 +75,8 @@ class QueryKeyTap:
         self.model_name = model_name
         self._kind = type(getattr(block, "attn", block)).__name__
         self._local = threading.local()
-        for module in block.modules():
+        modules: Iterable[Any] = block.modules()
+        for module in modules:
             if hasattr(module, "fused_attn"):
                 module.fused_attn = True  # the environment can switch it off, and then there is no call to watch
         block.register_forward_pre_hook(self._enter)
