@@ -2,14 +2,15 @@
 
     python -m benchmarks.reading [--rows 512] [--rounds 7]
 
-Also shows that the memory of the reader does not grow with the store: private memory (what the kernel cannot take back) at one
-and at eight times the rows.
+Also shows that a store may be larger than memory: private memory (what the kernel cannot take back) at one and at eight times the
+rows, and what is read from the disk for an eighth of the rows, drawn at random, when none of them is in memory.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -98,6 +99,7 @@ def main(arguments: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         _speed(Path(folder) / "one", given.rows, given.rounds)
         _memory(Path(folder), given.rows)
+        _cold(Path(folder) / "memory-8")
     return 0
 
 
@@ -145,6 +147,33 @@ def _memory(folder: Path, rows: int) -> None:
     print("private memory of a reader over its start (a process each):")
     print(f"  {one['rows']:5d} rows {one['growth_kib'] / 1024:7.1f} MiB")
     print(f"  {eight['rows']:5d} rows {eight['growth_kib'] / 1024:7.1f} MiB   ratio {eight['growth_kib'] / one['growth_kib']:.2f}")
+
+
+def bytes_from_disk() -> int:
+    """What this process made the disk read until now."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes"))
+
+
+def forget(path: Path) -> None:
+    """Put the files of a store out of memory."""
+    for file in path.iterdir():
+        with file.open("rb") as stream:
+            os.fsync(stream.fileno())
+            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _cold(path: Path) -> None:
+    store = FeatureStore.open(path)
+    rows = np.random.default_rng(0).permutation(len(store))[: len(store) // 8]
+    wanted = len(rows) * GRID[0] * GRID[1] * DIM * 2
+    forget(path)
+    start, before = time.perf_counter(), bytes_from_disk()
+    for batch in store.batches(rows, BATCH, dtype=torch.float16):
+        del batch
+    seconds, read = time.perf_counter() - start, bytes_from_disk() - before
+    print(f"{len(rows)} of {len(store)} rows, none of them in memory before: {wanted / seconds / 1e9:.2f} GB/s,")
+    print(f"  {read / wanted:.2f} times their bytes were read from the disk")
 
 
 if __name__ == "__main__":

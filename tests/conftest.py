@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -33,3 +34,18 @@ def shared() -> Path:
 def drawn(tmp_path_factory: pytest.TempPathFactory) -> Drawn:
     """A small drawn data set with its store."""
     return drawn_store(tmp_path_factory.mktemp("drawn"))
+
+
+@pytest.fixture
+def hub_at(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
+    """Points the hub's client, which reads its environment only once, to an address and to an empty cache."""
+
+    def point(address: str, offline: bool = False) -> None:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", address)
+        template = address + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
+
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    return point

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import http.server
 import json
 import os
 import re
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -21,6 +19,7 @@ from safetensors.torch import load_file, save_file
 import medtokenbudget as mtb
 from medtokenbudget.errors import BudgetError, MismatchError, MissingSignalError, RequestError, UnknownNameError, WorkError
 from medtokenbudget.model import Failure, MedTokenBudget
+from tests.hub import serving
 from tests.small_model import CLASSES, draw_images, small_backbone, small_model
 
 
@@ -306,55 +305,10 @@ def test_a_mistyped_path_below_a_folder_is_not_taken_for_a_hub_id(tmp_path: Path
 
 @pytest.fixture
 def hub(model: MedTokenBudget, tmp_path: Path) -> Iterator[tuple[str, Path]]:
-    """A server on this machine that answers like the hub's download addresses, and the folder that it serves."""
+    """The address of a hub with the model, and the folder that it serves."""
     folder = model.save_pretrained(tmp_path / "served", portable=True)
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_HEAD(self) -> None:
-            self.answer(body=False)
-
-        def do_GET(self) -> None:
-            self.answer(body=True)
-
-        def answer(self, body: bool) -> None:
-            found = re.fullmatch(r"/someone/router/resolve/main/([\w.]+)", self.path)
-            path = folder / found.group(1) if found else folder / "absent"
-            known = found and path.is_file()
-            content = path.read_bytes() if known else b""
-            self.send_response(200 if known else 404)
-            if known:
-                self.send_header("ETag", f'"{path.name}-1"')
-                self.send_header("X-Repo-Commit", "a" * 40)
-            else:
-                self.send_header("X-Error-Code", "EntryNotFound" if found else "RepoNotFound")
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            if body:
-                self.wfile.write(content)
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}", folder
-    server.shutdown()
-    server.server_close()
-
-
-@pytest.fixture
-def hub_at(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str, bool], None]:
-    """Points the hub's client, which reads its environment only once, to an address and to an empty cache."""
-
-    def point(address: str, offline: bool = False) -> None:
-        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", address)
-        template = address + "/{repo_id}/resolve/{revision}/{filename}"
-        monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
-        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
-        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
-
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
-    return point
+    with serving(folder, "someone/router") as address:
+        yield address, folder
 
 
 def test_a_hub_id_is_downloaded_cached_and_then_needs_no_network(
@@ -363,8 +317,9 @@ def test_a_hub_id_is_downloaded_cached_and_then_needs_no_network(
     hub_at(hub[0])
     assert mtb.load("someone/router").fingerprint == model.fingerprint
     assert len(list((tmp_path / "cache").rglob("snapshots/*/*"))) == 4
-    hub_at("http://127.0.0.1:9", offline=True)
-    assert mtb.load("someone/router").fingerprint == model.fingerprint
+    for offline in (False, True):
+        hub_at("http://127.0.0.1:9", offline)
+        assert mtb.load("someone/router").fingerprint == model.fingerprint
 
 
 def test_an_unknown_or_unreachable_hub_id_is_a_clear_error(hub: tuple[str, Path], hub_at: Callable[..., None]) -> None:
@@ -375,8 +330,14 @@ def test_an_unknown_or_unreachable_hub_id_is_a_clear_error(hub: tuple[str, Path]
     (folder / "model.safetensors").unlink()
     with pytest.raises(RequestError, match=r"has no model\.safetensors"):
         mtb.load("someone/router")
+    hub_at("http://127.0.0.1:9")
+    with pytest.raises(WorkError, match=r"the hub cannot be reached and someone/else/config.json is not in its cache\. Check"):
+        mtb.load("someone/else")
     hub_at(address, offline=True)
-    with pytest.raises(WorkError, match="the hub cannot be reached and someone/else is not in its cache"):
+    with pytest.raises(
+        WorkError,
+        match=r"the hub cannot be reached \(HF_HUB_OFFLINE is set\) and someone/else/config.json is not in its cache\. Check",
+    ):
         mtb.load("someone/else")
 
 

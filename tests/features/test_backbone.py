@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 import numpy as np
 import pytest
 import timm
@@ -17,6 +18,7 @@ from medtokenbudget.config import BackboneConfig
 from medtokenbudget.errors import GridError, RequestError, ShapeError, WorkError
 from medtokenbudget.features.backbone import Backbone
 from medtokenbudget.features.preprocess import Preprocessing, luminance
+from tests.hub import serving
 
 NAME = "test_vit"
 
@@ -117,13 +119,26 @@ def test_files_that_are_not_safetensors_are_refused(tmp_path: Path, name: str, c
         Backbone.load(config(tmp_path / name))
 
 
-def test_weights_out_of_reach_are_an_error_that_says_how_to_get_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    def offline(*_: Any, **__: Any) -> str:
-        raise OSError("Network is unreachable")
+def test_weights_are_fetched_from_the_hub_once(weights: Path, tmp_path: Path, hub_at: Callable[..., None]) -> None:
+    served = tmp_path / "served"
+    served.mkdir()
+    shutil.copy(weights, served / "model.safetensors")
+    published = BackboneConfig("test_vit.r160_in1k", image_size=64)
+    with serving(served, "timm/test_vit.r160_in1k") as address:
+        hub_at(address)
+        fetched = Backbone.load(published)
+    hub_at("http://127.0.0.1:9", offline=True)
+    again = Backbone.load(published)
+    assert again.fingerprint == fetched.fingerprint
+    assert fetched.fingerprint["weights"] == Backbone.load(config(weights)).fingerprint["weights"]
 
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", offline)
-    with pytest.raises(WorkError, match=r"(?s)timm/test_vit.*unreachable.*--weights FILE.*'embedded'"):
-        Backbone.load(BackboneConfig("test_vit.r160_in1k", image_size=64))
+
+@pytest.mark.parametrize("hub", ["unreachable", "offline", "without the model"])
+def test_weights_out_of_reach_are_an_error_that_says_how_to_get_them(hub: str, tmp_path: Path, hub_at: Callable[..., None]) -> None:
+    with serving(tmp_path, "timm/another") as address:
+        hub_at(address if hub == "without the model" else "http://127.0.0.1:9", offline=hub == "offline")
+        with pytest.raises(WorkError, match=r"(?s)could not be fetched.*timm/test_vit.*--weights FILE.*'embedded'"):
+            Backbone.load(BackboneConfig("test_vit.r160_in1k", image_size=64))
 
 
 @pytest.mark.parametrize(

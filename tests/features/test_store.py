@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
+import mmap
+import os
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +20,7 @@ from safetensors.numpy import load_file
 from medtokenbudget.data import Manifest, decode_image
 from medtokenbudget.errors import MismatchError, RequestError, WorkError
 from medtokenbudget.features import Backbone, FeatureStore, extract
-from medtokenbudget.features.reading import BufferPool, MappedRows, join_large, join_small, prefetched
+from medtokenbudget.features.reading import BufferPool, Fetching, MappedRows, join_large, join_small, prefetched
 from medtokenbudget.features.shards import map_shard, shard_path, write_shard
 from tests.features.tiny import CONFIG, DIM, GRID, tiny_backbone, tiny_manifest
 
@@ -123,6 +127,62 @@ def test_shards_are_mapped_not_loaded(made: tuple[FeatureStore, Manifest, Backbo
         assert np.array_equal(arrays[name], expected), name
         assert not arrays[name].flags.owndata
         assert not arrays[name].flags.writeable
+
+
+def pages_in_memory(path: Path) -> np.ndarray:
+    """Which pages of a file are in memory, bool [pages]; looking at them brings none in."""
+    bytes_of_file = np.memmap(path, np.uint8, "r")
+    pages = np.zeros(-(-len(bytes_of_file) // mmap.PAGESIZE), np.uint8)
+    address = ctypes.c_void_p(bytes_of_file.ctypes.data)
+    assert ctypes.CDLL(None).mincore(address, ctypes.c_size_t(len(bytes_of_file)), ctypes.c_void_p(pages.ctypes.data)) == 0
+    return (pages & 1).astype(bool)
+
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="looks at pages of memory as Linux shows them")
+PAGES = 262_144 // mmap.PAGESIZE
+
+
+@pytest.fixture
+def on_disk(tmp_path: Path) -> tuple[Path, np.ndarray]:
+    """A shard of 64 rows of 256 KiB, none of it in memory, and the rows."""
+    rows = np.random.default_rng(0).random((64, 65_536), dtype=np.float32)
+    write_shard(tmp_path, 0, [(str(i), "identity", "") for i in range(64)], {"patches": rows}, [], 1)
+    path = shard_path(tmp_path, 0)
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    if pages_in_memory(path).any():
+        pytest.skip(f"files in {tmp_path} cannot be put out of memory")
+    return path, rows
+
+
+@linux
+@pytest.mark.parametrize("announced", [True, False])
+def test_a_row_is_read_without_its_neighbors(on_disk: tuple[Path, np.ndarray], announced: bool) -> None:
+    """What a store larger than memory depends on: otherwise the kernel reads megabytes around every page that is touched."""
+    path, rows = on_disk
+    mapped = MappedRows(map_shard(path)["patches"])
+    fetching = Fetching()
+    fetching.from_disk = announced
+    target = torch.empty(1, 65_536)
+    with fetching.of([mapped], [40]):
+        if announced:  # it is on its way before it is touched
+            assert pages_in_memory(path).sum() >= PAGES
+        join_large([mapped], [40], target)
+    assert torch.equal(target[0], torch.from_numpy(rows[40]))
+    assert PAGES <= pages_in_memory(path).sum() <= PAGES + 8
+
+
+@linux
+def test_rows_are_announced_while_they_come_from_the_disk_and_no_longer(on_disk: tuple[Path, np.ndarray]) -> None:
+    mapped = MappedRows(map_shard(on_disk[0])["patches"])
+    fetching = Fetching()
+    seen = []
+    for place in (3, 3, 3, 9, 10):
+        with fetching.of([mapped], [place]):
+            join_large([mapped], [place], torch.empty(1, 65_536))
+        seen.append(fetching.from_disk)
+    assert seen == [True, False, False, True, True]
 
 
 def test_an_open_store_keeps_no_file_open(made: tuple[FeatureStore, Manifest, Backbone]) -> None:

@@ -21,6 +21,7 @@ from timm.data import resolve_model_data_config
 from timm.models.vision_transformer import Attention, checkpoint_filter_fn
 from torch import Tensor
 
+from medtokenbudget import hub
 from medtokenbudget.config import BackboneConfig
 from medtokenbudget.errors import RequestError, ShapeError, WorkError
 from medtokenbudget.features import zoo
@@ -208,18 +209,15 @@ def _differences(model: Model, state: dict[str, Tensor]) -> str:
 
 def _from_hub(name: str, model: Model) -> Path:
     """Path of the published safetensors file, downloaded by huggingface_hub or already in its cache."""
-    from huggingface_hub import hf_hub_download
-
     source = model.pretrained_cfg.get("hf_hub_id")
     if not source:
         raise WorkError(f"no weights are published for '{name}'. Pass --weights FILE.safetensors, or take the backbone 'embedded'.")
     try:
-        return Path(hf_hub_download(source, "model.safetensors"))
+        return hub.fetch(source, "model.safetensors")
     except Exception as error:  # the hub's client raises its own, its transport's and the system's errors
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise WorkError(
-            f"the weights of '{name}' could not be fetched from the hub ({source}: {reason}). Download its "
-            "model.safetensors elsewhere and pass --weights FILE, or take the backbone 'embedded', which needs no network."
+            f"the weights of '{name}' could not be fetched: {hub.first_line(error)} Download {source}/model.safetensors "
+            "elsewhere and pass --weights FILE, or take the backbone 'embedded', which needs no network."
         ) from None
 
 

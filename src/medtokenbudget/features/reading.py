@@ -1,16 +1,20 @@
 """What makes reading fast: rows joined without Python between them, in buffers that are used again, by threads that read ahead.
 
 Apart from the store because no part knows what is read. A fresh buffer of many megabytes costs a page fault every 4 KiB, which
-is as dear as the copy itself; hence the pool.
+is as dear as the copy itself; hence the pool. A row that is not in memory costs a page fault with megabytes of its neighbors read
+around it, which a store larger than memory throws away before they are needed; hence the advice to the kernel.
 """
 
 from __future__ import annotations
 
+import ctypes
 import math
+import mmap
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import numpy as np
@@ -25,6 +29,12 @@ _PIECE = 1 << 15
 """Elements; torch spreads a longer copy over its threads, and those belong to the training that runs meanwhile."""
 _WIDE = torch.complex128
 """The longest elements there are, 16 bytes: a row of 256 patches of 1,024 halves is then one piece."""
+
+
+_madvise = ctypes.CDLL(None).madvise if hasattr(mmap, "MADV_WILLNEED") else None
+"""Of the system, where it has one; Python's own works only on maps that keep a file open."""
+if _madvise is not None:
+    _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class BufferPool:
@@ -68,6 +78,51 @@ class MappedRows:
 
     def bytes(self, row: int) -> memoryview:
         return self._memory[row * self._size : (row + 1) * self._size]
+
+    def announce(self, first: int, last: int) -> None:
+        """Have the rows `first` to `last - 1` fetched in one piece if they are not in memory, before they are touched."""
+        address = self.flat.data_ptr()
+        _advise(address + first * self._size, address + last * self._size, "MADV_WILLNEED")
+
+
+def read_nothing_around(memory: np.ndarray) -> None:
+    """Have a page of mapped memory that is touched fetched alone. Called before anything is touched."""
+    _advise(memory.ctypes.data, memory.ctypes.data + memory.nbytes, "MADV_RANDOM")
+
+
+class Fetching:
+    """Announces rows as long as reading them touches the disk; for rows that are in memory that would cost a fifth of the copy."""
+
+    def __init__(self) -> None:
+        self.from_disk = True
+
+    @contextmanager
+    def of(self, rows: Sequence[MappedRows], places: Sequence[int]) -> Iterator[None]:
+        """Around the reading of row `places[i]` of `rows[i]`."""
+        before = _disk_reads()
+        if self.from_disk:
+            for one, place in zip(rows, places):
+                one.announce(place, place + 1)
+        yield
+        self.from_disk = before is None or _disk_reads() != before
+
+
+def _disk_reads() -> int | None:
+    """A number that grows whenever this thread waits for a page or has the disk read; None where the system does not tell."""
+    try:
+        import resource
+
+        usage = resource.getrusage(resource.RUSAGE_THREAD)
+    except (ImportError, AttributeError):
+        return None
+    return usage.ru_majflt + usage.ru_inblock
+
+
+def _advise(start: int, end: int, advice: str) -> None:
+    """Tell the kernel about addresses, where it takes advice; one that it refuses makes reading slower and nothing else."""
+    if _madvise is not None:
+        start -= start % mmap.PAGESIZE
+        _madvise(start, end - start, getattr(mmap, advice))
 
 
 def _widened(flat: Tensor) -> Tensor | None:

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from medtokenbudget.errors import WorkError
+from medtokenbudget.features.reading import read_nothing_around
 from medtokenbudget.files import atomic_write, read_json, write_json
 
 _DTYPES = {"F16": np.float16, "F32": np.float32, "I64": np.int64, "I32": np.int32, "U8": np.uint8}
@@ -143,6 +144,7 @@ def map_shard(path: Path) -> dict[str, np.ndarray]:
     """The tensors of a shard as read-only arrays over a memory map: nothing is read before it is touched, nothing is copied."""
     # Torch maps privately and keeps no file open, unlike Python's mmap: a store may have more shards than a process has files.
     memory = torch.from_file(str(path), shared=False, size=os.path.getsize(path), dtype=torch.uint8).numpy()
+    read_nothing_around(memory)
     body = _PREFIX + int.from_bytes(memory[:_PREFIX].tobytes(), "little")
     header = json.loads(memory[_PREFIX:body].tobytes())
     header.pop("__metadata__", None)

@@ -17,7 +17,7 @@ from torch import Tensor
 from medtokenbudget.data.manifest import Manifest, listed
 from medtokenbudget.errors import RequestError, WorkError
 from medtokenbudget.features import plan
-from medtokenbudget.features.reading import BufferPool, MappedRows, join_large, join_small, numpy_dtype, prefetched
+from medtokenbudget.features.reading import BufferPool, Fetching, MappedRows, join_large, join_small, numpy_dtype, prefetched
 from medtokenbudget.features.shards import RowError, Sidecar, map_shard, read_sidecar, shard_path
 from medtokenbudget.features.views import IDENTITY
 from medtokenbudget.files import sha256_file, sha256_json
@@ -58,6 +58,7 @@ class FeatureStore:
         self._maps: dict[int, dict[str, MappedRows]] = {}
         # Kept from epoch to epoch, for as long as they ask for batches of one kind.
         self._pool: tuple[object, BufferPool] = (None, BufferPool())
+        self._fetching = Fetching()
 
     @classmethod
     def open(cls, path: Path | str, expect: dict[str, Any] | None = None, partial: bool = False) -> FeatureStore:
@@ -140,8 +141,10 @@ class FeatureStore:
         """One small field of all rows, in memory."""
         if not self.has(field):
             raise RequestError(f"the store {self.path} has no {field}: its backbone does not give it.")
-        parts = [self._shard_rows(shard)[field].array for shard, sidecar in sorted(self._sidecars.items()) if sidecar.ids]
-        return _typed(field, torch.from_numpy(np.concatenate(parts)))
+        parts = [self._shard_rows(shard)[field] for shard, sidecar in sorted(self._sidecars.items()) if sidecar.ids]
+        for part in parts:
+            part.announce(0, len(part.array))
+        return _typed(field, torch.from_numpy(np.concatenate([part.array for part in parts])))
 
     @cached_property
     def label(self) -> Tensor:
@@ -267,7 +270,8 @@ class FeatureStore:
             sources = [shard[name] for shard in shards]
             if name in _LARGE:
                 fields[name] = pool.take((len(rows), *sources[0].array.shape[1:]), numpy_dtype(dtype))
-                join_large(sources, places, fields[name])
+                with self._fetching.of(sources, places):
+                    join_large(sources, places, fields[name])
             else:
                 small = join_small(sources, places)
                 fields[name] = small.to(dtype) if name in _TOKENS else small

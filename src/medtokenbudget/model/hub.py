@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from medtokenbudget.errors import RequestError, WorkError
+from medtokenbudget.hub import fetch, first_line
 from medtokenbudget.model.folder import CARD, CONFIG, read_config
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -36,16 +37,12 @@ def download(repo_id: str, revision: str | None = None) -> Path:
 
 
 def _fetch(repo_id: str, name: str, revision: str | None) -> Path:
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
+    from huggingface_hub.errors import EntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
 
     try:
-        return Path(hf_hub_download(repo_id, name, revision=revision))
-    except LocalEntryNotFoundError as error:
-        raise WorkError(
-            f"the hub cannot be reached and {repo_id} is not in its cache. Check the network, or copy the model's folder here "
-            f"and give its path. ({_first_line(error)})"
-        ) from None
+        return fetch(repo_id, name, revision)
+    except WorkError as error:
+        raise WorkError(f"{error} Check the network, or copy the model's folder here and give its path.") from None
     except EntryNotFoundError:
         raise RequestError(f"{repo_id} on the hub has no {name}: it is not a MedTokenBudget model.") from None
     except RevisionNotFoundError:
@@ -53,7 +50,7 @@ def _fetch(repo_id: str, name: str, revision: str | None) -> Path:
     except RepositoryNotFoundError:
         raise RequestError(f"there is no folder {repo_id} here and no model {repo_id} on the hub that you may read.") from None
     except Exception as error:  # the hub library lets its transport's errors through
-        raise WorkError(f"downloading {name} of {repo_id} failed: {_first_line(error)}. Run the same command again.") from error
+        raise WorkError(f"downloading {name} of {repo_id} failed: {first_line(error)}. Run the same command again.") from error
 
 
 def upload(folder: Path, repo_id: str, private: bool = True, message: str = "Upload model") -> str:
@@ -66,9 +63,5 @@ def upload(folder: Path, repo_id: str, private: bool = True, message: str = "Upl
         address = api.create_repo(repo_id, private=private, exist_ok=True)
         api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message=message)
     except (LocalTokenNotFoundError, HfHubHTTPError, OSError) as error:
-        raise WorkError(f"cannot push to {repo_id}: {_first_line(error)}. Log in with `hf auth login` and try again.") from error
+        raise WorkError(f"cannot push to {repo_id}: {first_line(error)}. Log in with `hf auth login` and try again.") from error
     return str(address)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
