@@ -9,6 +9,11 @@ import difflib
 from collections.abc import Iterable, Mapping
 
 
+def first_line(error: BaseException) -> str:
+    """What an error of another library says, in one line."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 class MedTokenBudgetError(Exception):
     """Base of every error that this package raises on purpose."""
 

@@ -43,8 +43,3 @@ def _reachable(address: str) -> bool:
             return False
         _reached.add(address)
     return True
-
-
-def first_line(error: BaseException) -> str:
-    """What an error says, in one line."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -18,7 +18,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from medtokenbudget.errors import RequestError
+from medtokenbudget.errors import RequestError, first_line
 from medtokenbudget.files import atomic_write, sha256_json
 
 COLUMNS = ("image_id", "image", "label", "mask", "group", "split")
@@ -188,7 +188,7 @@ def _read_table(source: Path) -> tuple[pa.Table, dict[str, Any]]:
             f"{source} is a Parquet file but not a manifest. Make one with `mtb data ... --out M.parquet`."
         ) from None
     except (pa.ArrowException, OSError, ValueError) as error:
-        first = str(error).splitlines()[0]
+        first = first_line(error)
         raise ManifestError(f"{source} is not a manifest or is damaged ({first}). Make it anew with `mtb data ...`.") from None
     if metadata.get("version") != _VERSION or any(name not in table.column_names for name in COLUMNS):
         raise ManifestError(f"{source} was written by another version of this package. Make it anew with `mtb data ...`.")

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from medtokenbudget import hub
 from medtokenbudget.config import BackboneConfig
-from medtokenbudget.errors import RequestError, ShapeError, WorkError
+from medtokenbudget.errors import RequestError, ShapeError, WorkError, first_line
 from medtokenbudget.features import zoo
 from medtokenbudget.features.attention import QueryKeyTap, pseudo_attention, reduce_attention
 from medtokenbudget.features.preprocess import Preprocessing
@@ -216,7 +216,7 @@ def _from_hub(name: str, model: Model) -> Path:
         return hub.fetch(source, "model.safetensors")
     except Exception as error:  # the hub's client raises its own, its transport's and the system's errors
         raise WorkError(
-            f"the weights of '{name}' could not be fetched: {hub.first_line(error)} Download {source}/model.safetensors "
+            f"the weights of '{name}' could not be fetched: {first_line(error)} Download {source}/model.safetensors "
             "elsewhere and pass --weights FILE, or take the backbone 'embedded', which needs no network."
         ) from None
 

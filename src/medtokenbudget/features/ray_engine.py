@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 from medtokenbudget.config import BackboneConfig
-from medtokenbudget.errors import MedTokenBudgetError, RequestError, WorkError
+from medtokenbudget.errors import MedTokenBudgetError, RequestError, WorkError, first_line
 from medtokenbudget.features import plan
 from medtokenbudget.features.backbone import Backbone
 from medtokenbudget.features.engines import Work
@@ -48,7 +48,7 @@ def _connect(ray: Any, address: str | None) -> None:
         ray.init(address=address, log_to_driver=False, logging_level="warning")
     except (OSError, RuntimeError, ValueError) as error:
         where = f"no Ray cluster answers at {address}" if address else "Ray does not start on this machine"
-        raise WorkError(f"{where} ({str(error).splitlines()[0]}). Check the address, or use --engine local.") from None
+        raise WorkError(f"{where} ({first_line(error)}). Check the address, or use --engine local.") from None
 
 
 def _run_tasks(ray: Any, work: Work, advance: Callable[[int], Any]) -> None:
@@ -69,7 +69,7 @@ def _run_tasks(ray: Any, work: Work, advance: Callable[[int], Any]) -> None:
         try:
             failure = ray.get(done[0])
         except ray.exceptions.RayError as error:
-            raise WorkError(f"Ray lost a shard for good: {_first_line(error)}. Run the same command again: it goes on.") from None
+            raise WorkError(f"Ray lost a shard for good: {first_line(error)}. Run the same command again: it goes on.") from None
         if failure is not None:
             for other in waiting:
                 ray.cancel(other, force=True)
@@ -105,7 +105,3 @@ def _backbone(config: BackboneConfig, device: str) -> Backbone:
 
 def _node() -> str:
     return socket.gethostname()
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from medtokenbudget.errors import RequestError, WorkError
-from medtokenbudget.hub import fetch, first_line
+from medtokenbudget.errors import RequestError, WorkError, first_line
+from medtokenbudget.hub import fetch
 from medtokenbudget.model.folder import CARD, CONFIG, read_config
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
