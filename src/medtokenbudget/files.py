@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -76,7 +76,16 @@ def append_line(path: Path | str, value: Any) -> None:
     """Append one JSON line (`metrics.jsonl`, `errors.jsonl`)."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a", encoding="utf-8") as stream:
-        stream.write(json.dumps(value, sort_keys=True, ensure_ascii=False, default=str) + "\n")
+        stream.write(_line(value))
+
+
+def write_lines(path: Path | str, rows: Iterable[Any]) -> None:
+    """Write a whole file of JSON lines."""
+    write_text(path, "".join(map(_line, rows)))
+
+
+def _line(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, ensure_ascii=False, default=str) + "\n"
 
 
 def read_lines(path: Path | str) -> list[dict[str, Any]]:

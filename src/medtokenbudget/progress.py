@@ -1,27 +1,67 @@
-"""One progress bar for every command: a bar with rate and time left on a terminal, nothing elsewhere."""
+"""One progress bar for every command: a bar with rate and time left on a terminal, a line every half minute elsewhere."""
 
 from __future__ import annotations
 
+import io
+import multiprocessing
 import sys
+import threading
 from collections.abc import Iterable
 from typing import Any
+
+from tqdm import tqdm
+
+_SECONDS = 30.0
+"""Between two lines; what is done sooner writes none."""
+
+
+class _Bar(tqdm):
+    """A bar with a lock of its own process: tqdm's is shared with forked ones, and one that is killed would never give it back."""
+
+    monitor_interval = 0  # a thread that a forked process would not have
+
+
+_Bar.set_lock(threading.RLock())
+
+
+class _Lines(_Bar):
+    """Whole lines for logs, where a bar that is drawn over itself would be one endless line."""
+
+    told: int | float | None = None
+
+    def display(self, msg: str | None = None, pos: int | None = None) -> None:
+        state = self.format_dict
+        if state["elapsed"] < _SECONDS or self.n == self.told:
+            return
+        self.told = self.n
+        pace = (self.n - self.initial) / state["elapsed"]
+        line = f"{self.desc}: {self.n:,} {self.unit}s"
+        if self.total is not None:
+            line = f"{self.desc}: {self.n:,} of {self.total:,} {self.unit}s"
+        line += f", {pace:,.1f} a second" if pace >= 1 else f", {pace:.2g} a second"
+        if self.total is not None and 0 < self.n < self.total and pace > 0:
+            line += f", {self.format_interval((self.total - self.n) / pace)} left"
+        say(f"{line}, {self.postfix}" if self.postfix else line)
 
 
 def progress(
     iterable: Iterable[Any] | None = None, *, total: int | None = None, what: str, unit: str = "it", initial: int = 0
 ) -> Any:
-    """A tqdm bar on standard error; silent when standard error is not a terminal."""
-    from tqdm import tqdm
-
-    return tqdm(
+    """A tqdm bar on standard error, or its lines when that is not a terminal; nothing in a worker process."""
+    terminal = sys.stderr.isatty()
+    # Lines are said by `say`; what tqdm itself writes around a bar goes nowhere.
+    file = sys.stderr if terminal else io.StringIO()
+    return (_Bar if terminal else _Lines)(
         iterable,
         total=total,
         desc=what,
         unit=unit,
         initial=initial,
-        disable=not sys.stderr.isatty(),
+        file=file,
+        disable=multiprocessing.parent_process() is not None,
         dynamic_ncols=True,
-        mininterval=0.2,
+        mininterval=0.2 if terminal else _SECONDS,
+        miniters=1,
     )
 
 

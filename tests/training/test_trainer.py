@@ -53,6 +53,27 @@ def test_a_killed_training_goes_on_to_the_same_bytes(drawn: Drawn, tmp_path: Pat
     assert epochs == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_a_stop_around_a_checkpoint_neither_loses_nor_repeats_a_row_of_metrics(
+    drawn: Drawn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    config = quick("paper", epochs=3, patience=9)
+    save = trainer._Trainer._save
+
+    def stopped(self: trainer._Trainer) -> None:
+        if moment == "after":
+            save(self)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(trainer._Trainer, "_save", stopped)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            train_lats(drawn.manifest, drawn.store, tmp_path, config)
+    monkeypatch.undo()
+    train_lats(drawn.manifest, drawn.store, tmp_path, config)
+    assert [row["epoch"] for row in read_lines(tmp_path / "metrics.jsonl")] == [0, 1, 2]
+
+
 def test_the_metrics_file_has_every_term_budget_rate_and_score_spread(drawn: Drawn, tmp_path: Path) -> None:
     train_lats(drawn.manifest, drawn.store, tmp_path, quick("paper"))
     rows = read_lines(tmp_path / "metrics.jsonl")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from medtokenbudget.features.pipeline import Route
 from medtokenbudget.features.plan import Plan, check, make_plan, publish
 from medtokenbudget.features.shards import read_sidecar, remove_leftovers
 from medtokenbudget.features.store import FeatureStore
-from medtokenbudget.files import write_text
+from medtokenbudget.files import read_lines, write_lines
 from medtokenbudget.progress import progress
 
 
@@ -81,12 +80,12 @@ def _finished(path: Path) -> FeatureStore:
 
 
 def _write_errors(path: Path, store: FeatureStore) -> None:
-    lines = "".join(json.dumps(error.to_json(), sort_keys=True, ensure_ascii=False) + "\n" for error in store.errors)
+    rows = [error.to_json() for error in store.errors]
     try:
-        write_text(path, lines)
+        write_lines(path, rows)
     except WorkError:
         # Another job may have ended at the same moment, written the same and swept the temporary files.
-        if not path.is_file() or path.read_text(encoding="utf-8") != lines:
+        if not path.is_file() or read_lines(path) != rows:
             raise
 
 

@@ -22,7 +22,7 @@ from medtokenbudget.data import Manifest
 from medtokenbudget.errors import RequestError, WorkError
 from medtokenbudget.features import FeatureStore
 from medtokenbudget.features.views import IDENTITY
-from medtokenbudget.files import append_line, read_lines, write_text
+from medtokenbudget.files import append_line, read_lines, write_lines
 from medtokenbudget.progress import progress
 from medtokenbudget.routing import LATSSelector
 from medtokenbudget.tokens import TokenBatch
@@ -118,8 +118,9 @@ class _Trainer:
             row["seconds"] = round(time.perf_counter() - started, 3)
             self.finished = self.epoch + 1 >= self.epochs or (looked_at and self.stopping.stop(self.epoch))
             self.epoch += 1
-            self._save()
+            # In this order: a row without its checkpoint is dropped when the training goes on, a lost one would stay lost.
             tracker.write(row)
+            self._save()
             bar.set_postfix(loss=f"{row['loss']:.4f}", selection=f"{self.stopping.best:.4f}")
             bar.update()
         bar.close()
@@ -259,9 +260,7 @@ class _Trainer:
         self.stopping.best, self.stopping.best_epoch = state["best"], state["best_epoch"]
         if metrics.exists():
             kept = [row for row in read_lines(metrics) if row["stage"] == "scorer" and row["epoch"] < self.epoch]
-            write_text(metrics, "")
-            for row in kept:
-                append_line(metrics, row)
+            write_lines(metrics, kept)
 
     # The second stage ------------------------------------------------------------------------------------------------
 
