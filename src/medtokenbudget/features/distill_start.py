@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from timm.layers import PatchEmbed
 from timm.models.vision_transformer import Attention, VisionTransformer
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -21,7 +22,8 @@ from medtokenbudget.features.backbone import Backbone
 def check_start(config: DistillConfig, teacher: Backbone) -> None:
     """Whether the teacher's weights can be carried over; asked before its tokens are computed, which takes long."""
     source: Any = teacher.model
-    plain = isinstance(source, VisionTransformer) and getattr(source, "num_reg_tokens", 0) == 0 and config.width <= teacher.dim
+    plain = isinstance(source, VisionTransformer) and isinstance(source.patch_embed, PatchEmbed)
+    plain = plain and getattr(source, "num_reg_tokens", 0) == 0 and config.width <= teacher.dim
     block = source.blocks[0]
     if not plain or not isinstance(getattr(block, "attn", None), Attention) or not isinstance(block.attn.q_norm, nn.Identity):
         raise RequestError("a student starts only from a plain, wider vision transformer without registers. Take --init random.")
