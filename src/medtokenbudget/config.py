@@ -60,8 +60,8 @@ class ExtractConfig:
     """Off-center crops of each training image that has a mask; further ones are also flipped or turned. Others get one."""
     view_seed: int = 0
     """Seed of the off-center crops."""
-    workers: int = 2
-    """Threads that decode images ahead of the forward pass."""
+    workers: int = 0
+    """Threads that decode images ahead of the forward pass; 0: one a core, at most 16."""
     device: str = "auto"
     """'auto' takes a GPU when there is one; else 'cpu', 'cuda', 'cuda:1', ..."""
     threads: int = 0

@@ -386,6 +386,7 @@ def test_the_command_keeps_what_a_saved_model_routes(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["--crops", "0"], "crops must be 1 or more"),
+        (["--workers", "-1"], "workers must be 0 (one a core) or more"),
         (["--shards", "3"], "I/N"),
         (["--shards", "4/2"], "4/2 does not exist"),
         (["--address", "auto"], "add --engine ray"),

@@ -7,6 +7,7 @@ its bytes do not depend on who made it, how many threads decoded, or how often t
 from __future__ import annotations
 
 import itertools
+import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -133,7 +134,7 @@ def _decoded(
     shards: Iterable[Shard], backbone: Backbone, config: ExtractConfig
 ) -> Iterator[tuple[int, Prepared | RowError | None]]:
     """Rows in order, decoded ahead across the borders of shards; None after the last row of a shard."""
-    with ThreadPoolExecutor(max(1, config.workers), "mtb-decode") as pool:
+    with ThreadPoolExecutor(config.workers or min(16, os.cpu_count() or 1), "mtb-decode") as pool:
         queue: deque[tuple[int, Future[list[Prepared | RowError]] | None]] = deque()
         ahead = 0
         try:

@@ -50,6 +50,8 @@ def make_plan(
     size = config.shard_size
     if size < 1 or config.batch_size < 1:
         raise RequestError(f"shard_size and batch_size must be 1 or more, got {size} and {config.batch_size}.")
+    if config.workers < 0:
+        raise RequestError(f"workers must be 0 (one a core) or more, got {config.workers}.")
     if config.crops < 1:
         raise RequestError(f"crops must be 1 or more, got {config.crops}; --views none stores no crops at all.")
     shards = tuple(tuple(items[start : start + size]) for start in range(0, len(items), size))

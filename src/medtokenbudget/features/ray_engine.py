@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -61,7 +62,9 @@ def _run_tasks(ray: Any, work: Work, advance: Callable[[int], Any]) -> None:
         "retry_exceptions": False,
     }
     task = ray.remote(**options)(make_shard)
-    rest = ray.put(Work(work.store, (), work.backbone, work.fingerprint, work.config, work.route))
+    # A node runs as many tasks as it has cores, or GPUs to feed: each decodes with few threads.
+    config = replace(work.config, workers=work.config.workers or max(2, work.config.threads))
+    rest = ray.put(replace(work, shards=(), config=config, address=None))
     rows = {task.remote(shard, rest): len(shard[1]) for shard in work.shards}
     waiting = list(rows)
     while waiting:
