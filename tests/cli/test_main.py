@@ -30,6 +30,18 @@ def test_every_command_explains_itself_with_an_example_and_without_torch(name: s
     assert done.stdout.strip().endswith("False"), "the help of a command must not wait for torch"
 
 
+@pytest.mark.parametrize("command", [["extract"], ["train"], ["data", "isic"]])
+def test_help_tells_defaults_and_no_types_of_the_language(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([*command, "--help"])
+    told = capsys.readouterr().out
+    assert f"\n\nExample: mtb {' '.join(command)} " in told
+    for noise in ("<class", "null", "Literal", "type: str", "type: int", "default: False"):
+        assert noise not in told, noise
+    assert "(required)" in told
+    assert {"extract": "(default: 224)", "train": "tuple[str, ...]", "data": "(default: grouped)"}[command[0]] in told
+
+
 def test_an_unknown_command_is_refused_with_the_closest_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trian"]) == 2
     assert "Did you mean 'train'?" in capsys.readouterr().err

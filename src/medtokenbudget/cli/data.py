@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from jsonargparse import ArgumentParser, Namespace
 
-from medtokenbudget.cli.parsing import command_parser
+from medtokenbudget.cli.parsing import Help, command_parser
 from medtokenbudget.errors import RequestError
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ Rule = Literal["paper", "grouped", "kfold"]
 
 
 def main(arguments: list[str]) -> int:
-    parser = ArgumentParser(prog="mtb data", description="Manifests: one row an image, whatever the source.")
+    parser = ArgumentParser(prog="mtb data", description="Manifests: one row an image, whatever the source.", formatter_class=Help)
     commands = parser.add_subcommands(required=True, dest="command")
     for name, (summary, build, _) in COMMANDS.items():
         example = f"mtb data {name} {EXAMPLES[name]}"

@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
+import argparse
+import textwrap
 from collections.abc import Container, Sequence
 from typing import Any
 
-from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
+from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace, set_parsing_settings
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
+
+
+class Help(DefaultHelpFormatter):
+    """Help that leaves out what tells nobody anything: simple types, the default of a flag or of an option without one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text = super()._get_help_string(action)
+        kind = self._get_type_str(action) or ""
+        if "[" not in kind or kind.startswith("Literal"):
+            text = text.replace(", type: %(type)s", "").replace("type: %(type)s, ", "").replace(" (type: %(type)s)", "")
+        if action.default is None or action.nargs == 0:
+            text = text.replace(", default: %(default)s", "").replace(" (default: %(default)s)", "")
+        return text
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return "\n\n".join(textwrap.fill(part, width, subsequent_indent=indent) for part in text.split("\n\n"))
 
 
 class CommandParser(ArgumentParser):
@@ -29,7 +47,9 @@ def _spelled(argument: str, known: Container[str]) -> str:
 
 def command_parser(name: str, summary: str, example: str) -> ArgumentParser:
     """A parser for `mtb NAME` whose help ends with an example."""
-    parser = CommandParser(prog=f"mtb {name}", description=f"{summary}\n\nExample: {example}", exit_on_error=True)
+    parser = CommandParser(
+        prog=f"mtb {name}", description=f"{summary}\n\nExample: {example}", exit_on_error=True, formatter_class=Help
+    )
     parser.add_argument("--config", action="config", help="YAML or JSON file with the same options.")
     return parser
 
