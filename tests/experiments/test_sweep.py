@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from pathlib import Path
 
 import pandas as pd
@@ -16,6 +17,7 @@ from medtokenbudget.experiments import paper, reproduce, sweep
 from medtokenbudget.experiments.results import RESULT_COLUMNS, read_predictions, read_results, summarise
 from medtokenbudget.experiments.studies import STUDIES, chosen_studies
 from medtokenbudget.experiments.summary import comparison, headline
+from medtokenbudget.experiments.units import Plan, Unit, run_unit
 from medtokenbudget.experiments.variants import variant
 from medtokenbudget.files import read_json
 from medtokenbudget.routing import Ranker, register, registry
@@ -121,6 +123,28 @@ def test_two_processes_write_the_same_bytes_as_one(drawn: Drawn, tmp_path: Path)
     _sweep(drawn, tmp_path / "one", methods=("random", "center"))
     _sweep(drawn, tmp_path / "two", methods=("random", "center"), jobs=2)
     assert (tmp_path / "one" / "predictions.parquet").read_bytes() == (tmp_path / "two" / "predictions.parquet").read_bytes()
+
+
+@pytest.mark.parametrize(("jobs", "threads"), [(4, 2), (8, 1), (0, 1), (1, 3)])
+def test_the_last_unit_of_a_run_that_goes_on_has_the_threads_of_the_others(
+    drawn: Drawn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jobs: int, threads: int
+) -> None:
+    """Another number of threads changes the last bit of a training."""
+    seen = []
+
+    def look(plan: Plan, unit: Unit) -> str:
+        seen.append(torch.get_num_threads())
+        return run_unit(plan, unit)
+
+    monkeypatch.setattr(sys.modules["medtokenbudget.experiments.sweep"], "run_unit", look)
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        _sweep(drawn, tmp_path, methods=("no-pruning",), jobs=jobs)
+        assert (seen, torch.get_num_threads()) == ([threads], 3)
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.slow

@@ -29,6 +29,7 @@ from medtokenbudget.experiments.results import read_predictions, summarise, writ
 from medtokenbudget.experiments.units import Plan, Unit, run_unit, status
 from medtokenbudget.experiments.variants import variant
 from medtokenbudget.features import FeatureStore
+from medtokenbudget.features.pipeline import cpu_threads
 from medtokenbudget.files import append_line, read_json, read_lines, write_safetensors, write_text
 from medtokenbudget.progress import progress, say
 
@@ -134,13 +135,18 @@ def run_units(plan: Plan, units: Sequence[Unit], engine: Engine, jobs: int, addr
 
 
 def _run_local(plan: Plan, units: Sequence[Unit], jobs: int, tick: Callable[[], Any]) -> None:
-    """Processes of one thread each beat one process of many threads here: the tensors of a step are small."""
+    """Processes of one thread each beat one process of many threads here: the tensors of a step are small.
+
+    How many threads a unit has follows from `jobs` alone and not from how many units are left: another number changes the last bit
+    of a training, and a run that goes on must end as if it had never stopped.
+    """
+    threads = 0 if jobs == 1 else max(1, (os.cpu_count() or 1) // jobs)
     if jobs == 1 or len(units) <= 1:
-        for unit in units:
-            run_unit(plan, unit)
-            tick()
+        with cpu_threads(threads):
+            for unit in units:
+                run_unit(plan, unit)
+                tick()
         return
-    threads = max(1, (os.cpu_count() or 1) // min(jobs, len(units)))
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(jobs, len(units)), mp_context=context) as pool:
         futures = [pool.submit(run_unit, plan, unit, threads) for unit in units]
