@@ -143,6 +143,8 @@ def test_a_pass_that_fails_inside_the_block_leaves_nothing_behind() -> None:
     with pytest.raises(MemoryError):
         backbone(images(model))
     handle.remove()
+    assert backbone._tap is not None
+    assert backbone._tap._local.watch.seen == [], "the memory of the failed pass is still held"
     assert torch.overrides._get_current_function_mode() is None
     assert torch.equal(backbone(images(model)).attention_entropy, expected)
 

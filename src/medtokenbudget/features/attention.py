@@ -86,8 +86,10 @@ class QueryKeyTap:
         self._local.watch = _Watch()
         self._local.watch.__enter__()
 
-    def _leave(self, *_: Any) -> None:
+    def _leave(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
         self._local.watch.__exit__(None, None, None)
+        if output is None:  # the pass failed, perhaps for want of memory: hold nothing of it
+            self._local.watch.seen.clear()
 
     def query_key(self) -> QueryKey:
         """Of the last forward pass of this thread."""
