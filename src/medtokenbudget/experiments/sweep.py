@@ -93,6 +93,9 @@ def run_studies(
     preflight.check_run(plan, units)
     states = {unit: status(plan, unit) for unit in units}
     todo = [unit for unit in units if states[unit] == "failed" or (only == "all" and states[unit] != "done")]
+    # Of the whole run, whatever is left of it: how many threads a unit has follows from it, and another number changes the last bit
+    # of a training. A run that goes on must end as if it had never stopped.
+    jobs = min(jobs or os.cpu_count() or 1, len(units))
     run_units(plan, todo, engine, jobs, address)
     failed = [unit for unit in units if status(plan, unit) != "done"]
     for unit in failed:
@@ -130,16 +133,12 @@ def run_units(plan: Plan, units: Sequence[Unit], engine: Engine, jobs: int, addr
 
             run_on_ray(plan, wave, address, bar.update)
         else:
-            _run_local(plan, wave, jobs or (os.cpu_count() or 1), bar.update)
+            _run_local(plan, wave, jobs, bar.update)
     bar.close()
 
 
 def _run_local(plan: Plan, units: Sequence[Unit], jobs: int, tick: Callable[[], Any]) -> None:
-    """Processes of one thread each beat one process of many threads here: the tensors of a step are small.
-
-    How many threads a unit has follows from `jobs` alone and not from how many units are left: another number changes the last bit
-    of a training, and a run that goes on must end as if it had never stopped.
-    """
+    """Processes of one thread each beat one process of many threads here: the tensors of a step are small."""
     threads = 0 if jobs == 1 else max(1, (os.cpu_count() or 1) // jobs)
     if jobs == 1 or len(units) <= 1:
         with cpu_threads(threads):
