@@ -136,12 +136,24 @@ def test_the_first_named_source_of_a_mask_wins(official: Path) -> None:
         assert MASK_FOLDERS[order[0]] in mask
 
 
-def test_a_folder_unpacked_inside_itself_is_read_too(official: Path) -> None:
-    before = isic_manifest(official).ids
-    (official / IMAGES).rename(official / "moved")
-    (official / IMAGES).mkdir()
-    (official / "moved").rename(official / IMAGES / IMAGES)
-    assert isic_manifest(official).ids == before == ["ISIC_1", "ISIC_2_downsampled"]
+def test_folders_unpacked_inside_themselves_are_read_too(official: Path) -> None:
+    def masks() -> list[str]:
+        return [Path(mask).name for mask in isic_manifest(official).rows["mask"].dropna()]
+
+    before = masks()
+    for name in (IMAGES, *MASK_FOLDERS.values()):
+        (official / name).rename(official / "moved")
+        (official / name).mkdir()
+        (official / "moved").rename(official / name / name)
+    assert isic_manifest(official).ids == ["ISIC_1", "ISIC_2_downsampled"]
+    assert masks() == before == ["ISIC_2_segmentation.png"]
+
+
+def test_masks_of_other_images_are_said_to_be_of_no_use(official: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert isic_manifest(official, "exact").rows["mask"].isna().all()
+    assert f"none of the 2 images has a mask in {MASK_FOLDERS['isic2018']}." in capsys.readouterr().err
+    isic_manifest(official, "none")
+    assert capsys.readouterr().err == ""
 
 
 def write_truth(*rows: str, header: str = TRUTH) -> object:
@@ -152,7 +164,7 @@ BAD = {
     "no root": (shutil.rmtree, {}, "does not exist. Pass the folder"),
     "root is a file": (lambda root: (shutil.rmtree(root), root.write_text("")), {}, "is a file, not a folder"),
     "no ground truth": (lambda root: (root / GROUND_TRUTH).unlink(), {}, f"{GROUND_TRUTH} does not exist"),
-    "no metadata": (lambda root: (root / METADATA).unlink(), {}, f"{METADATA} does not exist"),
+    "no metadata": (lambda root: (root / METADATA).unlink(), {}, f"{METADATA} does not exist. It comes beside"),
     "no images": (lambda root: shutil.rmtree(root / IMAGES), {}, f"{IMAGES} does not exist"),
     "empty image folder": (lambda root: [f.unlink() for f in (root / IMAGES).iterdir()], {}, "holds no image"),
     "missing column": (write_truth("ISIC_1,1", header="image,MEL\n"), {}, "lacks the columns NV, BCC"),
@@ -172,6 +184,11 @@ BAD = {
         lambda root: shutil.rmtree(root / MASK_FOLDERS["ham10000"]),
         {"mask_sources": ["ham10000"]},
         "fetch it",
+    ),
+    "empty mask folder": (
+        lambda root: [f.unlink() for f in (root / MASK_FOLDERS["isic2018"]).iterdir()],
+        {},
+        f"{MASK_FOLDERS['isic2018']} holds no mask. Unpack",
     ),
     "no mask folder at all": (lambda root: [shutil.rmtree(root / f) for f in MASK_FOLDERS.values()], {}, "--masks none"),
     "unknown matching": (lambda root: None, {"masks": "fuzzy"}, "unknown way of matching masks 'fuzzy'"),

@@ -19,6 +19,7 @@ from medtokenbudget.data.folder import image_files, require_folder
 from medtokenbudget.data.manifest import Manifest, listed
 from medtokenbudget.data.splits import paper_split
 from medtokenbudget.errors import RequestError, UnknownNameError
+from medtokenbudget.progress import say
 
 CLASSES = ("MEL", "NV", "BCC", "AK", "BKL", "DF", "VASC", "SCC")
 IMAGES = "ISIC_2019_Training_Input"
@@ -67,6 +68,10 @@ def read_ground_truth(path: Path) -> pd.DataFrame:
 
 def read_lesions(path: Path) -> dict[str, str]:
     """The lesion of each image that has one, from the metadata CSV."""
+    if not path.exists():
+        raise RequestError(
+            f"{path} does not exist. It comes beside {GROUND_TRUTH} and tells which images show one lesion: fetch it."
+        )
     table = read_csv(path)
     _require(table, ("image", "lesion_id"), path)
     _refuse_twice(table["image"], path)
@@ -99,7 +104,11 @@ def isic_manifest(
     sources = _mask_sources(top, masks, mask_sources)
     found: dict[str, Path] = {}
     for name in reversed(sources):
-        folder = {path.stem.removesuffix(_SEGMENTATION): path for path in image_files(top / MASK_FOLDERS[name])}
+        folder = {path.stem.removesuffix(_SEGMENTATION): path for path in _unpacked(top / MASK_FOLDERS[name])}
+        if not folder:
+            raise RequestError(
+                f"{top / MASK_FOLDERS[name]} holds no mask. Unpack the archive of that name there, or pass --masks none."
+            )
         found |= {image: folder[mask] for image, mask in match_masks(truth["image"], folder, masks).items()}
     records = [
         {
@@ -113,18 +122,24 @@ def isic_manifest(
         for image, label, split in zip(truth["image"], truth["label"], paper_split(len(truth)))
         if image in files
     ]
+    if sources and not any(record["mask"] for record in records):
+        say(f"none of the {len(records):,} images has a mask in {' or '.join(MASK_FOLDERS[name] for name in sources)}.")
     source = f"isic 2019, masks {masks} from {'+'.join(sources) or 'nowhere'}"
     return Manifest.from_records(records, CLASSES, source=source, split_rule="paper")
 
 
 def _images(top: Path) -> dict[str, Path]:
     folder = require_folder(top / IMAGES, f"The official layout has it beside {GROUND_TRUTH}.")
-    # The official archive, unpacked with its own name, leaves the folder inside itself.
-    inner = folder / IMAGES
-    files = {path.stem: path for path in image_files(inner if inner.is_dir() else folder)}
+    files = {path.stem: path for path in _unpacked(folder)}
     if not files:
         raise RequestError(f"{folder} holds no image. Unpack ISIC_2019_Training_Input.zip there.")
     return files
+
+
+def _unpacked(folder: Path) -> list[Path]:
+    """The images of a folder; an official archive, unpacked in a folder of its own name, leaves that folder inside itself."""
+    inner = folder / folder.name
+    return image_files(inner if inner.is_dir() else folder)
 
 
 def _mask_sources(top: Path, how: str, asked: Sequence[str] | None) -> list[str]:
