@@ -23,6 +23,15 @@ def run(*arguments: object) -> int:
 WRONG = {
     "a manifest by another name": (("folder", "photos", "--out", "m.csv"), "must end in .parquet"),
     "a negative seed": (("folder", "photos", "--seed", -1, "--out", "m.parquet"), "seed of a split is 0 or more, got -1"),
+    "a fold that does not exist": (
+        ("folder", "photos", "--split", "kfold", "--fold", 5, "--out", "m.parquet"),
+        "--fold between 0 and folds - 1, got folds 5, fold 5",
+    ),
+    "more than all for selection": (
+        ("folder", "photos", "--select", 1, "--out", "m.parquet"),
+        "a share of training in [0, 1), got 1.0",
+    ),
+    "a fold of drawings": (("synthetic", "--n", 50, "--split", "kfold", "--folds", 1, "--out", "drawn"), "--folds is 2 or more"),
     "no ISIC folder": (
         ("isic", "photos", "--out", "m.parquet"),
         "ISIC_2019_Training_GroundTruth.csv does not exist. Give the folder",
@@ -40,11 +49,13 @@ def test_a_wrong_request_is_one_message_and_exit_code_2(
     (tmp_path / "t.csv").write_text("image,lable,split\nnowhere.png,MEL,tset\n")
     (tmp_path / "semicolons.csv").write_text("image;label\na.png;MEL\n")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("medtokenbudget.data.duplicates.decode_image", lambda path: pytest.fail("the images were read first"))
     arguments, message = WRONG[case]
     assert run(*arguments) == 2
     said = capsys.readouterr().err
     assert message in said
     assert "Traceback" not in said
+    assert not (tmp_path / "drawn").exists()
     if case == "several faults of a CSV":
         assert "images that do not exist: row 2 (nowhere.png)" in said
         assert "values of split" in said

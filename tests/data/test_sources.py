@@ -25,6 +25,7 @@ def test_kvasir_is_split_80_to_20_over_the_sorted_files(shared: Path) -> None:
     found = {manifest.image_path(i).relative_to(root).as_posix() for i in np.flatnonzero(manifest.rows["split"] == "train")}
     assert found == trained
     assert manifest.rows["mask"].isna().all()
+    assert kvasir_manifest(root.parent).hash == manifest.hash, "the folder that the archive was unpacked in will do"
 
 
 def test_kvasir_with_a_class_missing_is_refused(tmp_path: Path) -> None:

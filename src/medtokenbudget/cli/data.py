@@ -196,9 +196,13 @@ def _check(options: Namespace) -> int:
 def _resplit(manifest: Manifest, options: Namespace, again: bool = False) -> Manifest:
     """The split that was asked for; one that the source came with stays when it is that one, or when none was asked for."""
     from medtokenbudget.data.duplicates import merged_groups
-    from medtokenbudget.data.splits import apply_split, cut_selection
+    from medtokenbudget.data.splits import apply_split, check_request, cut_selection
     from medtokenbudget.progress import say
 
+    # What can be refused is refused now: below, every image may be read.
+    if options.out.suffix != ".parquet":
+        raise RequestError(f"--out {options.out} must end in .parquet: that is what a manifest is.")
+    check_request(options.split or "grouped", options.folds, options.fold, options.select, options.seed)
     came_with = manifest.split_rule.split(",")[0]
     if options.split == came_with == "paper" or (options.split is None and came_with == "given"):
         return cut_selection(manifest, options.select, options.seed) if options.select or again else manifest
@@ -214,8 +218,6 @@ def _resplit(manifest: Manifest, options: Namespace, again: bool = False) -> Man
 
 
 def _write(manifest: Manifest, out: Path) -> int:
-    if out.suffix != ".parquet":
-        raise RequestError(f"--out {out} must end in .parquet: that is what a manifest is.")
     return _told(manifest, manifest.write(out))
 
 

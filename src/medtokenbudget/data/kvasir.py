@@ -21,9 +21,15 @@ CLASSES = (
 )
 
 
+FOLDER = "kvasir-dataset-v2"
+"""What the official archive unpacks to."""
+
+
 def kvasir_manifest(root: Path | str) -> Manifest:
     """The images in sorted order (class, then file name) with the paper's 80/20 over that order; no groups are known."""
     top = require_folder(Path(root), "Pass the folder that holds the eight class folders of Kvasir v2.")
+    if (top / FOLDER).is_dir():
+        top = top / FOLDER
     missing = [name for name in CLASSES if not (top / name).is_dir()]
     if missing:
         raise RequestError(f"{top} lacks the class folders {', '.join(missing)}. For other classes, use `mtb data folder`.")

@@ -56,6 +56,22 @@ def group_names(manifest: Manifest) -> list[str]:
     return [image_id if group is None else group for image_id, group in zip(manifest.ids, manifest.rows["group"])]
 
 
+def check_request(rule: str, folds: int, fold: int, select: float, seed: int) -> None:
+    """Refuse a split that cannot be made of any images; asked before they are read or drawn, which may take long."""
+    if rule not in get_args(SplitRule):
+        raise UnknownNameError.of("split", rule, get_args(SplitRule))
+    if seed < 0:
+        raise RequestError(f"the seed of a split is 0 or more, got {seed}.")
+    if rule == "kfold" and (folds < 2 or not 0 <= fold < folds):
+        raise RequestError(f"--folds is 2 or more and --fold between 0 and folds - 1, got folds {folds}, fold {fold}.")
+    _check_share(select)
+
+
+def _check_share(select: float) -> None:
+    if not 0 <= select < 1:
+        raise RequestError(f"--select is a share of training in [0, 1), got {select}.")
+
+
 def apply_split(
     manifest: Manifest,
     rule: str,
@@ -71,27 +87,18 @@ def apply_split(
     `paper` permutes the rows of the manifest as they stand (a source that knows the whole data set does it there). For `grouped`
     and `kfold`, `merged` are groups that take duplicates in; they become the manifest's groups.
     """
-    if rule not in get_args(SplitRule):
-        raise UnknownNameError.of("split", rule, get_args(SplitRule))
-    if seed < 0:
-        raise RequestError(f"the seed of a split is 0 or more, got {seed}.")
+    check_request(rule, folds, fold, select, seed)
     groups = list(merged) if merged is not None and rule != "paper" else group_names(manifest)
     if rule == "paper":
         parts, name = paper_split(len(manifest)), "paper"
     else:
-        shares = [1 - VALIDATION_SHARE, VALIDATION_SHARE] if rule == "grouped" else _fold_shares(folds, fold)
+        shares = [1 - VALIDATION_SHARE, VALIDATION_SHARE] if rule == "grouped" else [1 / folds] * folds
         name, val = ("grouped", 1) if rule == "grouped" else (f"kfold {fold}/{folds}", fold)
         parts = _group_parts(manifest, groups, shares, val, seed)
     split = manifest.with_columns(split=parts.tolist(), split_rule=name)
     if rule != "paper":
         split = split.with_columns(group=groups)
     return cut_selection(split, select, seed)
-
-
-def _fold_shares(folds: int, fold: int) -> list[float]:
-    if folds < 2 or not 0 <= fold < folds:
-        raise RequestError(f"--folds is 2 or more and --fold between 0 and folds - 1, got folds {folds}, fold {fold}.")
-    return [1 / folds] * folds
 
 
 def _group_parts(manifest: Manifest, groups: list[str], shares: list[float], val: int, seed: int) -> np.ndarray:
@@ -105,8 +112,7 @@ def _group_parts(manifest: Manifest, groups: list[str], shares: list[float], val
 
 def cut_selection(manifest: Manifest, share: float, seed: int) -> Manifest:
     """Move a stratified `share` of the training part to 'select', whole groups at a time; an earlier one goes back first."""
-    if not 0 <= share < 1:
-        raise RequestError(f"--select is a share of training in [0, 1), got {share}.")
+    _check_share(share)
     split = manifest.rows["split"].to_numpy(dtype=object).copy()
     split[split == "select"] = "train"
     rule = manifest.split_rule.split(",")[0]

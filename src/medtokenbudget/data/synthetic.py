@@ -17,7 +17,7 @@ from PIL import Image
 
 from medtokenbudget.data import dermoscopy
 from medtokenbudget.data.manifest import Manifest
-from medtokenbudget.data.splits import apply_split
+from medtokenbudget.data.splits import apply_split, check_request
 from medtokenbudget.errors import MismatchError, RequestError
 from medtokenbudget.files import atomic_write, read_json, sha256_file, sha256_json, write_json
 from medtokenbudget.progress import progress
@@ -59,6 +59,7 @@ def synthetic_manifest(
 
     `out` is a folder, which gets `manifest.parquet`, or the path of the manifest: then `NAME.parquet` has its files in `NAME/`.
     """
+    check_request(split, folds, fold, select, split_seed)
     named = Path(out).suffix == ".parquet"
     folder = Path(out).with_suffix("") if named else Path(out)
     target = Path(out) if named else folder / "manifest.parquet"
