@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from medtokenbudget.errors import WorkError
+from medtokenbudget.errors import WorkError, first_line
 
-_SECONDS = 5.0
+OFFLINE = "HF_HUB_OFFLINE is set"
 _reached: set[str] = set()
 
 
@@ -21,25 +21,25 @@ def fetch(repo_id: str, name: str, revision: str | None = None) -> Path:
     from huggingface_hub import constants, hf_hub_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    away = not _reachable(constants.ENDPOINT)
+    away = unreachable() is not None
     try:
         return Path(hf_hub_download(repo_id, name, revision=revision, local_files_only=away))
     except LocalEntryNotFoundError:
-        why = " (HF_HUB_OFFLINE is set)" if constants.HF_HUB_OFFLINE else ""
+        why = f" ({OFFLINE})" if constants.HF_HUB_OFFLINE else ""
         raise WorkError(f"the hub cannot be reached{why} and {repo_id}/{name} is not in its cache.") from None
 
 
-def _reachable(address: str) -> bool:
-    """Whether anything answers there; once it did, it is not asked again."""
+def unreachable(seconds: float = 5.0) -> str | None:
+    """Why nothing answers at the address of the hub, or None; once something did, it is not asked again."""
     from huggingface_hub import constants
     from huggingface_hub.utils import get_session
 
     if constants.HF_HUB_OFFLINE:
-        return False
-    if address not in _reached:
+        return OFFLINE
+    if constants.ENDPOINT not in _reached:
         try:
-            get_session().head(address, timeout=_SECONDS)
-        except Exception:  # the errors of the client's transport, which changes with its version
-            return False
-        _reached.add(address)
-    return True
+            get_session().head(constants.ENDPOINT, timeout=seconds)
+        except Exception as error:  # the errors of the client's transport, which changes with its version
+            return first_line(error)
+        _reached.add(constants.ENDPOINT)
+    return None

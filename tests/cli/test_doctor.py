@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from medtokenbudget.app import doctor
 from medtokenbudget.cli import main
+from tests.hub import serving
 
 
 def test_every_line_has_a_state_and_what_is_not_ok_has_advice(capsys: pytest.CaptureFixture[str]) -> None:
@@ -42,9 +45,13 @@ def test_a_missing_core_package_makes_the_machine_unfit() -> None:
     assert not doctor.healthy([check])
 
 
-def test_an_unreachable_hub_is_a_note_that_names_the_ways_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+def test_the_hub_is_a_note_when_it_does_not_answer(hub_at: Callable[..., None], tmp_path: Path) -> None:
+    hub_at("http://127.0.0.1:9")
     check = doctor._hub(timeout=0.2)
-    assert check.state == "note"
+    assert (check.state, check.found.split(" (")[0]) == ("note", "http://127.0.0.1:9 cannot be reached")
     assert "--backbone embedded" in check.advice
+    hub_at("http://127.0.0.1:9", offline=True)
+    assert doctor._hub(timeout=0.2).found == "HF_HUB_OFFLINE is set"
+    with serving(tmp_path, "someone/router") as address:
+        hub_at(address)
+        assert doctor._hub(timeout=5).state == "ok"

@@ -7,11 +7,11 @@ import importlib.util
 import os
 import platform
 import shutil
-import socket
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
-from urllib.parse import urlsplit
+
+from medtokenbudget import hub
 
 State = Literal["ok", "note", "missing"]
 
@@ -108,18 +108,17 @@ def _embedded() -> Check:
 
 def _hub(timeout: float) -> Check:
     """Whether the host that timm's weights come from answers."""
-    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON"):
-        return Check(
-            "hub weights", "note", "HF_HUB_OFFLINE is set", "Only models in the cache, 'embedded' and --weights FILE work."
-        )
-    parts = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
-    host, port = parts.hostname or "huggingface.co", parts.port or (80 if parts.scheme == "http" else 443)
-    try:
-        socket.create_connection((host, port), timeout=timeout).close()
-    except OSError as error:
-        advice = "Use --backbone embedded, or --backbone NAME --weights FILE with a safetensors file fetched elsewhere."
-        return Check("hub weights", "note", f"{host} cannot be reached ({error})", advice)
-    return Check("hub weights", "ok", f"{host} answers")
+    advice = "Use --backbone embedded, or --backbone NAME --weights FILE with a safetensors file fetched elsewhere."
+    if _version("huggingface_hub") is None:
+        return Check("hub weights", "note", "huggingface_hub is not installed", advice)
+    from huggingface_hub import constants
+
+    reason = hub.unreachable(timeout)
+    if reason is None:
+        return Check("hub weights", "ok", f"{constants.ENDPOINT} answers")
+    if reason == hub.OFFLINE:
+        return Check("hub weights", "note", reason, "Only models in the cache, 'embedded' and --weights FILE work.")
+    return Check("hub weights", "note", f"{constants.ENDPOINT} cannot be reached ({reason})", advice)
 
 
 def _extra(name: str) -> Check:
