@@ -193,7 +193,7 @@ class FeatureStore:
         prefetch: int = 2,
         dtype: torch.dtype = torch.float32,
     ) -> Iterator[TokenBatch]:
-        """The rows batch by batch, shuffled when a generator is given, made `prefetch` batches ahead by a thread."""
+        """The rows batch by batch, shuffled when a generator is given, made up to `prefetch` batches ahead by two threads."""
         order = self._checked(rows)
         if batch_size < 1:
             raise RequestError(f"batch_size must be 1 or more, got {batch_size}.")
