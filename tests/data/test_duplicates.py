@@ -11,7 +11,7 @@ from PIL import Image, ImageEnhance
 from scipy.fft import dct
 
 from medtokenbudget.data import Manifest, merged_groups
-from medtokenbudget.data.duplicates import Fingerprint, exact_pairs, fingerprint, merge, near_pairs, perceptual_hash
+from medtokenbudget.data.duplicates import Fingerprint, _close_hashes, exact_pairs, fingerprint, merge, near_pairs, perceptual_hash
 from tests.data.pictures import lesion_picture, save
 
 CHANGES: dict[str, Callable[[Image.Image], Image.Image]] = {
@@ -88,6 +88,14 @@ def test_an_unreadable_image_is_named_and_keeps_its_group(tmp_path: Path) -> Non
     groups, unreadable = merged_groups(Manifest.from_records(rows, (), root=tmp_path))
     assert groups == ["a", "a", "c"]
     assert unreadable == ["c"]
+
+
+def test_close_hashes_are_all_pairs_of_a_plain_comparison_in_order() -> None:
+    hashes = np.random.default_rng(1).integers(0, 1 << 12, 1_300).astype(np.uint64)
+    left, right = _close_hashes(hashes, 1)
+    known = [int(value) for value in hashes]
+    plain = [(i, j) for i in range(1_300) for j in range(i + 1, 1_300) if bin(known[i] ^ known[j]).count("1") <= 1]
+    assert list(zip(left.tolist(), right.tolist())) == plain
 
 
 def test_a_copy_is_found_among_ten_thousand_images() -> None:

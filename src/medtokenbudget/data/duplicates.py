@@ -78,15 +78,20 @@ def near_pairs(
 
 
 def _close_hashes(hashes: np.ndarray, max_distance: int) -> tuple[np.ndarray, np.ndarray]:
-    """All pairs `i < j` of `[n]` uint64 within a Hamming distance, in blocks so that memory stays small."""
-    left, right = [], []
-    for start in range(0, len(hashes), _BLOCK):
-        differing = hashes[start : start + _BLOCK, None] ^ hashes[None, start:]
-        i, j = np.nonzero(_popcount(differing) <= max_distance)
-        keep = i < j
-        left.append(i[keep] + start)
-        right.append(j[keep] + start)
-    return np.concatenate(left), np.concatenate(right)
+    """All pairs `i < j` of `[n]` uint64 within a Hamming distance, in order; compared in squares that stay in the cache."""
+    left, right = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+    for top in range(0, len(hashes), _BLOCK):
+        for start in range(top, len(hashes), _BLOCK):
+            close = _popcount(hashes[top : top + _BLOCK, None] ^ hashes[None, start : start + _BLOCK]) <= max_distance
+            if not close.any():
+                continue
+            i, j = np.nonzero(close)
+            keep = i + top < j + start
+            left.append(i[keep] + top)
+            right.append(j[keep] + start)
+    i, j = np.concatenate(left), np.concatenate(right)
+    order = np.lexsort((j, i))
+    return i[order], j[order]
 
 
 def _popcount(values: np.ndarray) -> np.ndarray:
