@@ -107,7 +107,8 @@ def isic_manifest(
         folder = {path.stem.removesuffix(_SEGMENTATION): path for path in _unpacked(top / MASK_FOLDERS[name])}
         if not folder:
             raise RequestError(
-                f"{top / MASK_FOLDERS[name]} holds no mask. Unpack the archive of that name there, or pass --masks none."
+                f"{top / MASK_FOLDERS[name]} holds no mask. Unpack the archive of that name there, "
+                "or name the other source with --mask-sources."
             )
         found |= {image: folder[mask] for image, mask in match_masks(truth["image"], folder, masks).items()}
     records = [

@@ -31,7 +31,7 @@ class Reduced(NamedTuple):
 
 
 class QueryKey(NamedTuple):
-    """What one attention compares: query (scaled) and key [B, H, T, d], and a bias that broadcasts to [B, H, T, T] or None."""
+    """What one attention compares: query (scaled) and key [B, H, T, d], and a bias [H, T, T] of all images, or None."""
 
     query: Tensor
     key: Tensor
@@ -62,9 +62,10 @@ def _query_key(
     scale: float | None = None,
     **_: Any,
 ) -> QueryKey:
-    if is_causal or (attn_mask is not None and attn_mask.dtype == torch.bool):
+    bias = None if attn_mask is None else attn_mask.squeeze(0)
+    if is_causal or (bias is not None and (bias.dtype == torch.bool or bias.ndim > 3)):
         raise RequestError("the attention of this backbone is masked: its patches do not all see each other.")
-    return QueryKey(query * (query.shape[-1] ** -0.5 if scale is None else scale), key, attn_mask)
+    return QueryKey(query * (query.shape[-1] ** -0.5 if scale is None else scale), key, bias)
 
 
 class QueryKeyTap:
@@ -110,16 +111,12 @@ def reduce_attention(of: QueryKey, prefix: int, has_cls: bool) -> Reduced:
     if torch.compiler.is_compiling():
         # A traced graph (ONNX) has no number of images yet: it reduces them all at once.
         return _reduce(of, prefix, has_cls)
-    parts = [_reduce(_images(of, i, i + CHUNK), prefix, has_cls) for i in range(0, of.query.shape[0], CHUNK)]
+    chunks = zip(of.query.split(CHUNK), of.key.split(CHUNK))
+    parts = [_reduce(QueryKey(query, key, of.bias), prefix, has_cls) for query, key in chunks]
     entropy = torch.cat([part.entropy for part in parts])
     if not has_cls:
         return Reduced(entropy, None)
     return Reduced(entropy, torch.cat([part.cls_attention for part in parts if part.cls_attention is not None]))
-
-
-def _images(of: QueryKey, start: int, end: int) -> QueryKey:
-    shared = of.bias is None or of.bias.ndim < 4 or of.bias.shape[0] == 1
-    return QueryKey(of.query[start:end], of.key[start:end], of.bias if shared or of.bias is None else of.bias[start:end])
 
 
 def _reduce(of: QueryKey, prefix: int, has_cls: bool) -> Reduced:
