@@ -36,6 +36,12 @@ def test_a_table_says_the_same_in_all_its_forms() -> None:
     assert r"a\textless{}b & \textbf{1.0 [0.5, 1.5]} \\" in table.latex()
     assert "<td><b>1.0</b> <small>[0.5, 1.5]</small></td>" in table.html()
     assert '<th scope="row">a&lt;b</th>' in table.html()
+    assert "scroll in this box" not in table.html()
+
+
+def test_a_table_that_is_cut_by_its_box_says_how_many_rows_it_has() -> None:
+    table = Table("t", "Title", ["Method"], [["lats"]] * 40, pd.DataFrame())
+    assert "40 rows: scroll in this box for the rest</p></div>" in table.html()
 
 
 def test_methods_have_distinct_markers_and_colours_and_a_fixed_order() -> None:

@@ -134,12 +134,13 @@ class Table:
             rule = ' class="rule"' if r in self.breaks else ""
             body.append(f"<tr{rule}>{''.join(cells)}</tr>")
         tall = " tall" if len(self.rows) > _TALL else ""
+        more = f'<p class="more" aria-hidden="true">{len(self.rows)} rows: scroll in this box for the rest</p>' if tall else ""
         note = f'<p class="note">{escape(self.note)}</p>' if self.note else ""
         return (
             f'<figure class="table" id="table-{self.name}">'
             f'<p class="title" aria-hidden="true">{escape(self.title)}</p><div class="scroll{tall}" tabindex="0" role="region" '
             f'aria-label="Table: {escape(self.title, quote=True)}"><table><caption>{escape(self.title)}</caption>'
-            f"<thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table></div>{note}</figure>"
+            f"<thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table>{more}</div>{note}</figure>"
         )
 
 
