@@ -11,11 +11,10 @@ import torch
 
 from medtokenbudget.errors import MismatchError, RequestError
 from medtokenbudget.routing import create
-from medtokenbudget.tokens import Selection
 from medtokenbudget.training import checkpoints as ck
 from medtokenbudget.training.heads import PooledHead, class_weights, epoch_order, probabilities
 from medtokenbudget.training.parts import make_parts
-from medtokenbudget.training.pooling import group_purity, pool_and_judge, pool_to_file
+from medtokenbudget.training.pooling import pool_and_judge, pool_to_file
 from medtokenbudget.training.schedule import EarlyStopping, cosine_lr, epochs_for
 from medtokenbudget.training.seeds import generator
 from tests.drawn import Drawn, quick
@@ -70,14 +69,6 @@ def test_generators_depend_on_every_argument() -> None:
         tuple(torch.rand(3, generator=generator(*key)).tolist()) for key in [(1, "a", 0), (2, "a", 0), (1, "b", 0), (1, "a", 1)]
     }
     assert len(draws) == 4
-
-
-def test_group_purity_worked_by_hand() -> None:
-    # Three groups of sizes 3, 2, 1: lesion patches 2 of 3, 0 of 2, 1 of 1 -> (2 + 2 + 1) / 6; a dropped patch does not count.
-    assignment = torch.tensor([[0, 0, 0, 1, 1, 2, -1]])
-    lesion = torch.tensor([[True, True, False, False, False, True, True]])
-    selection = Selection(torch.zeros(1, 3, 2), torch.tensor([[3.0, 2.0, 1.0]]), assignment)
-    assert group_purity(selection, lesion).tolist() == pytest.approx([5 / 6])
 
 
 @pytest.mark.parametrize("name", ["center", "darkness", "local-contrast", "tome", "no-pruning"])

@@ -17,8 +17,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from medtokenbudget import metrics
 from medtokenbudget.errors import RequestError
-from medtokenbudget.experiments import metrics
 from medtokenbudget.files import atomic_write
 
 CELL: tuple[str, ...] = ("study", "dataset", "method", "seed", "budget")
@@ -137,7 +137,7 @@ def summarise_cell(cell: pd.DataFrame, classes: int) -> dict[str, float | int]:
     probabilities = probability_matrix(labelled)
     masked = cell[cell["lesion"].notna()]
     ranker = bool(masked["kept_lesion"].notna().any())
-    retention = metrics.lesion_retention(
+    retention = metrics.retention_of_counts(
         masked["kept_lesion"].to_numpy(dtype=float, na_value=np.nan) if ranker else None,
         masked["lesion"].to_numpy(dtype=float),
         masked["k"].to_numpy(),

@@ -14,7 +14,7 @@ from scipy.optimize import minimize_scalar
 from scipy.special import ndtr, ndtri
 
 from medtokenbudget.errors import RequestError
-from medtokenbudget.experiments.metrics import Floats
+from medtokenbudget.metrics import Floats
 
 _LARGEST_SEPARATION = 20.0
 

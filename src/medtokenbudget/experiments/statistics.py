@@ -15,10 +15,10 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from medtokenbudget import metrics
 from medtokenbudget.errors import RequestError, UnknownNameError
-from medtokenbudget.experiments import metrics
-from medtokenbudget.experiments.metrics import Floats, ratio
 from medtokenbudget.experiments.results import probability_matrix
+from medtokenbudget.metrics import Floats, ratio
 
 DRAWS = 10_000
 LEVEL = 0.95

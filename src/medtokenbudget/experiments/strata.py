@@ -11,8 +11,8 @@ import numpy as np
 import pandas as pd
 
 from medtokenbudget.errors import RequestError
-from medtokenbudget.experiments.metrics import ratio
 from medtokenbudget.experiments.statistics import DRAWS, LEVEL, intervals
+from medtokenbudget.metrics import ratio
 
 QUARTILES: tuple[str, ...] = ("smallest", "small", "large", "largest")
 COLUMNS: tuple[str, ...] = (

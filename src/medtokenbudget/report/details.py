@@ -13,8 +13,8 @@ from matplotlib.figure import Figure
 from matplotlib.pyplot import subplots
 from matplotlib.ticker import MaxNLocator
 
-from medtokenbudget.experiments.metrics import ECE_BINS
 from medtokenbudget.experiments.results import probability_matrix
+from medtokenbudget.metrics import ECE_BINS
 from medtokenbudget.report.evidence import Evidence
 from medtokenbudget.report.intervals import Intervals
 from medtokenbudget.report.style import (

@@ -15,8 +15,9 @@ import torch
 
 from medtokenbudget.features import FeatureStore
 from medtokenbudget.files import atomic_write
+from medtokenbudget.metrics import group_purity, kept_lesion_counts
 from medtokenbudget.routing import Ranker, Selector, pooled_means, rank
-from medtokenbudget.tokens import Selection, TokenBatch
+from medtokenbudget.tokens import TokenBatch
 from medtokenbudget.training.seeds import generator
 
 BATCH = 64
@@ -89,9 +90,8 @@ def _ranked(selector: Ranker, batch: TokenBatch, counts: Sequence[int], noise: t
     pooled = pooled_means(batch.patches, order, counts).cpu().numpy()
     kept = np.full((len(batch), len(counts)), np.nan)
     if batch.lesion is not None and batch.has_mask is not None:
-        cumulative = batch.lesion.take_along_dim(order, 1).long().cumsum(1)
         masked = batch.has_mask.bool().cpu().numpy()
-        kept[masked] = cumulative[:, [k - 1 for k in counts]].cpu().numpy()[masked]
+        kept[masked] = kept_lesion_counts(order, batch.lesion, counts)[masked]
     nothing = np.full_like(kept, np.nan)
     return pooled, kept, nothing, order.to(torch.int16).cpu().numpy(), scores.half().cpu().numpy()
 
@@ -102,17 +102,6 @@ def _merged(selector: Selector, batch: TokenBatch, counts: Sequence[int]) -> Jud
     purity = np.full(pooled.shape[:2], np.nan)
     if batch.lesion is not None and batch.has_mask is not None:
         masked = batch.has_mask.bool().cpu().numpy()
-        values = np.stack([group_purity(selection, batch.lesion).cpu().numpy() for selection in selections], 1)
+        values = np.stack([group_purity(selection.assignment, batch.lesion).cpu().numpy() for selection in selections], 1)
         purity[masked] = values[masked]
     return pooled, np.full_like(purity, np.nan), purity, None, None
-
-
-def group_purity(selection: Selection, lesion: torch.Tensor) -> torch.Tensor:
-    """Share of patches that stand in a group of their own kind (lesion or background), `[B]`: 1 when no group mixes them."""
-    assignment, k = selection.assignment, selection.k
-    inside = assignment >= 0
-    target = assignment.clamp_min(0)
-    ones = inside.float()
-    size = torch.zeros(len(assignment), k, device=assignment.device).scatter_add_(1, target, ones)
-    lesions = torch.zeros_like(size).scatter_add_(1, target, ones * lesion.float())
-    return torch.maximum(lesions, size - lesions).sum(1) / ones.sum(1)

@@ -1,0 +1,481 @@
+"""The definition of every quantity that the package measures: lesion retention, group purity, classification, calibration.
+
+Everything that reports a number calls this module, so that one name means one thing in training, results, report and explorer. All
+functions return fractions (enrichment is a ratio of two), and NaN where there is nothing to measure: not measured is not zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+from scipy.stats import rankdata
+from torch import Tensor
+
+from medtokenbudget.errors import CountError, RequestError, ShapeError
+
+ECE_BINS = 15
+Floats = NDArray[np.float64]
+
+
+def ratio(numerator: ArrayLike, denominator: ArrayLike) -> Floats:
+    """Elementwise quotient; NaN where the denominator is 0: not measured is not zero."""
+    numerator, denominator = np.broadcast_arrays(np.asarray(numerator, float), np.asarray(denominator, float))
+    return np.divide(numerator, denominator, out=np.full(numerator.shape, np.nan), where=denominator != 0)
+
+
+@dataclass(frozen=True)
+class Retention:
+    """How much of the lesion the kept patches contain, measured on the images that have at least one lesion patch.
+
+    Attributes:
+        pooled: Kept lesion patches / lesion patches, both summed over images. This is the paper's lesion retention rate.
+        mean: Mean over images of each image's own share.
+        ceiling: Sum of min(K, lesion) / sum of lesion: the largest `pooled` that any selector can reach with these K.
+        of_ceiling: `pooled / ceiling`, between 0 and 1.
+        precision: Kept lesion patches / kept patches.
+        enrichment: `precision / prevalence`, where the prevalence is lesion patches / patches. Random selection has 1.
+        n: Images measured.
+        empty: Images left out because their mask has no lesion patch on the grid.
+    """
+
+    pooled: float
+    mean: float
+    ceiling: float
+    of_ceiling: float
+    precision: float
+    enrichment: float
+    n: int
+    empty: int
+
+
+def lesion_retention(kept: Tensor | ArrayLike, lesion: Tensor | ArrayLike, has_mask: Tensor | ArrayLike | None = None) -> Retention:
+    """Measures how much of the lesion a selection kept.
+
+    K may differ between images: it is counted from each row of `kept`. Images without a lesion patch are left out and counted in
+    `Retention.empty`; images without a mask are left out and not counted.
+
+    Args:
+        kept: Kept patches `[B, N]`, boolean or 0/1 integers, a torch tensor or anything that numpy turns into an array.
+        lesion: Lesion patches `[B, N]`, as `kept`.
+        has_mask: `[B]`, False for images whose lesion is unknown. None means that every image has a mask.
+
+    Returns:
+        The retention of this batch.
+
+    Raises:
+        ShapeError: The shapes are not `[B, N]`, `[B, N]` and `[B]`.
+        RequestError: The values are not boolean, for example scores that were not thresholded.
+
+    Example:
+        >>> kept = [[1, 1, 0, 0], [0, 1, 1, 0]]
+        >>> lesion = [[1, 0, 0, 0], [0, 1, 1, 1]]
+        >>> found = lesion_retention(kept, lesion)
+        >>> found.pooled, found.ceiling, found.of_ceiling  # 3 of 4 lesion patches, and no two patches could contain more
+        (0.75, 0.75, 1.0)
+    """
+    return _Sums.of_masks(kept, lesion, has_mask).retention()
+
+
+def retention_of_counts(kept_lesion: ArrayLike | None, lesion: ArrayLike, k: ArrayLike, n_patches: ArrayLike) -> Retention:
+    """Measures retention from the counts of each image, for tables that have no masks.
+
+    Args:
+        kept_lesion: `[n]` kept lesion patches. None where they are not known (mergers): then only the ceiling is measured.
+        lesion: `[n]` lesion patches; NaN for images without a mask, which are left out.
+        k: `[n]` kept patches, or one number for all images.
+        n_patches: `[n]` patches, or one number for all images.
+
+    Returns:
+        The retention over all images.
+
+    Raises:
+        ShapeError: The arrays are not `[n]`.
+        RequestError: An image kept more lesion patches than min(k, lesion).
+
+    Example:
+        >>> found = retention_of_counts(kept_lesion=[8, 40, 0], lesion=[10, 100, 0], k=50, n_patches=256)
+        >>> round(found.pooled, 3), round(found.of_ceiling, 3), found.n, found.empty
+        (0.436, 0.8, 2, 1)
+    """
+    return _Sums.of_counts(kept_lesion, lesion, k, n_patches).retention()
+
+
+def reachable(lesion: ArrayLike, k: ArrayLike) -> NDArray[Any]:
+    """The most lesion patches that `k` kept patches can contain, elementwise: min(k, lesion)."""
+    return np.minimum(np.asarray(lesion), np.asarray(k))
+
+
+def share_of_ceiling(kept_lesion: ArrayLike, lesion: ArrayLike, k: ArrayLike) -> Floats:
+    """Pooled retention as a share of the ceiling, for several budgets at once.
+
+    Args:
+        kept_lesion: `[n, T]` lesion patches kept of n images at T budgets, or `[n]` at one.
+        lesion: `[n]` lesion patches; NaN for images without a mask, which are left out.
+        k: `[T]` kept patches at each budget, or one number.
+
+    Returns:
+        `[T]` shares, or a scalar array for `[n]` counts; NaN where no image has a lesion patch.
+
+    Example:
+        >>> share_of_ceiling([[4, 5], [5, 10]], lesion=[5, 20], k=[5, 10]).tolist()
+        [0.9, 1.0]
+    """
+    kept, sizes = np.asarray(kept_lesion, float), np.asarray(lesion, float)
+    if kept.ndim not in (1, 2) or sizes.shape != kept.shape[:1]:
+        raise ShapeError(f"`kept_lesion` must be [n, T] and `lesion` [n], got {list(kept.shape)} and {list(sizes.shape)}.")
+    known = ~np.isnan(sizes)
+    kept, sizes = kept[known], sizes[known]
+    best = reachable(sizes[:, None] if kept.ndim == 2 else sizes, k)
+    return ratio(kept.sum(0), np.broadcast_to(best, kept.shape).sum(0))
+
+
+def kept_lesion_counts(order: Tensor | ArrayLike, lesion: Tensor | ArrayLike, k: ArrayLike) -> NDArray[np.int64]:
+    """Counts the lesion patches among the first K of a ranking, for several K in one pass.
+
+    Args:
+        order: `[B, N]` patch indices, best first.
+        lesion: `[B, N]` lesion patches, boolean or 0/1 integers.
+        k: `[T]` numbers of kept patches, each in 1..N.
+
+    Returns:
+        `[B, T]` kept lesion patches.
+
+    Example:
+        >>> kept_lesion_counts(order=[[2, 0, 1, 3]], lesion=[[0, 1, 1, 0]], k=[1, 2, 4]).tolist()
+        [[1, 1, 2]]
+    """
+    mask = _mask("lesion", lesion)
+    ranking = torch.as_tensor(order, device=mask.device).long()
+    if mask.ndim != 2 or ranking.shape != mask.shape:
+        raise ShapeError(f"`order` and `lesion` must be [B, N], got {list(ranking.shape)} and {list(mask.shape)}.")
+    counts, n = np.asarray(k, int), mask.shape[1]
+    if counts.size and not (counts.min() >= 1 and counts.max() <= n):
+        raise CountError(f"`k` must be between 1 and {n} patches, got {counts.tolist()}.")
+    cumulative = mask.take_along_dim(ranking, 1).long().cumsum(1)
+    return np.asarray(cumulative[:, (counts - 1).tolist()].cpu().numpy())
+
+
+class LesionRetention:
+    """Lesion retention over many batches, with the interface of a torchmetrics metric.
+
+    It keeps sums, not masks, so its memory does not grow. Integer sums make the result independent of how the images are split into
+    batches (the per-image mean up to rounding).
+
+    Example:
+        >>> import torch
+        >>> metric = LesionRetention()
+        >>> for _ in range(3):  # the batches of an evaluation loop
+        ...     kept = torch.tensor([[True, True, False, False]])
+        ...     lesion = torch.tensor([[True, False, False, True]])
+        ...     metric.update(kept, lesion)
+        >>> metric.compute().pooled
+        0.5
+        >>> metric
+        LesionRetention(pooled=0.5000, of_ceiling=0.5000, n=3, empty=0)
+        >>> metric.reset()
+        >>> metric.compute().n
+        0
+    """
+
+    def __init__(self) -> None:
+        self._sums = _Sums()
+
+    def update(self, kept: Tensor | ArrayLike, lesion: Tensor | ArrayLike, has_mask: Tensor | ArrayLike | None = None) -> None:
+        """Adds a batch; the arguments are those of `lesion_retention`."""
+        self._sums += _Sums.of_masks(kept, lesion, has_mask)
+
+    def forward(
+        self, kept: Tensor | ArrayLike, lesion: Tensor | ArrayLike, has_mask: Tensor | ArrayLike | None = None
+    ) -> Retention:
+        """Adds a batch and returns the retention of this batch alone; calling the object does the same."""
+        batch = _Sums.of_masks(kept, lesion, has_mask)
+        self._sums += batch
+        return batch.retention()
+
+    __call__ = forward
+
+    def compute(self) -> Retention:
+        """Returns the retention over everything since the last `reset`; NaN with `n=0` when nothing was measured."""
+        return self._sums.retention()
+
+    def reset(self) -> None:
+        """Forgets everything."""
+        self._sums = _Sums()
+
+    @property
+    def metric_state(self) -> dict[str, float]:
+        """The sums by name: small, additive and JSON-ready, to be gathered from other processes or stored."""
+        return asdict(self._sums)
+
+    def merge_state(self, incoming_state: LesionRetention | Mapping[str, float]) -> None:
+        """Adds what another object measured, or its `metric_state`.
+
+        Raises:
+            RequestError: `incoming_state` is neither.
+        """
+        state = incoming_state.metric_state if isinstance(incoming_state, LesionRetention) else incoming_state
+        names = [field.name for field in fields(_Sums)]
+        if not isinstance(state, Mapping) or set(state) != set(names):
+            raise RequestError(f"`merge_state` needs a LesionRetention or its metric_state with the keys {', '.join(names)}.")
+        self._sums += _Sums(**{name: float(state[name]) for name in names})
+
+    def __repr__(self) -> str:
+        found = self.compute()
+        return f"LesionRetention(pooled={found.pooled:.4f}, of_ceiling={found.of_ceiling:.4f}, n={found.n}, empty={found.empty})"
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """What retention is a function of, summed over images; the only place where it is computed."""
+
+    kept_lesion: float = 0.0
+    lesion: float = 0.0
+    reachable: float = 0.0
+    kept: float = 0.0
+    patches: float = 0.0
+    shares: float = 0.0
+    n: float = 0.0
+    empty: float = 0.0
+
+    @classmethod
+    def of_masks(cls, kept: Any, lesion: Any, has_mask: Any) -> _Sums:
+        if kept is None:
+            raise RequestError("`kept` is None: mergers such as tome keep no single patches. Measure them with `group_purity`.")
+        kept, lesion = _mask("kept", kept), _mask("lesion", lesion)
+        if kept.ndim != 2 or kept.shape != lesion.shape:
+            raise ShapeError(
+                f"`kept` and `lesion` must have the same shape [B, N], got {list(kept.shape)} and {list(lesion.shape)}. "
+                "Flatten grids to N patches; add a batch dimension to a single image."
+            )
+        lesion = lesion.to(kept.device)
+        counts = torch.stack([(kept & lesion).sum(1), lesion.sum(1), kept.sum(1)]).cpu().numpy()
+        if has_mask is not None:
+            known = _mask("has_mask", has_mask).cpu().numpy()
+            if known.shape != (len(kept),):
+                raise ShapeError(f"`has_mask` must be [B] = [{len(kept)}], got {list(known.shape)}.")
+            counts = counts[:, known]
+        return cls.of_counts(counts[0], counts[1], counts[2], kept.shape[1])
+
+    @classmethod
+    def of_counts(cls, kept_lesion: ArrayLike | None, lesion: ArrayLike, k: ArrayLike, n_patches: ArrayLike) -> _Sums:
+        sizes = np.asarray(lesion, float)
+        kept = np.full(sizes.shape, np.nan) if kept_lesion is None else np.asarray(kept_lesion, float)
+        counts, patches = np.asarray(k, float), np.asarray(n_patches, float)
+        if sizes.ndim != 1 or kept.shape != sizes.shape or any(v.shape not in ((), sizes.shape) for v in (counts, patches)):
+            shapes = ", ".join(str(list(v.shape)) for v in (kept, sizes, counts, patches))
+            raise ShapeError(f"`kept_lesion` and `lesion` must be [n], `k` and `n_patches` [n] or numbers, got {shapes}.")
+        counts, patches = np.broadcast_to(counts, sizes.shape), np.broadcast_to(patches, sizes.shape)
+        best = reachable(sizes, counts)
+        if (wrong := np.flatnonzero(kept > best)).size:
+            row = wrong[0]
+            raise RequestError(
+                f"Image {row} kept {kept[row]:g} lesion patches, but at most min(k, lesion) = {best[row]:g} are possible. "
+                "Check that all arrays are in the same order."
+            )
+        measured = sizes > 0  # False for NaN: no mask
+        kept, sizes = kept[measured], sizes[measured]
+        return cls(
+            kept_lesion=float(kept.sum()),
+            lesion=float(sizes.sum()),
+            reachable=float(best[measured].sum()),
+            kept=float(counts[measured].sum()),
+            patches=float(patches[measured].sum()),
+            shares=float((kept / sizes).sum()),
+            n=float(len(sizes)),
+            empty=float((np.asarray(lesion, float) == 0).sum()),
+        )
+
+    def __add__(self, other: _Sums) -> _Sums:
+        return _Sums(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
+
+    def retention(self) -> Retention:
+        precision = ratio(self.kept_lesion, self.kept)
+        return Retention(
+            pooled=float(ratio(self.kept_lesion, self.lesion)),
+            mean=float(ratio(self.shares, self.n)),
+            ceiling=float(ratio(self.reachable, self.lesion)),
+            of_ceiling=float(ratio(self.kept_lesion, self.reachable)),
+            precision=float(precision),
+            enrichment=float(ratio(precision, ratio(self.lesion, self.patches))),
+            n=int(self.n),
+            empty=int(self.empty),
+        )
+
+
+def _mask(name: str, value: Any) -> Tensor:
+    """A boolean tensor of boolean or 0/1 integer input."""
+    if not isinstance(value, Tensor):
+        try:
+            array = np.asarray(value)
+        except ValueError:
+            raise ShapeError(f"`{name}` is ragged: every image must have the same number of patches.") from None
+        if array.dtype.kind not in "biu":
+            raise _not_boolean(name, str(array.dtype))
+        value = torch.from_numpy(np.ascontiguousarray(array if array.dtype == bool else array.astype(np.int64)))
+    if value.dtype == torch.bool:
+        return value
+    if value.is_floating_point() or value.is_complex():
+        raise _not_boolean(name, str(value.dtype))
+    if bool(((value != 0) & (value != 1)).any()):
+        raise _not_boolean(name, f"integers other than 0 and 1 (largest {int(value.max())})")
+    return value.bool()
+
+
+def _not_boolean(name: str, found: str) -> RequestError:
+    return RequestError(f"`{name}` must be boolean or 0/1 integers, got {found}. Apply a threshold first, for example `x > 0.5`.")
+
+
+def group_purity(assignment: Tensor, lesion: Tensor) -> Tensor:
+    """Measures how little a merger's groups mix lesion and background; the counterpart of retention for merged tokens.
+
+    Args:
+        assignment: `[B, N]` integers, the group that each patch went to, -1 for dropped patches (`Selection.assignment`).
+        lesion: `[B, N]` lesion patches.
+
+    Returns:
+        `[B]` share of the patches that are in the majority of their group (lesion or background): 1 when no group mixes them. NaN
+        for an image whose patches were all dropped.
+
+    Example:
+        >>> import torch
+        >>> group_purity(torch.tensor([[0, 0, 1, 1]]), torch.tensor([[True, True, True, False]])).tolist()
+        [0.75]
+    """
+    if assignment.ndim != 2 or assignment.shape != lesion.shape:
+        raise ShapeError(f"`assignment` and `lesion` must be [B, N], got {list(assignment.shape)} and {list(lesion.shape)}.")
+    inside = assignment >= 0
+    target = assignment.clamp_min(0)
+    ones = inside.float()
+    groups = int(target.max()) + 1 if target.numel() else 1
+    size = torch.zeros(len(assignment), groups, device=assignment.device).scatter_add_(1, target, ones)
+    lesions = torch.zeros_like(size).scatter_add_(1, target, ones * lesion.float())
+    return torch.maximum(lesions, size - lesions).sum(1) / ones.sum(1)
+
+
+def correct(label: ArrayLike, predicted: ArrayLike) -> NDArray[np.bool_]:
+    """`[n]` True where the predicted class is the label."""
+    label, predicted = np.asarray(label), np.asarray(predicted)
+    if label.shape != predicted.shape:
+        raise ShapeError(f"`label` and `predicted` must have the same shape, got {list(label.shape)} and {list(predicted.shape)}.")
+    return np.asarray(label == predicted)
+
+
+def accuracy(label: ArrayLike, predicted: ArrayLike) -> float:
+    """Share of the images whose predicted class is the label.
+
+    Example:
+        >>> accuracy([0, 1, 2, 2], [0, 1, 2, 0])
+        0.75
+    """
+    right = correct(label, predicted)
+    return float(right.mean()) if right.size else float("nan")
+
+
+def class_counts(label: ArrayLike, predicted: ArrayLike, classes: int) -> Floats:
+    """`[3, C]`: for each class its true positives, the images of the class, and the images predicted as the class."""
+    label, predicted = np.asarray(label, int), np.asarray(predicted, int)
+    hits = np.bincount(label[correct(label, predicted)], minlength=classes)
+    return np.stack([hits, np.bincount(label, minlength=classes), np.bincount(predicted, minlength=classes)]).astype(float)
+
+
+def recall(label: ArrayLike, predicted: ArrayLike, classes: int) -> Floats:
+    """`[C]` share of each class's images that were predicted as the class; NaN for classes without an image.
+
+    Example:
+        >>> recall([0, 0, 1], [0, 1, 1], classes=3).tolist()
+        [0.5, 1.0, nan]
+    """
+    hits, true, _ = class_counts(label, predicted, classes)
+    return ratio(hits, true)
+
+
+def macro_f1(label: ArrayLike, predicted: ArrayLike, classes: int) -> float:
+    """Unweighted mean of the F1 of each class that occurs as label or as prediction (scikit-learn's default).
+
+    Example:
+        >>> round(macro_f1([0, 0, 1], [0, 1, 1], classes=2), 4)  # both classes have an F1 of 2/3
+        0.6667
+    """
+    return float(macro_f1_of_counts(class_counts(label, predicted, classes)))
+
+
+def macro_f1_of_counts(counts: Floats) -> Floats:
+    """Macro F1 from `class_counts` of shape `[..., 3, C]`."""
+    hits, true, predicted = counts[..., 0, :], counts[..., 1, :], counts[..., 2, :]
+    return _mean_where(ratio(2 * hits, true + predicted), true + predicted > 0)
+
+
+def balanced_accuracy(label: ArrayLike, predicted: ArrayLike, classes: int) -> float:
+    """Mean recall over the classes that occur as label.
+
+    Example:
+        >>> balanced_accuracy([0, 0, 1], [0, 1, 1], classes=2)
+        0.75
+    """
+    return float(balanced_accuracy_of_counts(class_counts(label, predicted, classes)))
+
+
+def balanced_accuracy_of_counts(counts: Floats) -> Floats:
+    """Balanced accuracy from `class_counts` of shape `[..., 3, C]`."""
+    hits, true = counts[..., 0, :], counts[..., 1, :]
+    return _mean_where(ratio(hits, true), true > 0)
+
+
+def _mean_where(values: Floats, valid: NDArray[np.bool_]) -> Floats:
+    return ratio(np.where(valid, values, 0.0).sum(-1), valid.sum(-1))
+
+
+def macro_auroc(label: ArrayLike, probabilities: ArrayLike) -> float:
+    """Mean one-vs-rest area under the ROC curve over the classes that have both positives and negatives.
+
+    Args:
+        label: `[n]` class indices.
+        probabilities: `[n, C]`.
+
+    Returns:
+        The mean area; NaN when no class has both.
+    """
+    label, probabilities = np.asarray(label, int), np.asarray(probabilities, float)
+    areas = []
+    for index in range(probabilities.shape[1] if probabilities.ndim == 2 else 0):
+        positive = label == index
+        n_positive, n_negative = int(positive.sum()), int((~positive).sum())
+        if n_positive and n_negative:
+            ranks = rankdata(probabilities[:, index])  # ties share their mean rank: half a win each
+            areas.append((ranks[positive].sum() - n_positive * (n_positive + 1) / 2) / (n_positive * n_negative))
+    return float(np.mean(areas)) if areas else float("nan")
+
+
+def confidence_bins(probabilities: ArrayLike, bins: int = ECE_BINS) -> tuple[Floats, NDArray[np.int64]]:
+    """`[n]` confidence (the largest probability) and `[n]` its equal-width bin; bins are (0, 1/15], (1/15, 2/15], ..."""
+    probabilities = np.asarray(probabilities, float)
+    confidence = probabilities.max(1) if len(probabilities) else np.zeros(0)
+    return confidence, np.clip(np.ceil(confidence * bins).astype(int) - 1, 0, bins - 1)
+
+
+def calibration_bins(label: ArrayLike, predicted: ArrayLike, probabilities: ArrayLike, bins: int = ECE_BINS) -> Floats:
+    """`[n, bins]`: each image's (correct - confidence) in the bin of its confidence, 0 elsewhere; ECE sums these."""
+    confidence, index = confidence_bins(probabilities, bins)
+    gap = correct(label, predicted) - confidence
+    return np.where(index[:, None] == np.arange(bins), gap[:, None], 0.0)
+
+
+def expected_calibration_error(label: ArrayLike, predicted: ArrayLike, probabilities: ArrayLike, bins: int = ECE_BINS) -> float:
+    """Mean over images of |accuracy - mean confidence| of their bin; equal-width bins of the largest probability."""
+    gaps = calibration_bins(label, predicted, probabilities, bins)
+    return float(np.abs(gaps.sum(0)).sum() / len(gaps)) if len(gaps) else float("nan")
+
+
+def reliability(
+    label: ArrayLike, predicted: ArrayLike, probabilities: ArrayLike, bins: int = ECE_BINS
+) -> tuple[Floats, Floats, NDArray[np.int64]]:
+    """`[bins]` mean confidence, accuracy and number of images of each bin; NaN in the first two for empty bins."""
+    confidence, index = confidence_bins(probabilities, bins)
+    counts = np.bincount(index, minlength=bins)
+    said, right = (np.bincount(index, values, bins) for values in (confidence, correct(label, predicted).astype(float)))
+    return ratio(said, counts), ratio(right, counts), counts
