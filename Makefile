@@ -1,16 +1,21 @@
-# make demo | make test: each sets up everything it needs (a virtual environment with pinned versions), then does its job.
+# Every target first sets up what it needs: a virtual environment in .venv with the pinned versions of constraints.txt.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
-.PHONY: demo test lint bench clean setup
+.PHONY: demo quick test lint format bench setup clean
 
 demo: $(STAMP)
 	$(BIN)/mtb demo --out runs/demo
 
+# The tests that are not marked `slow`: at most 90 seconds on two cores.
+quick: $(STAMP)
+	$(PYTEST) -m "not slow" $(ARGS)
+
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	$(PYTEST) $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -18,14 +23,17 @@ lint: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks
 
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	$(PYTHON) .ci/install.py $(VENV)
 	touch $(STAMP)
 
 clean:

@@ -53,7 +53,7 @@ async def read_question(request: Request, max_bytes: int) -> Question:
         raise _too_large(max_bytes)
     try:
         body = await asyncio.wait_for(_parse(request, max_bytes), READ_SECONDS)
-    except (TimeoutError, asyncio.TimeoutError):
+    except TimeoutError:
         raise ApiError(408, "too_slow", f"the request was not complete after {READ_SECONDS:.0f} s. Try again.") from None
     except ClientDisconnect:
         raise ApiError(400, "cut_short", "the connection ended before the request was complete.") from None
@@ -75,7 +75,7 @@ async def discard(request: Request, limit: int, seconds: float = 5.0) -> None:
     try:
         await asyncio.wait_for(read(), seconds)
     # A stream that was begun and left cannot be read again; then there is nothing to be polite about.
-    except (TimeoutError, asyncio.TimeoutError, ClientDisconnect, RuntimeError):
+    except (TimeoutError, ClientDisconnect, RuntimeError):
         return
 
 
