@@ -24,7 +24,7 @@ BAD = {
     "a budget in percent": ({"budgets": (0.3, 30.0)}, r"shares of the patches in \(0, 1\], got 30"),
     "no budget": ({"budgets": ()}, "got none"),
     "a signal with a typing error": ({"lats": LATSConfig(signals=("attention", "nrom"))}, "nrom.*norm"),
-    "a device that is not there": ({"device": "cuda:99"}, "cuda:99 is not there"),
+    "a device that is not there": ({"device": "cuda:99"}, "Device 'cuda:99' is not available"),
     "a lesion recipe without the lesion": (
         {"recipe": "lesion-first", "losses": LossWeights(lesion=0.0)},
         "losses.lesion must be above 0",

@@ -107,11 +107,3 @@ def test_a_shard_that_kills_its_workers_ends_with_a_message_and_the_command_then
     finally:
         ray.shutdown()
     assert contents(tmp_path / "ray") == contents(local.path)
-
-
-@pytest.mark.slow
-def test_a_cluster_that_does_not_answer_is_a_clear_message(tmp_path: Path) -> None:
-    pytest.importorskip("ray")
-    manifest, backbone = tiny_manifest(tmp_path / "images", 1), tiny_backbone(tmp_path / "b")
-    with pytest.raises(WorkError, match=r"no Ray cluster answers at 127\.0\.0\.1:1"):
-        extract(manifest, tmp_path / "store", backbone, CONFIG, engine="ray", address="127.0.0.1:1")

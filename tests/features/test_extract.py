@@ -329,7 +329,7 @@ def test_only_routed_tokens_can_be_kept(tmp_path: Path, backbone: BackboneConfig
         extract(manifest, tmp_path / "x", backbone, CONFIG, route=_strongest, route_fingerprint=other)
 
 
-@pytest.mark.parametrize(("device", "message"), [("gpu", "not a device"), ("cuda:97", "not there")])
+@pytest.mark.parametrize(("device", "message"), [("gpu", "not a device"), ("cuda:97", "not available")])
 def test_a_device_that_is_not_there_is_refused(
     tmp_path: Path, backbone: BackboneConfig, manifest: Manifest, device: str, message: str
 ) -> None:

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from medtokenbudget.config import SIGNALS, TrainConfig, to_dict
 from medtokenbudget.data import Manifest
 from medtokenbudget.data.manifest import listed
+from medtokenbudget.devices import resolve_device
 from medtokenbudget.errors import MismatchError, RequestError
 from medtokenbudget.experiments.units import Plan, Unit
 from medtokenbudget.features import FeatureStore
-from medtokenbudget.features.extract import resolve_device
 from medtokenbudget.files import dotted, read_json
 from medtokenbudget.routing.lats import ordered_signals
 from medtokenbudget.training.parts import check_fits

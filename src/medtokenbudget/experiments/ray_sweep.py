@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from medtokenbudget.errors import RequestError, WorkError
+from medtokenbudget.cluster import ray_cluster
+from medtokenbudget.errors import WorkError
 from medtokenbudget.experiments.units import Plan, Unit, run_unit
 
 
@@ -13,19 +14,14 @@ def run_on_ray(plan: Plan, units: Sequence[Unit], address: str | None, tick: Cal
     """Run the units on the cluster at `address` (or on one started here); all nodes see the same folders."""
     if not units:
         return
-    try:
-        import ray
-    except ImportError:
-        raise RequestError("--engine ray needs the extra: pip install 'medtokenbudget[ray]'.") from None
-    if not ray.is_initialized():
-        ray.init(address=address, log_to_driver=False, include_dashboard=False)
-    gpus = 1 if ray.cluster_resources().get("GPU", 0) >= 1 else 0
-    task: Any = ray.remote(num_cpus=1, num_gpus=gpus, max_retries=5)(run_unit)
-    pending = [task.remote(plan, unit, 1) for unit in units]
-    try:
-        while pending:
-            ready, pending = ray.wait(pending, num_returns=1)
-            ray.get(ready)
-            tick()
-    except ray.exceptions.RayError as error:
-        raise WorkError(f"the cluster gave up on a unit: {error}. The same command goes on with what is missing.") from None
+    with ray_cluster(address) as ray:
+        gpus = 1 if ray.cluster_resources().get("GPU", 0) >= 1 else 0
+        task: Any = ray.remote(num_cpus=1, num_gpus=gpus, max_retries=5)(run_unit)
+        pending = [task.remote(plan, unit, 1) for unit in units]
+        try:
+            while pending:
+                ready, pending = ray.wait(pending, num_returns=1)
+                ray.get(ready)
+                tick()
+        except ray.exceptions.RayError as error:
+            raise WorkError(f"Ray gave up on a unit: {error}. Run the same command again to continue with the rest.") from None

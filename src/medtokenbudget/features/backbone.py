@@ -23,6 +23,7 @@ from torch import Tensor
 
 from medtokenbudget import hub
 from medtokenbudget.config import BackboneConfig
+from medtokenbudget.devices import resolve_device
 from medtokenbudget.errors import RequestError, ShapeError, WorkError, first_line
 from medtokenbudget.features import zoo
 from medtokenbudget.features.attention import QueryKeyTap, pseudo_attention, reduce_attention
@@ -46,9 +47,9 @@ class Backbone:
     """
 
     def __init__(self, model: Model, config: BackboneConfig, weights_sha256: str, device: torch.device | str = "cpu") -> None:
-        self.model = model.eval().requires_grad_(False).to(device)
+        self.device = resolve_device(device)
+        self.model = model.eval().requires_grad_(False).to(self.device)
         self.config = config
-        self.device = torch.device(device)
         self.grid = _grid(model, config)
         self.dim = int(model.num_features)
         self.prefix = int(getattr(model, "num_prefix_tokens", 0))

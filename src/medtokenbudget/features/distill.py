@@ -21,6 +21,7 @@ from torch import Tensor
 from medtokenbudget import __version__
 from medtokenbudget.config import BackboneConfig, DistillConfig, to_dict
 from medtokenbudget.data import Manifest
+from medtokenbudget.devices import resolve_device
 from medtokenbudget.errors import MismatchError, WorkError
 from medtokenbudget.features import distill_student, zoo
 from medtokenbudget.features.backbone import Backbone
@@ -59,8 +60,7 @@ def distill(
 def _device(config: DistillConfig) -> torch.device:
     if config.threads:
         torch.set_num_threads(config.threads)
-    name = config.device if config.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(name)
+    return resolve_device(config.device)
 
 
 def _record(manifest: Manifest, teacher: Backbone, config: DistillConfig) -> dict[str, Any]:

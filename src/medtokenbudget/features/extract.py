@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from medtokenbudget.config import BackboneConfig, ExtractConfig
 from medtokenbudget.data import Manifest
+from medtokenbudget.devices import resolve_device
 from medtokenbudget.errors import RequestError, WorkError
 from medtokenbudget.features.backbone import Backbone
 from medtokenbudget.features.engines import Work, find_engine
@@ -87,16 +86,3 @@ def _write_errors(path: Path, store: FeatureStore) -> None:
         # Another job may have ended at the same moment, written the same and swept the temporary files.
         if not path.is_file() or read_lines(path) != rows:
             raise
-
-
-def resolve_device(name: str) -> str:
-    """'auto' is a GPU when there is one; a device that is not there is refused."""
-    if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise RequestError(f"'{name}' is not a device. Use auto, cpu, cuda or cuda:1.") from None
-    if device.type == "cuda" and (not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()):
-        raise RequestError(f"{name} is not there: this machine has {torch.cuda.device_count()} CUDA devices. Use --device cpu.")
-    return name

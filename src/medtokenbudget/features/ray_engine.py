@@ -12,8 +12,12 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
+import torch
+
+from medtokenbudget.cluster import ray_cluster
 from medtokenbudget.config import BackboneConfig
-from medtokenbudget.errors import MedTokenBudgetError, RequestError, WorkError, first_line
+from medtokenbudget.devices import resolve_device
+from medtokenbudget.errors import MedTokenBudgetError, WorkError, first_line
 from medtokenbudget.features import plan
 from medtokenbudget.features.backbone import Backbone
 from medtokenbudget.features.engines import Work
@@ -26,30 +30,8 @@ RETRIES = 10
 
 def run(work: Work, advance: Callable[[int], Any]) -> None:
     """Make the shards of `work` as Ray tasks; each takes a GPU when the cluster has any."""
-    try:
-        import ray
-    except ImportError:
-        raise RequestError("the engine 'ray' needs Ray. Install it with: pip install 'medtokenbudget[ray]'") from None
-    started = not ray.is_initialized()
-    if started:
-        _connect(ray, work.address)
-    try:
+    with ray_cluster(work.address) as ray:
         _run_tasks(ray, work, advance)
-    finally:
-        if started:
-            ray.shutdown()
-
-
-def _connect(ray: Any, address: str | None) -> None:
-    host, _, port = (address or "").removeprefix("ray://").rpartition(":")
-    try:
-        if host and port.isdecimal():
-            # Ray itself tries for minutes before it gives up.
-            socket.create_connection((host, int(port)), timeout=10).close()
-        ray.init(address=address, log_to_driver=False, logging_level="warning")
-    except (OSError, RuntimeError, ValueError) as error:
-        where = f"no Ray cluster answers at {address}" if address else "Ray does not start on this machine"
-        raise WorkError(f"{where} ({first_line(error)}). Check the address, or use --engine local.") from None
 
 
 def _run_tasks(ray: Any, work: Work, advance: Callable[[int], Any]) -> None:
@@ -82,8 +64,6 @@ def _run_tasks(ray: Any, work: Work, advance: Callable[[int], Any]) -> None:
 
 def make_shard(shard: Shard, work: Work) -> str | None:
     """The task: make one shard unless it is there. Gives back None, or the message of what went wrong."""
-    from medtokenbudget.features.extract import resolve_device
-
     try:
         if read_sidecar(work.store, shard[0]) is not None:
             return None
@@ -101,7 +81,7 @@ def make_shard(shard: Shard, work: Work) -> str | None:
 
 
 @lru_cache(maxsize=1)
-def _backbone(config: BackboneConfig, device: str) -> Backbone:
+def _backbone(config: BackboneConfig, device: torch.device) -> Backbone:
     """Loaded once in each worker process, which makes many shards."""
     return Backbone.load(config, device)
 

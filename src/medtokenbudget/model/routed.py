@@ -20,6 +20,7 @@ from torch import Tensor
 
 from medtokenbudget.config import BackboneConfig, TrainConfig, to_dict, train_config_from_dict
 from medtokenbudget.data import patch_labels
+from medtokenbudget.devices import resolve_device
 from medtokenbudget.errors import MedTokenBudgetError, MismatchError, RequestError, UnknownNameError
 from medtokenbudget.features.backbone import Backbone
 from medtokenbudget.features.preprocess import luminance
@@ -60,7 +61,7 @@ class MedTokenBudget:
         self.train_config = train_config
         self.card = card
         self.info: dict[str, Any] = dict(info or {})
-        self.device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+        self.device = resolve_device(device)
         self.classifiers = {name: classifier.to(self.device).eval() for name, classifier in classifiers.items()}
 
     @property

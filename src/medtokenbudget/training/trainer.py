@@ -19,6 +19,7 @@ from torch import Tensor
 
 from medtokenbudget.config import HEADLINE_BUDGETS, TrainConfig, to_dict
 from medtokenbudget.data import Manifest
+from medtokenbudget.devices import resolve_device
 from medtokenbudget.errors import RequestError, WorkError
 from medtokenbudget.features import FeatureStore
 from medtokenbudget.features.views import IDENTITY
@@ -49,12 +50,6 @@ class Trained:
     best_value: float
 
 
-def pick_device(name: str) -> torch.device:
-    if name != "auto":
-        return torch.device(name)
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
 def train_lats(manifest: Manifest, store: FeatureStore, out: Path, config: TrainConfig) -> Trained:
     """Train one LATS model in `out` (checkpoint, `metrics.jsonl`), or go on with one that was stopped there."""
     parts = make_parts(manifest, store, config)
@@ -66,7 +61,7 @@ def train_lats(manifest: Manifest, store: FeatureStore, out: Path, config: Train
 class _Trainer:
     def __init__(self, store: FeatureStore, parts: Parts, out: Path, config: TrainConfig, classes: int) -> None:
         self.store, self.parts, self.out, self.config, self.classes = store, parts, out, config, classes
-        self.device = pick_device(config.device)
+        self.device = resolve_device(config.device)
         self.joint = config.recipe == "joint"
         if self.joint and config.patches:
             raise RequestError("the joint recipe routes whole images, so it learns from all patches: set --patches 0.")

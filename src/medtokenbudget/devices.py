@@ -1,0 +1,50 @@
+"""From a device name to a `torch.device`. The only place that does it, so every command reports a missing GPU the same way."""
+
+from __future__ import annotations
+
+import torch
+
+from medtokenbudget.errors import RequestError
+
+
+def available_devices() -> list[str]:
+    """Names of the devices on this machine, such as `['cpu', 'cuda:0', 'cuda:1']`."""
+    names = ["cpu"]
+    if torch.cuda.is_available():
+        names += [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+    if torch.backends.mps.is_available():
+        names.append("mps")
+    if torch.xpu.is_available():
+        names += [f"xpu:{index}" for index in range(torch.xpu.device_count())]
+    return names
+
+
+def resolve_device(name: str | torch.device) -> torch.device:
+    """Turn a device name into a device that exists on this machine.
+
+    Args:
+        name: 'auto' for a CUDA GPU if there is one and the CPU otherwise, or a device such as 'cpu', 'cuda', 'cuda:1' or 'mps'.
+
+    Returns:
+        The device.
+
+    Raises:
+        RequestError: The name is not a device, or this machine does not have it. The message lists the available devices.
+
+    Example:
+        >>> resolve_device("cpu")
+        device(type='cpu')
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    available = available_devices()
+    advice = f"Available: {', '.join(available)}. Use one of these, or 'auto'."
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise RequestError(f"'{name}' is not a device name. {advice}") from None
+    # Without a number, and for devices that have no numbers, the first one is meant.
+    wanted = {device.type, f"{device.type}:0"} if not device.index else {f"{device.type}:{device.index}"}
+    if not wanted.intersection(available):
+        raise RequestError(f"Device '{name}' is not available on this machine. {advice}")
+    return device

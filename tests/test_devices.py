@@ -1,0 +1,69 @@
+"""Device names: what this machine has is accepted, and every command says the same about what it lacks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from medtokenbudget.cli import main
+from medtokenbudget.devices import available_devices, resolve_device
+from medtokenbudget.errors import RequestError
+from tests.drawn import Drawn
+from tests.small_model import draw_images, small_backbone, small_model
+
+
+def test_names_become_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert resolve_device("cpu") == torch.device("cpu")
+    assert resolve_device(torch.device("cpu")) == torch.device("cpu")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    assert available_devices()[:3] == ["cpu", "cuda:0", "cuda:1"]
+    for name in ("cuda", "cuda:0", "cuda:1"):
+        assert resolve_device(name) == torch.device(name)
+    with pytest.raises(RequestError, match=r"Device 'cuda:2' is not available on this machine. Available: cpu, cuda:0, cuda:1"):
+        resolve_device("cuda:2")
+
+
+@pytest.mark.parametrize(("gpu", "wanted"), [(True, "cuda"), (False, "cpu")])
+def test_auto_is_a_gpu_if_there_is_one(monkeypatch: pytest.MonkeyPatch, gpu: bool, wanted: str) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: gpu)
+    assert resolve_device("auto") == torch.device(wanted)
+
+
+@pytest.mark.parametrize("name", ["gpu", "", "cuda:first", "cpu:-1"])
+def test_a_name_that_is_no_device_is_rejected_with_the_available_ones(name: str) -> None:
+    with pytest.raises(RequestError, match=f"'{name}' is not a device name. Available: cpu"):
+        resolve_device(name)
+
+
+@pytest.mark.parametrize("name", ["cuda", "mps", "meta", "cpu:5"])
+def test_a_device_that_this_machine_lacks_is_rejected(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.backends.mps.is_available", lambda: False)
+    with pytest.raises(RequestError, match=f"Device '{name}' is not available on this machine. Available: cpu"):
+        resolve_device(name)
+
+
+@pytest.mark.parametrize("command", ["extract", "distill", "train", "predict", "serve"])
+def test_a_missing_gpu_is_a_message_and_exit_code_2_in_every_command(
+    command: str, drawn: Drawn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    backbone = small_backbone(drawn.store_path.parent)
+    model = tmp_path / "model"
+    if command in ("predict", "serve"):
+        small_model(tmp_path / "weights").save_pretrained(model)
+    vit = ["--weights", str(backbone.weights), "--image-size", str(backbone.image_size)]
+    manifest, out = str(drawn.manifest_path), str(tmp_path / "out")
+    arguments = {
+        "extract": [manifest, "--store", out, "--backbone", backbone.name, *vit],
+        "distill": [manifest, "--out", out, "--teacher", backbone.name, *vit],
+        "train": [manifest, "--store", str(drawn.store_path), "--out", out],
+        "predict": [str(model), str(draw_images(tmp_path / "images", 1)[0]), "--out", f"{out}.csv"],
+        "serve": [str(model), "--port", "0"],
+    }
+    assert main([command, *arguments[command], "--device", "cuda"]) == 2
+    assert "Device 'cuda' is not available on this machine. Available: cpu" in capsys.readouterr().err
+    assert not list(tmp_path.glob("out*")), "nothing was begun"
