@@ -22,6 +22,7 @@ import torch
 from sklearn.metrics import roc_auc_score
 from torch import Tensor
 
+from medtokenbudget import metrics
 from medtokenbudget.config import HEADLINE_BUDGETS, BackboneConfig, ExtractConfig, preset
 from medtokenbudget.data import Drawings, Manifest, decode_image, decode_mask, paper_split, patch_labels, synthetic_manifest
 from medtokenbudget.data.isic import GROUND_TRUTH, isic_manifest, read_ground_truth
@@ -101,10 +102,8 @@ def train_router(train: Tokens, epochs: int, seed: int = 0) -> LATSSelector:
 def share_of_ceiling(selector: LATSSelector, val: Tokens, budgets: Sequence[float] = HEADLINE_BUDGETS) -> list[float]:
     """Kept lesion patches over the most that K patches can hold, pooled over images, at each budget."""
     orders = torch.cat([selector.order(val.batch(rows)) for rows in torch.arange(len(val)).split(64)])
-    ranked = val.lesion.gather(1, orders).cumsum(1)
-    lesion = val.lesion.sum(1)
     counts = [budget_to_k(budget, val.lesion.shape[1]) for budget in budgets]
-    return [float(ranked[:, k - 1].sum() / lesion.clamp_max(k).sum()) for k in counts]
+    return metrics.share_of_ceiling(metrics.kept_lesion_counts(orders, val.lesion, counts), val.lesion.sum(1), counts).tolist()
 
 
 def from_store(store: FeatureStore, ids: Sequence[str]) -> Tokens:

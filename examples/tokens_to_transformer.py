@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import medtokenbudget as mtb
 from medtokenbudget.data import Manifest
 from medtokenbudget.features import FeatureStore
+from medtokenbudget.metrics import accuracy
 
 
 class SmallTransformer(nn.Module):
@@ -63,12 +64,12 @@ def main(model: Path, manifest: Path, store: Path, budget: float = 0.3, epochs: 
             optimizer.step()
     network.eval()
     with torch.no_grad():
-        accuracy = float((network(val[0], val[1]).argmax(1) == val[2]).float().mean())
+        score = accuracy(val[2], network(val[0], val[1]).argmax(1))
     most = np.bincount(train[2].numpy()).argmax()
-    constant = float((val[2] == int(most)).float().mean())
+    constant = accuracy(val[2], np.full(len(val[2]), most))
     k = train[0].shape[1]
-    print(f"{k} tokens an image: accuracy {accuracy:.3f} on {len(val[2])} images (the commonest class: {constant:.3f})")
-    return accuracy
+    print(f"{k} tokens an image: accuracy {score:.3f} on {len(val[2])} images (the commonest class: {constant:.3f})")
+    return score
 
 
 if __name__ == "__main__":

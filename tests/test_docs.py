@@ -10,6 +10,7 @@ import shlex
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -19,6 +20,7 @@ from medtokenbudget.data.dermoscopy import draw
 from tests.conftest import REPOSITORY
 
 BLOCK = re.compile(r"(?:<!-- not run: (?P<why>[^>]+) -->\n)?```bash\n(?P<body>.*?)```", re.DOTALL)
+PYTHON = re.compile(BLOCK.pattern.replace("bash", "python"), re.DOTALL)
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 
 
@@ -66,6 +68,18 @@ def test_the_commands_of_the_page_work_as_written(
         words = shlex.split(text)
         assert words[0] == "mtb", f"{page.name}: '{text}' is not an mtb command: mark the block with <!-- not run: why -->"
         assert main(words[1:]) == 0, f"{page.name}: {text}"
+
+
+def test_the_python_of_the_retention_page_works_as_written(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (REPOSITORY / "docs" / "retention.md").read_text(encoding="utf-8")
+    blocks = [found["body"] for found in PYTHON.finditer(page) if found["why"] is None]
+    names: dict[str, Any] = {}
+    exec(compile("\n".join(blocks), "retention.md", "exec"), names)
+    assert len(blocks) == 3
+    assert (names["found"].pooled, names["found"].of_ceiling) == (0.5, 0.75)
+    assert names["found"].ceiling == pytest.approx(2 / 3)
+    assert capsys.readouterr().out.startswith("retention 0.")
+    assert names["total"].compute().n > 0
 
 
 def test_every_option_of_a_command_that_is_not_run_exists(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from medtokenbudget import metrics
 from medtokenbudget.errors import RequestError, UnknownNameError
 from medtokenbudget.experiments.results import probability_matrix
-from medtokenbudget.metrics import Floats, ratio
+from medtokenbudget.metrics import Floats, ratio, reachable
 
 DRAWS = 10_000
 LEVEL = 0.95
@@ -46,7 +46,7 @@ def _counts(sums: Floats) -> Floats:
 
 
 def _accuracy_terms(frame: pd.DataFrame, classes: int) -> Floats:
-    correct = frame["label"].to_numpy(int) == frame["predicted"].to_numpy(int)
+    correct = metrics.correct(frame["label"].to_numpy(int), frame["predicted"].to_numpy(int))
     return np.stack([correct, np.ones(len(frame))], 1).astype(float)
 
 
@@ -63,7 +63,7 @@ def _kept_over(denominator: Callable[[pd.DataFrame], Any]) -> Callable[[pd.DataF
 
 
 def _mean_retention_terms(frame: pd.DataFrame, classes: int) -> Floats:
-    share = frame["kept_lesion"].to_numpy(float) / frame["lesion"].to_numpy(float)
+    share = ratio(frame["kept_lesion"].to_numpy(float), frame["lesion"].to_numpy(float))
     return np.stack([share, np.ones(len(frame))], 1)
 
 
@@ -82,7 +82,7 @@ STATISTICS: dict[str, Statistic] = {
     "ece": Statistic("labelled", _calibration_terms, lambda s: ratio(np.abs(s[..., :-1]).sum(-1), s[..., -1])),
     "retention": Statistic("lesion", _kept_over(lambda f: f["lesion"]), _quotient),
     "retention_mean": Statistic("lesion", _mean_retention_terms, _quotient),
-    "retention_of_ceiling": Statistic("lesion", _kept_over(lambda f: np.minimum(f["k"], f["lesion"].astype(int))), _quotient),
+    "retention_of_ceiling": Statistic("lesion", _kept_over(lambda f: reachable(f["lesion"].astype(int), f["k"])), _quotient),
     "precision": Statistic("lesion", _kept_over(lambda f: f["k"]), _quotient),
     "enrichment": Statistic("lesion", _enrichment_terms, lambda s: ratio(ratio(s[..., 0], s[..., 1]), ratio(s[..., 2], s[..., 3]))),
 }

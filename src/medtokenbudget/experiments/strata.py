@@ -12,7 +12,7 @@ import pandas as pd
 
 from medtokenbudget.errors import RequestError
 from medtokenbudget.experiments.statistics import DRAWS, LEVEL, intervals
-from medtokenbudget.metrics import ratio
+from medtokenbudget.metrics import ratio, reachable
 
 QUARTILES: tuple[str, ...] = ("smallest", "small", "large", "largest")
 COLUMNS: tuple[str, ...] = (
@@ -65,7 +65,7 @@ def _by_stratum(parts: list[pd.DataFrame], order: Sequence[str], draws: int, see
         return pd.DataFrame(columns=list(COLUMNS))
     rows = pd.concat(parts, ignore_index=True)
     keys = [*_CELL, "stratum"]
-    rows["_best"] = np.minimum(rows["k"].to_numpy(int), rows["lesion"].to_numpy(int))
+    rows["_best"] = reachable(rows["lesion"].to_numpy(int), rows["k"].to_numpy(int))
     facts = rows.groupby(keys, sort=False).agg(
         smallest=("lesion", "min"), largest=("lesion", "max"), _best=("_best", "sum"), _lesion=("lesion", "sum")
     )

@@ -13,6 +13,7 @@ from typing import Any
 
 import pandas as pd
 
+from medtokenbudget import metrics
 from medtokenbudget.config import HEADLINE_BUDGETS
 from medtokenbudget.data import Manifest, ManifestError
 from medtokenbudget.experiments.results import read_predictions, read_results
@@ -183,10 +184,11 @@ def _beside(results: pd.DataFrame, method: str, seed: Any, dataset: str) -> str:
 def _strata(own: pd.DataFrame, classes: Sequence[str]) -> str:
     cell = own[own["budget"] == 0.3]
     labelled = cell[cell["label"] >= 0]
+    recalls = metrics.recall(labelled["label"], labelled["predicted"], len(classes))
     lines = [
-        [name, len(rows), _percent((rows["predicted"] == rows["label"]).mean())]
+        [name, count, _percent(recalls[index])]
         for index, name in enumerate(classes)
-        if len(rows := labelled[labelled["label"] == index])
+        if (count := int((labelled["label"] == index).sum()))
     ]
     text = "## Strata, at budget 0.3\n\n" + (_table(["class", "n", "recall"], lines) if lines else "Not measured.")
     if not cell["kept_lesion"].notna().any():
@@ -224,17 +226,15 @@ def _failures(own: pd.DataFrame, results: pd.DataFrame, method: str, seed: Any, 
     labelled = cell[cell["label"] >= 0]
     lines = []
     if len(labelled):
-        recall = (labelled["predicted"] == labelled["label"]).groupby(labelled["label"]).mean().sort_values()
-        worst = ", ".join(
-            f"{classes[label]} ({_percent(value)})" for label, value in zip(recall.index[:3].tolist(), recall.head(3))
-        )
-        absent = [name for index, name in enumerate(classes) if index not in recall.index]
+        recalls = pd.Series(metrics.recall(labelled["label"], labelled["predicted"], len(classes)), index=list(classes))
+        worst = ", ".join(f"{name} ({_percent(value)})" for name, value in recalls.dropna().sort_values().head(3).items())
+        absent = recalls.index[recalls.isna()].tolist()
         lines.append(
             f"- lowest recall at budget 0.3: {worst}" + (f"; not in the validation part: {', '.join(absent)}" if absent else "")
         )
     masked = cell[cell["kept_lesion"].notna() & (cell["lesion"].fillna(0) > 0)]
     if len(masked):
-        best = pd.concat([masked["lesion"].astype(int), masked["k"]], axis=1).min(axis=1)
+        best = metrics.reachable(masked["lesion"].astype(int), masked["k"])
         lost = int((masked["kept_lesion"].astype(int) < 0.5 * best).sum())
         lines.append(f"- in {lost} of {len(masked)} images with a lesion less than half of what could be kept was kept")
     for cells in (_cells(results, method, seed, f"{dataset}@off-center"),):
