@@ -77,6 +77,37 @@ def test_a_folder_becomes_a_manifest_and_is_split_anew(tmp_path: Path, capsys: p
     assert again.data_hash == Manifest.read(first).data_hash
 
 
+SOURCES = {
+    "folder": (("folder", "photos"), "photos"),
+    "this folder": (("folder", "."), "here"),
+    "csv": (("csv", "table.csv"), "table"),
+    "synthetic": (("synthetic", "--n", 5, "--size", 64), "drawn dermoscopy"),
+}
+
+
+@pytest.mark.parametrize("case", SOURCES)
+def test_a_data_set_has_the_name_that_its_owner_gives_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    here = tmp_path / "here"
+    class_folders(here / "photos", 4)
+    files = [path.relative_to(here).as_posix() for path in sorted(here.glob("photos/*/*"))]
+    (here / "table.csv").write_text("image,label\n" + "".join(f"{name},{name.split('/')[1]}\n" for name in files))
+    monkeypatch.chdir(here)
+    arguments, default = SOURCES[case]
+    assert run(*arguments, "--out", tmp_path / "plain.parquet") == 0
+    assert Manifest.read(tmp_path / "plain.parquet").name == default
+    assert run(*arguments, "--name", "Clinic A, 2019", "--out", tmp_path / "named.parquet") == 0
+    assert Manifest.read(tmp_path / "named.parquet").name == "Clinic A, 2019"
+    assert run(*arguments, "--name", "", "--out", tmp_path / "empty.parquet") == 2
+    assert not (tmp_path / "empty.parquet").exists()
+
+
+def test_a_new_split_keeps_the_name(tmp_path: Path) -> None:
+    first, second = tmp_path / "a.parquet", tmp_path / "b.parquet"
+    assert run("folder", class_folders(tmp_path / "photos", 10), "--name", "2019", "--out", first) == 0
+    assert run("split", first, "--split", "kfold", "--out", second) == 0
+    assert Manifest.read(second).name == "2019"
+
+
 def test_duplicates_stay_together_in_a_grouped_split(tmp_path: Path) -> None:
     photos = class_folders(tmp_path / "photos", 8)
     for k in range(8):

@@ -146,6 +146,7 @@ def test_folders_unpacked_inside_themselves_are_read_too(official: Path) -> None
         (official / name).mkdir()
         (official / "moved").rename(official / name / name)
     assert isic_manifest(official).ids == ["ISIC_1", "ISIC_2_downsampled"]
+    assert isic_manifest(official).name == "ISIC 2019"
     assert masks() == before == ["ISIC_2_segmentation.png"]
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -125,6 +128,31 @@ def test_all_faults_are_told_together() -> None:
 def test_a_missing_column_is_named() -> None:
     with pytest.raises(ManifestError, match="missing here: group, split"):
         Manifest(pd.DataFrame({"image_id": ["a"], "image": ["a"], "label": ["x"], "mask": [None]}), ("x",))
+
+
+def test_the_name_is_kept_in_the_file_and_does_not_change_the_hashes(tmp_path: Path) -> None:
+    one, other = replace(manifest(tmp_path), name="Clinic  A "), manifest(tmp_path)
+    read = Manifest.read(one.write(tmp_path / "m.parquet"))
+    assert read.name == read.part("val").name == "Clinic A"
+    assert (one.hash, one.data_hash, one.split_hash) == (other.hash, other.data_hash, other.split_hash)
+    assert other.name == "unnamed"
+
+
+@pytest.mark.parametrize("name", ["", "  ", "a|b", "a\x00b"])
+def test_a_name_that_tables_cannot_show_is_rejected(name: str) -> None:
+    with pytest.raises(ManifestError, match=r"cannot be the name of a data set. Pass --name"):
+        replace(manifest(), name=name)
+
+
+@pytest.mark.parametrize(("source", "command"), [("folder photos", "folder"), ("unknown", "isic|kvasir|folder|csv|synthetic")])
+def test_a_file_of_another_version_is_rejected_with_the_command_to_run_again(tmp_path: Path, source: str, command: str) -> None:
+    path = replace(manifest(tmp_path), source=source).write(tmp_path / "m.parquet")
+    table = pq.read_table(path)
+    metadata = {**json.loads(table.schema.metadata[b"medtokenbudget"]), "version": 1}
+    pq.write_table(table.replace_schema_metadata({b"medtokenbudget": json.dumps(metadata).encode()}), path)
+    message = f"{path} has manifest format 1, but this version reads format 2. Run `mtb data {command} ... --out {path}` again."
+    with pytest.raises(ManifestError, match=re.escape(message)):
+        Manifest.read(path)
 
 
 def edited(path: Path) -> None:

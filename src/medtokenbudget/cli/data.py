@@ -49,6 +49,12 @@ def _split_options(parser: ArgumentParser, default: str | None, seed: str = "--s
     parser.add_argument("--workers", type=int, default=min(4, os.cpu_count() or 1), help="How many read or draw images at a time.")
 
 
+def _name(parser: ArgumentParser, default: str) -> None:
+    parser.add_argument(
+        "--name", type=str | None, default=None, help=f"Name of the data set in results and reports. Default: {default}."
+    )
+
+
 def _out(parser: ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, required=True, help="The manifest to write (Parquet).")
 
@@ -69,12 +75,14 @@ def _isic_options(parser: ArgumentParser) -> None:
         "Default: isic2018 for 'exact', all there are for 'by-id'.",
     )
     parser.add_argument("--ignore-unlabelled", action="store_true", help="Leave out files that have no row in the CSV.")
+    _name(parser, "ISIC 2019")
     _split_options(parser, "grouped")
     _out(parser)
 
 
 def _kvasir_options(parser: ArgumentParser) -> None:
     parser.add_argument("root", type=Path, help="Folder with the eight class folders of Kvasir v2.")
+    _name(parser, "Kvasir v2")
     _split_options(parser, "paper")
     _out(parser)
 
@@ -86,6 +94,7 @@ def _folder_options(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--masks", type=Path | None, default=None, help="Folder of masks: a.png, a_segmentation.png or a_mask.png for a.jpg."
     )
+    _name(parser, "the folder's name")
     _split_options(parser, None)
     _out(parser)
 
@@ -96,6 +105,7 @@ def _csv_options(parser: ArgumentParser) -> None:
         "--classes", type=str | None, default=None, help="Class names in order, with commas; else the labels, sorted."
     )
     parser.add_argument("--allow-unlabelled", action="store_true", help="Accept rows without a label.")
+    _name(parser, "the file's name")
     _split_options(parser, None)
     _out(parser)
 
@@ -105,6 +115,7 @@ def _synthetic_options(parser: ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="Seed of the drawings.")
     parser.add_argument("--size", type=int, default=256, help="Side of the images in pixels.")
     parser.add_argument("--off-center", action="store_true", help="Move the lesions away from the center.")
+    _name(parser, "drawn dermoscopy")
     _split_options(parser, "grouped", seed="--split-seed")
     parser.add_argument("--out", type=Path, required=True, help="A folder, or NAME.parquet, whose files then are in NAME/.")
 
@@ -126,26 +137,26 @@ def _isic(options: Namespace) -> int:
     from medtokenbudget.data.isic import isic_manifest
 
     sources = _names(options.mask_sources)
-    manifest = isic_manifest(options.root, options.masks, sources, ignore_unlabelled=options.ignore_unlabelled)
+    manifest = isic_manifest(options.root, options.masks, sources, ignore_unlabelled=options.ignore_unlabelled, **_named(options))
     return _write(_resplit(manifest, options), options.out)
 
 
 def _kvasir(options: Namespace) -> int:
     from medtokenbudget.data.kvasir import kvasir_manifest
 
-    return _write(_resplit(kvasir_manifest(options.root), options), options.out)
+    return _write(_resplit(kvasir_manifest(options.root, **_named(options)), options), options.out)
 
 
 def _folder(options: Namespace) -> int:
     from medtokenbudget.data.folder import folder_manifest
 
-    return _write(_resplit(folder_manifest(options.root, options.masks), options), options.out)
+    return _write(_resplit(folder_manifest(options.root, options.masks, name=options.name), options), options.out)
 
 
 def _csv(options: Namespace) -> int:
     from medtokenbudget.data.csv_source import csv_manifest
 
-    manifest = csv_manifest(options.file, _names(options.classes), allow_unlabelled=options.allow_unlabelled)
+    manifest = csv_manifest(options.file, _names(options.classes), allow_unlabelled=options.allow_unlabelled, name=options.name)
     return _write(_resplit(manifest, options), options.out)
 
 
@@ -163,6 +174,7 @@ def _synthetic(options: Namespace) -> int:
         select=options.select,
         split_seed=options.split_seed,
         workers=options.workers,
+        **_named(options),
     )
     return _told(Manifest.read(out), out)
 
@@ -231,6 +243,11 @@ def _told(manifest: Manifest, out: Path) -> int:
 
 def _next(data: Path) -> str:
     return f"mtb extract {data} --store STORE" if data.suffix == ".parquet" else f"make a manifest of {data} with `mtb data`"
+
+
+def _named(options: Namespace) -> dict[str, str]:
+    """The name that was given; without one, the source's own default applies."""
+    return {} if options.name is None else {"name": options.name}
 
 
 def _names(value: str | None) -> list[str] | None:

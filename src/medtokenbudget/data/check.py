@@ -43,6 +43,7 @@ class Finding:
 class Report:
     """What a check found: faults, and the tables that describe the data set."""
 
+    name: str
     source: str
     split_rule: str
     images: int
@@ -105,6 +106,7 @@ def check(manifest: Manifest, workers: int = 4) -> Report:
     counts = {part: values for part, values in counts.items() if values}
     has_mask = manifest.rows["mask"].notna().to_numpy()
     return Report(
+        name=manifest.name,
         source=manifest.source,
         split_rule=manifest.split_rule,
         images=len(manifest),

@@ -18,7 +18,7 @@ PAPER_PREVALENCE = {
 
 def to_text(report: Report, shown: int = 8) -> str:
     """The whole report; of each finding the first `shown` items (0: all)."""
-    head = f"{report.images:,} images · {report.source} · split {report.split_rule}"
+    head = f"{report.name}: {report.images:,} images · {report.source} · split {report.split_rule}"
     blocks = [head, _class_table(report)]
     if report.prevalence:
         blocks.append(_prevalence_table(report))

@@ -27,10 +27,13 @@ def read_csv(path: Path) -> pd.DataFrame:
     return table.apply(lambda column: column.str.strip())
 
 
-def csv_manifest(path: Path | str, classes: Sequence[str] | None = None, *, allow_unlabelled: bool = False) -> Manifest:
+def csv_manifest(
+    path: Path | str, classes: Sequence[str] | None = None, *, allow_unlabelled: bool = False, name: str | None = None
+) -> Manifest:
     """The rows of a CSV; relative paths are relative to its folder, classes are sorted names unless given.
 
     Without a column `split` all rows are training (`split_rule` 'none'). All faults are reported together.
+    The data set is called `name`, or like the file.
     """
     source = Path(path)
     table = read_csv(source)
@@ -68,7 +71,13 @@ def csv_manifest(path: Path | str, classes: Sequence[str] | None = None, *, allo
         )
     ]
     names = list(classes) if classes else sorted({label for label in rows["label"] or [] if label})
-    return Manifest.from_records(records, names, source=f"csv {source.name}", split_rule="given" if rows["split"] else "none")
+    return Manifest.from_records(
+        records,
+        names,
+        source=f"csv {source.name}",
+        split_rule="given" if rows["split"] else "none",
+        name=source.stem if name is None else name,
+    )
 
 
 def _faults(folder: Path, rows: dict[str, list[str] | None], classes: Sequence[str] | None, allow_unlabelled: bool) -> list[str]:

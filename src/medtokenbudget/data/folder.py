@@ -7,6 +7,7 @@ ROOT/a.jpg                               no labels
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,11 +41,11 @@ def require_folder(folder: Path, advice: str) -> Path:
     return folder
 
 
-def folder_manifest(root: Path | str, masks: Path | str | None = None) -> Manifest:
+def folder_manifest(root: Path | str, masks: Path | str | None = None, *, name: str | None = None) -> Manifest:
     """The images below `root`; masks are found by name (`a.png`, `a_segmentation.png` or `a_mask.png` for `a.jpg`).
 
     The split is that of the folders train, val and select where `root` has them (`split_rule` 'given'), else all rows are
-    training (`split_rule` 'none').
+    training (`split_rule` 'none'). The data set is called `name`, or like the folder.
     """
     top = require_folder(Path(root), "Pass the folder that holds the images or a folder for each class.")
     apart = None if masks is None else Path(masks).resolve()
@@ -72,7 +73,10 @@ def folder_manifest(root: Path | str, masks: Path | str | None = None) -> Manife
     ]
     if found_masks and not any(record["mask"] for record in records):
         raise RequestError(f"no mask in {masks} has the name of an image: for a.jpg it is a.png, a_segmentation.png or a_mask.png.")
-    return Manifest.from_records(records, classes, source=f"folder {top.name}", split_rule="given" if given else "none")
+    called = Path(os.path.abspath(top)).name or "folder"
+    return Manifest.from_records(
+        records, classes, source=f"folder {called}", split_rule="given" if given else "none", name=called if name is None else name
+    )
 
 
 def _subfolders(folder: Path, apart: Path | None = None) -> list[Path]:

@@ -21,6 +21,7 @@ from medtokenbudget.data.splits import paper_split
 from medtokenbudget.errors import RequestError, UnknownNameError
 from medtokenbudget.progress import say
 
+NAME = "ISIC 2019"
 CLASSES = ("MEL", "NV", "BCC", "AK", "BKL", "DF", "VASC", "SCC")
 IMAGES = "ISIC_2019_Training_Input"
 GROUND_TRUTH = "ISIC_2019_Training_GroundTruth.csv"
@@ -84,6 +85,7 @@ def isic_manifest(
     mask_sources: Sequence[str] | None = None,
     *,
     ignore_unlabelled: bool = False,
+    name: str = NAME,
 ) -> Manifest:
     """The images that are there, in the order of the CSV, with the paper's split.
 
@@ -97,17 +99,17 @@ def isic_manifest(
     files = _images(top)
     unlabelled = sorted(set(files) - set(truth["image"]))
     if unlabelled and not ignore_unlabelled:
-        names = listed([files[name].name for name in unlabelled], 3)
+        names = listed([files[image].name for image in unlabelled], 3)
         raise RequestError(
             f"{names} in {top / IMAGES} have no row in {GROUND_TRUTH}. Remove the files or pass --ignore-unlabelled."
         )
     sources = _mask_sources(top, masks, mask_sources)
     found: dict[str, Path] = {}
-    for name in reversed(sources):
-        folder = {path.stem.removesuffix(_SEGMENTATION): path for path in _unpacked(top / MASK_FOLDERS[name])}
+    for kind in reversed(sources):
+        folder = {path.stem.removesuffix(_SEGMENTATION): path for path in _unpacked(top / MASK_FOLDERS[kind])}
         if not folder:
             raise RequestError(
-                f"{top / MASK_FOLDERS[name]} holds no mask. Unpack the archive of that name there, "
+                f"{top / MASK_FOLDERS[kind]} holds no mask. Unpack the archive of that name there, "
                 "or name the other source with --mask-sources."
             )
         found |= {image: folder[mask] for image, mask in match_masks(truth["image"], folder, masks).items()}
@@ -124,9 +126,9 @@ def isic_manifest(
         if image in files
     ]
     if sources and not any(record["mask"] for record in records):
-        say(f"none of the {len(records):,} images has a mask in {' or '.join(MASK_FOLDERS[name] for name in sources)}.")
+        say(f"none of the {len(records):,} images has a mask in {' or '.join(MASK_FOLDERS[kind] for kind in sources)}.")
     source = f"isic 2019, masks {masks} from {'+'.join(sources) or 'nowhere'}"
-    return Manifest.from_records(records, CLASSES, source=source, split_rule="paper")
+    return Manifest.from_records(records, CLASSES, source=source, split_rule="paper", name=name)
 
 
 def _images(top: Path) -> dict[str, Path]:

@@ -23,9 +23,10 @@ from medtokenbudget.files import atomic_write, sha256_json
 
 COLUMNS = ("image_id", "image", "label", "mask", "group", "split")
 SPLITS = ("train", "select", "val")
+SOURCES = ("isic", "kvasir", "folder", "csv", "synthetic")
 Split = Literal["train", "select", "val"]
 _KEY = b"medtokenbudget"
-_VERSION = 1
+_VERSION = 2
 _SHOWN = 5
 
 
@@ -38,7 +39,8 @@ class Manifest:
     """Who, where, label, mask, group, split.
 
     `rows` has the columns `image_id, image, label, mask, group, split`; label (a class name), mask and group are None where there
-    is none. Relative paths are relative to `root`. `source` says where the rows come from, `split_rule` how they were split.
+    is none. Relative paths are relative to `root`. `source` says where the rows come from, `split_rule` how they were split,
+    and `name` is what the user calls the data set: results and reports show it.
     """
 
     rows: pd.DataFrame
@@ -46,6 +48,7 @@ class Manifest:
     root: Path | None = None
     source: str = "unknown"
     split_rule: str = "given"
+    name: str = "unnamed"
 
     def __post_init__(self) -> None:
         missing = [name for name in COLUMNS if name not in self.rows.columns]
@@ -57,6 +60,8 @@ class Manifest:
             rows[name] = pd.Series([_text(value) for value in rows[name]], dtype=object)
         object.__setattr__(self, "rows", rows)
         object.__setattr__(self, "classes", tuple(str(name) for name in self.classes))
+        object.__setattr__(self, "name", " ".join(self.name.split()))
+        check_name(self.name)
         faults = _faults(rows, self.classes)
         if faults:
             raise ManifestError("these rows do not make a manifest:\n" + "\n".join(f"  {fault}" for fault in faults))
@@ -145,10 +150,11 @@ class Manifest:
         metadata = {
             "version": _VERSION,
             "classes": list(self.classes),
+            "name": self.name,
             "source": self.source,
             "split_rule": self.split_rule,
             "hash": self.hash,
-            "file_hash": sha256_json([list(self.classes), self.source, self.split_rule, columns]),
+            "file_hash": _file_hash(list(self.classes), self.name, self.source, self.split_rule, columns),
         }
         schema = pa.schema([pa.field(name, pa.string()) for name in COLUMNS], metadata={_KEY: json.dumps(metadata).encode()})
         table = pa.table([pa.array(columns[name], pa.string()) for name in COLUMNS], schema=schema)
@@ -162,22 +168,19 @@ class Manifest:
         source = Path(path)
         table, metadata = _read_table(source)
         columns = {name: table.column(name).to_pylist() for name in COLUMNS}
-        expected = sha256_json([metadata.get("classes"), metadata.get("source"), metadata.get("split_rule"), columns])
-        if expected != metadata.get("file_hash"):
+        stored = [metadata.get(name) for name in ("classes", "name", "source", "split_rule")]
+        if _file_hash(*stored, columns) != metadata.get("file_hash"):
             raise ManifestError(
                 f"{source} is damaged or edited: its rows do not have the hash that was stored with them. Make it anew."
             )
         rows = pd.DataFrame({name: pd.Series(values, dtype=object) for name, values in columns.items()})
-        return cls(
-            rows, tuple(metadata["classes"]), Path(os.path.abspath(source.parent)), metadata["source"], metadata["split_rule"]
-        )
+        root = Path(os.path.abspath(source.parent))
+        return cls(rows, tuple(metadata["classes"]), root, metadata["source"], metadata["split_rule"], metadata["name"])
 
 
 def _read_table(source: Path) -> tuple[pa.Table, dict[str, Any]]:
     if not source.exists():
-        raise ManifestError(
-            f"{source} does not exist. Make a manifest with `mtb data isic|kvasir|folder|csv|synthetic ... --out {source}`."
-        )
+        raise ManifestError(f"{source} does not exist. Make a manifest with `mtb data {'|'.join(SOURCES)} ... --out {source}`.")
     if source.is_dir():
         raise ManifestError(f"{source} is a folder; a manifest is a Parquet file. Make one with `mtb data ... --out M.parquet`.")
     try:
@@ -190,9 +193,29 @@ def _read_table(source: Path) -> tuple[pa.Table, dict[str, Any]]:
     except (pa.ArrowException, OSError, ValueError) as error:
         first = first_line(error)
         raise ManifestError(f"{source} is not a manifest or is damaged ({first}). Make it anew with `mtb data ...`.") from None
-    if metadata.get("version") != _VERSION or any(name not in table.column_names for name in COLUMNS):
-        raise ManifestError(f"{source} was written by another version of this package. Make it anew with `mtb data ...`.")
+    _check_version(source, metadata)
+    if missing := [name for name in COLUMNS if name not in table.column_names]:
+        raise ManifestError(f"{source} is damaged: the columns {', '.join(missing)} are missing. Run `mtb data` again.")
     return table, metadata
+
+
+def _check_version(path: Path, metadata: dict[str, Any]) -> None:
+    found = metadata.get("version")
+    if found == _VERSION:
+        return
+    kind = str(metadata.get("source", "")).split(" ")[0]
+    command = f"mtb data {kind if kind in SOURCES else '|'.join(SOURCES)} ... --out {path}"
+    raise ManifestError(f"{path} has manifest format {found}, but this version reads format {_VERSION}. Run `{command}` again.")
+
+
+def check_name(name: str) -> None:
+    """Reject a name that a table or a file cannot show; sources that take long call this first."""
+    if not name or not name.isprintable() or "|" in name:
+        raise ManifestError(f"{name!r} cannot be the name of a data set. Pass --name with at least one character and no '|'.")
+
+
+def _file_hash(*parts: Any) -> str:
+    return sha256_json(parts)
 
 
 def _faults(rows: pd.DataFrame, classes: tuple[str, ...]) -> list[str]:

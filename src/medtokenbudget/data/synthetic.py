@@ -16,12 +16,13 @@ import numpy as np
 from PIL import Image
 
 from medtokenbudget.data import dermoscopy
-from medtokenbudget.data.manifest import Manifest
+from medtokenbudget.data.manifest import Manifest, check_name
 from medtokenbudget.data.splits import apply_split, check_request
 from medtokenbudget.errors import MismatchError, RequestError
 from medtokenbudget.files import atomic_write, read_json, sha256_file, sha256_json, write_json
 from medtokenbudget.progress import progress
 
+NAME = "drawn dermoscopy"
 _TO_SPLIT = 5
 """Images; fewer are all training."""
 
@@ -54,33 +55,35 @@ def synthetic_manifest(
     select: float = 0.0,
     split_seed: int = 42,
     workers: int = 1,
+    name: str = NAME,
 ) -> Path:
     """Draw what is not there yet and write the manifest.
 
     `out` is a folder, which gets `manifest.parquet`, or the path of the manifest: then `NAME.parquet` has its files in `NAME/`.
     """
     check_request(split, folds, fold, select, split_seed)
+    check_name(name)
     named = Path(out).suffix == ".parquet"
     folder = Path(out).with_suffix("") if named else Path(out)
     target = Path(out) if named else folder / "manifest.parquet"
     _claim(folder, request)
     labels = [str(label) for label in dermoscopy.sample_labels(request.n, request.seed)]
-    names = [f"SYN_{index:06d}" for index in range(request.n)]
+    ids = [f"SYN_{index:06d}" for index in range(request.n)]
     jobs = [
-        (folder, name, label, _seed(request.seed, index), request.size, request.off_center)
-        for index, (name, label) in enumerate(zip(names, labels))
-        if not (_image(folder, name).exists() and _mask(folder, name).exists())
+        (folder, one, label, _seed(request.seed, index), request.size, request.off_center)
+        for index, (one, label) in enumerate(zip(ids, labels))
+        if not (_image(folder, one).exists() and _mask(folder, one).exists())
     ]
     bar = progress(_run(jobs, workers), total=request.n, initial=request.n - len(jobs), what="drawing", unit="image")
     for _ in bar:
         pass
     records = [
-        {"image_id": name, "image": str(_image(folder, name)), "mask": str(_mask(folder, name)), "label": label, "group": name}
-        for name, label in zip(names, labels)
+        {"image_id": one, "image": str(_image(folder, one)), "mask": str(_mask(folder, one)), "label": label, "group": one}
+        for one, label in zip(ids, labels)
     ]
     view = " off-center" if request.off_center else ""
     source = f"synthetic n={request.n} seed={request.seed} size={request.size}{view}"
-    manifest = Manifest.from_records(records, dermoscopy.CLASSES, source=source)
+    manifest = Manifest.from_records(records, dermoscopy.CLASSES, source=source, name=name)
     if request.n < _TO_SPLIT:
         return replace(manifest, split_rule="none").write(target)
     return apply_split(manifest, split, folds=folds, fold=fold, select=select, seed=split_seed).write(target)
