@@ -32,16 +32,17 @@ def small_backbone(folder: Path, seed: int = 0) -> BackboneConfig:
     return BackboneConfig(name="test_vit", weights=path, image_size=160)
 
 
-def small_model(folder: Path, baselines: tuple[str, ...] = BASELINES, seed: int = 0) -> MedTokenBudget:
+def small_model(folder: Path, baselines: tuple[str, ...] = BASELINES, seed: int = 0, main: str = "lats") -> MedTokenBudget:
     backbone = small_backbone(folder, seed)
     loaded = Backbone.load(backbone)
     config = TrainConfig(lats=LATSConfig(hidden=32, layers=2), router=RouterConfig(minimum=8))
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        selectors = {"lats": LATSSelector.from_config(loaded.dim, config.lats, config.router)}
+        selectors = {main: LATSSelector.from_config(loaded.dim, config.lats, config.router)}
         selectors |= {name: create(name, minimum=8) for name in baselines}
         classifiers = {name: RoutedClassifier(s, RoutingHead(loaded.dim, len(CLASSES))) for name, s in selectors.items()}
-    return MedTokenBudget(backbone, loaded.fingerprint, CLASSES, classifiers, config, device="cpu").use_backbone(loaded)
+    model = MedTokenBudget(backbone, loaded.fingerprint, CLASSES, classifiers, config, main=main, device="cpu")
+    return model.use_backbone(loaded)
 
 
 def draw_images(folder: Path, count: int, size: int = 200, seed: int = 0) -> list[Path]:

@@ -1,4 +1,4 @@
-"""The model as one thing: predict, save, load, refuse what does not fit."""
+"""The model as one thing: predict, save, load, reject what does not fit."""
 
 from __future__ import annotations
 
@@ -159,14 +159,14 @@ def test_wrong_requests_are_refused_by_name(model: MedTokenBudget, images: list[
         model.predict(images[0], selector="darknes")
     with pytest.raises(RequestError, match="holds no image"):
         model.predict(tmp_path)
-    with pytest.raises(RequestError, match="no file matches"):
+    with pytest.raises(RequestError, match="No file matches"):
         model.predict(str(tmp_path / "*.png"))
 
 
 def test_a_saved_model_is_small_and_comes_back_the_same(model: MedTokenBudget, saved: Path, images: list[Path]) -> None:
     assert {path.name for path in saved.iterdir()} == {"config.json", "model.safetensors", "heads.safetensors", "README.md"}
     keys = load_file(saved / "model.safetensors")
-    assert {key.split(".")[0] for key in keys} == {"scorer", "head"}
+    assert {key.split(".")[0] for key in keys} == {"selector", "head"}
     again = mtb.load(saved)
     assert again.fingerprint == model.fingerprint
     assert again.selectors == model.selectors
@@ -299,7 +299,7 @@ def test_a_run_directory_stands_for_its_model(model: MedTokenBudget, tmp_path: P
 def test_a_mistyped_path_below_a_folder_is_not_taken_for_a_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()
-    with pytest.raises(RequestError, match="there is no model folder runs/nope"):
+    with pytest.raises(RequestError, match="There is no model folder runs/nope"):
         mtb.load("runs/nope")
 
 
@@ -325,7 +325,7 @@ def test_a_hub_id_is_downloaded_cached_and_then_needs_no_network(
 def test_an_unknown_or_unreachable_hub_id_is_a_clear_error(hub: tuple[str, Path], hub_at: Callable[..., None]) -> None:
     address, folder = hub
     hub_at(address)
-    with pytest.raises(RequestError, match="there is no folder someone/nothing here and no model someone/nothing on the hub"):
+    with pytest.raises(RequestError, match="There is no folder someone/nothing, and no model someone/nothing on the hub"):
         mtb.load("someone/nothing")
     (folder / "model.safetensors").unlink()
     with pytest.raises(RequestError, match=r"has no model\.safetensors"):

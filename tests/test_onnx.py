@@ -26,7 +26,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> MedTokenBudget:
     whole = small_model(tmp_path_factory.mktemp("weights"), baselines=("darkness", "random", "tome", "oracle"))
     config = replace(whole.backbone_config, layer=1)
     backbone = Backbone.load(config)
-    cut = MedTokenBudget(config, backbone.fingerprint, CLASSES, whole.classifiers, whole.train_config, device="cpu")
+    cut = MedTokenBudget(config, backbone.fingerprint, CLASSES, whole.classifiers, whole.train_config, main="lats", device="cpu")
     return cut.use_backbone(backbone)
 
 
@@ -73,7 +73,7 @@ def test_the_routing_part_takes_tokens_and_breaks_ties_by_index(model: MedTokenB
 @pytest.mark.parametrize(
     ("selector", "part", "words"),
     [
-        ("random", "whole", "draws at random"),
+        ("random", "whole", "is random"),
         ("tome", "routing", "merges tokens"),
         ("oracle", "routing", "reads lesion"),
         ("darkness", "whole", "luminance"),

@@ -46,8 +46,8 @@ def test_an_onnx_file_is_written_and_said_to_be_checked(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--selector", "random"), "draws at random"),
-        (("--push", "someone/router"), "--push goes with --format hub"),
+        (("--selector", "random"), "is random"),
+        (("--push", "someone/router"), "--push needs --format hub"),
         (("--budget", "0"), "(0, 1]"),
     ],
 )

@@ -18,7 +18,7 @@ from safetensors.numpy import load_file
 from medtokenbudget.cli import main
 from medtokenbudget.data import Manifest
 from medtokenbudget.model import MedTokenBudget
-from medtokenbudget.report.overlay import LESION_EDGE
+from medtokenbudget.model.overlay import LESION_EDGE
 from tests.small_model import CLASSES, draw_images, small_model
 
 
@@ -114,7 +114,7 @@ def test_when_no_image_can_be_read_the_work_has_failed_and_no_table_appears(
 ) -> None:
     assert run(root, tmp_path / "absent.jpg", "--out", tmp_path / "p.csv", "--tokens", tmp_path / "t.safetensors") == 1
     said = capsys.readouterr().err
-    assert "none of 1 images could be read, for example: " in said
+    assert "None of the 1 images could be read. The first error: " in said
     assert "does not exist" in said
     assert sorted(path.name for path in tmp_path.iterdir()) == ["p.errors.jsonl"]
 
@@ -160,7 +160,7 @@ def test_overlays_dim_what_was_dropped_and_outline_the_mask_of_a_manifest(
     assert pd.read_csv(tmp_path / "p.csv")["image"].tolist() == ["a", "b", "c"]
     names = sorted(path.name for path in (tmp_path / "pictures").iterdir())
     assert names == ["000000-a.png", "000001-b.png", "000002-c.png"]
-    assert "mask was not drawn" in (tmp_path / "p.errors.jsonl").read_text()
+    assert "mask could not be read" in (tmp_path / "p.errors.jsonl").read_text()
     first, second = (np.asarray(Image.open(tmp_path / "pictures" / name)) for name in names[:2])
     assert first.shape == (670, 640, 3)
     amber = (first == np.array(LESION_EDGE)).all(-1)
@@ -179,7 +179,7 @@ def test_memory_stays_flat_however_many_images(root: Path, model: MedTokenBudget
 import os, sys
 from pathlib import Path
 import psutil
-from medtokenbudget.app.predict import predict_files
+from medtokenbudget.api.predict import predict_files
 from medtokenbudget.model import load
 folder, image, out = sys.argv[1:]
 model, process = load(folder, device="cpu"), psutil.Process()

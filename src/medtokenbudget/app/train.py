@@ -18,16 +18,12 @@ from medtokenbudget.model import MedTokenBudget
 from medtokenbudget.report.card import run_card
 from medtokenbudget.training.head import RoutedClassifier
 
-MAIN = "lats"
-PREFERRED = ("lats:lesion-first", "lats")
-"""Which LATS of a run becomes the model's own; the other keeps its name."""
-
 
 def train(manifest: Path | str, store: Path | str, out: Path | str, config: TrainConfig | None = None) -> pd.DataFrame:
     """Train one LATS model, evaluate it beside the controls `center` and `random`, save it in `out/model`; returns the results."""
     config = config or preset("lesion-first")
-    study = Study("train", (MAIN, "center", "random"), (config.seed,), config.budgets)
-    results = run_studies([study], Path(manifest), Path(store), Path(out), config, jobs=1, required=(MAIN,))
+    study = Study("train", ("lats", "center", "random"), (config.seed,), config.budgets)
+    results = run_studies([study], Path(manifest), Path(store), Path(out), config, jobs=1, required=("lats",))
     save_model(out)
     return results
 
@@ -38,34 +34,27 @@ def save_model(run: Path | str) -> Path | None:
     info = require_run(run)
     seed = info["seeds"][0]
     methods = [name for name in info["variants"] if Unit(name, seed).name in info["units"]]
-    own = next((name for name in PREFERRED if name in methods), None)
-    if own is None:
+    main = next((name for name in ("lats:lesion-first", "lats") if name in methods), None)
+    if main is None:
         return None
     store = FeatureStore.open(relative_to_run(run, info["store"]))
     manifest = Manifest.read(relative_to_run(run, info["manifest"]))
     classifiers: dict[str, RoutedClassifier] = {}
-    for method in (own, *(name for name in methods if name not in (own, "oracle"))):
+    for method in (name for name in methods if name != "oracle"):
         loaded = load_unit(run, Unit(method, seed), info, store.dim, len(manifest.classes))
         if loaded is not None:
-            classifiers[_shown(method, own)] = loaded
-    own_config = info["variants"][own]
+            classifiers[method] = loaded
     model = MedTokenBudget(
         _backbone(store),
         store.config["backbone"],
         manifest.classes,
         classifiers,
-        train_config_from_dict(own_config),
-        info={"run": {name: info[name] for name in ("dataset", "seeds", "versions", "hashes", "studies")}, "method": own},
+        train_config_from_dict(info["variants"][main]),
+        main=main,
+        info={"run": {name: info[name] for name in ("dataset", "seeds", "versions", "hashes", "studies")}},
     )
     model.card = run_card(run, model)
     return model.save_pretrained(run / "model")
-
-
-def _shown(method: str, own: str) -> str:
-    """The model's own LATS is called 'lats'; the paper's beside it 'lats:paper'."""
-    if method == own:
-        return MAIN
-    return "lats:paper" if method == MAIN else method
 
 
 def _backbone(store: FeatureStore) -> BackboneConfig:

@@ -93,6 +93,16 @@ class Backbone:
         config = BackboneConfig(name=name, image_size=size, layer=layer, attention=attention)
         return cls(model, config, _sha256_state(model), device)
 
+    def to(self, device: torch.device | str) -> Backbone:
+        """Move the network to `device` and return this backbone."""
+        self.device = torch.device(device)
+        self.model.to(self.device)
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Backbone:
+        """Copies of a model share their backbone: it is frozen."""
+        return self
+
     def prepare(self, image: Image.Image) -> np.ndarray:
         """A decoded RGB picture as uint8 [S, S, 3]."""
         return self.preprocessing.prepare(image)

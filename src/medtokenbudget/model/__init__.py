@@ -1,9 +1,10 @@
-"""The model: backbone, routed classifiers, classes and preprocessing, saved and loaded as one, and what it says about images."""
+"""The model: backbone, routed classifiers, classes and preprocessing, saved and loaded as one, and its predictions."""
 
 from __future__ import annotations
 
+from medtokenbudget.model.overlay import overlay
 from medtokenbudget.model.prediction import Prediction
 from medtokenbudget.model.routed import MedTokenBudget, load
 from medtokenbudget.model.sources import Failure, Source, expand
 
-__all__ = ["Failure", "MedTokenBudget", "Prediction", "Source", "expand", "load"]
+__all__ = ["Failure", "MedTokenBudget", "Prediction", "Source", "expand", "load", "overlay"]

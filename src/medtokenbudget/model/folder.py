@@ -1,7 +1,7 @@
-"""The saved folder: `config.json`, `model.safetensors`, `README.md` and, with baselines, `heads.safetensors`.
+"""The saved folder: `config.json`, `model.safetensors`, `README.md` and, if the model has several methods, `heads.safetensors`.
 
-What must agree is written twice, in the configuration and in the tensor files' own headers, and the tensor files are hashed: an
-edited, mixed-up, damaged or foreign file is refused by name before anything is built from it.
+What must agree is stored twice, in the configuration and in the headers of the tensor files, and the tensor files are hashed. An
+edited, mixed-up, damaged or foreign file is therefore rejected by name before anything is built from it.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from medtokenbudget.errors import MismatchError, RequestError
 from medtokenbudget.files import dotted, read_json, sha256_file, sha256_json, write_json, write_safetensors, write_text
 
 FORMAT = "medtokenbudget-model"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 CONFIG, TENSORS, HEADS, CARD = "config.json", "model.safetensors", "heads.safetensors", "README.md"
 KEYS = ("identity", "backbone", "train", "files", "info")
-IDENTITY_KEYS = ("backbone", "classes", "selectors")
+IDENTITY_KEYS = ("backbone", "classes", "main", "selectors")
 
 
 def write_folder(
@@ -42,65 +42,76 @@ def write_folder(
         (folder / HEADS).unlink(missing_ok=True)
     write_text(folder / CARD, card or _short_card(identity))
     config = {"format": FORMAT, "format_version": FORMAT_VERSION, "version": __version__, "identity": identity, "files": files}
-    # The configuration comes last: a folder that a crash cut short has none, and is refused.
+    # The configuration is written last: a folder left behind by a crash has none and is rejected.
     write_json(folder / CONFIG, {**config, **settings})
 
 
 def _short_card(identity: dict[str, Any]) -> str:
-    """For a model that comes from no run, and so has no results to show."""
+    """The card of a model that was not saved from a run and so has no results to show."""
     return (
-        "# MedTokenBudget model\n\nResearch software, not a medical device. Not evaluated: no run stands behind this file.\n\n"
+        "# MedTokenBudget model\n\nResearch software, not a medical device. This model was not evaluated in a run.\n\n"
         f"- backbone: {identity['backbone']['name']}, weights sha256 {identity['backbone']['weights']}\n"
-        f"- classes: {', '.join(identity['classes'])}\n- selectors: {', '.join(identity['selectors'])}\n"
+        f"- classes: {', '.join(identity['classes'])}\n"
+        f"- main method: {identity['main']}\n"
+        f"- methods: {', '.join(identity['selectors'])}\n"
     )
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The checked `config.json` of a saved model."""
+    """Read and check the `config.json` of a saved model."""
     path = folder / CONFIG
     if not path.is_file():
-        raise RequestError(f"{folder} is not a saved model: it has no {CONFIG}. A run keeps its model in RUN/model.")
+        raise RequestError(f"{folder} is not a saved model: it has no {CONFIG}. The model of a run is in RUN/model.")
     config = read_json(path)
     if not isinstance(config, dict) or config.get("format") != FORMAT:
         raise RequestError(f"{path} is not the configuration of a MedTokenBudget model.")
-    if config.get("format_version") != FORMAT_VERSION:
-        raise RequestError(
-            f"{path} has format version {config.get('format_version')!r}, this program reads {FORMAT_VERSION}. "
-            f"It was written by medtokenbudget {config.get('version')}: install that version."
-        )
+    _check_version(path, config)
     missing = [key for key in KEYS if key not in config] + [key for key in IDENTITY_KEYS if key not in config.get("identity", {})]
     if missing:
-        raise RequestError(f"{path} is damaged: it lacks {', '.join(missing)}. Save the model again.")
+        raise RequestError(f"{path} is damaged: it has no {', '.join(missing)}. Save the model again.")
     return config
 
 
+def _check_version(path: Path, config: dict[str, Any]) -> None:
+    found = config.get("format_version")
+    if found == FORMAT_VERSION:
+        return
+    newer = isinstance(found, int) and found > FORMAT_VERSION
+    advice = (
+        f"Install medtokenbudget {config.get('version')} or newer."
+        if newer
+        else "Train the model again: `mtb train MANIFEST --store STORE --out NEW_RUN`."
+    )
+    raise RequestError(f"{path} has model format version {found}, but this program reads version {FORMAT_VERSION}. {advice}")
+
+
 def read_tensors(folder: Path, name: str, config: dict[str, Any]) -> dict[str, Tensor]:
-    """The tensors of one file of the folder, refused by name if the file is absent, damaged, or belongs to another model."""
+    """Read the tensors of one file; a file that is missing, damaged, or part of another model is rejected by name."""
     path = folder / name
     if not path.is_file():
-        raise RequestError(f"{path} is missing. Copy the whole folder of the model again.")
+        raise RequestError(f"{path} is missing. Copy the whole model folder again.")
     try:
         with safetensors.safe_open(str(path), framework="pt") as reader:
             header = reader.metadata() or {}
     except (safetensors.SafetensorError, OSError) as error:
-        raise RequestError(f"{path} is damaged or not a safetensors file ({error}). Copy the model again.") from None
+        raise RequestError(f"{path} is damaged or not a safetensors file ({error}). Copy the model folder again.") from None
     if "medtokenbudget" not in header:
-        raise RequestError(f"{path} was not written by medtokenbudget. Put the model's own {name} in its place.")
+        raise RequestError(f"{path} was not written by medtokenbudget. Replace it with the {name} that belongs to this model.")
     check_identity(f"{path} and {CONFIG}", json.loads(header["medtokenbudget"]), config["identity"])
     if sha256_file(path) != config["files"].get(name):
-        raise RequestError(f"{path} is damaged: its content is not what {CONFIG} says. Copy the model again.")
+        raise RequestError(f"{path} is damaged: its hash is not the one in {CONFIG}. Copy the model folder again.")
     return safetensors.torch.load_file(str(path))
 
 
 def check_identity(what: str, expected: dict[str, Any], found: dict[str, Any]) -> None:
-    """Refuse another backbone, preprocessing, class list or selector, showing what differs."""
+    """Raise an error that shows the difference if backbone, preprocessing, classes or methods do not agree."""
     if expected == found:
         return
     raise MismatchError.between(
         what,
         dotted(expected),
         dotted(found),
-        "Use the files as they were saved; a changed class list or backbone needs a new training.",
+        "Use the files as they were saved. To change classes, methods or backbone, train again.",
     )
 
 
@@ -110,7 +121,7 @@ def read_card(folder: Path) -> str:
 
 
 def fingerprint(identity: dict[str, Any], tensors: dict[str, dict[str, Tensor]]) -> str:
-    """One hash for a whole model: what its files agree on, and every number in them."""
+    """One hash of a whole model: what its files agree on, and every number in them."""
     digest = hashlib.sha256(sha256_json(identity).encode())
     for file in sorted(tensors):
         for name, value in sorted(tensors[file].items()):

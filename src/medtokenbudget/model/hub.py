@@ -1,4 +1,4 @@
-"""Models to and from the hub. Its own file because it is the only part of a model that talks to the network."""
+"""Models to and from the hub. Its own file because it is the only part of a model that uses the network."""
 
 from __future__ import annotations
 
@@ -13,22 +13,21 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def resolve(name: str | Path, revision: str | None = None) -> Path:
-    """The folder of a saved model: `name` itself, or the cached download of the hub id `owner/name`."""
+    """The folder of a saved model: `name` itself, the model of a run directory, or the cached download of a hub id `owner/name`."""
     folder = Path(name).expanduser()
     if folder.is_dir():
-        # A run directory stands for the model that it holds.
         inside = folder / "model"
         return inside if not (folder / CONFIG).exists() and (inside / CONFIG).exists() else folder
     if folder.exists():
-        raise RequestError(f"{name} is a file. Give the folder of a saved model ({CONFIG}, model.safetensors, README.md).")
+        raise RequestError(f"{name} is a file. Pass the folder of a saved model (with {CONFIG}, model.safetensors, README.md).")
     looks_local = str(name).startswith(".") or (folder.parent != Path() and folder.parent.is_dir())
     if not _HUB_ID.fullmatch(str(name)) or looks_local:
-        raise RequestError(f"there is no model folder {name}, and it is not a hub id like owner/name.")
+        raise RequestError(f"There is no model folder {name}, and it is not a hub id such as owner/name.")
     return download(str(name), revision)
 
 
 def download(repo_id: str, revision: str | None = None) -> Path:
-    """Fetch a model's files from the hub into its cache; a model that is already there needs no network."""
+    """Download a model's files into the hub's cache; a model that is already there needs no network."""
     config = _fetch(repo_id, CONFIG, revision)
     folder = config.parent
     for name in (*read_config(folder)["files"], CARD):
@@ -42,15 +41,15 @@ def _fetch(repo_id: str, name: str, revision: str | None) -> Path:
     try:
         return fetch(repo_id, name, revision)
     except WorkError as error:
-        raise WorkError(f"{error} Check the network, or copy the model's folder here and give its path.") from None
+        raise WorkError(f"{error} Check the network, or copy the model folder to this machine and pass its path.") from None
     except EntryNotFoundError:
-        raise RequestError(f"{repo_id} on the hub has no {name}: it is not a MedTokenBudget model.") from None
+        raise RequestError(f"{repo_id} on the hub has no {name}, so it is not a MedTokenBudget model.") from None
     except RevisionNotFoundError:
         raise RequestError(f"{repo_id} on the hub has no revision '{revision}'.") from None
     except RepositoryNotFoundError:
-        raise RequestError(f"there is no folder {repo_id} here and no model {repo_id} on the hub that you may read.") from None
+        raise RequestError(f"There is no folder {repo_id}, and no model {repo_id} on the hub that you can access.") from None
     except Exception as error:  # the hub library lets its transport's errors through
-        raise WorkError(f"downloading {name} of {repo_id} failed: {first_line(error)}. Run the same command again.") from error
+        raise WorkError(f"Downloading {name} of {repo_id} failed: {first_line(error)}. Run the same command again.") from error
 
 
 def upload(folder: Path, repo_id: str, private: bool = True, message: str = "Upload model") -> str:
@@ -63,5 +62,5 @@ def upload(folder: Path, repo_id: str, private: bool = True, message: str = "Upl
         address = api.create_repo(repo_id, private=private, exist_ok=True)
         api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message=message)
     except (LocalTokenNotFoundError, HfHubHTTPError, OSError) as error:
-        raise WorkError(f"cannot push to {repo_id}: {first_line(error)}. Log in with `hf auth login` and try again.") from error
+        raise WorkError(f"Uploading to {repo_id} failed: {first_line(error)}. Log in with `hf auth login`, then retry.") from error
     return str(address)

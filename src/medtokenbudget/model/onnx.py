@@ -1,6 +1,6 @@
-"""ONNX files of a model at one budget: the routing part (tokens to logits and indices) or the whole (image to logits and indices).
+"""ONNX files of a model at one budget: only the routing (tokens to logits and indices) or the whole model (image to the same).
 
-A file is checked against the model itself with onnxruntime before it appears: the same patches, logits to 1e-4.
+Before a file is written it is compared with the PyTorch model in onnxruntime: same patches, logits within 1e-4.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from medtokenbudget.errors import RequestError, WorkError
 from medtokenbudget.files import atomic_write
 from medtokenbudget.model import parts
-from medtokenbudget.model.parts import MAIN
 from medtokenbudget.model.routed import MedTokenBudget
 from medtokenbudget.routing import Ranker
 from medtokenbudget.tokens import TokenBatch
@@ -29,24 +28,54 @@ OPSET = 18
 TOLERANCE = 1e-4
 ROUNDING = 1e-5
 SIGNALS = ("attention_entropy", "cls_attention", "luminance")
-"""Fields of `TokenBatch` that a graph can take beside the patches."""
+"""Fields of `TokenBatch` that a graph can take besides the patches."""
 
 
-def export_onnx(model: MedTokenBudget, out: Path, budget: float = 0.3, part: Part = "whole", selector: str = MAIN) -> Path:
-    """Write `out`/`<part>-<selector>-<budget>.onnx` with K fixed and any batch size, checked against PyTorch.
+def export_onnx(
+    model: MedTokenBudget, out: Path | str, budget: float = 0.3, part: Part = "whole", selector: str | None = None
+) -> Path:
+    """Write `<part>-<selector>-<budget>.onnx` with a fixed K and any batch size, checked against PyTorch.
 
-    routing  patches [B, N, D] and the selector's signals [B, N] to logits [B, C] and indices [B, K]
-    whole    image [B, 3, S, S], RGB in [0, 1] (the normalisation is inside), to logits [B, C] and indices [B, K]
+    Args:
+        model: The model; it is moved to the CPU for the export and back.
+        out: Folder to write to.
+        budget: Share of the patches that is kept, in (0, 1].
+        part: 'routing' maps patches [B, N, D] and the selector's signals [B, N] to logits [B, C] and indices [B, K]; 'whole' maps
+            images [B, 3, S, S], RGB in [0, 1], to the same (normalization is inside).
+        selector: Method to export; None means the main one.
+
+    Returns:
+        Path of the file.
+
+    Raises:
+        RequestError: If the selector cannot be written as a fixed graph, or the extra `onnx` is not installed.
+        WorkError: If the exported graph and the PyTorch model disagree; nothing is written then.
     """
     _require_extra()
-    graph: nn.Module = _graph(model, budget, part, selector)
+    method = model.main if selector is None else selector
+    device = model.device
+    model.to("cpu")
+    try:
+        with parts.evaluating(model):
+            return _export(model, Path(out), budget, part, method)
+    finally:
+        model.to(device)
+
+
+def _export(model: MedTokenBudget, out: Path, budget: float, part: Part, method: str) -> Path:
+    graph = _graph(model, budget, part, method)
     inputs = _example(model, part, graph, batch=2, seed=0)
-    path = Path(out) / f"{part}-{selector.replace(':', '-')}-{budget:g}.onnx"
+    path = out / f"{part}-{_file_name(method)}-{budget:g}.onnx"
     with atomic_write(path) as temporary:
-        _write(graph, inputs, temporary, _metadata(model, budget, part, selector))
+        _write(graph, inputs, temporary, _metadata(model, budget, part, method))
         for batch in (1, 2, 3):
-            _check(temporary, model, _example(model, part, graph, batch, seed=batch), budget, selector)
+            _check(temporary, model, _example(model, part, graph, batch, seed=batch), budget, method)
     return path
+
+
+def _file_name(method: str) -> str:
+    """A method text without characters that file systems reject."""
+    return method.replace(":", "-").replace("+", "-")
 
 
 def _require_extra() -> None:
@@ -54,11 +83,11 @@ def _require_extra() -> None:
 
     missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if importlib.util.find_spec(name) is None]
     if missing:
-        raise RequestError(f"exporting needs {', '.join(missing)}: pip install 'medtokenbudget[onnx]'.")
+        raise RequestError(f"ONNX export needs {', '.join(missing)}. Run `pip install 'medtokenbudget[onnx]'`.")
 
 
 class RoutingGraph(nn.Module):
-    """Tokens to logits and indices at a fixed K, in operations that ONNX has."""
+    """Tokens to logits and indices at a fixed K, with operations that ONNX has."""
 
     def __init__(self, selector: Ranker, head: nn.Module, grid: tuple[int, int], k: int) -> None:
         super().__init__()
@@ -68,14 +97,14 @@ class RoutingGraph(nn.Module):
     def forward(self, patches: Tensor, *signals: Tensor) -> tuple[Tensor, Tensor]:
         fields: dict[str, Any] = dict(zip(self.signals, signals))
         tokens = TokenBatch(patches, self.grid, **fields)
-        # ONNX TopK gives equal values the lower index first, as `rank` does; in PyTorch itself only a stable sort does.
+        # For equal values ONNX TopK takes the lower index first, as `rank` does; in PyTorch only a stable sort does.
         indices = torch.topk(self.selector.score(tokens).float(), self.k, dim=1, sorted=True).indices
         kept = torch.gather(patches, 1, indices.unsqueeze(-1).expand(-1, -1, patches.shape[-1]))
         return self.head(kept.mean(1)), indices
 
 
 class WholeGraph(nn.Module):
-    """An image to logits and indices: normalisation, backbone, routing."""
+    """Images to logits and indices: normalization, backbone, routing."""
 
     def __init__(self, model: MedTokenBudget, routing: RoutingGraph) -> None:
         super().__init__()
@@ -94,18 +123,18 @@ class WholeGraph(nn.Module):
 
 def _graph(model: MedTokenBudget, budget: float, part: Part, selector: str) -> nn.Module:
     if part not in ("routing", "whole"):
-        raise RequestError(f"part must be 'routing' or 'whole', got '{part}'.")
+        raise RequestError(f"The part must be 'routing' or 'whole', got '{part}'.")
     classifier = model.classifier(selector)
     chosen = classifier.selector
     foreign = [name for name in chosen.requires if name not in SIGNALS]
     if not isinstance(chosen, Ranker) or chosen.stochastic or foreign:
-        kind = f"reads {', '.join(foreign)}" if foreign else "draws at random" if chosen.stochastic else "merges tokens"
-        raise RequestError(f"selector '{selector}' {kind}: it cannot be exported to a fixed graph. Export 'lats'.")
+        kind = f"reads {', '.join(foreign)}" if foreign else "is random" if chosen.stochastic else "merges tokens"
+        raise RequestError(f"Selector '{selector}' {kind}, so it cannot be exported as a fixed graph. Export another one.")
     if part == "whole" and "luminance" in chosen.requires:
-        raise RequestError(f"selector '{selector}' reads luminance, which the whole graph does not compute. Use --part routing.")
+        raise RequestError(f"Selector '{selector}' reads luminance, which the whole graph does not compute. Use --part routing.")
     routing = RoutingGraph(chosen, classifier.head, model.grid, model.k(budget, selector))
     graph: nn.Module = routing if part == "routing" else WholeGraph(model, routing)
-    return graph.cpu().eval()
+    return graph.eval()
 
 
 def _example(model: MedTokenBudget, part: Part, graph: Any, batch: int, seed: int) -> dict[str, Tensor]:
@@ -113,7 +142,7 @@ def _example(model: MedTokenBudget, part: Part, graph: Any, batch: int, seed: in
     n = model.grid[0] * model.grid[1]
     if part == "whole":
         size = int(model.backbone_fingerprint["image_size"])
-        # Noise on a dark disk: a picture without any structure would leave all scores within rounding of each other.
+        # Noise and a dark disk: without any structure all scores would be equal up to rounding.
         y, x = torch.meshgrid(torch.linspace(0, 1, size), torch.linspace(0, 1, size), indexing="ij")
         center = torch.rand(batch, 2, generator=generator) * 0.4 + 0.3
         disk = (y - center[:, 0].view(-1, 1, 1)).square() + (x - center[:, 1].view(-1, 1, 1)).square() < 0.04
@@ -132,7 +161,7 @@ def _metadata(model: MedTokenBudget, budget: float, part: Part, selector: str) -
         "selector": selector,
         "preprocessing": {
             **{key: model.backbone_fingerprint[key] for key in ("image_size", "mean", "std", "interpolation")},
-            "input": "RGB in [0, 1], the whole picture resized to image_size x image_size; mean and std are applied inside"
+            "input": "RGB in [0, 1], the whole image resized to image_size x image_size; mean and std are applied inside the graph"
             if part == "whole"
             else "tokens of the backbone below",
         },
@@ -168,7 +197,7 @@ def _write(graph: nn.Module, inputs: dict[str, Tensor], path: Path, metadata: di
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the exporter's notes on its own optimisations; what matters is checked afterwards."""
+    """Silence the exporter's notes on its own optimizations; what matters is checked afterwards."""
     loggers = [logging.getLogger(name) for name in ("onnxscript", "onnx_ir", "torch.onnx")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
@@ -189,12 +218,12 @@ def _dynamic(inputs: dict[str, Tensor], batch: Any) -> Any:
 
 
 def _check(path: Path, model: MedTokenBudget, inputs: dict[str, Tensor], budget: float, selector: str) -> None:
-    """Refuse a file that keeps other patches or gives other logits than the model in PyTorch."""
+    """Raise an error if the file keeps other patches or gives other logits than the PyTorch model."""
     import onnxruntime
 
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     if isinstance(session.get_inputs()[0].shape[0], int):
-        raise RequestError(f"the scores of selector '{selector}' cannot be written for any batch size. Export 'lats'.")
+        raise RequestError(f"Selector '{selector}' cannot be exported for any batch size. Export another one.")
     found_logits, found_indices = session.run(None, {name: value.numpy() for name, value in inputs.items()})
     found = torch.from_numpy(found_indices)
     classifier = model.classifier(selector)
@@ -203,14 +232,14 @@ def _check(path: Path, model: MedTokenBudget, inputs: dict[str, Tensor], budget:
         selection, scores = parts.select(classifier.selector, tokens, model.k(budget, selector))
         assert scores is not None
         assert selection.indices is not None
-        # Scores that differ by rounding only may change places between two programs; the logits are those of the patches kept.
+        # Patches whose scores differ only by rounding may swap between the two runtimes; the logits are of the patches kept.
         apart = (scores.gather(1, found) - scores.gather(1, selection.indices)).abs().max().item()
         kept = torch.gather(tokens.patches, 1, found.unsqueeze(-1).expand(-1, -1, tokens.dim))
         difference = (classifier.head(kept.mean(1)) - torch.from_numpy(found_logits)).abs().max().item()
     if apart > ROUNDING or difference > TOLERANCE:
         raise WorkError(
-            f"the exported graph differs from the model (logits by {difference:.1e}, scores of kept patches by {apart:.1e}); "
-            "nothing was written."
+            f"The exported graph differs from the model (logits by {difference:.1e}, scores of kept patches by {apart:.1e}), "
+            "so nothing was written."
         )
 
 

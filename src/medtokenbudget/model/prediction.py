@@ -1,24 +1,41 @@
-"""What a model says about one image. Its own file because the table writer, the overlay and the service all read it."""
+"""`Prediction`: what a model says about one image. Its own file because table, overlay and service all use it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import base64
+import html
+import io
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from PIL import Image
+
+from medtokenbudget.errors import MedTokenBudgetError, RequestError
+from medtokenbudget.model.overlay import draw_overlay
+from medtokenbudget.model.sources import Source, open_mask
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Prediction:
-    """The answer for one image at one budget.
+    """The prediction for one image at one budget.
 
-    image          the path, or 'image 3' for one that came from memory
-    probabilities  class name to probability, in the order of the model's classes
-    label          the class with the highest probability
-    scores         [N] float32 what the patches were ranked by (for LATS the smoothed scores), in raster order; None for mergers
-    kept           [K] int64 kept patches, best first; None for mergers, which keep no patch as it was
-    tokens         [K, D] float32 tokens in the order of `kept`
-    assignment     [N] int64 output token each patch went to, -1 for dropped
+    In a notebook it is displayed as the image with its kept patches; `repr` is one line.
+
+    Attributes:
+        image: Path of the image, or 'image 3' for one that was passed as an object.
+        probabilities: Class name to probability, in the order of the model's classes.
+        label: Class with the highest probability.
+        scores: float32 [N], what the patches were ranked by (for LATS after smoothing), in raster order. None for mergers.
+        kept: int64 [K], the kept patches, best first. None for mergers, which combine patches instead of keeping them.
+        tokens: float32 [K, D], the tokens in the order of `kept`.
+        assignment: int64 [N], the output token that each patch went to; -1 for dropped patches.
+        budget: Requested share of patches, in (0, 1].
+        k: Number of tokens K.
+        grid: (h, w) of the patches, N = h * w.
+        selector: Text of the method, such as 'lats:lesion-first'.
+        source: Where the picture comes from. A file is opened again only when it is shown; a picture passed as an object is
+            referenced, not copied.
     """
 
     image: str
@@ -31,7 +48,8 @@ class Prediction:
     budget: float
     k: int
     grid: tuple[int, int]
-    selector: str = "lats"
+    selector: str
+    source: Source | None = field(default=None)
 
     @property
     def probability(self) -> float:
@@ -39,16 +57,21 @@ class Prediction:
         return self.probabilities[self.label]
 
     @property
+    def n_patches(self) -> int:
+        """Number of patches N."""
+        return self.grid[0] * self.grid[1]
+
+    @property
     def kept_mask(self) -> np.ndarray | None:
-        """[h, w] bool, True where a patch stayed; None for mergers."""
+        """bool [h, w], True for kept patches; None for mergers."""
         if self.kept is None:
             return None
-        mask = np.zeros(self.grid[0] * self.grid[1], dtype=bool)
+        mask = np.zeros(self.n_patches, dtype=bool)
         mask[self.kept] = True
         return mask.reshape(self.grid)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values, without the tokens."""
+        """JSON values of everything except the tokens."""
         return {
             "image": self.image,
             "label": self.label,
@@ -60,3 +83,43 @@ class Prediction:
             "kept": None if self.kept is None else self.kept.tolist(),
             "scores": None if self.scores is None else [float(score) for score in self.scores],
         }
+
+    def overlay(self, mask: Any = None, side: int = 640) -> Image.Image:
+        """Draw the image with kept patches clear and dropped ones dimmed.
+
+        Args:
+            mask: Lesion mask to outline, as a path, picture or array. By default the mask of the manifest row, if there is one.
+            side: Length of the longer side in pixels.
+
+        Returns:
+            An RGB picture with a caption line.
+
+        Raises:
+            RequestError: If the prediction does not know its picture, or the file can no longer be read.
+        """
+        if self.source is None:
+            raise RequestError(f"The prediction of {self.image} does not know its picture. Use mtb.overlay(image, prediction).")
+        outlined = open_mask(mask if mask is not None else self.source.mask)
+        return draw_overlay(self.source.open(), self, outlined, side)
+
+    def __repr__(self) -> str:
+        return (
+            f"Prediction({self.image!r}, {self.label} {self.probability:.1%}, "
+            f"{self.k} of {self.n_patches} {'tokens' if self.kept is None else 'patches'}, {self.selector})"
+        )
+
+    def _repr_png_(self) -> bytes | None:
+        """The overlay for notebooks; None, so that the text is shown, if the picture cannot be read."""
+        try:
+            picture = self.overlay()
+        except MedTokenBudgetError:
+            return None
+        stream = io.BytesIO()
+        picture.save(stream, format="PNG")
+        return stream.getvalue()
+
+    def _repr_html_(self) -> str | None:
+        png = self._repr_png_()
+        if png is None:
+            return None
+        return f'<img alt="{html.escape(repr(self))}" src="data:image/png;base64,{base64.b64encode(png).decode("ascii")}">'

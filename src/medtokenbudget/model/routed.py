@@ -1,121 +1,188 @@
-"""`MedTokenBudget`: a frozen backbone, routed classifiers, class names and preprocessing as one thing that is saved and loaded.
+"""`MedTokenBudget`: frozen backbone, routed classifiers, class names and preprocessing as one `nn.Module`, saved and loaded as one.
 
-The backbone is named and hashed, not copied. It is loaded when it is first needed and refused when it is not the one that the
+The backbone is named and hashed, not copied. It is loaded when it is first needed, and rejected if it is not the one that the
 classifiers were trained on.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
 
 from medtokenbudget.config import BackboneConfig, TrainConfig, to_dict, train_config_from_dict
 from medtokenbudget.data import patch_labels
 from medtokenbudget.devices import resolve_device
-from medtokenbudget.errors import MedTokenBudgetError, MismatchError, RequestError, UnknownNameError
+from medtokenbudget.errors import MismatchError, RequestError, ShapeError, UnknownNameError
 from medtokenbudget.features.backbone import Backbone
 from medtokenbudget.features.preprocess import luminance
 from medtokenbudget.model import folder as files
-from medtokenbudget.model import hub, parts
-from medtokenbudget.model.parts import MAIN
+from medtokenbudget.model import hub, parts, predicting
+from medtokenbudget.model.classifiers import Classifiers
 from medtokenbudget.model.prediction import Prediction
-from medtokenbudget.model.sources import Failure, Source, expand, prepared
+from medtokenbudget.model.sources import Failure, Source, expand
 from medtokenbudget.tokens import Selection, TokenBatch
 from medtokenbudget.training.head import RoutedClassifier
 
 
-class MedTokenBudget:
-    """A trained router with its backbone.
+class MedTokenBudget(nn.Module):
+    """A frozen backbone with one or more trained routed classifiers.
 
-    classes      names, in the order of the logits
-    classifiers  method name to selector and its own head; the main one is 'lats'
-    info         what the run says about itself (JSON values)
-    card         the model card, Markdown
+    Load one with `mtb.load`. It starts in evaluation mode. `parameters()` and `state_dict()` cover the classifiers; the frozen
+    backbone follows `.to()` but belongs to neither.
+
+    Args:
+        backbone: Name, weights and image size of the backbone.
+        backbone_fingerprint: `Backbone.fingerprint` of the backbone that the classifiers were trained on.
+        classes: Class names in the order of the logits.
+        classifiers: Method text (such as 'lats:lesion-first' or 'center') to its selector and head.
+        train_config: Configuration that the main method was trained with.
+        main: The method that is used unless another one is requested.
+        card: Model card in Markdown.
+        info: What the run recorded about itself, as JSON values.
+        device: 'auto' uses a GPU if there is one.
+
+    Raises:
+        RequestError: If `main` is not one of the classifiers.
+
+    Example:
+        >>> model = mtb.load("runs/demo")
+        >>> model.main
+        'lats:lesion-first'
+        >>> model.predict("photo.jpg", budget=0.3)[0].k
+        30
     """
+
+    classifiers: Classifiers
 
     def __init__(
         self,
         backbone: BackboneConfig,
         backbone_fingerprint: dict[str, Any],
         classes: Sequence[str],
-        classifiers: dict[str, RoutedClassifier],
+        classifiers: Mapping[str, RoutedClassifier],
         train_config: TrainConfig,
+        *,
+        main: str,
         card: str = "",
         info: dict[str, Any] | None = None,
         device: str = "auto",
     ) -> None:
-        if MAIN not in classifiers:
-            raise RequestError(f"a model needs the classifier '{MAIN}', got {', '.join(classifiers) or 'none'}.")
+        super().__init__()
+        if main not in classifiers:
+            methods = ", ".join(classifiers) or "none"
+            raise RequestError(f"The main method '{main}' has no classifier. Methods with a classifier: {methods}.")
         self.backbone_config = backbone
         self.backbone_fingerprint: dict[str, Any] = json.loads(json.dumps(backbone_fingerprint))
         self.classes = tuple(classes)
         self.train_config = train_config
+        self.main = main
         self.card = card
         self.info: dict[str, Any] = dict(info or {})
-        self.device = resolve_device(device)
-        self.classifiers = {name: classifier.to(self.device).eval() for name, classifier in classifiers.items()}
+        self._backbone: Backbone | None = None
+        self.classifiers = Classifiers(classifiers)
+        self.to(resolve_device(device))
+        self.eval()
+
+    def __repr__(self) -> str:
+        h, w = self.grid
+        others = ", ".join(self.selectors[1:]) or "none"
+        rows = {
+            "backbone": f"{Path(self.backbone_fingerprint['name']).name}, {self.backbone_fingerprint['image_size']} pixels",
+            "grid": f"{h} x {w} patches of {self.dim} numbers",
+            "classes": f"{len(self.classes)} ({', '.join(self.classes)})",
+            "main": self.main,
+            "others": others,
+            "device": str(self.device),
+        }
+        return "MedTokenBudget(\n" + "\n".join(f"  {name + ':':<10}{text}" for name, text in rows.items()) + "\n)"
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the parameters."""
+        return next(self.parameters()).device
 
     @property
     def selectors(self) -> list[str]:
-        """Selectors that this model has a trained head for: the main one, then the others by name."""
-        return [MAIN, *sorted(name for name in self.classifiers if name != MAIN)]
+        """Methods that this model has a trained classifier for: the main one first, then the others by name."""
+        return [self.main, *sorted(name for name in self.classifiers if name != self.main)]
 
     @property
     def grid(self) -> tuple[int, int]:
+        """(h, w) of the patches."""
         h, w = self.backbone_fingerprint["grid"]
         return int(h), int(w)
 
     @property
     def dim(self) -> int:
+        """Embedding dimension D."""
         return int(self.backbone_fingerprint["dim"])
 
-    @cached_property
+    @property
     def backbone(self) -> Backbone:
-        """The backbone, loaded at first use and compared with the one that the classifiers were trained on."""
-        backbone = Backbone.load(self.backbone_config, self.device)
-        self._check_backbone(backbone)
-        return backbone
+        """The backbone, loaded on first use and compared with the one that the classifiers were trained on."""
+        if self._backbone is None:
+            self.use_backbone(Backbone.load(self.backbone_config, self.device))
+        assert self._backbone is not None
+        return self._backbone
 
     def use_backbone(self, backbone: Backbone) -> MedTokenBudget:
-        """Take a backbone that is loaded already (one for several models); refused when it is another one."""
-        self._check_backbone(backbone)
-        self.__dict__["backbone"] = backbone
-        return self
-
-    def _check_backbone(self, backbone: Backbone) -> None:
+        """Use a backbone that is already loaded, for example one for several models; another one is rejected."""
         expected, found = _comparable(self.backbone_fingerprint), _comparable(backbone.fingerprint)
         if expected != found:
             raise MismatchError.between(
-                "the backbone",
+                "The backbone",
                 expected,
                 found,
-                "The classifiers know only the tokens they were trained on: use those weights and sizes.",
+                "The classifiers were trained on tokens of another backbone. Use its weights and image size.",
             )
+        self._backbone = backbone
+        return self
 
-    def classifier(self, selector: str = MAIN) -> RoutedClassifier:
-        if selector not in self.classifiers:
-            raise UnknownNameError.of("selector of this model", selector, self.classifiers)
-        return self.classifiers[selector]
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MedTokenBudget:
+        """Everything that moves a module (`to`, `cuda`, `cpu`) ends here; the backbone is no submodule and follows by hand."""
+        super()._apply(fn, recurse)
+        if self._backbone is not None:
+            self._backbone.to(self.device)
+        return self
 
-    def k(self, budget: float, selector: str = MAIN) -> int:
+    def classifier(self, selector: str | None = None) -> RoutedClassifier:
+        """Selector and head of a method (default: the main one)."""
+        method = self.main if selector is None else selector
+        if method not in self.classifiers:
+            raise UnknownNameError.of("selector of this model", method, self.classifiers)
+        return self.classifiers[method]
+
+    def k(self, budget: float, selector: str | None = None) -> int:
         """Number of tokens kept at a budget."""
         h, w = self.grid
         return self.classifier(selector).selector.count(budget, h * w)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def encode(self, pixels: np.ndarray | Tensor, masks: Sequence[Image.Image | None] | None = None) -> TokenBatch:
-        """Tokens of prepared images (`backbone.prepare`), uint8 [B, S, S, 3]; with luminance, and the lesion where a mask is."""
+        """Run the backbone on images that are already resized.
+
+        Args:
+            pixels: uint8 [B, S, S, 3] as `backbone.prepare` returns them.
+            masks: One lesion mask per image, None for an image without.
+
+        Returns:
+            Tokens with luminance and, if any image has a mask, with lesion labels.
+        """
         batch = torch.as_tensor(pixels).to(self.device)
-        tokens = self.backbone(self.backbone.normalise(batch))
+        size = self.backbone.preprocessing.image_size
+        if batch.dtype != torch.uint8 or batch.ndim != 4 or tuple(batch.shape[1:]) != (size, size, 3):
+            found = f"{str(batch.dtype).removeprefix('torch.')} {list(batch.shape)}"
+            raise ShapeError(f"Images must be uint8 [B, {size}, {size}, 3], got {found}.")
+        # Not through Backbone.__call__: its inference tensors could not be used for training a head.
+        tokens = self.backbone.tokens(self.backbone.normalise(batch).to(self.backbone.device)).to(self.device)
         tokens = replace(tokens, luminance=luminance(batch, tokens.grid))
         if masks is None or all(mask is None for mask in masks):
             return tokens
@@ -125,11 +192,28 @@ class MedTokenBudget:
         return replace(tokens, lesion=torch.from_numpy(lesion).to(self.device), has_mask=known)
 
     def tokens(self, images: Any) -> TokenBatch:
-        """Tokens of a handful of images, given in any way that `predict` takes."""
-        sources = list(expand(images))
-        return self.encode(np.stack([self.backbone.prepare(source.open()) for source in sources]))
+        """Tokens of a few images, passed in any form that `predict` takes. A `TokenBatch` is only moved to the model's device."""
+        if isinstance(images, TokenBatch):
+            return images.to(self.device)
+        return self.encode(np.stack([self.backbone.prepare(source.open()) for source in expand(images)]))
 
-    def router(self, budget: float, selector: str = MAIN) -> Callable[[TokenBatch], Selection]:
+    def forward(self, images: Any, budget: float = 0.3, selector: str | None = None) -> Tensor:
+        """Class logits at one budget, with gradients for the head.
+
+        Args:
+            images: A `TokenBatch`, or images in any form that `predict` takes.
+            budget: Share of the patches that is kept, in (0, 1].
+            selector: Method to use; None means the main one.
+
+        Returns:
+            Logits [B, C].
+        """
+        tokens = self.tokens(images)
+        classifier = self.classifier(selector)
+        selection, _ = parts.select(classifier.selector, tokens, classifier.selector.count(budget, tokens.n))
+        return classifier.head(selection.pooled())
+
+    def router(self, budget: float, selector: str | None = None) -> Callable[[TokenBatch], Selection]:
         """A function from tokens to the kept ones, for use in other models."""
         chosen = self.classifier(selector).selector
         chosen.count(budget, 1)
@@ -141,16 +225,28 @@ class MedTokenBudget:
         return route
 
     @torch.inference_mode()
-    def classify(self, tokens: TokenBatch, budgets: Sequence[float], selector: str = MAIN) -> np.ndarray:
-        """Class probabilities [B, len(budgets), C] at many budgets; rankers order the patches only once."""
+    def classify(self, images: Any, budgets: Sequence[float], selector: str | None = None) -> np.ndarray:
+        """Class probabilities [B, len(budgets), C] of tokens or images; rankers order the patches only once for all budgets."""
         classifier = self.classifier(selector)
-        pooled = parts.pooled(classifier.selector, tokens, budgets)
-        return classifier.head(pooled).softmax(-1).cpu().numpy()
+        with parts.evaluating(classifier):
+            pooled = parts.pooled(classifier.selector, self.tokens(images), budgets)
+            return classifier.head(pooled).softmax(-1).cpu().numpy()
 
-    def predict(self, images: Any, budget: float = 0.3, selector: str = MAIN, batch_size: int = 16) -> list[Prediction]:
-        """Predictions of a path, folder, glob, manifest, picture, uint8 array, or an iterable of these, in order.
+    def predict(self, images: Any, budget: float = 0.3, selector: str | None = None, batch_size: int = 16) -> list[Prediction]:
+        """Predict images, in order.
 
-        An image that cannot be read is an error; `predict_stream` leaves the choice to its caller.
+        Args:
+            images: A path, folder, glob, `Manifest`, Pillow picture, uint8 array [H, W, 3] or [B, H, W, 3], the bytes of a file, or
+                an iterable of these.
+            budget: Share of the patches that is kept, in (0, 1].
+            selector: Method to use; None means the main one.
+            batch_size: Images per forward pass.
+
+        Returns:
+            One `Prediction` per image.
+
+        Raises:
+            RequestError: If an image cannot be read; use `predict_stream` with `on_error` to continue with the others.
         """
         return list(self.predict_stream(images, budget, selector, batch_size))
 
@@ -158,11 +254,14 @@ class MedTokenBudget:
         self,
         images: Any,
         budget: float = 0.3,
-        selector: str = MAIN,
+        selector: str | None = None,
         batch_size: int = 16,
         on_error: Callable[[Failure], None] | None = None,
     ) -> Iterator[Prediction]:
-        """Predictions one after the other, in constant memory; unreadable images go to `on_error`, or raise without it."""
+        """Like `predict`, one prediction at a time in constant memory.
+
+        Images that cannot be read are passed to `on_error`; without it they raise an error.
+        """
         for _, answer in self.predict_sources(expand(images), budget, selector, batch_size):
             if isinstance(answer, Prediction):
                 yield answer
@@ -172,75 +271,37 @@ class MedTokenBudget:
                 on_error(answer)
 
     def predict_sources(
-        self, sources: Iterable[Source], budget: float, selector: str = MAIN, batch_size: int = 16, workers: int = 2
+        self, sources: Iterable[Source], budget: float, selector: str | None = None, batch_size: int = 16, workers: int = 2
     ) -> Iterator[tuple[Source, Prediction | Failure]]:
-        """Each source with its prediction, or with the reason why there is none, in order."""
-        self.k(budget, selector)
-        if batch_size < 1:
-            raise RequestError(f"batch_size must be at least 1, got {batch_size}.")
-        waiting: list[tuple[Source, np.ndarray | MedTokenBudgetError]] = []
-        good = 0
-        for item in prepared(sources, self.backbone.prepare, workers, ahead=2 * batch_size):
-            waiting.append(item)
-            good += isinstance(item[1], np.ndarray)
-            if good == batch_size or len(waiting) >= 4 * batch_size:
-                yield from self._answers(waiting, budget, selector)
-                waiting, good = [], 0
-        yield from self._answers(waiting, budget, selector)
-
-    def _answers(
-        self, items: list[tuple[Source, np.ndarray | MedTokenBudgetError]], budget: float, selector: str
-    ) -> Iterator[tuple[Source, Prediction | Failure]]:
-        good = [(source, value) for source, value in items if isinstance(value, np.ndarray)]
-        answers = iter(self._predict_batch(good, budget, selector)) if good else iter(())
-        for source, value in items:
-            if isinstance(value, np.ndarray):
-                yield source, next(answers)
-            else:
-                yield source, Failure(source.name, str(value))
-
-    @torch.inference_mode()
-    def _predict_batch(self, items: list[tuple[Source, np.ndarray]], budget: float, selector: str) -> list[Prediction]:
-        classifier = self.classifier(selector)
-        tokens = self.encode(np.stack([value for _, value in items]))
-        selection, scores = parts.select(classifier.selector, tokens, self.k(budget, selector))
-        probabilities = classifier.head(selection.pooled()).softmax(-1).cpu().numpy()
-        kept = None if selection.indices is None else selection.indices.cpu().numpy()
-        gathered, assignment = selection.tokens.float().cpu().numpy(), selection.assignment.cpu().numpy()
-        score_rows = None if scores is None else scores.float().cpu().numpy()
-        return [
-            Prediction(
-                image=source.name,
-                probabilities={name: float(p) for name, p in zip(self.classes, probabilities[row])},
-                label=self.classes[int(probabilities[row].argmax())],
-                scores=None if score_rows is None else score_rows[row],
-                kept=None if kept is None else kept[row],
-                tokens=gathered[row],
-                assignment=assignment[row],
-                budget=budget,
-                k=selection.k,
-                grid=tokens.grid,
-                selector=selector,
-            )
-            for row, (source, _) in enumerate(items)
-        ]
+        """Yield each source with its prediction, or with the reason why it could not be read, in order."""
+        method = self.main if selector is None else selector
+        return predicting.predict_sources(self, sources, budget, method, batch_size, workers)
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What every file of a saved model must agree on."""
+        """What all files of a saved model must agree on."""
         return {
             "backbone": self.backbone_fingerprint,
             "classes": list(self.classes),
+            "main": self.main,
             "selectors": {name: parts.describe(self.classifiers[name]) for name in self.selectors},
         }
 
     @property
     def fingerprint(self) -> str:
-        """One hash for the whole model: backbone, preprocessing, classes, selectors and every number of the classifiers."""
-        return files.fingerprint(self.identity, parts.tensors(self.classifiers))
+        """One hash of the whole model: backbone, preprocessing, classes, methods and every number of the classifiers."""
+        return files.fingerprint(self.identity, parts.tensors(self.classifiers, self.main))
 
     def save_pretrained(self, path: Path | str, portable: bool = False) -> Path:
-        """Write the folder; `portable` leaves out where the weights lie on this machine (they are found by name and hash)."""
+        """Save the model as a folder.
+
+        Args:
+            path: Folder to write.
+            portable: Leave out local paths; the weights of the backbone are then found by name and hash.
+
+        Returns:
+            The folder.
+        """
         target = Path(path)
         backbone = to_dict(self.backbone_config)
         if self.backbone_config.weights is not None:
@@ -249,48 +310,63 @@ class MedTokenBudget:
         if Path(self.backbone_config.name).is_dir():
             backbone["name"] = str(Path(self.backbone_config.name).resolve())
         settings = {"backbone": backbone, "train": to_dict(self.train_config), "info": self.info, "fingerprint": self.fingerprint}
-        files.write_folder(target, self.identity, settings, parts.tensors(self.classifiers), self.card)
+        files.write_folder(target, self.identity, settings, parts.tensors(self.classifiers, self.main), self.card)
         return target
 
     @classmethod
     def from_pretrained(
         cls, path: Path | str, revision: str | None = None, weights: Path | str | None = None, device: str = "auto"
     ) -> MedTokenBudget:
-        """A saved model from its folder, from a run directory that holds one, or from the hub (`owner/name`).
-
-        `weights` says where the backbone's safetensors file lies on this machine, if not where it lay when the model was saved.
-        """
+        """See `mtb.load`."""
         source = hub.resolve(path, revision)
         config = files.read_config(source)
-        train_config = train_config_from_dict(config["train"])
         identity = config["identity"]
         found = {name: files.read_tensors(source, name, config) for name in config["files"]}
-        classifiers = parts.build(identity, found, source)
-        model = cls(
+        return cls(
             backbone=_backbone_config(config["backbone"], source, weights),
             backbone_fingerprint=identity["backbone"],
             classes=identity["classes"],
-            classifiers=classifiers,
-            train_config=train_config,
+            classifiers=parts.build(identity, found, source),
+            train_config=train_config_from_dict(config["train"]),
+            main=identity["main"],
             card=files.read_card(source),
             info=config["info"],
             device=device,
         )
-        return model
 
     def push_to_hub(self, repo_id: str, private: bool = True, message: str = "Upload model") -> str:
-        """Upload the model to the hub (private unless said otherwise) and return its address."""
+        """Upload the model to the hub, as a private repository by default, and return its address."""
         import tempfile
 
         with tempfile.TemporaryDirectory() as folder:
             return hub.upload(self.save_pretrained(folder, portable=True), repo_id, private, message)
 
 
-load = MedTokenBudget.from_pretrained
+def load(path: Path | str, revision: str | None = None, weights: Path | str | None = None, device: str = "auto") -> MedTokenBudget:
+    """Load a saved model.
+
+    Args:
+        path: A run directory, a model folder, or a hub id (`owner/name`).
+        revision: Branch, tag or commit on the hub.
+        weights: Safetensors file of the backbone, if it is no longer where it was when the model was saved.
+        device: 'auto' uses a GPU if there is one; otherwise 'cpu', 'cuda', 'cuda:1', ...
+
+    Returns:
+        The model in evaluation mode. Its backbone is loaded when it is first needed.
+
+    Raises:
+        RequestError: If there is no such model, or one of its files is damaged, edited or of another version.
+
+    Example:
+        >>> model = mtb.load("runs/demo")
+        >>> [prediction.label for prediction in model.predict(["photo.jpg"], budget=0.1)]
+        ['NV']
+    """
+    return MedTokenBudget.from_pretrained(path, revision, weights, device)
 
 
 def _comparable(fingerprint: dict[str, Any]) -> dict[str, Any]:
-    """A fingerprint without the folders above a backbone that is one: it may lie elsewhere on another machine."""
+    """A fingerprint without the parent folders of a backbone folder, which may be elsewhere on another machine."""
     values = json.loads(json.dumps(fingerprint))
     return {**values, "name": Path(values["name"]).name}
 

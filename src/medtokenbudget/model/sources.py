@@ -1,4 +1,4 @@
-"""From whatever a person hands over (paths, folders, globs, manifests, pictures, arrays) to pictures, one after the other.
+"""From whatever a user passes (paths, folders, globs, manifests, pictures, arrays) to pictures, one after the other.
 
 Everything is lazy: only the names of one folder and the pictures of the next few batches are in memory.
 """
@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from PIL import Image
 
-from medtokenbudget.data import Manifest, decode_image
+from medtokenbudget.data import Manifest, decode_image, decode_mask
 from medtokenbudget.data.decode import SUFFIXES
 from medtokenbudget.errors import MedTokenBudgetError, RequestError
 
@@ -27,39 +28,62 @@ _PLAIN_MODES = ("RGB", "L", "1", "CMYK", "YCbCr")
 
 @dataclass(frozen=True)
 class Source:
-    """One image to predict: its name, what to open, and where its mask lies if it has one."""
+    """One image to predict: its name, what to open, and the path of its mask if it has one."""
 
     name: str
     value: Any
     mask: Path | None = None
 
     def open(self) -> Image.Image:
-        """The picture in RGB; a DecodeError names the file that cannot be read."""
-        if isinstance(self.value, Image.Image):
-            return _plain(self.value, self.name)
-        if isinstance(self.value, (str, Path)):
-            return decode_image(Path(self.value))
-        if isinstance(self.value, (bytes, bytearray)):
-            return decode_image(bytes(self.value))
-        return picture_of_array(np.asarray(self.value), self.name)
+        """Open the picture in RGB; the error for a file that cannot be read names it."""
+        return open_picture(self.value, self.name)
 
 
 @dataclass(frozen=True)
 class Failure:
-    """An image that could not be read, and why."""
+    """An image that could not be read, and the reason."""
 
     name: str
     reason: str
 
 
+def open_picture(value: Any, name: str = "image") -> Image.Image:
+    """A path, the bytes of a file, a Pillow picture or a uint8 array [H, W] or [H, W, 3] as an RGB picture."""
+    if isinstance(value, Source):
+        return value.open()
+    if isinstance(value, Image.Image):
+        return _plain(value, name)
+    if isinstance(value, (str, os.PathLike)):
+        return decode_image(Path(value))
+    if isinstance(value, (bytes, bytearray)):
+        return decode_image(bytes(value))
+    return picture_of_array(np.asarray(value), name)
+
+
+def open_mask(value: Any) -> Image.Image | None:
+    """A lesion mask in gray (0 to 255) from a path, bytes, a Pillow picture, or a bool or uint8 array [H, W]; None stays None."""
+    if value is None or isinstance(value, Image.Image):
+        return value
+    if isinstance(value, (str, os.PathLike)):
+        return decode_mask(Path(value))
+    if isinstance(value, (bytes, bytearray)):
+        return decode_mask(bytes(value))
+    array = np.asarray(value)
+    if array.dtype == bool:
+        array = array.astype(np.uint8) * 255
+    elif array.max(initial=0) == 1:
+        raise RequestError("The mask contains only 0 and 1. Pass a bool array, or uint8 with lesion pixels at 255.")
+    return picture_of_array(array, "mask").convert("L")
+
+
 def _plain(picture: Image.Image, name: str) -> Image.Image:
     if picture.mode not in _PLAIN_MODES:
-        raise RequestError(f"{name}: a picture of mode {picture.mode} has no one meaning in RGB. Convert it yourself first.")
+        raise RequestError(f"{name}: a picture of mode {picture.mode} cannot be converted to RGB unambiguously. Convert it first.")
     return picture if picture.mode == "RGB" else picture.convert("RGB")
 
 
 def picture_of_array(array: np.ndarray, name: str = "array") -> Image.Image:
-    """A uint8 array [H, W], [H, W, 1] or [H, W, 3] as a picture. Floats are refused: their range would be a guess."""
+    """A uint8 array [H, W], [H, W, 1] or [H, W, 3] as an RGB picture. Floats are rejected because their range is unknown."""
     if array.ndim == 3 and array.shape[2] == 1:
         array = array[:, :, 0]
     if array.dtype != np.uint8 or array.ndim not in (2, 3) or (array.ndim == 3 and array.shape[2] != 3):
@@ -70,7 +94,7 @@ def picture_of_array(array: np.ndarray, name: str = "array") -> Image.Image:
 
 
 def expand(images: Any) -> Iterator[Source]:
-    """Sources of one thing or of an iterable of things: a path, folder, glob, manifest, picture, uint8 array or bytes."""
+    """Sources of one item or of an iterable of items: a path, folder, glob, manifest, picture, uint8 array or bytes."""
     for number, item in enumerate(_items(images)):
         if isinstance(item, Source):
             yield item
@@ -85,8 +109,10 @@ def expand(images: Any) -> Iterator[Source]:
 def _items(images: Any) -> Iterable[Any]:
     if isinstance(images, (str, os.PathLike, Image.Image, bytes, bytearray, Manifest, Source)):
         return (images,)
+    if isinstance(images, torch.Tensor):
+        images = images.numpy(force=True)
     if isinstance(images, np.ndarray):
-        # A stack of pictures is a list of them; [H, W, 3] is one.
+        # [B, H, W, 3] is a list of pictures, [H, W, 3] is one.
         return images if images.ndim == 4 else (images,)
     return images
 
@@ -100,11 +126,11 @@ def _of_path(text: str) -> Iterator[Source]:
     elif not path.exists() and glob.has_magic(text):
         matches = sorted(glob.iglob(text, recursive=True))
         if not matches:
-            raise RequestError(f"no file matches '{text}'.")
+            raise RequestError(f"No file matches '{text}'.")
         for match in matches:
             yield from _of_path(match)
     else:
-        # A missing file is an entry in the list of failures, like a broken one.
+        # A missing file is reported with the failures, like a damaged one.
         yield Source(text, path)
 
 
@@ -130,9 +156,9 @@ def _of_manifest(manifest: Manifest) -> Iterator[Source]:
 def prepared(
     sources: Iterable[Source], prepare: Callable[[Image.Image], np.ndarray], workers: int = 2, ahead: int = 32
 ) -> Iterator[tuple[Source, np.ndarray | MedTokenBudgetError]]:
-    """`prepare` of each picture in order; threads work at most `ahead` images before they are used.
+    """Apply `prepare` to each picture, in order, in threads that work at most `ahead` images in advance.
 
-    Only the prepared (small) arrays wait, never the pictures as decoded. An error comes in its image's place.
+    Only the small prepared arrays are kept, never the decoded pictures. An error takes the place of its image.
     """
 
     def work(source: Source) -> tuple[Source, np.ndarray | MedTokenBudgetError]:

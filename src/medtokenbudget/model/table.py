@@ -1,6 +1,6 @@
-"""Predictions to files, row by row: a table (CSV or Parquet) and, if asked for, the kept tokens (safetensors).
+"""Predictions to files, row by row: a table (CSV or Parquet) and optionally the kept tokens (safetensors).
 
-Its own file because it must hold a million images in the memory of a hundred: nothing waits here but one row group.
+Its own file because a million images must need no more memory than a hundred: at most one row group is buffered.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from medtokenbudget.files import atomic_write
 from medtokenbudget.model.prediction import Prediction
 
 ROW_GROUP = 64
-"""Rows; with every patch kept a row is a Python list of 256 numbers, so the rows that wait are what memory goes to."""
+"""Rows per Parquet row group: with all patches kept a row is a list of 256 numbers, so buffered rows use most of the memory."""
 _HEADER_ROOM = 16 * 1024
 _NAMES: dict[str, tuple[str, np.dtype[Any]]] = {"fp16": ("F16", np.dtype("<f2")), "fp32": ("F32", np.dtype("<f4"))}
 TokenFormat = Literal["fp16", "fp32"]
@@ -38,20 +38,19 @@ def columns(classes: tuple[str, ...]) -> list[str]:
 
 
 def _row(prediction: Prediction) -> list[Any]:
-    h, w = prediction.grid
     kept = None if prediction.kept is None else prediction.kept.tolist()
     values = [prediction.image, prediction.label, prediction.probability, *prediction.probabilities.values()]
-    return [*values, prediction.selector, prediction.budget, prediction.k, h * w, kept]
+    return [*values, prediction.selector, prediction.budget, prediction.k, prediction.n_patches, kept]
 
 
 def check_table_path(path: Path) -> None:
     if path.suffix.lower() not in (".csv", ".parquet"):
-        raise RequestError(f"{path} must end in .csv or .parquet.")
+        raise RequestError(f"The table {path} must end in .csv or .parquet.")
 
 
 @contextmanager
 def table_writer(path: Path, classes: tuple[str, ...], metadata: dict[str, str]) -> Iterator[Writer]:
-    """A writer of the table at `path`; the file appears when the block ends without an error."""
+    """Open a writer for the table at `path`; the file appears when the block ends without an error."""
     check_table_path(path)
     with atomic_write(path) as temporary, ExitStack() as stack:
         if path.suffix.lower() == ".csv":
@@ -71,7 +70,7 @@ class _CsvTable:
 
     def add(self, prediction: Prediction) -> None:
         *values, kept = _row(prediction)
-        # Nine digits bring a float32 back exactly; `kept` is a list inside one cell, parted by spaces.
+        # Nine digits restore a float32 exactly; `kept` is a list inside one cell, separated by spaces.
         plain = [f"{value:.9g}" if isinstance(value, float) else value for value in values]
         self.writer.writerow([*plain, "" if kept is None else " ".join(map(str, kept))])
 
@@ -106,10 +105,10 @@ class _ParquetTable:
 
 @contextmanager
 def token_writer(path: Path, metadata: dict[str, str], dtype: TokenFormat = "fp16") -> Iterator[Writer]:
-    """A writer of kept tokens: `tokens` [n, K, D] and, for rankers, `indices` [n, K]; row i is row i of the table.
+    """Open a writer for kept tokens: `tokens` [n, K, D] and, for rankers, `indices` [n, K]; row i is row i of the table.
 
-    A safetensors file begins with a header that names the shapes, and n is not known before the end. So room is left for the
-    header, tokens are written behind it as they come, indices wait in a temporary file, and the header is filled in last.
+    A safetensors file begins with a header that contains the shapes, and n is known only at the end. So space is reserved for the
+    header, tokens are written after it as they come, indices go to a temporary file, and the header is filled in last.
     """
     with atomic_write(path) as temporary, open(temporary, "wb") as stream, tempfile.TemporaryFile(dir=path.parent) as indices:
         writer = _Tokens(stream, indices, metadata, dtype)
@@ -125,7 +124,7 @@ class _Tokens:
 
     def add(self, prediction: Prediction) -> None:
         if self.count and prediction.tokens.shape != self.shape:
-            raise RequestError(f"{prediction.image} has tokens {prediction.tokens.shape}, the ones before {self.shape}.")
+            raise RequestError(f"{prediction.image} has tokens of shape {prediction.tokens.shape}, earlier images {self.shape}.")
         self.shape, self.ranked = prediction.tokens.shape, prediction.kept is not None
         self.stream.write(np.ascontiguousarray(prediction.tokens, dtype=_NAMES[self.dtype][1]).tobytes())
         if prediction.kept is not None:
@@ -144,6 +143,6 @@ class _Tokens:
             shutil.copyfileobj(self.indices, self.stream, 1 << 20)
         header = json.dumps({"__metadata__": self.metadata, **tensors}).encode()
         if len(header) > _HEADER_ROOM:
-            raise WorkError(f"the header of the token file would take {len(header)} bytes, more than {_HEADER_ROOM}.")
+            raise WorkError(f"The header of the token file needs {len(header)} bytes, but only {_HEADER_ROOM} are available.")
         self.stream.seek(0)
         self.stream.write(struct.pack("<Q", _HEADER_ROOM) + header.ljust(_HEADER_ROOM))

@@ -57,9 +57,11 @@ def run_card(run: Path | str, model: MedTokenBudget) -> str:
     folder = Path(run)
     info = read_json(folder / "run.json")
     predictions, _ = read_predictions(folder / "predictions.parquet")
-    method = model.info.get("method", "lats")
-    about = {"backbone": model.backbone_fingerprint, "classes": list(model.classes), "selectors": model.selectors, "method": method}
-    about |= {
+    about = {
+        "backbone": model.backbone_fingerprint,
+        "classes": list(model.classes),
+        "selectors": model.selectors,
+        "method": model.main,
         "fingerprint": model.fingerprint,
         "lesion_loss": model.train_config.losses.lesion,
         "recipe": model.train_config.recipe,

@@ -5,14 +5,15 @@ Its own file because other packages build on it: this is the contract of DESIGN.
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from medtokenbudget.errors import CountError, MissingSignalError, ShapeError
+from medtokenbudget.errors import CountError, MissingSignalError, RequestError, ShapeError
 from medtokenbudget.routing.router import budget_to_k, check_k, rank
 from medtokenbudget.tokens import Selection, TokenBatch
 
@@ -38,6 +39,20 @@ class Selector(ABC):
         if minimum < 1:
             raise CountError(f"the fewest tokens kept must be at least 1, got {minimum}.")
         self.minimum = minimum
+
+    def options(self) -> dict[str, Any]:
+        """Constructor options (all but `dim`) as JSON values, so that a saved model can build this selector again.
+
+        The default reads the attributes with the names of the options; a selector that stores them elsewhere overrides this.
+        """
+        names = [name for name in inspect.signature(type(self)).parameters if name != "dim"]
+        missing = [name for name in names if not hasattr(self, name)]
+        if missing:
+            raise RequestError(
+                f"Selector '{self.name}' does not store its option(s) {', '.join(missing)}, so it cannot be saved. "
+                "Keep each option as an attribute of the same name, or override options()."
+            )
+        return {name: getattr(self, name) for name in names}
 
     @abstractmethod
     def select(self, tokens: TokenBatch, k: int, generator: torch.Generator | None = None) -> Selection:

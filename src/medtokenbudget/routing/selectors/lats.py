@@ -6,6 +6,7 @@ The scorer itself is `routing/lats.py`; here is what turns its scores into a ran
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +54,20 @@ class LATSSelector(Ranker, nn.Module):
     @classmethod
     def from_config(cls, dim: int, lats: LATSConfig, router: RouterConfig) -> LATSSelector:
         return cls(dim, **vars(lats), **vars(router))
+
+    def options(self) -> dict[str, Any]:
+        scorer = self.scorer
+        return {
+            "hidden": scorer.output.in_features,
+            "layers": len(scorer.norms),
+            "dropout": scorer.dropout,
+            "signals": list(scorer.signals),
+            "neighborhood": scorer.neighborhood,
+            "smooth": self.smooth,
+            "padding": self.padding,
+            "temperature": self.temperature,
+            "minimum": self.minimum,
+        }
 
     def toggle(self, signals: Sequence[str] | None) -> LATSSelector:
         """Leaves only `signals` on at call time (the toggle ablation), the others enter as zeros; None: all on again."""

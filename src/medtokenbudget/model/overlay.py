@@ -1,29 +1,53 @@
-"""A picture of what the model looked at: kept patches clear, dropped ones dimmed, the lesion's outline where there is a mask.
+"""A picture of what the model looked at: kept patches clear, dropped ones dimmed, the lesion outlined if there is a mask.
 
-Its own file because it draws with Pillow alone: no plotting library is loaded to look at one image.
+It is in the model room, not in the report, because a prediction shows itself in notebooks. It draws with Pillow alone: no plotting
+library is loaded to look at one image.
 """
 
 from __future__ import annotations
 
 from itertools import product
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFilter, ImageFont
 
-from medtokenbudget.model.prediction import Prediction
+from medtokenbudget.model.sources import open_mask, open_picture
+
+if TYPE_CHECKING:
+    from medtokenbudget.model.prediction import Prediction
 
 KEPT_EDGE = (255, 255, 255)
 LESION_EDGE = (255, 176, 0)
-"""Amber: apart from skin, from the lesion and from the white patch edges also for color-blind eyes."""
+"""Amber: stands out from skin, lesion and the white patch edges, also for color-blind people."""
 DIM = 0.6
 CAPTION = 30
 
 
-def overlay(picture: Image.Image, prediction: Prediction, mask: Image.Image | None = None, side: int = 640) -> Image.Image:
-    """The picture with the long side `side`, dropped patches dimmed, and one line that says class, probability and K of N.
+def overlay(image: Any, prediction: Prediction, mask: Any = None, side: int = 640) -> Image.Image:
+    """Draw an image with the patches that a prediction kept.
 
-    A merger drops nothing: there the lines show which patches were merged into one token.
+    Dropped patches are dimmed. A selector that merges patches drops none; there the lines separate patches of different tokens.
+
+    Args:
+        image: The image of the prediction, as a path, Pillow picture, uint8 array [H, W, 3] or the bytes of a file.
+        prediction: A prediction for this image.
+        mask: Lesion mask to outline, in the same forms.
+        side: Length of the longer side in pixels.
+
+    Returns:
+        An RGB picture with a caption line: class, probability, method, budget, K of N.
+
+    Example:
+        >>> prediction = model.predict("photo.jpg", budget=0.3)[0]
+        >>> mtb.overlay("photo.jpg", prediction).size
+        (640, 670)
     """
+    return draw_overlay(open_picture(image), prediction, open_mask(mask), side)
+
+
+def draw_overlay(picture: Image.Image, prediction: Prediction, mask: Image.Image | None, side: int) -> Image.Image:
+    """`overlay` for pictures that are open already."""
     shown = _fit(picture.convert("RGB"), side)
     rows, columns = _edges(shown.height, prediction.grid[0]), _edges(shown.width, prediction.grid[1])
     kept = prediction.kept_mask
@@ -43,15 +67,15 @@ def _fit(picture: Image.Image, side: int) -> Image.Image:
 
 
 def _edges(length: int, parts: int) -> list[int]:
-    """Pixel borders of `parts` equal strips, the outer ones included."""
+    """Pixel borders of `parts` equal strips, including the outer ones."""
     return [round(i * length / parts) for i in range(parts + 1)]
 
 
 def _dim(picture: Image.Image, kept: np.ndarray, rows: list[int], columns: list[int]) -> Image.Image:
-    grey = np.asarray(picture.convert("L"), dtype=np.float32)[:, :, None]
+    gray = np.asarray(picture.convert("L"), dtype=np.float32)[:, :, None]
     pixels = np.asarray(picture, dtype=np.float32)
     clear = np.repeat(np.repeat(kept, np.diff(rows), axis=0), np.diff(columns), axis=1)[:, :, None]
-    dimmed = (1 - DIM) * (0.35 * pixels + 0.65 * grey)
+    dimmed = (1 - DIM) * (0.35 * pixels + 0.65 * gray)
     return Image.fromarray(np.where(clear, pixels, dimmed).round().astype(np.uint8))
 
 
@@ -74,8 +98,8 @@ def _draw_outline(picture: Image.Image, mask: Image.Image) -> Image.Image:
 
 
 def _with_caption(picture: Image.Image, prediction: Prediction) -> Image.Image:
-    n = prediction.grid[0] * prediction.grid[1]
-    share = f"{prediction.k} of {n} patches" if prediction.kept is not None else f"{n} patches in {prediction.k} tokens"
+    n, k = prediction.n_patches, prediction.k
+    share = f"{k} of {n} patches" if prediction.kept is not None else f"{n} patches merged into {k} tokens"
     text = (
         f"{prediction.label} {prediction.probability:.0%}   {prediction.selector}, budget {prediction.budget:g}: {share}   "
         "research, not a medical device"
