@@ -12,12 +12,12 @@ from typing import Any
 __version__ = "0.1.0"
 
 _VERBS: dict[str, str] = {
-    "demo": "medtokenbudget.app.demo",
+    "demo": "medtokenbudget.api.demo",
     "extract": "medtokenbudget.features",
     "load": "medtokenbudget.model",
     "reproduce": "medtokenbudget.experiments",
     "sweep": "medtokenbudget.experiments",
-    "train": "medtokenbudget.app.train",
+    "train": "medtokenbudget.api.train",
 }
 
 __all__ = ["__version__", *_VERBS]

@@ -23,6 +23,10 @@ PAPER_METHODS: tuple[str, ...] = (
     "lats",
 )
 CONTROLS: tuple[str, ...] = ("center", "darkness", "oracle")
+HEADLINE_METHODS: tuple[str, ...] = ("lats:lesion-first", "lats")
+"""Which method of a run becomes the saved model and the headline of its report, the first that the run has."""
+DEFAULT_METHODS: tuple[str, ...] = ("lats:lesion-first", *PAPER_METHODS, *CONTROLS)
+"""What `mtb sweep` compares unless told otherwise."""
 SIGNALS: tuple[str, ...] = ("attention", "norm", "contrast")
 Neighborhood = Literal["raster", "grid4", "grid8"]
 Padding = Literal["exclude", "zero"]

@@ -35,7 +35,7 @@ def test_train_leaves_a_run_directory_and_a_model_that_loads(
     assert main(["train", str(drawn.manifest_path), "--store", str(drawn.store_path), "--out", str(out), *SMALL]) == 0
     for name in ("run.json", "results.csv", "predictions.parquet", "metrics.jsonl", "model/config.json", "model/model.safetensors"):
         assert (out / name).exists(), name
-    assert set(read_results(out / "results.csv")["method"]) == {"lats", "center", "random"}
+    assert set(read_results(out / "results.csv")["method"]) == {"lats:lesion-first", "center", "random"}
     said = capsys.readouterr().err
     assert "Next: mtb report" in said
     run = read_json(out / "run.json")
@@ -58,7 +58,7 @@ def test_sweep_and_reproduce_print_where_the_results_are(drawn: Drawn, tmp_path:
     common = [str(drawn.manifest_path), "--store", str(drawn.store_path), "--jobs", "1", *SMALL]
     methods = ["--methods", "center", "no-pruning", "--seeds", "1", "2"]
     assert main(["sweep", *common, "--out", str(tmp_path / "sweep"), *methods]) == 0
-    assert len(read_results(tmp_path / "sweep" / "results.csv")) == 2 * 2 * 10 * 2  # methods, seeds, budgets, data sets
+    assert len(read_results(tmp_path / "sweep" / "results.csv")) == 2 * 2 * 10 * 2  # methods, seeds, budgets, views
     assert main(["reproduce", *common, "--out", str(tmp_path / "paper"), "--study", "signals"]) == 0
     printed = capsys.readouterr().out
     assert "signals on synthetic" in printed

@@ -37,6 +37,7 @@ def cell(
         {
             "study": study,
             "dataset": dataset,
+            "view": "as-is",
             "method": method,
             "seed": seed,
             "budget": budget,

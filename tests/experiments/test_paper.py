@@ -12,7 +12,7 @@ import pytest
 from medtokenbudget.config import BUDGETS, PAPER_METHODS
 from medtokenbudget.errors import RequestError, UnknownNameError
 from medtokenbudget.experiments import paper
-from medtokenbudget.experiments.results import summarise
+from medtokenbudget.experiments.results import summarize
 from tests.experiments import simulate
 
 
@@ -107,7 +107,7 @@ def test_each_table_is_tidy(study: str) -> None:
 
 def test_our_results_stand_beside_the_papers() -> None:
     frame = simulate.sweep({"lats": {}, "random": {}, "center": {}}, (42, 43, 44), (0.1, 0.3), n=20).assign(study="robustness")
-    ours = summarise(frame, simulate.CLASSES)
+    ours = summarize(frame, simulate.CLASSES)
     table = paper.beside_paper(ours, "robustness")
     row = table.query("method == 'lats' and budget == 0.3 and metric == 'accuracy'").iloc[0]
     values = 100 * ours.query("method == 'lats' and budget == 0.3")["accuracy"]
@@ -125,14 +125,14 @@ def test_our_results_stand_beside_the_papers() -> None:
 
 def test_datasets_are_kept_apart() -> None:
     frame = simulate.sweep({"lats": {}}, (42,), (0.3,), n=20)
-    both = pd.concat([frame, frame.assign(dataset="made-up@off-center")])
-    table = paper.beside_paper(summarise(both, simulate.CLASSES), "main")
+    both = pd.concat([frame, frame.assign(dataset="another"), frame.assign(view="off-center")])
+    table = paper.beside_paper(summarize(both, simulate.CLASSES), "main")
     assert table.groupby("dataset").size().nunique() == 1
-    assert set(table["dataset"]) == {"made-up", "made-up@off-center"}
+    assert set(table["dataset"]) == {"made-up", "another"}
 
 
 def test_a_study_without_numbers_is_named() -> None:
     with pytest.raises(UnknownNameError, match="robustness"):
         paper.table("robustnes")
-    with pytest.raises(RequestError, match="no rows of the study 'signals'"):
-        paper.beside_paper(summarise(simulate.sweep({"lats": {}}, (42,), (0.3,), n=20), simulate.CLASSES), "signals")
+    with pytest.raises(RequestError, match="no rows of study 'signals'"):
+        paper.beside_paper(summarize(simulate.sweep({"lats": {}}, (42,), (0.3,), n=20), simulate.CLASSES), "signals")

@@ -7,21 +7,28 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from medtokenbudget.cli import main
-from medtokenbudget.config import LATSConfig, LossWeights, TrainConfig
-from medtokenbudget.errors import MedTokenBudgetError, MismatchError, RequestError, UnknownNameError, WorkError
+from medtokenbudget.config import DEFAULT_METHODS, LATSConfig, LossWeights, TrainConfig
+from medtokenbudget.data import Manifest
+from medtokenbudget.errors import MedTokenBudgetError, MismatchError, RequestError, UnknownNameError
 from medtokenbudget.experiments import reproduce, sweep
-from medtokenbudget.experiments.preflight import check_config
-from medtokenbudget.features import extract
+from medtokenbudget.experiments import sources as sources_module
+from medtokenbudget.experiments.execution import Execution
+from medtokenbudget.experiments.preflight import check_config, that_fit
+from medtokenbudget.experiments.results import read_results
+from medtokenbudget.experiments.run import RunInfo
+from medtokenbudget.experiments.sources import Sources
+from medtokenbudget.features import FeatureStore, extract
 from tests.drawn import Drawn, quick
 from tests.features.tiny import CONFIG, contents, tiny_backbone, tiny_manifest
 
 BAD = {
-    "no epochs": ({"epochs": 0}, "epochs must be 1 or more, got 0"),
+    "no epochs": ({"epochs": 0}, "epochs must be at least 1, got 0"),
     "no head epochs and no batch": ({"head_epochs": 0, "batch_size": 0}, "head_epochs must be .*; batch_size must be"),
-    "a budget in percent": ({"budgets": (0.3, 30.0)}, r"shares of the patches in \(0, 1\], got 30"),
+    "a budget in percent": ({"budgets": (0.3, 30.0)}, r"budgets must lie in \(0, 1\], got 30"),
     "no budget": ({"budgets": ()}, "got none"),
     "a signal with a typing error": ({"lats": LATSConfig(signals=("attention", "nrom"))}, "nrom.*norm"),
     "a device that is not there": ({"device": "cuda:99"}, "Device 'cuda:99' is not available"),
@@ -40,27 +47,36 @@ def test_settings_that_no_training_can_be_made_with_are_refused(case: str) -> No
     check_config(TrainConfig(device="cpu"))
 
 
+def _labeled(manifest: Manifest) -> Manifest:
+    return manifest.take(np.flatnonzero(manifest.rows["label"].notna()))
+
+
 def _files(run: Path) -> dict[str, bytes]:
     return {str(path.relative_to(run)): path.read_bytes() for path in sorted(run.rglob("*")) if path.is_file()}
 
 
 def test_a_refused_command_leaves_the_run_as_it_was(drawn: Drawn, tmp_path: Path) -> None:
     common = (drawn.manifest_path, drawn.store_path, tmp_path)
-    sweep(*common, methods=["center", "norm"], config=quick("paper"), jobs=1)
+    sweep(*common, methods=["center", "norm"], config=quick("paper"), execution=Execution(jobs=1))
     before = _files(tmp_path)
     with pytest.raises(MismatchError, match=r"head_epochs: expected 3, found 2\n.*another --out"):
-        sweep(*common, methods=["center", "norm"], config=quick("paper", head_epochs=3), jobs=1)
-    with pytest.raises(RequestError, match="holds results of norm-42, which this command leaves out"):
-        sweep(*common, methods=["center"], config=quick("paper"), jobs=1)
+        sweep(*common, methods=["center", "norm"], config=quick("paper", head_epochs=3), execution=Execution(jobs=1))
+    with pytest.raises(RequestError, match="contains results of norm-42, which this command leaves out"):
+        sweep(*common, methods=["center"], config=quick("paper"), execution=Execution(jobs=1))
     assert _files(tmp_path) == before
-    more = sweep(*common, methods=["center", "norm", "random"], config=quick("paper"), jobs=1)
+    more = sweep(*common, methods=["center", "norm", "random"], config=quick("paper"), execution=Execution(jobs=1))
     assert set(more["method"]) == {"center", "norm", "random"}
 
 
 def test_a_manifest_without_labels_and_a_store_of_another_are_refused(drawn: Drawn, tmp_path: Path) -> None:
     bare = drawn.manifest.with_columns(label=[None] * len(drawn.manifest)).write(tmp_path / "bare.parquet")
-    with pytest.raises(RequestError, match="no training image of the manifest has a label"):
+    with pytest.raises(RequestError, match="No training image has a label"):
         sweep(bare, drawn.store_path, tmp_path / "run", methods=["center"], config=quick("paper"))
+    labels = drawn.manifest.rows["label"].tolist()
+    labels[drawn.manifest.rows["split"].tolist().index("train")] = None
+    some = drawn.manifest.with_columns(label=labels)
+    with pytest.raises(RequestError, match=r"1 of \d+ training images have no label"):
+        sweep(some, drawn.store_path, tmp_path / "run", methods=["center"], config=quick("paper"))
     turned = replace(drawn.manifest, classes=drawn.manifest.classes[::-1]).write(tmp_path / "turned.parquet")
     with pytest.raises(MismatchError, match="classes: expected"):
         sweep(turned, drawn.store_path, tmp_path / "run", methods=["center"], config=quick("paper"))
@@ -68,29 +84,29 @@ def test_a_manifest_without_labels_and_a_store_of_another_are_refused(drawn: Dra
 
 
 def test_a_study_that_does_not_fit_the_data_is_refused(drawn: Drawn, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(RequestError, match=r"numbers for Kvasir v2; this manifest is of synthetic"):
+    with pytest.raises(RequestError, match="about Kvasir v2, but this manifest comes from synthetic"):
         reproduce(drawn.manifest_path, drawn.store_path, tmp_path / "run", "kvasir", quick("paper"))
     manifest = tiny_manifest(tmp_path / "images", 12)
     extract(manifest, tmp_path / "tokens", tiny_backbone(tmp_path / "backbone"), CONFIG)
     path = manifest.write(tmp_path / "m.parquet")
-    with pytest.raises(RequestError, match=r"no off-center views.*--views off-center"):
+    with pytest.raises(RequestError, match=r"needs off-center views.*--views off-center"):
         reproduce(path, tmp_path / "tokens", tmp_path / "run", ["center-bias"], quick("paper"))
     with pytest.raises(MedTokenBudgetError):
         reproduce(path, tmp_path / "tokens", tmp_path / "run", "all", quick("paper", epochs=0))
-    assert "'center-bias' is left out" in capsys.readouterr().err
+    assert "Skipping study 'center-bias'" in capsys.readouterr().err
 
 
 def test_a_script_without_a_guard_is_told_so(drawn: Drawn, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
-        "import medtokenbudget as mtb\n"
+        "import medtokenbudget as mtb, medtokenbudget.experiments\n"
         "from medtokenbudget.config import TrainConfig\n"
         f"mtb.sweep({str(drawn.manifest_path)!r}, {str(drawn.store_path)!r}, {str(tmp_path / 'run')!r}, ['center', 'norm'],\n"
-        "          config=TrainConfig(head_epochs=1, device='cpu'), jobs=2)\n"
+        "          config=TrainConfig(head_epochs=1, device='cpu'), execution=mtb.experiments.Execution(jobs=2))\n"
     )
     ended = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
     assert ended.returncode != 0
-    assert 'must do so below `if __name__ == "__main__":`; jobs=1 needs none' in ended.stderr
+    assert 'only below `if __name__ == "__main__":`, or use jobs=1' in ended.stderr
 
 
 def test_a_report_of_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -98,24 +114,59 @@ def test_a_report_of_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFix
     assert "is not a run directory" in capsys.readouterr().err
 
 
-def test_training_on_images_without_masks_ends_with_the_reason_and_no_results(
+def test_training_without_masks_stops_before_any_work_and_the_advice_works_in_the_same_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     manifest = tiny_manifest(tmp_path / "images", 16, masks=False)
     extract(manifest, tmp_path / "tokens", tiny_backbone(tmp_path / "backbone"), CONFIG)
-    command = [
-        "train",
-        str(manifest.write(tmp_path / "m.parquet")),
-        "--store",
-        str(tmp_path / "tokens"),
-        "--out",
-        str(tmp_path / "run"),
-    ]
-    assert main([*command, "--epochs", "1", "--head_epochs", "1", "--device", "cpu"]) == WorkError.exit_code
+    path, out = _labeled(manifest).write(tmp_path / "m.parquet"), tmp_path / "run"
+    command = ["train", str(path), "--store", str(tmp_path / "tokens"), "--out", str(out)]
+    small = ["--epochs", "1", "--head-epochs", "1", "--device", "cpu"]
+    assert main([*command, *small]) == RequestError.exit_code
     said = capsys.readouterr().err
-    assert "lesion masks" in said
-    assert "Traceback" not in said
-    assert not (tmp_path / "run" / "results.csv").exists()
+    assert "lats:lesion-first needs lesion masks, but no training image has one" in said
+    assert not out.exists()
+    assert main([*command, *small, "--preset", "paper", "--losses.lesion", "0"]) == 0
+    assert set(read_results(out / "results.csv")["method"]) == {"lats", "center", "random"}
+
+
+def test_off_center_views_that_the_store_does_not_have_are_an_error(tmp_path: Path) -> None:
+    manifest = tiny_manifest(tmp_path / "images", 12)
+    extract(manifest, tmp_path / "tokens", tiny_backbone(tmp_path / "backbone"), CONFIG)
+    with pytest.raises(RequestError, match=r"Training on off-center views was requested, but store .* has none"):
+        sweep(_labeled(manifest), tmp_path / "tokens", tmp_path / "run", ["center"], config=quick("paper", views="off-center"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_without_masks_the_default_methods_are_those_that_need_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    manifest = tiny_manifest(tmp_path / "images", 16, masks=False)
+    store = extract(manifest, tmp_path / "tokens", tiny_backbone(tmp_path / "backbone"), CONFIG)
+    sources = Sources.of(manifest, store, tmp_path / "run")
+    fitting = that_fit(sources, DEFAULT_METHODS, quick("lesion-first"))
+    assert set(DEFAULT_METHODS) - set(fitting) == {"lats:lesion-first", "oracle"}
+    assert "Skipping lats:lesion-first, oracle" in capsys.readouterr().err
+
+
+def test_a_run_opens_its_manifest_and_its_store_once(drawn: Drawn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[str] = []
+    read, open_store = Manifest.read.__func__, FeatureStore.open.__func__  # type: ignore[attr-defined]
+    monkeypatch.setattr(Manifest, "read", classmethod(lambda cls, path: opened.append("manifest") or read(cls, path)))
+    monkeypatch.setattr(
+        FeatureStore,
+        "open",
+        classmethod(lambda cls, path, *more, **named: opened.append("store") or open_store(cls, path, *more, **named)),
+    )
+    sources_module._open.clear()
+    common = (drawn.manifest_path, drawn.store_path, tmp_path)
+    sweep(*common, methods=["center", "norm", "tome"], config=quick("paper"), execution=Execution(jobs=1))
+    assert sorted(opened) == ["manifest", "store"]
+
+
+def test_a_manifest_in_memory_is_kept_with_the_run(drawn: Drawn, tmp_path: Path) -> None:
+    manifest = drawn.manifest.take(range(60))
+    sweep(manifest, drawn.store, tmp_path, methods=["center"], config=quick("paper"), execution=Execution(jobs=1))
+    info = RunInfo.read(tmp_path)
+    assert (info.manifest, Manifest.read(info.manifest_path).hash) == ("manifest.parquet", manifest.hash)
 
 
 def test_budgets_without_the_headline_one_and_both_spellings_of_options(

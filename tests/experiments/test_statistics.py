@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -9,7 +11,7 @@ from scipy import stats
 
 from medtokenbudget.errors import RequestError, UnknownNameError
 from medtokenbudget.experiments import paper, statistics
-from medtokenbudget.experiments.results import summarise
+from medtokenbudget.experiments.results import summarize
 from tests.experiments import simulate
 
 
@@ -21,7 +23,7 @@ def binary(correct: np.ndarray, **columns: object) -> pd.DataFrame:
 
 def test_every_statistic_equals_the_metric_of_the_results() -> None:
     frame = simulate.sweep({"lats": {"keep": 0.8}}, (42,), (0.3,))
-    row = summarise(frame, simulate.CLASSES).iloc[0]
+    row = summarize(frame, simulate.CLASSES).iloc[0]
     table = statistics.intervals(frame, tuple(statistics.STATISTICS), draws=50)
     assert tuple(table["metric"]) == tuple(statistics.STATISTICS)
     for metric, value, low, high in table[["metric", "value", "low", "high"]].itertuples(index=False):
@@ -44,7 +46,7 @@ def test_the_vectorised_bootstrap_equals_a_plain_loop_over_the_same_draws() -> N
     values = []
     for row in weights.astype(int):
         drawn = pd.concat([frame.iloc[[2 * g, 2 * g + 1]] for g, times in enumerate(row) for _ in range(times)])
-        values.append(summarise(drawn, simulate.CLASSES).iloc[0][["accuracy", "macro_f1", "retention", "enrichment", "ece"]])
+        values.append(summarize(drawn, simulate.CLASSES).iloc[0][["accuracy", "macro_f1", "retention", "enrichment", "ece"]])
     loop = pd.DataFrame(values).astype(float)
     for metric in loop:
         expected = np.quantile(loop[metric], [0.025, 0.975])
@@ -79,7 +81,7 @@ def test_one_cell_and_many_cells_at_once_have_the_same_interval() -> None:
 
 def test_the_same_seed_gives_the_same_table() -> None:
     frame = simulate.sweep({"lats": {}, "random": {}}, (42,), (0.3,))
-    for run in (statistics.intervals, statistics.compare):
+    for run in (statistics.intervals, partial(statistics.compare, reference="lats")):
         pd.testing.assert_frame_equal(run(frame, draws=200, seed=1), run(frame, draws=200, seed=1))
 
 
@@ -130,7 +132,7 @@ def test_a_better_method_is_found_better_and_an_equal_one_is_not() -> None:
         {"lats": {"skill": 0.9, "keep": 0.8}, "random": {"skill": 0.4, "keep": 0.3}}, (42, 43), (0.1, 0.3), n=150
     )
     twin = frame[frame["method"] == "lats"].assign(method="twin")
-    table = statistics.compare(pd.concat([frame, twin]), draws=999)
+    table = statistics.compare(pd.concat([frame, twin]), "lats", draws=999)
     assert tuple(table.columns) == statistics.COMPARISON_COLUMNS
     worse, same = table[table["method_b"] == "random"], table[table["method_b"] == "twin"]
     assert (worse.query("metric != 'retention' or budget > 0.1")["p_holm"] < 0.05).all()
@@ -142,8 +144,8 @@ def test_a_better_method_is_found_better_and_an_equal_one_is_not() -> None:
 
 def test_the_difference_is_that_of_the_seed_means() -> None:
     frame = simulate.sweep({"lats": {}, "random": {}}, (42, 43, 44), (0.1, 0.3))
-    means = summarise(frame, simulate.CLASSES).groupby(["method", "budget"])[["accuracy", "macro_f1", "retention"]].mean()
-    for row in statistics.compare(frame, metrics=("accuracy", "macro_f1", "retention"), draws=50).itertuples():
+    means = summarize(frame, simulate.CLASSES).groupby(["method", "budget"])[["accuracy", "macro_f1", "retention"]].mean()
+    for row in statistics.compare(frame, "lats", metrics=("accuracy", "macro_f1", "retention"), draws=50).itertuples():
         expected = means.loc[("lats", row.budget), row.metric] - means.loc[("random", row.budget), row.metric]
         assert row.difference == pytest.approx(expected)
         assert row.low <= row.difference <= row.high
@@ -152,7 +154,7 @@ def test_the_difference_is_that_of_the_seed_means() -> None:
 def test_for_accuracy_exchanging_methods_is_flipping_signs() -> None:
     frame = simulate.sweep({"lats": {"skill": 0.7}, "random": {}}, (42, 43), (0.3,))
     right = frame.assign(right=frame["label"] == frame["predicted"]).pivot_table(index="image_id", columns="method", values="right")
-    row = statistics.compare(frame, metrics=("accuracy",), draws=5000, seed=2).iloc[0]
+    row = statistics.compare(frame, "lats", metrics=("accuracy",), draws=5000, seed=2).iloc[0]
     differences = (right["lats"] - right["random"]).to_numpy()
     assert row["p"] == pytest.approx(statistics.sign_flip_test(differences, draws=5000, seed=9), abs=0.02)
 
@@ -160,7 +162,7 @@ def test_for_accuracy_exchanging_methods_is_flipping_signs() -> None:
 def test_only_images_and_seeds_that_both_have_are_compared() -> None:
     frame = simulate.sweep({"lats": {}, "oracle": {}}, (42, 43), (0.3,))
     masked = frame[(frame["method"] == "lats") | (frame["lesion"].notna() & (frame["seed"] == 42))]
-    row = statistics.compare(masked, metrics=("accuracy",), draws=50).iloc[0]
+    row = statistics.compare(masked, "lats", metrics=("accuracy",), draws=50).iloc[0]
     assert (row["n"], row["seeds"]) == (48, 1)
 
 
@@ -173,24 +175,24 @@ def test_holm_by_hand() -> None:
 
 def test_the_holm_family_is_one_metric_over_methods_and_budgets() -> None:
     frame = simulate.sweep({"lats": {}, "random": {}, "norm": {}}, (42,), (0.1, 0.3))
-    table = statistics.compare(frame, metrics=("accuracy", "retention"), draws=300)
+    table = statistics.compare(frame, "lats", metrics=("accuracy", "retention"), draws=300)
     for _, part in table.groupby("metric"):
         np.testing.assert_allclose(part["p_holm"], statistics.holm(part["p"].to_numpy()))
-    assert len(statistics.compare(frame, metrics=("accuracy",), budgets=(0.3,), draws=50)) == 2
+    assert len(statistics.compare(frame, "lats", metrics=("accuracy",), budgets=(0.3,), draws=50)) == 2
 
 
 def test_seed_deviation_is_the_papers() -> None:
     """Three mask-free seeds with the paper's smallest, largest and mean retention have its deviation."""
     low, high = paper.MASK_FREE_RETENTION_RANGE[0.1]
     seeds = pd.DataFrame({"seed": [42, 43, 44], "retention": [low, 3 * 19.5 - low - high, high]})
-    table = statistics.seed_table(seeds.assign(study="s", dataset="d", method="m", budget=0.1), ("retention",))
+    table = statistics.seed_table(seeds.assign(study="s", dataset="d", view="as-is", method="m", budget=0.1), ("retention",))
     assert table["mean"].iloc[0] == pytest.approx(19.5)
     assert table["std"].iloc[0] == pytest.approx(14.2, abs=0.05)
     assert table["seeds"].iloc[0] == 3
 
 
 def test_paired_seed_differences_are_taken_seed_by_seed() -> None:
-    base = pd.DataFrame({"study": "s", "dataset": "d", "budget": 0.1, "seed": [1, 2, 3]})
+    base = pd.DataFrame({"study": "s", "dataset": "d", "view": "as-is", "budget": 0.1, "seed": [1, 2, 3]})
     a, b = base.assign(method="lats", accuracy=[0.5, 0.6, 0.7]), base.assign(method="random", accuracy=[0.4, 0.5, 0.6])
     row = statistics.paired_seed_table(pd.concat([a, b]), "lats", ("accuracy",)).iloc[0]
     assert (row["method_a"], row["method_b"], row["seeds"]) == ("lats", "random", 3)

@@ -12,13 +12,14 @@ import torch
 from safetensors import safe_open
 
 from medtokenbudget.config import BUDGETS, preset
-from medtokenbudget.errors import UnknownNameError
+from medtokenbudget.errors import RequestError, UnknownNameError
 from medtokenbudget.experiments import paper, reproduce, sweep
-from medtokenbudget.experiments.results import RESULT_COLUMNS, read_predictions, read_results, summarise
+from medtokenbudget.experiments.execution import Execution
+from medtokenbudget.experiments.methods import Method, method_of
+from medtokenbudget.experiments.results import RESULT_COLUMNS, read_predictions, read_results, summarize
 from medtokenbudget.experiments.studies import STUDIES, chosen_studies
 from medtokenbudget.experiments.summary import comparison, headline
 from medtokenbudget.experiments.units import Plan, Unit, run_unit
-from medtokenbudget.experiments.variants import variant
 from medtokenbudget.files import read_json
 from medtokenbudget.routing import Ranker, register, registry
 from tests.drawn import Drawn, quick
@@ -30,7 +31,7 @@ FILES = ("results.csv", "predictions.parquet", "routing.safetensors", "run.json"
 def everything(drawn: Drawn, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Every study of the paper and ours, once."""
     out = tmp_path_factory.mktemp("reproduce")
-    reproduce(drawn.manifest_path, drawn.store_path, out, "all", quick("paper", protocol="paper"), jobs=1)
+    reproduce(drawn.manifest_path, drawn.store_path, out, "all", quick("paper", protocol="paper"), Execution(jobs=1))
     return out
 
 
@@ -60,7 +61,7 @@ def test_every_study_shows_the_controls(everything: Path) -> None:
 def test_results_are_the_summary_of_the_predictions_and_nothing_else(everything: Path) -> None:
     predictions, classes = read_predictions(everything / "predictions.parquet")
     pd.testing.assert_frame_equal(
-        summarise(predictions, classes).astype({"seed": "int64"}),
+        summarize(predictions, classes).astype({"seed": "int64"}),
         read_results(everything / "results.csv"),
         rtol=1e-8,
         check_dtype=False,
@@ -68,13 +69,14 @@ def test_results_are_the_summary_of_the_predictions_and_nothing_else(everything:
 
 
 @pytest.mark.slow
-def test_off_center_views_are_a_data_set_of_their_own(everything: Path) -> None:
+def test_off_center_views_are_rows_of_their_own(everything: Path) -> None:
     results = read_results(everything / "results.csv")
-    off = results[results["dataset"].str.endswith("@off-center")]
+    assert set(results["dataset"]) == {"synthetic"}
+    off = results[results["view"] == "off-center"]
     assert set(off["study"]) == {"center-bias", "recipe"}
     center = results[(results["study"] == "center-bias") & (results["method"] == "center") & (results["budget"] == 0.3)]
-    share = center.groupby("dataset")["retention_of_ceiling"].mean()
-    assert share["synthetic@off-center"] < share["synthetic"] - 0.1
+    share = center.groupby("view")["retention_of_ceiling"].mean()
+    assert share["off-center"] < share["as-is"] - 0.1
 
 
 @pytest.mark.slow
@@ -91,7 +93,7 @@ def test_patch_orders_of_all_rankers_are_kept_for_the_report(everything: Path) -
     with safe_open(str(everything / "routing.safetensors"), framework="numpy") as stream:
         names = set(stream.keys())
         order = stream.get_tensor("order/lats/42")
-    assert {"order/center/42", "scores/lats/42", "lesion", "synthetic@off-center/order/lats/42"} <= names
+    assert {"order/center/42", "scores/lats/42", "lesion", "off-center/order/lats/42"} <= names
     assert (order[:, :1] != order[:, 1:2]).all()
 
 
@@ -102,8 +104,10 @@ def test_a_toggle_uses_the_training_of_lats(everything: Path) -> None:
 
 
 def _sweep(drawn: Drawn, out: Path, **options: object) -> pd.DataFrame:
-    defaults = {"methods": ("lats", "random", "center", "tome"), "config": quick("lesion-first"), "jobs": 1}
-    return sweep(drawn.manifest_path, drawn.store_path, out, **{**defaults, **options})  # type: ignore[arg-type]
+    execution = {name: options.pop(name) for name in ("jobs", "engine", "only") if name in options}
+    defaults = {"methods": ("lats:lesion-first", "random", "center", "tome"), "config": quick("lesion-first")}
+    how = Execution(**{"jobs": 1, **execution})  # type: ignore[arg-type]
+    return sweep(drawn.manifest_path, drawn.store_path, out, **{**defaults, **options}, execution=how)  # type: ignore[arg-type]
 
 
 def test_a_second_run_writes_the_same_bytes_and_a_repeated_call_does_no_work(drawn: Drawn, tmp_path: Path) -> None:
@@ -136,7 +140,7 @@ def test_the_last_unit_of_a_run_that_goes_on_has_the_threads_of_the_others(
         seen.append(torch.get_num_threads())
         return run_unit(plan, unit)
 
-    monkeypatch.setattr(sys.modules["medtokenbudget.experiments.sweep"], "run_unit", look)
+    monkeypatch.setattr(sys.modules["medtokenbudget.experiments.execution"], "run_unit", look)
     monkeypatch.setattr("os.cpu_count", lambda: 8)
     before = torch.get_num_threads()
     torch.set_num_threads(3)
@@ -192,17 +196,44 @@ def test_unknown_methods_variants_and_studies_are_refused_before_any_work(drawn:
     with pytest.raises(UnknownNameError, match="Did you mean 'center'"):
         _sweep(drawn, tmp_path, methods=("centre",))
     with pytest.raises(UnknownNameError, match="Did you mean 'mask-free'"):
-        variant("lats:maskfree", quick("paper"))
+        Method.parse("lats:maskfree")
     with pytest.raises(UnknownNameError, match="Did you mean 'robustness'"):
         chosen_studies(["robustnes"], "isic")
 
 
 def test_a_variant_of_another_preset_keeps_the_size_of_the_sweep() -> None:
-    usual = variant("lats:lesion-first", preset("paper", seed=7)).config
+    usual = Method.parse("lats:lesion-first").config(preset("paper", seed=7))
     assert usual == preset("lesion-first", seed=7)
-    short = variant("lats:lesion-first", quick("paper", epochs=5)).config
+    short = Method.parse("lats:lesion-first").config(quick("paper", epochs=5))
     assert (short.epochs, short.min_steps, short.lats.hidden, short.lats.neighborhood) == (1, 0, 16, "grid8")
-    assert variant("lats:paper", preset("lesion-first")).config == preset("paper")
+
+
+@pytest.mark.parametrize("base", ["paper", "lesion-first"])
+def test_a_name_means_the_same_recipe_whatever_the_settings_of_the_run(base: str) -> None:
+    assert Method.parse("lats").config(preset(base)) == preset("paper")
+    assert Method.parse("lats:lesion-first").config(preset(base)) == preset("lesion-first")
+    assert Method.parse("lats:mask-free").config(preset(base)).losses.lesion == 0
+    changed = preset(base, lr=0.5)
+    assert method_of("lats", changed).config(changed) == changed, "the run's own recipe keeps the options that were typed"
+
+
+@pytest.mark.parametrize("text", ["lats", "center", "lats:lesion-first", "lats:no-norm", "random:matched"])
+def test_the_text_of_a_method_comes_back(text: str) -> None:
+    assert str(Method.parse(text)) == text
+    assert Method.parse(f"{text.partition(':')[0]}+mlp") == Method(text.partition(":")[0])
+
+
+def test_an_ablation_uses_the_training_of_its_selector() -> None:
+    method = Method.parse("lats:no-norm")
+    assert (method.ablation, method.trained_as) == ("no-norm", Method("lats"))
+    assert method.config(preset("paper")) == preset("paper")
+    assert Method.parse("lats:mask-free").trained_as == Method.parse("lats:mask-free")
+
+
+@pytest.mark.parametrize("text", ["", ":x", "+mlp", "lats+", "lats+:lesion-first"])
+def test_what_is_not_a_method_is_an_error(text: str) -> None:
+    with pytest.raises(RequestError, match="is not a method"):
+        Method.parse(text)
 
 
 def test_all_means_the_studies_that_fit_the_data_set() -> None:

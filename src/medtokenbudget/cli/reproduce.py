@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from medtokenbudget.cli.parsing import command_parser
-from medtokenbudget.cli.training_options import add_engine, add_run, add_training, training_config
+from medtokenbudget.cli.training_options import add_engine, add_run, add_training, execution, training_config
 
 
 def main(arguments: list[str]) -> int:
@@ -19,9 +19,9 @@ def main(arguments: list[str]) -> int:
     add_training(parser, arguments, "paper", protocol="paper")
     options = parser.parse_args(arguments)
 
-    from medtokenbudget.app.train import save_model
+    from medtokenbudget.api.train import save_model
     from medtokenbudget.experiments import reproduce
-    from medtokenbudget.experiments.provenance import note_command
+    from medtokenbudget.experiments.run import record_command
     from medtokenbudget.experiments.summary import comparison
     from medtokenbudget.progress import say
 
@@ -31,12 +31,9 @@ def main(arguments: list[str]) -> int:
         options.out,
         study=options.study,
         config=training_config(options),
-        engine=options.engine,
-        jobs=options.jobs,
-        only=options.only,
-        address=options.address,
+        execution=execution(options),
     )
-    note_command(options.out, "reproduce", arguments)
+    record_command(options.out, "reproduce", arguments)
     save_model(options.out)
     print(comparison(results))
     say(f"{len(results)} cells: {options.out / 'results.csv'}. Next: mtb report {options.out}")

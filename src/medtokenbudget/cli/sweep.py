@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from medtokenbudget.cli.parsing import command_parser
-from medtokenbudget.cli.training_options import add_engine, add_run, add_training, training_config
-from medtokenbudget.config import CONTROLS, PAPER_METHODS
+from medtokenbudget.cli.training_options import add_engine, add_run, add_training, execution, training_config
+from medtokenbudget.config import DEFAULT_METHODS
 
 
 def main(arguments: list[str]) -> int:
@@ -15,16 +15,19 @@ def main(arguments: list[str]) -> int:
     )
     add_run(parser)
     parser.add_argument(
-        "--methods", nargs="+", default=[*PAPER_METHODS, *CONTROLS], help="Selectors, or variants such as lats:mask-free."
+        "--methods",
+        nargs="+",
+        default=None,
+        help="Methods as selector or selector:variant, such as lats:lesion-first. Default: " + " ".join(DEFAULT_METHODS) + ".",
     )
     parser.add_argument("--seeds", nargs="+", type=int, default=[42], help="Seeds; each gives one unit per method.")
     add_engine(parser)
     add_training(parser, arguments, "lesion-first")
     options = parser.parse_args(arguments)
 
-    from medtokenbudget.app.train import save_model
+    from medtokenbudget.api.train import save_model
     from medtokenbudget.experiments import sweep
-    from medtokenbudget.experiments.provenance import note_command
+    from medtokenbudget.experiments.run import record_command
     from medtokenbudget.progress import say
 
     config = training_config(options)
@@ -36,12 +39,9 @@ def main(arguments: list[str]) -> int:
         budgets=config.budgets,
         seeds=options.seeds,
         config=config,
-        engine=options.engine,
-        jobs=options.jobs,
-        only=options.only,
-        address=options.address,
+        execution=execution(options),
     )
-    note_command(options.out, "sweep", arguments)
+    record_command(options.out, "sweep", arguments)
     save_model(options.out)
     say(f"{len(results)} cells: {options.out / 'results.csv'}. Next: mtb report {options.out}")
     return 0

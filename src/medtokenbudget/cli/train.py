@@ -17,13 +17,13 @@ def main(arguments: list[str]) -> int:
     add_training(parser, arguments, "lesion-first")
     options = parser.parse_args(arguments)
 
-    from medtokenbudget.app.train import train
-    from medtokenbudget.experiments.provenance import note_command
+    from medtokenbudget.api.train import train
+    from medtokenbudget.experiments.run import record_command
     from medtokenbudget.progress import say
 
     results = train(options.manifest, options.store, options.out, training_config(options))
-    note_command(options.out, "train", arguments)
-    ours = results[results["method"] == "lats"]
+    record_command(options.out, "train", arguments)
+    ours = results[(results["method"] == results["method"].iloc[0]) & (results["view"] == "as-is")]
     row = ours.iloc[int((ours["budget"] - 0.3).abs().to_numpy().argmin())]
     kept = "" if row["n_masked"] == 0 else f", keeps {row['retention_of_ceiling']:.1%} of the lesion that fits"
     say(f"at budget {row['budget']:g}: accuracy {row['accuracy']:.1%} on {row['n']} validation images{kept}.")

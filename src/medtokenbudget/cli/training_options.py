@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from jsonargparse import ArgumentParser, Namespace
 
@@ -11,6 +11,9 @@ from medtokenbudget.cli.parsing import add_config
 from medtokenbudget.config import PRESETS, TrainConfig, preset, to_dict, train_config_from_dict
 from medtokenbudget.errors import UnknownNameError
 from medtokenbudget.files import dotted
+
+if TYPE_CHECKING:
+    from medtokenbudget.experiments.execution import Execution
 
 
 def add_training(parser: ArgumentParser, arguments: list[str], default: str, **changes: Any) -> None:
@@ -36,6 +39,13 @@ def add_engine(parser: ArgumentParser) -> None:
     parser.add_argument("--address", type=str | None, default=None, help="Address of a running Ray cluster.")
     parser.add_argument("--jobs", type=int, default=0, help="Units at the same time; 0 takes one per core.")
     parser.add_argument("--only", type=Literal["all", "failed"], default="all", help="'failed': only what failed before.")
+
+
+def execution(options: Namespace) -> Execution:
+    """Where and how the units run, out of parsed options."""
+    from medtokenbudget.experiments.execution import Execution
+
+    return Execution(options.engine, options.jobs, options.only, options.address)
 
 
 def training_config(options: Namespace) -> TrainConfig:

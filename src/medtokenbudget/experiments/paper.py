@@ -14,6 +14,7 @@ import pandas as pd
 
 from medtokenbudget.config import BUDGETS
 from medtokenbudget.errors import RequestError, UnknownNameError
+from medtokenbudget.experiments.results import AS_IS
 
 MASK_FREE = "lats:mask-free"
 FIXED_BUDGET = "lats:fixed-0.5"
@@ -232,9 +233,9 @@ def beside_paper(results: pd.DataFrame, study: str, controls: bool = True) -> pd
     paper lacks (oracle, center, ...) stand there too, at the budgets and metrics of the paper's table.
     """
     theirs = table(study)
-    ours = results[results["study"] == study]
+    ours = results[(results["study"] == study) & (results["view"] == AS_IS)]
     if ours.empty:
-        raise RequestError(f"the results have no rows of the study '{study}'. Run `mtb reproduce --study {study}` first.")
+        raise RequestError(f"The results have no rows of study '{study}'. Run `mtb reproduce --study {study}` first.")
     parts = [_beside(part, theirs, controls).assign(dataset=name) for name, part in ours.groupby("dataset", sort=False)]
     columns = ["dataset", *_KEYS, "paper", "paper_sd", "ours", "ours_sd", "seeds", "difference"]
     return pd.concat(parts, ignore_index=True)[columns]

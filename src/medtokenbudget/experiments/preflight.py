@@ -1,6 +1,6 @@
-"""What can be refused before anything is trained or written: a request that cannot end well, or that would spoil what is there.
+"""Checks before anything is trained or written: requests that cannot end well, or that would spoil an earlier run.
 
-Its own file because hours of work and an earlier run depend on it, and every kind of run goes through it.
+Every kind of run goes through this file, so that a mistake costs seconds instead of hours.
 """
 
 from __future__ import annotations
@@ -12,61 +12,113 @@ from medtokenbudget.data import Manifest
 from medtokenbudget.data.manifest import listed
 from medtokenbudget.devices import resolve_device
 from medtokenbudget.errors import MismatchError, RequestError
+from medtokenbudget.experiments.methods import Method
+from medtokenbudget.experiments.run import FILE
+from medtokenbudget.experiments.sources import Sources
 from medtokenbudget.experiments.units import Plan, Unit
 from medtokenbudget.features import FeatureStore
+from medtokenbudget.features.views import OFF_CENTER
 from medtokenbudget.files import dotted, read_json
+from medtokenbudget.progress import say
+from medtokenbudget.routing import selector_class
 from medtokenbudget.routing.lats import ordered_signals
 from medtokenbudget.training.parts import check_fits
 
 
 def check_config(config: TrainConfig) -> None:
-    """Refuse settings that no training can be made with, all at once."""
+    """Reject settings that no training can run with, all at once."""
     faults = [
-        f"{name} must be 1 or more, got {getattr(config, name)}"
+        f"{name} must be at least 1, got {getattr(config, name)}"
         for name in ("epochs", "head_epochs", "batch_size", "evaluate_every")
         if getattr(config, name) < 1
     ]
     wrong = [budget for budget in (*config.budgets, config.selection_budget) if not 0 < budget <= 1]
     if wrong or not config.budgets:
-        faults.append(f"budgets are shares of the patches in (0, 1], got {listed(wrong) or 'none'}")
+        faults.append(f"budgets must lie in (0, 1], got {listed(wrong) or 'none'}")
     if config.recipe == "lesion-first" and config.losses.lesion <= 0:
         faults.append(
-            "the recipe 'lesion-first' learns from the lesion alone: losses.lesion must be above 0, or take --preset paper"
+            "recipe 'lesion-first' learns from lesion masks alone, so losses.lesion must be above 0 (or use --preset paper)"
         )
     if faults:
-        raise RequestError("; ".join(faults) + ".")
+        raise RequestError("Invalid training settings: " + "; ".join(faults) + ".")
     ordered_signals(config.lats.signals, SIGNALS)
     resolve_device(config.device)
 
 
 def check_data(manifest: Manifest, store: FeatureStore) -> None:
-    """Refuse data that nothing can be trained on."""
+    """Reject data that nothing can be trained on."""
     if store.config["keep"] != "patches":
-        raise RequestError(f"{store.path} holds routed tokens only; a training needs a store of all patches. Extract one.")
-    labelled = manifest.part("train").rows["label"].notna().sum()
-    if not labelled:
         raise RequestError(
-            "no training image of the manifest has a label. Put the images into a folder for each class, or use a CSV."
+            f"Store {store.path} contains only routed tokens, but training needs all patches. "
+            "Run `mtb extract` without --keep routed."
+        )
+    labeled = manifest.part("train").rows["label"].notna()
+    if not labeled.any():
+        raise RequestError(
+            "No training image has a label. Put the images into one folder per class, or list their labels in a CSV file."
+        )
+    if not labeled.all():
+        raise RequestError(
+            f"{(~labeled).sum()} of {len(labeled)} training images have no label. Label them in the manifest, or remove them."
         )
     check_fits(manifest, store)
 
 
-def check_run(plan: Plan, units: Sequence[Unit]) -> None:
-    """Refuse to write over results that were made with other options, or to drop some that are there."""
-    info = read_json(plan.out / "run.json") if (plan.out / "run.json").exists() else {}
+def needs_masks(method: Method, config: TrainConfig) -> bool:
+    """Whether nothing can be trained or measured of this method without lesion masks."""
+    if method.learned:
+        return method.config(config).recipe == "lesion-first"
+    return "has_mask" in selector_class(method.selector).requires
+
+
+def has_training_masks(sources: Sources) -> bool:
+    """Whether any training image has a lesion mask."""
+    rows = sources.store.rows(sources.manifest.part("train").ids, strict=False)
+    return bool(sources.store.has_mask.numpy()[rows].any())
+
+
+def that_fit(sources: Sources, methods: Sequence[str], config: TrainConfig) -> tuple[str, ...]:
+    """The methods that this data can serve; those that need masks are skipped, with a note, where no image has one."""
+    if has_training_masks(sources):
+        return tuple(methods)
+    skipped = [text for text in methods if needs_masks(Method.parse(text), config)]
+    if skipped:
+        say(f"Skipping {listed(skipped)}: no training image has a lesion mask.")
+    return tuple(text for text in methods if text not in skipped)
+
+
+def check_needs(sources: Sources, units: Sequence[Unit], config: TrainConfig) -> None:
+    """Reject methods that need masks or views that the data does not have."""
+    if not has_training_masks(sources):
+        needy = list(dict.fromkeys(str(unit.method) for unit in units if needs_masks(unit.method, config)))
+        if needy:
+            raise RequestError(
+                f"{listed(needy)} needs lesion masks, but no training image has one. Add masks to the manifest (for example "
+                "`mtb data folder IMAGES --masks MASKS`), or train without them: --preset paper --losses.lesion 0."
+            )
+    if any(unit.method.config(config).views == "off-center" for unit in units) and OFF_CENTER not in sources.store.views:
+        raise RequestError(
+            f"Training on off-center views was requested, but store {sources.store.path} has none. "
+            "Run `mtb extract` with --views off-center, or leave out --views."
+        )
+
+
+def check_run(plan: Plan, units: Sequence[Unit], sources: Sources) -> None:
+    """Reject a run directory whose results were made with other options, or with units that this command leaves out."""
+    info = read_json(plan.out / FILE) if (plan.out / FILE).exists() else {}
     dropped = sorted(set(info.get("units", ())) - {unit.name for unit in units})
     if dropped:
         raise RequestError(
-            f"{plan.out} holds results of {listed(dropped)}, which this command leaves out. Name them too, or use another --out."
+            f"{plan.out} contains results of {listed(dropped)}, which this command leaves out. Add them, or use another --out."
         )
     for unit in units:
         path = plan.folder(unit) / "unit.json"
         state = read_json(path) if path.exists() else {}
-        if state.get("status") == "done" and state.get("identity") != plan.identity(unit):
+        if state.get("status") == "done" and state.get("identity") != plan.identity(unit, sources):
             wanted, found = dotted(to_dict(plan.config)), dotted(info.get("config", {}))
-            advice = "Use the same options to go on, or another --out."
+            advice = "Use the same options to resume, or another --out."
             if not info or wanted == found:
                 raise MismatchError(
-                    f"{unit.method} with seed {unit.seed} in {plan.out} was made from other data or options. {advice}"
+                    f"{unit.method} with seed {unit.seed} in {plan.out} was made with other data or options. {advice}"
                 )
-            raise MismatchError.between(f"the run in {plan.out}", wanted, {name: found.get(name) for name in wanted}, advice)
+            raise MismatchError.between(f"The run in {plan.out}", wanted, {name: found.get(name) for name in wanted}, advice)

@@ -1,7 +1,7 @@
-"""The two tables that every number comes from: `predictions.parquet` (a row an image) and `results.csv` (a row a cell).
+"""The two tables that every number comes from: `predictions.parquet` (one row per image) and `results.csv` (one row per cell).
 
-A cell is one (study, dataset, method, seed, budget). The schema stands here and nowhere else; `summarise` makes the second
-table from the first.
+A cell is one (study, dataset, view, method, seed, budget). This file defines both schemas; `summarize` turns the first table
+into the second.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from medtokenbudget import metrics
 from medtokenbudget.errors import RequestError
 from medtokenbudget.files import atomic_write
 
-CELL: tuple[str, ...] = ("study", "dataset", "method", "seed", "budget")
+AS_IS = "as-is"
+"""The value of `view` for images as they are; off-center crops of the same images have `features.views.OFF_CENTER`."""
+CELL: tuple[str, ...] = ("study", "dataset", "view", "method", "seed", "budget")
 METRICS: tuple[str, ...] = (
     "accuracy",
     "macro_f1",
@@ -42,6 +44,7 @@ SCHEMA = pa.schema(
     [
         ("study", pa.string()),
         ("dataset", pa.string()),
+        ("view", pa.string()),
         ("method", pa.string()),
         ("seed", pa.int64()),
         ("budget", pa.float64()),
@@ -49,8 +52,10 @@ SCHEMA = pa.schema(
         ("n_patches", pa.int32()),
         ("image_id", pa.string()),
         ("group", pa.string()),  # null: the image is a group of its own
-        ("label", pa.int32()),  # -1: unlabelled
+        ("label", pa.int32()),  # -1: unlabeled
+        ("label_name", pa.string()),  # null: unlabeled
         ("predicted", pa.int32()),
+        ("predicted_name", pa.string()),
         ("probabilities", pa.list_(pa.float32())),
         ("lesion", pa.int32()),  # null: no mask; 0: a mask without a lesion patch on the grid
         ("kept_lesion", pa.int32()),  # null: no mask, or a merger
@@ -58,14 +63,20 @@ SCHEMA = pa.schema(
     ]
 )
 PREDICTION_COLUMNS: tuple[str, ...] = tuple(SCHEMA.names)
+_NAMES = {"label_name": "label", "predicted_name": "predicted"}
+"""Columns with the class name of a class index, filled in when the table is written."""
 _NULLABLE = {"lesion": "Int32", "kept_lesion": "Int32"}
 
 
 def write_predictions(path: Path | str, frame: pd.DataFrame, classes: Sequence[str]) -> None:
     """Write predictions in the order given; the class names go into the file's metadata. Equal tables are equal bytes."""
-    missing = [name for name in PREDICTION_COLUMNS if name not in frame.columns]
+    missing = [name for name in PREDICTION_COLUMNS if name not in frame.columns and name not in _NAMES]
     if missing:
-        raise RequestError(f"predictions lack the columns {', '.join(missing)}; expected {', '.join(PREDICTION_COLUMNS)}.")
+        raise RequestError(f"Predictions lack the columns {', '.join(missing)}; expected {', '.join(PREDICTION_COLUMNS)}.")
+    known = dict(enumerate(classes))
+    frame = frame.copy(deep=False)
+    for name, index in _NAMES.items():
+        frame[name] = [known.get(int(i)) for i in frame[index]]
     schema = SCHEMA.with_metadata({"classes": json.dumps(list(classes), ensure_ascii=False)})
     table = pa.Table.from_arrays([_to_arrow(frame[field.name], field) for field in schema], schema=schema)
     with atomic_write(path) as temporary:
@@ -82,7 +93,7 @@ def _to_arrow(column: pd.Series[Any], field: pa.Field) -> pa.Array:
         return pa.array([None if pd.isna(value) else str(value) for value in column], field.type)
     numbers = column.to_numpy(dtype=float, na_value=np.nan)
     if pa.types.is_integer(field.type) and (numbers[~np.isnan(numbers)] % 1 != 0).any():
-        raise RequestError(f"the column {field.name} of the predictions holds fractions; whole numbers are expected.")
+        raise RequestError(f"Column {field.name} of the predictions contains fractions; expected whole numbers.")
     missing = np.isnan(numbers)
     return pa.array(np.where(missing, 0, numbers).astype(field.type.to_pandas_dtype()), field.type, mask=missing)
 
@@ -94,12 +105,12 @@ def read_predictions(path: Path | str) -> tuple[pd.DataFrame, tuple[str, ...]]:
     except FileNotFoundError:
         raise RequestError(f"{path} does not exist. Run `mtb sweep` or `mtb reproduce` first.") from None
     except (pa.ArrowInvalid, OSError) as error:
-        raise RequestError(f"{path} is not a readable Parquet file ({error}). Make it anew with `mtb sweep`.") from None
+        raise RequestError(f"{path} is not a readable Parquet file ({error}). Run `mtb sweep` again.") from None
     metadata = table.schema.metadata or {}
     missing = [name for name in PREDICTION_COLUMNS if name not in table.column_names]
     if missing or b"classes" not in metadata:
         what = f"columns {', '.join(missing)}" if missing else "class names in its metadata"
-        raise RequestError(f"{path} has no {what}: it is not a predictions file of this version.")
+        raise RequestError(f"{path} has no {what}: another version wrote it. Repeat the run.")
     table = table.select(list(PREDICTION_COLUMNS))
     frame = pd.DataFrame({name: _from_arrow(table.column(name), name) for name in PREDICTION_COLUMNS})
     return frame, tuple(json.loads(metadata[b"classes"]))
@@ -117,24 +128,24 @@ def probability_matrix(frame: pd.DataFrame) -> NDArray[np.float64]:
     return np.stack([np.asarray(row, float) for row in frame["probabilities"]]) if len(frame) else np.zeros((0, 0))
 
 
-def summarise(predictions: pd.DataFrame, classes: Sequence[str]) -> pd.DataFrame:
+def summarize(predictions: pd.DataFrame, classes: Sequence[str]) -> pd.DataFrame:
     """One row for each cell, in order of first appearance, with every column of `results.csv`.
 
-    `n` counts the labelled images, `n_masked` the images with at least one lesion patch: those retention is measured on.
+    `n` counts the labeled images, `n_masked` the images with at least one lesion patch: those retention is measured on.
     """
     cells = predictions.groupby(list(CELL), sort=False, dropna=False)
-    rows = [dict(zip(CELL, key)) | summarise_cell(cell, len(classes)) for key, cell in cells]
+    rows = [dict(zip(CELL, key)) | summarize_cell(cell, len(classes)) for key, cell in cells]
     return pd.DataFrame(rows, columns=list(RESULT_COLUMNS))
 
 
-def summarise_cell(cell: pd.DataFrame, classes: int) -> dict[str, float | int]:
+def summarize_cell(cell: pd.DataFrame, classes: int) -> dict[str, float | int]:
     """Every measured column of one cell."""
     if cell["k"].nunique() > 1:
         found = sorted(cell["k"].unique().tolist())
-        raise RequestError(f"one cell mixes several k ({found}). Images of another grid belong in a dataset of their own.")
-    labelled = cell[cell["label"] >= 0]
-    label, predicted = labelled["label"].to_numpy(), labelled["predicted"].to_numpy()
-    probabilities = probability_matrix(labelled)
+        raise RequestError(f"One cell mixes several k ({found}). Put images with another token grid into a data set of their own.")
+    labeled = cell[cell["label"] >= 0]
+    label, predicted = labeled["label"].to_numpy(), labeled["predicted"].to_numpy()
+    probabilities = probability_matrix(labeled)
     masked = cell[cell["lesion"].notna()]
     ranker = bool(masked["kept_lesion"].notna().any())
     retention = metrics.retention_of_counts(
@@ -146,7 +157,7 @@ def summarise_cell(cell: pd.DataFrame, classes: int) -> dict[str, float | int]:
     purity = cell["purity"].dropna()
     return {
         "k": int(cell["k"].iloc[0]),
-        "n": len(labelled),
+        "n": len(labeled),
         "n_masked": retention.n,
         "accuracy": metrics.accuracy(label, predicted),
         "macro_f1": metrics.macro_f1(label, predicted, classes),
@@ -164,17 +175,17 @@ def summarise_cell(cell: pd.DataFrame, classes: int) -> dict[str, float | int]:
 
 
 def empty_masks(predictions: pd.DataFrame) -> pd.DataFrame:
-    """For each (study, dataset): how many masked images were left out of retention because no lesion patch is on the grid."""
-    images = predictions.drop_duplicates(["study", "dataset", "image_id"])
+    """For each (study, dataset, view): how many masked images were left out of retention because no lesion patch is on the grid."""
+    images = predictions.drop_duplicates(["study", "dataset", "view", "image_id"])
     rows = images.assign(masked=images["lesion"].notna(), empty=(images["lesion"] == 0).fillna(False))
-    return rows.groupby(["study", "dataset"], sort=False)[["masked", "empty"]].sum().astype(int).reset_index()
+    return rows.groupby(["study", "dataset", "view"], sort=False)[["masked", "empty"]].sum().astype(int).reset_index()
 
 
 def write_results(path: Path | str, frame: pd.DataFrame) -> None:
     """Write the tidy table; what was not measured is an empty field."""
     missing = [name for name in RESULT_COLUMNS if name not in frame.columns]
     if missing:
-        raise RequestError(f"results lack the columns {', '.join(missing)}; expected {', '.join(RESULT_COLUMNS)}.")
+        raise RequestError(f"Results lack the columns {', '.join(missing)}; expected {', '.join(RESULT_COLUMNS)}.")
     with atomic_write(path) as temporary:
         frame[list(RESULT_COLUMNS)].to_csv(temporary, index=False, float_format="%.10g", lineterminator="\n")
 
@@ -182,12 +193,14 @@ def write_results(path: Path | str, frame: pd.DataFrame) -> None:
 def read_results(path: Path | str) -> pd.DataFrame:
     """The tidy table, empty fields as NaN."""
     try:
-        frame = pd.read_csv(path, dtype={"study": str, "dataset": str, "method": str}, keep_default_na=False, na_values=[""])
+        frame = pd.read_csv(
+            path, dtype={"study": str, "dataset": str, "view": str, "method": str}, keep_default_na=False, na_values=[""]
+        )
     except FileNotFoundError:
         raise RequestError(f"{path} does not exist. Run `mtb sweep` or `mtb reproduce` first.") from None
     except (pd.errors.ParserError, pd.errors.EmptyDataError, UnicodeDecodeError) as error:
         raise RequestError(f"{path} is not a readable CSV file ({error}).") from None
     missing = [name for name in RESULT_COLUMNS if name not in frame.columns]
     if missing:
-        raise RequestError(f"{path} lacks the columns {', '.join(missing)}: it is not a results file of this version.")
+        raise RequestError(f"{path} lacks the columns {', '.join(missing)}: another version wrote it. Repeat the run.")
     return frame[list(RESULT_COLUMNS)].astype(dict.fromkeys(METRICS, float))

@@ -22,7 +22,7 @@ from medtokenbudget.metrics import Floats, ratio, reachable
 
 DRAWS = 10_000
 LEVEL = 0.95
-METHOD_KEYS: tuple[str, ...] = ("study", "dataset", "method", "budget")
+METHOD_KEYS: tuple[str, ...] = ("study", "dataset", "view", "method", "budget")
 _BLOCK_BYTES = 2_000_000  # draws are made in blocks that stay in the cache
 
 
@@ -30,7 +30,7 @@ _BLOCK_BYTES = 2_000_000  # draws are made in blocks that stay in the cache
 class Statistic:
     """A metric as a function of sums: `terms` gives [n, S] numbers an image, `value` maps their sums [..., S] to the metric."""
 
-    scope: Literal["labelled", "lesion"]
+    scope: Literal["labeled", "lesion"]
     terms: Callable[[pd.DataFrame, int], Floats]
     value: Callable[[Floats], Floats]
 
@@ -76,10 +76,10 @@ def _quotient(sums: Floats) -> Floats:
 
 
 STATISTICS: dict[str, Statistic] = {
-    "accuracy": Statistic("labelled", _accuracy_terms, _quotient),
-    "macro_f1": Statistic("labelled", _class_terms, lambda s: metrics.macro_f1_of_counts(_counts(s))),
-    "balanced_accuracy": Statistic("labelled", _class_terms, lambda s: metrics.balanced_accuracy_of_counts(_counts(s))),
-    "ece": Statistic("labelled", _calibration_terms, lambda s: ratio(np.abs(s[..., :-1]).sum(-1), s[..., -1])),
+    "accuracy": Statistic("labeled", _accuracy_terms, _quotient),
+    "macro_f1": Statistic("labeled", _class_terms, lambda s: metrics.macro_f1_of_counts(_counts(s))),
+    "balanced_accuracy": Statistic("labeled", _class_terms, lambda s: metrics.balanced_accuracy_of_counts(_counts(s))),
+    "ece": Statistic("labeled", _calibration_terms, lambda s: ratio(np.abs(s[..., :-1]).sum(-1), s[..., -1])),
     "retention": Statistic("lesion", _kept_over(lambda f: f["lesion"]), _quotient),
     "retention_mean": Statistic("lesion", _mean_retention_terms, _quotient),
     "retention_of_ceiling": Statistic("lesion", _kept_over(lambda f: reachable(f["lesion"].astype(int), f["k"])), _quotient),
@@ -97,7 +97,7 @@ def statistic(metric: str) -> Statistic:
 
 def _measured(frame: pd.DataFrame, scope: str) -> pd.DataFrame:
     """The rows that a metric of this scope is measured on."""
-    if scope == "labelled":
+    if scope == "labeled":
         return frame[frame["label"] >= 0]
     return frame[frame["kept_lesion"].notna().to_numpy() & (frame["lesion"].fillna(0) > 0).to_numpy(bool)]
 
@@ -175,14 +175,14 @@ def intervals(
     """Bootstrap intervals of every cell and metric: `*by, metric, value, low, high, n, groups, seeds`.
 
     Images of one group are drawn together. A cell with several seeds has the mean of the metric over them. All cells of one
-    dataset share their draws. What a cell does not measure (retention of a merger) has no row.
+    dataset and view share their draws. What a cell does not measure (retention of a merger) has no row.
     """
     _check(draws, level)
     classes = _class_count(predictions)
     rows: list[dict[str, Any]] = []
     for family in _families(metrics):
         measured = _measured(predictions, statistic(family[0]).scope)
-        for _, dataset in measured.groupby("dataset", sort=False):
+        for _, dataset in measured.groupby(["dataset", "view"], sort=False):
             rows += _cell_intervals(dataset, family, by, classes, draws, seed, level)
     columns = [*by, "metric", "value", "low", "high", "n", "groups", "seeds"]
     return pd.DataFrame(rows, columns=columns).sort_values(
@@ -218,7 +218,7 @@ def confidence_interval(
     cell: pd.DataFrame, metric: str, draws: int = DRAWS, seed: int = 0, level: float = LEVEL
 ) -> tuple[float, float]:
     """The bootstrap interval of one cell (one method at one budget, one or several seeds); NaN where nothing was measured."""
-    found = intervals(cell.assign(dataset="one"), (metric,), ("dataset",), draws, seed, level)
+    found = intervals(cell.assign(dataset="one", view="one"), (metric,), ("dataset",), draws, seed, level)
     return (float(found["low"].iloc[0]), float(found["high"].iloc[0])) if len(found) else (float("nan"), float("nan"))
 
 
@@ -256,14 +256,14 @@ def holm(p: Sequence[float] | Floats) -> Floats:
 
 
 COMPARISON_COLUMNS: tuple[str, ...] = (
-    *("study", "dataset", "method_a", "method_b", "budget", "metric"),
+    *("study", "dataset", "view", "method_a", "method_b", "budget", "metric"),
     *("difference", "low", "high", "p", "p_holm", "n", "groups", "seeds"),
 )
 
 
 def compare(
     predictions: pd.DataFrame,
-    reference: str = "lats",
+    reference: str,
     metrics: Sequence[str] = ("accuracy", "macro_f1", "balanced_accuracy", "retention"),
     budgets: Sequence[float] | None = None,
     draws: int = DRAWS,
@@ -274,7 +274,7 @@ def compare(
 
     A permutation draw exchanges the two methods within whole groups, in all seeds at once, so that for accuracy and retention
     it flips the signs of the per-image differences averaged over seeds. The interval is the bootstrap's. Only images and seeds
-    that both methods have count. Holm's family is all comparisons of one (study, dataset, metric).
+    that both methods have count. Holm's family is all comparisons of one (study, dataset, view, metric).
     """
     _check(draws, level)
     if reference not in set(predictions["method"]):
@@ -285,11 +285,11 @@ def compare(
     rows: list[dict[str, Any]] = []
     for family in _families(metrics):
         measured = _measured(predictions, statistic(family[0]).scope)
-        for key, cell in measured.groupby(["study", "dataset", "budget"], sort=False):
-            where = dict(zip(("study", "dataset", "budget"), key)) | {"method_a": reference}
+        for key, cell in measured.groupby(["study", "dataset", "view", "budget"], sort=False):
+            where = dict(zip(("study", "dataset", "view", "budget"), key)) | {"method_a": reference}
             rows += [where | row for row in _compare_cell(cell, reference, family, classes, draws, seed, level)]
     table = pd.DataFrame(rows, columns=list(COMPARISON_COLUMNS))
-    families = table.groupby(["study", "dataset", "metric"], sort=False)["p"]
+    families = table.groupby(["study", "dataset", "view", "metric"], sort=False)["p"]
     table["p_holm"] = families.transform(lambda p: holm(p.to_numpy())) if len(table) else table["p_holm"]
     order = {name: i for i, name in enumerate(metrics)}
     return table.sort_values("metric", key=lambda c: c.map(order), kind="stable", ignore_index=True)
@@ -338,7 +338,7 @@ def _exchange(a: Floats, b: Floats, draws: int, seed: int) -> tuple[Floats, Floa
 
 
 def seed_table(results: pd.DataFrame, metrics: Sequence[str]) -> pd.DataFrame:
-    """Mean and deviation (ddof = 1, as in the paper) over seeds: `study, dataset, method, budget, metric, mean, std, seeds`."""
+    """Mean and deviation (ddof = 1, as in the paper) over seeds, with `METHOD_KEYS` and `metric, mean, std, seeds`."""
     long = results.melt(id_vars=[*METHOD_KEYS, "seed"], value_vars=list(metrics), var_name="metric").dropna(subset="value")
     grouped = long.groupby([*METHOD_KEYS, "metric"], sort=False)["value"]
     return grouped.agg(mean="mean", std="std", seeds="count").reset_index()
@@ -347,13 +347,13 @@ def seed_table(results: pd.DataFrame, metrics: Sequence[str]) -> pd.DataFrame:
 def paired_seed_table(results: pd.DataFrame, reference: str, metrics: Sequence[str]) -> pd.DataFrame:
     """Differences of `reference` to each method seed by seed, then mean and deviation (ddof = 1) over the seeds of both.
 
-    Columns `study, dataset, method_a, method_b, budget, metric, mean, std, seeds`: the paper's table of paired differences.
+    Columns `study, dataset, view, method_a, method_b, budget, metric, mean, std, seeds`: the paper's table of paired differences.
     """
     long = results.melt(id_vars=[*METHOD_KEYS, "seed"], value_vars=list(metrics), var_name="metric").dropna(subset="value")
-    keys = ["study", "dataset", "budget", "seed", "metric"]
+    keys = ["study", "dataset", "view", "budget", "seed", "metric"]
     first = long[long["method"] == reference].rename(columns={"method": "method_a"})
     second = long[long["method"] != reference].rename(columns={"method": "method_b"})
     pairs = first.merge(second, on=keys, suffixes=("_a", "_b"))
     pairs["value"] = pairs["value_a"] - pairs["value_b"]
-    grouped = pairs.groupby(["study", "dataset", "method_a", "method_b", "budget", "metric"], sort=False)["value"]
+    grouped = pairs.groupby(["study", "dataset", "view", "method_a", "method_b", "budget", "metric"], sort=False)["value"]
     return grouped.agg(mean="mean", std="std", seeds="count").reset_index()

@@ -16,10 +16,10 @@ from medtokenbudget.metrics import ratio, reachable
 
 QUARTILES: tuple[str, ...] = ("smallest", "small", "large", "largest")
 COLUMNS: tuple[str, ...] = (
-    *("study", "dataset", "method", "budget", "stratum", "smallest", "largest", "n", "seeds"),
+    *("study", "dataset", "view", "method", "budget", "stratum", "smallest", "largest", "n", "seeds"),
     *("ceiling", "retention", "low", "high", "retention_of_ceiling", "share_low", "share_high"),
 )
-_CELL = ["study", "dataset", "method", "budget"]
+_CELL = ["study", "dataset", "view", "method", "budget"]
 
 
 def lesion_rows(predictions: pd.DataFrame) -> pd.DataFrame:
@@ -43,7 +43,7 @@ def by_lesion_size(predictions: pd.DataFrame, draws: int = DRAWS, seed: int = 0,
     stay together, so the quartiles need not be equally full. Columns: `COLUMNS`.
     """
     parts = []
-    for _, dataset in lesion_rows(predictions).groupby("dataset", sort=False):
+    for _, dataset in lesion_rows(predictions).groupby(["dataset", "view"], sort=False):
         edges = quartile_edges(dataset)
         index = np.searchsorted(edges[1:-1], dataset["lesion"].to_numpy(float), side="left")
         parts.append(dataset.assign(stratum=np.asarray(QUARTILES)[index]))

@@ -1,17 +1,20 @@
-"""The paper's studies, and ours: which methods, seeds and budgets each one needs. Units that two studies share run once."""
+"""The paper's studies, and ours: which methods, seeds and budgets each one needs. Units that several studies share run once."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 import pandas as pd
 
 from medtokenbudget.config import BUDGETS, CONTROLS, HEADLINE_BUDGETS, PAPER_METHODS, TrainConfig, preset
 from medtokenbudget.data import Manifest
 from medtokenbudget.errors import RequestError, UnknownNameError
-from medtokenbudget.experiments.sweep import Engine, Study, run_studies
+from medtokenbudget.experiments.execution import Execution
+from medtokenbudget.experiments.preflight import that_fit
+from medtokenbudget.experiments.sources import Sources
+from medtokenbudget.experiments.sweep import Study, run_studies
 from medtokenbudget.features import FeatureStore
 from medtokenbudget.features.views import OFF_CENTER
 from medtokenbudget.progress import say
@@ -79,7 +82,7 @@ def chosen_studies(names: Sequence[str], source: str) -> list[Study]:
         if name not in STUDIES and name != "all":
             raise UnknownNameError.of("study", name, [*STUDIES, "all"])
     if "kvasir" in names and source != "kvasir":
-        raise RequestError(f"the study 'kvasir' has the paper's numbers for Kvasir v2; this manifest is of {source}.")
+        raise RequestError(f"Study 'kvasir' is about Kvasir v2, but this manifest comes from {source}.")
     wanted = dict.fromkeys(names)
     if "all" in names:
         wanted = dict.fromkeys(["kvasir"] if source == "kvasir" else [name for name in STUDIES if name != "kvasir"])
@@ -87,31 +90,32 @@ def chosen_studies(names: Sequence[str], source: str) -> list[Study]:
 
 
 def _without_center_bias(names: Sequence[str], studies: list[Study]) -> list[Study]:
-    """For a store without off-center views: 'all' means the others, asking for this study by name is refused."""
+    """For a store without off-center views: 'all' leaves the study out, asking for it by name is an error."""
     if "center-bias" in names:
-        raise RequestError(
-            "the store has no off-center views, which the study 'center-bias' is about. Extract with --views off-center."
-        )
+        raise RequestError("Study 'center-bias' needs off-center views. Run `mtb extract` with --views off-center.")
     if any(study.name == "center-bias" for study in studies):
-        say("the study 'center-bias' is left out: the store has no off-center views (mtb extract --views off-center).")
+        say("Skipping study 'center-bias': the store has no off-center views (see `mtb extract --views off-center`).")
     return [study for study in studies if study.name != "center-bias"]
 
 
 def reproduce(
-    manifest: Path | str,
-    store: Path | str,
+    manifest: Manifest | Path | str,
+    store: FeatureStore | Path | str,
     out: Path | str,
     study: str | Sequence[str] = "all",
     config: TrainConfig | None = None,
-    engine: Engine = "local",
-    jobs: int = 0,
-    only: Literal["all", "failed"] = "all",
-    address: str | None = None,
+    execution: Execution | None = None,
 ) -> pd.DataFrame:
-    """Run studies of the paper under its own protocol; returns the tidy results."""
+    """Run studies of the paper under its own protocol.
+
+    Returns:
+        The tidy results, also written to `out/results.csv`.
+    """
     names = [study] if isinstance(study, str) else list(study)
-    studies = chosen_studies(names, Manifest.read(manifest).source.split()[0])
-    if OFF_CENTER not in FeatureStore.open(store).views:
+    sources = Sources.of(manifest, store, out)
+    studies = chosen_studies(names, sources.manifest.source.split()[0])
+    if OFF_CENTER not in sources.store.views:
         studies = _without_center_bias(names, studies)
     config = config or preset("paper", protocol="paper")
-    return run_studies(studies, Path(manifest), Path(store), Path(out), config, engine, jobs, only, address)
+    studies = [replace(study, methods=that_fit(sources, study.methods, config)) for study in studies]
+    return run_studies([study for study in studies if study.methods], sources, out, config, execution)

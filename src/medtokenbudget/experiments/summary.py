@@ -7,11 +7,12 @@ from typing import Any
 import pandas as pd
 
 from medtokenbudget.experiments import paper
+from medtokenbudget.experiments.results import AS_IS
 
 
 def headline(results: pd.DataFrame, budget: float = 0.3) -> str:
     """Every method at one budget on the images as they are: accuracy, macro F1, and what it kept of the lesion."""
-    rows = results[(results["budget"] == budget) & ~results["dataset"].str.contains("@")]
+    rows = results[(results["budget"] == budget) & (results["view"] == AS_IS)]
     columns = ["accuracy", "macro_f1", "retention", "retention_of_ceiling"]
     table = rows.groupby("method", sort=False)[columns].mean()
     lines = [f"{'at budget ' + format(budget, 'g'):<22}{'accuracy':>10}{'macro F1':>10}{'retention':>11}{'of ceiling':>12}"]

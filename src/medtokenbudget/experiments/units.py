@@ -1,6 +1,6 @@
-"""One unit of a sweep: one method with one seed, trained and evaluated at every budget on every validation set of the store.
+"""One unit of a sweep: one method with one seed, trained and evaluated at every budget on every view of the validation images.
 
-A unit is idempotent: it writes its folder `units/METHOD-SEED` and says in `unit.json` that it is done, or why it failed.
+A unit is idempotent: it writes its folder `units/METHOD-SEED` and records in `unit.json` that it is done, or why it failed.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,11 @@ from safetensors.numpy import save_file
 from medtokenbudget.config import TrainConfig, to_dict
 from medtokenbudget.data import Manifest
 from medtokenbudget.errors import MedTokenBudgetError
-from medtokenbudget.experiments.results import write_predictions
-from medtokenbudget.experiments.variants import Variant, variant
+from medtokenbudget.experiments.methods import Method
+from medtokenbudget.experiments.results import AS_IS, write_predictions
+from medtokenbudget.experiments.sources import Sources, open_sources
 from medtokenbudget.features import FeatureStore
+from medtokenbudget.features.views import OFF_CENTER
 from medtokenbudget.files import append_line, read_json, sha256_json, write_json, write_safetensors
 from medtokenbudget.routing import Selector, create
 from medtokenbudget.training import checkpoints as ck
@@ -30,19 +31,25 @@ from medtokenbudget.training.head import RoutingHead
 from medtokenbudget.training.heads import PooledHead, probabilities
 from medtokenbudget.training.parts import Parts, make_parts
 from medtokenbudget.training.pooling import Evidence, pool_and_judge, pool_to_file
-from medtokenbudget.training.trainer import Trained, train_lats
+from medtokenbudget.training.trainer import train_lats
 
 
 @dataclass(frozen=True)
 class Unit:
-    """A method (with its variant) and a seed."""
+    """A method and a seed."""
 
-    method: str
+    method: Method
     seed: int
 
     @property
     def name(self) -> str:
-        return f"{self.method.replace(':', '~')}-{self.seed}"
+        """Name of the unit's folder."""
+        return f"{str(self.method).replace(':', '~')}-{self.seed}"
+
+    @property
+    def owner(self) -> Unit:
+        """The unit whose training this one uses: itself, unless it is an ablation."""
+        return Unit(self.method.trained_as, self.seed)
 
 
 @dataclass(frozen=True)
@@ -55,21 +62,25 @@ class Plan:
     config: TrainConfig
     dataset: str
 
+    @property
+    def sources(self) -> Sources:
+        """The manifest and the store, opened once per process."""
+        return open_sources(self.manifest, self.store)
+
     def folder(self, unit: Unit) -> Path:
+        """Where the unit keeps its files."""
         return self.out / "units" / unit.name
 
-    def identity(self, unit: Unit) -> str:
-        """Hash of all that decides the unit's result."""
-        config = to_dict(variant(unit.method, replace(self.config, seed=unit.seed)).config)
+    def unit_config(self, unit: Unit) -> TrainConfig:
+        """The training settings of the unit."""
+        return unit.method.config(replace(self.config, seed=unit.seed))
+
+    def identity(self, unit: Unit, sources: Sources | None = None) -> str:
+        """Hash of everything that decides the unit's result."""
+        config = to_dict(self.unit_config(unit))
         config.pop("device")
-        manifest, store = _sources(self.manifest, self.store)
-        return sha256_json([config, unit.method, self.dataset, manifest, store])
-
-
-@lru_cache
-def _sources(manifest: Path, store: Path) -> tuple[str, str]:
-    """Hashes of the manifest and of the store; read once, since every unit asks."""
-    return Manifest.read(manifest).hash, FeatureStore.open(store).identity
+        sources = sources or self.sources
+        return sha256_json([config, str(unit.method), self.dataset, sources.manifest.hash, sources.store.identity])
 
 
 def status(plan: Plan, unit: Unit) -> str:
@@ -82,13 +93,13 @@ def status(plan: Plan, unit: Unit) -> str:
 
 
 def run_unit(plan: Plan, unit: Unit, threads: int = 0) -> str:
-    """Run one unit unless it is done; a failure is written down with its reason and does not stop the others."""
+    """Run one unit unless it is done; a failure is recorded with its reason and does not stop the other units."""
     if threads:
         torch.set_num_threads(threads)
     if status(plan, unit) == "done":
         return "done"
     folder = plan.folder(unit)
-    state: dict[str, Any] = {"method": unit.method, "seed": unit.seed, "identity": plan.identity(unit)}
+    state: dict[str, Any] = {"method": str(unit.method), "seed": unit.seed, "identity": plan.identity(unit)}
     try:
         _work(plan, unit, folder)
         state |= {"status": "done"}
@@ -101,39 +112,34 @@ def run_unit(plan: Plan, unit: Unit, threads: int = 0) -> str:
 
 
 def _work(plan: Plan, unit: Unit, folder: Path) -> None:
-    manifest, store = Manifest.read(plan.manifest), FeatureStore.open(plan.store)
-    chosen = variant(unit.method, replace(plan.config, seed=unit.seed))
+    manifest, store, config = plan.sources.manifest, plan.sources.store, plan.unit_config(unit)
     selector: Selector
-    if chosen.selector == "lats":
-        trained = _trained_lats(plan, chosen, unit, manifest, store)
-        selector, head, parts = trained.selector.toggle(chosen.signals), trained.head, trained.parts
+    if unit.method.learned:
+        # An ablation trains in the folder of its owner; a finished checkpoint there is used as it is.
+        trained = train_lats(manifest, store, plan.folder(unit.owner), config)
+        selector, head, parts = trained.selector.ablate(unit.method.ablation), trained.head, trained.parts
     else:
-        parts = make_parts(manifest, store, chosen.config)
-        selector = create(chosen.selector, minimum=chosen.config.router.minimum)
-        head = _train_baseline(plan, chosen, selector, parts, store, folder, len(manifest.classes))
-    ck.save_tensors(folder / "head.safetensors", ck.module_tensors(head, "head."), {"method": unit.method})
+        parts = make_parts(manifest, store, config)
+        selector = create(unit.method.selector, minimum=config.router.minimum)
+        head = _train_baseline(plan, config, selector, parts, store, folder, len(manifest.classes))
+    ck.save_tensors(folder / "head.safetensors", ck.module_tensors(head, "head."), {"method": str(unit.method)})
     frames: list[pd.DataFrame] = []
     tensors: dict[str, np.ndarray] = {}
     ids: dict[str, list[str]] = {}
-    for dataset, rows in evaluation_sets(plan.dataset, store, parts, selector).items():
-        frame, found = _evaluate(dataset, rows, store, selector, head, chosen.config, manifest)
-        frames.append(frame.assign(study="", method=unit.method, seed=unit.seed))
-        tensors |= {f"{dataset}|{name}": value for name, value in found.items()}
-        ids[dataset] = [store.ids[row] for row in rows]
+    for view, rows in evaluation_sets(store, parts, selector).items():
+        frame, found = _evaluate(rows, store, selector, head, config, manifest)
+        frames.append(frame.assign(study="", dataset=plan.dataset, view=view, method=str(unit.method), seed=unit.seed))
+        tensors |= {f"{view}|{name}": value for name, value in found.items()}
+        ids[view] = [store.ids[row] for row in rows]
     write_predictions(folder / "predictions.parquet", pd.concat(frames, ignore_index=True), manifest.classes)
     write_json(folder / "images.json", ids)
     write_safetensors(folder / "routing.safetensors", lambda target: save_file(tensors, target))
 
 
-def _trained_lats(plan: Plan, chosen: Variant, unit: Unit, manifest: Manifest, store: FeatureStore) -> Trained:
-    """Train in the folder of the method that owns the training; a finished checkpoint there is used as it is."""
-    return train_lats(manifest, store, plan.folder(Unit(chosen.trained_as, unit.seed)), chosen.config)
-
-
 def _train_baseline(
-    plan: Plan, chosen: Variant, selector: Selector, parts: Parts, store: FeatureStore, folder: Path, classes: int
+    plan: Plan, config: TrainConfig, selector: Selector, parts: Parts, store: FeatureStore, folder: Path, classes: int
 ) -> RoutingHead:
-    config, rows = chosen.config, parts.head
+    rows = parts.head
     if "has_mask" in selector.requires:
         rows = rows[store.has_mask.numpy()[rows]]
     label = store.label.numpy()[rows]
@@ -141,8 +147,8 @@ def _train_baseline(
     if selector.stochastic:
         history = trainer.train_on_store(store, rows, label, selector, config.budgets)
     else:
-        key = sha256_json([store.identity, chosen.selector, rows.tolist(), list(config.budgets), config.router.minimum])[:16]
-        path = plan.out / "pooled" / f"{chosen.selector}-{key}.npy"
+        key = sha256_json([store.identity, selector.name, rows.tolist(), list(config.budgets), config.router.minimum])[:16]
+        path = plan.out / "pooled" / f"{selector.name}-{key}.npy"
         history = trainer.train_on_file(pool_to_file(path, store, rows, selector, config.budgets), label)
     (folder / "metrics.jsonl").unlink(missing_ok=True)
     for row in history:
@@ -150,9 +156,9 @@ def _train_baseline(
     return trainer.head
 
 
-def evaluation_sets(dataset: str, store: FeatureStore, parts: Parts, selector: Selector) -> dict[str, np.ndarray]:
-    """Validation rows by data set name: the images as they are, and their off-center views where the store has them."""
-    sets = {dataset: parts.validation, f"{dataset}@off-center": parts.off_center}
+def evaluation_sets(store: FeatureStore, parts: Parts, selector: Selector) -> dict[str, np.ndarray]:
+    """Validation rows by view: the images as they are, and their off-center crops where the store has them."""
+    sets = {AS_IS: parts.validation, OFF_CENTER: parts.off_center}
     if "has_mask" in selector.requires:
         sets = {name: rows[store.has_mask.numpy()[rows]] for name, rows in sets.items()}
     return {name: rows for name, rows in sets.items() if len(rows)}
@@ -160,7 +166,6 @@ def evaluation_sets(dataset: str, store: FeatureStore, parts: Parts, selector: S
 
 @torch.no_grad()
 def _evaluate(
-    dataset: str,
     rows: np.ndarray,
     store: FeatureStore,
     selector: Selector,
@@ -169,7 +174,7 @@ def _evaluate(
     manifest: Manifest,
 ) -> tuple[pd.DataFrame, dict[str, np.ndarray]]:
     pooled, evidence = pool_and_judge(store, rows, selector, config.budgets, config.seed)
-    frame = predictions_frame(dataset, rows, store, probabilities(head, pooled), evidence, config.budgets, manifest)
+    frame = predictions_frame(rows, store, probabilities(head, pooled), evidence, config.budgets, manifest)
     tensors = {"lesion": store.lesion.numpy()[rows].astype(np.uint8), "has_mask": store.has_mask.numpy()[rows].astype(np.uint8)}
     if evidence.order is not None:
         tensors["order"] = evidence.order
@@ -179,7 +184,6 @@ def _evaluate(
 
 
 def predictions_frame(
-    dataset: str,
     rows: np.ndarray,
     store: FeatureStore,
     probability: np.ndarray,
@@ -187,7 +191,7 @@ def predictions_frame(
     budgets: Sequence[float],
     manifest: Manifest,
 ) -> pd.DataFrame:
-    """One row for each image and budget, in the columns of `predictions.parquet` less study, method and seed."""
+    """One row per image and budget, with the columns of `predictions.parquet` that describe the image and its prediction."""
     ids = [store.ids[row] for row in rows]
     groups = manifest.rows.set_index("image_id")["group"].reindex(ids).to_numpy()
     lesion = np.where(store.has_mask.numpy()[rows], store.lesion.numpy()[rows].sum(1).astype(float), np.nan)
@@ -196,7 +200,6 @@ def predictions_frame(
         frames.append(
             pd.DataFrame(
                 {
-                    "dataset": dataset,
                     "budget": budget,
                     "k": evidence.k[index],
                     "n_patches": store.n,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from safetensors import safe_open
 from medtokenbudget.data import Manifest
 from medtokenbudget.errors import RequestError
 from medtokenbudget.experiments.results import read_predictions, read_results
-from medtokenbudget.experiments.sweep import require_run
+from medtokenbudget.experiments.run import RunInfo
 from medtokenbudget.files import read_lines
 from medtokenbudget.report.style import ordered
 
@@ -56,7 +56,7 @@ class Routing:
                 }
                 lesion = file.get_tensor("lesion").astype(bool)
                 has_mask = file.get_tensor("has_mask").astype(bool)
-            ids, (rows, columns) = about["image_ids"][about["dataset"]], about["grid"]
+            ids, (rows, columns) = about["image_ids"]["as-is"], about["grid"]
             return cls(ids, (int(rows), int(columns)), order, scores, lesion, has_mask)
         except (KeyError, ValueError, OSError) as error:
             raise RequestError(f"{path} is not a routing file of this version ({error}). Make it anew with `mtb sweep`.") from None
@@ -107,13 +107,14 @@ class Evidence:
             raise RequestError(
                 f"{run} is not a folder. Give the run directory that `mtb sweep`, `mtb reproduce` or `mtb demo` wrote."
             )
-        info = require_run(run)
+        info = asdict(RunInfo.read(run))
         results = read_results(run / "results.csv")
         if results.empty:
             raise RequestError(f"{run / 'results.csv'} has no rows yet. Finish the run first: the same command goes on.")
         predictions, classes = read_predictions(run / "predictions.parquet")
         for frame in (results, predictions):
             frame["budget"] = frame["budget"].round(6)
+            frame["dataset"] += frame["view"].map({"as-is": "", "off-center": OFF_CENTER})
         missing: list[str] = []
         metrics = run / "metrics.jsonl"
         training = pd.DataFrame(read_lines(metrics)) if metrics.is_file() else pd.DataFrame()

@@ -25,6 +25,7 @@ class Selector(ABC):
     kind        'ranker' keeps K patches as they are; 'merger' makes K new tokens
     learns      has parameters to train; its class takes `dim`, the embedding dimension
     stochastic  draws from the generator it is given
+    ablations   names of parts that can be switched off after training, with `ablate`
     requires    fields of `TokenBatch` that it reads beside the patches
     minimum     fewest tokens kept at any budget
     """
@@ -33,6 +34,7 @@ class Selector(ABC):
     kind: ClassVar[Literal["ranker", "merger"]]
     learns: ClassVar[bool] = False
     stochastic: ClassVar[bool] = False
+    ablations: ClassVar[tuple[str, ...]] = ()
     requires: tuple[str, ...] = ()
 
     def __init__(self, minimum: int = 16) -> None:

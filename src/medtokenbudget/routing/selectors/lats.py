@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from medtokenbudget.config import SIGNALS, LATSConfig, Neighborhood, Padding, RouterConfig
+from medtokenbudget.errors import UnknownNameError
 from medtokenbudget.routing.lats import LATS, ordered_signals
 from medtokenbudget.routing.registry import register
 from medtokenbudget.routing.router import smooth_scores, straight_through_topk
@@ -28,6 +29,7 @@ class LATSSelector(Ranker, nn.Module):
     """
 
     learns = True
+    ablations = ("no-attention", "no-norm", "no-contrast", "no-signals")
 
     def __init__(
         self,
@@ -70,9 +72,18 @@ class LATSSelector(Ranker, nn.Module):
         }
 
     def toggle(self, signals: Sequence[str] | None) -> LATSSelector:
-        """Leaves only `signals` on at call time (the toggle ablation), the others enter as zeros; None: all on again."""
+        """Keep only `signals` on at call time (the others enter as zeros); None switches all on again."""
         self.active = None if signals is None else ordered_signals(signals, self.scorer.signals)
         return self
+
+    def ablate(self, name: str | None) -> LATSSelector:
+        """Switch off one signal ('no-norm', ...) or all of them ('no-signals') after training; None switches all on again."""
+        if name is None:
+            return self.toggle(None)
+        if name not in self.ablations:
+            raise UnknownNameError.of("ablation", name, self.ablations)
+        off = name.removeprefix("no-")
+        return self.toggle([signal for signal in self.scorer.signals if off not in (signal, "signals")])
 
     def logits(self, tokens: TokenBatch, generator: torch.Generator | None = None, at: Tensor | None = None) -> Tensor:
         """Raw score logits [B, N] (or [B, T] at the patches `at`), with dropout in training mode: what the losses see."""

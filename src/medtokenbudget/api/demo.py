@@ -6,9 +6,10 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from medtokenbudget.app.train import save_model
+from medtokenbudget.api.train import save_model
 from medtokenbudget.config import BUDGETS, CONTROLS, PAPER_METHODS, BackboneConfig, ExtractConfig, preset
 from medtokenbudget.data import Drawings, Manifest, synthetic_manifest
+from medtokenbudget.experiments.sources import Sources
 from medtokenbudget.experiments.sweep import Study, run_studies
 from medtokenbudget.features import extract
 from medtokenbudget.progress import say
@@ -31,6 +32,6 @@ def demo(out: Path | str = "runs/demo", n: int = 1000, seed: int = 0, epochs: in
         config = replace(config, epochs=epochs, head_epochs=epochs)
     study = Study("main", (*PAPER_METHODS, OURS, *CONTROLS), (42,), BUDGETS)
     say(f"training {len(study.methods)} methods and evaluating them at {len(study.budgets)} budgets ...")
-    run_studies([study], manifest, store, out, config)
+    run_studies([study], Sources.of(manifest, store, out), out, config)
     save_model(out)
     return report(out)

@@ -1,0 +1,77 @@
+"""From data to a model that can be loaded, shared and served: the router with its head, and the heads of the controls beside it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+
+from medtokenbudget.config import BackboneConfig, TrainConfig, preset
+from medtokenbudget.data import Manifest
+from medtokenbudget.experiments.execution import Execution
+from medtokenbudget.experiments.methods import Method, method_of
+from medtokenbudget.experiments.run import RunInfo
+from medtokenbudget.experiments.sources import Sources, open_sources
+from medtokenbudget.experiments.sweep import Study, run_studies
+from medtokenbudget.experiments.trained import load_unit
+from medtokenbudget.experiments.units import Unit
+from medtokenbudget.features import FeatureStore
+from medtokenbudget.model import MedTokenBudget
+from medtokenbudget.report.card import run_card
+from medtokenbudget.routing import selector_class
+from medtokenbudget.training.head import RoutedClassifier
+
+CONTROLS = ("center", "random")
+
+
+def train(
+    manifest: Manifest | Path | str, store: FeatureStore | Path | str, out: Path | str, config: TrainConfig | None = None
+) -> pd.DataFrame:
+    """Train one LATS router and its head, evaluate it beside the controls `center` and `random`, and save it in `out/model`.
+
+    Returns:
+        The tidy results, also written to `out/results.csv`.
+    """
+    config = config or preset("lesion-first")
+    method = str(method_of("lats", config))
+    study = Study("train", (method, *CONTROLS), (config.seed,), config.budgets)
+    results = run_studies([study], Sources.of(manifest, store, out), out, config, Execution(jobs=1), required=(method,))
+    save_model(out)
+    return results
+
+
+def save_model(run: Path | str) -> Path | None:
+    """Save the main method of a run and its other classifiers, all of the first seed, as one model folder.
+
+    Returns:
+        The folder, or None if the run has no learned method.
+    """
+    info = RunInfo.read(run)
+    if info.main is None:
+        return None
+    store = open_sources(info.manifest_path, info.store_path).store
+    classifiers: dict[str, RoutedClassifier] = {}
+    for method in map(Method.parse, info.methods):
+        unit = Unit(method, info.seeds[0])
+        # A selector that reads masks (the oracle) cannot predict.
+        if unit.name in info.units and "has_mask" not in selector_class(method.selector).requires:
+            loaded = load_unit(info, unit, store.dim)
+            if loaded is not None:
+                classifiers[str(method)] = loaded
+    recorded = ("dataset", "seeds", "versions", "hashes", "studies")
+    model = MedTokenBudget(
+        _backbone(store),
+        store.config["backbone"],
+        info.classes,
+        classifiers,
+        info.methods[info.main].train_config,
+        main=info.main,
+        info={"run": {name: getattr(info, name) for name in recorded}},
+    )
+    model.card = run_card(info.path, model)
+    return model.save_pretrained(info.path / "model")
+
+
+def _backbone(store: FeatureStore) -> BackboneConfig:
+    found = store.config["backbone"]
+    return BackboneConfig(name=found["name"], image_size=found["image_size"], layer=found["layer"], attention=found["attention"])

@@ -1,0 +1,73 @@
+"""Where the units of a sweep run: side by side in local processes, or on a Ray cluster."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from medtokenbudget.errors import WorkError
+from medtokenbudget.experiments.units import Plan, Unit, run_unit
+from medtokenbudget.features.pipeline import cpu_threads
+from medtokenbudget.progress import progress
+
+Engine = Literal["local", "ray"]
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How a sweep runs.
+
+    Attributes:
+        engine: 'local' processes, or a 'ray' cluster.
+        jobs: Units at the same time; 0 means one per core.
+        only: 'failed' runs just the units that failed before.
+        address: Address of a running Ray cluster.
+    """
+
+    engine: Engine = "local"
+    jobs: int = 0
+    only: Literal["all", "failed"] = "all"
+    address: str | None = None
+
+
+def run_units(plan: Plan, units: Sequence[Unit], execution: Execution, jobs: int) -> None:
+    """Run units side by side; ablations wait for the training that they use."""
+    first = [unit for unit in units if unit.owner == unit]
+    second = [unit for unit in units if unit.owner != unit]
+    bar = progress(total=len(units), what="sweep", unit="unit")
+    for wave in (first, second):
+        if execution.engine == "ray":
+            from medtokenbudget.experiments.ray_sweep import run_on_ray
+
+            run_on_ray(plan, wave, execution.address, bar.update)
+        else:
+            _run_local(plan, wave, jobs, bar.update)
+    bar.close()
+
+
+def _run_local(plan: Plan, units: Sequence[Unit], jobs: int, tick: Callable[[], Any]) -> None:
+    """Processes with one thread each beat one process with many threads here: the tensors of a step are small."""
+    threads = 0 if jobs == 1 else max(1, (os.cpu_count() or 1) // jobs)
+    if jobs == 1 or len(units) <= 1:
+        with cpu_threads(threads):
+            for unit in units:
+                run_unit(plan, unit)
+                tick()
+        return
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(jobs, len(units)), mp_context=context) as pool:
+        futures = [pool.submit(run_unit, plan, unit, threads) for unit in units]
+        try:
+            for future in as_completed(futures):
+                future.result()
+                tick()
+        except BrokenProcessPool:
+            raise WorkError(
+                "A worker process died. In a Python script, start several jobs only below "
+                '`if __name__ == "__main__":`, or use jobs=1. Otherwise memory may have run out: use fewer jobs.'
+            ) from None
