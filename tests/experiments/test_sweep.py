@@ -45,7 +45,7 @@ def test_every_study_runs_and_has_the_shape_of_the_papers_table(everything: Path
         theirs = table[table["paper"].notna()]
         assert len(theirs) == len(paper.table(study)), study
         assert theirs["ours"].notna().all(), study
-    assert "robustness on synthetic" in comparison(results)
+    assert "robustness on drawn dermoscopy" in comparison(results)
     assert "lats:lesion-first" in headline(results)
 
 
@@ -71,7 +71,7 @@ def test_results_are_the_summary_of_the_predictions_and_nothing_else(everything:
 @pytest.mark.slow
 def test_off_center_views_are_rows_of_their_own(everything: Path) -> None:
     results = read_results(everything / "results.csv")
-    assert set(results["dataset"]) == {"synthetic"}
+    assert set(results["dataset"]) == {"drawn dermoscopy"}
     off = results[results["view"] == "off-center"]
     assert set(off["study"]) == {"center-bias", "recipe"}
     center = results[(results["study"] == "center-bias") & (results["method"] == "center") & (results["budget"] == 0.3)]
