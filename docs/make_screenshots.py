@@ -31,7 +31,7 @@ def shoot(browser: Browser, url: str, name: str, size: tuple[int, int], sample: 
     page.locator(f"[data-sample={sample}]").click()
     expect(page.locator(f"[data-sample={sample}]")).to_have_attribute("aria-pressed", "true", timeout=60_000)
     page.get_by_label("Compare").set_checked(bool(options.get("compare")))
-    page.get_by_label("Scores").set_checked(bool(options.get("scores")))
+    page.get_by_label("Score map").set_checked(bool(options.get("scores")))
     page.locator("#budget").fill(str(budget))
     if options.get("narrow"):
         page.locator(".panel").scroll_into_view_if_needed()
@@ -56,7 +56,7 @@ def main(model: str) -> None:
     server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         assert server.stdout is not None
-        found = next(match for line in server.stdout if (match := re.search(r"explorer: (\S+)", line)))
+        found = next(match for line in server.stdout if (match := re.search(r"Explorer: (\S+)", line)))
         IMAGES.mkdir(exist_ok=True)
         with sync_playwright() as driver:
             browser = driver.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])

@@ -1,4 +1,4 @@
-"""Real servers, in a process of their own (started by the command) or in a thread; and files that a service must refuse."""
+"""Real servers, in their own process (started by the command) or in a thread, and files to upload."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Server:
 
 @contextmanager
 def running(*arguments: str, browser: Path) -> Iterator[Server]:
-    """`mtb explore ARGUMENTS --port 0`, up and answering; stopped at the end. `browser` is a file that gets the opened address."""
+    """Run `mtb explore ARGUMENTS --port 0` until the block ends. The opened address is written to the file `browser`."""
     script = browser.with_suffix(".sh")
     script.write_text(f'#!/bin/sh\necho "$1" > {browser}\n')
     script.chmod(0o755)
@@ -55,7 +55,7 @@ def running(*arguments: str, browser: Path) -> Iterator[Server]:
 
 @contextmanager
 def running_here(service: Service | None, token: str | None = None, loopback: bool = True) -> Iterator[Server]:
-    """The same application in a thread of this process, which has the heavy imports behind it."""
+    """Run the same application in a thread of this process, without the start-up time."""
     app = guarded(create_app(service, token=token), token, loopback)
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
     thread = threading.Thread(target=server.run, daemon=True)
@@ -75,7 +75,7 @@ def _address(process: subprocess.Popen[str]) -> str:
     assert process.stdout is not None
     for line in process.stdout:
         seen.append(line)
-        if found := re.search(r"explorer: (http://\S+)", line):
+        if found := re.search(r"Explorer: (http://\S+)", line):
             return found[1]
     raise AssertionError(f"the server did not start:\n{''.join(seen)}")
 
@@ -96,7 +96,7 @@ def saved_model(folder: Path, baselines: tuple[str, ...] = BASELINES) -> Path:
 
 
 def picture(width: int = 120, height: int = 90, kind: str = "JPEG", seed: int = 0) -> bytes:
-    """Skin-coloured noise with a dark disc a third of the width right of the left edge."""
+    """Skin-colored noise with a dark disc a third of the width right of the left edge."""
     generator = np.random.default_rng(seed)
     pixels = np.array([224, 172, 150]) + generator.normal(0, 8, (height, width, 3))
     pixels[disc(width, height)] = (90, 55, 45)
@@ -117,7 +117,7 @@ def mask(width: int = 120, height: int = 90) -> bytes:
 
 
 def huge_png(side: int = 30_000) -> bytes:
-    """A true black PNG of one bit a pixel: 112 MB of rows in about 110 kB."""
+    """A true black PNG with one bit per pixel: 112 MB of rows in about 110 kB."""
     squeeze = zlib.compressobj(9)
     row = bytes(1 + (side + 7) // 8)
     data = b"".join(squeeze.compress(row * 100) for _ in range(side // 100)) + squeeze.flush()

@@ -1,4 +1,4 @@
-"""The explorer in a real browser (Chromium): what a person does, what is refused, and an automatic accessibility check."""
+"""The explorer in a real browser (Chromium): what a person does, how errors look, and an automatic accessibility check."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ Open = Callable[..., Page]
 
 @pytest.fixture
 def opened(browser: Browser, server: Server) -> Iterator[Open]:
-    """Opens the page and waits for the first sample; at the end nothing may have been complained about in the console."""
+    """Opens the page and waits for the first sample; fails if anything was logged as an error in the console."""
     contexts, complaints = [], []
 
     def open_page(width: int = 1200, height: int = 900, dark: bool = False) -> Page:
@@ -63,7 +63,7 @@ def opened(browser: Browser, server: Server) -> Iterator[Open]:
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.on("console", lambda message: _note(message.type, message.text, complaints))
         page.goto(server.url)
-        expect(page.locator("#k-value")).to_contain_text("K = 30 of 100")
+        expect(page.locator("#k-value")).to_contain_text("30 of 100")
         return page
 
     yield open_page
@@ -73,7 +73,7 @@ def opened(browser: Browser, server: Server) -> Iterator[Open]:
 
 
 def _note(kind: str, text: str, complaints: list[str]) -> None:
-    # A refused upload is an answer of the API, which the browser logs by itself.
+    # The browser logs rejected uploads by itself.
     if kind == "error" and "Failed to load resource" not in text:
         complaints.append(text)
 
@@ -91,8 +91,26 @@ def stat(page: Page, title: str, side: str = "a") -> str:
     return row.locator("dd").inner_text()
 
 
+def drop(page: Page, contents: dict[str, bytes]) -> None:
+    transfer = page.evaluate_handle(
+        """contents => {
+            const transfer = new DataTransfer();
+            for (const [name, bytes] of Object.entries(contents)) transfer.items.add(new File([new Uint8Array(bytes)], name));
+            return transfer;
+        }""",
+        {name: list(data) for name, data in contents.items()},
+    )
+    page.dispatch_event("body", "drop", {"dataTransfer": transfer})
+
+
+def downloaded(page: Page, button: str) -> str:
+    with page.expect_download() as download:
+        page.get_by_role("button", name=button).click()
+    return download.value.suggested_filename
+
+
 def settle(page: Page) -> None:
-    """Two frames: what a move of the slider may take."""
+    """Wait two frames, enough for a move of the slider to be drawn."""
     page.evaluate("() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
 
 
@@ -110,16 +128,16 @@ def test_a_sample_and_the_slider_change_k_the_picture_and_the_numbers_without_a_
     for _ in range(5):
         page.keyboard.press("ArrowRight")
     settle(page)
-    expect(page.locator("#k-value")).to_have_text("K = 35 of 100 patches")
-    expect(page.locator("#budget-value")).to_have_text("35 %")
+    expect(page.locator("#k-value")).to_have_text("35 of 100 patches")
+    expect(page.locator("#budget-value")).to_have_text("35%")
     after = painted(page), bars(page), stat(page, "Kept")
     assert all(old != new for old, new in zip(before, after))
     assert requests == []
     page.keyboard.press("End")
-    expect(page.locator("#k-value")).to_have_text("K = 100 of 100 patches")
-    assert stat(page, "Retention").startswith("100 %")
+    expect(page.locator("#k-value")).to_have_text("100 of 100 patches")
+    assert stat(page, "Retention").startswith("100%")
     assert stat(page, "Lesion lost").startswith("0")
-    expect(page.locator("#summary")).to_contain_text("Budget 100 %. lats: 100 of 100 patches kept; retention 100 %")
+    expect(page.locator("#summary")).to_contain_text("Budget 100%. LATS: 100 of 100 patches kept; retention 100%")
 
 
 def test_the_numbers_of_the_page_are_those_of_the_answer(opened: Open) -> None:
@@ -130,20 +148,20 @@ def test_the_numbers_of_the_page_are_those_of_the_answer(opened: Open) -> None:
     (row,) = data["selectors"]
     at = data["budgets"].index(0.3)
     assert data["shown"] == {"budget": 0.3, "selectors": ["lats"]}
-    assert stat(page, "Retention").startswith(f"{round(100 * row['retention'][at])} %")
-    assert stat(page, "Ceiling").startswith(f"{round(100 * row['ceiling'][at])} %")
-    assert bars(page) == [f"{round(100 * p)} %" for p in row["probabilities"][at]]
+    assert stat(page, "Retention").startswith(f"{round(100 * row['retention'][at])}%")
+    assert stat(page, "Ceiling").startswith(f"{round(100 * row['ceiling'][at])}%")
+    assert bars(page) == [f"{round(100 * p)}%" for p in row["probabilities"][at]]
     with page.expect_download() as download:
-        page.get_by_role("button", name="Picture (PNG)").click()
+        page.get_by_role("button", name="Image (PNG)").click()
     with Image.open(download.value.path()) as saved:
         assert saved.format == "PNG"
         assert min(saved.size) > 600
 
 
-def test_two_selectors_stand_side_by_side_each_with_its_own_head(opened: Open) -> None:
+def test_two_methods_are_compared_side_by_side_each_with_its_own_head(opened: Open) -> None:
     page = opened()
     page.get_by_label("Compare").check()
-    page.get_by_label("Second selector", exact=True).locator("select").select_option("center")
+    page.get_by_label("Second method", exact=True).locator("select").select_option("center")
     settle(page)
     assert painted(page, "a") != painted(page, "b")
     page.locator("#budget").focus()
@@ -154,7 +172,7 @@ def test_two_selectors_stand_side_by_side_each_with_its_own_head(opened: Open) -
     page.locator("#selector-b").select_option("tome")
     expect(page.locator("[data-side=b] .about")).to_contain_text("Merges")
     expect(page.locator("[data-side=b] .stats")).not_to_contain_text("Retention")
-    page.get_by_label("Scores").check()
+    page.get_by_label("Score map").check()
     expect(page.locator("[data-side=a] .legend")).to_contain_text("score")
     page.get_by_label("Compare").uncheck()
     expect(page.locator("[data-side=b]")).to_have_count(0)
@@ -165,53 +183,93 @@ def test_an_uploaded_image_gets_retention_when_its_mask_is_added(opened: Open, t
     (tmp_path / "skin_mask.png").write_bytes(mask(240, 180))
     page = opened()
     page.locator("#image-file").set_input_files(tmp_path / "skin.jpg")
-    expect(page.locator("#picture-line")).to_contain_text("skin.jpg · 240 × 180 pixels · no mask")
+    expect(page.locator("#image-line")).to_contain_text("skin.jpg · 240 × 180 pixels · no mask")
     expect(page.locator(".stats")).not_to_contain_text("Retention")
     expect(page.locator("#curve-retention")).to_be_disabled()
     expect(page.locator("#curve-text")).to_contain_text("Add a mask")
-    assert "oracle" not in page.locator("#selector-a option").all_inner_texts()
+    assert "Oracle" not in page.locator("#selector-a option").all_inner_texts()
     page.locator("#mask-file").set_input_files(tmp_path / "skin_mask.png")
-    expect(page.locator("#picture-line")).to_contain_text("lesion on")
+    expect(page.locator("#image-line")).to_contain_text("lesion on")
     expect(page.locator(".stats")).to_contain_text("Retention")
-    assert "oracle" in page.locator("#selector-a option").all_inner_texts()
+    assert "Oracle" in page.locator("#selector-a option").all_inner_texts()
     page.locator("#selector-a").select_option("oracle")
     settle(page)
-    assert stat(page, "Of the ceiling").startswith("100 %")
+    assert stat(page, "Of ceiling").startswith("100%")
 
 
-def test_what_cannot_be_read_gets_a_clear_message_and_the_page_goes_on(opened: Open, tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_gets_a_clear_message_and_the_page_keeps_working(opened: Open, tmp_path: Path) -> None:
     files = {
         "notes.txt": (b"just some words\n" * 40, "not an image"),
         "cut.jpg": (picture(400, 300)[:2000], "damaged or cut short"),
         "huge.png": (huge_png(), "pixels"),
     }
     page = opened()
-    shown = page.locator("#picture-line").inner_text()
+    shown = page.locator("#image-line").inner_text()
     for name, (data, says) in files.items():
         (tmp_path / name).write_bytes(data)
         page.locator("#image-file").set_input_files(tmp_path / name)
         expect(page.get_by_role("alert")).to_contain_text(re.compile(f"{re.escape(name)}: .*{says}"))
-        assert page.locator("#picture-line").inner_text() == shown
+        assert page.locator("#image-line").inner_text() == shown
         page.get_by_role("button", name="Close").click()
         expect(page.get_by_role("alert")).to_be_hidden()
         page.locator("#budget").focus()
         page.keyboard.press("ArrowLeft")
-    expect(page.locator("#k-value")).to_contain_text("K = 27 of 100")
+    expect(page.locator("#k-value")).to_contain_text("27 of 100")
 
 
-def test_a_picture_and_its_mask_can_be_dropped_together(opened: Open) -> None:
+def test_an_image_and_its_mask_can_be_dropped_together(opened: Open) -> None:
     page = opened()
-    contents = {"spot.png": list(picture(100, 100, "PNG")), "spot_mask.png": list(mask(100, 100))}
-    transfer = page.evaluate_handle(
-        """contents => {
-            const transfer = new DataTransfer();
-            for (const [name, bytes] of Object.entries(contents)) transfer.items.add(new File([new Uint8Array(bytes)], name));
-            return transfer;
-        }""",
-        contents,
-    )
-    page.dispatch_event("body", "drop", {"dataTransfer": transfer})
-    expect(page.locator("#picture-line")).to_contain_text(re.compile(r"spot\.png · 100 × 100 pixels · lesion on \d+ of 100"))
+    contents = {"spot.png": picture(100, 100, "PNG"), "spot_mask.png": mask(100, 100)}
+    drop(page, contents)
+    expect(page.locator("#image-line")).to_contain_text(re.compile(r"spot\.png · 100 × 100 pixels · lesion on \d+ of 100"))
+
+
+def test_downloads_are_named_after_the_image_even_if_its_mask_was_added_later(opened: Open, tmp_path: Path) -> None:
+    (tmp_path / "skin.v2.jpg").write_bytes(picture(240, 180))
+    (tmp_path / "other_segmentation.png").write_bytes(mask(240, 180))
+    page = opened()
+    page.locator("#image-file").set_input_files(tmp_path / "skin.v2.jpg")
+    expect(page.locator("#image-line")).to_contain_text("no mask")
+    page.locator("#mask-file").set_input_files(tmp_path / "other_segmentation.png")
+    expect(page.locator("#image-line")).to_contain_text("lesion on")
+    assert downloaded(page, "Data (JSON)") == "skin.v2-budget-30.json"
+    assert downloaded(page, "Image (PNG)") == "skin.v2-budget-30.png"
+
+
+def test_a_mask_dropped_after_its_image_is_added_to_it(opened: Open) -> None:
+    page = opened()
+    drop(page, {"spot.png": picture(100, 100, "PNG")})
+    expect(page.locator("#image-line")).to_contain_text("spot.png · 100 × 100 pixels · no mask")
+    drop(page, {"spot_mask.png": mask(100, 100)})
+    expect(page.locator("#image-line")).to_contain_text(re.compile(r"spot\.png · 100 × 100 pixels · lesion on \d+ of 100"))
+    assert downloaded(page, "Image (PNG)") == "spot-budget-30.png"
+
+
+def test_a_sample_shows_a_class_only_if_the_model_has_it(opened: Open) -> None:
+    page = opened()
+    titles = [" ".join(text.split()) for text in page.locator(".sample").all_inner_texts()]
+    known = ["MEL", "NV off-center", "BCC", "MEL off-center"]
+    assert titles == [*known, "Lesion 1", "Lesion 2 off-center", "Lesion 3", "Lesion 4"]
+    expect(page.locator(".bars tr.truth th")).to_have_text("MEL")
+    assert downloaded(page, "Data (JSON)") == "sample-mel-budget-30.json"
+    page.locator(".sample").nth(4).click()
+    expect(page.locator("#image-line")).to_contain_text("Sample Lesion 1")
+    expect(page.locator(".bars tr.truth")).to_have_count(0)
+
+
+def test_nothing_can_be_controlled_before_the_first_image_is_analyzed(browser: Browser, server: Server) -> None:
+    page = browser.new_page()
+    page.route("**/v1/route", lambda route: route.abort())
+    page.goto(server.url)
+    expect(page.get_by_role("alert")).to_contain_text("The server does not respond")
+    expect(page.locator("#budget")).to_be_hidden()
+    expect(page.locator(".waiting")).to_be_visible()
+    expect(page.locator("#mask-file")).to_be_disabled()
+    page.unroute("**/v1/route")
+    page.locator(".sample").first.click()
+    expect(page.locator("#k-value")).to_have_text("30 of 100 patches")
+    expect(page.locator(".waiting")).to_be_hidden()
+    page.close()
 
 
 def test_the_notice_and_the_keyboard_path_are_there(opened: Open) -> None:
@@ -221,7 +279,7 @@ def test_the_notice_and_the_keyboard_path_are_there(opened: Open) -> None:
     expect(page.locator(".skip")).to_be_focused()
     page.keyboard.press("Enter")
     expect(page.locator("#budget")).to_be_focused()
-    assert page.locator("#budget").get_attribute("aria-valuetext") == "30 %, 30 of 100 patches"
+    assert page.locator("#budget").get_attribute("aria-valuetext") == "30%, 30 of 100 patches"
 
 
 @pytest.mark.parametrize("compare", [False, True])
@@ -233,18 +291,18 @@ def test_nothing_sticks_out_on_a_phone(opened: Open, compare: bool) -> None:
     expect(page.locator("#budget")).to_be_in_viewport()
 
 
-def test_the_chosen_colours_stay_after_a_reload(opened: Open) -> None:
+def test_the_chosen_theme_stays_after_a_reload(opened: Open) -> None:
     page = opened()
-    colour = "getComputedStyle(document.body).backgroundColor"
-    light = page.evaluate(colour)
+    color = "getComputedStyle(document.body).backgroundColor"
+    light = page.evaluate(color)
     page.locator("#theme").click()
-    assert page.evaluate(colour) == light
+    assert page.evaluate(color) == light
     page.locator("#theme").click()
-    dark = page.evaluate(colour)
+    dark = page.evaluate(color)
     assert dark != light
     page.reload()
     expect(page.locator("#theme")).to_contain_text("dark")
-    assert page.evaluate(colour) == dark
+    assert page.evaluate(color) == dark
 
 
 @pytest.fixture(scope="module")
@@ -273,7 +331,7 @@ def test_axe_finds_nothing_serious(opened: Open, axe: str, width: int, dark: boo
     page = opened(width, 900, dark)
     expect(page.locator(".sample img[src]")).to_have_count(8)
     page.get_by_label("Compare").check()
-    page.get_by_label("Scores").check()
+    page.get_by_label("Score map").check()
     settle(page)
     page.evaluate(axe)
     found = page.evaluate("axe.run().then(result => result.violations)")
@@ -290,10 +348,10 @@ def test_without_a_model_or_a_token_the_page_says_what_to_do(browser: Browser) -
         context = browser.new_context()
         page = context.new_page()
         page.goto(server.url)
-        page.get_by_label("Token").fill("wrong")
+        page.get_by_label("Token", exact=True).fill("wrong")
         page.get_by_role("button", name="Continue").click()
-        expect(page.get_by_role("alert")).to_contain_text("not the token")
-        page.get_by_label("Token").fill("a-b-c")
+        expect(page.get_by_role("alert")).to_contain_text("Wrong token")
+        page.get_by_label("Token", exact=True).fill("a-b-c")
         page.get_by_role("button", name="Continue").click()
         expect(page.get_by_text("make demo")).to_be_visible()
         fresh = browser.new_page()

@@ -1,4 +1,4 @@
-"""The service over real HTTP: what it answers, what it refuses, how it stands load, and its own OpenAPI description."""
+"""The service over real HTTP: answers, errors, behavior under load, and its OpenAPI description."""
 
 from __future__ import annotations
 
@@ -18,15 +18,19 @@ import httpx
 import numpy as np
 import psutil
 import pytest
+import torch
 from PIL import Image
 
 from medtokenbudget.app.launch import ServeConfig, find_service, serve
 from medtokenbudget.app.queue import Queue, QueueFullError
+from medtokenbudget.app.samples import offers
 from medtokenbudget.app.service import Question, Service, retention
+from medtokenbudget.cli import main
 from medtokenbudget.config import BUDGETS
 from medtokenbudget.data import patch_labels
 from medtokenbudget.errors import RequestError
 from medtokenbudget.model import MedTokenBudget
+from medtokenbudget.report.style import look
 from tests.app.server import Server, huge_png, mask, picture, running, running_here, saved_model
 from tests.small_model import small_model
 
@@ -63,6 +67,10 @@ def test_the_model_describes_itself(server: Server, model: MedTokenBudget) -> No
     info = httpx.get(f"{server.url}/v1/model").json()
     assert info["classes"] == list(model.classes)
     assert [row["name"] for row in info["selectors"]] == model.selectors
+    assert info["main"] == model.selectors[0]
+    titles = {row["name"]: row["title"] for row in info["selectors"]}
+    assert titles == {name: look(name).name for name in model.selectors}
+    assert all(row["about"].endswith(".") for row in info["selectors"])
     assert info["grid"] == [10, 10]
     assert info["budgets"] == list(BUDGETS)
     assert info["fingerprint"] == model.fingerprint
@@ -115,7 +123,11 @@ def test_retention_by_hand() -> None:
     # Lesion patches 1 and 3; the order keeps 3 first, then two others, then 1.
     lesion = np.array([False, True, False, True])
     found = retention(np.array([3, 0, 2, 1]), lesion, [1, 2, 3, 4])
-    assert found == {"retention": [0.5, 0.5, 0.5, 1.0], "ceiling": [0.5, 1.0, 1.0, 1.0]}
+    assert found == {
+        "retention": [0.5, 0.5, 0.5, 1.0],
+        "ceiling": [0.5, 1.0, 1.0, 1.0],
+        "retention_of_ceiling": [1.0, 0.5, 0.5, 1.0],
+    }
 
 
 def test_a_mask_without_lesion_gives_no_retention_rather_than_zero(server: Server) -> None:
@@ -139,13 +151,13 @@ def test_the_same_image_gives_the_same_answer_and_the_preview_is_that_image(serv
     [
         (b"just some words\n" * 40, (415, "not_an_image"), "not an image"),
         (picture()[:900], (422, "damaged"), "cut short"),
-        (huge_png(), (413, "too_many_pixels"), "takes 5 million pixels"),
+        (huge_png(), (413, "too_many_pixels"), "accepts up to 5 million pixels"),
         (b"", (422, "empty"), "empty"),
         (os.urandom(MAX_BYTES + 1), (413, "too_many_bytes"), "0.4 MB"),
     ],
     ids=["text", "truncated", "huge", "empty", "bytes"],
 )
-def test_a_file_that_cannot_be_used_is_refused_with_its_reason(
+def test_a_file_that_cannot_be_used_is_rejected_with_the_reason(
     server: Server, image: bytes, expected: tuple[int, str], says: str
 ) -> None:
     response = ask(server, image)
@@ -167,19 +179,19 @@ def test_a_file_that_cannot_be_used_is_refused_with_its_reason(
         ({"color": "red"}, "'color'"),
     ],
 )
-def test_a_wrong_field_is_refused_with_its_reason(server: Server, fields: dict[str, str], says: str) -> None:
+def test_a_wrong_field_is_rejected_with_the_reason(server: Server, fields: dict[str, str], says: str) -> None:
     response = ask(server, picture(), **fields)
     assert response.status_code == 422
     assert says in response.json()["error"]["message"]
 
 
-def test_a_mask_of_another_shape_than_the_image_is_refused(server: Server) -> None:
+def test_a_mask_with_another_aspect_ratio_than_the_image_is_rejected(server: Server) -> None:
     response = ask(server, picture(), mask(90, 120))
     assert response.status_code == 422
     assert "aspect ratio" in response.json()["error"]["message"]
 
 
-def test_requests_that_are_not_multipart_or_miss_the_image_are_refused(server: Server) -> None:
+def test_requests_that_are_not_multipart_or_lack_the_image_are_rejected(server: Server) -> None:
     address = f"{server.url}/v1/route"
     assert code(httpx.post(address, json={"image": "x"})) == (415, "wrong_type")
     assert code(httpx.post(address, files={"mask": mask()})) == (422, "no_image")
@@ -189,7 +201,7 @@ def test_requests_that_are_not_multipart_or_miss_the_image_are_refused(server: S
     assert code(httpx.get(f"{server.url}/v1/samples/nothing/image")) == (404, "unknown_sample")
 
 
-def test_a_body_that_never_says_its_length_is_stopped_at_the_limit(server: Server) -> None:
+def test_a_body_without_a_length_is_stopped_at_the_limit(server: Server) -> None:
     def endless() -> Iterator[bytes]:
         yield b'--b\r\nContent-Disposition: form-data; name="image"; filename="i"\r\n\r\n'
         for _ in range(100):
@@ -210,7 +222,7 @@ def test_an_upload_is_never_written_to_disk(model: MedTokenBudget, monkeypatch: 
     assert rolled == []
 
 
-def test_foreign_host_names_and_origins_are_refused(server: Server) -> None:
+def test_foreign_host_names_and_origins_are_rejected(server: Server) -> None:
     assert code(httpx.get(f"{server.url}/v1/model", headers={"Host": "evil.example"})) == (421, "wrong_host")
     assert code(httpx.get(f"{server.url}/", headers={"Host": "127.0.0.1.evil.example:80"})) == (421, "wrong_host")
     assert httpx.get(f"{server.url}/healthz", headers={"Host": "localhost:1"}).status_code == 200
@@ -218,7 +230,7 @@ def test_foreign_host_names_and_origins_are_refused(server: Server) -> None:
     assert code(foreign) == (403, "cross_origin")
 
 
-def test_every_answer_carries_the_headers_that_keep_a_browser_safe(server: Server) -> None:
+def test_every_response_has_the_security_headers(server: Server) -> None:
     for path in ("/", "/static/explorer.js", "/v1/model", "/nothing"):
         headers = httpx.get(f"{server.url}{path}").headers
         assert "default-src 'none'" in headers["content-security-policy"]
@@ -238,7 +250,26 @@ def test_samples_are_pictures_with_masks_of_the_same_size(server: Server) -> Non
     assert lesion.getextrema() == (0, 255)
 
 
-def test_an_address_for_others_needs_a_token() -> None:
+def test_samples_keep_their_class_only_if_the_model_has_it(server: Server, model: MedTokenBudget) -> None:
+    samples = {sample["id"]: sample for sample in httpx.get(f"{server.url}/v1/samples").json()["samples"]}
+    assert {sample["label"] for sample in samples.values()} == {"MEL", "NV", "BCC", None}
+    assert {"MEL", "NV", "BCC"} <= set(model.classes)
+    assert (samples["vasc-off-center"]["title"], samples["vasc-off-center"]["label"]) == ("Lesion 2, off-center", None)
+    assert all(offer.label is None for offer in offers(["polyp", "normal"]))
+
+
+@pytest.mark.parametrize("command", ["serve", "explore"])
+@pytest.mark.parametrize("given", [True, False], ids=["model", "no model"])
+def test_a_device_that_this_machine_does_not_have_is_an_error_before_anything_is_served(
+    command: str, given: bool, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main([command, *([str(folder)] if given else []), "--device", "cuda", "--port", "-1"]) == 2
+    assert "Device 'cuda' is not available on this machine." in "".join(capsys.readouterr())
+
+
+def test_an_address_that_other_machines_can_reach_needs_a_token() -> None:
     with pytest.raises(RequestError, match="--token"):
         serve(None, ServeConfig(host="0.0.0.0"))
 
@@ -250,7 +281,7 @@ def open_server() -> Iterator[Server]:
         yield server
 
 
-def test_with_a_token_only_its_holders_are_answered(open_server: Server) -> None:
+def test_with_a_token_only_requests_that_send_it_are_answered(open_server: Server) -> None:
     address = f"{open_server.url}/v1/samples"
     assert code(httpx.get(address)) == (401, "token_required")
     assert code(httpx.get(address, headers={"Authorization": "Bearer a-b"})) == (401, "token_required")
@@ -259,16 +290,16 @@ def test_with_a_token_only_its_holders_are_answered(open_server: Server) -> None
     assert httpx.get(f"{open_server.url}/openapi.json").json()["security"] == [{"token": []}]
 
 
-def test_without_a_model_the_service_says_how_to_make_one(open_server: Server) -> None:
+def test_without_a_model_the_service_says_how_to_train_one(open_server: Server) -> None:
     bearer = {"Authorization": "Bearer a-b-c"}
     response = httpx.get(f"{open_server.url}/v1/model", headers=bearer)
     assert code(response) == (503, "no_model")
     assert "make demo" in response.json()["error"]["message"]
-    refused = httpx.post(f"{open_server.url}/v1/route", files={"image": picture()}, headers=bearer)
-    assert code(refused) == (503, "no_model")
+    rejected = httpx.post(f"{open_server.url}/v1/route", files={"image": picture()}, headers=bearer)
+    assert code(rejected) == (503, "no_model")
 
 
-def test_no_model_given_means_the_demo_model_where_there_is_one(
+def test_the_demo_model_is_the_default_if_it_exists(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -342,9 +373,9 @@ import schemathesis
 from hypothesis import strategies as st
 from PIL import Image
 
-def image(size, colour, kind):
+def image(size, color, kind):
     stream = io.BytesIO()
-    Image.new("RGB", size, colour).save(stream, format=kind)
+    Image.new("RGB", size, color).save(stream, format=kind)
     return stream.getvalue()
 
 for kind in ("PNG", "JPEG"):

@@ -1,4 +1,4 @@
-"""`mtb doctor` says what is there and what to do about what is not."""
+"""`mtb doctor` reports what is available and what to do about what is missing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from medtokenbudget.cli import main
 from tests.hub import serving
 
 
-def test_every_line_has_a_state_and_what_is_not_ok_has_advice(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_check_has_a_state_and_advice_unless_it_is_ok(capsys: pytest.CaptureFixture[str]) -> None:
     code = main(["doctor", "--json", "--timeout", "0.2"])
     report = json.loads(capsys.readouterr().out)
     names = [check["name"] for check in report["checks"]]
@@ -24,7 +24,7 @@ def test_every_line_has_a_state_and_what_is_not_ok_has_advice(capsys: pytest.Cap
         assert check["state"] == "ok" or check["advice"], check
 
 
-def test_lines_for_people_name_the_same_things(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_text_output_names_the_same_checks(capsys: pytest.CaptureFixture[str]) -> None:
     main(["doctor", "--timeout", "0.2"])
     text = capsys.readouterr().out
     for word in ("python", "torch", "embedded backbone", "disk"):
@@ -39,13 +39,13 @@ def test_a_missing_extra_is_a_note_with_the_command_to_install_it(monkeypatch: p
     assert check.advice == "pip install 'medtokenbudget[serve]'"
 
 
-def test_a_missing_core_package_makes_the_machine_unfit() -> None:
+def test_a_missing_required_package_makes_the_check_fail() -> None:
     check = doctor._package("a-package-that-nobody-has")
     assert check.state == "missing"
     assert not doctor.healthy([check])
 
 
-def test_the_hub_is_a_note_when_it_does_not_answer(hub_at: Callable[..., None], tmp_path: Path) -> None:
+def test_an_unreachable_hub_is_a_note(hub_at: Callable[..., None], tmp_path: Path) -> None:
     hub_at("http://127.0.0.1:9")
     check = doctor._hub(timeout=0.2)
     assert (check.state, check.found.split(" (")[0]) == ("note", "http://127.0.0.1:9 cannot be reached")

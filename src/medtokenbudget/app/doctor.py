@@ -1,4 +1,4 @@
-"""What this machine has and lacks, and what to do about it. Nothing here changes anything or needs the network to answer."""
+"""Checks what is installed and available on this machine. Changes nothing, and works without a network."""
 
 from __future__ import annotations
 
@@ -22,12 +22,19 @@ EXTRAS: dict[str, tuple[str, ...]] = {
 }
 NEEDED = ("torch", "torchvision", "timm", "numpy", "pandas", "pyarrow", "pillow", "scikit-learn", "safetensors", "huggingface_hub")
 ENOUGH_DISK = 10 * 1024**3
-"""Bytes: 25,331 images x 256 patches x 768 numbers in fp16 are 10 GB."""
+"""In bytes. ISIC 2019 takes 10 GB: 25,331 images x 256 patches x 768 features in fp16."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the examination; `advice` says what to do where something is missing."""
+    """One line of the report.
+
+    Attributes:
+        name: What was checked.
+        state: 'ok', 'note' (optional or worth knowing) or 'missing' (the package does not work without it).
+        found: What was found.
+        advice: What to do about it, unless all is well.
+    """
 
     name: str
     state: State
@@ -36,7 +43,12 @@ class Check:
 
 
 def examine(folder: Path | None = None, timeout: float = 2.0) -> list[Check]:
-    """All checks; `folder` is where results would be written."""
+    """Run all checks.
+
+    Args:
+        folder: Where results will be written; default: the current directory.
+        timeout: Seconds to wait for the Hugging Face Hub.
+    """
     return [
         _python(),
         *(_package(name) for name in NEEDED),
@@ -50,11 +62,12 @@ def examine(folder: Path | None = None, timeout: float = 2.0) -> list[Check]:
 
 
 def healthy(checks: list[Check]) -> bool:
-    """Whether everything that the package cannot do without is there."""
+    """Return whether everything required is present."""
     return all(check.state != "missing" for check in checks)
 
 
 def as_dicts(checks: list[Check]) -> list[dict[str, str]]:
+    """Return the checks as JSON values."""
     return [asdict(check) for check in checks]
 
 
@@ -79,7 +92,7 @@ def _package(name: str) -> Check:
 
 def _gpu() -> Check:
     if importlib.util.find_spec("torch") is None:
-        return Check("gpu", "note", "unknown without torch", "pip install torch")
+        return Check("gpu", "note", "unknown, because torch is not installed", "pip install torch")
     import torch
 
     if torch.cuda.is_available():
@@ -87,9 +100,9 @@ def _gpu() -> Check:
         memory = torch.cuda.get_device_properties(0).total_memory / 1024**3
         return Check("gpu", "ok", f"{', '.join(names)}, {memory:.0f} GB")
     if torch.backends.mps.is_available():
-        return Check("gpu", "ok", "Apple GPU; choose it with --device mps")
+        return Check("gpu", "ok", "Apple GPU; use it with --device mps")
     return Check(
-        "gpu", "note", "none: everything runs on the CPU", "Extraction is the slow part; `mtb extract` goes on after a stop."
+        "gpu", "note", "none, everything runs on the CPU", "Extraction is slow on a CPU. `mtb extract` can be stopped and resumed."
     )
 
 
@@ -100,31 +113,31 @@ def _embedded() -> Check:
     ]
     present = [place for place in places if place.is_file()]
     if present:
-        return Check("embedded backbone", "ok", f"{present[0].stat().st_size / 1024**2:.1f} MB, works offline")
+        return Check("embedded backbone", "ok", f"{present[0].stat().st_size / 1024**2:.1f} MB, no download needed")
     return Check(
-        "embedded backbone", "missing", "not in this installation", "Install medtokenbudget again: the wheel is incomplete."
+        "embedded backbone", "missing", "not in this installation", "Reinstall medtokenbudget: the installation is incomplete."
     )
 
 
 def _hub(timeout: float) -> Check:
-    """Whether the host that timm's weights come from answers."""
-    advice = "Use --backbone embedded, or --backbone NAME --weights FILE with a safetensors file fetched elsewhere."
+    """Whether the hub, where timm downloads weights from, can be reached."""
+    advice = "Use --backbone embedded, or --backbone NAME --weights FILE with a safetensors file that you downloaded elsewhere."
     if _version("huggingface_hub") is None:
         return Check("hub weights", "note", "huggingface_hub is not installed", advice)
     from huggingface_hub import constants
 
     reason = hub.unreachable(timeout)
     if reason is None:
-        return Check("hub weights", "ok", f"{constants.ENDPOINT} answers")
+        return Check("hub weights", "ok", f"{constants.ENDPOINT} can be reached")
     if reason == hub.OFFLINE:
-        return Check("hub weights", "note", reason, "Only models in the cache, 'embedded' and --weights FILE work.")
+        return Check("hub weights", "note", reason, "Only cached models, --backbone embedded and --weights FILE work offline.")
     return Check("hub weights", "note", f"{constants.ENDPOINT} cannot be reached ({reason})", advice)
 
 
 def _extra(name: str) -> Check:
     missing = [package for package in EXTRAS[name] if _version(package) is None]
     if missing:
-        return Check(f"extra {name}", "note", f"without {', '.join(missing)}", f"pip install 'medtokenbudget[{name}]'")
+        return Check(f"extra {name}", "note", f"not installed: {', '.join(missing)}", f"pip install 'medtokenbudget[{name}]'")
     return Check(f"extra {name}", "ok", ", ".join(f"{package} {_version(package)}" for package in EXTRAS[name]))
 
 
@@ -133,7 +146,7 @@ def _memory() -> Check:
         return Check("memory", "note", "unknown on this system")
     size = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1024**3
     if size < 4:
-        return Check("memory", "note", f"{size:.1f} GB", "Use a small --batch_size.")
+        return Check("memory", "note", f"{size:.1f} GB", "Use a small --batch-size.")
     return Check("memory", "ok", f"{size:.1f} GB")
 
 
@@ -143,5 +156,5 @@ def _disk(folder: Path) -> Check:
     free = shutil.disk_usage(folder).free
     found = f"{free / 1024**3:.1f} GB free at {folder}"
     if free < ENOUGH_DISK:
-        return Check("disk", "note", found, "A store takes about 0.4 MB per image at ViT-B in fp16; put it on a larger disk.")
+        return Check("disk", "note", found, "A store takes about 0.4 MB per image (ViT-B, fp16).")
     return Check("disk", "ok", found)

@@ -1,6 +1,6 @@
-"""What stands before the service: who may ask, under which host name, and the headers that every answer carries.
+"""Checks on every request (host name, origin, token) and security headers on every response.
 
-Its own file because it must hold for every answer, errors included, so it wraps the whole application.
+It wraps the whole application, so it also covers error responses.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ HEADERS = {
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach a server that listens on `host`."""
+    """Return whether a server on `host` can be reached only from this machine."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -45,10 +45,13 @@ def is_loopback(host: str) -> bool:
 
 
 class Guard:
-    """An ASGI application around another one.
+    """ASGI middleware that checks requests and adds headers.
 
-    token     what `Authorization: Bearer` must say for addresses under /v1; None asks for nothing
-    loopback  refuse host names that are not this machine's: a foreign page could have its name point here (DNS rebinding)
+    Args:
+        app: The application to wrap.
+        token: Required as `Authorization: Bearer TOKEN` under /v1; None requires nothing.
+        loopback: Reject host names other than localhost. Otherwise a foreign page could reach the server by pointing its own
+            host name here (DNS rebinding).
     """
 
     def __init__(self, app: ASGIApp, token: str | None = None, loopback: bool = True) -> None:
@@ -66,28 +69,28 @@ class Guard:
                 headers.setdefault("Cache-Control", "no-store")
             await send(message)
 
-        refused = self._refusal(scope["path"], Headers(scope=scope))
-        if refused is None:
+        rejected = self._rejection(scope["path"], Headers(scope=scope))
+        if rejected is None:
             await self.app(scope, receive, send_with_headers)
         else:
-            await _refuse(send_with_headers, *refused)
+            await _reject(send_with_headers, *rejected)
 
-    def _refusal(self, path: str, headers: Headers) -> tuple[int, str, str] | None:
+    def _rejection(self, path: str, headers: Headers) -> tuple[int, str, str] | None:
         host = headers.get("host", "")
         if self.loopback and not is_loopback(_name(host)):
-            return 421, "wrong_host", f"this server answers on localhost only, not as '{host[:100]}'."
+            return 421, "wrong_host", f"This server only accepts requests to localhost, not to '{host[:100]}'."
         origin = headers.get("origin")
         if origin is not None and urlsplit(origin).netloc != host:
-            return 403, "cross_origin", "requests from pages of another origin are refused."
+            return 403, "cross_origin", "Requests from pages of another origin are not allowed."
         if self.token is not None and path.startswith("/v1/"):
             given = headers.get("authorization", "").removeprefix("Bearer ").encode()
             if not hmac.compare_digest(given, self.token.encode()):
-                return 401, "token_required", "this server wants the token it was started with (Authorization: Bearer TOKEN)."
+                return 401, "token_required", "This server needs a token. Send the header `Authorization: Bearer TOKEN`."
         return None
 
 
 def _name(host: str) -> str:
-    """The host of a `Host` header, without port and brackets."""
+    """The host name in a `Host` header, without port and brackets."""
     return urlsplit(f"//{host}").hostname or "" if _splits(host) else ""
 
 
@@ -98,7 +101,7 @@ def _splits(host: str) -> bool:
         return False
 
 
-async def _refuse(send: Send, status: int, code: str, message: str) -> None:
+async def _reject(send: Send, status: int, code: str, message: str) -> None:
     body = json.dumps({"error": {"code": code, "message": message}}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), (b"connection", b"close")]
     if status == 401:

@@ -1,6 +1,6 @@
-"""From a command to a running server: which model, which address, when to open the browser.
+"""Starts the server: finds the model, listens, opens the browser.
 
-FastAPI and uvicorn are an extra and are imported here only when a server starts.
+FastAPI and uvicorn belong to the extra `serve` and are imported only when a server starts.
 """
 
 from __future__ import annotations
@@ -23,35 +23,42 @@ DEMO_MODEL = Path("runs/demo/model")
 
 @dataclass(frozen=True)
 class ServeConfig:
-    """The server."""
+    """Settings of the server."""
 
     host: str = "127.0.0.1"
-    """Address to listen on; anything but this machine's own needs a token."""
+    """Address to listen on. Addresses that other machines can reach need --token."""
     port: int = 8765
-    """Port to listen on; 0 takes a free one."""
+    """Port to listen on; 0 picks a free one."""
     token: str | None = None
-    """What clients must send as `Authorization: Bearer TOKEN`."""
+    """Token that clients must send as `Authorization: Bearer TOKEN`."""
     queue: int = 8
-    """Requests that may wait for the one that is running; further ones get 503."""
+    """Number of requests that may wait while one is running; further requests get status 503."""
     max_bytes: int = 25_000_000
-    """Most bytes of image and mask together."""
+    """Largest size of image and mask together, in bytes."""
     max_pixels: int = 50_000_000
-    """Most pixels of an image or a mask."""
+    """Largest number of pixels of an image or a mask."""
     weights: Path | None = None
-    """Where the backbone's weights lie on this machine, if not where they lay when the model was saved."""
+    """Weights file of the backbone, if it has moved since the model was saved."""
     device: str = "auto"
-    """'auto' takes a GPU when there is one; else 'cpu', 'cuda', ..."""
+    """'auto' (a GPU if there is one), 'cpu', 'cuda', 'cuda:1' or 'mps'."""
 
 
 def require_extra() -> None:
-    """FastAPI, uvicorn and the multipart parser, or a message that says how to get them."""
+    """Raise RequestError with the install command if a package of the extra `serve` is missing."""
     missing = [name for name in ("fastapi", "uvicorn", "python_multipart") if importlib.util.find_spec(name) is None]
     if missing:
-        raise RequestError(f"serving needs {', '.join(missing)}: pip install 'medtokenbudget[serve]'.")
+        raise RequestError(f"The server needs {', '.join(missing)}. Run `pip install 'medtokenbudget[serve]'`.")
 
 
 def serve(model: str | Path | None, config: ServeConfig, open_browser: bool = False) -> None:
-    """Serve a model until Ctrl-C. Without one: the demo's, or a page that says how to make it."""
+    """Serve a model until Ctrl-C.
+
+    Args:
+        model: Folder of a saved model, a run directory, or a hub id. None means the demo model; if there is none either, the
+            page explains how to train it.
+        config: Settings of the server.
+        open_browser: Whether to open the page when the server is up.
+    """
     require_extra()
     _check(config)
     import uvicorn
@@ -65,9 +72,9 @@ def serve(model: str | Path | None, config: ServeConfig, open_browser: bool = Fa
     app = guarded(create_app(service, limits, config.queue, config.token), config.token, is_loopback(config.host))
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, server_header=False, lifespan="on"))
     logging.getLogger("medtokenbudget.serve").setLevel(logging.ERROR)
-    say(f"explorer: {address}   API: {address}/openapi.json   (Ctrl-C stops)")
+    say(f"Explorer: {address}   API: {address}/openapi.json   Press Ctrl-C to stop.")
     if open_browser:
-        # The token travels behind the #, which browsers do not send to anyone.
+        # In the fragment, which browsers never send to a server.
         page = f"{address}/#token={config.token}" if config.token else address
         threading.Thread(target=_open_when_up, args=(server, page), daemon=True).start()
     server.run(sockets=[listener])
@@ -75,26 +82,28 @@ def serve(model: str | Path | None, config: ServeConfig, open_browser: bool = Fa
 
 def _check(config: ServeConfig) -> None:
     from medtokenbudget.app.guard import is_loopback
+    from medtokenbudget.devices import resolve_device
 
+    resolve_device(config.device)
     if not is_loopback(config.host) and not config.token:
-        raise RequestError(f"others can reach {config.host}: give a token that clients must send (--token), or leave --host out.")
+        raise RequestError(f"Other machines can reach {config.host}. Set a token with --token, or leave out --host.")
     if config.token is not None and (not config.token.isascii() or not config.token.isprintable() or " " in config.token):
-        raise RequestError("a token consists of printable ASCII characters without spaces.")
+        raise RequestError("--token must consist of printable ASCII characters without spaces.")
     if config.queue < 0 or config.max_bytes < 1 or config.max_pixels < 1 or not 0 <= config.port < 65536:
-        raise RequestError("--queue must be at least 0, --max_bytes and --max_pixels at least 1, --port within 0..65535.")
+        raise RequestError("--queue must be at least 0, --max-bytes and --max-pixels at least 1, and --port from 0 to 65535.")
 
 
 def find_service(model: str | Path | None, config: ServeConfig) -> tuple[Any, Any]:
-    """The service (None without a model) and its limits."""
+    """Return the service (None if there is no model) and its limits."""
     from medtokenbudget.app.service import Limits, Service
     from medtokenbudget.model import load
 
     limits = Limits(config.max_bytes, config.max_pixels)
     if model is None:
         if not (DEMO_MODEL / "config.json").is_file():
-            say("no model given and no demo model here: the page says how to make one (`make demo`).")
+            say(f"No model given, and {DEMO_MODEL} does not exist. The page explains how to train one (`make demo`).")
             return None, limits
-        say(f"no model given: serving the demo model in {DEMO_MODEL}.")
+        say(f"No model given. Using the demo model in {DEMO_MODEL}.")
     demo = model is None or Path(model).resolve() in (DEMO_MODEL.resolve(), DEMO_MODEL.parent.resolve())
     loaded = load(DEMO_MODEL if model is None else model, weights=config.weights, device=config.device)
     return Service(loaded, limits, demo).warm(), limits
@@ -108,7 +117,7 @@ def _listen(config: ServeConfig) -> socket.socket:
         listener.bind((config.host, config.port))
     except OSError as error:
         listener.close()
-        raise WorkError(f"cannot listen on {config.host}:{config.port} ({error.strerror}). Choose another --port.") from None
+        raise WorkError(f"Cannot listen on {config.host}:{config.port} ({error.strerror}). Choose another --port.") from None
     return listener
 
 

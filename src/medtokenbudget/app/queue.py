@@ -1,6 +1,6 @@
-"""One pass at a time behind a bounded queue: whoever finds it full is told when to come back.
+"""A bounded queue in front of one worker thread: one forward pass at a time, and clients are told when to retry.
 
-Its own file because it is the only place that decides who waits; it knows nothing of HTTP or of models.
+It knows nothing about HTTP or models.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ Answer = TypeVar("Answer")
 
 
 class QueueFullError(Exception):
-    """All places are taken; `retry_after` says in how many seconds one should be free."""
+    """All places are taken; `retry_after` is the estimated number of seconds until one is free."""
 
     def __init__(self, retry_after: int) -> None:
-        super().__init__(f"all places are taken, try again in {retry_after} s")
+        super().__init__(f"The queue is full. Try again in {retry_after} s.")
         self.retry_after = retry_after
 
 
 class Queue:
-    """A worker thread and `waiting` places before it. Used from one event loop.
+    """One worker thread with `waiting` places in front of it. Use it from a single event loop.
 
-    A place is taken before a request's body is read, so that the memory of waiting requests is bounded too.
+    A request takes its place before its body is read, so the memory of waiting requests is bounded too.
     """
 
     def __init__(self, waiting: int) -> None:
@@ -38,7 +38,11 @@ class Queue:
 
     @contextmanager
     def place(self) -> Iterator[None]:
-        """A place for one request, from its arrival to its answer; `QueueFullError` when there is none."""
+        """Hold a place for one request until it is answered.
+
+        Raises:
+            QueueFullError: If no place is free.
+        """
         if self.taken >= self.places:
             raise QueueFullError(self.retry_after)
         self.taken += 1
@@ -48,12 +52,12 @@ class Queue:
             self.taken -= 1
 
     async def run(self, work: Callable[[], Answer]) -> Answer:
-        """The result of `work`, done in the worker thread after what came before."""
+        """Run `work` in the worker thread, after all earlier work, and return its result."""
         return await asyncio.get_running_loop().run_in_executor(self._worker, self._timed, work)
 
     @property
     def retry_after(self) -> int:
-        """Whole seconds until the requests of today's pace are done, between 1 and 60."""
+        """Estimated whole seconds until the current requests are done, between 1 and 60."""
         return min(60, max(1, math.ceil(self._seconds * self.taken)))
 
     def _timed(self, work: Callable[[], Answer]) -> Answer:
@@ -64,4 +68,5 @@ class Queue:
             self._seconds = 0.8 * self._seconds + 0.2 * (time.perf_counter() - start)
 
     def close(self) -> None:
+        """Finish the running work and drop the rest."""
         self._worker.shutdown(wait=True, cancel_futures=True)

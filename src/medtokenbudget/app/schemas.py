@@ -1,6 +1,6 @@
-"""The shapes of the service's answers, and the examples of its OpenAPI description.
+"""Response schemas and examples of the service's OpenAPI description.
 
-Its own file because other systems read it: a change here is a change of the interface.
+Other programs rely on them: a change here is a change of the public API.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel, Field
 
-from medtokenbudget.app.service import MAX_BUDGETS
+from medtokenbudget.app.service import MAX_BUDGETS, NOTICE
 
 
 class Health(BaseModel):
@@ -17,22 +17,24 @@ class Health(BaseModel):
     model: bool = Field(description="Whether a model is loaded.")
 
 
-class Fault(BaseModel):
-    code: str = Field(description="For programs.", examples=["too_many_bytes"])
-    message: str = Field(description="For people: what is wrong and what to do.")
+class ErrorDetail(BaseModel):
+    code: str = Field(description="Stable identifier for programs.", examples=["too_many_bytes"])
+    message: str = Field(description="What is wrong and what to do about it.")
 
 
 class Error(BaseModel):
-    error: Fault
+    error: ErrorDetail
 
 
 class SelectorInfo(BaseModel):
-    name: str = Field(examples=["lats"])
-    kind: str = Field(description="'ranker' keeps K patches as they are, 'merger' makes K new tokens.", examples=["ranker"])
-    learns: bool
-    stochastic: bool
-    needs_mask: bool = Field(description="Reads the lesion, so it answers only when a mask is sent.")
-    minimum: int = Field(description="Fewest tokens kept at any budget.", examples=[16])
+    name: str = Field(description="Name in requests and results.", examples=["lats:lesion-first"])
+    title: str = Field(description="Name to display.", examples=["LATS, lesion-first"])
+    about: str = Field(description="What the method does, in one sentence.")
+    kind: str = Field(description="'ranker' keeps K patches unchanged, 'merger' makes K new tokens.", examples=["ranker"])
+    learns: bool = Field(description="Whether the selector itself was trained, not only its head.")
+    stochastic: bool = Field(description="Whether the selector draws at random (always with the same seed here).")
+    needs_mask: bool = Field(description="Whether the method needs the lesion mask.")
+    minimum: int = Field(description="Smallest number of tokens kept, at any budget.", examples=[16])
 
 
 class LimitsInfo(BaseModel):
@@ -44,22 +46,23 @@ class LimitsInfo(BaseModel):
 class ModelInfo(BaseModel):
     version: str
     notice: str
-    demo: bool = Field(description="Whether this is the demo's model, trained on drawn images.")
-    fingerprint: str = Field(description="One hash of backbone, preprocessing, classes, selectors and all numbers.")
+    demo: bool = Field(description="Whether this is the demo model, which was trained on synthetic images.")
+    fingerprint: str = Field(description="Hash of the backbone, preprocessing, classes, methods and weights.")
     backbone: str
     classes: list[str] = Field(examples=[["MEL", "NV"]])
     grid: list[int] = Field(description="Rows and columns of patches.", examples=[[16, 16]])
     n: int = Field(description="Number of patches.", examples=[256])
-    budgets: list[float] = Field(description="Budgets that every answer has.")
-    selectors: list[SelectorInfo]
+    budgets: list[float] = Field(description="The ten standard budgets, which every answer contains.")
+    main: str = Field(description="Name of the main method of the model.", examples=["lats:lesion-first"])
+    selectors: list[SelectorInfo] = Field(description="The methods of the model, the main one first.")
     limits: LimitsInfo
 
 
 class SampleInfo(BaseModel):
     id: str = Field(examples=["mel"])
-    title: str
-    label: str = Field(description="The class it was drawn as.")
-    off_center: bool
+    title: str = Field(description="Name to display.")
+    label: str | None = Field(description="Class of the drawing; null if the model does not have this class.")
+    off_center: bool = Field(description="Whether the lesion is away from the image center.")
 
 
 class SampleList(BaseModel):
@@ -69,19 +72,20 @@ class SampleList(BaseModel):
 class ImageInfo(BaseModel):
     width: int
     height: int
-    preview: str | None = Field(description="The picture as it was read, as a data address, when asked for.")
+    preview: str | None = Field(description="The decoded image as a data URL; null unless requested.")
 
 
 class SelectorAnswer(BaseModel):
     name: str
     kind: str
     k: list[int] = Field(description="Tokens kept at each budget.")
-    order: list[int] | None = Field(description="Patches from best to worst, in raster numbers; null for mergers.")
-    scores: list[float] | None = Field(description="What the patches were ranked by, in raster order; null for mergers.")
-    groups: list[list[int]] | None = Field(description="Of mergers: at each budget the token that each patch went to.")
-    retention: list[float] | None = Field(description="Kept share of the lesion patches at each budget; null without a lesion.")
-    ceiling: list[float] | None = Field(description="The largest retention that K patches can have, at each budget.")
-    probabilities: list[list[float]] = Field(description="At each budget, one number a class, from this selector's own head.")
+    order: list[int] | None = Field(description="Patch indices from best to worst, in raster order; null for mergers.")
+    scores: list[float] | None = Field(description="Score of each patch, in raster order; null for mergers.")
+    groups: list[list[int]] | None = Field(description="Mergers only: at each budget, the output token of each patch.")
+    retention: list[float] | None = Field(description="Share of lesion patches kept at each budget; null without a lesion.")
+    ceiling: list[float] | None = Field(description="Highest retention possible with K patches, at each budget.")
+    retention_of_ceiling: list[float] | None = Field(description="Retention divided by the ceiling, at each budget.")
+    probabilities: list[list[float]] = Field(description="Class probabilities at each budget, from this method's own head.")
 
 
 class RouteAnswer(BaseModel):
@@ -92,58 +96,58 @@ class RouteAnswer(BaseModel):
     n: int
     classes: list[str]
     budgets: list[float]
-    lesion: list[int] | None = Field(description="Lesion patches in raster numbers; null when no mask was sent.")
+    lesion: list[int] | None = Field(description="Indices of the lesion patches; null if no mask was sent.")
     selectors: list[SelectorAnswer]
 
 
-def faults(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """The error answers of an operation, for its description."""
+def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """Return the OpenAPI description of the error responses of an operation."""
     texts = {
-        400: "The request cannot be read.",
+        400: "The request is malformed.",
         401: "The token is missing or wrong.",
         403: "The request comes from a page of another origin.",
-        404: "There is no such thing.",
+        404: "Not found.",
         408: "The request took too long to arrive.",
-        413: "Too many bytes or pixels.",
-        415: "Not multipart, or a file that is no image.",
-        421: "The host name is not this machine's.",
-        422: "A field or a file cannot be used; the message says why.",
+        413: "The image or mask has too many bytes or pixels.",
+        415: "The request is not multipart/form-data, or a file is not an image.",
+        421: "The host name does not belong to this machine.",
+        422: "A field or file cannot be used; the message says why.",
         503: "The queue is full (see Retry-After), or no model is loaded.",
     }
     return {status: {"model": Error, "description": texts[status]} for status in (*statuses, 401, 403, 421)}
 
 
 def route_body(selectors: list[str]) -> dict[str, Any]:
-    """The multipart body of /v1/route, as OpenAPI describes it."""
+    """Return the OpenAPI description of the multipart body of /v1/route."""
     picture = {"type": "string", "format": "binary"}
     fields = {
         "image": {**picture, "description": "JPEG, PNG, TIFF, BMP, WebP, GIF, PPM or JPEG 2000."},
-        "mask": {**picture, "description": "The lesion of this image, white on black, of the same aspect ratio."},
+        "mask": {**picture, "description": "Lesion mask of the image, white on black, with the same aspect ratio."},
         "selectors": {
             "type": "array",
             "items": {"type": "string", **({"enum": selectors} if selectors else {})},
             "minItems": 1,
-            "description": "Repeat the field, or part names by commas. Default: all that can answer.",
+            "description": "Methods to run. Repeat the field or separate names with commas. Default: all that can run.",
         },
         "budgets": {
             "type": "array",
             "items": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
             "minItems": 1,
             "maxItems": MAX_BUDGETS,
-            "description": "Budgets beside the ten of 0.1 to 1.0. Repeat the field, or part numbers by commas.",
+            "description": "Budgets in addition to 0.1, 0.2, ..., 1.0. Repeat the field or separate numbers with commas.",
         },
-        "preview": {"type": "boolean", "default": False, "description": "Also return the picture as it was read."},
+        "preview": {"type": "boolean", "default": False, "description": "Also return the decoded image."},
     }
     schema = {"type": "object", "required": ["image"], "additionalProperties": False, "properties": fields}
     files = {"contentType": "image/png, image/jpeg"}
-    example = {"selectors": ["lats"], "budgets": [0.25], "preview": False}
-    content = {"schema": schema, "encoding": {"image": files, "mask": files}, "examples": {"one selector": {"value": example}}}
+    example = {"selectors": ["lats:lesion-first"], "budgets": [0.25], "preview": False}
+    content = {"schema": schema, "encoding": {"image": files, "mask": files}, "examples": {"one method": {"value": example}}}
     return {"requestBody": {"required": True, "content": {"multipart/form-data": content}}}
 
 
 ROUTE_EXAMPLE: dict[str, Any] = {
     "model": "9f2c…",
-    "notice": "Research software, not a medical device. Its output must not be used to diagnose or to treat.",
+    "notice": NOTICE,
     "image": {"width": 600, "height": 450, "preview": None},
     "grid": [2, 2],
     "n": 4,
@@ -152,7 +156,7 @@ ROUTE_EXAMPLE: dict[str, Any] = {
     "lesion": [1, 3],
     "selectors": [
         {
-            "name": "lats",
+            "name": "lats:lesion-first",
             "kind": "ranker",
             "k": [2, 4],
             "order": [3, 1, 0, 2],
@@ -160,6 +164,7 @@ ROUTE_EXAMPLE: dict[str, Any] = {
             "groups": None,
             "retention": [1.0, 1.0],
             "ceiling": [1.0, 1.0],
+            "retention_of_ceiling": [1.0, 1.0],
             "probabilities": [[0.8, 0.2], [0.7, 0.3]],
         }
     ],

@@ -1,6 +1,6 @@
-"""What the service answers about one image: every selector of a model at many budgets, from one pass of the backbone.
+"""The answers of the service: every method of a model at many budgets, from one pass of the backbone over one image.
 
-No HTTP here: bytes and names come in, plain JSON values go out, so that it can be tested and used without a server.
+No HTTP here: bytes and names come in, JSON values go out, so it can be tested and used without a server.
 """
 
 from __future__ import annotations
@@ -20,19 +20,26 @@ from medtokenbudget import __version__
 from medtokenbudget.config import BUDGETS
 from medtokenbudget.data import decode_image, decode_mask, same_aspect
 from medtokenbudget.errors import BudgetError, RequestError
+from medtokenbudget.metrics import kept_lesion_counts, retention_of_counts
 from medtokenbudget.model import MedTokenBudget
 from medtokenbudget.model.parts import describe, select
+from medtokenbudget.report.style import look
 from medtokenbudget.routing import Ranker, Selector
 from medtokenbudget.tokens import TokenBatch
 
-NOTICE = "Research software, not a medical device. Its output must not be used to diagnose or to treat."
+NOTICE = "Research software, not a medical device. Do not use its output for diagnosis or treatment."
 MAX_BUDGETS = 128
 PREVIEW_SIDE = 1024
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one request may cost."""
+    """The largest request that is accepted.
+
+    Attributes:
+        max_bytes: Largest size of image and mask together.
+        max_pixels: Largest number of pixels of an image or a mask.
+    """
 
     max_bytes: int = 25_000_000
     max_pixels: int = 50_000_000
@@ -40,7 +47,15 @@ class Limits:
 
 @dataclass(frozen=True)
 class Question:
-    """One image and what is to be said about it; no selectors or budgets means all selectors and the ten budgets."""
+    """One image and what to compute for it.
+
+    Attributes:
+        image: Bytes of an image file.
+        mask: Bytes of the lesion mask of this image, if there is one.
+        selectors: Methods to run; empty means every method that can run.
+        budgets: Budgets in addition to the ten standard ones.
+        preview: Whether to return the decoded image too.
+    """
 
     image: bytes
     mask: bytes | None = None
@@ -51,30 +66,38 @@ class Question:
 
 @dataclass(frozen=True)
 class Merged:
-    """A merger at several K: `groups` is the output token of each patch, `pooled` [len(K), D] what the head reads."""
+    """A merger at several K: `groups` has the output token of each patch, `pooled` [len(K), D] is the input of the head."""
 
     groups: list[list[int]]
     pooled: torch.Tensor
 
 
 class Service:
-    """A model that answers questions. `answer` is not made for several threads at once; the queue calls it from one."""
+    """Answers questions about images with one model.
+
+    `answer` is not thread-safe; the queue calls it from a single thread.
+
+    Args:
+        model: The model to use.
+        limits: The largest request that is accepted.
+        demo: Whether this is the demo model, which was trained on synthetic images.
+    """
 
     def __init__(self, model: MedTokenBudget, limits: Limits | None = None, demo: bool = False) -> None:
         self.model = model
         self.limits = limits or Limits()
         self.demo = demo
-        # Hashed once: it covers every number of the model.
+        # Computed once, because it hashes every weight of the model.
         self.fingerprint = model.fingerprint
 
     def warm(self) -> Service:
-        """Load the backbone now rather than during the first question; a changed one is refused here."""
+        """Load and check the backbone now instead of during the first question."""
         size = self.model.backbone.preprocessing.image_size
         self.model.encode(np.zeros((1, size, size, 3), dtype=np.uint8))
         return self
 
     def describe(self) -> dict[str, Any]:
-        """The model: classes, selectors, budgets, grid, fingerprint, notice."""
+        """Return the classes, methods, budgets, grid, fingerprint and limits of the model."""
         h, w = self.model.grid
         return {
             "version": __version__,
@@ -86,14 +109,17 @@ class Service:
             "grid": [h, w],
             "n": h * w,
             "budgets": list(BUDGETS),
+            "main": self.model.selectors[0],
             "selectors": [self._described(name) for name in self.model.selectors],
             "limits": {"max_bytes": self.limits.max_bytes, "max_pixels": self.limits.max_pixels, "max_budgets": MAX_BUDGETS},
         }
 
     def _described(self, name: str) -> dict[str, Any]:
-        selector = self.model.classifier(name).selector
+        selector, shown = self.model.classifier(name).selector, look(name)
         return {
             "name": name,
+            "title": shown.name,
+            "about": shown.about,
             "kind": selector.kind,
             "learns": selector.learns,
             "stochastic": selector.stochastic,
@@ -103,7 +129,11 @@ class Service:
 
     @torch.inference_mode()
     def answer(self, question: Question) -> dict[str, Any]:
-        """Order, scores and class probabilities of every selector; with a mask also retention and ceiling."""
+        """Return patch order, scores and class probabilities of every method; with a mask also the lesion retention.
+
+        Raises:
+            RequestError: If the image, the mask, a method or a budget cannot be used.
+        """
         names = self._names(question)
         budgets = checked_budgets(question.budgets)
         image = decode_image(question.image, max_pixels=self.limits.max_pixels)
@@ -131,7 +161,7 @@ class Service:
         for name in names:
             self.model.classifier(name)
             if name in without and question.mask is None:
-                raise RequestError(f"selector '{name}' reads the lesion. Send a mask too, or leave this selector out.")
+                raise RequestError(f"Method '{name}' needs a lesion mask. Send a mask, or leave this method out.")
         return names
 
     def _mask(self, source: bytes, size: tuple[int, int]) -> Image.Image:
@@ -139,8 +169,8 @@ class Service:
         width, height = size
         if not same_aspect(mask.size, size):
             raise RequestError(
-                f"the mask has {mask.width} x {mask.height} pixels and the image {width} x {height}: with another aspect ratio it "
-                "would not lie on the lesion. Send the mask of this image."
+                f"The mask has {mask.width} x {mask.height} pixels, but the image has {width} x {height}. "
+                "Send a mask with the same aspect ratio as the image."
             )
         return mask
 
@@ -151,7 +181,7 @@ class Service:
         selector = classifier.selector
         counts = [selector.count(budget, tokens.n) for budget in budgets]
         answer: dict[str, Any] = {"name": name, "kind": selector.kind, "k": counts, "order": None, "scores": None, "groups": None}
-        answer |= {"retention": None, "ceiling": None}
+        answer |= {"retention": None, "ceiling": None, "retention_of_ceiling": None}
         if isinstance(selector, Ranker):
             probabilities = self.model.classify(tokens, budgets, name)[0]
             selection, scores = select(selector, tokens, tokens.n)
@@ -163,7 +193,7 @@ class Service:
             if lesion is not None and lesion.any():
                 answer |= retention(order, lesion, counts)
         else:
-            # Two methods can share a merger and differ in the training of their heads.
+            # Several methods can share a merger and differ only in their heads.
             described = describe(classifier)
             key = json.dumps([described["selector"], described["options"]], sort_keys=True)
             if key not in merged:
@@ -185,27 +215,28 @@ def needs_mask(selector: Selector) -> bool:
 
 
 def checked_budgets(asked: Sequence[float]) -> list[float]:
-    """The ten budgets and the ones asked for, each once, ascending."""
+    """Return the ten standard budgets and the requested ones, sorted, without repetition."""
     if len(asked) > MAX_BUDGETS:
-        raise RequestError(f"at most {MAX_BUDGETS} budgets in one request, got {len(asked)}.")
+        raise RequestError(f"A request can have at most {MAX_BUDGETS} budgets, got {len(asked)}.")
     wrong = [budget for budget in asked if not 0 < budget <= 1]
     if wrong:
-        raise BudgetError(f"a token budget lies in (0, 1], got {wrong[0]!r}.")
+        raise BudgetError(f"A token budget must be in (0, 1], got {wrong[0]!r}.")
     return sorted({*BUDGETS, *asked})
 
 
 def retention(order: np.ndarray, lesion: np.ndarray, counts: Sequence[int]) -> dict[str, list[float]]:
-    """Share of the lesion patches among the first K of `order` [N], and the largest share that any K patches can hold."""
-    total = int(lesion.sum())
-    kept = np.cumsum(lesion[order])
+    """Return the lesion retention of the first K patches of `order` [N], its ceiling and its share of the ceiling, for each K."""
+    kept = kept_lesion_counts(order[None], lesion[None], counts)[0]
+    measured = [retention_of_counts([hits], [lesion.sum()], [k], [lesion.size]) for hits, k in zip(kept, counts)]
     return {
-        "retention": [round(float(kept[k - 1] / total), 6) for k in counts],
-        "ceiling": [round(min(k, total) / total, 6) for k in counts],
+        "retention": [round(row.pooled, 6) for row in measured],
+        "ceiling": [round(row.ceiling, 6) for row in measured],
+        "retention_of_ceiling": [round(row.of_ceiling, 6) for row in measured],
     }
 
 
 def _preview(image: Image.Image) -> str:
-    """The picture as it was read, small enough to be shown, as a data address."""
+    """The decoded image as a data URL, reduced for display."""
     small = image.copy()
     small.thumbnail((PREVIEW_SIDE, PREVIEW_SIDE), Image.Resampling.LANCZOS)
     stream = io.BytesIO()

@@ -1,7 +1,4 @@
-"""A multipart request to a question, read in memory under a limit: nothing is written to disk, nothing outlives the answer.
-
-Its own file because reading what strangers send is the part that must be right.
-"""
+"""Reads untrusted multipart requests in memory, within limits. Nothing is written to disk or kept after the answer."""
 
 from __future__ import annotations
 
@@ -18,13 +15,13 @@ from medtokenbudget.app.service import Question
 FILES, FIELDS = ("image", "mask"), ("selectors", "budgets", "preview")
 MAX_FIELDS = 300
 MAX_FIELD_BYTES = 10_000
-# Room for the boundaries and the small fields beside the files.
+# Space for multipart boundaries and small fields.
 OVERHEAD = 100_000
 READ_SECONDS = 60.0
 
 
 class ApiError(Exception):
-    """An answer other than the one asked for: HTTP status, code for programs, message for people."""
+    """An error response: HTTP status, code for programs, message for people."""
 
     def __init__(self, status: int, code: str, message: str, headers: dict[str, str] | None = None) -> None:
         super().__init__(message)
@@ -38,32 +35,40 @@ class _Body:
 
 
 class _InMemory(MultiPartParser):
-    """Starlette's parser moves files above this size to disk; the limit on the whole body is far below it."""
+    """Never spools to disk: Starlette does so above this size, and the limit on the whole body is far below it."""
 
     spool_max_size = 1 << 40
 
 
 async def read_question(request: Request, max_bytes: int) -> Question:
-    """The question in a multipart body whose files together have at most `max_bytes`."""
+    """Read the question from a multipart body.
+
+    Args:
+        request: The request; its body is read here.
+        max_bytes: Largest size of all files together.
+
+    Raises:
+        ApiError: If the body is too large, too slow, malformed or has unknown fields.
+    """
     kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
     if kind != "multipart/form-data":
-        raise ApiError(415, "wrong_type", f"send multipart/form-data with a file called 'image', not '{kind or 'no type'}'.")
+        raise ApiError(415, "wrong_type", f"Expected multipart/form-data with a file 'image', got {kind or 'no content type'}.")
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > max_bytes + OVERHEAD:
         raise _too_large(max_bytes)
     try:
         body = await asyncio.wait_for(_parse(request, max_bytes), READ_SECONDS)
     except TimeoutError:
-        raise ApiError(408, "too_slow", f"the request was not complete after {READ_SECONDS:.0f} s. Try again.") from None
+        raise ApiError(408, "too_slow", f"The request did not arrive within {READ_SECONDS:.0f} s. Try again.") from None
     except ClientDisconnect:
-        raise ApiError(400, "cut_short", "the connection ended before the request was complete.") from None
+        raise ApiError(400, "cut_short", "The connection was closed before the request was complete.") from None
     except MultiPartException as error:
-        raise ApiError(400, "bad_multipart", f"the multipart body cannot be read: {error.message}") from None
+        raise ApiError(400, "bad_multipart", f"The multipart body cannot be parsed: {error.message}") from None
     return _question(body, max_bytes)
 
 
 async def discard(request: Request, limit: int, seconds: float = 5.0) -> None:
-    """Read on without keeping, within limits: a client that is still sending would otherwise not see its refusal."""
+    """Read and drop the rest of a rejected request, within limits: a client that is still sending would not see the response."""
 
     async def read() -> None:
         seen = 0
@@ -74,13 +79,13 @@ async def discard(request: Request, limit: int, seconds: float = 5.0) -> None:
 
     try:
         await asyncio.wait_for(read(), seconds)
-    # A stream that was begun and left cannot be read again; then there is nothing to be polite about.
+    # RuntimeError: the stream was already partly read and cannot be continued.
     except (TimeoutError, ClientDisconnect, RuntimeError):
         return
 
 
 def _too_large(max_bytes: int) -> ApiError:
-    return ApiError(413, "too_many_bytes", f"image and mask may have {max_bytes / 1e6:g} MB together. Reduce them first.")
+    return ApiError(413, "too_many_bytes", f"Image and mask together must not exceed {max_bytes / 1e6:g} MB. Send smaller files.")
 
 
 async def _parse(request: Request, max_bytes: int) -> _Body:
@@ -96,16 +101,16 @@ async def _parse(request: Request, max_bytes: int) -> _Body:
     try:
         form = await parser.parse()
     except (KeyError, UnicodeError) as error:
-        raise ApiError(400, "bad_multipart", f"the multipart body cannot be read ({type(error).__name__}).") from None
+        raise ApiError(400, "bad_multipart", f"The multipart body cannot be parsed ({type(error).__name__}).") from None
     files: dict[str, bytes] = {}
     fields: dict[str, list[str]] = {}
     try:
         for name, value in form.multi_items():
             if isinstance(value, UploadFile):
                 if name not in FILES:
-                    raise ApiError(422, "unknown_field", f"there is no file '{name[:60]}' here; the files are {', '.join(FILES)}.")
+                    raise ApiError(422, "unknown_field", f"Unknown file field '{name[:60]}'. Available: {', '.join(FILES)}.")
                 if name in files:
-                    raise ApiError(422, "repeated_file", f"the file '{name}' was sent twice.")
+                    raise ApiError(422, "repeated_file", f"The file '{name}' was sent more than once.")
                 files[name] = await value.read()
             else:
                 fields.setdefault(name, []).append(value)
@@ -117,14 +122,14 @@ async def _parse(request: Request, max_bytes: int) -> _Body:
 def _question(body: _Body, max_bytes: int) -> Question:
     as_text = [name for name in FILES if name in body.fields]
     if as_text:
-        raise ApiError(422, "not_a_file", f"'{as_text[0]}' came as text; send it as a file (with a filename).")
+        raise ApiError(422, "not_a_file", f"'{as_text[0]}' was sent as text. Send it as a file, with a file name.")
     if "image" not in body.files:
-        raise ApiError(422, "no_image", "send the picture as a file called 'image'.")
+        raise ApiError(422, "no_image", "The file field 'image' is missing.")
     if sum(map(len, body.files.values())) > max_bytes:
         raise _too_large(max_bytes)
     unknown = [name for name in body.fields if name not in FIELDS]
     if unknown:
-        raise ApiError(422, "unknown_field", f"there is no field '{unknown[0][:60]}'; the fields are {', '.join(FIELDS)}.")
+        raise ApiError(422, "unknown_field", f"Unknown field '{unknown[0][:60]}'. Available: {', '.join(FIELDS)}.")
     return Question(
         image=body.files["image"],
         mask=body.files.get("mask"),
@@ -135,7 +140,7 @@ def _question(body: _Body, max_bytes: int) -> Question:
 
 
 def _items(body: _Body, name: str) -> list[str]:
-    """A field that is sent several times, or once with commas."""
+    """The values of a field that may be repeated or separated by commas."""
     return [item.strip() for value in body.fields.get(name, []) for item in value.split(",")]
 
 
@@ -143,10 +148,10 @@ def _number(text: str) -> float:
     try:
         return float(text)
     except ValueError:
-        raise ApiError(422, "bad_budget", f"a token budget is a number in (0, 1], got '{text[:60]}'.") from None
+        raise ApiError(422, "bad_budget", f"A token budget must be a number in (0, 1], got '{text[:60]}'.") from None
 
 
 def _flag(values: list[str]) -> bool:
     if len(values) != 1 or values[0] not in ("true", "false"):
-        raise ApiError(422, "bad_preview", "preview is 'true' or 'false'.")
+        raise ApiError(422, "bad_preview", "'preview' must be 'true' or 'false'.")
     return values[0] == "true"

@@ -1,4 +1,4 @@
-"""`mtb doctor`: what this machine has and lacks, and what to do."""
+"""`mtb doctor`: checks this machine."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ MARKS = {"ok": "ok", "note": "note", "missing": "MISSING"}
 
 
 def main(arguments: list[str]) -> int:
-    parser = command_parser("doctor", "Say what this machine has and lacks, and what to do.", "mtb doctor --json")
-    parser.add_argument("--json", action="store_true", help="Print JSON instead of lines.")
-    parser.add_argument("--timeout", type=float, default=2.0, help="Seconds to wait for the hub.")
+    parser = command_parser("doctor", "Check what this machine has, and what to do about what is missing.", "mtb doctor --json")
+    parser.add_argument("--json", action="store_true", help="Print JSON.")
+    parser.add_argument("--timeout", type=float, default=2.0, help="Seconds to wait for the Hugging Face Hub.")
     options = parser.parse_args(arguments)
 
     from medtokenbudget.app.doctor import as_dicts, examine, healthy
@@ -26,5 +26,5 @@ def main(arguments: list[str]) -> int:
         print(f"{MARKS[check.state]:<8} {check.name:<{width}}  {check.found}")
         if check.advice:
             print(f"{'':<8} {'':<{width}}  -> {check.advice}")
-    print("Ready." if healthy(checks) else "Something is missing: see above.")
+    print("Ready." if healthy(checks) else "Not ready: install what is marked MISSING.")
     return 0 if healthy(checks) else 1

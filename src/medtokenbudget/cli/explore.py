@@ -1,4 +1,4 @@
-"""`mtb explore`: `mtb serve`, opened in the browser."""
+"""`mtb explore`: `mtb serve`, plus the browser."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-// Talks to the service. Its own file because here alone requests are made, and all of them before the slider moves.
+// All requests to the service.
 
 const TOKEN = "mtb-token";
 
@@ -10,7 +10,7 @@ export class ApiError extends Error {
   }
 }
 
-/** A token behind the # of the address moves into this tab's storage, out of sight. */
+/** Move a token from the address (#token=...) into the storage of this tab. */
 export function takeTokenFromAddress() {
   const match = /^#token=(.+)$/.exec(location.hash);
   if (!match) return;
@@ -25,7 +25,7 @@ export function setToken(token) {
   try {
     sessionStorage.setItem(TOKEN, token);
   } catch {
-    // Storage is switched off: the token lives as long as the page.
+    // Storage is disabled: the token lasts until the page is closed.
   }
 }
 
@@ -44,23 +44,23 @@ async function ask(path, options = {}) {
     response = await fetch(path, { ...options, headers });
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new ApiError(0, "unreachable", "The server does not answer. Is it still running?");
+    throw new ApiError(0, "unreachable", "The server does not respond. Check that it is still running, then try again.");
   }
   if (response.ok) return response;
-  let fault = { code: "error", message: `The server answered ${response.status}.` };
+  let detail = { code: "error", message: `The server responded with status ${response.status}.` };
   try {
-    fault = (await response.json()).error ?? fault;
+    detail = (await response.json()).error ?? detail;
   } catch {
-    // Not from our service: a proxy in between. The status has to do.
+    // Not JSON, for example from a proxy: the status is all there is.
   }
-  throw new ApiError(response.status, fault.code, fault.message);
+  throw new ApiError(response.status, detail.code, detail.message);
 }
 
 export const model = async () => (await ask("/v1/model")).json();
 export const samples = async () => (await ask("/v1/samples")).json();
 export const sampleFile = async (id, what) => (await ask(`/v1/samples/${encodeURIComponent(id)}/${what}`)).blob();
 
-/** One pass over an image; a full queue is tried again a few times, as the server asks. */
+/** Analyze one image. Retries a few times while the queue of the server is full. */
 export async function route(image, mask, budgets, signal) {
   for (let attempt = 0; ; attempt += 1) {
     const form = new FormData();

@@ -1,4 +1,4 @@
-// The curve over all budgets as SVG, with the current point on each line. The lines are drawn once an answer, the points on every move.
+// A line chart over all budgets as SVG. The lines are drawn once; `move` moves the markers to the current budget.
 
 const NS = "http://www.w3.org/2000/svg";
 const EDGE = { left: 46, right: 26, top: 14, bottom: 38 };
@@ -12,7 +12,7 @@ function node(name, attributes, parent, text) {
 }
 
 /**
- * lines: [{style, name, values, point: bool}], all over `budgets`; returns {move(index)}.
+ * Draw `lines`, [{style, name, values, point: bool}] with one value per budget, into `box`. Returns {move(index)}.
  */
 export function chart(box, budgets, lines, title) {
   const width = Math.max(300, Math.round(box.clientWidth || 900));
@@ -22,12 +22,12 @@ export function chart(box, budgets, lines, title) {
   const svg = node("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": title });
   for (const tick of [0, 0.25, 0.5, 0.75, 1]) {
     node("line", { x1: x(0), x2: x(1), y1: y(tick), y2: y(tick), class: "axis" }, svg);
-    node("text", { x: EDGE.left - 8, y: y(tick) + 4, "text-anchor": "end", class: "tick" }, svg, `${100 * tick} %`);
+    node("text", { x: EDGE.left - 8, y: y(tick) + 4, "text-anchor": "end", class: "tick" }, svg, `${100 * tick}%`);
   }
   for (const tick of [0.1, 0.3, 0.5, 0.7, 1]) {
-    node("text", { x: x(tick), y: height - EDGE.bottom + 18, "text-anchor": "middle", class: "tick" }, svg, `${Math.round(100 * tick)} %`);
+    node("text", { x: x(tick), y: height - EDGE.bottom + 18, "text-anchor": "middle", class: "tick" }, svg, `${Math.round(100 * tick)}%`);
   }
-  node("text", { x: x(0.5), y: height - 4, "text-anchor": "middle", class: "tick" }, svg, "budget");
+  node("text", { x: x(0.5), y: height - 4, "text-anchor": "middle", class: "tick" }, svg, "Token budget");
   for (const line of lines) {
     const d = line.values.map((value, i) => `${i ? "L" : "M"}${x(budgets[i]).toFixed(1)} ${y(value).toFixed(1)}`).join("");
     node("path", { d, class: `series ${line.style}` }, svg);
@@ -46,13 +46,13 @@ export function chart(box, budgets, lines, title) {
   };
 }
 
-/** A disc for the first line and a square for the second: shape as well as colour. */
+/** A disc for the first line and a square for the second, so they differ by shape as well as by color. */
 function mark(style, svg) {
   if (style === "b") return node("rect", { x: -6, y: -6, width: 12, height: 12, class: "point b" }, svg);
   return node("circle", { r: 7, class: "point a" }, svg);
 }
 
-/** The names stand below the lines where these run high at the right end, else above them. */
+/** The legend is at the bottom right if the lines end high, else at the top right. */
 function keyBottom(lines, budgets, y) {
   const ends = lines.filter((line) => line.point).flatMap((line) => line.values.filter((_, i) => budgets[i] > 0.6));
   const high = ends.reduce((sum, value) => sum + value, 0) / ends.length > 0.5;

@@ -1,4 +1,4 @@
-// The current view as a picture and as JSON. Made in the browser: no request, nothing leaves the machine.
+// Downloads of the current view as PNG and JSON, made in the browser without a request.
 
 import { paint } from "./draw.js";
 import { percent } from "./view.js";
@@ -11,7 +11,7 @@ export function saveBlob(blob, name) {
   setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
 }
 
-/** The answer of the shown selectors, and where the slider stands. */
+/** The results of the shown methods at every budget, and the current budget. */
 export function asData(answer, names, budget) {
   const { image, ...rest } = answer;
   return {
@@ -22,7 +22,7 @@ export function asData(answer, names, budget) {
   };
 }
 
-/** Panels side by side with a title each, on white, with the notice below. */
+/** The panels side by side with their titles, on white, with the notice below. */
 export function asPicture(panels, scene, budget, notice) {
   const side = 640;
   const height = Math.round((side * scene.picture.naturalHeight) / scene.picture.naturalWidth);
@@ -37,7 +37,7 @@ export function asPicture(panels, scene, budget, notice) {
     const left = margin + i * (side + margin);
     pen.fillStyle = "#1b242c";
     pen.font = "600 22px system-ui, 'Liberation Sans', sans-serif";
-    pen.fillText(panel.name, left, 32);
+    pen.fillText(panel.title, left, 32);
     pen.font = "17px system-ui, 'Liberation Sans', sans-serif";
     pen.fillStyle = "#54626e";
     pen.fillText(caption(panel.view, budget), left, 58);
@@ -54,7 +54,7 @@ export function asPicture(panels, scene, budget, notice) {
 }
 
 function caption(view, budget) {
-  const kept = `${percent(budget)} · ${view.k} of ${view.n}`;
-  const lesion = view.retention === null ? "" : ` · retention ${percent(view.retention)} of at most ${percent(view.ceiling)}`;
+  const kept = `${percent(budget)} budget, ${view.k} of ${view.n} ${view.kept ? "patches" : "tokens"}`;
+  const lesion = view.retention === null ? "" : ` · retention ${percent(view.retention)} (ceiling ${percent(view.ceiling)})`;
   return `${kept}${lesion} · ${view.label} ${percent(view.probabilities[view.top])}`;
 }

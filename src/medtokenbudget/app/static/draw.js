@@ -1,8 +1,8 @@
-// Paints one panel: the picture, which patches stay, the score map, the lesion kept and lost. Canvas only, no page.
+// Draws one panel on a canvas: the image, kept patches, score map, kept and lost lesion.
 
 const BLUE = "#0072b2";
 const ORANGE = "#e69f00";
-// Cividis: made to look the same to colour-blind eyes; dark is low, yellow is high.
+// Cividis, a color map for all kinds of color vision: dark is low, yellow is high.
 const RAMP = [[0, 34, 78], [53, 69, 108], [102, 105, 112], [148, 142, 119], [200, 184, 102], [254, 232, 56]];
 
 function ramp(t) {
@@ -13,12 +13,12 @@ function ramp(t) {
   return `rgb(${mix.join(",")})`;
 }
 
-/** Mean colour of each patch, for merged tokens: the browser's own averaging of a picture drawn very small. */
-export function patchColours(picture, [h, w]) {
+/** Mean color of each patch, for merged tokens. The browser computes it by scaling the image down to the grid. */
+export function patchColors(picture, [h, w]) {
   let source = picture;
   let width = picture.naturalWidth || picture.width;
   let height = picture.naturalHeight || picture.height;
-  // Halving steps, since one large step skips pixels.
+  // In steps of two, because one large step skips pixels.
   while (width > 2 * w || height > 2 * h) {
     width = Math.max(w, Math.ceil(width / 2));
     height = Math.max(h, Math.ceil(height / 2));
@@ -39,8 +39,8 @@ function shrunk(source, width, height) {
 }
 
 /**
- * Paint onto `pen` within [0, 0, width, height].
- * scene: {picture, grid, colours, lesion (map or null)}; view: from view.js; show: {scores: array or null, lesion: bool}
+ * Draw with `pen` within [0, 0, width, height].
+ * scene: {picture, grid, colors, lesion (map or null)}; view: from view.js; show: {scores: array or null, lesion: bool}
  */
 export function paint(pen, width, height, scene, view, show) {
   const [h, w] = scene.grid;
@@ -51,7 +51,7 @@ export function paint(pen, width, height, scene, view, show) {
   pen.clearRect(0, 0, width, height);
   pen.imageSmoothingQuality = "high";
   pen.drawImage(scene.picture, 0, 0, width, height);
-  if (view.groups) paintGroups(pen, view.groups, scene.colours, cell);
+  if (view.groups) paintGroups(pen, view.groups, scene.colors, cell);
   if (show.scores) paintScores(pen, show.scores, cell);
   if (view.kept) paintVeil(pen, view.kept, cell, Boolean(show.scores));
   if (show.lesion && scene.lesion && view.kept) paintLesion(pen, view.kept, scene.lesion, cell, line, Boolean(show.scores));
@@ -80,11 +80,11 @@ function paintScores(pen, scores, cell) {
   pen.globalAlpha = 1;
 }
 
-function paintGroups(pen, groups, colours, cell) {
+function paintGroups(pen, groups, colors, cell) {
   const sums = new Map();
   groups.forEach((group, i) => {
     const sum = sums.get(group) ?? [0, 0, 0, 0];
-    for (let c = 0; c < 3; c += 1) sum[c] += colours[4 * i + c];
+    for (let c = 0; c < 3; c += 1) sum[c] += colors[4 * i + c];
     sum[3] += 1;
     sums.set(group, sum);
   });
@@ -102,14 +102,14 @@ function paintLesion(pen, kept, lesion, cell, line, bare) {
     if (!kept[i]) {
       hatch(pen, x, y, width, height, line);
     } else if (!bare) {
-      // Only a breath of blue, and none over the score map: the colours below are what one wants to see.
+      // A light tint, and none over the score map, so the colors below stay visible.
       pen.fillStyle = "rgba(0,114,178,.14)";
       pen.fillRect(x, y, width, height);
     }
   }
 }
 
-/** Diagonal lines: lost lesion is told by pattern as well as by colour. */
+/** Diagonal lines, so lost lesion differs by pattern as well as by color. */
 function hatch(pen, x, y, width, height, line) {
   pen.save();
   pen.beginPath();
@@ -120,7 +120,7 @@ function hatch(pen, x, y, width, height, line) {
   pen.strokeStyle = ORANGE;
   pen.lineWidth = 1.6 * line;
   pen.beginPath();
-  // One step for all patches, and the phase by the absolute place: the lines run on from patch to patch.
+  // The phase depends on the absolute position, so lines continue from patch to patch.
   const step = Math.max(5, 7 * line);
   const first = Math.floor((x + y) / step) * step;
   for (let s = first; s < x + y + width + height; s += step) {
@@ -131,8 +131,8 @@ function hatch(pen, x, y, width, height, line) {
   pen.restore();
 }
 
-/** Lines between neighbouring patches of different value (and, for 0/1 maps, along the picture's edge). */
-function border(pen, values, [h, w], xs, ys, colour, thickness, halo) {
+/** Lines between neighboring patches with different values. */
+function border(pen, values, [h, w], xs, ys, color, thickness, halo) {
   pen.beginPath();
   for (let r = 0; r < h; r += 1) {
     for (let c = 0; c < w; c += 1) {
@@ -151,7 +151,7 @@ function border(pen, values, [h, w], xs, ys, colour, thickness, halo) {
   pen.strokeStyle = halo;
   pen.lineWidth = 2 * thickness;
   pen.stroke();
-  pen.strokeStyle = colour;
+  pen.strokeStyle = color;
   pen.lineWidth = thickness;
   pen.stroke();
 }

@@ -1,9 +1,11 @@
-// The page: what is shown, and what happens on a click, a drop, a move of the slider. Everything else is in the files it imports.
+// The explorer page: its state, and what happens when a sample, a file, a method or a budget is chosen.
 
 import * as api from "./api.js";
 import { chart } from "./chart.js";
-import { patchColours } from "./draw.js";
+import { curve } from "./curve.js";
 import { asData, asPicture, saveBlob } from "./download.js";
+import { patchColors } from "./draw.js";
+import { downloadName, listenForDrops, sortFiles } from "./files.js";
 import { Panel } from "./panel.js";
 import { at, lesionMap, percent, sentence } from "./view.js";
 
@@ -11,72 +13,81 @@ const byId = (id) => document.getElementById(id);
 const STOPS = Array.from({ length: 100 }, (_, i) => Number(((i + 1) / 100).toFixed(2)));
 
 const state = {
-  info: null,
-  source: null, // {image, mask, title, truth, sample}
+  info: null, // the model
+  source: null, // {image, mask, title, file (name of the image file), truth, sample}
   answer: null,
   scene: null,
-  index: 29,
+  index: 29, // into STOPS
   stops: [],
-  names: { a: "lats", b: "center" },
+  names: { a: null, b: "center" },
   compare: false,
   curve: "retention",
 };
 const panels = { a: new Panel("a", (name) => choose("a", name)), b: new Panel("b", (name) => choose("b", name)) };
-let line = null;
+let plot = null;
 let running = null;
 let frame = 0;
-let spoken = 0;
+let announcement = 0;
 
-function complain(message) {
+function showError(message) {
   byId("alert-text").textContent = message;
   byId("alert").hidden = false;
   byId("alert").scrollIntoView({ block: "nearest" });
 }
 
-const calm = () => {
+function hideError() {
   byId("alert").hidden = true;
-};
+}
 
-// Beginning: the model, the samples, the first picture.
+// Start: the model, the samples, the first sample.
 
 async function start() {
   api.takeTokenFromAddress();
   try {
     state.info = await api.model();
+    const list = (await api.samples()).samples;
+    showModel(state.info);
+    await showSamples(list);
   } catch (error) {
     if (error.code === "token_required") askForToken();
     else if (error.code === "no_model") byId("no-model").hidden = false;
-    else complain(error.message);
-    return;
+    else showError(error.message);
   }
+}
+
+function showModel(info) {
+  state.names.a = info.main;
+  const demo = info.demo ? "Demo model, trained on synthetic images · " : "";
+  const classes = info.classes.length === 1 ? "1 class" : `${info.classes.length} classes`;
+  byId("model-line").textContent = `${demo}Backbone ${info.backbone} · ${info.grid[0]} × ${info.grid[1]} patches · ${classes}`;
+  byId("fingerprint").textContent = `Model ${info.fingerprint.slice(0, 16)} · MedTokenBudget ${info.version}`;
   byId("token-form").hidden = true;
   byId("app").hidden = false;
-  const { info } = state;
-  byId("model-line").textContent = `${info.demo ? "Demo model, trained on drawn images · " : ""}${info.backbone} · ${info.grid[0]} × ${info.grid[1]} patches · ${info.classes.length} classes`;
-  byId("fingerprint").textContent = `Model ${info.fingerprint.slice(0, 16)} · medtokenbudget ${info.version}`;
   showPanels();
-  const list = (await api.samples()).samples;
-  const buttons = list.map(sampleButton);
-  byId("samples").replaceChildren(...buttons.map(({ button }) => button));
-  // One after the other: the first is also the one that is looked at first.
-  for (const { load, sample } of buttons) {
-    await load();
-    if (sample === list[0] && !state.source) openSample(sample);
-  }
 }
 
 function askForToken() {
   byId("token-form").hidden = false;
-  if (byId("token").value) complain("That was not the token.");
+  if (byId("token").value) showError("Wrong token. Try again.");
   byId("token").focus();
 }
 
 byId("token-form").addEventListener("submit", (event) => {
   event.preventDefault();
-  calm();
+  hideError();
   api.setToken(byId("token").value.trim());
   start();
 });
+
+async function showSamples(list) {
+  const buttons = list.map(sampleButton);
+  byId("samples").replaceChildren(...buttons.map(({ button }) => button));
+  // One after the other, because each is drawn on first use; the first one is opened.
+  for (const { load, sample } of buttons) {
+    await load();
+    if (sample === list[0] && !state.source) openSample(sample);
+  }
+}
 
 function sampleButton(sample) {
   const button = document.createElement("button");
@@ -84,17 +95,19 @@ function sampleButton(sample) {
   button.className = "sample";
   button.dataset.sample = sample.id;
   button.setAttribute("aria-pressed", "false");
-  const picture = document.createElement("img");
-  picture.alt = "";
-  picture.width = 80;
-  picture.height = 80;
-  button.append(picture, document.createTextNode(sample.title));
+  const image = document.createElement("img");
+  image.alt = "";
+  image.width = 80;
+  image.height = 80;
+  const [name, remark] = sample.title.split(", ");
+  button.append(image, name);
+  if (remark) button.append(document.createElement("br"), remark);
   button.addEventListener("click", () => openSample(sample));
   const load = async () => {
     try {
-      picture.src = URL.createObjectURL(await api.sampleFile(sample.id, "image"));
+      image.src = URL.createObjectURL(await api.sampleFile(sample.id, "image"));
     } catch (error) {
-      complain(error.message);
+      showError(error.message);
     }
   };
   return { button, load, sample };
@@ -103,19 +116,19 @@ function sampleButton(sample) {
 async function openSample(sample) {
   try {
     const [image, mask] = await Promise.all([api.sampleFile(sample.id, "image"), api.sampleFile(sample.id, "mask")]);
-    await look({ image, mask, title: `Sample ${sample.title}, drawn, with its mask`, truth: sample.label, sample: sample.id });
+    await analyze({ image, mask, title: `Sample ${sample.title}`, truth: sample.label, sample: sample.id });
   } catch (error) {
-    complain(error.message);
+    showError(error.message);
   }
 }
 
-// A picture: one request, then everything is known for every budget.
+// One request per image: the answer covers every method and every budget. `file` is named in errors.
 
-async function look(source) {
-  calm();
+async function analyze(source, file) {
+  hideError();
   const size = source.image.size + (source.mask?.size ?? 0);
   if (size > state.info.limits.max_bytes) {
-    complain(`${source.title} has ${(size / 1e6).toFixed(1)} MB; this server takes ${state.info.limits.max_bytes / 1e6} MB. Reduce it first.`);
+    showError(`${file ?? source.title}: ${(size / 1e6).toFixed(1)} MB is too large. This server accepts up to ${state.info.limits.max_bytes / 1e6} MB.`);
     return;
   }
   running?.abort();
@@ -130,8 +143,7 @@ async function look(source) {
     if (running === mine) show(source, answer, picture);
   } catch (error) {
     if (error.name === "AbortError") return;
-    const message = `${error.message.charAt(0).toUpperCase()}${error.message.slice(1)}`;
-    complain(source.name ? `${source.name}: ${message}` : message);
+    showError(file ? `${file}: ${error.message}` : error.message);
     if (error.code === "token_required") askForToken();
   } finally {
     if (running === mine) byId("busy").hidden = true;
@@ -142,28 +154,37 @@ function show(source, answer, picture) {
   state.source = source;
   state.answer = answer;
   state.stops = STOPS.map((stop) => answer.budgets.indexOf(stop));
-  state.scene = { picture, grid: answer.grid, colours: patchColours(picture, answer.grid), lesion: lesionMap(answer) };
+  state.scene = { picture, grid: answer.grid, colors: patchColors(picture, answer.grid), lesion: lesionMap(answer) };
+  byId("app").dataset.ready = "";
   const names = answer.selectors.map((selector) => selector.name);
+  const { main } = state.info;
+  if (!names.includes(state.names.a)) state.names.a = main;
+  if (!names.includes(state.names.b)) state.names.b = names.find((name) => name !== main) ?? main;
   for (const side of ["a", "b"]) {
-    if (!names.includes(state.names[side])) state.names[side] = side === "a" ? "lats" : names.find((name) => name !== "lats") ?? "lats";
-    panels[side].offer(names, state.names[side]);
+    panels[side].offer(answer.selectors.map(({ name }) => described(name)), state.names[side]);
     panels[side].classes(answer.classes, source.truth);
   }
   for (const button of document.querySelectorAll(".sample")) button.setAttribute("aria-pressed", String(button.dataset.sample === source.sample));
-  const lesion = answer.lesion;
-  const about = !lesion ? "no mask" : lesion.length ? `lesion on ${lesion.length} of ${answer.n} patches` : "the mask leaves no lesion patch on this grid, so there is no retention";
-  byId("picture-line").textContent = `${source.title} · ${answer.image.width} × ${answer.image.height} pixels · ${about}`;
+  byId("image-line").textContent = imageLine(source, answer);
   const locked = Boolean(source.sample);
   byId("mask-file").disabled = locked;
   byId("mask-label").toggleAttribute("data-off", locked);
   byId("mask-label").textContent = source.mask && !locked ? "Change mask…" : "Add mask…";
-  byId("show-lesion").disabled = !lesion;
-  byId("lesion-switch").toggleAttribute("data-off", !lesion);
+  byId("show-lesion").disabled = !answer.lesion;
+  byId("lesion-switch").toggleAttribute("data-off", !answer.lesion);
   drawCurve();
   render();
 }
 
-// Two panels or one.
+function imageLine(source, answer) {
+  const { lesion, n } = answer;
+  let about = "no mask";
+  if (lesion) about = lesion.length ? `lesion on ${lesion.length} of ${n} patches` : "the mask covers none of the patches, so there is no retention";
+  const synthetic = source.sample ? " (synthetic)" : "";
+  return `${source.title}${synthetic} · ${answer.image.width} × ${answer.image.height} pixels · ${about}`;
+}
+
+// One or two panels.
 
 function showPanels() {
   const shown = state.compare ? [panels.a, panels.b] : [panels.a];
@@ -172,101 +193,61 @@ function showPanels() {
 }
 
 const sides = () => (state.compare ? ["a", "b"] : ["a"]);
+const described = (name) => state.info.selectors.find((selector) => selector.name === name);
 const selectorOf = (side) => state.answer.selectors.find((selector) => selector.name === state.names[side]);
+const titleOf = (side) => described(state.names[side]).title;
 
 function choose(side, name) {
   state.names[side] = name;
-  panels[side].offer(state.answer.selectors.map((selector) => selector.name), name);
+  panels[side].describe(described(name));
   drawCurve();
   render();
 }
 
-// A move of the slider: no request, one frame.
+// Rendering: no request, one frame.
 
 function render() {
   cancelAnimationFrame(frame);
   frame = requestAnimationFrame(paintAll);
 }
 
-function showing(selector) {
-  return {
+function current(side) {
+  const selector = selectorOf(side);
+  const show = {
     scores: byId("show-scores").checked ? selector.scores : null,
     lesion: byId("show-lesion").checked && Boolean(state.scene.lesion),
   };
-}
-
-function current(side) {
-  const selector = selectorOf(side);
-  return { name: selector.name, view: at(state.answer, selector, state.stops[state.index]), show: showing(selector) };
+  return { title: titleOf(side), view: at(state.answer, selector, state.stops[state.index]), show };
 }
 
 function paintAll() {
   if (!state.answer) return;
   const shown = sides().map((side) => ({ side, ...current(side) }));
-  for (const { side, name, view, show: what } of shown) panels[side].render(name, state.scene, view, what);
+  for (const { side, title, view, show: what } of shown) panels[side].render(title, state.scene, view, what);
   const budget = STOPS[state.index];
   const { view } = shown[0];
   const slider = byId("budget");
   byId("budget-value").textContent = percent(budget);
-  byId("k-value").textContent = `K = ${view.k} of ${view.n} patches`;
+  byId("k-value").textContent = `${view.k} of ${view.n} patches`;
   slider.value = String(state.index + 1);
   slider.setAttribute("aria-valuetext", `${percent(budget)}, ${view.k} of ${view.n} patches`);
-  line?.move(state.stops[state.index]);
-  clearTimeout(spoken);
-  spoken = setTimeout(() => {
-    byId("summary").textContent = `Budget ${percent(budget)}. ${shown.map((panel) => sentence(panel.name, panel.view)).join(" ")}`;
+  plot?.move(state.stops[state.index]);
+  clearTimeout(announcement);
+  announcement = setTimeout(() => {
+    byId("summary").textContent = `Budget ${percent(budget)}. ${shown.map((panel) => sentence(panel.title, panel.view)).join(" ")}`;
   }, 500);
 }
 
 function drawCurve() {
-  const { answer } = state;
-  const shown = sides().map((side) => ({ side, selector: selectorOf(side) }));
-  const possible = shown.some(({ selector }) => selector.retention);
-  const retention = possible && state.curve === "retention";
-  byId("curve-retention").disabled = !possible;
-  byId("curve-retention").setAttribute("aria-pressed", String(retention));
-  byId("curve-probability").setAttribute("aria-pressed", String(!retention));
-  const lines = retention ? retentionLines(shown) : probabilityLines(shown);
-  const title = retention ? "Retention over the budgets" : "Class probability over the budgets";
-  line = chart(byId("chart"), answer.budgets, lines, title);
-  line.move(state.stops[state.index]);
-  byId("curve-text").textContent = curveText(shown, retention, possible);
-}
-
-function retentionLines(shown) {
-  const { answer } = state;
-  // Of a selector that keeps K by the budget; the one that keeps all would have no ceiling below 100 %.
-  const reference = answer.selectors.find((s) => s.ceiling && s.name === "lats") ?? shown.find((s) => s.selector.ceiling).selector;
-  const lines = [
-    { style: "ceiling", name: "ceiling", values: reference.ceiling },
-    { style: "random", name: "random, expected", values: reference.k.map((k) => k / answer.n) },
-  ];
-  for (const { side, selector } of shown) if (selector.retention) lines.push({ style: side, name: selector.name, values: selector.retention, point: true });
-  return lines;
-}
-
-function probabilityLines(shown) {
-  const { answer } = state;
-  return shown.map(({ side, selector }) => {
-    const name = followed();
-    return { style: side, name: `${selector.name}: ${name}`, values: selector.probabilities.map((row) => row[answer.classes.indexOf(name)]), point: true };
-  });
-}
-
-/** The class whose probability the curve follows: the drawn one where it is known, else the first selector's over all budgets. */
-function followed() {
-  const { answer, source } = state;
-  if (answer.classes.includes(source.truth)) return source.truth;
-  const rows = selectorOf("a").probabilities;
-  const sums = answer.classes.map((_, i) => rows.reduce((sum, row) => sum + row[i], 0));
-  return answer.classes[sums.indexOf(Math.max(...sums))];
-}
-
-function curveText(shown, retention, possible) {
-  if (retention) return "Share of the lesion's patches that is kept. The dashed line is the most that K patches can keep, the dotted one what drawing blindly keeps on average.";
-  const what = `Probability of ${followed()}, by each selector's own head.`;
-  if (possible) return what;
-  return state.answer.lesion ? `${what} A merger has no retention.` : `${what} Add a mask to see how much of the lesion stays.`;
+  const { answer, info, source } = state;
+  const shown = sides().map((side) => ({ side, title: titleOf(side), selector: selectorOf(side) }));
+  const found = curve(answer, shown, state.curve, info.main, source.truth);
+  byId("curve-retention").disabled = !found.possible;
+  byId("curve-retention").setAttribute("aria-pressed", String(found.retention));
+  byId("curve-probability").setAttribute("aria-pressed", String(!found.retention));
+  plot = chart(byId("chart"), answer.budgets, found.lines, found.title);
+  plot.move(state.stops[state.index]);
+  byId("curve-text").textContent = found.text;
 }
 
 // Controls.
@@ -295,88 +276,43 @@ for (const kind of ["retention", "probability"]) {
     if (state.answer) drawCurve();
   });
 }
-byId("alert-close").addEventListener("click", calm);
+byId("alert-close").addEventListener("click", hideError);
 
-// Files: chosen or dropped. A second file whose name says mask or segmentation is the mask.
-
-const isMask = (file) => /mask|segment|_seg\b/i.test(file.name);
+// Files.
 
 function openFiles(files) {
   if (!state.info) return;
-  const mask = files.length > 1 ? files.find(isMask) : undefined;
-  const image = files.find((file) => file !== mask);
-  if (!image) return;
-  if (files.length > 2 || (files.length === 2 && !mask)) {
-    complain("Drop one picture, or a picture and its mask (with 'mask' or 'segmentation' in the mask's name).");
-    return;
-  }
-  look({ image, mask, title: image.name, name: image.name });
+  const { image, mask, error } = sortFiles(files, state.source?.file ?? null);
+  if (error) showError(error);
+  else if (image) analyze({ image, mask, title: image.name, file: image.name }, image.name);
+  else addMask(mask);
 }
 
+const addMask = (mask) => analyze({ ...state.source, mask }, mask.name);
+
 byId("image-file").addEventListener("change", (event) => {
-  openFiles([...event.target.files]);
+  const [image] = event.target.files;
+  if (image) analyze({ image, title: image.name, file: image.name }, image.name);
   event.target.value = "";
 });
 byId("mask-file").addEventListener("change", (event) => {
   const [mask] = event.target.files;
-  if (mask && state.source) look({ ...state.source, mask, name: mask.name });
+  if (mask && state.source) addMask(mask);
   event.target.value = "";
 });
-
-let over = 0;
-const hasFiles = (event) => [...(event.dataTransfer?.types ?? [])].includes("Files");
-addEventListener("dragenter", (event) => {
-  if (!hasFiles(event)) return;
-  over += 1;
-  byId("drop").hidden = false;
-});
-addEventListener("dragleave", (event) => {
-  if (!hasFiles(event)) return;
-  over -= 1;
-  if (over <= 0) byId("drop").hidden = true;
-});
-addEventListener("dragover", (event) => event.preventDefault());
-addEventListener("drop", (event) => {
-  event.preventDefault();
-  over = 0;
-  byId("drop").hidden = true;
-  openFiles([...event.dataTransfer.files]);
-});
+listenForDrops(byId("drop"), openFiles);
 
 // Downloads.
-
-const stem = () => (state.source.name ?? state.source.sample ?? "image").replace(/\.[^.]*$/, "");
 
 byId("save-picture").addEventListener("click", async () => {
   if (!state.answer) return;
   const blob = await asPicture(sides().map(current), state.scene, STOPS[state.index], state.info.notice);
-  saveBlob(blob, `${stem()}-${state.index + 1}.png`);
+  saveBlob(blob, downloadName(state.source, state.index + 1, "png"));
 });
 byId("save-data").addEventListener("click", () => {
   if (!state.answer) return;
   const data = asData(state.answer, sides().map((side) => state.names[side]), STOPS[state.index]);
-  saveBlob(new Blob([JSON.stringify(data)], { type: "application/json" }), `${stem()}-${state.index + 1}.json`);
-});
-
-// Colours: as the system, light, dark.
-
-const THEMES = ["auto", "light", "dark"];
-function showTheme() {
-  const theme = document.documentElement.dataset.theme ?? "auto";
-  byId("theme-name").textContent = theme;
-  byId("theme").dataset.shown = theme;
-}
-byId("theme").addEventListener("click", () => {
-  const now = document.documentElement.dataset.theme ?? "auto";
-  const next = THEMES[(THEMES.indexOf(now) + 1) % THEMES.length];
-  if (next === "auto") delete document.documentElement.dataset.theme;
-  else document.documentElement.dataset.theme = next;
-  try {
-    localStorage.setItem("mtb-theme", next);
-  } catch {
-    // Storage is switched off: the choice lasts as long as the page.
-  }
-  showTheme();
+  saveBlob(new Blob([JSON.stringify(data)], { type: "application/json" }), downloadName(state.source, state.index + 1, "json"));
 });
 
 let width = innerWidth;
@@ -387,5 +323,4 @@ addEventListener("resize", () => {
   render();
 });
 
-showTheme();
 start();

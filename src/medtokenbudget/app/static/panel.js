@@ -1,7 +1,7 @@
-// One selector's card: choice, picture, numbers, bars. Its own file because a page has one or two of them, all alike.
+// The panel of one method: menu, image, numbers and class probabilities. The page has one or two of them.
 
 import { paint } from "./draw.js";
-import { about, percent, sentence } from "./view.js";
+import { percent, sentence } from "./view.js";
 
 function element(name, className, text) {
   const made = document.createElement(name);
@@ -11,7 +11,7 @@ function element(name, className, text) {
 }
 
 export class Panel {
-  /** side: "a" or "b"; onChoose(name) when another selector is chosen. */
+  /** side: "a" or "b"; onChoose(name) is called when another method is chosen. */
   constructor(side, onChoose) {
     const root = document.getElementById("panel-template").content.firstElementChild.cloneNode(true);
     this.side = side;
@@ -21,8 +21,8 @@ export class Panel {
     this.select.id = `selector-${side}`;
     const label = root.querySelector(".choose label");
     label.htmlFor = this.select.id;
-    label.textContent = side === "a" ? "Selector" : "Second selector";
-    root.setAttribute("aria-label", side === "a" ? "Selector" : "Second selector");
+    label.textContent = side === "a" ? "Method" : "Second method";
+    root.setAttribute("aria-label", side === "a" ? "Method" : "Second method");
     this.canvas = root.querySelector("canvas");
     this.legend = root.querySelector(".legend");
     this.stats = root.querySelector(".stats");
@@ -31,21 +31,17 @@ export class Panel {
     this.select.addEventListener("change", () => onChoose(this.select.value));
   }
 
-  /** The selectors of an answer to choose from; variants in a group of their own. */
-  offer(names, chosen) {
-    const plain = names.filter((name) => !name.includes(":"));
-    const variants = names.filter((name) => name.includes(":"));
-    const options = (list) => list.map((name) => new Option(name, name, false, name === chosen));
-    this.select.replaceChildren(...options(plain));
-    if (variants.length) {
-      const group = document.createElement("optgroup");
-      group.label = "Variants";
-      group.append(...options(variants));
-      this.select.append(group);
-    }
-    this.about.textContent = about(chosen);
+  /** Fill the menu; methods: [{name, title, about}], chosen: a name. */
+  offer(methods, chosen) {
+    this.select.replaceChildren(...methods.map(({ name, title }) => new Option(title, name, false, name === chosen)));
+    this.describe(methods.find(({ name }) => name === chosen));
   }
 
+  describe({ about }) {
+    this.about.textContent = about;
+  }
+
+  /** One row per class; `truth` is the true class, if known. */
   classes(names, truth) {
     this.rows = names.map((name) => {
       const row = element("tr", name === truth ? "truth" : "");
@@ -66,8 +62,8 @@ export class Panel {
     this.bars.replaceChildren(...this.rows.map(({ row }) => row));
   }
 
-  render(name, scene, view, show) {
-    this.paint(name, scene, view, show);
+  render(title, scene, view, show) {
+    this.paint(title, scene, view, show);
     view.probabilities.forEach((p, i) => {
       const { row, fill, value } = this.rows[i];
       fill.style.width = `${100 * p}%`;
@@ -78,7 +74,7 @@ export class Panel {
     this.keys(scene, view, show);
   }
 
-  paint(name, scene, view, show) {
+  paint(title, scene, view, show) {
     const { canvas } = this;
     const ratio = scene.picture.naturalHeight / scene.picture.naturalWidth;
     const width = Math.max(1, Math.round(canvas.clientWidth * Math.min(2, window.devicePixelRatio || 1)));
@@ -88,7 +84,7 @@ export class Panel {
       canvas.height = height;
     }
     paint(canvas.getContext("2d"), width, height, scene, view, show);
-    canvas.setAttribute("aria-label", `The picture with the patches that stay. ${sentence(name, view)}`);
+    canvas.setAttribute("aria-label", `The image with the kept patches highlighted. ${sentence(title, view)}`);
   }
 
   numbers(view) {
@@ -96,7 +92,7 @@ export class Panel {
     if (view.retention !== null) {
       rows.push(["Retention", percent(view.retention), `${view.lesion - view.lost} of ${view.lesion}`]);
       rows.push(["Ceiling", percent(view.ceiling), ""]);
-      rows.push(["Of the ceiling", percent(view.ofCeiling), ""]);
+      rows.push(["Of ceiling", percent(view.ofCeiling), ""]);
       rows.push(["Lesion lost", `${view.lost}`, view.lost === 1 ? "patch" : "patches"]);
     }
     this.stats.replaceChildren(
@@ -112,11 +108,12 @@ export class Panel {
 
   keys(scene, view, show) {
     const keys = [];
-    if (view.groups) keys.push(["merged", "one colour, one token: patches merged, lines between tokens"]);
+    if (view.groups) keys.push(["merged", "patches of one color are merged into one token"]);
+    if (view.groups && show.lesion && scene.lesion) keys.push(["outline", "lesion"]);
     if (show.scores) keys.push(["ramp", "score, low to high"]);
-    if (view.kept && show.lesion && scene.lesion) keys.push(["lesion", "lesion kept"], ["lost", "lesion lost"]);
+    if (view.kept && show.lesion && scene.lesion) keys.push(["lesion", "lesion, kept"], ["lost", "lesion, lost"]);
     if (view.kept && !show.scores) keys.push(["kept", "kept"], ["dropped", "dropped"]);
-    if (view.kept && show.scores) keys.push(["", "darker: dropped"]);
+    if (view.kept && show.scores) keys.push(["", "darker = dropped"]);
     if (this.shownKeys === JSON.stringify(keys)) return;
     this.shownKeys = JSON.stringify(keys);
     this.legend.replaceChildren(

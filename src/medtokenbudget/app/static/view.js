@@ -1,6 +1,6 @@
-// What one selector's answer means at one budget. Pure: no page, no canvas; drawing and text both read it.
+// One method at one budget: the numbers that the drawing and the text show. Pure functions.
 
-/** The answer of `selector` at stop `index`: K, kept patches, retention, ceiling, class. */
+/** The result of `selector` at budget `index` of `answer`; the only place that computes anything about retention. */
 export function at(answer, selector, index) {
   const k = selector.k[index];
   const n = answer.n;
@@ -8,9 +8,7 @@ export function at(answer, selector, index) {
   if (kept) for (let i = 0; i < k; i += 1) kept[selector.order[i]] = 1;
   const probabilities = selector.probabilities[index];
   const top = probabilities.indexOf(Math.max(...probabilities));
-  const lesion = answer.lesion && answer.lesion.length ? answer.lesion.length : null;
-  const retention = selector.retention ? selector.retention[index] : null;
-  const ceiling = selector.ceiling ? selector.ceiling[index] : null;
+  const measured = Boolean(selector.retention);
   return {
     k,
     n,
@@ -19,15 +17,15 @@ export function at(answer, selector, index) {
     probabilities,
     top,
     label: answer.classes[top],
-    retention,
-    ceiling,
-    ofCeiling: retention === null ? null : retention / ceiling,
-    lost: retention === null ? null : Math.round(lesion * (1 - retention)),
-    lesion,
+    retention: measured ? selector.retention[index] : null,
+    ceiling: measured ? selector.ceiling[index] : null,
+    ofCeiling: measured ? selector.retention_of_ceiling[index] : null,
+    lesion: measured ? answer.lesion.length : null,
+    lost: measured ? answer.lesion.filter((patch) => !kept[patch]).length : null,
   };
 }
 
-/** 1 where a patch is lesion, or null without a mask. */
+/** 1 for every lesion patch, 0 for the others; null without a mask. */
 export function lesionMap(answer) {
   if (!answer.lesion) return null;
   const map = new Uint8Array(answer.n);
@@ -35,37 +33,17 @@ export function lesionMap(answer) {
   return map;
 }
 
-/** Per cent without false precision: 93 %, 0.4 %. */
+/** A fraction as a percentage without false precision: 93%, 0.4%, 99.6%. */
 export function percent(value) {
   const points = 100 * value;
-  if (points > 0 && points < 0.95) return points < 0.05 ? "<0.1 %" : `${points.toFixed(1)} %`;
-  if (points > 99 && points < 100) return `${(Math.floor(points * 10) / 10).toFixed(1)} %`;
-  return `${Math.round(points)} %`;
+  if (points > 0 && points < 0.95) return points < 0.05 ? "<0.1%" : `${points.toFixed(1)}%`;
+  if (points > 99 && points < 100) return `${(Math.floor(points * 10) / 10).toFixed(1)}%`;
+  return `${Math.round(points)}%`;
 }
 
-const ABOUT = {
-  lats: "Learned score of each patch: embedding, attention, norm and local contrast.",
-  "no-pruning": "Keeps every patch at every budget: the reference.",
-  random: "Draws patches without looking.",
-  norm: "Largest patch embeddings first.",
-  tome: "Merges similar patches into K tokens; no patch is kept as it was, so there is no retention.",
-  "attention-entropy": "Patches whose attention is most focused first.",
-  "class-attention": "Patches that the class token attends to first.",
-  "local-contrast": "Patches that differ most from their neighbours first.",
-  center: "Nearest to the image's center first: no model at all.",
-  darkness: "Darkest patches first: no model at all.",
-  oracle: "Reads the mask: lesion first. A bound, not a method.",
-};
-
-export function about(name) {
-  const [base, variant] = name.split(":");
-  const text = ABOUT[base] ?? "";
-  return variant ? `${text} Variant: ${variant}.`.trim() : text;
-}
-
-/** A sentence or two for people who listen rather than look. */
-export function sentence(name, view) {
-  const parts = [`${name}: ${view.k} of ${view.n} ${view.kept ? "patches kept" : "tokens"}`];
+/** The numbers as text, for screen readers. */
+export function sentence(title, view) {
+  const parts = [`${title}: ${view.k} of ${view.n} ${view.kept ? "patches kept" : "tokens"}`];
   if (view.retention !== null) parts.push(`retention ${percent(view.retention)}, ceiling ${percent(view.ceiling)}`);
   parts.push(`${view.label} ${percent(view.probabilities[view.top])}`);
   return `${parts.join("; ")}.`;
