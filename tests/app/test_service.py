@@ -6,6 +6,7 @@ import asyncio
 import io
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -265,7 +266,10 @@ def test_a_device_that_this_machine_does_not_have_is_an_error_before_anything_is
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert main([command, *([str(folder)] if given else []), "--device", "cuda", "--port", "-1"]) == 2
+    # On a taken port, so that a server that does not check its device ends too.
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        arguments = ["--device", "cuda", "--port", str(taken.getsockname()[1])]
+        assert main([command, *([str(folder)] if given else []), *arguments]) == 2
     assert "Device 'cuda' is not available on this machine." in "".join(capsys.readouterr())
 
 
