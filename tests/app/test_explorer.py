@@ -15,10 +15,12 @@ from PIL import Image
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from medtokenbudget.app.service import Service
+from medtokenbudget.report.style import look
 from tests.app.server import Server, huge_png, mask, picture, running_here
 from tests.small_model import small_model
 
 CHROMIUM = shutil.which("chromium") or "/usr/bin/chromium"
+MAIN = "lats:lesion-first"
 expect.set_options(timeout=30_000)
 
 
@@ -33,7 +35,8 @@ def absent(what: str) -> None:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     if not Path(CHROMIUM).exists():
         absent("needs Chromium (Debian: apt install chromium)")
-    with running_here(Service(small_model(tmp_path_factory.mktemp("explorer")))) as server:
+    model = small_model(tmp_path_factory.mktemp("explorer"), main=MAIN)
+    with running_here(Service(model)) as server:
         yield server
 
 
@@ -137,7 +140,7 @@ def test_a_sample_and_the_slider_change_k_the_picture_and_the_numbers_without_a_
     expect(page.locator("#k-value")).to_have_text("100 of 100 patches")
     assert stat(page, "Retention").startswith("100%")
     assert stat(page, "Lesion lost").startswith("0")
-    expect(page.locator("#summary")).to_contain_text("Budget 100%. LATS: 100 of 100 patches kept; retention 100%")
+    expect(page.locator("#summary")).to_contain_text(f"Budget 100%. {look(MAIN).name}: 100 of 100 patches kept; retention 100%")
 
 
 def test_the_numbers_of_the_page_are_those_of_the_answer(opened: Open) -> None:
@@ -147,7 +150,7 @@ def test_the_numbers_of_the_page_are_those_of_the_answer(opened: Open) -> None:
     data = json.loads(Path(download.value.path()).read_text())
     (row,) = data["selectors"]
     at = data["budgets"].index(0.3)
-    assert data["shown"] == {"budget": 0.3, "selectors": ["lats"]}
+    assert data["shown"] == {"budget": 0.3, "selectors": [MAIN]}
     assert stat(page, "Retention").startswith(f"{round(100 * row['retention'][at])}%")
     assert stat(page, "Ceiling").startswith(f"{round(100 * row['ceiling'][at])}%")
     assert bars(page) == [f"{round(100 * p)}%" for p in row["probabilities"][at]]
@@ -156,6 +159,19 @@ def test_the_numbers_of_the_page_are_those_of_the_answer(opened: Open) -> None:
     with Image.open(download.value.path()) as saved:
         assert saved.format == "PNG"
         assert min(saved.size) > 600
+
+
+def test_the_page_opens_with_the_main_method_and_shows_methods_by_their_names_in_the_report(opened: Open) -> None:
+    page = opened()
+    assert page.locator("#selector-a").input_value() == MAIN
+    names = page.locator("#selector-a option").evaluate_all("options => options.map(option => [option.value, option.text])")
+    assert names[0] == [MAIN, look(MAIN).name]
+    assert all(title == look(method).name for method, title in names)
+    expect(page.locator(".about")).to_have_text(look(MAIN).about)
+    page.locator("#selector-a").select_option("center")
+    expect(page.locator(".about")).to_have_text(look("center").about)
+    page.get_by_label("Compare").check()
+    expect(page.locator("#chart")).to_contain_text(look("center").name)
 
 
 def test_two_methods_are_compared_side_by_side_each_with_its_own_head(opened: Open) -> None:

@@ -68,7 +68,7 @@ def test_the_model_describes_itself(server: Server, model: MedTokenBudget) -> No
     info = httpx.get(f"{server.url}/v1/model").json()
     assert info["classes"] == list(model.classes)
     assert [row["name"] for row in info["selectors"]] == model.selectors
-    assert info["main"] == model.selectors[0]
+    assert info["main"] == model.main
     titles = {row["name"]: row["title"] for row in info["selectors"]}
     assert titles == {name: look(name).name for name in model.selectors}
     assert all(row["about"].endswith(".") for row in info["selectors"])

@@ -109,7 +109,7 @@ class Service:
             "grid": [h, w],
             "n": h * w,
             "budgets": list(BUDGETS),
-            "main": self.model.selectors[0],
+            "main": self.model.main,
             "selectors": [self._described(name) for name in self.model.selectors],
             "limits": {"max_bytes": self.limits.max_bytes, "max_pixels": self.limits.max_pixels, "max_budgets": MAX_BUDGETS},
         }
