@@ -7,9 +7,13 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from medtokenbudget.errors import RequestError, UnknownNameError
+
+BUDGET = "budget"
+Budget = Annotated[float, BUDGET]
+"""A share of the patches in (0, 1]. The command line also reads it as a percentage, such as 30%."""
 
 BUDGETS: tuple[float, ...] = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 HEADLINE_BUDGETS: tuple[float, ...] = (0.1, 0.3, 0.5)
@@ -112,112 +116,113 @@ class DistillConfig:
 
 @dataclass(frozen=True)
 class LATSConfig:
-    """The scorer of the paper."""
+    """The LATS scorer: an MLP that gives each patch a score."""
 
     hidden: int = 256
-    """Width of the scoring MLP."""
+    """Width of the hidden layers."""
     layers: int = 4
-    """Hidden layers of the scoring MLP."""
+    """Number of hidden layers."""
     dropout: float = 0.1
     """Dropout after each hidden layer."""
     signals: tuple[str, ...] = SIGNALS
-    """Auxiliary signals beside the patch embedding: any of attention, norm, contrast."""
+    """Signals that the scorer sees in addition to the patch embedding: any of attention, norm, contrast."""
     neighborhood: Neighborhood = "raster"
-    """Neighbors of the local contrast: 'raster' is the paper's 1D order, 'grid4' and 'grid8' are true 2D neighborhoods."""
+    """Neighbors for the local contrast: 'raster' is the previous and next patch, as in the paper; 'grid4' and 'grid8' are neighbors
+    on the 2D grid."""
 
 
 @dataclass(frozen=True)
 class RouterConfig:
-    """From scores to kept patches."""
+    """The router: from scores to kept patches."""
 
     minimum: int = 16
-    """Fewest patches kept at any budget."""
+    """Keep at least this many patches at any budget."""
     smooth: int = 3
-    """Side of the average filter over the score grid before selection; 1 switches it off."""
+    """Smooth the score map with an average filter of this size before selection; 1 turns it off."""
     padding: Padding = "zero"
-    """'zero' pads the score grid with zeros as plain average pooling does; 'exclude' averages over the patches that exist."""
+    """How the smoothing treats the border: 'zero' pads with zeros, 'exclude' averages only over existing patches."""
     temperature: float = 0.5
-    """Gumbel temperature of the training selection."""
+    """Gumbel temperature of the selection during training."""
 
 
 @dataclass(frozen=True)
 class CurriculumConfig:
-    """The training budget over the epochs."""
+    """The budget curriculum: which budget is used in which epoch of training."""
 
     kind: Literal["cosine", "fixed"] = "cosine"
-    """'cosine' goes from start to end over the given epochs and stays there; 'fixed' stays at start."""
-    start: float = 0.5
-    """Budget of the first epoch."""
-    end: float = 0.25
-    """Budget after the annealing."""
+    """'cosine' anneals the budget from start to end, 'fixed' keeps it at start."""
+    start: Budget = 0.5
+    """Budget in the first epoch."""
+    end: Budget = 0.25
+    """Budget after annealing."""
     epochs: int = 20
-    """Epochs of annealing."""
+    """Number of epochs over which the budget is annealed."""
 
 
 @dataclass(frozen=True)
 class LossWeights:
-    """Weights of the paper's objective."""
+    """Weights of the loss terms."""
 
     classification: float = 1.0
-    """Cross-entropy of the head."""
+    """Weight of the cross-entropy of the classification head."""
     budget: float = 0.01
-    """|K / N - budget|: a diagnostic without gradient."""
+    """Weight of |K / N - budget|, which has no gradient and is only logged."""
     diversity: float = 0.05
-    """Similarity of the score maps of different images."""
+    """Weight of the diversity loss, which penalizes similar score maps for different images."""
     lesion: float = 0.1
-    """Binary cross-entropy of the scores against the lesion patches, where there is a mask; 0 is the mask-free control."""
+    """Weight of the lesion loss, the binary cross-entropy between scores and lesion mask; 0 trains without masks."""
     distillation: float = 0.1
-    """Squared distance of the scores from the class token's attention."""
+    """Weight of the distillation loss, the squared distance between scores and class-token attention."""
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """One training of LATS and its head."""
+    """One training run of a selector and its head."""
 
     recipe: Literal["joint", "lesion-first"] = "joint"
-    """'joint' is the paper's: scorer and head together; 'lesion-first': first the scorer, on masks, then the head."""
+    """'joint' trains scorer and head together, as in the paper; 'lesion-first' trains the scorer on masks, then the head."""
     epochs: int = 50
-    """Epochs of the scorer (of scorer and head together in the joint recipe)."""
+    """Epochs for the scorer, or for scorer and head together with the joint recipe."""
     min_steps: int = 0
-    """Fewest steps of the scorer: small data sets get more epochs for it, at most five times as many."""
+    """Train the scorer for at least this many steps: small data sets get more epochs, up to five times as many."""
     head_epochs: int = 30
-    """Epochs of a head trained on pooled tokens: the baselines', and the second stage of the lesion-first recipe."""
+    """Epochs for heads that are trained on pooled tokens: all baselines, and the second stage of the lesion-first recipe."""
     batch_size: int = 64
-    """Images in one step."""
+    """Images per training step."""
     patches: int = 0
-    """Patches of each image that a step of the lesion-first recipe learns from, drawn anew each time; 0 takes all."""
+    """With the lesion-first recipe, sample this many patches per image in each step; 0 uses all of them."""
     lr: float = 1e-3
-    """Learning rate of AdamW, cosine to 0."""
+    """Initial learning rate of AdamW, with cosine decay to 0."""
     weight_decay: float = 1e-5
     """Weight decay of AdamW."""
     clip: float = 1.0
-    """Largest gradient norm."""
+    """Maximum gradient norm."""
     patience: int = 12
-    """Epochs without improvement before training stops early."""
+    """Stop early after this many epochs without improvement."""
     evaluate_every: int = 2
-    """Epochs between two looks at the selection metric."""
+    """Compute the selection metric every this many epochs."""
     min_improvement: float = 0.002
     """Smallest change of the selection metric that counts as an improvement."""
-    selection_budget: float = 0.5
-    """Budget at which the selection metric is measured."""
+    selection_budget: Budget = 0.5
+    """Budget at which the selection metric is computed."""
     selection_metric: Literal["accuracy", "retention"] = "accuracy"
-    """What picks the best epoch; 'retention' is the share of the ceiling, averaged over the headline budgets."""
+    """Metric that selects the best epoch; 'retention' is the share of the retention ceiling, averaged over 0.1, 0.3 and 0.5."""
     protocol: Literal["strict", "paper"] = "strict"
-    """'paper' picks the epoch on the validation part; 'strict' on a part cut from training, which no reported number uses."""
+    """'strict' selects the epoch on images held out from the training set; 'paper' selects it on the validation set."""
     selection_fraction: float = 0.1
-    """Share of the training part that the strict protocol cuts off when the manifest has no selection part of its own."""
+    """Share of the training set that the strict protocol holds out if the manifest has no selection set."""
     class_balance: Literal["none", "loss", "sampler"] = "none"
-    """'loss' weights the classes inversely to their frequency, 'sampler' draws them equally often."""
+    """'loss' weights classes by inverse frequency, 'sampler' draws all classes equally often."""
     views: Literal["none", "off-center", "all"] = "none"
-    """Train on stored views of the training images too: one off-center crop of each, or 'all' (crops, flips, rotations)."""
+    """Also train on views in the store: 'off-center' uses one off-center crop per image, 'all' uses crops, flips and rotations."""
     seed: int = 42
-    """Seed of everything random in this training."""
+    """Random seed."""
     device: str = "auto"
-    """'auto' takes a GPU when there is one; else 'cpu', 'cuda', ..."""
+    """'auto' uses a GPU if there is one; otherwise 'cpu', 'cuda', 'cuda:1', ..."""
     precision: Literal["fp32", "bf16"] = "fp32"
-    """'bf16' runs the scorer and the head under bf16 autocast."""
-    budgets: tuple[float, ...] = BUDGETS
-    """Budgets that pooled heads are trained for; one is drawn for each batch."""
+    """'bf16' runs scorer and head in bf16 autocast."""
+    budgets: tuple[Budget, ...] = BUDGETS
+    """Token budgets to evaluate at. Heads that are trained on pooled tokens draw one of them per batch."""
     lats: LATSConfig = field(default_factory=LATSConfig)
     router: RouterConfig = field(default_factory=RouterConfig)
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
@@ -243,14 +248,22 @@ PRESETS = {"paper": TrainConfig, "lesion-first": _lesion_first}
 
 
 def preset(name: str, **changes: Any) -> TrainConfig:
-    """The training configuration called `name` ('paper', or 'lesion-first', the default outside `reproduce`), with changes."""
+    """Return a training configuration by name, with changes.
+
+    Args:
+        name: 'lesion-first', the default outside `mtb reproduce`, or 'paper'.
+        **changes: Fields of `TrainConfig` to replace.
+
+    Raises:
+        UnknownNameError: There is no such preset.
+    """
     if name not in PRESETS:
         raise UnknownNameError.of("preset", name, PRESETS)
     return replace(PRESETS[name](), **changes)
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """A configuration as plain JSON values."""
+    """Return a configuration as plain JSON values."""
     return {key: _plain(value) for key, value in asdict(config).items()}
 
 
@@ -263,7 +276,11 @@ def _plain(value: Any) -> Any:
 
 
 def train_config_from_dict(values: dict[str, Any]) -> TrainConfig:
-    """The inverse of `to_dict` for a training configuration; unknown keys are refused."""
+    """Build a training configuration from the values that `to_dict` returned.
+
+    Raises:
+        RequestError: A key is unknown, because the values come from another version.
+    """
     parts: dict[str, Any] = {
         "lats": LATSConfig,
         "router": RouterConfig,
@@ -274,7 +291,7 @@ def train_config_from_dict(values: dict[str, Any]) -> TrainConfig:
         flat = {key: parts[key](**_tuples(value)) if key in parts else value for key, value in values.items()}
         return TrainConfig(**_tuples(flat))
     except TypeError as error:
-        raise RequestError(f"this is not a training configuration of this version: {error}.") from None
+        raise RequestError(f"Not a training configuration of this version: {error}. Train the model again.") from None
 
 
 def _tuples(values: dict[str, Any]) -> dict[str, Any]:

@@ -48,7 +48,7 @@ def test_an_onnx_file_is_written_and_said_to_be_checked(
     [
         (("--selector", "random"), "is random"),
         (("--push", "someone/router"), "--push needs --format hub"),
-        (("--budget", "0"), "(0, 1]"),
+        (("--budget", "0"), "above 0 and at most 1"),
     ],
 )
 def test_what_cannot_be_exported_exits_with_2(

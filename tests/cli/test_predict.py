@@ -123,7 +123,7 @@ def test_when_no_image_can_be_read_the_work_has_failed_and_no_table_appears(
     ("arguments", "words"),
     [
         (("--out", "p.txt"), "must end in .csv or .parquet"),
-        (("--out", "p.csv", "--budget", "1.5"), "(0, 1]"),
+        (("--out", "p.csv", "--budget", "1.5"), "above 0 and at most 1"),
         (("--out", "p.csv", "--selector", "centre"), "Did you mean 'center'?"),
     ],
 )

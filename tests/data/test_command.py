@@ -165,8 +165,8 @@ def test_a_csv_from_the_command_line(tmp_path: Path) -> None:
         (["check", "/nowhere.parquet"], "does not exist"),
         (["split", "/nowhere.parquet", "--out", "m"], "does not exist"),
         (["isic", "/nowhere", "--masks", "fuzzy", "--out", "m"], "exact"),
-        (["folder", "/nowhere"], "required"),
-        (["sideways"], "invalid choice"),
+        (["folder", "/nowhere"], "Missing: --out"),
+        (["sideways"], "command of mtb data 'sideways'"),
         (["synthetic", "--n", "0", "--out", "m"], "--n is the number"),
     ],
 )

@@ -186,6 +186,6 @@ def test_budgets_without_the_headline_one_and_both_spellings_of_options(
         "--device",
         "cpu",
     ]
-    assert main([*command, *small, "--budgets", "[0.1,0.5]"]) == 0
+    assert main([*command, *small, "--budgets", "0.1", "0.5"]) == 0
     assert "at budget 0.1: accuracy" in capsys.readouterr().err
     assert contents(tmp_path / "model")

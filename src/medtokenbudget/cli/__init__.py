@@ -1,54 +1,48 @@
-"""The command `mtb`. Thin: each command's module reads its arguments and calls one public function.
+"""The command `mtb`. Each command has a thin module that reads its options and calls one public function.
 
-The table below is all that `mtb --help` needs, so that it answers at once; a command's own module is imported when it is called.
+`mtb --help` needs only the table below, so that it answers at once. The module of a command is imported when it is called.
 """
 
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from medtokenbudget.errors import MedTokenBudgetError, UnknownNameError
 
 COMMANDS: dict[str, str] = {
-    "demo": "the whole story on drawn images, offline, on a CPU: draw, extract, train, sweep, report",
-    "data": "make a manifest from a data set (isic, kvasir, folder, csv, synthetic), split it, check it",
-    "extract": "run the frozen backbone once and fill a store of tokens",
-    "distill": "make a small backbone from a large one",
-    "train": "train one LATS router and its head",
-    "sweep": "methods x budgets x seeds",
-    "reproduce": "the paper's studies, its numbers beside ours",
-    "report": "tables, figures and a page from the results of a run",
-    "predict": "class probabilities and kept patches of images",
-    "serve": "JSON API and explorer page of a trained model",
-    "explore": "the explorer page, opened in the browser",
-    "export": "ONNX files or a folder for the hub",
-    "bench": "measure this machine, as ratios within one run",
-    "doctor": "what this machine has and lacks",
+    "demo": "run everything on drawn images, offline and on a CPU: draw, extract, train, sweep, report",
+    "data": "make a manifest of a data set (ISIC 2019, Kvasir v2, folders, CSV, drawn images), split it, check it",
+    "extract": "run the frozen backbone once and store the patch tokens",
+    "distill": "distill a large backbone into a small one",
+    "train": "train a LATS router and its head, and save them as a model",
+    "sweep": "train and evaluate several methods at several budgets and seeds",
+    "reproduce": "run the paper's studies and compare with its numbers",
+    "report": "write the tables, figures and report.html of a run",
+    "predict": "write class probabilities and kept patches of images to a table",
+    "serve": "serve a model: JSON API and explorer page",
+    "explore": "serve a model and open the explorer in the browser",
+    "export": "export a model as ONNX files or as a folder for the hub",
+    "bench": "run the benchmarks of a source checkout",
+    "doctor": "check what is installed and available on this machine",
+    "completion": "print a script that completes commands and options in the shell",
 }
 
 
-def _usage() -> str:
-    rows = "\n".join(f"  {name:<10} {text}" for name, text in COMMANDS.items() if _exists(name))
-    return (
-        "usage: mtb COMMAND ...\n\nLesion-preserving token routing for dermoscopic images.\n\n"
-        f"commands:\n{rows}\n\n"
-        "`mtb COMMAND --help` explains a command. Research software, not a medical device."
-    )
-
-
-def _exists(name: str) -> bool:
-    return importlib.util.find_spec(f"{__name__}.{name}") is not None
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; the exit code is 0 done, 1 the work failed, 2 the request was wrong."""
+    """Run a command.
+
+    Args:
+        argv: The words after `mtb`; None takes them from the process.
+
+    Returns:
+        The exit code: 0 for success, 1 if the work failed, 2 if the request was wrong.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help"):
-        print(_usage())
+        print(_help())
         return 0
     if arguments[0] == "--version":
         from medtokenbudget import __version__
@@ -56,20 +50,36 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"mtb {__version__}")
         return 0
     try:
-        return _run(arguments[0], arguments[1:])
+        return int(command(arguments[0])(arguments[1:]) or 0)
     except MedTokenBudgetError as error:
         print(f"mtb: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        print("\nmtb: stopped. The same command goes on from here.", file=sys.stderr)
+        print("\nmtb: Stopped. Run the same command again to continue.", file=sys.stderr)
         return 130
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
 
-def _run(name: str, arguments: list[str]) -> int:
-    if name not in COMMANDS or not _exists(name):
-        raise UnknownNameError.of("command", name, [known for known in COMMANDS if _exists(known)])
-    module = importlib.import_module(f"{__name__}.{name}")
-    return int(module.main(arguments) or 0)
+def command(name: str) -> Callable[[list[str]], int]:
+    """The function that runs a command.
+
+    Raises:
+        UnknownNameError: There is no such command.
+    """
+    if name not in COMMANDS:
+        raise UnknownNameError.of("command", name, COMMANDS)
+    run: Callable[[list[str]], int] = importlib.import_module(f"{__name__}.{name}").main
+    return run
+
+
+def _help() -> str:
+    from medtokenbudget.cli.help import command_list
+
+    return command_list(
+        "mtb COMMAND ...",
+        "Lesion-preserving token routing for dermoscopic images.",
+        COMMANDS,
+        "Run `mtb COMMAND --help` for the options of a command. Research software, not a medical device.",
+    )

@@ -1,4 +1,4 @@
-"""`mtb bench`: the benchmarks of the source checkout, as ratios within one run."""
+"""`mtb bench`: the benchmarks of a source checkout."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from medtokenbudget.errors import RequestError, UnknownNameError
 def main(arguments: list[str]) -> int:
     parser = command_parser(
         "bench",
-        "Run benchmarks of the source checkout in this folder; figures are ratios within one run.",
+        "Run the benchmarks of the source checkout in this folder. They report ratios within one run.",
         "mtb bench routing statistics",
     )
-    parser.add_argument("names", nargs="*", default=[], help="Benchmarks to run; none means all of them.")
+    parser.add_argument("names", nargs="*", default=[], help="Benchmarks to run. Default: all of them.")
     options = parser.parse_args(arguments)
 
     sys.path.insert(0, str(Path.cwd()))
     if importlib.util.find_spec("benchmarks") is None:
-        raise RequestError("the benchmarks are in the source checkout, not in the package: run this in a clone, or `make bench`.")
+        raise RequestError("The benchmarks are not part of the installed package. Run this in a clone of the repository.")
     from benchmarks.__main__ import ALL, run
 
     for name in options.names:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from jsonargparse import ArgumentParser, Namespace
-
-from medtokenbudget.cli.parsing import Help, command_parser
-from medtokenbudget.errors import RequestError
+from medtokenbudget.cli.help import command_list
+from medtokenbudget.cli.parsing import CommandParser, command_parser
+from medtokenbudget.errors import RequestError, UnknownNameError
 
 if TYPE_CHECKING:
     from medtokenbudget.data.manifest import Manifest
@@ -20,19 +20,21 @@ Rule = Literal["paper", "grouped", "kfold"]
 
 
 def main(arguments: list[str]) -> int:
-    parser = ArgumentParser(prog="mtb data", description="Manifests: one row an image, whatever the source.", formatter_class=Help)
-    commands = parser.add_subcommands(required=True, dest="command")
-    for name, (summary, build, _) in COMMANDS.items():
-        example = f"mtb data {name} {EXAMPLES[name]}"
-        sub = command_parser(f"data {name}", summary, example)
-        build(sub)
-        commands.add_subcommand(name, sub, help=summary)
-    chosen = parser.parse_args(arguments)
-    run: Callable[[Namespace], int] = COMMANDS[chosen.command][2]
-    return run(chosen[chosen.command])
+    if not arguments or arguments[0] in ("-h", "--help"):
+        summaries = {name: summary for name, (summary, _, _) in COMMANDS.items()}
+        last = "Run `mtb data COMMAND --help` for the options of a command."
+        print(command_list("mtb data COMMAND ...", "Make manifests, split them and check them.", summaries, last))
+        return 0
+    name = arguments[0]
+    if name not in COMMANDS:
+        raise UnknownNameError.of("command of mtb data", name, COMMANDS)
+    summary, build, run = COMMANDS[name]
+    parser = command_parser(f"data {name}", f"{summary[0].upper()}{summary[1:]}.", f"mtb data {name} {EXAMPLES[name]}")
+    build(parser)
+    return run(parser.parse_args(arguments[1:]))
 
 
-def _split_options(parser: ArgumentParser, default: str | None, seed: str = "--seed") -> None:
+def _split_options(parser: CommandParser, default: str | None, seed: str = "--seed") -> None:
     parser.add_argument(
         "--split",
         type=Rule if default else Rule | None,
@@ -49,17 +51,17 @@ def _split_options(parser: ArgumentParser, default: str | None, seed: str = "--s
     parser.add_argument("--workers", type=int, default=min(4, os.cpu_count() or 1), help="How many read or draw images at a time.")
 
 
-def _name(parser: ArgumentParser, default: str) -> None:
+def _name(parser: CommandParser, default: str) -> None:
     parser.add_argument(
         "--name", type=str | None, default=None, help=f"Name of the data set in results and reports. Default: {default}."
     )
 
 
-def _out(parser: ArgumentParser) -> None:
+def _out(parser: CommandParser) -> None:
     parser.add_argument("--out", type=Path, required=True, help="The manifest to write (Parquet).")
 
 
-def _isic_options(parser: ArgumentParser) -> None:
+def _isic_options(parser: CommandParser) -> None:
     parser.add_argument("root", type=Path, help="Folder with the official files of ISIC 2019; some of the images are enough.")
     parser.add_argument(
         "--masks",
@@ -71,7 +73,7 @@ def _isic_options(parser: ArgumentParser) -> None:
         "--mask-sources",
         type=str | None,
         default=None,
-        help="isic2018, ham10000 or both with a comma; the first that has a mask wins. "
+        help="Where masks come from: isic2018, ham10000, or both with a comma; the first that has a mask wins. "
         "Default: isic2018 for 'exact', all there are for 'by-id'.",
     )
     parser.add_argument("--ignore-unlabelled", action="store_true", help="Leave out files that have no row in the CSV.")
@@ -80,14 +82,14 @@ def _isic_options(parser: ArgumentParser) -> None:
     _out(parser)
 
 
-def _kvasir_options(parser: ArgumentParser) -> None:
+def _kvasir_options(parser: CommandParser) -> None:
     parser.add_argument("root", type=Path, help="Folder with the eight class folders of Kvasir v2.")
     _name(parser, "Kvasir v2")
     _split_options(parser, "paper")
     _out(parser)
 
 
-def _folder_options(parser: ArgumentParser) -> None:
+def _folder_options(parser: CommandParser) -> None:
     parser.add_argument(
         "root", type=Path, help="Folder with a folder for each class (or train/ and val/ with those), or with loose images."
     )
@@ -99,7 +101,7 @@ def _folder_options(parser: ArgumentParser) -> None:
     _out(parser)
 
 
-def _csv_options(parser: ArgumentParser) -> None:
+def _csv_options(parser: CommandParser) -> None:
     parser.add_argument("file", type=Path, help="CSV with the column image and, as known, image_id, label, mask, group, split.")
     parser.add_argument(
         "--classes", type=str | None, default=None, help="Class names in order, with commas; else the labels, sorted."
@@ -110,7 +112,7 @@ def _csv_options(parser: ArgumentParser) -> None:
     _out(parser)
 
 
-def _synthetic_options(parser: ArgumentParser) -> None:
+def _synthetic_options(parser: CommandParser) -> None:
     parser.add_argument("--n", type=int, default=1000, help="Number of images.")
     parser.add_argument("--seed", type=int, default=0, help="Seed of the drawings.")
     parser.add_argument("--size", type=int, default=256, help="Side of the images in pixels.")
@@ -120,13 +122,13 @@ def _synthetic_options(parser: ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, required=True, help="A folder, or NAME.parquet, whose files then are in NAME/.")
 
 
-def _split_command_options(parser: ArgumentParser) -> None:
+def _split_command_options(parser: CommandParser) -> None:
     parser.add_argument("manifest", type=Path, help="The manifest to split anew.")
     _split_options(parser, "grouped")
     _out(parser)
 
 
-def _check_options(parser: ArgumentParser) -> None:
+def _check_options(parser: CommandParser) -> None:
     parser.add_argument("data", type=Path, help="A manifest, or a folder in the layout of ISIC 2019, Kvasir v2 or class folders.")
     parser.add_argument("--json", action="store_true", help="The whole report as JSON.")
     parser.add_argument("--all", action="store_true", help="Every item of every finding, not the first few.")
@@ -254,7 +256,7 @@ def _names(value: str | None) -> list[str] | None:
     return None if value is None else [name.strip() for name in value.split(",") if name.strip()]
 
 
-COMMANDS: dict[str, tuple[str, Callable[[ArgumentParser], None], Callable[[Namespace], int]]] = {
+COMMANDS: dict[str, tuple[str, Callable[[CommandParser], None], Callable[[Namespace], int]]] = {
     "isic": ("ISIC 2019 with the masks of ISIC 2018 and HAM10000", _isic_options, _isic),
     "kvasir": ("Kvasir v2, eight class folders", _kvasir_options, _kvasir),
     "folder": ("your own images in class folders", _folder_options, _folder),

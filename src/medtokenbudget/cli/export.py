@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from medtokenbudget.cli.parsing import command_parser
+from medtokenbudget.config import Budget
 
 
 def main(arguments: list[str]) -> int:
@@ -18,7 +19,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("model", help="Run directory, model folder or hub id (owner/name).")
     parser.add_argument("--out", type=Path, required=True, help="Folder to write to.")
     parser.add_argument("--format", type=Literal["onnx", "hub"], default="onnx", help="ONNX files, or a model folder for the hub.")
-    parser.add_argument("--budget", type=float, nargs="+", default=[0.3], help="Budgets, one ONNX file each.")
+    parser.add_argument("--budget", type=Budget, nargs="+", default=[0.3], help="Budgets, one ONNX file each.")
     parser.add_argument(
         "--part", type=Literal["routing", "whole"], default="whole", help="'whole': image to logits; 'routing': tokens to logits."
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from medtokenbudget.cli.parsing import add_config, command_parser, pick
-from medtokenbudget.config import BackboneConfig, ExtractConfig
+from medtokenbudget.config import BackboneConfig, Budget, ExtractConfig
 from medtokenbudget.errors import RequestError
 
 EXAMPLE = "mtb extract isic.parquet --store stores/isic --weights dinov2_vitb14.safetensors --views off-center"
@@ -23,16 +23,20 @@ def main(arguments: list[str]) -> int:
         default=BackboneConfig.name,
         help="A timm vision transformer, 'embedded', or a folder of mtb distill.",
     )
-    add_config(parser, BackboneConfig, skip={"name"})
-    add_config(parser, ExtractConfig)
-    parser.add_argument("--engine", type=Literal["local", "ray"], default="local", help="This machine, or a Ray cluster.")
-    parser.add_argument("--address", type=str | None, default=None, help="Address of a running Ray cluster ('auto', host:port).")
-    parser.add_argument("--shards", type=str | None, default=None, help="I/N: only every N-th shard from the I-th on (job arrays).")
-    parser.add_argument(
+    add_config(parser, BackboneConfig, "Backbone", first={"weights"}, skip={"name"})
+    add_config(parser, ExtractConfig, "Extraction", first={"views", "device"})
+    cluster = parser.section("Clusters and job arrays")
+    cluster.add_argument("--engine", type=Literal["local", "ray"], default="local", help="This machine, or a Ray cluster.")
+    cluster.add_argument("--address", type=str | None, default=None, help="Address of a running Ray cluster ('auto', host:port).")
+    cluster.add_argument(
+        "--shards", type=str | None, default=None, help="I/N: extract every N-th shard, starting at I, for job arrays."
+    )
+    routed = parser.section("Routed tokens")
+    routed.add_argument(
         "--keep", type=Literal["all", "routed"], default="all", help="All patches, or only those that a model keeps."
     )
-    parser.add_argument("--model", type=Path | None, default=None, help="The trained model of --keep routed.")
-    parser.add_argument("--budget", type=float | None, default=None, help="Share of the patches that --keep routed keeps.")
+    routed.add_argument("--model", type=Path | None, default=None, help="The trained model of --keep routed.")
+    routed.add_argument("--budget", type=Budget | None, default=None, help="Share of the patches that --keep routed keeps.")
     parser.add_argument(
         "--verify", action="store_true", help="At the end, compare every shard and every image with the stored hashes."
     )

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from medtokenbudget.cli.parsing import command_parser
+from medtokenbudget.config import Budget
 
 
 def main(arguments: list[str]) -> int:
@@ -18,7 +19,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("model", help="Run directory, model folder or hub id (owner/name).")
     parser.add_argument("images", nargs="+", help="Image files, folders, globs, or a manifest (.parquet).")
     parser.add_argument("--out", type=Path, required=True, help="Table to write, FILE.csv or FILE.parquet.")
-    parser.add_argument("--budget", type=float, default=0.3, help="Share of the patches to keep, in (0, 1].")
+    parser.add_argument("--budget", type=Budget, default=0.3, help="Share of the patches to keep, such as 0.3 or 30%.")
     parser.add_argument(
         "--selector",
         type=str | None,

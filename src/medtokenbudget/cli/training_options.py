@@ -1,44 +1,67 @@
-"""The options of a training on the command line: a preset, and every field of `TrainConfig` to change it."""
+"""The options of a training run on the command line: a preset, and every field of `TrainConfig` to change it."""
 
 from __future__ import annotations
 
+from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from jsonargparse import ArgumentParser, Namespace
-
-from medtokenbudget.cli.parsing import add_config
-from medtokenbudget.config import PRESETS, TrainConfig, preset, to_dict, train_config_from_dict
-from medtokenbudget.errors import UnknownNameError
+from medtokenbudget.cli import config_file
+from medtokenbudget.cli.parsing import CommandParser, add_config, add_part
+from medtokenbudget.config import (
+    PRESETS,
+    CurriculumConfig,
+    LATSConfig,
+    LossWeights,
+    RouterConfig,
+    TrainConfig,
+    preset,
+    to_dict,
+    train_config_from_dict,
+)
 from medtokenbudget.files import dotted
 
 if TYPE_CHECKING:
     from medtokenbudget.experiments.execution import Execution
 
-
-def add_training(parser: ArgumentParser, arguments: list[str], default: str, **changes: Any) -> None:
-    """`--preset` and the fields of `TrainConfig`, whose defaults are those of the preset named in `arguments`."""
-    parser.add_argument("--preset", default=default, choices=sorted(PRESETS), help="Where the options below start from.")
-    add_config(parser, TrainConfig)
-    name = _named(arguments, default)
-    if name not in PRESETS:
-        raise UnknownNameError.of("preset", name, PRESETS)
-    parser.set_defaults(dotted(to_dict(preset(name, **changes))))
+FIRST = ("epochs", "budgets", "seed", "device")
+"""Fields of `TrainConfig` that the help shows before all groups."""
 
 
-def add_run(parser: ArgumentParser) -> None:
-    """What a run is made from, and where it goes."""
-    parser.add_argument("manifest", type=Path, help="The manifest that the store was made from.")
-    parser.add_argument("--store", type=Path, required=True, help="The store of tokens.")
-    parser.add_argument("--out", type=Path, required=True, help="The run directory.")
+def add_training(parser: CommandParser, arguments: list[str], default: str, **changes: Any) -> None:
+    """Add `--preset` and the fields of `TrainConfig`, with the defaults of the preset that `arguments` name.
+
+    Args:
+        parser: The parser of a command.
+        arguments: The words after the command.
+        default: The preset to use if none is named.
+        **changes: Fields of the preset whose default is another one for this command.
+    """
+    parser.add_argument("--preset", default=default, choices=sorted(PRESETS), help="Settings that the options below change.")
+    add_config(parser, TrainConfig, "Training", first=FIRST)
+    add_part(parser, LATSConfig, "lats", "LATS scorer")
+    add_part(parser, RouterConfig, "router", "Router")
+    add_part(parser, CurriculumConfig, "curriculum", "Budget curriculum of the joint recipe")
+    add_part(parser, LossWeights, "losses", "Losses")
+    name = _named(arguments)
+    # An unknown name is rejected when the options are parsed.
+    parser.set_defaults(**dotted(to_dict(preset(name if name in PRESETS else default, **changes))))
 
 
-def add_engine(parser: ArgumentParser) -> None:
-    """Where the units of a sweep run."""
-    parser.add_argument("--engine", type=Literal["local", "ray"], default="local", help="Local processes, or a Ray cluster.")
-    parser.add_argument("--address", type=str | None, default=None, help="Address of a running Ray cluster.")
-    parser.add_argument("--jobs", type=int, default=0, help="Units at the same time; 0 takes one per core.")
-    parser.add_argument("--only", type=Literal["all", "failed"], default="all", help="'failed': only what failed before.")
+def add_run(parser: CommandParser) -> None:
+    """Add what a run is made from and where it goes."""
+    parser.add_argument("manifest", type=Path, help="Manifest that the store was extracted from.")
+    parser.add_argument("--store", type=Path, required=True, help="Store of tokens, written by `mtb extract`.")
+    parser.add_argument("--out", type=Path, required=True, help="Run directory to write.")
+
+
+def add_engine(parser: CommandParser) -> None:
+    """Add where and how the units of a sweep run."""
+    section = parser.section("Running")
+    section.add_argument("--jobs", type=int, default=0, help="Units to run at the same time; 0 runs one per core.")
+    section.add_argument("--only", type=Literal["all", "failed"], default="all", help="'failed' repeats only failed units.")
+    section.add_argument("--engine", type=Literal["local", "ray"], default="local", help="Local processes or a Ray cluster.")
+    section.add_argument("--address", type=str | None, default=None, help="Address of a running Ray cluster: 'auto' or host:port.")
 
 
 def execution(options: Namespace) -> Execution:
@@ -49,15 +72,16 @@ def execution(options: Namespace) -> Execution:
 
 
 def training_config(options: Namespace) -> TrainConfig:
-    """The training configuration out of parsed options."""
-    plain = options.as_dict()
-    return train_config_from_dict({name: plain[name] for name in to_dict(TrainConfig())})
+    """Build the training configuration from parsed options."""
+    values: dict[str, Any] = {}
+    for name in dotted(to_dict(TrainConfig())):
+        *part, field = name.split(".")
+        (values.setdefault(part[0], {}) if part else values)[field] = getattr(options, name)
+    return train_config_from_dict(values)
 
 
-def _named(arguments: list[str], default: str) -> str:
-    for index, argument in enumerate(arguments):
-        if argument.startswith("--preset="):
-            return argument.split("=", 1)[1]
-        if argument == "--preset" and index + 1 < len(arguments):
-            return arguments[index + 1]
-    return default
+def _named(arguments: list[str]) -> str | None:
+    """The preset that the command line or else its configuration file names, before anything is parsed."""
+    file = config_file.named(arguments)
+    named = config_file.value_of("--preset", arguments)
+    return named if named is not None or file is None else config_file.read(file).get("preset")
