@@ -22,16 +22,19 @@ def run(*arguments: object) -> int:
 
 WRONG = {
     "a manifest by another name": (("folder", "photos", "--out", "m.csv"), "must end in .parquet"),
-    "a negative seed": (("folder", "photos", "--seed", -1, "--out", "m.parquet"), "seed of a split is 0 or more, got -1"),
+    "a negative seed": (("folder", "photos", "--seed", -1, "--out", "m.parquet"), "seed of a split must be 0 or more, got -1"),
     "a fold that does not exist": (
         ("folder", "photos", "--split", "kfold", "--fold", 5, "--out", "m.parquet"),
-        "--fold between 0 and folds - 1, got folds 5, fold 5",
+        "--fold between 0 and folds - 1, got folds 5 and fold 5",
     ),
     "more than all for selection": (
         ("folder", "photos", "--select", 1, "--out", "m.parquet"),
-        "a share of training in [0, 1), got 1.0",
+        "a share of the training part in [0, 1), got 1.0",
     ),
-    "a fold of drawings": (("synthetic", "--n", 50, "--split", "kfold", "--folds", 1, "--out", "drawn"), "--folds is 2 or more"),
+    "a fold of drawings": (
+        ("synthetic", "--n", 50, "--split", "kfold", "--folds", 1, "--out", "drawn"),
+        "--folds must be 2 or more",
+    ),
     "no ISIC folder": (
         ("isic", "photos", "--out", "m.parquet"),
         "ISIC_2019_Training_GroundTruth.csv does not exist. Give the folder",

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from medtokenbudget.data import Manifest, apply_split, cut_selection, paper_split
+from medtokenbudget.cli import main
+from medtokenbudget.data import Manifest, apply_split, cut_selection, folder_manifest, paper_split
 from medtokenbudget.data.splits import stratified_group_parts
 from medtokenbudget.errors import RequestError
+from tests.data.pictures import class_folders, lesion_picture, save
 
 
 def manifest(labels: list[int], groups: list[str | None] | None = None) -> Manifest:
@@ -86,12 +89,27 @@ def test_the_same_seed_splits_the_same_and_another_does_not() -> None:
     assert first == again != other
 
 
-def test_merged_groups_become_the_manifests() -> None:
-    before = manifest([0] * 10)
-    merged = ["pair", "pair", *(f"i{k}" for k in range(2, 10))]
-    after = apply_split(before, "grouped", merged=merged)
-    assert after.rows["group"].tolist() == merged
-    assert after.rows["split"].iloc[0] == after.rows["split"].iloc[1]
+@pytest.mark.parametrize("rule", ["grouped", "kfold"])
+def test_duplicates_are_merged_into_one_group_as_the_command_does(tmp_path: Path, rule: str) -> None:
+    photos = class_folders(tmp_path / "photos", 8)
+    for k in range(8):
+        save(lesion_picture(k).resize((48, 36)), photos / "MEL" / f"copy_{k}.png")
+    after = apply_split(folder_manifest(photos), rule)
+    rows = after.rows.set_index("image_id")
+    for k in range(8):
+        assert rows["group"][f"MEL/MEL_{k}"] == rows["group"][f"MEL/copy_{k}"] == f"MEL/MEL_{k}"
+        assert rows["split"][f"MEL/MEL_{k}"] == rows["split"][f"MEL/copy_{k}"]
+    assert main(["data", "folder", str(photos), "--split", rule, "--out", str(tmp_path / "m.parquet")]) == 0
+    assert Manifest.read(tmp_path / "m.parquet").hash == after.hash
+    apart = apply_split(folder_manifest(photos), rule, merge_duplicates=False)
+    assert apart.rows["group"].tolist() == apart.ids
+
+
+def test_images_that_cannot_be_compared_are_mentioned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    photos = class_folders(tmp_path / "photos", 4)
+    (photos / "MEL" / "broken.png").write_bytes(b"no picture")
+    apply_split(folder_manifest(photos), "grouped")
+    assert "1 of 9 images could not be read and were not checked for duplicates." in capsys.readouterr().err
 
 
 def test_a_selection_part_comes_from_training_alone_and_can_be_undone() -> None:
@@ -107,12 +125,12 @@ def test_a_selection_part_comes_from_training_alone_and_can_be_undone() -> None:
     ("call", "message"),
     [
         (lambda m: apply_split(m, "random"), "unknown split 'random'"),
-        (lambda m: apply_split(m, "kfold", folds=1), "--folds is 2 or more"),
+        (lambda m: apply_split(m, "kfold", folds=1), "--folds must be 2 or more"),
         (lambda m: apply_split(m, "kfold", folds=5, fold=5), "--fold between 0"),
-        (lambda m: apply_split(m, "kfold", folds=50), "groups cannot be split into 50 parts"),
-        (lambda m: apply_split(m, "grouped", select=1.0), "--select is a share"),
-        (lambda m: apply_split(m.with_columns(group=["one"] * len(m)), "grouped"), "1 groups cannot be split"),
-        (lambda m: apply_split(m.take([0, 1]).with_columns(label=["c0", "c1"]), "grouped"), "leave a part of the split empty"),
+        (lambda m: apply_split(m, "kfold", folds=50), "Cannot split 20 groups into 50 parts"),
+        (lambda m: apply_split(m, "grouped", select=1.0), "--select must be a share"),
+        (lambda m: apply_split(m.with_columns(group=["one"] * len(m)), "grouped"), "Cannot split 1 groups"),
+        (lambda m: apply_split(m.take([0, 1]).with_columns(label=["c0", "c1"]), "grouped"), "leaves one part empty"),
     ],
 )
 def test_an_impossible_split_is_refused(call: object, message: str) -> None:

@@ -209,9 +209,7 @@ def _check(options: Namespace) -> int:
 
 def _resplit(manifest: Manifest, options: Namespace, again: bool = False) -> Manifest:
     """The split that was asked for; one that the source came with stays when it is that one, or when none was asked for."""
-    from medtokenbudget.data.duplicates import merged_groups
     from medtokenbudget.data.splits import apply_split, check_request, cut_selection
-    from medtokenbudget.progress import say
 
     # What can be refused is refused now: below, every image may be read.
     if options.out.suffix != ".parquet":
@@ -221,13 +219,14 @@ def _resplit(manifest: Manifest, options: Namespace, again: bool = False) -> Man
     if options.split == came_with == "paper" or (options.split is None and came_with == "given"):
         return cut_selection(manifest, options.select, options.seed) if options.select or again else manifest
     rule = options.split or "grouped"
-    merged = None
-    if rule != "paper":
-        merged, unreadable = merged_groups(manifest, options.workers)
-        if unreadable:
-            say(f"{len(unreadable)} images cannot be read and were not compared with the others; `mtb data check` names them")
     return apply_split(
-        manifest, rule, folds=options.folds, fold=options.fold, select=options.select, seed=options.seed, merged=merged
+        manifest,
+        rule,
+        folds=options.folds,
+        fold=options.fold,
+        select=options.select,
+        seed=options.seed,
+        workers=options.workers,
     )
 
 

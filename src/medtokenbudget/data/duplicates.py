@@ -1,7 +1,7 @@
-"""Images that are there twice: the same bytes, or the same picture after resizing, compression, re-lighting or a small crop.
+"""Duplicate images: the same bytes, or the same picture after resizing, compression, a change of light or a small crop.
 
-A 64-bit perceptual hash proposes pairs; thumbnails decide. Dermoscopic images are alike (a blob on skin, a dark rim), so a pair
-counts only if the thumbnails correlate both as a whole and in the middle, where the rim of the lens has no say.
+A 64-bit perceptual hash proposes pairs and thumbnails decide. Dermoscopic images look alike (a blob on skin, a dark rim), so two
+thumbnails must correlate both as a whole and in the middle, away from the rim of the lens.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from scipy.fft import dctn
 
 from medtokenbudget.data.decode import DecodeError, decode_image
 from medtokenbudget.data.manifest import Manifest
-from medtokenbudget.data.splits import group_names
 from medtokenbudget.files import sha256_file
 from medtokenbudget.progress import progress
 
@@ -31,7 +30,7 @@ _WEIGHTS = 1 << np.arange(64, dtype=np.uint64)
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """What is compared of an image: hash of the file, perceptual hash (63 bits), grey thumbnail `[32, 32]` uint8."""
+    """What is compared of an image: SHA-256 of the file, perceptual hash (63 bits), gray thumbnail `[32, 32]` uint8."""
 
     sha256: str
     phash: int
@@ -39,13 +38,16 @@ class Fingerprint:
 
 
 def fingerprint(path: Path, image: Image.Image) -> Fingerprint:
-    """Of a decoded image and the file that it came from."""
+    """The fingerprint of a decoded image and of the file it came from."""
     small = np.asarray(image.convert("L").resize((SIDE, SIDE), Image.Resampling.BOX))
     return Fingerprint(sha256_file(path), perceptual_hash(small), small)
 
 
 def perceptual_hash(thumbnail: np.ndarray) -> int:
-    """The signs of the 8 x 8 lowest cosine frequencies of `[32, 32]` about their median, the mean (bit 0) left out."""
+    """Hash a thumbnail `[32, 32]`: one bit for each of the 8 x 8 lowest cosine frequencies that is above their median.
+
+    Bit 0, which is the mean, is always 0.
+    """
     low = dctn(thumbnail.astype(np.float64), norm="ortho")[:8, :8].reshape(-1)
     bits = low > np.median(low[1:])
     bits[0] = False
@@ -53,7 +55,7 @@ def perceptual_hash(thumbnail: np.ndarray) -> int:
 
 
 def exact_pairs(prints: Sequence[Fingerprint]) -> list[tuple[int, int]]:
-    """Pairs with the same file content: each file with the first of its kind."""
+    """Pairs of files with the same content: each copy with the first one."""
     first: dict[str, int] = {}
     pairs = []
     for index, one in enumerate(prints):
@@ -66,7 +68,7 @@ def exact_pairs(prints: Sequence[Fingerprint]) -> list[tuple[int, int]]:
 def near_pairs(
     prints: Sequence[Fingerprint], max_distance: int = MAX_DISTANCE, min_correlation: float = MIN_CORRELATION
 ) -> list[tuple[int, int]]:
-    """Pairs of the same picture in different files, `i < j`, in order."""
+    """Pairs `i < j` that show the same picture in files with different content, in order."""
     if len(prints) < 2:
         return []
     left, right = _close_hashes(np.array([one.phash for one in prints], dtype=np.uint64), max_distance)
@@ -78,7 +80,7 @@ def near_pairs(
 
 
 def _close_hashes(hashes: np.ndarray, max_distance: int) -> tuple[np.ndarray, np.ndarray]:
-    """All pairs `i < j` of `[n]` uint64 within a Hamming distance, in order; compared in squares that stay in the cache."""
+    """All pairs `i < j` of `[n]` uint64 within a Hamming distance, in order. Works on blocks that fit into the CPU cache."""
     left, right = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     for top in range(0, len(hashes), _BLOCK):
         for start in range(top, len(hashes), _BLOCK):
@@ -101,7 +103,7 @@ def _popcount(values: np.ndarray) -> np.ndarray:
 
 
 def _correlated(pictures: np.ndarray, left: np.ndarray, right: np.ndarray, minimum: float) -> np.ndarray:
-    """Whether pairs of `[n, h, w]` correlate; two flat pictures do when they are equal."""
+    """Whether pairs of `[n, h, w]` correlate; two pictures of one color each do if they are equal."""
     flat = pictures.reshape(len(pictures), -1).astype(np.float32)
     flat = flat - flat.mean(1, keepdims=True)
     norm = np.linalg.norm(flat, axis=1)
@@ -115,7 +117,7 @@ def _correlated(pictures: np.ndarray, left: np.ndarray, right: np.ndarray, minim
 
 
 def merge(names: Sequence[str], pairs: Iterable[tuple[int, int]]) -> list[str]:
-    """Groups joined wherever a pair links them; a joined group has the name that sorts first among its members' groups."""
+    """Merge groups that a pair connects. A merged group takes the first name in sorted order."""
     parent = {name: name for name in names}
 
     def find(name: str) -> str:
@@ -131,9 +133,17 @@ def merge(names: Sequence[str], pairs: Iterable[tuple[int, int]]) -> list[str]:
 
 
 def merged_groups(manifest: Manifest, workers: int = 4) -> tuple[list[str], list[str]]:
-    """The groups of a manifest with duplicates taken in, and the ids of images that cannot be read (each stays in its group)."""
+    """Merge the groups of a manifest that share duplicate images.
 
-    def one(index: int) -> Fingerprint | None:
+    Args:
+        manifest: The images; every file is read once.
+        workers: Threads that read images.
+
+    Returns:
+        The group of each image, and the ids of images that could not be read and keep their group.
+    """
+
+    def read(index: int) -> Fingerprint | None:
         path = manifest.image_path(index)
         try:
             return fingerprint(path, decode_image(path))
@@ -141,10 +151,10 @@ def merged_groups(manifest: Manifest, workers: int = 4) -> tuple[list[str], list
             return None
 
     with ThreadPoolExecutor(max(1, workers)) as pool:
-        bar = progress(pool.map(one, range(len(manifest))), total=len(manifest), what="looking for duplicates", unit="image")
-        found = list(bar)
-    readable = [index for index, one_print in enumerate(found) if one_print is not None]
-    prints = [one_print for one_print in found if one_print is not None]
+        rows = range(len(manifest))
+        found = list(progress(pool.map(read, rows), total=len(manifest), what="looking for duplicates", unit="image"))
+    readable = [index for index, one in enumerate(found) if one is not None]
+    prints = [one for one in found if one is not None]
     pairs = [(readable[i], readable[j]) for i, j in (*exact_pairs(prints), *near_pairs(prints))]
-    unreadable = [image_id for image_id, one_print in zip(manifest.ids, found) if one_print is None]
-    return merge(group_names(manifest), pairs), unreadable
+    unreadable = [image_id for image_id, one in zip(manifest.ids, found) if one is None]
+    return merge(manifest.groups, pairs), unreadable

@@ -80,6 +80,11 @@ class Manifest:
     def ids(self) -> list[str]:
         return self._column("image_id")
 
+    @property
+    def groups(self) -> list[str]:
+        """The group of each image; an image without one is a group of its own."""
+        return [image_id if group is None else group for image_id, group in zip(self.ids, self._column("group"))]
+
     @cached_property
     def label_index(self) -> np.ndarray:
         """Index into `classes`, `[n]` int64, -1 for an image without a label."""

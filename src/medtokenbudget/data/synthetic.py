@@ -86,7 +86,9 @@ def synthetic_manifest(
     manifest = Manifest.from_records(records, dermoscopy.CLASSES, source=source, name=name)
     if request.n < _TO_SPLIT:
         return replace(manifest, split_rule="none").write(target)
-    return apply_split(manifest, split, folds=folds, fold=fold, select=select, seed=split_seed).write(target)
+    # No drawing is a copy of another, so there are no duplicates to look for.
+    manifest = apply_split(manifest, split, folds=folds, fold=fold, select=select, seed=split_seed, merge_duplicates=False)
+    return manifest.write(target)
 
 
 def _image(folder: Path, name: str) -> Path:
