@@ -157,7 +157,7 @@ def test_wrong_requests_are_refused_by_name(model: MedTokenBudget, images: list[
         model.predict(images[0], budget=1.2)
     with pytest.raises(UnknownNameError, match="darkness"):
         model.predict(images[0], selector="darknes")
-    with pytest.raises(RequestError, match="holds no image"):
+    with pytest.raises(RequestError, match="contain no images"):
         model.predict(tmp_path)
     with pytest.raises(RequestError, match="No file matches"):
         model.predict(str(tmp_path / "*.png"))

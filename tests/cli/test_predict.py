@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from medtokenbudget.cli import main
-from medtokenbudget.data import Manifest
+from medtokenbudget.data import Manifest, folder_manifest
 from medtokenbudget.model import MedTokenBudget
 from medtokenbudget.model.overlay import LESION_EDGE
 from tests.small_model import CLASSES, draw_images, small_model
@@ -68,6 +69,27 @@ def test_files_globs_and_folders_can_be_mixed(root: Path, model: MedTokenBudget,
     given = (images[5], str(images[0].parent / "image-00[12].jpg"))
     assert run(root, *given, "--out", tmp_path / "p.csv") == 0
     assert pd.read_csv(tmp_path / "p.csv")["image"].tolist() == [str(images[i]) for i in (5, 1, 2)]
+
+
+def test_a_folder_is_read_as_mtb_data_folder_reads_it(
+    root: Path, images: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    photos = tmp_path / "photos"
+    for name in ("MEL/deep", ".cache"):
+        (photos / name).mkdir(parents=True)
+        shutil.copy(images[0], photos / name)
+    (photos / "NV").symlink_to(images[0].parent, target_is_directory=True)
+    (photos / "MEL" / "deep" / "back").symlink_to(photos, target_is_directory=True)
+    for name in ("notes.txt", "MEL/a.dcm", "MEL/b.DCM", ".DS_Store"):
+        (photos / name).write_bytes(b"x")
+    assert run(root, photos, "--out", tmp_path / "p.csv") == 0
+    said = capsys.readouterr().err
+    predicted = pd.read_csv(tmp_path / "p.csv")["image"].tolist()
+    assert predicted == [str(photos / "MEL/deep" / images[0].name), *(str(photos / "NV" / path.name) for path in images)]
+    manifest = folder_manifest(photos)
+    assert predicted == [str(manifest.image_path(row)) for row in range(len(manifest))]
+    assert said.count(line := f"Skipped 3 files in {photos} that cannot be read as images: 2 .dcm, 1 .txt.") == 1
+    assert capsys.readouterr().err.strip() == line, "`mtb data folder` says the same"
 
 
 def test_the_token_file_has_a_row_for_each_row_of_the_table(

@@ -81,9 +81,22 @@ def test_images_of_a_class_may_lie_in_folders_of_their_own(tmp_path: Path) -> No
 
 
 def test_a_link_that_leads_back_is_not_followed(tmp_path: Path) -> None:
-    root = class_folders(tmp_path, 1)
+    root = class_folders(tmp_path / "photos", 1)
     (root / "MEL" / "again").symlink_to(root, target_is_directory=True)
+    (root / "NV" / "out").symlink_to(tmp_path, target_is_directory=True)
+    (root / "loop").symlink_to(root, target_is_directory=True)
     assert folder_manifest(root).ids == ["MEL/MEL_0", "NV/NV_0"]
+
+
+def test_links_to_folders_elsewhere_are_followed_also_in_circles(tmp_path: Path) -> None:
+    elsewhere = class_folders(tmp_path / "elsewhere", 1)
+    root = tmp_path / "photos"
+    root.mkdir()
+    for name in ("MEL", "NV"):
+        (root / name).symlink_to(elsewhere / name, target_is_directory=True)
+    (elsewhere / "MEL" / "to").symlink_to(elsewhere / "NV", target_is_directory=True)
+    (elsewhere / "NV" / "fro").symlink_to(elsewhere / "MEL", target_is_directory=True)
+    assert folder_manifest(root).ids == ["MEL/MEL_0", "MEL/to/NV_0", "NV/NV_0", "NV/fro/MEL_0"]
 
 
 def test_a_mask_folder_inside_is_no_class(tmp_path: Path) -> None:
@@ -101,7 +114,7 @@ def test_files_that_are_left_out_are_counted_aloud(tmp_path: Path, capsys: pytes
         (root / name).parent.mkdir(exist_ok=True)
         (root / name).write_bytes(b"x")
     assert len(folder_manifest(root)) == 2
-    assert "1 .dcm, 2 .heic." in capsys.readouterr().err
+    assert f"Skipped 3 files in {root} that cannot be read as images: 1 .dcm, 2 .heic." in capsys.readouterr().err
 
 
 def test_masks_beside_their_images_are_masks(tmp_path: Path) -> None:
@@ -110,11 +123,11 @@ def test_masks_beside_their_images_are_masks(tmp_path: Path) -> None:
     manifest = folder_manifest(root, root)
     assert manifest.ids == ["MEL/MEL_0", "MEL/MEL_1", "NV/NV_0", "NV/NV_1"]
     assert [mask and Path(mask).name for mask in manifest.rows["mask"]] == ["MEL_0_segmentation.png", None, None, None]
-    with pytest.raises(RequestError, match=r"MEL_0_segmentation.png beside an image.*--masks"):
+    with pytest.raises(RequestError, match=r"look like masks.*: MEL_0_segmentation.png.*--masks"):
         folder_manifest(root)
     (root / "MEL" / "MEL_0_segmentation.png").unlink()
     save(disc_mask(), root / "masks" / "a.png")
-    with pytest.raises(RequestError, match="folder masks would become a class"):
+    with pytest.raises(RequestError, match="folder 'masks' would become a class"):
         folder_manifest(root)
 
 
@@ -124,14 +137,20 @@ FOLDER_BAD = {
         "folders test, train",
     ),
     "capital parts": (lambda root: (root / "MEL").rename(root / "Test"), "folders NV, Test"),
-    "a part beside classes": (lambda root: save(lesion_picture(9), root / "val" / "MEL" / "x.png"), "name a part of a split"),
+    "a part beside classes": (
+        lambda root: save(lesion_picture(9), root / "val" / "MEL" / "x.png"),
+        "Cannot tell parts of a split from classes",
+    ),
     "missing": (lambda root: shutil.rmtree(root), "does not exist"),
-    "no image": (lambda root: [path.unlink() for path in root.rglob("*.png")], "holds no image"),
-    "loose images beside class folders": (lambda root: save(lesion_picture(9), root / "loose.png"), "both loose images"),
+    "no image": (lambda root: [path.unlink() for path in root.rglob("*.png")], "contain no images"),
+    "loose images beside class folders": (
+        lambda root: save(lesion_picture(9), root / "loose.png"),
+        "both class folders and images outside of them",
+    ),
     "one name, two files": (lambda root: save(lesion_picture(9), root / "MEL" / "MEL_0.jpg"), "more than one row: MEL/MEL_0"),
-    "mask folder missing": (lambda root: shutil.rmtree(root.parent / "masks"), "Pass the folder that holds the masks"),
-    "masks of other images": (lambda root: (root.parent / "masks/MEL_0.png").rename(root.parent / "masks/x.png"), "no mask in"),
-    "two masks": (lambda root: save(disc_mask(), root.parent / "masks" / "MEL_0_mask.png"), "several masks"),
+    "mask folder missing": (lambda root: shutil.rmtree(root.parent / "masks"), "Pass the folder that contains the masks"),
+    "masks of other images": (lambda root: (root.parent / "masks/MEL_0.png").rename(root.parent / "masks/x.png"), "No mask in"),
+    "two masks": (lambda root: save(disc_mask(), root.parent / "masks" / "MEL_0_mask.png"), "more than one mask"),
 }
 
 

@@ -15,9 +15,9 @@ import numpy as np
 import pandas as pd
 
 from medtokenbudget.data.csv_source import read_csv
-from medtokenbudget.data.folder import image_files, require_folder
 from medtokenbudget.data.manifest import Manifest, listed
 from medtokenbudget.data.splits import paper_split
+from medtokenbudget.data.walk import image_files, require_folder
 from medtokenbudget.errors import RequestError, UnknownNameError
 from medtokenbudget.progress import say
 

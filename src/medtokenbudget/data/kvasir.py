@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from medtokenbudget.data.folder import image_files, require_folder
 from medtokenbudget.data.manifest import Manifest
 from medtokenbudget.data.splits import paper_split
+from medtokenbudget.data.walk import image_files, require_folder
 from medtokenbudget.errors import RequestError
 
 NAME = "Kvasir v2"

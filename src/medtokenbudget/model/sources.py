@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import glob
 import os
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ import torch
 from PIL import Image
 
 from medtokenbudget.data import Manifest, decode_image, decode_mask
-from medtokenbudget.data.decode import SUFFIXES
+from medtokenbudget.data.walk import files_below, is_image, kind_of, no_images, report_skipped
 from medtokenbudget.errors import MedTokenBudgetError, RequestError
 
 MANIFEST_SUFFIX = ".parquet"
@@ -135,17 +135,18 @@ def _of_path(text: str) -> Iterator[Source]:
 
 
 def _of_folder(folder: Path) -> Iterator[Source]:
-    """Image files below a folder in name order, folder by folder."""
+    """The images that `mtb data folder` would find; other files are counted and reported in one line."""
     found = False
-    for root, folders, names in os.walk(folder):
-        folders.sort()
-        for name in sorted(names):
-            if os.path.splitext(name)[1].lower() in SUFFIXES and not name.startswith("."):
-                found = True
-                path = os.path.join(root, name)
-                yield Source(path, path)
+    skipped: Counter[str] = Counter()
+    for path in files_below(folder):
+        if is_image(path):
+            found = True
+            yield Source(str(path), path)
+        else:
+            skipped[kind_of(path)] += 1
+    report_skipped(folder, skipped)
     if not found:
-        raise RequestError(f"{folder} holds no image ({', '.join(sorted(SUFFIXES))}).")
+        raise no_images(folder)
 
 
 def _of_manifest(manifest: Manifest) -> Iterator[Source]:
