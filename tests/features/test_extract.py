@@ -386,7 +386,9 @@ def test_the_command_keeps_what_a_saved_model_routes(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["--crops", "0"], "crops must be 1 or more"),
-        (["--workers", "-1"], "workers must be 0 (one a core) or more"),
+        (["--crops", "3"], "--crops 3 needs --views off-center, but the views are 'none'."),
+        (["--crops", "2", "--views", "flips"], "--crops 2 needs --views off-center, but the views are 'flips'."),
+        (["--workers", "-1"], "--workers must be 0 (one thread per core) or more"),
         (["--shards", "3"], "I/N"),
         (["--shards", "4/2"], "4/2 does not exist"),
         (["--address", "auto"], "add --engine ray"),
@@ -408,6 +410,17 @@ def test_a_wrong_request_is_one_line_and_exit_code_2(
     error = capsys.readouterr().err
     assert message in error
     assert "Traceback" not in error
+
+
+def test_off_center_views_without_any_mask_are_rejected_before_the_backbone_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("medtokenbudget.features.backbone.Backbone.load", lambda *_: pytest.fail("the backbone was loaded"))
+    unmasked = replace(tiny_manifest(tmp_path / "images", 2, masks=False), name="Clinic A").write(tmp_path / "m.parquet")
+    code = main(["extract", str(unmasked), "--store", str(tmp_path / "store"), "--backbone", "embedded", "--views", "off-center"])
+    assert code == 2
+    assert "no image of 'Clinic A' has a mask. Add masks to the manifest, or drop --views off-center." in capsys.readouterr().err
+    assert not (tmp_path / "store").exists()
 
 
 _KILLER = """

@@ -12,7 +12,7 @@ from medtokenbudget.errors import RequestError, WorkError
 from medtokenbudget.features.backbone import Backbone
 from medtokenbudget.features.engines import Work, find_engine
 from medtokenbudget.features.pipeline import Route
-from medtokenbudget.features.plan import Plan, check, make_plan, publish
+from medtokenbudget.features.plan import Plan, check, check_request, make_plan, publish
 from medtokenbudget.features.shards import read_sidecar, remove_leftovers
 from medtokenbudget.features.store import FeatureStore
 from medtokenbudget.files import read_lines, write_lines
@@ -42,6 +42,7 @@ def extract(
     if (route is None) != (route_fingerprint is None):
         raise RequestError("route and route_fingerprint go together: a store of routed tokens must say what routed them.")
     run = find_engine(engine)
+    check_request(manifest, config)
     path = Path(store)
     loaded = Backbone.load(backbone, resolve_device(config.device))
     if route_fingerprint is not None:

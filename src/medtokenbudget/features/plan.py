@@ -44,16 +44,9 @@ def make_plan(
     manifest: Manifest, fingerprint: dict[str, Any], config: ExtractConfig, route_fingerprint: dict[str, Any] | None = None
 ) -> Plan:
     """The rows of every image in the manifest's order, the views of an image beside each other, cut into shards."""
+    check_request(manifest, config)
     items = _items(manifest, config.views, config.crops)
-    if not items:
-        raise RequestError(f"{manifest.source} has no images: there is nothing to extract.")
     size = config.shard_size
-    if size < 1 or config.batch_size < 1:
-        raise RequestError(f"shard_size and batch_size must be 1 or more, got {size} and {config.batch_size}.")
-    if config.workers < 0:
-        raise RequestError(f"workers must be 0 (one a core) or more, got {config.workers}.")
-    if config.crops < 1:
-        raise RequestError(f"crops must be 1 or more, got {config.crops}; --views none stores no crops at all.")
     shards = tuple(tuple(items[start : start + size]) for start in range(0, len(items), size))
     settings = {
         "format": FORMAT,
@@ -73,6 +66,27 @@ def make_plan(
         "plan": sha256_json(_rows(shards)),
     }
     return Plan(plain(settings), shards)
+
+
+def check_request(manifest: Manifest, config: ExtractConfig) -> None:
+    """Raise a RequestError for settings that no extraction of this manifest can follow; called before the backbone is loaded."""
+    if not len(manifest):
+        raise RequestError(f"The manifest '{manifest.name}' contains no images, so there is nothing to extract.")
+    for name in ("shard_size", "batch_size", "crops"):
+        if getattr(config, name) < 1:
+            raise RequestError(f"--{name.replace('_', '-')} must be 1 or more, got {getattr(config, name)}.")
+    if config.workers < 0:
+        raise RequestError(f"--workers must be 0 (one thread per core) or more, got {config.workers}.")
+    if config.views != "off-center" and config.crops != 1:
+        raise RequestError(
+            f"--crops {config.crops} needs --views off-center, but the views are '{config.views}'. Add --views off-center, "
+            "or drop --crops."
+        )
+    if config.views == "off-center" and not manifest.rows["mask"].notna().any():
+        raise RequestError(
+            f"--views off-center crops around the lesion mask, but no image of '{manifest.name}' has a mask. Add masks to the "
+            "manifest, or drop --views off-center."
+        )
 
 
 def _items(manifest: Manifest, name: str, crops: int) -> list[Item]:
