@@ -45,8 +45,8 @@ def running(*arguments: str, browser: Path) -> Iterator[Server]:
     command = [sys.executable, "-c", program, "explore", *arguments, "--port", "0"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
     try:
-        url = _address(process)
-        _wait(url)
+        url = address_of(process)
+        wait_for(url)
         yield Server(url, process.pid)
     finally:
         process.terminate()
@@ -70,17 +70,19 @@ def running_here(service: Service | None, token: str | None = None, loopback: bo
         thread.join(30)
 
 
-def _address(process: subprocess.Popen[str]) -> str:
+def address_of(process: subprocess.Popen[str]) -> str:
+    """Read the output of a starting server until it prints its address."""
     seen = []
     assert process.stdout is not None
     for line in process.stdout:
         seen.append(line)
         if found := re.search(r"Explorer: (http://\S+)", line):
             return found[1]
-    raise AssertionError(f"the server did not start:\n{''.join(seen)}")
+    raise AssertionError(f"The server did not start:\n{''.join(seen)}")
 
 
-def _wait(url: str) -> None:
+def wait_for(url: str) -> None:
+    """Wait until a server responds."""
     # The address is printed when the socket is bound; the first answer comes when the loop runs.
     for _ in range(100):
         try:
@@ -88,7 +90,7 @@ def _wait(url: str) -> None:
             return
         except httpx.TransportError:
             time.sleep(0.1)
-    raise AssertionError(f"{url} does not answer")
+    raise AssertionError(f"{url} does not respond")
 
 
 def saved_model(folder: Path, baselines: tuple[str, ...] = BASELINES) -> Path:

@@ -6,6 +6,7 @@ import asyncio
 import io
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -32,7 +33,7 @@ from medtokenbudget.data import patch_labels
 from medtokenbudget.errors import RequestError
 from medtokenbudget.model import MedTokenBudget
 from medtokenbudget.report.style import look
-from tests.app.server import Server, huge_png, mask, picture, running, running_here, saved_model
+from tests.app.server import Server, address_of, huge_png, mask, picture, running, running_here, saved_model, wait_for
 from tests.small_model import small_model
 
 MAX_BYTES = 400_000
@@ -276,6 +277,22 @@ def test_a_device_that_this_machine_does_not_have_is_an_error_before_anything_is
 def test_an_address_that_other_machines_can_reach_needs_a_token() -> None:
     with pytest.raises(RequestError, match="--token"):
         serve(None, ServeConfig(host="0.0.0.0"))
+
+
+def test_ctrl_c_stops_the_server_and_is_not_an_error(tmp_path: Path) -> None:
+    program = "from medtokenbudget.cli import main; raise SystemExit(main())"
+    command = [sys.executable, "-c", program, "serve", "--port", "0"]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        url = address_of(process)
+        wait_for(url)
+        process.send_signal(signal.SIGINT)
+        assert process.stdout is not None
+        assert process.stdout.read() == "Server stopped.\n"
+        assert process.wait() == 0
+    finally:
+        process.kill()
+        process.wait()
 
 
 @pytest.fixture(scope="module")

@@ -77,7 +77,10 @@ def serve(model: str | Path | None, config: ServeConfig, open_browser: bool = Fa
         # In the fragment, which browsers never send to a server.
         page = f"{address}/#token={config.token}" if config.token else address
         threading.Thread(target=_open_when_up, args=(server, page), daemon=True).start()
-    server.run(sockets=[listener])
+    try:
+        server.run(sockets=[listener])
+    except KeyboardInterrupt:
+        say("Server stopped.")
 
 
 def _check(config: ServeConfig) -> None:
