@@ -17,7 +17,7 @@ def main(arguments: list[str], name: str = "serve", open_browser: bool = False) 
     parser.add_argument(
         "model", nargs="?", default=None, help="Folder of a saved model, a run directory, or a hub id. Default: the demo model."
     )
-    add_config(parser, ServeConfig)
+    add_config(parser, ServeConfig, "Limits", first={"host", "port", "token", "weights", "device"})
     options = parser.parse_args(arguments)
 
     from medtokenbudget.app.launch import serve
