@@ -147,15 +147,15 @@ def test_an_unreadable_image_is_an_error_or_goes_to_the_callback(model: MedToken
         (np.zeros(5, np.uint8), "uint8"),
     ],
 )
-def test_an_array_whose_meaning_would_be_a_guess_is_refused(model: MedTokenBudget, array: np.ndarray, words: str) -> None:
+def test_an_array_whose_meaning_would_be_a_guess_is_rejected(model: MedTokenBudget, array: np.ndarray, words: str) -> None:
     with pytest.raises(RequestError, match=words):
         model.predict([array])
 
 
-def test_wrong_requests_are_refused_by_name(model: MedTokenBudget, images: list[Path], tmp_path: Path) -> None:
+def test_wrong_requests_are_rejected_by_name(model: MedTokenBudget, images: list[Path], tmp_path: Path) -> None:
     with pytest.raises(BudgetError):
         model.predict(images[0], budget=1.2)
-    with pytest.raises(UnknownNameError, match="darkness"):
+    with pytest.raises(UnknownNameError, match=r"Unknown selector 'darknes' in this model\. Did you mean 'darkness'\?"):
         model.predict(images[0], selector="darknes")
     with pytest.raises(RequestError, match="contain no images"):
         model.predict(tmp_path)
@@ -216,7 +216,7 @@ def test_another_folder_and_another_working_directory_give_the_same_bytes(
     assert answers[0] == answers[1] != ""
 
 
-def test_another_backbone_is_refused_with_the_difference(saved: Path, images: list[Path], tmp_path: Path) -> None:
+def test_another_backbone_is_rejected_with_the_difference(saved: Path, images: list[Path], tmp_path: Path) -> None:
     other = small_backbone(tmp_path / "other", seed=1)
     changed = mtb.load(saved, weights=other.weights)
     with pytest.raises(MismatchError, match="weights: expected"):
@@ -242,7 +242,7 @@ def _edit(path: Path, change: str, value: object) -> None:
         ("identity.selectors.lats.options.smooth", 1, "selectors.lats.options.smooth: expected 3, found 1"),
     ],
 )
-def test_an_edited_class_list_preprocessing_or_router_is_refused_with_the_difference(
+def test_an_edited_class_list_preprocessing_or_router_is_rejected_with_the_difference(
     saved: Path, change: str, value: object, words: str
 ) -> None:
     _edit(saved / "config.json", change, value)
@@ -250,14 +250,14 @@ def test_an_edited_class_list_preprocessing_or_router_is_refused_with_the_differ
         mtb.load(saved)
 
 
-def test_a_backbone_setting_that_was_edited_is_refused_when_the_backbone_is_loaded(saved: Path, images: list[Path]) -> None:
+def test_a_backbone_setting_that_was_edited_is_rejected_when_the_backbone_is_loaded(saved: Path, images: list[Path]) -> None:
     _edit(saved / "config.json", "backbone.layer", 2)
     with pytest.raises(MismatchError, match="layer: expected 5, found 2"):
         mtb.load(saved).predict(images[0])
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "heads.safetensors"])
-def test_a_damaged_file_is_refused_by_name(saved: Path, name: str) -> None:
+def test_a_damaged_file_is_rejected_by_name(saved: Path, name: str) -> None:
     whole = (saved / name).read_bytes()
     flipped = bytearray(whole)
     flipped[-100] ^= 1
@@ -270,7 +270,7 @@ def test_a_damaged_file_is_refused_by_name(saved: Path, name: str) -> None:
         mtb.load(saved)
 
 
-def test_a_foreign_file_is_refused_by_name(saved: Path, model: MedTokenBudget, tmp_path: Path) -> None:
+def test_a_foreign_file_is_rejected_by_name(saved: Path, model: MedTokenBudget, tmp_path: Path) -> None:
     save_file({"weight": torch.zeros(3)}, saved / "model.safetensors")
     with pytest.raises(RequestError, match=r"model\.safetensors was not written by medtokenbudget"):
         mtb.load(saved)
@@ -291,7 +291,7 @@ def test_files_of_two_models_do_not_mix(saved: Path, tmp_path: Path) -> None:
         mtb.load(saved)
 
 
-def test_a_run_directory_stands_for_its_model(model: MedTokenBudget, tmp_path: Path) -> None:
+def test_a_run_directory_loads_its_model(model: MedTokenBudget, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "run" / "model")
     assert mtb.load(tmp_path / "run").fingerprint == model.fingerprint
 
@@ -331,12 +331,12 @@ def test_an_unknown_or_unreachable_hub_id_is_a_clear_error(hub: tuple[str, Path]
     with pytest.raises(RequestError, match=r"has no model\.safetensors"):
         mtb.load("someone/router")
     hub_at("http://127.0.0.1:9")
-    with pytest.raises(WorkError, match=r"the hub cannot be reached and someone/else/config.json is not in its cache\. Check"):
+    with pytest.raises(WorkError, match=r"The hub cannot be reached, and someone/else/config.json is not in its cache\. Check"):
         mtb.load("someone/else")
     hub_at(address, offline=True)
     with pytest.raises(
         WorkError,
-        match=r"the hub cannot be reached \(HF_HUB_OFFLINE is set\) and someone/else/config.json is not in its cache\. Check",
+        match=r"The hub cannot be reached \(HF_HUB_OFFLINE is set\), and someone/else/config.json is not in its cache\. Check",
     ):
         mtb.load("someone/else")
 
@@ -364,7 +364,7 @@ def test_pushing_creates_the_repository_and_uploads_a_portable_folder(
     ]
 
 
-def test_a_push_that_the_network_refuses_is_a_work_error(model: MedTokenBudget, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_push_that_the_network_rejects_is_a_work_error(model: MedTokenBudget, monkeypatch: pytest.MonkeyPatch) -> None:
     class Api:
         def create_repo(self, *_: object, **__: object) -> str:
             raise OSError("no route to host")

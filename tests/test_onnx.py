@@ -80,7 +80,7 @@ def test_the_routing_part_takes_tokens_and_breaks_ties_by_index(model: MedTokenB
         ("lats", "half", "must be 'routing' or 'whole'"),
     ],
 )
-def test_what_has_no_fixed_graph_is_refused(model: MedTokenBudget, tmp_path: Path, selector: str, part: str, words: str) -> None:
+def test_what_has_no_fixed_graph_is_rejected(model: MedTokenBudget, tmp_path: Path, selector: str, part: str, words: str) -> None:
     with pytest.raises(RequestError, match=words):
         exporter.export_onnx(model, tmp_path, selector=selector, part=part)  # type: ignore[arg-type]
     assert list(tmp_path.iterdir()) == []

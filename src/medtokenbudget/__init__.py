@@ -15,6 +15,7 @@ _VERBS: dict[str, str] = {
     "demo": "medtokenbudget.api.demo",
     "extract": "medtokenbudget.features",
     "load": "medtokenbudget.model",
+    "overlay": "medtokenbudget.model",
     "reproduce": "medtokenbudget.experiments",
     "sweep": "medtokenbudget.experiments",
     "train": "medtokenbudget.api.train",

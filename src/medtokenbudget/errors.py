@@ -1,6 +1,6 @@
-"""Errors that reach the person at the keyboard.
+"""Errors that users see.
 
-Each says what is wrong, where, and what to do next; the command line prints it without a traceback and exits with its code.
+Each message says what is wrong, where, and what to do next. The command line prints it without a traceback and exits with its code.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 
 
 def first_line(error: BaseException) -> str:
-    """What an error of another library says, in one line."""
+    """The first line of another library's error message."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
@@ -21,23 +21,23 @@ class MedTokenBudgetError(Exception):
 
 
 class MedTokenBudgetWarning(UserWarning):
-    """Something a person should know that does not stop the work."""
+    """Something that users should know but that does not stop the work."""
 
 
 class WorkError(MedTokenBudgetError, RuntimeError):
-    """The request was fine, the work failed (disk full, weights out of reach, a loss that is not finite)."""
+    """The request was valid but the work failed (disk full, hub unreachable, a loss that is not finite)."""
 
     exit_code = 1
 
 
 class RequestError(MedTokenBudgetError, ValueError):
-    """The request was wrong: an argument, a file or a combination that cannot be served."""
+    """The request was wrong: an invalid argument, file or combination of options."""
 
     exit_code = 2
 
 
 class ShapeError(RequestError):
-    """A tensor has another shape than the contract says."""
+    """A tensor does not have the documented shape."""
 
 
 class GridError(ShapeError):
@@ -45,34 +45,35 @@ class GridError(ShapeError):
 
 
 class NonFiniteError(RequestError):
-    """A tensor holds NaN or infinity."""
+    """A tensor contains NaN or infinity."""
 
 
 class BudgetError(RequestError):
-    """A token budget lies outside (0, 1]."""
+    """A token budget is outside (0, 1]."""
 
 
 class CountError(RequestError):
-    """A number of tokens to keep lies outside 1..N."""
+    """A number of tokens to keep is outside 1..N."""
 
 
 class MissingSignalError(RequestError):
-    """A selector needs something that the batch does not carry (masks, luminance, attention)."""
+    """A selector needs something that the batch does not contain (masks, luminance, attention)."""
 
 
 class UnknownNameError(RequestError):
-    """A name that is not registered, with the closest one suggested."""
+    """A name that is not registered; the message suggests the closest one."""
 
     @classmethod
-    def of(cls, kind: str, name: str, known: Iterable[str]) -> UnknownNameError:
+    def of(cls, kind: str, name: str, known: Iterable[str], where: str = "") -> UnknownNameError:
+        """The error for `name`; `where` is text such as 'in this model'."""
         names = sorted(known)
         close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
         hint = f" Did you mean '{close[0]}'?" if close else ""
-        return cls(f"unknown {kind} '{name}'.{hint} Available: {', '.join(names)}.")
+        return cls(f"Unknown {kind} '{name}'{where and ' ' + where}.{hint} Available: {', '.join(names)}.")
 
 
 class MismatchError(RequestError):
-    """Two things that must agree do not (a store and a configuration, a model and its backbone); the difference is shown."""
+    """Two things that must agree do not (a store and a configuration, a model and its backbone); the message shows the difference."""
 
     @classmethod
     def between(cls, what: str, expected: Mapping[str, object], found: Mapping[str, object], advice: str) -> MismatchError:

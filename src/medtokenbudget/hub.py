@@ -1,6 +1,7 @@
-"""One file from the hub or from its cache. Common ground because backbones and models are both fetched from there.
+"""One file from the hub or its cache. Common ground because backbones and models are both downloaded from there.
 
-The hub's own client asks an address that cannot be reached five more times, half a minute in all, before it looks at its cache.
+The hub's own client retries an unreachable address five times, half a minute in total, before it looks into its cache. Here the
+connection is tested first.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ _reached: set[str] = set()
 
 
 def fetch(repo_id: str, name: str, revision: str | None = None) -> Path:
-    """The path of a file of a repository; without a network, of the file in the cache, or an error at once.
+    """Path of a repository's file in the cache, downloaded if the hub can be reached; a WorkError if it is in neither.
 
     Other errors are those of the hub's client.
     """
@@ -26,11 +27,11 @@ def fetch(repo_id: str, name: str, revision: str | None = None) -> Path:
         return Path(hf_hub_download(repo_id, name, revision=revision, local_files_only=away))
     except LocalEntryNotFoundError:
         why = f" ({OFFLINE})" if constants.HF_HUB_OFFLINE else ""
-        raise WorkError(f"the hub cannot be reached{why} and {repo_id}/{name} is not in its cache.") from None
+        raise WorkError(f"The hub cannot be reached{why}, and {repo_id}/{name} is not in its cache.") from None
 
 
 def unreachable(seconds: float = 5.0) -> str | None:
-    """Why nothing answers at the address of the hub, or None; once something did, it is not asked again."""
+    """Why the hub does not answer, or None if it does; after the first answer it is not asked again."""
     from huggingface_hub import constants
     from huggingface_hub.utils import get_session
 

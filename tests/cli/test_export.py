@@ -33,7 +33,7 @@ def test_the_hub_folder_is_the_same_model_without_this_machine_s_paths(root: Pat
 
 
 @pytest.mark.slow
-def test_an_onnx_file_is_written_and_said_to_be_checked(
+def test_an_onnx_file_is_written_and_reported_as_checked(
     root: Path, model: MedTokenBudget, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("onnxruntime", reason="needs the extra 'onnx'")

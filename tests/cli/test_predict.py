@@ -19,7 +19,7 @@ from safetensors.numpy import load_file
 from medtokenbudget.cli import main
 from medtokenbudget.data import Manifest, folder_manifest
 from medtokenbudget.model import MedTokenBudget
-from medtokenbudget.model.overlay import LESION_EDGE
+from medtokenbudget.model.drawing import LESION_EDGE
 from tests.small_model import CLASSES, draw_images, small_model
 
 
@@ -114,7 +114,7 @@ def test_a_merger_has_tokens_but_no_kept_patches(root: Path, model: MedTokenBudg
     assert set(load_file(tmp_path / "t.safetensors")) == {"tokens"}
 
 
-def test_bad_files_are_listed_and_the_rest_goes_on(
+def test_bad_files_are_listed_and_the_others_are_predicted(
     root: Path, model: MedTokenBudget, images: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "text.png").write_text("hello")

@@ -192,7 +192,7 @@ BAD = {
         f"{MASK_FOLDERS['isic2018']} holds no mask. Unpack",
     ),
     "no mask folder at all": (lambda root: [shutil.rmtree(root / f) for f in MASK_FOLDERS.values()], {}, "--masks none"),
-    "unknown matching": (lambda root: None, {"masks": "fuzzy"}, "unknown way of matching masks 'fuzzy'"),
+    "unknown matching": (lambda root: None, {"masks": "fuzzy"}, "Unknown way of matching masks 'fuzzy'"),
 }
 
 

@@ -124,7 +124,7 @@ def test_a_selection_part_comes_from_training_alone_and_can_be_undone() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda m: apply_split(m, "random"), "unknown split 'random'"),
+        (lambda m: apply_split(m, "random"), "Unknown split 'random'"),
         (lambda m: apply_split(m, "kfold", folds=1), "--folds must be 2 or more"),
         (lambda m: apply_split(m, "kfold", folds=5, fold=5), "--fold between 0"),
         (lambda m: apply_split(m, "kfold", folds=50), "Cannot split 20 groups into 50 parts"),

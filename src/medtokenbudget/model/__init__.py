@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from medtokenbudget.model.overlay import overlay
+from medtokenbudget.model.drawing import overlay
 from medtokenbudget.model.prediction import Prediction
 from medtokenbudget.model.routed import MedTokenBudget, load
 from medtokenbudget.model.sources import Failure, Source, expand

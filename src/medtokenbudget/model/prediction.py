@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image
 
 from medtokenbudget.errors import MedTokenBudgetError, RequestError
-from medtokenbudget.model.overlay import draw_overlay
+from medtokenbudget.model.drawing import draw_overlay
 from medtokenbudget.model.sources import Source, open_mask
 
 
@@ -103,10 +103,8 @@ class Prediction:
         return draw_overlay(self.source.open(), self, outlined, side)
 
     def __repr__(self) -> str:
-        return (
-            f"Prediction({self.image!r}, {self.label} {self.probability:.1%}, "
-            f"{self.k} of {self.n_patches} {'tokens' if self.kept is None else 'patches'}, {self.selector})"
-        )
+        share = f"{self.k} tokens from {self.n_patches} patches" if self.kept is None else f"{self.k} of {self.n_patches} patches"
+        return f"Prediction({self.image!r}, {self.label} {self.probability:.1%}, {share}, {self.selector})"
 
     def _repr_png_(self) -> bytes | None:
         """The overlay for notebooks; None, so that the text is shown, if the picture cannot be read."""

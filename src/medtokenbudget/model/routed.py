@@ -157,7 +157,7 @@ class MedTokenBudget(nn.Module):
         """Selector and head of a method (default: the main one)."""
         method = self.main if selector is None else selector
         if method not in self.classifiers:
-            raise UnknownNameError.of("selector of this model", method, self.classifiers)
+            raise UnknownNameError.of("selector", method, self.classifiers, "in this model")
         return self.classifiers[method]
 
     def k(self, budget: float, selector: str | None = None) -> int:
