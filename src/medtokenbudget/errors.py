@@ -73,7 +73,7 @@ class UnknownNameError(RequestError):
 
 
 class MismatchError(RequestError):
-    """Two things that must agree do not (a store and a configuration, a model and its backbone); the message shows the difference."""
+    """Two things that must agree do not, such as a model and its backbone; the message shows the difference."""
 
     @classmethod
     def between(cls, what: str, expected: Mapping[str, object], found: Mapping[str, object], advice: str) -> MismatchError:
