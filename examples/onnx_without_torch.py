@@ -1,7 +1,7 @@
 """Use an exported model without torch and without this package: onnxruntime, numpy and Pillow are all it takes.
 
     mtb export runs/mine/run --format onnx --part whole --budget 0.3 --out exported
-    python examples/onnx_without_torch.py exported/whole-lats-0.3.onnx photo.jpg
+    python examples/onnx_without_torch.py exported/whole-lats-lesion-first-0.3.onnx photo.jpg
 
 Research, not a medical device.
 """

@@ -136,7 +136,7 @@ def test_when_no_image_can_be_read_the_work_has_failed_and_no_table_appears(
 ) -> None:
     assert run(root, tmp_path / "absent.jpg", "--out", tmp_path / "p.csv", "--tokens", tmp_path / "t.safetensors") == 1
     said = capsys.readouterr().err
-    assert "None of the 1 images could be read. The first error: " in said
+    assert "No image could be read (1 failed). First error: " in said
     assert "does not exist" in said
     assert sorted(path.name for path in tmp_path.iterdir()) == ["p.errors.jsonl"]
 

@@ -102,7 +102,7 @@ def predict_files(
                 writer.add(answer)
             done += 1
         if done == 0:
-            raise WorkError(f"None of the {failed} images could be read. The first error: {first} All errors are in {errors}.")
+            raise WorkError(f"No image could be read ({failed} failed). First error: {first} All errors are in {errors}.")
     return Summary(done, failed, errors if errors.exists() else None)
 
 
