@@ -60,7 +60,7 @@ class Tokens:
 
 
 def linear_probe(train: Tokens, val: Tokens, ridge: float = 1e-2) -> float:
-    """Patch-level AUROC for lesion patches of `val`, of a ridge regression on the standardised patches of `train`."""
+    """Patch-level AUROC for lesion patches of `val`, of a ridge regression on the standardized patches of `train`."""
     total, square, cross, count, positive = 0.0, 0.0, 0.0, 0, 0.0
     for part, lesion in zip(train.patches.split(64), train.lesion.split(64)):
         x, y = part.flatten(0, 1).double(), lesion.flatten().double()
@@ -117,7 +117,7 @@ def from_store(store: FeatureStore, ids: Sequence[str]) -> Tokens:
 
 
 def raw_pixels(manifest: Manifest, grid: tuple[int, int] = (16, 16), size: int = 224) -> Tokens:
-    """The control without a network: mean and standard deviation of the three colours in each patch, [n, N, 6]."""
+    """The control without a network: mean and standard deviation of the three colors in each patch, [n, N, 6]."""
     features, lesions = [], []
     for index in range(len(manifest)):
         mask = manifest.mask_path(index)
@@ -175,7 +175,7 @@ def blocks(shared: Path, n_train: int, n_val: int) -> dict[int, float]:
                 found.append(
                     torch.stack(
                         backbone.model.forward_intermediates(
-                            backbone.normalise(pixels), indices=layers, norm=True, output_fmt="NLC", intermediates_only=True
+                            backbone.normalize(pixels), indices=layers, norm=True, output_fmt="NLC", intermediates_only=True
                         )
                     ).half()
                 )
@@ -202,7 +202,7 @@ def turning(shared: Path, n: int = 12) -> dict[str, float]:
     """Mean cosine between turned tokens and tokens of the turned image (both centered): why views are turned before the teacher."""
     backbone = Backbone.load(teacher_config(shared))
     pixels, _ = next(prepared(backbone, sides(shared, n, None)[0], n))
-    images = backbone.normalise(pixels)
+    images = backbone.normalize(pixels)
     tokens = backbone(images).patches.unflatten(1, backbone.grid)
     center = tokens.mean((0, 1, 2))
     moves: dict[str, Callable[[Tensor, int], Tensor]] = {
@@ -253,7 +253,7 @@ def speed(shared: Path, batch: int = 16, rounds: int = 5) -> dict[str, float]:
     seconds: dict[str, list[float]] = {name: [] for name in backbones}
     for repeat in range(rounds + 1):
         for name, backbone in backbones.items():
-            images = backbone.normalise(pixels)
+            images = backbone.normalize(pixels)
             started = time.process_time()
             backbone(images)
             if repeat:
@@ -265,7 +265,7 @@ def overhead(shared: Path, batch: int = 16, rounds: int = 10) -> float:
     """Speed of the backbone call (tokens and reduced attention) as a share of timm's bare forward pass, ViT-S/14."""
     backbone = Backbone.load(teacher_config(shared, -1))
     manifest = isic_manifest(shared / "data" / "isic").part("val").take(range(batch))
-    images = backbone.normalise(next(prepared(backbone, manifest, batch))[0])
+    images = backbone.normalize(next(prepared(backbone, manifest, batch))[0])
     calls = {"bare": backbone.model.forward_features, "whole": backbone}
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     with torch.inference_mode():

@@ -97,7 +97,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _speed(backbone: Backbone, manifest: Manifest, config: ExtractConfig, rounds: int) -> None:
     pixels = [torch.from_numpy(backbone.prepare(decode_image(manifest.image_path(i)))) for i in range(len(manifest))]
-    batches = [backbone.normalise(torch.stack(pixels[i : i + config.batch_size])) for i in range(0, len(pixels), config.batch_size)]
+    batches = [backbone.normalize(torch.stack(pixels[i : i + config.batch_size])) for i in range(0, len(pixels), config.batch_size)]
     bare_seconds(backbone, batches[:1])
     bare, ours = [], []
     for _ in range(rounds):

@@ -78,7 +78,7 @@ class Loop:
     def batches(self) -> Iterator[TokenBatch]:
         for start in range(0, len(self.pixels), BATCH):
             part = slice(start, start + BATCH)
-            tokens = self.backbone(self.backbone.normalise(self.pixels[part])).take(slice(None))  # copied: autograd may keep them
+            tokens = self.backbone(self.backbone.normalize(self.pixels[part])).take(slice(None))  # copied: autograd may keep them
             yield replace(
                 tokens,
                 label=self.like.label[part],

@@ -174,7 +174,7 @@ def test_a_training_step_through_forward_changes_the_head(model: MedTokenBudget,
 
 def test_forward_takes_tokens_that_a_backbone_made_for_inference(model: MedTokenBudget, images: list[Path]) -> None:
     pixels = torch.from_numpy(np.stack([model.backbone.prepare(mtb_open(path)) for path in images]))
-    tokens = model.backbone(model.backbone.normalise(pixels))
+    tokens = model.backbone(model.backbone.normalize(pixels))
     assert tokens.patches.is_inference()
     nn.functional.cross_entropy(model(tokens), torch.tensor([0, 1, 2])).backward()
     assert model.classifier().head.output.bias.grad is not None

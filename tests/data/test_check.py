@@ -47,9 +47,9 @@ def broken(tmp_path: Path) -> Manifest:
     add("empty", lesion_picture(5), Image.new("L", (96, 72)))
     add("speck", lesion_picture(6), disc_mask(radius=1.5))
     add("index", lesion_picture(7), Image.fromarray((np.asarray(disc_mask()) // 255).astype(np.uint8)))
-    add("grey", lesion_picture(8), Image.fromarray(np.tile(np.linspace(0, 255, 96).astype(np.uint8), (72, 1))))
+    add("gray", lesion_picture(8), Image.fromarray(np.tile(np.linspace(0, 255, 96).astype(np.uint8), (72, 1))))
     add("no_mask", lesion_picture(9), b"no mask")
-    add("unlabelled", lesion_picture(10), label=None)
+    add("unlabeled", lesion_picture(10), label=None)
     records.append(
         {"image_id": "gone", "image": str(save(lesion_picture(11), tmp_path / "gone.png")), "mask": "/nowhere.png", "label": "MEL"}
     )
@@ -62,14 +62,14 @@ def test_every_fault_is_found_in_one_pass(broken: Manifest) -> None:
     first = {kind: [item.split(":")[0] for item in items] for kind, items in kinds.items()}
     assert first["image-missing"] == ["missing"]
     assert first["image-damaged"] == ["cut"]
-    assert first["image-refused"] == ["text"]
+    assert first["image-unreadable"] == ["text"]
     assert first["mask-missing"] == ["gone"]
-    assert first["mask-refused"] == ["no_mask"]
+    assert first["mask-unreadable"] == ["no_mask"]
     assert first["mask-aspect"] == ["turned"]
     assert first["mask-empty"] == ["empty"]
     assert first["mask-no-patch"] == ["speck", "index"]
-    assert first["mask-not-binary"] == ["index", "grey"]
-    assert first["unlabelled"] == ["unlabelled"]
+    assert first["mask-not-binary"] == ["index", "gray"]
+    assert first["unlabeled"] == ["unlabeled"]
     assert kinds["duplicate-exact"] == ["good_a = copy"]
     assert kinds["duplicate-near"] == ["good_b = smaller"]
     assert kinds["duplicate-labels"] == ["good_a (NV) = copy (MEL)"]

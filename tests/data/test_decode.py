@@ -83,9 +83,9 @@ BAD: dict[str, tuple[object, str, str]] = {
         "2 frames",
     ),
     "transparent rgba": (encoded(transparent("RGBA"), "PNG"), "alpha", "transparent pixels"),
-    "transparent grey": (encoded(transparent("LA"), "PNG"), "alpha", "transparent pixels"),
-    "palette with a transparent colour": (palette_with_hole(), "alpha", "transparent pixels"),
-    "16-bit grey with a transparent value": (sixteen_bit(0), "alpha", "transparent pixels"),
+    "transparent gray": (encoded(transparent("LA"), "PNG"), "alpha", "transparent pixels"),
+    "palette with a transparent color": (palette_with_hole(), "alpha", "transparent pixels"),
+    "16-bit gray with a transparent value": (sixteen_bit(0), "alpha", "transparent pixels"),
     "float pixels": (encoded(lesion_picture(0).convert("F"), "TIFF"), "mode", "pixel format 'F'"),
     "lab pixels": (encoded(Image.new("LAB", (9, 9)), "TIFF"), "mode", "pixel format 'LAB'"),
     "32-bit pixels": (encoded(Image.fromarray(np.full((9, 9), 70_000, np.int32)), "TIFF"), "mode", "outside 0..65535"),
@@ -149,8 +149,8 @@ def test_sixteen_bit_grey_is_scaled_by_its_range() -> None:
     values = np.array([[0, 128, 129, 257, 32768, 65278, 65535]], dtype=np.uint16)
     decoded = np.asarray(decode_mask(encoded(Image.fromarray(values), "PNG")))
     np.testing.assert_array_equal(decoded, np.round(values / 257).astype(np.uint8))
-    colours = np.asarray(decode_image(encoded(Image.fromarray(values), "PNG")))
-    np.testing.assert_array_equal(colours[..., 0], decoded)
+    colors = np.asarray(decode_image(encoded(Image.fromarray(values), "PNG")))
+    np.testing.assert_array_equal(colors[..., 0], decoded)
 
 
 def test_sixteen_bit_grey_whose_transparent_value_no_pixel_has_is_scaled_too() -> None:
@@ -165,7 +165,7 @@ def test_other_modes_show_the_same_picture(mode: str) -> None:
     np.testing.assert_array_equal(np.asarray(decoded), np.asarray(image.convert("RGB")))
 
 
-def test_cmyk_jpeg_comes_out_in_its_colours() -> None:
+def test_cmyk_jpeg_comes_out_in_its_colors() -> None:
     data = encoded(Image.new("RGB", (32, 32), (200, 40, 90)).convert("CMYK"), "JPEG", quality=100)
     np.testing.assert_allclose(np.asarray(decode_image(data)).mean((0, 1)), (200, 40, 90), atol=4)
 

@@ -168,7 +168,7 @@ def test_the_lesion_is_not_simply_the_darkest_part(many: list[Drawing]) -> None:
 
 
 def skin_far_from_the_lesion(drawing: Drawing) -> np.ndarray:
-    """Colour and texture of what is left of a picture when the lesion, its surroundings and the dark rim are taken out, [9]."""
+    """Color and texture of what is left of a picture when the lesion, its surroundings and the dark rim are taken out, [9]."""
     away = ~ndimage.binary_dilation(drawing.mask, iterations=8) & (drawing.image.mean(2) > 40)
     picture = drawing.image.astype(np.float64)
     fine = picture - ndimage.gaussian_filter(picture, (2, 2, 0))

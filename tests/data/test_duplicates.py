@@ -19,7 +19,7 @@ CHANGES: dict[str, Callable[[Image.Image], Image.Image]] = {
     "another shape": lambda image: image.resize((200, 200)),
     "brighter": lambda image: ImageEnhance.Brightness(image).enhance(1.2),
     "less contrast": lambda image: ImageEnhance.Contrast(image).enhance(0.6),
-    "grey": lambda image: image.convert("L").convert("RGB"),
+    "gray": lambda image: image.convert("L").convert("RGB"),
 }
 
 

@@ -178,7 +178,7 @@ BAD = {
     "image twice": (write_truth(ROWS[0], ROWS[0]), {}, "more than one row for ISIC_1"),
     "empty csv": (lambda root: (root / GROUND_TRUTH).write_text(""), {}, "not a CSV file"),
     "binary csv": (lambda root: (root / GROUND_TRUTH).write_bytes(b"\xff\xfe\x00\x80image"), {}, "not a CSV file"),
-    "image without a row": (write_truth(ROWS[0]), {}, "ISIC_2_downsampled.jpg .*no row.*--ignore-unlabelled"),
+    "image without a row": (write_truth(ROWS[0]), {}, "ISIC_2_downsampled.jpg .*no row.*--ignore-unlabeled"),
     "lesion ids missing": (lambda root: (root / METADATA).write_text("image\nISIC_1\n"), {}, "lacks the columns lesion_id"),
     "unknown mask source": (lambda root: None, {"mask_sources": ["isic2081"]}, "Did you mean 'isic2018'"),
     "mask source not there": (
@@ -206,4 +206,4 @@ def test_a_layout_that_is_wrong_is_refused_with_what_to_do(official: Path, case:
 
 def test_files_without_a_row_are_left_out_when_asked(official: Path) -> None:
     (official / GROUND_TRUTH).write_text(TRUTH + ROWS[0])
-    assert isic_manifest(official, ignore_unlabelled=True).ids == ["ISIC_1"]
+    assert isic_manifest(official, ignore_unlabeled=True).ids == ["ISIC_1"]

@@ -203,7 +203,7 @@ CSV_BAD = {
     "image missing": ("image\npictures/9.png\n", {}, r"images that do not exist: row 2 \(pictures/9.png\)"),
     "image cell empty": ("image,label\n,MEL\n", {}, "no image: row 2"),
     "mask missing": ("image,mask\npictures/0.png,m.png\n", {}, r"masks that do not exist: row 2 \(m.png\)"),
-    "label empty": ("image,label\npictures/0.png,\n", {}, "no label.*--allow-unlabelled.*row 2"),
+    "label empty": ("image,label\npictures/0.png,\n", {}, "no label.*--allow-unlabeled.*row 2"),
     "label unknown": ("image,label\npictures/0.png,XYZ\n", {"classes": ["MEL", "NV"]}, r"none of MEL, NV: row 2 \(XYZ\)"),
     "split unknown": ("image,split\npictures/0.png,test\n", {}, r"none of train, select, val: row 2 \(test\)"),
     "split empty": ("image,split\npictures/0.png,\n", {}, "none of train, select, val: row 2"),

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from medtokenbudget.errors import RequestError
-from medtokenbudget.features.attention import normalised_entropy
+from medtokenbudget.features.attention import normalized_entropy
 from medtokenbudget.features.backbone import Backbone
 
 SMALL: dict[str, Any] = {"depth": 3, "embed_dim": 48, "num_heads": 3, "num_classes": 0, "pretrained": False}
@@ -112,14 +112,14 @@ def test_an_earlier_layer_gives_that_blocks_output_under_the_final_norm_and_runs
 def test_entropy_is_zero_for_uniform_and_one_for_a_single_target() -> None:
     uniform = torch.full((1, 4, 4), 0.25)
     single = torch.eye(4)[None]
-    torch.testing.assert_close(normalised_entropy(uniform), torch.zeros(1, 4))
-    torch.testing.assert_close(normalised_entropy(single), torch.ones(1, 4))
+    torch.testing.assert_close(normalized_entropy(uniform), torch.zeros(1, 4))
+    torch.testing.assert_close(normalized_entropy(single), torch.ones(1, 4))
 
 
 def test_entropy_of_a_row_that_gives_half_of_its_weight_to_prefix_tokens_follows_the_formula_as_written() -> None:
     weights = torch.full((1, 4, 4), 0.125)
     by_hand = 1 - (4 * 0.125 * math.log(8)) / math.log(4)
-    torch.testing.assert_close(normalised_entropy(weights), torch.full((1, 4), by_hand))
+    torch.testing.assert_close(normalized_entropy(weights), torch.full((1, 4), by_hand))
 
 
 def test_fused_attention_that_is_switched_off_changes_nothing() -> None:

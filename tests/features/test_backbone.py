@@ -173,12 +173,12 @@ def test_the_whole_image_is_resized_and_nothing_is_cropped() -> None:
     assert prepared[:, 10:30].max() == 0
 
 
-def test_normalising_subtracts_the_mean_and_divides_by_the_deviation() -> None:
+def test_normalizing_subtracts_the_mean_and_divides_by_the_deviation() -> None:
     preprocessing = Preprocessing(2, (0.1, 0.2, 0.3), (0.5, 0.25, 0.125))
     pixels = torch.arange(12, dtype=torch.uint8).reshape(1, 2, 2, 3)
-    normalised = preprocessing.normalise(pixels)
-    assert normalised.shape == (1, 3, 2, 2)
-    assert float(normalised[0, 2, 1, 0]) == pytest.approx((8 / 255 - 0.3) / 0.125, abs=1e-5)
+    normalized = preprocessing.normalize(pixels)
+    assert normalized.shape == (1, 3, 2, 2)
+    assert float(normalized[0, 2, 1, 0]) == pytest.approx((8 / 255 - 0.3) / 0.125, abs=1e-5)
     assert Preprocessing.from_dict(preprocessing.to_dict()) == preprocessing
 
 
@@ -187,8 +187,8 @@ def test_luminance_is_the_mean_grey_value_of_each_patch() -> None:
     pixels[0, :2, 2:] = torch.tensor([255, 0, 0], dtype=torch.uint8)
     pixels[0, 2:, :2] = torch.tensor([10, 20, 30], dtype=torch.uint8)
     pixels[0, 3, 3] = 255
-    grey = (0.299 * 10 + 0.587 * 20 + 0.114 * 30) / 255
-    torch.testing.assert_close(luminance(pixels, (2, 2)), torch.tensor([[0.0, 0.299, grey, 0.25]]))
+    gray = (0.299 * 10 + 0.587 * 20 + 0.114 * 30) / 255
+    torch.testing.assert_close(luminance(pixels, (2, 2)), torch.tensor([[0.0, 0.299, gray, 0.25]]))
     with pytest.raises(GridError, match="does not divide"):
         luminance(pixels, (3, 3))
 
@@ -207,7 +207,7 @@ def test_a_real_trained_backbone_equals_timm_on_a_real_image(shared: Path) -> No
     mean, std = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
     with torch.inference_mode():
         expected = model.forward_features(((pixels / 255 - mean) / std).permute(0, 3, 1, 2))
-    tokens = backbone(backbone.normalise(pixels))
+    tokens = backbone(backbone.normalize(pixels))
     assert tokens.grid == (16, 16)
     torch.testing.assert_close(tokens.patches, expected[:, 1:], rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(tokens.cls, expected[:, 0], rtol=1e-3, atol=1e-3)

@@ -141,7 +141,7 @@ def test_the_stored_tokens_are_the_teachers_for_the_stored_pixels(undisturbed: P
     with safe_open(undisturbed / "teacher-cache" / "views-00000.safetensors", framework="pt") as file:
         stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     assert stored["pixels"].shape == (32, 64, 64, 3)
-    tokens = teacher(teacher.normalise(stored["pixels"]))
+    tokens = teacher(teacher.normalize(stored["pixels"]))
     for name in ("patches", "cls", "cls_attention"):
         torch.testing.assert_close(stored[name].float(), getattr(tokens, name), rtol=2e-3, atol=2e-3)
 

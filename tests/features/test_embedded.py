@@ -48,7 +48,7 @@ def test_the_same_image_gives_the_same_bytes_in_every_load_and_batch_position() 
     torch.testing.assert_close(alone.patches, first.patches[2:], rtol=1e-4, atol=1e-4)
 
 
-def test_the_card_says_teacher_images_figures_limits_licence_and_command() -> None:
+def test_the_card_says_teacher_images_figures_limits_license_and_command() -> None:
     folder = zoo.PACKAGED["embedded"]
     card = (folder / "README.md").read_text()
     for word in (
@@ -58,12 +58,12 @@ def test_the_card_says_teacher_images_figures_limits_licence_and_command() -> No
         "ceiling",
         "mtb distill",
         "Limits",
-        "Licence",
+        "License",
         WEIGHTS_SHA256[:12],
         "not a medical",
     ):
         assert word in card, word
-    assert json.loads((folder / zoo.CONFIG_FILE).read_text())["licence"]
+    assert json.loads((folder / zoo.CONFIG_FILE).read_text())["license"]
 
 
 @cache
@@ -77,7 +77,7 @@ def tokens(shared: Path, name: str) -> tuple[Tokens, Tokens]:
 
 
 def seen(backbone: Backbone, manifest: Manifest) -> Tokens:
-    found = [backbone(backbone.normalise(pixels)) for pixels, _ in prepared(backbone, manifest)]
+    found = [backbone(backbone.normalize(pixels)) for pixels, _ in prepared(backbone, manifest)]
     masks = [manifest.mask_path(i) for i in range(len(manifest))]
     lesion = torch.stack([torch.from_numpy(patch_labels(decode_mask(mask), backbone.grid)) for mask in masks if mask is not None])
     entropy = torch.cat([batch.attention_entropy for batch in found if batch.attention_entropy is not None])

@@ -203,7 +203,7 @@ def test_off_center_rows_exist_for_masked_images_of_every_part(
     mask, image = decode_mask(manifest.mask_path(0)), decode_image(manifest.image_path(0))  # type: ignore[arg-type]
     seen, _ = views.apply(image, mask, "off-center", views.image_seed(0, "image-000"))
     loaded = Backbone.load(backbone)
-    alone = loaded(loaded.normalise(torch.from_numpy(loaded.prepare(seen))[None]))
+    alone = loaded(loaded.normalize(torch.from_numpy(loaded.prepare(seen))[None]))
     stored = store.read(store.rows(["image-000"], view="off-center"))
     torch.testing.assert_close(stored.patches, alone.patches, atol=2e-3, rtol=2e-3)
 

@@ -40,7 +40,7 @@ def test_rows_are_what_the_backbone_says_of_each_image(made: tuple[FeatureStore,
     batch = store.read(store.rows(["image-003", "image-000"]))
     for row, image in enumerate((3, 0)):
         pixels = torch.from_numpy(backbone.prepare(decode_image(manifest.image_path(image))))[None]
-        alone = backbone(backbone.normalise(pixels))
+        alone = backbone(backbone.normalize(pixels))
         torch.testing.assert_close(batch.patches[row], alone.patches[0], atol=2e-3, rtol=2e-3)
         assert batch.cls is not None
         assert alone.cls is not None
@@ -49,8 +49,8 @@ def test_rows_are_what_the_backbone_says_of_each_image(made: tuple[FeatureStore,
         assert alone.attention_entropy is not None
         torch.testing.assert_close(batch.attention_entropy[row], alone.attention_entropy[0], atol=1e-5, rtol=1e-4)
         assert batch.luminance is not None
-        grey = pixels[0].numpy() @ np.array([0.299, 0.587, 0.114]) / 255
-        means = grey.reshape(GRID[0], 8, GRID[1], 8).mean((1, 3)).reshape(-1)
+        gray = pixels[0].numpy() @ np.array([0.299, 0.587, 0.114]) / 255
+        means = gray.reshape(GRID[0], 8, GRID[1], 8).mean((1, 3)).reshape(-1)
         np.testing.assert_allclose(batch.luminance[row].numpy(), means, atol=1e-5)
 
 

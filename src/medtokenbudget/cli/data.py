@@ -76,7 +76,7 @@ def _isic_options(parser: CommandParser) -> None:
         help="Where masks come from: isic2018, ham10000, or both with a comma; the first that has a mask wins. "
         "Default: isic2018 for 'exact', all there are for 'by-id'.",
     )
-    parser.add_argument("--ignore-unlabelled", action="store_true", help="Leave out files that have no row in the CSV.")
+    parser.add_argument("--ignore-unlabeled", action="store_true", help="Leave out files that have no row in the CSV.")
     _name(parser, "ISIC 2019")
     _split_options(parser, "grouped")
     _out(parser)
@@ -106,7 +106,7 @@ def _csv_options(parser: CommandParser) -> None:
     parser.add_argument(
         "--classes", type=str | None, default=None, help="Class names in order, with commas; else the labels, sorted."
     )
-    parser.add_argument("--allow-unlabelled", action="store_true", help="Accept rows without a label.")
+    parser.add_argument("--allow-unlabeled", action="store_true", help="Accept rows without a label.")
     _name(parser, "the file's name")
     _split_options(parser, None)
     _out(parser)
@@ -139,7 +139,7 @@ def _isic(options: Namespace) -> int:
     from medtokenbudget.data.isic import isic_manifest
 
     sources = _names(options.mask_sources)
-    manifest = isic_manifest(options.root, options.masks, sources, ignore_unlabelled=options.ignore_unlabelled, **_named(options))
+    manifest = isic_manifest(options.root, options.masks, sources, ignore_unlabeled=options.ignore_unlabeled, **_named(options))
     return _write(_resplit(manifest, options), options.out)
 
 
@@ -158,7 +158,7 @@ def _folder(options: Namespace) -> int:
 def _csv(options: Namespace) -> int:
     from medtokenbudget.data.csv_source import csv_manifest
 
-    manifest = csv_manifest(options.file, _names(options.classes), allow_unlabelled=options.allow_unlabelled, name=options.name)
+    manifest = csv_manifest(options.file, _names(options.classes), allow_unlabeled=options.allow_unlabeled, name=options.name)
     return _write(_resplit(manifest, options), options.out)
 
 

@@ -25,7 +25,7 @@ from medtokenbudget.data.masks import patch_labels, prevalence_table, same_aspec
 from medtokenbudget.progress import progress
 
 GRID = (16, 16)
-GREY_TOLERANCE = 0.02
+GRAY_TOLERANCE = 0.02
 Severity = Literal["fatal", "warning"]
 
 
@@ -146,7 +146,7 @@ def _mask_notes(mask: Image.Image, image: Image.Image | None, patches: int) -> l
         notes.append("mask-empty|")
     elif patches == 0:
         notes.append("mask-no-patch|")
-    if values.max() not in (0, 255) or ((values > 15) & (values < 240)).mean() > GREY_TOLERANCE:
+    if values.max() not in (0, 255) or ((values > 15) & (values < 240)).mean() > GRAY_TOLERANCE:
         notes.append(f"mask-not-binary|values {values.min()} to {values.max()}")
     return notes
 
@@ -161,15 +161,15 @@ def _image_findings(manifest: Manifest, seen: Sequence[_Seen]) -> Iterable[Findi
     ]
     yield Finding("image-missing", "fatal", "images that are not there", missing)
     yield Finding("image-damaged", "fatal", "images that are damaged or cut short", damaged)
-    yield Finding("image-refused", "fatal", "images that cannot be read", others)
-    unlabelled = [i for i, label in zip(manifest.ids, manifest.rows["label"]) if label is None]
-    yield Finding("unlabelled", "warning", "images without a label (left out of training and evaluation)", unlabelled)
+    yield Finding("image-unreadable", "fatal", "images that cannot be read", others)
+    unlabeled = [i for i, label in zip(manifest.ids, manifest.rows["label"]) if label is None]
+    yield Finding("unlabeled", "warning", "images without a label (left out of training and evaluation)", unlabeled)
 
 
 def _mask_findings(manifest: Manifest, seen: Sequence[_Seen]) -> Iterable[Finding]:
     faults = [(i, s.mask_fault) for i, s in zip(manifest.ids, seen) if s.mask_fault]
     yield Finding("mask-missing", "fatal", "masks that are not there", [f"{i}: {e}" for i, e in faults if e.kind == "missing"])
-    yield Finding("mask-refused", "fatal", "masks that cannot be read", [f"{i}: {e}" for i, e in faults if e.kind != "missing"])
+    yield Finding("mask-unreadable", "fatal", "masks that cannot be read", [f"{i}: {e}" for i, e in faults if e.kind != "missing"])
     messages = {
         "mask-aspect": "masks whose aspect differs from the image (they would not lie on the lesion)",
         "mask-empty": "masks without any lesion pixel",

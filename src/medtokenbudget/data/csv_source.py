@@ -28,7 +28,7 @@ def read_csv(path: Path) -> pd.DataFrame:
 
 
 def csv_manifest(
-    path: Path | str, classes: Sequence[str] | None = None, *, allow_unlabelled: bool = False, name: str | None = None
+    path: Path | str, classes: Sequence[str] | None = None, *, allow_unlabeled: bool = False, name: str | None = None
 ) -> Manifest:
     """The rows of a CSV; relative paths are relative to its folder, classes are sorted names unless given.
 
@@ -46,7 +46,7 @@ def csv_manifest(
     rows = {name: table[name].tolist() if name in table.columns else None for name in COLUMNS}
     unknown = sorted(set(table.columns) - set(COLUMNS))
     faults = [f"columns that mean nothing here: {listed(unknown)} ({_COLUMNS})"] if unknown else []
-    faults += _faults(folder, rows, classes, allow_unlabelled)
+    faults += _faults(folder, rows, classes, allow_unlabeled)
     if faults:
         raise RequestError(f"{source} does not make a manifest:\n" + "\n".join(f"  {fault}" for fault in faults))
     count = len(table)
@@ -80,7 +80,7 @@ def csv_manifest(
     )
 
 
-def _faults(folder: Path, rows: dict[str, list[str] | None], classes: Sequence[str] | None, allow_unlabelled: bool) -> list[str]:
+def _faults(folder: Path, rows: dict[str, list[str] | None], classes: Sequence[str] | None, allow_unlabeled: bool) -> list[str]:
     """One line a kind of fault, with the rows (the first under the heading is row 2, as in a spreadsheet) or values."""
 
     def where(column: str, wrong: list[bool]) -> str:
@@ -92,7 +92,7 @@ def _faults(folder: Path, rows: dict[str, list[str] | None], classes: Sequence[s
         ("image", "no image", [not image for image in images]),
         ("image", "images that do not exist", [bool(image) and not (folder / image).is_file() for image in images]),
         ("mask", "masks that do not exist", [bool(mask) and not (folder / mask).is_file() for mask in masks]),
-        ("label", "no label (fill it in, or pass --allow-unlabelled)", [not label and not allow_unlabelled for label in labels]),
+        ("label", "no label (fill it in, or pass --allow-unlabeled)", [not label and not allow_unlabeled for label in labels]),
         (
             "label",
             f"labels that are none of {', '.join(classes or [])}",

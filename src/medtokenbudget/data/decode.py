@@ -52,7 +52,7 @@ class DecodeError(RequestError):
 def decode_image(source: Source, max_pixels: int = MAX_PIXELS) -> Image.Image:
     """An RGB image, turned as its EXIF orientation says.
 
-    Grey, palette, 1-bit, 16-bit grey (scaled by 255 / 65535) and CMYK are converted. An alpha channel is dropped when it is opaque
+    Gray, palette, 1-bit, 16-bit gray (scaled by 255 / 65535) and CMYK are converted. An alpha channel is dropped when it is opaque
     everywhere and refused otherwise. Files of several frames are refused; the further frames of a camera's MPO are previews and
     are not looked at. Pillow's own limit of 178,956,970 pixels stays in force whatever `max_pixels` says.
     """
@@ -60,7 +60,7 @@ def decode_image(source: Source, max_pixels: int = MAX_PIXELS) -> Image.Image:
 
 
 def decode_mask(source: Source, max_pixels: int = MAX_PIXELS) -> Image.Image:
-    """A mask as 8-bit grey ("L", 0 to 255), turned as its EXIF orientation says; same rules as `decode_image`."""
+    """A mask as 8-bit gray ("L", 0 to 255), turned as its EXIF orientation says; same rules as `decode_image`."""
     return _decode(source, max_pixels).convert("L")
 
 
@@ -160,7 +160,7 @@ def _plain_mode(name: str, image: Image.Image) -> Image.Image:
         return image.convert("RGB")
     if image.mode not in _DIRECT:
         raise DecodeError(
-            f"{name} has the pixel format '{image.mode}', which has no agreed range. Save it as 8-bit RGB or grey.", "mode"
+            f"{name} has the pixel format '{image.mode}', which has no agreed range. Save it as 8-bit RGB or gray.", "mode"
         )
     return image.convert("RGB") if image.mode == "CMYK" else image
 
@@ -172,10 +172,10 @@ def _transparent(name: str) -> DecodeError:
 
 
 def _from_16_bit(name: str, image: Image.Image) -> Image.Image:
-    """Grey of 16 bits to 8 by the range of the format: 65535 becomes 255. A PNG may name one value that is transparent."""
+    """Gray of 16 bits to 8 by the range of the format: 65535 becomes 255. A PNG may name one value that is transparent."""
     values = np.asarray(image).astype(np.int64)
     if (values == image.info.get("transparency")).any():
         raise _transparent(name)
     if values.min() < 0 or values.max() > 65535:
-        raise DecodeError(f"{name} has 32-bit pixels outside 0..65535. Save it as 8-bit RGB or grey.", "mode")
+        raise DecodeError(f"{name} has 32-bit pixels outside 0..65535. Save it as 8-bit RGB or gray.", "mode")
     return Image.fromarray(((values * 255 + 32767) // 65535).astype(np.uint8))

@@ -42,7 +42,7 @@ _CASTS = {
     "lilac": (0.96, 0.92, 1.07),
     "pink": (1.02, 0.93, 0.95),
     "cream": (1.02, 1.01, 0.90),
-    "grey": (0.88, 0.94, 0.95),
+    "gray": (0.88, 0.94, 0.95),
     "orange": (1.03, 0.94, 0.86),
 }
 
@@ -179,7 +179,7 @@ def _visible_offset(whole: Map, radius: float) -> float:
 
 
 def _skin(canvas: Canvas, rng: np.random.Generator, around: _Surroundings, traits: dict[str, Any]) -> tuple[np.ndarray, Pigments]:
-    """The skin's own colour `[3]` and what it holds everywhere: redness, freckles, fine vessels, furrows, pores."""
+    """The skin's own color `[3]` and what it holds everywhere: redness, freckles, fine vessels, furrows, pores."""
     tone = float(np.clip(around.tone + rng.normal(0, 0.65) + (rng.exponential(1.6) if rng.random() < 0.16 else 0), 0, 5))
     base = np.array([np.interp(tone, np.arange(6), _SKIN_TONES[:, c]) for c in range(3)])
     skin = Pigments.none(canvas)

@@ -112,7 +112,7 @@ def vessels(lesion: Lesion, trees: int, length: float, width: float, low: float,
 
 
 def melanoma(lesion: Lesion, skin: Pigments) -> dict[str, Any]:
-    """Asymmetric, several colours: browns, black, blue-grey veil, white regression, streaks, irregular dots; some amelanotic."""
+    """Asymmetric, several colors: browns, black, blue-gray veil, white regression, streaks, irregular dots; some amelanotic."""
     rng, reach = lesion.rng, lesion.reach
     amelanotic, early = lesion.chance(0.12), lesion.chance(0.30)
     lean = rng.uniform(0.1, 0.3) if early else rng.uniform(0.3, 0.8)
@@ -168,7 +168,7 @@ def _rim_streaks(lesion: Lesion) -> Map:
 
 
 def nevus(lesion: Lesion, skin: Pigments) -> dict[str, Any]:
-    """Symmetric, one or two browns, a regular network or even globules or nothing but colour; some atypical, some pink."""
+    """Symmetric, one or two browns, a regular network or even globules or nothing but color; some atypical, some pink."""
     rng, reach = lesion.rng, lesion.reach
     kind = str(rng.choice(["reticular", "globular", "homogeneous"], p=[0.48, 0.2, 0.32]))
     atypical, pink = lesion.chance(0.2), lesion.chance(0.16)
@@ -194,7 +194,7 @@ def nevus(lesion: Lesion, skin: Pigments) -> dict[str, Any]:
 
 
 def basal_cell_carcinoma(lesion: Lesion, skin: Pigments) -> dict[str, Any]:
-    """Pink and translucent, arborising vessels, blue-grey ovoid nests, shiny white strands, now and then an ulcer."""
+    """Pink and translucent, arborising vessels, blue-gray ovoid nests, shiny white strands, now and then an ulcer."""
     rng = lesion.rng
     skin.blood += rng.uniform(0.25, 0.75) * np.maximum(1 + 0.3 * lesion.noise(5) + 0.12 * lesion.noise(20), 0.1)
     skin.melanin += rng.uniform(0.0, 0.18)
@@ -246,15 +246,15 @@ def _scale(lesion: Lesion, skin: Pigments, strength: float, threshold: float) ->
 
 
 def benign_keratosis(lesion: Lesion, skin: Pigments) -> dict[str, Any]:
-    """Stuck-on and waxy: ridges, milia-like cysts, comedo openings; or a flat lentigo, or a greyish regressing one."""
+    """Stuck-on and waxy: ridges, milia-like cysts, comedo openings; or a flat lentigo, or a grayish regressing one."""
     rng = lesion.rng
     kind = str(rng.choice(["seborrheic", "lentigo", "regressing"], p=[0.55, 0.28, 0.17]))
     wax = 1 + 0.2 * lesion.noise(5) + 0.1 * lesion.noise(28)
     ridges = smoothstep(0.9, 0.0, np.abs(lesion.noise(rng.uniform(11, 20) / lesion.detail, rng.uniform(1, 1.6))))
     if kind == "regressing":
-        grey = lesion.region(-0.5, 1.0, 5)
+        gray = lesion.region(-0.5, 1.0, 5)
         skin.melanin += rng.uniform(0.15, 0.5) * wax
-        skin.blue += rng.uniform(0.2, 0.6) * grey * (0.4 + 0.9 * lesion.spots(120, (0.004, 0.008)))
+        skin.blue += rng.uniform(0.2, 0.6) * gray * (0.4 + 0.9 * lesion.spots(120, (0.004, 0.008)))
         skin.blood += rng.uniform(0.1, 0.4)
         return {"pattern": kind}
     strength = rng.uniform(0.3, 1.1) if kind == "seborrheic" else rng.uniform(0.25, 0.65)

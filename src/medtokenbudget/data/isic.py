@@ -84,7 +84,7 @@ def isic_manifest(
     masks: str = "by-id",
     mask_sources: Sequence[str] | None = None,
     *,
-    ignore_unlabelled: bool = False,
+    ignore_unlabeled: bool = False,
     name: str = NAME,
 ) -> Manifest:
     """The images that are there, in the order of the CSV, with the paper's split.
@@ -97,12 +97,10 @@ def isic_manifest(
     truth = read_ground_truth(top / GROUND_TRUTH)
     lesions = read_lesions(top / METADATA)
     files = _images(top)
-    unlabelled = sorted(set(files) - set(truth["image"]))
-    if unlabelled and not ignore_unlabelled:
-        names = listed([files[image].name for image in unlabelled], 3)
-        raise RequestError(
-            f"{names} in {top / IMAGES} have no row in {GROUND_TRUTH}. Remove the files or pass --ignore-unlabelled."
-        )
+    unlabeled = sorted(set(files) - set(truth["image"]))
+    if unlabeled and not ignore_unlabeled:
+        names = listed([files[image].name for image in unlabeled], 3)
+        raise RequestError(f"{names} in {top / IMAGES} have no row in {GROUND_TRUTH}. Remove the files or pass --ignore-unlabeled.")
     sources = _mask_sources(top, masks, mask_sources)
     found: dict[str, Path] = {}
     for kind in reversed(sources):

@@ -30,7 +30,7 @@ def mask_of(image: Image.Image, path: Path | str) -> Image.Image:
 
 
 def patch_labels(mask: Image.Image, grid: tuple[int, int]) -> np.ndarray:
-    """Lesion patches `[h * w]` bool in raster order: grey, bilinear resize to the token grid, to [0, 1], above 0.5."""
+    """Lesion patches `[h * w]` bool in raster order: gray, bilinear resize to the token grid, to [0, 1], above 0.5."""
     height, width = grid
     if height < 1 or width < 1:
         raise GridError(f"a token grid has at least one row and one column, got {height} x {width}.")

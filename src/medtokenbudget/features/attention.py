@@ -125,7 +125,7 @@ def _reduce(of: QueryKey, prefix: int, has_cls: bool) -> Reduced:
         compared = compared + of.bias
     weights = compared.softmax(-1).mean(1)
     cls_attention = weights[:, 0, prefix:].clone() if has_cls else None
-    return Reduced(normalised_entropy(weights[:, prefix:, prefix:]), cls_attention)
+    return Reduced(normalized_entropy(weights[:, prefix:, prefix:]), cls_attention)
 
 
 def pseudo_attention(patches: Tensor, cls: Tensor | None) -> Reduced:
@@ -135,14 +135,14 @@ def pseudo_attention(patches: Tensor, cls: Tensor | None) -> Reduced:
     """
     unit = F.normalize(patches.float(), dim=-1)
     parts = [unit[i : i + CHUNK] for i in range(0, len(unit), CHUNK)]
-    entropy = torch.cat([normalised_entropy((part @ part.transpose(1, 2)).softmax(-1)) for part in parts])
+    entropy = torch.cat([normalized_entropy((part @ part.transpose(1, 2)).softmax(-1)) for part in parts])
     if cls is None:
         return Reduced(entropy, None)
     similarity = torch.einsum("bnd,bd->bn", unit, F.normalize(cls.float(), dim=-1))
     return Reduced(entropy, similarity.softmax(-1))
 
 
-def normalised_entropy(weights: Tensor) -> Tensor:
+def normalized_entropy(weights: Tensor) -> Tensor:
     """`1 - H_i / log N` with `H_i = -sum_j w_ij log w_ij` (Eq. 1); weights [B, N, N] to [B, N]."""
     n = weights.shape[-1]
     if n < 2:

@@ -107,13 +107,13 @@ class Backbone:
         """A decoded RGB picture as uint8 [S, S, 3]."""
         return self.preprocessing.prepare(image)
 
-    def normalise(self, batch: Tensor) -> Tensor:
+    def normalize(self, batch: Tensor) -> Tensor:
         """uint8 [B, S, S, 3] to float [B, 3, S, S]."""
-        return self.preprocessing.normalise(batch)
+        return self.preprocessing.normalize(batch)
 
     @torch.inference_mode()
     def __call__(self, images: Tensor) -> TokenBatch:
-        """Tokens and reduced attention of normalised images, float [B, 3, S, S]; blocks after the chosen one do not run."""
+        """Tokens and reduced attention of normalized images, float [B, 3, S, S]; blocks after the chosen one do not run."""
         size = self.preprocessing.image_size
         if images.ndim != 4 or tuple(images.shape[1:]) != (3, size, size):
             raise ShapeError(f"images must be [B, 3, {size}, {size}], got {list(images.shape)}.")

@@ -36,13 +36,13 @@ _SAMPLE = 320
 
 
 def distill(
-    manifest: Manifest, teacher: BackboneConfig, config: DistillConfig, out: Path, licence: str = "as the teacher's and the images'"
+    manifest: Manifest, teacher: BackboneConfig, config: DistillConfig, out: Path, license: str = "as the teacher's and the images'"
 ) -> Path:
     """Train a student on the training part of `manifest` and leave it in the folder `out`; the same call goes on after a stop."""
     device = _device(config)
     images = readable(manifest.part("train"), out / "errors.jsonl")
     backbone = Backbone.load(teacher, device)
-    plan = distill_student.recipe(config, backbone, licence)
+    plan = distill_student.recipe(config, backbone, license)
     record = _record(images, backbone, config)
     _claim(out / "run.json", record)
     cache = TeacherCache(out / "teacher-cache", images, backbone, config.views, config.seed)
@@ -130,7 +130,7 @@ def _epoch(
         for group in optimizer.param_groups:
             group["lr"] = rate
         target = {name: value.to(cache.teacher.device) for name, value in batch.items()}
-        losses = objective(student(cache.teacher.normalise(target["pixels"])), target)
+        losses = objective(student(cache.teacher.normalize(target["pixels"])), target)
         if not bool(torch.isfinite(losses["loss"])):
             raise WorkError(f"the loss is not finite in epoch {epoch + 1}. Take a smaller --lr.")
         optimizer.zero_grad(set_to_none=True)
@@ -212,7 +212,7 @@ gives the patch and class tokens of block {teacher["layer"]} of `{teacher["name"
 | images | {record["images"]} ({record["source"]}), {config["views"]} views each |
 | training | {config["epochs"]} epochs, batch {config["batch_size"]}, learning rate {config["lr"]}, seed {config["seed"]} |
 | start | {config["init"]} |
-| licence | {plan.licence} |
+| license | {plan.license} |
 
 Use it with `--backbone {out}`. How well it separates lesions was not measured by the distillation itself.
 Research software, not a medical device.

@@ -52,7 +52,7 @@ def start_from_teacher(model: Any, teacher: Backbone, images: Tensor) -> None:
 
 
 def _main_directions(source: Any, layer: int, images: Tensor, width: int) -> tuple[Tensor, float]:
-    """Orthonormal [D, width] basis of the normalised residual stream, and the factor that layer norm loses by the projection."""
+    """Orthonormal [D, width] basis of the normalized residual stream, and the factor that layer norm loses by the projection."""
     streams = source.forward_intermediates(
         images, indices=list(range(layer + 1)), norm=False, stop_early=True, output_fmt="NLC", intermediates_only=True
     )

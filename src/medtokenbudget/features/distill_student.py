@@ -18,7 +18,7 @@ from medtokenbudget.features.zoo import Recipe
 _BASE = "vit_tiny_patch16_224"
 
 
-def recipe(config: DistillConfig, teacher: Backbone, licence: str) -> Recipe:
+def recipe(config: DistillConfig, teacher: Backbone, license: str) -> Recipe:
     """How to build the student again."""
     size = teacher.preprocessing.image_size
     if any(side * config.patch_size != size for side in teacher.grid):
@@ -41,7 +41,7 @@ def recipe(config: DistillConfig, teacher: Backbone, licence: str) -> Recipe:
         check_start(config, teacher)
     preprocessing = teacher.preprocessing.to_dict()
     del preprocessing["image_size"]
-    return Recipe(_BASE, arguments, preprocessing, licence)
+    return Recipe(_BASE, arguments, preprocessing, license)
 
 
 class Student(nn.Module):
@@ -67,7 +67,7 @@ class Student(nn.Module):
 
 
 class Objective:
-    """Cosine plus smooth-L1 on standardised tokens, and cross-entropy on the class attention over the patches.
+    """Cosine plus smooth-L1 on standardized tokens, and cross-entropy on the class attention over the patches.
 
     mean, std  [D] of the teacher's patch tokens; the class token has its own.
     """
@@ -78,15 +78,15 @@ class Objective:
 
     def __call__(self, predicted: dict[str, Tensor], target: dict[str, Tensor]) -> dict[str, Tensor]:
         """The parts of the loss and their weighted sum `loss`."""
-        parts = {"patches": token_loss(predicted["patches"], self.standardised(target, "patches"))}
+        parts = {"patches": token_loss(predicted["patches"], self.standardized(target, "patches"))}
         total = parts["patches"]
         if "cls" in predicted:
-            parts["cls"] = token_loss(predicted["cls"], self.standardised(target, "cls"))
+            parts["cls"] = token_loss(predicted["cls"], self.standardized(target, "cls"))
             parts["attention"] = attention_loss(predicted["cls_attention"], target["cls_attention"].float())
             total = total + self.config.cls_weight * parts["cls"] + self.config.attention_weight * parts["attention"]
         return {**parts, "loss": total}
 
-    def standardised(self, target: dict[str, Tensor], name: str) -> Tensor:
+    def standardized(self, target: dict[str, Tensor], name: str) -> Tensor:
         """The teacher's tokens called `name` with mean 0 and deviation 1 in each dimension."""
         return (target[name].float() - self.statistics[f"{name}_mean"]) / self.statistics[f"{name}_std"]
 
@@ -108,15 +108,15 @@ def create(config: DistillConfig, plan: Recipe, teacher: Backbone, sample: dict[
     torch.manual_seed(config.seed)
     student = Student(build(plan.architecture, teacher.preprocessing.image_size, plan), teacher.dim).to(teacher.device)
     if config.init == "teacher":
-        images = teacher.normalise(sample["pixels"])
+        images = teacher.normalize(sample["pixels"])
         start_from_teacher(student.model, teacher, images)
-        fit_adapters(student, images, {name: objective.standardised(sample, name) for name in student.adapters})
+        fit_adapters(student, images, {name: objective.standardized(sample, name) for name in student.adapters})
     return student
 
 
 @torch.no_grad()
 def fit_adapters(student: Student, images: Tensor, targets: dict[str, Tensor]) -> None:
-    """Ridge regression of the standardised tokens on the student's, so that learning does not start by undoing its start."""
+    """Ridge regression of the standardized tokens on the student's, so that learning does not start by undoing its start."""
     tokens = student.model.forward_features(images)
     prefix = student.model.num_prefix_tokens
     for name, target in targets.items():

@@ -29,11 +29,11 @@ SHARD = 128
 """Views in one file."""
 _AREA = (0.35, 1.0)
 _ASPECT = (0.8, 1.25)
-_COLOUR = 0.2
+_COLOR = 0.2
 
 
 def draw_view(image: Image.Image, image_id: str, view: int, seed: int) -> Image.Image:
-    """View 0 is the whole image; the others are crops of 35 to 100 % of the area, flipped, turned, in colours up to a fifth off.
+    """View 0 is the whole image; the others are crops of 35 to 100 % of the area, flipped, turned, in colors up to a fifth off.
 
     The random numbers depend on the image's name alone, so that a view is the same whatever else is in the set.
     """
@@ -47,8 +47,8 @@ def draw_view(image: Image.Image, image_id: str, view: int, seed: int) -> Image.
     image = image.crop((round(left), round(top), round(left + w), round(top + h))).rotate(90 * int(rng.integers(4)), expand=True)
     image = ImageOps.mirror(image) if rng.integers(2) else image
     for change in (ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color):
-        image = change(image).enhance(rng.uniform(1 - _COLOUR, 1 + _COLOUR))
-    gains = rng.uniform(1 - _COLOUR / 4, 1 + _COLOUR / 4, size=3)
+        image = change(image).enhance(rng.uniform(1 - _COLOR, 1 + _COLOR))
+    gains = rng.uniform(1 - _COLOR / 4, 1 + _COLOR / 4, size=3)
     return Image.fromarray(np.clip(np.asarray(image) * gains, 0, 255).astype(np.uint8))
 
 
@@ -120,7 +120,7 @@ class TeacherCache:
         return self.teacher.prepare(draw_view(image, self.manifest.ids[index], view, self.seed))
 
     def _teach(self, pixels: Tensor, batch_size: int) -> dict[str, Tensor]:
-        found = [self.teacher(self.teacher.normalise(part)).to("cpu") for part in pixels.split(batch_size)]
+        found = [self.teacher(self.teacher.normalize(part)).to("cpu") for part in pixels.split(batch_size)]
         tensors = {"patches": torch.cat([tokens.patches for tokens in found])}
         if self.has_cls:
             tensors["cls"] = torch.cat([tokens.cls for tokens in found if tokens.cls is not None])

@@ -201,7 +201,7 @@ def compute(
 ) -> dict[str, np.ndarray]:
     """The fields of these rows as they are stored: all patches, or what `route` keeps of them."""
     pixels = torch.from_numpy(np.stack([row.pixels for row in batch])).to(backbone.device)
-    seen = backbone(backbone.normalise(pixels))
+    seen = backbone(backbone.normalize(pixels))
     tokens = TokenBatch(
         patches=seen.patches,
         grid=seen.grid,

@@ -56,7 +56,7 @@ class Preprocessing:
             image = image.resize(size, _RESAMPLING[self.interpolation])
         return np.array(image, dtype=np.uint8)
 
-    def normalise(self, images: Tensor) -> Tensor:
+    def normalize(self, images: Tensor) -> Tensor:
         """uint8 [B, S, S, 3] to float [B, 3, S, S] with the backbone's mean and standard deviation."""
         if images.ndim != 4 or images.shape[-1] != 3:
             raise ShapeError(f"images must be [B, S, S, 3], got {list(images.shape)}.")
@@ -67,7 +67,7 @@ class Preprocessing:
 
 
 def luminance(images: Tensor, grid: tuple[int, int]) -> Tensor:
-    """Mean grey value (Rec. 601) of each patch, [B, N] in [0, 1], of uint8 images [B, S, S, 3]."""
+    """Mean gray value (Rec. 601) of each patch, [B, N] in [0, 1], of uint8 images [B, S, S, 3]."""
     if images.ndim != 4 or images.shape[-1] != 3:
         raise ShapeError(f"images must be [B, S, S, 3], got {list(images.shape)}.")
     b, height, width, _ = images.shape

@@ -47,7 +47,7 @@ class BufferPool:
         self._free: dict[Any, list[np.ndarray]] = {}
 
     def take(self, shape: tuple[int, ...], dtype: Any) -> Tensor:
-        """An uninitialised tensor of `shape`; `dtype` is numpy's."""
+        """An uninitialized tensor of `shape`; `dtype` is numpy's."""
         free = self._free.setdefault((shape, np.dtype(dtype)), [])
         try:
             memory = free.pop()

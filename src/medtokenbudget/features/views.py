@@ -119,10 +119,10 @@ def off_center_box(mask: Image.Image, seed: int) -> tuple[float, float, float, f
 def _reduced(mask: Image.Image) -> np.ndarray:
     """Lesion pixels, bool, at most 256 on a side."""
     scale = _SEARCH_SIZE / max(mask.size)
-    grey = mask.convert("L")
+    gray = mask.convert("L")
     if scale < 1:
-        grey = grey.resize((max(1, round(grey.width * scale)), max(1, round(grey.height * scale))), Image.Resampling.BILINEAR)
-    return np.asarray(grey) > 127
+        gray = gray.resize((max(1, round(gray.width * scale)), max(1, round(gray.height * scale))), Image.Resampling.BILINEAR)
+    return np.asarray(gray) > 127
 
 
 def _pixels(box: tuple[float, float, float, float], width: int, height: int) -> tuple[int, int, int, int]:

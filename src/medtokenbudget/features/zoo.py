@@ -1,6 +1,6 @@
 """Backbones that are folders: the ones in this package, by name, and any folder that `mtb distill` wrote, by path.
 
-A folder holds `config.json` (how to build the model with timm, its preprocessing, its licence), `weights.safetensors` and a card.
+A folder holds `config.json` (how to build the model with timm, its preprocessing, its license), `weights.safetensors` and a card.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Recipe:
     """What is changed on it (`timm.create_model` keywords)."""
     preprocessing: dict[str, Any]
     """Mean, standard deviation and interpolation."""
-    licence: str
-    """Licence of the weights."""
+    license: str
+    """License of the weights."""
     weights: Path | None = None
     """Where the weights lie."""
 
@@ -39,7 +39,7 @@ class Recipe:
             "architecture": self.architecture,
             "arguments": self.arguments,
             "preprocessing": self.preprocessing,
-            "licence": self.licence,
+            "license": self.license,
         }
         write_json(folder / CONFIG_FILE, values)
 

@@ -182,7 +182,7 @@ class MedTokenBudget(nn.Module):
             found = f"{str(batch.dtype).removeprefix('torch.')} {list(batch.shape)}"
             raise ShapeError(f"Images must be uint8 [B, {size}, {size}, 3], got {found}.")
         # Not through Backbone.__call__: its inference tensors could not be used for training a head.
-        tokens = self.backbone.tokens(self.backbone.normalise(batch).to(self.backbone.device)).to(self.device)
+        tokens = self.backbone.tokens(self.backbone.normalize(batch).to(self.backbone.device)).to(self.device)
         tokens = replace(tokens, luminance=luminance(batch, tokens.grid))
         if masks is None or all(mask is None for mask in masks):
             return tokens
