@@ -47,7 +47,8 @@ def mine(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_folder_of_images_becomes_a_model_with_a_card(mine: Path) -> None:
     model = mtb.load(mine / "run")
-    assert model.selectors == ["lats", "center", "random"]
+    assert model.selectors == ["lats:lesion-first", "center", "random"]
+    assert model.main == "lats:lesion-first"
     manifest = Manifest.read(mine / "manifest.parquet")
     assert model.classes == manifest.classes
     card = (mine / "run" / "model" / "README.md").read_text()

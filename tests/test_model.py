@@ -296,6 +296,12 @@ def test_a_run_directory_loads_its_model(model: MedTokenBudget, tmp_path: Path) 
     assert mtb.load(tmp_path / "run").fingerprint == model.fingerprint
 
 
+def test_a_run_without_a_model_says_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text("{}")
+    with pytest.raises(RequestError, match=r"has no saved model.*Run its command again, or train a model with `mtb train`\."):
+        mtb.load(tmp_path)
+
+
 def test_a_mistyped_path_below_a_folder_is_not_taken_for_a_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()

@@ -17,7 +17,14 @@ def resolve(name: str | Path, revision: str | None = None) -> Path:
     folder = Path(name).expanduser()
     if folder.is_dir():
         inside = folder / "model"
-        return inside if not (folder / CONFIG).exists() and (inside / CONFIG).exists() else folder
+        if (folder / CONFIG).exists():
+            return folder
+        if not (inside / CONFIG).exists() and (folder / "run.json").exists():
+            raise RequestError(
+                f"The run {name} has no saved model, because it is unfinished or has no learned method. "
+                "Run its command again, or train a model with `mtb train`."
+            )
+        return inside if (inside / CONFIG).exists() else folder
     if folder.exists():
         raise RequestError(f"{name} is a file. Pass the folder of a saved model (with {CONFIG}, model.safetensors, README.md).")
     looks_local = str(name).startswith(".") or (folder.parent != Path() and folder.parent.is_dir())
