@@ -80,7 +80,7 @@ def train_router(train: Tokens, epochs: int, seed: int = 0) -> LATSSelector:
     """LATS on the lesion loss alone, as the lesion-first recipe does; no epoch is picked, the last one counts."""
     config = preset("lesion-first")
     torch.manual_seed(seed)
-    selector = LATSSelector.from_config(train.patches.shape[-1], config.lats, config.router)
+    selector = LATSSelector.from_config(train.patches.shape[-1], config)
     optimizer = torch.optim.AdamW(selector.parameters(), lr=config.lr, weight_decay=config.weight_decay)
     generator = torch.Generator().manual_seed(seed)
     selector.train()

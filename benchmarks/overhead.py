@@ -14,11 +14,11 @@ from collections.abc import Callable, Sequence
 import timm
 import torch
 
-from medtokenbudget.config import LATSConfig, RouterConfig
+from medtokenbudget.config import LATSConfig, TrainConfig
 from medtokenbudget.features.backbone import Backbone
 from medtokenbudget.model import parts
 from medtokenbudget.routing import LATSSelector
-from medtokenbudget.training.head import RoutedClassifier, RoutingHead
+from medtokenbudget.training import MLPHead, RoutedClassifier
 
 BATCH, REPEATS, BUDGET = 16, 3, 0.3
 MOST = 0.05
@@ -44,8 +44,8 @@ def overhead(neighborhood: str = "raster") -> tuple[float, float]:
     network = timm.create_model("vit_small_patch14_dinov2.lvd142m", pretrained=False, num_classes=0, img_size=224)
     backbone = Backbone.from_model(network, "vit_small_patch14_dinov2.lvd142m")
     lats = LATSConfig(neighborhood=neighborhood)  # type: ignore[arg-type]
-    selector = LATSSelector.from_config(backbone.dim, lats, RouterConfig())
-    classifier = RoutedClassifier(selector, RoutingHead(backbone.dim, 8)).eval()
+    selector = LATSSelector.from_config(backbone.dim, TrainConfig(lats=lats))
+    classifier = RoutedClassifier(selector, MLPHead(backbone.dim, 8)).eval()
     images = torch.randn(BATCH, 3, 224, 224)
     tokens = backbone(images)
     k = selector.count(BUDGET, tokens.n)

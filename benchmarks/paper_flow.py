@@ -24,10 +24,10 @@ from medtokenbudget.data import Manifest
 from medtokenbudget.data.decode import decode_image
 from medtokenbudget.features import Backbone, FeatureStore, extract
 from medtokenbudget.features.preprocess import luminance
-from medtokenbudget.routing import LATSSelector, create
+from medtokenbudget.routing import LATSSelector, create_selector
 from medtokenbudget.tokens import TokenBatch
-from medtokenbudget.training import RoutedClassifier, RoutingHead, classification_loss, total_loss
-from medtokenbudget.training.heads import PooledHead
+from medtokenbudget.training import MLPHead, RoutedClassifier, classification_loss, total_loss
+from medtokenbudget.training.pooled import PooledHead
 from medtokenbudget.training.pooling import pool_and_judge, pool_to_file
 from medtokenbudget.training.seeds import generator
 
@@ -42,27 +42,19 @@ BATCH = 64
 def lats_model(dim: int) -> tuple[RoutedClassifier, torch.optim.Optimizer]:
     config = preset("paper")
     torch.manual_seed(0)
-    model = RoutedClassifier(LATSSelector.from_config(dim, config.lats, config.router), RoutingHead(dim, CLASSES))
+    model = RoutedClassifier(LATSSelector.from_config(dim, config), MLPHead(dim, CLASSES))
     return model, torch.optim.AdamW(model.parameters(), lr=config.lr, weight_decay=config.weight_decay, fused=True)
 
 
 def lats_epoch(model: RoutedClassifier, optimizer: torch.optim.Optimizer, batches: Iterator[TokenBatch], epoch: int) -> None:
     """One epoch of the joint recipe, the same code for both flows."""
-    noise = generator(0, "noise", epoch)
+    noise, config = generator(0, "noise", epoch), preset("paper")
     model.train()
     for batch in batches:
-        output = model.training_forward(batch, 0.5, noise)
-        loss, _ = total_loss(
-            output.logits,
-            output.scores,
-            k=output.k,
-            budget=0.5,
-            label=batch.label,
-            lesion=batch.lesion,
-            has_mask=batch.has_mask,
-            cls_attention=batch.cls_attention,
-            score_logits=output.score_logits,
-        )
+        logits, step = model.training_pass(batch, 0.5, config, noise)
+        assert batch.label is not None
+        terms = {"classification": classification_loss(logits, batch.label), **step.terms}
+        loss = total_loss(terms, vars(config.losses))
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -87,8 +79,8 @@ class Loop:
                 luminance=luminance(self.pixels[part], tokens.grid),
             )
 
-    def head_epoch(self, name: str, head: RoutingHead) -> None:
-        selector, noise = create(name), generator(0, "random")
+    def head_epoch(self, name: str, head: MLPHead) -> None:
+        selector, noise = create_selector(name), generator(0, "random")
         optimizer = torch.optim.AdamW(head.parameters(), lr=1e-3)
         for batch in self.batches():
             pooled = selector.select_budget(batch, 0.5, noise if selector.stochastic else None).pooled()
@@ -98,8 +90,8 @@ class Loop:
             optimizer.step()
 
     @torch.no_grad()
-    def evaluate(self, name: str, head: RoutingHead) -> None:
-        selector = create(name)
+    def evaluate(self, name: str, head: MLPHead) -> None:
+        selector = create_selector(name)
         for batch in self.batches():
             head(selector.select_budget(batch, 0.3).pooled())
 
@@ -166,18 +158,22 @@ def measure(name: str, weights: Path | None, images: list[Path], folder: Path, r
     model.eval()
     with torch.no_grad():
         parts["lats evaluation"] = seconds(lambda: pool_and_judge(store, rows, model.selector, BUDGETS, 0), n, rounds)
-    head = RoutingHead(store.dim, CLASSES)
+    head = MLPHead(store.dim, CLASSES)
     parts["loop evaluation"] = seconds(lambda: loop.evaluate("norm", head), n, rounds)
     for method in BASELINES:
         parts[f"loop {method}"] = seconds(lambda method=method: loop.head_epoch(method, head), n, 1)
         if method != "random":
             path = folder / f"{name}-{method}.npy"
-            parts[f"pool {method}"] = seconds(lambda m=method, p=path: pool_to_file(p, store, rows, create(m), BUDGETS), n, 1)
+            parts[f"pool {method}"] = seconds(
+                lambda m=method, p=path: pool_to_file(p, store, rows, create_selector(m), BUDGETS), n, 1
+            )
     one = preset("paper", head_epochs=1)
     pooled, label = np.load(folder / f"{name}-norm.npy"), store.label.numpy()
-    parts["head epoch"] = seconds(lambda: PooledHead(store.dim, CLASSES, one).train_on_file(pooled, label), n, rounds + 1)
-    trainer = PooledHead(store.dim, CLASSES, one)
-    parts["random epoch"] = seconds(lambda: trainer.train_on_store(store, rows, label, create("random"), BUDGETS), n, rounds)
+    parts["head epoch"] = seconds(lambda: PooledHead("mlp", store.dim, CLASSES, one).train_on_file(pooled, label), n, rounds + 1)
+    trainer = PooledHead("mlp", store.dim, CLASSES, one)
+    parts["random epoch"] = seconds(
+        lambda: trainer.train_on_store(store, rows, label, create_selector("random"), BUDGETS), n, rounds
+    )
     return parts
 
 

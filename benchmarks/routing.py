@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
 
-from medtokenbudget.config import BUDGETS
-from medtokenbudget.routing import TokenBatch, budget_to_k, create
-from medtokenbudget.training import RoutedClassifier, RoutingHead, total_loss
+from medtokenbudget.config import BUDGETS, LossWeights, TrainConfig
+from medtokenbudget.routing import TokenBatch, budget_to_k, create_selector
+from medtokenbudget.routing.losses import scorer_terms
+from medtokenbudget.training import MLPHead, RoutedClassifier, classification_loss, total_loss
 
 
 class PlainLATS(nn.Module):
@@ -69,28 +70,21 @@ def plain_step(scorer: PlainLATS, head: nn.Module, optimizer: torch.optim.Optimi
     soft = (k * perturbed.softmax(1)).clamp(0, 1)
     mask = hard + soft - soft.detach()
     pooled = (tokens.patches * mask.unsqueeze(-1)).sum(1) / mask.sum(1, keepdim=True)
-    _descend(head(pooled), scores, None, k, optimizer, tokens, budget)
+    known = {name: getattr(tokens, name) for name in ("lesion", "has_mask", "cls_attention")}
+    _descend(head(pooled), scorer_terms(scores, k=k, budget=budget, weights=LossWeights(), **known), optimizer, tokens)
 
 
 def routed_step(
     model: RoutedClassifier, optimizer: torch.optim.Optimizer, tokens: TokenBatch, budget: float, seed: int = 0
 ) -> None:
     """The same step with this package."""
-    output = model.training_forward(tokens, budget, torch.Generator().manual_seed(0))
-    _descend(output.logits, output.scores, output.score_logits, output.k, optimizer, tokens, budget)
+    logits, step = model.training_pass(tokens, budget, TrainConfig(), torch.Generator().manual_seed(0))
+    _descend(logits, step.terms, optimizer, tokens)
 
 
-def _descend(
-    logits: Tensor,
-    scores: Tensor,
-    score_logits: Tensor | None,
-    k: int,
-    optimizer: torch.optim.Optimizer,
-    tokens: TokenBatch,
-    budget: float,
-) -> None:
-    known = {name: getattr(tokens, name) for name in ("label", "lesion", "has_mask", "cls_attention")}
-    loss, _ = total_loss(logits, scores, k=k, budget=budget, score_logits=score_logits, **known)
+def _descend(logits: Tensor, terms: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, tokens: TokenBatch) -> None:
+    assert tokens.label is not None
+    loss = total_loss({"classification": classification_loss(logits, tokens.label), **terms}, vars(LossWeights()))
     optimizer.zero_grad(set_to_none=True)
     loss.backward()
     optimizer.step()
@@ -131,9 +125,9 @@ def alternating(first: Callable[[], object], second: Callable[[], object], repea
 def measure_step(tokens: TokenBatch, repeats: int = 7) -> tuple[float, float]:
     """Seconds of one training step: plain, ours."""
     torch.manual_seed(0)
-    model = RoutedClassifier(create("lats", dim=tokens.dim), RoutingHead(tokens.dim, 8))
+    model = RoutedClassifier(create_selector("lats", dim=tokens.dim), MLPHead(tokens.dim, 8))
     plain = PlainLATS(tokens.dim).load_from(model.selector.scorer.state_dict())  # type: ignore[attr-defined]
-    head = RoutingHead(tokens.dim, 8)
+    head = MLPHead(tokens.dim, 8)
     plain_optimizer = torch.optim.AdamW([*plain.parameters(), *head.parameters()], lr=1e-3)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     return alternating(
@@ -145,7 +139,7 @@ def measure_step(tokens: TokenBatch, repeats: int = 7) -> tuple[float, float]:
 
 def measure_budgets(tokens: TokenBatch, name: str = "norm", repeats: int = 7) -> tuple[float, float]:
     """Seconds of the pooled tokens of ten budgets: one selection a budget, all at once."""
-    selector = create(name)
+    selector = create_selector(name)
     return alternating(
         lambda: [selector.select_budget(tokens, budget).pooled() for budget in BUDGETS],
         lambda: selector.pooled(tokens, BUDGETS),

@@ -17,7 +17,7 @@ from benchmarks.reading import drawn_store, private_kib
 from medtokenbudget.config import LATSConfig, preset
 from medtokenbudget.data import Manifest
 from medtokenbudget.features import FeatureStore
-from medtokenbudget.training.trainer import train_lats
+from medtokenbudget.training.trainer import train_selector
 
 
 def training_memory(path: Path, name: str) -> dict[str, int]:
@@ -30,7 +30,7 @@ def training_memory(path: Path, name: str) -> dict[str, int]:
     manifest = Manifest.from_records(records, store.classes)
     config = preset(name, epochs=1, head_epochs=1, lats=LATSConfig(hidden=64, layers=1))
     with tempfile.TemporaryDirectory() as out:
-        work = threading.Thread(target=train_lats, args=(manifest, store, Path(out), config))
+        work = threading.Thread(target=train_selector, args=(manifest, store, Path(out), config))
         before, peak = private_kib(), 0
         work.start()
         while work.is_alive():

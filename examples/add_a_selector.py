@@ -16,10 +16,10 @@ from torch import Tensor
 
 import medtokenbudget as mtb
 from medtokenbudget.config import preset
-from medtokenbudget.routing import Ranker, TokenBatch, register
+from medtokenbudget.routing import Ranker, TokenBatch, register_selector
 
 
-@register("edges")
+@register_selector("edges")
 class Edges(Ranker):
     """Patches whose brightness differs most from the patch to the left and the one above."""
 

@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from medtokenbudget.config import BackboneConfig, LATSConfig, RouterConfig, TrainConfig
 from medtokenbudget.features.backbone import Backbone
 from medtokenbudget.model import MedTokenBudget
-from medtokenbudget.routing import LATSSelector, create
-from medtokenbudget.training.head import RoutedClassifier, RoutingHead
+from medtokenbudget.routing import LATSSelector, create_selector
+from medtokenbudget.training import MLPHead, RoutedClassifier
 
 CLASSES = ("MEL", "NV", "BCC")
 BASELINES = ("random", "center", "darkness", "tome", "local-contrast", "no-pruning", "oracle")
@@ -38,9 +38,9 @@ def small_model(folder: Path, baselines: tuple[str, ...] = BASELINES, seed: int 
     config = TrainConfig(lats=LATSConfig(hidden=32, layers=2), router=RouterConfig(minimum=8))
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        selectors = {main: LATSSelector.from_config(loaded.dim, config.lats, config.router)}
-        selectors |= {name: create(name, minimum=8) for name in baselines}
-        classifiers = {name: RoutedClassifier(s, RoutingHead(loaded.dim, len(CLASSES))) for name, s in selectors.items()}
+        selectors = {main: LATSSelector.from_config(loaded.dim, config)}
+        selectors |= {name: create_selector(name, minimum=8) for name in baselines}
+        classifiers = {name: RoutedClassifier(s, MLPHead(loaded.dim, len(CLASSES))) for name, s in selectors.items()}
     model = MedTokenBudget(backbone, loaded.fingerprint, CLASSES, classifiers, config, main=main, device="cpu")
     return model.use_backbone(loaded)
 

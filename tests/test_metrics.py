@@ -18,7 +18,7 @@ from medtokenbudget import metrics
 from medtokenbudget.errors import CountError, RequestError, ShapeError
 from medtokenbudget.experiments import paper
 from medtokenbudget.metrics import LesionRetention, Retention, lesion_retention, retention_of_counts
-from medtokenbudget.routing import create
+from medtokenbudget.routing import create_selector
 from medtokenbudget.tokens import TokenBatch
 
 MEASURED = ("pooled", "mean", "ceiling", "of_ceiling", "precision", "enrichment")
@@ -120,7 +120,7 @@ def test_the_oracle_reaches_the_ceiling(seed: int, k: int) -> None:
     lesion[0, :3] = True
     tensor = torch.from_numpy(lesion)
     batch = TokenBatch(torch.zeros(6, 16, 4), (4, 4), lesion=tensor, has_mask=torch.ones(6, dtype=torch.bool))
-    kept = create("oracle").select(batch, k).kept
+    kept = create_selector("oracle").select(batch, k).kept
     assert kept is not None
     found = lesion_retention(kept, tensor)
     assert found.pooled == found.ceiling

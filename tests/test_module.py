@@ -15,9 +15,9 @@ import medtokenbudget as mtb
 from medtokenbudget.errors import RequestError
 from medtokenbudget.features.backbone import Backbone
 from medtokenbudget.model import MedTokenBudget
-from medtokenbudget.routing import Ranker, TokenBatch, create, register
-from medtokenbudget.routing.registry import _SELECTORS
-from medtokenbudget.training.head import RoutedClassifier, RoutingHead
+from medtokenbudget.routing import Ranker, TokenBatch, create_selector, register_selector
+from medtokenbudget.routing.registry import SELECTORS
+from medtokenbudget.training import MLPHead, RoutedClassifier
 from tests.small_model import CLASSES, draw_images, small_model
 
 MAIN = "lats:lesion-first"
@@ -92,7 +92,7 @@ def test_classifiers_are_submodules_and_the_frozen_backbone_is_not(model: MedTok
 
 def test_method_texts_with_dots_and_signs_are_kept_apart_in_the_state_dict(model: MedTokenBudget, tmp_path: Path) -> None:
     names = ("lats:fixed-0.5", "lats:fixed-0%2E5", "center+linear", "values")
-    made = {name: RoutedClassifier(create("center", minimum=8), RoutingHead(model.dim, 3)) for name in names}
+    made = {name: RoutedClassifier(create_selector("center", minimum=8), MLPHead(model.dim, 3)) for name in names}
     many = MedTokenBudget(model.backbone_config, model.backbone_fingerprint, CLASSES, made, model.train_config, main=names[0])
     assert list(many.classifiers) == list(names)
     assert all(many.classifiers[name] is made[name] for name in names)
@@ -220,9 +220,9 @@ def test_a_learned_selector_of_another_package_is_saved_and_loaded_like_lats(
         def score(self, tokens: TokenBatch, generator: torch.Generator | None = None) -> torch.Tensor:
             return self.scale * self.head(tokens.patches.float()).squeeze(-1)
 
-    register("test-linear")(Linear)
+    register_selector("test-linear")(Linear)
     try:
-        made = {"test-linear": RoutedClassifier(create("test-linear", dim=model.dim, scale=2.0), RoutingHead(model.dim, 3))}
+        made = {"test-linear": RoutedClassifier(create_selector("test-linear", dim=model.dim, scale=2.0), MLPHead(model.dim, 3))}
         own = MedTokenBudget(
             model.backbone_config, model.backbone_fingerprint, CLASSES, made, model.train_config, main="test-linear"
         )
@@ -232,7 +232,7 @@ def test_a_learned_selector_of_another_package_is_saved_and_loaded_like_lats(
             assert one.kept.tolist() == other.kept.tolist()
             assert one.probabilities == other.probabilities
     finally:
-        _SELECTORS.pop("test-linear")
+        SELECTORS.unregister("test-linear")
 
 
 def test_a_selector_that_forgets_an_option_cannot_be_saved_and_says_so(model: MedTokenBudget, tmp_path: Path) -> None:
@@ -245,7 +245,7 @@ def test_a_selector_that_forgets_an_option_cannot_be_saved_and_says_so(model: Me
         def score(self, tokens: TokenBatch, generator: torch.Generator | None = None) -> torch.Tensor:
             return tokens.patches.norm(dim=-1)
 
-    made = {"forgetful": RoutedClassifier(Forgetful(), RoutingHead(model.dim, 3))}
+    made = {"forgetful": RoutedClassifier(Forgetful(), MLPHead(model.dim, 3))}
     own = MedTokenBudget(model.backbone_config, model.backbone_fingerprint, CLASSES, made, model.train_config, main="forgetful")
     with pytest.raises(RequestError, match=r"does not store its option\(s\) power.*override options\(\)"):
         own.save_pretrained(tmp_path)

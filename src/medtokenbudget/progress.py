@@ -28,9 +28,14 @@ class _Lines(_Bar):
     """Whole lines for logs, where a bar that is drawn over itself would be one endless line."""
 
     told: int | float | None = None
+    told_at = 0.0
+    pace = True
 
     def display(self, msg: str | None = None, pos: int | None = None) -> None:
         state = self.format_dict
+        if not self.pace:
+            self._display_without_pace(state["elapsed"])
+            return
         if state["elapsed"] < _SECONDS or self.n == self.told:
             return
         self.told = self.n
@@ -43,15 +48,33 @@ class _Lines(_Bar):
             line += f", {self.format_interval((self.total - self.n) / pace)} left"
         say(f"{line}, {self.postfix}" if self.postfix else line)
 
+    def _display_without_pace(self, elapsed: float) -> None:
+        """A line every half minute even if no unit ended: the postfix says what happens inside the units."""
+        if elapsed - self.told_at < _SECONDS:
+            return
+        self.told_at = elapsed
+        line = f"{self.desc}: {self.n:,} of {self.total:,} {self.unit}s"
+        say(f"{line}, {self.postfix}" if self.postfix else line)
+
 
 def progress(
-    iterable: Iterable[Any] | None = None, *, total: int | None = None, what: str, unit: str = "it", initial: int = 0
+    iterable: Iterable[Any] | None = None,
+    *,
+    total: int | None = None,
+    what: str,
+    unit: str = "it",
+    initial: int = 0,
+    pace: bool = True,
 ) -> Any:
-    """A tqdm bar on standard error, or its lines when that is not a terminal; nothing in a worker process."""
+    """A tqdm bar on standard error, or lines of text where that is not a terminal; nothing in a worker process.
+
+    Args:
+        pace: False for units of very different length, whose rate and time left would mean nothing; the postfix tells instead.
+    """
     terminal = sys.stderr.isatty()
     # Lines are said by `say`; what tqdm itself writes around a bar goes nowhere.
     file = sys.stderr if terminal else io.StringIO()
-    return (_Bar if terminal else _Lines)(
+    bar = (_Bar if terminal else _Lines)(
         iterable,
         total=total,
         desc=what,
@@ -62,7 +85,10 @@ def progress(
         dynamic_ncols=True,
         mininterval=0.2 if terminal else _SECONDS,
         miniters=1,
+        bar_format=None if pace else "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} {unit}s [{elapsed}{postfix}]",
     )
+    bar.pace = pace
+    return bar
 
 
 def say(message: str) -> None:

@@ -21,7 +21,7 @@ from medtokenbudget.experiments.studies import STUDIES, chosen_studies
 from medtokenbudget.experiments.summary import comparison, headline
 from medtokenbudget.experiments.units import Plan, Unit, run_unit
 from medtokenbudget.files import read_json
-from medtokenbudget.routing import Ranker, register, registry
+from medtokenbudget.routing import Ranker, register_selector, registry
 from tests.drawn import Drawn, quick
 
 FILES = ("results.csv", "predictions.parquet", "routing.safetensors", "run.json")
@@ -136,7 +136,7 @@ def test_the_last_unit_of_a_run_that_goes_on_has_the_threads_of_the_others(
     """Another number of threads changes the last bit of a training."""
     seen = []
 
-    def look(plan: Plan, unit: Unit) -> str:
+    def look(plan: Plan, unit: Unit, **options: object) -> str:
         seen.append(torch.get_num_threads())
         return run_unit(plan, unit)
 
@@ -173,7 +173,7 @@ def test_a_ray_cluster_writes_the_same_bytes_as_local_processes(
 def test_a_selector_that_fails_does_not_stop_the_others_and_only_failed_tries_it_again(drawn: Drawn, tmp_path: Path) -> None:
     broken = True
 
-    @register("moody")
+    @register_selector("moody")
     class Moody(Ranker):
         def score(self, tokens, generator=None):  # type: ignore[no-untyped-def]
             if broken:
@@ -189,7 +189,7 @@ def test_a_selector_that_fails_does_not_stop_the_others_and_only_failed_tries_it
         again = _sweep(drawn, tmp_path, methods=("center", "moody"), only="failed")
         assert set(again["method"]) == {"moody"}
     finally:
-        registry._SELECTORS.pop("moody")
+        registry.SELECTORS.unregister("moody")
 
 
 def test_unknown_methods_variants_and_studies_are_refused_before_any_work(drawn: Drawn, tmp_path: Path) -> None:

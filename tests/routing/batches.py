@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from medtokenbudget.routing import Selector, TokenBatch, create, selector_class
+from medtokenbudget.routing import Selector, TokenBatch, create_selector, selector_class
 
 
 def tokens_of(batch: int = 3, grid: tuple[int, int] = (5, 7), dim: int = 32, seed: int = 0, **changes: Any) -> TokenBatch:
@@ -34,4 +34,4 @@ def tokens_of(batch: int = 3, grid: tuple[int, int] = (5, 7), dim: int = 32, see
 
 def selector_of(name: str, dim: int = 32) -> Selector:
     torch.manual_seed(0)
-    return create(name, dim=dim) if selector_class(name).learns else create(name)
+    return create_selector(name, dim=dim) if selector_class(name).learns else create_selector(name)

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from medtokenbudget.config import BUDGETS
-from medtokenbudget.routing import available, budget_to_k, create, registry
+from medtokenbudget.routing import budget_to_k, create_selector, list_selectors, registry
 from tests.routing.batches import tokens_of
 
 
 @pytest.fixture
 def blocks(repository, monkeypatch):
-    monkeypatch.setattr(registry, "_SELECTORS", dict(registry._SELECTORS))
+    monkeypatch.setattr(registry.SELECTORS, "_classes", dict(registry.SELECTORS._classes))
     text = (repository / "docs" / "selectors.md").read_text(encoding="utf-8")
     return re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
 
@@ -30,9 +30,9 @@ def test_the_new_selector_of_20_lines_is_registered_and_selects(blocks):
     source = blocks[1]
     assert len(source.splitlines()) <= 20
     exec(source, {"__name__": "their_module"})
-    assert "outlier" in available()
+    assert "outlier" in list_selectors()
     tokens = tokens_of(2, (16, 16))
-    selector = create("outlier", minimum=4)
+    selector = create_selector("outlier", minimum=4)
     for budget in BUDGETS:
         assert selector.select_budget(tokens, budget).k == budget_to_k(budget, 256, 4)
     mean = tokens.patches.mean(1, keepdim=True)
@@ -42,5 +42,5 @@ def test_the_new_selector_of_20_lines_is_registered_and_selects(blocks):
 
 def test_every_built_in_selector_has_its_row(repository):
     text = (repository / "docs" / "selectors.md").read_text(encoding="utf-8")
-    built_in = [name for name, cls in registry._SELECTORS.items() if cls.__module__.startswith("medtokenbudget.")]
+    built_in = [name for name, cls in registry.SELECTORS._classes.items() if cls.__module__.startswith("medtokenbudget.")]
     assert [name for name in built_in if f"| `{name}` |" not in text] == []

@@ -8,12 +8,17 @@ import torch
 from benchmarks.routing import PlainLATS
 from medtokenbudget.config import SIGNALS, LATSConfig
 from medtokenbudget.errors import MissingSignalError, RequestError, ShapeError, UnknownNameError
-from medtokenbudget.routing import LATS, LATSSelector, smooth_scores
+from medtokenbudget.routing import LATS, LATSSelector, TokenBatch, smooth_scores
 from tests.routing.batches import tokens_of
 
 
 def count(module: torch.nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
+
+
+def fused(scorer: LATS, tokens: TokenBatch, *more: object, **options: object) -> torch.Tensor:
+    """Scores by the fused form, which training and inference use."""
+    return torch.sigmoid(scorer.logits(tokens, *more, **options))
 
 
 def test_the_scorer_has_the_papers_number_of_parameters():
@@ -22,13 +27,28 @@ def test_the_scorer_has_the_papers_number_of_parameters():
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_scores_equal_the_plain_implementation_of_the_paper(seed):
+def test_the_papers_forward_the_fused_form_and_another_implementation_give_the_same_scores(seed):
     torch.manual_seed(seed)
     tokens = tokens_of(2, (6, 5), 64, seed)
     scorer = LATS(64, hidden=48).eval()
     plain = PlainLATS(64, hidden=48).load_from(scorer.state_dict()).eval()
     with torch.no_grad():
         torch.testing.assert_close(scorer(tokens), plain(tokens), atol=1e-6, rtol=0)
+        torch.testing.assert_close(fused(scorer, tokens), scorer(tokens), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("signals", [(), ("attention",), ("norm", "contrast"), SIGNALS])
+@pytest.mark.parametrize("neighborhood", ["raster", "grid4", "grid8"])
+def test_the_fused_form_equals_the_papers_forward_for_every_set_of_signals(signals, neighborhood):
+    tokens = tokens_of(2, (6, 5), 64)
+    scorer = LATS(64, hidden=48, signals=signals, neighborhood=neighborhood).eval()
+    torch.testing.assert_close(fused(scorer, tokens), scorer(tokens), atol=1e-6, rtol=0)
+
+
+def test_the_fused_form_and_the_papers_forward_draw_the_same_dropout():
+    tokens, scorer = tokens_of(), LATS(32)
+    both = [form(torch.Generator().manual_seed(1)) for form in (lambda g: scorer(tokens, g), lambda g: fused(scorer, tokens, g))]
+    torch.testing.assert_close(*both, atol=1e-6, rtol=0)
 
 
 def test_gradients_equal_the_plain_implementation_of_the_paper():
@@ -36,7 +56,7 @@ def test_gradients_equal_the_plain_implementation_of_the_paper():
     tokens = tokens_of(2, (4, 4), 32)
     scorer = LATS(32, hidden=24).eval()
     plain = PlainLATS(32, hidden=24).load_from(scorer.state_dict()).eval()
-    scorer(tokens).square().sum().backward()
+    fused(scorer, tokens).square().sum().backward()
     plain(tokens).square().sum().backward()
     named = dict(plain.named_parameters())
     pairs = [(scorer.contrast, "contrast"), (scorer.input, "mlp.0"), (scorer.hidden[0], "mlp.1"), (scorer.output, "mlp.17")]
@@ -50,7 +70,7 @@ def test_gradients_equal_the_plain_implementation_of_the_paper():
 def test_scores_lie_in_0_to_1_for_any_grid_and_dtype(dtype, grid):
     tokens = tokens_of(2, grid, 32)
     tokens = tokens_of(2, grid, 32, patches=tokens.patches.to(dtype), attention_entropy=tokens.attention_entropy.to(dtype))
-    scores = LATS(32).eval()(tokens)
+    scores = fused(LATS(32).eval(), tokens)
     assert scores.shape == (2, grid[0] * grid[1])
     assert scores.dtype == torch.float32
     assert bool(((scores >= 0) & (scores <= 1)).all())
@@ -65,7 +85,7 @@ def test_a_signal_switched_off_at_construction_has_no_parameters_and_no_influenc
     tokens = tokens_of()
     if left_out == "attention":
         without = tokens_of(attention_entropy=None)
-        assert torch.equal(scorer(tokens), scorer(without))
+        assert torch.equal(fused(scorer, tokens), fused(scorer, without))
         assert LATSSelector(32, signals=signals).requires == ()
 
 
@@ -82,7 +102,7 @@ def test_a_signal_switched_off_at_call_time_enters_as_zeros(left_on):
             zeroed.input.weight[:, 33] = 0
         if "contrast" not in left_on:
             zeroed.input.weight[:, 34:] = 0
-        torch.testing.assert_close(scorer(tokens, signals=left_on), zeroed(tokens), atol=1e-6, rtol=0)
+        torch.testing.assert_close(fused(scorer, tokens, signals=left_on), zeroed(tokens), atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("neighborhood", ["raster", "grid8"])
@@ -96,20 +116,20 @@ def test_scores_of_some_patches_are_those_of_the_whole_image(neighborhood):
 def test_dropout_follows_the_generator_in_training_and_is_off_in_evaluation():
     tokens = tokens_of()
     scorer = LATS(32)
-    draws = [scorer(tokens, torch.Generator().manual_seed(seed)) for seed in (0, 0, 1)]
+    draws = [fused(scorer, tokens, torch.Generator().manual_seed(seed)) for seed in (0, 0, 1)]
     assert torch.equal(draws[0], draws[1])
     assert not torch.equal(draws[0], draws[2])
     scorer.eval()
-    assert torch.equal(scorer(tokens), scorer(tokens))
+    assert torch.equal(fused(scorer, tokens), fused(scorer, tokens))
 
 
 def test_bf16_autocast_stays_near_fp32():
     tokens = tokens_of(2, (4, 4), 64)
     scorer = LATS(64).eval()
     with torch.autocast("cpu", torch.bfloat16):
-        rough = scorer(tokens)
+        rough = fused(scorer, tokens)
     assert rough.dtype == torch.float32
-    torch.testing.assert_close(rough, scorer(tokens), atol=0.05, rtol=0)
+    torch.testing.assert_close(rough, fused(scorer, tokens), atol=0.05, rtol=0)
 
 
 def test_bad_scorers_and_batches_are_refused():
@@ -120,8 +140,8 @@ def test_bad_scorers_and_batches_are_refused():
     with pytest.raises(UnknownNameError, match="Did you mean 'contrast'"):
         LATS(32, signals=("contrasts",))
     with pytest.raises(UnknownNameError):
-        LATS(32, signals=("norm",))(tokens_of(), signals=("attention",))
-    with pytest.raises(RequestError, match="sequence"):
+        fused(LATS(32, signals=("norm",)), tokens_of(), signals=("attention",))
+    with pytest.raises(RequestError, match="list of names"):
         LATS(32, signals="norm")
     with pytest.raises(RequestError, match="dropout"):
         LATS(32, dropout=1.0)

@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 
 from medtokenbudget.errors import MedTokenBudgetWarning, RequestError, UnknownNameError
-from medtokenbudget.routing import Ranker, available, create, register, registry, selector_class
+from medtokenbudget.routing import Ranker, create_selector, list_selectors, register_selector, registry, selector_class
 from tests.routing.batches import tokens_of
 
 
 @pytest.fixture
 def site(tmp_path, monkeypatch):
     """A folder on the path that packages can be installed into; what they register is forgotten afterwards."""
-    monkeypatch.setattr(registry, "_SELECTORS", dict(registry._SELECTORS))
-    monkeypatch.setattr(registry, "_seen_entry_points", set(registry._seen_entry_points))
-    monkeypatch.setattr(registry, "_scanned_path", [])
+    monkeypatch.setattr(registry.SELECTORS, "_classes", dict(registry.SELECTORS._classes))
+    monkeypatch.setattr(registry.SELECTORS, "_seen", set(registry.SELECTORS._seen))
+    monkeypatch.setattr(registry.SELECTORS, "_scanned", [])
     monkeypatch.syspath_prepend(str(tmp_path))
     return tmp_path
 
@@ -43,8 +43,8 @@ class Brightness(Ranker):
 
 def test_a_selector_of_an_installed_package_is_found(site):
     install(site, "bright_plugin", "brightness = bright_plugin:Brightness", PLUGIN)
-    assert "brightness" in available()
-    selector = create("brightness")
+    assert "brightness" in list_selectors()
+    selector = create_selector("brightness")
     assert selector.name == "brightness"
     assert selector.select(tokens_of(), 5).k == 5
 
@@ -63,31 +63,31 @@ def test_a_broken_plugin_is_named_in_a_warning_and_left_out(site, monkeypatch, e
     monkeypatch.delitem(sys.modules, "broken_plugin", raising=False)
     install(site, "broken_plugin", entry, source)
     with pytest.warns(MedTokenBudgetWarning, match=reason) as caught:
-        names = available()
+        names = list_selectors()
     assert "broken_plugin" in str(caught[0].message)
     assert "broken" not in names
     assert selector_class("norm").__module__ == "medtokenbudget.routing.selectors.norm"
-    assert available() == names
+    assert list_selectors() == names
 
 
 def test_an_unknown_name_is_refused_with_the_closest():
     with pytest.raises(UnknownNameError, match="Did you mean 'tome'"):
-        create("tomee")
+        create_selector("tomee")
 
 
 def test_options_that_a_selector_does_not_take_are_refused():
-    with pytest.raises(RequestError, match="selector 'norm' cannot be made"):
-        create("norm", colour="red")
+    with pytest.raises(RequestError, match="Selector 'norm' cannot be created"):
+        create_selector("norm", colour="red")
     with pytest.raises(RequestError, match="dim"):
-        create("lats")
+        create_selector("lats")
 
 
 def test_a_name_is_not_taken_twice():
     with pytest.raises(RequestError, match="already registered"):
 
-        @register("norm")
+        @register_selector("norm")
         class Another(Ranker):
             pass
 
     with pytest.raises(RequestError, match="subclass"):
-        register("something")(object)  # type: ignore[type-var]
+        register_selector("something")(object)  # type: ignore[type-var]

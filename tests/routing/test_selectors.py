@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from medtokenbudget.config import BUDGETS, CONTROLS, PAPER_METHODS
 from medtokenbudget.errors import BudgetError, CountError, MissingSignalError, NonFiniteError
-from medtokenbudget.routing import Ranker, TokenBatch, available, budget_to_k, create
+from medtokenbudget.routing import Ranker, TokenBatch, budget_to_k, create_selector, list_selectors
 from tests.routing.batches import selector_of, tokens_of
 
-NAMES = available()
+NAMES = list_selectors()
 RANKERS = [name for name in NAMES if selector_of(name).kind == "ranker"]
 # Those that look at each patch alone: shuffled patches give the same patches, shuffled.
 EQUIVARIANT = ["attention-entropy", "class-attention", "darkness", "norm", "oracle"]
@@ -168,7 +168,7 @@ def test_bad_input_is_one_clear_error(name):
 
 def test_norm_keeps_the_longest_patches():
     patches = torch.tensor([[[1.0], [-5.0], [3.0], [0.0]]])
-    assert create("norm").order(TokenBatch(patches, (2, 2))).tolist() == [[1, 2, 0, 3]]
+    assert create_selector("norm").order(TokenBatch(patches, (2, 2))).tolist() == [[1, 2, 0, 3]]
 
 
 def test_entropy_class_attention_and_darkness_rank_by_their_field():
@@ -179,46 +179,46 @@ def test_entropy_class_attention_and_darkness_rank_by_their_field():
         ("darkness", "luminance", 1),
     ):
         values = getattr(tokens, field)[0].tolist()
-        assert create(name).order(tokens)[0].tolist() == sorted(range(6), key=lambda i, v=values, s=sign: s * v[i])
+        assert create_selector(name).order(tokens)[0].tolist() == sorted(range(6), key=lambda i, v=values, s=sign: s * v[i])
 
 
 @pytest.mark.parametrize("grid", [(4, 4), (3, 5), (2, 7), (1, 6)])
 def test_center_ranks_by_distance_to_the_middle_of_the_grid(grid):
     h, w = grid
     distance = [((i // w + 0.5 - h / 2) ** 2 + (i % w + 0.5 - w / 2) ** 2, i) for i in range(h * w)]
-    order = create("center").order(tokens_of(2, grid))
+    order = create_selector("center").order(tokens_of(2, grid))
     assert order.tolist() == [[i for _, i in sorted(distance)]] * 2
 
 
 def test_oracle_keeps_lesion_patches_first_and_refuses_images_without_masks():
     tokens = tokens_of()
-    order = create("oracle").order(tokens)
+    order = create_selector("oracle").order(tokens)
     for row, places in enumerate(order.tolist()):
         lesion = tokens.lesion[row].nonzero().flatten().tolist()
         assert places[: len(lesion)] == lesion
     with pytest.raises(MissingSignalError, match="1 of 3"):
-        create("oracle").select(replace(tokens, has_mask=torch.tensor([True, False, True])), 9)
+        create_selector("oracle").select(replace(tokens, has_mask=torch.tensor([True, False, True])), 9)
 
 
 def test_random_is_uniform_over_the_patches_and_repeatable_without_a_generator():
     tokens = tokens_of(2000, (2, 5), 1)
-    kept = create("random").select(tokens, 3, seeded()).kept.float().mean(0)
+    kept = create_selector("random").select(tokens, 3, seeded()).kept.float().mean(0)
     torch.testing.assert_close(kept, torch.full((10,), 0.3), atol=0.04, rtol=0)
-    assert torch.equal(create("random", seed=4).order(tokens), create("random", seed=4).order(tokens))
-    assert not torch.equal(create("random", seed=4).order(tokens), create("random", seed=5).order(tokens))
+    assert torch.equal(create_selector("random", seed=4).order(tokens), create_selector("random", seed=4).order(tokens))
+    assert not torch.equal(create_selector("random", seed=4).order(tokens), create_selector("random", seed=5).order(tokens))
 
 
 def test_no_pruning_keeps_all_at_every_budget():
     tokens = tokens_of()
-    selection = create("no-pruning").select(tokens, 3)
+    selection = create_selector("no-pruning").select(tokens, 3)
     assert torch.equal(selection.tokens, tokens.patches)
-    torch.testing.assert_close(create("no-pruning").pooled(tokens, [0.1, 1.0])[:, 0], tokens.patches.mean(1))
+    torch.testing.assert_close(create_selector("no-pruning").pooled(tokens, [0.1, 1.0])[:, 0], tokens.patches.mean(1))
 
 
 def test_the_minimum_can_be_set():
-    assert create("norm", minimum=3).select_budget(tokens_of(), 0.01).k == 3
+    assert create_selector("norm", minimum=3).select_budget(tokens_of(), 0.01).k == 3
     with pytest.raises(CountError):
-        create("norm", minimum=0)
+        create_selector("norm", minimum=0)
 
 
 def test_a_ranker_that_gives_the_wrong_shape_is_told_so():

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from medtokenbudget.routing import TokenBatch, create
+from medtokenbudget.routing import TokenBatch, create_selector
 from tests.routing.batches import tokens_of
 
 
@@ -33,7 +33,7 @@ def tome_by_hand(image: list[list[float]], k: int) -> list[tuple[list[float], li
 @pytest.mark.parametrize(("n", "k"), [(12, 12), (12, 11), (12, 6), (12, 5), (13, 3), (9, 1), (7, 4)])
 def test_merging_equals_a_loop_over_images_and_tokens(n, k):
     patches = torch.randn(3, n, 6, generator=torch.Generator().manual_seed(n + k))
-    selection = create("tome").select(TokenBatch(patches, (1, n)), k)
+    selection = create_selector("tome").select(TokenBatch(patches, (1, n)), k)
     for row in range(3):
         expected = tome_by_hand(patches[row].tolist(), k)
         for place, (mean, members) in enumerate(expected):
@@ -47,7 +47,7 @@ def test_merging_equals_a_loop_over_images_and_tokens(n, k):
 def test_mass_is_conserved_and_every_patch_goes_somewhere(h, w, seed, data):
     k = data.draw(st.integers(1, h * w))
     tokens = tokens_of(2, (h, w), 5, seed)
-    selection = create("tome").select(tokens, k)
+    selection = create_selector("tome").select(tokens, k)
     assert selection.k == k
     assert selection.kept is None
     assert bool((selection.assignment >= 0).all())
@@ -57,13 +57,13 @@ def test_mass_is_conserved_and_every_patch_goes_somewhere(h, w, seed, data):
 
 def test_keeping_all_is_the_identity():
     tokens = tokens_of()
-    selection = create("tome").select(tokens, tokens.n)
+    selection = create_selector("tome").select(tokens, tokens.n)
     assert torch.equal(selection.tokens, tokens.patches)
     assert selection.assignment[0].tolist() == list(range(tokens.n))
 
 
 def test_the_head_sees_the_plain_mean_of_the_merged_tokens():
     patches = torch.tensor([[[1.0, 0.0], [1.0, 0.0], [1.0, 0.0], [0.0, 1.0]]])
-    selection = create("tome").select(TokenBatch(patches, (2, 2)), 2)
+    selection = create_selector("tome").select(TokenBatch(patches, (2, 2)), 2)
     torch.testing.assert_close(selection.pooled(), torch.tensor([[0.5, 0.5]]))
     torch.testing.assert_close(selection.pooled(weighted=True), torch.tensor([[0.75, 0.25]]))

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from medtokenbudget.errors import RequestError, ShapeError
-from medtokenbudget.routing import LATS, available, create, hard_topk
-from medtokenbudget.training import RoutedClassifier, RoutingHead, masked_mean
+from medtokenbudget.config import TrainConfig
+from medtokenbudget.errors import RequestError, ShapeError, UnknownNameError
+from medtokenbudget.routing import LATS, create_selector, hard_topk, list_selectors, masked_mean
+from medtokenbudget.training import MLPHead, RoutedClassifier, create_head, list_heads
 from tests.routing.batches import selector_of, tokens_of
 
 
@@ -17,12 +18,12 @@ def count(module: nn.Module) -> int:
 
 
 def test_the_head_and_the_whole_have_the_papers_number_of_parameters():
-    assert count(RoutingHead(768, 8)) == 231_560
-    assert count(RoutedClassifier(create("lats", dim=768), RoutingHead(768, 8))) == 743_609 == count(LATS(768)) + 231_560
+    assert count(MLPHead(768, 8)) == 231_560
+    assert count(RoutedClassifier(create_selector("lats", dim=768), MLPHead(768, 8))) == 743_609 == count(LATS(768)) + 231_560
 
 
 def test_the_head_is_the_papers_stack():
-    head = RoutingHead(32, 5, hidden=(16, 8)).eval()
+    head = MLPHead(32, 5, hidden=(16, 8)).eval()
     plain = nn.Sequential(
         head.first, head.first_norm, nn.GELU(), nn.Dropout(0.1), head.second, head.second_norm, nn.GELU(), head.output
     ).eval()
@@ -32,7 +33,7 @@ def test_the_head_is_the_papers_stack():
 
 
 def test_head_dropout_follows_the_generator():
-    head, x = RoutingHead(32, 5), torch.randn(4, 32)
+    head, x = MLPHead(32, 5), torch.randn(4, 32)
     draws = [head(x, torch.Generator().manual_seed(seed)) for seed in (0, 0, 1)]
     assert torch.equal(draws[0], draws[1])
     assert not torch.equal(draws[0], draws[2])
@@ -50,21 +51,21 @@ def test_the_masked_mean_of_training_equals_the_gathered_mean_of_inference(dtype
 
 def test_without_noise_training_and_inference_give_the_same_logits():
     tokens = tokens_of()
-    model = RoutedClassifier(create("lats", dim=32), RoutingHead(32, 8)).eval()
-    output = model.training_forward(tokens, 0.6)
+    model = RoutedClassifier(create_selector("lats", dim=32), MLPHead(32, 8)).eval()
+    trained, step = model.training_pass(tokens, 0.6, TrainConfig())
     logits, selection = model.route(tokens, 0.6)
-    assert torch.equal(output.mask.bool(), selection.kept)
-    assert output.k == selection.k == 21
-    torch.testing.assert_close(output.logits, logits, atol=1e-6, rtol=1e-5)
+    assert torch.equal(step.mask.bool(), selection.kept)
+    assert selection.k == 21
+    torch.testing.assert_close(trained, logits, atol=1e-6, rtol=1e-5)
     assert torch.equal(model(tokens, 0.6), logits)
 
 
 def test_the_training_pass_gives_raw_scores_and_gradient_to_every_parameter():
     tokens = tokens_of(4)
-    model = RoutedClassifier(create("lats", dim=32), RoutingHead(32, 8))
-    output = model.training_forward(tokens, 0.5, torch.Generator().manual_seed(0))
-    torch.testing.assert_close(output.scores, torch.sigmoid(output.score_logits))
-    output.logits.square().sum().backward()
+    model = RoutedClassifier(create_selector("lats", dim=32), MLPHead(32, 8))
+    logits, step = model.training_pass(tokens, 0.5, TrainConfig(), torch.Generator().manual_seed(0))
+    assert list(step.terms) == ["budget", "diversity", "lesion", "distillation"]
+    logits.square().sum().backward()
     missing = [name for name, p in model.named_parameters() if p.grad is None or not bool(torch.isfinite(p.grad).all())]
     assert missing == []
     assert model.selector.scorer.input.weight.grad.abs().sum() > 0
@@ -72,23 +73,41 @@ def test_the_training_pass_gives_raw_scores_and_gradient_to_every_parameter():
 
 def test_the_training_pass_is_repeatable_from_its_generator():
     tokens = tokens_of()
-    model = RoutedClassifier(create("lats", dim=32), RoutingHead(32, 8))
-    outputs = [model.training_forward(tokens, 0.5, torch.Generator().manual_seed(seed)) for seed in (3, 3, 4)]
-    assert torch.equal(outputs[0].logits, outputs[1].logits)
-    assert not torch.equal(outputs[0].logits, outputs[2].logits)
+    model = RoutedClassifier(create_selector("lats", dim=32), MLPHead(32, 8))
+    noise = [torch.Generator().manual_seed(seed) for seed in (3, 3, 4)]
+    outputs = [model.training_pass(tokens, 0.5, TrainConfig(), generator)[0] for generator in noise]
+    assert torch.equal(outputs[0], outputs[1])
+    assert not torch.equal(outputs[0], outputs[2])
 
 
-@pytest.mark.parametrize("name", available())
+@pytest.mark.parametrize("name", list_selectors())
 def test_every_selector_classifies(name):
-    model = RoutedClassifier(selector_of(name), RoutingHead(32, 8)).eval()
+    model = RoutedClassifier(selector_of(name), MLPHead(32, 8)).eval()
     assert model(tokens_of(), 0.5, torch.Generator().manual_seed(0)).shape == (3, 8)
 
 
 def test_a_selector_that_does_not_learn_has_no_training_pass():
     with pytest.raises(RequestError, match="does not learn"):
-        RoutedClassifier(create("norm"), RoutingHead(32, 8)).training_forward(tokens_of(), 0.5)
+        RoutedClassifier(create_selector("norm"), MLPHead(32, 8)).training_pass(tokens_of(), 0.5, TrainConfig())
 
 
 def test_a_head_refuses_tokens_of_another_dimension():
     with pytest.raises(ShapeError, match="dimension 32"):
-        RoutingHead(32, 8)(torch.rand(2, 16))
+        MLPHead(32, 8)(torch.rand(2, 16))
+
+
+@pytest.mark.parametrize("name", list_heads())
+def test_every_head_gives_logits_for_any_shape_and_is_built_again_from_its_options(name):
+    head = create_head(name, dim=32, classes=5).eval()
+    again = create_head(head.name, dim=32, classes=5, **head.options()).eval()
+    again.load_state_dict(head.state_dict())
+    x = torch.randn(4, 3, 32)
+    assert head(x).shape == (4, 3, 5)
+    assert torch.equal(head(x), again(x))
+
+
+def test_a_head_that_does_not_exist_is_an_error_with_the_closest_name():
+    with pytest.raises(UnknownNameError, match="Did you mean 'linear'"):
+        create_head("linea", dim=4, classes=2)
+    with pytest.raises(RequestError, match="Head 'mlp' cannot be created"):
+        create_head("mlp", dim=4, classes=2, color="red")

@@ -11,14 +11,8 @@ from hypothesis import strategies as st
 
 from medtokenbudget.config import LossWeights
 from medtokenbudget.errors import MissingSignalError, ShapeError
-from medtokenbudget.training import (
-    budget_deviation,
-    classification_loss,
-    distillation_loss,
-    diversity_loss,
-    lesion_loss,
-    total_loss,
-)
+from medtokenbudget.routing.losses import budget_deviation, distillation_loss, diversity_loss, lesion_loss, scorer_terms
+from medtokenbudget.training import classification_loss, total_loss
 
 B, N, C = 3, 6, 4
 
@@ -34,6 +28,15 @@ def batch():
         "has_mask": torch.tensor([True, False, True]),
         "cls_attention": torch.rand(B, N, generator=generator) * 0.01,
     }
+
+
+def objective(batch, weights: LossWeights | None = None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The paper's objective with K = 2 at budget 0.3, put together as the trainer does."""
+    weights = weights or LossWeights()
+    known = {name: batch[name] for name in ("lesion", "has_mask", "cls_attention")}
+    terms = {"classification": classification_loss(batch["logits"], batch["label"])}
+    terms |= scorer_terms(batch["scores"], k=2, budget=0.3, weights=weights, **known)
+    return total_loss(terms, vars(weights)), terms
 
 
 def lesion_by_hand(batch) -> float:
@@ -83,7 +86,7 @@ def test_the_deviation_is_what_rounding_and_the_minimum_add():
 
 
 def test_the_objective_is_the_papers_weighted_sum_and_reports_each_term(batch):
-    loss, terms = total_loss(**batch, k=2, budget=0.3)
+    loss, terms = objective(batch)
     expected = (
         cross_entropy_by_hand(batch)
         + 0.01 * abs(2 / N - 0.3)
@@ -92,15 +95,14 @@ def test_the_objective_is_the_papers_weighted_sum_and_reports_each_term(batch):
         + 0.1 * distillation_by_hand(batch)
     )
     assert loss.item() == pytest.approx(expected, abs=1e-5)
-    assert list(terms) == ["total", "classification", "budget", "diversity", "lesion", "distillation"]
+    assert list(terms) == ["classification", "budget", "diversity", "lesion", "distillation"]
     assert terms["lesion"].item() == pytest.approx(lesion_by_hand(batch), abs=1e-5)
-    assert not any(term.requires_grad for term in terms.values())
 
 
 def test_a_term_of_weight_zero_is_reported_without_gradient(batch):
     batch["scores"].requires_grad_()
     weights = LossWeights(classification=0, budget=0, diversity=0, lesion=1, distillation=0)
-    loss, terms = total_loss(**batch, k=2, budget=0.3, weights=weights)
+    loss, terms = objective(batch, weights)
     loss.backward()
     assert loss.item() == pytest.approx(lesion_by_hand(batch), abs=1e-5)
     assert terms["distillation"].item() == pytest.approx(distillation_by_hand(batch), abs=1e-6)
@@ -114,7 +116,7 @@ def test_a_batch_without_masks_has_lesion_loss_zero_that_can_be_differentiated(b
     loss.backward()
     assert loss.item() == 0
     assert scores.grad.abs().sum() == 0
-    assert total_loss(**{**batch, "lesion": None, "has_mask": None}, k=2, budget=0.3)[1]["lesion"].item() == 0
+    assert objective({**batch, "lesion": None, "has_mask": None})[1]["lesion"].item() == 0
 
 
 def test_an_empty_mask_is_not_a_missing_mask(batch):
@@ -155,13 +157,10 @@ def test_class_weights_and_unlabelled_images_count_as_they_should(batch):
 
 
 def test_what_a_weighted_term_needs_must_be_there(batch):
-    with pytest.raises(MissingSignalError, match="cls_attention"):
-        total_loss(**{**batch, "cls_attention": None}, k=2, budget=0.3)
-    with pytest.raises(MissingSignalError, match="labels"):
-        total_loss(**{**batch, "label": None}, k=2, budget=0.3)
-    quiet = LossWeights(classification=0, distillation=0)
-    _, terms = total_loss(**{**batch, "label": None, "cls_attention": None}, k=2, budget=0.3, weights=quiet)
-    assert list(terms) == ["total", "budget", "diversity", "lesion"]
+    without = {**batch, "cls_attention": None}
+    with pytest.raises(MissingSignalError, match="attention of a class token"):
+        objective(without)
+    assert "distillation" not in objective(without, LossWeights(distillation=0))[1]
 
 
 def test_shapes_that_do_not_agree_are_refused(batch):
@@ -177,6 +176,6 @@ def test_shapes_that_do_not_agree_are_refused(batch):
 
 def test_losses_are_fp32_under_autocast(batch):
     with torch.autocast("cpu", torch.bfloat16):
-        loss, _ = total_loss(**batch, k=2, budget=0.3)
+        loss, _ = objective(batch)
     assert loss.dtype == torch.float32
-    torch.testing.assert_close(loss, total_loss(**batch, k=2, budget=0.3)[0])
+    torch.testing.assert_close(loss, objective(batch)[0])

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from medtokenbudget.errors import MismatchError, RequestError
-from medtokenbudget.routing import create
+from medtokenbudget.routing import create_selector
 from medtokenbudget.training import checkpoints as ck
-from medtokenbudget.training.heads import PooledHead, class_weights, epoch_order, probabilities
 from medtokenbudget.training.parts import make_parts
+from medtokenbudget.training.pooled import PooledHead, class_weights, epoch_order, probabilities
 from medtokenbudget.training.pooling import pool_and_judge, pool_to_file
 from medtokenbudget.training.schedule import EarlyStopping, cosine_lr, epochs_for
 from medtokenbudget.training.seeds import generator
@@ -75,7 +75,7 @@ def test_generators_depend_on_every_argument() -> None:
 def test_pooling_once_equals_selecting_at_each_budget(drawn: Drawn, tmp_path: Path, name: str) -> None:
     store, budgets = drawn.store, (0.2, 0.5, 1.0)
     rows = np.arange(10)
-    selector = create(name)
+    selector = create_selector(name)
     pooled = pool_to_file(tmp_path / "pooled.npy", store, rows, selector, budgets)
     again, evidence = pool_and_judge(store, rows, selector, budgets, seed=0)
     batch = store.read(rows)
@@ -93,7 +93,7 @@ def test_a_head_learns_what_the_pooled_tokens_show(tmp_path: Path) -> None:
     noise = np.random.default_rng(0)
     label = noise.integers(0, 3, 300)
     pooled = (np.eye(3)[label][:, None] * 3 + noise.normal(size=(300, 2, 3)) * 0.3).astype(np.float32)
-    head = PooledHead(3, 3, quick("paper", head_epochs=15))
+    head = PooledHead("mlp", 3, 3, quick("paper", head_epochs=15))
     history = head.train_on_file(pooled, label)
     assert history[-1]["classification"] < history[0]["classification"]
     assert (probabilities(head.head, pooled)[:, 1].argmax(-1) == label).mean() > 0.95
@@ -117,7 +117,7 @@ def test_a_store_of_other_labels_classes_or_masks_is_refused(drawn: Drawn) -> No
 
 def test_unlabelled_training_images_are_refused_with_their_number() -> None:
     with pytest.raises(RequestError, match="2 training images have no label"):
-        PooledHead(3, 3, quick("paper")).train_on_file(np.zeros((4, 1, 3), np.float32), np.array([0, -1, 1, -1]))
+        PooledHead("mlp", 3, 3, quick("paper")).train_on_file(np.zeros((4, 1, 3), np.float32), np.array([0, -1, 1, -1]))
 
 
 def test_a_checkpoint_comes_back_whole_and_a_damaged_one_is_refused_by_name(tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_a_checkpoint_comes_back_whole_and_a_damaged_one_is_refused_by_name(tmp_
     assert state == {"epoch": 3}
     assert torch.equal(tensors["b"], torch.arange(3))
     path.write_bytes(first[:-5])
-    with pytest.raises(RequestError, match=r"c\.safetensors is not a whole safetensors file"):
+    with pytest.raises(RequestError, match=r"c\.safetensors is damaged or incomplete"):
         ck.load_tensors(path)
 
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,21 +25,21 @@ from medtokenbudget.training import checkpoints as ck
 from medtokenbudget.training import trainer
 from medtokenbudget.training.parts import ViewDraw, make_parts
 from medtokenbudget.training.seeds import generator
-from medtokenbudget.training.trainer import train_lats
+from medtokenbudget.training.trainer import train_selector
 from tests.drawn import Drawn, quick
 from tests.small_model import small_backbone
 
 
 def _train(drawn: Drawn, out: Path, config: TrainConfig) -> None:
     torch.set_num_threads(1)
-    train_lats(drawn.manifest, drawn.store, out, config)
+    train_selector(drawn.manifest, drawn.store, out, config)
 
 
 @pytest.mark.parametrize("preset", ["paper", "lesion-first"])
 def test_a_killed_training_goes_on_to_the_same_bytes(drawn: Drawn, tmp_path: Path, preset: str) -> None:
     config = quick(preset, epochs=4, patience=9)
     torch.set_num_threads(1)
-    whole = train_lats(drawn.manifest, drawn.store, tmp_path / "whole", config)
+    whole = train_selector(drawn.manifest, drawn.store, tmp_path / "whole", config)
     child = multiprocessing.get_context("fork").Process(target=_train, args=(drawn, tmp_path / "killed", config))
     child.start()
     checkpoint = tmp_path / "killed" / "checkpoint.safetensors"
@@ -45,11 +48,11 @@ def test_a_killed_training_goes_on_to_the_same_bytes(drawn: Drawn, tmp_path: Pat
     os.kill(child.pid or 0, signal.SIGKILL)
     child.join()
     assert ck.load_tensors(checkpoint)[1]["epoch"] < 4 or child.exitcode != -signal.SIGKILL
-    resumed = train_lats(drawn.manifest, drawn.store, tmp_path / "killed", config)
+    resumed = train_selector(drawn.manifest, drawn.store, tmp_path / "killed", config)
     assert checkpoint.read_bytes() == (tmp_path / "whole" / "checkpoint.safetensors").read_bytes()
     for name, value in whole.head.state_dict().items():
         assert torch.equal(value, resumed.head.state_dict()[name]), name
-    epochs = [row["epoch"] for row in read_lines(tmp_path / "killed" / "metrics.jsonl") if row["stage"] == "scorer"]
+    epochs = [row["epoch"] for row in read_lines(tmp_path / "killed" / "metrics.jsonl") if row["stage"] == "selector"]
     assert epochs == [0, 1, 2, 3]
 
 
@@ -68,14 +71,14 @@ def test_a_stop_around_a_checkpoint_neither_loses_nor_repeats_a_row_of_metrics(
     monkeypatch.setattr(trainer._Trainer, "_save", stopped)
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
-            train_lats(drawn.manifest, drawn.store, tmp_path, config)
+            train_selector(drawn.manifest, drawn.store, tmp_path, config)
     monkeypatch.undo()
-    train_lats(drawn.manifest, drawn.store, tmp_path, config)
+    train_selector(drawn.manifest, drawn.store, tmp_path, config)
     assert [row["epoch"] for row in read_lines(tmp_path / "metrics.jsonl")] == [0, 1, 2]
 
 
 def test_the_metrics_file_has_every_term_budget_rate_and_score_spread(drawn: Drawn, tmp_path: Path) -> None:
-    train_lats(drawn.manifest, drawn.store, tmp_path, quick("paper"))
+    train_selector(drawn.manifest, drawn.store, tmp_path, quick("paper"))
     rows = read_lines(tmp_path / "metrics.jsonl")
     terms = {"loss", "classification", "budget_deviation", "diversity", "lesion", "distillation"}
     assert terms | {"budget", "lr", "score_mean", "score_std", "selection"} <= set(rows[0])
@@ -116,7 +119,7 @@ def test_the_paper_protocol_selects_on_validation_and_trains_on_all_of_training(
 
 def test_validation_masks_never_pick_an_epoch(drawn: Drawn, tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="evaluation only"):
-        train_lats(drawn.manifest, drawn.store, tmp_path, quick("paper", protocol="paper", selection_metric="retention"))
+        train_selector(drawn.manifest, drawn.store, tmp_path, quick("paper", protocol="paper", selection_metric="retention"))
 
 
 def test_views_of_validation_images_are_never_trained_on(drawn: Drawn) -> None:
@@ -157,40 +160,40 @@ def test_views_may_be_one_crop_and_retention_is_picked_on_views_too(tmp_path: Pa
     assert set(np.array(store.views)[by_accuracy.select]) == {"identity"}
 
 
+def _watch_terms(monkeypatch: pytest.MonkeyPatch, change: Callable[[dict[str, Any]], None]) -> None:
+    """Let `change` see, and alter, what every step hands to the losses of the scorer."""
+    module = sys.modules["medtokenbudget.routing.selectors.lats"]
+    real = module.scorer_terms
+
+    def watched(scores: torch.Tensor, **options: Any) -> dict[str, torch.Tensor]:
+        change(options)
+        return dict(real(scores, **options))
+
+    monkeypatch.setattr(module, "scorer_terms", watched)
+
+
 def test_a_step_learns_from_as_many_patches_as_it_is_told(drawn: Drawn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = set()
-    real = trainer.total_loss
-
-    def watched(*arguments: object, **options: object) -> object:
-        sizes.add(tuple(options["lesion"].shape[1:]))  # type: ignore[attr-defined]
-        return real(*arguments, **options)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(trainer, "total_loss", watched)
+    _watch_terms(monkeypatch, lambda options: sizes.add(tuple(options["lesion"].shape[1:])))
     for patches in (7, 0):
-        train_lats(drawn.manifest, drawn.store, tmp_path / str(patches), quick("lesion-first", epochs=1, patches=patches))
+        train_selector(drawn.manifest, drawn.store, tmp_path / str(patches), quick("lesion-first", epochs=1, patches=patches))
     assert sizes == {(7,), (100,)}
     with pytest.raises(RequestError, match="whole images"):
-        train_lats(drawn.manifest, drawn.store, tmp_path / "joint", quick("paper", patches=7))
+        train_selector(drawn.manifest, drawn.store, tmp_path / "joint", quick("paper", patches=7))
 
 
 def test_lesion_first_learns_where_the_lesion_is(drawn: Drawn, tmp_path: Path) -> None:
-    trained = train_lats(drawn.manifest, drawn.store, tmp_path, quick("lesion-first", epochs=8, patience=20))
+    trained = train_selector(drawn.manifest, drawn.store, tmp_path, quick("lesion-first", epochs=8, patience=20))
     first, last = read_lines(tmp_path / "metrics.jsonl")[0], trained.best_value
     assert last > 0.7, "share of the ceiling on the selection part; drawing patches at random gives about 0.45"
-    assert [row["lesion"] for row in read_lines(tmp_path / "metrics.jsonl") if row["stage"] == "scorer"][-1] < first["lesion"]
+    assert [row["lesion"] for row in read_lines(tmp_path / "metrics.jsonl") if row["stage"] == "selector"][-1] < first["lesion"]
 
 
 def test_without_the_lesion_loss_masks_change_nothing(drawn: Drawn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = quick("paper", losses=LossWeights(lesion=0.0))
-    free = train_lats(drawn.manifest, drawn.store, tmp_path / "a", config).selector.scorer.state_dict()
-    real = trainer.total_loss
-
-    def blind(*arguments: object, **options: object) -> object:
-        options["lesion"] = ~options["lesion"]  # type: ignore[operator]
-        return real(*arguments, **options)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(trainer, "total_loss", blind)
-    inverted = train_lats(drawn.manifest, drawn.store, tmp_path / "b", config).selector.scorer.state_dict()
+    free = train_selector(drawn.manifest, drawn.store, tmp_path / "a", config).selector.scorer.state_dict()
+    _watch_terms(monkeypatch, lambda options: options.update(lesion=~options["lesion"]))
+    inverted = train_selector(drawn.manifest, drawn.store, tmp_path / "b", config).selector.scorer.state_dict()
     assert all(torch.equal(free[name], inverted[name]) for name in free)
 
 
@@ -199,13 +202,9 @@ def test_a_loss_that_is_not_finite_stops_with_the_batch_named(
 ) -> None:
     real = trainer.total_loss
 
-    def broken(*arguments: object, **options: object) -> object:
-        loss, terms = real(*arguments, **options)  # type: ignore[arg-type]
-        return loss * float("nan"), terms
-
-    monkeypatch.setattr(trainer, "total_loss", broken)
+    monkeypatch.setattr(trainer, "total_loss", lambda *arguments: real(*arguments) * float("nan"))
     with pytest.raises(WorkError, match=r"not finite in epoch 0 \(images SYN_"):
-        train_lats(drawn.manifest, drawn.store, tmp_path, quick("paper"))
+        train_selector(drawn.manifest, drawn.store, tmp_path, quick("paper"))
 
 
 def test_lesion_first_without_masks_says_what_to_do(drawn: Drawn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,19 +212,19 @@ def test_lesion_first_without_masks_says_what_to_do(drawn: Drawn, tmp_path: Path
     monkeypatch.setattr(store, "has_mask", torch.zeros(len(store), dtype=torch.bool), raising=False)
     without = drawn.manifest.with_columns(mask=[None] * len(drawn.manifest))
     with pytest.raises(RequestError, match="no training image has one"):
-        train_lats(without, store, tmp_path, quick("lesion-first"))
+        train_selector(without, store, tmp_path, quick("lesion-first"))
 
 
 def test_going_on_with_other_options_is_refused_with_the_difference(drawn: Drawn, tmp_path: Path) -> None:
     config = quick("paper")
-    train_lats(drawn.manifest, drawn.store, tmp_path, config)
+    train_selector(drawn.manifest, drawn.store, tmp_path, config)
     with pytest.raises(MismatchError, match=r"config\.lr"):
-        train_lats(drawn.manifest, drawn.store, tmp_path, replace(config, lr=5e-4))
+        train_selector(drawn.manifest, drawn.store, tmp_path, replace(config, lr=5e-4))
 
 
 def test_bf16_autocast_trains_and_differs_from_fp32(drawn: Drawn, tmp_path: Path) -> None:
-    plain = train_lats(drawn.manifest, drawn.store, tmp_path / "a", quick("paper", epochs=1))
-    half = train_lats(drawn.manifest, drawn.store, tmp_path / "b", quick("paper", epochs=1, precision="bf16"))
+    plain = train_selector(drawn.manifest, drawn.store, tmp_path / "a", quick("paper", epochs=1))
+    half = train_selector(drawn.manifest, drawn.store, tmp_path / "b", quick("paper", epochs=1, precision="bf16"))
     a, b = plain.selector.scorer.output.weight, half.selector.scorer.output.weight
     assert not torch.equal(a, b)
     assert torch.allclose(a, b, atol=0.05)

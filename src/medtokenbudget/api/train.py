@@ -19,7 +19,7 @@ from medtokenbudget.features import FeatureStore
 from medtokenbudget.model import MedTokenBudget
 from medtokenbudget.report.card import run_card
 from medtokenbudget.routing import selector_class
-from medtokenbudget.training.head import RoutedClassifier
+from medtokenbudget.training.classifier import RoutedClassifier
 
 CONTROLS = ("center", "random")
 

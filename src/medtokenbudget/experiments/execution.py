@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from medtokenbudget.errors import WorkError
 from medtokenbudget.experiments.units import Plan, Unit, run_unit
+from medtokenbudget.experiments.watching import INTERVAL, Watch, reporter
 from medtokenbudget.features.pipeline import cpu_threads
-from medtokenbudget.progress import progress
+from medtokenbudget.training.pooled import OnEpoch
 
 Engine = Literal["local", "ray"]
 
@@ -39,33 +40,48 @@ def run_units(plan: Plan, units: Sequence[Unit], execution: Execution, jobs: int
     """Run units side by side; ablations wait for the training that they use."""
     first = [unit for unit in units if unit.owner == unit]
     second = [unit for unit in units if unit.owner != unit]
-    bar = progress(total=len(units), what="sweep", unit="unit")
-    for wave in (first, second):
-        if execution.engine == "ray":
-            from medtokenbudget.experiments.ray_sweep import run_on_ray
+    with Watch(plan, units, jobs) as watch:
+        for wave in (first, second):
+            if execution.engine == "ray":
+                from medtokenbudget.experiments.ray_sweep import run_on_ray
 
-            run_on_ray(plan, wave, execution.address, bar.update)
-        else:
-            _run_local(plan, wave, jobs, bar.update)
-    bar.close()
+                run_on_ray(plan, wave, execution.address, watch)
+            else:
+                _run_local(plan, wave, jobs, watch)
 
 
-def _run_local(plan: Plan, units: Sequence[Unit], jobs: int, tick: Callable[[], Any]) -> None:
+def run_reported(plan: Plan, unit: Unit, threads: int = 0) -> str:
+    """`run_unit` in a worker: its epochs go to a file that the parent process watches."""
+    return run_unit(plan, unit, threads, reporter(plan, unit))
+
+
+def _run_local(plan: Plan, units: Sequence[Unit], jobs: int, watch: Watch) -> None:
     """Processes with one thread each beat one process with many threads here: the tensors of a step are small."""
     threads = 0 if jobs == 1 else max(1, (os.cpu_count() or 1) // jobs)
     if jobs == 1 or len(units) <= 1:
         with cpu_threads(threads):
             for unit in units:
-                run_unit(plan, unit)
-                tick()
+                watch.start(unit)
+                report = reporter(plan, unit)
+
+                def on_epoch(stage: str, done: int, total: int, report: OnEpoch = report) -> None:
+                    report(stage, done, total)
+                    watch.refresh()
+
+                run_unit(plan, unit, on_epoch=on_epoch)
+                watch.finish(unit)
         return
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(jobs, len(units)), mp_context=context) as pool:
-        futures = [pool.submit(run_unit, plan, unit, threads) for unit in units]
+        futures = {pool.submit(run_reported, plan, unit, threads): unit for unit in units}
+        pending = set(futures)
         try:
-            for future in as_completed(futures):
-                future.result()
-                tick()
+            while pending:
+                done, pending = wait(pending, timeout=INTERVAL, return_when=FIRST_COMPLETED)
+                for future in done:
+                    future.result()
+                    watch.finish(futures[future])
+                watch.refresh()
         except BrokenProcessPool:
             raise WorkError(
                 "A worker process died. In a Python script, start several jobs only below "

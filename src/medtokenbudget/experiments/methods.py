@@ -13,7 +13,8 @@ from typing import Any
 
 from medtokenbudget.config import PRESETS, LossWeights, RouterConfig, TrainConfig, preset
 from medtokenbudget.errors import RequestError, UnknownNameError
-from medtokenbudget.routing import available, selector_class
+from medtokenbudget.routing import list_selectors, selector_class
+from medtokenbudget.training.heads import list_heads
 
 Change = Callable[[TrainConfig], TrainConfig]
 DEFAULT_HEAD = "mlp"
@@ -114,8 +115,10 @@ class Method:
         if not selector or (plus and not head):
             raise RequestError(f"'{text}' is not a method. Write it as selector, selector:variant or selector+head:variant.")
         method = cls(selector, head or DEFAULT_HEAD, variant)
-        if selector not in available():
-            raise UnknownNameError.of("selector", selector, available())
+        if selector not in list_selectors():
+            raise UnknownNameError.of("selector", selector, list_selectors())
+        if method.head not in list_heads():
+            raise UnknownNameError.of("head", method.head, list_heads())
         known = [*method._changes, *method._ablations]
         if variant not in known:
             raise UnknownNameError.of(f"variant of {selector}", variant, [name for name in known if name])

@@ -39,6 +39,8 @@ def check_config(config: TrainConfig) -> None:
         faults.append(
             "recipe 'lesion-first' learns from lesion masks alone, so losses.lesion must be above 0 (or use --preset paper)"
         )
+    if config.recipe == "joint" and config.patches:
+        faults.append("the joint recipe routes whole images, so patches must be 0")
     if faults:
         raise RequestError("Invalid training settings: " + "; ".join(faults) + ".")
     ordered_signals(config.lats.signals, SIGNALS)

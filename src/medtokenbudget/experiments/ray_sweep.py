@@ -1,27 +1,32 @@
-"""Units of a sweep on a Ray cluster: one idempotent task a unit, retried when a node is lost. Needs the extra `ray`."""
+"""Units of a sweep on a Ray cluster: one idempotent task per unit, retried when a node is lost. Needs the extra `ray`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from medtokenbudget.cluster import ray_cluster
 from medtokenbudget.errors import WorkError
-from medtokenbudget.experiments.units import Plan, Unit, run_unit
+from medtokenbudget.experiments.execution import run_reported
+from medtokenbudget.experiments.units import Plan, Unit
+from medtokenbudget.experiments.watching import INTERVAL, Watch
 
 
-def run_on_ray(plan: Plan, units: Sequence[Unit], address: str | None, tick: Callable[[], Any]) -> None:
+def run_on_ray(plan: Plan, units: Sequence[Unit], address: str | None, watch: Watch) -> None:
     """Run the units on the cluster at `address` (or on one started here); all nodes see the same folders."""
     if not units:
         return
     with ray_cluster(address) as ray:
         gpus = 1 if ray.cluster_resources().get("GPU", 0) >= 1 else 0
-        task: Any = ray.remote(num_cpus=1, num_gpus=gpus, max_retries=5)(run_unit)
-        pending = [task.remote(plan, unit, 1) for unit in units]
+        task: Any = ray.remote(num_cpus=1, num_gpus=gpus, max_retries=5)(run_reported)
+        tasks = {task.remote(plan, unit, 1): unit for unit in units}
+        pending = list(tasks)
         try:
             while pending:
-                ready, pending = ray.wait(pending, num_returns=1)
-                ray.get(ready)
-                tick()
+                ready, pending = ray.wait(pending, num_returns=1, timeout=INTERVAL)
+                for done in ready:
+                    ray.get(done)
+                    watch.finish(tasks[done])
+                watch.refresh()
         except ray.exceptions.RayError as error:
             raise WorkError(f"Ray gave up on a unit: {error}. Run the same command again to continue with the rest.") from None

@@ -1,27 +1,28 @@
-"""The classifier that a finished unit left behind: its head, and the scorer of LATS from the checkpoint of its training."""
+"""The classifier that a finished unit left behind: its head, and a learned selector from the checkpoint of its training."""
 
 from __future__ import annotations
 
 from medtokenbudget.experiments.run import RunInfo
 from medtokenbudget.experiments.units import Unit
-from medtokenbudget.routing import LATSSelector, Selector, create
+from medtokenbudget.routing import LearnedSelector, Selector, create_selector, selector_class
 from medtokenbudget.training import checkpoints as ck
-from medtokenbudget.training.head import RoutedClassifier, RoutingHead
+from medtokenbudget.training.classifier import RoutedClassifier
+from medtokenbudget.training.heads import create_head
 
 
 def load_unit(info: RunInfo, unit: Unit, dim: int) -> RoutedClassifier | None:
     """Selector and head of a finished unit; None for an ablation, which has no training of its own."""
     if unit.method.ablation is not None:
         return None
-    folder = info.path / "units" / unit.name
-    config = info.methods[str(unit.method)].train_config
+    folder, method = info.path / "units" / unit.name, info.methods[str(unit.method)]
+    config, kind = method.train_config, selector_class(method.selector)
     selector: Selector
-    if unit.method.learned:
+    if issubclass(kind, LearnedSelector):
         tensors, _ = ck.load_tensors(folder / "checkpoint.safetensors")
-        selector = LATSSelector.from_config(dim, config.lats, config.router)
-        selector.scorer.load_state_dict(ck.split_prefix(tensors, "best/scorer."))
+        selector = kind.from_config(dim, config)
+        selector.load_state_dict(ck.split_prefix(tensors, "best/selector."))
     else:
-        selector = create(unit.method.selector, minimum=config.router.minimum)
-    head = RoutingHead(dim, len(info.classes))
+        selector = create_selector(method.selector, minimum=config.router.minimum)
+    head = create_head(method.head, dim, len(info.classes))
     head.load_state_dict(ck.split_prefix(ck.load_tensors(folder / "head.safetensors")[0], "head."))
     return RoutedClassifier(selector, head).eval()

@@ -25,13 +25,13 @@ from medtokenbudget.experiments.sources import Sources, open_sources
 from medtokenbudget.features import FeatureStore
 from medtokenbudget.features.views import OFF_CENTER
 from medtokenbudget.files import append_line, read_json, sha256_json, write_json, write_safetensors
-from medtokenbudget.routing import Selector, create
+from medtokenbudget.routing import Selector, create_selector
 from medtokenbudget.training import checkpoints as ck
-from medtokenbudget.training.head import RoutingHead
-from medtokenbudget.training.heads import PooledHead, probabilities
+from medtokenbudget.training.heads import Head
 from medtokenbudget.training.parts import Parts, make_parts
+from medtokenbudget.training.pooled import OnEpoch, PooledHead, probabilities
 from medtokenbudget.training.pooling import Evidence, pool_and_judge, pool_to_file
-from medtokenbudget.training.trainer import train_lats
+from medtokenbudget.training.trainer import train_selector
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def status(plan: Plan, unit: Unit) -> str:
     return str(state["status"]) if state.get("identity") == plan.identity(unit) else "missing"
 
 
-def run_unit(plan: Plan, unit: Unit, threads: int = 0) -> str:
+def run_unit(plan: Plan, unit: Unit, threads: int = 0, on_epoch: OnEpoch | None = None) -> str:
     """Run one unit unless it is done; a failure is recorded with its reason and does not stop the other units."""
     if threads:
         torch.set_num_threads(threads)
@@ -101,7 +101,7 @@ def run_unit(plan: Plan, unit: Unit, threads: int = 0) -> str:
     folder = plan.folder(unit)
     state: dict[str, Any] = {"method": str(unit.method), "seed": unit.seed, "identity": plan.identity(unit)}
     try:
-        _work(plan, unit, folder)
+        _work(plan, unit, folder, on_epoch)
         state |= {"status": "done"}
     except MedTokenBudgetError as error:
         state |= {"status": "failed", "error": str(error)}
@@ -111,17 +111,19 @@ def run_unit(plan: Plan, unit: Unit, threads: int = 0) -> str:
     return str(state["status"])
 
 
-def _work(plan: Plan, unit: Unit, folder: Path) -> None:
+def _work(plan: Plan, unit: Unit, folder: Path, on_epoch: OnEpoch | None) -> None:
     manifest, store, config = plan.sources.manifest, plan.sources.store, plan.unit_config(unit)
     selector: Selector
     if unit.method.learned:
         # An ablation trains in the folder of its owner; a finished checkpoint there is used as it is.
-        trained = train_lats(manifest, store, plan.folder(unit.owner), config)
+        names = (unit.method.selector, unit.method.head)
+        trained = train_selector(manifest, store, plan.folder(unit.owner), config, *names, on_epoch)
         selector, head, parts = trained.selector.ablate(unit.method.ablation), trained.head, trained.parts
     else:
         parts = make_parts(manifest, store, config)
-        selector = create(unit.method.selector, minimum=config.router.minimum)
-        head = _train_baseline(plan, config, selector, parts, store, folder, len(manifest.classes))
+        selector = create_selector(unit.method.selector, minimum=config.router.minimum)
+        pooled_head = PooledHead(unit.method.head, store.dim, len(manifest.classes), config, on_epoch)
+        head = _train_baseline(plan, pooled_head, selector, parts, store, folder)
     ck.save_tensors(folder / "head.safetensors", ck.module_tensors(head, "head."), {"method": str(unit.method)})
     frames: list[pd.DataFrame] = []
     tensors: dict[str, np.ndarray] = {}
@@ -136,14 +138,11 @@ def _work(plan: Plan, unit: Unit, folder: Path) -> None:
     write_safetensors(folder / "routing.safetensors", lambda target: save_file(tensors, target))
 
 
-def _train_baseline(
-    plan: Plan, config: TrainConfig, selector: Selector, parts: Parts, store: FeatureStore, folder: Path, classes: int
-) -> RoutingHead:
-    rows = parts.head
+def _train_baseline(plan: Plan, trainer: PooledHead, selector: Selector, parts: Parts, store: FeatureStore, folder: Path) -> Head:
+    config, rows = trainer.config, parts.head
     if "has_mask" in selector.requires:
         rows = rows[store.has_mask.numpy()[rows]]
     label = store.label.numpy()[rows]
-    trainer = PooledHead(store.dim, classes, config)
     if selector.stochastic:
         history = trainer.train_on_store(store, rows, label, selector, config.budgets)
     else:
@@ -169,7 +168,7 @@ def _evaluate(
     rows: np.ndarray,
     store: FeatureStore,
     selector: Selector,
-    head: RoutingHead,
+    head: Head,
     config: TrainConfig,
     manifest: Manifest,
 ) -> tuple[pd.DataFrame, dict[str, np.ndarray]]:

@@ -10,7 +10,7 @@ from typing import cast
 
 from torch import nn
 
-from medtokenbudget.training.head import RoutedClassifier
+from medtokenbudget.training.classifier import RoutedClassifier
 
 
 class Classifiers(nn.Module, Mapping[str, RoutedClassifier]):

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from medtokenbudget.errors import RequestError
 from medtokenbudget.model.folder import CONFIG, HEADS, TENSORS
-from medtokenbudget.routing import Ranker, Selector, create, gather, rank, selector_class
+from medtokenbudget.routing import Ranker, Selector, create_selector, gather, rank, selector_class
 from medtokenbudget.tokens import Selection, TokenBatch
-from medtokenbudget.training.head import RoutedClassifier, RoutingHead
+from medtokenbudget.training.classifier import RoutedClassifier
+from medtokenbudget.training.heads import create_head
 
 SEED = 0
 """Seed of stochastic selectors. Each image starts from it, so that a prediction does not depend on the rest of its batch."""
@@ -26,8 +27,7 @@ SEED = 0
 def describe(classifier: RoutedClassifier) -> dict[str, Any]:
     """What is needed to build the classifier again, apart from its tensors, as JSON values."""
     selector, head = classifier.selector, classifier.head
-    options = {"hidden": [head.first.out_features, head.second.out_features], "dropout": head.dropout}
-    return {"selector": selector.name, "options": selector.options(), "head": {"name": "mlp", "options": options}}
+    return {"selector": selector.name, "options": selector.options(), "head": {"name": head.name, "options": head.options()}}
 
 
 def tensors(classifiers: Mapping[str, RoutedClassifier], main: str) -> dict[str, dict[str, Tensor]]:
@@ -66,7 +66,9 @@ def _empty(described: dict[str, Any], dim: int, classes: int, source: Path) -> R
     try:
         name, options, head = described["selector"], described["options"], described["head"]
         learned = {"dim": dim} if selector_class(name).learns else {}
-        return RoutedClassifier(create(name, **learned, **options), RoutingHead(dim, classes, **head["options"]))
+        return RoutedClassifier(
+            create_selector(name, **learned, **options), create_head(head["name"], dim, classes, **head["options"])
+        )
     except (KeyError, TypeError) as error:
         raise RequestError(f"{source / CONFIG} does not describe its methods correctly: {error}. Save the model again.") from None
 

@@ -29,7 +29,7 @@ from medtokenbudget.model.classifiers import Classifiers
 from medtokenbudget.model.prediction import Prediction
 from medtokenbudget.model.sources import Failure, Source, expand
 from medtokenbudget.tokens import Selection, TokenBatch
-from medtokenbudget.training.head import RoutedClassifier
+from medtokenbudget.training.classifier import RoutedClassifier
 
 
 class MedTokenBudget(nn.Module):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from medtokenbudget.routing.lats import LATS
-from medtokenbudget.routing.registry import ENTRY_POINT_GROUP, available, create, register, selector_class
+from medtokenbudget.routing.learned import LearnedSelector, TrainingPass
+from medtokenbudget.routing.registry import ENTRY_POINT_GROUP, create_selector, list_selectors, register_selector, selector_class
 from medtokenbudget.routing.router import (
     budget_to_k,
     check_k,
     gumbel_noise,
     hard_topk,
+    masked_mean,
     rank,
     smooth_scores,
     straight_through_topk,
@@ -22,24 +24,27 @@ __all__ = [
     "ENTRY_POINT_GROUP",
     "LATS",
     "LATSSelector",
+    "LearnedSelector",
     "Ranker",
     "Selection",
     "Selector",
     "TokenBatch",
+    "TrainingPass",
     "attention_entropy",
-    "available",
     "budget_to_k",
     "check_k",
-    "create",
+    "create_selector",
     "feature_norm",
     "gather",
     "gumbel_noise",
     "hard_topk",
+    "list_selectors",
     "local_contrast",
+    "masked_mean",
     "pooled_means",
     "pseudo_attention",
     "rank",
-    "register",
+    "register_selector",
     "selector_class",
     "smooth_scores",
     "straight_through_topk",

@@ -1,7 +1,8 @@
-"""LATS, the lesion-aware token scorer: patch embedding and three weak signals through an MLP to one score a patch.
+"""LATS, the lesion-aware token scorer: patch embedding and three weak signals through an MLP to one score per patch.
 
-The parameters are the paper's. What is computed is the same function in fewer operations: the concatenation is never built, and
-the input layer, which no nonlinearity follows, is multiplied into the first hidden layer before it meets the tokens.
+`forward` is the paper's network, equation by equation. `logits` computes the same function in fewer operations, and is what
+training and inference call: the concatenation is never built, and the input layer, which no nonlinearity follows, is multiplied
+into the first hidden layer before it meets the tokens.
 """
 
 from __future__ import annotations
@@ -25,12 +26,13 @@ CONTRAST_REDUCTION = 16
 class LATS(nn.Module):
     """Scores [B, N] in [0, 1] of a `TokenBatch`; 512,049 parameters at D = 768.
 
-    dim           embedding dimension D
-    hidden        width of the MLP
-    layers        hidden layers, each Linear, LayerNorm, GELU, Dropout
-    dropout       probability after each hidden layer
-    signals       signals that the scorer is built with; those left out have no parameters
-    neighborhood  of the local contrast
+    Args:
+        dim: Embedding dimension D.
+        hidden: Width of the MLP.
+        layers: Hidden layers, each Linear, LayerNorm, GELU, Dropout.
+        dropout: Dropout probability after each hidden layer.
+        signals: Signals that the scorer is built with; those left out have no parameters.
+        neighborhood: Neighbors of the local contrast.
     """
 
     def __init__(
@@ -46,7 +48,7 @@ class LATS(nn.Module):
         if min(dim, hidden, layers) < 1:
             raise RequestError(f"dim, hidden and layers must be at least 1, got {dim}, {hidden} and {layers}.")
         if not 0 <= dropout < 1:
-            raise RequestError(f"dropout must lie in [0, 1), got {dropout}.")
+            raise RequestError(f"dropout must be in [0, 1), got {dropout}.")
         self.dim = dim
         self.dropout = dropout
         self.signals = ordered_signals(signals, SIGNALS)
@@ -63,9 +65,23 @@ class LATS(nn.Module):
     def from_config(cls, dim: int, config: LATSConfig) -> LATS:
         return cls(dim, config.hidden, config.layers, config.dropout, config.signals, config.neighborhood)
 
-    def forward(self, tokens: TokenBatch, generator: torch.Generator | None = None, signals: Sequence[str] | None = None) -> Tensor:
-        """Scores [B, N] in [0, 1]; see `logits`."""
-        return torch.sigmoid(self.logits(tokens, generator, signals))
+    def forward(self, tokens: TokenBatch, generator: torch.Generator | None = None) -> Tensor:
+        """Scores [B, N] in [0, 1], as the paper writes them."""
+        self._check(tokens)
+        tokens = tokens.float()
+        z = tokens.patches  # [B, N, D]
+        inputs = [z]
+        if "attention" in self.signals:
+            inputs.append(self._scalar(tokens, "attention").unsqueeze(-1))  # s_attn = 1 - H / log N (Eq. 1)
+        if "norm" in self.signals:
+            inputs.append(self._scalar(tokens, "norm").unsqueeze(-1))  # s_norm = |z_i| / max_j |z_j| (Eq. 2)
+        if self.contrast is not None:
+            c = local_contrast(z, tokens.grid, self.neighborhood)  # c_i, the mean dissimilarity to the neighbors (Eqs. 3, 4)
+            inputs.append(c.unsqueeze(-1) * self.contrast(z))  # f_contrast = c_i W_freq z_i (Eq. 5)
+        x = self.input(torch.cat(inputs, dim=-1))  # [z; s_attn; s_norm; f_contrast]
+        for linear, norm in zip(self.hidden, self.norms):
+            x = drop(F.gelu(norm(linear(x))), self.dropout if self.training else 0.0, generator)
+        return torch.sigmoid(self.output(x).squeeze(-1).float())
 
     def logits(
         self,
@@ -75,15 +91,15 @@ class LATS(nn.Module):
         dropout: float | None = None,
         at: Tensor | None = None,
     ) -> Tensor:
-        """Scores before the sigmoid, [B, N] in fp32.
+        """Scores before the sigmoid, [B, N] in fp32: the fused form of `forward`.
 
-        generator  of the dropout noise; torch's own when None
-        signals    signals that stay on (the toggle ablation); the others enter as zeros
-        dropout    None: `self.dropout` in training mode, 0 in evaluation mode
-        at         [B, T] numbers of the patches that are scored; the answer is then [B, T]. None: all
+        Args:
+            generator: Source of the dropout noise; torch's own if None.
+            signals: Signals that stay on; the others enter as zeros.
+            dropout: None means `self.dropout` in training mode and 0 in evaluation mode.
+            at: [B, T] numbers of the patches to score, giving [B, T]; None means all.
         """
-        if tokens.dim != self.dim:
-            raise ShapeError(f"this scorer reads tokens of dimension {self.dim}, the batch has {tokens.dim}.")
+        self._check(tokens)
         tokens = tokens.float()
         active = self.signals if signals is None else ordered_signals(signals, self.signals)
         if dropout is None:
@@ -93,6 +109,10 @@ class LATS(nn.Module):
             x = linear(x) if i else x
             x = drop(F.gelu(norm(x)), dropout, generator)
         return self.output(x).squeeze(-1).float()
+
+    def _check(self, tokens: TokenBatch) -> None:
+        if tokens.dim != self.dim:
+            raise ShapeError(f"This scorer reads tokens of dimension {self.dim}, but the batch has {tokens.dim}.")
 
     def _first_layer(self, tokens: TokenBatch, active: Sequence[str], at: Tensor | None) -> Tensor:
         """The first hidden linear layer of the input layer of [z; attention; norm; contrast], [B, N, hidden] or [B, T, hidden]."""
@@ -123,8 +143,8 @@ class LATS(nn.Module):
             return feature_norm(tokens.patches)
         if tokens.attention_entropy is None:
             raise MissingSignalError(
-                "LATS reads attention_entropy, which this batch does not carry. Extract with a backbone that shows its attention, "
-                "or build the scorer without the 'attention' signal."
+                "LATS reads attention_entropy, which this batch does not have. Extract tokens with a backbone that exposes its "
+                "attention, or build the scorer without the 'attention' signal."
             )
         return tokens.attention_entropy
 
@@ -135,9 +155,9 @@ def _taken(values: Tensor, at: Tensor | None) -> Tensor:
 
 
 def ordered_signals(signals: Sequence[str], known: Sequence[str]) -> tuple[str, ...]:
-    """`signals` in the paper's order; a name that is not among `known` is refused."""
+    """`signals` in the paper's order; a name that is not in `known` is an error."""
     if isinstance(signals, str):
-        raise RequestError(f"signals must be a sequence of names, got the string '{signals}'.")
+        raise RequestError(f"signals must be a list of names, got the string '{signals}'.")
     for name in signals:
         if name not in known:
             raise UnknownNameError.of("signal", name, known)

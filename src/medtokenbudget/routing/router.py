@@ -69,6 +69,13 @@ def straight_through_topk(scores: Tensor, k: int, temperature: float = 0.5, gene
     return hard + (soft - soft.detach())
 
 
+def masked_mean(patches: Tensor, mask: Tensor) -> Tensor:
+    """Sum of the patches [B, N, D] under a mask [B, N] divided by the mass of the mask: [B, D] in fp32."""
+    with torch.autocast(patches.device.type, enabled=False):
+        total = torch.bmm(mask.float().unsqueeze(1), patches.float()).squeeze(1)
+        return total / mask.float().sum(1, keepdim=True)
+
+
 def gumbel_noise(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     """Standard Gumbel noise, drawn on the generator's device, so that a CPU generator gives a GPU run the same noise."""
     exponential = torch.empty(shape, device=generator.device).exponential_(generator=generator)

@@ -1,28 +1,21 @@
-"""Training: losses, curriculum, head."""
+"""Training: losses, curriculum, heads and the trainer."""
 
 from __future__ import annotations
 
+from medtokenbudget.training.classifier import RoutedClassifier
 from medtokenbudget.training.curriculum import BudgetCurriculum
-from medtokenbudget.training.head import RoutedClassifier, RoutedOutput, RoutingHead, masked_mean
-from medtokenbudget.training.losses import (
-    budget_deviation,
-    classification_loss,
-    distillation_loss,
-    diversity_loss,
-    lesion_loss,
-    total_loss,
-)
+from medtokenbudget.training.heads import Head, LinearHead, MLPHead, create_head, list_heads, register_head
+from medtokenbudget.training.losses import classification_loss, total_loss
 
 __all__ = [
     "BudgetCurriculum",
+    "Head",
+    "LinearHead",
+    "MLPHead",
     "RoutedClassifier",
-    "RoutedOutput",
-    "RoutingHead",
-    "budget_deviation",
     "classification_loss",
-    "distillation_loss",
-    "diversity_loss",
-    "lesion_loss",
-    "masked_mean",
+    "create_head",
+    "list_heads",
+    "register_head",
     "total_loss",
 ]

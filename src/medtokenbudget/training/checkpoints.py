@@ -31,9 +31,9 @@ def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     except FileNotFoundError:
         raise RequestError(f"{path} does not exist.") from None
     except (SafetensorError, OSError) as error:
-        raise RequestError(f"{path} is not a whole safetensors file ({error}). Delete it and run again.") from None
+        raise RequestError(f"{path} is damaged or incomplete ({error}). Delete it and run the command again.") from None
     if "state" not in metadata:
-        raise RequestError(f"{path} was not written by this program: its header has no state.")
+        raise RequestError(f"{path} was not written by MedTokenBudget: its header has no state.")
     return tensors, json.loads(metadata["state"])
 
 
@@ -63,8 +63,8 @@ def module_tensors(module: nn.Module, prefix: str) -> dict[str, Tensor]:
 
 
 def require_same(path: Path, what: str, expected: dict[str, Any], found: dict[str, Any]) -> None:
-    """Refuse to go on from a checkpoint that another configuration wrote."""
+    """Reject a checkpoint that another configuration wrote."""
     if expected != found:
         raise MismatchError.between(
-            f"{what} in {path}", dotted(expected), dotted(found), "Use the same options to go on, or another --out to start anew."
+            f"{what} in {path}", dotted(expected), dotted(found), "Use the same options to resume, or another --out to start over."
         )

@@ -1,7 +1,7 @@
-"""The trainer of LATS: the paper's joint recipe, and the lesion-first one whose head learns on the finished scorer's tokens.
+"""The trainer of learned selectors: jointly with their head (the paper's recipe), or first the selector, then the head.
 
-An epoch is a pure function of the checkpoint before it (every generator is made from seed, purpose and epoch), so a run that was
-killed goes on to the same bytes as one that was not.
+An epoch is a pure function of the checkpoint before it (every generator is made from seed, purpose and epoch), so a training that
+was killed resumes to the same bytes as one that was not.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ from medtokenbudget.errors import RequestError, WorkError
 from medtokenbudget.features import FeatureStore
 from medtokenbudget.features.views import IDENTITY
 from medtokenbudget.files import append_line, read_lines, write_lines
-from medtokenbudget.progress import progress
-from medtokenbudget.routing import LATSSelector
+from medtokenbudget.metrics import accuracy, share_of_ceiling
+from medtokenbudget.routing import LearnedSelector, selector_class
 from medtokenbudget.tokens import TokenBatch
 from medtokenbudget.training import checkpoints as ck
+from medtokenbudget.training.classifier import RoutedClassifier
 from medtokenbudget.training.curriculum import BudgetCurriculum
-from medtokenbudget.training.head import RoutedClassifier, RoutingHead
-from medtokenbudget.training.heads import PooledHead, class_weights, epoch_order, probabilities, require_labels
-from medtokenbudget.training.losses import total_loss
+from medtokenbudget.training.heads import Head, create_head
+from medtokenbudget.training.losses import classification_loss, total_loss
 from medtokenbudget.training.parts import Parts, ViewDraw, make_parts
+from medtokenbudget.training.pooled import OnEpoch, PooledHead, class_weights, epoch_order, probabilities, require_labels
 from medtokenbudget.training.pooling import pool_and_judge, pool_to_file
 from medtokenbudget.training.schedule import EarlyStopping, cosine_lr, epochs_for
 from medtokenbudget.training.seeds import generator
@@ -41,43 +42,63 @@ from medtokenbudget.training.tracking import Tracker
 
 @dataclass(frozen=True)
 class Trained:
-    """A finished training: selector and head, the rows that they were made and chosen on, and the epoch that was kept."""
+    """A finished training: selector and head, the rows they were trained and chosen on, and the epoch that was kept."""
 
-    selector: LATSSelector
-    head: RoutingHead
+    selector: LearnedSelector
+    head: Head
     parts: Parts
     best_epoch: int
     best_value: float
 
 
-def train_lats(manifest: Manifest, store: FeatureStore, out: Path, config: TrainConfig) -> Trained:
-    """Train one LATS model in `out` (checkpoint, `metrics.jsonl`), or go on with one that was stopped there."""
+def train_selector(
+    manifest: Manifest,
+    store: FeatureStore,
+    out: Path,
+    config: TrainConfig,
+    selector: str = "lats",
+    head: str = "mlp",
+    on_epoch: OnEpoch | None = None,
+) -> Trained:
+    """Train a learned selector and its head in `out` (checkpoint, `metrics.jsonl`), or resume a training that was stopped there.
+
+    Args:
+        on_epoch: Called after every epoch with the stage, the epochs done and the epochs in all.
+    """
     parts = make_parts(manifest, store, config)
-    trainer = _Trainer(store, parts, Path(out), config, len(manifest.classes))
+    trainer = _Trainer(store, parts, Path(out), config, len(manifest.classes), (selector, head), on_epoch)
     trainer.run()
     return trainer.result()
 
 
 class _Trainer:
-    def __init__(self, store: FeatureStore, parts: Parts, out: Path, config: TrainConfig, classes: int) -> None:
+    def __init__(
+        self,
+        store: FeatureStore,
+        parts: Parts,
+        out: Path,
+        config: TrainConfig,
+        classes: int,
+        names: tuple[str, str],
+        on_epoch: OnEpoch | None,
+    ) -> None:
         self.store, self.parts, self.out, self.config, self.classes = store, parts, out, config, classes
+        self.names, self.on_epoch = names, on_epoch
         self.device = resolve_device(config.device)
         self.joint = config.recipe == "joint"
-        if self.joint and config.patches:
-            raise RequestError("the joint recipe routes whole images, so it learns from all patches: set --patches 0.")
         self.images, self.views = self._usable(parts.train), ViewDraw(store, self._usable(parts.train_views))
         if not len(self.images):
             raise RequestError(
-                "the lesion-first recipe learns from lesion masks, and no training image has one. "
-                "Add masks to the manifest, or use --preset paper with --losses.lesion 0 (the mask-free control)."
+                "The lesion-first recipe learns from lesion masks, but no training image has one. "
+                "Add masks to the manifest, or use --preset paper with --losses.lesion 0."
             )
         self.epochs = epochs_for(len(self.images) + len(self.views), config.batch_size, config.epochs, config.min_steps)
         if self.joint or config.class_balance == "sampler":
             require_labels(store.label.numpy()[self.images], "training")
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)
-            self.selector = LATSSelector.from_config(store.dim, config.lats, config.router)
-            self.head = RoutingHead(store.dim, classes)
+            self.selector = _learned(names[0]).from_config(store.dim, config)
+            self.head = create_head(names[1], store.dim, classes)
         self.classifier = RoutedClassifier(self.selector, self.head).to(self.device)
         self.parameters = list((self.classifier if self.joint else self.selector).parameters())
         self.optimizer = torch.optim.AdamW(self.parameters, lr=config.lr, weight_decay=config.weight_decay, fused=True)
@@ -93,7 +114,7 @@ class _Trainer:
     # Rows ------------------------------------------------------------------------------------------------------------
 
     def _usable(self, rows: np.ndarray) -> np.ndarray:
-        """The joint recipe needs labels, the lesion-first one masks: every one there is."""
+        """The joint recipe trains on every image, the lesion-first one on those with a mask."""
         return rows if self.joint else rows[self.store.has_mask.numpy()[rows]]
 
     # The loop --------------------------------------------------------------------------------------------------------
@@ -101,7 +122,6 @@ class _Trainer:
     def run(self) -> None:
         self._resume()
         tracker = Tracker(self.out)
-        bar = progress(total=self.epochs, initial=self.epoch, what="train", unit="epoch")
         while not self.finished:
             started = time.perf_counter()
             row = self._train_epoch(self.epoch)
@@ -113,12 +133,11 @@ class _Trainer:
             row["seconds"] = round(time.perf_counter() - started, 3)
             self.finished = self.epoch + 1 >= self.epochs or (looked_at and self.stopping.stop(self.epoch))
             self.epoch += 1
-            # In this order: a row without its checkpoint is dropped when the training goes on, a lost one would stay lost.
+            # In this order: a row without its checkpoint is dropped when the training resumes, a lost row would stay lost.
             tracker.write(row)
             self._save()
-            bar.set_postfix(loss=f"{row['loss']:.4f}", selection=f"{self.stopping.best:.4f}")
-            bar.update()
-        bar.close()
+            if self.on_epoch is not None:
+                self.on_epoch("selector", self.epoch, self.epochs)
         self._load_modules(ck.split_prefix(self.best, "best/"))
 
     def _train_epoch(self, epoch: int) -> dict[str, Any]:
@@ -135,8 +154,8 @@ class _Trainer:
             if not math.isfinite(loss.item()):
                 names = ", ".join((batch.image_id or ())[:4])
                 raise WorkError(
-                    f"the loss is not finite in epoch {epoch} (images {names}, ...). "
-                    "Lower --lr, or check these images' tokens with `mtb extract`."
+                    f"The loss is not finite in epoch {epoch} (images {names}, ...). "
+                    "Lower --lr, or extract the tokens of these images again."
                 )
             self.optimizer.zero_grad(set_to_none=True)
             loss.backward()
@@ -146,47 +165,32 @@ class _Trainer:
             for name, value in {**terms, "score_mean": scores.mean(), "score_std": scores.std(dim=1).mean()}.items():
                 sums[name] = sums.get(name, 0.0) + float(value) * len(batch)
         means = {name: value / seen for name, value in sums.items()}
-        means["loss"] = means.pop("total")
-        means["budget_deviation"] = means.pop("budget")
-        return {"epoch": epoch, "stage": "scorer", "lr": lr, "budget": budget, **means}
+        if "budget" in means:  # the term, which the row keeps apart from the budget itself
+            means["budget_deviation"] = means.pop("budget")
+        return {"epoch": epoch, "stage": "selector", "lr": lr, "budget": budget, **means}
 
     def _batches(self, epoch: int) -> Iterator[TokenBatch]:
-        """Every image as it is, and in one of its views where it has any, in an order of the epoch's own."""
+        """Every image as it is and, where it has views, in one of them, shuffled anew for the epoch."""
         rows = np.concatenate([self.images, self.views.draw(generator(self.config.seed, "views", epoch))])
         order = epoch_order(self.store.label.numpy()[rows], self.config, epoch, self.classes).numpy()
         for batch in self.store.batches(rows[order], self.config.batch_size):
             yield batch.to(self.device, non_blocking=True)
 
     def _step(self, batch: TokenBatch, budget: float, noise: torch.Generator) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.precision == "bf16"):
-            at = None
+        config = self.config
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=config.precision == "bf16"):
             if self.joint:
-                output = self.classifier.training_forward(batch, budget, noise)
-                logits, scores, score_logits = output.logits, output.scores, output.score_logits
+                logits, step = self.classifier.training_pass(batch, budget, config, noise)
             else:
-                at = self._patches(batch, noise)
-                logits, score_logits = None, self.selector.logits(batch, noise, at)
-                scores = torch.sigmoid(score_logits)
-        loss, terms = total_loss(
-            logits,
-            scores,
-            k=self.selector.count(budget, batch.n),
-            budget=budget,
-            label=batch.label,
-            lesion=_at(batch.lesion, at),
-            has_mask=batch.has_mask,
-            cls_attention=_at(batch.cls_attention, at),
-            score_logits=score_logits,
-            weights=self.config.losses,
-            class_weights=self.weights,
-        )
-        return loss, terms, scores.detach()
-
-    def _patches(self, batch: TokenBatch, noise: torch.Generator) -> Tensor | None:
-        """The patches of each image that this step learns from, [B, T], drawn without replacement; None: all of them."""
-        if not 0 < self.config.patches < batch.n:
-            return None
-        return torch.rand(len(batch), batch.n, generator=noise).argsort(1)[:, : self.config.patches].to(self.device)
+                logits, step = None, self.selector.training_pass(batch, budget, config, noise, route=False)
+        terms, weights = dict(step.terms), dict(step.weights)
+        if logits is not None and batch.label is not None:
+            with torch.set_grad_enabled(config.losses.classification != 0):
+                term = classification_loss(logits, batch.label, self.weights)
+            terms, weights = {"classification": term, **terms}, {"classification": config.losses.classification, **weights}
+        loss = total_loss(terms, weights)
+        shown = {"loss": loss.detach()} | {name: term.detach() for name, term in terms.items()}
+        return loss, shown, step.scores.detach()
 
     # What picks the epoch --------------------------------------------------------------------------------------------
 
@@ -198,19 +202,19 @@ class _Trainer:
             rows = rows[self.store.has_mask.numpy()[rows]]
         if not len(rows):
             raise RequestError(
-                f"the part that picks the epoch by {config.selection_metric} is empty; give the manifest a selection part "
-                "with `mtb data split --select`, or change --selection_metric."
+                f"There are no images to choose the epoch by {config.selection_metric} on. Give the manifest a selection part "
+                "with `mtb data split --select 0.1`, or change --selection-metric."
             )
         budgets = HEADLINE_BUDGETS if config.selection_metric == "retention" else (config.selection_budget,)
         pooled, evidence = pool_and_judge(self.store, rows, self.selector, budgets, config.seed, self.device)
         if config.selection_metric == "retention":
-            ceiling = np.minimum(self.store.lesion.numpy()[rows].sum(1)[:, None], np.array(evidence.k)[None])
+            lesion = self.store.lesion.numpy()[rows].sum(1)
             straight = np.array([self.store.views[row] == IDENTITY for row in rows])
             groups = [group for group in (straight, ~straight) if group.any()]
-            return float(np.mean([evidence.kept_lesion[group].sum(0) / ceiling[group].sum(0) for group in groups]))
+            return float(np.mean([share_of_ceiling(evidence.kept_lesion[group], lesion[group], evidence.k) for group in groups]))
         predicted = probabilities(self.head.cpu(), pooled)[:, 0].argmax(-1)
         self.head.to(self.device)
-        return float((predicted == self.store.label.numpy()[rows]).mean())
+        return accuracy(self.store.label.numpy()[rows], predicted)
 
     # Checkpoints -----------------------------------------------------------------------------------------------------
 
@@ -219,16 +223,16 @@ class _Trainer:
         return self.out / "checkpoint.safetensors"
 
     def _module_state(self, prefix: str) -> dict[str, Tensor]:
-        return {**ck.module_tensors(self.selector.scorer, f"{prefix}scorer."), **ck.module_tensors(self.head, f"{prefix}head.")}
+        return ck.module_tensors(self.classifier, prefix)
 
     def _load_modules(self, tensors: dict[str, Tensor]) -> None:
-        self.selector.scorer.load_state_dict(ck.split_prefix(tensors, "scorer."))
-        self.head.load_state_dict(ck.split_prefix(tensors, "head."))
+        self.classifier.load_state_dict(tensors)
 
     def _identity(self) -> dict[str, Any]:
         config = to_dict(self.config)
         config.pop("device")
-        return {"config": config, "store": self.store.identity, "rows": len(self.images) + self.views.rows, "classes": self.classes}
+        rows = len(self.images) + self.views.rows
+        return {"config": config, "names": list(self.names), "store": self.store.identity, "rows": rows, "classes": self.classes}
 
     def _save(self) -> None:
         state = {
@@ -247,14 +251,14 @@ class _Trainer:
             metrics.unlink(missing_ok=True)
             return
         tensors, state = ck.load_tensors(self._checkpoint)
-        ck.require_same(self._checkpoint, "the training", self._identity(), state["identity"])
+        ck.require_same(self._checkpoint, "The training", self._identity(), state["identity"])
         self._load_modules(ck.split_prefix(tensors, "now/"))
         self.best = {name: tensor for name, tensor in tensors.items() if name.startswith("best/")}
         ck.restore_optimizer(self.optimizer, tensors)
         self.epoch, self.finished = state["epoch"], state["finished"]
         self.stopping.best, self.stopping.best_epoch = state["best"], state["best_epoch"]
         if metrics.exists():
-            kept = [row for row in read_lines(metrics) if row["stage"] == "scorer" and row["epoch"] < self.epoch]
+            kept = [row for row in read_lines(metrics) if row["stage"] == "selector" and row["epoch"] < self.epoch]
             write_lines(metrics, kept)
 
     # The second stage ------------------------------------------------------------------------------------------------
@@ -266,17 +270,20 @@ class _Trainer:
         return Trained(self.selector, self.head, self.parts, self.stopping.best_epoch, self.stopping.best)
 
     def _train_head(self) -> None:
-        """The head of the lesion-first recipe: trained on the tokens that the finished scorer keeps, at all budgets."""
+        """The head of the lesion-first recipe, trained on the tokens that the finished selector keeps, at all budgets."""
         rows = self.parts.head
         path = self.out / "pooled.npy"
         with torch.no_grad():
             pooled = pool_to_file(path, self.store, rows, self.selector, self.config.budgets)
-        pooled_head = PooledHead(self.store.dim, self.classes, self.config)
+        pooled_head = PooledHead(self.names[1], self.store.dim, self.classes, self.config, self.on_epoch)
         for row in pooled_head.train_on_file(pooled, self.store.label.numpy()[rows]):
             append_line(self.out / "metrics.jsonl", row)
         path.unlink()
         self.head.load_state_dict(pooled_head.head.state_dict())
 
 
-def _at(values: Tensor | None, at: Tensor | None) -> Tensor | None:
-    return values if values is None or at is None else values.take_along_dim(at, 1)
+def _learned(name: str) -> type[LearnedSelector]:
+    found = selector_class(name)
+    if not issubclass(found, LearnedSelector):
+        raise RequestError(f"Selector '{name}' does not learn. Train a head on its pooled tokens instead.")
+    return found

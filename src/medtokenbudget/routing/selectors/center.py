@@ -8,12 +8,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from medtokenbudget.routing.registry import register
+from medtokenbudget.routing.registry import register_selector
 from medtokenbudget.routing.selector import Ranker
 from medtokenbudget.tokens import TokenBatch
 
 
-@register("center")
+@register_selector("center")
 class Center(Ranker):
     """Smallest distance to the center of the grid first, in patches, ties by index."""
 

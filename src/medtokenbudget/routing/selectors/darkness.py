@@ -8,12 +8,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from medtokenbudget.routing.registry import register
+from medtokenbudget.routing.registry import register_selector
 from medtokenbudget.routing.selector import Ranker
 from medtokenbudget.tokens import TokenBatch
 
 
-@register("darkness")
+@register_selector("darkness")
 class Darkness(Ranker):
     """Lowest luminance first."""
 

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from medtokenbudget.config import Neighborhood
-from medtokenbudget.routing.registry import register
+from medtokenbudget.routing.registry import register_selector
 from medtokenbudget.routing.selector import Ranker
 from medtokenbudget.routing.signals import local_contrast
 from medtokenbudget.tokens import TokenBatch
 
 
-@register("local-contrast")
+@register_selector("local-contrast")
 class LocalContrast(Ranker):
     """Largest mean cosine dissimilarity to the neighbors first."""
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from medtokenbudget.routing.registry import register
+from medtokenbudget.routing.registry import register_selector
 from medtokenbudget.routing.router import budget_to_k, check_k
 from medtokenbudget.routing.selector import Ranker
 from medtokenbudget.tokens import Selection, TokenBatch
 
 
-@register("no-pruning")
+@register_selector("no-pruning")
 class NoPruning(Ranker):
     """All patches, in raster order; a valid k or budget is accepted and has no effect."""
 

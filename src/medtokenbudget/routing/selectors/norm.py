@@ -8,13 +8,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from medtokenbudget.routing.registry import register
+from medtokenbudget.routing.registry import register_selector
 from medtokenbudget.routing.selector import Ranker
 from medtokenbudget.routing.signals import feature_norm
 from medtokenbudget.tokens import TokenBatch
 
 
-@register("norm")
+@register_selector("norm")
 class Norm(Ranker):
     """Largest feature norm first."""
 

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from medtokenbudget.errors import MissingSignalError
-from medtokenbudget.routing.registry import register
+from medtokenbudget.routing.registry import register_selector
 from medtokenbudget.routing.selector import Ranker
 from medtokenbudget.tokens import TokenBatch
 
 
-@register("oracle")
+@register_selector("oracle")
 class Oracle(Ranker):
     """Lesion patches first, both groups in raster order; a batch with an image without a mask is refused."""
 

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from medtokenbudget.routing.registry import register
+from medtokenbudget.routing.registry import register_selector
 from medtokenbudget.routing.router import check_k
 from medtokenbudget.routing.selector import Selector
 from medtokenbudget.tokens import Selection, TokenBatch
 
 
-@register("tome")
+@register_selector("tome")
 class ToMe(Selector):
     """K tokens by bipartite soft matching on the cosine similarity of the patches; `weights` are the group sizes."""
 

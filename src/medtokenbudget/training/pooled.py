@@ -1,11 +1,11 @@
-"""Heads on pooled tokens: the baselines of the paper, and the second stage of the lesion-first recipe.
+"""Training a head on pooled tokens: the paper's baselines, and the second stage of the lesion-first recipe.
 
-Same head, optimizer and budget sampling for every method; nothing is selected, the last epoch counts.
+Every method uses the same optimizer and budget sampling. No epoch is chosen: the last one counts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from medtokenbudget.config import TrainConfig
 from medtokenbudget.errors import RequestError, WorkError
 from medtokenbudget.features import FeatureStore
 from medtokenbudget.routing import Selector
-from medtokenbudget.training.head import RoutingHead
+from medtokenbudget.training.heads import Head, create_head
 from medtokenbudget.training.losses import classification_loss
 from medtokenbudget.training.schedule import cosine_lr
 from medtokenbudget.training.seeds import generator
@@ -42,17 +42,25 @@ def epoch_order(label: np.ndarray, config: TrainConfig, epoch: int, classes: int
 def require_labels(label: np.ndarray, what: str) -> None:
     if len(label) and int(label.min()) < 0:
         count = int((label < 0).sum())
-        raise RequestError(f"{count} {what} images have no label. Give them one in the manifest, or leave them out.")
+        raise RequestError(f"{count} {what} images have no label. Label them in the manifest, or remove them.")
+
+
+OnEpoch = Callable[[str, int, int], None]
+"""Called after every epoch with the stage, the epochs done and the epochs in all."""
 
 
 class PooledHead:
-    """A head that learns on pooled tokens; `train` runs all epochs, `probabilities` uses the result."""
+    """A head that learns on pooled tokens.
 
-    def __init__(self, dim: int, classes: int, config: TrainConfig) -> None:
-        self.config, self.classes = config, classes
+    Args:
+        on_epoch: Called after every epoch.
+    """
+
+    def __init__(self, head: str, dim: int, classes: int, config: TrainConfig, on_epoch: OnEpoch | None = None) -> None:
+        self.config, self.classes, self.on_epoch = config, classes, on_epoch
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)
-            self.head = RoutingHead(dim, classes)
+            self.head = create_head(head, dim, classes)
 
     def train_on_file(self, pooled: np.ndarray, label: np.ndarray) -> list[dict[str, Any]]:
         """Train on pooled tokens `[n, T, D]` of a deterministic selector; a budget is drawn for each batch."""
@@ -100,19 +108,21 @@ class PooledHead:
             for features, target in batches(epoch):
                 loss = classification_loss(self.head(features, generator=noise), target, weights)
                 if not torch.isfinite(loss):
-                    raise WorkError(f"the loss of the head is not finite in epoch {epoch}. Lower --lr, or check the tokens.")
+                    raise WorkError(f"The loss of the head is not finite in epoch {epoch}. Lower --lr, or check the tokens.")
                 optimizer.zero_grad(set_to_none=True)
                 loss.backward()
                 torch.nn.utils.clip_grad_norm_(self.head.parameters(), config.clip)
                 optimizer.step()
                 total, seen = total + loss.item() * len(target), seen + len(target)
             history.append({"epoch": epoch, "stage": "head", "lr": optimizer.param_groups[0]["lr"], "classification": total / seen})
+            if self.on_epoch is not None:
+                self.on_epoch("head", epoch + 1, config.head_epochs)
         self.head.eval()
         return history
 
 
 @torch.no_grad()
-def probabilities(head: RoutingHead, pooled: np.ndarray) -> np.ndarray:
+def probabilities(head: Head, pooled: np.ndarray) -> np.ndarray:
     """Class probabilities `[n, T, C]` of pooled tokens `[n, T, D]`."""
     head.eval()
     parts = [

@@ -1,0 +1,95 @@
+"""Classes by name, for selectors and heads: those of this package, and those of other packages through an entry-point group.
+
+A plug-in that fails to load is named in a warning and skipped; it never stops the others.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import warnings
+from collections.abc import Callable
+from importlib import metadata
+from typing import Any, Generic, TypeVar, cast
+
+from medtokenbudget.errors import MedTokenBudgetWarning, RequestError, UnknownNameError
+
+T = TypeVar("T")
+C = TypeVar("C", bound=type)
+
+
+class Registry(Generic[T]):
+    """Subclasses of one base class by name.
+
+    Args:
+        kind: What the classes are, for messages ('selector', 'head').
+        base: The class that every entry derives from; its `name` attribute is set.
+        group: Entry-point group through which other packages add classes.
+    """
+
+    def __init__(self, kind: str, base: type[T], group: str) -> None:
+        self.kind, self.base, self.group = kind, base, group
+        self._classes: dict[str, type[T]] = {}
+        self._seen: set[tuple[str, str]] = set()
+        self._scanned: list[str] = []
+
+    def register(self, name: str) -> Callable[[C], C]:
+        """Class decorator that makes a class known as `name`."""
+
+        def decorate(entry: C) -> C:
+            if not (isinstance(entry, type) and issubclass(entry, self.base)):
+                base = f"{self.base.__module__}.{self.base.__qualname__}"
+                raise RequestError(f"{self.kind.capitalize()} '{name}' must be a subclass of {base}, got {entry!r}.")
+            taken = self._classes.get(name)
+            if taken is not None and (taken.__module__, taken.__qualname__) != (entry.__module__, entry.__qualname__):
+                raise RequestError(
+                    f"{self.kind.capitalize()} '{name}' is already registered by {taken.__module__}.{taken.__qualname__}."
+                )
+            entry.name = name  # type: ignore[attr-defined]
+            self._classes[name] = entry
+            return cast(C, entry)
+
+        return decorate
+
+    def unregister(self, name: str) -> None:
+        """Forget a name."""
+        self._classes.pop(name, None)
+
+    def names(self) -> list[str]:
+        """All registered names, sorted."""
+        self._load_entry_points()
+        return sorted(self._classes)
+
+    def get(self, name: str) -> type[T]:
+        """The class registered as `name`."""
+        if name not in self._classes:
+            self._load_entry_points()
+        if name not in self._classes:
+            raise UnknownNameError.of(self.kind, name, self._classes)
+        return self._classes[name]
+
+    def create(self, name: str, **options: Any) -> T:
+        """An instance of the class registered as `name`."""
+        entry = self.get(name)
+        try:
+            inspect.signature(entry).bind(**options)
+        except TypeError as error:
+            raise RequestError(f"{self.kind.capitalize()} '{name}' cannot be created with {options}: {error}.") from None
+        return entry(**options)
+
+    def _load_entry_points(self) -> None:
+        if self._scanned == sys.path:
+            return
+        self._scanned[:] = sys.path
+        for entry in metadata.entry_points(group=self.group):
+            if (entry.name, entry.value) in self._seen:
+                continue
+            self._seen.add((entry.name, entry.value))
+            try:
+                self.register(entry.name)(entry.load())
+            except Exception as error:  # another package's import may raise anything
+                warnings.warn(
+                    f"Skipping {self.kind} '{entry.name}' of {entry.value}, which failed to load: {type(error).__name__}: {error}",
+                    MedTokenBudgetWarning,
+                    stacklevel=3,
+                )

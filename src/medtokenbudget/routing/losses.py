@@ -1,0 +1,118 @@
+"""The terms of the paper's objective that train the scorer, each a function of its own.
+
+All are computed in fp32 and see the raw scores, before smoothing. Classification belongs to the head: see `training/losses.py`.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from medtokenbudget.config import LossWeights
+from medtokenbudget.errors import MissingSignalError, ShapeError
+
+_MARGIN = 1e-7
+
+
+def budget_deviation(k: int, n: int, budget: float) -> float:
+    """|K / N - budget|: what rounding and the minimum K add. A diagnostic without gradient."""
+    return abs(k / n - float(budget))
+
+
+def diversity_loss(scores: Tensor) -> Tensor:
+    """Mean of max(0, cosine) over pairs of different images (Eq. 5), scores [B, N]; zero for a batch of one."""
+    b = _checked(scores).shape[0]
+    if b < 2:
+        return scores.sum() * 0.0
+    with torch.autocast(scores.device.type, enabled=False):
+        unit = F.normalize(scores.float(), dim=1)
+        similarity = (unit @ unit.T).clamp_min(0)
+    return (similarity.sum() - similarity.diagonal().sum()) / (b * (b - 1))
+
+
+def lesion_loss(scores: Tensor, lesion: Tensor, has_mask: Tensor, from_logits: bool = False) -> Tensor:
+    """Binary cross-entropy of scores [B, N] and lesion patches [B, N] (Eq. 6), over the patches of the images with a mask [B].
+
+    from_logits  `scores` are logits, which is the stable way; scores in [0, 1] are held off 0 and 1
+    """
+    if lesion.shape != _checked(scores).shape or has_mask.shape != scores.shape[:1]:
+        raise ShapeError(
+            f"scores {list(scores.shape)}, lesion {list(lesion.shape)} and has_mask {list(has_mask.shape)} must agree on [B, N]."
+        )
+    rows = has_mask.bool()
+    if not bool(rows.any()):
+        return scores.sum() * 0.0
+    predicted, target = scores[rows].float(), lesion[rows].float()
+    if from_logits:
+        return F.binary_cross_entropy_with_logits(predicted, target)
+    predicted = predicted.clamp(_MARGIN, 1 - _MARGIN)
+    return -(target * predicted.log() + (1 - target) * torch.log1p(-predicted)).mean()
+
+
+def distillation_loss(scores: Tensor, cls_attention: Tensor) -> Tensor:
+    """Mean squared distance of scores [B, N] from the max-normalised class attention [B, N] (Eq. 7)."""
+    if cls_attention.shape != _checked(scores).shape:
+        raise ShapeError(f"scores {list(scores.shape)} and cls_attention {list(cls_attention.shape)} must agree.")
+    attention = cls_attention.float()
+    teacher = attention / attention.amax(1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+    return (scores.float() - teacher).square().mean()
+
+
+def scorer_terms(
+    scores: Tensor,
+    *,
+    k: int,
+    budget: float,
+    weights: LossWeights,
+    lesion: Tensor | None = None,
+    has_mask: Tensor | None = None,
+    cls_attention: Tensor | None = None,
+    score_logits: Tensor | None = None,
+) -> dict[str, Tensor]:
+    """The terms of the paper's objective that depend on the scores alone, unweighted.
+
+    Args:
+        scores: [B, N] raw scores in [0, 1].
+        k: Number of kept patches.
+        budget: The budget that asked for `k`.
+        weights: A term whose weight is 0 is reported where its inputs are there, and has no gradient.
+        lesion: [B, N] lesion patches; a batch without them has no masks, and its lesion term is zero.
+        has_mask: [B] which images have a mask.
+        cls_attention: [B, N] attention of the class token.
+        score_logits: [B, N] scores before the sigmoid; they make the lesion term numerically stable.
+
+    Raises:
+        MissingSignalError: A weighted term needs an input that is None.
+    """
+    terms = {"budget": scores.new_tensor(budget_deviation(k, scores.shape[1], budget))}
+    with _graph_if(weights.diversity):
+        terms["diversity"] = diversity_loss(scores)
+    with _graph_if(weights.lesion):
+        if lesion is None or has_mask is None:
+            terms["lesion"] = scores.sum() * 0.0
+        elif score_logits is not None:
+            terms["lesion"] = lesion_loss(score_logits, lesion, has_mask, from_logits=True)
+        else:
+            terms["lesion"] = lesion_loss(scores, lesion, has_mask)
+    if cls_attention is not None:
+        with _graph_if(weights.distillation):
+            terms["distillation"] = distillation_loss(scores, cls_attention)
+    elif weights.distillation:
+        raise MissingSignalError(
+            "The distillation loss needs the attention of a class token, which this store does not have. "
+            "Set --losses.distillation 0 to train without it."
+        )
+    return terms
+
+
+def _graph_if(weight: float) -> nullcontext[None] | torch.no_grad:
+    return nullcontext() if weight else torch.no_grad()
+
+
+def _checked(scores: Tensor) -> Tensor:
+    if scores.ndim != 2:
+        raise ShapeError(f"scores must be [B, N], got {list(scores.shape)}.")
+    return scores

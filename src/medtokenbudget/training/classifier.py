@@ -1,0 +1,44 @@
+"""A selector and the head behind it, as one module: the routed classifier."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from medtokenbudget.config import TrainConfig
+from medtokenbudget.errors import RequestError
+from medtokenbudget.routing import LearnedSelector, Selection, Selector, TokenBatch, TrainingPass
+from medtokenbudget.training.heads import Head
+
+
+class RoutedClassifier(nn.Module):
+    """A selector and the head that reads what it keeps.
+
+    In training a learned selector gives the head a differentiable mean of all patches; at inference the kept patches are gathered.
+    Without noise both means are equal.
+    """
+
+    def __init__(self, selector: Selector, head: Head) -> None:
+        super().__init__()
+        self.selector = selector
+        self.head = head
+
+    def forward(self, tokens: TokenBatch, budget: float, generator: torch.Generator | None = None) -> Tensor:
+        """Class logits [B, C] of the kept tokens at a budget."""
+        return self.route(tokens, budget, generator)[0]
+
+    def route(self, tokens: TokenBatch, budget: float, generator: torch.Generator | None = None) -> tuple[Tensor, Selection]:
+        """Class logits [B, C] and the selection behind them; `generator` is for selectors that draw."""
+        selection = self.selector.select_budget(tokens, budget, generator)
+        return self.head(selection.pooled()), selection
+
+    def training_pass(
+        self, tokens: TokenBatch, budget: float, config: TrainConfig, generator: torch.Generator | None = None
+    ) -> tuple[Tensor, TrainingPass]:
+        """Class logits [B, C] and the selector's training pass; dropout and noise come from `generator`."""
+        if not isinstance(self.selector, LearnedSelector):
+            raise RequestError(f"Selector '{self.selector.name}' does not learn. Train a head on its pooled tokens instead.")
+        step = self.selector.training_pass(tokens.float(), budget, config, generator)
+        if step.pooled is None:
+            raise RequestError(f"Selector '{self.selector.name}' gives no pooled tokens, so it cannot be trained with its head.")
+        return self.head(step.pooled, generator), step
