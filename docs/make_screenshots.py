@@ -1,6 +1,6 @@
-"""Makes `docs/images/explorer-*.png`: the explorer on drawn samples, at desktop and phone width, light and dark.
+"""Makes `docs/images/explorer-*.png`: the explorer on synthetic samples, on desktop and phone, light and dark.
 
-Run `python docs/make_screenshots.py MODEL` (Chromium must be installed) after a change to the page and look at the result.
+Run `python docs/make_screenshots.py MODEL` after changing the page, and look at the result. Needs Chromium.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ IMAGES = Path(__file__).parent / "images"
 
 
 def shoot(browser: Browser, url: str, name: str, size: tuple[int, int], sample: str, budget: int, **options: bool) -> None:
-    """One picture of the page with a sample at a budget in per cent; options: dark, compare, scores, narrow (a phone)."""
+    """Take one screenshot of a sample at a budget in percent; options: dark, compare, scores, narrow (a phone)."""
     context = browser.new_context(
         viewport={"width": size[0], "height": size[1]},
         color_scheme="dark" if options.get("dark") else "light",
@@ -45,7 +45,7 @@ def _save(page: Page, path: Path, whole: bool) -> None:
     page.wait_for_timeout(800)
     page.screenshot(path=path, full_page=whole)
     with Image.open(path) as shot:
-        # Refined by k-means the palette keeps the thin lines' colours too.
+        # With k-means, the palette also contains the colors of thin lines.
         small = shot.convert("RGB").quantize(256, method=Image.Quantize.MEDIANCUT, kmeans=3)
     small.save(path, optimize=True)
     print(f"{path}: {path.stat().st_size / 1000:.0f} kB")

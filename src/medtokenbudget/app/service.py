@@ -154,13 +154,13 @@ class Service:
         }
 
     def _names(self, question: Question) -> list[str]:
-        without = [name for name in self.model.selectors if needs_mask(self.model.classifier(name).selector)]
+        masked = [name for name in self.model.selectors if needs_mask(self.model.classifier(name).selector)]
         if not question.selectors:
-            return [name for name in self.model.selectors if question.mask is not None or name not in without]
+            return [name for name in self.model.selectors if question.mask is not None or name not in masked]
         names = list(dict.fromkeys(question.selectors))
         for name in names:
             self.model.classifier(name)
-            if name in without and question.mask is None:
+            if name in masked and question.mask is None:
                 raise RequestError(f"Method '{name}' needs a lesion mask. Send a mask, or leave this method out.")
         return names
 
@@ -211,6 +211,7 @@ def _merge(selector: Selector, tokens: TokenBatch, counts: Sequence[int]) -> Mer
 
 
 def needs_mask(selector: Selector) -> bool:
+    """Return whether a selector needs the lesion mask."""
     return "lesion" in selector.requires
 
 

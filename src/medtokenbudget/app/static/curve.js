@@ -1,5 +1,7 @@
 // What the chart over all budgets shows: lines and text for one or two methods. Pure functions; chart.js draws them.
 
+import { expectedOfRandom } from "./view.js";
+
 /** The class whose probability is shown: the true one if it is known, else the most probable one over all budgets. */
 function shownClass(answer, shown, truth) {
   if (answer.classes.includes(truth)) return truth;
@@ -13,7 +15,7 @@ function retentionLines(answer, shown, main) {
   const reference = answer.selectors.find((s) => s.ceiling && s.name === main) ?? shown.find((s) => s.selector.ceiling).selector;
   const lines = [
     { style: "ceiling", name: "Ceiling", values: reference.ceiling },
-    { style: "random", name: "Random, expected", values: reference.k.map((k) => k / answer.n) },
+    { style: "random", name: "Random, expected", values: expectedOfRandom(answer, reference) },
   ];
   for (const { side, title, selector } of shown) {
     if (selector.retention) lines.push({ style: side, name: title, values: selector.retention, point: true });

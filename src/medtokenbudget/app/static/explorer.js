@@ -19,7 +19,7 @@ const state = {
   scene: null,
   index: 29, // into STOPS
   stops: [],
-  names: { a: null, b: "center" },
+  names: { a: null, b: null }, // methods of the two panels
   compare: false,
   curve: "retention",
 };
@@ -56,7 +56,7 @@ async function start() {
 }
 
 function showModel(info) {
-  state.names.a = info.main;
+  state.names = { a: info.main, b: info.main === "center" ? null : "center" };
   const demo = info.demo ? "Demo model, trained on synthetic images · " : "";
   const classes = info.classes.length === 1 ? "1 class" : `${info.classes.length} classes`;
   byId("model-line").textContent = `${demo}Backbone ${info.backbone} · ${info.grid[0]} × ${info.grid[1]} patches · ${classes}`;

@@ -1,6 +1,6 @@
 // One method at one budget: the numbers that the drawing and the text show. Pure functions.
 
-/** The result of `selector` at budget `index` of `answer`; the only place that computes anything about retention. */
+/** The result of `selector` at budget `index` of `answer`. The retention was measured by the service. */
 export function at(answer, selector, index) {
   const k = selector.k[index];
   const n = answer.n;
@@ -24,6 +24,9 @@ export function at(answer, selector, index) {
     lost: measured ? answer.lesion.filter((patch) => !kept[patch]).length : null,
   };
 }
+
+/** Expected retention of K randomly chosen patches at each budget, with the K of `selector`. */
+export const expectedOfRandom = (answer, selector) => selector.k.map((k) => k / answer.n);
 
 /** 1 for every lesion patch, 0 for the others; null without a mask. */
 export function lesionMap(answer) {
