@@ -1,6 +1,6 @@
-"""A run directory without a training: drawn images, real masks and luminance, simulated selectors and classifiers.
+"""A run directory without any training: drawn images with real masks and luminance, simulated selectors and classifiers.
 
-The report reads nothing but files, so its tests need a run whose every number is known to follow from `predictions.parquet`.
+The report only reads files, so its tests need a run directory whose numbers all follow from `predictions.parquet`.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -16,11 +17,12 @@ from safetensors.numpy import save_file
 
 from medtokenbudget.config import BUDGETS, HEADLINE_BUDGETS
 from medtokenbudget.data.dermoscopy import CLASSES, draw, sample_labels
-from medtokenbudget.experiments.results import summarise, write_predictions, write_results
+from medtokenbudget.experiments.results import summarize, write_predictions, write_results
 
 GRID = (16, 16)
 N = 256
-RANKERS = ("random", "norm", "attention-entropy", "local-contrast", "lats", "center", "darkness", "oracle")
+OURS = "lats:lesion-first"
+RANKERS = ("random", "norm", "attention-entropy", "local-contrast", "lats", OURS, "center", "darkness", "oracle")
 EVERYTHING = ("no-pruning", "tome", *RANKERS)
 # How much of a class each method's head learns from a pure lesion: only used to make accuracies that differ a little.
 SKILL = {"no-pruning": 2.2, "tome": 2.1, "random": 2.1, "norm": 1.7, "attention-entropy": 1.8, "local-contrast": 1.9, "oracle": 2.4}
@@ -28,9 +30,9 @@ SKILL = {"no-pruning": 2.2, "tome": 2.1, "random": 2.1, "norm": 1.7, "attention-
 
 @dataclass
 class Pictures:
-    """Drawn images of one data set: ids, labels `[n]`, lesion patches `[n, N]`, luminance `[n, N]`."""
+    """Drawn images of one view: ids, labels `[n]`, lesion patches `[n, N]`, luminance `[n, N]`."""
 
-    name: str
+    view: str
     ids: list[str]
     label: np.ndarray
     lesion: np.ndarray
@@ -39,18 +41,18 @@ class Pictures:
     files: list[tuple[str, str | None]] = field(default_factory=list)
 
 
-def draw_pictures(run: Path, name: str, n: int, size: int, off_center: bool, masked: bool, store_files: bool) -> Pictures:
-    """Draw `n` images; with `store_files` they and their masks lie under `run/data`."""
+def draw_pictures(run: Path, view: str, n: int, size: int, masked: bool, store_files: bool) -> Pictures:
+    """Draws `n` images; with `store_files` they and their masks are written to `run/data`."""
     labels = sample_labels(n, 7)
     lesion, luminance, ids, files = [], [], [], []
     folder = run / "data"
     folder.mkdir(parents=True, exist_ok=True)
     for i, label in enumerate(labels):
-        drawing = draw(label, i, size, off_center)
-        grey = drawing.image.mean(2).reshape(16, size // 16, 16, size // 16).mean((1, 3)) / 255
+        drawing = draw(label, i, size, view == "off-center")
+        gray = drawing.image.mean(2).reshape(16, size // 16, 16, size // 16).mean((1, 3)) / 255
         small = Image.fromarray(drawing.mask.astype(np.uint8) * 255).resize((16, 16), Image.Resampling.BILINEAR)
         lesion.append(np.asarray(small).reshape(-1) > 127.5)
-        luminance.append(grey.reshape(-1))
+        luminance.append(gray.reshape(-1))
         ids.append(f"img_{i:04d}")
         if store_files:
             Image.fromarray(drawing.image).save(folder / f"{ids[-1]}.png")
@@ -58,7 +60,7 @@ def draw_pictures(run: Path, name: str, n: int, size: int, off_center: bool, mas
         files.append((f"data/{ids[-1]}.png", f"data/{ids[-1]}_mask.png" if masked else None))
     index = np.array([CLASSES.index(label) for label in labels])
     lesions = np.array(lesion)
-    return Pictures(name, ids, index, lesions, np.array(luminance), lesions.any(1) & masked, files)
+    return Pictures(view, ids, index, lesions, np.array(luminance), lesions.any(1) & masked, files)
 
 
 def scores(method: str, pictures: Pictures, seed: int) -> np.ndarray:
@@ -80,7 +82,8 @@ def scores(method: str, pictures: Pictures, seed: int) -> np.ndarray:
         return 1 / (1 + np.exp(-(2.5 * pictures.lesion - 1.2 + 0.15 * middle + worse * hard * noise * 1.5)))
     if method == "random":
         return noise
-    return 0.3 * {"attention-entropy": 1.0, "norm": -0.6, "local-contrast": -0.8}[method] * pictures.lesion + noise
+    strength = {"attention-entropy": 1.0, "norm": -0.6, "local-contrast": -0.8, "scout": 6.0}[method]
+    return 0.3 * strength * pictures.lesion + noise
 
 
 def probabilities(method: str, pictures: Pictures, kept: np.ndarray, seed: int) -> np.ndarray:
@@ -98,7 +101,7 @@ def order_of(method: str, pictures: Pictures, seed: int) -> np.ndarray:
     return np.argsort(-scores(method, pictures, seed), axis=1, kind="stable")
 
 
-def unit(study: str, method: str, seed: int, pictures: Pictures, budgets: tuple[float, ...]) -> pd.DataFrame:
+def unit(study: str, method: str, seed: int, pictures: Pictures, budgets: tuple[float, ...], dataset: str) -> pd.DataFrame:
     """The prediction rows of one method and seed over the budgets."""
     merger, everything = method == "tome", method == "no-pruning"
     order = None if merger or everything else order_of(method, pictures, seed)
@@ -118,7 +121,8 @@ def unit(study: str, method: str, seed: int, pictures: Pictures, budgets: tuple[
             pd.DataFrame(
                 {
                     "study": study,
-                    "dataset": pictures.name,
+                    "dataset": dataset,
+                    "view": pictures.view,
                     "method": method,
                     "seed": seed,
                     "budget": budget,
@@ -128,6 +132,8 @@ def unit(study: str, method: str, seed: int, pictures: Pictures, budgets: tuple[
                     "group": [f"lesion_{i // 2}" for i in range(len(pictures.ids))],
                     "label": pictures.label,
                     "predicted": chances.argmax(1),
+                    "label_name": [CLASSES[i] for i in pictures.label],
+                    "predicted_name": [CLASSES[i] for i in chances.argmax(1)],
                     "probabilities": list(chances.astype(np.float32)),
                     "lesion": pd.array(lesion, dtype="Int64"),
                     "kept_lesion": pd.array(kept_lesion, dtype="Int64"),
@@ -141,16 +147,21 @@ def unit(study: str, method: str, seed: int, pictures: Pictures, budgets: tuple[
     return rows
 
 
-def plan(studies: tuple[str, ...], seeds: tuple[int, ...]) -> list[tuple[str, str, int, bool, tuple[float, ...]]]:
-    """(study, method, seed, off-center, budgets) of every unit."""
-    units: list[tuple[str, str, int, bool, tuple[float, ...]]] = []
+Plan = list[tuple[str, str, int, bool, tuple[float, ...]]]
+"""(study, method, seed, off-center, budgets) of every unit."""
+ALL_STUDIES = ("main", "robustness", "mask-free", "signals", "curriculum", "toggles", "center-bias", "recipe")
 
-    def add(study: str, methods: tuple[str, ...], over: tuple[int, ...], budgets: tuple[float, ...], off: bool = False) -> None:
+
+def plan(studies: tuple[str, ...], seeds: tuple[int, ...], methods: tuple[str, ...]) -> Plan:
+    """The units of the studies; `methods` are those of the main study."""
+    units: Plan = []
+
+    def add(study: str, names: tuple[str, ...], over: tuple[int, ...], budgets: tuple[float, ...], off: bool = False) -> None:
         if study in studies:
-            units.extend((study, method, seed, off, budgets) for method in methods for seed in over)
+            units.extend((study, method, seed, off, budgets) for method in names for seed in over)
 
     controls = ("center", "darkness", "oracle")
-    add("main", EVERYTHING, seeds[:1], BUDGETS)
+    add("main", methods, seeds[:1], BUDGETS)
     add("robustness", ("lats", "random", "tome", *controls), seeds, HEADLINE_BUDGETS)
     add("mask-free", ("lats:mask-free", "lats", "random", *controls), seeds, HEADLINE_BUDGETS)
     add("signals", ("lats", "attention-entropy", "norm", "local-contrast", "random", *controls), seeds[:1], (0.3,))
@@ -158,24 +169,28 @@ def plan(studies: tuple[str, ...], seeds: tuple[int, ...]) -> list[tuple[str, st
     toggles = ("lats", "lats:no-attention", "lats:no-norm", "lats:no-contrast", "random", *controls)
     add("toggles", toggles, seeds[:1], HEADLINE_BUDGETS)
     for off in (False, True):
-        add("center-bias", ("lats", "lats:lesion-first", "random", *controls), seeds, HEADLINE_BUDGETS, off)
-        recipe = ("lats", "lats:lesion-first", "lats:lesion-first-raster", "random", *controls)
-        add("recipe", recipe, seeds[:1], HEADLINE_BUDGETS, off)
+        add("center-bias", ("lats", OURS, "random", *controls), seeds, HEADLINE_BUDGETS, off)
+        add("recipe", ("lats", OURS, "lats:lesion-first-raster", "random", *controls), seeds[:1], HEADLINE_BUDGETS, off)
     return units
 
 
-ALL_STUDIES = ("main", "robustness", "mask-free", "signals", "curriculum", "toggles", "center-bias", "recipe")
-
-
-def write_training(path: Path, units: list[str]) -> None:
-    """The metrics of trainings whose budget follows the paper's curriculum."""
+def write_training(path: Path, units: list[tuple[str, int]]) -> None:
+    """The metrics of training runs whose budget follows the paper's curriculum."""
     lines = []
-    for number, name in enumerate(units):
+    for number, (name, seed) in enumerate(units):
         for epoch in range(30):
             share = min(epoch / 20, 1)
             budget = 0.5 if "fixed" in name else 0.25 + 0.125 * (1 + np.cos(np.pi * share))
             fade = float(np.exp(-epoch / 8)) + 0.03 * ((epoch * 7 + number) % 5)
-            row = {"unit": name, "epoch": epoch, "budget": budget, "lr": 1e-3 * (1 - epoch / 30), "loss": 1.1 + fade}
+            row = {
+                "unit": f"{name}-{seed}",
+                "method": name,
+                "seed": seed,
+                "epoch": epoch,
+                "budget": budget,
+                "lr": 1e-3 * (1 - epoch / 30),
+                "loss": 1.1 + fade,
+            }
             row |= {
                 "classification": 0.9 + fade,
                 "budget_deviation": 0.003,
@@ -189,17 +204,18 @@ def write_training(path: Path, units: list[str]) -> None:
     path.write_text("\n".join(lines) + "\n")
 
 
-def write_routing(path: Path, sets: list[Pictures], seeds: tuple[int, ...]) -> None:
+def write_routing(path: Path, sets: list[Pictures], seeds: tuple[int, ...], methods: list[str], learned: list[str]) -> None:
     tensors: dict[str, np.ndarray] = {}
     for pictures in sets:
-        prefix = "" if pictures is sets[0] else f"{pictures.name}/"
+        prefix = "" if pictures is sets[0] else f"{pictures.view}/"
         tensors[f"{prefix}lesion"] = (pictures.lesion & pictures.has_mask[:, None]).astype(np.uint8)
         tensors[f"{prefix}has_mask"] = pictures.has_mask.astype(np.uint8)
         for seed in seeds:
-            for method in RANKERS:
+            for method in methods:
                 tensors[f"{prefix}order/{method}/{seed}"] = np.ascontiguousarray(order_of(method, pictures, seed).astype(np.int16))
-            tensors[f"{prefix}scores/lats/{seed}"] = scores("lats", pictures, seed).astype(np.float16)
-    about = {"image_ids": {pictures.name: pictures.ids for pictures in sets}, "grid": GRID, "dataset": sets[0].name}
+            for method in learned:
+                tensors[f"{prefix}scores/{method}/{seed}"] = scores(method, pictures, seed).astype(np.float16)
+    about = {"image_ids": {pictures.view: pictures.ids for pictures in sets}, "grid": GRID}
     save_file(tensors, path, metadata={"routing": json.dumps(about)})
 
 
@@ -227,36 +243,61 @@ def fake_run(
     studies: tuple[str, ...] = ALL_STUDIES,
     masked: bool = True,
     images: bool = True,
+    methods: tuple[str, ...] = EVERYTHING,
+    learned: tuple[str, ...] = (OURS, "lats", "lats:mask-free", "lats:fixed-0.5"),
+    dataset: str = "My clinic",
 ) -> Path:
-    """Write a complete run directory to `run` and give it back."""
+    """Writes a complete run directory and returns it; `learned` methods count as trained, the first one is the main one."""
     run.mkdir(parents=True, exist_ok=True)
-    straight = draw_pictures(run, "synthetic", n, size, False, masked, images)
-    sets = [straight]
+    sets = [draw_pictures(run, "as-is", n, size, masked, images)]
     if "center-bias" in studies:
-        sets.append(draw_pictures(run, "synthetic@off-center", n, size, True, masked, False))
+        sets.append(draw_pictures(run, "off-center", n, size, masked, False))
+    units = plan(studies, seeds, methods)
     rows = pd.concat(
-        [
-            unit(study, method, seed, sets[1] if off else straight, budgets)
-            for study, method, seed, off, budgets in plan(studies, seeds)
-        ],
+        [unit(study, method, seed, sets[int(off)], budgets, dataset) for study, method, seed, off, budgets in units],
         ignore_index=True,
     )
     write_predictions(run / "predictions.parquet", rows, CLASSES)
-    write_results(run / "results.csv", summarise(rows, CLASSES))
-    write_training(run / "metrics.jsonl", [f"lats-{seed}" for seed in seeds] + ["lats:fixed-0.5-42"])
-    write_routing(run / "routing.safetensors", sets, seeds)
+    write_results(run / "results.csv", summarize(rows, CLASSES))
+    used = list(dict.fromkeys(rows["method"]))
+    trained = [m for m in learned if m in used]
+    write_training(run / "metrics.jsonl", [(m, s) for m in trained for s in seeds])
+    orders = [m for m in methods if m not in ("tome", "no-pruning")]
+    write_routing(run / "routing.safetensors", sets, seeds, orders, [m for m in trained if m in orders])
     if images:
-        write_manifest(run, straight)
-    description = {
+        write_manifest(run, sets[0])
+    (run / "run.json").write_text(json.dumps(describe(used, trained, seeds, n, dataset), indent=2))
+    return run
+
+
+def describe(methods: list[str], trained: list[str], seeds: tuple[int, ...], n: int, dataset: str) -> dict[str, Any]:
+    """The `run.json` of a simulated run."""
+    counts = {"images": n, "masks": n, "classes": {"NV": n}, "masked_classes": {"NV": n}, "lesion_patches": None}
+    return {
+        "format_version": 2,
+        "command": "mtb sweep data.parquet --store tokens --out runs/fake",
+        "dataset": dataset,
+        "source": "folder photos",
         "classes": list(CLASSES),
-        "dataset": "synthetic",
         "manifest": "manifest.parquet",
+        "store": "tokens",
+        "config": {"recipe": "lesion-first", "epochs": 30},
+        "methods": {
+            m: {
+                "config": {},
+                "selector": m.partition(":")[0],
+                "head": "mlp",
+                "variant": m.partition(":")[2],
+                "learned": m in trained,
+            }
+            for m in methods
+        },
+        "main": trained[0] if trained else None,
+        "studies": [],
+        "units": [],
         "seeds": list(seeds),
         "versions": {"medtokenbudget": "0.1.0", "python": "3.11", "torch": "2.0"},
-        "hashes": {"data": "0" * 64, "weights": "1" * 64, "split": "2" * 64},
-        "configuration": {"backbone": {"name": "embedded"}, "train": {"recipe": "joint", "epochs": 30}},
-        "command": "mtb demo",
-        "counts": {"train": 96, "select": 0, "val": n},
+        "hashes": {"manifest": "0" * 64, "store": "1" * 64, "split": "2" * 64},
+        "backbone": {"name": "embedded", "image_size": 224},
+        "counts": {"train": counts | {"images": 96}, "val": counts},
     }
-    (run / "run.json").write_text(json.dumps(description, indent=2))
-    return run

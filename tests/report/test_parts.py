@@ -1,4 +1,4 @@
-"""The small parts of the report: how numbers are written, how sentences follow the numbers, how methods look."""
+"""The small parts of the report: how numbers are written, how sentences follow the numbers, what methods look like."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from medtokenbudget.report.details import end_labels
 from medtokenbudget.report.intervals import Difference, Intervals
+from medtokenbudget.report.labels import end_labels, point_labels
+from medtokenbudget.report.looks import LOOKS, look, ordered
+from medtokenbudget.report.numbers import budget_text, percent, points, probability, with_deviation, with_interval
 from medtokenbudget.report.story import failures, headline
-from medtokenbudget.report.style import LOOKS, house_style, look, new_figure, ordered
-from medtokenbudget.report.table import Table, latex_text, percent, points, probability, with_deviation, with_interval
+from medtokenbudget.report.style import house_style, new_figure
+from medtokenbudget.report.table import Table, latex_text
 
 
 def test_not_measured_is_a_dash_and_zero_is_zero() -> None:
@@ -22,6 +24,7 @@ def test_not_measured_is_a_dash_and_zero_is_zero() -> None:
     assert with_deviation(0.8038, np.nan) == "80.38"
     assert with_deviation(0.8038, 0.0018) == "80.38 ± 0.18"
     assert probability(0.0001) == "< 0.001"
+    assert [budget_text(value) for value in (0.3, 1.0, 0.25)] == ["0.3", "1.0", "0.25"]
 
 
 def test_latex_commands_in_names_are_harmless() -> None:
@@ -36,29 +39,35 @@ def test_a_table_says_the_same_in_all_its_forms() -> None:
     assert r"a\textless{}b & \textbf{1.0 [0.5, 1.5]} \\" in table.latex()
     assert "<td><b>1.0</b> <small>[0.5, 1.5]</small></td>" in table.html()
     assert '<th scope="row">a&lt;b</th>' in table.html()
-    assert "scroll in this box" not in table.html()
+    assert "scroll inside this box" not in table.html()
+    assert 'Download: <a href="tables/t.csv">CSV</a>' in table.html()
 
 
 def test_a_table_that_is_cut_by_its_box_says_how_many_rows_it_has() -> None:
     table = Table("t", "Title", ["Method"], [["lats"]] * 40, pd.DataFrame())
-    assert "40 rows: scroll in this box for the rest</p></div>" in table.html()
+    assert "40 rows; scroll inside this box</p></div>" in table.html()
 
 
-def test_methods_have_distinct_markers_and_colours_and_a_fixed_order() -> None:
-    pairs = [(style.color, style.marker) for style in LOOKS.values()]
-    assert len(set(pairs)) == len({color for color, _ in pairs}) == len({marker for _, marker in pairs}) == len(LOOKS)
+def test_methods_have_distinct_markers_and_colors() -> None:
+    shown = [*LOOKS.values(), look("lats:lesion-first")]
+    assert len({style.color for style in shown}) == len({style.marker for style in shown}) == len(shown)
+
+
+def test_a_method_is_named_by_its_selector_head_and_variant() -> None:
+    assert look("lats").name == "LATS (paper)"
+    assert look("lats:lesion-first").name == "LATS lesion-first"
     assert look("lats:no-norm").name == "LATS − norm"
     assert look("lats:lesion-first-raster").name == "lesion-first with 1D contrast"
+    assert look("center:matched").name == "Center matched"
+    assert look("center+linear").name == "Center + linear"
     assert look("lats:raster").name == "lats:raster"
     assert look("somebody-elses") == look("somebody-elses")
-    assert ordered(["oracle", "new", "center", "lats:paper", "random", "lats"]) == [
-        "lats",
-        "lats:paper",
-        "random",
-        "new",
-        "center",
-        "oracle",
-    ]
+
+
+def test_learned_methods_come_first_and_controls_last() -> None:
+    methods = ["oracle", "new", "center", "lats", "random", "lats:lesion-first"]
+    assert ordered(methods, ["lats:lesion-first", "lats"]) == ["lats:lesion-first", "lats", "random", "new", "center", "oracle"]
+    assert ordered(methods, ["new"])[0] == "new"
 
 
 def test_labels_at_the_ends_of_lines_do_not_cover_each_other() -> None:
@@ -73,13 +82,28 @@ def test_labels_at_the_ends_of_lines_do_not_cover_each_other() -> None:
     figure.clear()
 
 
+def test_names_beside_points_cover_neither_points_nor_each_other() -> None:
+    with house_style():
+        figure, axes = new_figure()
+        axes.set(xlim=(0, 1), ylim=(0, 1))
+        points = {"lats": (0.5, 0.5), "center": (0.51, 0.5), "random": (0.5, 0.51), "oracle": (0.99, 0.99)}
+        point_labels(axes, points)
+        figure.draw_without_rendering()
+        boxes = [text.get_window_extent() for text in axes.texts]
+        dots = [axes.transData.transform(point) for point in points.values()]
+    assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
+    assert not any(box.contains(*dot) for box in boxes for dot in dots)
+    assert all(axes.bbox.x0 <= box.x0 and box.x1 <= axes.bbox.x1 for box in boxes)
+
+
 @pytest.mark.parametrize(
     ("gap", "words"),
     [
-        (Difference(0.02, 0.01, 0.03, 0.001, 24), "LATS is better than keeping the center"),
-        (Difference(0.001, -0.01, 0.012, 0.8, 24), "LATS is not clearly better than keeping the center"),
-        (Difference(-0.02, -0.03, -0.01, 0.001, 24), "LATS is worse than keeping the center"),
-        (None, "was not measured in this run"),
+        (Difference(0.02, 0.01, 0.03, 0.001, 24), "LATS lesion-first is better than simply keeping the image center"),
+        (Difference(0.001, -0.01, 0.012, 0.8, 24), "LATS lesion-first is not clearly better than simply keeping the image center"),
+        (Difference(0.01, 0.001, 0.02, 0.12, 24), "LATS lesion-first is not clearly better than simply keeping the image center"),
+        (Difference(-0.02, -0.03, -0.01, 0.001, 24), "LATS lesion-first is worse than simply keeping the image center"),
+        (None, "did not measure whether LATS lesion-first is better"),
     ],
 )
 def test_the_sentence_about_the_center_follows_the_interval(
@@ -90,6 +114,6 @@ def test_the_sentence_about_the_center_follows_the_interval(
 
 
 def test_failures_name_the_stratum_that_is_kept_least(intervals: Intervals) -> None:
-    rows = intervals.by_size[intervals.by_size["method"] == "lats"]
+    rows = intervals.by_size[intervals.by_size["method"] == "lats:lesion-first"]
     worst = rows.loc[rows["value"].idxmin(), "stratum"]
     assert any(f"“{worst}”" in sentence for sentence in failures(intervals.evidence, intervals))

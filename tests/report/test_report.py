@@ -1,4 +1,4 @@
-"""The report of a run: numbers that can be traced, bytes that repeat, a page that needs nothing else, and runs that lack a part."""
+"""The report of a run: traceable numbers, repeatable bytes, a self-contained page, and runs that lack a part."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import pytest
 from medtokenbudget.cli import main
 from medtokenbudget.errors import RequestError
 from medtokenbudget.report import report
+from medtokenbudget.report.build import build
 from tests.report.fake_run import fake_run
 
 VOID = {"meta", "img", "br", "link", "input", "hr"}
@@ -78,7 +79,8 @@ def test_the_page_loads_nothing_from_elsewhere_and_stays_small(run: Path) -> Non
     page = run / "report.html"
     text = page.read_text(encoding="utf-8")
     seen = outline(page)
-    assert all(address.startswith(("data:image/jpeg;base64,", "#")) for address in seen.loaded)
+    assert all(address.startswith(("data:image/jpeg;base64,", "#", "tables/")) for address in seen.loaded)
+    assert all((run / address).is_file() for address in seen.loaded if address.startswith("tables/"))
     assert "url(http" not in text
     assert "@import" not in text
     assert "<script" not in text
@@ -99,9 +101,11 @@ def test_the_page_is_well_formed_with_headings_in_order_unique_ids_and_texts_for
 def test_the_page_says_what_was_measured_and_what_it_is_not(run: Path) -> None:
     text = (run / "report.html").read_text(encoding="utf-8")
     assert "Research software, not a medical device" in text
-    assert "24 validation images" in text
-    assert "keeping the center of the image" in text
+    assert "Token selection on My clinic" in text
+    assert "24 validation images of “My clinic”" in text
+    assert "simply keeping the image center" in text
     assert "measured against what was possible" in text
+    assert "@off-center" not in text
     assert "Not shown" not in text
     for name in CONTROLS:
         assert f'<th scope="row">{name}</th>' in text
@@ -133,7 +137,7 @@ def test_the_text_of_a_table_holds_the_numbers_of_its_csv(run: Path) -> None:
     shown = {
         line.split("|")[1].strip(): [cell.strip(" *") for cell in line.split("|")[2:-2]] for line in lines if line.startswith("| ")
     }
-    for method, name in (("lats", "LATS"), ("center", "Center"), ("ceiling", "Ceiling")):
+    for method, name in (("lats", "LATS (paper)"), ("center", "Center"), ("ceiling", "Ceiling")):
         values = sweep.loc[sweep["method"] == method, "retention"]
         assert shown[name] == [f"{100 * value:.1f}" for value in values]
     assert shown["ToMe"] == ["—"] * 10
@@ -143,7 +147,7 @@ def test_robustness_shows_the_mean_and_the_deviation_over_seeds(run: Path) -> No
     results = pd.read_csv(run / "results.csv")
     own = results[(results["study"] == "robustness") & (results["method"] == "lats") & (results["budget"] == 0.3)]["accuracy"]
     text = (run / "tables" / "robustness.md").read_text(encoding="utf-8")
-    row = next(line for line in text.splitlines() if line.startswith("| 0.3 | LATS |"))
+    row = next(line for line in text.splitlines() if line.startswith("| 0.3 | LATS (paper) |"))
     assert f"{100 * own.mean():.1f} ± {100 * own.std(ddof=1):.1f}" in row
 
 
@@ -154,27 +158,35 @@ def test_every_study_has_its_table_with_the_controls(run: Path) -> None:
         assert all(control in text for control in CONTROLS), name
 
 
-def test_the_recipe_table_has_a_row_a_part_and_both_kinds_of_images(run: Path) -> None:
+def test_the_recipe_table_has_a_row_per_part_and_both_views(run: Path) -> None:
     results = pd.read_csv(run / "results.csv")
     cell = results[(results["study"] == "recipe") & (results["method"] == "lats:lesion-first-raster") & (results["budget"] == 0.3)]
     table = pd.read_csv(run / "tables" / "recipe.csv")
     rows = table[(table["method"] == "lats:lesion-first-raster") & (table["budget"] == 0.3)]
-    for dataset in ("synthetic", "synthetic@off-center"):
+    for view in ("as-is", "off-center"):
         for metric in ("retention_of_ceiling", "macro_f1", "balanced_accuracy"):
-            ours = rows[(rows["dataset"] == dataset) & (rows["metric"] == metric)]["value"].item()
-            assert ours == pytest.approx(cell[cell["dataset"] == dataset][metric].item(), abs=1e-5)
+            ours = rows[(rows["view"] == view) & (rows["metric"] == metric)]["value"].item()
+            assert ours == pytest.approx(cell[cell["view"] == view][metric].item(), abs=1e-5)
     assert "lesion-first with 1D contrast" in (run / "report.html").read_text(encoding="utf-8")
 
 
-def test_our_preset_is_tested_against_the_controls_where_the_center_does_not_help(run: Path) -> None:
-    table = pd.read_csv(run / "tables" / "significance-lats-lesion-first-off-center.csv")
-    assert set(table["dataset"]) == {"synthetic@off-center"}
-    assert set(table["method_a"]) == {"lats:lesion-first"}
-    assert {"center", "random", "lats"} <= set(table["method_b"])
-    assert {"macro_f1", "balanced_accuracy"} <= set(table["metric"])
+def test_all_tests_are_in_the_file_and_the_headline_comparisons_on_the_page(run: Path) -> None:
+    tests = pd.read_csv(run / "tables" / "significance.csv")
+    assert {"as-is", "off-center"} == set(tests["view"])
+    assert {"lats:lesion-first", "lats"} == set(tests["method_a"])
+    assert {"center", "random", "lats"} <= set(tests.loc[tests["method_a"] == "lats:lesion-first", "method_b"])
+    page = (run / "report.html").read_text(encoding="utf-8")
+    shown = page.split('id="table-significance"')[1].split("</table>")[0].count("<tr")
+    assert 6 < shown < 20 < len(tests)
+    assert f"Download all {len(tests)} tests" in page
 
 
-def test_the_papers_numbers_stand_beside_ours_with_the_difference(run: Path) -> None:
+def test_no_table_on_the_page_is_longer_than_a_screen_or_two(run: Path) -> None:
+    page = (run / "report.html").read_text(encoding="utf-8")
+    assert max(table.count("<tr") for table in page.split("<table>")[1:]) < 50
+
+
+def test_the_papers_numbers_are_beside_ours_with_the_difference(run: Path) -> None:
     table = pd.read_csv(run / "tables" / "beside-paper.csv")
     row = table[(table["study"] == "main") & (table["method"] == "lats") & (table["metric"] == "retention")].iloc[0]
     assert row["paper"] == 67.4
@@ -186,7 +198,7 @@ def test_the_papers_numbers_stand_beside_ours_with_the_difference(run: Path) -> 
 
 def test_the_worst_kept_images_are_listed_from_the_predictions(run: Path) -> None:
     rows = pd.read_parquet(run / "predictions.parquet")
-    rows = rows[(rows["study"] == "main") & (rows["method"] == "lats") & np.isclose(rows["budget"], 0.3)]
+    rows = rows[(rows["study"] == "main") & (rows["method"] == "lats:lesion-first") & np.isclose(rows["budget"], 0.3)]
     share = rows["kept_lesion"] / np.minimum(rows["lesion"], rows["k"])
     table = pd.read_csv(run / "tables" / "worst.csv")
     assert table["of_possible"].iloc[0] == pytest.approx(share.min(), abs=1e-5)
@@ -222,7 +234,7 @@ def test_a_run_without_masks_or_images_reports_accuracy_and_says_what_is_missing
     folder = fake_run(tmp_path / "bare", n=16, seeds=(42,), studies=("main",), masked=False, images=False)
     (folder / "metrics.jsonl").unlink()
     text = report(folder).read_text(encoding="utf-8")
-    assert "none of them with a lesion mask" in text
+    assert "none with a lesion mask" in text
     assert "Not shown" in text
     assert (folder / "figures" / "accuracy.svg").exists()
     assert not (folder / "figures" / "retention.svg").exists()
@@ -240,10 +252,56 @@ def test_images_out_of_reach_leave_only_the_pictures_out(tmp_path: Path) -> None
     assert not (folder / "figures" / "examples.svg").exists()
 
 
-def test_the_command_prints_where_the_page_is_and_refuses_what_is_no_run(
+def test_a_number_changed_in_results_csv_changes_page_tables_sentences_and_json(tmp_path: Path) -> None:
+    folder = fake_run(tmp_path / "edited", n=16, seeds=(42,), studies=("main",), images=False)
+    results = pd.read_csv(folder / "results.csv")
+    cell = (results["method"] == "lats:lesion-first") & (results["budget"] == 0.3)
+    results.loc[cell, ["retention", "accuracy", "ece"]] = [0.12345, 0.54321, 0.4567]
+    results.to_csv(folder / "results.csv", index=False)
+    built = build([folder], pictures=False)
+    text = built.page.read_text(encoding="utf-8")
+    assert '<span class="value">12.3%</span>' in text
+    assert "keeps 12.3% (95% interval" in text
+    for name, value in (("main", "12.3 ["), ("main", "54.3 ["), ("retention-sweep", "12.3"), ("further-measures", "45.7")):
+        row = next(r for r in (folder / "tables" / f"{name}.md").read_text().splitlines() if r.startswith("| LATS lesion-first"))
+        assert value in row, name
+    assert "ECE 45.7%" in (folder / "figures" / "reliability.svg").read_text()
+    tests = pd.read_csv(folder / "tables" / "significance.csv").set_index(["method_a", "method_b", "metric", "budget"])
+    random = results[(results["method"] == "random") & (results["budget"] == 0.3)]["retention"].item()
+    found = tests.loc[("lats:lesion-first", "random", "retention", 0.3), "difference"]
+    assert found == pytest.approx(0.12345 - random, abs=1e-5)
+    assert built.numbers["runs"][0]["methods"]["lats:lesion-first"]["retention"]["value"] == 0.12345
+
+
+def test_a_run_of_another_packages_selector_is_reported_like_our_own(tmp_path: Path) -> None:
+    methods = ("no-pruning", "random", "scout", "center", "darkness", "oracle")
+    folder = fake_run(tmp_path / "theirs", n=16, seeds=(42,), studies=("main",), methods=methods, learned=("scout",))
+    text = report(folder).read_text(encoding="utf-8")
+    assert "of the lesion kept by scout at budget 0.3" in text
+    assert "The text follows scout (<code>scout</code>), the model that <code>mtb predict</code> uses." in text
+    assert re.search(r"scout is (better|not clearly better|worse) than simply keeping the image center", text)
+    assert "LATS (paper)" not in text.split('id="glossary"')[0].split('id="paper"')[0]
+    assert (folder / "figures" / "scores.svg").exists()
+
+
+def test_a_run_without_a_trained_selector_says_so_and_can_be_reported_elsewhere(tmp_path: Path) -> None:
+    methods = ("no-pruning", "random", "norm", "center", "oracle")
+    folder = fake_run(tmp_path / "untrained", n=16, seeds=(42,), studies=("main",), methods=methods, learned=())
+    before = sorted(path.name for path in folder.iterdir())
+    page = report(folder, out=tmp_path / "there")
+    assert page == tmp_path / "there" / "report.html"
+    assert sorted(path.name for path in folder.iterdir()) == before
+    text = page.read_text(encoding="utf-8")
+    assert "No selector was trained in this run, so the text follows NormBased" in text
+    assert "of the lesion kept by NormBased at budget 0.3" in text
+    assert "Inside the selector" in text
+    assert not (tmp_path / "there" / "figures" / "scores.svg").exists()
+
+
+def test_the_command_prints_where_the_page_is_and_rejects_what_is_no_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["report", str(tmp_path / "nowhere")]) == 2
-    assert "is not a folder" in capsys.readouterr().err
+    assert "is not a directory" in capsys.readouterr().err
     with pytest.raises(RequestError, match=r"run\.json"):
         report(tmp_path)

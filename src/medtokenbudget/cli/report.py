@@ -1,24 +1,40 @@
-"""`mtb report RUN`: tables, figures and one page from the results of a run."""
+"""`mtb report RUN [RUN ...]`: tables, figures and one page from a run, or a comparison of several runs."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from medtokenbudget.cli.parsing import command_parser
 
 
 def main(arguments: list[str]) -> int:
-    parser = command_parser("report", "Write the tables, the figures and report.html of a finished run.", "mtb report runs/demo")
-    parser.add_argument(
-        "run", type=str, help="The run directory that `mtb train`, `mtb sweep`, `mtb reproduce` or `mtb demo` wrote."
+    parser = command_parser(
+        "report",
+        "Write tables, figures and report.html for a finished run. With several runs, compare them: the same tables with one row "
+        "per run, and paired differences where the runs evaluated the same images.",
+        "mtb report runs/demo; mtb report runs/a runs/b --out runs/a-vs-b",
     )
+    parser.add_argument(
+        "runs", nargs="+", type=str, metavar="RUN", help="Run directories written by `mtb train`, `sweep`, `reproduce` or `demo`."
+    )
+    parser.add_argument(
+        "--out", type=str, default=None, help="Output directory. Defaults to the run directory; required for several runs."
+    )
+    parser.add_argument("--json", action="store_true", help="Print the headline and comparison numbers as JSON on standard output.")
     parser.add_argument("--pictures", type=bool, default=True, help="'false' leaves images of the data set out of the page.")
     options = parser.parse_args(arguments)
 
     from medtokenbudget.progress import say
-    from medtokenbudget.report import report
+    from medtokenbudget.report.build import build
 
-    page = report(Path(options.run), pictures=options.pictures)
-    print(page)
-    say(f"Open {page} in a browser; tables are in {page.parent / 'tables'}, figures in {page.parent / 'figures'}.")
+    built = build(options.runs, None if options.out is None else Path(options.out), pictures=options.pictures)
+    if options.json:
+        print(json.dumps({"page": str(built.page), **built.numbers}, indent=2, ensure_ascii=False))
+    else:
+        print(built.page)
+        say(
+            f"Open {built.page} in a browser. Tables are in {built.page.parent / 'tables'}, figures in "
+            f"{built.page.parent / 'figures'}."
+        )
     return 0

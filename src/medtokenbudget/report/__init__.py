@@ -1,4 +1,4 @@
-"""From the results of a run to tables, figures and one page; from a model to its card; from a prediction to a picture."""
+"""Tables, figures and one HTML page from the results of runs, and the model card of a saved model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["report"]
 
 
 def __getattr__(name: str) -> Any:
-    # Imported on first use: the overlay of one picture must not load a plotting library.
+    # Imported on first use, so that the model card does not load a plotting library.
     if name in _PUBLIC:
         return getattr(importlib.import_module(_PUBLIC[name]), name)
     raise AttributeError(f"module 'medtokenbudget.report' has no attribute '{name}'")

@@ -1,29 +1,27 @@
-"""Tables that need more than results.csv reshaped: strata, tests, calibration, the worst images, the data, the paper's numbers."""
+"""Tables made from the predictions: retention by lesion size and class, tests between methods, images with the lowest retention."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from medtokenbudget.data.masks import prevalence_table
-from medtokenbudget.experiments import paper
-from medtokenbudget.report.evidence import Evidence
-from medtokenbudget.report.examples import worst_retained
+from medtokenbudget.report.cells import INTERVAL_NOTE, plain_name, seeds_note
+from medtokenbudget.report.evidence import AS_IS, OFF_CENTER, VIEW_NAMES, Evidence
 from medtokenbudget.report.intervals import Intervals
-from medtokenbudget.report.study_tables import METRIC_NAMES, seeds_note, with_controls
-from medtokenbudget.report.style import look, ordered
-from medtokenbudget.report.table import NOT_MEASURED, Table, number, percent, points, probability, records, with_interval
+from medtokenbudget.report.looks import look
+from medtokenbudget.report.numbers import NOT_MEASURED, budget_text, percent, plural, points, probability, with_interval
+from medtokenbudget.report.table import Table, records
 
-_INTERVAL = "In brackets the 95 % bootstrap interval over groups of images."
+_COMPARED = ("center", "random", "no-pruning")
+"""What the page compares the run's main method with, beside the paper's recipe."""
+_HEADLINE_METRICS = {AS_IS: ("retention", "accuracy", "macro_f1"), OFF_CENTER: ("retention",)}
 
 
 def strata(evidence: Evidence, found: pd.DataFrame, name: str, title: str, first: str) -> Table | None:
-    """Retention as a share of the ceiling, a row a stratum, a column a method."""
+    """Retention as a share of the ceiling with one row per stratum; the CSV has every method."""
     if found.empty:
         return None
-    methods = [m for m in with_controls(ordered(found["method"])) if m != "tome"]
+    methods = [m for m in evidence.emphasized if m in set(found["method"])]
     cells = found.set_index(["stratum", "method"])
     rows = []
     for stratum in dict.fromkeys(found["stratum"]):
@@ -35,187 +33,99 @@ def strata(evidence: Evidence, found: pd.DataFrame, name: str, title: str, first
         title,
         [first, "n", "Ceiling (%)", *[look(m).name for m in methods]],
         rows,
-        found.drop(columns=["study", "dataset"]),
-        f"Share of the possible retention (%) at budget {evidence.headline:g}. {_INTERVAL} {seeds_note(evidence.main)}",
+        found.drop(columns=["study", "dataset", "view"], errors="ignore"),
+        f"Share of the ceiling (%) at budget {budget_text(evidence.headline)}. {INTERVAL_NOTE} {seeds_note(evidence.main)}",
+        more="all methods",
     )
 
 
-def significance(intervals: Intervals, reference: str, off_center: bool) -> Table | None:
-    """`reference` against every other method: difference, interval, p and p after Holm."""
-    tests = intervals.tests(reference, off_center)
-    if tests.empty:
+def significance(evidence: Evidence, intervals: Intervals) -> Table | None:
+    """Tests of the run's main method against the paper's recipe and the controls; the CSV has every test of the run."""
+    tests = all_tests(evidence, intervals)
+    shown = tests[(tests["method_a"] == evidence.focus) & np.isclose(tests["budget"], evidence.headline)]
+    wanted = [m for m in (evidence.paper_method, *_COMPARED) if m]
+    rows, views = [], []
+    for view, metrics in _HEADLINE_METRICS.items():
+        for metric in metrics:
+            own = shown[(shown["view"] == view) & (shown["metric"] == metric)].set_index("method_b")
+            for test in records(own.loc[[m for m in wanted if m in own.index]].reset_index()):
+                # Keeping everything is no opponent in a contest about what to keep.
+                if metric == "retention" and test.method_b == "no-pruning":
+                    continue
+                views.append((view, metric))
+                rows.append(
+                    [
+                        plain_name(metric),
+                        VIEW_NAMES[view],
+                        look(test.method_b).name,
+                        points(test.difference),
+                        f"{points(test.low)} to {points(test.high)}",
+                        probability(test.p),
+                        probability(test.p_holm),
+                        f"{test.n:,}",
+                        str(test.seeds),
+                    ]
+                )
+    if not rows:
         return None
-    name, where = look(reference).name, "off-center views" if off_center else "images as they are"
-    rows = [
-        [
-            METRIC_NAMES[t.metric].removesuffix(" (%)"),
-            f"{t.budget:g}",
-            f"{name} − {look(t.method_b).name}",
-            points(t.difference),
-            f"{points(t.low)} to {points(t.high)}",
-            probability(t.p),
-            probability(t.p_holm),
-            str(t.n),
-            str(t.seeds),
-        ]
-        for t in records(tests)
-    ]
-    breaks = [i for i in range(1, len(tests)) if tests["metric"].iloc[i] != tests["metric"].iloc[i - 1]]
+    name = look(evidence.focus).name
     return Table(
-        f"significance-{reference.replace(':', '-')}{'-off-center' if off_center else ''}",
-        f"{name} against the others on {where}: paired permutation tests",
-        ["Measure", "β", "Comparison", "Difference (points)", "95 % interval", "p", "p (Holm)", "n", "Seeds"],
+        "significance",
+        f"{name} against the main alternatives at budget {budget_text(evidence.headline)}",
+        ["Measure", "Images", f"{name} minus", "Difference (points)", "95% interval", "p", "p (Holm)", "n", "Seeds"],
         rows,
         tests,
-        f"Study “{tests['study'].iloc[0]}”. Positive: {name} is higher. Exchanged are whole groups of images, all seeds together; "
-        "Holm's correction covers all comparisons of one measure. Only images that both methods have count.",
+        f"Positive: {name} is higher. Paired permutation tests on the images that both methods have; groups of images are "
+        "exchanged as a whole, all seeds together. Holm's correction covers all comparisons of a measure in the CSV, not only "
+        "those shown.",
         labels=3,
-        breaks=frozenset(breaks),
+        breaks=frozenset(i for i in range(1, len(views)) if views[i] != views[i - 1]),
+        more=f"all {plural(len(tests), 'test')}",
     )
 
 
-def further_measures(evidence: Evidence) -> Table:
-    """Every other column of results.csv at the headline budget."""
-    rows = evidence.main[np.isclose(evidence.main["budget"], evidence.headline)]
-    metrics = ["balanced_accuracy", "macro_auroc", "ece", "retention_mean", "precision", "enrichment", "purity"]
-    means = rows.groupby("method")[metrics].mean()
-    methods = with_controls(ordered(means.index))
-    texts = [
-        [look(m).name, *[_text(c, means.loc[m, c]) if m in means.index else NOT_MEASURED for c in metrics], _n(rows, m)]
-        for m in methods
-    ]
-    return Table(
-        "further-measures",
-        f"Further measures at budget {evidence.headline:g}",
-        ["Method", *[METRIC_NAMES[c] for c in metrics], "n (masks)"],
-        texts,
-        means.reindex(methods).rename_axis("method").reset_index(),
-        f"{seeds_note(rows)} AUROC: one class against the rest, averaged. ECE: lower is better. Purity is for "
-        "mergers, the three before it for methods that keep patches as they are.",
-    )
-
-
-def _text(metric: str, value: Any) -> str:
-    return number(value) if metric == "enrichment" else percent(value)
-
-
-def _n(results: pd.DataFrame, method: str) -> str:
-    own = results[results["method"] == method]
-    return f"{int(own['n'].max()):,} ({int(own['n_masked'].max()):,})" if len(own) else NOT_MEASURED
+def all_tests(evidence: Evidence, intervals: Intervals) -> pd.DataFrame:
+    """Every leading method against every other one, original images and off-center views."""
+    parts = [intervals.tests(method, view) for view in (AS_IS, OFF_CENTER) for method in evidence.leading]
+    return pd.concat([part for part in parts if len(part)] or parts[:1], ignore_index=True)
 
 
 def worst(evidence: Evidence) -> Table | None:
-    """The ten images of which LATS kept least."""
+    """The ten images with the lowest retention of the run's main method."""
     found = worst_retained(evidence)
     if found.empty:
         return None
-    names = [evidence.classes[int(i)] if i >= 0 else NOT_MEASURED for i in found["label"]]
-    said = [evidence.classes[int(i)] for i in found["predicted"]]
+    labels = [str(name) if isinstance(name, str) else NOT_MEASURED for name in found["label_name"]]
     rows = [
-        [str(r.image_id), true, guess, f"{int(r.kept_lesion)} of {int(r.lesion)}", percent(r.share), percent(r.of_possible)]
-        for r, true, guess in zip(records(found), names, said)
+        [
+            str(r.image_id),
+            label,
+            str(r.predicted_name),
+            f"{int(r.kept_lesion)} of {int(r.lesion)}",
+            percent(r.share),
+            percent(r.of_possible),
+        ]
+        for r, label in zip(records(found), labels)
     ]
-    data = found[["image_id", "label", "predicted", "lesion", "kept_lesion", "k", "share", "of_possible"]].assign(
-        label=names, predicted=said
-    )
+    data = found[["image_id", "label_name", "predicted_name", "lesion", "kept_lesion", "k", "share", "of_possible"]]
     return Table(
         "worst",
-        f"The images of which LATS kept least at budget {evidence.headline:g}",
-        ["Image", "Class", "Classified as", "Lesion patches kept", "Retention (%)", "Of the possible (%)"],
+        f"Images with the lowest retention of {look(evidence.focus).name} at budget {budget_text(evidence.headline)}",
+        ["Image", "Class", "Predicted", "Lesion patches kept", "Retention (%)", "Of ceiling (%)"],
         rows,
-        data,
-        f"Seed {int(found['seed'].iloc[0])}, n = 1 image a row, worst first.",
+        data.rename(columns={"label_name": "label", "predicted_name": "predicted"}),
+        f"Seed {int(found['seed'].iloc[0])}; one image per row, lowest first.",
     )
 
 
-def subset(evidence: Evidence) -> Table | None:
-    """Class distribution of the validation images and of those with a mask, the paper's beside ours."""
-    images = evidence.main_predictions.sort_values("lesion", na_position="last").drop_duplicates("image_id")
-    images = images[images["label"] >= 0]
-    if images.empty:
-        return None
-    masked = images[(images["lesion"].fillna(0) > 0).to_numpy(bool)]
-    parts: list[tuple[str, dict[str, int]]] = [
-        ("Validation", _by_class(images, evidence)),
-        ("… with mask", _by_class(masked, evidence)),
-    ]
-    training = dict(evidence.info.get("counts", {})).get("train")
-    if isinstance(training, dict) and isinstance(training.get("classes"), dict):
-        parts.append(("Training", {k: int(v) for k, v in training["classes"].items()}))
-        if isinstance(training.get("masked_classes"), dict):
-            parts.append(("… with mask", {k: int(v) for k, v in training["masked_classes"].items()}))
-    classes = list(evidence.classes)
-    if set(classes) == set(paper.CLASSES):
-        parts += [(f"Paper: {n.lower()}", dict(zip(paper.CLASSES, counts))) for n, counts in paper.SUBSETS.items()]
-    rows = [[n, f"{sum(c.values()):,}", *[f"{c.get(k, 0):,}" for k in classes]] for n, c in parts]
-    data = pd.DataFrame([{"part": n, "images": sum(c.values()), **{k: c.get(k, 0) for k in classes}} for n, c in parts])
-    return Table("subset", "Images by class", ["Part", "Images", *classes], rows, data)
-
-
-def _by_class(images: pd.DataFrame, evidence: Evidence) -> dict[str, int]:
-    counts = np.bincount(images["label"].to_numpy(int), minlength=len(evidence.classes))
-    return dict(zip(evidence.classes, counts.tolist()))
-
-
-def prevalence(evidence: Evidence) -> Table | None:
-    """How large the lesions are on the grid, the paper's beside ours."""
-    images = evidence.main_predictions.sort_values("lesion", na_position="last").drop_duplicates("image_id")
-    images = images[(images["lesion"].fillna(0) > 0).to_numpy(bool)]
-    if images.empty:
-        return None
-    sizes, patches = images["lesion"].to_numpy(int), int(images["n_patches"].iloc[0])
-    theirs = paper.prevalence_table().set_index("statistic")
-    data = pd.DataFrame(
-        [
-            {"statistic": name.capitalize(), "patches": row["patches"], "prevalence": row["prevalence"]}
-            for name, row in prevalence_table(sizes, patches).items()
-        ]
-    ).join((theirs / [1, 100]).add_prefix("paper_"), on="statistic")
-    rows = [
-        [r.statistic, number(r.patches, 1), percent(r.prevalence), number(r.paper_patches, 1), percent(r.paper_prevalence)]
-        for r in records(data)
-    ]
-    return Table(
-        "prevalence",
-        "Lesion size on the patch grid",
-        ["Statistic", "Patches", "Of the image (%)", "Paper: patches", "Paper: of the image (%)"],
-        rows,
-        data,
-        f"n = {len(sizes):,} validation images with a mask on {patches} patches; the paper has 155 on 256.",
-    )
-
-
-def beside_paper(evidence: Evidence) -> Table | None:
-    """The paper's number, ours and the difference, for every study that both have."""
-    parts = []
-    for study in (s for s in paper.STUDIES if s in evidence.studies):
-        found = paper.beside_paper(evidence.results, study)
-        parts.append(found[~found["dataset"].str.contains("@")].assign(study=study))
-    if not parts:
-        return None
-    found = pd.concat(parts, ignore_index=True)
-    found = found[found["ours"].notna()]
-    rows = []
-    for r in records(found):
-        digits = 2 if r.metric == "enrichment" else 1
-        theirs, ours = (_spread(v, sd, digits) for v, sd in ((r.paper, r.paper_sd), (r.ours, r.ours_sd)))
-        difference = NOT_MEASURED if np.isnan(r.difference) else f"{r.difference:+.{digits}f}".replace("-", "−")
-        rows.append([r.study, METRIC_NAMES[r.metric], look(r.method).name, f"{r.budget:g}", theirs, ours, difference, str(r.seeds)])
-    keys = list(zip(found["study"], found["metric"]))
-    columns = ["study", "dataset", "method", "budget", "metric", "paper", "paper_sd", "ours", "ours_sd", "seeds", "difference"]
-    return Table(
-        "beside-paper",
-        "The paper's numbers and ours",
-        ["Study", "Measure", "Method", "β", "Paper", "Ours", "Difference", "Seeds"],
-        rows,
-        found[columns],
-        "± over seeds where there are several. Rows without a number of the paper are controls that it does not have. "
-        "n as in the tables above; the paper's accuracy is on 5,067 images, its retention on 155.",
-        labels=3,
-        breaks=frozenset(i for i in range(1, len(keys)) if keys[i] != keys[i - 1]),
-    )
-
-
-def _spread(value: float, deviation: float, digits: int) -> str:
-    text = number(value, digits)
-    return text if text == NOT_MEASURED or np.isnan(deviation) else f"{text} ± {number(deviation, digits)}"
+def worst_retained(evidence: Evidence, count: int = 10) -> pd.DataFrame:
+    """The `count` images of which the main method kept least at the headline budget, with `share` and `of_possible`."""
+    rows = evidence.main_predictions
+    rows = rows[(rows["method"] == evidence.focus) & np.isclose(rows["budget"], evidence.headline)]
+    rows = rows[rows["kept_lesion"].notna() & (rows["lesion"].fillna(0) > 0).to_numpy(bool)]
+    if rows.empty:
+        return pd.DataFrame()
+    first = rows[rows["seed"] == rows["seed"].min()].copy()
+    first["share"] = first["kept_lesion"].astype(float) / first["lesion"].astype(float)
+    first["of_possible"] = first["kept_lesion"].astype(float) / np.minimum(first["k"], first["lesion"].astype(int))
+    return first.sort_values(["of_possible", "image_id"], kind="stable").head(count)

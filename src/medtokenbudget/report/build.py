@@ -1,10 +1,17 @@
-"""`report`: from a finished run to its tables, figures and page. From the files of the run alone; nothing is computed anew."""
+"""`report`: from one finished run to its tables, figures and page, or from several runs to a comparison."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from medtokenbudget.errors import RequestError
 from medtokenbudget.files import write_text
+from medtokenbudget.report import comparison_page, comparison_tables, summary_json
+from medtokenbudget.report.comparison import Comparison
 from medtokenbudget.report.evidence import Evidence
 from medtokenbudget.report.examples import gallery
 from medtokenbudget.report.figures import draw_figures
@@ -12,14 +19,58 @@ from medtokenbudget.report.intervals import Intervals
 from medtokenbudget.report.page import page
 from medtokenbudget.report.tables import make_tables
 
+PAGE = "report.html"
 
-def report(run: Path | str, pictures: bool = True) -> Path:
-    """Write `tables/`, `figures/` and `report.html` into the run directory; gives the path of the page.
 
-    pictures  show images of the data set; without them the page may go where the images may not
+@dataclass(frozen=True)
+class Built:
+    """What a report wrote: the path of its page, and its headline and comparisons as plain numbers."""
+
+    page: Path
+    numbers: dict[str, Any]
+
+
+def report(
+    run: str | os.PathLike[str],
+    *others: str | os.PathLike[str],
+    out: str | os.PathLike[str] | None = None,
+    pictures: bool = True,
+) -> Path:
+    """Writes `tables/`, `figures/` and `report.html` for a run, or compares several runs.
+
+    Only the files of the runs are read; nothing is trained or evaluated again.
+
+    Args:
+        run: A run directory.
+        *others: Further run directories to compare with it.
+        out: Where to write. Defaults to the run directory; required for a comparison.
+        pictures: Whether the page shows images of the data set. Without them it can be shared where the images cannot.
+
+    Returns:
+        The path of the page.
+
+    Raises:
+        RequestError: If a run cannot be read, or several are given without `out`.
+
+    Example:
+        >>> report("runs/demo")  # doctest: +SKIP
+        PosixPath('runs/demo/report.html')
     """
-    folder = Path(run)
-    evidence = Evidence.read(folder)
+    return build([run, *others], out, pictures).page
+
+
+def build(runs: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str] | None = None, pictures: bool = True) -> Built:
+    """Like `report`, and also returns the numbers that `mtb report --json` prints."""
+    paths = [Path(run) for run in runs]
+    if len(paths) == 1:
+        return _one(paths[0], Path(out) if out is not None else paths[0], pictures)
+    if out is None:
+        raise RequestError("A comparison of several runs needs a directory to write to. Add --out DIR.")
+    return _several(paths, Path(out))
+
+
+def _one(run: Path, folder: Path, pictures: bool) -> Built:
+    evidence = Evidence.read(run)
     intervals = Intervals(evidence)
     tables = make_tables(evidence, intervals)
     for table in tables:
@@ -28,6 +79,15 @@ def report(run: Path | str, pictures: bool = True) -> Path:
     if not pictures:
         evidence.missing.append("Pictures of images: left out on request, so that the page can be shared without the data.")
     plates = draw_figures(evidence, intervals, shown, folder / "figures")
-    target = folder / "report.html"
-    write_text(target, page(evidence, intervals, tables, plates, shown))
-    return target
+    write_text(folder / PAGE, page(evidence, intervals, tables, plates, shown))
+    return Built(folder / PAGE, summary_json.of_run(evidence, intervals))
+
+
+def _several(runs: Sequence[Path], folder: Path) -> Built:
+    comparison = Comparison.read(runs)
+    tables = comparison_tables.make_tables(comparison)
+    for table in tables:
+        table.write(folder / "tables")
+    plates = comparison_page.draw_figures(comparison, folder / "figures")
+    write_text(folder / PAGE, comparison_page.page(comparison, tables, plates))
+    return Built(folder / PAGE, summary_json.of_comparison(comparison))

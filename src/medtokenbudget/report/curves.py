@@ -1,7 +1,7 @@
 """Figures over the token budget: retention, share of the ceiling, accuracy, macro F1, and accuracy against retention.
 
-Its own file because these are the paper's questions; what explains the answers is drawn in `details.py`. Each function gives a
-figure, or None when the run has nothing to show in it.
+Each function returns a figure, or None when the run has nothing to show in it. Figures that explain these curves are in
+`details.py`.
 """
 
 from __future__ import annotations
@@ -13,48 +13,52 @@ from matplotlib.figure import Figure
 
 from medtokenbudget.report.evidence import Evidence
 from medtokenbudget.report.intervals import Intervals
-from medtokenbudget.report.style import INK, MUTED, budget_axis, legend_below, look, new_figure, percent_axis
+from medtokenbudget.report.labels import point_labels
+from medtokenbudget.report.looks import INK, is_reference, look
+from medtokenbudget.report.style import MUTED, budget_axis, legend_below, new_figure, percent_axis
+
+CEILING = "Ceiling (Oracle)"
 
 
 def retention(evidence: Evidence, intervals: Intervals) -> Figure | None:
-    """Lesion retention over the budget, with the ceiling and the line of a random choice."""
-    if not evidence.has_masks:
+    """Lesion retention over the budget, with the ceiling and the expected value of random selection."""
+    if not evidence.n_masked:
         return None
     figure, axes = new_figure(4.9)
     ceiling = ceiling_of(evidence.main)
     if ceiling is not None:
-        axes.plot(ceiling.index, ceiling, color=INK, linestyle=(0, (4, 2)), linewidth=1.4, label="Ceiling (oracle)")
+        axes.plot(ceiling.index, ceiling, color=INK, linestyle=(0, (4, 2)), linewidth=1.4, label=CEILING)
         axes.fill_between(ceiling.index, ceiling, 1.03, color=MUTED, alpha=0.08, linewidth=0)
     axes.plot([0, 1], [0, 1], color=MUTED, linewidth=0.9, linestyle=":", label="Expected by chance")
-    shown = [m for m in evidence.methods if m not in ("oracle", "no-pruning")]
-    _curves(axes, intervals.table("retention"), shown, evidence.headline)
-    axes.set(xlim=(0.06, 1.02), ylim=(0, 1.03))
-    budget_axis(axes)
+    _curves(axes, evidence, intervals.table("retention"), [m for m in evidence.methods if not is_reference(m)])
+    axes.set(ylim=(0, 1.03))
+    _limits(axes, evidence)
     percent_axis(axes, label="lesion patches kept (%)")
     legend_below(figure, axes)
     return figure
 
 
 def share_of_ceiling(evidence: Evidence, intervals: Intervals) -> Figure | None:
-    """The same as a share of what any selector could have kept."""
-    if not evidence.has_masks:
+    """Retention as a share of what any selector could have kept."""
+    if not evidence.n_masked:
         return None
     figure, axes = new_figure(4.7)
-    axes.axhline(1, color=INK, linestyle=(0, (4, 2)), linewidth=1.4, label="Ceiling (oracle)")
-    shown = [m for m in evidence.methods if m not in ("oracle", "no-pruning")]
-    _curves(axes, intervals.table("retention_of_ceiling"), shown, evidence.headline)
-    axes.set(xlim=(0.06, 1.02), ylim=(None, 1.02))
-    budget_axis(axes)
-    percent_axis(axes, label="share of the possible retention (%)")
+    axes.axhline(1, color=INK, linestyle=(0, (4, 2)), linewidth=1.4, label=CEILING)
+    _curves(axes, evidence, intervals.table("retention_of_ceiling"), [m for m in evidence.methods if not is_reference(m)])
+    axes.set(ylim=(None, 1.02))
+    _limits(axes, evidence)
+    percent_axis(axes, label="share of the ceiling (%)")
     legend_below(figure, axes)
     return figure
 
 
 def accuracy(evidence: Evidence, intervals: Intervals) -> Figure | None:
+    """Accuracy over the budget."""
     return _classification(evidence, intervals, "accuracy", "accuracy (%)")
 
 
 def macro_f1(evidence: Evidence, intervals: Intervals) -> Figure | None:
+    """Macro F1 over the budget."""
     return _classification(evidence, intervals, "macro_f1", "macro F1 (%)")
 
 
@@ -63,19 +67,25 @@ def _classification(evidence: Evidence, intervals: Intervals, metric: str, label
     if table["value"].isna().all():
         return None
     figure, axes = new_figure(4.9)
-    _curves(axes, table, evidence.methods, evidence.headline)
-    axes.set_xlim(0.06, 1.02)
-    budget_axis(axes)
+    _curves(axes, evidence, table, evidence.methods)
+    _limits(axes, evidence)
     percent_axis(axes, label=label)
     legend_below(figure, axes)
     return figure
 
 
+def _limits(axes: Axes, evidence: Evidence) -> None:
+    """The measured budgets with some room; the whole range when there are several."""
+    low, high = min(evidence.budgets), max(evidence.budgets)
+    axes.set_xlim(low - 0.04, high + 0.02) if high > low else axes.set_xlim(low - 0.1, low + 0.1)
+    budget_axis(axes, evidence.budgets)
+
+
 def accuracy_against_retention(evidence: Evidence, intervals: Intervals) -> Figure | None:
-    """One point a method at the headline budget: accuracy does not tell who kept the lesion."""
+    """One point per method at the headline budget: accuracy does not show how much of the lesion was kept."""
     kept, right = (intervals.at(metric, evidence.headline) for metric in ("retention", "accuracy"))
     both = kept.join(right, lsuffix="_x", rsuffix="_y", how="inner").dropna(subset=["value_x", "value_y"])
-    both = both[[m != "no-pruning" for m in both.index]]
+    both = both.drop(index="no-pruning", errors="ignore")
     if len(both) < 2:
         return None
     figure, axes = new_figure(4.3)
@@ -85,54 +95,37 @@ def accuracy_against_retention(evidence: Evidence, intervals: Intervals) -> Figu
         axes.plot([row.low_x, row.high_x], [row.value_y] * 2, color=style.color, alpha=0.35, linewidth=1.2)
         axes.plot([row.value_x] * 2, [row.low_y, row.high_y], color=style.color, alpha=0.35, linewidth=1.2)
         axes.plot(row.value_x, row.value_y, marker=style.marker, color=style.color, markersize=8, linestyle="", markeredgewidth=1.8)
-    low, high = both["value_x"].min(), both["value_x"].max()
-    span = max(high - low, 0.05)
-    axes.set_xlim(low - 0.2 * span, high + 0.42 * span)
-    _point_labels(axes, both, span)
+    axes.margins(0.12)
+    point_labels(axes, {str(m): (row.value_x, row.value_y) for m, row in both.iterrows()})
     percent_axis(axes, "x", f"lesion patches kept at budget {evidence.headline:g} (%)")
     percent_axis(axes, "y", "accuracy (%)")
     return figure
 
 
-def _point_labels(axes: Axes, points: pd.DataFrame, span: float) -> None:
-    """A name beside each point, moved up where two would cover each other."""
-    bottom, top = axes.get_ylim()
-    step = (top - bottom) * 0.055
-    placed: list[tuple[float, float]] = []
-    for method, row in points.sort_values("value_y").iterrows():
-        x, y = row.value_x + 0.03 * span, row.value_y
-        while any(abs(x - px) < 0.36 * span and abs(y - py) < step for px, py in placed):
-            y += step / 3
-        placed.append((x, y))
-        axes.text(x, y, look(str(method)).name, color=look(str(method)).color, va="center", fontsize=10.5, fontweight="bold")
-
-
 def ceiling_of(results: pd.DataFrame) -> pd.Series | None:
-    """The ceiling over the budget; a method that ignores the budget (NoPruning) has another one and is left out."""
+    """The ceiling over the budget; NoPruning ignores the budget, so its ceiling is left out."""
     rows = results[(results["method"] != "no-pruning") & results["ceiling"].notna()]
     return None if rows.empty else rows.groupby("budget")["ceiling"].mean()
 
 
-def _curves(axes: Axes, table: pd.DataFrame, methods: list[str], headline: float) -> None:
-    """A line and a band a method; the legend is in the order of the values at the headline budget and shows them."""
-    at = table[np.isclose(table["budget"], headline)].set_index("method")["value"]
-    measured = [m for m in methods if table.loc[table["method"] == m, "value"].notna().any()]
-    for method in sorted(measured, key=lambda m: -np.nan_to_num(at.get(m, np.nan), nan=-1)):
+def _curves(axes: Axes, evidence: Evidence, table: pd.DataFrame, methods: list[str]) -> None:
+    """A line per method and a band for the emphasized ones; the legend is sorted by the values at the headline budget."""
+    at = table[np.isclose(table["budget"], evidence.headline)].set_index("method")["value"]
+    drawn = [m for m in methods if table.loc[table["method"] == m, "value"].notna().any()]
+    for method in sorted(drawn, key=lambda m: -np.nan_to_num(at.get(m, np.nan), nan=-1)):
         rows = table[table["method"] == method].sort_values("budget")
-        style = look(method)
-        value = at.get(method, np.nan)
-        label = style.name if np.isnan(value) else f"{style.name} {100 * value:.1f}"
-        layer = 4 if method == "lats" else 3 if style.strong else 2
+        style, value = look(method), at.get(method, np.nan)
+        first, strong = method == evidence.focus, method in evidence.emphasized
         axes.plot(
             rows["budget"],
             rows["value"],
             color=style.color,
             marker=style.marker or None,
             linestyle=style.line,
-            linewidth=2.6 if method == "lats" else 1.8 if style.strong else 1.2,
-            markersize=6 if method == "lats" else 4.5,
-            label=label,
-            zorder=layer,
+            linewidth=2.6 if first else 1.8 if strong else 1.2,
+            markersize=6 if first else 4.5,
+            label=style.name if np.isnan(value) else f"{style.name} {100 * value:.1f}",
+            zorder=4 if first else 3 if strong else 2,
         )
-        if style.strong and rows["low"].notna().any():
+        if strong and rows["low"].notna().any():
             axes.fill_between(rows["budget"], rows["low"], rows["high"], color=style.color, alpha=0.13, linewidth=0, zorder=1)

@@ -1,36 +1,35 @@
-"""Figures that explain the curves: training, scores, lesion size, class, the retention model, the center, calibration.
+"""Figures that explain the curves: training, scores, lesion size, class, the retention model, off-center views, calibration.
 
-Its own file because each looks inside one method or one stratum; the curves over the budget are in `curves.py`. Each function
-gives a figure, or None when the run has nothing to show in it.
+Each function returns a figure, or None when the run has nothing to show in it. The curves over the budget are in `curves.py`.
 """
 
 from __future__ import annotations
 
 import numpy as np
 import pandas as pd
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.pyplot import subplots
 from matplotlib.ticker import MaxNLocator
 
 from medtokenbudget.experiments.results import probability_matrix
 from medtokenbudget.metrics import ECE_BINS
-from medtokenbudget.report.evidence import Evidence
+from medtokenbudget.report.evidence import AS_IS, OFF_CENTER, Evidence
 from medtokenbudget.report.intervals import Intervals
+from medtokenbudget.report.labels import end_labels
+from medtokenbudget.report.looks import INK, look
 from medtokenbudget.report.style import (
     BACKGROUND,
-    INK,
     KEPT,
     LOST,
     MUTED,
     WIDTH,
     legend_below,
-    look,
     new_figure,
-    ordered,
     percent_axis,
 )
 
+MOST_STRATA = 12
+"""Classes with the most images that the figure shows; the table has all."""
 _LOSSES = {
     "classification": ("classification", "#0072b2", "o"),
     "lesion": ("lesion", "#d55e00", "s"),
@@ -40,8 +39,8 @@ _LOSSES = {
 
 
 def curriculum(evidence: Evidence, intervals: Intervals) -> Figure | None:
-    """The budget over the epochs above, the losses below, of the first LATS training."""
-    rows = lats_training(evidence.training)
+    """The budget over the epochs (above) and the losses (below) of the first training run of the main method."""
+    rows = training_of(evidence)
     if rows.empty:
         return None
     figure, (top, bottom) = subplots(2, 1, figsize=(WIDTH, 5.0), sharex=True, height_ratios=[1, 1.7])
@@ -60,24 +59,26 @@ def curriculum(evidence: Evidence, intervals: Intervals) -> Figure | None:
     return figure
 
 
-def lats_training(training: pd.DataFrame) -> pd.DataFrame:
-    """Epochs of the first unit that trained plain LATS; empty when there is none."""
-    if training.empty or "budget" not in training or "unit" not in training:
+def training_of(evidence: Evidence) -> pd.DataFrame:
+    """Epochs of the first training run of the main method that has a budget; empty when there is none."""
+    training = evidence.training
+    if not {"budget", "method", "seed"} <= set(training):
         return pd.DataFrame()
-    units = [str(unit) for unit in dict.fromkeys(training["unit"]) if str(unit).split("/")[-1].startswith("lats-")]
-    if not units:
-        return pd.DataFrame()
-    rows = training[(training["unit"] == units[0]) & training["budget"].notna()]
-    return rows.drop_duplicates("epoch", keep="last").sort_values("epoch")
+    rows = training[training["method"].isin(evidence.leading) & training["budget"].notna()]
+    for method in evidence.leading:
+        own = rows[rows["method"] == method]
+        if len(own):
+            return own[own["seed"] == own["seed"].min()].drop_duplicates("epoch", keep="last").sort_values("epoch")
+    return pd.DataFrame()
 
 
 def score_histogram(evidence: Evidence, intervals: Intervals) -> Figure | None:
-    """Scores of LATS on lesion and on background patches."""
-    routing = evidence.routing
-    if routing is None or not routing.scores or not routing.has_mask.any():
+    """Scores of the main method on lesion and background patches."""
+    orders = evidence.orders
+    seeds = [] if orders is None else [seed for method, seed in orders.scores if method == evidence.focus]
+    if orders is None or not seeds or not orders.has_mask.any():
         return None
-    seed = min(routing.scores)
-    scores, lesion = routing.scores[seed][routing.has_mask], routing.lesion[routing.has_mask]
+    scores, lesion = orders.scores[evidence.focus, min(seeds)][orders.has_mask], orders.lesion[orders.has_mask]
     figure, axes = new_figure(3.6)
     bins = np.linspace(0, 1, 41) if scores.min() >= 0 and scores.max() <= 1 else np.linspace(scores.min(), scores.max(), 41)
     for values, color, name in ((scores[~lesion], BACKGROUND, "background"), (scores[lesion], KEPT, "lesion")):
@@ -86,9 +87,9 @@ def score_histogram(evidence: Evidence, intervals: Intervals) -> Figure | None:
         share = np.histogram(values, bins)[0] / values.size
         axes.stairs(share, bins, fill=True, color=color, alpha=0.55, label=f"{name} patches (n = {values.size:,})")
         axes.stairs(share, bins, color=color, linewidth=1.4)
-    axes.set(xlabel="score of the patch", ylim=(0, None), xlim=(bins[0], bins[-1]))
+    axes.set(xlabel="patch score", ylim=(0, None), xlim=(bins[0], bins[-1]))
     axes.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
-    percent_axis(axes, label="share of its patches (%)")
+    percent_axis(axes, label="share of patches (%)")
     legend_below(figure, axes, 1)
     return figure
 
@@ -104,15 +105,16 @@ def class_strata(evidence: Evidence, intervals: Intervals) -> Figure | None:
 
 
 def _strata_dots(evidence: Evidence, strata: pd.DataFrame) -> Figure | None:
-    """A row a stratum, a dot a method; only LATS and the controls, so that rows stay readable."""
+    """One row per stratum and one dot per method; only the leading methods and the controls, so that rows stay readable."""
     if strata.empty:
         return None
-    names = list(dict.fromkeys(strata["stratum"]))
-    shown = [m for m in ("random", "darkness", "center", "lats", "lats:lesion-first") if m in set(strata["method"])]
+    counts = strata.drop_duplicates("stratum").set_index("stratum")["n"]
+    largest = set(counts.sort_values(ascending=False, kind="stable").index[:MOST_STRATA])
+    names = [name for name in dict.fromkeys(strata["stratum"]) if name in largest]
+    shown = [m for m in reversed(evidence.emphasized) if m in set(strata["method"])]
     figure, axes = new_figure(1.6 + 0.62 * len(names))
     axes.grid(True, axis="x")
     axes.grid(False, axis="y")
-    counts = strata.drop_duplicates("stratum").set_index("stratum")["n"]
     for offset, method in enumerate(shown):
         rows = strata[strata["method"] == method].set_index("stratum").reindex(names)
         at = np.arange(len(names)) + 0.13 * (offset - (len(shown) - 1) / 2)
@@ -121,18 +123,18 @@ def _strata_dots(evidence: Evidence, strata: pd.DataFrame) -> Figure | None:
         axes.plot(rows["value"], at, linestyle="", marker=style.marker, color=style.color, markersize=6.5, label=style.name)
     axes.set_yticks(range(len(names)), [f"{str(name).replace(', ', chr(10))}\nn = {int(counts[name])}" for name in names])
     axes.set(ylim=(len(names) - 0.5, -0.5))
-    percent_axis(axes, "x", "share of the possible retention (%)")
+    percent_axis(axes, "x", "share of the ceiling (%)")
     legend_below(figure, axes, 2)
     return figure
 
 
 def retention_model(evidence: Evidence, intervals: Intervals) -> Figure | None:
-    """The supplement's Gaussian model, fitted, beside what was measured."""
+    """The supplement's Gaussian model, fitted, beside the measured values."""
     model = intervals.model
     if model is None:
         return None
     figure, axes = new_figure(4.2)
-    axes.plot([0, 1], [0, 1], color=MUTED, linewidth=0.9, linestyle=":", label="No separation (chance)")
+    axes.plot([0, 1], [0, 1], color=MUTED, linewidth=0.9, linestyle=":", label="Chance (no separation)")
     label = f"Gaussian model, Δ/σ = {model.separation:.2f}"
     axes.plot(model.fine, model.predicted, color=INK, linewidth=1.6, linestyle=(0, (4, 2)), label=label)
     axes.plot(
@@ -141,9 +143,17 @@ def retention_model(evidence: Evidence, intervals: Intervals) -> Figure | None:
         color=LOST,
         linewidth=1.2,
         linestyle=(0, (1, 1)),
-        label="The same, supplement's approximation",
+        label="Its closed-form approximation",
     )
-    axes.plot(model.budgets, model.measured, color=KEPT, marker="o", linestyle="", markersize=6.5, label="LATS, measured")
+    axes.plot(
+        model.budgets,
+        model.measured,
+        color=KEPT,
+        marker="o",
+        linestyle="",
+        markersize=6.5,
+        label=f"{look(evidence.focus).name}, measured",
+    )
     axes.set(xlim=(0.06, 1.02), ylim=(0, 1.03), xlabel="token budget (share of patches kept)")
     percent_axis(axes, label="lesion patches kept (%)")
     legend_below(figure, axes, 1)
@@ -151,58 +161,39 @@ def retention_model(evidence: Evidence, intervals: Intervals) -> Figure | None:
 
 
 def center_bias(evidence: Evidence, intervals: Intervals) -> Figure | None:
-    """Share of the ceiling on the images as they are and on off-center views, a line a method."""
-    pair = evidence.off_center
-    if pair is None:
+    """Share of the ceiling on the original images and on off-center views, one line per method."""
+    study = evidence.off_center_study
+    if study is None:
         return None
-    straight, moved = (evidence.cells(pair.study, name) for name in (pair.straight, pair.moved))
-    budget = min(set(straight["budget"]) & set(moved["budget"]), key=lambda b: abs(b - evidence.headline), default=None)
-    if budget is None:
+    shared = set(evidence.cells(study, AS_IS)["budget"]) & set(evidence.cells(study, OFF_CENTER)["budget"])
+    if not shared:
         return None
-    values = [t[np.isclose(t["budget"], budget)].groupby("method")["retention_of_ceiling"].mean() for t in (straight, moved)]
-    # A matched baseline differs in its head alone: it keeps the same patches.
-    kept = [m for m in ordered(values[0].index) if m != "no-pruning" and not m.endswith("matched")]
-    methods = [m for m in kept if m in values[1].index and not np.isnan(values[0][m])]
+    budget = min(shared, key=lambda b: abs(b - evidence.headline))
+    values = [evidence.at("retention_of_ceiling", budget, study, view) for view in (AS_IS, OFF_CENTER)]
+    # A matched baseline has another classifier but keeps the same patches.
+    methods = [m for m in evidence.ordered(values[0]) if m in values[1] and m != "no-pruning" and not m.endswith("matched")]
     if not methods:
         return None
-    figure, axes = new_figure(4.3)
+    figure, axes = new_figure(max(4.3, 0.3 * len(methods)))
     for method in methods:
         style = look(method)
         line = [values[0][method], values[1][method]]
-        axes.plot(
-            [0, 1], line, color=style.color, marker=style.marker, linestyle=style.line, linewidth=2.6 if method == "lats" else 1.6
-        )
-    end_labels(axes, {m: float(values[1][m]) for m in methods}, 1.04)
-    axes.set_xticks([0, 1], ["images as they are", "off-center views"])
+        width = 2.6 if method == evidence.focus else 1.6
+        axes.plot([0, 1], line, color=style.color, marker=style.marker, linestyle=style.line, linewidth=width)
+    end_labels(axes, {m: values[1][m] for m in methods}, 1.04, evidence.emphasized)
+    axes.set_xticks([0, 1], ["original images", "off-center views"])
     axes.set_xlim(-0.12, 1.62)
     axes.spines["bottom"].set_bounds(-0.12, 1.12)
-    percent_axis(axes, label=f"share of the possible retention at {budget:g} (%)")
+    percent_axis(axes, label=f"share of the ceiling at budget {budget:g} (%)")
     return figure
 
 
-def end_labels(axes: Axes, ends: dict[str, float], x: float) -> None:
-    """Names at the right end of lines, pushed apart so that none covers another."""
-    bottom, top = axes.get_ylim()
-    step = 0.062 * (top - bottom)
-    placed: list[tuple[str, float]] = []
-    for method, y in sorted(ends.items(), key=lambda item: item[1]):
-        placed.append((method, max(y, placed[-1][1] + step) if placed else y))
-    # Upwards first; then the ones that ended above the axes come down, with those that they would cover.
-    for i in range(len(placed) - 1, -1, -1):
-        limit = top if i == len(placed) - 1 else placed[i + 1][1] - step
-        placed[i] = (placed[i][0], min(placed[i][1], limit))
-    for method, y in placed:
-        style = look(method)
-        text = f"{style.name} {100 * ends[method]:.1f}"
-        axes.text(x, y, text, color=style.color, va="center", fontsize=10.5, fontweight="bold" if style.strong else "normal")
-
-
 def reliability(evidence: Evidence, intervals: Intervals) -> Figure | None:
-    """Confidence against accuracy of LATS at the headline budget, all seeds together; the mean gap is that of results.csv."""
-    rows = evidence.main_predictions
-    rows = rows[(rows["method"] == "lats") & np.isclose(rows["budget"], evidence.headline) & (rows["label"] >= 0)]
-    cell = evidence.cell("lats")
-    if rows.empty or cell is None:
+    """Confidence against accuracy of the main method at the headline budget, all seeds together; the ECE is that of results.csv."""
+    rows, method = evidence.main_predictions, evidence.focus
+    rows = rows[(rows["method"] == method) & np.isclose(rows["budget"], evidence.headline) & (rows["label"] >= 0)]
+    error = evidence.at("ece").get(method)
+    if rows.empty or error is None:
         return None
     confidence = probability_matrix(rows).max(1)
     correct = (rows["label"] == rows["predicted"]).to_numpy(float)
@@ -213,11 +204,11 @@ def reliability(evidence: Evidence, intervals: Intervals) -> Figure | None:
     figure, (axes, below) = subplots(2, 1, figsize=(WIDTH, 4.9), sharex=True, height_ratios=[3, 1])
     axes.plot([0, 1], [0, 1], color=MUTED, linewidth=0.9, linestyle=":", label="perfectly calibrated")
     axes.vlines(said, np.minimum(said, right), np.maximum(said, right), color=BACKGROUND)
-    axes.plot(said, right, color=KEPT, marker="o", linewidth=2.0, label=f"LATS, gap on average {100 * cell['ece']:.1f} points")
+    axes.plot(said, right, color=KEPT, marker="o", linewidth=2.0, label=f"{look(method).name}, ECE {100 * error:.1f}%")
     axes.set(xlim=(0, 1), ylim=(0, 1.02))
     percent_axis(axes, label="accuracy (%)")
     below.bar((np.arange(ECE_BINS) + 0.5) / ECE_BINS, counts, width=0.92 / ECE_BINS, color=BACKGROUND)
     below.set_ylabel("images")
-    percent_axis(below, "x", "confidence of the prediction (%)")
+    percent_axis(below, "x", "confidence (%)")
     legend_below(figure, axes, 1)
     return figure

@@ -1,7 +1,4 @@
-"""The list of figures of a report: which function draws each, its heading, and the caption under it.
-
-Its own file because captions are read together; the drawing is in `curves.py` and `details.py`.
-"""
+"""The list of figures of a report: which function draws each one, its heading and its caption."""
 
 from __future__ import annotations
 
@@ -13,17 +10,27 @@ from matplotlib.figure import Figure
 
 from medtokenbudget.report import curves, details
 from medtokenbudget.report import examples as pictures
+from medtokenbudget.report.document import Plate
 from medtokenbudget.report.evidence import Evidence
 from medtokenbudget.report.intervals import Intervals
-from medtokenbudget.report.page import Plate
-from medtokenbudget.report.style import house_style, look, save
+from medtokenbudget.report.looks import look
+from medtokenbudget.report.numbers import budget_text
+from medtokenbudget.report.style import house_style, save
 
-_BANDS = "Bands are 95 % intervals (bootstrap over groups of images); numbers in the legend are at budget {budget}."
+_BANDS = "Bands: 95% bootstrap intervals over groups of images. Numbers in the legend: budget {budget}."
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A figure to draw: file name, heading, caption (with {budget}, {masks}, {n}), function, and the metric its text lists."""
+    """A figure to draw.
+
+    Attributes:
+        name: File name.
+        title: Heading; it and the caption may use {name} (of the main method), {budget}, {n} and {masks}.
+        caption: Text under the figure.
+        draw: Draws the figure, or returns None when there is nothing to show.
+        metric: The measure whose values the alternative text lists.
+    """
 
     name: str
     title: str
@@ -35,99 +42,104 @@ class Plan:
 PLANS: tuple[Plan, ...] = (
     Plan(
         "retention",
-        "Lesion patches kept, over the budget",
-        "The dashed line is the ceiling: more cannot be kept. " + _BANDS + " n = {masks} images with a mask.",
+        "Lesion patches kept at each budget",
+        "The dashed line is the ceiling: no method can keep more. " + _BANDS + " n = {masks} images with a mask.",
         curves.retention,
         "retention",
     ),
     Plan(
         "share-of-ceiling",
-        "The same, as a share of what is possible",
-        "100 % means that no patch was spent on skin while lesion was left. " + _BANDS + " n = {masks} images with a mask.",
+        "Share of the ceiling",
+        "Retention divided by the ceiling. At 100%, no patch was spent on skin while lesion patches were dropped. "
+        + _BANDS
+        + " n = {masks} images with a mask.",
         curves.share_of_ceiling,
         "retention_of_ceiling",
     ),
-    Plan("accuracy", "Accuracy over the budget", _BANDS + " n = {n} images.", curves.accuracy, "accuracy"),
+    Plan("accuracy", "Accuracy at each budget", _BANDS + " n = {n} images.", curves.accuracy, "accuracy"),
     Plan(
         "macro-f1",
-        "Macro F1 over the budget",
-        "Rare classes count as much as common ones. " + _BANDS + " n = {n}.",
+        "Macro F1 at each budget",
+        "Rare classes count as much as common ones. " + _BANDS + " n = {n} images.",
         curves.macro_f1,
         "macro_f1",
     ),
     Plan(
         "accuracy-against-retention",
-        "Accuracy does not show what was kept",
-        "One point a method, lines are 95 % intervals. Points at one height classify equally well; how far right they "
-        "are is how much of the lesion they saw. n = {n} images for accuracy, {masks} for retention.",
+        "Accuracy against retention",
+        "One point per method at budget {budget}; lines are 95% intervals. Methods at the same height classify equally well; the "
+        "further right, the more of the lesion they kept. n = {n} images for accuracy, {masks} for retention.",
         curves.accuracy_against_retention,
         "retention",
     ),
     Plan(
         "reliability",
-        "Does confidence mean anything?",
-        "LATS at budget {budget}: accuracy of the predictions made with a given confidence. Below the dotted line it "
-        "is too sure of itself. n = {n} images for each seed.",
+        "Calibration",
+        "Accuracy of {name} at budget {budget} by its confidence. Below the dotted line it is overconfident. Lower panel: number "
+        "of predictions. n = {n} images per seed.",
         details.reliability,
     ),
     Plan(
         "center-bias",
-        "When the lesion is not in the center",
-        "Share of the possible retention on the images as they are and on views with the lesion off the center. A method that only "
-        "guesses the middle falls. Mean over seeds.",
+        "Original images and off-center views",
+        "Share of the ceiling when the lesion is where the photographer put it and when it is away from the center. A method that "
+        "only keeps the middle of the image drops. Mean over seeds.",
         details.center_bias,
     ),
     Plan(
         "size-strata",
         "By lesion size",
-        "Images in quarters by the size of the lesion. Lines are 95 % intervals.",
+        "Images in quartiles of lesion size, budget {budget}. Lines: 95% intervals.",
         details.size_strata,
     ),
     Plan(
         "class-strata",
         "By class",
-        "Classes that have masks. Lines are 95 % intervals; few images, wide lines.",
+        f"Classes with masks (at most {details.MOST_STRATA}, those with the most images), budget {{budget}}. Lines: 95% intervals, "
+        "wide where there are few images.",
         details.class_strata,
     ),
     Plan(
         "curriculum",
-        "The training of LATS",
-        "Above the share of patches that the router may keep in each epoch, below the losses before weighting.",
+        "Training",
+        "Training of {trained}. Above: the token budget in each epoch. Below: the losses before weighting.",
         details.curriculum,
     ),
     Plan(
         "scores",
-        "Scores of lesion and of skin",
-        "How LATS scores patches of validation images with a mask (first seed). The less the two overlap, the more "
-        "lesion survives a small budget.",
+        "Scores of lesion and skin patches",
+        "Scores that {name} gives to patches of validation images with a mask (first seed). The less the two overlap, the more of "
+        "the lesion survives a small budget.",
         details.score_histogram,
     ),
     Plan(
         "retention-model",
-        "Is it explained by the scores?",
-        "The supplement's model: lesion and skin scores are two normal distributions, Δ/σ apart (fitted to the "
-        "measured points). Its closed approximation is drawn with the same Δ/σ.",
+        "Does the separation of the scores explain retention?",
+        "The model of the paper's supplement: scores of lesion and skin patches are two normal distributions, Δ/σ apart, fitted to "
+        "the measured points. The closed-form approximation uses the same Δ/σ.",
         details.retention_model,
     ),
 )
 
 
 def draw_figures(evidence: Evidence, intervals: Intervals, gallery: pictures.Gallery | None, folder: Path) -> list[Plate]:
-    """Write every figure that the run has something for, as SVG and PNG; gives those of the page."""
+    """Writes every figure that the run has data for as SVG and PNG, and returns those of the page."""
     plates = []
+    training = details.training_of(evidence)
     words = {
-        "budget": f"{evidence.headline:g}",
-        "n": f"{int(evidence.main['n'].max()):,}",
-        "masks": f"{int(evidence.main['n_masked'].max()):,}",
+        "name": look(evidence.focus).name,
+        "trained": look(str(training["method"].iloc[0])).name if len(training) else "",
+        "budget": f"{budget_text(evidence.headline)}",
+        "n": f"{evidence.n:,}",
+        "masks": f"{evidence.n_masked:,}",
     }
     with house_style():
         for plan in PLANS:
             figure = plan.draw(evidence, intervals)
             if figure is None:
                 continue
-            svg = save(figure, folder, plan.name)[0]
-            caption = plan.caption.format(**words)
-            plates.append(Plate(plan.name, plan.title, caption, _alt(plan, evidence, intervals), svg.read_text(encoding="utf-8")))
+            svg = save(figure, folder, plan.name)[0].read_text(encoding="utf-8")
+            plates.append(Plate(plan.name, plan.title, plan.caption.format(**words), _alt(plan, evidence), svg))
         for name, examples in (("examples", gallery.typical), ("worst", gallery.worst)) if gallery else ():
             figure = pictures.figure(examples)
             if figure is not None:
@@ -135,10 +147,10 @@ def draw_figures(evidence: Evidence, intervals: Intervals, gallery: pictures.Gal
     return plates
 
 
-def _alt(plan: Plan, evidence: Evidence, intervals: Intervals) -> str:
-    """What the figure shows, for those who cannot see it: its heading and the values at the headline budget."""
+def _alt(plan: Plan, evidence: Evidence) -> str:
+    """The alternative text: the heading and the values at the headline budget."""
     if plan.metric is None:
         return f"Chart: {plan.title}. The numbers are in the tables of this page."
-    values = intervals.at(plan.metric, evidence.headline)["value"].dropna().sort_values(ascending=False)
-    listed = ", ".join(f"{look(str(m)).name} {100 * v:.1f} %" for m, v in values.items())
-    return f"Chart: {plan.title}. At budget {evidence.headline:g}: {listed}."
+    values = sorted(evidence.at(plan.metric).items(), key=lambda item: -item[1])
+    listed = ", ".join(f"{look(m).name} {100 * v:.1f}%" for m, v in values)
+    return f"Chart: {plan.title}. At budget {budget_text(evidence.headline)}: {listed}."

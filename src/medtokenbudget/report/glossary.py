@@ -1,27 +1,51 @@
-"""The words of the report explained, for readers who do not know the paper."""
+"""The terms of the report explained for readers who do not know the paper."""
 
 from __future__ import annotations
 
 TERMS: dict[str, str] = {
-    "Patch, token": "A square piece of the image, and the vector that the vision transformer makes of it.",
-    "Token budget (β)": "The share of patches that may be kept. K = max(16, ⌊β N⌋) of N patches stay.",
-    "Lesion retention": "Of all patches that the lesion mask marks, the share that was kept; summed over images, as "
-    "in the paper. 100 % means that no lesion patch was lost.",
-    "Retention per image": "The same for each image first, then averaged: small lesions count as much as large ones.",
-    "Ceiling": "What no selector can exceed: a lesion of 100 patches cannot survive whole when only 76 may be kept.",
-    "Share of the ceiling": "Retention divided by the ceiling. 100 % means that no patch was wasted on skin while lesion was left.",
-    "Precision": "Of the kept patches, the share that is lesion.",
-    "Enrichment": "Precision divided by the share of lesion patches in the image; 1 is a random choice.",
-    "Purity": "For ToMe, which merges: how little its merged tokens mix lesion and skin. It has no retention.",
-    "Accuracy": "Share of images whose class was named correctly.",
-    "Macro F1": "F1 of each class, averaged without weights: rare classes count as much as common ones.",
-    "Balanced accuracy": "Recall of each class, averaged without weights.",
-    "ECE": "Expected calibration error: how far confidence and accuracy lie apart, on average.",
-    "95 % interval": "Bootstrap over groups (images of one lesion are drawn together). It says how much the number "
-    "depends on which images happen to be in the validation part.",
-    "± over seeds": "Standard deviation over repeated trainings. It says how much the number depends on the luck of training.",
-    "p, Holm": "Paired permutation test between two methods on the same images; Holm's correction accounts for testing many pairs.",
-    "Off-center view": "A crop in which the lesion is not in the middle. It tells a router that sees the lesion from one that only "
-    "guesses the center.",
-    "—": "Not measured. This is not zero.",
+    "Patch, token": "A square piece of the image, and the vector that the vision transformer computes for it.",
+    "Token budget": "The share of patches that may be kept, written β in the paper. Of N patches, K = max(16, ⌊β N⌋) are kept.",
+    "Lesion retention": (
+        "The share of lesion patches (according to the mask) that were kept, pooled over images as in the paper. At 100% no "
+        "lesion patch was lost."
+    ),
+    "Retention per image": (
+        "Retention computed for each image and then averaged, so that small lesions count as much as large ones."
+    ),
+    "Ceiling": (
+        "The highest retention any selector can reach. A lesion that covers 100 patches cannot be kept whole when K is 76."
+    ),
+    "Share of the ceiling": (
+        "Retention divided by the ceiling. At 100% no patch was spent on skin while lesion patches were dropped."
+    ),
+    "Precision": "The share of kept patches that are lesion.",
+    "Enrichment": "Precision divided by the share of lesion patches in the image. Random selection has an enrichment of 1.",
+    "Purity": (
+        "For methods that merge patches (ToMe): how little the merged tokens mix lesion and skin. Such methods have no retention."
+    ),
+    "Accuracy": "The share of images that were classified correctly.",
+    "Macro F1": "The F1 score of each class, averaged with equal weight for rare and common classes.",
+    "Balanced accuracy": "The recall of each class, averaged with equal weight for rare and common classes.",
+    "AUROC": "Area under the ROC curve, one class against the rest, averaged over classes.",
+    "ECE": "Expected calibration error: the average gap between the model's confidence and its accuracy. Lower is better.",
+    "95% interval": (
+        "A bootstrap interval over groups of images (images of the same lesion are drawn together). It shows how much a number "
+        "depends on which images happen to be in the validation set."
+    ),
+    "± over seeds": (
+        "The standard deviation over repeated training runs. It shows how much a number depends on chance in training."
+    ),
+    "p, p (Holm)": (
+        "The p-value of a paired permutation test between two methods on the same images, and the same after Holm's correction "
+        "for multiple comparisons."
+    ),
+    "Off-center view": (
+        "A crop with the lesion away from the image center. It separates methods that find the lesion from methods that keep "
+        "the middle of the image."
+    ),
+    "Lesion-first": (
+        "Our training recipe for LATS: the scorer learns where the lesion is before the classifier is trained, so that "
+        "classification cannot pull it away from the lesion."
+    ),
+    "—": "Not measured, which is different from zero.",
 }

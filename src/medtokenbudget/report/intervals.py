@@ -1,19 +1,21 @@
-"""The statistics that tables, figures and sentences share, computed once from the predictions.
+"""The statistics that tables, figures and sentences share: bootstrap intervals, tests, strata and the retention model.
 
-Its own file because the bootstrap is the only slow part of a report; everything here is looked up afterwards.
+The bootstrap is the only slow part of a report, so each result is computed once and looked up afterwards. Values come from
+results.csv; only intervals, p-values and strata are computed here, from the predictions.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from medtokenbudget.config import HEADLINE_BUDGETS
 from medtokenbudget.experiments import retention_model, statistics, strata
-from medtokenbudget.report.evidence import Evidence
+from medtokenbudget.report.evidence import AS_IS, OFF_CENTER, Evidence
 
 CURVE_METRICS = ("accuracy", "macro_f1", "balanced_accuracy", "retention", "retention_of_ceiling")
 TESTED_METRICS = ("accuracy", "macro_f1", "balanced_accuracy", "retention")
@@ -32,12 +34,14 @@ class Difference:
 
     @property
     def verdict(self) -> int:
-        """1 or -1 when the interval lies on one side of zero, else 0."""
+        """1 or -1 when the interval is on one side of zero and p < 0.05, else 0."""
+        if self.p >= 0.05:
+            return 0
         return 1 if self.low > 0 else -1 if self.high < 0 else 0
 
 
 class Intervals:
-    """Values with 95 % bootstrap intervals of the headline study, and what else is tested or fitted."""
+    """Intervals, tests and strata of one run."""
 
     def __init__(self, evidence: Evidence) -> None:
         self.evidence = evidence
@@ -47,10 +51,12 @@ class Intervals:
         """`metric, method, budget, value, low, high, n, seeds` of the headline study."""
         # One method at a time: the draws of macro F1 over all methods at once would fill the memory.
         parts = [
-            statistics.intervals(rows, CURVE_METRICS, by=("dataset", "method", "budget"))
+            statistics.intervals(rows, CURVE_METRICS, by=("method", "budget"))
             for _, rows in self.evidence.main_predictions.groupby("method", sort=False)
         ]
-        return pd.concat(parts, ignore_index=True)[["metric", *COLUMNS]]
+        found = pd.concat(parts, ignore_index=True).drop(columns="value")
+        values = pd.concat([self.evidence.values(metric).assign(metric=metric) for metric in CURVE_METRICS], ignore_index=True)
+        return values.dropna(subset="value").merge(found, on=["metric", "method", "budget"], how="left")[["metric", *COLUMNS]]
 
     def table(self, metric: str) -> pd.DataFrame:
         """`method, budget, value, low, high, n, seeds` of one metric."""
@@ -62,30 +68,32 @@ class Intervals:
         return rows[np.isclose(rows["budget"], budget)].set_index("method")[["value", "low", "high", "n", "seeds"]]
 
     def difference(self, method: str, other: str, metric: str) -> Difference | None:
-        """`method` minus `other` at the headline budget of the headline study; None when not both were measured."""
-        rows = self.evidence.main_predictions
-        rows = rows[rows["method"].isin([method, other]) & np.isclose(rows["budget"], self.evidence.headline)]
-        if method not in set(rows["method"]):
+        """`method` minus `other` at the headline budget of the headline study; None unless both were measured."""
+        evidence = self.evidence
+        rows = evidence.main_predictions
+        rows = rows[rows["method"].isin([method, other]) & np.isclose(rows["budget"], evidence.headline)]
+        if {method, other} - set(rows["method"]):
             return None
-        found = statistics.compare(rows, method, (metric,))
+        found = with_values(statistics.compare(rows, method, (metric,)), evidence.main)
         if found.empty or np.isnan(found["difference"].iloc[0]):
             return None
         row = found.iloc[0]
         return Difference(float(row["difference"]), float(row["low"]), float(row["high"]), float(row["p"]), int(row["n"]))
 
-    def tests(self, reference: str, off_center: bool) -> pd.DataFrame:
-        """`reference` against every other method: difference, interval, p, Holm's p; empty when it was not run.
+    @lru_cache  # noqa: B019  one object per report
+    def tests(self, reference: str, view: str) -> pd.DataFrame:
+        """`reference` against every other method: difference, interval, p and Holm-corrected p; empty when it was not run.
 
-        On the images as they are in the study `robustness` when it is there (more seeds), else the headline's; or on off-center
-        views.
+        Images as they are are tested in the study `robustness` when the run has it (it has more seeds), else in the headline study.
         """
         evidence = self.evidence
-        where = _tested_off_center(evidence) if off_center else _tested_straight(evidence)
-        rows = evidence.images(*where) if where else evidence.predictions.iloc[:0]
+        study = {AS_IS: _tested_study(evidence, reference), OFF_CENTER: evidence.off_center_study}[view]
+        rows = evidence.images(study, view) if study else evidence.predictions.iloc[:0]
+        if study is None or reference not in set(rows["method"]):
+            return pd.DataFrame(columns=["view", *statistics.COMPARISON_COLUMNS])
         budgets = [b for b in HEADLINE_BUDGETS if b in set(rows["budget"])] or [evidence.headline]
-        if reference not in set(rows["method"]):
-            return pd.DataFrame(columns=list(statistics.COMPARISON_COLUMNS))
-        return statistics.compare(rows, reference, TESTED_METRICS, budgets)
+        found = statistics.compare(rows, reference, TESTED_METRICS, budgets)
+        return with_values(found.assign(view=view), evidence.cells(study, view))
 
     @cached_property
     def by_size(self) -> pd.DataFrame:
@@ -104,11 +112,12 @@ class Intervals:
 
     @cached_property
     def model(self) -> Model | None:
-        """The supplement's model fitted to LATS, or None without retention over several budgets."""
+        """The supplement's retention model fitted to the run's main method; None without retention at several budgets."""
+        method = self.evidence.focus
         rows = self.table("retention")
-        rows = rows[(rows["method"] == "lats") & rows["value"].notna()].sort_values("budget")
+        rows = rows[(rows["method"] == method) & rows["value"].notna()].sort_values("budget")
         images = self.evidence.main_predictions
-        images = strata.lesion_rows(images[images["method"] == "lats"]).drop_duplicates("image_id")
+        images = strata.lesion_rows(images[images["method"] == method]).drop_duplicates("image_id")
         if len(rows) < 3 or images.empty or not (rows["budget"] < 1).any():
             return None
         prevalence = images["lesion"].to_numpy(float) / images["n_patches"].to_numpy(float)
@@ -122,7 +131,7 @@ class Intervals:
 
 @dataclass(frozen=True)
 class Model:
-    """The Gaussian retention model: fitted separation, what was measured, and the two predictions over a fine grid of budgets."""
+    """The Gaussian retention model: fitted separation, measured points, and its two predictions over a fine grid of budgets."""
 
     separation: float
     budgets: np.ndarray
@@ -132,19 +141,37 @@ class Model:
     approximate: np.ndarray
 
 
-def _tested_straight(evidence: Evidence) -> tuple[str, str] | None:
-    study = "robustness" if "robustness" in evidence.studies else evidence.study
-    names = [name for name in evidence.datasets(study) if "@" not in name]
-    return (study, names[0]) if names else None
+def with_values(tests: pd.DataFrame, results: pd.DataFrame) -> pd.DataFrame:
+    """Takes the differences of `tests` from results.csv where both methods were measured on the same images and seeds.
+
+    A test between methods with different images (Oracle needs masks) covers the images that both have; results.csv has no number
+    for that, so the difference of the test stays.
+    """
+    cells: dict[tuple[str, float], list[dict[Any, Any]]] = {}
+    for row in results.to_dict("records"):
+        cells.setdefault((row["method"], round(row["budget"], 6)), []).append(row)
+    return tests.assign(difference=[_difference(test, cells) for test in tests.to_dict("records")])
 
 
-def _tested_off_center(evidence: Evidence) -> tuple[str, str] | None:
-    pair = evidence.off_center
-    return None if pair is None else (pair.study, pair.moved)
+def _difference(test: dict[Any, Any], cells: dict[tuple[str, float], list[dict[Any, Any]]]) -> float:
+    metric, budget = test["metric"], round(test["budget"], 6)
+    count = "n_masked" if metric == "retention" else "n"
+    first, second = (cells[test[side], budget] for side in ("method_a", "method_b"))
+    same_seeds = {row["seed"] for row in first} == {row["seed"] for row in second}
+    if not same_seeds or {row[count] for row in (*first, *second)} != {test["n"]}:
+        return float(test["difference"])
+    ours, theirs = (np.mean([row[metric] for row in rows]) for rows in (first, second))
+    return float(ours - theirs)
+
+
+def _tested_study(evidence: Evidence, reference: str) -> str:
+    """`robustness` when it has this method, else the headline study."""
+    measured = set(evidence.cells("robustness", AS_IS)["method"])
+    return "robustness" if reference in measured else evidence.study
 
 
 def _strata(found: pd.DataFrame, sizes: bool) -> pd.DataFrame:
-    """Strata with the share of the ceiling as `value, low, high`, and the range of lesion sizes in the name of a quartile."""
+    """Strata with the share of the ceiling as `value, low, high`; quartiles are named with their range of lesion sizes."""
     table = found.rename(columns={"low": "pooled_low", "high": "pooled_high"})
     table = table.rename(columns={"retention_of_ceiling": "value", "share_low": "low", "share_high": "high"})
     if sizes and len(table):

@@ -1,6 +1,6 @@
-"""The sentences of the page, computed from the results: what was measured, what came out, and where it fails.
+"""The sentences of the page: what was measured, what was found, and where it fails.
 
-Its own file because a sentence is a claim: each function here looks at the numbers first and says the opposite when they do.
+A sentence is a claim, so each function looks at the numbers first and says the opposite when they do.
 """
 
 from __future__ import annotations
@@ -8,21 +8,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
-from medtokenbudget.report.evidence import Evidence
-from medtokenbudget.report.examples import headline_k
+from medtokenbudget.report.evidence import OFF_CENTER, Evidence
 from medtokenbudget.report.intervals import Difference, Intervals
-from medtokenbudget.report.style import look
-from medtokenbudget.report.table import percent, probability
+from medtokenbudget.report.looks import is_reference, look
+from medtokenbudget.report.numbers import budget_text, is_missing, p_text, percentage, plural, points
 
 _SMALL = 100
+"""Below this number of images the page warns that differences may be noise."""
+_CLEAR = 0.02
+"""How much more of the ceiling a method must keep off-center to be called better than the center."""
 
 
 @dataclass(frozen=True)
 class Fact:
-    """A number large on the page: what it is, its value, what to compare it with."""
+    """A number shown large on the page: its label, its value, and what to compare it with."""
 
     label: str
     value: str
@@ -31,205 +32,220 @@ class Fact:
 
 def measured(evidence: Evidence) -> str:
     """What was measured, on how many images."""
-    rows = evidence.main
-    n, masks = int(rows["n"].max()), int(rows["n_masked"].max())
+    budgets = evidence.budgets
+    at = (
+        f"at {len(budgets)} token budgets from {budget_text(budgets[0])} to {budget_text(budgets[-1])}"
+        if len(budgets) > 1
+        else f"at token budget {budget_text(budgets[0])}"
+    )
+    masks = (
+        f"{evidence.n_masked:,} with a lesion mask"
+        if evidence.n_masked
+        else "none with a lesion mask, so retention is not measured"
+    )
     named = ", ".join(map(str, evidence.seeds))
     seeds = (
-        f"{len(evidence.seeds)} trainings of each (seeds {named})"
+        f"{len(evidence.seeds)} training runs each (seeds {named})"
         if len(evidence.seeds) > 1
-        else f"one training of each (seed {named})"
-    )
-    budgets = f"{len(evidence.budgets)} token budgets from {min(evidence.budgets):g} to {max(evidence.budgets):g}"
-    masked = (
-        f"{masks:,} of them with a lesion mask" if masks else "none of them with a lesion mask, so lesion retention is not measured"
+        else f"one training run each (seed {named})"
     )
     return (
-        f"{len(evidence.methods)} ways to choose image patches were compared on {n:,} validation images of the data set "
-        f"“{evidence.dataset}” ({masked}), at {budgets}, with {seeds}."
+        f"{plural(len(evidence.methods), 'way')} of selecting image patches, compared on {plural(evidence.n, 'validation image')} "
+        f"of “{evidence.dataset}” ({masks}), {at}, with {seeds}."
     )
 
 
 def question() -> str:
+    """What the report is about, for readers who do not know the paper."""
     return (
-        "A vision transformer cuts an image into patches. If only a part of them may be kept (the token budget), does the lesion "
-        "survive? Accuracy alone does not tell, so this report counts the lesion patches that are left: the lesion retention."
+        "A vision transformer divides an image into patches. When only some of them may be kept (the token budget), is the lesion "
+        "still among them? Accuracy alone cannot tell, so this report counts the lesion patches that remain: the lesion retention."
     )
 
 
+def subject(evidence: Evidence) -> str:
+    """Which method the page is about, and why."""
+    name = look(evidence.focus).name
+    if not evidence.is_trained:
+        return f"No selector was trained in this run, so the text follows {name}, the first method with a budget."
+    text = f"The text follows {name} (`{evidence.focus}`), "
+    text += (
+        "the model that `mtb predict` uses" if evidence.focus == evidence.info.main else "the trained method of the headline study"
+    )
+    if evidence.paper_method:
+        return f"{text}; {look(evidence.paper_method).name} is the paper's own training recipe, for comparison."
+    return f"{text}."
+
+
 def facts(evidence: Evidence, intervals: Intervals) -> list[Fact]:
-    """The headline numbers with their intervals."""
-    budget = evidence.headline
+    """The headline numbers with their intervals and what to compare them with."""
+    name, budget = look(evidence.focus).name, evidence.headline
+    wanted = {
+        "retention": f"of the lesion kept by {name}",
+        "retention_of_ceiling": f"of what is possible, by {name}",
+        "accuracy": f"accuracy of {name}",
+        "macro_f1": f"macro F1 of {name}",
+    }
     found: list[Fact] = []
-    for metric, label in (("retention", "of the lesion kept by LATS"), ("retention_of_ceiling", "of what is possible, by LATS")):
+    for metric, label in wanted.items():
         table = intervals.at(metric, budget)
-        if "lats" in table.index:
-            others = [
-                f"{look(m).name} {percent(table.loc[m, 'value'])}"
-                for m in ("lats:lesion-first", "center", "random")
-                if m in table.index
-            ]
-            found.append(
-                Fact(f"{label}, budget {budget:g}", f"{percent(table.loc['lats', 'value'])} %", _beside(table.loc["lats"], others))
+        if evidence.focus not in table.index:
+            continue
+        names = [*evidence.leading[1:], "center", "random", *(["no-pruning"] if metric in ("accuracy", "macro_f1") else [])]
+        others = [f"{look(m).name} {percentage(table.loc[m, 'value'])}" for m in names if m in table.index and m != evidence.focus]
+        row: Any = table.loc[evidence.focus]
+        found.append(
+            Fact(
+                f"{label} at budget {budget_text(budget)}", percentage(row["value"]), ". ".join([_interval(row), *_joined(others)])
             )
-    for metric, label in (("accuracy", "accuracy of LATS"), ("macro_f1", "macro F1 of LATS")):
-        table = intervals.at(metric, budget)
-        if "lats" in table.index:
-            others = [
-                f"{look(m).name} {percent(table.loc[m, 'value'])}"
-                for m in ("lats:lesion-first", "center", "random", "no-pruning")
-                if m in table.index
-            ]
-            found.append(
-                Fact(f"{label}, budget {budget:g}", f"{percent(table.loc['lats', 'value'])} %", _beside(table.loc["lats"], others))
-            )
+        )
     return found
 
 
-def _beside(row: Any, others: list[str]) -> str:
-    interval = f"95 % interval {percent(row['low'])} to {percent(row['high'])}, n = {int(row['n']):,}"
-    return f"{interval}. {', '.join(others)}" if others else interval
+def _joined(names: list[str]) -> list[str]:
+    return [", ".join(names)] if names else []
+
+
+def _interval(row: Any) -> str:
+    if is_missing(row["low"]):
+        return f"n = {int(row['n']):,}" if not is_missing(row["n"]) else "Interval not available"
+    return f"95% interval {percentage(row['low'])} to {percentage(row['high'])}, n = {int(row['n']):,}"
 
 
 def headline(evidence: Evidence, intervals: Intervals) -> list[str]:
-    """The answer in a few sentences."""
-    said = [
-        _kept(evidence, intervals),
-        _against_center(evidence, intervals, "lats"),
-        _own_recipe(evidence, intervals),
-        _against_center(evidence, intervals, "lats:lesion-first"),
-        _off_center(evidence),
-        _accuracy_hides(evidence, intervals),
-    ]
-    n = int(evidence.main["n_masked"].max() or evidence.main["n"].max())
+    """The findings, one sentence or two each."""
+    said = [subject(evidence), _kept(evidence, intervals)]
+    said += [_against_center(evidence, intervals, method) for method in evidence.leading]
+    said += [_recipes(evidence, intervals), _off_center(evidence), _accuracy_hides(evidence)]
+    n = evidence.n_masked or evidence.n
     if n < _SMALL:
-        said.append(f"These are few images ({n}): the intervals are wide, and small differences mean nothing.")
+        said.append(f"This is a small sample ({plural(n, 'image')}): intervals are wide, and small differences may be noise.")
     return [text for text in said if text]
 
 
 def _kept(evidence: Evidence, intervals: Intervals) -> str:
-    """How much of the lesion LATS keeps, beside chance and beside what is possible."""
-    table, k = intervals.at("retention", evidence.headline), headline_k(evidence)
-    if "lats" not in table.index or k is None:
+    """How much of the lesion the main method keeps, beside chance and the ceiling."""
+    table, method = intervals.at("retention", evidence.headline), evidence.focus
+    if method not in table.index:
         return ""
     images = evidence.main_predictions.drop_duplicates("image_id")
     patches, sizes = int(images["n_patches"].iloc[0]), images["lesion"].dropna()
-    text = f"With {k} of {patches} patches (budget {evidence.headline:g}) LATS keeps {_of(table, 'lats')} of the lesion patches."
-    if "random" in table.index:
-        text += f" A random choice keeps {percent(table.loc['random', 'value'])} %."
-    ceiling, large = evidence.cell("lats"), int((sizes > k).sum())
+    text = (
+        f"With {evidence.k} of {patches} patches (budget {budget_text(evidence.headline)}), {look(method).name} keeps "
+        f"{_of(table, method)} of the lesion patches."
+    )
+    if "random" in table.index and method != "random":
+        text += f" Random selection keeps {percentage(table.loc['random', 'value'])}."
+    ceiling, large = evidence.at("ceiling").get(method), int((sizes > evidence.k).sum())
     if ceiling is not None and large:
-        shown = f"{large} of {int((sizes > 0).sum())} lesions cover more patches than the budget allows"
-        text += f" No method can keep more than {percent(ceiling['ceiling'])} %: {shown}."
+        shown = f"{large:,} of {int((sizes > 0).sum()):,} lesions cover more patches than the budget allows"
+        text += f" No method can keep more than {percentage(ceiling)}, because {shown}."
     return text
 
 
 def _of(table: pd.DataFrame, method: str) -> str:
     row: Any = table.loc[method]
-    return f"{percent(row['value'])} % (95 % interval {percent(row['low'])} to {percent(row['high'])})"
+    return f"{percentage(row['value'])} ({_interval(row)})"
 
 
 def _against_center(evidence: Evidence, intervals: Intervals, method: str) -> str:
-    """Is the router better than keeping the middle of the image?"""
-    if not evidence.has_masks or (method != "lats" and method not in evidence.methods):
+    """Is the method better than keeping the middle of the image?"""
+    if not evidence.n_masked or method == "center" or method not in evidence.at("retention"):
         return ""
     name, gap = look(method).name, intervals.difference(method, "center", "retention")
     if gap is None:
-        return f"Whether {name} is better than simply keeping the center was not measured in this run."
+        return f"This run did not measure whether {name} is better than simply keeping the image center."
     return {
-        1: f"{name} is better than keeping the center of the image: it keeps {_gap(gap)} more of the lesion.",
-        0: f"{name} is not clearly better than keeping the center of the image, which needs no model: {_gap(gap)}.",
-        -1: f"{name} is worse than keeping the center of the image, which needs no model: {_gap(gap)}.",
+        1: f"{name} is better than simply keeping the image center: it keeps {_gap(gap)} more of the lesion.",
+        0: f"{name} is not clearly better than simply keeping the image center, which needs no model: difference {_gap(gap)}.",
+        -1: f"{name} is worse than simply keeping the image center, which needs no model: difference {_gap(gap)}.",
     }[gap.verdict]
 
 
 def _gap(gap: Difference) -> str:
-    low, high = (f"{100 * value:+.1f}".replace("-", "−") for value in (gap.low, gap.high))
-    value = f"{100 * gap.value:+.1f}".replace("-", "−") if gap.verdict < 1 else f"{100 * gap.value:.1f}"
-    return f"{value} points (95 % interval {low} to {high}, p {_p(gap.p)})"
+    value = points(gap.value).lstrip("+") if gap.verdict > 0 else points(gap.value)
+    return f"{value} points (95% interval {points(gap.low)} to {points(gap.high)}, {p_text(gap.p)}, n = {gap.n:,})"
 
 
-def _p(value: float) -> str:
-    text = probability(value)
-    return text if text.startswith("<") else f"= {text}"
+def _recipes(evidence: Evidence, intervals: Intervals) -> str:
+    """The run's own model beside the paper's recipe."""
+    theirs = evidence.paper_method
+    table = intervals.at("retention_of_ceiling", evidence.headline)
+    if theirs is None or not {evidence.focus, theirs} <= set(table.index):
+        return ""
+    ours, paper = (percentage(table.loc[m, "value"]) for m in (evidence.focus, theirs))
+    return f"Measured against the ceiling, {look(evidence.focus).name} reaches {ours} and the paper's recipe {paper}."
 
 
 def _off_center(evidence: Evidence) -> str:
-    """What tells a router from a center prior: lesions that are not in the center."""
-    pair = evidence.off_center
-    if pair is None:
+    """Off-center lesions tell a selector that finds the lesion from one that keeps the middle."""
+    study, method = evidence.off_center_study, evidence.focus
+    if study is None:
         return ""
-    names = ("lats", "lats:lesion-first", "center", "darkness")
-    cells = {m: evidence.cell(m, study=pair.study, dataset=pair.moved) for m in names}
-    values = {
-        m: float(c["retention_of_ceiling"]) for m, c in cells.items() if c is not None and not np.isnan(c["retention_of_ceiling"])
-    }
-    if "lats" not in values or "center" not in values:
+    values = evidence.at("retention_of_ceiling", study=study, view=OFF_CENTER)
+    if method not in values or "center" not in values or method == "center":
         return ""
-    others = ", ".join(f"{look(m).name} {percent(values[m])} %" for m in names[1:] if m in values)
-    shown = f"LATS keeps {percent(values['lats'])} % of what is possible, {others}"
-    if values["lats"] > values["center"] + 0.02:
-        return f"Where the lesion is off the center, the difference shows: {shown}."
-    return f"Even where the lesion is off the center, LATS does not stand out: {shown}."
-
-
-def _own_recipe(evidence: Evidence, intervals: Intervals) -> str:
-    """Our own training recipe beside the paper's, where the run has both."""
-    name = next((m for m in ("lats:lesion-first", "lats:paper") if m in evidence.methods), None)
-    table = intervals.at("retention_of_ceiling", evidence.headline)
-    if name is None or not {name, "lats"} <= set(table.index):
-        return ""
-    ours, theirs = (name, "lats") if name == "lats:lesion-first" else ("lats", name)
-    return (
-        f"Trained lesion first (our recipe), the scorer keeps {percent(table.loc[ours, 'value'])} % of what is possible; "
-        f"by the paper's recipe {percent(table.loc[theirs, 'value'])} %."
+    rows = evidence.cells(study, OFF_CENTER)
+    n = int(rows.loc[rows["method"] == method, "n_masked"].max())
+    others = ", ".join(
+        f"{look(m).name} {percentage(values[m])}"
+        for m in (evidence.paper_method, "center", "darkness", "random")
+        if m in values and m != method
     )
+    shown = f"{look(method).name} keeps {percentage(values[method])} of what is possible ({others}; n = {n:,})"
+    if values[method] > values["center"] + _CLEAR:
+        return f"When the lesion is off-center, it still finds it: {shown}."
+    return f"When the lesion is off-center, it is no better than keeping the center: {shown}."
 
 
-def _accuracy_hides(evidence: Evidence, intervals: Intervals) -> str:
-    """The paper's point, checked: close accuracies, far-apart retention."""
-    kept, right = (intervals.at(metric, evidence.headline)["value"].to_dict() for metric in ("retention", "accuracy"))
-    if not {"lats", "random"} <= set(kept) & set(right):
+def _accuracy_hides(evidence: Evidence) -> str:
+    """The paper's point, checked: similar accuracy, very different retention."""
+    kept, right = evidence.at("retention"), evidence.at("accuracy")
+    method = evidence.focus
+    if method == "random" or not {method, "random"} <= set(kept) & set(right):
         return ""
-    accuracy, retention = (100 * float(found["lats"] - found["random"]) for found in (right, kept))
-    shown = f"against Random, LATS has {accuracy:+.1f} points of accuracy and {retention:+.1f} points of retention".replace(
-        "-", "−"
+    accuracy, retention = (found[method] - found["random"] for found in (right, kept))
+    shown = (
+        f"{look(method).name} differs from Random by {points(accuracy)} points in accuracy and by {points(retention)} in retention"
     )
     if abs(accuracy) < abs(retention) / 2:
         return f"Accuracy does not show what happened to the lesion: {shown}."
-    return f"Here accuracy follows retention: {shown}."
+    return f"In this run accuracy follows retention: {shown}."
 
 
 def failures(evidence: Evidence, intervals: Intervals) -> list[str]:
-    """Where it fails, from the numbers."""
+    """Where the main method fails, from the numbers."""
     said = []
-    for strata, what in ((intervals.by_size, "size"), (intervals.by_class, "class")):
-        rows = strata[strata["method"] == "lats"].dropna(subset=["value"]) if not strata.empty else strata
+    name = look(evidence.focus).name
+    for strata, what in ((intervals.by_size, "lesion size"), (intervals.by_class, "class")):
+        rows = strata[strata["method"] == evidence.focus].dropna(subset=["value"]) if not strata.empty else strata
         if len(rows) > 1:
             ranked = rows.sort_values("value", kind="stable")
-            worst, best = ranked.iloc[0], ranked.iloc[-1]
-            group = "lesions of the quarter" if what == "size" else "lesions of the class"
-            said.append(
-                f"By {what}: of {group} “{worst['stratum']}” LATS keeps {percent(worst['value'])} % of what is possible "
-                f"(n = {int(worst['n'])}), of “{best['stratum']}” {percent(best['value'])} % (n = {int(best['n'])})."
+            low, high = (
+                f"“{r['stratum']}” {percentage(r['value'])} (n = {int(r['n']):,})" for r in (ranked.iloc[0], ranked.iloc[-1])
             )
-    said += _weak_spots(evidence, intervals)
-    return said or ["Nothing in this run can show a failure: it has neither masks nor labels to check against."]
+            said.append(f"By {what}, {name} keeps the smallest share of what is possible for {low} and the largest for {high}.")
+    said += _weak_spots(evidence)
+    return said or ["This run cannot show failures: it has neither masks nor labels to check against."]
 
 
-def _weak_spots(evidence: Evidence, intervals: Intervals) -> list[str]:
-    said = []
-    budget = evidence.headline
-    for metric, name in (("accuracy", "accuracy"), ("macro_f1", "macro F1")):
-        table = intervals.at(metric, budget).drop(index=["oracle"], errors="ignore")
-        if "lats" in table.index and len(table) > 1:
-            better = table[table["value"] > table.loc["lats", "value"]].sort_values("value", ascending=False)
-            if len(better):
-                names = ", ".join(f"{look(str(m)).name} {percent(v)}" for m, v in better["value"].head(3).items())
-                said.append(f"In {name} at {budget:g}, LATS ({percent(table.loc['lats', 'value'])}) is below: {names} (%).")
-    full, all_patches = evidence.cell("lats", 1.0), evidence.cell("no-pruning", 1.0)
-    if full is not None and all_patches is not None and full["accuracy"] < all_patches["accuracy"]:
+def _weak_spots(evidence: Evidence) -> list[str]:
+    said, method = [], evidence.focus
+    name = look(method).name
+    for metric, label in (("accuracy", "Accuracy"), ("macro_f1", "Macro F1")):
+        values = {m: v for m, v in evidence.at(metric).items() if m == method or m == "no-pruning" or not is_reference(m)}
+        if method in values:
+            better = sorted((m for m in values if values[m] > values[method]), key=lambda m: -values[m])
+            if better:
+                names = ", ".join(f"{look(m).name} {percentage(values[m])}" for m in better[:3])
+                said.append(
+                    f"{label} at budget {budget_text(evidence.headline)} is higher for {plural(len(better), 'method')} than for "
+                    f"{name} ({percentage(values[method])}, n = {evidence.n:,}): {names}{', …' if len(better) > 3 else ''}."
+                )
+    full = evidence.at("accuracy", 1.0)
+    if {method, "no-pruning"} <= set(full) and full[method] < full["no-pruning"]:
         said.append(
-            f"LATS is no classifier for all patches: at budget 1.0 its accuracy is {percent(full['accuracy'])} %, "
-            f"NoPruning has {percent(all_patches['accuracy'])} %."
+            f"With all patches (budget 1.0), {name} classifies {percentage(full[method])} correctly; a classifier trained on all "
+            f"patches, NoPruning, {percentage(full['no-pruning'])} (n = {evidence.n:,})."
         )
     return said

@@ -1,12 +1,8 @@
-"""One table a study: the main sweep, the full sweeps, robustness over seeds, and the ablations, with the controls in each.
-
-Its own file because these tables are results.csv reshaped; tables that need statistics or the paper's numbers are in
-`analysis_tables.py`.
-"""
+"""One table per study: robustness over seeds, off-center views and the ablations, all with the controls beside them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,271 +10,196 @@ import pandas as pd
 
 from medtokenbudget.config import HEADLINE_BUDGETS
 from medtokenbudget.experiments.statistics import paired_seed_table
-from medtokenbudget.report.evidence import CONTROLS, OFF_CENTER, Evidence
-from medtokenbudget.report.intervals import Intervals
-from medtokenbudget.report.style import look, ordered
-from medtokenbudget.report.table import NOT_MEASURED, Table, number, percent, points, with_deviation, with_interval
+from medtokenbudget.report.cells import BOLD_NOTE, METRIC_NAMES, best, counts, mean_text, seeds_note
+from medtokenbudget.report.evidence import AS_IS, OFF_CENTER, VIEW_NAMES, Evidence
+from medtokenbudget.report.looks import look
+from medtokenbudget.report.numbers import NOT_MEASURED, budget_text, is_missing, percent, points
+from medtokenbudget.report.sweep_tables import over_budgets
+from medtokenbudget.report.table import Table
 
-METRIC_NAMES = {
-    "accuracy": "Acc. (%)",
-    "macro_f1": "Macro F1 (%)",
-    "balanced_accuracy": "Bal. acc. (%)",
-    "retention": "Ret. (%)",
-    "retention_mean": "Ret. per image (%)",
-    "retention_of_ceiling": "Of ceiling (%)",
-    "precision": "Prec. (%)",
-    "enrichment": "Enrich. (×)",
-    "macro_auroc": "AUROC (%)",
-    "ece": "ECE (%)",
-    "purity": "Purity (%)",
-}
 SHOWN = ("accuracy", "macro_f1", "balanced_accuracy", "retention", "retention_of_ceiling")
-MAIN_BUDGETS = (0.1, 0.2, 0.3, 0.5, 1.0)
-_MOST_BOLD = 2
-"""A value that more methods than these share is no best value."""
-_NO_CONTEST = ("no-pruning", "oracle")
-"""References, not competitors: one has no budget, the other sees the mask."""
-_RECIPE_COLUMNS: tuple[tuple[str, tuple[float, ...]], ...] = (
-    ("retention_of_ceiling", ()),
-    ("macro_f1", (0.3,)),
-    ("balanced_accuracy", (0.3,)),
-)
-"""Metrics of the recipe table and their budgets; () is all that were run."""
-_RECIPE_NAMES = {"retention_of_ceiling": "Ceil.", "macro_f1": "F1", "balanced_accuracy": "Bal."}
+_RECIPE = (("retention_of_ceiling", ()), ("macro_f1", (0.3,)), ("balanced_accuracy", (0.3,)))
+"""Measures of the recipe table with their budgets; () means all that were run."""
+_SHORT = {"retention_of_ceiling": "Ceil.", "macro_f1": "F1", "balanced_accuracy": "Bal."}
 _TITLES = {
-    "robustness": "Robustness over seeds at the headline budgets",
-    "mask-free": "LATS trained without lesion masks",
+    "robustness": "Robustness over seeds",
+    "mask-free": "Training without lesion masks",
     "signals": "Single signals as selectors",
     "toggles": "Signals switched off at inference",
     "epochs": "Baselines trained for as many epochs as LATS",
-    "center-bias": "Images as they are and off-center views",
 }
 
 
-def main(evidence: Evidence, intervals: Intervals) -> Table:
-    """Accuracy over the paper's budgets, retention and its share of the ceiling at the headline budget."""
-    budgets = [b for b in MAIN_BUDGETS if b in evidence.budgets] or evidence.budgets
-    methods = with_controls(evidence.methods)
-    at = f"@{evidence.headline:g}"
-    columns = ["Method", *[f"Acc. β={b:g}" for b in budgets], f"F1{at}", f"Ret.{at}", f"Of ceiling{at}", "n (masks)"]
-    wanted = [("accuracy", b) for b in budgets] + [
-        (m, evidence.headline) for m in ("macro_f1", "retention", "retention_of_ceiling")
-    ]
-    tables = {key: intervals.at(*key) for key in wanted}
-    rows, raw = [], []
-    for method in methods:
-        cells = [_row(tables[key], method) for key in wanted]
-        rows.append([look(method).name, *[with_interval(*cell) for cell in cells], _counts(evidence.main, method)])
-        for (metric, budget), (value, low, high) in zip(wanted, cells):
-            raw.append({"method": method, "budget": budget, "metric": metric, "value": value, "low": low, "high": high})
-    values = {(m, c): _row(tables[key], m)[0] for m in methods for c, key in enumerate(wanted, 1)}
-    return Table(
-        "main",
-        "Accuracy and lesion retention (%) by method and budget",
-        columns,
-        rows,
-        pd.DataFrame(raw),
-        f"In brackets the 95 % bootstrap interval over groups of images. {seeds_note(evidence.main)} Ret.: lesion patches kept, "
-        "pooled over images; of ceiling: as a share of what any selector could keep. Bold: best, without NoPruning and Oracle. "
-        f"{NOT_MEASURED} not measured.",
-        bold=_best(methods, values, range(1, len(wanted) + 1)),
-    )
-
-
-def sweep(evidence: Evidence, metric: str, name: str, title: str) -> Table | None:
-    """One metric over all budgets of the headline study."""
-    return _wide(evidence.main, metric, name, title)
-
-
-def _wide(results: pd.DataFrame, metric: str, name: str, title: str) -> Table | None:
-    if results.empty or results[metric].isna().all():
-        return None
-    budgets = sorted(results["budget"].unique())
-    methods = with_controls(ordered(results["method"]))
-    means = results.groupby(["method", "budget"])[metric].mean()
-    values = {(m, c): float(means.get((m, b), np.nan)) for m in methods for c, b in enumerate(budgets, 1)}
-    rows = [[look(m).name, *[percent(values[m, c]) for c in range(1, len(budgets) + 1)], _counts(results, m)] for m in methods]
-    raw = [{"method": m, "budget": b, metric: values[m, c]} for m in methods for c, b in enumerate(budgets, 1)]
-    if metric == "retention":
-        ceiling = results[results["method"] != "no-pruning"].groupby("budget")["ceiling"].mean()
-        rows.append(["Ceiling", *[percent(ceiling.get(b)) for b in budgets], ""])
-        raw += [{"method": "ceiling", "budget": b, metric: float(ceiling.get(b, np.nan))} for b in budgets]
-    return Table(
-        name,
-        title,
-        ["Method", *[f"{b:g}" for b in budgets], "n (masks)"],
-        rows,
-        pd.DataFrame(raw),
-        f"Columns are token budgets. {seeds_note(results)} Bold: best, without NoPruning and Oracle.",
-        bold=_best(methods, values, range(1, len(budgets) + 1)),
-        breaks=frozenset({len(methods)} if metric == "retention" else ()),
-    )
-
-
-def center_bias(evidence: Evidence) -> Table | None:
-    """The images as they are and off-center, at the headline budgets, from the study that has both."""
-    pair = evidence.off_center
-    return None if pair is None else by_budget(evidence, pair.study, name="center-bias", budgets=HEADLINE_BUDGETS)
-
-
-def by_budget(
-    evidence: Evidence,
-    study: str,
-    metrics: Sequence[str] = SHOWN,
-    name: str | None = None,
-    budgets: Sequence[float] | None = None,
-) -> Table | None:
-    """Mean and deviation over seeds, a row for each (data set, budget, method): the shape of the paper's robustness table."""
-    results = evidence.cells(study)
-    if budgets is not None:
-        results = results[results["budget"].isin(list(budgets))]
+def by_budget(evidence: Evidence, study: str, metrics: Sequence[str] = SHOWN) -> Table | None:
+    """Mean and deviation over seeds with one row per budget and method, like the paper's robustness table."""
+    results = evidence.cells(study, AS_IS)
     if results.empty:
         return None
-    datasets = evidence.datasets(study)
-    several = len(datasets) > 1
-    columns = [*(["Images"] if several else []), "β", "Method", *[METRIC_NAMES[m] for m in metrics], "n (masks)", "Seeds"]
+    methods = evidence.with_controls(results["method"])
     rows: list[list[str]] = []
     raw: list[dict[str, object]] = []
     bold: set[tuple[int, int]] = set()
     breaks: set[int] = set()
-    for dataset in datasets:
-        part = results[results["dataset"] == dataset]
-        methods = with_controls(ordered(part["method"]))
-        for budget in sorted(part["budget"].unique()):
-            cells = part[np.isclose(part["budget"], budget)]
-            stats = cells.groupby("method")[list(metrics)].agg(["mean", "std"])
-            breaks.add(len(rows))
-            values: dict[tuple[str, int], float] = {}
-            for method in methods:
-                pairs = [(_get(stats, method, (m, "mean")), _get(stats, method, (m, "std"))) for m in metrics]
-                label = [*([view_name(dataset)] if several else []), f"{budget:g}", look(method).name]
-                texts = [_mean_text(m, *pair) for m, pair in zip(metrics, pairs)]
-                seeds = int((cells["method"] == method).sum())
-                rows.append([*label, *texts, _counts(cells, method), str(seeds) if seeds else NOT_MEASURED])
-                values |= {(method, c): pair[0] for c, pair in enumerate(pairs, len(label))}
-                entry: dict[str, object] = {"dataset": dataset, "budget": budget, "method": method, "seeds": seeds}
-                for metric, (mean, deviation) in zip(metrics, pairs):
-                    entry |= {metric: mean, f"{metric}_sd": deviation}
-                raw.append(entry)
-            start = len(rows) - len(methods)
-            first = 3 if several else 2
-            bold |= {(start + r, c) for r, c in _best(methods, values, range(first, first + len(metrics)))}
+    for budget in sorted(results["budget"].unique()):
+        shown = budget in _headline_budgets(results)
+        cells = results[np.isclose(results["budget"], budget)]
+        stats = cells.groupby("method")[list(metrics)].agg(["mean", "std"])
+        values: dict[tuple[str, int], float] = {}
+        start = len(rows)
+        breaks |= {start} if shown else set()
+        for method in methods:
+            pairs = [(_get(stats, method, (m, "mean")), _get(stats, method, (m, "std"))) for m in metrics]
+            seeds = int((cells["method"] == method).sum())
+            entry: dict[str, object] = {"budget": budget, "method": method, "seeds": seeds}
+            for metric, (mean, deviation) in zip(metrics, pairs):
+                entry |= {metric: mean, f"{metric}_sd": deviation}
+            raw.append(entry)
+            if not shown:
+                continue
+            texts = [mean_text(m, *pair) for m, pair in zip(metrics, pairs)]
+            rows.append(
+                [f"{budget_text(budget)}", look(method).name, *texts, counts(cells, method), str(seeds) if seeds else NOT_MEASURED]
+            )
+            values |= {(method, c): pair[0] for c, pair in enumerate(pairs, 2)}
+        if shown:
+            bold |= {(start + r, c) for r, c in best(methods, values, range(2, 2 + len(metrics)))}
     return Table(
-        name or study,
-        _TITLES.get(name or study, f"Study {study}"),
-        columns,
+        study,
+        _TITLES.get(study, f"Study “{study}”"),
+        ["Budget", "Method", *[METRIC_NAMES[m] for m in metrics], "n (masks)", "Seeds"],
         rows,
         pd.DataFrame(raw),
-        "Mean over seeds, ± their standard deviation (no deviation for a single seed). This is the spread of the training, not of "
-        f"the images. Bold: best at that budget, without NoPruning and Oracle. {NOT_MEASURED} not measured.",
-        labels=3 if several else 2,
+        "Mean ± standard deviation over seeds, which is the spread between training runs and not between images; a single seed has "
+        f"no deviation. {BOLD_NOTE} {NOT_MEASURED}: not measured.",
+        labels=2,
         bold=frozenset(bold),
         breaks=frozenset(breaks - {0}),
+        more="all budgets",
     )
+
+
+def center_bias(evidence: Evidence) -> Table | None:
+    """Share of the ceiling on the images as they are and on off-center views, one row per method."""
+    study = evidence.off_center_study
+    if study is None:
+        return None
+    results = evidence.cells(study)
+    wanted = [("retention_of_ceiling", view, b) for view in (AS_IS, OFF_CENTER) for b in _headline_budgets(results)]
+    return _by_view(
+        evidence,
+        results,
+        wanted,
+        "center-bias",
+        "Share of the ceiling (%), original images and off-center views",
+        "As is: original images. Off: views with the lesion away from the center. The number is the token budget.",
+    )
+
+
+def recipe(evidence: Evidence) -> Table | None:
+    """One row per change to the lesion-first recipe."""
+    results = evidence.cells("recipe")
+    if results.empty:
+        return None
+    budgets = _headline_budgets(results)
+    views = [view for view in (AS_IS, OFF_CENTER) if view in set(results["view"])]
+    wanted = [(m, view, b) for m, only in _RECIPE for view in views for b in (only or budgets) if b in budgets]
+    return _by_view(
+        evidence,
+        results,
+        wanted,
+        "recipe",
+        "The lesion-first recipe with one part changed at a time",
+        "Ceil.: share of the ceiling (%). F1: macro F1 (%). Bal.: balanced accuracy (%). As is: original images. Off: off-center "
+        "views. The number is the token budget.",
+    )
+
+
+def _by_view(
+    evidence: Evidence, results: pd.DataFrame, wanted: list[tuple[str, str, float]], name: str, title: str, note: str
+) -> Table:
+    """One row per method, one column per (metric, view, budget) of `wanted`; the CSV has every measure of these cells."""
+    methods = evidence.with_controls(results["method"])
+    means = results.groupby(["method", "view", "budget"])[list(SHOWN)].mean()
+    values = {
+        (method, c): float(means[metric].get((method, view, budget), np.nan))
+        for method in methods
+        for c, (metric, view, budget) in enumerate(wanted, 1)
+    }
+    several = len({metric for metric, _, _ in wanted}) > 1
+    heads = [
+        f"{_SHORT[metric] + ' ' if several else ''}{'off' if view == OFF_CENTER else 'as is'} {budget_text(budget)}"
+        for metric, view, budget in wanted
+    ]
+    columns = range(1, len(wanted) + 1)
+    keys = ["view", "budget", "method", "metric"]
+    long = results.melt(id_vars=keys[:3], value_vars=list(SHOWN), var_name="metric")
+    views = list(dict.fromkeys(view for _, view, _ in wanted))
+    return Table(
+        name,
+        title,
+        ["Method", *heads, *[f"n (masks) {VIEW_NAMES[view]}" for view in views]],
+        [
+            [
+                look(m).name,
+                *[percent(values[m, c]) for c in columns],
+                *[counts(results[results["view"] == view], m) for view in views],
+            ]
+            for m in methods
+        ],
+        long.groupby(keys, sort=False)["value"].agg(value="mean", sd="std", seeds="count").reset_index(),
+        f"{note} {seeds_note(results)} {BOLD_NOTE}",
+        bold=best(methods, values, columns),
+        more="accuracy, macro F1 and retention of both views too",
+    )
+
+
+def _headline_budgets(results: pd.DataFrame) -> list[float]:
+    measured = set(results["budget"])
+    return [b for b in HEADLINE_BUDGETS if b in measured] or sorted(measured)[:3]
 
 
 def curriculum(evidence: Evidence) -> Table | None:
     """Accuracy over budgets of LATS trained with the curriculum and at a fixed budget."""
-    return _wide(evidence.cells("curriculum"), "accuracy", "curriculum", "Curriculum against a fixed training budget: accuracy (%)")
+    title = "Curriculum against a fixed training budget: accuracy (%)"
+    return over_budgets(evidence, evidence.cells("curriculum", AS_IS), "accuracy", "curriculum", title)
 
 
 def kvasir(evidence: Evidence) -> Table | None:
     """The auxiliary sweep on endoscopic images, which have no masks."""
-    return _wide(evidence.cells("kvasir"), "accuracy", "kvasir", "Kvasir v2: accuracy (%) over all budgets")
-
-
-def recipe(evidence: Evidence) -> Table | None:
-    """A row for each variant of the preset: share of the ceiling at the headline budgets, macro F1 and balanced accuracy."""
-    results = evidence.cells("recipe")
-    if results.empty:
-        return None
-    datasets, methods = evidence.datasets("recipe"), with_controls(ordered(results["method"]))
-    budgets = [b for b in HEADLINE_BUDGETS if b in set(results["budget"])] or sorted(results["budget"].unique())
-    wanted = [(d, m, b) for m, bs in _RECIPE_COLUMNS for d in datasets for b in (bs or budgets) if b in budgets]
-    means = results.groupby(["method", "dataset", "budget"])[[m for m, _ in _RECIPE_COLUMNS]].mean()
-    values = {
-        (method, c): float(means[metric].get((method, dataset, budget), np.nan))
-        for method in methods
-        for c, (dataset, metric, budget) in enumerate(wanted, 1)
-    }
-    columns = range(1, len(wanted) + 1)
-    names = [f"{_RECIPE_NAMES[metric]} {_side(dataset)} {budget:g}" for dataset, metric, budget in wanted]
-    raw = [
-        {"method": method, "dataset": dataset, "metric": metric, "budget": budget, "value": values[method, c]}
-        for method in methods
-        for c, (dataset, metric, budget) in enumerate(wanted, 1)
-    ]
-    return Table(
-        "recipe",
-        "The lesion-first preset, one part taken back at a time",
-        ["Method", *names, "n (masks)"],
-        [[look(m).name, *[percent(values[m, c]) for c in columns], _counts(results, m)] for m in methods],
-        pd.DataFrame(raw),
-        f"{seeds_note(results)} Ceil.: share of the possible retention (%), F1: macro F1 (%), Bal.: balanced accuracy (%); "
-        "as is: images as they are, off: off-center views; the number is the budget. Bold: best, without Oracle.",
-        bold=_best(methods, values, columns),
-    )
+    return over_budgets(evidence, evidence.cells("kvasir", AS_IS), "accuracy", "kvasir", "Kvasir v2: accuracy (%) over all budgets")
 
 
 def paired_seeds(evidence: Evidence) -> Table | None:
-    """LATS minus another method, seed by seed, in percentage points: mean and deviation."""
+    """The study's main method minus each other method, seed by seed, in percentage points."""
     metrics = ("accuracy", "macro_f1", "retention")
-    found = paired_seed_table(evidence.cells("robustness"), "lats", metrics)
+    results = evidence.cells("robustness", AS_IS)
+    if results.empty:
+        return None
+    reference = evidence.focus_of(evidence.ordered(results["method"]))
+    found = paired_seed_table(results, reference, metrics)
     if found.empty:
         return None
     cells = found.set_index(["budget", "method_b", "metric"])
+    others = [m for m in evidence.with_controls(found["method_b"]) if m != reference]
     rows = []
     for budget in sorted(found["budget"].unique()):
-        for method in (m for m in with_controls(found["method_b"]) if m != "lats"):
+        for method in others:
             keys = [(budget, method, m) for m in metrics]
             texts = [_gap_text(cells.loc[k, "mean"], cells.loc[k, "std"]) if k in cells.index else NOT_MEASURED for k in keys]
             seeds = str(cells.loc[keys[0], "seeds"]) if keys[0] in cells.index else NOT_MEASURED
-            rows.append([f"{budget:g}", f"LATS − {look(method).name}", *texts, seeds])
-    per_budget = len(rows) // found["budget"].nunique()
+            rows.append([f"{budget_text(budget)}", look(method).name, *texts, seeds])
+    name = look(reference).name
     return Table(
         "paired-seeds",
-        "LATS against the others, seed by seed (percentage points)",
-        ["β", "Comparison", "Δ Acc.", "Δ F1", "Δ Ret.", "Seeds"],
+        f"{name} minus each other method, seed by seed (percentage points)",
+        ["Budget", f"{name} minus", "Δ accuracy", "Δ macro F1", "Δ retention", "Seeds"],
         rows,
         found,
-        "Mean of the differences of the same seed, ± their standard deviation. ToMe merges patches and has no retention.",
+        "Mean of the differences between runs with the same seed, ± their standard deviation. ToMe merges patches and has no "
+        "retention.",
         labels=2,
-        breaks=frozenset(range(per_budget, len(rows), per_budget)),
+        breaks=frozenset(range(len(others), len(rows), len(others))),
     )
-
-
-def _side(dataset: str) -> str:
-    return "off" if dataset.endswith(OFF_CENTER) else "as is"
-
-
-def view_name(dataset: str) -> str:
-    return "off-center" if dataset.endswith(OFF_CENTER) else "as they are"
-
-
-def with_controls(methods: Iterable[str]) -> list[str]:
-    """The methods and the controls, in the order of every table: a control that was not run has a row of dashes."""
-    return ordered([*methods, *CONTROLS])
-
-
-def seeds_note(results: pd.DataFrame) -> str:
-    seeds = sorted(int(seed) for seed in results["seed"].unique())
-    text = ", ".join(map(str, seeds))
-    return f"One run (seed {text})." if len(seeds) == 1 else f"Mean over the seeds {text}."
-
-
-def _counts(results: pd.DataFrame, method: str) -> str:
-    """`400 (155)`: images with a label, and images that retention was measured on."""
-    rows = results[results["method"] == method]
-    if rows.empty:
-        return NOT_MEASURED
-    return f"{int(rows['n'].max()):,} ({int(rows['n_masked'].max()):,})"
-
-
-def _row(table: pd.DataFrame, method: str) -> tuple[float, float, float]:
-    if method not in table.index:
-        return (np.nan, np.nan, np.nan)
-    row: Any = table.loc[method]
-    return float(row["value"]), float(row["low"]), float(row["high"])
 
 
 def _get(table: pd.DataFrame, method: str, column: tuple[str, str]) -> float:
@@ -286,29 +207,6 @@ def _get(table: pd.DataFrame, method: str, column: tuple[str, str]) -> float:
     return float(value)
 
 
-def _mean_text(metric: str, mean: float, deviation: float) -> str:
-    if metric == "enrichment":
-        text = number(mean)
-        return text if text == NOT_MEASURED or np.isnan(deviation) else f"{text} ± {number(deviation)}"
-    return with_deviation(mean, deviation, 1)
-
-
-def _gap_text(mean: float, deviation: float) -> str:
+def _gap_text(mean: Any, deviation: Any) -> str:
     text = points(mean, 2)
-    return text if text == NOT_MEASURED or np.isnan(deviation) else f"{text} ± {percent(deviation, 2)}"
-
-
-def _best(methods: Sequence[str], values: dict[tuple[str, int], float], columns: Iterable[int]) -> frozenset[tuple[int, int]]:
-    """(row, column) of the largest value of each column as printed, so that ties are all bold; references do not compete."""
-    best = set()
-    for column in columns:
-        candidates = {
-            r: round(values[m, column], 3)
-            for r, m in enumerate(methods)
-            if m.split(":")[0] not in _NO_CONTEST and values[m, column] == values[m, column]
-        }
-        if len(candidates) > 1 and len(set(candidates.values())) > 1:
-            top = max(candidates.values())
-            winners = {(r, column) for r, value in candidates.items() if value == top}
-            best |= winners if len(winners) <= _MOST_BOLD else set()
-    return frozenset(best)
+    return text if text == NOT_MEASURED or is_missing(deviation) else f"{text} ± {percent(deviation, 2)}"

@@ -1,11 +1,10 @@
-"""One table in all its forms: raw numbers as CSV, and the same table as Markdown, LaTeX (booktabs) and HTML.
+"""One table in four formats: raw numbers as CSV, and the same cells as Markdown, LaTeX (booktabs) and HTML.
 
-Its own file because the forms must never differ in what they say: they are all written from the same `Table`.
+All formats are written from the same `Table`, so that they never disagree.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
@@ -15,9 +14,8 @@ import pandas as pd
 
 from medtokenbudget.files import write_text
 
-NOT_MEASURED = "—"
 _TALL = 26
-"""More rows than these scroll within their box on the page."""
+"""Tables with more rows than this scroll inside their box on the page."""
 _LATEX = {
     "\\": r"\textbackslash{}",
     "&": r"\&",
@@ -50,16 +48,19 @@ _LATEX = {
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of text under columns, with the raw numbers behind them.
+    """Rows of text under columns, together with the raw numbers behind them.
 
-    name     file name and anchor
-    title    what the table is, in a few words
-    note     how to read it, and its n
-    columns  headings; the first `labels` of them name the row, the others hold numbers
-    rows     one text a column; `NOT_MEASURED` where there is no number
-    data     the raw numbers, a row each, as they are written to CSV
-    bold     (row, column) of the best value in each column
-    breaks   rows above which a rule is drawn
+    Attributes:
+        name: File name and anchor.
+        title: What the table shows, in a few words.
+        columns: Headings; the first `labels` of them name the row, the others hold numbers.
+        rows: One text per column; a dash where nothing was measured.
+        data: The raw numbers as written to CSV. They may include rows or columns that the page leaves out.
+        note: How to read the table, with its n.
+        labels: Number of leading columns that name the row.
+        bold: (row, column) of the best value in each column.
+        breaks: Rows with a rule above them.
+        more: What the CSV contains beyond the table, for example `all 117 tests`; shown with the link to it.
     """
 
     name: str
@@ -71,9 +72,10 @@ class Table:
     labels: int = 1
     bold: frozenset[tuple[int, int]] = field(default_factory=frozenset)
     breaks: frozenset[int] = field(default_factory=frozenset)
+    more: str = ""
 
     def write(self, folder: Path) -> None:
-        """`name.csv`, `name.md` and `name.tex` in `folder`."""
+        """Writes `name.csv`, `name.md` and `name.tex` into `folder`."""
         csv = self.data.to_csv(index=False, float_format="%.6g", lineterminator="\n")
         write_text(folder / f"{self.name}.csv", csv)
         write_text(folder / f"{self.name}.md", self.markdown())
@@ -134,18 +136,27 @@ class Table:
             rule = ' class="rule"' if r in self.breaks else ""
             body.append(f"<tr{rule}>{''.join(cells)}</tr>")
         tall = " tall" if len(self.rows) > _TALL else ""
-        more = f'<p class="more" aria-hidden="true">{len(self.rows)} rows: scroll in this box for the rest</p>' if tall else ""
-        note = f'<p class="note">{escape(self.note)}</p>' if self.note else ""
+        scroll = f'<p class="more" aria-hidden="true">{len(self.rows)} rows; scroll inside this box</p>' if tall else ""
+        note = f'<p class="note">{escape(self.note)} {self._links()}</p>'
         return (
             f'<figure class="table" id="table-{self.name}">'
             f'<p class="title" aria-hidden="true">{escape(self.title)}</p><div class="scroll{tall}" tabindex="0" role="region" '
             f'aria-label="Table: {escape(self.title, quote=True)}"><table><caption>{escape(self.title)}</caption>'
-            f"<thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table>{more}</div>{note}</figure>"
+            f"<thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table>{scroll}</div>{note}</figure>"
         )
+
+    def _links(self) -> str:
+        """Links to the files that `write` makes, relative to the page."""
+        files = ", ".join(
+            f'<a href="tables/{self.name}.{ending}">{name}</a>'
+            for ending, name in (("csv", "CSV"), ("md", "Markdown"), ("tex", "LaTeX"))
+        )
+        what = f"Download {escape(self.more)}" if self.more else "Download"
+        return f'<span class="files">{what}: {files}.</span>'
 
 
 def latex_text(text: str) -> str:
-    """Text with everything that LaTeX would read as a command escaped."""
+    """Escapes everything that LaTeX would read as a command."""
     return "".join(_LATEX.get(character, character) for character in text)
 
 
@@ -157,52 +168,6 @@ def _side(label: bool) -> str:
     return ' class="label"' if label else ""
 
 
-def percent(value: Any, digits: int = 1) -> str:
-    """A fraction as percent without the sign; a dash where it was not measured."""
-    return NOT_MEASURED if _missing(value) else f"{100 * float(value):.{digits}f}"
-
-
-def points(value: Any, digits: int = 1) -> str:
-    """A difference of fractions in percentage points, with its sign."""
-    return NOT_MEASURED if _missing(value) else _signed(100 * float(value), digits)
-
-
-def _signed(value: float, digits: int) -> str:
-    text = f"{value:+.{digits}f}"
-    if float(text) == 0:
-        return text[1:]
-    return text.replace("-", "−")
-
-
-def with_interval(value: Any, low: Any, high: Any, digits: int = 1) -> str:
-    """`67.4 [65.0, 69.8]`: a percentage with its 95 % interval."""
-    text = percent(value, digits)
-    if text == NOT_MEASURED or _missing(low) or _missing(high):
-        return text
-    return f"{text} [{percent(low, digits)}, {percent(high, digits)}]"
-
-
-def with_deviation(value: Any, deviation: Any, digits: int = 2) -> str:
-    """`67.40 ± 0.20`: a mean over seeds with its standard deviation; no deviation is shown for a single seed."""
-    text = percent(value, digits)
-    return text if text == NOT_MEASURED or _missing(deviation) else f"{text} ± {percent(deviation, digits)}"
-
-
-def number(value: Any, digits: int = 2) -> str:
-    return NOT_MEASURED if _missing(value) else f"{float(value):.{digits}f}"
-
-
-def probability(value: Any) -> str:
-    """A p-value; very small ones as a bound."""
-    if _missing(value):
-        return NOT_MEASURED
-    return "< 0.001" if float(value) < 0.001 else f"{float(value):.3f}"
-
-
-def _missing(value: Any) -> bool:
-    return value is None or pd.isna(value) or not math.isfinite(float(value))
-
-
 def records(frame: pd.DataFrame) -> list[Any]:
-    """The rows of a frame as objects with a field a column."""
+    """The rows of a frame as objects with one field per column."""
     return list(frame.itertuples(index=False))

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 from medtokenbudget.report import analysis_tables as analysis
+from medtokenbudget.report import data_tables as data
 from medtokenbudget.report import study_tables as studies
+from medtokenbudget.report import sweep_tables as sweeps
 from medtokenbudget.report.evidence import Evidence
 from medtokenbudget.report.intervals import Intervals
 from medtokenbudget.report.table import Table
 
 _MASK_METRICS = ("accuracy", "macro_f1", "balanced_accuracy", "retention", "retention_of_ceiling", "precision", "enrichment")
 _OWN_TABLE = {"main", "curriculum", "kvasir", "subset", "center-bias", "recipe"}
-TESTED = (("lats", False), ("lats:lesion-first", False), ("lats:lesion-first", True))
-"""What is tested against every other method: (method, on off-center views)."""
 
 
 def make_tables(evidence: Evidence, intervals: Intervals) -> list[Table]:
     """Every table that the run has numbers for."""
     made = [
-        studies.main(evidence, intervals),
-        studies.sweep(evidence, "retention", "retention-sweep", "Lesion retention (%) over all budgets"),
-        studies.sweep(evidence, "accuracy", "accuracy-sweep", "Accuracy (%) over all budgets"),
-        studies.sweep(evidence, "macro_f1", "macro-f1-sweep", "Macro F1 (%) over all budgets"),
-        analysis.further_measures(evidence),
-        *[studies.by_budget(evidence, s, _metrics(s)) for s in evidence.studies if s not in _OWN_TABLE and s != evidence.study],
+        sweeps.main(evidence, intervals),
+        sweeps.sweep(evidence, "retention", "retention-sweep", "Lesion retention (%) at all budgets"),
+        sweeps.sweep(evidence, "accuracy", "accuracy-sweep", "Accuracy (%) at all budgets"),
+        sweeps.sweep(evidence, "macro_f1", "macro-f1-sweep", "Macro F1 (%) at all budgets"),
+        sweeps.further_measures(evidence),
+        *[studies.by_budget(evidence, s, _metrics(s)) for s in evidence.studies if s not in {*_OWN_TABLE, evidence.study}],
         studies.center_bias(evidence),
         studies.paired_seeds(evidence),
         studies.curriculum(evidence),
@@ -31,10 +31,10 @@ def make_tables(evidence: Evidence, intervals: Intervals) -> list[Table]:
         analysis.strata(evidence, intervals.by_size, "size-strata", "Retention by lesion size", "Lesion size"),
         analysis.strata(evidence, intervals.by_class, "class-strata", "Retention by class", "Class"),
         analysis.worst(evidence),
-        *[analysis.significance(intervals, reference, off_center) for reference, off_center in TESTED],
-        analysis.beside_paper(evidence),
-        analysis.subset(evidence),
-        analysis.prevalence(evidence),
+        analysis.significance(evidence, intervals),
+        data.beside_paper(evidence),
+        data.subset(evidence),
+        data.prevalence(evidence),
     ]
     return [table for table in made if table is not None]
 

@@ -1,0 +1,141 @@
+"""The name, color, marker and one-sentence description of every method, and the order methods appear in.
+
+Kept apart from the figure style so that a method looks the same in every table, figure and sentence. Colors follow Okabe and Ito
+and stay distinguishable with common forms of color blindness; markers distinguish methods without color.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from medtokenbudget.config import CONTROLS as NO_MODEL
+from medtokenbudget.config import PAPER_METHODS
+from medtokenbudget.experiments import paper
+
+INK = "#1c2733"
+CONTROLS: tuple[str, ...] = ("center", "darkness", "random", "oracle")
+"""Shown in every table, measured or not: a comparison without them proves little."""
+REFERENCES: tuple[str, ...] = ("no-pruning", "oracle")
+"""References rather than competitors: one has no budget, the other sees the mask."""
+PAPER_RECIPE = paper.METHOD_NAMES["LATS"]
+"""The method of the paper, shown beside the run's own model."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """How one method is shown.
+
+    Attributes:
+        name: Name in tables, figures and text.
+        color: Color as `#rrggbb`.
+        marker: Matplotlib marker.
+        line: Matplotlib line style.
+        about: What the method does, in one sentence.
+    """
+
+    name: str
+    color: str
+    marker: str
+    line: str | tuple[int, tuple[int, int]]
+    about: str
+
+
+LOOKS: dict[str, Look] = {
+    "lats": Look("LATS (paper)", "#3a9bd0", "H", "--", "The paper's method: a small network scores every patch."),
+    "oracle": Look("Oracle", INK, "_", (0, (4, 2)), "Keeps the true lesion patches first, using the mask: the ceiling."),
+    "center": Look("Center", "#d55e00", "s", "-", "Keeps the patches nearest the image center, without looking at the image."),
+    "darkness": Look("Darkness", "#a8577e", "D", "-", "Keeps the darkest patches. No model."),
+    "random": Look("Random", "#7a828a", "x", "--", "Keeps randomly drawn patches."),
+    "no-pruning": Look("NoPruning", "#3d4a57", "", "-.", "Keeps all patches: the reference without a budget."),
+    "tome": Look("ToMe", "#6a51a3", "P", "-", "Merges similar patches instead of dropping any, so it has purity but no retention."),
+    "norm": Look("NormBased", "#c98a00", "^", "-", "Keeps the patches with the largest feature norm."),
+    "attention-entropy": Look("AttnEntropy", "#009e73", "v", "-", "Keeps the patches with the most focused attention."),
+    "local-contrast": Look("LocalContrast", "#8c8000", "<", "-", "Keeps the patches that differ most from their neighbors."),
+}  # fmt: skip
+_OF_LATS: dict[str, Look] = {
+    "lesion-first": Look("LATS lesion-first", "#0072b2", "o", "-", "LATS trained to find the lesion before it classifies."),
+    "mask-free": Look("LATS mask-free", "#8f7cc0", "h", "--", "LATS trained without lesion masks."),
+    "fixed-0.5": Look("LATS fixed 0.5", "#8f7cc0", "p", "--", "LATS trained at a constant budget of 0.5, without curriculum."),
+    "no-attention": Look("LATS − attention", "#009e73", "v", ":", "LATS with its attention signal switched off at inference."),
+    "no-norm": Look("LATS − norm", "#c98a00", "^", ":", "LATS with its norm signal switched off at inference."),
+    "no-contrast": Look("LATS − contrast", "#8c8000", "<", ":", "LATS with its contrast signal switched off at inference."),
+    "no-signals": Look("LATS − all signals", "#a8577e", "X", ":", "LATS with all three signals switched off at inference."),
+    "with-views": Look("LATS + views", "#17558c", "*", "--", "LATS (paper) trained with additional off-center crops."),
+}  # fmt: skip
+_CHANGED_BASELINE = {
+    "epoch-matched": ("epoch-matched", "with a classifier trained for as many epochs as LATS"),
+    "matched": ("matched", "with a classifier trained exactly like that of LATS lesion-first"),
+}
+_CHANGED_RECIPE = {
+    "without-views": ("without views", "trained on the original images only"),
+    "one-view": ("with one crop", "trained with one off-center crop per image instead of several"),
+    "raster": ("with 1D contrast", "with the paper's local contrast along the raster"),
+    "zero-padding": ("with zero padding", "with the paper's zero-padded smoothing"),
+    "all-patches": ("with all patches", "with every training step using all patches of an image instead of a sample"),
+    "balanced": ("with class weights", "with a classification loss that gives rare classes more weight"),
+    "joint": ("trained jointly", "with scorer and classifier trained together"),
+}
+"""What the `recipe` study changes in the lesion-first recipe, one part at a time."""
+_SPARE = ("#b5495b", "#2a7f7f", "#94651f", "#4f6d2f", "#5a5a9c", "#8a3ea0")
+
+
+def look(method: str) -> Look:
+    """Returns the look of a method written as `selector+head:variant`.
+
+    A method that is not listed here, such as a selector of another package, keeps its own name and always gets the same color.
+    """
+    body, _, variant = method.partition(":")
+    selector, _, head = body.partition("+")
+    found = _known(selector, variant) or Look(
+        f"{selector}:{variant}" if variant else selector,
+        _SPARE[sum(selector.encode()) % len(_SPARE)],
+        "d",
+        ":" if variant else "-",
+        "A selector that does not come with this package.",
+    )
+    if not head:
+        return found
+    return replace(found, name=f"{found.name} + {head}", line=":", about=f"{found.about.rstrip('.')}, with the head `{head}`.")
+
+
+def _known(selector: str, variant: str) -> Look | None:
+    if not variant:
+        return LOOKS.get(selector)
+    if selector == PAPER_RECIPE:
+        if variant in _OF_LATS:
+            return _OF_LATS[variant]
+        change = variant.partition("lesion-first-")[2]
+        if change not in _CHANGED_RECIPE:
+            return None
+        of, (name, about) = _OF_LATS["lesion-first"], _CHANGED_RECIPE[change]
+        return replace(of, name=f"lesion-first {name}", line=":", about=f"{of.name}, {about}.")
+    if selector in LOOKS and variant in _CHANGED_BASELINE:
+        of, (name, about) = LOOKS[selector], _CHANGED_BASELINE[variant]
+        return replace(of, name=f"{of.name} {name}", line=":", about=f"{of.name}, {about}.")
+    return None
+
+
+def selector_of(method: str) -> str:
+    """Returns the selector in `selector+head:variant`."""
+    return method.partition(":")[0].partition("+")[0]
+
+
+def is_reference(method: str) -> bool:
+    """Whether a method is a reference (NoPruning, Oracle) rather than a competitor."""
+    return selector_of(method) in REFERENCES
+
+
+def ordered(methods: Iterable[str], learned: Sequence[str] = ()) -> list[str]:
+    """Sorts methods for tables: `learned` as given, the paper's baselines, other methods, then the controls.
+
+    Args:
+        methods: Methods in any order; duplicates are dropped.
+        learned: Methods that come first, in this order.
+    """
+    known = list(dict.fromkeys(methods))
+    first = [m for m in learned if m in known]
+    baselines = [m for m in PAPER_METHODS if m not in first]
+    controls = [m for m in NO_MODEL if m not in first]
+    others = sorted(m for m in known if m not in {*first, *baselines, *controls})
+    return [m for m in [*first, *baselines, *others, *controls] if m in known]
