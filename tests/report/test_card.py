@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import json
+from dataclasses import replace
 from pathlib import Path
 
-import pandas as pd
 import pytest
 
 from medtokenbudget.data.dermoscopy import CLASSES
 from medtokenbudget.experiments.results import read_predictions, read_results
-from medtokenbudget.report.card import model_card
+from medtokenbudget.experiments.run import RunInfo
+from medtokenbudget.report.card import ModelFacts, model_card
 from tests.report.fake_run import fake_run
 
-ABOUT = {
-    "backbone": {
+FACTS = ModelFacts(
+    main="lats:lesion-first",
+    selectors=["lats:lesion-first", "center", "lats"],
+    classes=CLASSES,
+    backbone={
         "name": "embedded",
         "weights": "a" * 64,
         "layer": 5,
@@ -23,14 +26,11 @@ ABOUT = {
         "dim": 192,
         "image_size": 224,
     },
-    "classes": list(CLASSES),
-    "selectors": ["lats", "center"],
-    "method": "lats",
-    "fingerprint": "f" * 64,
-    "lesion_loss": 1.0,
-    "recipe": "lesion-first",
-    "split": "paper; no groups are known.",
-}
+    fingerprint="f" * 64,
+    recipe="lesion-first",
+    lesion_loss=1.0,
+    split="paper; groups are not known",
+)
 PART = {"classes": {"NV": 80, "MEL": 16}, "masked_classes": {}, "lesion_patches": None}
 COUNTS = {"train": {"images": 96, "masks": 40, **PART}, "val": {"images": 24, "masks": 24, **PART}}
 
@@ -42,39 +42,42 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def card(run: Path) -> str:
-    info = json.loads((run / "run.json").read_text()) | {"counts": COUNTS}
-    return model_card(ABOUT, info, read_results(run / "results.csv"), read_predictions(run / "predictions.parquet")[0])
+    info = replace(RunInfo.read(run), counts=COUNTS)
+    return model_card(FACTS, info, read_results(run / "results.csv"), read_predictions(run / "predictions.parquet")[0])
 
 
 def test_every_section_of_a_card_is_there_in_order(card: str) -> None:
     titles = [line.lstrip("# ") for line in card.splitlines() if line.startswith("#")]
     assert titles == [
-        "MedTokenBudget on synthetic",
+        "MedTokenBudget on My clinic",
         "Intended use",
         "Model",
         "Data",
         "Results on the validation part",
-        "Beside the controls",
-        "Strata, at budget 0.3",
+        "Compared with the paper's recipe and the controls",
+        "By class and lesion size, budget 0.3",
         "Calibration",
         "Known failures",
         "Versions and hashes",
     ]
     assert "not a medical device" in card.splitlines()[8]
-    for fact in ("a" * 64, "f" * 64, "2" * 64, "40 masks of the training part", "paper; no groups are known.", "torch 2.0"):
+    for fact in ("a" * 64, "f" * 64, "2" * 64, "40 from the training part were used", "paper; groups are not known", "torch 2.0"):
         assert fact in card, fact
 
 
 def test_the_numbers_are_those_of_the_results(card: str, run: Path) -> None:
     results = read_results(run / "results.csv")
-    rows = results[(results["study"] == "main") & (results["method"] == "lats") & (results["seed"] == 42)].set_index("budget")
+    rows = results[(results["study"] == "main") & (results["method"] == "lats:lesion-first") & (results["seed"] == 42)].set_index(
+        "budget"
+    )
     for budget in (0.1, 0.3, 0.5):
         cells = [cell.strip() for cell in _line(card, f"| {budget:g} | 24 |").split("|")]
         assert cells[3].startswith(f"{100 * rows.loc[budget, 'accuracy']:.1f} (")
         assert cells[7].startswith(f"{100 * rows.loc[budget, 'retention']:.1f} (")
-    beside = _line(card, "| center | 24 |")
+    beside = _line(card, "| Center `center` | 24 (24) |")
+    assert _line(card, "| LATS (paper) `lats` | 24 (24) |")
     center = results[(results["method"] == "center") & (results["seed"] == 42) & (results["budget"] == 0.3)].iloc[0]
-    assert f"{100 * center['retention']:.1f} %" in beside
+    assert f"{100 * center['retention']:.1f}%" in beside
 
 
 def test_each_interval_holds_its_value(card: str) -> None:
@@ -87,20 +90,35 @@ def test_each_interval_holds_its_value(card: str) -> None:
 
 def test_recall_is_counted_from_the_predictions(card: str, run: Path) -> None:
     frame = read_predictions(run / "predictions.parquet")[0]
-    cell = frame[(frame.study == "main") & (frame.method == "lats") & (frame.seed == 42) & (frame.budget == 0.3)]
+    cell = frame[
+        (frame.study == "main")
+        & (frame.method == "lats:lesion-first")
+        & (frame["view"] == "as-is")
+        & (frame.seed == 42)
+        & (frame.budget == 0.3)
+    ]
     for index, name in enumerate(CLASSES):
         rows = cell[cell.label == index]
         if len(rows):
             recall = sum(p == index for p in rows.predicted) / len(rows)
-            assert f"| {name} | {len(rows)} | {100 * recall:.1f} % |" in card
+            assert f"| {name} | {len(rows)} | {100 * recall:.1f}% |" in card
 
 
-def test_what_was_not_measured_is_said_to_be_so() -> None:
-    columns = ["study", "dataset", "method", "seed", "budget", "label", "predicted", "kept_lesion", "lesion", "k", "ece", "n"]
-    empty = pd.DataFrame(columns=columns)
-    card = model_card(ABOUT | {"lesion_loss": 0}, {"dataset": "mine", "seeds": [1]}, empty, empty)
+def test_point_values_come_from_results_csv(run: Path) -> None:
+    results = read_results(run / "results.csv")
+    cell = (results["method"] == "lats:lesion-first") & (results["budget"] == 0.3) & (results["seed"] == 42)
+    results.loc[cell, "accuracy"] = 0.12345
+    card = model_card(FACTS, RunInfo.read(run), results, read_predictions(run / "predictions.parquet")[0])
+    assert "| 12.3 (" in _line(card, "| 0.3 | 24 |")
+    assert "| 12.3% |" in _line(card, "| LATS lesion-first `lats:lesion-first` |")
+
+
+def test_what_was_not_measured_is_said_to_be_so(run: Path) -> None:
+    info = replace(RunInfo.read(run), counts={})
+    results, predictions = read_results(run / "results.csv").iloc[:0], read_predictions(run / "predictions.parquet")[0].iloc[:0]
+    card = model_card(replace(FACTS, lesion_loss=0.0), info, results, predictions)
     assert card.count("Not measured.") == 4
-    assert "no mask was used in training" in card
+    assert "none were used in training" in card
 
 
 def _line(card: str, start: str) -> str:

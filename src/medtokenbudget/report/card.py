@@ -1,30 +1,36 @@
-"""The model card: what a saved model is for, what it was made from, how well it does and where it fails.
+"""The model card: what a saved model is for, what it was made from, how well it works and where it fails.
 
-Its own file because it goes with the model, not with the report. Every number comes from `run.json`, `results.csv` or
-`predictions.parquet`; what was not measured is said to be so.
+It is stored with the model, not with the report. Point values come from `results.csv`, intervals and strata from
+`predictions.parquet`, everything else from `run.json`; the card says so where something was not measured.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from medtokenbudget import metrics
 from medtokenbudget.config import HEADLINE_BUDGETS
 from medtokenbudget.data import Manifest, ManifestError
-from medtokenbudget.experiments.results import read_predictions, read_results
+from medtokenbudget.experiments.results import AS_IS, read_predictions, read_results
+from medtokenbudget.experiments.run import RunInfo
 from medtokenbudget.experiments.statistics import intervals
 from medtokenbudget.experiments.strata import by_class, by_lesion_size
-from medtokenbudget.files import read_json
+from medtokenbudget.features.views import OFF_CENTER
 from medtokenbudget.model import MedTokenBudget
+from medtokenbudget.report.looks import PAPER_RECIPE, look
+from medtokenbudget.report.numbers import budget_text, is_missing, percent, percentage
 
 DRAWS = 2000
 METRICS = ("accuracy", "balanced_accuracy", "macro_f1", "retention", "retention_of_ceiling")
-BESIDE = ("center", "random", "no-pruning")
+BESIDE = (PAPER_RECIPE, "center", "darkness", "random", "no-pruning")
+"""What the model is compared with, where the run has it: the paper's recipe and the controls."""
+HEADLINE = 0.3
 
 HEADER = """---
 library_name: medtokenbudget
@@ -34,226 +40,287 @@ tags: [dermoscopy, token-routing, vision-transformer, research]
 
 # {title}
 
-**Research software, not a medical device.** It must not be used to diagnose, to triage or to treat. Nobody has tested it on
-patients, and a number below holds for the data named below and no other.
+**Research software, not a medical device.** Do not use it to diagnose, triage or treat anyone. It has not been tested on
+patients, and the numbers below apply only to the data named below.
 
 ## Intended use
 
-Research on token budgets: which patches of an image a frozen vision transformer needs, how much of a lesion they hold, and what
-a classifier makes of them. Compact tokens as input of other research models. Not intended: any decision about a person, images of
-another kind than those it was trained on, claims about skin types or devices that the data do not show.
+Research on token budgets: which patches of an image a frozen vision transformer needs, how much of a lesion they contain, and
+how well a classifier works on them; compact tokens as input for other research models. Not intended for decisions about a person,
+for other kinds of images than those it was trained on, or for claims about skin types or devices that the data do not cover.
 
 ```python
 import medtokenbudget as mtb
 
-model = mtb.load("this folder")
+model = mtb.load("path/to/this/folder")
 model.predict("image.jpg", budget=0.3)
 ```
 """
 
 
+@dataclass(frozen=True)
+class ModelFacts:
+    """What a model knows about itself.
+
+    Attributes:
+        main: The method it uses by default, written `selector+head:variant`.
+        selectors: All methods it has a classifier for.
+        classes: Class names.
+        backbone: Name, weights hash, grid and image size of the backbone.
+        fingerprint: Hash of the model.
+        recipe: Training recipe of the main method.
+        lesion_loss: Weight of the lesion loss; 0 when no mask was used.
+        split: How the data were split, as a sentence.
+    """
+
+    main: str
+    selectors: Sequence[str]
+    classes: Sequence[str]
+    backbone: dict[str, Any]
+    fingerprint: str
+    recipe: str
+    lesion_loss: float
+    split: str
+
+
+@dataclass(frozen=True)
+class _Tables:
+    """The rows of a run that belong to the saved model: its first seed."""
+
+    results: pd.DataFrame
+    predictions: pd.DataFrame
+    seed: int | None
+
+    def cells(self, frame: pd.DataFrame, method: str, view: str = AS_IS) -> pd.DataFrame:
+        """The rows of one method and view, of the first study that has them."""
+        rows = frame[(frame["method"] == method) & (frame["seed"] == self.seed) & (frame["view"] == view)]
+        return rows[rows["study"] == rows["study"].iloc[0]] if len(rows) else rows
+
+    def value(self, method: str, budget: float, metric: str, view: str = AS_IS) -> float:
+        """One number of results.csv; NaN where it was not measured."""
+        rows = self.cells(self.results, method, view)
+        rows = rows[np.isclose(rows["budget"].astype(float), budget)]
+        return float(rows[metric].iloc[0]) if len(rows) else float("nan")
+
+
 def run_card(run: Path | str, model: MedTokenBudget) -> str:
-    """The card of a model that was saved from the run directory `run`."""
+    """The card of a model that was saved from a run directory, as Markdown."""
     folder = Path(run)
-    info = read_json(folder / "run.json")
+    info = RunInfo.read(folder)
     predictions, _ = read_predictions(folder / "predictions.parquet")
-    about = {
-        "backbone": model.backbone_fingerprint,
-        "classes": list(model.classes),
-        "selectors": model.selectors,
-        "method": model.main,
-        "fingerprint": model.fingerprint,
-        "lesion_loss": model.train_config.losses.lesion,
-        "recipe": model.train_config.recipe,
-    }
-    about["split"] = _split(folder, info)
-    return model_card(about, info, read_results(folder / "results.csv"), predictions)
-
-
-def _split(folder: Path, info: dict[str, Any]) -> str:
-    try:
-        manifest = Manifest.read(folder / info["manifest"])
-    except (ManifestError, KeyError):
-        return "not known: the manifest no longer lies where the run found it."
-    known = manifest.rows[manifest.rows["group"].notna()]
-    crossing = int((known.groupby("group")["split"].nunique() > 1).sum())
-    unit = (
-        f"{known['group'].nunique():,} groups are known and {crossing} of them lie in more than one part"
-        if len(known)
-        else "no groups are known"
+    facts = ModelFacts(
+        main=model.main,
+        selectors=model.selectors,
+        classes=model.classes,
+        backbone=model.backbone_fingerprint,
+        fingerprint=model.fingerprint,
+        recipe=model.train_config.recipe,
+        lesion_loss=model.train_config.losses.lesion,
+        split=_split(folder, info),
     )
-    return f"{manifest.split_rule or 'as the manifest says'}; {unit}."
+    return model_card(facts, info, read_results(folder / "results.csv"), predictions)
 
 
-def model_card(about: dict[str, Any], run: dict[str, Any], results: pd.DataFrame, predictions: pd.DataFrame) -> str:
-    """Markdown. `about` is what the model says of itself, `run` is `run.json`; results and predictions are the run's tables."""
-    method, seed = about["method"], (run.get("seeds") or [None])[0]
-    dataset = run.get("dataset", "")
-    own = _cells(predictions, method, seed, dataset)
+def _split(folder: Path, info: RunInfo) -> str:
+    try:
+        manifest = Manifest.read(folder / info.manifest)
+    except ManifestError:
+        return "unknown, because the manifest is no longer where the run found it"
+    rule = manifest.split_rule or "as in the manifest"
+    known = manifest.rows[manifest.rows["group"].notna()]
+    if not len(known):
+        return f"{rule}; groups of images of the same lesion or patient are not known"
+    crossing = int((known.groupby("group")["split"].nunique() > 1).sum())
+    return f"{rule}; {known['group'].nunique():,} groups of images, {crossing:,} of them in more than one part"
+
+
+def model_card(facts: ModelFacts, info: RunInfo, results: pd.DataFrame, predictions: pd.DataFrame) -> str:
+    """The card as Markdown.
+
+    Args:
+        facts: What the model knows about itself.
+        info: `run.json` of the run it comes from.
+        results: `results.csv` of that run.
+        predictions: `predictions.parquet` of that run.
+    """
+    tables = _Tables(results, predictions, info.seeds[0] if info.seeds else None)
     sections = [
-        HEADER.format(title=f"MedTokenBudget on {dataset or 'unnamed data'}"),
-        _model(about),
-        _data(run, about),
-        _metrics(own, method),
-        _beside(results, method, seed, dataset),
-        _strata(own, about["classes"]),
-        _calibration(results, method, seed, dataset),
-        _failures(own, results, method, seed, dataset, about["classes"]),
-        _provenance(run, about),
+        HEADER.format(title=f"MedTokenBudget on {info.dataset or 'unnamed data'}"),
+        _model(facts),
+        _data(info, facts),
+        _results(tables, facts),
+        _beside(tables, facts),
+        _strata(tables, facts),
+        _calibration(tables, facts),
+        _failures(tables, facts),
+        _provenance(info, facts),
     ]
     return "\n".join(section.strip() + "\n" for section in sections)
 
 
-def _cells(frame: pd.DataFrame, method: str, seed: Any, dataset: str) -> pd.DataFrame:
-    """The rows of one method and seed on the run's own data, of the first study that has them."""
-    rows = frame[(frame["method"] == method) & (frame["seed"] == seed) & (frame["dataset"] == dataset)]
-    return rows[rows["study"] == rows["study"].iloc[0]] if len(rows) else rows
-
-
-def _model(about: dict[str, Any]) -> str:
-    backbone = about["backbone"]
+def _model(facts: ModelFacts) -> str:
+    backbone = facts.backbone
     size, (h, w) = backbone["image_size"], backbone["grid"]
+    others = ", ".join(f"`{name}`" for name in facts.selectors if name != facts.main) or "none"
     return f"""## Model
 
+- main method: `{facts.main}` ({look(facts.main).name}); training recipe `{facts.recipe}`
+- other methods with a classifier: {others}
+- classes: {", ".join(facts.classes)}
 - backbone (frozen, not in this folder): `{backbone["name"]}`, block {backbone["layer"]}, {backbone["attention"]} attention
-- weights sha256: `{backbone["weights"]}`
-- input: the whole picture at {size} x {size} pixels, {h} x {w} patches of {backbone["dim"]} numbers
-- classes: {", ".join(about["classes"])}
-- training: `{about["method"]}`, recipe {about.get("recipe", "not recorded")}
-- selectors with a head of their own: {", ".join(about["selectors"])}"""
+- backbone weights, SHA-256: `{backbone["weights"]}`
+- input: the whole image at {size} x {size} pixels, {h} x {w} patches with {backbone["dim"]} features each"""
 
 
-def _data(run: dict[str, Any], about: dict[str, Any]) -> str:
-    counts = run.get("counts") or {}
+def _data(info: RunInfo, facts: ModelFacts) -> str:
+    counts = info.counts
     rows = [
-        [
-            part,
-            values["images"],
-            values["masks"],
-            ", ".join(f"{name} {count}" for name, count in values["classes"].items() if count),
-        ]
+        [part, f"{values['images']:,}", f"{values['masks']:,}", _classes(values["classes"])]
         for part, values in counts.items()
         if values["images"]
     ]
-    weight = about.get("lesion_loss")
     training = sum(counts[part]["masks"] for part in ("train", "select") if part in counts)
-    used = (
-        "no mask was used in training"
-        if weight == 0
-        else f"{training:,} masks of the training part (lesion loss at weight {weight:g})"
-    )
+    used = "none were used in training"
+    if facts.lesion_loss:
+        used = f"{training:,} from the training part were used (lesion loss weight {facts.lesion_loss:g})"
     return f"""## Data
 
-{_table(["part", "images", "masks", "classes"], rows) if rows else "The run does not say how many images it saw."}
+{_table(["part", "images", "masks", "classes"], rows) if rows else "The run does not record how many images it used."}
 
-- split: {about.get("split", "not recorded")}
+- data set: {info.dataset or "not recorded"}
+- split: {facts.split}
 - masks: {used}; masks of validation images are used for evaluation only"""
 
 
-def _metrics(own: pd.DataFrame, method: str) -> str:
+def _classes(counts: dict[str, int]) -> str:
+    return ", ".join(f"{name} {count:,}" for name, count in counts.items() if count)
+
+
+def _results(tables: _Tables, facts: ModelFacts) -> str:
     title = "## Results on the validation part\n\n"
-    shown = own[own["budget"].isin(HEADLINE_BUDGETS)]
-    if not len(shown):
+    own = tables.cells(tables.predictions, facts.main)
+    own = own[own["budget"].isin(HEADLINE_BUDGETS)]
+    if not len(own):
         return title + "Not measured."
-    found = intervals(shown, METRICS, ("budget",), draws=DRAWS)
+    found = intervals(own, METRICS, ("budget",), draws=DRAWS).set_index(["budget", "metric"])
     rows = []
-    for budget, cell in found.groupby("budget"):
-        values = {row.metric: row for row in cell.itertuples()}
-        n = {scope: values[name].n if name in values else 0 for scope, name in (("labelled", "accuracy"), ("masked", "retention"))}
-        rows.append([f"{budget:g}", n["labelled"], *(_with_interval(values.get(m)) for m in METRICS[:3]), n["masked"]])
-        rows[-1] += [_with_interval(values.get(m)) for m in METRICS[3:]]
-    head = ["budget", "n", "accuracy", "balanced accuracy", "macro F1", "n with lesion", "retention", "of the ceiling"]
-    note = f"\n\n`{method}`, this folder's seed. Percent, with 95 % bootstrap intervals over groups ({DRAWS:,} draws)."
-    return title + _table(head, rows) + note
-
-
-def _beside(results: pd.DataFrame, method: str, seed: Any, dataset: str) -> str:
-    rows = [(name, _cells(results, name, seed, dataset)) for name in (method, *BESIDE)]
-    lines = []
-    for name, cells in rows:
-        for cell in cells[cells["budget"] == 0.3].itertuples():
-            lines.append(
-                [name, cell.n, _percent(cell.accuracy), _percent(cell.macro_f1), _percent(cell.retention), _percent(cell.ceiling)]
-            )
-    if len(lines) < 2:
-        return "### Beside the controls\n\nNot measured."
-    head = ["at budget 0.3", "n", "accuracy", "macro F1", "retention", "ceiling"]
-    return (
-        "### Beside the controls\n\n" + _table(head, lines) + "\n\n`center` keeps the middle of the picture and looks at nothing."
+    for budget in sorted(own["budget"].unique()):
+        n = [int(found.loc[(budget, m), "n"]) if (budget, m) in found.index else 0 for m in ("accuracy", "retention")]
+        cells = [_cell(tables.value(facts.main, budget, m), found, (budget, m)) for m in METRICS]
+        rows.append([budget_text(budget), n[0], *cells[:3], n[1], *cells[3:]])
+    head = ["budget", "n", "accuracy", "balanced accuracy", "macro F1", "n with lesion", "retention", "share of ceiling"]
+    note = (
+        f"`{facts.main}`, the seed of this model. Percent, with 95% bootstrap intervals over groups of images ({DRAWS:,} draws). "
+        "Retention: share of lesion patches kept. Share of ceiling: the same relative to what any selector could keep."
     )
+    return title + _table(head, rows) + f"\n\n{note}"
 
 
-def _strata(own: pd.DataFrame, classes: Sequence[str]) -> str:
-    cell = own[own["budget"] == 0.3]
-    labelled = cell[cell["label"] >= 0]
-    recalls = metrics.recall(labelled["label"], labelled["predicted"], len(classes))
-    lines = [
-        [name, count, _percent(recalls[index])]
-        for index, name in enumerate(classes)
-        if (count := int((labelled["label"] == index).sum()))
+def _cell(value: float, found: pd.DataFrame, key: tuple[float, str]) -> str:
+    if is_missing(value) or key not in found.index:
+        return "–"
+    row: Any = found.loc[[key]].iloc[0]
+    return f"{percent(value)} ({percent(row['low'])} to {percent(row['high'])})"
+
+
+def _beside(tables: _Tables, facts: ModelFacts) -> str:
+    title = "### Compared with the paper's recipe and the controls\n\n"
+    rows = []
+    for method in dict.fromkeys((facts.main, *BESIDE)):
+        cells = tables.cells(tables.results, method)
+        cells = cells[cells["budget"] == HEADLINE]
+        if len(cells):
+            values = [tables.value(method, HEADLINE, m) for m in ("accuracy", "macro_f1", "retention", "ceiling")]
+            n = f"{int(cells['n'].iloc[0]):,} ({int(cells['n_masked'].iloc[0]):,})"
+            rows.append([f"{look(method).name} `{method}`", n, *map(_percentage, values)])
+    if len(rows) < 2:
+        return title + "Not measured."
+    head = [f"method, budget {budget_text(HEADLINE)}", "n (masks)", "accuracy", "macro F1", "retention", "ceiling"]
+    about = f"`center` keeps the middle of the image without looking at it. `{PAPER_RECIPE}` is the paper's own training recipe."
+    return title + _table(head, rows) + f"\n\n{about}"
+
+
+def _strata(tables: _Tables, facts: ModelFacts) -> str:
+    cell, labeled = _at_headline(tables, facts)
+    recalls = metrics.recall(labeled["label"], labeled["predicted"], len(facts.classes))
+    rows = [
+        [name, count, _percentage(recalls[index])]
+        for index, name in enumerate(facts.classes)
+        if (count := int((labeled["label"] == index).sum()))
     ]
-    text = "## Strata, at budget 0.3\n\n" + (_table(["class", "n", "recall"], lines) if lines else "Not measured.")
+    text = f"## By class and lesion size, budget {budget_text(HEADLINE)}\n\n"
+    text += _table(["class", "n", "recall"], rows) if rows else "Not measured."
     if not cell["kept_lesion"].notna().any():
-        return text + "\n\nRetention was not measured: no validation image has a mask."
-    for title, strata in (("lesion size", by_lesion_size(cell, draws=DRAWS)), ("class", by_class(cell, classes, draws=DRAWS))):
-        sized = [
+        return text + "\n\nRetention was not measured, because no validation image has a mask."
+    found = {"lesion size": by_lesion_size(cell, draws=DRAWS), "class": by_class(cell, facts.classes, draws=DRAWS)}
+    for name, strata in found.items():
+        rows = [
             [
                 row.stratum,
                 f"{row.smallest} to {row.largest}",
                 row.n,
-                _range(row.retention, row.low, row.high),
-                _percent(row.ceiling),
+                f"{percent(row.retention)} ({percent(row.low)} to {percent(row.high)})",
+                _percentage(row.ceiling),
             ]
             for row in strata.itertuples()
         ]
-        text += "\n\n" + _table([title, "lesion patches", "n", "retention", "ceiling"], sized)
+        text += "\n\n" + _table([name, "lesion patches", "n", "retention", "ceiling"], rows)
     return text
 
 
-def _calibration(results: pd.DataFrame, method: str, seed: Any, dataset: str) -> str:
-    cells = _cells(results, method, seed, dataset)
+def _at_headline(tables: _Tables, facts: ModelFacts) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Predictions of the main method at the headline budget: all, and those with a label."""
+    own = tables.cells(tables.predictions, facts.main)
+    cell = own[own["budget"] == HEADLINE]
+    return cell, cell[cell["label"] >= 0]
+
+
+def _calibration(tables: _Tables, facts: ModelFacts) -> str:
+    cells = tables.cells(tables.results, facts.main)
     rows = [
-        [f"{float(str(c.budget)):g}", c.n, _percent(c.ece)]
-        for c in cells.itertuples()
-        if c.budget in HEADLINE_BUDGETS and not _missing(c.ece)
+        [budget_text(float(budget)), f"{int(n):,}", _percentage(ece)]
+        for budget, n, ece in zip(cells["budget"], cells["n"], cells["ece"])
+        if budget in HEADLINE_BUDGETS and not is_missing(ece)
     ]
     if not rows:
         return "## Calibration\n\nNot measured."
-    note = "Probabilities are the softmax of the head; they were not calibrated afterwards."
+    note = "Probabilities are the softmax of the head, without recalibration."
     return f"## Calibration\n\n{_table(['budget', 'n', 'expected calibration error'], rows)}\n\n{note}"
 
 
-def _failures(own: pd.DataFrame, results: pd.DataFrame, method: str, seed: Any, dataset: str, classes: Sequence[str]) -> str:
-    cell = own[own["budget"] == 0.3]
-    labelled = cell[cell["label"] >= 0]
+def _failures(tables: _Tables, facts: ModelFacts) -> str:
+    cell, labeled = _at_headline(tables, facts)
+    at = f"at budget {budget_text(HEADLINE)}"
     lines = []
-    if len(labelled):
-        recalls = pd.Series(metrics.recall(labelled["label"], labelled["predicted"], len(classes)), index=list(classes))
-        worst = ", ".join(f"{name} ({_percent(value)})" for name, value in recalls.dropna().sort_values().head(3).items())
+    if len(labeled):
+        recalls = pd.Series(metrics.recall(labeled["label"], labeled["predicted"], len(facts.classes)), index=list(facts.classes))
+        worst = ", ".join(f"{name} ({percentage(value)})" for name, value in recalls.dropna().sort_values().head(3).items())
+        lines.append(f"- lowest recall {at}: {worst}")
         absent = recalls.index[recalls.isna()].tolist()
-        lines.append(
-            f"- lowest recall at budget 0.3: {worst}" + (f"; not in the validation part: {', '.join(absent)}" if absent else "")
-        )
+        if absent:
+            lines.append(f"- classes without validation images: {', '.join(absent)}")
     masked = cell[cell["kept_lesion"].notna() & (cell["lesion"].fillna(0) > 0)]
     if len(masked):
-        best = metrics.reachable(masked["lesion"].astype(int), masked["k"])
-        lost = int((masked["kept_lesion"].astype(int) < 0.5 * best).sum())
-        lines.append(f"- in {lost} of {len(masked)} images with a lesion less than half of what could be kept was kept")
-    for cells in (_cells(results, method, seed, f"{dataset}@off-center"),):
-        for row in cells[cells["budget"] == 0.3].itertuples():
-            lines.append(f"- lesion off the center: {_percent(row.retention_of_ceiling)} of the ceiling (n = {row.n_masked})")
-    lines.append(
-        "- not measured: skin types, devices, hair, ink, rulers, gel bubbles, dark corners, several lesions in one picture"
-    )
+        reachable = metrics.reachable(masked["lesion"].astype(int), masked["k"])
+        lost = int((masked["kept_lesion"].astype(int) < 0.5 * reachable).sum())
+        lines.append(
+            f"- less than half of the reachable lesion patches kept {at}: {lost:,} of {len(masked):,} images with a lesion"
+        )
+    share = tables.value(facts.main, HEADLINE, "retention_of_ceiling", OFF_CENTER)
+    if not is_missing(share):
+        n = int(tables.value(facts.main, HEADLINE, "n_masked", OFF_CENTER))
+        lines.append(f"- lesion off-center, {at}: {percentage(share)} of the ceiling (n = {n:,})")
+    lines.append("- not measured: skin types, devices, hair, ink, rulers, gel bubbles, dark corners, several lesions in one image")
     return "## Known failures\n\n" + "\n".join(lines)
 
 
-def _provenance(run: dict[str, Any], about: dict[str, Any]) -> str:
-    hashes = run.get("hashes") or {}
-    lines = [f"- model fingerprint: `{about['fingerprint']}`"]
-    lines += [f"- {name} hash: `{value}`" for name, value in hashes.items() if isinstance(value, str)]
-    lines.append(f"- seeds of the run: {', '.join(map(str, run.get('seeds', []))) or 'not recorded'}; this folder holds the first")
-    lines.append("- versions: " + ", ".join(f"{name} {value}" for name, value in (run.get("versions") or {}).items()))
+def _provenance(info: RunInfo, facts: ModelFacts) -> str:
+    lines = [f"- model fingerprint: `{facts.fingerprint}`"]
+    lines += [f"- hash of the {name}: `{value}`" for name, value in info.hashes.items()]
+    lines.append(f"- seeds of the run: {', '.join(map(str, info.seeds)) or 'not recorded'}; this model is from the first")
+    if info.command:
+        lines.append(f"- command: `{info.command}`")
+    lines.append("- versions: " + ", ".join(f"{name} {value}" for name, value in info.versions.items()))
     return "## Versions and hashes\n\n" + "\n".join(lines)
 
 
@@ -262,17 +329,5 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
 
 
-def _missing(value: Any) -> bool:
-    return value is None or value is pd.NA or (isinstance(value, float) and math.isnan(value))
-
-
-def _percent(value: Any) -> str:
-    return "–" if _missing(value) else f"{100 * float(value):.1f} %"
-
-
-def _range(value: Any, low: Any, high: Any) -> str:
-    return "–" if _missing(value) else f"{100 * value:.1f} ({100 * low:.1f} to {100 * high:.1f})"
-
-
-def _with_interval(row: Any) -> str:
-    return "–" if row is None else _range(row.value, row.low, row.high)
+def _percentage(value: Any) -> str:
+    return "–" if is_missing(value) else percentage(value)
