@@ -9,36 +9,52 @@ import pandas as pd
 from medtokenbudget.experiments import paper
 from medtokenbudget.experiments.results import AS_IS
 
+NOT_MEASURED = "—"
+_COLUMNS = {"accuracy": "accuracy", "macro_f1": "macro F1", "retention": "retention", "retention_of_ceiling": "of ceiling"}
+
 
 def headline(results: pd.DataFrame, budget: float = 0.3) -> str:
-    """Every method at one budget on the images as they are: accuracy, macro F1, and what it kept of the lesion."""
-    rows = results[(results["budget"] == budget) & (results["view"] == AS_IS)]
-    columns = ["accuracy", "macro_f1", "retention", "retention_of_ceiling"]
-    table = rows.groupby("method", sort=False)[columns].mean()
-    lines = [f"{'at budget ' + format(budget, 'g'):<22}{'accuracy':>10}{'macro F1':>10}{'retention':>11}{'of ceiling':>12}"]
+    """Every method on the original images at one budget, as the mean over seeds.
+
+    Args:
+        results: `results.csv` as a table.
+        budget: Token budget; if it was not measured, the nearest one is shown.
+    """
+    rows = results[results["view"] == AS_IS]
+    if rows.empty:
+        return "No results."
+    nearest = min(rows["budget"].unique(), key=lambda measured: (abs(measured - budget), measured))
+    rows = rows[rows["budget"] == nearest]
+    table = rows.groupby("method", sort=False)[list(_COLUMNS)].mean()
+    width = max(22, 2 + max(len(str(method)) for method in table.index))
+    head = f"{'budget ' + format(nearest, 'g'):<{width}}" + "".join(f"{name:>12}" for name in _COLUMNS.values())
+    lines = [head]
     for method, row in table.iterrows():
-        cells = ["—" if pd.isna(value) else f"{value:.1%}" for value in row]
-        lines.append(f"{method!s:<22}{cells[0]:>10}{cells[1]:>10}{cells[2]:>11}{cells[3]:>12}")
+        cells = [NOT_MEASURED if pd.isna(value) else f"{value:.1%}" for value in row]
+        lines.append(f"{method!s:<{width}}" + "".join(f"{cell:>12}" for cell in cells))
+    lines.append(f"n = {int(rows['n'].max()):,} images, {int(rows['n_masked'].max()):,} with a lesion mask")
     return "\n".join(lines)
 
 
 def comparison(results: pd.DataFrame) -> str:
-    """The paper's number, ours and the difference, for every study that the paper has a table of."""
+    """The paper's number, this run's and the difference, for every study that the paper has a table of."""
+    original = results[results["view"] == AS_IS]
     parts = []
-    for study in dict.fromkeys(results["study"]):
+    for study in dict.fromkeys(original["study"]):
         if study not in paper.STUDIES:
             continue
-        table = paper.beside_paper(results, study)
+        table = paper.beside_paper(original, study)
         for dataset, rows in table.groupby("dataset", sort=False):
-            parts.append(f"{study} on {dataset} (the paper: ISIC 2019 with DINOv2 ViT-B/14; percent)\n{_aligned(rows)}")
+            source = "Kvasir v2" if study == "kvasir" else "ISIC 2019"
+            parts.append(f"Study {study} on {dataset}, in percent (paper: {source} with DINOv2 ViT-B/14)\n{_aligned(rows)}")
     return "\n\n".join(parts)
 
 
 def _aligned(rows: pd.DataFrame) -> str:
-    lines = [f"{'method':<28}{'budget':>7}  {'metric':<20}{'paper':>14}{'ours':>14}{'difference':>12}"]
+    lines = [f"{'method':<28}{'budget':>7}  {'metric':<20}{'paper':>14}{'this run':>14}{'difference':>12}"]
     cells: list[dict[str, Any]] = rows.to_dict("records")  # type: ignore[assignment]
     for row in cells:
-        difference = "—" if pd.isna(row["difference"]) else f"{row['difference']:+.1f}"
+        difference = NOT_MEASURED if pd.isna(row["difference"]) else f"{row['difference']:+.1f}"
         ours, theirs = _spread(row["ours"], row["ours_sd"]), _spread(row["paper"], row["paper_sd"])
         lines.append(f"{row['method']:<28}{row['budget']:>7g}  {row['metric']:<20}{theirs:>14}{ours:>14}{difference:>12}")
     return "\n".join(lines)
@@ -46,5 +62,5 @@ def _aligned(rows: pd.DataFrame) -> str:
 
 def _spread(value: Any, deviation: Any) -> str:
     if pd.isna(value):
-        return "—"
+        return NOT_MEASURED
     return f"{value:.1f}" if pd.isna(deviation) else f"{value:.1f} ± {deviation:.1f}"
