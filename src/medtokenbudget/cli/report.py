@@ -13,13 +13,17 @@ def main(arguments: list[str]) -> int:
         "report",
         "Write tables, figures and report.html for a finished run. With several runs, compare them: the same tables with one row "
         "per run, and paired differences where the runs evaluated the same images.",
-        "mtb report runs/demo; mtb report runs/a runs/b --out runs/a-vs-b",
+        "mtb report runs/a runs/b --out runs/a-vs-b",
     )
     parser.add_argument(
         "runs", nargs="+", type=str, metavar="RUN", help="Run directories written by `mtb train`, `sweep`, `reproduce` or `demo`."
     )
     parser.add_argument(
-        "--out", type=str, default=None, help="Output directory. Defaults to the run directory; required for several runs."
+        "--out",
+        type=str,
+        default=None,
+        metavar="DIR",
+        help="Output directory. Defaults to the run directory; required for several runs.",
     )
     parser.add_argument("--json", action="store_true", help="Print the headline and comparison numbers as JSON on standard output.")
     parser.add_argument("--pictures", type=bool, default=True, help="'false' leaves images of the data set out of the page.")
