@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import signal
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,19 @@ from tests.drawn import Drawn, quick
 from tests.small_model import small_backbone
 
 
-def _train(drawn: Drawn, out: Path, config: TrainConfig) -> None:
+def _train_and_stall(drawn: Drawn, out: Path, config: TrainConfig, stalled: Event) -> None:
+    """Train up to a step after the checkpoint of epoch 2, and wait there to be killed."""
     torch.set_num_threads(1)
+    step = torch.optim.AdamW.step
+
+    def stall(self: torch.optim.AdamW, closure: None = None) -> None:
+        checkpoint = out / "checkpoint.safetensors"
+        if checkpoint.exists() and ck.load_tensors(checkpoint)[1]["epoch"] >= 2:
+            stalled.set()
+            time.sleep(600)
+        step(self, closure)
+
+    torch.optim.AdamW.step = stall  # type: ignore[assignment,method-assign]
     train_selector(drawn.manifest, drawn.store, out, config)
 
 
@@ -40,14 +51,18 @@ def test_a_killed_training_goes_on_to_the_same_bytes(drawn: Drawn, tmp_path: Pat
     config = quick(preset, epochs=4, patience=9)
     torch.set_num_threads(1)
     whole = train_selector(drawn.manifest, drawn.store, tmp_path / "whole", config)
-    child = multiprocessing.get_context("fork").Process(target=_train, args=(drawn, tmp_path / "killed", config))
+    context = multiprocessing.get_context("fork")
+    stalled = context.Event()
+    child = context.Process(target=_train_and_stall, args=(drawn, tmp_path / "killed", config, stalled))
     child.start()
-    checkpoint = tmp_path / "killed" / "checkpoint.safetensors"
-    while child.is_alive() and not (checkpoint.exists() and ck.load_tensors(checkpoint)[1]["epoch"] >= 2):
-        time.sleep(0.002)
-    os.kill(child.pid or 0, signal.SIGKILL)
+    while child.is_alive() and not stalled.wait(0.05):
+        pass
+    assert stalled.is_set(), "the child ended before it could be killed"
+    child.kill()
     child.join()
-    assert ck.load_tensors(checkpoint)[1]["epoch"] < 4 or child.exitcode != -signal.SIGKILL
+    assert child.exitcode == -signal.SIGKILL
+    checkpoint = tmp_path / "killed" / "checkpoint.safetensors"
+    assert ck.load_tensors(checkpoint)[1]["epoch"] == 2, "killed in the middle of the training"
     resumed = train_selector(drawn.manifest, drawn.store, tmp_path / "killed", config)
     assert checkpoint.read_bytes() == (tmp_path / "whole" / "checkpoint.safetensors").read_bytes()
     for name, value in whole.head.state_dict().items():
