@@ -455,3 +455,13 @@ def test_the_examples_in_the_docstrings_hold() -> None:
     found = doctest.testmod(metrics)
     assert found.attempted >= 15
     assert found.failed == 0
+
+
+def test_read_only_and_broadcast_arrays_are_measured_without_a_warning() -> None:
+    lesion = np.array([[True, False, True]])
+    lesion.flags.writeable = False
+    kept, order = np.broadcast_to(np.array([True, True, False]), (1, 3)), np.broadcast_to(np.arange(3, dtype=np.int16), (1, 3))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert lesion_retention(kept, lesion).pooled == 0.5
+        assert metrics.kept_lesion_counts(order, lesion, [1, 3]).tolist() == [[1, 2]]

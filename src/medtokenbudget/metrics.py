@@ -150,7 +150,7 @@ def kept_lesion_counts(order: Tensor | ArrayLike, lesion: Tensor | ArrayLike, k:
         [[1, 1, 2]]
     """
     mask = _mask("lesion", lesion)
-    ranking = torch.as_tensor(order, device=mask.device).long()
+    ranking = order.long() if isinstance(order, Tensor) else torch.from_numpy(np.array(order, np.int64)).to(mask.device)
     if mask.ndim != 2 or ranking.shape != mask.shape:
         raise ShapeError(f"`order` and `lesion` must be [B, N], got {list(ranking.shape)} and {list(mask.shape)}.")
     counts, n = np.asarray(k, int), mask.shape[1]
@@ -316,7 +316,8 @@ def _mask(name: str, value: Any) -> Tensor:
             raise ShapeError(f"`{name}` is ragged: every image must have the same number of patches.") from None
         if array.dtype.kind not in "biu":
             raise _not_boolean(name, str(array.dtype))
-        value = torch.from_numpy(np.ascontiguousarray(array if array.dtype == bool else array.astype(np.int64)))
+        # A copy, because torch warns about read-only arrays.
+        value = torch.from_numpy(array.astype(bool if array.dtype == bool else np.int64))
     if value.dtype == torch.bool:
         return value
     if value.is_floating_point() or value.is_complex():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
+from medtokenbudget.metrics import ratio, reachable
 from medtokenbudget.report.cells import INTERVAL_NOTE, plain_name, seeds_note
 from medtokenbudget.report.evidence import AS_IS, OFF_CENTER, VIEW_NAMES, Evidence
 from medtokenbudget.report.intervals import Intervals
@@ -126,6 +127,6 @@ def worst_retained(evidence: Evidence, count: int = 10) -> pd.DataFrame:
     if rows.empty:
         return pd.DataFrame()
     first = rows[rows["seed"] == rows["seed"].min()].copy()
-    first["share"] = first["kept_lesion"].astype(float) / first["lesion"].astype(float)
-    first["of_possible"] = first["kept_lesion"].astype(float) / np.minimum(first["k"], first["lesion"].astype(int))
+    kept, lesion = (first[name].to_numpy(float) for name in ("kept_lesion", "lesion"))
+    first["share"], first["of_possible"] = ratio(kept, lesion), ratio(kept, reachable(lesion, first["k"]))
     return first.sort_values(["of_possible", "image_id"], kind="stable").head(count)

@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.pyplot import subplots
 from matplotlib.ticker import MaxNLocator
 
+from medtokenbudget import metrics
 from medtokenbudget.experiments.results import probability_matrix
 from medtokenbudget.metrics import ECE_BINS
 from medtokenbudget.report.evidence import AS_IS, OFF_CENTER, Evidence
@@ -195,12 +196,8 @@ def reliability(evidence: Evidence, intervals: Intervals) -> Figure | None:
     error = evidence.at("ece").get(method)
     if rows.empty or error is None:
         return None
-    confidence = probability_matrix(rows).max(1)
-    correct = (rows["label"] == rows["predicted"]).to_numpy(float)
-    place = np.clip(np.ceil(confidence * ECE_BINS).astype(int) - 1, 0, ECE_BINS - 1)
-    counts = np.bincount(place, minlength=ECE_BINS)
-    used = counts > 0
-    said, right = (np.bincount(place, values, ECE_BINS)[used] / counts[used] for values in (confidence, correct))
+    said, right, counts = metrics.reliability(rows["label"], rows["predicted"], probability_matrix(rows))
+    said, right = said[counts > 0], right[counts > 0]
     figure, (axes, below) = subplots(2, 1, figsize=(WIDTH, 4.9), sharex=True, height_ratios=[3, 1])
     axes.plot([0, 1], [0, 1], color=MUTED, linewidth=0.9, linestyle=":", label="perfectly calibrated")
     axes.vlines(said, np.minimum(said, right), np.maximum(said, right), color=BACKGROUND)

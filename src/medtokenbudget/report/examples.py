@@ -17,6 +17,7 @@ from PIL import Image, ImageFilter
 
 from medtokenbudget.data.decode import decode_image, decode_mask
 from medtokenbudget.errors import RequestError
+from medtokenbudget.metrics import lesion_retention, ratio, reachable
 from medtokenbudget.report.evidence import Evidence
 from medtokenbudget.report.looks import look
 from medtokenbudget.report.patch_orders import PatchOrders
@@ -108,10 +109,10 @@ def _example(evidence: Evidence, orders: PatchOrders, row: int, reason: str) -> 
         if seed is None:
             continue
         kept = orders.kept(method, seed, k)[row].reshape(orders.grid)
-        share = f"{100 * (kept & lesion).sum() / lesion.sum():.0f}% of lesion"
+        share = f"{100 * lesion_retention(kept.reshape(1, -1), lesion.reshape(1, -1)).pooled:.0f}% of lesion"
         tiles.append(Tile(look(method).name, share, _kept_tile(picture, kept, lesion, outline)))
     size = int(lesion.sum())
-    possible = min(1.0, k / size)
+    possible = float(ratio(reachable(size, k), size))
     text = f"{_label(evidence, name)}The lesion covers {size} of {lesion.size} patches; at most {100 * possible:.0f}% can be kept."
     return Example(name, reason, text, tiles)
 

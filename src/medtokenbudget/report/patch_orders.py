@@ -10,6 +10,7 @@ import numpy as np
 from safetensors import safe_open
 
 from medtokenbudget.errors import RequestError
+from medtokenbudget.metrics import kept_lesion_counts, ratio, reachable
 
 
 @dataclass(frozen=True)
@@ -61,9 +62,8 @@ class PatchOrders:
     def share_of_possible(self, method: str, seed: int, k: int) -> np.ndarray:
         """`[n]` kept lesion patches as a share of what `k` patches could cover; NaN for images without a lesion patch."""
         lesion = self.lesion & self.has_mask[:, None]
-        total = lesion.sum(1).astype(float)
-        kept = (self.kept(method, seed, k) & lesion).sum(1)
-        return np.divide(kept, np.minimum(total, k), out=np.full(len(total), np.nan), where=total > 0)
+        kept = kept_lesion_counts(self.order[method, seed], lesion, [k])[:, 0]
+        return ratio(kept, reachable(lesion.sum(1), k))
 
     def seed_of(self, method: str) -> int | None:
         """The first seed with a patch order of this method."""
