@@ -22,6 +22,7 @@ from medtokenbudget.experiments.results import summarize, write_predictions, wri
 GRID = (16, 16)
 N = 256
 OURS = "lats:lesion-first"
+LESION_ONLY = {"classification": 0.0, "diversity": 0.0, "lesion": 1.0, "distillation": 0.0}
 RANKERS = ("random", "norm", "attention-entropy", "local-contrast", "lats", OURS, "center", "darkness", "oracle")
 EVERYTHING = ("no-pruning", "tome", *RANKERS)
 # How much of a class each method's head learns from a pure lesion: only used to make accuracies that differ a little.
@@ -284,7 +285,7 @@ def describe(methods: list[str], trained: list[str], seeds: tuple[int, ...], n: 
         "config": {"recipe": "lesion-first", "epochs": 30},
         "methods": {
             m: {
-                "config": {},
+                "config": {"losses": LESION_ONLY} if m == OURS else {},
                 "selector": m.partition(":")[0],
                 "head": "mlp",
                 "variant": m.partition(":")[2],

@@ -6,6 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from medtokenbudget.report.details import curriculum
 from medtokenbudget.report.intervals import Difference, Intervals
 from medtokenbudget.report.labels import end_labels, point_labels
 from medtokenbudget.report.looks import LOOKS, look, ordered
@@ -111,6 +112,14 @@ def test_the_sentence_about_the_center_follows_the_interval(
 ) -> None:
     monkeypatch.setattr(intervals, "difference", lambda *_: gap)
     assert any(words in sentence for sentence in headline(intervals.evidence, intervals))
+
+
+def test_the_figure_of_the_training_shows_only_losses_that_were_trained_with(intervals: Intervals) -> None:
+    with house_style():
+        figure = curriculum(intervals.evidence, intervals)
+    assert figure is not None
+    assert [text.get_text() for legend in figure.legends for text in legend.get_texts()] == ["lesion"]
+    assert len(figure.axes) == 1  # the lesion loss alone does not depend on the budget
 
 
 def test_failures_name_the_stratum_that_is_kept_least(intervals: Intervals) -> None:

@@ -96,7 +96,10 @@ def accuracy_against_retention(evidence: Evidence, intervals: Intervals) -> Figu
         axes.plot([row.value_x] * 2, [row.low_y, row.high_y], color=style.color, alpha=0.35, linewidth=1.2)
         axes.plot(row.value_x, row.value_y, marker=style.marker, color=style.color, markersize=8, linestyle="", markeredgewidth=1.8)
     axes.margins(0.12)
-    point_labels(axes, {str(m): (row.value_x, row.value_y) for m, row in both.iterrows()})
+    low, high = axes.get_xlim()
+    axes.set_xlim(low, high + 0.3 * (high - low))  # room for names on the right
+    order = [*evidence.emphasized, *both.index]
+    point_labels(axes, {m: (both.loc[m, "value_x"], both.loc[m, "value_y"]) for m in dict.fromkeys(order) if m in both.index})
     percent_axis(axes, "x", f"lesion patches kept at budget {evidence.headline:g} (%)")
     percent_axis(axes, "y", "accuracy (%)")
     return figure

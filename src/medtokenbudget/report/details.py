@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.pyplot import subplots
 from matplotlib.ticker import MaxNLocator
@@ -40,24 +41,45 @@ _LOSSES = {
 
 
 def curriculum(evidence: Evidence, intervals: Intervals) -> Figure | None:
-    """The budget over the epochs (above) and the losses (below) of the first training run of the main method."""
+    """The losses over the epochs in the first training run of the main method, below the budget where training follows one."""
     rows = training_of(evidence)
     if rows.empty:
         return None
-    figure, (top, bottom) = subplots(2, 1, figsize=(WIDTH, 5.0), sharex=True, height_ratios=[1, 1.7])
-    top.plot(rows["epoch"], rows["budget"], color=KEPT, linewidth=2.2)
-    top.set(ylabel="budget", ylim=(0, max(0.55, 1.08 * float(rows["budget"].max()))))
-    for index in (0, -1):
-        point = rows.iloc[index]
-        side = "left" if index == 0 else "right"
-        top.annotate(f"{point.budget:.2f}", (point.epoch, point.budget), (0, -14), textcoords="offset points", ha=side, color=KEPT)
-    for column, (name, color, marker) in _LOSSES.items():
-        if column in rows and rows[column].notna().any() and float(rows[column].abs().max()) > 0:
-            every = max(1, len(rows) // 8)
-            bottom.plot(rows["epoch"], rows[column], color=color, marker=marker, markevery=every, label=name)
+    if follows_budget(evidence):
+        figure, (top, bottom) = subplots(2, 1, figsize=(WIDTH, 5.0), sharex=True, height_ratios=[1, 1.7])
+        _budget_panel(top, rows)
+    else:
+        figure, bottom = new_figure(3.6)
+    for column in active_losses(evidence):
+        name, color, marker = _LOSSES[column]
+        if column in rows and rows[column].notna().any():
+            bottom.plot(rows["epoch"], rows[column], color=color, marker=marker, markevery=max(1, len(rows) // 8), label=name)
     bottom.set(xlabel="epoch", ylabel="loss (unweighted)", ylim=(0, None))
+    bottom.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     legend_below(figure, bottom)
     return figure
+
+
+def _budget_panel(axes: Axes, rows: pd.DataFrame) -> None:
+    axes.plot(rows["epoch"], rows["budget"], color=KEPT, linewidth=2.2)
+    axes.set(ylabel="budget", ylim=(0, max(0.55, 1.08 * float(rows["budget"].max()))))
+    for index, side in ((0, "left"), (-1, "right")):
+        point = rows.iloc[index]
+        text = f"{point.budget:.2f}"
+        axes.annotate(text, (point.epoch, point.budget), (0, -14), textcoords="offset points", ha=side, color=KEPT)
+
+
+def active_losses(evidence: Evidence) -> list[str]:
+    """The losses with a weight above 0 in the training that `training_of` shows."""
+    rows = training_of(evidence)
+    config = evidence.info.methods[str(rows["method"].iloc[0])].config if len(rows) else {}
+    weights = config.get("losses", {})
+    return [name for name in _LOSSES if weights.get(name, 1) > 0]
+
+
+def follows_budget(evidence: Evidence) -> bool:
+    """Whether that training depends on the token budget: only if it classifies what it keeps."""
+    return "classification" in active_losses(evidence)
 
 
 def training_of(evidence: Evidence) -> pd.DataFrame:

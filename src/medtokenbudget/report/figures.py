@@ -102,7 +102,7 @@ PLANS: tuple[Plan, ...] = (
     Plan(
         "curriculum",
         "Training",
-        "Training of {trained}. Above: the token budget in each epoch. Below: the losses before weighting.",
+        "Training of {trained}. {panels}",
         details.curriculum,
     ),
     Plan(
@@ -128,6 +128,11 @@ def draw_figures(evidence: Evidence, intervals: Intervals, gallery: pictures.Gal
     training = details.training_of(evidence)
     words = {
         "name": look(evidence.focus).name,
+        "panels": (
+            "Above: the token budget in each epoch. Below: the losses before weighting."
+            if details.follows_budget(evidence)
+            else "The losses that the scorer is trained with, before weighting."
+        ),
         "trained": look(str(training["method"].iloc[0])).name if len(training) else "",
         "budget": f"{budget_text(evidence.headline)}",
         "n": f"{evidence.n:,}",

@@ -36,14 +36,14 @@ def point_labels(axes: Axes, points: dict[str, tuple[float, float]]) -> None:
 
     Args:
         axes: Axes with final limits.
-        points: Method -> (x, y) in data coordinates.
+        points: Method -> (x, y) in data coordinates; the first ones get the best places.
     """
     (left, right), (bottom, top) = axes.get_xlim(), axes.get_ylim()
     size = axes.figure.bbox_inches.size if isinstance(axes.figure, Figure) else (1.0, 1.0)
     width, height = (72 * side * share for side, share in zip(size, axes.get_position().size))
     spots = {m: (width * (x - left) / (right - left), height * (y - bottom) / (top - bottom)) for m, (x, y) in points.items()}
     taken = [(x - 6, y - 6, x + 6, y + 6) for x, y in spots.values()]
-    for method, (x, y) in sorted(spots.items(), key=lambda item: -item[1][0]):
+    for method, (x, y) in spots.items():
         name = look(method).name
         w, h = _CHARACTER * _SIZE * len(name), 1.25 * _SIZE
         free = [b for b in _around(x, y, w, h) if b[0] >= 0 and b[2] <= width and b[1] >= 0 and b[3] <= height]
