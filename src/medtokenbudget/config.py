@@ -38,80 +38,81 @@ Padding = Literal["exclude", "zero"]
 
 @dataclass(frozen=True)
 class BackboneConfig:
-    """The frozen vision transformer."""
+    """The frozen backbone, a vision transformer."""
 
     name: str = "vit_base_patch14_dinov2.lvd142m"
-    """Any timm vision transformer by name, or 'embedded' for the small one in this package."""
+    """Name of a timm vision transformer, 'embedded' for the small one in this package, or a folder written by mtb distill."""
     weights: Path | None = None
-    """A safetensors file with the weights; without it they come from the hub."""
+    """Weights of the backbone (.safetensors). Default: download them from the Hugging Face Hub."""
     image_size: int = 224
-    """Side of the square image that the backbone sees, in pixels."""
+    """Side of the square input image, in pixels."""
     layer: int = -1
-    """Block whose tokens and attention are taken, counted from 0, or from the end when negative."""
+    """Block to take tokens and attention from, counted from 0; -1 is the last."""
     attention: Literal["true", "pseudo"] = "true"
-    """'true': the attention of the chosen block; 'pseudo': cosine similarity of patches, for blocks without a single one."""
+    """true: the attention of the block. pseudo: cosine similarity of patches, for backbones without a readable attention."""
 
 
 @dataclass(frozen=True)
 class ExtractConfig:
-    """How images become a store of tokens."""
+    """Extraction: from images to a store of tokens."""
 
     batch_size: int = 16
-    """Images in one forward pass; halved by itself when memory runs out."""
+    """Images per forward pass; halved automatically if memory runs out."""
     shard_size: int = 256
-    """Images in one shard file."""
+    """Images per shard file."""
     dtype: Literal["fp16", "fp32"] = "fp16"
-    """Number format of the stored patch tokens."""
+    """Number format of the stored tokens."""
     views: Literal["none", "flips", "dihedral", "off-center"] = "none"
-    """Further views of each image, stored with their masks transformed alike."""
+    """Extra views to store with each image and its mask: flipped and rotated copies, or crops with the lesion off-center."""
     crops: int = 1
-    """Off-center crops of each training image that has a mask; further ones are also flipped or turned. Others get one."""
+    """With --views off-center: number of crops per training image with a mask; the second and later ones are also rotated or
+    flipped. Other images with a mask get one."""
     view_seed: int = 0
-    """Seed of the off-center crops."""
+    """Random seed of the off-center crops."""
     workers: int = 0
-    """Threads that decode images ahead of the forward pass; 0: one a core, at most 16."""
+    """Threads that decode images; 0 uses one per core, up to 16."""
     device: str = "auto"
-    """'auto' takes a GPU when there is one; else 'cpu', 'cuda', 'cuda:1', ..."""
+    """Device to run on: auto (a GPU if there is one), cpu, cuda, cuda:1, ..."""
     threads: int = 0
-    """Threads of the forward pass on a CPU; 0 leaves it to torch."""
+    """CPU threads of the forward pass; 0 uses the default of PyTorch."""
 
 
 @dataclass(frozen=True)
 class DistillConfig:
-    """A small plain vision transformer that learns to give a large one's tokens."""
+    """Distillation: a small vision transformer (the student) learns the tokens of a large one (the teacher)."""
 
     width: int = 192
     """Embedding dimension of the student."""
     depth: int = 6
-    """Blocks of the student."""
+    """Number of blocks of the student."""
     heads: int = 3
-    """Attention heads of the student."""
+    """Number of attention heads of the student."""
     patch_size: int = 14
-    """Side of a patch in pixels; the student must have the teacher's token grid."""
+    """Side of a patch of the student, in pixels. Its token grid must be that of the teacher."""
     init: Literal["teacher", "random"] = "teacher"
-    """'teacher' starts from the teacher's own blocks, projected to the student's width; 'random' from nothing."""
+    """Initial weights: those of the teacher, projected to the width of the student, or random."""
     views: int = 3
-    """Stored views of each image: the whole image, then random crops, flipped, turned, in changed colours."""
+    """Views of each image to store: the whole image, then random crops with random flips, rotations and colors."""
     epochs: int = 30
-    """Passes over the images; each shows one stored view of every image."""
+    """Passes over the images; each uses one stored view of every image."""
     batch_size: int = 32
-    """Images in one step."""
+    """Images per training step."""
     lr: float = 1e-3
-    """Highest learning rate of AdamW: linear warm-up, then cosine to 0."""
+    """Peak learning rate of AdamW, with linear warm-up and cosine decay to 0."""
     warmup: float = 0.05
-    """Share of all steps in which the learning rate rises."""
+    """Share of all steps used for warm-up."""
     weight_decay: float = 0.05
     """Weight decay of AdamW."""
     cls_weight: float = 0.3
-    """Weight of the class token's loss beside the patches' loss."""
+    """Weight of the loss of the class token; the loss of the patches has weight 1."""
     attention_weight: float = 0.1
-    """Weight of the class-attention loss; ignored for a teacher without a class token."""
+    """Weight of the loss of the class attention, for teachers with a class token."""
     seed: int = 0
-    """Seed of the views, of the order and of the start."""
+    """Random seed of the views, the order of images and the initial weights."""
     device: str = "auto"
-    """'auto' takes a GPU when there is one; else 'cpu', 'cuda', ..."""
+    """Device to run on: auto (a GPU if there is one), cpu, cuda, cuda:1, ..."""
     threads: int = 0
-    """Threads on a CPU; 0 leaves it to torch."""
+    """CPU threads; 0 uses the default of PyTorch."""
 
 
 @dataclass(frozen=True)

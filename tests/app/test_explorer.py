@@ -216,7 +216,7 @@ def test_an_uploaded_image_gets_retention_when_its_mask_is_added(opened: Open, t
 def test_a_file_that_cannot_be_read_gets_a_clear_message_and_the_page_keeps_working(opened: Open, tmp_path: Path) -> None:
     files = {
         "notes.txt": (b"just some words\n" * 40, "not an image"),
-        "cut.jpg": (picture(400, 300)[:2000], "damaged or cut short"),
+        "cut.jpg": (picture(400, 300)[:2000], "damaged or incomplete"),
         "huge.png": (huge_png(), "pixels"),
     }
     page = opened()

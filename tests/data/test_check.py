@@ -103,7 +103,7 @@ def test_the_prevalence_table_is_over_the_masks_with_a_lesion(broken: Manifest) 
     assert report.prevalence["val"]["median"] == {"patches": good, "prevalence": good / 256}
     assert report.prevalence_images["all"] == sum(report.prevalence_images[part] for part in ("train", "val"))
     text = to_text(report)
-    table = text[text.index("lesion patches of 256") :]
+    table = text[text.index("Lesion patches of 256") :]
     assert "val, n=1" in table
     assert f"{good:.1f} ({good / 256:.1%})" in table
 
@@ -117,8 +117,8 @@ def test_the_text_shows_every_finding_and_shortens_long_ones(broken: Manifest) -
     report = check(broken)
     text = to_text(report, shown=1)
     assert all(finding.kind in text for finding in report.findings)
-    assert "and 1 more (--all shows them)" in text
-    assert "--all shows them" not in to_text(report, shown=0)
+    assert "and 1 more (use --all to list them)" in text
+    assert "--all" not in to_text(report, shown=0)
 
 
 def test_the_command_prints_json_and_ends_with_1_when_something_is_fatal(
@@ -130,7 +130,7 @@ def test_the_command_prints_json_and_ends_with_1_when_something_is_fatal(
     assert report["fatal"] is True
     assert {finding["kind"] for finding in report["findings"]} >= {"image-missing", "group-crosses"}
     assert main(["data", "check", str(path)]) == 1
-    assert "FATAL image-missing: 1 images that are not there" in capsys.readouterr().out
+    assert "FATAL image-missing (1): images that do not exist" in capsys.readouterr().out
 
 
 def test_a_clean_folder_is_clean(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -139,8 +139,8 @@ def test_a_clean_folder_is_clean(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert main(["data", "folder", str(tmp_path / "photos"), "--out", str(manifest)]) == 0
     assert main(["data", "check", str(manifest)]) == 0
     out = capsys.readouterr().out
-    assert "nothing found" in out
-    assert out.splitlines()[-1] == f"checked {manifest}; next: mtb extract {manifest} --store STORE"
+    assert "No problems found." in out
+    assert out.splitlines()[-1] == f"Next: mtb extract {manifest} --store STORE"
 
 
 def test_a_folder_is_recognised_by_its_layout(shared: Path, tmp_path: Path) -> None:

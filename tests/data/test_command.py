@@ -37,10 +37,13 @@ WRONG = {
     ),
     "no ISIC folder": (
         ("isic", "photos", "--out", "m.parquet"),
-        "ISIC_2019_Training_GroundTruth.csv does not exist. Give the folder",
+        "ISIC_2019_Training_GroundTruth.csv does not exist. Pass the folder",
     ),
-    "several faults of a CSV": (("csv", "t.csv", "--out", "m.parquet"), "columns that mean nothing here: lable"),
-    "a CSV with semicolons": (("csv", "semicolons.csv", "--out", "m.parquet"), "columns found, parted by commas: image;label"),
+    "several faults of a CSV": (("csv", "t.csv", "--out", "m.parquet"), "unknown columns: lable"),
+    "a CSV with semicolons": (
+        ("csv", "semicolons.csv", "--out", "m.parquet"),
+        "no column 'image', only image;label. Columns are separated by commas",
+    ),
 }
 
 
@@ -72,7 +75,9 @@ def test_a_folder_without_a_split_lacks_no_part(tmp_path: Path, capsys: pytest.C
 def test_a_folder_becomes_a_manifest_and_is_split_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     photos, first, second = class_folders(tmp_path / "photos", 10), tmp_path / "a.parquet", tmp_path / "b.parquet"
     assert run("folder", photos, "--out", first) == 0
-    assert f"in {first}; next: mtb data check {first}" in capsys.readouterr().out.splitlines()[-1]
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert said.startswith(f"Wrote {first}: 20 images (")
+    assert said.endswith(f"Next: mtb data check {first}")
     assert Manifest.read(first).split_rule == "grouped"
     assert run("split", first, "--split", "kfold", "--folds", 4, "--fold", 2, "--select", 0.2, "--out", second) == 0
     again = Manifest.read(second)
@@ -141,7 +146,7 @@ def test_isic_from_the_command_line(shared: Path, tmp_path: Path, capsys: pytest
     split = rows.set_index("image_id")["split"]
     assert split["ISIC_0012127_downsampled"] == split["ISIC_0012970_downsampled"]
     assert run("split", grouped, "--split", "paper", "--out", paper) == 2
-    assert "whole official CSV" in capsys.readouterr().err
+    assert "all rows of the official CSV" in capsys.readouterr().err
 
 
 def test_drawn_images_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -170,7 +175,7 @@ def test_a_csv_from_the_command_line(tmp_path: Path) -> None:
         (["isic", "/nowhere", "--masks", "fuzzy", "--out", "m"], "exact"),
         (["folder", "/nowhere"], "Missing: --out"),
         (["sideways"], "command of mtb data 'sideways'"),
-        (["synthetic", "--n", "0", "--out", "m"], "--n is the number"),
+        (["synthetic", "--n", "0", "--out", "m"], "--n, the number of images, must be 1 or more"),
     ],
 )
 def test_a_wrong_request_ends_with_2_and_no_traceback(

@@ -152,7 +152,7 @@ def test_folders_unpacked_inside_themselves_are_read_too(official: Path) -> None
 
 def test_masks_of_other_images_are_said_to_be_of_no_use(official: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert isic_manifest(official, "exact").rows["mask"].isna().all()
-    assert f"none of the 2 images has a mask in {MASK_FOLDERS['isic2018']}." in capsys.readouterr().err
+    assert f"None of the 2 images has a mask in {MASK_FOLDERS['isic2018']}." in capsys.readouterr().err
     isic_manifest(official, "none")
     assert capsys.readouterr().err == ""
 
@@ -165,34 +165,34 @@ BAD = {
     "no root": (shutil.rmtree, {}, "does not exist. Pass the folder"),
     "root is a file": (lambda root: (shutil.rmtree(root), root.write_text("")), {}, "is a file, not a folder"),
     "no ground truth": (lambda root: (root / GROUND_TRUTH).unlink(), {}, f"{GROUND_TRUTH} does not exist"),
-    "no metadata": (lambda root: (root / METADATA).unlink(), {}, f"{METADATA} does not exist. It comes beside"),
+    "no metadata": (lambda root: (root / METADATA).unlink(), {}, f"{METADATA} does not exist. Download it"),
     "no images": (lambda root: shutil.rmtree(root / IMAGES), {}, f"{IMAGES} does not exist"),
-    "empty image folder": (lambda root: [f.unlink() for f in (root / IMAGES).iterdir()], {}, "holds no image"),
+    "empty image folder": (lambda root: [f.unlink() for f in (root / IMAGES).iterdir()], {}, "contains no images"),
     "missing column": (write_truth("ISIC_1,1", header="image,MEL\n"), {}, "lacks the columns NV, BCC"),
-    "two classes": (write_truth("ISIC_1,1,1,0,0,0,0,0,0,0"), {}, "1 rows do not have a single 1.*ISIC_1"),
-    "no class": (write_truth("ISIC_1,0,0,0,0,0,0,0,0,0"), {}, "1 rows do not have a single 1"),
-    "half a class": (write_truth("ISIC_1,0.5,0.5,0,0,0,0,0,0,0"), {}, "1 rows do not have a single 1"),
-    "not a number": (write_truth("ISIC_1,yes,0,0,0,0,0,0,0,0"), {}, "1 rows do not have a single 1"),
-    "empty cell": (write_truth("ISIC_1,1,,0,0,0,0,0,0,0"), {}, "1 rows do not have a single 1"),
+    "two classes": (write_truth("ISIC_1,1,1,0,0,0,0,0,0,0"), {}, "1 rows do not have exactly one 1.*ISIC_1"),
+    "no class": (write_truth("ISIC_1,0,0,0,0,0,0,0,0,0"), {}, "1 rows do not have exactly one 1"),
+    "half a class": (write_truth("ISIC_1,0.5,0.5,0,0,0,0,0,0,0"), {}, "1 rows do not have exactly one 1"),
+    "not a number": (write_truth("ISIC_1,yes,0,0,0,0,0,0,0,0"), {}, "1 rows do not have exactly one 1"),
+    "empty cell": (write_truth("ISIC_1,1,,0,0,0,0,0,0,0"), {}, "1 rows do not have exactly one 1"),
     "unknown class": (write_truth("ISIC_1,0,0,0,0,0,0,0,0,1"), {}, "class UNK.*ISIC_1"),
     "image twice": (write_truth(ROWS[0], ROWS[0]), {}, "more than one row for ISIC_1"),
     "empty csv": (lambda root: (root / GROUND_TRUTH).write_text(""), {}, "not a CSV file"),
     "binary csv": (lambda root: (root / GROUND_TRUTH).write_bytes(b"\xff\xfe\x00\x80image"), {}, "not a CSV file"),
-    "image without a row": (write_truth(ROWS[0]), {}, "ISIC_2_downsampled.jpg .*no row.*--ignore-unlabeled"),
+    "image without a row": (write_truth(ROWS[0]), {}, "no row.*ISIC_2_downsampled.jpg.*--ignore-unlabeled"),
     "lesion ids missing": (lambda root: (root / METADATA).write_text("image\nISIC_1\n"), {}, "lacks the columns lesion_id"),
     "unknown mask source": (lambda root: None, {"mask_sources": ["isic2081"]}, "Did you mean 'isic2018'"),
     "mask source not there": (
         lambda root: shutil.rmtree(root / MASK_FOLDERS["ham10000"]),
         {"mask_sources": ["ham10000"]},
-        "fetch it",
+        "Download it",
     ),
     "empty mask folder": (
         lambda root: [f.unlink() for f in (root / MASK_FOLDERS["isic2018"]).iterdir()],
         {},
-        f"{MASK_FOLDERS['isic2018']} holds no mask. Unpack",
+        f"{MASK_FOLDERS['isic2018']} contains no masks. Unpack",
     ),
     "no mask folder at all": (lambda root: [shutil.rmtree(root / f) for f in MASK_FOLDERS.values()], {}, "--masks none"),
-    "unknown matching": (lambda root: None, {"masks": "fuzzy"}, "Unknown way of matching masks 'fuzzy'"),
+    "unknown matching": (lambda root: None, {"masks": "fuzzy"}, "Unknown mask matching 'fuzzy'"),
 }
 
 

@@ -86,7 +86,7 @@ def test_hashes_see_the_folders_below_the_common_one_but_not_where_it_lies(tmp_p
 
 
 def test_a_file_name_that_is_no_text_is_refused() -> None:
-    with pytest.raises(ManifestError, match=r"not text in UTF-8.*caf"):
+    with pytest.raises(ManifestError, match=r"not valid UTF-8.*caf"):
         Manifest.from_records([{"image_id": "caf\udce9", "image": "caf\udce9.png"}], ())
 
 
@@ -95,7 +95,7 @@ def test_parts_and_rows_can_be_taken() -> None:
     assert whole.part("val").ids == ["b"]
     assert whole.take([2, 0]).ids == ["c", "a"]
     assert len(whole.take([])) == 0
-    with pytest.raises(ManifestError, match="no part 'test'"):
+    with pytest.raises(ManifestError, match="Unknown part 'test'"):
         whole.part("test")
 
 
@@ -106,12 +106,12 @@ def changed(**values: object) -> list[dict[str, object]]:
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        (changed(image_id="b"), "image_id given to more than one row: b"),
-        (changed(image_id=""), "rows without an image_id: rows: 0"),
-        (changed(image=""), "rows without an image: rows: 0"),
-        (changed(label="UNK"), "labels that are none of MEL, NV: UNK"),
-        (changed(split="test"), "values of split that are none of train, select, val: test"),
-        (changed(split=None), "values of split that are none of train, select, val: None"),
+        (changed(image_id="b"), "image_id used more than once: b"),
+        (changed(image_id=""), "image_id is empty in the rows: 0"),
+        (changed(image=""), "image is empty in the rows: 0"),
+        (changed(label="UNK"), "labels other than MEL, NV: UNK"),
+        (changed(split="test"), "values of split other than train, select, val: test"),
+        (changed(split=None), "values of split other than train, select, val: None"),
     ],
 )
 def test_rows_that_make_no_manifest_are_refused(rows: list[dict[str, object]], message: str) -> None:
@@ -122,11 +122,11 @@ def test_rows_that_make_no_manifest_are_refused(rows: list[dict[str, object]], m
 def test_all_faults_are_told_together() -> None:
     with pytest.raises(ManifestError) as caught:
         manifest(rows=[*changed(label="UNK", split="test"), ROWS[1]])
-    assert all(word in str(caught.value) for word in ("UNK", "test", "more than one row: b"))
+    assert all(word in str(caught.value) for word in ("UNK", "test", "more than once: b"))
 
 
 def test_a_missing_column_is_named() -> None:
-    with pytest.raises(ManifestError, match="missing here: group, split"):
+    with pytest.raises(ManifestError, match="Missing: group, split"):
         Manifest(pd.DataFrame({"image_id": ["a"], "image": ["a"], "label": ["x"], "mask": [None]}), ("x",))
 
 
@@ -140,7 +140,7 @@ def test_the_name_is_kept_in_the_file_and_does_not_change_the_hashes(tmp_path: P
 
 @pytest.mark.parametrize("name", ["", "  ", "a|b", "a\x00b"])
 def test_a_name_that_tables_cannot_show_is_rejected(name: str) -> None:
-    with pytest.raises(ManifestError, match=r"cannot be the name of a data set. Pass --name"):
+    with pytest.raises(ManifestError, match=r"cannot be the name of a data set. Pass a --name"):
         replace(manifest(), name=name)
 
 

@@ -147,7 +147,7 @@ FOLDER_BAD = {
         lambda root: save(lesion_picture(9), root / "loose.png"),
         "both class folders and images outside of them",
     ),
-    "one name, two files": (lambda root: save(lesion_picture(9), root / "MEL" / "MEL_0.jpg"), "more than one row: MEL/MEL_0"),
+    "one name, two files": (lambda root: save(lesion_picture(9), root / "MEL" / "MEL_0.jpg"), "more than once: MEL/MEL_0"),
     "mask folder missing": (lambda root: shutil.rmtree(root.parent / "masks"), "Pass the folder that contains the masks"),
     "masks of other images": (lambda root: (root.parent / "masks/MEL_0.png").rename(root.parent / "masks/x.png"), "No mask in"),
     "two masks": (lambda root: save(disc_mask(), root.parent / "masks" / "MEL_0_mask.png"), "more than one mask"),
@@ -196,19 +196,19 @@ def test_a_csv_needs_no_more_than_the_images(tmp_path: Path, table: Path) -> Non
 
 
 CSV_BAD = {
-    "no image column": ("file,label\na.png,MEL\n", {}, "lacks the column 'image'"),
-    "a column that means nothing": ("image,lable\npictures/0.png,MEL\n", {}, "columns that mean nothing here: lable"),
+    "no image column": ("file,label\na.png,MEL\n", {}, "no column 'image', only file"),
+    "a column that means nothing": ("image,lable\npictures/0.png,MEL\n", {}, "unknown columns: lable"),
     "no rows": ("image,label\n", {}, "has no rows"),
     "empty file": ("", {}, "not a CSV file"),
     "image missing": ("image\npictures/9.png\n", {}, r"images that do not exist: row 2 \(pictures/9.png\)"),
-    "image cell empty": ("image,label\n,MEL\n", {}, "no image: row 2"),
+    "image cell empty": ("image,label\n,MEL\n", {}, "image is empty: row 2"),
     "mask missing": ("image,mask\npictures/0.png,m.png\n", {}, r"masks that do not exist: row 2 \(m.png\)"),
-    "label empty": ("image,label\npictures/0.png,\n", {}, "no label.*--allow-unlabeled.*row 2"),
-    "label unknown": ("image,label\npictures/0.png,XYZ\n", {"classes": ["MEL", "NV"]}, r"none of MEL, NV: row 2 \(XYZ\)"),
-    "split unknown": ("image,split\npictures/0.png,test\n", {}, r"none of train, select, val: row 2 \(test\)"),
-    "split empty": ("image,split\npictures/0.png,\n", {}, "none of train, select, val: row 2"),
-    "id twice": ("image,image_id\npictures/0.png,a\npictures/1.png,a\n", {}, "more than one row: a"),
-    "name twice": ("image\npictures/0.png\n./pictures/0.png\n", {}, "more than one row: 0.*add a column image_id"),
+    "label empty": ("image,label\npictures/0.png,\n", {}, "label is empty.*--allow-unlabeled.*row 2"),
+    "label unknown": ("image,label\npictures/0.png,XYZ\n", {"classes": ["MEL", "NV"]}, r"other than MEL, NV: row 2 \(XYZ\)"),
+    "split unknown": ("image,split\npictures/0.png,test\n", {}, r"other than train, select, val: row 2 \(test\)"),
+    "split empty": ("image,split\npictures/0.png,\n", {}, "other than train, select, val: row 2"),
+    "id twice": ("image,image_id\npictures/0.png,a\npictures/1.png,a\n", {}, "more than once: a"),
+    "name twice": ("image\npictures/0.png\n./pictures/0.png\n", {}, "more than once: 0.*add a column image_id"),
     "ragged": ("image,label\npictures/0.png,MEL,3,4\n\n1,2,3,4,5,6\n", {}, "not a CSV file|columns|exist"),
 }
 
@@ -225,4 +225,4 @@ def test_all_faults_of_a_csv_are_told_together(table: Path) -> None:
     table.write_text("image,label,split\npictures/9.png,MEL,train\npictures/0.png,,test\n")
     with pytest.raises(RequestError) as caught:
         csv_manifest(table)
-    assert all(word in str(caught.value) for word in ("pictures/9.png", "no label", "test"))
+    assert all(word in str(caught.value) for word in ("pictures/9.png", "label is empty", "test"))

@@ -356,7 +356,7 @@ def test_the_command_extracts_says_what_failed_and_what_is_next(
     assert "1 of 3 shards are missing" in capsys.readouterr().out
     assert _command(path, tmp_path / "store", backbone, "--verify") == 0
     out = capsys.readouterr().out
-    assert "2 of 10 rows are left out, listed in" in out
+    assert "Skipped 2 of 10 rows; " in out
     assert f"mtb train {path} --store {tmp_path / 'store'}" in out
     assert len(FeatureStore.open(tmp_path / "store")) == 8
 
@@ -391,9 +391,9 @@ def test_the_command_keeps_what_a_saved_model_routes(tmp_path: Path) -> None:
         (["--workers", "-1"], "--workers must be 0 (one thread per core) or more"),
         (["--shards", "3"], "I/N"),
         (["--shards", "4/2"], "4/2 does not exist"),
-        (["--address", "auto"], "add --engine ray"),
-        (["--keep", "routed"], "go together"),
-        (["--budget", "0.3"], "go together"),
+        (["--address", "auto"], "Add --engine ray"),
+        (["--keep", "routed"], "must be used together"),
+        (["--budget", "0.3"], "must be used together"),
         (["--weights", "nowhere.safetensors"], "nowhere.safetensors do not exist"),
     ],
 )

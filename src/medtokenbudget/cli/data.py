@@ -1,4 +1,4 @@
-"""`mtb data`: manifests from data sets, their split, their check. One subcommand a source; the work is in `medtokenbudget.data`."""
+"""`mtb data`: create, split and check manifests. One subcommand per source; the work is done in `medtokenbudget.data`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,11 @@ def main(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         summaries = {name: summary for name, (summary, _, _) in COMMANDS.items()}
         last = "Run `mtb data COMMAND --help` for the options of a command."
-        print(command_list("mtb data COMMAND ...", "Make manifests, split them and check them.", summaries, last))
+        print(
+            command_list(
+                "mtb data COMMAND ...", "Create, split and check manifests: tables with one row per image.", summaries, last
+            )
+        )
         return 0
     name = arguments[0]
     if name not in COMMANDS:
@@ -39,16 +43,19 @@ def _split_options(parser: CommandParser, default: str | None, seed: str = "--se
         "--split",
         type=Rule if default else Rule | None,
         default=default,
-        help="'grouped': no lesion, patient or duplicate in two parts, stratified; 'kfold': the same in folds; "
-        "'paper': the paper's 80/20." + ("" if default else " Default: the split that the data comes with, else 'grouped'."),
+        help="grouped: 80/20 by class, with no lesion, patient or duplicate in two parts. kfold: the same, in folds. "
+        "paper: the paper's 80/20 of single images." + ("" if default else " Default: the split of the data itself, or grouped."),
     )
-    parser.add_argument("--folds", type=int, default=5, help="Number of folds of 'kfold'.")
-    parser.add_argument("--fold", type=int, default=0, help="The fold of 'kfold' that validates, from 0.")
     parser.add_argument(
-        "--select", type=float, default=0.0, help="Share of training cut off as a selection part, whole groups at a time."
+        "--workers", type=int, default=min(4, os.cpu_count() or 1), help="Number of images to read or draw at once."
     )
-    parser.add_argument(seed, type=int, default=42, help="Seed of the split (the paper's own is always 42).")
-    parser.add_argument("--workers", type=int, default=min(4, os.cpu_count() or 1), help="How many read or draw images at a time.")
+    section = parser.section("Split")
+    section.add_argument("--folds", type=int, default=5, help="Number of folds for --split kfold.")
+    section.add_argument("--fold", type=int, default=0, help="Fold to validate on, counted from 0.")
+    section.add_argument(
+        "--select", type=float, default=0.0, help="Share of the training part to set aside for model selection, in whole groups."
+    )
+    section.add_argument(seed, type=int, default=42, help="Random seed of the split. The paper's split always uses 42.")
 
 
 def _name(parser: CommandParser, default: str) -> None:
@@ -58,81 +65,83 @@ def _name(parser: CommandParser, default: str) -> None:
 
 
 def _out(parser: CommandParser) -> None:
-    parser.add_argument("--out", type=Path, required=True, help="The manifest to write (Parquet).")
+    parser.add_argument("--out", type=Path, required=True, help="Manifest file to write (.parquet).")
 
 
 def _isic_options(parser: CommandParser) -> None:
-    parser.add_argument("root", type=Path, help="Folder with the official files of ISIC 2019; some of the images are enough.")
+    parser.add_argument("root", type=Path, help="Folder with the official ISIC 2019 files. The images may be incomplete.")
+    _out(parser)
     parser.add_argument(
         "--masks",
         type=Literal["exact", "by-id", "none"],
         default="by-id",
-        help="'by-id' looks through the suffix _downsampled, 'exact' does not, as in the paper.",
+        help="How masks are matched to images: by-id ignores the suffix _downsampled, exact (as in the paper) does not.",
     )
     parser.add_argument(
         "--mask-sources",
         type=str | None,
         default=None,
-        help="Where masks come from: isic2018, ham10000, or both with a comma; the first that has a mask wins. "
-        "Default: isic2018 for 'exact', all there are for 'by-id'.",
+        help="isic2018, ham10000 or both, separated by a comma; the first source that has a mask is used. "
+        "Default: isic2018 for exact, all available for by-id.",
     )
-    parser.add_argument("--ignore-unlabeled", action="store_true", help="Leave out files that have no row in the CSV.")
+    parser.add_argument("--ignore-unlabeled", action="store_true", help="Skip images that have no row in the CSV.")
     _name(parser, "ISIC 2019")
     _split_options(parser, "grouped")
-    _out(parser)
 
 
 def _kvasir_options(parser: CommandParser) -> None:
     parser.add_argument("root", type=Path, help="Folder with the eight class folders of Kvasir v2.")
+    _out(parser)
     _name(parser, "Kvasir v2")
     _split_options(parser, "paper")
-    _out(parser)
 
 
 def _folder_options(parser: CommandParser) -> None:
     parser.add_argument(
-        "root", type=Path, help="Folder with a folder for each class (or train/ and val/ with those), or with loose images."
+        "root", type=Path, help="Folder with one folder per class, with train/ and val/ that contain class folders, or with images."
     )
+    _out(parser)
     parser.add_argument(
-        "--masks", type=Path | None, default=None, help="Folder of masks: a.png, a_segmentation.png or a_mask.png for a.jpg."
+        "--masks", type=Path | None, default=None, help="Folder with the masks: a.png, a_segmentation.png or a_mask.png for a.jpg."
     )
     _name(parser, "the folder's name")
     _split_options(parser, None)
-    _out(parser)
 
 
 def _csv_options(parser: CommandParser) -> None:
-    parser.add_argument("file", type=Path, help="CSV with the column image and, as known, image_id, label, mask, group, split.")
+    parser.add_argument("file", type=Path, help="CSV file with a column image, and optionally image_id, label, mask, group, split.")
+    _out(parser)
     parser.add_argument(
-        "--classes", type=str | None, default=None, help="Class names in order, with commas; else the labels, sorted."
+        "--classes", type=str | None, default=None, help="Class names in order, separated by commas. Default: the sorted labels."
     )
     parser.add_argument("--allow-unlabeled", action="store_true", help="Accept rows without a label.")
     _name(parser, "the file's name")
     _split_options(parser, None)
-    _out(parser)
 
 
 def _synthetic_options(parser: CommandParser) -> None:
+    parser.add_argument(
+        "--out", type=Path, required=True, help="Folder to write to, or NAME.parquet to put the images into the folder NAME."
+    )
     parser.add_argument("--n", type=int, default=1000, help="Number of images.")
-    parser.add_argument("--seed", type=int, default=0, help="Seed of the drawings.")
-    parser.add_argument("--size", type=int, default=256, help="Side of the images in pixels.")
+    parser.add_argument("--seed", type=int, default=0, help="Random seed of the drawings.")
+    parser.add_argument("--size", type=int, default=256, help="Side of the square images, in pixels.")
     parser.add_argument("--off-center", action="store_true", help="Move the lesions away from the center.")
     _name(parser, "drawn dermoscopy")
     _split_options(parser, "grouped", seed="--split-seed")
-    parser.add_argument("--out", type=Path, required=True, help="A folder, or NAME.parquet, whose files then are in NAME/.")
 
 
 def _split_command_options(parser: CommandParser) -> None:
-    parser.add_argument("manifest", type=Path, help="The manifest to split anew.")
-    _split_options(parser, "grouped")
+    parser.add_argument("manifest", type=Path, help="Manifest to split again.")
     _out(parser)
+    _split_options(parser, "grouped")
 
 
 def _check_options(parser: CommandParser) -> None:
-    parser.add_argument("data", type=Path, help="A manifest, or a folder in the layout of ISIC 2019, Kvasir v2 or class folders.")
-    parser.add_argument("--json", action="store_true", help="The whole report as JSON.")
-    parser.add_argument("--all", action="store_true", help="Every item of every finding, not the first few.")
-    parser.add_argument("--workers", type=int, default=min(4, os.cpu_count() or 1), help="Threads that read images.")
+    parser.add_argument("data", type=Path, help="Manifest, or folder with ISIC 2019, Kvasir v2 or class folders.")
+    parser.add_argument("--json", action="store_true", help="Print the full report as JSON.")
+    parser.add_argument("--all", action="store_true", help="List every item of every finding instead of the first few.")
+    parser.add_argument("--workers", type=int, default=min(4, os.cpu_count() or 1), help="Number of images to read at once.")
 
 
 def _isic(options: Namespace) -> int:
@@ -178,7 +187,7 @@ def _synthetic(options: Namespace) -> int:
         workers=options.workers,
         **_named(options),
     )
-    return _told(Manifest.read(out), out)
+    return _summarize(Manifest.read(out), out)
 
 
 def _split(options: Namespace) -> int:
@@ -187,8 +196,8 @@ def _split(options: Namespace) -> int:
     manifest = Manifest.read(options.manifest)
     if options.split == "paper" and manifest.source.startswith("isic") and not manifest.split_rule.startswith("paper"):
         raise RequestError(
-            "the paper's split of ISIC is drawn over the whole official CSV, which a manifest does not have. "
-            "Use `mtb data isic ROOT --split paper`."
+            "The paper's split of ISIC needs all rows of the official CSV, which a manifest does not have. "
+            "Run `mtb data isic ROOT --split paper` instead."
         )
     return _write(_resplit(manifest, options, again=True), options.out)
 
@@ -202,18 +211,17 @@ def _check(options: Namespace) -> int:
         print(json.dumps(report.to_dict(), indent=2, ensure_ascii=False))
     else:
         print(to_text(report, shown=0 if options.all else 8))
-        after = "mend the fatal findings and check again" if report.fatal else _next(options.data)
-        print(f"\nchecked {options.data}; next: {after}")
+        print(f"Next: {'fix the fatal problems and run the check again.' if report.fatal else _next(options.data)}")
     return 1 if report.fatal else 0
 
 
 def _resplit(manifest: Manifest, options: Namespace, again: bool = False) -> Manifest:
-    """The split that was asked for; one that the source came with stays when it is that one, or when none was asked for."""
+    """Apply the requested split; the split of the data itself stays if it is the same one, or if none was requested."""
     from medtokenbudget.data.splits import apply_split, check_request, cut_selection
 
-    # What can be refused is refused now: below, every image may be read.
+    # Checked first, because finding duplicates below reads every image.
     if options.out.suffix != ".parquet":
-        raise RequestError(f"--out {options.out} must end in .parquet: that is what a manifest is.")
+        raise RequestError(f"--out must end in .parquet, got {options.out}.")
     check_request(options.split or "grouped", options.folds, options.fold, options.select, options.seed)
     came_with = manifest.split_rule.split(",")[0]
     if options.split == came_with == "paper" or (options.split is None and came_with == "given"):
@@ -231,23 +239,23 @@ def _resplit(manifest: Manifest, options: Namespace, again: bool = False) -> Man
 
 
 def _write(manifest: Manifest, out: Path) -> int:
-    return _told(manifest, manifest.write(out))
+    return _summarize(manifest, manifest.write(out))
 
 
-def _told(manifest: Manifest, out: Path) -> int:
+def _summarize(manifest: Manifest, out: Path) -> int:
     counts = manifest.rows["split"].value_counts()
     parts = ", ".join(f"{counts[name]:,} {name}" for name in ("train", "select", "val") if name in counts)
     masks = int(manifest.rows["mask"].notna().sum())
-    print(f"{len(manifest):,} images ({parts}; {masks:,} with a mask) in {out}; next: mtb data check {out}")
+    print(f"Wrote {out}: {len(manifest):,} images ({parts}; {masks:,} with a mask). Next: mtb data check {out}")
     return 0
 
 
 def _next(data: Path) -> str:
-    return f"mtb extract {data} --store STORE" if data.suffix == ".parquet" else f"make a manifest of {data} with `mtb data`"
+    return f"mtb extract {data} --store STORE" if data.suffix == ".parquet" else f"create a manifest of {data} with `mtb data`."
 
 
 def _named(options: Namespace) -> dict[str, str]:
-    """The name that was given; without one, the source's own default applies."""
+    """The given name as a keyword, or nothing so that the default of the source applies."""
     return {} if options.name is None else {"name": options.name}
 
 
@@ -258,11 +266,11 @@ def _names(value: str | None) -> list[str] | None:
 COMMANDS: dict[str, tuple[str, Callable[[CommandParser], None], Callable[[Namespace], int]]] = {
     "isic": ("ISIC 2019 with the masks of ISIC 2018 and HAM10000", _isic_options, _isic),
     "kvasir": ("Kvasir v2, eight class folders", _kvasir_options, _kvasir),
-    "folder": ("your own images in class folders", _folder_options, _folder),
-    "csv": ("your own images by a CSV", _csv_options, _csv),
-    "synthetic": ("drawn dermoscopy with masks", _synthetic_options, _synthetic),
-    "split": ("another split of a manifest", _split_command_options, _split),
-    "check": ("everything that is wrong with a data set, at once", _check_options, _check),
+    "folder": ("your own images, one folder per class", _folder_options, _folder),
+    "csv": ("your own images, listed in a CSV file", _csv_options, _csv),
+    "synthetic": ("drawn dermoscopic images with masks", _synthetic_options, _synthetic),
+    "split": ("split a manifest again", _split_command_options, _split),
+    "check": ("find all problems of a data set", _check_options, _check),
 }
 EXAMPLES: dict[str, str] = {
     "isic": "data/isic --masks by-id --split grouped --out isic.parquet",

@@ -1,4 +1,4 @@
-"""`mtb extract`: fill a store with the tokens of a manifest; again after a crash, it goes on."""
+"""`mtb extract`: run the backbone over a manifest and write a store of tokens."""
 
 from __future__ import annotations
 
@@ -14,32 +14,36 @@ EXAMPLE = "mtb extract isic.parquet --store stores/isic --weights dinov2_vitb14.
 
 
 def main(arguments: list[str]) -> int:
-    parser = command_parser("extract", "Run the frozen backbone once over all images and fill a store of tokens.", EXAMPLE)
-    parser.add_argument("manifest", type=Path, help="Manifest made by `mtb data`.")
-    parser.add_argument("--store", type=Path, required=True, help="Folder of the store; one that was begun is continued.")
+    parser = command_parser(
+        "extract",
+        "Run the frozen backbone once over all images of a manifest and store their tokens. Run the same command again to resume.",
+        EXAMPLE,
+    )
+    parser.add_argument("manifest", type=Path, help="Manifest created by `mtb data`.")
+    parser.add_argument("--store", type=Path, required=True, help="Folder of the token store. An incomplete store is resumed.")
     parser.add_argument(
         "--backbone",
         type=str,
         default=BackboneConfig.name,
-        help="A timm vision transformer, 'embedded', or a folder of mtb distill.",
+        help="Name of a timm vision transformer, 'embedded', or a folder written by mtb distill.",
     )
     add_config(parser, BackboneConfig, "Backbone", first={"weights"}, skip={"name"})
     add_config(parser, ExtractConfig, "Extraction", first={"views", "device"})
     cluster = parser.section("Clusters and job arrays")
-    cluster.add_argument("--engine", type=Literal["local", "ray"], default="local", help="This machine, or a Ray cluster.")
-    cluster.add_argument("--address", type=str | None, default=None, help="Address of a running Ray cluster ('auto', host:port).")
+    cluster.add_argument("--engine", type=Literal["local", "ray"], default="local", help="Where to run: on this machine or on Ray.")
+    cluster.add_argument("--address", type=str | None, default=None, help="Address of a running Ray cluster: auto or host:port.")
     cluster.add_argument(
-        "--shards", type=str | None, default=None, help="I/N: extract every N-th shard, starting at I, for job arrays."
+        "--shards", type=str | None, default=None, help="I/N, for job arrays: extract only every N-th shard, starting at I."
     )
     routed = parser.section("Routed tokens")
     routed.add_argument(
-        "--keep", type=Literal["all", "routed"], default="all", help="All patches, or only those that a model keeps."
+        "--keep", type=Literal["all", "routed"], default="all", help="Store all patches, or only those that a trained model keeps."
     )
-    routed.add_argument("--model", type=Path | None, default=None, help="The trained model of --keep routed.")
-    routed.add_argument("--budget", type=Budget | None, default=None, help="Share of the patches that --keep routed keeps.")
-    parser.add_argument(
-        "--verify", action="store_true", help="At the end, compare every shard and every image with the stored hashes."
+    routed.add_argument("--model", type=Path | None, default=None, help="Trained model for --keep routed.")
+    routed.add_argument(
+        "--budget", type=Budget | None, default=None, help="Share of the patches to keep with --keep routed, as 0.3 or 30%."
     )
+    parser.add_argument("--verify", action="store_true", help="Compare all shards and images with their stored hashes at the end.")
     given = parser.parse_args(arguments)
     return _run(given)
 
@@ -47,9 +51,9 @@ def main(arguments: list[str]) -> int:
 def _run(given: Any) -> int:
     shards = None if given.shards is None else parse_shards(given.shards)
     if given.address is not None and given.engine != "ray":
-        raise RequestError("--address belongs to a Ray cluster: add --engine ray.")
+        raise RequestError("--address is only used with a Ray cluster. Add --engine ray, or drop --address.")
     if (given.keep == "routed") != (given.model is not None) or (given.keep == "routed") != (given.budget is not None):
-        raise RequestError("--keep routed, --model M and --budget B go together.")
+        raise RequestError("--keep routed, --model and --budget must be used together.")
 
     from medtokenbudget.data import Manifest
     from medtokenbudget.features import extract
@@ -74,10 +78,10 @@ def _run(given: Any) -> int:
 
 
 def parse_shards(text: str) -> tuple[int, int]:
-    """'I/N' as two numbers."""
+    """Parse 'I/N' to two numbers."""
     parts = text.split("/")
     if len(parts) != 2 or not all(part.isdecimal() for part in parts):
-        raise RequestError(f"--shards takes I/N, such as 0/8 for the first of eight jobs, got '{text}'.")
+        raise RequestError(f"--shards must be I/N, such as 0/8 for the first of eight jobs, got '{text}'.")
     return int(parts[0]), int(parts[1])
 
 
@@ -85,7 +89,7 @@ def _route(path: Path, budget: float) -> tuple[Any, dict[str, Any]]:
     from medtokenbudget.model import load
 
     model = load(path)
-    # Without the name, which is a path where the backbone is a folder; the hash of the weights says more.
+    # Without the name, which may be a path on another machine; the hash of the weights identifies the backbone.
     backbone = {key: value for key, value in model.backbone_fingerprint.items() if key != "name"}
     return model.router(budget), {"model": model.fingerprint, "budget": budget, "backbone": backbone}
 
@@ -93,15 +97,16 @@ def _route(path: Path, budget: float) -> tuple[Any, dict[str, Any]]:
 def _summary(store: Any, manifest: Path) -> str:
     lines = []
     if store.errors:
-        where = f"listed in {store.path / 'errors.jsonl'}" if not store.missing else "listed in the shards' sidecars"
-        lines.append(f"{len(store.errors)} of {len(store) + len(store.errors)} rows are left out, {where} with the reason.")
+        where = f"{store.path / 'errors.jsonl'} lists" if not store.missing else "the JSON files of the shards list"
+        lines.append(f"Skipped {len(store.errors)} of {len(store) + len(store.errors)} rows; {where} the reasons.")
     if store.missing:
         of = store.config["shards"]
         lines.append(
-            f"{store.path}: {len(store.missing)} of {of} shards are missing. Run the other jobs, or this command without --shards."
+            f"{store.path} is incomplete: {len(store.missing)} of {of} shards are missing. "
+            "Run the other jobs, or this command without --shards."
         )
     elif store.config["keep"] == "patches":
-        lines.append(f"{store.path}: {len(store)} rows. Next: mtb train {manifest} --store {store.path} --out runs/first")
+        lines.append(f"Wrote {store.path}: {len(store)} rows. Next: mtb train {manifest} --store {store.path} --out runs/first")
     else:
-        lines.append(f"{store.path}: {len(store)} rows of routed tokens.")
+        lines.append(f"Wrote {store.path}: {len(store)} rows of routed tokens.")
     return "\n".join(lines)

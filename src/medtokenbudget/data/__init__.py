@@ -1,4 +1,4 @@
-"""Images, labels, masks, groups and splits: the manifest, its sources, and the check that finds what is wrong with it."""
+"""Images, labels, masks, groups and splits: the manifest, its sources, and the check of a data set."""
 
 from __future__ import annotations
 

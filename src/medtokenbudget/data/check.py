@@ -1,7 +1,7 @@
-"""Everything that is wrong with a data set, found in one pass and reported at once.
+"""Find all problems of a data set in one pass.
 
-Fatal is what would make results wrong or the extraction fail: an image or a mask that is missing or cannot be read, and a group
-or a duplicate in two parts of a split. The paper's split leaks by design, so there a crossing is a warning.
+A problem is fatal if it makes results wrong or the extraction fail: images or masks that are missing or cannot be read, and groups
+or duplicates in two parts of the split. The paper's split leaks by design, so there the latter is a warning.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Severity = Literal["fatal", "warning"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One kind of fault, what it means, and every image (or pair, or group) that has it."""
+    """One kind of problem, what it means, and every image, pair or group that has it."""
 
     kind: str
     severity: Severity
@@ -41,7 +41,19 @@ class Finding:
 
 @dataclass(frozen=True)
 class Report:
-    """What a check found: faults, and the tables that describe the data set."""
+    """The result of a check.
+
+    Attributes:
+        name: Name of the data set.
+        source: Where its rows come from.
+        split_rule: How it was split.
+        images: Number of images.
+        findings: The problems.
+        classes: Images per part and class: `{part: {class: n}}`; '-' counts images without a label.
+        masks: The same for images that have a mask.
+        prevalence: Statistics of lesion patches for each part; see `prevalence_table`.
+        prevalence_images: Number of images behind these statistics.
+    """
 
     name: str
     source: str
@@ -55,15 +67,17 @@ class Report:
 
     @property
     def fatal(self) -> bool:
+        """Whether a finding is fatal."""
         return any(finding.severity == "fatal" for finding in self.findings)
 
     def to_dict(self) -> dict[str, Any]:
+        """The report as JSON values."""
         return {**asdict(self), "fatal": self.fatal}
 
 
 @dataclass(frozen=True)
 class _Seen:
-    """What one row looks like on disk."""
+    """What was found on disk for one row."""
 
     image_fault: DecodeError | None = None
     mask_fault: DecodeError | None = None
@@ -73,7 +87,15 @@ class _Seen:
 
 
 def open_data(target: Path | str) -> Manifest:
-    """A manifest file, or a folder in a layout that is known: ISIC 2019 or Kvasir v2 (with the paper's split), or class folders."""
+    """Open a data set, given as a manifest or as a folder in a known layout.
+
+    Args:
+        target: A manifest file, or a folder with the layout of ISIC 2019 or Kvasir v2 (both get the paper's split) or with class
+            folders.
+
+    Returns:
+        The manifest.
+    """
     path = Path(target)
     if not path.is_dir():
         return Manifest.read(path)
@@ -86,7 +108,15 @@ def open_data(target: Path | str) -> Manifest:
 
 
 def check(manifest: Manifest, workers: int = 4) -> Report:
-    """Decode every image and mask once and report all that is wrong."""
+    """Decode every image and mask once and report all problems.
+
+    Args:
+        manifest: The data set.
+        workers: Threads that read images.
+
+    Returns:
+        The findings and the tables that describe the data set.
+    """
     with ThreadPoolExecutor(max(1, workers)) as pool:
         bar = progress(
             pool.map(lambda i: _look(manifest, i), range(len(manifest))), total=len(manifest), what="checking", unit="image"
@@ -141,7 +171,7 @@ def _mask_notes(mask: Image.Image, image: Image.Image | None, patches: int) -> l
     values = np.asarray(mask)
     notes = []
     if image is not None and not same_aspect(mask.size, image.size):
-        notes.append(f"mask-aspect|{mask.width} x {mask.height} for an image of {image.width} x {image.height}")
+        notes.append(f"mask-aspect|mask {mask.width} x {mask.height}, image {image.width} x {image.height}")
     if values.max() == 0:
         notes.append("mask-empty|")
     elif patches == 0:
@@ -159,21 +189,21 @@ def _image_findings(manifest: Manifest, seen: Sequence[_Seen]) -> Iterable[Findi
         for i, s in zip(manifest.ids, seen)
         if s.image_fault and s.image_fault.kind not in ("missing", "damaged")
     ]
-    yield Finding("image-missing", "fatal", "images that are not there", missing)
-    yield Finding("image-damaged", "fatal", "images that are damaged or cut short", damaged)
+    yield Finding("image-missing", "fatal", "images that do not exist", missing)
+    yield Finding("image-damaged", "fatal", "images that are damaged or incomplete", damaged)
     yield Finding("image-unreadable", "fatal", "images that cannot be read", others)
     unlabeled = [i for i, label in zip(manifest.ids, manifest.rows["label"]) if label is None]
-    yield Finding("unlabeled", "warning", "images without a label (left out of training and evaluation)", unlabeled)
+    yield Finding("unlabeled", "warning", "images without a label (not used in training and evaluation)", unlabeled)
 
 
 def _mask_findings(manifest: Manifest, seen: Sequence[_Seen]) -> Iterable[Finding]:
     faults = [(i, s.mask_fault) for i, s in zip(manifest.ids, seen) if s.mask_fault]
-    yield Finding("mask-missing", "fatal", "masks that are not there", [f"{i}: {e}" for i, e in faults if e.kind == "missing"])
+    yield Finding("mask-missing", "fatal", "masks that do not exist", [f"{i}: {e}" for i, e in faults if e.kind == "missing"])
     yield Finding("mask-unreadable", "fatal", "masks that cannot be read", [f"{i}: {e}" for i, e in faults if e.kind != "missing"])
     messages = {
-        "mask-aspect": "masks whose aspect differs from the image (they would not lie on the lesion)",
-        "mask-empty": "masks without any lesion pixel",
-        "mask-no-patch": f"masks whose lesion is lost on the {GRID[0]} x {GRID[1]} grid (no retention can be measured)",
+        "mask-aspect": "masks whose aspect ratio is not that of the image",
+        "mask-empty": "empty masks",
+        "mask-no-patch": f"masks without a lesion patch on a {GRID[0]} x {GRID[1]} grid (retention cannot be measured)",
         "mask-not-binary": "masks that are not binary (a pixel counts as lesion above half of 255)",
     }
     notes = [(i, *note.split("|", 1)) for i, s in zip(manifest.ids, seen) for note in s.mask_notes]
@@ -205,7 +235,10 @@ def _duplicate_findings(manifest: Manifest, seen: Sequence[_Seen]) -> Iterable[F
     )
     crossing = [pair for pair in both if split[pair[0]] != split[pair[1]]]
     yield Finding(
-        "duplicate-crosses", _crossing(manifest), f"duplicates in two parts of the split{_advice(manifest)}", named(crossing, split)
+        "duplicate-crosses",
+        _crossing(manifest),
+        f"duplicates in two parts of the split{_advice(manifest)}",
+        named(crossing, split),
     )
 
 
@@ -218,10 +251,10 @@ def _split_findings(manifest: Manifest) -> Iterable[Finding]:
     yield Finding("group-crosses", _crossing(manifest), f"groups in two parts of the split{_advice(manifest)}", crossing)
     used = set(manifest.rows["split"])
     wanted = [] if manifest.split_rule == "none" else ["train", "val"]
-    yield Finding("part-empty", "warning", "parts without an image", [name for name in wanted if name not in used])
+    yield Finding("part-empty", "warning", "parts of the split without images", [name for name in wanted if name not in used])
     trained = set(manifest.part("train").rows["label"])
     unseen = sorted({label for label in manifest.part("val").rows["label"] if label is not None and label not in trained})
-    yield Finding("class-unseen", "warning", "classes in validation that training does not have", unseen)
+    yield Finding("class-unseen", "warning", "classes of the validation part that the training part does not have", unseen)
 
 
 def _crossing(manifest: Manifest) -> Severity:
@@ -229,11 +262,11 @@ def _crossing(manifest: Manifest) -> Severity:
 
 
 def _advice(manifest: Manifest) -> str:
-    return " (the paper's split leaks; `--split grouped` does not)" if manifest.split_rule.startswith("paper") else ""
+    return " (the paper's split allows this; `--split grouped` does not)" if manifest.split_rule.startswith("paper") else ""
 
 
 def _by_class(manifest: Manifest, chosen: np.ndarray) -> dict[str, dict[str, int]]:
-    """Counts a class for each part and over all: `{part: {class: n}}`; '-' counts images without a label."""
+    """Images per class, for each part and for all: `{part: {class: n}}`; '-' counts images without a label."""
     rows = manifest.rows[chosen]
     table = {}
     for part in ("all", *SPLITS):

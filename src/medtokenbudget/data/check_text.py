@@ -1,4 +1,4 @@
-"""A check's report as text for a terminal; apart from `check.py` so that finding and telling do not mix."""
+"""The report of a check as text for a terminal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PAPER_PREVALENCE = {
 
 
 def to_text(report: Report, shown: int = 8) -> str:
-    """The whole report; of each finding the first `shown` items (0: all)."""
+    """The report as text, with at most `shown` items of each finding (0 for all)."""
     head = f"{report.name}: {report.images:,} images · {report.source} · split {report.split_rule}"
     blocks = [head, _class_table(report)]
     if report.prevalence:
@@ -25,24 +25,24 @@ def to_text(report: Report, shown: int = 8) -> str:
     blocks += [_finding(finding, shown) for finding in report.findings]
     fatal = len([finding for finding in report.findings if finding.severity == "fatal"])
     warnings = len(report.findings) - fatal
-    blocks.append("nothing found" if not report.findings else f"{fatal} kinds of fatal findings, {warnings} of warnings")
+    blocks.append(f"Kinds of problems: {fatal} fatal, {warnings} warnings." if report.findings else "No problems found.")
     return "\n\n".join(blocks)
 
 
 def _finding(finding: Finding, shown: int) -> str:
     items = finding.items[:shown] if shown else finding.items
     more = len(finding.items) - len(items)
-    lines = [f"{finding.severity.upper()} {finding.kind}: {len(finding.items):,} {finding.message}"]
+    lines = [f"{finding.severity.upper()} {finding.kind} ({len(finding.items):,}): {finding.message}"]
     lines += [f"  {item}" for item in items]
-    return "\n".join(lines + ([f"  and {more:,} more (--all shows them)"] if more else []))
+    return "\n".join(lines + ([f"  and {more:,} more (use --all to list them)"] if more else []))
 
 
 def _class_table(report: Report) -> str:
-    """Images a class in each part; in brackets how many of them have a mask."""
+    """Images per class in each part, and in brackets those with a mask."""
     parts = [part for part in report.classes if part == "all" or any(report.classes[part].values())]
     names = list(report.classes["all"])
     width = max(8, *(len(name) for name in names))
-    lines = ["images a class (with a mask)", " " * width + "".join(f"{part:>18}" for part in parts)]
+    lines = ["Images per class (with a mask)", " " * width + "".join(f"{part:>18}" for part in parts)]
     for name in [*names, "total"]:
         cells = []
         for part in parts:
@@ -58,7 +58,7 @@ def _prevalence_table(report: Report) -> str:
     patches = GRID[0] * GRID[1]
     parts = list(report.prevalence)
     lines = [
-        f"lesion patches of {patches} (share of the image); the paper's column is its 155 validation masks",
+        f"Lesion patches of {patches} (share of the image); paper: its 155 validation masks",
         " " * 20 + "".join(f"{f'{part}, n={report.prevalence_images[part]:,}':>20}" for part in parts) + f"{'paper':>18}",
     ]
     for name, printed in PAPER_PREVALENCE.items():

@@ -1,4 +1,4 @@
-"""Anybody's images by a CSV with the manifest's columns: `image` is needed, `image_id, label, mask, group, split` as known."""
+"""Your own images, listed in a CSV file: a column `image`, and any of `image_id, label, mask, group, split`."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 import pandas as pd
 
 from medtokenbudget.data.manifest import COLUMNS, SPLITS, Manifest, listed
-from medtokenbudget.errors import RequestError
+from medtokenbudget.errors import RequestError, first_line
 
-_COLUMNS = "they are image and, as known, image_id, label, mask, group, split"
+_COLUMNS = "image (required), image_id, label, mask, group and split"
 
 
 def read_csv(path: Path) -> pd.DataFrame:
-    """All cells as stripped text: no class called 'NA' becomes a missing one, no id loses its zeros. Empty cells are ''."""
+    """Read all cells as stripped text, so that a class 'NA' stays a class and ids keep their zeros. Empty cells are ''."""
     try:
         table = pd.read_csv(path, dtype=str, keep_default_na=False, encoding="utf-8-sig")
     except FileNotFoundError:
@@ -22,7 +22,7 @@ def read_csv(path: Path) -> pd.DataFrame:
     except IsADirectoryError:
         raise RequestError(f"{path} is a folder, not a CSV file.") from None
     except (pd.errors.EmptyDataError, pd.errors.ParserError, UnicodeDecodeError) as error:
-        raise RequestError(f"{path} is not a CSV file in UTF-8: {str(error).strip()}.") from None
+        raise RequestError(f"{path} is not a CSV file in UTF-8 ({first_line(error)}).") from None
     table.columns = [str(name).strip() for name in table.columns]
     return table.apply(lambda column: column.str.strip())
 
@@ -30,25 +30,34 @@ def read_csv(path: Path) -> pd.DataFrame:
 def csv_manifest(
     path: Path | str, classes: Sequence[str] | None = None, *, allow_unlabeled: bool = False, name: str | None = None
 ) -> Manifest:
-    """The rows of a CSV; relative paths are relative to its folder, classes are sorted names unless given.
+    """Make a manifest of the images listed in a CSV file.
 
-    Without a column `split` all rows are training (`split_rule` 'none'). All faults are reported together.
-    The data set is called `name`, or like the file.
+    Args:
+        path: The CSV file. Relative paths in it start from its folder.
+        classes: Class names in order; the sorted labels by default.
+        allow_unlabeled: Accept rows without a label.
+        name: Name of the data set; the name of the file by default.
+
+    Returns:
+        The manifest. Without a column `split` all rows are 'train' and its `split_rule` is 'none'.
+
+    Raises:
+        RequestError: The file has problems; the message lists all of them.
     """
     source = Path(path)
     table = read_csv(source)
     if "image" not in table.columns:
-        found = f"The columns found, parted by commas: {listed(list(table.columns), 8)}."
-        raise RequestError(f"{source} lacks the column 'image' ({_COLUMNS}). {found}")
+        found = listed(list(table.columns), 8)
+        raise RequestError(f"{source} has no column 'image', only {found}. Columns are separated by commas: {_COLUMNS}.")
     if table.empty:
         raise RequestError(f"{source} has no rows.")
     folder = source.resolve().parent
     rows = {name: table[name].tolist() if name in table.columns else None for name in COLUMNS}
     unknown = sorted(set(table.columns) - set(COLUMNS))
-    faults = [f"columns that mean nothing here: {listed(unknown)} ({_COLUMNS})"] if unknown else []
+    faults = [f"unknown columns: {listed(unknown)}; allowed are {_COLUMNS}"] if unknown else []
     faults += _faults(folder, rows, classes, allow_unlabeled)
     if faults:
-        raise RequestError(f"{source} does not make a manifest:\n" + "\n".join(f"  {fault}" for fault in faults))
+        raise RequestError(f"{source} has these problems:\n" + "\n".join(f"  {fault}" for fault in faults))
     count = len(table)
     blank = [""] * count
     images = [str(folder / image) for image in table["image"]]
@@ -81,7 +90,7 @@ def csv_manifest(
 
 
 def _faults(folder: Path, rows: dict[str, list[str] | None], classes: Sequence[str] | None, allow_unlabeled: bool) -> list[str]:
-    """One line a kind of fault, with the rows (the first under the heading is row 2, as in a spreadsheet) or values."""
+    """One line per kind of problem, with row numbers as in a spreadsheet: the first row after the heading is row 2."""
 
     def where(column: str, wrong: list[bool]) -> str:
         values = rows[column] or []
@@ -89,20 +98,24 @@ def _faults(folder: Path, rows: dict[str, list[str] | None], classes: Sequence[s
 
     images, labels, masks, splits = (rows[name] or [] for name in ("image", "label", "mask", "split"))
     checks = [
-        ("image", "no image", [not image for image in images]),
+        ("image", "image is empty", [not image for image in images]),
         ("image", "images that do not exist", [bool(image) and not (folder / image).is_file() for image in images]),
         ("mask", "masks that do not exist", [bool(mask) and not (folder / mask).is_file() for mask in masks]),
-        ("label", "no label (fill it in, or pass --allow-unlabeled)", [not label and not allow_unlabeled for label in labels]),
         (
             "label",
-            f"labels that are none of {', '.join(classes or [])}",
+            "label is empty (fill it in, or pass --allow-unlabeled)",
+            [not label and not allow_unlabeled for label in labels],
+        ),
+        (
+            "label",
+            f"labels other than {', '.join(classes or [])}",
             [bool(x) and bool(classes) and x not in (classes or []) for x in labels],
         ),
-        ("split", f"values of split that are none of {', '.join(SPLITS)}", [value not in SPLITS for value in splits]),
+        ("split", f"values of split other than {', '.join(SPLITS)}", [value not in SPLITS for value in splits]),
     ]
     faults = [f"{what}: {where(column, wrong)}" for column, what, wrong in checks if any(wrong)]
     ids = pd.Series([given or Path(image).stem for given, image in zip(rows["image_id"] or [""] * len(images), images)])
     if twice := sorted(set(ids[ids.duplicated()])):
-        advice = "" if rows["image_id"] else " (add a column image_id: without it the file name is the id)"
-        faults.append(f"image_id given to more than one row: {listed(twice)}{advice}")
+        advice = "" if rows["image_id"] else " (add a column image_id; without it the file name is the id)"
+        faults.append(f"image_id used more than once: {listed(twice)}{advice}")
     return faults

@@ -1,6 +1,6 @@
-"""From a file to pixels: the only place where Pillow opens one, so that every image and mask is read under the same rules.
+"""From a file to pixels. The only place where Pillow opens a file, so that all images and masks are read by the same rules.
 
-What cannot be read faithfully is refused by name (`DecodeError.kind`): nothing is guessed, cut or replaced.
+A file that cannot be read without guessing is an error with a kind (`DecodeError.kind`); nothing is cropped or replaced.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import BinaryIO
 import numpy as np
 from PIL import Image
 
-from medtokenbudget.errors import RequestError
+from medtokenbudget.errors import RequestError, first_line
 
 MAX_PIXELS = 100_000_000
 FORMATS = ("JPEG", "PNG", "TIFF", "BMP", "WEBP", "GIF", "PPM", "JPEG2000")
@@ -33,13 +33,16 @@ _TRANSPOSE = {
 _DIRECT = {"RGB", "L", "1", "P", "CMYK", "YCbCr", "HSV"}
 _ALPHA = {"RGBA", "LA", "PA", "RGBa", "La"}
 
-# `_refuse_large` below is stricter than Pillow's warning, which would only repeat it.
+# `_check_size` below is stricter than Pillow's warning, which would only repeat it.
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 
 
 class DecodeError(RequestError):
-    """A file that does not become pixels; `kind` is one of missing, folder, empty, not-an-image, damaged, too-large, frames,
-    alpha, mode, mask-aspect."""
+    """A file that cannot be read.
+
+    Attributes:
+        kind: 'missing', 'folder', 'empty', 'not-an-image', 'damaged', 'too-large', 'frames', 'alpha', 'mode' or 'mask-aspect'.
+    """
 
     def __init__(self, message: str, kind: str) -> None:
         super().__init__(message)
@@ -50,17 +53,26 @@ class DecodeError(RequestError):
 
 
 def decode_image(source: Source, max_pixels: int = MAX_PIXELS) -> Image.Image:
-    """An RGB image, turned as its EXIF orientation says.
+    """Read an image as RGB, rotated by its EXIF orientation.
 
-    Gray, palette, 1-bit, 16-bit gray (scaled by 255 / 65535) and CMYK are converted. An alpha channel is dropped when it is opaque
-    everywhere and refused otherwise. Files of several frames are refused; the further frames of a camera's MPO are previews and
-    are not looked at. Pillow's own limit of 178,956,970 pixels stays in force whatever `max_pixels` says.
+    Gray, palette, 1-bit, 16-bit gray (scaled by 255 / 65535) and CMYK images are converted. An alpha channel is dropped if it is
+    fully opaque. The extra frames of a camera's MPO file are previews and are ignored.
+
+    Args:
+        source: A path, the bytes of a file, or an open binary file.
+        max_pixels: Largest number of pixels. Pillow's own limit of 178,956,970 pixels always applies.
+
+    Returns:
+        The image, in mode RGB.
+
+    Raises:
+        DecodeError: The file cannot be read, has transparent pixels, several frames or too many pixels.
     """
     return _decode(source, max_pixels).convert("RGB")
 
 
 def decode_mask(source: Source, max_pixels: int = MAX_PIXELS) -> Image.Image:
-    """A mask as 8-bit gray ("L", 0 to 255), turned as its EXIF orientation says; same rules as `decode_image`."""
+    """Read a mask as 8-bit gray (mode L, 0 to 255), rotated by its EXIF orientation, by the rules of `decode_image`."""
     return _decode(source, max_pixels).convert("L")
 
 
@@ -69,15 +81,15 @@ def _decode(source: Source, max_pixels: int) -> Image.Image:
     name, stream = _open(source)
     try:
         image = _header(name, stream)
-        _refuse_large(name, image.size, max_pixels)
-        _refuse_frames(name, image)
+        _check_size(name, image.size, max_pixels)
+        _check_frames(name, image)
         try:
             image = _verified(image, stream)
             image.load()
             orientation = image.getexif().get(_ORIENTATION, 1)
-        # Plugins raise a dozen different types on damaged bytes; every one of them means the same to the reader.
+        # Pillow's plugins raise a dozen different types on damaged bytes.
         except Exception as error:
-            raise DecodeError(f"{name} is damaged or cut short ({error}). Fetch the file again.", "damaged") from None
+            raise _damaged(name, error) from None
     finally:
         if isinstance(source, (Path, str)):
             stream.close()
@@ -86,7 +98,7 @@ def _decode(source: Source, max_pixels: int) -> Image.Image:
 
 
 def _verified(image: Image.Image, stream: BinaryIO) -> Image.Image:
-    """PNG carries checksums that Pillow looks at only when asked, and an image that was verified has to be opened again."""
+    """Check the checksums of a PNG, which Pillow does only on request; a verified image must be opened again."""
     if image.format != "PNG":
         return image
     image.verify()
@@ -97,10 +109,10 @@ def _verified(image: Image.Image, stream: BinaryIO) -> Image.Image:
 def _open(source: Source) -> tuple[str, BinaryIO]:
     if isinstance(source, bytes):
         if not source:
-            raise DecodeError("the image is empty (0 bytes).", "empty")
-        return "the image", io.BytesIO(source)
+            raise DecodeError("The image is empty (0 bytes).", "empty")
+        return "The image", io.BytesIO(source)
     if not isinstance(source, (str, Path)):
-        return str(getattr(source, "name", None) or "the image"), source
+        return str(getattr(source, "name", None) or "The image"), source
     path = Path(source)
     try:
         folder, size = path.is_dir(), path.stat().st_size
@@ -112,7 +124,7 @@ def _open(source: Source) -> tuple[str, BinaryIO]:
     if folder:
         raise DecodeError(f"{path} is a folder, not an image.", "folder")
     if stream is None:
-        raise DecodeError(f"{path} is empty (0 bytes). Fetch the file again.", "empty")
+        raise DecodeError(f"{path} is empty (0 bytes). Download or copy it again.", "empty")
     return str(path), stream
 
 
@@ -120,33 +132,33 @@ def _header(name: str, stream: BinaryIO) -> Image.Image:
     try:
         return Image.open(stream, formats=FORMATS)
     except Image.DecompressionBombError:
-        raise DecodeError(f"{name} has far more pixels than allowed. Reduce it first.", "too-large") from None
+        raise DecodeError(f"{name} has far more pixels than allowed. Resize it first.", "too-large") from None
     except Image.UnidentifiedImageError:
         kinds = ", ".join(FORMATS)
         raise DecodeError(
-            f"{name} is not an image in a format that is read here ({kinds}), or its header is damaged.", "not-an-image"
+            f"{name} is not an image in a supported format ({kinds}), or its header is damaged.", "not-an-image"
         ) from None
     except Exception as error:
-        raise DecodeError(f"{name} has a damaged header ({error}). Fetch the file again.", "damaged") from None
+        raise DecodeError(f"{name} has a damaged header ({first_line(error)}). Download or copy it again.", "damaged") from None
 
 
-def _refuse_large(name: str, size: tuple[int, int], max_pixels: int) -> None:
+def _check_size(name: str, size: tuple[int, int], max_pixels: int) -> None:
     width, height = size
     if width * height > max_pixels:
         raise DecodeError(
-            f"{name} has {width} x {height} pixels, more than the {max_pixels:,} allowed. Reduce it first.", "too-large"
+            f"{name} has {width} x {height} pixels, more than the allowed {max_pixels:,}. Resize it first.", "too-large"
         )
     if width < 1 or height < 1:
         raise DecodeError(f"{name} has no pixels ({width} x {height}).", "damaged")
 
 
-def _refuse_frames(name: str, image: Image.Image) -> None:
+def _check_frames(name: str, image: Image.Image) -> None:
     try:
         frames = 1 if image.format == "MPO" else getattr(image, "n_frames", 1)
     except Exception as error:
-        raise DecodeError(f"{name} is damaged or cut short ({error}). Fetch the file again.", "damaged") from None
+        raise _damaged(name, error) from None
     if frames > 1:
-        raise DecodeError(f"{name} holds {frames} frames or pages. Save the one that is meant as a file of its own.", "frames")
+        raise DecodeError(f"{name} contains {frames} frames or pages. Save the one you need as a separate file.", "frames")
 
 
 def _plain_mode(name: str, image: Image.Image) -> Image.Image:
@@ -160,19 +172,23 @@ def _plain_mode(name: str, image: Image.Image) -> Image.Image:
         return image.convert("RGB")
     if image.mode not in _DIRECT:
         raise DecodeError(
-            f"{name} has the pixel format '{image.mode}', which has no agreed range. Save it as 8-bit RGB or gray.", "mode"
+            f"{name} has the pixel format '{image.mode}', which has no standard value range. Save it as 8-bit RGB or gray.", "mode"
         )
     return image.convert("RGB") if image.mode == "CMYK" else image
 
 
+def _damaged(name: str, error: Exception) -> DecodeError:
+    return DecodeError(f"{name} is damaged or incomplete ({first_line(error)}). Download or copy it again.", "damaged")
+
+
 def _transparent(name: str) -> DecodeError:
     return DecodeError(
-        f"{name} has transparent pixels, and what lies behind them is not known. Flatten it on a background first.", "alpha"
+        f"{name} has transparent pixels, so its colors depend on the background. Flatten it onto a background first.", "alpha"
     )
 
 
 def _from_16_bit(name: str, image: Image.Image) -> Image.Image:
-    """Gray of 16 bits to 8 by the range of the format: 65535 becomes 255. A PNG may name one value that is transparent."""
+    """16-bit gray to 8 bits: 65535 becomes 255. A PNG may declare one value as transparent."""
     values = np.asarray(image).astype(np.int64)
     if (values == image.info.get("transparency")).any():
         raise _transparent(name)

@@ -1,6 +1,6 @@
-"""Dermoscopy drawn from a seed: skin, one lesion of a class, what lies on it, and the camera, with the true lesion mask.
+"""Dermoscopy drawn from a seed: skin, one lesion of a class, hair and other artifacts, the camera, and the true lesion mask.
 
-This file is the photograph and the statistics of the set; the disease is in `dermoscopy_lesions.py`.
+This file draws the photograph and defines the statistics of the data set; the diseases are in `dermoscopy_lesions.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ISIC_2019 = {"MEL": 4522, "NV": 12875, "BCC": 3323, "AK": 867, "BKL": 2624, "DF
 CLASS_FREQUENCIES: dict[str, float] = {name: count / 25331 for name, count in _ISIC_2019.items()}
 """Share of each class in the 25,331 images of ISIC 2019."""
 
-# The paper's prevalence table; the point at 90 % gives the table's mean and deviation, which straight lines would miss.
+# The paper's prevalence table. The point at 90 % is added so that mean and standard deviation match the table too.
 _PREVALENCE = ((0.0, 0.25, 0.50, 0.75, 0.90, 1.0), (0.023, 0.137, 0.277, 0.406, 0.640, 0.969))
 
 _ABSORPTION = {
@@ -33,7 +33,7 @@ _ABSORPTION = {
 _WHITE = np.array([0.95, 0.91, 0.90], np.float32)
 _KERATIN = np.array([0.93, 0.86, 0.68], np.float32)
 
-# sRGB of skin from Fitzpatrick type I to VI as a dermatoscope with its own light shows it.
+# sRGB of skin from Fitzpatrick type I to VI, as a dermatoscope with its own light shows it.
 _SKIN_TONES = np.array(
     [[0.91, 0.85, 0.83], [0.87, 0.78, 0.76], [0.81, 0.70, 0.66], [0.72, 0.59, 0.53], [0.60, 0.48, 0.41], [0.48, 0.37, 0.32]]
 )
@@ -49,7 +49,14 @@ _CASTS = {
 
 @dataclass(frozen=True)
 class Drawing:
-    """A picture `[H, W, 3]` uint8, its lesion `[H, W]` bool, the class, and what was drawn (`prevalence` is the mask's share)."""
+    """A drawn image.
+
+    Attributes:
+        image: `[H, W, 3]` uint8.
+        mask: Lesion pixels, `[H, W]` bool.
+        label: Class name.
+        traits: What was drawn; `prevalence` is the share of the mask in the image.
+    """
 
     image: npt.NDArray[np.uint8]
     mask: npt.NDArray[np.bool_]
@@ -59,7 +66,7 @@ class Drawing:
 
 @dataclass(frozen=True)
 class _Surroundings:
-    """How the skin around a class tends to be; the classes overlap, but their patients, sites and clinics differ."""
+    """How the skin around a class tends to look. The classes overlap, but their patients, body sites and clinics differ."""
 
     tone: float
     redness: float
@@ -72,7 +79,7 @@ class _Surroundings:
     casts: tuple[float, float, float, float, float, float]
 
 
-# Of the columns, `fields` are the chances of full, corners, circle; `casts` those of `_CASTS` in order.
+# `fields` are the probabilities of full, corners and circle; `casts` those of `_CASTS` in order.
 _AROUND = {
     "MEL": _Surroundings(1.0, 0.07, 0.35, 0.08, 0.45, 0.40, 0.08, (0.35, 0.45, 0.20), (0.20, 0.04, 0.04, 0.30, 0.38, 0.04)),
     "NV": _Surroundings(1.4, 0.10, 0.06, 0.02, 0.40, 0.08, 0.14, (0.68, 0.20, 0.12), (0.30, 0.14, 0.22, 0.14, 0.04, 0.16)),
@@ -86,17 +93,28 @@ _AROUND = {
 
 
 def draw(label: str, seed: int, size: int = 256, off_center: bool = False) -> Drawing:
-    """One image of class `label`, `size` pixels square; the same arguments give the same bytes.
+    """Draw one image. The same arguments give the same bytes.
 
-    The lesion's share of the image follows the paper's prevalence table. It lies near the center, or with `off_center`
-    0.25 to 0.33 image widths away from it with at least 60 % of its area inside, large ones made smaller until that holds
-    and the part to be seen is off-center too.
+    The lesion's share of the image follows the paper's prevalence table.
+
+    Args:
+        label: Class name, one of `CLASSES`.
+        seed: Seed of everything random.
+        size: Side of the square image, in pixels.
+        off_center: Put the lesion 0.25 to 0.33 image widths away from the center, with at least 60 % of its area inside. Large
+            lesions are made smaller until this holds and their visible part is off-center too. Otherwise it is near the center.
+
+    Returns:
+        The image, its mask and what was drawn.
+
+    Raises:
+        RequestError: The class is unknown, the seed is negative, or the image is too small.
     """
     if label not in CLASSES:
-        raise RequestError(f"Unknown class {label!r} for a synthetic image. The classes are {', '.join(CLASSES)}.")
-    _refuse_negative("seed", seed)
+        raise RequestError(f"Unknown class {label!r} for a drawn image. The classes are {', '.join(CLASSES)}.")
+    _check_not_negative("seed", seed)
     if size < 32:
-        raise RequestError(f"A synthetic image of {size} pixels is too small to show a lesion. Take 32 or more.")
+        raise RequestError(f"A drawn image of {size} pixels is too small to show a lesion. Use 32 or more.")
     streams = [np.random.default_rng([seed, CLASSES.index(label), purpose]) for purpose in range(5)]
     shape_rng, lesion_rng, skin_rng, things_rng, camera_rng = streams
     canvas, around = Canvas(size), _AROUND[label]
@@ -115,11 +133,11 @@ def draw(label: str, seed: int, size: int = 256, off_center: bool = False) -> Dr
 
 
 def sample_labels(n: int, seed: int) -> list[str]:
-    """`n` classes at the frequencies of ISIC 2019; from `n = 8` on every class is there at least once."""
-    _refuse_negative("number of images", n)
-    _refuse_negative("seed", seed)
+    """`n` class names at the frequencies of ISIC 2019; with 8 or more, every class occurs at least once."""
+    _check_not_negative("number of images", n)
+    _check_not_negative("seed", seed)
     rng = np.random.default_rng([seed, n])
-    # Quotas rather than draws: rare classes keep their share in small sets. Rounding goes to the largest remainders.
+    # Quotas instead of random draws, so that rare classes keep their share in small sets; the largest remainders are rounded up.
     shares = np.array([CLASS_FREQUENCIES[name] for name in CLASSES])
     free = n - len(CLASSES) if n >= len(CLASSES) else n
     quotas = np.maximum(shares * n - (n >= len(CLASSES)), 0)
@@ -130,9 +148,9 @@ def sample_labels(n: int, seed: int) -> list[str]:
     return [CLASSES[index] for index in rng.permutation(labels)]
 
 
-def _refuse_negative(name: str, value: int) -> None:
+def _check_not_negative(name: str, value: int) -> None:
     if value < 0:
-        raise RequestError(f"The {name} of synthetic dermoscopy is {value}. Take zero or more.")
+        raise RequestError(f"The {name} of drawn dermoscopy must be 0 or more, got {value}.")
 
 
 def _place(canvas: Canvas, rng: np.random.Generator, label: str, seed: int, off_center: bool) -> tuple[Map, float, dict[str, Any]]:
@@ -156,7 +174,7 @@ def _place(canvas: Canvas, rng: np.random.Generator, label: str, seed: int, off_
 
 
 def _evenly(seed: int) -> float:
-    """A number from 0 to 1 for a seed. Steps of the golden ratio: any run of seeds fills the range evenly, even a short one."""
+    """A number in [0, 1) for a seed. Steps of the golden ratio, so that consecutive seeds fill the range evenly."""
     return (int(seed) * 0x9E3779B97F4A7C15 % 2**64) / 2**64
 
 
@@ -167,19 +185,19 @@ def _beyond(outline: Outline) -> Map:
 
 
 def _share_inside(whole: Map, radius: float) -> float:
-    """How much of the whole lesion lies within the image."""
+    """The share of the whole lesion that is inside the image."""
     lesion = whole < radius
     return float(lesion[32:64, 32:64].sum() / max(lesion.sum(), 1))
 
 
 def _visible_offset(whole: Map, radius: float) -> float:
-    """How far the centroid of the lesion's part within the image is from the image's center, in image widths."""
+    """Distance of the visible lesion's centroid from the center of the image, in image widths."""
     rows, columns = np.nonzero(whole[32:64, 32:64] < radius)
     return float(np.hypot(columns.mean() - 15.5, rows.mean() - 15.5) / 32) if rows.size else 1.0
 
 
 def _skin(canvas: Canvas, rng: np.random.Generator, around: _Surroundings, traits: dict[str, Any]) -> tuple[np.ndarray, Pigments]:
-    """The skin's own color `[3]` and what it holds everywhere: redness, freckles, fine vessels, furrows, pores."""
+    """The skin color `[3]`, and what is everywhere in the skin: redness, freckles, fine vessels, furrows, pores."""
     tone = float(np.clip(around.tone + rng.normal(0, 0.65) + (rng.exponential(1.6) if rng.random() < 0.16 else 0), 0, 5))
     base = np.array([np.interp(tone, np.arange(6), _SKIN_TONES[:, c]) for c in range(3)])
     skin = Pigments.none(canvas)
@@ -225,7 +243,7 @@ def _shine_through(base: np.ndarray, skin: Pigments, lesion: Pigments, cover: Ma
     amounts = [getattr(skin, name) * fade + np.maximum(getattr(lesion, name), 0) * cover for name in _ABSORPTION]
     white = np.clip(skin.white + lesion.white * cover, 0, 0.9)
     keratin = np.clip(lesion.keratin * cover, 0, 0.9)
-    # Scale and scars are lit like the skin around them, so on dark skin they are not paper-white.
+    # Scale and scars get the same light as the skin around them, so on dark skin they are not pure white.
     lit = 0.55 + 0.45 * base.mean()
     picture = np.empty((3, *cover.shape), np.float32)
     for channel in range(3):
@@ -248,7 +266,7 @@ def _photograph(
     around: _Surroundings,
     traits: dict[str, Any],
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Hair, ink, ruler, bubbles and the field of view over the picture; what the frame hides leaves the mask."""
+    """Add hair, ink, ruler, bubbles and the field of view; what the frame hides is removed from the mask."""
     cast = str(rng.choice(list(_CASTS), p=around.casts))
     picture = picture * (np.array(_CASTS[cast]) * rng.normal(1, 0.025, 3)).astype(np.float32)[:, None, None]
     kind = str(rng.choice(["dark", "light", "stubble"], p=[0.5, 0.2, 0.3])) if rng.random() < around.hair else "none"
@@ -264,7 +282,7 @@ def _photograph(
     frame = str(rng.choice(["full", "corners", "circle"], p=around.fields))
     light = artifacts.field_of_view(canvas, rng, frame)
     if (mask & (light < 0.4)).mean() > 0.01:
-        # A frame that hides part of the lesion would change its prevalence; such pictures have none.
+        # A frame that hides part of the lesion would change its prevalence, so such images get none.
         frame, light = "full", artifacts.field_of_view(canvas, rng, "full")
     slope = rng.normal(0, 0.07, 2)
     light = light * (1 + np.float32(slope[0]) * (canvas.x - np.float32(0.5)) + np.float32(slope[1]) * (canvas.y - np.float32(0.5)))
@@ -273,7 +291,7 @@ def _photograph(
 
 
 def _expose(picture: np.ndarray, rng: np.random.Generator) -> npt.NDArray[np.uint8]:
-    """Exposure, the lens's softness, the sensor's grain; `[3, H, W]` in [0, 1] to `[H, W, 3]` bytes."""
+    """Exposure, lens blur and sensor noise; `[3, H, W]` in [0, 1] to `[H, W, 3]` uint8."""
     soft = np.float32(rng.uniform(0.25, 1.0) / 4)
     picture = picture * np.float32(255 * rng.normal(1.0, 0.06))
     for channel in picture:

@@ -1,6 +1,6 @@
-"""What lies on the skin or in the lens: hair, ruler, ink, gel bubbles, the dark edge of the field of view.
+"""Artifacts on the skin or in the lens: hair, ruler, ink, gel bubbles, the dark edge of the field of view.
 
-Apart from the lesions because none of it is disease; each function takes the picture `[3, H, W]` in [0, 1] and returns one.
+Each function takes the picture `[3, H, W]` in [0, 1] and returns a new one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def _lay(picture: Picture, cover: Map, color: tuple[float, float, float]) -> Pic
 
 
 def hair(picture: Picture, canvas: Canvas, rng: np.random.Generator, kind: str, count: int) -> Picture:
-    """Bent hairs across the whole field, over the lesion too; `stubble` is short and near one direction."""
+    """Curved hairs across the whole field and over the lesion; `stubble` is short and mostly in one direction."""
     lines, main = [], rng.uniform(0, 2 * np.pi)
     t = np.linspace(0, 1, 14)[:, None]
     for _ in range(count):
@@ -36,7 +36,7 @@ def hair(picture: Picture, canvas: Canvas, rng: np.random.Generator, kind: str, 
 
 
 def ruler(picture: Picture, canvas: Canvas, rng: np.random.Generator) -> Picture:
-    """A scale near one side of the picture: a baseline with ticks, each fifth one longer."""
+    """A ruler near one side of the picture: a line with ticks, every fifth one longer."""
     angle = rng.choice([0, np.pi / 2]) + rng.normal(0, 0.2)
     along, across = np.array([np.cos(angle), np.sin(angle)]), np.array([-np.sin(angle), np.cos(angle)])
     middle = 0.5 + across * rng.choice([-1, 1]) * rng.uniform(0.36, 0.44) + along * rng.normal(0, 0.08)
@@ -50,7 +50,7 @@ def ruler(picture: Picture, canvas: Canvas, rng: np.random.Generator) -> Picture
 
 
 def ink(picture: Picture, canvas: Canvas, rng: np.random.Generator) -> Picture:
-    """Violet surgical pen, worn by the skin's relief, around the middle."""
+    """Marks of a violet surgical pen around the middle, worn off in places."""
     t = np.linspace(0, 1, 16)[:, None]
     lines = []
     for _ in range(int(rng.integers(1, 4))):
@@ -64,7 +64,7 @@ def ink(picture: Picture, canvas: Canvas, rng: np.random.Generator) -> Picture:
 
 
 def bubbles(picture: Picture, canvas: Canvas, rng: np.random.Generator, count: int) -> Picture:
-    """Air in the gel: a thin dark ring, a bright one within, and a glint."""
+    """Air bubbles in the gel: a thin dark ring, a bright ring inside it, and a highlight."""
     light = canvas.zeros()
     for _ in range(count):
         cx, cy, radius = rng.uniform(0, 1), rng.uniform(0, 1), rng.uniform(0.008, 0.05)
@@ -77,7 +77,7 @@ def bubbles(picture: Picture, canvas: Canvas, rng: np.random.Generator, count: i
 
 
 def field_of_view(canvas: Canvas, rng: np.random.Generator, kind: str) -> Map:
-    """Light that passes, in [0, 1], `[H, W]`: `circle` is a round black frame, `corners` cuts the corners, `full` all."""
+    """Light that passes the lens, `[H, W]` in [0, 1]: 'circle' has a round black frame, 'corners' dark corners, 'full' neither."""
     cx, cy = 0.5 + rng.normal(0, 0.012, 2)
     distance = np.hypot(canvas.x - np.float32(cx), canvas.y - np.float32(cy))
     falloff = 1 - np.float32(rng.uniform(0.0, 0.28)) * (distance / np.float32(0.7)) ** 2

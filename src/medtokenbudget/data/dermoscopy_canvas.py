@@ -1,7 +1,6 @@
 """Drawing primitives of the synthetic dermoscopy: smooth noise, soft blobs, anti-aliased strokes, the lesion's outline.
 
-They know nothing of skin or disease, which is why they stand apart from `dermoscopy_lesions.py`. All lengths are in image
-widths, so that one seed gives one picture whatever its size in pixels.
+They know nothing about skin or disease. All lengths are in image widths, so that a seed gives the same picture at every size.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _SUPERSAMPLING = 3
 
 
 def smoothstep(low: float, high: float, value: Map) -> Map:
-    """0 below `low`, 1 above `high` (or the reverse when `low > high`), smooth between."""
+    """0 below `low`, 1 above `high` (the reverse if `low > high`), and smooth in between."""
     ramp = np.clip((value - np.float32(low)) * np.float32(1 / (high - low)), 0, 1)
     return ramp * ramp * (3 - 2 * ramp)
 
@@ -40,12 +39,12 @@ class Canvas:
         """Smooth noise of mean 0 and deviation 1 with about `cells` cells across and `cells / stretch` down, `[H, W]`."""
         shape = (max(4, round(cells / stretch) + 2), max(4, round(cells) + 2))
         grid = rng.standard_normal(shape, dtype=np.float32)
-        # Interpolation between independent values takes a fifth of their deviation; the factor gives it back.
+        # Interpolation between independent values reduces their deviation by a fifth; the factor restores it.
         grid = (grid - grid.mean()) * np.float32(1.25 / grid.std())
         return np.asarray(Image.fromarray(grid).resize((self.size, self.size), Image.Resampling.BICUBIC))
 
     def blobs(self, spots: Iterable[Sequence[float]], edge: float = 0.5) -> Map:
-        """Soft ellipses, each `(x, y, radius, aspect, angle, strength)`; overlaps take the maximum. `edge` in (0, 1] softens."""
+        """Soft ellipses, each `(x, y, radius, aspect, angle, strength)`. Overlaps take the maximum; `edge` in (0, 1] blurs."""
         out = self.zeros()
         for cx, cy, radius, aspect, angle, strength in spots:
             reach = radius * max(aspect, 1.0) * (1 + edge)
@@ -62,7 +61,7 @@ class Canvas:
         return out
 
     def strokes(self, lines: Iterable[tuple[npt.NDArray[np.float64], float, float]]) -> Map:
-        """Anti-aliased polylines, each `(points [P, 2], width, strength in (0, 1])`, as coverage in [0, 1]."""
+        """Anti-aliased polylines, each `(points [P, 2], width, strength in (0, 1])`, drawn as coverage in [0, 1]."""
         fine = self.size * _SUPERSAMPLING
         image = Image.new("L", (fine, fine))
         pen = ImageDraw.Draw(image)
@@ -84,7 +83,7 @@ class Canvas:
 
 @dataclass(frozen=True)
 class Outline:
-    """A star-like shape around a center, bent by slow waves; `distance` is in image widths before the bumps."""
+    """A star-shaped outline around a center, bent by slow waves; `distance` is in image widths before the bumps."""
 
     center: tuple[float, float]
     aspect: float
@@ -94,7 +93,7 @@ class Outline:
 
     @classmethod
     def random(cls, rng: np.random.Generator, center: tuple[float, float], irregularity: float) -> Outline:
-        """Irregularity 0 is an ellipse; 1 is as ragged as a melanoma gets."""
+        """A random outline: irregularity 0 is an ellipse, 1 the most irregular melanoma."""
         orders = np.arange(2, 8)
         size = irregularity * 0.28 * rng.standard_normal(orders.size) / orders
         waves = np.column_stack(
@@ -109,11 +108,11 @@ class Outline:
         return cls(center, aspect, float(rng.uniform(0, np.pi)), bumps, waves)
 
     def distance(self, x: Map, y: Map) -> Map:
-        """`[H, W]` for `x [1, W]` and `y [H, 1]`, which may lie outside the image; the shape's border is a level line."""
+        """`[H, W]` for `x [1, W]` and `y [H, 1]`, also outside the image; the border of the shape is a level line."""
         dx, dy = x - np.float32(self.center[0]), y - np.float32(self.center[1])
         px, py = np.broadcast_to(dx, (y.size, x.size)).copy(), np.broadcast_to(dy, (y.size, x.size)).copy()
         for kx, ky, phase, ax, ay in self.waves.astype(np.float32):
-            # sin(a + b) from one-dimensional sines: a hundred times fewer of them.
+            # sin(a + b) from one-dimensional sines, which needs a hundred times fewer of them.
             wave = np.sin(kx * dx + phase) * np.cos(ky * dy) + np.cos(kx * dx + phase) * np.sin(ky * dy)
             px += ax * wave
             py += ay * wave

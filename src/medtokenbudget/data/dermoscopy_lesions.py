@@ -1,6 +1,6 @@
-"""The eight classes of ISIC 2019 as they look through a dermatoscope, each one function that lays down pigment.
+"""The eight classes of ISIC 2019 as they look through a dermatoscope: one function per class that adds pigment.
 
-Kept apart from `dermoscopy.py` because this is the dermatology; that one is the photograph around it.
+This file is the dermatology; `dermoscopy.py` is the photograph around it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from medtokenbudget.data.dermoscopy_canvas import Canvas, Map, smoothstep
 
 @dataclass
 class Pigments:
-    """What lies in the skin, each `[H, W]` and >= 0: absorbers (`melanin, blood, blue`) and what covers them (`white, keratin`)."""
+    """What is in the skin, each `[H, W]` and >= 0: absorbers (`melanin, blood, blue`) and what covers them (`white, keratin`)."""
 
     melanin: Map
     blood: Map
@@ -31,7 +31,7 @@ class Pigments:
 
 @dataclass(frozen=True)
 class Lesion:
-    """Where to draw: `reach [H, W]` is 0 at the center and 1 at the border, `radius` that of the equal circle in widths."""
+    """Where to draw: `reach [H, W]` is 0 at the center and 1 at the border; `radius` is that of a circle of equal area."""
 
     canvas: Canvas
     rng: np.random.Generator
@@ -46,7 +46,7 @@ class Lesion:
         return bool(self.rng.random() < probability)
 
     def points(self, n: int, low: float = 0.0, high: float = 0.95) -> np.ndarray:
-        """`n` random places `[n, 2]` whose reach is between `low` and `high`; none where the lesion has no such place."""
+        """`n` random places `[n, 2]` with a reach between `low` and `high`; empty if the lesion has no such place."""
         places = np.flatnonzero((self.reach >= low) & (self.reach < high))
         if places.size == 0:
             return np.empty((0, 2))
@@ -63,7 +63,7 @@ class Lesion:
         aspect: float = 1.3,
         edge: float = 0.5,
     ) -> Map:
-        """`n` soft round or oval spots inside the lesion, radii in image widths."""
+        """`n` soft round or oval spots inside the lesion; radii are in image widths."""
         places = self.points(n, low, high)
         m = len(places)
         scale = self.detail
@@ -79,7 +79,7 @@ class Lesion:
         return self.canvas.blobs(rows.tolist(), edge)
 
     def side(self) -> Map:
-        """A slope across the lesion, about -1 to 1: what makes one half unlike the other."""
+        """A gradient across the lesion, about -1 to 1, which makes its halves different."""
         angle = self.rng.uniform(0, 2 * np.pi)
         x, y = self.canvas.x - np.float32(0.5), self.canvas.y - np.float32(0.5)
         slope = (x * np.float32(np.cos(angle)) + y * np.float32(np.sin(angle))) / np.float32(max(self.radius, 0.1))
@@ -95,7 +95,7 @@ class Lesion:
 
 
 def vessels(lesion: Lesion, trees: int, length: float, width: float, low: float, high: float) -> Map:
-    """Arborising vessels: stems that fork into ever finer branches, as coverage in [0, 1]."""
+    """Arborizing vessels: stems that fork into finer and finer branches, as coverage in [0, 1]."""
     rng, lines = lesion.rng, []
     todo = [(p, rng.uniform(0, 2 * np.pi), length * rng.uniform(0.6, 1.3), width, 0) for p in lesion.points(trees, low, high)]
     while todo:
@@ -168,7 +168,7 @@ def _rim_streaks(lesion: Lesion) -> Map:
 
 
 def nevus(lesion: Lesion, skin: Pigments) -> dict[str, Any]:
-    """Symmetric, one or two browns, a regular network or even globules or nothing but color; some atypical, some pink."""
+    """Symmetric, one or two browns, with a regular network, even globules or no structure; some atypical, some pink."""
     rng, reach = lesion.rng, lesion.reach
     kind = str(rng.choice(["reticular", "globular", "homogeneous"], p=[0.48, 0.2, 0.32]))
     atypical, pink = lesion.chance(0.2), lesion.chance(0.16)
@@ -194,7 +194,7 @@ def nevus(lesion: Lesion, skin: Pigments) -> dict[str, Any]:
 
 
 def basal_cell_carcinoma(lesion: Lesion, skin: Pigments) -> dict[str, Any]:
-    """Pink and translucent, arborising vessels, blue-gray ovoid nests, shiny white strands, now and then an ulcer."""
+    """Pink and translucent, arborizing vessels, blue-gray ovoid nests, shiny white strands, sometimes an ulcer."""
     rng = lesion.rng
     skin.blood += rng.uniform(0.25, 0.75) * np.maximum(1 + 0.3 * lesion.noise(5) + 0.12 * lesion.noise(20), 0.1)
     skin.melanin += rng.uniform(0.0, 0.18)
@@ -224,7 +224,7 @@ def basal_cell_carcinoma(lesion: Lesion, skin: Pigments) -> dict[str, Any]:
 
 
 def actinic_keratosis(lesion: Lesion, skin: Pigments) -> dict[str, Any]:
-    """The strawberry: red net between pale follicles, with scale, ill-defined; some pigmented."""
+    """Strawberry pattern: a red net between pale follicles, with scale and a fuzzy border; some pigmented."""
     rng, pigmented = lesion.rng, lesion.chance(0.35)
     lines, follicles = lesion.network((0.036, 0.06), wobble=0.26)
     even = 1 + 0.35 * lesion.noise(6)
@@ -274,7 +274,7 @@ def benign_keratosis(lesion: Lesion, skin: Pigments) -> dict[str, Any]:
 
 
 def dermatofibroma(lesion: Lesion, skin: Pigments) -> dict[str, Any]:
-    """A white scar-like center, around it a delicate network that fades into the skin; often pink."""
+    """A white scar-like center, surrounded by a delicate network that fades into the skin; often pink."""
     rng, reach = lesion.rng, lesion.reach
     lines, _ = lesion.network((0.024, 0.034), wobble=0.2)
     start, fade = rng.uniform(0.15, 0.5), 1 + 0.2 * lesion.noise(5)
@@ -289,7 +289,7 @@ def dermatofibroma(lesion: Lesion, skin: Pigments) -> dict[str, Any]:
 
 
 def vascular_lesion(lesion: Lesion, skin: Pigments) -> dict[str, Any]:
-    """Red, purple or blue-black lacunae, round and crowded, with pale septa; well demarcated."""
+    """Red, purple or blue-black lacunae, round and crowded, with pale septa and a sharp border."""
     rng, reach = lesion.rng, lesion.reach
     hue = str(rng.choice(["red", "purple", "thrombosed"], p=[0.5, 0.33, 0.17]))
     blue = {"red": rng.uniform(0, 0.1), "purple": rng.uniform(0.35, 0.9), "thrombosed": rng.uniform(0.9, 1.6)}[hue]
@@ -343,7 +343,7 @@ def _loops(lesion: Lesion, n: int) -> Map:
 
 @dataclass(frozen=True)
 class Look:
-    """How a class is drawn: its outline's irregularity, roughness of the border, width of the edge, and its pigment."""
+    """How a class is drawn: irregularity of the outline, roughness and width of its border, and the pigment."""
 
     irregularity: tuple[float, float]
     roughness: tuple[float, float]

@@ -1,4 +1,4 @@
-"""Kvasir v2: a folder for each of its eight classes, no masks; the paper's auxiliary data set, for accuracy only."""
+"""Kvasir v2: one folder for each of its eight classes, no masks. The paper measures only accuracy on it."""
 
 from __future__ import annotations
 
@@ -23,12 +23,23 @@ CLASSES = (
 
 
 FOLDER = "kvasir-dataset-v2"
-"""What the official archive unpacks to."""
+"""The folder in the official archive."""
 
 
 def kvasir_manifest(root: Path | str, *, name: str = NAME) -> Manifest:
-    """The images in sorted order (class, then file name) with the paper's 80/20 over that order; no groups are known."""
-    top = require_folder(Path(root), "Pass the folder that holds the eight class folders of Kvasir v2.")
+    """Make a manifest of Kvasir v2, sorted by class and file name, with the paper's 80/20 split of that order.
+
+    Args:
+        root: Folder with the eight class folders, or the folder in which the official archive was unpacked.
+        name: Name of the data set.
+
+    Returns:
+        The manifest, without masks and groups.
+
+    Raises:
+        RequestError: A class folder is missing, or there are no images.
+    """
+    top = require_folder(Path(root), "Pass the folder that contains the eight class folders of Kvasir v2.")
     if (top / FOLDER).is_dir():
         top = top / FOLDER
     missing = [label for label in CLASSES if not (top / label).is_dir()]
@@ -36,7 +47,7 @@ def kvasir_manifest(root: Path | str, *, name: str = NAME) -> Manifest:
         raise RequestError(f"{top} lacks the class folders {', '.join(missing)}. For other classes, use `mtb data folder`.")
     files = [(path, label) for label in CLASSES for path in image_files(top / label)]
     if not files:
-        raise RequestError(f"the class folders of {top} hold no image.")
+        raise RequestError(f"The class folders in {top} contain no images.")
     records = [
         {"image_id": f"{label}/{path.stem}", "image": str(path), "label": label, "split": split}
         for (path, label), split in zip(files, paper_split(len(files)))

@@ -1,6 +1,6 @@
-"""`Manifest`: one row an image, whatever the source, and its Parquet file.
+"""`Manifest`: a table with one row per image, the same for every source, and its Parquet file.
 
-The file carries the class names, where the rows come from and hashes of the content, so that a damaged or edited one is noticed.
+The file also stores the class names, the source and hashes of the content, so that damage and edits are noticed.
 """
 
 from __future__ import annotations
@@ -31,16 +31,26 @@ _SHOWN = 5
 
 
 class ManifestError(RequestError):
-    """Rows that do not make a manifest, or a file that is not one."""
+    """The rows or the file are not a valid manifest."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """Who, where, label, mask, group, split.
+    """A data set: one row per image, and what is known about all of them.
 
-    `rows` has the columns `image_id, image, label, mask, group, split`; label (a class name), mask and group are None where there
-    is none. Relative paths are relative to `root`. `source` says where the rows come from, `split_rule` how they were split,
-    and `name` is what the user calls the data set: results and reports show it.
+    Attributes:
+        rows: Table with the columns `image_id, image, label, mask, group, split`. A label is a class name. Label, mask and group
+            are None if unknown. Images of one group (a lesion, a patient) belong in the same part of a split.
+        classes: Class names, in the order of the class indices.
+        root: Folder that relative paths start from; None for the working directory.
+        source: Where the rows come from, such as 'isic 2019, masks by-id from isic2018'.
+        split_rule: How the rows were split, such as 'grouped'.
+        name: The user's own name of the data set, shown in results and reports.
+
+    Example:
+        >>> manifest = Manifest.from_records([{"image_id": "a", "image": "a.jpg", "label": "MEL"}], ["MEL", "NV"])
+        >>> len(manifest), manifest.label_index.tolist()
+        (1, [0])
     """
 
     rows: pd.DataFrame
@@ -53,7 +63,7 @@ class Manifest:
     def __post_init__(self) -> None:
         missing = [name for name in COLUMNS if name not in self.rows.columns]
         if missing:
-            raise ManifestError(f"a manifest has the columns {', '.join(COLUMNS)}; missing here: {', '.join(missing)}.")
+            raise ManifestError(f"A manifest needs the columns {', '.join(COLUMNS)}. Missing: {', '.join(missing)}.")
         rows = self.rows.loc[:, list(COLUMNS)].reset_index(drop=True).astype(object)
         rows = rows.where(rows.notna(), None)
         for name in COLUMNS:
@@ -64,11 +74,18 @@ class Manifest:
         check_name(self.name)
         faults = _faults(rows, self.classes)
         if faults:
-            raise ManifestError("these rows do not make a manifest:\n" + "\n".join(f"  {fault}" for fault in faults))
+            raise ManifestError("These rows are not a valid manifest:\n" + "\n".join(f"  {fault}" for fault in faults))
 
     @classmethod
     def from_records(cls, records: Iterable[dict[str, Any]], classes: Sequence[str], **fields: Any) -> Manifest:
-        """A manifest from one dictionary an image; mask, group and label may be left out, split is 'train' when it is."""
+        """Make a manifest from one dictionary per image.
+
+        Args:
+            records: Dictionaries with `image_id` and `image`, and optionally `label`, `mask`, `group` and `split` ('train' by
+                default).
+            classes: Class names, in the order of the class indices.
+            **fields: Other fields of the manifest, such as `name` and `root`.
+        """
         blank = {"label": None, "mask": None, "group": None, "split": "train"}
         rows = [{**blank, **record} for record in records]
         return cls(pd.DataFrame(rows, columns=list(COLUMNS), dtype=object), tuple(classes), **fields)
@@ -78,6 +95,7 @@ class Manifest:
 
     @property
     def ids(self) -> list[str]:
+        """The `image_id` of every row."""
         return self._column("image_id")
 
     @property
@@ -87,14 +105,16 @@ class Manifest:
 
     @cached_property
     def label_index(self) -> np.ndarray:
-        """Index into `classes`, `[n]` int64, -1 for an image without a label."""
+        """The class index of every row, `[n]` int64, -1 for an image without a label."""
         place = {name: index for index, name in enumerate(self.classes)}
         return np.array([-1 if label is None else place[label] for label in self.rows["label"]], dtype=np.int64)
 
     def image_path(self, index: int) -> Path:
+        """The path of the image in a row."""
         return self._path(str(self.rows["image"].iat[index]))
 
     def mask_path(self, index: int) -> Path | None:
+        """The path of the mask in a row, or None if the image has no mask."""
         mask = self.rows["mask"].iat[index]
         return None if mask is None else self._path(str(mask))
 
@@ -105,33 +125,33 @@ class Manifest:
         return Path(stored) if self.root is None else self.root / stored
 
     def part(self, name: str) -> Manifest:
-        """The rows of one part: 'train', 'select' or 'val'."""
+        """The rows of one part of the split: 'train', 'select' or 'val'."""
         if name not in SPLITS:
-            raise ManifestError(f"there is no part '{name}': a manifest has {', '.join(SPLITS)}.")
+            raise ManifestError(f"Unknown part '{name}'. The parts of a manifest are {', '.join(SPLITS)}.")
         return self.take(np.flatnonzero((self.rows["split"] == name).to_numpy(dtype=bool)))
 
     def take(self, rows: Sequence[int] | np.ndarray) -> Manifest:
-        """The rows at these positions, in this order."""
+        """The rows with these numbers, in this order."""
         return replace(self, rows=self.rows.iloc[np.asarray(rows, dtype=np.int64)])
 
     def with_columns(self, split_rule: str | None = None, **columns: Sequence[str | None]) -> Manifest:
-        """The same images with other values in some columns."""
+        """A copy with other values in the given columns."""
         changed = self.rows.assign(**{name: pd.Series(list(values), dtype=object) for name, values in columns.items()})
         return replace(self, rows=changed, split_rule=split_rule or self.split_rule)
 
     @property
     def hash(self) -> str:
-        """Of everything but where the folder that all files have in common lies."""
+        """Hash of classes and rows; it does not change if all files move together to another folder."""
         return sha256_json([list(self.classes), self._content(COLUMNS)])
 
     @property
     def data_hash(self) -> str:
-        """Of images, labels and masks: the same whatever the split."""
+        """Hash of images, labels and masks; it does not depend on groups and split."""
         return sha256_json([list(self.classes), self._content(("image_id", "image", "label", "mask"))])
 
     @property
     def split_hash(self) -> str:
-        """Of who is in which part."""
+        """Hash of the part of every image."""
         return sha256_json(self._content(("image_id", "split")))
 
     def _content(self, names: Sequence[str]) -> list[list[str | None]]:
@@ -139,14 +159,17 @@ class Manifest:
         return [list(row) for row in zip(*columns)]
 
     def _below_root(self, name: str) -> list[str | None]:
-        """Paths of a column as seen from the folder that they have in common: the same wherever that folder lies."""
+        """Paths of a column relative to their deepest common folder."""
         paths = [None if value is None else os.path.abspath(self._path(value)) for value in self.rows[name]]
         folders = {os.path.dirname(path) for path in paths if path is not None}
         common = os.path.commonpath(folders) if folders else ""
         return [None if path is None else Path(path).relative_to(common).as_posix() for path in paths]
 
     def write(self, path: Path | str) -> Path:
-        """Write the Parquet file; paths inside its folder are stored relative to it, the others absolute."""
+        """Write the manifest to a Parquet file and return its path.
+
+        Paths inside the folder of the file are stored relative to it, all others as absolute paths.
+        """
         target = Path(path)
         folder = Path(os.path.abspath(target.parent))
         columns = {name: self._column(name) for name in COLUMNS}
@@ -169,14 +192,18 @@ class Manifest:
 
     @classmethod
     def read(cls, path: Path | str) -> Manifest:
-        """Read a Parquet file and verify its hashes."""
+        """Read a manifest from a Parquet file and check its hash.
+
+        Raises:
+            ManifestError: The file does not exist, is not a manifest, has another format version, or was damaged or edited.
+        """
         source = Path(path)
         table, metadata = _read_table(source)
         columns = {name: table.column(name).to_pylist() for name in COLUMNS}
         stored = [metadata.get(name) for name in ("classes", "name", "source", "split_rule")]
         if _file_hash(*stored, columns) != metadata.get("file_hash"):
             raise ManifestError(
-                f"{source} is damaged or edited: its rows do not have the hash that was stored with them. Make it anew."
+                f"{source} was damaged or edited: its rows do not match the hash stored with them. Create it again with `mtb data`."
             )
         rows = pd.DataFrame({name: pd.Series(values, dtype=object) for name, values in columns.items()})
         root = Path(os.path.abspath(source.parent))
@@ -185,22 +212,24 @@ class Manifest:
 
 def _read_table(source: Path) -> tuple[pa.Table, dict[str, Any]]:
     if not source.exists():
-        raise ManifestError(f"{source} does not exist. Make a manifest with `mtb data {'|'.join(SOURCES)} ... --out {source}`.")
+        raise ManifestError(f"{source} does not exist. Create a manifest with `mtb data {'|'.join(SOURCES)} ... --out {source}`.")
     if source.is_dir():
-        raise ManifestError(f"{source} is a folder; a manifest is a Parquet file. Make one with `mtb data ... --out M.parquet`.")
+        raise ManifestError(
+            f"{source} is a folder, but a manifest is a file. Create one with `mtb data folder {source} --out M.parquet`."
+        )
     try:
         table = pq.read_table(source)
         metadata = json.loads((table.schema.metadata or {})[_KEY])
     except KeyError:
         raise ManifestError(
-            f"{source} is a Parquet file but not a manifest. Make one with `mtb data ... --out M.parquet`."
+            f"{source} is a Parquet file, but not a manifest. Create one with `mtb data ... --out M.parquet`."
         ) from None
     except (pa.ArrowException, OSError, ValueError) as error:
-        first = first_line(error)
-        raise ManifestError(f"{source} is not a manifest or is damaged ({first}). Make it anew with `mtb data ...`.") from None
+        reason = first_line(error).rstrip(".")
+        raise ManifestError(f"{source} is not a manifest or is damaged ({reason}). Create it again with `mtb data`.") from None
     _check_version(source, metadata)
     if missing := [name for name in COLUMNS if name not in table.column_names]:
-        raise ManifestError(f"{source} is damaged: the columns {', '.join(missing)} are missing. Run `mtb data` again.")
+        raise ManifestError(f"{source} is damaged: it lacks the columns {', '.join(missing)}. Create it again with `mtb data`.")
     return table, metadata
 
 
@@ -216,7 +245,7 @@ def _check_version(path: Path, metadata: dict[str, Any]) -> None:
 def check_name(name: str) -> None:
     """Reject a name that a table or a file cannot show; sources that take long call this first."""
     if not name or not name.isprintable() or "|" in name:
-        raise ManifestError(f"{name!r} cannot be the name of a data set. Pass --name with at least one character and no '|'.")
+        raise ManifestError(f"{name!r} cannot be the name of a data set. Pass a --name that is not empty and has no '|'.")
 
 
 def _file_hash(*parts: Any) -> str:
@@ -227,22 +256,22 @@ def _faults(rows: pd.DataFrame, classes: tuple[str, ...]) -> list[str]:
     ids = rows["image_id"]
     known = set(classes)
     found: list[tuple[str, list[Any]]] = [
-        ("rows without an image_id: rows", [i for i, value in enumerate(ids) if not value]),
-        ("rows without an image: rows", [i for i, value in enumerate(rows["image"]) if not value]),
-        ("image_id given to more than one row", sorted({str(value) for value in ids[ids.duplicated()] if value})),
-        (f"labels that are none of {', '.join(classes)}", sorted({v for v in rows["label"] if v is not None and v not in known})),
-        (f"values of split that are none of {', '.join(SPLITS)}", sorted({str(v) for v in rows["split"] if v not in SPLITS})),
+        ("image_id is empty in the rows", [i for i, value in enumerate(ids) if not value]),
+        ("image is empty in the rows", [i for i, value in enumerate(rows["image"]) if not value]),
+        ("image_id used more than once", sorted({str(value) for value in ids[ids.duplicated()] if value})),
+        (f"labels other than {', '.join(classes)}", sorted({v for v in rows["label"] if v is not None and v not in known})),
+        (f"values of split other than {', '.join(SPLITS)}", sorted({str(v) for v in rows["split"] if v not in SPLITS})),
     ]
     unwritable = [repr(v) for name in COLUMNS for v in rows[name] if v is not None and not _is_text(v)]
-    found.append(("names that are not text in UTF-8 (rename these files)", unwritable))
+    found.append(("file names that are not valid UTF-8 (rename these files)", unwritable))
     faults = [f"{what}: {listed(values)}" for what, values in found if values]
     if len(known) != len(classes):
-        faults.append(f"class names given twice: {listed(sorted({name for name in classes if classes.count(name) > 1}))}")
+        faults.append(f"class names used more than once: {listed(sorted({name for name in classes if classes.count(name) > 1}))}")
     return faults
 
 
 def listed(values: Sequence[Any], shown: int = _SHOWN) -> str:
-    """The first few values and how many more there are."""
+    """The first few values as text, and the number of the others: 'a, b and 3 more'."""
     text = ", ".join(str(value) for value in values[:shown])
     return text if len(values) <= shown else f"{text} and {len(values) - shown:,} more"
 

@@ -1,4 +1,4 @@
-"""Lesion masks to patch labels, as the paper's supplement says, and the statistics of them that the paper reports."""
+"""From lesion masks to patch labels, as in the paper's supplement, and the statistics that it reports."""
 
 from __future__ import annotations
 
@@ -12,36 +12,53 @@ from medtokenbudget.data.decode import DecodeError, decode_mask
 from medtokenbudget.errors import GridError
 
 ASPECT_TOLERANCE = 0.02
-"""Of width over height; reduced copies are rounded to whole pixels."""
+"""Allowed relative difference of width / height; resized copies are rounded to whole pixels."""
 
 
 def same_aspect(mask: tuple[int, int], image: tuple[int, int]) -> bool:
-    """Whether a mask of this (width, height) can lie on an image of that one; it may be larger or smaller."""
+    """Whether a mask and an image, given as (width, height), have the same aspect ratio. Their sizes may differ."""
     return abs(mask[0] * image[1] / (mask[1] * image[0]) - 1) <= ASPECT_TOLERANCE
 
 
 def mask_of(image: Image.Image, path: Path | str) -> Image.Image:
-    """The mask in a file, decoded; one that cannot lie on the image is refused."""
+    """Decode the mask of an image.
+
+    Raises:
+        DecodeError: The file cannot be read, or its aspect ratio is not that of the image.
+    """
     mask = decode_mask(path)
     if not same_aspect(mask.size, image.size):
-        sizes = f"{mask.width} x {mask.height} pixels for an image of {image.width} x {image.height}"
-        raise DecodeError(f"{Path(path).name} has {sizes}: another aspect, so it would not lie on the lesion.", "mask-aspect")
+        sizes = f"{mask.width} x {mask.height} pixels, the image {image.width} x {image.height}"
+        raise DecodeError(f"The mask {Path(path).name} has {sizes}. The aspect ratios must be the same.", "mask-aspect")
     return mask
 
 
 def patch_labels(mask: Image.Image, grid: tuple[int, int]) -> np.ndarray:
-    """Lesion patches `[h * w]` bool in raster order: gray, bilinear resize to the token grid, to [0, 1], above 0.5."""
+    """Which patches are lesion: the mask in gray, resized bilinearly to the token grid, above half of its range.
+
+    Args:
+        mask: The lesion mask.
+        grid: Rows and columns (h, w) of the token grid.
+
+    Returns:
+        `[h * w]` bool in raster order.
+    """
     height, width = grid
     if height < 1 or width < 1:
-        raise GridError(f"a token grid has at least one row and one column, got {height} x {width}.")
+        raise GridError(f"A token grid needs at least one row and one column, got {height} x {width}.")
     small = mask.convert("L").resize((width, height), Image.Resampling.BILINEAR)
     return (np.asarray(small, dtype=np.float32) / 255.0 > 0.5).reshape(-1)
 
 
 def prevalence_table(counts: Sequence[int] | np.ndarray, patches: int) -> dict[str, dict[str, float]]:
-    """The supplement's table: lesion patches an image and their share of all patches, over the images that have any.
+    """The supplement's table of lesion patches per image and their share of all patches.
 
-    The standard deviation is that of the population, as the paper's figures are.
+    Args:
+        counts: Lesion patches of each image; images without any are left out.
+        patches: Number of patches of an image.
+
+    Returns:
+        For each statistic its `patches` and `prevalence`. The standard deviation is that of the population, as in the paper.
     """
     values = np.asarray([count for count in counts if count > 0], dtype=np.float64)
     if len(values) == 0:

@@ -1,6 +1,6 @@
-"""A data set of drawn dermoscopy: images and masks as files beside a manifest, the same bytes for the same request.
+"""A data set of drawn dermoscopy: image and mask files with a manifest, the same bytes for the same request.
 
-The drawing itself is in `dermoscopy.py`; this file is about files: resuming, and refusing to mix two requests in one folder.
+The drawing itself is in `dermoscopy.py`; this file writes files, resumes, and keeps two requests from mixing in one folder.
 """
 
 from __future__ import annotations
@@ -24,12 +24,19 @@ from medtokenbudget.progress import progress
 
 NAME = "drawn dermoscopy"
 _TO_SPLIT = 5
-"""Images; fewer are all training."""
+"""Images; a smaller set is not split, all of it is training."""
 
 
 @dataclass(frozen=True)
 class Drawings:
-    """One request for drawn images."""
+    """A request for drawn images.
+
+    Attributes:
+        n: Number of images.
+        seed: Seed of the drawings.
+        size: Side of the square images, in pixels.
+        off_center: Move the lesions away from the center.
+    """
 
     n: int
     seed: int = 0
@@ -38,11 +45,11 @@ class Drawings:
 
     def __post_init__(self) -> None:
         if self.n < 1:
-            raise RequestError(f"--n is the number of images to draw, at least 1, got {self.n}.")
+            raise RequestError(f"--n, the number of images, must be 1 or more, got {self.n}.")
         if self.size < 32:
-            raise RequestError(f"--size is the side of the images in pixels, at least 32, got {self.size}.")
+            raise RequestError(f"--size, the side of the images in pixels, must be 32 or more, got {self.size}.")
         if self.seed < 0:
-            raise RequestError(f"--seed is 0 or more, got {self.seed}.")
+            raise RequestError(f"--seed must be 0 or more, got {self.seed}.")
 
 
 def synthetic_manifest(
@@ -57,9 +64,25 @@ def synthetic_manifest(
     workers: int = 1,
     name: str = NAME,
 ) -> Path:
-    """Draw what is not there yet and write the manifest.
+    """Draw the images that do not exist yet, and write their manifest.
 
-    `out` is a folder, which gets `manifest.parquet`, or the path of the manifest: then `NAME.parquet` has its files in `NAME/`.
+    Args:
+        out: A folder for the images, masks and `manifest.parquet`; or the path of the manifest, `NAME.parquet`, whose files then go
+            to the folder `NAME`.
+        request: How many images of which size, and their seed.
+        split: Rule of the split; see `apply_split` for this and the next four.
+        folds: Number of folds for 'kfold'.
+        fold: The fold that becomes the validation part.
+        select: Share of the training part to set aside as 'select'.
+        split_seed: Seed of the split.
+        workers: Processes that draw.
+        name: Name of the data set.
+
+    Returns:
+        The path of the manifest.
+
+    Raises:
+        MismatchError: The folder contains drawings of another request.
     """
     check_request(split, folds, fold, select, split_seed)
     check_name(name)
@@ -100,12 +123,12 @@ def _mask(folder: Path, name: str) -> Path:
 
 
 def _seed(seed: int, index: int) -> int:
-    """Consecutive seeds: lesion sizes follow a sequence over them that fills the prevalence table evenly."""
+    """Consecutive seeds, over which the lesion sizes fill the prevalence table evenly."""
     return seed * 10_000_000 + index
 
 
 def _claim(folder: Path, request: Drawings) -> None:
-    """Note what is drawn into this folder; a folder that holds another request is refused, since files would mix."""
+    """Write down what is drawn into a folder; files of two requests must not mix."""
     code = sorted(Path(dermoscopy.__file__).parent.glob("dermoscopy*.py"))
     wanted = {**asdict(request), "renderer": sha256_json([sha256_file(path) for path in code])[:16]}
     note = folder / "drawings.json"
@@ -113,7 +136,7 @@ def _claim(folder: Path, request: Drawings) -> None:
         write_json(note, wanted)
     elif (found := read_json(note)) != wanted:
         raise MismatchError.between(
-            f"what is already drawn in {folder}", wanted, found, "Choose another folder, or delete this one."
+            f"The request of the drawings in {folder}", wanted, found, "Choose another folder, or delete this one."
         )
 
 
@@ -121,7 +144,7 @@ def _run(jobs: list[tuple[Any, ...]], workers: int) -> Iterator[None]:
     if workers <= 1 or len(jobs) < 2 * workers:
         yield from map(_draw, jobs)
         return
-    # Spawned, not forked: the parent may hold threads of torch or of a pool.
+    # Spawned, not forked: the parent may have threads of torch or of a pool.
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
         yield from pool.map(_draw, jobs, chunksize=8)
 
@@ -131,6 +154,6 @@ def _draw(job: tuple[Path, str, str, int, int, bool]) -> None:
     drawing = dermoscopy.draw(label, seed, size=size, off_center=off_center)
     with atomic_write(_mask(folder, name)) as temporary:
         Image.fromarray(np.where(drawing.mask, 255, 0).astype(np.uint8)).save(temporary, format="PNG", optimize=True)
-    # The image comes last: where it is, its mask is too.
+    # The image is written last: if it exists, so does its mask.
     with atomic_write(_image(folder, name)) as temporary:
         Image.fromarray(drawing.image).save(temporary, format="JPEG", quality=95, subsampling=0)
