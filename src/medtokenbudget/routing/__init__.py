@@ -15,7 +15,7 @@ from medtokenbudget.routing.router import (
     smooth_scores,
     straight_through_topk,
 )
-from medtokenbudget.routing.selector import Ranker, Selector, gather, pooled_means
+from medtokenbudget.routing.selector import Merger, Ranker, Selector, gather, pooled_means
 from medtokenbudget.routing.selectors import LATSSelector
 from medtokenbudget.routing.signals import attention_entropy, feature_norm, local_contrast, pseudo_attention
 from medtokenbudget.tokens import Selection, TokenBatch
@@ -25,6 +25,7 @@ __all__ = [
     "LATS",
     "LATSSelector",
     "LearnedSelector",
+    "Merger",
     "Ranker",
     "Selection",
     "Selector",

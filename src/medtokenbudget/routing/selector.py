@@ -18,11 +18,15 @@ from medtokenbudget.routing.router import budget_to_k, check_k, rank
 from medtokenbudget.tokens import Selection, TokenBatch
 
 
+Kind = Literal["ranker", "sampler", "merger"]
+
+
 class Selector(ABC):
     """Reduces N patches an image to K tokens.
 
     name        set by `@register`
-    kind        'ranker' keeps K patches as they are; 'merger' makes K new tokens
+    kind        'ranker' keeps the K best patches of one ranking; 'sampler' keeps K patches as they are, but those of a small K need not
+                be among those of a larger one; 'merger' makes K new tokens
     learns      has parameters to train; its class takes `dim`, the embedding dimension
     stochastic  draws from the generator it is given
     ablations   names of parts that can be switched off after training, with `ablate`
@@ -31,7 +35,7 @@ class Selector(ABC):
     """
 
     name: ClassVar[str] = ""
-    kind: ClassVar[Literal["ranker", "merger"]]
+    kind: ClassVar[Kind]
     learns: ClassVar[bool] = False
     stochastic: ClassVar[bool] = False
     ablations: ClassVar[tuple[str, ...]] = ()
@@ -86,7 +90,7 @@ class Selector(ABC):
 class Ranker(Selector):
     """Keeps the K patches with the highest score; ties are broken by index."""
 
-    kind: ClassVar[Literal["ranker", "merger"]] = "ranker"
+    kind: ClassVar[Kind] = "ranker"
 
     @abstractmethod
     def score(self, tokens: TokenBatch, generator: torch.Generator | None = None) -> Tensor:
@@ -107,6 +111,12 @@ class Ranker(Selector):
         """Pooled means at each budget from one ordering, [B, len(budgets), D] in fp32."""
         counts = [self.count(budget, tokens.n) for budget in budgets]
         return pooled_means(tokens.patches, self.order(tokens, generator), counts)
+
+
+class Merger(Selector):
+    """Makes K new tokens from the patches. Subclasses write `select`, which gives a `Selection` with `kept` None."""
+
+    kind: ClassVar[Kind] = "merger"
 
 
 def gather(patches: Tensor, indices: Tensor) -> Selection:

@@ -30,7 +30,7 @@ class Evidence:
     k            [T] tokens given to the head
     kept_lesion  [n, T] lesion patches kept (NaN without a mask, and for mergers)
     purity       [n, T] purity of a merger's groups (NaN otherwise)
-    order        [n, N] patches, best first, or None for mergers
+    order        [n, N] patches, best first, or None for samplers and mergers
     scores       [n, N] scores of a learned selector, or None
     """
 
@@ -69,14 +69,14 @@ def pool_and_judge(
     for index, batch in enumerate(store.batches(rows, BATCH)):
         noise = generator(seed, "evaluation", index) if selector.stochastic else None
         batch = batch.to(device)
-        judged.append(_ranked(selector, batch, counts, noise) if isinstance(selector, Ranker) else _merged(selector, batch, counts))
+        judged.append(_ranked(selector, batch, counts, noise) if isinstance(selector, Ranker) else _selected(selector, batch, counts))
     pooled, kept, purity, order, scores = zip(*judged)
     evidence = Evidence(
         k=counts,
         kept_lesion=np.concatenate(kept),
         purity=np.concatenate(purity),
         order=np.concatenate(order) if isinstance(selector, Ranker) else None,
-        scores=np.concatenate(scores) if selector.learns else None,
+        scores=np.concatenate(scores) if selector.learns and isinstance(selector, Ranker) else None,
     )
     return np.concatenate(pooled), evidence
 
@@ -96,12 +96,15 @@ def _ranked(selector: Ranker, batch: TokenBatch, counts: Sequence[int], noise: t
     return pooled, kept, nothing, order.to(torch.int16).cpu().numpy(), scores.half().cpu().numpy()
 
 
-def _merged(selector: Selector, batch: TokenBatch, counts: Sequence[int]) -> Judged:
+def _selected(selector: Selector, batch: TokenBatch, counts: Sequence[int]) -> Judged:
     selections = [selector.select(batch, k) for k in counts]
     pooled = np.stack([selection.pooled().cpu().numpy() for selection in selections], 1)
-    purity = np.full(pooled.shape[:2], np.nan)
+    purity, kept = np.full(pooled.shape[:2], np.nan), np.full(pooled.shape[:2], np.nan)
     if batch.lesion is not None and batch.has_mask is not None:
-        masked = batch.has_mask.bool().cpu().numpy()
-        values = np.stack([group_purity(selection.assignment, batch.lesion).cpu().numpy() for selection in selections], 1)
-        purity[masked] = values[masked]
-    return pooled, np.full_like(purity, np.nan), purity, None, None
+        masked, lesion = batch.has_mask.bool().cpu().numpy(), batch.lesion.bool()
+        for column, selection in enumerate(selections):
+            if selection.kept is not None:  # a sampler
+                kept[masked, column] = (selection.kept & lesion).sum(1).cpu().numpy()[masked]
+            else:
+                purity[masked, column] = group_purity(selection.assignment, lesion).cpu().numpy()[masked]
+    return pooled, kept, purity, None, None

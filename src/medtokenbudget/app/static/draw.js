@@ -90,7 +90,8 @@ function paintGroups(pen, groups, colors, cell) {
   });
   groups.forEach((group, i) => {
     const [r, g, b, n] = sums.get(group);
-    pen.fillStyle = `rgb(${Math.round(r / n)},${Math.round(g / n)},${Math.round(b / n)})`;
+    // Group -1 has the patches that were dropped.
+    pen.fillStyle = group < 0 ? "rgba(12,18,26,.8)" : `rgb(${Math.round(r / n)},${Math.round(g / n)},${Math.round(b / n)})`;
     pen.fillRect(...cell(i));
   });
 }

@@ -1,29 +1,49 @@
-"""One selector a file, registered by name when this package is imported."""
+"""One selector per file, registered by name when this package is imported."""
 
 from __future__ import annotations
 
+from medtokenbudget.routing.selectors.atc import ATC
+from medtokenbudget.routing.selectors.ats import ATS
 from medtokenbudget.routing.selectors.attention_entropy import AttentionEntropy
+from medtokenbudget.routing.selectors.box_prior import BoxPrior
 from medtokenbudget.routing.selectors.center import Center
 from medtokenbudget.routing.selectors.class_attention import ClassAttention
 from medtokenbudget.routing.selectors.darkness import Darkness
+from medtokenbudget.routing.selectors.diffrate import DiffRate
+from medtokenbudget.routing.selectors.dpc_knn import DPCKNN
+from medtokenbudget.routing.selectors.evit import EViT
+from medtokenbudget.routing.selectors.frequency import Frequency
+from medtokenbudget.routing.selectors.k_medoids import KMedoids
 from medtokenbudget.routing.selectors.lats import LATSSelector
 from medtokenbudget.routing.selectors.local_contrast import LocalContrast
 from medtokenbudget.routing.selectors.no_pruning import NoPruning
 from medtokenbudget.routing.selectors.norm import Norm
 from medtokenbudget.routing.selectors.oracle import Oracle
+from medtokenbudget.routing.selectors.pitome import PiToMe
 from medtokenbudget.routing.selectors.random import Random
 from medtokenbudget.routing.selectors.tome import ToMe
+from medtokenbudget.routing.selectors.tps import TPS
 
 __all__ = [
+    "ATC",
+    "ATS",
     "AttentionEntropy",
+    "BoxPrior",
     "Center",
     "ClassAttention",
+    "DPCKNN",
     "Darkness",
+    "DiffRate",
+    "EViT",
+    "Frequency",
+    "KMedoids",
     "LATSSelector",
     "LocalContrast",
     "NoPruning",
     "Norm",
     "Oracle",
+    "PiToMe",
     "Random",
+    "TPS",
     "ToMe",
 ]

@@ -5,23 +5,19 @@ Vectorised over the batch. Merged tokens are means weighted by size, so that the
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from medtokenbudget.routing.registry import register_selector
 from medtokenbudget.routing.router import check_k
-from medtokenbudget.routing.selector import Selector
+from medtokenbudget.routing.selector import Merger
 from medtokenbudget.tokens import Selection, TokenBatch
 
 
 @register_selector("tome")
-class ToMe(Selector):
+class ToMe(Merger):
     """K tokens by bipartite soft matching on the cosine similarity of the patches; `weights` are the group sizes."""
-
-    kind: ClassVar[Literal["ranker", "merger"]] = "merger"
 
     def select(self, tokens: TokenBatch, k: int, generator: torch.Generator | None = None) -> Selection:
         k = check_k(k, tokens.n)

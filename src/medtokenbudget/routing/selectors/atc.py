@@ -1,0 +1,78 @@
+"""ATC, agglomerative token clustering (Haurum et al., ECCV 2024): the two closest clusters merge until K are left.
+
+Post-backbone form: one hierarchical clustering of the final tokens, on their cosine distances, where the paper clusters the keys of
+several blocks.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from medtokenbudget.errors import UnknownNameError
+from medtokenbudget.routing.merging import cosine_similarities, merge
+from medtokenbudget.routing.registry import register_selector
+from medtokenbudget.routing.router import check_k
+from medtokenbudget.routing.selector import Merger
+from medtokenbudget.tokens import Selection, TokenBatch
+
+Linkage = Literal["average", "complete", "single"]
+
+
+@register_selector("atc")
+class ATC(Merger):
+    """K clusters by agglomeration; a token is the mean of its cluster.
+
+    Args:
+        linkage: Distance of two clusters: mean, largest or smallest distance between their patches.
+        minimum: Fewest tokens kept at any budget.
+    """
+
+    def __init__(self, linkage: Linkage = "average", minimum: int = 16) -> None:
+        super().__init__(minimum)
+        if linkage not in get_args(Linkage):
+            raise UnknownNameError.of("linkage", str(linkage), get_args(Linkage))
+        self.linkage = linkage
+
+    def select(self, tokens: TokenBatch, k: int, generator: torch.Generator | None = None) -> Selection:
+        k = check_k(k, tokens.n)
+        distances = 1 - cosine_similarities(self.check(tokens).patches)
+        leaders = agglomerate(distances, k, self.linkage)
+        # Leaders are patch indices: number the clusters in the order of their first patch.
+        n = tokens.n
+        leads = torch.zeros(len(tokens), n, dtype=torch.long, device=leaders.device).scatter_(1, leaders, 1)
+        return merge(tokens.patches, (leads.cumsum(1) - 1).gather(1, leaders), k)
+
+
+def agglomerate(distances: Tensor, k: int, linkage: Linkage) -> Tensor:
+    """The first patch of the cluster of each patch, after N - k merges: distances `[B, N, N]` to `[B, N]`.
+
+    Every step merges one pair in each image of the batch and updates the distances to the new cluster (Lance and Williams).
+    """
+    b, n, _ = distances.shape
+    image = torch.arange(b, device=distances.device)
+    distances = distances.clone()
+    distances.diagonal(dim1=1, dim2=2).fill_(torch.inf)
+    size = torch.ones(b, n, device=distances.device)
+    leader = torch.arange(n, device=distances.device).repeat(b, 1)
+    for _ in range(n - k):
+        first = distances.amin(2).argmin(1)
+        second = distances[image, first].argmin(1)
+        # Distances are symmetric, so the first row with the minimum is before the second.
+        one, two = distances[image, first], distances[image, second]
+        if linkage == "average":
+            a, c = size[image, first].unsqueeze(1), size[image, second].unsqueeze(1)
+            joined = (a * one + c * two) / (a + c)
+        else:
+            joined = torch.maximum(one, two) if linkage == "complete" else torch.minimum(one, two)
+        joined[image, first] = torch.inf
+        joined[image, second] = torch.inf
+        distances[image, first] = joined
+        distances[image, :, first] = joined
+        distances[image, second] = torch.inf
+        distances[image, :, second] = torch.inf
+        size[image, first] += size[image, second]
+        leader = torch.where(leader == second.unsqueeze(1), first.unsqueeze(1), leader)
+    return leader

@@ -1,0 +1,66 @@
+"""ATS, adaptive token sampling (Fayyaz et al., ECCV 2022): inverse transform sampling of the class attention.
+
+Post-backbone form, with two differences from the paper. It weighs the class attention with the norm of the final patch token,
+because the value vectors of the block are not stored. And it keeps exactly K tokens: the paper draws K samples, of which some hit
+the same token; here samples are added until K tokens are hit.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from medtokenbudget.routing.registry import register_selector
+from medtokenbudget.routing.router import check_k, rank
+from medtokenbudget.routing.selector import Kind, Selector, gather
+from medtokenbudget.tokens import Selection, TokenBatch
+
+_STEPS = 14
+"""Halvings that find the number of samples, up to 2^14 K."""
+
+
+@register_selector("ats")
+class ATS(Selector):
+    """Patches hit by evenly spaced samples of the cumulative significance `a_i |x_i| / sum(a_j |x_j|)`, in raster order.
+
+    Unlike the K highest, the samples also reach less attended parts of the image. The patches at a small budget need not be among
+    those at a larger one.
+    """
+
+    kind: ClassVar[Kind] = "sampler"
+    requires = ("cls_attention",)
+
+    def select(self, tokens: TokenBatch, k: int, generator: torch.Generator | None = None) -> Selection:
+        k = check_k(k, tokens.n)
+        attention = self.check(tokens).cls_attention
+        assert attention is not None
+        significance = attention.double() * torch.linalg.vector_norm(tokens.patches.double(), dim=-1)
+        hit = sampled(significance, k)
+        # Hit patches first, then by significance: exactly K, also where samples hit some more or fewer.
+        best = rank(hit.double() + significance / (1 + significance.amax(1, keepdim=True)))[:, :k]
+        return gather(tokens.patches, best)
+
+
+def sampled(significance: Tensor, k: int) -> Tensor:
+    """Patches hit by the fewest evenly spaced samples that hit at least k, `[B, N]` to bool `[B, N]`.
+
+    With M samples at `(i + 1/2) / M`, a patch is hit if one of them is inside its step of the cumulative distribution.
+    """
+    total = significance.sum(1, keepdim=True).clamp_min(torch.finfo(significance.dtype).tiny)
+    upper = (significance / total).cumsum(1)
+    low = torch.full_like(total, k - 1, dtype=torch.long)
+    high = torch.full_like(low, k << _STEPS)
+    # The number of hits grows with M, up to small steps back: halving ends at an M with enough hits whose predecessor has too few.
+    while bool((high - low > 1).any()):
+        middle = (low + high) // 2
+        enough = _hits(upper, middle).sum(1, keepdim=True) >= k
+        low, high = torch.where(enough, low, middle), torch.where(enough, middle, high)
+    return _hits(upper, high)
+
+
+def _hits(upper: Tensor, samples: Tensor) -> Tensor:
+    """Whether one of M samples is in (upper[i - 1], upper[i]]: the number of samples below the step rises there."""
+    below = (upper * samples + 0.5).floor()
+    return torch.diff(below, dim=1, prepend=torch.zeros_like(below[:, :1])) > 0

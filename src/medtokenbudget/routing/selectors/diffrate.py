@@ -1,0 +1,44 @@
+"""DiffRate (Chen et al., ICCV 2023): sort by class attention, drop the least attended tokens, merge the next ones.
+
+Post-backbone form: DiffRate learns how many tokens each block drops and merges. After the backbone there is one step, whose two
+counts follow from the budget and from the option `dropped`; nothing is learned.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from medtokenbudget.errors import RequestError
+from medtokenbudget.routing.merging import cosine_similarities, merge
+from medtokenbudget.routing.registry import register_selector
+from medtokenbudget.routing.router import check_k, rank
+from medtokenbudget.routing.selector import Merger
+from medtokenbudget.tokens import Selection, TokenBatch
+
+
+@register_selector("diffrate")
+class DiffRate(Merger):
+    """The K most attended patches; of the others, the least attended are dropped, the rest merge into the most similar of the K.
+
+    Args:
+        dropped: Share of the N - K patches that is dropped.
+        minimum: Fewest tokens kept at any budget.
+    """
+
+    requires = ("cls_attention",)
+
+    def __init__(self, dropped: float = 0.5, minimum: int = 16) -> None:
+        super().__init__(minimum)
+        if not 0 <= dropped <= 1:
+            raise RequestError(f"dropped must be in [0, 1], got {dropped}.")
+        self.dropped = dropped
+
+    def select(self, tokens: TokenBatch, k: int, generator: torch.Generator | None = None) -> Selection:
+        k = check_k(k, tokens.n)
+        attention = self.check(tokens).cls_attention
+        assert attention is not None
+        order = rank(attention.float())
+        kept, gone = order[:, :k], order[:, tokens.n - int(self.dropped * (tokens.n - k)) :]
+        host = cosine_similarities(tokens.patches).take_along_dim(kept.unsqueeze(1), 2).argmax(2)
+        numbers = torch.arange(k, device=kept.device).expand_as(kept)
+        return merge(tokens.patches, host.scatter(1, kept, numbers).scatter(1, gone, -1), k)

@@ -1,0 +1,31 @@
+"""EViT (Liang et al., ICLR 2022, "Not All Patches are What You Need"): attentive tokens stay, the others are fused into one.
+
+Post-backbone form: EViT reorganizes tokens inside the network, at several blocks; here it is done once, on the final tokens, with
+the class attention of the chosen block.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from medtokenbudget.routing.merging import with_rest
+from medtokenbudget.routing.registry import register_selector
+from medtokenbudget.routing.router import check_k, rank
+from medtokenbudget.routing.selector import Merger
+from medtokenbudget.tokens import Selection, TokenBatch
+
+
+@register_selector("evit")
+class EViT(Merger):
+    """The K - 1 patches with the highest class attention a, and the fused token `sum(a_i x_i) / sum(a_i)` of all others."""
+
+    requires = ("cls_attention",)
+
+    def select(self, tokens: TokenBatch, k: int, generator: torch.Generator | None = None) -> Selection:
+        k = check_k(k, tokens.n)
+        attention = self.check(tokens).cls_attention
+        assert attention is not None
+        order = rank(attention.float())
+        # Weights far below fp32's precision would make a group of zero mass.
+        weights = attention.float().clamp_min(torch.finfo(torch.float32).tiny ** 0.5)
+        return with_rest(tokens.patches, order[:, : k - 1], weights)

@@ -1,0 +1,57 @@
+"""K-medoids token clustering (Marin et al., "Token Pooling in Vision Transformers", WACV 2023).
+
+Post-backbone form: one clustering of the final tokens, where the paper downsamples after every block. As there, it starts from the K
+most significant tokens (class attention) and each cluster is represented by its medoid, a patch as it is.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from medtokenbudget.errors import CountError
+from medtokenbudget.routing.merging import nearest_center, squared_distances
+from medtokenbudget.routing.registry import register_selector
+from medtokenbudget.routing.router import check_k, rank
+from medtokenbudget.routing.selector import Merger, gather
+from medtokenbudget.tokens import Selection, TokenBatch
+
+
+@register_selector("k-medoids")
+class KMedoids(Merger):
+    """The medoids of K clusters: each patch joins the nearest medoid, then the patch with the smallest summed distance leads.
+
+    The summed distance counts every patch with its class attention, as the paper's weighted variant does.
+
+    Args:
+        iterations: Alternations of the two steps.
+        minimum: Fewest tokens kept at any budget.
+    """
+
+    requires = ("cls_attention",)
+
+    def __init__(self, iterations: int = 5, minimum: int = 16) -> None:
+        super().__init__(minimum)
+        if iterations < 1:
+            raise CountError(f"iterations must be at least 1, got {iterations}.")
+        self.iterations = iterations
+
+    def select(self, tokens: TokenBatch, k: int, generator: torch.Generator | None = None) -> Selection:
+        k = check_k(k, tokens.n)
+        attention = self.check(tokens).cls_attention
+        assert attention is not None
+        distances = squared_distances(tokens.patches)
+        medoids = rank(attention.float())[:, :k]
+        for _ in range(self.iterations):
+            medoids = led(distances, nearest_center(distances, medoids), attention.float(), k)
+        assignment = nearest_center(distances, medoids)
+        sizes = F.one_hot(assignment, k).sum(1).float()
+        return Selection(tokens=gather(tokens.patches, medoids).tokens, weights=sizes, assignment=assignment)
+
+
+def led(distances: Tensor, assignment: Tensor, weights: Tensor, k: int) -> Tensor:
+    """The medoid of each group `[B, k]`: the member with the smallest weighted sum of distances to the members."""
+    member = F.one_hot(assignment, k).float()  # [B, N, k]
+    cost = torch.bmm(distances * weights.unsqueeze(1), member)
+    return cost.masked_fill(member == 0, torch.inf).argmin(1)

@@ -1,0 +1,68 @@
+"""PiToMe (Tran et al., NeurIPS 2024, "Spectrum-Preserving Token Merging"): tokens of large similar groups merge, others are protected.
+
+Post-backbone form: published PiToMe merges a few tokens in every block, with the margin `0.9 - 0.9 l / L` of block l; here rounds on
+the final tokens go down to exactly K, with one margin.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from medtokenbudget.routing.merging import cosine_similarities
+from medtokenbudget.routing.registry import register_selector
+from medtokenbudget.routing.router import check_k, rank
+from medtokenbudget.routing.selector import Merger
+from medtokenbudget.tokens import Selection, TokenBatch
+
+
+@register_selector("pitome")
+class PiToMe(Merger):
+    """K tokens by rounds of merging among the patches with the highest energy; `weights` are the group sizes.
+
+    Args:
+        margin: Similarity above which a neighbor counts in full; the middle of the published range.
+        minimum: Fewest tokens kept at any budget.
+    """
+
+    def __init__(self, margin: float = 0.45, minimum: int = 16) -> None:
+        super().__init__(minimum)
+        self.margin = margin
+
+    def select(self, tokens: TokenBatch, k: int, generator: torch.Generator | None = None) -> Selection:
+        k = check_k(k, tokens.n)
+        x = self.check(tokens).patches.float()
+        size = torch.ones(x.shape[:2], device=x.device)
+        assignment = torch.arange(tokens.n, device=x.device).repeat(len(x), 1)
+        while x.shape[1] > k:
+            count = x.shape[1]
+            x, size, moved = energy_round(x, size, min(count - k, count // 2), self.margin)
+            assignment = moved.gather(1, assignment)
+        return Selection(tokens=x.to(tokens.patches.dtype), weights=size, assignment=assignment)
+
+
+def energy(similarity: Tensor, margin: float) -> Tensor:
+    """Mean over the other tokens of `s` if `s >= margin`, else `exp(s - margin) - 1`: `[B, n, n]` to `[B, n]`."""
+    counted = torch.where(similarity >= margin, similarity, F.elu(similarity - margin))
+    own = torch.eye(similarity.shape[1], dtype=torch.bool, device=similarity.device)
+    return counted.masked_fill(own, 0).sum(2) / max(similarity.shape[1] - 1, 1)
+
+
+def energy_round(x: Tensor, size: Tensor, r: int, margin: float) -> tuple[Tensor, Tensor, Tensor]:
+    """One round: of the 2r tokens with the highest energy, every second one merges into its most similar of the other r.
+
+    x [B, n, D], size [B, n]
+    returns the n - r tokens, their sizes, and where each of the n tokens went, int64 [B, n]
+    """
+    b, n, _ = x.shape
+    similarity = cosine_similarities(x)
+    order = rank(energy(similarity, margin))
+    source, target, stay = order[:, : 2 * r : 2], order[:, 1 : 2 * r : 2], order[:, 2 * r :]
+    pairs = similarity.take_along_dim(source.unsqueeze(2), 1).take_along_dim(target.unsqueeze(1), 2)  # [B, r, r]
+    keep = torch.cat([target, stay], 1).sort(1).values
+    place = torch.full((b, n), -1, device=x.device).scatter_(1, keep, torch.arange(n - r, device=x.device).expand(b, n - r))
+    moved = place.scatter(1, source, place.gather(1, target.gather(1, pairs.argmax(2))))
+    member = F.one_hot(moved, n - r).to(x.dtype).transpose(1, 2) * size.unsqueeze(1)
+    total = member.sum(2)
+    return torch.bmm(member, x) / total.unsqueeze(-1), total, moved
