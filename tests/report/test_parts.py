@@ -6,6 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from medtokenbudget.config import DEFAULT_METHODS
 from medtokenbudget.report.details import curriculum
 from medtokenbudget.report.intervals import Difference, Intervals
 from medtokenbudget.report.labels import end_labels, point_labels
@@ -50,8 +51,11 @@ def test_a_table_that_is_cut_by_its_box_says_how_many_rows_it_has() -> None:
 
 
 def test_methods_have_distinct_markers_and_colors() -> None:
+    default = [look(method) for method in DEFAULT_METHODS]
+    assert len({style.color for style in default}) == len({style.marker for style in default}) == len(default)
     shown = [*LOOKS.values(), look("lats:lesion-first")]
-    assert len({style.color for style in shown}) == len({style.marker for style in shown}) == len(shown)
+    assert len({(style.color, style.marker) for style in shown}) == len(shown)
+    assert len({style.name for style in shown}) == len(shown)
 
 
 def test_a_method_is_named_by_its_selector_head_and_variant() -> None:

@@ -224,7 +224,8 @@ def test_k_medoids_alternates_assignment_and_medoids():
         def assigned(medoids: list[int], squared=squared) -> list[list[int]]:
             groups: list[list[int]] = [[] for _ in medoids]
             for i in range(N):
-                groups[min(range(K), key=lambda g, i=i: squared[i][medoids[g]])].append(i)
+                nearest = [squared[i][medoid] for medoid in medoids]
+                groups[nearest.index(min(nearest))].append(i)
             return groups
 
         medoids = ranked(attention)[:K]

@@ -16,8 +16,8 @@ from medtokenbudget.experiments import paper
 INK = "#1c2733"
 CONTROLS: tuple[str, ...] = ("center", "darkness", "random", "oracle")
 """Shown in every table, measured or not: a comparison without them proves little."""
-REFERENCES: tuple[str, ...] = ("no-pruning", "oracle")
-"""References rather than competitors: one has no budget, the other sees the mask."""
+REFERENCES: tuple[str, ...] = ("no-pruning", "oracle", "box-prior")
+"""References rather than competitors: one has no budget, the others see the mask."""
 PAPER_RECIPE = paper.METHOD_NAMES["LATS"]
 """The method of the paper, shown beside the run's own model."""
 
@@ -52,6 +52,17 @@ LOOKS: dict[str, Look] = {
     "norm": Look("NormBased", "#c98a00", "^", "-", "Keeps the patches with the largest feature norm."),
     "attention-entropy": Look("AttnEntropy", "#009e73", "v", "-", "Keeps the patches with the most focused attention."),
     "local-contrast": Look("LocalContrast", "#8c8000", "<", "-", "Keeps the patches that differ most from their neighbors."),
+    "class-attention": Look("ClassAttention", "#2a7f7f", ">", "-", "Keeps the patches that the class token attends to most."),
+    "box-prior": Look("Box prior", INK, "s", ":", "Keeps the patches nearest the lesion's bounding box, using the mask."),
+    "evit": Look("EViT", "#2a7f7f", "P", "-", "Keeps the most attended patches, fuses all others into one token."),
+    "frequency": Look("Frequency", "#94651f", "P", "-", "Keeps the patches farthest from the mean patch, averages all others."),
+    "ats": Look("ATS", "#2a7f7f", "X", "-", "Samples patches in proportion to class attention times norm."),
+    "tps": Look("TPS", "#4f6d2f", "P", "-", "Keeps the most attended patches, squeezes the others into the most similar of them."),
+    "pitome": Look("PiToMe", "#5a5a9c", "P", "-", "Merges patches of large similar groups first, protects isolated ones."),
+    "diffrate": Look("DiffRate", "#b5495b", "P", "-", "Drops the least attended patches, merges the next into the kept ones."),
+    "dpc-knn": Look("DPC-KNN", "#94651f", "*", "-", "Merges patches into clusters around density peaks."),
+    "k-medoids": Look("K-medoids", "#5a5a9c", "*", "-", "Represents clusters of patches by their medoids."),
+    "atc": Look("ATC", "#8a3ea0", "*", "-", "Merges the closest pair of clusters until K are left."),
 }  # fmt: skip
 _OF_LATS: dict[str, Look] = {
     "lesion-first": Look("LATS lesion-first", "#0072b2", "o", "-", "LATS trained to find the lesion before it classifies."),
@@ -122,7 +133,7 @@ def selector_of(method: str) -> str:
 
 
 def is_reference(method: str) -> bool:
-    """Whether a method is a reference (NoPruning, Oracle) rather than a competitor."""
+    """Whether a method is a reference (NoPruning, Oracle, Box prior) rather than a competitor."""
     return selector_of(method) in REFERENCES
 
 

@@ -17,7 +17,6 @@ from medtokenbudget.errors import CountError, MissingSignalError, RequestError, 
 from medtokenbudget.routing.router import budget_to_k, check_k, rank
 from medtokenbudget.tokens import Selection, TokenBatch
 
-
 Kind = Literal["ranker", "sampler", "merger"]
 
 
@@ -25,8 +24,8 @@ class Selector(ABC):
     """Reduces N patches an image to K tokens.
 
     name        set by `@register`
-    kind        'ranker' keeps the K best patches of one ranking; 'sampler' keeps K patches as they are, but those of a small K need not
-                be among those of a larger one; 'merger' makes K new tokens
+    kind        'ranker' keeps the K best patches of one ranking; 'sampler' keeps K patches as they are, but those of a small K
+                need not be among those of a larger one; 'merger' makes K new tokens
     learns      has parameters to train; its class takes `dim`, the embedding dimension
     stochastic  draws from the generator it is given
     ablations   names of parts that can be switched off after training, with `ablate`

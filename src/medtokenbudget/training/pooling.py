@@ -69,7 +69,10 @@ def pool_and_judge(
     for index, batch in enumerate(store.batches(rows, BATCH)):
         noise = generator(seed, "evaluation", index) if selector.stochastic else None
         batch = batch.to(device)
-        judged.append(_ranked(selector, batch, counts, noise) if isinstance(selector, Ranker) else _selected(selector, batch, counts))
+        if isinstance(selector, Ranker):
+            judged.append(_ranked(selector, batch, counts, noise))
+        else:
+            judged.append(_selected(selector, batch, counts, noise))
     pooled, kept, purity, order, scores = zip(*judged)
     evidence = Evidence(
         k=counts,
@@ -96,8 +99,8 @@ def _ranked(selector: Ranker, batch: TokenBatch, counts: Sequence[int], noise: t
     return pooled, kept, nothing, order.to(torch.int16).cpu().numpy(), scores.half().cpu().numpy()
 
 
-def _selected(selector: Selector, batch: TokenBatch, counts: Sequence[int]) -> Judged:
-    selections = [selector.select(batch, k) for k in counts]
+def _selected(selector: Selector, batch: TokenBatch, counts: Sequence[int], noise: torch.Generator | None) -> Judged:
+    selections = [selector.select(batch, k, noise) for k in counts]
     pooled = np.stack([selection.pooled().cpu().numpy() for selection in selections], 1)
     purity, kept = np.full(pooled.shape[:2], np.nan), np.full(pooled.shape[:2], np.nan)
     if batch.lesion is not None and batch.has_mask is not None:

@@ -27,11 +27,12 @@ from medtokenbudget.routing.selectors.tps import TPS
 __all__ = [
     "ATC",
     "ATS",
+    "DPCKNN",
+    "TPS",
     "AttentionEntropy",
     "BoxPrior",
     "Center",
     "ClassAttention",
-    "DPCKNN",
     "Darkness",
     "DiffRate",
     "EViT",
@@ -44,6 +45,5 @@ __all__ = [
     "Oracle",
     "PiToMe",
     "Random",
-    "TPS",
     "ToMe",
 ]

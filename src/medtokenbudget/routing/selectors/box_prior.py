@@ -19,8 +19,8 @@ from medtokenbudget.tokens import TokenBatch
 class BoxPrior(Ranker):
     """Patches by their distance to the lesion's bounding box, measured in box sizes from its center, nearest first.
 
-    The distance is `max(|dx| / (width / 2), |dy| / (height / 2))`: at most 1 inside the box. An image without a lesion patch has the
-    whole image as its box. Needs a mask for every image.
+    The distance is `max(|dx| / (width / 2), |dy| / (height / 2))`: at most 1 inside the box. An image without a lesion patch has
+    the whole image as its box. Needs a mask for every image.
     """
 
     requires = ("lesion", "has_mask")

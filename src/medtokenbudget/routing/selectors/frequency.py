@@ -1,7 +1,7 @@
 """Frequency-aware token reduction (Lee et al., NeurIPS 2025): high-frequency tokens stay, the others become one DC token.
 
-Post-backbone form: the paper splits tokens by the high-pass part of the attention, `A - 11'/n`, at several blocks, and reweights the
-attention of the next ones. Here the same high-pass filter is applied to the final tokens, `x - mean(x)`, once.
+Post-backbone form: the paper splits tokens by the high-pass part of the attention, `A - 11'/n`, at several blocks, and reweights
+the attention of the next ones. Here the same high-pass filter is applied to the final tokens, `x - mean(x)`, once.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """K-medoids token clustering (Marin et al., "Token Pooling in Vision Transformers", WACV 2023).
 
-Post-backbone form: one clustering of the final tokens, where the paper downsamples after every block. As there, it starts from the K
-most significant tokens (class attention) and each cluster is represented by its medoid, a patch as it is.
+Post-backbone form: one clustering of the final tokens, where the paper downsamples after every block. As there, it starts from the
+K most significant tokens (class attention) and each cluster is represented by its medoid, a patch as it is.
 """
 
 from __future__ import annotations

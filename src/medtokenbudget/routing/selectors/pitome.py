@@ -1,7 +1,7 @@
-"""PiToMe (Tran et al., NeurIPS 2024, "Spectrum-Preserving Token Merging"): tokens of large similar groups merge, others are protected.
+"""PiToMe (Tran et al., "Spectrum-Preserving Token Merging", NeurIPS 2024): merges large similar groups, protects isolated tokens.
 
-Post-backbone form: published PiToMe merges a few tokens in every block, with the margin `0.9 - 0.9 l / L` of block l; here rounds on
-the final tokens go down to exactly K, with one margin.
+Post-backbone form: published PiToMe merges a few tokens in every block, with the margin `0.9 - 0.9 l / L` of block l; here rounds
+on the final tokens go down to exactly K, with one margin.
 """
 
 from __future__ import annotations
