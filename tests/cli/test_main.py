@@ -111,6 +111,15 @@ def test_the_help_shows_the_options_that_people_need_first_and_then_groups() -> 
     ]
 
 
+@pytest.mark.parametrize("name", PARSERS)
+def test_the_help_shows_required_options_before_all_others(name: str) -> None:
+    required = [
+        action.option_strings[0] for action in PARSERS[name].options().values() if action.option_strings and action.required
+    ]
+    shown = re.findall(r"^  (--\S+)", PARSERS[name].format_help(), flags=re.MULTILINE)
+    assert shown[: len(required)] == required
+
+
 def test_the_help_shows_lists_without_brackets_and_the_defaults_of_the_preset() -> None:
     plain = " ".join(PARSERS["train"].format_help().split())
     assert "(default: 0.1 0.2 0.3 0.4 0.5 0.6 0.7 0.8 0.9 1)" in plain

@@ -118,7 +118,7 @@ class CommandParser(_Container, argparse.ArgumentParser):
             if group._group_actions:
                 formatter.start_section(group.title)
                 formatter.add_text(group.description)
-                formatter.add_arguments(group._group_actions)
+                formatter.add_arguments(sorted(group._group_actions, key=lambda action: not action.required))
                 formatter.end_section()
         return "\n".join([*parts, formatter.format_help().rstrip()]) + "\n"
 
