@@ -49,7 +49,7 @@ class BackboneConfig:
     layer: int = -1
     """Block to take tokens and attention from, counted from 0; -1 is the last."""
     attention: Literal["true", "pseudo"] = "true"
-    """true: the attention of the block. pseudo: cosine similarity of patches, for backbones without a readable attention."""
+    """Source of the attention. true: the block itself. pseudo: cosine similarity of patches, for blocks without a readable one."""
 
 
 @dataclass(frozen=True)

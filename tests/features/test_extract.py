@@ -58,7 +58,7 @@ def test_a_mask_that_cannot_lie_on_its_image_is_an_error_of_that_image(tmp_path:
     Image.new("L", (80, 30), 255).save(tmp_path / "images" / "image-002-mask.png")
     store = extract(manifest, tmp_path / "store", backbone, CONFIG)
     assert [error.image_id for error in store.errors] == ["image-002"]
-    assert "80 x 30 pixels for an image of 48 x 40" in store.errors[0].reason
+    assert "has 80 x 30 pixels, the image 48 x 40." in store.errors[0].reason
 
 
 def test_an_image_that_changed_since_is_noticed(

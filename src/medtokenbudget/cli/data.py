@@ -43,7 +43,7 @@ def _split_options(parser: CommandParser, default: str | None, seed: str = "--se
         "--split",
         type=Rule if default else Rule | None,
         default=default,
-        help="grouped: 80/20 by class, with no lesion, patient or duplicate in two parts. kfold: the same, in folds. "
+        help="How to split. grouped: 80/20 by class, with no lesion, patient or duplicate in two parts. kfold: the same, in folds. "
         "paper: the paper's 80/20 of single images." + ("" if default else " Default: the split of the data itself, or grouped."),
     )
     parser.add_argument(
@@ -81,7 +81,7 @@ def _isic_options(parser: CommandParser) -> None:
         "--mask-sources",
         type=str | None,
         default=None,
-        help="isic2018, ham10000 or both, separated by a comma; the first source that has a mask is used. "
+        help="Sources of masks: isic2018, ham10000 or both, separated by a comma; the first one that has a mask is used. "
         "Default: isic2018 for exact, all available for by-id.",
     )
     parser.add_argument("--ignore-unlabeled", action="store_true", help="Skip images that have no row in the CSV.")
