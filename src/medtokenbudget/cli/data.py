@@ -264,11 +264,11 @@ def _names(value: str | None) -> list[str] | None:
 
 
 COMMANDS: dict[str, tuple[str, Callable[[CommandParser], None], Callable[[Namespace], int]]] = {
-    "isic": ("ISIC 2019 with the masks of ISIC 2018 and HAM10000", _isic_options, _isic),
-    "kvasir": ("Kvasir v2, eight class folders", _kvasir_options, _kvasir),
-    "folder": ("your own images, one folder per class", _folder_options, _folder),
-    "csv": ("your own images, listed in a CSV file", _csv_options, _csv),
-    "synthetic": ("drawn dermoscopic images with masks", _synthetic_options, _synthetic),
+    "isic": ("create a manifest of ISIC 2019 with the masks of ISIC 2018 and HAM10000", _isic_options, _isic),
+    "kvasir": ("create a manifest of Kvasir v2", _kvasir_options, _kvasir),
+    "folder": ("create a manifest of your own images, one folder per class", _folder_options, _folder),
+    "csv": ("create a manifest of your own images, listed in a CSV file", _csv_options, _csv),
+    "synthetic": ("draw dermoscopic images with masks and create a manifest of them", _synthetic_options, _synthetic),
     "split": ("split a manifest again", _split_command_options, _split),
     "check": ("find all problems of a data set", _check_options, _check),
 }
