@@ -16,7 +16,6 @@ from torch import Tensor
 
 import medtokenbudget as mtb
 from medtokenbudget.config import preset
-from medtokenbudget.experiments.execution import Execution
 from medtokenbudget.routing import Ranker, TokenBatch, register_selector
 
 
@@ -38,8 +37,8 @@ def main(manifest: Path, store: Path, out: Path, head_epochs: int = 30) -> pd.Da
     config = preset("lesion-first", head_epochs=head_epochs)
     methods, budgets = ("edges", "center", "random"), (0.1, 0.3, 0.5)
     # One process: worker processes know the selectors of packages, not those of a script.
-    results = mtb.sweep(manifest, store, out, methods, budgets, config=config, execution=Execution(jobs=1))
-    print(results[["method", "budget", "k", "n", "accuracy", "n_masked", "retention", "ceiling"]].to_string(index=False))
+    results = mtb.sweep(manifest, store, out, methods, budgets, config=config, jobs=1).results
+    print(results[["method", "view", "budget", "k", "n", "accuracy", "n_masked", "retention", "ceiling"]].to_string(index=False))
     return results
 
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import medtokenbudget as mtb
-from medtokenbudget.config import BackboneConfig, LossWeights, preset
+from medtokenbudget.config import LossWeights, preset
 from medtokenbudget.data import apply_split, folder_manifest
 
 
@@ -23,17 +23,17 @@ def main(images: Path, masks: Path | None, out: Path, epochs: int = 12, head_epo
     path = manifest.write(out / "manifest.parquet")
 
     # The backbone runs once over every image. Stopped half-way, the same call goes on.
-    mtb.extract(manifest, out / "tokens", BackboneConfig(name="embedded"))
+    mtb.extract(manifest, out / "tokens", backbone="embedded")
 
     # With masks the scorer learns the lesion first; without any, it learns by the paper's recipe with the lesion loss off.
     config = preset("lesion-first") if masks else preset("paper", losses=LossWeights(lesion=0.0))
     config = replace(config, epochs=epochs, head_epochs=head_epochs)
-    results = mtb.train(path, out / "tokens", out / "run", config)
+    run = mtb.train(path, out / "tokens", out / "run", config)
     columns = ["method", "budget", "n", "accuracy", "retention"]
-    print(results.loc[results["budget"] == 0.3, columns].to_string(index=False))
+    print(run.results.loc[run.results["budget"] == 0.3, columns].to_string(index=False))
 
     first = next(path for path in sorted(images.rglob("*")) if path.is_file())
-    (prediction,) = mtb.load(out / "run").predict(first, budget=0.3)
+    (prediction,) = run.model.predict(first, budget=0.3)
     print(f"{prediction.image}: {prediction.label} ({prediction.probability:.0%}), {prediction.k} tokens kept")
     return out / "run" / "model"
 

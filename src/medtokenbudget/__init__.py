@@ -1,32 +1,74 @@
 """MedTokenBudget: lesion-preserving token routing for dermoscopic image classification.
 
-The same verbs as the command line (`mtb.train`, `mtb.sweep`, `mtb.load`, ...); each is imported when it is first used, so that
-`import medtokenbudget` stays light.
+The verbs of the command line (`mtb.extract`, `mtb.train`, `mtb.sweep`, `mtb.load`, ...) and the types they speak. Each name is
+imported when it is first used, so that `import medtokenbudget` stays light.
 """
 
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from medtokenbudget.api.run import Run
+    from medtokenbudget.api.tour import demo
+    from medtokenbudget.api.verbs import extract, report, reproduce, sweep, train
+    from medtokenbudget.config import TrainConfig, preset
+    from medtokenbudget.data import Manifest
+    from medtokenbudget.features import FeatureStore
+    from medtokenbudget.metrics import LesionRetention, lesion_retention
+    from medtokenbudget.model import MedTokenBudget, load, overlay
+    from medtokenbudget.routing import create_selector, list_selectors, register_selector
+    from medtokenbudget.tokens import Selection, TokenBatch
+    from medtokenbudget.training.heads import create_head, list_heads, register_head
 
 __version__ = "0.1.0"
 
-_VERBS: dict[str, str] = {
-    "demo": "medtokenbudget.api.demo",
-    "extract": "medtokenbudget.features",
-    "load": "medtokenbudget.model",
-    "overlay": "medtokenbudget.model",
-    "reproduce": "medtokenbudget.experiments",
-    "sweep": "medtokenbudget.experiments",
-    "train": "medtokenbudget.api.train",
-}
+__all__ = [
+    "FeatureStore",
+    "LesionRetention",
+    "Manifest",
+    "MedTokenBudget",
+    "Run",
+    "Selection",
+    "TokenBatch",
+    "TrainConfig",
+    "__version__",
+    "create_head",
+    "create_selector",
+    "demo",
+    "extract",
+    "lesion_retention",
+    "list_heads",
+    "list_selectors",
+    "load",
+    "overlay",
+    "preset",
+    "register_head",
+    "register_selector",
+    "report",
+    "reproduce",
+    "sweep",
+    "train",
+]
 
-__all__ = ["__version__", *_VERBS]
+_MODULES: dict[str, tuple[str, ...]] = {
+    "api": ("Run", "demo", "extract", "report", "reproduce", "sweep", "train"),
+    "config": ("TrainConfig", "preset"),
+    "data": ("Manifest",),
+    "features": ("FeatureStore",),
+    "metrics": ("LesionRetention", "lesion_retention"),
+    "model": ("MedTokenBudget", "load", "overlay"),
+    "routing": ("create_selector", "list_selectors", "register_selector"),
+    "tokens": ("Selection", "TokenBatch"),
+    "training.heads": ("create_head", "list_heads", "register_head"),
+}
+_HOMES = {name: module for module, names in _MODULES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    if name in _VERBS:
-        return getattr(importlib.import_module(_VERBS[name]), name)
+    if name in _HOMES:
+        return getattr(importlib.import_module(f"medtokenbudget.{_HOMES[name]}"), name)
     raise AttributeError(f"module 'medtokenbudget' has no attribute '{name}'")
 
 

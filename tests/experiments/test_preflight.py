@@ -99,10 +99,10 @@ def test_a_study_that_does_not_fit_the_data_is_refused(drawn: Drawn, tmp_path: P
 def test_a_script_without_a_guard_is_told_so(drawn: Drawn, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
-        "import medtokenbudget as mtb, medtokenbudget.experiments\n"
+        "import medtokenbudget as mtb\n"
         "from medtokenbudget.config import TrainConfig\n"
         f"mtb.sweep({str(drawn.manifest_path)!r}, {str(drawn.store_path)!r}, {str(tmp_path / 'run')!r}, ['center', 'norm'],\n"
-        "          config=TrainConfig(head_epochs=1, device='cpu'), execution=mtb.experiments.Execution(jobs=2))\n"
+        "          config=TrainConfig(head_epochs=1, device='cpu'), jobs=2)\n"
     )
     ended = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
     assert ended.returncode != 0

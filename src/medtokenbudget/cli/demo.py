@@ -20,7 +20,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--epochs", type=int | None, default=None, help="Fewer epochs, for a quick look; default: the paper's.")
     options = parser.parse_args(arguments)
 
-    from medtokenbudget.api.demo import demo
+    from medtokenbudget.api.tour import demo
     from medtokenbudget.experiments.results import read_results
     from medtokenbudget.experiments.summary import headline
     from medtokenbudget.progress import say

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from medtokenbudget.cli.parsing import command_parser
-from medtokenbudget.cli.training_options import add_engine, add_run, add_training, execution, training_config
+from medtokenbudget.cli.training_options import add_engine, add_run, add_training, training_config
 
 
 def main(arguments: list[str]) -> int:
@@ -19,22 +19,23 @@ def main(arguments: list[str]) -> int:
     add_training(parser, arguments, "paper", protocol="paper")
     options = parser.parse_args(arguments)
 
-    from medtokenbudget.api.train import save_model
-    from medtokenbudget.experiments import reproduce
+    from medtokenbudget.api import reproduce
     from medtokenbudget.experiments.run import record_command
     from medtokenbudget.experiments.summary import comparison
     from medtokenbudget.progress import say
 
-    results = reproduce(
+    run = reproduce(
         options.manifest,
         options.store,
         options.out,
         study=options.study,
         config=training_config(options),
-        execution=execution(options),
+        engine=options.engine,
+        jobs=options.jobs,
+        only=options.only,
+        address=options.address,
     )
     record_command(options.out, "reproduce", arguments)
-    save_model(options.out)
-    print(comparison(results))
-    say(f"{len(results)} cells: {options.out / 'results.csv'}. Next: mtb report {options.out}")
+    print(comparison(run.results))
+    say(f"{len(run.results)} rows in {options.out / 'results.csv'}. Next: mtb report {options.out}")
     return 0

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from medtokenbudget.cli.parsing import command_parser
-from medtokenbudget.cli.training_options import add_engine, add_run, add_training, execution, training_config
+from medtokenbudget.cli.training_options import add_engine, add_run, add_training, training_config
 from medtokenbudget.config import DEFAULT_METHODS
 
 
 def main(arguments: list[str]) -> int:
     parser = command_parser(
         "sweep",
-        "Train and evaluate methods x budgets x seeds. One unit per method and seed; a second call goes on where it stopped.",
-        "mtb sweep isic.parquet --store tokens --out runs/sweep --methods lats random center --seeds 42 43 44",
+        "Train and evaluate methods x budgets x seeds. If it is stopped, the same command resumes.",
+        "mtb sweep isic.parquet --store tokens --out runs/sweep --methods lats:lesion-first random center --seeds 42 43 44",
     )
     add_run(parser)
     parser.add_argument(
@@ -25,13 +25,12 @@ def main(arguments: list[str]) -> int:
     add_training(parser, arguments, "lesion-first")
     options = parser.parse_args(arguments)
 
-    from medtokenbudget.api.train import save_model
-    from medtokenbudget.experiments import sweep
+    from medtokenbudget.api import sweep
     from medtokenbudget.experiments.run import record_command
     from medtokenbudget.progress import say
 
     config = training_config(options)
-    results = sweep(
+    run = sweep(
         options.manifest,
         options.store,
         options.out,
@@ -39,9 +38,11 @@ def main(arguments: list[str]) -> int:
         budgets=config.budgets,
         seeds=options.seeds,
         config=config,
-        execution=execution(options),
+        engine=options.engine,
+        jobs=options.jobs,
+        only=options.only,
+        address=options.address,
     )
     record_command(options.out, "sweep", arguments)
-    save_model(options.out)
-    say(f"{len(results)} cells: {options.out / 'results.csv'}. Next: mtb report {options.out}")
+    say(f"{len(run.results)} rows in {options.out / 'results.csv'}. Next: mtb report {options.out}")
     return 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from medtokenbudget.cli import config_file
 from medtokenbudget.cli.parsing import CommandParser, add_config, add_part
@@ -20,9 +20,6 @@ from medtokenbudget.config import (
     train_config_from_dict,
 )
 from medtokenbudget.files import dotted
-
-if TYPE_CHECKING:
-    from medtokenbudget.experiments.execution import Execution
 
 FIRST = ("epochs", "budgets", "seed", "device")
 """Fields of `TrainConfig` that the help shows before all groups."""
@@ -62,13 +59,6 @@ def add_engine(parser: CommandParser) -> None:
     section.add_argument("--only", type=Literal["all", "failed"], default="all", help="'failed' repeats only failed units.")
     section.add_argument("--engine", type=Literal["local", "ray"], default="local", help="Local processes or a Ray cluster.")
     section.add_argument("--address", type=str | None, default=None, help="Address of a running Ray cluster: 'auto' or host:port.")
-
-
-def execution(options: Namespace) -> Execution:
-    """Where and how the units run, out of parsed options."""
-    from medtokenbudget.experiments.execution import Execution
-
-    return Execution(options.engine, options.jobs, options.only, options.address)
 
 
 def training_config(options: Namespace) -> TrainConfig:

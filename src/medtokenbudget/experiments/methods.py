@@ -158,4 +158,7 @@ class Method:
 
 def method_of(selector: str, config: TrainConfig) -> Method:
     """The method that training a learned `selector` under `config` makes: its name follows from the recipe."""
-    return Method(selector, variant="" if config.recipe == preset("paper").recipe else config.recipe)
+    method = Method.parse(selector)
+    if not method.learned:
+        raise RequestError(f"Selector '{selector}' does not learn. Evaluate it with a sweep instead.")
+    return replace(method, variant="" if config.recipe == preset("paper").recipe else config.recipe)

@@ -24,16 +24,20 @@ from medtokenbudget.training.classifier import RoutedClassifier
 CONTROLS = ("center", "random")
 
 
-def train(
-    manifest: Manifest | Path | str, store: FeatureStore | Path | str, out: Path | str, config: TrainConfig | None = None
+def train_router(
+    manifest: Manifest | Path | str,
+    store: FeatureStore | Path | str,
+    out: Path | str,
+    config: TrainConfig | None = None,
+    selector: str = "lats",
 ) -> pd.DataFrame:
-    """Train one LATS router and its head, evaluate it beside the controls `center` and `random`, and save it in `out/model`.
+    """Train one router and its head, evaluate it beside the controls `center` and `random`, and save it in `out/model`.
 
     Returns:
         The tidy results, also written to `out/results.csv`.
     """
     config = config or preset("lesion-first")
-    method = str(method_of("lats", config))
+    method = str(method_of(selector, config))
     study = Study("train", (method, *CONTROLS), (config.seed,), config.budgets)
     results = run_studies([study], Sources.of(manifest, store, out), out, config, Execution(jobs=1), required=(method,))
     save_model(out)

@@ -1,4 +1,4 @@
-"""The main job in one call: draw dermoscopy, extract it with the embedded backbone, train, sweep, report. Offline, on a CPU."""
+"""The demo: draw dermoscopic images, extract their tokens with the embedded backbone, train, compare, report. Offline, on a CPU."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from medtokenbudget.api.train import save_model
-from medtokenbudget.config import BUDGETS, CONTROLS, PAPER_METHODS, BackboneConfig, ExtractConfig, preset
+from medtokenbudget.api.training import save_model
+from medtokenbudget.config import BUDGETS, DEFAULT_METHODS, BackboneConfig, ExtractConfig, preset
 from medtokenbudget.data import Drawings, Manifest, synthetic_manifest
 from medtokenbudget.experiments.sources import Sources
 from medtokenbudget.experiments.sweep import Study, run_studies
@@ -15,23 +15,31 @@ from medtokenbudget.features import extract
 from medtokenbudget.progress import say
 from medtokenbudget.report import report
 
-OURS = "lats:lesion-first"
-
 
 def demo(out: Path | str = "runs/demo", n: int = 1000, seed: int = 0, epochs: int | None = None) -> Path:
-    """Run the whole story on `n` drawn images and return the path of the report; a second call goes on, or is done at once."""
+    """Run the whole product on drawn images; a demo that was stopped resumes.
+
+    Args:
+        out: The run directory.
+        n: Number of images.
+        seed: Seed of the drawings.
+        epochs: Fewer epochs for a quick look. Default: those of the presets.
+
+    Returns:
+        The path of the report.
+    """
     out = Path(out)
     manifest, store = out / "data" / "manifest.parquet", out / "tokens"
     if not manifest.exists():
-        say(f"drawing {n} dermoscopic images ...")
+        say(f"Drawing {n} dermoscopic images ...")
         synthetic_manifest(out / "data", Drawings(n, seed), workers=os.cpu_count() or 1)
-    say("extracting tokens with the embedded backbone ...")
+    say("Extracting tokens with the embedded backbone ...")
     extract(Manifest.read(manifest), store, BackboneConfig(name="embedded"), ExtractConfig(views="off-center"))
     config = preset("paper")
     if epochs is not None:
         config = replace(config, epochs=epochs, head_epochs=epochs)
-    study = Study("main", (*PAPER_METHODS, OURS, *CONTROLS), (42,), BUDGETS)
-    say(f"training {len(study.methods)} methods and evaluating them at {len(study.budgets)} budgets ...")
+    study = Study("main", DEFAULT_METHODS, (42,), BUDGETS)
+    say(f"Training {len(study.methods)} methods and evaluating them at {len(study.budgets)} budgets ...")
     run_studies([study], Sources.of(manifest, store, out), out, config)
     save_model(out)
     return report(out)

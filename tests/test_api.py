@@ -1,0 +1,161 @@
+"""The Python API: every public name is there, typed, documented, and its example runs."""
+
+from __future__ import annotations
+
+import doctest
+import inspect
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import medtokenbudget as mtb
+from medtokenbudget.config import BackboneConfig, ExtractConfig
+from medtokenbudget.experiments.run import RunInfo
+from medtokenbudget.files import read_json, write_json
+from tests.drawn import Drawn, quick
+from tests.small_model import draw_images
+
+EXPECTED = """load extract train sweep reproduce report list_selectors create_selector register_selector list_heads create_head
+Manifest FeatureStore TokenBatch Selection MedTokenBudget Run lesion_retention LesionRetention overlay""".split()
+
+
+def test_every_promised_name_is_public() -> None:
+    assert set(EXPECTED) <= set(mtb.__all__)
+    for name in mtb.__all__:
+        assert getattr(mtb, name) is not None, name
+    assert set(dir(mtb)) == set(mtb.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'trian'"):
+        _ = mtb.trian  # type: ignore[attr-defined]
+
+
+def test_importing_the_package_stays_light() -> None:
+    code = "import sys, medtokenbudget; print([m for m in ('torch', 'pandas', 'timm', 'matplotlib') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_report_is_a_verb_even_after_its_room_was_imported() -> None:
+    import medtokenbudget.reporting  # noqa: F401
+
+    assert callable(mtb.report)
+    assert not inspect.ismodule(mtb.report)
+
+
+@pytest.mark.parametrize("name", [name for name in mtb.__all__ if name != "__version__"])
+def test_every_public_name_has_a_docstring_and_types(name: str) -> None:
+    entry = getattr(mtb, name)
+    assert inspect.getdoc(entry), name
+    function = entry.__init__ if inspect.isclass(entry) else entry
+    missing = [p.name for p in inspect.signature(function).parameters.values() if p.annotation is p.empty and p.name != "self"]
+    assert not missing
+
+
+@pytest.fixture(scope="module")
+def workplace(drawn: Drawn, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as the examples assume it: photos.parquet, tokens, photo.jpg."""
+    folder = tmp_path_factory.mktemp("workplace")
+    drawn.manifest.write(folder / "photos.parquet")
+    shutil.copytree(drawn.store_path, folder / "tokens")
+    shutil.copy(draw_images(folder / "images", 1)[0], folder / "photo.jpg")
+    return folder
+
+
+EXAMPLES = ("train", "Run", "sweep", "reproduce", "report", "extract", "create_selector", "create_head")
+
+
+@pytest.mark.slow
+def test_the_examples_in_the_docstrings_run(workplace: Path, drawn: Drawn, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the order of the list: `Run` and `report` look at what `train` left behind."""
+    monkeypatch.chdir(workplace)
+    known = {"mtb": mtb, "torch": torch, "config": quick("lesion-first")}
+    few = drawn.manifest.take(range(8))
+    for name in EXAMPLES:
+        if name == "extract":
+            few.write(workplace / "photos.parquet")
+        entry = getattr(mtb, name)
+        found = [test for test in doctest.DocTestFinder(recurse=False).find(entry, name, globs={**known, name: entry}) if test.examples]
+        assert found, f"{name} has no example"
+        for test in found:
+            assert doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(test).failed == 0, name
+
+
+@pytest.mark.slow
+def test_verbs_take_objects_as_well_as_paths(drawn: Drawn, tmp_path: Path) -> None:
+    run = mtb.train(drawn.manifest, drawn.store, tmp_path / "objects", quick("lesion-first"))
+    other = mtb.train(str(drawn.manifest_path), drawn.store_path, tmp_path / "paths", quick("lesion-first"))
+    assert run.results.equals(other.results)
+    assert (run.info.main, run.model.main) == ("lats:lesion-first", "lats:lesion-first")
+    assert set(run.predictions["predicted_name"]) <= set(run.info.classes)
+    assert "lats:lesion-first, center, random on drawn dermoscopy, seeds 42" in repr(run)
+    assert "at budget 0.3" in str(run)
+    assert run._repr_html_().startswith("<table")
+    assert run.report(pictures=False).is_file()
+    few = mtb.extract(drawn.manifest.take(range(2)), tmp_path / "tokens", BackboneConfig("embedded"), ExtractConfig(dtype="fp32"))
+    assert len(few) == 2
+
+
+def test_a_run_of_another_format_names_its_version_and_the_command(tmp_path: Path) -> None:
+    write_json(tmp_path / "run.json", {"dataset": "old", "command": "mtb train m.parquet --store s --out r"})
+    with pytest.raises(mtb_error(), match=r"run format version 1; this version reads 2. Run `mtb train m.parquet .*` again with"):
+        mtb.Run(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_damaged_run_json_is_named_with_what_is_wrong(drawn: Drawn, tmp_path: Path) -> None:
+    mtb.sweep(drawn.manifest, drawn.store, tmp_path, ["center"], config=quick("paper"), jobs=1)
+    good = read_json(tmp_path / "run.json")
+    changes = ({"units": "all"}, {"methods": {"center": {"selector": "center"}}}, {"seeds": None}, {"surprise": 1})
+    for change in changes:
+        write_json(tmp_path / "run.json", {**good, **change})
+        with pytest.raises(mtb_error(), match=rf"run.json is damaged: check {next(iter(change))}"):
+            RunInfo.read(tmp_path)
+    write_json(tmp_path / "run.json", [])
+    with pytest.raises(mtb_error(), match="expected a JSON object"):
+        RunInfo.read(tmp_path)
+
+
+def mtb_error() -> type[Exception]:
+    from medtokenbudget.errors import RequestError
+
+    return RequestError
+
+
+SCRIPT = """
+from pathlib import Path
+
+import medtokenbudget as mtb
+
+manifest = mtb.Manifest.read("photos.parquet")
+store = mtb.extract(manifest, "tokens", backbone="embedded")
+run = mtb.train(manifest, store, "runs/first", "lesion-first")
+accuracy: float = run.results["accuracy"].mean()
+page: Path = run.report()
+model: mtb.MedTokenBudget = mtb.load("runs/first")
+label: str = model.predict("photo.jpg", budget=0.3)[0].label
+retention = mtb.LesionRetention()
+share: float = retention.compute().of_ceiling
+names: list[str] = mtb.list_selectors() + mtb.list_heads()
+reveal_type(mtb.sweep)
+mtb.sweep(manifest, store, "runs/sweep", methods=3)
+mtb.load(1.5)
+"""
+
+
+@pytest.mark.slow
+def test_mypy_understands_a_users_script(tmp_path: Path, repository: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    source = Path(mtb.__file__).parents[1]
+    command = [sys.executable, "-m", "mypy", "--strict", "--ignore-missing-imports", "--follow-imports=silent"]
+    command += ["--cache-dir", str(repository / ".mypy_cache"), str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "MYPYPATH": str(source)})
+    errors = [line for line in done.stdout.splitlines() if ": error:" in line]
+    wrong = [number for number, line in enumerate(SCRIPT.splitlines(), 1) if "methods=3" in line or "load(1.5)" in line]
+    assert [int(line.split(":")[1]) for line in errors] == wrong, done.stdout
+    assert "def (manifest: " in done.stdout
+    assert "Run" in done.stdout
