@@ -15,7 +15,7 @@ from PIL import Image
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from medtokenbudget.app.service import Service
-from medtokenbudget.report.looks import look
+from medtokenbudget.reporting.looks import look
 from tests.app.server import Server, huge_png, mask, picture, running_here
 from tests.small_model import small_model
 

@@ -32,7 +32,7 @@ from medtokenbudget.config import BUDGETS
 from medtokenbudget.data import patch_labels
 from medtokenbudget.errors import RequestError
 from medtokenbudget.model import MedTokenBudget
-from medtokenbudget.report.looks import look
+from medtokenbudget.reporting.looks import look
 from tests.app.server import Server, address_of, huge_png, mask, picture, running, running_here, saved_model, wait_for
 from tests.small_model import small_model
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 
@@ -12,7 +11,7 @@ from medtokenbudget.experiments.results import read_predictions, read_results
 from medtokenbudget.experiments.run import RunInfo
 from medtokenbudget.experiments.summary import headline
 from medtokenbudget.model import MedTokenBudget, load
-from medtokenbudget.report import report
+from medtokenbudget.reporting import report
 
 
 class Run:
@@ -65,6 +64,6 @@ class Run:
         """The model of the main method, with the classifiers of the other methods beside it."""
         return load(self.path)
 
-    def report(self, **options: Any) -> Path:
-        """Write the tables, the figures and `report.html`; returns the path of the page. Options are those of `mtb.report`."""
-        return report(self.path, **options)
+    def report(self, out: Path | str | None = None, pictures: bool = True) -> Path:
+        """Write the tables, the figures and `report.html`; see `mtb.report`."""
+        return report(self.path, out=out, pictures=pictures)

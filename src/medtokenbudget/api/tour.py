@@ -13,7 +13,7 @@ from medtokenbudget.experiments.sources import Sources
 from medtokenbudget.experiments.sweep import Study, run_studies
 from medtokenbudget.features import extract
 from medtokenbudget.progress import say
-from medtokenbudget.report import report
+from medtokenbudget.reporting import report
 
 
 def demo(out: Path | str = "runs/demo", n: int = 1000, seed: int = 0, epochs: int | None = None) -> Path:

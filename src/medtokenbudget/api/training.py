@@ -17,7 +17,7 @@ from medtokenbudget.experiments.trained import load_unit
 from medtokenbudget.experiments.units import Unit
 from medtokenbudget.features import FeatureStore
 from medtokenbudget.model import MedTokenBudget
-from medtokenbudget.report.card import run_card
+from medtokenbudget.reporting.card import run_card
 from medtokenbudget.routing import selector_class
 from medtokenbudget.training.classifier import RoutedClassifier
 

@@ -16,7 +16,7 @@ from medtokenbudget.experiments import reproduce as run_reproduction
 from medtokenbudget.experiments import sweep as run_sweep
 from medtokenbudget.features import FeatureStore
 from medtokenbudget.features import extract as run_extraction
-from medtokenbudget.report import report as write_report
+from medtokenbudget.reporting import report as write_report
 
 AnyManifest = Manifest | Path | str
 AnyStore = FeatureStore | Path | str
@@ -157,12 +157,14 @@ def reproduce(
     return Run(out)
 
 
-def report(run: Run | Path | str, **options: Any) -> Path:
-    """Write the tables, the figures and the page `report.html` of a run.
+def report(run: Run | Path | str, *others: Run | Path | str, out: Path | str | None = None, pictures: bool = True) -> Path:
+    """Write the tables, the figures and the page `report.html` of a run, or compare several runs.
 
     Args:
         run: A run, or its directory.
-        options: `pictures=False` leaves images of the data set out of the page.
+        others: Further runs to compare it with.
+        out: Where the report goes. Default: into the run directory; required for a comparison.
+        pictures: False leaves images of the data set out of the page.
 
     Returns:
         The path of the page.
@@ -171,7 +173,8 @@ def report(run: Run | Path | str, **options: Any) -> Path:
         >>> mtb.report("runs/first").name
         'report.html'
     """
-    return write_report(run.path if isinstance(run, Run) else Path(run), **options)
+    paths = [entry.path if isinstance(entry, Run) else Path(entry) for entry in (run, *others)]
+    return write_report(*paths, out=out, pictures=pictures)
 
 
 def _settings(config: TrainConfig | str) -> TrainConfig:

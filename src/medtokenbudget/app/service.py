@@ -23,7 +23,7 @@ from medtokenbudget.errors import BudgetError, RequestError
 from medtokenbudget.metrics import kept_lesion_counts, retention_of_counts
 from medtokenbudget.model import MedTokenBudget
 from medtokenbudget.model.parts import describe, select
-from medtokenbudget.report.looks import look
+from medtokenbudget.reporting.looks import look
 from medtokenbudget.routing import Ranker, Selector
 from medtokenbudget.tokens import TokenBatch
 

@@ -6,12 +6,12 @@ import numpy as np
 import pandas as pd
 
 from medtokenbudget.metrics import ratio, reachable
-from medtokenbudget.report.cells import INTERVAL_NOTE, plain_name, seeds_note
-from medtokenbudget.report.evidence import AS_IS, OFF_CENTER, VIEW_NAMES, Evidence
-from medtokenbudget.report.intervals import Intervals
-from medtokenbudget.report.looks import look
-from medtokenbudget.report.numbers import NOT_MEASURED, budget_text, percent, plural, points, probability, with_interval
-from medtokenbudget.report.table import Table, records
+from medtokenbudget.reporting.cells import INTERVAL_NOTE, plain_name, seeds_note
+from medtokenbudget.reporting.evidence import AS_IS, OFF_CENTER, VIEW_NAMES, Evidence
+from medtokenbudget.reporting.intervals import Intervals
+from medtokenbudget.reporting.looks import look
+from medtokenbudget.reporting.numbers import NOT_MEASURED, budget_text, percent, plural, points, probability, with_interval
+from medtokenbudget.reporting.table import Table, records
 
 _COMPARED = ("center", "random", "no-pruning")
 """What the page compares the run's main method with, beside the paper's recipe."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from medtokenbudget.report.looks import look
+from medtokenbudget.reporting.looks import look
 
 _SIZE = 10.5
 _CHARACTER = 0.63

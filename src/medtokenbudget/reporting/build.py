@@ -10,14 +10,14 @@ from typing import Any
 
 from medtokenbudget.errors import RequestError
 from medtokenbudget.files import write_text
-from medtokenbudget.report import comparison_page, comparison_tables, summary_json
-from medtokenbudget.report.comparison import Comparison
-from medtokenbudget.report.evidence import Evidence
-from medtokenbudget.report.examples import gallery
-from medtokenbudget.report.figures import draw_figures
-from medtokenbudget.report.intervals import Intervals
-from medtokenbudget.report.page import page
-from medtokenbudget.report.tables import make_tables
+from medtokenbudget.reporting import comparison_page, comparison_tables, summary_json
+from medtokenbudget.reporting.comparison import Comparison
+from medtokenbudget.reporting.evidence import Evidence
+from medtokenbudget.reporting.examples import gallery
+from medtokenbudget.reporting.figures import draw_figures
+from medtokenbudget.reporting.intervals import Intervals
+from medtokenbudget.reporting.page import page
+from medtokenbudget.reporting.tables import make_tables
 
 PAGE = "report.html"
 

@@ -15,7 +15,7 @@ import pandas as pd
 
 from medtokenbudget.config import HEADLINE_BUDGETS
 from medtokenbudget.experiments import retention_model, statistics, strata
-from medtokenbudget.report.evidence import AS_IS, OFF_CENTER, Evidence
+from medtokenbudget.reporting.evidence import AS_IS, OFF_CENTER, Evidence
 
 CURVE_METRICS = ("accuracy", "macro_f1", "balanced_accuracy", "retention", "retention_of_ceiling")
 TESTED_METRICS = ("accuracy", "macro_f1", "balanced_accuracy", "retention")

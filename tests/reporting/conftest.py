@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from medtokenbudget.report import report
-from medtokenbudget.report.evidence import Evidence
-from medtokenbudget.report.intervals import Intervals
-from tests.report.fake_run import fake_run
+from medtokenbudget.reporting import report
+from medtokenbudget.reporting.evidence import Evidence
+from medtokenbudget.reporting.intervals import Intervals
+from tests.reporting.fake_run import fake_run
 
 
 @pytest.fixture(scope="session")

@@ -10,10 +10,10 @@ from typing import Any
 
 import pandas as pd
 
-from medtokenbudget.report.evidence import OFF_CENTER, Evidence
-from medtokenbudget.report.intervals import Difference, Intervals
-from medtokenbudget.report.looks import is_reference, look
-from medtokenbudget.report.numbers import budget_text, is_missing, p_text, percentage, plural, points
+from medtokenbudget.reporting.evidence import OFF_CENTER, Evidence
+from medtokenbudget.reporting.intervals import Difference, Intervals
+from medtokenbudget.reporting.looks import is_reference, look
+from medtokenbudget.reporting.numbers import budget_text, is_missing, p_text, percentage, plural, points
 
 _SMALL = 100
 """Below this number of images the page warns that differences may be noise."""

@@ -7,11 +7,11 @@ import pandas as pd
 
 from medtokenbudget.data.masks import prevalence_table
 from medtokenbudget.experiments import paper
-from medtokenbudget.report.cells import METRIC_NAMES
-from medtokenbudget.report.evidence import AS_IS, HEADLINE, Evidence
-from medtokenbudget.report.looks import look
-from medtokenbudget.report.numbers import NOT_MEASURED, budget_text, number, percent, plural
-from medtokenbudget.report.table import Table, records
+from medtokenbudget.reporting.cells import METRIC_NAMES
+from medtokenbudget.reporting.evidence import AS_IS, HEADLINE, Evidence
+from medtokenbudget.reporting.looks import look
+from medtokenbudget.reporting.numbers import NOT_MEASURED, budget_text, number, percent, plural
+from medtokenbudget.reporting.table import Table, records
 
 
 def subset(evidence: Evidence) -> Table | None:

@@ -8,12 +8,12 @@ import numpy as np
 import pandas as pd
 
 from medtokenbudget.experiments.paper import MAIN_BUDGETS
-from medtokenbudget.report.cells import BOLD_NOTE, INTERVAL_NOTE, METRIC_NAMES, best, counts, seeds_note
-from medtokenbudget.report.evidence import Evidence
-from medtokenbudget.report.intervals import Intervals
-from medtokenbudget.report.looks import look
-from medtokenbudget.report.numbers import NOT_MEASURED, budget_text, number, percent, with_interval
-from medtokenbudget.report.table import Table
+from medtokenbudget.reporting.cells import BOLD_NOTE, INTERVAL_NOTE, METRIC_NAMES, best, counts, seeds_note
+from medtokenbudget.reporting.evidence import Evidence
+from medtokenbudget.reporting.intervals import Intervals
+from medtokenbudget.reporting.looks import look
+from medtokenbudget.reporting.numbers import NOT_MEASURED, budget_text, number, percent, with_interval
+from medtokenbudget.reporting.table import Table
 
 FURTHER = ("balanced_accuracy", "macro_auroc", "ece", "retention_mean", "precision", "enrichment", "purity")
 

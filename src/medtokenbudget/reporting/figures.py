@@ -8,14 +8,14 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from medtokenbudget.report import curves, details
-from medtokenbudget.report import examples as pictures
-from medtokenbudget.report.document import Plate
-from medtokenbudget.report.evidence import Evidence
-from medtokenbudget.report.intervals import Intervals
-from medtokenbudget.report.looks import look
-from medtokenbudget.report.numbers import budget_text
-from medtokenbudget.report.style import house_style, save
+from medtokenbudget.reporting import curves, details
+from medtokenbudget.reporting import examples as pictures
+from medtokenbudget.reporting.document import Plate
+from medtokenbudget.reporting.evidence import Evidence
+from medtokenbudget.reporting.intervals import Intervals
+from medtokenbudget.reporting.looks import look
+from medtokenbudget.reporting.numbers import budget_text
+from medtokenbudget.reporting.style import house_style, save
 
 _BANDS = "Bands: 95% bootstrap intervals over groups of images. Numbers in the legend: budget {budget}."
 

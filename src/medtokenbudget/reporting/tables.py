@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from medtokenbudget.report import analysis_tables as analysis
-from medtokenbudget.report import data_tables as data
-from medtokenbudget.report import study_tables as studies
-from medtokenbudget.report import sweep_tables as sweeps
-from medtokenbudget.report.evidence import Evidence
-from medtokenbudget.report.intervals import Intervals
-from medtokenbudget.report.table import Table
+from medtokenbudget.reporting import analysis_tables as analysis
+from medtokenbudget.reporting import data_tables as data
+from medtokenbudget.reporting import study_tables as studies
+from medtokenbudget.reporting import sweep_tables as sweeps
+from medtokenbudget.reporting.evidence import Evidence
+from medtokenbudget.reporting.intervals import Intervals
+from medtokenbudget.reporting.table import Table
 
 _MASK_METRICS = ("accuracy", "macro_f1", "balanced_accuracy", "retention", "retention_of_ceiling", "precision", "enrichment")
 _OWN_TABLE = {"main", "curriculum", "kvasir", "subset", "center-bias", "recipe"}

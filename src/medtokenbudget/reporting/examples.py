@@ -18,10 +18,10 @@ from PIL import Image, ImageFilter
 from medtokenbudget.data.decode import decode_image, decode_mask
 from medtokenbudget.errors import RequestError
 from medtokenbudget.metrics import lesion_retention, ratio, reachable
-from medtokenbudget.report.evidence import Evidence
-from medtokenbudget.report.looks import look
-from medtokenbudget.report.patch_orders import PatchOrders
-from medtokenbudget.report.style import LOST
+from medtokenbudget.reporting.evidence import Evidence
+from medtokenbudget.reporting.looks import look
+from medtokenbudget.reporting.patch_orders import PatchOrders
+from medtokenbudget.reporting.style import LOST
 
 SIDE = 208
 KEPT_TINT = "#3d9be9"

@@ -7,14 +7,14 @@ from collections.abc import Callable
 import numpy as np
 import pandas as pd
 
-from medtokenbudget.report.analysis_tables import VIEW_NAMES
-from medtokenbudget.report.cells import INTERVAL_NOTE, METRIC_NAMES, counts, plain_name
-from medtokenbudget.report.comparison import Comparison, NamedRun, at_headline
-from medtokenbudget.report.evidence import AS_IS, OFF_CENTER
-from medtokenbudget.report.looks import look
-from medtokenbudget.report.numbers import NOT_MEASURED, budget_text, number, percent, points, probability, with_interval
-from medtokenbudget.report.sweep_tables import FURTHER, value_and_interval
-from medtokenbudget.report.table import Table, records
+from medtokenbudget.reporting.analysis_tables import VIEW_NAMES
+from medtokenbudget.reporting.cells import INTERVAL_NOTE, METRIC_NAMES, counts, plain_name
+from medtokenbudget.reporting.comparison import Comparison, NamedRun, at_headline
+from medtokenbudget.reporting.evidence import AS_IS, OFF_CENTER
+from medtokenbudget.reporting.looks import look
+from medtokenbudget.reporting.numbers import NOT_MEASURED, budget_text, number, percent, points, probability, with_interval
+from medtokenbudget.reporting.sweep_tables import FURTHER, value_and_interval
+from medtokenbudget.reporting.table import Table, records
 
 _MAIN = ("accuracy", "macro_f1", "balanced_accuracy", "retention", "retention_of_ceiling")
 _NOTE = "Mean over the seeds of each run."

@@ -12,9 +12,9 @@ import pytest
 
 from medtokenbudget.cli import main
 from medtokenbudget.errors import RequestError
-from medtokenbudget.report import report
-from medtokenbudget.report.comparison import Comparison, unique_names
-from tests.report.fake_run import fake_run
+from medtokenbudget.reporting import report
+from medtokenbudget.reporting.comparison import Comparison, unique_names
+from tests.reporting.fake_run import fake_run
 
 SMALL = ("no-pruning", "random", "lats", "lats:lesion-first", "center", "oracle")
 

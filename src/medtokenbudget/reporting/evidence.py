@@ -20,8 +20,8 @@ from medtokenbudget.experiments.results import AS_IS, read_predictions, read_res
 from medtokenbudget.experiments.run import RunInfo
 from medtokenbudget.features.views import OFF_CENTER
 from medtokenbudget.files import read_lines
-from medtokenbudget.report.looks import CONTROLS, PAPER_RECIPE, is_reference, ordered
-from medtokenbudget.report.patch_orders import PatchOrders
+from medtokenbudget.reporting.looks import CONTROLS, PAPER_RECIPE, is_reference, ordered
+from medtokenbudget.reporting.patch_orders import PatchOrders
 
 __all__ = ["AS_IS", "OFF_CENTER", "VIEW_NAMES", "Evidence"]
 

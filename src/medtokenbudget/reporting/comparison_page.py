@@ -9,16 +9,16 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from medtokenbudget.report import story
-from medtokenbudget.report.comparison import Comparison, NamedRun, main_differences
-from medtokenbudget.report.document import Parts, Plate, Section, bullets, document, terms
-from medtokenbudget.report.evidence import AS_IS, OFF_CENTER
-from medtokenbudget.report.glossary import TERMS
-from medtokenbudget.report.intervals import Difference
-from medtokenbudget.report.looks import CONTROLS, INK, look
-from medtokenbudget.report.numbers import budget_text, p_text, percentage, plural, points
-from medtokenbudget.report.style import MUTED, budget_axis, house_style, legend_below, new_figure, percent_axis, save
-from medtokenbudget.report.table import Table, records
+from medtokenbudget.reporting import story
+from medtokenbudget.reporting.comparison import Comparison, NamedRun, main_differences
+from medtokenbudget.reporting.document import Parts, Plate, Section, bullets, document, terms
+from medtokenbudget.reporting.evidence import AS_IS, OFF_CENTER
+from medtokenbudget.reporting.glossary import TERMS
+from medtokenbudget.reporting.intervals import Difference
+from medtokenbudget.reporting.looks import CONTROLS, INK, look
+from medtokenbudget.reporting.numbers import budget_text, p_text, percentage, plural, points
+from medtokenbudget.reporting.style import MUTED, budget_axis, house_style, legend_below, new_figure, percent_axis, save
+from medtokenbudget.reporting.table import Table, records
 
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#a8577e", "#c98a00", "#6a51a3", "#7a828a", "#3a9bd0")
 _MARKERS = "osv^DPXH"

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from medtokenbudget.files import atomic_write
-from medtokenbudget.report.looks import INK
+from medtokenbudget.reporting.looks import INK
 
 MUTED = "#5b6773"
 GRID = "#dfe4e8"

@@ -16,10 +16,10 @@ import pandas as pd
 from medtokenbudget.config import HEADLINE_BUDGETS
 from medtokenbudget.errors import RequestError
 from medtokenbudget.experiments import statistics
-from medtokenbudget.report.evidence import AS_IS, HEADLINE, OFF_CENTER, Evidence
-from medtokenbudget.report.intervals import Intervals, with_values
-from medtokenbudget.report.looks import look
-from medtokenbudget.report.numbers import plural
+from medtokenbudget.reporting.evidence import AS_IS, HEADLINE, OFF_CENTER, Evidence
+from medtokenbudget.reporting.intervals import Intervals, with_values
+from medtokenbudget.reporting.looks import look
+from medtokenbudget.reporting.numbers import plural
 
 CLASSIFICATION = ("accuracy", "macro_f1", "balanced_accuracy")
 TESTED = (*CLASSIFICATION, "retention")

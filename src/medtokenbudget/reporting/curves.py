@@ -11,11 +11,11 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from medtokenbudget.report.evidence import Evidence
-from medtokenbudget.report.intervals import Intervals
-from medtokenbudget.report.labels import point_labels
-from medtokenbudget.report.looks import INK, is_reference, look
-from medtokenbudget.report.style import MUTED, budget_axis, legend_below, new_figure, percent_axis
+from medtokenbudget.reporting.evidence import Evidence
+from medtokenbudget.reporting.intervals import Intervals
+from medtokenbudget.reporting.labels import point_labels
+from medtokenbudget.reporting.looks import INK, is_reference, look
+from medtokenbudget.reporting.style import MUTED, budget_axis, legend_below, new_figure, percent_axis
 
 CEILING = "Ceiling (Oracle)"
 

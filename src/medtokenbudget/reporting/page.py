@@ -8,16 +8,16 @@ from collections.abc import Sequence
 from html import escape
 
 from medtokenbudget.files import read_json, sha256_file
-from medtokenbudget.report import story
-from medtokenbudget.report.document import Parts, Plate, Section, bullets, document, terms, text
-from medtokenbudget.report.evidence import Evidence
-from medtokenbudget.report.examples import KEPT_TINT, Example, Gallery
-from medtokenbudget.report.glossary import TERMS
-from medtokenbudget.report.intervals import Intervals
-from medtokenbudget.report.looks import CONTROLS, look
-from medtokenbudget.report.numbers import budget_text
-from medtokenbudget.report.style import LOST
-from medtokenbudget.report.table import Table
+from medtokenbudget.reporting import story
+from medtokenbudget.reporting.document import Parts, Plate, Section, bullets, document, terms, text
+from medtokenbudget.reporting.evidence import Evidence
+from medtokenbudget.reporting.examples import KEPT_TINT, Example, Gallery
+from medtokenbudget.reporting.glossary import TERMS
+from medtokenbudget.reporting.intervals import Intervals
+from medtokenbudget.reporting.looks import CONTROLS, look
+from medtokenbudget.reporting.numbers import budget_text
+from medtokenbudget.reporting.style import LOST
+from medtokenbudget.reporting.table import Table
 
 
 def page(

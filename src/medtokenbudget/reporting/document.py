@@ -11,8 +11,8 @@ from html import escape
 from importlib.resources import files
 
 from medtokenbudget import __version__
-from medtokenbudget.report.style import svg_for_page
-from medtokenbudget.report.table import Table
+from medtokenbudget.reporting.style import svg_for_page
+from medtokenbudget.reporting.table import Table
 
 NOTICE = "Research software, not a medical device"
 
@@ -67,7 +67,7 @@ class Parts:
 def document(title: str, lead: str, sections: Sequence[Section]) -> str:
     """The whole HTML file."""
     shown = [section for section in sections if any(section.parts)]
-    style = files("medtokenbudget.report").joinpath("page.css").read_text(encoding="utf-8")
+    style = files("medtokenbudget.reporting").joinpath("page.css").read_text(encoding="utf-8")
     links = "".join(f'<li><a href="#{s.anchor}">{escape(s.title)}</a></li>' for s in shown)
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'

@@ -7,14 +7,14 @@ import pandas as pd
 import pytest
 
 from medtokenbudget.config import DEFAULT_METHODS
-from medtokenbudget.report.details import curriculum
-from medtokenbudget.report.intervals import Difference, Intervals
-from medtokenbudget.report.labels import end_labels, point_labels
-from medtokenbudget.report.looks import LOOKS, look, ordered
-from medtokenbudget.report.numbers import budget_text, percent, points, probability, with_deviation, with_interval
-from medtokenbudget.report.story import failures, headline
-from medtokenbudget.report.style import house_style, new_figure
-from medtokenbudget.report.table import Table, latex_text
+from medtokenbudget.reporting.details import curriculum
+from medtokenbudget.reporting.intervals import Difference, Intervals
+from medtokenbudget.reporting.labels import end_labels, point_labels
+from medtokenbudget.reporting.looks import LOOKS, look, ordered
+from medtokenbudget.reporting.numbers import budget_text, percent, points, probability, with_deviation, with_interval
+from medtokenbudget.reporting.story import failures, headline
+from medtokenbudget.reporting.style import house_style, new_figure
+from medtokenbudget.reporting.table import Table, latex_text
 
 
 def test_not_measured_is_a_dash_and_zero_is_zero() -> None:

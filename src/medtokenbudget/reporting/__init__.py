@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-_PUBLIC = {"report": "medtokenbudget.report.build"}
+_PUBLIC = {"report": "medtokenbudget.reporting.build"}
 __all__ = ["report"]
 
 
@@ -13,4 +13,4 @@ def __getattr__(name: str) -> Any:
     # Imported on first use, so that the model card does not load a plotting library.
     if name in _PUBLIC:
         return getattr(importlib.import_module(_PUBLIC[name]), name)
-    raise AttributeError(f"module 'medtokenbudget.report' has no attribute '{name}'")
+    raise AttributeError(f"module 'medtokenbudget.reporting' has no attribute '{name}'")

@@ -6,11 +6,11 @@ from typing import Any
 
 import pandas as pd
 
-from medtokenbudget.report.analysis_tables import all_tests
-from medtokenbudget.report.comparison import PAIR_COLUMNS, Comparison, NamedRun
-from medtokenbudget.report.evidence import Evidence
-from medtokenbudget.report.intervals import CURVE_METRICS, Intervals
-from medtokenbudget.report.numbers import is_missing
+from medtokenbudget.reporting.analysis_tables import all_tests
+from medtokenbudget.reporting.comparison import PAIR_COLUMNS, Comparison, NamedRun
+from medtokenbudget.reporting.evidence import Evidence
+from medtokenbudget.reporting.intervals import CURVE_METRICS, Intervals
+from medtokenbudget.reporting.numbers import is_missing
 
 
 def of_run(evidence: Evidence, intervals: Intervals) -> dict[str, Any]:

@@ -23,8 +23,8 @@ from medtokenbudget.experiments.statistics import intervals
 from medtokenbudget.experiments.strata import by_class, by_lesion_size
 from medtokenbudget.features.views import OFF_CENTER
 from medtokenbudget.model import MedTokenBudget
-from medtokenbudget.report.looks import PAPER_RECIPE, look
-from medtokenbudget.report.numbers import budget_text, is_missing, percent, percentage
+from medtokenbudget.reporting.looks import PAPER_RECIPE, look
+from medtokenbudget.reporting.numbers import budget_text, is_missing, percent, percentage
 
 DRAWS = 2000
 METRICS = ("accuracy", "balanced_accuracy", "macro_f1", "retention", "retention_of_ceiling")

@@ -13,9 +13,9 @@ import pytest
 
 from medtokenbudget.cli import main
 from medtokenbudget.errors import RequestError
-from medtokenbudget.report import report
-from medtokenbudget.report.build import build
-from tests.report.fake_run import fake_run
+from medtokenbudget.reporting import report
+from medtokenbudget.reporting.build import build
+from tests.reporting.fake_run import fake_run
 
 VOID = {"meta", "img", "br", "link", "input", "hr"}
 CONTROLS = ("Center", "Darkness", "Random", "Oracle")

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 
 import pandas as pd
 
-from medtokenbudget.report.looks import is_reference
-from medtokenbudget.report.numbers import NOT_MEASURED, is_missing, number, with_deviation
+from medtokenbudget.reporting.looks import is_reference
+from medtokenbudget.reporting.numbers import NOT_MEASURED, is_missing, number, with_deviation
 
 METRIC_NAMES = {
     "accuracy": "Accuracy (%)",

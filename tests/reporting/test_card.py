@@ -10,8 +10,8 @@ import pytest
 from medtokenbudget.data.dermoscopy import CLASSES
 from medtokenbudget.experiments.results import read_predictions, read_results
 from medtokenbudget.experiments.run import RunInfo
-from medtokenbudget.report.card import ModelFacts, model_card
-from tests.report.fake_run import fake_run
+from medtokenbudget.reporting.card import ModelFacts, model_card
+from tests.reporting.fake_run import fake_run
 
 FACTS = ModelFacts(
     main="lats:lesion-first",

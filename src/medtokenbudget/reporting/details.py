@@ -15,11 +15,11 @@ from matplotlib.ticker import MaxNLocator
 from medtokenbudget import metrics
 from medtokenbudget.experiments.results import probability_matrix
 from medtokenbudget.metrics import ECE_BINS
-from medtokenbudget.report.evidence import AS_IS, OFF_CENTER, Evidence
-from medtokenbudget.report.intervals import Intervals
-from medtokenbudget.report.labels import end_labels
-from medtokenbudget.report.looks import INK, look
-from medtokenbudget.report.style import (
+from medtokenbudget.reporting.evidence import AS_IS, OFF_CENTER, Evidence
+from medtokenbudget.reporting.intervals import Intervals
+from medtokenbudget.reporting.labels import end_labels
+from medtokenbudget.reporting.looks import INK, look
+from medtokenbudget.reporting.style import (
     BACKGROUND,
     KEPT,
     LOST,
