@@ -73,7 +73,7 @@ def train(
     Example:
         >>> run = mtb.train("photos.parquet", "tokens", "runs/first", config)
         >>> run.model.predict("photo.jpg", budget=0.3)[0].kept.shape
-        (30,)
+        (76,)
     """
     train_router(manifest, store, out, _settings(config), selector)
     return Run(out)
@@ -113,7 +113,7 @@ def sweep(
     Example:
         >>> run = mtb.sweep("photos.parquet", "tokens", "runs/sweep", ["center", "norm"], budgets=[0.3], config=config, jobs=1)
         >>> run.results[["method", "view", "k"]].values.tolist()
-        [['center', 'as-is', 30], ['center', 'off-center', 30], ['norm', 'as-is', 30], ['norm', 'off-center', 30]]
+        [['center', 'as-is', 76], ['center', 'off-center', 76], ['norm', 'as-is', 76], ['norm', 'off-center', 76]]
     """
     run_sweep(manifest, store, out, methods, budgets, seeds, _settings(config), Execution(engine, jobs, only, address))
     save_model(out)
