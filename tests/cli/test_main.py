@@ -81,7 +81,7 @@ def test_every_option_has_a_help_text_that_is_a_sentence(name: str) -> None:
     assert options
     for dest, action in options.items():
         assert action.help, f"mtb {name}: {dest} has no help"
-        assert action.help[0].isupper() or action.help[0] in "'-`", f"{dest}: {action.help}"
+        assert len(action.help.split()) > 1, f"{dest}: {action.help}"
         assert action.help.rstrip(")").endswith("."), f"{dest}: {action.help}"
 
 
