@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import io
+import os
 import struct
 import zlib
 from pathlib import Path
@@ -12,6 +14,7 @@ import pytest
 from PIL import Image, ImageFile, ImageOps
 
 from medtokenbudget.data import DecodeError, decode_image, decode_mask
+from medtokenbudget.errors import WorkError
 from tests.data.pictures import disc_mask, lesion_picture, save
 
 
@@ -185,3 +188,51 @@ def test_paths_bytes_and_streams_give_the_same_pixels(tmp_path: Path) -> None:
     np.testing.assert_array_equal(np.asarray(decode_image(path.read_bytes())), expected)
     with path.open("rb") as stream:
         np.testing.assert_array_equal(np.asarray(decode_image(stream)), expected)
+
+
+def test_running_out_of_memory_is_not_the_fault_of_the_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(data, format="PNG")
+
+    def no_memory(self: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(ImageFile.ImageFile, "load", no_memory)
+    with pytest.raises(MemoryError):
+        decode_image(data.getvalue())
+
+
+def test_too_few_file_handles_are_not_the_fault_of_the_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.png"
+    Image.new("RGB", (8, 8)).save(path)
+
+    def no_handles(self: Path, *_: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(Path, "open", no_handles)
+    with pytest.raises(WorkError, match=r"a\.png: Too many open files"):
+        decode_image(path)
+
+
+def many_scans(size: int, scans: int) -> bytes:
+    """A progressive JPEG whose last scan is repeated."""
+    stream = io.BytesIO()
+    Image.effect_noise((size, size), 50).save(stream, format="JPEG", progressive=True, quality=5)
+    data = stream.getvalue()
+    last = data.rindex(b"\xff\xda")
+    return data[:last] + data[last:-2] * scans + data[-2:]
+
+
+def test_a_jpeg_of_thousands_of_scans_is_rejected_before_it_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, bomb = many_scans(256, 1), many_scans(256, 3000)
+    assert decode_image(plain).size == (256, 256)
+    monkeypatch.setattr(ImageFile.ImageFile, "load", lambda self: pytest.fail("decoded"))
+    with pytest.raises(DecodeError, match=r"3,0\d\d scans, more than the 500") as caught:
+        decode_image(bomb)
+    assert caught.value.kind == "too-many-scans"
+
+
+def test_a_large_progressive_photo_is_an_ordinary_image() -> None:
+    stream = io.BytesIO()
+    Image.new("RGB", (6000, 5000), (200, 150, 120)).save(stream, format="JPEG", progressive=True)
+    assert decode_image(stream.getvalue()).size == (6000, 5000)

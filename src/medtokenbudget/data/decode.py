@@ -5,6 +5,7 @@ A file that cannot be read without guessing is an error with a kind (`DecodeErro
 
 from __future__ import annotations
 
+import errno
 import io
 import warnings
 from pathlib import Path
@@ -13,12 +14,17 @@ from typing import BinaryIO
 import numpy as np
 from PIL import Image
 
-from medtokenbudget.errors import RequestError, first_line
+from medtokenbudget.errors import RequestError, WorkError, first_line
 
 MAX_PIXELS = 100_000_000
 FORMATS = ("JPEG", "PNG", "TIFF", "BMP", "WEBP", "GIF", "PPM", "JPEG2000")
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".tif", ".tiff", ".bmp", ".webp", ".gif", ".ppm", ".pgm", ".jp2"})
 Source = Path | str | bytes | BinaryIO
+MIN_SCANS, MAX_SCANS = 25, 500
+"""Scans of a JPEG that are always and never accepted; in between `SCANNED_PIXELS` decides."""
+SCANNED_PIXELS = 1_000_000_000
+"""Pixels times scans that take about two seconds."""
+_SCAN = b"\xff\xda"
 
 _ORIENTATION = 0x0112
 _TRANSPOSE = {
@@ -41,7 +47,8 @@ class DecodeError(RequestError):
     """A file that cannot be read.
 
     Attributes:
-        kind: 'missing', 'folder', 'empty', 'not-an-image', 'damaged', 'too-large', 'frames', 'alpha', 'mode' or 'mask-aspect'.
+        kind: 'missing', 'folder', 'empty', 'not-an-image', 'damaged', 'too-large', 'too-many-scans', 'frames', 'alpha', 'mode' or
+            'mask-aspect'.
     """
 
     def __init__(self, message: str, kind: str) -> None:
@@ -83,10 +90,13 @@ def _decode(source: Source, max_pixels: int) -> Image.Image:
         image = _header(name, stream)
         _check_size(name, image.size, max_pixels)
         _check_frames(name, image)
+        _check_scans(name, image, stream)
         try:
             image = _verified(image, stream)
             image.load()
             orientation = image.getexif().get(_ORIENTATION, 1)
+        except MemoryError:
+            raise
         # Pillow's plugins raise a dozen different types on damaged bytes.
         except Exception as error:
             raise _damaged(name, error) from None
@@ -95,6 +105,24 @@ def _decode(source: Source, max_pixels: int) -> Image.Image:
             stream.close()
     image = _plain_mode(name, image)
     return image.transpose(_TRANSPOSE[orientation]) if orientation in _TRANSPOSE else image
+
+
+def _check_scans(name: str, image: Image.Image, stream: BinaryIO) -> None:
+    """A JPEG is decoded once per scan, so a small file of thousands of scans takes many seconds; ordinary files have up to 15."""
+    if image.format not in ("JPEG", "MPO"):
+        return
+    allowed = max(MIN_SCANS, min(MAX_SCANS, SCANNED_PIXELS // (image.width * image.height)))
+    position, scans, last = stream.tell(), 0, b""
+    stream.seek(0)
+    while chunk := stream.read(1 << 20):
+        scans += (last + chunk).count(_SCAN)
+        last = chunk[-1:]
+    stream.seek(position)
+    if scans > allowed:
+        raise DecodeError(
+            f"{name} is a JPEG of {scans:,} scans, more than the {allowed} allowed for its size. Save it as a plain JPEG or PNG.",
+            "too-many-scans",
+        )
 
 
 def _verified(image: Image.Image, stream: BinaryIO) -> Image.Image:
@@ -120,6 +148,9 @@ def _open(source: Source) -> tuple[str, BinaryIO]:
     except FileNotFoundError:
         raise DecodeError(f"{path} does not exist.", "missing") from None
     except (OSError, ValueError) as error:
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+            # Not the fault of the file: another try can succeed, so it must not be recorded as one.
+            raise WorkError(f"Cannot open {path}: {error.strerror}. Raise `ulimit -n`, or use fewer workers.") from None
         raise DecodeError(f"{path} cannot be opened: {getattr(error, 'strerror', None) or error}.", "missing") from None
     if folder:
         raise DecodeError(f"{path} is a folder, not an image.", "folder")
@@ -138,6 +169,8 @@ def _header(name: str, stream: BinaryIO) -> Image.Image:
         raise DecodeError(
             f"{name} is not an image in a supported format ({kinds}), or its header is damaged.", "not-an-image"
         ) from None
+    except MemoryError:
+        raise
     except Exception as error:
         raise DecodeError(f"{name} has a damaged header ({first_line(error)}). Download or copy it again.", "damaged") from None
 
@@ -155,6 +188,8 @@ def _check_size(name: str, size: tuple[int, int], max_pixels: int) -> None:
 def _check_frames(name: str, image: Image.Image) -> None:
     try:
         frames = 1 if image.format == "MPO" else getattr(image, "n_frames", 1)
+    except MemoryError:
+        raise
     except Exception as error:
         raise _damaged(name, error) from None
     if frames > 1:
