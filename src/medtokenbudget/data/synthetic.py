@@ -5,9 +5,7 @@ The drawing itself is in `dermoscopy.py`; this file writes files, resumes, and k
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from medtokenbudget.data.splits import apply_split, check_request
 from medtokenbudget.errors import MismatchError, RequestError
 from medtokenbudget.files import atomic_write, read_json, sha256_file, sha256_json, write_json
 from medtokenbudget.progress import progress
+from medtokenbudget.workers import process_pool
 
 NAME = "drawn dermoscopy"
 _TO_SPLIT = 5
@@ -144,8 +143,7 @@ def _run(jobs: list[tuple[Any, ...]], workers: int) -> Iterator[None]:
     if workers <= 1 or len(jobs) < 2 * workers:
         yield from map(_draw, jobs)
         return
-    # Spawned, not forked: the parent may have threads of torch or of a pool.
-    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+    with process_pool(workers) as pool:
         yield from pool.map(_draw, jobs, chunksize=8)
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from collections.abc import Sequence
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from typing import Literal
@@ -15,6 +14,7 @@ from medtokenbudget.experiments.units import Plan, Unit, run_unit
 from medtokenbudget.experiments.watching import INTERVAL, Watch, reporter
 from medtokenbudget.features.pipeline import cpu_threads
 from medtokenbudget.training.pooled import OnEpoch
+from medtokenbudget.workers import process_pool
 
 Engine = Literal["local", "ray"]
 
@@ -71,8 +71,7 @@ def _run_local(plan: Plan, units: Sequence[Unit], jobs: int, watch: Watch) -> No
                 run_unit(plan, unit, on_epoch=on_epoch)
                 watch.finish(unit)
         return
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(jobs, len(units)), mp_context=context) as pool:
+    with process_pool(min(jobs, len(units))) as pool:
         futures = {pool.submit(run_reported, plan, unit, threads): unit for unit in units}
         pending = set(futures)
         try:

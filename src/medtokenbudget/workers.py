@@ -1,0 +1,43 @@
+"""Worker processes that end with the process that started them, even if that one is killed.
+
+Common ground because drawing and sweeping both use worker processes. They are spawned, not forked: the parent may have threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from concurrent.futures import ProcessPoolExecutor
+
+_PR_SET_PDEATHSIG = 1
+_SECONDS = 1.0
+"""Between two looks at the parent process."""
+
+
+def process_pool(workers: int) -> ProcessPoolExecutor:
+    """A pool of spawned processes, each of which ends with this one."""
+    context = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(workers, mp_context=context, initializer=end_with_parent, initargs=(os.getpid(),))
+
+
+def end_with_parent(parent: int) -> None:
+    """End this process as soon as its parent is gone: at once on Linux, within a second elsewhere.
+
+    Args:
+        parent: Process id of the parent; it may be gone by the time this runs.
+    """
+    if sys.platform == "linux":
+        # Tied to the parent's thread that started this process; the watch below covers the rest.
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    threading.Thread(target=_watch, args=(parent,), name="mtb-parent", daemon=True).start()
+
+
+def _watch(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(_SECONDS)
+    os._exit(1)
