@@ -1,33 +1,52 @@
 """Files that appear whole, and hashes of what is in them.
 
-Everything that the package writes goes through `atomic_write`: a temporary file in the same folder, fsync, then `os.replace`.
+Everything that the package writes goes through `atomic_write`: a temporary file in the same folder, fsync, then `os.replace`, then
+fsync of the folder. What a killed process leaves behind (`.NAME.*.part`) is removed when the folder is written to again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
 import os
+import re
+import socket
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from medtokenbudget.errors import RequestError, WorkError
 
+LEFTOVER_SECONDS = 24 * 3600
+"""Age at which a temporary file of another machine counts as left behind."""
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_PART = re.compile(r"\.(?P<machine>[0-9a-f]{8})-(?P<pid>\d+)-[^.]*\.part$")
+_NAME_ROOM = 160
+_cleaned: set[tuple[int, str]] = set()
+
 
 @contextmanager
 def atomic_write(path: Path | str) -> Iterator[Path]:
-    """Give a temporary path in the folder of `path`; when the block ends without an error, it becomes `path` at once."""
+    """Give a temporary path in the folder of `path`; when the block ends without an error, it becomes `path` at once.
+
+    Raises:
+        WorkError: If the file cannot be written (disk full, read-only folder, ...).
+    """
     target = Path(path)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent)
+        _remove_leftovers_once(target.parent)
+        prefix = f".{target.name[:_NAME_ROOM]}.{_machine()}-{os.getpid()}-"
+        handle, name = tempfile.mkstemp(prefix=prefix, suffix=".part", dir=target.parent)
         os.close(handle)
     except OSError as error:
-        raise _write_error(target, error) from error
+        raise write_error(target, error) from error
     temporary = Path(name)
     try:
         yield temporary
@@ -35,16 +54,80 @@ def atomic_write(path: Path | str) -> Iterator[Path]:
             os.fsync(written.fileno())
         os.chmod(temporary, 0o666 & ~_umask())
         os.replace(temporary, target)
+        _sync_folder(target.parent)
     except OSError as error:
-        raise _write_error(target, error) from error
+        raise write_error(target, error) from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
 
 
-def _write_error(path: Path, error: OSError) -> WorkError:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return WorkError(f"no space left while writing {path}. Free some disk and run the same command again: it goes on.")
-    return WorkError(f"cannot write {path}: {error.strerror or error}.")
+def write_error(path: Path | str, error: OSError) -> WorkError:
+    """The error for a file that could not be written."""
+    if error.errno in _FULL:
+        return WorkError(f"No space left while writing {path}. Free some disk space and run the same command again to continue.")
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return WorkError(f"Cannot write {path}: {error.strerror}. Choose a folder that you can write to.")
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return WorkError(f"Cannot write {path}: {error.strerror}. Raise the limit with `ulimit -n 4096`, or use fewer workers.")
+    return WorkError(f"Cannot write {path}: {error.strerror or error}.")
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a rename survive a power failure; some file systems cannot sync a folder, and need not."""
+    with contextlib.suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+@lru_cache(maxsize=1)
+def _machine() -> str:
+    """A name for where process ids mean the same: this host since it started, in this container."""
+    parts = [socket.gethostname()]
+    with contextlib.suppress(OSError):
+        parts += [Path("/proc/sys/kernel/random/boot_id").read_text(), os.readlink("/proc/self/ns/pid")]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:8]
+
+
+def _remove_leftovers_once(folder: Path) -> None:
+    key = (os.getpid(), os.path.abspath(folder))
+    if key not in _cleaned:
+        _cleaned.add(key)
+        remove_leftovers(folder)
+
+
+def remove_leftovers(folder: Path | str) -> None:
+    """Remove temporary files of this user whose process is gone; those of other machines only after a day."""
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name.startswith(".") and entry.name.endswith(".part"):
+                with contextlib.suppress(OSError):
+                    if _left_behind(entry):
+                        os.unlink(entry.path)
+
+
+def _left_behind(entry: os.DirEntry[str]) -> bool:
+    found = entry.stat(follow_symlinks=False)
+    if hasattr(os, "getuid") and found.st_uid != os.getuid():
+        return False
+    made_by = _PART.search(entry.name)
+    if made_by is not None and made_by["machine"] == _machine():
+        return not process_exists(int(made_by["pid"]))
+    return time.time() - found.st_mtime > LEFTOVER_SECONDS
+
+
+def process_exists(pid: int) -> bool:
+    """Whether a process of this machine is running."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def _umask() -> int:
@@ -54,8 +137,9 @@ def _umask() -> int:
 
 
 def write_text(path: Path | str, text: str) -> None:
+    """Write text as UTF-8; file names that are not UTF-8 appear in it with escapes (`\\udcff`), which JSON reads back."""
     with atomic_write(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 def write_json(path: Path | str, value: Any) -> None:
@@ -69,14 +153,21 @@ def read_json(path: Path | str) -> Any:
     except FileNotFoundError:
         raise RequestError(f"{path} does not exist.") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise RequestError(f"{path} is not valid JSON ({error}). It may be damaged: make it anew.") from None
+        raise RequestError(f"{path} is not valid JSON ({error}). It may be damaged: create it again.") from None
+    except RecursionError:
+        raise RequestError(f"{path} is nested too deeply. It may be damaged: create it again.") from None
+    except OSError as error:
+        raise RequestError(f"Cannot read {path}: {error.strerror or error}.") from None
 
 
 def append_line(path: Path | str, value: Any) -> None:
     """Append one JSON line (`metrics.jsonl`, `errors.jsonl`)."""
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a", encoding="utf-8") as stream:
-        stream.write(_line(value))
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "a", encoding="utf-8", errors="backslashreplace") as stream:
+            stream.write(_line(value))
+    except OSError as error:
+        raise write_error(path, error) from error
 
 
 def write_lines(path: Path | str, rows: Iterable[Any]) -> None:
@@ -122,5 +213,14 @@ def dotted(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def write_safetensors(path: Path | str, save: Callable[[str], None]) -> None:
     """Let `save` (a call of `safetensors.*.save_file`) write to a temporary file that then becomes `path`."""
+    from safetensors import SafetensorError
+
     with atomic_write(path) as temporary:
-        save(str(temporary))
+        try:
+            save(str(temporary))
+        except SafetensorError as error:
+            # The library puts errors of the system into its own type, with their number in the text.
+            number = re.search(r"os error (\d+)", str(error))
+            if number is None:
+                raise
+            raise OSError(int(number[1]), os.strerror(int(number[1]))) from error

@@ -10,6 +10,7 @@ import pytest
 import medtokenbudget as mtb
 from medtokenbudget.cli import main
 from medtokenbudget.model import MedTokenBudget
+from tests import processes
 from tests.small_model import small_model
 
 
@@ -56,3 +57,21 @@ def test_what_cannot_be_exported_exits_with_2(
 ) -> None:
     assert main(["export", str(root / "model"), "--out", str(tmp_path), *arguments]) == 2
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("format", ["hub", pytest.param("onnx", marks=pytest.mark.slow)])
+def test_a_full_disk_or_a_read_only_folder_is_a_message(root: Path, model: MedTokenBudget, tmp_path: Path, format: str) -> None:
+    if format == "onnx":
+        pytest.importorskip("onnxruntime", reason="needs the extra 'onnx'")
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0o500)
+    command = ["export", root / "model", "--format", format, "--part", "routing", "--out"]
+    full = processes.run([*command, tmp_path / "out"], tmp_path / "log", processes.Limits(file_bytes=2000))
+    assert full.code == 1
+    assert "No space left while writing" in full.said
+    assert "Traceback" not in full.said
+    assert not list((tmp_path / "out").iterdir())
+    ended = processes.run([*command, closed], tmp_path / "log", processes.Limits(obey_permissions=True))
+    assert ended.code == 1
+    assert "Permission denied. Choose a folder that you can write to." in ended.said
+    assert "Traceback" not in ended.said

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -18,8 +19,10 @@ from safetensors.numpy import load_file
 
 from medtokenbudget.cli import main
 from medtokenbudget.data import Manifest, folder_manifest
+from medtokenbudget.files import read_lines
 from medtokenbudget.model import MedTokenBudget
 from medtokenbudget.model.drawing import LESION_EDGE
+from tests import processes
 from tests.small_model import CLASSES, draw_images, small_model
 
 
@@ -217,3 +220,40 @@ print(sizes[2] - sizes[1], os.path.getsize(Path(out) / "2.safetensors") / 2**20)
     growth, written = map(float, done.stdout.split())
     assert written > 10, "the tokens must be more than the memory that may be used"
     assert growth < written / 3, f"memory grew by {growth:.0f} MB while {written:.0f} MB of tokens were written"
+
+
+def test_a_file_name_that_is_not_utf8_is_listed_and_the_others_are_predicted(
+    root: Path, model: MedTokenBudget, images: list[Path], tmp_path: Path
+) -> None:
+    folder = tmp_path / "mixed"
+    folder.mkdir()
+    shutil.copy(images[0], folder / "a.jpg")
+    strange = folder / os.fsdecode(b"caf\xe9.jpg")
+    shutil.copy(images[1], strange)
+    for table in ("p.csv", "p.parquet"):
+        assert run(root, folder, "--out", tmp_path / table) == 0
+        (row,) = read_lines(tmp_path / "p.errors.jsonl")
+        assert row["image"] == str(strange)
+        assert "is not valid UTF-8" in row["reason"]
+    assert pd.read_csv(tmp_path / "p.csv")["image"].tolist() == [str(folder / "a.jpg")]
+    assert pd.read_parquet(tmp_path / "p.parquet")["image"].tolist() == [str(folder / "a.jpg")]
+
+
+@pytest.mark.parametrize("table", ["p.csv", "p.parquet"])
+def test_a_full_disk_or_a_read_only_folder_is_a_message(
+    root: Path, model: MedTokenBudget, images: list[Path], tmp_path: Path, table: str
+) -> None:
+    closed = tmp_path / "closed"
+    closed.mkdir()
+    (closed / "p.errors.jsonl").write_text("of an earlier call")
+    closed.chmod(0o500)
+    command = ["predict", root / "model", images[0].parent, "--device", "cpu", "--out"]
+    ended = processes.run([*command, closed / table], tmp_path / "log", processes.Limits(obey_permissions=True))
+    assert ended.code == 1
+    assert "Permission denied. Choose a folder that you can write to." in ended.said
+    assert "Traceback" not in ended.said
+    ended = processes.run([*command, tmp_path / table], tmp_path / "log", processes.Limits(file_bytes=300))
+    assert ended.code == 1
+    assert f"No space left while writing {tmp_path / table}" in ended.said
+    assert "Traceback" not in ended.said
+    assert not (tmp_path / table).exists()

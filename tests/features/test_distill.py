@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from medtokenbudget.features import distill, distill_start, distill_student
 from medtokenbudget.features.backbone import Backbone
 from medtokenbudget.features.distill_views import draw_view
 from medtokenbudget.files import read_lines
+from tests import processes
 
 TEACHER = "test_vit"
 STUDENT = ["--image_size", "64", "--patch_size", "16", "--width", "32", "--heads", "1", "--depth", "2", "--batch_size", "6"]
@@ -95,6 +97,52 @@ def test_a_stopped_run_goes_on_and_ends_with_the_same_bytes(
     assert run(manifest, weights, out) == 0
     assert (out / "weights.safetensors").read_bytes() == (undisturbed / "weights.safetensors").read_bytes()
     assert [row["epoch"] for row in read_lines(out / "metrics.jsonl")] == [1, 2]
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_a_run_killed_between_checkpoint_and_weights_publishes_them_when_it_resumes(
+    manifest: Path, weights: Path, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, epochs: int
+) -> None:
+    out, save = tmp_path / "small", distill._save
+
+    def stop_after(*arguments: Any) -> None:
+        save(*arguments)
+        if arguments[3] == epochs:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(distill, "_save", stop_after)
+    assert run(manifest, weights, out) == 130
+    monkeypatch.undo()
+    assert run(manifest, weights, out) == 0
+    for name in ("weights.safetensors", "config.json"):
+        assert (out / name).read_bytes() == (undisturbed / name).read_bytes()
+    assert [row["epoch"] for row in read_lines(out / "metrics.jsonl")] == [1, 2]
+
+
+@pytest.mark.parametrize("name", ["checkpoint.safetensors", "teacher-cache/views-00000.safetensors"])
+def test_a_flipped_bit_in_what_a_run_resumes_from_is_named(
+    manifest: Path, weights: Path, undisturbed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    out = tmp_path / "small"
+    shutil.copytree(undisturbed, out)
+    data = bytearray((out / name).read_bytes())
+    data[-3] ^= 1
+    (out / name).write_bytes(data)
+    assert run(manifest, weights, out) == 2
+    assert f"{name} is damaged" in capsys.readouterr().err
+    (out / name).unlink()
+    assert run(manifest, weights, out) == 0
+    assert (out / "weights.safetensors").read_bytes() == (undisturbed / "weights.safetensors").read_bytes()
+
+
+def test_a_full_disk_is_a_message_and_the_run_resumes(manifest: Path, weights: Path, undisturbed: Path, tmp_path: Path) -> None:
+    arguments = ["distill", manifest, "--teacher", TEACHER, "--weights", weights, "--out", tmp_path / "small", "--views", "2"]
+    ended = processes.run([*arguments, *STUDENT, "--epochs", "2"], tmp_path / "log", processes.Limits(file_bytes=2000))
+    assert ended.code == 1
+    assert "No space left while writing" in ended.said
+    assert "Traceback" not in ended.said
+    assert run(manifest, weights, tmp_path / "small") == 0
+    assert (tmp_path / "small" / "weights.safetensors").read_bytes() == (undisturbed / "weights.safetensors").read_bytes()
 
 
 def test_a_run_with_other_settings_is_not_mixed_into_an_old_folder(

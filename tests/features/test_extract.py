@@ -87,7 +87,7 @@ sys.exit(main(sys.argv[1:]))
     command = [sys.executable, "-c", script, *_arguments(path, tmp_path / "store", backbone)]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 1
-    assert "cannot write" in ended.stderr
+    assert "No space left while writing" in ended.stderr
     assert "shard-00000" in ended.stderr
     assert "Traceback" not in ended.stderr
     assert not list((tmp_path / "store").glob("*.safetensors"))
@@ -102,13 +102,13 @@ def test_a_job_whose_temporary_file_another_swept_at_the_end_is_content_with_the
     before = contents(store.path)
 
     def swept(path: Path, rows: object) -> None:
-        raise WorkError(f"cannot write {path}: No such file or directory")
+        raise WorkError(f"Cannot write {path}: No such file or directory")
 
     monkeypatch.setattr(sys.modules["medtokenbudget.features.extract"], "write_lines", swept)
     extract(manifest, store.path, backbone, CONFIG)
     assert contents(store.path) == before
     (store.path / "errors.jsonl").write_text("something else")
-    with pytest.raises(WorkError, match="cannot write"):
+    with pytest.raises(WorkError, match="Cannot write"):
         extract(manifest, store.path, backbone, CONFIG)
 
 
@@ -236,7 +236,7 @@ def test_a_full_disk_is_a_clear_message_and_loses_nothing(
         real(source, target)
 
     monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(WorkError, match=r"no space left while writing .*shard-00001.*goes on"):
+    with pytest.raises(WorkError, match=r"No space left while writing .*shard-00001.*to continue"):
         extract(manifest, tmp_path / "store", backbone, CONFIG)
     monkeypatch.undo()
     assert not list((tmp_path / "store").glob(".*.part"))
@@ -251,7 +251,7 @@ def test_a_store_where_nothing_can_be_written_is_a_clear_message(
     (tmp_path / "file").write_text("")
     with pytest.raises(RequestError, match="is a file"):
         extract(manifest, tmp_path / "file", backbone, CONFIG)
-    with pytest.raises(WorkError, match="cannot write"):
+    with pytest.raises(WorkError, match="Cannot write"):
         extract(manifest, tmp_path / "file" / "store", backbone, CONFIG)
 
 

@@ -11,6 +11,7 @@ import torch
 
 from medtokenbudget.errors import MismatchError, RequestError
 from medtokenbudget.routing import create_selector
+from medtokenbudget.tensor_files import load_tensors, save_tensors
 from medtokenbudget.training import checkpoints as ck
 from medtokenbudget.training.parts import make_parts
 from medtokenbudget.training.pooled import PooledHead, class_weights, epoch_order, probabilities
@@ -122,16 +123,16 @@ def test_unlabelled_training_images_are_refused_with_their_number() -> None:
 
 def test_a_checkpoint_comes_back_whole_and_a_damaged_one_is_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "c.safetensors"
-    ck.save_tensors(path, {"b": torch.arange(3), "a": torch.ones(2)}, {"epoch": 3})
+    save_tensors(path, {"b": torch.arange(3), "a": torch.ones(2)}, {"epoch": 3})
     first = path.read_bytes()
-    ck.save_tensors(path, {"a": torch.ones(2), "b": torch.arange(3)}, {"epoch": 3})
+    save_tensors(path, {"a": torch.ones(2), "b": torch.arange(3)}, {"epoch": 3})
     assert path.read_bytes() == first
-    tensors, state = ck.load_tensors(path)
+    tensors, state = load_tensors(path)
     assert state == {"epoch": 3}
     assert torch.equal(tensors["b"], torch.arange(3))
     path.write_bytes(first[:-5])
     with pytest.raises(RequestError, match=r"c\.safetensors is damaged or incomplete"):
-        ck.load_tensors(path)
+        load_tensors(path)
 
 
 def test_an_optimizer_comes_back_from_its_tensors() -> None:

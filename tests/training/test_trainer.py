@@ -21,7 +21,7 @@ from medtokenbudget.data import Drawings, Manifest, synthetic_manifest
 from medtokenbudget.errors import MismatchError, RequestError, WorkError
 from medtokenbudget.features import extract
 from medtokenbudget.files import read_lines
-from medtokenbudget.training import checkpoints as ck
+from medtokenbudget.tensor_files import load_tensors
 from medtokenbudget.training import trainer
 from medtokenbudget.training.parts import ViewDraw, make_parts
 from medtokenbudget.training.seeds import generator
@@ -37,7 +37,7 @@ def _train_and_stall(drawn: Drawn, out: Path, config: TrainConfig, stalled: Even
 
     def stall(self: torch.optim.AdamW, closure: None = None) -> None:
         checkpoint = out / "checkpoint.safetensors"
-        if checkpoint.exists() and ck.load_tensors(checkpoint)[1]["epoch"] >= 2:
+        if checkpoint.exists() and load_tensors(checkpoint)[1]["epoch"] >= 2:
             stalled.set()
             time.sleep(600)
         step(self, closure)
@@ -62,7 +62,7 @@ def test_a_killed_training_goes_on_to_the_same_bytes(drawn: Drawn, tmp_path: Pat
     child.join()
     assert child.exitcode == -signal.SIGKILL
     checkpoint = tmp_path / "killed" / "checkpoint.safetensors"
-    assert ck.load_tensors(checkpoint)[1]["epoch"] == 2, "killed in the middle of the training"
+    assert load_tensors(checkpoint)[1]["epoch"] == 2, "killed in the middle of the training"
     resumed = train_selector(drawn.manifest, drawn.store, tmp_path / "killed", config)
     assert checkpoint.read_bytes() == (tmp_path / "whole" / "checkpoint.safetensors").read_bytes()
     for name, value in whole.head.state_dict().items():

@@ -15,7 +15,7 @@ from PIL import Image
 
 from medtokenbudget.data import decode_mask
 from medtokenbudget.errors import MedTokenBudgetError, WorkError
-from medtokenbudget.files import append_line, atomic_write
+from medtokenbudget.files import append_line, atomic_write, write_error
 from medtokenbudget.model import Failure, MedTokenBudget, Prediction, Source, expand, load, overlay
 from medtokenbudget.model.table import TokenFormat, check_table_path, table_writer, token_writer
 from medtokenbudget.progress import progress
@@ -73,7 +73,10 @@ def predict_files(
     out = Path(out)
     check_table_path(out)
     errors = out.with_name(f"{out.stem}.errors.jsonl")
-    errors.unlink(missing_ok=True)
+    try:
+        errors.unlink(missing_ok=True)
+    except OSError as error:
+        raise write_error(out, error) from error
     method = model.main if selector is None else selector
     metadata = {
         "classes": json.dumps(list(model.classes)),

@@ -60,6 +60,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except MemoryError:
+        print("mtb: Out of memory. Close other programs, or use fewer workers or jobs or a smaller batch.", file=sys.stderr)
+        return 1
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename is not None else ""
+        print(f"mtb: {where}{error.strerror or error}. Check the disk, the permissions and `ulimit -n`.", file=sys.stderr)
+        return 1
 
 
 def command(name: str) -> Callable[[list[str]], int]:

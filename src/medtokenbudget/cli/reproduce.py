@@ -22,6 +22,7 @@ def main(arguments: list[str]) -> int:
     from medtokenbudget.api import reproduce
     from medtokenbudget.experiments.run import record_command
     from medtokenbudget.experiments.summary import comparison
+    from medtokenbudget.experiments.sweep import require_complete
     from medtokenbudget.progress import say
 
     run = reproduce(
@@ -38,4 +39,5 @@ def main(arguments: list[str]) -> int:
     record_command(options.out, "reproduce", arguments)
     print(comparison(run.results))
     say(f"{len(run.results)} rows in {options.out / 'results.csv'}. Next: mtb report {options.out}")
+    require_complete(run.info)
     return 0

@@ -27,6 +27,7 @@ def main(arguments: list[str]) -> int:
 
     from medtokenbudget.api import sweep
     from medtokenbudget.experiments.run import record_command
+    from medtokenbudget.experiments.sweep import require_complete
     from medtokenbudget.progress import say
 
     config = training_config(options)
@@ -45,4 +46,5 @@ def main(arguments: list[str]) -> int:
     )
     record_command(options.out, "sweep", arguments)
     say(f"{len(run.results)} rows in {options.out / 'results.csv'}. Next: mtb report {options.out}")
+    require_complete(run.info)
     return 0

@@ -20,6 +20,7 @@ def main(arguments: list[str]) -> int:
     from medtokenbudget.api import train
     from medtokenbudget.experiments.results import AS_IS
     from medtokenbudget.experiments.run import record_command
+    from medtokenbudget.experiments.sweep import require_complete
     from medtokenbudget.progress import say
 
     run = train(options.manifest, options.store, options.out, training_config(options))
@@ -31,4 +32,5 @@ def main(arguments: list[str]) -> int:
         kept = f", {row['retention_of_ceiling']:.1%} of the lesion that fits the budget kept (n = {row['n_masked']})"
     say(f"{run.info.main} at budget {row['budget']:g}: accuracy {row['accuracy']:.1%} (n = {row['n']}){kept}.")
     say(f"Model saved in {options.out / 'model'}. Next: mtb report {options.out} or mtb explore {options.out / 'model'}")
+    require_complete(run.info)
     return 0

@@ -15,7 +15,7 @@ from medtokenbudget.errors import MismatchError, RequestError
 from medtokenbudget.experiments.methods import Method
 from medtokenbudget.experiments.run import FILE
 from medtokenbudget.experiments.sources import Sources
-from medtokenbudget.experiments.units import Plan, Unit
+from medtokenbudget.experiments.units import Plan, Unit, read_state
 from medtokenbudget.features import FeatureStore
 from medtokenbudget.features.views import OFF_CENTER
 from medtokenbudget.files import dotted, read_json
@@ -108,14 +108,15 @@ def check_needs(sources: Sources, units: Sequence[Unit], config: TrainConfig) ->
 def check_run(plan: Plan, units: Sequence[Unit], sources: Sources) -> None:
     """Reject a run directory whose results were made with other options, or with units that this command leaves out."""
     info = read_json(plan.out / FILE) if (plan.out / FILE).exists() else {}
+    if not isinstance(info, dict):
+        raise RequestError(f"{plan.out / FILE} is damaged: expected a JSON object. Delete it and run the same command again.")
     dropped = sorted(set(info.get("units", ())) - {unit.name for unit in units})
     if dropped:
         raise RequestError(
             f"{plan.out} contains results of {listed(dropped)}, which this command leaves out. Add them, or use another --out."
         )
     for unit in units:
-        path = plan.folder(unit) / "unit.json"
-        state = read_json(path) if path.exists() else {}
+        state = read_state(plan.folder(unit))
         if state.get("status") == "done" and state.get("identity") != plan.identity(unit, sources):
             wanted, found = dotted(to_dict(plan.config)), dotted(info.get("config", {}))
             advice = "Use the same options to resume, or another --out."

@@ -19,10 +19,10 @@ from medtokenbudget.experiments import preflight
 from medtokenbudget.experiments.collect import collect
 from medtokenbudget.experiments.execution import Execution, run_units
 from medtokenbudget.experiments.methods import Method
+from medtokenbudget.experiments.run import RunInfo
 from medtokenbudget.experiments.sources import Sources
-from medtokenbudget.experiments.units import Plan, Unit, status
+from medtokenbudget.experiments.units import Plan, Unit, read_state, status
 from medtokenbudget.features import FeatureStore
-from medtokenbudget.files import read_json
 from medtokenbudget.progress import say
 
 
@@ -103,13 +103,24 @@ def run_studies(
     failed = [unit for unit in units if status(plan, unit) != "done"]
     for unit in failed:
         path = plan.folder(unit) / "unit.json"
-        reason = read_json(path).get("error", "it was made with other options.") if path.exists() else "it was not run."
+        reason = read_state(path.parent).get("error", "it was made with other options.") if path.exists() else "it was not run."
         if str(unit.method) in required:
             raise WorkError(reason)
         say(f"No results for {unit.method} with seed {unit.seed}: {reason}")
     if len(failed) == len(units):
         raise WorkError("No unit of the sweep finished; see the reasons above. Run the same command to try again.")
     return collect(plan, studies, units)
+
+
+def require_complete(info: RunInfo) -> None:
+    """Raise a WorkError that lists the units without results; those of the other units are in the run directory."""
+    wanted = [(Method.parse(text), seed) for study in info.studies for seed in study["seeds"] for text in study["methods"]]
+    failed = [f"{method} (seed {seed})" for method, seed in dict.fromkeys(wanted) if Unit(method, seed).name not in info.units]
+    if failed:
+        raise WorkError(
+            f"{len(failed)} {'unit' if len(failed) == 1 else 'units'} failed: {', '.join(failed)}. The reasons are above and in "
+            f"{info.path / 'units'}. The other results are in {info.path}. Run the same command again to retry."
+        )
 
 
 def unique_units(studies: Iterable[Study]) -> list[Unit]:

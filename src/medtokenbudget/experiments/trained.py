@@ -5,6 +5,7 @@ from __future__ import annotations
 from medtokenbudget.experiments.run import RunInfo
 from medtokenbudget.experiments.units import Unit
 from medtokenbudget.routing import LearnedSelector, Selector, create_selector, selector_class
+from medtokenbudget.tensor_files import load_tensors
 from medtokenbudget.training import checkpoints as ck
 from medtokenbudget.training.classifier import RoutedClassifier
 from medtokenbudget.training.heads import create_head
@@ -18,11 +19,11 @@ def load_unit(info: RunInfo, unit: Unit, dim: int) -> RoutedClassifier | None:
     config, kind = method.train_config, selector_class(method.selector)
     selector: Selector
     if issubclass(kind, LearnedSelector):
-        tensors, _ = ck.load_tensors(folder / "checkpoint.safetensors")
+        tensors, _ = load_tensors(folder / "checkpoint.safetensors")
         selector = kind.from_config(dim, config)
         selector.load_state_dict(ck.split_prefix(tensors, "best/selector."))
     else:
         selector = create_selector(method.selector, minimum=config.router.minimum)
     head = create_head(method.head, dim, len(info.classes))
-    head.load_state_dict(ck.split_prefix(ck.load_tensors(folder / "head.safetensors")[0], "head."))
+    head.load_state_dict(ck.split_prefix(load_tensors(folder / "head.safetensors")[0], "head."))
     return RoutedClassifier(selector, head).eval()

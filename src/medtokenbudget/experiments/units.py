@@ -18,20 +18,25 @@ from safetensors.numpy import save_file
 
 from medtokenbudget.config import TrainConfig, to_dict
 from medtokenbudget.data import Manifest
-from medtokenbudget.errors import MedTokenBudgetError
+from medtokenbudget.errors import MedTokenBudgetError, RequestError
 from medtokenbudget.experiments.methods import Method
 from medtokenbudget.experiments.results import AS_IS, write_predictions
 from medtokenbudget.experiments.sources import Sources, open_sources
 from medtokenbudget.features import FeatureStore
 from medtokenbudget.features.views import OFF_CENTER
-from medtokenbudget.files import append_line, read_json, sha256_json, write_json, write_safetensors
+from medtokenbudget.files import append_line, read_json, sha256_file, sha256_json, write_json, write_safetensors
+from medtokenbudget.progress import say
 from medtokenbudget.routing import Selector, create_selector
+from medtokenbudget.tensor_files import save_tensors
 from medtokenbudget.training import checkpoints as ck
 from medtokenbudget.training.heads import Head
 from medtokenbudget.training.parts import Parts, make_parts
 from medtokenbudget.training.pooled import OnEpoch, PooledHead, probabilities
 from medtokenbudget.training.pooling import Evidence, pool_and_judge, pool_to_file
 from medtokenbudget.training.trainer import train_selector
+
+FILES = ("head.safetensors", "images.json", "predictions.parquet", "routing.safetensors")
+"""What a finished unit leaves in its folder; `unit.json` has their hashes."""
 
 
 @dataclass(frozen=True)
@@ -84,12 +89,35 @@ class Plan:
 
 
 def status(plan: Plan, unit: Unit) -> str:
-    """'done', 'failed' or 'missing'; a unit of another configuration counts as missing."""
-    path = plan.folder(unit) / "unit.json"
-    if not path.exists():
+    """'done', 'failed' or 'missing'; a unit of another configuration, or with a damaged file, counts as missing."""
+    folder = plan.folder(unit)
+    if not (folder / "unit.json").exists():
         return "missing"
-    state = read_json(path)
-    return str(state["status"]) if state.get("identity") == plan.identity(unit) else "missing"
+    state = read_state(folder)
+    if state.get("identity") != plan.identity(unit):
+        return "missing"
+    if state.get("status") == "done" and (damaged := _damaged(folder, state.get("files", {}))):
+        say(f"{damaged} is missing or damaged; {unit.method} with seed {unit.seed} runs again.")
+        return "missing"
+    return str(state.get("status", "missing"))
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """The content of `unit.json`; one that is damaged counts as empty, so that the unit runs again."""
+    try:
+        state = read_json(folder / "unit.json")
+    except RequestError:
+        return {}
+    return state if isinstance(state, dict) else {}
+
+
+def _damaged(folder: Path, files: dict[str, str]) -> Path | None:
+    """The first file that is not what the unit wrote."""
+    for name in FILES:
+        path = folder / name
+        if not path.is_file() or sha256_file(path) != files.get(name):
+            return path
+    return None
 
 
 def run_unit(plan: Plan, unit: Unit, threads: int = 0, on_epoch: OnEpoch | None = None) -> str:
@@ -102,9 +130,11 @@ def run_unit(plan: Plan, unit: Unit, threads: int = 0, on_epoch: OnEpoch | None 
     state: dict[str, Any] = {"method": str(unit.method), "seed": unit.seed, "identity": plan.identity(unit)}
     try:
         _work(plan, unit, folder, on_epoch)
-        state |= {"status": "done"}
+        state |= {"status": "done", "files": {name: sha256_file(folder / name) for name in FILES}}
     except MedTokenBudgetError as error:
         state |= {"status": "failed", "error": str(error)}
+    except MemoryError:
+        state |= {"status": "failed", "error": "Out of memory. Run the same command again with fewer --jobs."}
     except Exception as error:  # a third-party selector may raise anything; the other units go on
         state |= {"status": "failed", "error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
     write_json(folder / "unit.json", state)
@@ -124,7 +154,7 @@ def _work(plan: Plan, unit: Unit, folder: Path, on_epoch: OnEpoch | None) -> Non
         selector = create_selector(unit.method.selector, minimum=config.router.minimum)
         pooled_head = PooledHead(unit.method.head, store.dim, len(manifest.classes), config, on_epoch)
         head = _train_baseline(plan, pooled_head, selector, parts, store, folder)
-    ck.save_tensors(folder / "head.safetensors", ck.module_tensors(head, "head."), {"method": str(unit.method)})
+    save_tensors(folder / "head.safetensors", ck.module_tensors(head, "head."), {"method": str(unit.method)})
     frames: list[pd.DataFrame] = []
     tensors: dict[str, np.ndarray] = {}
     ids: dict[str, list[str]] = {}

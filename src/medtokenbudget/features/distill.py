@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -27,8 +26,18 @@ from medtokenbudget.features import distill_student, zoo
 from medtokenbudget.features.backbone import Backbone
 from medtokenbudget.features.distill_student import Objective, Student
 from medtokenbudget.features.distill_views import TeacherCache, readable
-from medtokenbudget.files import append_line, read_json, sha256_json, write_json, write_safetensors, write_text
+from medtokenbudget.files import (
+    append_line,
+    read_json,
+    read_lines,
+    sha256_json,
+    write_json,
+    write_lines,
+    write_safetensors,
+    write_text,
+)
 from medtokenbudget.progress import progress, say
+from medtokenbudget.tensor_files import load_tensors, save_tensors
 
 _CHECKPOINT = "checkpoint.safetensors"
 _STATISTICS_ROWS = 512
@@ -104,15 +113,26 @@ def _train(
     optimizer = torch.optim.AdamW(_groups(student, config), lr=config.lr)
     steps = -(-len(cache.manifest) // config.batch_size)
     first = _resume(out / _CHECKPOINT, student, optimizer)
+    _keep_metrics(out / "metrics.jsonl", first)
+    if first:
+        # The run may have stopped after the checkpoint and before its weights were published.
+        publish()
     with progress(total=config.epochs * steps, initial=first * steps, what="student", unit="step") as bar:
         for epoch in range(first, config.epochs):
             started = time.monotonic()
             rates = [_rate(epoch * steps + step, config.epochs * steps, config) for step in range(steps)]
             losses = _epoch(student, cache, objective, optimizer, epoch, rates, bar)
+            speed = len(cache.manifest) / (time.monotonic() - started)
+            # In this order: a row without its checkpoint is dropped when the run resumes, a lost row would stay lost.
+            append_line(out / "metrics.jsonl", {"epoch": epoch + 1, **losses, "images_per_second": round(speed, 2)})
             _save(out / _CHECKPOINT, student, optimizer, epoch + 1)
             publish()
-            speed = len(cache.manifest) / (time.monotonic() - started)
-            append_line(out / "metrics.jsonl", {"epoch": epoch + 1, **losses, "images_per_second": round(speed, 2)})
+
+
+def _keep_metrics(path: Path, epochs: int) -> None:
+    """Drop the rows of epochs that the checkpoint does not have."""
+    if path.exists():
+        write_lines(path, [row for row in read_lines(path) if row["epoch"] <= epochs])
 
 
 def _epoch(
@@ -165,17 +185,14 @@ def _save(path: Path, student: Student, optimizer: torch.optim.Optimizer, epochs
     tensors = {f"student.{name}": value for name, value in student.state_dict().items()}
     for index, state in optimizer.state_dict()["state"].items():
         tensors.update({f"optimizer.{index}.{name}": torch.as_tensor(value) for name, value in state.items()})
-    tensors = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
-    write_safetensors(path, lambda name: save_file(tensors, name, metadata={"epochs": str(epochs)}))
+    save_tensors(path, tensors, {"epochs": epochs})
 
 
 def _resume(path: Path, student: Student, optimizer: torch.optim.Optimizer) -> int:
-    """Load a checkpoint where there is one; the number of epochs that are done."""
+    """Load a checkpoint if there is one; returns the number of epochs that are done."""
     if not path.exists():
         return 0
-    with safe_open(path, framework="pt") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        epochs = int(file.metadata()["epochs"])
+    tensors, saved = load_tensors(path)
     student.load_state_dict(
         {name.removeprefix("student."): value for name, value in tensors.items() if name.startswith("student.")}
     )
@@ -185,7 +202,8 @@ def _resume(path: Path, student: Student, optimizer: torch.optim.Optimizer) -> i
             _, index, key = name.split(".", 2)
             state.setdefault(int(index), {})[key] = value
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
-    say(f"going on after epoch {epochs}.")
+    epochs = int(saved["epochs"])
+    say(f"Resuming after epoch {epochs}.")
     return epochs
 
 

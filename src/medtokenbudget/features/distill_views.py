@@ -15,15 +15,14 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image, ImageEnhance, ImageOps
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from medtokenbudget.data import Manifest, decode_image
 from medtokenbudget.errors import MismatchError, RequestError, WorkError
 from medtokenbudget.features.backbone import Backbone
-from medtokenbudget.files import read_json, sha256_json, write_json, write_safetensors, write_text
+from medtokenbudget.files import read_json, sha256_json, write_json, write_text
 from medtokenbudget.progress import progress, say
+from medtokenbudget.tensor_files import load_tensors, save_tensors
 
 SHARD = 128
 """Views in one file."""
@@ -108,7 +107,7 @@ class TeacherCache:
                 rows = self._members(shard)
                 pixels = torch.from_numpy(np.stack(list(pool.map(self._pixels, rows))))
                 tensors = {"pixels": pixels, **self._teach(pixels, batch_size)}
-                write_safetensors(self._path(shard), lambda path, t=tensors: save_file(t, path))  # type: ignore[misc]
+                save_tensors(self._path(shard), tensors, {"rows": len(rows)})
                 bar.update(len(rows))
 
     def _members(self, shard: int) -> range:
@@ -138,8 +137,7 @@ class TeacherCache:
     def _row(self, row: int) -> dict[str, Tensor]:
         shard, place = divmod(row, SHARD)
         if shard not in self._open:
-            with safe_open(self._path(shard), framework="pt") as file:
-                self._open[shard] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            self._open[shard] = load_tensors(self._path(shard))[0]
         return {name: value[place] for name, value in self._open[shard].items()}
 
     def sample(self, most: int) -> Tensor:

@@ -164,11 +164,20 @@ def prepared(
 
     def work(source: Source) -> tuple[Source, np.ndarray | MedTokenBudgetError]:
         try:
+            _require_utf8(source.name)
             return source, prepare(source.open())
-        except MedTokenBudgetError as error:
+        except RequestError as error:
             return source, error
 
     yield from _in_order(sources, work, workers, ahead)
+
+
+def _require_utf8(name: str) -> None:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        shown = name.encode("utf-8", "backslashreplace").decode()
+        raise RequestError(f"The file name {shown} is not valid UTF-8, so no table can name it. Rename the file.") from None
 
 
 def _in_order(items: Iterable[Any], function: Callable[[Any], Any], workers: int, ahead: int) -> Iterator[Any]:

@@ -1,40 +1,15 @@
-"""Checkpoints: one safetensors file whose header carries the JSON state, so that both appear at once or not at all."""
+"""What a checkpoint holds: the tensors of modules and optimizers under names; `tensor_files` writes and reads them."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from medtokenbudget.errors import MismatchError, RequestError
-from medtokenbudget.files import dotted, write_safetensors
-
-
-def save_tensors(path: Path, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
-    """Write tensors and a JSON state as one file; equal content gives equal bytes."""
-    plain = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in sorted(tensors.items())}
-    metadata = {"state": json.dumps(state, sort_keys=True)}
-    write_safetensors(path, lambda target: save_file(plain, target, metadata=metadata))
-
-
-def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors and JSON state of a file written by `save_tensors`."""
-    try:
-        with safe_open(str(path), framework="pt") as stream:
-            metadata = stream.metadata() or {}
-            tensors = {name: stream.get_tensor(name) for name in stream.keys()}  # noqa: SIM118
-    except FileNotFoundError:
-        raise RequestError(f"{path} does not exist.") from None
-    except (SafetensorError, OSError) as error:
-        raise RequestError(f"{path} is damaged or incomplete ({error}). Delete it and run the command again.") from None
-    if "state" not in metadata:
-        raise RequestError(f"{path} was not written by MedTokenBudget: its header has no state.")
-    return tensors, json.loads(metadata["state"])
+from medtokenbudget.errors import MismatchError
+from medtokenbudget.files import dotted
 
 
 def split_prefix(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:

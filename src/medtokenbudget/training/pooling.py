@@ -13,8 +13,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from medtokenbudget.errors import RequestError
 from medtokenbudget.features import FeatureStore
-from medtokenbudget.files import atomic_write
+from medtokenbudget.files import atomic_write, read_json, sha256_file, write_json
 from medtokenbudget.metrics import group_purity, kept_lesion_counts
 from medtokenbudget.routing import Ranker, Selector, pooled_means, rank
 from medtokenbudget.tokens import TokenBatch
@@ -42,17 +43,29 @@ class Evidence:
 
 
 def pool_to_file(path: Path, store: FeatureStore, rows: np.ndarray, selector: Selector, budgets: Sequence[float]) -> np.ndarray:
-    """Pooled tokens `[n, T, D]` of a deterministic selector, memory-mapped from `path`; made there when it does not exist."""
-    if not path.exists():
-        with atomic_write(path) as temporary:
-            shape = (len(rows), len(budgets), store.dim)
-            target = np.lib.format.open_memmap(temporary, mode="w+", dtype=np.float32, shape=shape)
-            start = 0
+    """Pooled tokens `[n, T, D]` of a deterministic selector, memory-mapped from `path`.
+
+    The file is made if it does not exist, and made again if it is damaged: its hash is in `NAME.json` next to it.
+    """
+    shape, note = (len(rows), len(budgets), store.dim), path.with_suffix(".json")
+    if not _is_whole(path, note):
+        with atomic_write(path) as temporary, open(temporary, "wb") as stream:
+            # Not through a memory map: on a full disk that ends in a signal instead of an error.
+            np.lib.format.write_array_header_1_0(stream, {"descr": "<f4", "fortran_order": False, "shape": shape})
             for batch in store.batches(rows, BATCH):
-                target[start : start + len(batch)] = selector.pooled(batch, budgets).numpy()
-                start += len(batch)
-            target.flush()
+                stream.write(selector.pooled(batch, budgets).numpy().astype("<f4").tobytes())
+        write_json(note, {"sha256": sha256_file(path)})
     return np.load(path, mmap_mode="r")
+
+
+def _is_whole(path: Path, note: Path) -> bool:
+    if not (path.exists() and note.exists()):
+        return False
+    try:
+        recorded = read_json(note)
+    except RequestError:
+        return False
+    return isinstance(recorded, dict) and recorded.get("sha256") == sha256_file(path)
 
 
 def pool_and_judge(

@@ -26,6 +26,7 @@ from medtokenbudget.features.views import IDENTITY
 from medtokenbudget.files import append_line, read_lines, write_lines
 from medtokenbudget.metrics import accuracy, share_of_ceiling
 from medtokenbudget.routing import LearnedSelector, selector_class
+from medtokenbudget.tensor_files import load_tensors, save_tensors
 from medtokenbudget.tokens import TokenBatch
 from medtokenbudget.training import checkpoints as ck
 from medtokenbudget.training.classifier import RoutedClassifier
@@ -243,14 +244,14 @@ class _Trainer:
             "identity": self._identity(),
         }
         tensors = {**self._module_state("now/"), **self.best, **ck.optimizer_tensors(self.optimizer)}
-        ck.save_tensors(self._checkpoint, tensors, state)
+        save_tensors(self._checkpoint, tensors, state)
 
     def _resume(self) -> None:
         metrics = self.out / "metrics.jsonl"
         if not self._checkpoint.exists():
             metrics.unlink(missing_ok=True)
             return
-        tensors, state = ck.load_tensors(self._checkpoint)
+        tensors, state = load_tensors(self._checkpoint)
         ck.require_same(self._checkpoint, "The training", self._identity(), state["identity"])
         self._load_modules(ck.split_prefix(tensors, "now/"))
         self.best = {name: tensor for name, tensor in tensors.items() if name.startswith("best/")}
@@ -279,6 +280,7 @@ class _Trainer:
         for row in pooled_head.train_on_file(pooled, self.store.label.numpy()[rows]):
             append_line(self.out / "metrics.jsonl", row)
         path.unlink()
+        path.with_suffix(".json").unlink()
         self.head.load_state_dict(pooled_head.head.state_dict())
 
 
