@@ -1,4 +1,4 @@
-"""One simulated run and its report, made once for all tests of the report."""
+"""Simulated runs that several tests of the report share."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def intervals(run: Path) -> Intervals:
-    """The statistics of that run."""
-    return Intervals(Evidence.read(run))
+def intervals(tmp_path_factory: pytest.TempPathFactory) -> Intervals:
+    """The statistics of a run with the headline study and off-center views, without its report."""
+    folder = fake_run(tmp_path_factory.mktemp("statistics") / "run", studies=("main", "center-bias"), images=False)
+    return Intervals(Evidence.read(folder))

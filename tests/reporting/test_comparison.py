@@ -130,6 +130,7 @@ def test_the_command_prints_json_and_nothing_else(
     value = pd.read_csv(second / "results.csv").set_index(["method", "budget"]).loc[("center", 0.3), "retention"]
     assert printed["runs"][1]["methods"]["center"]["retention"]["value"] == pytest.approx(value)
     assert {"run", "method", "minus_run", "difference", "low", "high", "p_holm", "n"} <= set(printed["comparisons"][0])
+    assert printed["comparisons"][0]["n"] == 24
     assert Path(printed["page"]).is_file()
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
+from playwright.sync_api import Browser, sync_playwright
 
 from medtokenbudget.cli import main
 from medtokenbudget.errors import RequestError
@@ -17,6 +20,9 @@ from medtokenbudget.reporting import report
 from medtokenbudget.reporting.build import build
 from tests.reporting.fake_run import fake_run
 
+CHROMIUM = shutil.which("chromium") or "/usr/bin/chromium"
+WIDER = """() => [...document.querySelectorAll('.scroll')]
+    .filter(box => box.scrollWidth > box.clientWidth + 1).map(box => box.getAttribute('aria-label'))"""
 VOID = {"meta", "img", "br", "link", "input", "hr"}
 CONTROLS = ("Center", "Darkness", "Random", "Oracle")
 FIGURES = [
@@ -305,3 +311,25 @@ def test_the_command_prints_where_the_page_is_and_rejects_what_is_no_run(
     assert "is not a directory" in capsys.readouterr().err
     with pytest.raises(RequestError, match=r"run\.json"):
         report(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    if not Path(CHROMIUM).exists():
+        if os.environ.get("CI") == "true":
+            pytest.fail("Chromium is missing, but in CI the browser tests must run.")
+        pytest.skip("needs Chromium (Debian: apt install chromium)")
+    with sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_no_table_is_wider_than_its_box_on_a_desktop_and_no_page_than_its_window(browser: Browser, run: Path, width: int) -> None:
+    page = browser.new_page(viewport={"width": width, "height": 900})
+    page.goto((run / "report.html").resolve().as_uri())
+    assert page.evaluate("() => document.documentElement.scrollWidth") <= width
+    if width == 1280:
+        assert page.evaluate(WIDER) == []
+    page.close()

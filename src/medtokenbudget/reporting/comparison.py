@@ -131,7 +131,7 @@ class Comparison:
     def _comparable(self, first: NamedRun, other: NamedRun) -> tuple[str, ...]:
         """The measures that can be paired; says in `notes` what cannot and why."""
         a, b = first.evidence, other.evidence
-        pair = f"{first.name} and {other.name}"
+        pair = f"`{first.name}` and `{other.name}`"
         left, right = (e.main_predictions.drop_duplicates("image_id").set_index("image_id") for e in (a, b))
         shared = left.index.intersection(right.index)
         if a.info.hashes.get("split") != b.info.hashes.get("split"):
@@ -157,8 +157,12 @@ class Comparison:
             )
         if not same_classes:
             self.notes.append(f"{pair} have different classes: only retention is paired.")
-        if not set(a.seeds) & set(b.seeds):
+        common = sorted(set(a.seeds) & set(b.seeds))
+        if not common:
             self.notes.append(f"{pair} have no seed in common: their seeds are paired in order.")
+        elif a.seeds != b.seeds:
+            named = ", ".join(map(str, common))
+            self.notes.append(f"{pair} have different seeds: paired differences use the common ones ({named}).")
         return TESTED if same_classes else ("retention",)
 
 

@@ -76,9 +76,9 @@ def _difference(test: Any, what: str) -> str:
     interval = f"95% interval {points(gap.low)} to {points(gap.high)}, {p_text(gap.p)}, n = {gap.n:,}"
     shown = f"{points(gap.value)} points ({interval})"
     if gap.verdict == 0:
-        return f"The main methods of {test.run} and {test.minus_run} do not differ clearly in {what}: {shown}."
+        return f"The main methods of `{test.run}` and `{test.minus_run}` do not differ clearly in {what}: {shown}."
     better = "better" if gap.verdict > 0 else "worse"
-    return f"The main method of {test.run} is {better} than that of {test.minus_run} in {what}: {shown}."
+    return f"The main method of `{test.run}` is {better} than that of `{test.minus_run}` in {what}: {shown}."
 
 
 def _about(comparison: Comparison, run: NamedRun) -> str:
@@ -88,7 +88,7 @@ def _about(comparison: Comparison, run: NamedRun) -> str:
     n = f"n = {evidence.n:,}" + (f", {evidence.n_masked:,} with a mask" if evidence.n_masked else "")
     retained = f"keeps {kept} of the lesion ({share} of what is possible) and " if values["retention"] is not None else ""
     return (
-        f"{run.name} (“{evidence.dataset}”): at budget {budget_text(budget)}, {look(run.main).name} {retained}classifies {right} "
+        f"`{run.name}` (“{evidence.dataset}”): at budget {budget_text(budget)}, {look(run.main).name} {retained}classifies {right} "
         f"of the images correctly ({n})."
     )
 

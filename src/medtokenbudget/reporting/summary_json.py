@@ -39,7 +39,7 @@ def _headline(run: NamedRun, budget: float) -> dict[str, Any]:
     methods: dict[str, Any] = {}
     for metric in CURVE_METRICS:
         for method, row in run.intervals.at(metric, budget).iterrows():
-            found = {name: _plain(row[name]) for name in ("value", "low", "high", "n")}
+            found = {name: _plain(name, row[name]) for name in ("value", "low", "high", "n")}
             methods.setdefault(str(method), {})[metric] = found
     return {
         "name": run.name,
@@ -56,13 +56,13 @@ def _headline(run: NamedRun, budget: float) -> dict[str, Any]:
 
 
 def _rows(tests: pd.DataFrame) -> list[dict[str, Any]]:
-    return [{name: _plain(row[name]) for name in PAIR_COLUMNS} for row in tests.to_dict("records")]
+    return [{name: _plain(name, row[name]) for name in PAIR_COLUMNS} for row in tests.to_dict("records")]
 
 
-def _plain(value: Any) -> Any:
-    """A JSON value: None for what was not measured, whole numbers as integers."""
+def _plain(name: str, value: Any) -> Any:
+    """A JSON value: None for what was not measured, counts as integers."""
     if isinstance(value, str):
         return value
     if is_missing(value):
         return None
-    return int(value) if float(value).is_integer() and not isinstance(value, float) else float(value)
+    return int(value) if name in ("n", "groups", "seeds") else float(value)
