@@ -248,16 +248,6 @@ def test_a_run_without_masks_or_images_reports_accuracy_and_says_what_is_missing
     assert table.loc[table["metric"] == "retention", "value"].isna().all()
 
 
-def test_images_out_of_reach_leave_only_the_pictures_out(tmp_path: Path) -> None:
-    folder = fake_run(tmp_path / "moved", n=16, seeds=(42,), studies=("main",))
-    shutil.rmtree(folder / "data")
-    text = report(folder).read_text(encoding="utf-8")
-    assert "cannot be read" in text
-    assert "<img" not in text
-    assert (folder / "figures" / "retention.svg").exists()
-    assert not (folder / "figures" / "examples.svg").exists()
-
-
 def test_a_number_changed_in_results_csv_changes_page_tables_sentences_and_json(tmp_path: Path) -> None:
     folder = fake_run(tmp_path / "edited", n=16, seeds=(42,), studies=("main",), images=False)
     results = pd.read_csv(folder / "results.csv")
@@ -279,15 +269,32 @@ def test_a_number_changed_in_results_csv_changes_page_tables_sentences_and_json(
     assert built.numbers["runs"][0]["methods"]["lats:lesion-first"]["retention"]["value"] == 0.12345
 
 
-def test_a_run_of_another_packages_selector_is_reported_like_our_own(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The report of a run with another package's learned selector, whose image files are gone."""
     methods = ("no-pruning", "random", "scout", "center", "darkness", "oracle")
-    folder = fake_run(tmp_path / "theirs", n=16, seeds=(42,), studies=("main",), methods=methods, learned=("scout",))
-    text = report(folder).read_text(encoding="utf-8")
+    folder = tmp_path_factory.mktemp("theirs") / "run"
+    fake_run(folder, n=16, seeds=(42,), studies=("main",), methods=methods, learned=("scout",))
+    shutil.rmtree(folder / "data")
+    report(folder)
+    return folder
+
+
+def test_images_out_of_reach_leave_only_the_pictures_out(theirs: Path) -> None:
+    text = (theirs / "report.html").read_text(encoding="utf-8")
+    assert "cannot be read" in text
+    assert "<img" not in text
+    assert (theirs / "figures" / "retention.svg").exists()
+    assert not (theirs / "figures" / "examples.svg").exists()
+
+
+def test_a_run_of_another_packages_selector_is_reported_like_our_own(theirs: Path) -> None:
+    text = (theirs / "report.html").read_text(encoding="utf-8")
     assert "of the lesion kept by scout at budget 0.3" in text
     assert "The text follows scout (<code>scout</code>), the model that <code>mtb predict</code> uses." in text
     assert re.search(r"scout is (better|not clearly better|worse) than simply keeping the image center", text)
     assert "LATS (paper)" not in text.split('id="glossary"')[0].split('id="paper"')[0]
-    assert (folder / "figures" / "scores.svg").exists()
+    assert (theirs / "figures" / "scores.svg").exists()
 
 
 def test_a_run_without_a_trained_selector_says_so_and_can_be_reported_elsewhere(tmp_path: Path) -> None:
