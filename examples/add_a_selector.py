@@ -1,8 +1,8 @@
-"""Add a selector of your own and put it into a sweep beside the controls.
+"""Add a selector of your own and compare it with the controls in a sweep.
 
     python examples/add_a_selector.py runs/mine/manifest.parquet runs/mine/tokens --out runs/edges
 
-In a package of yours, name the class in the entry-point group `medtokenbudget.selectors` and every command knows it.
+To use it in every command, put it into a package and name the class in the entry-point group `medtokenbudget.selectors`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from medtokenbudget.routing import Ranker, TokenBatch, register_selector
 
 @register_selector("edges")
 class Edges(Ranker):
-    """Patches whose brightness differs most from the patch to the left and the one above."""
+    """Keeps the patches whose brightness differs most from the patch to the left and the one above."""
 
     requires = ("luminance",)
 
@@ -36,7 +36,7 @@ class Edges(Ranker):
 def main(manifest: Path, store: Path, out: Path, head_epochs: int = 30) -> pd.DataFrame:
     config = preset("lesion-first", head_epochs=head_epochs)
     methods, budgets = ("edges", "center", "random"), (0.1, 0.3, 0.5)
-    # One process: worker processes know the selectors of packages, not those of a script.
+    # One job: worker processes know the selectors of installed packages, not those of a script.
     results = mtb.sweep(manifest, store, out, methods, budgets, config=config, jobs=1).results
     print(results[["method", "view", "budget", "k", "n", "accuracy", "n_masked", "retention", "ceiling"]].to_string(index=False))
     return results

@@ -1,9 +1,9 @@
-"""Use an exported model without torch and without this package: onnxruntime, numpy and Pillow are all it takes.
+"""Use an exported model without PyTorch and without this package: only onnxruntime, numpy and Pillow are needed.
 
     mtb export runs/mine/run --format onnx --part whole --budget 0.3 --out exported
     python examples/onnx_without_torch.py exported/whole-lats-lesion-first-0.3.onnx photo.jpg
 
-Research, not a medical device.
+Research software, not a medical device.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ RESAMPLING = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.
 
 
 def main(model: Path, images: list[Path]) -> list[dict[str, float]]:
-    """Returns class probabilities for each image."""
+    """Return the class probabilities of each image."""
     session = onnxruntime.InferenceSession(str(model), providers=["CPUExecutionProvider"])
     facts = session.get_modelmeta().custom_metadata_map
     classes, preprocessing = json.loads(facts["classes"]), json.loads(facts["preprocessing"])
@@ -29,7 +29,7 @@ def main(model: Path, images: list[Path]) -> list[dict[str, float]]:
     for path in images:
         picture = ImageOps.exif_transpose(Image.open(path)).convert("RGB")
         picture = picture.resize((size, size), RESAMPLING[preprocessing["interpolation"]])
-        # RGB in [0, 1], [1, 3, S, S]; mean and standard deviation are applied inside the graph.
+        # RGB in [0, 1], shape [1, 3, S, S]; the graph itself subtracts the mean and divides by the standard deviation.
         pixels = np.asarray(picture, dtype=np.float32).transpose(2, 0, 1)[None] / 255
         logits, indices = session.run(None, {"image": pixels})
         shares = np.exp(logits[0] - logits[0].max())

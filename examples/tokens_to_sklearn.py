@@ -1,8 +1,8 @@
-"""Give routed tokens to scikit-learn: their mean and standard deviation, scaled, into a logistic regression.
+"""Train a scikit-learn classifier on routed tokens: logistic regression on their mean and standard deviation.
 
     python examples/tokens_to_sklearn.py runs/mine/run runs/mine/manifest.parquet --budget 0.3
 
-Images are read through the model here, without a store; `mtb predict --tokens` writes the same tokens to a file.
+The model reads the images here, so no store is needed. `mtb predict --tokens` writes the same tokens to a file.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from medtokenbudget.data import Manifest
 
 
 def main(model: Path, manifest: Path, budget: float = 0.3) -> float:
-    """Returns the balanced accuracy on the validation part."""
+    """Return the balanced accuracy on the validation images."""
     router, images = mtb.load(model), Manifest.read(manifest)
 
     def part(name: str) -> tuple[np.ndarray, np.ndarray]:
@@ -35,7 +35,7 @@ def main(model: Path, manifest: Path, budget: float = 0.3) -> float:
     classifier.fit(x, y)
     x_val, y_val = part("val")
     score = float(balanced_accuracy_score(y_val, classifier.predict(x_val)))
-    print(f"logistic regression on {router.k(budget)} tokens an image: balanced accuracy {score:.3f} on {len(y_val)} images")
+    print(f"logistic regression on {router.k(budget)} tokens per image: balanced accuracy {score:.3f} on {len(y_val)} images")
     return score
 
 

@@ -1,4 +1,4 @@
-"""Give routed tokens to a small transformer: it sees K tokens an image instead of N, and where each of them lay.
+"""Train a small transformer on routed tokens. It sees K instead of N tokens per image, and the position of each.
 
 python examples/tokens_to_transformer.py runs/mine/run runs/mine/manifest.parquet runs/mine/tokens --budget 0.3
 """
@@ -19,7 +19,7 @@ from medtokenbudget.metrics import accuracy
 
 
 class SmallTransformer(nn.Module):
-    """K tokens [B, K, D] and their patch numbers [B, K] to class logits [B, C]."""
+    """Maps K tokens [B, K, D] and their patch numbers [B, K] to class logits [B, C]."""
 
     def __init__(self, dim: int, patches: int, classes: int, width: int = 64) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class SmallTransformer(nn.Module):
 
 
 def main(model: Path, manifest: Path, store: Path, budget: float = 0.3, epochs: int = 10) -> float:
-    """Returns the accuracy on the validation part."""
+    """Return the accuracy on the validation images."""
     route = mtb.load(model).router(budget)
     images, tokens = Manifest.read(manifest), FeatureStore.open(store)
 
@@ -68,7 +68,7 @@ def main(model: Path, manifest: Path, store: Path, budget: float = 0.3, epochs: 
     most = np.bincount(train[2].numpy()).argmax()
     constant = accuracy(val[2], np.full(len(val[2]), most))
     k = train[0].shape[1]
-    print(f"{k} tokens an image: accuracy {score:.3f} on {len(val[2])} images (the commonest class: {constant:.3f})")
+    print(f"{k} tokens per image: accuracy {score:.3f} on {len(val[2])} images (always the most frequent class: {constant:.3f})")
     return score
 
 

@@ -1,4 +1,4 @@
-"""Train a router on a folder of your own images: one folder for each class, masks beside them where you have any.
+"""Train a router on your own images: one folder per class, and a folder of masks if you have any.
 
     python examples/train_on_your_folder.py photos --masks masks --out runs/mine
 
@@ -17,15 +17,15 @@ from medtokenbudget.data import apply_split, folder_manifest
 
 
 def main(images: Path, masks: Path | None, out: Path, epochs: int = 12, head_epochs: int = 30) -> Path:
-    """Returns the folder of the saved model."""
-    # A manifest says who is where: image, label, mask, group, split. Keep it; everything else can be made again from it.
+    """Return the folder of the saved model."""
+    # The manifest lists image, label, mask, group and split. Keep it: everything else can be computed from it again.
     manifest = apply_split(folder_manifest(images, masks), "grouped", select=0.1)
     path = manifest.write(out / "manifest.parquet")
 
-    # The backbone runs once over every image. Stopped half-way, the same call goes on.
+    # The backbone runs once over every image. If this is interrupted, the same call resumes.
     mtb.extract(manifest, out / "tokens", backbone="embedded")
 
-    # With masks the scorer learns the lesion first; without any, it learns by the paper's recipe with the lesion loss off.
+    # With masks, train the scorer on the lesions first. Without masks, use the paper's recipe without the lesion loss.
     config = preset("lesion-first") if masks else preset("paper", losses=LossWeights(lesion=0.0))
     config = replace(config, epochs=epochs, head_epochs=head_epochs)
     run = mtb.train(path, out / "tokens", out / "run", config)

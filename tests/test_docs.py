@@ -17,6 +17,7 @@ from PIL import Image
 
 from medtokenbudget.cli import main
 from medtokenbudget.data.dermoscopy import draw
+from medtokenbudget.routing import registry
 from tests.conftest import REPOSITORY
 
 BLOCK = re.compile(r"(?:<!-- not run: (?P<why>[^>]+) -->\n)?```bash\n(?P<body>.*?)```", re.DOTALL)
@@ -82,6 +83,25 @@ def test_the_python_of_the_retention_page_works_as_written(capsys: pytest.Captur
     assert names["total"].compute().n > 0
 
 
+@pytest.mark.slow
+def test_the_comparison_of_the_selectors_page_prints_rows_that_can_be_told_apart(
+    workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (REPOSITORY / "docs" / "selectors.md").read_text(encoding="utf-8")
+    blocks = [found["body"] for found in PYTHON.finditer(page)]
+    written = [body for body in blocks if "class Outlier" in body or "mtb.sweep" in body]
+    assert len(written) == 2
+    monkeypatch.chdir(shutil.copytree(workplace, tmp_path / "here"))
+    monkeypatch.setattr(registry.SELECTORS, "_classes", dict(registry.SELECTORS._classes))
+    names: dict[str, Any] = {}
+    exec(compile("\n".join(written), "selectors.md", "exec"), names)
+    shown = names["results"].query("budget == 0.3")
+    assert len(shown) == 4 * 2, "four methods on two views"
+    assert not shown[["method", "view"]].duplicated().any()
+    printed = [tuple(line.split()[1:3]) for line in capsys.readouterr().out.splitlines()[1:]]
+    assert printed == list(zip(shown["method"], shown["view"]))
+
+
 def test_every_option_of_a_command_that_is_not_run_exists(capsys: pytest.CaptureFixture[str]) -> None:
     helps: dict[str, str] = {}
     for page in PAGES:
@@ -100,6 +120,9 @@ def test_every_option_of_a_command_that_is_not_run_exists(capsys: pytest.Capture
 
 
 def test_every_link_to_a_file_leads_somewhere() -> None:
-    for page in PAGES:
-        for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text(encoding="utf-8")):
-            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+    links = [
+        (page, target) for page in PAGES for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text(encoding="utf-8"))
+    ]
+    assert links
+    for page, target in links:
+        assert (page.parent / target).exists(), f"{page.name} links to {target}"

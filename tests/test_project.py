@@ -93,6 +93,12 @@ def test_ci_runs_make_targets_that_exist() -> None:
     assert named <= targets, named - targets
 
 
+def test_the_table_of_folders_has_the_layers_that_import_linter_checks() -> None:
+    folders = re.findall(r"^\| `(\w+)/` \|", text("CONTRIBUTING.md"), flags=re.MULTILINE)
+    layers = [layer.split(".")[-1] for layer in PROJECT["tool"]["importlinter"]["contracts"][0]["layers"] if "|" not in layer]
+    assert folders == [layer for layer in reversed(layers) if (REPOSITORY / "src" / "medtokenbudget" / layer).is_dir()]
+
+
 def test_the_hooks_before_a_commit_use_only_what_the_environment_has() -> None:
     config = yaml.safe_load(text(".pre-commit-config.yaml"))
     assert [repo["repo"] for repo in config["repos"]] == ["local"]

@@ -1,4 +1,4 @@
-"""`mtb demo`: the whole story on drawn images, offline, on a CPU."""
+"""`mtb demo`: everything on drawn images, offline and on a CPU."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from medtokenbudget.cli.parsing import command_parser
 def main(arguments: list[str]) -> int:
     parser = command_parser(
         "demo",
-        "Draw dermoscopic images, extract them with the embedded backbone, train LATS for the paper's 50 epochs and every other "
-        "method's head, evaluate all of them at ten budgets, write a report. Needs no network; stopped, the same command goes on.",
+        "Draw dermoscopic images, extract their tokens with the embedded backbone, train LATS and the heads of the other methods, "
+        "evaluate them at ten budgets and write a report. Works offline and on a CPU. If it is stopped, the same command resumes.",
         "mtb demo --out runs/demo",
     )
-    parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="The run directory.")
-    parser.add_argument("--n", type=int, default=1000, help="Number of drawn images.")
-    parser.add_argument("--seed", type=int, default=0, help="Seed of the drawings.")
-    parser.add_argument("--epochs", type=int | None, default=None, help="Fewer epochs, for a quick look; default: the paper's.")
+    parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="Run directory to write.")
+    parser.add_argument("--n", type=int, default=1000, help="Number of images to draw.")
+    parser.add_argument("--seed", type=int, default=0, help="Random seed of the drawings.")
+    parser.add_argument(
+        "--epochs", type=int | None, default=None, help="Train for this many epochs, for a quick look. Default: the paper's 50."
+    )
     options = parser.parse_args(arguments)
 
     from medtokenbudget.api.tour import demo
@@ -27,5 +29,5 @@ def main(arguments: list[str]) -> int:
 
     page = demo(options.out, options.n, options.seed, options.epochs)
     print(headline(read_results(options.out / "results.csv")))
-    say(f"report: {page}. Next: open it, or run mtb explore {options.out / 'model'}")
+    say(f"Report: {page}. Next: open it in a browser, or run mtb explore {options.out / 'model'}")
     return 0

@@ -9,14 +9,16 @@ from medtokenbudget.cli.training_options import add_engine, add_run, add_trainin
 def main(arguments: list[str]) -> int:
     parser = command_parser(
         "reproduce",
-        "Run studies of the paper (main, robustness, mask-free, signals, curriculum, toggles, kvasir, subset) and ours (epochs, "
-        "center-bias, recipe), or all of them; print the paper's number, ours and the difference.",
+        "Run the paper's studies (main, robustness, mask-free, signals, curriculum, toggles, kvasir, subset) and ours (epochs, "
+        "center-bias, recipe), and print the paper's numbers next to ours. If it is stopped, the same command resumes.",
         "mtb reproduce isic.parquet --store tokens --out runs/paper --study main robustness",
     )
     add_run(parser)
-    parser.add_argument("--study", nargs="+", default=["all"], help="Names of studies, or 'all'.")
+    parser.add_argument(
+        "--study", nargs="+", default=["all"], help="Studies to run; 'all' runs every study that fits the data set."
+    )
     add_engine(parser)
-    add_training(parser, arguments, "paper", protocol="paper")
+    add_training(parser, arguments, "paper", skip={"seed"}, protocol="paper")
     options = parser.parse_args(arguments)
 
     from medtokenbudget.api import reproduce

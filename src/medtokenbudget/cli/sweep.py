@@ -20,9 +20,9 @@ def main(arguments: list[str]) -> int:
         default=None,
         help="Methods as selector or selector:variant, such as lats:lesion-first. Default: " + " ".join(DEFAULT_METHODS) + ".",
     )
-    parser.add_argument("--seeds", nargs="+", type=int, default=[42], help="Seeds; each gives one unit per method.")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[42], help="Random seeds. Every method is trained once per seed.")
     add_engine(parser)
-    add_training(parser, arguments, "lesion-first")
+    add_training(parser, arguments, "lesion-first", skip={"seed"})
     options = parser.parse_args(arguments)
 
     from medtokenbudget.api import sweep

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,17 +26,18 @@ FIRST = ("epochs", "budgets", "seed", "device")
 """Fields of `TrainConfig` that the help shows before all groups."""
 
 
-def add_training(parser: CommandParser, arguments: list[str], default: str, **changes: Any) -> None:
+def add_training(parser: CommandParser, arguments: list[str], default: str, skip: Collection[str] = (), **changes: Any) -> None:
     """Add `--preset` and the fields of `TrainConfig`, with the defaults of the preset that `arguments` name.
 
     Args:
         parser: The parser of a command.
         arguments: The words after the command.
         default: The preset to use if none is named.
+        skip: Fields that are no options of this command and keep the value of the preset.
         **changes: Fields of the preset whose default is another one for this command.
     """
     parser.add_argument("--preset", default=default, choices=sorted(PRESETS), help="Settings that the options below change.")
-    add_config(parser, TrainConfig, "Training", first=FIRST)
+    add_config(parser, TrainConfig, "Training", first=FIRST, skip=skip)
     add_part(parser, LATSConfig, "lats", "LATS scorer")
     add_part(parser, RouterConfig, "router", "Router")
     add_part(parser, CurriculumConfig, "curriculum", "Budget curriculum of the joint recipe")
