@@ -130,6 +130,8 @@ class Selection:
     kept        [B, N] bool, or None for mergers, which keep no patch as it was
     assignment  [B, N] int64: which output token a patch went to, -1 for dropped
     indices     [B, K] int64: the kept patches in the order of `tokens`, or None for mergers
+    attention   [B, K, N]: share of each patch in each token, for mergers whose tokens are soft mixtures of all patches; else None.
+                `assignment` is then the token that has the largest share of a patch
     """
 
     tokens: Tensor
@@ -137,6 +139,7 @@ class Selection:
     assignment: Tensor
     kept: Tensor | None = None
     indices: Tensor | None = None
+    attention: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.tokens.ndim != 3:

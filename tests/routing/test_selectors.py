@@ -9,8 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from medtokenbudget.config import BUDGETS, CONTROLS, PAPER_METHODS
+from medtokenbudget.config import BUDGETS, CONTROLS, PAPER_METHODS, TrainConfig
 from medtokenbudget.errors import BudgetError, CountError, MissingSignalError, NonFiniteError
+from medtokenbudget.experiments.methods import Method
 from medtokenbudget.routing import Ranker, TokenBatch, budget_to_k, create_selector, list_selectors
 from tests.routing.batches import selector_of, tokens_of
 
@@ -43,6 +44,13 @@ def test_exactly_k_tokens_at_every_budget(name, grid):
         selection = selector.select_budget(tokens, budget, seeded())
         assert selector.count(budget, tokens.n) == selection.k == k
         assert selection.tokens.shape == (2, k, tokens.dim)
+        if selection.attention is not None:
+            assert selection.attention.shape == (2, k, tokens.n)
+            torch.testing.assert_close(selection.attention.sum(2), torch.ones(2, k))
+            torch.testing.assert_close(selection.attention @ tokens.patches, selection.tokens)
+            assert int(selection.assignment.min()) >= 0
+            assert int(selection.assignment.max()) < k
+            continue
         for row in range(2):
             groups = selection.assignment[row]
             assert sorted(groups[groups >= 0].unique().tolist()) == list(range(k))
@@ -140,11 +148,58 @@ def test_gradient_reaches_the_scorer_where_there_is_one(name):
     if not selector.learns:
         assert not isinstance(selector, torch.nn.Module)
         return
+    tokens = replace(tokens_of(), label=torch.tensor([0, 1, 1]))
+    step = selector.training_pass(tokens, 1.0 if selector.kind == "merger" else 0.5, TrainConfig(), seeded())
+    loss = sum(step.weights.get(name, 1.0) * term for name, term in step.terms.items())
+    (loss + (step.pooled * torch.rand(step.pooled.shape, generator=seeded())).sum()).backward()
+    used = tokens.n  # of the slots of a soft merger
+    for parameter_name, parameter in selector.named_parameters():
+        if parameter.numel() > 1:
+            assert bool(parameter.grad[:used].abs().sum() > 0), parameter_name
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if selector_of(name).learns])
+@pytest.mark.parametrize("variant", ["", "mask-free", "lesion-first"])
+def test_every_learned_selector_trains_with_and_without_masks(name, variant):
+    config = Method(name, variant=variant).config(TrainConfig())
+    tokens, selector = replace(tokens_of(), label=torch.tensor([0, 1, 1])), selector_of(name)
+    step = selector.training_pass(tokens, 0.5, config, seeded(), route=variant != "lesion-first")
+    assert (step.pooled is None) == (variant == "lesion-first")
+    assert "lesion" in step.terms
+    assert step.terms["lesion"].requires_grad == (variant != "mask-free")
+    assert step.weights["lesion"] == {"": 0.1, "mask-free": 0.0, "lesion-first": 1.0}[variant]
+    unmasked = replace(tokens, lesion=torch.zeros_like(tokens.lesion), has_mask=torch.zeros(3, dtype=torch.bool))
+    without = selector.training_pass(unmasked, 0.5, config, seeded(), route=variant != "lesion-first")
+    assert without.terms["lesion"].item() == 0
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if selector_of(name).learns])
+def test_a_learned_selector_learns_the_lesion_from_masks(name):
+    tokens = tokens_of(8, (4, 4), 16)
+    patches = tokens.patches + 4.0 * tokens.lesion.unsqueeze(-1) * torch.linspace(-1, 1, 16)
+    tokens, config = replace(tokens, patches=patches), Method(name, variant="lesion-first").config(TrainConfig())
+    config = replace(config, patches=0)
+    torch.manual_seed(0)
+    selector = selector_of(name, 16)
+    optimizer = torch.optim.AdamW(selector.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(40):
+        step = selector.training_pass(tokens, 0.5, config, seeded(), route=False)
+        loss = sum(step.weights.get(key, 1.0) * term for key, term in step.terms.items())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(step.terms["lesion"]))
+    assert losses[-1] < 0.5 * losses[0]
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if selector_of(name).learns])
+def test_a_learned_selector_is_built_again_from_its_options(name):
+    selector = selector_of(name)
+    again = create_selector(name, dim=32, **selector.options())
+    again.load_state_dict(selector.state_dict())
     tokens = tokens_of()
-    scores = torch.sigmoid(selector.logits(tokens, seeded()))
-    mask = selector.training_mask(scores, tokens.grid, 9, seeded())
-    (mask * torch.rand(mask.shape, generator=seeded())).sum().backward()
-    assert all(bool(parameter.grad.abs().sum() > 0) for parameter in selector.scorer.parameters() if parameter.numel() > 1)
+    assert torch.equal(selector.eval().select(tokens, 9).tokens, again.eval().select(tokens, 9).tokens)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -76,6 +76,8 @@ LEARNED: dict[str, Change] = {
     "lesion-first-joint": _lesion_first(recipe="joint", patches=0, losses=LossWeights(diversity=0.0, lesion=1.0, distillation=0.0)),
 }
 """Variants of a selector that learns. The empty name is the paper's recipe."""
+ONLY_LATS: tuple[str, ...] = ("lesion-first-raster", "lesion-first-zero-padding", "lesion-first-all-patches")
+"""Variants that change a part which only LATS has."""
 
 FIXED: dict[str, Change] = {
     "": lambda base: base,
@@ -149,7 +151,9 @@ class Method:
 
     @property
     def _changes(self) -> Mapping[str, Change]:
-        return LEARNED if self.learned else FIXED
+        if not self.learned:
+            return FIXED
+        return LEARNED if self.selector == "lats" else {name: change for name, change in LEARNED.items() if name not in ONLY_LATS}
 
     @property
     def _ablations(self) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ def load_unit(info: RunInfo, unit: Unit, dim: int) -> RoutedClassifier | None:
     selector: Selector
     if issubclass(kind, LearnedSelector):
         tensors, _ = load_tensors(folder / "checkpoint.safetensors")
-        selector = kind.from_config(dim, config)
+        selector = kind.from_config(dim, config, len(info.classes))
         selector.load_state_dict(ck.split_prefix(tensors, "best/selector."))
     else:
         selector = create_selector(method.selector, minimum=config.router.minimum)

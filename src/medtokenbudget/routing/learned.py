@@ -51,8 +51,8 @@ class LearnedSelector(Selector, nn.Module):
 
     @classmethod
     @abstractmethod
-    def from_config(cls, dim: int, config: TrainConfig) -> Self:
-        """A selector for tokens of dimension `dim` with the settings of a training."""
+    def from_config(cls, dim: int, config: TrainConfig, classes: int = 2) -> Self:
+        """A selector for tokens of dimension `dim` with the settings of a training; `classes` is for those that also classify."""
 
     @abstractmethod
     def training_pass(

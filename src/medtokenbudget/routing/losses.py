@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from medtokenbudget.config import LossWeights
 from medtokenbudget.errors import MissingSignalError, ShapeError
+from medtokenbudget.tokens import TokenBatch
 
 _MARGIN = 1e-7
 
@@ -50,6 +51,41 @@ def lesion_loss(scores: Tensor, lesion: Tensor, has_mask: Tensor, from_logits: b
         return F.binary_cross_entropy_with_logits(predicted, target)
     predicted = predicted.clamp(_MARGIN, 1 - _MARGIN)
     return -(target * predicted.log() + (1 - target) * torch.log1p(-predicted)).mean()
+
+
+def lesion_mass_loss(attention: Tensor, lesion: Tensor, has_mask: Tensor) -> Tensor:
+    """Mean of `-log(attention on lesion patches)`: the lesion loss of tokens that are mixtures of all patches.
+
+    Args:
+        attention: [B, N] share of each patch in the mean of the tokens; rows sum to 1.
+        lesion: [B, N] lesion patches.
+        has_mask: [B] which images have a mask; images without a lesion patch do not count.
+    """
+    if lesion.shape != _checked(attention).shape or has_mask.shape != attention.shape[:1]:
+        raise ShapeError(
+            f"attention {list(attention.shape)}, lesion {list(lesion.shape)}, has_mask {list(has_mask.shape)} must agree on [B, N]."
+        )
+    rows = has_mask.bool() & lesion.bool().any(1)
+    if not bool(rows.any()):
+        return attention.sum() * 0.0
+    mass = (attention[rows].float() * lesion[rows].float()).sum(1)
+    return -mass.clamp_min(_MARGIN).log().mean()
+
+
+def lesion_term(logits: Tensor, tokens: TokenBatch, weight: float) -> Tensor:
+    """The lesion loss of score logits [B, N] on a batch: zero without masks, without gradient if its weight is 0."""
+    with _graph_if(weight):
+        if tokens.lesion is None or tokens.has_mask is None:
+            return logits.sum() * 0.0
+        return lesion_loss(logits, tokens.lesion, tokens.has_mask, from_logits=True)
+
+
+def lesion_mass_term(attention: Tensor, tokens: TokenBatch, weight: float) -> Tensor:
+    """The lesion loss of attention [B, N] on a batch: zero without masks, without gradient if its weight is 0."""
+    with _graph_if(weight):
+        if tokens.lesion is None or tokens.has_mask is None:
+            return attention.sum() * 0.0
+        return lesion_mass_loss(attention, tokens.lesion, tokens.has_mask)
 
 
 def distillation_loss(scores: Tensor, cls_attention: Tensor) -> Tensor:

@@ -98,7 +98,7 @@ class _Trainer:
             require_labels(store.label.numpy()[self.images], "training")
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)
-            self.selector = _learned(names[0]).from_config(store.dim, config)
+            self.selector = _learned(names[0]).from_config(store.dim, config, classes)
             self.head = create_head(names[1], store.dim, classes)
         self.classifier = RoutedClassifier(self.selector, self.head).to(self.device)
         self.parameters = list((self.classifier if self.joint else self.selector).parameters())

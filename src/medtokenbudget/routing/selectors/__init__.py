@@ -8,9 +8,11 @@ from medtokenbudget.routing.selectors.attention_entropy import AttentionEntropy
 from medtokenbudget.routing.selectors.box_prior import BoxPrior
 from medtokenbudget.routing.selectors.center import Center
 from medtokenbudget.routing.selectors.class_attention import ClassAttention
+from medtokenbudget.routing.selectors.cropr import Cropr
 from medtokenbudget.routing.selectors.darkness import Darkness
 from medtokenbudget.routing.selectors.diffrate import DiffRate
 from medtokenbudget.routing.selectors.dpc_knn import DPCKNN
+from medtokenbudget.routing.selectors.dynamicvit import DynamicViT, DynamicViTPackage
 from medtokenbudget.routing.selectors.evit import EViT
 from medtokenbudget.routing.selectors.frequency import Frequency
 from medtokenbudget.routing.selectors.k_medoids import KMedoids
@@ -20,7 +22,11 @@ from medtokenbudget.routing.selectors.no_pruning import NoPruning
 from medtokenbudget.routing.selectors.norm import Norm
 from medtokenbudget.routing.selectors.oracle import Oracle
 from medtokenbudget.routing.selectors.pitome import PiToMe
+from medtokenbudget.routing.selectors.query_pool import QueryPool
 from medtokenbudget.routing.selectors.random import Random
+from medtokenbudget.routing.selectors.sparselearn import SparseLearn
+from medtokenbudget.routing.selectors.tc_ssa import TCSSA
+from medtokenbudget.routing.selectors.tokenlearner import TokenLearner
 from medtokenbudget.routing.selectors.tome import ToMe
 from medtokenbudget.routing.selectors.tps import TPS
 
@@ -28,13 +34,17 @@ __all__ = [
     "ATC",
     "ATS",
     "DPCKNN",
+    "TCSSA",
     "TPS",
     "AttentionEntropy",
     "BoxPrior",
     "Center",
     "ClassAttention",
+    "Cropr",
     "Darkness",
     "DiffRate",
+    "DynamicViT",
+    "DynamicViTPackage",
     "EViT",
     "Frequency",
     "KMedoids",
@@ -44,6 +54,9 @@ __all__ = [
     "Norm",
     "Oracle",
     "PiToMe",
+    "QueryPool",
     "Random",
+    "SparseLearn",
     "ToMe",
+    "TokenLearner",
 ]

@@ -63,7 +63,7 @@ class LATSSelector(LearnedSelector, Ranker):
         self.requires = ("attention_entropy",) if "attention" in self.scorer.signals else ()
 
     @classmethod
-    def from_config(cls, dim: int, config: TrainConfig) -> LATSSelector:
+    def from_config(cls, dim: int, config: TrainConfig, classes: int = 2) -> LATSSelector:
         return cls(dim, **vars(config.lats), **vars(config.router))
 
     def options(self) -> dict[str, Any]:

@@ -1,0 +1,124 @@
+"""DynamicViT (Rao et al., NeurIPS 2021): a prediction module decides which tokens stay. With SPViT's package token as an option.
+
+Post-backbone form: one prediction module on the final tokens. The backbone is frozen, so there is no distillation from an unpruned
+teacher; the ratio loss and the Gumbel-softmax decisions are as published. SPViT (Kong et al., ECCV 2022; `dynamicvit-package`) adds
+one token that packages the pruned ones, weighted with their scores; its multi-head selector and latency-aware training are not here.
+"""
+
+from __future__ import annotations
+
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from medtokenbudget.config import TrainConfig
+from medtokenbudget.routing.learned import LearnedSelector, TrainingPass
+from medtokenbudget.routing.losses import lesion_term
+from medtokenbudget.routing.merging import with_rest
+from medtokenbudget.routing.registry import register_selector
+from medtokenbudget.routing.router import check_k, gumbel_noise, masked_mean, rank
+from medtokenbudget.routing.selector import Merger, Ranker
+from medtokenbudget.tokens import Selection, TokenBatch
+
+RATIO_WEIGHT = 2.0
+"""Weight of the ratio loss in the publication."""
+
+
+class Predictor(nn.Module):
+    """Keep logits [B, N]: local features of each patch beside the mean of global features, through a three-layer MLP."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        half = max(dim // 2, 1)
+        self.features = nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, 2 * half), nn.GELU())
+        self.decide = nn.Sequential(
+            nn.Linear(2 * half, half), nn.GELU(), nn.Linear(half, max(dim // 4, 1)), nn.GELU(), nn.Linear(max(dim // 4, 1), 2)
+        )
+
+    def forward(self, patches: Tensor) -> Tensor:
+        local, whole = self.features(patches).chunk(2, dim=-1)
+        both = torch.cat([local, whole.mean(1, keepdim=True).expand_as(whole)], dim=-1)
+        drop, keep = self.decide(both).float().unbind(-1)
+        return keep - drop
+
+
+class _Pruner(LearnedSelector):
+    """What both selectors share: the prediction module and the losses."""
+
+    def __init__(self, dim: int, minimum: int = 16) -> None:
+        super().__init__(minimum)
+        self.predictor = Predictor(dim)
+
+    @classmethod
+    def from_config(cls, dim: int, config: TrainConfig, classes: int = 2) -> Self:
+        return cls(dim, config.router.minimum)
+
+    def decisions(self, logits: Tensor, generator: torch.Generator | None) -> Tensor:
+        """Keep decisions [B, N], 0 or 1, by the straight-through Gumbel-softmax of keep and drop; no noise without a generator."""
+        noisy = logits
+        if generator is not None:
+            pair = gumbel_noise((2, *logits.shape), generator).to(logits.device)
+            noisy = logits + pair[0] - pair[1]
+        soft = torch.sigmoid(noisy)
+        return (noisy > 0).float() + (soft - soft.detach())
+
+    def training_pass(
+        self,
+        tokens: TokenBatch,
+        budget: float,
+        config: TrainConfig,
+        generator: torch.Generator | None = None,
+        route: bool = True,
+    ) -> TrainingPass:
+        """The mean under the keep decisions, the lesion loss and, when routing, the ratio loss `(mean(keep) - budget)^2`."""
+        tokens = tokens.float()
+        logits = self.predictor(tokens.patches)
+        terms = {"lesion": lesion_term(logits, tokens, config.losses.lesion)}
+        weights = {"lesion": config.losses.lesion, "ratio": RATIO_WEIGHT}
+        if not route:
+            return TrainingPass(None, terms, torch.sigmoid(logits), weights)
+        mask = self.decisions(logits, generator)
+        terms["ratio"] = (mask.mean(1) - self.count(budget, tokens.n) / tokens.n).square().mean()
+        return TrainingPass(self.mean(tokens.patches, mask, logits), terms, torch.sigmoid(logits), weights, mask)
+
+    def mean(self, patches: Tensor, mask: Tensor, logits: Tensor) -> Tensor:
+        """What the head reads in training, [B, D]. An image of which nothing is kept counts its best patch."""
+        best = F.one_hot(logits.argmax(1), logits.shape[1]) * (mask.detach().sum(1, keepdim=True) == 0)
+        return masked_mean(patches, mask + best)
+
+
+@register_selector("dynamicvit")
+class DynamicViT(_Pruner, Ranker):
+    """The K patches with the highest probability to be kept.
+
+    Args:
+        dim: Embedding dimension D of the tokens.
+        minimum: Fewest patches kept at any budget.
+    """
+
+    def score(self, tokens: TokenBatch, generator: torch.Generator | None = None) -> Tensor:
+        return torch.sigmoid(self.predictor(tokens.patches.float()))
+
+
+@register_selector("dynamicvit-package")
+class DynamicViTPackage(_Pruner, Merger):
+    """The K - 1 patches with the highest probability p to be kept, and the package token `sum(p_i x_i) / sum(p_i)` of the others.
+
+    Args:
+        dim: Embedding dimension D of the tokens.
+        minimum: Fewest tokens kept at any budget.
+    """
+
+    def select(self, tokens: TokenBatch, k: int, generator: torch.Generator | None = None) -> Selection:
+        k = check_k(k, tokens.n)
+        keep = torch.sigmoid(self.predictor(self.check(tokens).patches.float()))
+        return with_rest(tokens.patches, rank(keep.detach())[:, : k - 1], keep.clamp_min(1e-12))
+
+    def mean(self, patches: Tensor, mask: Tensor, logits: Tensor) -> Tensor:
+        """The mean of the kept patches and of the package of the others."""
+        rest = (1 - mask) * torch.sigmoid(logits)
+        package = rest / rest.sum(1, keepdim=True).clamp_min(1e-6)
+        total = torch.bmm((mask + package).unsqueeze(1), patches).squeeze(1)
+        return total / (mask.sum(1, keepdim=True) + 1)

@@ -1,0 +1,166 @@
+"""The learned selectors against their formulas, written as plain loops over one image."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from medtokenbudget.config import TrainConfig
+from medtokenbudget.errors import CountError, MissingSignalError, UnknownNameError
+from medtokenbudget.experiments.methods import Method
+from medtokenbudget.routing import create_selector
+from medtokenbudget.routing.losses import lesion_mass_loss
+from medtokenbudget.routing.selectors.sparselearn import noise_gate, soft_topk
+from tests.routing.batches import selector_of, tokens_of
+
+N, K = 35, 9
+
+
+def noise(seed: int = 1) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def softmax(values: list[float]) -> list[float]:
+    top = max(values)
+    shares = [math.exp(value - top) for value in values]
+    return [share / sum(shares) for share in shares]
+
+
+@torch.no_grad()
+def test_tokenlearner_tokens_are_mixtures_by_the_softmax_of_each_map():
+    tokens, selector = tokens_of(), selector_of("tokenlearner")
+    selection = selector.select(tokens, K)
+    for row in range(len(tokens)):
+        logits = selector.maps(tokens.patches[row])
+        for slot in range(K):
+            shares = softmax(logits[:, slot].tolist())
+            expected = sum(share * x for share, x in zip(shares, tokens.patches[row]))
+            torch.testing.assert_close(selection.tokens[row, slot], expected, atol=1e-5, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_query_pool_is_attention_of_learned_queries():
+    tokens, selector = tokens_of(), selector_of("query-pool")
+    selection = selector.select(tokens, K)
+    for row in range(len(tokens)):
+        keys = selector.keys(tokens.patches[row])
+        for slot in range(K):
+            shares = softmax([float(selector.queries[slot] @ key) / 8 for key in keys])
+            expected = sum(share * x for share, x in zip(shares, tokens.patches[row]))
+            torch.testing.assert_close(selection.tokens[row, slot], expected, atol=1e-5, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_tc_ssa_routes_each_patch_to_its_two_best_slots():
+    tokens, selector = tokens_of(), selector_of("tc-ssa")
+    selection = selector.select(tokens, K)
+    for row in range(len(tokens)):
+        gates = [softmax(line[:K].tolist()) for line in selector.gate(tokens.patches[row])]
+        received: list[dict[int, float]] = [{} for _ in range(K)]
+        for patch, gate in enumerate(gates):
+            first, second = sorted(range(K), key=lambda s, g=gate: -g[s])[:2]
+            for slot in (first, second):
+                received[slot][patch] = gate[slot] / (gate[first] + gate[second])
+        for slot, shares in enumerate(received):
+            if not shares:
+                shares = {max(range(N), key=lambda p, s=slot, g=gates: g[p][s]): 1.0}
+            expected = sum(w * tokens.patches[row, p] for p, w in shares.items()) / sum(shares.values())
+            torch.testing.assert_close(selection.tokens[row, slot], expected, atol=1e-5, rtol=1e-4)
+
+
+def test_a_soft_merger_has_no_more_tokens_than_slots():
+    with pytest.raises(CountError, match=r"'query-pool' has 8 slots, so it cannot give 9 tokens"):
+        create_selector("query-pool", dim=32, slots=8).select(tokens_of(), 9)
+
+
+def test_the_lesion_loss_of_a_soft_merger_is_the_attention_that_misses_the_lesion():
+    attention = torch.tensor([[0.5, 0.25, 0.25], [0.1, 0.1, 0.8], [1.0, 0.0, 0.0]])
+    lesion = torch.tensor([[True, True, False], [False, False, True], [False, False, False]])
+    expected = -(math.log(0.75) + math.log(0.8)) / 2
+    assert float(lesion_mass_loss(attention, lesion, torch.tensor([True, True, True]))) == pytest.approx(expected)
+    assert float(lesion_mass_loss(attention, lesion, torch.tensor([False, False, True]))) == 0
+
+
+def test_dynamicvit_keeps_the_highest_keep_probability_and_penalizes_the_ratio():
+    tokens, selector = tokens_of(), selector_of("dynamicvit")
+    logits = selector.predictor(tokens.patches).detach()
+    kept = selector.select(tokens, K).kept
+    for row in range(len(tokens)):
+        best = logits[row].argsort(descending=True)[:K].tolist()
+        assert sorted(best) == kept[row].nonzero().flatten().tolist()
+    step = selector.training_pass(tokens, 0.5, TrainConfig())  # no generator, no noise
+    ratios = [sum(value > 0 for value in row) / N for row in logits.tolist()]
+    assert float(step.terms["ratio"]) == pytest.approx(sum((ratio - 17 / N) ** 2 for ratio in ratios) / 3, abs=1e-6)
+    assert step.weights["ratio"] == 2.0
+    for row, values in enumerate(logits.tolist()):
+        chosen = [i for i, value in enumerate(values) if value > 0] or [values.index(max(values))]
+        torch.testing.assert_close(step.pooled[row], tokens.patches[row, chosen].mean(0), atol=1e-5, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_dynamicvit_looks_at_each_patch_and_at_the_mean_of_all():
+    selector, tokens = selector_of("dynamicvit"), tokens_of()
+    features = selector.predictor.features(tokens.patches)
+    both = torch.cat([features[..., :16], features[..., 16:].mean(1, keepdim=True).expand(-1, N, -1)], -1)
+    out = selector.predictor.decide(both)
+    torch.testing.assert_close(selector.predictor(tokens.patches), out[..., 1] - out[..., 0])
+
+
+@torch.no_grad()
+def test_the_package_token_is_the_score_weighted_mean_of_the_pruned_patches():
+    tokens, selector = tokens_of(), selector_of("dynamicvit-package")
+    keep = torch.sigmoid(selector.predictor(tokens.patches))
+    selection = selector.select(tokens, K)
+    for row in range(len(tokens)):
+        order = keep[row].argsort(descending=True).tolist()
+        rest = order[K - 1 :]
+        package = sum(keep[row, i] * tokens.patches[row, i] for i in rest) / keep[row, rest].sum()
+        torch.testing.assert_close(selection.tokens[row, :-1], tokens.patches[row, order[: K - 1]])
+        torch.testing.assert_close(selection.tokens[row, -1], package, atol=1e-5, rtol=1e-4)
+
+
+def test_cropr_ranks_by_its_mean_query_and_learns_from_its_auxiliary_head_alone():
+    tokens, selector = replace(tokens_of(), label=torch.tensor([0, 1, 1])), selector_of("cropr")
+    query = selector.query.mean(0)
+    scores = selector.score(tokens)
+    for row in range(len(tokens)):
+        for patch in range(N):
+            key = selector.key(selector.norm(tokens.patches[row, patch]))
+            assert float(scores[row, patch]) == pytest.approx(float(query @ key) / 8, abs=1e-5)
+    step = selector.training_pass(tokens, 0.5, TrainConfig(), noise())
+    assert not step.pooled.requires_grad
+    assert step.terms["auxiliary"].requires_grad
+    assert step.weights["auxiliary"] == 1.0
+    lesion_first = Method("cropr", variant="lesion-first").config(TrainConfig())
+    assert "auxiliary" not in selector.training_pass(tokens, 0.5, lesion_first, noise(), route=False).terms
+    with pytest.raises(MissingSignalError, match="class labels"):
+        selector.training_pass(replace(tokens, label=None), 0.5, TrainConfig(), noise())
+
+
+def test_soft_top_k_sums_to_k_and_has_the_gradient_of_its_threshold():
+    scores = torch.randn(2, 12, generator=noise(), dtype=torch.float64).requires_grad_()
+    gates = soft_topk(scores, 5, 0.5)
+    torch.testing.assert_close(gates.sum(1), torch.full((2,), 5.0, dtype=torch.float64), atol=1e-6, rtol=0)
+    assert torch.autograd.gradcheck(lambda s: soft_topk(s, 5, 0.5), (scores,), atol=1e-4)
+    # A shift of all scores changes nothing.
+    torch.testing.assert_close(soft_topk(scores + 3, 5, 0.5), gates, atol=1e-6, rtol=0)
+    assert soft_topk(scores, 12, 0.5).eq(1).all()
+
+
+def test_the_noise_gate_preserves_the_variance_of_a_closed_patch():
+    patches = torch.randn(1, 4000, 3, generator=noise()) * torch.tensor([1.0, 2.0, 5.0]) + 7
+    for openness in (1e-6, 0.5, 1.0):
+        gated = noise_gate(patches, torch.full((1, 4000), openness), noise(2))
+        torch.testing.assert_close(gated.std(1), patches.std(1), atol=0.15, rtol=0.05)
+        torch.testing.assert_close(gated.mean(1), patches.mean(1), atol=0.2, rtol=0)
+    torch.testing.assert_close(noise_gate(patches, torch.ones(1, 4000), noise()), patches, atol=0.03, rtol=0)
+
+
+def test_variants_that_change_a_part_of_lats_belong_to_lats():
+    assert str(Method.parse("dynamicvit:mask-free")) == "dynamicvit:mask-free"
+    Method.parse("lats:lesion-first-raster")
+    with pytest.raises(UnknownNameError, match="variant of dynamicvit"):
+        Method.parse("dynamicvit:lesion-first-raster")
