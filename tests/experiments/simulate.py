@@ -51,6 +51,8 @@ def cell(
             "lesion": pd.array(np.where(masked, lesion, 0), dtype="Int32").copy(),
             "kept_lesion": pd.array(np.where(masked, kept, 0), dtype="Int32").copy(),
             "purity": np.where(masked, 0.9, np.nan) if merger else np.full(n, np.nan),
+            "lesion_dominated": np.where(masked, 0.8, np.nan) if merger else np.full(n, np.nan),
+            "lesion_mass": np.nan,
         }
     ).pipe(_hide, ~masked, merger)
 

@@ -62,7 +62,7 @@ def test_results_are_read_back_with_empty_fields_for_what_was_not_measured(tmp_p
     header, line = (tmp_path / "results.csv").read_text().splitlines()
     assert header == (
         "study,dataset,view,method,seed,budget,k,n,n_masked,accuracy,macro_f1,balanced_accuracy,retention,retention_mean,"
-        "retention_of_ceiling,precision,enrichment,ceiling,macro_auroc,ece,purity"
+        "retention_of_ceiling,precision,enrichment,ceiling,macro_auroc,ece,purity,lesion_dominated,lesion_mass"
     )
     assert ",,,,," in line
     pd.testing.assert_frame_equal(results.read_results(tmp_path / "results.csv"), table, check_dtype=False, rtol=1e-8)

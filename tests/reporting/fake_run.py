@@ -139,6 +139,8 @@ def unit(study: str, method: str, seed: int, pictures: Pictures, budgets: tuple[
                     "lesion": pd.array(lesion, dtype="Int64"),
                     "kept_lesion": pd.array(kept_lesion, dtype="Int64"),
                     "purity": np.where(masked & merger, 0.9 - 0.2 * (1 - budget), np.nan),
+                    "lesion_dominated": np.where(masked & merger, 0.8 - 0.2 * (1 - budget), np.nan),
+                    "lesion_mass": np.nan,
                 }
             )
         )

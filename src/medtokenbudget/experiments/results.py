@@ -37,6 +37,8 @@ METRICS: tuple[str, ...] = (
     "macro_auroc",
     "ece",
     "purity",
+    "lesion_dominated",
+    "lesion_mass",
 )
 RESULT_COLUMNS: tuple[str, ...] = (*CELL, "k", "n", "n_masked", *METRICS)
 
@@ -59,7 +61,9 @@ SCHEMA = pa.schema(
         ("probabilities", pa.list_(pa.float32())),
         ("lesion", pa.int32()),  # null: no mask; 0: a mask without a lesion patch on the grid
         ("kept_lesion", pa.int32()),  # null: no mask, or a merger
-        ("purity", pa.float64()),  # null: no mask, or a ranker
+        ("purity", pa.float64()),  # null: no mask, or not a hard merger
+        ("lesion_dominated", pa.float64()),  # null: no lesion patch, or not a hard merger
+        ("lesion_mass", pa.float64()),  # null: no lesion patch, or not a soft merger
     ]
 )
 PREDICTION_COLUMNS: tuple[str, ...] = tuple(SCHEMA.names)
@@ -154,7 +158,6 @@ def summarize_cell(cell: pd.DataFrame, classes: int) -> dict[str, float | int]:
         masked["k"].to_numpy(),
         masked["n_patches"].to_numpy(),
     )
-    purity = cell["purity"].dropna()
     return {
         "k": int(cell["k"].iloc[0]),
         "n": len(labeled),
@@ -170,7 +173,7 @@ def summarize_cell(cell: pd.DataFrame, classes: int) -> dict[str, float | int]:
         "ceiling": retention.ceiling,
         "macro_auroc": metrics.macro_auroc(label, probabilities),
         "ece": metrics.expected_calibration_error(label, predicted, probabilities),
-        "purity": float(purity.mean()) if len(purity) else float("nan"),
+        **{name: float(cell[name].mean()) for name in ("purity", "lesion_dominated", "lesion_mass")},
     }
 
 

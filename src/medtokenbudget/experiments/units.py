@@ -240,6 +240,8 @@ def predictions_frame(
                     "lesion": lesion,
                     "kept_lesion": evidence.kept_lesion[:, index],
                     "purity": evidence.purity[:, index],
+                    "lesion_dominated": evidence.dominated[:, index],
+                    "lesion_mass": evidence.mass[:, index],
                 }
             )
         )

@@ -21,6 +21,8 @@ METRIC_NAMES = {
     "macro_auroc": "AUROC (%)",
     "ece": "ECE (%)",
     "purity": "Purity (%)",
+    "lesion_dominated": "Domin. (%)",
+    "lesion_mass": "Mass (%)",
 }
 BOLD_NOTE = "Bold: best value, not counting NoPruning and Oracle."
 INTERVAL_NOTE = "Brackets: 95% bootstrap interval over groups of images."

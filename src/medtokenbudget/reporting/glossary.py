@@ -23,6 +23,8 @@ TERMS: dict[str, str] = {
     "Purity": (
         "For methods that merge patches (ToMe): how little the merged tokens mix lesion and skin. Such methods have no retention."
     ),
+    "Dominated": "For methods that merge patches: the share of lesion patches in tokens of which more than half is lesion.",
+    "Mass": "For methods whose tokens mix all patches: the share of the tokens that comes from lesion patches.",
     "Accuracy": "The share of images that were classified correctly.",
     "Macro F1": "The F1 score of each class, averaged with equal weight for rare and common classes.",
     "Balanced accuracy": "The recall of each class, averaged with equal weight for rare and common classes.",

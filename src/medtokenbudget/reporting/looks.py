@@ -63,6 +63,13 @@ LOOKS: dict[str, Look] = {
     "dpc-knn": Look("DPC-KNN", "#94651f", "*", "-", "Merges patches into clusters around density peaks."),
     "k-medoids": Look("K-medoids", "#5a5a9c", "*", "-", "Represents clusters of patches by their medoids."),
     "atc": Look("ATC", "#8a3ea0", "*", "-", "Merges the closest pair of clusters until K are left."),
+    "dynamicvit": Look("DynamicViT", "#b5495b", "h", "-", "A prediction module learns which patches to keep."),
+    "dynamicvit-package": Look("DynamicViT + package", "#b5495b", "p", "-", "DynamicViT with the others in one package token."),
+    "cropr": Look("Cropr", "#94651f", "h", "-", "Learned queries, trained by an auxiliary classifier, score the patches."),
+    "sparselearn": Look("SparseLearn", "#4f6d2f", "h", "-", "Learns scores through a soft top-K gate with noise."),
+    "tokenlearner": Look("TokenLearner", "#8a3ea0", "8", "-", "Mixes all patches into K tokens by learned attention maps."),
+    "tc-ssa": Look("TC-SSA", "#5a5a9c", "8", "-", "Routes every patch to two of K learned slots."),
+    "query-pool": Look("Query pool", "#4f6d2f", "8", "-", "Mixes all patches into K tokens by attention of learned queries."),
 }  # fmt: skip
 _OF_LATS: dict[str, Look] = {
     "lesion-first": Look("LATS lesion-first", "#0072b2", "o", "-", "LATS trained to find the lesion before it classifies."),
@@ -77,6 +84,12 @@ _OF_LATS: dict[str, Look] = {
 _CHANGED_BASELINE = {
     "epoch-matched": ("epoch-matched", "with a classifier trained for as many epochs as LATS"),
     "matched": ("matched", "with a classifier trained exactly like that of LATS lesion-first"),
+}
+_CHANGED_LEARNED = {
+    "mask-free": ("mask-free", "trained without lesion masks"),
+    "lesion-first": ("lesion-first", "trained to find the lesion before it classifies"),
+    "fixed-0.5": ("fixed 0.5", "trained at a constant budget of 0.5"),
+    "with-views": ("+ views", "trained with additional off-center crops"),
 }
 _CHANGED_RECIPE = {
     "without-views": ("without views", "trained on the original images only"),
@@ -121,8 +134,9 @@ def _known(selector: str, variant: str) -> Look | None:
             return None
         of, (name, about) = _OF_LATS["lesion-first"], _CHANGED_RECIPE[change]
         return replace(of, name=f"lesion-first {name}", line=":", about=f"{of.name}, {about}.")
-    if selector in LOOKS and variant in _CHANGED_BASELINE:
-        of, (name, about) = LOOKS[selector], _CHANGED_BASELINE[variant]
+    changed = {**_CHANGED_BASELINE, **_CHANGED_LEARNED}
+    if selector in LOOKS and variant in changed:
+        of, (name, about) = LOOKS[selector], changed[variant]
         return replace(of, name=f"{of.name} {name}", line=":", about=f"{of.name}, {about}.")
     return None
 

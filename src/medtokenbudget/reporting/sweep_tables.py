@@ -15,7 +15,17 @@ from medtokenbudget.reporting.looks import look
 from medtokenbudget.reporting.numbers import NOT_MEASURED, budget_text, number, percent, with_interval
 from medtokenbudget.reporting.table import Table
 
-FURTHER = ("balanced_accuracy", "macro_auroc", "ece", "retention_mean", "precision", "enrichment", "purity")
+FURTHER = (
+    "balanced_accuracy",
+    "macro_auroc",
+    "ece",
+    "retention_mean",
+    "precision",
+    "enrichment",
+    "purity",
+    "lesion_dominated",
+    "lesion_mass",
+)
 
 
 def main(evidence: Evidence, intervals: Intervals) -> Table:
@@ -93,7 +103,8 @@ def further_measures(evidence: Evidence) -> Table:
         texts,
         means.reindex(methods).rename_axis("method").reset_index(),
         f"{seeds_note(rows)} AUROC: one class against the rest, averaged over classes. ECE: lower is better. Per image: retention "
-        "averaged over images. Purity applies to methods that merge patches; precision and enrichment to methods that keep them.",
+        "averaged over images. Purity, dominated and mass apply to methods that merge patches; precision and enrichment to methods "
+        "that keep them.",
     )
 
 

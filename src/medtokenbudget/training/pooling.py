@@ -16,7 +16,7 @@ import torch
 from medtokenbudget.errors import RequestError
 from medtokenbudget.features import FeatureStore
 from medtokenbudget.files import atomic_write, read_json, sha256_file, write_json
-from medtokenbudget.metrics import group_purity, kept_lesion_counts
+from medtokenbudget.metrics import group_purity, kept_lesion_counts, lesion_dominated, lesion_mass
 from medtokenbudget.routing import Ranker, Selector, pooled_means, rank
 from medtokenbudget.tokens import TokenBatch
 from medtokenbudget.training.seeds import generator
@@ -30,7 +30,9 @@ class Evidence:
 
     k            [T] tokens given to the head
     kept_lesion  [n, T] lesion patches kept (NaN without a mask, and for mergers)
-    purity       [n, T] purity of a merger's groups (NaN otherwise)
+    purity       [n, T] purity of a hard merger's groups (NaN otherwise)
+    dominated    [n, T] share of the lesion patches in tokens dominated by lesion (NaN but for hard mergers)
+    mass         [n, T] attention of a soft merger on lesion patches (NaN otherwise)
     order        [n, N] patches, best first, or None for samplers and mergers
     scores       [n, N] scores of a learned selector, or None
     """
@@ -38,6 +40,8 @@ class Evidence:
     k: tuple[int, ...]
     kept_lesion: np.ndarray
     purity: np.ndarray
+    dominated: np.ndarray
+    mass: np.ndarray
     order: np.ndarray | None
     scores: np.ndarray | None
 
@@ -86,41 +90,47 @@ def pool_and_judge(
             judged.append(_ranked(selector, batch, counts, noise))
         else:
             judged.append(_selected(selector, batch, counts, noise))
-    pooled, kept, purity, order, scores = zip(*judged)
+    pooled, found, order, scores = zip(*judged)
+    kept, purity, dominated, mass = np.concatenate(found, axis=1)
     evidence = Evidence(
         k=counts,
-        kept_lesion=np.concatenate(kept),
-        purity=np.concatenate(purity),
+        kept_lesion=kept,
+        purity=purity,
+        dominated=dominated,
+        mass=mass,
         order=np.concatenate(order) if isinstance(selector, Ranker) else None,
         scores=np.concatenate(scores) if selector.learns and isinstance(selector, Ranker) else None,
     )
     return np.concatenate(pooled), evidence
 
 
-Judged = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None, np.ndarray | None]
+Judged = tuple[np.ndarray, np.ndarray, np.ndarray | None, np.ndarray | None]
+"""Pooled tokens, the four measures of `Evidence` [4, n, T], the order and the scores."""
 
 
 def _ranked(selector: Ranker, batch: TokenBatch, counts: Sequence[int], noise: torch.Generator | None) -> Judged:
     scores = selector.score(selector.check(batch), noise)
     order = rank(scores)
     pooled = pooled_means(batch.patches, order, counts).cpu().numpy()
-    kept = np.full((len(batch), len(counts)), np.nan)
+    found = np.full((4, len(batch), len(counts)), np.nan)
     if batch.lesion is not None and batch.has_mask is not None:
         masked = batch.has_mask.bool().cpu().numpy()
-        kept[masked] = kept_lesion_counts(order, batch.lesion, counts)[masked]
-    nothing = np.full_like(kept, np.nan)
-    return pooled, kept, nothing, order.to(torch.int16).cpu().numpy(), scores.half().cpu().numpy()
+        found[0, masked] = kept_lesion_counts(order, batch.lesion, counts)[masked]
+    return pooled, found, order.to(torch.int16).cpu().numpy(), scores.half().cpu().numpy()
 
 
 def _selected(selector: Selector, batch: TokenBatch, counts: Sequence[int], noise: torch.Generator | None) -> Judged:
     selections = [selector.select(batch, k, noise) for k in counts]
     pooled = np.stack([selection.pooled().cpu().numpy() for selection in selections], 1)
-    purity, kept = np.full(pooled.shape[:2], np.nan), np.full(pooled.shape[:2], np.nan)
+    found = np.full((4, *pooled.shape[:2]), np.nan)
     if batch.lesion is not None and batch.has_mask is not None:
         masked, lesion = batch.has_mask.bool().cpu().numpy(), batch.lesion.bool()
         for column, selection in enumerate(selections):
             if selection.kept is not None:  # a sampler
-                kept[masked, column] = (selection.kept & lesion).sum(1).cpu().numpy()[masked]
+                found[0, masked, column] = (selection.kept & lesion).sum(1).cpu().numpy()[masked]
+            elif selection.attention is not None:
+                found[3, masked, column] = lesion_mass(selection.attention, lesion).cpu().numpy()[masked]
             else:
-                purity[masked, column] = group_purity(selection.assignment, lesion).cpu().numpy()[masked]
-    return pooled, kept, purity, None, None
+                found[1, masked, column] = group_purity(selection.assignment, lesion).cpu().numpy()[masked]
+                found[2, masked, column] = lesion_dominated(selection.assignment, lesion).cpu().numpy()[masked]
+    return pooled, found, None, None

@@ -25,7 +25,7 @@ from medtokenbudget.features import FeatureStore
 from medtokenbudget.features.views import IDENTITY
 from medtokenbudget.files import append_line, read_lines, write_lines
 from medtokenbudget.metrics import accuracy, share_of_ceiling
-from medtokenbudget.routing import LearnedSelector, selector_class
+from medtokenbudget.routing import LearnedSelector, Ranker, selector_class
 from medtokenbudget.tensor_files import load_tensors, save_tensors
 from medtokenbudget.tokens import TokenBatch
 from medtokenbudget.training import checkpoints as ck
@@ -212,6 +212,9 @@ class _Trainer:
             lesion = self.store.lesion.numpy()[rows].sum(1)
             straight = np.array([self.store.views[row] == IDENTITY for row in rows])
             groups = [group for group in (straight, ~straight) if group.any()]
+            if not isinstance(self.selector, Ranker):
+                merged = evidence.dominated if np.isnan(evidence.mass).all() else evidence.mass
+                return float(np.mean([np.nanmean(merged[group]) for group in groups]))
             return float(np.mean([share_of_ceiling(evidence.kept_lesion[group], lesion[group], evidence.k) for group in groups]))
         predicted = probabilities(self.head.cpu(), pooled)[:, 0].argmax(-1)
         self.head.to(self.device)

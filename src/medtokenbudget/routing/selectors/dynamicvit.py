@@ -2,7 +2,7 @@
 
 Post-backbone form: one prediction module on the final tokens. The backbone is frozen, so there is no distillation from an unpruned
 teacher; the ratio loss and the Gumbel-softmax decisions are as published. SPViT (Kong et al., ECCV 2022; `dynamicvit-package`) adds
-one token that packages the pruned ones, weighted with their scores; its multi-head selector and latency-aware training are not here.
+one token that packages the pruned ones, weighted with their scores; its multi-head selector and latency-aware training are out.
 """
 
 from __future__ import annotations

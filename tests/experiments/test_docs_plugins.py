@@ -1,0 +1,39 @@
+"""The learned selector and the head that docs/how-to/learned-selector.md shows, run from that text through sweep and report."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import medtokenbudget as mtb
+from medtokenbudget.experiments import sweep
+from medtokenbudget.experiments.execution import Execution
+from medtokenbudget.experiments.results import read_results
+from medtokenbudget.routing import registry as selectors
+from medtokenbudget.training.heads import registry as heads
+from tests.conftest import REPOSITORY
+from tests.drawn import Drawn, quick
+
+PAGE = REPOSITORY / "docs" / "how-to" / "learned-selector.md"
+
+
+@pytest.fixture
+def blocks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.setattr(selectors.SELECTORS, "_classes", dict(selectors.SELECTORS._classes))
+    monkeypatch.setattr(heads.HEADS, "_classes", dict(heads.HEADS._classes))
+    return re.findall(r"(?<!-->\n)```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)
+
+
+def test_a_learned_selector_of_60_lines_runs_through_sweep_and_report(blocks: list[str], drawn: Drawn, tmp_path: Path) -> None:
+    assert len(blocks[0].splitlines()) <= 65
+    exec(blocks[0], {"__name__": "their_module"})
+    methods = ("linear-scorer", "linear-scorer:mask-free", "linear-scorer:lesion-first", "center")
+    paths = drawn.manifest_path, drawn.store_path, tmp_path / "run"
+    sweep(*paths, methods=methods, budgets=(0.3,), seeds=(42,), config=quick("paper"), execution=Execution(jobs=1))
+    results = read_results(tmp_path / "run" / "results.csv")
+    assert set(results["method"]) == set(methods)
+    assert results["retention"].notna().all()
+    mtb.report(tmp_path / "run")
+    assert "linear-scorer:lesion-first" in (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
