@@ -69,14 +69,15 @@ def workplace(drawn: Drawn, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-EXAMPLES = ("train", "Run", "sweep", "reproduce", "report", "extract", "create_selector", "create_head")
+EXAMPLES = ("train", "Run", "sweep", "reproduce", "report", "extract", "create_selector", "create_head", "TokenBatch", "Selection")
 
 
 @pytest.mark.slow
 def test_the_examples_in_the_docstrings_run(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the order of the list: `Run` and `report` look at what `train` left behind."""
     monkeypatch.chdir(workplace)
-    known = {"mtb": mtb, "torch": torch, "config": quick("lesion-first")}
+    known = {"mtb": mtb, "torch": torch, "config": quick("lesion-first"), "create_selector": mtb.create_selector}
+    known["TokenBatch"] = mtb.TokenBatch
     for name in EXAMPLES:
         entry = getattr(mtb, name)
         found = [

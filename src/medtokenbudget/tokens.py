@@ -1,6 +1,6 @@
-"""The two types that every room speaks: `TokenBatch` (what a frozen backbone saw) and `Selection` (what a selector kept).
+"""The two types that everything speaks: `TokenBatch` (what a frozen backbone saw) and `Selection` (what a selector kept).
 
-Both check their shapes when they are made, so that a mismatch shows where it happens and nothing is ever padded or cut.
+Both check their shapes when they are created, so that a mismatch shows where it happens and nothing is ever padded or cut.
 """
 
 from __future__ import annotations
@@ -19,16 +19,22 @@ from medtokenbudget.errors import GridError, NonFiniteError, ShapeError
 class TokenBatch:
     """Frozen tokens of B images on a grid of h x w = N patches, in raster order. What is not known is None.
 
-    patches            [B, N, D] normed patch tokens of the chosen block
-    grid               (h, w)
-    cls                [B, D] class token
-    attention_entropy  [B, N] `1 - H / log N` of the block's head-averaged patch-to-patch attention (Eq. 1)
-    cls_attention      [B, N] head-averaged attention of the class token to each patch
-    luminance          [B, N] mean grey value of each patch, in [0, 1]
-    label              [B] class index, int64
-    lesion             [B, N] bool, lesion patches; all False where `has_mask` is False
-    has_mask           [B] bool: "no mask" and "an empty mask" are different things
-    image_id           B names
+    Attributes:
+        patches: [B, N, D] normed patch tokens of the chosen block.
+        grid: (h, w).
+        cls: [B, D] class token.
+        attention_entropy: [B, N] `1 - H / log N` of the block's head-averaged patch-to-patch attention (Eq. 1).
+        cls_attention: [B, N] head-averaged attention of the class token to each patch.
+        luminance: [B, N] mean gray value of each patch, in [0, 1].
+        label: [B] class index, int64; -1 if unlabeled.
+        lesion: [B, N] bool, lesion patches; all False where `has_mask` is False.
+        has_mask: [B] bool. "No mask" and "an empty mask" are different things.
+        image_id: B names.
+
+    Example:
+        >>> tokens = TokenBatch(patches=torch.zeros(2, 6, 8), grid=(2, 3))
+        >>> len(tokens), tokens.n, tokens.dim
+        (2, 6, 8)
     """
 
     patches: Tensor
@@ -44,7 +50,7 @@ class TokenBatch:
 
     def __post_init__(self) -> None:
         if self.patches.ndim != 3:
-            raise ShapeError(f"patches must be [B, N, D], got {list(self.patches.shape)}.")
+            raise ShapeError(f"`patches` must be [B, N, D], got {list(self.patches.shape)}.")
         b, n, d = self.patches.shape
         check_grid(self.grid, n)
         expected = {
@@ -59,9 +65,9 @@ class TokenBatch:
         for name, shape in expected.items():
             value = getattr(self, name)
             if value is not None and tuple(value.shape) != shape:
-                raise ShapeError(f"{name} must be {list(shape)} for patches {[b, n, d]}, got {list(value.shape)}.")
+                raise ShapeError(f"`{name}` must be {list(shape)} for patches {[b, n, d]}, got {list(value.shape)}.")
         if self.image_id is not None and len(self.image_id) != b:
-            raise ShapeError(f"image_id must name {b} images, got {len(self.image_id)}.")
+            raise ShapeError(f"`image_id` must name {b} images, got {len(self.image_id)}.")
 
     def __len__(self) -> int:
         return self.patches.shape[0]
@@ -101,7 +107,7 @@ class TokenBatch:
         if not bool(finite.all()):
             row = int((~finite).nonzero()[0])
             name = self.image_id[row] if self.image_id else f"row {row}"
-            raise NonFiniteError(f"patches of {name} hold NaN or infinite values. Extract this image again.")
+            raise NonFiniteError(f"The patches of {name} contain NaN or infinite values. Extract this image again.")
         return self
 
     @staticmethod
@@ -114,7 +120,7 @@ class TokenBatch:
                 continue
             parts = [getattr(b, f.name) for b in batches]
             if any(p is None for p in parts) != all(p is None for p in parts):
-                raise ShapeError(f"some batches have {f.name} and some do not; they cannot be joined.")
+                raise ShapeError(f"Some batches have `{f.name}` and some do not, so they cannot be joined.")
             if parts[0] is None:
                 continue
             values[f.name] = torch.cat(parts) if isinstance(parts[0], Tensor) else tuple(x for p in parts for x in p)
@@ -123,15 +129,22 @@ class TokenBatch:
 
 @dataclass(frozen=True)
 class Selection:
-    """What a selector gives to the head: K tokens an image, gathered, never zeros in a full tensor.
+    """What a selector gives to the head: K tokens per image, gathered, never zeros in a full tensor.
 
-    tokens      [B, K, D]
-    weights     [B, K] patches that each token stands for (ones for rankers, group sizes for mergers)
-    kept        [B, N] bool, or None for mergers, which keep no patch as it was
-    assignment  [B, N] int64: which output token a patch went to, -1 for dropped
-    indices     [B, K] int64: the kept patches in the order of `tokens`, or None for mergers
-    attention   [B, K, N]: share of each patch in each token, for mergers whose tokens are soft mixtures of all patches; else None.
-                `assignment` is then the token that has the largest share of a patch
+    Attributes:
+        tokens: [B, K, D] the kept or merged tokens.
+        weights: [B, K] number of patches that each token stands for (ones for rankers, group sizes for mergers).
+        assignment: [B, N] int64, the output token that each patch went to; -1 for dropped.
+        kept: [B, N] bool, or None for mergers, which keep no patch as it was.
+        indices: [B, K] int64, the kept patches in the order of `tokens`, or None for mergers.
+        attention: [B, K, N] share of each patch in each token, for mergers whose tokens are soft mixtures of all patches; else
+            None. `assignment` is then the token that has the largest share of a patch.
+
+    Example:
+        >>> tokens = TokenBatch(patches=torch.rand(2, 36, 8), grid=(6, 6))
+        >>> selection = create_selector("center").select(tokens, k=4)
+        >>> selection.k, selection.kept.sum(1).tolist()
+        (4, [4, 4])
     """
 
     tokens: Tensor
@@ -143,12 +156,12 @@ class Selection:
 
     def __post_init__(self) -> None:
         if self.tokens.ndim != 3:
-            raise ShapeError(f"tokens must be [B, K, D], got {list(self.tokens.shape)}.")
+            raise ShapeError(f"`tokens` must be [B, K, D], got {list(self.tokens.shape)}.")
         b, k, _ = self.tokens.shape
         if tuple(self.weights.shape) != (b, k):
-            raise ShapeError(f"weights must be {[b, k]}, got {list(self.weights.shape)}.")
+            raise ShapeError(f"`weights` must be {[b, k]}, got {list(self.weights.shape)}.")
         if self.kept is not None and self.kept.shape != self.assignment.shape:
-            raise ShapeError(f"kept {list(self.kept.shape)} and assignment {list(self.assignment.shape)} must agree.")
+            raise ShapeError(f"`kept` {list(self.kept.shape)} and `assignment` {list(self.assignment.shape)} must agree.")
 
     @property
     def k(self) -> int:
@@ -170,4 +183,4 @@ class Selection:
 def check_grid(grid: tuple[int, int], n: int) -> None:
     """A grid must multiply to the number of patches."""
     if len(grid) != 2 or grid[0] < 1 or grid[1] < 1 or grid[0] * grid[1] != n:
-        raise GridError(f"grid {tuple(grid)} does not multiply to {n} patches.")
+        raise GridError(f"Grid {tuple(grid)} does not multiply to {n} patches.")

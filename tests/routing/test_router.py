@@ -114,7 +114,7 @@ def test_gumbel_noise_has_the_mean_and_deviation_of_its_distribution():
 @pytest.mark.parametrize("k", [0, -1, 6, 2.5, True])
 def test_a_k_outside_1_to_n_is_refused(k):
     for function in (hard_topk, straight_through_topk):
-        with pytest.raises(CountError, match=r"1\.\.5"):
+        with pytest.raises(CountError, match="from 1 to 5"):
             function(torch.rand(2, 5), k)
 
 

@@ -108,9 +108,9 @@ def test_a_store_of_other_labels_classes_or_masks_is_refused(drawn: Drawn) -> No
         make_parts(replace(manifest, classes=manifest.classes[::-1]), store, config)
     labels = list(manifest.rows["label"])
     labels[0] = next(name for name in manifest.classes if name != labels[0])
-    with pytest.raises(MismatchError, match=rf"the labels of 1 images differ .*{manifest.ids[0]}"):
+    with pytest.raises(MismatchError, match=rf"The labels of 1 images differ .*{manifest.ids[0]}"):
         make_parts(manifest.with_columns(label=labels), store, config)
-    with pytest.raises(MismatchError, match=rf"the masks of {len(manifest)} images differ"):
+    with pytest.raises(MismatchError, match=rf"The masks of {len(manifest)} images differ"):
         make_parts(manifest.with_columns(mask=[None] * len(manifest)), store, config)
     with pytest.raises(RequestError, match="none of the images"):
         make_parts(manifest.with_columns(image_id=[f"other-{i}" for i in range(len(manifest))]), store, config)

@@ -28,7 +28,7 @@ def predicted_retention(beta: ArrayLike, separation: ArrayLike, prevalence: Arra
     """
     beta, separation, prevalence = np.broadcast_arrays(*(np.asarray(v, float) for v in (beta, separation, prevalence)))
     if (beta < 0).any() or (beta > 1).any() or (prevalence < 0).any() or (prevalence > 1).any():
-        raise RequestError("budget and prevalence must lie in [0, 1].")
+        raise RequestError("Budget and prevalence must be in [0, 1].")
     if exact:
         return ndtr(separation - _mixture_quantile(beta, separation, prevalence))
     return ndtr((1 - prevalence) * separation - ndtri(1 - beta))
@@ -54,7 +54,7 @@ def mean_predicted_retention(beta: ArrayLike, separation: float, prevalences: Ar
     """
     prevalences = np.asarray(prevalences, float)
     if prevalences.ndim != 1 or prevalences.sum() <= 0:
-        raise RequestError("prevalences must be one number an image, with at least one above 0.")
+        raise RequestError("Prevalences must be one number per image, with at least one above 0.")
     values, images = np.unique(prevalences, return_counts=True)  # whole patches of one grid: few different values
     each = predicted_retention(np.asarray(beta, float)[..., None], separation, values, exact)
     return (each * values * images).sum(-1) / prevalences.sum()
@@ -69,7 +69,7 @@ def fit_separation(budgets: ArrayLike, measured: ArrayLike, prevalence: ArrayLik
     budgets, measured = np.asarray(budgets, float), np.asarray(measured, float)
     prevalences = np.atleast_1d(np.asarray(prevalence, float))
     if budgets.shape != measured.shape or not (budgets < 1).any():
-        raise RequestError("a fit needs one measured retention for each budget, and a budget below 1.")
+        raise RequestError("A fit needs one measured retention for each budget, and a budget below 1.")
 
     def loss(separation: float) -> float:
         return float(((mean_predicted_retention(budgets, separation, prevalences, exact) - measured) ** 2).sum())
@@ -89,7 +89,7 @@ def separation_of_scores(scores: ArrayLike, lesion: ArrayLike, per_image: bool =
     """
     scores, lesion = np.atleast_2d(np.asarray(scores, float)), np.atleast_2d(np.asarray(lesion, bool))
     if scores.shape != lesion.shape:
-        raise RequestError(f"scores {list(scores.shape)} and lesion {list(lesion.shape)} must have one shape.")
+        raise RequestError(f"Scores {list(scores.shape)} and lesion {list(lesion.shape)} must have one shape.")
     if not per_image:
         scores, lesion = scores.reshape(1, -1), lesion.reshape(1, -1)
     both = lesion.any(1) & ~lesion.all(1)

@@ -149,7 +149,7 @@ def _interval(values: Floats, level: float) -> tuple[float, float]:
 
 def _check(draws: int, level: float) -> None:
     if draws < 1 or not 0 < level < 1:
-        raise RequestError(f"draws must be at least 1 and level between 0 and 1, got {draws} and {level}.")
+        raise RequestError(f"`draws` must be at least 1 and level between 0 and 1, got {draws} and {level}.")
 
 
 def _families(names: Sequence[str]) -> list[list[str]]:

@@ -32,7 +32,7 @@ def quartile_edges(predictions: pd.DataFrame) -> np.ndarray:
     """[5] minimum, quartiles and maximum of the lesion patches over the images (each once) of one dataset."""
     sizes = lesion_rows(predictions).drop_duplicates("image_id")["lesion"].to_numpy(float)
     if not len(sizes):
-        raise RequestError("no image of these predictions has a lesion mask and kept patches: there is nothing to stratify.")
+        raise RequestError("No image in these predictions has a lesion mask and kept patches, so there is nothing to stratify.")
     return np.quantile(sizes, [0, 0.25, 0.5, 0.75, 1])
 
 

@@ -46,9 +46,9 @@ class LATS(nn.Module):
     ) -> None:
         super().__init__()
         if min(dim, hidden, layers) < 1:
-            raise RequestError(f"dim, hidden and layers must be at least 1, got {dim}, {hidden} and {layers}.")
+            raise RequestError(f"`dim`, `hidden` and `layers` must be at least 1, got {dim}, {hidden} and {layers}.")
         if not 0 <= dropout < 1:
-            raise RequestError(f"dropout must be in [0, 1), got {dropout}.")
+            raise RequestError(f"`dropout` must be in [0, 1), got {dropout}.")
         self.dim = dim
         self.dropout = dropout
         self.signals = ordered_signals(signals, SIGNALS)
@@ -157,7 +157,7 @@ def _taken(values: Tensor, at: Tensor | None) -> Tensor:
 def ordered_signals(signals: Sequence[str], known: Sequence[str]) -> tuple[str, ...]:
     """`signals` in the paper's order; a name that is not in `known` is an error."""
     if isinstance(signals, str):
-        raise RequestError(f"signals must be a list of names, got the string '{signals}'.")
+        raise RequestError(f"`signals` must be a list of names, got the string '{signals}'.")
     for name in signals:
         if name not in known:
             raise UnknownNameError.of("signal", name, known)

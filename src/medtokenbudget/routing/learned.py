@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from medtokenbudget.config import TrainConfig
+from medtokenbudget.errors import UnknownNameError
 from medtokenbudget.routing.selector import Selector
 from medtokenbudget.tokens import TokenBatch
 
@@ -76,5 +77,5 @@ class LearnedSelector(Selector, nn.Module):
     def ablate(self, name: str | None) -> Self:
         """Switch off the part called `name` (one of `ablations`) of a trained selector; None switches all on again."""
         if name is not None:
-            raise ValueError(f"selector '{self.name}' has no ablation '{name}'")
+            raise UnknownNameError.of(f"ablation of {self.name}", name, self.ablations)
         return self

@@ -41,7 +41,7 @@ def lesion_loss(scores: Tensor, lesion: Tensor, has_mask: Tensor, from_logits: b
     """
     if lesion.shape != _checked(scores).shape or has_mask.shape != scores.shape[:1]:
         raise ShapeError(
-            f"scores {list(scores.shape)}, lesion {list(lesion.shape)} and has_mask {list(has_mask.shape)} must agree on [B, N]."
+            f"Scores {list(scores.shape)}, lesion {list(lesion.shape)} and has_mask {list(has_mask.shape)} must agree on [B, N]."
         )
     rows = has_mask.bool()
     if not bool(rows.any()):
@@ -89,9 +89,9 @@ def lesion_mass_term(attention: Tensor, tokens: TokenBatch, weight: float) -> Te
 
 
 def distillation_loss(scores: Tensor, cls_attention: Tensor) -> Tensor:
-    """Mean squared distance of scores [B, N] from the max-normalised class attention [B, N] (Eq. 7)."""
+    """Mean squared distance of scores [B, N] from the max-normalized class attention [B, N] (Eq. 7)."""
     if cls_attention.shape != _checked(scores).shape:
-        raise ShapeError(f"scores {list(scores.shape)} and cls_attention {list(cls_attention.shape)} must agree.")
+        raise ShapeError(f"Scores {list(scores.shape)} and cls_attention {list(cls_attention.shape)} must agree.")
     attention = cls_attention.float()
     teacher = attention / attention.amax(1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
     return (scores.float() - teacher).square().mean()
@@ -150,5 +150,5 @@ def _graph_if(weight: float) -> nullcontext[None] | torch.no_grad:
 
 def _checked(scores: Tensor) -> Tensor:
     if scores.ndim != 2:
-        raise ShapeError(f"scores must be [B, N], got {list(scores.shape)}.")
+        raise ShapeError(f"Scores must be [B, N], got {list(scores.shape)}.")
     return scores

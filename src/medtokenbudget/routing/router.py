@@ -1,6 +1,6 @@
 """From scores to kept patches: the budget's K, the smoothing of the score grid, hard and straight-through top-K.
 
-Every selector counts and ranks through these functions, so that K and the breaking of ties are the same everywhere.
+Every selector counts and ranks through these functions, so that K and ties are handled the same way everywhere.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ def budget_to_k(budget: float, n: int, minimum: int = 16) -> int:
         # The shortest decimal of a float is what its author meant: 0.3 is 3/10, not 0.299999999999999988898.
         share = Fraction(str(budget))
     except (ValueError, ZeroDivisionError):
-        raise BudgetError(f"a token budget is a number in (0, 1], got {budget!r}.") from None
+        raise BudgetError(f"A token budget must be a number in (0, 1], got {budget!r}.") from None
     if not 0 < share <= 1:
-        raise BudgetError(f"a token budget lies in (0, 1], got {budget!r}.")
+        raise BudgetError(f"A token budget must be in (0, 1], got {budget!r}.")
     if n < 1 or minimum < 1:
-        raise CountError(f"the number of patches and the minimum must be at least 1, got {n} and {minimum}.")
+        raise CountError(f"The number of patches and the minimum must be at least 1, got {n} and {minimum}.")
     return min(n, max(minimum, int(share * n)))
 
 
 def check_k(k: int, n: int) -> int:
     """k, if k of n patches can be kept."""
     if isinstance(k, bool) or int(k) != k or not 1 <= k <= n:
-        raise CountError(f"cannot keep {k} of {n} patches; the number to keep lies in 1..{n}.")
+        raise CountError(f"Cannot keep {k} of {n} patches. Choose a number from 1 to {n}.")
     return int(k)
 
 
@@ -58,7 +58,7 @@ def straight_through_topk(scores: Tensor, k: int, temperature: float = 0.5, gene
     Backward: the gradient of `clip(k softmax(...), 0, 1)`.
     """
     if not temperature > 0:
-        raise RequestError(f"temperature must be above 0, got {temperature}.")
+        raise RequestError(f"The temperature must be above 0, got {temperature}.")
     k = check_k(k, _scores(scores).shape[1])
     logits = torch.logit(scores.float(), eps=LOGIT_MARGIN)
     if generator is not None:
@@ -89,10 +89,10 @@ def smooth_scores(scores: Tensor, grid: tuple[int, int], kernel: int = 3, paddin
              and so pulls border patches down
     """
     if scores.ndim != 2:
-        raise ShapeError(f"scores must be [B, N], got {list(scores.shape)}.")
+        raise ShapeError(f"Scores must be [B, N], got {list(scores.shape)}.")
     check_grid(grid, scores.shape[1])
     if kernel < 1 or kernel % 2 == 0:
-        raise RequestError(f"the side of the smoothing filter must be odd, got {kernel}.")
+        raise RequestError(f"The side of the smoothing filter must be odd, got {kernel}.")
     if padding not in get_args(Padding):
         raise UnknownNameError.of("padding", str(padding), get_args(Padding))
     if kernel == 1:
@@ -104,7 +104,7 @@ def smooth_scores(scores: Tensor, grid: tuple[int, int], kernel: int = 3, paddin
 
 def _scores(scores: Tensor) -> Tensor:
     if scores.ndim != 2:
-        raise ShapeError(f"scores must be [B, N], got {list(scores.shape)}.")
+        raise ShapeError(f"Scores must be [B, N], got {list(scores.shape)}.")
     if not bool(torch.isfinite(scores).all()):
-        raise NonFiniteError("scores hold NaN or infinite values; patches cannot be ranked by them.")
+        raise NonFiniteError("Scores contain NaN or infinite values, so patches cannot be ranked by them.")
     return scores

@@ -1,6 +1,6 @@
 """The base of every selector. Rankers only write `score`; mergers write `select`; the rest is inherited.
 
-Its own file because other packages build on it: this is the contract of DESIGN.md, with all checks of what comes in.
+Other packages build on this file: it is the contract of a selector, with all checks of its input.
 """
 
 from __future__ import annotations
@@ -21,16 +21,19 @@ Kind = Literal["ranker", "sampler", "merger"]
 
 
 class Selector(ABC):
-    """Reduces N patches an image to K tokens.
+    """Reduces the N patches of an image to K tokens.
 
-    name        set by `@register`
-    kind        'ranker' keeps the K best patches of one ranking; 'sampler' keeps K patches as they are, but those of a small K
-                need not be among those of a larger one; 'merger' makes K new tokens
-    learns      has parameters to train; its class takes `dim`, the embedding dimension
-    stochastic  draws from the generator it is given
-    ablations   names of parts that can be switched off after training, with `ablate`
-    requires    fields of `TokenBatch` that it reads beside the patches
-    minimum     fewest tokens kept at any budget
+    Args:
+        minimum: Fewest tokens kept at any budget.
+
+    Attributes:
+        name: Set by `register_selector`.
+        kind: A 'ranker' keeps the K best patches of one ranking. A 'sampler' keeps K patches as they are, but those of a small K
+            need not be among those of a larger one. A 'merger' makes K new tokens.
+        learns: Whether it has parameters to train; see `LearnedSelector`.
+        stochastic: Whether it draws from the generator that it is given.
+        ablations: Names of parts that can be switched off after training, with `ablate`.
+        requires: Fields of `TokenBatch` that it reads beside the patches.
     """
 
     name: ClassVar[str] = ""
@@ -42,7 +45,7 @@ class Selector(ABC):
 
     def __init__(self, minimum: int = 16) -> None:
         if minimum < 1:
-            raise CountError(f"the fewest tokens kept must be at least 1, got {minimum}.")
+            raise CountError(f"The minimum number of kept tokens must be at least 1, got {minimum}.")
         self.minimum = minimum
 
     def options(self) -> dict[str, Any]:
@@ -76,12 +79,12 @@ class Selector(ABC):
         return torch.stack([self.select_budget(tokens, budget, generator).pooled() for budget in budgets], dim=1)
 
     def check(self, tokens: TokenBatch) -> TokenBatch:
-        """The batch, if its patches are finite and it carries what this selector reads."""
+        """The batch itself, if its patches are finite and it has what this selector reads."""
         missing = [field for field in self.requires if getattr(tokens, field) is None]
         if missing:
             raise MissingSignalError(
-                f"selector '{self.name}' reads {', '.join(missing)}, which this batch does not carry. "
-                "Extract the store again with it, or choose another selector."
+                f"Selector '{self.name}' reads {', '.join(missing)}, which this batch does not have. "
+                "Extract the tokens with it, or choose another selector."
             )
         return tokens.require_finite()
 
@@ -93,13 +96,13 @@ class Ranker(Selector):
 
     @abstractmethod
     def score(self, tokens: TokenBatch, generator: torch.Generator | None = None) -> Tensor:
-        """One finite number a patch, [B, N]; higher is kept first."""
+        """One finite number per patch, [B, N]; the highest are kept first."""
 
     def order(self, tokens: TokenBatch, generator: torch.Generator | None = None) -> Tensor:
         """Patches from best to worst, int64 [B, N]."""
         scores = self.score(self.check(tokens), generator)
         if tuple(scores.shape) != (len(tokens), tokens.n):
-            raise ShapeError(f"selector '{self.name}' must score {[len(tokens), tokens.n]}, it gave {list(scores.shape)}.")
+            raise ShapeError(f"Selector '{self.name}' must return scores {[len(tokens), tokens.n]}, got {list(scores.shape)}.")
         return rank(scores.detach())
 
     def select(self, tokens: TokenBatch, k: int, generator: torch.Generator | None = None) -> Selection:

@@ -32,16 +32,16 @@ def attention_entropy(attention: Tensor) -> Tensor:
     The sum runs over the patches alone. Rows need not sum to one: the softmax also saw the prefix tokens.
     """
     if attention.ndim not in (3, 4) or attention.shape[-1] != attention.shape[-2]:
-        raise ShapeError(f"attention must be [B, H, N, N] or [B, N, N], got {list(attention.shape)}.")
+        raise ShapeError(f"Attention must be [B, H, N, N] or [B, N, N], got {list(attention.shape)}.")
     n = attention.shape[-1]
     if n < 2:
-        raise ShapeError("attention entropy needs at least two patches: log N is zero for one.")
+        raise ShapeError("Attention entropy needs at least two patches (log N is zero for one).")
     weights = attention.float()
     weights = weights.mean(1) if weights.ndim == 4 else weights
     if not bool(torch.isfinite(weights).all()):
-        raise NonFiniteError("attention holds NaN or infinite weights.")
+        raise NonFiniteError("Attention contains NaN or infinite weights.")
     if bool((weights < 0).any()):
-        raise RequestError("attention holds negative weights. Pass the weights after the softmax, not the logits.")
+        raise RequestError("Attention contains negative weights. Pass the weights after the softmax, not the logits.")
     return 1 + torch.special.xlogy(weights, weights).sum(-1) / math.log(n)
 
 
@@ -89,12 +89,12 @@ def pseudo_attention(patches: Tensor, temperature: float = 0.1) -> Tensor:
     Never used unless it is asked for by name. The paper does not give its scale; the softmax of `cosine / temperature` is ours.
     """
     if not temperature > 0:
-        raise RequestError(f"temperature must be above 0, got {temperature}.")
+        raise RequestError(f"The temperature must be above 0, got {temperature}.")
     unit = torch.nn.functional.normalize(_patches(patches).float(), dim=-1)
     return torch.softmax(unit @ unit.transpose(1, 2) / temperature, dim=-1)
 
 
 def _patches(patches: Tensor) -> Tensor:
     if patches.ndim != 3:
-        raise ShapeError(f"patches must be [B, N, D], got {list(patches.shape)}.")
+        raise ShapeError(f"Patches must be [B, N, D], got {list(patches.shape)}.")
     return patches

@@ -1,6 +1,6 @@
 """The training budget over the epochs: cosine from 0.5 to 0.25 over 20 epochs, then constant; or fixed.
 
-Its own file because the curriculum ablation swaps nothing else.
+The curriculum ablation swaps nothing but this.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ class BudgetCurriculum:
         try:
             self.config = replace(config or CurriculumConfig(), **changes)
         except TypeError as error:
-            raise RequestError(f"unknown curriculum option: {error}.") from None
+            raise RequestError(f"Unknown curriculum option: {error}.") from None
         if self.config.kind not in ("cosine", "fixed"):
             raise UnknownNameError.of("curriculum", self.config.kind, ("cosine", "fixed"))
         for value in (self.config.start, self.config.end):
             if not 0 < value <= 1:
-                raise BudgetError(f"a curriculum budget lies in (0, 1], got {value}.")
+                raise BudgetError(f"A curriculum budget must be in (0, 1], got {value}.")
         if self.config.epochs < 1:
-            raise RequestError(f"a curriculum takes at least one epoch, got {self.config.epochs}.")
+            raise RequestError(f"A curriculum needs at least one epoch, got {self.config.epochs}.")
 
     @classmethod
     def from_config(cls, config: CurriculumConfig) -> BudgetCurriculum:
@@ -40,7 +40,7 @@ class BudgetCurriculum:
 
     def budget(self, epoch: int) -> float:
         if epoch < 0:
-            raise RequestError(f"epochs are counted from 0, got {epoch}.")
+            raise RequestError(f"Epochs are counted from 0, got {epoch}.")
         start, end = self.config.start, self.config.end
         if self.config.kind == "fixed":
             return start

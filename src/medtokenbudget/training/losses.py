@@ -16,7 +16,7 @@ _UNLABELED = -1
 def classification_loss(logits: Tensor, label: Tensor, weights: Tensor | None = None) -> Tensor:
     """Cross-entropy of logits [B, C] and labels [B], with optional class weights [C]; images labelled -1 do not count."""
     if logits.ndim != 2 or label.shape != logits.shape[:1]:
-        raise ShapeError(f"logits must be [B, C] and label [B], got {list(logits.shape)} and {list(label.shape)}.")
+        raise ShapeError(f"Logits must be [B, C] and label [B], got {list(logits.shape)} and {list(label.shape)}.")
     if not bool((label != _UNLABELED).any()):
         return logits.sum() * 0.0
     return F.cross_entropy(logits.float(), label, weight=weights, ignore_index=_UNLABELED)

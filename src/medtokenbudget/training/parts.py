@@ -1,6 +1,6 @@
 """Which rows of a store are for what: training, choosing the epoch, reporting.
 
-Views are used for training images only; the off-center views of validation images are a data set of their own.
+Views are used for training images only; the off-center views of validation images are evaluated on their own.
 """
 
 from __future__ import annotations
@@ -27,10 +27,13 @@ SPLIT_SEED = 42
 class Parts:
     """Row numbers of a store.
 
-    train        images as they are; `train_views` are their further views
-    head         what heads on pooled tokens learn from: nothing is selected there, so the selection part cut from training is in it
-    select       what picks the epoch: images as they are, and for retention also the views that are trained on
-    validation   what is reported; `off_center` are its off-center views
+    Attributes:
+        train: Training images as they are.
+        train_views: Their further views.
+        head: What heads on pooled tokens learn from. No epoch is chosen there, so the selection part cut from training is included.
+        select: What the epoch is chosen on: images as they are and, for retention, also the views that are trained on.
+        validation: What is reported.
+        off_center: The off-center views of the validation images.
     """
 
     train: np.ndarray
@@ -61,10 +64,10 @@ class ViewDraw:
 
 
 def make_parts(manifest: Manifest, store: FeatureStore, config: TrainConfig) -> Parts:
-    """Rows for a training under `config.protocol`; a strict one cuts its selection part from training, by group."""
+    """Rows for a training under `config.protocol`; the strict protocol cuts its selection part from training, by group."""
     check_fits(manifest, store)
     if not len(manifest.part("train")):
-        raise RequestError("the manifest has no training images. Make a split with `mtb data split`.")
+        raise RequestError("The manifest has no training images. Split it with `mtb data split`.")
     if config.protocol == "strict" and not len(manifest.part("select")):
         manifest = cut_selection(manifest, config.selection_fraction, SPLIT_SEED)
     train, select, validation = (manifest.part(name) for name in ("train", "select", "val"))
@@ -72,8 +75,8 @@ def make_parts(manifest: Manifest, store: FeatureStore, config: TrainConfig) -> 
         train_ids, select_ids = train.ids + select.ids, validation.ids
         if config.selection_metric == "retention":
             raise RequestError(
-                "the paper's protocol picks the epoch on validation images, whose masks are for evaluation only; "
-                "use selection_metric 'accuracy', or protocol 'strict'."
+                "The paper's protocol chooses the epoch on validation images, whose masks are for evaluation only. "
+                "Use --selection-metric accuracy or --protocol strict."
             )
     else:
         train_ids, select_ids = train.ids, select.ids
@@ -91,15 +94,15 @@ def make_parts(manifest: Manifest, store: FeatureStore, config: TrainConfig) -> 
 
 
 def check_fits(manifest: Manifest, store: FeatureStore) -> None:
-    """Refuse a store whose classes, labels or masks are not those of the manifest; it may hold more images."""
-    advice = f"Extract a store of this manifest, or name the manifest that {store.path} was made from."
+    """Reject a store whose classes, labels or masks differ from the manifest; it may contain more images."""
+    advice = f"Extract a store from this manifest, or use the manifest that {store.path} was made from."
     if store.classes != manifest.classes:
         wanted, found = {"classes": manifest.classes}, {"classes": store.classes}
-        raise MismatchError.between(f"the store {store.path}", wanted, found, advice)
+        raise MismatchError.between(f"Store {store.path}", wanted, found, advice)
     place = {name: index for index, name in enumerate(manifest.ids)}
     rows = [(row, place[name]) for row, name in enumerate(store.ids) if name in place and store.views[row] == IDENTITY]
     if not rows:
-        raise RequestError(f"the store {store.path} has none of the images of this manifest. {advice}")
+        raise RequestError(f"Store {store.path} has none of the images of this manifest. {advice}")
     row, at = np.asarray(rows).T
     masked = manifest.rows["mask"].notna().to_numpy()[at]
     for what, differs in (
@@ -108,13 +111,13 @@ def check_fits(manifest: Manifest, store: FeatureStore) -> None:
     ):
         if differs.any():
             names = listed([manifest.ids[i] for i in at[differs]], 3)
-            raise MismatchError(f"the {what} of {differs.sum()} images differ between manifest and store: {names}. {advice}")
+            raise MismatchError(f"The {what} of {differs.sum()} images differ between manifest and store: {names}. {advice}")
 
 
 @lru_cache
 def _say_left_out(store: Path, count: int) -> None:
     """Once for a store: every part of every training asks."""
-    say(f"{count} images could not be extracted and are left out ({store / 'errors.jsonl'} has the reasons).")
+    say(f"{count} images could not be extracted and are skipped (see {store / 'errors.jsonl'}).")
 
 
 def _rows(store: FeatureStore, ids: list[str], view: str) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""The learning rate over the epochs, and the rule that stops a training early."""
+"""The learning rate over the epochs, and the early-stopping rule."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def epochs_for(images: int, batch_size: int, epochs: int, min_steps: int) -> int
 
 @dataclass
 class EarlyStopping:
-    """Keeps the best value; says stop when `patience` epochs went by without an improvement of `min_improvement`."""
+    """Keeps the best value and stops after `patience` epochs without an improvement of `min_improvement`."""
 
     patience: int
     min_improvement: float

@@ -10,7 +10,7 @@ from medtokenbudget.files import append_line
 
 
 class Tracker:
-    """Writes one row an epoch."""
+    """Writes one row per epoch."""
 
     def __init__(self, out: Path) -> None:
         self.path = Path(out) / "metrics.jsonl"

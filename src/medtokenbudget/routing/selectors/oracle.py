@@ -26,7 +26,7 @@ class Oracle(Ranker):
         without = int((~tokens.has_mask.bool()).sum())
         if without:
             raise MissingSignalError(
-                f"selector 'oracle' needs a mask for every image; {without} of {len(tokens)} in this batch have none. "
+                f"Selector 'oracle' needs a mask for every image, but {without} of {len(tokens)} in this batch have none. "
                 "Restrict the evaluation to the images with masks."
             )
         return tokens.lesion.float()

@@ -28,7 +28,7 @@ class Head(nn.Module, ABC):
     def __init__(self, dim: int, classes: int) -> None:
         super().__init__()
         if min(dim, classes) < 1:
-            raise RequestError(f"dim and classes must be at least 1, got {dim} and {classes}.")
+            raise RequestError(f"`dim` and `classes` must be at least 1, got {dim} and {classes}.")
         self.dim, self.classes = dim, classes
 
     @abstractmethod

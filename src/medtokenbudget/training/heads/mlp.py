@@ -21,7 +21,7 @@ class MLPHead(Head):
     def __init__(self, dim: int, classes: int, hidden: Sequence[int] = (256, 128), dropout: float = 0.1) -> None:
         super().__init__(dim, classes)
         if len(hidden) != 2 or min(hidden) < 1:
-            raise RequestError(f"hidden must be two widths of at least 1, got {tuple(hidden)}.")
+            raise RequestError(f"`hidden` must be two widths of at least 1, got {tuple(hidden)}.")
         self.hidden, self.dropout = tuple(hidden), dropout
         self.first = nn.Linear(dim, hidden[0])
         self.first_norm = nn.LayerNorm(hidden[0])
