@@ -28,8 +28,8 @@ from medtokenbudget.data import Drawings, Manifest, decode_image, decode_mask, p
 from medtokenbudget.data.isic import GROUND_TRUTH, isic_manifest, read_ground_truth
 from medtokenbudget.features import Backbone, FeatureStore, extract
 from medtokenbudget.routing import LATSSelector, budget_to_k
+from medtokenbudget.routing.losses import lesion_loss
 from medtokenbudget.tokens import TokenBatch
-from medtokenbudget.training import lesion_loss
 
 TEACHER = "vit_small_patch14_dinov2.lvd142m"
 TEACHER_FILE = "weights/vit_small_patch14_dinov2_saliency.safetensors"

@@ -36,10 +36,10 @@ def test_long_work_writes_a_line_now_and_then_and_at_its_end(
     lines = err.splitlines()
     assert 2 <= len(lines) <= seconds / 0.2 + 1
     for line in lines[:-1]:
-        assert re.fullmatch(r"extract: 1,0\d\d of 1,100 images, [\d.]+ a second, 00:\d\d left", line), line
-    assert re.fullmatch(r"extract: 1,100 of 1,100 images, [\d.]+ a second", lines[-1])
+        assert re.fullmatch(r"extract: 1,0\d\d of 1,100 images, [\d.]+ per second, 00:\d\d left", line), line
+    assert re.fullmatch(r"extract: 1,100 of 1,100 images, [\d.]+ per second", lines[-1])
     pace = float(lines[-1].split(", ")[1].split()[0])
-    assert pace <= 100, "images that were there before do not count"
+    assert pace <= 100, "images that were done before do not count"
 
 
 def test_short_work_writes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
@@ -55,7 +55,7 @@ def test_work_of_unknown_length_tells_what_it_knows(monkeypatch: pytest.MonkeyPa
         for _ in range(5):
             time.sleep(0.01)
             bar.update()
-    assert re.search(r"predict: 5 images, [\d.]+ a second, loss=0\.1\n$", capsys.readouterr().err)
+    assert re.search(r"predict: 5 images, [\d.]+ per second, loss=0\.1\n$", capsys.readouterr().err)
 
 
 def _told(seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""Files that appear whole, and hashes of what is in them.
+"""Atomic writes, JSON, and hashes of files.
 
 Everything that the package writes goes through `atomic_write`: a temporary file in the same folder, fsync, then `os.replace`, then
 fsync of the folder. What a killed process leaves behind (`.NAME.*.part`) is removed when the folder is written to again.
@@ -33,7 +33,7 @@ _cleaned: set[tuple[int, str]] = set()
 
 @contextmanager
 def atomic_write(path: Path | str) -> Iterator[Path]:
-    """Give a temporary path in the folder of `path`; when the block ends without an error, it becomes `path` at once.
+    """Yield a temporary path in the folder of `path`, which replaces `path` if the block ends without an error.
 
     Raises:
         WorkError: If the file cannot be written (disk full, read-only folder, ...).
@@ -143,7 +143,7 @@ def write_text(path: Path | str, text: str) -> None:
 
 
 def write_json(path: Path | str, value: Any) -> None:
-    """Write JSON with sorted keys, so that equal values are equal bytes."""
+    """Write JSON with sorted keys, so that equal values give equal bytes."""
     write_text(path, json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False, default=str) + "\n")
 
 
@@ -153,15 +153,15 @@ def read_json(path: Path | str) -> Any:
     except FileNotFoundError:
         raise RequestError(f"{path} does not exist.") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise RequestError(f"{path} is not valid JSON ({error}). It may be damaged: create it again.") from None
+        raise RequestError(f"{path} is not valid JSON ({error}). The file may be damaged; create it again.") from None
     except RecursionError:
-        raise RequestError(f"{path} is nested too deeply. It may be damaged: create it again.") from None
+        raise RequestError(f"{path} is nested too deeply. The file may be damaged; create it again.") from None
     except OSError as error:
         raise RequestError(f"Cannot read {path}: {error.strerror or error}.") from None
 
 
 def append_line(path: Path | str, value: Any) -> None:
-    """Append one JSON line (`metrics.jsonl`, `errors.jsonl`)."""
+    """Append one line to a JSON-lines file."""
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         with open(path, "a", encoding="utf-8", errors="backslashreplace") as stream:
@@ -171,7 +171,7 @@ def append_line(path: Path | str, value: Any) -> None:
 
 
 def write_lines(path: Path | str, rows: Iterable[Any]) -> None:
-    """Write a whole file of JSON lines."""
+    """Write a JSON-lines file."""
     write_text(path, "".join(map(_line, rows)))
 
 
@@ -180,7 +180,7 @@ def _line(value: Any) -> str:
 
 
 def read_lines(path: Path | str) -> list[dict[str, Any]]:
-    """The rows of a JSON-lines file; a last line that a crash cut short is left out."""
+    """Read a JSON-lines file; lines that a crash left incomplete are skipped."""
     rows = []
     for line in Path(path).read_text(encoding="utf-8").splitlines():
         try:
@@ -199,12 +199,12 @@ def sha256_file(path: Path | str) -> str:
 
 
 def sha256_json(value: Any) -> str:
-    """Hash of a JSON-able value, independent of key order."""
+    """SHA-256 of a JSON value, independent of the order of keys."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def dotted(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested dictionaries as one with dotted keys, so that a difference is shown where it is."""
+    """Flatten nested dictionaries to one with dotted keys: `{"a": {"b": 1}}` becomes `{"a.b": 1}`."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         flat |= dotted(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
@@ -212,7 +212,7 @@ def dotted(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def write_safetensors(path: Path | str, save: Callable[[str], None]) -> None:
-    """Let `save` (a call of `safetensors.*.save_file`) write to a temporary file that then becomes `path`."""
+    """Write a safetensors file atomically; `save` calls `safetensors.*.save_file` with the path it is given."""
     from safetensors import SafetensorError
 
     with atomic_write(path) as temporary:

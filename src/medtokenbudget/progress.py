@@ -1,4 +1,4 @@
-"""One progress bar for every command: a bar with rate and time left on a terminal, a line every half minute elsewhere."""
+"""Progress of long work: a bar with rate and time left on a terminal, and a line every 30 seconds elsewhere."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from typing import Any
 from tqdm import tqdm
 
 _SECONDS = 30.0
-"""Between two lines; what is done sooner writes none."""
+"""Between two lines; shorter work writes none."""
 
 
 class _Bar(tqdm):
-    """A bar with a lock of its own process: tqdm's is shared with forked ones, and one that is killed would never give it back."""
+    """A bar whose lock belongs to this process: tqdm shares one with forked processes, and a killed one would never release it."""
 
-    monitor_interval = 0  # a thread that a forked process would not have
+    monitor_interval = 0  # no monitor thread, which a forked process would not have
 
 
 _Bar.set_lock(threading.RLock())
 
 
 class _Lines(_Bar):
-    """Whole lines for logs, where a bar that is drawn over itself would be one endless line."""
+    """Lines of text for logs, where a bar that overwrites itself would become one endless line."""
 
     told: int | float | None = None
     told_at = 0.0
@@ -43,13 +43,13 @@ class _Lines(_Bar):
         line = f"{self.desc}: {self.n:,} {self.unit}s"
         if self.total is not None:
             line = f"{self.desc}: {self.n:,} of {self.total:,} {self.unit}s"
-        line += f", {pace:,.1f} a second" if pace >= 1 else f", {pace:.2g} a second"
+        line += f", {pace:,.1f} per second" if pace >= 1 else f", {pace:.2g} per second"
         if self.total is not None and 0 < self.n < self.total and pace > 0:
             line += f", {self.format_interval((self.total - self.n) / pace)} left"
         say(f"{line}, {self.postfix}" if self.postfix else line)
 
     def _display_without_pace(self, elapsed: float) -> None:
-        """A line every half minute even if no unit ended: the postfix says what happens inside the units."""
+        """A line every 30 seconds, also while no unit has ended: the postfix shows the progress inside the units."""
         if elapsed - self.told_at < _SECONDS:
             return
         self.told_at = elapsed
@@ -66,13 +66,18 @@ def progress(
     initial: int = 0,
     pace: bool = True,
 ) -> Any:
-    """A tqdm bar on standard error, or lines of text where that is not a terminal; nothing in a worker process.
+    """A tqdm bar on standard error, or lines of text if that is not a terminal; nothing in a worker process.
 
     Args:
-        pace: False for units of very different length, whose rate and time left would mean nothing; the postfix tells instead.
+        iterable: What to iterate over; without it, call `update` on the bar.
+        total: Number of units.
+        what: Name of the work.
+        unit: Name of a unit, in the singular.
+        initial: Units that were done before.
+        pace: False for units of very different length, whose rate and time left would mean nothing.
     """
     terminal = sys.stderr.isatty()
-    # Lines are said by `say`; what tqdm itself writes around a bar goes nowhere.
+    # `say` writes the lines; what tqdm itself writes around a bar is discarded.
     file = sys.stderr if terminal else io.StringIO()
     bar = (_Bar if terminal else _Lines)(
         iterable,
@@ -92,5 +97,5 @@ def progress(
 
 
 def say(message: str) -> None:
-    """A line for the person at the keyboard, on standard error, so that standard output stays for results."""
+    """Write a line for the user to standard error; standard output is for results."""
     print(message, file=sys.stderr, flush=True)

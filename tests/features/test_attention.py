@@ -151,7 +151,7 @@ def test_a_pass_that_fails_inside_the_block_leaves_nothing_behind() -> None:
 
 def test_a_block_of_several_attentions_is_refused_and_served_only_as_pseudo() -> None:
     model = timm.create_model("vit_small_patch16_18x2_224", **SMALL, img_size=64).eval()
-    with pytest.raises(RequestError, match=r"2 attentions .*ParallelThingsBlock.*attention='pseudo'"):
+    with pytest.raises(RequestError, match=r"ParallelThingsBlock computes 2. Use --attention pseudo"):
         Backbone.from_model(model, "vit_small_patch16_18x2_224")
     tokens = Backbone.from_model(model, "vit_small_patch16_18x2_224", attention="pseudo")(images(model, 2))
     assert tokens.grid == (4, 4)

@@ -168,12 +168,12 @@ def test_an_unreadable_image_is_named_and_left_out(manifest: Path, weights: Path
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--patch_size", "8"], "Take --patch_size 16"),
-        (["--heads", "3"], "not a multiple"),
+        (["--patch_size", "8"], "Use --patch-size 16"),
+        (["--heads", "3"], "must be a multiple"),
         (["--heads", "2"], "--init random"),
         (["--width", "96", "--heads", "3"], "--init random"),
-        (["--views", "0"], "at least 1"),
-        (["--layer", "9"], "6 blocks"),
+        (["--views", "0"], "must be 1 or more"),
+        (["--layer", "9"], "the blocks 0 to 5"),
     ],
 )
 def test_students_that_cannot_be_made_are_refused(

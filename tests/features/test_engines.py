@@ -89,7 +89,7 @@ def test_a_shard_that_kills_its_workers_ends_with_a_message_and_the_command_then
 
     ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
     try:
-        with pytest.raises(WorkError, match="Ray lost a shard for good"):
+        with pytest.raises(WorkError, match="Ray gave up on a shard"):
             extract(
                 manifest, tmp_path / "dead", backbone, CLUSTER, engine="ray", route=deadly, route_fingerprint={"name": "deadly"}
             )

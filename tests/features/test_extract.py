@@ -68,7 +68,7 @@ def test_an_image_that_changed_since_is_noticed(
     assert _command(path, tmp_path / "store", backbone, "--verify") == 0
     manifest.image_path(3).write_bytes(manifest.image_path(2).read_bytes())
     assert _command(path, tmp_path / "store", backbone, "--verify") == 1
-    assert "image-003: 1 of 8 images are not those" in capsys.readouterr().err
+    assert "1 of 8 images have changed since" in capsys.readouterr().err
 
 
 def test_a_full_disk_in_the_middle_of_a_shard_is_a_message_and_not_a_loss(
@@ -277,7 +277,7 @@ def test_out_of_memory_halves_the_batch_and_goes_on(
     assert sidecar is not None
     assert sidecar.batch_size == 1  # six good images in the first shard: 6, 3, 1
     monkeypatch.setattr(Backbone, "__call__", _memory_for(0, Backbone.__call__))
-    with pytest.raises(WorkError, match="not enough memory on cpu for a batch of one"):
+    with pytest.raises(WorkError, match="Not enough memory on cpu for a batch of one"):
         extract(manifest, tmp_path / "none", backbone, config)
 
 
@@ -316,16 +316,16 @@ def test_only_routed_tokens_can_be_kept(tmp_path: Path, backbone: BackboneConfig
     assert torch.equal(selection.assignment.gather(1, selection.indices), torch.arange(5).expand(2, 5))
     assert torch.equal(routed.luminance, whole.luminance)
     assert "patches" not in load_file(routed.path / "shard-00000.safetensors")
-    with pytest.raises(RequestError, match="use `read_routed`"):
+    with pytest.raises(RequestError, match="Use `read_routed`"):
         routed.read([0])
-    with pytest.raises(RequestError, match="use `read`"):
+    with pytest.raises(RequestError, match="Use `read`"):
         whole.read_routed([0])
     with pytest.raises(MismatchError, match="keep"):
         extract(manifest, routed.path, backbone, CONFIG)
-    with pytest.raises(RequestError, match="go together"):
+    with pytest.raises(RequestError, match="must be used together"):
         extract(manifest, tmp_path / "x", backbone, CONFIG, route=_strongest)
     other = {"budget": 0.3, "backbone": {"weights": "other"}}
-    with pytest.raises(MismatchError, match=r"weights: expected 'other'.*\n.*use the backbone of the model"):
+    with pytest.raises(MismatchError, match=r"weights: expected 'other'.*\n.*use that one"):
         extract(manifest, tmp_path / "x", backbone, CONFIG, route=_strongest, route_fingerprint=other)
 
 

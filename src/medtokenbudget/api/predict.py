@@ -91,7 +91,7 @@ def predict_files(
         writers = [stack.enter_context(table_writer(out, model.classes, metadata))]
         if tokens is not None:
             writers.append(stack.enter_context(token_writer(Path(tokens), metadata, tokens_dtype)))
-        bar = stack.enter_context(progress(what="predict", unit="image"))
+        bar = stack.enter_context(progress(what="Predicting", unit="image"))
         for source, answer in model.predict_sources(expand(images), budget, method, batch_size, workers):
             bar.update()
             if isinstance(answer, Failure):

@@ -119,7 +119,7 @@ def check(manifest: Manifest, workers: int = 4) -> Report:
     """
     with ThreadPoolExecutor(max(1, workers)) as pool:
         bar = progress(
-            pool.map(lambda i: _look(manifest, i), range(len(manifest))), total=len(manifest), what="checking", unit="image"
+            pool.map(lambda i: _look(manifest, i), range(len(manifest))), total=len(manifest), what="Checking", unit="image"
         )
         seen: list[_Seen] = list(bar)
     findings = [

@@ -152,7 +152,7 @@ def merged_groups(manifest: Manifest, workers: int = 4) -> tuple[list[str], list
 
     with ThreadPoolExecutor(max(1, workers)) as pool:
         rows = range(len(manifest))
-        found = list(progress(pool.map(read, rows), total=len(manifest), what="looking for duplicates", unit="image"))
+        found = list(progress(pool.map(read, rows), total=len(manifest), what="Looking for duplicates", unit="image"))
     readable = [index for index, one in enumerate(found) if one is not None]
     prints = [one for one in found if one is not None]
     pairs = [(readable[i], readable[j]) for i, j in (*exact_pairs(prints), *near_pairs(prints))]

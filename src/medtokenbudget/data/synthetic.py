@@ -96,7 +96,7 @@ def synthetic_manifest(
         for index, (one, label) in enumerate(zip(ids, labels))
         if not (_image(folder, one).exists() and _mask(folder, one).exists())
     ]
-    bar = progress(_run(jobs, workers), total=request.n, initial=request.n - len(jobs), what="drawing", unit="image")
+    bar = progress(_run(jobs, workers), total=request.n, initial=request.n - len(jobs), what="Drawing", unit="image")
     for _ in bar:
         pass
     records = [

@@ -128,7 +128,7 @@ class Watch:
         self.kinds = {unit: kind_of(unit, plan.unit_config(unit)) for unit in units}
         self.waiting, self.running = list(units), dict[Unit, float]()
         self.finished: dict[tuple[Any, ...], list[float]] = {}
-        self.bar = progress(total=len(units), what="sweep", unit="unit", pace=False)
+        self.bar = progress(total=len(units), what="Training", unit="unit", pace=False)
         for unit in units:
             (plan.folder(unit) / FILE).unlink(missing_ok=True)
 

@@ -1,4 +1,4 @@
-"""Images to frozen tokens: the backbone, its attention, the store and the extraction that fills it."""
+"""From images to frozen tokens: the backbone, its attention, the store, and the extraction that fills it."""
 
 from medtokenbudget.features.backbone import Backbone
 from medtokenbudget.features.extract import extract

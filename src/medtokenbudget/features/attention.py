@@ -1,8 +1,8 @@
-"""The attention of one block, reduced at once to two numbers a patch: entropy (Eq. 1) and the class token's attention.
+"""The attention of one block, reduced to two numbers per patch: its entropy (Eq. 1) and the attention of the class token.
 
-Its own file because of its trap: query and key are projections of `norm1(x)`, then normed, turned or biased as the block likes. So
-they are taken where the running block hands them to its softmax, instead of being computed beside it. The `[B, H, T, T]` weights
-exist for one image at a time and never leave this file.
+The trap: query and key are projections of `norm1(x)`, and a block may then normalize, rotate or bias them. So they are captured
+where the running block passes them to its softmax, instead of being computed a second time. The `[B, H, T, T]` weights exist for
+one image at a time and never leave this file.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from torch.overrides import TorchFunctionMode
 from medtokenbudget.errors import RequestError
 
 CHUNK = 1
-"""Images whose attention weights exist at the same time; one stays in the cache and is twice as fast as four."""
+"""Images whose attention weights exist at the same time; one fits into the CPU cache and is twice as fast as four."""
 
 
 class Reduced(NamedTuple):
-    """Attention of B images, reduced: entropy [B, N], and class attention [B, N] or None without a class token."""
+    """Reduced attention of B images: entropy [B, N], and class attention [B, N] or None without a class token."""
 
     entropy: Tensor
     cls_attention: Tensor | None
 
 
 class QueryKey(NamedTuple):
-    """What one attention compares: query (scaled) and key [B, H, T, d], and a bias [H, T, T] of all images, or None."""
+    """Inputs of one attention: query (scaled) and key [B, H, T, d], and a bias [H, T, T] shared by all images, or None."""
 
     query: Tensor
     key: Tensor
@@ -39,7 +39,7 @@ class QueryKey(NamedTuple):
 
 
 class _Watch(TorchFunctionMode):
-    """Notes the arguments of every fused attention that is computed while it is entered; changes nothing."""
+    """Records the arguments of every fused attention that is computed inside it, without changing anything."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,13 +64,17 @@ def _query_key(
 ) -> QueryKey:
     bias = None if attn_mask is None else attn_mask.squeeze(0)
     if is_causal or (bias is not None and (bias.dtype == torch.bool or bias.ndim > 3)):
-        raise RequestError("the attention of this backbone is masked: its patches do not all see each other.")
+        raise RequestError(
+            "The attention of this backbone is masked, so its patches do not all see each other. Choose another backbone."
+        )
     return QueryKey(query * (query.shape[-1] ** -0.5 if scale is None else scale), key, bias)
 
 
 class QueryKeyTap:
-    """Keeps query, key and bias of the attention of one block during a forward pass, whatever the block does to them before:
-    norms, rotary or relative positions. One value a thread."""
+    """Captures query, key and bias of the attention of one block during a forward pass, after all norms and positions.
+
+    Every thread has its own value.
+    """
 
     def __init__(self, block: nn.Module, model_name: str) -> None:
         self.model_name = model_name
@@ -79,7 +83,7 @@ class QueryKeyTap:
         modules: Iterable[Any] = block.modules()
         for module in modules:
             if hasattr(module, "fused_attn"):
-                module.fused_attn = True  # the environment can switch it off, and then there is no call to watch
+                module.fused_attn = True  # an environment variable can switch it off, and then there is no call to record
         block.register_forward_pre_hook(self._enter)
         block.register_forward_hook(self._leave, always_call=True)
 
@@ -89,16 +93,16 @@ class QueryKeyTap:
 
     def _leave(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
         self._local.watch.__exit__(None, None, None)
-        if output is None:  # the pass failed, perhaps for want of memory: hold nothing of it
+        if output is None:  # the pass failed, perhaps out of memory: keep nothing of it
             self._local.watch.seen.clear()
 
     def query_key(self) -> QueryKey:
-        """Of the last forward pass of this thread."""
+        """The inputs of the attention in the last forward pass of this thread."""
         seen, self._local.watch = self._local.watch.seen, None
         if len(seen) != 1:
             raise RequestError(
-                f"a block of {self.model_name} has {len(seen) or 'no'} attentions of query and key to read ({self._kind}). "
-                "Ask for attention='pseudo' (cosine similarity of patches) by name, or take another vision transformer."
+                f"A block of {self.model_name} must compute one attention of query and key, but {self._kind} computes {len(seen)}. "
+                "Use --attention pseudo (cosine similarity of patches), or choose another vision transformer."
             )
         return seen[0]
 
@@ -106,10 +110,15 @@ class QueryKeyTap:
 def reduce_attention(of: QueryKey, prefix: int, has_cls: bool) -> Reduced:
     """Softmax over all T = prefix + N tokens, mean over heads, then entropy and class attention of the N patches.
 
-    A row's patch weights do not sum to one, because the softmax also covers the prefix tokens.
+    The patch weights of a row do not sum to one, because the softmax includes the prefix tokens.
+
+    Args:
+        of: The inputs of the attention.
+        prefix: Number of tokens before the patches.
+        has_cls: Whether the first of them is a class token.
     """
     if torch.compiler.is_compiling():
-        # A traced graph (ONNX) has no number of images yet: it reduces them all at once.
+        # A traced graph (ONNX) has no fixed number of images, so it reduces them all at once.
         return _reduce(of, prefix, has_cls)
     chunks = zip(of.query.split(CHUNK), of.key.split(CHUNK))
     parts = [_reduce(QueryKey(query, key, of.bias), prefix, has_cls) for query, key in chunks]
@@ -129,9 +138,13 @@ def _reduce(of: QueryKey, prefix: int, has_cls: bool) -> Reduced:
 
 
 def pseudo_attention(patches: Tensor, cls: Tensor | None) -> Reduced:
-    """The same two numbers from the softmax of cosine similarities, for models without query and key.
+    """The same two numbers from the softmax of cosine similarities, for models whose query and key cannot be captured.
 
-    patches  [B, N, D], cls  [B, D] or None. Rows sum to one here: there are no prefix tokens among the keys.
+    Rows sum to one here, because there are no prefix tokens among the keys.
+
+    Args:
+        patches: Patch tokens [B, N, D].
+        cls: Class tokens [B, D], or None.
     """
     unit = F.normalize(patches.float(), dim=-1)
     parts = [unit[i : i + CHUNK] for i in range(0, len(unit), CHUNK)]
@@ -143,8 +156,8 @@ def pseudo_attention(patches: Tensor, cls: Tensor | None) -> Reduced:
 
 
 def normalized_entropy(weights: Tensor) -> Tensor:
-    """`1 - H_i / log N` with `H_i = -sum_j w_ij log w_ij` (Eq. 1); weights [B, N, N] to [B, N]."""
+    """Eq. 1: `1 - H_i / log N` with `H_i = -sum_j w_ij log w_ij`, from weights [B, N, N] to [B, N]."""
     n = weights.shape[-1]
     if n < 2:
-        raise RequestError("attention entropy needs at least two patches.")
+        raise RequestError("Attention entropy needs at least two patches. Use a larger image or smaller patches.")
     return 1.0 + torch.special.xlogy(weights, weights).sum(-1) / math.log(n)

@@ -1,7 +1,7 @@
-"""`Backbone`: any timm vision transformer, frozen, as a function from images to a `TokenBatch`.
+"""`Backbone`: a frozen timm vision transformer as a function from images to a `TokenBatch`.
 
-Everything that depends on the model (grid, prefix tokens, mean and standard deviation) is asked of the model. Weights come from a
-file, from this package or from the hub; random ones are never used in their place.
+Everything that depends on the model (grid, prefix tokens, mean and standard deviation) is read from the model. Weights come from a
+file, from this package or from the Hugging Face Hub; they are never random.
 """
 
 from __future__ import annotations
@@ -36,14 +36,22 @@ Model = Any
 
 
 class Backbone:
-    """A frozen vision transformer: patches, class token and the reduced attention of one block.
+    """A frozen vision transformer that gives patch tokens, the class token and the reduced attention of one block.
 
-    grid           (h, w) of the patch tokens
-    dim            D
-    prefix         number of tokens before the patches (class token, registers)
-    has_cls        whether the first of them is a class token
-    preprocessing  size, mean, standard deviation and interpolation
-    fingerprint    what makes two backbones the same, as JSON values
+    Attributes:
+        grid: Rows and columns (h, w) of the patch tokens.
+        dim: Dimension D of a token.
+        prefix: Number of tokens before the patches (class token, registers).
+        has_cls: Whether the first of them is a class token.
+        depth: Number of blocks.
+        layer: The block that tokens and attention come from.
+        preprocessing: Image size, mean, standard deviation and interpolation.
+        fingerprint: JSON values that are equal for equal backbones.
+
+    Example:
+        >>> backbone = Backbone.load(BackboneConfig(name="embedded"))
+        >>> backbone.grid, backbone.dim
+        ((16, 16), 192)
     """
 
     def __init__(self, model: Model, config: BackboneConfig, weights_sha256: str, device: torch.device | str = "cpu") -> None:
@@ -68,11 +76,23 @@ class Backbone:
             **self.preprocessing.to_dict(),
         }
         if self._tap is not None and not isinstance(getattr(model.blocks[self.layer], "attn", None), Attention):
-            self(torch.zeros(1, 3, config.image_size, config.image_size))  # refused now, not in the middle of the work
+            self(torch.zeros(1, 3, config.image_size, config.image_size))  # fails now, not in the middle of the work
 
     @classmethod
     def load(cls, config: BackboneConfig, device: torch.device | str = "cpu") -> Backbone:
-        """The backbone that `config` names, with real weights, or an error that says how to get them."""
+        """Load a backbone with its weights.
+
+        Args:
+            config: Name, weights and settings of the backbone.
+            device: Device to run on; see `resolve_device`.
+
+        Returns:
+            The backbone.
+
+        Raises:
+            RequestError: The name is unknown, or the weights do not belong to it.
+            WorkError: The weights cannot be downloaded.
+        """
         recipe = zoo.find(config.name)
         model = build(config.name, config.image_size, recipe)
         path = config.weights or (recipe.weights if recipe else None) or _from_hub(config.name, model)
@@ -88,7 +108,7 @@ class Backbone:
         attention: Literal["true", "pseudo"] = "true",
         device: torch.device | str = "cpu",
     ) -> Backbone:
-        """A backbone around a model that is already there, whatever its weights: for tests and timings."""
+        """Wrap a model that is already in memory, whatever its weights. For tests and timings."""
         size = int(model.patch_embed.img_size[0])
         config = BackboneConfig(name=name, image_size=size, layer=layer, attention=attention)
         return cls(model, config, _sha256_state(model), device)
@@ -104,23 +124,30 @@ class Backbone:
         return self
 
     def prepare(self, image: Image.Image) -> np.ndarray:
-        """A decoded RGB picture as uint8 [S, S, 3]."""
+        """Resize an RGB image to uint8 [S, S, 3]."""
         return self.preprocessing.prepare(image)
 
     def normalize(self, batch: Tensor) -> Tensor:
-        """uint8 [B, S, S, 3] to float [B, 3, S, S]."""
+        """Normalize images, from uint8 [B, S, S, 3] to float [B, 3, S, S]."""
         return self.preprocessing.normalize(batch)
 
     @torch.inference_mode()
     def __call__(self, images: Tensor) -> TokenBatch:
-        """Tokens and reduced attention of normalized images, float [B, 3, S, S]; blocks after the chosen one do not run."""
+        """Compute the tokens and the reduced attention of images. Blocks after `layer` do not run.
+
+        Args:
+            images: Normalized images, float [B, 3, S, S].
+
+        Returns:
+            The tokens, without luminance and lesion.
+        """
         size = self.preprocessing.image_size
         if images.ndim != 4 or tuple(images.shape[1:]) != (3, size, size):
-            raise ShapeError(f"images must be [B, 3, {size}, {size}], got {list(images.shape)}.")
+            raise ShapeError(f"Images must be [B, 3, {size}, {size}], got {list(images.shape)}.")
         return self.tokens(images.to(self.device))
 
     def tokens(self, images: Tensor) -> TokenBatch:
-        """The same without checks and with gradients where the model has any: what is trained or exported calls this."""
+        """The same without checks, and with gradients if the model has any; for training and export."""
         found = self.model.forward_intermediates(
             images,
             indices=[self.layer],
@@ -140,22 +167,24 @@ class Backbone:
 
 
 def build(name: str, image_size: int, recipe: zoo.Recipe | None = None) -> Model:
-    """The model without its weights: a recipe's, or timm's model called `name`."""
+    """Build a model without its weights: from a recipe, or the timm model `name`."""
     if recipe is None and not timm.is_model(name.split(".")[0]):
         close = difflib.get_close_matches(name, [*zoo.PACKAGED, *timm.list_models("*vit*", pretrained=True)], n=1, cutoff=0.5)
         hint = f" Did you mean '{close[0]}'?" if close else ""
-        raise RequestError(f"no backbone is called '{name}'.{hint} Any vision transformer of timm will do, or 'embedded'.")
+        raise RequestError(f"Unknown backbone '{name}'.{hint} Use the name of a timm vision transformer, or 'embedded'.")
     architecture, arguments = (recipe.architecture, recipe.arguments) if recipe else (name, {})
     try:
         model: Model = timm.create_model(architecture, pretrained=False, num_classes=0, **{**arguments, "img_size": image_size})
     except (TypeError, RuntimeError, AssertionError, ValueError) as error:
-        raise RequestError(f"timm cannot build '{name}' at {image_size} pixels as a vision transformer: {error}") from None
+        raise RequestError(
+            f"timm cannot build '{name}' as a vision transformer for images of {image_size} pixels: {error}"
+        ) from None
     if recipe:
         model.pretrained_cfg = {**model.pretrained_cfg, **recipe.preprocessing}
     if not _is_plain_transformer(model):
         raise RequestError(
-            f"'{name}' is not a vision transformer whose patch tokens lie on one grid in every block. "
-            "Choose one of timm's `vit_...` models."
+            f"'{name}' does not have one fixed grid of patch tokens in every block. Choose a plain vision transformer of timm, "
+            "such as the `vit_...` models."
         )
     return model
 
@@ -168,22 +197,22 @@ def _is_plain_transformer(model: Model) -> bool:
 
 
 def load_weights(model: Model, path: Path) -> None:
-    """Load a safetensors file strictly; position embeddings are resampled to the model's grid by timm's own filter."""
+    """Load a safetensors file strictly. Position embeddings are resampled to the grid of the model by timm."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     if path.suffix.lower() in (".pth", ".pt", ".bin", ".pkl", ".ckpt"):
-        raise RequestError(f"{path} is a pickle file, which can run code when read. Convert the weights to .safetensors.")
+        raise RequestError(f"{path} is a pickle file, which can run code when it is loaded. Convert the weights to .safetensors.")
     if not path.is_file():
-        raise RequestError(f"the weights {path} do not exist.")
+        raise RequestError(f"The weights {path} do not exist. Check --weights.")
     try:
         state = {key: value.float() for key, value in load_file(path).items()}
     except (SafetensorError, OSError) as error:
-        raise RequestError(f"{path} is not a readable safetensors file ({error}). Download it again.") from None
+        raise RequestError(f"{path} is not a valid safetensors file ({error}). Download it again.") from None
     state = _filtered(model, state, path)
     problems = _differences(model, state)
     if problems:
-        raise RequestError(f"{path} does not hold the weights of this backbone:\n{problems}\nCheck --backbone and --weights.")
+        raise RequestError(f"{path} does not contain the weights of this backbone:\n{problems}\nCheck --backbone and --weights.")
     model.load_state_dict(state, strict=True)
 
 
@@ -193,12 +222,12 @@ def _filtered(model: Model, state: dict[str, Tensor], path: Path) -> dict[str, T
         state = filter_fn(state, model)
     except (KeyError, RuntimeError, ValueError, AttributeError, IndexError) as error:
         raise RequestError(
-            f"{path} does not hold the weights of this backbone ({error}). Check --backbone and --weights."
+            f"{path} does not contain the weights of this backbone ({error}). Check --backbone and --weights."
         ) from None
     classifier = model.pretrained_cfg.get("classifier") or ()
     heads = (classifier,) if isinstance(classifier, str) else tuple(classifier)
     own = model.state_dict()
-    # The classifier of a published checkpoint has no place in a model that only gives tokens.
+    # A published checkpoint may contain a classifier, which the backbone does not have.
     return {key: value for key, value in state.items() if key in own or key.rsplit(".", 1)[0] not in heads}
 
 
@@ -207,7 +236,7 @@ def _differences(model: Model, state: dict[str, Tensor]) -> str:
     groups = {
         "missing": [key for key in own if key not in state],
         "unexpected": [key for key in state if key not in own],
-        "of another shape": [
+        "wrong shape": [
             f"{key} {list(state[key].shape)}, expected {list(own[key].shape)}"
             for key in own
             if key in state and state[key].shape != own[key].shape
@@ -219,34 +248,34 @@ def _differences(model: Model, state: dict[str, Tensor]) -> str:
 
 
 def _from_hub(name: str, model: Model) -> Path:
-    """Path of the published safetensors file, downloaded by huggingface_hub or already in its cache."""
+    """The published safetensors file in the cache of huggingface_hub, downloaded if needed."""
     source = model.pretrained_cfg.get("hf_hub_id")
     if not source:
-        raise WorkError(f"no weights are published for '{name}'. Pass --weights FILE.safetensors, or take the backbone 'embedded'.")
+        raise WorkError(f"No weights are published for '{name}'. Pass --weights FILE.safetensors, or use --backbone embedded.")
     try:
         return hub.fetch(source, "model.safetensors")
-    except Exception as error:  # the hub's client raises its own, its transport's and the system's errors
+    except Exception as error:  # errors of the hub's client, of its transport and of the system
         raise WorkError(
-            f"the weights of '{name}' could not be fetched: {first_line(error)} Download {source}/model.safetensors "
-            "elsewhere and pass --weights FILE, or take the backbone 'embedded', which needs no network."
+            f"Cannot download the weights of '{name}': {first_line(error)} Download {source}/model.safetensors "
+            "elsewhere and pass --weights FILE, or use --backbone embedded, which needs no network."
         ) from None
 
 
 def _grid(model: Model, config: BackboneConfig) -> tuple[int, int]:
     patch_embed: Any = model.patch_embed
     h, w = patch_embed.grid_size
-    patch = patch_embed.feat_ratio(as_scalar=False)  # of a hybrid, the patch of its feature map times what that was reduced by
+    patch = patch_embed.feat_ratio(as_scalar=False)  # for hybrids: patch of the feature map times its reduction
     if h * patch[0] != config.image_size or w * patch[1] != config.image_size:
         raise RequestError(
-            f"an image of {config.image_size} pixels does not divide into the {patch[0]} x {patch[1]} patches of '{config.name}'. "
-            f"Take --image_size {h * patch[0]} or {(h + 1) * patch[0]}."
+            f"An image of {config.image_size} pixels is not a whole number of {patch[0]} x {patch[1]} patches of '{config.name}'. "
+            f"Use --image-size {h * patch[0]} or {(h + 1) * patch[0]}."
         )
     return int(h), int(w)
 
 
 def _layer(layer: int, depth: int) -> int:
     if not -depth <= layer < depth:
-        raise RequestError(f"layer {layer} does not exist: the backbone has {depth} blocks, 0 to {depth - 1}, or -1 for the last.")
+        raise RequestError(f"--layer {layer} does not exist: the backbone has the blocks 0 to {depth - 1}. Use -1 for the last.")
     return layer % depth
 
 

@@ -1,7 +1,7 @@
-"""Distillation: a small backbone from a large one, in three steps that each go on after a stop.
+"""Distillation: a small backbone (the student) from a large one (the teacher), in steps that can all be resumed.
 
-The teacher's tokens are stored once (`distill_views`), the student learns them (`distill_student`), and the folder `--out` ends
-up as a backbone of its own: `config.json`, `weights.safetensors` (fp16) and a card.
+The tokens of the teacher are stored once (`distill_views`), the student learns them (`distill_student`), and the folder `--out`
+becomes a backbone: `config.json`, `weights.safetensors` (fp16) and a model card.
 """
 
 from __future__ import annotations
@@ -47,7 +47,22 @@ _SAMPLE = 320
 def distill(
     manifest: Manifest, teacher: BackboneConfig, config: DistillConfig, out: Path, license: str = "as the teacher's and the images'"
 ) -> Path:
-    """Train a student on the training part of `manifest` and leave it in the folder `out`; the same call goes on after a stop."""
+    """Train a student on the training part of a manifest. The same call resumes after an interruption.
+
+    Args:
+        manifest: The images; labels and masks are not used.
+        teacher: The backbone to imitate.
+        config: Settings of the student and its training.
+        out: Folder of the new backbone, to be used as the name of a `BackboneConfig`.
+        license: License to write on the model card.
+
+    Returns:
+        The folder `out`.
+
+    Raises:
+        RequestError: The student does not fit the teacher, or no image can be read.
+        MismatchError: `out` contains another distillation.
+    """
     device = _device(config)
     images = readable(manifest.part("train"), out / "errors.jsonl")
     backbone = Backbone.load(teacher, device)
@@ -58,7 +73,7 @@ def distill(
     cache.fill()
     objective = Objective(statistics(cache, device), config)
     sample = {name: value.to(device) for name, value in cache.read(cache.sample(_SAMPLE)).items()}
-    # A checkpoint brings all weights, so the costly start is left out when there is one.
+    # A checkpoint has all weights, so the expensive initialization is skipped.
     start = replace(config, init="random") if (out / _CHECKPOINT).exists() else config
     student = distill_student.create(start, plan, backbone, sample, objective)
     write_text(out / "README.md", _card(record, plan, out))
@@ -88,13 +103,13 @@ def _claim(path: Path, record: dict[str, Any]) -> None:
     if path.exists():
         found = read_json(path)
         if sha256_json(found) != sha256_json(record):
-            raise MismatchError.between(f"the distillation in {path.parent}", record, found, "Choose another --out.")
+            raise MismatchError.between(f"The distillation in {path.parent}", record, found, "Choose another --out.")
     else:
         write_json(path, record)
 
 
 def statistics(cache: TeacherCache, device: torch.device) -> dict[str, Tensor]:
-    """Mean and standard deviation [D] of the teacher's patch and class tokens, over evenly spaced stored views."""
+    """Mean and standard deviation [D] of the patch and class tokens of the teacher, over evenly spaced stored views."""
     rows = torch.linspace(0, cache.rows - 1, min(_STATISTICS_ROWS, cache.rows)).long()
     found = cache.read(rows)
     result = {}
@@ -109,7 +124,7 @@ def statistics(cache: TeacherCache, device: torch.device) -> dict[str, Tensor]:
 def _train(
     student: Student, cache: TeacherCache, objective: Objective, config: DistillConfig, out: Path, publish: Callable[[], Any]
 ) -> None:
-    """All epochs that are left; each ends with a checkpoint and with a backbone that can be used."""
+    """Run the remaining epochs; each ends with a checkpoint and a usable backbone."""
     optimizer = torch.optim.AdamW(_groups(student, config), lr=config.lr)
     steps = -(-len(cache.manifest) // config.batch_size)
     first = _resume(out / _CHECKPOINT, student, optimizer)
@@ -117,7 +132,7 @@ def _train(
     if first:
         # The run may have stopped after the checkpoint and before its weights were published.
         publish()
-    with progress(total=config.epochs * steps, initial=first * steps, what="student", unit="step") as bar:
+    with progress(total=config.epochs * steps, initial=first * steps, what="Training the student", unit="step") as bar:
         for epoch in range(first, config.epochs):
             started = time.monotonic()
             rates = [_rate(epoch * steps + step, config.epochs * steps, config) for step in range(steps)]
@@ -152,7 +167,7 @@ def _epoch(
         target = {name: value.to(cache.teacher.device) for name, value in batch.items()}
         losses = objective(student(cache.teacher.normalize(target["pixels"])), target)
         if not bool(torch.isfinite(losses["loss"])):
-            raise WorkError(f"the loss is not finite in epoch {epoch + 1}. Take a smaller --lr.")
+            raise WorkError(f"The loss is not finite in epoch {epoch + 1}. Use a smaller --lr.")
         optimizer.zero_grad(set_to_none=True)
         losses["loss"].backward()
         torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
@@ -164,7 +179,7 @@ def _epoch(
 
 
 def _groups(student: Student, config: DistillConfig) -> list[dict[str, Any]]:
-    """Weight decay for matrices only."""
+    """Parameter groups: weight decay applies to matrices only."""
     named = list(student.named_parameters())
     no_decay = {name for name, value in named if value.ndim < 2 or name.endswith(("pos_embed", "cls_token"))}
     return [
@@ -181,7 +196,7 @@ def _rate(step: int, steps: int, config: DistillConfig) -> float:
 
 
 def _save(path: Path, student: Student, optimizer: torch.optim.Optimizer, epochs: int) -> None:
-    """Student, adapter and optimizer in one file, so that no two of them can be of different epochs."""
+    """Student, adapters and optimizer in one file, so that they are always of the same epoch."""
     tensors = {f"student.{name}": value for name, value in student.state_dict().items()}
     for index, state in optimizer.state_dict()["state"].items():
         tensors.update({f"optimizer.{index}.{name}": torch.as_tensor(value) for name, value in state.items()})
@@ -189,7 +204,7 @@ def _save(path: Path, student: Student, optimizer: torch.optim.Optimizer, epochs
 
 
 def _resume(path: Path, student: Student, optimizer: torch.optim.Optimizer) -> int:
-    """Load a checkpoint if there is one; returns the number of epochs that are done."""
+    """Load the checkpoint if there is one, and return the number of finished epochs."""
     if not path.exists():
         return 0
     tensors, saved = load_tensors(path)
@@ -208,10 +223,10 @@ def _resume(path: Path, student: Student, optimizer: torch.optim.Optimizer) -> i
 
 
 def export(model: Any, plan: zoo.Recipe, folder: Path) -> Path:
-    """Write the backbone folder: recipe and fp16 weights, without the adapter."""
+    """Write the folder of the backbone: recipe and fp16 weights, without the adapters."""
     state = {name: value.detach().cpu().half().contiguous() for name, value in model.state_dict().items()}
     if not all(bool(torch.isfinite(value).all()) for value in state.values()):
-        raise WorkError("some weights do not fit fp16. Train with a smaller --lr.")
+        raise WorkError("Some weights are too large for fp16. Train with a smaller --lr.")
     plan.write(folder)
     write_safetensors(folder / zoo.WEIGHTS_FILE, lambda path: save_file(state, path, metadata={"format": "pt"}))
     return folder / zoo.WEIGHTS_FILE
@@ -222,16 +237,16 @@ def _card(record: dict[str, Any], plan: zoo.Recipe, out: Path) -> str:
     return f"""# A distilled backbone
 
 A plain vision transformer ({config["depth"]} blocks, width {config["width"]}, patches of {config["patch_size"]} pixels) that
-gives the patch and class tokens of block {teacher["layer"]} of `{teacher["name"]}`.
+reproduces the patch and class tokens of block {teacher["layer"]} of `{teacher["name"]}`.
 
 | | |
 |---|---|
 | teacher | `{teacher["name"]}`, weights sha256 `{teacher["weights"]}`, block {teacher["layer"]} |
-| images | {record["images"]} ({record["source"]}), {config["views"]} views each |
+| images | {record["images"]} ({record["source"]}), {config["views"]} views of each |
 | training | {config["epochs"]} epochs, batch {config["batch_size"]}, learning rate {config["lr"]}, seed {config["seed"]} |
-| start | {config["init"]} |
+| initial weights | {config["init"]} |
 | license | {plan.license} |
 
-Use it with `--backbone {out}`. How well it separates lesions was not measured by the distillation itself.
+Use it with `--backbone {out}`. The distillation does not measure how well it separates lesions.
 Research software, not a medical device.
 """

@@ -1,7 +1,7 @@
-"""How a student starts from its teacher instead of from nothing, which saves most of the training.
+"""Initial weights of a student from its teacher, which save most of the training.
 
-The teacher's residual stream is projected onto its main directions; evenly spaced blocks, their strongest heads and their strongest
-hidden units are carried over in that basis; then each block's outputs are refitted by least squares.
+The residual stream of the teacher is projected onto its main directions. Evenly spaced blocks, with their strongest heads and
+hidden units, are copied in that basis; then the outputs of each block are refitted by least squares.
 """
 
 from __future__ import annotations
@@ -20,24 +20,26 @@ from medtokenbudget.features.backbone import Backbone
 
 
 def check_start(config: DistillConfig, teacher: Backbone) -> None:
-    """Whether the teacher's weights can be carried over; asked before its tokens are computed, which takes long."""
+    """Raise a RequestError if the weights of the teacher cannot be copied; called before its tokens are computed."""
     source: Any = teacher.model
     plain = isinstance(source, VisionTransformer) and isinstance(source.patch_embed, PatchEmbed)
     plain = plain and getattr(source, "num_reg_tokens", 0) == 0 and config.width <= teacher.dim
     block = source.blocks[0]
     if not plain or not isinstance(getattr(block, "attn", None), Attention) or not isinstance(block.attn.q_norm, nn.Identity):
-        raise RequestError("a student starts only from a plain, wider vision transformer without registers. Take --init random.")
+        raise RequestError(
+            "The teacher must be a plain vision transformer without registers and not narrower than the student. Use --init random."
+        )
     size, units = config.width // config.heads, 4 * config.width
     if size != block.attn.head_dim or config.heads > block.attn.num_heads or units > block.mlp.fc1.out_features:
         raise RequestError(
-            f"a student starts only from a teacher with heads of its size ({size}; the teacher's are {block.attn.head_dim}), "
-            f"as many heads and at least {units} hidden units. Change --width and --heads, or take --init random."
+            f"The teacher must have heads of the student's size ({size}, not {block.attn.head_dim}), at least as many of them, "
+            f"and at least {units} hidden units. Change --width and --heads, or use --init random."
         )
 
 
 @torch.no_grad()
 def start_from_teacher(model: Any, teacher: Backbone, images: Tensor) -> None:
-    """Carry the teacher's weights over into the narrower and shallower `model`, and refit it on images [B, 3, S, S]."""
+    """Copy the weights of the teacher into the narrower and shallower `model`, and refit it on images [B, 3, S, S]."""
     source: Any = teacher.model
     chosen = torch.linspace(0, teacher.layer, len(model.blocks)).round().long().tolist()
     basis, scale = _main_directions(source, teacher.layer, images, model.num_features)
@@ -52,21 +54,21 @@ def start_from_teacher(model: Any, teacher: Backbone, images: Tensor) -> None:
 
 
 def _main_directions(source: Any, layer: int, images: Tensor, width: int) -> tuple[Tensor, float]:
-    """Orthonormal [D, width] basis of the normalized residual stream, and the factor that layer norm loses by the projection."""
+    """An orthonormal basis [D, width] of the normalized residual stream, and the scale that layer norm loses by the projection."""
     streams = source.forward_intermediates(
         images, indices=list(range(layer + 1)), norm=False, stop_early=True, output_fmt="NLC", intermediates_only=True
     )
     rows = torch.cat([F.layer_norm(x, x.shape[-1:]).flatten(0, 1) for x in streams])
     values, vectors = torch.linalg.eigh((rows.T @ rows).double() / len(rows))
     kept = float(values[-width:].sum() / values.sum())
-    # A random turn within the subspace spreads the energy, so that layer norm's mean removal costs one direction of many.
+    # A random rotation in the subspace spreads the energy, so that removing the mean in layer norm costs one direction of many.
     turn = torch.linalg.qr(torch.randn(width, width, dtype=torch.float64, generator=torch.Generator().manual_seed(0)))[0]
     basis = (vectors[:, -width:] @ turn).float()
     return basis, (kept * source.num_features / width) ** 0.5
 
 
 def _carry_block(block: Any, source: Any, basis: Tensor, scale: float) -> None:
-    """One block in the new basis: layer norms folded into the projections, layer scale into the outputs."""
+    """Copy one block to the new basis: layer norms are folded into the projections, layer scale into the outputs."""
     heads, size = block.attn.num_heads, block.attn.head_dim
     width_in = source.attn.qkv.weight * source.norm1.weight
     bias_in = source.attn.qkv.bias + source.attn.qkv.weight @ source.norm1.bias
@@ -89,9 +91,9 @@ def _carry_block(block: Any, source: Any, basis: Tensor, scale: float) -> None:
 
 
 def _refit(model: Any, source: Any, chosen: list[int], basis: Tensor, images: Tensor) -> None:
-    """Block by block, fit the two output projections so that the student's stream follows the teacher's, projected.
+    """Block by block, fit the two output projections so that the student's stream follows the projected stream of the teacher.
 
-    Each fit sees the stream as the student really has it, so that it also repairs what the blocks before it got wrong.
+    Each fit uses the actual stream of the student, so it also corrects the errors of earlier blocks.
     """
     goals = _streams(source, chosen, basis, images)
     stream = model.norm_pre(model._pos_embed(model.patch_embed(images)))
@@ -101,7 +103,7 @@ def _refit(model: Any, source: Any, chosen: list[int], basis: Tensor, images: Te
 
 
 def _streams(source: Any, chosen: list[int], basis: Tensor, images: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """The teacher's stream after attention and after the MLP of the chosen blocks, projected, each [B, T, width]."""
+    """The projected stream of the teacher after attention and after the MLP of the chosen blocks, each [B, T, width]."""
     middle: dict[int, Tensor] = {}
     after: dict[int, Tensor] = {}
 
@@ -119,12 +121,12 @@ def _streams(source: Any, chosen: list[int], basis: Tensor, images: Tensor) -> l
 
 
 def _refit_layer(layer: nn.Linear, branch: nn.Module, stream: Tensor, goal: Tensor) -> Tensor:
-    """Fit the last linear layer of a branch so that stream + branch(stream) is near `goal`; the new stream."""
+    """Fit the last linear layer of a branch so that stream + branch(stream) is close to `goal`; returns the new stream."""
     inputs: list[Tensor] = []
     handle = layer.register_forward_pre_hook(lambda _, x: inputs.append(x[0]))
     output = branch(stream)
     handle.remove()
-    # The correction is fitted, not the layer: where the images say nothing, the carried weights stay.
+    # Fits a correction, not the layer: where the images give no information, the copied weights stay.
     weight, bias = ridge_regression(inputs[0].flatten(0, 1), (goal - stream - output).flatten(0, 1))
     layer.weight.add_(weight)
     layer.bias.add_(bias)
@@ -132,7 +134,7 @@ def _refit_layer(layer: nn.Linear, branch: nn.Module, stream: Tensor, goal: Tens
 
 
 def ridge_regression(inputs: Tensor, targets: Tensor, ridge: float = 1e-2) -> tuple[Tensor, Tensor]:
-    """Weight [O, I] and bias [O] of the linear map from rows [n, I] to rows [n, O]; `ridge` is relative to the mean variance."""
+    """Weight [O, I] and bias [O] of a linear map from rows [n, I] to rows [n, O]; `ridge` is relative to the mean variance."""
     center, mean = inputs.mean(0), targets.mean(0)
     x, y = inputs - center, targets - mean
     gram = (x.T @ x).double() / len(x)

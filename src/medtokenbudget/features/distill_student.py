@@ -1,4 +1,4 @@
-"""The student of a distillation: how it is built and what it is asked to match; how it may start is in `distill_start`."""
+"""The student of a distillation: how it is built, and its losses. Its initial weights are in `distill_start`."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _BASE = "vit_tiny_patch16_224"
 
 
 def recipe(config: DistillConfig, teacher: Backbone, license: str) -> Recipe:
-    """How to build the student again."""
+    """The recipe from which the student can be built again."""
     size = teacher.preprocessing.image_size
     if any(side * config.patch_size != size for side in teacher.grid):
         raise RequestError(
-            f"the teacher has {teacher.grid[0]} x {teacher.grid[1]} tokens at {size} pixels, a student with patches of "
-            f"{config.patch_size} pixels has not. Take --patch_size {size // teacher.grid[0]}."
+            f"The teacher has {teacher.grid[0]} x {teacher.grid[1]} tokens for images of {size} pixels. With patches of "
+            f"{config.patch_size} pixels the student does not. Use --patch-size {size // teacher.grid[0]}."
         )
     if config.width % config.heads:
-        raise RequestError(f"--width {config.width} is not a multiple of --heads {config.heads}.")
+        raise RequestError(f"--width {config.width} must be a multiple of --heads {config.heads}.")
     arguments: dict[str, Any] = {
         "patch_size": config.patch_size,
         "embed_dim": config.width,
@@ -45,7 +45,7 @@ def recipe(config: DistillConfig, teacher: Backbone, license: str) -> Recipe:
 
 
 class Student(nn.Module):
-    """The small transformer and its linear adapters to the teacher's width, which are dropped afterwards."""
+    """The small transformer, and linear adapters to the width of the teacher that are dropped after training."""
 
     def __init__(self, model: Any, teacher_dim: int) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Student(nn.Module):
         self._tap = QueryKeyTap(model.blocks[-1], _BASE)
 
     def forward(self, images: Tensor) -> dict[str, Tensor]:
-        """Images [B, 3, S, S] to predicted `patches` [B, N, D], and `cls` [B, D] and `cls_attention` [B, N] with a class token."""
+        """Predict `patches` [B, N, D], and with a class token `cls` [B, D] and `cls_attention` [B, N], of images [B, 3, S, S]."""
         tokens = self.model.forward_features(images)
         prefix = self.model.num_prefix_tokens
         found = {"patches": self.adapters["patches"](tokens[:, prefix:])}
@@ -67,9 +67,11 @@ class Student(nn.Module):
 
 
 class Objective:
-    """Cosine plus smooth-L1 on standardized tokens, and cross-entropy on the class attention over the patches.
+    """The loss: cosine plus smooth-L1 on standardized tokens, and the divergence of the class attention.
 
-    mean, std  [D] of the teacher's patch tokens; the class token has its own.
+    Attributes:
+        statistics: Mean and standard deviation [D] of the patch and class tokens of the teacher.
+        config: The weights of the parts.
     """
 
     def __init__(self, statistics: dict[str, Tensor], config: DistillConfig) -> None:
@@ -87,24 +89,24 @@ class Objective:
         return {**parts, "loss": total}
 
     def standardized(self, target: dict[str, Tensor], name: str) -> Tensor:
-        """The teacher's tokens called `name` with mean 0 and deviation 1 in each dimension."""
+        """Tokens of the teacher with mean 0 and standard deviation 1 in each dimension; `name` is 'patches' or 'cls'."""
         return (target[name].float() - self.statistics[f"{name}_mean"]) / self.statistics[f"{name}_std"]
 
 
 def token_loss(predicted: Tensor, target: Tensor) -> Tensor:
-    """Mean of 1 - cosine over tokens plus mean smooth-L1 over values; both [..., D]."""
+    """Mean of 1 - cosine over tokens plus mean smooth-L1 over values. Both inputs are [..., D]."""
     return (1 - F.cosine_similarity(predicted, target, dim=-1)).mean() + F.smooth_l1_loss(predicted, target)
 
 
 def attention_loss(predicted: Tensor, target: Tensor) -> Tensor:
-    """Kullback-Leibler divergence of class attention, [B, N] each, made to sum to one over the patches."""
+    """Kullback-Leibler divergence of class attention [B, N], scaled to sum to one over the patches."""
     p = target / target.sum(1, keepdim=True)
     q = predicted / predicted.sum(1, keepdim=True)
     return (torch.special.xlogy(p, p) - p * q.clamp_min(1e-8).log()).sum(1).mean()
 
 
 def create(config: DistillConfig, plan: Recipe, teacher: Backbone, sample: dict[str, Tensor], objective: Objective) -> Student:
-    """A student at its start; `sample` (stored views: pixels and tokens) shows the teacher's main directions."""
+    """A new student; `sample` (pixels and tokens of stored views) gives the main directions of the teacher."""
     torch.manual_seed(config.seed)
     student = Student(build(plan.architecture, teacher.preprocessing.image_size, plan), teacher.dim).to(teacher.device)
     if config.init == "teacher":
@@ -116,7 +118,7 @@ def create(config: DistillConfig, plan: Recipe, teacher: Backbone, sample: dict[
 
 @torch.no_grad()
 def fit_adapters(student: Student, images: Tensor, targets: dict[str, Tensor]) -> None:
-    """Ridge regression of the standardized tokens on the student's, so that learning does not start by undoing its start."""
+    """Fit the adapters by ridge regression, so that training does not start by undoing the initial weights."""
     tokens = student.model.forward_features(images)
     prefix = student.model.num_prefix_tokens
     for name, target in targets.items():

@@ -1,7 +1,7 @@
-"""The views of an image that a teacher sees once, and their store on disk: pixels, tokens and class attention side by side.
+"""The views of the training images, and the tokens of the teacher for them, stored on disk.
 
-A teacher is slow, so its tokens are computed once a view and kept. Flips and turns are part of the view: the teacher sees them,
-because its tokens do not turn with the image (a quarter turn of picture and token grid agrees to a cosine of 0.33 only).
+A teacher is slow, so it sees every view once and its tokens are kept. Flips and rotations are part of a view: rotated tokens are
+not the tokens of the rotated image (for a quarter turn their cosine is only 0.33).
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from medtokenbudget.progress import progress, say
 from medtokenbudget.tensor_files import load_tensors, save_tensors
 
 SHARD = 128
-"""Views in one file."""
+"""Views per file."""
 _AREA = (0.35, 1.0)
 _ASPECT = (0.8, 1.25)
 _COLOR = 0.2
 
 
 def draw_view(image: Image.Image, image_id: str, view: int, seed: int) -> Image.Image:
-    """View 0 is the whole image; the others are crops of 35 to 100 % of the area, flipped, turned, in colors up to a fifth off.
+    """View 0 is the whole image. The others are crops of 35 to 100 % of its area with random flips, rotations and colors.
 
-    The random numbers depend on the image's name alone, so that a view is the same whatever else is in the set.
+    The random numbers depend on seed, view and image id only, so a view does not depend on the other images.
     """
     if view == 0:
         return image
@@ -52,9 +52,9 @@ def draw_view(image: Image.Image, image_id: str, view: int, seed: int) -> Image.
 
 
 def readable(manifest: Manifest, errors: Path) -> Manifest:
-    """The images that can be decoded; the others are named with their reason in the file `errors`."""
+    """The images that can be read; the others are listed with the reason in the file `errors`."""
     good, bad = [], []
-    for index in progress(range(len(manifest)), what="reading", unit="image"):
+    for index in progress(range(len(manifest)), what="Reading", unit="image"):
         try:
             decode_image(manifest.image_path(index))
             good.append(index)
@@ -62,23 +62,22 @@ def readable(manifest: Manifest, errors: Path) -> Manifest:
             bad.append(json.dumps({"image_id": manifest.ids[index], "reason": str(error)}, ensure_ascii=False))
     if bad:
         write_text(errors, "\n".join(bad) + "\n")
-        say(f"{len(bad)} of {len(manifest)} images cannot be read and are left out: {errors}.")
+        say(f"Skipped {len(bad)} of {len(manifest)} images that cannot be read; {errors} lists the reasons.")
     if not good:
-        raise RequestError(f"none of the {len(manifest)} images can be read; {errors} says why.")
+        raise RequestError(f"None of the {len(manifest)} images can be read; {errors} lists the reasons.")
     return manifest.take(good)
 
 
 class TeacherCache:
-    """Teacher tokens of every view, in shards on disk.
+    """The tokens of the teacher for every view, in shards on disk.
 
-    A shard has `pixels` uint8 [n, S, S, 3], and in fp16 `patches` [n, N, D], `cls` [n, D] and `cls_attention` [n, N].
-
-    Row r is view `r % views` of image `r // views`. A shard appears whole, so a stopped run goes on with the next one.
+    A shard contains `pixels` uint8 [n, S, S, 3], and in fp16 `patches` [n, N, D], `cls` [n, D] and `cls_attention` [n, N]. Row r is
+    view `r % views` of image `r // views`. Shards are written atomically, so an interrupted run resumes with the next one.
     """
 
     def __init__(self, folder: Path, manifest: Manifest, teacher: Backbone, views: int, seed: int) -> None:
         if views < 1:
-            raise RequestError(f"--views is the number of views of each image, at least 1, got {views}.")
+            raise RequestError(f"--views, the number of views of each image, must be 1 or more, got {views}.")
         self.folder, self.manifest, self.teacher, self.views, self.seed = folder, manifest, teacher, views, seed
         self.rows = len(manifest) * views
         self.grid, self.dim, self.has_cls = teacher.grid, teacher.dim, teacher.has_cls
@@ -87,7 +86,7 @@ class TeacherCache:
         if (folder / "cache.json").exists():
             found = read_json(folder / "cache.json")
             if found != identity:
-                raise MismatchError.between(f"the teacher's tokens in {folder}", identity, found, "Choose another --out.")
+                raise MismatchError.between(f"The teacher cache {folder}", identity, found, "Choose another --out.")
         else:
             write_json(folder / "cache.json", identity)
 
@@ -99,10 +98,10 @@ class TeacherCache:
         return self.folder / f"views-{shard:05d}.safetensors"
 
     def fill(self, batch_size: int = 16) -> None:
-        """Run the teacher over every view that is not stored yet."""
+        """Run the teacher on all views that are not stored yet."""
         missing = [shard for shard in range(self.shards) if not self._path(shard).exists()]
         done = self.rows - sum(len(self._members(shard)) for shard in missing)
-        with progress(total=self.rows, initial=done, what="teacher", unit="view") as bar, ThreadPoolExecutor(2) as pool:
+        with progress(total=self.rows, initial=done, what="Running the teacher", unit="view") as bar, ThreadPoolExecutor(2) as pool:
             for shard in missing:
                 rows = self._members(shard)
                 pixels = torch.from_numpy(np.stack(list(pool.map(self._pixels, rows))))
@@ -126,7 +125,7 @@ class TeacherCache:
             tensors["cls_attention"] = torch.cat([t.cls_attention for t in found if t.cls_attention is not None])
         half = {name: value.half().contiguous() for name, value in tensors.items()}
         if not all(bool(torch.isfinite(value).all()) for value in half.values()):
-            raise WorkError("the teacher's tokens do not fit fp16 or are not finite. Check its weights.")
+            raise WorkError("The tokens of the teacher are not finite in fp16. Check its weights.")
         return half
 
     def read(self, rows: Tensor) -> dict[str, Tensor]:
@@ -145,7 +144,7 @@ class TeacherCache:
         return torch.randperm(self.rows, generator=torch.Generator().manual_seed(self.seed))[:most]
 
     def batches(self, epoch: int, batch_size: int) -> Iterator[dict[str, Tensor]]:
-        """One pass over the images in a shuffled order, one stored view of each."""
+        """One pass over the images in random order, with one stored view of each."""
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
         order = torch.randperm(len(self.manifest), generator=generator)
         views = torch.randint(self.views, (len(order),), generator=generator)

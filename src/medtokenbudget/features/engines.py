@@ -1,4 +1,4 @@
-"""Who makes the shards: this process, or a Ray cluster. Both make the same bytes, since a shard depends on its plan alone."""
+"""Where shards are computed: in this process or on a Ray cluster. A shard depends only on its plan, so the bytes are the same."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from medtokenbudget.features.pipeline import Route, Shard, fill
 
 @dataclass(frozen=True)
 class Work:
-    """Shards to be made, and everything that is needed to make them."""
+    """Shards to compute, and everything that is needed for it."""
 
     store: Path
     shards: tuple[Shard, ...]
@@ -27,7 +27,7 @@ class Work:
 
 
 Engine = Callable[[Work, Backbone, Callable[[int], Any]], None]
-"""Makes the shards of `Work`; the backbone is the caller's own, and the function is told how many rows were dealt with."""
+"""Computes the shards of `Work` with the loaded backbone, and calls the function with the number of rows that are done."""
 
 
 def _local(work: Work, backbone: Backbone, advance: Callable[[int], Any]) -> None:
@@ -44,7 +44,7 @@ ENGINES: dict[str, Engine] = {"local": _local, "ray": _ray}
 
 
 def find_engine(name: str) -> Engine:
-    """The engine called `name`."""
+    """The engine with this name, 'local' or 'ray'."""
     if name not in ENGINES:
         raise UnknownNameError.of("engine", name, ENGINES)
     return ENGINES[name]

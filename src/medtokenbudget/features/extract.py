@@ -1,4 +1,4 @@
-"""`extract`: run the frozen backbone once over a manifest and fill a store; called again, it goes on where it stopped."""
+"""`extract`: run the frozen backbone once over a manifest and fill a store. The same call resumes an incomplete store."""
 
 from __future__ import annotations
 
@@ -30,24 +30,43 @@ def extract(
     route: Route | None = None,
     route_fingerprint: dict[str, Any] | None = None,
 ) -> FeatureStore:
-    """Fill `store` with the tokens of `manifest` and open it.
+    """Run the backbone over the images of a manifest and store their tokens.
 
-    shards             (i, n): only the shards whose number leaves the rest i when divided by n, for job arrays; the store that
-                       comes back may then be incomplete (`missing`)
-    address            of a running Ray cluster, for the engine 'ray'
-    route              keeps only what this function selects; `route_fingerprint` says what it is, and under 'backbone'
-                       which fields of a backbone's fingerprint it needs
+    The same call resumes an incomplete store, and returns at once if the store is complete.
+
+    Args:
+        manifest: The images.
+        store: Folder of the store.
+        backbone: The backbone.
+        config: Batch size, views, number format and device.
+        engine: 'local' for this process, or 'ray'.
+        shards: `(i, n)` computes only every n-th shard starting at i, for job arrays. The store may then be incomplete
+            (`FeatureStore.missing`).
+        address: Address of a running Ray cluster, for the engine 'ray'.
+        route: Keep only the tokens that this function selects.
+        route_fingerprint: JSON values that identify `route`; under 'backbone' the fields that the backbone must have.
+
+    Returns:
+        The open store.
+
+    Raises:
+        RequestError: The settings are wrong or do not fit the manifest.
+        MismatchError: The store was made with other settings.
+        WorkError: The extraction failed; what is finished is kept.
+
+    Example:
+        >>> store = extract(manifest, "stores/photos", BackboneConfig(name="embedded"))  # doctest: +SKIP
     """
     config = config or ExtractConfig()
     if (route is None) != (route_fingerprint is None):
-        raise RequestError("route and route_fingerprint go together: a store of routed tokens must say what routed them.")
+        raise RequestError("route and route_fingerprint must be used together, so that the store records what selected its tokens.")
     run = find_engine(engine)
     check_request(manifest, config)
     path = Path(store)
     loaded = Backbone.load(backbone, resolve_device(config.device))
     if route_fingerprint is not None:
-        advice = "A router knows only the tokens that it was trained on: use the backbone of the model."
-        check("the backbone", route_fingerprint.get("backbone", {}), loaded.fingerprint, advice)
+        advice = "A model can only route tokens of the backbone that it was trained with: use that one."
+        check("The backbone", route_fingerprint.get("backbone", {}), loaded.fingerprint, advice)
     plan = make_plan(manifest, loaded.fingerprint, config, route_fingerprint)
     mine = _mine(plan, shards)
     publish(plan, path)
@@ -56,7 +75,7 @@ def extract(
     left = sum(len(items) for _, items in todo)
     if todo:
         work = Work(path.resolve(), todo, backbone, loaded.fingerprint, config, route, address)
-        with progress(total=total, initial=total - left, what="extract", unit="image") as bar:
+        with progress(total=total, initial=total - left, what="Extracting", unit="image") as bar:
             run(work, loaded, bar.update)
     return _finished(path)
 
@@ -66,12 +85,12 @@ def _mine(plan: Plan, shards: tuple[int, int] | None) -> range:
         return range(len(plan.shards))
     i, n = shards
     if n < 1 or not 0 <= i < n:
-        raise RequestError(f"shards {i}/{n} does not exist: give I/N with I from 0 to N - 1.")
+        raise RequestError(f"--shards {i}/{n} does not exist. Use I/N with I from 0 to N - 1.")
     return range(i, len(plan.shards), n)
 
 
 def _finished(path: Path) -> FeatureStore:
-    """The store as it is; when it is complete, with `errors.jsonl` and without what killed runs left behind."""
+    """Open the store; if it is complete, write `errors.jsonl` and delete the temporary files of interrupted runs."""
     store = FeatureStore.open(path, partial=True)
     if not store.missing:
         _write_errors(path / "errors.jsonl", store)
@@ -84,6 +103,6 @@ def _write_errors(path: Path, store: FeatureStore) -> None:
     try:
         write_lines(path, rows)
     except WorkError:
-        # Another job may have ended at the same moment, written the same and swept the temporary files.
+        # Another job may have finished at the same time, written the same file and deleted the temporary files.
         if not path.is_file() or read_lines(path) != rows:
             raise

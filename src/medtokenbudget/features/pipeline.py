@@ -1,7 +1,7 @@
-"""From a shard's plan to its tensors: threads decode ahead, one forward pass at a time, finished shards written behind.
+"""From the plan of a shard to its tensors: threads decode ahead, the backbone runs, and another thread writes finished shards.
 
-Its own file because every engine runs it, one shard or many at a time. The batches of a shard depend on the shard alone, so that
-its bytes do not depend on who made it, how many threads decoded, or how often the work was interrupted.
+Every engine uses this. The batches of a shard depend only on the shard, so its bytes do not depend on the machine's number of
+threads or on interruptions.
 """
 
 from __future__ import annotations
@@ -39,8 +39,14 @@ _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
 
 @dataclass(frozen=True)
 class Prepared:
-    """A row that is ready for the forward pass: pixels uint8 [S, S, 3], lesion bool [N] or None without a mask, and the SHA-256 of
-    the image file."""
+    """A row that is ready for the forward pass.
+
+    Attributes:
+        item: The planned row.
+        image: SHA-256 of the image file.
+        pixels: uint8 [S, S, 3].
+        lesion: bool [N], or None without a mask.
+    """
 
     item: Item
     image: str
@@ -50,7 +56,7 @@ class Prepared:
 
 @dataclass
 class Filling:
-    """A shard that is being made."""
+    """A shard in progress."""
 
     index: int
     batch_size: int
@@ -66,7 +72,7 @@ class Filling:
 
 
 def prepare(items: tuple[Item, ...], backbone: Backbone, view_seed: int) -> list[Prepared | RowError]:
-    """The views of one image: decoded once, each with its mask transformed alike, or with the reason why it cannot be had."""
+    """Decode one image once and prepare its views, each with its mask, or with the reason why it failed."""
     try:
         image = decode_image(items[0].image)
         mask = None if items[0].mask is None else mask_of(image, items[0].mask)
@@ -92,11 +98,11 @@ def fill(
     route: Route | None = None,
     advance: Callable[[int], Any] = lambda rows: None,
 ) -> None:
-    """Make these shards of the store, in order. `advance` is told how many rows were dealt with."""
+    """Compute and write shards in order; `advance` is called with the number of rows that are done."""
     with cpu_threads(config.threads), ThreadPoolExecutor(1, "mtb-write") as writer:
         written: deque[Future[Any]] = deque()
         for filling in _filled(shards, backbone, config, route, advance):
-            # One shard may be on its way to the disk while the next is made: not more, so that memory stays bounded.
+            # At most one shard is being written while the next is computed, so that memory stays bounded.
             while len(written) > 0:
                 written.popleft().result()
             tensors = filling.tensors()
@@ -133,7 +139,7 @@ def _filled(
 def _decoded(
     shards: Iterable[Shard], backbone: Backbone, config: ExtractConfig
 ) -> Iterator[tuple[int, Prepared | RowError | None]]:
-    """Rows in order, decoded ahead across the borders of shards; None after the last row of a shard."""
+    """Rows in order, decoded ahead across shards; None after the last row of a shard."""
     with ThreadPoolExecutor(config.workers or min(16, os.cpu_count() or 1), "mtb-decode") as pool:
         queue: deque[tuple[int, Future[list[Prepared | RowError]] | None]] = deque()
         ahead = 0
@@ -163,7 +169,7 @@ def _taken(queue: deque[tuple[int, Future[list[Prepared | RowError]] | None]]) -
 
 
 def _forward(filling: Filling, batch: list[Prepared], backbone: Backbone, config: ExtractConfig, route: Route | None) -> None:
-    """One batch into the shard; when memory runs out, in halves, and no larger ones for the rest of this shard."""
+    """Add one batch to the shard; if memory runs out, halve the batch size for the rest of this shard."""
     for start in range(0, len(batch), filling.batch_size):
         part = batch[start : start + filling.batch_size]
         try:
@@ -173,7 +179,7 @@ def _forward(filling: Filling, batch: list[Prepared], backbone: Backbone, config
                 raise
             fields = None
         if fields is None:
-            # Outside the handler: the traceback held the tensors that filled the memory.
+            # Outside the handler, because the traceback keeps the tensors that filled the memory.
             _halve(filling, len(part), backbone)
             _forward(filling, batch[start:], backbone, config, route)
             return
@@ -183,12 +189,12 @@ def _forward(filling: Filling, batch: list[Prepared], backbone: Backbone, config
 def _halve(filling: Filling, size: int, backbone: Backbone) -> None:
     if size == 1:
         raise WorkError(
-            f"not enough memory on {backbone.device} for a batch of one image. Close other programs or take a smaller backbone."
+            f"Not enough memory on {backbone.device} for a batch of one image. Close other programs, or use a smaller backbone."
         )
     if backbone.device.type == "cuda":
         torch.cuda.empty_cache()
     filling.batch_size = max(1, size // 2)
-    say(f"out of memory with {size} images at once: going on with {filling.batch_size} in shard {filling.index}.")
+    say(f"Out of memory with a batch of {size} images. Continuing shard {filling.index} with batches of {filling.batch_size}.")
 
 
 def _is_out_of_memory(error: Exception) -> bool:
@@ -199,7 +205,7 @@ def _is_out_of_memory(error: Exception) -> bool:
 def compute(
     batch: list[Prepared], backbone: Backbone, dtype: Any = np.float16, route: Route | None = None
 ) -> dict[str, np.ndarray]:
-    """The fields of these rows as they are stored: all patches, or what `route` keeps of them."""
+    """The fields of a batch as they are stored: all patches, or those that `route` keeps."""
     pixels = torch.from_numpy(np.stack([row.pixels for row in batch])).to(backbone.device)
     seen = backbone(backbone.normalize(pixels))
     tokens = TokenBatch(
@@ -229,7 +235,9 @@ def compute(
 
 def _routed(selection: Selection, dtype: Any) -> dict[str, np.ndarray]:
     if selection.indices is None:
-        raise RequestError("a selector that merges patches has no indices to store. Keep all patches, or use a ranking selector.")
+        raise RequestError(
+            "A selector that merges patches has no patch indices to store. Use --keep all, or a model whose selector ranks patches."
+        )
     return {
         "tokens": _array(selection.tokens, dtype),
         "indices": _array(selection.indices, np.int32),
@@ -238,26 +246,26 @@ def _routed(selection: Selection, dtype: Any) -> dict[str, np.ndarray]:
 
 
 def _array(value: torch.Tensor, dtype: Any) -> np.ndarray:
-    """In the stored format; converted by torch, which is ten times as fast as numpy at half precision."""
+    """Convert to the stored format with torch, which is ten times as fast as numpy at half precision."""
     return value.to(torch.from_numpy(np.empty(0, dtype)).dtype).cpu().numpy()
 
 
 def _add(filling: Filling, batch: list[Prepared], fields: dict[str, np.ndarray]) -> None:
-    """Rows whose tokens are finite in the stored format go into the shard, the others among its errors."""
+    """Add the rows whose tokens are finite in the stored format to the shard, the others to its errors."""
     tokens = fields["patches" if "patches" in fields else "tokens"]
     finite = torch.from_numpy(tokens).abs().amax((1, 2)).isfinite().numpy()
     for row, good in zip(batch, finite):
         if good:
             filling.rows.append((row.item.image_id, row.item.view, row.image))
         else:
-            filling.fail(row.item, f"the backbone's tokens are not finite in {tokens.dtype}.")
+            filling.fail(row.item, f"The tokens of the backbone are not finite in {tokens.dtype}.")
     for name, value in fields.items():
         filling.parts.setdefault(name, []).append(value if finite.all() else value[finite])
 
 
 @contextmanager
 def cpu_threads(number: int) -> Iterator[None]:
-    """Run with this many threads of torch; 0 leaves them as they are."""
+    """Run a block with this number of torch threads; 0 changes nothing."""
     before = torch.get_num_threads()
     if number > 0:
         torch.set_num_threads(number)

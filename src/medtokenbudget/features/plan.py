@@ -1,7 +1,7 @@
-"""What a store will hold before anything is computed: which rows, in which shards, made how.
+"""The plan of a store, made before anything is computed: its rows, their shards, and all settings.
 
-Written once as `store.json` and `plan.json`; every worker, today's or tomorrow's, compares its own with it and then only needs
-a shard's number to know what to do.
+It is written once, as `store.json` and `plan.json`. Every worker compares its own plan with it, and then needs only the number of a
+shard to know what to do.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FORMAT = 2
 
 @dataclass(frozen=True)
 class Item:
-    """One row to be made: which view of which image, with its mask and its label (-1: unknown)."""
+    """A planned row: a view of an image, its mask and its class index (-1 if unknown)."""
 
     image_id: str
     view: str
@@ -34,7 +34,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Plan:
-    """`config` is what `store.json` says; `shards[i]` are the rows of shard i."""
+    """`config` is the content of `store.json`, `shards[i]` are the rows of shard i."""
 
     config: dict[str, Any]
     shards: tuple[tuple[Item, ...], ...]
@@ -43,7 +43,7 @@ class Plan:
 def make_plan(
     manifest: Manifest, fingerprint: dict[str, Any], config: ExtractConfig, route_fingerprint: dict[str, Any] | None = None
 ) -> Plan:
-    """The rows of every image in the manifest's order, the views of an image beside each other, cut into shards."""
+    """Plan the rows in the order of the manifest, with the views of an image next to each other, and cut them into shards."""
     check_request(manifest, config)
     items = _items(manifest, config.views, config.crops)
     size = config.shard_size
@@ -101,35 +101,35 @@ def _items(manifest: Manifest, name: str, crops: int) -> list[Item]:
 
 
 def publish(plan: Plan, store: Path) -> None:
-    """Begin a store, or make sure that the one that is there was begun with the same plan."""
+    """Start a store, or check that the existing one has the same plan."""
     if not (store / "store.json").exists():
         if store.exists() and not store.is_dir():
-            raise RequestError(f"{store} is a file. Name a folder for the store.")
+            raise RequestError(f"{store} is a file, but a store is a folder. Choose another --store.")
         write_text(store / "plan.json", json.dumps(_rows(plan.shards), ensure_ascii=False, separators=(",", ":")) + "\n")
         write_json(store / "store.json", plan.config)
     check(
-        f"the store {store}",
+        f"The store {store}",
         expected=plan.config,
         found=read_config(store),
-        advice="Extract into another folder, or use the settings that this store was made with.",
+        advice="Use the settings of this store, or choose another --store.",
     )
 
 
 def read_config(store: Path) -> dict[str, Any]:
-    """`store.json`, with a message when this is no store or one of another version."""
+    """Read `store.json`; a RequestError says if this is not a store or has another format version."""
     if not (store / "store.json").is_file():
         raise RequestError(
-            f"{store} is not a feature store (no store.json in it). Make one with `mtb extract MANIFEST --store {store}`."
+            f"{store} is not a token store: it has no store.json. Create one with `mtb extract MANIFEST --store {store}`."
         )
     config = read_json(store / "store.json")
     if not isinstance(config, dict) or config.get("format") != FORMAT:
         found = config.get("format") if isinstance(config, dict) else None
-        raise RequestError(f"{store}/store.json has format {found!r}, this version reads {FORMAT}. Extract the store again.")
+        raise RequestError(f"{store} has store format {found!r}, but this version reads format {FORMAT}. Run `mtb extract` again.")
     return config
 
 
 def check(what: str, expected: dict[str, Any], found: dict[str, Any], advice: str) -> None:
-    """Refuse `found` where it differs from `expected`, showing each difference; keys that `expected` lacks are not looked at."""
+    """Raise a MismatchError that shows where `found` differs from `expected`; keys that `expected` lacks are ignored."""
     wanted = dotted(plain(expected))
     has = dotted(found)
     if any(has.get(key) != value for key, value in wanted.items()):
@@ -137,7 +137,7 @@ def check(what: str, expected: dict[str, Any], found: dict[str, Any], advice: st
 
 
 def plain(value: Any) -> Any:
-    """The value as JSON would give it back."""
+    """The value after a round trip through JSON."""
     return json.loads(json.dumps(value, default=str))
 
 

@@ -1,6 +1,6 @@
-"""What an image goes through before the backbone: one resize of the whole picture, then mean and standard deviation.
+"""What happens to an image before the backbone: one resize of the whole image, then mean and standard deviation.
 
-Its own file because stores, models and the exported graph record these numbers and must agree on them.
+Stores, models and exported graphs record these numbers and must agree on them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,14 @@ _REC601 = (0.299, 0.587, 0.114)
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """How a picture becomes the input of one backbone."""
+    """How an image becomes the input of a backbone.
+
+    Attributes:
+        image_size: Side S of the square input, in pixels.
+        mean: Mean of the three channels, for values in [0, 1].
+        std: Their standard deviation.
+        interpolation: 'nearest', 'bilinear', 'bicubic' or 'lanczos'.
+    """
 
     image_size: int
     mean: tuple[float, float, float]
@@ -36,10 +43,10 @@ class Preprocessing:
     def __post_init__(self) -> None:
         if self.interpolation not in _RESAMPLING:
             known = ", ".join(_RESAMPLING)
-            raise RequestError(f"unknown interpolation '{self.interpolation}' of the backbone. Available: {known}.")
+            raise RequestError(f"Unknown interpolation '{self.interpolation}' of the backbone. Available: {known}.")
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values, for a store's or a model's record."""
+        """JSON values, to be recorded in a store or model."""
         return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
 
     @classmethod
@@ -48,18 +55,18 @@ class Preprocessing:
         return cls(int(values["image_size"]), tuple(values["mean"]), tuple(values["std"]), str(values["interpolation"]))
 
     def prepare(self, image: Image.Image) -> np.ndarray:
-        """The whole image at S x S, uint8 [S, S, 3]. No crop: masks are resized the same way and stay aligned."""
+        """Resize the whole RGB image to uint8 [S, S, 3]. Nothing is cropped, so masks stay aligned."""
         if image.mode != "RGB":
-            raise RequestError(f"an image of mode {image.mode} cannot be prepared; decode it to RGB first (`decode_image`).")
+            raise RequestError(f"An image of mode {image.mode} must be converted to RGB first, for example with `decode_image`.")
         size = (self.image_size, self.image_size)
         if image.size != size:
             image = image.resize(size, _RESAMPLING[self.interpolation])
         return np.array(image, dtype=np.uint8)
 
     def normalize(self, images: Tensor) -> Tensor:
-        """uint8 [B, S, S, 3] to float [B, 3, S, S] with the backbone's mean and standard deviation."""
+        """Normalize images with mean and standard deviation, from uint8 [B, S, S, 3] to float [B, 3, S, S]."""
         if images.ndim != 4 or images.shape[-1] != 3:
-            raise ShapeError(f"images must be [B, S, S, 3], got {list(images.shape)}.")
+            raise ShapeError(f"Images must be [B, S, S, 3], got {list(images.shape)}.")
         mean = torch.tensor(self.mean, device=images.device).view(1, 3, 1, 1)
         std = torch.tensor(self.std, device=images.device).view(1, 3, 1, 1)
         pixels = images.permute(0, 3, 1, 2).to(torch.float32, memory_format=torch.contiguous_format)
@@ -67,12 +74,20 @@ class Preprocessing:
 
 
 def luminance(images: Tensor, grid: tuple[int, int]) -> Tensor:
-    """Mean gray value (Rec. 601) of each patch, [B, N] in [0, 1], of uint8 images [B, S, S, 3]."""
+    """Mean gray value (Rec. 601) of each patch.
+
+    Args:
+        images: uint8 [B, S, S, 3].
+        grid: Rows and columns (h, w) of the patches.
+
+    Returns:
+        [B, N] in [0, 1].
+    """
     if images.ndim != 4 or images.shape[-1] != 3:
-        raise ShapeError(f"images must be [B, S, S, 3], got {list(images.shape)}.")
+        raise ShapeError(f"Images must be [B, S, S, 3], got {list(images.shape)}.")
     b, height, width, _ = images.shape
     h, w = grid
     if height % h or width % w:
-        raise GridError(f"an image of {height} x {width} pixels does not divide into a grid of {h} x {w} patches.")
+        raise GridError(f"An image of {height} x {width} pixels cannot be divided into a grid of {h} x {w} patches.")
     cells = images.reshape(b, h, height // h, w, width // w, 3).float().mean(dim=(2, 4))
     return (cells @ torch.tensor(_REC601, device=images.device) / 255.0).reshape(b, h * w)

@@ -1,7 +1,6 @@
-"""Extraction on a Ray cluster: one idempotent task a shard, tried again when its node dies.
+"""Extraction on a Ray cluster: one idempotent task per shard, retried if its node dies.
 
-The store must lie on a file system that all nodes share, the images and weights on paths that all nodes can read. Its own file
-because Ray is an optional extra and is imported nowhere else.
+The store must be on a file system that all nodes share, and images and weights on paths that all nodes can read.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from medtokenbudget.features.pipeline import Shard, cpu_threads, fill
 from medtokenbudget.features.shards import read_sidecar
 
 RETRIES = 10
-"""Of one shard; an image that kills every worker that looks at it must not keep a cluster busy for ever."""
+"""Per shard; an image that kills every worker must not keep a cluster busy forever."""
 
 
 def run(work: Work, advance: Callable[[int], Any]) -> None:
-    """Make the shards of `work` as Ray tasks; each takes a GPU when the cluster has any."""
+    """Compute the shards of `work` as Ray tasks; each uses a GPU if the cluster has any."""
     with ray_cluster(work.address) as ray:
         _run_tasks(ray, work, advance)
 
@@ -39,12 +38,12 @@ def _run_tasks(ray: Any, work: Work, advance: Callable[[int], Any]) -> None:
     options = {
         "num_gpus": gpus,
         "num_cpus": max(1, work.config.threads),
-        # A task that went down with its node or its worker is tried again; an error of its own is not.
+        # A task that dies with its node or worker is retried; an error that it raises is not.
         "max_retries": RETRIES,
         "retry_exceptions": False,
     }
     task = ray.remote(**options)(make_shard)
-    # A node runs as many tasks as it has cores, or GPUs to feed: each decodes with few threads.
+    # A node runs one task per core or GPU, so each task decodes with few threads.
     config = replace(work.config, workers=work.config.workers or max(2, work.config.threads))
     rest = ray.put(replace(work, shards=(), config=config, address=None))
     rows = {task.remote(shard, rest): len(shard[1]) for shard in work.shards}
@@ -54,25 +53,25 @@ def _run_tasks(ray: Any, work: Work, advance: Callable[[int], Any]) -> None:
         try:
             failure = ray.get(done[0])
         except ray.exceptions.RayError as error:
-            raise WorkError(f"Ray lost a shard for good: {first_line(error)}. Run the same command again: it goes on.") from None
+            raise WorkError(f"Ray gave up on a shard: {first_line(error)}. Run the same command again to resume.") from None
         if failure is not None:
             for other in waiting:
                 ray.cancel(other, force=True)
-            raise WorkError(f"{failure} The finished shards are kept; the same command goes on from there.")
+            raise WorkError(f"{failure} Finished shards are kept; run the same command again to resume.")
         advance(rows[done[0]])
 
 
 def make_shard(shard: Shard, work: Work) -> str | None:
-    """The task: make one shard unless it is there. Gives back None, or the message of what went wrong."""
+    """The Ray task: compute one shard unless it exists. Returns None, or an error message."""
     try:
         if read_sidecar(work.store, shard[0]) is not None:
             return None
         if not (work.store / "store.json").exists():
-            return f"{work.store} is not there on node {_node()}: the store must lie on a file system that all nodes share."
+            return f"{work.store} does not exist on node {_node()}. The store must be on a file system that all nodes share."
         with cpu_threads(work.config.threads):
             backbone = _backbone(work.backbone, resolve_device(work.config.device))
             plan.check(
-                f"the backbone on node {_node()}", work.fingerprint, backbone.fingerprint, "Use the same weights on all nodes."
+                f"The backbone on node {_node()}", work.fingerprint, backbone.fingerprint, "Use the same weights on all nodes."
             )
             fill(work.store, [shard], backbone, work.config, work.route)
     except MedTokenBudgetError as error:
@@ -82,7 +81,7 @@ def make_shard(shard: Shard, work: Work) -> str | None:
 
 @lru_cache(maxsize=1)
 def _backbone(config: BackboneConfig, device: torch.device) -> Backbone:
-    """Loaded once in each worker process, which makes many shards."""
+    """Load the backbone once per worker process, which computes many shards."""
     return Backbone.load(config, device)
 
 

@@ -1,8 +1,8 @@
-"""What makes reading fast: rows joined without Python between them, in buffers that are used again, by threads that read ahead.
+"""Fast reading: rows are joined without Python between them, in reused buffers, by threads that read ahead.
 
-Apart from the store because no part knows what is read. A fresh buffer of many megabytes costs a page fault every 4 KiB, which
-is as dear as the copy itself; hence the pool. A row that is not in memory costs a page fault with megabytes of its neighbors read
-around it, which a store larger than memory throws away before they are needed; hence the advice to the kernel.
+A new buffer of many megabytes costs a page fault every 4 KiB, which is as expensive as the copy itself; hence the pool. A row that
+is not in memory costs a page fault that also reads megabytes around it, which a store larger than memory drops before they are
+needed; hence the advice to the kernel.
 """
 
 from __future__ import annotations
@@ -24,53 +24,54 @@ from torch import Tensor
 P = TypeVar("P")
 T = TypeVar("T")
 _READERS = 2
-"""Threads; one core alone does not reach the bandwidth of the memory."""
+"""Threads; one core cannot use the full bandwidth of the memory."""
 _PIECE = 1 << 15
-"""Elements; torch spreads a longer copy over its threads, and those belong to the training that runs meanwhile."""
+"""Elements; torch would spread a longer copy over its threads, which the training needs at the same time."""
 _WIDE = torch.complex128
-"""The longest elements there are, 16 bytes: a row of 256 patches of 1,024 halves is then one piece."""
+"""The longest element type, 16 bytes: a row of 256 patches of 1,024 halves is then one piece."""
 
 
 _madvise = ctypes.CDLL(None).madvise if hasattr(mmap, "MADV_WILLNEED") else None
-"""Of the system, where it has one; Python's own works only on maps that keep a file open."""
+"""The system's madvise, if there is one; Python's own needs a map that keeps a file open."""
 if _madvise is not None:
     _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class BufferPool:
-    """Tensors over memory that comes back when the last tensor over it is gone, and never before.
+    """Reuses memory once the last tensor over it is gone, and never before.
 
-    A caller who keeps a batch keeps its memory: the pool then makes a new buffer.
+    As long as a caller keeps a batch, the pool allocates new buffers.
     """
 
     def __init__(self) -> None:
         self._free: dict[Any, list[np.ndarray]] = {}
 
     def take(self, shape: tuple[int, ...], dtype: Any) -> Tensor:
-        """An uninitialized tensor of `shape`; `dtype` is numpy's."""
+        """An uninitialized tensor of `shape`; `dtype` is a numpy type."""
         free = self._free.setdefault((shape, np.dtype(dtype)), [])
         try:
             memory = free.pop()
         except IndexError:
             memory = np.empty(shape, dtype)
-        # The tensor's storage holds this view, and nothing else does: it dies with the last tensor over the storage.
+        # Only the storage of the tensor references this view, so it is deleted with the last tensor over the storage.
         view = memory.view()
         weakref.finalize(view, free.append, memory).atexit = False
         return torch.from_numpy(view)
 
 
 class MappedRows:
-    """The rows of one tensor `[n, ...]` of a shard, over its memory map.
+    """The rows of one memory-mapped tensor `[n, ...]` of a shard.
 
-    array  the tensor itself
-    flat   as torch sees it, `[n, elements]`
-    wide   the same in elements of 16 bytes, for copies; None where rows do not start at multiples of 16
+    Attributes:
+        array: The tensor as an array.
+        flat: The same for torch, `[n, elements]`.
+        wide: The same in elements of 16 bytes, for copies; None if rows do not start at multiples of 16.
     """
 
     def __init__(self, array: np.ndarray) -> None:
         self.array = array
         flat = array.reshape(len(array), math.prod(array.shape[1:]))
-        flat.flags.writeable = True  # torch knows no read-only memory; a write would not leave the private mapping
+        flat.flags.writeable = True  # torch has no read-only memory; the mapping is private, so a write would not reach the file
         self.flat = torch.from_numpy(flat)
         self.wide = _widened(self.flat)
         self._size = self.flat.shape[1] * array.itemsize
@@ -80,25 +81,25 @@ class MappedRows:
         return self._memory[row * self._size : (row + 1) * self._size]
 
     def announce(self, first: int, last: int) -> None:
-        """Have the rows `first` to `last - 1` fetched in one piece if they are not in memory, before they are touched."""
+        """Ask the kernel to fetch the rows `first` to `last - 1` in one piece, before they are used."""
         address = self.flat.data_ptr()
         _advise(address + first * self._size, address + last * self._size, "MADV_WILLNEED")
 
 
 def read_nothing_around(memory: np.ndarray) -> None:
-    """Have a page of mapped memory that is touched fetched alone. Called before anything is touched."""
+    """Ask the kernel not to read around the pages that are used. Called before the first use."""
     _advise(memory.ctypes.data, memory.ctypes.data + memory.nbytes, "MADV_RANDOM")
 
 
 class Fetching:
-    """Announces rows as long as reading them touches the disk; for rows that are in memory that would cost a fifth of the copy."""
+    """Announces rows while reading comes from the disk; for rows in memory this would cost a fifth of the copy."""
 
     def __init__(self) -> None:
         self.from_disk = True
 
     @contextmanager
     def of(self, rows: Sequence[MappedRows], places: Sequence[int]) -> Iterator[None]:
-        """Around the reading of row `places[i]` of `rows[i]`."""
+        """A context for reading row `places[i]` of `rows[i]`."""
         before = _disk_reads()
         if self.from_disk:
             for one, place in zip(rows, places):
@@ -108,7 +109,7 @@ class Fetching:
 
 
 def _disk_reads() -> int | None:
-    """A number that grows whenever this thread waits for a page or has the disk read; None where the system does not tell."""
+    """A counter that grows when this thread waits for a page or reads from the disk; None if the system has none."""
     try:
         import resource
 
@@ -119,7 +120,7 @@ def _disk_reads() -> int | None:
 
 
 def _advise(start: int, end: int, advice: str) -> None:
-    """Tell the kernel about addresses, where it takes advice; one that it refuses makes reading slower and nothing else."""
+    """Give the kernel advice about a range of addresses. It is optional: without it, reading is only slower."""
     if _madvise is not None:
         start -= start % mmap.PAGESIZE
         _madvise(start, end - start, getattr(mmap, advice))
@@ -131,16 +132,16 @@ def _widened(flat: Tensor) -> Tensor | None:
 
 
 def join_small(rows: Sequence[MappedRows], places: Sequence[int]) -> Tensor:
-    """Row `places[i]` of `rows[i]`, one after the other. For rows of a few KiB: what an array costs is more than their copy."""
+    """Stack row `places[i]` of `rows[i]`. For rows of a few KiB, where creating arrays costs more than the copy."""
     joined = bytearray().join([one.bytes(place) for one, place in zip(rows, places)])
     array = rows[0].array
     return torch.from_numpy(np.frombuffer(joined, array.dtype).reshape(len(rows), *array.shape[1:]))
 
 
 def join_large(rows: Sequence[MappedRows], places: Sequence[int], target: Tensor) -> None:
-    """Row `places[i]` of `rows[i]`, one after the other, in `target` and its number format.
+    """Stack row `places[i]` of `rows[i]` in `target`, in its number format.
 
-    It is one call of torch, which lets go of Python's lock once for all rows: two readers do not wait for each other.
+    This is one call of torch, which releases the GIL once for all rows, so that two readers do not wait for each other.
     """
     flat = target.view(len(rows), -1)
     if rows[0].flat.dtype != flat.dtype:
@@ -156,12 +157,12 @@ def join_large(rows: Sequence[MappedRows], places: Sequence[int], target: Tensor
 
 
 def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
-    """Numpy's name of a torch number format."""
+    """The numpy type of a torch type."""
     return torch.empty(0, dtype=dtype).numpy().dtype
 
 
 def prefetched(read: Callable[[P], T], parts: Iterable[P], depth: int) -> Iterator[T]:
-    """`read` of each part, in their order, up to `depth` ahead by threads; an error appears in its place. `depth` 0: no threads."""
+    """Yield `read(part)` in order, with threads that read up to `depth` parts ahead; 0 uses no threads."""
     if depth < 1:
         yield from map(read, parts)
         return

@@ -1,7 +1,6 @@
-"""One shard on disk: a safetensors file of rows and the JSON sidecar that makes it count.
+"""One shard on disk: a safetensors file with the rows, and a JSON sidecar that marks it as finished.
 
-Its own file because the format is what a crash, another machine and a later version meet: the sidecar is published last, so
-that a shard without one, or with another size than it says, was never finished and is never read.
+The sidecar is written last. A shard without a sidecar, or with another size than it says, is incomplete and is never read.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ from medtokenbudget.files import atomic_write, read_json, write_json
 
 _DTYPES = {"F16": np.float16, "F32": np.float32, "I64": np.int64, "I32": np.int32, "U8": np.uint8}
 _PREFIX = 8
-"""Bytes that hold the length of the header of a safetensors file."""
+"""Bytes at the start of a safetensors file that contain the length of its header."""
 _CACHE_LINE = 64
 
 
 @dataclass(frozen=True)
 class RowError:
-    """A planned row that is not in the tensors, and why."""
+    """A planned row that failed, and why."""
 
     image_id: str
     view: str
@@ -41,8 +40,17 @@ class RowError:
 
 @dataclass(frozen=True)
 class Sidecar:
-    """What a finished shard holds: the rows in the order of its tensors, the SHA-256 of the image file of each, what failed, and
-    the proof that the shard itself is whole."""
+    """The content of a finished shard.
+
+    Attributes:
+        ids: Image id of each row, in the order of the tensors.
+        views: View of each row.
+        images: SHA-256 of the image file of each row.
+        errors: Rows that failed.
+        bytes: Size of the safetensors file.
+        sha256: Hash of the safetensors file.
+        batch_size: Images per forward pass.
+    """
 
     ids: tuple[str, ...]
     views: tuple[str, ...]
@@ -71,15 +79,17 @@ class Sidecar:
 
 
 def shard_path(store: Path, index: int) -> Path:
+    """The safetensors file of a shard."""
     return store / f"shard-{index:05d}.safetensors"
 
 
 def sidecar_path(store: Path, index: int) -> Path:
+    """The JSON file of a shard."""
     return store / f"shard-{index:05d}.json"
 
 
 def read_sidecar(store: Path, index: int) -> Sidecar | None:
-    """The sidecar of a finished shard; None when the shard is missing, half written or of another size than it says."""
+    """The sidecar of a finished shard; None if the shard is missing or incomplete."""
     try:
         size = os.stat(shard_path(store, index)).st_size
         if not sidecar_path(store, index).exists():
@@ -101,7 +111,7 @@ def write_shard(
     errors: Sequence[RowError],
     batch_size: int,
 ) -> Sidecar:
-    """Publish a shard, then its sidecar. `rows` are the (image_id, view, hash of the image) of the tensors' first axis."""
+    """Write a shard, then its sidecar; `rows` are (image_id, view, hash of the image) along the first axis of the tensors."""
     parts = _encoded(tensors)
     digest = hashlib.sha256()
     for part in parts:
@@ -120,17 +130,17 @@ def write_shard(
             stream.writelines(parts)
         write_json(sidecar_path(store, index), sidecar.to_json())
     except WorkError:
-        # Another worker may have published the same bytes and swept the temporary files meanwhile.
+        # Another worker may have written the same bytes and deleted the temporary files in the meantime.
         if read_sidecar(store, index) != sidecar:
             raise
     return sidecar
 
 
 def _encoded(tensors: dict[str, np.ndarray]) -> list[bytes | memoryview]:
-    """A safetensors file in pieces. Spaces after its header, which the format allows, put the largest tensor on a cache line."""
+    """A safetensors file in pieces. Spaces after the header, which the format allows, align the largest tensor to a cache line."""
     from safetensors.numpy import save
 
-    if not tensors:  # no row of this shard could be made
+    if not tensors:  # every row of this shard failed
         return [save({})]
     data = memoryview(save({name: np.ascontiguousarray(value) for name, value in tensors.items()}))
     body = _PREFIX + int.from_bytes(data[:_PREFIX], "little")
@@ -141,8 +151,8 @@ def _encoded(tensors: dict[str, np.ndarray]) -> list[bytes | memoryview]:
 
 
 def map_shard(path: Path) -> dict[str, np.ndarray]:
-    """The tensors of a shard as read-only arrays over a memory map: nothing is read before it is touched, nothing is copied."""
-    # Torch maps privately and keeps no file open, unlike Python's mmap: a store may have more shards than a process has files.
+    """The tensors of a shard as read-only memory-mapped arrays: nothing is read before it is used, and nothing is copied."""
+    # Unlike Python's mmap, torch keeps no file open: a store may have more shards than a process may open files.
     memory = torch.from_file(str(path), shared=False, size=os.path.getsize(path), dtype=torch.uint8).numpy()
     read_nothing_around(memory)
     body = _PREFIX + int.from_bytes(memory[:_PREFIX].tobytes(), "little")
@@ -158,6 +168,6 @@ def map_shard(path: Path) -> dict[str, np.ndarray]:
 
 
 def remove_leftovers(store: Path) -> None:
-    """Delete the temporary files that killed runs left behind; only called when every shard is there."""
+    """Delete the temporary files of interrupted runs; only called for a complete store."""
     for leftover in store.glob(".*.part"):
         leftover.unlink(missing_ok=True)

@@ -1,6 +1,6 @@
 """`FeatureStore`: frozen tokens on disk, read like an array that may be larger than memory.
 
-Reading only; what fills a store stands in `extract.py`, the file format in `shards.py`.
+This file only reads; `extract.py` fills a store, and `shards.py` defines the file format.
 """
 
 from __future__ import annotations
@@ -30,14 +30,22 @@ _SHOWN = 5
 
 
 class FeatureStore:
-    """Rows of frozen tokens; a row is one view of one image. Row numbers follow the order of extraction.
+    """Rows of frozen tokens. A row is one view of one image; rows are in the order of the manifest.
 
-    ids, views   the image and the view of each row
-    grid, dim    (h, w) of the patches, and their dimension D
-    classes      names that `label` points to
-    config       what `store.json` says
-    errors       planned rows that failed, with the reason
-    missing      numbers of the shards that are not extracted yet
+    Attributes:
+        ids: Image id of each row.
+        views: View of each row, such as 'identity' or 'off-center'.
+        grid: Rows and columns (h, w) of the patches.
+        dim: Dimension D of a token.
+        classes: Names of the class indices in `label`.
+        config: The content of `store.json`.
+        errors: Rows that failed, with the reason.
+        missing: Numbers of the shards that are not extracted yet.
+
+    Example:
+        >>> store = FeatureStore.open("stores/photos")  # doctest: +SKIP
+        >>> store.read([0, 1]).patches.shape  # doctest: +SKIP
+        torch.Size([2, 256, 192])
     """
 
     def __init__(self, path: Path, config: dict[str, Any], sidecars: dict[int, Sidecar]) -> None:
@@ -56,23 +64,38 @@ class FeatureStore:
         self._offset = np.concatenate([np.arange(count) for count in counts] or [np.arange(0)])
         self._sidecars = sidecars
         self._maps: dict[int, dict[str, MappedRows]] = {}
-        # Kept from epoch to epoch, for as long as they ask for batches of one kind.
+        # Kept between epochs as long as batch size and type stay the same.
         self._pool: tuple[object, BufferPool] = (None, BufferPool())
         self._fetching = Fetching()
 
     @classmethod
     def open(cls, path: Path | str, expect: dict[str, Any] | None = None, partial: bool = False) -> FeatureStore:
-        """Open a store. What `expect` says must agree with its `store.json`; `partial` admits one that is not complete."""
+        """Open a store.
+
+        Args:
+            path: Folder of the store.
+            expect: Values that `store.json` must have, such as `{"data": manifest.data_hash}`.
+            partial: Accept an incomplete store.
+
+        Returns:
+            The open store.
+
+        Raises:
+            RequestError: The folder is not a store, or the store is incomplete.
+            MismatchError: The store does not have the expected values.
+        """
         path = Path(path)
         config = plan.read_config(path)
         if expect is not None:
-            plan.check(f"the store {path}", expect, config, "Use the store that belongs to these settings, or extract one.")
+            plan.check(
+                f"The store {path}", expect, config, "Use the store that was extracted with these settings, or extract a new one."
+            )
         found = {index: read_sidecar(path, index) for index in range(config["shards"])}
         store = cls(path, config, {index: sidecar for index, sidecar in found.items() if sidecar is not None})
         if store.missing and not partial:
             raise RequestError(
-                f"the store {path} is not complete: {len(store.missing)} of {config['shards']} shards are missing. "
-                "Run the same `mtb extract` again: it goes on from there."
+                f"The store {path} is incomplete: {len(store.missing)} of {config['shards']} shards are missing. "
+                "Run the same `mtb extract` command again to resume."
             )
         return store
 
@@ -89,7 +112,7 @@ class FeatureStore:
 
     @property
     def identity(self) -> str:
-        """Hash of what the tokens were made from and how."""
+        """Hash of the data and of all settings of the extraction."""
         return sha256_json(self.config)
 
     @cached_property
@@ -104,9 +127,18 @@ class FeatureStore:
         return rows
 
     def rows(self, ids: Sequence[str], view: str | None = IDENTITY, strict: bool = True) -> np.ndarray:
-        """Row numbers of a view of these images, in their order; `view` None gives all views of each.
+        """Row numbers of images.
 
-        Images that have no such row are an error, or are left out when `strict` is False.
+        Args:
+            ids: Image ids.
+            view: The view; None for all views of each image.
+            strict: Raise an error for images without such a row, instead of leaving them out.
+
+        Returns:
+            Row numbers, int64, in the order of `ids`.
+
+        Raises:
+            RequestError: With `strict`, if an image has no such row.
         """
         if view is None:
             found: list[list[int]] = [self._rows_of_id.get(name, []) for name in ids]
@@ -123,9 +155,9 @@ class FeatureStore:
         shown = [f"{name} ({reasons[name]})" if name in reasons else name for name in absent[:_SHOWN]]
         more = f" and {len(absent) - _SHOWN} more" if len(absent) > _SHOWN else ""
         what = "" if view in (None, IDENTITY) else f" with the view '{view}'"
-        advice = "Leave them out, or extract a store of a manifest that has them."
+        advice = "Extract a store from the manifest that contains them."
         if self.missing:
-            advice = f"{len(self.missing)} shards are missing: run the same `mtb extract` again first."
+            advice = f"{len(self.missing)} shards are missing: run the same `mtb extract` command again."
         return f"{len(absent)} of {of} images are not in the store {self.path}{what}: {'; '.join(shown)}{more}. {advice}"
 
     def _shard_rows(self, shard: int) -> dict[str, MappedRows]:
@@ -138,9 +170,9 @@ class FeatureStore:
         return len(self) > 0 and field in self._shard_rows(int(self._shard[0]))
 
     def _whole(self, field: str) -> Tensor:
-        """One small field of all rows, in memory."""
+        """A small field of all rows, in memory."""
         if not self.has(field):
-            raise RequestError(f"the store {self.path} has no {field}: its backbone does not give it.")
+            raise RequestError(f"The store {self.path} has no '{field}', because its backbone does not provide it.")
         parts = [self._shard_rows(shard)[field] for shard, sidecar in sorted(self._sidecars.items()) if sidecar.ids]
         for part in parts:
             part.announce(0, len(part.array))
@@ -148,41 +180,41 @@ class FeatureStore:
 
     @cached_property
     def label(self) -> Tensor:
-        """[n] int64, -1 where unknown."""
+        """Class index of every row, [n] int64, -1 if unknown."""
         return self._whole("label")
 
     @cached_property
     def lesion(self) -> Tensor:
-        """[n, N] bool."""
+        """Lesion patches of every row, [n, N] bool."""
         return self._whole("lesion")
 
     @cached_property
     def has_mask(self) -> Tensor:
-        """[n] bool."""
+        """Whether a row has a mask, [n] bool."""
         return self._whole("has_mask")
 
     @cached_property
     def luminance(self) -> Tensor:
-        """[n, N] in [0, 1]."""
+        """Mean gray value of every patch, [n, N] in [0, 1]."""
         return self._whole("luminance")
 
     @cached_property
     def attention_entropy(self) -> Tensor:
-        """[n, N]."""
+        """Attention entropy of every patch (Eq. 1), [n, N]."""
         return self._whole("attention_entropy")
 
     @cached_property
     def cls_attention(self) -> Tensor:
-        """[n, N]."""
+        """Attention of the class token to every patch, [n, N]."""
         return self._whole("cls_attention")
 
     @cached_property
     def cls(self) -> Tensor:
-        """[n, D]."""
+        """Class token of every row, [n, D]."""
         return self._whole("cls")
 
     def read(self, rows: Sequence[int] | np.ndarray | Tensor, dtype: torch.dtype = torch.float32) -> TokenBatch:
-        """The rows as one batch, tokens in `dtype`."""
+        """Read rows as one batch, with tokens in `dtype`."""
         return self._read(self._checked(rows), dtype, BufferPool())
 
     def batches(
@@ -193,10 +225,21 @@ class FeatureStore:
         prefetch: int = 2,
         dtype: torch.dtype = torch.float32,
     ) -> Iterator[TokenBatch]:
-        """The rows batch by batch, shuffled when a generator is given, made up to `prefetch` batches ahead by two threads."""
+        """Read rows in batches.
+
+        Args:
+            rows: Row numbers.
+            batch_size: Rows per batch; the last batch may be smaller.
+            generator: Shuffles the rows, if given.
+            prefetch: Batches that two threads read ahead; 0 uses no threads.
+            dtype: Type of the tokens.
+
+        Yields:
+            The batches.
+        """
         order = self._checked(rows)
         if batch_size < 1:
-            raise RequestError(f"batch_size must be 1 or more, got {batch_size}.")
+            raise RequestError(f"The batch size must be 1 or more, got {batch_size}.")
         if generator is not None:
             order = order[torch.randperm(len(order), generator=generator).numpy()]
         if self._pool[0] != (batch_size, dtype):
@@ -206,9 +249,9 @@ class FeatureStore:
         return prefetched(lambda part: self._read(part, dtype, pool), parts, prefetch)
 
     def read_routed(self, rows: Sequence[int] | np.ndarray | Tensor, dtype: torch.dtype = torch.float32) -> Selection:
-        """The routed tokens of a store that was extracted with `--keep routed`, as the selector gave them."""
+        """Read rows of a store that was extracted with `--keep routed`, as the selector gave them."""
         if self.config["keep"] != "routed":
-            raise RequestError(f"the store {self.path} holds all patches, not routed tokens: use `read`.")
+            raise RequestError(f"Store {self.path} contains all patches, not routed tokens. Use `read`.")
         index = self._checked(rows)
         fields = self._gather(("tokens", "indices", "weights"), index, BufferPool(), dtype)
         indices = fields["indices"].long()
@@ -218,14 +261,20 @@ class FeatureStore:
         return Selection(fields["tokens"], fields["weights"], assignment, assignment >= 0, indices)
 
     def verify(self, manifest: Manifest | None = None) -> None:
-        """Read every shard and compare it with the hash in its sidecar; with a manifest, also its images with theirs."""
+        """Compare every shard with its stored hash and, if a manifest is given, every image file too.
+
+        Raises:
+            WorkError: Shards are damaged, or images have changed since the extraction.
+        """
         damaged = [
             shard_path(self.path, index).name
             for index, sidecar in sorted(self._sidecars.items())
             if sha256_file(shard_path(self.path, index)) != sidecar.sha256
         ]
         if damaged:
-            raise WorkError(f"damaged in {self.path}: {', '.join(damaged)}. Delete them and run the same `mtb extract` again.")
+            raise WorkError(
+                f"Damaged shards in {self.path}: {', '.join(damaged)}. Delete them and run the same `mtb extract` command again."
+            )
         if manifest is not None:
             self._verify_images(manifest)
 
@@ -235,19 +284,19 @@ class FeatureStore:
         changed = [name for name, path in paths.items() if not path.is_file() or sha256_file(path) != stored[name]]
         if changed:
             raise WorkError(
-                f"{listed(changed, _SHOWN)}: {len(changed)} of {len(paths)} images are not those that {self.path} was made from. "
-                "Bring them back, or extract into a new folder."
+                f"{len(changed)} of {len(paths)} images have changed since {self.path} was extracted: {listed(changed, _SHOWN)}. "
+                "Restore them, or extract a new store."
             )
 
     def _checked(self, rows: Sequence[int] | np.ndarray | Tensor) -> np.ndarray:
         index = np.asarray(rows, np.int64).reshape(-1)
         if len(index) and (index.min() < 0 or index.max() >= len(self)):
-            raise RequestError(f"row numbers must lie in 0..{len(self) - 1}, got {index.min()}..{index.max()}.")
+            raise RequestError(f"Row numbers must be between 0 and {len(self) - 1}, got {index.min()} to {index.max()}.")
         return index
 
     def _read(self, rows: np.ndarray, dtype: torch.dtype, pool: BufferPool) -> TokenBatch:
         if self.config["keep"] != "patches":
-            raise RequestError(f"the store {self.path} holds routed tokens only: use `read_routed`.")
+            raise RequestError(f"Store {self.path} contains only routed tokens. Use `read_routed`.")
         names = ("patches", *(name for name in _SMALL if self.has(name)))
         fields = self._gather(names, rows, pool, dtype)
         index = torch.from_numpy(rows)
@@ -262,7 +311,7 @@ class FeatureStore:
     def _gather(self, names: Sequence[str], rows: np.ndarray, pool: BufferPool, dtype: torch.dtype) -> dict[str, Tensor]:
         """Fields [B, ...], tokens in `dtype`, the others as stored."""
         if not len(rows):
-            raise RequestError("there are no rows to read: name at least one.")
+            raise RequestError("There are no rows to read. Pass at least one row number.")
         shards = [self._shard_rows(shard) for shard in self._shard[rows].tolist()]
         places = self._offset[rows].tolist()
         fields = {}

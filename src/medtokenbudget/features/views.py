@@ -1,9 +1,9 @@
-"""Views of an image with its mask transformed alike: flips, the dihedral group, and crops that move the lesion off the center.
+"""Views of an image and its mask: flips, the dihedral group, and crops that move the lesion off the center.
 
-The first off-center crop of an image, `off-center`, is as upright as the image; the further ones, `off-center-2` and on, are of
-training images alone and are also flipped or turned, as the lesion on skin knows no up and down.
+The first off-center crop of an image, `off-center`, is upright. The next ones, `off-center-2` and so on, exist only for training
+images and are also flipped or rotated, since lesions have no up and down.
 
-Pure functions of image, mask and seed, so that the same row of a store is the same picture on any machine.
+Pure functions of image, mask and seed, so that a row of a store is the same picture on every machine.
 """
 
 from __future__ import annotations
@@ -40,14 +40,20 @@ SETS: dict[str, tuple[str, ...]] = {
 
 
 class ViewError(RequestError):
-    """This view of this image does not exist."""
+    """An image does not have the requested view."""
 
 
 def views_of(name: str, split: str | None, has_mask: bool, crops: int = 1) -> Sequence[str]:
-    """The views that the set `name` gives an image.
+    """The views of an image.
 
-    Flips and dihedral views are for training images alone; an off-center crop is for every image that has a mask, since the
-    center-bias study looks at those of validation images, and all `crops` of them are for training images.
+    Flips and dihedral views are for training images only. Every image with a mask gets an off-center crop, because the center-bias
+    study evaluates those of validation images; training images get `crops` of them.
+
+    Args:
+        name: 'none', 'flips', 'dihedral' or 'off-center'.
+        split: Part of the image.
+        has_mask: Whether it has a mask.
+        crops: Off-center crops per training image.
     """
     if name not in SETS:
         raise UnknownNameError.of("set of views", name, SETS)
@@ -58,17 +64,21 @@ def views_of(name: str, split: str | None, has_mask: bool, crops: int = 1) -> Se
 
 
 def image_seed(seed: int, image_id: str) -> int:
-    """The seed of one image's crops: the same whatever else is in the data set, and in which order."""
+    """The seed of the crops of an image; it does not depend on the other images and their order."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{image_id}".encode()).digest()[:8], "little")
 
 
 def apply(image: Image.Image, mask: Image.Image | None, view: str, seed: int) -> tuple[Image.Image, Image.Image | None]:
-    """The view of `image` and of its `mask`, which may be of another size but shows the same frame."""
+    """Apply a view to an image and its mask, which may differ in size but show the same frame.
+
+    Raises:
+        ViewError: The image has no such view, for example because it has no mask.
+    """
     if view == IDENTITY:
         return image, mask
     if is_off_center(view):
         if mask is None:
-            raise ViewError("an off-center view needs a mask.")
+            raise ViewError("An off-center view needs a mask.")
         if view != OFF_CENTER:
             seed = image_seed(seed, view)
         box = off_center_box(mask, seed)
@@ -82,21 +92,27 @@ def apply(image: Image.Image, mask: Image.Image | None, view: str, seed: int) ->
 
 
 def is_off_center(view: str) -> bool:
-    """Whether a view is one of the off-center crops."""
+    """Whether a view is an off-center crop."""
     return view == OFF_CENTER or (view.startswith(f"{OFF_CENTER}-") and view[len(OFF_CENTER) + 1 :].isdecimal())
 
 
 def off_center_box(mask: Image.Image, seed: int) -> tuple[float, float, float, float]:
-    """Left, top, right, bottom in [0, 1] of the crop, of 60 drawn, that holds 60 % of the lesion and shows it farthest off.
+    """Find the crop that shows the lesion farthest from its center: the best of 60 random crops with 60 % of the lesion inside.
 
-    Each side of a crop is half to three quarters of the image's. The distance is that of the center of the lesion inside the
-    crop from the crop's center, in sides of the crop. Masks above 256 pixels are searched on a reduction to 256.
+    Each side of a crop is half to three quarters of that of the image. The distance is measured from the center of the crop to the
+    centroid of the lesion inside it, in sides of the crop. Masks larger than 256 pixels are reduced to 256 first.
+
+    Returns:
+        Left, top, right and bottom in [0, 1].
+
+    Raises:
+        ViewError: The mask is empty, or the lesion is too large.
     """
     lesion = _reduced(mask)
     height, width = lesion.shape
     total = int(lesion.sum())
     if total == 0:
-        raise ViewError("an off-center view needs a lesion, and the mask is empty.")
+        raise ViewError("An off-center view needs a lesion, but the mask is empty.")
     best, farthest = None, -1.0
     for draw in np.random.default_rng(seed).random((TRIES, 4)):
         (w, h), (x, y) = SIDES[0] + draw[:2] * (SIDES[1] - SIDES[0]), draw[2:]
@@ -112,12 +128,14 @@ def off_center_box(mask: Image.Image, seed: int) -> tuple[float, float, float, f
         if (distance := float(np.hypot(dx, dy))) > farthest:
             best, farthest = box, distance
     if best is None:
-        raise ViewError(f"none of {TRIES} crops holds {LESION_INSIDE:.0%} of the lesion: it fills too much of the image.")
+        raise ViewError(
+            f"None of {TRIES} crops contains {LESION_INSIDE:.0%} of the lesion, because it fills too much of the image."
+        )
     return best
 
 
 def _reduced(mask: Image.Image) -> np.ndarray:
-    """Lesion pixels, bool, at most 256 on a side."""
+    """Lesion pixels, bool, with at most 256 per side."""
     scale = _SEARCH_SIZE / max(mask.size)
     gray = mask.convert("L")
     if scale < 1:

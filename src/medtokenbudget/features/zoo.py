@@ -1,6 +1,6 @@
-"""Backbones that are folders: the ones in this package, by name, and any folder that `mtb distill` wrote, by path.
+"""Backbones that are folders: those in this package, by name, and those written by `mtb distill`, by path.
 
-A folder holds `config.json` (how to build the model with timm, its preprocessing, its license), `weights.safetensors` and a card.
+A folder contains `config.json` (how to build the model with timm, its preprocessing and license), `weights.safetensors` and a card.
 """
 
 from __future__ import annotations
@@ -16,25 +16,26 @@ CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "weights.safetensors"
 
 PACKAGED: dict[str, Path] = {"embedded": Path(__file__).parent / "embedded"}
-"""Names of the backbones that are in the package, and where they lie."""
+"""Names and folders of the backbones in this package."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to build a backbone that is not in timm's own list."""
+    """How to build a backbone that timm does not know by name."""
 
     architecture: str
-    """The timm model that is the starting point."""
+    """Name of the timm model to start from."""
     arguments: dict[str, Any]
-    """What is changed on it (`timm.create_model` keywords)."""
+    """Keywords of `timm.create_model` that change it."""
     preprocessing: dict[str, Any]
     """Mean, standard deviation and interpolation."""
     license: str
     """License of the weights."""
     weights: Path | None = None
-    """Where the weights lie."""
+    """Path of the weights."""
 
     def write(self, folder: Path) -> None:
+        """Write `config.json`."""
         values = {
             "architecture": self.architecture,
             "arguments": self.arguments,
@@ -45,7 +46,7 @@ class Recipe:
 
 
 def find(name: str) -> Recipe | None:
-    """The recipe of a packaged name or of a folder; None for a name that timm may know."""
+    """The recipe of a packaged backbone or of a folder; None for a name that timm may know."""
     folder = PACKAGED.get(name, Path(name))
     if name not in PACKAGED and not (folder / CONFIG_FILE).is_file():
         return None
