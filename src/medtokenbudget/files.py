@@ -170,6 +170,14 @@ def append_line(path: Path | str, value: Any) -> None:
         raise write_error(path, error) from error
 
 
+def remove(path: Path | str) -> None:
+    """Remove a file if it exists."""
+    try:
+        Path(path).unlink(missing_ok=True)
+    except OSError as error:
+        raise write_error(path, error) from error
+
+
 def write_lines(path: Path | str, rows: Iterable[Any]) -> None:
     """Write a JSON-lines file."""
     write_text(path, "".join(map(_line, rows)))

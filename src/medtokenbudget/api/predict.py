@@ -15,7 +15,8 @@ from PIL import Image
 
 from medtokenbudget.data import decode_mask
 from medtokenbudget.errors import MedTokenBudgetError, WorkError
-from medtokenbudget.files import append_line, atomic_write, write_error
+from medtokenbudget.files import append_line, atomic_write, remove
+from medtokenbudget.locks import exclusive
 from medtokenbudget.model import Failure, MedTokenBudget, Prediction, Source, expand, load, overlay
 from medtokenbudget.model.table import TokenFormat, check_table_path, table_writer, token_writer
 from medtokenbudget.progress import progress
@@ -73,10 +74,6 @@ def predict_files(
     out = Path(out)
     check_table_path(out)
     errors = out.with_name(f"{out.stem}.errors.jsonl")
-    try:
-        errors.unlink(missing_ok=True)
-    except OSError as error:
-        raise write_error(out, error) from error
     method = model.main if selector is None else selector
     metadata = {
         "classes": json.dumps(list(model.classes)),
@@ -88,6 +85,8 @@ def predict_files(
     }
     done, failed, first = 0, 0, ""
     with ExitStack() as stack:
+        stack.enter_context(exclusive(out.parent, name=f".{out.stem}.lock"))
+        remove(errors)
         writers = [stack.enter_context(table_writer(out, model.classes, metadata))]
         if tokens is not None:
             writers.append(stack.enter_context(token_writer(Path(tokens), metadata, tokens_dtype)))

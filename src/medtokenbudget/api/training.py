@@ -16,6 +16,7 @@ from medtokenbudget.experiments.sweep import Study, run_studies
 from medtokenbudget.experiments.trained import load_unit
 from medtokenbudget.experiments.units import Unit
 from medtokenbudget.features import FeatureStore
+from medtokenbudget.locks import exclusive
 from medtokenbudget.model import MedTokenBudget
 from medtokenbudget.reporting.card import run_card
 from medtokenbudget.routing import selector_class
@@ -53,6 +54,11 @@ def save_model(run: Path | str) -> Path | None:
     info = RunInfo.read(run)
     if info.main is None:
         return None
+    with exclusive(info.path):
+        return _model_of(info, info.main).save_pretrained(info.path / "model")
+
+
+def _model_of(info: RunInfo, main: str) -> MedTokenBudget:
     store = open_sources(info.manifest_path, info.store_path).store
     classifiers: dict[str, RoutedClassifier] = {}
     for method in map(Method.parse, info.methods):
@@ -68,12 +74,12 @@ def save_model(run: Path | str) -> Path | None:
         store.config["backbone"],
         info.classes,
         classifiers,
-        info.methods[info.main].train_config,
-        main=info.main,
+        info.methods[main].train_config,
+        main=main,
         info={"run": {name: getattr(info, name) for name in recorded}},
     )
     model.card = run_card(info.path, model)
-    return model.save_pretrained(info.path / "model")
+    return model
 
 
 def _backbone(store: FeatureStore) -> BackboneConfig:

@@ -18,6 +18,7 @@ from medtokenbudget.data.manifest import Manifest, check_name
 from medtokenbudget.data.splits import apply_split, check_request
 from medtokenbudget.errors import MismatchError, RequestError
 from medtokenbudget.files import atomic_write, read_json, sha256_file, sha256_json, write_json
+from medtokenbudget.locks import exclusive
 from medtokenbudget.progress import progress
 from medtokenbudget.workers import process_pool
 
@@ -88,17 +89,9 @@ def synthetic_manifest(
     named = Path(out).suffix == ".parquet"
     folder = Path(out).with_suffix("") if named else Path(out)
     target = Path(out) if named else folder / "manifest.parquet"
-    _claim(folder, request)
-    labels = [str(label) for label in dermoscopy.sample_labels(request.n, request.seed)]
-    ids = [f"SYN_{index:06d}" for index in range(request.n)]
-    jobs = [
-        (folder, one, label, _seed(request.seed, index), request.size, request.off_center)
-        for index, (one, label) in enumerate(zip(ids, labels))
-        if not (_image(folder, one).exists() and _mask(folder, one).exists())
-    ]
-    bar = progress(_run(jobs, workers), total=request.n, initial=request.n - len(jobs), what="Drawing", unit="image")
-    for _ in bar:
-        pass
+    with exclusive(folder):
+        _draw_all(folder, request, workers)
+    labels, ids = _labels(request), _ids(request)
     records = [
         {"image_id": one, "image": str(_image(folder, one)), "mask": str(_mask(folder, one)), "label": label, "group": one}
         for one, label in zip(ids, labels)
@@ -111,6 +104,27 @@ def synthetic_manifest(
     # No drawing is a copy of another, so there are no duplicates to look for.
     manifest = apply_split(manifest, split, folds=folds, fold=fold, select=select, seed=split_seed, merge_duplicates=False)
     return manifest.write(target)
+
+
+def _draw_all(folder: Path, request: Drawings, workers: int) -> None:
+    """Draw the images and masks that do not exist yet."""
+    _claim(folder, request)
+    jobs = [
+        (folder, one, label, _seed(request.seed, index), request.size, request.off_center)
+        for index, (one, label) in enumerate(zip(_ids(request), _labels(request)))
+        if not (_image(folder, one).exists() and _mask(folder, one).exists())
+    ]
+    bar = progress(_run(jobs, workers), total=request.n, initial=request.n - len(jobs), what="Drawing", unit="image")
+    for _ in bar:
+        pass
+
+
+def _labels(request: Drawings) -> list[str]:
+    return [str(label) for label in dermoscopy.sample_labels(request.n, request.seed)]
+
+
+def _ids(request: Drawings) -> list[str]:
+    return [f"SYN_{index:06d}" for index in range(request.n)]
 
 
 def _image(folder: Path, name: str) -> Path:

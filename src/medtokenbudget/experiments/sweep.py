@@ -23,6 +23,7 @@ from medtokenbudget.experiments.run import RunInfo
 from medtokenbudget.experiments.sources import Sources
 from medtokenbudget.experiments.units import Plan, Unit, read_state, status
 from medtokenbudget.features import FeatureStore
+from medtokenbudget.locks import exclusive
 from medtokenbudget.progress import say
 
 
@@ -93,7 +94,16 @@ def run_studies(
     preflight.check_needs(sources, units, config)
     plan = Plan(sources.manifest_path, sources.store_path, out, config, sources.manifest.name)
     preflight.check_run(plan, units, sources)
-    sources.ensure_written()
+    with exclusive(out):
+        # Again under the lock: another process may have finished meanwhile.
+        preflight.check_run(plan, units, sources)
+        sources.ensure_written()
+        return _run(plan, studies, units, execution, required)
+
+
+def _run(
+    plan: Plan, studies: Sequence[Study], units: Sequence[Unit], execution: Execution, required: Sequence[str]
+) -> pd.DataFrame:
     states = {unit: status(plan, unit) for unit in units}
     todo = [unit for unit in units if states[unit] == "failed" or (execution.only == "all" and states[unit] != "done")]
     # Counted over the whole run, not over what is left of it: the number of threads of a unit follows from the number of jobs and

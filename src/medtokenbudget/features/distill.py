@@ -36,6 +36,7 @@ from medtokenbudget.files import (
     write_safetensors,
     write_text,
 )
+from medtokenbudget.locks import exclusive
 from medtokenbudget.progress import progress, say
 from medtokenbudget.tensor_files import load_tensors, save_tensors
 
@@ -64,6 +65,13 @@ def distill(
         MismatchError: `out` contains another distillation.
     """
     device = _device(config)
+    with exclusive(out):
+        return _distill(manifest, teacher, config, out, license, device)
+
+
+def _distill(
+    manifest: Manifest, teacher: BackboneConfig, config: DistillConfig, out: Path, license: str, device: torch.device
+) -> Path:
     images = readable(manifest.part("train"), out / "errors.jsonl")
     backbone = Backbone.load(teacher, device)
     plan = distill_student.recipe(config, backbone, license)

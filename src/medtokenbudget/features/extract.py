@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,13 @@ from medtokenbudget.data import Manifest
 from medtokenbudget.devices import resolve_device
 from medtokenbudget.errors import RequestError, WorkError
 from medtokenbudget.features.backbone import Backbone
-from medtokenbudget.features.engines import Work, find_engine
+from medtokenbudget.features.engines import Engine, Work, find_engine
 from medtokenbudget.features.pipeline import Route
 from medtokenbudget.features.plan import Plan, check, check_request, make_plan, publish
 from medtokenbudget.features.shards import read_sidecar, remove_leftovers
 from medtokenbudget.features.store import FeatureStore
 from medtokenbudget.files import read_lines, write_lines
+from medtokenbudget.locks import exclusive
 from medtokenbudget.progress import progress
 
 
@@ -69,12 +71,18 @@ def extract(
         check("The backbone", route_fingerprint.get("backbone", {}), loaded.fingerprint, advice)
     plan = make_plan(manifest, loaded.fingerprint, config, route_fingerprint)
     mine = _mine(plan, shards)
+    # The jobs of an array share the lock: each fills shards of its own.
+    with exclusive(path, shared=shards is not None):
+        return _fill(path, plan, mine, run, Work(path.resolve(), (), backbone, loaded.fingerprint, config, route, address), loaded)
+
+
+def _fill(path: Path, plan: Plan, mine: range, run: Engine, work: Work, loaded: Backbone) -> FeatureStore:
     publish(plan, path)
     todo = tuple((index, plan.shards[index]) for index in mine if read_sidecar(path, index) is None)
     total = sum(len(plan.shards[index]) for index in mine)
     left = sum(len(items) for _, items in todo)
     if todo:
-        work = Work(path.resolve(), todo, backbone, loaded.fingerprint, config, route, address)
+        work = replace(work, shards=todo)
         with progress(total=total, initial=total - left, what="Extracting", unit="image") as bar:
             run(work, loaded, bar.update)
     return _finished(path)

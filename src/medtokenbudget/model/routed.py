@@ -23,6 +23,7 @@ from medtokenbudget.devices import resolve_device
 from medtokenbudget.errors import MismatchError, RequestError, ShapeError, UnknownNameError
 from medtokenbudget.features.backbone import Backbone
 from medtokenbudget.features.preprocess import luminance
+from medtokenbudget.locks import exclusive
 from medtokenbudget.model import folder as files
 from medtokenbudget.model import hub, parts, predicting
 from medtokenbudget.model.classifiers import Classifiers
@@ -310,7 +311,8 @@ class MedTokenBudget(nn.Module):
         if Path(self.backbone_config.name).is_dir():
             backbone["name"] = str(Path(self.backbone_config.name).resolve())
         settings = {"backbone": backbone, "train": to_dict(self.train_config), "info": self.info, "fingerprint": self.fingerprint}
-        files.write_folder(target, self.identity, settings, parts.tensors(self.classifiers, self.main), self.card)
+        with exclusive(target):
+            files.write_folder(target, self.identity, settings, parts.tensors(self.classifiers, self.main), self.card)
         return target
 
     @classmethod

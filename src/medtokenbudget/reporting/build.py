@@ -10,6 +10,7 @@ from typing import Any
 
 from medtokenbudget.errors import RequestError
 from medtokenbudget.files import write_text
+from medtokenbudget.locks import exclusive
 from medtokenbudget.reporting import comparison_page, comparison_tables, summary_json
 from medtokenbudget.reporting.comparison import Comparison
 from medtokenbudget.reporting.evidence import Evidence
@@ -71,6 +72,11 @@ def build(runs: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str] | 
 
 def _one(run: Path, folder: Path, pictures: bool) -> Built:
     evidence = Evidence.read(run)
+    with exclusive(folder):
+        return _write(evidence, folder, pictures)
+
+
+def _write(evidence: Evidence, folder: Path, pictures: bool) -> Built:
     intervals = Intervals(evidence)
     tables = make_tables(evidence, intervals)
     for table in tables:
@@ -85,6 +91,11 @@ def _one(run: Path, folder: Path, pictures: bool) -> Built:
 
 def _several(runs: Sequence[Path], folder: Path) -> Built:
     comparison = Comparison.read(runs)
+    with exclusive(folder):
+        return _write_comparison(comparison, folder)
+
+
+def _write_comparison(comparison: Comparison, folder: Path) -> Built:
     tables = comparison_tables.make_tables(comparison)
     for table in tables:
         table.write(folder / "tables")
