@@ -72,7 +72,7 @@ def test_a_folder_without_a_split_lacks_no_part(tmp_path: Path, capsys: pytest.C
     assert "part-empty" not in capsys.readouterr().out
 
 
-def test_a_folder_becomes_a_manifest_and_is_split_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_becomes_a_manifest_and_is_split_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     photos, first, second = class_folders(tmp_path / "photos", 10), tmp_path / "a.parquet", tmp_path / "b.parquet"
     assert run("folder", photos, "--out", first) == 0
     said = capsys.readouterr().out.splitlines()[-1]

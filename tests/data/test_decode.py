@@ -1,4 +1,4 @@
-"""Decoding: what is accepted comes out as the same picture, what is not is refused by name."""
+"""Decoding: what is accepted comes out as the same picture, what is not is rejected by name."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ BAD: dict[str, tuple[object, str, str]] = {
 
 @pytest.mark.parametrize("decode", [decode_image, decode_mask])
 @pytest.mark.parametrize("case", BAD)
-def test_a_bad_file_is_refused_by_name(tmp_path: Path, case: str, decode: object) -> None:
+def test_a_bad_file_is_rejected_by_name(tmp_path: Path, case: str, decode: object) -> None:
     content, kinds, message = BAD[case]
     path = tmp_path / "picture.jpg"
     if isinstance(content, bytes):
@@ -111,7 +111,7 @@ def test_a_bad_file_is_refused_by_name(tmp_path: Path, case: str, decode: object
     assert caught.value.exit_code == 2
 
 
-def test_a_bomb_is_refused_from_its_header_without_a_look_at_its_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bomb_is_rejected_from_its_header_without_a_look_at_its_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
     def explode(*_: object) -> None:
         raise AssertionError("the pixels were decoded")
 

@@ -219,11 +219,11 @@ def test_labels_are_as_many_as_asked_and_hold_every_class_from_eight_on(n: int) 
         (("NV", -1), "seed"),
     ],
 )
-def test_a_wrong_request_is_refused_with_what_to_do(arguments: tuple, says: str) -> None:
+def test_a_wrong_request_is_rejected_with_what_to_do(arguments: tuple, says: str) -> None:
     with pytest.raises(RequestError, match=says):
         draw(*arguments)
 
 
-def test_a_negative_number_of_labels_is_refused() -> None:
+def test_a_negative_number_of_labels_is_rejected() -> None:
     with pytest.raises(RequestError, match="-3"):
         sample_labels(-3, seed=0)

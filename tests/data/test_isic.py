@@ -197,7 +197,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_a_layout_that_is_wrong_is_refused_with_what_to_do(official: Path, case: str) -> None:
+def test_a_layout_that_is_wrong_is_rejected_with_what_to_do(official: Path, case: str) -> None:
     harm, options, message = BAD[case]
     harm(official)
     with pytest.raises(RequestError, match=message):

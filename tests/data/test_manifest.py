@@ -85,7 +85,7 @@ def test_hashes_see_the_folders_below_the_common_one_but_not_where_it_lies(tmp_p
     assert one.data_hash != made(tmp_path / "here", "p2/image.png", "p1/image.png").data_hash
 
 
-def test_a_file_name_that_is_no_text_is_refused() -> None:
+def test_a_file_name_that_is_no_text_is_rejected() -> None:
     with pytest.raises(ManifestError, match=r"not valid UTF-8.*caf"):
         Manifest.from_records([{"image_id": "caf\udce9", "image": "caf\udce9.png"}], ())
 
@@ -114,7 +114,7 @@ def changed(**values: object) -> list[dict[str, object]]:
         (changed(split=None), "values of split other than train, select, val: None"),
     ],
 )
-def test_rows_that_make_no_manifest_are_refused(rows: list[dict[str, object]], message: str) -> None:
+def test_rows_that_make_no_manifest_are_rejected(rows: list[dict[str, object]], message: str) -> None:
     with pytest.raises(ManifestError, match=message):
         manifest(rows=rows)
 
@@ -172,7 +172,7 @@ def edited(path: Path) -> None:
         (edited, "damaged or edited"),
     ],
 )
-def test_a_file_that_is_no_manifest_is_refused(tmp_path: Path, harm: object, message: str) -> None:
+def test_a_file_that_is_no_manifest_is_rejected(tmp_path: Path, harm: object, message: str) -> None:
     path = manifest(tmp_path).write(tmp_path / "m.parquet")
     harm(path)  # type: ignore[operator]
     with pytest.raises(ManifestError, match=message):

@@ -47,7 +47,7 @@ def test_a_speck_leaves_no_patch_and_a_full_mask_all() -> None:
     assert patch_labels(Image.new("L", (50, 40), 255), (16, 16)).all()
 
 
-def test_an_impossible_grid_is_refused() -> None:
+def test_an_impossible_grid_is_rejected() -> None:
     with pytest.raises(GridError, match="at least one row"):
         patch_labels(disc_mask(), (0, 16))
 

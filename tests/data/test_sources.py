@@ -28,7 +28,7 @@ def test_kvasir_is_split_80_to_20_over_the_sorted_files(shared: Path) -> None:
     assert kvasir_manifest(root.parent).hash == manifest.hash, "the folder that the archive was unpacked in will do"
 
 
-def test_kvasir_with_a_class_missing_is_refused(tmp_path: Path) -> None:
+def test_kvasir_with_a_class_missing_is_rejected(tmp_path: Path) -> None:
     class_folders(tmp_path, 1, CLASSES[:-1])
     with pytest.raises(RequestError, match=r"lacks the class folders ulcerative-colitis\..*mtb data folder"):
         kvasir_manifest(tmp_path)
@@ -155,7 +155,7 @@ FOLDER_BAD = {
 
 
 @pytest.mark.parametrize("case", FOLDER_BAD)
-def test_a_folder_that_is_wrong_is_refused(tmp_path: Path, case: str) -> None:
+def test_a_folder_that_is_wrong_is_rejected(tmp_path: Path, case: str) -> None:
     root = class_folders(tmp_path / "images", 2)
     save(disc_mask(), tmp_path / "masks" / "MEL_0.png")
     harm, message = FOLDER_BAD[case]
@@ -214,7 +214,7 @@ CSV_BAD = {
 
 
 @pytest.mark.parametrize("case", CSV_BAD)
-def test_a_csv_that_is_wrong_is_refused(table: Path, case: str) -> None:
+def test_a_csv_that_is_wrong_is_rejected(table: Path, case: str) -> None:
     text, options, message = CSV_BAD[case]
     table.write_text(text)
     with pytest.raises(RequestError, match=message):

@@ -133,7 +133,7 @@ def test_a_selection_part_comes_from_training_alone_and_can_be_undone() -> None:
         (lambda m: apply_split(m.take([0, 1]).with_columns(label=["c0", "c1"]), "grouped"), "leaves one part empty"),
     ],
 )
-def test_an_impossible_split_is_refused(call: object, message: str) -> None:
+def test_an_impossible_split_is_rejected(call: object, message: str) -> None:
     with pytest.raises(RequestError, match=message):
         call(manifest([0, 1] * 10))  # type: ignore[operator]
 

@@ -149,7 +149,7 @@ def test_a_pass_that_fails_inside_the_block_leaves_nothing_behind() -> None:
     assert torch.equal(backbone(images(model)).attention_entropy, expected)
 
 
-def test_a_block_of_several_attentions_is_refused_and_served_only_as_pseudo() -> None:
+def test_a_block_of_several_attentions_is_rejected_and_served_only_as_pseudo() -> None:
     model = timm.create_model("vit_small_patch16_18x2_224", **SMALL, img_size=64).eval()
     with pytest.raises(RequestError, match=r"ParallelThingsBlock computes 2. Use --attention pseudo"):
         Backbone.from_model(model, "vit_small_patch16_18x2_224")

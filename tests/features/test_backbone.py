@@ -98,7 +98,7 @@ def test_the_fingerprint_tells_weights_layer_and_size_apart(weights: Path, tmp_p
     assert Backbone.load(config(weights)).fingerprint == Backbone.load(config(weights, layer=5)).fingerprint
 
 
-def test_a_wrong_file_is_refused_with_the_keys_named(weights: Path) -> None:
+def test_a_wrong_file_is_rejected_with_the_keys_named(weights: Path) -> None:
     with pytest.raises(RequestError, match=r"(?s)missing.*blocks\.6\..*norm.*wrong shape.*cls_token"):
         Backbone.load(BackboneConfig("vit_tiny_patch16_224", weights, 64))
 
@@ -112,7 +112,7 @@ def test_a_wrong_file_is_refused_with_the_keys_named(weights: Path) -> None:
         ("absent.safetensors", None, "do not exist"),
     ],
 )
-def test_files_that_are_not_safetensors_are_refused(tmp_path: Path, name: str, content: bytes | None, message: str) -> None:
+def test_files_that_are_not_safetensors_are_rejected(tmp_path: Path, name: str, content: bytes | None, message: str) -> None:
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(RequestError, match=message):
@@ -153,12 +153,12 @@ def test_weights_out_of_reach_are_an_error_that_says_how_to_get_them(hub: str, t
         ({"image_size": 70}, "--image-size 64 or 80"),
     ],
 )
-def test_requests_that_cannot_be_served_are_refused(weights: Path, changes: dict[str, Any], message: str) -> None:
+def test_requests_that_cannot_be_served_are_rejected(weights: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=message):
         Backbone.load(config(weights, **changes))
 
 
-def test_images_of_another_size_are_refused(weights: Path) -> None:
+def test_images_of_another_size_are_rejected(weights: Path) -> None:
     with pytest.raises(ShapeError, match=r"\[B, 3, 64, 64\]"):
         Backbone.load(config(weights))(torch.zeros(1, 3, 32, 32))
 

@@ -176,7 +176,7 @@ def test_an_unreadable_image_is_named_and_left_out(manifest: Path, weights: Path
         (["--layer", "9"], "the blocks 0 to 5"),
     ],
 )
-def test_students_that_cannot_be_made_are_refused(
+def test_students_that_cannot_be_made_are_rejected(
     manifest: Path, weights: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str], message: str
 ) -> None:
     assert run(manifest, weights, tmp_path / "small", *more) == 2

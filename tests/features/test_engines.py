@@ -21,7 +21,7 @@ from tests.features.tiny import CONFIG, contents, tiny_backbone, tiny_manifest
 CLUSTER = replace(CONFIG, shard_size=4, batch_size=4, workers=1)
 
 
-def test_an_unknown_engine_is_refused_with_the_known_ones(tmp_path: Path) -> None:
+def test_an_unknown_engine_is_rejected_with_the_known_ones(tmp_path: Path) -> None:
     with pytest.raises(UnknownNameError, match=r"Did you mean 'local'\? Available: local, ray"):
         extract(tiny_manifest(tmp_path, 1), tmp_path / "store", tiny_backbone(tmp_path / "b"), CONFIG, engine="locale")
 

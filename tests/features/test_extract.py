@@ -140,7 +140,7 @@ def test_a_second_run_makes_only_what_is_missing(tmp_path: Path, backbone: Backb
         ({"batch_size": 2}, "batch_size: expected 2, found 3"),
     ],
 )
-def test_a_store_begun_with_other_settings_is_refused(
+def test_a_store_begun_with_other_settings_is_rejected(
     tmp_path: Path, backbone: BackboneConfig, manifest: Manifest, change: dict[str, Any], shown: str
 ) -> None:
     store = extract(manifest, tmp_path / "store", backbone, CONFIG)
@@ -150,7 +150,7 @@ def test_a_store_begun_with_other_settings_is_refused(
     assert contents(store.path) == before
 
 
-def test_a_store_of_another_backbone_or_manifest_is_refused(tmp_path: Path, backbone: BackboneConfig, manifest: Manifest) -> None:
+def test_a_store_of_another_backbone_or_manifest_is_rejected(tmp_path: Path, backbone: BackboneConfig, manifest: Manifest) -> None:
     extract(manifest, tmp_path / "store", backbone, CONFIG)
     with pytest.raises(MismatchError, match=r"backbone\.layer: expected 0, found 1"):
         extract(manifest, tmp_path / "store", replace(backbone, layer=0), CONFIG)
@@ -330,7 +330,7 @@ def test_only_routed_tokens_can_be_kept(tmp_path: Path, backbone: BackboneConfig
 
 
 @pytest.mark.parametrize(("device", "message"), [("gpu", "not a device"), ("cuda:97", "not available")])
-def test_a_device_that_is_not_there_is_refused(
+def test_a_device_that_is_not_there_is_rejected(
     tmp_path: Path, backbone: BackboneConfig, manifest: Manifest, device: str, message: str
 ) -> None:
     with pytest.raises(RequestError, match=message):

@@ -284,7 +284,7 @@ def test_writing_into_a_batch_changes_nothing_else(made: tuple[FeatureStore, Man
     store.verify()
 
 
-def test_another_configuration_is_refused_with_the_difference_shown(made: tuple[FeatureStore, Manifest, Backbone]) -> None:
+def test_another_configuration_is_rejected_with_the_difference_shown(made: tuple[FeatureStore, Manifest, Backbone]) -> None:
     store, manifest, backbone = made
     FeatureStore.open(store.path, expect={"data": manifest.data_hash, "backbone": backbone.fingerprint})
     other = {**backbone.fingerprint, "layer": 0}
@@ -335,14 +335,14 @@ def test_a_changed_byte_is_found_by_verify(tmp_path: Path) -> None:
         (lambda path: (path.mkdir(), (path / "store.json").write_text('{"format": 99}')), "format 99"),
     ],
 )
-def test_what_is_no_store_is_refused_by_name(tmp_path: Path, prepare: Callable[[Path], object], message: str) -> None:
+def test_what_is_no_store_is_rejected_by_name(tmp_path: Path, prepare: Callable[[Path], object], message: str) -> None:
     prepare(tmp_path / "store")
     with pytest.raises(RequestError, match=message):
         FeatureStore.open(tmp_path / "store")
 
 
 @pytest.mark.parametrize("rows", [[-1], [10], [0, 99]])
-def test_a_row_number_that_does_not_exist_is_refused(made: tuple[FeatureStore, Manifest, Backbone], rows: list[int]) -> None:
+def test_a_row_number_that_does_not_exist_is_rejected(made: tuple[FeatureStore, Manifest, Backbone], rows: list[int]) -> None:
     with pytest.raises(RequestError, match=r"Row numbers must be between 0 and 9"):
         made[0].read(rows)
 
