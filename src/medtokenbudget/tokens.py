@@ -1,6 +1,7 @@
-"""The two types that everything speaks: `TokenBatch` (what a frozen backbone saw) and `Selection` (what a selector kept).
+"""The types that everything speaks: `TokenBatch` (what a frozen backbone saw), `Selection` (what a selector kept) and `TokenSet`
+(what a head reads of it).
 
-Both check their shapes when they are created, so that a mismatch shows where it happens and nothing is ever padded or cut.
+All check their shapes when they are created, so that a mismatch shows where it happens and nothing is ever padded or cut.
 """
 
 from __future__ import annotations
@@ -178,6 +179,70 @@ class Selection:
             return tokens.mean(1)
         weights = self.weights.float()
         return torch.einsum("bk,bkd->bd", weights / weights.sum(1, keepdim=True), tokens)
+
+
+@dataclass(frozen=True)
+class TokenSet:
+    """The tokens of B images as a head reads them.
+
+    Attributes:
+        tokens: [B, K, D] the tokens in fp32.
+        weights: [B, K] how much each token counts: 1, or the differentiable mask of all patches while a selector learns.
+        positions: [B, K, 2] row and column of each token on the grid; the mean position of its patches for a merged token.
+        grid: (h, w) patches per column and row.
+    """
+
+    tokens: Tensor
+    weights: Tensor
+    positions: Tensor
+    grid: tuple[int, int]
+
+    def __post_init__(self) -> None:
+        if self.tokens.ndim != 3:
+            raise ShapeError(f"`tokens` must be [B, K, D], got {list(self.tokens.shape)}.")
+        b, k, _ = self.tokens.shape
+        if tuple(self.weights.shape) != (b, k) or tuple(self.positions.shape) != (b, k, 2):
+            raise ShapeError(
+                f"`weights` must be {[b, k]} and `positions` {[b, k, 2]}, "
+                f"got {list(self.weights.shape)} and {list(self.positions.shape)}."
+            )
+
+    def __len__(self) -> int:
+        return self.tokens.shape[0]
+
+    @property
+    def k(self) -> int:
+        return self.tokens.shape[1]
+
+    @property
+    def padding(self) -> Tensor:
+        """[B, K] True for tokens that do not count."""
+        return self.weights == 0
+
+    @classmethod
+    def of(cls, selection: Selection, grid: tuple[int, int]) -> TokenSet:
+        """The tokens of a selection; each counts once, merged or not."""
+        places = _places(grid, selection.tokens.device)
+        if selection.indices is not None:
+            positions = places[selection.indices]
+        elif selection.attention is not None:
+            positions = selection.attention.float() @ places
+        else:
+            member = torch.nn.functional.one_hot(selection.assignment + 1, selection.k + 1)[..., 1:].float().transpose(1, 2)
+            positions = member @ places / member.sum(2, keepdim=True).clamp_min(1)
+        return cls(selection.tokens.float(), torch.ones_like(selection.weights, dtype=torch.float32), positions, grid)
+
+    @classmethod
+    def under(cls, mask: Tensor, patches: Tensor, grid: tuple[int, int]) -> TokenSet:
+        """All patches [B, N, D], weighted with a differentiable mask [B, N]."""
+        positions = _places(grid, patches.device).expand(len(patches), -1, -1)
+        return cls(patches.float(), mask.float(), positions, grid)
+
+
+def _places(grid: tuple[int, int], device: torch.device) -> Tensor:
+    """Row and column of each patch, [N, 2]."""
+    rows, columns = torch.arange(grid[0], device=device), torch.arange(grid[1], device=device)
+    return torch.cartesian_prod(rows, columns).float().view(-1, 2)
 
 
 def check_grid(grid: tuple[int, int], n: int) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import medtokenbudget as mtb
+from medtokenbudget.api.training import save_model
 from medtokenbudget.experiments import sweep
 from medtokenbudget.experiments.execution import Execution
 from medtokenbudget.experiments.results import read_results
@@ -37,3 +38,30 @@ def test_a_learned_selector_of_60_lines_runs_through_sweep_and_report(blocks: li
     assert results["retention"].notna().all()
     mtb.report(tmp_path / "run")
     assert "linear-scorer:lesion-first" in (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+
+
+def test_a_head_that_reads_tokens_runs_through_sweep_and_report(blocks: list[str], drawn: Drawn, tmp_path: Path) -> None:
+    exec(blocks[1], {"__name__": "their_module"})
+    out = tmp_path / "run"
+    sweep(
+        drawn.manifest_path,
+        drawn.store_path,
+        out,
+        methods=("lats", "lats:lesion-first", "random", "tome", "query-pool+clam-mb"),
+        budgets=(0.3,),
+        seeds=(42,),
+        config=quick("paper"),
+        execution=Execution(jobs=1),
+        heads=("max-pool",),
+    )
+    results = read_results(out / "results.csv")
+    expected = {"lats+max-pool", "lats+max-pool:lesion-first", "random+max-pool", "tome+max-pool", "query-pool+clam-mb"}
+    assert set(results["method"]) == expected
+    assert results["accuracy"].notna().all()
+    mtb.report(out)
+    assert "max-pool" in (out / "report.html").read_text(encoding="utf-8")
+    # The saved model reads tokens too.
+    folder = save_model(out)
+    assert folder is not None
+    batch = next(iter(drawn.store.batches(range(4), 4)))
+    assert mtb.load(folder).classify(batch, (0.3, 0.5), "tome+max-pool").shape == (4, 2, len(drawn.manifest.classes))

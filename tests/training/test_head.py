@@ -101,6 +101,12 @@ def test_every_head_gives_logits_for_any_shape_and_is_built_again_from_its_optio
     head = create_head(name, dim=32, classes=5).eval()
     again = create_head(head.name, dim=32, classes=5, **head.options()).eval()
     again.load_state_dict(head.state_dict())
+    if head.reads == "tokens":
+        tokens = tokens_of(4)
+        selection = create_selector("norm").select(tokens, 20)
+        assert head.read(selection, tokens.grid).shape == (4, 5)
+        assert torch.equal(head.read(selection, tokens.grid), again.read(selection, tokens.grid))
+        return
     x = torch.randn(4, 3, 32)
     assert head(x).shape == (4, 3, 5)
     assert torch.equal(head(x), again(x))

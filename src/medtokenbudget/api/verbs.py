@@ -91,6 +91,7 @@ def sweep(
     jobs: int = 0,
     only: Literal["all", "failed"] = "all",
     address: str | None = None,
+    heads: Sequence[str] | None = None,
 ) -> Run:
     """Train and evaluate methods x seeds at many budgets.
 
@@ -106,6 +107,7 @@ def sweep(
         jobs: Trainings at the same time; 0 means one per core. In a script, use `if __name__ == "__main__":` for more than one.
         only: 'failed' runs just what failed before.
         address: Address of a running Ray cluster.
+        heads: Heads to combine every method with, such as ['mlp', 'abmil']; a method that names its own ('center+linear') keeps it.
 
     Returns:
         The run, with one model of all its methods if one of them learns.
@@ -115,7 +117,7 @@ def sweep(
         >>> run.results[["method", "view", "k"]].values.tolist()
         [['center', 'as-is', 76], ['center', 'off-center', 76], ['norm', 'as-is', 76], ['norm', 'off-center', 76]]
     """
-    run_sweep(manifest, store, out, methods, budgets, seeds, _settings(config), Execution(engine, jobs, only, address))
+    run_sweep(manifest, store, out, methods, budgets, seeds, _settings(config), Execution(engine, jobs, only, address), heads)
     save_model(out)
     return Run(out)
 

@@ -25,7 +25,7 @@ from medtokenbudget.model import MedTokenBudget
 from medtokenbudget.model.parts import describe, select
 from medtokenbudget.reporting.looks import look
 from medtokenbudget.routing import Ranker, Selector
-from medtokenbudget.tokens import TokenBatch
+from medtokenbudget.tokens import Selection, TokenBatch
 
 NOTICE = "Research software, not a medical device. Do not use its output for diagnosis or treatment."
 MAX_BUDGETS = 128
@@ -66,10 +66,10 @@ class Question:
 
 @dataclass(frozen=True)
 class Merged:
-    """A merger at several K: `groups` has the output token of each patch, `pooled` [len(K), D] is the input of the head."""
+    """A merger at several K: `groups` has the output token of each patch, `selections` is what heads read."""
 
     groups: list[list[int]]
-    pooled: torch.Tensor
+    selections: list[Selection]
 
 
 class Service:
@@ -199,15 +199,15 @@ class Service:
             if key not in merged:
                 merged[key] = _merge(selector, tokens, counts)
             answer["groups"] = merged[key].groups
-            probabilities = classifier.head(merged[key].pooled).softmax(-1).cpu().numpy()
+            heads_read = [classifier.head.read(selection, tokens.grid) for selection in merged[key].selections]
+            probabilities = torch.cat(heads_read).softmax(-1).cpu().numpy()
         answer["probabilities"] = [[round(float(p), 6) for p in row] for row in probabilities]
         return answer
 
 
 def _merge(selector: Selector, tokens: TokenBatch, counts: Sequence[int]) -> Merged:
     selections = {k: select(selector, tokens, k)[0] for k in sorted(set(counts))}
-    pooled = torch.cat([selections[k].pooled() for k in counts])
-    return Merged([selections[k].assignment[0].tolist() for k in counts], pooled)
+    return Merged([selections[k].assignment[0].tolist() for k in counts], [selections[k] for k in counts])
 
 
 def needs_mask(selector: Selector) -> bool:

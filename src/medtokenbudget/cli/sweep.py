@@ -18,7 +18,15 @@ def main(arguments: list[str]) -> int:
         "--methods",
         nargs="+",
         default=None,
-        help="Methods as selector or selector:variant, such as lats:lesion-first. Default: " + " ".join(DEFAULT_METHODS) + ".",
+        help="Methods as selector, selector:variant or selector+head:variant, such as lats:lesion-first. Default: "
+        + " ".join(DEFAULT_METHODS)
+        + ".",
+    )
+    parser.add_argument(
+        "--heads",
+        nargs="+",
+        default=None,
+        help="Heads to combine every method with, such as mlp abmil. A method that names its head, as selector+head, keeps it.",
     )
     parser.add_argument("--seeds", nargs="+", type=int, default=[42], help="Random seeds. Every method is trained once per seed.")
     add_engine(parser)
@@ -43,6 +51,7 @@ def main(arguments: list[str]) -> int:
         jobs=options.jobs,
         only=options.only,
         address=options.address,
+        heads=options.heads,
     )
     record_command(options.out, "sweep", arguments)
     say(f"{len(run.results)} rows in {options.out / 'results.csv'}. Next: mtb report {options.out}")

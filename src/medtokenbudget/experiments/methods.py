@@ -7,7 +7,7 @@ already trained.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -158,6 +158,27 @@ class Method:
     @property
     def _ablations(self) -> tuple[str, ...]:
         return selector_class(self.selector).ablations
+
+
+def with_heads(methods: Sequence[str], heads: Sequence[str] | None) -> tuple[str, ...]:
+    """Every method with every head; a method that names its head keeps it.
+
+    Example:
+        >>> with_heads(["lats:lesion-first", "center+linear"], ["mlp", "abmil"])
+        ('lats:lesion-first', 'lats+abmil:lesion-first', 'center+linear')
+    """
+    if not heads:
+        return tuple(methods)
+    crossed = [
+        str(method if "+" in text else replace(method, head=head))
+        for text in methods
+        for method in (Method.parse(text),)
+        for head in heads
+    ]
+    for head in heads:
+        if head not in list_heads():
+            raise UnknownNameError.of("head", head, list_heads())
+    return tuple(dict.fromkeys(crossed))
 
 
 def method_of(selector: str, config: TrainConfig) -> Method:

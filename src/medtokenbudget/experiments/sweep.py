@@ -18,7 +18,7 @@ from medtokenbudget.errors import WorkError
 from medtokenbudget.experiments import preflight
 from medtokenbudget.experiments.collect import collect
 from medtokenbudget.experiments.execution import Execution, run_units
-from medtokenbudget.experiments.methods import Method
+from medtokenbudget.experiments.methods import Method, with_heads
 from medtokenbudget.experiments.run import RunInfo
 from medtokenbudget.experiments.sources import Sources
 from medtokenbudget.experiments.units import Plan, Unit, read_state, status
@@ -55,12 +55,14 @@ def sweep(
     seeds: Sequence[int] = (42,),
     config: TrainConfig | None = None,
     execution: Execution | None = None,
+    heads: Sequence[str] | None = None,
 ) -> pd.DataFrame:
     """Train and evaluate every method with every seed.
 
     Args:
         methods: Texts such as 'lats:lesion-first' or 'center'. Default: every method of the paper, our recipe and the controls,
             without those that need masks where no image has one.
+        heads: Heads to combine every method with; a method that names its head, such as 'center+linear', keeps it.
 
     Returns:
         The tidy results, also written to `out/results.csv`.
@@ -68,6 +70,7 @@ def sweep(
     sources = Sources.of(manifest, store, out)
     config = replace(config or preset("lesion-first"), budgets=tuple(budgets))
     chosen = preflight.that_fit(sources, DEFAULT_METHODS, config) if methods is None else tuple(methods)
+    chosen = with_heads(chosen, heads)
     return run_studies([Study("sweep", chosen, tuple(seeds), tuple(budgets))], sources, out, config, execution)
 
 

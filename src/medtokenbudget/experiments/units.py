@@ -31,7 +31,7 @@ from medtokenbudget.tensor_files import save_tensors
 from medtokenbudget.training import checkpoints as ck
 from medtokenbudget.training.heads import Head
 from medtokenbudget.training.parts import Parts, make_parts
-from medtokenbudget.training.pooled import OnEpoch, PooledHead, probabilities
+from medtokenbudget.training.pooled import OnEpoch, PooledHead, probabilities, token_probabilities
 from medtokenbudget.training.pooling import Evidence, pool_and_judge, pool_to_file
 from medtokenbudget.training.trainer import train_selector
 
@@ -173,7 +173,7 @@ def _train_baseline(plan: Plan, trainer: PooledHead, selector: Selector, parts: 
     if "has_mask" in selector.requires:
         rows = rows[store.has_mask.numpy()[rows]]
     label = store.label.numpy()[rows]
-    if selector.stochastic:
+    if selector.stochastic or trainer.head.reads == "tokens":
         history = trainer.train_on_store(store, rows, label, selector, config.budgets)
     else:
         key = sha256_json([store.identity, selector.name, rows.tolist(), list(config.budgets), config.router.minimum])[:16]
@@ -203,7 +203,11 @@ def _evaluate(
     manifest: Manifest,
 ) -> tuple[pd.DataFrame, dict[str, np.ndarray]]:
     pooled, evidence = pool_and_judge(store, rows, selector, config.budgets, config.seed)
-    frame = predictions_frame(rows, store, probabilities(head, pooled), evidence, config.budgets, manifest)
+    if head.reads == "tokens":
+        found = token_probabilities(head, store, rows, selector, config.budgets, config.seed)
+    else:
+        found = probabilities(head, pooled)
+    frame = predictions_frame(rows, store, found, evidence, config.budgets, manifest)
     tensors = {"lesion": store.lesion.numpy()[rows].astype(np.uint8), "has_mask": store.has_mask.numpy()[rows].astype(np.uint8)}
     if evidence.order is not None:
         tensors["order"] = evidence.order

@@ -130,6 +130,10 @@ def _graph(model: MedTokenBudget, budget: float, part: Part, selector: str) -> n
     if not isinstance(chosen, Ranker) or chosen.stochastic or foreign:
         kind = f"reads {', '.join(foreign)}" if foreign else "is random" if chosen.stochastic else "merges tokens"
         raise RequestError(f"Selector '{selector}' {kind}, so it cannot be exported as a fixed graph. Export another one.")
+    if classifier.head.reads == "tokens":
+        raise RequestError(
+            f"Head '{classifier.head.name}' reads tokens, so it cannot be exported. Export a method with the head mlp or linear."
+        )
     if part == "whole" and "luminance" in chosen.requires:
         raise RequestError(f"Selector '{selector}' reads luminance, which the whole graph does not compute. Use --part routing.")
     routing = RoutingGraph(chosen, classifier.head, model.grid, model.k(budget, selector))

@@ -113,6 +113,15 @@ def select(selector: Selector, tokens: TokenBatch, k: int) -> tuple[Selection, T
     return selector.select(tokens, k, noise), None
 
 
+def probabilities(classifier: RoutedClassifier, tokens: TokenBatch, budgets: Sequence[float]) -> Tensor:
+    """Class probabilities [B, len(budgets), C]; heads that read the mean do not gather tokens."""
+    selector, head = classifier.selector, classifier.head
+    if head.reads == "mean":
+        return head(pooled(selector, tokens, budgets)).softmax(-1)
+    selections = (select(selector, tokens, selector.count(budget, tokens.n))[0] for budget in budgets)
+    return torch.stack([head.read(selection, tokens.grid).softmax(-1) for selection in selections], 1)
+
+
 def pooled(selector: Selector, tokens: TokenBatch, budgets: Sequence[float]) -> Tensor:
     """Pooled tokens at each budget, [B, len(budgets), D]."""
     if selector.stochastic:

@@ -53,7 +53,7 @@ def _predict_batch(model: MedTokenBudget, items: list[tuple[Source, np.ndarray]]
     tokens = model.encode(np.stack([value for _, value in items]))
     with parts.evaluating(classifier):
         selection, scores = parts.select(classifier.selector, tokens, model.k(budget, method))
-        probabilities = classifier.head(selection.pooled()).softmax(-1).cpu().numpy()
+        probabilities = classifier.head.read(selection, tokens.grid).softmax(-1).cpu().numpy()
     kept = None if selection.indices is None else selection.indices.cpu().numpy()
     gathered, assignment = selection.tokens.float().cpu().numpy(), selection.assignment.cpu().numpy()
     score_rows = None if scores is None else scores.float().cpu().numpy()

@@ -212,7 +212,7 @@ class MedTokenBudget(nn.Module):
         tokens = self.tokens(images)
         classifier = self.classifier(selector)
         selection, _ = parts.select(classifier.selector, tokens, classifier.selector.count(budget, tokens.n))
-        return classifier.head(selection.pooled())
+        return classifier.head.read(selection, tokens.grid)
 
     def router(self, budget: float, selector: str | None = None) -> Callable[[TokenBatch], Selection]:
         """A function from tokens to the kept ones, for use in other models."""
@@ -230,8 +230,7 @@ class MedTokenBudget(nn.Module):
         """Class probabilities [B, len(budgets), C] of tokens or images; rankers order the patches only once for all budgets."""
         classifier = self.classifier(selector)
         with parts.evaluating(classifier):
-            pooled = parts.pooled(classifier.selector, self.tokens(images), budgets)
-            return classifier.head(pooled).softmax(-1).cpu().numpy()
+            return parts.probabilities(classifier, self.tokens(images), budgets).cpu().numpy()
 
     def predict(self, images: Any, budget: float = 0.3, selector: str | None = None, batch_size: int = 16) -> list[Prediction]:
         """Predict images, in order.

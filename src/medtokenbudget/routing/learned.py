@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from medtokenbudget.config import TrainConfig
 from medtokenbudget.errors import UnknownNameError
 from medtokenbudget.routing.selector import Selector
-from medtokenbudget.tokens import TokenBatch
+from medtokenbudget.tokens import TokenBatch, TokenSet
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,8 @@ class TrainingPass:
         weights: Weight of each term in the total loss; a term without one counts once.
         scores: [B, N] scores of the patches (or [B, T] of a sample of them), for monitoring.
         mask: [B, N] differentiable mask of the kept patches, where the selector has one.
+        tokens: [B, K, D] the tokens themselves, for selectors that make new ones; heads that read tokens need this or `mask`.
+        positions: [B, K, 2] row and column of those tokens on the grid.
     """
 
     pooled: Tensor | None
@@ -36,6 +38,14 @@ class TrainingPass:
     scores: Tensor
     weights: Mapping[str, float] = field(default_factory=dict)
     mask: Tensor | None = None
+    tokens: Tensor | None = None
+    positions: Tensor | None = None
+
+    def token_set(self, tokens: TokenBatch) -> TokenSet | None:
+        """What heads that read tokens see of the batch `tokens`; None if this pass does not say."""
+        if self.tokens is not None and self.positions is not None:
+            return TokenSet(self.tokens, torch.ones_like(self.tokens[..., 0]), self.positions, tokens.grid)
+        return None if self.mask is None else TokenSet.under(self.mask, tokens.patches, tokens.grid)
 
 
 class LearnedSelector(Selector, nn.Module):

@@ -17,7 +17,7 @@ from medtokenbudget.routing.learned import LearnedSelector, TrainingPass
 from medtokenbudget.routing.losses import lesion_mass_term
 from medtokenbudget.routing.router import check_k
 from medtokenbudget.routing.selector import Merger
-from medtokenbudget.tokens import Selection, TokenBatch
+from medtokenbudget.tokens import Selection, TokenBatch, TokenSet
 
 
 class SoftMerger(LearnedSelector, Merger):
@@ -83,5 +83,9 @@ class SoftMerger(LearnedSelector, Merger):
         attention = self.attention(tokens, k)
         mean = attention.mean(1)
         terms = {"lesion": lesion_mass_term(mean, tokens, config.losses.lesion), **self.extra_terms(tokens, k)}
-        pooled = torch.bmm(mean.unsqueeze(1), tokens.patches).squeeze(1) if route else None
-        return TrainingPass(pooled, terms, mean * tokens.n, {"lesion": config.losses.lesion})
+        weights = {"lesion": config.losses.lesion}
+        if not route:
+            return TrainingPass(None, terms, mean * tokens.n, weights)
+        mixed = Selection(torch.bmm(attention, tokens.patches), attention.sum(2), attention.argmax(1), attention=attention)
+        positions = TokenSet.of(mixed, tokens.grid).positions
+        return TrainingPass(mixed.pooled(), terms, mean * tokens.n, weights, tokens=mixed.tokens, positions=positions)

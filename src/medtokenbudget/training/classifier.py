@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
@@ -30,7 +32,7 @@ class RoutedClassifier(nn.Module):
     def route(self, tokens: TokenBatch, budget: float, generator: torch.Generator | None = None) -> tuple[Tensor, Selection]:
         """Class logits [B, C] and the selection behind them; `generator` is for selectors that draw."""
         selection = self.selector.select_budget(tokens, budget, generator)
-        return self.head(selection.pooled()), selection
+        return self.head.read(selection, tokens.grid), selection
 
     def training_pass(
         self, tokens: TokenBatch, budget: float, config: TrainConfig, generator: torch.Generator | None = None
@@ -41,4 +43,12 @@ class RoutedClassifier(nn.Module):
         step = self.selector.training_pass(tokens.float(), budget, config, generator)
         if step.pooled is None:
             raise RequestError(f"Selector '{self.selector.name}' gives no pooled tokens, so it cannot be trained with its head.")
-        return self.head(step.pooled, generator), step
+        kept = step.token_set(tokens.float()) if self.head.reads == "tokens" else step.pooled
+        if kept is None:
+            raise RequestError(
+                f"Selector '{self.selector.name}' gives no tokens in its training pass, so head '{self.head.name}', "
+                "which reads tokens, cannot be trained with it. Use a head that reads the mean, such as mlp."
+            )
+        label = tokens.label if tokens.label is not None else torch.full((len(tokens),), -1, device=tokens.patches.device)
+        logits, own = self.head.training_step(kept, label, generator)
+        return logits, step if own is None else replace(step, terms={**step.terms, "head": own})

@@ -1,4 +1,4 @@
-"""Training a head on pooled tokens: the paper's baselines, and the second stage of the lesion-first recipe.
+"""Training a head behind a fixed selector: the paper's baselines, and the second stage of the lesion-first recipe.
 
 Every method uses the same optimizer and budget sampling. No epoch is chosen: the last one counts.
 """
@@ -16,8 +16,10 @@ from medtokenbudget.config import TrainConfig
 from medtokenbudget.errors import RequestError, WorkError
 from medtokenbudget.features import FeatureStore
 from medtokenbudget.routing import Selector
+from medtokenbudget.tokens import TokenSet
 from medtokenbudget.training.heads import Head, create_head
 from medtokenbudget.training.losses import classification_loss
+from medtokenbudget.training.pooling import BATCH, token_sets
 from medtokenbudget.training.schedule import cosine_lr
 from medtokenbudget.training.seeds import generator
 
@@ -50,7 +52,7 @@ OnEpoch = Callable[[str, int, int], None]
 
 
 class PooledHead:
-    """A head that learns on pooled tokens.
+    """A head that learns behind a fixed selector, on pooled tokens or on the tokens themselves, as it reads them.
 
     Args:
         on_epoch: Called after every epoch.
@@ -78,16 +80,22 @@ class PooledHead:
     def train_on_store(
         self, store: FeatureStore, rows: np.ndarray, label: np.ndarray, selector: Selector, budgets: Sequence[float]
     ) -> list[dict[str, Any]]:
-        """Train on tokens that a stochastic selector draws anew in every epoch."""
+        """Train on tokens that are selected again in every epoch, for selectors that draw and for heads that read tokens."""
 
-        def batches(epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
+        def batches(epoch: int) -> Iterator[tuple[Tensor | TokenSet, Tensor]]:
             order = epoch_order(label, self.config, epoch, self.classes).numpy()
             draws = torch.randint(len(budgets), (len(order),), generator=self._noise("budget", epoch))
             noise = self._noise("selector", epoch)
             start = 0
             for number, batch in enumerate(store.batches(rows[order], self.config.batch_size)):
-                pooled = selector.pooled(batch, (budgets[int(draws[number])],), noise)[:, 0]
-                yield pooled, torch.from_numpy(label[order[start : start + len(batch)]])
+                budget = budgets[int(draws[number])]
+                kept: Tensor | TokenSet
+                with torch.no_grad():
+                    if self.head.reads == "tokens":
+                        kept = token_sets(selector, batch, [selector.count(budget, batch.n)], noise)[0]
+                    else:
+                        kept = selector.pooled(batch, (budget,), noise)[:, 0]
+                yield kept, torch.from_numpy(label[order[start : start + len(batch)]])
                 start += len(batch)
 
         return self._train(batches, label)
@@ -106,7 +114,9 @@ class PooledHead:
             optimizer.param_groups[0]["lr"] = cosine_lr(config.lr, epoch, config.head_epochs)
             total, seen, noise = 0.0, 0, self._noise("head-dropout", epoch)
             for features, target in batches(epoch):
-                loss = classification_loss(self.head(features, generator=noise), target, weights)
+                logits, own = self.head.training_step(features, target, noise)
+                loss = classification_loss(logits, target, weights)
+                loss = loss if own is None else loss + own
                 if not torch.isfinite(loss):
                     raise WorkError(f"The loss of the head is not finite in epoch {epoch}. Lower --lr, or check the tokens.")
                 optimizer.zero_grad(set_to_none=True)
@@ -119,6 +129,27 @@ class PooledHead:
                 self.on_epoch("head", epoch + 1, config.head_epochs)
         self.head.eval()
         return history
+
+
+@torch.no_grad()
+def token_probabilities(
+    head: Head,
+    store: FeatureStore,
+    rows: np.ndarray,
+    selector: Selector,
+    budgets: Sequence[float],
+    seed: int,
+    device: torch.device | str = "cpu",
+) -> np.ndarray:
+    """Class probabilities `[n, T, C]` by a head that reads tokens; draws like `pool_and_judge` with the same seed."""
+    head.eval()
+    counts = [selector.count(budget, store.n) for budget in budgets]
+    parts = []
+    for index, batch in enumerate(store.batches(rows, BATCH)):
+        noise = generator(seed, "evaluation", index) if selector.stochastic else None
+        kept = token_sets(selector, batch.to(device), counts, noise)
+        parts.append(torch.stack([head(tokens).softmax(-1) for tokens in kept], 1).cpu())
+    return torch.cat(parts).numpy()
 
 
 @torch.no_grad()

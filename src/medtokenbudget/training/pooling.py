@@ -17,8 +17,8 @@ from medtokenbudget.errors import RequestError
 from medtokenbudget.features import FeatureStore
 from medtokenbudget.files import atomic_write, read_json, sha256_file, write_json
 from medtokenbudget.metrics import group_purity, kept_lesion_counts, lesion_dominated, lesion_mass
-from medtokenbudget.routing import Ranker, Selector, pooled_means, rank
-from medtokenbudget.tokens import TokenBatch
+from medtokenbudget.routing import Ranker, Selector, gather, pooled_means, rank
+from medtokenbudget.tokens import TokenBatch, TokenSet
 from medtokenbudget.training.seeds import generator
 
 BATCH = 64
@@ -102,6 +102,16 @@ def pool_and_judge(
         scores=np.concatenate(scores) if selector.learns and isinstance(selector, Ranker) else None,
     )
     return np.concatenate(pooled), evidence
+
+
+def token_sets(
+    selector: Selector, batch: TokenBatch, counts: Sequence[int], noise: torch.Generator | None = None
+) -> list[TokenSet]:
+    """The tokens that heads read of a batch at each K; a ranker orders the patches once."""
+    if isinstance(selector, Ranker):
+        order = selector.order(batch, noise)
+        return [TokenSet.of(gather(batch.patches, order[:, :k]), batch.grid) for k in counts]
+    return [TokenSet.of(selector.select(batch, k, noise), batch.grid) for k in counts]
 
 
 Judged = tuple[np.ndarray, np.ndarray, np.ndarray | None, np.ndarray | None]

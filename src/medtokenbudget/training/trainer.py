@@ -34,7 +34,15 @@ from medtokenbudget.training.curriculum import BudgetCurriculum
 from medtokenbudget.training.heads import Head, create_head
 from medtokenbudget.training.losses import classification_loss, total_loss
 from medtokenbudget.training.parts import Parts, ViewDraw, make_parts
-from medtokenbudget.training.pooled import OnEpoch, PooledHead, class_weights, epoch_order, probabilities, require_labels
+from medtokenbudget.training.pooled import (
+    OnEpoch,
+    PooledHead,
+    class_weights,
+    epoch_order,
+    probabilities,
+    require_labels,
+    token_probabilities,
+)
 from medtokenbudget.training.pooling import pool_and_judge, pool_to_file
 from medtokenbudget.training.schedule import EarlyStopping, cosine_lr, epochs_for
 from medtokenbudget.training.seeds import generator
@@ -216,8 +224,12 @@ class _Trainer:
                 merged = evidence.dominated if np.isnan(evidence.mass).all() else evidence.mass
                 return float(np.mean([np.nanmean(merged[group]) for group in groups]))
             return float(np.mean([share_of_ceiling(evidence.kept_lesion[group], lesion[group], evidence.k) for group in groups]))
-        predicted = probabilities(self.head.cpu(), pooled)[:, 0].argmax(-1)
-        self.head.to(self.device)
+        if self.head.reads == "tokens":
+            found = token_probabilities(self.head, self.store, rows, self.selector, budgets, config.seed, self.device)
+        else:
+            found = probabilities(self.head.cpu(), pooled)
+            self.head.to(self.device)
+        predicted = found[:, 0].argmax(-1)
         return accuracy(self.store.label.numpy()[rows], predicted)
 
     # Checkpoints -----------------------------------------------------------------------------------------------------
@@ -276,14 +288,19 @@ class _Trainer:
     def _train_head(self) -> None:
         """The head of the lesion-first recipe, trained on the tokens that the finished selector keeps, at all budgets."""
         rows = self.parts.head
-        path = self.out / "pooled.npy"
-        with torch.no_grad():
-            pooled = pool_to_file(path, self.store, rows, self.selector, self.config.budgets)
+        label = self.store.label.numpy()[rows]
         pooled_head = PooledHead(self.names[1], self.store.dim, self.classes, self.config, self.on_epoch)
-        for row in pooled_head.train_on_file(pooled, self.store.label.numpy()[rows]):
+        path = self.out / "pooled.npy"
+        if self.head.reads == "tokens":
+            history = pooled_head.train_on_store(self.store, rows, label, self.selector, self.config.budgets)
+        else:
+            with torch.no_grad():
+                pooled = pool_to_file(path, self.store, rows, self.selector, self.config.budgets)
+            history = pooled_head.train_on_file(pooled, label)
+        for row in history:
             append_line(self.out / "metrics.jsonl", row)
-        path.unlink()
-        path.with_suffix(".json").unlink()
+        path.unlink(missing_ok=True)
+        path.with_suffix(".json").unlink(missing_ok=True)
         self.head.load_state_dict(pooled_head.head.state_dict())
 
 

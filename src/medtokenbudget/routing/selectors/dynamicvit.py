@@ -7,6 +7,7 @@ one token that packages the pruned ones, weighted with their scores; its multi-h
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Self
 
 import torch
@@ -81,12 +82,13 @@ class _Pruner(LearnedSelector):
             return TrainingPass(None, terms, torch.sigmoid(logits), weights)
         mask = self.decisions(logits, generator)
         terms["ratio"] = (mask.mean(1) - self.count(budget, tokens.n) / tokens.n).square().mean()
-        return TrainingPass(self.mean(tokens.patches, mask, logits), terms, torch.sigmoid(logits), weights, mask)
+        return self.routed(tokens, mask, logits, TrainingPass(None, terms, torch.sigmoid(logits), weights))
 
-    def mean(self, patches: Tensor, mask: Tensor, logits: Tensor) -> Tensor:
-        """What the head reads in training, [B, D]. An image of which nothing is kept counts its best patch."""
+    def routed(self, tokens: TokenBatch, mask: Tensor, logits: Tensor, step: TrainingPass) -> TrainingPass:
+        """The training pass with what heads read. An image of which nothing is kept counts its best patch."""
         best = F.one_hot(logits.argmax(1), logits.shape[1]) * (mask.detach().sum(1, keepdim=True) == 0)
-        return masked_mean(patches, mask + best)
+        mask = mask + best
+        return replace(step, pooled=masked_mean(tokens.patches, mask), mask=mask)
 
 
 @register_selector("dynamicvit")
@@ -116,9 +118,9 @@ class DynamicViTPackage(_Pruner, Merger):
         keep = torch.sigmoid(self.predictor(self.check(tokens).patches.float()))
         return with_rest(tokens.patches, rank(keep.detach())[:, : k - 1], keep.clamp_min(1e-12))
 
-    def mean(self, patches: Tensor, mask: Tensor, logits: Tensor) -> Tensor:
-        """The mean of the kept patches and of the package of the others."""
+    def routed(self, tokens: TokenBatch, mask: Tensor, logits: Tensor, step: TrainingPass) -> TrainingPass:
+        """The mean of the kept patches and of the package of the others; no tokens, whose number differs between images."""
         rest = (1 - mask) * torch.sigmoid(logits)
         package = rest / rest.sum(1, keepdim=True).clamp_min(1e-6)
-        total = torch.bmm((mask + package).unsqueeze(1), patches).squeeze(1)
-        return total / (mask.sum(1, keepdim=True) + 1)
+        total = torch.bmm((mask + package).unsqueeze(1), tokens.patches).squeeze(1)
+        return replace(step, pooled=total / (mask.sum(1, keepdim=True) + 1))
