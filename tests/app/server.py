@@ -15,12 +15,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
 import uvicorn
 from PIL import Image
 
+from medtokenbudget.app.connections import protocol
 from medtokenbudget.app.routes import create_app, guarded
 from medtokenbudget.app.service import Service
 from tests.small_model import BASELINES, small_model
@@ -54,10 +56,17 @@ def running(*arguments: str, browser: Path) -> Iterator[Server]:
 
 
 @contextmanager
-def running_here(service: Service | None, token: str | None = None, loopback: bool = True) -> Iterator[Server]:
+def running_here(
+    service: Service | None,
+    token: str | None = None,
+    loopback: bool = True,
+    connections: int = 100,
+    header_seconds: float = 10,
+    **options: Any,
+) -> Iterator[Server]:
     """Run the same application in a thread of this process, without the start-up time."""
-    app = guarded(create_app(service, token=token), token, loopback)
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
+    app = guarded(create_app(service, token=token, **options), token, loopback)
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", http=protocol(connections, header_seconds)))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     while not server.started:

@@ -152,7 +152,7 @@ def test_the_same_image_gives_the_same_answer_and_the_preview_is_that_image(serv
     ("image", "expected", "says"),
     [
         (b"just some words\n" * 40, (415, "not_an_image"), "not an image"),
-        (picture()[:900], (422, "damaged"), "cut short"),
+        (picture()[:900], (422, "damaged"), "incomplete"),
         (huge_png(), (413, "too_many_pixels"), "accepts up to 5 million pixels"),
         (b"", (422, "empty"), "empty"),
         (os.urandom(MAX_BYTES + 1), (413, "too_many_bytes"), "0.4 MB"),
@@ -275,7 +275,7 @@ def test_a_device_that_this_machine_does_not_have_is_an_error_before_anything_is
 
 
 def test_an_address_that_other_machines_can_reach_needs_a_token() -> None:
-    with pytest.raises(RequestError, match="--token"):
+    with pytest.raises(RequestError, match="--token-file or MTB_TOKEN"):
         serve(None, ServeConfig(host="0.0.0.0"))
 
 
@@ -346,8 +346,7 @@ def test_one_pass_runs_at_a_time_and_a_full_queue_says_so() -> None:
         return 1
 
     async def one() -> int:
-        with queue.place():
-            return await queue.run(work)
+        return await queue.run(work)
 
     async def crowd() -> list[int | BaseException]:
         asyncio.get_running_loop().call_later(0.2, gate.set)

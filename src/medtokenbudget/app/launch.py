@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import os
 import socket
 import threading
 import time
@@ -19,6 +20,7 @@ from medtokenbudget.errors import RequestError, WorkError
 from medtokenbudget.progress import say
 
 DEMO_MODEL = Path("runs/demo/model")
+TOKEN_VARIABLE = "MTB_TOKEN"
 
 
 @dataclass(frozen=True)
@@ -26,17 +28,21 @@ class ServeConfig:
     """Settings of the server."""
 
     host: str = "127.0.0.1"
-    """Address to listen on. Addresses that other machines can reach need --token."""
+    """Address to listen on. Addresses that other machines can reach need a token."""
     port: int = 8765
     """Port to listen on; 0 picks a free one."""
-    token: str | None = None
-    """Token that clients must send as `Authorization: Bearer TOKEN`."""
+    token_file: Path | None = None
+    """File with the token that clients must send as `Authorization: Bearer TOKEN`. Default: the variable MTB_TOKEN."""
     queue: int = 8
     """Number of requests that may wait while one is running; further requests get status 503."""
     max_bytes: int = 25_000_000
     """Largest size of image and mask together, in bytes."""
     max_pixels: int = 50_000_000
     """Largest number of pixels of an image or a mask."""
+    deadline: float = 60.0
+    """Seconds within which a request is answered or given up."""
+    connections: int = 100
+    """Open connections; further ones are closed at once."""
     weights: Path | None = None
     """Weights file of the backbone, if it has moved since the model was saved."""
     device: str = "auto"
@@ -60,38 +66,71 @@ def serve(model: str | Path | None, config: ServeConfig, open_browser: bool = Fa
         open_browser: Whether to open the page when the server is up.
     """
     require_extra()
-    _check(config)
+    token = find_token(config)
+    _check(config, token)
     import uvicorn
 
+    from medtokenbudget.app.connections import BACKLOG, affordable_connections, limit_logs, protocol
     from medtokenbudget.app.guard import is_loopback
     from medtokenbudget.app.routes import create_app, guarded
 
     service, limits = find_service(model, config)
     listener = _listen(config)
     address = _address(config, listener)
-    app = guarded(create_app(service, limits, config.queue, config.token), config.token, is_loopback(config.host))
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, server_header=False, lifespan="on"))
+    app = guarded(create_app(service, limits, config.queue, token, config.deadline), token, is_loopback(config.host))
+    connections = affordable_connections(config.connections)
+    if connections < config.connections:
+        say(f"The limit on open files allows {connections} connections. Raise it with `ulimit -n` for more.")
+    settings = uvicorn.Config(
+        app,
+        http=protocol(connections),
+        ws="none",
+        backlog=BACKLOG,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        lifespan="on",
+    )
+    server = uvicorn.Server(settings)
+    limit_logs()
     logging.getLogger("medtokenbudget.serve").setLevel(logging.ERROR)
     say(f"Explorer: {address}   API: {address}/openapi.json   Press Ctrl-C to stop.")
     if open_browser:
-        # In the fragment, which browsers never send to a server.
-        page = f"{address}/#token={config.token}" if config.token else address
-        threading.Thread(target=_open_when_up, args=(server, page), daemon=True).start()
+        # Without the token, which other users would see in the list of processes: the page asks for it.
+        threading.Thread(target=_open_when_up, args=(server, address), daemon=True).start()
     try:
         server.run(sockets=[listener])
     except KeyboardInterrupt:
         say("Server stopped.")
 
 
-def _check(config: ServeConfig) -> None:
+def find_token(config: ServeConfig) -> str | None:
+    """The token from the file or from the environment; an argument would be visible in the list of processes."""
+    if config.token_file is None:
+        return os.environ.get(TOKEN_VARIABLE) or None
+    try:
+        token = config.token_file.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not text"
+        raise RequestError(f"Cannot read --token-file {config.token_file}: {reason}.") from None
+    if not token:
+        raise RequestError(f"--token-file {config.token_file} is empty. Write a token to it, such as from `openssl rand -hex 16`.")
+    return token
+
+
+def _check(config: ServeConfig, token: str | None) -> None:
     from medtokenbudget.app.guard import is_loopback
     from medtokenbudget.devices import resolve_device
 
     resolve_device(config.device)
-    if not is_loopback(config.host) and not config.token:
-        raise RequestError(f"Other machines can reach {config.host}. Set a token with --token, or leave out --host.")
-    if config.token is not None and (not config.token.isascii() or not config.token.isprintable() or " " in config.token):
-        raise RequestError("--token must consist of printable ASCII characters without spaces.")
+    if not is_loopback(config.host) and not token:
+        raise RequestError(
+            f"Other machines can reach {config.host}. Set a token with --token-file or {TOKEN_VARIABLE}, or leave out --host."
+        )
+    if token is not None and (not token.isascii() or not token.isprintable() or " " in token):
+        raise RequestError("The token must consist of printable ASCII characters without spaces.")
+    if config.deadline <= 0 or config.connections < 1:
+        raise RequestError("--deadline must be above 0 and --connections at least 1.")
     if config.queue < 0 or config.max_bytes < 1 or config.max_pixels < 1 or not 0 <= config.port < 65536:
         raise RequestError("--queue must be at least 0, --max-bytes and --max-pixels at least 1, and --port from 0 to 65535.")
 

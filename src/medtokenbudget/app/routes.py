@@ -21,10 +21,10 @@ from starlette.staticfiles import StaticFiles
 from medtokenbudget import __version__
 from medtokenbudget.app import schemas
 from medtokenbudget.app.guard import Guard
-from medtokenbudget.app.queue import Queue, QueueFullError
+from medtokenbudget.app.queue import DeadlineError, Queue, QueueFullError
 from medtokenbudget.app.samples import SAMPLES, image_bytes, mask_bytes, offers
 from medtokenbudget.app.service import NOTICE, Limits, Service
-from medtokenbudget.app.uploads import ApiError, discard, read_question
+from medtokenbudget.app.uploads import OVERHEAD, ApiError, NoRoomError, Room, discard, read_question
 from medtokenbudget.data import DecodeError
 from medtokenbudget.errors import MedTokenBudgetError, RequestError
 
@@ -38,7 +38,9 @@ _DECODE_STATUS = {"not-an-image": (415, "not_an_image"), "too-large": (413, "too
 SampleId = Enum("SampleId", {name: name for name in SAMPLES}, type=str)  # type: ignore[misc]
 
 
-def create_app(service: Service | None, limits: Limits | None = None, waiting: int = 8, token: str | None = None) -> FastAPI:
+def create_app(
+    service: Service | None, limits: Limits | None = None, waiting: int = 8, token: str | None = None, deadline: float = 60.0
+) -> FastAPI:
     """Build the application, without its guard.
 
     Args:
@@ -46,9 +48,10 @@ def create_app(service: Service | None, limits: Limits | None = None, waiting: i
         limits: The largest request that is accepted; those of the service if there is one.
         waiting: Number of requests that may wait while one is running.
         token: The token that clients must send, mentioned in the OpenAPI description.
+        deadline: Seconds within which a request is answered or given up.
     """
     limits = service.limits if service is not None else limits or Limits()
-    queue = Queue(waiting)
+    queue = Queue(waiting, deadline)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -64,7 +67,7 @@ def create_app(service: Service | None, limits: Limits | None = None, waiting: i
         lifespan=lifespan,
     )
     _add_error_handlers(app, limits)
-    _add_descriptions(app, service)
+    _add_descriptions(app, service, queue)
     _add_samples(app, service)
     _add_route(app, service, queue, limits)
     _add_page(app)
@@ -78,11 +81,20 @@ def guarded(app: FastAPI, token: str | None, loopback: bool) -> Guard:
     return Guard(app, token, loopback)
 
 
-def _add_descriptions(app: FastAPI, service: Service | None) -> None:
+def _add_descriptions(app: FastAPI, service: Service | None, queue: Queue) -> None:
     @app.get("/healthz", response_model=schemas.Health, responses=schemas.errors(), tags=["service"])
     async def healthz() -> dict[str, Any]:
         """Report whether the service is up. Answers even while a forward pass is running."""
         return {"status": "ok", "model": service is not None}
+
+    @app.get("/readyz", response_model=schemas.Health, responses=schemas.errors(503), tags=["service"])
+    async def readyz() -> dict[str, Any]:
+        """Report whether an image would be answered now: a model is loaded and the queue has a free place."""
+        if service is None:
+            raise ApiError(503, "no_model", NO_MODEL)
+        if queue.full:
+            raise _queue_full(queue, queue.retry_after)
+        return {"status": "ok", "model": True}
 
     described = None if service is None else service.describe()
 
@@ -123,6 +135,8 @@ def _add_route(app: FastAPI, service: Service | None, queue: Queue, limits: Limi
     statuses = schemas.errors(400, 408, 413, 415, 422, 503)
     statuses[503]["headers"] = {"Retry-After": {"schema": {"type": "integer"}, "description": "Seconds until the next attempt."}}
     example = {"content": {"application/json": {"example": schemas.ROUTE_EXAMPLE}}}
+    # Twice what the queue can hold: requests take a place only when their upload is complete.
+    room = Room(2 * queue.places * (limits.max_bytes + OVERHEAD))
     body = schemas.route_body([] if service is None else service.model.selectors)
 
     @app.post(
@@ -136,17 +150,29 @@ def _add_route(app: FastAPI, service: Service | None, queue: Queue, limits: Limi
         try:
             if service is None:
                 raise ApiError(503, "no_model", NO_MODEL)
-            with queue.place():
-                question = await read_question(request, limits.max_bytes)
+            queue.require_place()
+            with room.share() as share:
+                question = await read_question(request, limits.max_bytes, share)
                 return JSONResponse(await queue.run(lambda: service.answer(question)))
+        except DeadlineError as late:
+            message = f"The request was not answered within {queue.deadline:g} s. Try again in {late.retry_after} s."
+            raise ApiError(503, "too_late", message, {"Retry-After": str(late.retry_after)}) from None
         except QueueFullError as full:
             await discard(request, 2 * limits.max_bytes)
-            message = f"The queue is full ({queue.places} requests). Try again in {full.retry_after} s."
-            raise ApiError(503, "queue_full", message, {"Retry-After": str(full.retry_after)}) from None
+            raise _queue_full(queue, full.retry_after) from None
+        except NoRoomError:
+            await discard(request, 2 * limits.max_bytes)
+            message = "Too many uploads are arriving at the same time. Try again in 5 s."
+            raise ApiError(503, "too_many_uploads", message, {"Retry-After": "5", "Connection": "close"}) from None
         except ApiError as error:
             await discard(request, 2 * limits.max_bytes)
             error.headers.setdefault("Connection", "close")
             raise
+
+
+def _queue_full(queue: Queue, seconds: int) -> ApiError:
+    message = f"The queue is full ({queue.places} requests). Try again in {seconds} s."
+    return ApiError(503, "queue_full", message, {"Retry-After": str(seconds)})
 
 
 def _add_page(app: FastAPI) -> None:

@@ -110,11 +110,12 @@ def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
         408: "The request took too long to arrive.",
         413: "The image or mask has too many bytes or pixels.",
         415: "The request is not multipart/form-data, or a file is not an image.",
+        429: "Too many wrong tokens from this address; see Retry-After.",
         421: "The host name does not belong to this machine.",
         422: "A field or file cannot be used; the message says why.",
-        503: "The queue is full (see Retry-After), or no model is loaded.",
+        503: "The queue is full or the request took too long (see Retry-After), or no model is loaded.",
     }
-    return {status: {"model": Error, "description": texts[status]} for status in (*statuses, 401, 403, 421)}
+    return {status: {"model": Error, "description": texts[status]} for status in (*statuses, 401, 403, 421, 429)}
 
 
 def route_body(selectors: list[str]) -> dict[str, Any]:

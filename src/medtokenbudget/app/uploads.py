@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+import time
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from starlette.datastructures import UploadFile
@@ -18,6 +20,8 @@ MAX_FIELD_BYTES = 10_000
 # Space for multipart boundaries and small fields.
 OVERHEAD = 100_000
 READ_SECONDS = 60.0
+GRACE_SECONDS, BYTES_PER_SECOND = 5.0, 2_000
+"""A body may take the grace time, plus a second for this many bytes that have arrived."""
 
 
 class ApiError(Exception):
@@ -40,12 +44,49 @@ class _InMemory(MultiPartParser):
     spool_max_size = 1 << 40
 
 
-async def read_question(request: Request, max_bytes: int) -> Question:
+class NoRoomError(Exception):
+    """The uploads that are arriving already fill the memory that is set aside for them."""
+
+
+@dataclass
+class Room:
+    """Memory for the uploads of all requests, counted as they arrive: a body that trickles in takes only what has arrived."""
+
+    limit: int
+    used: int = 0
+
+    @contextmanager
+    def share(self) -> Iterator[Room]:
+        """The part of one request; it is given back when the block ends."""
+        part = _Share(self)
+        try:
+            yield part
+        finally:
+            self.used -= part.used
+
+    def take(self, size: int) -> None:
+        if self.used + size > self.limit:
+            raise NoRoomError
+        self.used += size
+
+
+class _Share(Room):
+    def __init__(self, whole: Room) -> None:
+        super().__init__(whole.limit)
+        self.whole = whole
+
+    def take(self, size: int) -> None:
+        self.whole.take(size)
+        self.used += size
+
+
+async def read_question(request: Request, max_bytes: int, room: Room | None = None) -> Question:
     """Read the question from a multipart body.
 
     Args:
         request: The request; its body is read here.
         max_bytes: Largest size of all files together.
+        room: Where the bytes that have arrived are counted.
 
     Raises:
         ApiError: If the body is too large, too slow, malformed or has unknown fields.
@@ -57,9 +98,9 @@ async def read_question(request: Request, max_bytes: int) -> Question:
     if declared.isdecimal() and int(declared) > max_bytes + OVERHEAD:
         raise _too_large(max_bytes)
     try:
-        body = await asyncio.wait_for(_parse(request, max_bytes), READ_SECONDS)
+        body = await asyncio.wait_for(_parse(request, max_bytes, room), READ_SECONDS)
     except TimeoutError:
-        raise ApiError(408, "too_slow", f"The request did not arrive within {READ_SECONDS:.0f} s. Try again.") from None
+        raise ApiError(408, "too_slow", "The request arrived too slowly. Try again with a faster connection.") from None
     except ClientDisconnect:
         raise ApiError(400, "cut_short", "The connection was closed before the request was complete.") from None
     except MultiPartException as error:
@@ -88,11 +129,18 @@ def _too_large(max_bytes: int) -> ApiError:
     return ApiError(413, "too_many_bytes", f"Image and mask together must not exceed {max_bytes / 1e6:g} MB. Send smaller files.")
 
 
-async def _parse(request: Request, max_bytes: int) -> _Body:
+async def _parse(request: Request, max_bytes: int, room: Room | None) -> _Body:
     async def limited() -> AsyncGenerator[bytes, None]:
-        seen = 0
-        async for chunk in request.stream():
+        seen, stream, started = 0, aiter(request.stream()), time.monotonic()
+        while True:
+            left = started + GRACE_SECONDS + seen / BYTES_PER_SECOND - time.monotonic()
+            try:
+                chunk = await asyncio.wait_for(anext(stream), max(0.0, left))
+            except StopAsyncIteration:
+                return
             seen += len(chunk)
+            if room is not None:
+                room.take(len(chunk))
             if seen > max_bytes + OVERHEAD:
                 raise _too_large(max_bytes)
             yield chunk

@@ -12,12 +12,12 @@ SUMMARIES = {
 
 
 def main(arguments: list[str], name: str = "serve", open_browser: bool = False) -> int:
-    summary = f"{SUMMARIES[name]} Only this machine can connect, unless you set --host and --token."
+    summary = f"{SUMMARIES[name]} Only this machine can connect, unless you set --host and a token."
     parser = command_parser(name, summary, f"mtb {name} runs/demo/model --port 8765")
     parser.add_argument(
         "model", nargs="?", default=None, help="Folder of a saved model, a run directory, or a hub id. Default: the demo model."
     )
-    add_config(parser, ServeConfig, "Limits", first={"host", "port", "token", "weights", "device"})
+    add_config(parser, ServeConfig, "Limits", first={"host", "port", "token_file", "weights", "device"})
     options = parser.parse_args(arguments)
 
     from medtokenbudget.app.launch import serve

@@ -80,12 +80,12 @@ def decode_image(source: Source, max_pixels: int = MAX_PIXELS) -> Image.Image:
 
 def decode_mask(source: Source, max_pixels: int = MAX_PIXELS) -> Image.Image:
     """Read a mask as 8-bit gray (mode L, 0 to 255), rotated by its EXIF orientation, by the rules of `decode_image`."""
-    return _decode(source, max_pixels).convert("L")
+    return _decode(source, max_pixels, "The mask").convert("L")
 
 
-def _decode(source: Source, max_pixels: int) -> Image.Image:
+def _decode(source: Source, max_pixels: int, what: str = "The image") -> Image.Image:
     """Pixels in one of the modes L, 1, P (without transparency), RGB, YCbCr, HSV."""
-    name, stream = _open(source)
+    name, stream = _open(source, what)
     try:
         image = _header(name, stream)
         _check_size(name, image.size, max_pixels)
@@ -134,13 +134,13 @@ def _verified(image: Image.Image, stream: BinaryIO) -> Image.Image:
     return Image.open(stream, formats=FORMATS)
 
 
-def _open(source: Source) -> tuple[str, BinaryIO]:
+def _open(source: Source, what: str) -> tuple[str, BinaryIO]:
     if isinstance(source, bytes):
         if not source:
-            raise DecodeError("The image is empty (0 bytes).", "empty")
-        return "The image", io.BytesIO(source)
+            raise DecodeError(f"{what} is empty (0 bytes).", "empty")
+        return what, io.BytesIO(source)
     if not isinstance(source, (str, Path)):
-        return str(getattr(source, "name", None) or "The image"), source
+        return str(getattr(source, "name", None) or what), source
     path = Path(source)
     try:
         folder, size = path.is_dir(), path.stat().st_size
