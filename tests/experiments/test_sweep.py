@@ -21,7 +21,8 @@ from medtokenbudget.experiments.studies import STUDIES, chosen_studies
 from medtokenbudget.experiments.summary import comparison, headline
 from medtokenbudget.experiments.units import Plan, Unit, run_unit
 from medtokenbudget.files import read_json
-from medtokenbudget.routing import Ranker, register_selector, registry
+from medtokenbudget.routing import Ranker, list_selectors, register_selector, registry
+from medtokenbudget.training.heads import list_heads
 from tests.drawn import Drawn, quick
 
 FILES = ("results.csv", "predictions.parquet", "routing.safetensors", "run.json")
@@ -239,3 +240,17 @@ def test_what_is_not_a_method_is_an_error(text: str) -> None:
 def test_all_means_the_studies_that_fit_the_data_set() -> None:
     assert [study.name for study in chosen_studies(["all"], "kvasir")] == ["kvasir"]
     assert "kvasir" not in [study.name for study in chosen_studies(["all"], "isic")]
+
+
+def test_the_zoo_has_every_selector_every_head_and_masks_against_no_masks() -> None:
+    study = chosen_studies(["zoo"], "isic")[0]
+    methods = [Method.parse(text) for text in study.methods]
+    assert {method.selector for method in methods} == set(list_selectors())
+    assert {method.head for method in methods} == set(list_heads())
+    learned = {method.selector for method in methods if method.learned}
+    for selector in learned:
+        assert {"", "mask-free", "lesion-first"} <= {method.variant for method in methods if method.selector == selector}
+    assert {"lats+transmil:lesion-first", "center+abmil", "oracle+linear"} <= set(study.methods)
+    assert len(study.methods) == len(set(study.methods))
+    assert "zoo" not in [study.name for study in chosen_studies(["all"], "isic")]
+    assert [study.name for study in chosen_studies(["all", "zoo"], "kvasir")] == ["kvasir", "zoo"]

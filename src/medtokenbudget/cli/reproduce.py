@@ -10,12 +10,13 @@ def main(arguments: list[str]) -> int:
     parser = command_parser(
         "reproduce",
         "Run the paper's studies (main, robustness, mask-free, signals, curriculum, toggles, kvasir, subset) and ours (epochs, "
-        "center-bias, recipe), and print the paper's numbers next to ours. If it is stopped, the same command resumes.",
+        "center-bias, recipe, and zoo: every selector and head), and print the paper's numbers next to ours. If it is stopped, the "
+        "same command resumes.",
         "mtb reproduce isic.parquet --store tokens --out runs/paper --study main robustness",
     )
     add_run(parser)
     parser.add_argument(
-        "--study", nargs="+", default=["all"], help="Studies to run; 'all' runs every study that fits the data set."
+        "--study", nargs="+", default=["all"], help="Studies to run; 'all' runs every study that fits the data set except zoo."
     )
     add_engine(parser)
     add_training(parser, arguments, "paper", skip={"seed"}, protocol="paper")

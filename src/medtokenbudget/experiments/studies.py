@@ -12,12 +12,15 @@ from medtokenbudget.config import BUDGETS, CONTROLS, HEADLINE_BUDGETS, PAPER_MET
 from medtokenbudget.data import Manifest
 from medtokenbudget.errors import RequestError, UnknownNameError
 from medtokenbudget.experiments.execution import Execution
+from medtokenbudget.experiments.methods import with_heads
 from medtokenbudget.experiments.preflight import that_fit
 from medtokenbudget.experiments.sources import Sources
 from medtokenbudget.experiments.sweep import Study, run_studies
 from medtokenbudget.features import FeatureStore
 from medtokenbudget.features.views import OFF_CENTER
 from medtokenbudget.progress import say
+from medtokenbudget.routing import list_selectors, selector_class
+from medtokenbudget.training.heads import list_heads
 
 SEEDS = (42, 43, 44)
 MAIN_BUDGETS = (0.1, 0.2, 0.3, 0.5, 1.0)
@@ -76,17 +79,38 @@ ALSO: dict[str, Study] = {
 """Further cells of a study, with fewer seeds: the controlled variants that take long to train."""
 
 
+HEAD_SELECTORS = ("lats", OURS, "center", "random", "evit", "tome", "no-pruning", "oracle")
+"""Selectors that the study `zoo` combines with every head."""
+
+
+def zoo() -> Study:
+    """Every registered selector with the default head, learned ones with and without masks, and a few with every head.
+
+    Not part of 'all': it trains some hundred units.
+    """
+    methods = []
+    for name in list_selectors():
+        variants = ("", ":mask-free", ":lesion-first") if selector_class(name).learns else ("",)
+        methods += [f"{name}{variant}" for variant in variants]
+    methods += with_heads(HEAD_SELECTORS, list_heads())
+    return Study("zoo", tuple(dict.fromkeys(methods)), SEEDS, HEADLINE_BUDGETS)
+
+
 def chosen_studies(names: Sequence[str], source: str) -> list[Study]:
-    """Studies by name; 'all' is every one that fits the data set (Kvasir has no masks and its own table)."""
+    """Studies by name; 'all' is every one that fits the data set (Kvasir has no masks and its own table), but not `zoo`."""
+    known = [*STUDIES, "zoo"]
     for name in names:
-        if name not in STUDIES and name != "all":
-            raise UnknownNameError.of("study", name, [*STUDIES, "all"])
+        if name not in known and name != "all":
+            raise UnknownNameError.of("study", name, [*known, "all"])
     if "kvasir" in names and source != "kvasir":
         raise RequestError(f"Study 'kvasir' is about Kvasir v2, but this manifest comes from {source}.")
     wanted = dict.fromkeys(names)
     if "all" in names:
         wanted = dict.fromkeys(["kvasir"] if source == "kvasir" else [name for name in STUDIES if name != "kvasir"])
-    return [STUDIES[name] for name in wanted] + [ALSO[name] for name in wanted if name in ALSO]
+    if "zoo" in names:
+        wanted["zoo"] = None
+    studies = [zoo() if name == "zoo" else STUDIES[name] for name in wanted]
+    return studies + [ALSO[name] for name in wanted if name in ALSO]
 
 
 def _without_center_bias(names: Sequence[str], studies: list[Study]) -> list[Study]:
