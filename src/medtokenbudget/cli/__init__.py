@@ -21,6 +21,7 @@ COMMANDS: dict[str, str] = {
     "sweep": "train and evaluate several methods at several budgets and seeds",
     "reproduce": "run the paper's studies and compare with its numbers",
     "report": "write the tables, figures and report.html of a run",
+    "leaderboard": "rank the methods of several runs on the same images in one table",
     "predict": "write class probabilities and kept patches of images to a table",
     "serve": "serve a model: JSON API and explorer page",
     "explore": "serve a model and open the explorer in the browser",
