@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+import argparse
+
 from medtokenbudget.cli.parsing import command_parser
 from medtokenbudget.cli.training_options import add_engine, add_run, add_training, training_config
+from medtokenbudget.errors import RequestError
 
 
 def main(arguments: list[str]) -> int:
     parser = command_parser(
         "reproduce",
         "Run the paper's studies (main, robustness, mask-free, signals, curriculum, toggles, kvasir, subset) and ours (epochs, "
-        "center-bias, recipe, and zoo: every selector and head), and print the paper's numbers next to ours. If it is stopped, the "
-        "same command resumes.",
+        "center-bias, recipe, zoo, resplits), and print the paper's numbers next to ours. The same command resumes it.",
         "mtb reproduce isic.parquet --store tokens --out runs/paper --study main robustness",
     )
     add_run(parser)
     parser.add_argument(
-        "--study", nargs="+", default=["all"], help="Studies to run; 'all' runs every study that fits the data set except zoo."
+        "--study",
+        nargs="+",
+        default=["all"],
+        help="Studies to run; 'all' is every one that fits the data set, except zoo and resplits.",
     )
+    parser.add_argument("--folds", type=int, default=5, help="Number of folds of the study resplits.")
     add_engine(parser)
     add_training(parser, arguments, "paper", skip={"seed"}, protocol="paper")
     options = parser.parse_args(arguments)
+
+    if "resplits" in options.study:
+        return _resplits(options)
 
     from medtokenbudget.api import reproduce
     from medtokenbudget.experiments.run import record_command
@@ -43,4 +52,28 @@ def main(arguments: list[str]) -> int:
     print(comparison(run.results))
     say(f"{len(run.results)} rows in {options.out / 'results.csv'}. Next: mtb report {options.out}")
     require_complete(run.info)
+    return 0
+
+
+def _resplits(options: argparse.Namespace) -> int:
+    if options.study != ["resplits"]:
+        raise RequestError("Study resplits makes its own splits, so it runs alone. Run the other studies with another --out.")
+
+    from medtokenbudget.experiments.execution import Execution
+    from medtokenbudget.experiments.resplits import resplits
+    from medtokenbudget.experiments.studies import HEAD_SELECTORS
+    from medtokenbudget.progress import say
+
+    table = resplits(
+        options.manifest,
+        options.store,
+        options.out,
+        HEAD_SELECTORS,
+        folds=options.folds,
+        config=training_config(options),
+        execution=Execution(options.engine, options.jobs, options.only, options.address),
+    )
+    shown = table[table["metric"].isin(["accuracy", "balanced_accuracy", "retention_of_ceiling"])]
+    print(shown.to_string(index=False, float_format=lambda value: f"{value:.4f}"))
+    say(f"Variance between folds and seeds: {options.out / 'variance.csv'}. Each fold has a run directory of its own.")
     return 0
