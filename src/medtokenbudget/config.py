@@ -291,7 +291,7 @@ def train_config_from_dict(values: dict[str, Any]) -> TrainConfig:
     try:
         flat = {key: parts[key](**_tuples(value)) if key in parts else value for key, value in values.items()}
         return TrainConfig(**_tuples(flat))
-    except TypeError as error:
+    except (TypeError, AttributeError) as error:
         raise RequestError(f"Not a training configuration of this version: {error}. Train the model again.") from None
 
 

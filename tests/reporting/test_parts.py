@@ -37,7 +37,7 @@ def test_a_table_says_the_same_in_all_its_forms() -> None:
     table = Table(
         "t", "Title", ["Method", "Acc."], [["a<b", "1.0 [0.5, 1.5]"], ["c", "—"]], pd.DataFrame(), bold=frozenset({(0, 1)})
     )
-    assert "| a<b | **1.0 [0.5, 1.5]** |" in table.markdown()
+    assert "| a&lt;b | **1.0 [0.5, 1.5]** |" in table.markdown()
     assert r"a\textless{}b & \textbf{1.0 [0.5, 1.5]} \\" in table.latex()
     assert "<td><b>1.0</b> <small>[0.5, 1.5]</small></td>" in table.html()
     assert '<th scope="row">a&lt;b</th>' in table.html()

@@ -10,6 +10,9 @@ from typing import Any
 from medtokenbudget.errors import RequestError, first_line
 from medtokenbudget.files import dotted
 
+MAX_BYTES = 1_000_000
+MAX_DEPTH = 20
+
 
 def named(words: Sequence[str]) -> str | None:
     """The file after `--config`, if there is one."""
@@ -31,14 +34,35 @@ def read(file: str) -> dict[str, Any]:
     import yaml
 
     try:
-        values = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+        if Path(file).stat().st_size > MAX_BYTES:
+            raise RequestError(f"{file} has more than {MAX_BYTES:,} bytes, too many for a configuration file.")
+        text = Path(file).read_text(encoding="utf-8")
+        _check_tokens(file, text)
+        values = yaml.safe_load(text)
     except OSError as error:
         raise RequestError(f"Cannot read the configuration file {file}: {error.strerror}.") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, ValueError, RecursionError) as error:
+        if isinstance(error, RequestError):
+            raise
         raise RequestError(f"{file} is neither YAML nor JSON: {first_line(error)}.") from None
     if not isinstance(values, dict):
         raise RequestError(f"{file} has no options. Write one per line, such as `epochs: 8`.")
     return dotted(values)
+
+
+def _check_tokens(file: str, text: str) -> None:
+    """Reject what takes the parser minutes: aliases, which repeat what they stand for, and deep nesting."""
+    import yaml
+
+    opening = (yaml.FlowSequenceStartToken, yaml.FlowMappingStartToken, yaml.BlockSequenceStartToken, yaml.BlockMappingStartToken)
+    closing = (yaml.FlowSequenceEndToken, yaml.FlowMappingEndToken, yaml.BlockEndToken)
+    depth = 0
+    for token in yaml.scan(text, Loader=yaml.SafeLoader):
+        depth += isinstance(token, opening) - isinstance(token, closing)
+        if isinstance(token, yaml.AliasToken):
+            raise RequestError(f"{file} uses YAML aliases (*name), which are not supported. Write the values out.")
+        if depth > MAX_DEPTH:
+            raise RequestError(f"{file} is nested too deeply for a configuration file.")
 
 
 def convert(action: argparse.Action, value: Any) -> Any:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from medtokenbudget import metrics
 from medtokenbudget.errors import RequestError
+from medtokenbudget.escaping import csv_frame, from_csv_cell
 from medtokenbudget.files import atomic_write
 
 AS_IS = "as-is"
@@ -190,7 +191,7 @@ def write_results(path: Path | str, frame: pd.DataFrame) -> None:
     if missing:
         raise RequestError(f"Results lack the columns {', '.join(missing)}; expected {', '.join(RESULT_COLUMNS)}.")
     with atomic_write(path) as temporary:
-        frame[list(RESULT_COLUMNS)].to_csv(temporary, index=False, float_format="%.10g", lineterminator="\n")
+        csv_frame(frame[list(RESULT_COLUMNS)]).to_csv(temporary, index=False, float_format="%.10g", lineterminator="\n")
 
 
 def read_results(path: Path | str) -> pd.DataFrame:
@@ -206,4 +207,8 @@ def read_results(path: Path | str) -> pd.DataFrame:
     missing = [name for name in RESULT_COLUMNS if name not in frame.columns]
     if missing:
         raise RequestError(f"{path} lacks the columns {', '.join(missing)}: another version wrote it. Repeat the run.")
-    return frame[list(RESULT_COLUMNS)].astype(dict.fromkeys(METRICS, float))
+    texts = {name: frame[name].map(from_csv_cell) for name in ("study", "dataset", "view", "method")}
+    try:
+        return frame.assign(**texts)[list(RESULT_COLUMNS)].astype(dict.fromkeys(METRICS, float))
+    except ValueError as error:
+        raise RequestError(f"{path} has a cell that is not a number ({error}). Repeat the run.") from None

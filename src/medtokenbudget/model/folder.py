@@ -18,13 +18,13 @@ from torch import Tensor
 
 from medtokenbudget import __version__
 from medtokenbudget.errors import MismatchError, RequestError
+from medtokenbudget.escaping import markdown_text
 from medtokenbudget.files import dotted, read_json, sha256_file, sha256_json, write_json, write_safetensors, write_text
+from medtokenbudget.model.schema import check_config
 
 FORMAT = "medtokenbudget-model"
 FORMAT_VERSION = 2
 CONFIG, TENSORS, HEADS, CARD = "config.json", "model.safetensors", "heads.safetensors", "README.md"
-KEYS = ("identity", "backbone", "train", "files", "info")
-IDENTITY_KEYS = ("backbone", "classes", "main", "selectors")
 
 
 def write_folder(
@@ -51,7 +51,7 @@ def _short_card(identity: dict[str, Any]) -> str:
     return (
         "# MedTokenBudget model\n\nResearch software, not a medical device. This model was not evaluated in a run.\n\n"
         f"- backbone: {identity['backbone']['name']}, weights sha256 {identity['backbone']['weights']}\n"
-        f"- classes: {', '.join(identity['classes'])}\n"
+        f"- classes: {', '.join(map(markdown_text, identity['classes']))}\n"
         f"- main method: {identity['main']}\n"
         f"- methods: {', '.join(identity['selectors'])}\n"
     )
@@ -66,9 +66,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not isinstance(config, dict) or config.get("format") != FORMAT:
         raise RequestError(f"{path} is not the configuration of a MedTokenBudget model.")
     _check_version(path, config)
-    missing = [key for key in KEYS if key not in config] + [key for key in IDENTITY_KEYS if key not in config.get("identity", {})]
-    if missing:
-        raise RequestError(f"{path} is damaged: it has no {', '.join(missing)}. Save the model again.")
+    check_config(path, config)
     return config
 
 
@@ -97,7 +95,13 @@ def read_tensors(folder: Path, name: str, config: dict[str, Any]) -> dict[str, T
         raise RequestError(f"{path} is damaged or not a safetensors file ({error}). Copy the model folder again.") from None
     if "medtokenbudget" not in header:
         raise RequestError(f"{path} was not written by medtokenbudget. Replace it with the {name} that belongs to this model.")
-    check_identity(f"{path} and {CONFIG}", json.loads(header["medtokenbudget"]), config["identity"])
+    try:
+        identity = json.loads(header["medtokenbudget"])
+        if not isinstance(identity, dict):
+            raise ValueError
+    except (ValueError, RecursionError):
+        raise RequestError(f"{path} is damaged: its header cannot be read. Copy the model folder again.") from None
+    check_identity(f"{path} and {CONFIG}", identity, config["identity"])
     if sha256_file(path) != config["files"].get(name):
         raise RequestError(f"{path} is damaged: its hash is not the one in {CONFIG}. Copy the model folder again.")
     return safetensors.torch.load_file(str(path))
@@ -116,8 +120,12 @@ def check_identity(what: str, expected: dict[str, Any], found: dict[str, Any]) -
 
 
 def read_card(folder: Path) -> str:
+    """The text of `README.md`; empty if there is none."""
     path = folder / CARD
-    return path.read_text(encoding="utf-8") if path.is_file() else ""
+    try:
+        return path.read_text(encoding="utf-8") if path.is_file() else ""
+    except UnicodeDecodeError:
+        raise RequestError(f"{path} is damaged: it is not UTF-8 text. Copy the model folder again, or delete this file.") from None
 
 
 def fingerprint(identity: dict[str, Any], tensors: dict[str, dict[str, Tensor]]) -> str:

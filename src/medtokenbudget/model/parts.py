@@ -69,7 +69,7 @@ def _empty(described: dict[str, Any], dim: int, classes: int, source: Path) -> R
         return RoutedClassifier(
             create_selector(name, **learned, **options), create_head(head["name"], dim, classes, **head["options"])
         )
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise RequestError(f"{source / CONFIG} does not describe its methods correctly: {error}. Save the model again.") from None
 
 
@@ -82,6 +82,7 @@ def _fill(classifier: RoutedClassifier, found: dict[str, Tensor], path: Path, me
         for name, value in expected.items()
         if name in found and found[name].shape != value.shape
     ]
+    faults += [f"{name} has numbers of type {value.dtype}" for name, value in found.items() if not value.is_floating_point()]
     faults += [f"{name} contains NaN or infinite values" for name, value in found.items() if not bool(torch.isfinite(value).all())]
     if faults:
         raise RequestError(f"{path} does not fit the method '{method}': {'; '.join(faults[:6])}.")

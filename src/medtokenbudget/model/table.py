@@ -18,6 +18,7 @@ from typing import Any, BinaryIO, Literal, Protocol
 import numpy as np
 
 from medtokenbudget.errors import RequestError, WorkError
+from medtokenbudget.escaping import csv_cell
 from medtokenbudget.files import atomic_write
 from medtokenbudget.model.prediction import Prediction
 
@@ -71,7 +72,7 @@ class _CsvTable:
     def add(self, prediction: Prediction) -> None:
         *values, kept = _row(prediction)
         # Nine digits restore a float32 exactly; `kept` is a list inside one cell, separated by spaces.
-        plain = [f"{value:.9g}" if isinstance(value, float) else value for value in values]
+        plain = [f"{value:.9g}" if isinstance(value, float) else csv_cell(value) for value in values]
         self.writer.writerow([*plain, "" if kept is None else " ".join(map(str, kept))])
 
 

@@ -17,6 +17,7 @@ import pandas as pd
 from medtokenbudget import metrics
 from medtokenbudget.config import HEADLINE_BUDGETS
 from medtokenbudget.data import Manifest, ManifestError
+from medtokenbudget.escaping import markdown_text
 from medtokenbudget.experiments.results import AS_IS, read_predictions, read_results
 from medtokenbudget.experiments.run import RunInfo
 from medtokenbudget.experiments.statistics import intervals
@@ -111,7 +112,7 @@ def run_card(run: Path | str, model: MedTokenBudget) -> str:
     facts = ModelFacts(
         main=model.main,
         selectors=model.selectors,
-        classes=model.classes,
+        classes=[markdown_text(name) for name in model.classes],
         backbone=model.backbone_fingerprint,
         fingerprint=model.fingerprint,
         recipe=model.train_config.recipe,
@@ -145,7 +146,7 @@ def model_card(facts: ModelFacts, info: RunInfo, results: pd.DataFrame, predicti
     """
     tables = _Tables(results, predictions, info.seeds[0] if info.seeds else None)
     sections = [
-        HEADER.format(title=f"MedTokenBudget on {info.dataset or 'unnamed data'}"),
+        HEADER.format(title=f"MedTokenBudget on {markdown_text(info.dataset) or 'unnamed data'}"),
         _model(facts),
         _data(info, facts),
         _results(tables, facts),
@@ -187,13 +188,13 @@ def _data(info: RunInfo, facts: ModelFacts) -> str:
 
 {_table(["part", "images", "masks", "classes"], rows) if rows else "The run does not record how many images it used."}
 
-- data set: {info.dataset or "not recorded"}
+- data set: {markdown_text(info.dataset) or "not recorded"}
 - split: {facts.split}
 - masks: {used}; masks of validation images are used for evaluation only"""
 
 
 def _classes(counts: dict[str, int]) -> str:
-    return ", ".join(f"{name} {count:,}" for name, count in counts.items() if count)
+    return ", ".join(f"{markdown_text(name)} {count:,}" for name, count in counts.items() if count)
 
 
 def _results(tables: _Tables, facts: ModelFacts) -> str:

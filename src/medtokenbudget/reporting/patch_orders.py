@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from medtokenbudget.errors import RequestError
 from medtokenbudget.metrics import kept_lesion_counts, ratio, reachable
@@ -49,7 +49,7 @@ class PatchOrders:
                 lesion, has_mask = (file.get_tensor(name).astype(bool) for name in ("lesion", "has_mask"))
             ids, (rows, columns) = about["image_ids"]["as-is"], about["grid"]
             return cls(ids, (int(rows), int(columns)), order, scores, lesion, has_mask)
-        except (KeyError, ValueError, OSError) as error:
+        except (KeyError, ValueError, TypeError, OSError, RecursionError, SafetensorError) as error:
             raise RequestError(f"Cannot read {path} ({error}). Create it again with `mtb sweep`.") from None
 
     def kept(self, method: str, seed: int, k: int) -> np.ndarray:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pandas as pd
 
+from medtokenbudget.escaping import csv_frame, markdown_text
 from medtokenbudget.files import write_text
 
 _TALL = 26
@@ -76,21 +77,21 @@ class Table:
 
     def write(self, folder: Path) -> None:
         """Writes `name.csv`, `name.md` and `name.tex` into `folder`."""
-        csv = self.data.to_csv(index=False, float_format="%.6g", lineterminator="\n")
+        csv = csv_frame(self.data).to_csv(index=False, float_format="%.6g", lineterminator="\n")
         write_text(folder / f"{self.name}.csv", csv)
         write_text(folder / f"{self.name}.md", self.markdown())
         write_text(folder / f"{self.name}.tex", self.latex())
 
     def markdown(self) -> str:
         def line(cells: list[str]) -> str:
-            return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+            return "| " + " | ".join(markdown_text(cell).replace("|", "\\|") for cell in cells) + " |"
 
         rule = ["---" if c < self.labels else "---:" for c in range(len(self.columns))]
         body = [
             line([f"**{cell}**" if (r, c) in self.bold else cell for c, cell in enumerate(row)]) for r, row in enumerate(self.rows)
         ]
-        parts = [f"**{self.title}**", "", line(self.columns), line(rule), *body]
-        return "\n".join([*parts, *(["", self.note] if self.note else [])]) + "\n"
+        parts = [f"**{markdown_text(self.title)}**", "", line(self.columns), line(rule), *body]
+        return "\n".join([*parts, *(["", markdown_text(self.note)] if self.note else [])]) + "\n"
 
     def latex(self) -> str:
         def line(cells: list[str]) -> str:

@@ -1,0 +1,45 @@
+"""Names from data sets (classes, files, data sets) made harmless where they are shown: spreadsheet cells and Markdown."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pandas as pd
+
+_FORMULA = ("=", "+", "-", "@", "\t", "\r")
+
+
+def csv_cell(value: Any) -> Any:
+    """A text that a spreadsheet would run as a formula, with an apostrophe before it; everything else as it is.
+
+    Example:
+        >>> csv_cell("=1+1"), csv_cell("NV"), csv_cell(-1.5)
+        ("'=1+1", 'NV', -1.5)
+    """
+    return f"'{value}" if isinstance(value, str) and value.startswith(_FORMULA) else value
+
+
+def from_csv_cell(value: Any) -> Any:
+    """The inverse of `csv_cell`."""
+    return value[1:] if isinstance(value, str) and value.startswith(tuple(f"'{start}" for start in _FORMULA)) else value
+
+
+def csv_frame(frame: pd.DataFrame) -> pd.DataFrame:
+    """A table whose texts and headings are harmless in a spreadsheet."""
+    safe = frame.rename(columns=csv_cell)
+    for position, kind in enumerate(frame.dtypes):
+        if not pd.api.types.is_numeric_dtype(kind):
+            safe.isetitem(position, frame.iloc[:, position].map(csv_cell).to_list())
+    return safe
+
+
+def markdown_text(text: str) -> str:
+    """A text without HTML, links and line breaks in Markdown.
+
+    Example:
+        >>> markdown_text("<b>x</b> [y](z)")
+        '&lt;b>x&lt;/b> [y]\\\\(z)'
+    """
+    for found, put in (("&", "&amp;"), ("<", "&lt;"), ("](", "]\\("), ("\r", " "), ("\n", " ")):
+        text = text.replace(found, put)
+    return text
