@@ -195,6 +195,7 @@ def test_a_portable_model_names_no_folder_of_this_machine_and_finds_weights_besi
     assert moved.predict(images[0])[0].probabilities == model.predict(images[0])[0].probabilities
 
 
+@pytest.mark.slow
 def test_another_folder_and_another_working_directory_give_the_same_bytes(
     model: MedTokenBudget, saved: Path, images: list[Path], tmp_path: Path
 ) -> None:

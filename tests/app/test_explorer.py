@@ -19,6 +19,8 @@ from medtokenbudget.reporting.looks import look
 from tests.app.server import Server, huge_png, mask, picture, running_here
 from tests.small_model import small_model
 
+pytestmark = pytest.mark.slow
+
 CHROMIUM = shutil.which("chromium") or "/usr/bin/chromium"
 MAIN = "lats:lesion-first"
 expect.set_options(timeout=30_000)

@@ -279,6 +279,7 @@ def test_an_address_that_other_machines_can_reach_needs_a_token() -> None:
         serve(None, ServeConfig(host="0.0.0.0"))
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_the_server_and_is_not_an_error(tmp_path: Path) -> None:
     program = "from medtokenbudget.cli import main; raise SystemExit(main())"
     command = [sys.executable, "-c", program, "serve", "--port", "0"]

@@ -54,6 +54,7 @@ def test_a_preset_sets_the_defaults_and_options_change_them(drawn: Drawn, tmp_pa
     assert (config["recipe"], config["losses"]["lesion"], config["losses"]["diversity"]) == ("joint", 0.0, 0.05)
 
 
+@pytest.mark.slow
 def test_sweep_and_reproduce_print_where_the_results_are(drawn: Drawn, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     common = [str(drawn.manifest_path), "--store", str(drawn.store_path), "--jobs", "1", *SMALL]
     methods = ["--methods", "center", "no-pruning", "--seeds", "1", "2"]

@@ -80,6 +80,7 @@ def test_traits_are_plain_values_that_json_can_hold() -> None:
         assert json.loads(json.dumps(traits)).keys() == traits.keys()
 
 
+@pytest.mark.slow
 def test_prevalence_follows_the_paper(many: list[Drawing]) -> None:
     share = np.array([100 * lesion_patches(drawing.mask).mean() for drawing in many])
     assert np.percentile(share, 25) == pytest.approx(13.7, abs=4)
@@ -175,6 +176,7 @@ def skin_far_from_the_lesion(drawing: Drawing) -> np.ndarray:
     return np.concatenate([picture[away].mean(0), picture[away].std(0), fine[away].std(0)])
 
 
+@pytest.mark.slow
 def test_the_background_alone_tells_something_of_the_class_but_not_all() -> None:
     """So that the paper's failure mode exists: a selector that loses the lesion can still classify."""
     drawings = [draw(label, 1_000 * place + seed, size=96) for place, label in enumerate(CLASSES) for seed in range(40)]

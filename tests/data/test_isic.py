@@ -72,6 +72,7 @@ def whole(real: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "training", "validation"),
     [

@@ -27,6 +27,7 @@ def blocks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return re.findall(r"(?<!-->\n)```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)
 
 
+@pytest.mark.slow
 def test_a_learned_selector_of_60_lines_runs_through_sweep_and_report(blocks: list[str], drawn: Drawn, tmp_path: Path) -> None:
     assert len(blocks[0].splitlines()) <= 65
     exec(blocks[0], {"__name__": "their_module"})
@@ -40,6 +41,7 @@ def test_a_learned_selector_of_60_lines_runs_through_sweep_and_report(blocks: li
     assert "linear-scorer:lesion-first" in (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_a_head_that_reads_tokens_runs_through_sweep_and_report(blocks: list[str], drawn: Drawn, tmp_path: Path) -> None:
     exec(blocks[1], {"__name__": "their_module"})
     out = tmp_path / "run"

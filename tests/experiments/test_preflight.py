@@ -96,6 +96,7 @@ def test_a_study_that_does_not_fit_the_data_is_refused(drawn: Drawn, tmp_path: P
     assert "Skipping study 'center-bias'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_script_without_a_guard_is_told_so(drawn: Drawn, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(

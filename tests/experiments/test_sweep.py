@@ -111,6 +111,7 @@ def _sweep(drawn: Drawn, out: Path, **options: object) -> pd.DataFrame:
     return sweep(drawn.manifest_path, drawn.store_path, out, **{**defaults, **options}, execution=how)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_a_second_run_writes_the_same_bytes_and_a_repeated_call_does_no_work(drawn: Drawn, tmp_path: Path) -> None:
     torch.set_num_threads(1)
     first = _sweep(drawn, tmp_path / "a")
@@ -123,6 +124,7 @@ def test_a_second_run_writes_the_same_bytes_and_a_repeated_call_does_no_work(dra
     assert set(first["budget"]) == set(BUDGETS)
 
 
+@pytest.mark.slow
 def test_two_processes_write_the_same_bytes_as_one(drawn: Drawn, tmp_path: Path) -> None:
     torch.set_num_threads(1)
     _sweep(drawn, tmp_path / "one", methods=("random", "center"))

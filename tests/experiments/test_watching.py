@@ -65,6 +65,7 @@ def test_recipes_and_selectors_that_draw_are_kinds_of_their_own() -> None:
     assert len(set(kinds)) == 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_a_sweep_shows_the_epochs_inside_its_units_and_leaves_no_progress_file(
     drawn: Drawn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jobs: int

@@ -60,6 +60,7 @@ def test_a_finished_unit_is_loaded_with_its_trained_selector(run: Path, drawn: D
         assert classifier(batch, 0.5).shape == (4, len(info.classes))
 
 
+@pytest.mark.slow
 def test_the_report_of_such_a_run_is_written(run: Path) -> None:
     mtb.report(run)
     page = (run / "report.html").read_text(encoding="utf-8")

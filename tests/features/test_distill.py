@@ -135,6 +135,7 @@ def test_a_flipped_bit_in_what_a_run_resumes_from_is_named(
     assert (out / "weights.safetensors").read_bytes() == (undisturbed / "weights.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_a_message_and_the_run_resumes(manifest: Path, weights: Path, undisturbed: Path, tmp_path: Path) -> None:
     arguments = ["distill", manifest, "--teacher", TEACHER, "--weights", weights, "--out", tmp_path / "small", "--views", "2"]
     ended = processes.run([*arguments, *STUDENT, "--epochs", "2"], tmp_path / "log", processes.Limits(file_bytes=2000))

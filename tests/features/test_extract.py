@@ -71,6 +71,7 @@ def test_an_image_that_changed_since_is_noticed(
     assert "1 of 8 images have changed since" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_full_disk_in_the_middle_of_a_shard_is_a_message_and_not_a_loss(
     tmp_path: Path, backbone: BackboneConfig, manifest: Manifest
 ) -> None:

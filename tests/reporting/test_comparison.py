@@ -16,6 +16,8 @@ from medtokenbudget.reporting import report
 from medtokenbudget.reporting.comparison import Comparison, unique_names
 from tests.reporting.fake_run import fake_run
 
+pytestmark = pytest.mark.slow
+
 SMALL = ("no-pruning", "random", "lats", "lats:lesion-first", "center", "oracle")
 
 

@@ -20,6 +20,8 @@ from medtokenbudget.reporting import report
 from medtokenbudget.reporting.build import build
 from tests.reporting.fake_run import fake_run
 
+pytestmark = pytest.mark.slow
+
 CHROMIUM = shutil.which("chromium") or "/usr/bin/chromium"
 WIDER = """() => [...document.querySelectorAll('.scroll')]
     .filter(box => box.scrollWidth > box.clientWidth + 1).map(box => box.getAttribute('aria-label'))"""

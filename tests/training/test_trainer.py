@@ -46,6 +46,7 @@ def _train_and_stall(drawn: Drawn, out: Path, config: TrainConfig, stalled: Even
     train_selector(drawn.manifest, drawn.store, out, config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", ["paper", "lesion-first"])
 def test_a_killed_training_goes_on_to_the_same_bytes(drawn: Drawn, tmp_path: Path, preset: str) -> None:
     config = quick(preset, epochs=4, patience=9)

@@ -19,7 +19,7 @@ from medtokenbudget.config import BUDGET
 class Kind:
     """One kind of value: how it is read, what the help calls it and what a message says is allowed.
 
-    `read` raises ValueError for a text that it does not accept. An empty `metavar` stands for the name of the option.
+    `read` raises ValueError for a text that it does not accept. An empty `metavar` means the name of the option.
     """
 
     read: Callable[[str], Any]
