@@ -93,7 +93,7 @@ def test_dynamicvit_keeps_the_highest_keep_probability_and_penalizes_the_ratio()
         assert sorted(best) == kept[row].nonzero().flatten().tolist()
     step = selector.training_pass(tokens, 0.5, TrainConfig())  # no generator, no noise
     ratios = [sum(value > 0 for value in row) / N for row in logits.tolist()]
-    assert float(step.terms["ratio"]) == pytest.approx(sum((ratio - 17 / N) ** 2 for ratio in ratios) / 3, abs=1e-6)
+    assert step.terms["ratio"].item() == pytest.approx(sum((ratio - 17 / N) ** 2 for ratio in ratios) / 3, abs=1e-6)
     assert step.weights["ratio"] == 2.0
     for row, values in enumerate(logits.tolist()):
         chosen = [i for i, value in enumerate(values) if value > 0] or [values.index(max(values))]
@@ -164,3 +164,45 @@ def test_variants_that_change_a_part_of_lats_belong_to_lats():
     Method.parse("lats:lesion-first-raster")
     with pytest.raises(UnknownNameError, match="variant of dynamicvit"):
         Method.parse("dynamicvit:lesion-first-raster")
+
+
+def test_gradient_times_token_and_grad_cam_coincide_behind_a_mean():
+    tokens, selector = tokens_of(), selector_of("grad-token")
+    scores = selector.score(tokens).detach()
+    for row in range(len(tokens)):
+        x = tokens.patches[row].clone().requires_grad_()
+        logits = selector.output(torch.nn.functional.gelu(selector.hidden(x.mean(0))))
+        (gradient,) = torch.autograd.grad(logits.max(), x)
+        gradient_times_token = (gradient * x).sum(1)
+        grad_cam = torch.relu((x * gradient.mean(0)).sum(1))  # weights: the mean gradient of each feature
+        torch.testing.assert_close(scores[row] / N, gradient_times_token, atol=1e-6, rtol=1e-4)
+        torch.testing.assert_close(gradient_times_token.clamp_min(0), grad_cam, atol=1e-6, rtol=1e-4)
+
+
+def test_a_ranking_by_gradient_needs_no_gradient():
+    with torch.inference_mode():
+        assert selector_of("grad-token").select(tokens_of(), K).kept.sum(1).tolist() == [K] * 3
+
+
+@torch.no_grad()
+def test_abmil_attention_ranks_by_the_gated_attention_of_its_classifier():
+    tokens, selector = tokens_of(), selector_of("abmil-attention")
+    for row in range(len(tokens)):
+        features = [torch.relu(selector.features(x)) for x in tokens.patches[row]]
+        attend = selector.attend
+        expected = [attend.output(torch.tanh(attend.value(h)) * torch.sigmoid(attend.gate(h))).item() for h in features]
+        assert selector.score(tokens)[row].tolist() == pytest.approx(expected, abs=1e-5)
+        pooled = sum(share * h for share, h in zip(softmax(expected), features))
+        torch.testing.assert_close(selector.attribute(tokens.patches)[1][row], selector.output(pooled), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["grad-token", "abmil-attention"])
+def test_a_probe_learns_from_labels_and_not_through_the_selection(name):
+    tokens, selector = replace(tokens_of(), label=torch.tensor([0, 1, -1])), selector_of(name)
+    step = selector.training_pass(tokens, 0.5, TrainConfig(), noise())
+    assert not step.pooled.requires_grad
+    logits = selector.attribute(tokens.patches)[1]
+    expected = torch.nn.functional.cross_entropy(logits[:2], tokens.label[:2])
+    torch.testing.assert_close(step.terms["probe"], expected)
+    with pytest.raises(MissingSignalError, match="class labels"):
+        selector.training_pass(replace(tokens, label=None), 0.5, TrainConfig(), noise())

@@ -189,7 +189,7 @@ def test_a_learned_selector_learns_the_lesion_from_masks(name):
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        losses.append(float(step.terms["lesion"]))
+        losses.append(step.terms["lesion"].item())
     assert losses[-1] < 0.5 * losses[0]
 
 

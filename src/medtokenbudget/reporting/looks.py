@@ -69,6 +69,8 @@ LOOKS: dict[str, Look] = {
     "sparselearn": Look("SparseLearn", "#4f6d2f", "h", "-", "Learns scores through a soft top-K gate with noise."),
     "tokenlearner": Look("TokenLearner", "#8a3ea0", "8", "-", "Mixes all patches into K tokens by learned attention maps."),
     "tc-ssa": Look("TC-SSA", "#5a5a9c", "8", "-", "Routes every patch to two of K learned slots."),
+    "grad-token": Look("Gradient x token", "#2a7f7f", "h", "-", "Keeps the patches that raise the predicted class of a probe."),
+    "abmil-attention": Look("ABMIL attention", "#5a5a9c", "h", "-", "Keeps the patches that a MIL classifier attends to."),
     "query-pool": Look("Query pool", "#4f6d2f", "8", "-", "Mixes all patches into K tokens by attention of learned queries."),
 }  # fmt: skip
 _OF_LATS: dict[str, Look] = {

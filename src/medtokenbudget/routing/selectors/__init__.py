@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from medtokenbudget.routing.selectors.abmil_attention import ABMILAttention
 from medtokenbudget.routing.selectors.atc import ATC
 from medtokenbudget.routing.selectors.ats import ATS
 from medtokenbudget.routing.selectors.attention_entropy import AttentionEntropy
@@ -15,6 +16,7 @@ from medtokenbudget.routing.selectors.dpc_knn import DPCKNN
 from medtokenbudget.routing.selectors.dynamicvit import DynamicViT, DynamicViTPackage
 from medtokenbudget.routing.selectors.evit import EViT
 from medtokenbudget.routing.selectors.frequency import Frequency
+from medtokenbudget.routing.selectors.grad_token import GradToken
 from medtokenbudget.routing.selectors.k_medoids import KMedoids
 from medtokenbudget.routing.selectors.lats import LATSSelector
 from medtokenbudget.routing.selectors.local_contrast import LocalContrast
@@ -36,6 +38,7 @@ __all__ = [
     "DPCKNN",
     "TCSSA",
     "TPS",
+    "ABMILAttention",
     "AttentionEntropy",
     "BoxPrior",
     "Center",
@@ -47,6 +50,7 @@ __all__ = [
     "DynamicViTPackage",
     "EViT",
     "Frequency",
+    "GradToken",
     "KMedoids",
     "LATSSelector",
     "LocalContrast",

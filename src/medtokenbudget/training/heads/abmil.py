@@ -7,22 +7,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from medtokenbudget.routing.dropout import dropout as drop
+from medtokenbudget.routing.gated_attention import GatedAttention
 from medtokenbudget.tokens import TokenSet
 from medtokenbudget.training.heads.head import TokenHead, weighted_softmax
 from medtokenbudget.training.heads.registry import register_head
-
-
-class GatedAttention(nn.Module):
-    """Attention logits [B, K, branches] of features h: `w . (tanh(V h) * sigmoid(U h))` (Eq. 9)."""
-
-    def __init__(self, dim: int, width: int, branches: int = 1) -> None:
-        super().__init__()
-        self.value = nn.Linear(dim, width)
-        self.gate = nn.Linear(dim, width)
-        self.output = nn.Linear(width, branches)
-
-    def forward(self, features: Tensor) -> Tensor:
-        return self.output(torch.tanh(self.value(features)) * torch.sigmoid(self.gate(features)))
 
 
 @register_head("abmil")

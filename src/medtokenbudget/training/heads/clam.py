@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 from medtokenbudget.errors import CountError
 from medtokenbudget.routing.dropout import dropout as drop
+from medtokenbudget.routing.gated_attention import GatedAttention
 from medtokenbudget.tokens import TokenSet
-from medtokenbudget.training.heads.abmil import GatedAttention
 from medtokenbudget.training.heads.head import TokenHead, weighted_softmax
 from medtokenbudget.training.heads.registry import register_head
 
