@@ -6,6 +6,7 @@ several blocks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, get_args
 
 import torch
@@ -37,17 +38,28 @@ class ATC(Merger):
         self.linkage = linkage
 
     def select(self, tokens: TokenBatch, k: int, generator: torch.Generator | None = None) -> Selection:
-        k = check_k(k, tokens.n)
+        return self._selections(tokens, [k])[0]
+
+    def pooled(self, tokens: TokenBatch, budgets: Sequence[float], generator: torch.Generator | None = None) -> Tensor:
+        """Pooled means at each budget from one agglomeration, [B, len(budgets), D] in fp32."""
+        selections = self._selections(tokens, [self.count(budget, tokens.n) for budget in budgets])
+        return torch.stack([selection.pooled() for selection in selections], dim=1)
+
+    def _selections(self, tokens: TokenBatch, counts: Sequence[int]) -> list[Selection]:
+        wanted = [check_k(k, tokens.n) for k in counts]
         distances = 1 - cosine_similarities(self.check(tokens).patches)
-        leaders = agglomerate(distances, k, self.linkage)
-        # Leaders are patch indices: number the clusters in the order of their first patch.
-        n = tokens.n
-        leads = torch.zeros(len(tokens), n, dtype=torch.long, device=leaders.device).scatter_(1, leaders, 1)
-        return merge(tokens.patches, (leads.cumsum(1) - 1).gather(1, leaders), k)
+        leaders = agglomerate(distances, wanted, self.linkage)
+        return [merge(tokens.patches, numbered(leaders[k]), k) for k in wanted]
 
 
-def agglomerate(distances: Tensor, k: int, linkage: Linkage) -> Tensor:
-    """The first patch of the cluster of each patch, after N - k merges: distances `[B, N, N]` to `[B, N]`.
+def numbered(leaders: Tensor) -> Tensor:
+    """Clusters [B, N], named by their first patch, numbered in the order of it."""
+    leads = torch.zeros_like(leaders).scatter_(1, leaders, 1)
+    return (leads.cumsum(1) - 1).gather(1, leaders)
+
+
+def agglomerate(distances: Tensor, counts: Sequence[int], linkage: Linkage) -> dict[int, Tensor]:
+    """The first patch of the cluster of each patch `[B, N]`, with K clusters left, for each K of `counts`: distances `[B, N, N]`.
 
     Every step merges one pair in each image of the batch and updates the distances to the new cluster (Lance and Williams).
     """
@@ -57,7 +69,8 @@ def agglomerate(distances: Tensor, k: int, linkage: Linkage) -> Tensor:
     distances.diagonal(dim1=1, dim2=2).fill_(torch.inf)
     size = torch.ones(b, n, device=distances.device)
     leader = torch.arange(n, device=distances.device).repeat(b, 1)
-    for _ in range(n - k):
+    found = {n: leader}
+    for left in range(n - 1, min(counts) - 1, -1):
         first = distances.amin(2).argmin(1)
         second = distances[image, first].argmin(1)
         # Distances are symmetric, so the first row with the minimum is before the second.
@@ -75,4 +88,6 @@ def agglomerate(distances: Tensor, k: int, linkage: Linkage) -> Tensor:
         distances[image, :, second] = torch.inf
         size[image, first] += size[image, second]
         leader = torch.where(leader == second.unsqueeze(1), first.unsqueeze(1), leader)
-    return leader
+        if left in counts:
+            found[left] = leader
+    return found
