@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+import pandas as pd
+import pyarrow.parquet as pq
 import pytest
 
 from medtokenbudget.cli import main
-from medtokenbudget.data import Manifest
+from medtokenbudget.data import Manifest, folder_manifest
 from tests.data.pictures import class_folders, lesion_picture, save
 
 
@@ -131,8 +134,77 @@ def test_a_given_split_stays_unless_another_is_asked_for(tmp_path: Path) -> None
     class_folders(tmp_path / "photos" / "val", 1)
     run("folder", tmp_path / "photos", "--out", tmp_path / "m.parquet")
     assert Manifest.read(tmp_path / "m.parquet").split_rule == "given"
-    run("folder", tmp_path / "photos", "--split", "paper", "--out", tmp_path / "m.parquet")
-    assert Manifest.read(tmp_path / "m.parquet").split_rule == "paper"
+    run("folder", tmp_path / "photos", "--split", "paper", "--out", tmp_path / "paper.parquet")
+    assert Manifest.read(tmp_path / "paper.parquet").split_rule == "paper"
+
+
+def test_a_different_manifest_is_replaced_only_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    photos, out = class_folders(tmp_path / "photos", 6), tmp_path / "m.parquet"
+    assert run("folder", photos, "--out", out) == 0
+    assert run("folder", photos, "--out", out) == 0, "the same manifest again is no conflict"
+    before = out.read_bytes()
+    save(lesion_picture(77), photos / "NV" / "new.png")
+    assert run("folder", photos, "--out", out) == 2
+    said = capsys.readouterr().err
+    assert "already exists and is different: 1 images added. Pass --overwrite" in said
+    assert f"--keep-split {out}" in said
+    assert out.read_bytes() == before
+    assert run("folder", photos, "--keep-split", out, "--overwrite", "--out", out) == 0
+    assert len(Manifest.read(out)) == 13
+    out.write_text("something else")
+    assert run("folder", photos, "--out", out) == 2
+    assert "not a readable manifest" in capsys.readouterr().err
+
+
+def test_the_split_of_an_older_manifest_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    photos, old, new = class_folders(tmp_path / "photos", 10), tmp_path / "old.parquet", tmp_path / "new.parquet"
+    assert run("folder", photos, "--seed", 7, "--out", old) == 0
+    assert "Validation has" in capsys.readouterr().out
+    for k in range(5):
+        save(lesion_picture(100 + k), photos / "MEL" / f"a_new_{k}.png")
+    assert run("folder", photos, "--keep-split", old, "--out", new) == 0
+    part = dict(zip(Manifest.read(new).ids, Manifest.read(new).rows["split"]))
+    before = Manifest.read(old)
+    assert [part[name] for name in before.ids] == before.rows["split"].tolist()
+    assert run("folder", photos, "--split", "paper", "--keep-split", old, "--out", new) == 2
+
+
+@pytest.mark.parametrize("editor", ["csv", "pandas csv", "pandas parquet"])
+def test_an_edited_manifest_becomes_valid_again_with_every_column(tmp_path: Path, editor: str) -> None:
+    photos, path = class_folders(tmp_path / "photos", 6), tmp_path / "m.parquet"
+    mask = photos / "mask.bmp"
+    save(lesion_picture(0), mask)
+    unlabeled = replace(folder_manifest(photos / "MEL"), classes=("B", "A"), name="Clinic A")
+    made = unlabeled.with_columns(
+        label=[*"BABABA"], group=["g"] * 3 + ["h"] * 3, split=["train"] * 3 + ["val"] * 3, mask=[str(mask)] * 6
+    )
+    made.write(path)
+    if editor == "csv":
+        table = tmp_path / "m.csv"
+        assert run("csv", path, "--out", table) == 0
+    elif editor == "pandas csv":
+        table = tmp_path / "m.csv"
+        pd.read_parquet(path).to_csv(table)
+    else:
+        table = path
+        pd.read_parquet(path).assign(label=["A", *"ABABA"]).to_parquet(path)
+    assert run("csv", table, "--classes", "B,A", "--name", "Clinic A", "--out", path, "--overwrite") == 0
+    again = Manifest.read(path)
+    expected = made.with_columns(label=["A", *"ABABA"]) if editor == "pandas parquet" else made
+    assert again.hash == expected.hash
+    assert again.rows["group"].tolist() == ["g"] * 3 + ["h"] * 3
+
+
+def test_a_manifest_edited_in_place_keeps_its_class_order(tmp_path: Path) -> None:
+    path = tmp_path / "m.parquet"
+    made = folder_manifest(class_folders(tmp_path / "photos", 3))
+    replace(made, classes=("NV", "MEL"), name="Clinic A").write(path)
+    table = pq.read_table(path)
+    labels = ["BCC", *table["label"].to_pylist()[1:]]
+    pq.write_table(table.set_column(2, "label", [labels]).replace_schema_metadata(table.schema.metadata), path)
+    assert run("csv", path, "--out", path, "--overwrite") == 0
+    again = Manifest.read(path)
+    assert (again.classes, again.name) == (("NV", "MEL", "BCC"), "Clinic A")
 
 
 @pytest.mark.slow

@@ -169,7 +169,9 @@ def edited(path: Path) -> None:
         (lambda path: path.write_bytes(path.read_bytes()[:200]), "damaged"),
         (lambda path: path.write_text("image_id,image\n"), "not a manifest or is damaged"),
         (lambda path: pd.DataFrame({"x": [1]}).to_parquet(path), "not a manifest"),
-        (edited, "damaged or edited"),
+        (edited, r"was edited or damaged .* `mtb data csv \S+m.parquet --out \S+m.parquet --overwrite`"),
+        (lambda path: pd.read_parquet(path).to_parquet(path), r"not a manifest yet.*run `mtb data csv"),
+        (lambda path: pd.read_parquet(path).drop(columns="group").to_parquet(path), "run `mtb data csv"),
     ],
 )
 def test_a_file_that_is_no_manifest_is_rejected(tmp_path: Path, harm: object, message: str) -> None:

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from medtokenbudget.cli import main
-from medtokenbudget.data import Manifest, apply_split, cut_selection, folder_manifest, paper_split
-from medtokenbudget.data.splits import stratified_group_parts
+from medtokenbudget.data import Manifest, apply_split, cut_selection, folder_manifest, keep_split, paper_split
+from medtokenbudget.data.splits import balance_text, stratified_group_parts
 from medtokenbudget.errors import RequestError
 from tests.data.pictures import class_folders, lesion_picture, save
 
@@ -61,19 +61,61 @@ def test_each_part_has_its_share_of_every_class() -> None:
     after = apply_split(before, "grouped", select=0.1)
     for label, rows in after.rows.groupby("label"):
         share = rows["split"].value_counts(normalize=True)
-        assert share["val"] == pytest.approx(0.2, abs=0.01), label
-        assert share["select"] == pytest.approx(0.08, abs=0.01), label
+        # About 310 groups per class: the standard deviation of a hashed share of 0.2 is 0.023.
+        assert share["val"] == pytest.approx(0.2, abs=0.07), label
+        assert share["select"] == pytest.approx(0.08, abs=0.05), label
 
 
-def test_single_images_split_to_the_exact_count() -> None:
-    after = apply_split(manifest([0] * 100 + [1] * 50 + [2] * 10), "grouped")
-    validation = Counter(after.part("val").rows["label"])
-    assert validation == {"c0": 20, "c1": 10, "c2": 2}
+@pytest.mark.parametrize("rule", ["grouped", "kfold"])
+@settings(max_examples=10, deadline=None)
+@given(n=st.integers(30, 150), more=st.integers(1, 150), seed=st.integers(0, 9))
+def test_no_image_changes_its_part_when_others_are_added(rule: str, n: int, more: int, seed: int) -> None:
+    whole = random_manifest(n + more, 3, 60, seed)
+    some = whole.take(sorted(np.random.default_rng(seed).permutation(n + more)[:n]))
+    before = apply_split(some, rule, folds=3, fold=1, select=0.3, merge_duplicates=False)
+    after = apply_split(whole, rule, folds=3, fold=1, select=0.3, merge_duplicates=False)
+    part = dict(zip(after.ids, after.rows["split"]))
+    assert [part[name] for name in before.ids] == before.rows["split"].tolist()
 
 
-def test_a_class_of_one_image_is_trained_on() -> None:
-    after = apply_split(manifest([0] * 50 + [1]), "grouped")
-    assert after.rows["split"].iloc[-1] == "train"
+def test_an_old_split_is_kept_and_new_images_of_its_groups_follow() -> None:
+    groups = [f"g{k // 2}" for k in range(40)]
+    whole = manifest([0, 1] * 20, list(groups))
+    old = apply_split(whole.take(range(0, 20)), "grouped", seed=1, merge_duplicates=False)
+    old = old.with_columns(split=["val" if part == "train" else "train" for part in old.rows["split"]])
+    new = keep_split(apply_split(whole, "grouped", seed=1, merge_duplicates=False), old)
+    assert new.rows["split"].tolist()[:20] == old.rows["split"].tolist()
+    assert (new.rows.groupby("group")["split"].nunique() == 1).all()
+    assert new.split_rule == "grouped, kept from an older manifest"
+    with pytest.raises(RequestError, match="no split to keep"):
+        keep_split(whole.take([0, 1]), whole.take([2, 3]))
+
+
+def test_groups_that_a_new_duplicate_joins_are_trained_on(capsys: pytest.CaptureFixture[str]) -> None:
+    old = manifest([0, 0, 0], ["a", "b", "c"]).with_columns(split=["train", "val", "val"])
+    new = keep_split(manifest([0, 0, 0, 0], ["a", "a", "c", "a"]).with_columns(split=["val"] * 4), old)
+    assert new.rows["split"].tolist() == ["train", "train", "val", "train"]
+    assert "1 images of the old manifest move to training" in capsys.readouterr().err
+
+
+def test_a_data_set_of_few_groups_still_has_both_parts(capsys: pytest.CaptureFixture[str]) -> None:
+    for seed in range(20):
+        after = apply_split(manifest([0, 1, 0]), "grouped", seed=seed, merge_duplicates=False)
+        assert set(after.rows["split"]) == {"train", "val"}
+    assert "Pass --keep-split" in capsys.readouterr().err
+
+
+def test_the_balance_is_stated_by_class() -> None:
+    rows = manifest([0] * 10 + [1] * 4 + [2] * 2).with_columns(split=["val"] * 3 + ["train"] * 11 + ["val"] * 2)
+    assert balance_text(rows) == (
+        "Validation has 31.2% of the images; by class, from 0.0% (c1) to 100.0% (c2). "
+        "There are no validation images of c1, no training images of c2."
+    )
+
+
+def test_the_selection_of_one_training_has_its_share_of_every_class() -> None:
+    cut = cut_selection(manifest([0] * 100 + [1] * 50 + [2] * 10), 0.2, seed=3, balanced=True)
+    assert Counter(cut.part("select").rows["label"]) == {"c0": 20, "c1": 10, "c2": 2}
 
 
 def test_every_image_validates_in_exactly_one_fold() -> None:
@@ -116,7 +158,7 @@ def test_a_selection_part_comes_from_training_alone_and_can_be_undone() -> None:
     before = apply_split(manifest([0, 1] * 50), "paper")
     cut = cut_selection(before, 0.25, seed=3)
     assert cut.part("val").ids == before.part("val").ids
-    assert Counter(cut.rows["split"]) == {"train": 60, "select": 20, "val": 20}
+    assert Counter(cut.rows["split"])["select"] == pytest.approx(20, abs=10)
     assert cut.split_rule == "paper, select 0.25"
     assert cut_selection(cut, 0, seed=3).split_hash == before.split_hash
 
@@ -130,7 +172,6 @@ def test_a_selection_part_comes_from_training_alone_and_can_be_undone() -> None:
         (lambda m: apply_split(m, "kfold", folds=50), "Cannot split 20 groups into 50 parts"),
         (lambda m: apply_split(m, "grouped", select=1.0), "--select must be a share"),
         (lambda m: apply_split(m.with_columns(group=["one"] * len(m)), "grouped"), "Cannot split 1 groups"),
-        (lambda m: apply_split(m.take([0, 1]).with_columns(label=["c0", "c1"]), "grouped"), "leaves one part empty"),
     ],
 )
 def test_an_impossible_split_is_rejected(call: object, message: str) -> None:

@@ -38,12 +38,12 @@ def main(arguments: list[str]) -> int:
     return run(parser.parse_args(arguments[1:]))
 
 
-def _split_options(parser: CommandParser, default: str | None, seed: str = "--seed") -> None:
+def _split_options(parser: CommandParser, default: str | None, seed: str = "--seed", keep: bool = True) -> None:
     parser.add_argument(
         "--split",
         type=Rule if default else Rule | None,
         default=default,
-        help="How to split. grouped: 80/20 by class, with no lesion, patient or duplicate in two parts. kfold: the same, in folds. "
+        help="How to split. grouped: 80/20, with no lesion, patient or duplicate in two parts. kfold: the same, in folds. "
         "paper: the paper's 80/20 of single images." + ("" if default else " Default: the split of the data itself, or grouped."),
     )
     parser.add_argument(
@@ -55,6 +55,10 @@ def _split_options(parser: CommandParser, default: str | None, seed: str = "--se
     section.add_argument(
         "--select", type=float, default=0.0, help="Share of the training part to set aside for model selection, in whole groups."
     )
+    if keep:
+        section.add_argument(
+            "--keep-split", type=Path | None, default=None, help="Older manifest whose images keep the part they have there."
+        )
     section.add_argument(seed, type=int, default=42, help="Random seed of the split. The paper's split always uses 42.")
 
 
@@ -66,6 +70,11 @@ def _name(parser: CommandParser, default: str) -> None:
 
 def _out(parser: CommandParser) -> None:
     parser.add_argument("--out", type=Path, required=True, help="Manifest file to write (.parquet).")
+    _overwrite(parser)
+
+
+def _overwrite(parser: CommandParser) -> None:
+    parser.add_argument("--overwrite", action="store_true", help="Replace a different manifest at --out.")
 
 
 def _isic_options(parser: CommandParser) -> None:
@@ -109,7 +118,12 @@ def _folder_options(parser: CommandParser) -> None:
 
 
 def _csv_options(parser: CommandParser) -> None:
-    parser.add_argument("file", type=Path, help="CSV file with a column image, and optionally image_id, label, mask, group, split.")
+    parser.add_argument(
+        "file",
+        type=Path,
+        help="CSV or Parquet file with a column image, and optionally image_id, label, mask, group, split. A manifest with "
+        "--out NAME.csv is written as CSV, for a spreadsheet.",
+    )
     _out(parser)
     parser.add_argument(
         "--classes", type=str | None, default=None, help="Class names in order, separated by commas. Default: the sorted labels."
@@ -128,7 +142,8 @@ def _synthetic_options(parser: CommandParser) -> None:
     parser.add_argument("--size", type=int, default=256, help="Side of the square images, in pixels.")
     parser.add_argument("--off-center", action="store_true", help="Move the lesions away from the center.")
     _name(parser, "drawn dermoscopy")
-    _split_options(parser, "grouped", seed="--split-seed")
+    _split_options(parser, "grouped", seed="--split-seed", keep=False)
+    _overwrite(parser)
 
 
 def _split_command_options(parser: CommandParser) -> None:
@@ -149,26 +164,31 @@ def _isic(options: Namespace) -> int:
 
     sources = _names(options.mask_sources)
     manifest = isic_manifest(options.root, options.masks, sources, ignore_unlabeled=options.ignore_unlabeled, **_named(options))
-    return _write(_resplit(manifest, options), options.out)
+    return _write(_resplit(manifest, options), options)
 
 
 def _kvasir(options: Namespace) -> int:
     from medtokenbudget.data.kvasir import kvasir_manifest
 
-    return _write(_resplit(kvasir_manifest(options.root, **_named(options)), options), options.out)
+    return _write(_resplit(kvasir_manifest(options.root, **_named(options)), options), options)
 
 
 def _folder(options: Namespace) -> int:
     from medtokenbudget.data.folder import folder_manifest
 
-    return _write(_resplit(folder_manifest(options.root, options.masks, name=options.name), options), options.out)
+    return _write(_resplit(folder_manifest(options.root, options.masks, name=options.name), options), options)
 
 
 def _csv(options: Namespace) -> int:
-    from medtokenbudget.data.csv_source import csv_manifest
+    from medtokenbudget.data.csv_source import csv_manifest, write_csv
+    from medtokenbudget.data.manifest import Manifest
 
+    if options.out.suffix == ".csv":
+        written = write_csv(Manifest.read(options.file), options.out, options.overwrite)
+        print(f"{written}; edit it, then run: mtb data csv {written} --out {options.file} --overwrite")
+        return 0
     manifest = csv_manifest(options.file, _names(options.classes), allow_unlabeled=options.allow_unlabeled, name=options.name)
-    return _write(_resplit(manifest, options), options.out)
+    return _write(_resplit(manifest, options), options)
 
 
 def _synthetic(options: Namespace) -> int:
@@ -185,6 +205,7 @@ def _synthetic(options: Namespace) -> int:
         select=options.select,
         split_seed=options.split_seed,
         workers=options.workers,
+        overwrite=options.overwrite,
         **_named(options),
     )
     return _summarize(Manifest.read(out), out)
@@ -199,7 +220,7 @@ def _split(options: Namespace) -> int:
             "The paper's split of ISIC needs all rows of the official CSV, which a manifest does not have. "
             "Run `mtb data isic ROOT --split paper` instead."
         )
-    return _write(_resplit(manifest, options, again=True), options.out)
+    return _write(_resplit(manifest, options, again=True), options)
 
 
 def _check(options: Namespace) -> int:
@@ -217,35 +238,43 @@ def _check(options: Namespace) -> int:
 
 def _resplit(manifest: Manifest, options: Namespace, again: bool = False) -> Manifest:
     """Apply the requested split; the split of the data itself stays if it is the same one, or if none was requested."""
-    from medtokenbudget.data.splits import apply_split, check_request, cut_selection
+    from medtokenbudget.data.manifest import Manifest
+    from medtokenbudget.data.splits import apply_split, check_request, cut_selection, keep_split
 
     # Checked first, because finding duplicates below reads every image.
     if options.out.suffix != ".parquet":
         raise RequestError(f"--out must end in .parquet, got {options.out}.")
     check_request(options.split or "grouped", options.folds, options.fold, options.select, options.seed)
+    if options.keep_split is not None and options.split == "paper":
+        raise RequestError("--keep-split cannot be combined with the paper's split, which is the same for every manifest.")
+    old = None if options.keep_split is None else Manifest.read(options.keep_split)
     came_with = manifest.split_rule.split(",")[0]
     if options.split == came_with == "paper" or (options.split is None and came_with == "given"):
-        return cut_selection(manifest, options.select, options.seed) if options.select or again else manifest
-    rule = options.split or "grouped"
-    return apply_split(
-        manifest,
-        rule,
-        folds=options.folds,
-        fold=options.fold,
-        select=options.select,
-        seed=options.seed,
-        workers=options.workers,
-    )
+        split = cut_selection(manifest, options.select, options.seed) if options.select or again else manifest
+    else:
+        split = apply_split(
+            manifest,
+            options.split or "grouped",
+            folds=options.folds,
+            fold=options.fold,
+            select=options.select,
+            seed=options.seed,
+            workers=options.workers,
+        )
+    return split if old is None else keep_split(split, old)
 
 
-def _write(manifest: Manifest, out: Path) -> int:
-    return _summarize(manifest, manifest.write(out))
+def _write(manifest: Manifest, options: Namespace) -> int:
+    return _summarize(manifest, manifest.write(options.out, options.overwrite))
 
 
 def _summarize(manifest: Manifest, out: Path) -> int:
+    from medtokenbudget.data.splits import balance_text
+
     counts = manifest.rows["split"].value_counts()
     parts = ", ".join(f"{counts[name]:,} {name}" for name in ("train", "select", "val") if name in counts)
     masks = int(manifest.rows["mask"].notna().sum())
+    print(balance_text(manifest))
     print(f"Wrote {out}: {len(manifest):,} images ({parts}; {masks:,} with a mask). Next: mtb data check {out}")
     return 0
 

@@ -11,7 +11,7 @@ from medtokenbudget.data.isic import isic_manifest, match_masks
 from medtokenbudget.data.kvasir import kvasir_manifest
 from medtokenbudget.data.manifest import SPLITS, Manifest, ManifestError
 from medtokenbudget.data.masks import mask_of, patch_labels, prevalence_table, same_aspect
-from medtokenbudget.data.splits import apply_split, cut_selection, paper_split
+from medtokenbudget.data.splits import apply_split, cut_selection, keep_split, paper_split
 from medtokenbudget.data.synthetic import Drawings, synthetic_manifest
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "decode_mask",
     "folder_manifest",
     "isic_manifest",
+    "keep_split",
     "kvasir_manifest",
     "mask_of",
     "match_masks",

@@ -1,14 +1,22 @@
-"""Your own images, listed in a CSV file: a column `image`, and any of `image_id, label, mask, group, split`."""
+"""Your own images, listed in a table: a column `image`, and any of `image_id, label, mask, group, split`.
+
+The table is a CSV file or a Parquet file, so a manifest can be edited with a spreadsheet or with pandas and read back.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 
-from medtokenbudget.data.manifest import COLUMNS, SPLITS, Manifest, listed
+from medtokenbudget.data.manifest import COLUMNS, METADATA_KEY, SPLITS, Manifest, listed
 from medtokenbudget.errors import RequestError, first_line
+from medtokenbudget.files import atomic_write
 
 _COLUMNS = "image (required), image_id, label, mask, group and split"
 
@@ -27,14 +35,64 @@ def read_csv(path: Path) -> pd.DataFrame:
     return table.apply(lambda column: column.str.strip())
 
 
+def read_table(path: Path) -> tuple[pd.DataFrame, dict[str, Any]]:
+    """A CSV or Parquet table as text, and what a manifest's file stores beside its rows (empty if it was lost in editing)."""
+    nothing: dict[str, Any] = {}
+    table, stored = _read_parquet(path) if path.suffix == ".parquet" else (read_csv(path), nothing)
+    # The row numbers that pandas writes unless it is told not to.
+    numbers = [name for name in table.columns if name in ("", "Unnamed: 0", "__index_level_0__")]
+    return table.drop(columns=numbers), stored
+
+
+def _read_parquet(path: Path) -> tuple[pd.DataFrame, dict[str, Any]]:
+    try:
+        found = pq.read_table(path)
+    except FileNotFoundError:
+        raise RequestError(f"{path} does not exist.") from None
+    except (pa.ArrowException, OSError) as error:
+        raise RequestError(f"{path} is not a readable Parquet file: {first_line(error)}.") from None
+    try:
+        stored = json.loads((found.schema.metadata or {}).get(METADATA_KEY, b"{}"))
+    except ValueError:
+        stored = {}
+    columns = {
+        name: ["" if value is None else str(value).strip() for value in found.column(name).to_pylist()]
+        for name in found.column_names
+    }
+    return pd.DataFrame(columns, dtype=object), stored if isinstance(stored, dict) else {}
+
+
+def write_csv(manifest: Manifest, path: Path | str, overwrite: bool = True) -> Path:
+    """Write all columns of a manifest as CSV, for a spreadsheet; `csv_manifest` reads it back.
+
+    Args:
+        manifest: The manifest.
+        path: The CSV file; paths below its folder are written relative to it.
+        overwrite: Whether a file in its place may be replaced.
+
+    Returns:
+        The path.
+
+    Raises:
+        RequestError: The file exists and `overwrite` is False.
+    """
+    target = Path(path)
+    if target.exists() and not overwrite:
+        raise RequestError(f"{target} already exists. Pass --overwrite to replace it, or choose another --out.")
+    rows = manifest.rows_seen_from(target.parent)
+    with atomic_write(target) as temporary:
+        rows.to_csv(temporary, index=False)
+    return target
+
+
 def csv_manifest(
     path: Path | str, classes: Sequence[str] | None = None, *, allow_unlabeled: bool = False, name: str | None = None
 ) -> Manifest:
-    """Make a manifest of the images listed in a CSV file.
+    """Make a manifest of the images listed in a CSV or Parquet file.
 
     Args:
-        path: The CSV file. Relative paths in it start from its folder.
-        classes: Class names in order; the sorted labels by default.
+        path: The file. Relative paths in it start from its folder.
+        classes: Class names in order. By default those that an edited manifest still has, otherwise the sorted labels.
         allow_unlabeled: Accept rows without a label.
         name: Name of the data set; the name of the file by default.
 
@@ -45,7 +103,13 @@ def csv_manifest(
         RequestError: The file has problems; the message lists all of them.
     """
     source = Path(path)
-    table = read_csv(source)
+    table, stored = read_table(source)
+    if classes is None and isinstance(stored.get("classes"), list):
+        known = {str(label) for label in table.get("label", []) if label}
+        # A label that was typed in by hand is a new class after the old ones.
+        classes = [*map(str, stored["classes"]), *sorted(known - set(map(str, stored["classes"])))]
+    if name is None and isinstance(stored.get("name"), str):
+        name = stored["name"]
     if "image" not in table.columns:
         found = listed(list(table.columns), 8)
         raise RequestError(f"{source} has no column 'image', only {found}. Columns are separated by commas: {_COLUMNS}.")

@@ -25,7 +25,8 @@ COLUMNS = ("image_id", "image", "label", "mask", "group", "split")
 SPLITS = ("train", "select", "val")
 SOURCES = ("isic", "kvasir", "folder", "csv", "synthetic")
 Split = Literal["train", "select", "val"]
-_KEY = b"medtokenbudget"
+METADATA_KEY = b"medtokenbudget"
+"""Where the Parquet file stores what is not a column."""
 _VERSION = 2
 _SHOWN = 5
 
@@ -165,16 +166,25 @@ class Manifest:
         common = os.path.commonpath(folders) if folders else ""
         return [None if path is None else Path(path).relative_to(common).as_posix() for path in paths]
 
-    def write(self, path: Path | str) -> Path:
-        """Write the manifest to a Parquet file and return its path.
+    def write(self, path: Path | str, overwrite: bool = True) -> Path:
+        """Write the manifest to a Parquet file.
 
         Paths inside the folder of the file are stored relative to it, all others as absolute paths.
+
+        Args:
+            path: The file to write.
+            overwrite: Whether a different manifest at `path` may be replaced.
+
+        Returns:
+            The path.
+
+        Raises:
+            ManifestError: The file exists with another content and `overwrite` is False.
         """
         target = Path(path)
-        folder = Path(os.path.abspath(target.parent))
-        columns = {name: self._column(name) for name in COLUMNS}
-        columns["image"] = [_relative(self.image_path(i), folder) for i in range(len(self))]
-        columns["mask"] = [None if (mask := self.mask_path(i)) is None else _relative(mask, folder) for i in range(len(self))]
+        if not overwrite and target.exists():
+            self._check_same(target)
+        columns = {name: column.tolist() for name, column in self.rows_seen_from(target.parent).items()}
         metadata = {
             "version": _VERSION,
             "classes": list(self.classes),
@@ -184,11 +194,35 @@ class Manifest:
             "hash": self.hash,
             "file_hash": _file_hash(list(self.classes), self.name, self.source, self.split_rule, columns),
         }
-        schema = pa.schema([pa.field(name, pa.string()) for name in COLUMNS], metadata={_KEY: json.dumps(metadata).encode()})
+        schema = pa.schema(
+            [pa.field(name, pa.string()) for name in COLUMNS], metadata={METADATA_KEY: json.dumps(metadata).encode()}
+        )
         table = pa.table([pa.array(columns[name], pa.string()) for name in COLUMNS], schema=schema)
         with atomic_write(target) as temporary:
             pq.write_table(table, temporary)
         return target
+
+    def rows_seen_from(self, folder: Path) -> pd.DataFrame:
+        """The rows with paths inside `folder` relative to it and the others absolute."""
+        top = Path(os.path.abspath(folder))
+        images = [_relative(self.image_path(i), top) for i in range(len(self))]
+        masks = [None if (mask := self.mask_path(i)) is None else _relative(mask, top) for i in range(len(self))]
+        return self.rows.assign(image=pd.Series(images, dtype=object), mask=pd.Series(masks, dtype=object))
+
+    def _check_same(self, target: Path) -> None:
+        """Raise a ManifestError that counts the differences if the file at `target` is not this manifest."""
+        try:
+            old = Manifest.read(target)
+        except ManifestError:
+            raise ManifestError(
+                f"{target} already exists and is not a readable manifest. Pass --overwrite to replace it, or choose another --out."
+            ) from None
+        differences = _differences(old, self)
+        if differences:
+            raise ManifestError(
+                f"{target} already exists and is different: {', '.join(differences)}. Pass --overwrite to replace it (with "
+                f"--keep-split {target} its images keep their part), or choose another --out."
+            )
 
     @classmethod
     def read(cls, path: Path | str) -> Manifest:
@@ -202,9 +236,7 @@ class Manifest:
         columns = {name: table.column(name).to_pylist() for name in COLUMNS}
         stored = [metadata.get(name) for name in ("classes", "name", "source", "split_rule")]
         if _file_hash(*stored, columns) != metadata.get("file_hash"):
-            raise ManifestError(
-                f"{source} was damaged or edited: its rows do not match the hash stored with them. Create it again with `mtb data`."
-            )
+            raise ManifestError(f"{source} was edited or damaged after `mtb data` wrote it. {_valid_again(source)}")
         rows = pd.DataFrame({name: pd.Series(values, dtype=object) for name, values in columns.items()})
         root = Path(os.path.abspath(source.parent))
         return cls(rows, tuple(metadata["classes"]), root, metadata["source"], metadata["split_rule"], metadata["name"])
@@ -219,8 +251,12 @@ def _read_table(source: Path) -> tuple[pa.Table, dict[str, Any]]:
         )
     try:
         table = pq.read_table(source)
-        metadata = json.loads((table.schema.metadata or {})[_KEY])
+        metadata = json.loads((table.schema.metadata or {})[METADATA_KEY])
     except KeyError:
+        if "image" in table.column_names:
+            raise ManifestError(
+                f"{source} was written by another program and is not a manifest yet. {_valid_again(source)}"
+            ) from None
         raise ManifestError(
             f"{source} is a Parquet file, but not a manifest. Create one with `mtb data ... --out M.parquet`."
         ) from None
@@ -229,8 +265,34 @@ def _read_table(source: Path) -> tuple[pa.Table, dict[str, Any]]:
         raise ManifestError(f"{source} is not a manifest or is damaged ({reason}). Create it again with `mtb data`.") from None
     _check_version(source, metadata)
     if missing := [name for name in COLUMNS if name not in table.column_names]:
-        raise ManifestError(f"{source} is damaged: it lacks the columns {', '.join(missing)}. Create it again with `mtb data`.")
+        raise ManifestError(f"{source} lacks the columns {', '.join(missing)}. {_valid_again(source)}")
     return table, metadata
+
+
+def _valid_again(path: Path) -> str:
+    return f"If you edited it on purpose, run `mtb data csv {path} --out {path} --overwrite` to check it and make it valid again."
+
+
+def _differences(old: Manifest, new: Manifest) -> list[str]:
+    """What changed between two manifests, as counts; empty if nothing that the file stores did."""
+    before, after = (m.rows.assign(mask=pd.Series(m._below_root("mask"), dtype=object)).set_index("image_id") for m in (old, new))
+    common = before.index.intersection(after.index)
+    counts = [(len(after) - len(common), "images added"), (len(before) - len(common), "images removed")]
+    for column, what in (
+        ("label", "other labels"),
+        ("mask", "other masks"),
+        ("group", "other groups"),
+        ("split", "in another part"),
+    ):
+        changed = before.loc[common, column].fillna("") != after.loc[common, column].fillna("")
+        counts.append((int(changed.sum()), what))
+    found = [f"{count:,} {what}" for count, what in counts if count]
+    for name in ("classes", "name", "source", "split_rule"):
+        if getattr(old, name) != getattr(new, name):
+            found.append(f"another {name.replace('_', ' ')}")
+    if not found and old.hash != new.hash:
+        found.append("other paths, or another order of the rows")
+    return found
 
 
 def _check_version(path: Path, metadata: dict[str, Any]) -> None:

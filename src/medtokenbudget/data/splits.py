@@ -1,14 +1,18 @@
-"""Training and validation parts: the paper's split, and splits in which no group appears in two parts."""
+"""Training and validation parts: the paper's split, and splits in which no group appears in two parts.
+
+The part of a group is a seeded hash of its name, so images keep their part when a data set grows.
+"""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import Literal, get_args
 
 import numpy as np
 
 from medtokenbudget.data.duplicates import merged_groups
-from medtokenbudget.data.manifest import Manifest
+from medtokenbudget.data.manifest import Manifest, listed
 from medtokenbudget.errors import RequestError, UnknownNameError
 from medtokenbudget.progress import say
 
@@ -24,6 +28,15 @@ def paper_split(n: int) -> np.ndarray:
     parts = np.full(n, "val", dtype=object)
     parts[order[: int(PAPER_SHARE * n)]] = "train"
     return parts
+
+
+def group_shares(groups: Sequence[str], seed: int, purpose: str = "split") -> np.ndarray:
+    """One number in [0, 1) per image, `[n]` float64: a hash of the seed and the name of its group, and of nothing else."""
+    place = {
+        group: int.from_bytes(hashlib.sha256(f"{purpose}/{seed}/{group}".encode()).digest()[:8], "big") / 2**64
+        for group in set(groups)
+    }
+    return np.array([place[group] for group in groups], dtype=np.float64)
 
 
 def stratified_group_parts(labels: np.ndarray, groups: Sequence[str], shares: Sequence[float], seed: int) -> np.ndarray:
@@ -91,8 +104,8 @@ def apply_split(
 
     Args:
         manifest: The images to split.
-        rule: 'grouped' splits 80/20 and 'kfold' into folds, both stratified by class and with no group in two parts. 'paper' is
-            the paper's 80/20 permutation of the rows, whatever their groups.
+        rule: 'grouped' splits 80/20 and 'kfold' into folds, both by a hash of the group: no group is in two parts, and no image
+            changes its part when others are added. 'paper' is the paper's 80/20 permutation of the rows, whatever their groups.
         folds: Number of folds for 'kfold'.
         fold: The fold that becomes the validation part, counted from 0.
         select: Share of the training part to set aside as 'select', whole groups at a time.
@@ -115,9 +128,9 @@ def apply_split(
         parts = paper_split(len(manifest)).tolist()
         return cut_selection(manifest.with_columns(split=parts, split_rule="paper"), select, seed)
     groups = _merged(manifest, workers) if merge_duplicates else manifest.groups
-    shares = [1 - VALIDATION_SHARE, VALIDATION_SHARE] if rule == "grouped" else [1 / folds] * folds
-    name, val = ("grouped", 1) if rule == "grouped" else (f"kfold {fold}/{folds}", fold)
-    parts = _group_parts(manifest, groups, shares, val, seed)
+    share, start = (VALIDATION_SHARE, 0.0) if rule == "grouped" else (1 / folds, fold / folds)
+    name = "grouped" if rule == "grouped" else f"kfold {fold}/{folds}"
+    parts = _hashed_parts(groups, start, share, seed, least=2 if rule == "grouped" else folds)
     return cut_selection(manifest.with_columns(split=parts, group=groups, split_rule=name), select, seed)
 
 
@@ -131,25 +144,40 @@ def _merged(manifest: Manifest, workers: int) -> list[str]:
     return groups
 
 
-def _group_parts(manifest: Manifest, groups: list[str], shares: list[float], val: int, seed: int) -> list[str]:
+def _hashed_parts(groups: list[str], start: float, share: float, seed: int, least: int) -> list[str]:
+    """'val' for the groups whose hash is in [start, start + share), 'train' for the others."""
     count = len(set(groups))
-    if count < len(shares):
-        raise RequestError(f"Cannot split {count} groups into {len(shares)} parts. Add images, or use fewer folds.")
-    numbers = stratified_group_parts(manifest.label_index, groups, shares, seed)
-    if (numbers == val).all() or not (numbers == val).any():
-        raise RequestError(f"Splitting {len(manifest)} images in {count} groups leaves one part empty. Add images.")
-    return np.where(numbers == val, "val", "train").tolist()
+    if count < least:
+        raise RequestError(f"Cannot split {count} groups into {least} parts. Add images, or use fewer folds.")
+    shares = group_shares(groups, seed)
+    return np.where(_taken(shares, start, share, groups, "validation"), "val", "train").tolist()
 
 
-def cut_selection(manifest: Manifest, share: float, seed: int) -> Manifest:
+def _taken(shares: np.ndarray, start: float, share: float, groups: Sequence[str], what: str) -> np.ndarray:
+    """Which images are in [start, start + share); with few groups that may be none or all, and then the nearest group decides."""
+    taken = (shares >= start) & (shares < start + share)
+    if taken.all() or not taken.any():
+        distance = np.abs(shares - (start + share / 2))
+        chosen = distance.max() if taken.all() else distance.min()
+        taken = (distance != chosen) if taken.all() else (distance == chosen)
+        say(
+            f"With only {len(set(groups))} groups, one group was moved so that neither training nor {what} is empty. "
+            "Pass --keep-split with this manifest when you add images: the split may change otherwise."
+        )
+    return taken
+
+
+def cut_selection(manifest: Manifest, share: float, seed: int, balanced: bool = False) -> Manifest:
     """Move a share of the training part to the part 'select', for early stopping without validation labels.
 
-    Whole groups move, stratified by class. An earlier selection part goes back to training first.
+    Whole groups move. An earlier selection part goes back to training first.
 
     Args:
         manifest: A manifest with a split.
         share: Share of the training part in [0, 1); 0 removes the selection part.
-        seed: Seed of the random order of groups.
+        seed: Seed of the choice of groups.
+        balanced: Choose the groups so that every class gives about its share. The choice then depends on all images and changes
+            when some are added, so it is for one training run only; otherwise a hash of the group decides.
 
     Returns:
         The same images with the new parts, and the share in `split_rule`.
@@ -169,6 +197,60 @@ def cut_selection(manifest: Manifest, share: float, seed: int) -> Manifest:
         raise RequestError(
             "Cannot cut a selection part: the training part has fewer than two groups. Add images, or drop --select."
         )
-    cut = stratified_group_parts(manifest.label_index[train], groups, [1 - share, share], seed)
-    split[train[cut == 1]] = "select"
+    if balanced:
+        cut = stratified_group_parts(manifest.label_index[train], groups, [1 - share, share], seed) == 1
+    else:
+        cut = _taken(group_shares(groups, seed, "select"), 0.0, share, groups, "selection")
+    split[train[cut]] = "select"
     return manifest.with_columns(split=split.tolist(), split_rule=f"{rule}, select {share:g}")
+
+
+def keep_split(manifest: Manifest, old: Manifest) -> Manifest:
+    """Put every image of `old` back into the part it had there; new images of its group follow it.
+
+    If images of one group were in several parts of `old` (a duplicate was found since), the whole group is trained on, because
+    a group never crosses a split: nothing that was trained on becomes a validation image.
+
+    Args:
+        manifest: The images with a new split.
+        old: The earlier manifest; its images are found by `image_id`.
+
+    Returns:
+        `manifest` with the parts of `old`, and a note in `split_rule`.
+
+    Raises:
+        RequestError: `old` has none of the images.
+    """
+    before = dict(zip(old.ids, old.rows["split"]))
+    parts: dict[str, set[str]] = {}
+    for image_id, group in zip(manifest.ids, manifest.groups):
+        if image_id in before:
+            parts.setdefault(group, set()).add(before[image_id])
+    if not parts:
+        raise RequestError(f"No image_id of this manifest is in the old one ('{old.name}'), so there is no split to keep.")
+    kept = {group: next(iter(found)) if len(found) == 1 else "train" for group, found in parts.items()}
+    split = [kept.get(group, part) for group, part in zip(manifest.groups, manifest.rows["split"])]
+    moved = sum(before.get(image_id, part) != part for image_id, part in zip(manifest.ids, split))
+    if moved:
+        say(
+            f"{moved:,} images of the old manifest move to training: their groups were in several parts of it. "
+            "The other images keep their part."
+        )
+    return manifest.with_columns(split=split, split_rule=f"{manifest.split_rule}, kept from an older manifest")
+
+
+def balance_text(manifest: Manifest) -> str:
+    """One sentence about the share of validation images, overall and in the classes where it is smallest and largest."""
+    validation = (manifest.rows["split"] == "val").to_numpy(dtype=bool)
+    if not validation.any():
+        return "No validation images."
+    text = f"Validation has {validation.mean():.1%} of the images"
+    labels = manifest.label_index
+    present = [label for label in range(len(manifest.classes)) if (labels == label).any()]
+    shares = {manifest.classes[label]: float(validation[labels == label].mean()) for label in present}
+    if len(shares) > 1:
+        low, high = min(shares, key=shares.__getitem__), max(shares, key=shares.__getitem__)
+        text += f"; by class, from {shares[low]:.1%} ({low}) to {shares[high]:.1%} ({high})"
+    absent = [f"no validation images of {name}" for name, share in shares.items() if share == 0]
+    absent += [f"no training images of {name}" for name, share in shares.items() if share == 1]
+    return f"{text}." + (f" There are {listed(absent)}." if absent else "")

@@ -63,6 +63,7 @@ def synthetic_manifest(
     split_seed: int = 42,
     workers: int = 1,
     name: str = NAME,
+    overwrite: bool = True,
 ) -> Path:
     """Draw the images that do not exist yet, and write their manifest.
 
@@ -100,10 +101,10 @@ def synthetic_manifest(
     source = f"synthetic n={request.n} seed={request.seed} size={request.size}{view}"
     manifest = Manifest.from_records(records, dermoscopy.CLASSES, source=source, name=name)
     if request.n < _TO_SPLIT:
-        return replace(manifest, split_rule="none").write(target)
+        return replace(manifest, split_rule="none").write(target, overwrite)
     # No drawing is a copy of another, so there are no duplicates to look for.
     manifest = apply_split(manifest, split, folds=folds, fold=fold, select=select, seed=split_seed, merge_duplicates=False)
-    return manifest.write(target)
+    return manifest.write(target, overwrite)
 
 
 def _draw_all(folder: Path, request: Drawings, workers: int) -> None:

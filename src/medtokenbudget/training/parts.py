@@ -69,7 +69,7 @@ def make_parts(manifest: Manifest, store: FeatureStore, config: TrainConfig) -> 
     if not len(manifest.part("train")):
         raise RequestError("The manifest has no training images. Split it with `mtb data split`.")
     if config.protocol == "strict" and not len(manifest.part("select")):
-        manifest = cut_selection(manifest, config.selection_fraction, SPLIT_SEED)
+        manifest = cut_selection(manifest, config.selection_fraction, SPLIT_SEED, balanced=True)
     train, select, validation = (manifest.part(name) for name in ("train", "select", "val"))
     if config.protocol == "paper":
         train_ids, select_ids = train.ids + select.ids, validation.ids
