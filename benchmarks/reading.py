@@ -46,7 +46,7 @@ def drawn_store(path: Path, rows: int) -> FeatureStore:
         }
         names = [(f"row-{index * SHARD + i:06d}", "identity", "") for i in range(SHARD)]
         write_shard(path, index, names, tensors, [], BATCH)
-    config = {"format": FORMAT, "backbone": {"grid": GRID, "dim": DIM}, "classes": list("abcdefgh"), "keep": "patches"}
+    config = {"format": FORMAT, "backbone": {"grid": GRID, "dim": DIM}, "classes": list("abcdefgh"), "keep": "patches", "weights": None}
     write_json(path / "store.json", {**config, "shards": rows // SHARD})
     return FeatureStore.open(path)
 

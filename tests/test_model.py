@@ -195,6 +195,13 @@ def test_a_portable_model_names_no_folder_of_this_machine_and_finds_weights_besi
     assert moved.predict(images[0])[0].probabilities == model.predict(images[0])[0].probabilities
 
 
+def test_missing_weights_are_named_with_their_hash(model: MedTokenBudget, images: list[Path], tmp_path: Path) -> None:
+    folder = model.save_pretrained(tmp_path / "portable", portable=True)
+    found = str(model.backbone_fingerprint["weights"])
+    with pytest.raises(RequestError, match=rf"are missing: vit-0.safetensors \(SHA-256 {found}\).* pass --weights FILE"):
+        mtb.load(folder).predict(images[0])
+
+
 @pytest.mark.slow
 def test_another_folder_and_another_working_directory_give_the_same_bytes(
     model: MedTokenBudget, saved: Path, images: list[Path], tmp_path: Path

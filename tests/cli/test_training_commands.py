@@ -44,6 +44,9 @@ def test_train_leaves_a_run_directory_and_a_model_that_loads(
     assert {"manifest", "split", "store"} <= set(run["hashes"])
     assert run["command"].startswith(f"mtb train {drawn.manifest_path} --store "), "as it was typed"
     assert run["command"].endswith(" ".join(SMALL[-2:]))
+    model = mtb.load(out / "model", device="cpu")
+    assert model.backbone_config.weights == drawn.store_path.parent / "vit-0.safetensors", "predict must find the --weights file"
+    assert model.predict(drawn.manifest.image_path(0))[0].k > 0
 
 
 def test_a_preset_sets_the_defaults_and_options_change_them(drawn: Drawn, tmp_path: Path) -> None:

@@ -83,5 +83,11 @@ def _model_of(info: RunInfo, main: str) -> MedTokenBudget:
 
 
 def _backbone(store: FeatureStore) -> BackboneConfig:
-    found = store.config["backbone"]
-    return BackboneConfig(name=found["name"], image_size=found["image_size"], layer=found["layer"], attention=found["attention"])
+    found, weights = store.config["backbone"], store.config["weights"]
+    return BackboneConfig(
+        name=found["name"],
+        weights=None if weights is None else Path(weights),
+        image_size=found["image_size"],
+        layer=found["layer"],
+        attention=found["attention"],
+    )

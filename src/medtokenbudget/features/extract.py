@@ -67,9 +67,9 @@ def extract(
     path = Path(store)
     loaded = Backbone.load(backbone, resolve_device(config.device))
     if route_fingerprint is not None:
-        advice = "A model can only route tokens of the backbone that it was trained with: use that one."
-        check("The backbone", route_fingerprint.get("backbone", {}), loaded.fingerprint, advice)
-    plan = make_plan(manifest, loaded.fingerprint, config, route_fingerprint)
+        advice = "A router knows only the tokens that it was trained on: use the backbone of the model."
+        check("the backbone", route_fingerprint.get("backbone", {}), loaded.fingerprint, advice)
+    plan = make_plan(manifest, loaded.fingerprint, config, route_fingerprint, backbone.weights)
     mine = _mine(plan, shards)
     # The jobs of an array share the lock: each fills shards of its own.
     with exclusive(path, shared=shards is not None):

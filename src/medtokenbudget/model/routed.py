@@ -130,6 +130,12 @@ class MedTokenBudget(nn.Module):
     def backbone(self) -> Backbone:
         """The backbone, loaded on first use and compared with the one that the classifiers were trained on."""
         if self._backbone is None:
+            weights = self.backbone_config.weights
+            if weights is not None and not Path(weights).is_file():
+                raise RequestError(
+                    f"The weights of the backbone are missing: {weights} (SHA-256 {self.backbone_fingerprint['weights']}). "
+                    "Put the file back, or pass --weights FILE."
+                )
             self.use_backbone(Backbone.load(self.backbone_config, self.device))
         assert self._backbone is not None
         return self._backbone
