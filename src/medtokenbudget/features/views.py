@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from PIL import Image
 
 from medtokenbudget.errors import RequestError, UnknownNameError
 
+Box = tuple[float, float, float, float]
 IDENTITY = "identity"
 OFF_CENTER = "off-center"
 TRIES = 60
@@ -68,27 +71,64 @@ def image_seed(seed: int, image_id: str) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}/{image_id}".encode()).digest()[:8], "little")
 
 
-def apply(image: Image.Image, mask: Image.Image | None, view: str, seed: int) -> tuple[Image.Image, Image.Image | None]:
-    """Apply a view to an image and its mask, which may differ in size but show the same frame.
+@dataclass(frozen=True)
+class Geometry:
+    """What a view shows of an image: a box of it (left, top, right, bottom in [0, 1]; None: all of it), then flipped or turned."""
+
+    box: Box | None = None
+    turn: str = IDENTITY
+
+    def of(self, picture: Image.Image) -> Image.Image:
+        """The view of an image, or of a mask that shows the same frame at any size."""
+        if self.box is not None:
+            picture = _crop(picture, self.box)
+        return picture if self.turn == IDENTITY else picture.transpose(_TRANSPOSE[self.turn])
+
+    def to_json(self) -> list[Any]:
+        return [None if self.box is None else list(self.box), self.turn]
+
+    @staticmethod
+    def from_json(value: Sequence[Any]) -> Geometry:
+        box, turn = value
+        if turn != IDENTITY and turn not in _TRANSPOSE:
+            raise ValueError(f"unknown turn {turn!r}")
+        return Geometry(None if box is None else (float(box[0]), float(box[1]), float(box[2]), float(box[3])), turn)
+
+
+def geometry_of(view: str, mask: Image.Image | None, seed: int) -> Geometry:
+    """The geometry of a view; only an off-center crop depends on the mask and on the seed.
+
+    Args:
+        view: Name of the view.
+        mask: The lesion mask, for off-center crops.
+        seed: Seed of the image's crops (`image_seed`).
 
     Raises:
-        ViewError: The image has no such view, for example because it has no mask.
+        ViewError: There is no mask, or no crop of this lesion.
     """
-    if view == IDENTITY:
-        return image, mask
+    if not is_off_center(view):
+        if view != IDENTITY and view not in _TRANSPOSE:
+            raise UnknownNameError.of("view", view, [IDENTITY, OFF_CENTER, *_TRANSPOSE])
+        return Geometry(None, view)
+    if mask is None:
+        raise ViewError("an off-center view needs a mask.")
+    if view == OFF_CENTER:
+        return Geometry(off_center_box(mask, seed))
+    seed = image_seed(seed, view)
+    return Geometry(off_center_box(mask, seed), SETS["dihedral"][seed % len(SETS["dihedral"])])
+
+
+def apply(image: Image.Image, mask: Image.Image | None, view: str, seed: int) -> tuple[Image.Image, Image.Image | None]:
+    """The view of `image` and of its `mask`, which may be of another size but shows the same frame."""
+    geometry = geometry_of(view, mask, seed)
+    return geometry.of(image), None if mask is None else geometry.of(mask)
+
+
+def view_order(view: str) -> int:
+    """Sorts the views of an image: as it is, flips and turns, then off-center crops by number."""
     if is_off_center(view):
-        if mask is None:
-            raise ViewError("An off-center view needs a mask.")
-        if view != OFF_CENTER:
-            seed = image_seed(seed, view)
-        box = off_center_box(mask, seed)
-        image, mask = _crop(image, box), _crop(mask, box)
-        view = IDENTITY if view == OFF_CENTER else SETS["dihedral"][seed % len(SETS["dihedral"])]
-        return apply(image, mask, view, seed)
-    if view not in _TRANSPOSE:
-        raise UnknownNameError.of("view", view, [IDENTITY, OFF_CENTER, *_TRANSPOSE])
-    method = _TRANSPOSE[view]
-    return image.transpose(method), None if mask is None else mask.transpose(method)
+        return len(_TRANSPOSE) + int(view[len(OFF_CENTER) + 1 :] or 1)
+    return 0 if view == IDENTITY else 1 + list(_TRANSPOSE).index(view)
 
 
 def is_off_center(view: str) -> bool:
@@ -96,8 +136,8 @@ def is_off_center(view: str) -> bool:
     return view == OFF_CENTER or (view.startswith(f"{OFF_CENTER}-") and view[len(OFF_CENTER) + 1 :].isdecimal())
 
 
-def off_center_box(mask: Image.Image, seed: int) -> tuple[float, float, float, float]:
-    """Find the crop that shows the lesion farthest from its center: the best of 60 random crops with 60 % of the lesion inside.
+def off_center_box(mask: Image.Image, seed: int) -> Box:
+    """Left, top, right, bottom in [0, 1] of the crop, of 60 drawn, that holds 60 % of the lesion and shows it farthest off.
 
     Each side of a crop is half to three quarters of that of the image. The distance is measured from the center of the crop to the
     centroid of the lesion inside it, in sides of the crop. Masks larger than 256 pixels are reduced to 256 first.
@@ -143,11 +183,11 @@ def _reduced(mask: Image.Image) -> np.ndarray:
     return np.asarray(gray) > 127
 
 
-def _pixels(box: tuple[float, float, float, float], width: int, height: int) -> tuple[int, int, int, int]:
+def _pixels(box: Box, width: int, height: int) -> tuple[int, int, int, int]:
     left, top, right, bottom = box
     return round(left * width), round(top * height), round(right * width), round(bottom * height)
 
 
-def _crop(image: Image.Image, box: tuple[float, float, float, float]) -> Image.Image:
+def _crop(image: Image.Image, box: Box) -> Image.Image:
     left, top, right, bottom = _pixels(box, *image.size)
     return image.crop((left, top, max(right, left + 1), max(bottom, top + 1)))
