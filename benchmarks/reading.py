@@ -22,9 +22,11 @@ from statistics import median
 import numpy as np
 import torch
 
-from medtokenbudget.features.plan import FORMAT
-from medtokenbudget.features.shards import write_shard
+from medtokenbudget.config import ExtractConfig
+from medtokenbudget.features import plan
+from medtokenbudget.features.shards import Row, write_shard
 from medtokenbudget.features.store import FeatureStore
+from medtokenbudget.features.views import Geometry
 from medtokenbudget.files import write_json
 
 GRID, DIM, SHARD, BATCH = (16, 16), 768, 64, 64
@@ -33,6 +35,9 @@ GRID, DIM, SHARD, BATCH = (16, 16), 768, 64, 64
 def drawn_store(path: Path, rows: int) -> FeatureStore:
     """A store of ViT-B shape (384 KiB a row in fp16) with random numbers in it."""
     random = np.random.default_rng(0)
+    backbone = {"name": "drawn", "weights": "", "layer": 0, "attention": "true", "grid": GRID, "dim": DIM, "image_size": 256}
+    settings = plan.settings_of(backbone, ExtractConfig(batch_size=BATCH, shard_size=SHARD))
+    shards: plan.Shards = {}
     n = GRID[0] * GRID[1]
     for index in range(rows // SHARD):
         signal = random.random((SHARD, n), dtype=np.float32)
@@ -40,14 +45,12 @@ def drawn_store(path: Path, rows: int) -> FeatureStore:
             "patches": random.standard_normal((SHARD, n, DIM), dtype=np.float32).astype(np.float16),
             "cls": random.standard_normal((SHARD, DIM), dtype=np.float32).astype(np.float16),
             **dict.fromkeys(("attention_entropy", "cls_attention", "luminance"), signal),
-            "label": random.integers(0, 8, SHARD),
-            "lesion": (signal > 0.7).astype(np.uint8),
-            "has_mask": np.ones(SHARD, np.uint8),
         }
-        names = [(f"row-{index * SHARD + i:06d}", "identity", "") for i in range(SHARD)]
-        write_shard(path, index, names, tensors, [], BATCH)
-    config = {"format": FORMAT, "backbone": {"grid": GRID, "dim": DIM}, "classes": list("abcdefgh"), "keep": "patches", "weights": None}
-    write_json(path / "store.json", {**config, "shards": rows // SHARD})
+        entries = [Row(f"row-{index * SHARD + i:06d}", "identity", (256, 256), Geometry()) for i in range(SHARD)]
+        write_shard(path, index, entries, tensors, [], BATCH, plan.identity_of(settings))
+        shards[index] = tuple(entry.key for entry in entries)
+    write_json(path / plan.STORE, settings)
+    plan.write_plan(path, shards)
     return FeatureStore.open(path)
 
 

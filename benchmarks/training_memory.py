@@ -13,18 +13,39 @@ import tempfile
 import threading
 from pathlib import Path
 
+import numpy as np
+
 from benchmarks.reading import drawn_store, private_kib
 from medtokenbudget.config import LATSConfig, preset
 from medtokenbudget.data import Manifest
 from medtokenbudget.features import FeatureStore
+from medtokenbudget.features.annotations import Annotation
 from medtokenbudget.training.trainer import train_selector
+
+
+def _annotated(store: FeatureStore) -> FeatureStore:
+    """The store with drawn labels and lesion patches, as a manifest would give them."""
+    random = np.random.default_rng(0)
+    n = len(store)
+    annotation = Annotation(
+        classes=tuple("abcdefgh"),
+        ids=store.ids,
+        tokens=np.arange(n),
+        label=random.integers(0, 8, n),
+        lesion=random.random((n, store.n)) > 0.7,
+        has_mask=np.ones(n, bool),
+        errors=[],
+        images={name: name for name in store.ids},
+    )
+    return FeatureStore(store.path, store.config, store.shards, store.sidecars, annotation)
 
 
 def training_memory(path: Path, name: str) -> dict[str, int]:
     """Largest private memory, over the start, while LATS trains for one epoch on the store and its head for another."""
-    store = FeatureStore.open(path)
+    store = _annotated(FeatureStore.open(path))
     records = [
-        {"image_id": image, "image": image, "label": store.classes[int(store.label[i])], "split": "train" if i % 8 else "val"}
+        {"image_id": image, "image": image, "mask": image, "label": store.classes[int(store.label[i])]}
+        | {"split": "train" if i % 8 else "val"}
         for i, image in enumerate(store.ids)
     ]
     manifest = Manifest.from_records(records, store.classes)

@@ -41,7 +41,8 @@ class SmallTransformer(nn.Module):
 def main(model: Path, manifest: Path, store: Path, budget: float = 0.3, epochs: int = 10) -> float:
     """Return the accuracy on the validation images."""
     route = mtb.load(model).router(budget)
-    images, tokens = Manifest.read(manifest), FeatureStore.open(store)
+    images = Manifest.read(manifest)
+    tokens = FeatureStore.open(store, images)
 
     def part(name: str) -> tuple[Tensor, Tensor, Tensor]:
         kept, places, labels = [], [], []

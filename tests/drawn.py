@@ -24,7 +24,7 @@ class Drawn:
 
     @property
     def store(self) -> FeatureStore:
-        return FeatureStore.open(self.store_path)
+        return FeatureStore.open(self.store_path, self.manifest)
 
 
 def drawn_store(folder: Path, n: int = 96) -> Drawn:

@@ -27,7 +27,7 @@ def test_an_unknown_engine_is_rejected_with_the_known_ones(tmp_path: Path) -> No
 
 
 def test_a_task_says_when_its_node_does_not_see_the_store(tmp_path: Path) -> None:
-    work = Work(tmp_path / "elsewhere", (), tiny_backbone(tmp_path / "b"), {}, CONFIG)
+    work = Work(tmp_path / "elsewhere", (), tiny_backbone(tmp_path / "b"), {}, CONFIG, "")
     message = make_shard((0, ()), work)
     assert message is not None
     assert "file system that all nodes share" in message
@@ -36,7 +36,7 @@ def test_a_task_says_when_its_node_does_not_see_the_store(tmp_path: Path) -> Non
 def test_a_task_refuses_other_weights_than_the_driver_has(tmp_path: Path) -> None:
     backbone = tiny_backbone(tmp_path / "b")
     store = extract(tiny_manifest(tmp_path / "images", 2), tmp_path / "store", backbone, CONFIG)
-    work = Work(store.path, (), backbone, {**store.config["backbone"], "weights": "other"}, CONFIG)
+    work = Work(store.path, (), backbone, {**store.config["backbone"], "weights": "other"}, CONFIG, "")
     assert "weights: expected 'other'" in str(make_shard((7, ()), work))
 
 

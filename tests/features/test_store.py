@@ -21,7 +21,8 @@ from medtokenbudget.data import Manifest, decode_image
 from medtokenbudget.errors import MismatchError, RequestError, WorkError
 from medtokenbudget.features import Backbone, FeatureStore, extract
 from medtokenbudget.features.reading import BufferPool, Fetching, MappedRows, join_large, join_small, prefetched
-from medtokenbudget.features.shards import map_shard, shard_path, write_shard
+from medtokenbudget.features.shards import Row, map_shard, shard_path, write_shard
+from medtokenbudget.features.views import Geometry
 from tests.features.tiny import CONFIG, DIM, GRID, tiny_backbone, tiny_manifest
 
 
@@ -142,11 +143,15 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="looks at pages of me
 PAGES = 262_144 // mmap.PAGESIZE
 
 
+def _row(number: int) -> Row:
+    return Row(str(number), "identity", (1, 1), Geometry())
+
+
 @pytest.fixture
 def on_disk(tmp_path: Path) -> tuple[Path, np.ndarray]:
     """A shard of 64 rows of 256 KiB, none of it in memory, and the rows."""
     rows = np.random.default_rng(0).random((64, 65_536), dtype=np.float32)
-    write_shard(tmp_path, 0, [(str(i), "identity", "") for i in range(64)], {"patches": rows}, [], 1)
+    write_shard(tmp_path, 0, [_row(i) for i in range(64)], {"patches": rows}, [], 1, "")
     path = shard_path(tmp_path, 0)
     with path.open("rb") as file:
         os.fsync(file.fileno())
@@ -265,7 +270,7 @@ def test_rows_are_joined_to_the_last_bit(shape: tuple[int, ...], shift: int, dty
 def test_the_largest_tensor_of_a_shard_starts_on_a_cache_line(tmp_path: Path) -> None:
     for count in range(1, 9):
         tensors = {"label": np.arange(count), "patches": np.ones((count, 4, 3), np.float16), "has_mask": np.ones(count, np.uint8)}
-        write_shard(tmp_path, count, [(str(i), "identity", "") for i in range(count)], tensors, [], 4)
+        write_shard(tmp_path, count, [_row(i) for i in range(count)], tensors, [], 4, "")
         arrays = map_shard(shard_path(tmp_path, count))
         assert arrays["patches"].ctypes.data % 64 == 0
         for name, expected in load_file(shard_path(tmp_path, count)).items():
@@ -286,7 +291,7 @@ def test_writing_into_a_batch_changes_nothing_else(made: tuple[FeatureStore, Man
 
 def test_another_configuration_is_rejected_with_the_difference_shown(made: tuple[FeatureStore, Manifest, Backbone]) -> None:
     store, manifest, backbone = made
-    FeatureStore.open(store.path, expect={"data": manifest.data_hash, "backbone": backbone.fingerprint})
+    FeatureStore.open(store.path, manifest, expect={"backbone": backbone.fingerprint})
     other = {**backbone.fingerprint, "layer": 0}
     with pytest.raises(MismatchError, match=r"backbone.layer: expected 0, found 1") as caught:
         FeatureStore.open(store.path, expect={"backbone": other, "dtype": "fp32"})
@@ -297,7 +302,8 @@ def test_another_configuration_is_rejected_with_the_difference_shown(made: tuple
 @pytest.mark.parametrize("damage", ["no sidecar", "no shard", "cut short", "sidecar cut short"])
 def test_a_half_shard_is_never_read(tmp_path: Path, damage: str) -> None:
     backbone = tiny_backbone(tmp_path / "backbone")
-    store = extract(tiny_manifest(tmp_path / "images", 8, masks=False), tmp_path / "store", backbone, CONFIG)
+    manifest = tiny_manifest(tmp_path / "images", 8, masks=False)
+    store = extract(manifest, tmp_path / "store", backbone, CONFIG)
     shard, sidecar = store.path / "shard-00001.safetensors", store.path / "shard-00001.json"
     if damage == "no sidecar":
         sidecar.unlink()
@@ -312,7 +318,7 @@ def test_a_half_shard_is_never_read(tmp_path: Path, damage: str) -> None:
     part = FeatureStore.open(store.path, partial=True)
     assert (part.missing, len(part)) == ([1], 4)
     with pytest.raises(RequestError, match="shards are missing"):
-        part.rows(["image-007"])
+        part.annotated(manifest).rows(["image-007"])
 
 
 def test_a_changed_byte_is_found_by_verify(tmp_path: Path) -> None:

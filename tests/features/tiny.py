@@ -61,5 +61,6 @@ def lesion_mask() -> Image.Image:
 
 
 def contents(store: Path) -> dict[str, bytes]:
-    """Every file of a store that is not a leftover."""
-    return {path.name: path.read_bytes() for path in sorted(store.iterdir()) if not path.name.endswith(".part")}
+    """Every file of a store that is neither a leftover nor in its cache."""
+    files = [path for path in sorted(store.iterdir()) if path.is_file() and not path.name.endswith(".part")]
+    return {path.name: path.read_bytes() for path in files}

@@ -112,7 +112,7 @@ def test_a_store_of_other_labels_classes_or_masks_is_refused(drawn: Drawn) -> No
         make_parts(manifest.with_columns(label=labels), store, config)
     with pytest.raises(MismatchError, match=rf"The masks of {len(manifest)} images differ"):
         make_parts(manifest.with_columns(mask=[None] * len(manifest)), store, config)
-    with pytest.raises(RequestError, match="none of the images"):
+    with pytest.raises(RequestError, match="has none of the images of this manifest"):
         make_parts(manifest.with_columns(image_id=[f"other-{i}" for i in range(len(manifest))]), store, config)
 
 

@@ -100,7 +100,7 @@ def _summary(store: Any, manifest: Path) -> str:
         where = f"{store.path / 'errors.jsonl'} lists" if not store.missing else "the JSON files of the shards list"
         lines.append(f"Skipped {len(store.errors)} of {len(store) + len(store.errors)} rows; {where} the reasons.")
     if store.missing:
-        of = store.config["shards"]
+        of = len(store.shards)
         lines.append(
             f"{store.path} is incomplete: {len(store.missing)} of {of} shards are missing. "
             "Run the other jobs, or this command without --shards."

@@ -20,15 +20,15 @@ def same_aspect(mask: tuple[int, int], image: tuple[int, int]) -> bool:
     return abs(mask[0] * image[1] / (mask[1] * image[0]) - 1) <= ASPECT_TOLERANCE
 
 
-def mask_of(image: Image.Image, path: Path | str) -> Image.Image:
-    """Decode the mask of an image.
+def mask_of(image: tuple[int, int], path: Path | str) -> Image.Image:
+    """Decode the mask of an image of this (width, height).
 
     Raises:
         DecodeError: The file cannot be read, or its aspect ratio is not that of the image.
     """
     mask = decode_mask(path)
-    if not same_aspect(mask.size, image.size):
-        sizes = f"{mask.width} x {mask.height} pixels, the image {image.width} x {image.height}"
+    if not same_aspect(mask.size, image):
+        sizes = f"{mask.width} x {mask.height} pixels, the image {image[0]} x {image[1]}"
         raise DecodeError(f"The mask {Path(path).name} has {sizes}. The aspect ratios must be the same.", "mask-aspect")
     return mask
 

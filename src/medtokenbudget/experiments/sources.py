@@ -25,11 +25,12 @@ class Sources:
         """What paths or objects stand for; a manifest that is only in memory belongs into the run directory `out`."""
         store_path = (store.path if isinstance(store, FeatureStore) else Path(store)).resolve()
         if isinstance(manifest, Manifest):
-            opened = store if isinstance(store, FeatureStore) else FeatureStore.open(store_path)
+            opened = store.annotated(manifest) if isinstance(store, FeatureStore) else FeatureStore.open(store_path, manifest)
             return cls(manifest, opened, Path(out).resolve() / "manifest.parquet", store_path, in_memory=True)
         if isinstance(store, FeatureStore):
             path = Path(manifest).resolve()
-            return remember(cls(Manifest.read(path), store, path, store_path))
+            read = Manifest.read(path)
+            return remember(cls(read, store.annotated(read), path, store_path))
         return open_sources(manifest, store_path)
 
     def ensure_written(self) -> None:
@@ -47,8 +48,8 @@ def open_sources(manifest: Path | str, store: Path | str) -> Sources:
     paths = Path(manifest).resolve(), Path(store).resolve()
     key = _key(*paths)
     if key is None or key not in _open:
-        sources = Sources(Manifest.read(paths[0]), FeatureStore.open(paths[1]), *paths)
-        return remember(sources)
+        read = Manifest.read(paths[0])
+        return remember(Sources(read, FeatureStore.open(paths[1], read), *paths))
     return _open[key]
 
 
@@ -63,7 +64,10 @@ def remember(sources: Sources) -> Sources:
 
 def _key(manifest: Path, store: Path) -> tuple[object, ...] | None:
     try:
-        stats = [(os.fspath(path), path.stat().st_mtime_ns, path.stat().st_size) for path in (manifest, store / "store.json")]
+        stats = [
+            (os.fspath(path), path.stat().st_mtime_ns, path.stat().st_size)
+            for path in (manifest, store / "store.json", store / "plan.json")
+        ]
     except OSError:
         return None
     return tuple(stats)

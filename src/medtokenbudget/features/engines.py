@@ -22,6 +22,8 @@ class Work:
     backbone: BackboneConfig
     fingerprint: dict[str, Any]
     config: ExtractConfig
+    settings: str
+    """Hash of the store's settings, recorded with every shard."""
     route: Route | None = None
     address: str | None = None
 
@@ -31,7 +33,7 @@ Engine = Callable[[Work, Backbone, Callable[[int], Any]], None]
 
 
 def _local(work: Work, backbone: Backbone, advance: Callable[[int], Any]) -> None:
-    fill(work.store, work.shards, backbone, work.config, work.route, advance)
+    fill(work.store, work.shards, backbone, work.config, work.settings, work.route, advance)
 
 
 def _ray(work: Work, backbone: Backbone, advance: Callable[[int], Any]) -> None:

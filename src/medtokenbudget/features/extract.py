@@ -1,8 +1,8 @@
-"""`extract`: run the frozen backbone once over a manifest and fill a store. The same call resumes an incomplete store."""
+"""`extract`: run the frozen backbone over what a store does not have of a manifest; called again, it continues where it stopped."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +10,13 @@ from medtokenbudget.config import BackboneConfig, ExtractConfig
 from medtokenbudget.data import Manifest
 from medtokenbudget.devices import resolve_device
 from medtokenbudget.errors import RequestError, WorkError
+from medtokenbudget.features import plan
+from medtokenbudget.features.annotations import hashes_of
 from medtokenbudget.features.backbone import Backbone
-from medtokenbudget.features.engines import Engine, Work, find_engine
-from medtokenbudget.features.pipeline import Route
-from medtokenbudget.features.plan import Plan, check, check_request, make_plan, publish
-from medtokenbudget.features.shards import read_sidecar, remove_leftovers
+from medtokenbudget.features.engines import Work, find_engine
+from medtokenbudget.features.pipeline import Prepared, Route, Shard, prepare
+from medtokenbudget.features.plan import Item, Shards
+from medtokenbudget.features.shards import Failure, Key, read_sidecar, remove_leftovers
 from medtokenbudget.features.store import FeatureStore
 from medtokenbudget.files import read_lines, write_lines
 from medtokenbudget.locks import exclusive
@@ -32,74 +34,93 @@ def extract(
     route: Route | None = None,
     route_fingerprint: dict[str, Any] | None = None,
 ) -> FeatureStore:
-    """Run the backbone over the images of a manifest and store their tokens.
+    """Add what `store` does not have of the images of `manifest`, and open it with the manifest.
 
-    The same call resumes an incomplete store, and returns at once if the store is complete.
+    Images are known by the content of their files: labels, masks, splits and names may change without extracting anything again.
+    Images that could not be read before are tried again.
 
     Args:
         manifest: The images.
-        store: Folder of the store.
-        backbone: The backbone.
-        config: Batch size, views, number format and device.
-        engine: 'local' for this process, or 'ray'.
-        shards: `(i, n)` computes only every n-th shard starting at i, for job arrays. The store may then be incomplete
-            (`FeatureStore.missing`).
-        address: Address of a running Ray cluster, for the engine 'ray'.
-        route: Keep only the tokens that this function selects.
-        route_fingerprint: JSON values that identify `route`; under 'backbone' the fields that the backbone must have.
+        store: Folder of the store; it is made if it does not exist.
+        backbone: The frozen backbone.
+        config: Views, number format and how to work.
+        engine: 'local', or 'ray' for a cluster.
+        shards: (i, n) makes only the shards whose number leaves the rest i when divided by n, for job arrays; the returned store
+            may then be incomplete (`missing`).
+        address: Address of a running Ray cluster.
+        route: Keep only what this function selects.
+        route_fingerprint: What `route` is, and under 'backbone' which fields of a backbone's fingerprint it needs.
 
     Returns:
-        The open store.
+        The store, opened with `manifest`.
 
     Raises:
-        RequestError: The settings are wrong or do not fit the manifest.
+        RequestError: The request cannot be carried out.
         MismatchError: The store was made with other settings.
-        WorkError: The extraction failed; what is finished is kept.
-
-    Example:
-        >>> store = extract(manifest, "stores/photos", BackboneConfig(name="embedded"))  # doctest: +SKIP
     """
     config = config or ExtractConfig()
     if (route is None) != (route_fingerprint is None):
         raise RequestError("route and route_fingerprint must be used together, so that the store records what selected its tokens.")
     run = find_engine(engine)
-    check_request(manifest, config)
+    plan.check_request(manifest, config)
+    _check_share(shards)
     path = Path(store)
     loaded = Backbone.load(backbone, resolve_device(config.device))
     if route_fingerprint is not None:
         advice = "A router knows only the tokens that it was trained on: use the backbone of the model."
-        check("the backbone", route_fingerprint.get("backbone", {}), loaded.fingerprint, advice)
-    plan = make_plan(manifest, loaded.fingerprint, config, route_fingerprint, backbone.weights)
-    mine = _mine(plan, shards)
-    # The jobs of an array share the lock: each fills shards of its own.
-    with exclusive(path, shared=shards is not None):
-        return _fill(path, plan, mine, run, Work(path.resolve(), (), backbone, loaded.fingerprint, config, route, address), loaded)
-
-
-def _fill(path: Path, plan: Plan, mine: range, run: Engine, work: Work, loaded: Backbone) -> FeatureStore:
-    publish(plan, path)
-    todo = tuple((index, plan.shards[index]) for index in mine if read_sidecar(path, index) is None)
-    total = sum(len(plan.shards[index]) for index in mine)
-    left = sum(len(items) for _, items in todo)
+        plan.check("the backbone", route_fingerprint.get("backbone", {}), loaded.fingerprint, advice)
+    settings = plan.settings_of(loaded.fingerprint, config, route_fingerprint, backbone.weights)
+    plan.begin(path, settings)
+    items = plan.items_of(manifest, config, *hashes_of(path, manifest))
+    planned = plan.extend(path, list(items), config.shard_size, _readable_now(path, items, loaded, config))
+    todo = _unfinished(path, planned, items, shards)
+    left = sum(len(rows) for _, rows in todo)
     if todo:
-        work = replace(work, shards=todo)
-        with progress(total=total, initial=total - left, what="Extracting", unit="image") as bar:
+        work = Work(path.resolve(), todo, backbone, loaded.fingerprint, config, plan.identity_of(settings), route, address)
+        with progress(total=max(len(items), left), initial=max(0, len(items) - left), what="extract", unit="image") as bar:
             run(work, loaded, bar.update)
-    return _finished(path)
+    return _finished(path, manifest)
 
 
-def _mine(plan: Plan, shards: tuple[int, int] | None) -> range:
-    if shards is None:
-        return range(len(plan.shards))
-    i, n = shards
-    if n < 1 or not 0 <= i < n:
-        raise RequestError(f"--shards {i}/{n} does not exist. Use I/N with I from 0 to N - 1.")
-    return range(i, len(plan.shards), n)
+def _check_share(shards: tuple[int, int] | None) -> None:
+    if shards is not None and (shards[1] < 1 or not 0 <= shards[0] < shards[1]):
+        raise RequestError(f"shards {shards[0]}/{shards[1]} does not exist: give I/N with I from 0 to N - 1.")
 
 
-def _finished(path: Path) -> FeatureStore:
-    """Open the store; if it is complete, write `errors.jsonl` and delete the temporary files of interrupted runs."""
-    store = FeatureStore.open(path, partial=True)
+def _readable_now(path: Path, items: Mapping[Key, Item], backbone: Backbone, config: ExtractConfig) -> frozenset[Key]:
+    """Rows that failed before and can be made now: the image can be read again, or the mask is another one."""
+    failures: dict[Key, Failure] = {}
+    made: set[Key] = set()
+    for index, keys in plan.read_plan(path).items():
+        sidecar = read_sidecar(path, index, keys)
+        if sidecar is None:
+            made |= set(keys)  # not finished: it is made as planned
+            continue
+        made |= {row.key for row in sidecar.rows}
+        failures |= {failure.key: failure for failure in sidecar.failures}
+    candidates = [
+        items[key]
+        for key, failure in failures.items()
+        if key in items
+        and key not in made
+        and (failure.kind == "image" or (failure.kind == "view" and failure.mask != items[key].mask))
+    ]
+    return frozenset(item.key for item in candidates if isinstance(prepare((item,), backbone, config.view_seed)[0], Prepared))
+
+
+def _unfinished(path: Path, planned: Shards, items: Mapping[Key, Item], shards: tuple[int, int] | None) -> tuple[Shard, ...]:
+    """Shards that this call makes: planned, not there, and with rows of this manifest."""
+    i, n = shards or (0, 1)
+    todo = []
+    for index, keys in sorted(planned.items()):
+        if index % n == i and any(key in items for key in keys) and read_sidecar(path, index, keys) is None:
+            todo.append((index, tuple(items.get(key) or Item(key[0], key[1], "", "") for key in keys)))
+    return tuple(todo)
+
+
+def _finished(path: Path, manifest: Manifest) -> FeatureStore:
+    """The store as it is; when it is complete, with `errors.jsonl` and without what killed runs left behind."""
+    store = FeatureStore.open(path, manifest, partial=True)
     if not store.missing:
         _write_errors(path / "errors.jsonl", store)
         remove_leftovers(path)

@@ -18,15 +18,16 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 
 from medtokenbudget.config import ExtractConfig
-from medtokenbudget.data import decode_image, mask_of, patch_labels
+from medtokenbudget.data import decode_image, mask_of
 from medtokenbudget.errors import RequestError, WorkError
 from medtokenbudget.features import views
 from medtokenbudget.features.backbone import Backbone
 from medtokenbudget.features.plan import Item
 from medtokenbudget.features.preprocess import luminance
-from medtokenbudget.features.shards import RowError, write_shard
+from medtokenbudget.features.shards import Failure, Row, write_shard
 from medtokenbudget.files import sha256_file
 from medtokenbudget.progress import say
 from medtokenbudget.tokens import Selection, TokenBatch
@@ -39,19 +40,10 @@ _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
 
 @dataclass(frozen=True)
 class Prepared:
-    """A row that is ready for the forward pass.
+    """A row that is ready for the forward pass: pixels uint8 [S, S, 3]."""
 
-    Attributes:
-        item: The planned row.
-        image: SHA-256 of the image file.
-        pixels: uint8 [S, S, 3].
-        lesion: bool [N], or None without a mask.
-    """
-
-    item: Item
-    image: str
+    row: Row
     pixels: np.ndarray
-    lesion: np.ndarray | None
 
 
 @dataclass
@@ -60,33 +52,36 @@ class Filling:
 
     index: int
     batch_size: int
-    rows: list[tuple[str, str, str]] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
     parts: dict[str, list[np.ndarray]] = field(default_factory=dict)
-    errors: list[RowError] = field(default_factory=list)
-
-    def fail(self, item: Item, reason: str) -> None:
-        self.errors.append(RowError(item.image_id, item.view, reason))
+    failures: list[Failure] = field(default_factory=list)
 
     def tensors(self) -> dict[str, np.ndarray]:
         return {name: np.concatenate(parts) for name, parts in self.parts.items()}
 
 
-def prepare(items: tuple[Item, ...], backbone: Backbone, view_seed: int) -> list[Prepared | RowError]:
-    """Decode one image once and prepare its views, each with its mask, or with the reason why it failed."""
+def prepare(items: tuple[Item, ...], backbone: Backbone, view_seed: int) -> list[Prepared | Failure]:
+    """The views of one image, which is decoded once, or the reason why a view cannot be had."""
+    first = items[0]
     try:
-        image = decode_image(items[0].image)
-        mask = None if items[0].mask is None else mask_of(image, items[0].mask)
-        digest = sha256_file(items[0].image)
+        if not first.image_file:
+            raise RequestError("the image left the manifest before it was extracted.")
+        image = decode_image(first.image_file)
+        if sha256_file(first.image_file) != first.image:
+            raise RequestError(f"{Path(first.image_file).name} changed while it was extracted. Run `mtb extract` again.")
     except RequestError as error:
-        return [RowError(item.image_id, item.view, str(error)) for item in items]
-    done: list[Prepared | RowError] = []
+        return [Failure(item.image, item.view, "image", str(error)) for item in items]
+    done: list[Prepared | Failure] = []
+    mask: Image.Image | None = None
     for item in items:
         try:
-            seen, seen_mask = views.apply(image, mask, item.view, views.image_seed(view_seed, item.image_id))
-            lesion = None if seen_mask is None else patch_labels(seen_mask, backbone.grid)
-            done.append(Prepared(item, digest, backbone.prepare(seen), lesion))
+            if mask is None and item.mask_file is not None and views.is_off_center(item.view):
+                mask = mask_of(image.size, item.mask_file)
+            geometry = views.geometry_of(item.view, mask, views.image_seed(view_seed, item.image_id))
+            row = Row(item.image, item.view, image.size, geometry)
+            done.append(Prepared(row, backbone.prepare(geometry.of(image))))
         except RequestError as error:
-            done.append(RowError(item.image_id, item.view, str(error)))
+            done.append(Failure(item.image, item.view, "view", str(error), item.mask))
     return done
 
 
@@ -95,10 +90,11 @@ def fill(
     shards: Iterable[Shard],
     backbone: Backbone,
     config: ExtractConfig,
+    settings: str,
     route: Route | None = None,
     advance: Callable[[int], Any] = lambda rows: None,
 ) -> None:
-    """Compute and write shards in order; `advance` is called with the number of rows that are done."""
+    """Make these shards of the store, in order. `settings` is recorded with each; `advance` is told how many rows are done."""
     with cpu_threads(config.threads), ThreadPoolExecutor(1, "mtb-write") as writer:
         written: deque[Future[Any]] = deque()
         for filling in _filled(shards, backbone, config, route, advance):
@@ -108,7 +104,9 @@ def fill(
             tensors = filling.tensors()
             filling.parts.clear()
             written.append(
-                writer.submit(write_shard, store, filling.index, filling.rows, tensors, filling.errors, filling.batch_size)
+                writer.submit(
+                    write_shard, store, filling.index, filling.rows, tensors, filling.failures, filling.batch_size, settings
+                )
             )
             del tensors
         while written:
@@ -123,8 +121,8 @@ def _filled(
     for index, row in _decoded(shards, backbone, config):
         if filling is None or index != filling.index:
             filling, waiting = Filling(index, config.batch_size), []
-        if isinstance(row, RowError):
-            filling.errors.append(row)
+        if isinstance(row, Failure):
+            filling.failures.append(row)
             advance(1)
         elif row is not None:
             waiting.append(row)
@@ -136,16 +134,14 @@ def _filled(
             yield filling
 
 
-def _decoded(
-    shards: Iterable[Shard], backbone: Backbone, config: ExtractConfig
-) -> Iterator[tuple[int, Prepared | RowError | None]]:
-    """Rows in order, decoded ahead across shards; None after the last row of a shard."""
+def _decoded(shards: Iterable[Shard], backbone: Backbone, config: ExtractConfig) -> Iterator[tuple[int, Prepared | Failure | None]]:
+    """Rows in order, decoded ahead across the borders of shards; None after the last row of a shard."""
     with ThreadPoolExecutor(config.workers or min(16, os.cpu_count() or 1), "mtb-decode") as pool:
-        queue: deque[tuple[int, Future[list[Prepared | RowError]] | None]] = deque()
+        queue: deque[tuple[int, Future[list[Prepared | Failure]] | None]] = deque()
         ahead = 0
         try:
             for index, items in shards:
-                for _, group in itertools.groupby(items, key=lambda item: item.image_id):
+                for _, group in itertools.groupby(items, key=lambda item: item.image):
                     views_of_image = tuple(group)
                     queue.append((index, pool.submit(prepare, views_of_image, backbone, config.view_seed)))
                     ahead += len(views_of_image)
@@ -160,7 +156,7 @@ def _decoded(
             pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _taken(queue: deque[tuple[int, Future[list[Prepared | RowError]] | None]]) -> Iterator[tuple[int, Prepared | RowError | None]]:
+def _taken(queue: deque[tuple[int, Future[list[Prepared | Failure]] | None]]) -> Iterator[tuple[int, Prepared | Failure | None]]:
     index, future = queue.popleft()
     if future is None:
         yield index, None
@@ -226,10 +222,6 @@ def compute(
     for name in ("attention_entropy", "cls_attention", "luminance"):
         if (value := getattr(tokens, name)) is not None:
             fields[name] = _array(value, np.float32)
-    n = backbone.grid[0] * backbone.grid[1]
-    fields["label"] = np.asarray([row.item.label for row in batch], np.int64)
-    fields["lesion"] = np.stack([np.zeros(n, bool) if row.lesion is None else row.lesion for row in batch]).astype(np.uint8)
-    fields["has_mask"] = np.asarray([row.lesion is not None for row in batch], np.uint8)
     return fields
 
 
@@ -256,9 +248,10 @@ def _add(filling: Filling, batch: list[Prepared], fields: dict[str, np.ndarray])
     finite = torch.from_numpy(tokens).abs().amax((1, 2)).isfinite().numpy()
     for row, good in zip(batch, finite):
         if good:
-            filling.rows.append((row.item.image_id, row.item.view, row.image))
+            filling.rows.append(row.row)
         else:
-            filling.fail(row.item, f"The tokens of the backbone are not finite in {tokens.dtype}.")
+            reason = f"the backbone's tokens are not finite in {tokens.dtype}."
+            filling.failures.append(Failure(row.row.image, row.row.view, "tokens", reason))
     for name, value in fields.items():
         filling.parts.setdefault(name, []).append(value if finite.all() else value[finite])
 

@@ -1,76 +1,77 @@
-"""The plan of a store, made before anything is computed: its rows, their shards, and all settings.
+"""What a store holds and will hold: its settings (`store.json`) and which rows belong to which shard (`plan.json`).
 
-It is written once, as `store.json` and `plan.json`. Every worker compares its own plan with it, and then needs only the number of a
-shard to know what to do.
+A row is a view of an image's content. Every worker, today's or tomorrow's, needs only the number of a shard to know what to do,
+and a changed manifest adds shards for what is not planned yet.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from medtokenbudget.config import ExtractConfig
 from medtokenbudget.data import Manifest
-from medtokenbudget.errors import MismatchError, RequestError
+from medtokenbudget.errors import MismatchError, RequestError, WorkError
 from medtokenbudget.features import views
+from medtokenbudget.features.shards import Key
 from medtokenbudget.files import dotted, read_json, sha256_json, write_json, write_text
 
-FORMAT = 2
+FORMAT = 3
+STORE, PLAN = "store.json", "plan.json"
+Shards = dict[int, tuple[Key, ...]]
+_NOT_IDENTITY = ("weights",)
+"""Settings that may differ: the file of the weights may be elsewhere by now, and the backbone's fingerprint has its hash."""
 
 
 @dataclass(frozen=True)
 class Item:
-    """A planned row: a view of an image, its mask and its class index (-1 if unknown)."""
+    """One row to be made: which view of which image file, with the mask for off-center crops.
 
-    image_id: str
-    view: str
+    `image` and `mask` are the SHA-256 of the files, `image_id` seeds the crop. An empty `image_file` means that the image left the
+    manifest before it was extracted.
+    """
+
     image: str
-    mask: str | None
-    label: int
+    view: str
+    image_id: str
+    image_file: str
+    mask_file: str | None = None
+    mask: str | None = None
+
+    @property
+    def key(self) -> Key:
+        return self.image, self.view
 
 
-@dataclass(frozen=True)
-class Plan:
-    """`config` is the content of `store.json`, `shards[i]` are the rows of shard i."""
-
-    config: dict[str, Any]
-    shards: tuple[tuple[Item, ...], ...]
-
-
-def make_plan(
-    manifest: Manifest,
+def settings_of(
     fingerprint: dict[str, Any],
     config: ExtractConfig,
     route_fingerprint: dict[str, Any] | None = None,
     weights: Path | None = None,
-) -> Plan:
-    """Plan the rows in the order of the manifest, with the views of an image next to each other, and cut them into shards."""
-    check_request(manifest, config)
-    items = _items(manifest, config.views, config.crops)
-    size = config.shard_size
-    shards = tuple(tuple(items[start : start + size]) for start in range(0, len(items), size))
-    settings = {
-        "format": FORMAT,
-        "backbone": fingerprint,
-        "weights": None if weights is None else str(weights.resolve()),
-        "data": manifest.data_hash,
-        "classes": list(manifest.classes),
-        "keep": "patches" if route_fingerprint is None else "routed",
-        "route": route_fingerprint,
-        "dtype": config.dtype,
-        "views": config.views,
-        "crops": config.crops,
-        "view_seed": config.view_seed,
-        "shard_size": config.shard_size,
-        "batch_size": config.batch_size,
-        "rows": len(items),
-        "shards": len(shards),
-        "plan": sha256_json(_rows(shards)),
-    }
-    return Plan(plain(settings), shards)
+) -> dict[str, Any]:
+    """The content of `store.json`: everything that the numbers in the store depend on, except the images."""
+    return plain(
+        {
+            "format": FORMAT,
+            "backbone": fingerprint,
+            "weights": None if weights is None else str(weights.resolve()),
+            "keep": "patches" if route_fingerprint is None else "routed",
+            "route": route_fingerprint,
+            "dtype": config.dtype,
+            "view_seed": config.view_seed,
+            "shard_size": config.shard_size,
+            "batch_size": config.batch_size,
+        }
+    )
+
+
+def identity_of(settings: dict[str, Any]) -> str:
+    """Hash of the settings that the numbers depend on; every shard records it."""
+    return sha256_json({key: value for key, value in settings.items() if key not in _NOT_IDENTITY})
 
 
 def check_request(manifest: Manifest, config: ExtractConfig) -> None:
@@ -94,48 +95,152 @@ def check_request(manifest: Manifest, config: ExtractConfig) -> None:
         )
 
 
-def _items(manifest: Manifest, name: str, crops: int) -> list[Item]:
-    labels = manifest.label_index
+def items_of(
+    manifest: Manifest, config: ExtractConfig, images: Sequence[str | None], masks: Sequence[str | None]
+) -> dict[Key, Item]:
+    """The rows of every image in the manifest's order, the views of an image beside each other, each content once.
+
+    Args:
+        manifest: The images.
+        config: Which views to make.
+        images: SHA-256 of each image file, None for one that cannot be read: it has no rows.
+        masks: SHA-256 of each mask file, None without one.
+    """
     splits = manifest.rows["split"].tolist()
-    items = []
+    items: dict[Key, Item] = {}
     for i, image_id in enumerate(manifest.ids):
-        mask = manifest.mask_path(i)
-        for view in views.views_of(name, splits[i], mask is not None, crops):
-            items.append(Item(image_id, view, str(manifest.image_path(i)), None if mask is None else str(mask), int(labels[i])))
+        image, path = images[i], manifest.mask_path(i)
+        if image is None:
+            continue
+        for view in views.views_of(config.views, splits[i], path is not None, config.crops):
+            mask_file = None if path is None else str(path)
+            item = Item(image, view, image_id, str(manifest.image_path(i)), mask_file, masks[i])
+            items.setdefault(item.key, item)
     return items
 
 
-def publish(plan: Plan, store: Path) -> None:
-    """Start a store, or check that the existing one has the same plan."""
-    if not (store / "store.json").exists():
+def begin(store: Path, settings: dict[str, Any]) -> None:
+    """Begin a store, or make sure that the one that is there was begun with the same settings."""
+    if not (store / STORE).exists():
         if store.exists() and not store.is_dir():
-            raise RequestError(f"{store} is a file, but a store is a folder. Choose another --store.")
-        write_text(store / "plan.json", json.dumps(_rows(plan.shards), ensure_ascii=False, separators=(",", ":")) + "\n")
-        write_json(store / "store.json", plan.config)
+            raise RequestError(f"{store} is a file. Name a folder for the store.")
+        write_json(store / STORE, settings)
     check(
         f"the store {store}",
-        # The file of the weights may be elsewhere by now; the backbone's fingerprint has its hash.
-        expected={key: value for key, value in plan.config.items() if key != "weights"},
-        found=read_config(store),
-        advice="Use the settings of this store, or choose another --store.",
+        expected={key: value for key, value in settings.items() if key not in _NOT_IDENTITY},
+        found=read_settings(store),
+        advice="Extract into another folder, or use the settings that this store was made with.",
     )
 
 
-def read_config(store: Path) -> dict[str, Any]:
-    """Read `store.json`; a RequestError says if this is not a store or has another format version."""
-    if not (store / "store.json").is_file():
+def extend(store: Path, keys: Sequence[Key], size: int, again: frozenset[Key] = frozenset()) -> Shards:
+    """Add shards of `size` rows for keys that are not planned yet or are to be made `again`, and return the whole plan."""
+    with _alone(store):
+        shards = read_plan(store)
+        planned = {key for rows in shards.values() for key in rows} - again
+        missing = [key for key in keys if key not in planned]
+        first = max(shards, default=-1) + 1
+        for number, start in enumerate(range(0, len(missing), size)):
+            shards[first + number] = tuple(missing[start : start + size])
+        if missing or not (store / PLAN).exists():
+            write_plan(store, shards)
+    return shards
+
+
+@contextmanager
+def _alone(store: Path) -> Iterator[None]:
+    """Around a change of the plan: one process at a time. The system releases the lock of a killed process."""
+    try:
+        (store / "cache").mkdir(exist_ok=True)
+        lock = open(store / "cache" / "lock", "a")  # noqa: SIM115 (closed below, whatever happens)
+    except OSError as error:
+        raise WorkError(f"cannot write {store}: {error.strerror}.") from None
+    with lock:
+        try:
+            import fcntl
+        except ImportError:  # not on Windows
+            yield
+            return
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def write_plan(store: Path, shards: Shards) -> None:
+    text = json.dumps({str(number): rows for number, rows in sorted(shards.items())}, separators=(",", ":"))
+    write_text(store / PLAN, text + "\n")
+
+
+def read_plan(store: Path) -> Shards:
+    """The rows of each shard by number; empty for a store that was only just begun."""
+    if not (store / PLAN).is_file():
+        return {}
+    values = read_json(store / PLAN)
+    try:
+        return {int(number): tuple((str(image), str(view)) for image, view in rows) for number, rows in values.items()}
+    except (AttributeError, TypeError, ValueError):
+        raise RequestError(f"{store / PLAN} is damaged. Extract into another folder, or restore the file.") from None
+
+
+def read_settings(store: Path) -> dict[str, Any]:
+    """`store.json`, with a message if this is no store, one of another version, or a damaged one."""
+    if not (store / STORE).is_file():
         raise RequestError(
             f"{store} is not a token store: it has no store.json. Create one with `mtb extract MANIFEST --store {store}`."
         )
-    config = read_json(store / "store.json")
-    if not isinstance(config, dict) or config.get("format") != FORMAT:
-        found = config.get("format") if isinstance(config, dict) else None
-        raise RequestError(f"{store} has store format {found!r}, but this version reads format {FORMAT}. Run `mtb extract` again.")
-    return config
+    settings = read_json(store / STORE)
+    if not isinstance(settings, dict) or settings.get("format") != FORMAT:
+        found = settings.get("format") if isinstance(settings, dict) else None
+        raise RequestError(
+            f"{store} has store format {found!r}, but this version reads format {FORMAT}. "
+            f"Run `mtb extract MANIFEST --store NEW` to extract it again into a new folder."
+        )
+    faults = _faults(settings)
+    if faults:
+        raise RequestError(f"{store / STORE} is damaged: {'; '.join(faults)}. Restore the file, or extract into another folder.")
+    return settings
+
+
+_KINDS: dict[str, tuple[type, ...]] = {
+    "backbone": (dict,),
+    "weights": (str, type(None)),
+    "keep": (str,),
+    "route": (dict, type(None)),
+    "dtype": (str,),
+    "view_seed": (int,),
+    "shard_size": (int,),
+    "batch_size": (int,),
+    "backbone.name": (str,),
+    "backbone.weights": (str,),
+    "backbone.layer": (int,),
+    "backbone.attention": (str,),
+    "backbone.grid": (list,),
+    "backbone.dim": (int,),
+    "backbone.image_size": (int,),
+}
+_SIDE = 4096
+"""No token grid has more rows or columns."""
+
+
+def _faults(settings: dict[str, Any]) -> list[str]:
+    """What is wrong with the values of `store.json`."""
+    backbone = settings.get("backbone")
+    inner = backbone if isinstance(backbone, dict) else {}
+    found = {**settings, **{f"backbone.{key}": value for key, value in inner.items()}}
+    faults = [
+        f"{name} must be {' or '.join('null' if kind is type(None) else kind.__name__ for kind in kinds)}"
+        for name, kinds in _KINDS.items()
+        if not isinstance(found.get(name, ...), kinds) or isinstance(found.get(name), bool)
+    ]
+    grid = found.get("backbone.grid")
+    if isinstance(grid, list) and not (len(grid) == 2 and all(type(side) is int and 0 < side <= _SIDE for side in grid)):
+        faults.append("backbone.grid must be two positive numbers")
+    if found.get("keep") not in ("patches", "routed"):
+        faults.append("keep must be 'patches' or 'routed'")
+    return faults
 
 
 def check(what: str, expected: dict[str, Any], found: dict[str, Any], advice: str) -> None:
-    """Raise a MismatchError that shows where `found` differs from `expected`; keys that `expected` lacks are ignored."""
+    """Reject `found` where it differs from `expected`, showing each difference; keys that `expected` lacks are not looked at."""
     wanted = dotted(plain(expected))
     has = dotted(found)
     if any(has.get(key) != value for key, value in wanted.items()):
@@ -145,7 +250,3 @@ def check(what: str, expected: dict[str, Any], found: dict[str, Any], advice: st
 def plain(value: Any) -> Any:
     """The value after a round trip through JSON."""
     return json.loads(json.dumps(value, default=str))
-
-
-def _rows(shards: Sequence[Sequence[Item]]) -> list[list[list[str]]]:
-    return [[[item.image_id, item.view] for item in shard] for shard in shards]

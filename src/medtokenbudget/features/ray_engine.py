@@ -64,7 +64,7 @@ def _run_tasks(ray: Any, work: Work, advance: Callable[[int], Any]) -> None:
 def make_shard(shard: Shard, work: Work) -> str | None:
     """The Ray task: compute one shard unless it exists. Returns None, or an error message."""
     try:
-        if read_sidecar(work.store, shard[0]) is not None:
+        if read_sidecar(work.store, shard[0], [item.key for item in shard[1]]) is not None:
             return None
         if not (work.store / "store.json").exists():
             return f"{work.store} does not exist on node {_node()}. The store must be on a file system that all nodes share."
@@ -73,7 +73,7 @@ def make_shard(shard: Shard, work: Work) -> str | None:
             plan.check(
                 f"The backbone on node {_node()}", work.fingerprint, backbone.fingerprint, "Use the same weights on all nodes."
             )
-            fill(work.store, [shard], backbone, work.config, work.route)
+            fill(work.store, [shard], backbone, work.config, work.settings, work.route)
     except MedTokenBudgetError as error:
         return str(error)
     return None

@@ -1,6 +1,7 @@
 """One shard on disk: a safetensors file with the rows, and a JSON sidecar that marks it as finished.
 
-The sidecar is written last. A shard without a sidecar, or with another size than it says, is incomplete and is never read.
+Its own file because the format is what a crash, another machine and a later version meet: the sidecar is published last, so
+a shard without one, or with another size than it says, was never finished and is never read.
 """
 
 from __future__ import annotations
@@ -8,18 +9,24 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
-from medtokenbudget.errors import WorkError
+from medtokenbudget.errors import RequestError, WorkError
 from medtokenbudget.features.reading import read_nothing_around
+from medtokenbudget.features.views import Geometry
 from medtokenbudget.files import atomic_write, read_json, write_json
 
+LARGE = ("patches", "tokens")
+"""Fields whose rows have a checksum of their own; the others of a row share one."""
+Key = tuple[str, str]
+"""SHA-256 of an image file, and the name of a view."""
 _DTYPES = {"F16": np.float16, "F32": np.float32, "I64": np.int64, "I32": np.int32, "U8": np.uint8}
 _PREFIX = 8
 """Bytes at the start of a safetensors file that contain the length of its header."""
@@ -28,7 +35,7 @@ _CACHE_LINE = 64
 
 @dataclass(frozen=True)
 class RowError:
-    """A planned row that failed, and why."""
+    """An image of a manifest, or a view of it, that has no tokens, and why."""
 
     image_id: str
     view: str
@@ -39,43 +46,90 @@ class RowError:
 
 
 @dataclass(frozen=True)
-class Sidecar:
-    """The content of a finished shard.
+class Failure:
+    """A planned row that is not in the tensors, and why.
 
     Attributes:
-        ids: Image id of each row, in the order of the tensors.
-        views: View of each row.
-        images: SHA-256 of the image file of each row.
-        errors: Rows that failed.
-        bytes: Size of the safetensors file.
-        sha256: Hash of the safetensors file.
-        batch_size: Images per forward pass.
+        image: SHA-256 of the image file.
+        view: Name of the view.
+        kind: 'image' could not be read, 'view' does not exist with this mask, 'tokens' are not finite.
+        reason: A sentence for people.
+        mask: SHA-256 of the mask that a view was to be made with.
     """
 
-    ids: tuple[str, ...]
-    views: tuple[str, ...]
-    images: tuple[str, ...]
-    errors: tuple[RowError, ...]
+    image: str
+    view: str
+    kind: Literal["image", "view", "tokens"]
+    reason: str
+    mask: str | None = None
+
+    @property
+    def key(self) -> Key:
+        return self.image, self.view
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a row of the tensors shows: an image by its SHA-256, its (width, height), a view, and the view's geometry."""
+
+    image: str
+    view: str
+    size: tuple[int, int]
+    geometry: Geometry
+
+    @property
+    def key(self) -> Key:
+        return self.image, self.view
+
+
+@dataclass(frozen=True)
+class Sidecar:
+    """What a finished shard holds.
+
+    Attributes:
+        rows: The rows in the order of the tensors.
+        checksums: CRC-32 of the large fields and of the small fields of each row.
+        failures: Planned rows that could not be made.
+        bytes: Size of the shard.
+        sha256: Hash of the shard.
+        batch_size: Images in one forward pass; smaller than requested if memory ran out.
+        settings: Hash of the settings in `store.json` that the shard was made with.
+    """
+
+    rows: tuple[Row, ...]
+    checksums: tuple[tuple[int, int], ...]
+    failures: tuple[Failure, ...]
     bytes: int
     sha256: str
     batch_size: int
+    settings: str
 
     @staticmethod
     def from_json(value: dict[str, Any]) -> Sidecar:
-        errors = tuple(RowError(**error) for error in value["errors"])
-        ids, views, images = (tuple(value[name]) for name in ("ids", "views", "images"))
-        return Sidecar(ids, views, images, errors, value["bytes"], value["sha256"], value["batch_size"])
+        rows = tuple(Row(str(i), str(v), (int(w), int(h)), Geometry.from_json(g)) for i, v, (w, h), g in value["rows"])
+        checksums = tuple((int(large), int(small)) for large, small in value["checksums"])
+        if len(checksums) != len(rows):
+            raise ValueError("as many checksums as rows")
+        failures = tuple(Failure(**failure) for failure in value["failures"])
+        return Sidecar(
+            rows, checksums, failures, int(value["bytes"]), str(value["sha256"]), int(value["batch_size"]), str(value["settings"])
+        )
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "ids": list(self.ids),
-            "views": list(self.views),
-            "images": list(self.images),
-            "errors": [error.to_json() for error in self.errors],
+            "rows": [[row.image, row.view, list(row.size), row.geometry.to_json()] for row in self.rows],
+            "checksums": [list(pair) for pair in self.checksums],
+            "failures": [vars(failure) for failure in self.failures],
             "bytes": self.bytes,
             "sha256": self.sha256,
             "batch_size": self.batch_size,
+            "settings": self.settings,
         }
+
+    @property
+    def keys(self) -> list[Key]:
+        """Every row that the shard was to hold, made or not."""
+        return [*(row.key for row in self.rows), *(failure.key for failure in self.failures)]
 
 
 def shard_path(store: Path, index: int) -> Path:
@@ -88,8 +142,9 @@ def sidecar_path(store: Path, index: int) -> Path:
     return store / f"shard-{index:05d}.json"
 
 
-def read_sidecar(store: Path, index: int) -> Sidecar | None:
-    """The sidecar of a finished shard; None if the shard is missing or incomplete."""
+def read_sidecar(store: Path, index: int, planned: Sequence[Key] | None = None) -> Sidecar | None:
+    """The sidecar of a finished shard; None if the shard is missing, half written, of another size than it says, or if its rows
+    are not those that were `planned`."""
     try:
         size = os.stat(shard_path(store, index)).st_size
         if not sidecar_path(store, index).exists():
@@ -98,7 +153,9 @@ def read_sidecar(store: Path, index: int) -> Sidecar | None:
         return None
     try:
         sidecar = Sidecar.from_json(read_json(sidecar_path(store, index)))
-    except (ValueError, KeyError, TypeError):
+    except (RequestError, ValueError, KeyError, TypeError):
+        return None
+    if planned is not None and sorted(sidecar.keys) != sorted(planned):
         return None
     return sidecar if sidecar.bytes == size else None
 
@@ -106,24 +163,25 @@ def read_sidecar(store: Path, index: int) -> Sidecar | None:
 def write_shard(
     store: Path,
     index: int,
-    rows: Sequence[tuple[str, str, str]],
+    rows: Sequence[Row],
     tensors: dict[str, np.ndarray],
-    errors: Sequence[RowError],
+    failures: Sequence[Failure],
     batch_size: int,
+    settings: str,
 ) -> Sidecar:
-    """Write a shard, then its sidecar; `rows` are (image_id, view, hash of the image) along the first axis of the tensors."""
+    """Publish a shard, then its sidecar. `rows` describe the tensors' first axis."""
     parts = _encoded(tensors)
     digest = hashlib.sha256()
     for part in parts:
         digest.update(part)
     sidecar = Sidecar(
-        ids=tuple(row[0] for row in rows),
-        views=tuple(row[1] for row in rows),
-        images=tuple(row[2] for row in rows),
-        errors=tuple(errors),
+        rows=tuple(rows),
+        checksums=tuple(_checksums(tensors, row) for row in range(len(rows))),
+        failures=tuple(failures),
         bytes=sum(map(len, parts)),
         sha256=digest.hexdigest(),
         batch_size=batch_size,
+        settings=settings,
     )
     try:
         with atomic_write(shard_path(store, index)) as temporary, open(temporary, "wb") as stream:
@@ -134,6 +192,19 @@ def write_shard(
         if read_sidecar(store, index) != sidecar:
             raise
     return sidecar
+
+
+def _checksums(tensors: dict[str, np.ndarray], row: int) -> tuple[int, int]:
+    large = checksum([tensors[name][row].tobytes() for name in sorted(tensors) if name in LARGE])
+    return large, checksum([tensors[name][row].tobytes() for name in sorted(tensors) if name not in LARGE])
+
+
+def checksum(parts: Sequence[bytes | memoryview]) -> int:
+    """CRC-32 over the parts, one after the other."""
+    value = 0
+    for part in parts:
+        value = zlib.crc32(part, value)
+    return value
 
 
 def _encoded(tensors: dict[str, np.ndarray]) -> list[bytes | memoryview]:
@@ -151,20 +222,32 @@ def _encoded(tensors: dict[str, np.ndarray]) -> list[bytes | memoryview]:
 
 
 def map_shard(path: Path) -> dict[str, np.ndarray]:
-    """The tensors of a shard as read-only memory-mapped arrays: nothing is read before it is used, and nothing is copied."""
-    # Unlike Python's mmap, torch keeps no file open: a store may have more shards than a process may open files.
+    """The tensors of a shard as read-only arrays over a memory map: nothing is read before it is touched, nothing is copied.
+
+    Raises:
+        WorkError: The header of the file is damaged.
+    """
+    # Torch maps privately and keeps no file open, unlike Python's mmap: a store may have more shards than a process has files.
     memory = torch.from_file(str(path), shared=False, size=os.path.getsize(path), dtype=torch.uint8).numpy()
     read_nothing_around(memory)
-    body = _PREFIX + int.from_bytes(memory[:_PREFIX].tobytes(), "little")
-    header = json.loads(memory[_PREFIX:body].tobytes())
-    header.pop("__metadata__", None)
-    arrays = {}
-    for name, entry in header.items():
-        start = body + entry["data_offsets"][0]
-        array = np.ndarray(tuple(entry["shape"]), _DTYPES[entry["dtype"]], buffer=memory.data, offset=start)
-        array.flags.writeable = False
-        arrays[name] = array
+    try:
+        body = _PREFIX + int.from_bytes(memory[:_PREFIX].tobytes(), "little")
+        header = json.loads(memory[_PREFIX:body].tobytes())
+        header.pop("__metadata__", None)
+        arrays = {}
+        for name, entry in header.items():
+            start = body + entry["data_offsets"][0]
+            array = np.ndarray(tuple(entry["shape"]), _DTYPES[entry["dtype"]], buffer=memory.data, offset=start)
+            array.flags.writeable = False
+            arrays[name] = array
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError, MemoryError, OverflowError):
+        raise damaged(path) from None
     return arrays
+
+
+def damaged(path: Path) -> WorkError:
+    """The error for a shard whose content is not what was written."""
+    return WorkError(f"{path} is damaged. Delete it and run the same `mtb extract` again: only this shard is made again.")
 
 
 def remove_leftovers(store: Path) -> None:

@@ -1,10 +1,11 @@
 """`FeatureStore`: frozen tokens on disk, read like an array that may be larger than memory.
 
-This file only reads; `extract.py` fills a store, and `shards.py` defines the file format.
+Reading only; `extract.py` fills a store, `shards.py` is the file format, `annotations.py` adds what a manifest says.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -17,87 +18,137 @@ from torch import Tensor
 from medtokenbudget.data.manifest import Manifest, listed
 from medtokenbudget.errors import RequestError, WorkError
 from medtokenbudget.features import plan
+from medtokenbudget.features.annotations import Annotation, annotate
+from medtokenbudget.features.file_index import FileIndex
+from medtokenbudget.features.plan import Shards
 from medtokenbudget.features.reading import BufferPool, Fetching, MappedRows, join_large, join_small, numpy_dtype, prefetched
-from medtokenbudget.features.shards import RowError, Sidecar, map_shard, read_sidecar, shard_path
+from medtokenbudget.features.shards import (
+    LARGE,
+    Failure,
+    Row,
+    RowError,
+    Sidecar,
+    checksum,
+    damaged,
+    map_shard,
+    read_sidecar,
+    shard_path,
+)
 from medtokenbudget.features.views import IDENTITY
 from medtokenbudget.files import sha256_file, sha256_json
 from medtokenbudget.tokens import Selection, TokenBatch
 
-_SMALL = ("cls", "attention_entropy", "cls_attention", "luminance", "lesion")
-_LARGE = ("patches", "tokens")
-_TOKENS = (*_LARGE, "cls")
+_SMALL = ("cls", "attention_entropy", "cls_attention", "luminance")
+_TOKENS = (*LARGE, "cls")
 _SHOWN = 5
 
 
 class FeatureStore:
-    """Rows of frozen tokens. A row is one view of one image; rows are in the order of the manifest.
+    """Rows of frozen tokens; a row is one view of one image.
+
+    A store knows images by the hash of their file. Opened with a manifest, it shows the images of the manifest in its order, with
+    their labels and lesion patches; opened alone, `ids` are the hashes and there are no annotations.
 
     Attributes:
-        ids: Image id of each row.
-        views: View of each row, such as 'identity' or 'off-center'.
-        grid: Rows and columns (h, w) of the patches.
-        dim: Dimension D of a token.
-        classes: Names of the class indices in `label`.
+        ids: Image of each row.
+        views: View of each row.
+        grid: (h, w) of the patches.
+        dim: Their dimension D.
+        classes: Names that `label` points to; empty without a manifest.
         config: The content of `store.json`.
-        errors: Rows that failed, with the reason.
-        missing: Numbers of the shards that are not extracted yet.
+        errors: Images and views of the manifest that have no row, with the reason.
+        missing: Numbers of planned shards that are not extracted yet, as far as they concern the manifest.
 
     Example:
-        >>> store = FeatureStore.open("stores/photos")  # doctest: +SKIP
-        >>> store.read([0, 1]).patches.shape  # doctest: +SKIP
-        torch.Size([2, 256, 192])
+        >>> manifest = Manifest.read("isic.parquet")  # doctest: +SKIP
+        >>> store = FeatureStore.open("stores/isic", manifest)  # doctest: +SKIP
+        >>> batch = store.read(store.rows(manifest.part("val").ids))  # doctest: +SKIP
     """
 
-    def __init__(self, path: Path, config: dict[str, Any], sidecars: dict[int, Sidecar]) -> None:
+    def __init__(
+        self, path: Path, config: dict[str, Any], shards: Shards, sidecars: dict[int, Sidecar], annotation: Annotation | None = None
+    ) -> None:
         self.path = path
         self.config = config
         self.grid: tuple[int, int] = (int(config["backbone"]["grid"][0]), int(config["backbone"]["grid"][1]))
         self.dim = int(config["backbone"]["dim"])
-        self.classes: tuple[str, ...] = tuple(config["classes"])
-        self.missing = [index for index in range(config["shards"]) if index not in sidecars]
+        self.shards = shards
+        self.sidecars = sidecars
+        self.annotation = annotation
         present = sorted(sidecars)
-        self.ids: list[str] = [name for index in present for name in sidecars[index].ids]
-        self.views: list[str] = [view for index in present for view in sidecars[index].views]
-        self.errors: list[RowError] = [error for index in present for error in sidecars[index].errors]
-        counts = [len(sidecars[index].ids) for index in present]
-        self._shard = np.repeat(np.asarray(present, np.int64), counts)
-        self._offset = np.concatenate([np.arange(count) for count in counts] or [np.arange(0)])
-        self._sidecars = sidecars
+        self.stored: list[Row] = [row for index in present for row in sidecars[index].rows]
+        self.failures: list[Failure] = [failure for index in present for failure in sidecars[index].failures]
+        counts = [len(sidecars[index].rows) for index in present]
+        shard = np.repeat(np.asarray(present, np.int64), counts)
+        offset = np.concatenate([np.arange(count) for count in counts] or [np.arange(0)]).astype(np.int64)
+        self.missing = [index for index in shards if index not in sidecars]
+        if annotation is None:
+            self.ids: list[str] = [row.image for row in self.stored]
+            self.views: list[str] = [row.view for row in self.stored]
+            self.errors = [RowError(failure.image, failure.view, failure.reason) for failure in self.failures]
+            self.classes: tuple[str, ...] = ()
+        else:
+            self.ids = annotation.ids
+            self.views = [self.stored[row].view for row in annotation.tokens]
+            self.errors = annotation.errors
+            self.classes = annotation.classes
+            shard, offset = shard[annotation.tokens], offset[annotation.tokens]
+            known = set(annotation.images.values())
+            self.missing = [index for index in self.missing if any(image in known for image, _ in shards[index])]
+        self._shard, self._offset = shard, offset
         self._maps: dict[int, dict[str, MappedRows]] = {}
-        # Kept between epochs as long as batch size and type stay the same.
+        # Rows whose checksums were compared in this process: those of the large fields, and those of the small ones.
+        self._sound = np.zeros((2, len(shard)), bool)
+        # Kept from epoch to epoch, for as long as they ask for batches of one kind.
         self._pool: tuple[object, BufferPool] = (None, BufferPool())
         self._fetching = Fetching()
 
     @classmethod
-    def open(cls, path: Path | str, expect: dict[str, Any] | None = None, partial: bool = False) -> FeatureStore:
+    def open(
+        cls, path: Path | str, manifest: Manifest | None = None, expect: dict[str, Any] | None = None, partial: bool = False
+    ) -> FeatureStore:
         """Open a store.
 
         Args:
             path: Folder of the store.
-            expect: Values that `store.json` must have, such as `{"data": manifest.data_hash}`.
-            partial: Accept an incomplete store.
+            manifest: The images to show, with their labels and masks. Lesion patches are computed from the masks the first time.
+            expect: What must agree with `store.json`.
+            partial: Accept a store that is not complete.
 
         Returns:
-            The open store.
+            The store.
 
         Raises:
-            RequestError: The folder is not a store, or the store is incomplete.
-            MismatchError: The store does not have the expected values.
+            RequestError: There is no such store, or its extraction is not finished.
+            MismatchError: It was made with other settings than `expect` says.
+            WorkError: It is damaged.
         """
         path = Path(path)
-        config = plan.read_config(path)
+        config = plan.read_settings(path)
         if expect is not None:
-            plan.check(
-                f"The store {path}", expect, config, "Use the store that was extracted with these settings, or extract a new one."
+            plan.check(f"the store {path}", expect, config, "Use the store that belongs to these settings, or extract one.")
+        shards = plan.read_plan(path)
+        found = {index: read_sidecar(path, index, keys) for index, keys in shards.items()}
+        sidecars = {index: sidecar for index, sidecar in found.items() if sidecar is not None}
+        identity = plan.identity_of(config)
+        if others := [shard_path(path, index).name for index, sidecar in sidecars.items() if sidecar.settings != identity]:
+            raise WorkError(
+                f"{path / plan.STORE} does not describe {listed(others, _SHOWN)}: it was changed after they were made. Restore it."
             )
-        found = {index: read_sidecar(path, index) for index in range(config["shards"])}
-        store = cls(path, config, {index: sidecar for index, sidecar in found.items() if sidecar is not None})
+        store = cls(path, config, shards, sidecars)
+        if manifest is not None:
+            store = store.annotated(manifest)
         if store.missing and not partial:
             raise RequestError(
-                f"The store {path} is incomplete: {len(store.missing)} of {config['shards']} shards are missing. "
-                "Run the same `mtb extract` command again to resume."
+                f"the store {path} is not complete: {len(store.missing)} of {len(shards)} shards are missing. "
+                "Run the same `mtb extract` again: it goes on from there."
             )
         return store
+
+    def annotated(self, manifest: Manifest) -> FeatureStore:
+        """The same tokens, seen through another manifest."""
+        annotation = annotate(self.path, self.grid, self.stored, self.failures, manifest)
+        return FeatureStore(self.path, self.config, self.shards, self.sidecars, annotation)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -110,10 +161,19 @@ class FeatureStore:
         """Number of patches N."""
         return self.grid[0] * self.grid[1]
 
-    @property
+    @cached_property
     def identity(self) -> str:
-        """Hash of the data and of all settings of the extraction."""
-        return sha256_json(self.config)
+        """Hash of what the rows were made from and how, and of their annotations; other images in the store do not change it."""
+        rows = [[self.stored[row].image, self.stored[row].view] for row in self._tokens.tolist()]
+        said: list[Any] = []
+        if self.annotation is not None:
+            lesion = hashlib.sha256(np.packbits(self.annotation.lesion).tobytes()).hexdigest()
+            said = [list(self.classes), self.ids, self.annotation.label.tolist(), self.annotation.has_mask.tolist(), lesion]
+        return sha256_json([plan.identity_of(self.config), rows, said])
+
+    @property
+    def _tokens(self) -> np.ndarray:
+        return np.arange(len(self.stored)) if self.annotation is None else self.annotation.tokens
 
     @cached_property
     def _row_of(self) -> dict[tuple[str, str], int]:
@@ -155,15 +215,39 @@ class FeatureStore:
         shown = [f"{name} ({reasons[name]})" if name in reasons else name for name in absent[:_SHOWN]]
         more = f" and {len(absent) - _SHOWN} more" if len(absent) > _SHOWN else ""
         what = "" if view in (None, IDENTITY) else f" with the view '{view}'"
-        advice = "Extract a store from the manifest that contains them."
+        advice = f"Run `mtb extract MANIFEST --store {self.path}` to add them, or leave them out."
         if self.missing:
             advice = f"{len(self.missing)} shards are missing: run the same `mtb extract` command again."
         return f"{len(absent)} of {of} images are not in the store {self.path}{what}: {'; '.join(shown)}{more}. {advice}"
 
     def _shard_rows(self, shard: int) -> dict[str, MappedRows]:
         if shard not in self._maps:
-            self._maps[shard] = {name: MappedRows(array) for name, array in map_shard(shard_path(self.path, shard)).items()}
+            path, rows = shard_path(self.path, shard), len(self.sidecars[shard].rows)
+            arrays = map_shard(path)
+            if rows and not self._fits(arrays, rows):
+                raise damaged(path)
+            self._maps[shard] = {name: MappedRows(array) for name, array in arrays.items()}
         return self._maps[shard]
+
+    def _fits(self, arrays: dict[str, np.ndarray], rows: int) -> bool:
+        """Whether the tensors of a shard have the shapes that the settings and the sidecar say."""
+        shapes = {"patches": (rows, self.n, self.dim), "cls": (rows, self.dim)}
+        shapes |= dict.fromkeys(("attention_entropy", "cls_attention", "luminance"), (rows, self.n))
+        large = "patches" if self.config["keep"] == "patches" else "tokens"
+        return large in arrays and all(
+            array.shape == shapes.get(name, array.shape) and len(array) == rows for name, array in arrays.items()
+        )
+
+    def _check_sound(self, rows: np.ndarray, large: bool) -> None:
+        """Compare the checksums of rows that this process reads for the first time; damage is an error, not a number."""
+        sound = self._sound[0 if large else 1]
+        for row in rows[~sound[rows]].tolist():
+            shard, place = int(self._shard[row]), int(self._offset[row])
+            fields = self._shard_rows(shard)
+            found = checksum([fields[name].bytes(place) for name in sorted(fields) if (name in LARGE) == large])
+            if found != self.sidecars[shard].checksums[place][0 if large else 1]:
+                raise damaged(shard_path(self.path, shard))
+            sound[row] = True
 
     def has(self, field: str) -> bool:
         """Whether the rows carry this field (a backbone without a class token gives no `cls`)."""
@@ -172,26 +256,34 @@ class FeatureStore:
     def _whole(self, field: str) -> Tensor:
         """A small field of all rows, in memory."""
         if not self.has(field):
-            raise RequestError(f"The store {self.path} has no '{field}', because its backbone does not provide it.")
-        parts = [self._shard_rows(shard)[field] for shard, sidecar in sorted(self._sidecars.items()) if sidecar.ids]
-        for part in parts:
+            raise RequestError(f"the store {self.path} has no {field}: its backbone does not give it.")
+        for shard in np.unique(self._shard).tolist():
+            part = self._shard_rows(shard)[field]
             part.announce(0, len(part.array))
-        return _typed(field, torch.from_numpy(np.concatenate([part.array for part in parts])))
+        rows = np.arange(len(self))
+        self._check_sound(rows, large=False)
+        sources = [self._shard_rows(shard)[field] for shard in self._shard.tolist()]
+        return join_small(sources, self._offset.tolist())
+
+    def _annotations(self) -> Annotation:
+        if self.annotation is None:
+            raise RequestError(f"Labels and masks of {self.path} come from a manifest: FeatureStore.open(path, manifest).")
+        return self.annotation
 
     @cached_property
     def label(self) -> Tensor:
-        """Class index of every row, [n] int64, -1 if unknown."""
-        return self._whole("label")
+        """[n] int64, -1 where unknown."""
+        return torch.from_numpy(self._annotations().label)
 
     @cached_property
     def lesion(self) -> Tensor:
-        """Lesion patches of every row, [n, N] bool."""
-        return self._whole("lesion")
+        """[n, N] bool."""
+        return torch.from_numpy(self._annotations().lesion)
 
     @cached_property
     def has_mask(self) -> Tensor:
-        """Whether a row has a mask, [n] bool."""
-        return self._whole("has_mask")
+        """[n] bool."""
+        return torch.from_numpy(self._annotations().has_mask)
 
     @cached_property
     def luminance(self) -> Tensor:
@@ -261,31 +353,34 @@ class FeatureStore:
         return Selection(fields["tokens"], fields["weights"], assignment, assignment >= 0, indices)
 
     def verify(self, manifest: Manifest | None = None) -> None:
-        """Compare every shard with its stored hash and, if a manifest is given, every image file too.
+        """Read every shard and compare it with the hash in its sidecar; with a manifest, also read every image again.
+
+        Args:
+            manifest: Its images must have the content that the store was made from.
 
         Raises:
-            WorkError: Shards are damaged, or images have changed since the extraction.
+            WorkError: Shards are damaged, or images changed.
         """
-        damaged = [
+        bad = [
             shard_path(self.path, index).name
-            for index, sidecar in sorted(self._sidecars.items())
+            for index, sidecar in sorted(self.sidecars.items())
             if sha256_file(shard_path(self.path, index)) != sidecar.sha256
         ]
-        if damaged:
-            raise WorkError(
-                f"Damaged shards in {self.path}: {', '.join(damaged)}. Delete them and run the same `mtb extract` command again."
-            )
+        if bad:
+            raise WorkError(f"damaged in {self.path}: {', '.join(bad)}. Delete them and run the same `mtb extract` again.")
         if manifest is not None:
             self._verify_images(manifest)
 
     def _verify_images(self, manifest: Manifest) -> None:
-        stored = {name: image for sidecar in self._sidecars.values() for name, image in zip(sidecar.ids, sidecar.images)}
-        paths = {name: manifest.image_path(i) for i, name in enumerate(manifest.ids) if name in stored}
-        changed = [name for name, path in paths.items() if not path.is_file() or sha256_file(path) != stored[name]]
+        index = FileIndex(self.path)
+        found = index.hashes((manifest.image_path(i) for i in range(len(manifest))), again=True)
+        index.save()
+        known = {row.image for row in self.stored} | {failure.image for failure in self.failures}
+        changed = [name for name, image in zip(manifest.ids, found) if image is not None and image not in known]
         if changed:
             raise WorkError(
-                f"{len(changed)} of {len(paths)} images have changed since {self.path} was extracted: {listed(changed, _SHOWN)}. "
-                "Restore them, or extract a new store."
+                f"{listed(changed, _SHOWN)}: {len(changed)} of {len(found)} images are not those that {self.path} was made from. "
+                "Run the same `mtb extract` again: it extracts what changed."
             )
 
     def _checked(self, rows: Sequence[int] | np.ndarray | Tensor) -> np.ndarray:
@@ -299,14 +394,10 @@ class FeatureStore:
             raise RequestError(f"Store {self.path} contains only routed tokens. Use `read_routed`.")
         names = ("patches", *(name for name in _SMALL if self.has(name)))
         fields = self._gather(names, rows, pool, dtype)
-        index = torch.from_numpy(rows)
-        return TokenBatch(
-            grid=self.grid,
-            image_id=tuple(self.ids[row] for row in rows.tolist()),
-            label=self.label[index],
-            has_mask=self.has_mask[index],
-            **{name: _typed(name, value) for name, value in fields.items()},
-        )
+        if self.annotation is not None:
+            index = torch.from_numpy(rows)
+            fields |= {"label": self.label[index], "has_mask": self.has_mask[index], "lesion": self.lesion[index]}
+        return TokenBatch(grid=self.grid, image_id=tuple(self.ids[row] for row in rows.tolist()), **fields)
 
     def _gather(self, names: Sequence[str], rows: np.ndarray, pool: BufferPool, dtype: torch.dtype) -> dict[str, Tensor]:
         """Fields [B, ...], tokens in `dtype`, the others as stored."""
@@ -317,15 +408,14 @@ class FeatureStore:
         fields = {}
         for name in names:
             sources = [shard[name] for shard in shards]
-            if name in _LARGE:
+            if name in LARGE:
                 fields[name] = pool.take((len(rows), *sources[0].array.shape[1:]), numpy_dtype(dtype))
                 with self._fetching.of(sources, places):
                     join_large(sources, places, fields[name])
+                # Now that they are in memory.
+                self._check_sound(rows, large=True)
             else:
                 small = join_small(sources, places)
                 fields[name] = small.to(dtype) if name in _TOKENS else small
+        self._check_sound(rows, large=False)
         return fields
-
-
-def _typed(field: str, value: Tensor) -> Tensor:
-    return value.bool() if field in ("lesion", "has_mask") else value

@@ -94,15 +94,18 @@ def make_parts(manifest: Manifest, store: FeatureStore, config: TrainConfig) -> 
 
 
 def check_fits(manifest: Manifest, store: FeatureStore) -> None:
-    """Reject a store whose classes, labels or masks differ from the manifest; it may contain more images."""
-    advice = f"Extract a store from this manifest, or use the manifest that {store.path} was made from."
+    """Reject a store that was opened with other classes, labels or masks than the manifest's; it may hold more images."""
+    advice = f"Open it with this manifest: FeatureStore.open({str(store.path)!r}, manifest)."
     if store.classes != manifest.classes:
         wanted, found = {"classes": manifest.classes}, {"classes": store.classes}
         raise MismatchError.between(f"Store {store.path}", wanted, found, advice)
     place = {name: index for index, name in enumerate(manifest.ids)}
     rows = [(row, place[name]) for row, name in enumerate(store.ids) if name in place and store.views[row] == IDENTITY]
     if not rows:
-        raise RequestError(f"Store {store.path} has none of the images of this manifest. {advice}")
+        raise RequestError(
+            f"Store {store.path} has none of the images of this manifest. "
+            f"Run `mtb extract MANIFEST --store {store.path}` to add them."
+        )
     row, at = np.asarray(rows).T
     masked = manifest.rows["mask"].notna().to_numpy()[at]
     for what, differs in (
