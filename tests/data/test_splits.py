@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -111,6 +112,12 @@ def test_the_balance_is_stated_by_class() -> None:
         "Validation has 31.2% of the images; by class, from 0.0% (c1) to 100.0% (c2). "
         "There are no validation images of c1, no training images of c2."
     )
+
+
+def test_a_share_far_from_the_aim_is_stated_with_a_way_out() -> None:
+    rows = replace(manifest([0] * 10).with_columns(split=["val"] * 4 + ["train"] * 6), split_rule="kfold 0/5, select 0.1")
+    assert balance_text(rows) == "Validation has 40.0% of the images (20% was the aim; another --seed may be nearer)."
+    assert balance_text(replace(rows, split_rule="given")) == "Validation has 40.0% of the images."
 
 
 def test_the_selection_of_one_training_has_its_share_of_every_class() -> None:

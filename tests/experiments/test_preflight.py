@@ -77,9 +77,9 @@ def test_a_manifest_without_labels_and_a_store_of_another_are_refused(drawn: Dra
     some = drawn.manifest.with_columns(label=labels)
     with pytest.raises(RequestError, match=r"1 of \d+ training images have no label"):
         sweep(some, drawn.store_path, tmp_path / "run", methods=["center"], config=quick("paper"))
-    turned = replace(drawn.manifest, classes=drawn.manifest.classes[::-1]).write(tmp_path / "turned.parquet")
-    with pytest.raises(MismatchError, match="classes: expected"):
-        sweep(turned, drawn.store_path, tmp_path / "run", methods=["center"], config=quick("paper"))
+    other = tiny_manifest(tmp_path / "images", 8).with_columns(label=["MEL", "NV"] * 4)
+    with pytest.raises(RequestError, match=r"has none of the images of this manifest. Run `mtb extract"):
+        sweep(other, drawn.store_path, tmp_path / "run", methods=["center"], config=quick("paper"))
     assert not (tmp_path / "run").exists()
 
 

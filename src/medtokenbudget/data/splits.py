@@ -239,12 +239,21 @@ def keep_split(manifest: Manifest, old: Manifest) -> Manifest:
     return manifest.with_columns(split=split, split_rule=f"{manifest.split_rule}, kept from an older manifest")
 
 
+def _aim(manifest: Manifest, share: float) -> str:
+    """What a hashed split was to give, if it is far from that: with few groups it may be."""
+    rule = manifest.split_rule.split(",")[0]
+    if rule != "grouped" and not rule.startswith("kfold"):
+        return ""
+    aim = VALIDATION_SHARE if rule == "grouped" else 1 / int(rule.split("/")[1])
+    return f" ({aim:.0%} was the aim; another --seed may be nearer)" if abs(share - aim) > aim / 4 else ""
+
+
 def balance_text(manifest: Manifest) -> str:
     """One sentence about the share of validation images, overall and in the classes where it is smallest and largest."""
     validation = (manifest.rows["split"] == "val").to_numpy(dtype=bool)
     if not validation.any():
         return "No validation images."
-    text = f"Validation has {validation.mean():.1%} of the images"
+    text = f"Validation has {validation.mean():.1%} of the images{_aim(manifest, float(validation.mean()))}"
     labels = manifest.label_index
     present = [label for label in range(len(manifest.classes)) if (labels == label).any()]
     shares = {manifest.classes[label]: float(validation[labels == label].mean()) for label in present}
