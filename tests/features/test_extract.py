@@ -22,6 +22,7 @@ from medtokenbudget.config import BackboneConfig
 from medtokenbudget.data import Manifest, decode_image, decode_mask
 from medtokenbudget.errors import MismatchError, RequestError, WorkError
 from medtokenbudget.features import Backbone, FeatureStore, extract, views
+from medtokenbudget.features.pipeline import to_device
 from medtokenbudget.features.shards import read_sidecar
 from medtokenbudget.tokens import Selection, TokenBatch
 from tests.features.tiny import CONFIG, GRID, contents, tiny_backbone, tiny_manifest
@@ -139,6 +140,7 @@ def test_a_second_run_makes_only_what_is_missing(tmp_path: Path, backbone: Backb
     [
         ({"dtype": "fp32"}, "dtype: expected 'fp32', found 'fp16'"),
         ({"view_seed": 1}, "view_seed: expected 1, found 0"),
+        ({"precision": "bf16"}, "precision: expected 'bf16', found 'fp32'"),
         ({"batch_size": 2}, "batch_size: expected 2, found 3"),
     ],
 )
@@ -293,6 +295,37 @@ def test_tokens_that_overflow_the_stored_format_are_errors_not_infinities(tmp_pa
     full = extract(manifest, tmp_path / "full", backbone, replace(CONFIG, dtype="fp32"))
     assert len(full) == 8
     full.read(range(8)).require_finite()
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("bf16", 0.1), ("fp16", 0.02)])
+def test_a_lower_precision_gives_nearly_the_same_tokens_and_signals(
+    tmp_path: Path, backbone: BackboneConfig, manifest: Manifest, precision: Any, tolerance: float
+) -> None:
+    exact = extract(manifest, tmp_path / "exact", backbone, replace(CONFIG, dtype="fp32"))
+    rough = extract(manifest, tmp_path / "rough", backbone, replace(CONFIG, dtype="fp32", precision=precision))
+    left, right = exact.read(range(8)), rough.read(range(8))
+    assert not torch.equal(left.patches, right.patches), "the forward pass ran in another precision"
+    torch.testing.assert_close(right.patches, left.patches, atol=tolerance, rtol=tolerance)
+    for name in ("attention_entropy", "cls_attention"):
+        torch.testing.assert_close(getattr(right, name), getattr(left, name), atol=0.02, rtol=0.02)
+    assert torch.equal(left.luminance, right.luminance)  # type: ignore[arg-type]
+
+
+def test_pixels_go_to_a_gpu_from_pinned_memory_without_waiting() -> None:
+    calls: list[Any] = []
+
+    class Pixels:
+        def pin_memory(self) -> Pixels:
+            calls.append("pinned")
+            return self
+
+        def to(self, device: torch.device, non_blocking: bool = False) -> Pixels:
+            calls.append((device.type, non_blocking))
+            return self
+
+    to_device(Pixels(), torch.device("cuda"))  # type: ignore[arg-type]
+    to_device(Pixels(), torch.device("cpu"))  # type: ignore[arg-type]
+    assert calls == ["pinned", ("cuda", True), ("cpu", False)]
 
 
 def _strongest(tokens: TokenBatch) -> Selection:

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,8 @@ from medtokenbudget.tokens import Selection, TokenBatch
 Route = Callable[[TokenBatch], Selection]
 Shard = tuple[int, tuple[Item, ...]]
 _DTYPES = {"fp16": np.float16, "fp32": np.float32}
+_PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""Number formats of a forward pass under autocast; fp32 runs without it."""
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
 
 
@@ -169,7 +171,7 @@ def _forward(filling: Filling, batch: list[Prepared], backbone: Backbone, config
     for start in range(0, len(batch), filling.batch_size):
         part = batch[start : start + filling.batch_size]
         try:
-            fields = compute(part, backbone, _DTYPES[config.dtype], route)
+            fields = compute(part, backbone, _DTYPES[config.dtype], route, config.precision)
         except (MemoryError, RuntimeError) as error:
             if not _is_out_of_memory(error):
                 raise
@@ -199,19 +201,14 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 @torch.inference_mode()
 def compute(
-    batch: list[Prepared], backbone: Backbone, dtype: Any = np.float16, route: Route | None = None
+    batch: list[Prepared], backbone: Backbone, dtype: Any = np.float16, route: Route | None = None, precision: str = "fp32"
 ) -> dict[str, np.ndarray]:
-    """The fields of a batch as they are stored: all patches, or those that `route` keeps."""
-    pixels = torch.from_numpy(np.stack([row.pixels for row in batch])).to(backbone.device)
-    seen = backbone(backbone.normalize(pixels))
-    tokens = TokenBatch(
-        patches=seen.patches,
-        grid=seen.grid,
-        cls=seen.cls,
-        attention_entropy=seen.attention_entropy,
-        cls_attention=seen.cls_attention,
-        luminance=luminance(pixels, backbone.grid),
-    )
+    """The fields of these rows as they are stored: all patches, or what `route` keeps of them."""
+    pixels = to_device(torch.from_numpy(np.stack([row.pixels for row in batch])), backbone.device)
+    images = backbone.normalize(pixels)
+    with torch.autocast(backbone.device.type, _PRECISIONS.get(precision), enabled=precision in _PRECISIONS):
+        seen = backbone(images)
+    tokens = replace(seen.float(), luminance=luminance(pixels, backbone.grid))
     fields: dict[str, np.ndarray] = {}
     if route is None:
         fields["patches"] = _array(tokens.patches, dtype)
@@ -223,6 +220,13 @@ def compute(
         if (value := getattr(tokens, name)) is not None:
             fields[name] = _array(value, np.float32)
     return fields
+
+
+def to_device(pixels: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The pixels on the device; to a GPU from pinned memory, so that the copy runs beside the forward pass before it."""
+    if device.type != "cuda":
+        return pixels.to(device)
+    return pixels.pin_memory().to(device, non_blocking=True)
 
 
 def _routed(selection: Selection, dtype: Any) -> dict[str, np.ndarray]:
