@@ -61,6 +61,6 @@ def lesion_mask() -> Image.Image:
 
 
 def contents(store: Path) -> dict[str, bytes]:
-    """Every file of a store that is neither a leftover nor in its cache."""
-    files = [path for path in sorted(store.iterdir()) if path.is_file() and not path.name.endswith(".part")]
+    """Every file of a store that is neither hidden (leftovers, lock) nor in its cache."""
+    files = [path for path in sorted(store.iterdir()) if path.is_file() and not path.name.startswith(".")]
     return {path.name: path.read_bytes() for path in files}

@@ -67,24 +67,26 @@ def extract(
     path = Path(store)
     loaded = Backbone.load(backbone, resolve_device(config.device))
     if route_fingerprint is not None:
-        advice = "A router knows only the tokens that it was trained on: use the backbone of the model."
-        plan.check("the backbone", route_fingerprint.get("backbone", {}), loaded.fingerprint, advice)
+        advice = "A model can only route tokens of the backbone that it was trained with: use that one."
+        plan.check("The backbone", route_fingerprint.get("backbone", {}), loaded.fingerprint, advice)
     settings = plan.settings_of(loaded.fingerprint, config, route_fingerprint, backbone.weights)
-    plan.begin(path, settings)
-    items = plan.items_of(manifest, config, *hashes_of(path, manifest))
-    planned = plan.extend(path, list(items), config.shard_size, _readable_now(path, items, loaded, config))
-    todo = _unfinished(path, planned, items, shards)
-    left = sum(len(rows) for _, rows in todo)
-    if todo:
-        work = Work(path.resolve(), todo, backbone, loaded.fingerprint, config, plan.identity_of(settings), route, address)
-        with progress(total=max(len(items), left), initial=max(0, len(items) - left), what="extract", unit="image") as bar:
-            run(work, loaded, bar.update)
-    return _finished(path, manifest)
+    # The jobs of an array share the lock: each fills shards of its own.
+    with exclusive(path, shared=shards is not None):
+        plan.begin(path, settings)
+        items = plan.items_of(manifest, config, *hashes_of(path, manifest))
+        planned = plan.extend(path, list(items), config.shard_size, _readable_now(path, items, loaded, config))
+        todo = _unfinished(path, planned, items, shards)
+        left = sum(len(rows) for _, rows in todo)
+        if todo:
+            work = Work(path.resolve(), todo, backbone, loaded.fingerprint, config, plan.identity_of(settings), route, address)
+            with progress(total=max(len(items), left), initial=max(0, len(items) - left), what="Extracting", unit="image") as bar:
+                run(work, loaded, bar.update)
+        return _finished(path, manifest)
 
 
 def _check_share(shards: tuple[int, int] | None) -> None:
     if shards is not None and (shards[1] < 1 or not 0 <= shards[0] < shards[1]):
-        raise RequestError(f"shards {shards[0]}/{shards[1]} does not exist: give I/N with I from 0 to N - 1.")
+        raise RequestError(f"--shards {shards[0]}/{shards[1]} does not exist. Use I/N with I from 0 to N - 1.")
 
 
 def _readable_now(path: Path, items: Mapping[Key, Item], backbone: Backbone, config: ExtractConfig) -> frozenset[Key]:
@@ -119,7 +121,7 @@ def _unfinished(path: Path, planned: Shards, items: Mapping[Key, Item], shards: 
 
 
 def _finished(path: Path, manifest: Manifest) -> FeatureStore:
-    """The store as it is; when it is complete, with `errors.jsonl` and without what killed runs left behind."""
+    """Open the store; if it is complete, write `errors.jsonl` and delete the temporary files of interrupted runs."""
     store = FeatureStore.open(path, manifest, partial=True)
     if not store.missing:
         _write_errors(path / "errors.jsonl", store)

@@ -67,7 +67,7 @@ def prepare(items: tuple[Item, ...], backbone: Backbone, view_seed: int) -> list
     first = items[0]
     try:
         if not first.image_file:
-            raise RequestError("the image left the manifest before it was extracted.")
+            raise RequestError("The image left the manifest before it was extracted.")
         image = decode_image(first.image_file)
         if sha256_file(first.image_file) != first.image:
             raise RequestError(f"{Path(first.image_file).name} changed while it was extracted. Run `mtb extract` again.")
@@ -254,7 +254,7 @@ def _add(filling: Filling, batch: list[Prepared], fields: dict[str, np.ndarray])
         if good:
             filling.rows.append(row.row)
         else:
-            reason = f"the backbone's tokens are not finite in {tokens.dtype}."
+            reason = f"The tokens of the backbone are not finite in {tokens.dtype}."
             filling.failures.append(Failure(row.row.image, row.row.view, "tokens", reason))
     for name, value in fields.items():
         filling.parts.setdefault(name, []).append(value if finite.all() else value[finite])

@@ -124,13 +124,13 @@ def begin(store: Path, settings: dict[str, Any]) -> None:
     """Begin a store, or make sure that the one that is there was begun with the same settings."""
     if not (store / STORE).exists():
         if store.exists() and not store.is_dir():
-            raise RequestError(f"{store} is a file. Name a folder for the store.")
+            raise RequestError(f"{store} is a file, but a store is a folder. Choose another --store.")
         write_json(store / STORE, settings)
     check(
-        f"the store {store}",
+        f"The store {store}",
         expected={key: value for key, value in settings.items() if key not in _NOT_IDENTITY},
         found=read_settings(store),
-        advice="Extract into another folder, or use the settings that this store was made with.",
+        advice="Use the settings of this store, or choose another --store.",
     )
 
 
@@ -155,7 +155,7 @@ def _alone(store: Path) -> Iterator[None]:
         (store / "cache").mkdir(exist_ok=True)
         lock = open(store / "cache" / "lock", "a")  # noqa: SIM115 (closed below, whatever happens)
     except OSError as error:
-        raise WorkError(f"cannot write {store}: {error.strerror}.") from None
+        raise WorkError(f"Cannot write {store}: {error.strerror}.") from None
     with lock:
         try:
             import fcntl

@@ -126,7 +126,7 @@ class FeatureStore:
         path = Path(path)
         config = plan.read_settings(path)
         if expect is not None:
-            plan.check(f"the store {path}", expect, config, "Use the store that belongs to these settings, or extract one.")
+            plan.check(f"The store {path}", expect, config, "Use the store that was extracted with these settings, or extract one.")
         shards = plan.read_plan(path)
         found = {index: read_sidecar(path, index, keys) for index, keys in shards.items()}
         sidecars = {index: sidecar for index, sidecar in found.items() if sidecar is not None}
@@ -140,8 +140,8 @@ class FeatureStore:
             store = store.annotated(manifest)
         if store.missing and not partial:
             raise RequestError(
-                f"the store {path} is not complete: {len(store.missing)} of {len(shards)} shards are missing. "
-                "Run the same `mtb extract` again: it goes on from there."
+                f"The store {path} is incomplete: {len(store.missing)} of {len(shards)} shards are missing. "
+                "Run the same `mtb extract` command again to resume."
             )
         return store
 
@@ -367,7 +367,9 @@ class FeatureStore:
             if sha256_file(shard_path(self.path, index)) != sidecar.sha256
         ]
         if bad:
-            raise WorkError(f"damaged in {self.path}: {', '.join(bad)}. Delete them and run the same `mtb extract` again.")
+            raise WorkError(
+                f"Damaged shards in {self.path}: {', '.join(bad)}. Delete them and run the same `mtb extract` command again."
+            )
         if manifest is not None:
             self._verify_images(manifest)
 
@@ -379,8 +381,8 @@ class FeatureStore:
         changed = [name for name, image in zip(manifest.ids, found) if image is not None and image not in known]
         if changed:
             raise WorkError(
-                f"{listed(changed, _SHOWN)}: {len(changed)} of {len(found)} images are not those that {self.path} was made from. "
-                "Run the same `mtb extract` again: it extracts what changed."
+                f"{len(changed)} of {len(found)} images have changed since {self.path} was extracted: {listed(changed, _SHOWN)}. "
+                "Run the same `mtb extract` command again to extract them."
             )
 
     def _checked(self, rows: Sequence[int] | np.ndarray | Tensor) -> np.ndarray:

@@ -16,6 +16,7 @@ from medtokenbudget.features.annotations import hashes_of, known_manifests
 from medtokenbudget.features.shards import map_shard, shard_path, sidecar_path, write_shard
 from medtokenbudget.features.store import FeatureStore
 from medtokenbudget.features.views import IDENTITY, view_order
+from medtokenbudget.locks import exclusive
 
 
 def info(path: Path | str) -> dict[str, Any]:
@@ -71,7 +72,11 @@ def prune(path: Path | str, manifests: Sequence[Manifest]) -> tuple[int, int]:
     """
     if not manifests:
         raise RequestError("Name the manifests whose images are to be kept: mtb store prune STORE MANIFEST ...")
-    store = FeatureStore.open(path)
+    with exclusive(path):
+        return _prune(FeatureStore.open(path), manifests)
+
+
+def _prune(store: FeatureStore, manifests: Sequence[Manifest]) -> tuple[int, int]:
     before = _bytes(store.path)
     kept = {image for manifest in manifests for image in hashes_of(store.path, manifest)[0] if image is not None}
     shards = dict(store.shards)
@@ -94,7 +99,7 @@ def prune(path: Path | str, manifests: Sequence[Manifest]) -> tuple[int, int]:
     if obsolete:
         # From here on the new shards count and the old ones do not.
         plan.write_plan(store.path, shards)
-    removed = len(store.stored) - sum(len(row.rows) for row in FeatureStore.open(path).sidecars.values())
+    removed = len(store.stored) - sum(len(row.rows) for row in FeatureStore.open(store.path).sidecars.values())
     _remove_unplanned(store.path, shards)
     return removed, before - _bytes(store.path)
 
@@ -108,4 +113,4 @@ def _remove_unplanned(path: Path, shards: plan.Shards) -> None:
 
 
 def _bytes(path: Path) -> int:
-    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    return sum(file.stat().st_size for file in path.rglob("*.*") if file.is_file() and not file.name.startswith("."))

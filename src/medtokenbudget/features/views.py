@@ -111,7 +111,7 @@ def geometry_of(view: str, mask: Image.Image | None, seed: int) -> Geometry:
             raise UnknownNameError.of("view", view, [IDENTITY, OFF_CENTER, *_TRANSPOSE])
         return Geometry(None, view)
     if mask is None:
-        raise ViewError("an off-center view needs a mask.")
+        raise ViewError("An off-center view needs a mask.")
     if view == OFF_CENTER:
         return Geometry(off_center_box(mask, seed))
     seed = image_seed(seed, view)
