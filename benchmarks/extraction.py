@@ -26,7 +26,9 @@ from medtokenbudget.config import BackboneConfig, ExtractConfig
 from medtokenbudget.data import Manifest, decode_image
 from medtokenbudget.features import Backbone
 from medtokenbudget.features.pipeline import fill
-from medtokenbudget.features.plan import make_plan
+from medtokenbudget.features.plan import Item
+from medtokenbudget.features.views import IDENTITY
+from medtokenbudget.files import sha256_file
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 NAME = "vit_small_patch14_dinov2.lvd142m"
@@ -54,9 +56,13 @@ def bare_seconds(backbone: Backbone, batches: list[torch.Tensor]) -> float:
 def extract_seconds(backbone: Backbone, manifest: Manifest, config: ExtractConfig) -> float:
     """Everything from files on disk to a finished shard, with a backbone that is already loaded."""
     with tempfile.TemporaryDirectory() as folder:
-        plan = make_plan(manifest, backbone.fingerprint, config)
+        # Not `extract`: it makes equal images once, and the memory is measured on more images than the folder has.
+        paths = [str(manifest.image_path(i)) for i in range(len(manifest))]
+        items = [Item(sha256_file(path), IDENTITY, name, path) for name, path in zip(manifest.ids, paths)]
+        size = config.shard_size
+        shards = [tuple(items[first : first + size]) for first in range(0, len(items), size)]
         start = time.perf_counter()
-        fill(Path(folder), enumerate(plan.shards), backbone, config)
+        fill(Path(folder), enumerate(shards), backbone, config, "")
         return time.perf_counter() - start
 
 

@@ -109,7 +109,7 @@ def test_every_option_of_a_command_that_is_not_run_exists(capsys: pytest.Capture
             words = shlex.split(text)
             if words[0] != "mtb" or len(words) < 2:
                 continue
-            name = " ".join(words[1:3]) if words[1] == "data" else words[1]
+            name = " ".join(words[1:3]) if words[1] in ("data", "store") else words[1]
             if name not in helps:
                 with pytest.raises(SystemExit):
                     main([*name.split(), "--help"])

@@ -14,11 +14,12 @@ SCRIPT = """\
 # Completion of mtb, written by `mtb completion`. Words that it does not know complete to file names.
 {zsh}_mtb() {{
     local word=${{COMP_WORDS[COMP_CWORD]}} before=${{COMP_WORDS[COMP_CWORD-1]}} command=${{COMP_WORDS[1]}} words=""
-    [ "$command" = data ] && [ "$COMP_CWORD" -gt 2 ] && command="data ${{COMP_WORDS[2]}}"
+    case "$command" in
+        {groups}) [ "$COMP_CWORD" -gt 2 ] && command="$command ${{COMP_WORDS[2]}}" ;;
+    esac
     if [ "$COMP_CWORD" = 1 ]; then
         words="{commands}"
-    elif [ "$command" = data ]; then
-        words="{sources}"
+{members}
     elif [ "${{word#-}}" = "$word" ]; then
         case "$command $before" in
 {choices}
@@ -49,8 +50,6 @@ def main(arguments: list[str]) -> int:
 
 def script(shell: str) -> str:
     """The completion script for a shell."""
-    from medtokenbudget.cli.data import COMMANDS as SOURCES
-
     parsers = dict(all_parsers())
     choices = [
         f'            "{name} {option}") words="{" ".join(action.type.choices)}" ;;'
@@ -63,21 +62,30 @@ def script(shell: str) -> str:
     return SCRIPT.format(
         zsh="autoload -U +X bashcompinit && bashcompinit\n" if shell == "zsh" else "",
         commands=" ".join(COMMANDS),
-        sources=" ".join(SOURCES),
+        groups="|".join(_groups()),
+        members="\n".join(
+            f'    elif [ "$command" = {name} ]; then\n        words="{" ".join(members)}"' for name, members in _groups().items()
+        ),
         choices="\n".join(choices),
         options="\n".join(options),
     )
 
 
 def all_parsers() -> Iterator[tuple[str, CommandParser]]:
-    """The parser of every command, those of `mtb data` as 'data isic' and so on."""
-    from medtokenbudget.cli.data import COMMANDS as SOURCES
-
+    """The parser of every command, those of `mtb data` and `mtb store` as 'data isic' and so on."""
+    groups = _groups()
     for name in COMMANDS:
-        if name == "data":
-            yield from ((f"data {source}", parser_of(command(name), [source])) for source in SOURCES)
+        if name in groups:
+            yield from ((f"{name} {member}", parser_of(command(name), [member])) for member in groups[name])
         else:
             yield name, parser_of(command(name))
+
+
+def _groups() -> dict[str, list[str]]:
+    """Commands that have commands of their own."""
+    from medtokenbudget.cli import data, store
+
+    return {"data": list(data.COMMANDS), "store": list(store.COMMANDS)}
 
 
 def _names(parser: CommandParser) -> list[str]:
