@@ -111,7 +111,7 @@ def test_a_mask_of_another_shape_and_places_without_a_file_are_named(tmp_path: P
     path = tmp_path / "mask.png"
     Image.new("L", (50, 10)).save(path)
     for action, says in (
-        (lambda: mask_of(PLAIN, path), "mask.png has 50 x 10 pixels"),
+        (lambda: mask_of(PLAIN.size, path), "mask.png has 50 x 10 pixels"),
         (lambda: decode_image(tmp_path), "is a folder"),
         (lambda: decode_image(tmp_path / "nothing"), "does not exist"),
         (lambda: decode_image("a\0b"), "cannot be opened"),
