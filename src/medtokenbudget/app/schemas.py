@@ -30,9 +30,7 @@ class SelectorInfo(BaseModel):
     name: str = Field(description="Name in requests and results.", examples=["lats:lesion-first"])
     title: str = Field(description="Name to display.", examples=["LATS, lesion-first"])
     about: str = Field(description="What the method does, in one sentence.")
-    kind: str = Field(
-        description="'ranker' and 'sampler' keep K patches, 'merger' makes K new tokens.", examples=["ranker"]
-    )
+    kind: str = Field(description="'ranker' and 'sampler' keep K patches, 'merger' makes K new tokens.", examples=["ranker"])
     learns: bool = Field(description="Whether the selector itself was trained, not only its head.")
     stochastic: bool = Field(description="Whether the selector draws at random (always with the same seed here).")
     needs_mask: bool = Field(description="Whether the method needs the lesion mask.")
