@@ -313,10 +313,12 @@ def test_a_sidecar_with_other_rows_than_planned_is_noticed_and_made_again(
     assert contents(store.path) == before
 
 
-@pytest.mark.parametrize("text", ["[]", '{"0": 3}', '{"x": []}', '{"0": [["a"]]}'])
+@pytest.mark.parametrize(
+    "text", ["[]", '{"0": 3}', '{"x": []}', '{"0": [["a"]]}', '{"0": []}', '{"-1": [["a", "identity"]]}', "[" * 100_000]
+)
 def test_a_damaged_plan_is_a_message(store: FeatureStore, text: str) -> None:
     (store.path / "plan.json").write_text(text)
-    with pytest.raises(RequestError, match=r"plan.json is damaged"):
+    with pytest.raises(RequestError, match=r"plan.json is (damaged|nested too deeply)"):
         FeatureStore.open(store.path)
 
 

@@ -177,7 +177,11 @@ def read_plan(store: Path) -> Shards:
         return {}
     values = read_json(store / PLAN)
     try:
-        return {int(number): tuple((str(image), str(view)) for image, view in rows) for number, rows in values.items()}
+        shards = {int(number): tuple((str(image), str(view)) for image, view in rows) for number, rows in values.items()}
+        # So that the file, which was just read, bounds the number of shards to look for.
+        if not all(shards.values()) or min(shards, default=0) < 0:
+            raise ValueError("a shard without rows")
+        return shards
     except (AttributeError, TypeError, ValueError):
         raise RequestError(f"{store / PLAN} is damaged. Extract into another folder, or restore the file.") from None
 
