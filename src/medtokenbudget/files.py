@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import io
 import json
 import os
 import re
@@ -19,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from medtokenbudget.errors import RequestError, WorkError
 
@@ -140,6 +141,17 @@ def write_text(path: Path | str, text: str) -> None:
     """Write text as UTF-8; file names that are not UTF-8 appear in it with escapes (`\\udcff`), which JSON reads back."""
     with atomic_write(path) as temporary:
         temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
+
+
+def write_encoded(path: Path | str, encode: Callable[[BinaryIO], Any]) -> None:
+    """Let `encode` (such as a picture's `save`) write to memory, and that to a file.
+
+    Pillow writes to files without a look at how much was written, so that a full disk would leave a truncated picture behind.
+    """
+    stream = io.BytesIO()
+    encode(stream)
+    with atomic_write(path) as temporary:
+        temporary.write_bytes(stream.getvalue())
 
 
 def write_json(path: Path | str, value: Any) -> None:

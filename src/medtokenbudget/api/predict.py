@@ -15,7 +15,7 @@ from PIL import Image
 
 from medtokenbudget.data import decode_mask
 from medtokenbudget.errors import MedTokenBudgetError, WorkError
-from medtokenbudget.files import append_line, atomic_write, remove
+from medtokenbudget.files import append_line, remove, write_encoded
 from medtokenbudget.locks import exclusive
 from medtokenbudget.model import Failure, MedTokenBudget, Prediction, Source, expand, load, overlay
 from medtokenbudget.model.table import TokenFormat, check_table_path, table_writer, token_writer
@@ -110,8 +110,7 @@ def predict_files(
 
 def _save_overlay(path: Path, source: Source, prediction: Prediction, errors: Path) -> None:
     picture = overlay(source, prediction, _mask(source, errors))
-    with atomic_write(path) as temporary:
-        picture.save(temporary, format="PNG")
+    write_encoded(path, lambda stream: picture.save(stream, format="PNG"))
 
 
 def _mask(source: Source, errors: Path) -> Image.Image | None:

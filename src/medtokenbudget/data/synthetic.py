@@ -17,7 +17,7 @@ from medtokenbudget.data import dermoscopy
 from medtokenbudget.data.manifest import Manifest, check_name
 from medtokenbudget.data.splits import apply_split, check_request
 from medtokenbudget.errors import MismatchError, RequestError
-from medtokenbudget.files import atomic_write, read_json, sha256_file, sha256_json, write_json
+from medtokenbudget.files import read_json, sha256_file, sha256_json, write_encoded, write_json
 from medtokenbudget.locks import exclusive
 from medtokenbudget.progress import progress
 from medtokenbudget.workers import process_pool
@@ -165,8 +165,8 @@ def _run(jobs: list[tuple[Any, ...]], workers: int) -> Iterator[None]:
 def _draw(job: tuple[Path, str, str, int, int, bool]) -> None:
     folder, name, label, seed, size, off_center = job
     drawing = dermoscopy.draw(label, seed, size=size, off_center=off_center)
-    with atomic_write(_mask(folder, name)) as temporary:
-        Image.fromarray(np.where(drawing.mask, 255, 0).astype(np.uint8)).save(temporary, format="PNG", optimize=True)
+    mask = Image.fromarray(np.where(drawing.mask, 255, 0).astype(np.uint8))
+    write_encoded(_mask(folder, name), lambda stream: mask.save(stream, format="PNG", optimize=True))
     # The image is written last: if it exists, so does its mask.
-    with atomic_write(_image(folder, name)) as temporary:
-        Image.fromarray(drawing.image).save(temporary, format="JPEG", quality=95, subsampling=0)
+    image = Image.fromarray(drawing.image)
+    write_encoded(_image(folder, name), lambda stream: image.save(stream, format="JPEG", quality=95, subsampling=0))

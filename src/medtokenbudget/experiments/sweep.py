@@ -22,6 +22,7 @@ from medtokenbudget.experiments.methods import Method, with_heads
 from medtokenbudget.experiments.run import RunInfo
 from medtokenbudget.experiments.sources import Sources
 from medtokenbudget.experiments.units import Plan, Unit, read_state, status
+from medtokenbudget.experiments.watching import forget
 from medtokenbudget.features import FeatureStore
 from medtokenbudget.locks import exclusive
 from medtokenbudget.progress import say
@@ -113,6 +114,7 @@ def _run(
     # changes the last bit of a training. A resumed run must end in the same bytes as one that never stopped.
     jobs = min(execution.jobs or os.cpu_count() or 1, len(units))
     run_units(plan, todo, execution, jobs)
+    forget(plan, units)
     failed = [unit for unit in units if status(plan, unit) != "done"]
     for unit in failed:
         path = plan.folder(unit) / "unit.json"

@@ -60,6 +60,13 @@ def reporter(plan: Plan, unit: Unit) -> OnEpoch:
     return report
 
 
+def forget(plan: Plan, units: Sequence[Unit]) -> None:
+    """Remove the progress files, also those of units that were killed."""
+    for unit in units:
+        for path in (plan.folder(unit) / FILE, *plan.folder(unit).glob(f".{FILE}.*")):
+            path.unlink(missing_ok=True)
+
+
 def stages_of(unit: Unit, config: TrainConfig) -> tuple[str, ...]:
     """The stages that a unit trains in."""
     return _STAGES[config.recipe] if unit.method.learned else ("head",)

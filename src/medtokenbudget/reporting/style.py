@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-from medtokenbudget.files import atomic_write
+from medtokenbudget.files import write_encoded
 from medtokenbudget.reporting.looks import INK
 
 MUTED = "#5b6773"
@@ -117,8 +118,7 @@ def save(figure: Figure, folder: Path, name: str) -> list[Path]:
         figure.set_layout_engine("none")  # lay out once, not once per format
     for suffix, metadata in ((".svg", {"Date": None, "Creator": None}), (".png", {"Software": None})):
         path = folder / f"{name}{suffix}"
-        with atomic_write(path) as temporary:
-            figure.savefig(temporary, format=suffix[1:], metadata=metadata)
+        write_encoded(path, partial(figure.savefig, format=suffix[1:], metadata=metadata))
         paths.append(path)
     plt.close(figure)
     return paths

@@ -1,0 +1,78 @@
+"""A tiny world for the tests of faults: data, a store, a model and a run, and every command that writes something."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from medtokenbudget.cli import main
+from tests.small_model import draw_images, small_backbone, small_model
+
+SMALL = ["--epochs", "1", "--head-epochs", "1", "--batch-size", "8", "--lats.hidden", "8", "--lats.layers", "1", "--device", "cpu"]
+STUDENT = ["--patch-size", "16", "--width", "32", "--heads", "1", "--depth", "1", "--batch-size", "8", "--epochs", "2"]
+COMMANDS = ("data", "extract", "train", "sweep", "report", "distill", "export", "predict")
+_CLOCK = ("seconds", "images_per_second")
+
+
+@dataclass(frozen=True)
+class World:
+    """Inputs in `root`; every command writes below `place`, which is emptied before each try."""
+
+    root: Path
+
+    @property
+    def place(self) -> Path:
+        return self.root / "place"
+
+    def command(self, name: str) -> list[str]:
+        """The words after `mtb`."""
+        out, manifest, store = self.place / "out", self.root / "data" / "manifest.parquet", self.root / "store"
+        vit = ["test_vit", "--weights", self.root / "vit-0.safetensors", "--image-size", 160, "--threads", 1]
+        run = [manifest, "--store", store, "--out", out, *SMALL]
+        words: dict[str, list[object]] = {
+            "data": ["data", "synthetic", "--out", out, "--n", 2, "--size", 48],
+            "extract": ["extract", manifest, "--store", out, "--backbone", *vit, "--shard-size", 8],
+            "train": ["train", *run],
+            "sweep": ["sweep", *run, "--methods", "lats", "center", "--jobs", 1],
+            "report": ["report", self.root / "run", "--out", out],
+            "distill": ["distill", manifest, "--teacher", *vit, "--out", out, "--views", 1, *STUDENT],
+            "export": ["export", self.root / "model", "--format", "hub", "--out", out],
+            "predict": ["predict", self.root / "model", self.root / "images", "--out", out / "p.csv", "--device", "cpu"],
+        }
+        return [str(word) for word in words[name]]
+
+    def clear(self) -> None:
+        shutil.rmtree(self.place, ignore_errors=True)
+        self.place.mkdir()
+
+    def contents(self) -> dict[str, bytes]:
+        """Every file that was written, without clocks, locks and the logs of TensorBoard."""
+        found = {}
+        for path in sorted(self.place.rglob("*")):
+            if path.is_file() and "tensorboard" not in path.parts:
+                found[str(path.relative_to(self.place))] = _without_clock(path)
+        return found
+
+
+def _without_clock(path: Path) -> bytes:
+    data = path.read_bytes()
+    if path.name != "metrics.jsonl":
+        return data
+    rows = [json.loads(line) for line in data.decode().splitlines()]
+    return json.dumps([{key: value for key, value in row.items() if key not in _CLOCK} for row in rows]).encode()
+
+
+def make_world(root: Path) -> World:
+    world = World(root)
+    backbone = small_backbone(root)
+    data = ["data", "synthetic", "--out", root / "data", "--n", 20, "--size", 48]
+    extract = ["extract", root / "data" / "manifest.parquet", "--store", root / "store", "--backbone", backbone.name]
+    extract += ["--weights", backbone.weights, "--image-size", 160, "--threads", 1]
+    run = ["sweep", root / "data" / "manifest.parquet", "--store", root / "store", "--out", root / "run", *SMALL]
+    for words in (data, extract, [*run, "--methods", "center", "random", "--jobs", 1]):
+        assert main([str(word) for word in words]) == 0
+    small_model(root, baselines=("center",)).save_pretrained(root / "model")
+    draw_images(root / "images", 3, size=64)
+    return world

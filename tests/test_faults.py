@@ -1,0 +1,171 @@
+"""The fault matrix: every writing command, killed, on a full disk, in a read-only folder, with few file handles, and with errors in
+the file layer. It ends in a message or resumes to the bytes of an undisturbed run.
+
+`MTB_KILLS` is the number of kills per command (default 1). `MTB_INJECT=all` puts an I/O error, a memory error and a full disk at
+every call of the file layer, one after the other; the default is one of the three at four of the calls.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from medtokenbudget import files
+from medtokenbudget.cli import main
+from tests import processes
+from tests.faults import COMMANDS, World, make_world
+
+KILLS = int(os.environ.get("MTB_KILLS", "1"))
+EVERY_ERROR = os.environ.get("MTB_INJECT") == "all"
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    torch.set_num_threads(1)
+    return make_world(tmp_path_factory.mktemp("world"))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(world: World) -> Callable[[str], tuple[dict[str, bytes], float]]:
+    """What a command writes, and how long it takes."""
+    known: dict[str, tuple[dict[str, bytes], float]] = {}
+
+    def of(name: str) -> tuple[dict[str, bytes], float]:
+        if name not in known:
+            world.clear()
+            ended = processes.run(world.command(name), world.root / "log")
+            assert ended.code == 0, ended.said
+            expected = world.contents()
+            world.clear()
+            started = time.monotonic()
+            assert processes.run(world.command(name), world.root / "log").code == 0
+            assert world.contents() == expected, "two undisturbed runs differ"
+            known[name] = expected, time.monotonic() - started
+        return known[name]
+
+    return of
+
+
+def finish(world: World, name: str, expected: dict[str, bytes]) -> None:
+    """Run the command again, and compare."""
+    ended = processes.run(world.command(name), world.root / "log")
+    assert ended.code == 0, ended.said
+    found = world.contents()
+    assert sorted(found) == sorted(expected)
+    assert [path for path in expected if found[path] != expected[path]] == []
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_killed_anywhere_resumes_to_the_same_bytes(
+    world: World, undisturbed: Callable[[str], tuple[dict[str, bytes], float]], name: str
+) -> None:
+    expected, seconds = undisturbed(name)
+    moments = random.Random(name)
+    for number in range(KILLS):
+        world.clear()
+        running = processes.Running(world.command(name), world.root / "log")
+        time.sleep(moments.uniform(0, seconds))
+        running.kill(group=number % 2 == 1)
+        running.wait()
+        finish(world, name, expected)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_full_disk_a_read_only_folder_and_few_handles_are_messages(
+    world: World, undisturbed: Callable[[str], tuple[dict[str, bytes], float]], name: str
+) -> None:
+    expected, _ = undisturbed(name)
+    largest = max(map(len, expected.values()))
+    for limits in (
+        processes.Limits(file_bytes=largest // 2),
+        processes.Limits(handles=64),
+        processes.Limits(obey_permissions=True),
+    ):
+        world.clear()
+        if limits.obey_permissions:
+            world.place.chmod(0o500)
+        ended = processes.run(world.command(name), world.root / "log", limits)
+        world.place.chmod(0o700)
+        assert "Traceback" not in ended.said, (limits, ended.said)
+        assert ended.code == 0 if limits.handles else ended.code in (0, 1), (limits, ended.said)
+        if ended.code == 1:
+            assert any(words in ended.said for words in ("No space left", "Cannot write", "Permission denied")), ended.said
+        if limits.obey_permissions:
+            assert ended.code == 1
+        finish(world, name, expected)
+
+
+class Injector:
+    """Stands for the modules that the file layer calls, and raises an error at its n-th call."""
+
+    def __init__(self, at: int, error: Callable[[], BaseException]) -> None:
+        self.at, self.error, self.calls = at, error, 0
+
+    def wrapped(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            self.calls += 1
+            if self.calls == self.at:
+                raise self.error()
+            return function(*arguments, **options)
+
+        return call
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        system = SimpleNamespace(**{name: getattr(os, name) for name in dir(os)})
+        system.replace, system.fsync = self.wrapped(os.replace), self.wrapped(os.fsync)
+        maker = SimpleNamespace(mkstemp=self.wrapped(tempfile.mkstemp))
+        monkeypatch.setattr(files, "os", system)
+        monkeypatch.setattr(files, "tempfile", maker)
+        monkeypatch.setattr(files, "open", self.wrapped(open), raising=False)
+
+
+ERRORS: tuple[Callable[[], BaseException], ...] = (
+    lambda: OSError(errno.EIO, os.strerror(errno.EIO)),
+    MemoryError,
+    lambda: OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
+)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_an_error_at_any_call_of_the_file_layer_loses_nothing(
+    world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    def attempt(at: int, error: Callable[[], BaseException]) -> tuple[int, int]:
+        injector = Injector(at, error)
+        with monkeypatch.context() as patch:
+            injector.install(patch)
+            return main(world.command(name)), injector.calls
+
+    world.clear()
+    code, calls = attempt(0, MemoryError)
+    assert (code, calls > 0) == (0, True)
+    expected = world.contents()
+    step = 1 if EVERY_ERROR else -(-calls // 4)
+    for number, at in enumerate(range(1, calls + 1, step)):
+        for error in ERRORS if EVERY_ERROR else (ERRORS[number % 3],):
+            world.clear()
+            capsys.readouterr()
+            code, _ = attempt(at, error)
+            said = capsys.readouterr().err
+            assert "Traceback" not in said
+            assert code in (0, 1, 2), (at, said)
+            assert code == 0 or "mtb: " in said
+            assert main(world.command(name)) == 0, (at, capsys.readouterr().err)
+            assert world.contents() == expected, at
+
+
+def test_nothing_is_left_over_by_a_command_that_ends(world: World) -> None:
+    world.clear()
+    assert main(world.command("export")) == 0
+    assert not list(Path(world.place).rglob(".*"))
