@@ -55,6 +55,7 @@ def _files(run: Path) -> dict[str, bytes]:
     return {str(path.relative_to(run)): path.read_bytes() for path in sorted(run.rglob("*")) if path.is_file()}
 
 
+@pytest.mark.slow
 def test_a_refused_command_leaves_the_run_as_it_was(drawn: Drawn, tmp_path: Path) -> None:
     common = (drawn.manifest_path, drawn.store_path, tmp_path)
     sweep(*common, methods=["center", "norm"], config=quick("paper"), execution=Execution(jobs=1))

@@ -20,6 +20,8 @@ from medtokenbudget.routing import Ranker, register_selector, registry
 from tests import processes
 from tests.drawn import Drawn
 
+pytestmark = pytest.mark.slow
+
 SMALL = [
     "--epochs",
     "1",
