@@ -9,6 +9,7 @@ import mmap
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -171,7 +172,11 @@ def test_a_row_is_read_without_its_neighbors(on_disk: tuple[Path, np.ndarray], a
     fetching.from_disk = announced
     target = torch.empty(1, 65_536)
     with fetching.of([mapped], [40]):
-        if announced:  # it is on its way before it is touched
+        if announced:  # it is on its way before it is touched; a busy disk may take its time
+            tries = 0
+            while pages_in_memory(path).sum() < PAGES and tries < 2000:
+                time.sleep(0.005)
+                tries += 1
             assert pages_in_memory(path).sum() >= PAGES
         join_large([mapped], [40], target)
     assert torch.equal(target[0], torch.from_numpy(rows[40]))
