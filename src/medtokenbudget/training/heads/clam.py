@@ -6,6 +6,7 @@ the most attended tokens are also negative examples of the other classes, as in 
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Any
 
 import torch
@@ -36,9 +37,9 @@ class _CLAM(TokenHead):
         self.attend = GatedAttention(width, attention, branches)
         self.instance = nn.ModuleList(nn.Linear(width, 2) for _ in range(classes))
 
+    @abstractmethod
     def bag(self, pooled: Tensor) -> Tensor:
         """Logits [B, C] of the pooled features [B, branches, width]."""
-        raise NotImplementedError
 
     def _attended(self, kept: TokenSet, generator: torch.Generator | None) -> tuple[Tensor, Tensor, Tensor]:
         features = drop(F.relu(self.features(kept.tokens)), self.dropout if self.training else 0.0, generator)
