@@ -26,6 +26,8 @@ from tests.app.server import Server, mask, picture, running_here
 from tests.data.test_decode import many_scans
 from tests.small_model import small_model
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Service:

@@ -59,6 +59,7 @@ def test_what_cannot_be_exported_exits_with_2(
     assert words in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["hub", pytest.param("onnx", marks=pytest.mark.slow)])
 def test_a_full_disk_or_a_read_only_folder_is_a_message(root: Path, model: MedTokenBudget, tmp_path: Path, format: str) -> None:
     if format == "onnx":

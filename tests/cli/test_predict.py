@@ -239,6 +239,7 @@ def test_a_file_name_that_is_not_utf8_is_listed_and_the_others_are_predicted(
     assert pd.read_parquet(tmp_path / "p.parquet")["image"].tolist() == [str(folder / "a.jpg")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("table", ["p.csv", "p.parquet"])
 def test_a_full_disk_or_a_read_only_folder_is_a_message(
     root: Path, model: MedTokenBudget, images: list[Path], tmp_path: Path, table: str

@@ -14,6 +14,8 @@ from medtokenbudget.experiments.execution import Execution
 from medtokenbudget.experiments.resplits import components, resplits
 from tests.drawn import Drawn, quick
 
+pytestmark = pytest.mark.slow
+
 
 def test_variance_components_worked_by_hand() -> None:
     # Seeds inside a fold: variance 2 and 2. Fold means 2 and 6: variance 8, of which 2 / 2 comes from the seeds.

@@ -15,6 +15,8 @@ from medtokenbudget.experiments.trained import load_unit
 from medtokenbudget.experiments.units import Unit
 from tests.drawn import Drawn, quick
 
+pytestmark = pytest.mark.slow
+
 SOFT = ("tokenlearner", "tc-ssa", "query-pool:lesion-first")
 HARD = ("evit", "dynamicvit-package:lesion-first")
 KEPT = ("ats", "cropr:mask-free", "dynamicvit", "sparselearn:lesion-first", "box-prior")
