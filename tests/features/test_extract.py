@@ -17,6 +17,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
+from medtokenbudget import files
 from medtokenbudget.cli import main
 from medtokenbudget.config import BackboneConfig
 from medtokenbudget.data import Manifest, decode_image, decode_mask
@@ -98,23 +99,6 @@ sys.exit(main(sys.argv[1:]))
     assert contents(tmp_path / "store") == contents(tmp_path / "whole")
 
 
-def test_a_job_whose_temporary_file_another_swept_at_the_end_is_content_with_the_others_work(
-    tmp_path: Path, backbone: BackboneConfig, manifest: Manifest, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = extract(manifest, tmp_path / "store", backbone, CONFIG)
-    before = contents(store.path)
-
-    def swept(path: Path, rows: object) -> None:
-        raise WorkError(f"Cannot write {path}: No such file or directory")
-
-    monkeypatch.setattr(sys.modules["medtokenbudget.features.extract"], "write_lines", swept)
-    extract(manifest, store.path, backbone, CONFIG)
-    assert contents(store.path) == before
-    (store.path / "errors.jsonl").write_text("something else")
-    with pytest.raises(WorkError, match="Cannot write"):
-        extract(manifest, store.path, backbone, CONFIG)
-
-
 def test_the_bytes_do_not_depend_on_the_number_of_workers(tmp_path: Path, backbone: BackboneConfig, manifest: Manifest) -> None:
     one = extract(manifest, tmp_path / "one", backbone, replace(CONFIG, workers=1))
     four = extract(manifest, tmp_path / "four", backbone, replace(CONFIG, workers=4))
@@ -128,11 +112,31 @@ def test_a_second_run_makes_only_what_is_missing(tmp_path: Path, backbone: Backb
     kept = store.path / "shard-00000.safetensors"
     written = kept.stat().st_mtime_ns
     (store.path / "shard-00001.json").unlink()
-    (store.path / ".shard-00001.safetensors.abc.part").write_bytes(b"half")
+    (store.path / f".shard-00001.safetensors.{files._machine()}-{ended_process()}-abc.part").write_bytes(b"half")
     extract(manifest, tmp_path / "store", backbone, CONFIG)
     assert contents(store.path) == before
     assert kept.stat().st_mtime_ns == written
     assert not list(store.path.glob(".*"))
+
+
+def test_finishing_a_store_leaves_the_temporary_files_of_running_writers_and_other_machines(
+    tmp_path: Path, backbone: BackboneConfig, manifest: Manifest
+) -> None:
+    running = tmp_path / f".shard-00009.safetensors.{files._machine()}-{os.getppid()}-abc.part"
+    elsewhere = tmp_path / ".shard-00009.safetensors.0123abcd-1-abc.part"
+    ended = tmp_path / f".shard-00009.safetensors.{files._machine()}-{ended_process()}-abc.part"
+    for path in (running, elsewhere, ended):
+        path.write_bytes(b"half")
+    store = extract(manifest, tmp_path, backbone, CONFIG)
+    assert not store.missing
+    assert sorted(tmp_path.glob(".*.part")) == sorted([running, elsewhere])
+
+
+def ended_process() -> int:
+    """The id of a process that has just ended."""
+    child = subprocess.Popen([sys.executable, "-S", "-c", ""])
+    child.wait()
+    return child.pid
 
 
 @pytest.mark.parametrize(

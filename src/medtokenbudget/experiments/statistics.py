@@ -82,7 +82,7 @@ STATISTICS: dict[str, Statistic] = {
     "ece": Statistic("labeled", _calibration_terms, lambda s: ratio(np.abs(s[..., :-1]).sum(-1), s[..., -1])),
     "retention": Statistic("lesion", _kept_over(lambda f: f["lesion"]), _quotient),
     "retention_mean": Statistic("lesion", _mean_retention_terms, _quotient),
-    "retention_of_ceiling": Statistic("lesion", _kept_over(lambda f: reachable(f["lesion"].astype(int), f["k"])), _quotient),
+    "retention_of_ceiling": Statistic("lesion", _kept_over(lambda f: reachable(f["lesion"], f["k"])), _quotient),
     "precision": Statistic("lesion", _kept_over(lambda f: f["k"]), _quotient),
     "enrichment": Statistic("lesion", _enrichment_terms, lambda s: ratio(ratio(s[..., 0], s[..., 1]), ratio(s[..., 2], s[..., 3]))),
 }
@@ -99,7 +99,13 @@ def _measured(frame: pd.DataFrame, scope: str) -> pd.DataFrame:
     """The rows that a metric of this scope is measured on."""
     if scope == "labeled":
         return frame[frame["label"] >= 0]
-    return frame[frame["kept_lesion"].notna().to_numpy() & (frame["lesion"].fillna(0) > 0).to_numpy(bool)]
+    return lesion_rows(frame)
+
+
+def lesion_rows(predictions: pd.DataFrame) -> pd.DataFrame:
+    """The rows that retention is measured on: kept patches known, at least one lesion patch; lesion counts as integers."""
+    rows = predictions[predictions["kept_lesion"].notna().to_numpy() & (predictions["lesion"].fillna(0) > 0).to_numpy(bool)]
+    return rows.assign(lesion=rows["lesion"].astype(int))
 
 
 def _groups(frame: pd.DataFrame) -> NDArray[np.str_]:

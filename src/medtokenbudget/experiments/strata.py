@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 
 from medtokenbudget.errors import RequestError
-from medtokenbudget.experiments.statistics import DRAWS, LEVEL, intervals
+from medtokenbudget.experiments.statistics import DRAWS, LEVEL, intervals, lesion_rows
 from medtokenbudget.metrics import ratio, reachable
 
 QUARTILES: tuple[str, ...] = ("smallest", "small", "large", "largest")
@@ -20,12 +20,6 @@ COLUMNS: tuple[str, ...] = (
     *("ceiling", "retention", "low", "high", "retention_of_ceiling", "share_low", "share_high"),
 )
 _CELL = ["study", "dataset", "view", "method", "budget"]
-
-
-def lesion_rows(predictions: pd.DataFrame) -> pd.DataFrame:
-    """The rows that retention is measured on: kept patches known, at least one lesion patch; lesion counts as integers."""
-    rows = predictions[predictions["kept_lesion"].notna().to_numpy() & (predictions["lesion"].fillna(0) > 0).to_numpy(bool)]
-    return rows.assign(lesion=rows["lesion"].astype(int))
 
 
 def quartile_edges(predictions: pd.DataFrame) -> np.ndarray:

@@ -9,16 +9,16 @@ from typing import Any
 from medtokenbudget.config import BackboneConfig, ExtractConfig
 from medtokenbudget.data import Manifest
 from medtokenbudget.devices import resolve_device
-from medtokenbudget.errors import RequestError, WorkError
+from medtokenbudget.errors import RequestError
 from medtokenbudget.features import plan
 from medtokenbudget.features.annotations import hashes_of
 from medtokenbudget.features.backbone import Backbone
 from medtokenbudget.features.engines import Work, find_engine
 from medtokenbudget.features.pipeline import Prepared, Route, Shard, prepare
 from medtokenbudget.features.plan import Item, Shards
-from medtokenbudget.features.shards import Failure, Key, read_sidecar, remove_leftovers
+from medtokenbudget.features.shards import Failure, Key, read_sidecar
 from medtokenbudget.features.store import FeatureStore
-from medtokenbudget.files import read_lines, write_lines
+from medtokenbudget.files import remove_leftovers, write_lines
 from medtokenbudget.locks import exclusive
 from medtokenbudget.progress import progress
 
@@ -124,16 +124,6 @@ def _finished(path: Path, manifest: Manifest) -> FeatureStore:
     """Open the store; if it is complete, write `errors.jsonl` and delete the temporary files of interrupted runs."""
     store = FeatureStore.open(path, manifest, partial=True)
     if not store.missing:
-        _write_errors(path / "errors.jsonl", store)
+        write_lines(path / "errors.jsonl", (error.to_json() for error in store.errors))
         remove_leftovers(path)
     return store
-
-
-def _write_errors(path: Path, store: FeatureStore) -> None:
-    rows = [error.to_json() for error in store.errors]
-    try:
-        write_lines(path, rows)
-    except WorkError:
-        # Another job may have finished at the same time, written the same file and deleted the temporary files.
-        if not path.is_file() or read_lines(path) != rows:
-            raise

@@ -183,14 +183,9 @@ def write_shard(
         batch_size=batch_size,
         settings=settings,
     )
-    try:
-        with atomic_write(shard_path(store, index)) as temporary, open(temporary, "wb") as stream:
-            stream.writelines(parts)
-        write_json(sidecar_path(store, index), sidecar.to_json())
-    except WorkError:
-        # Another worker may have written the same bytes and deleted the temporary files in the meantime.
-        if read_sidecar(store, index) != sidecar:
-            raise
+    with atomic_write(shard_path(store, index)) as temporary, open(temporary, "wb") as stream:
+        stream.writelines(parts)
+    write_json(sidecar_path(store, index), sidecar.to_json())
     return sidecar
 
 
@@ -248,9 +243,3 @@ def map_shard(path: Path) -> dict[str, np.ndarray]:
 def damaged(path: Path) -> WorkError:
     """The error for a shard whose content is not what was written."""
     return WorkError(f"{path} is damaged. Delete it and run the same `mtb extract` again: only this shard is made again.")
-
-
-def remove_leftovers(store: Path) -> None:
-    """Delete the temporary files of interrupted runs; only called for a complete store."""
-    for leftover in store.glob(".*.part"):
-        leftover.unlink(missing_ok=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
+from medtokenbudget.experiments.statistics import lesion_rows
 from medtokenbudget.metrics import ratio, reachable
 from medtokenbudget.reporting.cells import INTERVAL_NOTE, plain_name, seeds_note
 from medtokenbudget.reporting.evidence import AS_IS, OFF_CENTER, VIEW_NAMES, Evidence
@@ -122,8 +123,7 @@ def worst(evidence: Evidence) -> Table | None:
 def worst_retained(evidence: Evidence, count: int = 10) -> pd.DataFrame:
     """The `count` images of which the main method kept least at the headline budget, with `share` and `of_possible`."""
     rows = evidence.main_predictions
-    rows = rows[(rows["method"] == evidence.focus) & np.isclose(rows["budget"], evidence.headline)]
-    rows = rows[rows["kept_lesion"].notna() & (rows["lesion"].fillna(0) > 0).to_numpy(bool)]
+    rows = lesion_rows(rows[(rows["method"] == evidence.focus) & np.isclose(rows["budget"], evidence.headline)])
     if rows.empty:
         return pd.DataFrame()
     first = rows[rows["seed"] == rows["seed"].min()].copy()

@@ -33,7 +33,7 @@ class Selector(ABC):
         learns: Whether it has parameters to train; see `LearnedSelector`.
         stochastic: Whether it draws from the generator that it is given.
         ablations: Names of parts that can be switched off after training, with `ablate`.
-        requires: Fields of `TokenBatch` that it reads beside the patches.
+        requires: Fields of `TokenBatch` that it reads beside the patches. With `has_mask`, every image needs a mask.
     """
 
     name: ClassVar[str] = ""
@@ -85,6 +85,11 @@ class Selector(ABC):
             raise MissingSignalError(
                 f"Selector '{self.name}' reads {', '.join(missing)}, which this batch does not have. "
                 "Extract the tokens with it, or choose another selector."
+            )
+        if "has_mask" in self.requires and (without := int((~tokens.has_mask.bool()).sum())):  # type: ignore[union-attr]
+            raise MissingSignalError(
+                f"Selector '{self.name}' needs a mask for every image, but {without} of {len(tokens)} in this batch have none. "
+                "Restrict the evaluation to images with masks."
             )
         return tokens.require_finite()
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from medtokenbudget.errors import MissingSignalError
 from medtokenbudget.routing.registry import register_selector
 from medtokenbudget.routing.selector import Ranker
 from medtokenbudget.tokens import TokenBatch
@@ -27,13 +26,6 @@ class BoxPrior(Ranker):
 
     def score(self, tokens: TokenBatch, generator: torch.Generator | None = None) -> Tensor:
         assert tokens.lesion is not None
-        assert tokens.has_mask is not None
-        without = int((~tokens.has_mask.bool()).sum())
-        if without:
-            raise MissingSignalError(
-                f"Selector 'box-prior' needs a mask for every image, but {without} of {len(tokens)} in this batch have none. "
-                "Restrict the evaluation to images with masks."
-            )
         h, w = tokens.grid
         field = tokens.lesion.bool().view(-1, h, w)
         rows, columns = _offset(field.any(2)), _offset(field.any(1))

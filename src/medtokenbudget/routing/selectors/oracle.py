@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from medtokenbudget.errors import MissingSignalError
 from medtokenbudget.routing.registry import register_selector
 from medtokenbudget.routing.selector import Ranker
 from medtokenbudget.tokens import TokenBatch
@@ -22,11 +21,4 @@ class Oracle(Ranker):
 
     def score(self, tokens: TokenBatch, generator: torch.Generator | None = None) -> Tensor:
         assert tokens.lesion is not None
-        assert tokens.has_mask is not None
-        without = int((~tokens.has_mask.bool()).sum())
-        if without:
-            raise MissingSignalError(
-                f"Selector 'oracle' needs a mask for every image, but {without} of {len(tokens)} in this batch have none. "
-                "Restrict the evaluation to the images with masks."
-            )
         return tokens.lesion.float()
