@@ -32,7 +32,9 @@ def small_backbone(folder: Path, seed: int = 0) -> BackboneConfig:
     return BackboneConfig(name="test_vit", weights=path, image_size=160)
 
 
-def small_model(folder: Path, baselines: tuple[str, ...] = BASELINES, seed: int = 0, main: str = "lats") -> MedTokenBudget:
+def small_model(
+    folder: Path, baselines: tuple[str, ...] = BASELINES, seed: int = 0, main: str = "lats", head: bool = True
+) -> MedTokenBudget:
     backbone = small_backbone(folder, seed)
     loaded = Backbone.load(backbone)
     config = TrainConfig(lats=LATSConfig(hidden=32, layers=2), router=RouterConfig(minimum=8))
@@ -40,8 +42,11 @@ def small_model(folder: Path, baselines: tuple[str, ...] = BASELINES, seed: int 
         torch.manual_seed(seed)
         selectors = {main: LATSSelector.from_config(loaded.dim, config)}
         selectors |= {name: create_selector(name, minimum=8) for name in baselines}
-        classifiers = {name: RoutedClassifier(s, MLPHead(loaded.dim, len(CLASSES))) for name, s in selectors.items()}
-    model = MedTokenBudget(backbone, loaded.fingerprint, CLASSES, classifiers, config, main=main, device="cpu")
+        classifiers = {
+            name: RoutedClassifier(s, MLPHead(loaded.dim, len(CLASSES)) if head else None) for name, s in selectors.items()
+        }
+    classes = CLASSES if head else ()
+    model = MedTokenBudget(backbone, loaded.fingerprint, classes, classifiers, config, main=main, device="cpu")
     return model.use_backbone(loaded)
 
 

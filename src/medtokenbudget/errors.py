@@ -60,6 +60,10 @@ class MissingSignalError(RequestError):
     """A selector needs something that the batch does not contain (masks, luminance, attention)."""
 
 
+class NoHeadError(RequestError):
+    """Classes were asked of a router that was trained without class labels."""
+
+
 class UnknownNameError(RequestError):
     """A name that is not registered; the message suggests the closest one."""
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import pandas as pd
 
 from medtokenbudget.config import BackboneConfig, TrainConfig, preset
 from medtokenbudget.data import Manifest
+from medtokenbudget.errors import RequestError
 from medtokenbudget.experiments.execution import Execution
 from medtokenbudget.experiments.methods import Method, method_of
 from medtokenbudget.experiments.run import RunInfo
@@ -23,6 +25,7 @@ from medtokenbudget.routing import selector_class
 from medtokenbudget.training.classifier import RoutedClassifier
 
 CONTROLS = ("center", "random")
+HeadChoice = Literal["auto", "none"]
 
 
 def train_router(
@@ -31,8 +34,12 @@ def train_router(
     out: Path | str,
     config: TrainConfig | None = None,
     selector: str = "lats",
+    head: HeadChoice = "auto",
 ) -> pd.DataFrame:
     """Train one router and its head, evaluate it beside the controls `center` and `random`, and save it in `out/model`.
+
+    Args:
+        head: 'none' trains the router from masks alone and saves it without a head; so does 'auto' if no image has a label.
 
     Returns:
         The tidy results, also written to `out/results.csv`.
@@ -40,9 +47,20 @@ def train_router(
     config = config or preset("lesion-first")
     method = str(method_of(selector, config))
     study = Study("train", (method, *CONTROLS), (config.seed,), config.budgets)
-    results = run_studies([study], Sources.of(manifest, store, out), out, config, Execution(jobs=1), required=(method,))
+    sources = Sources.of(_labels_as_asked(manifest, head), store, out)
+    results = run_studies([study], sources, out, config, Execution(jobs=1), required=(method,))
     save_model(out)
     return results
+
+
+def _labels_as_asked(manifest: Manifest | Path | str, head: HeadChoice) -> Manifest | Path | str:
+    """The manifest without its labels if there are none to learn from or none are wanted; otherwise the manifest as it came."""
+    if head not in ("auto", "none"):
+        raise RequestError(f"`head` must be 'auto' or 'none', got '{head}'.")
+    opened = manifest if isinstance(manifest, Manifest) else Manifest.read(manifest)
+    if opened.classes and (head == "none" or opened.rows["label"].isna().all()):
+        return opened.without_labels()
+    return manifest
 
 
 def save_model(run: Path | str) -> Path | None:

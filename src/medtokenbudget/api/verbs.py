@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from medtokenbudget.api.run import Run
-from medtokenbudget.api.training import save_model, train_router
+from medtokenbudget.api.training import HeadChoice, save_model, train_router
 from medtokenbudget.config import BUDGETS, BackboneConfig, ExtractConfig, TrainConfig, preset
 from medtokenbudget.data import Manifest
 from medtokenbudget.experiments import Execution
@@ -57,6 +57,7 @@ def train(
     out: Path | str,
     config: TrainConfig | str = "lesion-first",
     selector: str = "lats",
+    head: HeadChoice = "auto",
 ) -> Run:
     """Train one router and its head, evaluate it beside the controls `center` and `random`, and save it as a model.
 
@@ -66,6 +67,7 @@ def train(
         out: The run directory; a training that was stopped there resumes.
         config: A preset by name ('lesion-first' or 'paper'), or all settings.
         selector: Any selector that learns.
+        head: 'none' trains the router from masks alone, without a head; so does 'auto' if no image has a label.
 
     Returns:
         The run: `.results`, `.predictions`, `.model`, `.report()`.
@@ -75,7 +77,7 @@ def train(
         >>> run.model.predict("photo.jpg", budget=0.3)[0].kept.shape
         (76,)
     """
-    train_router(manifest, store, out, _settings(config), selector)
+    train_router(manifest, store, out, _settings(config), selector, head)
     return Run(out)
 
 

@@ -49,7 +49,7 @@ class ModelInfo(BaseModel):
     demo: bool = Field(description="Whether this is the demo model, which was trained on synthetic images.")
     fingerprint: str = Field(description="Hash of the backbone, preprocessing, classes, methods and weights.")
     backbone: str
-    classes: list[str] = Field(examples=[["MEL", "NV"]])
+    classes: list[str] = Field(description="Empty for a router without a head.", examples=[["MEL", "NV"]])
     grid: list[int] = Field(description="Rows and columns of patches.", examples=[[16, 16]])
     n: int = Field(description="Number of patches.", examples=[256])
     budgets: list[float] = Field(description="The ten standard budgets, which every answer contains.")
@@ -85,7 +85,9 @@ class SelectorAnswer(BaseModel):
     retention: list[float] | None = Field(description="Share of lesion patches kept at each budget; null without a lesion.")
     ceiling: list[float] | None = Field(description="Highest retention possible with K patches, at each budget.")
     retention_of_ceiling: list[float] | None = Field(description="Retention divided by the ceiling, at each budget.")
-    probabilities: list[list[float]] = Field(description="Class probabilities at each budget, from this method's own head.")
+    probabilities: list[list[float]] | None = Field(
+        description="Class probabilities at each budget, from this method's own head; null if the model has no head."
+    )
 
 
 class RouteAnswer(BaseModel):

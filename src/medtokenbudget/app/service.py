@@ -129,7 +129,7 @@ class Service:
 
     @torch.inference_mode()
     def answer(self, question: Question) -> dict[str, Any]:
-        """Return patch order, scores and class probabilities of every method; with a mask also the lesion retention.
+        """Return patch order, scores and, if the model has a head, class probabilities of every method; with a mask also retention.
 
         Raises:
             RequestError: If the image, the mask, a method or a budget cannot be used.
@@ -189,7 +189,7 @@ class Service:
         answer: dict[str, Any] = {"name": name, "kind": selector.kind, "k": counts, "order": None, "scores": None, "groups": None}
         answer |= {"retention": None, "ceiling": None, "retention_of_ceiling": None}
         if isinstance(selector, Ranker):
-            probabilities = self.model.classify(tokens, budgets, name)[0]
+            probabilities = self.model.classify(tokens, budgets, name)[0] if self.model.has_head else None
             selection, scores = select(selector, tokens, tokens.n)
             assert selection.indices is not None
             assert scores is not None
@@ -205,9 +205,11 @@ class Service:
             if key not in merged:
                 merged[key] = _merge(selector, tokens, counts)
             answer["groups"] = merged[key].groups
-            heads_read = [classifier.head.read(selection, tokens.grid) for selection in merged[key].selections]
-            probabilities = torch.cat(heads_read).softmax(-1).cpu().numpy()
-        answer["probabilities"] = [[round(float(p), 6) for p in row] for row in probabilities]
+            probabilities = None
+            if classifier.head is not None:
+                heads_read = [classifier.head.read(selection, tokens.grid) for selection in merged[key].selections]
+                probabilities = torch.cat(heads_read).softmax(-1).cpu().numpy()
+        answer["probabilities"] = None if probabilities is None else [[round(float(p), 6) for p in row] for row in probabilities]
         return answer
 
 

@@ -1,6 +1,8 @@
-"""`mtb train`: one LATS router and its head, evaluated and saved as a model."""
+"""`mtb train`: one LATS router and its head (none without class labels), evaluated and saved as a model."""
 
 from __future__ import annotations
+
+from typing import Literal
 
 from medtokenbudget.cli.parsing import command_parser
 from medtokenbudget.cli.training_options import add_run, add_training, training_config
@@ -10,10 +12,17 @@ def main(arguments: list[str]) -> int:
     parser = command_parser(
         "train",
         "Train one LATS router and its head on a store of tokens, evaluate it beside the controls `center` and `random`, and save "
-        "it as a model. If it is stopped, the same command resumes.",
+        "it as a model. Without class labels the router learns from masks alone and has no head. If it is stopped, the same "
+        "command resumes.",
         "mtb train isic.parquet --store tokens --out runs/first",
     )
     add_run(parser)
+    parser.add_argument(
+        "--head",
+        type=Literal["auto", "none"],
+        default="auto",
+        help="'none' ignores class labels and trains the router from masks alone, for `mtb route`; so does 'auto' without labels.",
+    )
     add_training(parser, arguments, "lesion-first")
     options = parser.parse_args(arguments)
 
@@ -23,14 +32,18 @@ def main(arguments: list[str]) -> int:
     from medtokenbudget.experiments.sweep import require_complete
     from medtokenbudget.progress import say
 
-    run = train(options.manifest, options.store, options.out, training_config(options))
+    run = train(options.manifest, options.store, options.out, training_config(options), head=options.head)
     record_command(options.out, "train", arguments)
     ours = run.results[(run.results["method"] == run.info.main) & (run.results["view"] == AS_IS)]
     row = ours.iloc[int((ours["budget"] - 0.3).abs().to_numpy().argmin())]
-    kept = ""
+    found = []
+    if row["n"]:
+        found.append(f"accuracy {row['accuracy']:.1%} (n = {row['n']})")
     if row["n_masked"]:
-        kept = f", {row['retention_of_ceiling']:.1%} of the lesion that fits the budget kept (n = {row['n_masked']})"
-    say(f"{run.info.main} at budget {row['budget']:g}: accuracy {row['accuracy']:.1%} (n = {row['n']}){kept}.")
-    say(f"Model saved in {options.out / 'model'}. Next: mtb report {options.out} or mtb explore {options.out / 'model'}")
+        found.append(f"{row['retention_of_ceiling']:.1%} of the lesion that fits the budget kept (n = {row['n_masked']})")
+    say(f"{run.info.main} at budget {row['budget']:g}: {', '.join(found) or 'nothing to measure it on'}.")
+    model = options.out / "model"
+    following = f"mtb explore {model}" if run.info.classes else f"mtb route IMAGES --model {model} --out routed"
+    say(f"Model saved in {model}. Next: mtb report {options.out} or {following}")
     require_complete(run.info)
     return 0

@@ -131,6 +131,10 @@ class Manifest:
             raise ManifestError(f"Unknown part '{name}'. The parts of a manifest are {', '.join(SPLITS)}.")
         return self.take(np.flatnonzero((self.rows["split"] == name).to_numpy(dtype=bool)))
 
+    def without_labels(self) -> Manifest:
+        """The same images without class labels, for a router that learns from masks alone."""
+        return replace(self, rows=self.rows.assign(label=None), classes=())
+
     def take(self, rows: Sequence[int] | np.ndarray) -> Manifest:
         """The rows with these numbers, in this order."""
         return replace(self, rows=self.rows.iloc[np.asarray(rows, dtype=np.int64)])

@@ -5,6 +5,7 @@ Every kind of run goes through this file, so that a mistake costs seconds instea
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 
 from medtokenbudget.config import SIGNALS, TrainConfig, to_dict
@@ -54,16 +55,22 @@ def check_data(manifest: Manifest, store: FeatureStore) -> None:
             f"Store {store.path} contains only routed tokens, but training needs all patches. "
             "Run `mtb extract` without --keep routed."
         )
+    if manifest.classes:
+        _check_labels(manifest)
+    check_fits(manifest, store)
+
+
+def _check_labels(manifest: Manifest) -> None:
     labeled = manifest.part("train").rows["label"].notna()
+    alone = "or train a router from masks alone with `mtb train --head none`"
     if not labeled.any():
         raise RequestError(
-            "No training image has a label. Put the images into one folder per class, or list their labels in a CSV file."
+            f"No training image has a label. Put the images into one folder per class, list their labels in a CSV file, {alone}."
         )
     if not labeled.all():
         raise RequestError(
-            f"{(~labeled).sum()} of {len(labeled)} training images have no label. Label them in the manifest, or remove them."
+            f"{(~labeled).sum()} of {len(labeled)} training images have no label. Label them in the manifest, remove them, {alone}."
         )
-    check_fits(manifest, store)
 
 
 def needs_masks(method: Method, config: TrainConfig) -> bool:
@@ -73,6 +80,13 @@ def needs_masks(method: Method, config: TrainConfig) -> bool:
     return "has_mask" in selector_class(method.selector).requires
 
 
+def needs_labels(method: Method, config: TrainConfig) -> bool:
+    """Whether nothing of this method can be trained without class labels."""
+    if not method.learned:
+        return False
+    return method.config(config).recipe == "joint" or "classes" in inspect.signature(selector_class(method.selector)).parameters
+
+
 def has_training_masks(sources: Sources) -> bool:
     """Whether any training image has a lesion mask."""
     rows = sources.store.rows(sources.manifest.part("train").ids, strict=False)
@@ -80,17 +94,23 @@ def has_training_masks(sources: Sources) -> bool:
 
 
 def that_fit(sources: Sources, methods: Sequence[str], config: TrainConfig) -> tuple[str, ...]:
-    """The methods that this data can serve; those that need masks are skipped, with a note, where no image has one."""
-    if has_training_masks(sources):
-        return tuple(methods)
-    skipped = [text for text in methods if needs_masks(Method.parse(text), config)]
-    if skipped:
-        say(f"Skipping {listed(skipped)}: no training image has a lesion mask.")
-    return tuple(text for text in methods if text not in skipped)
+    """The methods that this data can serve; those that need masks or labels are skipped, with a note, where there are none."""
+    left = list(methods)
+    for has, needs, what in (
+        (has_training_masks(sources), needs_masks, "no training image has a lesion mask"),
+        (bool(sources.manifest.classes), needs_labels, "no training image has a label"),
+    ):
+        skipped = [] if has else [text for text in left if needs(Method.parse(text), config)]
+        if skipped:
+            say(f"Skipping {listed(skipped)}: {what}.")
+        left = [text for text in left if text not in skipped]
+    return tuple(left)
 
 
 def check_needs(sources: Sources, units: Sequence[Unit], config: TrainConfig) -> None:
-    """Reject methods that need masks or views that the data does not have."""
+    """Reject methods that need masks, labels or views that the data does not have."""
+    if not sources.manifest.classes:
+        _check_without_labels(sources, units, config)
     if not has_training_masks(sources):
         needy = list(dict.fromkeys(str(unit.method) for unit in units if needs_masks(unit.method, config)))
         if needy:
@@ -103,6 +123,25 @@ def check_needs(sources: Sources, units: Sequence[Unit], config: TrainConfig) ->
             f"Training on off-center views was requested, but store {sources.store.path} has none. "
             "Run `mtb extract` with --views off-center, or leave out --views."
         )
+
+
+def _check_without_labels(sources: Sources, units: Sequence[Unit], config: TrainConfig) -> None:
+    """A run without labels measures retention alone, so it needs masks, and methods that learn from nothing else."""
+    if not has_training_masks(sources):
+        raise RequestError(
+            "The images have neither class labels nor lesion masks, so there is nothing to learn from. Add masks "
+            "(`mtb data folder IMAGES --masks MASKS`) or one folder per class. To route images without training, use `mtb route`."
+        )
+    needy = list(dict.fromkeys(str(unit.method) for unit in units if needs_labels(unit.method, config)))
+    if needy:
+        raise RequestError(
+            f"{listed(needy)} needs class labels, but no training image has one. From masks alone only the recipe lesion-first "
+            "learns: use --preset lesion-first."
+        )
+    if config.class_balance == "sampler":
+        raise RequestError("Without class labels there are no classes to balance: use --class-balance none.")
+    if config.selection_metric == "accuracy" and any(unit.method.learned for unit in units):
+        raise RequestError("Without class labels the epoch is chosen by retention: use --selection-metric retention.")
 
 
 def check_run(plan: Plan, units: Sequence[Unit], sources: Sources) -> None:

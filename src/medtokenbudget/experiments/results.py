@@ -57,8 +57,8 @@ SCHEMA = pa.schema(
         ("group", pa.string()),  # null: the image is a group of its own
         ("label", pa.int32()),  # -1: unlabeled
         ("label_name", pa.string()),  # null: unlabeled
-        ("predicted", pa.int32()),
-        ("predicted_name", pa.string()),
+        ("predicted", pa.int32()),  # -1: no head
+        ("predicted_name", pa.string()),  # null: no head
         ("probabilities", pa.list_(pa.float32())),
         ("lesion", pa.int32()),  # null: no mask; 0: a mask without a lesion patch on the grid
         ("kept_lesion", pa.int32()),  # null: no mask, or a merger

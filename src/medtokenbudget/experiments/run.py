@@ -170,7 +170,7 @@ def describe_run(plan: Plan, studies: Sequence[Study], done: Sequence[Unit]) -> 
     methods = {
         str(unit.method): MethodInfo(
             unit.method.selector,
-            unit.method.head,
+            unit.method.head if manifest.classes else "none",
             unit.method.variant,
             unit.method.learned,
             to_dict(unit.method.config(plan.config)),

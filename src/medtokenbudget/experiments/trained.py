@@ -12,7 +12,7 @@ from medtokenbudget.training.heads import create_head
 
 
 def load_unit(info: RunInfo, unit: Unit, dim: int) -> RoutedClassifier | None:
-    """Selector and head of a finished unit; None for an ablation, which has no training of its own."""
+    """Selector and head (none without class labels) of a finished unit; None for an ablation, which has no training of its own."""
     if unit.method.ablation is not None:
         return None
     folder, method = info.path / "units" / unit.name, info.methods[str(unit.method)]
@@ -24,6 +24,8 @@ def load_unit(info: RunInfo, unit: Unit, dim: int) -> RoutedClassifier | None:
         selector.load_state_dict(ck.split_prefix(tensors, "best/selector."))
     else:
         selector = create_selector(method.selector, minimum=config.router.minimum)
+    if not info.classes:
+        return RoutedClassifier(selector, None).eval()
     head = create_head(method.head, dim, len(info.classes))
     head.load_state_dict(ck.split_prefix(load_tensors(folder / "head.safetensors")[0], "head."))
     return RoutedClassifier(selector, head).eval()

@@ -152,9 +152,12 @@ def _work(plan: Plan, unit: Unit, folder: Path, on_epoch: OnEpoch | None) -> Non
     else:
         parts = make_parts(manifest, store, config)
         selector = create_selector(unit.method.selector, minimum=config.router.minimum)
-        pooled_head = PooledHead(unit.method.head, store.dim, len(manifest.classes), config, on_epoch)
-        head = _train_baseline(plan, pooled_head, selector, parts, store, folder)
-    save_tensors(folder / "head.safetensors", ck.module_tensors(head, "head."), {"method": str(unit.method)})
+        head = None
+        if manifest.classes:
+            pooled_head = PooledHead(unit.method.head, store.dim, len(manifest.classes), config, on_epoch)
+            head = _train_baseline(plan, pooled_head, selector, parts, store, folder)
+    head_tensors = {} if head is None else ck.module_tensors(head, "head.")
+    save_tensors(folder / "head.safetensors", head_tensors, {"method": str(unit.method)})
     frames: list[pd.DataFrame] = []
     tensors: dict[str, np.ndarray] = {}
     ids: dict[str, list[str]] = {}
@@ -198,12 +201,14 @@ def _evaluate(
     rows: np.ndarray,
     store: FeatureStore,
     selector: Selector,
-    head: Head,
+    head: Head | None,
     config: TrainConfig,
     manifest: Manifest,
 ) -> tuple[pd.DataFrame, dict[str, np.ndarray]]:
     pooled, evidence = pool_and_judge(store, rows, selector, config.budgets, config.seed)
-    if head.reads == "tokens":
+    if head is None:
+        found = np.zeros((len(rows), len(config.budgets), 0), np.float32)
+    elif head.reads == "tokens":
         found = token_probabilities(head, store, rows, selector, config.budgets, config.seed)
     else:
         found = probabilities(head, pooled)
@@ -224,10 +229,14 @@ def predictions_frame(
     budgets: Sequence[float],
     manifest: Manifest,
 ) -> pd.DataFrame:
-    """One row per image and budget, with the columns of `predictions.parquet` that describe the image and its prediction."""
+    """One row per image and budget, with the columns of `predictions.parquet` that describe the image and its prediction.
+
+    `probability` is [n, T, C]; without classes (C = 0) the predicted class is -1.
+    """
     ids = [store.ids[row] for row in rows]
     groups = manifest.rows.set_index("image_id")["group"].reindex(ids).to_numpy()
     lesion = np.where(store.has_mask.numpy()[rows], store.lesion.numpy()[rows].sum(1).astype(float), np.nan)
+    predicted = probability.argmax(-1) if probability.shape[-1] else np.full(probability.shape[:2], -1)
     frames = []
     for index, budget in enumerate(budgets):
         frames.append(
@@ -239,7 +248,7 @@ def predictions_frame(
                     "image_id": ids,
                     "group": groups,
                     "label": store.label.numpy()[rows],
-                    "predicted": probability[:, index].argmax(-1),
+                    "predicted": predicted[:, index],
                     "probabilities": list(probability[:, index].astype(np.float32)),
                     "lesion": lesion,
                     "kept_lesion": evidence.kept_lesion[:, index],

@@ -15,7 +15,7 @@ from PIL import Image, ImageDraw, ImageFilter, ImageFont
 from medtokenbudget.model.sources import open_mask, open_picture
 
 if TYPE_CHECKING:
-    from medtokenbudget.model.prediction import Prediction
+    from medtokenbudget.model.prediction import Routing
 
 KEPT_EDGE = (255, 255, 255)
 LESION_EDGE = (255, 176, 0)
@@ -24,19 +24,19 @@ DIM = 0.6
 CAPTION = 30
 
 
-def overlay(image: Any, prediction: Prediction, mask: Any = None, side: int = 640) -> Image.Image:
+def overlay(image: Any, prediction: Routing, mask: Any = None, side: int = 640) -> Image.Image:
     """Draw an image with the patches that a prediction kept.
 
     Dropped patches are dimmed. A selector that merges patches drops none; there the lines separate patches of different tokens.
 
     Args:
         image: The image of the prediction, as a path, Pillow picture, uint8 array [H, W, 3] or the bytes of a file.
-        prediction: A prediction for this image.
+        prediction: A prediction or routing of this image.
         mask: Lesion mask to outline, in the same forms.
         side: Length of the longer side in pixels.
 
     Returns:
-        An RGB picture with a caption line: class, probability, method, budget, K of N.
+        An RGB picture with a caption line: class and probability (of a prediction), method, budget, K of N.
 
     Example:
         >>> prediction = model.predict("photo.jpg", budget=0.3)[0]
@@ -46,7 +46,7 @@ def overlay(image: Any, prediction: Prediction, mask: Any = None, side: int = 64
     return draw_overlay(open_picture(image), prediction, open_mask(mask), side)
 
 
-def draw_overlay(picture: Image.Image, prediction: Prediction, mask: Image.Image | None, side: int) -> Image.Image:
+def draw_overlay(picture: Image.Image, prediction: Routing, mask: Image.Image | None, side: int) -> Image.Image:
     """`overlay` for pictures that are open already."""
     shown = _fit(picture.convert("RGB"), side)
     rows, columns = _edges(shown.height, prediction.grid[0]), _edges(shown.width, prediction.grid[1])
@@ -97,13 +97,10 @@ def _draw_outline(picture: Image.Image, mask: Image.Image) -> Image.Image:
     return Image.fromarray(pixels)
 
 
-def _with_caption(picture: Image.Image, prediction: Prediction) -> Image.Image:
+def _with_caption(picture: Image.Image, prediction: Routing) -> Image.Image:
     n, k = prediction.n_patches, prediction.k
     share = f"{k} of {n} patches" if prediction.kept is not None else f"{n} patches merged into {k} tokens"
-    text = (
-        f"{prediction.label} {prediction.probability:.0%}   {prediction.selector}, budget {prediction.budget:g}: {share}   "
-        "research, not a medical device"
-    )
+    text = f"{prediction.headline}{prediction.selector}, budget {prediction.budget:g}: {share}   research, not a medical device"
     sheet = Image.new("RGB", (picture.width, picture.height + CAPTION), (20, 20, 24))
     sheet.paste(picture, (0, 0))
     size = 15

@@ -51,7 +51,7 @@ def _short_card(identity: dict[str, Any]) -> str:
     return (
         "# MedTokenBudget model\n\nResearch software, not a medical device. This model was not evaluated in a run.\n\n"
         f"- backbone: {identity['backbone']['name']}, weights sha256 {identity['backbone']['weights']}\n"
-        f"- classes: {', '.join(map(markdown_text, identity['classes']))}\n"
+        f"- classes: {', '.join(map(markdown_text, identity['classes'])) or 'none: a router without a head'}\n"
         f"- main method: {identity['main']}\n"
         f"- methods: {', '.join(identity['selectors'])}\n"
     )

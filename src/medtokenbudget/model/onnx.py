@@ -1,6 +1,7 @@
 """ONNX files of a model at one budget: only the routing (tokens to logits and indices) or the whole model (image to the same).
 
-Before a file is written it is compared with the PyTorch model in onnxruntime: same patches, logits within 1e-4.
+A router without a head gives the scores of the patches in place of logits. Before a file is written it is compared with the
+PyTorch model in onnxruntime: same patches, logits or scores within 1e-4.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ def export_onnx(
         out: Folder to write to.
         budget: Share of the patches that is kept, in (0, 1].
         part: 'routing' maps patches [B, N, D] and the selector's signals [B, N] to logits [B, C] and indices [B, K]; 'whole' maps
-            images [B, 3, S, S], RGB in [0, 1], to the same (normalization is inside).
+            images [B, 3, S, S], RGB in [0, 1], to the same (normalization is inside). A model without a head gives scores [B, N]
+            in place of logits.
         selector: Method to export; None means the main one.
 
     Returns:
@@ -67,7 +69,7 @@ def _export(model: MedTokenBudget, out: Path, budget: float, part: Part, method:
     inputs = _example(model, part, graph, batch=2, seed=0)
     path = out / f"{part}-{_file_name(method)}-{budget:g}.onnx"
     with atomic_write(path) as temporary:
-        _write(graph, inputs, temporary, _metadata(model, budget, part, method))
+        _write(graph, inputs, temporary, _metadata(model, budget, part, method), "logits" if model.has_head else "scores")
         for batch in (1, 2, 3):
             _check(temporary, model, _example(model, part, graph, batch, seed=batch), budget, method)
     return path
@@ -87,9 +89,9 @@ def _require_extra() -> None:
 
 
 class RoutingGraph(nn.Module):
-    """Tokens to logits and indices at a fixed K, with operations that ONNX has."""
+    """Tokens to logits (without a head: to scores) and indices at a fixed K, with operations that ONNX has."""
 
-    def __init__(self, selector: Ranker, head: nn.Module, grid: tuple[int, int], k: int) -> None:
+    def __init__(self, selector: Ranker, head: nn.Module | None, grid: tuple[int, int], k: int) -> None:
         super().__init__()
         self.selector, self.head, self.grid, self.k = selector, head, grid, k
         self.signals = tuple(name for name in SIGNALS if name in selector.requires)
@@ -98,7 +100,10 @@ class RoutingGraph(nn.Module):
         fields: dict[str, Any] = dict(zip(self.signals, signals))
         tokens = TokenBatch(patches, self.grid, **fields)
         # For equal values ONNX TopK takes the lower index first, as `rank` does; in PyTorch only a stable sort does.
-        indices = torch.topk(self.selector.score(tokens).float(), self.k, dim=1, sorted=True).indices
+        scores = self.selector.score(tokens).float()
+        indices = torch.topk(scores, self.k, dim=1, sorted=True).indices
+        if self.head is None:
+            return scores, indices
         kept = torch.gather(patches, 1, indices.unsqueeze(-1).expand(-1, -1, patches.shape[-1]))
         return self.head(kept.mean(1)), indices
 
@@ -130,7 +135,7 @@ def _graph(model: MedTokenBudget, budget: float, part: Part, selector: str) -> n
     if not isinstance(chosen, Ranker) or chosen.stochastic or foreign:
         kind = f"reads {', '.join(foreign)}" if foreign else "is random" if chosen.stochastic else "merges tokens"
         raise RequestError(f"Selector '{selector}' {kind}, so it cannot be exported as a fixed graph. Export another one.")
-    if classifier.head.reads == "tokens":
+    if classifier.head is not None and classifier.head.reads == "tokens":
         raise RequestError(
             f"Head '{classifier.head.name}' reads tokens, so it cannot be exported. Export a method with the head mlp or linear."
         )
@@ -177,7 +182,7 @@ def _metadata(model: MedTokenBudget, budget: float, part: Part, selector: str) -
     return {key: value if isinstance(value, str) else json.dumps(value, sort_keys=True) for key, value in values.items()}
 
 
-def _write(graph: nn.Module, inputs: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
+def _write(graph: nn.Module, inputs: dict[str, Tensor], path: Path, metadata: dict[str, str], first: str) -> None:
     import onnx
 
     batch = torch.export.Dim("batch", min=1, max=1024)
@@ -188,7 +193,7 @@ def _write(graph: nn.Module, inputs: dict[str, Tensor], path: Path, metadata: di
             dynamo=True,
             opset_version=OPSET,
             input_names=list(inputs),
-            output_names=["logits", "indices"],
+            output_names=[first, "indices"],
             dynamic_shapes=_dynamic(inputs, batch),
             verbose=False,
         )
@@ -222,13 +227,13 @@ def _dynamic(inputs: dict[str, Tensor], batch: Any) -> Any:
 
 
 def _check(path: Path, model: MedTokenBudget, inputs: dict[str, Tensor], budget: float, selector: str) -> None:
-    """Raise an error if the file keeps other patches or gives other logits than the PyTorch model."""
+    """Raise an error if the file keeps other patches or gives other logits or scores than the PyTorch model."""
     import onnxruntime
 
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     if isinstance(session.get_inputs()[0].shape[0], int):
         raise RequestError(f"Selector '{selector}' cannot be exported for any batch size. Export another one.")
-    found_logits, found_indices = session.run(None, {name: value.numpy() for name, value in inputs.items()})
+    found_first, found_indices = session.run(None, {name: value.numpy() for name, value in inputs.items()})
     found = torch.from_numpy(found_indices)
     classifier = model.classifier(selector)
     with torch.inference_mode():
@@ -239,10 +244,11 @@ def _check(path: Path, model: MedTokenBudget, inputs: dict[str, Tensor], budget:
         # Patches whose scores differ only by rounding may swap between the two runtimes; the logits are of the patches kept.
         apart = (scores.gather(1, found) - scores.gather(1, selection.indices)).abs().max().item()
         kept = torch.gather(tokens.patches, 1, found.unsqueeze(-1).expand(-1, -1, tokens.dim))
-        difference = (classifier.head(kept.mean(1)) - torch.from_numpy(found_logits)).abs().max().item()
+        expected = scores if classifier.head is None else classifier.head(kept.mean(1))
+        difference = (expected - torch.from_numpy(found_first)).abs().max().item()
     if apart > ROUNDING or difference > TOLERANCE:
         raise WorkError(
-            f"The exported graph differs from the model (logits by {difference:.1e}, scores of kept patches by {apart:.1e}), "
+            f"The exported graph differs from the model (first output by {difference:.1e}, scores of kept patches by {apart:.1e}), "
             "so nothing was written."
         )
 

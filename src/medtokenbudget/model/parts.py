@@ -27,15 +27,17 @@ SEED = 0
 def describe(classifier: RoutedClassifier) -> dict[str, Any]:
     """What is needed to build the classifier again, apart from its tensors, as JSON values."""
     selector, head = classifier.selector, classifier.head
-    return {"selector": selector.name, "options": selector.options(), "head": {"name": head.name, "options": head.options()}}
+    described = None if head is None else {"name": head.name, "options": head.options()}
+    return {"selector": selector.name, "options": selector.options(), "head": described}
 
 
 def tensors(classifiers: Mapping[str, RoutedClassifier], main: str) -> dict[str, dict[str, Tensor]]:
     """Tensors of each file: `selector.*` and `head.*` of the main method, the others with `<method>/` before their names."""
     files: dict[str, dict[str, Tensor]] = {TENSORS: _cpu_state(classifiers[main])}
     for method, classifier in classifiers.items():
-        if method != main:
-            files.setdefault(HEADS, {}).update({f"{method}/{name}": value for name, value in _cpu_state(classifier).items()})
+        # A router without parameters and head, such as the control `center`, has no tensors.
+        if method != main and (state := _cpu_state(classifier)):
+            files.setdefault(HEADS, {}).update({f"{method}/{name}": value for name, value in state.items()})
     return files
 
 
@@ -66,9 +68,8 @@ def _empty(described: dict[str, Any], dim: int, classes: int, source: Path) -> R
     try:
         name, options, head = described["selector"], described["options"], described["head"]
         learned = {"dim": dim} if selector_class(name).learns else {}
-        return RoutedClassifier(
-            create_selector(name, **learned, **options), create_head(head["name"], dim, classes, **head["options"])
-        )
+        selector = create_selector(name, **learned, **options)
+        return RoutedClassifier(selector, None if head is None else create_head(head["name"], dim, classes, **head["options"]))
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise RequestError(f"{source / CONFIG} does not describe its methods correctly: {error}. Save the model again.") from None
 
@@ -116,7 +117,7 @@ def select(selector: Selector, tokens: TokenBatch, k: int) -> tuple[Selection, T
 
 def probabilities(classifier: RoutedClassifier, tokens: TokenBatch, budgets: Sequence[float]) -> Tensor:
     """Class probabilities [B, len(budgets), C]; heads that read the mean do not gather tokens."""
-    selector, head = classifier.selector, classifier.head
+    selector, head = classifier.selector, classifier.required_head
     if head.reads == "mean":
         return head(pooled(selector, tokens, budgets)).softmax(-1)
     selections = (select(selector, tokens, selector.count(budget, tokens.n))[0] for budget in budgets)

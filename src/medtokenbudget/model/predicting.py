@@ -1,45 +1,77 @@
-"""Predictions of a stream of images, batch by batch. Its own file because it is a loop over files, not part of the network."""
+"""Routings and predictions of a stream of images, batch by batch. Its own file because it is a loop over files, not part of the
+network.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 
 from medtokenbudget.errors import MedTokenBudgetError, RequestError
 from medtokenbudget.model import parts
-from medtokenbudget.model.prediction import Prediction
+from medtokenbudget.model.prediction import Prediction, Routing
 from medtokenbudget.model.sources import Failure, Source, prepared
+from medtokenbudget.tokens import Selection, TokenBatch
 
 if TYPE_CHECKING:
     from medtokenbudget.model.routed import MedTokenBudget
 
 Item = tuple[Source, "np.ndarray | MedTokenBudgetError"]
+Answer = TypeVar("Answer", bound=Routing)
+
+
+def route_sources(
+    model: MedTokenBudget, sources: Iterable[Source], budget: float, method: str, batch_size: int, workers: int
+) -> Iterator[tuple[Source, Routing | Failure]]:
+    """Yield each source with its routing, or with the reason why it could not be read, in order and in constant memory."""
+    return _stream(model, sources, _Routes(model, budget, method).of, batch_size, workers)
 
 
 def predict_sources(
     model: MedTokenBudget, sources: Iterable[Source], budget: float, method: str, batch_size: int, workers: int
 ) -> Iterator[tuple[Source, Prediction | Failure]]:
     """Yield each source with its prediction, or with the reason why it could not be read, in order and in constant memory."""
-    model.k(budget, method)
+    return _stream(model, sources, _Predictions(model, budget, method).of, batch_size, workers)
+
+
+def _stream(
+    model: MedTokenBudget,
+    sources: Iterable[Source],
+    answer: Callable[[list[tuple[Source, np.ndarray]]], list[Answer]],
+    batch_size: int,
+    workers: int,
+) -> Iterator[tuple[Source, Answer | Failure]]:
     if batch_size < 1:
         raise RequestError(f"batch_size must be at least 1, got {batch_size}.")
+    return _batches(model, sources, answer, batch_size, workers)
+
+
+def _batches(
+    model: MedTokenBudget,
+    sources: Iterable[Source],
+    answer: Callable[[list[tuple[Source, np.ndarray]]], list[Answer]],
+    batch_size: int,
+    workers: int,
+) -> Iterator[tuple[Source, Answer | Failure]]:
     waiting: list[Item] = []
     good = 0
     for item in prepared(sources, model.backbone.prepare, workers, ahead=2 * batch_size):
         waiting.append(item)
         good += isinstance(item[1], np.ndarray)
         if good == batch_size or len(waiting) >= 4 * batch_size:
-            yield from _answers(model, waiting, budget, method)
+            yield from _answers(waiting, answer)
             waiting, good = [], 0
-    yield from _answers(model, waiting, budget, method)
+    yield from _answers(waiting, answer)
 
 
-def _answers(model: MedTokenBudget, items: list[Item], budget: float, method: str) -> Iterator[tuple[Source, Prediction | Failure]]:
+def _answers(
+    items: list[Item], answer: Callable[[list[tuple[Source, np.ndarray]]], list[Answer]]
+) -> Iterator[tuple[Source, Answer | Failure]]:
     good = [(source, value) for source, value in items if isinstance(value, np.ndarray)]
-    answers = iter(_predict_batch(model, good, budget, method)) if good else iter(())
+    answers = iter(answer(good)) if good else iter(())
     for source, value in items:
         if isinstance(value, np.ndarray):
             yield source, next(answers)
@@ -47,30 +79,61 @@ def _answers(model: MedTokenBudget, items: list[Item], budget: float, method: st
             yield source, Failure(source.name, str(value))
 
 
-@torch.inference_mode()
-def _predict_batch(model: MedTokenBudget, items: list[tuple[Source, np.ndarray]], budget: float, method: str) -> list[Prediction]:
-    classifier = model.classifier(method)
-    tokens = model.encode(np.stack([value for _, value in items]))
-    with parts.evaluating(classifier):
-        selection, scores = parts.select(classifier.selector, tokens, model.k(budget, method))
-        probabilities = classifier.head.read(selection, tokens.grid).softmax(-1).cpu().numpy()
-    kept = None if selection.indices is None else selection.indices.cpu().numpy()
-    gathered, assignment = selection.tokens.float().cpu().numpy(), selection.assignment.cpu().numpy()
-    score_rows = None if scores is None else scores.float().cpu().numpy()
-    return [
-        Prediction(
-            image=source.name,
-            probabilities={name: float(p) for name, p in zip(model.classes, probabilities[row])},
-            label=model.classes[int(probabilities[row].argmax())],
-            scores=None if score_rows is None else score_rows[row],
-            kept=None if kept is None else kept[row],
-            tokens=gathered[row],
-            assignment=assignment[row],
-            budget=budget,
-            k=selection.k,
-            grid=tokens.grid,
-            selector=method,
-            source=source,
-        )
-        for row, (source, _) in enumerate(items)
-    ]
+class _Routes:
+    """Routings of batches of images. The request is checked when this object is made."""
+
+    def __init__(self, model: MedTokenBudget, budget: float, method: str) -> None:
+        self.model, self.budget, self.method = model, budget, method
+        self.classifier, self.k = model.classifier(method), model.k(budget, method)
+
+    @torch.inference_mode()
+    def of(self, items: list[tuple[Source, np.ndarray]]) -> list[Routing]:
+        return [Routing(**fields) for fields in self.fields(items)[0]]
+
+    def fields(self, items: list[tuple[Source, np.ndarray]]) -> tuple[list[dict[str, Any]], TokenBatch, Selection]:
+        """The fields of each image's `Routing`, and what they came from."""
+        tokens = self.model.encode(np.stack([value for _, value in items]))
+        with parts.evaluating(self.classifier):
+            selection, scores = parts.select(self.classifier.selector, tokens, self.k)
+        kept = None if selection.indices is None else selection.indices.cpu().numpy()
+        gathered, assignment = selection.tokens.float().cpu().numpy(), selection.assignment.cpu().numpy()
+        score_rows = None if scores is None else scores.float().cpu().numpy()
+        rows = [
+            {
+                "image": source.name,
+                "scores": None if score_rows is None else score_rows[row],
+                "kept": None if kept is None else kept[row],
+                "tokens": gathered[row],
+                "assignment": assignment[row],
+                "budget": self.budget,
+                "k": selection.k,
+                "grid": tokens.grid,
+                "selector": self.method,
+                "source": source,
+            }
+            for row, (source, _) in enumerate(items)
+        ]
+        return rows, tokens, selection
+
+
+class _Predictions(_Routes):
+    """Routings with the classes that the head reads from them."""
+
+    def __init__(self, model: MedTokenBudget, budget: float, method: str) -> None:
+        super().__init__(model, budget, method)
+        self.head = self.classifier.required_head
+
+    @torch.inference_mode()
+    def of(self, items: list[tuple[Source, np.ndarray]]) -> list[Prediction]:  # type: ignore[override]
+        rows, tokens, selection = self.fields(items)
+        with parts.evaluating(self.classifier):
+            found = self.head.read(selection, tokens.grid).softmax(-1).cpu().numpy()
+        classes = self.model.classes
+        return [
+            Prediction(
+                **fields,
+                probabilities={name: float(p) for name, p in zip(classes, probabilities)},
+                label=classes[int(probabilities.argmax())],
+            )
+            for fields, probabilities in zip(rows, found)
+        ]

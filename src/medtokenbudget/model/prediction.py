@@ -1,4 +1,4 @@
-"""`Prediction`: what a model says about one image. Its own file because table, overlay and service all use it."""
+"""`Routing` and `Prediction`: what a model says about one image. Its own file because table, overlay and service all use them."""
 
 from __future__ import annotations
 
@@ -16,16 +16,14 @@ from medtokenbudget.model.drawing import draw_overlay
 from medtokenbudget.model.sources import Source, open_mask
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class Prediction:
-    """The prediction for one image at one budget.
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class Routing:
+    """The patches that a router keeps of one image at one budget.
 
     In a notebook it is displayed as the image with its kept patches; `repr` is one line.
 
     Attributes:
         image: Path of the image, or 'image 3' for one that was passed as an object.
-        probabilities: Class name to probability, in the order of the model's classes.
-        label: Class with the highest probability.
         scores: float32 [N], what the patches were ranked by (for LATS after smoothing), in raster order. None for mergers.
         kept: int64 [K], the kept patches, best first. None for mergers, which combine patches instead of keeping them.
         tokens: float32 [K, D], the tokens in the order of `kept`.
@@ -39,8 +37,6 @@ class Prediction:
     """
 
     image: str
-    probabilities: dict[str, float]
-    label: str
     scores: np.ndarray | None
     kept: np.ndarray | None
     tokens: np.ndarray
@@ -50,11 +46,6 @@ class Prediction:
     grid: tuple[int, int]
     selector: str
     source: Source | None = field(default=None)
-
-    @property
-    def probability(self) -> float:
-        """Probability of `label`."""
-        return self.probabilities[self.label]
 
     @property
     def n_patches(self) -> int:
@@ -74,8 +65,6 @@ class Prediction:
         """JSON values of everything except the tokens."""
         return {
             "image": self.image,
-            "label": self.label,
-            "probabilities": self.probabilities,
             "budget": self.budget,
             "k": self.k,
             "grid": list(self.grid),
@@ -95,16 +84,26 @@ class Prediction:
             An RGB picture with a caption line.
 
         Raises:
-            RequestError: If the prediction does not know its picture, or the file can no longer be read.
+            RequestError: If this object does not know its picture, or the file can no longer be read.
         """
         if self.source is None:
-            raise RequestError(f"The prediction of {self.image} does not know its picture. Use mtb.overlay(image, prediction).")
+            what = type(self).__name__.lower()
+            raise RequestError(f"The {what} of {self.image} does not know its picture. Use mtb.overlay(image, {what}).")
         outlined = open_mask(mask if mask is not None else self.source.mask)
         return draw_overlay(self.source.open(), self, outlined, side)
 
+    @property
+    def headline(self) -> str:
+        """What comes first in the caption of an overlay; nothing where no class is predicted."""
+        return ""
+
     def __repr__(self) -> str:
         share = f"{self.k} tokens from {self.n_patches} patches" if self.kept is None else f"{self.k} of {self.n_patches} patches"
-        return f"Prediction({self.image!r}, {self.label} {self.probability:.1%}, {share}, {self.selector})"
+        return f"{type(self).__name__}({', '.join([repr(self.image), *self._said(), share, self.selector])})"
+
+    def _said(self) -> list[str]:
+        """What `repr` says between image and patches."""
+        return []
 
     def _repr_png_(self) -> bytes | None:
         """The overlay for notebooks; None, so that the text is shown, if the picture cannot be read."""
@@ -121,3 +120,34 @@ class Prediction:
         if png is None:
             return None
         return f'<img alt="{html.escape(repr(self))}" src="data:image/png;base64,{base64.b64encode(png).decode("ascii")}">'
+
+
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class Prediction(Routing):
+    """The prediction for one image at one budget: a routing, and the classes that the head reads from it.
+
+    Attributes:
+        probabilities: Class name to probability, in the order of the model's classes.
+        label: Class with the highest probability.
+    """
+
+    probabilities: dict[str, float]
+    label: str
+
+    @property
+    def probability(self) -> float:
+        """Probability of `label`."""
+        return self.probabilities[self.label]
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON values of everything except the tokens."""
+        first = {"image": self.image, "label": self.label, "probabilities": self.probabilities}
+        return first | super().to_dict()
+
+    @property
+    def headline(self) -> str:
+        """Class and probability, for the caption of an overlay."""
+        return f"{self.label} {self.probability:.0%}   "
+
+    def _said(self) -> list[str]:
+        return [f"{self.label} {self.probability:.1%}"]

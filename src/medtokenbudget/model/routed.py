@@ -27,7 +27,8 @@ from medtokenbudget.locks import exclusive
 from medtokenbudget.model import folder as files
 from medtokenbudget.model import hub, parts, predicting
 from medtokenbudget.model.classifiers import Classifiers
-from medtokenbudget.model.prediction import Prediction
+from medtokenbudget.model.predicting import Answer
+from medtokenbudget.model.prediction import Prediction, Routing
 from medtokenbudget.model.sources import Failure, Source, expand
 from medtokenbudget.tokens import Selection, TokenBatch
 from medtokenbudget.training.classifier import RoutedClassifier
@@ -42,7 +43,7 @@ class MedTokenBudget(nn.Module):
     Args:
         backbone: Name, weights and image size of the backbone.
         backbone_fingerprint: `Backbone.fingerprint` of the backbone that the classifiers were trained on.
-        classes: Class names in the order of the logits.
+        classes: Class names in the order of the logits; empty for a router without a head.
         classifiers: Method text (such as 'lats:lesion-first' or 'center') to its selector and head.
         train_config: Configuration that the main method was trained with.
         main: The method that is used unless another one is requested.
@@ -51,7 +52,7 @@ class MedTokenBudget(nn.Module):
         device: 'auto' uses a GPU if there is one.
 
     Raises:
-        RequestError: If `main` is not one of the classifiers.
+        RequestError: If `main` is not one of the classifiers, or only some of them have a head.
 
     Example:
         >>> model = mtb.load("runs/demo")
@@ -80,6 +81,10 @@ class MedTokenBudget(nn.Module):
         if main not in classifiers:
             methods = ", ".join(classifiers) or "none"
             raise RequestError(f"The main method '{main}' has no classifier. Methods with a classifier: {methods}.")
+        wrong = [name for name, classifier in classifiers.items() if (classifier.head is None) is bool(classes)]
+        if wrong:
+            has = "has no head, but the model has classes" if classes else "has a head, but the model has no classes"
+            raise RequestError(f"The method '{wrong[0]}' {has}. Give every method a head, or none.")
         self.backbone_config = backbone
         self.backbone_fingerprint: dict[str, Any] = json.loads(json.dumps(backbone_fingerprint))
         self.classes = tuple(classes)
@@ -98,7 +103,7 @@ class MedTokenBudget(nn.Module):
         rows = {
             "backbone": f"{Path(self.backbone_fingerprint['name']).name}, {self.backbone_fingerprint['image_size']} pixels",
             "grid": f"{h} x {w} patches of {self.dim} numbers",
-            "classes": f"{len(self.classes)} ({', '.join(self.classes)})",
+            "classes": f"{len(self.classes)} ({', '.join(self.classes)})" if self.classes else "none: a router without a head",
             "main": self.main,
             "others": others,
             "device": str(self.device),
@@ -107,8 +112,14 @@ class MedTokenBudget(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Device of the parameters."""
-        return next(self.parameters()).device
+        """Device of the parameters; the CPU if no method has any."""
+        first = next(self.parameters(), None)
+        return torch.device("cpu") if first is None else first.device
+
+    @property
+    def has_head(self) -> bool:
+        """Whether the model predicts classes; a router that was trained from masks alone only keeps patches."""
+        return bool(self.classes)
 
     @property
     def selectors(self) -> list[str]:
@@ -218,7 +229,7 @@ class MedTokenBudget(nn.Module):
         tokens = self.tokens(images)
         classifier = self.classifier(selector)
         selection, _ = parts.select(classifier.selector, tokens, classifier.selector.count(budget, tokens.n))
-        return classifier.head.read(selection, tokens.grid)
+        return classifier.required_head.read(selection, tokens.grid)
 
     def router(self, budget: float, selector: str | None = None) -> Callable[[TokenBatch], Selection]:
         """A function from tokens to the kept ones, for use in other models."""
@@ -238,6 +249,41 @@ class MedTokenBudget(nn.Module):
         with parts.evaluating(classifier):
             return parts.probabilities(classifier, self.tokens(images), budgets).cpu().numpy()
 
+    def route(self, images: Any, budget: float = 0.3, selector: str | None = None, batch_size: int = 16) -> list[Routing]:
+        """The patches that are kept of images, in order, without classes; also for a model without a head.
+
+        Args:
+            images: What `predict` takes.
+            budget: Share of the patches that is kept, in (0, 1].
+            selector: Method to use; None means the main one.
+            batch_size: Images per forward pass.
+
+        Returns:
+            One `Routing` per image.
+
+        Raises:
+            RequestError: If an image cannot be read; use `route_stream` with `on_error` to continue with the others.
+        """
+        return list(self.route_stream(images, budget, selector, batch_size))
+
+    def route_stream(
+        self,
+        images: Any,
+        budget: float = 0.3,
+        selector: str | None = None,
+        batch_size: int = 16,
+        on_error: Callable[[Failure], None] | None = None,
+    ) -> Iterator[Routing]:
+        """Like `route`, one image at a time in constant memory; errors as in `predict_stream`."""
+        return _good(self.route_sources(expand(images), budget, selector, batch_size), on_error)
+
+    def route_sources(
+        self, sources: Iterable[Source], budget: float, selector: str | None = None, batch_size: int = 16, workers: int = 2
+    ) -> Iterator[tuple[Source, Routing | Failure]]:
+        """Yield each source with its routing, or with the reason why it could not be read, in order."""
+        method = self.main if selector is None else selector
+        return predicting.route_sources(self, sources, budget, method, batch_size, workers)
+
     def predict(self, images: Any, budget: float = 0.3, selector: str | None = None, batch_size: int = 16) -> list[Prediction]:
         """Predict images, in order.
 
@@ -253,6 +299,7 @@ class MedTokenBudget(nn.Module):
 
         Raises:
             RequestError: If an image cannot be read; use `predict_stream` with `on_error` to continue with the others.
+            NoHeadError: If the model is a router without a head; use `route`.
         """
         return list(self.predict_stream(images, budget, selector, batch_size))
 
@@ -268,13 +315,7 @@ class MedTokenBudget(nn.Module):
 
         Images that cannot be read are passed to `on_error`; without it they raise an error.
         """
-        for _, answer in self.predict_sources(expand(images), budget, selector, batch_size):
-            if isinstance(answer, Prediction):
-                yield answer
-            elif on_error is None:
-                raise RequestError(answer.reason)
-            else:
-                on_error(answer)
+        return _good(self.predict_sources(expand(images), budget, selector, batch_size), on_error)
 
     def predict_sources(
         self, sources: Iterable[Source], budget: float, selector: str | None = None, batch_size: int = 16, workers: int = 2
@@ -370,6 +411,17 @@ def load(path: Path | str, revision: str | None = None, weights: Path | str | No
         ['NV']
     """
     return MedTokenBudget.from_pretrained(path, revision, weights, device)
+
+
+def _good(answers: Iterable[tuple[Source, Answer | Failure]], on_error: Callable[[Failure], None] | None) -> Iterator[Answer]:
+    """The answers without the failures, which go to `on_error` or, without it, end the stream with an error."""
+    for _, answer in answers:
+        if not isinstance(answer, Failure):
+            yield answer
+        elif on_error is None:
+            raise RequestError(answer.reason)
+        else:
+            on_error(answer)
 
 
 def _comparable(fingerprint: dict[str, Any]) -> dict[str, Any]:

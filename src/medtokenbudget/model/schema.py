@@ -21,7 +21,7 @@ def _count(value: Any) -> bool:
 
 
 def _names(value: Any) -> bool:
-    return _is(list)(value) and bool(value) and all(isinstance(name, str) and name for name in value)
+    return _is(list)(value) and all(isinstance(name, str) and name for name in value)
 
 
 def _grid(value: Any) -> bool:
@@ -60,7 +60,7 @@ _BACKBONE: dict[str, tuple[Check, str]] = {
 _METHOD: dict[str, tuple[Check, str]] = {
     "selector": (_is(str), "a name"),
     "options": (_is(dict), "an object"),
-    "head": (_is(dict), "an object"),
+    "head": (_is(dict, type(None)), "an object, or null for a router without a head"),
 }
 _HEAD: dict[str, tuple[Check, str]] = {"name": (_is(str), "a name"), "options": (_is(dict), "an object")}
 
@@ -81,7 +81,10 @@ def check_config(path: Path, config: dict[str, Any]) -> None:
         if not isinstance(described, dict):
             raise _wrong(path, where, "an object")
         _check(path, described, _METHOD, f"{where}.")
-        _check(path, described["head"], _HEAD, f"{where}.head.")
+        if described["head"] is not None:
+            _check(path, described["head"], _HEAD, f"{where}.head.")
+        if (described["head"] is None) is bool(identity["classes"]):
+            raise _wrong(path, f"{where}.head", "null exactly if identity.classes is empty")
     if len(set(identity["classes"])) < len(identity["classes"]):
         repeated = sorted({name for name in identity["classes"] if identity["classes"].count(name) > 1})
         raise RequestError(f"{path} names classes more than once: {', '.join(repeated)}. Train the model again with unique names.")

@@ -28,14 +28,15 @@ from medtokenbudget.reporting.looks import PAPER_RECIPE, look
 from medtokenbudget.reporting.numbers import budget_text, is_missing, percent, percentage
 
 DRAWS = 2000
-METRICS = ("accuracy", "balanced_accuracy", "macro_f1", "retention", "retention_of_ceiling")
+CLASSIFICATION = ("accuracy", "balanced_accuracy", "macro_f1")
+RETENTION = ("retention", "retention_of_ceiling")
 BESIDE = (PAPER_RECIPE, "center", "darkness", "random", "no-pruning")
 """What the model is compared with, where the run has it: the paper's recipe and the controls."""
 HEADLINE = 0.3
 
 HEADER = """---
 library_name: medtokenbudget
-pipeline_tag: image-classification
+pipeline_tag: {task}
 tags: [dermoscopy, token-routing, vision-transformer, research]
 ---
 
@@ -54,7 +55,7 @@ for other kinds of images than those it was trained on, or for claims about skin
 import medtokenbudget as mtb
 
 model = mtb.load("path/to/this/folder")
-model.predict("image.jpg", budget=0.3)
+model.{verb}("image.jpg", budget=0.3)
 ```
 """
 
@@ -146,17 +147,21 @@ def model_card(facts: ModelFacts, info: RunInfo, results: pd.DataFrame, predicti
     """
     tables = _Tables(results, predictions, info.seeds[0] if info.seeds else None)
     sections = [
-        HEADER.format(title=f"MedTokenBudget on {markdown_text(info.dataset) or 'unnamed data'}"),
+        HEADER.format(
+            title=f"MedTokenBudget on {markdown_text(info.dataset) or 'unnamed data'}",
+            task="image-classification" if facts.classes else "image-feature-extraction",
+            verb="predict" if facts.classes else "route",
+        ),
         _model(facts),
         _data(info, facts),
         _results(tables, facts),
         _beside(tables, facts),
         _strata(tables, facts),
-        _calibration(tables, facts),
+        _calibration(tables, facts) if facts.classes else "",
         _failures(tables, facts),
         _provenance(info, facts),
     ]
-    return "\n".join(section.strip() + "\n" for section in sections)
+    return "\n".join(section.strip() + "\n" for section in sections if section)
 
 
 def _model(facts: ModelFacts) -> str:
@@ -166,8 +171,8 @@ def _model(facts: ModelFacts) -> str:
     return f"""## Model
 
 - main method: `{facts.main}` ({look(facts.main).name}); training recipe `{facts.recipe}`
-- other methods with a classifier: {others}
-- classes: {", ".join(facts.classes)}
+- other methods {"with a classifier" if facts.classes else "beside it"}: {others}
+- classes: {", ".join(facts.classes) or "none: a router without a head, trained from lesion masks alone"}
 - backbone (frozen, not in this folder): `{backbone["name"]}`, block {backbone["layer"]}, {backbone["attention"]} attention
 - backbone weights, SHA-256: `{backbone["weights"]}`
 - input: the whole image at {size} x {size} pixels, {h} x {w} patches with {backbone["dim"]} features each"""
@@ -175,8 +180,9 @@ def _model(facts: ModelFacts) -> str:
 
 def _data(info: RunInfo, facts: ModelFacts) -> str:
     counts = info.counts
+    head = ["part", "images", "masks", *(["classes"] if facts.classes else [])]
     rows = [
-        [part, f"{values['images']:,}", f"{values['masks']:,}", _classes(values["classes"])]
+        [part, f"{values['images']:,}", f"{values['masks']:,}", _classes(values["classes"])][: len(head)]
         for part, values in counts.items()
         if values["images"]
     ]
@@ -186,7 +192,7 @@ def _data(info: RunInfo, facts: ModelFacts) -> str:
         used = f"{training:,} from the training part were used (lesion loss weight {facts.lesion_loss:g})"
     return f"""## Data
 
-{_table(["part", "images", "masks", "classes"], rows) if rows else "The run does not record how many images it used."}
+{_table(head, rows) if rows else "The run does not record how many images it used."}
 
 - data set: {markdown_text(info.dataset) or "not recorded"}
 - split: {facts.split}
@@ -203,13 +209,16 @@ def _results(tables: _Tables, facts: ModelFacts) -> str:
     own = own[own["budget"].isin(HEADLINE_BUDGETS)]
     if not len(own):
         return title + "Not measured."
-    found = intervals(own, METRICS, ("budget",), draws=DRAWS).set_index(["budget", "metric"])
+    measured = (*CLASSIFICATION, *RETENTION) if facts.classes else RETENTION
+    found = intervals(own, measured, ("budget",), draws=DRAWS).set_index(["budget", "metric"])
     rows = []
     for budget in sorted(own["budget"].unique()):
         n = [int(found.loc[(budget, m), "n"]) if (budget, m) in found.index else 0 for m in ("accuracy", "retention")]
-        cells = [_cell(tables.value(facts.main, budget, m), found, (budget, m)) for m in METRICS]
-        rows.append([budget_text(budget), n[0], *cells[:3], n[1], *cells[3:]])
-    head = ["budget", "n", "accuracy", "balanced accuracy", "macro F1", "n with lesion", "retention", "share of ceiling"]
+        cells = {m: _cell(tables.value(facts.main, budget, m), found, (budget, m)) for m in measured}
+        classes = [n[0], *(cells[m] for m in CLASSIFICATION)] if facts.classes else []
+        rows.append([budget_text(budget), *classes, n[1], *(cells[m] for m in RETENTION)])
+    classified = ["n", "accuracy", "balanced accuracy", "macro F1"] if facts.classes else []
+    head = ["budget", *classified, "n with lesion", "retention", "share of ceiling"]
     note = (
         f"`{facts.main}`, the seed of this model. Percent, with 95% bootstrap intervals over groups of images ({DRAWS:,} draws). "
         "Retention: share of lesion patches kept. Share of ceiling: the same relative to what any selector could keep."
@@ -225,24 +234,33 @@ def _cell(value: float, found: pd.DataFrame, key: tuple[float, str]) -> str:
 
 
 def _beside(tables: _Tables, facts: ModelFacts) -> str:
-    title = "### Compared with the paper's recipe and the controls\n\n"
+    recipe = "the paper's recipe and " if facts.classes else ""
+    title = f"### Compared with {recipe}the controls\n\n"
+    measured = ("accuracy", "macro_f1", "retention", "ceiling") if facts.classes else ("retention", "ceiling")
     rows = []
     for method in dict.fromkeys((facts.main, *BESIDE)):
         cells = tables.cells(tables.results, method)
         cells = cells[cells["budget"] == HEADLINE]
         if len(cells):
-            values = [tables.value(method, HEADLINE, m) for m in ("accuracy", "macro_f1", "retention", "ceiling")]
-            n = f"{int(cells['n'].iloc[0]):,} ({int(cells['n_masked'].iloc[0]):,})"
+            values = [tables.value(method, HEADLINE, m) for m in measured]
+            labeled, masked = (f"{int(cells[name].iloc[0]):,}" for name in ("n", "n_masked"))
+            n = f"{labeled} ({masked})" if facts.classes else masked
             rows.append([f"{look(method).name} `{method}`", n, *map(_percentage, values)])
     if len(rows) < 2:
         return title + "Not measured."
-    head = [f"method, budget {budget_text(HEADLINE)}", "n (masks)", "accuracy", "macro F1", "retention", "ceiling"]
-    about = f"`center` keeps the middle of the image without looking at it. `{PAPER_RECIPE}` is the paper's own training recipe."
+    counted = "n (masks)" if facts.classes else "n with lesion"
+    head = [f"method, budget {budget_text(HEADLINE)}", counted, *(name.replace("_", " ").replace("f1", "F1") for name in measured)]
+    about = "`center` keeps the middle of the image without looking at it."
+    if facts.classes:
+        about += f" `{PAPER_RECIPE}` is the paper's own training recipe."
     return title + _table(head, rows) + f"\n\n{about}"
 
 
 def _strata(tables: _Tables, facts: ModelFacts) -> str:
     cell, labeled = _at_headline(tables, facts)
+    if not facts.classes:
+        text = f"## By lesion size, budget {budget_text(HEADLINE)}"
+        return text + _retention_strata(cell, facts)
     recalls = metrics.recall(labeled["label"], labeled["predicted"], len(facts.classes))
     rows = [
         [name, count, _percentage(recalls[index])]
@@ -251,9 +269,16 @@ def _strata(tables: _Tables, facts: ModelFacts) -> str:
     ]
     text = f"## By class and lesion size, budget {budget_text(HEADLINE)}\n\n"
     text += _table(["class", "n", "recall"], rows) if rows else "Not measured."
+    return text + _retention_strata(cell, facts)
+
+
+def _retention_strata(cell: pd.DataFrame, facts: ModelFacts) -> str:
     if not cell["kept_lesion"].notna().any():
-        return text + "\n\nRetention was not measured, because no validation image has a mask."
-    found = {"lesion size": by_lesion_size(cell, draws=DRAWS), "class": by_class(cell, facts.classes, draws=DRAWS)}
+        return "\n\nRetention was not measured, because no validation image has a mask."
+    text = ""
+    found = {"lesion size": by_lesion_size(cell, draws=DRAWS)}
+    if facts.classes:
+        found["class"] = by_class(cell, facts.classes, draws=DRAWS)
     for name, strata in found.items():
         rows = [
             [

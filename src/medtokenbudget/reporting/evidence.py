@@ -183,6 +183,11 @@ class Evidence:
         return int(self.main["n"].max())
 
     @cached_property
+    def n_images(self) -> int:
+        """Validation images of the headline study, with or without a label or mask."""
+        return int(self.predictions[self.predictions["study"] == self.study]["image_id"].nunique())
+
+    @cached_property
     def n_masked(self) -> int:
         """Validation images that retention is measured on."""
         return int(self.main["n_masked"].max())

@@ -48,9 +48,11 @@ def _sections(evidence: Evidence, intervals: Intervals, made: Parts, gallery: Ga
         ),
         Section(
             "classification",
-            "Is the classification still right?",
+            "Is the classification still right?" if evidence.classes else "Further measures",
             "Classification from the kept patches only. Each method has its own classifier, trained on the patches that the "
-            "method keeps.",
+            "method keeps."
+            if evidence.classes
+            else "The images have no class labels, so there is no classification to judge: the routers of this run have no head.",
             [
                 *made.plates("accuracy", "macro-f1", "accuracy-against-retention", "reliability"),
                 *made.tables("accuracy-sweep", "macro-f1-sweep", "further-measures"),

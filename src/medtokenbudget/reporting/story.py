@@ -50,8 +50,8 @@ def measured(evidence: Evidence) -> str:
         else f"one training run each (seed {named})"
     )
     return (
-        f"{plural(len(evidence.methods), 'way')} of selecting image patches, compared on {plural(evidence.n, 'validation image')} "
-        f"of “{evidence.dataset}” ({masks}), {at}, with {seeds}."
+        f"{plural(len(evidence.methods), 'way')} of selecting image patches, compared on "
+        f"{plural(evidence.n_images, 'validation image')} of “{evidence.dataset}” ({masks}), {at}, with {seeds}."
     )
 
 
@@ -69,9 +69,8 @@ def subject(evidence: Evidence) -> str:
     if not evidence.is_trained:
         return f"No selector was trained in this run, so the text follows {name}, the first method with a budget."
     text = f"The text follows {name} (`{evidence.focus}`), "
-    text += (
-        "the model that `mtb predict` uses" if evidence.focus == evidence.info.main else "the trained method of the headline study"
-    )
+    used_by = f"the model that `mtb {'predict' if evidence.classes else 'route'}` uses"
+    text += used_by if evidence.focus == evidence.info.main else "the trained method of the headline study"
     if evidence.paper_method:
         return f"{text}; {look(evidence.paper_method).name} is the paper's own training recipe, for comparison."
     return f"{text}."

@@ -1,4 +1,4 @@
-"""A selector and the head behind it, as one module: the routed classifier."""
+"""A selector and the head behind it, if it has one, as one module: the routed classifier."""
 
 from __future__ import annotations
 
@@ -8,22 +8,38 @@ import torch
 from torch import Tensor, nn
 
 from medtokenbudget.config import TrainConfig
-from medtokenbudget.errors import RequestError
+from medtokenbudget.errors import NoHeadError, RequestError
 from medtokenbudget.routing import LearnedSelector, Selection, Selector, TokenBatch, TrainingPass
 from medtokenbudget.training.heads import Head
 
 
 class RoutedClassifier(nn.Module):
-    """A selector and the head that reads what it keeps.
+    """A selector and the head that reads what it keeps; a router that was trained from masks alone has no head.
 
     In training a learned selector gives the head a differentiable mean of all patches; at inference the kept patches are gathered.
     Without noise both means are equal.
     """
 
-    def __init__(self, selector: Selector, head: Head) -> None:
+    head: Head | None
+
+    def __init__(self, selector: Selector, head: Head | None) -> None:
         super().__init__()
         self.selector = selector
         self.head = head
+
+    @property
+    def required_head(self) -> Head:
+        """The head, for those who need class logits.
+
+        Raises:
+            NoHeadError: This router has none.
+        """
+        if self.head is None:
+            raise NoHeadError(
+                f"The router '{self.selector.name}' has no head, because it was trained without class labels: it keeps patches, "
+                "but predicts no class. Use `mtb route` or `model.route`, or train a head on labeled images with `mtb train`."
+            )
+        return self.head
 
     def forward(self, tokens: TokenBatch, budget: float, generator: torch.Generator | None = None) -> Tensor:
         """Class logits [B, C] of the kept tokens at a budget."""
@@ -32,7 +48,7 @@ class RoutedClassifier(nn.Module):
     def route(self, tokens: TokenBatch, budget: float, generator: torch.Generator | None = None) -> tuple[Tensor, Selection]:
         """Class logits [B, C] and the selection behind them; `generator` is for selectors that draw."""
         selection = self.selector.select_budget(tokens, budget, generator)
-        return self.head.read(selection, tokens.grid), selection
+        return self.required_head.read(selection, tokens.grid), selection
 
     def training_pass(
         self, tokens: TokenBatch, budget: float, config: TrainConfig, generator: torch.Generator | None = None
@@ -43,12 +59,13 @@ class RoutedClassifier(nn.Module):
         step = self.selector.training_pass(tokens.float(), budget, config, generator)
         if step.pooled is None:
             raise RequestError(f"Selector '{self.selector.name}' gives no pooled tokens, so it cannot be trained with its head.")
-        kept = step.token_set(tokens.float()) if self.head.reads == "tokens" else step.pooled
+        head = self.required_head
+        kept = step.token_set(tokens.float()) if head.reads == "tokens" else step.pooled
         if kept is None:
             raise RequestError(
-                f"Selector '{self.selector.name}' gives no tokens in its training pass, so head '{self.head.name}', "
+                f"Selector '{self.selector.name}' gives no tokens in its training pass, so head '{head.name}', "
                 "which reads tokens, cannot be trained with it. Use a head that reads the mean, such as mlp."
             )
         label = tokens.label if tokens.label is not None else torch.full((len(tokens),), -1, device=tokens.patches.device)
-        logits, own = self.head.training_step(kept, label, generator)
+        logits, own = head.training_step(kept, label, generator)
         return logits, step if own is None else replace(step, terms={**step.terms, "head": own})

@@ -51,10 +51,13 @@ from medtokenbudget.training.tracking import Tracker
 
 @dataclass(frozen=True)
 class Trained:
-    """A finished training: selector and head, the rows they were trained and chosen on, and the epoch that was kept."""
+    """A finished training: selector and head, the rows they were trained and chosen on, and the epoch that was kept.
+
+    `head` is None where the manifest has no classes.
+    """
 
     selector: LearnedSelector
-    head: Head
+    head: Head | None
     parts: Parts
     best_epoch: int
     best_value: float
@@ -70,6 +73,8 @@ def train_selector(
     on_epoch: OnEpoch | None = None,
 ) -> Trained:
     """Train a learned selector and its head in `out` (checkpoint, `metrics.jsonl`), or resume a training that was stopped there.
+
+    With a manifest that has no classes the selector is trained alone, from masks.
 
     Args:
         on_epoch: Called after every epoch with the stage, the epochs done and the epochs in all.
@@ -107,7 +112,7 @@ class _Trainer:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)
             self.selector = _learned(names[0]).from_config(store.dim, config, classes)
-            self.head = create_head(names[1], store.dim, classes)
+            self.head = create_head(names[1], store.dim, classes) if classes else None
         self.classifier = RoutedClassifier(self.selector, self.head).to(self.device)
         self.parameters = list((self.classifier if self.joint else self.selector).parameters())
         self.optimizer = torch.optim.AdamW(self.parameters, lr=config.lr, weight_decay=config.weight_decay, fused=True)
@@ -224,6 +229,8 @@ class _Trainer:
                 merged = evidence.dominated if np.isnan(evidence.mass).all() else evidence.mass
                 return float(np.mean([np.nanmean(merged[group]) for group in groups]))
             return float(np.mean([share_of_ceiling(evidence.kept_lesion[group], lesion[group], evidence.k) for group in groups]))
+        if self.head is None:
+            raise RequestError("Without class labels the epoch is chosen by retention: use --selection-metric retention.")
         if self.head.reads == "tokens":
             found = token_probabilities(self.head, self.store, rows, self.selector, budgets, config.seed, self.device)
         else:
@@ -281,17 +288,17 @@ class _Trainer:
 
     def result(self) -> Trained:
         self.classifier.to("cpu").eval()
-        if not self.joint:
-            self._train_head()
+        if self.head is not None and not self.joint:
+            self._train_head(self.head)
         return Trained(self.selector, self.head, self.parts, self.stopping.best_epoch, self.stopping.best)
 
-    def _train_head(self) -> None:
+    def _train_head(self, head: Head) -> None:
         """The head of the lesion-first recipe, trained on the tokens that the finished selector keeps, at all budgets."""
         rows = self.parts.head
         label = self.store.label.numpy()[rows]
         pooled_head = PooledHead(self.names[1], self.store.dim, self.classes, self.config, self.on_epoch)
         path = self.out / "pooled.npy"
-        if self.head.reads == "tokens":
+        if head.reads == "tokens":
             history = pooled_head.train_on_store(self.store, rows, label, self.selector, self.config.budgets)
         else:
             with torch.no_grad():
@@ -301,7 +308,7 @@ class _Trainer:
             append_line(self.out / "metrics.jsonl", row)
         path.unlink(missing_ok=True)
         path.with_suffix(".json").unlink(missing_ok=True)
-        self.head.load_state_dict(pooled_head.head.state_dict())
+        head.load_state_dict(pooled_head.head.state_dict())
 
 
 def _learned(name: str) -> type[LearnedSelector]:

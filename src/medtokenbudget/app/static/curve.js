@@ -35,14 +35,21 @@ function probabilityLines(answer, shown, name) {
 
 /**
  * Everything about the curve. `shown`: [{side, title, selector}]; `wanted`: "retention" or "probability"; `main`: the main method.
- * Returns {possible (whether there is a retention to show), retention (whether it is shown), lines, title, text}.
+ * Returns {possible (whether there is a retention to show), retention (whether it is shown), lines, title, text}. A router without a
+ * head has no probabilities; without a mask it then has no lines.
  */
 export function curve(answer, shown, wanted, main, truth) {
   const possible = shown.some(({ selector }) => selector.retention);
-  if (possible && wanted === "retention") {
+  const classes = answer.classes.length > 0;
+  if (possible && (wanted === "retention" || !classes)) {
     const text =
       "Share of lesion patches that are kept at each budget. Dashed: the highest share possible with the same number of patches. Dotted: the expected share of randomly chosen patches.";
     return { possible, retention: true, lines: retentionLines(answer, shown, main), title: "Lesion retention at each budget", text };
+  }
+  if (!classes) {
+    let text = "This router predicts no class. Add a mask to see how much of the lesion it keeps.";
+    if (answer.lesion) text = "There is no retention to show: the mask covers none of the patches, or the methods merge patches.";
+    return { possible, retention: false, lines: [], title: "Lesion retention at each budget", text };
   }
   const name = shownClass(answer, shown, truth);
   let text = `Probability of ${name} at each budget, from the classification head of each method.`;

@@ -56,5 +56,6 @@ export function asPicture(panels, scene, budget, notice) {
 function caption(view, budget) {
   const kept = `${percent(budget)} budget, ${view.k} of ${view.n} ${view.kept ? "patches" : "tokens"}`;
   const lesion = view.retention === null ? "" : ` · retention ${percent(view.retention)} (ceiling ${percent(view.ceiling)})`;
-  return `${kept}${lesion} · ${view.label} ${percent(view.probabilities[view.top])}`;
+  const label = view.label === null ? "" : ` · ${view.label} ${percent(view.probabilities[view.top])}`;
+  return `${kept}${lesion}${label}`;
 }

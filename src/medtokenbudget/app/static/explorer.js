@@ -58,7 +58,8 @@ async function start() {
 function showModel(info) {
   state.names = { a: info.main, b: info.main === "center" ? null : "center" };
   const demo = info.demo ? "Demo model, trained on synthetic images · " : "";
-  const classes = info.classes.length === 1 ? "1 class" : `${info.classes.length} classes`;
+  const count = info.classes.length;
+  const classes = count === 0 ? "router only, no classes" : count === 1 ? "1 class" : `${count} classes`;
   byId("model-line").textContent = `${demo}Backbone ${info.backbone} · ${info.grid[0]} × ${info.grid[1]} patches · ${classes}`;
   byId("fingerprint").textContent = `Model ${info.fingerprint.slice(0, 16)} · MedTokenBudget ${info.version}`;
   byId("token-form").hidden = true;
@@ -244,9 +245,11 @@ function drawCurve() {
   const found = curve(answer, shown, state.curve, info.main, source.truth);
   byId("curve-retention").disabled = !found.possible;
   byId("curve-retention").setAttribute("aria-pressed", String(found.retention));
-  byId("curve-probability").setAttribute("aria-pressed", String(!found.retention));
-  plot = chart(byId("chart"), answer.budgets, found.lines, found.title);
-  plot.move(state.stops[state.index]);
+  byId("curve-probability").setAttribute("aria-pressed", String(!found.retention && found.lines.length > 0));
+  byId("curve-probability").disabled = !answer.classes.length;
+  byId("chart").hidden = !found.lines.length;
+  plot = found.lines.length ? chart(byId("chart"), answer.budgets, found.lines, found.title) : null;
+  plot?.move(state.stops[state.index]);
   byId("curve-text").textContent = found.text;
 }
 

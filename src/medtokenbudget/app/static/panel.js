@@ -43,6 +43,7 @@ export class Panel {
 
   /** One row per class; `truth` is the true class, if known. */
   classes(names, truth) {
+    this.root.querySelector(".bars").hidden = !names.length;
     this.rows = names.map((name) => {
       const row = element("tr", name === truth ? "truth" : "");
       const head = element("th", "", name);

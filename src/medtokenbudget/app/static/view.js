@@ -6,8 +6,9 @@ export function at(answer, selector, index) {
   const n = answer.n;
   const kept = selector.order ? new Uint8Array(n) : null;
   if (kept) for (let i = 0; i < k; i += 1) kept[selector.order[i]] = 1;
-  const probabilities = selector.probabilities[index];
-  const top = probabilities.indexOf(Math.max(...probabilities));
+  // A router without a head predicts no class.
+  const probabilities = selector.probabilities ? selector.probabilities[index] : [];
+  const top = probabilities.length ? probabilities.indexOf(Math.max(...probabilities)) : null;
   const measured = Boolean(selector.retention);
   return {
     k,
@@ -16,7 +17,7 @@ export function at(answer, selector, index) {
     groups: selector.groups ? selector.groups[index] : null,
     probabilities,
     top,
-    label: answer.classes[top],
+    label: top === null ? null : answer.classes[top],
     retention: measured ? selector.retention[index] : null,
     ceiling: measured ? selector.ceiling[index] : null,
     ofCeiling: measured ? selector.retention_of_ceiling[index] : null,
@@ -48,6 +49,6 @@ export function percent(value) {
 export function sentence(title, view) {
   const parts = [`${title}: ${view.k} of ${view.n} ${view.kept ? "patches kept" : "tokens"}`];
   if (view.retention !== null) parts.push(`retention ${percent(view.retention)}, ceiling ${percent(view.ceiling)}`);
-  parts.push(`${view.label} ${percent(view.probabilities[view.top])}`);
+  if (view.label !== null) parts.push(`${view.label} ${percent(view.probabilities[view.top])}`);
   return `${parts.join("; ")}.`;
 }
