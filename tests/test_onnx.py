@@ -15,6 +15,9 @@ from medtokenbudget.errors import RequestError, WorkError
 from medtokenbudget.features.backbone import Backbone
 from medtokenbudget.model import MedTokenBudget
 from medtokenbudget.model import onnx as exporter
+from medtokenbudget.routing import create_selector
+from medtokenbudget.tokens import TokenBatch
+from medtokenbudget.training import MLPHead, RoutedClassifier
 from tests.small_model import CLASSES, draw_images, small_model
 
 onnxruntime = pytest.importorskip("onnxruntime", reason="needs the extra 'onnx'")
@@ -68,6 +71,24 @@ def test_the_routing_part_takes_tokens_and_breaks_ties_by_index(model: MedTokenB
     _, indices = session.run(None, {"patches": same, "attention_entropy": np.full((1, 100), 0.5, np.float32)})
     inner = [y * 10 + x for y in range(1, 9) for x in range(1, 9)]
     assert indices[0].tolist() == inner[:20]
+
+
+@pytest.mark.slow
+def test_a_scorer_with_convolutions_keeps_the_same_patches_in_onnx(model: MedTokenBudget, tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    selector = create_selector("context", dim=model.dim, channels=8, blocks=2, minimum=8)
+    classifiers = {"context:lesion-first": RoutedClassifier(selector, MLPHead(model.dim, len(CLASSES)))}
+    made = MedTokenBudget(
+        model.backbone_config, model.backbone_fingerprint, CLASSES, classifiers, model.train_config, main="context:lesion-first"
+    )
+    made.to("cpu")
+    path = exporter.export_onnx(made, tmp_path, budget=0.2, part="routing")
+    session = onnxruntime.InferenceSession(str(path))
+    assert [entry.name for entry in session.get_inputs()] == ["patches"]
+    patches = torch.randn(3, 100, model.dim, generator=torch.Generator().manual_seed(2))
+    _, indices = session.run(None, {"patches": patches.numpy()})
+    expected = selector.eval().select(TokenBatch(patches, model.grid), 20).indices
+    assert [sorted(row) for row in indices.tolist()] == [sorted(row) for row in expected.tolist()]
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,8 @@ PAPER_METHODS: tuple[str, ...] = (
     "lats",
 )
 CONTROLS: tuple[str, ...] = ("center", "darkness", "oracle")
+DEFAULT_SELECTOR = "lats"
+"""What `mtb train` trains unless told otherwise."""
 HEADLINE_METHODS: tuple[str, ...] = ("lats:lesion-first", "lats")
 """Which method of a run becomes the saved model and the headline of its report, the first that the run has."""
 DEFAULT_METHODS: tuple[str, ...] = ("lats:lesion-first", *PAPER_METHODS, *CONTROLS)
@@ -135,13 +137,34 @@ class LATSConfig:
 
 
 @dataclass(frozen=True)
+class ContextConfig:
+    """The context scorer: a small convolutional network over the token grid."""
+
+    channels: int = 128
+    """Width of the blocks."""
+    blocks: int = 3
+    """Number of blocks, each a depthwise convolution and an MLP."""
+    kernel: int = 5
+    """Side of the convolutions, in patches; odd."""
+    expansion: int = 2
+    """Width of the MLP of a block, in multiples of the channels."""
+    dropout: float = 0.0
+    """Dropout of what a block adds."""
+    turns: bool = True
+    """Show the blocks the token grid flipped and turned at random during training."""
+    smooth: int = 1
+    """Smooth the score map of this scorer with an average filter of this size before selection; 1 turns it off."""
+
+
+@dataclass(frozen=True)
 class RouterConfig:
     """The router: from scores to kept patches."""
 
     minimum: int = 16
     """Keep at least this many patches at any budget."""
     smooth: int = 3
-    """Smooth the score map with an average filter of this size before selection; 1 turns it off."""
+    """Smooth the score map with an average filter of this size before selection; 1 turns it off. The context scorer, which sees
+    the neighborhood by itself, has its own setting."""
     padding: Padding = "zero"
     """How the smoothing treats the border: 'zero' pads with zeros, 'exclude' averages only over existing patches."""
     temperature: float = 0.5
@@ -227,6 +250,7 @@ class TrainConfig:
     budgets: tuple[Budget, ...] = BUDGETS
     """Token budgets to evaluate at. Heads that are trained on pooled tokens draw one of them per batch."""
     lats: LATSConfig = field(default_factory=LATSConfig)
+    context: ContextConfig = field(default_factory=ContextConfig)
     router: RouterConfig = field(default_factory=RouterConfig)
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     losses: LossWeights = field(default_factory=LossWeights)
@@ -286,6 +310,7 @@ def train_config_from_dict(values: dict[str, Any]) -> TrainConfig:
     """
     parts: dict[str, Any] = {
         "lats": LATSConfig,
+        "context": ContextConfig,
         "router": RouterConfig,
         "curriculum": CurriculumConfig,
         "losses": LossWeights,

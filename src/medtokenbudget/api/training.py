@@ -7,7 +7,7 @@ from typing import Literal
 
 import pandas as pd
 
-from medtokenbudget.config import BackboneConfig, TrainConfig, preset
+from medtokenbudget.config import DEFAULT_SELECTOR, BackboneConfig, TrainConfig, preset
 from medtokenbudget.data import Manifest
 from medtokenbudget.errors import RequestError
 from medtokenbudget.experiments.execution import Execution
@@ -33,7 +33,7 @@ def train_router(
     store: FeatureStore | Path | str,
     out: Path | str,
     config: TrainConfig | None = None,
-    selector: str = "lats",
+    selector: str = DEFAULT_SELECTOR,
     head: HeadChoice = "auto",
 ) -> pd.DataFrame:
     """Train one router and its head, evaluate it beside the controls `center` and `random`, and save it in `out/model`.

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from medtokenbudget.api.run import Run
 from medtokenbudget.api.training import HeadChoice, save_model, train_router
-from medtokenbudget.config import BUDGETS, BackboneConfig, ExtractConfig, TrainConfig, preset
+from medtokenbudget.config import BUDGETS, DEFAULT_SELECTOR, BackboneConfig, ExtractConfig, TrainConfig, preset
 from medtokenbudget.data import Manifest
 from medtokenbudget.experiments import Execution
 from medtokenbudget.experiments import reproduce as run_reproduction
@@ -56,7 +56,7 @@ def train(
     store: AnyStore,
     out: Path | str,
     config: TrainConfig | str = "lesion-first",
-    selector: str = "lats",
+    selector: str = DEFAULT_SELECTOR,
     head: HeadChoice = "auto",
 ) -> Run:
     """Train one router and its head, evaluate it beside the controls `center` and `random`, and save it as a model.

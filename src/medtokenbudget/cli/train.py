@@ -1,4 +1,4 @@
-"""`mtb train`: one LATS router and its head (none without class labels), evaluated and saved as a model."""
+"""`mtb train`: one router and its head (none without class labels), evaluated and saved as a model."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from typing import Literal
 
 from medtokenbudget.cli.parsing import command_parser
 from medtokenbudget.cli.training_options import add_run, add_training, training_config
+from medtokenbudget.config import DEFAULT_SELECTOR
 
 
 def main(arguments: list[str]) -> int:
     parser = command_parser(
         "train",
-        "Train one LATS router and its head on a store of tokens, evaluate it beside the controls `center` and `random`, and save "
+        "Train one router and its head on a store of tokens, evaluate it beside the controls `center` and `random`, and save "
         "it as a model. Without class labels the router learns from masks alone and has no head. If it is stopped, the same "
         "command resumes.",
         "mtb train isic.parquet --store tokens --out runs/first",
@@ -23,6 +24,7 @@ def main(arguments: list[str]) -> int:
         default="auto",
         help="'none' ignores class labels and trains the router from masks alone, for `mtb route`; so does 'auto' without labels.",
     )
+    parser.add_argument("--selector", default=DEFAULT_SELECTOR, help="Selector to train: any that learns (docs/selectors.md).")
     add_training(parser, arguments, "lesion-first")
     options = parser.parse_args(arguments)
 
@@ -32,7 +34,7 @@ def main(arguments: list[str]) -> int:
     from medtokenbudget.experiments.sweep import require_complete
     from medtokenbudget.progress import say
 
-    run = train(options.manifest, options.store, options.out, training_config(options), head=options.head)
+    run = train(options.manifest, options.store, options.out, training_config(options), options.selector, options.head)
     record_command(options.out, "train", arguments)
     ours = run.results[(run.results["method"] == run.info.main) & (run.results["view"] == AS_IS)]
     row = ours.iloc[int((ours["budget"] - 0.3).abs().to_numpy().argmin())]

@@ -11,6 +11,7 @@ from medtokenbudget.cli import config_file
 from medtokenbudget.cli.parsing import CommandParser, add_config, add_part
 from medtokenbudget.config import (
     PRESETS,
+    ContextConfig,
     CurriculumConfig,
     LATSConfig,
     LossWeights,
@@ -38,6 +39,7 @@ def add_training(parser: CommandParser, arguments: list[str], default: str, skip
     """
     parser.add_argument("--preset", default=default, choices=sorted(PRESETS), help="Settings that the options below change.")
     add_config(parser, TrainConfig, "Training", first=FIRST, skip=skip)
+    add_part(parser, ContextConfig, "context", "Context scorer")
     add_part(parser, LATSConfig, "lats", "LATS scorer")
     add_part(parser, RouterConfig, "router", "Router")
     add_part(parser, CurriculumConfig, "curriculum", "Budget curriculum of the joint recipe")

@@ -37,6 +37,7 @@ def with_recipe(name: str, base: TrainConfig) -> TrainConfig:
         head_epochs=base.head_epochs,
         batch_size=base.batch_size,
         lats=replace(wanted.lats, hidden=base.lats.hidden, layers=base.lats.layers),
+        context=base.context,
         seed=base.seed,
         device=base.device,
         precision=base.precision,
@@ -56,6 +57,8 @@ def _lesion_first(**changes: Any) -> Change:
         config = with_recipe("lesion-first", base)
         if "neighborhood" in changes:
             return replace(config, lats=replace(config.lats, **changes))
+        if "turns" in changes or "smooth" in changes:
+            return replace(config, context=replace(config.context, **changes))
         return replace(config, **changes)
 
     return change
@@ -72,12 +75,17 @@ LEARNED: dict[str, Change] = {
     "lesion-first-raster": _lesion_first(neighborhood="raster"),
     "lesion-first-zero-padding": _lesion_first(router=RouterConfig()),
     "lesion-first-all-patches": _lesion_first(patches=0),
+    "lesion-first-fixed-grid": _lesion_first(turns=False),
+    "lesion-first-smoothed": _lesion_first(smooth=3),
     "lesion-first-balanced": _lesion_first(class_balance="loss"),
     "lesion-first-joint": _lesion_first(recipe="joint", patches=0, losses=LossWeights(diversity=0.0, lesion=1.0, distillation=0.0)),
 }
 """Variants of a selector that learns. The empty name is the paper's recipe."""
-ONLY_LATS: tuple[str, ...] = ("lesion-first-raster", "lesion-first-zero-padding", "lesion-first-all-patches")
-"""Variants that change a part which only LATS has."""
+ONLY: dict[str, tuple[str, ...]] = {
+    "lats": ("lesion-first-raster", "lesion-first-zero-padding", "lesion-first-all-patches"),
+    "context": ("lesion-first-fixed-grid", "lesion-first-smoothed"),
+}
+"""Variants that change a part which only one selector has."""
 
 FIXED: dict[str, Change] = {
     "": lambda base: base,
@@ -153,7 +161,8 @@ class Method:
     def _changes(self) -> Mapping[str, Change]:
         if not self.learned:
             return FIXED
-        return LEARNED if self.selector == "lats" else {name: change for name, change in LEARNED.items() if name not in ONLY_LATS}
+        foreign = {name for selector, names in ONLY.items() if selector != self.selector for name in names}
+        return {name: change for name, change in LEARNED.items() if name not in foreign}
 
     @property
     def _ablations(self) -> tuple[str, ...]:

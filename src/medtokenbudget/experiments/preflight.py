@@ -42,6 +42,11 @@ def check_config(config: TrainConfig) -> None:
         )
     if config.recipe == "joint" and config.patches:
         faults.append("the joint recipe routes whole images, so patches must be 0")
+    faults += [
+        f"{part}.smooth must be odd and at least 1, got {smooth}"
+        for part, smooth in (("router", config.router.smooth), ("context", config.context.smooth))
+        if smooth < 1 or smooth % 2 == 0
+    ]
     if faults:
         raise RequestError("Invalid training settings: " + "; ".join(faults) + ".")
     ordered_signals(config.lats.signals, SIGNALS)

@@ -222,8 +222,8 @@ def _quiet() -> Iterator[None]:
 
 def _dynamic(inputs: dict[str, Tensor], batch: Any) -> Any:
     shapes = [{0: batch} for _ in inputs]
-    # `RoutingGraph.forward` takes its signals as *args, which torch.export sees as one tuple.
-    return (shapes[0], tuple(shapes[1:])) if "patches" in inputs else (shapes[0],)
+    # `RoutingGraph.forward` takes its signals as *args, which torch.export sees as one tuple, or not at all if there are none.
+    return (shapes[0], tuple(shapes[1:])) if len(shapes) > 1 else (shapes[0],)
 
 
 def _check(path: Path, model: MedTokenBudget, inputs: dict[str, Tensor], budget: float, selector: str) -> None:

@@ -43,6 +43,7 @@ class Look:
 
 LOOKS: dict[str, Look] = {
     "lats": Look("LATS (paper)", "#3a9bd0", "H", "--", "The paper's method: a small network scores every patch."),
+    "context": Look("Context (joint)", "#cc79a7", "H", "--", "A small network scores every patch by its neighborhood."),
     "oracle": Look("Oracle", INK, "_", (0, (4, 2)), "Keeps the true lesion patches first, using the mask: the ceiling."),
     "center": Look("Center", "#d55e00", "s", "-", "Keeps the patches nearest the image center, without looking at the image."),
     "darkness": Look("Darkness", "#a8577e", "D", "-", "Keeps the darkest patches. No model."),
@@ -73,6 +74,9 @@ LOOKS: dict[str, Look] = {
     "abmil-attention": Look("ABMIL attention", "#5a5a9c", "h", "-", "Keeps the patches that a MIL classifier attends to."),
     "query-pool": Look("Query pool", "#4f6d2f", "8", "-", "Mixes all patches into K tokens by attention of learned queries."),
 }  # fmt: skip
+_OF_CONTEXT: dict[str, Look] = {
+    "lesion-first": Look("Context", "#0b4f8a", "o", "-", "A small network that sees the neighborhood, trained on lesion masks."),
+}
 _OF_LATS: dict[str, Look] = {
     "lesion-first": Look("LATS lesion-first", "#0072b2", "o", "-", "LATS trained to find the lesion before it classifies."),
     "mask-free": Look("LATS mask-free", "#8f7cc0", "h", "--", "LATS trained without lesion masks."),
@@ -101,6 +105,8 @@ _CHANGED_RECIPE = {
     "all-patches": ("with all patches", "with every training step using all patches of an image instead of a sample"),
     "balanced": ("with class weights", "with a classification loss that gives rare classes more weight"),
     "joint": ("trained jointly", "with scorer and classifier trained together"),
+    "fixed-grid": ("on a fixed grid", "trained without flips and turns of the token grid"),
+    "smoothed": ("smoothed", "with scores averaged over 3 x 3 patches"),
 }
 """What the `recipe` study changes in the lesion-first recipe, one part at a time."""
 _SPARE = ("#b5495b", "#2a7f7f", "#94651f", "#4f6d2f", "#5a5a9c", "#8a3ea0")
@@ -128,14 +134,19 @@ def look(method: str) -> Look:
 def _known(selector: str, variant: str) -> Look | None:
     if not variant:
         return LOOKS.get(selector)
+    change = variant.partition("lesion-first-")[2]
     if selector == PAPER_RECIPE:
         if variant in _OF_LATS:
             return _OF_LATS[variant]
-        change = variant.partition("lesion-first-")[2]
         if change not in _CHANGED_RECIPE:
             return None
         of, (name, about) = _OF_LATS["lesion-first"], _CHANGED_RECIPE[change]
         return replace(of, name=f"lesion-first {name}", line=":", about=f"{of.name}, {about}.")
+    if selector == "context" and variant in _OF_CONTEXT:
+        return _OF_CONTEXT[variant]
+    if selector == "context" and change in _CHANGED_RECIPE:
+        of, (name, about) = _OF_CONTEXT["lesion-first"], _CHANGED_RECIPE[change]
+        return replace(of, name=f"{of.name} {name}", line=":", about=f"{of.name}, {about}.")
     changed = {**_CHANGED_BASELINE, **_CHANGED_LEARNED}
     if selector in LOOKS and variant in changed:
         of, (name, about) = LOOKS[selector], changed[variant]

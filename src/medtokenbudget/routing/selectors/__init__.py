@@ -9,6 +9,7 @@ from medtokenbudget.routing.selectors.attention_entropy import AttentionEntropy
 from medtokenbudget.routing.selectors.box_prior import BoxPrior
 from medtokenbudget.routing.selectors.center import Center
 from medtokenbudget.routing.selectors.class_attention import ClassAttention
+from medtokenbudget.routing.selectors.context import ContextSelector
 from medtokenbudget.routing.selectors.cropr import Cropr
 from medtokenbudget.routing.selectors.darkness import Darkness
 from medtokenbudget.routing.selectors.diffrate import DiffRate
@@ -43,6 +44,7 @@ __all__ = [
     "BoxPrior",
     "Center",
     "ClassAttention",
+    "ContextSelector",
     "Cropr",
     "Darkness",
     "DiffRate",

@@ -1,6 +1,6 @@
-"""LATS of the paper as a selector: the scorer, its smoothing, and the straight-through pass that trains it.
+"""LATS of the paper as a selector: the scorer and its signals, which can be switched off after training.
 
-The scorer itself is `routing/lats.py`; here is what turns its scores into a ranking.
+The scorer itself is `routing/lats.py`; what turns its scores into a ranking is `routing/scored.py`.
 """
 
 from __future__ import annotations
@@ -12,18 +12,15 @@ import torch
 from torch import Tensor
 
 from medtokenbudget.config import SIGNALS, Neighborhood, Padding, TrainConfig
-from medtokenbudget.errors import RequestError, UnknownNameError
+from medtokenbudget.errors import UnknownNameError
 from medtokenbudget.routing.lats import LATS, ordered_signals
-from medtokenbudget.routing.learned import LearnedSelector, TrainingPass
-from medtokenbudget.routing.losses import scorer_terms
 from medtokenbudget.routing.registry import register_selector
-from medtokenbudget.routing.router import masked_mean, smooth_scores, straight_through_topk
-from medtokenbudget.routing.selector import Ranker
+from medtokenbudget.routing.scored import ScoredRanker
 from medtokenbudget.tokens import TokenBatch
 
 
 @register_selector("lats")
-class LATSSelector(LearnedSelector, Ranker):
+class LATSSelector(ScoredRanker):
     """Keeps the patches with the highest smoothed LATS score.
 
     Args:
@@ -54,11 +51,8 @@ class LATSSelector(LearnedSelector, Ranker):
         temperature: float = 0.5,
         minimum: int = 16,
     ) -> None:
-        super().__init__(minimum)
+        super().__init__(smooth, padding, temperature, minimum)
         self.scorer = LATS(dim, hidden, layers, dropout, signals, neighborhood)
-        self.smooth = smooth
-        self.padding = padding
-        self.temperature = temperature
         self.active: tuple[str, ...] | None = None
         self.requires = ("attention_entropy",) if "attention" in self.scorer.signals else ()
 
@@ -98,63 +92,5 @@ class LATSSelector(LearnedSelector, Ranker):
         """Raw score logits [B, N] (or [B, T] at the patches `at`), with dropout in training mode: what the losses see."""
         return self.scorer.logits(tokens, generator, self.active, at=at)
 
-    def score(self, tokens: TokenBatch, generator: torch.Generator | None = None) -> Tensor:
-        """Smoothed scores [B, N] in [0, 1], without dropout and noise whatever the mode."""
-        logits = self.scorer.logits(tokens, signals=self.active, dropout=0.0)
-        return self.smoothed(torch.sigmoid(logits), tokens.grid)
-
-    def smoothed(self, scores: Tensor, grid: tuple[int, int]) -> Tensor:
-        """Scores [B, N] after the average filter."""
-        return smooth_scores(scores, grid, self.smooth, self.padding)
-
-    def training_mask(self, scores: Tensor, grid: tuple[int, int], k: int, generator: torch.Generator | None = None) -> Tensor:
-        """Straight-through mask [B, N] of raw scores [B, N], smoothed first; noise from `generator`."""
-        return straight_through_topk(self.smoothed(scores, grid), k, self.temperature, generator)
-
-    def training_pass(
-        self,
-        tokens: TokenBatch,
-        budget: float,
-        config: TrainConfig,
-        generator: torch.Generator | None = None,
-        route: bool = True,
-    ) -> TrainingPass:
-        """Raw scores, the mean under the straight-through mask, and the paper's scorer losses.
-
-        With `route` False the scorer may learn from a sample of `config.patches` patches of each image. Without a generator there
-        is no Gumbel noise.
-        """
-        if route and config.patches:
-            raise RequestError("The joint recipe routes whole images, so it learns from all patches: use --patches 0.")
-        tokens = tokens.float()
-        k = self.count(budget, tokens.n)
-        at = None if route else _sample(tokens, config.patches, generator)
-        score_logits = self.logits(tokens, generator, at)
-        scores = torch.sigmoid(score_logits)
-        mask = self.training_mask(scores, tokens.grid, k, generator) if route else None
-        with torch.autocast(scores.device.type, enabled=False):
-            terms = scorer_terms(
-                scores,
-                k=k,
-                budget=budget,
-                weights=config.losses,
-                lesion=_at(tokens.lesion, at),
-                has_mask=tokens.has_mask,
-                cls_attention=_at(tokens.cls_attention, at),
-                score_logits=score_logits,
-            )
-        pooled = None if mask is None else masked_mean(tokens.patches, mask)
-        weights = {name: getattr(config.losses, name) for name in terms}
-        return TrainingPass(pooled, terms, scores, weights, mask)
-
-
-def _sample(tokens: TokenBatch, patches: int, generator: torch.Generator | None) -> Tensor | None:
-    """Numbers [B, T] of the patches that a step learns from, drawn without replacement; None means all."""
-    if not 0 < patches < tokens.n:
-        return None
-    draw = torch.rand(len(tokens), tokens.n, generator=generator)
-    return draw.argsort(1)[:, :patches].to(tokens.patches.device)
-
-
-def _at(values: Tensor | None, at: Tensor | None) -> Tensor | None:
-    return values if values is None or at is None else values.take_along_dim(at, 1)
+    def score_logits(self, tokens: TokenBatch) -> Tensor:
+        return self.scorer.logits(tokens, signals=self.active, dropout=0.0)
