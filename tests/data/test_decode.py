@@ -77,13 +77,13 @@ BAD: dict[str, tuple[object, str, str]] = {
     "animated gif": (
         encoded(lesion_picture(0), "GIF", save_all=True, append_images=[lesion_picture(1), lesion_picture(2)]),
         "frames",
-        "3 frames",
+        "several frames",
     ),
-    "animated png": (encoded(lesion_picture(0), "PNG", save_all=True, append_images=[lesion_picture(1)]), "frames", "2 frames"),
+    "animated png": (encoded(lesion_picture(0), "PNG", save_all=True, append_images=[lesion_picture(1)]), "frames", "several"),
     "tiff of two pages": (
         encoded(lesion_picture(0), "TIFF", save_all=True, append_images=[lesion_picture(1)]),
         "frames",
-        "2 frames",
+        "several frames",
     ),
     "transparent rgba": (encoded(transparent("RGBA"), "PNG"), "alpha", "transparent pixels"),
     "transparent gray": (encoded(transparent("LA"), "PNG"), "alpha", "transparent pixels"),
@@ -230,6 +230,18 @@ def test_a_jpeg_of_thousands_of_scans_is_rejected_before_it_is_decoded(monkeypat
     with pytest.raises(DecodeError, match=r"3,0\d\d scans, more than the 500") as caught:
         decode_image(bomb)
     assert caught.value.kind == "too-many-scans"
+
+
+@pytest.mark.parametrize("kind", ["GIF", "TIFF"])
+def test_a_second_frame_is_noticed_without_reading_thousands_of_them(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    one = lesion_picture(0)
+    many = encoded(one, kind, save_all=True, append_images=[lesion_picture(1)] * 3)
+    assert decode_image(encoded(one, kind)).size == one.size
+    plugin = type(Image.open(io.BytesIO(many)))
+    monkeypatch.setattr(plugin, "n_frames", property(lambda self: pytest.fail("read every frame")))
+    with pytest.raises(DecodeError, match="several frames or pages") as caught:
+        decode_image(many)
+    assert caught.value.kind == "frames"
 
 
 def test_a_large_progressive_photo_is_an_ordinary_image() -> None:

@@ -39,6 +39,8 @@ class ServeConfig:
     """Largest size of image and mask together, in bytes."""
     max_pixels: int = 50_000_000
     """Largest number of pixels of an image or a mask."""
+    decode_seconds: float = 10.0
+    """Longest time to decode an image or a mask, in seconds."""
     deadline: float = 60.0
     """Seconds within which a request is answered or given up."""
     connections: int = 100
@@ -129,8 +131,8 @@ def _check(config: ServeConfig, token: str | None) -> None:
         )
     if token is not None and (not token.isascii() or not token.isprintable() or " " in token):
         raise RequestError("The token must consist of printable ASCII characters without spaces.")
-    if config.deadline <= 0 or config.connections < 1:
-        raise RequestError("--deadline must be above 0 and --connections at least 1.")
+    if config.deadline <= 0 or config.decode_seconds <= 0 or config.connections < 1:
+        raise RequestError("--deadline and --decode-seconds must be above 0, and --connections at least 1.")
     if config.queue < 0 or config.max_bytes < 1 or config.max_pixels < 1 or not 0 <= config.port < 65536:
         raise RequestError("--queue must be at least 0, --max-bytes and --max-pixels at least 1, and --port from 0 to 65535.")
 
@@ -140,7 +142,7 @@ def find_service(model: str | Path | None, config: ServeConfig) -> tuple[Any, An
     from medtokenbudget.app.service import Limits, Service
     from medtokenbudget.model import load
 
-    limits = Limits(config.max_bytes, config.max_pixels)
+    limits = Limits(config.max_bytes, config.max_pixels, config.decode_seconds)
     if model is None:
         if not (DEMO_MODEL / "config.json").is_file():
             say(f"No model given, and {DEMO_MODEL} does not exist. The page explains how to train one (`make demo`).")

@@ -57,6 +57,8 @@ def create_app(
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         yield
         queue.close()
+        if service is not None:
+            service.close()
 
     app = FastAPI(
         title="MedTokenBudget",

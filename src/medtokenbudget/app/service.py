@@ -17,8 +17,9 @@ import torch
 from PIL import Image
 
 from medtokenbudget import __version__
+from medtokenbudget.app.decoding import Decoder
 from medtokenbudget.config import BUDGETS
-from medtokenbudget.data import decode_image, decode_mask, same_aspect
+from medtokenbudget.data import same_aspect
 from medtokenbudget.errors import BudgetError, RequestError
 from medtokenbudget.metrics import kept_lesion_counts, retention_of_counts
 from medtokenbudget.model import MedTokenBudget
@@ -39,10 +40,12 @@ class Limits:
     Attributes:
         max_bytes: Largest size of image and mask together.
         max_pixels: Largest number of pixels of an image or a mask.
+        decode_seconds: Longest time to decode an image or a mask.
     """
 
     max_bytes: int = 25_000_000
     max_pixels: int = 50_000_000
+    decode_seconds: float = 10.0
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,7 @@ class Service:
         self.model = model
         self.limits = limits or Limits()
         self.demo = demo
+        self._decoder = Decoder(self.limits.decode_seconds)
         # Computed once, because it hashes every weight of the model.
         self.fingerprint = model.fingerprint
 
@@ -95,6 +99,10 @@ class Service:
         size = self.model.backbone.preprocessing.image_size
         self.model.encode(np.zeros((1, size, size, 3), dtype=np.uint8))
         return self
+
+    def close(self) -> None:
+        """End the process that decodes slow images, if one was started."""
+        self._decoder.close()
 
     def describe(self) -> dict[str, Any]:
         """Return the classes, methods, budgets, grid, fingerprint and limits of the model."""
@@ -136,7 +144,7 @@ class Service:
         """
         names = self._names(question)
         budgets = checked_budgets(question.budgets)
-        image = decode_image(question.image, max_pixels=self.limits.max_pixels)
+        image = self._decoder.decode(question.image, "image", self.limits.max_pixels)
         mask = None if question.mask is None else self._mask(question.mask, image.size)
         tokens = self.model.encode(self.model.backbone.prepare(image)[None], None if mask is None else [mask])
         lesion = None if tokens.lesion is None else tokens.lesion[0].cpu().numpy()
@@ -165,7 +173,7 @@ class Service:
         return names
 
     def _mask(self, source: bytes, size: tuple[int, int]) -> Image.Image:
-        mask = decode_mask(source, max_pixels=self.limits.max_pixels)
+        mask = self._decoder.decode(source, "mask", self.limits.max_pixels)
         width, height = size
         if not same_aspect(mask.size, size):
             raise RequestError(

@@ -47,8 +47,8 @@ class DecodeError(RequestError):
     """A file that cannot be read.
 
     Attributes:
-        kind: 'missing', 'folder', 'empty', 'not-an-image', 'damaged', 'too-large', 'too-many-scans', 'frames', 'alpha', 'mode' or
-            'mask-aspect'.
+        kind: 'missing', 'folder', 'empty', 'not-an-image', 'damaged', 'too-large', 'too-many-scans', 'too-slow' (see
+            `app.decoding`), 'frames', 'alpha', 'mode' or 'mask-aspect'.
     """
 
     def __init__(self, message: str, kind: str) -> None:
@@ -186,14 +186,18 @@ def _check_size(name: str, size: tuple[int, int], max_pixels: int) -> None:
 
 
 def _check_frames(name: str, image: Image.Image) -> None:
+    if image.format == "MPO":
+        return
     try:
-        frames = 1 if image.format == "MPO" else getattr(image, "n_frames", 1)
+        image.seek(1)  # not `n_frames`, which reads them all: minutes for a TIFF of some megabytes
+    except EOFError:
+        image.seek(0)
+        return
     except MemoryError:
         raise
     except Exception as error:
         raise _damaged(name, error) from None
-    if frames > 1:
-        raise DecodeError(f"{name} contains {frames} frames or pages. Save the one you need as a separate file.", "frames")
+    raise DecodeError(f"{name} contains several frames or pages. Save the one you need as a separate file.", "frames")
 
 
 def _plain_mode(name: str, image: Image.Image) -> Image.Image:
