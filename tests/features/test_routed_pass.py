@@ -1,0 +1,179 @@
+"""The routed pass against the dense one: every equality that must hold, for ViTs with a class token, with registers, with neither."""
+
+from __future__ import annotations
+
+import timm
+import torch
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+
+import pytest
+from medtokenbudget.errors import RequestError
+from medtokenbudget.features import routed_pass
+
+SIZE, N, DEPTH, LAYER = 32, 16, 5, 4
+KINDS = {
+    "plain": {},
+    "registers": {"reg_tokens": 4, "no_embed_class": True},
+    "registers with positions": {"reg_tokens": 2},
+    "no class token": {"class_token": False, "global_pool": "avg", "fc_norm": False},
+    "normed first": {"pre_norm": True, "qk_norm": True},
+}
+
+
+@pytest.fixture(params=KINDS, ids=list(KINDS))
+def model(request: pytest.FixtureRequest) -> VisionTransformer:
+    """A tiny ViT with LayerScale and random weights that are large enough for attention to matter."""
+    torch.manual_seed(1)
+    made = VisionTransformer(
+        img_size=SIZE, patch_size=8, embed_dim=24, depth=DEPTH, num_heads=2, num_classes=0, init_values=0.5, **KINDS[request.param]
+    )
+    for parameter in made.parameters():
+        nn.init.normal_(parameter, std=0.25)
+    return made.eval().requires_grad_(False)
+
+
+@pytest.fixture
+def images() -> Tensor:
+    return torch.randn(3, 3, SIZE, SIZE, generator=torch.Generator().manual_seed(2))
+
+
+def some(k: int, seed: int = 3) -> Tensor:
+    """k different patches for each of three images, in random order."""
+    return torch.rand(3, N, generator=torch.Generator().manual_seed(seed)).argsort(1)[:, :k]
+
+
+def dense(model: VisionTransformer, images: Tensor, mask_from: int = DEPTH, kept: Tensor | None = None) -> Tensor:
+    """The dense pass, [B, P + N, D]; from block `mask_from` on, patches that are not kept are masked out as keys."""
+    x = model.norm_pre(model._pos_embed(model.patch_embed(images)))
+    bias = None
+    if kept is not None:
+        prefix = model.num_prefix_tokens
+        seen = torch.zeros(len(images), x.shape[1], dtype=torch.bool)
+        seen[:, :prefix] = True
+        seen[:, prefix:] = torch.zeros(len(images), N, dtype=torch.bool).scatter(1, kept, True)
+        bias = torch.zeros(len(images), 1, 1, x.shape[1]).masked_fill(~seen[:, None, None], -torch.inf)
+    for number, block in enumerate(model.blocks):
+        x = block(x, attn_mask=bias) if number >= mask_from and bias is not None else block(x)
+    return model.norm(x)
+
+
+def patches_of(model: VisionTransformer, x: Tensor, indices: Tensor) -> Tensor:
+    return routed_pass.take(x[:, model.num_prefix_tokens :], indices)
+
+
+def close(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_the_reference_of_these_tests_is_timms_own_pass(model: VisionTransformer, images: Tensor) -> None:
+    close(dense(model, images), model.forward_features(images))
+
+
+@pytest.mark.parametrize("way", ["scout", "token", "drop"])
+def test_keeping_all_patches_is_the_dense_pass(model: VisionTransformer, images: Tensor, way: str) -> None:
+    indices = some(N)
+    if way == "scout":
+        routed = routed_pass.before_blocks(model, images, indices, LAYER)
+    else:
+        routed = routed_pass.inside_blocks(model, images, lambda x: indices, 2, LAYER, way)  # type: ignore[arg-type]
+    expected = model.forward_features(images)
+    close(routed.patches, patches_of(model, expected, indices))
+    close(routed.prefix, expected[:, : model.num_prefix_tokens])
+
+
+def test_a_scout_pass_is_the_dense_pass_with_dropped_keys_masked_from_the_first_block(
+    model: VisionTransformer, images: Tensor
+) -> None:
+    indices = some(5)
+    routed = routed_pass.before_blocks(model, images, indices, LAYER)
+    expected = dense(model, images, 0, indices)
+    close(routed.patches, patches_of(model, expected, indices))
+    close(routed.prefix, expected[:, : model.num_prefix_tokens])
+    assert (routed.patches - patches_of(model, model.forward_features(images), indices)).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("block", [1, 3])
+def test_dropping_inside_is_the_dense_pass_with_dropped_keys_masked_from_that_block(
+    model: VisionTransformer, images: Tensor, block: int
+) -> None:
+    indices = some(5)
+    routed = routed_pass.inside_blocks(model, images, lambda x: indices, block, LAYER, "drop")
+    expected = dense(model, images, block, indices)
+    close(routed.patches, patches_of(model, expected, indices))
+    close(routed.prefix, expected[:, : model.num_prefix_tokens])
+
+
+def test_a_background_token_for_one_dropped_patch_is_dense_attention_with_it(model: VisionTransformer, images: Tensor) -> None:
+    indices = some(N - 1)
+    routed = routed_pass.inside_blocks(model, images, lambda x: indices, 2, LAYER)
+    expected = model.forward_features(images)
+    close(routed.patches, patches_of(model, expected, indices))
+    dropped = routed_pass.inside_blocks(model, images, lambda x: indices, 2, LAYER, "drop")
+    assert (dropped.patches - routed.patches).abs().max() > 1e-3
+
+
+def test_a_background_token_for_equal_patches_counts_as_often_as_there_are(model: VisionTransformer) -> None:
+    """Six dropped copies of one token and one token of size six attract the same attention."""
+    torch.manual_seed(4)
+    prefix = model.num_prefix_tokens
+    x = torch.randn(1, prefix + N, 24)
+    indices = torch.arange(N - 6).unsqueeze(0)
+    x[:, prefix + N - 6 :] = x[:, -1:]
+    kept, bias = routed_pass.prune(x, indices, prefix)
+    whole = model.blocks[0](x)
+    routed = routed_pass.run_blocks(model, kept, 0, 1, bias)
+    close(routed[:, : prefix + N - 6], whole[:, : prefix + N - 6])
+    close(routed[:, -1], whole[:, -1])
+
+
+@pytest.mark.parametrize("way", ["scout", "token"])
+def test_the_order_of_the_kept_patches_changes_nothing(model: VisionTransformer, images: Tensor, way: str) -> None:
+    indices, shuffle = some(6), torch.tensor([3, 0, 5, 1, 4, 2])
+
+    def patches(kept: Tensor) -> routed_pass.Routed:
+        if way == "scout":
+            return routed_pass.before_blocks(model, images, kept, LAYER)
+        return routed_pass.inside_blocks(model, images, lambda x: kept, 2, LAYER)
+
+    one, other = patches(indices), patches(indices[:, shuffle])
+    close(other.patches, one.patches[:, shuffle])
+    close(other.prefix, one.prefix)
+
+
+def test_an_earlier_layer_gives_the_tokens_of_that_block(model: VisionTransformer, images: Tensor) -> None:
+    indices = some(N)
+    routed = routed_pass.before_blocks(model, images, indices, 2)
+    [(patches, *_)] = [
+        found if isinstance(found, tuple) else (found,)
+        for found in model.forward_intermediates(images, indices=[2], norm=True, output_fmt="NLC", intermediates_only=True)
+    ]
+    close(routed.patches, routed_pass.take(patches, indices))
+
+
+@pytest.mark.parametrize("name", ["vit_relpos_small_patch16_224", "eva02_tiny_patch14_224", "vit_small_r26_s32_224"])
+def test_relative_and_rotary_positions_and_mixing_embeddings_are_rejected(name: str) -> None:
+    model = timm.create_model(name, pretrained=False, num_classes=0)
+    with pytest.raises(RequestError, match=r"cannot run on a part of its patches.*drop --route"):
+        routed_pass.check_routable(model, name)
+
+
+def test_plain_vision_transformers_are_routable(model: VisionTransformer) -> None:
+    routed_pass.check_routable(model, "tiny")
+
+
+@pytest.mark.slow
+def test_the_pass_compiles_to_one_graph_without_waiting_for_a_value(images: Tensor) -> None:
+    torch.manual_seed(1)
+    model = VisionTransformer(img_size=SIZE, patch_size=8, embed_dim=24, depth=3, num_heads=2, num_classes=0).eval()
+
+    def routed(pixels: Tensor) -> Tensor:
+        def best(x: Tensor) -> Tensor:
+            return x[:, 1:].square().sum(-1).topk(5, dim=1).indices
+
+        return routed_pass.inside_blocks(model, pixels, best, 1, 2).patches
+
+    with torch.no_grad():
+        compiled = torch.compile(routed, fullgraph=True, backend="aot_eager")
+        close(compiled(images), routed(images))
+        assert torch._dynamo.explain(routed)(images).graph_break_count == 0
