@@ -1,13 +1,13 @@
-"""The routed pass against the dense one: every equality that must hold, for ViTs with a class token, with registers, with neither."""
+"""The routed pass against the dense one: the equalities that must hold, with a class token, with registers and with neither."""
 
 from __future__ import annotations
 
+import pytest
 import timm
 import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-import pytest
 from medtokenbudget.errors import RequestError
 from medtokenbudget.features import routed_pass
 

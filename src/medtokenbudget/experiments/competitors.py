@@ -1,0 +1,104 @@
+"""What people would use instead of early routing: ToMe in every block, and EViT at three blocks, as passes of a plain timm ViT.
+
+Here they run inside the backbone, as published; the selectors of the same names are their post-backbone forms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from medtokenbudget.features.routed_pass import embed, take
+from medtokenbudget.routing.selectors.tome import merge_round
+
+Model = Any
+"""A plain timm vision transformer, as `features.routed_pass.check_routable` accepts it."""
+
+
+def tome_every_block(model: Model, images: Tensor, k: int, layer: int) -> Tensor:
+    """ToMe (Bolya et al., ICLR 2023): equally many patches merge in every block, by the similarity of their keys.
+
+    Merged tokens count in the attention with the logarithm of their size (proportional attention); prefix tokens never merge.
+
+    Args:
+        model: The vision transformer.
+        images: Normalized images [B, 3, S, S].
+        k: Patch tokens left after block `layer`.
+        layer: The block that tokens are taken from.
+
+    Returns:
+        The normed patch tokens [B, k, D].
+    """
+    x, prefix = embed(model, images), int(model.num_prefix_tokens)
+    n = x.shape[1] - prefix
+    size = torch.ones(x.shape[0], n, dtype=x.dtype, device=x.device)
+    for number, block in enumerate(model.blocks[: layer + 1]):
+        left = n - round((n - k) * (number + 1) / (layer + 1))
+        bias = torch.cat([torch.zeros_like(size[:, :1]).expand(-1, prefix), size.log()], 1)[:, None, None]
+        attended, key, _ = _attention(block.attn, block.norm1(x), bias)
+        x = x + block.ls1(attended)
+        while x.shape[1] - prefix > left:
+            now = x.shape[1] - prefix
+            patches, metric = x[:, prefix:], key[:, prefix:]
+            patches, metric, size = _merged(patches, metric, size, min(now - left, now // 2))
+            x, key = torch.cat([x[:, :prefix], patches], 1), torch.cat([key[:, :prefix], metric], 1)
+        x = x + block.ls2(block.mlp(block.norm2(x)))
+    tokens: Tensor = model.norm(x)[:, prefix:]
+    return tokens
+
+
+def _merged(patches: Tensor, metric: Tensor, size: Tensor, r: int) -> tuple[Tensor, Tensor, Tensor]:
+    """One round of ToMe: pairs are found by `metric`, patches and metric merge to means weighted by size."""
+    _, after, moved = merge_round(metric, size, r)
+    member = torch.nn.functional.one_hot(moved, after.shape[1]).to(patches.dtype).transpose(1, 2)  # [B, n - r, n]
+    shares = member * size.unsqueeze(1) / after.unsqueeze(-1)
+    return shares @ patches, shares @ metric, after
+
+
+def evit_blocks(model: Model, images: Tensor, k: int, layer: int, places: Sequence[int] = (3, 6, 9)) -> tuple[Tensor, Tensor]:
+    """EViT (Liang et al., ICLR 2022): at three blocks the patches with the least class attention fuse into one token.
+
+    The share that is kept at each place is such that k patches are left after the last one.
+
+    Args:
+        model: A vision transformer with a class token.
+        images: Normalized images [B, 3, S, S].
+        k: Patch tokens left.
+        layer: The block that tokens are taken from.
+        places: Blocks in which the tokens are reorganized, counted from 0; those after `layer` do not count.
+
+    Returns:
+        The normed patch tokens [B, k, D] without fused tokens, and the numbers of their patches [B, k].
+    """
+    x, prefix = embed(model, images), int(model.num_prefix_tokens)
+    b, n = x.shape[0], x.shape[1] - prefix
+    indices = torch.arange(n, device=x.device).expand(b, n)
+    used = [place for place in places if place <= layer]
+    for number, block in enumerate(model.blocks[: layer + 1]):
+        attended, _, weights = _attention(block.attn, block.norm1(x), None)
+        x = x + block.ls1(attended)
+        left = round(n * (k / n) ** ((used.index(number) + 1) / len(used))) if number in used else n
+        if left < (count := indices.shape[1]):
+            patches, rest = x[:, prefix : prefix + count], x[:, prefix + count :]
+            attention = weights[:, prefix : prefix + count]
+            order = attention.argsort(1, descending=True)
+            best, worst = order[:, :left], order[:, left:]
+            share = attention.gather(1, worst)
+            fused = (share.unsqueeze(1) @ take(patches, worst)) / share.sum(1).view(b, 1, 1).clamp_min(1e-12)
+            x = torch.cat([x[:, :prefix], take(patches, best), rest, fused], 1)
+            indices = indices.gather(1, best)
+        x = x + block.ls2(block.mlp(block.norm2(x)))
+    return model.norm(x)[:, prefix : prefix + k], indices
+
+
+def _attention(attn: Any, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """The block's attention: its output, the mean key of each token [B, T, d], and the class token's mean weights [B, T]."""
+    b, t, _ = x.shape
+    q, k, v = attn.qkv(x).reshape(b, t, 3, attn.num_heads, attn.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
+    q, k = attn.q_norm(q), attn.k_norm(k)
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+    first = (q[:, :, :1] * attn.scale @ k.transpose(-2, -1)).softmax(-1)[:, :, 0].mean(1)
+    return attn.proj(attn.norm(out.transpose(1, 2).reshape(b, t, -1))), k.mean(1), first
