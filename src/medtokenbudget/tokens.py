@@ -31,6 +31,8 @@ class TokenBatch:
         lesion: [B, N] bool, lesion patches; all False where `has_mask` is False.
         has_mask: [B] bool. "No mask" and "an empty mask" are different things.
         image_id: B names.
+        places: [B, K] int64, where on the grid the patches are, for tokens that were routed before or inside the backbone:
+            `patches` is then [B, K, D], while `luminance` and `lesion` are of all N patches. None means all patches, in order.
 
     Example:
         >>> tokens = TokenBatch(patches=torch.zeros(2, 6, 8), grid=(2, 3))
@@ -48,11 +50,16 @@ class TokenBatch:
     lesion: Tensor | None = None
     has_mask: Tensor | None = None
     image_id: tuple[str, ...] | None = None
+    places: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.patches.ndim != 3:
             raise ShapeError(f"`patches` must be [B, N, D], got {list(self.patches.shape)}.")
         b, n, d = self.patches.shape
+        if self.places is not None:
+            if tuple(self.places.shape) != (b, n):
+                raise ShapeError(f"`places` must be {[b, n]} for patches {[b, n, d]}, got {list(self.places.shape)}.")
+            n = self.grid[0] * self.grid[1]
         check_grid(self.grid, n)
         expected = {
             "cls": (b, d),
@@ -75,7 +82,7 @@ class TokenBatch:
 
     @property
     def n(self) -> int:
-        """Number of patches N."""
+        """Number of patches N; of routed tokens, their number K."""
         return self.patches.shape[1]
 
     @property

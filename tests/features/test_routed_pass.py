@@ -76,7 +76,7 @@ def test_keeping_all_patches_is_the_dense_pass(model: VisionTransformer, images:
     if way == "scout":
         routed = routed_pass.before_blocks(model, images, indices, LAYER)
     else:
-        routed = routed_pass.inside_blocks(model, images, lambda x: indices, 2, LAYER, way)  # type: ignore[arg-type]
+        routed = routed_pass.inside_blocks(model, images, lambda *_: indices, 2, LAYER, way)  # type: ignore[arg-type]
     expected = model.forward_features(images)
     close(routed.patches, patches_of(model, expected, indices))
     close(routed.prefix, expected[:, : model.num_prefix_tokens])
@@ -98,7 +98,7 @@ def test_dropping_inside_is_the_dense_pass_with_dropped_keys_masked_from_that_bl
     model: VisionTransformer, images: Tensor, block: int
 ) -> None:
     indices = some(5)
-    routed = routed_pass.inside_blocks(model, images, lambda x: indices, block, LAYER, "drop")
+    routed = routed_pass.inside_blocks(model, images, lambda *_: indices, block, LAYER, "drop")
     expected = dense(model, images, block, indices)
     close(routed.patches, patches_of(model, expected, indices))
     close(routed.prefix, expected[:, : model.num_prefix_tokens])
@@ -106,10 +106,10 @@ def test_dropping_inside_is_the_dense_pass_with_dropped_keys_masked_from_that_bl
 
 def test_a_background_token_for_one_dropped_patch_is_dense_attention_with_it(model: VisionTransformer, images: Tensor) -> None:
     indices = some(N - 1)
-    routed = routed_pass.inside_blocks(model, images, lambda x: indices, 2, LAYER)
+    routed = routed_pass.inside_blocks(model, images, lambda *_: indices, 2, LAYER)
     expected = model.forward_features(images)
     close(routed.patches, patches_of(model, expected, indices))
-    dropped = routed_pass.inside_blocks(model, images, lambda x: indices, 2, LAYER, "drop")
+    dropped = routed_pass.inside_blocks(model, images, lambda *_: indices, 2, LAYER, "drop")
     assert (dropped.patches - routed.patches).abs().max() > 1e-3
 
 
@@ -134,7 +134,7 @@ def test_the_order_of_the_kept_patches_changes_nothing(model: VisionTransformer,
     def patches(kept: Tensor) -> routed_pass.Routed:
         if way == "scout":
             return routed_pass.before_blocks(model, images, kept, LAYER)
-        return routed_pass.inside_blocks(model, images, lambda x: kept, 2, LAYER)
+        return routed_pass.inside_blocks(model, images, lambda *_: kept, 2, LAYER)
 
     one, other = patches(indices), patches(indices[:, shuffle])
     close(other.patches, one.patches[:, shuffle])
@@ -168,7 +168,7 @@ def test_the_pass_compiles_to_one_graph_without_waiting_for_a_value(images: Tens
     model = VisionTransformer(img_size=SIZE, patch_size=8, embed_dim=24, depth=3, num_heads=2, num_classes=0).eval()
 
     def routed(pixels: Tensor) -> Tensor:
-        def best(x: Tensor) -> Tensor:
+        def best(_: Tensor, x: Tensor) -> Tensor:
             return x[:, 1:].square().sum(-1).topk(5, dim=1).indices
 
         return routed_pass.inside_blocks(model, pixels, best, 1, 2).patches

@@ -13,6 +13,7 @@ from medtokenbudget.errors import RequestError
 from medtokenbudget.features import plan
 from medtokenbudget.features.annotations import hashes_of
 from medtokenbudget.features.backbone import Backbone
+from medtokenbudget.features.early import Early
 from medtokenbudget.features.engines import Work, find_engine
 from medtokenbudget.features.pipeline import Prepared, Route, Shard, prepare
 from medtokenbudget.features.plan import Item, Shards
@@ -21,6 +22,9 @@ from medtokenbudget.features.store import FeatureStore
 from medtokenbudget.files import remove_leftovers, write_lines
 from medtokenbudget.locks import exclusive
 from medtokenbudget.progress import progress
+
+ROUTER = "router"
+"""Folder in a store that was routed early: the saved router, which models that are trained on the store carry along."""
 
 
 def extract(
@@ -33,6 +37,7 @@ def extract(
     address: str | None = None,
     route: Route | None = None,
     route_fingerprint: dict[str, Any] | None = None,
+    early: Early | None = None,
 ) -> FeatureStore:
     """Add what `store` does not have of the images of `manifest`, and open it with the manifest.
 
@@ -50,6 +55,7 @@ def extract(
         address: Address of a running Ray cluster.
         route: Keep only what this function selects.
         route_fingerprint: What `route` is, and under 'backbone' which fields of a backbone's fingerprint it needs.
+        early: Routes before or inside the backbone; what it needs is saved in the folder `router` of the store.
 
     Returns:
         The store, opened with `manifest`.
@@ -61,11 +67,15 @@ def extract(
     config = config or ExtractConfig()
     if (route is None) != (route_fingerprint is None):
         raise RequestError("route and route_fingerprint must be used together, so that the store records what selected its tokens.")
+    if early is not None and (route is not None or engine != "local"):
+        raise RequestError("Early routing runs on this machine and is not combined with --keep routed. Drop the other option.")
     run = find_engine(engine)
     plan.check_request(manifest, config)
     _check_share(shards)
     path = Path(store)
     loaded = Backbone.load(backbone, resolve_device(config.device))
+    if early is not None:
+        loaded = early.wrap(loaded)
     if route_fingerprint is not None:
         advice = "A model can only route tokens of the backbone that it was trained with: use that one."
         plan.check("The backbone", route_fingerprint.get("backbone", {}), loaded.fingerprint, advice)
@@ -73,6 +83,8 @@ def extract(
     # The jobs of an array share the lock: each fills shards of its own.
     with exclusive(path, shared=shards is not None):
         plan.begin(path, settings)
+        if early is not None and not (path / ROUTER).exists():
+            early.save(path / ROUTER)
         items = plan.items_of(manifest, config, *hashes_of(path, manifest))
         planned = plan.extend(path, list(items), config.shard_size, _readable_now(path, items, loaded, config))
         todo = _unfinished(path, planned, items, shards)

@@ -25,6 +25,7 @@ from medtokenbudget.data import decode_image, mask_of
 from medtokenbudget.errors import RequestError, WorkError
 from medtokenbudget.features import views
 from medtokenbudget.features.backbone import Backbone
+from medtokenbudget.features.early import EarlyBackbone
 from medtokenbudget.features.plan import Item
 from medtokenbudget.features.preprocess import luminance
 from medtokenbudget.features.shards import Failure, Row, write_shard
@@ -80,8 +81,10 @@ def prepare(items: tuple[Item, ...], backbone: Backbone, view_seed: int) -> list
             if mask is None and item.mask_file is not None and views.is_off_center(item.view):
                 mask = mask_of(image.size, item.mask_file)
             geometry = views.geometry_of(item.view, mask, views.image_seed(view_seed, item.image_id))
+            if isinstance(backbone, EarlyBackbone):
+                geometry = backbone.framed(geometry, image)
             row = Row(item.image, item.view, image.size, geometry)
-            done.append(Prepared(row, backbone.prepare(geometry.of(image))))
+            done.append(Prepared(row, backbone.preprocessing.prepare(geometry.of(image))))
         except RequestError as error:
             done.append(Failure(item.image, item.view, "view", str(error), item.mask))
     return done
@@ -210,7 +213,10 @@ def compute(
         seen = backbone(images)
     tokens = replace(seen.float(), luminance=luminance(pixels, backbone.grid))
     fields: dict[str, np.ndarray] = {}
-    if route is None:
+    if tokens.places is not None:
+        fields |= {"tokens": _array(tokens.patches, dtype), "indices": _array(tokens.places, np.int32)}
+        fields["weights"] = np.ones(fields["indices"].shape, np.float32)
+    elif route is None:
         fields["patches"] = _array(tokens.patches, dtype)
     else:
         fields.update(_routed(route(tokens), dtype))

@@ -59,7 +59,7 @@ def settings_of(
             "format": FORMAT,
             "backbone": fingerprint,
             "weights": None if weights is None else str(weights.resolve()),
-            "keep": "patches" if route_fingerprint is None else "routed",
+            "keep": "routed" if route_fingerprint is not None or routed_early(fingerprint) else "patches",
             "route": route_fingerprint,
             "dtype": config.dtype,
             "precision": config.precision,
@@ -68,6 +68,11 @@ def settings_of(
             "batch_size": config.batch_size,
         }
     )
+
+
+def routed_early(fingerprint: dict[str, Any]) -> bool:
+    """Whether a backbone with this fingerprint gives the tokens of kept patches alone."""
+    return fingerprint.get("route", {}).get("way") in ("scout", "inside")
 
 
 def identity_of(settings: dict[str, Any]) -> str:

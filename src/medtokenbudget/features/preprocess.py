@@ -21,7 +21,8 @@ _RESAMPLING = {
     "bicubic": Image.Resampling.BICUBIC,
     "lanczos": Image.Resampling.LANCZOS,
 }
-_REC601 = (0.299, 0.587, 0.114)
+REC601 = (0.299, 0.587, 0.114)
+"""Share of red, green and blue in the gray value."""
 
 
 @dataclass(frozen=True)
@@ -90,4 +91,4 @@ def luminance(images: Tensor, grid: tuple[int, int]) -> Tensor:
     if height % h or width % w:
         raise GridError(f"An image of {height} x {width} pixels cannot be divided into a grid of {h} x {w} patches.")
     cells = images.reshape(b, h, height // h, w, width // w, 3).float().mean(dim=(2, 4))
-    return (cells @ torch.tensor(_REC601, device=images.device) / 255.0).reshape(b, h * w)
+    return (cells @ torch.tensor(REC601, device=images.device) / 255.0).reshape(b, h * w)

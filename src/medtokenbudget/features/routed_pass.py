@@ -73,7 +73,7 @@ def before_blocks(model: Model, images: Tensor, indices: Tensor, layer: int) -> 
 def inside_blocks(
     model: Model,
     images: Tensor,
-    choose: Callable[[Tensor], Tensor],
+    choose: Callable[[Tensor, Tensor], Tensor],
     block: int,
     layer: int,
     background: Background = "token",
@@ -83,13 +83,15 @@ def inside_blocks(
     Args:
         model: The vision transformer.
         images: Normalized images [B, 3, S, S].
-        choose: From the tokens before `block`, [B, P + N, D] as the block would read them, to the kept patches [B, K].
-        block: The first block that runs on a part of the patches.
+        choose: From the tokens that the block before `block` read and those that it gave, both [B, P + N, D], to the kept patches
+            [B, K].
+        block: The first block that runs on a part of the patches, 1 or more.
         layer: The block that tokens are taken from.
         background: 'token' adds the mean of the dropped patches as one token whose size enters the attention as its logarithm.
     """
-    x = run_blocks(model, embed(model, images), 0, block)
-    indices = choose(x)
+    before = run_blocks(model, embed(model, images), 0, block - 1)
+    x = run_blocks(model, before, block - 1, block)
+    indices = choose(before, x)
     x, bias = prune(x, indices, int(model.num_prefix_tokens), background)
     return _finish(model, run_blocks(model, x, block, layer + 1, bias), indices)
 

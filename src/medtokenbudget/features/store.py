@@ -161,6 +161,17 @@ class FeatureStore:
         """Number of patches N."""
         return self.grid[0] * self.grid[1]
 
+    @property
+    def early(self) -> dict[str, Any] | None:
+        """How the tokens were routed before or inside the backbone (way, budget, k, ...); None for a plain backbone."""
+        found: dict[str, Any] | None = self.config["backbone"].get("route")
+        return found
+
+    @property
+    def per_image(self) -> int:
+        """Patch tokens of each row: N, or K if they were routed before or inside the backbone."""
+        return int(self.config["backbone"]["route"]["k"]) if plan.routed_early(self.config["backbone"]) else self.n
+
     @cached_property
     def identity(self) -> str:
         """Hash of what the rows were made from and how, and of their annotations; other images in the store do not change it."""
@@ -392,10 +403,14 @@ class FeatureStore:
         return index
 
     def _read(self, rows: np.ndarray, dtype: torch.dtype, pool: BufferPool) -> TokenBatch:
-        if self.config["keep"] != "patches":
+        early = plan.routed_early(self.config["backbone"])
+        if self.config["keep"] != "patches" and not early:
             raise RequestError(f"Store {self.path} contains only routed tokens. Use `read_routed`.")
-        names = ("patches", *(name for name in _SMALL if self.has(name)))
+        large = ("tokens", "indices") if early else ("patches",)
+        names = (*large, *(name for name in _SMALL if self.has(name)))
         fields = self._gather(names, rows, pool, dtype)
+        if early:
+            fields["patches"], fields["places"] = fields.pop("tokens"), fields.pop("indices").long()
         if self.annotation is not None:
             index = torch.from_numpy(rows)
             fields |= {"label": self.label[index], "has_mask": self.has_mask[index], "lesion": self.lesion[index]}

@@ -32,6 +32,7 @@ class Selector(ABC):
             need not be among those of a larger one. A 'merger' makes K new tokens.
         learns: Whether it has parameters to train; see `LearnedSelector`.
         stochastic: Whether it draws from the generator that it is given.
+        reads_routed: Whether it also reads tokens that were routed before or inside the backbone, which have no whole grid.
         ablations: Names of parts that can be switched off after training, with `ablate`.
         requires: Fields of `TokenBatch` that it reads beside the patches. With `has_mask`, every image needs a mask.
     """
@@ -40,6 +41,7 @@ class Selector(ABC):
     kind: ClassVar[Kind]
     learns: ClassVar[bool] = False
     stochastic: ClassVar[bool] = False
+    reads_routed: ClassVar[bool] = False
     ablations: ClassVar[tuple[str, ...]] = ()
     requires: tuple[str, ...] = ()
 
@@ -80,6 +82,11 @@ class Selector(ABC):
 
     def check(self, tokens: TokenBatch) -> TokenBatch:
         """The batch itself, if its patches are finite and it has what this selector reads."""
+        if tokens.places is not None and not self.reads_routed:
+            raise RequestError(
+                f"Selector '{self.name}' chooses among all patches, but these tokens were routed before or inside the backbone. "
+                "Use no-pruning, which reads them all."
+            )
         missing = [field for field in self.requires if getattr(tokens, field) is None]
         if missing:
             raise MissingSignalError(
@@ -124,6 +131,17 @@ class Merger(Selector):
     """Makes K new tokens from the patches. Subclasses write `select`, which gives a `Selection` with `kept` None."""
 
     kind: ClassVar[Kind] = "merger"
+
+
+def routed_before(tokens: TokenBatch) -> Selection:
+    """All tokens of a batch that was routed before or inside the backbone, as a selection of its grid."""
+    assert tokens.places is not None
+    b, k = tokens.places.shape
+    order = torch.arange(k, device=tokens.places.device).expand(b, k)
+    n = tokens.grid[0] * tokens.grid[1]
+    assignment = torch.full((b, n), -1, device=tokens.places.device).scatter_(1, tokens.places, order)
+    weights = torch.ones(b, k, device=tokens.patches.device)
+    return Selection(tokens.patches, weights, assignment, kept=assignment >= 0, indices=tokens.places)
 
 
 def gather(patches: Tensor, indices: Tensor) -> Selection:

@@ -143,7 +143,7 @@ def token_probabilities(
 ) -> np.ndarray:
     """Class probabilities `[n, T, C]` by a head that reads tokens; draws like `pool_and_judge` with the same seed."""
     head.eval()
-    counts = [selector.count(budget, store.n) for budget in budgets]
+    counts = [selector.count(budget, store.per_image) for budget in budgets]
     parts = []
     for index, batch in enumerate(store.batches(rows, BATCH)):
         noise = generator(seed, "evaluation", index) if selector.stochastic else None

@@ -81,12 +81,12 @@ def pool_and_judge(
     device: torch.device | str = "cpu",
 ) -> tuple[np.ndarray, Evidence]:
     """Pooled tokens `[n, T, D]` and the evidence kept, in one pass; `seed` is for selectors that draw."""
-    counts = tuple(selector.count(budget, store.n) for budget in budgets)
+    counts = tuple(selector.count(budget, store.per_image) for budget in budgets)
     judged = []
     for index, batch in enumerate(store.batches(rows, BATCH)):
         noise = generator(seed, "evaluation", index) if selector.stochastic else None
         batch = batch.to(device)
-        if isinstance(selector, Ranker):
+        if isinstance(selector, Ranker) and batch.places is None:
             judged.append(_ranked(selector, batch, counts, noise))
         else:
             judged.append(_selected(selector, batch, counts, noise))
@@ -98,8 +98,8 @@ def pool_and_judge(
         purity=purity,
         dominated=dominated,
         mass=mass,
-        order=np.concatenate(order) if isinstance(selector, Ranker) else None,
-        scores=np.concatenate(scores) if selector.learns and isinstance(selector, Ranker) else None,
+        order=np.concatenate(order) if order[0] is not None else None,
+        scores=np.concatenate(scores) if selector.learns and scores[0] is not None else None,
     )
     return np.concatenate(pooled), evidence
 
@@ -108,7 +108,7 @@ def token_sets(
     selector: Selector, batch: TokenBatch, counts: Sequence[int], noise: torch.Generator | None = None
 ) -> list[TokenSet]:
     """The tokens that heads read of a batch at each K; a ranker orders the patches once."""
-    if isinstance(selector, Ranker):
+    if isinstance(selector, Ranker) and batch.places is None:
         order = selector.order(batch, noise)
         return [TokenSet.of(gather(batch.patches, order[:, :k]), batch.grid) for k in counts]
     return [TokenSet.of(selector.select(batch, k, noise), batch.grid) for k in counts]
