@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from medtokenbudget.data import Manifest
     from medtokenbudget.features import FeatureStore
     from medtokenbudget.metrics import LesionRetention, lesion_retention
-    from medtokenbudget.model import MedTokenBudget, load, overlay
+    from medtokenbudget.model import EarlyRouting, MedTokenBudget, load, overlay
     from medtokenbudget.routing import create_selector, list_selectors, register_selector
     from medtokenbudget.tokens import Selection, TokenBatch
     from medtokenbudget.training.heads import create_head, list_heads, register_head
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "EarlyRouting",
     "FeatureStore",
     "LesionRetention",
     "Manifest",
@@ -58,7 +59,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "data": ("Manifest",),
     "features": ("FeatureStore",),
     "metrics": ("LesionRetention", "lesion_retention"),
-    "model": ("MedTokenBudget", "load", "overlay"),
+    "model": ("EarlyRouting", "MedTokenBudget", "load", "overlay"),
     "routing": ("create_selector", "list_selectors", "register_selector"),
     "tokens": ("Selection", "TokenBatch"),
     "training.heads": ("create_head", "list_heads", "register_head"),

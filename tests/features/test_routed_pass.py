@@ -17,6 +17,7 @@ KINDS = {
     "registers": {"reg_tokens": 4, "no_embed_class": True},
     "registers with positions": {"reg_tokens": 2},
     "no class token": {"class_token": False, "global_pool": "avg", "fc_norm": False},
+    "any image size": {"dynamic_img_size": True},
     "normed first": {"pre_norm": True, "qk_norm": True},
 }
 

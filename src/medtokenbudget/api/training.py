@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -12,6 +13,7 @@ from medtokenbudget.data import Manifest
 from medtokenbudget.errors import RequestError
 from medtokenbudget.experiments.execution import Execution
 from medtokenbudget.experiments.methods import Method, method_of
+from medtokenbudget.experiments.preflight import READS_ROUTED
 from medtokenbudget.experiments.run import RunInfo
 from medtokenbudget.experiments.sources import Sources, open_sources
 from medtokenbudget.experiments.sweep import Study, run_studies
@@ -19,7 +21,8 @@ from medtokenbudget.experiments.trained import load_unit
 from medtokenbudget.experiments.units import Unit
 from medtokenbudget.features import FeatureStore
 from medtokenbudget.locks import exclusive
-from medtokenbudget.model import MedTokenBudget
+from medtokenbudget.model import MedTokenBudget, load
+from medtokenbudget.model.early import ROUTER
 from medtokenbudget.reporting.card import run_card
 from medtokenbudget.routing import selector_class
 from medtokenbudget.training.classifier import RoutedClassifier
@@ -45,9 +48,14 @@ def train_router(
         The tidy results, also written to `out/results.csv`.
     """
     config = config or preset("lesion-first")
-    method = str(method_of(selector, config))
-    study = Study("train", (method, *CONTROLS), (config.seed,), config.budgets)
     sources = Sources.of(_labels_as_asked(manifest, head), store, out)
+    if sources.store.fixed_budget is None:
+        method = str(method_of(selector, config))
+        methods: tuple[str, ...] = (method, *CONTROLS)
+    else:  # routed already: only the head is left to train
+        config = replace(config, budgets=(sources.store.fixed_budget,))
+        method, methods = READS_ROUTED, (READS_ROUTED,)
+    study = Study("train", methods, (config.seed,), config.budgets)
     results = run_studies([study], sources, out, config, Execution(jobs=1), required=(method,))
     save_model(out)
     return results
@@ -87,6 +95,7 @@ def _model_of(info: RunInfo, main: str) -> MedTokenBudget:
             if loaded is not None:
                 classifiers[str(method)] = loaded
     recorded = ("dataset", "seeds", "versions", "hashes", "studies")
+    about = {name: getattr(info, name) for name in recorded} | {"masks": info.counts["train"]["masks"]}
     model = MedTokenBudget(
         _backbone(store),
         store.config["backbone"],
@@ -94,7 +103,8 @@ def _model_of(info: RunInfo, main: str) -> MedTokenBudget:
         classifiers,
         info.methods[main].train_config,
         main=main,
-        info={"run": {name: getattr(info, name) for name in recorded}},
+        info={"run": about},
+        scout=None if store.early is None else load(store.path / ROUTER),
     )
     model.card = run_card(info.path, model)
     return model

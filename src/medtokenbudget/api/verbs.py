@@ -16,6 +16,7 @@ from medtokenbudget.experiments import reproduce as run_reproduction
 from medtokenbudget.experiments import sweep as run_sweep
 from medtokenbudget.features import FeatureStore
 from medtokenbudget.features import extract as run_extraction
+from medtokenbudget.model.early import EarlyRouting
 from medtokenbudget.reporting import report as write_report
 
 AnyManifest = Manifest | Path | str
@@ -27,6 +28,7 @@ def extract(
     store: Path | str,
     backbone: BackboneConfig | str = BackboneConfig.name,
     config: ExtractConfig | None = None,
+    early: EarlyRouting | None = None,
     **options: Any,
 ) -> FeatureStore:
     """Run the frozen backbone once over the images of a manifest and fill a store of tokens.
@@ -36,6 +38,7 @@ def extract(
         store: Folder of the store; an extraction that was stopped there resumes.
         backbone: Name of a timm vision transformer, 'embedded' for the small one in the package, or all settings.
         config: Batch size, views, number format, ...
+        early: Run the backbone where the lesion is, such as `mtb.EarlyRouting(mtb.load("runs/scout"), "scout", budget=0.3)`.
         options: Single fields of `ExtractConfig`, such as `views="off-center"`.
 
     Returns:
@@ -48,7 +51,7 @@ def extract(
     """
     settings = backbone if isinstance(backbone, BackboneConfig) else BackboneConfig(name=backbone)
     opened = manifest if isinstance(manifest, Manifest) else Manifest.read(manifest)
-    return run_extraction(opened, store, settings, replace(config or ExtractConfig(), **options))
+    return run_extraction(opened, store, settings, replace(config or ExtractConfig(), **options), early=early)
 
 
 def train(

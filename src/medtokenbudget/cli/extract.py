@@ -35,13 +35,36 @@ def main(arguments: list[str]) -> int:
     cluster.add_argument(
         "--shards", type=str | None, default=None, help="I/N, for job arrays: extract only every N-th shard, starting at I."
     )
+    early = parser.section("Early routing")
+    early.add_argument(
+        "--route",
+        type=str | None,
+        default=None,
+        help="Run the backbone where the lesion is. scout: on the patches that the router chose from the image; block:4: on all "
+        "patches before block 4, then on those that the router chose from its tokens; zoom: on a crop around the router's patches.",
+    )
+    early.add_argument(
+        "--router", type=str | None, default=None, help="Trained model that chooses for --route: a run, a model folder or a hub id."
+    )
+    early.add_argument(
+        "--background",
+        type=Literal["token", "drop"],
+        default="token",
+        help="With --route block:N: the dropped patches become one token, or nothing.",
+    )
+    early.add_argument(
+        "--margin", type=float, default=1.2, help="With --route zoom: side of the crop over that of the box of the kept patches."
+    )
     routed = parser.section("Routed tokens")
     routed.add_argument(
         "--keep", type=Literal["all", "routed"], default="all", help="Store all patches, or only those that a trained model keeps."
     )
     routed.add_argument("--model", type=Path | None, default=None, help="Trained model for --keep routed.")
     routed.add_argument(
-        "--budget", type=Budget | None, default=None, help="Share of the patches to keep with --keep routed, as 0.3 or 30%."
+        "--budget",
+        type=Budget | None,
+        default=None,
+        help="Share of the patches to keep with --keep routed or --route, as 0.3 or 30%. Default with --route: 0.3.",
     )
     parser.add_argument("--verify", action="store_true", help="Compare all shards and images with their stored hashes at the end.")
     given = parser.parse_args(arguments)
@@ -52,7 +75,13 @@ def _run(given: Any) -> int:
     shards = None if given.shards is None else parse_shards(given.shards)
     if given.address is not None and given.engine != "ray":
         raise RequestError("--address is only used with a Ray cluster. Add --engine ray, or drop --address.")
-    if (given.keep == "routed") != (given.model is not None) or (given.keep == "routed") != (given.budget is not None):
+    if (given.route is None) != (given.router is None):
+        raise RequestError("--route and --router must be used together: the way to route, and the trained model that chooses.")
+    if given.route is not None and (given.keep == "routed" or given.engine != "local"):
+        other = "--keep routed" if given.keep == "routed" else f"--engine {given.engine}"
+        raise RequestError(f"--route cannot be combined with {other}. Drop one of them.")
+    late = given.keep == "routed"
+    if late != (given.model is not None) or (given.route is None and late != (given.budget is not None)):
         raise RequestError("--keep routed, --model and --budget must be used together.")
 
     from medtokenbudget.data import Manifest
@@ -70,6 +99,7 @@ def _run(given: Any) -> int:
         address=given.address,
         route=route,
         route_fingerprint=fingerprint,
+        early=None if given.route is None else _early(given),
     )
     if given.verify:
         store.verify(manifest)
@@ -94,6 +124,15 @@ def _route(path: Path, budget: float) -> tuple[Any, dict[str, Any]]:
     return model.router(budget), {"model": model.fingerprint, "budget": budget, "backbone": backbone}
 
 
+def _early(given: Any) -> Any:
+    from medtokenbudget.model import load
+    from medtokenbudget.model.early import EarlyRouting
+
+    router = load(given.router, device=given.device)
+    budget = 0.3 if given.budget is None else given.budget
+    return EarlyRouting.parse(given.route, router, budget=budget, background=given.background, margin=given.margin)
+
+
 def _summary(store: Any, manifest: Path) -> str:
     lines = []
     if store.errors:
@@ -105,8 +144,10 @@ def _summary(store: Any, manifest: Path) -> str:
             f"{store.path} is incomplete: {len(store.missing)} of {of} shards are missing. "
             "Run the other jobs, or this command without --shards."
         )
-    elif store.config["keep"] == "patches":
-        lines.append(f"Wrote {store.path}: {len(store)} rows. Next: mtb train {manifest} --store {store.path} --out runs/first")
+    elif store.config["keep"] == "patches" or store.fixed_budget is not None:
+        kept = "" if store.early is None else f", routed early ({store.early['way']}, {store.per_image} of {store.n} patches)"
+        following = f"mtb train {manifest} --store {store.path} --out runs/first"
+        lines.append(f"Wrote {store.path}: {len(store)} rows{kept}. Next: {following}")
     else:
         lines.append(f"Wrote {store.path}: {len(store)} rows of routed tokens.")
     return "\n".join(lines)

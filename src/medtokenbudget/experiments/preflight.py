@@ -25,6 +25,9 @@ from medtokenbudget.routing import selector_class
 from medtokenbudget.routing.lats import ordered_signals
 from medtokenbudget.training.parts import check_fits
 
+READS_ROUTED = "no-pruning"
+"""The method that reads tokens which were routed before or inside the backbone: all of them."""
+
 
 def check_config(config: TrainConfig) -> None:
     """Reject settings that no training can run with, all at once."""
@@ -55,7 +58,7 @@ def check_config(config: TrainConfig) -> None:
 
 def check_data(manifest: Manifest, store: FeatureStore) -> None:
     """Reject data that nothing can be trained on."""
-    if store.config["keep"] != "patches":
+    if store.config["keep"] != "patches" and store.fixed_budget is None:
         raise RequestError(
             f"Store {store.path} contains only routed tokens, but training needs all patches. "
             "Run `mtb extract` without --keep routed."
@@ -112,8 +115,24 @@ def that_fit(sources: Sources, methods: Sequence[str], config: TrainConfig) -> t
     return tuple(left)
 
 
+def _check_routed(budget: float, store: FeatureStore, units: Sequence[Unit], config: TrainConfig) -> None:
+    """Reject methods and budgets that a store of early routed tokens cannot serve."""
+    foreign = list(dict.fromkeys(str(u.method) for u in units if not selector_class(u.method.selector).reads_routed))
+    if foreign:
+        raise RequestError(
+            f"{listed(foreign)} chooses among all patches, but store {store.path} has only the {store.per_image} patches that were "
+            f"kept before or inside the backbone. Use --methods {READS_ROUTED} (with any head), or a store of all patches."
+        )
+    if tuple(config.budgets) != (budget,):
+        raise RequestError(
+            f"Store {store.path} was routed at budget {budget:g}, so there is no other budget. Use --budgets {budget:g}."
+        )
+
+
 def check_needs(sources: Sources, units: Sequence[Unit], config: TrainConfig) -> None:
     """Reject methods that need masks, labels or views that the data does not have."""
+    if sources.store.fixed_budget is not None:
+        _check_routed(sources.store.fixed_budget, sources.store, units, config)
     if not sources.manifest.classes:
         _check_without_labels(sources, units, config)
     if not has_training_masks(sources):

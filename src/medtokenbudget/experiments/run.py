@@ -186,7 +186,7 @@ def describe_run(plan: Plan, studies: Sequence[Study], done: Sequence[Unit]) -> 
         store=os.path.relpath(plan.store, plan.out),
         config=to_dict(plan.config),
         methods=methods,
-        main=main_method(done),
+        main=main_method(done, store.fixed_budget is not None),
         studies=tuple(
             {"name": s.name, "methods": [str(m) for m in s.methods], "seeds": list(s.seeds), "budgets": list(s.budgets)}
             for s in studies
@@ -200,10 +200,15 @@ def describe_run(plan: Plan, studies: Sequence[Study], done: Sequence[Unit]) -> 
     )
 
 
-def main_method(done: Sequence[Unit]) -> str | None:
-    """The method that becomes the saved model: the preferred recipe if the run has it, else the first learned selector."""
+def main_method(done: Sequence[Unit], routed: bool = False) -> str | None:
+    """The method that becomes the saved model: the preferred recipe if the run has it, else the first learned selector.
+
+    On tokens that were routed before or inside the backbone it is the method that reads them all: no selector is left to learn.
+    """
     seed = min((unit.seed for unit in done), default=None)
     learned = [str(u.method) for u in done if u.seed == seed and u.method.learned and u.method.ablation is None]
+    if routed:
+        return next((str(unit.method) for unit in done if unit.seed == seed), None)
     return next((name for name in (*HEADLINE_METHODS, *learned) if name in learned), None)
 
 

@@ -69,8 +69,12 @@ def sweep(
         The tidy results, also written to `out/results.csv`.
     """
     sources = Sources.of(manifest, store, out)
+    usual: Sequence[str] = DEFAULT_METHODS
+    if sources.store.fixed_budget is not None:
+        usual = (preflight.READS_ROUTED,)
+        budgets = (sources.store.fixed_budget,) if tuple(budgets) == BUDGETS else budgets
     config = replace(config or preset("lesion-first"), budgets=tuple(budgets))
-    chosen = preflight.that_fit(sources, DEFAULT_METHODS, config) if methods is None else tuple(methods)
+    chosen = preflight.that_fit(sources, usual, config) if methods is None else tuple(methods)
     chosen = with_heads(chosen, heads)
     return run_studies([Study("sweep", chosen, tuple(seeds), tuple(budgets))], sources, out, config, execution)
 

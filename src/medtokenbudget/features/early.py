@@ -92,7 +92,12 @@ class EarlyBackbone(Backbone):
 
     def prepare(self, image: Image.Image) -> np.ndarray:
         """Resize an RGB image to uint8 [S, S, 3]; with 'zoom' the part of it that the scout chose."""
-        return self.preprocessing.prepare(self.framed(Geometry(), image).of(image))
+        return self.see(image)[0]
+
+    def see(self, image: Image.Image) -> tuple[np.ndarray, Box | None]:
+        """`prepare`, and the part of the image that it shows: the crop of 'zoom', None for the whole image."""
+        part = self.framed(Geometry(), image)
+        return self.preprocessing.prepare(part.of(image)), part.box
 
     def framed(self, geometry: Geometry, image: Image.Image) -> Geometry:
         """The part of a view that the backbone sees, as a part of the image: the crop of 'zoom', otherwise the view itself."""

@@ -48,8 +48,6 @@ def check_routable(model: Model, name: str) -> None:
     embed = getattr(model, "patch_embed", None)
     if type(embed) is not PatchEmbed or embed.proj.kernel_size != embed.proj.stride:
         reasons.append("its patch embedding is not one linear map per patch")
-    if getattr(model, "dynamic_img_size", False):
-        reasons.append("its positions depend on the size of the image")
     if reasons:
         raise RequestError(
             f"'{name}' cannot run on a part of its patches: {'; '.join(reasons)}. Route after the backbone (drop --route), "

@@ -168,6 +168,11 @@ class FeatureStore:
         return found
 
     @property
+    def fixed_budget(self) -> float | None:
+        """The budget of tokens that were routed before or inside the backbone; None where all patches are there."""
+        return float(self.config["backbone"]["route"]["budget"]) if plan.routed_early(self.config["backbone"]) else None
+
+    @property
     def per_image(self) -> int:
         """Patch tokens of each row: N, or K if they were routed before or inside the backbone."""
         return int(self.config["backbone"]["route"]["k"]) if plan.routed_early(self.config["backbone"]) else self.n

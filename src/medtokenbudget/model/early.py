@@ -1,6 +1,6 @@
 """Early routing from a saved router: which way, with which router, on which backbone, and every reason why they do not fit.
 
-`features/early.py` runs it; here a trained model becomes the function that chooses, and the settings that a store and a model record.
+`features/early.py` runs it; here a trained model becomes the function that chooses, and the settings that stores and models record.
 """
 
 from __future__ import annotations
@@ -148,8 +148,8 @@ class EarlyRouting:
             )
         if layer != self.block - 1:
             raise RequestError(
-                f"--route block:{self.block} scores the tokens of block {self.block - 1}, but the router was trained on those of "
-                f"block {layer}. Use --route block:{layer + 1}, or train a router on a store extracted with --layer {self.block - 1}."
+                f"--route block:{self.block} scores the tokens of block {self.block - 1}, but the router was trained on those "
+                f"of block {layer}. Use --route block:{layer + 1}, or train a router on a store with --layer {self.block - 1}."
             )
 
 

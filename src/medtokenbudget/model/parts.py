@@ -108,7 +108,7 @@ def select(selector: Selector, tokens: TokenBatch, k: int) -> tuple[Selection, T
         each = [select(selector, tokens.take([row]), k) for row in range(len(tokens))]
         return _joined([selection for selection, _ in each]), _cat([scores for _, scores in each])
     noise = torch.Generator().manual_seed(SEED) if selector.stochastic else None
-    if isinstance(selector, Ranker):
+    if isinstance(selector, Ranker) and tokens.places is None:
         with torch.no_grad():  # a ranking has no gradient
             scores = selector.score(selector.check(tokens), noise)
         return gather(tokens.patches, rank(scores)[:, :k]), scores

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from medtokenbudget.errors import MedTokenBudgetError, RequestError
+from medtokenbudget.features.views import Box
 from medtokenbudget.model import parts
 from medtokenbudget.model.prediction import Prediction, Routing
 from medtokenbudget.model.sources import Failure, Source, prepared
@@ -19,7 +20,9 @@ from medtokenbudget.tokens import Selection, TokenBatch
 if TYPE_CHECKING:
     from medtokenbudget.model.routed import MedTokenBudget
 
-Item = tuple[Source, "np.ndarray | MedTokenBudgetError"]
+Seen = tuple[np.ndarray, Box | None]
+"""Prepared pixels, and the part of the image that they show."""
+Item = tuple[Source, "Seen | MedTokenBudgetError"]
 Answer = TypeVar("Answer", bound=Routing)
 
 
@@ -40,7 +43,7 @@ def predict_sources(
 def _stream(
     model: MedTokenBudget,
     sources: Iterable[Source],
-    answer: Callable[[list[tuple[Source, np.ndarray]]], list[Answer]],
+    answer: Callable[[list[tuple[Source, Seen]]], list[Answer]],
     batch_size: int,
     workers: int,
 ) -> Iterator[tuple[Source, Answer | Failure]]:
@@ -52,15 +55,15 @@ def _stream(
 def _batches(
     model: MedTokenBudget,
     sources: Iterable[Source],
-    answer: Callable[[list[tuple[Source, np.ndarray]]], list[Answer]],
+    answer: Callable[[list[tuple[Source, Seen]]], list[Answer]],
     batch_size: int,
     workers: int,
 ) -> Iterator[tuple[Source, Answer | Failure]]:
     waiting: list[Item] = []
     good = 0
-    for item in prepared(sources, model.backbone.prepare, workers, ahead=2 * batch_size):
+    for item in prepared(sources, model.backbone.see, workers, ahead=2 * batch_size):
         waiting.append(item)
-        good += isinstance(item[1], np.ndarray)
+        good += isinstance(item[1], tuple)
         if good == batch_size or len(waiting) >= 4 * batch_size:
             yield from _answers(waiting, answer)
             waiting, good = [], 0
@@ -68,12 +71,12 @@ def _batches(
 
 
 def _answers(
-    items: list[Item], answer: Callable[[list[tuple[Source, np.ndarray]]], list[Answer]]
+    items: list[Item], answer: Callable[[list[tuple[Source, Seen]]], list[Answer]]
 ) -> Iterator[tuple[Source, Answer | Failure]]:
-    good = [(source, value) for source, value in items if isinstance(value, np.ndarray)]
+    good = [(source, value) for source, value in items if isinstance(value, tuple)]
     answers = iter(answer(good)) if good else iter(())
     for source, value in items:
-        if isinstance(value, np.ndarray):
+        if isinstance(value, tuple):
             yield source, next(answers)
         else:
             yield source, Failure(source.name, str(value))
@@ -87,12 +90,12 @@ class _Routes:
         self.classifier, self.k = model.classifier(method), model.k(budget, method)
 
     @torch.inference_mode()
-    def of(self, items: list[tuple[Source, np.ndarray]]) -> list[Routing]:
+    def of(self, items: list[tuple[Source, Seen]]) -> list[Routing]:
         return [Routing(**fields) for fields in self.fields(items)[0]]
 
-    def fields(self, items: list[tuple[Source, np.ndarray]]) -> tuple[list[dict[str, Any]], TokenBatch, Selection]:
+    def fields(self, items: list[tuple[Source, Seen]]) -> tuple[list[dict[str, Any]], TokenBatch, Selection]:
         """The fields of each image's `Routing`, and what they came from."""
-        tokens = self.model.encode(np.stack([value for _, value in items]))
+        tokens = self.model.encode(np.stack([pixels for _, (pixels, _) in items]))
         with parts.evaluating(self.classifier):
             selection, scores = parts.select(self.classifier.selector, tokens, self.k)
         kept = None if selection.indices is None else selection.indices.cpu().numpy()
@@ -109,9 +112,10 @@ class _Routes:
                 "k": selection.k,
                 "grid": tokens.grid,
                 "selector": self.method,
+                "box": box,
                 "source": source,
             }
-            for row, (source, _) in enumerate(items)
+            for row, (source, (_, box)) in enumerate(items)
         ]
         return rows, tokens, selection
 
@@ -124,7 +128,7 @@ class _Predictions(_Routes):
         self.head = self.classifier.required_head
 
     @torch.inference_mode()
-    def of(self, items: list[tuple[Source, np.ndarray]]) -> list[Prediction]:  # type: ignore[override]
+    def of(self, items: list[tuple[Source, Seen]]) -> list[Prediction]:  # type: ignore[override]
         rows, tokens, selection = self.fields(items)
         with parts.evaluating(self.classifier):
             found = self.head.read(selection, tokens.grid).softmax(-1).cpu().numpy()

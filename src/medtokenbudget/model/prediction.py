@@ -12,6 +12,7 @@ import numpy as np
 from PIL import Image
 
 from medtokenbudget.errors import MedTokenBudgetError, RequestError
+from medtokenbudget.features.views import Box
 from medtokenbudget.model.drawing import draw_overlay
 from medtokenbudget.model.sources import Source, open_mask
 
@@ -32,6 +33,8 @@ class Routing:
         k: Number of tokens K.
         grid: (h, w) of the patches, N = h * w.
         selector: Text of the method, such as 'lats:lesion-first'.
+        box: Left, top, right and bottom in [0, 1] of the part of the image that the grid covers, for a model that zooms; None
+            means the whole image.
         source: Where the picture comes from. A file is opened again only when it is shown; a picture passed as an object is
             referenced, not copied.
     """
@@ -45,6 +48,7 @@ class Routing:
     k: int
     grid: tuple[int, int]
     selector: str
+    box: Box | None = None
     source: Source | None = field(default=None)
 
     @property
@@ -69,6 +73,7 @@ class Routing:
             "k": self.k,
             "grid": list(self.grid),
             "selector": self.selector,
+            "box": None if self.box is None else list(self.box),
             "kept": None if self.kept is None else self.kept.tolist(),
             "scores": None if self.scores is None else [float(score) for score in self.scores],
         }

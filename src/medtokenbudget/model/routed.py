@@ -20,18 +20,22 @@ from torch import Tensor, nn
 from medtokenbudget.config import BackboneConfig, TrainConfig, to_dict, train_config_from_dict
 from medtokenbudget.data import patch_labels
 from medtokenbudget.devices import resolve_device
-from medtokenbudget.errors import MismatchError, RequestError, ShapeError, UnknownNameError
+from medtokenbudget.errors import BudgetError, MismatchError, RequestError, ShapeError, UnknownNameError
 from medtokenbudget.features.backbone import Backbone
+from medtokenbudget.features.plan import routed_early
 from medtokenbudget.features.preprocess import luminance
 from medtokenbudget.locks import exclusive
 from medtokenbudget.model import folder as files
 from medtokenbudget.model import hub, parts, predicting
 from medtokenbudget.model.classifiers import Classifiers
+from medtokenbudget.model.early import ROUTER, EarlyRouting
 from medtokenbudget.model.predicting import Answer
 from medtokenbudget.model.prediction import Prediction, Routing
 from medtokenbudget.model.sources import Failure, Source, expand
 from medtokenbudget.tokens import Selection, TokenBatch
 from medtokenbudget.training.classifier import RoutedClassifier
+
+DEFAULT_BUDGET = 0.3
 
 
 class MedTokenBudget(nn.Module):
@@ -49,6 +53,7 @@ class MedTokenBudget(nn.Module):
         main: The method that is used unless another one is requested.
         card: Model card in Markdown.
         info: What the run recorded about itself, as JSON values.
+        scout: The router of a model whose backbone is routed early (`backbone_fingerprint` has a 'route').
         device: 'auto' uses a GPU if there is one.
 
     Raises:
@@ -75,6 +80,7 @@ class MedTokenBudget(nn.Module):
         main: str,
         card: str = "",
         info: dict[str, Any] | None = None,
+        scout: MedTokenBudget | None = None,
         device: str = "auto",
     ) -> None:
         super().__init__()
@@ -93,6 +99,10 @@ class MedTokenBudget(nn.Module):
         self.card = card
         self.info: dict[str, Any] = dict(info or {})
         self._backbone: Backbone | None = None
+        if (self.early is None) is not (scout is None):
+            raise RequestError("A model whose backbone is routed early needs its router, and no other model has one.")
+        # Not a submodule: like the backbone it is frozen and no part of `parameters()` and `state_dict()`.
+        self._scout = (scout,)
         self.classifiers = Classifiers(classifiers)
         self.to(resolve_device(device))
         self.eval()
@@ -138,6 +148,36 @@ class MedTokenBudget(nn.Module):
         return int(self.backbone_fingerprint["dim"])
 
     @property
+    def early(self) -> dict[str, Any] | None:
+        """How the backbone is routed early (way, budget, k, ...); None for a backbone that runs on all patches."""
+        found: dict[str, Any] | None = self.backbone_fingerprint.get("route")
+        return found
+
+    @property
+    def scout(self) -> MedTokenBudget | None:
+        """The router that chooses for the backbone; None for a backbone that runs on all patches."""
+        return self._scout[0]
+
+    @property
+    def fixed_budget(self) -> float | None:
+        """The only budget of a model whose backbone runs on the kept patches alone; None for any other model."""
+        return float(self.early["budget"]) if self.early is not None and routed_early(self.backbone_fingerprint) else None
+
+    def budget(self, asked: float | None) -> float:
+        """The budget that was asked for, by default 0.3 or the model's only one.
+
+        Raises:
+            BudgetError: The model has only one, and it is another.
+        """
+        fixed = self.fixed_budget
+        if fixed is not None and asked not in (None, fixed):
+            raise BudgetError(
+                f"The backbone of this model runs on {self.backbone_fingerprint['route']['k']} patches (budget {fixed:g}), and its "
+                f"head was trained on these, so there is no other budget. Use {fixed:g}, or extract and train at {asked:g}."
+            )
+        return fixed if fixed is not None else DEFAULT_BUDGET if asked is None else asked
+
+    @property
     def backbone(self) -> Backbone:
         """The backbone, loaded on first use and compared with the one that the classifiers were trained on."""
         if self._backbone is None:
@@ -147,7 +187,10 @@ class MedTokenBudget(nn.Module):
                     f"The weights of the backbone are missing: {weights} (SHA-256 {self.backbone_fingerprint['weights']}). "
                     "Put the file back, or pass --weights FILE."
                 )
-            self.use_backbone(Backbone.load(self.backbone_config, self.device))
+            loaded = Backbone.load(self.backbone_config, self.device)
+            if self.early is not None and self.scout is not None:
+                loaded = EarlyRouting.of(self.early, self.scout).wrap(loaded)
+            self.use_backbone(loaded)
         assert self._backbone is not None
         return self._backbone
 
@@ -169,6 +212,8 @@ class MedTokenBudget(nn.Module):
         super()._apply(fn, recurse)
         if self._backbone is not None:
             self._backbone.to(self.device)
+        if self.scout is not None:
+            self.scout.to(self.device)
         return self
 
     def classifier(self, selector: str | None = None) -> RoutedClassifier:
@@ -181,7 +226,8 @@ class MedTokenBudget(nn.Module):
     def k(self, budget: float, selector: str | None = None) -> int:
         """Number of tokens kept at a budget."""
         h, w = self.grid
-        return self.classifier(selector).selector.count(budget, h * w)
+        n = h * w if self.fixed_budget is None else int(self.backbone_fingerprint["route"]["k"])
+        return self.classifier(selector).selector.count(self.budget(budget), n)
 
     @torch.no_grad()
     def encode(self, pixels: np.ndarray | Tensor, masks: Sequence[Image.Image | None] | None = None) -> TokenBatch:
@@ -215,12 +261,12 @@ class MedTokenBudget(nn.Module):
             return images.to(self.device)
         return self.encode(np.stack([self.backbone.prepare(source.open()) for source in expand(images)]))
 
-    def forward(self, images: Any, budget: float = 0.3, selector: str | None = None) -> Tensor:
+    def forward(self, images: Any, budget: float | None = None, selector: str | None = None) -> Tensor:
         """Class logits at one budget, with gradients for the head.
 
         Args:
             images: A `TokenBatch`, or images in any form that `predict` takes.
-            budget: Share of the patches that is kept, in (0, 1].
+            budget: Share of the patches that is kept, in (0, 1]; None means 0.3, or the only one of a model routed early.
             selector: Method to use; None means the main one.
 
         Returns:
@@ -228,7 +274,7 @@ class MedTokenBudget(nn.Module):
         """
         tokens = self.tokens(images)
         classifier = self.classifier(selector)
-        selection, _ = parts.select(classifier.selector, tokens, classifier.selector.count(budget, tokens.n))
+        selection, _ = parts.select(classifier.selector, tokens, classifier.selector.count(self.budget(budget), tokens.n))
         return classifier.required_head.read(selection, tokens.grid)
 
     def router(self, budget: float, selector: str | None = None) -> Callable[[TokenBatch], Selection]:
@@ -249,12 +295,12 @@ class MedTokenBudget(nn.Module):
         with parts.evaluating(classifier):
             return parts.probabilities(classifier, self.tokens(images), budgets).cpu().numpy()
 
-    def route(self, images: Any, budget: float = 0.3, selector: str | None = None, batch_size: int = 16) -> list[Routing]:
+    def route(self, images: Any, budget: float | None = None, selector: str | None = None, batch_size: int = 16) -> list[Routing]:
         """The patches that are kept of images, in order, without classes; also for a model without a head.
 
         Args:
             images: What `predict` takes.
-            budget: Share of the patches that is kept, in (0, 1].
+            budget: Share of the patches that is kept, in (0, 1]; None means 0.3, or the only one of a model routed early.
             selector: Method to use; None means the main one.
             batch_size: Images per forward pass.
 
@@ -269,7 +315,7 @@ class MedTokenBudget(nn.Module):
     def route_stream(
         self,
         images: Any,
-        budget: float = 0.3,
+        budget: float | None = None,
         selector: str | None = None,
         batch_size: int = 16,
         on_error: Callable[[Failure], None] | None = None,
@@ -278,19 +324,21 @@ class MedTokenBudget(nn.Module):
         return _good(self.route_sources(expand(images), budget, selector, batch_size), on_error)
 
     def route_sources(
-        self, sources: Iterable[Source], budget: float, selector: str | None = None, batch_size: int = 16, workers: int = 2
+        self, sources: Iterable[Source], budget: float | None, selector: str | None = None, batch_size: int = 16, workers: int = 2
     ) -> Iterator[tuple[Source, Routing | Failure]]:
         """Yield each source with its routing, or with the reason why it could not be read, in order."""
         method = self.main if selector is None else selector
-        return predicting.route_sources(self, sources, budget, method, batch_size, workers)
+        return predicting.route_sources(self, sources, self.budget(budget), method, batch_size, workers)
 
-    def predict(self, images: Any, budget: float = 0.3, selector: str | None = None, batch_size: int = 16) -> list[Prediction]:
+    def predict(
+        self, images: Any, budget: float | None = None, selector: str | None = None, batch_size: int = 16
+    ) -> list[Prediction]:
         """Predict images, in order.
 
         Args:
             images: A path, folder, glob, `Manifest`, Pillow picture, uint8 array [H, W, 3] or [B, H, W, 3], the bytes of a file, or
                 an iterable of these.
-            budget: Share of the patches that is kept, in (0, 1].
+            budget: Share of the patches that is kept, in (0, 1]; None means 0.3, or the only one of a model routed early.
             selector: Method to use; None means the main one.
             batch_size: Images per forward pass.
 
@@ -306,7 +354,7 @@ class MedTokenBudget(nn.Module):
     def predict_stream(
         self,
         images: Any,
-        budget: float = 0.3,
+        budget: float | None = None,
         selector: str | None = None,
         batch_size: int = 16,
         on_error: Callable[[Failure], None] | None = None,
@@ -318,11 +366,11 @@ class MedTokenBudget(nn.Module):
         return _good(self.predict_sources(expand(images), budget, selector, batch_size), on_error)
 
     def predict_sources(
-        self, sources: Iterable[Source], budget: float, selector: str | None = None, batch_size: int = 16, workers: int = 2
+        self, sources: Iterable[Source], budget: float | None, selector: str | None = None, batch_size: int = 16, workers: int = 2
     ) -> Iterator[tuple[Source, Prediction | Failure]]:
         """Yield each source with its prediction, or with the reason why it could not be read, in order."""
         method = self.main if selector is None else selector
-        return predicting.predict_sources(self, sources, budget, method, batch_size, workers)
+        return predicting.predict_sources(self, sources, self.budget(budget), method, batch_size, workers)
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -358,6 +406,8 @@ class MedTokenBudget(nn.Module):
             backbone["name"] = str(Path(self.backbone_config.name).resolve())
         settings = {"backbone": backbone, "train": to_dict(self.train_config), "info": self.info, "fingerprint": self.fingerprint}
         with exclusive(target):
+            if self.scout is not None:
+                self.scout.save_pretrained(target / ROUTER, portable)
             files.write_folder(target, self.identity, settings, parts.tensors(self.classifiers, self.main), self.card)
         return target
 
@@ -379,6 +429,7 @@ class MedTokenBudget(nn.Module):
             main=identity["main"],
             card=files.read_card(source),
             info=config["info"],
+            scout=cls.from_pretrained(source / ROUTER, device=device) if "route" in identity["backbone"] else None,
             device=device,
         )
 

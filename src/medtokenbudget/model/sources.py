@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from medtokenbudget.data.walk import files_below, is_image, kind_of, no_images, 
 from medtokenbudget.errors import MedTokenBudgetError, RequestError
 
 MANIFEST_SUFFIX = ".parquet"
+Prepared = TypeVar("Prepared")
 _PLAIN_MODES = ("RGB", "L", "1", "CMYK", "YCbCr")
 
 
@@ -155,14 +156,14 @@ def _of_manifest(manifest: Manifest) -> Iterator[Source]:
 
 
 def prepared(
-    sources: Iterable[Source], prepare: Callable[[Image.Image], np.ndarray], workers: int = 2, ahead: int = 32
-) -> Iterator[tuple[Source, np.ndarray | MedTokenBudgetError]]:
+    sources: Iterable[Source], prepare: Callable[[Image.Image], Prepared], workers: int = 2, ahead: int = 32
+) -> Iterator[tuple[Source, Prepared | MedTokenBudgetError]]:
     """Apply `prepare` to each picture, in order, in threads that work at most `ahead` images in advance.
 
     Only the small prepared arrays are kept, never the decoded pictures. An error takes the place of its image.
     """
 
-    def work(source: Source) -> tuple[Source, np.ndarray | MedTokenBudgetError]:
+    def work(source: Source) -> tuple[Source, Prepared | MedTokenBudgetError]:
         try:
             _require_utf8(source.name)
             return source, prepare(source.open())

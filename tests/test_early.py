@@ -1,0 +1,236 @@
+"""Early routing end to end: extract, train, predict, with a scout, inside the backbone and by zooming; and what does not fit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import medtokenbudget as mtb
+from medtokenbudget.api.training import train_router
+from medtokenbudget.cli import main
+from medtokenbudget.config import BackboneConfig, ExtractConfig
+from medtokenbudget.data import Drawings, Manifest, decode_image, decode_mask, patch_labels, synthetic_manifest
+from medtokenbudget.errors import BudgetError, RequestError
+from medtokenbudget.features import FeatureStore, extract
+from medtokenbudget.features.backbone import Backbone
+from medtokenbudget.features.early import EarlyBackbone, box_of, finer
+from medtokenbudget.model import EarlyRouting, MedTokenBudget
+from tests.drawn import quick
+from tests.small_model import small_backbone, small_model
+
+CONFIG = ExtractConfig(views="off-center", threads=1, device="cpu")
+SETTINGS = {"scout": {}, "inside": {"block": 2}, "zoom": {"margin": 1.3}}
+
+
+@dataclass(frozen=True)
+class World:
+    """Drawn images, the backbone of the tests, and a router for each way."""
+
+    folder: Path
+    manifest_path: Path
+    backbone: BackboneConfig
+    routers: dict[str, MedTokenBudget]
+
+    @property
+    def manifest(self) -> Manifest:
+        return Manifest.read(self.manifest_path)
+
+    def early(self, way: str, budget: float = 0.3) -> EarlyRouting:
+        return EarlyRouting(self.routers[way], way, budget, **SETTINGS[way])  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    folder = tmp_path_factory.mktemp("early")
+    manifest = synthetic_manifest(folder / "data", Drawings(40, seed=3, size=96))
+    small_model(folder / "scout", ("center",), seed=1).save_pretrained(folder / "scout-model")
+    config = small_backbone(folder)
+    inner = replace(config, layer=1)
+    inside = small_model(folder, ("center",), main="lats:lesion-first")
+    inside = MedTokenBudget(
+        inner, Backbone.load(inner).fingerprint, inside.classes, inside.classifiers, inside.train_config, main=inside.main
+    )
+    scout = mtb.load(folder / "scout-model", device="cpu")
+    return World(folder, manifest, config, {"scout": scout, "zoom": scout, "inside": inside})
+
+
+@dataclass(frozen=True)
+class Made:
+    store: FeatureStore
+    model: MedTokenBudget
+    run: Path
+
+
+@pytest.fixture(scope="module", params=list(SETTINGS))
+def made(request: pytest.FixtureRequest, world: World) -> Made:
+    """A store that was routed early and a model that was trained on it, loaded from its folder."""
+    way = request.param
+    store = extract(world.manifest, world.folder / f"store-{way}", world.backbone, CONFIG, early=world.early(way))
+    run = world.folder / f"run-{way}"
+    train_router(world.manifest_path, store.path, run, quick("lesion-first", budgets=(0.3,)))
+    return Made(store, mtb.load(run, device="cpu"), run)
+
+
+def test_a_model_predicts_from_the_very_tokens_that_its_head_was_trained_on(made: Made, world: World) -> None:
+    manifest, row = world.manifest, int(made.store.rows([world.manifest.ids[0]])[0])
+    prediction = made.model.predict(manifest.image_path(0))[0]
+    stored = made.store.read([row])
+    found = torch.from_numpy(prediction.tokens)
+    if made.store.fixed_budget is None:
+        found = torch.from_numpy(made.model.predict(manifest.image_path(0), budget=1.0)[0].tokens)
+        stored_tokens = stored.patches[0][torch.from_numpy(made.model.predict(manifest.image_path(0), budget=1.0)[0].kept)]
+    else:
+        assert stored.places is not None
+        assert sorted(prediction.kept.tolist()) == sorted(stored.places[0].tolist())
+        stored_tokens = stored.patches[0]
+    torch.testing.assert_close(found, stored_tokens, rtol=5e-3, atol=5e-3)  # stored in fp16
+    assert prediction.budget == 0.3
+    assert prediction.k == 30
+
+
+def test_the_kept_lesion_is_counted_on_the_whole_grid(made: Made) -> None:
+    results = mtb.Run(made.run).results
+    row = results[(results["method"] == made.model.main) & (results["view"] == "as-is")].iloc[0]
+    rows = made.store.rows(Manifest.read(mtb.Run(made.run).info.manifest_path).part("val").ids)
+    lesion = made.store.lesion[rows]
+    if made.store.fixed_budget is None:
+        assert 0 < row["retention"] <= 1
+        return
+    batch = made.store.read(rows)
+    assert batch.places is not None
+    kept = torch.zeros_like(lesion).scatter(1, batch.places, True)
+    assert row["retention"] == pytest.approx(float((kept & lesion).sum() / lesion.sum()))
+    assert row["k"] == 30
+    assert made.model.main == "no-pruning"
+
+
+def test_a_model_without_its_router_or_with_another_one_is_rejected(made: Made, world: World, tmp_path: Path) -> None:
+    folder = made.model.save_pretrained(tmp_path / "copy")
+    again = mtb.load(folder, device="cpu")
+    assert again.fingerprint == made.model.fingerprint
+    small_model(tmp_path / "other", (), seed=5).save_pretrained(folder / "router")
+    with pytest.raises(RequestError, match="not the one that it was trained with"):
+        _ = mtb.load(folder, device="cpu").backbone
+
+
+def test_a_model_of_early_routed_tokens_has_one_budget(made: Made, world: World) -> None:
+    if made.store.fixed_budget is None:
+        assert made.model.predict(world.manifest.image_path(0), budget=0.5)[0].k == 50
+        return
+    with pytest.raises(BudgetError, match=r"runs on 30 patches \(budget 0\.3\).*no other budget"):
+        made.model.predict(world.manifest.image_path(0), budget=0.5)
+
+
+def test_zoom_crops_around_the_scouts_patches_and_masks_follow(world: World) -> None:
+    backbone = world.early("zoom").wrap(Backbone.load(world.backbone))
+    image = decode_image(world.manifest.image_path(0))
+    pixels, box = backbone.see(image)
+    assert box is not None
+    left, top, right, bottom = box
+    assert right - left == pytest.approx(bottom - top)
+    width, height = image.size
+    cut = image.crop((round(left * width), round(top * height), round(right * width), round(bottom * height)))
+    np.testing.assert_array_equal(pixels, backbone.preprocessing.prepare(cut))
+    store = extract(world.manifest, world.folder / "store-zoom", world.backbone, CONFIG, early=world.early("zoom"))
+    mask_file = world.manifest.mask_path(0)
+    assert mask_file is not None
+    mask = decode_mask(mask_file).crop((round(left * width), round(top * height), round(right * width), round(bottom * height)))
+    row = int(store.rows([world.manifest.ids[0]])[0])
+    np.testing.assert_array_equal(store.lesion[row].numpy(), patch_labels(mask, store.grid))
+
+
+def test_a_box_is_a_square_inside_the_image() -> None:
+    assert box_of(np.array([0]), (10, 10), 1.0) == pytest.approx((0.0, 0.0, 0.1, 0.1))
+    assert box_of(np.array([0, 33]), (10, 10), 1.0) == pytest.approx((0.0, 0.0, 0.4, 0.4))
+    assert box_of(np.array([99]), (10, 10), 3.0) == pytest.approx((0.7, 0.7, 1.0, 1.0))
+    assert box_of(np.arange(100), (10, 10), 2.0) == pytest.approx((0.0, 0.0, 1.0, 1.0))
+
+
+def test_scores_of_a_coarse_scout_lie_between_the_centers_of_its_patches() -> None:
+    scores = finer(torch.tensor([[0.0, 4.0, 0.0, 4.0]]), (2, 2), (4, 4)).reshape(4, 4)
+    torch.testing.assert_close(scores, torch.tensor([0.0, 1.0, 3.0, 4.0]).expand(4, 4))
+
+
+def test_the_scout_sees_a_larger_image_reduced(world: World) -> None:
+    config = replace(world.backbone, image_size=320)
+    backbone = world.early("scout").wrap(Backbone.load(config))
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 255, (320, 320, 3), dtype=np.uint8))
+    tokens = backbone(backbone.normalize(torch.from_numpy(backbone.prepare(image))[None]))
+    assert tokens.grid == (20, 20)
+    assert tokens.patches.shape[1] == 120
+
+
+def test_routers_backbones_and_budgets_that_do_not_fit_are_rejected(world: World) -> None:
+    def wrap(early: EarlyRouting, **changes: object) -> EarlyBackbone:
+        return early.wrap(Backbone.load(replace(world.backbone, **changes)))  # type: ignore[arg-type]
+
+    with pytest.raises(RequestError, match=r"scout looks at 10 x 10 patches of 160 pixels, but the backbone has 14 x 14"):
+        wrap(world.early("scout"), image_size=224)
+    with pytest.raises(BudgetError, match=r"Budget 0\.05 keeps 5 of 100 patches.*minimum is 8. Use --budget 0\.08"):
+        wrap(world.early("scout", 0.05))
+    with pytest.raises(RequestError, match=r"block:4 scores the tokens of block 3, but the router was trained on those of block 1"):
+        wrap(replace(world.early("inside"), block=4))
+    with pytest.raises(RequestError, match="trained on another backbone"):
+        wrap(replace(world.early("inside"), router=world.routers["scout"]))
+    with pytest.raises(RequestError, match=r"block:2 does not exist: tokens come from block 1"):
+        wrap(world.early("inside"), layer=1)
+    with pytest.raises(RequestError, match="--margin must lie between 1"):
+        wrap(replace(world.early("zoom"), margin=0.5))
+    with pytest.raises(RequestError, match="scout, zoom or block:N"):
+        EarlyRouting.parse("block:x", world.routers["scout"])
+
+
+def test_a_router_that_never_saw_a_mask_is_rejected(world: World, tmp_path: Path) -> None:
+    router = small_model(tmp_path, ())
+    router.train_config = replace(router.train_config, losses=replace(router.train_config.losses, lesion=0.0))
+    with pytest.raises(RequestError, match="trained without lesion masks"):
+        EarlyRouting(router, "scout").wrap(Backbone.load(world.backbone))
+    router = small_model(tmp_path, ())
+    router.info = {"run": {"masks": 0}}
+    with pytest.raises(RequestError, match="trained without lesion masks"):
+        EarlyRouting(router, "zoom").wrap(Backbone.load(world.backbone))
+
+
+def test_a_router_that_merges_or_draws_is_rejected(world: World, tmp_path: Path) -> None:
+    model = small_model(tmp_path, ("tome", "random", "oracle"))
+    for main_method, reason in (("tome", "merges patches"), ("random", "is random"), ("oracle", "reads lesion")):
+        model.main = main_method
+        with pytest.raises(RequestError, match=reason):
+            EarlyRouting(model, "scout").wrap(Backbone.load(world.backbone))
+
+
+def test_other_methods_and_budgets_on_early_routed_tokens_are_rejected(world: World, tmp_path: Path) -> None:
+    store = extract(world.manifest, world.folder / "store-scout", world.backbone, CONFIG, early=world.early("scout"))
+    with pytest.raises(RequestError, match=r"center chooses among all patches.*Use --methods no-pruning"):
+        mtb.sweep(world.manifest_path, store, tmp_path / "a", ["center"], config=quick("lesion-first"))
+    with pytest.raises(RequestError, match=r"routed at budget 0\.3"):
+        mtb.sweep(world.manifest_path, store, tmp_path / "b", budgets=[0.5], config=quick("lesion-first"))
+    with pytest.raises(RequestError, match="chooses among all patches"):
+        mtb.create_selector("center").select(store.read([0]), 3)
+    run = mtb.sweep(world.manifest_path, store, tmp_path / "c", heads=["mlp", "abmil"], config=quick("lesion-first"), jobs=1)
+    assert sorted(set(run.results["method"])) == ["no-pruning", "no-pruning+abmil"]
+    assert run.model.predict(world.manifest.image_path(0), selector="no-pruning+abmil")[0].k == 30
+
+
+def test_commands_extract_train_and_predict(world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    manifest, weights = str(world.manifest_path), str(world.backbone.weights)
+    common = ["--backbone", "test_vit", "--weights", weights, "--image-size", "160"]
+    scout = str(world.folder / "scout-model")
+    route = ["--route", "scout", "--router", scout, "--budget", "30%"]
+    assert main(["extract", manifest, "--store", str(tmp_path / "s"), *common, *route]) == 0
+    assert "routed early (scout, 30 of 100 patches)" in capsys.readouterr().out
+    small = ["--epochs", "1", "--head-epochs", "1", "--device", "cpu"]
+    assert main(["train", manifest, "--store", str(tmp_path / "s"), "--out", str(tmp_path / "r"), *small]) == 0
+    image = str(world.manifest.image_path(0))
+    assert main(["predict", str(tmp_path / "r"), image, "--out", str(tmp_path / "p.csv"), "--overlay", str(tmp_path / "o")]) == 0
+    assert (tmp_path / "p.csv").read_text().splitlines()[1].split(",")[-3] == "30"
+    assert main(["extract", manifest, "--store", str(tmp_path / "t"), *common, "--route", "scout"]) == 2
+    assert "--route and --router must be used together" in capsys.readouterr().err
+    wrong = [*route, "--keep", "routed", "--model", scout]
+    assert main(["extract", manifest, "--store", str(tmp_path / "t"), *common, *wrong]) == 2
+    assert "--route cannot be combined with --keep routed" in capsys.readouterr().err
