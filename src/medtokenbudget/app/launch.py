@@ -148,9 +148,13 @@ def find_service(model: str | Path | None, config: ServeConfig) -> tuple[Any, An
             say(f"No model given, and {DEMO_MODEL} does not exist. The page explains how to train one (`make demo`).")
             return None, limits
         say(f"No model given. Using the demo model in {DEMO_MODEL}.")
-    demo = model is None or Path(model).resolve() in (DEMO_MODEL.resolve(), DEMO_MODEL.parent.resolve())
     loaded = load(DEMO_MODEL if model is None else model, weights=config.weights, device=config.device)
-    return Service(loaded, limits, demo).warm(), limits
+    return Service(loaded, limits, model is None or is_demo(model)).warm(), limits
+
+
+def is_demo(model: str | Path) -> bool:
+    """Return whether this is the demo model, or its run."""
+    return Path(model).resolve() in (DEMO_MODEL.resolve(), DEMO_MODEL.parent.resolve())
 
 
 def _listen(config: ServeConfig) -> socket.socket:
