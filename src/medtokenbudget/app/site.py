@@ -72,7 +72,7 @@ def write_site(model: MedTokenBudget, out: Path | str, runtime: WebRuntime, demo
         known = ", ".join(INTERPOLATIONS)
         raise RequestError(f"The page cannot resize images by '{preprocessing['interpolation']}', only by {known}.")
     with exclusive(folder):
-        for name in ("static", "samples"):
+        for name in ("static", "samples", "model"):
             shutil.rmtree(folder / name, ignore_errors=True)
         graphs = write_web_graphs(model, folder / "model")
         _copy(runtime.script, folder / "runtime" / SCRIPT)
@@ -83,7 +83,7 @@ def write_site(model: MedTokenBudget, out: Path | str, runtime: WebRuntime, demo
             "model": _describe(model, graphs, demo),
             "preprocessing": preprocessing,
             "graphs": {
-                "files": {"tokens": f"model/{TOKENS_GRAPH}", "heads": f"model/{HEADS_GRAPH}"},
+                "files": {"tokens": f"model/{TOKENS_GRAPH}"} | ({"heads": f"model/{HEADS_GRAPH}"} if graphs.has_heads else {}),
                 "ranked": graphs.ranked,
                 "fixed": graphs.fixed,
                 "methods": graphs.methods,

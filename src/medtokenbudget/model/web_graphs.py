@@ -37,12 +37,14 @@ class WebGraphs:
         ranked: Methods whose scores the first graph gives, in the order of its rows.
         fixed: Methods whose scores are the same for every image, with these scores [N].
         methods: All methods of the page, in the order of the rows of the second graph.
+        has_heads: Whether there is a second graph; a router without heads has none.
         left_out: The other methods of the model, each with the reason.
     """
 
     ranked: tuple[str, ...]
     fixed: dict[str, list[float]]
     methods: tuple[str, ...]
+    has_heads: bool
     left_out: dict[str, str]
 
 
@@ -79,13 +81,15 @@ class HeadsGraph(nn.Module):
 
 
 def write_web_graphs(model: MedTokenBudget, out: Path) -> WebGraphs:
-    """Write both graphs of a model to `out`, each compared with PyTorch before it is there.
+    """Write both graphs of a model to `out` (a router without heads has only the first), each after a comparison with PyTorch.
 
     Raises:
         RequestError: If no method of the model can run in a page, or the extra `onnx` is not installed.
         WorkError: If a graph and the PyTorch model disagree; it is not written then.
     """
     require_onnx()
+    if model.early is not None:
+        raise RequestError("The backbone of this model is routed early, which a page cannot do. Export a model that is not.")
     device = model.device
     model.to("cpu")
     try:
@@ -101,7 +105,9 @@ def _write(model: MedTokenBudget, out: Path) -> WebGraphs:
     with atomic_write(out / TOKENS_GRAPH) as temporary:
         _export(TokensGraph(model, graphs.ranked), {"pixels": pixels[:1]}, ["patches", "scores"], temporary)
         _check_tokens(temporary, model, graphs, pixels)
-    heads: list[nn.Module] = [model.classifier(name).head for name in graphs.methods]
+    if not graphs.has_heads:
+        return graphs
+    heads: list[nn.Module] = [model.classifier(name).required_head for name in graphs.methods]
     patches, orders = _ranked(model, graphs, pixels[:1])
     with atomic_write(out / HEADS_GRAPH) as temporary:
         _export(HeadsGraph(heads), {"patches": patches, "orders": orders}, ["logits"], temporary)
@@ -113,25 +119,22 @@ def _write(model: MedTokenBudget, out: Path) -> WebGraphs:
 def _plan(model: MedTokenBudget) -> WebGraphs:
     ranked: list[str] = []
     fixed: dict[str, list[float]] = {}
-    masked: list[str] = []
     left_out: dict[str, str] = {}
     for name in model.selectors:
         classifier = model.classifier(name)
         why = _obstacle(model, classifier.selector)
-        if classifier.head.reads == "tokens":
+        if classifier.head is not None and classifier.head.reads == "tokens":
             why = f"its head {classifier.head.name} reads tokens"
         if why is not None:
             left_out[name] = why
-        elif classifier.selector.name in FROM_MASK:
-            masked.append(name)
         elif classifier.selector.stochastic:
             fixed[name] = _fixed_scores(model, classifier.selector)
-        else:
+        elif classifier.selector.name not in FROM_MASK:
             ranked.append(name)
     methods = tuple(name for name in model.selectors if name not in left_out)
     if model.main in left_out:
         raise RequestError(f"The main method '{model.main}' cannot run in a page: {left_out[model.main]}.")
-    return WebGraphs(tuple(ranked), fixed, methods, left_out)
+    return WebGraphs(tuple(ranked), fixed, methods, model.has_head, left_out)
 
 
 def _obstacle(model: MedTokenBudget, selector: Selector) -> str | None:

@@ -49,7 +49,7 @@ function retention(order, lesion, counts) {
   };
 }
 
-/** One method: `method` describes it, `logits` is [N, C] flat, one row for each K. */
+/** One method: `method` describes it, `logits` is [N, C] flat, one row for each K, or undefined without a head. */
 export function methodAnswer(method, order, scores, logits, budgets, lesion, classes) {
   const n = order.length;
   const counts = budgets.map((budget) => (method.keeps_all ? n : budgetToK(budget, n, method.minimum)));
@@ -62,6 +62,6 @@ export function methodAnswer(method, order, scores, logits, budgets, lesion, cla
     scores: Array.from(scores, (score) => Number(score.toPrecision(6))),
     groups: null,
     ...measured,
-    probabilities: counts.map((k) => softmax(logits.subarray((k - 1) * classes, k * classes))),
+    probabilities: logits ? counts.map((k) => softmax(logits.subarray((k - 1) * classes, k * classes))) : null,
   };
 }

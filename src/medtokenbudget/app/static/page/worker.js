@@ -65,12 +65,17 @@ async function methods(pixels, lesion, budgets, classes) {
   };
   const all = names.map(scoresOf);
   const orders = all.map(rank);
-  const flat = BigInt64Array.from(orders.flat(), BigInt);
-  const { logits } = await graphs.heads.run({ patches, orders: new ort.Tensor("int64", flat, [names.length, n]) });
+  const logits = graphs.heads ? await headsOf(patches, orders) : null; // a router without a head predicts no class
   return names
     .map((name, i) => [describedBy(name), i])
     .filter(([method]) => lesion || !method.needs_mask)
-    .map(([method, i]) => methodAnswer(method, orders[i], all[i], logits.data.subarray(i * n * classes, (i + 1) * n * classes), budgets, lesion, classes));
+    .map(([method, i]) => methodAnswer(method, orders[i], all[i], logits?.subarray(i * n * classes, (i + 1) * n * classes), budgets, lesion, classes));
+}
+
+async function headsOf(patches, orders) {
+  const flat = BigInt64Array.from(orders.flat(), BigInt);
+  const { logits } = await graphs.heads.run({ patches, orders: new ort.Tensor("int64", flat, [orders.length, orders[0].length]) });
+  return logits.data;
 }
 
 const describedBy = (name) => site.model.selectors.find((selector) => selector.name === name);
