@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from medtokenbudget.api.route import route
     from medtokenbudget.api.run import Run
     from medtokenbudget.api.tour import demo
     from medtokenbudget.api.verbs import extract, report, reproduce, sweep, train
@@ -49,12 +50,13 @@ __all__ = [
     "register_selector",
     "report",
     "reproduce",
+    "route",
     "sweep",
     "train",
 ]
 
 _MODULES: dict[str, tuple[str, ...]] = {
-    "api": ("Run", "demo", "extract", "report", "reproduce", "sweep", "train"),
+    "api": ("Run", "demo", "extract", "report", "reproduce", "route", "sweep", "train"),
     "config": ("TrainConfig", "preset"),
     "data": ("Manifest",),
     "features": ("FeatureStore",),

@@ -323,16 +323,16 @@ def test_without_a_model_the_service_says_how_to_train_one(open_server: Server) 
     assert code(rejected) == (503, "no_model")
 
 
-def test_the_demo_model_is_the_default_if_it_exists(
+def test_the_router_of_the_package_is_the_default_and_the_demo_model_is_known_by_its_place(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert find_service(None, ServeConfig())[0] is None
-    assert "make demo" in "".join(capsys.readouterr())
-    shutil.copytree(folder, tmp_path / "runs" / "demo" / "model")
     service, _ = find_service(None, ServeConfig(device="cpu"))
-    assert service.demo
-    assert service.describe()["demo"] is True
+    assert "comes with the package" in capsys.readouterr().err
+    assert service.describe()["classes"] == []
+    assert not service.demo
+    shutil.copytree(folder, tmp_path / "runs" / "demo" / "model")
+    assert find_service("runs/demo", ServeConfig(device="cpu"))[0].describe()["demo"] is True
     assert not find_service(str(folder), ServeConfig(device="cpu"))[0].demo
 
 

@@ -5,36 +5,12 @@ Its own file because it combines the model with writing files, for the command l
 
 from __future__ import annotations
 
-import json
-from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
-
-from medtokenbudget.data import decode_mask
-from medtokenbudget.errors import MedTokenBudgetError, WorkError
-from medtokenbudget.files import append_line, remove, write_encoded
-from medtokenbudget.locks import exclusive
-from medtokenbudget.model import Failure, MedTokenBudget, Prediction, Source, expand, load, overlay
-from medtokenbudget.model.table import TokenFormat, check_table_path, table_writer, token_writer
-from medtokenbudget.progress import progress
-
-
-@dataclass(frozen=True)
-class Summary:
-    """Result of `predict_files`.
-
-    Attributes:
-        done: Number of images predicted.
-        failed: Number of images that could not be read.
-        errors: File with the reasons; None if there were none.
-    """
-
-    done: int
-    failed: int
-    errors: Path | None
+from medtokenbudget.api.writing import Outputs, Summary, metadata_of, write_answers
+from medtokenbudget.model import MedTokenBudget, expand, load
+from medtokenbudget.model.table import TokenFormat, check_table_path, prediction_columns
 
 
 def predict_files(
@@ -67,58 +43,20 @@ def predict_files(
         How many images were predicted. Images that could not be read are listed in `x.errors.jsonl` next to `x.csv`.
 
     Raises:
+        NoHeadError: If the model is a router without a head.
         WorkError: If no image could be read; no table is written then.
     """
-    if not isinstance(model, MedTokenBudget):
-        model = load(model)
     out = Path(out)
     check_table_path(out)
-    errors = out.with_name(f"{out.stem}.errors.jsonl")
+    if not isinstance(model, MedTokenBudget):
+        model = load(model)
+    outputs = Outputs(
+        table=out,
+        errors=out.with_name(f"{out.stem}.errors.jsonl"),
+        tokens=None if tokens is None else Path(tokens),
+        tokens_dtype=tokens_dtype,
+        overlays=None if overlays is None else Path(overlays),
+    )
     method = model.main if selector is None else selector
-    metadata = {
-        "classes": json.dumps(list(model.classes)),
-        "selector": method,
-        "budget": str(budget),
-        "grid": json.dumps(list(model.grid)),
-        "model": model.fingerprint,
-        "notice": "Research software, not a medical device.",
-    }
-    done, failed, first = 0, 0, ""
-    with ExitStack() as stack:
-        stack.enter_context(exclusive(out.parent, name=f".{out.stem}.lock"))
-        remove(errors)
-        writers = [stack.enter_context(table_writer(out, model.classes, metadata))]
-        if tokens is not None:
-            writers.append(stack.enter_context(token_writer(Path(tokens), metadata, tokens_dtype)))
-        bar = stack.enter_context(progress(what="Predicting", unit="image"))
-        for source, answer in model.predict_sources(expand(images), budget, method, batch_size, workers):
-            bar.update()
-            if isinstance(answer, Failure):
-                append_line(errors, {"image": answer.name, "reason": answer.reason})
-                first = first or answer.reason
-                failed += 1
-                continue
-            if overlays is not None:
-                _save_overlay(Path(overlays) / f"{done:06d}-{Path(answer.image).stem}.png", source, answer, errors)
-            for writer in writers:
-                writer.add(answer)
-            done += 1
-        if done == 0:
-            raise WorkError(f"No image could be read ({failed} failed). First error: {first} All errors are in {errors}.")
-    return Summary(done, failed, errors if errors.exists() else None)
-
-
-def _save_overlay(path: Path, source: Source, prediction: Prediction, errors: Path) -> None:
-    picture = overlay(source, prediction, _mask(source, errors))
-    write_encoded(path, lambda stream: picture.save(stream, format="PNG"))
-
-
-def _mask(source: Source, errors: Path) -> Image.Image | None:
-    """The mask to outline; one that cannot be read is reported, and the overlay is drawn without it."""
-    if source.mask is None:
-        return None
-    try:
-        return decode_mask(source.mask)
-    except MedTokenBudgetError as error:
-        append_line(errors, {"image": source.name, "reason": f"Predicted, but its mask could not be read: {error}"})
-        return None
+    answers = model.predict_sources(expand(images), budget, method, batch_size, workers)
+    return write_answers(answers, outputs, prediction_columns(model.classes), metadata_of(model, method, budget), "Predicting")

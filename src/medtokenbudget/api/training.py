@@ -6,9 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import pandas as pd
 
-from medtokenbudget.config import DEFAULT_SELECTORS, BackboneConfig, TrainConfig, preset
+from medtokenbudget.config import DEFAULT_SELECTOR, BackboneConfig, TrainConfig, preset
 from medtokenbudget.data import Manifest
 from medtokenbudget.errors import RequestError
 from medtokenbudget.experiments.execution import Execution
@@ -26,6 +27,8 @@ from medtokenbudget.model.early import ROUTER
 from medtokenbudget.reporting.card import run_card
 from medtokenbudget.routing import selector_class
 from medtokenbudget.training.classifier import RoutedClassifier
+from medtokenbudget.training.familiarity import fit_familiarity
+from medtokenbudget.training.parts import make_parts
 
 CONTROLS = ("center", "random")
 HeadChoice = Literal["auto", "none"]
@@ -36,7 +39,7 @@ def train_router(
     store: FeatureStore | Path | str,
     out: Path | str,
     config: TrainConfig | None = None,
-    selector: str | None = None,
+    selector: str = DEFAULT_SELECTOR,
     head: HeadChoice = "auto",
 ) -> pd.DataFrame:
     """Train one router and its head, evaluate it beside the controls `center` and `random`, and save it in `out/model`.
@@ -48,7 +51,6 @@ def train_router(
         The tidy results, also written to `out/results.csv`.
     """
     config = config or preset("lesion-first")
-    selector = selector or DEFAULT_SELECTORS[config.recipe]
     sources = Sources.of(_labels_as_asked(manifest, head), store, out)
     if sources.store.fixed_budget is None:
         method = str(method_of(selector, config))
@@ -86,7 +88,8 @@ def save_model(run: Path | str) -> Path | None:
 
 
 def _model_of(info: RunInfo, main: str) -> MedTokenBudget:
-    store = open_sources(info.manifest_path, info.store_path).store
+    sources = open_sources(info.manifest_path, info.store_path)
+    store = sources.store
     classifiers: dict[str, RoutedClassifier] = {}
     for method in map(Method.parse, info.methods):
         unit = Unit(method, info.seeds[0])
@@ -97,6 +100,7 @@ def _model_of(info: RunInfo, main: str) -> MedTokenBudget:
                 classifiers[str(method)] = loaded
     recorded = ("dataset", "seeds", "versions", "hashes", "studies")
     about = {name: getattr(info, name) for name in recorded} | {"masks": info.counts["train"]["masks"]}
+    familiarity = fit_familiarity(store, _seen(sources, info.methods[main].train_config), info.seeds[0])
     model = MedTokenBudget(
         _backbone(store),
         store.config["backbone"],
@@ -106,9 +110,17 @@ def _model_of(info: RunInfo, main: str) -> MedTokenBudget:
         main=main,
         info={"run": about},
         scout=None if store.early is None else load(store.path / ROUTER),
+        familiarity=familiarity,
     )
     model.card = run_card(info.path, model)
     return model
+
+
+def _seen(sources: Sources, config: TrainConfig) -> np.ndarray:
+    """Rows of the images and views that the main method was trained on: without labels or under lesion-first those with a mask."""
+    parts = make_parts(sources.manifest, sources.store, config)
+    rows = np.concatenate([parts.train, parts.train_views])
+    return rows if config.recipe == "joint" else rows[sources.store.has_mask.numpy()[rows]]
 
 
 def _backbone(store: FeatureStore) -> BackboneConfig:

@@ -62,8 +62,7 @@ def serve(model: str | Path | None, config: ServeConfig, open_browser: bool = Fa
     """Serve a model until Ctrl-C.
 
     Args:
-        model: Folder of a saved model, a run directory, or a hub id. None means the demo model; if there is none either, the
-            page explains how to train it.
+        model: Folder of a saved model, a run directory, or a hub id. None means the router that comes with the package.
         config: Settings of the server.
         open_browser: Whether to open the page when the server is up.
     """
@@ -138,23 +137,16 @@ def _check(config: ServeConfig, token: str | None) -> None:
 
 
 def find_service(model: str | Path | None, config: ServeConfig) -> tuple[Any, Any]:
-    """Return the service (None if there is no model) and its limits."""
+    """Return the service and its limits."""
     from medtokenbudget.app.service import Limits, Service
     from medtokenbudget.model import load
 
     limits = Limits(config.max_bytes, config.max_pixels, config.decode_seconds)
     if model is None:
-        if not (DEMO_MODEL / "config.json").is_file():
-            say(f"No model given, and {DEMO_MODEL} does not exist. The page explains how to train one (`make demo`).")
-            return None, limits
-        say(f"No model given. Using the demo model in {DEMO_MODEL}.")
-    loaded = load(DEMO_MODEL if model is None else model, weights=config.weights, device=config.device)
-    return Service(loaded, limits, model is None or is_demo(model)).warm(), limits
-
-
-def is_demo(model: str | Path) -> bool:
-    """Return whether this is the demo model, or its run."""
-    return Path(model).resolve() in (DEMO_MODEL.resolve(), DEMO_MODEL.parent.resolve())
+        say("No model given. Using the router for dermoscopic images that comes with the package; it predicts no class.")
+    demo = model is not None and Path(model).resolve() in (DEMO_MODEL.resolve(), DEMO_MODEL.parent.resolve())
+    loaded = load("dermoscopy" if model is None else model, weights=config.weights, device=config.device)
+    return Service(loaded, limits, demo).warm(), limits
 
 
 def _listen(config: ServeConfig) -> socket.socket:

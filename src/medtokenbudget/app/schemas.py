@@ -27,8 +27,8 @@ class Error(BaseModel):
 
 
 class SelectorInfo(BaseModel):
-    name: str = Field(description="Name in requests and results.", examples=["context:lesion-first"])
-    title: str = Field(description="Name to display.", examples=["Context"])
+    name: str = Field(description="Name in requests and results.", examples=["lats:lesion-first"])
+    title: str = Field(description="Name to display.", examples=["LATS, lesion-first"])
     about: str = Field(description="What the method does, in one sentence.")
     kind: str = Field(description="'ranker' and 'sampler' keep K patches, 'merger' makes K new tokens.", examples=["ranker"])
     learns: bool = Field(description="Whether the selector itself was trained, not only its head.")
@@ -53,7 +53,7 @@ class ModelInfo(BaseModel):
     grid: list[int] = Field(description="Rows and columns of patches.", examples=[[16, 16]])
     n: int = Field(description="Number of patches.", examples=[256])
     budgets: list[float] = Field(description="The ten standard budgets, which every answer contains.")
-    main: str = Field(description="Name of the main method of the model.", examples=["context:lesion-first"])
+    main: str = Field(description="Name of the main method of the model.", examples=["lats:lesion-first"])
     selectors: list[SelectorInfo] = Field(description="The methods of the model, the main one first.")
     limits: LimitsInfo
 
@@ -99,6 +99,10 @@ class RouteAnswer(BaseModel):
     classes: list[str]
     budgets: list[float]
     lesion: list[int] | None = Field(description="Indices of the lesion patches; null if no mask was sent.")
+    unfamiliarity: float | None = Field(
+        description="Distance to the training images in units of its limit: above 1 the image is unlike them, and what is kept "
+        "of it means little. Null if the model cannot tell."
+    )
     selectors: list[SelectorAnswer]
 
 
@@ -143,7 +147,7 @@ def route_body(selectors: list[str]) -> dict[str, Any]:
     }
     schema = {"type": "object", "required": ["image"], "additionalProperties": False, "properties": fields}
     files = {"contentType": "image/png, image/jpeg"}
-    example = {"selectors": ["context:lesion-first"], "budgets": [0.25], "preview": False}
+    example = {"selectors": ["lats:lesion-first"], "budgets": [0.25], "preview": False}
     content = {"schema": schema, "encoding": {"image": files, "mask": files}, "examples": {"one method": {"value": example}}}
     return {"requestBody": {"required": True, "content": {"multipart/form-data": content}}}
 
@@ -157,9 +161,10 @@ ROUTE_EXAMPLE: dict[str, Any] = {
     "classes": ["MEL", "NV"],
     "budgets": [0.5, 1.0],
     "lesion": [1, 3],
+    "unfamiliarity": 0.62,
     "selectors": [
         {
-            "name": "context:lesion-first",
+            "name": "lats:lesion-first",
             "kind": "ranker",
             "k": [2, 4],
             "order": [3, 1, 0, 2],

@@ -149,6 +149,7 @@ class Service:
         tokens = self.model.encode(self.model.backbone.prepare(image)[None], None if mask is None else [mask])
         lesion = None if tokens.lesion is None else tokens.lesion[0].cpu().numpy()
         merged: dict[str, Merged] = {}
+        familiarity = self.model.familiarity
         return {
             "model": self.fingerprint,
             "notice": NOTICE,
@@ -158,6 +159,7 @@ class Service:
             "classes": list(self.model.classes),
             "budgets": budgets,
             "lesion": None if lesion is None else np.flatnonzero(lesion).tolist(),
+            "unfamiliarity": None if familiarity is None else round(float(familiarity(tokens)[0]), 4),
             "selectors": [self._selector(name, tokens, budgets, lesion, merged) for name in names],
         }
 

@@ -10,9 +10,9 @@ from medtokenbudget.cli.parsing import command_parser
 def main(arguments: list[str]) -> int:
     parser = command_parser(
         "demo",
-        "Draw dermoscopic images, extract their tokens with the embedded backbone, train the learned routers and the heads of the "
-        "other methods, evaluate them at ten budgets and write a report. Works offline and on a CPU. If it is stopped, the same "
-        "command resumes.",
+        "Draw dermoscopic images, route some with the router of the package, extract their tokens with the embedded backbone, "
+        "train LATS and the heads of the other methods, evaluate them at ten budgets and write a report. Works offline and on a "
+        "CPU. If it is stopped, the same command resumes.",
         "mtb demo --out runs/demo",
     )
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="Run directory to write.")
@@ -31,4 +31,5 @@ def main(arguments: list[str]) -> int:
     page = demo(options.out, options.n, options.seed, options.epochs)
     print(headline(read_results(options.out / "results.csv")))
     say(f"Report: {page}. Next: open it in a browser, or run mtb explore {options.out / 'model'}")
+    say("On your own dermoscopic images, without training: mtb route PHOTOS --overlay --out routed, or mtb explore")
     return 0

@@ -6,8 +6,8 @@ from medtokenbudget.app.launch import ServeConfig
 from medtokenbudget.cli.parsing import add_config, command_parser, pick
 
 SUMMARIES = {
-    "serve": "Serve a trained model: the explorer page for the browser, and the same as a JSON API (POST /v1/route).",
-    "explore": "Serve a trained model and open its explorer page in the browser. The same as `mtb serve`, plus the browser.",
+    "serve": "Serve a model: the explorer page for the browser, and the same as a JSON API (POST /v1/route).",
+    "explore": "Serve a model and open its explorer page in the browser. The same as `mtb serve`, plus the browser.",
 }
 
 
@@ -15,7 +15,10 @@ def main(arguments: list[str], name: str = "serve", open_browser: bool = False) 
     summary = f"{SUMMARIES[name]} Only this machine can connect, unless you set --host and a token."
     parser = command_parser(name, summary, f"mtb {name} runs/demo/model --port 8765")
     parser.add_argument(
-        "model", nargs="?", default=None, help="Folder of a saved model, a run directory, or a hub id. Default: the demo model."
+        "model",
+        nargs="?",
+        default=None,
+        help="Folder of a saved model, a run directory, or a hub id. Default: the dermoscopy router of the package.",
     )
     add_config(parser, ServeConfig, "Limits", first={"host", "port", "token_file", "weights", "device"})
     options = parser.parse_args(arguments)

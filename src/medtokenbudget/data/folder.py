@@ -62,7 +62,7 @@ def folder_manifest(root: Path | str, masks: Path | str | None = None, *, name: 
     if not any(images.values()):
         raise no_images(top)
     classes = sorted({label for found in images.values() for _, label in found if label is not None})
-    found_masks = _Masks(mask_folder) if mask_folder is not None else None
+    found_masks = MaskFolder(mask_folder) if mask_folder is not None else None
     records = [
         {
             "image_id": path.relative_to(top).with_suffix("").as_posix(),
@@ -129,7 +129,7 @@ def _labeled(folder: Path, mask_folder: Path | None) -> list[tuple[Path, str | N
     return inside or [(path, None) for path in loose]
 
 
-class _Masks:
+class MaskFolder:
     """Mask files by the stem of the image that they belong to."""
 
     def __init__(self, folder: Path) -> None:

@@ -22,6 +22,7 @@ LESION_EDGE = (255, 176, 0)
 """Amber: stands out from skin, lesion and the white patch edges, also for color-blind people."""
 DIM = 0.6
 CAPTION = 30
+WARNING = "Unlike the training images: do not rely on what was kept"
 
 
 def overlay(image: Any, prediction: Routing, mask: Any = None, side: int = 640) -> Image.Image:
@@ -57,7 +58,8 @@ def draw_overlay(picture: Image.Image, prediction: Routing, mask: Image.Image | 
     _draw_borders(ImageDraw.Draw(shown), groups, rows, columns)
     if mask is not None:
         shown = _draw_outline(shown, mask)
-    return _with_caption(shown, prediction)
+    shown = _with_caption(shown, prediction)
+    return _with_warning(shown) if prediction.unfamiliar else shown
 
 
 def _fit(picture: Image.Image, side: int) -> Image.Image:
@@ -103,9 +105,21 @@ def _with_caption(picture: Image.Image, prediction: Routing) -> Image.Image:
     text = f"{prediction.headline}{prediction.selector}, budget {prediction.budget:g}: {share}   research, not a medical device"
     sheet = Image.new("RGB", (picture.width, picture.height + CAPTION), (20, 20, 24))
     sheet.paste(picture, (0, 0))
-    size = 15
-    draw = ImageDraw.Draw(sheet)
-    while size > 7 and draw.textlength(text, font=ImageFont.load_default(size)) > picture.width - 16:
-        size -= 1
-    draw.text((8, picture.height + CAPTION // 2), text, fill=(235, 235, 235), font=ImageFont.load_default(size), anchor="lm")
+    _write_line(sheet, text, picture.height, (235, 235, 235))
     return sheet
+
+
+def _with_warning(picture: Image.Image) -> Image.Image:
+    """A band above the picture, for an image that the model does not know anything like."""
+    sheet = Image.new("RGB", (picture.width, picture.height + CAPTION), LESION_EDGE)
+    sheet.paste(picture, (0, CAPTION))
+    _write_line(sheet, WARNING, 0, (20, 20, 24))
+    return sheet
+
+
+def _write_line(sheet: Image.Image, text: str, top: int, color: tuple[int, int, int]) -> None:
+    """Text in a line that starts at `top`, as large as fits."""
+    size, draw = 15, ImageDraw.Draw(sheet)
+    while size > 7 and draw.textlength(text, font=ImageFont.load_default(size)) > sheet.width - 16:
+        size -= 1
+    draw.text((8, top + CAPTION // 2), text, fill=color, font=ImageFont.load_default(size), anchor="lm")

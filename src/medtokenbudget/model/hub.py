@@ -1,4 +1,4 @@
-"""Models to and from the hub. Its own file because it is the only part of a model that uses the network."""
+"""Where a model is: a folder, a run, the package itself, or the hub, which is the only part of a model that uses the network."""
 
 from __future__ import annotations
 
@@ -9,11 +9,20 @@ from medtokenbudget.errors import RequestError, WorkError, first_line
 from medtokenbudget.hub import fetch
 from medtokenbudget.model.folder import CARD, CONFIG, read_config
 
+SHIPPED = {"dermoscopy": Path(__file__).parent / "dermoscopy"}
+"""Models that come with the package. Their names win over a folder of the same name in the working directory (write ./NAME)."""
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def resolve(name: str | Path, revision: str | None = None) -> Path:
-    """The folder of a saved model: `name` itself, the model of a run directory, or the cached download of a hub id `owner/name`."""
+    """The folder of a saved model.
+
+    Args:
+        name: A model folder, a run directory, a hub id `owner/name` (downloaded into its cache), or the name of a shipped model.
+        revision: Branch, tag or commit on the hub.
+    """
+    if isinstance(name, str) and name in SHIPPED:
+        return SHIPPED[name]
     folder = Path(name).expanduser()
     if folder.is_dir():
         inside = folder / "model"
@@ -29,7 +38,10 @@ def resolve(name: str | Path, revision: str | None = None) -> Path:
         raise RequestError(f"{name} is a file. Pass the folder of a saved model (with {CONFIG}, model.safetensors, README.md).")
     looks_local = str(name).startswith(".") or (folder.parent != Path() and folder.parent.is_dir())
     if not _HUB_ID.fullmatch(str(name)) or looks_local:
-        raise RequestError(f"There is no model folder {name}, and it is not a hub id such as owner/name.")
+        raise RequestError(
+            f"There is no model folder {name}, and it is neither a hub id such as owner/name nor "
+            f"a model of the package ({', '.join(SHIPPED)})."
+        )
     return download(str(name), revision)
 
 

@@ -53,7 +53,7 @@ def export_onnx(
         RequestError: If the selector cannot be written as a fixed graph, or the extra `onnx` is not installed.
         WorkError: If the exported graph and the PyTorch model disagree; nothing is written then.
     """
-    require_onnx()
+    _require_extra()
     method = model.main if selector is None else selector
     device = model.device
     model.to("cpu")
@@ -80,8 +80,7 @@ def _file_name(method: str) -> str:
     return method.replace(":", "-").replace("+", "-")
 
 
-def require_onnx() -> None:
-    """Raise RequestError with the install command if a package of the extra `onnx` is missing."""
+def _require_extra() -> None:
     import importlib.util
 
     missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if importlib.util.find_spec(name) is None]
@@ -187,7 +186,7 @@ def _write(graph: nn.Module, inputs: dict[str, Tensor], path: Path, metadata: di
     import onnx
 
     batch = torch.export.Dim("batch", min=1, max=1024)
-    with torch.no_grad(), quiet_exporter():
+    with torch.no_grad(), _quiet():
         program = torch.onnx.export(
             graph,
             tuple(inputs.values()),
@@ -206,7 +205,7 @@ def _write(graph: nn.Module, inputs: dict[str, Tensor], path: Path, metadata: di
 
 
 @contextmanager
-def quiet_exporter() -> Iterator[None]:
+def _quiet() -> Iterator[None]:
     """Silence the exporter's notes on its own optimizations; what matters is checked afterwards."""
     loggers = [logging.getLogger(name) for name in ("onnxscript", "onnx_ir", "torch.onnx")]
     levels = [logger.level for logger in loggers]
@@ -247,10 +246,11 @@ def _check(path: Path, model: MedTokenBudget, inputs: dict[str, Tensor], budget:
         kept = torch.gather(tokens.patches, 1, found.unsqueeze(-1).expand(-1, -1, tokens.dim))
         expected = scores if classifier.head is None else classifier.head(kept.mean(1))
         difference = (expected - torch.from_numpy(found_first)).abs().max().item()
+    first = "logits" if model.has_head else "scores"
     if apart > ROUNDING or difference > TOLERANCE:
         raise WorkError(
-            f"The exported graph differs from the model (first output by {difference:.1e}, scores of kept patches by {apart:.1e}), "
-            "so nothing was written."
+            f"The exported graph differs from the model ({first} by {difference:.1e}, scores of kept patches by {apart:.1e}), so "
+            "nothing was written."
         )
 
 

@@ -18,8 +18,10 @@ from medtokenbudget.model.folder import CONFIG, HEADS, TENSORS
 from medtokenbudget.routing import Ranker, Selector, create_selector, gather, rank, selector_class
 from medtokenbudget.tokens import Selection, TokenBatch
 from medtokenbudget.training.classifier import RoutedClassifier
+from medtokenbudget.training.familiarity import Familiarity
 from medtokenbudget.training.heads import create_head
 
+FAMILIARITY = "familiarity."
 SEED = 0
 """Seed of stochastic selectors. Each image starts from it, so that a prediction does not depend on the rest of its batch."""
 
@@ -31,9 +33,16 @@ def describe(classifier: RoutedClassifier) -> dict[str, Any]:
     return {"selector": selector.name, "options": selector.options(), "head": described}
 
 
-def tensors(classifiers: Mapping[str, RoutedClassifier], main: str) -> dict[str, dict[str, Tensor]]:
-    """Tensors of each file: `selector.*` and `head.*` of the main method, the others with `<method>/` before their names."""
+def tensors(
+    classifiers: Mapping[str, RoutedClassifier], main: str, familiarity: Familiarity | None = None
+) -> dict[str, dict[str, Tensor]]:
+    """Tensors of each file: `selector.*` and `head.*` of the main method, the others with `<method>/` before their names.
+
+    What tells unfamiliar images is in the main file as `familiarity.*`.
+    """
     files: dict[str, dict[str, Tensor]] = {TENSORS: _cpu_state(classifiers[main])}
+    if familiarity is not None:
+        files[TENSORS] |= {f"{FAMILIARITY}{name}": value for name, value in _cpu_state(familiarity).items()}
     for method, classifier in classifiers.items():
         # A router without parameters and head, such as the control `center`, has no tensors.
         if method != main and (state := _cpu_state(classifier)):
@@ -41,8 +50,20 @@ def tensors(classifiers: Mapping[str, RoutedClassifier], main: str) -> dict[str,
     return files
 
 
-def _cpu_state(classifier: RoutedClassifier) -> dict[str, Tensor]:
-    return {name: value.detach().cpu() for name, value in classifier.state_dict().items()}
+def _cpu_state(module: nn.Module) -> dict[str, Tensor]:
+    return {name: value.detach().cpu() for name, value in module.state_dict().items()}
+
+
+def take_familiarity(identity: dict[str, Any], files: dict[str, dict[str, Tensor]], source: Path) -> Familiarity | None:
+    """Build what tells unfamiliar images and remove its tensors from `files`; None if the model was saved without it."""
+    found = {name: files[TENSORS].pop(name) for name in list(files[TENSORS]) if name.startswith(FAMILIARITY)}
+    basis = found.get(f"{FAMILIARITY}basis")
+    if basis is None and not found:
+        return None
+    rank = basis.shape[1] if basis is not None and basis.ndim == 2 else 1
+    built = Familiarity(identity["backbone"]["dim"], rank)
+    _fill(built, {name.removeprefix(FAMILIARITY): value for name, value in found.items()}, source / TENSORS, FAMILIARITY[:-1])
+    return built
 
 
 def build(identity: dict[str, Any], files: dict[str, dict[str, Tensor]], source: Path) -> dict[str, RoutedClassifier]:
@@ -74,8 +95,8 @@ def _empty(described: dict[str, Any], dim: int, classes: int, source: Path) -> R
         raise RequestError(f"{source / CONFIG} does not describe its methods correctly: {error}. Save the model again.") from None
 
 
-def _fill(classifier: RoutedClassifier, found: dict[str, Tensor], path: Path, method: str) -> None:
-    expected = classifier.state_dict()
+def _fill(module: nn.Module, found: dict[str, Tensor], path: Path, method: str) -> None:
+    expected = module.state_dict()
     faults = [f"{name} is missing" for name in expected if name not in found]
     faults += [f"{name} is not part of this model" for name in found if name not in expected]
     faults += [
@@ -86,8 +107,8 @@ def _fill(classifier: RoutedClassifier, found: dict[str, Tensor], path: Path, me
     faults += [f"{name} has numbers of type {value.dtype}" for name, value in found.items() if not value.is_floating_point()]
     faults += [f"{name} contains NaN or infinite values" for name, value in found.items() if not bool(torch.isfinite(value).all())]
     if faults:
-        raise RequestError(f"{path} does not fit the method '{method}': {'; '.join(faults[:6])}.")
-    classifier.load_state_dict(found, strict=True)
+        raise RequestError(f"{path} does not fit '{method}': {'; '.join(faults[:6])}.")
+    module.load_state_dict(found, strict=True)
 
 
 @contextmanager

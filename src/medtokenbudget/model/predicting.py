@@ -5,79 +5,86 @@ network.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 
 from medtokenbudget.errors import MedTokenBudgetError, RequestError
-from medtokenbudget.features.views import Box
 from medtokenbudget.model import parts
 from medtokenbudget.model.prediction import Prediction, Routing
-from medtokenbudget.model.sources import Failure, Source, prepared
+from medtokenbudget.model.sources import Failure, Prepared, Source, prepared
 from medtokenbudget.tokens import Selection, TokenBatch
 
 if TYPE_CHECKING:
     from medtokenbudget.model.routed import MedTokenBudget
 
-Seen = tuple[np.ndarray, Box | None]
-"""Prepared pixels, and the part of the image that they show."""
-Item = tuple[Source, "Seen | MedTokenBudgetError"]
+Item = tuple[Source, "Prepared | MedTokenBudgetError"]
 Answer = TypeVar("Answer", bound=Routing)
+Batch = list[tuple[Source, Prepared]]
+
+
+@dataclass(frozen=True)
+class Streaming:
+    """How a stream of images is worked through.
+
+    Attributes:
+        batch_size: Images per forward pass.
+        workers: Threads that decode images.
+        masks: Whether to read the masks of the sources, for `Routing.lesion`.
+    """
+
+    batch_size: int = 16
+    workers: int = 2
+    masks: bool = False
 
 
 def route_sources(
-    model: MedTokenBudget, sources: Iterable[Source], budget: float, method: str, batch_size: int, workers: int
+    model: MedTokenBudget, sources: Iterable[Source], budget: float, method: str, streaming: Streaming
 ) -> Iterator[tuple[Source, Routing | Failure]]:
     """Yield each source with its routing, or with the reason why it could not be read, in order and in constant memory."""
-    return _stream(model, sources, _Routes(model, budget, method).of, batch_size, workers)
+    return _stream(model, sources, _Routes(model, budget, method).of, streaming)
 
 
 def predict_sources(
-    model: MedTokenBudget, sources: Iterable[Source], budget: float, method: str, batch_size: int, workers: int
+    model: MedTokenBudget, sources: Iterable[Source], budget: float, method: str, streaming: Streaming
 ) -> Iterator[tuple[Source, Prediction | Failure]]:
     """Yield each source with its prediction, or with the reason why it could not be read, in order and in constant memory."""
-    return _stream(model, sources, _Predictions(model, budget, method).of, batch_size, workers)
+    return _stream(model, sources, _Predictions(model, budget, method).of, streaming)
 
 
 def _stream(
-    model: MedTokenBudget,
-    sources: Iterable[Source],
-    answer: Callable[[list[tuple[Source, Seen]]], list[Answer]],
-    batch_size: int,
-    workers: int,
+    model: MedTokenBudget, sources: Iterable[Source], answer: Callable[[Batch], list[Answer]], streaming: Streaming
 ) -> Iterator[tuple[Source, Answer | Failure]]:
-    if batch_size < 1:
-        raise RequestError(f"batch_size must be at least 1, got {batch_size}.")
-    return _batches(model, sources, answer, batch_size, workers)
+    if streaming.batch_size < 1:
+        raise RequestError(f"batch_size must be at least 1, got {streaming.batch_size}.")
+    return _batches(model, sources, answer, streaming)
 
 
 def _batches(
-    model: MedTokenBudget,
-    sources: Iterable[Source],
-    answer: Callable[[list[tuple[Source, Seen]]], list[Answer]],
-    batch_size: int,
-    workers: int,
+    model: MedTokenBudget, sources: Iterable[Source], answer: Callable[[Batch], list[Answer]], streaming: Streaming
 ) -> Iterator[tuple[Source, Answer | Failure]]:
+    size, grid = streaming.batch_size, model.grid if streaming.masks else None
     waiting: list[Item] = []
     good = 0
-    for item in prepared(sources, model.backbone.see, workers, ahead=2 * batch_size):
+    for item in prepared(sources, model.backbone.see, streaming.workers, ahead=2 * size, grid=grid):
         waiting.append(item)
-        good += isinstance(item[1], tuple)
-        if good == batch_size or len(waiting) >= 4 * batch_size:
+        good += isinstance(item[1], Prepared)
+        if good == size or len(waiting) >= 4 * size:
             yield from _answers(waiting, answer)
             waiting, good = [], 0
     yield from _answers(waiting, answer)
 
 
-def _answers(
-    items: list[Item], answer: Callable[[list[tuple[Source, Seen]]], list[Answer]]
-) -> Iterator[tuple[Source, Answer | Failure]]:
-    good = [(source, value) for source, value in items if isinstance(value, tuple)]
+def _answers(items: list[Item], answer: Callable[[Batch], list[Answer]]) -> Iterator[tuple[Source, Answer | Failure]]:
+    good = [(source, value) for source, value in items if isinstance(value, Prepared)]
     answers = iter(answer(good)) if good else iter(())
     for source, value in items:
-        if isinstance(value, tuple):
+        if isinstance(value, Prepared):
             yield source, next(answers)
+            if value.fault is not None:
+                yield source, Failure(source.name, f"Routed, but its mask could not be used: {value.fault}", routed=True)
         else:
             yield source, Failure(source.name, str(value))
 
@@ -90,17 +97,18 @@ class _Routes:
         self.classifier, self.k = model.classifier(method), model.k(budget, method)
 
     @torch.inference_mode()
-    def of(self, items: list[tuple[Source, Seen]]) -> list[Routing]:
+    def of(self, items: Batch) -> list[Routing]:
         return [Routing(**fields) for fields in self.fields(items)[0]]
 
-    def fields(self, items: list[tuple[Source, Seen]]) -> tuple[list[dict[str, Any]], TokenBatch, Selection]:
+    def fields(self, items: Batch) -> tuple[list[dict[str, Any]], TokenBatch, Selection]:
         """The fields of each image's `Routing`, and what they came from."""
-        tokens = self.model.encode(np.stack([pixels for _, (pixels, _) in items]))
+        tokens = self.model.encode(np.stack([value.pixels for _, value in items]))
         with parts.evaluating(self.classifier):
             selection, scores = parts.select(self.classifier.selector, tokens, self.k)
         kept = None if selection.indices is None else selection.indices.cpu().numpy()
         gathered, assignment = selection.tokens.float().cpu().numpy(), selection.assignment.cpu().numpy()
         score_rows = None if scores is None else scores.float().cpu().numpy()
+        unfamiliarity = None if self.model.familiarity is None else self.model.familiarity(tokens).cpu().tolist()
         rows = [
             {
                 "image": source.name,
@@ -112,10 +120,12 @@ class _Routes:
                 "k": selection.k,
                 "grid": tokens.grid,
                 "selector": self.method,
-                "box": box,
+                "box": value.box,
+                "unfamiliarity": None if unfamiliarity is None else unfamiliarity[row],
+                "lesion": value.lesion,
                 "source": source,
             }
-            for row, (source, (_, box)) in enumerate(items)
+            for row, (source, value) in enumerate(items)
         ]
         return rows, tokens, selection
 
@@ -128,7 +138,7 @@ class _Predictions(_Routes):
         self.head = self.classifier.required_head
 
     @torch.inference_mode()
-    def of(self, items: list[tuple[Source, Seen]]) -> list[Prediction]:  # type: ignore[override]
+    def of(self, items: Batch) -> list[Prediction]:  # type: ignore[override]
         rows, tokens, selection = self.fields(items)
         with parts.evaluating(self.classifier):
             found = self.head.read(selection, tokens.grid).softmax(-1).cpu().numpy()

@@ -32,9 +32,12 @@ class Routing:
         budget: Requested share of patches, in (0, 1].
         k: Number of tokens K.
         grid: (h, w) of the patches, N = h * w.
-        selector: Text of the method, such as 'context:lesion-first'.
+        selector: Text of the method, such as 'lats:lesion-first'.
         box: Left, top, right and bottom in [0, 1] of the part of the image that the grid covers, for a model that zooms; None
             means the whole image.
+        unfamiliarity: Distance to the training images of the model in units of its limit: above 1 the image is unlike them, and
+            its kept patches mean little. None if the model cannot tell.
+        lesion: bool [N], lesion patches of the mask, where one was asked for and there is one.
         source: Where the picture comes from. A file is opened again only when it is shown; a picture passed as an object is
             referenced, not copied.
     """
@@ -49,7 +52,19 @@ class Routing:
     grid: tuple[int, int]
     selector: str
     box: Box | None = None
+    unfamiliarity: float | None = None
+    lesion: np.ndarray | None = None
     source: Source | None = field(default=None)
+
+    @property
+    def unfamiliar(self) -> bool:
+        """Whether the image is unlike the training images of the model."""
+        return self.unfamiliarity is not None and self.unfamiliarity > 1
+
+    @property
+    def kept_lesion(self) -> int | None:
+        """Number of lesion patches that are kept; None without a mask and for mergers."""
+        return None if self.lesion is None or self.kept is None else int(self.lesion[self.kept].sum())
 
     @property
     def n_patches(self) -> int:
@@ -74,6 +89,7 @@ class Routing:
             "grid": list(self.grid),
             "selector": self.selector,
             "box": None if self.box is None else list(self.box),
+            "unfamiliarity": self.unfamiliarity,
             "kept": None if self.kept is None else self.kept.tolist(),
             "scores": None if self.scores is None else [float(score) for score in self.scores],
         }
@@ -104,7 +120,8 @@ class Routing:
 
     def __repr__(self) -> str:
         share = f"{self.k} tokens from {self.n_patches} patches" if self.kept is None else f"{self.k} of {self.n_patches} patches"
-        return f"{type(self).__name__}({', '.join([repr(self.image), *self._said(), share, self.selector])})"
+        warning = ["unlike the training images"] if self.unfamiliar else []
+        return f"{type(self).__name__}({', '.join([repr(self.image), *self._said(), share, self.selector, *warning])})"
 
     def _said(self) -> list[str]:
         """What `repr` says between image and patches."""

@@ -34,6 +34,7 @@ from medtokenbudget.model.prediction import Prediction, Routing
 from medtokenbudget.model.sources import Failure, Source, expand
 from medtokenbudget.tokens import Selection, TokenBatch
 from medtokenbudget.training.classifier import RoutedClassifier
+from medtokenbudget.training.familiarity import Familiarity
 
 DEFAULT_BUDGET = 0.3
 
@@ -48,12 +49,13 @@ class MedTokenBudget(nn.Module):
         backbone: Name, weights and image size of the backbone.
         backbone_fingerprint: `Backbone.fingerprint` of the backbone that the classifiers were trained on.
         classes: Class names in the order of the logits; empty for a router without a head.
-        classifiers: Method text (such as 'context:lesion-first' or 'center') to its selector and head.
+        classifiers: Method text (such as 'lats:lesion-first' or 'center') to its selector and head.
         train_config: Configuration that the main method was trained with.
         main: The method that is used unless another one is requested.
         card: Model card in Markdown.
         info: What the run recorded about itself, as JSON values.
         scout: The router of a model whose backbone is routed early (`backbone_fingerprint` has a 'route').
+        familiarity: What tells images that are unlike the training images; None if that was not fitted.
         device: 'auto' uses a GPU if there is one.
 
     Raises:
@@ -62,12 +64,13 @@ class MedTokenBudget(nn.Module):
     Example:
         >>> model = mtb.load("runs/demo")
         >>> model.main
-        'context:lesion-first'
+        'lats:lesion-first'
         >>> model.predict("photo.jpg", budget=0.3)[0].k
         30
     """
 
     classifiers: Classifiers
+    familiarity: Familiarity | None
 
     def __init__(
         self,
@@ -81,6 +84,7 @@ class MedTokenBudget(nn.Module):
         card: str = "",
         info: dict[str, Any] | None = None,
         scout: MedTokenBudget | None = None,
+        familiarity: Familiarity | None = None,
         device: str = "auto",
     ) -> None:
         super().__init__()
@@ -104,6 +108,7 @@ class MedTokenBudget(nn.Module):
         # Not a submodule: like the backbone it is frozen and no part of `parameters()` and `state_dict()`.
         self._scout = (scout,)
         self.classifiers = Classifiers(classifiers)
+        self.familiarity = familiarity
         self.to(resolve_device(device))
         self.eval()
 
@@ -324,11 +329,21 @@ class MedTokenBudget(nn.Module):
         return _good(self.route_sources(expand(images), budget, selector, batch_size), on_error)
 
     def route_sources(
-        self, sources: Iterable[Source], budget: float | None, selector: str | None = None, batch_size: int = 16, workers: int = 2
+        self,
+        sources: Iterable[Source],
+        budget: float | None,
+        selector: str | None = None,
+        batch_size: int = 16,
+        workers: int = 2,
+        masks: bool = False,
     ) -> Iterator[tuple[Source, Routing | Failure]]:
-        """Yield each source with its routing, or with the reason why it could not be read, in order."""
+        """Yield each source with its routing, or with the reason why it could not be read, in order.
+
+        With `masks` each routing knows the lesion patches of its source's mask.
+        """
         method = self.main if selector is None else selector
-        return predicting.route_sources(self, sources, self.budget(budget), method, batch_size, workers)
+        streaming = predicting.Streaming(batch_size, workers, masks)
+        return predicting.route_sources(self, sources, self.budget(budget), method, streaming)
 
     def predict(
         self, images: Any, budget: float | None = None, selector: str | None = None, batch_size: int = 16
@@ -370,7 +385,7 @@ class MedTokenBudget(nn.Module):
     ) -> Iterator[tuple[Source, Prediction | Failure]]:
         """Yield each source with its prediction, or with the reason why it could not be read, in order."""
         method = self.main if selector is None else selector
-        return predicting.predict_sources(self, sources, self.budget(budget), method, batch_size, workers)
+        return predicting.predict_sources(self, sources, self.budget(budget), method, predicting.Streaming(batch_size, workers))
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -385,7 +400,10 @@ class MedTokenBudget(nn.Module):
     @property
     def fingerprint(self) -> str:
         """One hash of the whole model: backbone, preprocessing, classes, methods and every number of the classifiers."""
-        return files.fingerprint(self.identity, parts.tensors(self.classifiers, self.main))
+        return files.fingerprint(self.identity, self._tensors())
+
+    def _tensors(self) -> dict[str, dict[str, Tensor]]:
+        return parts.tensors(self.classifiers, self.main, self.familiarity)
 
     def save_pretrained(self, path: Path | str, portable: bool = False) -> Path:
         """Save the model as a folder.
@@ -408,7 +426,7 @@ class MedTokenBudget(nn.Module):
         with exclusive(target):
             if self.scout is not None:
                 self.scout.save_pretrained(target / ROUTER, portable)
-            files.write_folder(target, self.identity, settings, parts.tensors(self.classifiers, self.main), self.card)
+            files.write_folder(target, self.identity, settings, self._tensors(), self.card)
         return target
 
     @classmethod
@@ -420,6 +438,7 @@ class MedTokenBudget(nn.Module):
         config = files.read_config(source)
         identity = config["identity"]
         found = {name: files.read_tensors(source, name, config) for name in config["files"]}
+        familiarity = parts.take_familiarity(identity, found, source)
         return cls(
             backbone=_backbone_config(config["backbone"], source, weights),
             backbone_fingerprint=identity["backbone"],
@@ -430,6 +449,7 @@ class MedTokenBudget(nn.Module):
             card=files.read_card(source),
             info=config["info"],
             scout=cls.from_pretrained(source / ROUTER, device=device) if "route" in identity["backbone"] else None,
+            familiarity=familiarity,
             device=device,
         )
 
@@ -445,7 +465,7 @@ def load(path: Path | str, revision: str | None = None, weights: Path | str | No
     """Load a saved model.
 
     Args:
-        path: A run directory, a model folder, or a hub id (`owner/name`).
+        path: A run directory, a model folder, a hub id (`owner/name`), or 'dermoscopy' for the router that comes with the package.
         revision: Branch, tag or commit on the hub.
         weights: Safetensors file of the backbone, if it is no longer where it was when the model was saved.
         device: 'auto' uses a GPU if there is one; otherwise 'cpu', 'cuda', 'cuda:1', ...

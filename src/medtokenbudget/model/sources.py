@@ -12,18 +12,19 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
 
-from medtokenbudget.data import Manifest, decode_image, decode_mask
+from medtokenbudget.data import Manifest, decode_image, decode_mask, patch_labels
+from medtokenbudget.data.masks import mask_of
 from medtokenbudget.data.walk import files_below, is_image, kind_of, no_images, report_skipped
 from medtokenbudget.errors import MedTokenBudgetError, RequestError
+from medtokenbudget.features.views import Box
 
 MANIFEST_SUFFIX = ".parquet"
-Prepared = TypeVar("Prepared")
 _PLAIN_MODES = ("RGB", "L", "1", "CMYK", "YCbCr")
 
 
@@ -42,10 +43,14 @@ class Source:
 
 @dataclass(frozen=True)
 class Failure:
-    """An image that could not be read, and the reason."""
+    """An image that could not be read, and the reason.
+
+    `routed` is True if only its mask could not be read: the image itself has an answer, which comes before this.
+    """
 
     name: str
     reason: str
+    routed: bool = False
 
 
 def open_picture(value: Any, name: str = "image") -> Image.Image:
@@ -155,20 +160,51 @@ def _of_manifest(manifest: Manifest) -> Iterator[Source]:
         yield Source(image_id, manifest.image_path(row), manifest.mask_path(row))
 
 
-def prepared(
-    sources: Iterable[Source], prepare: Callable[[Image.Image], Prepared], workers: int = 2, ahead: int = 32
-) -> Iterator[tuple[Source, Prepared | MedTokenBudgetError]]:
-    """Apply `prepare` to each picture, in order, in threads that work at most `ahead` images in advance.
+@dataclass(frozen=True)
+class Prepared:
+    """An image that is ready for the backbone.
 
-    Only the small prepared arrays are kept, never the decoded pictures. An error takes the place of its image.
+    Attributes:
+        pixels: What the backbone reads.
+        box: The part of the image that they show; None for all of it.
+        lesion: bool [N], the lesion patches of its mask, if they were asked for and the mask could be read.
+        fault: Why the mask could not be used.
+    """
+
+    pixels: np.ndarray
+    box: Box | None = None
+    lesion: np.ndarray | None = None
+    fault: str | None = None
+
+
+def prepared(
+    sources: Iterable[Source],
+    see: Callable[[Image.Image], tuple[np.ndarray, Box | None]],
+    workers: int = 2,
+    ahead: int = 32,
+    grid: tuple[int, int] | None = None,
+) -> Iterator[tuple[Source, Prepared | MedTokenBudgetError]]:
+    """Apply `see` (of a backbone) to each picture, in order, in threads that work at most `ahead` images in advance.
+
+    Only the small prepared arrays are kept, never the decoded pictures. An error takes the place of its image. With a `grid` of
+    patches the masks are read too.
     """
 
     def work(source: Source) -> tuple[Source, Prepared | MedTokenBudgetError]:
         try:
             _require_utf8(source.name)
-            return source, prepare(source.open())
+            picture = source.open()
+            pixels, box = see(picture)
         except RequestError as error:
             return source, error
+        if grid is None or source.mask is None:
+            return source, Prepared(pixels, box)
+        if box is not None:
+            return source, Prepared(pixels, box, fault="The model sees only a part of the image, so retention is unknown.")
+        try:
+            return source, Prepared(pixels, box, patch_labels(mask_of(picture.size, source.mask), grid))
+        except RequestError as error:
+            return source, Prepared(pixels, box, fault=str(error))
 
     yield from _in_order(sources, work, workers, ahead)
 

@@ -1,4 +1,4 @@
-"""Predictions to files, row by row: a table (CSV or Parquet) and optionally the kept tokens (safetensors).
+"""Routings and predictions to files, row by row: a table (CSV or Parquet) and optionally the kept tokens (safetensors).
 
 Its own file because a million images must need no more memory than a hundred: at most one row group is buffered.
 """
@@ -10,8 +10,9 @@ import json
 import shutil
 import struct
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, Protocol
 
@@ -20,28 +21,79 @@ import numpy as np
 from medtokenbudget.errors import RequestError, WorkError
 from medtokenbudget.escaping import csv_cell
 from medtokenbudget.files import atomic_write
-from medtokenbudget.model.prediction import Prediction
+from medtokenbudget.model.prediction import Prediction, Routing
 
 ROW_GROUP = 64
 """Rows per Parquet row group: with all patches kept a row is a list of 256 numbers, so buffered rows use most of the memory."""
 _HEADER_ROOM = 16 * 1024
 _NAMES: dict[str, tuple[str, np.dtype[Any]]] = {"fp16": ("F16", np.dtype("<f2")), "fp32": ("F32", np.dtype("<f4"))}
 TokenFormat = Literal["fp16", "fp32"]
+Kind = Literal["text", "float", "double", "count", "bool", "counts", "floats"]
 
 
 class Writer(Protocol):
-    def add(self, prediction: Prediction) -> None: ...
+    """Takes answers one after the other."""
+
+    def add(self, answer: Routing) -> None: ...
 
 
-def columns(classes: tuple[str, ...]) -> list[str]:
-    """Names of the table's columns; the probabilities are `p_<class>`."""
-    return ["image", "label", "probability", *(f"p_{name}" for name in classes), "selector", "budget", "k", "n_patches", "kept"]
+@dataclass(frozen=True)
+class Column:
+    """A column of the table: its name, the type of its values and how an answer gives one (None is an empty cell)."""
+
+    name: str
+    kind: Kind
+    value: Callable[[Any], Any]
 
 
-def _row(prediction: Prediction) -> list[Any]:
-    kept = None if prediction.kept is None else prediction.kept.tolist()
-    values = [prediction.image, prediction.label, prediction.probability, *prediction.probabilities.values()]
-    return [*values, prediction.selector, prediction.budget, prediction.k, prediction.n_patches, kept]
+def _unfamiliarity() -> list[Column]:
+    return [
+        Column("unfamiliarity", "float", lambda answer: answer.unfamiliarity),
+        Column("unfamiliar", "bool", lambda answer: None if answer.unfamiliarity is None else answer.unfamiliar),
+    ]
+
+
+def _kept(answer: Routing) -> list[int] | None:
+    return None if answer.kept is None else answer.kept.tolist()
+
+
+def prediction_columns(classes: tuple[str, ...]) -> list[Column]:
+    """Columns of a table of predictions; the probabilities are `p_<class>`."""
+
+    def probability(name: str) -> Callable[[Prediction], float]:
+        return lambda prediction: prediction.probabilities[name]
+
+    return [
+        Column("image", "text", lambda answer: answer.image),
+        Column("label", "text", lambda answer: answer.label),
+        Column("probability", "float", lambda answer: answer.probability),
+        *(Column(f"p_{name}", "float", probability(name)) for name in classes),
+        *_routed_as(),
+        *_unfamiliarity(),
+        Column("kept", "counts", _kept),
+    ]
+
+
+def routing_columns() -> list[Column]:
+    """Columns of a table of routings; how much of the lesion was kept is empty for an image without a mask."""
+    return [
+        Column("image", "text", lambda answer: answer.image),
+        *_routed_as(),
+        *_unfamiliarity(),
+        Column("lesion", "count", lambda answer: None if answer.lesion is None else int(answer.lesion.sum())),
+        Column("kept_lesion", "count", lambda answer: answer.kept_lesion),
+        Column("kept", "counts", _kept),
+        Column("scores", "floats", lambda answer: None if answer.scores is None else answer.scores.tolist()),
+    ]
+
+
+def _routed_as() -> list[Column]:
+    return [
+        Column("selector", "text", lambda answer: answer.selector),
+        Column("budget", "double", lambda answer: answer.budget),
+        Column("k", "count", lambda answer: answer.k),
+        Column("n_patches", "count", lambda answer: answer.n_patches),
+    ]
 
 
 def check_table_path(path: Path) -> None:
@@ -50,45 +102,50 @@ def check_table_path(path: Path) -> None:
 
 
 @contextmanager
-def table_writer(path: Path, classes: tuple[str, ...], metadata: dict[str, str]) -> Iterator[Writer]:
+def table_writer(path: Path, columns: Sequence[Column], metadata: dict[str, str]) -> Iterator[Writer]:
     """Open a writer for the table at `path`; the file appears when the block ends without an error."""
     check_table_path(path)
     with atomic_write(path) as temporary, ExitStack() as stack:
         if path.suffix.lower() == ".csv":
             stream = stack.enter_context(open(temporary, "w", newline="", encoding="utf-8"))
-            yield _CsvTable(stream, classes)
+            yield _CsvTable(stream, columns)
         else:
-            table = _ParquetTable(temporary, classes, metadata)
+            table = _ParquetTable(temporary, columns, metadata)
             stack.callback(table.close)
             yield table
             table.flush()
 
 
 class _CsvTable:
-    def __init__(self, stream: Any, classes: tuple[str, ...]) -> None:
-        self.writer = csv.writer(stream, lineterminator="\n")
-        self.writer.writerow(columns(classes))
+    def __init__(self, stream: Any, columns: Sequence[Column]) -> None:
+        self.writer, self.columns = csv.writer(stream, lineterminator="\n"), columns
+        self.writer.writerow([column.name for column in columns])
 
-    def add(self, prediction: Prediction) -> None:
-        *values, kept = _row(prediction)
-        # Nine digits restore a float32 exactly; `kept` is a list inside one cell, separated by spaces.
-        plain = [f"{value:.9g}" if isinstance(value, float) else csv_cell(value) for value in values]
-        self.writer.writerow([*plain, "" if kept is None else " ".join(map(str, kept))])
+    def add(self, answer: Routing) -> None:
+        self.writer.writerow([_csv_text(column.value(answer)) for column in self.columns])
+
+
+def _csv_text(value: Any) -> Any:
+    """Nine digits restore a float32 exactly; a list is one cell, separated by spaces."""
+    if value is None:
+        return ""
+    if isinstance(value, list):
+        return " ".join(str(_csv_text(item)) for item in value)
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:.9g}" if isinstance(value, float) else csv_cell(value)
 
 
 class _ParquetTable:
-    def __init__(self, path: Path, classes: tuple[str, ...], metadata: dict[str, str]) -> None:
-        import pyarrow as pa
+    def __init__(self, path: Path, columns: Sequence[Column], metadata: dict[str, str]) -> None:
         import pyarrow.parquet as pq
 
-        kinds = {"image": pa.string(), "label": pa.string(), "selector": pa.string(), "budget": pa.float64()}
-        kinds |= {"k": pa.int32(), "n_patches": pa.int32(), "kept": pa.list_(pa.int32())}
-        self.schema = pa.schema([(name, kinds.get(name, pa.float32())) for name in columns(classes)], metadata=metadata)
+        self.columns, self.schema = columns, arrow_schema(columns, metadata)
         self.writer = pq.ParquetWriter(path, self.schema)
         self.rows: list[list[Any]] = []
 
-    def add(self, prediction: Prediction) -> None:
-        self.rows.append(_row(prediction))
+    def add(self, answer: Routing) -> None:
+        self.rows.append([column.value(answer) for column in self.columns])
         if len(self.rows) == ROW_GROUP:
             self.flush()
 
@@ -102,6 +159,22 @@ class _ParquetTable:
 
     def close(self) -> None:
         self.writer.close()
+
+
+def arrow_schema(columns: Sequence[Column], metadata: dict[str, str]) -> Any:
+    """The Parquet schema of these columns."""
+    import pyarrow as pa
+
+    kinds = {
+        "text": pa.string(),
+        "float": pa.float32(),
+        "double": pa.float64(),
+        "count": pa.int32(),
+        "bool": pa.bool_(),
+        "counts": pa.list_(pa.int32()),
+        "floats": pa.list_(pa.float32()),
+    }
+    return pa.schema([(column.name, kinds[column.kind]) for column in columns], metadata=metadata)
 
 
 @contextmanager
@@ -123,7 +196,7 @@ class _Tokens:
         self.count, self.shape, self.ranked = 0, (0, 0), True
         stream.write(b" " * (8 + _HEADER_ROOM))
 
-    def add(self, prediction: Prediction) -> None:
+    def add(self, prediction: Routing) -> None:
         if self.count and prediction.tokens.shape != self.shape:
             raise RequestError(f"{prediction.image} has tokens of shape {prediction.tokens.shape}, earlier images {self.shape}.")
         self.shape, self.ranked = prediction.tokens.shape, prediction.kept is not None

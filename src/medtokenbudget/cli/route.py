@@ -1,0 +1,80 @@
+"""`mtb route`: which patches of images a router keeps, to a table; no training, no labels, no masks needed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from medtokenbudget.cli.parsing import command_parser
+from medtokenbudget.config import Budget
+
+
+def main(arguments: list[str]) -> int:
+    parser = command_parser(
+        "route",
+        "Write which patches of images a router keeps, and their scores, to a table in a folder. The default model is a router for "
+        "dermoscopic images that comes with the package, so nothing has to be trained. Files that cannot be read are listed in "
+        "errors.jsonl; the exit code is 1 only if no image could be read. The same command again replaces the results.",
+        "mtb route photos/ 'more/*.png' --budget 0.3 --overlay --out routed",
+    )
+    parser.add_argument("images", nargs="+", help="Image files, folders, globs, or a manifest (.parquet).")
+    parser.add_argument("--out", type=Path, required=True, help="Folder to write.")
+    parser.add_argument("--budget", type=Budget, default=0.3, help="Share of the patches to keep, such as 0.3 or 30%.")
+    parser.add_argument(
+        "--model", default="dermoscopy", help="'dermoscopy', a run directory, a model folder or a hub id (owner/name)."
+    )
+    parser.add_argument(
+        "--masks",
+        type=Path | None,
+        default=None,
+        help="Folder with lesion masks (a.png, a_segmentation.png or a_mask.png for a.jpg), to measure how much is kept.",
+    )
+    parser.add_argument("--overlay", action="store_true", help="Also draw the kept patches of each image, in overlays/.")
+    parser.add_argument("--tokens", action="store_true", help="Also write the kept tokens, to tokens.safetensors.")
+    parser.add_argument("--tokens_dtype", type=Literal["fp16", "fp32"], default="fp16", help="Number format of the tokens.")
+    parser.add_argument("--table", type=Literal["parquet", "csv"], default="parquet", help="Format of the table.")
+    parser.add_argument("--selector", type=str | None, default=None, help="Method to route with. Default: the model's main method.")
+    parser.add_argument(
+        "--weights",
+        type=Path | None,
+        default=None,
+        help="Weights of the backbone, if they are not where the model expects them.",
+    )
+    parser.add_argument("--device", default="auto", help="'auto' uses a GPU if there is one; otherwise 'cpu', 'cuda', ...")
+    parser.add_argument("--batch_size", type=int, default=16, help="Images per forward pass.")
+    parser.add_argument("--workers", type=int, default=2, help="Threads that decode images.")
+    options = parser.parse_args(arguments)
+
+    from medtokenbudget.api.route import RouteConfig, Routed, route_files
+    from medtokenbudget.cli.parsing import pick
+    from medtokenbudget.model import load
+    from medtokenbudget.progress import say
+
+    model = load(options.model, weights=options.weights, device=options.device)
+    routed: Routed = route_files(options.images, options.out, model, options.masks, pick(options, RouteConfig))
+    written = routed.written
+    if written.failed:
+        say(f"{written.failed} of {written.done + written.failed} images could not be read. The reasons are in {written.errors}.")
+    if written.unfamiliar:
+        say(
+            f"{written.unfamiliar} of {written.done} images are unlike the training images of this model (column `unfamiliar`): "
+            "do not rely on what was kept of them."
+        )
+    if routed.retention:
+        print(_measured(routed, options.budget))
+    say(f"Routed {written.done} images to {routed.table}.")
+    return 0
+
+
+def _measured(routed: object, budget: float) -> str:
+    from medtokenbudget.api.route import Routed
+
+    assert isinstance(routed, Routed)
+    names = {"router": "router", "center": "center (control)", "random": "random (expected)"}
+    n = routed.retention["router"].n
+    head = f"{f'budget {budget:g}, n = {n}':<22}{'pooled':>10}{'mean':>10}{'of ceiling':>12}"
+    rows = [
+        f"{names[name]:<22}{found.pooled:>10.1%}{found.mean:>10.1%}{found.of_ceiling:>12.1%}"
+        for name, found in routed.retention.items()
+    ]
+    return "\n".join([head, *rows])

@@ -1,0 +1,195 @@
+"""`mtb route`, `mtb.route` and the router in the package: tables, tokens, pictures, retention, and what cannot be read."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from PIL import Image
+from safetensors.numpy import load_file
+
+import medtokenbudget as mtb
+from medtokenbudget.api.route import RouteConfig, route_files
+from medtokenbudget.cli import main
+from medtokenbudget.cli.completion import script
+from medtokenbudget.data.dermoscopy import draw
+from medtokenbudget.errors import RequestError
+from medtokenbudget.files import read_json, read_lines
+from medtokenbudget.model import MedTokenBudget, Routing
+from medtokenbudget.model.drawing import LESION_EDGE
+from medtokenbudget.model.hub import SHIPPED
+from tests import unlike
+
+BUDGET = 0.3
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six drawn lesions with their masks, one of them off the center."""
+    folder = tmp_path_factory.mktemp("route")
+    for name in ("photos", "masks"):
+        (folder / name).mkdir()
+    for number in range(6):
+        drawing = draw(("MEL", "NV", "BCC")[number % 3], 500 + number, size=160, off_center=number == 5)
+        Image.fromarray(drawing.image).save(folder / "photos" / f"p{number}.jpg", quality=92)
+        Image.fromarray(drawing.mask).convert("L").save(folder / "masks" / f"p{number}_segmentation.png")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def router() -> MedTokenBudget:
+    return mtb.load("dermoscopy", device="cpu")
+
+
+def test_the_router_of_the_package_is_small_portable_and_has_no_head(router: MedTokenBudget) -> None:
+    folder = SHIPPED["dermoscopy"]
+    assert not router.has_head
+    assert router.familiarity is not None
+    assert router.backbone_fingerprint["name"] == "embedded"
+    assert sum(path.stat().st_size for path in folder.glob("*.safetensors")) <= 1_000_000
+    config = json.loads((folder / "config.json").read_text())
+    assert config["backbone"]["weights"] is None
+    for path in (folder / "config.json", folder / "README.md"):
+        assert not [word for word in path.read_text().split() if word.strip("\"'`,").startswith(("/", "~"))], f"a path in {path}"
+    assert "not a medical device" in router.card
+
+
+def test_the_name_means_the_package_and_a_folder_of_that_name_is_loaded_by_its_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, router: MedTokenBudget
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "dermoscopy").mkdir()
+    assert mtb.load("dermoscopy", device="cpu").fingerprint == router.fingerprint
+    with pytest.raises(RequestError, match="not a saved model"):
+        mtb.load("./dermoscopy")
+    with pytest.raises(RequestError, match=r"a model of the package \(dermoscopy\)"):
+        mtb.load("dermatoscopy")
+
+
+def test_the_table_holds_what_the_router_says_and_what_it_kept_of_the_lesion(
+    root: Path, router: MedTokenBudget, tmp_path: Path
+) -> None:
+    out = tmp_path / "routed"
+    command = ["route", str(root / "photos"), "--masks", str(root / "masks"), "--out", str(out), "--device", "cpu"]
+    assert main([*command, "--tokens", "--overlay"]) == 0
+    table = pd.read_parquet(out / "routes.parquet")
+    wanted = mtb.route(root / "photos", BUDGET, router)
+    tokens = load_file(out / "tokens.safetensors")
+    assert table["image"].tolist() == [routing.image for routing in wanted]
+    for number, (row, routing) in enumerate(zip(table.itertuples(), wanted)):
+        assert row.kept.tolist() == routing.kept.tolist() == tokens["indices"][number].tolist()
+        np.testing.assert_allclose(row.scores, routing.scores, atol=1e-6)
+        assert (row.k, row.n_patches, row.budget) == (76, 256, BUDGET)
+        assert row.unfamiliarity == pytest.approx(routing.unfamiliarity, rel=1e-5)
+        assert row.unfamiliar == routing.unfamiliar
+        # By hand: the mask at 16 x 16, more than half covered.
+        mask = Image.open(root / "masks" / f"p{number}_segmentation.png").resize((16, 16), Image.Resampling.BILINEAR)
+        lesion = np.flatnonzero(np.asarray(mask, float).reshape(-1) > 127.5)
+        assert (row.lesion, row.kept_lesion) == (len(lesion), len(set(lesion) & set(routing.kept.tolist())))
+    assert len(list((out / "overlays").glob("*.png"))) == 6
+    found = read_json(out / "summary.json")
+    assert found["images"] == 6
+    assert found["retention"]["router"]["pooled"] == pytest.approx(table["kept_lesion"].sum() / table["lesion"].sum())
+    assert found["retention"]["random"]["pooled"] == pytest.approx(76 / 256)
+    assert found["retention"]["router"]["n"] == 6
+
+
+def test_csv_holds_the_same_and_replaces_the_other_table_and_old_tokens(root: Path, tmp_path: Path) -> None:
+    out = tmp_path / "routed"
+    first = route_files(root / "photos", out, config=RouteConfig(tokens=True))
+    before = pd.read_parquet(first.table)
+    assert main(["route", str(root / "photos"), "--out", str(out), "--table", "csv"]) == 0
+    assert sorted(path.name for path in out.iterdir() if not path.name.startswith(".")) == ["routes.csv", "summary.json"]
+    with open(out / "routes.csv", newline="") as stream:
+        rows = list(csv.DictReader(stream))
+    for row, line in zip(before.itertuples(), rows):
+        assert [int(value) for value in line["kept"].split()] == row.kept.tolist()
+        assert np.array(line["scores"].split(), np.float32).tolist() == row.scores.tolist()
+        assert line["unfamiliar"] == str(row.unfamiliar).lower()
+        assert line["lesion"] == ""
+    assert read_json(out / "summary.json")["retention"] is None
+
+
+def test_bad_files_are_listed_and_a_bad_mask_costs_only_its_measurement(root: Path, tmp_path: Path) -> None:
+    photos, masks, out = tmp_path / "photos", tmp_path / "masks", tmp_path / "routed"
+    shutil.copytree(root / "photos", photos)
+    shutil.copytree(root / "masks", masks)
+    (photos / "broken.jpg").write_bytes(b"no picture")
+    (masks / "p1_segmentation.png").write_bytes(b"no mask")
+    Image.new("L", (50, 200)).save(masks / "p2_segmentation.png")
+    assert main(["route", str(photos), str(tmp_path / "absent.png"), "--masks", str(masks), "--out", str(out)]) == 0
+    table = pd.read_parquet(out / "routes.parquet")
+    assert len(table) == 6
+    assert table["lesion"].isna().tolist() == [False, True, True, False, False, False]
+    reasons = {Path(row["image"]).name: row["reason"] for row in read_lines(out / "errors.jsonl")}
+    assert set(reasons) == {"broken.jpg", "p1.jpg", "p2.jpg", "absent.png"}
+    assert "aspect ratio" in reasons["p2.jpg"]
+    summary = read_json(out / "summary.json")
+    assert (summary["failed"], summary["retention"]["router"]["n"]) == (2, 4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--budget", "0"], "share of the patches above 0"),
+        (["--masks", "nowhere"], "nowhere does not exist"),
+        (["--masks", "empty"], "No mask in empty belongs to an image"),
+        (["--model", "nowhere"], "no model folder nowhere"),
+        (["--selector", "lats"], "Unknown selector 'lats' in this model"),
+        (["--table", "xlsx"], "Use parquet or csv"),
+        (["--batch-size", "0"], "batch_size must be at least 1"),
+    ],
+)
+def test_wrong_requests_are_refused_and_leave_no_table(
+    root: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    words: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    assert main(["route", str(root / "photos"), "--out", "routed", *arguments]) == 2
+    assert words in capsys.readouterr().err
+    assert not list(tmp_path.rglob("routes.*"))
+
+
+def test_nothing_to_route_and_nowhere_to_write_are_said(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "notes.txt").write_text("x")
+    assert main(["route", str(tmp_path), "--out", str(tmp_path / "out")]) == 2
+    assert "contain no images" in capsys.readouterr().err
+    assert main(["route", str(tmp_path / "absent.jpg"), "--out", str(tmp_path / "out")]) == 1
+    assert "No image could be read (1 failed)" in capsys.readouterr().err
+    assert main(["route", str(root / "photos"), "--out", str(tmp_path / "notes.txt")]) == 2
+    assert "notes.txt is a file" in capsys.readouterr().err
+
+
+def test_a_manifest_brings_its_masks(root: Path, tmp_path: Path) -> None:
+    manifest = mtb.data.folder_manifest(root / "photos", root / "masks")
+    assert route_files(manifest, tmp_path / "out").retention["center"].n == 6
+
+
+def test_a_routing_shows_itself_and_warns_of_what_the_router_does_not_know(router: MedTokenBudget, root: Path) -> None:
+    known, scene = mtb.route([root / "photos" / "p0.jpg", unlike.street(3)], model=router)
+    assert isinstance(known, Routing)
+    assert not known.unfamiliar
+    assert scene.unfamiliar
+    assert "unlike the training images" in repr(scene)
+    assert "unlike" not in repr(known)
+    assert known._repr_html_().startswith("<img alt=")
+    plain, warned = known.overlay(), scene.overlay()
+    assert warned.getpixel((warned.width - 2, 2)) == LESION_EDGE, "a band above the picture"
+    assert plain.getpixel((plain.width - 2, 2)) != LESION_EDGE
+    assert scene.to_dict()["unfamiliarity"] > 1
+
+
+def test_the_shell_completes_the_command() -> None:
+    assert 'words="parquet csv"' in script("bash")
+    (options,) = (line for line in script("bash").splitlines() if line.strip().startswith('"route")'))
+    assert {"--out", "--budget", "--model", "--masks", "--overlay", "--tokens"} <= set(options.replace('"', " ").split())
