@@ -212,6 +212,7 @@ def write_routing(path: Path, sets: list[Pictures], seeds: tuple[int, ...], meth
     for pictures in sets:
         prefix = "" if pictures is sets[0] else f"{pictures.view}/"
         tensors[f"{prefix}lesion"] = (pictures.lesion & pictures.has_mask[:, None]).astype(np.uint8)
+        tensors[f"{prefix}covered"] = 255 * tensors[f"{prefix}lesion"]
         tensors[f"{prefix}has_mask"] = pictures.has_mask.astype(np.uint8)
         for seed in seeds:
             for method in methods:

@@ -10,7 +10,7 @@ from medtokenbudget.data.folder import folder_manifest
 from medtokenbudget.data.isic import isic_manifest, match_masks
 from medtokenbudget.data.kvasir import kvasir_manifest
 from medtokenbudget.data.manifest import SPLITS, Manifest, ManifestError
-from medtokenbudget.data.masks import mask_of, patch_labels, prevalence_table, same_aspect
+from medtokenbudget.data.masks import covered_shares, mask_of, patch_labels, prevalence_table, same_aspect
 from medtokenbudget.data.splits import apply_split, cut_selection, keep_split, paper_split
 from medtokenbudget.data.synthetic import Drawings, synthetic_manifest
 
@@ -25,6 +25,7 @@ __all__ = [
     "Report",
     "apply_split",
     "check",
+    "covered_shares",
     "csv_manifest",
     "cut_selection",
     "decode_image",

@@ -50,6 +50,19 @@ def patch_labels(mask: Image.Image, grid: tuple[int, int]) -> np.ndarray:
     return (np.asarray(small, dtype=np.float32) / 255.0 > 0.5).reshape(-1)
 
 
+def covered_shares(mask: Image.Image, grid: tuple[int, int]) -> np.ndarray:
+    """How much of each patch the mask covers: the plain mean over the patch, in 255 steps.
+
+    `patch_labels` follows the paper, whose bilinear filter also reaches into the neighbors; this says which of its lesion patches
+    are all lesion and which are borders.
+
+    Returns:
+        `[h * w]` uint8 in raster order, 255 for a patch that is all lesion.
+    """
+    height, width = grid
+    return np.asarray(mask.convert("L").resize((width, height), Image.Resampling.BOX), dtype=np.uint8).reshape(-1)
+
+
 def prevalence_table(counts: Sequence[int] | np.ndarray, patches: int) -> dict[str, dict[str, float]]:
     """The supplement's table of lesion patches per image and their share of all patches.
 

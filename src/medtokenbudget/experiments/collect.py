@@ -62,7 +62,9 @@ def _collect_routing(plan: Plan, done: Sequence[Unit]) -> None:
                 if own[view] != ids[view]:
                     continue
                 prefix = "" if view == AS_IS else f"{view}/"
-                label = f"{prefix}{name}" if name in ("lesion", "has_mask") else f"{prefix}{name}/{unit.method}/{unit.seed}"
+                label = (
+                    f"{prefix}{name}" if name in ("lesion", "has_mask", "covered") else f"{prefix}{name}/{unit.method}/{unit.seed}"
+                )
                 tensors.setdefault(label, stream.get_tensor(key))
     about = {"image_ids": ids, "grid": list(plan.sources.store.grid)}
     metadata = {"routing": json.dumps(about)}  # one key: safetensors does not keep the order of several

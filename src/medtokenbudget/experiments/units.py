@@ -213,7 +213,8 @@ def _evaluate(
     else:
         found = probabilities(head, pooled)
     frame = predictions_frame(rows, store, found, evidence, config.budgets, manifest)
-    tensors = {"lesion": store.lesion.numpy()[rows].astype(np.uint8), "has_mask": store.has_mask.numpy()[rows].astype(np.uint8)}
+    said = {"lesion": store.lesion, "has_mask": store.has_mask, "covered": store.covered}
+    tensors = {name: value.numpy()[rows].astype(np.uint8) for name, value in said.items()}
     if evidence.order is not None:
         tensors["order"] = evidence.order
     if evidence.scores is not None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from medtokenbudget.data import Manifest, mask_of, patch_labels
+from medtokenbudget.data import Manifest, covered_shares, mask_of, patch_labels
 from medtokenbudget.errors import MedTokenBudgetError, RequestError
 from medtokenbudget.features.file_index import FileIndex
 from medtokenbudget.features.shards import Failure, Row, RowError
@@ -34,6 +34,7 @@ class Annotation:
         tokens: Row of the tokens in the store, `[n]` int64. Two images with the same content share one.
         label: `[n]` int64, -1 where unknown.
         lesion: `[n, N]` bool.
+        covered: `[n, N]` uint8, how much of each patch the mask covers; 255 is all of it.
         has_mask: `[n]` bool.
         errors: Images and views of the manifest without a usable row, with the reason.
         images: SHA-256 of each image file of the manifest by `image_id`, None if it is unknown.
@@ -44,6 +45,7 @@ class Annotation:
     tokens: np.ndarray
     label: np.ndarray
     lesion: np.ndarray
+    covered: np.ndarray
     has_mask: np.ndarray
     errors: list[RowError]
     images: dict[str, str | None]
@@ -115,15 +117,17 @@ def annotate(
         RowError(name, one.row.view, reasons[one.key]) for name, one in zip(ids, wanted) if one is not None and one.key in reasons
     ]
     kept = [i for i, fine in enumerate(good) if fine]
-    nothing = np.zeros(grid[0] * grid[1], bool)
+    nothing = np.zeros((2, grid[0] * grid[1]), np.uint8)
     patches = [nothing if one is None else lesion[one.key] for one in (wanted[i] for i in kept)]
+    both = np.stack(patches) if patches else np.zeros((0, *nothing.shape), np.uint8)
     cache.save(dict(zip(manifest.ids, zip(images, masks))), manifest)
     return Annotation(
         classes=manifest.classes,
         ids=[ids[i] for i in kept],
         tokens=np.asarray(places, np.int64)[kept],
         label=manifest.label_index[np.asarray(source, np.int64)[kept]],
-        lesion=np.stack(patches) if patches else np.zeros((0, len(nothing)), bool),
+        lesion=both[:, 0].astype(bool),
+        covered=np.ascontiguousarray(both[:, 1]),
         has_mask=np.array([wanted[i] is not None for i in kept], bool),
         errors=_in_order(errors, manifest.ids),
         images=dict(zip(manifest.ids, images)),
@@ -168,7 +172,7 @@ class _Cache:
         self._used: dict[str, np.ndarray] = {}
 
     def lesions(self, wanted: Sequence[_Wanted], grid: tuple[int, int]) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-        """Lesion patches [N] by key, and the reasons for those that cannot be had."""
+        """Lesion patches and covered shares, uint8 [2, N], by key, and the reasons for those that cannot be had."""
         keys = {one.key for one in wanted}
         if not keys <= set(self._lesions):
             for other in sorted(self._folder.glob("*.safetensors")):
@@ -195,7 +199,7 @@ class _Cache:
         if self._stored == set(self._used) and images == self.images and masks == self.masks:
             return
         keys = sorted(self._used)
-        lesion = np.stack([self._used[key] for key in keys]) if keys else np.zeros((0, self._n), bool)
+        both = np.stack([self._used[key] for key in keys], axis=1) if keys else np.zeros((2, 0, self._n), np.uint8)
         about = {
             "keys": keys,
             "images": images,
@@ -206,22 +210,23 @@ class _Cache:
         }
         metadata = {"annotations": json.dumps(about, sort_keys=True)}
         try:
-            write_safetensors(self._file, lambda path: save_file({"lesion": lesion.astype(np.uint8)}, path, metadata))
+            tensors = dict(zip(("lesion", "covered"), np.ascontiguousarray(both)))
+            write_safetensors(self._file, lambda path: save_file(tensors, path, metadata))
         except MedTokenBudgetError:
             return
 
 
 def _read(path: Path, n: int) -> tuple[dict[str, np.ndarray], dict[str, Any]] | None:
-    """Lesion patches by key and what else the file says; None for a file that is missing or damaged: it is made again."""
+    """What `_Cache.lesions` gives, and what else the file says; None for a file that is missing or damaged: it is made again."""
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(path, "np") as stored:
             about = json.loads(stored.metadata()["annotations"])
-            lesion = stored.get_tensor("lesion").astype(bool)
-        if lesion.shape != (len(about["keys"]), n):
+            both = np.stack([stored.get_tensor(name) for name in ("lesion", "covered")], axis=1)
+        if both.shape != (len(about["keys"]), 2, n):
             return None
-        return dict(zip(about["keys"], lesion)), about
+        return dict(zip(about["keys"], both)), about
     except (SafetensorError, OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -245,7 +250,8 @@ def _patches(file: Path, rows: Mapping[str, Row], grid: tuple[int, int]) -> tupl
     failed: dict[str, str] = {}
     for key, row in rows.items():
         try:
-            made[key] = patch_labels(row.geometry.of(mask_of(row.size, file)), grid)
+            mask = row.geometry.of(mask_of(row.size, file))
+            made[key] = np.stack([patch_labels(mask, grid).astype(np.uint8), covered_shares(mask, grid)])
         except RequestError as error:
             failed[key] = str(error)
     return made, failed

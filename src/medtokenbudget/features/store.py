@@ -297,6 +297,11 @@ class FeatureStore:
         return torch.from_numpy(self._annotations().lesion)
 
     @cached_property
+    def covered(self) -> Tensor:
+        """[n, N] uint8, how much of each patch the mask covers; 255 is all of it."""
+        return torch.from_numpy(self._annotations().covered)
+
+    @cached_property
     def has_mask(self) -> Tensor:
         """[n] bool."""
         return torch.from_numpy(self._annotations().has_mask)

@@ -109,7 +109,7 @@ def _summary(evidence: Evidence, intervals: Intervals) -> list[str]:
 
 def _failures(evidence: Evidence, intervals: Intervals, made: Parts, gallery: Gallery | None) -> list[str]:
     parts = [bullets(story.failures(evidence, intervals))]
-    parts += [*made.plates("size-strata", "class-strata"), *made.tables("size-strata", "class-strata")]
+    parts += [*made.plates("size-strata", "class-strata"), *made.tables("size-strata", "class-strata", "lost-places")]
     if gallery is not None and gallery.worst:
         intro = (
             f"The {len(gallery.worst)} images with the lowest retention of {look(evidence.focus).name} at budget "

@@ -24,6 +24,7 @@ class PatchOrders:
         scores: (method, seed) -> `[n, N]` scores; only for methods that learn to score.
         lesion: `[n, N]` bool, the lesion patches.
         has_mask: `[n]` bool.
+        covered: `[n, N]` share of each patch that the mask covers; None if the run did not record it.
     """
 
     image_ids: list[str]
@@ -32,6 +33,7 @@ class PatchOrders:
     scores: dict[tuple[str, int], np.ndarray]
     lesion: np.ndarray
     has_mask: np.ndarray
+    covered: np.ndarray | None = None
 
     @classmethod
     def read(cls, path: Path) -> PatchOrders:
@@ -47,8 +49,9 @@ class PatchOrders:
                 order = {_unit(k): file.get_tensor(k).astype(np.int64) for k in names if k.startswith("order/")}
                 scores = {_unit(k): file.get_tensor(k).astype(np.float64) for k in names if k.startswith("scores/")}
                 lesion, has_mask = (file.get_tensor(name).astype(bool) for name in ("lesion", "has_mask"))
+                covered = file.get_tensor("covered") / 255.0 if "covered" in names else None
             ids, (rows, columns) = about["image_ids"]["as-is"], about["grid"]
-            return cls(ids, (int(rows), int(columns)), order, scores, lesion, has_mask)
+            return cls(ids, (int(rows), int(columns)), order, scores, lesion, has_mask, covered)
         except (KeyError, ValueError, TypeError, OSError, RecursionError, SafetensorError) as error:
             raise RequestError(f"Cannot read {path} ({error}). Create it again with `mtb sweep`.") from None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from medtokenbudget.reporting import analysis_tables as analysis
 from medtokenbudget.reporting import data_tables as data
+from medtokenbudget.reporting import loss_tables as losses
 from medtokenbudget.reporting import study_tables as studies
 from medtokenbudget.reporting import sweep_tables as sweeps
 from medtokenbudget.reporting.evidence import Evidence
@@ -30,6 +31,7 @@ def make_tables(evidence: Evidence, intervals: Intervals) -> list[Table]:
         studies.recipe(evidence),
         analysis.strata(evidence, intervals.by_size, "size-strata", "Retention by lesion size", "Lesion size"),
         analysis.strata(evidence, intervals.by_class, "class-strata", "Retention by class", "Class"),
+        losses.lost_places(evidence),
         analysis.worst(evidence),
         analysis.significance(evidence, intervals),
         data.beside_paper(evidence),
