@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
-.PHONY: demo quick test lint format bench setup clean
+.PHONY: demo quick test lint format docs dist bench setup clean
 
 demo: $(STAMP)
 	$(BIN)/mtb demo --out runs/demo
@@ -27,6 +27,15 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# The documentation site in site/: a broken link or a page that is not in the navigation stops it.
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "Documentation: site/index.html. To search in it: $(BIN)/python -m http.server -d site"
+
+# A wheel and a source distribution in dist/.
+dist: $(STAMP)
+	$(BIN)/python -m hatchling build
+
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks
 
@@ -37,4 +46,4 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $(STAMP)
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from medtokenbudget.config import ExtractConfig, LATSConfig, TrainConfig, preset
+from medtokenbudget.config import ContextConfig, ExtractConfig, LATSConfig, TrainConfig, preset
 from medtokenbudget.data import Drawings, Manifest, synthetic_manifest
 from medtokenbudget.features import FeatureStore, extract
 from tests.small_model import small_backbone
@@ -39,4 +39,5 @@ def quick(name: str, **changes: object) -> TrainConfig:
     small = {"epochs": 2, "head_epochs": 2, "batch_size": 16, "device": "cpu", "evaluate_every": 1, "min_steps": 0}
     base = preset(name)
     lats = LATSConfig(hidden=16, layers=2, neighborhood=base.lats.neighborhood)
-    return preset(name, **{**small, "lats": lats, **changes})
+    context = ContextConfig(channels=16, blocks=2, kernel=3)
+    return preset(name, **{**small, "lats": lats, "context": context, **changes})

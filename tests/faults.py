@@ -10,7 +10,7 @@ from pathlib import Path
 from medtokenbudget.cli import main
 from tests.small_model import draw_images, small_backbone, small_model
 
-SMALL = ["--epochs", "1", "--head-epochs", "1", "--batch-size", "8", "--lats.hidden", "8", "--lats.layers", "1", "--device", "cpu"]
+SMALL = ["--epochs", "1", "--head-epochs", "1", "--batch-size", "8", "--device", "cpu"]
 STUDENT = ["--patch-size", "16", "--width", "32", "--heads", "1", "--depth", "1", "--batch-size", "8", "--epochs", "2"]
 COMMANDS = ("data", "extract", "train", "sweep", "report", "distill", "export", "predict")
 _CLOCK = ("seconds", "images_per_second")
@@ -34,8 +34,8 @@ class World:
         words: dict[str, list[object]] = {
             "data": ["data", "synthetic", "--out", out, "--n", 2, "--size", 48],
             "extract": ["extract", manifest, "--store", out, "--backbone", *vit, "--shard-size", 8],
-            "train": ["train", *run],
-            "sweep": ["sweep", *run, "--methods", "lats", "center", "--jobs", 1],
+            "train": ["train", *run, "--context.channels", 8, "--context.blocks", 1],
+            "sweep": ["sweep", *run, "--methods", "lats", "center", "--jobs", 1, "--lats.hidden", 8, "--lats.layers", 1],
             "report": ["report", self.root / "run", "--out", out],
             "distill": ["distill", manifest, "--teacher", *vit, "--out", out, "--views", 1, *STUDENT],
             "export": ["export", self.root / "model", "--format", "hub", "--out", out],

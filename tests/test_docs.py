@@ -1,28 +1,47 @@
-"""Every command of the README and of the pages in docs/ is run here, in a folder of drawn pictures, or says why it is not.
+"""Every command and snippet of the README and of the pages in docs/ is run here, in a folder of drawn pictures, or says why not.
 
-A fenced `bash` block runs unless the line above it is a comment `<!-- not run: why -->`.
+A fenced `bash` or `python` block runs unless the line above it is a comment `<!-- not run: why -->`.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from PIL import Image
 
+import medtokenbudget
 from medtokenbudget.cli import main
 from medtokenbudget.data.dermoscopy import draw
+from medtokenbudget.data.manifest import COLUMNS
+from medtokenbudget.experiments.results import PREDICTION_COLUMNS, RESULT_COLUMNS
 from medtokenbudget.routing import registry
+from medtokenbudget.training.heads import registry as heads
 from tests.conftest import REPOSITORY
+from tests.routing.batches import tokens_of
 
 BLOCK = re.compile(r"(?:<!-- not run: (?P<why>[^>]+) -->\n)?```bash\n(?P<body>.*?)```", re.DOTALL)
 PYTHON = re.compile(BLOCK.pattern.replace("bash", "python"), re.DOTALL)
-PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+DOCS = REPOSITORY / "docs"
+PAGES = [REPOSITORY / "README.md", *sorted(DOCS.rglob("*.md"))]
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(REPOSITORY))
+
+
+def snippets(page: Path) -> list[str]:
+    """The Python blocks of a page that are not marked as not run."""
+    return [found["body"] for found in PYTHON.finditer(page.read_text(encoding="utf-8")) if found["why"] is None]
 
 
 def commands(page: Path) -> Iterator[tuple[str, str | None]]:
@@ -54,11 +73,15 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
         assert main(["data", "folder", "photos", "--masks", "masks", "--out", "photos.parquet"]) == 0
         assert main(["extract", "photos.parquet", "--store", "tokens", "--backbone", "embedded", "--views", "off-center"]) == 0
         assert main(["train", "photos.parquet", "--store", "tokens", "--out", "runs/demo", "--epochs", "1"]) == 0
+    shutil.copy(folder / "photos" / "MEL" / "p00.jpg", folder / "photo.jpg")
+    # The page about data calls them so.
+    shutil.copy(folder / "photos.parquet", folder / "isic.parquet")
+    shutil.copytree(folder / "tokens", folder / "stores" / "isic")
     return folder
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [page for page in PAGES if any(why is None for _, why in commands(page))], ids=name_of)
 def test_the_commands_of_the_page_work_as_written(
     page: Path, workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -67,13 +90,26 @@ def test_the_commands_of_the_page_work_as_written(
         if why is not None:
             continue
         words = shlex.split(text)
-        assert words[0] == "mtb", f"{page.name}: '{text}' is not an mtb command: mark the block with <!-- not run: why -->"
-        assert main(words[1:]) == 0, f"{page.name}: {text}"
+        assert words[0] == "mtb", f"{name_of(page)}: '{text}' is not an mtb command: mark the block with <!-- not run: why -->"
+        assert main(words[1:]) == 0, f"{name_of(page)}: {text}"
 
 
-def test_the_python_of_the_retention_page_works_as_written(capsys: pytest.CaptureFixture[str]) -> None:
-    page = (REPOSITORY / "docs" / "retention.md").read_text(encoding="utf-8")
-    blocks = [found["body"] for found in PYTHON.finditer(page) if found["why"] is None]
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [page for page in PAGES if snippets(page)], ids=name_of)
+def test_the_python_of_the_page_works_as_written(
+    page: Path, workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(shutil.copytree(workplace, tmp_path / "here"))
+    shutil.copytree("runs/demo", "runs/first")  # what the commands of these pages make
+    for known in (registry.SELECTORS, heads.HEADS):
+        monkeypatch.setattr(known, "_classes", dict(known._classes))
+    names: dict[str, Any] = {"__name__": "page", "tokens": tokens_of(2, (16, 16))}
+    for block in snippets(page):
+        exec(compile(block, name_of(page), "exec"), names)
+
+
+def test_the_numbers_in_the_python_of_the_retention_page_are_right(capsys: pytest.CaptureFixture[str]) -> None:
+    blocks = snippets(DOCS / "retention.md")
     names: dict[str, Any] = {}
     exec(compile("\n".join(blocks), "retention.md", "exec"), names)
     assert len(blocks) == 3
@@ -87,7 +123,7 @@ def test_the_python_of_the_retention_page_works_as_written(capsys: pytest.Captur
 def test_the_comparison_of_the_selectors_page_prints_rows_that_can_be_told_apart(
     workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    page = (REPOSITORY / "docs" / "selectors.md").read_text(encoding="utf-8")
+    page = (DOCS / "selectors.md").read_text(encoding="utf-8")
     blocks = [found["body"] for found in PYTHON.finditer(page)]
     written = [body for body in blocks if "class Outlier" in body or "mtb.sweep" in body]
     assert len(written) == 2
@@ -116,7 +152,7 @@ def test_every_option_of_a_command_that_is_not_run_exists(capsys: pytest.Capture
                 helps[name] = capsys.readouterr().out
             options = [word.split("=")[0] for word in words if word.startswith("--")]
             missing = [option for option in options if option not in helps[name]]
-            assert not missing, f"{page.name}: '{text}' uses {missing}, which `mtb {name}` does not know"
+            assert not missing, f"{name_of(page)}: '{text}' uses {missing}, which `mtb {name}` does not know"
 
 
 def test_every_link_to_a_file_leads_somewhere() -> None:
@@ -125,4 +161,54 @@ def test_every_link_to_a_file_leads_somewhere() -> None:
     ]
     assert links
     for page, target in links:
-        assert (page.parent / target).exists(), f"{page.name} links to {target}"
+        made_by_the_build = target.endswith("reference/cli.md")
+        assert made_by_the_build or (page.parent / target).exists(), f"{name_of(page)} links to {target}"
+
+
+def test_every_page_of_the_navigation_exists() -> None:
+    def leaves(entry: Any) -> Iterator[str]:
+        if isinstance(entry, str):
+            yield entry
+        else:
+            for part in entry.values() if isinstance(entry, dict) else entry:
+                yield from leaves(part)
+
+    listed = list(leaves(yaml.safe_load((REPOSITORY / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]))
+    written = [str(page.relative_to(DOCS)) for page in PAGES[1:]]
+    assert set(listed) <= {*written, "reference/cli.md"}
+
+
+@pytest.mark.slow
+def test_the_site_is_built_without_warnings_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs", reason="needs the extra 'docs'")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"})
+    assert done.returncode == 0, done.stderr
+    pages = list((tmp_path / "site").rglob("*.html"))
+    assert len(pages) >= len(PAGES)
+    loaded = re.compile(r"""<(?:script|link|img|iframe|source)\b[^>]*\b(?:src|href)=["']?(?:https?:)?//([^"' >]+)""")
+    for page in pages:
+        assert loaded.findall(page.read_text(encoding="utf-8")) == [], page.name
+    styles = "".join(path.read_text(encoding="utf-8") for path in (tmp_path / "site").rglob("*.css"))
+    assert "url(http" not in styles
+    commands_page = (tmp_path / "site" / "reference" / "cli.html").read_text(encoding="utf-8")
+    assert all(f">mtb {name}<" in commands_page for name in ("train", "data folder", "predict"))
+
+
+def test_the_page_of_the_python_names_shows_each_of_them() -> None:
+    text = (DOCS / "reference" / "api.md").read_text(encoding="utf-8")
+    shown = re.findall(r"^::: medtokenbudget\.(\w+)$", text, flags=re.MULTILINE)
+    assert sorted([*shown, "__version__"]) == sorted(medtokenbudget.__all__)
+
+
+def test_the_page_of_the_file_formats_has_every_column() -> None:
+    text = (DOCS / "reference" / "formats.md").read_text(encoding="utf-8")
+    sections = {part.split("\n", 1)[0].strip(): part for part in re.split(r"^#+ ", text, flags=re.MULTILINE)}
+    expected = {
+        "Manifest (`.parquet`)": COLUMNS,
+        "results.csv": RESULT_COLUMNS,
+        "predictions.parquet": PREDICTION_COLUMNS,
+    }
+    for title, columns in expected.items():
+        first = "".join(re.findall(r"^\|([^|]*)\|", sections[title], flags=re.MULTILINE))
+        assert sorted(set(re.findall(r"`(\w+)`", first))) == sorted(columns), title

@@ -93,6 +93,7 @@ def test_the_help_shows_the_options_that_people_need_first_and_then_groups() -> 
         "Arguments",
         "Options",
         "Training",
+        "Context scorer",
         "LATS scorer",
         "Router",
         "Budget curriculum of the joint recipe",
@@ -103,6 +104,8 @@ def test_the_help_shows_the_options_that_people_need_first_and_then_groups() -> 
     assert re.findall(r"^  (--\S+)", first, flags=re.MULTILINE) == [
         "--store",
         "--out",
+        "--head",
+        "--selector",
         "--preset",
         "--epochs",
         "--seed",

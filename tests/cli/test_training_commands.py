@@ -19,10 +19,6 @@ SMALL = [
     "1",
     "--batch_size",
     "16",
-    "--lats.hidden",
-    "16",
-    "--lats.layers",
-    "1",
     "--device",
     "cpu",
 ]
@@ -35,7 +31,7 @@ def test_train_leaves_a_run_directory_and_a_model_that_loads(
     assert main(["train", str(drawn.manifest_path), "--store", str(drawn.store_path), "--out", str(out), *SMALL]) == 0
     for name in ("run.json", "results.csv", "predictions.parquet", "metrics.jsonl", "model/config.json", "model/model.safetensors"):
         assert (out / name).exists(), name
-    assert set(read_results(out / "results.csv")["method"]) == {"lats:lesion-first", "center", "random"}
+    assert set(read_results(out / "results.csv")["method"]) == {"context:lesion-first", "center", "random"}
     said = capsys.readouterr().err
     assert "Next: mtb report" in said
     run = read_json(out / "run.json")
@@ -47,6 +43,28 @@ def test_train_leaves_a_run_directory_and_a_model_that_loads(
     model = mtb.load(out / "model", device="cpu")
     assert model.backbone_config.weights == drawn.store_path.parent / "vit-0.safetensors", "predict must find the --weights file"
     assert model.predict(drawn.manifest.image_path(0))[0].k > 0
+
+
+def test_options_of_a_scorer_that_is_not_trained_are_refused(
+    drawn: Drawn, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["train", str(drawn.manifest_path), "--store", str(drawn.store_path), "--out", str(tmp_path / "run")]
+    for words, said in (
+        (["--lats.hidden", "8"], "--lats.* are for the selector 'lats', but 'context' is trained. Add --selector lats"),
+        (["--preset", "paper", "--context.blocks", "1"], "--context.* are for the selector 'context', but 'lats' is trained."),
+        (["--selector", "lats", "--context.blocks", "1"], "but 'lats' is trained."),
+    ):
+        assert main([*arguments, *words]) == 2
+        assert said in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_selector_is_trained_by_name(drawn: Drawn, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    arguments = ["train", str(drawn.manifest_path), "--store", str(drawn.store_path), "--out", str(out), *SMALL]
+    assert main([*arguments, "--selector", "lats", "--lats.hidden", "8", "--lats.layers", "1"]) == 0
+    assert set(read_results(out / "results.csv")["method"]) == {"lats:lesion-first", "center", "random"}
+    assert mtb.load(out / "model", device="cpu").main == "lats:lesion-first"
 
 
 def test_a_preset_sets_the_defaults_and_options_change_them(drawn: Drawn, tmp_path: Path) -> None:
@@ -75,7 +93,7 @@ def test_the_demo_tells_the_whole_story_offline(tmp_path: Path, capsys: pytest.C
     assert main(["demo", "--out", str(out), "--n", "48", "--epochs", "1"]) == 0
     for name in ("report.html", "results.csv", "tables", "figures", "model/README.md"):
         assert (out / name).exists(), name
-    assert "lats:lesion-first" in capsys.readouterr().out
+    assert "context:lesion-first" in capsys.readouterr().out
     model = mtb.load(out / "model")
     image = next((out / "data" / "images").glob("*.jpg"))
     assert len(model.predict([image], budget=0.3)[0].kept) == 76

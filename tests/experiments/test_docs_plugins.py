@@ -1,4 +1,4 @@
-"""The learned selector and the head that docs/how-to/learned-selector.md shows, run from that text through sweep and report."""
+"""The learned selector and the head that docs/how-to/ shows, run from that text through sweep and report."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from medtokenbudget.training.heads import registry as heads
 from tests.conftest import REPOSITORY
 from tests.drawn import Drawn, quick
 
-PAGE = REPOSITORY / "docs" / "how-to" / "learned-selector.md"
+PAGES = [REPOSITORY / "docs" / "how-to" / name for name in ("learned-selector.md", "head.md")]
 
 
 @pytest.fixture
 def blocks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(selectors.SELECTORS, "_classes", dict(selectors.SELECTORS._classes))
     monkeypatch.setattr(heads.HEADS, "_classes", dict(heads.HEADS._classes))
-    return re.findall(r"(?<!-->\n)```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)
+    text = "".join(page.read_text(encoding="utf-8") for page in PAGES)
+    return re.findall(r"(?<!-->\n)```python\n(.*?)```", text, flags=re.DOTALL)
 
 
 @pytest.mark.slow

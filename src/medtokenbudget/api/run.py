@@ -26,11 +26,11 @@ class Run:
     Example:
         >>> run = mtb.Run("runs/first")
         >>> run.info.main
-        'lats:lesion-first'
+        'context:lesion-first'
         >>> sorted(set(run.results["method"]))
-        ['center', 'lats:lesion-first', 'random']
+        ['center', 'context:lesion-first', 'random']
         >>> run.model.main
-        'lats:lesion-first'
+        'context:lesion-first'
     """
 
     def __init__(self, path: Path | str) -> None:

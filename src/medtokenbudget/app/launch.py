@@ -144,9 +144,13 @@ def find_service(model: str | Path | None, config: ServeConfig) -> tuple[Any, An
     limits = Limits(config.max_bytes, config.max_pixels, config.decode_seconds)
     if model is None:
         say("No model given. Using the router for dermoscopic images that comes with the package; it predicts no class.")
-    demo = model is not None and Path(model).resolve() in (DEMO_MODEL.resolve(), DEMO_MODEL.parent.resolve())
     loaded = load("dermoscopy" if model is None else model, weights=config.weights, device=config.device)
-    return Service(loaded, limits, demo).warm(), limits
+    return Service(loaded, limits, model is not None and is_demo(model)).warm(), limits
+
+
+def is_demo(model: str | Path) -> bool:
+    """Return whether this is the demo model, or its run."""
+    return Path(model).resolve() in (DEMO_MODEL.resolve(), DEMO_MODEL.parent.resolve())
 
 
 def _listen(config: ServeConfig) -> socket.socket:

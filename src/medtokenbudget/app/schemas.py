@@ -27,8 +27,8 @@ class Error(BaseModel):
 
 
 class SelectorInfo(BaseModel):
-    name: str = Field(description="Name in requests and results.", examples=["lats:lesion-first"])
-    title: str = Field(description="Name to display.", examples=["LATS, lesion-first"])
+    name: str = Field(description="Name in requests and results.", examples=["context:lesion-first"])
+    title: str = Field(description="Name to display.", examples=["Context"])
     about: str = Field(description="What the method does, in one sentence.")
     kind: str = Field(description="'ranker' and 'sampler' keep K patches, 'merger' makes K new tokens.", examples=["ranker"])
     learns: bool = Field(description="Whether the selector itself was trained, not only its head.")
@@ -53,7 +53,7 @@ class ModelInfo(BaseModel):
     grid: list[int] = Field(description="Rows and columns of patches.", examples=[[16, 16]])
     n: int = Field(description="Number of patches.", examples=[256])
     budgets: list[float] = Field(description="The ten standard budgets, which every answer contains.")
-    main: str = Field(description="Name of the main method of the model.", examples=["lats:lesion-first"])
+    main: str = Field(description="Name of the main method of the model.", examples=["context:lesion-first"])
     selectors: list[SelectorInfo] = Field(description="The methods of the model, the main one first.")
     limits: LimitsInfo
 
@@ -147,7 +147,7 @@ def route_body(selectors: list[str]) -> dict[str, Any]:
     }
     schema = {"type": "object", "required": ["image"], "additionalProperties": False, "properties": fields}
     files = {"contentType": "image/png, image/jpeg"}
-    example = {"selectors": ["lats:lesion-first"], "budgets": [0.25], "preview": False}
+    example = {"selectors": ["context:lesion-first"], "budgets": [0.25], "preview": False}
     content = {"schema": schema, "encoding": {"image": files, "mask": files}, "examples": {"one method": {"value": example}}}
     return {"requestBody": {"required": True, "content": {"multipart/form-data": content}}}
 
@@ -164,7 +164,7 @@ ROUTE_EXAMPLE: dict[str, Any] = {
     "unfamiliarity": 0.62,
     "selectors": [
         {
-            "name": "lats:lesion-first",
+            "name": "context:lesion-first",
             "kind": "ranker",
             "k": [2, 4],
             "order": [3, 1, 0, 2],

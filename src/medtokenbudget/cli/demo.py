@@ -11,8 +11,8 @@ def main(arguments: list[str]) -> int:
     parser = command_parser(
         "demo",
         "Draw dermoscopic images, route some with the router of the package, extract their tokens with the embedded backbone, "
-        "train LATS and the heads of the other methods, evaluate them at ten budgets and write a report. Works offline and on a "
-        "CPU. If it is stopped, the same command resumes.",
+        "train the learned routers and the heads of the other methods, evaluate them at ten budgets and write a report. Works "
+        "offline and on a CPU. If it is stopped, the same command resumes.",
         "mtb demo --out runs/demo",
     )
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="Run directory to write.")

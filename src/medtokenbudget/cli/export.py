@@ -1,24 +1,32 @@
-"""`mtb export`: ONNX files at fixed budgets, or a folder for the hub."""
+"""`mtb export`: ONNX files at fixed budgets, a site that runs in the browser without a server, or a folder for the hub."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from medtokenbudget.cli.parsing import command_parser
 from medtokenbudget.config import Budget
+
+if TYPE_CHECKING:
+    from medtokenbudget.model import MedTokenBudget
 
 
 def main(arguments: list[str]) -> int:
     parser = command_parser(
         "export",
-        "Export a model as ONNX (one file per budget, compared with PyTorch before it is written), or as a folder without local "
-        "paths that is ready for the hub.",
+        "Export a model as ONNX (one file per budget, compared with PyTorch before it is written), as a static site that runs the "
+        "model in the browser, or as a folder without local paths that is ready for the hub.",
         "mtb export runs/demo --format onnx --budget 0.1 0.3 --part whole --out exported",
     )
     parser.add_argument("model", help="Run directory, model folder or hub id (owner/name).")
     parser.add_argument("--out", type=Path, required=True, help="Folder to write to.")
-    parser.add_argument("--format", type=Literal["onnx", "hub"], default="onnx", help="ONNX files, or a model folder for the hub.")
+    parser.add_argument(
+        "--format",
+        type=Literal["onnx", "web", "hub"],
+        default="onnx",
+        help="ONNX files, the explorer as a static site, or a model folder for the hub.",
+    )
     parser.add_argument("--budget", type=Budget, nargs="+", default=[0.3], help="Budgets, one ONNX file each.")
     parser.add_argument(
         "--part", type=Literal["routing", "whole"], default="whole", help="'whole': image to logits; 'routing': tokens to logits."
@@ -38,6 +46,14 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--push", type=str | None, default=None, help="With --format hub: also upload to this hub id, as a private repository."
     )
+    parser.add_argument(
+        "--runtime",
+        type=Path | None,
+        default=None,
+        help="With --format web: folder of the npm package onnxruntime-web. Default: fetched by npm, once.",
+    )
+    parser.add_argument("--serve", action="store_true", help="With --format web: also serve the site here and open it.")
+    parser.add_argument("--port", type=int, default=8766, help="Port for --serve; 0 picks a free one.")
     options = parser.parse_args(arguments)
 
     from medtokenbudget.errors import RequestError
@@ -46,15 +62,36 @@ def main(arguments: list[str]) -> int:
 
     if options.push and options.format != "hub":
         raise RequestError("--push needs --format hub.")
+    if options.format != "web" and (options.serve or options.runtime):
+        raise RequestError("--serve and --runtime need --format web.")
     model = load(options.model, weights=options.weights, device="cpu")
     if options.format == "hub":
         say(f"Wrote the model to {model.save_pretrained(options.out, portable=True)}. Load it with mtb.load.")
         if options.push:
             say(f"Uploaded it to {model.push_to_hub(options.push)}.")
         return 0
+    if options.format == "web":
+        return _web(model, options.model, options.out, options.runtime, options.port if options.serve else None)
     from medtokenbudget.model.onnx import export_onnx
 
     for budget in options.budget:
         path = export_onnx(model, options.out, budget, options.part, options.selector)
         say(f"Wrote {path} ({path.stat().st_size / 1024**2:.1f} MB), checked against PyTorch.")
+    return 0
+
+
+def _web(model: MedTokenBudget, name: str, out: Path, runtime: Path | None, port: int | None) -> int:
+    from medtokenbudget.app.launch import is_demo
+    from medtokenbudget.app.runtime import find_runtime
+    from medtokenbudget.app.site import write_site
+    from medtokenbudget.app.site_server import serve_site
+    from medtokenbudget.progress import say
+
+    graphs = write_site(model, out, find_runtime(runtime), is_demo(name))
+    for method, why in graphs.left_out.items():
+        say(f"Left out method '{method}': {why}.")
+    size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
+    say(f"Wrote the site to {out} ({size / 1e6:.1f} MB), checked against PyTorch. Put it on any web server, or add --serve.")
+    if port is not None:
+        serve_site(out, port)
     return 0

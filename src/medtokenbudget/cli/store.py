@@ -43,12 +43,13 @@ def _info(arguments: list[str]) -> int:
 def _text(found: dict[str, Any]) -> str:
     backbone = found["settings"]["backbone"]
     h, w = backbone["grid"]
+    views = {"as-is" if view == "identity" else view: count for view, count in found["views"].items()}
     lines = [
         f"{found['path']}: {found['images']:,} images, {found['rows']:,} rows, {found['bytes'] / 1e6:,.1f} MB",
         f"  backbone   {backbone['name']}, {backbone['image_size']} pixels, {h} x {w} patches of {backbone['dim']} numbers",
         f"  weights    SHA-256 {backbone['weights']}",
         f"  tokens     {'all patches' if found['settings']['keep'] == 'patches' else 'routed'}, {found['settings']['dtype']}",
-        f"  views      {', '.join(f'{count:,} {view}' for view, count in found['views'].items()) or 'none'}",
+        f"  views      {', '.join(f'{count:,} {view}' for view, count in views.items()) or 'none'}",
         f"  shards     {found['shards']:,}, {found['missing_shards']:,} missing; {found['failed']:,} rows failed",
     ]
     for one in found["manifests"]:

@@ -6,7 +6,8 @@ from typing import Literal
 
 from medtokenbudget.cli.parsing import command_parser
 from medtokenbudget.cli.training_options import add_run, add_training, training_config
-from medtokenbudget.config import DEFAULT_SELECTOR
+from medtokenbudget.config import DEFAULT_SELECTORS, TrainConfig, preset
+from medtokenbudget.errors import RequestError
 
 
 def main(arguments: list[str]) -> int:
@@ -24,7 +25,12 @@ def main(arguments: list[str]) -> int:
         default="auto",
         help="'none' ignores class labels and trains the router from masks alone, for `mtb route`; so does 'auto' without labels.",
     )
-    parser.add_argument("--selector", default=DEFAULT_SELECTOR, help="Selector to train: any that learns (docs/selectors.md).")
+    parser.add_argument(
+        "--selector",
+        type=str | None,
+        default=None,
+        help="Selector to train: any that learns (docs/selectors.md). Default: context, and lats with --recipe joint.",
+    )
     add_training(parser, arguments, "lesion-first")
     options = parser.parse_args(arguments)
 
@@ -34,7 +40,10 @@ def main(arguments: list[str]) -> int:
     from medtokenbudget.experiments.sweep import require_complete
     from medtokenbudget.progress import say
 
-    run = train(options.manifest, options.store, options.out, training_config(options), options.selector, options.head)
+    config = training_config(options)
+    selector = options.selector or DEFAULT_SELECTORS[config.recipe]
+    _check_scorer(selector, config, options.preset)
+    run = train(options.manifest, options.store, options.out, config, selector, options.head)
     record_command(options.out, "train", arguments)
     ours = run.results[(run.results["method"] == run.info.main) & (run.results["view"] == AS_IS)]
     row = ours.iloc[int((ours["budget"] - 0.3).abs().to_numpy().argmin())]
@@ -49,3 +58,13 @@ def main(arguments: list[str]) -> int:
     say(f"Model saved in {model}. Next: mtb report {options.out} or {following}")
     require_complete(run.info)
     return 0
+
+
+def _check_scorer(selector: str, config: TrainConfig, name: str) -> None:
+    """Reject settings of a scorer that is not trained: they would change nothing."""
+    for part in ("context", "lats"):
+        if part != selector and getattr(config, part) != getattr(preset(name), part):
+            raise RequestError(
+                f"The options --{part}.* are for the selector '{part}', but '{selector}' is trained. "
+                f"Add --selector {part}, or leave them out."
+            )

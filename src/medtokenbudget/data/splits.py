@@ -20,6 +20,9 @@ SplitRule = Literal["paper", "grouped", "kfold"]
 PAPER_SEED = 42
 PAPER_SHARE = 0.8
 VALIDATION_SHARE = 0.2
+TRIED_SEEDS = 100
+"""Seeds that are tried to name a better one where a hashed split is far from its shares."""
+_KEPT = "kept from an older manifest"
 
 
 def paper_split(n: int) -> np.ndarray:
@@ -236,16 +239,37 @@ def keep_split(manifest: Manifest, old: Manifest) -> Manifest:
             f"{moved:,} images of the old manifest move to training: their groups were in several parts of it. "
             "The other images keep their part."
         )
-    return manifest.with_columns(split=split, split_rule=f"{manifest.split_rule}, kept from an older manifest")
+    return manifest.with_columns(split=split, split_rule=f"{manifest.split_rule}, {_KEPT}")
 
 
-def _aim(manifest: Manifest, share: float) -> str:
-    """What a hashed split was to give, if it is far from that: with few groups it may be."""
-    rule = manifest.split_rule.split(",")[0]
+def _aim(manifest: Manifest, validation: np.ndarray) -> str:
+    """What a hashed split was to give and the seed that comes nearest, if this one is far off or misses a class: with few groups
+    it may be."""
+    rule, _, note = manifest.split_rule.partition(", ")
     if rule != "grouped" and not rule.startswith("kfold"):
         return ""
-    aim = VALIDATION_SHARE if rule == "grouped" else 1 / int(rule.split("/")[1])
-    return f" ({aim:.0%} was the aim; another --seed may be nearer)" if abs(share - aim) > aim / 4 else ""
+    fold, folds = (0, 0) if rule == "grouped" else map(int, rule.removeprefix("kfold ").split("/"))
+    start, aim = (fold / folds, 1 / folds) if folds else (0.0, VALIDATION_SHARE)
+    labels = manifest.label_index
+    of_classes = [validation[labels == label] for label in np.unique(labels)]
+    missed = any(part.all() or not part.any() for part in of_classes if len(part) * aim >= 1)
+    if abs(validation.mean() - aim) <= aim / 4 and not missed:
+        return ""
+    if note.endswith(_KEPT):
+        return f" ({aim:.0%} is the aim for new images)"
+    places = {seed: group_shares(manifest.groups, seed) for seed in range(TRIED_SEEDS)}
+    parts = {seed: (place >= start) & (place < start + aim) for seed, place in places.items()}
+    distances = {seed: _distance(part, labels, aim) for seed, part in parts.items()}
+    best = min(distances, key=distances.__getitem__)
+    if distances[best] >= _distance(validation, labels, aim):
+        return f" ({aim:.0%} was the aim)"
+    return f" ({aim:.0%} was the aim; --seed {best} comes nearest with {parts[best].mean():.1%})"
+
+
+def _distance(validation: np.ndarray, labels: np.ndarray, aim: float) -> float:
+    """By how many images a validation part `[n]` misses its share, overall and summed over the classes."""
+    counts = [validation[labels == label] for label in np.unique(labels)]
+    return sum(abs(part.sum() - aim * len(part)) for part in (validation, *counts))
 
 
 def balance_text(manifest: Manifest) -> str:
@@ -253,7 +277,7 @@ def balance_text(manifest: Manifest) -> str:
     validation = (manifest.rows["split"] == "val").to_numpy(dtype=bool)
     if not validation.any():
         return "No validation images."
-    text = f"Validation has {validation.mean():.1%} of the images{_aim(manifest, float(validation.mean()))}"
+    text = f"Validation has {validation.mean():.1%} of the images{_aim(manifest, validation)}"
     labels = manifest.label_index
     present = [label for label in range(len(manifest.classes)) if (labels == label).any()]
     shares = {manifest.classes[label]: float(validation[labels == label].mean()) for label in present}

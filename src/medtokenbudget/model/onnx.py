@@ -53,7 +53,7 @@ def export_onnx(
         RequestError: If the selector cannot be written as a fixed graph, or the extra `onnx` is not installed.
         WorkError: If the exported graph and the PyTorch model disagree; nothing is written then.
     """
-    _require_extra()
+    require_onnx()
     method = model.main if selector is None else selector
     device = model.device
     model.to("cpu")
@@ -80,7 +80,8 @@ def _file_name(method: str) -> str:
     return method.replace(":", "-").replace("+", "-")
 
 
-def _require_extra() -> None:
+def require_onnx() -> None:
+    """Raise RequestError with the install command if a package of the extra `onnx` is missing."""
     import importlib.util
 
     missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if importlib.util.find_spec(name) is None]
@@ -186,7 +187,7 @@ def _write(graph: nn.Module, inputs: dict[str, Tensor], path: Path, metadata: di
     import onnx
 
     batch = torch.export.Dim("batch", min=1, max=1024)
-    with torch.no_grad(), _quiet():
+    with torch.no_grad(), quiet_exporter():
         program = torch.onnx.export(
             graph,
             tuple(inputs.values()),
@@ -205,7 +206,7 @@ def _write(graph: nn.Module, inputs: dict[str, Tensor], path: Path, metadata: di
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet_exporter() -> Iterator[None]:
     """Silence the exporter's notes on its own optimizations; what matters is checked afterwards."""
     loggers = [logging.getLogger(name) for name in ("onnxscript", "onnx_ir", "torch.onnx")]
     levels = [logger.level for logger in loggers]

@@ -46,7 +46,7 @@ TERMS: dict[str, str] = {
         "the middle of the image."
     ),
     "Lesion-first": (
-        "Our training recipe for LATS: the scorer learns where the lesion is before the classifier is trained, so that "
+        "Our training recipe: the scorer learns where the lesion is before the classifier is trained, so that "
         "classification cannot pull it away from the lesion."
     ),
     "—": "Not measured, which is different from zero.",

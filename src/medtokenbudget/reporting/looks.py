@@ -75,7 +75,7 @@ LOOKS: dict[str, Look] = {
     "query-pool": Look("Query pool", "#4f6d2f", "8", "-", "Mixes all patches into K tokens by attention of learned queries."),
 }  # fmt: skip
 _OF_CONTEXT: dict[str, Look] = {
-    "lesion-first": Look("Context", "#0b4f8a", "o", "-", "A small network that sees the neighborhood, trained on lesion masks."),
+    "lesion-first": Look("Context", "#0b4f8a", "*", "-", "A small network that sees the neighborhood, trained on lesion masks."),
 }
 _OF_LATS: dict[str, Look] = {
     "lesion-first": Look("LATS lesion-first", "#0072b2", "o", "-", "LATS trained to find the lesion before it classifies."),

@@ -65,6 +65,10 @@ class LearnedSelector(Selector, nn.Module):
     def from_config(cls, dim: int, config: TrainConfig, classes: int = 2) -> Self:
         """A selector for tokens of dimension `dim` with the settings of a training; `classes` is for those that also classify."""
 
+    def min_steps(self, config: TrainConfig) -> int:
+        """Fewest steps that its training takes on small data sets."""
+        return config.min_steps
+
     @abstractmethod
     def training_pass(
         self,

@@ -106,13 +106,14 @@ class _Trainer:
                 "The lesion-first recipe learns from lesion masks, but no training image has one. "
                 "Add masks to the manifest, or use --preset paper with --losses.lesion 0."
             )
-        self.epochs = epochs_for(len(self.images) + len(self.views), config.batch_size, config.epochs, config.min_steps)
         if self.joint or config.class_balance == "sampler":
             require_labels(store.label.numpy()[self.images], "training")
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)
             self.selector = _learned(names[0]).from_config(store.dim, config, classes)
             self.head = create_head(names[1], store.dim, classes) if classes else None
+        least = self.selector.min_steps(config)
+        self.epochs = epochs_for(len(self.images) + len(self.views), config.batch_size, config.epochs, least)
         self.classifier = RoutedClassifier(self.selector, self.head).to(self.device)
         self.parameters = list((self.classifier if self.joint else self.selector).parameters())
         self.optimizer = torch.optim.AdamW(self.parameters, lr=config.lr, weight_decay=config.weight_decay, fused=True)

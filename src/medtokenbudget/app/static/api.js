@@ -1,4 +1,4 @@
-// All requests to the service.
+// The engine that asks the service: all requests to it.
 
 const TOKEN = "mtb-token";
 
@@ -11,7 +11,7 @@ export class ApiError extends Error {
 }
 
 /** Move a token from the address (#token=...) into the storage of this tab. */
-export function takeTokenFromAddress() {
+function takeTokenFromAddress() {
   const match = /^#token=(.+)$/.exec(location.hash);
   if (!match) return;
   setToken(decodeURIComponent(match[1]));
@@ -36,6 +36,8 @@ function token() {
     return held;
   }
 }
+
+export const open = async () => takeTokenFromAddress();
 
 async function ask(path, options = {}) {
   const headers = token() ? { Authorization: `Bearer ${token()}` } : {};

@@ -1,10 +1,10 @@
 // The explorer page: its state, and what happens when a sample, a file, a method or a budget is chosen.
 
-import * as api from "./api.js";
 import { chart } from "./chart.js";
 import { curve } from "./curve.js";
 import { asData, asPicture, saveBlob } from "./download.js";
 import { patchColors } from "./draw.js";
+import { engine, inPage } from "./engine.js";
 import { downloadName, listenForDrops, sortFiles } from "./files.js";
 import { Panel } from "./panel.js";
 import { at, lesionMap, percent, sentence } from "./view.js";
@@ -42,17 +42,27 @@ function hideError() {
 // Start: the model, the samples, the first sample.
 
 async function start() {
-  api.takeTokenFromAddress();
   try {
-    state.info = await api.model();
-    const list = (await api.samples()).samples;
+    byId("loading").hidden = !inPage;
+    await engine.open(showProgress);
+    state.info = await engine.model();
+    const list = (await engine.samples()).samples;
     showModel(state.info);
     await showSamples(list);
   } catch (error) {
     if (error.code === "token_required") askForToken();
     else if (error.code === "no_model") byId("no-model").hidden = false;
     else showError(error.message);
+  } finally {
+    byId("loading").hidden = true;
   }
+}
+
+function showProgress({ done, total, text }) {
+  const bar = byId("loading-bar");
+  if (total) bar.value = done / total;
+  else bar.removeAttribute("value");
+  byId("loading-text").textContent = text ?? `${(done / 1e6).toFixed(1)} of ${(total / 1e6).toFixed(1)} MB. The model runs in this page; your images stay on this device.`;
 }
 
 function showModel(info) {
@@ -62,7 +72,9 @@ function showModel(info) {
   const classes = count === 0 ? "router only, no classes" : count === 1 ? "1 class" : `${count} classes`;
   byId("model-line").textContent = `${demo}Backbone ${info.backbone} · ${info.grid[0]} × ${info.grid[1]} patches · ${classes}`;
   byId("fingerprint").textContent = `Model ${info.fingerprint.slice(0, 16)} · MedTokenBudget ${info.version}`;
+  if (inPage) byId("about-engine").textContent = " The model runs in this page: images stay on this device, and after loading nothing is sent or requested.";
   byId("token-form").hidden = true;
+  byId("loading").hidden = true;
   byId("app").hidden = false;
   showPanels();
 }
@@ -76,7 +88,7 @@ function askForToken() {
 byId("token-form").addEventListener("submit", (event) => {
   event.preventDefault();
   hideError();
-  api.setToken(byId("token").value.trim());
+  engine.setToken(byId("token").value.trim());
   start();
 });
 
@@ -106,7 +118,7 @@ function sampleButton(sample) {
   button.addEventListener("click", () => openSample(sample));
   const load = async () => {
     try {
-      image.src = URL.createObjectURL(await api.sampleFile(sample.id, "image"));
+      image.src = URL.createObjectURL(await engine.sampleFile(sample.id, "image"));
     } catch (error) {
       showError(error.message);
     }
@@ -116,7 +128,7 @@ function sampleButton(sample) {
 
 async function openSample(sample) {
   try {
-    const [image, mask] = await Promise.all([api.sampleFile(sample.id, "image"), api.sampleFile(sample.id, "mask")]);
+    const [image, mask] = await Promise.all([engine.sampleFile(sample.id, "image"), engine.sampleFile(sample.id, "mask")]);
     await analyze({ image, mask, title: `Sample ${sample.title}`, truth: sample.label, sample: sample.id });
   } catch (error) {
     showError(error.message);
@@ -137,10 +149,11 @@ async function analyze(source, file) {
   running = mine;
   byId("busy").hidden = false;
   try {
-    const answer = await api.route(source.image, source.mask, STOPS, mine.signal);
+    const answer = await engine.route(source.image, source.mask, STOPS, mine.signal);
     const picture = new Image();
     picture.src = answer.image.preview;
     await picture.decode();
+    URL.revokeObjectURL(picture.src);
     if (running === mine) show(source, answer, picture);
   } catch (error) {
     if (error.name === "AbortError") return;

@@ -1,4 +1,4 @@
-"""The context scorer as a selector: what `mtb train` trains unless told otherwise.
+"""The context scorer as a selector: what the lesion-first recipe trains unless told otherwise.
 
 The scorer itself is `routing/context.py`; what turns its scores into a ranking is `routing/scored.py`.
 """
@@ -58,7 +58,11 @@ class ContextSelector(ScoredRanker):
     @classmethod
     def from_config(cls, dim: int, config: TrainConfig, classes: int = 2) -> Self:
         router = {name: getattr(config.router, name) for name in ("padding", "temperature", "minimum")}
-        return cls(dim, **vars(config.context), **router)
+        own = {name: value for name, value in vars(config.context).items() if name != "min_steps"}
+        return cls(dim, **own, **router)
+
+    def min_steps(self, config: TrainConfig) -> int:
+        return min(config.min_steps, config.context.min_steps)
 
     def options(self) -> dict[str, Any]:
         scorer = self.scorer

@@ -1,0 +1,94 @@
+"""One exported site for all tests of the page without a server, and a static server for it."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from medtokenbudget.app.runtime import find_runtime
+from medtokenbudget.app.site import write_site
+from medtokenbudget.app.site_server import SiteHandler, site_server
+from medtokenbudget.errors import WorkError
+from medtokenbudget.locks import exclusive
+from medtokenbudget.model import MedTokenBudget
+from tests.small_model import small_model
+
+MAIN = "lats:lesion-first"
+BASELINES = (
+    "random",
+    "center",
+    "darkness",
+    "norm",
+    "attention-entropy",
+    "local-contrast",
+    "box-prior",
+    "oracle",
+    "no-pruning",
+    "tome",
+)
+
+
+class PlainHandler(SiteHandler):
+    """As most hosts serve files: without the headers that isolate a page, so with one thread."""
+
+    isolated = False
+
+
+def site_model(folder: Path) -> MedTokenBudget:
+    return small_model(folder, BASELINES, main=MAIN)
+
+
+def absent(what: str) -> None:
+    """Skip on a machine that lacks something; in CI that is a failure."""
+    if os.environ.get("CI") == "true":
+        pytest.fail(f"{what}, but in CI the browser tests must run")
+    pytest.skip(what)
+
+
+def built_site(factory: pytest.TempPathFactory) -> Path:
+    """The site of the small model, built once for all processes that run the tests."""
+    base = factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "site"
+    try:
+        runtime = find_runtime()
+    except WorkError as error:
+        absent(str(error))
+    with waiting_for(folder.with_name("site-lock")):
+        if not (folder / "service-worker.js").exists():
+            write_site(site_model(folder.with_name("site-weights")), folder, runtime)
+    return folder
+
+
+@contextmanager
+def waiting_for(folder: Path, seconds: float = 300) -> Iterator[None]:
+    """The lock of a folder, once the process that holds it is done."""
+    import time
+
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            with exclusive(folder):
+                yield
+                return
+        except WorkError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.5)
+
+
+@contextmanager
+def serving(folder: Path, handler: type[SiteHandler] = PlainHandler) -> Iterator[str]:
+    """Serve a folder from a thread of this process and give its address."""
+    with site_server(folder, 0, handler) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}/"
+        finally:
+            server.shutdown()
+            thread.join(10)

@@ -1,0 +1,86 @@
+"""The results pages are what the script makes of the CSV files beside them, and their numbers follow from the rows by hand."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import re
+from pathlib import Path
+from statistics import mean
+from types import ModuleType
+
+import pytest
+
+from tests.conftest import REPOSITORY
+
+RESULTS = REPOSITORY / "docs" / "results"
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("results_pages", REPOSITORY / "docs" / "tools" / "results_pages.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def rows(name: str, **wanted: str) -> list[dict[str, str]]:
+    with (RESULTS / f"{name}.csv").open(encoding="utf-8") as file:
+        found = [row for row in csv.DictReader(file) if all(row[key] == value for key, value in wanted.items())]
+    assert found, wanted
+    return found
+
+
+def cell(page: str, row: str, column: str) -> str:
+    """A cell of the first table of a page that has this row and column."""
+    for block in (RESULTS / f"{page}.md").read_text(encoding="utf-8").split("\n\n"):
+        lines = [[part.strip() for part in line.strip("| ").split("|")] for line in block.splitlines() if line.startswith("|")]
+        if lines and column in lines[0]:
+            for line in lines[2:]:
+                if line[0] == row:
+                    return line[lines[0].index(column)]
+    raise AssertionError(f"{page}.md has no cell ({row}, {column})")
+
+
+def test_every_page_is_what_the_script_makes_of_its_csv(script: ModuleType) -> None:
+    for name, write in script.PAGES.items():
+        assert (RESULTS / f"{name}.md").read_text(encoding="utf-8") == write(), f"run python docs/tools/results_pages.py: {name}"
+
+
+def test_a_changed_csv_changes_the_page(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for path in RESULTS.glob("*.csv"):
+        (tmp_path / path.name).write_text(path.read_text(encoding="utf-8").replace(",0.97", ",0.57"), encoding="utf-8")
+    before = script.center_bias_page()
+    monkeypatch.setattr(script, "RESULTS", tmp_path)
+    assert script.center_bias_page() != before
+
+
+def test_the_headline_of_the_center_bias_page_is_the_mean_over_three_seeds() -> None:
+    for view, column in (("as-is", "share of the ceiling, as-is"), ("off-center", "share of the ceiling, off-center")):
+        for method, name in (("lats:lesion-first", "LATS lesion-first"), ("center", "Center")):
+            found = rows("center-bias", method=method, view=view, budget="0.3")
+            assert len(found) == 3
+            value = 100 * mean(float(row["retention_of_ceiling"]) for row in found)
+            assert cell("center-bias", name, column) == f"{value:.1f}"
+
+
+def test_the_paper_stands_beside_ours_as_printed() -> None:
+    assert cell("index", "accuracy, 0.3", "paper: LATS") == "80.4"
+    assert cell("index", "retention, 0.3", "paper: LATS") == "67.4"
+    assert cell("index", "retention, 0.3", "paper: Random") == "29.7"
+    ours = 100 * mean(float(row["retention"]) for row in rows("robustness", method="lats", budget="0.3"))
+    assert cell("index", "retention, 0.3", "LATS") == f"{ours:.1f}"
+
+
+def test_every_page_of_results_says_where_it_comes_from() -> None:
+    pages = [page for page in RESULTS.glob("*.md") if page.stem != "index"]
+    assert len(pages) >= 7
+    for page in pages:
+        text = page.read_text(encoding="utf-8").lower()
+        for word in ("seed", "backbone", "commit"):
+            assert word in text, f"{page.name} does not say its {word}"
+        assert re.search(r"\]\(\w[\w-]*\.csv\)", text), f"{page.name} has no CSV to download"
+        for target in re.findall(r"\]\(([\w/-]+\.(?:csv|svg|png))\)", text):
+            assert (RESULTS / target).exists(), f"{page.name}: {target}"
