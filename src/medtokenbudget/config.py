@@ -246,7 +246,7 @@ class TrainConfig:
     seed: int = 42
     """Random seed."""
     device: str = "auto"
-    """'auto' uses a GPU if there is one; otherwise 'cpu', 'cuda', 'cuda:1', ..."""
+    """Device to run on: auto (a GPU if there is one), cpu, cuda, cuda:1, ..."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """'bf16' runs scorer and head in bf16 autocast."""
     budgets: tuple[Budget, ...] = BUDGETS

@@ -100,7 +100,7 @@ def test_groups_that_a_new_duplicate_joins_are_trained_on(capsys: pytest.Capture
     old = manifest([0, 0, 0], ["a", "b", "c"]).with_columns(split=["train", "val", "val"])
     new = keep_split(manifest([0, 0, 0, 0], ["a", "a", "c", "a"]).with_columns(split=["val"] * 4), old)
     assert new.rows["split"].tolist() == ["train", "train", "val", "train"]
-    assert "1 images of the old manifest move to training" in capsys.readouterr().err
+    assert "1 image moves to training" in capsys.readouterr().err
 
 
 def test_a_data_set_of_few_groups_still_has_both_parts(capsys: pytest.CaptureFixture[str]) -> None:

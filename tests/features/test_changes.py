@@ -326,3 +326,14 @@ def test_a_damaged_cache_is_made_again(store: FeatureStore, manifest: Manifest) 
     for file in (store.path / "cache").iterdir():
         file.write_bytes(b"nonsense")
     same(FeatureStore.open(store.path, manifest), store)
+
+
+def test_a_view_that_failed_for_a_mask_is_no_error_of_a_manifest_without_that_mask(
+    tmp_path: Path, backbone: BackboneConfig, manifest: Manifest
+) -> None:
+    empty = tmp_path / "empty.png"
+    Image.new("L", (48, 40), 0).save(empty)
+    masked = extract(manifest.with_columns(mask=[str(empty)] * 10), tmp_path / "store", backbone, OFF_CENTER)
+    assert {(error.view, "mask is empty" in error.reason) for error in masked.errors} == {("off-center", True)}
+    plain = extract(manifest.with_columns(mask=[None] * 10), masked.path, backbone, CONFIG)
+    assert (len(plain), plain.errors) == (10, [])

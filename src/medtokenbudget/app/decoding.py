@@ -91,7 +91,7 @@ class Decoder:
                 ready = False
             if not ready:
                 self._end()
-                raise WorkError("The process that decodes images does not start. Is there memory left?")
+                raise WorkError("The process that decodes images does not start. Free some memory and restart the server.")
         return self._connection
 
     def _end(self) -> None:

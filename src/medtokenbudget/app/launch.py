@@ -48,7 +48,7 @@ class ServeConfig:
     weights: Path | None = None
     """Weights file of the backbone, if it has moved since the model was saved."""
     device: str = "auto"
-    """'auto' (a GPU if there is one), 'cpu', 'cuda', 'cuda:1' or 'mps'."""
+    """Device to run on: auto (a GPU if there is one), cpu, cuda, cuda:1, ..."""
 
 
 def require_extra() -> None:

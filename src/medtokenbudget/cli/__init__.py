@@ -21,7 +21,7 @@ COMMANDS: dict[str, str] = {
     "train": "train a router and its head, and save them as a model",
     "sweep": "train and evaluate several methods at several budgets and seeds",
     "reproduce": "run the paper's studies and compare with its numbers",
-    "report": "write the tables, figures and report.html of a run",
+    "report": "write the tables, figures and report.html of a run, or compare several runs",
     "leaderboard": "rank the methods of several runs on the same images in one table",
     "route": "write which patches of images a router keeps, with no training at all",
     "predict": "write class probabilities and kept patches of images to a table",

@@ -88,6 +88,7 @@ def _isic_options(parser: CommandParser) -> None:
     )
     parser.add_argument(
         "--mask-sources",
+        metavar="NAMES",
         type=str | None,
         default=None,
         help="Sources of masks: isic2018, ham10000 or both, separated by a comma; the first one that has a mask is used. "
@@ -126,7 +127,11 @@ def _csv_options(parser: CommandParser) -> None:
     )
     _out(parser)
     parser.add_argument(
-        "--classes", type=str | None, default=None, help="Class names in order, separated by commas. Default: the sorted labels."
+        "--classes",
+        type=str | None,
+        metavar="NAMES",
+        default=None,
+        help="Class names in order, separated by commas. Default: the sorted labels.",
     )
     parser.add_argument("--allow-unlabeled", action="store_true", help="Accept rows without a label.")
     _name(parser, "the file's name")
@@ -208,7 +213,7 @@ def _synthetic(options: Namespace) -> int:
         overwrite=options.overwrite,
         **_named(options),
     )
-    return _summarize(Manifest.read(out), out)
+    return _summarize(Manifest.read(out), out, "--split-seed")
 
 
 def _split(options: Namespace) -> int:
@@ -268,13 +273,13 @@ def _write(manifest: Manifest, options: Namespace) -> int:
     return _summarize(manifest, manifest.write(options.out, options.overwrite))
 
 
-def _summarize(manifest: Manifest, out: Path) -> int:
+def _summarize(manifest: Manifest, out: Path, seed: str = "--seed") -> int:
     from medtokenbudget.data.splits import balance_text
 
     counts = manifest.rows["split"].value_counts()
     parts = ", ".join(f"{counts[name]:,} {name}" for name in ("train", "select", "val") if name in counts)
     masks = int(manifest.rows["mask"].notna().sum())
-    print(balance_text(manifest))
+    print(balance_text(manifest, seed))
     print(f"Wrote {out}: {len(manifest):,} images ({parts}; {masks:,} with a mask). Next: mtb data check {out}")
     return 0
 

@@ -44,7 +44,11 @@ def main(arguments: list[str]) -> int:
         help="Weights of the backbone, if they are not where the model expects them.",
     )
     parser.add_argument(
-        "--push", type=str | None, default=None, help="With --format hub: also upload to this hub id, as a private repository."
+        "--push",
+        type=str | None,
+        metavar="OWNER/NAME",
+        default=None,
+        help="With --format hub: also upload to this hub id, as a private repository.",
     )
     parser.add_argument(
         "--runtime",

@@ -33,7 +33,11 @@ def main(arguments: list[str]) -> int:
     cluster.add_argument("--engine", type=Literal["local", "ray"], default="local", help="Where to run: on this machine or on Ray.")
     cluster.add_argument("--address", type=str | None, default=None, help="Address of a running Ray cluster: auto or host:port.")
     cluster.add_argument(
-        "--shards", type=str | None, default=None, help="I/N, for job arrays: extract only every N-th shard, starting at I."
+        "--shards",
+        type=str | None,
+        metavar="I/N",
+        default=None,
+        help="For job arrays: extract only every N-th shard, starting at I.",
     )
     early = parser.section("Early routing")
     early.add_argument(

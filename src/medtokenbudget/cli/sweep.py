@@ -16,6 +16,7 @@ def main(arguments: list[str]) -> int:
     add_run(parser)
     parser.add_argument(
         "--methods",
+        metavar="METHOD",
         nargs="+",
         default=None,
         help="Methods as selector, selector:variant or selector+head:variant, such as context:lesion-first. Default: "
@@ -24,6 +25,7 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument(
         "--heads",
+        metavar="HEAD",
         nargs="+",
         default=None,
         help="Heads to combine every method with, such as mlp abmil. A method that names its head, as selector+head, keeps it.",

@@ -51,7 +51,7 @@ def add_training(parser: CommandParser, arguments: list[str], default: str, skip
 
 def add_run(parser: CommandParser) -> None:
     """Add what a run is made from and where it goes."""
-    parser.add_argument("manifest", type=Path, help="Manifest that the store was extracted from.")
+    parser.add_argument("manifest", type=Path, help="Manifest whose images are in the store.")
     parser.add_argument("--store", type=Path, required=True, help="Store of tokens, written by `mtb extract`.")
     parser.add_argument("--out", type=Path, required=True, help="Run directory to write.")
 
@@ -59,10 +59,14 @@ def add_run(parser: CommandParser) -> None:
 def add_engine(parser: CommandParser) -> None:
     """Add where and how the units of a sweep run."""
     section = parser.section("Running")
-    section.add_argument("--jobs", type=int, default=0, help="Units to run at the same time; 0 runs one per core.")
-    section.add_argument("--only", type=Literal["all", "failed"], default="all", help="'failed' repeats only failed units.")
+    section.add_argument(
+        "--jobs", type=int, default=0, help="Units (a method with one seed) to run at the same time; 0 runs one per core."
+    )
+    section.add_argument(
+        "--only", type=Literal["all", "failed"], default="all", help="failed: run only the units that failed before."
+    )
     section.add_argument("--engine", type=Literal["local", "ray"], default="local", help="Local processes or a Ray cluster.")
-    section.add_argument("--address", type=str | None, default=None, help="Address of a running Ray cluster: 'auto' or host:port.")
+    section.add_argument("--address", type=str | None, default=None, help="Address of a running Ray cluster: auto or host:port.")
 
 
 def training_config(options: Namespace) -> TrainConfig:

@@ -236,13 +236,13 @@ def keep_split(manifest: Manifest, old: Manifest) -> Manifest:
     moved = sum(before.get(image_id, part) != part for image_id, part in zip(manifest.ids, split))
     if moved:
         say(
-            f"{moved:,} images of the old manifest move to training: their groups were in several parts of it. "
-            "The other images keep their part."
+            f"{moved:,} {'image moves' if moved == 1 else 'images move'} to training: duplicates found since then "
+            "put groups of several parts into one. All other images keep their part."
         )
     return manifest.with_columns(split=split, split_rule=f"{manifest.split_rule}, {_KEPT}")
 
 
-def _aim(manifest: Manifest, validation: np.ndarray) -> str:
+def _aim(manifest: Manifest, validation: np.ndarray, option: str) -> str:
     """What a hashed split was to give and the seed that comes nearest, if this one is far off or misses a class: with few groups
     it may be."""
     rule, _, note = manifest.split_rule.partition(", ")
@@ -263,7 +263,7 @@ def _aim(manifest: Manifest, validation: np.ndarray) -> str:
     best = min(distances, key=distances.__getitem__)
     if distances[best] >= _distance(validation, labels, aim):
         return f" ({aim:.0%} was the aim)"
-    return f" ({aim:.0%} was the aim; --seed {best} comes nearest with {parts[best].mean():.1%})"
+    return f" ({aim:.0%} was the aim; {option} {best} comes nearest with {parts[best].mean():.1%})"
 
 
 def _distance(validation: np.ndarray, labels: np.ndarray, aim: float) -> float:
@@ -272,12 +272,15 @@ def _distance(validation: np.ndarray, labels: np.ndarray, aim: float) -> float:
     return sum(abs(part.sum() - aim * len(part)) for part in (validation, *counts))
 
 
-def balance_text(manifest: Manifest) -> str:
-    """One sentence about the share of validation images, overall and in the classes where it is smallest and largest."""
+def balance_text(manifest: Manifest, option: str = "--seed") -> str:
+    """One sentence about the share of validation images, overall and in the classes where it is smallest and largest.
+
+    `option` is what the seed of the split is called, for when another seed would come nearer.
+    """
     validation = (manifest.rows["split"] == "val").to_numpy(dtype=bool)
     if not validation.any():
         return "No validation images."
-    text = f"Validation has {validation.mean():.1%} of the images{_aim(manifest, validation)}"
+    text = f"Validation has {validation.mean():.1%} of the images{_aim(manifest, validation, option)}"
     labels = manifest.label_index
     present = [label for label in range(len(manifest.classes)) if (labels == label).any()]
     shares = {manifest.classes[label]: float(validation[labels == label].mean()) for label in present}

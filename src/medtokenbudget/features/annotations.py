@@ -100,7 +100,11 @@ def annotate(
             continue
         found = sorted(at.get(image, []), key=lambda number: view_order(rows[number].view))
         have = {rows[number].view for number in found}
-        errors += [RowError(image_id, f.view, f.reason) for f in failed.get(image, []) if f.view not in have]
+        errors += [
+            RowError(image_id, f.view, f.reason)
+            for f in failed.get(image, [])
+            if f.view not in have and not (mask_file is None and is_off_center(f.view))
+        ]
         if mask_file is not None and mask is None:
             errors += [RowError(image_id, rows[number].view, f"{mask_file.name} cannot be read.") for number in found]
             continue

@@ -272,7 +272,7 @@ class FeatureStore:
     def _whole(self, field: str) -> Tensor:
         """A small field of all rows, in memory."""
         if not self.has(field):
-            raise RequestError(f"the store {self.path} has no {field}: its backbone does not give it.")
+            raise RequestError(f"Store {self.path} has no {field}, because its backbone does not give it. Choose another backbone.")
         for shard in np.unique(self._shard).tolist():
             part = self._shard_rows(shard)[field]
             part.announce(0, len(part.array))
