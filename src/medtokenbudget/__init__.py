@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from medtokenbudget.api.calibrate import calibrate
     from medtokenbudget.api.route import route
     from medtokenbudget.api.run import Run
     from medtokenbudget.api.tour import demo
@@ -36,6 +37,7 @@ __all__ = [
     "TokenBatch",
     "TrainConfig",
     "__version__",
+    "calibrate",
     "create_head",
     "create_selector",
     "demo",
@@ -56,7 +58,7 @@ __all__ = [
 ]
 
 _MODULES: dict[str, tuple[str, ...]] = {
-    "api": ("Run", "demo", "extract", "report", "reproduce", "route", "sweep", "train"),
+    "api": ("Run", "calibrate", "demo", "extract", "report", "reproduce", "route", "sweep", "train"),
     "config": ("TrainConfig", "preset"),
     "data": ("Manifest",),
     "features": ("FeatureStore",),

@@ -171,6 +171,9 @@ class Selection:
         if self.kept is not None and self.kept.shape != self.assignment.shape:
             raise ShapeError(f"`kept` {list(self.kept.shape)} and `assignment` {list(self.assignment.shape)} must agree.")
 
+    def __len__(self) -> int:
+        return self.tokens.shape[0]
+
     @property
     def k(self) -> int:
         return self.tokens.shape[1]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from medtokenbudget.api.calibrate import calibrate
 from medtokenbudget.api.route import route
 from medtokenbudget.api.run import Run
 from medtokenbudget.api.tour import demo
 from medtokenbudget.api.verbs import extract, report, reproduce, sweep, train
 
-__all__ = ["Run", "demo", "extract", "report", "reproduce", "route", "sweep", "train"]
+__all__ = ["Run", "calibrate", "demo", "extract", "report", "reproduce", "route", "sweep", "train"]

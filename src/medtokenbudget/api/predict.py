@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from medtokenbudget.api.writing import Outputs, Summary, metadata_of, write_answers
-from medtokenbudget.model import MedTokenBudget, expand, load
+from medtokenbudget.model import Guarantee, MedTokenBudget, expand, load
 from medtokenbudget.model.table import TokenFormat, check_table_path, prediction_columns
 
 
@@ -17,7 +17,7 @@ def predict_files(
     model: MedTokenBudget | Path | str,
     images: Any,
     out: Path | str,
-    budget: float = 0.3,
+    budget: float | Guarantee = 0.3,
     selector: str | None = None,
     tokens: Path | str | None = None,
     tokens_dtype: TokenFormat = "fp16",
@@ -31,7 +31,7 @@ def predict_files(
         model: A model, or what `mtb.load` takes.
         images: What `MedTokenBudget.predict` takes.
         out: Table to write, `.csv` or `.parquet`.
-        budget: Share of the patches that is kept, in (0, 1].
+        budget: Share of the patches that is kept, in (0, 1], or a guarantee of the model.
         selector: Method to use; None means the model's main one.
         tokens: Safetensors file for the kept tokens, optional.
         tokens_dtype: Number format of these tokens.

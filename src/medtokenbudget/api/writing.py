@@ -17,7 +17,7 @@ from medtokenbudget.data import decode_mask
 from medtokenbudget.errors import MedTokenBudgetError, WorkError
 from medtokenbudget.files import append_line, remove, write_encoded
 from medtokenbudget.locks import exclusive
-from medtokenbudget.model import Failure, MedTokenBudget, Routing, Source, overlay
+from medtokenbudget.model import Failure, Guarantee, MedTokenBudget, Routing, Source, overlay
 from medtokenbudget.model.table import Column, TokenFormat, check_table_path, table_writer, token_writer
 from medtokenbudget.progress import progress
 
@@ -60,12 +60,12 @@ class Summary:
     unfamiliar: int | None = None
 
 
-def metadata_of(model: MedTokenBudget, method: str, budget: float) -> dict[str, str]:
+def metadata_of(model: MedTokenBudget, method: str, budget: float | Guarantee) -> dict[str, str]:
     """What a table and a token file say about where they come from."""
     return {
         "classes": json.dumps(list(model.classes)),
         "selector": method,
-        "budget": str(budget),
+        **({"guarantee": json.dumps(budget.to_json())} if isinstance(budget, Guarantee) else {"budget": str(budget)}),
         "grid": json.dumps(list(model.grid)),
         "model": model.fingerprint,
         "notice": NOTICE,
@@ -101,7 +101,9 @@ def write_answers(
         remove(outputs.errors)
         writers = [stack.enter_context(table_writer(outputs.table, columns, metadata))]
         if outputs.tokens is not None:
-            writers.append(stack.enter_context(token_writer(outputs.tokens, metadata, outputs.tokens_dtype)))
+            writers.append(
+                stack.enter_context(token_writer(outputs.tokens, metadata, outputs.tokens_dtype, "guarantee" in metadata))
+            )
         bar = stack.enter_context(progress(what=what, unit="image"))
         for source, answer in answers:
             if isinstance(answer, Failure):

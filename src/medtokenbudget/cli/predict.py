@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
+from medtokenbudget.cli.amount import add_amount, amount_of
 from medtokenbudget.cli.parsing import command_parser
-from medtokenbudget.config import Budget
 
 
 def main(arguments: list[str]) -> int:
@@ -19,7 +19,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("model", help="Run directory, model folder or hub id (owner/name).")
     parser.add_argument("images", nargs="+", help="Image files, folders, globs, or a manifest (.parquet).")
     parser.add_argument("--out", type=Path, required=True, help="Table to write, FILE.csv or FILE.parquet.")
-    parser.add_argument("--budget", type=Budget, default=0.3, help="Share of the patches to keep, such as 0.3 or 30%.")
+    add_amount(parser)
     parser.add_argument(
         "--selector",
         type=str | None,
@@ -51,7 +51,7 @@ def main(arguments: list[str]) -> int:
         model,
         options.images,
         options.out,
-        budget=options.budget,
+        budget=amount_of(options, model, options.selector),
         selector=options.selector,
         tokens=options.tokens,
         tokens_dtype=options.tokens_dtype,

@@ -102,7 +102,8 @@ def _draw_outline(picture: Image.Image, mask: Image.Image) -> Image.Image:
 def _with_caption(picture: Image.Image, prediction: Routing) -> Image.Image:
     n, k = prediction.n_patches, prediction.k
     share = f"{k} of {n} patches" if prediction.kept is not None else f"{n} patches merged into {k} tokens"
-    text = f"{prediction.headline}{prediction.selector}, budget {prediction.budget:g}: {share}   research, not a medical device"
+    amount = f"budget {prediction.budget:g}" if prediction.guarantee is None else str(prediction.guarantee)
+    text = f"{prediction.headline}{prediction.selector}, {amount}: {share}   research, not a medical device"
     sheet = Image.new("RGB", (picture.width, picture.height + CAPTION), (20, 20, 24))
     sheet.paste(picture, (0, 0))
     _write_line(sheet, text, picture.height, (235, 235, 235))

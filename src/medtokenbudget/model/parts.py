@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from medtokenbudget.errors import RequestError
 from medtokenbudget.model.folder import CONFIG, HEADS, TENSORS
+from medtokenbudget.model.guarantee import Guarantee
 from medtokenbudget.routing import Ranker, Selector, create_selector, gather, rank, selector_class
 from medtokenbudget.tokens import Selection, TokenBatch
 from medtokenbudget.training.classifier import RoutedClassifier
@@ -134,6 +135,19 @@ def select(selector: Selector, tokens: TokenBatch, k: int) -> tuple[Selection, T
             scores = selector.score(selector.check(tokens), noise)
         return gather(tokens.patches, rank(scores)[:, :k]), scores
     return selector.select(tokens, k, noise), None
+
+
+def select_above(selector: Selector, tokens: TokenBatch, guarantee: Guarantee) -> tuple[list[Selection], Tensor]:
+    """Select what a guarantee keeps of each image; a selection of its own for each, because K differs, and the scores [B, N]."""
+    if not isinstance(selector, Ranker) or selector.stochastic:
+        raise RequestError(
+            f"Selector '{selector.name}' does not rank patches by a score, so it cannot keep those above a threshold."
+        )
+    with torch.no_grad():
+        scores = selector.score(selector.check(tokens))
+    order = rank(scores)
+    counts = guarantee.counts(scores.double().cpu().numpy()).tolist()
+    return [gather(tokens.patches[row : row + 1], order[row : row + 1, :k]) for row, k in enumerate(counts)], scores
 
 
 def probabilities(classifier: RoutedClassifier, tokens: TokenBatch, budgets: Sequence[float]) -> Tensor:

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from medtokenbudget.errors import MedTokenBudgetError, RequestError
 from medtokenbudget.model import parts
+from medtokenbudget.model.guarantee import Guarantee
 from medtokenbudget.model.prediction import Prediction, Routing
 from medtokenbudget.model.sources import Failure, Prepared, Source, prepared
 from medtokenbudget.tokens import Selection, TokenBatch
@@ -41,14 +43,14 @@ class Streaming:
 
 
 def route_sources(
-    model: MedTokenBudget, sources: Iterable[Source], budget: float, method: str, streaming: Streaming
+    model: MedTokenBudget, sources: Iterable[Source], budget: float | Guarantee, method: str, streaming: Streaming
 ) -> Iterator[tuple[Source, Routing | Failure]]:
     """Yield each source with its routing, or with the reason why it could not be read, in order and in constant memory."""
     return _stream(model, sources, _Routes(model, budget, method).of, streaming)
 
 
 def predict_sources(
-    model: MedTokenBudget, sources: Iterable[Source], budget: float, method: str, streaming: Streaming
+    model: MedTokenBudget, sources: Iterable[Source], budget: float | Guarantee, method: str, streaming: Streaming
 ) -> Iterator[tuple[Source, Prediction | Failure]]:
     """Yield each source with its prediction, or with the reason why it could not be read, in order and in constant memory."""
     return _stream(model, sources, _Predictions(model, budget, method).of, streaming)
@@ -92,56 +94,68 @@ def _answers(items: list[Item], answer: Callable[[Batch], list[Answer]]) -> Iter
 class _Routes:
     """Routings of batches of images. The request is checked when this object is made."""
 
-    def __init__(self, model: MedTokenBudget, budget: float, method: str) -> None:
+    def __init__(self, model: MedTokenBudget, budget: float | Guarantee, method: str) -> None:
         self.model, self.budget, self.method = model, budget, method
-        self.classifier, self.k = model.classifier(method), model.k(budget, method)
+        self.classifier = model.classifier(method)
+        if not isinstance(budget, Guarantee):
+            model.k(budget, method)
+        elif budget.selector != method:
+            raise RequestError(f"This guarantee is for '{budget.selector}', not for '{method}'. Calibrate '{method}' first.")
 
     @torch.inference_mode()
     def of(self, items: Batch) -> list[Routing]:
         return [Routing(**fields) for fields in self.fields(items)[0]]
 
-    def fields(self, items: Batch) -> tuple[list[dict[str, Any]], TokenBatch, Selection]:
-        """The fields of each image's `Routing`, and what they came from."""
+    def fields(self, items: Batch) -> tuple[list[dict[str, Any]], TokenBatch, list[Selection]]:
+        """The fields of each image's `Routing`, and what they came from: one selection of all images, or one of each."""
         tokens = self.model.encode(np.stack([value.pixels for _, value in items]))
         with parts.evaluating(self.classifier):
-            selection, scores = parts.select(self.classifier.selector, tokens, self.k)
-        kept = None if selection.indices is None else selection.indices.cpu().numpy()
-        gathered, assignment = selection.tokens.float().cpu().numpy(), selection.assignment.cpu().numpy()
+            scores: Tensor | None
+            if isinstance(self.budget, Guarantee):
+                selections, scores = parts.select_above(self.classifier.selector, tokens, self.budget)
+            else:
+                selection, scores = parts.select(self.classifier.selector, tokens, self.model.k(self.budget, self.method))
+                selections = [selection]
         score_rows = None if scores is None else scores.float().cpu().numpy()
+        kept = [row for one in selections for row in (one.indices.cpu().numpy() if one.indices is not None else [None] * len(one))]
+        gathered = [row for one in selections for row in one.tokens.float().cpu().numpy()]
+        assignment = [row for one in selections for row in one.assignment.cpu().numpy()]
         unfamiliarity = None if self.model.familiarity is None else self.model.familiarity(tokens).cpu().tolist()
         rows = [
             {
                 "image": source.name,
                 "scores": None if score_rows is None else score_rows[row],
-                "kept": None if kept is None else kept[row],
+                "kept": kept[row],
                 "tokens": gathered[row],
                 "assignment": assignment[row],
-                "budget": self.budget,
-                "k": selection.k,
+                "budget": len(gathered[row]) / tokens.n if isinstance(self.budget, Guarantee) else self.budget,
+                "k": len(gathered[row]),
                 "grid": tokens.grid,
                 "selector": self.method,
                 "box": value.box,
                 "unfamiliarity": None if unfamiliarity is None else unfamiliarity[row],
                 "lesion": value.lesion,
+                "guarantee": self.budget if isinstance(self.budget, Guarantee) else None,
                 "source": source,
             }
             for row, (source, value) in enumerate(items)
         ]
-        return rows, tokens, selection
+        return rows, tokens, selections
 
 
 class _Predictions(_Routes):
     """Routings with the classes that the head reads from them."""
 
-    def __init__(self, model: MedTokenBudget, budget: float, method: str) -> None:
+    def __init__(self, model: MedTokenBudget, budget: float | Guarantee, method: str) -> None:
         super().__init__(model, budget, method)
         self.head = self.classifier.required_head
 
     @torch.inference_mode()
     def of(self, items: Batch) -> list[Prediction]:  # type: ignore[override]
-        rows, tokens, selection = self.fields(items)
+        rows, tokens, selections = self.fields(items)
         with parts.evaluating(self.classifier):
-            found = self.head.read(selection, tokens.grid).softmax(-1).cpu().numpy()
+            read = [self.head.read(selection, tokens.grid) for selection in selections]
+        found = torch.cat(read).softmax(-1).cpu().numpy()
         classes = self.model.classes
         return [
             Prediction(

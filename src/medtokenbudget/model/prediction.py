@@ -14,6 +14,7 @@ from PIL import Image
 from medtokenbudget.errors import MedTokenBudgetError, RequestError
 from medtokenbudget.features.views import Box
 from medtokenbudget.model.drawing import draw_overlay
+from medtokenbudget.model.guarantee import Guarantee
 from medtokenbudget.model.sources import Source, open_mask
 
 
@@ -29,7 +30,7 @@ class Routing:
         kept: int64 [K], the kept patches, best first. None for mergers, which combine patches instead of keeping them.
         tokens: float32 [K, D], the tokens in the order of `kept`.
         assignment: int64 [N], the output token that each patch went to; -1 for dropped patches.
-        budget: Requested share of patches, in (0, 1].
+        budget: Requested share of patches, in (0, 1]; with a guarantee, the share that this image keeps.
         k: Number of tokens K.
         grid: (h, w) of the patches, N = h * w.
         selector: Text of the method, such as 'context:lesion-first'.
@@ -38,6 +39,7 @@ class Routing:
         unfamiliarity: Distance to the training images of the model in units of its limit: above 1 the image is unlike them, and
             its kept patches mean little. None if the model cannot tell.
         lesion: bool [N], lesion patches of the mask, where one was asked for and there is one.
+        guarantee: The guarantee that decided how many patches are kept; None for a budget.
         source: Where the picture comes from. A file is opened again only when it is shown; a picture passed as an object is
             referenced, not copied.
     """
@@ -54,6 +56,7 @@ class Routing:
     box: Box | None = None
     unfamiliarity: float | None = None
     lesion: np.ndarray | None = None
+    guarantee: Guarantee | None = None
     source: Source | None = field(default=None)
 
     @property

@@ -24,14 +24,17 @@ from medtokenbudget.errors import BudgetError, MismatchError, RequestError, Shap
 from medtokenbudget.features.backbone import Backbone
 from medtokenbudget.features.plan import routed_early
 from medtokenbudget.features.preprocess import luminance
+from medtokenbudget.features.zoo import PACKAGED
 from medtokenbudget.locks import exclusive
 from medtokenbudget.model import folder as files
 from medtokenbudget.model import hub, parts, predicting
 from medtokenbudget.model.classifiers import Classifiers
 from medtokenbudget.model.early import ROUTER, EarlyRouting
+from medtokenbudget.model.guarantee import Guarantee, find_guarantee, read_guarantees
 from medtokenbudget.model.predicting import Answer
 from medtokenbudget.model.prediction import Prediction, Routing
 from medtokenbudget.model.sources import Failure, Source, expand
+from medtokenbudget.routing.guarantee import Promise
 from medtokenbudget.tokens import Selection, TokenBatch
 from medtokenbudget.training.classifier import RoutedClassifier
 from medtokenbudget.training.familiarity import Familiarity
@@ -56,6 +59,7 @@ class MedTokenBudget(nn.Module):
         info: What the run recorded about itself, as JSON values.
         scout: The router of a model whose backbone is routed early (`backbone_fingerprint` has a 'route').
         familiarity: What tells images that are unlike the training images; None if that was not fitted.
+        guarantees: What was calibrated with `mtb calibrate`.
         device: 'auto' uses a GPU if there is one.
 
     Raises:
@@ -85,6 +89,7 @@ class MedTokenBudget(nn.Module):
         info: dict[str, Any] | None = None,
         scout: MedTokenBudget | None = None,
         familiarity: Familiarity | None = None,
+        guarantees: Sequence[Guarantee] = (),
         device: str = "auto",
     ) -> None:
         super().__init__()
@@ -102,6 +107,7 @@ class MedTokenBudget(nn.Module):
         self.main = main
         self.card = card
         self.info: dict[str, Any] = dict(info or {})
+        self.guarantees = tuple(guarantees)
         self._backbone: Backbone | None = None
         if (self.early is None) is not (scout is None):
             raise RequestError("A model whose backbone is routed early needs its router, and no other model has one.")
@@ -201,7 +207,7 @@ class MedTokenBudget(nn.Module):
 
     def use_backbone(self, backbone: Backbone) -> MedTokenBudget:
         """Use a backbone that is already loaded, for example one for several models; another one is rejected."""
-        expected, found = _comparable(self.backbone_fingerprint), _comparable(backbone.fingerprint)
+        expected, found = comparable(self.backbone_fingerprint), comparable(backbone.fingerprint)
         if expected != found:
             raise MismatchError.between(
                 "The backbone",
@@ -233,6 +239,24 @@ class MedTokenBudget(nn.Module):
         h, w = self.grid
         n = h * w if self.fixed_budget is None else int(self.backbone_fingerprint["route"]["k"])
         return self.classifier(selector).selector.count(self.budget(budget), n)
+
+    def _amount(self, asked: float | Guarantee | None) -> float | Guarantee:
+        return asked if isinstance(asked, Guarantee) else self.budget(asked)
+
+    def guarantee(self, retention: float, coverage: float | None = None, selector: str | None = None) -> Guarantee:
+        """A calibrated promise about the lesion, to be used instead of a budget.
+
+        Args:
+            retention: Promised share of the lesion patches.
+            coverage: None for the promise on average, or the promised share of the images that keep at least `retention`.
+            selector: Method; None means the main one.
+
+        Raises:
+            RequestError: The model was not calibrated for this promise.
+        """
+        method = self.main if selector is None else selector
+        self.classifier(method)
+        return find_guarantee(self.guarantees, Promise(retention, coverage), method, self.fingerprint)
 
     @torch.no_grad()
     def encode(self, pixels: np.ndarray | Tensor, masks: Sequence[Image.Image | None] | None = None) -> TokenBatch:
@@ -300,12 +324,15 @@ class MedTokenBudget(nn.Module):
         with parts.evaluating(classifier):
             return parts.probabilities(classifier, self.tokens(images), budgets).cpu().numpy()
 
-    def route(self, images: Any, budget: float | None = None, selector: str | None = None, batch_size: int = 16) -> list[Routing]:
+    def route(
+        self, images: Any, budget: float | Guarantee | None = None, selector: str | None = None, batch_size: int = 16
+    ) -> list[Routing]:
         """The patches that are kept of images, in order, without classes; also for a model without a head.
 
         Args:
             images: What `predict` takes.
-            budget: Share of the patches that is kept, in (0, 1]; None means 0.3, or the only one of a model routed early.
+            budget: Share of the patches that is kept, in (0, 1], or a guarantee of the model (`model.guarantee(0.95)`); None means
+                0.3, or the only one of a model routed early.
             selector: Method to use; None means the main one.
             batch_size: Images per forward pass.
 
@@ -320,7 +347,7 @@ class MedTokenBudget(nn.Module):
     def route_stream(
         self,
         images: Any,
-        budget: float | None = None,
+        budget: float | Guarantee | None = None,
         selector: str | None = None,
         batch_size: int = 16,
         on_error: Callable[[Failure], None] | None = None,
@@ -331,7 +358,7 @@ class MedTokenBudget(nn.Module):
     def route_sources(
         self,
         sources: Iterable[Source],
-        budget: float | None,
+        budget: float | Guarantee | None,
         selector: str | None = None,
         batch_size: int = 16,
         workers: int = 2,
@@ -343,17 +370,18 @@ class MedTokenBudget(nn.Module):
         """
         method = self.main if selector is None else selector
         streaming = predicting.Streaming(batch_size, workers, masks)
-        return predicting.route_sources(self, sources, self.budget(budget), method, streaming)
+        return predicting.route_sources(self, sources, self._amount(budget), method, streaming)
 
     def predict(
-        self, images: Any, budget: float | None = None, selector: str | None = None, batch_size: int = 16
+        self, images: Any, budget: float | Guarantee | None = None, selector: str | None = None, batch_size: int = 16
     ) -> list[Prediction]:
         """Predict images, in order.
 
         Args:
             images: A path, folder, glob, `Manifest`, Pillow picture, uint8 array [H, W, 3] or [B, H, W, 3], the bytes of a file, or
                 an iterable of these.
-            budget: Share of the patches that is kept, in (0, 1]; None means 0.3, or the only one of a model routed early.
+            budget: Share of the patches that is kept, in (0, 1], or a guarantee of the model (`model.guarantee(0.95)`); None means
+                0.3, or the only one of a model routed early.
             selector: Method to use; None means the main one.
             batch_size: Images per forward pass.
 
@@ -369,7 +397,7 @@ class MedTokenBudget(nn.Module):
     def predict_stream(
         self,
         images: Any,
-        budget: float | None = None,
+        budget: float | Guarantee | None = None,
         selector: str | None = None,
         batch_size: int = 16,
         on_error: Callable[[Failure], None] | None = None,
@@ -381,11 +409,16 @@ class MedTokenBudget(nn.Module):
         return _good(self.predict_sources(expand(images), budget, selector, batch_size), on_error)
 
     def predict_sources(
-        self, sources: Iterable[Source], budget: float | None, selector: str | None = None, batch_size: int = 16, workers: int = 2
+        self,
+        sources: Iterable[Source],
+        budget: float | Guarantee | None,
+        selector: str | None = None,
+        batch_size: int = 16,
+        workers: int = 2,
     ) -> Iterator[tuple[Source, Prediction | Failure]]:
         """Yield each source with its prediction, or with the reason why it could not be read, in order."""
         method = self.main if selector is None else selector
-        return predicting.predict_sources(self, sources, self.budget(budget), method, predicting.Streaming(batch_size, workers))
+        return predicting.predict_sources(self, sources, self._amount(budget), method, predicting.Streaming(batch_size, workers))
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -420,9 +453,15 @@ class MedTokenBudget(nn.Module):
         if self.backbone_config.weights is not None:
             weights = Path(self.backbone_config.weights)
             backbone["weights"] = weights.name if portable else str(weights.resolve())
-        if Path(self.backbone_config.name).is_dir():
+        if self.backbone_config.name not in PACKAGED and Path(self.backbone_config.name).is_dir():
             backbone["name"] = str(Path(self.backbone_config.name).resolve())
-        settings = {"backbone": backbone, "train": to_dict(self.train_config), "info": self.info, "fingerprint": self.fingerprint}
+        settings: dict[str, Any] = {
+            "backbone": backbone,
+            "train": to_dict(self.train_config),
+            "info": self.info,
+            "fingerprint": self.fingerprint,
+        }
+        settings["guarantees"] = [guarantee.to_json() for guarantee in self.guarantees]
         with exclusive(target):
             if self.scout is not None:
                 self.scout.save_pretrained(target / ROUTER, portable)
@@ -450,6 +489,7 @@ class MedTokenBudget(nn.Module):
             info=config["info"],
             scout=cls.from_pretrained(source / ROUTER, device=device) if "route" in identity["backbone"] else None,
             familiarity=familiarity,
+            guarantees=read_guarantees(config.get("guarantees", [])),
             device=device,
         )
 
@@ -495,7 +535,7 @@ def _good(answers: Iterable[tuple[Source, Answer | Failure]], on_error: Callable
             on_error(answer)
 
 
-def _comparable(fingerprint: dict[str, Any]) -> dict[str, Any]:
+def comparable(fingerprint: dict[str, Any]) -> dict[str, Any]:
     """A fingerprint without the parent folders of a backbone folder, which may be elsewhere on another machine."""
     values = json.loads(json.dumps(fingerprint))
     return {**values, "name": Path(values["name"]).name}

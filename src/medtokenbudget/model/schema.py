@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,14 @@ def _is(*kinds: type) -> Check:
 
 def _count(value: Any) -> bool:
     return _is(int)(value) and 0 < value <= 1_000_000
+
+
+def _finite(value: Any) -> bool:
+    return _is(int, float)(value) and math.isfinite(value)
+
+
+def _share(value: Any) -> bool:
+    return _finite(value) and 0 < value < 1
 
 
 def _names(value: Any) -> bool:
@@ -62,6 +71,23 @@ _METHOD: dict[str, tuple[Check, str]] = {
     "options": (_is(dict), "an object"),
     "head": (_is(dict, type(None)), "an object, or null for a router without a head"),
 }
+_GUARANTEE: dict[str, tuple[Check, str]] = {
+    "retention": (_share, "a number between 0 and 1"),
+    "coverage": (lambda value: value is None or _share(value), "a number between 0 and 1, or null"),
+    "cap": (lambda value: value is None or value == 1 or _share(value), "a number in (0, 1], or null"),
+    "threshold": (_finite, "a finite number"),
+    "minimum": (_count, "a positive number"),
+    "most": (_count, "a positive number"),
+    "selector": (_is(str), "a method"),
+    "bound": (_finite, "a finite number"),
+    "kept": (_finite, "a finite number"),
+    "tokens": (_finite, "a finite number"),
+    "images": (_count, "a positive number"),
+    "groups": (_count, "a positive number"),
+    "dataset": (_is(str), "a name"),
+    "data": (_is(str), "a hash"),
+    "model": (_is(str), "a hash"),
+}
 _HEAD: dict[str, tuple[Check, str]] = {"name": (_is(str), "a name"), "options": (_is(dict), "an object")}
 
 
@@ -85,11 +111,26 @@ def check_config(path: Path, config: dict[str, Any]) -> None:
             _check(path, described["head"], _HEAD, f"{where}.head.")
         if (described["head"] is None) is bool(identity["classes"]):
             raise _wrong(path, f"{where}.head", "null exactly if identity.classes is empty")
+    _check_guarantees(path, config.get("guarantees", []), identity)
     if len(set(identity["classes"])) < len(identity["classes"]):
         repeated = sorted({name for name in identity["classes"] if identity["classes"].count(name) > 1})
         raise RequestError(f"{path} names classes more than once: {', '.join(repeated)}. Train the model again with unique names.")
     if identity["main"] not in identity["selectors"]:
         raise RequestError(f"{path} is damaged: the main method '{identity['main']}' is not one of its methods. Save it again.")
+
+
+def _check_guarantees(path: Path, values: Any, identity: dict[str, Any]) -> None:
+    """Models that were never calibrated have no guarantees."""
+    if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
+        raise _wrong(path, "guarantees", "a list of objects")
+    h, w = identity["backbone"]["grid"]
+    for number, value in enumerate(values):
+        where = f"guarantees.{number}."
+        _check(path, value, _GUARANTEE, where)
+        if value["selector"] not in identity["selectors"]:
+            raise _wrong(path, f"{where}selector", "one of the model's methods")
+        if not value["minimum"] <= value["most"] <= h * w:
+            raise _wrong(path, f"{where}most", f"between {value['minimum']} and {h * w} patches")
 
 
 def _check(path: Path, values: dict[str, Any], checks: dict[str, tuple[Check, str]], prefix: str = "") -> None:

@@ -178,43 +178,52 @@ def arrow_schema(columns: Sequence[Column], metadata: dict[str, str]) -> Any:
 
 
 @contextmanager
-def token_writer(path: Path, metadata: dict[str, str], dtype: TokenFormat = "fp16") -> Iterator[Writer]:
+def token_writer(path: Path, metadata: dict[str, str], dtype: TokenFormat = "fp16", packed: bool = False) -> Iterator[Writer]:
     """Open a writer for kept tokens: `tokens` [n, K, D] and, for rankers, `indices` [n, K]; row i is row i of the table.
+
+    Where K differs between images (`packed`, for a guarantee), the images follow each other without gaps: `tokens` [sum of K, D],
+    `indices` [sum of K] and `counts` [n], the K of each image.
 
     A safetensors file begins with a header that contains the shapes, and n is known only at the end. So space is reserved for the
     header, tokens are written after it as they come, indices go to a temporary file, and the header is filled in last.
     """
     with atomic_write(path) as temporary, open(temporary, "wb") as stream, tempfile.TemporaryFile(dir=path.parent) as indices:
-        writer = _Tokens(stream, indices, metadata, dtype)
+        writer = _Tokens(stream, indices, metadata, dtype, packed)
         yield writer
         writer.finish()
 
 
 class _Tokens:
-    def __init__(self, stream: BinaryIO, indices: BinaryIO, metadata: dict[str, str], dtype: TokenFormat) -> None:
+    def __init__(self, stream: BinaryIO, indices: BinaryIO, metadata: dict[str, str], dtype: TokenFormat, packed: bool) -> None:
         self.stream, self.indices, self.metadata, self.dtype = stream, indices, metadata, dtype
-        self.count, self.shape, self.ranked = 0, (0, 0), True
+        self.counts: list[int] = []
+        self.packed, self.shape, self.ranked = packed, (0, 0), True
         stream.write(b" " * (8 + _HEADER_ROOM))
 
     def add(self, prediction: Routing) -> None:
-        if self.count and prediction.tokens.shape != self.shape:
+        if self.counts and not self.packed and prediction.tokens.shape != self.shape:
             raise RequestError(f"{prediction.image} has tokens of shape {prediction.tokens.shape}, earlier images {self.shape}.")
         self.shape, self.ranked = prediction.tokens.shape, prediction.kept is not None
         self.stream.write(np.ascontiguousarray(prediction.tokens, dtype=_NAMES[self.dtype][1]).tobytes())
         if prediction.kept is not None:
             self.indices.write(prediction.kept.astype("<i2").tobytes())
-        self.count += 1
+        self.counts.append(len(prediction.tokens))
 
     def finish(self) -> None:
         name, kind = _NAMES[self.dtype]
         k, d = self.shape
-        size = self.count * k * d * kind.itemsize
-        tensors: dict[str, Any] = {"tokens": {"dtype": name, "shape": [self.count, k, d], "data_offsets": [0, size]}}
+        n, total = len(self.counts), sum(self.counts)
+        rows = [total] if self.packed else [n, k]
+        end = total * d * kind.itemsize
+        tensors: dict[str, Any] = {"tokens": {"dtype": name, "shape": [*rows, d], "data_offsets": [0, end]}}
         if self.ranked:
-            end = size + self.count * k * 2
-            tensors["indices"] = {"dtype": "I16", "shape": [self.count, k], "data_offsets": [size, end]}
+            tensors["indices"] = {"dtype": "I16", "shape": rows, "data_offsets": [end, end + total * 2]}
+            end += total * 2
             self.indices.seek(0)
             shutil.copyfileobj(self.indices, self.stream, 1 << 20)
+        if self.packed:
+            tensors["counts"] = {"dtype": "I32", "shape": [n], "data_offsets": [end, end + n * 4]}
+            self.stream.write(np.asarray(self.counts, "<i4").tobytes())
         header = json.dumps({"__metadata__": self.metadata, **tensors}).encode()
         if len(header) > _HEADER_ROOM:
             raise WorkError(f"The header of the token file needs {len(header)} bytes, but only {_HEADER_ROOM} are available.")

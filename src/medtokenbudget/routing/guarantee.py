@@ -109,6 +109,19 @@ def lesion_kept(scores: ArrayLike, lesion: ArrayLike, counts: ArrayLike) -> Floa
     return np.divide(kept.sum(1), sizes, out=np.full(len(values), np.nan), where=sizes > 0)
 
 
+def group_mean(values: ArrayLike, groups: Sequence[str]) -> float:
+    """Mean over groups of the mean over the images of each group; NaN values are left out.
+
+    Example:
+        >>> group_mean([1.0, 0.0, 0.5], ["a", "b", "b"])
+        0.625
+    """
+    numbers, named = np.asarray(values, float), np.asarray(groups, str)
+    measured = ~np.isnan(numbers)
+    _, member, sizes = np.unique(named[measured], return_inverse=True, return_counts=True)
+    return float(np.average(numbers[measured], weights=1 / sizes[member])) if len(sizes) else float("nan")
+
+
 def pick_threshold(
     promise: Promise,
     scores: ArrayLike,

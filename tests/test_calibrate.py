@@ -1,0 +1,180 @@
+"""From a saved model to a guarantee and its use: `mtb calibrate`, `mtb predict --retention`, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from safetensors.numpy import load_file
+
+import medtokenbudget as mtb
+from medtokenbudget.cli import main
+from medtokenbudget.errors import MismatchError, RequestError
+from medtokenbudget.experiments.calibration import patch_scores
+from medtokenbudget.routing.guarantee import Promise, group_mean, lesion_kept, pick_threshold
+from tests.drawn import Drawn, drawn_store
+from tests.small_model import small_model
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory: pytest.TempPathFactory) -> Drawn:
+    return drawn_store(tmp_path_factory.mktemp("calibrate"), n=60)
+
+
+@pytest.fixture
+def folder(drawn: Drawn, tmp_path: Path) -> Path:
+    """A saved model that was trained on none of the drawings (its scores are arbitrary, which a guarantee does not mind)."""
+    model = small_model(drawn.store_path.parent, baselines=("center", "tome", "random"))
+    return model.save_pretrained(tmp_path / "model")
+
+
+@pytest.fixture
+def images(drawn: Drawn, tmp_path: Path) -> list[Path]:
+    (tmp_path / "images").mkdir()
+    return [Path(shutil.copy(drawn.manifest.image_path(i), tmp_path / "images")) for i in range(6)]
+
+
+def test_a_guarantee_is_saved_with_its_evidence_and_found_again(drawn: Drawn, folder: Path) -> None:
+    before = (folder / "model.safetensors").read_bytes()
+    found = mtb.calibrate(folder, drawn.manifest_path, 0.8, store=drawn.store_path)
+    model = mtb.load(folder)
+    assert model.guarantees == (found,)
+    assert model.guarantee(0.8) == found
+    assert (folder / "model.safetensors").read_bytes() == before
+    assert (found.data, found.model, found.dataset) == (drawn.manifest.hash, model.fingerprint, drawn.manifest.name)
+    # The same from the parts: scores of the stored tokens, groups of the manifest.
+    store = drawn.store
+    rows = store.rows(drawn.manifest.ids)
+    rows = rows[store.has_mask.numpy()[rows]]
+    scores, lesion = patch_scores(store, rows, model.classifier().selector), store.lesion.numpy()[rows]
+    named = dict(zip(drawn.manifest.ids, drawn.manifest.groups))
+    groups = [named[store.ids[row]] for row in rows]
+    expected = pick_threshold(Promise(0.8), scores, lesion, groups, minimum=8)
+    assert (found.threshold, found.bound, found.groups) == (expected.value, expected.bound, expected.groups)
+    assert found.kept == pytest.approx(group_mean(lesion_kept(scores, lesion, found.counts(scores)), groups))
+    assert 1 - found.kept <= found.bound <= 0.2 + 1e-9
+
+
+def test_calibrating_again_replaces_the_same_promise_and_keeps_others(drawn: Drawn, folder: Path) -> None:
+    for cap in (None, 0.9):
+        mtb.calibrate(folder, drawn.manifest_path, 0.7, cap=cap, store=drawn.store_path)
+    mtb.calibrate(folder, drawn.manifest_path, 0.7, coverage=0.6, store=drawn.store_path)
+    mtb.calibrate(folder, drawn.manifest_path, 0.7, store=drawn.store_path, selector="center")
+    found = mtb.load(folder).guarantees
+    assert [(one.selector, one.coverage, one.cap) for one in found] == [
+        ("center", None, None),
+        ("lats", None, 0.9),
+        ("lats", 0.6, None),
+    ]
+
+
+def test_without_a_store_the_tokens_are_extracted_and_give_the_same_guarantee(drawn: Drawn, folder: Path, tmp_path: Path) -> None:
+    stored = mtb.calibrate(folder, drawn.manifest_path, 0.8, store=drawn.store_path)
+    copy = mtb.calibrate(folder, drawn.manifest_path, 0.8, out=tmp_path / "copy")
+    assert copy == stored
+    assert mtb.load(tmp_path / "copy").guarantee(0.8) == copy
+
+
+def test_predictions_with_a_guarantee_keep_what_is_above_its_threshold(drawn: Drawn, folder: Path, images: list[Path]) -> None:
+    guarantee = mtb.calibrate(folder, drawn.manifest_path, 0.6, store=drawn.store_path)
+    model = mtb.load(folder)
+    found = model.predict(images, budget=guarantee)
+    assert len({one.k for one in found}) > 1
+    for one in found:
+        assert one.scores is not None
+        assert one.kept is not None
+        k = max(guarantee.minimum, int((one.scores.astype(float) >= guarantee.threshold).sum()))
+        assert one.kept.tolist() == np.argsort(-one.scores, kind="stable")[:k].tolist()
+        assert (one.k, one.budget, one.tokens.shape[0], one.guarantee) == (k, k / 100, k, guarantee)
+        # The same K as a plain budget gives the same classes.
+        (plain,) = model.predict(one.image, budget=k / 100)
+        assert plain.probabilities == pytest.approx(one.probabilities, abs=1e-6)
+    assert [one.kept.tolist() for one in model.route(images, budget=guarantee)] == [one.kept.tolist() for one in found]
+
+
+def test_the_command_writes_tables_packed_tokens_and_captions(
+    drawn: Drawn, folder: Path, images: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = str(folder)
+    assert main(["calibrate", where, str(drawn.manifest_path), "--store", str(drawn.store_path), "--retention", "60%"]) == 0
+    assert "lats keeps 60% of the lesion on average, on images like the 60" in capsys.readouterr().err
+    table, tokens = tmp_path / "p.parquet", tmp_path / "t.safetensors"
+    options = ["--retention", "0.6", "--out", str(table), "--tokens", str(tokens), "--overlay", str(tmp_path / "overlays")]
+    assert main(["predict", where, str(images[0].parent), *options]) == 0
+    frame, packed = pd.read_parquet(table), load_file(tokens)
+    assert packed["counts"].tolist() == frame["k"].tolist()
+    assert packed["tokens"].shape == (frame["k"].sum(), 64)
+    assert packed["indices"].tolist() == [patch for kept in frame["kept"] for patch in kept]
+    assert len(list((tmp_path / "overlays").iterdir())) == len(images)
+
+
+def test_only_calibrated_promises_are_accepted(
+    drawn: Drawn, folder: Path, images: list[Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    predict = ["predict", str(folder), str(images[0]), "--out", str(folder.parent / "p.csv")]
+    assert main([*predict, "--retention", "0.6"]) == 2
+    assert "not calibrated for 60% of the lesion on average. Calibrated: nothing." in capsys.readouterr().err
+    mtb.calibrate(folder, drawn.manifest_path, 0.6, store=drawn.store_path)
+    for options, message in (
+        (["--retention", "0.61"], "Calibrated: 60% of the lesion on average."),
+        (["--retention", "0.6", "--coverage", "0.9"], "not calibrated for at least 60% of the lesion in 90% of the images"),
+        (["--retention", "0.6", "--selector", "center"], "'center' of this model is not calibrated"),
+        (["--retention", "0.6", "--budget", "0.3"], "exclude each other"),
+        (["--coverage", "0.9"], "--coverage belongs to --retention"),
+        (["--retention", "1.5"], "Did you mean 1.5%?"),
+    ):
+        assert main([*predict, *options]) == 2
+        assert message in capsys.readouterr().err
+    model = mtb.load(folder)
+    with pytest.raises(RequestError, match="This guarantee is for 'lats', not for 'center'"):
+        model.predict(images, budget=model.guarantee(0.6), selector="center")
+
+
+def test_a_model_that_changed_after_its_calibration_has_no_guarantee(drawn: Drawn, folder: Path) -> None:
+    mtb.calibrate(folder, drawn.manifest_path, 0.6, store=drawn.store_path)
+    model = mtb.load(folder)
+    head = next(iter(model.classifier().head.parameters()))
+    head.data += 1
+    with pytest.raises(RequestError, match="calibrated for another version of this model"):
+        model.guarantee(0.6)
+
+
+def test_images_that_cannot_be_calibrated_on_are_refused(drawn: Drawn, folder: Path, tmp_path: Path) -> None:
+    manifest = drawn.manifest
+    bare = manifest.with_columns(mask=[None] * len(manifest))
+    with pytest.raises(RequestError, match="None of the 60 images has a mask"):
+        mtb.calibrate(folder, bare, 0.8, store=drawn.store_path)
+    with pytest.raises(RequestError, match=r"groups cannot promise 99% .* at least 99 are needed"):
+        mtb.calibrate(folder, manifest, 0.99, store=drawn.store_path)
+    with pytest.raises(RequestError, match="The cap does not allow 90%"):
+        mtb.calibrate(folder, manifest, 0.9, cap=0.1, store=drawn.store_path)
+    with pytest.raises(RequestError, match="between 0 and 1"):
+        mtb.calibrate(folder, manifest, 1.0, store=drawn.store_path)
+    for selector in ("tome", "random"):
+        with pytest.raises(RequestError, match="does not rank patches by a score of its own"):
+            mtb.calibrate(folder, manifest, 0.8, store=drawn.store_path, selector=selector)
+    other = small_model(tmp_path / "other", baselines=(), seed=1)
+    with pytest.raises(MismatchError, match=r"(?s)The store .* weights"):
+        mtb.calibrate(other, manifest, 0.8, store=drawn.store_path)
+    with pytest.raises(RequestError, match="no images in the part 'select'"):
+        mtb.calibrate(folder, manifest, 0.8, store=drawn.store_path, part="select")
+    assert mtb.load(folder).guarantees == ()
+
+
+def test_a_damaged_guarantee_is_rejected_by_name(drawn: Drawn, folder: Path) -> None:
+    mtb.calibrate(folder, drawn.manifest_path, 0.8, store=drawn.store_path)
+    path = folder / "config.json"
+    good = json.loads(path.read_text())
+    for name, value in (("threshold", None), ("retention", 2), ("selector", "evit"), ("most", 10_000), ("coverage", "all")):
+        path.write_text(json.dumps({**good, "guarantees": [{**good["guarantees"][0], name: value}]}))
+        with pytest.raises(RequestError, match=rf"guarantees\.0\.{name} must be"):
+            mtb.load(folder)
+    path.write_text(json.dumps({**good, "guarantees": {"0.8": 1}}))
+    with pytest.raises(RequestError, match="guarantees must be a list"):
+        mtb.load(folder)
