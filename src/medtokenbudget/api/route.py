@@ -22,7 +22,7 @@ from medtokenbudget.data.folder import MaskFolder
 from medtokenbudget.errors import RequestError
 from medtokenbudget.files import remove, write_json
 from medtokenbudget.metrics import Retention, retention_of_counts
-from medtokenbudget.model import MedTokenBudget, Routing, Source, expand, load
+from medtokenbudget.model import Guarantee, MedTokenBudget, Routing, Source, expand, load
 from medtokenbudget.model.table import Column, TokenFormat, routing_columns
 from medtokenbudget.routing import create_selector
 from medtokenbudget.tokens import TokenBatch
@@ -37,8 +37,8 @@ TableFormat = Literal["parquet", "csv"]
 class RouteConfig:
     """How images are routed to files."""
 
-    budget: float = 0.3
-    """Share of the patches to keep."""
+    budget: float | Guarantee = 0.3
+    """Share of the patches to keep, or a guarantee of the model."""
     selector: str | None = None
     """Method to route with. Default: the model's main one."""
     table: TableFormat = "parquet"
@@ -72,7 +72,7 @@ class Routed:
 
 def route(
     images: Any,
-    budget: float = 0.3,
+    budget: float | Guarantee = 0.3,
     model: MedTokenBudget | Path | str = ROUTER,
     selector: str | None = None,
     batch_size: int = 16,
@@ -81,7 +81,7 @@ def route(
 
     Args:
         images: What `MedTokenBudget.predict` takes: paths, folders, globs, pictures, uint8 arrays, bytes.
-        budget: Share of the patches that is kept, in (0, 1].
+        budget: Share of the patches that is kept, in (0, 1], or a guarantee of the model.
         model: A model, or what `mtb.load` takes. Default: the router that comes with the package, for dermoscopic images.
         selector: Method to use; None means the model's main one.
         batch_size: Images per forward pass.
@@ -144,13 +144,14 @@ def route_files(
 
 
 def summary_of(
-    model: MedTokenBudget, method: str, budget: float, written: Summary, retention: dict[str, Retention]
+    model: MedTokenBudget, method: str, budget: float | Guarantee, written: Summary, retention: dict[str, Retention]
 ) -> dict[str, Any]:
     """The content of `summary.json`; what was not measured is null."""
     return {
         "model": model.fingerprint,
         "selector": method,
-        "budget": budget,
+        "budget": None if isinstance(budget, Guarantee) else budget,
+        "guarantee": budget.to_json() if isinstance(budget, Guarantee) else None,
         "images": written.done,
         "failed": written.failed,
         "unfamiliar": written.unfamiliar,

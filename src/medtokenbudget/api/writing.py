@@ -100,10 +100,9 @@ def write_answers(
         stack.enter_context(exclusive(outputs.table.parent, name=f".{outputs.table.stem}.lock"))
         remove(outputs.errors)
         writers = [stack.enter_context(table_writer(outputs.table, columns, metadata))]
+        packed = "guarantee" in metadata
         if outputs.tokens is not None:
-            writers.append(
-                stack.enter_context(token_writer(outputs.tokens, metadata, outputs.tokens_dtype, "guarantee" in metadata))
-            )
+            writers.append(stack.enter_context(token_writer(outputs.tokens, metadata, outputs.tokens_dtype, packed)))
         bar = stack.enter_context(progress(what=what, unit="image"))
         for source, answer in answers:
             if isinstance(answer, Failure):

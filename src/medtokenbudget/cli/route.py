@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
+from medtokenbudget.cli.amount import add_amount, amount_of
 from medtokenbudget.cli.parsing import command_parser
-from medtokenbudget.config import Budget
 
 
 def main(arguments: list[str]) -> int:
@@ -19,7 +19,7 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("images", nargs="+", help="Image files, folders, globs, or a manifest (.parquet).")
     parser.add_argument("--out", type=Path, required=True, help="Folder to write.")
-    parser.add_argument("--budget", type=Budget, default=0.3, help="Share of the patches to keep, such as 0.3 or 30%.")
+    add_amount(parser)
     parser.add_argument(
         "--model", default="dermoscopy", help="'dermoscopy', a run directory, a model folder or a hub id (owner/name)."
     )
@@ -51,6 +51,7 @@ def main(arguments: list[str]) -> int:
     from medtokenbudget.progress import say
 
     model = load(options.model, weights=options.weights, device=options.device)
+    options.budget = amount_of(options, model, options.selector)
     routed: Routed = route_files(options.images, options.out, model, options.masks, pick(options, RouteConfig))
     written = routed.written
     if written.failed:
@@ -61,18 +62,19 @@ def main(arguments: list[str]) -> int:
             "do not rely on what was kept of them."
         )
     if routed.retention:
-        print(_measured(routed, options.budget))
+        promised = options.retention is not None
+        print(_measured(routed, f"promised {options.retention:g}" if promised else f"budget {options.budget:g}"))
     say(f"Routed {written.done} images to {routed.table}.")
     return 0
 
 
-def _measured(routed: object, budget: float) -> str:
+def _measured(routed: object, amount: str) -> str:
     from medtokenbudget.api.route import Routed
 
     assert isinstance(routed, Routed)
     names = {"router": "router", "center": "center (control)", "random": "random (expected)"}
     n = routed.retention["router"].n
-    head = f"{f'budget {budget:g}, n = {n}':<22}{'pooled':>10}{'mean':>10}{'of ceiling':>12}"
+    head = f"{f'{amount}, n = {n}':<22}{'pooled':>10}{'mean':>10}{'of ceiling':>12}"
     rows = [
         f"{names[name]:<22}{found.pooled:>10.1%}{found.mean:>10.1%}{found.of_ceiling:>12.1%}"
         for name, found in routed.retention.items()
