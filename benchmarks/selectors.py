@@ -14,6 +14,7 @@ import torch
 from benchmarks.overhead import BATCH, BUDGET, fastest
 from medtokenbudget.features.backbone import Backbone
 from medtokenbudget.routing import Selector, TokenBatch, create_selector, list_selectors, selector_class
+from medtokenbudget.tokens import SIGNALS
 
 NAME = "vit_small_patch14_dinov2.lvd142m"
 MOST, MOST_LATS = 0.15, 0.03
@@ -22,7 +23,7 @@ MOST, MOST_LATS = 0.15, 0.03
 
 def tokens_of(backbone: Backbone, images: torch.Tensor) -> TokenBatch:
     """Tokens of the images with every field that a selector reads."""
-    tokens = backbone(images)
+    tokens = backbone(images, SIGNALS)
     noise = torch.Generator().manual_seed(0)
     drawn = torch.rand(BATCH, tokens.n, generator=noise)
     return replace(tokens, luminance=drawn, lesion=drawn > 0.7, has_mask=torch.ones(BATCH, dtype=torch.bool))

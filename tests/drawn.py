@@ -8,6 +8,7 @@ from pathlib import Path
 from medtokenbudget.config import ContextConfig, ExtractConfig, LATSConfig, TrainConfig, preset
 from medtokenbudget.data import Drawings, Manifest, synthetic_manifest
 from medtokenbudget.features import FeatureStore, extract
+from medtokenbudget.tokens import SIGNALS
 from tests.small_model import small_backbone
 
 
@@ -28,9 +29,10 @@ class Drawn:
 
 
 def drawn_store(folder: Path, n: int = 96) -> Drawn:
-    """`n` drawings of 96 pixels with their off-center views."""
+    """`n` drawings of 96 pixels with their off-center views and every signal."""
     manifest = synthetic_manifest(folder / "data", Drawings(n, seed=3, size=96))
-    extract(Manifest.read(manifest), folder / "tokens", small_backbone(folder), ExtractConfig(views="off-center", threads=1))
+    config = ExtractConfig(views="off-center", signals=SIGNALS, threads=1)
+    extract(Manifest.read(manifest), folder / "tokens", small_backbone(folder), config)
     return Drawn(manifest, folder / "tokens")
 
 

@@ -73,6 +73,9 @@ class ExtractConfig:
     flipped. Other images with a mask get one."""
     view_seed: int = 0
     """Random seed of the off-center crops."""
+    signals: tuple[str, ...] = ()
+    """Signals to store with the tokens, any of attention_entropy, cls_attention, received_attention, value_norm, mean_key, rollout.
+    Default: the first two, and those that the store already has. A finished store gains the missing ones; its tokens stay."""
     workers: int = 0
     """Threads that decode images; 0 uses one per core, up to 16."""
     device: str = "auto"

@@ -15,6 +15,9 @@ from torch import Tensor
 
 from medtokenbudget.errors import GridError, NonFiniteError, ShapeError
 
+SIGNALS = ("attention_entropy", "cls_attention", "received_attention", "value_norm", "mean_key", "rollout")
+"""Fields of `TokenBatch` that `mtb extract --signals` computes from the attention of the backbone."""
+
 
 @dataclass(frozen=True)
 class TokenBatch:
@@ -26,6 +29,10 @@ class TokenBatch:
         cls: [B, D] class token.
         attention_entropy: [B, N] `1 - H / log N` of the block's head-averaged patch-to-patch attention (Eq. 1).
         cls_attention: [B, N] head-averaged attention of the class token to each patch.
+        received_attention: [B, N] head-averaged attention that each patch receives, the mean over the patches that attend.
+        value_norm: [B, N] L2 norm of each patch's value vector, all heads together.
+        mean_key: [B, N, d] key of each patch, the mean over the heads.
+        rollout: [B, N] attention of the class token to each patch, rolled out over all blocks up to the chosen one.
         luminance: [B, N] mean gray value of each patch, in [0, 1].
         label: [B] class index, int64; -1 if unlabeled.
         lesion: [B, N] bool, lesion patches; all False where `has_mask` is False.
@@ -45,6 +52,10 @@ class TokenBatch:
     cls: Tensor | None = None
     attention_entropy: Tensor | None = None
     cls_attention: Tensor | None = None
+    received_attention: Tensor | None = None
+    value_norm: Tensor | None = None
+    mean_key: Tensor | None = None
+    rollout: Tensor | None = None
     luminance: Tensor | None = None
     label: Tensor | None = None
     lesion: Tensor | None = None
@@ -65,6 +76,10 @@ class TokenBatch:
             "cls": (b, d),
             "attention_entropy": (b, n),
             "cls_attention": (b, n),
+            "received_attention": (b, n),
+            "value_norm": (b, n),
+            "mean_key": (b, n, 0 if self.mean_key is None else self.mean_key.shape[-1]),
+            "rollout": (b, n),
             "luminance": (b, n),
             "label": (b,),
             "lesion": (b, n),

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 
 import medtokenbudget as mtb
+from medtokenbudget.config import BackboneConfig
+from medtokenbudget.errors import MissingSignalError, UnknownNameError
 from medtokenbudget.experiments import sweep
 from medtokenbudget.experiments.execution import Execution
 from medtokenbudget.experiments.methods import Method
 from medtokenbudget.experiments.run import RunInfo
 from medtokenbudget.experiments.trained import load_unit
 from medtokenbudget.experiments.units import Unit
+from medtokenbudget.model import MedTokenBudget
 from tests.drawn import Drawn, quick
 
 pytestmark = pytest.mark.slow
 
 SOFT = ("tokenlearner", "tc-ssa", "query-pool:lesion-first")
-HARD = ("evit", "dynamicvit-package:lesion-first")
-KEPT = ("ats", "cropr:mask-free", "dynamicvit", "sparselearn:lesion-first", "box-prior")
+HARD = ("evit", "frequency", "tome:keys", "dynamicvit-package:lesion-first")
+KEPT = ("ats", "rollout", "cropr:mask-free", "dynamicvit", "sparselearn:lesion-first", "relevance", "gradcam-norm1", "box-prior")
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +55,38 @@ def test_every_method_is_measured_by_what_it_can_lose(run: Path) -> None:
         for name in ("lesion_mass", "purity", "lesion_dominated", "retention", "precision"):
             assert rows[name].notna().all() if name in measured else rows[name].isna().all(), name
     assert results["accuracy"].notna().all()
+
+
+def test_a_store_without_the_signals_of_a_method_is_rejected_before_anything_is_trained(drawn: Drawn, tmp_path: Path) -> None:
+    shutil.copytree(drawn.store_path, tmp_path / "tokens")
+    for name in ("mean_key", "rollout"):
+        for path in (tmp_path / "tokens").glob(f"signal-*-{name}.safetensors"):
+            path.unlink()
+    with pytest.raises(MissingSignalError, match=r"has no mean_key, rollout for .* with --signals mean_key rollout"):
+        sweep(drawn.manifest_path, tmp_path / "tokens", tmp_path / "run", methods=("center", "rollout", "tome:keys"))
+    assert not (tmp_path / "run" / "units").exists()
+    with pytest.raises(UnknownNameError, match="variant of center"):
+        Method.parse("center:keys")
+
+
+def test_a_model_computes_the_signals_that_its_selectors_read(run: Path, drawn: Drawn) -> None:
+    info = RunInfo.read(run)
+    store, manifest = drawn.store, drawn.manifest
+    loaded = {name: load_unit(info, Unit(Method.parse(name), 42), store.dim) for name in ("rollout", "tome:keys", "ats")}
+    used = store.config["backbone"]
+    config = BackboneConfig(used["name"], Path(store.config["weights"]), used["image_size"])
+    settings = info.methods["rollout"].train_config
+    model = MedTokenBudget(config, store.config["backbone"], info.classes, loaded, settings, main="rollout", device="cpu")
+    assert set(model.signals) == {"attention_entropy", "cls_attention", "rollout", "mean_key", "value_norm"}
+    image = manifest.image_path(0)
+    row = store.rows([manifest.ids[0]])
+    kept = model.classifier("rollout").selector.order(store.read(row, signals=("rollout",)))
+    assert sorted(model.predict(image, 0.3, "rollout")[0].kept.tolist()) == sorted(kept[0, : model.k(0.3, "rollout")].tolist())
+    assert model.predict(image, 0.3, "tome:keys")[0].k == model.k(0.3, "tome:keys")
+    model.save_pretrained(run / "saved")
+    again = mtb.load(run / "saved", device="cpu")
+    assert again.classifier("tome:keys").selector.compare == "keys"
+    assert again.predict(image, 0.3, "ats")[0].label == model.predict(image, 0.3, "ats")[0].label
 
 
 def test_a_finished_unit_is_loaded_with_its_trained_selector(run: Path, drawn: Drawn) -> None:

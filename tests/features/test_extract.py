@@ -262,10 +262,10 @@ def test_a_store_where_nothing_can_be_written_is_a_clear_message(
 
 
 def _memory_for(limit: int, real: Callable[..., TokenBatch]) -> Callable[..., TokenBatch]:
-    def call(self: Backbone, images: torch.Tensor) -> TokenBatch:
+    def call(self: Backbone, images: torch.Tensor, signals: tuple[str, ...] | None = None) -> TokenBatch:
         if len(images) > limit:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-        return real(self, images)
+        return real(self, images, signals)
 
     return call
 

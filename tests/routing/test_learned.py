@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from medtokenbudget.config import TrainConfig
-from medtokenbudget.errors import CountError, MissingSignalError, UnknownNameError
+from medtokenbudget.errors import CountError, MissingSignalError, RequestError, UnknownNameError
 from medtokenbudget.experiments.methods import Method
 from medtokenbudget.routing import create_selector
 from medtokenbudget.routing.losses import lesion_mass_loss
@@ -171,7 +171,7 @@ def test_gradient_times_token_and_grad_cam_coincide_behind_a_mean():
     scores = selector.score(tokens).detach()
     for row in range(len(tokens)):
         x = tokens.patches[row].clone().requires_grad_()
-        logits = selector.output(torch.nn.functional.gelu(selector.hidden(x.mean(0))))
+        logits = selector.head.output(torch.nn.functional.gelu(selector.head.hidden(x.mean(0))))
         (gradient,) = torch.autograd.grad(logits.max(), x)
         gradient_times_token = (gradient * x).sum(1)
         grad_cam = torch.relu((x * gradient.mean(0)).sum(1))  # weights: the mean gradient of each feature
@@ -179,9 +179,61 @@ def test_gradient_times_token_and_grad_cam_coincide_behind_a_mean():
         torch.testing.assert_close(gradient_times_token.clamp_min(0), grad_cam, atol=1e-6, rtol=1e-4)
 
 
-def test_a_ranking_by_gradient_needs_no_gradient():
+@pytest.mark.parametrize("name", ["grad-token", "gradcam-norm1", "relevance"])
+def test_a_ranking_by_gradient_needs_no_gradient(name):
     with torch.inference_mode():
-        assert selector_of("grad-token").select(tokens_of(), K).kept.sum(1).tolist() == [K] * 3
+        assert selector_of(name).select(tokens_of(), K).kept.sum(1).tolist() == [K] * 3
+
+
+def probe_by_hand(selector, x, attention=None):
+    """Logits of an attention probe for one image, normed patches u, and the attention of each head, as plain loops."""
+    u = selector.norm1(x)
+    d = selector.query.shape[1]
+    weights, gathered = [], []
+    for h in range(selector.heads):
+        part = slice(h * d, (h + 1) * d)
+        keys, values = selector.key(u)[:, part], selector.value(u)[:, part]
+        logits = torch.stack([(selector.query[h] * keys[n]).sum() / d**0.5 for n in range(len(x))])
+        weights.append(logits.softmax(0) if attention is None else attention[h])
+        gathered.append(sum(weights[h][n] * values[n] for n in range(len(x))))
+    logits = selector.head.output(torch.nn.functional.gelu(selector.head.hidden(torch.cat(gathered))))
+    return logits, u, weights
+
+
+def test_grad_cam_at_norm1_is_the_mean_gradient_of_the_probes_class_times_the_normed_patches():
+    tokens, selector = tokens_of(), selector_of("gradcam-norm1")
+    scores = selector.score(tokens).detach()
+    for row in range(len(tokens)):
+        logits, u, _ = probe_by_hand(selector, tokens.patches[row])
+        (gradient,) = torch.autograd.grad(logits.max(), u)
+        grad_cam = [float((gradient.mean(0) * u[n]).sum()) for n in range(N)]
+        torch.testing.assert_close(scores[row] / N, torch.tensor(grad_cam), atol=1e-6, rtol=1e-3)
+
+
+def test_grad_cam_at_norm1_differs_from_gradient_times_token_there():
+    selector = selector_of("gradcam-norm1")
+    patches = tokens_of().patches[0]
+    logits, u, _ = probe_by_hand(selector, patches)
+    (gradient,) = torch.autograd.grad(logits.max(), u)
+    grad_cam, times_token = (u * gradient.mean(0)).sum(1), (u * gradient).sum(1)
+    assert grad_cam.argsort().tolist() != times_token.argsort().tolist()
+
+
+def test_relevance_is_the_positive_part_of_attention_times_its_gradient_averaged_over_heads():
+    tokens, selector = tokens_of(), selector_of("relevance")
+    scores = selector.score(tokens).detach()
+    for row in range(len(tokens)):
+        _, _, weights = probe_by_hand(selector, tokens.patches[row])
+        leaves = [w.detach().clone().requires_grad_() for w in weights]
+        logits, _, _ = probe_by_hand(selector, tokens.patches[row], leaves)
+        gradients = torch.autograd.grad(logits.max(), leaves)
+        expected = [sum(max(0.0, float(g[n] * w[n])) for g, w in zip(gradients, leaves)) / len(leaves) for n in range(N)]
+        torch.testing.assert_close(scores[row] / N, torch.tensor(expected), atol=1e-6, rtol=1e-3)
+
+
+def test_the_heads_of_a_probe_share_its_width():
+    with pytest.raises(RequestError, match="multiple of heads"):
+        create_selector("relevance", dim=32, heads=3, width=128)
 
 
 @torch.no_grad()
@@ -196,7 +248,7 @@ def test_abmil_attention_ranks_by_the_gated_attention_of_its_classifier():
         torch.testing.assert_close(selector.attribute(tokens.patches)[1][row], selector.output(pooled), atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["grad-token", "abmil-attention"])
+@pytest.mark.parametrize("name", ["grad-token", "gradcam-norm1", "relevance", "abmil-attention"])
 def test_a_probe_learns_from_labels_and_not_through_the_selection(name):
     tokens, selector = replace(tokens_of(), label=torch.tensor([0, 1, -1])), selector_of(name)
     step = selector.training_pass(tokens, 0.5, TrainConfig(), noise())

@@ -80,12 +80,14 @@ def test_evit_fuses_patches_that_have_no_attention_at_all():
     torch.testing.assert_close(selection.tokens[:, -1], tokens.patches[:, K - 1 :].mean(1))
 
 
-def test_frequency_keeps_the_patches_farthest_from_the_mean_and_a_dc_token():
-    tokens = batch()
+def test_frequency_keeps_the_patches_of_the_high_pass_attention_and_a_dc_token():
+    noise = torch.Generator().manual_seed(5)
+    attention = torch.rand(2, N, N, generator=noise).mul(4).softmax(-1)
+    tokens = replace(batch(), received_attention=attention.mean(1))
     selection = create_selector("frequency").select(tokens, K)
     for row, x, _ in each(tokens):
-        dc = mean(x)
-        order = ranked([float((v - dc).norm()) for v in x])
+        high_pass = [sum(float(attention[row, i, j]) - 1 / N for i in range(N)) for j in range(N)]
+        order = ranked(high_pass)
         expected = [x[i] for i in order[: K - 1]] + [mean([x[i] for i in order[K - 1 :]])]
         torch.testing.assert_close(selection.tokens[row], torch.stack(expected))
 
@@ -93,22 +95,45 @@ def test_frequency_keeps_the_patches_farthest_from_the_mean_and_a_dc_token():
 def test_ats_hits_what_evenly_spaced_samples_of_the_cumulative_significance_hit():
     tokens = batch()
     kept = create_selector("ats").select(tokens, K).kept
-    for row, x, attention in each(tokens):
-        significance = [a * float(v.norm()) for a, v in zip(attention, x)]
+    for row, _, attention in each(tokens):
+        significance = [a * float(norm) for a, norm in zip(attention, tokens.value_norm[row])]
         total = sum(significance)
 
         def hits(samples: int, significance=significance, total=total) -> set[int]:
             found = set()
             for sample in range(samples):
                 point, reached = (sample + 0.5) / samples * total, 0.0
-                for i, s in enumerate(significance):
-                    reached += s
+                for i in reversed(ranked(significance)):  # from the least significant patch on
+                    reached += significance[i]
                     if point <= reached:
                         found.add(i)
                         break
             return found
 
         assert any(set(kept[row].nonzero().flatten().tolist()) == hits(samples) for samples in range(K, 200))
+
+
+def test_rollout_ranks_by_the_stored_signal():
+    tokens = batch()
+    order = create_selector("rollout").order(tokens)
+    assert order.tolist() == [ranked(values) for values in tokens.rollout.tolist()]
+
+
+@pytest.mark.parametrize("name", ["tome", "pitome", "atc"])
+def test_mergers_compare_keys_where_they_are_asked_to(name):
+    tokens = batch()
+    by_keys = create_selector(name, compare="keys").select(tokens, K)
+    # Merging depends on the keys alone: with the keys as patches, the patches fall into the same groups.
+    alike = create_selector(name).select(replace(tokens, patches=tokens.mean_key, cls=None), K)
+    assert torch.equal(by_keys.assignment, alike.assignment)
+    for row in range(2):
+        for group in range(K):
+            members = tokens.patches[row][by_keys.assignment[row] == group]
+            torch.testing.assert_close(by_keys.tokens[row, group], members.mean(0))
+    with pytest.raises(MissingSignalError, match="--signals mean_key"):
+        create_selector(name, compare="keys").select(replace(tokens, mean_key=None), K)
+    with pytest.raises(UnknownNameError, match="compare"):
+        create_selector(name, compare="values")
 
 
 def test_ats_samples_are_proportional_to_significance():

@@ -49,6 +49,7 @@ def _text(found: dict[str, Any]) -> str:
         f"  backbone   {backbone['name']}, {backbone['image_size']} pixels, {h} x {w} patches of {backbone['dim']} numbers",
         f"  weights    SHA-256 {backbone['weights']}",
         f"  tokens     {'all patches' if found['settings']['keep'] == 'patches' else 'routed'}, {found['settings']['dtype']}",
+        f"  signals    {', '.join(found['signals']) or 'none'}",
         f"  views      {', '.join(f'{count:,} {view}' for view, count in views.items()) or 'none'}",
         f"  shards     {found['shards']:,}, {found['missing_shards']:,} missing; {found['failed']:,} rows failed",
     ]

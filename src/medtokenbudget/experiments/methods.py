@@ -13,7 +13,7 @@ from typing import Any
 
 from medtokenbudget.config import PRESETS, LossWeights, RouterConfig, TrainConfig, preset
 from medtokenbudget.errors import RequestError, UnknownNameError
-from medtokenbudget.routing import list_selectors, selector_class
+from medtokenbudget.routing import create_selector, list_selectors, selector_class
 from medtokenbudget.training.heads import list_heads
 
 Change = Callable[[TrainConfig], TrainConfig]
@@ -158,9 +158,21 @@ class Method:
         return self._changes[self.trained_as.variant](base)
 
     @property
+    def options(self) -> Mapping[str, Any]:
+        """Options that a selector which does not learn is created with: those of its variant."""
+        return selector_class(self.selector).variants.get(self.variant, {})
+
+    @property
+    def requires(self) -> tuple[str, ...]:
+        """Fields of a batch that the selector reads beside the patches, as far as they are known before training."""
+        if self.learned:
+            return tuple(selector_class(self.selector).requires)
+        return create_selector(self.selector, **self.options).requires
+
+    @property
     def _changes(self) -> Mapping[str, Change]:
         if not self.learned:
-            return FIXED
+            return FIXED | dict.fromkeys(selector_class(self.selector).variants, FIXED[""])
         foreign = {name for selector, names in ONLY.items() if selector != self.selector for name in names}
         return {name: change for name, change in LEARNED.items() if name not in foreign}
 

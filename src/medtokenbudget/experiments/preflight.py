@@ -130,11 +130,12 @@ def _check_routed(budget: float, store: FeatureStore, units: Sequence[Unit], con
 
 
 def check_needs(sources: Sources, units: Sequence[Unit], config: TrainConfig) -> None:
-    """Reject methods that need masks, labels or views that the data does not have."""
+    """Reject methods that need masks, labels, views or signals that the data does not have."""
     if sources.store.fixed_budget is not None:
         _check_routed(sources.store.fixed_budget, sources.store, units, config)
     if not sources.manifest.classes:
         _check_without_labels(sources, units, config)
+    sources.store.require_signals([name for unit in units for name in unit.method.requires])
     if not has_training_masks(sources):
         needy = list(dict.fromkeys(str(unit.method) for unit in units if needs_masks(unit.method, config)))
         if needy:

@@ -100,8 +100,9 @@ def zoo() -> Study:
     """
     methods = []
     for name in list_selectors():
-        variants = ("", ":mask-free", ":lesion-first") if selector_class(name).learns else ("",)
-        methods += [f"{name}{variant}" for variant in variants]
+        kind = selector_class(name)
+        variants = ("mask-free", "lesion-first") if kind.learns else kind.variants
+        methods += [name, *(f"{name}:{variant}" for variant in variants)]
     methods += with_heads(HEAD_SELECTORS, list_heads())
     return Study("zoo", tuple(dict.fromkeys(methods)), SEEDS, HEADLINE_BUDGETS)
 

@@ -23,7 +23,7 @@ def load_unit(info: RunInfo, unit: Unit, dim: int) -> RoutedClassifier | None:
         selector = kind.from_config(dim, config, len(info.classes))
         selector.load_state_dict(ck.split_prefix(tensors, "best/selector."))
     else:
-        selector = create_selector(method.selector, minimum=config.router.minimum)
+        selector = create_selector(method.selector, minimum=config.router.minimum, **unit.method.options)
     if not info.classes:
         return RoutedClassifier(selector, None).eval()
     head = create_head(method.head, dim, len(info.classes))

@@ -151,7 +151,7 @@ def _work(plan: Plan, unit: Unit, folder: Path, on_epoch: OnEpoch | None) -> Non
         selector, head, parts = trained.selector.ablate(unit.method.ablation), trained.head, trained.parts
     else:
         parts = make_parts(manifest, store, config)
-        selector = create_selector(unit.method.selector, minimum=config.router.minimum)
+        selector = create_selector(unit.method.selector, minimum=config.router.minimum, **unit.method.options)
         head = None
         if manifest.classes:
             pooled_head = PooledHead(unit.method.head, store.dim, len(manifest.classes), config, on_epoch)
@@ -179,7 +179,7 @@ def _train_baseline(plan: Plan, trainer: PooledHead, selector: Selector, parts: 
     if selector.stochastic or trainer.head.reads == "tokens":
         history = trainer.train_on_store(store, rows, label, selector, config.budgets)
     else:
-        key = sha256_json([store.identity, selector.name, rows.tolist(), list(config.budgets), config.router.minimum])[:16]
+        key = sha256_json([store.identity, selector.name, selector.options(), rows.tolist(), list(config.budgets)])[:16]
         path = plan.out / "pooled" / f"{selector.name}-{key}.npy"
         history = trainer.train_on_file(pool_to_file(path, store, rows, selector, config.budgets), label)
     (folder / "metrics.jsonl").unlink(missing_ok=True)

@@ -1,15 +1,16 @@
-"""The attention of one block, reduced to two numbers per patch: its entropy (Eq. 1) and the attention of the class token.
+"""What a running block passes to its softmax, and its attention of one image at a time, for the signals of `signals.py`.
 
 The trap: query and key are projections of `norm1(x)`, and a block may then normalize, rotate or bias them. So they are captured
-where the running block passes them to its softmax, instead of being computed a second time. The `[B, H, T, T]` weights exist for
-one image at a time and never leave this file.
+where the running block uses them, instead of being computed a second time. The `[B, H, T, T]` weights exist for one image at a time
+and never leave this file.
 """
 
 from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -23,19 +24,27 @@ CHUNK = 1
 """Images whose attention weights exist at the same time; one fits into the CPU cache and is twice as fast as four."""
 
 
-class Reduced(NamedTuple):
-    """Reduced attention of B images: entropy [B, N], and class attention [B, N] or None without a class token."""
-
-    entropy: Tensor
-    cls_attention: Tensor | None
-
-
-class QueryKey(NamedTuple):
-    """Inputs of one attention: query (scaled) and key [B, H, T, d], and a bias [H, T, T] shared by all images, or None."""
+class Inputs(NamedTuple):
+    """Inputs of one attention: query (scaled), key and value [B, H, T, d], and a bias [H, T, T] of all images, or None."""
 
     query: Tensor
     key: Tensor
+    value: Tensor
     bias: Tensor | None
+
+    def weights(self) -> Tensor:
+        """Attention [B, T, T], the mean over heads: softmax over all T tokens, so that rows sum to one."""
+        compared = self.query @ self.key.transpose(-2, -1)
+        if self.bias is not None:
+            compared = compared + self.bias
+        return compared.softmax(-1).mean(1)
+
+    def parts(self) -> list[Inputs]:
+        """The inputs of a few images at a time; of all at once in a traced graph (ONNX), whose number of images is not fixed."""
+        if torch.compiler.is_compiling():
+            return [self]
+        chunks = zip(self.query.split(CHUNK), self.key.split(CHUNK), self.value.split(CHUNK))
+        return [Inputs(query, key, value, self.bias) for query, key, value in chunks]
 
 
 class _Watch(TorchFunctionMode):
@@ -43,16 +52,16 @@ class _Watch(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: list[QueryKey] = []
+        self.seen: list[Inputs] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
-            self.seen.append(_query_key(*args, **kwargs))
+            self.seen.append(_inputs(*args, **kwargs))
         return func(*args, **kwargs)
 
 
-def _query_key(
+def _inputs(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -61,23 +70,35 @@ def _query_key(
     is_causal: bool = False,
     scale: float | None = None,
     **_: Any,
-) -> QueryKey:
+) -> Inputs:
     bias = None if attn_mask is None else attn_mask.squeeze(0)
     if is_causal or (bias is not None and (bias.dtype == torch.bool or bias.ndim > 3)):
         raise RequestError(
             "The attention of this backbone is masked, so its patches do not all see each other. Choose another backbone."
         )
-    return QueryKey(query * (query.shape[-1] ** -0.5 if scale is None else scale), key, bias)
+    return Inputs(query * (query.shape[-1] ** -0.5 if scale is None else scale), key, value, bias)
 
 
-class QueryKeyTap:
-    """Captures query, key and bias of the attention of one block during a forward pass, after all norms and positions.
+class AttentionTap:
+    """Captures the inputs of the attention of one block during a forward pass, after all norms and positions.
 
     Every thread has its own value.
+
+    Args:
+        block: The block.
+        model_name: For messages.
+        when: Whether the running pass is to be captured; None captures every one.
+        done: Called with the inputs after the block ran, which are then not kept.
     """
 
-    def __init__(self, block: nn.Module, model_name: str) -> None:
-        self.model_name = model_name
+    def __init__(
+        self,
+        block: nn.Module,
+        model_name: str,
+        when: Callable[[], bool] | None = None,
+        done: Callable[[Inputs], None] | None = None,
+    ) -> None:
+        self.model_name, self.when, self.done = model_name, when, done
         self._kind = type(getattr(block, "attn", block)).__name__
         self._local = threading.local()
         modules: Iterable[Any] = block.modules()
@@ -88,15 +109,20 @@ class QueryKeyTap:
         block.register_forward_hook(self._leave, always_call=True)
 
     def _enter(self, *_: Any) -> None:
-        self._local.watch = _Watch()
-        self._local.watch.__enter__()
+        self._local.watch = _Watch() if self.when is None or self.when() else None
+        if self._local.watch is not None:
+            self._local.watch.__enter__()
 
     def _leave(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
+        if self._local.watch is None:
+            return
         self._local.watch.__exit__(None, None, None)
         if output is None:  # the pass failed, perhaps out of memory: keep nothing of it
             self._local.watch.seen.clear()
+        elif self.done is not None:
+            self.done(self.inputs())
 
-    def query_key(self) -> QueryKey:
+    def inputs(self) -> Inputs:
         """The inputs of the attention in the last forward pass of this thread."""
         seen, self._local.watch = self._local.watch.seen, None
         if len(seen) != 1:
@@ -107,52 +133,48 @@ class QueryKeyTap:
         return seen[0]
 
 
-def reduce_attention(of: QueryKey, prefix: int, has_cls: bool) -> Reduced:
-    """Softmax over all T = prefix + N tokens, mean over heads, then entropy and class attention of the N patches.
+class Rollout:
+    """Attention rollout (Abnar and Zuidema, 2020) of the blocks before the chosen one: the product of their `(A + I) / 2`.
 
-    The patch weights of a row do not sum to one, because the softmax includes the prefix tokens.
-
-    Args:
-        of: The inputs of the attention.
-        prefix: Number of tokens before the patches.
-        has_cls: Whether the first of them is a class token.
-    """
-    if torch.compiler.is_compiling():
-        # A traced graph (ONNX) has no fixed number of images, so it reduces them all at once.
-        return _reduce(of, prefix, has_cls)
-    chunks = zip(of.query.split(CHUNK), of.key.split(CHUNK))
-    parts = [_reduce(QueryKey(query, key, of.bias), prefix, has_cls) for query, key in chunks]
-    entropy = torch.cat([part.entropy for part in parts])
-    if not has_cls:
-        return Reduced(entropy, None)
-    return Reduced(entropy, torch.cat([part.cls_attention for part in parts if part.cls_attention is not None]))
-
-
-def _reduce(of: QueryKey, prefix: int, has_cls: bool) -> Reduced:
-    compared = of.query @ of.key.transpose(-2, -1)
-    if of.bias is not None:
-        compared = compared + of.bias
-    weights = compared.softmax(-1).mean(1)
-    cls_attention = weights[:, 0, prefix:].clone() if has_cls else None
-    return Reduced(normalized_entropy(weights[:, prefix:, prefix:]), cls_attention)
-
-
-def pseudo_attention(patches: Tensor, cls: Tensor | None) -> Reduced:
-    """The same two numbers from the softmax of cosine similarities, for models whose query and key cannot be captured.
-
-    Rows sum to one here, because there are no prefix tokens among the keys.
+    It only runs while `collecting`; every thread has its own product.
 
     Args:
-        patches: Patch tokens [B, N, D].
-        cls: Class tokens [B, D], or None.
+        blocks: The blocks before the chosen one, in order.
+        model_name: For messages.
     """
-    unit = F.normalize(patches.float(), dim=-1)
-    parts = [unit[i : i + CHUNK] for i in range(0, len(unit), CHUNK)]
-    entropy = torch.cat([normalized_entropy((part @ part.transpose(1, 2)).softmax(-1)) for part in parts])
-    if cls is None:
-        return Reduced(entropy, None)
-    similarity = torch.einsum("bnd,bd->bn", unit, F.normalize(cls.float(), dim=-1))
-    return Reduced(entropy, similarity.softmax(-1))
+
+    def __init__(self, blocks: Iterable[nn.Module], model_name: str) -> None:
+        self._local = threading.local()
+        self._taps = [AttentionTap(block, model_name, self._is_on, self._multiply) for block in blocks]
+
+    def _is_on(self) -> bool:
+        return getattr(self._local, "on", False)
+
+    def _multiply(self, inputs: Inputs) -> None:
+        before = self._local.product
+        parts = [mixed(part.weights()) for part in inputs.parts()]
+        if before is not None:
+            parts = [part @ earlier for part, earlier in zip(parts, before.split(CHUNK))]
+        self._local.product = torch.cat(parts)
+
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """Around a forward pass whose `product` is wanted."""
+        self._local.on, self._local.product = True, None
+        try:
+            yield
+        finally:
+            self._local.on = False
+
+    def product(self) -> Tensor | None:
+        """[B, T, T] of the last pass of this thread; None if there is no block before the chosen one."""
+        found, self._local.product = self._local.product, None
+        return found
+
+
+def mixed(weights: Tensor) -> Tensor:
+    """`(A + I) / 2`: half of a token stays with it through the residual connection."""
+    return 0.5 * (weights + torch.eye(weights.shape[-1], dtype=weights.dtype, device=weights.device))
 
 
 def normalized_entropy(weights: Tensor) -> Tensor:

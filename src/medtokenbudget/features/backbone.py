@@ -10,6 +10,8 @@ import difflib
 import hashlib
 import inspect
 import sys
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,8 +28,9 @@ from medtokenbudget.config import BackboneConfig
 from medtokenbudget.devices import resolve_device
 from medtokenbudget.errors import RequestError, ShapeError, WorkError, first_line
 from medtokenbudget.features import zoo
-from medtokenbudget.features.attention import QueryKeyTap, pseudo_attention, reduce_attention
+from medtokenbudget.features.attention import AttentionTap, Rollout
 from medtokenbudget.features.preprocess import Preprocessing
+from medtokenbudget.features.signals import DEFAULT, REGISTRY, check_available, pseudo_signals, reduce_attention
 from medtokenbudget.features.views import Box
 from medtokenbudget.files import sha256_file
 from medtokenbudget.tokens import TokenBatch
@@ -37,7 +40,7 @@ Model = Any
 
 
 class Backbone:
-    """A frozen vision transformer that gives patch tokens, the class token and the reduced attention of one block.
+    """A frozen vision transformer that gives patch tokens, the class token and signals of the attention of one block.
 
     Attributes:
         grid: Rows and columns (h, w) of the patch tokens.
@@ -66,7 +69,8 @@ class Backbone:
         self.depth = len(model.blocks)
         self.layer = _layer(config.layer, self.depth)
         self.preprocessing = _preprocessing(model, config.image_size)
-        self._tap = QueryKeyTap(model.blocks[self.layer], config.name) if config.attention == "true" else None
+        self._tap = AttentionTap(model.blocks[self.layer], config.name) if config.attention == "true" else None
+        self._rollout = Rollout(model.blocks[: self.layer], config.name) if self._tap is not None else None
         self.fingerprint: dict[str, Any] = {
             "name": config.name,
             "weights": weights_sha256,
@@ -136,12 +140,22 @@ class Backbone:
         """Normalize images, from uint8 [B, S, S, 3] to float [B, 3, S, S]."""
         return self.preprocessing.normalize(batch)
 
+    @property
+    def default_signals(self) -> tuple[str, ...]:
+        """The signals that are computed unless others are requested: those of `DEFAULT` that this backbone has."""
+        return tuple(name for name in DEFAULT if self.has_cls or not REGISTRY[name].needs_cls)
+
+    def check_signals(self, names: Sequence[str]) -> None:
+        """Raise a RequestError for signals that do not exist or that this backbone cannot give."""
+        check_available(names, self.config.name, self.has_cls, self.config.attention)
+
     @torch.inference_mode()
-    def __call__(self, images: Tensor) -> TokenBatch:
-        """Compute the tokens and the reduced attention of images. Blocks after `layer` do not run.
+    def __call__(self, images: Tensor, signals: Sequence[str] | None = None) -> TokenBatch:
+        """Compute the tokens and signals of images. Blocks after `layer` do not run.
 
         Args:
             images: Normalized images, float [B, 3, S, S].
+            signals: Names of the signals to compute, see `features/signals.py`; None means `default_signals`.
 
         Returns:
             The tokens, without luminance and lesion.
@@ -149,10 +163,24 @@ class Backbone:
         size = self.preprocessing.image_size
         if images.ndim != 4 or tuple(images.shape[1:]) != (3, size, size):
             raise ShapeError(f"Images must be [B, 3, {size}, {size}], got {list(images.shape)}.")
-        return self.tokens(images.to(self.device))
+        return self.tokens(images.to(self.device), signals)
 
-    def tokens(self, images: Tensor) -> TokenBatch:
-        """The same without checks, and with gradients if the model has any; for training and export."""
+    def tokens(self, images: Tensor, signals: Sequence[str] | None = None) -> TokenBatch:
+        """The same without checks of the images, and with gradients if the model has any; for training and export."""
+        names = self.default_signals if signals is None else tuple(signals)
+        self.check_signals(names)
+        rolls = self._rollout.collecting() if self._rollout is not None and "rollout" in names else nullcontext()
+        with rolls:
+            patches, cls = self._forward(images)
+        if self._tap is None or self._rollout is None:
+            found: dict[str, Any] = dict(pseudo_signals(patches, cls, names))
+        else:
+            earlier = self._rollout.product() if "rollout" in names else None
+            found = dict(reduce_attention(self._tap.inputs(), self.prefix, names, earlier))
+        return TokenBatch(patches, self.grid, cls=cls, **found)
+
+    def _forward(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Patch tokens [B, N, D] and the class token [B, D], if there is one."""
         found = self.model.forward_intermediates(
             images,
             indices=[self.layer],
@@ -164,11 +192,7 @@ class Backbone:
         )[0]
         patches, prefix = found if isinstance(found, tuple) else (found, None)
         cls = prefix[:, 0] if self.has_cls and prefix is not None else None
-        if self._tap is None:
-            reduced = pseudo_attention(patches, cls)
-        else:
-            reduced = reduce_attention(self._tap.query_key(), self.prefix, self.has_cls)
-        return TokenBatch(patches, self.grid, cls=cls, attention_entropy=reduced.entropy, cls_attention=reduced.cls_attention)
+        return patches, cls
 
 
 def build(name: str, image_size: int, recipe: zoo.Recipe | None = None) -> Model:

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from medtokenbudget.config import DistillConfig
 from medtokenbudget.errors import RequestError
-from medtokenbudget.features.attention import QueryKeyTap
+from medtokenbudget.features.attention import AttentionTap
 from medtokenbudget.features.backbone import Backbone, build
 from medtokenbudget.features.distill_start import check_start, ridge_regression, start_from_teacher
 from medtokenbudget.features.zoo import Recipe
@@ -52,14 +52,14 @@ class Student(nn.Module):
         self.model = model
         names = ("patches", "cls") if model.num_prefix_tokens else ("patches",)
         self.adapters = nn.ModuleDict({name: nn.Linear(model.num_features, teacher_dim) for name in names})
-        self._tap = QueryKeyTap(model.blocks[-1], _BASE)
+        self._tap = AttentionTap(model.blocks[-1], _BASE)
 
     def forward(self, images: Tensor) -> dict[str, Tensor]:
         """Predict `patches` [B, N, D], and with a class token `cls` [B, D] and `cls_attention` [B, N], of images [B, 3, S, S]."""
         tokens = self.model.forward_features(images)
         prefix = self.model.num_prefix_tokens
         found = {"patches": self.adapters["patches"](tokens[:, prefix:])}
-        q, k, _ = self._tap.query_key()
+        q, k, _, _ = self._tap.inputs()
         if prefix:
             found["cls"] = self.adapters["cls"](tokens[:, 0])
             found["cls_attention"] = torch.einsum("bhd,bhtd->bht", q[:, :, 0], k).softmax(-1).mean(1)[:, prefix:]

@@ -19,10 +19,11 @@ from torch.nn import functional as F
 
 from medtokenbudget.errors import RequestError
 from medtokenbudget.features import routed_pass
-from medtokenbudget.features.attention import QueryKey, Reduced, reduce_attention
+from medtokenbudget.features.attention import Inputs
 from medtokenbudget.features.backbone import Backbone
 from medtokenbudget.features.preprocess import Preprocessing
 from medtokenbudget.features.routed_pass import Background
+from medtokenbudget.features.signals import REGISTRY, reduce_attention
 from medtokenbudget.features.views import Box, Geometry
 from medtokenbudget.tokens import TokenBatch
 
@@ -90,6 +91,11 @@ class EarlyBackbone(Backbone):
         """What a store of this backbone's tokens holds: all patches (of a crop), or the kept ones."""
         return "patches" if self.route.way == "zoom" else "routed"
 
+    @property
+    def default_signals(self) -> tuple[str, ...]:
+        """None for tokens of kept patches, whose attention is not looked at."""
+        return super().default_signals if self.route.way == "zoom" else ()
+
     def prepare(self, image: Image.Image) -> np.ndarray:
         """Resize an RGB image to uint8 [S, S, 3]; with 'zoom' the part of it that the scout chose."""
         return self.see(image)[0]
@@ -136,18 +142,18 @@ class EarlyBackbone(Backbone):
         cls = normed[:, 0] if self.has_cls else None
         tokens = TokenBatch(normed[:, self.prefix :], self.grid, cls=cls)
         if self.route.requires:
-            found = self._signals(before)
-            tokens = replace(tokens, attention_entropy=found.entropy, cls_attention=found.cls_attention)
+            found: dict[str, Any] = dict(self._signals(before))
+            tokens = replace(tokens, **found)
         return self.route.score(tokens).topk(self.route.k, dim=1).indices
 
-    def _signals(self, before: Tensor) -> Reduced:
-        """Reduced attention of the block in front of the pruned one, from the tokens that it read."""
+    def _signals(self, before: Tensor) -> dict[str, Tensor]:
+        """The signals that the router reads, of the block in front of the pruned one, from the tokens that this block read."""
         block = self.model.blocks[self.route.block - 1]
         attn, x = block.attn, block.norm1(before)
         b, t, _ = x.shape
-        query, key, _ = attn.qkv(x).reshape(b, t, 3, attn.num_heads, attn.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
-        inputs = QueryKey(attn.q_norm(query) * attn.scale, attn.k_norm(key), None)
-        return reduce_attention(inputs, self.prefix, self.has_cls)
+        query, key, value = attn.qkv(x).reshape(b, t, 3, attn.num_heads, attn.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
+        inputs = Inputs(attn.q_norm(query) * attn.scale, attn.k_norm(key), value, None)
+        return reduce_attention(inputs, self.prefix, [name for name in self.route.requires if name in REGISTRY])
 
 
 def _check(dense: Backbone, route: EarlyRoute) -> None:
@@ -165,6 +171,8 @@ def _check(dense: Backbone, route: EarlyRoute) -> None:
             f"--route block:{route.block} does not exist: tokens come from block {dense.layer}, so it can be block:1 to "
             f"block:{dense.layer}."
         )
+    if route.way == "inside" and "rollout" in route.requires:
+        raise RequestError("A router inside the backbone cannot read rollout, which needs all blocks. Use another --router.")
     if route.way == "inside" and route.grid != dense.grid:
         raise RequestError(
             f"The router scores {sh} x {sw} patches, but the backbone has {h} x {w}. Use the router of this backbone."

@@ -9,6 +9,7 @@ from typing import Any
 
 from medtokenbudget.config import BackboneConfig, ExtractConfig
 from medtokenbudget.errors import UnknownNameError
+from medtokenbudget.features.adding import Addition, add_signals
 from medtokenbudget.features.backbone import Backbone
 from medtokenbudget.features.pipeline import Route, Shard, fill
 
@@ -26,14 +27,20 @@ class Work:
     """Hash of the store's settings, recorded with every shard."""
     route: Route | None = None
     address: str | None = None
+    signals: tuple[str, ...] | None = None
+    """Signals of new shards; None means the default ones of the backbone."""
+    additions: tuple[Addition, ...] = ()
+    """Signals that finished shards gain."""
 
 
 Engine = Callable[[Work, Backbone, Callable[[int], Any]], None]
-"""Computes the shards of `Work` with the loaded backbone, and calls the function with the number of rows that are done."""
+"""Does the `Work` with the loaded backbone, and calls the function with the number of rows that are done."""
 
 
 def _local(work: Work, backbone: Backbone, advance: Callable[[int], Any]) -> None:
-    fill(work.store, work.shards, backbone, work.config, work.settings, work.route, advance)
+    fill(work.store, work.shards, backbone, work.config, work.settings, work.route, advance, work.signals)
+    for addition in work.additions:
+        add_signals(work.store, addition, backbone, work.config, advance)
 
 
 def _ray(work: Work, backbone: Backbone, advance: Callable[[int], Any]) -> None:

@@ -11,6 +11,7 @@ from medtokenbudget.data import Manifest
 from medtokenbudget.devices import resolve_device
 from medtokenbudget.errors import RequestError
 from medtokenbudget.features import plan
+from medtokenbudget.features.adding import Addition, additions, present_signals
 from medtokenbudget.features.annotations import hashes_of
 from medtokenbudget.features.backbone import Backbone
 from medtokenbudget.features.early import Early
@@ -69,6 +70,8 @@ def extract(
         raise RequestError("route and route_fingerprint must be used together, so that the store records what selected its tokens.")
     if early is not None and (route is not None or engine != "local"):
         raise RequestError("Early routing runs on this machine and is not combined with --keep routed. Drop the other option.")
+    if (route is not None or early is not None) and config.signals:
+        raise RequestError("--signals are stored with all patches, but routed stores have only some. Drop --signals.")
     run = find_engine(engine)
     plan.check_request(manifest, config)
     _check_share(shards)
@@ -79,6 +82,7 @@ def extract(
     if route_fingerprint is not None:
         advice = "A model can only route tokens of the backbone that it was trained with: use that one."
         plan.check("The backbone", route_fingerprint.get("backbone", {}), loaded.fingerprint, advice)
+    loaded.check_signals(config.signals)
     settings = plan.settings_of(loaded.fingerprint, config, route_fingerprint, backbone.weights)
     # The jobs of an array share the lock: each fills shards of its own.
     with exclusive(path, shared=shards is not None):
@@ -88,12 +92,32 @@ def extract(
         items = plan.items_of(manifest, config, *hashes_of(path, manifest))
         planned = plan.extend(path, list(items), config.shard_size, _readable_now(path, items, loaded, config))
         todo = _unfinished(path, planned, items, shards)
-        left = sum(len(rows) for _, rows in todo)
-        if todo:
-            work = Work(path.resolve(), todo, backbone, loaded.fingerprint, config, plan.identity_of(settings), route, address)
+        signals = _signals(path, planned, loaded, config)
+        added = _additions(path, planned, items, shards, signals) if route is None and early is None else ()
+        left = sum(len(rows) for _, rows in todo) + sum(addition.rows for addition in added)
+        if todo or added:
+            identity = plan.identity_of(settings)
+            work = Work(path.resolve(), todo, backbone, loaded.fingerprint, config, identity, route, address, signals, added)
             with progress(total=max(len(items), left), initial=max(0, len(items) - left), what="Extracting", unit="image") as bar:
                 run(work, loaded, bar.update)
         return _finished(path, manifest)
+
+
+def _signals(path: Path, planned: Shards, backbone: Backbone, config: ExtractConfig) -> tuple[str, ...]:
+    """The signals of new shards: the requested ones and those that the store has; without either the default ones."""
+    present = present_signals(path, list(planned))
+    names = dict.fromkeys([*present, *config.signals]) or dict.fromkeys(backbone.default_signals)
+    backbone.check_signals(tuple(names))
+    return tuple(names)
+
+
+def _additions(
+    path: Path, planned: Shards, items: Mapping[Key, Item], shards: tuple[int, int] | None, signals: tuple[str, ...]
+) -> tuple[Addition, ...]:
+    """Signals that finished shards of this call do not have yet."""
+    i, n = shards or (0, 1)
+    files = {item.image: item.image_file for item in items.values()}
+    return tuple(additions(path, [index for index in sorted(planned) if index % n == i], signals, files))
 
 
 def _check_share(shards: tuple[int, int] | None) -> None:

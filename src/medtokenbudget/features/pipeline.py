@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -29,6 +29,8 @@ from medtokenbudget.features.early import EarlyBackbone
 from medtokenbudget.features.plan import Item
 from medtokenbudget.features.preprocess import luminance
 from medtokenbudget.features.shards import Failure, Row, write_shard
+from medtokenbudget.features.signal_files import write_signal
+from medtokenbudget.features.signals import DEFAULT, REGISTRY
 from medtokenbudget.files import sha256_file
 from medtokenbudget.progress import say
 from medtokenbudget.tokens import Selection, TokenBatch
@@ -98,28 +100,42 @@ def fill(
     settings: str,
     route: Route | None = None,
     advance: Callable[[int], Any] = lambda rows: None,
+    signals: Sequence[str] | None = None,
 ) -> None:
-    """Make these shards of the store, in order. `settings` is recorded with each; `advance` is told how many rows are done."""
+    """Make these shards of the store, in order.
+
+    `settings` is recorded with each, `advance` is told how many rows are done, `signals` are computed and stored (None: the default
+    ones of the backbone).
+    """
     with cpu_threads(config.threads), ThreadPoolExecutor(1, "mtb-write") as writer:
         written: deque[Future[Any]] = deque()
-        for filling in _filled(shards, backbone, config, route, advance):
+        for filling in _filled(shards, backbone, config, route, advance, signals):
             # At most one shard is being written while the next is computed, so that memory stays bounded.
             while len(written) > 0:
                 written.popleft().result()
             tensors = filling.tensors()
             filling.parts.clear()
-            written.append(
-                writer.submit(
-                    write_shard, store, filling.index, filling.rows, tensors, filling.failures, filling.batch_size, settings
-                )
-            )
+            written.append(writer.submit(_write, store, filling, tensors, settings))
             del tensors
         while written:
             written.popleft().result()
 
 
+def _write(store: Path, filling: Filling, tensors: dict[str, np.ndarray], settings: str) -> None:
+    """Publish the shard, then the signals that have files of their own; without them it is complete but for the signals."""
+    own = {name: tensors.pop(name) for name in list(tensors) if name in REGISTRY and name not in DEFAULT}
+    sidecar = write_shard(store, filling.index, filling.rows, tensors, filling.failures, filling.batch_size, settings)
+    for name, values in own.items():
+        write_signal(store, filling.index, name, values, sidecar)
+
+
 def _filled(
-    shards: Iterable[Shard], backbone: Backbone, config: ExtractConfig, route: Route | None, advance: Callable[[int], Any]
+    shards: Iterable[Shard],
+    backbone: Backbone,
+    config: ExtractConfig,
+    route: Route | None,
+    advance: Callable[[int], Any],
+    signals: Sequence[str] | None,
 ) -> Iterator[Filling]:
     filling: Filling | None = None
     waiting: list[Prepared] = []
@@ -132,7 +148,7 @@ def _filled(
         elif row is not None:
             waiting.append(row)
         if waiting and (row is None or len(waiting) == config.batch_size):
-            _forward(filling, waiting, backbone, config, route)
+            forward(filling, waiting, backbone, config, route, signals)
             advance(len(waiting))
             waiting = []
         if row is None:
@@ -169,12 +185,19 @@ def _taken(queue: deque[tuple[int, Future[list[Prepared | Failure]] | None]]) ->
         yield from ((index, row) for row in future.result())
 
 
-def _forward(filling: Filling, batch: list[Prepared], backbone: Backbone, config: ExtractConfig, route: Route | None) -> None:
+def forward(
+    filling: Filling,
+    batch: list[Prepared],
+    backbone: Backbone,
+    config: ExtractConfig,
+    route: Route | None = None,
+    signals: Sequence[str] | None = None,
+) -> None:
     """Add one batch to the shard; if memory runs out, halve the batch size for the rest of this shard."""
     for start in range(0, len(batch), filling.batch_size):
         part = batch[start : start + filling.batch_size]
         try:
-            fields = compute(part, backbone, _DTYPES[config.dtype], route, config.precision)
+            fields = compute(part, backbone, _DTYPES[config.dtype], route, config.precision, signals)
         except (MemoryError, RuntimeError) as error:
             if not _is_out_of_memory(error):
                 raise
@@ -182,7 +205,7 @@ def _forward(filling: Filling, batch: list[Prepared], backbone: Backbone, config
         if fields is None:
             # Outside the handler, because the traceback keeps the tensors that filled the memory.
             _halve(filling, len(part), backbone)
-            _forward(filling, batch[start:], backbone, config, route)
+            forward(filling, batch[start:], backbone, config, route, signals)
             return
         _add(filling, part, fields)
 
@@ -204,13 +227,21 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 @torch.inference_mode()
 def compute(
-    batch: list[Prepared], backbone: Backbone, dtype: Any = np.float16, route: Route | None = None, precision: str = "fp32"
+    batch: list[Prepared],
+    backbone: Backbone,
+    dtype: Any = np.float16,
+    route: Route | None = None,
+    precision: str = "fp32",
+    signals: Sequence[str] | None = None,
 ) -> dict[str, np.ndarray]:
-    """The fields of these rows as they are stored: all patches, or what `route` keeps of them."""
+    """The fields of these rows as they are stored: all patches, or what `route` keeps of them; and the signals."""
+    stored = backbone.default_signals if signals is None else tuple(signals)
+    # What a route reads is computed for it, and not stored.
+    wanted = dict.fromkeys([*stored, *(name for name in getattr(route, "requires", ()) if name in REGISTRY)])
     pixels = to_device(torch.from_numpy(np.stack([row.pixels for row in batch])), backbone.device)
     images = backbone.normalize(pixels)
     with torch.autocast(backbone.device.type, _PRECISIONS.get(precision), enabled=precision in _PRECISIONS):
-        seen = backbone(images)
+        seen = backbone(images, tuple(wanted))
     tokens = replace(seen.float(), luminance=luminance(pixels, backbone.grid))
     fields: dict[str, np.ndarray] = {}
     if tokens.places is not None:
@@ -222,9 +253,10 @@ def compute(
         fields.update(_routed(route(tokens), dtype))
     if tokens.cls is not None:
         fields["cls"] = _array(tokens.cls, dtype)
-    for name in ("attention_entropy", "cls_attention", "luminance"):
-        if (value := getattr(tokens, name)) is not None:
-            fields[name] = _array(value, np.float32)
+    assert tokens.luminance is not None
+    fields["luminance"] = _array(tokens.luminance, np.float32)
+    for name in stored:
+        fields[name] = _array(getattr(tokens, name), dtype if REGISTRY[name].wide else np.float32)
     return fields
 
 

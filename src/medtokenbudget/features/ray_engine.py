@@ -18,6 +18,7 @@ from medtokenbudget.config import BackboneConfig
 from medtokenbudget.devices import resolve_device
 from medtokenbudget.errors import MedTokenBudgetError, WorkError, first_line
 from medtokenbudget.features import plan
+from medtokenbudget.features.adding import Addition, add_signals
 from medtokenbudget.features.backbone import Backbone
 from medtokenbudget.features.engines import Work
 from medtokenbudget.features.pipeline import Shard, cpu_threads, fill
@@ -45,8 +46,9 @@ def _run_tasks(ray: Any, work: Work, advance: Callable[[int], Any]) -> None:
     task = ray.remote(**options)(make_shard)
     # A node runs one task per core or GPU, so each task decodes with few threads.
     config = replace(work.config, workers=work.config.workers or max(2, work.config.threads))
-    rest = ray.put(replace(work, shards=(), config=config, address=None))
+    rest = ray.put(replace(work, shards=(), additions=(), config=config, address=None))
     rows = {task.remote(shard, rest): len(shard[1]) for shard in work.shards}
+    rows |= {task.remote(addition, rest): addition.rows for addition in work.additions}
     waiting = list(rows)
     while waiting:
         done, waiting = ray.wait(waiting, num_returns=1)
@@ -61,10 +63,10 @@ def _run_tasks(ray: Any, work: Work, advance: Callable[[int], Any]) -> None:
         advance(rows[done[0]])
 
 
-def make_shard(shard: Shard, work: Work) -> str | None:
-    """The Ray task: compute one shard unless it exists. Returns None, or an error message."""
+def make_shard(shard: Shard | Addition, work: Work) -> str | None:
+    """The Ray task: compute one shard unless it exists, or add signals to one. Returns None, or an error message."""
     try:
-        if read_sidecar(work.store, shard[0], [item.key for item in shard[1]]) is not None:
+        if not isinstance(shard, Addition) and read_sidecar(work.store, shard[0], [item.key for item in shard[1]]) is not None:
             return None
         if not (work.store / "store.json").exists():
             return f"{work.store} does not exist on node {_node()}. The store must be on a file system that all nodes share."
@@ -73,7 +75,10 @@ def make_shard(shard: Shard, work: Work) -> str | None:
             plan.check(
                 f"The backbone on node {_node()}", work.fingerprint, backbone.fingerprint, "Use the same weights on all nodes."
             )
-            fill(work.store, [shard], backbone, work.config, work.settings, work.route)
+            if isinstance(shard, Addition):
+                add_signals(work.store, shard, backbone, work.config)
+            else:
+                fill(work.store, [shard], backbone, work.config, work.settings, work.route, signals=work.signals)
     except MedTokenBudgetError as error:
         return str(error)
     return None

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from medtokenbudget.data.manifest import Manifest, listed
-from medtokenbudget.errors import RequestError, WorkError
+from medtokenbudget.errors import MissingSignalError, RequestError, WorkError
 from medtokenbudget.features import plan
+from medtokenbudget.features.added_signals import AddedSignals
 from medtokenbudget.features.annotations import Annotation, annotate
 from medtokenbudget.features.file_index import FileIndex
 from medtokenbudget.features.plan import Shards
@@ -34,12 +35,14 @@ from medtokenbudget.features.shards import (
     read_sidecar,
     shard_path,
 )
+from medtokenbudget.features.signals import DEFAULT
 from medtokenbudget.features.views import IDENTITY
 from medtokenbudget.files import sha256_file, sha256_json
-from medtokenbudget.tokens import Selection, TokenBatch
+from medtokenbudget.tokens import SIGNALS, Selection, TokenBatch
 
-_SMALL = ("cls", "attention_entropy", "cls_attention", "luminance")
-_TOKENS = (*LARGE, "cls")
+_SMALL = ("cls", *DEFAULT, "luminance")
+"""Fields that every batch has, if the store has them."""
+_TOKENS = (*LARGE, "cls", "mean_key")
 _SHOWN = 5
 
 
@@ -99,6 +102,8 @@ class FeatureStore:
         self._maps: dict[int, dict[str, MappedRows]] = {}
         # Rows whose checksums were compared in this process: those of the large fields, and those of the small ones.
         self._sound = np.zeros((2, len(shard)), bool)
+        self._added = AddedSignals(path, sidecars, shard, offset)
+        self._has: dict[str, bool] = {}
         # Kept from epoch to epoch, for as long as they ask for batches of one kind.
         self._pool: tuple[object, BufferPool] = (None, BufferPool())
         self._fetching = Fetching()
@@ -267,18 +272,45 @@ class FeatureStore:
 
     def has(self, field: str) -> bool:
         """Whether the rows carry this field (a backbone without a class token gives no `cls`)."""
-        return len(self) > 0 and field in self._shard_rows(int(self._shard[0]))
+        if field not in self._has:
+            in_shards = len(self) > 0 and field in self._shard_rows(int(self._shard[0]))
+            added = len(self) > 0 and field in SIGNALS and not self._added.rows_without(field, self._shard_rows)
+            self._has[field] = in_shards or added
+        return self._has[field]
+
+    @cached_property
+    def signals(self) -> tuple[str, ...]:
+        """The signals that all rows carry, see `features/signals.py`."""
+        return tuple(name for name in SIGNALS if self.has(name))
+
+    def require_signals(self, names: Sequence[str]) -> None:
+        """Raise a MissingSignalError, with what to do, for signals that not all rows carry; other names are not looked at."""
+        missing = [name for name in SIGNALS if name in names and not self.has(name)]
+        if missing:
+            count = max(self._added.rows_without(name, self._shard_rows) for name in missing)
+            raise MissingSignalError(
+                f"The store {self.path} has no {', '.join(missing)} for {count} of {len(self)} rows. Run its `mtb extract` command "
+                f"again with --signals {' '.join(missing)}: the tokens stay, only the signals are added."
+            )
+
+    def _source(self, shard: int, name: str) -> MappedRows:
+        """A field of a shard: from the shard itself or from the file of a signal."""
+        fields = self._shard_rows(shard)
+        if name in fields or name not in SIGNALS:
+            return fields[name]
+        return self._added.source(shard, name)
 
     def _whole(self, field: str) -> Tensor:
         """A small field of all rows, in memory."""
         if not self.has(field):
             raise RequestError(f"Store {self.path} has no {field}, because its backbone does not give it. Choose another backbone.")
         for shard in np.unique(self._shard).tolist():
-            part = self._shard_rows(shard)[field]
+            part = self._source(shard, field)
             part.announce(0, len(part.array))
         rows = np.arange(len(self))
+        sources = [self._source(shard, field) for shard in self._shard.tolist()]
         self._check_sound(rows, large=False)
-        sources = [self._shard_rows(shard)[field] for shard in self._shard.tolist()]
+        self._added.check_sound(rows, field)
         return join_small(sources, self._offset.tolist())
 
     def _annotations(self) -> Annotation:
@@ -326,9 +358,11 @@ class FeatureStore:
         """Class token of every row, [n, D]."""
         return self._whole("cls")
 
-    def read(self, rows: Sequence[int] | np.ndarray | Tensor, dtype: torch.dtype = torch.float32) -> TokenBatch:
-        """Read rows as one batch, with tokens in `dtype`."""
-        return self._read(self._checked(rows), dtype, BufferPool())
+    def read(
+        self, rows: Sequence[int] | np.ndarray | Tensor, dtype: torch.dtype = torch.float32, signals: Sequence[str] = ()
+    ) -> TokenBatch:
+        """Read rows as one batch, with tokens in `dtype` and, beside the default ones, these signals."""
+        return self._read(self._checked(rows), dtype, BufferPool(), signals)
 
     def batches(
         self,
@@ -337,6 +371,7 @@ class FeatureStore:
         generator: torch.Generator | None = None,
         prefetch: int = 2,
         dtype: torch.dtype = torch.float32,
+        signals: Sequence[str] = (),
     ) -> Iterator[TokenBatch]:
         """Read rows in batches.
 
@@ -346,6 +381,7 @@ class FeatureStore:
             generator: Shuffles the rows, if given.
             prefetch: Batches that two threads read ahead; 0 uses no threads.
             dtype: Type of the tokens.
+            signals: Signals to read beside the default ones, such as `selector.requires`; names of other fields are ignored.
 
         Yields:
             The batches.
@@ -359,7 +395,8 @@ class FeatureStore:
             self._pool = ((batch_size, dtype), BufferPool())
         pool = self._pool[1]
         parts = (order[start : start + batch_size] for start in range(0, len(order), batch_size))
-        return prefetched(lambda part: self._read(part, dtype, pool), parts, prefetch)
+        self.require_signals(signals)
+        return prefetched(lambda part: self._read(part, dtype, pool, signals), parts, prefetch)
 
     def read_routed(self, rows: Sequence[int] | np.ndarray | Tensor, dtype: torch.dtype = torch.float32) -> Selection:
         """Read rows of a store that was extracted with `--keep routed`, as the selector gave them."""
@@ -387,6 +424,7 @@ class FeatureStore:
             for index, sidecar in sorted(self.sidecars.items())
             if sha256_file(shard_path(self.path, index)) != sidecar.sha256
         ]
+        bad += self._added.damaged()
         if bad:
             raise WorkError(
                 f"Damaged shards in {self.path}: {', '.join(bad)}. Delete them and run the same `mtb extract` command again."
@@ -412,12 +450,14 @@ class FeatureStore:
             raise RequestError(f"Row numbers must be between 0 and {len(self) - 1}, got {index.min()} to {index.max()}.")
         return index
 
-    def _read(self, rows: np.ndarray, dtype: torch.dtype, pool: BufferPool) -> TokenBatch:
+    def _read(self, rows: np.ndarray, dtype: torch.dtype, pool: BufferPool, signals: Sequence[str]) -> TokenBatch:
         early = plan.routed_early(self.config["backbone"])
         if self.config["keep"] != "patches" and not early:
             raise RequestError(f"Store {self.path} contains only routed tokens. Use `read_routed`.")
+        self.require_signals(signals)
         large = ("tokens", "indices") if early else ("patches",)
-        names = (*large, *(name for name in _SMALL if self.has(name)))
+        names = [*large, *(name for name in _SMALL if self.has(name))]
+        names += [name for name in SIGNALS if name in signals and name not in names]
         fields = self._gather(names, rows, pool, dtype)
         if early:
             fields["patches"], fields["places"] = fields.pop("tokens"), fields.pop("indices").long()
@@ -430,11 +470,11 @@ class FeatureStore:
         """Fields [B, ...], tokens in `dtype`, the others as stored."""
         if not len(rows):
             raise RequestError("There are no rows to read. Pass at least one row number.")
-        shards = [self._shard_rows(shard) for shard in self._shard[rows].tolist()]
+        shards = self._shard[rows].tolist()
         places = self._offset[rows].tolist()
         fields = {}
         for name in names:
-            sources = [shard[name] for shard in shards]
+            sources = [self._source(shard, name) for shard in shards]
             if name in LARGE:
                 fields[name] = pool.take((len(rows), *sources[0].array.shape[1:]), numpy_dtype(dtype))
                 with self._fetching.of(sources, places):
@@ -444,5 +484,6 @@ class FeatureStore:
             else:
                 small = join_small(sources, places)
                 fields[name] = small.to(dtype) if name in _TOKENS else small
+                self._added.check_sound(rows, name)
         self._check_sound(rows, large=False)
         return fields

@@ -13,7 +13,8 @@ from medtokenbudget.data import Manifest
 from medtokenbudget.errors import RequestError
 from medtokenbudget.features import plan
 from medtokenbudget.features.annotations import hashes_of, known_manifests
-from medtokenbudget.features.shards import map_shard, shard_path, sidecar_path, write_shard
+from medtokenbudget.features.shards import Sidecar, map_shard, shard_path, sidecar_path, write_shard
+from medtokenbudget.features.signal_files import found_signals, read_signal, signal_path, write_signal
 from medtokenbudget.features.store import FeatureStore
 from medtokenbudget.features.views import IDENTITY, view_order
 from medtokenbudget.locks import exclusive
@@ -26,8 +27,8 @@ def info(path: Path | str) -> dict[str, Any]:
         path: Folder of the store.
 
     Returns:
-        JSON values: settings, images, rows by view, failed and missing rows, bytes, and the manifests that the store was opened
-        with, each with the number of its images and how many of them are here ("fits" if all are).
+        JSON values: settings, signals that all rows carry, images, rows by view, failed and missing rows, bytes, and the manifests
+        that the store was opened with, each with the number of its images and how many of them are here ("fits" if all are).
     """
     store = FeatureStore.open(path, partial=True)
     views = Counter(row.view for row in store.stored)
@@ -43,6 +44,7 @@ def info(path: Path | str) -> dict[str, Any]:
     return {
         "path": str(store.path),
         "settings": store.config,
+        "signals": list(store.signals),
         "images": len({row.image for row in store.stored}),
         "rows": len(store.stored),
         "views": {view: views[view] for view in sorted(views, key=view_order)},
@@ -96,6 +98,8 @@ def _prune(store: FeatureStore, manifests: Sequence[Manifest]) -> tuple[int, int
             rows = [sidecar.rows[row] for row in stays]
             written = write_shard(store.path, number, rows, tensors, failures, sidecar.batch_size, sidecar.settings)
             shards[number] = tuple(written.keys)
+            if stays:
+                _copy_signals(store.path, index, sidecar, stays, number, written)
     if obsolete:
         # From here on the new shards count and the old ones do not.
         plan.write_plan(store.path, shards)
@@ -104,12 +108,24 @@ def _prune(store: FeatureStore, manifests: Sequence[Manifest]) -> tuple[int, int
     return removed, before - _bytes(store.path)
 
 
+def _copy_signals(path: Path, index: int, sidecar: Sidecar, stays: Sequence[int], number: int, written: Sidecar) -> None:
+    """Give the shard `number` the signals of the rows `stays` of shard `index`, which it was made from."""
+    for name in found_signals(path).get(index, ()):
+        file = read_signal(path, index, name, sidecar)
+        if file is not None:
+            missing = [place for place, row in enumerate(stays) if row in file.missing]
+            write_signal(path, number, name, file.map(name).array[list(stays)], written, missing)
+
+
 def _remove_unplanned(path: Path, shards: plan.Shards) -> None:
     """Delete shards that the plan does not name, sidecars first."""
     planned = {file for index in shards for file in (shard_path(path, index), sidecar_path(path, index))}
     for file in [*sorted(path.glob("shard-*.json")), *sorted(path.glob("shard-*.safetensors"))]:
         if file not in planned:
             file.unlink(missing_ok=True)
+    for index, names in found_signals(path).items():
+        for name in names if index not in shards else ():
+            signal_path(path, index, name).unlink(missing_ok=True)
 
 
 def _bytes(path: Path) -> int:

@@ -28,7 +28,7 @@ Part = Literal["routing", "whole"]
 OPSET = 18
 TOLERANCE = 1e-4
 ROUNDING = 1e-5
-SIGNALS = ("attention_entropy", "cls_attention", "luminance")
+SIGNALS = ("attention_entropy", "cls_attention", "received_attention", "value_norm", "luminance")
 """Fields of `TokenBatch` that a graph can take besides the patches."""
 
 
@@ -123,7 +123,7 @@ class WholeGraph(nn.Module):
     std: Tensor
 
     def forward(self, image: Tensor) -> tuple[Tensor, Tensor]:
-        tokens = self.backbone.tokens((image - self.mean) / self.std)
+        tokens = self.backbone.tokens((image - self.mean) / self.std, self.routing.signals)
         return self.routing(tokens.patches, *(getattr(tokens, name) for name in self.routing.signals))
 
 
@@ -261,4 +261,4 @@ def _tokens(model: MedTokenBudget, inputs: dict[str, Tensor]) -> TokenBatch:
         return TokenBatch(grid=model.grid, **fields)
     preprocessing = model.backbone.preprocessing
     mean, std = (torch.tensor(value).view(1, 3, 1, 1) for value in (preprocessing.mean, preprocessing.std))
-    return model.backbone((inputs["image"] - mean) / std)
+    return model.backbone((inputs["image"] - mean) / std, model.signals)

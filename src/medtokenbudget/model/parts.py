@@ -150,6 +150,18 @@ def select_above(selector: Selector, tokens: TokenBatch, guarantee: Guarantee) -
     return [gather(tokens.patches[row : row + 1], order[row : row + 1, :k]) for row, k in enumerate(counts)], scores
 
 
+class Router:
+    """A function from tokens to those that a selector keeps at a budget; `requires` are the signals that it reads."""
+
+    def __init__(self, selector: Selector, budget: float) -> None:
+        self.selector, self.budget = selector, budget
+        self.requires = selector.requires
+
+    @torch.inference_mode()
+    def __call__(self, tokens: TokenBatch) -> Selection:
+        return select(self.selector, tokens, self.selector.count(self.budget, tokens.n))[0]
+
+
 def probabilities(classifier: RoutedClassifier, tokens: TokenBatch, budgets: Sequence[float]) -> Tensor:
     """Class probabilities [B, len(budgets), C]; heads that read the mean do not gather tokens."""
     selector, head = classifier.selector, classifier.required_head

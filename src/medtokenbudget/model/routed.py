@@ -35,7 +35,7 @@ from medtokenbudget.model.predicting import Answer
 from medtokenbudget.model.prediction import Prediction, Routing
 from medtokenbudget.model.sources import Failure, Source, expand
 from medtokenbudget.routing.guarantee import Promise
-from medtokenbudget.tokens import Selection, TokenBatch
+from medtokenbudget.tokens import SIGNALS, TokenBatch
 from medtokenbudget.training.classifier import RoutedClassifier
 from medtokenbudget.training.familiarity import Familiarity
 
@@ -258,6 +258,12 @@ class MedTokenBudget(nn.Module):
         self.classifier(method)
         return find_guarantee(self.guarantees, Promise(retention, coverage), method, self.fingerprint)
 
+    @property
+    def signals(self) -> tuple[str, ...]:
+        """The default signals of the backbone, and those that a selector of this model reads."""
+        read = [name for method in self.classifiers for name in self.classifiers[method].selector.requires if name in SIGNALS]
+        return tuple(dict.fromkeys([*self.backbone.default_signals, *read]))
+
     @torch.no_grad()
     def encode(self, pixels: np.ndarray | Tensor, masks: Sequence[Image.Image | None] | None = None) -> TokenBatch:
         """Run the backbone on images that are already resized.
@@ -275,7 +281,8 @@ class MedTokenBudget(nn.Module):
             found = f"{str(batch.dtype).removeprefix('torch.')} {list(batch.shape)}"
             raise ShapeError(f"Images must be uint8 [B, {size}, {size}, 3], got {found}.")
         # Not through Backbone.__call__: its inference tensors could not be used for training a head.
-        tokens = self.backbone.tokens(self.backbone.normalize(batch).to(self.backbone.device)).to(self.device)
+        images = self.backbone.normalize(batch).to(self.backbone.device)
+        tokens = self.backbone.tokens(images, self.signals).to(self.device)
         tokens = replace(tokens, luminance=luminance(batch, tokens.grid))
         if masks is None or all(mask is None for mask in masks):
             return tokens
@@ -306,16 +313,11 @@ class MedTokenBudget(nn.Module):
         selection, _ = parts.select(classifier.selector, tokens, classifier.selector.count(self.budget(budget), tokens.n))
         return classifier.required_head.read(selection, tokens.grid)
 
-    def router(self, budget: float, selector: str | None = None) -> Callable[[TokenBatch], Selection]:
+    def router(self, budget: float, selector: str | None = None) -> parts.Router:
         """A function from tokens to the kept ones, for use in other models."""
         chosen = self.classifier(selector).selector
         chosen.count(budget, 1)
-
-        @torch.inference_mode()
-        def route(tokens: TokenBatch) -> Selection:
-            return parts.select(chosen, tokens, chosen.count(budget, tokens.n))[0]
-
-        return route
+        return parts.Router(chosen, budget)
 
     @torch.inference_mode()
     def classify(self, images: Any, budgets: Sequence[float], selector: str | None = None) -> np.ndarray:

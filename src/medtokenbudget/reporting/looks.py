@@ -56,8 +56,8 @@ LOOKS: dict[str, Look] = {
     "class-attention": Look("ClassAttention", "#2a7f7f", ">", "-", "Keeps the patches that the class token attends to most."),
     "box-prior": Look("Box prior", INK, "s", ":", "Keeps the patches nearest the lesion's bounding box, using the mask."),
     "evit": Look("EViT", "#2a7f7f", "P", "-", "Keeps the most attended patches, fuses all others into one token."),
-    "frequency": Look("Frequency", "#94651f", "P", "-", "Keeps the patches farthest from the mean patch, averages all others."),
-    "ats": Look("ATS", "#2a7f7f", "X", "-", "Samples patches in proportion to class attention times norm."),
+    "frequency": Look("Frequency", "#94651f", "P", "-", "Keeps the patches that receive the most attention, averages all others."),
+    "ats": Look("ATS", "#2a7f7f", "X", "-", "Samples patches in proportion to class attention times the norm of their values."),
     "tps": Look("TPS", "#4f6d2f", "P", "-", "Keeps the most attended patches, squeezes the others into the most similar of them."),
     "pitome": Look("PiToMe", "#5a5a9c", "P", "-", "Merges patches of large similar groups first, protects isolated ones."),
     "diffrate": Look("DiffRate", "#b5495b", "P", "-", "Drops the least attended patches, merges the next into the kept ones."),
@@ -70,6 +70,9 @@ LOOKS: dict[str, Look] = {
     "sparselearn": Look("SparseLearn", "#4f6d2f", "h", "-", "Learns scores through a soft top-K gate with noise."),
     "tokenlearner": Look("TokenLearner", "#8a3ea0", "8", "-", "Mixes all patches into K tokens by learned attention maps."),
     "tc-ssa": Look("TC-SSA", "#5a5a9c", "8", "-", "Routes every patch to two of K learned slots."),
+    "rollout": Look("Rollout", "#8a6d3b", "4", "-", "Keeps what the class token attends to, followed back through all blocks."),
+    "gradcam-norm1": Look("Grad-CAM at norm1", "#3f6f9f", "1", "-", "Keeps the patches that Grad-CAM shows in a probe's block."),
+    "relevance": Look("Relevance", "#9f3f6f", "2", "-", "Keeps the patches with the largest relevance in a probe's attention."),
     "grad-token": Look("Gradient x token", "#2a7f7f", "h", "-", "Keeps the patches that raise the predicted class of a probe."),
     "abmil-attention": Look("ABMIL attention", "#5a5a9c", "h", "-", "Keeps the patches that a MIL classifier attends to."),
     "query-pool": Look("Query pool", "#4f6d2f", "8", "-", "Mixes all patches into K tokens by attention of learned queries."),
@@ -90,6 +93,7 @@ _OF_LATS: dict[str, Look] = {
 _CHANGED_BASELINE = {
     "epoch-matched": ("epoch-matched", "with a classifier trained for as many epochs as LATS"),
     "matched": ("matched", "with a classifier trained exactly like that of LATS lesion-first"),
+    "keys": ("keys", "comparing the keys of the backbone's block instead of the tokens"),
 }
 _CHANGED_LEARNED = {
     "mask-free": ("mask-free", "trained without lesion masks"),

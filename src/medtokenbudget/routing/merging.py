@@ -5,11 +5,51 @@ All functions are vectorized over the batch and over the groups.
 
 from __future__ import annotations
 
+from types import MappingProxyType
+from typing import Literal, get_args
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from medtokenbudget.tokens import Selection
+from medtokenbudget.errors import UnknownNameError
+from medtokenbudget.routing.selector import Merger
+from medtokenbudget.tokens import Selection, TokenBatch
+
+Compared = Literal["patches", "keys"]
+"""What a merger compares: the tokens that it merges, or the keys of their block, as ToMe and its successors do in a network."""
+
+
+class ComparingMerger(Merger):
+    """A merger that compares the patches or, with `compare='keys'`, the mean keys of the block that they come from.
+
+    Args:
+        compare: 'patches' or 'keys'.
+        minimum: Fewest tokens kept at any budget.
+    """
+
+    variants = MappingProxyType({"keys": {"compare": "keys"}})
+
+    def __init__(self, compare: Compared = "patches", minimum: int = 16) -> None:
+        super().__init__(minimum)
+        if compare not in get_args(Compared):
+            raise UnknownNameError.of("compare", str(compare), get_args(Compared))
+        self.compare = compare
+        if compare == "keys":
+            self.requires = ("mean_key",)
+
+    def compared(self, tokens: TokenBatch) -> Tensor:
+        """What is compared, [B, N, D] or [B, N, d] in fp32."""
+        if self.compare == "patches":
+            return tokens.patches.float()
+        assert tokens.mean_key is not None
+        return tokens.mean_key.float()
+
+    def with_compared(self, tokens: TokenBatch) -> tuple[Tensor, int]:
+        """The patches with what is compared beside them, so that both are merged, and the feature where it begins."""
+        if self.compare == "patches":
+            return tokens.patches.float(), 0
+        return torch.cat([tokens.patches.float(), self.compared(tokens)], -1), tokens.dim
 
 
 def group_means(patches: Tensor, assignment: Tensor, k: int, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -5,11 +5,12 @@ The classifier (the probe) sees all patches and learns from labels; the patches 
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from typing import Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from medtokenbudget.config import TrainConfig
@@ -19,6 +20,29 @@ from medtokenbudget.routing.losses import lesion_term
 from medtokenbudget.routing.router import hard_topk, masked_mean
 from medtokenbudget.routing.selector import Ranker
 from medtokenbudget.tokens import TokenBatch
+
+
+class ProbeHead(nn.Module):
+    """The classifier of a probe: Linear, GELU, Linear. Its gradient is written out, so that ranking needs no backward pass.
+
+    Args:
+        dim: Dimension of what it reads.
+        classes: Number of classes.
+        width: Width of the hidden layer.
+    """
+
+    def __init__(self, dim: int, classes: int, width: int) -> None:
+        super().__init__()
+        self.hidden = nn.Linear(dim, width)
+        self.output = nn.Linear(width, classes)
+
+    def forward(self, features: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits [B, C], and the gradient [B, dim] of the largest logit, for features [B, dim]; both in fp32."""
+        before = self.hidden(features).float()
+        logits = self.output(F.gelu(before)).float()
+        # d gelu(h) / dh = Phi(h) + h phi(h)
+        slope = 0.5 * (1 + torch.erf(before / math.sqrt(2))) + before * torch.exp(-before.square() / 2) / math.sqrt(2 * math.pi)
+        return logits, (self.output.weight[logits.argmax(1)] * slope) @ self.hidden.weight
 
 
 class Probe(LearnedSelector, Ranker):

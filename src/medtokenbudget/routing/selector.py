@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from medtokenbudget.errors import CountError, MissingSignalError, RequestError, ShapeError
 from medtokenbudget.routing.router import budget_to_k, check_k, rank
-from medtokenbudget.tokens import Selection, TokenBatch
+from medtokenbudget.tokens import SIGNALS, Selection, TokenBatch
 
 Kind = Literal["ranker", "sampler", "merger"]
 
@@ -34,7 +35,9 @@ class Selector(ABC):
         stochastic: Whether it draws from the generator that it is given.
         reads_routed: Whether it also reads tokens that were routed before or inside the backbone, which have no whole grid.
         ablations: Names of parts that can be switched off after training, with `ablate`.
-        requires: Fields of `TokenBatch` that it reads beside the patches. With `has_mask`, every image needs a mask.
+        variants: Options by name, for selectors that do not learn: `tome:keys` is `tome` with the options of its variant 'keys'.
+        requires: Fields of `TokenBatch` that it reads beside the patches. With `has_mask`, every image needs a mask. An instance
+            may read more than its class, by its options.
     """
 
     name: ClassVar[str] = ""
@@ -43,6 +46,7 @@ class Selector(ABC):
     stochastic: ClassVar[bool] = False
     reads_routed: ClassVar[bool] = False
     ablations: ClassVar[tuple[str, ...]] = ()
+    variants: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType({})
     requires: tuple[str, ...] = ()
 
     def __init__(self, minimum: int = 16) -> None:
@@ -89,9 +93,11 @@ class Selector(ABC):
             )
         missing = [field for field in self.requires if getattr(tokens, field) is None]
         if missing:
+            stored = [field for field in missing if field in SIGNALS]
+            advice = f"with --signals {' '.join(stored)}" if stored else "with it"
             raise MissingSignalError(
                 f"Selector '{self.name}' reads {', '.join(missing)}, which this batch does not have. "
-                "Extract the tokens with it, or choose another selector."
+                f"Extract the tokens {advice}, or choose another selector."
             )
         if "has_mask" in self.requires and (without := int((~tokens.has_mask.bool()).sum())):  # type: ignore[union-attr]
             raise MissingSignalError(

@@ -87,7 +87,7 @@ class PooledHead:
             draws = torch.randint(len(budgets), (len(order),), generator=self._noise("budget", epoch))
             noise = self._noise("selector", epoch)
             start = 0
-            for number, batch in enumerate(store.batches(rows[order], self.config.batch_size)):
+            for number, batch in enumerate(store.batches(rows[order], self.config.batch_size, signals=selector.requires)):
                 budget = budgets[int(draws[number])]
                 kept: Tensor | TokenSet
                 with torch.no_grad():
@@ -145,7 +145,7 @@ def token_probabilities(
     head.eval()
     counts = [selector.count(budget, store.per_image) for budget in budgets]
     parts = []
-    for index, batch in enumerate(store.batches(rows, BATCH)):
+    for index, batch in enumerate(store.batches(rows, BATCH, signals=selector.requires)):
         noise = generator(seed, "evaluation", index) if selector.stochastic else None
         kept = token_sets(selector, batch.to(device), counts, noise)
         parts.append(torch.stack([head(tokens).softmax(-1) for tokens in kept], 1).cpu())

@@ -56,7 +56,7 @@ def pool_to_file(path: Path, store: FeatureStore, rows: np.ndarray, selector: Se
         with atomic_write(path) as temporary, open(temporary, "wb") as stream:
             # Not through a memory map: on a full disk that ends in a signal instead of an error.
             np.lib.format.write_array_header_1_0(stream, {"descr": "<f4", "fortran_order": False, "shape": shape})
-            for batch in store.batches(rows, BATCH):
+            for batch in store.batches(rows, BATCH, signals=selector.requires):
                 stream.write(selector.pooled(batch, budgets).numpy().astype("<f4").tobytes())
         write_json(note, {"sha256": sha256_file(path)})
     return np.load(path, mmap_mode="r")
@@ -83,7 +83,7 @@ def pool_and_judge(
     """Pooled tokens `[n, T, D]` and the evidence kept, in one pass; `seed` is for selectors that draw."""
     counts = tuple(selector.count(budget, store.per_image) for budget in budgets)
     judged = []
-    for index, batch in enumerate(store.batches(rows, BATCH)):
+    for index, batch in enumerate(store.batches(rows, BATCH, signals=selector.requires)):
         noise = generator(seed, "evaluation", index) if selector.stochastic else None
         batch = batch.to(device)
         if isinstance(selector, Ranker) and batch.places is None:

@@ -188,7 +188,7 @@ class _Trainer:
         """Every image as it is and, where it has views, in one of them, shuffled anew for the epoch."""
         rows = np.concatenate([self.images, self.views.draw(generator(self.config.seed, "views", epoch))])
         order = epoch_order(self.store.label.numpy()[rows], self.config, epoch, self.classes).numpy()
-        for batch in self.store.batches(rows[order], self.config.batch_size):
+        for batch in self.store.batches(rows[order], self.config.batch_size, signals=self.selector.requires):
             yield batch.to(self.device, non_blocking=True)
 
     def _step(self, batch: TokenBatch, budget: float, noise: torch.Generator) -> tuple[Tensor, dict[str, Tensor], Tensor]:

@@ -18,6 +18,7 @@ from medtokenbudget.routing.selectors.dynamicvit import DynamicViT, DynamicViTPa
 from medtokenbudget.routing.selectors.evit import EViT
 from medtokenbudget.routing.selectors.frequency import Frequency
 from medtokenbudget.routing.selectors.grad_token import GradToken
+from medtokenbudget.routing.selectors.gradcam_norm1 import GradCAMNorm1
 from medtokenbudget.routing.selectors.k_medoids import KMedoids
 from medtokenbudget.routing.selectors.lats import LATSSelector
 from medtokenbudget.routing.selectors.local_contrast import LocalContrast
@@ -27,6 +28,8 @@ from medtokenbudget.routing.selectors.oracle import Oracle
 from medtokenbudget.routing.selectors.pitome import PiToMe
 from medtokenbudget.routing.selectors.query_pool import QueryPool
 from medtokenbudget.routing.selectors.random import Random
+from medtokenbudget.routing.selectors.relevance import Relevance
+from medtokenbudget.routing.selectors.rollout import Rollout
 from medtokenbudget.routing.selectors.sparselearn import SparseLearn
 from medtokenbudget.routing.selectors.tc_ssa import TCSSA
 from medtokenbudget.routing.selectors.tokenlearner import TokenLearner
@@ -52,6 +55,7 @@ __all__ = [
     "DynamicViTPackage",
     "EViT",
     "Frequency",
+    "GradCAMNorm1",
     "GradToken",
     "KMedoids",
     "LATSSelector",
@@ -62,6 +66,8 @@ __all__ = [
     "PiToMe",
     "QueryPool",
     "Random",
+    "Relevance",
+    "Rollout",
     "SparseLearn",
     "ToMe",
     "TokenLearner",

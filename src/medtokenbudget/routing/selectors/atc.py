@@ -1,7 +1,7 @@
 """ATC, agglomerative token clustering (Haurum et al., ECCV 2024): the two closest clusters merge until K are left.
 
-Post-backbone form: one hierarchical clustering of the final tokens, on their cosine distances, where the paper clusters the keys of
-several blocks.
+Post-backbone form: one hierarchical clustering of the final tokens, on their cosine distances or, with `compare='keys'`, on those
+of the keys of their block; the paper clusters the keys of several blocks.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ import torch
 from torch import Tensor
 
 from medtokenbudget.errors import UnknownNameError
-from medtokenbudget.routing.merging import cosine_similarities, merge
+from medtokenbudget.routing.merging import Compared, ComparingMerger, cosine_similarities, merge
 from medtokenbudget.routing.registry import register_selector
 from medtokenbudget.routing.router import check_k
-from medtokenbudget.routing.selector import Merger
 from medtokenbudget.tokens import Selection, TokenBatch
 
 Linkage = Literal["average", "complete", "single"]
 
 
 @register_selector("atc")
-class ATC(Merger):
+class ATC(ComparingMerger):
     """K clusters by agglomeration; a token is the mean of its cluster.
 
     Args:
         linkage: Distance of two clusters: mean, largest or smallest distance between their patches.
+        compare: Compare the 'patches' or, as published, the 'keys' of their block.
         minimum: Fewest tokens kept at any budget.
     """
 
-    def __init__(self, linkage: Linkage = "average", minimum: int = 16) -> None:
-        super().__init__(minimum)
+    def __init__(self, linkage: Linkage = "average", compare: Compared = "patches", minimum: int = 16) -> None:
+        super().__init__(compare, minimum)
         if linkage not in get_args(Linkage):
             raise UnknownNameError.of("linkage", str(linkage), get_args(Linkage))
         self.linkage = linkage
@@ -47,7 +47,7 @@ class ATC(Merger):
 
     def _selections(self, tokens: TokenBatch, counts: Sequence[int]) -> list[Selection]:
         wanted = [check_k(k, tokens.n) for k in counts]
-        distances = 1 - cosine_similarities(self.check(tokens).patches)
+        distances = 1 - cosine_similarities(self.compared(self.check(tokens)))
         leaders = agglomerate(distances, wanted, self.linkage)
         return [merge(tokens.patches, numbered(leaders[k]), k) for k in wanted]
 

@@ -1,8 +1,7 @@
 """ATS, adaptive token sampling (Fayyaz et al., ECCV 2022): inverse transform sampling of the class attention.
 
-Post-backbone form, with two differences from the paper. It weighs the class attention with the norm of the final patch token,
-because the value vectors of the block are not stored. And it keeps exactly K tokens: the paper draws K samples, of which some hit
-the same token; here samples are added until K tokens are hit.
+Post-backbone form, with one difference from the paper. It keeps exactly K tokens: the paper draws K samples, of which some hit the
+same token; here samples are added until K tokens are hit.
 """
 
 from __future__ import annotations
@@ -23,21 +22,24 @@ _STEPS = 14
 
 @register_selector("ats")
 class ATS(Selector):
-    """Patches hit by evenly spaced samples of the cumulative significance `a_i |x_i| / sum(a_j |x_j|)`, in raster order.
+    """Patches hit by evenly spaced samples of the cumulative significance `a_i |v_i| / sum(a_j |v_j|)`.
 
-    Unlike the K highest, the samples also reach less attended parts of the image. The patches at a small budget need not be among
-    those at a larger one.
+    a is the class attention and v the value vector of a patch; the cumulative sum runs from the least significant patch to the
+    most significant one, as in the published code. Unlike the K highest, the samples also reach less attended parts of the image.
+    The patches at a small budget need not be among those at a larger one.
     """
 
     kind: ClassVar[Kind] = "sampler"
-    requires = ("cls_attention",)
+    requires = ("cls_attention", "value_norm")
 
     def select(self, tokens: TokenBatch, k: int, generator: torch.Generator | None = None) -> Selection:
         k = check_k(k, tokens.n)
-        attention = self.check(tokens).cls_attention
+        attention, norm = self.check(tokens).cls_attention, tokens.value_norm
         assert attention is not None
-        significance = attention.double() * torch.linalg.vector_norm(tokens.patches.double(), dim=-1)
-        hit = sampled(significance, k)
+        assert norm is not None
+        significance = attention.double() * norm.double()
+        ascending, places = significance.sort(dim=1, stable=True)
+        hit = torch.zeros_like(places, dtype=torch.bool).scatter_(1, places, sampled(ascending, k))
         # Hit patches first, then by significance: exactly K, also where samples hit some more or fewer.
         best = rank(hit.double() + significance / (1 + significance.amax(1, keepdim=True)))[:, :k]
         return gather(tokens.patches, best)

@@ -10,36 +10,36 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from medtokenbudget.routing.merging import cosine_similarities
+from medtokenbudget.routing.merging import Compared, ComparingMerger, cosine_similarities
 from medtokenbudget.routing.registry import register_selector
 from medtokenbudget.routing.router import check_k, rank
-from medtokenbudget.routing.selector import Merger
 from medtokenbudget.tokens import Selection, TokenBatch
 
 
 @register_selector("pitome")
-class PiToMe(Merger):
+class PiToMe(ComparingMerger):
     """K tokens by rounds of merging among the patches with the highest energy; `weights` are the group sizes.
 
     Args:
         margin: Similarity above which a neighbor counts in full; the middle of the published range.
+        compare: Compare the 'patches' or, as published, the 'keys' of their block.
         minimum: Fewest tokens kept at any budget.
     """
 
-    def __init__(self, margin: float = 0.45, minimum: int = 16) -> None:
-        super().__init__(minimum)
+    def __init__(self, margin: float = 0.45, compare: Compared = "patches", minimum: int = 16) -> None:
+        super().__init__(compare, minimum)
         self.margin = margin
 
     def select(self, tokens: TokenBatch, k: int, generator: torch.Generator | None = None) -> Selection:
         k = check_k(k, tokens.n)
-        x = self.check(tokens).patches.float()
+        x, first = self.with_compared(self.check(tokens))
         size = torch.ones(x.shape[:2], device=x.device)
         assignment = torch.arange(tokens.n, device=x.device).repeat(len(x), 1)
         while x.shape[1] > k:
             count = x.shape[1]
-            x, size, moved = energy_round(x, size, min(count - k, count // 2), self.margin)
+            x, size, moved = energy_round(x, size, min(count - k, count // 2), self.margin, first)
             assignment = moved.gather(1, assignment)
-        return Selection(tokens=x.to(tokens.patches.dtype), weights=size, assignment=assignment)
+        return Selection(tokens=x[..., : tokens.dim].to(tokens.patches.dtype), weights=size, assignment=assignment)
 
 
 def energy(similarity: Tensor, margin: float) -> Tensor:
@@ -49,14 +49,14 @@ def energy(similarity: Tensor, margin: float) -> Tensor:
     return counted.masked_fill(own, 0).sum(2) / max(similarity.shape[1] - 1, 1)
 
 
-def energy_round(x: Tensor, size: Tensor, r: int, margin: float) -> tuple[Tensor, Tensor, Tensor]:
+def energy_round(x: Tensor, size: Tensor, r: int, margin: float, first: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     """One round: of the 2r tokens with the highest energy, every second one merges into its most similar of the other r.
 
-    x [B, n, D], size [B, n]
+    x [B, n, D], of which the features from `first` on are compared; size [B, n]
     returns the n - r tokens, their sizes, and where each of the n tokens went, int64 [B, n]
     """
     b, n, _ = x.shape
-    similarity = cosine_similarities(x)
+    similarity = cosine_similarities(x[..., first:])
     order = rank(energy(similarity, margin))
     source, target, stay = order[:, : 2 * r : 2], order[:, 1 : 2 * r : 2], order[:, 2 * r :]
     pairs = similarity.take_along_dim(source.unsqueeze(2), 1).take_along_dim(target.unsqueeze(1), 2)  # [B, r, r]

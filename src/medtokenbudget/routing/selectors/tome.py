@@ -1,6 +1,7 @@
 """ToMe of the paper (Bolya et al., 2023): similar tokens are merged, in rounds of bipartite matching, down to exactly K.
 
-Vectorised over the batch. Merged tokens are means weighted by size, so that the mass is conserved.
+Vectorised over the batch. Merged tokens are means weighted by size, so that the mass is conserved. The publication compares the
+keys of a block, which `compare='keys'` does too; then the keys of merged tokens are merged like the tokens.
 """
 
 from __future__ import annotations
@@ -9,37 +10,42 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from medtokenbudget.routing.merging import ComparingMerger
 from medtokenbudget.routing.registry import register_selector
 from medtokenbudget.routing.router import check_k
-from medtokenbudget.routing.selector import Merger
 from medtokenbudget.tokens import Selection, TokenBatch
 
 
 @register_selector("tome")
-class ToMe(Merger):
-    """K tokens by bipartite soft matching on the cosine similarity of the patches; `weights` are the group sizes."""
+class ToMe(ComparingMerger):
+    """K tokens by bipartite soft matching on the cosine similarity of the patches; `weights` are the group sizes.
+
+    Args:
+        compare: Compare the 'patches' or the 'keys' of their block.
+        minimum: Fewest tokens kept at any budget.
+    """
 
     def select(self, tokens: TokenBatch, k: int, generator: torch.Generator | None = None) -> Selection:
         k = check_k(k, tokens.n)
-        x = self.check(tokens).patches.float()
+        x, first = self.with_compared(self.check(tokens))
         b, n, _ = x.shape
         size = torch.ones(b, n, device=x.device)
         assignment = torch.arange(n, device=x.device).repeat(b, 1)
         while x.shape[1] > k:
             count = x.shape[1]
-            x, size, moved = merge_round(x, size, min(count - k, count // 2))
+            x, size, moved = merge_round(x, size, min(count - k, count // 2), first)
             assignment = moved.gather(1, assignment)
-        return Selection(tokens=x.to(tokens.patches.dtype), weights=size, assignment=assignment)
+        return Selection(tokens=x[..., : tokens.dim].to(tokens.patches.dtype), weights=size, assignment=assignment)
 
 
-def merge_round(x: Tensor, size: Tensor, r: int) -> tuple[Tensor, Tensor, Tensor]:
+def merge_round(x: Tensor, size: Tensor, r: int, first: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     """One round: every second token (set A) finds its most similar token of the others (set B); the r best pairs merge.
 
-    x [B, n, D], size [B, n]
+    x [B, n, D], of which the features from `first` on are compared; size [B, n]
     returns the n - r tokens, their sizes, and where each of the n tokens went, int64 [B, n]
     """
     b, n, d = x.shape
-    unit = F.normalize(x, dim=-1)
+    unit = F.normalize(x[..., first:], dim=-1)
     similarity = unit[:, ::2] @ unit[:, 1::2].transpose(1, 2)
     best, partner = similarity.max(-1)
     by_similarity = torch.argsort(best, dim=1, descending=True, stable=True)
