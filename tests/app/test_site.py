@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from PIL import Image
@@ -232,3 +233,32 @@ def test_the_policy_of_the_page_stops_requests_to_other_places_from_the_page_and
         assert worker.evaluate(send, address) == "blocked"
         assert asked == []
     context.close()
+
+
+def test_a_stack_of_images_becomes_a_contact_sheet_with_a_table(page: Page, tmp_path: Path) -> None:
+    for number in range(3):
+        (tmp_path / f"skin-{number}.png").write_bytes(picture(120, 90, "PNG", number))
+    (tmp_path / "skin-1_mask.png").write_bytes(mask(120, 90))
+    (tmp_path / "cut.jpg").write_bytes(picture(120, 90)[:1500])
+    (tmp_path / "notes.txt").write_text("not an image")
+    page.locator("#image-file").set_input_files(sorted(tmp_path.iterdir()))
+    expect(page.locator("#sheet-line")).to_have_text("4 of 4 images · 1 could not be read · 1 other file left out")
+    rows = page.locator("#sheet-table tr").all_inner_texts()
+    assert [row.split("\t")[0] for row in rows] == ["cut.jpg", "skin-0.png", "skin-1.png", "skin-2.png"]
+    assert "damaged or incomplete" in rows[0]
+    assert rows[1].split("\t")[1] == "30 of 100"
+    page.locator("#budget").fill("50")
+    expect(page.locator("#sheet-table tr").nth(1)).to_contain_text("50 of 100")
+    with page.expect_download() as download:
+        page.get_by_role("button", name="Table (CSV)").click()
+    table = pd.read_csv(download.value.path())
+    assert table["file"].tolist() == ["cut.jpg", "skin-0.png", "skin-1.png", "skin-2.png"]
+    assert table["k"].tolist()[1:] == [50, 50, 50]
+    assert table["retention"].notna().tolist() == [False, False, True, False]
+    shares = table[["p_MEL", "p_NV", "p_BCC"]].dropna()
+    np.testing.assert_allclose(shares.sum(axis=1), 1, atol=1e-5)
+    page.get_by_role("button", name="skin-1.png").click()
+    expect(page.locator("#image-line")).to_contain_text("skin-1.png · 120 × 90 pixels · lesion on")
+    page.get_by_role("button", name="Close the contact sheet").click()
+    expect(page.locator("#sheet")).to_be_hidden()
+    page.locator("#budget").fill("30")

@@ -5,8 +5,9 @@ import { curve } from "./curve.js";
 import { asData, asPicture, saveBlob } from "./download.js";
 import { patchColors } from "./draw.js";
 import { engine, inPage } from "./engine.js";
-import { downloadName, listenForDrops, sortFiles } from "./files.js";
+import { downloadName, listenForDrops, listenForPaste, sortFiles } from "./files.js";
 import { Panel } from "./panel.js";
+import { Sheet } from "./sheet.js";
 import { at, lesionMap, percent, sentence } from "./view.js";
 
 const byId = (id) => document.getElementById(id);
@@ -24,6 +25,11 @@ const state = {
   curve: "retention",
 };
 const panels = { a: new Panel("a", (name) => choose("a", name)), b: new Panel("b", (name) => choose("b", name)) };
+const sheet = new Sheet(
+  (image, mask, signal) => engine.route(image, mask, STOPS, signal),
+  () => ({ method: state.names.a, budget: STOPS[state.index], stop: (answer) => answer.budgets.indexOf(STOPS[state.index]) }),
+  ({ image, mask }) => analyze({ image, mask, title: image.name, file: image.name }, image.name),
+);
 let plot = null;
 let running = null;
 let frame = 0;
@@ -141,7 +147,7 @@ async function analyze(source, file) {
   hideError();
   const size = source.image.size + (source.mask?.size ?? 0);
   if (size > state.info.limits.max_bytes) {
-    showError(`${file ?? source.title}: ${(size / 1e6).toFixed(1)} MB is too large. This server accepts up to ${state.info.limits.max_bytes / 1e6} MB.`);
+    showError(`${file ?? source.title}: ${(size / 1e6).toFixed(1)} MB is too large. Files up to ${state.info.limits.max_bytes / 1e6} MB are accepted.`);
     return;
   }
   running?.abort();
@@ -247,6 +253,7 @@ function paintAll() {
   slider.value = String(state.index + 1);
   slider.setAttribute("aria-valuetext", `${percent(budget)}, ${view.k} of ${view.n} patches`);
   plot?.move(state.stops[state.index]);
+  sheet.update();
   clearTimeout(announcement);
   announcement = setTimeout(() => {
     byId("summary").textContent = `Budget ${percent(budget)}. ${shown.map((panel) => sentence(panel.title, panel.view)).join(" ")}`;
@@ -299,25 +306,30 @@ byId("alert-close").addEventListener("click", hideError);
 
 function openFiles(files) {
   if (!state.info) return;
-  const { image, mask, error } = sortFiles(files, state.source?.file ?? null);
-  if (error) showError(error);
+  const { image, mask, stack, skipped } = sortFiles(files, state.source?.file ?? null);
+  if (stack?.length) sheet.open(stack, skipped);
+  else if (stack) showError("None of these files is an image.");
   else if (image) analyze({ image, mask, title: image.name, file: image.name }, image.name);
   else addMask(mask);
 }
 
 const addMask = (mask) => analyze({ ...state.source, mask }, mask.name);
 
-byId("image-file").addEventListener("change", (event) => {
-  const [image] = event.target.files;
-  if (image) analyze({ image, title: image.name, file: image.name }, image.name);
-  event.target.value = "";
-});
+for (const id of ["image-file", "folder", "camera"]) {
+  byId(id).addEventListener("change", (event) => {
+    const files = [...event.target.files];
+    if (files.length === 1) analyze({ image: files[0], title: files[0].name, file: files[0].name }, files[0].name);
+    else if (files.length) openFiles(files);
+    event.target.value = "";
+  });
+}
 byId("mask-file").addEventListener("change", (event) => {
   const [mask] = event.target.files;
   if (mask && state.source) addMask(mask);
   event.target.value = "";
 });
 listenForDrops(byId("drop"), openFiles);
+listenForPaste(openFiles);
 
 // Downloads.
 
