@@ -5,7 +5,10 @@ from __future__ import annotations
 import importlib
 from collections.abc import Sequence
 
-ALL = ("routing", "statistics", "reading", "training_memory", "extraction", "overhead", "selectors", "embedded", "paper_flow")
+ALL = (
+    *("routing", "statistics", "reading", "training_memory", "extraction", "overhead", "selectors", "embedded", "paper_flow"),
+    "web",
+)
 ARGUMENTS = {"embedded": ["speed"]}
 
 
