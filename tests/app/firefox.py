@@ -1,6 +1,6 @@
 """Drives Debian's Firefox through Marionette, its own remote protocol.
 
-Playwright drives only its own build of Firefox, and the driver for WebDriver is not among Debian's packages. Marionette needs neither:
+Playwright drives only its own build of Firefox, and the driver for WebDriver is not in Debian. Marionette needs neither:
 it is a socket on which JSON messages go back and forth.
 """
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 
 from medtokenbudget.app.runtime import find_runtime
 from medtokenbudget.app.site import write_site
@@ -16,6 +18,7 @@ from medtokenbudget.app.site_server import SiteHandler, site_server
 from medtokenbudget.errors import WorkError
 from medtokenbudget.locks import exclusive
 from medtokenbudget.model import MedTokenBudget
+from medtokenbudget.training.familiarity import Familiarity
 from tests.small_model import small_model
 
 MAIN = "lats:lesion-first"
@@ -40,7 +43,12 @@ class PlainHandler(SiteHandler):
 
 
 def site_model(folder: Path) -> MedTokenBudget:
-    return small_model(folder, BASELINES, main=MAIN)
+    model = small_model(folder, BASELINES, main=MAIN)
+    model.familiarity = Familiarity(model.dim, rank=4)
+    with torch.no_grad():
+        model.familiarity.basis[:4] = torch.eye(4)
+        model.familiarity.limit.fill_(9)
+    return model
 
 
 def absent(what: str) -> None:
@@ -67,8 +75,6 @@ def built_site(factory: pytest.TempPathFactory) -> Path:
 @contextmanager
 def waiting_for(folder: Path, seconds: float = 300) -> Iterator[None]:
     """The lock of a folder, once the process that holds it is done."""
-    import time
-
     end = time.monotonic() + seconds
     while True:
         try:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
-import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +14,15 @@ import pandas as pd
 import pytest
 import torch
 from PIL import Image
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Page, expect
 
 from medtokenbudget.app.service import Question, Service
 from medtokenbudget.data import decode_image
 from tests.app.server import mask, picture
-from tests.app.sites import MAIN, PlainHandler, absent, built_site, serving, site_model
+from tests.app.sites import MAIN, PlainHandler, serving, site_model
 
 pytestmark = pytest.mark.slow
 
-CHROMIUM = shutil.which("chromium") or "/usr/bin/chromium"
 STOPS = [round(stop / 100, 2) for stop in range(1, 101)]
 expect.set_options(timeout=60_000)
 
@@ -38,40 +36,19 @@ ROUTE = """async ([image, mask, budgets]) => {
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if not Path(CHROMIUM).exists():
-        absent("needs Chromium (Debian: apt install chromium)")
-    return built_site(tmp_path_factory)
-
-
-@pytest.fixture(scope="module")
-def url(site: Path) -> Iterator[str]:
-    with serving(site) as address:
-        yield address
-
-
-@pytest.fixture(scope="module")
 def service(site: Path) -> Service:
     return Service(site_model(site.with_name("site-weights")))
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
-
-
-@pytest.fixture(scope="module")
-def page(browser: Browser, url: str) -> Iterator[Page]:
+def page(chromium: Browser, site_url: str) -> Iterator[Page]:
     """A page that is ready; fails if anything was logged as an error."""
-    context = browser.new_context(viewport={"width": 1200, "height": 900}, reduced_motion="reduce")
+    context = chromium.new_context(viewport={"width": 1200, "height": 900}, reduced_motion="reduce")
     page = context.new_page()
     complaints: list[str] = []
     page.on("pageerror", lambda error: complaints.append(str(error)))
     page.on("console", lambda message: complaints.append(message.text) if message.type == "error" else None)
-    page.goto(url)
+    page.goto(site_url)
     expect(page.locator(".sample img[src]")).to_have_count(8)
     expect(page.locator("#k-value")).to_contain_text("30 of 100")
     yield page
@@ -79,9 +56,9 @@ def page(browser: Browser, url: str) -> Iterator[Page]:
     assert complaints == []
 
 
-def ask(page: Page, image: bytes, lesion: bytes | None = None) -> dict[str, Any]:
+def ask(page: Page, image: bytes, lesion: bytes | None = None, budgets: Sequence[float] = STOPS) -> dict[str, Any]:
     encoded = [None if data is None else base64.b64encode(data).decode() for data in (image, lesion)]
-    answer: dict[str, Any] = page.evaluate(ROUTE, [*encoded, STOPS])
+    answer: dict[str, Any] = page.evaluate(ROUTE, [*encoded, list(budgets)])
     return answer
 
 
@@ -175,11 +152,11 @@ def test_a_photo_that_lies_on_its_side_is_turned_by_its_exif_orientation(page: P
 
 
 def test_after_loading_everything_works_without_the_network_and_no_request_leaves_the_page(
-    browser: Browser, url: str, tmp_path: Path
+    chromium: Browser, site_url: str, tmp_path: Path
 ) -> None:
-    context = browser.new_context(viewport={"width": 1200, "height": 900}, reduced_motion="reduce")
+    context = chromium.new_context(viewport={"width": 1200, "height": 900}, reduced_motion="reduce")
     page = context.new_page()
-    page.goto(url)
+    page.goto(site_url)
     expect(page.locator(".sample img[src]")).to_have_count(8)
     expect(page.locator("#k-value")).to_contain_text("30 of 100")
     page.evaluate("navigator.serviceWorker.ready")
@@ -210,7 +187,7 @@ def test_after_loading_everything_works_without_the_network_and_no_request_leave
 
 
 def test_the_policy_of_the_page_stops_requests_to_other_places_from_the_page_and_from_its_worker(
-    browser: Browser, url: str
+    chromium: Browser, site_url: str
 ) -> None:
     asked: list[str] = []
 
@@ -219,9 +196,9 @@ def test_the_policy_of_the_page_stops_requests_to_other_places_from_the_page_and
             asked.append(self.path)
             self.send_error(404)
 
-    context = browser.new_context()
+    context = chromium.new_context()
     page = context.new_page()
-    page.goto(url)
+    page.goto(site_url)
     expect(page.locator("#k-value")).to_contain_text("30 of 100")
     policy = page.locator('meta[http-equiv="Content-Security-Policy"]').get_attribute("content") or ""
     assert "default-src 'none'" in policy
@@ -262,3 +239,44 @@ def test_a_stack_of_images_becomes_a_contact_sheet_with_a_table(page: Page, tmp_
     page.get_by_role("button", name="Close the contact sheet").click()
     expect(page.locator("#sheet")).to_be_hidden()
     page.locator("#budget").fill("30")
+
+
+def test_a_pasted_image_is_opened_and_a_phone_offers_its_camera(page: Page, chromium: Browser, site_url: str) -> None:
+    page.evaluate(
+        """data => {
+            const transfer = new DataTransfer();
+            const bytes = Uint8Array.from(atob(data), (c) => c.charCodeAt(0));
+            transfer.items.add(new File([bytes], "pasted.png", { type: "image/png" }));
+            dispatchEvent(new ClipboardEvent("paste", { clipboardData: transfer }));
+        }""",
+        base64.b64encode(picture(80, 60, "PNG")).decode(),
+    )
+    expect(page.locator("#image-line")).to_contain_text("pasted.png · 80 × 60 pixels")
+    expect(page.get_by_text("Take photo…")).to_be_hidden()
+    context = chromium.new_context(viewport={"width": 375, "height": 740}, has_touch=True, is_mobile=True)
+    phone = context.new_page()
+    phone.goto(site_url)
+    expect(phone.get_by_text("Take photo…")).to_be_visible()
+    assert phone.locator("#camera").get_attribute("capture") == "environment"
+    context.close()
+
+
+def test_over_real_images_the_page_keeps_the_same_patches_as_python(page: Page, service: Service, shared: Path) -> None:
+    masks = {path.name.removesuffix("_segmentation.png"): path for path in (shared / "data" / "isic").rglob("*_segmentation.png")}
+    images = sorted((shared / "data" / "isic" / "ISIC_2019_Training_Input").glob("*.jpg"))
+    chosen = [path for path in images if path.stem in masks]
+    chosen = chosen[:: max(1, len(chosen) // 40)][:40]
+    assert len(chosen) == 40
+    same, probabilities, retention = [], [], []
+    for path in chosen:
+        data, lesion = path.read_bytes(), masks[path.stem].read_bytes()
+        expected = service.answer(Question(data, lesion, selectors=(MAIN,)))["selectors"][0]
+        found = next(row for row in ask(page, data, lesion, budgets=[])["selectors"] if row["name"] == MAIN)
+        same.append(len({*found["order"][:30]} & {*expected["order"][:30]}) / 30)
+        probabilities.append(np.abs(np.array(found["probabilities"]) - expected["probabilities"]).max())
+        if expected["retention"] is not None:
+            retention.append(100 * abs(found["retention"][2] - expected["retention"][2]))
+    assert np.mean(same) >= 0.98
+    assert max(probabilities) <= 0.02
+    assert len(retention) > 20
+    assert np.mean(retention) <= 0.5

@@ -19,7 +19,9 @@ def main(arguments: list[str]) -> int:
         "model in the browser, or as a folder without local paths that is ready for the hub.",
         "mtb export runs/demo --format onnx --budget 0.1 0.3 --part whole --out exported",
     )
-    parser.add_argument("model", help="Run directory, model folder or hub id (owner/name).")
+    parser.add_argument(
+        "model", nargs="?", default=None, help="Run directory, model folder or hub id (owner/name). Default: the packaged router."
+    )
     parser.add_argument("--out", type=Path, required=True, help="Folder to write to.")
     parser.add_argument(
         "--format",
@@ -68,7 +70,9 @@ def main(arguments: list[str]) -> int:
         raise RequestError("--push needs --format hub.")
     if options.format != "web" and (options.serve or options.runtime):
         raise RequestError("--serve and --runtime need --format web.")
-    model = load(options.model, weights=options.weights, device="cpu")
+    if options.model is None:
+        say("No model given. Using the router for dermoscopic images that comes with the package; it predicts no class.")
+    model = load(options.model or "dermoscopy", weights=options.weights, device="cpu")
     if options.format == "hub":
         say(f"Wrote the model to {model.save_pretrained(options.out, portable=True)}. Load it with mtb.load.")
         if options.push:
@@ -84,14 +88,14 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _web(model: MedTokenBudget, name: str, out: Path, runtime: Path | None, port: int | None) -> int:
+def _web(model: MedTokenBudget, name: str | None, out: Path, runtime: Path | None, port: int | None) -> int:
     from medtokenbudget.app.launch import is_demo
     from medtokenbudget.app.runtime import find_runtime
     from medtokenbudget.app.site import write_site
     from medtokenbudget.app.site_server import serve_site
     from medtokenbudget.progress import say
 
-    graphs = write_site(model, out, find_runtime(runtime), is_demo(name))
+    graphs = write_site(model, out, find_runtime(runtime), name is not None and is_demo(name))
     for method, why in graphs.left_out.items():
         say(f"Left out method '{method}': {why}.")
     size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())

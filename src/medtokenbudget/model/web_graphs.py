@@ -49,21 +49,27 @@ class WebGraphs:
 
 
 class TokensGraph(nn.Module):
-    """Pixels uint8 [1, S, S, 3] to patches [1, N, D] and the scores [M, N] of M rankers."""
+    """Pixels uint8 [1, S, S, 3] to patches [1, N, D], the scores [M, N] of M rankers and, if fitted, the unfamiliarity [1]."""
 
     def __init__(self, model: MedTokenBudget, ranked: tuple[str, ...]) -> None:
         super().__init__()
         self.backbone, self.network = model.backbone, model.backbone.model
         self.rankers: list[Any] = [model.classifier(name).selector for name in ranked]
         self.parts = nn.ModuleList(ranker for ranker in self.rankers if isinstance(ranker, nn.Module))
+        self.familiarity = model.familiarity
 
-    def forward(self, pixels: Tensor) -> tuple[Tensor, Tensor]:
+    @property
+    def outputs(self) -> list[str]:
+        """Names of what `forward` returns."""
+        return ["patches", "scores", *([] if self.familiarity is None else ["unfamiliarity"])]
+
+    def forward(self, pixels: Tensor) -> tuple[Tensor, ...]:
         tokens = self.backbone.tokens(self.backbone.normalize(pixels))
         fields = {name: getattr(tokens, name) for name in SIGNALS} | {"luminance": luminance(pixels, tokens.grid)}
         batch = TokenBatch(tokens.patches, tokens.grid, **fields)
         scores = [ranker.score(batch).float() for ranker in self.rankers]
-        # A page without one of these rankers still reads the patches.
-        return tokens.patches, torch.cat(scores) if scores else torch.zeros(0, batch.n)
+        found = (tokens.patches, torch.cat(scores))
+        return found if self.familiarity is None else (*found, self.familiarity(batch))
 
 
 class HeadsGraph(nn.Module):
@@ -103,7 +109,8 @@ def _write(model: MedTokenBudget, out: Path) -> WebGraphs:
     graphs = _plan(model)
     pixels = _examples(model)
     with atomic_write(out / TOKENS_GRAPH) as temporary:
-        _export(TokensGraph(model, graphs.ranked), {"pixels": pixels[:1]}, ["patches", "scores"], temporary)
+        graph = TokensGraph(model, graphs.ranked)
+        _export(graph, {"pixels": pixels[:1]}, graph.outputs, temporary)
         _check_tokens(temporary, model, graphs, pixels)
     if not graphs.has_heads:
         return graphs
@@ -132,8 +139,9 @@ def _plan(model: MedTokenBudget) -> WebGraphs:
         elif classifier.selector.name not in FROM_MASK:
             ranked.append(name)
     methods = tuple(name for name in model.selectors if name not in left_out)
-    if model.main in left_out:
-        raise RequestError(f"The main method '{model.main}' cannot run in a page: {left_out[model.main]}.")
+    if model.main not in ranked:
+        why = left_out.get(model.main, "it does not rank patches by the image")
+        raise RequestError(f"The main method '{model.main}' cannot run in a page: {why}.")
     return WebGraphs(tuple(ranked), fixed, methods, model.has_head, left_out)
 
 
@@ -240,9 +248,11 @@ def _check_tokens(path: Path, model: MedTokenBudget, graphs: WebGraphs, pixels: 
     session = _session(path)
     worst = 0.0
     for row in range(len(pixels)):
-        found, scores = (torch.from_numpy(value) for value in session.run(None, {"pixels": pixels[row : row + 1].numpy()}))
+        found, scores, *unfamiliarity = map(torch.from_numpy, session.run(None, {"pixels": pixels[row : row + 1].numpy()}))
         tokens = model.encode(pixels[row : row + 1])
         pairs = [(found, tokens.patches)]
+        if model.familiarity is not None:
+            pairs.append((unfamiliarity[0], model.familiarity(tokens)))
         for place, name in enumerate(graphs.ranked):
             _, expected = parts.select(model.classifier(name).selector, tokens, tokens.n)
             assert expected is not None

@@ -35,7 +35,8 @@ async function route({ image, mask, budgets }) {
     const lesion = maskBitmap ? lesionOf(maskBitmap, bitmap, grid) : null;
     const pixels = resized(bitmap, size, size, interpolation, 3, "The image").data;
     const all = [...new Set([...site.model.budgets, ...budgets])].sort((a, b) => a - b);
-    const selectors = await methods(pixels, lesion, all, classes.length);
+    const tokens = await graphs.tokens.run({ pixels: new ort.Tensor("uint8", pixels, [1, size, size, 3]) });
+    const selectors = await methods(tokens, lesion, all, classes.length);
     return {
       model: site.model.fingerprint,
       notice: site.model.notice,
@@ -44,6 +45,7 @@ async function route({ image, mask, budgets }) {
       n: site.model.n,
       classes,
       budgets: all,
+      unfamiliarity: tokens.unfamiliarity ? Number(tokens.unfamiliarity.data[0].toFixed(4)) : null,
       lesion: lesion && Array.from(lesion.keys()).filter((patch) => lesion[patch]),
       selectors,
     };
@@ -53,11 +55,9 @@ async function route({ image, mask, budgets }) {
   }
 }
 
-async function methods(pixels, lesion, budgets, classes) {
+async function methods({ patches, scores }, lesion, budgets, classes) {
   const { grid, n } = site.model;
-  const { image_size: size } = site.preprocessing;
   const { ranked, fixed, methods: names } = site.graphs;
-  const { patches, scores } = await graphs.tokens.run({ pixels: new ort.Tensor("uint8", pixels, [1, size, size, 3]) });
   const scoresOf = (name) => {
     const { selector } = describedBy(name);
     if (ranked.includes(name)) return scores.data.subarray(ranked.indexOf(name) * n, (ranked.indexOf(name) + 1) * n);
