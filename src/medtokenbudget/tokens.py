@@ -124,13 +124,17 @@ class TokenBatch:
         ids = None if self.image_id is None else tuple(self.image_id[i] for i in index.tolist())
         return replace(replace(self, image_id=None)._map(lambda t: t[index.to(t.device)]), image_id=ids)
 
-    def require_finite(self) -> TokenBatch:
-        """Self, or an error that names the first image whose patches hold NaN or infinity."""
-        finite = torch.isfinite(self.patches).flatten(1).all(1)
-        if not bool(finite.all()):
-            row = int((~finite).nonzero()[0])
-            name = self.image_id[row] if self.image_id else f"row {row}"
-            raise NonFiniteError(f"The patches of {name} contain NaN or infinite values. Extract this image again.")
+    def require_finite(self, fields: Sequence[str] = ()) -> TokenBatch:
+        """Self, or an error that names the first image whose patches, or whose `fields`, hold NaN or infinity."""
+        for field in ("patches", *fields):
+            values = getattr(self, field)
+            if not isinstance(values, Tensor) or not values.is_floating_point():
+                continue
+            finite = torch.isfinite(values).flatten(1).all(1)
+            if not bool(finite.all()):
+                row = int((~finite).nonzero()[0])
+                name = self.image_id[row] if self.image_id else f"row {row}"
+                raise NonFiniteError(f"The {field} of {name} contain NaN or infinite values. Extract this image again.")
         return self
 
     @staticmethod

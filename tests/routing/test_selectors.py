@@ -219,6 +219,11 @@ def test_bad_input_is_one_clear_error(name):
     for field in selector.requires:
         with pytest.raises(MissingSignalError, match=field):
             selector.select(replace(tokens, **{field: None}), 9)
+        if getattr(tokens, field).is_floating_point():
+            values = getattr(tokens, field).clone()
+            values[2, 4] = float("nan")
+            with pytest.raises(NonFiniteError, match=f"{field} of image-2"):
+                selector.select(replace(tokens, **{field: values}), 9)
 
 
 def test_norm_keeps_the_longest_patches():

@@ -85,7 +85,7 @@ class Selector(ABC):
         return torch.stack([self.select_budget(tokens, budget, generator).pooled() for budget in budgets], dim=1)
 
     def check(self, tokens: TokenBatch) -> TokenBatch:
-        """The batch itself, if its patches are finite and it has what this selector reads."""
+        """The batch itself, if it has what this selector reads, and that and its patches are finite."""
         if tokens.places is not None and not self.reads_routed:
             raise RequestError(
                 f"Selector '{self.name}' chooses among all patches, but these tokens were routed before or inside the backbone. "
@@ -104,7 +104,7 @@ class Selector(ABC):
                 f"Selector '{self.name}' needs a mask for every image, but {without} of {len(tokens)} in this batch have none. "
                 "Restrict the evaluation to images with masks."
             )
-        return tokens.require_finite()
+        return tokens.require_finite(self.requires)
 
 
 class Ranker(Selector):
