@@ -12,7 +12,9 @@ from tests.small_model import draw_images, small_backbone, small_model
 
 SMALL = ["--epochs", "1", "--head-epochs", "1", "--batch-size", "8", "--device", "cpu"]
 STUDENT = ["--patch-size", "16", "--width", "32", "--heads", "1", "--depth", "1", "--batch-size", "8", "--epochs", "2"]
-COMMANDS = ("data", "extract", "train", "sweep", "report", "distill", "export", "predict")
+COMMANDS = ("data", "extract", "train", "sweep", "report", "leaderboard", "distill", "export", "calibrate", "route", "predict")
+LONG = ("web",)
+"""Commands that take too long to be disturbed in every run of the tests."""
 _CLOCK = ("seconds", "images_per_second")
 
 
@@ -37,8 +39,12 @@ class World:
             "train": ["train", *run, "--context.channels", 8, "--context.blocks", 1],
             "sweep": ["sweep", *run, "--methods", "lats", "center", "--jobs", 1, "--lats.hidden", 8, "--lats.layers", 1],
             "report": ["report", self.root / "run", "--out", out],
+            "leaderboard": ["leaderboard", self.root / "run", "--out", out],
             "distill": ["distill", manifest, "--teacher", *vit, "--out", out, "--views", 1, *STUDENT],
             "export": ["export", self.root / "model", "--format", "hub", "--out", out],
+            "web": ["export", self.root / "model", "--format", "web", "--out", out],
+            "calibrate": ["calibrate", self.root / "model", manifest, "--store", store, "--retention", 0.5, "--out", out],
+            "route": ["route", self.root / "images", "--model", self.root / "model", "--out", out, "--overlay", "--device", "cpu"],
             "predict": ["predict", self.root / "model", self.root / "images", "--out", out / "p.csv", "--device", "cpu"],
         }
         return [str(word) for word in words[name]]

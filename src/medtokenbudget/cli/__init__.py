@@ -28,7 +28,7 @@ COMMANDS: dict[str, str] = {
     "predict": "write class probabilities and kept patches of images to a table",
     "serve": "serve a model: JSON API and explorer page",
     "explore": "serve a model and open the explorer in the browser",
-    "export": "export a model as ONNX files or as a folder for the hub",
+    "export": "export a model as ONNX files, as a static site or as a folder for the hub",
     "bench": "run the benchmarks of a source checkout",
     "doctor": "check what is installed and available on this machine",
     "completion": "print a script that completes commands and options in the shell",

@@ -20,12 +20,14 @@ def add_amount(parser: CommandParser) -> None:
     )
     parser.add_argument(
         "--retention",
+        metavar="SHARE",
         type=Budget | None,
         default=None,
         help="Instead of a budget: keep this share of the lesion, for a model that `mtb calibrate` has calibrated for it.",
     )
     parser.add_argument(
         "--coverage",
+        metavar="SHARE",
         type=Budget | None,
         default=None,
         help="With --retention: the calibrated share of images that keep at least so much. Default: the promise on average.",

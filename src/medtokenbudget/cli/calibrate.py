@@ -19,14 +19,19 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("model", help="Run directory, model folder or hub id (owner/name).")
     parser.add_argument("manifest", type=Path, help="Images with masks (.parquet); their groups are the exchangeable units.")
-    parser.add_argument("--retention", type=Budget, required=True, help="Share of the lesion to promise, such as 0.95 or 95%.")
+    parser.add_argument(
+        "--retention", type=Budget, metavar="SHARE", required=True, help="Share of the lesion to promise, such as 0.95 or 95%."
+    )
     parser.add_argument(
         "--coverage",
+        metavar="SHARE",
         type=Budget | None,
         default=None,
         help="Promise the retention in this share of the images, such as 0.9. Default: on average.",
     )
-    parser.add_argument("--cap", type=Budget | None, default=None, help="Largest share of the patches that an image may keep.")
+    parser.add_argument(
+        "--cap", type=Budget | None, metavar="SHARE", default=None, help="Largest share of the patches that an image may keep."
+    )
     parser.add_argument("--store", type=Path | None, default=None, help="Tokens of the images. Default: extract them.")
     parser.add_argument("--selector", type=str | None, default=None, help="Method to calibrate. Default: the model's main method.")
     parser.add_argument(

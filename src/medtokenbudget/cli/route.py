@@ -40,7 +40,7 @@ def main(arguments: list[str]) -> int:
         default=None,
         help="Weights of the backbone, if they are not where the model expects them.",
     )
-    parser.add_argument("--device", default="auto", help="'auto' uses a GPU if there is one; otherwise 'cpu', 'cuda', ...")
+    parser.add_argument("--device", default="auto", help="Device to run on: auto (a GPU if there is one), cpu, cuda, cuda:1, ...")
     parser.add_argument("--batch_size", type=int, default=16, help="Images per forward pass.")
     parser.add_argument("--workers", type=int, default=2, help="Threads that decode images.")
     options = parser.parse_args(arguments)
