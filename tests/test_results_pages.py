@@ -84,3 +84,7 @@ def test_every_page_of_results_says_where_it_comes_from() -> None:
         assert re.search(r"\]\(\w[\w-]*\.csv\)", text), f"{page.name} has no CSV to download"
         for target in re.findall(r"\]\(([\w/-]+\.(?:csv|svg|png))\)", text):
             assert (RESULTS / target).exists(), f"{page.name}: {target}"
+
+
+def test_the_table_of_the_readme_is_made_from_the_same_csv(script: ModuleType) -> None:
+    assert script.readme_table() in (REPOSITORY / "README.md").read_text(encoding="utf-8")
