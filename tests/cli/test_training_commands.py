@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -93,7 +94,16 @@ def test_the_demo_tells_the_whole_story_offline(tmp_path: Path, capsys: pytest.C
     assert main(["demo", "--out", str(out), "--n", "48", "--epochs", "1"]) == 0
     for name in ("report.html", "results.csv", "tables", "figures", "model/README.md"):
         assert (out / name).exists(), name
-    assert "context:lesion-first" in capsys.readouterr().out
+    told = capsys.readouterr()
+    assert "context:lesion-first" in told.out
+    assert [line[:6] for line in told.err.splitlines() if " of 3:" in line] == ["1 of 3", "2 of 3", "3 of 3"]
+    shares = re.search(r"the router keeps (\d+)%, the center of the image (\d+)%, chance (\d+)%", told.err)
+    assert shares is not None
+    router, center, chance = (int(share) for share in shares.groups())
+    assert router > 85
+    assert router > center + 20
+    assert router > chance + 20
+    assert len(list((out / "router" / "routed" / "overlays").glob("*.*"))) == 8
     model = mtb.load(out / "model")
     image = next((out / "data" / "images").glob("*.jpg"))
     assert len(model.predict([image], budget=0.3)[0].kept) == 76

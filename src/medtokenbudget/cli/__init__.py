@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from medtokenbudget.errors import MedTokenBudgetError, UnknownNameError
 
 COMMANDS: dict[str, str] = {
-    "demo": "run everything on drawn images, offline and on a CPU: draw, extract, train, sweep, report",
+    "demo": "take a tour on drawn images, offline and on a CPU: ready-made router, training, sweep, report",
     "data": "make a manifest of a data set (ISIC 2019, Kvasir v2, folders, CSV, drawn images), split it, check it",
     "extract": "run the frozen backbone once and store the patch tokens",
     "store": "show what is inside a store of tokens, remove what is not needed any more",

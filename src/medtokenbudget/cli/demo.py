@@ -1,4 +1,4 @@
-"""`mtb demo`: everything on drawn images, offline and on a CPU."""
+"""`mtb demo`: a tour of the product on drawn images, offline and on a CPU."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from medtokenbudget.cli.parsing import command_parser
 def main(arguments: list[str]) -> int:
     parser = command_parser(
         "demo",
-        "Draw dermoscopic images, route some with the router of the package, extract their tokens with the embedded backbone, "
-        "train the learned routers and the heads of the other methods, evaluate them at ten budgets and write a report. Works "
-        "offline and on a CPU. If it is stopped, the same command resumes.",
+        "A tour in three steps: route drawn samples with the ready-made router; draw dermoscopic images, extract their tokens with "
+        "the embedded backbone, train routers and the heads of the other methods and evaluate them at ten budgets; write a report. "
+        "Works offline and on a CPU. If it is stopped, the same command resumes.",
         "mtb demo --out runs/demo",
     )
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="Run directory to write.")
@@ -30,6 +30,11 @@ def main(arguments: list[str]) -> int:
 
     page = demo(options.out, options.n, options.seed, options.epochs)
     print(headline(read_results(options.out / "results.csv")))
-    say(f"Report: {page}. Next: open it in a browser, or run mtb explore {options.out / 'model'}")
-    say("On your own dermoscopic images, without training: mtb route PHOTOS --overlay --out routed, or mtb explore")
+    say(
+        f"Report: {page}. Next:\n"
+        f"  open {page} in a browser: what was kept, at every budget, beside the controls\n"
+        "  mtb route YOUR_IMAGES --overlay --out routed: the ready-made router on your own images\n"
+        f"  mtb explore {options.out / 'model'}: look at patches, scores and budgets in the browser\n"
+        "  docs/getting-started.md: train a router on your own images and masks"
+    )
     return 0
