@@ -2,9 +2,9 @@
 
 It needs images, not only a store, so it is a script of the checkout. Three steps, each resumable piece by piece:
 
-    python benchmarks/early_study.py pool --manifest M --weights W --scout RUN --out DIR --group dense
-    python benchmarks/early_study.py judge --manifest M --out DIR
-    python benchmarks/early_study.py time --weights W --scout RUN --out DIR
+    python -m benchmarks.early_study pool --manifest M --weights W --scout RUN --out DIR --group dense
+    python -m benchmarks.early_study judge --manifest M --out DIR
+    python -m benchmarks.early_study time --weights W --scout RUN --out DIR
 
 `pool` runs a group of ways over the images and stores the mean of the tokens that a head would read, for several blocks of one
 pass. `judge` trains heads on exactly these means: first across folds of the training side (grouped), where everything is chosen,
@@ -60,7 +60,7 @@ class Scout:
 
 
 def top(scores: Tensor, k: int) -> Tensor:
-    return scores.argsort(1, descending=True, stable=True)[:, :k]
+    return scores.argsort(dim=1, descending=True, stable=True)[:, :k]
 
 
 def zoom_box(kept: np.ndarray, side: int, margin: float) -> views.Box:

@@ -12,7 +12,8 @@ from safetensors.torch import save_file
 
 from medtokenbudget.config import BackboneConfig, LATSConfig, RouterConfig, TrainConfig
 from medtokenbudget.features.backbone import Backbone
-from medtokenbudget.model import MedTokenBudget
+from medtokenbudget.features.early import Way
+from medtokenbudget.model import EarlyRouting, MedTokenBudget
 from medtokenbudget.routing import LATSSelector, create_selector
 from medtokenbudget.training import MLPHead, RoutedClassifier
 
@@ -48,6 +49,22 @@ def small_model(
     classes = CLASSES if head else ()
     model = MedTokenBudget(backbone, loaded.fingerprint, classes, classifiers, config, main=main, device="cpu")
     return model.use_backbone(loaded)
+
+
+def early_model(folder: Path, way: Way, main: str = "no-pruning") -> MedTokenBudget:
+    """A model whose backbone is routed early, with heads that were never trained: a scout, or a crop around its patches."""
+    scout, config = small_model(folder / "scout", ("center",), seed=1), small_backbone(folder)
+    loaded = EarlyRouting(scout, way, 0.3).wrap(Backbone.load(config))
+    names = (main, "center") if way == "zoom" else (main,)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        classifiers = {
+            name: RoutedClassifier(create_selector(name, minimum=8), MLPHead(loaded.dim, len(CLASSES))) for name in names
+        }
+    made = MedTokenBudget(
+        config, loaded.fingerprint, CLASSES, classifiers, scout.train_config, main=main, scout=scout, device="cpu"
+    )
+    return made.use_backbone(loaded)
 
 
 def draw_images(folder: Path, count: int, size: int = 200, seed: int = 0) -> list[Path]:

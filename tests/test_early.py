@@ -21,7 +21,7 @@ from medtokenbudget.features.backbone import Backbone
 from medtokenbudget.features.early import EarlyBackbone, box_of, finer
 from medtokenbudget.model import EarlyRouting, MedTokenBudget
 from tests.drawn import quick
-from tests.small_model import small_backbone, small_model
+from tests.small_model import draw_images, early_model, small_backbone, small_model
 
 CONFIG = ExtractConfig(views="off-center", threads=1, device="cpu")
 SETTINGS = {"scout": {}, "inside": {"block": 2}, "zoom": {"margin": 1.3}}
@@ -234,3 +234,77 @@ def test_commands_extract_train_and_predict(world: World, tmp_path: Path, capsys
     wrong = [*route, "--keep", "routed", "--model", scout]
     assert main(["extract", manifest, "--store", str(tmp_path / "t"), *common, *wrong]) == 2
     assert "--route cannot be combined with --keep routed" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_exported_graph_routes_like_the_model(made: Made, world: World, tmp_path: Path) -> None:
+    """From the file of an image to the same class probabilities, with onnxruntime alone after the resize."""
+    onnxruntime = pytest.importorskip("onnxruntime")
+    from medtokenbudget.model.onnx import export_onnx
+
+    image = decode_image(world.manifest.image_path(1))
+    budget = 0.3
+    path = export_onnx(made.model, tmp_path, budget)
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    expected = made.model.predict(image, budget)[0]
+    preprocessing = made.model.backbone.preprocessing
+
+    def pixels(picture: Image.Image) -> np.ndarray:
+        return preprocessing.prepare(picture).transpose(2, 0, 1)[None].astype(np.float32) / 255
+
+    if made.model.fixed_budget is None:
+        zoom = onnxruntime.InferenceSession(str(export_onnx(made.model, tmp_path, budget, "zoom")))
+        box = zoom.run(["box"], {"image": pixels(image)})[0][0]
+        np.testing.assert_allclose(box, expected.box, atol=1e-6)
+        width, height = image.size
+        image = image.crop((round(box[0] * width), round(box[1] * height), round(box[2] * width), round(box[3] * height)))
+    logits, indices = session.run(["logits", "indices"], {"image": pixels(image)})
+    probabilities = torch.from_numpy(logits[0]).softmax(0).numpy()
+    np.testing.assert_allclose(probabilities, list(expected.probabilities.values()), atol=1e-4)
+    assert sorted(indices[0].tolist()) == sorted(expected.kept.tolist())
+    if made.model.fixed_budget is not None:
+        with pytest.raises(RequestError, match="Use --part whole"):
+            export_onnx(made.model, tmp_path, budget, "routing")
+        with pytest.raises(RequestError, match="this one does not"):
+            export_onnx(made.model, tmp_path, budget, "zoom")
+
+
+def test_the_service_answers_with_the_patches_that_the_backbone_ran_on(tmp_path: Path) -> None:
+    from medtokenbudget.app.service import Question, Service
+
+    path = draw_images(tmp_path, 1)[0]
+    model = early_model(tmp_path, "scout")
+    service = Service(model)
+    answer = service.answer(Question(path.read_bytes()))
+    expected = model.predict(path)[0]
+    assert answer["budgets"] == [0.3]
+    assert answer["box"] is None
+    assert answer["n"] == 100
+    assert answer["selectors"][0]["order"] == expected.kept.tolist()
+    np.testing.assert_allclose(answer["selectors"][0]["probabilities"][0], list(expected.probabilities.values()), atol=1e-5)
+    assert service.describe()["budgets"] == [0.3]
+    assert service.describe()["route"] == {"way": "scout", "budget": 0.3, "k": 30}
+    with pytest.raises(BudgetError, match="no other budget"):
+        service.answer(Question(path.read_bytes(), budgets=(0.5,)))
+
+
+def test_the_service_and_the_overlay_show_the_box_of_a_zoom(tmp_path: Path) -> None:
+    from medtokenbudget.app.service import Question, Service
+
+    path = draw_images(tmp_path, 1)[0]
+    model = early_model(tmp_path, "zoom")
+    mask = np.zeros((200, 200), np.uint8)
+    mask[60:140, 60:140] = 255
+    Image.fromarray(mask).save(tmp_path / "mask.png")
+    answer = Service(model).answer(Question(path.read_bytes(), (tmp_path / "mask.png").read_bytes()))
+    prediction = model.predict(path, 1.0)[0]
+    assert prediction.box is not None
+    np.testing.assert_allclose(answer["box"], prediction.box, atol=1e-6)
+    left, top, right, bottom = (round(side * 200) for side in prediction.box)
+    assert answer["lesion"] == np.flatnonzero(patch_labels(Image.fromarray(mask[top:bottom, left:right]), (10, 10))).tolist()
+    drawn = np.asarray(prediction.overlay(side=200))[:200]
+    bright = np.asarray(decode_image(path))
+    middle = ((top + bottom) // 2, (left + right) // 2)
+    np.testing.assert_allclose(drawn[middle], bright[middle], atol=3)  # inside as it is
+    if left > 5:
+        assert drawn[middle[0], left // 2].sum() < 0.6 * bright[middle[0], left // 2].sum()  # outside dimmed

@@ -17,7 +17,7 @@ def predict_files(
     model: MedTokenBudget | Path | str,
     images: Any,
     out: Path | str,
-    budget: float | Guarantee = 0.3,
+    budget: float | Guarantee | None = None,
     selector: str | None = None,
     tokens: Path | str | None = None,
     tokens_dtype: TokenFormat = "fp16",
@@ -31,7 +31,8 @@ def predict_files(
         model: A model, or what `mtb.load` takes.
         images: What `MedTokenBudget.predict` takes.
         out: Table to write, `.csv` or `.parquet`.
-        budget: Share of the patches that is kept, in (0, 1], or a guarantee of the model.
+        budget: Share of the patches that is kept, in (0, 1], or a guarantee of the model; None means 0.3, or the only budget of a
+            model that is routed early.
         selector: Method to use; None means the model's main one.
         tokens: Safetensors file for the kept tokens, optional.
         tokens_dtype: Number format of these tokens.
@@ -58,5 +59,6 @@ def predict_files(
         overlays=None if overlays is None else Path(overlays),
     )
     method = model.main if selector is None else selector
+    budget = model.amount(budget)
     answers = model.predict_sources(expand(images), budget, method, batch_size, workers)
     return write_answers(answers, outputs, prediction_columns(model.classes), metadata_of(model, method, budget), "Predicting")

@@ -43,6 +43,15 @@ class LimitsInfo(BaseModel):
     max_budgets: int
 
 
+class RouteInfo(BaseModel):
+    way: str = Field(description="'scout' before the first block, 'inside' before `block`, 'zoom' by a crop.", examples=["scout"])
+    budget: float = Field(description="Share of the patches that is kept, or whose box is cropped.")
+    k: int = Field(description="Number of these patches.")
+    block: int | None = Field(None, description="First block that runs on the kept patches alone.")
+    background: str | None = Field(None, description="'token' or 'drop': what becomes of the other patches at that block.")
+    margin: float | None = Field(None, description="Side of the crop over the side of the box of the patches.")
+
+
 class ModelInfo(BaseModel):
     version: str
     notice: str
@@ -52,7 +61,8 @@ class ModelInfo(BaseModel):
     classes: list[str] = Field(description="Empty for a router without a head.", examples=[["MEL", "NV"]])
     grid: list[int] = Field(description="Rows and columns of patches.", examples=[[16, 16]])
     n: int = Field(description="Number of patches.", examples=[256])
-    budgets: list[float] = Field(description="The ten standard budgets, which every answer contains.")
+    budgets: list[float] = Field(description="The ten standard budgets, or the only one of a model that is routed early.")
+    route: RouteInfo | None = Field(description="How the backbone is routed early; null if it runs on all patches.")
     main: str = Field(description="Name of the main method of the model.", examples=["context:lesion-first"])
     selectors: list[SelectorInfo] = Field(description="The methods of the model, the main one first.")
     limits: LimitsInfo
@@ -79,8 +89,10 @@ class SelectorAnswer(BaseModel):
     name: str
     kind: str
     k: list[int] = Field(description="Tokens kept at each budget.")
-    order: list[int] | None = Field(description="Patch indices from best to worst, in raster order; null for mergers.")
-    scores: list[float] | None = Field(description="Score of each patch, in raster order; null for mergers.")
+    order: list[int] | None = Field(
+        description="Patch indices from best to worst, in raster order; only the kept ones if routed early; null for mergers."
+    )
+    scores: list[float] | None = Field(description="Score of each patch, in raster order; null for mergers and if routed early.")
     groups: list[list[int]] | None = Field(description="Mergers only: at each budget, the output token of each patch.")
     retention: list[float] | None = Field(description="Share of lesion patches kept at each budget; null without a lesion.")
     ceiling: list[float] | None = Field(description="Highest retention possible with K patches, at each budget.")
@@ -96,6 +108,9 @@ class RouteAnswer(BaseModel):
     image: ImageInfo
     grid: list[int]
     n: int
+    box: list[float] | None = Field(
+        description="Left, top, right and bottom in [0, 1] of the part that the grid covers, for a model that zooms; else null."
+    )
     classes: list[str]
     budgets: list[float]
     lesion: list[int] | None = Field(description="Indices of the lesion patches; null if no mask was sent.")
@@ -158,6 +173,7 @@ ROUTE_EXAMPLE: dict[str, Any] = {
     "image": {"width": 600, "height": 450, "preview": None},
     "grid": [2, 2],
     "n": 4,
+    "box": None,
     "classes": ["MEL", "NV"],
     "budgets": [0.5, 1.0],
     "lesion": [1, 3],

@@ -21,7 +21,8 @@ from medtokenbudget.app.decoding import Decoder
 from medtokenbudget.config import BUDGETS
 from medtokenbudget.data import same_aspect
 from medtokenbudget.errors import BudgetError, RequestError
-from medtokenbudget.metrics import kept_lesion_counts, retention_of_counts
+from medtokenbudget.features.views import Geometry
+from medtokenbudget.metrics import retention_of_counts
 from medtokenbudget.model import MedTokenBudget
 from medtokenbudget.model.parts import describe, select
 from medtokenbudget.reporting.looks import look
@@ -116,18 +117,27 @@ class Service:
             "classes": list(self.model.classes),
             "grid": [h, w],
             "n": h * w,
-            "budgets": list(BUDGETS),
+            "budgets": list(BUDGETS) if self.model.fixed_budget is None else [self.model.fixed_budget],
+            "route": self._early(),
             "main": self.model.main,
             "selectors": [self._described(name) for name in self.model.selectors],
             "limits": {"max_bytes": self.limits.max_bytes, "max_pixels": self.limits.max_pixels, "max_budgets": MAX_BUDGETS},
         }
 
+    def _early(self) -> dict[str, Any] | None:
+        """How the backbone is routed early; None if it runs on all patches."""
+        early = self.model.early
+        return None if early is None else {name: value for name, value in early.items() if name != "router"}
+
     def _described(self, name: str) -> dict[str, Any]:
         selector, shown = self.model.classifier(name).selector, look(name)
+        title, about = shown.name, shown.about
+        if self.model.fixed_budget is not None:
+            title, about = f"Routed early, {shown.name}", "The backbone ran on these patches alone, and the head reads all of them."
         return {
             "name": name,
-            "title": shown.name,
-            "about": shown.about,
+            "title": title,
+            "about": about,
             "kind": selector.kind,
             "learns": selector.learns,
             "stochastic": selector.stochastic,
@@ -144,9 +154,12 @@ class Service:
         """
         names = self._names(question)
         budgets = checked_budgets(question.budgets)
+        if self.model.fixed_budget is not None:
+            budgets = list({self.model.budget(asked) for asked in (*question.budgets, None)})
         image = self._decoder.decode(question.image, "image", self.limits.max_pixels)
         mask = None if question.mask is None else self._mask(question.mask, image.size)
-        tokens = self.model.encode(self.model.backbone.prepare(image)[None], None if mask is None else [mask])
+        pixels, box = self.model.backbone.see(image)
+        tokens = self.model.encode(pixels[None], None if mask is None else [Geometry(box).of(mask)])
         lesion = None if tokens.lesion is None else tokens.lesion[0].cpu().numpy()
         merged: dict[str, Merged] = {}
         familiarity = self.model.familiarity
@@ -155,7 +168,8 @@ class Service:
             "notice": NOTICE,
             "image": {"width": image.width, "height": image.height, "preview": _preview(image) if question.preview else None},
             "grid": list(tokens.grid),
-            "n": tokens.n,
+            "n": tokens.grid[0] * tokens.grid[1],
+            "box": None if box is None else [round(side, 6) for side in box],
             "classes": list(self.model.classes),
             "budgets": budgets,
             "lesion": None if lesion is None else np.flatnonzero(lesion).tolist(),
@@ -202,10 +216,10 @@ class Service:
             probabilities = self.model.classify(tokens, budgets, name)[0] if self.model.has_head else None
             selection, scores = select(selector, tokens, tokens.n)
             assert selection.indices is not None
-            assert scores is not None
             order = selection.indices[0].cpu().numpy()
             answer["order"] = order.tolist()
-            answer["scores"] = [float(f"{score:.6g}") for score in scores[0].cpu().double().tolist()]
+            if scores is not None:
+                answer["scores"] = [float(f"{score:.6g}") for score in scores[0].cpu().double().tolist()]
             if lesion is not None and lesion.any():
                 answer |= retention(order, lesion, counts)
         else:
@@ -244,8 +258,8 @@ def checked_budgets(asked: Sequence[float]) -> list[float]:
 
 
 def retention(order: np.ndarray, lesion: np.ndarray, counts: Sequence[int]) -> dict[str, list[float]]:
-    """Return the lesion retention of the first K patches of `order` [N], its ceiling and its share of the ceiling, for each K."""
-    kept = kept_lesion_counts(order[None], lesion[None], counts)[0]
+    """Return the lesion retention of the first K patches of `order`, its ceiling and its share of the ceiling, for each K."""
+    kept = [int(lesion[order[:k]].sum()) for k in counts]
     measured = [retention_of_counts([hits], [lesion.sum()], [k], [lesion.size]) for hits, k in zip(kept, counts)]
     return {
         "retention": [round(row.pooled, 6) for row in measured],

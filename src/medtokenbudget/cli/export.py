@@ -29,9 +29,14 @@ def main(arguments: list[str]) -> int:
         default="onnx",
         help="ONNX files, the explorer as a static site, or a model folder for the hub.",
     )
-    parser.add_argument("--budget", type=Budget, nargs="+", default=[0.3], help="Budgets, one ONNX file each.")
     parser.add_argument(
-        "--part", type=Literal["routing", "whole"], default="whole", help="'whole': image to logits; 'routing': tokens to logits."
+        "--budget", type=Budget, nargs="+", default=None, help="Budgets, one ONNX file each. Default: 0.3, or that of the model."
+    )
+    parser.add_argument(
+        "--part",
+        type=Literal["routing", "whole", "zoom"],
+        default="whole",
+        help="'whole': image to logits; 'routing': tokens to logits; 'zoom': image to the crop of a model that zooms.",
     )
     parser.add_argument(
         "--selector",
@@ -82,7 +87,7 @@ def main(arguments: list[str]) -> int:
         return _web(model, options.model, options.out, options.runtime, options.port if options.serve else None)
     from medtokenbudget.model.onnx import export_onnx
 
-    for budget in options.budget:
+    for budget in options.budget or [model.budget(None)]:
         path = export_onnx(model, options.out, budget, options.part, options.selector)
         say(f"Wrote {path} ({path.stat().st_size / 1024**2:.1f} MB), checked against PyTorch.")
     return 0

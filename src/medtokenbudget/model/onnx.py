@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -20,11 +20,12 @@ from torch import Tensor, nn
 from medtokenbudget.errors import RequestError, WorkError
 from medtokenbudget.files import atomic_write
 from medtokenbudget.model import parts
+from medtokenbudget.model.onnx_early import EarlyGraph, ZoomGraph, check_early, early_graph
 from medtokenbudget.model.routed import MedTokenBudget
 from medtokenbudget.routing import Ranker
 from medtokenbudget.tokens import TokenBatch
 
-Part = Literal["routing", "whole"]
+Part = Literal["routing", "whole", "zoom"]
 OPSET = 18
 TOLERANCE = 1e-4
 ROUNDING = 1e-5
@@ -44,6 +45,8 @@ def export_onnx(
         part: 'routing' maps patches [B, N, D] and the selector's signals [B, N] to logits [B, C] and indices [B, K]; 'whole' maps
             images [B, 3, S, S], RGB in [0, 1], to the same (normalization is inside). A model without a head gives scores [B, N]
             in place of logits.
+            'zoom', for a model that zooms, maps images at the size of its scout to the box [B, 4] to crop: its picture is what
+            'whole' reads.
         selector: Method to export; None means the main one.
 
     Returns:
@@ -69,9 +72,14 @@ def _export(model: MedTokenBudget, out: Path, budget: float, part: Part, method:
     inputs = _example(model, part, graph, batch=2, seed=0)
     path = out / f"{part}-{_file_name(method)}-{budget:g}.onnx"
     with atomic_write(path) as temporary:
-        _write(graph, inputs, temporary, _metadata(model, budget, part, method), "logits" if model.has_head else "scores")
+        first = "box" if part == "zoom" else "logits" if model.has_head else "scores"
+        _write(graph, inputs, temporary, _metadata(model, budget, part, method), first)
         for batch in (1, 2, 3):
-            _check(temporary, model, _example(model, part, graph, batch, seed=batch), budget, method)
+            example = _example(model, part, graph, batch, seed=batch)
+            if isinstance(graph, (EarlyGraph, ZoomGraph)):
+                check_early(graph, example, _session(temporary, method), TOLERANCE)
+            else:
+                _check(temporary, model, example, budget, method)
     return path
 
 
@@ -128,8 +136,11 @@ class WholeGraph(nn.Module):
 
 
 def _graph(model: MedTokenBudget, budget: float, part: Part, selector: str) -> nn.Module:
-    if part not in ("routing", "whole"):
-        raise RequestError(f"The part must be 'routing' or 'whole', got '{part}'.")
+    if part not in ("routing", "whole", "zoom"):
+        raise RequestError(f"The part must be 'routing', 'whole' or 'zoom', got '{part}'.")
+    early = early_graph(model, part, selector)
+    if early is not None:
+        return early.eval()
     classifier = model.classifier(selector)
     chosen = classifier.selector
     foreign = [name for name in chosen.requires if name not in SIGNALS]
@@ -150,8 +161,9 @@ def _graph(model: MedTokenBudget, budget: float, part: Part, selector: str) -> n
 def _example(model: MedTokenBudget, part: Part, graph: Any, batch: int, seed: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     n = model.grid[0] * model.grid[1]
-    if part == "whole":
-        size = int(model.backbone_fingerprint["image_size"])
+    if part != "routing":
+        seen = model.scout if part == "zoom" and model.scout is not None else model
+        size = int(seen.backbone_fingerprint["image_size"])
         # Noise and a dark disk: without any structure all scores would be equal up to rounding.
         y, x = torch.meshgrid(torch.linspace(0, 1, size), torch.linspace(0, 1, size), indexing="ij")
         center = torch.rand(batch, 2, generator=generator) * 0.4 + 0.3
@@ -227,14 +239,19 @@ def _dynamic(inputs: dict[str, Tensor], batch: Any) -> Any:
     return (shapes[0], tuple(shapes[1:])) if len(shapes) > 1 else (shapes[0],)
 
 
-def _check(path: Path, model: MedTokenBudget, inputs: dict[str, Tensor], budget: float, selector: str) -> None:
-    """Raise an error if the file keeps other patches or gives other logits or scores than the PyTorch model."""
+def _session(path: Path, selector: str) -> Callable[[dict[str, Any]], Any]:
+    """Runs the file in onnxruntime: from inputs by name to its outputs."""
     import onnxruntime
 
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     if isinstance(session.get_inputs()[0].shape[0], int):
         raise RequestError(f"Selector '{selector}' cannot be exported for any batch size. Export another one.")
-    found_first, found_indices = session.run(None, {name: value.numpy() for name, value in inputs.items()})
+    return lambda values: session.run(None, values)
+
+
+def _check(path: Path, model: MedTokenBudget, inputs: dict[str, Tensor], budget: float, selector: str) -> None:
+    """Raise an error if the file keeps other patches or gives other logits or scores than the PyTorch model."""
+    found_first, found_indices = _session(path, selector)({name: value.numpy() for name, value in inputs.items()})
     found = torch.from_numpy(found_indices)
     classifier = model.classifier(selector)
     with torch.inference_mode():

@@ -240,7 +240,8 @@ class MedTokenBudget(nn.Module):
         n = h * w if self.fixed_budget is None else int(self.backbone_fingerprint["route"]["k"])
         return self.classifier(selector).selector.count(self.budget(budget), n)
 
-    def _amount(self, asked: float | Guarantee | None) -> float | Guarantee:
+    def amount(self, asked: float | Guarantee | None) -> float | Guarantee:
+        """A guarantee as it is, or the `budget` that was asked for."""
         return asked if isinstance(asked, Guarantee) else self.budget(asked)
 
     def guarantee(self, retention: float, coverage: float | None = None, selector: str | None = None) -> Guarantee:
@@ -372,7 +373,7 @@ class MedTokenBudget(nn.Module):
         """
         method = self.main if selector is None else selector
         streaming = predicting.Streaming(batch_size, workers, masks)
-        return predicting.route_sources(self, sources, self._amount(budget), method, streaming)
+        return predicting.route_sources(self, sources, self.amount(budget), method, streaming)
 
     def predict(
         self, images: Any, budget: float | Guarantee | None = None, selector: str | None = None, batch_size: int = 16
@@ -420,7 +421,7 @@ class MedTokenBudget(nn.Module):
     ) -> Iterator[tuple[Source, Prediction | Failure]]:
         """Yield each source with its prediction, or with the reason why it could not be read, in order."""
         method = self.main if selector is None else selector
-        return predicting.predict_sources(self, sources, self._amount(budget), method, predicting.Streaming(batch_size, workers))
+        return predicting.predict_sources(self, sources, self.amount(budget), method, predicting.Streaming(batch_size, workers))
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -455,6 +456,7 @@ class MedTokenBudget(nn.Module):
         if self.backbone_config.weights is not None:
             weights = Path(self.backbone_config.weights)
             backbone["weights"] = weights.name if portable else str(weights.resolve())
+        # A folder that happens to have the name of a packaged backbone is not meant.
         if self.backbone_config.name not in PACKAGED and Path(self.backbone_config.name).is_dir():
             backbone["name"] = str(Path(self.backbone_config.name).resolve())
         settings: dict[str, Any] = {

@@ -82,7 +82,20 @@ function showModel(info) {
   byId("token-form").hidden = true;
   byId("loading").hidden = true;
   byId("app").hidden = false;
+  fixBudget(info);
   showPanels();
+}
+
+// A backbone that runs on the kept patches alone has one budget: nothing to choose.
+const onlyBudget = (info) => (info.budgets.length === 1 ? info.budgets[0] : null);
+
+function fixBudget(info) {
+  const only = onlyBudget(info);
+  for (const control of [byId("budget"), ...document.querySelectorAll("[data-budget]")]) control.disabled = only !== null;
+  if (only !== null) state.index = Math.max(0, Math.round(100 * only) - 1);
+  if (!info.route) return;
+  const ways = { scout: "routed before the first block", inside: `routed before block ${info.route.block}`, zoom: "zooms to its router's patches" };
+  byId("model-line").append(` · ${ways[info.route.way]}`);
 }
 
 function askForToken() {
@@ -155,7 +168,7 @@ async function analyze(source, file) {
   running = mine;
   byId("busy").hidden = false;
   try {
-    const answer = await engine.route(source.image, source.mask, STOPS, mine.signal);
+    const answer = await engine.route(source.image, source.mask, onlyBudget(state.info) === null ? STOPS : state.info.budgets, mine.signal);
     const picture = new Image();
     picture.src = answer.image.preview;
     await picture.decode();
@@ -173,8 +186,8 @@ async function analyze(source, file) {
 function show(source, answer, picture) {
   state.source = source;
   state.answer = answer;
-  state.stops = STOPS.map((stop) => answer.budgets.indexOf(stop));
-  state.scene = { picture, grid: answer.grid, colors: patchColors(picture, answer.grid), lesion: lesionMap(answer) };
+  state.stops = STOPS.map((stop) => (answer.budgets.length === 1 ? 0 : answer.budgets.indexOf(stop)));
+  state.scene = { picture, grid: answer.grid, box: answer.box, colors: patchColors(picture, answer.grid, answer.box), lesion: lesionMap(answer) };
   byId("app").dataset.ready = "";
   const names = answer.selectors.map((selector) => selector.name);
   const { main } = state.info;
@@ -245,7 +258,7 @@ function paintAll() {
   if (!state.answer) return;
   const shown = sides().map((side) => ({ side, ...current(side) }));
   for (const { side, title, view, show: what } of shown) panels[side].render(title, state.scene, view, what);
-  const budget = STOPS[state.index];
+  const budget = onlyBudget(state.info) ?? STOPS[state.index];
   const { view } = shown[0];
   const slider = byId("budget");
   byId("budget-value").textContent = percent(budget);
