@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from PIL import Image
@@ -228,7 +229,7 @@ def test_commands_extract_train_and_predict(world: World, tmp_path: Path, capsys
     assert main(["train", manifest, "--store", str(tmp_path / "s"), "--out", str(tmp_path / "r"), *small]) == 0
     image = str(world.manifest.image_path(0))
     assert main(["predict", str(tmp_path / "r"), image, "--out", str(tmp_path / "p.csv"), "--overlay", str(tmp_path / "o")]) == 0
-    assert (tmp_path / "p.csv").read_text().splitlines()[1].split(",")[-3] == "30"
+    assert pd.read_csv(tmp_path / "p.csv")["k"].tolist() == [30]
     assert main(["extract", manifest, "--store", str(tmp_path / "t"), *common, "--route", "scout"]) == 2
     assert "--route and --router must be used together" in capsys.readouterr().err
     wrong = [*route, "--keep", "routed", "--model", scout]
@@ -308,3 +309,10 @@ def test_the_service_and_the_overlay_show_the_box_of_a_zoom(tmp_path: Path) -> N
     np.testing.assert_allclose(drawn[middle], bright[middle], atol=3)  # inside as it is
     if left > 5:
         assert drawn[middle[0], left // 2].sum() < 0.6 * bright[middle[0], left // 2].sum()  # outside dimmed
+
+
+def test_the_command_route_writes_the_patches_of_a_model_that_is_routed_early(made: Made, world: World, tmp_path: Path) -> None:
+    folder = made.model.save_pretrained(tmp_path / "model")
+    assert main(["route", str(world.manifest_path), "--model", str(folder), "--out", str(tmp_path / "o"), "--table", "csv"]) == 0
+    rows = (tmp_path / "o" / "routes.csv").read_text().splitlines()
+    assert len(rows) == 1 + len(world.manifest)

@@ -37,8 +37,8 @@ TableFormat = Literal["parquet", "csv"]
 class RouteConfig:
     """How images are routed to files."""
 
-    budget: float | Guarantee = 0.3
-    """Share of the patches to keep, or a guarantee of the model."""
+    budget: float | Guarantee | None = None
+    """Share of the patches to keep, or a guarantee of the model. Default: 0.3, or the only budget of a model routed early."""
     selector: str | None = None
     """Method to route with. Default: the model's main one."""
     table: TableFormat = "parquet"
@@ -72,7 +72,7 @@ class Routed:
 
 def route(
     images: Any,
-    budget: float | Guarantee = 0.3,
+    budget: float | Guarantee | None = None,
     model: MedTokenBudget | Path | str = ROUTER,
     selector: str | None = None,
     batch_size: int = 16,
@@ -81,7 +81,8 @@ def route(
 
     Args:
         images: What `MedTokenBudget.predict` takes: paths, folders, globs, pictures, uint8 arrays, bytes.
-        budget: Share of the patches that is kept, in (0, 1], or a guarantee of the model.
+        budget: Share of the patches that is kept, in (0, 1], or a guarantee of the model; None means 0.3, or the only budget of a
+            model that is routed early.
         model: A model, or what `mtb.load` takes. Default: the router that comes with the package, for dermoscopic images.
         selector: Method to use; None means the model's main one.
         batch_size: Images per forward pass.
@@ -123,7 +124,7 @@ def route_files(
     method = router.main if config.selector is None else config.selector
     if folder.exists() and not folder.is_dir():
         raise RequestError(f"{folder} is a file. Pass a folder to write to with --out.")
-    sources = masked(expand(images), masks)
+    sources, budget = masked(expand(images), masks), router.amount(config.budget)
     measured = Measured()
     outputs = Outputs(
         table=folder / f"{TABLE}.{config.table}",
@@ -132,14 +133,14 @@ def route_files(
         tokens_dtype=config.tokens_dtype,
         overlays=folder / OVERLAYS if config.overlay else None,
     )
-    answers = router.route_sources(sources, config.budget, method, config.batch_size, config.workers, masks=True)
-    written = write_answers(answers, outputs, columns(), metadata_of(router, method, config.budget), "Routing", measured.add)
+    answers = router.route_sources(sources, budget, method, config.batch_size, config.workers, masks=True)
+    written = write_answers(answers, outputs, columns(), metadata_of(router, method, budget), "Routing", measured.add)
     for stale in [folder / f"{TABLE}.{other}" for other in ("parquet", "csv") if other != config.table]:
         remove(stale)
     if not config.tokens:
         remove(folder / TOKENS)
     found = measured.retention(router.grid)
-    write_json(folder / SUMMARY, summary_of(router, method, config.budget, written, found))
+    write_json(folder / SUMMARY, summary_of(router, method, budget, written, found))
     return Routed(outputs.table, written, found)
 
 

@@ -287,7 +287,7 @@ class MedTokenBudget(nn.Module):
         tokens = replace(tokens, luminance=luminance(batch, tokens.grid))
         if masks is None or all(mask is None for mask in masks):
             return tokens
-        empty = np.zeros(tokens.n, dtype=bool)
+        empty = np.zeros(tokens.grid[0] * tokens.grid[1], dtype=bool)
         lesion = np.stack([empty if mask is None else patch_labels(mask, tokens.grid) for mask in masks])
         known = torch.tensor([mask is not None for mask in masks], device=self.device)
         return replace(tokens, lesion=torch.from_numpy(lesion).to(self.device), has_mask=known)
