@@ -12,17 +12,34 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+
+from medtokenbudget.errors import WorkError
 
 _PR_SET_PDEATHSIG = 1
 _SECONDS = 1.0
 """Between two looks at the parent process."""
 
 
-def process_pool(workers: int) -> ProcessPoolExecutor:
-    """A pool of spawned processes, each of which ends with this one."""
+@contextmanager
+def process_pool(workers: int) -> Iterator[ProcessPoolExecutor]:
+    """A pool of spawned processes, each of which ends with this one.
+
+    Raises:
+        WorkError: If one of them dies inside the block.
+    """
     context = multiprocessing.get_context("spawn")
-    return ProcessPoolExecutor(workers, mp_context=context, initializer=end_with_parent, initargs=(os.getpid(),))
+    try:
+        with ProcessPoolExecutor(workers, mp_context=context, initializer=end_with_parent, initargs=(os.getpid(),)) as pool:
+            yield pool
+    except BrokenProcessPool:
+        raise WorkError(
+            'A worker process died. In a Python script, use several processes only below `if __name__ == "__main__":`, or one '
+            "(jobs=1, workers=1). Otherwise memory may have run out: use fewer."
+        ) from None
 
 
 def end_with_parent(parent: int) -> None:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from typing import Literal
 
-from medtokenbudget.errors import WorkError
 from medtokenbudget.experiments.units import Plan, Unit, run_unit
 from medtokenbudget.experiments.watching import INTERVAL, Watch, reporter
 from medtokenbudget.features.pipeline import cpu_threads
@@ -74,15 +72,9 @@ def _run_local(plan: Plan, units: Sequence[Unit], jobs: int, watch: Watch) -> No
     with process_pool(min(jobs, len(units))) as pool:
         futures = {pool.submit(run_reported, plan, unit, threads): unit for unit in units}
         pending = set(futures)
-        try:
-            while pending:
-                done, pending = wait(pending, timeout=INTERVAL, return_when=FIRST_COMPLETED)
-                for future in done:
-                    future.result()
-                    watch.finish(futures[future])
-                watch.refresh()
-        except BrokenProcessPool:
-            raise WorkError(
-                "A worker process died. In a Python script, start several jobs only below "
-                '`if __name__ == "__main__":`, or use jobs=1. Otherwise memory may have run out: use fewer jobs.'
-            ) from None
+        while pending:
+            done, pending = wait(pending, timeout=INTERVAL, return_when=FIRST_COMPLETED)
+            for future in done:
+                future.result()
+                watch.finish(futures[future])
+            watch.refresh()
