@@ -412,6 +412,59 @@ def test_a_bad_option_is_named(
     assert says in capsys.readouterr().err
 
 
+ROUTE, CALIBRATE, WEB = (
+    "route IMAGE --model MODEL --out OUT --device cpu",
+    "calibrate MODEL PLAIN --out OUT",
+    "export MODEL --out OUT",
+)
+COMMANDS: dict[str, str] = {
+    "route NOTHING --model MODEL --out OUT": "NOTHING",
+    "route TEXT --model MODEL --out OUT --device cpu": "No image could be read",
+    "route IMAGE --model NOTHING --out OUT": "NOTHING",
+    "route IMAGE --model MODEL --out TEXT --device cpu": "is a file",
+    f"{ROUTE} --masks NOTHING": "NOTHING",
+    f"{ROUTE} --budget 0.3 --retention 0.9": "exclude each other",
+    f"{ROUTE} --coverage 0.9": "belongs to --retention",
+    f"{ROUTE} --retention 0.9": "mtb calibrate",
+    f"{ROUTE} --retention 2": "at most 1",
+    f"{ROUTE} --table xlsx": "Use parquet or csv",
+    f"{ROUTE} --batch-size 0": "at least 1",
+    f"{ROUTE} --selector nothing": "Unknown",
+    f"{ROUTE} --device cuda:99": "not available on this machine",
+    "calibrate MODEL NOTHING --retention 0.5": "NOTHING",
+    "calibrate MODEL TEXT --retention 0.5": "TEXT",
+    "calibrate NOTHING PLAIN --retention 0.5": "NOTHING",
+    f"{CALIBRATE} --retention 0.5": "mask",
+    f"{CALIBRATE} --retention 0": "above 0",
+    f"{CALIBRATE} --retention 0.5 --store NOTHING": "NOTHING",
+    f"{CALIBRATE} --retention 0.5 --part test": "Use auto, val, select, train or all",
+    f"{CALIBRATE} --retention 0.5 --selector nothing": "Unknown",
+    f"{WEB} --format web --runtime NOTHING": "NOTHING",
+    f"{WEB} --format onnx --serve": "need --format web",
+    f"{WEB} --format paper": "Use onnx, web or hub",
+    f"{WEB} --format hub --runtime OUT": "need --format web",
+    "leaderboard NOTHING --out OUT": "NOTHING",
+    "leaderboard MODEL --out OUT": "Make a run",
+}
+
+
+@pytest.mark.parametrize("words", COMMANDS)
+def test_a_command_on_a_model_names_what_is_wrong_and_writes_nothing(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: str
+) -> None:
+    places = {name: tmp_path / name for name in ("IMAGE", "TEXT", "PLAIN", "OUT", "NOTHING")} | {"MODEL": saved}
+    places["IMAGE"], places["PLAIN"] = tmp_path / "image.jpg", tmp_path / "plain.parquet"
+    places["IMAGE"].write_bytes(encoded(PLAIN, "JPEG"))
+    places["TEXT"].write_text("hello")
+    records = [{"image_id": "a", "image": str(places["IMAGE"]), "label": "NV", "split": "val"}]
+    Manifest.from_records(records, ("NV", "MEL")).write(places["PLAIN"])
+    assert main([str(places.get(word, word)) for word in words.split()]) in (1, 2)
+    said = capsys.readouterr().err
+    assert COMMANDS[words] in said
+    assert "Traceback" not in said
+    assert not any(places["OUT"].rglob("*.*")) or "errors.jsonl" in said
+
+
 # Requests ------------------------------------------------------------------------------------------------------------
 
 
