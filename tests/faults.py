@@ -36,7 +36,7 @@ class World:
         words: dict[str, list[object]] = {
             "data": ["data", "synthetic", "--out", out, "--n", 2, "--size", 48],
             "extract": ["extract", manifest, "--store", out, "--backbone", *vit, "--shard-size", 8],
-            "train": ["train", *run, "--context.channels", 8, "--context.blocks", 1],
+            "train": ["train", *run, "--lats.hidden", 8, "--lats.layers", 1],
             "sweep": ["sweep", *run, "--methods", "lats", "center", "--jobs", 1, "--lats.hidden", 8, "--lats.layers", 1],
             "report": ["report", self.root / "run", "--out", out],
             "leaderboard": ["leaderboard", self.root / "run", "--out", out],

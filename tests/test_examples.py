@@ -50,14 +50,14 @@ def mine(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_folder_of_images_becomes_a_model_that_keeps_the_lesion(mine: Path) -> None:
     model = mtb.load(mine / "run")
-    assert model.selectors == ["context:lesion-first", "center", "random"]
+    assert model.selectors == ["lats:lesion-first", "center", "random"]
     assert model.classes == tuple(sorted(CLASSES))
     card = (mine / "run" / "model" / "README.md").read_text()
     assert model.fingerprint in card
     results = read_results(mine / "run" / "results.csv")
     kept = results[results["budget"] == 0.3].set_index("method")["retention_of_ceiling"]
-    assert kept["context:lesion-first"] > 0.9
-    assert kept["context:lesion-first"] > 2 * kept["random"]
+    assert kept["lats:lesion-first"] > 0.9
+    assert kept["lats:lesion-first"] > 2 * kept["random"]
 
 
 def test_a_new_selector_is_in_the_sweep_and_keeps_more_of_the_lesion_than_chance(mine: Path, tmp_path: Path) -> None:

@@ -113,7 +113,7 @@ def test_the_graph_of_a_router_gives_scores_and_kept_patches(model: MedTokenBudg
 
 
 def test_training_from_masks_alone_measures_retention_and_no_accuracy(trained: mtb.Run, drawn: Drawn) -> None:
-    assert set(trained.results["method"]) == {"context:lesion-first", "center", "random"}
+    assert set(trained.results["method"]) == {"lats:lesion-first", "center", "random"}
     assert trained.results["retention"].notna().all()
     assert trained.results[["accuracy", "macro_f1", "balanced_accuracy", "macro_auroc", "ece"]].isna().all(axis=None)
     assert (trained.results["n"] == 0).all()
@@ -183,7 +183,7 @@ def test_images_with_neither_labels_nor_masks_are_refused_and_route_is_named(
 def test_the_command_trains_from_masks_alone_and_says_what_is_next(
     drawn: Drawn, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    small = ["--epochs", "1", "--batch-size", "16", "--context.channels", "16", "--context.blocks", "1", "--budgets", "0.3"]
+    small = ["--epochs", "1", "--batch-size", "16", "--lats.hidden", "16", "--lats.layers", "1", "--budgets", "0.3"]
     command = ["train", str(drawn.manifest_path), "--store", str(drawn.store_path), "--out", str(tmp_path / "run"), *small]
     assert main([*command, "--head", "none"]) == 0
     said = capsys.readouterr().err

@@ -387,6 +387,7 @@ what the patches nearest the center keep of them without a model, were computed 
 | [Three seeds](robustness.md) | how much does a training vary? | [robustness.csv](robustness.csv) |
 | [Center bias](center-bias.md) | is it more than the middle of the image? | [center-bias.csv](center-bias.csv) |
 | [Parts of the preset](recipe.md) | what does each part bring? | [recipe.csv](recipe.csv) |
+| [A scorer that sees the neighborhood](scorer.md) | does context help, and where is the last percent? | [scorer.csv](scorer.csv) |
 | [The paper's ablations](ablations.md) | masks, signals, curriculum, epochs | [ablations.csv](ablations.csv) |
 | [Size and class](strata.md) | for whom does it fail? | [strata.csv](strata.csv) |
 | [Significance](significance.md) | which differences are real? | [significance.csv](significance.csv) |

@@ -27,11 +27,11 @@ PAPER_METHODS: tuple[str, ...] = (
     "lats",
 )
 CONTROLS: tuple[str, ...] = ("center", "darkness", "oracle")
-DEFAULT_SELECTORS: dict[str, str] = {"lesion-first": "context", "joint": "lats"}
-"""The selector that a recipe trains unless told otherwise: our scorer with our recipe, the paper's with the paper's."""
-HEADLINE_METHODS: tuple[str, ...] = ("context:lesion-first", "lats:lesion-first", "lats")
+DEFAULT_SELECTOR = "lats"
+"""What `mtb train` trains unless told otherwise."""
+HEADLINE_METHODS: tuple[str, ...] = ("lats:lesion-first", "lats")
 """Which method of a run becomes the saved model and the headline of its report, the first that the run has."""
-DEFAULT_METHODS: tuple[str, ...] = ("context:lesion-first", "lats:lesion-first", *PAPER_METHODS, *CONTROLS)
+DEFAULT_METHODS: tuple[str, ...] = ("lats:lesion-first", *PAPER_METHODS, *CONTROLS)
 """What `mtb sweep` compares unless told otherwise."""
 SIGNALS: tuple[str, ...] = ("attention", "norm", "contrast")
 Neighborhood = Literal["raster", "grid4", "grid8"]

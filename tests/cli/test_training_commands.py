@@ -32,7 +32,7 @@ def test_train_leaves_a_run_directory_and_a_model_that_loads(
     assert main(["train", str(drawn.manifest_path), "--store", str(drawn.store_path), "--out", str(out), *SMALL]) == 0
     for name in ("run.json", "results.csv", "predictions.parquet", "metrics.jsonl", "model/config.json", "model/model.safetensors"):
         assert (out / name).exists(), name
-    assert set(read_results(out / "results.csv")["method"]) == {"context:lesion-first", "center", "random"}
+    assert set(read_results(out / "results.csv")["method"]) == {"lats:lesion-first", "center", "random"}
     said = capsys.readouterr().err
     assert "Next: mtb report" in said
     run = read_json(out / "run.json")
@@ -51,9 +51,8 @@ def test_options_of_a_scorer_that_is_not_trained_are_refused(
 ) -> None:
     arguments = ["train", str(drawn.manifest_path), "--store", str(drawn.store_path), "--out", str(tmp_path / "run")]
     for words, said in (
-        (["--lats.hidden", "8"], "--lats.* are for the selector 'lats', but 'context' is trained. Add --selector lats"),
-        (["--preset", "paper", "--context.blocks", "1"], "--context.* are for the selector 'context', but 'lats' is trained."),
-        (["--selector", "lats", "--context.blocks", "1"], "but 'lats' is trained."),
+        (["--context.blocks", "1"], "--context.* are for the selector 'context', but 'lats' is trained. Add --selector context"),
+        (["--selector", "context", "--lats.hidden", "8"], "--lats.* are for the selector 'lats', but 'context' is trained."),
     ):
         assert main([*arguments, *words]) == 2
         assert said in capsys.readouterr().err
@@ -63,9 +62,9 @@ def test_options_of_a_scorer_that_is_not_trained_are_refused(
 def test_a_selector_is_trained_by_name(drawn: Drawn, tmp_path: Path) -> None:
     out = tmp_path / "run"
     arguments = ["train", str(drawn.manifest_path), "--store", str(drawn.store_path), "--out", str(out), *SMALL]
-    assert main([*arguments, "--selector", "lats", "--lats.hidden", "8", "--lats.layers", "1"]) == 0
-    assert set(read_results(out / "results.csv")["method"]) == {"lats:lesion-first", "center", "random"}
-    assert mtb.load(out / "model", device="cpu").main == "lats:lesion-first"
+    assert main([*arguments, "--selector", "context", "--context.channels", "8", "--context.blocks", "1"]) == 0
+    assert set(read_results(out / "results.csv")["method"]) == {"context:lesion-first", "center", "random"}
+    assert mtb.load(out / "model", device="cpu").main == "context:lesion-first"
 
 
 def test_a_preset_sets_the_defaults_and_options_change_them(drawn: Drawn, tmp_path: Path) -> None:
@@ -95,7 +94,7 @@ def test_the_demo_tells_the_whole_story_offline(tmp_path: Path, capsys: pytest.C
     for name in ("report.html", "results.csv", "tables", "figures", "model/README.md"):
         assert (out / name).exists(), name
     told = capsys.readouterr()
-    assert "context:lesion-first" in told.out
+    assert "lats:lesion-first" in told.out
     assert [line[:6] for line in told.err.splitlines() if " of 3:" in line] == ["1 of 3", "2 of 3", "3 of 3"]
     shares = re.search(r"the router keeps (\d+)%, the center of the image (\d+)%, chance (\d+)%", told.err)
     assert shares is not None

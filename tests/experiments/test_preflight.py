@@ -126,7 +126,7 @@ def test_training_without_masks_stops_before_any_work_and_the_advice_works_in_th
     small = ["--epochs", "1", "--head-epochs", "1", "--device", "cpu"]
     assert main([*command, *small]) == RequestError.exit_code
     said = capsys.readouterr().err
-    assert "context:lesion-first needs lesion masks, but no training image has one" in said
+    assert "lats:lesion-first needs lesion masks, but no training image has one" in said
     assert not out.exists()
     assert main([*command, *small, "--preset", "paper", "--losses.lesion", "0"]) == 0
     assert set(read_results(out / "results.csv")["method"]) == {"lats", "center", "random"}
@@ -145,8 +145,8 @@ def test_without_masks_the_default_methods_are_those_that_need_none(tmp_path: Pa
     store = extract(manifest, tmp_path / "tokens", tiny_backbone(tmp_path / "backbone"), CONFIG)
     sources = Sources.of(manifest, store, tmp_path / "run")
     fitting = that_fit(sources, DEFAULT_METHODS, quick("lesion-first"))
-    assert set(DEFAULT_METHODS) - set(fitting) == {"context:lesion-first", "lats:lesion-first", "oracle"}
-    assert "Skipping context:lesion-first, lats:lesion-first, oracle" in capsys.readouterr().err
+    assert set(DEFAULT_METHODS) - set(fitting) == {"lats:lesion-first", "oracle"}
+    assert "Skipping lats:lesion-first, oracle" in capsys.readouterr().err
 
 
 def test_a_run_opens_its_manifest_and_its_store_once(drawn: Drawn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,9 +179,9 @@ def test_budgets_without_the_headline_one_and_both_spellings_of_options(
         "--head-epochs",
         "1",
         "--batch-size=16",
-        "--context.channels",
+        "--lats.hidden",
         "16",
-        "--context.blocks",
+        "--lats.layers",
         "1",
         "--min-steps",
         "0",

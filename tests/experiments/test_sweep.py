@@ -47,7 +47,7 @@ def test_every_study_runs_and_has_the_shape_of_the_papers_table(everything: Path
         assert len(theirs) == len(paper.table(study)), study
         assert theirs["ours"].notna().all(), study
     assert "robustness on drawn dermoscopy" in comparison(results)
-    assert "context:lesion-first" in headline(results)
+    assert "lats:lesion-first" in headline(results)
 
 
 @pytest.mark.slow

@@ -26,11 +26,11 @@ class Run:
     Example:
         >>> run = mtb.Run("runs/first")
         >>> run.info.main
-        'context:lesion-first'
+        'lats:lesion-first'
         >>> sorted(set(run.results["method"]))
-        ['center', 'context:lesion-first', 'random']
+        ['center', 'lats:lesion-first', 'random']
         >>> run.model.main
-        'context:lesion-first'
+        'lats:lesion-first'
     """
 
     def __init__(self, path: Path | str) -> None:

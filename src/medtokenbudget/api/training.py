@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 import pandas as pd
 
-from medtokenbudget.config import DEFAULT_SELECTORS, BackboneConfig, TrainConfig, preset
+from medtokenbudget.config import DEFAULT_SELECTOR, BackboneConfig, TrainConfig, preset
 from medtokenbudget.data import Manifest
 from medtokenbudget.errors import RequestError
 from medtokenbudget.experiments.execution import Execution
@@ -39,7 +39,7 @@ def train_router(
     store: FeatureStore | Path | str,
     out: Path | str,
     config: TrainConfig | None = None,
-    selector: str | None = None,
+    selector: str = DEFAULT_SELECTOR,
     head: HeadChoice = "auto",
 ) -> pd.DataFrame:
     """Train one router and its head, evaluate it beside the controls `center` and `random`, and save it in `out/model`.
@@ -51,7 +51,6 @@ def train_router(
         The tidy results, also written to `out/results.csv`.
     """
     config = config or preset("lesion-first")
-    selector = selector or DEFAULT_SELECTORS[config.recipe]
     sources = Sources.of(_labels_as_asked(manifest, head), store, out)
     if sources.store.fixed_budget is None:
         method = str(method_of(selector, config))

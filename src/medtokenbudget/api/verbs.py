@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from medtokenbudget.api.run import Run
 from medtokenbudget.api.training import HeadChoice, save_model, train_router
-from medtokenbudget.config import BUDGETS, BackboneConfig, ExtractConfig, TrainConfig, preset
+from medtokenbudget.config import BUDGETS, DEFAULT_SELECTOR, BackboneConfig, ExtractConfig, TrainConfig, preset
 from medtokenbudget.data import Manifest
 from medtokenbudget.experiments import Execution
 from medtokenbudget.experiments import reproduce as run_reproduction
@@ -59,7 +59,7 @@ def train(
     store: AnyStore,
     out: Path | str,
     config: TrainConfig | str = "lesion-first",
-    selector: str | None = None,
+    selector: str = DEFAULT_SELECTOR,
     head: HeadChoice = "auto",
 ) -> Run:
     """Train one router and its head, evaluate it beside the controls `center` and `random`, and save it as a model.
@@ -69,7 +69,7 @@ def train(
         store: Their tokens.
         out: The run directory; a training that was stopped there resumes.
         config: A preset by name ('lesion-first' or 'paper'), or all settings.
-        selector: Any selector that learns. Default: 'context', and 'lats' with the paper's recipe.
+        selector: Any selector that learns.
         head: 'none' trains the router from masks alone, without a head; so does 'auto' if no image has a label.
 
     Returns:
@@ -104,7 +104,7 @@ def sweep(
         manifest: The images with their labels, masks and split.
         store: Their tokens.
         out: The run directory; a sweep that was stopped there resumes.
-        methods: Texts such as 'context:lesion-first', 'center' or 'tome'. Default: the paper's methods, ours and the controls.
+        methods: Texts such as 'lats:lesion-first', 'center' or 'tome'. Default: the paper's methods, ours and the controls.
         budgets: Shares of the patches to keep.
         seeds: Seeds; each gives one training per method.
         config: A preset by name, or all settings.

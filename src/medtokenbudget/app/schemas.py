@@ -27,8 +27,8 @@ class Error(BaseModel):
 
 
 class SelectorInfo(BaseModel):
-    name: str = Field(description="Name in requests and results.", examples=["context:lesion-first"])
-    title: str = Field(description="Name to display.", examples=["Context"])
+    name: str = Field(description="Name in requests and results.", examples=["lats:lesion-first"])
+    title: str = Field(description="Name to display.", examples=["LATS lesion-first"])
     about: str = Field(description="What the method does, in one sentence.")
     kind: str = Field(description="'ranker' and 'sampler' keep K patches, 'merger' makes K new tokens.", examples=["ranker"])
     learns: bool = Field(description="Whether the selector itself was trained, not only its head.")
@@ -63,7 +63,7 @@ class ModelInfo(BaseModel):
     n: int = Field(description="Number of patches.", examples=[256])
     budgets: list[float] = Field(description="The ten standard budgets, or the only one of a model that is routed early.")
     route: RouteInfo | None = Field(description="How the backbone is routed early; null if it runs on all patches.")
-    main: str = Field(description="Name of the main method of the model.", examples=["context:lesion-first"])
+    main: str = Field(description="Name of the main method of the model.", examples=["lats:lesion-first"])
     selectors: list[SelectorInfo] = Field(description="The methods of the model, the main one first.")
     limits: LimitsInfo
 
@@ -162,7 +162,7 @@ def route_body(selectors: list[str]) -> dict[str, Any]:
     }
     schema = {"type": "object", "required": ["image"], "additionalProperties": False, "properties": fields}
     files = {"contentType": "image/png, image/jpeg"}
-    example = {"selectors": ["context:lesion-first"], "budgets": [0.25], "preview": False}
+    example = {"selectors": ["lats:lesion-first"], "budgets": [0.25], "preview": False}
     content = {"schema": schema, "encoding": {"image": files, "mask": files}, "examples": {"one method": {"value": example}}}
     return {"requestBody": {"required": True, "content": {"multipart/form-data": content}}}
 
@@ -180,7 +180,7 @@ ROUTE_EXAMPLE: dict[str, Any] = {
     "unfamiliarity": 0.62,
     "selectors": [
         {
-            "name": "context:lesion-first",
+            "name": "lats:lesion-first",
             "kind": "ranker",
             "k": [2, 4],
             "order": [3, 1, 0, 2],

@@ -11,7 +11,7 @@ def main(arguments: list[str]) -> int:
     parser = command_parser(
         "sweep",
         "Train and evaluate methods x budgets x seeds. If it is stopped, the same command resumes.",
-        "mtb sweep isic.parquet --store tokens --out runs/sweep --methods context:lesion-first random center --seeds 42 43 44",
+        "mtb sweep isic.parquet --store tokens --out runs/sweep --methods lats:lesion-first random center --seeds 42 43 44",
     )
     add_run(parser)
     parser.add_argument(
@@ -19,7 +19,7 @@ def main(arguments: list[str]) -> int:
         metavar="METHOD",
         nargs="+",
         default=None,
-        help="Methods as selector, selector:variant or selector+head:variant, such as context:lesion-first. Default: "
+        help="Methods as selector, selector:variant or selector+head:variant, such as lats:lesion-first. Default: "
         + " ".join(DEFAULT_METHODS)
         + ".",
     )

@@ -6,7 +6,7 @@ from typing import Literal
 
 from medtokenbudget.cli.parsing import command_parser
 from medtokenbudget.cli.training_options import add_run, add_training, training_config
-from medtokenbudget.config import DEFAULT_SELECTORS, TrainConfig, preset
+from medtokenbudget.config import DEFAULT_SELECTOR, TrainConfig, preset
 from medtokenbudget.errors import RequestError
 
 
@@ -25,12 +25,7 @@ def main(arguments: list[str]) -> int:
         default="auto",
         help="'none' ignores class labels and trains the router from masks alone, for `mtb route`; so does 'auto' without labels.",
     )
-    parser.add_argument(
-        "--selector",
-        type=str | None,
-        default=None,
-        help="Selector to train: any that learns (docs/selectors.md). Default: context, and lats with --recipe joint.",
-    )
+    parser.add_argument("--selector", default=DEFAULT_SELECTOR, help="Selector to train: any that learns (docs/selectors.md).")
     add_training(parser, arguments, "lesion-first")
     options = parser.parse_args(arguments)
 
@@ -41,9 +36,8 @@ def main(arguments: list[str]) -> int:
     from medtokenbudget.progress import say
 
     config = training_config(options)
-    selector = options.selector or DEFAULT_SELECTORS[config.recipe]
-    _check_scorer(selector, config, options.preset)
-    run = train(options.manifest, options.store, options.out, config, selector, options.head)
+    _check_scorer(options.selector, config, options.preset)
+    run = train(options.manifest, options.store, options.out, config, options.selector, options.head)
     record_command(options.out, "train", arguments)
     ours = run.results[(run.results["method"] == run.info.main) & (run.results["view"] == AS_IS)]
     row = ours.iloc[int((ours["budget"] - 0.3).abs().to_numpy().argmin())]

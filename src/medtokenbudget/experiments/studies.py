@@ -24,17 +24,17 @@ from medtokenbudget.training.heads import list_heads
 
 SEEDS = (42, 43, 44)
 MAIN_BUDGETS = (0.1, 0.2, 0.3, 0.5, 1.0)
-OURS = "context:lesion-first"
-PER_PATCH = "lats:lesion-first"
-"""Our recipe with the paper's scorer, which judges each patch alone."""
+OURS = "lats:lesion-first"
+IN_CONTEXT = "context:lesion-first"
+"""Our recipe with a scorer that sees the neighborhood of each patch."""
 MATCHED = ("no-pruning:matched", "random:matched", "tome:matched", "center:matched")
 """Baselines whose heads are trained exactly as that of our preset: else its views would be taken for routing."""
 
 STUDIES: dict[str, Study] = {
-    "main": Study("main", (*PAPER_METHODS, OURS, PER_PATCH, *CONTROLS), (42,), BUDGETS, off_center=False),
+    "main": Study("main", (*PAPER_METHODS, OURS, *CONTROLS), (42,), BUDGETS, off_center=False),
     "robustness": Study(
         "robustness",
-        ("lats", "random", "tome", "no-pruning", OURS, PER_PATCH, *MATCHED, *CONTROLS),
+        ("lats", "random", "tome", "no-pruning", OURS, IN_CONTEXT, *MATCHED, *CONTROLS),
         SEEDS,
         HEADLINE_BUDGETS,
         off_center=False,
@@ -59,16 +59,16 @@ STUDIES: dict[str, Study] = {
     ),
     "kvasir": Study("kvasir", PAPER_METHODS, (42,), BUDGETS, off_center=False),
     "subset": Study("subset", ("center", "random"), (42,), HEADLINE_BUDGETS, off_center=False),
-    "center-bias": Study("center-bias", (*PAPER_METHODS, OURS, PER_PATCH, *MATCHED, *CONTROLS), SEEDS, HEADLINE_BUDGETS),
+    "center-bias": Study("center-bias", (*PAPER_METHODS, OURS, IN_CONTEXT, *MATCHED, *CONTROLS), SEEDS, HEADLINE_BUDGETS),
     "recipe": Study(
         "recipe",
         (
             "lats",
             OURS,
+            IN_CONTEXT,
             "context:lesion-first-without-views",
             "context:lesion-first-fixed-grid",
             "context:lesion-first-smoothed",
-            PER_PATCH,
             "lats:lesion-first-without-views",
             "lats:lesion-first-one-view",
             "lats:lesion-first-raster",
@@ -89,7 +89,7 @@ ALSO: dict[str, Study] = {
 """Further cells of a study, with fewer seeds: the controlled variants that take long to train."""
 
 
-HEAD_SELECTORS = ("lats", OURS, PER_PATCH, "center", "random", "evit", "tome", "no-pruning", "oracle")
+HEAD_SELECTORS = ("lats", OURS, "center", "random", "evit", "tome", "no-pruning", "oracle")
 """Selectors that the study `zoo` combines with every head."""
 
 

@@ -61,7 +61,7 @@ def sweep(
     """Train and evaluate every method with every seed.
 
     Args:
-        methods: Texts such as 'context:lesion-first' or 'center'. Default: every method of the paper, our recipe and the controls,
+        methods: Texts such as 'lats:lesion-first' or 'center'. Default: every method of the paper, our recipe and the controls,
             without those that need masks where no image has one.
         heads: Heads to combine every method with; a method that names its head, such as 'center+linear', keeps it.
 

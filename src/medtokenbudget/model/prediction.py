@@ -33,7 +33,7 @@ class Routing:
         budget: Requested share of patches, in (0, 1]; with a guarantee, the share that this image keeps.
         k: Number of tokens K.
         grid: (h, w) of the patches, N = h * w.
-        selector: Text of the method, such as 'context:lesion-first'.
+        selector: Text of the method, such as 'lats:lesion-first'.
         box: Left, top, right and bottom in [0, 1] of the part of the image that the grid covers, for a model that zooms; None
             means the whole image.
         unfamiliarity: Distance to the training images of the model in units of its limit: above 1 the image is unlike them, and

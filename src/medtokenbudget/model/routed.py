@@ -52,7 +52,7 @@ class MedTokenBudget(nn.Module):
         backbone: Name, weights and image size of the backbone.
         backbone_fingerprint: `Backbone.fingerprint` of the backbone that the classifiers were trained on.
         classes: Class names in the order of the logits; empty for a router without a head.
-        classifiers: Method text (such as 'context:lesion-first' or 'center') to its selector and head.
+        classifiers: Method text (such as 'lats:lesion-first' or 'center') to its selector and head.
         train_config: Configuration that the main method was trained with.
         main: The method that is used unless another one is requested.
         card: Model card in Markdown.
@@ -68,7 +68,7 @@ class MedTokenBudget(nn.Module):
     Example:
         >>> model = mtb.load("runs/demo")
         >>> model.main
-        'context:lesion-first'
+        'lats:lesion-first'
         >>> model.predict("photo.jpg", budget=0.3)[0].k
         30
     """

@@ -1,4 +1,4 @@
-"""The context scorer as a selector: what the lesion-first recipe trains unless told otherwise.
+"""The context scorer as a selector: `mtb train --selector context`.
 
 The scorer itself is `routing/context.py`; what turns its scores into a ranking is `routing/scored.py`.
 """
