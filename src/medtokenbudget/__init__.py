@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from medtokenbudget.tokens import Selection, TokenBatch
     from medtokenbudget.training.heads import create_head, list_heads, register_head
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "EarlyRouting",
