@@ -178,3 +178,16 @@ def test_a_damaged_guarantee_is_rejected_by_name(drawn: Drawn, folder: Path) -> 
     path.write_text(json.dumps({**good, "guarantees": {"0.8": 1}}))
     with pytest.raises(RequestError, match="guarantees must be a list"):
         mtb.load(folder)
+
+
+def test_the_service_answers_with_what_keeps_each_promise(drawn: Drawn, folder: Path, images: list[Path]) -> None:
+    service_module = pytest.importorskip("medtokenbudget.app.service")
+    guarantee = mtb.calibrate(folder, drawn.manifest_path, 0.6, store=drawn.store_path)
+    model = mtb.load(folder)
+    answer = service_module.Service(model).answer(service_module.Question(images[0].read_bytes()))
+    found = {selector["name"]: selector["promises"] for selector in answer["selectors"]}
+    (predicted,) = model.predict(images[0], budget=guarantee)
+    (promise,) = found["lats"]
+    assert (promise["retention"], promise["coverage"], promise["k"]) == (0.6, None, predicted.k)
+    assert promise["probabilities"] == pytest.approx(list(predicted.probabilities.values()), abs=1e-5)
+    assert found["center"] == []

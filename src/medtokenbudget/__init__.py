@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from medtokenbudget.api.calibrate import calibrate
+    from medtokenbudget.api.evaluate import evaluate
     from medtokenbudget.api.route import route
     from medtokenbudget.api.run import Run
     from medtokenbudget.api.tour import demo
@@ -41,6 +42,7 @@ __all__ = [
     "create_head",
     "create_selector",
     "demo",
+    "evaluate",
     "extract",
     "lesion_retention",
     "list_heads",
@@ -58,7 +60,7 @@ __all__ = [
 ]
 
 _MODULES: dict[str, tuple[str, ...]] = {
-    "api": ("Run", "calibrate", "demo", "extract", "report", "reproduce", "route", "sweep", "train"),
+    "api": ("Run", "calibrate", "demo", "evaluate", "extract", "report", "reproduce", "route", "sweep", "train"),
     "config": ("TrainConfig", "preset"),
     "data": ("Manifest",),
     "features": ("FeatureStore",),

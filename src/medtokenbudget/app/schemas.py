@@ -85,6 +85,13 @@ class ImageInfo(BaseModel):
     preview: str | None = Field(description="The decoded image as a data URL; null unless requested.")
 
 
+class PromiseAnswer(BaseModel):
+    retention: float = Field(description="Share of the lesion that is promised for images like those of the calibration.")
+    coverage: float | None = Field(description="Share of the images that keep so much; null if it is kept on average.")
+    k: int = Field(description="Patches of this image that keep the promise: the first k of `order`.")
+    probabilities: list[float] | None = Field(description="Class probabilities from these patches; null if the model has no head.")
+
+
 class SelectorAnswer(BaseModel):
     name: str
     kind: str
@@ -97,6 +104,7 @@ class SelectorAnswer(BaseModel):
     retention: list[float] | None = Field(description="Share of lesion patches kept at each budget; null without a lesion.")
     ceiling: list[float] | None = Field(description="Highest retention possible with K patches, at each budget.")
     retention_of_ceiling: list[float] | None = Field(description="Retention divided by the ceiling, at each budget.")
+    promises: list[PromiseAnswer] = Field(description="What `mtb calibrate` calibrated for this method, instead of a budget.")
     probabilities: list[list[float]] | None = Field(
         description="Class probabilities at each budget, from this method's own head; null if the model has no head."
     )

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
+from torch import Tensor
 
 from medtokenbudget import __version__
 from medtokenbudget.app.decoding import Decoder
@@ -23,7 +24,7 @@ from medtokenbudget.data import same_aspect
 from medtokenbudget.errors import BudgetError, RequestError
 from medtokenbudget.features.views import Geometry
 from medtokenbudget.metrics import retention_of_counts
-from medtokenbudget.model import MedTokenBudget
+from medtokenbudget.model import Guarantee, MedTokenBudget
 from medtokenbudget.model.parts import describe, select
 from medtokenbudget.reporting.looks import look
 from medtokenbudget.routing import Ranker, Selector
@@ -94,6 +95,7 @@ class Service:
         self._decoder = Decoder(self.limits.decode_seconds)
         # Computed once, because it hashes every weight of the model.
         self.fingerprint = model.fingerprint
+        self.guarantees = [one for one in model.guarantees if one.model == self.fingerprint]
 
     def warm(self) -> Service:
         """Load and check the backbone now instead of during the first question."""
@@ -211,7 +213,7 @@ class Service:
         selector = classifier.selector
         counts = [selector.count(budget, tokens.n) for budget in budgets]
         answer: dict[str, Any] = {"name": name, "kind": selector.kind, "k": counts, "order": None, "scores": None, "groups": None}
-        answer |= {"retention": None, "ceiling": None, "retention_of_ceiling": None}
+        answer |= {"retention": None, "ceiling": None, "retention_of_ceiling": None, "promises": []}
         if isinstance(selector, Ranker):
             probabilities = self.model.classify(tokens, budgets, name)[0] if self.model.has_head else None
             selection, scores = select(selector, tokens, tokens.n)
@@ -220,6 +222,7 @@ class Service:
             answer["order"] = order.tolist()
             if scores is not None:
                 answer["scores"] = [float(f"{score:.6g}") for score in scores[0].cpu().double().tolist()]
+                answer["promises"] = [self._promise(one, tokens, scores) for one in self.guarantees if one.selector == name]
             if lesion is not None and lesion.any():
                 answer |= retention(order, lesion, counts)
         else:
@@ -235,6 +238,16 @@ class Service:
                 probabilities = torch.cat(heads_read).softmax(-1).cpu().numpy()
         answer["probabilities"] = None if probabilities is None else [[round(float(p), 6) for p in row] for row in probabilities]
         return answer
+
+    def _promise(self, guarantee: Guarantee, tokens: TokenBatch, scores: Tensor) -> dict[str, Any]:
+        """How many patches of an image keep a calibrated promise, and the classes that the head reads from them."""
+        k = int(guarantee.counts(scores.cpu().double().numpy())[0])
+        classifier = self.model.classifier(guarantee.selector)
+        probabilities = None
+        if classifier.head is not None:
+            selection = select(classifier.selector, tokens, k)[0]
+            probabilities = [round(p, 6) for p in classifier.head.read(selection, tokens.grid)[0].softmax(-1).tolist()]
+        return {"retention": guarantee.retention, "coverage": guarantee.coverage, "k": k, "probabilities": probabilities}
 
 
 def _merge(selector: Selector, tokens: TokenBatch, counts: Sequence[int]) -> Merged:

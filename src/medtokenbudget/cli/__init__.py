@@ -24,6 +24,7 @@ COMMANDS: dict[str, str] = {
     "report": "write the tables, figures and report.html of a run, or compare several runs",
     "leaderboard": "rank the methods of several runs on the same images in one table",
     "route": "write which patches of images a router keeps, with no training at all",
+    "evaluate": "evaluate a saved model on other images: external validation with a report",
     "calibrate": "let a model keep a promised share of the lesion instead of a share of the patches",
     "predict": "write class probabilities and kept patches of images to a table",
     "serve": "serve a model: JSON API and explorer page",

@@ -59,6 +59,7 @@ def held_out(
     tokens: Path,
     part: Part = "auto",
     run: Path | None = None,
+    identity: str | None = None,
 ) -> HeldOut:
     """Open the images of a manifest for a model.
 
@@ -70,13 +71,14 @@ def held_out(
         part: Which images. 'auto' takes the validation images of the manifest that the model was trained with, and all images of
             any other manifest.
         run: The run directory that the model is in, if it is in one; its training images are refused.
+        identity: Hash of the manifest as it was written, if `manifest` has other labels than that.
 
     Raises:
         RequestError: The images cannot be used, or the model was trained on some of them.
         MismatchError: The store is of another backbone.
     """
     opened = manifest if isinstance(manifest, Manifest) else Manifest.read(manifest)
-    chosen = _chosen_part(model, opened, part)
+    chosen = _chosen_part(model, identity or opened.hash, part)
     wanted = opened if chosen == "all" else opened.part(chosen)
     if not len(wanted):
         raise RequestError(f"The manifest has no images in the part '{chosen}'. Choose another one with --part, or --part all.")
@@ -99,11 +101,11 @@ def run_of(folder: Path) -> Path | None:
     return folder.parent if folder.name == "model" and (folder.parent / FILE).is_file() else None
 
 
-def _chosen_part(model: MedTokenBudget, manifest: Manifest, part: Part) -> str:
+def _chosen_part(model: MedTokenBudget, manifest: str, part: Part) -> str:
     if part != "auto":
         return part
     trained_with = model.info.get("run", {}).get("hashes", {}).get("manifest")
-    return "val" if trained_with == manifest.hash else "all"
+    return "val" if trained_with == manifest else "all"
 
 
 def _check_backbone(model: MedTokenBudget, store: FeatureStore) -> None:

@@ -67,6 +67,7 @@ class RunInfo:
         backbone: What the tokens came from.
         counts: Images, masks and classes of each part.
         command: The command line that made the run, if it was made from the command line.
+        evaluation: Of `mtb evaluate`: the model, its own validation, how classes were matched. None for a run that trained.
     """
 
     path: Path
@@ -86,6 +87,7 @@ class RunInfo:
     backbone: dict[str, Any]
     counts: dict[str, Any]
     command: str | None = None
+    evaluation: dict[str, Any] | None = None
     format_version: int = field(default=FORMAT_VERSION)
 
     @classmethod
@@ -144,6 +146,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "backbone": (dict,),
     "counts": (dict,),
     "command": (str, type(None)),
+    "evaluation": (dict, type(None)),
     "format_version": (int,),
 }
 

@@ -6,6 +6,7 @@ Kept apart from the sweep because strata are cut from `predictions.parquet` afte
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -52,6 +53,20 @@ def by_class(
     rows = rows[rows["label"] >= 0]
     named = rows.assign(stratum=np.asarray(classes, dtype=object)[rows["label"].to_numpy(int)])
     return _by_stratum([named], classes, draws, seed, level)
+
+
+def by_attribute(
+    predictions: pd.DataFrame,
+    attribute: pd.Series[Any],
+    order: Sequence[str],
+    draws: int = DRAWS,
+    seed: int = 0,
+    level: float = LEVEL,
+) -> pd.DataFrame:
+    """Retention by a property of the images: `attribute` maps `image_id` to a stratum, None to leave the image out."""
+    rows = lesion_rows(predictions)
+    named = rows.assign(stratum=rows["image_id"].map(attribute))
+    return _by_stratum([named[named["stratum"].notna()]], order, draws, seed, level)
 
 
 def _by_stratum(parts: list[pd.DataFrame], order: Sequence[str], draws: int, seed: int, level: float) -> pd.DataFrame:

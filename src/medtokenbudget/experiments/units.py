@@ -162,7 +162,7 @@ def _work(plan: Plan, unit: Unit, folder: Path, on_epoch: OnEpoch | None) -> Non
     tensors: dict[str, np.ndarray] = {}
     ids: dict[str, list[str]] = {}
     for view, rows in evaluation_sets(store, parts, selector).items():
-        frame, found = _evaluate(rows, store, selector, head, config, manifest)
+        frame, found = evaluate_rows(rows, store, selector, head, config.budgets, config.seed, manifest)
         frames.append(frame.assign(study="", dataset=plan.dataset, view=view, method=str(unit.method), seed=unit.seed))
         tensors |= {f"{view}|{name}": value for name, value in found.items()}
         ids[view] = [store.ids[row] for row in rows]
@@ -197,24 +197,25 @@ def evaluation_sets(store: FeatureStore, parts: Parts, selector: Selector) -> di
 
 
 @torch.no_grad()
-def _evaluate(
+def evaluate_rows(
     rows: np.ndarray,
     store: FeatureStore,
     selector: Selector,
     head: Head | None,
-    config: TrainConfig,
+    budgets: Sequence[float],
+    seed: int,
     manifest: Manifest,
 ) -> tuple[pd.DataFrame, dict[str, np.ndarray]]:
-    pooled, evidence = pool_and_judge(store, rows, selector, config.budgets, config.seed)
+    """What a selector keeps of rows of a store at every budget and what a head reads from it, and its patch orders and scores."""
+    pooled, evidence = pool_and_judge(store, rows, selector, budgets, seed)
     if head is None:
-        found = np.zeros((len(rows), len(config.budgets), 0), np.float32)
+        found = np.zeros((len(rows), len(budgets), 0), np.float32)
     elif head.reads == "tokens":
-        found = token_probabilities(head, store, rows, selector, config.budgets, config.seed)
+        found = token_probabilities(head, store, rows, selector, budgets, seed)
     else:
         found = probabilities(head, pooled)
-    frame = predictions_frame(rows, store, found, evidence, config.budgets, manifest)
-    said = {"lesion": store.lesion, "has_mask": store.has_mask, "covered": store.covered}
-    tensors = {name: value.numpy()[rows].astype(np.uint8) for name, value in said.items()}
+    frame = predictions_frame(rows, store, found, evidence, budgets, manifest)
+    tensors = {"lesion": store.lesion.numpy()[rows].astype(np.uint8), "has_mask": store.has_mask.numpy()[rows].astype(np.uint8)}
     if evidence.order is not None:
         tensors["order"] = evidence.order
     if evidence.scores is not None:

@@ -16,6 +16,7 @@ import pandas as pd
 
 from medtokenbudget.data import Manifest
 from medtokenbudget.errors import RequestError
+from medtokenbudget.experiments.external import ATTRIBUTES
 from medtokenbudget.experiments.results import AS_IS, read_predictions, read_results
 from medtokenbudget.experiments.run import RunInfo
 from medtokenbudget.features.views import OFF_CENTER
@@ -42,6 +43,7 @@ class Evidence:
         training: `metrics.jsonl`, empty when there is none.
         orders: `routing.safetensors`, or None.
         manifest: The manifest of the images, or None when it is out of reach.
+        attributes: `attributes.parquet`: the stratum of each image by property, or None.
         missing: What the report cannot show and why, one sentence each.
     """
 
@@ -53,6 +55,7 @@ class Evidence:
     training: pd.DataFrame
     orders: PatchOrders | None
     manifest: Manifest | None
+    attributes: pd.DataFrame | None = None
     missing: list[str] = field(default_factory=list)
 
     @classmethod
@@ -74,13 +77,15 @@ class Evidence:
         missing: list[str] = []
         metrics = run / "metrics.jsonl"
         training = pd.DataFrame(read_lines(metrics)) if metrics.is_file() else pd.DataFrame()
-        if training.empty:
+        if training.empty and info.evaluation is None:
             missing.append("Training curves: the run has no metrics.jsonl.")
         path = run / "routing.safetensors"
         orders = PatchOrders.read(path) if path.is_file() else None
         if orders is None:
             missing.append("Score histograms and pictures of kept patches: the run has no routing.safetensors.")
-        return cls(run, info, results, predictions, classes, training, orders, _manifest(run, info, missing), missing)
+        attributes = _attributes(run) if info.evaluation is not None else None
+        manifest = _manifest(run, info, missing)
+        return cls(run, info, results, predictions, classes, training, orders, manifest, attributes, missing)
 
     @property
     def dataset(self) -> str:
@@ -219,6 +224,14 @@ class Evidence:
         rows = self.values(metric, study, view).dropna(subset="value")
         rows = rows[np.isclose(rows["budget"], self.headline if budget is None else budget)]
         return dict(zip(rows["method"], rows["value"].astype(float)))
+
+
+def _attributes(run: Path) -> pd.DataFrame | None:
+    path = run / ATTRIBUTES
+    try:
+        return pd.read_parquet(path) if path.is_file() else None
+    except (OSError, ValueError) as error:
+        raise RequestError(f"Cannot read {path} ({error}). Create it again with `mtb evaluate`.") from None
 
 
 def _manifest(run: Path, info: RunInfo, missing: list[str]) -> Manifest | None:

@@ -14,11 +14,13 @@ import numpy as np
 import pandas as pd
 
 from medtokenbudget.config import HEADLINE_BUDGETS
+from medtokenbudget.data.appearance import STRATA
 from medtokenbudget.experiments import retention_model, statistics, strata
 from medtokenbudget.reporting.evidence import AS_IS, OFF_CENTER, Evidence
 
 CURVE_METRICS = ("accuracy", "macro_f1", "balanced_accuracy", "retention", "retention_of_ceiling")
 TESTED_METRICS = ("accuracy", "macro_f1", "balanced_accuracy", "retention")
+_STRATA_DRAWS = 2_000
 COLUMNS = ["method", "budget", "value", "low", "high", "n", "seeds"]
 
 
@@ -54,7 +56,7 @@ class Intervals:
             statistics.intervals(rows, CURVE_METRICS, by=("method", "budget"))
             for _, rows in self.evidence.main_predictions.groupby("method", sort=False)
         ]
-        found = pd.concat(parts, ignore_index=True).drop(columns="value")
+        found = pd.concat(parts, ignore_index=True).drop(columns="value").astype({"budget": float})
         values = pd.concat([self.evidence.values(metric).assign(metric=metric) for metric in CURVE_METRICS], ignore_index=True)
         return values.dropna(subset="value").merge(found, on=["metric", "method", "budget"], how="left")[["metric", *COLUMNS]]
 
@@ -104,6 +106,19 @@ class Intervals:
     def by_class(self) -> pd.DataFrame:
         """The same by class."""
         return _strata(strata.by_class(self._at_headline, self.evidence.classes), sizes=False)
+
+    @cached_property
+    def by_attribute(self) -> pd.DataFrame:
+        """The same by every property of `attributes.parquet`, with the column `property`; empty without that file."""
+        found, attributes = [], self.evidence.attributes
+        if attributes is None:
+            return pd.DataFrame()
+        for name in [name for name in ("class", *STRATA) if name in attributes]:
+            values = attributes.set_index("image_id")[name].dropna()
+            order = STRATA.get(name) or sorted(values.unique())
+            rows = strata.by_attribute(self._at_headline, values, order, draws=_STRATA_DRAWS)
+            found.append(_strata(rows, sizes=False).assign(property=name))
+        return pd.concat([part for part in found if len(part)], ignore_index=True) if any(map(len, found)) else pd.DataFrame()
 
     @property
     def _at_headline(self) -> pd.DataFrame:

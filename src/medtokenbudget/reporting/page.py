@@ -12,6 +12,7 @@ from medtokenbudget.reporting import story
 from medtokenbudget.reporting.document import Parts, Plate, Section, bullets, document, terms, text
 from medtokenbudget.reporting.evidence import Evidence
 from medtokenbudget.reporting.examples import KEPT_TINT, Example, Gallery
+from medtokenbudget.reporting.external_tables import how_measured
 from medtokenbudget.reporting.glossary import TERMS
 from medtokenbudget.reporting.intervals import Intervals
 from medtokenbudget.reporting.looks import CONTROLS, look
@@ -31,6 +32,12 @@ def page(
 def _sections(evidence: Evidence, intervals: Intervals, made: Parts, gallery: Gallery | None) -> list[Section]:
     return [
         Section("summary", "Summary", story.question(), _summary(evidence, intervals)),
+        Section(
+            "external",
+            "Is it as good as on its own validation images?",
+            "This model was trained and validated on other images; nothing was trained for this page.",
+            made.tables("own-validation", "promises"),
+        ),
         Section(
             "retention",
             "Is the lesion kept?",
@@ -109,7 +116,11 @@ def _summary(evidence: Evidence, intervals: Intervals) -> list[str]:
 
 def _failures(evidence: Evidence, intervals: Intervals, made: Parts, gallery: Gallery | None) -> list[str]:
     parts = [bullets(story.failures(evidence, intervals))]
-    parts += [*made.plates("size-strata", "class-strata"), *made.tables("size-strata", "class-strata", "lost-places")]
+    parts += [
+        *made.plates("size-strata", "class-strata"),
+        *made.tables("size-strata", "class-strata", "lost-places", "attribute-strata"),
+    ]
+    parts.append(bullets(how_measured(evidence)))
     if gallery is not None and gallery.worst:
         intro = (
             f"The {len(gallery.worst)} images with the lowest retention of {look(evidence.focus).name} at budget "

@@ -43,6 +43,13 @@ def measured(evidence: Evidence) -> str:
         if evidence.n_masked
         else "none with a lesion mask, so retention is not measured"
     )
+    about = evidence.info.evaluation
+    if about is not None:
+        gone = f"; {about['unreadable']:,} could not be read" if about["unreadable"] else ""
+        return (
+            f"External validation of {look(evidence.focus).name} on {plural(evidence.n_images, 'image')} of “{evidence.dataset}” "
+            f"({masks}{gone}), {at}, beside controls that need no training."
+        )
     named = ", ".join(map(str, evidence.seeds))
     seeds = (
         f"{len(evidence.seeds)} training runs each (seeds {named})"

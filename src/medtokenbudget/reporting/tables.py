@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from medtokenbudget.reporting import analysis_tables as analysis
 from medtokenbudget.reporting import data_tables as data
+from medtokenbudget.reporting import external_tables as external
 from medtokenbudget.reporting import loss_tables as losses
 from medtokenbudget.reporting import study_tables as studies
 from medtokenbudget.reporting import sweep_tables as sweeps
@@ -32,6 +33,9 @@ def make_tables(evidence: Evidence, intervals: Intervals) -> list[Table]:
         analysis.strata(evidence, intervals.by_size, "size-strata", "Retention by lesion size", "Lesion size"),
         analysis.strata(evidence, intervals.by_class, "class-strata", "Retention by class", "Class"),
         losses.lost_places(evidence),
+        external.own_validation(evidence, intervals),
+        external.promises(evidence),
+        external.strata(evidence, intervals),
         analysis.worst(evidence),
         analysis.significance(evidence, intervals),
         data.beside_paper(evidence),

@@ -207,6 +207,7 @@ function show(source, answer, picture) {
   byId("show-lesion").disabled = !answer.lesion;
   byId("lesion-switch").toggleAttribute("data-off", !answer.lesion);
   drawCurve();
+  drawPromises();
   render();
 }
 
@@ -271,6 +272,26 @@ function paintAll() {
   announcement = setTimeout(() => {
     byId("summary").textContent = `Budget ${percent(budget)}. ${shown.map((panel) => sentence(panel.title, panel.view)).join(" ")}`;
   }, 500);
+}
+
+// Buttons for what the main method was calibrated for: each moves the budget to what this image needs.
+function drawPromises() {
+  const { answer, info } = state;
+  const promises = answer.selectors.find((one) => one.name === info.main)?.promises ?? [];
+  byId("promises").hidden = !promises.length;
+  byId("promises").replaceChildren(
+    ...promises.map(({ retention, coverage, k }) => {
+      const button = document.createElement("button");
+      button.type = "button";
+      button.textContent = `${percent(retention)} of the lesion${coverage ? ` in ${percent(coverage)}` : ""}`;
+      button.title = `${k} of ${answer.n} patches of this image keep the promise${coverage ? "" : " on average"}`;
+      button.addEventListener("click", () => {
+        state.index = Math.min(STOPS.length, Math.ceil((100 * k) / answer.n)) - 1;
+        render();
+      });
+      return button;
+    }),
+  );
 }
 
 function drawCurve() {

@@ -1,0 +1,175 @@
+"""External validation from a saved model to its page: `mtb evaluate`, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+import medtokenbudget as mtb
+from medtokenbudget.cli import main
+from medtokenbudget.data import Manifest
+from medtokenbudget.errors import MismatchError, RequestError
+from medtokenbudget.experiments.class_mapping import in_classes_of, read_mapping
+from medtokenbudget.experiments.external import CONTROLS
+from medtokenbudget.metrics import lesion_retention
+from tests.drawn import Drawn, drawn_store, quick
+from tests.small_model import small_model
+
+BUDGETS = (0.1, 0.3)
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory: pytest.TempPathFactory) -> Drawn:
+    return drawn_store(tmp_path_factory.mktemp("evaluate"), n=60)
+
+
+@pytest.fixture(scope="module")
+def trained(drawn: Drawn) -> Path:
+    """A run that was trained on the drawings."""
+    out = drawn.store_path.parent / "run"
+    mtb.train(drawn.manifest_path, drawn.store_path, out, quick("lesion-first", budgets=BUDGETS))
+    return out
+
+
+@pytest.fixture(scope="module")
+def external(drawn: Drawn, trained: Path) -> Path:
+    """Its evaluation on its validation images, as a run directory with a page."""
+    out = trained.parent / "external"
+    command = ["evaluate", str(trained), str(drawn.manifest_path), "--store", str(drawn.store_path), "--out", str(out)]
+    assert main([*command, "--budgets", "0.1", "30%"]) == 0
+    return out
+
+
+@pytest.mark.slow
+def test_an_evaluation_on_its_own_validation_images_repeats_the_numbers_of_the_training(trained: Path, external: Path) -> None:
+    before, now = mtb.Run(trained), mtb.Run(external)
+    columns = ["view", "method", "budget"]
+    both = before.results.merge(now.results, on=columns, suffixes=("", "_now"))
+    both = both[both["method"] != "random"]
+    assert set(both["method"]) == {before.info.main, "center"}
+    assert set(both["view"]) == {"as-is", "off-center"}
+    for metric in ("retention", "retention_of_ceiling", "accuracy", "macro_f1", "ece"):
+        np.testing.assert_allclose(both[metric], both[f"{metric}_now"], atol=2e-3)
+    assert now.info.evaluation is not None
+    assert [row["budget"] for row in now.info.evaluation["own"]] == list(BUDGETS)
+    assert now.info.evaluation["part"] == "val"
+
+
+@pytest.mark.slow
+def test_the_controls_stand_beside_the_model_on_the_same_images(external: Path) -> None:
+    run = mtb.Run(external)
+    rows = run.results[(run.results["view"] == "as-is") & (run.results["budget"] == 0.3)].set_index("method")
+    assert set(rows.index) == {run.info.main, *CONTROLS}
+    assert rows["n_masked"].nunique() == 1
+    assert rows.loc["oracle", "retention_of_ceiling"] == 1
+    # No head was trained for these two, so nothing is said about their accuracy.
+    assert rows.loc[["darkness", "oracle"], "accuracy"].isna().all()
+    assert rows.loc[[run.info.main, "center"], "accuracy"].notna().all()
+
+
+@pytest.mark.slow
+def test_the_page_says_what_was_lost_and_where(external: Path) -> None:
+    page = (external / "report.html").read_text()
+    assert "External validation of" in page
+    for table in ("own-validation", "attribute-strata", "worst", "size-strata"):
+        assert f'id="table-{table}"' in page
+    assert "Individual typology angle" in page
+    own = pd.read_csv(external / "tables" / "own-validation.csv")
+    assert own["lost"].abs().max() < 2e-3  # the same images
+    strata = pd.read_csv(external / "tables" / "attribute-strata.csv")
+    run = mtb.Run(external)
+    attributes = pd.read_parquet(external / "attributes.parquet").set_index("image_id")
+    row = strata[(strata["method"] == "center") & (strata["property"] == "dark corners")].iloc[0]
+    images = run.predictions.query("method == 'center' and budget == 0.3 and view == 'as-is'").set_index("image_id")
+    inside = images[attributes.loc[images.index, "dark corners"] == row["stratum"]]
+    reachable = np.minimum(inside["lesion"].astype(int), inside["k"]).sum()
+    assert row["value"] == pytest.approx(inside["kept_lesion"].sum() / reachable, abs=1e-5)
+    assert row["n"] == len(inside)
+
+
+@pytest.mark.slow
+def test_without_masks_or_labels_what_is_left_is_measured(drawn: Drawn, trained: Path, tmp_path: Path) -> None:
+    manifest = replace(drawn.manifest.part("val"), name="bare")
+    nothing = manifest.with_columns(mask=[None] * len(manifest), label=[None] * len(manifest))
+    run = mtb.evaluate(trained, nothing, tmp_path / "neither", store=drawn.store_path, budgets=[0.3])
+    assert run.results[["retention", "accuracy"]].isna().all(axis=None)
+    assert len(run.predictions[run.predictions["method"] == run.info.main]) == len(manifest)
+    assert "none with a lesion mask" in run.report(pictures=False).read_text()
+    masks = mtb.evaluate(
+        trained, manifest.with_columns(label=[None] * len(manifest)), tmp_path / "masks", store=drawn.store_path, budgets=[0.3]
+    )
+    assert masks.results["accuracy"].isna().all()
+    assert masks.results["retention"].notna().all()
+
+
+@pytest.mark.slow
+def test_tokens_are_extracted_and_images_that_cannot_be_read_are_counted(drawn: Drawn, tmp_path: Path) -> None:
+    model = small_model(drawn.store_path.parent, baselines=())
+    manifest = drawn.manifest.take(range(6))
+    images = [str(manifest.image_path(i)) for i in range(6)]
+    images[2] = str(tmp_path / "broken.jpg")
+    Path(images[2]).write_bytes(b"no picture")
+    labels = dict.fromkeys(manifest.classes, "MEL")
+    broken = manifest.with_columns(image=images, mask=[str(manifest.mask_path(i)) for i in range(6)])
+    run = mtb.evaluate(model, broken, tmp_path / "out", budgets=[0.3], classes=labels)
+    assert run.info.evaluation is not None
+    assert (run.info.evaluation["images"], run.info.evaluation["unreadable"]) == (6, 1)
+    row = run.results[run.results["method"] == "lats"].iloc[0]
+    # The same from predictions of the model itself.
+    good = [i for i in range(6) if i != 2]
+    found = model.predict([manifest.image_path(i) for i in good], budget=0.3)
+    lesion = drawn.store.lesion.numpy()[drawn.store.rows([manifest.ids[i] for i in good])]
+    kept = np.stack([one.kept_mask.reshape(-1) for one in found if one.kept_mask is not None])
+    assert row["retention"] == pytest.approx(lesion_retention(kept, lesion).pooled, abs=0.02)
+
+
+@pytest.mark.slow
+def test_requests_that_cannot_be_served_are_refused_with_a_reason(
+    drawn: Drawn, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    manifest, store = str(drawn.manifest_path), str(drawn.store_path)
+    command = ["evaluate", str(trained), manifest, "--out", str(tmp_path / "out"), "--store", store]
+    for options, message in (
+        (["--part", "all"], "The model was trained on"),
+        (["--selector", "tome"], "Unknown selector 'tome'"),
+        (["--budgets", "1.5"], "Did you mean 1.5%?"),
+        (["--classes", str(tmp_path / "none.json")], "none.json"),
+        (["--out", str(trained)], "is the run of a training"),
+    ):
+        assert main([*command, *options]) == 2
+        assert message in capsys.readouterr().err
+    other = small_model(tmp_path / "other", baselines=(), seed=1)
+    with pytest.raises(MismatchError, match=r"(?s)The store .* leave out --store"):
+        mtb.evaluate(other, drawn.manifest.take(range(4)), tmp_path / "out", store=store, classes={"MEL": "MEL"} | named(drawn))
+
+
+def named(drawn: Drawn) -> dict[str, str | None]:
+    return dict.fromkeys(drawn.manifest.classes)
+
+
+def tiny(labels: list[str | None], classes: list[str]) -> Manifest:
+    rows = [{"image_id": str(i), "image": f"{i}.jpg", "label": label} for i, label in enumerate(labels)]
+    return Manifest.from_records(rows, classes)
+
+
+def test_classes_are_matched_by_name_or_by_a_mapping(tmp_path: Path) -> None:
+    manifest = tiny(["nevus", "MEL", None, "scar"], ["nevus", "MEL", "scar"])
+    path = tmp_path / "classes.json"
+    path.write_text(json.dumps({"nevus": "NV", "scar": None}))
+    found = in_classes_of(manifest, ["MEL", "NV"], read_mapping(path))
+    assert (found.rows["label"].tolist(), found.classes) == (["NV", "MEL", None, None], ("MEL", "NV"))
+    assert in_classes_of(manifest, []).classes == ()
+    with pytest.raises(RequestError, match=r'does not know the class\(es\) nevus, scar; it knows MEL, NV.*"nevus": null'):
+        in_classes_of(manifest, ["MEL", "NV"])
+    with pytest.raises(RequestError, match="The mapping names wart, but the classes of the data are nevus, MEL, scar"):
+        in_classes_of(manifest, ["MEL", "NV"], {"wart": "NV"})
+    with pytest.raises(RequestError, match="The mapping leads to BCC, but the classes of the model are MEL, NV"):
+        in_classes_of(manifest, ["MEL", "NV"], {"nevus": "BCC", "scar": None})
+    path.write_text('["nevus"]')
+    with pytest.raises(RequestError, match="must be a JSON object"):
+        read_mapping(path)
