@@ -16,14 +16,22 @@ from tests.conftest import REPOSITORY
 RESULTS = REPOSITORY / "docs" / "results"
 
 
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("results_pages", REPOSITORY / "docs" / "tools" / "results_pages.py")
+def tool(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, REPOSITORY / "docs" / "tools" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    return tool("results_pages")
+
+
+def test_the_page_of_the_scorer_is_what_its_script_makes_of_its_csvs() -> None:
+    assert (RESULTS / "scorer.md").read_text(encoding="utf-8") == tool("scorer_page").page(), "run python docs/tools/scorer_page.py"
 
 
 def rows(name: str, **wanted: str) -> list[dict[str, str]]:
