@@ -29,8 +29,7 @@ from medtokenbudget.training.heads import registry as heads
 from tests.conftest import REPOSITORY
 from tests.routing.batches import tokens_of
 
-BLOCK = re.compile(r"(?:<!-- not run: (?P<why>[^>]+) -->\n)?```bash\n(?P<body>.*?)```", re.DOTALL)
-PYTHON = re.compile(BLOCK.pattern.replace("bash", "python"), re.DOTALL)
+BLOCK = re.compile(r"(?:<!-- not run: (?P<why>[^>]+) -->\n)?```(?P<language>bash|python)\n(?P<body>.*?)```", re.DOTALL)
 DOCS = REPOSITORY / "docs"
 PAGES = [REPOSITORY / "README.md", *sorted(DOCS.rglob("*.md"))]
 
@@ -39,18 +38,25 @@ def name_of(page: Path) -> str:
     return str(page.relative_to(REPOSITORY))
 
 
-def snippets(page: Path) -> list[str]:
-    """The Python blocks of a page that are not marked as not run."""
-    return [found["body"] for found in PYTHON.finditer(page.read_text(encoding="utf-8")) if found["why"] is None]
+def steps(page: Path) -> list[tuple[str, str]]:
+    """Language and text of the blocks of a page that are not marked as not run."""
+    found = BLOCK.finditer(page.read_text(encoding="utf-8"))
+    return [(block["language"], block["body"]) for block in found if block["why"] is None]
+
+
+def lines(body: str) -> Iterator[str]:
+    """The commands of a bash block, continued lines joined, without comments."""
+    for line in body.replace("\\\n", " ").splitlines():
+        text = line.split("  #")[0].strip()
+        if text and not text.startswith("#"):
+            yield text
 
 
 def commands(page: Path) -> Iterator[tuple[str, str | None]]:
-    """The lines of the bash blocks of a page, continued lines joined, each with the reason why it is not run."""
+    """The commands of a page, each with the reason why it is not run."""
     for found in BLOCK.finditer(page.read_text(encoding="utf-8")):
-        for line in found["body"].replace("\\\n", " ").splitlines():
-            text = line.split("  #")[0].strip()
-            if text and not text.startswith("#"):
-                yield text, found["why"]
+        if found["language"] == "bash":
+            yield from ((text, found["why"]) for text in lines(found["body"]))
 
 
 @pytest.fixture(scope="module")
@@ -81,35 +87,28 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", [page for page in PAGES if any(why is None for _, why in commands(page))], ids=name_of)
-def test_the_commands_of_the_page_work_as_written(
+@pytest.mark.parametrize("page", [page for page in PAGES if steps(page)], ids=name_of)
+def test_the_commands_and_snippets_of_the_page_work_as_written_in_their_order(
     page: Path, workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(shutil.copytree(workplace, tmp_path / "here"))
-    for text, why in commands(page):
-        if why is not None:
-            continue
-        words = shlex.split(text)
-        assert words[0] == "mtb", f"{name_of(page)}: '{text}' is not an mtb command: mark the block with <!-- not run: why -->"
-        assert main(words[1:]) == 0, f"{name_of(page)}: {text}"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("page", [page for page in PAGES if snippets(page)], ids=name_of)
-def test_the_python_of_the_page_works_as_written(
-    page: Path, workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(shutil.copytree(workplace, tmp_path / "here"))
-    shutil.copytree("runs/demo", "runs/first")  # what the commands of these pages make
+    if not any("--out runs/first" in text for text, why in commands(page) if why is None):
+        shutil.copytree("runs/demo", "runs/first")  # what another page has made
     for known in (registry.SELECTORS, heads.HEADS):
         monkeypatch.setattr(known, "_classes", dict(known._classes))
     names: dict[str, Any] = {"__name__": "page", "tokens": tokens_of(2, (16, 16))}
-    for block in snippets(page):
-        exec(compile(block, name_of(page), "exec"), names)
+    for language, body in steps(page):
+        if language == "python":
+            exec(compile(body, name_of(page), "exec"), names)
+            continue
+        for text in lines(body):
+            words = shlex.split(text)
+            assert words[0] == "mtb", f"{name_of(page)}: '{text}' is not an mtb command: mark the block with <!-- not run: why -->"
+            assert main(words[1:]) == 0, f"{name_of(page)}: {text}"
 
 
 def test_the_numbers_in_the_python_of_the_retention_page_are_right(capsys: pytest.CaptureFixture[str]) -> None:
-    blocks = snippets(DOCS / "retention.md")
+    blocks = [body for language, body in steps(DOCS / "retention.md") if language == "python"]
     names: dict[str, Any] = {}
     exec(compile("\n".join(blocks), "retention.md", "exec"), names)
     assert len(blocks) == 3
@@ -124,7 +123,7 @@ def test_the_comparison_of_the_selectors_page_prints_rows_that_can_be_told_apart
     workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page = (DOCS / "selectors.md").read_text(encoding="utf-8")
-    blocks = [found["body"] for found in PYTHON.finditer(page)]
+    blocks = [found["body"] for found in BLOCK.finditer(page) if found["language"] == "python"]
     written = [body for body in blocks if "class Outlier" in body or "mtb.sweep" in body]
     assert len(written) == 2
     monkeypatch.chdir(shutil.copytree(workplace, tmp_path / "here"))
