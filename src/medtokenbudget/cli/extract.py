@@ -63,7 +63,12 @@ def main(arguments: list[str]) -> int:
     routed.add_argument(
         "--keep", type=Literal["all", "routed"], default="all", help="Store all patches, or only those that a trained model keeps."
     )
-    routed.add_argument("--model", type=Path | None, default=None, help="Trained model for --keep routed.")
+    routed.add_argument(
+        "--model",
+        type=str | None,
+        default=None,
+        help="Trained model for --keep routed: a run, a model folder, a hub id, or 'dermoscopy' for the router of the package.",
+    )
     routed.add_argument(
         "--budget",
         type=Budget | None,
@@ -119,7 +124,7 @@ def parse_shards(text: str) -> tuple[int, int]:
     return int(parts[0]), int(parts[1])
 
 
-def _route(path: Path, budget: float) -> tuple[Any, dict[str, Any]]:
+def _route(path: str, budget: float) -> tuple[Any, dict[str, Any]]:
     from medtokenbudget.model import load
 
     model = load(path)
