@@ -14,27 +14,31 @@ then once on the whole training side for the validation images. `time` measures 
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 from PIL import Image
 from torch import Tensor
 
-from medtokenbudget.config import BackboneConfig
+from medtokenbudget.config import BackboneConfig, preset
 from medtokenbudget.data import Manifest, decode_image, mask_of, patch_labels
 from medtokenbudget.errors import RequestError
 from medtokenbudget.experiments.competitors import evit_blocks, tome_every_block
 from medtokenbudget.features import routed_pass, views
 from medtokenbudget.features.backbone import Backbone
+from medtokenbudget.metrics import accuracy, balanced_accuracy, macro_f1, retention_of_counts
 from medtokenbudget.model import MedTokenBudget, load
+from medtokenbudget.training.pooled import PooledHead, probabilities
 
 BACKBONE = "vit_small_patch14_dinov2.lvd142m"
 BUDGET, K = 0.3, 76
 BATCH = 16
-MARGINS = (1.2, 1.6)
+MARGIN = 1.2
 
 Means = dict[str, np.ndarray]
 """Mean tokens [B, D] by 'way@block'."""
@@ -136,7 +140,7 @@ class Passes:
         model, images, last = self.backbone().model, self.images(pictures), max(self.blocks)
         yield f"tome@{last}", tome_every_block(model, images, K, last).mean(1)
         yield f"evit@{last}", evit_blocks(model, images, K, last)[0].mean(1)
-        for size in (154, 126):
+        for size in (154,):
             small = self.backbone(size).model
             count = (size // 14) ** 2
             yield from means(small, routed_pass.embed(small, self.images(pictures, size)), 0, self.blocks, f"dense-{size}px", count)
@@ -149,14 +153,10 @@ class Passes:
     def zoom(self, pictures: list[Image.Image], scores: Tensor) -> Iterator[Any]:
         """The whole grid on the box of the scout's patches, and on a box of the same size around the image center."""
         kept, model = top(scores, K).numpy(), self.backbone().model
-        for margin in MARGINS:
-            boxes = [zoom_box(row, 16, margin) for row in kept]
-            named = {f"zoom-{margin}": boxes}
-            if margin == MARGINS[0]:
-                named |= {f"zoom-center-{margin}": [centered(box) for box in boxes]}
-            for way, chosen in named.items():
-                crops = [views.Geometry(box).of(picture) for box, picture in zip(chosen, pictures)]
-                yield from means(model, routed_pass.embed(model, self.images(crops)), 0, self.blocks, way, 256)
+        boxes = [zoom_box(row, 16, MARGIN) for row in kept]
+        for way, chosen in (("zoom", boxes), ("zoom-center", [centered(box) for box in boxes])):
+            crops = [views.Geometry(box).of(picture) for box, picture in zip(chosen, pictures)]
+            yield from means(model, routed_pass.embed(model, self.images(crops)), 0, self.blocks, way, 256)
 
 
 # Step 1: pool ---------------------------------------------------------------------------------------------------------
@@ -211,6 +211,116 @@ def pool(arguments: argparse.Namespace) -> None:
         print(path.name, flush=True)
 
 
+# Step 2: judge --------------------------------------------------------------------------------------------------------
+
+
+def pooled_of(folder: Path, part: str) -> tuple[np.ndarray, dict[str, np.ndarray], np.ndarray, np.ndarray]:
+    """Rows of the manifest, means by 'way@block', scores and lesion patches; of the images that every group has."""
+    groups: dict[str, dict[str, np.ndarray]] = {}
+    for path in sorted(folder.glob(f"*-{part}-[0-9]*.npz")):
+        if ".part." in path.name:
+            continue
+        found = groups.setdefault(path.name.split("-")[0], {})
+        with np.load(path) as stored:
+            for name in stored.files:
+                found[name] = np.concatenate([found[name], stored[name]]) if name in found else stored[name]
+    common = np.array(sorted(set.intersection(*(set(found["row"].tolist()) for found in groups.values()))))
+    means_: dict[str, np.ndarray] = {}
+    for found in groups.values():
+        place = {row: i for i, row in enumerate(found["row"].tolist())}
+        at = [place[row] for row in common.tolist()]
+        means_ |= {name: value[at] for name, value in found.items() if "@" in name}
+        scores, lesion = found["scores"][at], found["lesion"][at]
+    return common, means_, scores, lesion
+
+
+def fitted(means_: np.ndarray, label: np.ndarray, classes: int, seed: int) -> Any:
+    """The head of our preset, trained on these means alone."""
+    head = PooledHead("mlp", means_.shape[1], classes, preset("lesion-first", seed=seed, device="cpu"))
+    head.train_on_file(means_[:, None].astype(np.float32), label)
+    return head.head
+
+
+def predicted(head: Any, means_: np.ndarray) -> np.ndarray:
+    found: np.ndarray = probabilities(head, means_[:, None].astype(np.float32))[:, 0].argmax(-1)
+    return found
+
+
+def scores_of(label: np.ndarray, answers: np.ndarray, classes: int) -> np.ndarray:
+    """Accuracy, macro F1 and balanced accuracy, each the mean over the seeds, of answers [seeds, n], in percent."""
+    found = [(accuracy(label, one), macro_f1(label, one, classes), balanced_accuracy(label, one, classes)) for one in answers]
+    return 100 * np.mean(found, axis=0)
+
+
+def inner(means_: dict[str, np.ndarray], label: np.ndarray, groups: np.ndarray, classes: int, seeds: list[int]) -> Iterator[Any]:
+    """Out-of-fold scores on the training side, three grouped folds: what everything is chosen by."""
+    from sklearn.model_selection import StratifiedGroupKFold
+
+    folds = list(StratifiedGroupKFold(3, shuffle=True, random_state=0).split(label, label, groups))
+    for name, values in means_.items():
+        answers = np.zeros((len(seeds), len(label)), np.int64)
+        for number, seed in enumerate(seeds):
+            for learn, held in folds:
+                answers[number, held] = predicted(fitted(values[learn], label[learn], classes, seed), values[held])
+        yield name, scores_of(label, answers, classes)
+
+
+def say_retention(scores: np.ndarray, lesion: np.ndarray, val: np.ndarray) -> None:
+    """How much of the lesion the scout's patches keep of the validation images: the same before, inside and after the backbone."""
+    order = np.argsort(-scores[val], axis=1, kind="stable")[:, :K]
+    kept, total = np.take_along_axis(lesion[val], order, 1).sum(1), lesion[val].sum(1)
+    found = retention_of_counts(kept, total, np.full(len(total), K), np.full(len(total), 256))
+    print(f"The scout keeps {found.pooled:.1%} of the lesion, {found.of_ceiling:.1%} of the ceiling (n = {found.n}).")
+
+
+def judge(arguments: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    manifest = Manifest.read(arguments.manifest)
+    rows, means_, scores, lesion = pooled_of(arguments.out, "as-is")
+    say_retention(scores, lesion, manifest.rows["split"].to_numpy()[rows] == "val")
+    split = manifest.rows["split"].to_numpy()[rows]
+    label, classes = manifest.label_index[rows], len(manifest.classes)
+    groups = manifest.rows["group"].fillna(manifest.rows["image_id"]).to_numpy()[rows]
+    train, val = split == "train", split == "val"
+    chosen = {name: value for name, value in means_.items() if re.fullmatch(arguments.ways, name)}
+    lines: list[dict[str, Any]] = []
+    if arguments.what == "inner":
+        made = {name: value[train] for name, value in chosen.items()}
+        for name, (acc, f1, balanced) in inner(made, label[train], groups[train], classes, arguments.seeds):
+            lines.append({"way": name, "n": int(train.sum()), "accuracy": acc, "macro_f1": f1, "balanced_accuracy": balanced})
+            print(f"{name:<24} accuracy {acc:5.1f}  macro F1 {f1:5.1f}  balanced {balanced:5.1f}", flush=True)
+    else:
+        lines = validation(chosen, label, train, val, classes, arguments)
+    pd.DataFrame(lines).round(3).to_csv(arguments.out / f"{arguments.what}-{arguments.name}.csv", index=False)
+
+
+def validation(
+    chosen: dict[str, np.ndarray], label: np.ndarray, train: np.ndarray, val: np.ndarray, classes: int, arguments: Any
+) -> list[dict[str, Any]]:
+    """Scores on the validation images, with intervals of the difference in macro F1 to the first way, images drawn again."""
+    answers = {
+        name: np.stack([predicted(fitted(value[train], label[train], classes, seed), value[val]) for seed in arguments.seeds])
+        for name, value in chosen.items()
+    }
+    truth, draws = label[val], np.random.default_rng(0).integers(0, int(val.sum()), (1000, int(val.sum())))
+    lines = []
+    for name, own in answers.items():
+        acc, f1, balanced = scores_of(truth, own, classes)
+        line = {"way": name, "n": len(truth), "accuracy": acc, "macro_f1": f1, "balanced_accuracy": balanced}
+        line["sd_f1"] = float(np.std([100 * macro_f1(truth, one, classes) for one in own]))
+        for against in arguments.against:
+            base = answers[against]
+            spread = [
+                scores_of(truth[draw], own[:, draw], classes)[1] - scores_of(truth[draw], base[:, draw], classes)[1]
+                for draw in draws
+            ]
+            low, high = np.percentile(spread, [2.5, 97.5])
+            line |= {f"over_{against}": f1 - scores_of(truth, base, classes)[1], f"low_{against}": low, f"high_{against}": high}
+        lines.append(line)
+        print({key: round(value, 1) if isinstance(value, float) else value for key, value in line.items()}, flush=True)
+    return lines
+
+
 def main(words: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     steps = parser.add_subparsers(dest="step", required=True)
@@ -223,6 +333,15 @@ def main(words: list[str] | None = None) -> None:
     made.add_argument("--part", choices=["as-is", "off-center-val", "off-center-train"], default="as-is")
     made.add_argument("--blocks", type=int, nargs="+", default=list(range(3, 12)))
     made.set_defaults(run=pool)
+    judged = steps.add_parser("judge")
+    judged.add_argument("--manifest", type=Path, required=True)
+    judged.add_argument("--out", type=Path, required=True)
+    judged.add_argument("--what", choices=["inner", "validation"], required=True)
+    judged.add_argument("--name", default="all")
+    judged.add_argument("--ways", default=".*", help="Regular expression of 'way@block'.")
+    judged.add_argument("--against", nargs="*", default=[])
+    judged.add_argument("--seeds", type=int, nargs="+", default=[42, 43, 44])
+    judged.set_defaults(run=judge)
     arguments = parser.parse_args(words)
     arguments.out.mkdir(parents=True, exist_ok=True)
     arguments.run(arguments)

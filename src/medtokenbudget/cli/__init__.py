@@ -30,7 +30,7 @@ COMMANDS: dict[str, str] = {
     "serve": "serve a model: JSON API and explorer page",
     "explore": "serve a model and open the explorer in the browser",
     "export": "export a model as ONNX files, as a static site or as a folder for the hub",
-    "bench": "run the benchmarks of a source checkout",
+    "bench": "measure how much faster early routing is on this machine, and the benchmarks of a source checkout",
     "doctor": "check what is installed and available on this machine",
     "completion": "print a script that completes commands and options in the shell",
 }
