@@ -5,10 +5,14 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
-.PHONY: demo quick test lint format docs dist bench setup clean
+.PHONY: demo site quick test lint format docs dist bench setup clean
 
 demo: $(STAMP)
 	$(BIN)/mtb demo --out runs/demo
+
+# The explorer with the packaged router as a static site that needs no server, in runs/site.
+site: $(STAMP)
+	$(BIN)/mtb export --format web --out runs/site
 
 # The tests that are not marked `slow`: at most 90 seconds on two cores.
 quick: $(STAMP)

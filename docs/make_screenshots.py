@@ -1,6 +1,7 @@
 """Makes `docs/images/explorer-*.png`: the explorer on synthetic samples, on desktop and phone, light and dark.
 
-Run `python docs/make_screenshots.py MODEL` after changing the page, and look at the result. Needs Chromium.
+Run `python docs/make_screenshots.py MODEL` after changing the page, and look at the result. Needs Chromium. With the folder of a
+site (`mtb export --format web`) in place of the model it makes `docs/images/site.png` of that.
 """
 
 from __future__ import annotations
@@ -9,10 +10,13 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 from PIL import Image
 from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+from medtokenbudget.app.site_server import site_server
 
 IMAGES = Path(__file__).parent / "images"
 
@@ -51,6 +55,23 @@ def _save(page: Page, path: Path, whole: bool) -> None:
     print(f"{path}: {path.stat().st_size / 1000:.0f} kB")
 
 
+def shoot_site(folder: Path) -> None:
+    """Take one screenshot of an exported site with its own samples as a contact sheet."""
+    with site_server(folder) as server, sync_playwright() as driver:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        browser = driver.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 1180, "height": 800}, reduced_motion="reduce")
+        page.goto(f"http://127.0.0.1:{server.server_address[1]}/")
+        expect(page.locator(".sample img[src]")).to_have_count(8, timeout=120_000)
+        page.locator("#image-file").set_input_files(sorted((folder / "samples").iterdir()))
+        expect(page.locator("#sheet-line")).to_have_text("8 of 8 images", timeout=120_000)
+        page.locator("#budget").fill("20")
+        page.evaluate("document.querySelector('.curve').hidden = true; scrollTo(0, 0)")
+        _save(page, IMAGES / "site.png", whole=True)
+        browser.close()
+        server.shutdown()
+
+
 def main(model: str) -> None:
     command = [str(Path(sys.executable).parent / "mtb"), "serve", model, "--port", "0"]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -71,5 +92,8 @@ def main(model: str) -> None:
 
 if __name__ == "__main__":
     if len(sys.argv) != 2:
-        sys.exit("usage: python docs/make_screenshots.py MODEL")
-    main(sys.argv[1])
+        sys.exit("usage: python docs/make_screenshots.py MODEL or SITE")
+    if (Path(sys.argv[1]) / "site.json").is_file():
+        shoot_site(Path(sys.argv[1]))
+    else:
+        main(sys.argv[1])

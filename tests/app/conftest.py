@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,3 +37,24 @@ def chromium() -> Iterator[Browser]:
         browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield browser
         browser.close()
+
+
+@pytest.fixture(scope="session")
+def axe(repository: Path) -> str:
+    """The source of axe-core, installed by its package manager into the cache."""
+    folder = repository / ".cache" / "axe"
+    script = folder / "node_modules" / "axe-core" / "axe.min.js"
+    if not script.exists():
+        npm = shutil.which("npm")
+        if npm is None:
+            absent("needs npm to install axe-core")
+        folder.mkdir(parents=True, exist_ok=True)
+        done = subprocess.run(
+            [str(npm), "install", "--prefix", str(folder), "--no-save", "--no-audit", "--no-fund", "axe-core@4"],
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        if done.returncode:
+            absent(f"axe-core cannot be installed: {done.stderr[-300:]}")
+    return script.read_text()

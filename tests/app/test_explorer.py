@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,7 +14,9 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from medtokenbudget.app.service import Service
 from medtokenbudget.reporting.looks import look
+from tests.app.axe import serious
 from tests.app.server import Server, huge_png, mask, picture, running_here
+from tests.app.sites import absent
 from tests.small_model import early_model, small_model
 
 pytestmark = pytest.mark.slow
@@ -24,13 +24,6 @@ pytestmark = pytest.mark.slow
 CHROMIUM = shutil.which("chromium") or "/usr/bin/chromium"
 MAIN = "lats:lesion-first"
 expect.set_options(timeout=30_000)
-
-
-def absent(what: str) -> None:
-    """Skip on a machine that lacks something; in CI that is a failure."""
-    if os.environ.get("CI") == "true":
-        pytest.fail(f"{what}, but in CI the browser tests must run")
-    pytest.skip(what)
 
 
 @pytest.fixture(scope="module")
@@ -334,27 +327,6 @@ def test_the_chosen_theme_stays_after_a_reload(opened: Open) -> None:
     assert page.evaluate(color) == dark
 
 
-@pytest.fixture(scope="module")
-def axe(repository: Path) -> str:
-    """The source of axe-core, installed by its package manager into the cache."""
-    folder = repository / ".cache" / "axe"
-    script = folder / "node_modules" / "axe-core" / "axe.min.js"
-    if not script.exists():
-        npm = shutil.which("npm")
-        if npm is None:
-            absent("needs npm to install axe-core")
-        folder.mkdir(parents=True, exist_ok=True)
-        done = subprocess.run(
-            [str(npm), "install", "--prefix", str(folder), "--no-save", "--no-audit", "--no-fund", "axe-core@4"],
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-        if done.returncode:
-            absent(f"axe-core cannot be installed: {done.stderr[-300:]}")
-    return script.read_text()
-
-
 @pytest.mark.parametrize(("width", "dark"), [(1200, False), (375, True)])
 def test_axe_finds_nothing_serious(opened: Open, axe: str, width: int, dark: bool) -> None:
     page = opened(width, 900, dark)
@@ -362,14 +334,7 @@ def test_axe_finds_nothing_serious(opened: Open, axe: str, width: int, dark: boo
     page.get_by_label("Compare").check()
     page.get_by_label("Score map").check()
     settle(page)
-    page.evaluate(axe)
-    found = page.evaluate("axe.run().then(result => result.violations)")
-    bad = [
-        f"{fault['id']}: {fault['nodes'][0]['html'][:200]} {fault['nodes'][0]['failureSummary']}"
-        for fault in found
-        if fault["impact"] in ("serious", "critical")
-    ]
-    assert bad == []
+    assert serious(page, axe) == []
 
 
 def test_without_a_model_or_a_token_the_page_says_what_to_do(browser: Browser) -> None:
