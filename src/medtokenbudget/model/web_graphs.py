@@ -56,6 +56,8 @@ class TokensGraph(nn.Module):
         self.backbone, self.network = model.backbone, model.backbone.model
         self.rankers: list[Any] = [model.classifier(name).selector for name in ranked]
         self.parts = nn.ModuleList(ranker for ranker in self.rankers if isinstance(ranker, nn.Module))
+        read = {name for ranker in self.rankers for name in ranker.requires}
+        self.signals = tuple(name for name in SIGNALS if name in read and name != "luminance")
         self.familiarity = model.familiarity
 
     @property
@@ -64,9 +66,9 @@ class TokensGraph(nn.Module):
         return ["patches", "scores", *([] if self.familiarity is None else ["unfamiliarity"])]
 
     def forward(self, pixels: Tensor) -> tuple[Tensor, ...]:
-        tokens = self.backbone.tokens(self.backbone.normalize(pixels))
-        fields = {name: getattr(tokens, name) for name in SIGNALS} | {"luminance": luminance(pixels, tokens.grid)}
-        batch = TokenBatch(tokens.patches, tokens.grid, **fields)
+        tokens = self.backbone.tokens(self.backbone.normalize(pixels), self.signals)
+        fields: dict[str, Any] = {name: getattr(tokens, name) for name in self.signals}
+        batch = TokenBatch(tokens.patches, tokens.grid, luminance=luminance(pixels, tokens.grid), **fields)
         scores = [ranker.score(batch).float() for ranker in self.rankers]
         found = (tokens.patches, torch.cat(scores))
         return found if self.familiarity is None else (*found, self.familiarity(batch))

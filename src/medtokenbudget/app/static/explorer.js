@@ -48,6 +48,7 @@ function hideError() {
 // Start: the model, the samples, the first sample.
 
 async function start() {
+  if (inPage) byId("about-engine").textContent = " The model runs in this page: images stay on this device, and after loading nothing is sent or requested.";
   try {
     byId("loading").hidden = !inPage;
     await engine.open(showProgress);
@@ -78,7 +79,6 @@ function showModel(info) {
   const classes = count === 0 ? "router only, no classes" : count === 1 ? "1 class" : `${count} classes`;
   byId("model-line").textContent = `${demo}Backbone ${info.backbone} · ${info.grid[0]} × ${info.grid[1]} patches · ${classes}`;
   byId("fingerprint").textContent = `Model ${info.fingerprint.slice(0, 16)} · MedTokenBudget ${info.version}`;
-  if (inPage) byId("about-engine").textContent = " The model runs in this page: images stay on this device, and after loading nothing is sent or requested.";
   byId("token-form").hidden = true;
   byId("loading").hidden = true;
   byId("app").hidden = false;
