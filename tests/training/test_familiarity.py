@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 import medtokenbudget as mtb
 from medtokenbudget.errors import RequestError
 from medtokenbudget.tokens import TokenBatch
-from medtokenbudget.training.familiarity import Familiarity, fit_familiarity, statistics
+from medtokenbudget.training.familiarity import Familiarity, Gaussian, Moments, fit_familiarity
 from tests import unlike
 from tests.drawn import Drawn
 from tests.small_model import small_model
@@ -23,9 +24,10 @@ def batch(n: int, seed: int = 0) -> TokenBatch:
 
 
 def test_the_distance_is_that_of_mahalanobis_under_the_written_covariance() -> None:
-    values = statistics(batch(40))
-    fitted = Familiarity(5, rank=3)._fit(values)
-    found = fitted.distance(values).double().numpy()
+    values = batch(40).patches[:, 0]
+    # In two parts: moments add up.
+    fitted = Gaussian(5, rank=3).fit(Moments.of(values[:15]) + Moments.of(values[15:]))
+    found = fitted(values).double().numpy()
     # Independently: the covariance of probabilistic PCA, inverted as a matrix.
     x = values.double().numpy()
     variance, directions = np.linalg.eigh(np.cov(x, rowvar=False))
@@ -35,6 +37,18 @@ def test_the_distance_is_that_of_mahalanobis_under_the_written_covariance() -> N
     offset = x - x.mean(0)
     wanted = np.sqrt(np.einsum("ni,ij,nj->n", offset, np.linalg.inv(covariance), offset))
     np.testing.assert_allclose(found, wanted, rtol=1e-4)
+
+
+def test_an_image_is_judged_by_its_class_token_and_its_strangest_patches() -> None:
+    tokens = replace(batch(3), cls=torch.zeros(3, 5))
+    tokens.patches[1, 0] += 100
+    familiarity = Familiarity(5, rank=2)
+    image, patch = familiarity.distances(tokens).T
+    np.testing.assert_allclose(image, 0, atol=1e-6)
+    # Of 16 patches a tenth is two: the second strangest. By the unit covariance its distance is its length.
+    np.testing.assert_allclose(patch, tokens.patches.norm(dim=-1).sort(1).values[:, -2], rtol=1e-4)
+    alone = familiarity.distances(batch(3))[:, 0]
+    np.testing.assert_allclose(alone, batch(3).patches.mean(1).norm(dim=-1), rtol=1e-4)
 
 
 def test_the_limit_holds_out_images_and_does_not_depend_on_their_order(drawn: Drawn) -> None:
@@ -63,9 +77,9 @@ def test_a_model_without_it_says_nothing_and_a_damaged_one_is_rejected(tmp_path:
     again = mtb.load(saved, device="cpu").use_backbone(model.backbone)
     assert again.fingerprint == model.fingerprint
     assert again.route(path)[0].unfamiliarity == model.route(path)[0].unfamiliarity
-    model.familiarity.center[0] = float("nan")
+    model.familiarity.image.center[0] = float("nan")
     model.save_pretrained(saved)
-    with pytest.raises(RequestError, match=r"does not fit 'familiarity': center contains NaN"):
+    with pytest.raises(RequestError, match=r"does not fit 'familiarity': image\.center contains NaN"):
         mtb.load(saved)
 
 
@@ -74,3 +88,15 @@ def test_a_model_without_it_says_nothing_and_a_damaged_one_is_rejected(tmp_path:
 def test_drawn_pictures_of_other_things_are_flagged(draw: unlike.Draw) -> None:
     flagged = [routing.unfamiliar for routing in mtb.route([draw(seed) for seed in range(20)])]
     assert np.mean(flagged) >= 0.9
+
+
+@pytest.mark.slow
+def test_most_real_endoscopy_is_flagged_and_real_dermoscopy_is_not(shared: Path) -> None:
+    endoscopy = sorted((shared / "data" / "kvasir-dataset-v2").rglob("*.jpg"))[::8]
+    dermoscopy = sorted((shared / "data" / "unlabelled").rglob("*.jpg"))[::20]
+    assert len(endoscopy) >= 30
+    assert len(dermoscopy) >= 60
+    # The goal of 0.9 is missed: see docs/route.md.
+    assert np.mean([routing.unfamiliar for routing in mtb.route(endoscopy)]) >= 0.6
+    # Measured: 2 of 87, both within half a percent of the limit.
+    assert np.mean([routing.unfamiliar for routing in mtb.route(dermoscopy)]) <= 0.04

@@ -58,7 +58,7 @@ def _cpu_state(module: nn.Module) -> dict[str, Tensor]:
 def take_familiarity(identity: dict[str, Any], files: dict[str, dict[str, Tensor]], source: Path) -> Familiarity | None:
     """Build what tells unfamiliar images and remove its tensors from `files`; None if the model was saved without it."""
     found = {name: files[TENSORS].pop(name) for name in list(files[TENSORS]) if name.startswith(FAMILIARITY)}
-    basis = found.get(f"{FAMILIARITY}basis")
+    basis = found.get(f"{FAMILIARITY}image.basis")
     if basis is None and not found:
         return None
     rank = basis.shape[1] if basis is not None and basis.ndim == 2 else 1

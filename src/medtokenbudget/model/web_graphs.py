@@ -71,7 +71,7 @@ class TokensGraph(nn.Module):
         batch = TokenBatch(tokens.patches, tokens.grid, luminance=luminance(pixels, tokens.grid), **fields)
         scores = [ranker.score(batch).float() for ranker in self.rankers]
         found = (tokens.patches, torch.cat(scores))
-        return found if self.familiarity is None else (*found, self.familiarity(batch))
+        return found if self.familiarity is None else (*found, self.familiarity(tokens))
 
 
 class HeadsGraph(nn.Module):

@@ -17,6 +17,8 @@ from medtokenbudget.training.seeds import generator
 
 RANK = 32
 """Directions with a variance of their own; what lies outside of them shares one."""
+STRANGEST = 0.1
+"""Share of the patches that may be stranger than what an image is judged by: hair, ink and bubbles are strange too."""
 FOLDS = 5
 LEVEL = 0.99
 """Share of held-out training images that lie within the limit."""
@@ -25,14 +27,11 @@ FEWEST = 20
 _BATCH = 64
 
 
-class Familiarity(nn.Module):
-    """Mahalanobis distance of an image's token statistics to those of the training images, in units of its limit.
-
-    The statistics are the mean and the standard deviation of each feature over the patches, [2D]. Their covariance is that of
-    probabilistic PCA: the largest directions have their own variance, all others the mean of the rest.
+class Gaussian(nn.Module):
+    """Mean and covariance of vectors [D], the covariance as in probabilistic PCA: a few directions, and one variance for the rest.
 
     Args:
-        dim: Embedding dimension D of the tokens.
+        dim: Dimension D.
         rank: Number of directions.
     """
 
@@ -40,58 +39,108 @@ class Familiarity(nn.Module):
     basis: Tensor
     deviation: Tensor
     rest: Tensor
-    limit: Tensor
 
-    def __init__(self, dim: int, rank: int = RANK) -> None:
+    def __init__(self, dim: int, rank: int) -> None:
         super().__init__()
-        self.register_buffer("center", torch.zeros(2 * dim))
-        self.register_buffer("basis", torch.zeros(2 * dim, rank))
+        self.register_buffer("center", torch.zeros(dim))
+        self.register_buffer("basis", torch.zeros(dim, rank))
         self.register_buffer("deviation", torch.ones(rank))
         self.register_buffer("rest", torch.ones(1))
-        self.register_buffer("limit", torch.ones(1))
 
-    @property
-    def rank(self) -> int:
-        """Number of directions."""
-        return self.basis.shape[1]
-
-    @torch.no_grad()
-    def forward(self, tokens: TokenBatch) -> Tensor:
-        """Unfamiliarity [B]: 0 at the mean of the training images, above 1 for images that are unlike them."""
-        return self.distance(statistics(tokens)) / self.limit
-
-    def distance(self, values: Tensor) -> Tensor:
-        """Mahalanobis distance [B] of statistics [B, 2D]."""
+    def forward(self, values: Tensor) -> Tensor:
+        """Mahalanobis distance [...] of vectors [..., D]."""
         offset = values - self.center
         inside = offset @ self.basis
         # The basis is orthonormal, so what it leaves out is the difference of the squared lengths.
         outside = (offset.square().sum(-1) - inside.square().sum(-1)).clamp(min=0)
         return ((inside / self.deviation).square().sum(-1) + outside / self.rest.square()).sqrt()
 
-    def _fit(self, values: Tensor) -> Familiarity:
-        """Take center and directions from statistics [n, 2D]."""
-        values = values.double()
-        center = values.mean(0)
-        _, lengths, directions = torch.linalg.svd(values - center, full_matrices=False)
-        variance = lengths.square() / (len(values) - 1)
-        largest = variance[: self.rank].clamp(min=1e-12)
-        rest = (variance[self.rank :].sum() / max(1, values.shape[1] - self.rank)).clamp(min=1e-12)
+    def fit(self, moments: Moments) -> Gaussian:
+        """Take mean and covariance from moments."""
+        center, covariance = moments.mean_and_covariance()
+        variance, directions = torch.linalg.eigh(covariance)
+        variance, directions = variance.flip(0).clamp(min=1e-12), directions.flip(1)
+        rank = self.basis.shape[1]
+        rest = variance[rank:].mean() if rank < len(variance) else variance.min()
         for name, found in {
             "center": center,
-            "basis": directions[: self.rank].T,
-            "deviation": largest.sqrt(),
+            "basis": directions[:, :rank],
+            "deviation": variance[:rank].sqrt(),
             "rest": rest.sqrt().view(1),
         }.items():
             getattr(self, name).copy_(found)
         return self
 
 
-def statistics(tokens: TokenBatch) -> Tensor:
-    """Mean and standard deviation of each feature over the patches, [B, 2D]."""
-    patches = tokens.patches.float()
-    return torch.cat([patches.mean(1), patches.std(1)], -1)
+class Moments:
+    """Number, sum and sum of products of vectors, in double precision: what a covariance needs, whatever the number of vectors."""
+
+    def __init__(self, n: float, total: Tensor, products: Tensor) -> None:
+        self.n, self.total, self.products = n, total, products
+
+    @classmethod
+    def of(cls, values: Tensor) -> Moments:
+        """Moments of vectors [n, D]."""
+        values = values.double()
+        return cls(len(values), values.sum(0), values.T @ values)
+
+    def __add__(self, other: Moments) -> Moments:
+        return Moments(self.n + other.n, self.total + other.total, self.products + other.products)
+
+    def mean_and_covariance(self) -> tuple[Tensor, Tensor]:
+        """Mean [D] and covariance [D, D]."""
+        mean = self.total / self.n
+        return mean, (self.products - self.n * mean.outer(mean)) / max(1.0, self.n - 1)
 
 
+class Familiarity(nn.Module):
+    """Distance of an image to the training images in units of its limit: above 1 the image is unlike them.
+
+    Two Mahalanobis distances are combined as a weighted geometric mean: that of the whole image (its class token; without one, the
+    mean of its patches), and that of its strangest patches (the 90th percentile over the patches).
+
+    Args:
+        dim: Embedding dimension D of the tokens.
+        rank: Number of directions of each covariance.
+    """
+
+    weight: Tensor
+    limit: Tensor
+
+    def __init__(self, dim: int, rank: int = RANK) -> None:
+        super().__init__()
+        self.image, self.patch = Gaussian(dim, rank), Gaussian(dim, rank)
+        self.register_buffer("weight", torch.full((2,), 0.5))
+        self.register_buffer("limit", torch.ones(1))
+
+    @property
+    def rank(self) -> int:
+        """Number of directions."""
+        return self.image.basis.shape[1]
+
+    @torch.no_grad()
+    def forward(self, tokens: TokenBatch) -> Tensor:
+        """Unfamiliarity [B]: above 1 for images that are unlike the training images."""
+        return self.combined(self.distances(tokens)) / self.limit
+
+    def distances(self, tokens: TokenBatch) -> Tensor:
+        """Distances [B, 2] of the whole image and of its strangest patches."""
+        patches = self.patch(tokens.patches.float())
+        # Not `quantile`, which exported graphs do not have.
+        strangest = patches.topk(max(1, math.ceil(STRANGEST * tokens.n)), dim=1).values[:, -1]
+        return torch.stack([self.image(whole(tokens)), strangest], -1)
+
+    def combined(self, distances: Tensor) -> Tensor:
+        """Weighted geometric mean [B] of distances [B, 2]."""
+        return (distances.clamp(min=1e-6).log() * self.weight).sum(-1).exp()
+
+
+def whole(tokens: TokenBatch) -> Tensor:
+    """What stands for a whole image, [B, D]: its class token, or the mean of its patches for backbones without one."""
+    return tokens.patches.float().mean(1) if tokens.cls is None else tokens.cls.float()
+
+
+@torch.no_grad()
 def fit_familiarity(store: FeatureStore, rows: np.ndarray, seed: int = 0) -> Familiarity | None:
     """Fit on the images `rows` of a store; the limit is the 99th percentile of images that were held out, in five folds.
 
@@ -100,17 +149,43 @@ def fit_familiarity(store: FeatureStore, rows: np.ndarray, seed: int = 0) -> Fam
     Returns:
         None if there are fewer than 20 images, too few for any distance.
     """
-    names = np.asarray(store.ids)[rows]
-    images, place = np.unique(names, return_inverse=True)
+    images, place = np.unique(np.asarray(store.ids)[rows], return_inverse=True)
     if len(images) < FEWEST:
         return None
-    values = torch.cat([statistics(batch) for batch in store.batches(rows, _BATCH)])
-    folds = (torch.randperm(len(images), generator=generator(seed, "familiarity", 0)) % FOLDS)[torch.from_numpy(place)]
-    rank = min(RANK, (len(images) - math.ceil(len(images) / FOLDS)) // 2)
-    held_out = torch.zeros(len(values))
-    for fold in range(FOLDS):
-        out = folds == fold
-        held_out[out] = Familiarity(store.dim, rank)._fit(values[~out]).distance(values[out])
-    fitted = Familiarity(store.dim, rank)._fit(values)
-    fitted.limit.copy_(torch.quantile(held_out, LEVEL).view(1))
+    fold_of_image = torch.randperm(len(images), generator=generator(seed, "familiarity", 0)) % FOLDS
+    folds = [rows[(fold_of_image[torch.from_numpy(place)] == fold).numpy()] for fold in range(FOLDS)]
+    moments = [_moments(store, part) for part in folds]
+    rank = min(RANK, (len(images) - math.ceil(len(images) / FOLDS)) // 2, store.dim)
+    held_out = []
+    for fold, part in enumerate(folds):
+        fitted = _fitted(store.dim, rank, [found for other, found in enumerate(moments) if other != fold])
+        held_out.append(torch.cat([fitted.distances(batch) for batch in store.batches(part, _BATCH)]))
+    distances = torch.cat(held_out)
+    fitted = _fitted(store.dim, rank, moments)
+    # Each distance counts by how little it varies among images that are like the training images.
+    spread = distances.clamp(min=1e-6).log().std(0).clamp(min=1e-6)
+    fitted.weight.copy_((1 / spread) / (1 / spread).sum())
+    fitted.limit.copy_(torch.quantile(fitted.combined(distances), LEVEL).view(1))
     return fitted
+
+
+def _moments(store: FeatureStore, rows: np.ndarray) -> tuple[Moments, Moments]:
+    """Moments of the images and of their patches."""
+    found: list[tuple[Moments, Moments]] = []
+    for batch in store.batches(rows, _BATCH):
+        found.append((Moments.of(whole(batch)), Moments.of(batch.patches.float().flatten(0, 1))))
+    return _total([image for image, _ in found]), _total([patch for _, patch in found])
+
+
+def _total(parts: list[Moments]) -> Moments:
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
+
+
+def _fitted(dim: int, rank: int, moments: list[tuple[Moments, Moments]]) -> Familiarity:
+    made = Familiarity(dim, rank)
+    made.image.fit(_total([image for image, _ in moments]))
+    made.patch.fit(_total([patch for _, patch in moments]))
+    return made
