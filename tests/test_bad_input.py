@@ -412,7 +412,8 @@ def test_a_bad_option_is_named(
     assert says in capsys.readouterr().err
 
 
-ROUTE, CALIBRATE, WEB = (
+EVALUATE, ROUTE, CALIBRATE, WEB = (
+    "evaluate MODEL PLAIN --out OUT",
     "route IMAGE --model MODEL --out OUT --device cpu",
     "calibrate MODEL PLAIN --out OUT",
     "export MODEL --out OUT",
@@ -431,6 +432,15 @@ COMMANDS: dict[str, str] = {
     f"{ROUTE} --batch-size 0": "at least 1",
     f"{ROUTE} --selector nothing": "Unknown",
     f"{ROUTE} --device cuda:99": "not available on this machine",
+    "evaluate MODEL NOTHING --out OUT": "NOTHING",
+    "evaluate MODEL TEXT --out OUT": "TEXT",
+    "evaluate NOTHING PLAIN --out OUT": "NOTHING",
+    f"{EVALUATE} --store NOTHING": "NOTHING",
+    f"{EVALUATE} --classes NOTHING": "NOTHING",
+    f"{EVALUATE} --classes TEXT": "TEXT",
+    f"{EVALUATE} --budgets 0": "above 0",
+    f"{EVALUATE} --part test": "Use auto, val, select, train or all",
+    f"{EVALUATE} --selector nothing": "Unknown",
     "calibrate MODEL NOTHING --retention 0.5": "NOTHING",
     "calibrate MODEL TEXT --retention 0.5": "TEXT",
     "calibrate NOTHING PLAIN --retention 0.5": "NOTHING",

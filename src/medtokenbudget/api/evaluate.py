@@ -77,7 +77,7 @@ def evaluate(
             manifest=path,
             budgets=tuple(budgets),
             selector=selector,
-            own=own_validation(loaded, run, method, budgets),
+            own=own_validation(run, method, budgets),
             mapping=mapping,
         )
         run_evaluation(evaluation, target)

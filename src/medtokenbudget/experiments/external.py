@@ -174,14 +174,13 @@ def image_attributes(images: HeldOut, original: Manifest) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def own_validation(model: MedTokenBudget, run: Path | None, method: str, budgets: Sequence[float]) -> list[dict[str, Any]]:
-    """What the model reached on its own validation images, one row per budget; empty if neither model nor run say."""
-    rows = model.info.get("validation") or []
-    if not rows and run is not None:
-        results = read_results(run / "results.csv")
-        results = results[(results["view"] == AS_IS) & (results["seed"] == results["seed"].min())]
-        rows = results.to_dict("records")
-    own = [row for row in rows if row["method"] == method and any(np.isclose(row["budget"], budget) for budget in budgets)]
+def own_validation(run: Path | None, method: str, budgets: Sequence[float]) -> list[dict[str, Any]]:
+    """What the model of a run reached on its own validation images, one row per budget; empty for a model without its run."""
+    if run is None:
+        return []
+    results = read_results(run / "results.csv")
+    results = results[(results["view"] == AS_IS) & (results["seed"] == results["seed"].min()) & (results["method"] == method)]
+    own = [row for row in results.to_dict("records") if any(np.isclose(row["budget"], budget) for budget in budgets)]
     kept = ("budget", "n", "n_masked", *OWN_METRICS)
     return [{name: None if pd.isna(row.get(name)) else row[name] for name in kept} for row in own]
 

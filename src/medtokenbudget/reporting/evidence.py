@@ -84,6 +84,8 @@ class Evidence:
         if orders is None:
             missing.append("Score histograms and pictures of kept patches: the run has no routing.safetensors.")
         attributes = _attributes(run) if info.evaluation is not None else None
+        if info.evaluation is not None and not info.evaluation["own"]:
+            missing.append("Comparison with the model's own validation: the model was not loaded from its run directory.")
         manifest = _manifest(run, info, missing)
         return cls(run, info, results, predictions, classes, training, orders, manifest, attributes, missing)
 
