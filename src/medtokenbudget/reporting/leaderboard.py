@@ -114,7 +114,8 @@ def check_comparable(names: Sequence[str], infos: Sequence[RunInfo]) -> None:
     first, reasons = infos[0], []
     for name, info in zip(names[1:], infos[1:]):
         if info.classes != first.classes:
-            reasons.append(f"{name} has the classes {', '.join(info.classes)}, {names[0]} has {', '.join(first.classes)}")
+            found, wanted = (", ".join(run.classes) or "none" for run in (info, first))
+            reasons.append(f"{name} has the classes {found}, {names[0]} has {wanted}")
         if info.hashes.get("split") != first.hashes.get("split"):
             reasons.append(f"{name} has another split than {names[0]}")
         elif info.hashes.get("manifest") != first.hashes.get("manifest"):
