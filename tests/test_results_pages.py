@@ -34,6 +34,12 @@ def test_the_page_of_the_scorer_is_what_its_script_makes_of_its_csvs() -> None:
     assert (RESULTS / "scorer.md").read_text(encoding="utf-8") == tool("scorer_page").page(), "run python docs/tools/scorer_page.py"
 
 
+def test_the_page_of_every_selector_is_what_its_script_makes_of_its_csv() -> None:
+    assert (RESULTS / "zoo.md").read_text(encoding="utf-8") == tool("zoo_page").page(), "run python docs/tools/zoo_page.py"
+    row = rows("zoo", backbone="embedded", method="center", view="as-is", budget="0.3")[0]
+    assert cell("zoo", "Center", "ceiling") == f"{100 * float(row['retention_of_ceiling']):.1f}"
+
+
 def rows(name: str, **wanted: str) -> list[dict[str, str]]:
     with (RESULTS / f"{name}.csv").open(encoding="utf-8") as file:
         found = [row for row in csv.DictReader(file) if all(row[key] == value for key, value in wanted.items())]

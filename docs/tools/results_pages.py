@@ -391,6 +391,7 @@ what the patches nearest the center keep of them without a model, were computed 
 | [The paper's ablations](ablations.md) | masks, signals, curriculum, epochs | [ablations.csv](ablations.csv) |
 | [Size and class](strata.md) | for whom does it fail? | [strata.csv](strata.csv) |
 | [Significance](significance.md) | which differences are real? | [significance.csv](significance.csv) |
+| [Every selector](zoo.md) | what do the methods of the literature keep? | [zoo.csv](zoo.csv) |
 """
 
 

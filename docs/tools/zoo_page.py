@@ -1,4 +1,4 @@
-"""The page of every selector and head: `python docs/tools/zoo_page.py [EMBEDDED_RUN] [VIT_RUN]`.
+"""The page of every selector and head: `python docs/tools/zoo_page.py [NAME=RUN ...]`, a name for each backbone.
 
 With run directories it first collects `docs/results/zoo.csv` from their predictions, with bootstrap intervals, trained parameters
 and the time of a selection. Without, it only writes `zoo.md` again from the CSV; a test does the same and compares.
@@ -6,6 +6,7 @@ and the time of a selection. Without, it only writes `zoo.md` again from the CSV
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import pandas as pd
 import torch
 
+from medtokenbudget.data import Manifest
 from medtokenbudget.experiments.methods import Method
 from medtokenbudget.experiments.results import read_predictions
 from medtokenbudget.experiments.run import RunInfo
@@ -24,17 +26,59 @@ from medtokenbudget.routing import create_selector, selector_class
 from medtokenbudget.training.heads import create_head
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
-CSV, TEXT = RESULTS / "zoo.csv", RESULTS / "zoo.txt"
 METRICS = ("retention_of_ceiling", "accuracy", "macro_f1", "balanced_accuracy")
 MERGED = ("lesion_dominated", "lesion_mass")
 BATCH, BUDGET, REPEATS = 16, 0.3, 5
-GROUPS = {
-    "Controls": "knows the mask, or no model at all",
-    "Training-free, patches kept": "rankers and samplers",
-    "Training-free, patches merged": "mergers",
-    "Learned": "with masks (the paper's recipe), `mask-free`, and `lesion-first`",
-    "Other heads": "the same selectors behind heads that read the tokens",
-}
+GROUPS = (
+    "Controls",
+    "Training-free, patches kept",
+    "Training-free, patches merged",
+    "Learned, with masks",
+    "Learned, without masks",
+    "Other heads",
+)
+TEXT = """# Every selector
+
+Selectors of the literature on the same tokens, each with a head of its own that is trained in the same way. They are in
+their post-backbone form: [what differs from the publications](../selectors.md#what-differs-from-the-publications).
+
+- **Data**: 1,663 training and 405 validation images of ISIC 2019 (paper split, all with masks), and one off-center crop of
+  each (399 in validation).
+- **Backbone**: the embedded one (6 blocks, 256 patches of 192 numbers), with the signals `received_attention`,
+  `value_norm`, `mean_key` and `rollout`.
+- **Training**: seed 42 alone, the paper's protocol and head; the head sees the budgets 0.1, 0.3 and 0.5
+  (the study itself: ten).
+- **Command**: `mtb sweep isic.parquet --store stores/embedded --out runs/zoo --preset paper --protocol paper --budgets 0.1
+  0.3 0.5 --seeds 42 --methods ...`, commit 63ed5a4. It is a part of `mtb reproduce --study zoo`, which takes hours: the
+  learned selectors, the other heads and further seeds are not in the table.
+
+At budget 0.3, numbers in percent, [zoo.csv](zoo.csv) has the other budgets and all intervals:
+
+<embedded>
+
+*Ceiling*: kept lesion patches as a share of what K patches can hold. *Own tokens*: for mergers, the share of the lesion
+patches in tokens that are mostly lesion. Intervals: 95 %, bootstrap over lesions. *Parameters*: trained ones, of selector
+and head. *ms*: CPU time of selecting from one image, batches of 16 on one thread.
+
+What it says, and what it does not:
+
+- **None of these training-free selectors finds the lesion.** The class token's attention keeps
+  [class-attention|as-is|retention_of_ceiling] % of the ceiling, its rollout [rollout|as-is|retention_of_ceiling], ATS
+  [ats|as-is|retention_of_ceiling], because it is made to sample less attended places too. Two controls without any model
+  keep more: darkness [darkness|as-is|retention_of_ceiling] and center [center|as-is|retention_of_ceiling].
+- **Off-center** the center falls to [center|off-center|retention_of_ceiling], and attention
+  ([class-attention|off-center|retention_of_ceiling], rollout [rollout|off-center|retention_of_ceiling]) is above it, still
+  below darkness ([darkness|off-center|retention_of_ceiling]). The head behind the center learned centered lesions: its
+  balanced accuracy goes from [center|as-is|balanced_accuracy] to [center|off-center|balanced_accuracy].
+- **Mergers** that join similar tokens (ToMe, TPS) leave [tome|as-is|lesion_dominated] and [tps|as-is|lesion_dominated] % of the
+  lesion in tokens that are mostly lesion; EViT's one fused token takes the rest in ([evit|as-is|lesion_dominated]).
+  Comparing keys instead of tokens gives ToMe [tome:keys|as-is|lesion_dominated].
+- **Keeping the lesion is not accuracy.** The oracle has [oracle|as-is|accuracy] % and Random, with
+  [random|as-is|retention_of_ceiling] % of the ceiling, [random|as-is|accuracy]; off-center Random's balanced accuracy
+  ([random|off-center|balanced_accuracy]) is the oracle's ([oracle|off-center|balanced_accuracy]). Tokens of this backbone's
+  last block know their surroundings. The intervals are about five points to either side and there is one seed, so no two
+  accuracies here that are within five points of each other can be told apart.
+"""
 CONTROLS = ("oracle", "box-prior", "center", "darkness", "random", "no-pruning")
 
 
@@ -57,7 +101,7 @@ def milliseconds(method: Method, store: FeatureStore) -> float:
 def collected(run: Path, backbone: str) -> pd.DataFrame:
     """One row per method, view and budget of a run."""
     info = RunInfo.read(run)
-    store = FeatureStore.open(info.store_path)
+    store = FeatureStore.open(info.store_path, Manifest.read(info.manifest_path))
     found = intervals(read_predictions(run / "predictions.parquet")[0], METRICS)
     cells = ["method", "view", "budget"]
     wide = found.pivot_table(index=[*cells, "seeds"], columns="metric", values=["value", "low", "high"], sort=False)
@@ -92,7 +136,7 @@ def group_of(method: Method) -> str:
         return "Controls"
     kind = selector_class(method.selector)
     if kind.learns:
-        return "Learned"
+        return "Learned, without masks" if method.variant == "mask-free" else "Learned, with masks"
     return "Training-free, patches merged" if kind.kind == "merger" else "Training-free, patches kept"
 
 
@@ -120,30 +164,44 @@ def table(frame: pd.DataFrame) -> str:
             here, off = rows.get("as-is"), rows.get("off-center")
             if here is None:
                 continue
-            method = Method.parse(text)
-            label = look(text).name + ("" if method.head == "mlp" else f" + {method.head}")
             own = "lesion_dominated" if pd.notna(here["lesion_dominated"]) else "lesion_mass"
-            line = [label, str(int(here["seeds"])), percent(here, METRICS[0]), percent(off, METRICS[0]), percent(here, own)]
+            line = [
+                look(text).name,
+                str(int(here["seeds"])),
+                percent(here, METRICS[0]),
+                percent(off, METRICS[0]),
+                percent(here, own),
+            ]
             line += [percent(here, "accuracy", True), percent(here, "macro_f1"), percent(here, "balanced_accuracy", True)]
             line += [percent(off, "balanced_accuracy"), f"{int(here['parameters']):,}", f"{here['ms']:.2f}"]
             lines.append(line)
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def page(frame: pd.DataFrame, text: str) -> str:
-    """`zoo.md`: the text with a table in place of each `{{NAME}}`, the name of a backbone in the CSV."""
+def page() -> str:
+    """`zoo.md`, from the CSV beside it."""
+    frame = pd.read_csv(RESULTS / "zoo.csv")
+    text = TEXT
     for name in dict.fromkeys(frame["backbone"]):
-        text = text.replace("{{" + name + "}}", table(frame[frame["backbone"] == name]))
-    return text
+        text = text.replace(f"<{name}>", table(frame[frame["backbone"] == name]))
+    return re.sub(r"\[([^\[\]|]+)\|([a-z-]+)\|([a-z_0-9]+)\]", lambda found: value(frame, *found.groups()), text)
+
+
+def value(frame: pd.DataFrame, method: str, view: str, metric: str) -> str:
+    """A number of the text, `[method|view|metric]` of the embedded backbone at budget 0.3."""
+    at = (frame["backbone"] == "embedded") & (frame["budget"].round(6) == BUDGET)
+    rows = frame[at & (frame["method"] == method) & (frame["view"] == view)]
+    return f"{100 * float(rows[metric].iloc[0]):.1f}"
 
 
 def main(runs: list[str]) -> None:
     if runs:
-        parts = [collected(Path(run), name) for run, name in zip(runs, ("embedded", "vit-small"))]
+        named = [run.partition("=") for run in runs]
+        frame = pd.concat([collected(Path(run), name) for name, _, run in named], ignore_index=True)
         first = ["backbone", "method", "view", "budget", "seeds"]
-        frame = pd.concat(parts, ignore_index=True)
-        frame[[*first, *(name for name in frame.columns if name not in first)]].to_csv(CSV, index=False, float_format="%.5g")
-    (RESULTS / "zoo.md").write_text(page(pd.read_csv(CSV), TEXT.read_text(encoding="utf-8")), encoding="utf-8")
+        columns = [*first, *(name for name in frame.columns if name not in first)]
+        frame[columns].to_csv(RESULTS / "zoo.csv", index=False, float_format="%.5g")
+    (RESULTS / "zoo.md").write_text(page(), encoding="utf-8")
 
 
 if __name__ == "__main__":
