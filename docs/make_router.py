@@ -1,0 +1,110 @@
+"""Makes a router for dermoscopy from public-domain masks, and from masks that a first router draws for further images.
+
+    python docs/make_router.py ISIC UNLABELLED --out runs/router
+
+ISIC is the folder of `mtb data isic`, UNLABELLED a folder of further public-domain dermoscopic images (ISIC 2017 and 2018). Three
+steps:
+
+1. A teacher learns from the ISIC 2018 task 1 masks of the training side.
+2. It draws a mask for each further image: where its scores are above a half.
+3. The router learns from both. Its epoch is chosen on real masks that were held out of both trainings.
+
+The validation images, with every mask there is, are only measured. The result is `OUT/run/model`; docs/results/scorer.md has its
+figures beside those of the router in the package.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import torch
+from PIL import Image
+
+import medtokenbudget as mtb
+from medtokenbudget.config import BackboneConfig, ExtractConfig, LATSConfig, TrainConfig, preset
+from medtokenbudget.data import Manifest, cut_selection, folder_manifest, isic_manifest
+from medtokenbudget.features import FeatureStore, extract
+from medtokenbudget.routing import Ranker
+
+HIDDEN = 192
+"""Narrower than the default of 256, so that the weights and what the router knows of its training images stay below 1 MB."""
+FEWEST, MOST = 4, 230
+"""A drawn mask with fewer or more lesion patches of 256 is not used."""
+
+
+def main(isic: Path, unlabelled: Path, out: Path, seed: int = 42) -> Path:
+    """Return the folder of the router."""
+    real = public_masks(isic)
+    config = preset("lesion-first", seed=seed, lats=LATSConfig(hidden=HIDDEN, neighborhood="grid8"))
+    teacher = train(real, out / "tokens", out / "teacher", config)
+    further = folder_manifest(unlabelled, None)
+    drawn = draw_masks(teacher, further, out)
+    train(joined(real, drawn), out / "tokens", out / "run", config)
+    return out / "run" / "model"
+
+
+def public_masks(isic: Path) -> Manifest:
+    """Training images that have a mask of ISIC 2018, a tenth of them to choose the epoch on, and every validation image."""
+    public = isic_manifest(isic, "by-id", ["isic2018"])
+    everything = isic_manifest(isic, "by-id")
+    use = public.rows[(public.rows["split"] == "train") & public.rows["mask"].notna()]
+    training = cut_selection(replace(public, rows=use), 0.1, seed=42)
+    rows = pd.concat([training.rows, everything.rows[everything.rows["split"] == "val"]], ignore_index=True)
+    return replace(everything, rows=rows, name="ISIC 2018 task 1").without_labels()
+
+
+def train(manifest: Manifest, store: Path, out: Path, config: TrainConfig) -> Ranker:
+    """Extract what is missing in the store, train without a head, and return the trained scorer."""
+    path = manifest.write(out.with_suffix(".parquet"))
+    extract(manifest, store, BackboneConfig(name="embedded"), ExtractConfig(views="off-center"))
+    run = mtb.train(path, store, out, config, selector="lats", head="none")
+    selector = run.model.classifier().selector
+    assert isinstance(selector, Ranker)
+    return selector
+
+
+@torch.no_grad()
+def draw_masks(teacher: Ranker, further: Manifest, out: Path) -> Manifest:
+    """Masks of the images in `further` that the teacher finds a lesion in, written to `out/masks`, and their manifest."""
+    further = further.with_columns(split=["train"] * len(further))
+    extract(further, out / "further", BackboneConfig(name="embedded"), ExtractConfig())
+    store = FeatureStore.open(out / "further", further)
+    masks: dict[str, str] = {}
+    (out / "masks").mkdir(exist_ok=True)
+    for batch in store.batches(np.arange(len(store)), 64):
+        for name, values in zip(batch.image_id or (), teacher.score(batch.float()).unflatten(1, store.grid)):
+            if FEWEST <= int((values > 0.5).sum()) <= MOST:
+                path = out / "masks" / f"{name}.png"
+                gray = Image.fromarray((255 * values).round().byte().numpy())
+                width, height = Image.open(further.image_path(further.ids.index(name))).size
+                gray.resize((width, height), Image.Resampling.BILINEAR).point(lambda value: 255 * (value > 127)).save(path)
+                masks[name] = str(path.resolve())
+    kept = [i for i, name in enumerate(further.ids) if name in masks]
+    return further.take(kept).with_columns(mask=[masks[further.ids[i]] for i in kept])
+
+
+def joined(real: Manifest, drawn: Manifest) -> Manifest:
+    """Both, with absolute paths."""
+    parts = []
+    for manifest in (real, drawn):
+        rows = manifest.rows.copy()
+        rows["image"] = [str(manifest.image_path(i).resolve()) for i in range(len(manifest))]
+        rows["mask"] = [None if (mask := manifest.mask_path(i)) is None else str(mask.resolve()) for i in range(len(manifest))]
+        parts.append(rows)
+    known = set(parts[0]["image_id"])
+    parts[1] = parts[1][~parts[1]["image_id"].isin(known)]
+    return replace(real, rows=pd.concat(parts, ignore_index=True), root=None, name="ISIC 2018 task 1 and drawn masks")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("isic", type=Path)
+    parser.add_argument("unlabelled", type=Path)
+    parser.add_argument("--out", type=Path, default=Path("runs/router"))
+    parser.add_argument("--seed", type=int, default=42)
+    given = parser.parse_args()
+    print(main(given.isic, given.unlabelled, given.out, given.seed))
