@@ -18,6 +18,7 @@ from medtokenbudget.app.site_server import SiteHandler, site_server
 from medtokenbudget.errors import WorkError
 from medtokenbudget.locks import exclusive
 from medtokenbudget.model import MedTokenBudget
+from medtokenbudget.model.guarantee import Guarantee
 from medtokenbudget.training.familiarity import Familiarity
 from tests.small_model import small_model
 
@@ -48,6 +49,9 @@ def site_model(folder: Path) -> MedTokenBudget:
     with torch.no_grad():
         model.familiarity.basis[:4] = torch.eye(4)
         model.familiarity.limit.fill_(9)
+    calibrated = {"bound": 0.05, "kept": 0.95, "tokens": 30.0, "images": 9, "groups": 9, "dataset": "drawn", "data": ""}
+    promise = Guarantee(0.95, None, None, 0.5, 8, 60, MAIN, model=model.fingerprint, **calibrated)  # type: ignore[arg-type]
+    model.guarantees = (promise,)
     return model
 
 

@@ -113,6 +113,10 @@ def test_the_page_answers_as_the_service_does(page: Page, service: Service, mask
         assert [row["name"] for row in found["selectors"]] == [row["name"] for row in others]
         for mine, theirs in zip(found["selectors"], others):
             assert mine["k"] == theirs["k"]
+            assert len(mine["promises"]) == len(theirs["promises"]) == (mine["name"] == MAIN)
+            for found_promise, promise in zip(mine["promises"], theirs["promises"]):
+                assert found_promise["k"] == promise["k"]
+                np.testing.assert_allclose(found_promise["probabilities"], promise["probabilities"], atol=5e-3)
             np.testing.assert_allclose(mine["scores"], theirs["scores"], atol=2e-5, err_msg=mine["name"])
             assert_same_ranking(mine["order"], theirs["order"], np.array(theirs["scores"]))
             np.testing.assert_allclose(mine["probabilities"], by_hand(service, data, mine), atol=1e-4, err_msg=mine["name"])

@@ -87,6 +87,7 @@ def write_site(model: MedTokenBudget, out: Path | str, runtime: WebRuntime, demo
                 "ranked": graphs.ranked,
                 "fixed": graphs.fixed,
                 "methods": graphs.methods,
+                "promises": _promises(model),
             },
             "runtime": {"script": f"runtime/{SCRIPT}", "binary": f"runtime/{BINARY}"},
             "samples": samples,
@@ -138,6 +139,13 @@ def _describe(model: MedTokenBudget, graphs: WebGraphs, demo: bool) -> dict[str,
         row["selector"] = selector.name
         row["keeps_all"] = selector.count(0.5, 10_000) == 10_000
     return {**described, "selectors": shown}
+
+
+def _promises(model: MedTokenBudget) -> list[dict[str, Any]]:
+    """What was calibrated for this model: the threshold on the scores that keeps each promise."""
+    names = ("selector", "retention", "coverage", "threshold", "minimum", "most")
+    fingerprint = model.fingerprint
+    return [{name: getattr(one, name) for name in names} for one in model.guarantees if one.model == fingerprint]
 
 
 def _finish(folder: Path, values: dict[str, Any]) -> None:

@@ -49,8 +49,15 @@ function retention(order, lesion, counts) {
   };
 }
 
-/** One method: `method` describes it, `logits` is [N, C] flat, one row for each K, or undefined without a head. */
-export function methodAnswer(method, order, scores, logits, budgets, lesion, classes) {
+/** How many patches keep a calibrated promise: those with its threshold or a higher score, within its limits. */
+function promiseAnswer({ retention, coverage, threshold, minimum, most }, scores, logits, classes) {
+  const above = scores.reduce((sum, score) => sum + (score >= threshold ? 1 : 0), 0);
+  const k = Math.min(most, Math.max(minimum, above));
+  return { retention, coverage, k, probabilities: logits ? softmax(logits.subarray((k - 1) * classes, k * classes)) : null };
+}
+
+/** One method: `method` describes it, `promises` are those calibrated for it, `logits` is [N, C] flat, one row for each K, or undefined without a head. */
+export function methodAnswer(method, promises, order, scores, logits, budgets, lesion, classes) {
   const n = order.length;
   const counts = budgets.map((budget) => (method.keeps_all ? n : budgetToK(budget, n, method.minimum)));
   const measured = lesion && lesion.includes(1) ? retention(order, lesion, counts) : { retention: null, ceiling: null, retention_of_ceiling: null };
@@ -62,6 +69,7 @@ export function methodAnswer(method, order, scores, logits, budgets, lesion, cla
     scores: Array.from(scores, (score) => Number(score.toPrecision(6))),
     groups: null,
     ...measured,
+    promises: promises.map((promise) => promiseAnswer(promise, scores, logits, classes)),
     probabilities: logits ? counts.map((k) => softmax(logits.subarray((k - 1) * classes, k * classes))) : null,
   };
 }

@@ -70,7 +70,10 @@ async function methods({ patches, scores }, lesion, budgets, classes) {
   return names
     .map((name, i) => [describedBy(name), i])
     .filter(([method]) => lesion || !method.needs_mask)
-    .map(([method, i]) => methodAnswer(method, orders[i], all[i], logits?.subarray(i * n * classes, (i + 1) * n * classes), budgets, lesion, classes));
+    .map(([method, i]) => {
+      const promises = site.graphs.promises.filter(({ selector }) => selector === method.name);
+      return methodAnswer(method, promises, orders[i], all[i], logits?.subarray(i * n * classes, (i + 1) * n * classes), budgets, lesion, classes);
+    });
 }
 
 async function headsOf(patches, orders) {
