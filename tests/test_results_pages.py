@@ -102,3 +102,11 @@ def test_every_page_of_results_says_where_it_comes_from() -> None:
 
 def test_the_table_of_the_readme_is_made_from_the_same_csv(script: ModuleType) -> None:
     assert script.readme_table() in (REPOSITORY / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_saving_in_the_readme_is_that_of_the_measured_guarantee() -> None:
+    row = rows("guarantee", scores="router", retention="0.95", coverage="")[0]
+    text = " ".join((REPOSITORY / "README.md").read_text(encoding="utf-8").split())
+    tokens, fixed, n = f"{float(row['tokens']):.0f}", row["fixed"], f"{int(row['images']):,}"
+    claim = f"takes {tokens} tokens on average where one budget for all images takes {fixed} (n = {n})"
+    assert claim in text

@@ -364,6 +364,47 @@ def ceiling_rows() -> list[list[str]]:
     return rows
 
 
+def beyond_rows() -> list[list[str]]:
+    """What the paper does not have: one line per question, its number, the control beside it, and where it stands."""
+    rows = []
+    promised = read("guarantee").query("coverage.isna() and retention == 0.95").set_index("scores")
+    router, center = promised.loc["router"], promised.loc["center"]
+    rows.append(
+        [
+            "tokens to keep 95 % of the lesion on average, guaranteed",
+            f"{router['tokens']:.1f}",
+            f"{router['fixed']:.0f} with one budget for all; center {center['tokens']:.1f}",
+            f"{int(router['images']):,}",
+            "[a guarantee](../guarantee.md#is-it-kept-and-what-does-it-save) ([CSV](guarantee.csv))",
+        ]
+    )
+    outside = read("external").query("metric == 'retention_of_ceiling' and budget == 0.3").iloc[0]
+    rows.append(
+        [
+            "share of the ceiling on another archive, budget 0.3",
+            number(outside["here"]),
+            f"{number(outside['own'])} on its own validation images",
+            "267",
+            "[external validation](../evaluate.md#an-example-from-one-archive-to-another) ([CSV](external.csv))",
+        ]
+    )
+    zoo = (
+        read("zoo")
+        .query("backbone == 'embedded' and view == 'as-is' and budget == 0.3")
+        .set_index("method")["retention_of_ceiling"]
+    )
+    rows.append(
+        [
+            "share of the ceiling by class attention, budget 0.3",
+            number(zoo["class-attention"]),
+            f"center {number(zoo['center'])}, darkness {number(zoo['darkness'])}",
+            "405",
+            "[every selector](zoo.md)",
+        ]
+    )
+    return rows
+
+
 def index_page() -> str:
     head = ["measure, budget", "paper: LATS", "paper: Random", "paper: ToMe",
             "lesion-first", "LATS", "center", "random", "ToMe"]  # fmt: skip
@@ -380,6 +421,12 @@ Retention depends on how large the lesions are; its share of the ceiling does no
 what the patches nearest the center keep of them without a model, were computed by us:
 
 {table(ceiling_rows(), share)}
+
+## Beyond the paper
+
+{table(beyond_rows(), ["question", "measured", "beside it", "n", "page"])}
+
+## All pages
 
 | page | question | download |
 |---|---|---|
