@@ -7,11 +7,13 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 
 from medtokenbudget import files
 from medtokenbudget.errors import RequestError, WorkError
@@ -113,3 +115,24 @@ def test_a_file_of_another_program_is_not_a_checkpoint(tmp_path: Path) -> None:
     save_file({"a": torch.ones(1)}, tmp_path / "c.safetensors")
     with pytest.raises(RequestError, match="was not written by MedTokenBudget"):
         load_tensors(tmp_path / "c.safetensors")
+
+
+def test_a_safetensors_file_is_written_without_a_hidden_file_of_the_library(tmp_path: Path) -> None:
+    """The library's `save_file` writes to `.tmpXXXXXX` first, whose owner nobody knows after a kill."""
+    seen: list[str] = []
+    real = files.atomic_write
+
+    @contextmanager
+    def watched(path: Path) -> Iterator[Path]:
+        with real(path) as temporary:
+            yield temporary
+            seen.extend(entry.name for entry in tmp_path.iterdir())
+
+    tensors = {"a": torch.arange(6.0).reshape(2, 3)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files, "atomic_write", watched)
+        files.write_safetensors(tmp_path / "x.safetensors", save(tensors, {"note": "1"}))
+    assert len(seen) == 1
+    assert seen[0].endswith(".part")
+    save_file(tensors, tmp_path / "y.safetensors", {"note": "1"})
+    assert (tmp_path / "x.safetensors").read_bytes() == (tmp_path / "y.safetensors").read_bytes()

@@ -231,16 +231,10 @@ def dotted(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def write_safetensors(path: Path | str, save: Callable[[str], None]) -> None:
-    """Write a safetensors file atomically; `save` calls `safetensors.*.save_file` with the path it is given."""
-    from safetensors import SafetensorError
+def write_safetensors(path: Path | str, data: bytes) -> None:
+    """Write what `safetensors.*.save` gives atomically.
 
+    Not `save_file`: the library writes to a hidden file of its own first, which a killed process would leave behind for good.
+    """
     with atomic_write(path) as temporary:
-        try:
-            save(str(temporary))
-        except SafetensorError as error:
-            # The library puts errors of the system into its own type, with their number in the text.
-            number = re.search(r"os error (\d+)", str(error))
-            if number is None:
-                raise
-            raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
+        temporary.write_bytes(data)

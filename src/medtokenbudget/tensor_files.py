@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from medtokenbudget.errors import RequestError
@@ -25,7 +25,7 @@ def save_tensors(path: Path, tensors: dict[str, Tensor], state: dict[str, Any]) 
     text = json.dumps(state, sort_keys=True)
     # One key only: safetensors writes several in an order that changes from call to call.
     metadata = {"state": json.dumps({"sha256": _digest(plain, text), "state": text}, sort_keys=True)}
-    write_safetensors(path, lambda target: save_file(plain, target, metadata=metadata))
+    write_safetensors(path, save(plain, metadata))
 
 
 def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 from safetensors import safe_open
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 from medtokenbudget.experiments.results import AS_IS, read_predictions, summarize, write_predictions, write_results
 from medtokenbudget.experiments.run import describe_run
@@ -68,7 +68,7 @@ def _collect_routing(plan: Plan, done: Sequence[Unit]) -> None:
                 tensors.setdefault(label, stream.get_tensor(key))
     about = {"image_ids": ids, "grid": list(plan.sources.store.grid)}
     metadata = {"routing": json.dumps(about)}  # one key: safetensors does not keep the order of several
-    write_safetensors(plan.out / "routing.safetensors", lambda target: save_file(tensors, target, metadata=metadata))
+    write_safetensors(plan.out / "routing.safetensors", save(tensors, metadata))
 
 
 def _collect_metrics(plan: Plan, done: Sequence[Unit]) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 from medtokenbudget.config import HEADLINE_BUDGETS, to_dict
 from medtokenbudget.data import Manifest, decode_image, decode_mask
@@ -104,7 +104,7 @@ def run_evaluation(evaluation: Evaluation, out: Path) -> pd.DataFrame:
     write_results(out / "results.csv", results)
     ids = {view: [evaluation.images.store.ids[row] for row in rows] for view, rows in views.items()}
     about = {"routing": json.dumps({"image_ids": ids, "grid": list(evaluation.images.store.grid)})}
-    write_safetensors(out / "routing.safetensors", lambda target: save_file(tensors, target, metadata=about))
+    write_safetensors(out / "routing.safetensors", save(tensors, about))
     attributes = image_attributes(evaluation.images, evaluation.original)
     with atomic_write(out / ATTRIBUTES) as temporary:
         attributes.to_parquet(temporary, index=False)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 from medtokenbudget.config import TrainConfig, to_dict
 from medtokenbudget.data import Manifest
@@ -168,7 +168,7 @@ def _work(plan: Plan, unit: Unit, folder: Path, on_epoch: OnEpoch | None) -> Non
         ids[view] = [store.ids[row] for row in rows]
     write_predictions(folder / "predictions.parquet", pd.concat(frames, ignore_index=True), manifest.classes)
     write_json(folder / "images.json", ids)
-    write_safetensors(folder / "routing.safetensors", lambda target: save_file(tensors, target))
+    write_safetensors(folder / "routing.safetensors", save(tensors))
 
 
 def _train_baseline(plan: Plan, trainer: PooledHead, selector: Selector, parts: Parts, store: FeatureStore, folder: Path) -> Head:

@@ -196,7 +196,7 @@ class _Cache:
 
     def save(self, hashes: Mapping[str, tuple[str | None, str | None]], manifest: Manifest) -> None:
         """Write the file unless it says the same; a store that cannot be written to is read all the same."""
-        from safetensors.numpy import save_file
+        from safetensors.numpy import save
 
         images = {name: image for name, (image, _) in hashes.items() if image is not None}
         masks = {name: mask for name, (_, mask) in hashes.items() if mask is not None}
@@ -215,7 +215,7 @@ class _Cache:
         metadata = {"annotations": json.dumps(about, sort_keys=True)}
         try:
             tensors = dict(zip(("lesion", "covered"), np.ascontiguousarray(both)))
-            write_safetensors(self._file, lambda path: save_file(tensors, path, metadata))
+            write_safetensors(self._file, save(tensors, metadata))
         except MedTokenBudgetError:
             return
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from medtokenbudget import __version__
@@ -236,7 +236,7 @@ def export(model: Any, plan: zoo.Recipe, folder: Path) -> Path:
     if not all(bool(torch.isfinite(value).all()) for value in state.values()):
         raise WorkError("Some weights are too large for fp16. Train with a smaller --lr.")
     plan.write(folder)
-    write_safetensors(folder / zoo.WEIGHTS_FILE, lambda path: save_file(state, path, metadata={"format": "pt"}))
+    write_safetensors(folder / zoo.WEIGHTS_FILE, save(state, {"format": "pt"}))
     return folder / zoo.WEIGHTS_FILE
 
 

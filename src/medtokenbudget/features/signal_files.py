@@ -59,7 +59,7 @@ def rows_hash(sidecar: Sidecar) -> str:
 
 def write_signal(store: Path, index: int, name: str, values: np.ndarray, sidecar: Sidecar, missing: Sequence[int] = ()) -> None:
     """Publish the values [n, ...] of a signal for the n rows of a shard."""
-    from safetensors.numpy import save_file
+    from safetensors.numpy import save
 
     about = {
         "rows": rows_hash(sidecar),
@@ -69,7 +69,7 @@ def write_signal(store: Path, index: int, name: str, values: np.ndarray, sidecar
     tensors = {name: np.ascontiguousarray(values)}
     # One key, because the library writes several in an order of its own.
     note = {"about": json.dumps(about)}
-    write_safetensors(signal_path(store, index, name), lambda target: save_file(tensors, target, note))
+    write_safetensors(signal_path(store, index, name), save(tensors, note))
 
 
 def read_signal(store: Path, index: int, name: str, sidecar: Sidecar) -> SignalFile | None:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import safetensors
 import safetensors.torch
+from safetensors.torch import save
 from torch import Tensor
 
 from medtokenbudget import __version__
@@ -36,7 +36,7 @@ def write_folder(
         whole = {key: value.detach().cpu().contiguous() for key, value in sorted(values.items())}
         # One key only: safetensors writes several in an order that changes from call to call.
         header = {"medtokenbudget": json.dumps(identity, sort_keys=True)}
-        write_safetensors(folder / name, partial(safetensors.torch.save_file, whole, metadata=header))
+        write_safetensors(folder / name, save(whole, header))
         files[name] = sha256_file(folder / name)
     if HEADS not in tensors:
         (folder / HEADS).unlink(missing_ok=True)
