@@ -302,7 +302,7 @@ def validation(
         name: np.stack([predicted(fitted(value[train], label[train], classes, seed), value[val]) for seed in arguments.seeds])
         for name, value in chosen.items()
     }
-    truth, draws = label[val], np.random.default_rng(0).integers(0, int(val.sum()), (1000, int(val.sum())))
+    truth, draws = label[val], np.random.default_rng(0).integers(0, int(val.sum()), (400, int(val.sum())))
     lines = []
     for name, own in answers.items():
         acc, f1, balanced = scores_of(truth, own, classes)

@@ -22,13 +22,13 @@ def serving(folder: Path, repo: str) -> Iterator[str]:
             self.answer(body=True)
 
         def answer(self, body: bool) -> None:
-            found = re.fullmatch(rf"/{re.escape(repo)}/resolve/main/([\w.]+)", self.path)
+            found = re.fullmatch(rf"/{re.escape(repo)}/resolve/main/([\w./]+)", self.path)
             path = folder / found.group(1) if found else folder / "absent"
             known = found and path.is_file()
             content = path.read_bytes() if known else b""
             self.send_response(200 if known else 404)
             if known:
-                self.send_header("ETag", f'"{path.name}-1"')
+                self.send_header("ETag", f'"{path.parent.name}-{path.name}-1"')
                 self.send_header("X-Repo-Commit", "a" * 40)
             else:
                 self.send_header("X-Error-Code", "EntryNotFound" if found else "RepoNotFound")

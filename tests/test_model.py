@@ -20,7 +20,7 @@ import medtokenbudget as mtb
 from medtokenbudget.errors import BudgetError, MismatchError, MissingSignalError, RequestError, UnknownNameError, WorkError
 from medtokenbudget.model import Failure, MedTokenBudget
 from tests.hub import serving
-from tests.small_model import CLASSES, draw_images, small_backbone, small_model
+from tests.small_model import CLASSES, draw_images, early_model, small_backbone, small_model
 
 
 @pytest.fixture(scope="module")
@@ -323,6 +323,16 @@ def hub(model: MedTokenBudget, tmp_path: Path) -> Iterator[tuple[str, Path]]:
     folder = model.save_pretrained(tmp_path / "served", portable=True)
     with serving(folder, "someone/router") as address:
         yield address, folder
+
+
+def test_a_model_that_is_routed_early_is_downloaded_with_its_router(hub_at: Callable[..., None], tmp_path: Path) -> None:
+    made = early_model(tmp_path, "scout")
+    with serving(made.save_pretrained(tmp_path / "early", portable=True), "someone/early") as address:
+        hub_at(address)
+        found = mtb.load("someone/early", device="cpu")
+    assert found.scout is not None
+    assert made.scout is not None
+    assert found.scout.fingerprint == made.scout.fingerprint
 
 
 def test_a_hub_id_is_downloaded_cached_and_then_needs_no_network(

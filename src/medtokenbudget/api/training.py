@@ -23,7 +23,7 @@ from medtokenbudget.experiments.units import Unit
 from medtokenbudget.features import FeatureStore
 from medtokenbudget.locks import exclusive
 from medtokenbudget.model import MedTokenBudget, load
-from medtokenbudget.model.early import ROUTER
+from medtokenbudget.model.folder import ROUTER
 from medtokenbudget.reporting.card import run_card
 from medtokenbudget.routing import selector_class
 from medtokenbudget.training.classifier import RoutedClassifier

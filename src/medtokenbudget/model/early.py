@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
 BLOCK = 4
 """Where 'inside' prunes unless told otherwise."""
-ROUTER = "router"
-"""Folder of the router inside the folder of a model that is routed early."""
 _INSIDE = ("attention_entropy", "cls_attention")
 _SCOUT = (*_INSIDE, "luminance")
 _FREE = ("layer", "attention", "name")

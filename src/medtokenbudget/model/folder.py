@@ -25,6 +25,8 @@ from medtokenbudget.model.schema import check_config
 FORMAT = "medtokenbudget-model"
 FORMAT_VERSION = 2
 CONFIG, TENSORS, HEADS, CARD = "config.json", "model.safetensors", "heads.safetensors", "README.md"
+ROUTER = "router"
+"""Folder of the router inside the folder of a model that is routed early."""
 
 
 def write_folder(

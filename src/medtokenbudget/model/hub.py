@@ -7,7 +7,7 @@ from pathlib import Path
 
 from medtokenbudget.errors import RequestError, WorkError, first_line
 from medtokenbudget.hub import fetch
-from medtokenbudget.model.folder import CARD, CONFIG, read_config
+from medtokenbudget.model.folder import CARD, CONFIG, ROUTER, read_config
 
 SHIPPED = {"dermoscopy": Path(__file__).parent / "dermoscopy"}
 """Models that come with the package. Their names win over a folder of the same name in the working directory (write ./NAME)."""
@@ -49,8 +49,13 @@ def download(repo_id: str, revision: str | None = None) -> Path:
     """Download a model's files into the hub's cache; a model that is already there needs no network."""
     config = _fetch(repo_id, CONFIG, revision)
     folder = config.parent
-    for name in (*read_config(folder)["files"], CARD):
+    found = read_config(folder)
+    for name in (*found["files"], CARD):
         _fetch(repo_id, name, revision)
+    if "route" in found["identity"]["backbone"]:  # routed early: the router is a model inside the folder
+        router = _fetch(repo_id, f"{ROUTER}/{CONFIG}", revision).parent
+        for name in (*read_config(router)["files"], CARD):
+            _fetch(repo_id, f"{ROUTER}/{name}", revision)
     return folder
 
 

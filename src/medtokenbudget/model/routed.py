@@ -29,7 +29,7 @@ from medtokenbudget.locks import exclusive
 from medtokenbudget.model import folder as files
 from medtokenbudget.model import hub, parts, predicting
 from medtokenbudget.model.classifiers import Classifiers
-from medtokenbudget.model.early import ROUTER, EarlyRouting
+from medtokenbudget.model.early import EarlyRouting
 from medtokenbudget.model.guarantee import Guarantee, find_guarantee, read_guarantees
 from medtokenbudget.model.predicting import Answer
 from medtokenbudget.model.prediction import Prediction, Routing
@@ -468,7 +468,7 @@ class MedTokenBudget(nn.Module):
         settings["guarantees"] = [guarantee.to_json() for guarantee in self.guarantees]
         with exclusive(target):
             if self.scout is not None:
-                self.scout.save_pretrained(target / ROUTER, portable)
+                self.scout.save_pretrained(target / files.ROUTER, portable)
             files.write_folder(target, self.identity, settings, self._tensors(), self.card)
         return target
 
@@ -491,7 +491,7 @@ class MedTokenBudget(nn.Module):
             main=identity["main"],
             card=files.read_card(source),
             info=config["info"],
-            scout=cls.from_pretrained(source / ROUTER, device=device) if "route" in identity["backbone"] else None,
+            scout=cls.from_pretrained(source / files.ROUTER, device=device) if "route" in identity["backbone"] else None,
             familiarity=familiarity,
             guarantees=read_guarantees(config.get("guarantees", [])),
             device=device,
