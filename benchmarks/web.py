@@ -27,7 +27,7 @@ from medtokenbudget.app.runtime import find_runtime
 from medtokenbudget.app.samples import SAMPLES, image_bytes, mask_bytes
 from medtokenbudget.app.service import Question, Service
 from medtokenbudget.app.site import write_site
-from medtokenbudget.app.site_server import SiteHandler, site_server
+from medtokenbudget.app.site_server import site_server
 from medtokenbudget.data import Manifest
 
 BUDGET = 0.3
@@ -43,12 +43,6 @@ ROUTE = """async ([image, mask]) => {
     URL.revokeObjectURL(answer.image.preview);
     return { seconds, answer: { ...answer, image: null } };
 }"""
-
-
-class OneThread(SiteHandler):
-    """Served as most hosts do, without the headers that give a page several threads."""
-
-    isolated = False
 
 
 @dataclass
@@ -99,7 +93,7 @@ def images(manifest: Path | None, n: int) -> list[tuple[bytes, bytes | None]]:
 @contextmanager
 def opened(site: Path) -> Iterator[Page]:
     """The site in Chromium."""
-    with site_server(site, 0, OneThread) as server, sync_playwright() as driver:
+    with site_server(site) as server, sync_playwright() as driver:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         browser = driver.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         page = browser.new_page()

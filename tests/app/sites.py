@@ -37,12 +37,6 @@ BASELINES = (
 )
 
 
-class PlainHandler(SiteHandler):
-    """As most hosts serve files: without the headers that isolate a page, so with one thread."""
-
-    isolated = False
-
-
 def site_model(folder: Path) -> MedTokenBudget:
     model = small_model(folder, BASELINES, main=MAIN)
     model.familiarity = Familiarity(model.dim, rank=4)
@@ -92,7 +86,7 @@ def waiting_for(folder: Path, seconds: float = 300) -> Iterator[None]:
 
 
 @contextmanager
-def serving(folder: Path, handler: type[SiteHandler] = PlainHandler) -> Iterator[str]:
+def serving(folder: Path, handler: type[SiteHandler] = SiteHandler) -> Iterator[str]:
     """Serve a folder from a thread of this process and give its address."""
     with site_server(folder, 0, handler) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)

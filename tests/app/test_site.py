@@ -17,9 +17,10 @@ from PIL import Image
 from playwright.sync_api import Browser, Page, expect
 
 from medtokenbudget.app.service import Question, Service
+from medtokenbudget.app.site_server import SiteHandler
 from medtokenbudget.data import decode_image
 from tests.app.server import mask, picture
-from tests.app.sites import MAIN, PlainHandler, serving, site_model
+from tests.app.sites import MAIN, serving, site_model
 
 pytestmark = pytest.mark.slow
 
@@ -195,7 +196,7 @@ def test_the_policy_of_the_page_stops_requests_to_other_places_from_the_page_and
 ) -> None:
     asked: list[str] = []
 
-    class Elsewhere(PlainHandler):
+    class Elsewhere(SiteHandler):
         def do_GET(self) -> None:
             asked.append(self.path)
             self.send_error(404)

@@ -17,9 +17,10 @@ from PIL import Image
 from playwright.sync_api import Browser, Page, expect
 
 from medtokenbudget.app import site as exporter
+from medtokenbudget.app.site_server import SiteHandler
 from tests.app.axe import serious
 from tests.app.server import huge_png, mask, picture
-from tests.app.sites import PlainHandler, serving
+from tests.app.sites import serving
 
 pytestmark = pytest.mark.slow
 expect.set_options(timeout=60_000)
@@ -77,7 +78,7 @@ def test_a_file_that_cannot_be_used_gets_a_clear_message_and_the_page_keeps_work
 
 
 def test_a_damaged_model_file_is_a_message_and_a_whole_one_works_after_a_reload(chromium: Browser, site: Path) -> None:
-    class Damaged(PlainHandler):
+    class Damaged(SiteHandler):
         damage = True
 
         def do_GET(self) -> None:
@@ -101,7 +102,7 @@ def test_a_damaged_model_file_is_a_message_and_a_whole_one_works_after_a_reload(
 
 
 def test_a_missing_model_file_is_a_message(chromium: Browser, site: Path) -> None:
-    class Incomplete(PlainHandler):
+    class Incomplete(SiteHandler):
         def do_GET(self) -> None:
             if self.path.endswith("heads.onnx"):
                 return self.send_error(404)
@@ -121,7 +122,7 @@ def test_a_browser_without_webassembly_is_told_so(chromium: Browser, site_url: s
 
 
 def test_when_memory_runs_out_the_page_says_so_and_takes_the_next_image(chromium: Browser, site: Path, tmp_path: Path) -> None:
-    class Small(PlainHandler):
+    class Small(SiteHandler):
         """Serves a resize that fails on large images as a browser does that has no memory left."""
 
         def do_GET(self) -> None:
@@ -196,7 +197,7 @@ def test_axe_finds_nothing_serious_and_nothing_sticks_out(
 
 
 def test_the_progress_of_loading_is_shown_and_can_be_read_aloud(chromium: Browser, site: Path) -> None:
-    class Slow(PlainHandler):
+    class Slow(SiteHandler):
         def do_GET(self) -> None:
             if not self.path.endswith(".wasm"):
                 return super().do_GET()

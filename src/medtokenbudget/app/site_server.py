@@ -13,7 +13,7 @@ from medtokenbudget.progress import say
 
 
 class SiteHandler(SimpleHTTPRequestHandler):
-    """Files of one folder, with the headers that give the page several threads."""
+    """Files of one folder, as most web servers send them."""
 
     extensions_map = SimpleHTTPRequestHandler.extensions_map | {
         ".js": "text/javascript",
@@ -21,12 +21,8 @@ class SiteHandler(SimpleHTTPRequestHandler):
         ".wasm": "application/wasm",
         ".onnx": "application/octet-stream",
     }
-    isolated = True
 
     def end_headers(self) -> None:
-        if self.isolated:
-            self.send_header("Cross-Origin-Opener-Policy", "same-origin")
-            self.send_header("Cross-Origin-Embedder-Policy", "require-corp")
         self.send_header("X-Content-Type-Options", "nosniff")
         self.send_header("Cache-Control", "no-cache")
         super().end_headers()

@@ -18,8 +18,7 @@ async function open({ description, root }, report) {
   const files = await load(site, root, report);
   report({ text: "Starting the model…" });
   ort = await import(new URL(site.runtime.script, root).href);
-  // Threads need shared memory, which a browser gives only to pages that their server isolates (COOP and COEP headers).
-  ort.env.wasm.numThreads = self.crossOriginIsolated ? Math.min(4, navigator.hardwareConcurrency || 1) : 1;
+  ort.env.wasm.numThreads = 1; // more need a server that isolates the page
   ort.env.wasm.wasmBinary = files[site.runtime.binary];
   ort.env.logLevel = "error";
   graphs = {};
