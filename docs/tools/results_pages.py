@@ -402,6 +402,16 @@ def beyond_rows() -> list[list[str]]:
             "[every selector](zoo.md)",
         ]
     )
+    speeds = read("early-routing").query("table == 'speed' and shape == 'ViT-S/14' and batch == 16").set_index("way")["ratio"]
+    rows.append(
+        [
+            "speed of a ViT-S/14 that runs where a scout says, over the dense pass (batch 16)",
+            f"{speeds['scout']:.2f}x",
+            f"ToMe in every block {speeds['tome']:.2f}x, a smaller dense image {speeds['dense-154px']:.2f}x",
+            "–",
+            "[early routing](early-routing.md) ([CSV](early-routing.csv))",
+        ]
+    )
     return rows
 
 
