@@ -1,4 +1,4 @@
-"""From a file to pixels. The only place where Pillow opens a file, so that all images and masks are read by the same rules.
+"""From a file to pixels. The only place where an image file is opened, so that all images and masks are read by the same rules.
 
 A file that cannot be read without guessing is an error with a kind (`DecodeError.kind`); nothing is cropped or replaced.
 """
@@ -14,11 +14,12 @@ from typing import BinaryIO
 import numpy as np
 from PIL import Image
 
+from medtokenbudget.data import dicom
 from medtokenbudget.errors import RequestError, WorkError, first_line
 
 MAX_PIXELS = 100_000_000
 FORMATS = ("JPEG", "PNG", "TIFF", "BMP", "WEBP", "GIF", "PPM", "JPEG2000")
-SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".tif", ".tiff", ".bmp", ".webp", ".gif", ".ppm", ".pgm", ".jp2"})
+SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".tif", ".tiff", ".bmp", ".webp", ".gif", ".ppm", ".pgm", ".jp2"}) | dicom.SUFFIXES
 Source = Path | str | bytes | BinaryIO
 MIN_SCANS, MAX_SCANS = 25, 500
 """Scans of a JPEG that are always and never accepted; in between `SCANNED_PIXELS` decides."""
@@ -63,7 +64,7 @@ def decode_image(source: Source, max_pixels: int = MAX_PIXELS) -> Image.Image:
     """Read an image as RGB, rotated by its EXIF orientation.
 
     Gray, palette, 1-bit, 16-bit gray (scaled by 255 / 65535) and CMYK images are converted. An alpha channel is dropped if it is
-    fully opaque. The extra frames of a camera's MPO file are previews and are ignored.
+    fully opaque. The extra frames of a camera's MPO file are previews and are ignored. DICOM files are read for their pixels only.
 
     Args:
         source: A path, the bytes of a file, or an open binary file.
@@ -87,6 +88,8 @@ def _decode(source: Source, max_pixels: int, what: str = "The image") -> Image.I
     """Pixels in one of the modes L, 1, P (without transparency), RGB, YCbCr, HSV."""
     name, stream = _open(source, what)
     try:
+        if dicom.is_dicom(stream):
+            return _from_dicom(name, stream, max_pixels)
         image = _header(name, stream)
         _check_size(name, image.size, max_pixels)
         _check_frames(name, image)
@@ -105,6 +108,15 @@ def _decode(source: Source, max_pixels: int, what: str = "The image") -> Image.I
             stream.close()
     image = _plain_mode(name, image)
     return image.transpose(_TRANSPOSE[orientation]) if orientation in _TRANSPOSE else image
+
+
+def _from_dicom(name: str, stream: BinaryIO, max_pixels: int) -> Image.Image:
+    try:
+        image = dicom.DicomImage(stream)
+        _check_size(name, image.size, max_pixels)
+        return image.pixels()
+    except dicom.DicomError as error:
+        raise DecodeError(f"{name} {error}", error.kind) from None
 
 
 def _check_scans(name: str, image: Image.Image, stream: BinaryIO) -> None:
@@ -165,7 +177,7 @@ def _header(name: str, stream: BinaryIO) -> Image.Image:
     except Image.DecompressionBombError:
         raise DecodeError(f"{name} has far more pixels than allowed. Resize it first.", "too-large") from None
     except Image.UnidentifiedImageError:
-        kinds = ", ".join(FORMATS)
+        kinds = ", ".join((*FORMATS, "DICOM"))
         raise DecodeError(
             f"{name} is not an image in a supported format ({kinds}), or its header is damaged.", "not-an-image"
         ) from None
