@@ -33,9 +33,9 @@ def read(name: str) -> pd.DataFrame:
     return pd.read_csv(RESULTS / f"{name}.csv")
 
 
-def table(rows: Sequence[Sequence[str]], head: Sequence[str]) -> str:
-    """A Markdown table: text in the first column, numbers in the others."""
-    lines = [head, ["---"] + ["---:"] * (len(head) - 1), *rows]
+def table(rows: Sequence[Sequence[str]], head: Sequence[str], text: bool = False) -> str:
+    """A Markdown table: text in the first column, numbers in the others, or text in all of them."""
+    lines = [head, ["---"] + ["---" if text else "---:"] * (len(head) - 1), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
@@ -434,7 +434,7 @@ what the patches nearest the center keep of them without a model, were computed 
 
 ## Beyond the paper
 
-{table(beyond_rows(), ["question", "measured", "beside it", "n", "page"])}
+{table(beyond_rows(), ["question", "measured", "beside it", "n", "page"], text=True)}
 
 ## All pages
 
@@ -448,6 +448,7 @@ what the patches nearest the center keep of them without a model, were computed 
 | [The paper's ablations](ablations.md) | masks, signals, curriculum, epochs | [ablations.csv](ablations.csv) |
 | [Size and class](strata.md) | for whom does it fail? | [strata.csv](strata.csv) |
 | [Significance](significance.md) | which differences are real? | [significance.csv](significance.csv) |
+| [Early routing](early-routing.md) | what does routing before the backbone save? | [early-routing.csv](early-routing.csv) |
 | [Every selector](zoo.md) | what do the methods of the literature keep? | [zoo.csv](zoo.csv) |
 """
 
