@@ -83,7 +83,7 @@ def test_a_folder_is_read_as_mtb_data_folder_reads_it(
         shutil.copy(images[0], photos / name)
     (photos / "NV").symlink_to(images[0].parent, target_is_directory=True)
     (photos / "MEL" / "deep" / "back").symlink_to(photos, target_is_directory=True)
-    for name in ("notes.txt", "MEL/a.dcm", "MEL/b.DCM", ".DS_Store"):
+    for name in ("notes.txt", "MEL/a.heic", "MEL/b.HEIC", ".DS_Store"):
         (photos / name).write_bytes(b"x")
     assert run(root, photos, "--out", tmp_path / "p.csv") == 0
     said = capsys.readouterr().err
@@ -91,7 +91,7 @@ def test_a_folder_is_read_as_mtb_data_folder_reads_it(
     assert predicted == [str(photos / "MEL/deep" / images[0].name), *(str(photos / "NV" / path.name) for path in images)]
     manifest = folder_manifest(photos)
     assert predicted == [str(manifest.image_path(row)) for row in range(len(manifest))]
-    assert said.count(line := f"Skipped 3 files in {photos} that cannot be read as images: 2 .dcm, 1 .txt.") == 1
+    assert said.count(line := f"Skipped 3 files in {photos} that cannot be read as images: 2 .heic, 1 .txt.") == 1
     assert capsys.readouterr().err.strip() == line, "`mtb data folder` says the same"
 
 

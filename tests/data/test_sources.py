@@ -110,11 +110,11 @@ def test_a_mask_folder_inside_is_no_class(tmp_path: Path) -> None:
 
 def test_files_that_are_left_out_are_counted_aloud(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root = class_folders(tmp_path, 1)
-    for name in ("MEL/a.heic", "NV/b.heic", "NV/deeper/c.dcm", ".DS_Store"):
+    for name in ("MEL/a.heic", "NV/b.heic", "NV/deeper/c.svg", ".DS_Store"):
         (root / name).parent.mkdir(exist_ok=True)
         (root / name).write_bytes(b"x")
     assert len(folder_manifest(root)) == 2
-    assert f"Skipped 3 files in {root} that cannot be read as images: 1 .dcm, 2 .heic." in capsys.readouterr().err
+    assert f"Skipped 3 files in {root} that cannot be read as images: 2 .heic, 1 .svg." in capsys.readouterr().err
 
 
 def test_masks_beside_their_images_are_masks(tmp_path: Path) -> None:
