@@ -29,7 +29,10 @@ def needed(parser: CommandParser) -> list[str]:
     words: list[str] = []
     for action in parser.options().values():
         if action.option_strings and action.required:
-            words += [action.option_strings[0], "some.parquet"]
+            words += [
+                action.option_strings[0],
+                "0.5" if isinstance(action.type, Kind) and "share" in action.type.allowed else "some.parquet",
+            ]
         elif not action.option_strings and action.nargs in (None, "+"):
             words.append(action.type.choices[0] if isinstance(action.type, Kind) and action.type.choices else "some.parquet")
     return words

@@ -29,7 +29,7 @@ def main(arguments: list[str]) -> int:
         "--classes",
         type=Path | None,
         default=None,
-        help="JSON file from classes of the data to classes of the model (null leaves a class out), where their names differ.",
+        help="JSON file from classes of the data to classes of the model where their names differ; it can also leave classes out.",
     )
     parser.add_argument(
         "--part",
@@ -37,7 +37,7 @@ def main(arguments: list[str]) -> int:
         default="auto",
         help="Images to evaluate. auto: the validation images of the manifest that the model was trained with, all of others.",
     )
-    parser.add_argument("--no-pictures", action="store_true", help="Leave images of the data set out of the report.")
+    parser.add_argument("--pictures", type=bool, default=True, help="'false' leaves images of the data set out of the report.")
     options = parser.parse_args(arguments)
 
     from medtokenbudget.api import evaluate
@@ -57,5 +57,5 @@ def main(arguments: list[str]) -> int:
     )
     record_command(options.out, "evaluate", arguments)
     print(headline(run.results))
-    say(f"Wrote {run.report(pictures=not options.no_pictures)}.")
+    say(f"Wrote {run.report(pictures=options.pictures)}.")
     return 0
