@@ -199,7 +199,10 @@ MODELS: dict[str, tuple[Callable[[Path], None], str]] = {
     **{f"no identity.{k}": (edit("identity", k), f"no identity.{k}") for k in ("backbone", "classes", "main", "selectors")},
     "classes is text": (edit("identity", "classes", value="MEL"), "identity.classes must be a list of names"),
     "classes are numbers": (edit("identity", "classes", value=[1, 2, 3]), "identity.classes must be a list of names"),
-    "no classes": (edit("identity", "classes", value=[]), "identity.classes must be a list of names"),
+    "a head and no classes": (
+        edit("identity", "classes", value=[]),
+        "center.head must be null exactly if identity.classes is empty",
+    ),
     "classes repeat": (edit("identity", "classes", value=["MEL", "NV", "MEL"]), "names classes more than once: MEL"),
     "main is a number": (edit("identity", "main", value=3), "identity.main must be a method"),
     "main is unknown": (edit("identity", "main", value="other"), "main method 'other'"),

@@ -41,7 +41,8 @@ def site_model(folder: Path) -> MedTokenBudget:
     model = small_model(folder, BASELINES, main=MAIN)
     model.familiarity = Familiarity(model.dim, rank=4)
     with torch.no_grad():
-        model.familiarity.basis[:4] = torch.eye(4)
+        for part in (model.familiarity.image, model.familiarity.patch):
+            part.basis[:4] = torch.eye(4)
         model.familiarity.limit.fill_(9)
     calibrated = {"bound": 0.05, "kept": 0.95, "tokens": 30.0, "images": 9, "groups": 9, "dataset": "drawn", "data": ""}
     promise = Guarantee(0.95, None, None, 0.5, 8, 60, MAIN, model=model.fingerprint, **calibrated)  # type: ignore[arg-type]

@@ -108,7 +108,7 @@ def test_a_script_without_a_guard_is_told_so(drawn: Drawn, tmp_path: Path) -> No
     )
     ended = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
     assert ended.returncode != 0
-    assert 'only below `if __name__ == "__main__":`, or use jobs=1' in ended.stderr
+    assert 'only below `if __name__ == "__main__":`, or one (jobs=1, workers=1)' in ended.stderr
 
 
 def test_a_report_of_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
