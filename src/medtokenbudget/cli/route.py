@@ -49,6 +49,7 @@ def main(arguments: list[str]) -> int:
     from medtokenbudget.cli.parsing import pick
     from medtokenbudget.model import load
     from medtokenbudget.progress import say
+    from medtokenbudget.reporting.numbers import plural
 
     model = load(options.model, weights=options.weights, device=options.device)
     options.budget = amount_of(options, model, options.selector)
@@ -64,7 +65,7 @@ def main(arguments: list[str]) -> int:
     if routed.retention:
         promised = options.retention is not None
         print(_measured(routed, f"promised {options.retention:g}" if promised else f"budget {options.budget:g}"))
-    say(f"Routed {written.done} images to {routed.table}.")
+    say(f"Routed {plural(written.done, 'image')} to {routed.table}.")
     return 0
 
 

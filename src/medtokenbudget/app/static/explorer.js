@@ -117,7 +117,7 @@ async function showSamples(list) {
   // One after the other, because each is drawn on first use; the first one is opened.
   for (const { load, sample } of buttons) {
     await load();
-    if (sample === list[0] && !state.source) openSample(sample);
+    if (sample === list[0] && !state.source && !running) openSample(sample);
   }
 }
 

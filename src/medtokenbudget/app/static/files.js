@@ -1,6 +1,6 @@
 // Files that are chosen, dropped or pasted: which are images, which masks of them, and what downloads are called.
 
-const IMAGE = /\.(jpe?g|png|tiff?|bmp|webp|gif|ppm|pgm|jp2)$/i;
+const IMAGE = /\.(jpe?g|png|tiff?|bmp|webp|gif|ppm|pgm|jp2|dcm|dicom)$/i;
 const pathOf = (file) => file.path ?? file.webkitRelativePath ?? "";
 const inMaskFolder = (file) => /(^|\/)[^/]*(mask|segment)[^/]*\//i.test(pathOf(file));
 const isMask = (file) => /mask|segment|_seg\b/i.test(file.name) || inMaskFolder(file);
