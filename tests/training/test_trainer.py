@@ -52,7 +52,8 @@ def test_a_killed_training_goes_on_to_the_same_bytes(drawn: Drawn, tmp_path: Pat
     config = quick(preset, epochs=4, patience=9)
     torch.set_num_threads(1)
     whole = train_selector(drawn.manifest, drawn.store, tmp_path / "whole", config)
-    context = multiprocessing.get_context("fork")
+    # Not forked: PyTorch refuses backward passes in the fork of a process that has made one with several threads.
+    context = multiprocessing.get_context("spawn")
     stalled = context.Event()
     child = context.Process(target=_train_and_stall, args=(drawn, tmp_path / "killed", config, stalled))
     child.start()
