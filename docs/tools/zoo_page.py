@@ -47,7 +47,8 @@ their post-backbone form: [what differs from the publications](../selectors.md#w
 - **Backbone**: the embedded one (6 blocks, 256 patches of 192 numbers), with the signals `received_attention`,
   `value_norm`, `mean_key` and `rollout`.
 - **Training**: seed 42 alone, the paper's protocol and head; the head sees the budgets 0.1, 0.3 and 0.5 (the study itself:
-  ten). The learned selectors trained for 10 epochs (`--epochs 10 --curriculum.epochs 4`) instead of 50.
+  ten). The learned selectors trained for 10 epochs (`--epochs 10 --curriculum.epochs 4`) instead of 50. `lats:lesion-first`
+  follows its own preset: the strict protocol, and off-center crops in training, which no other row has seen.
 - **Command**: `mtb sweep isic.parquet --store stores/embedded --out runs/zoo --preset paper --protocol paper --budgets 0.1
   0.3 0.5 --seeds 42 --methods ...`, commit 63ed5a4. It is a part of `mtb reproduce --study zoo`, which takes hours: the
   other learned selectors, `dpc-knn`, `k-medoids`, `atc`, the other heads, further seeds and larger backbones are not here.
@@ -71,6 +72,11 @@ What it says, and what it does not:
   Cropr [cropr:mask-free|as-is|retention_of_ceiling] ([cropr:mask-free|off-center|retention_of_ceiling]); the lesion loss makes it
   [dynamicvit|as-is|retention_of_ceiling] and [cropr|as-is|retention_of_ceiling]. The gradient of a probe finds less:
   [grad-token:mask-free|as-is|retention_of_ceiling] without masks, [grad-token|as-is|retention_of_ceiling] with them.
+- **LATS**, with the paper's recipe cut to 10 epochs, keeps [lats|as-is|retention_of_ceiling] %
+  (off-center [lats|off-center|retention_of_ceiling]), without masks [lats:mask-free|as-is|retention_of_ceiling]
+  ([lats:mask-free|off-center|retention_of_ceiling]). `lats:lesion-first` keeps [lats:lesion-first|as-is|retention_of_ceiling]
+  ([lats:lesion-first|off-center|retention_of_ceiling]); off-center that is not a fair comparison, since it trained on crops.
+  With masks DynamicViT is above LATS of the paper's recipe on images as they are, and below it off-center.
 - **Off-center** the center falls to [center|off-center|retention_of_ceiling], and attention
   ([class-attention|off-center|retention_of_ceiling], rollout [rollout|off-center|retention_of_ceiling]) is above it, still
   below darkness ([darkness|off-center|retention_of_ceiling]). The head behind the center learned centered lesions: its
