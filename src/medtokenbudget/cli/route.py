@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from medtokenbudget.cli.amount import add_amount, amount_of
+from medtokenbudget.cli.model_pass import add_pass
 from medtokenbudget.cli.parsing import command_parser
 
 
@@ -34,15 +35,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--tokens_dtype", type=Literal["fp16", "fp32"], default="fp16", help="Number format of the tokens.")
     parser.add_argument("--table", type=Literal["parquet", "csv"], default="parquet", help="Format of the table.")
     parser.add_argument("--selector", type=str | None, default=None, help="Method to route with. Default: the model's main method.")
-    parser.add_argument(
-        "--weights",
-        type=Path | None,
-        default=None,
-        help="Weights of the backbone, if they are not where the model expects them.",
-    )
-    parser.add_argument("--device", default="auto", help="Device to run on: auto (a GPU if there is one), cpu, cuda, cuda:1, ...")
-    parser.add_argument("--batch_size", type=int, default=16, help="Images per forward pass.")
-    parser.add_argument("--workers", type=int, default=2, help="Threads that decode images.")
+    add_pass(parser)
     options = parser.parse_args(arguments)
 
     from medtokenbudget.api.route import RouteConfig, Routed, route_files
