@@ -8,19 +8,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from medtokenbudget.cli import main
-from tests.small_model import draw_images, small_backbone, small_model
+from medtokenbudget.data import Manifest
+from tests.small_model import CLASSES, draw_images, small_backbone, small_model
 
 SMALL = ["--epochs", "1", "--head-epochs", "1", "--batch-size", "8", "--device", "cpu"]
 STUDENT = ["--patch-size", "16", "--width", "32", "--heads", "1", "--depth", "1", "--batch-size", "8", "--epochs", "2"]
-COMMANDS = ("data", "extract", "train", "sweep", "report", "leaderboard", "distill", "export", "calibrate", "route", "predict")
-LONG = ("web",)
+COMMANDS = (
+    *("data", "split", "extract", "prune", "train", "sweep", "report", "leaderboard", "evaluate", "distill", "export"),
+    *("calibrate", "route", "predict"),
+)
+LONG = ("web", "reproduce")
 """Commands that take too long to be disturbed in every run of the tests."""
 _CLOCK = ("seconds", "images_per_second")
 
 
 @dataclass(frozen=True)
 class World:
-    """Inputs in `root`; every command writes below `place`, which is emptied before each try."""
+    """Inputs in `root`; every command writes below `place`, which is made anew before each try."""
 
     root: Path
 
@@ -35,11 +39,15 @@ class World:
         run = [manifest, "--store", store, "--out", out, *SMALL]
         words: dict[str, list[object]] = {
             "data": ["data", "synthetic", "--out", out, "--n", 2, "--size", 48],
+            "split": ["data", "split", manifest, "--split", "kfold", "--out", out / "kfold.parquet"],
             "extract": ["extract", manifest, "--store", out, "--backbone", *vit, "--shard-size", 8],
+            "prune": ["store", "prune", out, self.root / "few.parquet"],
             "train": ["train", *run, "--lats.hidden", 8, "--lats.layers", 1],
             "sweep": ["sweep", *run, "--methods", "lats", "center", "--jobs", 1, "--lats.hidden", 8, "--lats.layers", 1],
+            "reproduce": ["reproduce", *run, "--study", "epochs", "--jobs", 1],
             "report": ["report", self.root / "run", "--out", out],
             "leaderboard": ["leaderboard", self.root / "run", "--out", out],
+            "evaluate": ["evaluate", self.root / "model", manifest, "--out", out, "--classes", self.root / "classes.json"],
             "distill": ["distill", manifest, "--teacher", *vit, "--out", out, "--views", 1, *STUDENT],
             "export": ["export", self.root / "model", "--format", "hub", "--out", out],
             "web": ["export", self.root / "model", "--format", "web", "--out", out],
@@ -49,9 +57,12 @@ class World:
         }
         return [str(word) for word in words[name]]
 
-    def clear(self) -> None:
+    def begin(self, name: str) -> None:
+        """Leave nothing but what the command works on: a store to prune."""
         shutil.rmtree(self.place, ignore_errors=True)
         self.place.mkdir()
+        if name == "prune":
+            shutil.copytree(self.root / "store", self.place / "out")
 
     def contents(self) -> dict[str, bytes]:
         """Every file that was written, without clocks, locks and the logs of TensorBoard."""
@@ -79,6 +90,9 @@ def make_world(root: Path) -> World:
     run = ["sweep", root / "data" / "manifest.parquet", "--store", root / "store", "--out", root / "run", *SMALL]
     for words in (data, extract, [*run, "--methods", "center", "random", "--jobs", 1]):
         assert main([str(word) for word in words]) == 0
+    drawn = Manifest.read(root / "data" / "manifest.parquet")
+    drawn.part("val").write(root / "few.parquet")
+    (root / "classes.json").write_text(json.dumps({name: "MEL" for name in drawn.classes if name not in CLASSES}))
     small_model(root, baselines=("center",)).save_pretrained(root / "model")
     draw_images(root / "images", 3, size=64)
     return world

@@ -44,11 +44,11 @@ def undisturbed(world: World) -> Callable[[str], tuple[dict[str, bytes], float]]
 
     def of(name: str) -> tuple[dict[str, bytes], float]:
         if name not in known:
-            world.clear()
+            world.begin(name)
             ended = processes.run(world.command(name), world.root / "log")
             assert ended.code == 0, ended.said
             expected = world.contents()
-            world.clear()
+            world.begin(name)
             started = time.monotonic()
             assert processes.run(world.command(name), world.root / "log").code == 0
             assert world.contents() == expected, "two undisturbed runs differ"
@@ -74,7 +74,7 @@ def test_a_command_killed_anywhere_resumes_to_the_same_bytes(
     expected, seconds = undisturbed(name)
     moments = random.Random(name)
     for number in range(KILLS):
-        world.clear()
+        world.begin(name)
         running = processes.Running(world.command(name), world.root / "log")
         time.sleep(moments.uniform(0, seconds))
         running.kill(group=number % 2 == 1)
@@ -93,17 +93,19 @@ def test_a_full_disk_a_read_only_folder_and_few_handles_are_messages(
         processes.Limits(handles=64),
         processes.Limits(obey_permissions=True),
     ):
-        world.clear()
-        if limits.obey_permissions:
-            world.place.chmod(0o500)
+        world.begin(name)
+        before, folders = world.contents(), [world.place, *(path for path in world.place.rglob("*") if path.is_dir())]
+        for folder in folders if limits.obey_permissions else ():
+            folder.chmod(0o500)
         ended = processes.run(world.command(name), world.root / "log", limits)
-        world.place.chmod(0o700)
+        for folder in folders:
+            folder.chmod(0o700)
         assert "Traceback" not in ended.said, (limits, ended.said)
         assert ended.code == 0 if limits.handles else ended.code in (0, 1), (limits, ended.said)
         if ended.code == 1:
             assert any(words in ended.said for words in ("No space left", "Cannot write", "Permission denied")), ended.said
         if limits.obey_permissions:
-            assert (ended.code, world.contents()) == (1, {})
+            assert (ended.code, world.contents()) == (1, before)
         elif ended.code == 0:
             assert world.contents() == expected
         else:
@@ -151,14 +153,14 @@ def test_an_error_at_any_call_of_the_file_layer_loses_nothing(
             injector.install(patch)
             return main(world.command(name)), injector.calls
 
-    world.clear()
+    world.begin(name)
     code, calls = attempt(0, MemoryError)
     assert (code, calls > 0) == (0, True)
     expected = world.contents()
     step = 1 if EVERY_ERROR else -(-calls // 4)
     for number, at in enumerate(range(1, calls + 1, step)):
         for error in ERRORS if EVERY_ERROR else (ERRORS[number % 3],):
-            world.clear()
+            world.begin(name)
             capsys.readouterr()
             code, _ = attempt(at, error)
             said = capsys.readouterr().err
@@ -170,6 +172,6 @@ def test_an_error_at_any_call_of_the_file_layer_loses_nothing(
 
 
 def test_nothing_is_left_over_by_a_command_that_ends(world: World) -> None:
-    world.clear()
+    world.begin("export")
     assert main(world.command("export")) == 0
     assert not list(Path(world.place).rglob(".*"))
