@@ -1,6 +1,7 @@
 """`FeatureStore`: frozen tokens on disk, read like an array that may be larger than memory.
 
-Reading only; `extract.py` fills a store, `shards.py` is the file format, `annotations.py` adds what a manifest says.
+Reading only; `extract.py` fills a store, `shards.py` is the file format, `fields.py` reads fields of rows, `annotations.py` adds
+what a manifest says.
 """
 
 from __future__ import annotations
@@ -16,22 +17,19 @@ import torch
 from torch import Tensor
 
 from medtokenbudget.data.manifest import Manifest, listed
-from medtokenbudget.errors import MissingSignalError, RequestError, WorkError
+from medtokenbudget.errors import RequestError, WorkError
 from medtokenbudget.features import plan
-from medtokenbudget.features.added_signals import AddedSignals
 from medtokenbudget.features.annotations import Annotation, annotate
+from medtokenbudget.features.fields import Fields
 from medtokenbudget.features.file_index import FileIndex
 from medtokenbudget.features.plan import Shards
-from medtokenbudget.features.reading import BufferPool, Fetching, MappedRows, join_large, join_small, numpy_dtype, prefetched
+from medtokenbudget.features.reading import BufferPool, prefetched
 from medtokenbudget.features.shards import (
     LARGE,
     Failure,
     Row,
     RowError,
     Sidecar,
-    checksum,
-    damaged,
-    map_shard,
     read_sidecar,
     shard_path,
 )
@@ -98,15 +96,9 @@ class FeatureStore:
             shard, offset = shard[annotation.tokens], offset[annotation.tokens]
             known = set(annotation.images.values())
             self.missing = [index for index in self.missing if any(image in known for image, _ in shards[index])]
-        self._shard, self._offset = shard, offset
-        self._maps: dict[int, dict[str, MappedRows]] = {}
-        # Rows whose checksums were compared in this process: those of the large fields, and those of the small ones.
-        self._sound = np.zeros((2, len(shard)), bool)
-        self._added = AddedSignals(path, sidecars, shard, offset)
-        self._has: dict[str, bool] = {}
+        self._fields = Fields(path, config, sidecars, shard, offset)
         # Kept from epoch to epoch, for as long as they ask for batches of one kind.
         self._pool: tuple[object, BufferPool] = (None, BufferPool())
-        self._fetching = Fetching()
 
     @classmethod
     def open(
@@ -241,42 +233,9 @@ class FeatureStore:
             advice = f"{len(self.missing)} shards are missing: run the same `mtb extract` command again."
         return f"{len(absent)} of {of} images are not in the store {self.path}{what}: {'; '.join(shown)}{more}. {advice}"
 
-    def _shard_rows(self, shard: int) -> dict[str, MappedRows]:
-        if shard not in self._maps:
-            path, rows = shard_path(self.path, shard), len(self.sidecars[shard].rows)
-            arrays = map_shard(path)
-            if rows and not self._fits(arrays, rows):
-                raise damaged(path)
-            self._maps[shard] = {name: MappedRows(array) for name, array in arrays.items()}
-        return self._maps[shard]
-
-    def _fits(self, arrays: dict[str, np.ndarray], rows: int) -> bool:
-        """Whether the tensors of a shard have the shapes that the settings and the sidecar say."""
-        shapes = {"patches": (rows, self.n, self.dim), "cls": (rows, self.dim)}
-        shapes |= dict.fromkeys(("attention_entropy", "cls_attention", "luminance"), (rows, self.n))
-        large = "patches" if self.config["keep"] == "patches" else "tokens"
-        return large in arrays and all(
-            array.shape == shapes.get(name, array.shape) and len(array) == rows for name, array in arrays.items()
-        )
-
-    def _check_sound(self, rows: np.ndarray, large: bool) -> None:
-        """Compare the checksums of rows that this process reads for the first time; damage is an error, not a number."""
-        sound = self._sound[0 if large else 1]
-        for row in rows[~sound[rows]].tolist():
-            shard, place = int(self._shard[row]), int(self._offset[row])
-            fields = self._shard_rows(shard)
-            found = checksum([fields[name].bytes(place) for name in sorted(fields) if (name in LARGE) == large])
-            if found != self.sidecars[shard].checksums[place][0 if large else 1]:
-                raise damaged(shard_path(self.path, shard))
-            sound[row] = True
-
     def has(self, field: str) -> bool:
         """Whether the rows carry this field (a backbone without a class token gives no `cls`)."""
-        if field not in self._has:
-            in_shards = len(self) > 0 and field in self._shard_rows(int(self._shard[0]))
-            added = len(self) > 0 and field in SIGNALS and not self._added.rows_without(field, self._shard_rows)
-            self._has[field] = in_shards or added
-        return self._has[field]
+        return self._fields.has(field)
 
     @cached_property
     def signals(self) -> tuple[str, ...]:
@@ -285,33 +244,7 @@ class FeatureStore:
 
     def require_signals(self, names: Sequence[str]) -> None:
         """Raise a MissingSignalError, with what to do, for signals that not all rows carry; other names are not looked at."""
-        missing = [name for name in SIGNALS if name in names and not self.has(name)]
-        if missing:
-            count = max(self._added.rows_without(name, self._shard_rows) for name in missing)
-            raise MissingSignalError(
-                f"The store {self.path} has no {', '.join(missing)} for {count} of {len(self)} rows. Run its `mtb extract` command "
-                f"again with --signals {' '.join(missing)}: the tokens stay, only the signals are added."
-            )
-
-    def _source(self, shard: int, name: str) -> MappedRows:
-        """A field of a shard: from the shard itself or from the file of a signal."""
-        fields = self._shard_rows(shard)
-        if name in fields or name not in SIGNALS:
-            return fields[name]
-        return self._added.source(shard, name)
-
-    def _whole(self, field: str) -> Tensor:
-        """A small field of all rows, in memory."""
-        if not self.has(field):
-            raise RequestError(f"Store {self.path} has no {field}, because its backbone does not give it. Choose another backbone.")
-        for shard in np.unique(self._shard).tolist():
-            part = self._source(shard, field)
-            part.announce(0, len(part.array))
-        rows = np.arange(len(self))
-        sources = [self._source(shard, field) for shard in self._shard.tolist()]
-        self._check_sound(rows, large=False)
-        self._added.check_sound(rows, field)
-        return join_small(sources, self._offset.tolist())
+        self._fields.require_signals(names)
 
     def _annotations(self) -> Annotation:
         if self.annotation is None:
@@ -341,22 +274,22 @@ class FeatureStore:
     @cached_property
     def luminance(self) -> Tensor:
         """Mean gray value of every patch, [n, N] in [0, 1]."""
-        return self._whole("luminance")
+        return self._fields.whole("luminance")
 
     @cached_property
     def attention_entropy(self) -> Tensor:
         """Attention entropy of every patch (Eq. 1), [n, N]."""
-        return self._whole("attention_entropy")
+        return self._fields.whole("attention_entropy")
 
     @cached_property
     def cls_attention(self) -> Tensor:
         """Attention of the class token to every patch, [n, N]."""
-        return self._whole("cls_attention")
+        return self._fields.whole("cls_attention")
 
     @cached_property
     def cls(self) -> Tensor:
         """Class token of every row, [n, D]."""
-        return self._whole("cls")
+        return self._fields.whole("cls")
 
     def read(
         self, rows: Sequence[int] | np.ndarray | Tensor, dtype: torch.dtype = torch.float32, signals: Sequence[str] = ()
@@ -403,7 +336,7 @@ class FeatureStore:
         if self.config["keep"] != "routed":
             raise RequestError(f"Store {self.path} contains all patches, not routed tokens. Use `read`.")
         index = self._checked(rows)
-        fields = self._gather(("tokens", "indices", "weights"), index, BufferPool(), dtype)
+        fields = self._fields.gather(("tokens", "indices", "weights"), index, BufferPool(), dtype)
         indices = fields["indices"].long()
         n = self.grid[0] * self.grid[1]
         places = torch.arange(indices.shape[1]).expand_as(indices)
@@ -424,7 +357,7 @@ class FeatureStore:
             for index, sidecar in sorted(self.sidecars.items())
             if sha256_file(shard_path(self.path, index)) != sidecar.sha256
         ]
-        bad += self._added.damaged()
+        bad += self._fields.damaged()
         if bad:
             raise WorkError(
                 f"Damaged shards in {self.path}: {', '.join(bad)}. Delete them and run the same `mtb extract` command again."
@@ -458,32 +391,10 @@ class FeatureStore:
         large = ("tokens", "indices") if early else ("patches",)
         names = [*large, *(name for name in _SMALL if self.has(name))]
         names += [name for name in SIGNALS if name in signals and name not in names]
-        fields = self._gather(names, rows, pool, dtype)
+        fields = self._fields.gather(names, rows, pool, dtype)
         if early:
             fields["patches"], fields["places"] = fields.pop("tokens"), fields.pop("indices").long()
         if self.annotation is not None:
             index = torch.from_numpy(rows)
             fields |= {"label": self.label[index], "has_mask": self.has_mask[index], "lesion": self.lesion[index]}
         return TokenBatch(grid=self.grid, image_id=tuple(self.ids[row] for row in rows.tolist()), **fields)
-
-    def _gather(self, names: Sequence[str], rows: np.ndarray, pool: BufferPool, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Fields [B, ...], tokens in `dtype`, the others as stored."""
-        if not len(rows):
-            raise RequestError("There are no rows to read. Pass at least one row number.")
-        shards = self._shard[rows].tolist()
-        places = self._offset[rows].tolist()
-        fields = {}
-        for name in names:
-            sources = [self._source(shard, name) for shard in shards]
-            if name in LARGE:
-                fields[name] = pool.take((len(rows), *sources[0].array.shape[1:]), numpy_dtype(dtype))
-                with self._fetching.of(sources, places):
-                    join_large(sources, places, fields[name])
-                # Now that they are in memory.
-                self._check_sound(rows, large=True)
-            else:
-                small = join_small(sources, places)
-                fields[name] = small.to(dtype) if name in _TOKENS else small
-                self._added.check_sound(rows, name)
-        self._check_sound(rows, large=False)
-        return fields
