@@ -9,6 +9,7 @@ from pathlib import Path
 
 from medtokenbudget.cli import main
 from medtokenbudget.data import Manifest
+from medtokenbudget.features import FeatureStore
 from tests.small_model import CLASSES, draw_images, small_backbone, small_model
 
 SMALL = ["--epochs", "1", "--head-epochs", "1", "--batch-size", "8", "--device", "cpu"]
@@ -70,6 +71,15 @@ class World:
         for path in sorted(self.place.rglob("*")):
             if path.is_file() and "tensorboard" not in path.parts:
                 found[str(path.relative_to(self.place))] = _without_clock(path)
+        return found
+
+    def rows(self) -> dict[tuple[str, str], bytes]:
+        """The tokens that the store of a command shows for the manifest, by image and view; nothing without a store."""
+        found: dict[tuple[str, str], bytes] = {}
+        for file in self.place.rglob("store.json"):
+            store = FeatureStore.open(file.parent, Manifest.read(self.root / "data" / "manifest.parquet"))
+            patches = store.read(range(len(store))).patches.numpy()
+            found |= {key: patches[row].tobytes() for row, key in enumerate(zip(store.ids, store.views))}
         return found
 
 

@@ -156,7 +156,7 @@ def test_an_error_at_any_call_of_the_file_layer_loses_nothing(
     world.begin(name)
     code, calls = attempt(0, MemoryError)
     assert (code, calls > 0) == (0, True)
-    expected = world.contents()
+    expected, rows = world.contents(), world.rows()
     step = 1 if EVERY_ERROR else -(-calls // 4)
     for number, at in enumerate(range(1, calls + 1, step)):
         for error in ERRORS if EVERY_ERROR else (ERRORS[number % 3],):
@@ -168,7 +168,13 @@ def test_an_error_at_any_call_of_the_file_layer_loses_nothing(
             assert code in (0, 1, 2), (at, said)
             assert code == 0 or "mtb: " in said
             assert main(world.command(name)) == 0, (at, capsys.readouterr().err)
-            assert world.contents() == expected, at
+            found = world.contents()
+            other = {path for path in {*found, *expected} if found.get(path) != expected.get(path)}
+            if rows and any(Path(path).name == "plan.json" for path in other):
+                # An image that could not be read at first has its tokens in a later shard.
+                other = {path for path in other if not Path(path).name.startswith(("plan.json", "shard-"))}
+                assert world.rows() == rows, at
+            assert other == set(), at
 
 
 def test_nothing_is_left_over_by_a_command_that_ends(world: World) -> None:
