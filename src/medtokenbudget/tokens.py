@@ -277,4 +277,4 @@ def _places(grid: tuple[int, int], device: torch.device) -> Tensor:
 def check_grid(grid: tuple[int, int], n: int) -> None:
     """A grid must multiply to the number of patches."""
     if len(grid) != 2 or grid[0] < 1 or grid[1] < 1 or grid[0] * grid[1] != n:
-        raise GridError(f"Grid {tuple(grid)} does not multiply to {n} patches.")
+        raise GridError(f"A grid of {' x '.join(map(str, grid))} does not have {n} patches.")

@@ -114,7 +114,7 @@ def test_the_balance_is_stated_by_class() -> None:
     rows = manifest([0] * 10 + [1] * 4 + [2] * 2).with_columns(split=["val"] * 3 + ["train"] * 11 + ["val"] * 2)
     assert balance_text(rows) == (
         "Validation has 31.2% of the images; by class, from 0.0% (c1) to 100.0% (c2). "
-        "There are no validation images of c1, no training images of c2."
+        "There are no validation images of c1 and no training images of c2."
     )
 
 

@@ -87,5 +87,5 @@ def test_damaged_and_foreign_files_are_refused_with_advice(tmp_path: Path) -> No
 def test_a_cell_of_mixed_k_is_refused() -> None:
     frame = simulate.cell(np.random.default_rng(0), n=4)
     frame.loc[0, "k"] = 5
-    with pytest.raises(RequestError, match="several k"):
+    with pytest.raises(RequestError, match="different numbers of patches"):
         results.summarize(frame, simulate.CLASSES)

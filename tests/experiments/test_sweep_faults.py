@@ -101,7 +101,7 @@ def test_a_sweep_with_a_failed_unit_exits_with_1_and_lists_it(
     finally:
         registry.SELECTORS.unregister("broken")
     said = capsys.readouterr().err
-    assert "1 unit failed: broken (seed 42)." in said
+    assert "1 of 2 trainings failed: broken (seed 42)." in said
     assert "not today" in said
     assert set(read_results(tmp_path / "results.csv")["method"]) == {"center"}
 

@@ -109,7 +109,7 @@ def test_contrast_does_not_depend_on_the_length_of_the_patches(h, w, scale, seed
 
 
 def test_contrast_refuses_a_wrong_grid_and_an_unknown_neighborhood():
-    with pytest.raises(GridError, match="does not multiply to 6"):
+    with pytest.raises(GridError, match="does not have 6 patches"):
         local_contrast(torch.ones(1, 6, 2), (2, 2))
     with pytest.raises(UnknownNameError, match="grid8"):
         local_contrast(torch.ones(1, 6, 2), (2, 3), "grid9")  # type: ignore[arg-type]

@@ -44,7 +44,7 @@ class ServeConfig:
     deadline: float = 60.0
     """Seconds within which a request is answered or given up."""
     connections: int = 100
-    """Open connections; further ones are closed at once."""
+    """Largest number of open connections; further ones are closed at once."""
     weights: Path | None = None
     """Weights file of the backbone, if it has moved since the model was saved."""
     device: str = "auto"

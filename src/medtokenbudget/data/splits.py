@@ -287,6 +287,7 @@ def balance_text(manifest: Manifest, option: str = "--seed") -> str:
     if len(shares) > 1:
         low, high = min(shares, key=shares.__getitem__), max(shares, key=shares.__getitem__)
         text += f"; by class, from {shares[low]:.1%} ({low}) to {shares[high]:.1%} ({high})"
-    absent = [f"no validation images of {name}" for name, share in shares.items() if share == 0]
-    absent += [f"no training images of {name}" for name, share in shares.items() if share == 1]
-    return f"{text}." + (f" There are {listed(absent)}." if absent else "")
+    never = [name for name in shares if shares[name] == 0]
+    always = [name for name in shares if shares[name] == 1]
+    without = [f"no {part} images of {listed(names)}" for part, names in (("validation", never), ("training", always)) if names]
+    return f"{text}." + (f" There are {' and '.join(without)}." if without else "")

@@ -46,8 +46,9 @@ def in_classes_of(manifest: Manifest, classes: Sequence[str], mapping: Mapping[s
     if unknown:
         example = ", ".join(f'"{name}": null' for name in unknown[:3])
         raise RequestError(
-            f"The model does not know the class(es) {listed(unknown)}; it knows {', '.join(classes)}. Write a JSON file that maps "
-            f"each of them to a class of the model, or to null to leave it out, such as {{{example}}}, for --classes FILE."
+            f"The model does not know these classes of the data: {listed(unknown)}. It knows {', '.join(classes)}. Write a "
+            f"JSON file that maps each of them to a class of the model, or to null to leave it out, "
+            f"such as {{{example}}}, for --classes FILE."
         )
     labels = [None if label is None else given.get(label, label) for label in manifest.rows["label"]]
     return replace(manifest, rows=manifest.rows.assign(label=pd.Series(labels, dtype=object)), classes=tuple(classes))

@@ -29,4 +29,4 @@ def run_on_ray(plan: Plan, units: Sequence[Unit], address: str | None, watch: Wa
                     watch.finish(tasks[done])
                 watch.refresh()
         except ray.exceptions.RayError as error:
-            raise WorkError(f"Ray gave up on a unit: {error}. Run the same command again to continue with the rest.") from None
+            raise WorkError(f"Ray gave up on a training: {error}. Run the same command again to continue with the rest.") from None

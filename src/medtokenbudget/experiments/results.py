@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from medtokenbudget import metrics
+from medtokenbudget.data.manifest import listed
 from medtokenbudget.errors import RequestError
 from medtokenbudget.escaping import csv_frame, from_csv_cell
 from medtokenbudget.files import atomic_write
@@ -147,7 +148,10 @@ def summarize_cell(cell: pd.DataFrame, classes: int) -> dict[str, float | int]:
     """Every measured column of one cell."""
     if cell["k"].nunique() > 1:
         found = sorted(cell["k"].unique().tolist())
-        raise RequestError(f"One cell mixes several k ({found}). Put images with another token grid into a data set of their own.")
+        raise RequestError(
+            f"Images of one method and budget keep different numbers of patches ({listed(found)}), so they cannot be in one row of "
+            "results. Put images with another token grid into a data set of their own."
+        )
     labeled = cell[cell["label"] >= 0]
     label, predicted = labeled["label"].to_numpy(), labeled["predicted"].to_numpy()
     probabilities = probability_matrix(labeled)

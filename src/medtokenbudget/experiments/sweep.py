@@ -127,7 +127,7 @@ def _run(
             raise WorkError(reason)
         say(f"No results for {unit.method} with seed {unit.seed}: {reason}")
     if len(failed) == len(units):
-        raise WorkError("No unit of the sweep finished; see the reasons above. Run the same command to try again.")
+        raise WorkError("No method of the sweep finished; the reasons are above. Run the same command to try again.")
     return collect(plan, studies, units)
 
 
@@ -137,7 +137,7 @@ def require_complete(info: RunInfo) -> None:
     failed = [f"{method} (seed {seed})" for method, seed in dict.fromkeys(wanted) if Unit(method, seed).name not in info.units]
     if failed:
         raise WorkError(
-            f"{len(failed)} {'unit' if len(failed) == 1 else 'units'} failed: {', '.join(failed)}. The reasons are above and in "
+            f"{len(failed)} of {len(set(wanted))} trainings failed: {', '.join(failed)}. The reasons are above and in "
             f"{info.path / 'units'}. The other results are in {info.path}. Run the same command again to retry."
         )
 
