@@ -122,17 +122,20 @@ def test_the_package_token_is_the_score_weighted_mean_of_the_pruned_patches():
         torch.testing.assert_close(selection.tokens[row, -1], package, atol=1e-5, rtol=1e-4)
 
 
-def test_cropr_ranks_by_its_mean_query_and_learns_from_its_auxiliary_head_alone():
+def test_cropr_ranks_by_its_query_and_learns_from_its_auxiliary_head_alone():
     tokens, selector = replace(tokens_of(), label=torch.tensor([0, 1, 1])), selector_of("cropr")
-    query = selector.query.mean(0)
-    scores = selector.score(tokens)
+    scores, losses = selector.score(tokens), []
     for row in range(len(tokens)):
-        for patch in range(N):
-            key = selector.key(selector.norm(tokens.patches[row, patch]))
-            assert float(scores[row, patch]) == pytest.approx(float(query @ key) / 8, abs=1e-5)
+        logits = [float(selector.query[0] @ patch) for patch in tokens.patches[row]]
+        assert scores[row].tolist() == pytest.approx(logits, abs=1e-5)
+        shares = softmax([logit / math.sqrt(32) for logit in logits])
+        gathered = sum(share * patch for share, patch in zip(shares, tokens.patches[row]))
+        predicted = selector.auxiliary(gathered + selector.mlp(gathered))
+        losses.append(-predicted.log_softmax(-1)[tokens.label[row]].item())
     step = selector.training_pass(tokens, 0.5, TrainConfig(), noise())
     assert not step.pooled.requires_grad
     assert step.terms["auxiliary"].requires_grad
+    assert step.terms["auxiliary"].item() == pytest.approx(sum(losses) / 3, abs=1e-5)
     assert step.weights["auxiliary"] == 1.0
     lesion_first = Method("cropr", variant="lesion-first").config(TrainConfig())
     assert "auxiliary" not in selector.training_pass(tokens, 0.5, lesion_first, noise(), route=False).terms

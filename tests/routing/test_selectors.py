@@ -183,7 +183,7 @@ def test_a_learned_selector_learns_the_lesion_from_masks(name):
     selector = selector_of(name, 16)
     optimizer = torch.optim.AdamW(selector.parameters(), lr=1e-2)
     losses = []
-    for _ in range(40):
+    for _ in range(100):
         step = selector.training_pass(tokens, 0.5, config, seeded(), route=False)
         loss = sum(step.weights.get(key, 1.0) * term for key, term in step.terms.items())
         optimizer.zero_grad()

@@ -1,7 +1,8 @@
 """ATS, adaptive token sampling (Fayyaz et al., ECCV 2022): inverse transform sampling of the class attention.
 
 Post-backbone form, with one difference from the paper. It keeps exactly K tokens: the paper draws K samples, of which some hit the
-same token; here samples are added until K tokens are hit.
+same token; here samples are added until K tokens are hit. The samples are at the quantiles of the paper, `1/2M, 3/2M, ...`; the
+published code stretches the cumulative sum to [0, 1] and spaces the samples from its smallest value to 1.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ class ATS(Selector):
     """Patches hit by evenly spaced samples of the cumulative significance `a_i |v_i| / sum(a_j |v_j|)`.
 
     a is the class attention and v the value vector of a patch; the cumulative sum runs from the least significant patch to the
-    most significant one, as in the published code. Unlike the K highest, the samples also reach less attended parts of the image.
-    The patches at a small budget need not be among those at a larger one.
+    most significant one, as in the published code, and a sample hits the patch whose sum is nearest. Unlike the K highest, the
+    samples also reach less attended parts of the image. The patches at a small budget need not be among those at a larger one.
     """
 
     kind: ClassVar[Kind] = "sampler"
@@ -48,10 +49,12 @@ class ATS(Selector):
 def sampled(significance: Tensor, k: int) -> Tensor:
     """Patches hit by the fewest evenly spaced samples that hit at least k, `[B, N]` to bool `[B, N]`.
 
-    With M samples at `(i + 1/2) / M`, a patch is hit if one of them is inside its step of the cumulative distribution.
+    With M samples at `(i + 1/2) / M`, a patch is hit if its value of the cumulative distribution is the nearest to one of them.
     """
     total = significance.sum(1, keepdim=True).clamp_min(torch.finfo(significance.dtype).tiny)
-    upper = (significance / total).cumsum(1)
+    reached = (significance / total).cumsum(1)
+    # Nearer to a patch than to the next one: up to the middle between both.
+    upper = torch.cat([(reached[:, 1:] + reached[:, :-1]) / 2, torch.ones_like(total)], 1)
     low = torch.full_like(total, k - 1, dtype=torch.long)
     high = torch.full_like(low, k << _STEPS)
     # The number of hits grows with M, up to small steps back: halving ends at an M with enough hits whose predecessor has too few.
@@ -63,6 +66,6 @@ def sampled(significance: Tensor, k: int) -> Tensor:
 
 
 def _hits(upper: Tensor, samples: Tensor) -> Tensor:
-    """Whether one of M samples is in (upper[i - 1], upper[i]]: the number of samples below the step rises there."""
+    """Whether one of M samples is in (upper[i - 1], upper[i]]: the number of samples below rises there."""
     below = (upper * samples + 0.5).floor()
     return torch.diff(below, dim=1, prepend=torch.zeros_like(below[:, :1])) > 0

@@ -1,7 +1,7 @@
 """DPC-KNN: density peaks clustering with nearest neighbors (Du et al., 2016), as TCFormer clusters tokens (Zeng et al., CVPR 2022).
 
 Post-backbone form: one clustering of the final tokens. TCFormer weighs the tokens of a cluster with learned scores; here all count
-alike.
+alike. Its code counts a token among its own nearest neighbors; here, as in the formula, they are others.
 """
 
 from __future__ import annotations

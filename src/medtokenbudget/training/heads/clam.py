@@ -56,7 +56,7 @@ class _CLAM(TokenHead):
         return logits, (1 - BAG_WEIGHT) / BAG_WEIGHT * self.instance_loss(features, attention, kept.padding, label)
 
     def instance_loss(self, features: Tensor, attention: Tensor, padding: Tensor, label: Tensor) -> Tensor:
-        """Mean over the classes of the cross-entropy of their instance classifiers.
+        """Mean over the images and classes of the cross-entropy of the instance classifiers.
 
         For the class of an image its most attended tokens are positive and its least attended negative; for every other class its
         most attended tokens are negative.
@@ -77,16 +77,22 @@ class _CLAM(TokenHead):
         for number, classify in enumerate(self.instance):
             branch = number if attention.shape[1] > 1 else 0
             own, others = known & (label == number), known & (label != number)
-            wanted = ((own, top, 1), (own, bottom, 0), (others, top, 0))
-            losses = []
-            for rows, chosen, target in wanted:
-                if bool(rows.any()):
-                    tokens = features[rows].take_along_dim(chosen[rows, branch].unsqueeze(-1), 1).flatten(0, 1)
-                    losses.append(
-                        F.cross_entropy(classify(tokens), torch.full((len(tokens),), target, device=label.device), reduction="none")
-                    )
+            losses = [
+                _instance_losses(classify, features[rows], [(chosen[rows, branch], target) for chosen, target in wanted])
+                for rows, wanted in ((own, ((top, 1), (bottom, 0))), (others, ((top, 0),)))
+                if bool(rows.any())
+            ]
             total = total + torch.cat(losses).mean()
         return total / self.classes
+
+
+def _instance_losses(classify: nn.Module, features: Tensor, wanted: list[tuple[Tensor, int]]) -> Tensor:
+    """Cross-entropy [B] of the tokens `chosen` [B, instances] as examples of their target, the mean over those of an image."""
+    losses = []
+    for chosen, target in wanted:
+        logits = classify(features.take_along_dim(chosen.unsqueeze(-1), 1))
+        losses.append(-logits.log_softmax(-1)[..., target])
+    return torch.cat(losses, 1).mean(1)
 
 
 @register_head("clam-sb")

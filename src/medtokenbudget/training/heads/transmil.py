@@ -1,7 +1,8 @@
 """TransMIL (Shao et al., NeurIPS 2021): two transformer layers, a convolutional position encoding and a class token.
 
-With at most some hundred tokens the attention is exact, where the publication approximates it (Nystrom), and the tokens are where
-they are on the grid, where the publication makes the sequence square. It is narrower: 128 instead of 512.
+With at most some hundred tokens the attention is exact, where the publication approximates it (Nystrom) and adds a convolution
+over the values, and the tokens are where they are on the grid, where the publication makes the sequence square. It is narrower: 128
+instead of 512.
 """
 
 from __future__ import annotations
