@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import medtokenbudget as mtb
-from medtokenbudget.config import BackboneConfig
-from medtokenbudget.errors import MissingSignalError, UnknownNameError
+from medtokenbudget.config import BackboneConfig, RouterConfig
+from medtokenbudget.errors import MissingSignalError, RequestError, UnknownNameError
 from medtokenbudget.experiments import sweep
 from medtokenbudget.experiments.execution import Execution
 from medtokenbudget.experiments.methods import Method
@@ -67,6 +68,16 @@ def test_a_store_without_the_signals_of_a_method_is_rejected_before_anything_is_
     assert not (tmp_path / "run" / "units").exists()
     with pytest.raises(UnknownNameError, match="variant of center"):
         Method.parse("center:keys")
+
+
+def test_a_head_that_needs_more_tokens_than_the_smallest_budget_keeps_is_rejected_before_training(
+    drawn: Drawn, tmp_path: Path
+) -> None:
+    config = replace(quick("paper"), router=RouterConfig(minimum=4))
+    methods, out = ("center", "no-pruning+clam-sb", "center+clam-mb"), tmp_path / "run"
+    with pytest.raises(RequestError, match=r"Head 'clam-mb' of center\+clam-mb needs at least 16 tokens, but budget 0.05 keeps"):
+        sweep(drawn.manifest_path, drawn.store_path, out, methods=methods, budgets=(0.05, 0.5), config=config)
+    assert not (out / "units").exists()
 
 
 def test_a_model_computes_the_signals_that_its_selectors_read(run: Path, drawn: Drawn) -> None:

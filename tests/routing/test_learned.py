@@ -162,6 +162,26 @@ def test_the_noise_gate_preserves_the_variance_of_a_closed_patch():
     torch.testing.assert_close(noise_gate(patches, torch.ones(1, 4000), noise()), patches, atol=0.03, rtol=0)
 
 
+@torch.no_grad()
+def test_sparselearn_ranks_by_its_scorer_and_trains_on_the_gated_mean_of_denoised_patches():
+    tokens, selector = tokens_of(), selector_of("sparselearn")
+    scores = selector.score(tokens)
+    step = selector.training_pass(tokens, 0.5, TrainConfig())  # no generator, no noise
+    for row, x in enumerate(tokens.patches):
+        own = [selector.scorer(patch).item() for patch in x]
+        assert scores[row].tolist() == pytest.approx(own, abs=1e-5)
+        low, high = min(own) - 20, max(own) + 20
+        for _ in range(100):  # the threshold at which the gates add up to K = 17
+            middle = (low + high) / 2
+            gates = [1 / (1 + math.exp(-(score - middle) / 0.5)) for score in own]
+            low, high = (middle, high) if sum(gates) > 17 else (low, middle)
+        mean, total = sum(x) / N, torch.zeros(32)
+        for gate, patch in zip(gates, x):
+            noisy = mean + math.sqrt(gate) * (patch - mean)
+            total += gate * (noisy + selector.denoiser(noisy))
+        torch.testing.assert_close(step.pooled[row], total / sum(gates), atol=1e-4, rtol=1e-3)
+
+
 def test_variants_that_change_a_part_of_lats_belong_to_lats():
     assert str(Method.parse("dynamicvit:mask-free")) == "dynamicvit:mask-free"
     Method.parse("lats:lesion-first-raster")

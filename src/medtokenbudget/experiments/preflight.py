@@ -8,6 +8,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 
+import torch
+
 from medtokenbudget.config import SIGNALS, TrainConfig, to_dict
 from medtokenbudget.data import Manifest
 from medtokenbudget.data.manifest import listed
@@ -23,6 +25,8 @@ from medtokenbudget.files import dotted, read_json
 from medtokenbudget.progress import say
 from medtokenbudget.routing import selector_class
 from medtokenbudget.routing.lats import ordered_signals
+from medtokenbudget.routing.router import budget_to_k
+from medtokenbudget.training.heads import create_head
 from medtokenbudget.training.parts import check_fits
 
 READS_ROUTED = "no-pruning"
@@ -136,6 +140,8 @@ def check_needs(sources: Sources, units: Sequence[Unit], config: TrainConfig) ->
     if not sources.manifest.classes:
         _check_without_labels(sources, units, config)
     sources.store.require_signals([name for unit in units for name in unit.method.requires])
+    if sources.manifest.classes:
+        _check_heads(sources, units, config)
     if not has_training_masks(sources):
         needy = list(dict.fromkeys(str(unit.method) for unit in units if needs_masks(unit.method, config)))
         if needy:
@@ -167,6 +173,22 @@ def _check_without_labels(sources: Sources, units: Sequence[Unit], config: Train
         raise RequestError("Without class labels there are no classes to balance: use --class-balance none.")
     if config.selection_metric == "accuracy" and any(unit.method.learned for unit in units):
         raise RequestError("Without class labels the epoch is chosen by retention: use --selection-metric retention.")
+
+
+def _check_heads(sources: Sources, units: Sequence[Unit], config: TrainConfig) -> None:
+    """Reject heads that cannot read as few tokens as the smallest budget keeps."""
+    store, classes = sources.store, len(sources.manifest.classes)
+    for name in dict.fromkeys(unit.method.head for unit in units):
+        with torch.random.fork_rng(devices=[]):
+            needs = create_head(name, store.dim, classes).needs
+        for method in (unit.method for unit in units if unit.method.head == name):
+            least = min(config.budgets)
+            k = store.per_image if method.selector == READS_ROUTED else budget_to_k(least, store.per_image, config.router.minimum)
+            if k < needs:
+                raise RequestError(
+                    f"Head '{name}' of {method} needs at least {needs} tokens, but budget {least:g} keeps {k}. "
+                    "Use a larger budget or --router.minimum, or another head."
+                )
 
 
 def check_run(plan: Plan, units: Sequence[Unit], sources: Sources) -> None:
