@@ -14,7 +14,7 @@ from medtokenbudget.config import BackboneConfig, LATSConfig, RouterConfig, Trai
 from medtokenbudget.features.backbone import Backbone
 from medtokenbudget.features.early import Way
 from medtokenbudget.model import EarlyRouting, MedTokenBudget
-from medtokenbudget.routing import LATSSelector, create_selector
+from medtokenbudget.routing import LATSSelector, Selector, create_selector, selector_class
 from medtokenbudget.training import MLPHead, RoutedClassifier
 
 CLASSES = ("MEL", "NV", "BCC")
@@ -41,8 +41,10 @@ def small_model(
     config = TrainConfig(lats=LATSConfig(hidden=32, layers=2), router=RouterConfig(minimum=8))
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        selectors = {main: LATSSelector.from_config(loaded.dim, config)}
-        selectors |= {name: create_selector(name, minimum=8) for name in baselines}
+        selectors: dict[str, Selector] = {main: LATSSelector.from_config(loaded.dim, config)}
+        for name in baselines:
+            learned = {"dim": loaded.dim} if selector_class(name).learns else {}
+            selectors[name] = create_selector(name, minimum=8, **learned)
         classifiers = {
             name: RoutedClassifier(s, MLPHead(loaded.dim, len(CLASSES)) if head else None) for name, s in selectors.items()
         }

@@ -232,6 +232,9 @@ class Service:
             if key not in merged:
                 merged[key] = _merge(selector, tokens, counts)
             answer["groups"] = merged[key].groups
+            if selector.kind == "sampler" and lesion is not None and lesion.any():
+                kept = [int(lesion[np.asarray(groups) >= 0].sum()) for groups in merged[key].groups]
+                answer |= _measured(kept, lesion, counts)
             probabilities = None
             if classifier.head is not None:
                 heads_read = [classifier.head.read(selection, tokens.grid) for selection in merged[key].selections]
@@ -272,7 +275,11 @@ def checked_budgets(asked: Sequence[float]) -> list[float]:
 
 def retention(order: np.ndarray, lesion: np.ndarray, counts: Sequence[int]) -> dict[str, list[float]]:
     """Return the lesion retention of the first K patches of `order`, its ceiling and its share of the ceiling, for each K."""
-    kept = [int(lesion[order[:k]].sum()) for k in counts]
+    return _measured([int(lesion[order[:k]].sum()) for k in counts], lesion, counts)
+
+
+def _measured(kept: Sequence[int], lesion: np.ndarray, counts: Sequence[int]) -> dict[str, list[float]]:
+    """Retention, ceiling and share of the ceiling of `kept` lesion patches among K, for each K."""
     measured = [retention_of_counts([hits], [lesion.sum()], [k], [lesion.size]) for hits, k in zip(kept, counts)]
     return {
         "retention": [round(row.pooled, 6) for row in measured],

@@ -4,8 +4,13 @@
 export function at(answer, selector, index) {
   const k = selector.k[index];
   const n = answer.n;
-  const kept = selector.order ? new Uint8Array(n) : null;
-  if (kept) for (let i = 0; i < k; i += 1) kept[selector.order[i]] = 1;
+  // A sampler keeps patches as they are, but others at every budget: those that went to a token.
+  const sampled = selector.kind === "sampler" ? selector.groups[index] : null;
+  let kept = null;
+  if (selector.order) {
+    kept = new Uint8Array(n);
+    for (let i = 0; i < k; i += 1) kept[selector.order[i]] = 1;
+  } else if (sampled) kept = Uint8Array.from(sampled, (token) => (token < 0 ? 0 : 1));
   // A router without a head predicts no class.
   const probabilities = selector.probabilities ? selector.probabilities[index] : [];
   const top = probabilities.length ? probabilities.indexOf(Math.max(...probabilities)) : null;
@@ -14,7 +19,7 @@ export function at(answer, selector, index) {
     k,
     n,
     kept,
-    groups: selector.groups ? selector.groups[index] : null,
+    groups: selector.groups && !sampled ? selector.groups[index] : null,
     probabilities,
     top,
     label: top === null ? null : answer.classes[top],
