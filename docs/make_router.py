@@ -5,8 +5,8 @@
 ISIC is the folder of `mtb data isic`, UNLABELLED a folder of further public-domain dermoscopic images (ISIC 2017 and 2018). Three
 steps:
 
-1. A teacher learns from the ISIC 2018 task 1 masks of the training side.
-2. It draws a mask for each further image: where its scores are above a half.
+1. Teachers learn from the ISIC 2018 task 1 masks of the training side.
+2. They draw a mask for each further image: where the mean of their scores is above a half.
 3. The router learns from both. Its epoch is chosen on real masks that were held out of both trainings.
 
 The validation images, with every mask there is, are only measured. The result is `OUT/run/model`; docs/results/scorer.md has its
@@ -16,6 +16,7 @@ figures beside those of the router in the package.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,11 +26,16 @@ import torch
 from PIL import Image
 
 import medtokenbudget as mtb
-from medtokenbudget.config import BackboneConfig, ExtractConfig, LATSConfig, TrainConfig, preset
-from medtokenbudget.data import Manifest, cut_selection, folder_manifest, isic_manifest
+from medtokenbudget.config import BackboneConfig, ExtractConfig, LATSConfig, preset
+from medtokenbudget.data import Manifest, cut_selection, folder_manifest, isic_manifest, merged_groups
+from medtokenbudget.data.isic import METADATA, read_lesions
 from medtokenbudget.features import FeatureStore, extract
+from medtokenbudget.progress import say
 from medtokenbudget.routing import Ranker
 
+BACKBONE, VIEWS = BackboneConfig(name="embedded"), ExtractConfig(views="off-center")
+TEACHERS = ("lats", "lats", "context")
+"""Scorers of the teachers; each has a seed of its own."""
 HIDDEN = 192
 """Narrower than the default of 256, so that the weights and what the router knows of its training images stay below 1 MB."""
 FEWEST, MOST = 4, 230
@@ -38,12 +44,12 @@ FEWEST, MOST = 4, 230
 
 def main(isic: Path, unlabelled: Path, out: Path, seed: int = 42) -> Path:
     """Return the folder of the router."""
-    real = public_masks(isic)
-    config = preset("lesion-first", seed=seed, lats=LATSConfig(hidden=HIDDEN, neighborhood="grid8"))
-    teacher = train(real, out / "tokens", out / "teacher", config)
-    further = folder_manifest(unlabelled, None)
-    drawn = draw_masks(teacher, further, out)
-    train(joined(real, drawn), out / "tokens", out / "run", config)
+    lesions, further = read_lesions(isic / METADATA), folder_manifest(unlabelled, None)
+    further = further.with_columns(group=[lesions.get(name, name) for name in further.ids])
+    real, further = without_leaks(isic_manifest(isic, "by-id"), public_masks(isic), further)
+    teachers = [train(real, out / "tokens", out / f"teacher-{name}-{seed + i}", name, seed + i) for i, name in enumerate(TEACHERS)]
+    drawn = draw_masks(teachers, further, out)
+    train(joined(real, drawn), out / "tokens", out / "run", "lats", seed)
     return out / "run" / "model"
 
 
@@ -57,26 +63,47 @@ def public_masks(isic: Path) -> Manifest:
     return replace(everything, rows=rows, name="ISIC 2018 task 1").without_labels()
 
 
-def train(manifest: Manifest, store: Path, out: Path, config: TrainConfig) -> Ranker:
+def without_leaks(everything: Manifest, real: Manifest, further: Manifest) -> tuple[Manifest, Manifest]:
+    """Both without training images that show the lesion of an image that the router is measured on.
+
+    These are the validation images, and those whose masks are not used. The same lesion: the same `lesion_id`, or a picture that
+    `mtb data check` calls a duplicate.
+    """
+    learned = real.rows["image_id"][real.rows["split"] != "val"]
+    groups, _ = merged_groups(joined(everything, further, everything.name))
+    names = [*everything.ids, *further.ids]
+    group_of = dict(zip(names, groups))
+    measured = {group_of[name] for name in everything.ids if name not in set(learned)}
+    leaks = {name for name in (*learned, *further.ids) if group_of[name] in measured}
+    say(f"{len(leaks)} training images show a lesion that the router is measured on. They are left out.")
+    return tuple(  # type: ignore[return-value]
+        manifest.take([i for i, name in enumerate(manifest.ids) if name not in leaks]) for manifest in (real, further)
+    )
+
+
+def train(manifest: Manifest, store: Path, out: Path, name: str, seed: int) -> Ranker:
     """Extract what is missing in the store, train without a head, and return the trained scorer."""
+    config = preset("lesion-first", seed=seed, lats=LATSConfig(hidden=HIDDEN, neighborhood="grid8"))
     path = manifest.write(out.with_suffix(".parquet"))
-    extract(manifest, store, BackboneConfig(name="embedded"), ExtractConfig(views="off-center"))
-    run = mtb.train(path, store, out, config, selector="lats", head="none")
+    extract(manifest, store, BACKBONE, VIEWS)
+    run = mtb.train(path, store, out, config, selector=name, head="none")
     selector = run.model.classifier().selector
     assert isinstance(selector, Ranker)
     return selector
 
 
 @torch.no_grad()
-def draw_masks(teacher: Ranker, further: Manifest, out: Path) -> Manifest:
-    """Masks of the images in `further` that the teacher finds a lesion in, written to `out/masks`, and their manifest."""
+def draw_masks(teachers: Sequence[Ranker], further: Manifest, out: Path) -> Manifest:
+    """Masks of the images in `further` that the teachers find a lesion in, written to `out/masks`, and their manifest."""
     further = further.with_columns(split=["train"] * len(further))
-    extract(further, out / "further", BackboneConfig(name="embedded"), ExtractConfig())
-    store = FeatureStore.open(out / "further", further)
+    extract(further, out / "tokens", BACKBONE, VIEWS)
+    store = FeatureStore.open(out / "tokens", further)
+    rows = np.asarray(store.rows(further.ids))
     masks: dict[str, str] = {}
     (out / "masks").mkdir(exist_ok=True)
-    for batch in store.batches(np.arange(len(store)), 64):
-        for name, values in zip(batch.image_id or (), teacher.score(batch.float()).unflatten(1, store.grid)):
+    for batch in store.batches(rows, 64):
+        scores = torch.stack([teacher.score(batch.float()) for teacher in teachers]).mean(0)
+        for name, values in zip(batch.image_id or (), scores.unflatten(1, store.grid)):
             if FEWEST <= int((values > 0.5).sum()) <= MOST:
                 path = out / "masks" / f"{name}.png"
                 gray = Image.fromarray((255 * values).round().byte().numpy())
@@ -87,7 +114,7 @@ def draw_masks(teacher: Ranker, further: Manifest, out: Path) -> Manifest:
     return further.take(kept).with_columns(mask=[masks[further.ids[i]] for i in kept])
 
 
-def joined(real: Manifest, drawn: Manifest) -> Manifest:
+def joined(real: Manifest, drawn: Manifest, name: str = "ISIC 2018 task 1 and drawn masks") -> Manifest:
     """Both, with absolute paths."""
     parts = []
     for manifest in (real, drawn):
@@ -97,7 +124,7 @@ def joined(real: Manifest, drawn: Manifest) -> Manifest:
         parts.append(rows)
     known = set(parts[0]["image_id"])
     parts[1] = parts[1][~parts[1]["image_id"].isin(known)]
-    return replace(real, rows=pd.concat(parts, ignore_index=True), root=None, name="ISIC 2018 task 1 and drawn masks")
+    return replace(real, rows=pd.concat(parts, ignore_index=True), root=None, name=name)
 
 
 if __name__ == "__main__":

@@ -191,3 +191,17 @@ def test_the_service_answers_with_what_keeps_each_promise(drawn: Drawn, folder: 
     assert (promise["retention"], promise["coverage"], promise["k"]) == (0.6, None, predicted.k)
     assert promise["probabilities"] == pytest.approx(list(predicted.probabilities.values()), abs=1e-5)
     assert found["center"] == []
+    mtb.calibrate(folder, drawn.manifest_path, 0.5, store=drawn.store_path)
+    service = service_module.Service(mtb.load(folder))
+
+    def promised(*retentions: float, selectors: tuple[str, ...] = ()) -> list[float]:
+        question = service_module.Question(images[0].read_bytes(), selectors=selectors, retentions=retentions)
+        return [one["retention"] for one in service.answer(question)["selectors"][0]["promises"]]
+
+    assert (promised(), promised(0.6), promised(0.6, 0.5)) == ([0.5, 0.6], [0.6], [0.5, 0.6])
+    with pytest.raises(RequestError, match=r"not calibrated for 95% of the lesion on average. Calibrated: 50% .*; 60% "):
+        promised(0.6, 0.95)
+    with pytest.raises(RequestError, match="'center' of this model is not calibrated"):
+        promised(0.6, selectors=("center",))
+    with pytest.raises(RequestError, match="must be between 0 and 1"):
+        promised(1.5)

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from medtokenbudget.api.route_shards import ERRORS, OVERLAYS, TABLE, ShardWork, route_in_shards
 from medtokenbudget.api.writing import NOTICE, Outputs, Summary, metadata_of, write_answers
 from medtokenbudget.data.folder import MaskFolder
 from medtokenbudget.errors import RequestError
@@ -29,7 +30,9 @@ from medtokenbudget.tokens import TokenBatch
 
 ROUTER = "dermoscopy"
 """The router that comes with the package."""
-TABLE, ERRORS, SUMMARY, TOKENS, OVERLAYS = "routes", "errors.jsonl", "summary.json", "tokens.safetensors", "overlays"
+SUMMARY, PACKED_TOKENS = "summary.json", "tokens.safetensors"
+SHARD_SIZE = 1000
+"""Images per shard on a cluster, unless told otherwise."""
 TableFormat = Literal["parquet", "csv"]
 
 
@@ -53,6 +56,8 @@ class RouteConfig:
     """Images per forward pass."""
     workers: int = 2
     """Threads that decode images."""
+    shard_size: int = 0
+    """Images per file of a table in shards, which a stopped command goes on with; 0 writes one table."""
 
 
 @dataclass(frozen=True)
@@ -107,18 +112,26 @@ def route_files(
     model: MedTokenBudget | Path | str = ROUTER,
     masks: Path | str | None = None,
     config: RouteConfig | None = None,
+    engine: str = "local",
+    address: str | None = None,
 ) -> Routed:
-    """Route images and write the results to a folder, in constant memory. A second call replaces the results of the first.
+    """Route images and write the results to a folder. A second call replaces the results of the first.
+
+    With shards, which a cluster always makes, a second call goes on with what the first left, and computes again only what has
+    changed.
 
     Args:
         images: What `route` takes, or a manifest.
-        out: Folder to write: `routes.parquet` or `.csv`, `summary.json`, `errors.jsonl`, `tokens.safetensors`, `overlays/`.
+        out: Folder to write: `routes.parquet` or `.csv` or, in shards, `routes/`; `summary.json`, `errors.jsonl`, `overlays/`,
+            `tokens.safetensors` or `tokens/`.
         model: A model, or what `mtb.load` takes.
         masks: Folder with lesion masks, named as for `mtb data folder`; the masks of a manifest are found without it.
         config: Budget, formats and sizes.
+        engine: 'local', or 'ray' for a cluster.
+        address: Address of a running Ray cluster ('auto', 'host:port'); None starts Ray on this machine.
 
     Raises:
-        WorkError: If no image could be read; no table is written then.
+        WorkError: If no image could be read.
     """
     config, folder, router = config or RouteConfig(), Path(out), _loaded(model)
     method = router.main if config.selector is None else config.selector
@@ -126,10 +139,33 @@ def route_files(
         raise RequestError(f"{folder} is a file. Pass a folder to write to with --out.")
     sources, budget = masked(expand(images), masks), router.amount(config.budget)
     measured = Measured()
+    if engine == "local" and not config.shard_size:
+        table, written = _one_table(router, sources, folder, (method, budget), config, measured)
+    else:
+        table, written = _shards(router, sources, folder, (method, budget), config, measured, engine, address)
+    found = measured.retention(router.grid)
+    write_json(folder / SUMMARY, summary_of(router, method, budget, written, found))
+    return Routed(table, written, found)
+
+
+def _one_table(
+    router: MedTokenBudget,
+    sources: Iterable[Source],
+    folder: Path,
+    asked: tuple[str, float | Guarantee],
+    config: RouteConfig,
+    measured: Measured,
+) -> tuple[Path, Summary]:
+    """One table, in constant memory; it appears when everything is done."""
+    if (folder / TABLE).is_dir():
+        raise RequestError(
+            f"{folder} has a table in shards ({TABLE}/). Go on with --shard-size or --engine ray, or use another --out."
+        )
+    method, budget = asked
     outputs = Outputs(
         table=folder / f"{TABLE}.{config.table}",
         errors=folder / ERRORS,
-        tokens=folder / TOKENS if config.tokens else None,
+        tokens=folder / PACKED_TOKENS if config.tokens else None,
         tokens_dtype=config.tokens_dtype,
         overlays=folder / OVERLAYS if config.overlay else None,
     )
@@ -138,10 +174,41 @@ def route_files(
     for stale in [folder / f"{TABLE}.{other}" for other in ("parquet", "csv") if other != config.table]:
         remove(stale)
     if not config.tokens:
-        remove(folder / TOKENS)
-    found = measured.retention(router.grid)
-    write_json(folder / SUMMARY, summary_of(router, method, budget, written, found))
-    return Routed(outputs.table, written, found)
+        remove(folder / PACKED_TOKENS)
+    return outputs.table, written
+
+
+def _shards(
+    router: MedTokenBudget,
+    sources: Iterable[Source],
+    folder: Path,
+    asked: tuple[str, float | Guarantee],
+    config: RouteConfig,
+    measured: Measured,
+    engine: str,
+    address: str | None,
+) -> tuple[Path, Summary]:
+    """A table in shards."""
+    if config.table != "parquet":
+        raise RequestError("A table in shards is a Parquet data set: leave out --table csv.")
+    if found := [path.name for path in (folder / f"{TABLE}.parquet", folder / f"{TABLE}.csv") if path.exists()]:
+        raise RequestError(f"{folder} has a table in one file ({found[0]}). Delete it, or use another --out.")
+    method, budget = asked
+    work = ShardWork(
+        folder.resolve(),
+        budget,
+        method,
+        columns,
+        metadata_of(router, method, budget),
+        config.batch_size,
+        config.workers,
+        config.tokens_dtype if config.tokens else None,
+        config.overlay,
+        router.device.type,
+    )
+    router.route_sources([], budget, method, config.batch_size)  # a wrong request is refused before anything is written
+    written = route_in_shards(router, sources, work, config.shard_size or SHARD_SIZE, measured, engine, address)
+    return folder / TABLE, written
 
 
 def summary_of(

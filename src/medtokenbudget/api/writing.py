@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from PIL import Image
 
@@ -80,7 +81,7 @@ def write_answers(
     what: str,
     each: Callable[[Routing], None] | None = None,
 ) -> Summary:
-    """Write every answer as it comes.
+    """Write every answer as it comes, and list what could not be read.
 
     Args:
         answers: What `MedTokenBudget.predict_sources` or `route_sources` yields.
@@ -94,27 +95,71 @@ def write_answers(
         WorkError: If no image could be read; no table is written then.
     """
     check_table_path(outputs.table)
-    done, failed, unfamiliar, first = 0, 0, 0, ""
-    knows = False
+    errors = outputs.errors
+    with exclusive(outputs.table.parent, name=f".{outputs.table.stem}.lock"), progress(what=what, unit="image") as bar:
+        remove(errors)
+        counts = write_rows(
+            answers,
+            outputs,
+            columns,
+            metadata,
+            note=lambda image, reason: append_line(errors, {"image": image, "reason": reason}),
+            advance=bar.update,
+            each=each,
+        )
+    return Summary(counts.done, counts.failed, errors if errors.exists() else None, counts.unfamiliar)
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Images that were written, that could not be read, and that are unlike the training images (None if unknown)."""
+
+    done: int
+    failed: int
+    unfamiliar: int | None
+
+
+def write_rows(
+    answers: Iterable[tuple[Source, Routing | Failure]],
+    outputs: Outputs,
+    columns: Sequence[Column],
+    metadata: dict[str, str],
+    note: Callable[[str, str], None],
+    advance: Callable[[], Any] = lambda: None,
+    each: Callable[[Routing], None] | None = None,
+    first: int = 0,
+    empty: bool = False,
+) -> Counts:
+    """Write every answer as it comes. The table appears last, so whoever sees it finds the rest too.
+
+    Args:
+        answers: Sources with their answers.
+        outputs: Where to write; `errors` is only named in the message.
+        columns: Columns of the table.
+        metadata: Metadata of the table and the tokens.
+        note: Called with the name and the reason for each image that could not be read, or whose mask could not.
+        advance: Called for every image.
+        each: Called with every answer.
+        first: Number of the first overlay.
+        empty: Whether a table without rows is written if no image could be read; otherwise that is an error.
+    """
+    done, failed, unfamiliar, knows, reason = 0, 0, 0, False, ""
     with ExitStack() as stack:
-        stack.enter_context(exclusive(outputs.table.parent, name=f".{outputs.table.stem}.lock"))
-        remove(outputs.errors)
         writers = [stack.enter_context(table_writer(outputs.table, columns, metadata))]
         packed = "guarantee" in metadata
         if outputs.tokens is not None:
             writers.append(stack.enter_context(token_writer(outputs.tokens, metadata, outputs.tokens_dtype, packed)))
-        bar = stack.enter_context(progress(what=what, unit="image"))
         for source, answer in answers:
             if isinstance(answer, Failure):
-                append_line(outputs.errors, {"image": answer.name, "reason": answer.reason})
+                note(answer.name, answer.reason)
                 if not answer.routed:
-                    bar.update()
-                    first = first or answer.reason
+                    advance()
+                    reason = reason or answer.reason
                     failed += 1
                 continue
-            bar.update()
+            advance()
             if outputs.overlays is not None:
-                _save_overlay(outputs.overlays / f"{done:06d}-{Path(answer.image).stem}.png", source, answer, outputs.errors)
+                _save_overlay(outputs.overlays / f"{first + done:06d}-{Path(answer.image).stem}.png", source, answer, note)
             for writer in writers:
                 writer.add(answer)
             if each is not None:
@@ -122,22 +167,27 @@ def write_answers(
             knows |= answer.unfamiliarity is not None
             unfamiliar += answer.unfamiliar
             done += 1
-        if done == 0:
-            raise WorkError(f"No image could be read ({failed} failed). First error: {first} All errors are in {outputs.errors}.")
-    return Summary(done, failed, outputs.errors if outputs.errors.exists() else None, unfamiliar if knows else None)
+        if done == 0 and not empty:
+            raise none_readable(failed, reason, outputs.errors)
+    return Counts(done, failed, unfamiliar if knows else None)
 
 
-def _save_overlay(path: Path, source: Source, answer: Routing, errors: Path) -> None:
-    picture = overlay(source, answer, _mask(source, errors))
+def none_readable(failed: int, reason: str, errors: Path) -> WorkError:
+    """The error for a request without a single readable image."""
+    return WorkError(f"No image could be read ({failed} failed). First error: {reason} All errors are in {errors}.")
+
+
+def _save_overlay(path: Path, source: Source, answer: Routing, note: Callable[[str, str], None]) -> None:
+    picture = overlay(source, answer, _mask(source, note))
     write_encoded(path, lambda stream: picture.save(stream, format="PNG"))
 
 
-def _mask(source: Source, errors: Path) -> Image.Image | None:
+def _mask(source: Source, note: Callable[[str, str], None]) -> Image.Image | None:
     """The mask to outline; one that cannot be read is reported, and the overlay is drawn without it."""
     if source.mask is None:
         return None
     try:
         return decode_mask(source.mask)
     except MedTokenBudgetError as error:
-        append_line(errors, {"image": source.name, "reason": f"Drawn, but its mask could not be read: {error}"})
+        note(source.name, f"Drawn, but its mask could not be read: {error}")
         return None

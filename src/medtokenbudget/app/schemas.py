@@ -104,7 +104,9 @@ class SelectorAnswer(BaseModel):
     retention: list[float] | None = Field(description="Share of lesion patches kept at each budget; null without a lesion.")
     ceiling: list[float] | None = Field(description="Highest retention possible with K patches, at each budget.")
     retention_of_ceiling: list[float] | None = Field(description="Retention divided by the ceiling, at each budget.")
-    promises: list[PromiseAnswer] = Field(description="What `mtb calibrate` calibrated for this method, instead of a budget.")
+    promises: list[PromiseAnswer] = Field(
+        description="What was calibrated for this method; with `retention`, what was asked for of it."
+    )
     probabilities: list[list[float]] | None = Field(
         description="Class probabilities at each budget, from this method's own head; null if the model has no head."
     )
@@ -165,6 +167,13 @@ def route_body(selectors: list[str]) -> dict[str, Any]:
             "minItems": 1,
             "maxItems": MAX_BUDGETS,
             "description": "Budgets in addition to 0.1, 0.2, ..., 1.0. Repeat the field or separate numbers with commas.",
+        },
+        "retention": {
+            "type": "array",
+            "items": {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1},
+            "minItems": 1,
+            "description": "Promises to answer in `promises`, such as 0.95; 422 if the model was not calibrated for "
+            "one. Default: all that it has.",
         },
         "preview": {"type": "boolean", "default": False, "description": "Also return the decoded image."},
     }

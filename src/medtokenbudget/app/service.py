@@ -25,9 +25,11 @@ from medtokenbudget.errors import BudgetError, RequestError
 from medtokenbudget.features.views import Geometry
 from medtokenbudget.metrics import retention_of_counts
 from medtokenbudget.model import Guarantee, MedTokenBudget
+from medtokenbudget.model.guarantee import find_guarantee
 from medtokenbudget.model.parts import describe, select
 from medtokenbudget.reporting.looks import look
 from medtokenbudget.routing import Ranker, Selector
+from medtokenbudget.routing.guarantee import Promise
 from medtokenbudget.tokens import Selection, TokenBatch
 
 NOTICE = "Research software, not a medical device. Do not use its output for diagnosis or treatment."
@@ -59,6 +61,7 @@ class Question:
         mask: Bytes of the lesion mask of this image, if there is one.
         selectors: Methods to run; empty means every method that can run.
         budgets: Budgets in addition to the ten standard ones.
+        retentions: Calibrated promises to answer; empty means all that the model has.
         preview: Whether to return the decoded image too.
     """
 
@@ -66,6 +69,7 @@ class Question:
     mask: bytes | None = None
     selectors: tuple[str, ...] = ()
     budgets: tuple[float, ...] = ()
+    retentions: tuple[float, ...] = ()
     preview: bool = False
 
 
@@ -152,10 +156,10 @@ class Service:
         """Return patch order, scores and, if the model has a head, class probabilities of every method; with a mask also retention.
 
         Raises:
-            RequestError: If the image, the mask, a method or a budget cannot be used.
+            RequestError: If the image, the mask, a method or a budget cannot be used, or a promise was not calibrated.
         """
         names = self._names(question)
-        budgets = checked_budgets(question.budgets)
+        budgets, promised = checked_budgets(question.budgets), self._promised(question.retentions, names)
         if self.model.fixed_budget is not None:
             budgets = list({self.model.budget(asked) for asked in (*question.budgets, None)})
         image = self._decoder.decode(question.image, "image", self.limits.max_pixels)
@@ -176,7 +180,10 @@ class Service:
             "budgets": budgets,
             "lesion": None if lesion is None else np.flatnonzero(lesion).tolist(),
             "unfamiliarity": None if familiarity is None else round(float(familiarity(tokens)[0]), 4),
-            "selectors": [self._selector(name, tokens, budgets, lesion, merged) for name in names],
+            "selectors": [
+                self._selector(name, tokens, budgets, lesion, merged, [one for one in promised if one.selector == name])
+                for name in names
+            ],
         }
 
     def _names(self, question: Question) -> list[str]:
@@ -189,6 +196,14 @@ class Service:
             if name in masked and question.mask is None:
                 raise RequestError(f"Method '{name}' needs a lesion mask. Send a mask, or leave this method out.")
         return names
+
+    def _promised(self, asked: Sequence[float], names: Sequence[str]) -> list[Guarantee]:
+        """The guarantees of these methods that were asked for, by default all; one that no method has is an error."""
+        own = [one for one in self.guarantees if one.selector in names]
+        for retention in asked:
+            if retention not in [one.retention for one in own]:
+                find_guarantee(self.model.guarantees, Promise(retention), names[0], self.fingerprint)
+        return [one for one in own if not asked or one.retention in asked]
 
     def _mask(self, source: bytes, size: tuple[int, int]) -> Image.Image:
         mask = self._decoder.decode(source, "mask", self.limits.max_pixels)
@@ -207,7 +222,13 @@ class Service:
         return mask
 
     def _selector(
-        self, name: str, tokens: TokenBatch, budgets: list[float], lesion: np.ndarray | None, merged: dict[str, Merged]
+        self,
+        name: str,
+        tokens: TokenBatch,
+        budgets: list[float],
+        lesion: np.ndarray | None,
+        merged: dict[str, Merged],
+        promised: Sequence[Guarantee],
     ) -> dict[str, Any]:
         classifier = self.model.classifier(name)
         selector = classifier.selector
@@ -222,7 +243,7 @@ class Service:
             answer["order"] = order.tolist()
             if scores is not None:
                 answer["scores"] = [float(f"{score:.6g}") for score in scores[0].cpu().double().tolist()]
-                answer["promises"] = [self._promise(one, tokens, scores) for one in self.guarantees if one.selector == name]
+                answer["promises"] = [self._promise(one, tokens, scores) for one in promised]
             if lesion is not None and lesion.any():
                 answer |= retention(order, lesion, counts)
         else:

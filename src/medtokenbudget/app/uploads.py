@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from medtokenbudget.app.service import Question
 
-FILES, FIELDS = ("image", "mask"), ("selectors", "budgets", "preview")
+FILES, FIELDS = ("image", "mask"), ("selectors", "budgets", "retention", "preview")
 MAX_FIELDS = 300
 MAX_FIELD_BYTES = 10_000
 # Space for multipart boundaries and small fields.
@@ -182,7 +182,8 @@ def _question(body: _Body, max_bytes: int) -> Question:
         image=body.files["image"],
         mask=body.files.get("mask"),
         selectors=tuple(_items(body, "selectors")),
-        budgets=tuple(_number(text) for text in _items(body, "budgets")),
+        budgets=tuple(_number(text, "bad_budget", "A token budget") for text in _items(body, "budgets")),
+        retentions=tuple(_number(text, "bad_retention", "A promised retention") for text in _items(body, "retention")),
         preview=_flag(body.fields.get("preview", ["false"])),
     )
 
@@ -192,11 +193,11 @@ def _items(body: _Body, name: str) -> list[str]:
     return [item.strip() for value in body.fields.get(name, []) for item in value.split(",")]
 
 
-def _number(text: str) -> float:
+def _number(text: str, code: str, what: str) -> float:
     try:
         return float(text)
     except ValueError:
-        raise ApiError(422, "bad_budget", f"A token budget must be a number in (0, 1], got '{text[:60]}'.") from None
+        raise ApiError(422, code, f"{what} must be a number in (0, 1], got '{text[:60]}'.") from None
 
 
 def _flag(values: list[str]) -> bool:

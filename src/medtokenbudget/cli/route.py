@@ -15,7 +15,8 @@ def main(arguments: list[str]) -> int:
         "route",
         "Write which patches of images a router keeps, and their scores, to a table in a folder. The default model is a router for "
         "dermoscopic images that comes with the package, so nothing has to be trained. Files that cannot be read are listed in "
-        "errors.jsonl; the exit code is 1 only if no image could be read. The same command again replaces the results.",
+        "errors.jsonl; the exit code is 1 only if no image could be read. The same command again replaces the results, or goes on "
+        "where it was stopped if the table is made in shards.",
         "mtb route photos/ 'more/*.png' --budget 0.3 --overlay --out routed",
     )
     parser.add_argument("images", nargs="+", help="Image files, folders, globs, or a manifest (.parquet).")
@@ -36,17 +37,31 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--table", type=Literal["parquet", "csv"], default="parquet", help="Format of the table.")
     parser.add_argument("--selector", type=str | None, default=None, help="Method to route with. Default: the model's main method.")
     add_pass(parser)
+    many = parser.section("Many images")
+    many.add_argument(
+        "--shard_size",
+        type=int,
+        default=0,
+        help="Images per file of a table in shards (routes/), which a stopped command goes on with. 0: one table; 1000 on Ray.",
+    )
+    many.add_argument("--engine", type=Literal["local", "ray"], default="local", help="Where to run: on this machine or on Ray.")
+    many.add_argument("--address", type=str | None, default=None, help="Address of a running Ray cluster: auto or host:port.")
     options = parser.parse_args(arguments)
 
     from medtokenbudget.api.route import RouteConfig, Routed, route_files
     from medtokenbudget.cli.parsing import pick
+    from medtokenbudget.errors import RequestError
     from medtokenbudget.model import load
     from medtokenbudget.progress import say
     from medtokenbudget.reporting.numbers import plural
 
+    if options.address is not None and options.engine != "ray":
+        raise RequestError("--address is only used with a Ray cluster. Add --engine ray, or drop --address.")
     model = load(options.model, weights=options.weights, device=options.device)
     options.budget = amount_of(options, model, options.selector)
-    routed: Routed = route_files(options.images, options.out, model, options.masks, pick(options, RouteConfig))
+    routed: Routed = route_files(
+        options.images, options.out, model, options.masks, pick(options, RouteConfig), options.engine, options.address
+    )
     written = routed.written
     if written.failed:
         say(f"{written.failed} of {written.done + written.failed} images could not be read. The reasons are in {written.errors}.")

@@ -1,0 +1,242 @@
+"""A table in shards: a stopped command goes on, and a Ray cluster that loses a node writes the same rows as one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from PIL import Image
+from safetensors.numpy import load_file
+
+import medtokenbudget as mtb
+from medtokenbudget.api import route_shards
+from medtokenbudget.api.route import RouteConfig, route_files
+from medtokenbudget.cli import main
+from medtokenbudget.data.dermoscopy import draw
+from medtokenbudget.errors import RequestError, UnknownNameError, WorkError
+from medtokenbudget.files import read_json, read_lines
+from medtokenbudget.model import MedTokenBudget
+
+CONFIG = RouteConfig(shard_size=3, batch_size=2, workers=1)
+
+
+@pytest.fixture(scope="module")
+def router() -> MedTokenBudget:
+    return mtb.load("dermoscopy", device="cpu")
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    """Eight photos with masks, one of which is damaged."""
+    return make_photos(tmp_path, 8, bad=(4,))
+
+
+def make_photos(root: Path, count: int, bad: tuple[int, ...] = ()) -> Path:
+    (root / "photos").mkdir()
+    (root / "masks").mkdir()
+    drawings = [draw(name, 300 + number, size=120) for number, name in enumerate(("MEL", "NV", "BCC"))]
+    for number in range(count):
+        drawing = drawings[number % 3]
+        Image.fromarray(drawing.image).rotate(number).save(root / "photos" / f"p{number:03d}.png")
+        Image.fromarray(drawing.mask).convert("L").rotate(number).save(root / "masks" / f"p{number:03d}.png")
+        if number in bad:
+            (root / "photos" / f"p{number:03d}.png").write_bytes(b"damaged")
+    return root / "photos"
+
+
+def written(folder: Path) -> dict[str, int]:
+    """The files below a folder with the time of their last change."""
+    return {path.name: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+
+
+def test_shards_hold_the_rows_of_one_table(photos: Path, router: MedTokenBudget, tmp_path: Path) -> None:
+    masks = tmp_path / "masks"
+    one = route_files(photos, tmp_path / "one", router, masks, RouteConfig(batch_size=2, tokens=True, overlay=True))
+    many = route_files(photos, tmp_path / "many", router, masks, RouteConfig(batch_size=2, tokens=True, overlay=True, shard_size=3))
+    expected, found = pd.read_parquet(one.table), pd.read_parquet(many.table)
+    assert sorted(path.name for path in many.table.glob("part-*")) == [f"part-{number:06d}.parquet" for number in range(3)]
+    for name in expected.columns:
+        values = expected[name].tolist(), found[name].tolist()
+        if name in ("scores", "unfamiliarity"):  # other batches, other rounding
+            assert all(a == pytest.approx(b, abs=1e-5) for a, b in zip(*values))
+        elif name == "kept":
+            assert [set(row) for row in values[0]] == [set(row) for row in values[1]]
+        else:
+            pd.testing.assert_series_equal(expected[name], found[name])
+    assert many.retention == one.retention
+    assert read_lines(tmp_path / "many" / "errors.jsonl") == read_lines(tmp_path / "one" / "errors.jsonl")
+    assert (many.written.done, many.written.failed) == (7, 1)
+    tokens = [load_file(path)["tokens"] for path in sorted((tmp_path / "many" / "tokens").iterdir())]
+    assert [len(part) for part in tokens] == [3, 2, 2]
+    assert len(list((tmp_path / "many" / "overlays").iterdir())) == 7
+    differing = {"retention", "notice"}
+    first, second = (read_json(tmp_path / name / "summary.json") for name in ("one", "many"))
+    assert {key: first[key] for key in first if key not in differing} == {
+        key: second[key] for key in second if key not in differing
+    }
+
+
+def test_a_stopped_command_goes_on_where_it_was(
+    photos: Path, router: MedTokenBudget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = route_files(photos, tmp_path / "whole", router, config=CONFIG)
+    out, real = tmp_path / "stopped", route_shards.make_shard
+
+    def stopping(model: MedTokenBudget, shard: Any, *rest: Any) -> None:
+        if shard.index == 1:
+            raise KeyboardInterrupt
+        real(model, shard, *rest)
+
+    monkeypatch.setattr(route_shards, "make_shard", stopping)
+    with pytest.raises(KeyboardInterrupt):
+        route_files(photos, out, router, config=CONFIG)
+    before = written(out / "routes")
+    assert "part-000000.parquet" in before
+    assert "part-000001.parquet" not in before
+    monkeypatch.setattr(route_shards, "make_shard", real)
+    routed = route_files(photos, out, router, config=CONFIG)
+    after = written(out / "routes")
+    assert {name: after[name] for name in before} == before, "a finished shard was made again"
+    pd.testing.assert_frame_equal(pd.read_parquet(routed.table), pd.read_parquet(whole.table))
+    assert read_json(out / "summary.json") == read_json(tmp_path / "whole" / "summary.json")
+
+
+def test_only_what_changed_is_made_again(photos: Path, router: MedTokenBudget, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    route_files(photos, out, router, config=CONFIG)
+    before = written(out / "routes")
+    shutil.copy(photos / "p000.png", photos / "p004.png")  # the damaged one is repaired
+    routed = route_files(photos, out, router, config=CONFIG)
+    after = written(out / "routes")
+    assert {name for name in before if after[name] != before[name]} == {"part-000001.parquet", "_part-000001.json"}
+    assert (routed.written.done, routed.written.failed) == (8, 0)
+    assert not (out / "errors.jsonl").exists()
+    # A torn shard has no record and is made again; so is one whose file is gone.
+    (out / "routes" / "_part-000000.json").unlink()
+    (out / "routes" / "part-000002.parquet").unlink()
+    for number in (6, 7):  # fewer images: the last shard goes
+        (photos / f"p{number:03d}.png").unlink()
+    assert len(pd.read_parquet(route_files(photos, out, router, config=CONFIG).table)) == 6
+    assert {name for name in written(out / "routes") if "part" in name and "2" in name} == set()
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "words"),
+    [
+        (["--shard-size", "3"], ["--shard-size", "3", "--budget", "0.1"], "budget: expected '0.1', found '0.3'"),
+        (["--shard-size", "3"], [], "has a table in shards"),
+        ([], ["--shard-size", "3"], "has a table in one file"),
+        ([], ["--shard-size", "-1"], "at least 1 image"),
+        ([], ["--shard-size", "3", "--table", "csv"], "leave out --table csv"),
+        ([], ["--address", "auto"], "--address is only used with a Ray cluster"),
+    ],
+)
+def test_requests_that_do_not_fit_what_is_there_are_refused(
+    photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], first: list[str], second: list[str], words: str
+) -> None:
+    out = tmp_path / "out"
+    command = ["route", str(photos), "--out", str(out), "--device", "cpu"]
+    if first or "one file" in words:
+        assert main([*command, *first]) == 0
+    assert main([*command, *second]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_pictures_in_memory_and_unknown_engines_are_refused(router: MedTokenBudget, photos: Path, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="image 0 is not a file"):
+        route_files([Image.new("RGB", (40, 40))], tmp_path / "out", router, config=CONFIG)
+    with pytest.raises(UnknownNameError, match="Available: local, ray"):
+        route_files(photos, tmp_path / "out", router, config=CONFIG, engine="rays")
+
+
+def test_a_folder_without_a_readable_image_is_said_and_listed(router: MedTokenBudget, tmp_path: Path) -> None:
+    photos = make_photos(tmp_path, 2, bad=(0, 1))
+    with pytest.raises(WorkError, match=r"No image could be read \(2 failed\)"):
+        route_files(photos, tmp_path / "out", router, config=CONFIG)
+    assert len(read_lines(tmp_path / "out" / "errors.jsonl")) == 2
+
+
+@pytest.mark.slow
+def test_a_cluster_that_loses_a_node_writes_the_same_rows_as_one_process(
+    router: MedTokenBudget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Ray runs its workers at the lowest priority, where a busy test machine starves them.
+    monkeypatch.setenv("RAY_worker_niceness", "0")
+    ray = pytest.importorskip("ray")
+    from ray.cluster_utils import Cluster
+
+    photos, config = make_photos(tmp_path, 60, bad=(7, 50)), RouteConfig(shard_size=3, batch_size=3, workers=1)
+    local = route_files(photos, tmp_path / "local", router, tmp_path / "masks", config)
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    lost: dict[str, Any] = {}
+    try:
+        second = cluster.add_node(num_cpus=1)
+
+        def kill_a_node() -> None:
+            table = tmp_path / "cluster" / "routes"
+            while len(list(table.glob("_part-*"))) < 4:
+                time.sleep(0.02)
+            cluster.remove_node(second, allow_graceful=False)
+            lost["published"] = len(list(table.glob("_part-*")))
+            lost["first"] = written(table)
+
+        killer = threading.Thread(target=kill_a_node, daemon=True)
+        killer.start()
+        routed = route_files(photos, tmp_path / "cluster", router, tmp_path / "masks", config, "ray", cluster.address)
+        killer.join(timeout=60)
+    finally:
+        if ray.is_initialized():
+            ray.shutdown()
+        cluster.shutdown()
+    assert 4 <= lost["published"] < 20, "the node must die in the middle"
+    pd.testing.assert_frame_equal(pd.read_parquet(routed.table), pd.read_parquet(local.table))
+    assert routed.retention == local.retention
+    assert not (routed.table / "_model").exists()
+    assert (routed.written.done, routed.written.failed) == (58, 2)
+    names = ("summary.json", "errors.jsonl")
+    for name in names:
+        assert (tmp_path / "cluster" / name).read_text() == (tmp_path / "local" / name).read_text()
+    after = written(routed.table)
+    complete = [name.removeprefix("_").removesuffix(".json") for name in lost["first"] if name.startswith("_part")]
+    for name in complete:
+        assert after[f"{name}.parquet"] == lost["first"][f"{name}.parquet"], "a finished shard was made again"
+
+
+@pytest.mark.slow
+def test_a_shard_that_kills_its_workers_ends_with_a_message_and_the_command_then_goes_on(
+    photos: Path,
+    router: MedTokenBudget,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("RAY_worker_niceness", "0")
+    ray = pytest.importorskip("ray")
+    monkeypatch.setattr("medtokenbudget.api.route_ray.RETRIES", 1)
+    out = tmp_path / "out"
+
+    def deadly() -> Any:
+        os._exit(1)
+
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(sys.modules[RouteConfig.__module__], "columns", deadly)
+            with pytest.raises(WorkError, match="Ray gave up on shard 0"):
+                route_files(photos, out, router, config=CONFIG, engine="ray")
+        options = ["--shard-size", "3", "--batch-size", "2", "--workers", "1", "--device", "cpu"]
+        assert main(["route", str(photos), "--out", str(out), "--engine", "ray", *options]) == 0
+    finally:
+        ray.shutdown()
+    local = route_files(photos, tmp_path / "local", router, config=CONFIG)
+    pd.testing.assert_frame_equal(pd.read_parquet(out / "routes"), pd.read_parquet(local.table))
+    assert json.loads((out / "summary.json").read_text())["images"] == 7
+    assert "Routed 7 images" in capsys.readouterr().err
