@@ -25,7 +25,7 @@ from tests.drawn import quick
 from tests.small_model import draw_images, early_model, small_backbone, small_model
 
 CONFIG = ExtractConfig(views="off-center", threads=1, device="cpu")
-SETTINGS = {"scout": {}, "inside": {"block": 2}, "zoom": {"margin": 1.3}}
+SETTINGS = {"scout": {}, "inside": {"block": 2, "background": "local"}, "zoom": {"margin": 1.3}}
 
 
 @dataclass(frozen=True)
@@ -235,6 +235,9 @@ def test_commands_extract_train_and_predict(world: World, tmp_path: Path, capsys
     wrong = [*route, "--keep", "routed", "--model", scout]
     assert main(["extract", manifest, "--store", str(tmp_path / "t"), *common, *wrong]) == 2
     assert "--route cannot be combined with --keep routed" in capsys.readouterr().err
+    assert main(["extract", manifest, "--store", str(tmp_path / "t"), *common, *route, "--engine", "ray"]) == 2
+    assert "--route cannot be combined with --engine ray. Drop one of them." in capsys.readouterr().err
+    assert not (tmp_path / "t").exists()
 
 
 @pytest.mark.slow
@@ -268,6 +271,23 @@ def test_the_exported_graph_routes_like_the_model(made: Made, world: World, tmp_
             export_onnx(made.model, tmp_path, budget, "routing")
         with pytest.raises(RequestError, match="this one does not"):
             export_onnx(made.model, tmp_path, budget, "zoom")
+
+
+def test_the_service_answers_like_the_model_that_was_trained_each_way(made: Made, world: World) -> None:
+    from medtokenbudget.app.service import Question, Service
+
+    path = world.manifest.image_path(1)
+    service = Service(made.model)
+    answer = service.answer(Question(path.read_bytes(), budgets=(0.3,)))
+    expected = made.model.predict(path, 0.3)[0]
+    own = next(one for one in answer["selectors"] if one["name"] == made.model.main)
+    assert sorted(own["order"][:30]) == sorted(expected.kept.tolist())
+    probabilities = own["probabilities"][answer["budgets"].index(0.3)]
+    np.testing.assert_allclose(probabilities, list(expected.probabilities.values()), atol=1e-5)
+    route = service.describe()["route"]
+    assert {name: route[name] for name in ("block", "background", "margin") if route.get(name) is not None} == SETTINGS[
+        route["way"]
+    ]
 
 
 def test_the_service_answers_with_the_patches_that_the_backbone_ran_on(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ class RouteInfo(BaseModel):
     budget: float = Field(description="Share of the patches that is kept, or whose box is cropped.")
     k: int = Field(description="Number of these patches.")
     block: int | None = Field(None, description="First block that runs on the kept patches alone.")
-    background: str | None = Field(None, description="'token' or 'drop': what becomes of the other patches at that block.")
+    background: str | None = Field(None, description="'token', 'local' or 'drop': what becomes of the other patches at that block.")
     margin: float | None = Field(None, description="Side of the crop over the side of the box of the patches.")
 
 

@@ -52,9 +52,9 @@ def main(arguments: list[str]) -> int:
     )
     early.add_argument(
         "--background",
-        type=Literal["token", "drop"],
+        type=Literal["token", "local", "drop"],
         default="token",
-        help="With --route block:N: the dropped patches become one token, or nothing.",
+        help="With --route block:N: the dropped patches become one token, one for each of 4 x 4 regions, or nothing.",
     )
     early.add_argument(
         "--margin", type=float, default=1.2, help="With --route zoom: side of the crop over that of the box of the kept patches."

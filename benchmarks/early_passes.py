@@ -1,0 +1,253 @@
+"""The passes of the study `early_study`: every way of spending computation, from pictures and a scout's scores to mean tokens.
+
+A pass gives the mean of the tokens that a head would read, for several blocks at once, named 'way@block'; and, where a way
+chooses patches by something else than the scout's scores, which ones it kept ('kept:way').
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.nn import functional as F
+
+from medtokenbudget.config import BackboneConfig
+from medtokenbudget.experiments.competitors import evit_blocks, tome_every_block
+from medtokenbudget.features import routed_pass, views
+from medtokenbudget.features.attention import Inputs
+from medtokenbudget.features.backbone import Backbone
+from medtokenbudget.features.early import EarlyBackbone, box_of
+from medtokenbudget.features.signals import reduce_attention
+from medtokenbudget.model import EarlyRouting, load
+from medtokenbudget.routing import rank
+
+BACKBONE = "vit_small_patch14_dinov2.lvd142m"
+GRID, N = (16, 16), 256
+K, MORE = 76, 128
+"""Patches kept at budgets 0.3 and 0.5."""
+CORE = 51
+"""Of the K patches of the ring, those that the scout chose; the others are the ones around them."""
+PLACES: dict[int, tuple[routed_pass.Background, ...]] = {2: ("token",), 4: ("drop", "token", "local"), 6: ("drop", "token")}
+"""Before which blocks to prune inside, and with which backgrounds."""
+SIZES = (140, 154)
+EARLY_BLOCKS = 7
+"""Early ways and other image sizes are read up to this block; the dense pass up to any."""
+Found = Iterator[tuple[str, Tensor]]
+
+
+class Seen(NamedTuple):
+    """A batch: the pictures, the scout's scores [B, 256] and the lesion patches [B, 256]."""
+
+    pictures: list[Image.Image]
+    scores: Tensor
+    lesion: Tensor
+
+
+def from_center(grid: tuple[int, int] = GRID) -> Tensor:
+    """Scores [1, N] that rank the patches by their distance from the center of the image."""
+    row, column = torch.meshgrid(torch.arange(grid[0]), torch.arange(grid[1]), indexing="ij")
+    away = (row - (grid[0] - 1) / 2) ** 2 + (column - (grid[1] - 1) / 2) ** 2
+    return -away.flatten().float().unsqueeze(0)
+
+
+def ringed(scores: Tensor, k: int, core: int) -> Tensor:
+    """The `core` best patches, and of the others the nearest to them up to k, the better of those equally near: [B, k]."""
+    inside = torch.zeros_like(scores).scatter(1, rank(scores)[:, :core], 1.0)
+    steps = torch.zeros_like(scores)
+    field = inside
+    for _ in range(max(GRID)):
+        steps = steps + 1 - field
+        field = F.max_pool2d(field.view(-1, 1, *GRID), 3, 1, 1).flatten(1)
+    order = rank(scores).argsort(1).float() / N
+    return rank(-steps - order)[:, :k]
+
+
+def cropped(scores: Tensor, boxes: Sequence[views.Box]) -> Tensor:
+    """Scores [B, 256] on the grid of a crop of each image."""
+    at = (torch.arange(GRID[0]) + 0.5) / GRID[0]
+    places = []
+    for left, top, right, bottom in boxes:
+        y, x = torch.meshgrid(top + at * (bottom - top), left + at * (right - left), indexing="ij")
+        places.append(torch.stack([x, y], -1) * 2 - 1)
+    field = scores.view(-1, 1, *GRID)
+    return F.grid_sample(field, torch.stack(places).to(scores), padding_mode="border", align_corners=False).flatten(1)
+
+
+def centered(box: views.Box) -> views.Box:
+    """A box of the same size around the center."""
+    half = (box[2] - box[0]) / 2
+    return (0.5 - half, 0.5 - half, 0.5 + half, 0.5 + half)
+
+
+def read(model: Any, x: Tensor, first: int, blocks: Sequence[int], way: str, k: int, bias: Tensor | None = None) -> Found:
+    """Run the blocks from `first` on and yield the mean of the k patch tokens after each of `blocks`."""
+    prefix = int(model.num_prefix_tokens)
+    for number in range(first, max(blocks) + 1):
+        x = routed_pass.run_blocks(model, x, number, number + 1, bias)
+        if number in blocks:
+            yield f"{way}@{number}", model.norm(x)[:, prefix : prefix + k].mean(1)
+
+
+def attention_of(model: Any, before: Tensor, number: int) -> dict[str, Tensor]:
+    """Class attention and received attention [B, N] of a block, from the tokens that it reads."""
+    attn, x = model.blocks[number].attn, model.blocks[number].norm1(before)
+    b, t, _ = x.shape
+    query, key, value = attn.qkv(x).reshape(b, t, 3, attn.num_heads, attn.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
+    inputs = Inputs((attn.q_norm(query) * attn.scale).float(), attn.k_norm(key).float(), value, None)
+    return reduce_attention(inputs, int(model.num_prefix_tokens), ("cls_attention", "received_attention"))
+
+
+class Passes:
+    """The groups of ways; each is a method from a batch to named means.
+
+    Args:
+        weights: Weights of the ViT-S/14.
+        blocks: Blocks to read.
+        inside: Run or model folder of a router that was trained on the tokens of block 3, for the group `own`.
+        precision: Of the large backbone: 'fp32', or 'bf16' for a study in half the time.
+    """
+
+    GROUPS = ("dense", "scout", "zoom", "wide", "sizes", "large", "merged", "embedded", "own")
+
+    def __init__(self, weights: Path, blocks: Sequence[int], inside: str | None = None, precision: str = "fp32") -> None:
+        self.weights, self.blocks, self.inside = weights, sorted(blocks), inside
+        self.early_blocks = [block for block in self.blocks if block <= EARLY_BLOCKS]
+        self.dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+        self._backbones: dict[int | str, Backbone] = {}
+
+    def backbone(self, size: int = 224) -> Backbone:
+        if size not in self._backbones:
+            config = BackboneConfig(name=BACKBONE, weights=self.weights, image_size=size, attention="pseudo")
+            self._backbones[size] = Backbone.load(config)
+            self._backbones[size].model.to(self.dtype)
+        return self._backbones[size]
+
+    def images(self, pictures: list[Image.Image], size: int = 224) -> Tensor:
+        return prepared(self.backbone(size), pictures).to(self.dtype)
+
+    def dense(self, seen: Seen) -> Found:
+        """All patches; the paper's way (patches chosen after the backbone) with controls; and patches chosen inside."""
+        model, (_, scores, lesion) = self.backbone().model, seen
+        x, order = routed_pass.embed(model, self.images(seen.pictures)), rank(scores)
+        kept = {
+            "after": order[:, :K],
+            "after-0.5": order[:, :MORE],
+            "after-center": rank(from_center())[:, :K].expand(len(x), -1),
+            "after-masks": rank(lesion + 0.5 * scores.softmax(1))[:, :K],
+        }
+        for number in range(max(self.blocks) + 1):
+            if number in PLACES:
+                for background in PLACES[number]:
+                    yield from self.pruned(x, order[:, :K], number, background, f"inside-{number}-{background}")
+            before, x = x, routed_pass.run_blocks(model, x, number, number + 1)
+            if number == 3:
+                yield from self.free(before, x)
+            if number in self.blocks:
+                normed = model.norm(x)[:, 1:]
+                yield f"dense@{number}", normed.mean(1)
+                yield from ((f"{way}@{number}", routed_pass.take(normed, one).mean(1)) for way, one in kept.items())
+
+    def pruned(self, x: Tensor, kept: Tensor, place: int, background: routed_pass.Background, way: str) -> Found:
+        short, bias = routed_pass.prune(x, kept, 1, background, GRID)
+        yield from read(self.backbone().model, short, place, self.early_blocks, way, kept.shape[1], bias)
+
+    def free(self, before: Tensor, x: Tensor) -> Found:
+        """Routers that learned nothing, before block 4: class attention, received attention, the center."""
+        found = attention_of(self.backbone().model, before, 3)
+        ranked = {
+            "evit": found["cls_attention"],
+            "frequency": found["received_attention"],
+            "center": from_center().expand(len(x), -1),
+        }
+        for name, scores in ranked.items():
+            kept = rank(scores)[:, :K]
+            yield f"kept:inside-4-{name}", kept.to(torch.uint8)
+            yield from self.pruned(x, kept, 4, "drop", f"inside-4-{name}")
+
+    def own(self, seen: Seen) -> Found:
+        """Inside before block 4, by a router that was trained with masks on the tokens of block 3."""
+        model = self.backbone().model
+        if "own" not in self._backbones:
+            assert self.inside is not None, "--inside is needed"
+            config = BackboneConfig(name=BACKBONE, weights=self.weights, image_size=224, attention="pseudo")
+            self._backbones["own"] = EarlyRouting(load(self.inside, device="cpu"), "inside").wrap(Backbone.load(config))
+        router = self._backbones["own"]
+        assert isinstance(router, EarlyBackbone)
+        before = routed_pass.run_blocks(model, routed_pass.embed(model, self.images(seen.pictures)), 0, 3)
+        x = routed_pass.run_blocks(model, before, 3, 4)
+        kept = router._chosen(before.float(), x.float())
+        yield "kept:inside-4-own", kept.to(torch.uint8)
+        for background in PLACES[4]:
+            yield from self.pruned(x, kept, 4, background, f"inside-4-own-{background}")
+
+    def scout(self, seen: Seen) -> Found:
+        """The scout's patches alone from block 0 on, at two budgets, and fewer of them with a ring of others around."""
+        model, images, order = self.backbone().model, self.images(seen.pictures), rank(seen.scores)
+        ring = ringed(seen.scores, K, CORE)
+        yield "kept:scout-ring", ring.to(torch.uint8)
+        for way, kept in (("scout-0.3", order[:, :K]), ("scout-0.5", order[:, :MORE]), ("scout-ring", ring)):
+            yield from read(model, routed_pass.embed(model, images, kept), 0, self.early_blocks, way, kept.shape[1])
+
+    def zoom(self, seen: Seen) -> Found:
+        """The whole grid on a crop around the scout's patches, a part of it, and a crop of the same size around the center."""
+        boxes = self.boxes(seen, 1.2)
+        yield from self.crops(seen, boxes, "zoom-1.2", (179, K))
+        yield from self.crops(seen, [centered(box) for box in boxes], "zoom-center")
+
+    def wide(self, seen: Seen) -> Found:
+        """Zoom with a wide margin."""
+        yield from self.crops(seen, self.boxes(seen, 1.7), "zoom-1.7")
+
+    def boxes(self, seen: Seen, margin: float) -> list[views.Box]:
+        return [box_of(row, GRID, margin) for row in rank(seen.scores)[:, :K].numpy()]
+
+    def crops(self, seen: Seen, boxes: list[views.Box], way: str, parts: Sequence[int] = ()) -> Found:
+        model, order = self.backbone().model, rank(cropped(seen.scores, boxes))
+        images = self.images([views.Geometry(box).of(picture) for box, picture in zip(boxes, seen.pictures)])
+        yield from read(model, routed_pass.embed(model, images), 0, self.early_blocks, way, N)
+        for k in parts:
+            yield from read(model, routed_pass.embed(model, images, order[:, :k]), 0, self.early_blocks, f"zoom-scout-{k}", k)
+
+    def sizes(self, seen: Seen) -> Found:
+        """Smaller dense images."""
+        for size in SIZES:
+            yield from self.sized(seen, size)
+
+    def large(self, seen: Seen) -> Found:
+        """A larger dense image."""
+        yield from self.sized(seen, 308)
+
+    def sized(self, seen: Seen, size: int) -> Found:
+        model, count = self.backbone(size).model, (size // 14) ** 2
+        x = routed_pass.embed(model, self.images(seen.pictures, size))
+        yield from read(model, x, 0, self.early_blocks, f"dense-{size}px", count)
+
+    def merged(self, seen: Seen) -> Found:
+        """ToMe in every block and EViT at blocks 3 and 6, each down to K at the very block that is read."""
+        model, images = self.backbone().model, self.images(seen.pictures)
+        yield f"tome@{EARLY_BLOCKS}", tome_every_block(model, images, K, EARLY_BLOCKS).mean(1)
+        tokens, kept = evit_blocks(model, images, K, EARLY_BLOCKS)
+        yield f"evit@{EARLY_BLOCKS}", tokens.mean(1)
+        yield "kept:evit", kept.to(torch.uint8)
+
+    def embedded(self, seen: Seen) -> Found:
+        """The small backbone alone: all patches, and its own router's."""
+        if "embedded" not in self._backbones:
+            self._backbones["embedded"] = Backbone.load(BackboneConfig(name="embedded", attention="pseudo"))
+        small = self._backbones["embedded"]
+        x, kept = routed_pass.embed(small.model, prepared(small, seen.pictures)), rank(seen.scores)[:, :K]
+        for number in range(len(small.model.blocks)):
+            x = routed_pass.run_blocks(small.model, x, number, number + 1)
+            normed = small.model.norm(x)[:, small.prefix :]
+            yield f"embedded@{number}", normed.mean(1)
+            yield f"embedded-after@{number}", routed_pass.take(normed, kept).mean(1)
+
+
+def prepared(backbone: Backbone, pictures: list[Image.Image]) -> Tensor:
+    """Pictures as the backbone reads them."""
+    return backbone.normalize(torch.from_numpy(np.stack([backbone.prepare(picture) for picture in pictures])))

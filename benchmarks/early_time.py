@@ -1,0 +1,108 @@
+"""The clock of the study `early_study`: CPU milliseconds per image of each way at the block that is read, in turns."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from benchmarks.early_passes import MORE, K, N, Passes, attention_of, from_center
+from medtokenbudget.experiments.competitors import evit_blocks, tome_every_block
+from medtokenbudget.experiments.early_speed import scout_score
+from medtokenbudget.features import routed_pass
+from medtokenbudget.model import load
+from medtokenbudget.routing import LATSSelector
+from medtokenbudget.tokens import TokenBatch
+
+
+@torch.inference_mode()
+def run(arguments: argparse.Namespace) -> None:
+    """Measure the ways, all of them once a round, and write their medians to time.csv. Reading files is not part of it."""
+    torch.set_num_threads(1)
+    passes = Passes(arguments.weights, [11])
+    score = scout_score(load(arguments.scout, device="cpu"))
+    ways = {name: way(name, passes, score, arguments.batch) for name in arguments.ways}
+    spent: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(arguments.rounds + 1):
+        for name, one in ways.items():
+            start = time.process_time()
+            one()
+            if number:
+                spent[name].append(time.process_time() - start)
+    lines = []
+    for name, own in spent.items():
+        kind, _, block = name.partition("@")
+        milliseconds = 1000 * statistics.median(own) / arguments.batch
+        lines.append({"way": kind, "block": int(block), "batch": arguments.batch, "milliseconds": milliseconds})
+        print(f"{name:<26}{milliseconds:8.1f} ms", flush=True)
+    pd.DataFrame(lines).round(2).to_csv(arguments.out / "time.csv", index=False)
+
+
+def way(name: str, passes: Passes, score: Callable[[Tensor], Tensor], batch: int) -> Callable[[], Any]:
+    """The whole computation of 'way@block' on a batch of pixels, from the scout to the mean token."""
+    kind, _, text = name.partition("@")
+    layer = int(text)
+    pixels = torch.rand(batch, 3, 224, 224, generator=torch.Generator().manual_seed(0))
+    if kind.startswith("embedded"):
+        return _embedded(pixels, layer, score, routed=kind != "embedded")
+    model = passes.backbone().model
+
+    def whole(of: Any, images: Tensor) -> Tensor:
+        return of.norm(routed_pass.run_blocks(of, routed_pass.embed(of, images), 0, layer + 1))[:, 1:]
+
+    def best(k: int) -> Tensor:
+        return score(pixels).topk(k, dim=1).indices
+
+    if kind.startswith("dense-"):
+        side = int(kind.removeprefix("dense-").removesuffix("px"))
+        images, other = torch.rand(batch, 3, side, side), passes.backbone(side).model
+        return lambda: whole(other, images).mean(1)
+    if kind == "dense":
+        return lambda: whole(model, pixels).mean(1)
+    if kind in ("after", "after-0.5"):
+        return lambda: routed_pass.take(whole(model, pixels), best(K if kind == "after" else MORE)).mean(1)
+    if kind in ("tome", "evit"):
+        return lambda: (tome_every_block if kind == "tome" else evit_blocks)(model, pixels, K, layer)[0].mean(0)
+    if kind.startswith("inside"):
+        return _inside(kind, model, pixels, layer, best)
+    if kind.startswith("zoom-scout-") or kind.startswith("scout"):
+        k = {"scout-0.5": MORE, "zoom-scout-179": 179}.get(kind, K)
+        return lambda: routed_pass.before_blocks(model, pixels, best(k), layer).patches.mean(1)
+    assert kind.startswith("zoom"), kind
+    return lambda: (best(K), whole(model, pixels).mean(1))
+
+
+def _inside(kind: str, model: Any, pixels: Tensor, layer: int, best: Callable[[int], Tensor]) -> Callable[[], Any]:
+    """Inside by the scout, by a scorer of its own ('own') or by the attention of the block before."""
+    _, place, *rest = kind.split("-")
+    background: Any = rest[-1] if rest[-1] in ("token", "local", "drop") else "drop"
+    scorer = LATSSelector(int(model.num_features), signals=("norm", "contrast"), neighborhood="grid8").eval()
+
+    def choose(before: Tensor, x: Tensor) -> Tensor:
+        if rest[0] == "own":
+            return scorer.score(TokenBatch(model.norm(x)[:, 1:], (16, 16))).topk(K, dim=1).indices
+        if rest[0] in ("evit", "frequency"):
+            found = attention_of(model, before, int(place) - 1)
+            return found["cls_attention" if rest[0] == "evit" else "received_attention"].topk(K, dim=1).indices
+        return from_center().expand(len(x), -1).topk(K, dim=1).indices if rest[0] == "center" else best(K)
+
+    return lambda: routed_pass.inside_blocks(model, pixels, choose, int(place), layer, background).patches.mean(1)
+
+
+def _embedded(pixels: Tensor, layer: int, score: Callable[[Tensor], Tensor], routed: bool) -> Callable[[], Any]:
+    from medtokenbudget.config import BackboneConfig
+    from medtokenbudget.features.backbone import Backbone
+
+    model = Backbone.load(BackboneConfig(name="embedded", attention="pseudo")).model
+
+    def run_it() -> Tensor:
+        tokens: Tensor = model.norm(routed_pass.run_blocks(model, routed_pass.embed(model, pixels), 0, layer + 1))[:, -N:]
+        return routed_pass.take(tokens, score(pixels).topk(K, dim=1).indices).mean(1) if routed else tokens.mean(1)
+
+    return run_it
