@@ -23,6 +23,7 @@ from medtokenbudget.metrics import Floats, ratio, reachable
 DRAWS = 10_000
 LEVEL = 0.95
 METHOD_KEYS: tuple[str, ...] = ("study", "dataset", "view", "method", "budget")
+_GROUP = "group number"  # a column of this module alone
 _BLOCK_BYTES = 2_000_000  # draws are made in blocks that stay in the cache
 
 
@@ -108,16 +109,21 @@ def lesion_rows(predictions: pd.DataFrame) -> pd.DataFrame:
     return rows.assign(lesion=rows["lesion"].astype(int))
 
 
-def _groups(frame: pd.DataFrame) -> NDArray[np.str_]:
-    """The group of each row; an image without one is a group of its own."""
-    own, named = "image:" + frame["image_id"].astype(str), "group:" + frame["group"].astype(str)
-    return np.where(frame["group"].isna(), own, named).astype(np.str_)
+def _with_groups(predictions: pd.DataFrame) -> pd.DataFrame:
+    """The rows with the number of their group, in the order of names; an image without a group is a group of its own."""
+    own, named = "image:" + predictions["image_id"].astype(str), "group:" + predictions["group"].astype(str)
+    names = np.where(predictions["group"].isna(), own, named).astype(np.str_)
+    return predictions.assign(**{_GROUP: np.unique(names, return_inverse=True)[1]})
 
 
-def _group_sums(frame: pd.DataFrame, terms: Floats, names: NDArray[np.str_]) -> Floats:
-    """[G, S]: the terms summed over the images of each group of `names` (sorted)."""
-    sums = np.zeros((len(names), terms.shape[1]))
-    np.add.at(sums, np.searchsorted(names, _groups(frame)), terms)
+def _groups(frame: pd.DataFrame) -> NDArray[np.int64]:
+    return frame[_GROUP].to_numpy(np.int64)
+
+
+def _group_sums(frame: pd.DataFrame, terms: Floats, groups: NDArray[np.int64]) -> Floats:
+    """[G, S]: the terms summed over the images of each of the `groups` (sorted)."""
+    sums = np.zeros((len(groups), terms.shape[1]))
+    np.add.at(sums, np.searchsorted(groups, _groups(frame)), terms)
     return sums
 
 
@@ -185,9 +191,10 @@ def intervals(
     """
     _check(draws, level)
     classes = _class_count(predictions)
+    grouped = _with_groups(predictions)
     rows: list[dict[str, Any]] = []
     for family in _families(metrics):
-        measured = _measured(predictions, statistic(family[0]).scope)
+        measured = _measured(grouped, statistic(family[0]).scope)
         for _, dataset in measured.groupby(["dataset", "view"], sort=False):
             rows += _cell_intervals(dataset, family, by, classes, draws, seed, level)
     columns = [*by, "metric", "value", "low", "high", "n", "groups", "seeds"]
@@ -199,14 +206,14 @@ def intervals(
 def _cell_intervals(
     dataset: pd.DataFrame, family: Sequence[str], by: Sequence[str], classes: int, draws: int, seed: int, level: float
 ) -> list[dict[str, Any]]:
-    names = np.unique(_groups(dataset))
+    groups = np.unique(_groups(dataset))
     terms = statistic(family[0]).terms
     cells: dict[Any, list[int]] = {}
     parts: list[pd.DataFrame] = []
     for key, part in dataset.groupby([*by, "seed"], sort=False):
         cells.setdefault(key[:-1], []).append(len(parts))
         parts.append(part)
-    tables = [_group_sums(part, terms(part, classes), names) for part in parts]
+    tables = [_group_sums(part, terms(part, classes), groups) for part in parts]
     drawn = _bootstrap(tables, draws, seed)
     rows = []
     for metric in family:
@@ -288,9 +295,10 @@ def compare(
     if budgets is not None:
         predictions = predictions[np.isclose(predictions["budget"].to_numpy()[:, None], np.asarray(budgets)).any(1)]
     classes = _class_count(predictions)
+    grouped = _with_groups(predictions)
     rows: list[dict[str, Any]] = []
     for family in _families(metrics):
-        measured = _measured(predictions, statistic(family[0]).scope)
+        measured = _measured(grouped, statistic(family[0]).scope)
         for key, cell in measured.groupby(["study", "dataset", "view", "budget"], sort=False):
             where = dict(zip(("study", "dataset", "view", "budget"), key)) | {"method_a": reference}
             rows += [where | row for row in _compare_cell(cell, reference, family, classes, draws, seed, level)]
@@ -317,13 +325,13 @@ def _compare_cell(
     terms = statistic(family[0]).terms
     for (images, seeds), opponents in shared.items():
         frames = {name: methods[name][methods[name]["image_id"].isin(images)] for name in [reference, *opponents]}
-        names = np.unique(_groups(frames[reference]))
+        groups = np.unique(_groups(frames[reference]))
         tables = []
         for frame in frames.values():
             parts = [frame[frame["seed"] == number] for number in seeds]
-            tables.append(np.stack([_group_sums(part, terms(part, classes), names) for part in parts], 1))  # [G, seeds, S]
-        drawn = [d.reshape(draws, len(seeds), -1) for d in _bootstrap([t.reshape(len(names), -1) for t in tables], draws, seed)]
-        count = {"n": len(images), "groups": len(names), "seeds": len(seeds)}
+            tables.append(np.stack([_group_sums(part, terms(part, classes), groups) for part in parts], 1))  # [G, seeds, S]
+        drawn = [d.reshape(draws, len(seeds), -1) for d in _bootstrap([t.reshape(len(groups), -1) for t in tables], draws, seed)]
+        count = {"n": len(images), "groups": len(groups), "seeds": len(seeds)}
         for index, name in enumerate(opponents, start=1):
             permuted = _exchange(tables[0], tables[index], draws, seed + 1)
             for metric in family:
