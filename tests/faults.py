@@ -15,10 +15,10 @@ from tests.small_model import CLASSES, draw_images, small_backbone, small_model
 SMALL = ["--epochs", "1", "--head-epochs", "1", "--batch-size", "8", "--device", "cpu"]
 STUDENT = ["--patch-size", "16", "--width", "32", "--heads", "1", "--depth", "1", "--batch-size", "8", "--epochs", "2"]
 COMMANDS = (
-    *("data", "split", "extract", "prune", "train", "sweep", "report", "leaderboard", "evaluate", "distill", "export"),
+    *("data", "split", "extract", "prune", "train", "sweep", "report", "leaderboard", "distill", "export"),
     *("calibrate", "route", "predict"),
 )
-LONG = ("web", "reproduce")
+LONG = ("evaluate", "reproduce", "web")
 """Commands that take too long to be disturbed in every run of the tests."""
 _CLOCK = ("seconds", "images_per_second")
 

@@ -378,7 +378,7 @@ def test_the_api_keeps_to_its_own_description(tmp_path: Path) -> None:
     service = Service(small_model(tmp_path / "backbone", baselines=("random", "center", "tome")))
     with running_here(service) as server:
         report = subprocess.run(
-            [program, "run", f"{server.url}/openapi.json", "--max-time", "20", "--seed", "1", "--checks", "all"],
+            [program, "run", f"{server.url}/openapi.json", "--max-time", "8", "--seed", "1", "--checks", "all"],
             cwd=tmp_path,
             env={**os.environ, "SCHEMATHESIS_HOOKS": "images", "PYTHONPATH": str(tmp_path)},
             capture_output=True,

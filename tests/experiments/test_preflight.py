@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -95,20 +93,6 @@ def test_a_study_that_does_not_fit_the_data_is_refused(drawn: Drawn, tmp_path: P
     with pytest.raises(MedTokenBudgetError):
         reproduce(path, tmp_path / "tokens", tmp_path / "run", "all", quick("paper", epochs=0))
     assert "Skipping study 'center-bias'" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_a_script_without_a_guard_is_told_so(drawn: Drawn, tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import medtokenbudget as mtb\n"
-        "from medtokenbudget.config import TrainConfig\n"
-        f"mtb.sweep({str(drawn.manifest_path)!r}, {str(drawn.store_path)!r}, {str(tmp_path / 'run')!r}, ['center', 'norm'],\n"
-        "          config=TrainConfig(head_epochs=1, device='cpu'), jobs=2)\n"
-    )
-    ended = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
-    assert ended.returncode != 0
-    assert 'only below `if __name__ == "__main__":`, or one (jobs=1, workers=1)' in ended.stderr
 
 
 def test_a_report_of_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
