@@ -9,8 +9,10 @@ steps:
 2. They draw a mask for each further image: where the mean of their scores is above a half.
 3. The router learns from both. Its epoch is chosen on real masks that were held out of both trainings.
 
-The validation images, with every mask there is, are only measured. The result is `OUT/run/model`; docs/results/scorer.md has its
-figures beside those of the router in the package.
+4. Promises are calibrated on the ISIC 2018 masks of the validation side, and written to the model with the card.
+
+The validation images, with every mask there is, are only measured. The result is `OUT/dermoscopy`, the folder
+`src/medtokenbudget/model/dermoscopy` of the package; docs/results/scorer.md has its figures.
 """
 
 from __future__ import annotations
@@ -29,15 +31,40 @@ import medtokenbudget as mtb
 from medtokenbudget.config import BackboneConfig, ExtractConfig, LATSConfig, preset
 from medtokenbudget.data import Manifest, cut_selection, folder_manifest, isic_manifest, merged_groups
 from medtokenbudget.data.isic import METADATA, read_lesions
+from medtokenbudget.experiments.calibration import patch_scores
 from medtokenbudget.features import FeatureStore, extract
 from medtokenbudget.progress import say
 from medtokenbudget.routing import Ranker
+from medtokenbudget.routing.guarantee import group_mean, lesion_kept
 
 BACKBONE, VIEWS = BackboneConfig(name="embedded"), ExtractConfig(views="off-center")
 TEACHERS = ("lats", "lats", "context")
 """Scorers of the teachers; each has a seed of its own."""
 HIDDEN = 192
 """Narrower than the default of 256, so that the weights and what the router knows of its training images stay below 1 MB."""
+PROMISES = (0.9, 0.95, 0.98)
+CARD = """### Where the masks come from
+
+All images and masks that went into the weights and into the statistics that tell unfamiliar images are in the public domain:
+{real} images of ISIC 2018 task 1 with the masks of that challenge ({select} more to choose the epoch on), and {drawn} of {further}
+further images of the ISIC 2017 and 2018 challenges, whose masks were drawn by three routers that had learned from the first {real}.
+Images that show a lesion of the validation images or of the HAM10000 images (same lesion_id, or a duplicate) were left out. The
+results below also use masks of HAM10000 (CC-BY-NC), for evaluation only.
+
+- made again by: `{command}`, with ISIC 2019 and the further images in the two folders
+
+### Promises
+
+`--retention 0.9`, `0.95` and `0.98` were calibrated on {n} validation images with masks of ISIC 2018 task 1 ({groups} lesions),
+which the router has not seen. They are promises about images like these, on average. On {m} validation images with masks of
+HAM10000 ({other} lesions), which are larger and of more classes, it keeps what the table says; where that is less than promised,
+calibrate on your own masks (`mtb calibrate dermoscopy MANIFEST --retention 0.95 --out DIR`).
+
+| promised | patches in calibration | kept on HAM10000 | patches there |
+| --- | --- | --- | --- |
+{table}
+
+"""
 FEWEST, MOST = 4, 230
 """A drawn mask with fewer or more lesion patches of 256 is not used."""
 
@@ -50,7 +77,8 @@ def main(isic: Path, unlabelled: Path, out: Path, seed: int = 42) -> Path:
     teachers = [train(real, out / "tokens", out / f"teacher-{name}-{seed + i}", name, seed + i) for i, name in enumerate(TEACHERS)]
     drawn = draw_masks(teachers, further, out)
     train(joined(real, drawn), out / "tokens", out / "run", "lats", seed)
-    return out / "run" / "model"
+    counts = (len(real.part("train")), len(real.part("select")), len(drawn), len(further))
+    return package(isic, out, counts, f"python docs/make_router.py ISIC UNLABELLED --seed {seed}")
 
 
 def public_masks(isic: Path) -> Manifest:
@@ -125,6 +153,41 @@ def joined(real: Manifest, drawn: Manifest, name: str = "ISIC 2018 task 1 and dr
     known = set(parts[0]["image_id"])
     parts[1] = parts[1][~parts[1]["image_id"].isin(known)]
     return replace(real, rows=pd.concat(parts, ignore_index=True), root=None, name=name)
+
+
+def package(isic: Path, out: Path, counts: tuple[int, int, int, int], command: str) -> Path:
+    """The router with its promises and a card that says what went in, in `out/dermoscopy`."""
+    model = mtb.load(out / "run" / "model", device="cpu")
+    public, everything = (isic_manifest(isic, "by-id", sources).part("val").without_labels() for sources in (["isic2018"], None))
+    has_mask = public.rows["mask"].notna().to_numpy()
+    own, other = public.take(np.flatnonzero(has_mask)), everything.take(np.flatnonzero(~has_mask))
+    found = [mtb.calibrate(model, own, promised, store=out / "tokens", part="all") for promised in PROMISES]
+    store = FeatureStore.open(out / "tokens", other)
+    rows, groups = store.rows(other.ids), np.array(other.groups)
+    lesion = store.lesion.numpy()[rows]
+    seen = lesion.any(1)
+    scores, lesion, names = patch_scores(store, rows[seen], model.classifier().selector), lesion[seen], groups[seen].tolist()
+    table = []
+    for one in found:
+        patches = one.counts(scores)
+        kept = group_mean(lesion_kept(scores, lesion, patches), names)
+        table.append(f"| {one.retention:.0%} | {one.tokens:.0f} | {kept:.1%} | {group_mean(patches, names):.0f} |")
+    text = CARD.format(
+        real=counts[0],
+        select=counts[1],
+        drawn=f"{counts[2]:,}",
+        further=f"{counts[3]:,}",
+        command=command,
+        n=found[0].images,
+        groups=found[0].groups,
+        m=len(names),
+        other=len(set(names)),
+        table="\n".join(table),
+    )
+    before, mark, after = model.card.partition("## Results on the validation part")
+    model.card = before + text + mark + after
+    model.save_pretrained(out / "dermoscopy", portable=True)
+    return out / "dermoscopy"
 
 
 if __name__ == "__main__":
