@@ -17,7 +17,7 @@ from medtokenbudget.features import FeatureStore, extract
 from medtokenbudget.features.annotations import known_manifests
 from medtokenbudget.features.views import OFF_CENTER
 from medtokenbudget.model import MedTokenBudget
-from medtokenbudget.model.routed import comparable
+from medtokenbudget.model.network import comparable
 
 Part = Literal["auto", "val", "select", "train", "all"]
 
