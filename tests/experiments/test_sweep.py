@@ -94,7 +94,7 @@ def test_patch_orders_of_all_rankers_are_kept_for_the_report(everything: Path) -
     with safe_open(str(everything / "routing.safetensors"), framework="numpy") as stream:
         names = set(stream.keys())
         order = stream.get_tensor("order/lats/42")
-    assert {"order/center/42", "scores/lats/42", "lesion", "off-center/order/lats/42"} <= names
+    assert {"order/center/42", "scores/lats/42", "lesion", "covered", "off-center/order/lats/42"} <= names
     assert (order[:, :1] != order[:, 1:2]).all()
 
 

@@ -13,7 +13,7 @@ from safetensors.numpy import save
 
 from medtokenbudget.experiments.results import AS_IS, read_predictions, summarize, write_predictions, write_results
 from medtokenbudget.experiments.run import describe_run
-from medtokenbudget.experiments.units import Plan, Unit, status
+from medtokenbudget.experiments.units import OF_IMAGES, Plan, Unit, status
 from medtokenbudget.files import append_line, read_json, read_lines, write_safetensors, write_text
 
 if TYPE_CHECKING:
@@ -62,9 +62,7 @@ def _collect_routing(plan: Plan, done: Sequence[Unit]) -> None:
                 if own[view] != ids[view]:
                     continue
                 prefix = "" if view == AS_IS else f"{view}/"
-                label = (
-                    f"{prefix}{name}" if name in ("lesion", "has_mask", "covered") else f"{prefix}{name}/{unit.method}/{unit.seed}"
-                )
+                label = f"{prefix}{name}" if name in OF_IMAGES else f"{prefix}{name}/{unit.method}/{unit.seed}"
                 tensors.setdefault(label, stream.get_tensor(key))
     about = {"image_ids": ids, "grid": list(plan.sources.store.grid)}
     metadata = {"routing": json.dumps(about)}  # one key: safetensors does not keep the order of several

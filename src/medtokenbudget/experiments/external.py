@@ -28,7 +28,7 @@ from medtokenbudget.experiments.methods import Method
 from medtokenbudget.experiments.results import AS_IS, read_results, summarize, write_predictions, write_results
 from medtokenbudget.experiments.run import MethodInfo, RunInfo, versions
 from medtokenbudget.experiments.run import counts as part_counts
-from medtokenbudget.experiments.units import evaluate_rows
+from medtokenbudget.experiments.units import OF_IMAGES, evaluate_rows
 from medtokenbudget.features.views import OFF_CENTER
 from medtokenbudget.files import atomic_write, write_safetensors
 from medtokenbudget.model import MedTokenBudget
@@ -95,7 +95,7 @@ def run_evaluation(evaluation: Evaluation, out: Path) -> pd.DataFrame:
             if len(frame) == len(rows) * len(evaluation.budgets):
                 prefix = "" if view == AS_IS else f"{view}/"
                 for key, value in found.items():
-                    own = key in ("lesion", "has_mask")
+                    own = key in OF_IMAGES
                     tensors.setdefault(f"{prefix}{key}" if own else f"{prefix}{key}/{name}/{evaluation.seed}", value)
     classes = evaluation.images.manifest.classes
     predictions = pd.concat(frames, ignore_index=True)

@@ -37,6 +37,8 @@ from medtokenbudget.training.trainer import train_selector
 
 FILES = ("head.safetensors", "images.json", "predictions.parquet", "routing.safetensors")
 """What a finished unit leaves in its folder; `unit.json` has their hashes."""
+OF_IMAGES = ("lesion", "has_mask", "covered")
+"""What `routing.safetensors` holds once for all methods; everything else is of one method."""
 
 
 @dataclass(frozen=True)
@@ -215,7 +217,7 @@ def evaluate_rows(
     else:
         found = probabilities(head, pooled)
     frame = predictions_frame(rows, store, found, evidence, budgets, manifest)
-    tensors = {"lesion": store.lesion.numpy()[rows].astype(np.uint8), "has_mask": store.has_mask.numpy()[rows].astype(np.uint8)}
+    tensors = {name: getattr(store, name).numpy()[rows].astype(np.uint8) for name in OF_IMAGES}
     if evidence.order is not None:
         tensors["order"] = evidence.order
     if evidence.scores is not None:

@@ -22,6 +22,13 @@ AMBIGUOUS, CORE = 0.25, 0.75
 HARD = 0.9
 """An image that keeps less than this share of its ceiling is hard."""
 _MOST_BUDGETS = 3
+_COLUMNS = {
+    "lost": "Lost (% of ceiling)",
+    "to_ambiguous": "Lost to ambiguous (%)",
+    "core_of_ceiling": "Core kept (% of ceiling)",
+    "hard_images": "Images below 90% (%)",
+    "loss_of_hard": "Their share of the loss (%)",
+}
 
 
 def lost_places(evidence: Evidence) -> Table | None:
@@ -49,32 +56,23 @@ def lost_places(evidence: Evidence) -> Table | None:
     methods = [m for m in evidence.emphasized if m in set(data["method"])]
     means = data.groupby(["method", "budget"], sort=False).mean(numeric_only=True).reset_index()
     shown = [means[(means["method"] == m) & np.isclose(means["budget"], b)] for m in methods for b in budgets]
+    measured = {column: title for column, title in _COLUMNS.items() if means[column].notna().any()}
     rows = [
-        [
-            look(one.method).name,
-            budget_text(one.budget),
-            *(percent(v) for v in (one.lost, one.to_ambiguous, one.core_of_ceiling, one.hard_images, one.loss_of_hard)),
-        ]
+        [look(one.method).name, budget_text(one.budget), *(percent(getattr(one, column)) for column in measured)]
         for part in shown
         for one in records(part)
     ]
     return Table(
         "lost-places",
         "Where the lost places went, and which images carry the loss",
-        [
-            "Method",
-            "Budget",
-            "Lost (% of ceiling)",
-            "to ambiguous patches (%)",
-            "Core kept (% of ceiling)",
-            "Images below 90% (%)",
-            "their share of the loss (%)",
-        ],
+        ["Method", "Budget", *measured.values()],
         rows,
         data,
         f"n = {int(data['images'].max()):,} images with a lesion patch. Lost: places that went to patches outside the lesion "
-        "although lesion patches were left. Ambiguous: the mask covers more than a quarter of such a patch. Core: patches "
-        f"covered by more than three quarters. Below 90%: images that keep less than 90% of their ceiling. {seeds_note(data)}",
+        "although lesion patches were left. "
+        + ("Ambiguous: the mask covers more than a quarter of such a patch. Core: patches covered by more than three quarters. ")
+        * ("core_of_ceiling" in measured)
+        + f"Below 90%: images that keep less than 90% of their ceiling. {seeds_note(data)}",
         labels=2,
         breaks=frozenset(range(len(budgets), len(rows), len(budgets))),
         more="all methods, budgets and seeds",
