@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import pytest
 
 from medtokenbudget.app import doctor
 from medtokenbudget.cli import main
+from tests.conftest import REPOSITORY
 from tests.hub import serving
 
 
@@ -37,6 +40,12 @@ def test_a_missing_extra_is_a_note_with_the_command_to_install_it(monkeypatch: p
     assert check.state == "note"
     assert "a-package-that-nobody-has" in check.found
     assert check.advice == "pip install 'medtokenbudget[serve]'"
+
+
+def test_every_extra_for_users_is_checked_with_all_its_packages() -> None:
+    extras = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    wanted = {name: {re.split(r"[>\[]", text)[0] for text in extras[name]} for name in extras.keys() - {"dev", "docs"}}
+    assert {name: set(packages) for name, packages in doctor.EXTRAS.items()} == wanted
 
 
 def test_a_missing_required_package_makes_the_check_fail() -> None:

@@ -19,6 +19,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "serve": ("fastapi", "uvicorn", "python-multipart"),
     "onnx": ("onnx", "onnxscript", "onnxruntime"),
     "ray": ("ray",),
+    "dicom": ("pydicom",),
 }
 NEEDED = ("torch", "torchvision", "timm", "numpy", "pandas", "pyarrow", "pillow", "scikit-learn", "safetensors", "huggingface_hub")
 ENOUGH_DISK = 10 * 1024**3
