@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -64,3 +66,16 @@ def contents(store: Path) -> dict[str, bytes]:
     """Every file of a store that is neither hidden (leftovers, lock) nor in its cache."""
     files = [path for path in sorted(store.iterdir()) if path.is_file() and not path.name.startswith(".")]
     return {path.name: path.read_bytes() for path in files}
+
+
+def extract_arguments(manifest: Path, store: Path, backbone: BackboneConfig, *more: str) -> list[str]:
+    """`mtb extract` with shards and batches as in CONFIG."""
+    settings = ["--image_size", str(SIZE), "--shard_size", "4", "--batch_size", "3", "--device", "cpu"]
+    return ["extract", str(manifest), "--store", str(store), "--backbone", backbone.name, *settings, *more]
+
+
+def ended_process() -> int:
+    """The id of a process that has just ended."""
+    child = subprocess.Popen([sys.executable, "-S", "-c", ""])
+    child.wait()
+    return child.pid

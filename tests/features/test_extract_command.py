@@ -1,0 +1,105 @@
+"""`mtb extract`: what it says, what it refuses, and what it keeps of a routed model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from medtokenbudget.cli import main
+from medtokenbudget.config import BackboneConfig
+from medtokenbudget.data import Manifest
+from medtokenbudget.errors import RequestError
+from medtokenbudget.features import FeatureStore, extract
+from tests.features.tiny import CONFIG, extract_arguments, tiny_manifest
+from tests.small_model import draw_images, small_model
+
+
+@pytest.mark.parametrize(("device", "message"), [("gpu", "not a device"), ("cuda:97", "not available")])
+def test_a_device_that_is_not_there_is_rejected(
+    tmp_path: Path, backbone: BackboneConfig, manifest: Manifest, device: str, message: str
+) -> None:
+    with pytest.raises(RequestError, match=message):
+        extract(manifest, tmp_path / "store", backbone, replace(CONFIG, device=device))
+
+
+def _command(manifest: Path, store: Path, backbone: BackboneConfig, *more: str) -> int:
+    return main(extract_arguments(manifest, store, backbone, *more))
+
+
+def test_the_command_extracts_says_what_failed_and_what_is_next(
+    tmp_path: Path, backbone: BackboneConfig, manifest: Manifest, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = manifest.write(tmp_path / "m.parquet")
+    assert _command(path, tmp_path / "store", backbone, "--shards", "2/2") == 2
+    assert not (tmp_path / "store").exists()
+    assert _command(path, tmp_path / "store", backbone, "--shards", "0/2") == 0
+    assert "1 of 3 shards are missing" in capsys.readouterr().out
+    assert _command(path, tmp_path / "store", backbone, "--verify") == 0
+    out = capsys.readouterr().out
+    assert "Skipped 2 of 10 rows; " in out
+    assert f"mtb train {path} --store {tmp_path / 'store'}" in out
+    assert len(FeatureStore.open(tmp_path / "store")) == 8
+
+
+def test_the_command_keeps_what_a_saved_model_routes(tmp_path: Path) -> None:
+    model = small_model(tmp_path / "backbone")
+    model.save_pretrained(tmp_path / "model")
+    images = draw_images(tmp_path / "images", 5)
+    records = [{"image_id": path.stem, "image": str(path), "split": "train"} for path in images]
+    manifest = Manifest.from_records(records, ()).write(tmp_path / "m.parquet")
+    seen_by = ["--backbone", "test_vit", "--weights", str(model.backbone_config.weights), "--image_size", "160", "--device", "cpu"]
+    whole = ["extract", str(manifest), "--store", str(tmp_path / "whole"), *seen_by]
+    assert main(whole) == 0
+    routed = ["extract", str(manifest), "--store", str(tmp_path / "routed"), *seen_by]
+    assert main([*routed, "--keep", "routed", "--model", str(tmp_path / "model"), "--budget", "0.3"]) == 0
+    kept = FeatureStore.open(tmp_path / "routed").read_routed(range(5))
+    assert kept.indices is not None
+    expected = model.classifier().selector.select_budget(FeatureStore.open(tmp_path / "whole").read(range(5)), 0.3)
+    assert expected.indices is not None
+    assert kept.indices.shape == (5, 30)
+    # The store keeps half precision, the router saw the tokens before: a tie may fall the other way, no more.
+    same = [len(set(a) & set(b)) for a, b in zip(kept.indices.tolist(), expected.indices.tolist())]
+    assert min(same) >= 28
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--crops", "0"], "crops must be 1 or more"),
+        (["--crops", "3"], "--crops 3 needs --views off-center, but the views are 'none'."),
+        (["--crops", "2", "--views", "flips"], "--crops 2 needs --views off-center, but the views are 'flips'."),
+        (["--workers", "-1"], "--workers must be 0 (one thread per core) or more"),
+        (["--shards", "3"], "I/N"),
+        (["--shards", "4/2"], "4/2 does not exist"),
+        (["--address", "auto"], "Add --engine ray"),
+        (["--keep", "routed"], "must be used together"),
+        (["--budget", "0.3"], "must be used together"),
+        (["--weights", "nowhere.safetensors"], "nowhere.safetensors do not exist"),
+    ],
+)
+def test_a_wrong_request_is_one_line_and_exit_code_2(
+    tmp_path: Path,
+    backbone: BackboneConfig,
+    manifest: Manifest,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+) -> None:
+    path = manifest.write(tmp_path / "m.parquet")
+    assert _command(path, tmp_path / "store", backbone, *arguments) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
+
+
+def test_off_center_views_without_any_mask_are_rejected_before_the_backbone_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("medtokenbudget.features.backbone.Backbone.load", lambda *_: pytest.fail("the backbone was loaded"))
+    unmasked = replace(tiny_manifest(tmp_path / "images", 2, masks=False), name="Clinic A").write(tmp_path / "m.parquet")
+    code = main(["extract", str(unmasked), "--store", str(tmp_path / "store"), "--backbone", "embedded", "--views", "off-center"])
+    assert code == 2
+    assert "no image of 'Clinic A' has a mask. Add masks to the manifest, or drop --views off-center." in capsys.readouterr().err
+    assert not (tmp_path / "store").exists()
