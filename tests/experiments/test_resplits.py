@@ -11,7 +11,7 @@ import pytest
 from medtokenbudget.cli import main
 from medtokenbudget.data import Manifest
 from medtokenbudget.experiments.execution import Execution
-from medtokenbudget.experiments.resplits import components, resplits
+from medtokenbudget.experiments.resplits import components, resplits, stratified_folds
 from tests.drawn import Drawn, quick
 
 pytestmark = pytest.mark.slow
@@ -50,6 +50,7 @@ def test_every_image_is_validated_once_and_no_group_is_in_two_parts(drawn: Drawn
     validated = [name for manifest in manifests for name in manifest.part("val").ids]
     assert sorted(validated) == sorted(drawn.manifest.ids)
     for manifest in manifests:
+        assert manifest.split_rule.startswith("stratified")
         groups = [set(manifest.part(part).groups) for part in ("train", "val")]
         assert not groups[0] & groups[1]
     results = pd.read_csv(tmp_path / "results.csv")
@@ -61,6 +62,17 @@ def test_every_image_is_validated_once_and_no_group_is_in_two_parts(drawn: Drawn
     assert (row["folds"], row["seeds"]) == (2, 2)
     retention = table[(table["method"] == "center") & (table["metric"] == "retention")].iloc[0]
     assert retention["between_seeds"] == 0
+
+
+def test_every_fold_has_about_the_same_share_of_each_class(drawn: Drawn) -> None:
+    labels = drawn.manifest.label_index
+    folds = stratified_folds(drawn.manifest, 3)
+    for kind in np.unique(labels):
+        held = [int((fold.part("val").label_index == kind).sum()) for fold in folds]
+        largest = max(pd.Series(folds[0].groups).value_counts())
+        assert sum(held) == (labels == kind).sum()
+        assert max(held) - min(held) <= 2 * largest, (kind, held)
+    assert len({fold.hash for fold in folds}) == 3
 
 
 def test_the_study_runs_alone(drawn: Drawn, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,7 @@
 """Study `resplits`: the headline methods on grouped folds x seeds, and how much of the spread comes from folds and from seeds.
 
 The paper leaves stratified re-splits to future work. Every fold is a run of its own (`fold-0`, ...), with its own manifest;
-images of one lesion, and duplicates, are never in two folds.
+images of one lesion, and duplicates, are never in two folds, and every fold has about the same share of each class.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import pandas as pd
 
 from medtokenbudget.config import HEADLINE_BUDGETS, TrainConfig, preset
 from medtokenbudget.data import Manifest, apply_split
+from medtokenbudget.data.splits import stratified_group_parts
 from medtokenbudget.experiments.execution import Execution
 from medtokenbudget.experiments.preflight import that_fit
 from medtokenbudget.experiments.results import METRICS
@@ -25,6 +26,7 @@ from medtokenbudget.files import write_text
 from medtokenbudget.progress import say
 
 FOLDS = 5
+SPLIT_SEED = 42
 COLUMNS: tuple[str, ...] = ("method", "budget", "metric", "mean", "between_folds", "between_seeds", "fold_share", "folds", "seeds")
 
 
@@ -95,9 +97,7 @@ def resplits(
     config = config or preset("paper")
     whole = manifest if isinstance(manifest, Manifest) else Manifest.read(manifest)
     parts = []
-    for fold in range(folds):
-        # Duplicates are looked for once; the groups that they make stay.
-        whole = split = apply_split(whole, "kfold", folds=folds, fold=fold, merge_duplicates=fold == 0)
+    for fold, split in enumerate(stratified_folds(whole, folds)):
         folder = out / f"fold-{fold}"
         path = split.write(folder / "manifest.parquet")
         sources = Sources.of(path, store, folder)
@@ -112,15 +112,29 @@ def resplits(
     return table
 
 
-def variance_table(results: pd.DataFrame) -> pd.DataFrame:
+def stratified_folds(manifest: Manifest, folds: int) -> list[Manifest]:
+    """The images split `folds` times: every fold is the validation part once and has about the same share of each class.
+
+    Images of one group, and duplicates, stay together. Unlike the folds of `mtb data split`, these change when images are added.
+    """
+    whole = apply_split(manifest, "kfold", folds=folds)  # rejects too few groups, and puts duplicates into one
+    fold_of = stratified_group_parts(whole.label_index, whole.groups, [1 / folds] * folds, SPLIT_SEED)
+    return [
+        whole.with_columns(split=np.where(fold_of == fold, "val", "train").tolist(), split_rule=f"stratified {fold}/{folds}")
+        for fold in range(folds)
+    ]
+
+
+def variance_table(results: pd.DataFrame, metrics: Sequence[str] = METRICS) -> pd.DataFrame:
     """Mean and variance components of every metric for each method and budget; columns `COLUMNS`.
 
     Args:
         results: Tidy results with a column `fold`. Only seeds that every fold has count.
+        metrics: Columns of the results to split.
     """
     rows = []
     for (method, budget), cell in results.groupby(["method", "budget"], sort=False):
-        for metric in METRICS:
+        for metric in metrics:
             values = cell.pivot_table(index="fold", columns="seed", values=metric, dropna=False).dropna(axis=1)
             if values.size:
                 found = components(values.to_numpy())
