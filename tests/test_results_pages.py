@@ -39,7 +39,12 @@ def test_the_page_of_the_scorer_is_what_its_script_makes_of_its_csvs() -> None:
 def test_the_page_of_every_selector_is_what_its_script_makes_of_its_csv() -> None:
     assert (RESULTS / "zoo.md").read_text(encoding="utf-8") == tool("zoo_page").page(), "run python docs/tools/zoo_page.py"
     row = rows("zoo", backbone="embedded", method="center", view="as-is", budget="0.3")[0]
-    assert cell("zoo", "Center", "ceiling") == f"{100 * float(row['retention_of_ceiling']):.1f}"
+    assert cell("zoo", "Center", "kept") == f"{100 * float(row['retention_of_ceiling']):.1f}"
+    half = 50 * (float(row["accuracy_high"]) - float(row["accuracy_low"]))
+    assert cell("zoo", "Center", "accuracy") == f"{100 * float(row['accuracy']):.1f} ± {half:.1f}"
+    heads = [rows("zoo-heads", method="tome+abmil", view=view, budget="0.3")[0] for view in ("as-is", "off-center")]
+    assert cell("zoo", "ToMe", "abmil") == " / ".join(f"{100 * float(row['balanced_accuracy']):.1f}" for row in heads)
+    assert "[" not in re.sub(r"!?\[[^|\]]*\]\(", "", (RESULTS / "zoo.md").read_text(encoding="utf-8")), "a number is not filled in"
 
 
 def rows(name: str, **wanted: str) -> list[dict[str, str]]:

@@ -1,148 +1,43 @@
 """The page of every selector and head: `python docs/tools/zoo_page.py [NAME=RUN ...]`, a name for each backbone.
 
-With run directories it first collects `docs/results/zoo.csv` from their predictions, with bootstrap intervals, trained parameters
-and the time of a selection. Without, it only writes `zoo.md` again from the CSV; a test does the same and compares.
+With run directories it first collects `docs/results/zoo.csv` from their predictions, and `zoo-heads.csv` from those that are named
+`heads`. Without, it only writes `zoo.md` and its figure again from the CSV; a test does the same and compares.
 """
 
 from __future__ import annotations
 
 import re
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from results_tables import RESULTS, number, read, table
+from zoo_rows import BUDGET, collected
+from zoo_text import TEXT
 
-from medtokenbudget.data import Manifest
 from medtokenbudget.experiments.methods import Method
-from medtokenbudget.experiments.results import read_predictions
-from medtokenbudget.experiments.run import RunInfo
-from medtokenbudget.experiments.statistics import intervals
-from medtokenbudget.features import FeatureStore
-from medtokenbudget.reporting.looks import look
-from medtokenbudget.routing import create_selector, selector_class
-from medtokenbudget.training.heads import create_head
+from medtokenbudget.reporting.looks import REFERENCES, look
+from medtokenbudget.reporting.style import house_style, legend_below, percent_axis, save
+from medtokenbudget.routing import selector_class
 
-RESULTS = Path(__file__).resolve().parents[1] / "results"
-METRICS = ("retention_of_ceiling", "accuracy", "macro_f1", "balanced_accuracy")
-MERGED = ("lesion_dominated", "lesion_mass")
-BATCH, BUDGET, REPEATS = 16, 0.3, 5
-GROUPS = (
-    "Controls",
-    "Training-free, patches kept",
-    "Training-free, patches merged",
-    "Learned, with masks",
-    "Learned, without masks",
-    "Other heads",
-)
-TEXT = """# Every selector
-
-Selectors of the literature on the same tokens, each with a head of its own that is trained in the same way. They are in
-their post-backbone form: [what differs from the publications](../selectors.md#what-differs-from-the-publications).
-
-- **Data**: 1,663 training and 405 validation images of ISIC 2019 (paper split, all with masks), and one off-center crop of
-  each (399 in validation).
-- **Backbone**: the embedded one (6 blocks, 256 patches of 192 numbers), with the signals `received_attention`,
-  `value_norm`, `mean_key` and `rollout`.
-- **Training**: seed 42 alone, the paper's protocol and head; the head sees the budgets 0.1, 0.3 and 0.5 (the study itself:
-  ten). The learned selectors trained for 10 epochs (`--epochs 10 --curriculum.epochs 4`) instead of 50. `lats:lesion-first`
-  follows its own preset: the strict protocol, and off-center crops in training, which no other row has seen.
-- **Command**: `mtb sweep isic.parquet --store stores/embedded --out runs/zoo --preset paper --protocol paper --budgets 0.1
-  0.3 0.5 --seeds 42 --methods ...`, commit 63ed5a4. It is a part of `mtb reproduce --study zoo`, which takes hours: the
-  other learned selectors, `dpc-knn`, `k-medoids`, `atc`, the other heads, further seeds and larger backbones are not here.
-
-At budget 0.3, numbers in percent, [zoo.csv](zoo.csv) has the other budgets and all intervals:
-
-<embedded>
-
-*Ceiling*: kept lesion patches as a share of what K patches can hold. *Own tokens*: for mergers, the share of the lesion
-patches in tokens that are mostly lesion. Intervals: 95 %, bootstrap over lesions. *Parameters*: trained ones, of selector
-and head. *ms*: CPU time of selecting from one image, batches of 16 on one thread.
-
-What it says, and what it does not:
-
-- **None of these training-free selectors finds the lesion.** The class token's attention keeps
-  [class-attention|as-is|retention_of_ceiling] % of the ceiling, its rollout [rollout|as-is|retention_of_ceiling], ATS
-  [ats|as-is|retention_of_ceiling], because it is made to sample less attended places too. Two controls without any model
-  keep more: darkness [darkness|as-is|retention_of_ceiling] and center [center|as-is|retention_of_ceiling].
-- **Selectors that learn from labels alone come close.** Without masks DynamicViT keeps
-  [dynamicvit:mask-free|as-is|retention_of_ceiling] % (off-center [dynamicvit:mask-free|off-center|retention_of_ceiling]) and
-  Cropr [cropr:mask-free|as-is|retention_of_ceiling] ([cropr:mask-free|off-center|retention_of_ceiling]); the lesion loss makes it
-  [dynamicvit|as-is|retention_of_ceiling] and [cropr|as-is|retention_of_ceiling]. The gradient of a probe finds less:
-  [grad-token:mask-free|as-is|retention_of_ceiling] without masks, [grad-token|as-is|retention_of_ceiling] with them.
-- **LATS**, with the paper's recipe cut to 10 epochs, keeps [lats|as-is|retention_of_ceiling] %
-  (off-center [lats|off-center|retention_of_ceiling]), without masks [lats:mask-free|as-is|retention_of_ceiling]
-  ([lats:mask-free|off-center|retention_of_ceiling]). `lats:lesion-first` keeps [lats:lesion-first|as-is|retention_of_ceiling]
-  ([lats:lesion-first|off-center|retention_of_ceiling]); off-center that is not a fair comparison, since it trained on crops.
-  With masks DynamicViT is above LATS of the paper's recipe on images as they are, and below it off-center.
-- **Off-center** the center falls to [center|off-center|retention_of_ceiling], and attention
-  ([class-attention|off-center|retention_of_ceiling], rollout [rollout|off-center|retention_of_ceiling]) is above it, still
-  below darkness ([darkness|off-center|retention_of_ceiling]). The head behind the center learned centered lesions: its
-  balanced accuracy goes from [center|as-is|balanced_accuracy] to [center|off-center|balanced_accuracy].
-- **Mergers** that join similar tokens (ToMe, TPS) leave [tome|as-is|lesion_dominated] and [tps|as-is|lesion_dominated] % of the
-  lesion in tokens that are mostly lesion; EViT's one fused token takes the rest in ([evit|as-is|lesion_dominated]).
-  Comparing keys instead of tokens gives ToMe [tome:keys|as-is|lesion_dominated].
-- **Keeping the lesion is not accuracy.** The oracle has [oracle|as-is|accuracy] % and Random, with
-  [random|as-is|retention_of_ceiling] % of the ceiling, [random|as-is|accuracy]; off-center Random's balanced accuracy
-  ([random|off-center|balanced_accuracy]) is the oracle's ([oracle|off-center|balanced_accuracy]). Tokens of this backbone's
-  last block know their surroundings. The intervals are about five points to either side and there is one seed, so no two
-  accuracies here that are within five points of each other can be told apart.
-"""
+GROUPS = {
+    "Controls": "#7a828a",
+    "Training-free, patches kept": "#2a7f7f",
+    "Training-free, patches merged": "#2a7f7f",
+    "Learned, with masks": "#0072b2",
+    "Learned, without masks": "#d55e00",
+}
+"""Groups of the table and their colors in the figure."""
 CONTROLS = ("oracle", "box-prior", "center", "darkness", "random", "no-pruning")
-
-
-def milliseconds(method: Method, store: FeatureStore) -> float:
-    """CPU milliseconds of selecting K tokens of one image at budget 0.3, batches of 16 on one thread; the fastest of five."""
-    tokens = store.read(range(BATCH), signals=store.signals)
-    kind = selector_class(method.selector)
-    selector: Any = create_selector(method.selector, **({"dim": store.dim} if kind.learns else method.options))
-    if kind.learns:
-        selector.eval()
-    taken = []
-    with torch.inference_mode():
-        for _ in range(REPEATS):
-            start = time.process_time()
-            selector.select(tokens, selector.count(BUDGET, tokens.n), torch.Generator().manual_seed(0))
-            taken.append(time.process_time() - start)
-    return 1000 * min(taken) / BATCH
-
-
-def collected(run: Path, backbone: str) -> pd.DataFrame:
-    """One row per method, view and budget of a run."""
-    info = RunInfo.read(run)
-    store = FeatureStore.open(info.store_path, Manifest.read(info.manifest_path))
-    found = intervals(read_predictions(run / "predictions.parquet")[0], METRICS)
-    cells = ["method", "view", "budget"]
-    wide = found.pivot_table(index=[*cells, "seeds"], columns="metric", values=["value", "low", "high"], sort=False)
-    wide.columns = [metric if kind == "value" else f"{metric}_{kind}" for kind, metric in wide.columns]
-    wide = wide.reset_index()
-    results = pd.read_csv(run / "results.csv").drop_duplicates([*cells, "seed"])
-    merged = results.groupby(cells, sort=False)[["n", "k", *MERGED]].mean().reset_index()
-    wide = wide.groupby([*cells], sort=False).first().reset_index().merge(merged, on=cells)
-    times, counts = {}, {}
-    torch.set_num_threads(1)
-    for text in wide["method"].unique():
-        method = Method.parse(text)
-        times[text] = milliseconds(method, store)
-        counts[text] = trained(method, info, store.dim)
-    wide["ms"], wide["parameters"] = wide["method"].map(times), wide["method"].map(counts)
-    return wide.assign(backbone=backbone)
-
-
-def trained(method: Method, info: RunInfo, dim: int) -> int:
-    """Trained parameters of selector and head."""
-    modules: list[Any] = [create_head(method.head, dim, len(info.classes))]
-    if method.learned:
-        kind: Any = selector_class(method.selector)
-        modules.append(kind.from_config(dim, info.methods[str(method)].train_config, len(info.classes)))
-    return sum(parameter.numel() for module in modules for parameter in module.parameters())
+NAMED = ("lats:lesion-first", "center", "oracle", "darkness", "random", "class-attention", "lats")
+"""Methods that the figure shows with their own color and marker; the others have those of their group."""
+COLUMNS = ("method", "seeds", "kept", "kept, off", "accuracy", "F1", "SD", "balanced", "balanced, off", "parameters", "ms")
 
 
 def group_of(method: Method) -> str:
-    if method.head != "mlp":
-        return "Other heads"
     if method.selector in CONTROLS:
         return "Controls"
     kind = selector_class(method.selector)
@@ -151,68 +46,136 @@ def group_of(method: Method) -> str:
     return "Training-free, patches merged" if kind.kind == "merger" else "Training-free, patches kept"
 
 
-def percent(row: Any, metric: str, interval: bool = False) -> str:
-    if row is None or pd.isna(row[metric]):
-        return "–"
-    text = f"{100 * row[metric]:.1f}"
-    return f"{text} ({100 * row[f'{metric}_low']:.1f} to {100 * row[f'{metric}_high']:.1f})" if interval else text
+def with_interval(row: Any, metric: str) -> str:
+    """The value and half the width of its interval."""
+    half = (row[f"{metric}_high"] - row[f"{metric}_low"]) / 2
+    return f"{number(row[metric])} ± {number(half)}"
 
 
-def table(frame: pd.DataFrame) -> str:
-    """One backbone at budget 0.3: the images as they are and off-center beside each other."""
-    head = ["method", "seeds", "ceiling", "ceiling, off-center", "own tokens", "accuracy", "macro F1", "balanced accuracy"]
-    head += ["balanced accuracy, off-center", "parameters", "ms"]
-    lines = [head, ["---"] + ["---:"] * (len(head) - 1)]
+def kept(row: Any) -> str:
+    """Share of the ceiling; for mergers, in italics, the lesion in tokens of its own, for mixtures the attention on the lesion."""
+    if row is None or pd.notna(row["retention_of_ceiling"]):
+        return off_center(row, "retention_of_ceiling")
+    return f"*{number(row['lesion_dominated'] if pd.notna(row['lesion_dominated']) else row['lesion_mass'])}*"
+
+
+def off_center(row: Any, metric: str) -> str:
+    """A number of a row that may be missing."""
+    return "–" if row is None else number(row[metric])
+
+
+def views(at: pd.DataFrame, method: str) -> tuple[Any, Any]:
+    """The rows of a method for the images as they are and off-center, None where there is none."""
+    rows = {row["view"]: row for _, row in at[at["method"] == method].iterrows()}
+    return rows.get("as-is"), rows.get("off-center")
+
+
+def methods_table(frame: pd.DataFrame) -> str:
+    """One backbone at budget 0.3, by group; what keeps the most comes first."""
     at = frame[frame["budget"].round(6) == BUDGET]
     grouped: dict[str, list[str]] = {name: [] for name in GROUPS}
     for text in dict.fromkeys(at["method"]):
         grouped[group_of(Method.parse(text))].append(text)
+    lines: list[list[str]] = []
     for name, methods in grouped.items():
         if methods:
-            lines.append([f"**{name}**", *[""] * (len(head) - 1)])
-        for text in methods:
-            rows = {view: row for view, (_, row) in zip(at[at["method"] == text]["view"], at[at["method"] == text].iterrows())}
-            here, off = rows.get("as-is"), rows.get("off-center")
-            if here is None:
-                continue
-            own = "lesion_dominated" if pd.notna(here["lesion_dominated"]) else "lesion_mass"
-            line = [
-                look(text).name,
-                str(int(here["seeds"])),
-                percent(here, METRICS[0]),
-                percent(off, METRICS[0]),
-                percent(here, own),
-            ]
-            line += [percent(here, "accuracy", True), percent(here, "macro_f1"), percent(here, "balanced_accuracy", True)]
-            line += [percent(off, "balanced_accuracy"), f"{int(here['parameters']):,}", f"{here['ms']:.2f}"]
+            lines.append([f"**{name}**", *[""] * (len(COLUMNS) - 1)])
+        found = {text: views(at, text) for text in methods}
+        for text in sorted(methods, key=lambda text: -float(kept(found[text][0]).strip("*–") or 0)):
+            here, off = found[text]
+            line = [look(text).name, str(int(here["seeds"])), kept(here), kept(off), with_interval(here, "accuracy")]
+            line += [number(here["macro_f1"]), number(here["macro_f1_spread"]), with_interval(here, "balanced_accuracy")]
+            line += [off_center(off, "balanced_accuracy"), f"{here['parameters'] / 1000:.0f}k", f"{here['ms']:.2f}"]
             lines.append(line)
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return table(lines, COLUMNS)
+
+
+def heads_table(frame: pd.DataFrame) -> str:
+    """Balanced accuracy of every selector behind every head, images as they are / off-center."""
+    at = frame[frame["budget"].round(6) == BUDGET]
+    methods = [Method.parse(text) for text in dict.fromkeys(at["method"])]
+    heads = list(dict.fromkeys(method.head for method in methods))
+    rows: dict[str, dict[str, str]] = {}
+    for method in methods:
+        here, off = views(at, str(method))
+        name = look(str(Method(method.selector, variant=method.variant))).name
+        both = f"{number(here['balanced_accuracy'])} / {off_center(off, 'balanced_accuracy')}"
+        rows.setdefault(name, {})[method.head] = both
+    return table([[name, *[cells.get(head, "–") for head in heads]] for name, cells in rows.items()], ["selector", *heads])
+
+
+def draw(frame: pd.DataFrame) -> Figure:
+    """Macro F1 over the share of the ceiling, as they are and off-center, a color for each group."""
+    import matplotlib.pyplot as plt
+
+    figure, panels = plt.subplots(2, 1, figsize=(4.9, 7.6), sharex=True, sharey=True)
+    at = frame[frame["budget"].round(6) == BUDGET]
+    for axes, view, title in zip(panels, ("as-is", "off-center"), ("images as they are", "off-center crops"), strict=True):
+        rows = at[(at["view"] == view) & at["retention_of_ceiling"].notna() & (at["method"] != "no-pruning")]
+        _scatter(axes, rows)
+        axes.set_title(title)
+        axes.grid(True, axis="x")
+        percent_axis(axes, "y", "macro F1 (%)")
+    percent_axis(panels[1], "x", "share of the ceiling (%)")
+    legend_below(figure, panels[0])
+    return figure
+
+
+def _scatter(axes: Axes, rows: pd.DataFrame) -> None:
+    for name, color in GROUPS.items():
+        own = rows[[group_of(Method.parse(text)) == name and text not in NAMED for text in rows["method"]]]
+        if len(own):
+            axes.plot(own["retention_of_ceiling"], own["macro_f1"], ".", color=color, markersize=9, alpha=0.75, label=name)
+    for method in NAMED:
+        row, style = rows[rows["method"] == method], look(method)
+        points = {"marker": style.marker, "color": style.color, "markersize": 9, "markeredgewidth": 2}
+        axes.plot(row["retention_of_ceiling"], row["macro_f1"], linestyle="", label=style.name, **points)
+    axes.margins(0.08)
 
 
 def page() -> str:
-    """`zoo.md`, from the CSV beside it."""
-    frame = pd.read_csv(RESULTS / "zoo.csv")
-    text = TEXT
-    for name in dict.fromkeys(frame["backbone"]):
-        text = text.replace(f"<{name}>", table(frame[frame["backbone"] == name]))
-    return re.sub(r"\[([^\[\]|]+)\|([a-z-]+)\|([a-z_0-9]+)\]", lambda found: value(frame, *found.groups()), text)
+    """`zoo.md`, from the CSV files beside it."""
+    frame, heads = read("zoo"), read("zoo-heads")
+    tables = {name: frame[frame["backbone"] == name] for name in dict.fromkeys(frame["backbone"])}
+    text = TEXT.replace("<heads>", heads_table(heads))
+    for name, rows in tables.items():
+        text = text.replace(f"<{name}>", methods_table(rows))
+    tables["heads"] = heads
+    return re.sub(r"\[([\w-]+)\|([^\[\]|]+)\|([a-z-]+)\|([a-z_0-9]+)\]", lambda found: value(tables, *found.groups()), text)
 
 
-def value(frame: pd.DataFrame, method: str, view: str, metric: str) -> str:
-    """A number of the text, `[method|view|metric]` of the embedded backbone at budget 0.3."""
-    at = (frame["backbone"] == "embedded") & (frame["budget"].round(6) == BUDGET)
-    rows = frame[at & (frame["method"] == method) & (frame["view"] == view)]
-    return f"{100 * float(rows[metric].iloc[0]):.1f}"
+def value(tables: dict[str, pd.DataFrame], name: str, method: str, view: str, metric: str) -> str:
+    """A number of the text, `[backbone|method|view|metric]` at budget 0.3; the metric `kept` is that of the table."""
+    at = tables[name][(tables[name]["budget"].round(6) == BUDGET) & (tables[name]["view"] == view)]
+    if method == "rankers":
+        return ranked(at, metric)
+    rows = at[at["method"] == method]
+    return kept(rows.iloc[0]).strip("*") if metric == "kept" else number(rows[metric].iloc[0])
+
+
+def ranked(at: pd.DataFrame, metric: str) -> str:
+    """Methods that keep patches, without references: their number, or the rank correlation of a metric with what is kept."""
+    rows = at[at["retention_of_ceiling"].notna() & ~at["method"].isin(REFERENCES)]
+    if metric == "count":
+        return str(len(rows))
+    return f"{rows['retention_of_ceiling'].rank().corr(rows[metric].rank()):.2f}".replace("-", "−")
 
 
 def main(runs: list[str]) -> None:
-    if runs:
-        named = [run.partition("=") for run in runs]
-        frame = pd.concat([collected(Path(run), name) for name, _, run in named], ignore_index=True)
+    named: dict[str, list[Path]] = {}
+    for run in runs:
+        name, _, path = run.partition("=")
+        named.setdefault(name, []).append(Path(path))
+    if named:
         first = ["backbone", "method", "view", "budget", "seeds"]
-        columns = [*first, *(name for name in frame.columns if name not in first)]
-        frame[columns].to_csv(RESULTS / "zoo.csv", index=False, float_format="%.5g")
+        for file, names in (("zoo", [name for name in named if name != "heads"]), ("zoo-heads", ["heads"])):
+            frame = pd.concat([collected(named[name], "embedded" if name == "heads" else name) for name in names])
+            columns = [*first, *(name for name in frame.columns if name not in first)]
+            frame[columns].to_csv(RESULTS / f"{file}.csv", index=False, float_format="%.5g")
     (RESULTS / "zoo.md").write_text(page(), encoding="utf-8")
+    with house_style():
+        save(draw(read("zoo").query("backbone == 'embedded'")), RESULTS / "figures", "zoo")
+    (RESULTS / "figures" / "zoo.png").unlink()
 
 
 if __name__ == "__main__":

@@ -51,16 +51,17 @@ class Leaderboard:
                 [rank, look(str(row["method"])).name, str(row["run"]), str(row["backbone"]), *shown, str(int(row["seeds"]))]
             )
         note = (
-            f"{self.dataset}, view {first['view']}, budget {first['budget']:g}, ordered by {METRIC_NAMES[self.metric]}. "
+            f"{self.dataset}, view {first['view']}, budget {first['budget']:g}. "
             "Mean ± deviation over the seeds of a run. NoPruning has no budget, Oracle and Box prior see the mask: no rank."
         )
         columns = ["Rank", "Method", "Run", "Backbone", *(METRIC_NAMES[name] for name in SHOWN), "Seeds"]
-        return Table("leaderboard", "Leaderboard", columns, rows, self.data, note, labels=4)
+        title = f"Ordered by {METRIC_NAMES[self.metric]}"
+        return Table("leaderboard", title, columns, rows, self.data, note, labels=4)
 
     def write(self, folder: Path) -> Path:
         """Write `leaderboard.csv`, `.md`, `.tex` and `.html` into `folder` and return the page."""
         self.table.write(folder)
-        section = Section("leaderboard", "Leaderboard", "", [self.table.html()])
+        section = Section("leaderboard", "Methods", "", [self.table.html()])
         page = folder / "leaderboard.html"
         write_text(page, document("Leaderboard", f"Methods of {self.data['run'].nunique()} runs on {self.dataset}.", [section]))
         return page

@@ -1,0 +1,87 @@
+"""The rows of `zoo.csv` and `zoo-heads.csv`, collected from run directories: metrics with intervals and spread, parameters, time.
+
+Several runs make one table: runs of other seeds or methods on the same images. Where two have the same method and seed, the later
+one counts.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+
+from medtokenbudget.data import Manifest
+from medtokenbudget.experiments.methods import Method
+from medtokenbudget.experiments.results import read_predictions
+from medtokenbudget.experiments.run import RunInfo
+from medtokenbudget.experiments.statistics import intervals
+from medtokenbudget.features import FeatureStore
+from medtokenbudget.routing import create_selector, selector_class
+from medtokenbudget.training.heads import create_head
+
+METRICS = ("retention_of_ceiling", "accuracy", "macro_f1", "balanced_accuracy")
+MERGED = ("lesion_dominated", "lesion_mass")
+CELL = ["method", "view", "budget"]
+BATCH, BUDGET, REPEATS = 16, 0.3, 5
+
+
+def collected(runs: list[Path], backbone: str) -> pd.DataFrame:
+    """One row per method, view and budget: the mean over seeds, its bootstrap interval and the deviation between seeds."""
+    infos = [RunInfo.read(run) for run in runs]
+    predictions = _latest([read_predictions(run / "predictions.parquet")[0] for run in runs])
+    results = _latest([pd.read_csv(run / "results.csv") for run in runs]).drop_duplicates([*CELL, "seed"])
+    found = intervals(predictions, METRICS)
+    wide = found.pivot_table(index=[*CELL, "seeds"], columns="metric", values=["value", "low", "high"], sort=False)
+    wide.columns = [metric if kind == "value" else f"{metric}_{kind}" for kind, metric in wide.columns]
+    wide = wide.reset_index().groupby(CELL, sort=False).first().reset_index()
+    cells = results.groupby(CELL, sort=False)
+    spread = cells[[*METRICS, *MERGED]].std(ddof=1).add_suffix("_spread").reset_index()
+    wide = wide.merge(cells[["n", "k", *MERGED]].mean().reset_index(), on=CELL).merge(spread, on=CELL)
+    store = FeatureStore.open(infos[0].store_path, Manifest.read(infos[0].manifest_path))
+    torch.set_num_threads(1)
+    times, counts = {}, {}
+    for text in wide["method"].unique():
+        method = Method.parse(text)
+        times[text] = milliseconds(method, store)
+        counts[text] = trained(method, next(info for info in reversed(infos) if text in info.methods), store.dim)
+    wide["ms"], wide["parameters"] = wide["method"].map(times), wide["method"].map(counts)
+    return wide.assign(backbone=backbone)
+
+
+def _latest(frames: list[pd.DataFrame]) -> pd.DataFrame:
+    """All rows, without those whose method and seed a later frame has too."""
+    seen: set[tuple[str, int]] = set()
+    kept = []
+    for frame in reversed(frames):
+        pairs = list(zip(frame["method"], frame["seed"]))
+        kept.append(frame[[pair not in seen for pair in pairs]])
+        seen.update(pairs)
+    return pd.concat(reversed(kept), ignore_index=True)
+
+
+def milliseconds(method: Method, store: FeatureStore) -> float:
+    """CPU milliseconds of selecting K tokens of one image at budget 0.3, batches of 16 on one thread; the fastest of five."""
+    tokens = store.read(range(BATCH), signals=store.signals)
+    kind = selector_class(method.selector)
+    selector: Any = create_selector(method.selector, **({"dim": store.dim} if kind.learns else method.options))
+    if kind.learns:
+        selector.eval()
+    taken = []
+    with torch.inference_mode():
+        for _ in range(REPEATS):
+            start = time.process_time()
+            selector.select(tokens, selector.count(BUDGET, tokens.n), torch.Generator().manual_seed(0))
+            taken.append(time.process_time() - start)
+    return 1000 * min(taken) / BATCH
+
+
+def trained(method: Method, info: RunInfo, dim: int) -> int:
+    """Trained parameters of selector and head."""
+    modules: list[Any] = [create_head(method.head, dim, len(info.classes))]
+    if method.learned:
+        kind: Any = selector_class(method.selector)
+        modules.append(kind.from_config(dim, info.methods[str(method)].train_config, len(info.classes)))
+    return sum(parameter.numel() for module in modules for parameter in module.parameters())
