@@ -99,6 +99,25 @@ def test_the_table_holds_what_the_router_says_and_what_it_kept_of_the_lesion(
     assert found["retention"]["router"]["n"] == 6
 
 
+def test_the_router_of_the_package_keeps_promises_out_of_the_box(root: Path, router: MedTokenBudget, tmp_path: Path) -> None:
+    assert [(one.retention, one.coverage) for one in router.guarantees] == [(0.9, None), (0.95, None), (0.98, None)]
+    counts = []
+    for promise in router.guarantees:
+        out = tmp_path / f"{promise.retention}"
+        command = ["route", str(root / "photos"), "--retention", f"{promise.retention}", "--out", str(out), "--device", "cpu"]
+        assert main(command) == 0
+        table = pd.read_parquet(out / "routes.parquet")
+        # By hand: the scores that are not below the threshold, and never fewer than the model's least.
+        expected = [max(16, int((np.asarray(row, float) >= promise.threshold).sum())) for row in table["scores"]]
+        assert table["k"].tolist() == expected
+        assert read_json(out / "summary.json")["guarantee"]["retention"] == promise.retention
+        counts.append(expected)
+    assert len(set(counts[1])) > 1, "a small lesion takes fewer patches than a large one"
+    assert (np.array(counts[0]) <= counts[1]).all()
+    assert (np.array(counts[1]) <= counts[2]).all()
+    assert "calibrated on 138 validation images" in router.card
+
+
 def test_csv_holds_the_same_and_replaces_the_other_table_and_old_tokens(root: Path, tmp_path: Path) -> None:
     out = tmp_path / "routed"
     first = route_files(root / "photos", out, config=RouteConfig(tokens=True))

@@ -54,8 +54,14 @@ def test_ink_is_violet_and_skin_is_not() -> None:
     # Drawn marks are worn off in places, and faint ones stay below the limit.
     assert np.mean([appearance.ink(picture, EVERYWHERE) > 0.01 for picture in marked]) >= 0.2
     assert np.mean([appearance.ink(picture, EVERYWHERE) > 0.001 for picture in marked]) >= 0.4
-    assert appearance.ink(np.full((4, 4, 3), (0.4, 0.2, 0.8), np.float32), EVERYWHERE[:4, :4]) == 1
-    assert appearance.ink(np.full((4, 4, 3), (0.2, 0.7, 0.3), np.float32), EVERYWHERE[:4, :4]) == 0
+    small = np.full((4, 4, 3), (0.8, 0.65, 0.57), np.float32)
+    small[0, :3] = (0.4, 0.2, 0.8)  # violet
+    small[1, :2] = (0.2, 0.7, 0.3)  # green
+    assert appearance.ink(small, EVERYWHERE[:4, :4]) == pytest.approx(3 / 16)
+    # Skin under a violet cast has no ink, and ink under the same cast stays ink.
+    cast = np.array([0.9, 0.75, 1.3], np.float32)
+    assert appearance.ink(skin() * cast, EVERYWHERE) == 0
+    assert appearance.ink(small * cast, EVERYWHERE[:4, :4]) == pytest.approx(3 / 16)
 
 
 @pytest.mark.parametrize("color", [(0.93, 0.80, 0.72), (0.75, 0.56, 0.44), (0.42, 0.28, 0.20)])

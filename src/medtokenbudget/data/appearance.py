@@ -17,6 +17,7 @@ Picture = NDArray[np.floating]
 Mask = NDArray[np.bool_]
 SIDE = 256
 """Longer side in pixels at which an image is measured."""
+_SKIN = np.array([0.8, 0.65, 0.57], np.float32)
 _MARGIN = 0.04
 """The lesion is grown by this share of the longer side before skin is measured around it."""
 _REC709 = np.array([0.2126, 0.7152, 0.0722], np.float32)
@@ -35,7 +36,8 @@ METHODS = {
     "hair": "Share of the pixels outside the lesion in dark, thin, elongated structures (black-hat filter of 11 pixels at 256, "
     "components at least 16 pixels long): up to 0.5%, up to 3%, more. Rulers and pigment networks outside the mask count too.",
     "dark corners": "At least two corners (squares of 8% of the side) darker than 35% of the image's middle.",
-    "ink": "More than 1% of the pixels outside the lesion are blue to violet (hue 190 to 325 degrees) with saturation above 0.2.",
+    "ink": "More than 1% of the pixels outside the lesion are blue to violet (hue 190 to 325 degrees, saturation above 0.2) "
+    "after their median was given the color of light skin.",
 }
 """How each stratum is measured; lesion size and class come from masks and labels."""
 
@@ -139,10 +141,14 @@ def dark_corners(picture: Picture) -> int:
 
 
 def ink(picture: Picture, outside: Mask) -> float:
-    """Share of the pixels of `outside` that are blue to violet; NaN without any."""
+    """Share of the pixels of `outside` that are blue to violet once the median pixel has the color of light skin; NaN without any.
+
+    Without that, the violet cast of some cameras counts as ink.
+    """
     if not outside.any():
         return float("nan")
     pixels = picture[outside]
+    pixels = np.clip(pixels * (_SKIN / np.maximum(np.median(pixels, 0), 1e-3)), 0, 1)
     high, low = pixels.max(1), pixels.min(1)
     spread = np.maximum(high - low, 1e-6)
     red, green, blue = pixels.T
