@@ -1,7 +1,7 @@
 """Every command and snippet of the README and of the pages in docs/ is run here, in a folder of drawn pictures, or says why not.
 
 A fenced `bash` or `python` block runs unless the line above it is a comment `<!-- not run: why -->`. Where a command that trains
-does not say for how many epochs, it trains for one.
+does not say for how many epochs and in how many processes, it trains for one epoch in this process.
 """
 
 from __future__ import annotations
@@ -60,6 +60,12 @@ def commands(page: Path) -> Iterator[tuple[str, str | None]]:
             yield from ((text, found["why"]) for text in lines(found["body"]))
 
 
+def shorter(words: list[str]) -> list[str]:
+    """Options that make a command of a page shorter, where it does not give them itself."""
+    options = {"train": ["--epochs"], "sweep": ["--epochs", "--jobs"]}.get(words[1], [])
+    return [part for option in options if option not in words for part in (option, "1")]
+
+
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the pages take for granted: pictures in class folders with masks, a manifest, a store and a trained run."""
@@ -105,8 +111,7 @@ def test_the_commands_and_snippets_of_the_page_work_as_written_in_their_order(
         for text in lines(body):
             words = shlex.split(text)
             assert words[0] == "mtb", f"{name_of(page)}: '{text}' is not an mtb command: mark the block with <!-- not run: why -->"
-            short = ["--epochs", "1"] if words[1] in ("train", "sweep") and "--epochs" not in words else []
-            assert main([*words[1:], *short]) == 0, f"{name_of(page)}: {text}"
+            assert main([*words[1:], *shorter(words)]) == 0, f"{name_of(page)}: {text}"
 
 
 def test_the_numbers_in_the_python_of_the_retention_page_are_right(capsys: pytest.CaptureFixture[str]) -> None:
