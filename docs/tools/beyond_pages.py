@@ -9,7 +9,7 @@ from results_tables import BUDGETS, METRICS, RESULTS, facts, number, read, table
 from medtokenbudget.reporting.looks import look
 from medtokenbudget.reporting.style import house_style, legend_below, new_figure, percent_axis, save
 
-GUARANTEE_COMMIT = "e3ff12d"
+GUARANTEE_COMMIT = "f49467e"
 EXTERNAL_COMMIT = "e3ff12d"
 SCORES = ("router", "center", "darkness")
 STYLES = {"router": "lats:lesion-first", "center": "center", "darkness": "darkness"}
