@@ -14,7 +14,7 @@ from torch import nn
 import medtokenbudget as mtb
 from medtokenbudget.errors import RequestError
 from medtokenbudget.features.backbone import Backbone
-from medtokenbudget.model import MedTokenBudget
+from medtokenbudget.model import MedTokenBudget, load
 from medtokenbudget.routing import Ranker, TokenBatch, create_selector, register_selector
 from medtokenbudget.routing.registry import SELECTORS
 from medtokenbudget.training import MLPHead, RoutedClassifier
@@ -262,3 +262,8 @@ def test_the_text_of_a_model_is_a_readable_block(model: MedTokenBudget) -> None:
         "  device:   cpu",
         ")",
     ]
+
+
+def test_the_text_of_a_calibrated_model_says_what_it_promises() -> None:
+    last = repr(load("dermoscopy")).splitlines()[-2]
+    assert last.startswith("  promises: 90% of the lesion on average; 95% of the lesion on average")

@@ -100,6 +100,8 @@ class RoutedNetwork(nn.Module):
             "others": others,
             "device": str(self.device),
         }
+        if self.guarantees:
+            rows["promises"] = "; ".join(str(guarantee) for guarantee in self.guarantees)
         return "MedTokenBudget(\n" + "\n".join(f"  {name + ':':<10}{text}" for name, text in rows.items()) + "\n)"
 
     @property
