@@ -25,16 +25,16 @@ from medtokenbudget.routing import selector_class
 
 GROUPS = {
     "Controls": "#7a828a",
-    "Training-free, patches kept": "#2a7f7f",
-    "Training-free, patches merged": "#2a7f7f",
-    "Learned, with masks": "#0072b2",
-    "Learned, without masks": "#d55e00",
+    "Kept, untrained": "#2a7f7f",
+    "Merged, untrained": "#2a7f7f",
+    "Learned, masks": "#0072b2",
+    "Learned, no masks": "#d55e00",
 }
 """Groups of the table and their colors in the figure."""
 CONTROLS = ("oracle", "box-prior", "center", "darkness", "random", "no-pruning")
 NAMED = ("lats:lesion-first", "center", "oracle", "darkness", "random", "class-attention", "lats")
 """Methods that the figure shows with their own color and marker; the others have those of their group."""
-COLUMNS = ("method", "seeds", "kept", "kept, off", "accuracy", "F1", "SD", "balanced", "balanced, off", "parameters", "ms")
+COLUMNS = ("method", "kept", "kept, off", "accuracy", "F1", "balanced", "balanced, off", "size", "ms")
 
 
 def group_of(method: Method) -> str:
@@ -42,14 +42,14 @@ def group_of(method: Method) -> str:
         return "Controls"
     kind = selector_class(method.selector)
     if kind.learns:
-        return "Learned, without masks" if method.variant == "mask-free" else "Learned, with masks"
-    return "Training-free, patches merged" if kind.kind == "merger" else "Training-free, patches kept"
+        return "Learned, no masks" if method.variant == "mask-free" else "Learned, masks"
+    return "Merged, untrained" if kind.kind == "merger" else "Kept, untrained"
 
 
 def with_interval(row: Any, metric: str) -> str:
     """The value and half the width of its interval."""
     half = (row[f"{metric}_high"] - row[f"{metric}_low"]) / 2
-    return f"{number(row[metric])} ± {number(half)}"
+    return f"{number(row[metric])}±{number(half)}"
 
 
 def kept(row: Any) -> str:
@@ -79,12 +79,13 @@ def methods_table(frame: pd.DataFrame) -> str:
     lines: list[list[str]] = []
     for name, methods in grouped.items():
         if methods:
-            lines.append([f"**{name}**", *[""] * (len(COLUMNS) - 1)])
+            lines.append([f"**{name.replace(' ', '&nbsp;')}**", *[""] * (len(COLUMNS) - 1)])
         found = {text: views(at, text) for text in methods}
         for text in sorted(methods, key=lambda text: -float(kept(found[text][0]).strip("*–") or 0)):
             here, off = found[text]
-            line = [look(text).name, str(int(here["seeds"])), kept(here), kept(off), with_interval(here, "accuracy")]
-            line += [number(here["macro_f1"]), number(here["macro_f1_spread"]), with_interval(here, "balanced_accuracy")]
+            spread = f" ({number(here['macro_f1_spread'])})" if here["seeds"] > 1 else ""
+            line = [look(text).name, kept(here), kept(off), with_interval(here, "accuracy")]
+            line += [number(here["macro_f1"]) + spread, with_interval(here, "balanced_accuracy")]
             line += [off_center(off, "balanced_accuracy"), f"{here['parameters'] / 1000:.0f}k", f"{here['ms']:.2f}"]
             lines.append(line)
     return table(lines, COLUMNS)
