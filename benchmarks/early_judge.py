@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from medtokenbudget.metrics import accuracy, balanced_accuracy, macro_f1, retent
 from medtokenbudget.training.pooled import PooledHead, probabilities
 
 FOLDS = 3
-DRAWS = 1000
+DRAWS = 500
 
 
 def folds_of(training: pd.DataFrame) -> list[np.ndarray]:
@@ -98,6 +98,28 @@ def inner(arguments: argparse.Namespace) -> None:
         pd.DataFrame(lines).round(3).to_csv(path, index=False)
 
 
+def chosen(folder: Path, there: Iterable[str]) -> list[str]:
+    """Every way of `there` at the block that the inner folds prefer; what they did not judge, at the block of its relatives."""
+    lines = pd.read_csv(folder / "inner.csv")
+    best = {way: int(group["block"].iloc[-1]) for way, group in lines.sort_values("macro_f1").groupby("way")}
+    blocks: dict[str, list[int]] = {}
+    for name in there:
+        way, at, block = name.partition("@")
+        if at:
+            blocks.setdefault(way, []).append(int(block))
+    relatives = {"dense-": best.get("dense"), "after-": best.get("after"), "inside-": best.get("inside-4-drop")}
+    found = {}
+    for way, own in blocks.items():
+        near = next((block for start, block in relatives.items() if way.startswith(start) and block in own), None)
+        found[way] = best.get(way, max(own) if near is None else near)
+    return [f"{way}@{block}" for way, block in found.items()]
+
+
+def bases(ways: Sequence[str]) -> list[str]:
+    """What the others are compared with: dense and routed after the backbone at their best blocks, and the cheapest competitors."""
+    return [name for name in ways if name.partition("@")[0] in ("dense", "after", "embedded", "zoom-center", "tome")]
+
+
 def validation(arguments: argparse.Namespace) -> None:
     """Heads of the whole training side on validation images as they are and off-center, with intervals of differences."""
     torch.set_num_threads(1)
@@ -105,6 +127,11 @@ def validation(arguments: argparse.Namespace) -> None:
     rows, arrays = pooled_of(arguments.out, "as-is")
     task = Task(manifest, rows)
     learn = np.flatnonzero(task.train)
+    if not arguments.ways:
+        arguments.ways = chosen(arguments.out, arrays)
+        after = next(name for name in arguments.ways if name.startswith("after@"))
+        arguments.ways = sorted({*arguments.ways, after.replace("after", "dense")})
+    against = arguments.against or bases(arguments.ways)
     parts = {"as-is": (task.label[~task.train], {name: arrays[name][~task.train] for name in arguments.ways})}
     if list(arguments.out.glob("*-off-center-[0-9]*.npz")):
         others, off = pooled_of(arguments.out, "off-center")
@@ -120,7 +147,7 @@ def validation(arguments: argparse.Namespace) -> None:
     lines = [
         {"view": part, **line}
         for part, (label, _) in parts.items()
-        for line in compared(label, {name: np.stack(own) for name, own in answers[part].items()}, task.classes, arguments.against)
+        for line in compared(label, {name: np.stack(own) for name, own in answers[part].items()}, task.classes, against)
     ]
     pd.DataFrame(lines).round(3).to_csv(arguments.out / "validation.csv", index=False)
     pd.DataFrame(retentions(arguments.out, manifest)).round(4).to_csv(arguments.out / "retention.csv", index=False)
@@ -137,11 +164,10 @@ def compared(label: np.ndarray, answers: dict[str, np.ndarray], classes: int, ag
         line = line_of(name, scores, len(label))
         for column, metric in enumerate(("accuracy", "macro_f1", "balanced_accuracy")):
             line[f"low_{metric}"], line[f"high_{metric}"] = np.percentile(drawn[name][:, column], [2.5, 97.5])
-        for base in against:
+        for base in (one for one in against if one in answers):
             over = scores.mean(0) - scores_of(label, answers[base], classes).mean(0)
             low, high = np.percentile(drawn[name] - drawn[base], [2.5, 97.5], axis=0)
-            short = base.partition("@")[0]
-            line |= {f"over_{short}": over[1], f"low_{short}": low[1], f"high_{short}": high[1]}
+            line |= {f"over_{base}": over[1], f"low_{base}": low[1], f"high_{base}": high[1]}
         print({key: round(value, 1) if isinstance(value, float) else value for key, value in line.items()}, flush=True)
         yield line
 

@@ -34,7 +34,6 @@ CORE = 51
 """Of the K patches of the ring, those that the scout chose; the others are the ones around them."""
 PLACES: dict[int, tuple[routed_pass.Background, ...]] = {2: ("token",), 4: ("drop", "token", "local"), 6: ("drop", "token")}
 """Before which blocks to prune inside, and with which backgrounds."""
-SIZES = (140, 154)
 EARLY_BLOCKS = 7
 """Early ways and other image sizes are read up to this block; the dense pass up to any."""
 Found = Iterator[tuple[str, Tensor]]
@@ -112,7 +111,7 @@ class Passes:
         precision: Of the large backbone: 'fp32', or 'bf16' for a study in half the time.
     """
 
-    GROUPS = ("dense", "scout", "zoom", "wide", "sizes", "large", "merged", "embedded", "own")
+    GROUPS = ("dense", "scout", "zoom", "wide", "parted", "small", "medium", "large", "tome", "evit", "embedded", "own")
 
     def __init__(self, weights: Path, blocks: Sequence[int], inside: str | None = None, precision: str = "fp32") -> None:
         self.weights, self.blocks, self.inside = weights, sorted(blocks), inside
@@ -194,32 +193,40 @@ class Passes:
             yield from read(model, routed_pass.embed(model, images, kept), 0, self.early_blocks, way, kept.shape[1])
 
     def zoom(self, seen: Seen) -> Found:
-        """The whole grid on a crop around the scout's patches, a part of it, and a crop of the same size around the center."""
+        """The whole grid on a crop around the scout's patches, and on a crop of the same size around the center."""
         boxes = self.boxes(seen, 1.2)
-        yield from self.crops(seen, boxes, "zoom-1.2", (179, K))
+        yield from self.crops(seen, boxes, "zoom-1.2")
         yield from self.crops(seen, [centered(box) for box in boxes], "zoom-center")
 
     def wide(self, seen: Seen) -> Found:
         """Zoom with a wide margin."""
         yield from self.crops(seen, self.boxes(seen, 1.7), "zoom-1.7")
 
+    def parted(self, seen: Seen) -> Found:
+        """Zoom, then a part of the crop."""
+        yield from self.crops(seen, self.boxes(seen, 1.2), None, (179, K))
+
     def boxes(self, seen: Seen, margin: float) -> list[views.Box]:
         return [box_of(row, GRID, margin) for row in rank(seen.scores)[:, :K].numpy()]
 
-    def crops(self, seen: Seen, boxes: list[views.Box], way: str, parts: Sequence[int] = ()) -> Found:
+    def crops(self, seen: Seen, boxes: list[views.Box], way: str | None, parts: Sequence[int] = ()) -> Found:
         model, order = self.backbone().model, rank(cropped(seen.scores, boxes))
         images = self.images([views.Geometry(box).of(picture) for box, picture in zip(boxes, seen.pictures)])
-        yield from read(model, routed_pass.embed(model, images), 0, self.early_blocks, way, N)
+        if way is not None:
+            yield from read(model, routed_pass.embed(model, images), 0, self.early_blocks, way, N)
         for k in parts:
             yield from read(model, routed_pass.embed(model, images, order[:, :k]), 0, self.early_blocks, f"zoom-scout-{k}", k)
 
-    def sizes(self, seen: Seen) -> Found:
-        """Smaller dense images."""
-        for size in SIZES:
-            yield from self.sized(seen, size)
+    def small(self, seen: Seen) -> Found:
+        """A dense image of fewer pixels, faster than the scout."""
+        yield from self.sized(seen, 140)
+
+    def medium(self, seen: Seen) -> Found:
+        """A dense image of fewer pixels, about as fast as the scout."""
+        yield from self.sized(seen, 154)
 
     def large(self, seen: Seen) -> Found:
-        """A larger dense image."""
+        """A dense image of more pixels."""
         yield from self.sized(seen, 308)
 
     def sized(self, seen: Seen, size: int) -> Found:
@@ -227,11 +234,14 @@ class Passes:
         x = routed_pass.embed(model, self.images(seen.pictures, size))
         yield from read(model, x, 0, self.early_blocks, f"dense-{size}px", count)
 
-    def merged(self, seen: Seen) -> Found:
-        """ToMe in every block and EViT at blocks 3 and 6, each down to K at the very block that is read."""
+    def tome(self, seen: Seen) -> Found:
+        """ToMe in every block, down to K at the very block that is read."""
         model, images = self.backbone().model, self.images(seen.pictures)
         yield f"tome@{EARLY_BLOCKS}", tome_every_block(model, images, K, EARLY_BLOCKS).mean(1)
-        tokens, kept = evit_blocks(model, images, K, EARLY_BLOCKS)
+
+    def evit(self, seen: Seen) -> Found:
+        """EViT at blocks 3 and 6, down to K."""
+        tokens, kept = evit_blocks(self.backbone().model, self.images(seen.pictures), K, EARLY_BLOCKS)
         yield f"evit@{EARLY_BLOCKS}", tokens.mean(1)
         yield "kept:evit", kept.to(torch.uint8)
 

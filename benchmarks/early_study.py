@@ -6,8 +6,8 @@ It needs images, not only a store, so it is a script of the checkout. Its steps,
     python -m benchmarks.early_study scores --manifest M --store S --scout RUN --out DIR
     python -m benchmarks.early_study pool --manifest M --weights W --out DIR --group dense
     python -m benchmarks.early_study inner --manifest M --out DIR
-    python -m benchmarks.early_study validation --manifest M --out DIR --ways dense@7 scout-0.3@6 --against dense@7
-    python -m benchmarks.early_study time --weights W --scout RUN --out DIR --ways dense@7 scout-0.3@6
+    python -m benchmarks.early_study validation --manifest M --out DIR
+    python -m benchmarks.early_study time --weights W --scout RUN --out DIR
 
 `folds` cuts the training side into three grouped folds and writes a manifest for each, to train a scout that has not seen the masks
 of that fold (`mtb train DIR/fold0.parquet --store S --out DIR/scout0 --head none`). `scores` ranks the patches: those of a training
@@ -140,11 +140,11 @@ def main(words: list[str] | None = None) -> None:
     chosen.add_argument("--ways", default=".*", help="Regular expression of 'way@block'.")
     chosen.add_argument("--seeds", type=int, nargs="+", default=[42, 43, 44])
     confirmed = step("validation", early_judge.validation, "manifest")
-    confirmed.add_argument("--ways", nargs="+", required=True, help="'way@block', as chosen on the inner folds.")
-    confirmed.add_argument("--against", nargs="*", default=[])
+    confirmed.add_argument("--ways", nargs="*", default=[], help="'way@block'; by default each at the block that `inner` chose.")
+    confirmed.add_argument("--against", nargs="*", default=[], help="Ways to compare the others with.")
     confirmed.add_argument("--seeds", type=int, nargs="+", default=[42, 43, 44, 45, 46])
     timed = step("time", early_time.run, "weights", "scout")
-    timed.add_argument("--ways", nargs="+", required=True, help="'way@block'.")
+    timed.add_argument("--ways", nargs="*", default=[], help="'way@block'; by default those of `validation`.")
     timed.add_argument("--rounds", type=int, default=5)
     timed.add_argument("--batch", type=int, default=BATCH)
     arguments = parser.parse_args(words)

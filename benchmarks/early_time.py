@@ -20,6 +20,9 @@ from medtokenbudget.model import load
 from medtokenbudget.routing import LATSSelector
 from medtokenbudget.tokens import TokenBatch
 
+NOT_TIMED = ("after-center", "after-masks")
+"""Controls that are not ways to save time."""
+
 
 @torch.inference_mode()
 def run(arguments: argparse.Namespace) -> None:
@@ -27,6 +30,9 @@ def run(arguments: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     passes = Passes(arguments.weights, [11])
     score = scout_score(load(arguments.scout, device="cpu"))
+    if not arguments.ways:
+        lines = pd.read_csv(arguments.out / "validation.csv").query("view == 'as-is'")
+        arguments.ways = [f"{line.way}@{line.block}" for line in lines.itertuples() if line.way not in NOT_TIMED]
     ways = {name: way(name, passes, score, arguments.batch) for name in arguments.ways}
     spent: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(arguments.rounds + 1):
@@ -35,13 +41,13 @@ def run(arguments: argparse.Namespace) -> None:
             one()
             if number:
                 spent[name].append(time.process_time() - start)
-    lines = []
+    measured = []
     for name, own in spent.items():
         kind, _, block = name.partition("@")
         milliseconds = 1000 * statistics.median(own) / arguments.batch
-        lines.append({"way": kind, "block": int(block), "batch": arguments.batch, "milliseconds": milliseconds})
+        measured.append({"way": kind, "block": int(block), "batch": arguments.batch, "milliseconds": milliseconds})
         print(f"{name:<26}{milliseconds:8.1f} ms", flush=True)
-    pd.DataFrame(lines).round(2).to_csv(arguments.out / "time.csv", index=False)
+    pd.DataFrame(measured).round(2).to_csv(arguments.out / "time.csv", index=False)
 
 
 def way(name: str, passes: Passes, score: Callable[[Tensor], Tensor], batch: int) -> Callable[[], Any]:
@@ -102,7 +108,13 @@ def _embedded(pixels: Tensor, layer: int, score: Callable[[Tensor], Tensor], rou
     model = Backbone.load(BackboneConfig(name="embedded", attention="pseudo")).model
 
     def run_it() -> Tensor:
-        tokens: Tensor = model.norm(routed_pass.run_blocks(model, routed_pass.embed(model, pixels), 0, layer + 1))[:, -N:]
-        return routed_pass.take(tokens, score(pixels).topk(K, dim=1).indices).mean(1) if routed else tokens.mean(1)
+        if routed:  # the router's own pass gives the tokens too
+            return routed_pass.take(known, score(pixels).topk(K, dim=1).indices).mean(1)
+        return tokens().mean(1)
 
+    def tokens() -> Tensor:
+        found: Tensor = model.norm(routed_pass.run_blocks(model, routed_pass.embed(model, pixels), 0, layer + 1))[:, -N:]
+        return found
+
+    known = tokens()
     return run_it

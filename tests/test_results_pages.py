@@ -58,6 +58,13 @@ def test_the_page_of_other_splits_is_what_its_script_makes_of_its_csv() -> None:
     assert cell("resplits", "ToMe", "accuracy") == f"{mean(means):.1f} ({between:.1f} / {within**0.5:.1f})"
 
 
+def test_the_page_of_early_routing_is_what_its_script_makes_of_its_csv() -> None:
+    assert (RESULTS / "early-routing.md").read_text(encoding="utf-8") == tool("early_page").page(), "run python docs/tools/early_page.py"
+    row = rows("early-routing", table="validation", way="scout-0.3", view="as-is")[0]
+    shown = cell("early-routing", "scout, 76 from block 0", "validation: macro F1")
+    assert shown.startswith(f"{float(row['macro_f1']):.1f} ({float(row['low_macro_f1']):.1f} to ")
+
+
 def rows(name: str, **wanted: str) -> list[dict[str, str]]:
     with (RESULTS / f"{name}.csv").open(encoding="utf-8") as file:
         found = [row for row in csv.DictReader(file) if all(row[key] == value for key, value in wanted.items())]

@@ -45,7 +45,8 @@ def main(arguments: list[str]) -> int:
         type=str | None,
         default=None,
         help="Run the backbone where the lesion is. scout: on the patches that the router chose from the image; block:4: on all "
-        "patches before block 4, then on those that the router chose from its tokens; zoom: on a crop around the router's patches.",
+        "patches before block 4, then on those that the router chose from its tokens; zoom: on a crop around the router's patches. "
+        "Routed tokens read best at a middle block (--layer 6 of a ViT-S/14).",
     )
     early.add_argument(
         "--router", type=str | None, default=None, help="Trained model that chooses for --route: a run, a model folder or a hub id."

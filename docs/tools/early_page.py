@@ -1,0 +1,462 @@
+"""The page of early routing: `python docs/tools/early_page.py [STUDY SPEED...]`.
+
+STUDY is the folder of `benchmarks/early_study.py`, SPEED are outputs of `mtb bench early-routing`. With them it first collects
+`docs/results/early-routing.csv`. Without, it writes `early-routing.md` and its figure again from the CSV; a test does the same with
+the page and compares.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+from medtokenbudget.reporting.style import house_style, save
+
+RESULTS = Path(__file__).resolve().parents[1] / "results"
+TABLES = ("blocks", "inner", "validation", "retention", "time", "speed")
+NAMES = {
+    "dense": "dense, all 256 patches",
+    "after": "routed after the backbone, 76 of 256 (the paper's way)",
+    "after-0.5": "routed after the backbone, 128 of 256",
+    "after-center": "control: the 76 patches in the middle, after the backbone",
+    "after-masks": "control: the lesion masks choose 76, after the backbone",
+    "scout-0.3": "scout, 76 from block 0",
+    "scout-0.5": "scout, 128 from block 0",
+    "scout-ring": "scout, 51 and a ring of 25 around them, from block 0",
+    "inside-2-token": "inside, before block 2, one background token",
+    "inside-4-drop": "inside, before block 4, dropped",
+    "inside-4-token": "inside, before block 4, one background token",
+    "inside-4-local": "inside, before block 4, local background tokens",
+    "inside-6-drop": "inside, before block 6, dropped",
+    "inside-6-token": "inside, before block 6, one background token",
+    "inside-4-own-drop": "inside, before block 4, own scorer, dropped",
+    "inside-4-own-token": "inside, before block 4, own scorer, one background token",
+    "inside-4-own-local": "inside, before block 4, own scorer, local background tokens",
+    "inside-4-evit": "inside, before block 4, by class attention, dropped",
+    "inside-4-frequency": "inside, before block 4, by received attention, dropped",
+    "inside-4-center": "inside, before block 4, the middle, dropped",
+    "zoom-1.2": "zoom, margin 1.2",
+    "zoom-1.7": "zoom, margin 1.7",
+    "zoom-scout-179": "zoom, then 179 of 256 from block 0",
+    "zoom-scout-76": "zoom, then 76 of 256 from block 0",
+    "zoom-center": "control: a crop of the zoom's size around the center",
+    "tome": "ToMe in every block, down to 76",
+    "evit": "EViT at blocks 3 and 6, down to 76",
+    "dense-140px": "a smaller dense image, 140 pixels",
+    "dense-154px": "a smaller dense image, 154 pixels",
+    "dense-308px": "a larger dense image, 308 pixels",
+    "embedded": "the embedded backbone alone, dense",
+    "embedded-after": "the embedded backbone alone, routed after it",
+}
+CHOICES = {
+    "scout": "the scout",
+    "scout-ring": "the scout, with a ring",
+    "inside-4-evit": "class attention of block 3",
+    "inside-4-frequency": "received attention of block 3",
+    "inside-4-center": "the middle of the image",
+}
+FAMILIES = {
+    "dense": ("dense", "dense-140px", "dense-154px", "dense-308px"),
+    "after the backbone": ("after", "after-0.5"),
+    "scout": ("scout-0.3", "scout-0.5", "scout-ring"),
+    "inside": tuple(name for name in NAMES if name.startswith("inside")),
+    "zoom": ("zoom-1.2", "zoom-1.7", "zoom-scout-179", "zoom-scout-76"),
+    "zoom on the center": ("zoom-center",),
+    "ToMe": ("tome",),
+    "EViT": ("evit",),
+    "embedded backbone": ("embedded", "embedded-after"),
+}
+TEXT = """# Early routing: time and quality
+
+What each way of running a backbone on a part of an image costs in time and brings in macro F1: chosen on training images,
+confirmed once on validation images.
+
+- **Data**: 1,663 training and 405 validation images of ISIC 2019 (paper split, all with masks). The images have 320 pixels,
+  so an input of 448 would be enlarged: larger inputs were not tried. Off-center crops were not judged.
+- **Backbone**: the ViT-S/14 of the other pages (a descendant of DINOv2, not the official checkpoint) at 224 pixels, computed
+  in bfloat16 (centered mean tokens of the dense pass correlate with those in float32 at 0.9998). The scout is the embedded
+  backbone with a LATS router. Budget 0.3, 76 of 256 patches, unless a row says otherwise.
+- **Heads**: mean-pooled MLPs, each trained on the very tokens that it reads, on images as they are.
+- **Choosing**: three folds of the training side, grouped by lesion, three seeds. The patches of a training image are ranked
+  by a scout that has not seen the masks of its fold (on the held-out folds these scouts keep 97.3 to 98.1 % of the ceiling),
+  those of a validation image by a scout of all training images. No held-out image was ranked by a scout that had seen its
+  mask.
+- **Confirming**: once, each way at the block that the inner folds chose (a way that they did not judge: at that of its
+  relatives), three seeds, 95 % intervals from 500 draws of the validation images; for differences, the same draws for both
+  ways, without a correction for the number of comparisons. An earlier version of this page had shown 346 of these images at
+  block 7.
+- **Time**: CPU milliseconds per image at the very block that is read, one thread, batches of 16, float32, router included, in
+  turns within one run (the median of two rounds), on a machine that was busy with other work. Decoding and resizing are not
+  included.
+
+Commit 0574b03, [all numbers](early-routing.csv).
+
+## Which block carries the class
+
+Out-of-fold scores on the training side. "Routed" is the mean of the scout's 76 patches after that block, as in the paper.
+
+<blocks>
+
+All blocks were judged before, with one seed and a scout that had seen the masks of the held-out folds: the last two were the
+worst (dense [blocks|dense@10|macro_f1] and [blocks|dense@11|macro_f1], routed [blocks|after@10|macro_f1] and
+[blocks|after@11|macro_f1] at blocks 10 and 11, against [blocks|dense@7|macro_f1] and [blocks|after@7|macro_f1] at block 7). So
+read this backbone at block 6 or 7, not at its last one.
+
+## Every way, with its competitors
+
+<ways>
+
+![Time against macro F1 and balanced accuracy](figures/early-routing.svg)
+
+Lines are 95 % intervals, the dashed line joins the ways that no other beats in both time and quality.
+
+What the inner folds say (macro F1, three seeds, spread of the seeds 0.2 to 1.3):
+
+- **Routing after a good block pays**: [inner|after|macro_f1] at block [inner|after|block], against [inner|dense|macro_f1] for
+  the dense pass at its own best block [inner|dense|block]. It saves no time.
+- **The scout** at block [inner|scout-0.3|block] has [inner|scout-0.3|macro_f1], not below the dense pass; 128 patches instead
+  of 76 add nothing ([inner|scout-0.5|macro_f1]).
+- **Inside**, before block 4, has [inner|inside-4-drop|macro_f1] at block [inner|inside-4-drop|block]. What becomes of the
+  dropped patches makes no difference: at block 7 dropped [inner|inside-4-drop@7|macro_f1], one background token
+  [inner|inside-4-token|macro_f1], local ones [inner|inside-4-local|macro_f1]. A ring of context around fewer patches does not
+  help either (scout [inner|scout-0.3@7|macro_f1] at block 7, with a ring [inner|scout-ring|macro_f1]).
+- **Zoom** ([inner|zoom-1.2|macro_f1]) is no better than a crop of its size around the image center
+  ([inner|zoom-center|macro_f1]), and neither is better than the dense pass.
+- **The embedded backbone alone**, routed after it, has [inner|embedded-after|macro_f1], dense [inner|embedded|macro_f1]: the
+  cheapest competitor is among the best.
+
+What the validation images say:
+
+- **The gain of routing after the block is not confirmed**: [validation|after|macro_f1] against [validation|dense|macro_f1],
+  and the lesion masks themselves would give [validation|after-masks|macro_f1]. The 76 patches in the middle of the image give
+  [validation|after-center|macro_f1], [validation|after-center|over_after] over the scout's. That is one of many comparisons
+  and may be chance, but knowing where the lesion is did not help these heads.
+- **Almost nothing differs beyond chance.** Against dense only class attention before block 4
+  ([validation|inside-4-evit|over_dense]) and the embedded backbone routed after it ([validation|embedded-after|over_dense])
+  do, and both are worse.
+- **The scout takes half the time of dense** ([time|scout-0.3|milliseconds] ms at block 6 against [time|dense|milliseconds] at
+  block 7; dense at block 6 [time|dense@6|milliseconds]) with no difference in macro F1 beyond chance
+  ([validation|scout-0.3|over_dense]). So does an image of 140 pixels in a third of the time ([time|dense-140px|milliseconds]
+  ms, [validation|dense-140px|over_dense]; read at block 6, which was not chosen for it), without any router: on these images
+  the scout does not pay.
+- **Zoom** is as good as a crop around the center ([validation|zoom-1.2|macro_f1] and [validation|zoom-center|macro_f1]), and
+  slower than dense.
+- Inside was ranked by the scout, whose time it pays: about 26 ms, the difference between routed after and dense at block 6.
+
+## What the choice keeps of the lesion
+
+<retention>
+
+The scout's patches are the same before, inside and after the backbone, so every way that it ranks keeps the same lesion
+patches. The attention of block 3, which needs no training, keeps fewer of them than the middle of the image does.
+
+## Speed
+
+`mtb bench early-routing`: speed over the dense pass of the same run, random weights, all twelve blocks, router included, on two
+cores that were busy with other work: zoom, which does more than the dense pass, came out above 1 with ViT-B/14, so the ratios
+are rough. ViT-B/14 has three rounds at batch 1 and a single one at batch 16; all cores were not measured.
+
+<speed>
+
+The scout takes 32 ms of CPU time per image, of which its six blocks take 23, the attention signal of the last one 3 and the
+scorer 2: nothing in it can be left out without another scout. What remains is what 77 tokens cost.
+
+## Against the goals
+
+<goals>
+
+## The commands
+
+<!-- not run: needs the images and the weights -->
+```bash
+mtb extract isic.parquet --store embedded --backbone embedded --views off-center
+mtb train isic.parquet --store embedded --out runs/scout
+python -m benchmarks.early_study folds --manifest isic.parquet --out study
+mtb train study/fold0.parquet --store embedded --out study/scout0 --head none --min-steps 400 --epochs 12
+mtb train study/fold1.parquet --store embedded --out study/scout1 --head none --min-steps 400 --epochs 12
+mtb train study/fold2.parquet --store embedded --out study/scout2 --head none --min-steps 400 --epochs 12
+python -m benchmarks.early_study scores --manifest isic.parquet --store embedded --scout runs/scout --out study
+python -m benchmarks.early_study pool --manifest isic.parquet --weights vits.safetensors --out study --group dense
+python -m benchmarks.early_study pool --manifest isic.parquet --weights vits.safetensors --out study --group dense --part off-center
+python -m benchmarks.early_study inner --manifest isic.parquet --out study
+python -m benchmarks.early_study validation --manifest isic.parquet --out study
+python -m benchmarks.early_study time --weights vits.safetensors --scout runs/scout --out study
+mtb bench early-routing --threads 1
+python docs/tools/early_page.py study bench.txt
+```
+
+`pool` once for each group: `dense`, `scout`, `zoom`, `embedded`, `tome`, `small`. The groups `wide` (margin 1.7), `parted`
+(zoom, then a part of the crop), `medium` (154 pixels), `large` (308 pixels), `evit` and `own` (inside with a scorer of its own)
+were not run here: the machine had no time left.
+"""
+GOALS = (
+    (
+        "scout at 0.3, ViT-B/14: 2.5x or more",
+        "batch 1: 2.95x in the run of the table (3 rounds), 2.34x in an earlier one (2 rounds) on the same busy machine; "
+        "batch 16: 3.57x in a single round",
+    ),
+    (
+        "scout at 0.3, ViT-S/14: 1.9x or more",
+        "2.06x at batch 16, 1.79x at batch 1: reached in batches only. Block 6 against dense at "
+        "block 7: [ratio|scout-0.3|dense], at the same block [ratio|scout-0.3|dense@6]",
+    ),
+    (
+        "inside, before block 4, at 0.3: 1.7x or more",
+        "1.79x at batch 16, 1.60x at batch 1 (ViT-S/14), 1.88x (ViT-B/14, batch 1; 1.71x in an earlier run)",
+    ),
+    (
+        "inside: macro F1 at most 1 point below routing after the backbone",
+        "dropped [validation|inside-4-drop|over_after], one token [validation|inside-4-token|over_after], local "
+        "[validation|inside-4-local|over_after]",
+    ),
+    (
+        "retention of every early way at most 0.5 points of the ceiling below routing after the backbone",
+        "scout, and inside ranked by it: 0.0, the same patches ([retention|scout|of_ceiling] % of the ceiling, 405 "
+        "images). Class attention of block 3: [retention|inside-4-evit|of_ceiling] %. A scorer of its own inside the "
+        "backbone was not trained on these images",
+    ),
+    (
+        "at no more time than dense at 224 pixels, macro F1 2 points above it",
+        "no: of the ways that are no slower than dense the inner folds prefer inside (dropped, block 6): "
+        "[validation|inside-4-drop|macro_f1] against [validation|dense|macro_f1], "
+        "[validation|inside-4-drop|over_dense]. The ring is "
+        "highest on validation, [validation|scout-ring|over_dense], but nothing pointed to it before",
+    ),
+    (
+        "at half the time of dense, macro F1 not below it",
+        "scout: [validation|scout-0.3|macro_f1] against [validation|dense|macro_f1], difference "
+        "[validation|scout-0.3|over_dense], "
+        "[ratio|scout-0.3|dense] as fast, [ratio|scout-0.3|dense@6] at the same block",
+    ),
+    (
+        "routed after the best block at least 2 points above dense at the same block",
+        "[validation|after|over_dense@6] on validation: not confirmed; on the inner folds +6.3",
+    ),
+    (
+        "ToMe in every block down to the same K, beaten",
+        "ToMe: macro F1 [validation|tome|macro_f1], [ratio|tome|dense] as fast as dense; scout "
+        "[validation|scout-0.3|macro_f1] and [ratio|scout-0.3|dense], scout over ToMe "
+        "in F1 [validation|scout-0.3|over_tome@7]: faster, and not better beyond chance",
+    ),
+)
+COLORS = ("#444444", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#999999", "#e69f00", "#56b4e9", "#000000")
+
+
+def collect(study: Path, speeds: list[Path]) -> pd.DataFrame:
+    """The tables of a study and of the bench, one below the other."""
+    parts = [pd.read_csv(study / f"{name}.csv").assign(table=name) for name in TABLES[:-1] if (study / f"{name}.csv").exists()]
+    line = re.compile(r"^(\S+)\s+(ViT-\S+)\s+batch (\d+)\s+([\d.]+)x\s+([\d.]+) ms")
+    for path in speeds:
+        threads = re.search(r"(\d+) CPU thread", text := path.read_text(encoding="utf-8"))
+        rows = [found.groups() for row in text.splitlines() if (found := line.match(row))]
+        frame = pd.DataFrame(rows, columns=["way", "shape", "batch", "ratio", "milliseconds"])
+        parts.append(frame.assign(table="speed", threads=int(threads[1]) if threads else 1))
+    joined = pd.concat(parts, ignore_index=True)
+    for whole in ("block", "n", "seeds", "batch", "threads"):
+        joined[whole] = pd.to_numeric(joined[whole]).astype("Int64")
+    return joined[["table", *(name for name in joined.columns if name != "table")]]
+
+
+def frame_of(name: str, **wanted: Any) -> pd.DataFrame:
+    frame = pd.read_csv(RESULTS / "early-routing.csv", dtype={"ratio": str})
+    frame = frame[frame["table"] == name]
+    for column, value in wanted.items():
+        frame = frame[frame[column] == value]
+    return frame
+
+
+def markdown(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def over(line: Any, base: str) -> str:
+    """A difference in macro F1 with its interval."""
+    value = line.get(f"over_{base}")
+    if value is None or pd.isna(value) or f"{line['way']}@{int(line['block'])}" == base:
+        return "–"
+    return f"{value:+.1f} ({line[f'low_{base}']:+.1f} to {line[f'high_{base}']:+.1f})"
+
+
+def base_of(way: str) -> str:
+    """'way@block' of a way that others are compared with."""
+    columns = [column.removeprefix("over_") for column in frame_of("validation").columns if column.startswith(f"over_{way}@")]
+    best = inner_best(way)
+    return f"{way}@{best}" if f"{way}@{best}" in columns else columns[0]
+
+
+def inner_best(way: str) -> int:
+    lines = frame_of("inner", way=way).sort_values("macro_f1")
+    return int(lines["block"].iloc[-1])
+
+
+def blocks_table() -> str:
+    """Dense and routed after each block, on the inner folds."""
+    dense, after = (frame_of("inner", way=way).set_index("block") for way in ("dense", "after"))
+    rows = []
+    for block in dense.index:
+        one, other = dense.loc[block], after.loc[block]
+        values = [one["macro_f1"], one["balanced_accuracy"], other["macro_f1"], other["balanced_accuracy"]]
+        rows.append([str(int(block)), *(f"{value:.1f}" for value in values), f"{other['macro_f1'] - one['macro_f1']:+.1f}"])
+    return markdown(["block", "dense: macro F1", "balanced", "routed: macro F1", "balanced", "F1, routed over dense"], rows)
+
+
+def ways_table() -> str:
+    """Every way at the block that the inner folds chose: time, inner folds, validation."""
+    dense, after = base_of("dense"), base_of("after")
+    times = frame_of("time").set_index(["way", "block"])["milliseconds"]
+    inner = frame_of("inner").set_index(["way", "block"])["macro_f1"]
+    lines = frame_of("validation", view="as-is")
+    rows = []
+    for way, name in NAMES.items():
+        for _, line in lines[lines["way"] == way].iterrows():
+            key = (way, line["block"])
+            f1 = f"{line['macro_f1']:.1f} ({line['low_macro_f1']:.1f} to {line['high_macro_f1']:.1f})"
+            row = [name, str(int(line["block"])), f"{times[key]:.0f}" if key in times.index else "–"]
+            row += [f"{inner[key]:.1f}" if key in inner.index else "–", f1, f"{line['balanced_accuracy']:.1f}"]
+            rows.append([*row, over(line, dense), over(line, after)])
+    head = ["way", "block", "ms", "inner: macro F1", "validation: macro F1", "balanced accuracy"]
+    return markdown([*head, f"F1 over dense, block {dense[-1]}", f"F1 over routed after, block {after[-1]}"], rows)
+
+
+def retention_table() -> str:
+    """How much of the lesion the 76 patches of each choice keep."""
+    lines = frame_of("retention")
+    rows = []
+    for way in dict.fromkeys(lines["way"]):
+        line = lines[(lines["way"] == way) & (lines["view"] == "as-is")].iloc[0]
+        rows.append([CHOICES.get(way, way), *(f"{100 * line[metric]:.1f}" for metric in ("retention", "of_ceiling"))])
+    return markdown(["76 patches chosen by", "retention", "share of the ceiling"], rows)
+
+
+def speed_table() -> str:
+    """Ratios to the dense pass of the same run."""
+    lines = frame_of("speed")
+    columns = list(dict.fromkeys(zip(lines["shape"], lines["batch"].astype(int), lines["threads"].fillna(1).astype(int))))
+    ways = {"scout": ("scout",), "inside": ("inside",), "zoom": ("zoom",), "tome": ("tome",)}
+    ways["smaller"] = tuple(way for way in dict.fromkeys(lines["way"]) if way.endswith("px"))
+    named = {
+        "scout": NAMES["scout-0.3"],
+        "inside": NAMES["inside-4-token"],
+        "zoom": "zoom (scout, then the whole grid)",
+        "tome": NAMES["tome"],
+        "smaller": "a smaller dense image of about the scout's time",
+    }
+    rows = []
+    for kind, own in ways.items():
+        cells = []
+        for shape, batch, threads in columns:
+            at = lines[(lines["shape"] == shape) & (lines["batch"] == batch) & (lines["threads"].fillna(1) == threads)]
+            found = at[at["way"].isin(own)]
+            text = "–" if found.empty else f"{found['ratio'].iloc[0]}x"
+            cells.append(text + (f" ({found['way'].iloc[0].removeprefix('dense-')})" if kind == "smaller" and text != "–" else ""))
+        rows.append([named[kind], *cells])
+    plural = {1: "one thread"}
+    head = [f"{shape}, batch {batch}, {plural.get(threads, f'{threads} threads')}" for shape, batch, threads in columns]
+    return markdown(["way", *head], rows)
+
+
+def front(frame: pd.DataFrame, metric: str) -> list[int]:
+    """Rows that no other one beats in both time and the metric, from the fastest on."""
+    found: list[int] = []
+    for index, line in frame.sort_values("milliseconds").iterrows():
+        if not found or line[metric] > frame.loc[found[-1], metric]:
+            found.append(int(str(index)))
+    return found
+
+
+def timed() -> pd.DataFrame:
+    """Validation scores of images as they are, with the time of each way."""
+    lines = frame_of("validation", view="as-is").drop(columns=["milliseconds"])
+    return lines.merge(frame_of("time")[["way", "block", "milliseconds"]], on=["way", "block"]).reset_index(drop=True)
+
+
+def figure() -> Figure:
+    """Time against macro F1 and balanced accuracy, with intervals and the Pareto front."""
+    frame = timed()
+    with house_style():
+        drawn = Figure(figsize=(9.4, 4.6), layout="constrained")
+        axes = drawn.subplots(1, 2)
+        for axis, (metric, label) in zip(axes, (("macro_f1", "macro F1"), ("balanced_accuracy", "balanced accuracy"))):
+            for color, (family, ways) in zip(COLORS, FAMILIES.items()):
+                own = frame[frame["way"].isin(ways)]
+                if own.empty:
+                    continue
+                spread = [own[metric] - own[f"low_{metric}"], own[f"high_{metric}"] - own[metric]]
+                axis.errorbar(own["milliseconds"], own[metric], yerr=spread, fmt="none", ecolor=color, alpha=0.25, lw=1)
+                axis.plot(own["milliseconds"], own[metric], "*" if "embedded" in family else "o", color=color, ms=6, label=family)
+            best = frame.loc[front(frame, metric)]
+            axis.step(best["milliseconds"], best[metric], where="post", color="#444444", lw=0.8, ls="--", zorder=0)
+            for _, line in best.iterrows():
+                axis.annotate(
+                    f"{line['way']}@{int(line['block'])}",
+                    (line["milliseconds"], line[metric]),
+                    xytext=(4, 5),
+                    textcoords="offset points",
+                    fontsize=7,
+                )
+            axis.set_xlabel("milliseconds per image, one thread, batches of 16")
+            axis.set_ylabel(f"{label} (%)")
+            axis.set_xlim(left=0)
+        drawn.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=8)
+        return drawn
+
+
+def page() -> str:
+    """`early-routing.md`, from the CSV beside it."""
+    text = TEXT
+    tables = {"blocks": blocks_table, "ways": ways_table, "retention": retention_table, "speed": speed_table}
+    for name, made in tables.items():
+        text = text.replace(f"<{name}>", made())
+    text = text.replace("<goals>", markdown(["goal", "found"], [list(row) for row in GOALS]).replace("---:", "---"))
+    return re.sub(r"\[([a-z-]+)\|([\w@.-]+)\|([\w@.-]+)\]", lambda found: value(found[1], found[2], found[3]), text)
+
+
+def value(table: str, way: str, column: str, digits: int = 0) -> str:
+    """A number of the text, `[table|way|column]` or `[table|way@block|column]`, by default at the block that was chosen."""
+    if table == "ratio":
+        return f"{spent(column) / spent(way):.2f}x"
+    way, _, block = way.partition("@")
+    lines = frame_of(table, way=way)
+    if table in ("validation", "retention"):
+        lines = lines[lines["view"] == "as-is"]
+    if block:
+        lines = lines[lines["block"] == int(block)]
+    elif table != "retention" and way in set(frame_of("inner")["way"]):
+        lines = lines[lines["block"] == inner_best(way)]
+    line = lines.iloc[0]
+    if column.startswith("over_"):
+        base = column.removeprefix("over_")
+        return over(line, base if "@" in base else base_of(base))
+    number = float(line[column])
+    return (
+        f"{100 * number:.1f}"
+        if table == "retention"
+        else f"{number:.0f}"
+        if column in ("block", "milliseconds")
+        else f"{number:.1f}"
+    )
+
+
+def spent(way: str) -> float:
+    """Milliseconds of a way at the block that the inner folds chose."""
+    return float(value("time", way, "milliseconds", digits=6))
+
+
+def main(arguments: list[str]) -> None:
+    if arguments:
+        frame = collect(Path(arguments[0]), [Path(path) for path in arguments[1:]])
+        frame.to_csv(RESULTS / "early-routing.csv", index=False, float_format="%.5g")
+    for path in save(figure(), RESULTS / "figures", "early-routing"):
+        if path.suffix == ".png":
+            path.unlink()
+    (RESULTS / "early-routing.md").write_text(page(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
