@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -262,8 +263,13 @@ def collect(study: Path, speeds: list[Path]) -> pd.DataFrame:
     return joined[["table", *(name for name in joined.columns if name != "table")]]
 
 
+@cache
+def read(path: Path) -> pd.DataFrame:
+    return pd.read_csv(path, dtype={"ratio": str})
+
+
 def frame_of(name: str, **wanted: Any) -> pd.DataFrame:
-    frame = pd.read_csv(RESULTS / "early-routing.csv", dtype={"ratio": str})
+    frame = read(RESULTS / "early-routing.csv")
     frame = frame[frame["table"] == name]
     for column, value in wanted.items():
         frame = frame[frame[column] == value]
