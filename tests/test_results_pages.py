@@ -59,7 +59,8 @@ def test_the_page_of_other_splits_is_what_its_script_makes_of_its_csv() -> None:
 
 
 def test_the_page_of_early_routing_is_what_its_script_makes_of_its_csv() -> None:
-    assert (RESULTS / "early-routing.md").read_text(encoding="utf-8") == tool("early_page").page(), "run python docs/tools/early_page.py"
+    found = (RESULTS / "early-routing.md").read_text(encoding="utf-8")
+    assert found == tool("early_page").page(), "run python docs/tools/early_page.py"
     row = rows("early-routing", table="validation", way="scout-0.3", view="as-is")[0]
     shown = cell("early-routing", "scout, 76 from block 0", "validation: macro F1")
     assert shown.startswith(f"{float(row['macro_f1']):.1f} ({float(row['low_macro_f1']):.1f} to ")
