@@ -82,7 +82,11 @@ def beyond_rows() -> list[list[str]]:
             "[every selector](zoo.md)",
         ]
     )
-    speeds = read("early-routing").query("table == 'speed' and shape == 'ViT-S/14' and batch == 16").set_index("way")["ratio"]
+    speeds = (
+        read("early-routing")
+        .query("table == 'speed' and shape == 'ViT-S/14' and batch == 16 and threads == 1")
+        .set_index("way")["ratio"]
+    )
     rows.append(
         [
             "speed of a ViT-S/14 that runs where a scout says, over the dense pass (batch 16)",
