@@ -15,7 +15,8 @@ their post-backbone form: [what differs from the publications](../selectors.md#w
   not learn have a head that trains for 30 epochs; those that learn train together with it for 10 epochs (`--epochs 10
   --curriculum.epochs 4`) instead of 50. `lats:lesion-first` follows its own preset: the strict protocol, and off-center crops in
   training, which no other row has seen; on the ViT-S/14 without its minimum of 1,000 steps.
-- **Seeds**: 42, 43 and 44 for rows with a deviation in parentheses, else 42 alone.
+- **Seeds**: 42, 43 and 44 for untrained rows with a deviation in parentheses, 42 and 43 for learned ones, else 42 alone. The
+  column `seeds` of the CSV says it for each row.
 - **Commands**: `mtb sweep isic.parquet --store stores/embedded --out runs/zoo --preset paper --protocol paper --budgets 0.1 0.3
   0.5 --methods ...`, commits 63ed5a4 to 80bf20a. `mtb reproduce --study zoo` has all of it, 333 trainings
   of up to 50 epochs with three seeds. `context` is compared on [a page of its own](scorer.md).
@@ -46,7 +47,8 @@ What it says, and what it does not:
   [embedded|abmil-attention:mask-free|as-is|kept] ([embedded|abmil-attention:mask-free|off-center|kept]), LATS
   [embedded|lats:mask-free|as-is|kept] ([embedded|lats:mask-free|off-center|kept]). What the gradient of a probe points at is far
   less: gradient x token [embedded|grad-token:mask-free|as-is|kept], relevance [embedded|relevance:mask-free|as-is|kept], Grad-CAM at
-  norm1 [embedded|gradcam-norm1:mask-free|as-is|kept], which is no more than Random ([embedded|random|as-is|kept]).
+  norm1 [embedded|gradcam-norm1:mask-free|as-is|kept],
+  which differs much between seeds (with seed 42 it kept no more than Random, [embedded|random|as-is|kept]).
 - **With masks** DynamicViT ([embedded|dynamicvit|as-is|kept], off-center [embedded|dynamicvit|off-center|kept]), SparseLearn
   ([embedded|sparselearn|as-is|kept], [embedded|sparselearn|off-center|kept]), LATS ([embedded|lats|as-is|kept],
   [embedded|lats|off-center|kept]) and Cropr ([embedded|cropr|as-is|kept], [embedded|cropr|off-center|kept]) are within a few points
@@ -69,11 +71,11 @@ What it says, and what it does not:
   [embedded|center|as-is|balanced_accuracy] to [embedded|center|off-center|balanced_accuracy]): its head learned centered lesions.
   Mixtures of all patches (query pool, TokenLearner) have the best heads among what learns.
 - **Three rows are artifacts of the paper's rule for the epoch.** `sparselearn`, `abmil-attention` and `cropr` with masks keep the lesion, but
-  the rule, best validation accuracy at budget 0.5, chose their second epoch, when the head only knew the common classes (macro F1
-  [embedded|sparselearn|as-is|macro_f1], [embedded|abmil-attention|as-is|macro_f1] and [embedded|cropr|as-is|macro_f1]). So the accuracies
+  the rule, best validation accuracy at budget 0.5, chose their second epoch with seed 42, when the head only knew the common classes (macro F1
+  [embedded|sparselearn|as-is|macro_f1], [embedded|abmil-attention|as-is|macro_f1] and [embedded|cropr|as-is|macro_f1] over both seeds). So the accuracies
   of learned selectors, whose heads had 10 epochs beside them, are not to be compared with those of the training-free ones (30 epochs).
-- Accuracy intervals are about five points to either side, those of balanced accuracy seven, and another seed moves macro F1 by up to
-  [embedded|random|as-is|macro_f1_spread] points (Random). Rows that are closer than that cannot be told apart here;
+- Accuracy intervals are about five points to either side, those of balanced accuracy seven, and another seed moves macro F1 of an untrained selector by up to
+  [embedded|random|as-is|macro_f1_spread] points (Random), of a learned one by up to twelve (ABMIL attention). Rows that are closer than that cannot be told apart here;
   [other splits](resplits.md) say more about a few of them.
 
 ## ViT-S/14
@@ -97,7 +99,8 @@ What it says, and what it does not:
 ## Other heads
 
 Balanced accuracy at budget 0.3, as they are / off-center, embedded backbone, seed 42. All heads, the MLP too, trained for 8 epochs
-instead of 30, so these numbers are to be compared with one another only ([zoo-heads.csv](zoo-heads.csv)):
+instead of 30, LATS together with its head for 10, so these numbers are to be compared with one another only
+([zoo-heads.csv](zoo-heads.csv)):
 
 <heads>
 
@@ -108,5 +111,6 @@ instead of 30, so these numbers are to be compared with one another only ([zoo-h
   ([heads|center+clam-mb|as-is|balanced_accuracy] with the center, [heads|evit+clam-mb|as-is|balanced_accuracy] with EViT).
 - **The attentive probe learns fastest** of those that read tokens; the linear probe, with the same few steps, is far from trained. So
   this table says which heads learn fast on 1,663 images, not which is best in the end.
-- Left out for time: `transmil` with all selectors but the center, and `lats` and `lats:lesion-first`, which train anew with every head.
+- Left out for time: `transmil` with all selectors but the center, CLAM with `lats`, and `lats:lesion-first`, which trains anew with every
+  head.
 """
