@@ -6,6 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,6 +42,13 @@ def shared() -> Path:
 def drawn(tmp_path_factory: pytest.TempPathFactory) -> Drawn:
     """A small drawn data set with its store."""
     return drawn_store(tmp_path_factory.mktemp("drawn"))
+
+
+@pytest.fixture
+def ray(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Ray with workers at normal priority: at its default, the lowest one, a busy test machine starves them."""
+    monkeypatch.setenv("RAY_worker_niceness", "0")
+    return pytest.importorskip("ray")
 
 
 @pytest.fixture

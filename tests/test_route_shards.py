@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sys
 import threading
 import time
 from pathlib import Path
@@ -164,13 +163,14 @@ def test_a_folder_without_a_readable_image_is_said_and_listed(router: MedTokenBu
     assert len(read_lines(tmp_path / "out" / "errors.jsonl")) == 2
 
 
+def test_a_finished_table_needs_no_cluster(router: MedTokenBudget, photos: Path, tmp_path: Path) -> None:
+    first = route_files(photos, tmp_path / "out", router, config=CONFIG)
+    again = route_files(photos, tmp_path / "out", router, config=CONFIG, engine="ray", address="nowhere:1")
+    assert again == first
+
+
 @pytest.mark.slow
-def test_a_cluster_that_loses_a_node_writes_the_same_rows_as_one_process(
-    router: MedTokenBudget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Ray runs its workers at the lowest priority, where a busy test machine starves them.
-    monkeypatch.setenv("RAY_worker_niceness", "0")
-    ray = pytest.importorskip("ray")
+def test_a_cluster_that_loses_a_node_writes_the_same_rows_as_one_process(router: MedTokenBudget, tmp_path: Path, ray: Any) -> None:
     from ray.cluster_utils import Cluster
 
     photos, config = make_photos(tmp_path, 60, bad=(7, 50)), RouteConfig(shard_size=3, batch_size=3, workers=1)
@@ -217,21 +217,24 @@ def test_a_shard_that_kills_its_workers_ends_with_a_message_and_the_command_then
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
+    ray: Any,
 ) -> None:
-    monkeypatch.setenv("RAY_worker_niceness", "0")
-    ray = pytest.importorskip("ray")
     monkeypatch.setattr("medtokenbudget.api.route_ray.RETRIES", 1)
     out = tmp_path / "out"
 
-    def deadly() -> Any:
-        os._exit(1)
+    class Deadly:
+        def __init__(self, work: Any) -> None: ...
+
+        def __call__(self, batch: Any) -> Any:
+            os._exit(1)
 
     ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
     try:
         with monkeypatch.context() as patch:
-            patch.setattr(sys.modules[RouteConfig.__module__], "columns", deadly)
+            patch.setattr("medtokenbudget.api.route_ray.Worker", Deadly)
             with pytest.raises(WorkError, match="Ray gave up on shard 0"):
                 route_files(photos, out, router, config=CONFIG, engine="ray")
+        assert [path.name for path in (out / "routes").iterdir()] == ["_request.json"], "the model of the workers is left behind"
         options = ["--shard-size", "3", "--batch-size", "2", "--workers", "1", "--device", "cpu"]
         assert main(["route", str(photos), "--out", str(out), "--engine", "ray", *options]) == 0
     finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -157,11 +158,7 @@ def test_the_last_unit_of_a_run_that_goes_on_has_the_threads_of_the_others(
 
 
 @pytest.mark.slow
-def test_a_ray_cluster_writes_the_same_bytes_as_local_processes(
-    drawn: Drawn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RAY_worker_niceness", "0")
-    ray = pytest.importorskip("ray")
+def test_a_ray_cluster_writes_the_same_bytes_as_local_processes(drawn: Drawn, tmp_path: Path, ray: Any) -> None:
     torch.set_num_threads(1)
     methods = ("center", "no-pruning")
     _sweep(drawn, tmp_path / "local", methods=methods)

@@ -41,10 +41,7 @@ def test_a_task_refuses_other_weights_than_the_driver_has(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_a_cluster_that_loses_a_node_makes_the_same_store_as_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Ray runs its workers at the lowest priority, where a busy test machine starves them.
-    monkeypatch.setenv("RAY_worker_niceness", "0")
-    ray = pytest.importorskip("ray")
+def test_a_cluster_that_loses_a_node_makes_the_same_store_as_one_process(tmp_path: Path, ray: Any) -> None:
     from ray.cluster_utils import Cluster
 
     backbone = tiny_backbone(tmp_path / "backbone", depth=12)
@@ -77,10 +74,8 @@ def test_a_cluster_that_loses_a_node_makes_the_same_store_as_one_process(tmp_pat
 
 @pytest.mark.slow
 def test_a_shard_that_kills_its_workers_ends_with_a_message_and_the_command_then_makes_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ray: Any
 ) -> None:
-    monkeypatch.setenv("RAY_worker_niceness", "0")
-    ray = pytest.importorskip("ray")
     monkeypatch.setattr("medtokenbudget.features.ray_engine.RETRIES", 1)
     manifest, backbone = tiny_manifest(tmp_path / "images", 6), tiny_backbone(tmp_path / "backbone")
 

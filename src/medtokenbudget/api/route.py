@@ -7,26 +7,20 @@ that a good result has to beat.
 from __future__ import annotations
 
 import math
-from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-import torch
-
 from medtokenbudget.api.route_shards import ERRORS, OVERLAYS, TABLE, ShardWork, route_in_shards
+from medtokenbudget.api.route_table import Measured, columns
 from medtokenbudget.api.writing import NOTICE, Outputs, Summary, metadata_of, write_answers
 from medtokenbudget.data.folder import MaskFolder
 from medtokenbudget.errors import RequestError
 from medtokenbudget.files import remove, write_json
-from medtokenbudget.metrics import Retention, retention_of_counts
+from medtokenbudget.metrics import Retention
 from medtokenbudget.model import Guarantee, MedTokenBudget, Routing, Source, expand, load
-from medtokenbudget.model.table import Column, TokenFormat, routing_columns
-from medtokenbudget.routing import create_selector
-from medtokenbudget.tokens import TokenBatch
+from medtokenbudget.model.table import TokenFormat
 
 ROUTER = "dermoscopy"
 """The router that comes with the package."""
@@ -133,35 +127,39 @@ def route_files(
     Raises:
         WorkError: If no image could be read.
     """
-    config, folder, router = config or RouteConfig(), Path(out), _loaded(model)
+    config, router = config or RouteConfig(), _loaded(model)
     method = router.main if config.selector is None else config.selector
-    if folder.exists() and not folder.is_dir():
-        raise RequestError(f"{folder} is a file. Pass a folder to write to with --out.")
-    sources, budget = masked(expand(images), masks), router.amount(config.budget)
-    measured = Measured()
+    request = Request(router, Path(out), config, method, router.amount(config.budget))
+    if request.folder.exists() and not request.folder.is_dir():
+        raise RequestError(f"{out} is a file. Pass a folder to write to with --out.")
+    sources, measured = masked(expand(images), masks), Measured()
     if engine == "local" and not config.shard_size:
-        table, written = _one_table(router, sources, folder, (method, budget), config, measured)
+        table, written = _one_table(request, sources, measured)
     else:
-        table, written = _shards(router, sources, folder, (method, budget), config, measured, engine, address)
+        table, written = _shards(request, sources, measured, engine, address)
     found = measured.retention(router.grid)
-    write_json(folder / SUMMARY, summary_of(router, method, budget, written, found))
+    write_json(request.folder / SUMMARY, summary_of(request, written, found))
     return Routed(table, written, found)
 
 
-def _one_table(
-    router: MedTokenBudget,
-    sources: Iterable[Source],
-    folder: Path,
-    asked: tuple[str, float | Guarantee],
-    config: RouteConfig,
-    measured: Measured,
-) -> tuple[Path, Summary]:
+@dataclass(frozen=True)
+class Request:
+    """What is asked for of a router: the folder to write, and the method and the amount that follow from the settings."""
+
+    router: MedTokenBudget
+    folder: Path
+    config: RouteConfig
+    method: str
+    budget: float | Guarantee
+
+
+def _one_table(request: Request, sources: Iterable[Source], measured: Measured) -> tuple[Path, Summary]:
     """One table, in constant memory; it appears when everything is done."""
+    folder, config, router = request.folder, request.config, request.router
     if (folder / TABLE).is_dir():
         raise RequestError(
             f"{folder} has a table in shards ({TABLE}/). Go on with --shard-size or --engine ray, or use another --out."
         )
-    method, budget = asked
     outputs = Outputs(
         table=folder / f"{TABLE}.{config.table}",
         errors=folder / ERRORS,
@@ -169,8 +167,9 @@ def _one_table(
         tokens_dtype=config.tokens_dtype,
         overlays=folder / OVERLAYS if config.overlay else None,
     )
-    answers = router.route_sources(sources, budget, method, config.batch_size, config.workers, masks=True)
-    written = write_answers(answers, outputs, columns(), metadata_of(router, method, budget), "Routing", measured.add)
+    answers = router.route_sources(sources, request.budget, request.method, config.batch_size, config.workers, masks=True)
+    metadata = metadata_of(router, request.method, request.budget)
+    written = write_answers(answers, outputs, columns(), metadata, "Routing", measured.add)
     for stale in [folder / f"{TABLE}.{other}" for other in ("parquet", "csv") if other != config.table]:
         remove(stale)
     if not config.tokens:
@@ -179,45 +178,36 @@ def _one_table(
 
 
 def _shards(
-    router: MedTokenBudget,
-    sources: Iterable[Source],
-    folder: Path,
-    asked: tuple[str, float | Guarantee],
-    config: RouteConfig,
-    measured: Measured,
-    engine: str,
-    address: str | None,
+    request: Request, sources: Iterable[Source], measured: Measured, engine: str, address: str | None
 ) -> tuple[Path, Summary]:
     """A table in shards."""
+    folder, config, router = request.folder, request.config, request.router
     if config.table != "parquet":
         raise RequestError("A table in shards is a Parquet data set: leave out --table csv.")
     if found := [path.name for path in (folder / f"{TABLE}.parquet", folder / f"{TABLE}.csv") if path.exists()]:
         raise RequestError(f"{folder} has a table in one file ({found[0]}). Delete it, or use another --out.")
-    method, budget = asked
     work = ShardWork(
-        folder.resolve(),
-        budget,
-        method,
-        columns,
-        metadata_of(router, method, budget),
-        config.batch_size,
-        config.workers,
-        config.tokens_dtype if config.tokens else None,
-        config.overlay,
-        router.device.type,
+        folder=folder.resolve(),
+        budget=request.budget,
+        method=request.method,
+        metadata=metadata_of(router, request.method, request.budget),
+        batch_size=config.batch_size,
+        workers=config.workers,
+        tokens=config.tokens_dtype if config.tokens else None,
+        overlay=config.overlay,
+        device=router.device.type,
     )
-    router.route_sources([], budget, method, config.batch_size)  # a wrong request is refused before anything is written
+    router.route_sources([], request.budget, request.method, config.batch_size)  # a wrong request is refused before a file is made
     written = route_in_shards(router, sources, work, config.shard_size or SHARD_SIZE, measured, engine, address)
     return folder / TABLE, written
 
 
-def summary_of(
-    model: MedTokenBudget, method: str, budget: float | Guarantee, written: Summary, retention: dict[str, Retention]
-) -> dict[str, Any]:
+def summary_of(request: Request, written: Summary, retention: dict[str, Retention]) -> dict[str, Any]:
     """The content of `summary.json`; what was not measured is null."""
+    budget = request.budget
     return {
-        "model": model.fingerprint,
-        "selector": method,
+        "model": request.router.fingerprint,
+        "selector": request.method,
         "budget": None if isinstance(budget, Guarantee) else budget,
         "guarantee": budget.to_json() if isinstance(budget, Guarantee) else None,
         "images": written.done,
@@ -251,51 +241,3 @@ def masked(sources: Iterable[Source], masks: Path | str | None) -> Iterator[Sour
             f"No mask in {masks} belongs to an image such as {first}. The mask of a.jpg must be called a.png, a_segmentation.png "
             "or a_mask.png."
         )
-
-
-def columns() -> list[Column]:
-    """Columns of the table of routings: those of a routing, and the lesion patches that the control `center` keeps."""
-    center = Column("center_lesion", "count", center_lesion)
-    *first, kept, scores = routing_columns()
-    return [*first, center, kept, scores]
-
-
-def center_lesion(answer: Routing) -> int | None:
-    """Lesion patches that keeping the middle of the image would keep; None without a mask."""
-    return None if answer.lesion is None else int(answer.lesion[_center(answer.grid)[: answer.k]].sum())
-
-
-@lru_cache
-def _center(grid: tuple[int, int]) -> np.ndarray:
-    tokens = TokenBatch(torch.zeros(1, grid[0] * grid[1], 1), grid)
-    indices = create_selector("center").select(tokens, tokens.n).indices
-    assert indices is not None
-    return indices[0].numpy()
-
-
-class Measured:
-    """Counts of the images with a mask: a few bytes per image, whatever the number of patches."""
-
-    def __init__(self) -> None:
-        self.lesion, self.kept, self.center, self.k = array("i"), array("i"), array("i"), array("i")
-
-    def add(self, answer: Routing) -> None:
-        """Count an image, if it has a mask and its method keeps patches."""
-        self.add_counts(
-            None if answer.lesion is None else int(answer.lesion.sum()), answer.kept_lesion, center_lesion(answer), answer.k
-        )
-
-    def add_counts(self, lesion: int | None, kept: int | None, center: int | None, k: int) -> None:
-        """Count an image by the cells of its row."""
-        if lesion is not None and kept is not None and center is not None:
-            for values, value in ((self.lesion, lesion), (self.kept, kept), (self.center, center), (self.k, k)):
-                values.append(value)
-
-    def retention(self, grid: tuple[int, int]) -> dict[str, Retention]:
-        """Retention of the router and of the controls on the same images; empty if none has a mask."""
-        if not self.lesion:
-            return {}
-        lesion, k = np.asarray(self.lesion), np.asarray(self.k)
-        n = np.full(len(lesion), grid[0] * grid[1])
-        kept = {"router": np.asarray(self.kept), "center": np.asarray(self.center), "random": lesion * k / n}
-        return {name: retention_of_counts(values, lesion, k, n) for name, values in kept.items()}

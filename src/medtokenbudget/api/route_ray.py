@@ -64,21 +64,28 @@ def run(
 ) -> None:
     """Make the shards on a cluster, or on this machine if there is no address."""
     model.save_pretrained(work.model)  # a file, not an object: the backbone is loaded by each worker and compared
-    with ray_cluster(address) as ray:
-        missing, last = {shard.index: shard for shard in shards}, ""
-        for _ in range(RETRIES + 1):
-            if not missing:
-                break
-            try:
-                for index in _pass(ray, list(missing.values()), work):
-                    advance(len(missing.pop(index).sources))
-            except ray.exceptions.RayError as error:
-                last = first_line(error)
-            for index in [index for index, shard in missing.items() if work.finished(shard)]:
-                advance(len(missing.pop(index).sources))
+    try:
+        with ray_cluster(address) as ray:
+            _make(ray, {shard.index: shard for shard in shards}, work, advance)
+    finally:
         shutil.rmtree(work.model, ignore_errors=True)
-        if missing:
-            raise WorkError(f"Ray gave up on shard {min(missing)}: {last}. Run the same command again to resume.")
+
+
+def _make(ray: Any, missing: dict[int, Shard], work: ShardWork, advance: Callable[[int], Any]) -> None:
+    """Give out the missing shards, and again those that died with their worker."""
+    last = ""
+    for _ in range(RETRIES + 1):
+        if not missing:
+            return
+        try:
+            for index in _pass(ray, list(missing.values()), work):
+                advance(len(missing.pop(index).sources))
+        except ray.exceptions.RayError as error:
+            last = first_line(error)
+        for index in [index for index, shard in missing.items() if work.finished(shard)]:
+            advance(len(missing.pop(index).sources))
+    if missing:
+        raise WorkError(f"Ray gave up on shard {min(missing)}: {last}. Run the same command again to resume.")
 
 
 def _pass(ray: Any, shards: Sequence[Shard], work: ShardWork) -> Iterator[int]:

@@ -12,18 +12,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from medtokenbudget.api.route_table import Measured, columns
 from medtokenbudget.api.writing import Outputs, Summary, none_readable, write_rows
 from medtokenbudget.errors import MismatchError, RequestError, UnknownNameError
 from medtokenbudget.files import read_json, remove, sha256_json, write_json, write_lines
 from medtokenbudget.locks import exclusive
 from medtokenbudget.model import Guarantee, MedTokenBudget, Source
-from medtokenbudget.model.table import Column, TokenFormat
+from medtokenbudget.model.table import TokenFormat
 from medtokenbudget.progress import progress
-
-if TYPE_CHECKING:
-    from medtokenbudget.api.route import Measured
 
 TABLE, ERRORS, TOKENS, OVERLAYS = "routes", "errors.jsonl", "tokens", "overlays"
 PART = "part-{:06d}"
@@ -56,7 +54,6 @@ class ShardWork:
         folder: Folder of the results, which all nodes share.
         budget: Budget or guarantee.
         method: Selector.
-        columns: Columns of the table.
         metadata: Metadata of every file.
         batch_size: Images per forward pass.
         workers: Threads that decode images.
@@ -68,7 +65,6 @@ class ShardWork:
     folder: Path
     budget: float | Guarantee
     method: str
-    columns: Callable[[], list[Column]]
     metadata: dict[str, str]
     batch_size: int = 16
     workers: int = 2
@@ -142,7 +138,8 @@ def route_in_shards(
         total = sum(len(shard.sources) for shard in shards)
         done = total - sum(len(shard.sources) for shard in missing)
         with progress(total=total, what="Routing", unit="image", initial=done) as bar:
-            run(model, missing, work, bar.update, address)
+            if missing:
+                run(model, missing, work, bar.update, address)
         _remove_others(work, len(shards))
         return _sum_up(work, shards, measured)
 
@@ -172,7 +169,7 @@ def make_shard(model: MedTokenBudget, shard: Shard, work: ShardWork, advance: Ca
     counts = write_rows(
         answers,
         outputs,
-        work.columns(),
+        columns(),
         work.metadata,
         note=lambda image, reason: errors.append({"image": image, "reason": reason}),
         advance=advance,
