@@ -31,6 +31,9 @@ Every method is trained on every fold with two seeds. How much of the spread com
 - **Backbone**: the embedded one, budget 0.3 (the others are in [resplits.csv](resplits.csv)).
 - **Training**: seeds 42 and 43 (the study itself: three), heads for 30 epochs on the budgets 0.1, 0.3 and 0.5, strict protocol. LATS lesion-first
   trained for 3 epochs (its preset: 8, and at least 1,000 steps); the paper's LATS was left out for time. Commit 2a39e82.
+- **Commands**: `mtb reproduce isic.parquet --store stores/embedded --out runs/resplits --study resplits --protocol strict --budgets 0.1 0.3
+  0.5 --seeds 42 43 --methods center random no-pruning oracle evit tome`, and for LATS with another `--out`, `--methods lats:lesion-first`
+  and `--preset lesion-first --epochs 3 --evaluate-every 3 --min-steps 0`.
 
 Mean over folds and seeds and, in parentheses, the standard deviation between folds (without what the seeds add to it) and between the
 seeds of one fold, in percent; *ceiling* is the share of the retention ceiling:

@@ -33,6 +33,8 @@ HEADLINE_METHODS: tuple[str, ...] = ("lats:lesion-first", "lats")
 """Which method of a run becomes the saved model and the headline of its report, the first that the run has."""
 DEFAULT_METHODS: tuple[str, ...] = ("lats:lesion-first", *PAPER_METHODS, *CONTROLS)
 """What `mtb sweep` compares unless told otherwise."""
+HEADLINE_SELECTORS: tuple[str, ...] = ("lats", "lats:lesion-first", "center", "random", "evit", "tome", "no-pruning", "oracle")
+"""What the study `zoo` combines with every head and the study `resplits` trains on every fold."""
 SIGNALS: tuple[str, ...] = ("attention", "norm", "contrast")
 Neighborhood = Literal["raster", "grid4", "grid8"]
 Padding = Literal["exclude", "zero"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -310,6 +311,16 @@ def test_printed_options_can_be_read_back(tmp_path: Path, capsys: pytest.Capture
 def test_a_type_that_options_cannot_have_is_a_mistake_of_the_programmer() -> None:
     with pytest.raises(TypeError, match="options cannot have the type"):
         command_parser("x", "X.", "mtb x").add_argument("--x", type=dict[str, Any])
+
+
+def test_the_package_is_a_program_and_the_reader_of_its_help_may_be_gone() -> None:
+    command = [sys.executable, "-m", "medtokenbudget", "--help"]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.startswith("Usage: mtb COMMAND ...")
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert done.stderr == ""
 
 
 @pytest.mark.parametrize(

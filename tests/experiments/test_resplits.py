@@ -79,3 +79,29 @@ def test_the_study_runs_alone(drawn: Drawn, tmp_path: Path, capsys: pytest.Captu
     paths = [str(drawn.manifest_path), "--store", str(drawn.store_path), "--out", str(tmp_path / "out")]
     assert main(["reproduce", *paths, "--study", "resplits", "main"]) == 2
     assert "runs alone" in capsys.readouterr().err
+
+
+def test_the_command_takes_methods_and_seeds(drawn: Drawn, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = [str(drawn.manifest_path), "--store", str(drawn.store_path), "--jobs", "1", "--head-epochs", "1"]
+    chosen = ["--methods", "center", "random", "--seeds", "7", "--folds", "2"]
+    assert main(["reproduce", *paths, "--out", str(tmp_path / "out"), "--study", "resplits", *chosen]) == 0
+    results = pd.read_csv(tmp_path / "out" / "results.csv")
+    assert set(results["method"]) == {"center", "random"}
+    assert set(results["seed"]) == {7}
+    assert set(results["fold"]) == {0, 1}
+    assert main(["reproduce", *paths, "--out", str(tmp_path / "other"), "--study", "main", "--seeds", "7"]) == 2
+    assert "--seeds is an option of the study resplits" in capsys.readouterr().err
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_fold_whose_training_fails_fails_the_command(
+    drawn: Drawn, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise ValueError("no such luck")
+
+    monkeypatch.setattr("medtokenbudget.routing.selectors.center.Center.score", fails)
+    paths = [str(drawn.manifest_path), "--store", str(drawn.store_path), "--out", str(tmp_path / "out")]
+    options = ["--methods", "center", "random", "--seeds", "7", "--folds", "2", "--jobs", "1", "--head-epochs", "1"]
+    assert main(["reproduce", *paths, "--study", "resplits", *options]) == 1
+    assert "1 of 2 trainings failed: center (seed 7)" in capsys.readouterr().err

@@ -45,17 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0 for success, 1 if the work failed, 2 if the request was wrong.
     """
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(_help())
-        return 0
-    if arguments[0] == "--version":
-        from medtokenbudget import __version__
-
-        print(f"mtb {__version__}")
-        return 0
     try:
-        return int(command(arguments[0])(arguments[1:]) or 0)
+        return _run(list(sys.argv[1:] if argv is None else argv))
     except MedTokenBudgetError as error:
         print(f"mtb: {error}", file=sys.stderr)
         return error.exit_code
@@ -72,6 +63,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         where = f"{error.filename}: " if error.filename is not None else ""
         print(f"mtb: {where}{error.strerror or error}. Check the disk, the permissions and `ulimit -n`.", file=sys.stderr)
         return 1
+
+
+def _run(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_help(), flush=True)
+        return 0
+    if arguments[0] == "--version":
+        from medtokenbudget import __version__
+
+        print(f"mtb {__version__}")
+        return 0
+    return int(command(arguments[0])(arguments[1:]) or 0)
 
 
 def command(name: str) -> Callable[[list[str]], int]:

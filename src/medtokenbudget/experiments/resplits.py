@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from medtokenbudget.config import HEADLINE_BUDGETS, TrainConfig, preset
+from medtokenbudget.config import HEADLINE_BUDGETS, HEADLINE_SELECTORS, TrainConfig, preset
 from medtokenbudget.data import Manifest, apply_split
 from medtokenbudget.data.splits import stratified_group_parts
 from medtokenbudget.experiments.execution import Execution
@@ -70,7 +70,7 @@ def resplits(
     manifest: Manifest | Path | str,
     store: FeatureStore | Path | str,
     out: Path | str,
-    methods: Sequence[str],
+    methods: Sequence[str] = HEADLINE_SELECTORS,
     folds: int = FOLDS,
     seeds: Sequence[int] = (42, 43, 44),
     budgets: Sequence[float] = HEADLINE_BUDGETS,

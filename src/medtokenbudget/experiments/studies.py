@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from medtokenbudget.config import BUDGETS, CONTROLS, HEADLINE_BUDGETS, PAPER_METHODS, TrainConfig, preset
+from medtokenbudget.config import BUDGETS, CONTROLS, HEADLINE_BUDGETS, HEADLINE_SELECTORS, PAPER_METHODS, TrainConfig, preset
 from medtokenbudget.data import Manifest
 from medtokenbudget.errors import RequestError, UnknownNameError
 from medtokenbudget.experiments.execution import Execution
@@ -89,10 +89,6 @@ ALSO: dict[str, Study] = {
 """Further cells of a study, with fewer seeds: the controlled variants that take long to train."""
 
 
-HEAD_SELECTORS = ("lats", OURS, "center", "random", "evit", "tome", "no-pruning", "oracle")
-"""Selectors that the study `zoo` combines with every head."""
-
-
 def zoo() -> Study:
     """Every registered selector with the default head, learned ones with and without masks, and a few with every head.
 
@@ -103,7 +99,7 @@ def zoo() -> Study:
         kind = selector_class(name)
         variants = ("mask-free", "lesion-first") if kind.learns else kind.variants
         methods += [name, *(f"{name}:{variant}" for variant in variants)]
-    methods += with_heads(HEAD_SELECTORS, list_heads())
+    methods += with_heads(HEADLINE_SELECTORS, list_heads())
     return Study("zoo", tuple(dict.fromkeys(methods)), SEEDS, HEADLINE_BUDGETS)
 
 
@@ -112,7 +108,7 @@ def chosen_studies(names: Sequence[str], source: str) -> list[Study]:
     known = [*STUDIES, "zoo"]
     for name in names:
         if name not in known and name != "all":
-            raise UnknownNameError.of("study", name, [*known, "all"])
+            raise UnknownNameError.of("study", name, [*known, "resplits", "all"])
     if "kvasir" in names and source != "kvasir":
         raise RequestError(f"Study 'kvasir' is about Kvasir v2, but this manifest comes from {source}.")
     wanted = dict.fromkeys(names)
