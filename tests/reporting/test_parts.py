@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pandas as pd
 import pytest
 
 from medtokenbudget.config import DEFAULT_METHODS
 from medtokenbudget.reporting.details import curriculum
+from medtokenbudget.reporting.evidence import MOST_DRAWN
 from medtokenbudget.reporting.intervals import Difference, Intervals
 from medtokenbudget.reporting.labels import end_labels, point_labels
 from medtokenbudget.reporting.looks import LOOKS, look, ordered
@@ -73,6 +76,27 @@ def test_learned_methods_come_first_and_controls_last() -> None:
     methods = ["oracle", "new", "center", "lats", "random", "lats:lesion-first"]
     assert ordered(methods, ["lats:lesion-first", "lats"]) == ["lats:lesion-first", "lats", "random", "new", "center", "oracle"]
     assert ordered(methods, ["new"])[0] == "new"
+
+
+def test_a_figure_of_many_methods_shows_the_telling_ones(intervals: Intervals) -> None:
+    few = intervals.evidence
+    assert few.drawn(few.methods) == few.methods
+    rows = few.main[few.main["method"] == "norm"]
+    further = [
+        rows.assign(method=name, retention_of_ceiling=kept, macro_f1=score)
+        for name, kept, score in [
+            *((f"norm:low-{i}", 0.01, 0.01) for i in range(20)),
+            ("norm:keeps", 1.0, 0.0),
+            ("norm:classifies", 0.0, 1.0),
+            ("norm+abmil", 1.0, 1.0),
+        ]
+    ]
+    many = replace(few, results=pd.concat([few.results, *further], ignore_index=True))
+    shown = many.drawn(many.methods)
+    assert len(shown) == MOST_DRAWN
+    assert {*many.emphasized, "oracle", "no-pruning", "norm:keeps", "norm:classifies"} <= set(shown)
+    assert "norm+abmil" not in shown
+    assert shown == [m for m in many.methods if m in shown], "in the order of the tables"
 
 
 def test_labels_at_the_ends_of_lines_do_not_cover_each_other() -> None:

@@ -30,7 +30,7 @@ def retention(evidence: Evidence, intervals: Intervals) -> Figure | None:
         axes.plot(ceiling.index, ceiling, color=INK, linestyle=(0, (4, 2)), linewidth=1.4, label=CEILING)
         axes.fill_between(ceiling.index, ceiling, 1.03, color=MUTED, alpha=0.08, linewidth=0)
     axes.plot([0, 1], [0, 1], color=MUTED, linewidth=0.9, linestyle=":", label="Expected by chance")
-    _curves(axes, evidence, intervals.table("retention"), [m for m in evidence.methods if not is_reference(m)])
+    _curves(axes, evidence, intervals.table("retention"), _competitors(evidence))
     axes.set(ylim=(0, 1.03))
     _limits(axes, evidence)
     percent_axis(axes, label="lesion patches kept (%)")
@@ -44,7 +44,12 @@ def share_of_ceiling(evidence: Evidence, intervals: Intervals) -> Figure | None:
         return None
     figure, axes = new_figure(4.7)
     axes.axhline(1, color=INK, linestyle=(0, (4, 2)), linewidth=1.4, label=CEILING)
-    _curves(axes, evidence, intervals.table("retention_of_ceiling"), [m for m in evidence.methods if not is_reference(m)])
+    _curves(
+        axes,
+        evidence,
+        intervals.table("retention_of_ceiling"),
+        _competitors(evidence),
+    )
     axes.set(ylim=(None, 1.02))
     _limits(axes, evidence)
     percent_axis(axes, label="share of the ceiling (%)")
@@ -67,11 +72,15 @@ def _classification(evidence: Evidence, intervals: Intervals, metric: str, label
     if table["value"].isna().all():
         return None
     figure, axes = new_figure(4.9)
-    _curves(axes, evidence, table, evidence.methods)
+    _curves(axes, evidence, table, evidence.drawn(evidence.methods))
     _limits(axes, evidence)
     percent_axis(axes, label=label)
     legend_below(figure, axes)
     return figure
+
+
+def _competitors(evidence: Evidence) -> list[str]:
+    return [m for m in evidence.drawn(evidence.methods) if not is_reference(m)]
 
 
 def _limits(axes: Axes, evidence: Evidence) -> None:
@@ -86,6 +95,7 @@ def accuracy_against_retention(evidence: Evidence, intervals: Intervals) -> Figu
     kept, right = (intervals.at(metric, evidence.headline) for metric in ("retention", "accuracy"))
     both = kept.join(right, lsuffix="_x", rsuffix="_y", how="inner").dropna(subset=["value_x", "value_y"])
     both = both.drop(index="no-pruning", errors="ignore")
+    both = both.loc[evidence.drawn(both.index)]
     if len(both) < 2:
         return None
     figure, axes = new_figure(4.3)

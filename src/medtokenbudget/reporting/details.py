@@ -197,6 +197,7 @@ def center_bias(evidence: Evidence, intervals: Intervals) -> Figure | None:
     methods = [m for m in evidence.ordered(values[0]) if m in values[1] and m != "no-pruning" and not m.endswith("matched")]
     if not methods:
         return None
+    methods = evidence.drawn(methods)
     figure, axes = new_figure(max(4.3, 0.3 * len(methods)))
     for method in methods:
         style = look(method)

@@ -28,6 +28,8 @@ __all__ = ["AS_IS", "OFF_CENTER", "VIEW_NAMES", "Evidence"]
 
 VIEW_NAMES = {AS_IS: "as is", OFF_CENTER: "off-center"}
 HEADLINE = 0.3
+MOST_DRAWN = 16
+"""Methods that one figure can show; the tables have all."""
 
 
 @dataclass(frozen=True)
@@ -149,6 +151,23 @@ class Evidence:
     def emphasized(self) -> list[str]:
         """Methods that every figure shows and emphasizes: the leading ones and the controls that need no mask."""
         return [*self.leading, *[m for m in ("center", "darkness", "random") if m in self.methods and m not in self.leading]]
+
+    def drawn(self, methods: Iterable[str]) -> list[str]:
+        """Those of `methods` that a figure shows, in the same order: all, or if they are too many the most telling ones.
+
+        These are the emphasized methods and the references, then in turn the highest in share of the ceiling and in macro F1 of
+        those with the default head.
+        """
+        names = list(dict.fromkeys(methods))
+        if len(names) <= MOST_DRAWN:
+            return names
+        chosen = [m for m in names if m in (*self.emphasized, "oracle", "no-pruning")]
+        plain = [m for m in names if "+" not in m and m not in chosen]
+        ranks = [sorted(plain, key=lambda m: -values.get(m, -1.0)) for values in map(self.at, ("retention_of_ceiling", "macro_f1"))]
+        for method in dict.fromkeys(m for pair in zip(*ranks) for m in pair):
+            if len(chosen) < MOST_DRAWN:
+                chosen.append(method)
+        return [m for m in names if m in chosen]
 
     @cached_property
     def _learned(self) -> list[str]:

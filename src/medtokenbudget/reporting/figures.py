@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from medtokenbudget.reporting import curves, details
 from medtokenbudget.reporting import examples as pictures
 from medtokenbudget.reporting.document import Plate
-from medtokenbudget.reporting.evidence import Evidence
+from medtokenbudget.reporting.evidence import MOST_DRAWN, Evidence
 from medtokenbudget.reporting.intervals import Intervals
 from medtokenbudget.reporting.looks import look
 from medtokenbudget.reporting.numbers import budget_text
@@ -30,6 +30,7 @@ class Plan:
         caption: Text under the figure.
         draw: Draws the figure, or returns None when there is nothing to show.
         metric: The measure whose values the alternative text lists.
+        compares: Whether it has a mark for each method, so that a run with many methods shows only some of them.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Plan:
     caption: str
     draw: Callable[[Evidence, Intervals], Figure | None]
     metric: str | None = None
+    compares: bool = False
 
 
 PLANS: tuple[Plan, ...] = (
@@ -46,6 +48,7 @@ PLANS: tuple[Plan, ...] = (
         "The dashed line is the ceiling: no method can keep more. " + _BANDS + " n = {masks} images with a mask.",
         curves.retention,
         "retention",
+        compares=True,
     ),
     Plan(
         "share-of-ceiling",
@@ -55,14 +58,16 @@ PLANS: tuple[Plan, ...] = (
         + " n = {masks} images with a mask.",
         curves.share_of_ceiling,
         "retention_of_ceiling",
+        compares=True,
     ),
-    Plan("accuracy", "Accuracy at each budget", _BANDS + " n = {n} images.", curves.accuracy, "accuracy"),
+    Plan("accuracy", "Accuracy at each budget", _BANDS + " n = {n} images.", curves.accuracy, "accuracy", True),
     Plan(
         "macro-f1",
         "Macro F1 at each budget",
         "Rare classes count as much as common ones. " + _BANDS + " n = {n} images.",
         curves.macro_f1,
         "macro_f1",
+        compares=True,
     ),
     Plan(
         "accuracy-against-retention",
@@ -71,6 +76,7 @@ PLANS: tuple[Plan, ...] = (
         "further right, the more of the lesion they kept. n = {n} images for accuracy, {masks} for retention.",
         curves.accuracy_against_retention,
         "retention",
+        compares=True,
     ),
     Plan(
         "reliability",
@@ -85,6 +91,7 @@ PLANS: tuple[Plan, ...] = (
         "Share of the ceiling when the lesion is where the photographer put it and when it is away from the center. A method that "
         "only keeps the middle of the image drops. Mean over seeds.",
         details.center_bias,
+        compares=True,
     ),
     Plan(
         "size-strata",
@@ -144,7 +151,8 @@ def draw_figures(evidence: Evidence, intervals: Intervals, gallery: pictures.Gal
             if figure is None:
                 continue
             svg = save(figure, folder, plan.name)[0].read_text(encoding="utf-8")
-            plates.append(Plate(plan.name, plan.title, plan.caption.format(**words), _alt(plan, evidence), svg))
+            caption = plan.caption.format(**words) + (_some_of(evidence) if plan.compares else "")
+            plates.append(Plate(plan.name, plan.title, caption, _alt(plan, evidence), svg))
         for name, examples in (("examples", gallery.typical), ("worst", gallery.worst)) if gallery else ():
             figure = pictures.figure(examples)
             if figure is not None:
@@ -152,10 +160,21 @@ def draw_figures(evidence: Evidence, intervals: Intervals, gallery: pictures.Gal
     return plates
 
 
+def _some_of(evidence: Evidence) -> str:
+    """Says which methods a figure shows where it cannot show all."""
+    if len(evidence.methods) <= MOST_DRAWN:
+        return ""
+    return (
+        f" Of {len(evidence.methods)} methods only {MOST_DRAWN} are shown: the main ones, the controls, and those with the highest "
+        "share of the ceiling or macro F1. The tables have all."
+    )
+
+
 def _alt(plan: Plan, evidence: Evidence) -> str:
     """The alternative text: the heading and the values at the headline budget."""
     if plan.metric is None:
         return f"Chart: {plan.title}. The numbers are in the tables of this page."
-    values = sorted(evidence.at(plan.metric).items(), key=lambda item: -item[1])
+    found = evidence.at(plan.metric)
+    values = sorted(((m, found[m]) for m in evidence.drawn(evidence.methods) if m in found), key=lambda item: -item[1])
     listed = ", ".join(f"{look(m).name} {100 * v:.1f}%" for m, v in values)
     return f"Chart: {plan.title}. At budget {budget_text(evidence.headline)}: {listed}."
