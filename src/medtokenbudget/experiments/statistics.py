@@ -331,13 +331,14 @@ def _compare_cell(
             parts = [frame[frame["seed"] == number] for number in seeds]
             tables.append(np.stack([_group_sums(part, terms(part, classes), groups) for part in parts], 1))  # [G, seeds, S]
         drawn = [d.reshape(draws, len(seeds), -1) for d in _bootstrap([t.reshape(len(groups), -1) for t in tables], draws, seed)]
+        own = {metric: statistic(metric).value(drawn[0]) for metric in family}
         count = {"n": len(images), "groups": len(groups), "seeds": len(seeds)}
         for index, name in enumerate(opponents, start=1):
             permuted = _exchange(tables[0], tables[index], draws, seed + 1)
             for metric in family:
                 value = statistic(metric).value
                 difference = float((value(tables[0].sum(0)) - value(tables[index].sum(0))).mean())
-                low, high = _interval((value(drawn[0]) - value(drawn[index])).mean(1), level)
+                low, high = _interval((own[metric] - value(drawn[index])).mean(1), level)
                 p = permutation_p(difference, (value(permuted[0]) - value(permuted[1])).mean(1))
                 numbers = {"difference": difference, "low": low, "high": high, "p": p}
                 yield {"method_b": name, "metric": metric} | numbers | count

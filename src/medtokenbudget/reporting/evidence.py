@@ -21,14 +21,14 @@ from medtokenbudget.experiments.results import AS_IS, read_predictions, read_res
 from medtokenbudget.experiments.run import RunInfo
 from medtokenbudget.features.views import OFF_CENTER
 from medtokenbudget.files import read_lines
-from medtokenbudget.reporting.looks import CONTROLS, PAPER_RECIPE, is_reference, ordered
+from medtokenbudget.reporting.looks import CONTROLS, PAPER_RECIPE, is_reference, ordered, selector_of
 from medtokenbudget.reporting.patch_orders import PatchOrders
 
 __all__ = ["AS_IS", "OFF_CENTER", "VIEW_NAMES", "Evidence"]
 
 VIEW_NAMES = {AS_IS: "as is", OFF_CENTER: "off-center"}
 HEADLINE = 0.3
-MOST_DRAWN = 16
+MOST_DRAWN = 14
 """Methods that one figure can show; the tables have all."""
 
 
@@ -156,13 +156,13 @@ class Evidence:
         """Those of `methods` that a figure shows, in the same order: all, or if they are too many the most telling ones.
 
         These are the emphasized methods and the references, then in turn the highest in share of the ceiling and in macro F1 of
-        those with the default head.
+        those without a variant or a head of their own.
         """
         names = list(dict.fromkeys(methods))
         if len(names) <= MOST_DRAWN:
             return names
         chosen = [m for m in names if m in (*self.emphasized, "oracle", "no-pruning")]
-        plain = [m for m in names if "+" not in m and m not in chosen]
+        plain = [m for m in names if m == selector_of(m) and m not in chosen]
         ranks = [sorted(plain, key=lambda m: -values.get(m, -1.0)) for values in map(self.at, ("retention_of_ceiling", "macro_f1"))]
         for method in dict.fromkeys(m for pair in zip(*ranks) for m in pair):
             if len(chosen) < MOST_DRAWN:
