@@ -21,7 +21,7 @@ from medtokenbudget.experiments.competitors import evit_blocks, tome_every_block
 from medtokenbudget.features import routed_pass, views
 from medtokenbudget.features.attention import Inputs
 from medtokenbudget.features.backbone import Backbone
-from medtokenbudget.features.early import EarlyBackbone, box_of
+from medtokenbudget.features.early import EarlyBackbone, box_of, finer
 from medtokenbudget.features.signals import reduce_attention
 from medtokenbudget.model import EarlyRouting, load
 from medtokenbudget.routing import rank
@@ -36,15 +36,18 @@ PLACES: dict[int, tuple[routed_pass.Background, ...]] = {2: ("token",), 4: ("dro
 """Before which blocks to prune inside, and with which backgrounds."""
 EARLY_BLOCKS = 7
 """Early ways and other image sizes are read up to this block; the dense pass up to any."""
+FINE, FINE_K = 448, (102, 256)
+"""Pixels of a finer image, and how many of its 1,024 patches are kept: budgets 0.1 and 0.25."""
 Found = Iterator[tuple[str, Tensor]]
 
 
 class Seen(NamedTuple):
-    """A batch: the pictures, the scout's scores [B, 256] and the lesion patches [B, 256]."""
+    """A batch: the pictures, the scout's scores [B, 256], the lesion patches [B, 256] and the folds of the images [B]."""
 
     pictures: list[Image.Image]
     scores: Tensor
     lesion: Tensor
+    fold: Tensor
 
 
 def from_center(grid: tuple[int, int] = GRID) -> Tensor:
@@ -107,13 +110,13 @@ class Passes:
     Args:
         weights: Weights of the ViT-S/14.
         blocks: Blocks to read.
-        inside: Run or model folder of a router that was trained on the tokens of block 3, for the group `own`.
+        inside: Runs of routers that were trained on the tokens of block 3, for the group `own`: one for the images of each fold.
         precision: Of the large backbone: 'fp32', or 'bf16' for a study in half the time.
     """
 
-    GROUPS = ("dense", "scout", "zoom", "wide", "parted", "small", "medium", "large", "tome", "evit", "embedded", "own")
+    GROUPS = ("dense", "scout", "zoom", "wide", "parted", "small", "medium", "large", "fine", "tome", "evit", "embedded", "own")
 
-    def __init__(self, weights: Path, blocks: Sequence[int], inside: str | None = None, precision: str = "fp32") -> None:
+    def __init__(self, weights: Path, blocks: Sequence[int], inside: Sequence[Path] = (), precision: str = "fp32") -> None:
         self.weights, self.blocks, self.inside = weights, sorted(blocks), inside
         self.early_blocks = [block for block in self.blocks if block <= EARLY_BLOCKS]
         self.dtype = torch.bfloat16 if precision == "bf16" else torch.float32
@@ -131,7 +134,7 @@ class Passes:
 
     def dense(self, seen: Seen) -> Found:
         """All patches; the paper's way (patches chosen after the backbone) with controls; and patches chosen inside."""
-        model, (_, scores, lesion) = self.backbone().model, seen
+        model, scores, lesion = self.backbone().model, seen.scores, seen.lesion
         x, order = routed_pass.embed(model, self.images(seen.pictures)), rank(scores)
         kept = {
             "after": order[:, :K],
@@ -169,20 +172,27 @@ class Passes:
             yield from self.pruned(x, kept, 4, "drop", f"inside-4-{name}")
 
     def own(self, seen: Seen) -> Found:
-        """Inside before block 4, by a router that was trained with masks on the tokens of block 3."""
+        """Inside before block 4, by routers that were trained with masks on the tokens of block 3, one for each fold."""
         model = self.backbone().model
-        if "own" not in self._backbones:
-            assert self.inside is not None, "--inside is needed"
-            config = BackboneConfig(name=BACKBONE, weights=self.weights, image_size=224, attention="pseudo")
-            self._backbones["own"] = EarlyRouting(load(self.inside, device="cpu"), "inside").wrap(Backbone.load(config))
-        router = self._backbones["own"]
-        assert isinstance(router, EarlyBackbone)
         before = routed_pass.run_blocks(model, routed_pass.embed(model, self.images(seen.pictures)), 0, 3)
         x = routed_pass.run_blocks(model, before, 3, 4)
-        kept = router._chosen(before.float(), x.float())
+        kept = torch.zeros(len(x), K, dtype=torch.long)
+        for fold in seen.fold.unique().tolist():
+            at = seen.fold == fold
+            kept[at] = self.router(fold)._chosen(before[at].float(), x[at].float())
         yield "kept:inside-4-own", kept.to(torch.uint8)
         for background in PLACES[4]:
             yield from self.pruned(x, kept, 4, background, f"inside-4-own-{background}")
+
+    def router(self, fold: int) -> EarlyBackbone:
+        """The backbone that is routed inside by the router of a fold."""
+        name = f"own{fold}"
+        if name not in self._backbones:
+            config = BackboneConfig(name=BACKBONE, weights=self.weights, image_size=224, attention="pseudo")
+            self._backbones[name] = EarlyRouting(load(self.inside[fold], device="cpu"), "inside").wrap(Backbone.load(config))
+        found = self._backbones[name]
+        assert isinstance(found, EarlyBackbone)
+        return found
 
     def scout(self, seen: Seen) -> Found:
         """The scout's patches alone from block 0 on, at two budgets, and fewer of them with a ring of others around."""
@@ -228,6 +238,14 @@ class Passes:
     def large(self, seen: Seen) -> Found:
         """A dense image of more pixels."""
         yield from self.sized(seen, 308)
+
+    def fine(self, seen: Seen) -> Found:
+        """The scout's patches of an image with twice as many pixels a side, so four for each of the scout's."""
+        model, images = self.backbone(FINE).model, self.images(seen.pictures, FINE)
+        order = rank(finer(seen.scores, GRID, (2 * GRID[0], 2 * GRID[1])))
+        for k in FINE_K:
+            x = routed_pass.embed(model, images, order[:, :k])
+            yield from read(model, x, 0, self.early_blocks, f"scout-{FINE}px-{k}", k)
 
     def sized(self, seen: Seen, size: int) -> Found:
         model, count = self.backbone(size).model, (size // 14) ** 2

@@ -9,11 +9,13 @@ It needs images, not only a store, so it is a script of the checkout. Its steps,
     python -m benchmarks.early_study validation --manifest M --out DIR
     python -m benchmarks.early_study time --weights W --scout RUN --out DIR
 
-`folds` cuts the training side into three grouped folds and writes a manifest for each, to train a scout that has not seen the masks
-of that fold (`mtb train DIR/fold0.parquet --store S --out DIR/scout0 --head none`). `scores` ranks the patches: those of a training
-image by the scout of its fold, those of a validation image by the scout of all training images. `pool` stores the mean of the
-tokens that a head would read, for several blocks of one pass. `inner` trains heads across the same folds, where everything is
-chosen; `validation` confirms what was chosen, once. `time` measures milliseconds per image at the block that is read, in turns.
+`folds` cuts the training side into three grouped folds and writes a manifest for each, to train a scout that has not seen the
+masks of that fold (`mtb train DIR/fold0.parquet --store S --out DIR/scout0 --head none`). `scores` ranks the patches: those of a
+training image by the scout of its fold, those of a validation image by the scout of all training images; the routers of the group
+`own`, which read the tokens of block 3, are divided in the same way (DIR/own0 to DIR/own2, and `--inside`). `pool` stores the
+mean of the tokens that a head would read, for several blocks of one pass. `inner` trains heads across the same folds, where
+everything is chosen; `validation` confirms what was chosen, once. `time` measures milliseconds per image at the block that is
+read, in turns.
 """
 
 from __future__ import annotations
@@ -48,23 +50,28 @@ def folds(arguments: argparse.Namespace) -> None:
         print(f"{path}: {len(held)} images held out.")
 
 
+def fold_of(manifest: Manifest, folder: Path) -> np.ndarray:
+    """The fold of each image; validation images have the number after the last."""
+    held = {
+        name: number
+        for number in range(early_judge.FOLDS)
+        for name in Manifest.read(folder / f"fold{number}.parquet").rows.query("split == 'val'")["image_id"]
+    }
+    return np.array([held.get(name, early_judge.FOLDS) for name in manifest.ids])
+
+
 @torch.inference_mode()
 def scores(arguments: argparse.Namespace) -> None:
     """Scores and lesion patches of every image as it is, and of the off-center crops of validation images."""
     manifest = Manifest.read(arguments.manifest)
-    store = FeatureStore.open(arguments.store, manifest)
-    by_fold = {
-        name: number
-        for number in range(early_judge.FOLDS)
-        for name in Manifest.read(arguments.out / f"fold{number}.parquet").rows.query("split == 'val'")["image_id"]
-    }
+    store, fold = FeatureStore.open(arguments.store, manifest), fold_of(manifest, arguments.out)
     models = [load(arguments.out / f"scout{number}", device="cpu") for number in range(early_judge.FOLDS)]
     models.append(load(arguments.scout, device="cpu"))
     selectors: list[Any] = [model.classifier().selector for model in models]
     for part, view in PARTS.items():
         found: dict[str, list[np.ndarray]] = {"row": [], "scores": [], "lesion": []}
         for number, selector in enumerate(selectors):
-            wanted = [i for i, name in enumerate(manifest.ids) if by_fold.get(name, early_judge.FOLDS) == number]
+            wanted = np.flatnonzero(fold == number)
             if part != "as-is" and number < early_judge.FOLDS:
                 continue
             kept = [i for i in wanted if len(store.rows([manifest.ids[i]], view, strict=False))]
@@ -93,7 +100,9 @@ def pool(arguments: argparse.Namespace) -> None:
     manifest = Manifest.read(arguments.manifest)
     with np.load(arguments.out / f"scores-{arguments.part}.npz") as stored:
         known = {name: stored[name] for name in stored.files}
-    passes = Passes(arguments.weights, arguments.blocks, arguments.inside, arguments.precision)
+    inside = [arguments.out / f"own{number}" for number in range(early_judge.FOLDS)]
+    passes = Passes(arguments.weights, arguments.blocks, [*inside, arguments.inside], arguments.precision)
+    fold = fold_of(manifest, arguments.out)
     group = getattr(passes, arguments.group)
     for start in range(0, len(known["row"]), PIECE):
         path = arguments.out / f"{arguments.group}-{arguments.part}-{start:05d}.npz"
@@ -103,8 +112,10 @@ def pool(arguments: argparse.Namespace) -> None:
         found: dict[str, list[np.ndarray]] = {}
         for first in range(start, end, BATCH):
             at = slice(first, min(first + BATCH, end))
-            pictures = [picture_of(manifest, int(row), PARTS[arguments.part]) for row in known["row"][at]]
-            seen = Seen(pictures, torch.from_numpy(known["scores"][at]).float(), torch.from_numpy(known["lesion"][at]).float())
+            rows = known["row"][at]
+            pictures = [picture_of(manifest, int(row), PARTS[arguments.part]) for row in rows]
+            scored, lesion = (torch.from_numpy(known[name][at]).float() for name in ("scores", "lesion"))
+            seen = Seen(pictures, scored, lesion, torch.from_numpy(fold[rows]))
             for name, value in group(seen):
                 found.setdefault(name, []).append((value.float() if value.is_floating_point() else value).numpy())
         save(path, {"row": known["row"][start:end], **{name: np.concatenate(parts) for name, parts in found.items()}})
@@ -135,7 +146,7 @@ def main(words: list[str] | None = None) -> None:
     made.add_argument("--part", choices=PARTS, default="as-is")
     made.add_argument("--blocks", type=int, nargs="+", default=[5, 6, 7, 8, 9, 11])
     made.add_argument("--precision", choices=["fp32", "bf16"], default="bf16", help="Of the large backbone.")
-    made.add_argument("--inside", help="Router of the group 'own', trained on the tokens of block 3.")
+    made.add_argument("--inside", type=Path, help="Router of the group 'own' for validation images, of the tokens of block 3.")
     chosen = step("inner", early_judge.inner, "manifest")
     chosen.add_argument("--ways", default=".*", help="Regular expression of 'way@block'.")
     chosen.add_argument("--seeds", type=int, nargs="+", default=[42, 43, 44])

@@ -12,10 +12,11 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from benchmarks.early_passes import MORE, K, N, Passes, attention_of, from_center
+from benchmarks.early_passes import FINE, GRID, MORE, K, N, Passes, attention_of, from_center
 from medtokenbudget.experiments.competitors import evit_blocks, tome_every_block
 from medtokenbudget.experiments.early_speed import scout_score
 from medtokenbudget.features import routed_pass
+from medtokenbudget.features.early import finer
 from medtokenbudget.model import load
 from medtokenbudget.routing import LATSSelector
 from medtokenbudget.tokens import TokenBatch
@@ -77,11 +78,24 @@ def way(name: str, passes: Passes, score: Callable[[Tensor], Tensor], batch: int
         return lambda: (tome_every_block if kind == "tome" else evit_blocks)(model, pixels, K, layer)[0].mean(0)
     if kind.startswith("inside"):
         return _inside(kind, model, pixels, layer, best)
+    if kind.startswith(f"scout-{FINE}px-"):
+        return _fine(passes.backbone(FINE).model, pixels, layer, score, int(kind.rpartition("-")[2]))
     if kind.startswith("zoom-scout-") or kind.startswith("scout"):
         k = {"scout-0.5": MORE, "zoom-scout-179": 179}.get(kind, K)
         return lambda: routed_pass.before_blocks(model, pixels, best(k), layer).patches.mean(1)
     assert kind.startswith("zoom"), kind
     return lambda: (best(K), whole(model, pixels).mean(1))
+
+
+def _fine(model: Any, pixels: Tensor, layer: int, score: Callable[[Tensor], Tensor], k: int) -> Callable[[], Any]:
+    """The scout on pixels, then k patches of images with twice as many pixels a side."""
+    images, grid = torch.rand(len(pixels), 3, FINE, FINE), (2 * GRID[0], 2 * GRID[1])
+
+    def run_it() -> Tensor:
+        kept = finer(score(pixels), GRID, grid).topk(k, dim=1).indices
+        return routed_pass.before_blocks(model, images, kept, layer).patches.mean(1)
+
+    return run_it
 
 
 def _inside(kind: str, model: Any, pixels: Tensor, layer: int, best: Callable[[int], Tensor]) -> Callable[[], Any]:
