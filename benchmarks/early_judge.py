@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ from medtokenbudget.training.pooled import PooledHead, probabilities
 
 FOLDS = 3
 DRAWS = 500
+BASES = ("dense", "after", "after-center", "embedded", "zoom-center", "tome", "dense-140px", "dense-154px")
+"""What the others are compared with: dense, routed after the backbone, and what would embarrass each way."""
 
 
 def folds_of(training: pd.DataFrame) -> list[np.ndarray]:
@@ -115,11 +117,6 @@ def chosen(folder: Path, there: Iterable[str]) -> list[str]:
     return [f"{way}@{block}" for way, block in found.items()]
 
 
-def bases(ways: Sequence[str]) -> list[str]:
-    """What the others are compared with: dense and routed after the backbone at their best blocks, and the cheapest competitors."""
-    return [name for name in ways if name.partition("@")[0] in ("dense", "after", "embedded", "zoom-center", "tome")]
-
-
 def validation(arguments: argparse.Namespace) -> None:
     """Heads of the whole training side on validation images as they are and off-center, with intervals of differences."""
     torch.set_num_threads(1)
@@ -131,7 +128,7 @@ def validation(arguments: argparse.Namespace) -> None:
         arguments.ways = chosen(arguments.out, arrays)
         after = next(name for name in arguments.ways if name.startswith("after@"))
         arguments.ways = sorted({*arguments.ways, after.replace("after", "dense")})
-    against = arguments.against or bases(arguments.ways)
+    against = arguments.against or [name for name in arguments.ways if name.partition("@")[0] in BASES]
     parts = {"as-is": (task.label[~task.train], {name: arrays[name][~task.train] for name in arguments.ways})}
     if list(arguments.out.glob("*-off-center-[0-9]*.npz")):
         others, off = pooled_of(arguments.out, "off-center")

@@ -21,6 +21,8 @@ from medtokenbudget.features import FeatureStore, extract
 from medtokenbudget.features.backbone import Backbone
 from medtokenbudget.features.early import EarlyBackbone, box_of, finer
 from medtokenbudget.model import EarlyRouting, MedTokenBudget
+from medtokenbudget.model.early import parse_route
+from medtokenbudget.model.untrained import untrained_router
 from tests.drawn import quick
 from tests.small_model import draw_images, early_model, small_backbone, small_model
 
@@ -180,10 +182,12 @@ def test_routers_backbones_and_budgets_that_do_not_fit_are_rejected(world: World
         wrap(replace(world.early("inside"), router=world.routers["scout"]))
     with pytest.raises(RequestError, match=r"block:2 does not exist: tokens come from block 1"):
         wrap(world.early("inside"), layer=1)
+    with pytest.raises(RequestError, match=r"block:99 does not exist: tokens come from block 5"):
+        wrap(EarlyRouting(untrained_router("evit", "inside", world.backbone, 99), "inside", block=99))
     with pytest.raises(RequestError, match="--margin must lie between 1"):
         wrap(replace(world.early("zoom"), margin=0.5))
     with pytest.raises(RequestError, match="scout, zoom or block:N"):
-        EarlyRouting.parse("block:x", world.routers["scout"])
+        parse_route("block:x")
 
 
 def test_a_router_that_never_saw_a_mask_is_rejected(world: World, tmp_path: Path) -> None:
@@ -203,6 +207,43 @@ def test_a_router_that_merges_or_draws_is_rejected(world: World, tmp_path: Path)
         model.main = main_method
         with pytest.raises(RequestError, match=reason):
             EarlyRouting(model, "scout").wrap(Backbone.load(world.backbone))
+
+
+@pytest.mark.parametrize(("name", "signal"), [("evit", "cls_attention"), ("frequency", "received_attention")])
+def test_a_selector_that_needs_no_training_chooses_inside_by_the_attention_of_the_block_before(
+    name: str, signal: str, world: World
+) -> None:
+    router = untrained_router(name, "inside", world.backbone, 2)
+    backbone = EarlyRouting(router, "inside", block=2).wrap(Backbone.load(world.backbone))
+    images = torch.rand(2, 3, 160, 160, generator=torch.Generator().manual_seed(0))
+    before = Backbone.load(replace(world.backbone, layer=1))(images, (signal,))
+    best = getattr(before, signal).topk(30, dim=1).indices.sort(1).values
+    places = backbone(images).places
+    assert places is not None
+    assert torch.equal(places.sort(1).values, best)
+
+
+def test_a_zoom_by_the_selector_center_is_a_crop_around_the_center(world: World) -> None:
+    early = EarlyRouting(untrained_router("center", "zoom", world.backbone), "zoom", margin=1.0)
+    left, top, right, bottom = early.wrap(Backbone.load(world.backbone)).zoom_box(decode_image(world.manifest.image_path(0)))
+    assert (left, top) == pytest.approx((1 - right, 1 - bottom))
+    assert right - left == pytest.approx(10 / 16)  # 76 of 16 x 16 patches
+
+
+def test_a_model_routed_by_a_selector_without_training_is_made_by_the_commands(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common = ["--backbone", "test_vit", "--weights", str(world.backbone.weights), "--image-size", "160"]
+    extracting = ["extract", str(world.manifest_path), "--store", str(tmp_path / "s"), *common, "--route", "block:2"]
+    assert main([*extracting, "--router", "evit"]) == 0
+    small = ["--epochs", "1", "--head-epochs", "1", "--device", "cpu"]
+    assert main(["train", str(world.manifest_path), "--store", str(tmp_path / "s"), "--out", str(tmp_path / "r"), *small]) == 0
+    assert mtb.load(tmp_path / "r").predict(world.manifest.image_path(0))[0].k == 30
+    capsys.readouterr()
+    assert main([*extracting, "--router", "cropr"]) == 2
+    assert "'cropr' learns, so it cannot choose before it is trained" in capsys.readouterr().err
+    assert main([*extracting, "--router", "tome"]) == 2
+    assert "'tome' merges patches, so it cannot choose patches early" in capsys.readouterr().err
 
 
 def test_other_methods_and_budgets_on_early_routed_tokens_are_rejected(world: World, tmp_path: Path) -> None:

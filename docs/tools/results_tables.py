@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -45,6 +45,11 @@ def mean(frame: pd.DataFrame, method: str, budget: float, metric: str, view: str
     """The mean over seeds of one cell of the results, NaN if it is not there."""
     found = frame[(frame["method"] == method) & (frame["budget"].round(6) == budget) & (frame["view"] == view)]
     return float(found[metric].mean())
+
+
+def smaller_image(ways: Iterable[str]) -> str:
+    """The way of the bench that is a dense image of fewer pixels; the bench chooses how many."""
+    return next(way for way in ways if way.startswith("dense-") and way.endswith("px"))
 
 
 def over_budgets(frame: pd.DataFrame, metric: str, budgets: Sequence[float]) -> str:

@@ -49,7 +49,11 @@ def main(arguments: list[str]) -> int:
         "Routed tokens read best at a middle block (--layer 6 of a ViT-S/14).",
     )
     early.add_argument(
-        "--router", type=str | None, default=None, help="Trained model that chooses for --route: a run, a model folder or a hub id."
+        "--router",
+        type=str | None,
+        default=None,
+        help="What chooses for --route: a run, a model folder, a hub id or 'dermoscopy'; or, to compare with, a selector that "
+        "needs no training, such as evit, frequency or center.",
     )
     early.add_argument(
         "--background",
@@ -86,7 +90,7 @@ def _run(given: Any) -> int:
     if given.address is not None and given.engine != "ray":
         raise RequestError("--address is only used with a Ray cluster. Add --engine ray, or drop --address.")
     if (given.route is None) != (given.router is None):
-        raise RequestError("--route and --router must be used together: the way to route, and the trained model that chooses.")
+        raise RequestError("--route and --router must be used together: the way to route, and the model that chooses.")
     if given.route is not None and (given.keep == "routed" or given.engine != "local"):
         other = "--keep routed" if given.keep == "routed" else f"--engine {given.engine}"
         raise RequestError(f"--route cannot be combined with {other}. Drop one of them.")
@@ -135,12 +139,17 @@ def _route(path: str, budget: float) -> tuple[Any, dict[str, Any]]:
 
 
 def _early(given: Any) -> Any:
-    from medtokenbudget.model import load
-    from medtokenbudget.model.early import EarlyRouting
+    from medtokenbudget.model import EarlyRouting, load
+    from medtokenbudget.model.early import parse_route
+    from medtokenbudget.model.untrained import is_untrained_router, untrained_router
 
-    router = load(given.router, device=given.device)
+    way, block = parse_route(given.route)
+    if is_untrained_router(given.router):
+        router = untrained_router(given.router, way, replace(pick(given, BackboneConfig), name=given.backbone), block)
+    else:
+        router = load(given.router, device=given.device)
     budget = 0.3 if given.budget is None else given.budget
-    return EarlyRouting.parse(given.route, router, budget=budget, background=given.background, margin=given.margin)
+    return EarlyRouting(router, way, budget, block, given.background, given.margin)
 
 
 def _summary(store: Any, manifest: Path) -> str:

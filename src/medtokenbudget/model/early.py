@@ -20,17 +20,32 @@ from medtokenbudget.features.backbone import Backbone
 from medtokenbudget.features.early import EarlyBackbone, EarlyRoute, Way
 from medtokenbudget.features.preprocess import REC601
 from medtokenbudget.features.routed_pass import Background
-from medtokenbudget.routing import Ranker, budget_to_k
+from medtokenbudget.features.signals import REGISTRY
+from medtokenbudget.routing import Merger, Ranker, Selector, budget_to_k
+from medtokenbudget.tokens import TokenBatch
 
 if TYPE_CHECKING:
     from medtokenbudget.model.routed import MedTokenBudget
 
 BLOCK = 4
 """Where 'inside' prunes unless told otherwise."""
-_INSIDE = ("attention_entropy", "cls_attention")
-_SCOUT = (*_INSIDE, "luminance")
+_INSIDE = tuple(name for name in REGISTRY if name != "rollout")
+_SCOUT = (*REGISTRY, "luminance")
+Score = Callable[[TokenBatch], Tensor]
+"""Scores [B, N] of tokens; the highest are kept."""
 _FREE = ("layer", "attention", "name")
 """Fields of a fingerprint that may differ between a backbone and the one that an 'inside' router was trained on."""
+
+
+def parse_route(text: str) -> tuple[Way, int]:
+    """The way and the block of `--route`: 'scout', 'zoom', 'block:4' or 'inside' (the same as 'block:4')."""
+    name, colon, number = text.partition(":")
+    if name == "block" and number.isdecimal():
+        return "inside", int(number)
+    for way in get_args(Way):
+        if way == name and not colon:
+            return way, BLOCK
+    raise RequestError(f"--route must be scout, zoom or block:N (such as block:{BLOCK}), got '{text}'.")
 
 
 @dataclass(frozen=True)
@@ -38,7 +53,7 @@ class EarlyRouting:
     """One way of early routing with its router.
 
     Attributes:
-        router: A trained model whose main method ranks patches.
+        router: A model whose main method ranks patches; `untrained_router` makes one of a method that needs no training.
         way: 'scout', 'inside' or 'zoom'.
         budget: Share of the patches that is kept; for 'zoom' those whose box is cropped.
         block: First block that runs on the kept patches ('inside').
@@ -52,16 +67,6 @@ class EarlyRouting:
     block: int = BLOCK
     background: Background = "token"
     margin: float = 1.2
-
-    @classmethod
-    def parse(cls, text: str, router: MedTokenBudget, **options: Any) -> EarlyRouting:
-        """From the text of `--route`: 'scout', 'zoom', 'block:4' or 'inside' (the same as 'block:4')."""
-        name, colon, number = text.partition(":")
-        if name == "block" and number.isdecimal():
-            return cls(router, "inside", block=int(number), **options)
-        if colon or name not in get_args(Way):
-            raise RequestError(f"--route must be scout, zoom or block:N (such as block:{BLOCK}), got '{text}'.")
-        return cls(router, name, **options)  # type: ignore[arg-type]
 
     @classmethod
     def of(cls, settings: dict[str, Any], router: MedTokenBudget) -> EarlyRouting:
@@ -87,15 +92,15 @@ class EarlyRouting:
         Raises:
             RequestError: Router, backbone and budget do not go together.
         """
-        selector = self._selector()
+        selector, chooses = self._selector()
         self.router.to(backbone.device)
         h, w = backbone.grid if self.way != "zoom" else self.router.grid
         k = _count(self.budget, h * w, selector.minimum)
         if self.way == "inside":
-            self._check_inside(backbone)
-            score: Callable[[Any], Tensor] = selector.score
+            self._check_inside(backbone, selector)
+            score: Callable[[Any], Tensor] = chooses
         else:
-            score = _scout(self.router, selector)
+            score = _scout(self.router, selector, chooses)
         route = EarlyRoute(
             way=self.way,
             k=k,
@@ -114,13 +119,15 @@ class EarlyRouting:
         """Save the router."""
         return self.router.save_pretrained(folder)
 
-    def _selector(self) -> Ranker:
+    def _selector(self) -> tuple[Selector, Score]:
+        """The router's selector, and the function by which it chooses patches."""
         router, name = self.router, self.router.main
         if "route" in router.backbone_fingerprint:
             raise RequestError("The router is itself routed early. Use a router that was trained on all patches.")
         selector = router.classifier().selector
         foreign = [field for field in selector.requires if field not in (_INSIDE if self.way == "inside" else _SCOUT)]
-        if not isinstance(selector, Ranker) or selector.stochastic or foreign:
+        chooses = _score_of(selector)
+        if chooses is None or selector.stochastic or foreign:
             kind = f"reads {', '.join(foreign)}" if foreign else "is random" if selector.stochastic else "merges patches"
             raise RequestError(
                 f"The router's method '{name}' {kind}, so it cannot choose patches early. Use one that ranks patches."
@@ -133,9 +140,15 @@ class EarlyRouting:
             )
         if isinstance(selector, torch.nn.Module):
             selector.eval()
-        return selector
+        return selector, chooses
 
-    def _check_inside(self, backbone: Backbone) -> None:
+    def _check_inside(self, backbone: Backbone, selector: Selector) -> None:
+        classless = [name for name in selector.requires if REGISTRY[name].needs_cls and not backbone.has_cls]
+        if classless:
+            raise RequestError(
+                f"The router's method '{self.router.main}' reads {', '.join(classless)}, but the backbone has no class token. "
+                "Use another --router."
+            )
         wanted = {key: value for key, value in backbone.fingerprint.items() if key not in _FREE}
         found = {key: self.router.backbone_fingerprint.get(key) for key in wanted}
         layer = self.router.backbone_fingerprint["layer"]
@@ -151,6 +164,14 @@ class EarlyRouting:
             )
 
 
+def _score_of(selector: Selector) -> Score | None:
+    """What the patches are chosen by: the scores of a ranker, or what a merger ranks those by that it leaves as they are."""
+    if isinstance(selector, Ranker):
+        return selector.score
+    field = selector.ranks_by if isinstance(selector, Merger) else None
+    return None if field is None else lambda tokens: getattr(tokens, field).float()
+
+
 def _count(budget: float, n: int, minimum: int) -> int:
     k = budget_to_k(budget, n, 1)
     if k < minimum:
@@ -161,19 +182,20 @@ def _count(budget: float, n: int, minimum: int) -> int:
     return k
 
 
-def _scout(router: MedTokenBudget, selector: Ranker) -> Callable[[Tensor], Tensor]:
+def _scout(router: MedTokenBudget, selector: Selector, chooses: Score) -> Callable[[Tensor], Tensor]:
     """Scores [B, n] of images [B, 3, s, s], RGB in [0, 1]: the router's own backbone, then its selector."""
     backbone = router.backbone
+    signals = tuple(name for name in selector.requires if name in REGISTRY)
     grid, preprocessing = backbone.grid, backbone.preprocessing
 
     def score(images: Tensor) -> Tensor:
         mean = torch.tensor(preprocessing.mean, device=images.device).view(1, 3, 1, 1)
         std = torch.tensor(preprocessing.std, device=images.device).view(1, 3, 1, 1)
-        tokens = backbone.tokens((images - mean) / std)
+        tokens = backbone.tokens((images - mean) / std, signals)
         if "luminance" in selector.requires:
             gray = torch.einsum("bchw,c->bhw", images, torch.tensor(REC601, device=images.device))
             cells = F.avg_pool2d(gray.unsqueeze(1), images.shape[-1] // grid[0])
             tokens = replace(tokens, luminance=cells.flatten(1))
-        return selector.score(tokens)
+        return chooses(tokens)
 
     return score

@@ -134,9 +134,15 @@ class Ranker(Selector):
 
 
 class Merger(Selector):
-    """Makes K new tokens from the patches. Subclasses write `select`, which gives a `Selection` with `kept` None."""
+    """Makes K new tokens from the patches. Subclasses write `select`, which gives a `Selection` with `kept` None.
+
+    Attributes:
+        ranks_by: The field of `TokenBatch` whose highest patches stay as they are; None if every patch may merge. Early routing
+            chooses by it, and makes the token of the others itself.
+    """
 
     kind: ClassVar[Kind] = "merger"
+    ranks_by: ClassVar[str | None] = None
 
 
 def routed_before(tokens: TokenBatch) -> Selection:

@@ -20,6 +20,7 @@ class EViT(Merger):
     """The K - 1 patches with the highest class attention a, and the fused token `sum(a_i x_i) / sum(a_i)` of all others."""
 
     requires = ("cls_attention",)
+    ranks_by = "cls_attention"
 
     def select(self, tokens: TokenBatch, k: int, generator: torch.Generator | None = None) -> Selection:
         k = check_k(k, tokens.n)

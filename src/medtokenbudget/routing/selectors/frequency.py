@@ -22,6 +22,7 @@ class Frequency(Merger):
     """The K - 1 patches that receive the most attention, and the mean of all others (DC token)."""
 
     requires = ("received_attention",)
+    ranks_by = "received_attention"
 
     def select(self, tokens: TokenBatch, k: int, generator: torch.Generator | None = None) -> Selection:
         k = check_k(k, tokens.n)
