@@ -16,7 +16,7 @@ SMALL = ["--epochs", "1", "--head-epochs", "1", "--batch-size", "8", "--device",
 STUDENT = ["--patch-size", "16", "--width", "32", "--heads", "1", "--depth", "1", "--batch-size", "8", "--epochs", "2"]
 COMMANDS = (
     *("data", "split", "extract", "prune", "train", "sweep", "report", "leaderboard", "distill", "export"),
-    *("calibrate", "route", "predict"),
+    *("calibrate", "route", "shards", "predict"),
 )
 LONG = ("evaluate", "reproduce", "web")
 """Commands that take too long to be disturbed in every run of the tests."""
@@ -56,6 +56,7 @@ class World:
             "route": ["route", self.root / "images", "--model", self.root / "model", "--out", out, "--overlay", "--device", "cpu"],
             "predict": ["predict", self.root / "model", self.root / "images", "--out", out / "p.csv", "--device", "cpu"],
         }
+        words["shards"] = [*words["route"], "--tokens", "--shard-size", 1]
         return [str(word) for word in words[name]]
 
     def begin(self, name: str) -> None:

@@ -1,10 +1,11 @@
-"""Connecting to Ray. Common ground because extraction and sweeps both run on a cluster; Ray is an optional extra."""
+"""Connecting to Ray, and what is said of it. Common ground because several commands run on a cluster; Ray is an optional extra."""
 
 from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from medtokenbudget.errors import RequestError, WorkError, first_line
@@ -40,6 +41,21 @@ def ray_cluster(address: str | None) -> Iterator[Any]:
         yield ray
     finally:
         ray.shutdown()
+
+
+def node() -> str:
+    """The name of this machine in messages."""
+    return socket.gethostname()
+
+
+def not_shared(folder: Path) -> str:
+    """What a worker says that does not see the folder of the results."""
+    return f"{folder} does not exist on node {node()}. It must be on a file system that all nodes share."
+
+
+def stopped(failure: str) -> WorkError:
+    """The end of a command whose worker reported a failure."""
+    return WorkError(f"{failure} Finished shards are kept; run the same command again to resume.")
 
 
 def _connect(ray: Any, address: str | None) -> None:

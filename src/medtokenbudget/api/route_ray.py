@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-import socket
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ import numpy as np
 import torch
 
 from medtokenbudget.api.route_shards import Shard, ShardWork, make_shard
-from medtokenbudget.cluster import ray_cluster
+from medtokenbudget.cluster import not_shared, ray_cluster, stopped
 from medtokenbudget.errors import MedTokenBudgetError, WorkError, first_line
 from medtokenbudget.model import MedTokenBudget, Source, load
 
@@ -48,10 +47,7 @@ class Worker:
         """Make a shard unless it exists. Returns an error message, or nothing."""
         try:
             if self.model is None:
-                return (
-                    f"{self.work.folder} does not exist on node {socket.gethostname()}. "
-                    "It must be on a file system that all nodes share."
-                )
+                return not_shared(self.work.folder)
             if not self.work.finished(shard):
                 make_shard(self.model, shard, self.work)
         except MedTokenBudgetError as error:
@@ -112,7 +108,7 @@ def _pass(ray: Any, shards: Sequence[Shard], work: ShardWork) -> Iterator[int]:
     )
     for answer in answers.iter_rows():
         if answer["failure"]:
-            raise WorkError(f"{answer['failure']} Finished shards are kept; run the same command again to resume.")
+            raise stopped(answer["failure"])
         yield int(answer["index"])
 
 

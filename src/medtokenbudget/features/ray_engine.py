@@ -5,7 +5,6 @@ The store must be on a file system that all nodes share, and images and weights 
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
@@ -13,7 +12,7 @@ from typing import Any
 
 import torch
 
-from medtokenbudget.cluster import ray_cluster
+from medtokenbudget.cluster import node, not_shared, ray_cluster, stopped
 from medtokenbudget.config import BackboneConfig
 from medtokenbudget.devices import resolve_device
 from medtokenbudget.errors import MedTokenBudgetError, WorkError, first_line
@@ -59,7 +58,7 @@ def _run_tasks(ray: Any, work: Work, advance: Callable[[int], Any]) -> None:
         if failure is not None:
             for other in waiting:
                 ray.cancel(other, force=True)
-            raise WorkError(f"{failure} Finished shards are kept; run the same command again to resume.")
+            raise stopped(failure)
         advance(rows[done[0]])
 
 
@@ -69,11 +68,11 @@ def make_shard(shard: Shard | Addition, work: Work) -> str | None:
         if not isinstance(shard, Addition) and read_sidecar(work.store, shard[0], [item.key for item in shard[1]]) is not None:
             return None
         if not (work.store / "store.json").exists():
-            return f"{work.store} does not exist on node {_node()}. The store must be on a file system that all nodes share."
+            return not_shared(work.store)
         with cpu_threads(work.config.threads):
             backbone = _backbone(work.backbone, resolve_device(work.config.device))
             plan.check(
-                f"The backbone on node {_node()}", work.fingerprint, backbone.fingerprint, "Use the same weights on all nodes."
+                f"The backbone on node {node()}", work.fingerprint, backbone.fingerprint, "Use the same weights on all nodes."
             )
             if isinstance(shard, Addition):
                 add_signals(work.store, shard, backbone, work.config)
@@ -88,7 +87,3 @@ def make_shard(shard: Shard | Addition, work: Work) -> str | None:
 def _backbone(config: BackboneConfig, device: torch.device) -> Backbone:
     """Load the backbone once per worker process, which computes many shards."""
     return Backbone.load(config, device)
-
-
-def _node() -> str:
-    return socket.gethostname()
