@@ -9,12 +9,11 @@ the router in the package keeps, with its second seed and the one trained from r
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Iterable
 
 import pandas as pd
+from results_tables import BUDGETS, RESULTS, number, read, table
 
-RESULTS = Path(__file__).resolve().parents[1] / "results"
-BUDGETS = (0.1, 0.3, 0.5)
 NAMES = {
     "lats:lesion-first": "LATS lesion-first: each patch alone, then smoothed",
     "context:lesion-first": "Context: sees the neighborhood",
@@ -22,6 +21,7 @@ NAMES = {
     "darkness": "Darkness",
     "random": "Random",
 }
+VIEWS = {"as-is": "as they are", "off-center": "off-center"}
 BACKBONES = {"embedded": "Embedded backbone", "vit-small": "ViT-S/14"}
 
 
@@ -126,13 +126,13 @@ def main() -> None:
 
 def page() -> str:
     """The text of the page."""
-    results, tried, lost = (pd.read_csv(RESULTS / f"{name}.csv") for name in ("scorer", "scorer-exploration", "scorer-loss"))
+    results, tried, lost = read("scorer"), read("scorer-exploration"), read("scorer-loss")
     text = TEXT.strip()
     for name, title in BACKBONES.items():
         own = results[results["backbone"] == name]
         text = text.replace(f"{{{{{name}}}}}", f"**{title}**\n\n{comparison(own)}" if len(own) else "")
     text = text.replace("{{exploration}}", exploration(tried)).replace("{{loss}}", losses(lost))
-    measured = pd.read_csv(RESULTS / "scorer-router.csv")
+    measured = read("scorer-router")
     for mark, name in (("{{router}}", "dermoscopy"), ("{{second}}", "second-seed"), ("{{alone}}", "masks-alone")):
         text = text.replace(mark, router(measured[measured["router"] == name]))
     for mark, found in differences(measured, results).items():
@@ -160,60 +160,64 @@ def differences(measured: pd.DataFrame, results: pd.DataFrame) -> dict[str, str]
 
 
 def comparison(rows: pd.DataFrame) -> str:
-    lines = ["| method | seeds | as they are, 0.1 | 0.3 | 0.5 | off-center, 0.1 | 0.3 | 0.5 |", "| --- |" + " ---: |" * 7]
-    for method, name in NAMES.items():
+    """A row per method: share of the ceiling, as they are and off-center, at three budgets."""
+    lines = []
+    for method in (method for method in NAMES if (rows["method"] == method).any()):
         own = rows[rows["method"] == method]
-        if own.empty:
-            continue
         cells = [
-            spread(100 * own[(own["view"] == view) & (own["budget"].round(6) == budget)]["retention_of_ceiling"])
-            for view in ("as-is", "off-center")
+            spread(own[(own["view"] == view) & (own["budget"].round(6) == budget)]["retention_of_ceiling"])
+            for view in VIEWS
             for budget in BUDGETS
         ]
-        lines.append(f"| {name} | {own['seed'].nunique()} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append([NAMES[method], str(own["seed"].nunique()), *cells])
+    return table(lines, ["method", "seeds", "as they are, 0.1", "0.3", "0.5", "off-center, 0.1", "0.3", "0.5"])
 
 
 def spread(values: pd.Series) -> str:
     """The mean over seeds, and lowest and highest where there are several."""
-    return f"{values.mean():.1f}" + (f" ({values.min():.1f} to {values.max():.1f})" if len(values) > 1 else "")
+    return number(values.mean()) + (f" ({number(values.min())} to {number(values.max())})" if len(values) > 1 else "")
 
 
 def exploration(rows: pd.DataFrame) -> str:
+    """A row per prototype."""
+    parts = ("as", "off", "as_smooth", "off_smooth")
     lines = [
-        "| prototype | parameters | as they are, 0.1 / 0.3 / 0.5 | off-center | the same, smoothed 3 x 3 | off-center |",
-        "| --- |" + " ---: |" * 5,
-    ]
-    for row in rows.to_dict("records"):
-        cells = [
-            " / ".join(f"{row[f'{part}_{budget}']:.1f}" for budget in BUDGETS) for part in ("as", "off", "as_smooth", "off_smooth")
+        [
+            row["prototype"],
+            f"{int(row['parameters']):,}",
+            *(triple(row[f"{part}_{budget}"] for budget in BUDGETS) for part in parts),
         ]
-        lines.append(f"| {row['prototype']} | {int(row['parameters']):,} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        for row in rows.to_dict("records")
+    ]
+    head = ["prototype", "parameters", "as they are, 0.1 / 0.3 / 0.5", "off-center", "the same, smoothed 3 x 3", "off-center"]
+    return table(lines, head)
+
+
+def triple(values: Iterable[float]) -> str:
+    """Figures in percent at the three budgets."""
+    return " / ".join(f"{value:.1f}" for value in values)
 
 
 def losses(rows: pd.DataFrame) -> str:
-    lines = [
-        "| method | budget | lost, % of the ceiling | to ambiguous patches | core kept | images below 90 % | their share of the loss |",
-        "| --- |" + " ---: |" * 6,
-    ]
+    """A row per method and budget: where the loss is."""
     names = ("lost", "to_ambiguous", "core_of_ceiling", "hard_images", "loss_of_hard")
-    for row in rows.to_dict("records"):
-        cells = [f"{100 * row[name]:.1f}" for name in names]
-        lines.append(f"| {NAMES[row['method']].split(':')[0]} | {row['budget']:g} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    lines = [
+        [NAMES[row["method"]].split(":")[0], f"{row['budget']:g}", *(number(row[name]) for name in names)]
+        for row in rows.to_dict("records")
+    ]
+    head = ["lost, % of the ceiling", "to ambiguous patches", "core kept", "images below 90 %", "their share of the loss"]
+    return table(lines, ["method", "budget", *head])
 
 
 def router(rows: pd.DataFrame) -> str:
-    lines = [
-        "| images | budget | n | share of the ceiling | smallest | small | large | largest | images below 90 % |",
-        "| --- |" + " ---: |" * 8,
-    ]
+    """A row per view and budget: what a router keeps, by lesion size."""
     names = ("of_ceiling", "smallest", "small", "large", "largest", "images_below_90")
-    for row in rows.to_dict("records"):
-        view = "as they are" if row["view"] == "as-is" else "off-center"
-        lines.append(f"| {view} | {row['budget']:g} | {row['n']} | {' | '.join(f'{row[name]:.1f}' for name in names)} |")
-    return "\n".join(lines)
+    lines = [
+        [VIEWS[row["view"]], f"{row['budget']:g}", str(row["n"]), *(f"{row[name]:.1f}" for name in names)]
+        for row in rows.to_dict("records")
+    ]
+    head = ["share of the ceiling", "smallest", "small", "large", "largest", "images below 90 %"]
+    return table(lines, ["images", "budget", "n", *head])
 
 
 if __name__ == "__main__":
