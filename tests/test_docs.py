@@ -66,6 +66,26 @@ def shorter(words: list[str]) -> list[str]:
     return [part for option in options if option not in words for part in (option, "1")]
 
 
+def draw_other_layouts(folder: Path) -> None:
+    """Drawings in the layouts of Kvasir-SEG (two folders, JPEG masks) and BUSI (masks beside the images, two of one, or empty)."""
+    busi = folder / "Dataset_BUSI_with_GT"
+    for path in (
+        folder / "Kvasir-SEG/images",
+        folder / "Kvasir-SEG/masks",
+        *(busi / name for name in ("benign", "malignant", "normal")),
+    ):
+        path.mkdir(parents=True)
+    for number in range(1, 13):
+        drawing = draw("NV", 100 + number, size=64)
+        image, mask = Image.fromarray(drawing.image), Image.fromarray(drawing.mask).convert("L")
+        image.save(folder / "Kvasir-SEG" / "images" / f"c{number}.jpg")
+        mask.save(folder / "Kvasir-SEG" / "masks" / f"c{number}.jpg")
+        label = ("benign", "malignant", "normal")[number % 3]
+        image.save(busi / label / f"{label} ({number}).png")
+        (Image.new("L", mask.size) if label == "normal" else mask).save(busi / label / f"{label} ({number})_mask.png")
+    mask.transpose(Image.Transpose.ROTATE_180).save(busi / "malignant" / "malignant (1)_mask_1.png")
+
+
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the pages take for granted: pictures in class folders with masks, a manifest, a store and a trained run."""
@@ -80,6 +100,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
         Image.fromarray(drawing.image).save(image, quality=92)
         Image.fromarray(drawing.mask).convert("L").save(mask)
         rows.append(f"{image.relative_to(folder)},{label},{mask.relative_to(folder)}")
+    draw_other_layouts(folder)
     (folder / "photos.csv").write_text("\n".join(rows) + "\n")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)

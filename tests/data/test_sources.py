@@ -8,8 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
-from medtokenbudget.data import csv_manifest, folder_manifest, kvasir_manifest
+from medtokenbudget.cli import main
+from medtokenbudget.data import Manifest, csv_manifest, folder_manifest, kvasir_manifest
 from medtokenbudget.data.kvasir import CLASSES
 from medtokenbudget.errors import RequestError
 from tests.data.pictures import class_folders, disc_mask, lesion_picture, save
@@ -129,6 +131,43 @@ def test_masks_beside_their_images_are_masks(tmp_path: Path) -> None:
     save(disc_mask(), root / "masks" / "a.png")
     with pytest.raises(RequestError, match="folder 'masks' would become a class"):
         folder_manifest(root)
+
+
+def test_several_masks_of_one_image_become_their_union(tmp_path: Path) -> None:
+    # The layout of BUSI: class folders, masks beside the images, a mask for each of several lesions, and empty ones.
+    root = tmp_path / "busi"
+    parts = [np.zeros((40, 50), np.uint8) for _ in range(3)]
+    parts[0][5:15, 5:15], parts[1][20:30, 20:40], parts[2][12:20, 12:20] = 255, 255, 255
+    for label in ("benign", "normal"):
+        save(lesion_picture(1), root / label / f"{label} (1).png")
+        save(Image.new("L", (50, 40)), root / label / f"{label} (1)_mask.png")
+    save(lesion_picture(2), root / "benign" / "benign (2).png")
+    for part, ending in zip(parts, ("", "_1", "_2")):
+        save(Image.fromarray(part), root / "benign" / f"benign (2)_mask{ending}.png")
+    assert main(["data", "folder", str(root), "--masks", str(root), "--out", str(tmp_path / "m.parquet")]) == 0
+    manifest = Manifest.read(tmp_path / "m.parquet")
+    assert manifest.ids == ["benign/benign (1)", "benign/benign (2)", "normal/normal (1)"]
+    assert manifest.classes == ("benign", "normal")
+    masks = [manifest.mask_path(i) for i in range(3)]
+    assert [mask and mask.name for mask in masks] == ["benign (1)_mask.png", "benign (2).png", "normal (1)_mask.png"]
+    assert masks[1] == tmp_path / "m-masks" / "benign" / "benign (2).png"
+    assert (np.asarray(Image.open(masks[1])) == np.maximum.reduce(parts)).all()
+
+
+def test_several_masks_that_cannot_be_merged_are_rejected(tmp_path: Path) -> None:
+    root = class_folders(tmp_path / "images", 1)
+    for ending in ("_mask", "_mask_1"):
+        save(disc_mask(), root / "MEL" / f"MEL_0{ending}.png")
+    with pytest.raises(RequestError, match=r"MEL_0.png has several masks .*: MEL/MEL_0_mask.png, MEL/MEL_0_mask_1.png"):
+        folder_manifest(root, root)
+    with pytest.raises(RequestError, match="would become a class"):
+        folder_manifest(root, root, merged=root / "union")
+    with pytest.raises(RequestError, match=r"look like masks.*MEL_0_mask_1.png"):
+        folder_manifest(root)
+    save(Image.new("L", (8, 8)), root / "MEL" / "MEL_0_mask_1.png")
+    with pytest.raises(RequestError, match=r"of one size, but MEL_0_mask_1.png has 8 x 8"):
+        folder_manifest(root, root, merged=tmp_path / "union")
+    assert not (root / "union").exists()
 
 
 FOLDER_BAD = {

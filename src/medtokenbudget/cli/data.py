@@ -112,7 +112,11 @@ def _folder_options(parser: CommandParser) -> None:
     )
     _out(parser)
     parser.add_argument(
-        "--masks", type=Path | None, default=None, help="Folder with the masks: a.png, a_segmentation.png or a_mask.png for a.jpg."
+        "--masks",
+        type=Path | None,
+        default=None,
+        help="Folder with the masks: a.png, a_segmentation.png or a_mask.png for a.jpg. Where an image has several (a_mask.png, "
+        "a_mask_1.png), their union is written to a folder beside the manifest.",
     )
     _name(parser, "the folder's name")
     _split_options(parser, None)
@@ -181,7 +185,9 @@ def _kvasir(options: Namespace) -> int:
 def _folder(options: Namespace) -> int:
     from medtokenbudget.data.folder import folder_manifest
 
-    return _write(_resplit(folder_manifest(options.root, options.masks, name=options.name), options), options)
+    merged = options.out.with_name(f"{options.out.stem}-masks")
+    manifest = folder_manifest(options.root, options.masks, name=options.name, merged=merged if options.masks else None)
+    return _write(_resplit(manifest, options), options)
 
 
 def _csv(options: Namespace) -> int:

@@ -3,15 +3,21 @@
 ROOT/MEL/a.jpg  ROOT/NV/p1/b.jpg         the folder directly in ROOT is the label, at any depth
 ROOT/train/MEL/a.jpg  ROOT/val/NV/b.jpg  the split is given too
 ROOT/a.jpg                               no labels
+
+Several lesions of one image may have a mask each: `a_mask.png`, `a_mask_1.png`. Their union is written as one mask.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
-from medtokenbudget.data.decode import SUFFIXES
+from PIL import Image, ImageChops
+
+from medtokenbudget.data.decode import SUFFIXES, decode_mask
 from medtokenbudget.data.manifest import SPLITS, Manifest, listed
 from medtokenbudget.data.walk import (
     files_below,
@@ -24,14 +30,18 @@ from medtokenbudget.data.walk import (
     subfolders,
 )
 from medtokenbudget.errors import RequestError
+from medtokenbudget.files import write_encoded
 
-MASK_ENDINGS = ("", "_segmentation", "_mask")
+_ENDING = re.compile(r"(_mask|_segmentation)(_[0-9]+)?$")
+"""How the name of a mask ends where it is not that of its image, with a number where the image has several."""
 _PARTS = {"train", "training", "val", "valid", "validation", "test", "testing", "select"}
 """Folder names that mean a part of the split and not a class."""
 _MASK_FOLDERS = {"mask", "masks", "segmentation", "segmentations"}
 
 
-def folder_manifest(root: Path | str, masks: Path | str | None = None, *, name: str | None = None) -> Manifest:
+def folder_manifest(
+    root: Path | str, masks: Path | str | None = None, *, name: str | None = None, merged: Path | str | None = None
+) -> Manifest:
     """Make a manifest of the images in a folder.
 
     Args:
@@ -39,12 +49,15 @@ def folder_manifest(root: Path | str, masks: Path | str | None = None, *, name: 
             only (then without labels).
         masks: Folder with the masks, found by name: `a.png`, `a_segmentation.png` or `a_mask.png` for `a.jpg`. It may be `root`.
         name: Name of the data set; the name of the folder by default.
+        merged: Folder to write the union of the masks of an image to, where it has several (`a_mask.png`, `a_mask_1.png`). It is
+            made if there are such images.
 
     Returns:
         The manifest. Its `split_rule` is 'given' if the folders give the split; otherwise it is 'none' and all rows are 'train'.
 
     Raises:
-        RequestError: There are no images, masks would become images or classes, or the layout is ambiguous.
+        RequestError: There are no images, masks would become images or classes, an image has several masks and there is no folder
+            for their union, or the layout is ambiguous.
 
     Example:
         >>> manifest = folder_manifest("photos", masks="photo-masks", name="Clinic A")  # doctest: +SKIP
@@ -62,7 +75,8 @@ def folder_manifest(root: Path | str, masks: Path | str | None = None, *, name: 
     if not any(images.values()):
         raise no_images(top)
     classes = sorted({label for found in images.values() for _, label in found if label is not None})
-    found_masks = MaskFolder(mask_folder) if mask_folder is not None else None
+    union = None if merged is None else Path(merged)
+    found_masks = MaskFolder(mask_folder, union, top) if mask_folder is not None else None
     records = [
         {
             "image_id": path.relative_to(top).with_suffix("").as_posix(),
@@ -98,9 +112,9 @@ def _given_parts(top: Path, mask_folder: Path | None) -> list[str]:
 
 
 def _is_mask(path: Path) -> bool:
-    """Whether a file is named like the mask of an image next to it: `a_mask.png` and `a.jpg`."""
-    stems = [path.stem.removesuffix(ending) for ending in MASK_ENDINGS if ending and path.stem.endswith(ending)]
-    return any(path.with_name(stem + suffix).exists() for stem in stems for suffix in SUFFIXES)
+    """Whether a file is named like the mask of an image next to it: `a_mask.png` or `a_mask_1.png`, and `a.jpg`."""
+    stem = _ENDING.sub("", path.stem)
+    return stem != path.stem and any(path.with_name(stem + suffix).exists() for suffix in SUFFIXES)
 
 
 def _reject_masks(images: dict[str, list[tuple[Path, str | None]]]) -> None:
@@ -130,22 +144,60 @@ def _labeled(folder: Path, mask_folder: Path | None) -> list[tuple[Path, str | N
 
 
 class MaskFolder:
-    """Mask files by the stem of the image that they belong to."""
+    """Mask files by the stem of the image that they belong to.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        folder: Folder with the masks, at any depth.
+        merged: Folder to write the union of several masks of one image to.
+        images: Folder of the images, in which `merged` must not be, because it would become a class there.
+    """
+
+    def __init__(self, folder: Path, merged: Path | None = None, images: Path | None = None) -> None:
         require_folder(folder, "Pass the folder that contains the masks.")
-        self.folder = folder
+        self.folder, self.merged, self.images = folder, merged, images
         self.by_stem: dict[str, list[Path]] = {}
         for path in (path for path in files_below(folder) if is_image(path)):
-            for ending in MASK_ENDINGS:
-                if path.stem.endswith(ending):
-                    self.by_stem.setdefault(path.stem.removesuffix(ending), []).append(path)
+            for stem in {path.stem, _ENDING.sub("", path.stem)}:
+                self.by_stem.setdefault(stem, []).append(path)
 
     def of(self, image: Path) -> str | None:
-        found = self.by_stem.get(image.stem, [])
-        found = [path for path in found if path != image]
+        """The mask of an image, or None."""
+        found = [path for path in self.by_stem.get(image.stem, []) if path != image]
         same_class = [path for path in found if path.parent.name == image.parent.name] or found
         if len(same_class) > 1:
-            names = listed([path.relative_to(self.folder).as_posix() for path in same_class], 3)
-            raise RequestError(f"{image.name} has more than one mask in {self.folder}: {names}. Keep one of them.")
+            return self._union(image, sorted(same_class))
         return str(same_class[0]) if same_class else None
+
+    def _union(self, image: Path, parts: Sequence[Path]) -> str:
+        names = listed([path.relative_to(self.folder).as_posix() for path in parts], 3)
+        endings = [_ENDING.search(path.stem) for path in parts]
+        kinds = {(path.parent, ending and ending[1]) for path, ending in zip(parts, endings)}
+        numbers = {ending and ending[2] for ending in endings}
+        if len(kinds) > 1 or len(numbers) < len(parts):
+            raise RequestError(f"{image.name} has more than one mask in {self.folder}: {names}. Keep one of them.")
+        if self.merged is None:
+            raise RequestError(
+                f"{image.name} has several masks in {self.folder}: {names}. Make a manifest with `mtb data folder`, which writes "
+                "their union, and use that."
+            )
+        if self.images is not None and Path(os.path.abspath(self.merged)).is_relative_to(os.path.abspath(self.images)):
+            raise RequestError(
+                f"{image.name} has several masks, and the folder of their union, {self.merged}, would become a class of "
+                f"{self.images}. Write the manifest to another folder."
+            )
+        path = self.merged / image.parent.name / f"{image.stem}.png"
+        union = _merged(parts)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_encoded(path, lambda stream: union.save(stream, format="PNG"))
+        return str(path)
+
+
+def _merged(parts: Sequence[Path]) -> Image.Image:
+    """Every pixel as bright as in the brightest of the masks."""
+    first, *others = (decode_mask(path).convert("L") for path in parts)
+    for path, other in zip(parts[1:], others):
+        if other.size != first.size:
+            sizes = f"{other.width} x {other.height} pixels, {parts[0].name} {first.width} x {first.height}"
+            raise RequestError(f"Masks of one image must be of one size, but {path.name} has {sizes}.")
+        first = ImageChops.lighter(first, other)
+    return first
