@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pandas as pd
-from beyond_pages import draw, external_page, guarantee_page
+from external_page import external_figure, external_page
+from guarantee_page import guarantee_figure, guarantee_page
+from matplotlib.figure import Figure
 from results_index import index_page
 from results_tables import (
     BUDGETS,
@@ -29,6 +31,7 @@ from results_tables import (
 
 from medtokenbudget.experiments import paper
 from medtokenbudget.reporting.looks import look
+from medtokenbudget.reporting.style import house_style, save
 
 
 def main_page() -> str:
@@ -284,10 +287,15 @@ PAGES: dict[str, Callable[[], str]] = {
     "guarantee": guarantee_page,
     "external": external_page,
 }
+FIGURES: dict[str, Callable[[], Figure]] = {"guarantee": guarantee_figure, "external": external_figure}
+"""Figures that are drawn here; those of the other pages come from the report of their run."""
 
 
 if __name__ == "__main__":
-    draw()
+    with house_style():
+        for name, draw in FIGURES.items():
+            save(draw(), RESULTS / "figures", name)
+            (RESULTS / "figures" / f"{name}.png").unlink()
     for name, write in PAGES.items():
         (RESULTS / f"{name}.md").write_text(write(), encoding="utf-8")
         print(f"docs/results/{name}.md")
