@@ -20,8 +20,9 @@ from medtokenbudget.experiments.methods import Method, method_of
 from medtokenbudget.experiments.results import RESULT_COLUMNS, read_predictions, read_results, summarize
 from medtokenbudget.experiments.studies import STUDIES, chosen_studies
 from medtokenbudget.experiments.summary import comparison, headline
+from medtokenbudget.experiments.units import FILES as UNIT_FILES
 from medtokenbudget.experiments.units import Plan, Unit, run_unit
-from medtokenbudget.files import read_json
+from medtokenbudget.files import read_json, read_lines
 from medtokenbudget.routing import Ranker, list_selectors, register_selector, registry
 from medtokenbudget.training.heads import list_heads
 from tests.drawn import Drawn, quick
@@ -123,6 +124,25 @@ def test_a_second_run_writes_the_same_bytes_and_a_repeated_call_does_no_work(dra
     assert _sweep(drawn, tmp_path / "a").equals(first)
     assert {path: path.stat().st_mtime_ns for path in stamps} == stamps
     assert set(first["budget"]) == set(BUDGETS)
+
+
+@pytest.mark.slow
+def test_a_selector_that_is_trained_without_its_head_is_trained_once_for_all_heads(drawn: Drawn, tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    _sweep(drawn, tmp_path / "all", methods=("lats+abmil:lesion-first", "lats+linear:lesion-first", "lats:lesion-first"))
+    _sweep(drawn, tmp_path / "alone", methods=("lats+abmil:lesion-first",))
+    unit = Path("units", "lats+abmil~lesion-first-42")
+    for name in ("checkpoint.safetensors", *UNIT_FILES):
+        assert (tmp_path / "all" / unit / name).read_bytes() == (tmp_path / "alone" / unit / name).read_bytes(), name
+    rows = {folder.name: _selector_rows(folder) for folder in (tmp_path / "all" / "units").iterdir()}
+    shared = rows["lats~lesion-first-42"]
+    assert len(shared) == 2
+    assert all(found == shared for found in rows.values()), "the seconds of an epoch are the same only if it ran once"
+    assert _selector_rows(tmp_path / "alone" / unit) != shared
+
+
+def _selector_rows(unit: Path) -> list[dict[str, Any]]:
+    return [row for row in read_lines(unit / "metrics.jsonl") if row["stage"] == "selector"]
 
 
 @pytest.mark.slow

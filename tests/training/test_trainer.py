@@ -21,7 +21,7 @@ from medtokenbudget.data import Drawings, Manifest, synthetic_manifest
 from medtokenbudget.errors import MismatchError, RequestError, WorkError
 from medtokenbudget.features import extract
 from medtokenbudget.files import read_lines
-from medtokenbudget.tensor_files import load_tensors
+from medtokenbudget.tensor_files import load_tensors, save_tensors
 from medtokenbudget.training import trainer
 from medtokenbudget.training.parts import ViewDraw, make_parts
 from medtokenbudget.training.seeds import generator
@@ -204,6 +204,22 @@ def test_lesion_first_learns_where_the_lesion_is(drawn: Drawn, tmp_path: Path) -
     first, last = read_lines(tmp_path / "metrics.jsonl")[0], trained.best_value
     assert last > 0.7, "share of the ceiling on the selection part; drawing patches at random gives about 0.45"
     assert [row["lesion"] for row in read_lines(tmp_path / "metrics.jsonl") if row["stage"] == "selector"][-1] < first["lesion"]
+
+
+@pytest.mark.parametrize("difference", ["joint recipe", "unfinished", "learning rate"])
+def test_a_sibling_that_trained_another_selector_is_left_alone(drawn: Drawn, tmp_path: Path, difference: str) -> None:
+    config = quick("paper" if difference == "joint recipe" else "lesion-first", epochs=1)
+    there = replace(config, lr=5e-4) if difference == "learning rate" else config
+    train_selector(drawn.manifest, drawn.store, tmp_path / "a", there)
+    if difference == "unfinished":
+        tensors, state = load_tensors(tmp_path / "a" / "checkpoint.safetensors")
+        save_tensors(tmp_path / "a" / "checkpoint.safetensors", tensors, {**state, "finished": False})
+    before = (tmp_path / "a" / "checkpoint.safetensors").read_bytes()
+    train_selector(drawn.manifest, drawn.store, tmp_path / "b", config, head="linear", sibling=tmp_path / "a")
+    train_selector(drawn.manifest, drawn.store, tmp_path / "c", config, head="linear")
+    assert (tmp_path / "b" / "checkpoint.safetensors").read_bytes() == (tmp_path / "c" / "checkpoint.safetensors").read_bytes()
+    assert read_lines(tmp_path / "b" / "metrics.jsonl")[0]["seconds"] != read_lines(tmp_path / "a" / "metrics.jsonl")[0]["seconds"]
+    assert (tmp_path / "a" / "checkpoint.safetensors").read_bytes() == before
 
 
 def test_without_the_lesion_loss_masks_change_nothing(drawn: Drawn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

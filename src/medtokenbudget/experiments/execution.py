@@ -35,9 +35,9 @@ class Execution:
 
 
 def run_units(plan: Plan, units: Sequence[Unit], execution: Execution, jobs: int) -> None:
-    """Run units side by side; ablations wait for the training that they use."""
-    first = [unit for unit in units if unit.owner == unit]
-    second = [unit for unit in units if unit.owner != unit]
+    """Run units side by side; those that use the training of another wait for it."""
+    first = [unit for unit in units if not plan.waits(unit)]
+    second = [unit for unit in units if plan.waits(unit)]
     with Watch(plan, units, jobs) as watch:
         for wave in (first, second):
             if execution.engine == "ray":

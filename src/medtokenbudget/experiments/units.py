@@ -19,7 +19,7 @@ from safetensors.numpy import save
 from medtokenbudget.config import TrainConfig, to_dict
 from medtokenbudget.data import Manifest
 from medtokenbudget.errors import MedTokenBudgetError, RequestError
-from medtokenbudget.experiments.methods import Method
+from medtokenbudget.experiments.methods import DEFAULT_HEAD, Method
 from medtokenbudget.experiments.results import AS_IS, write_predictions
 from medtokenbudget.experiments.sources import Sources, open_sources
 from medtokenbudget.features import FeatureStore
@@ -58,6 +58,11 @@ class Unit:
         """The unit whose training this one uses: itself, unless it is an ablation."""
         return Unit(self.method.trained_as, self.seed)
 
+    @property
+    def sibling(self) -> Unit:
+        """The same method with the default head, where a selector that is trained without its head may be found."""
+        return Unit(replace(self.method, head=DEFAULT_HEAD), self.seed)
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -81,6 +86,11 @@ class Plan:
     def unit_config(self, unit: Unit) -> TrainConfig:
         """The training settings of the unit."""
         return unit.method.config(replace(self.config, seed=unit.seed))
+
+    def waits(self, unit: Unit) -> bool:
+        """Whether the unit uses the training of another: an ablation, or a head behind a selector that is trained without one."""
+        shares_selector = unit.method.learned and unit != unit.sibling and self.unit_config(unit).recipe != "joint"
+        return unit != unit.owner or shares_selector
 
     def identity(self, unit: Unit, sources: Sources | None = None) -> str:
         """Hash of everything that decides the unit's result."""
@@ -149,7 +159,8 @@ def _work(plan: Plan, unit: Unit, folder: Path, on_epoch: OnEpoch | None) -> Non
     if unit.method.learned:
         # An ablation trains in the folder of its owner; a finished checkpoint there is used as it is.
         names = (unit.method.selector, unit.method.head)
-        trained = train_selector(manifest, store, plan.folder(unit.owner), config, *names, on_epoch)
+        sibling = plan.folder(unit.sibling)
+        trained = train_selector(manifest, store, plan.folder(unit.owner), config, *names, on_epoch, sibling)
         selector, head, parts = trained.selector.ablate(unit.method.ablation), trained.head, trained.parts
     else:
         parts = make_parts(manifest, store, config)

@@ -48,6 +48,8 @@ from medtokenbudget.training.schedule import EarlyStopping, cosine_lr, epochs_fo
 from medtokenbudget.training.seeds import generator
 from medtokenbudget.training.tracking import Tracker
 
+CHECKPOINT, METRICS = "checkpoint.safetensors", "metrics.jsonl"
+
 
 @dataclass(frozen=True)
 class Trained:
@@ -71,6 +73,7 @@ def train_selector(
     selector: str = "lats",
     head: str = "mlp",
     on_epoch: OnEpoch | None = None,
+    sibling: Path | None = None,
 ) -> Trained:
     """Train a learned selector and its head in `out` (checkpoint, `metrics.jsonl`), or resume a training that was stopped there.
 
@@ -78,9 +81,13 @@ def train_selector(
 
     Args:
         on_epoch: Called after every epoch with the stage, the epochs done and the epochs in all.
+        sibling: Folder of the same training with another head. The lesion-first recipe trains the selector without the head, so a
+            finished one is taken from there; anything else in that folder is left alone.
     """
     parts = make_parts(manifest, store, config)
     trainer = _Trainer(store, parts, Path(out), config, len(manifest.classes), (selector, head), on_epoch)
+    if sibling is not None:
+        trainer.take_over(sibling)
     trainer.run()
     return trainer.result()
 
@@ -244,7 +251,7 @@ class _Trainer:
 
     @property
     def _checkpoint(self) -> Path:
-        return self.out / "checkpoint.safetensors"
+        return self.out / CHECKPOINT
 
     def _module_state(self, prefix: str) -> dict[str, Tensor]:
         return ck.module_tensors(self.classifier, prefix)
@@ -269,8 +276,22 @@ class _Trainer:
         tensors = {**self._module_state("now/"), **self.best, **ck.optimizer_tensors(self.optimizer)}
         save_tensors(self._checkpoint, tensors, state)
 
+    def take_over(self, sibling: Path) -> None:
+        """Write the checkpoint that this training would end with, from that of a finished training with another head."""
+        if self.joint or self._checkpoint.exists() or not (sibling / CHECKPOINT).exists():
+            return
+        tensors, state = load_tensors(sibling / CHECKPOINT)
+        mine, theirs = self._identity(), state["identity"]
+        if not state["finished"] or theirs != mine | {"names": [self.names[0], theirs["names"][1]]}:
+            return
+        selector = {name: tensor for name, tensor in tensors.items() if not name.startswith(("now/head.", "best/head."))}
+        save_tensors(
+            self._checkpoint, self._module_state("now/") | self._module_state("best/") | selector, {**state, "identity": mine}
+        )
+        write_lines(self.out / METRICS, [row for row in read_lines(sibling / METRICS) if row["stage"] == "selector"])
+
     def _resume(self) -> None:
-        metrics = self.out / "metrics.jsonl"
+        metrics = self.out / METRICS
         if not self._checkpoint.exists():
             metrics.unlink(missing_ok=True)
             return
@@ -306,7 +327,7 @@ class _Trainer:
                 pooled = pool_to_file(path, self.store, rows, self.selector, self.config.budgets)
             history = pooled_head.train_on_file(pooled, label)
         for row in history:
-            append_line(self.out / "metrics.jsonl", row)
+            append_line(self.out / METRICS, row)
         path.unlink(missing_ok=True)
         path.with_suffix(".json").unlink(missing_ok=True)
         head.load_state_dict(pooled_head.head.state_dict())
