@@ -1,11 +1,13 @@
-"""TC-SSA, token compression by semantic slot aggregation (Chen et al., 2026): patches are routed to their two best of K slots.
+"""TC-SSA, token compression by semantic slot aggregation (Chen et al., MICCAI 2026): patches go to their two best of K slots.
 
-After the abstract and the published description: a gate with sparse top-2 routing, weighted aggregation, and the regularizers for
-load balance and for the size of the logits. Its semantic-affinity and entropy terms are not specified there and are left out, and
-so is the vision-language model behind it.
+The gate, the aggregation and the three terms of its auxiliary loss are the published ones. Left out are the noise on the gate in
+training, the network of each slot, which would move the tokens out of the space that heads read, and the vision-language model
+behind it. A slot that no patch is routed to is zero in the publication; here it takes the patch that is nearest to it.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +17,8 @@ from medtokenbudget.routing.registry import register_selector
 from medtokenbudget.routing.soft import SoftMerger
 from medtokenbudget.tokens import TokenBatch
 
-_BALANCE, _SIZE = 1e-2, 1e-3
-"""Weights of the regularizers, as is usual for sparse routing."""
+_AUXILIARY, _ENTROPY, _SIZE = 0.1, 0.5, 1e-4
+"""Weight of the auxiliary loss, and of two of its terms in it."""
 
 
 @register_selector("tc-ssa")
@@ -35,21 +37,30 @@ class TCSSA(SoftMerger):
     def __init__(self, dim: int, routes: int = 2, slots: int = 256, minimum: int = 16) -> None:
         super().__init__(slots, minimum)
         self.routes = routes
-        self.gate = nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, slots))
+        self.gate = nn.Linear(dim, slots)
 
     def attention(self, tokens: TokenBatch, k: int) -> Tensor:
         probability = self.gate(tokens.patches)[..., :k].float().softmax(-1)  # [B, N, k]
-        best, where = probability.topk(min(self.routes, k), dim=-1)
-        routed = torch.zeros_like(probability).scatter(-1, where, best / best.sum(-1, keepdim=True))
+        routed = probability * self._routes(probability)
         empty = routed.sum(1, keepdim=True) == 0
         favorite = F.one_hot(probability.argmax(1), tokens.n).transpose(1, 2).to(routed.dtype)
         routed = torch.where(empty, favorite, routed)
         return (routed / routed.sum(1, keepdim=True)).transpose(1, 2)
 
     def extra_terms(self, tokens: TokenBatch, k: int) -> dict[str, Tensor]:
-        """Load balance `k sum(f p)` (f: share of patches routed there first, p: mean gate), and the squared log-sum of logits."""
+        """Load balance `k sum(f p)` (f: share of patches routed there, p: mean gate), entropy of p, and the size of the logits."""
         logits = self.gate(tokens.patches)[..., :k].float()
         probability = logits.softmax(-1)
-        first = F.one_hot(probability.argmax(-1), k).float()
-        balance = k * (first.mean((0, 1)) * probability.mean((0, 1))).sum()
-        return {"balance": _BALANCE * balance, "logits": _SIZE * logits.logsumexp(-1).square().mean()}
+        p, f = probability.mean((0, 1)), self._routes(probability).mean((0, 1))
+        entropy = 1 + (p * (p + 1e-8).log()).sum() / math.log(max(k, 2))
+        size = logits.logsumexp(-1).mean().square()
+        return {
+            "balance": _AUXILIARY * k * (f * p).sum(),
+            "entropy": _AUXILIARY * _ENTROPY * entropy,
+            "logits": _AUXILIARY * _SIZE * size,
+        }
+
+    def _routes(self, probability: Tensor) -> Tensor:
+        """1 at the slots that each patch goes to, [B, N, k]."""
+        best = probability.topk(min(self.routes, probability.shape[-1]), dim=-1).indices
+        return torch.zeros_like(probability).scatter(-1, best, 1.0)
