@@ -4,8 +4,6 @@ With directories it first collects `docs/results/resplits.csv` from their result
 Without, it only writes `resplits.md` again from the CSV; a test does the same and compares.
 """
 
-# ruff: noqa: E501  (the text of the page)
-
 from __future__ import annotations
 
 import re

@@ -19,6 +19,7 @@ from zoo_rows import BUDGET, collected
 from zoo_text import TEXT
 
 from medtokenbudget.experiments.methods import Method
+from medtokenbudget.experiments.studies import zoo
 from medtokenbudget.reporting.looks import REFERENCES, look
 from medtokenbudget.reporting.style import house_style, legend_below, percent_axis, save
 from medtokenbudget.routing import selector_class
@@ -34,6 +35,7 @@ GROUPS = {
 CONTROLS = ("oracle", "box-prior", "center", "darkness", "random", "no-pruning")
 NAMED = ("lats:lesion-first", "center", "oracle", "darkness", "random", "class-attention", "lats")
 """Methods that the figure shows with their own color and marker; the others have those of their group."""
+BACKBONES = {"embedded": "the embedded backbone", "vit-small": "the ViT-S/14"}
 COLUMNS = ("method", "kept", "kept, off", "accuracy", "F1", "balanced", "balanced, off", "size", "ms")
 
 
@@ -138,7 +140,8 @@ def page() -> str:
     """`zoo.md`, from the CSV files beside it."""
     frame, heads = read("zoo"), read("zoo-heads")
     tables = {name: frame[frame["backbone"] == name] for name in dict.fromkeys(frame["backbone"])}
-    text = TEXT.replace("<heads>", heads_table(heads))
+    text = TEXT.replace("<heads>", heads_table(heads)).replace("<seeds>", seeds(frame))
+    text = text.replace("<trainings>", str(len(zoo().units())))
     for name, rows in tables.items():
         text = text.replace(f"<{name}>", methods_table(rows))
     tables["heads"] = heads
@@ -150,8 +153,12 @@ def value(tables: dict[str, pd.DataFrame], name: str, method: str, view: str, me
     at = tables[name][(tables[name]["budget"].round(6) == BUDGET) & (tables[name]["view"] == view)]
     if method == "rankers":
         return ranked(at, metric)
-    rows = at[at["method"] == method]
-    return kept(rows.iloc[0]).strip("*") if metric == "kept" else number(rows[metric].iloc[0])
+    if method in ("learned", "untrained"):
+        return widest(at, method == "learned", metric)
+    row = at[at["method"] == method].iloc[0]
+    if metric == "epochs":
+        return in_words(row["epochs"].split())
+    return kept(row).strip("*") if metric == "kept" else number(row[metric])
 
 
 def ranked(at: pd.DataFrame, metric: str) -> str:
@@ -160,6 +167,29 @@ def ranked(at: pd.DataFrame, metric: str) -> str:
     if metric == "count":
         return str(len(rows))
     return f"{rows['retention_of_ceiling'].rank().corr(rows[metric].rank()):.2f}".replace("-", "−")
+
+
+def widest(at: pd.DataFrame, learned: bool, metric: str) -> str:
+    """The largest deviation between seeds among methods that learn, or that do not, and whose it is."""
+    rows = at[[Method.parse(text).learned == learned for text in at["method"]]]
+    row = rows.loc[rows[metric].idxmax()]
+    return f"{number(row[metric])} points ({look(row['method']).name})"
+
+
+def seeds(frame: pd.DataFrame) -> str:
+    """How many seeds the rows of each backbone have, with the exceptions by name."""
+    parts = []
+    for backbone, rows in frame.groupby("backbone", sort=False):
+        counts = rows.groupby("method", sort=False)["seeds"].first()
+        usual = int(counts.mode().iloc[0])
+        others = [f"{look(method).name} ({count})" for method, count in counts.items() if count != usual]
+        but = f" but {in_words(others)}" if others else ""
+        parts.append(f"{usual} for each row of {BACKBONES[backbone]}{but}")
+    return "; ".join(parts)
+
+
+def in_words(words: list[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
 
 
 def main(runs: list[str]) -> None:

@@ -18,8 +18,10 @@ from medtokenbudget.experiments.methods import Method
 from medtokenbudget.experiments.results import read_predictions
 from medtokenbudget.experiments.run import RunInfo
 from medtokenbudget.experiments.statistics import intervals
+from medtokenbudget.experiments.units import Unit
 from medtokenbudget.features import FeatureStore
 from medtokenbudget.routing import create_selector, selector_class
+from medtokenbudget.tensor_files import load_tensors
 from medtokenbudget.training.heads import create_head
 
 METRICS = ("retention_of_ceiling", "accuracy", "macro_f1", "balanced_accuracy")
@@ -42,12 +44,13 @@ def collected(runs: list[Path], backbone: str) -> pd.DataFrame:
     wide = wide.merge(cells[["n", "k", *MERGED]].mean().reset_index(), on=CELL).merge(spread, on=CELL)
     store = FeatureStore.open(infos[0].store_path, Manifest.read(infos[0].manifest_path))
     torch.set_num_threads(1)
-    times, counts = {}, {}
+    times, counts, epochs = {}, {}, {}
     for text in wide["method"].unique():
         method = Method.parse(text)
         times[text] = milliseconds(method, store)
         counts[text] = trained(method, next(info for info in reversed(infos) if text in info.methods), store.dim)
-    wide["ms"], wide["parameters"] = wide["method"].map(times), wide["method"].map(counts)
+        epochs[text] = kept_epochs(method, infos)
+    wide["ms"], wide["parameters"], wide["epochs"] = (wide["method"].map(by) for by in (times, counts, epochs))
     return wide.assign(backbone=backbone)
 
 
@@ -85,3 +88,13 @@ def trained(method: Method, info: RunInfo, dim: int) -> int:
         kind: Any = selector_class(method.selector)
         modules.append(kind.from_config(dim, info.methods[str(method)].train_config, len(info.classes)))
     return sum(parameter.numel() for module in modules for parameter in module.parameters())
+
+
+def kept_epochs(method: Method, infos: list[RunInfo]) -> str:
+    """The epoch that the training of each seed kept, in the order of the seeds; empty for what does not learn."""
+    found = {}
+    for info in infos if method.learned else []:
+        for seed in {seed for study in info.studies for seed in study["seeds"]}:
+            if (name := Unit(method, seed).name) in info.units:
+                found[seed] = load_tensors(info.path / "units" / name / "checkpoint.safetensors")[1]["best_epoch"] + 1
+    return " ".join(str(found[seed]) for seed in sorted(found))

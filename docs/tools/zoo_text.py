@@ -1,43 +1,40 @@
 """The text of `zoo.md`. Numbers in it are `[backbone|method|view|metric]`, tables are `<backbone>` and `<heads>`."""
 
-# ruff: noqa: E501  (the text of the page)
-
 TEXT = """# Every selector
 
-Selectors of the literature on the same tokens, each with a head of its own that is trained in the same way. They are in
-their post-backbone form: [what differs from the publications](../selectors.md#what-differs-from-the-publications).
+Selectors of the literature on the same tokens, each with a head of its own that is trained in the same way. They are in their
+post-backbone form: [what differs from the publications](../selectors.md#what-differs-from-the-publications).
 
-- **Data**: 1,663 training and 405 validation images of ISIC 2019 (paper split, all with masks), and one off-center crop of
-  each (399 in validation).
+- **Data**: 1,663 training and 405 validation images of ISIC 2019 (paper split, all with masks), and one off-center crop of each
+  (399 in validation).
 - **Backbones**: the embedded one (6 blocks, 256 patches of 192 numbers) and the ViT-S/14 of the other pages (12 blocks, 384
   numbers), with all six signals.
-- **Training**: the paper's protocol and head; the head sees the budgets 0.1, 0.3 and 0.5 (the study itself: ten). Selectors that do
-  not learn have a head that trains for 30 epochs; those that learn train together with it for 10 epochs (`--epochs 10
-  --curriculum.epochs 4`) instead of 50. `lats:lesion-first` follows its own preset: the strict protocol, and off-center crops in
-  training, which no other row has seen; on the ViT-S/14 without its minimum of 1,000 steps.
-- **Seeds**: 42, 43 and 44 for untrained rows with a deviation in parentheses, 42 and 43 for learned ones, else 42 alone. The
-  column `seeds` of the CSV says it for each row.
+- **Training**: the paper's protocol and head; the head sees the budgets 0.1, 0.3 and 0.5 (the study itself: ten). Selectors
+  that do not learn have a head that trains for 30 epochs; those that learn train together with it for 10 epochs (`--epochs 10
+  --curriculum.epochs 4`) instead of 50. `lats:lesion-first` follows its own preset: the strict protocol, and off-center crops
+  in training, which no other row has seen; on the ViT-S/14 without its minimum of 1,000 steps.
+- **Seeds**: <seeds> (42, then 43 and 44). The column `seeds` of the CSV says it for each row.
 - **Commands**: `mtb sweep isic.parquet --store stores/embedded --out runs/zoo --preset paper --protocol paper --budgets 0.1 0.3
-  0.5 --methods ...`, commits 63ed5a4 to 80bf20a. `mtb reproduce --study zoo` has all of it, 333 trainings
-  of up to 50 epochs with three seeds. `context` is compared on [a page of its own](scorer.md).
+  0.5 --methods ...`, commits 63ed5a4 to 39bc90b, TC-SSA with the commit of this page. `mtb reproduce --study zoo` is all of it
+  with every seed, <trainings> trainings of up to 50 epochs. `context` is compared on [a page of its own](scorer.md).
 
 At budget 0.3, numbers in percent; [zoo.csv](zoo.csv) has the other budgets, macro F1 off-center and all intervals:
 
 <embedded>
 
-*Kept*: lesion patches kept as a share of what K patches can hold. In italics, for what merges: the share of the lesion in tokens
-that are mostly lesion, or the attention on the lesion of tokens that are mixtures of all patches. *Off*: off-center crops.
-*±*: half of the 95 % interval, bootstrap over lesions. *F1*: macro, in parentheses its deviation between seeds. *Size*: trained
-parameters of selector and head. *ms*: CPU time of selecting from one image, batches of 16 on one thread.
+*Kept*: lesion patches kept as a share of what K patches can hold. In italics, for what merges: the share of the lesion in
+tokens that are mostly lesion, or the attention on the lesion of tokens that are mixtures of all patches. *Off*: off-center
+crops. *±*: half of the 95 % interval, bootstrap over lesions. *F1*: macro, in parentheses its deviation between seeds. *Size*:
+trained parameters of selector and head. *ms*: CPU time of selecting from one image, batches of 16 on one thread.
 
 ![Macro F1 over the share of the ceiling, as they are and off-center](figures/zoo.svg)
 
 What it says, and what it does not:
 
-- **No training-free ranking finds the lesion.** The class token's attention keeps [embedded|class-attention|as-is|kept] % of the
-  ceiling, its rollout [embedded|rollout|as-is|kept], ATS [embedded|ats|as-is|kept], because it is made to sample less attended places
-  too. Two controls without any model keep more: darkness [embedded|darkness|as-is|kept] and center [embedded|center|as-is|kept].
-  Off-center, where the center falls to [embedded|center|off-center|kept], attention is above it
+- **No training-free ranking finds the lesion.** The class token's attention keeps [embedded|class-attention|as-is|kept] % of
+  the ceiling, its rollout [embedded|rollout|as-is|kept], ATS [embedded|ats|as-is|kept], because it is made to sample less
+  attended places too. Two controls without any model keep more: darkness [embedded|darkness|as-is|kept] and center
+  [embedded|center|as-is|kept]. Off-center, where the center falls to [embedded|center|off-center|kept], attention is above it
   ([embedded|class-attention|off-center|kept], rollout [embedded|rollout|off-center|kept]) and still below darkness
   ([embedded|darkness|off-center|kept]).
 - **Selectors that learn through their choice come close without masks, attributions do not.** DynamicViT keeps
@@ -45,38 +42,40 @@ What it says, and what it does not:
   [embedded|sparselearn:mask-free|as-is|kept] ([embedded|sparselearn:mask-free|off-center|kept]), Cropr
   [embedded|cropr:mask-free|as-is|kept] ([embedded|cropr:mask-free|off-center|kept]), the attention of ABMIL
   [embedded|abmil-attention:mask-free|as-is|kept] ([embedded|abmil-attention:mask-free|off-center|kept]), LATS
-  [embedded|lats:mask-free|as-is|kept] ([embedded|lats:mask-free|off-center|kept]). What the gradient of a probe points at is far
-  less: gradient x token [embedded|grad-token:mask-free|as-is|kept], relevance [embedded|relevance:mask-free|as-is|kept], Grad-CAM at
-  norm1 [embedded|gradcam-norm1:mask-free|as-is|kept],
-  which differs much between seeds (with seed 42 it kept no more than Random, [embedded|random|as-is|kept]).
+  [embedded|lats:mask-free|as-is|kept] ([embedded|lats:mask-free|off-center|kept]). What the gradient of a probe points at is
+  far less: gradient x token [embedded|grad-token:mask-free|as-is|kept], relevance [embedded|relevance:mask-free|as-is|kept],
+  Grad-CAM at norm1 [embedded|gradcam-norm1:mask-free|as-is|kept], which differs much between seeds (with seed 42 it kept no
+  more than Random, [embedded|random|as-is|kept]).
 - **With masks** DynamicViT ([embedded|dynamicvit|as-is|kept], off-center [embedded|dynamicvit|off-center|kept]), SparseLearn
   ([embedded|sparselearn|as-is|kept], [embedded|sparselearn|off-center|kept]), LATS ([embedded|lats|as-is|kept],
-  [embedded|lats|off-center|kept]) and Cropr ([embedded|cropr|as-is|kept], [embedded|cropr|off-center|kept]) are within a few points
-  of one another as they are; off-center LATS keeps the most of them. `lats:lesion-first` keeps
+  [embedded|lats|off-center|kept]) and Cropr ([embedded|cropr|as-is|kept], [embedded|cropr|off-center|kept]) are within a few
+  points of one another as they are; off-center LATS keeps the most of them. `lats:lesion-first` keeps
   [embedded|lats:lesion-first|as-is|kept] ([embedded|lats:lesion-first|off-center|kept]), but off-center it is the only one that
   trained on such crops.
-- **Mergers** that join similar tokens keep the lesion together without knowing of it: ATC
-  [embedded|atc|as-is|kept] % of it is in tokens that are mostly lesion, DPC-KNN [embedded|dpc-knn|as-is|kept], ToMe
-  [embedded|tome|as-is|kept], and off-center more ([embedded|atc|off-center|kept], [embedded|dpc-knn|off-center|kept],
-  [embedded|tome|off-center|kept]). EViT's one fused token takes much of it in ([embedded|evit|as-is|kept]). Comparing the keys of
-  the block instead of the tokens keeps the lesion less apart in ToMe, PiToMe and ATC ([embedded|tome:keys|as-is|kept],
-  [embedded|pitome:keys|as-is|kept], [embedded|atc:keys|as-is|kept]) and gave better heads with this one seed: macro F1
-  [embedded|tome:keys|as-is|macro_f1], [embedded|pitome:keys|as-is|macro_f1] and [embedded|atc:keys|as-is|macro_f1] instead of
-  [embedded|tome|as-is|macro_f1], [embedded|pitome|as-is|macro_f1] and [embedded|atc|as-is|macro_f1].
-- **Keeping the lesion is not accuracy.** Over the [embedded|rankers|as-is|count] methods that keep patches the rank correlation of what is
-  kept and macro F1 is [embedded|rankers|as-is|macro_f1], off-center [embedded|rankers|off-center|macro_f1]. The oracle has an
-  accuracy of [embedded|oracle|as-is|accuracy] % and Random, with [embedded|random|as-is|kept] % of the ceiling,
-  [embedded|random|as-is|accuracy]: tokens of this backbone's last block know their surroundings. The center has one of the highest macro F1
-  ([embedded|center|as-is|macro_f1]) and loses the most off-center (balanced accuracy from
-  [embedded|center|as-is|balanced_accuracy] to [embedded|center|off-center|balanced_accuracy]): its head learned centered lesions.
-  Mixtures of all patches (query pool, TokenLearner) have the best heads among what learns.
-- **Three rows are artifacts of the paper's rule for the epoch.** `sparselearn`, `abmil-attention` and `cropr` with masks keep the lesion, but
-  the rule, best validation accuracy at budget 0.5, chose their second epoch with seed 42, when the head only knew the common classes (macro F1
-  [embedded|sparselearn|as-is|macro_f1], [embedded|abmil-attention|as-is|macro_f1] and [embedded|cropr|as-is|macro_f1] over both seeds). So the accuracies
-  of learned selectors, whose heads had 10 epochs beside them, are not to be compared with those of the training-free ones (30 epochs).
-- Accuracy intervals are about five points to either side, those of balanced accuracy seven, and another seed moves macro F1 of an untrained selector by up to
-  [embedded|random|as-is|macro_f1_spread] points (Random), of a learned one by up to twelve (ABMIL attention). Rows that are closer than that cannot be told apart here;
-  [other splits](resplits.md) say more about a few of them.
+- **Mergers** that join similar tokens keep the lesion together without knowing of it: ATC [embedded|atc|as-is|kept] % of it is
+  in tokens that are mostly lesion, DPC-KNN [embedded|dpc-knn|as-is|kept], ToMe [embedded|tome|as-is|kept], and off-center more
+  ([embedded|atc|off-center|kept], [embedded|dpc-knn|off-center|kept], [embedded|tome|off-center|kept]). EViT's one fused token
+  takes much of it in ([embedded|evit|as-is|kept]). Comparing the keys of the block instead of the tokens keeps the lesion less
+  apart in ToMe, PiToMe and ATC ([embedded|tome:keys|as-is|kept], [embedded|pitome:keys|as-is|kept],
+  [embedded|atc:keys|as-is|kept]) and gave better heads with this one seed: macro F1 [embedded|tome:keys|as-is|macro_f1],
+  [embedded|pitome:keys|as-is|macro_f1] and [embedded|atc:keys|as-is|macro_f1] instead of [embedded|tome|as-is|macro_f1],
+  [embedded|pitome|as-is|macro_f1] and [embedded|atc|as-is|macro_f1].
+- **Keeping the lesion is not accuracy.** Over the [embedded|rankers|as-is|count] methods that keep patches the rank correlation
+  of what is kept and macro F1 is [embedded|rankers|as-is|macro_f1], off-center [embedded|rankers|off-center|macro_f1]. The
+  oracle has an accuracy of [embedded|oracle|as-is|accuracy] % and Random, with [embedded|random|as-is|kept] % of the ceiling,
+  [embedded|random|as-is|accuracy]: tokens of this backbone's last block know their surroundings. The center has one of the
+  highest macro F1 ([embedded|center|as-is|macro_f1]) and loses the most off-center (balanced accuracy from
+  [embedded|center|as-is|balanced_accuracy] to [embedded|center|off-center|balanced_accuracy]): its head learned centered
+  lesions. Mixtures of all patches (query pool, TokenLearner) have the best heads among what learns.
+- **Three rows are artifacts of the paper's rule for the epoch.** `sparselearn`, `abmil-attention` and `cropr` with masks keep
+  the lesion, but the rule, best validation accuracy at budget 0.5, chose early epochs of theirs
+  ([embedded|sparselearn|as-is|epochs]; [embedded|abmil-attention|as-is|epochs]; [embedded|cropr|as-is|epochs]), when the head
+  only knew the common classes: macro F1 [embedded|sparselearn|as-is|macro_f1], [embedded|abmil-attention|as-is|macro_f1] and
+  [embedded|cropr|as-is|macro_f1]. So the accuracies of learned selectors, whose heads had 10 epochs beside them, are not to be
+  compared with those of the training-free ones (30 epochs).
+- Accuracy intervals are four to five points to either side, those of balanced accuracy six to eight, and seeds deviate in macro
+  F1 by up to [embedded|untrained|as-is|macro_f1_spread] without training and by up to [embedded|learned|as-is|macro_f1_spread]
+  with it. Rows that are closer than that cannot be told apart here; [other splits](resplits.md) say more about a few of them.
 
 ## ViT-S/14
 
@@ -85,9 +84,10 @@ What it says, and what it does not:
 - This backbone was fine-tuned for saliency, and its signals know more of the lesion: attention entropy keeps
   [vit-small|attention-entropy|as-is|kept] %, the norm [vit-small|norm|as-is|kept], class attention
   [vit-small|class-attention|as-is|kept] ([embedded|attention-entropy|as-is|kept], [embedded|norm|as-is|kept] and
-  [embedded|class-attention|as-is|kept] on the embedded one). All are still below the center as they are, and below darkness off-center.
-- What learns from masks is where it was: LATS [vit-small|lats|as-is|kept] (off-center [vit-small|lats|off-center|kept]), DynamicViT
-  [vit-small|dynamicvit|as-is|kept] ([vit-small|dynamicvit|off-center|kept]), Cropr [vit-small|cropr|as-is|kept]
+  [embedded|class-attention|as-is|kept] on the embedded one). All are still below the center as they are, and below darkness
+  off-center.
+- What learns from masks is where it was: LATS [vit-small|lats|as-is|kept] (off-center [vit-small|lats|off-center|kept]),
+  DynamicViT [vit-small|dynamicvit|as-is|kept] ([vit-small|dynamicvit|off-center|kept]), Cropr [vit-small|cropr|as-is|kept]
   ([vit-small|cropr|off-center|kept]), `lats:lesion-first` [vit-small|lats:lesion-first|as-is|kept]
   ([vit-small|lats:lesion-first|off-center|kept]).
 - Mergers keep the lesion together as before (ATC [vit-small|atc|as-is|kept] %); comparing keys makes no difference here (ATC
@@ -98,19 +98,19 @@ What it says, and what it does not:
 
 ## Other heads
 
-Balanced accuracy at budget 0.3, as they are / off-center, embedded backbone, seed 42. All heads, the MLP too, trained for 8 epochs
-instead of 30, LATS together with its head for 10, so these numbers are to be compared with one another only
+Balanced accuracy at budget 0.3, as they are / off-center, embedded backbone, seed 42. All heads, the MLP too, trained for 8
+epochs instead of 30, LATS together with its head for 10, so these numbers are to be compared with one another only
 ([zoo-heads.csv](zoo-heads.csv)):
 
 <heads>
 
-- **No head makes up for the selection, and none undoes the center.** Behind most heads the center is first or close to it as they are
-  ([heads|center|as-is|balanced_accuracy] behind the MLP, [heads|center+attentive-probe|as-is|balanced_accuracy] behind the attentive
-  probe), and it loses the most off-center ([heads|center|off-center|balanced_accuracy],
+- **No head makes up for the selection, and none undoes the center.** Behind most heads the center is first or close to it as
+  they are ([heads|center|as-is|balanced_accuracy] behind the MLP, [heads|center+attentive-probe|as-is|balanced_accuracy] behind
+  the attentive probe), and it loses the most off-center ([heads|center|off-center|balanced_accuracy],
   [heads|center+attentive-probe|off-center|balanced_accuracy]). CLAM with a branch for each class is the exception
   ([heads|center+clam-mb|as-is|balanced_accuracy] with the center, [heads|evit+clam-mb|as-is|balanced_accuracy] with EViT).
-- **The attentive probe learns fastest** of those that read tokens; the linear probe, with the same few steps, is far from trained. So
-  this table says which heads learn fast on 1,663 images, not which is best in the end.
-- Left out for time: `transmil` with all selectors but the center, CLAM with `lats`, and `lats:lesion-first`, which trains anew with every
-  head.
+- **The attentive probe learns fastest** of those that read tokens; the linear probe, with the same few steps, is far from
+  trained. So this table says which heads learn fast on 1,663 images, not which is best in the end.
+- Left out for time: `transmil` with all selectors but the center, CLAM with `lats`, and `lats:lesion-first`, which trains anew
+  with every head.
 """

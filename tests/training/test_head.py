@@ -32,6 +32,13 @@ def test_the_head_is_the_papers_stack():
     assert head(torch.randn(4, 3, 32)).shape == (4, 3, 5)
 
 
+def test_the_linear_head_is_one_weighted_sum_of_the_mean_for_each_class():
+    head, pooled = create_head("linear", 4, 3), torch.randn(2, 4)
+    weight, bias = head.output.weight.tolist(), head.output.bias.tolist()
+    expected = [[sum(w * x for w, x in zip(weight[c], row)) + bias[c] for c in range(3)] for row in pooled.tolist()]
+    torch.testing.assert_close(head(pooled), torch.tensor(expected))
+
+
 def test_head_dropout_follows_the_generator():
     head, x = MLPHead(32, 5), torch.randn(4, 32)
     draws = [head(x, torch.Generator().manual_seed(seed)) for seed in (0, 0, 1)]

@@ -46,8 +46,9 @@ def test_the_heads_that_read_tokens_are_there():
 
 
 @torch.no_grad()
-def test_abmil_is_gated_attention_pooling():
-    head, kept = head_of("abmil"), kept_of()
+@pytest.mark.parametrize("name", ["abmil", "clam-sb"])
+def test_abmil_and_the_bag_of_clam_are_gated_attention_pooling(name):
+    head, kept = head_of(name), kept_of()
     for row in range(3):
         features = [F.relu(head.features(x)) for x in kept.tokens[row]]
         attend = head.attend
@@ -110,6 +111,21 @@ def test_the_attention_of_transmil_is_exact():
     q, k, v = attention.qkv(attention.norm(x)).view(2, 6, 3, 4, 32).permute(2, 0, 3, 1, 4)
     expected = attention.output(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(2, 6, 128))
     torch.testing.assert_close(attention(x, torch.ones(2, 6)), expected, atol=1e-5, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_transmil_reads_the_class_token_after_attention_positions_and_attention():
+    head, kept = head_of("transmil"), kept_of()
+    for row in range(3):
+        x = torch.stack([head.class_token[0, 0], *(F.relu(head.features(token)) for token in kept.tokens[row])])
+        x = x + head.first(x[None], torch.ones(1, 21))[0]
+        places = head.position(x[None, 1:], torch.ones(1, 20), kept.positions[row : row + 1], kept.grid)[0]
+        x = torch.cat([x[:1], places])
+        last = (x + head.second(x[None], torch.ones(1, 21))[0])[0]
+        centered = last - last.mean()
+        normed = centered / (centered.square().mean() + 1e-5).sqrt() * head.norm.weight + head.norm.bias
+        expected = head.output.weight @ normed + head.output.bias
+        torch.testing.assert_close(head(kept)[row], expected, atol=1e-5, rtol=1e-4)
 
 
 @torch.no_grad()
