@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,8 @@ from medtokenbudget.config import preset
 from medtokenbudget.experiments.execution import Execution
 from medtokenbudget.experiments.methods import Method
 from medtokenbudget.experiments.sweep import sweep
-from medtokenbudget.experiments.units import Unit
-from medtokenbudget.experiments.watching import FILE, Pace, Watch, kind_of, read_pace, time_left
+from medtokenbudget.experiments.units import Plan, Unit
+from medtokenbudget.experiments.watching import FILE, Pace, Watch, kind_of, read_pace, reporter, time_left
 from tests.drawn import Drawn, quick
 
 LONG, SHORT = ("lats",), ("head",)
@@ -59,10 +60,23 @@ def test_a_progress_file_that_is_being_written_is_no_error(tmp_path: Path, text:
 
 def test_recipes_and_selectors_that_draw_are_kinds_of_their_own() -> None:
     base = preset("paper")
-    names = ("lats", "lats:lesion-first", "center", "tome", "random", "lats:no-norm")
+    names = ("lats", "lats:lesion-first", "center", "tome", "random", "lats:no-norm", "lats+abmil", "center+abmil")
     kinds = [kind_of(Unit(method, 42), method.config(base)) for method in map(Method.parse, names)]
     assert kinds[2] == kinds[3]
-    assert len(set(kinds)) == 5
+    assert len(set(kinds)) == 7
+
+
+def test_a_unit_whose_selector_is_there_already_counts_the_epochs_of_its_head_alone(tmp_path: Path) -> None:
+    plan = Plan(tmp_path, tmp_path, tmp_path, preset("lesion-first"), "drawn")
+    unit = Unit(Method.parse("lats+abmil:lesion-first"), 42)
+    report = reporter(plan, unit)
+    shares = []
+    for done in (1, 2):
+        report("head", done, 4)
+        pace = read_pace(plan.folder(unit), "lats", now=time.time())
+        assert pace is not None
+        shares.append(pace.share)
+    assert shares == [0.25, 0.5]
 
 
 @pytest.mark.slow

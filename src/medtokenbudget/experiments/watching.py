@@ -47,10 +47,12 @@ class Pace:
 def reporter(plan: Plan, unit: Unit) -> OnEpoch:
     """A callback for the trainer that keeps the unit's progress file up to date."""
     folder, started = plan.folder(unit), time.time()
-    stages = stages_of(unit, plan.unit_config(unit))
+    stages = list(stages_of(unit, plan.unit_config(unit)))
 
     def report(stage: str, done: int, total: int) -> None:
-        state = {"stage": stage, "done": done, "total": total, "started": started, "stages": list(stages)}
+        if not (folder / FILE).exists():  # a selector that is there already leaves only its head to train
+            del stages[: stages.index(stage)]
+        state = {"stage": stage, "done": done, "total": total, "started": started, "stages": stages}
         folder.mkdir(parents=True, exist_ok=True)
         # Not worth an fsync: the file is only looked at while the unit runs.
         temporary = folder / f".{FILE}.{os.getpid()}"
@@ -77,8 +79,8 @@ def kind_of(unit: Unit, config: TrainConfig) -> tuple[Any, ...]:
     if unit.method.ablation is not None:
         return ("ablation",)
     if unit.method.learned:
-        return (unit.method.selector, config.recipe, config.epochs, config.views, config.patches)
-    return ("head", selector_class(unit.method.selector).stochastic, config.head_epochs, config.views)
+        return (unit.method.selector, unit.method.head, config.recipe, config.epochs, config.views, config.patches)
+    return ("head", unit.method.head, selector_class(unit.method.selector).stochastic, config.head_epochs, config.views)
 
 
 def read_pace(folder: Path, name: str, now: float) -> Pace | None:
