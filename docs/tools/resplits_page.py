@@ -21,20 +21,22 @@ METRICS = {"retention_of_ceiling": "ceiling", "accuracy": "accuracy", "macro_f1"
 BUDGET = 0.3
 TEXT = """# Other splits
 
-The paper trains and validates on one split and leaves stratified re-splits to future work. Here the 2,068 images are split five times
-by the study `resplits`: five folds, stratified by class, no lesion and no duplicate in two of them, each the validation part once.
-Every method is trained on every fold with two seeds. How much of the spread comes from the split, and how much from the seed?
+The paper trains and validates on one split and leaves stratified re-splits to future work. Here the 2,068 images are split five
+times by the study `resplits`: five folds, stratified by class, no lesion and no duplicate in two of them, each the validation
+part once. Every method is trained on every fold with two seeds. How much of the spread comes from the split, and how much from
+the seed?
 
 - **Data**: 2,068 images of ISIC 2019, all with masks; about 1,654 for training and 414 for validation in each fold.
 - **Backbone**: the embedded one, budget 0.3 (the others are in [resplits.csv](resplits.csv)).
-- **Training**: seeds 42 and 43 (the study itself: three), heads for 30 epochs on the budgets 0.1, 0.3 and 0.5, strict protocol. LATS lesion-first
-  trained for 3 epochs (its preset: 8, and at least 1,000 steps); the paper's LATS was left out for time. Commit 2a39e82.
-- **Commands**: `mtb reproduce isic.parquet --store stores/embedded --out runs/resplits --study resplits --protocol strict --budgets 0.1 0.3
-  0.5 --seeds 42 43 --methods center random no-pruning oracle evit tome`, and for LATS with another `--out`, `--methods lats:lesion-first`
-  and `--preset lesion-first --epochs 3 --evaluate-every 3 --min-steps 0`.
+- **Training**: seeds 42 and 43 (the study itself: three), heads for 30 epochs on the budgets 0.1, 0.3 and 0.5, strict protocol.
+  LATS lesion-first trained for 3 epochs (its preset: 8, and at least 1,000 steps); the paper's LATS was left out for time.
+  Commit 2a39e82.
+- **Commands**: `mtb reproduce isic.parquet --store stores/embedded --out runs/resplits --study resplits --protocol strict
+  --budgets 0.1 0.3 0.5 --seeds 42 43 --methods center random no-pruning oracle evit tome`, and for LATS with another `--out`,
+  `--methods lats:lesion-first` and `--preset lesion-first --epochs 3 --evaluate-every 3 --min-steps 0`.
 
-Mean over folds and seeds and, in parentheses, the standard deviation between folds (without what the seeds add to it) and between the
-seeds of one fold, in percent; *ceiling* is the share of the retention ceiling:
+Mean over folds and seeds and, in parentheses, the standard deviation between folds (without what the seeds add to it) and
+between the seeds of one fold, in percent; *ceiling* is the share of the retention ceiling:
 
 <table>
 
@@ -113,17 +115,20 @@ def page() -> str:
     return re.sub(r"\[([^\[\]|]+)\|([a-z_0-9]+)\|([a-z_]+)\]", filled, text)
 
 
-READING = """- **A seed moves macro F1 about as much as another split, accuracy somewhat less.** In the median over methods accuracy deviates by
-  [*|accuracy|between_folds] points between folds and by [*|accuracy|between_seeds] between seeds, macro F1 by [*|macro_f1|between_folds] and
-  [*|macro_f1|between_seeds], balanced accuracy by [*|balanced_accuracy|between_folds] and [*|balanced_accuracy|between_seeds]. With two seeds
-  and five folds these deviations are themselves rough: where the seeds explain all of the spread, the part of the folds is cut at zero.
+READING = """- **A seed moves macro F1 about as much as another split, accuracy somewhat less.** In the median over methods accuracy
+  deviates by [*|accuracy|between_folds] points between folds and by [*|accuracy|between_seeds] between seeds, macro F1 by
+  [*|macro_f1|between_folds] and [*|macro_f1|between_seeds], balanced accuracy by [*|balanced_accuracy|between_folds] and
+  [*|balanced_accuracy|between_seeds]. With two seeds and five folds these deviations are themselves rough: where the seeds
+  explain all of the spread, the part of the folds is cut at zero.
 - **What is kept of the lesion hardly depends on the split**: the center's share of the ceiling deviates by
   [center|retention_of_ceiling|between_folds] points around [center|retention_of_ceiling|mean], that of LATS lesion-first by
-  [lats:lesion-first|retention_of_ceiling|between_folds] around [lats:lesion-first|retention_of_ceiling|mean], above the center on every fold.
+  [lats:lesion-first|retention_of_ceiling|between_folds] around [lats:lesion-first|retention_of_ceiling|mean], above the center
+  on every fold.
 - **So one split and one seed cannot order methods that are two or three points apart; five splits can.** EViT is only
-  [evit|accuracy|mean] against [random|accuracy|mean] in accuracy, and above Random on every fold. The center is above the oracle on every
-  fold ([center|accuracy|mean] against [oracle|accuracy|mean]): heads of mean tokens like what is in the middle, lesion or not. LATS
-  lesion-first is above Random in accuracy on every fold, and below the center on four of five, though it keeps more of the lesion.
+  [evit|accuracy|mean] against [random|accuracy|mean] in accuracy, and above Random on every fold. The center is above the
+  oracle on every fold ([center|accuracy|mean] against [oracle|accuracy|mean]): heads of mean tokens like what is in the middle,
+  lesion or not. LATS lesion-first is above Random in accuracy on every fold, and below the center on four of five, though it
+  keeps more of the lesion.
 """
 
 

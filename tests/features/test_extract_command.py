@@ -43,6 +43,18 @@ def test_the_command_extracts_says_what_failed_and_what_is_next(
     assert len(FeatureStore.open(tmp_path / "store")) == 8
 
 
+def test_a_store_that_every_image_was_left_out_of_is_a_failure(
+    tmp_path: Path, backbone: BackboneConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "broken.png").write_bytes(b"not a picture")
+    records = [{"image_id": "broken", "image": str(tmp_path / "broken.png"), "split": "train"}]
+    path = Manifest.from_records(records, ()).write(tmp_path / "m.parquet")
+    assert _command(path, tmp_path / "store", backbone) == 1
+    said = capsys.readouterr()
+    assert f"{tmp_path / 'store'} has no rows: every image was skipped. The first reason: " in said.err
+    assert "Next:" not in said.out
+
+
 def test_the_command_keeps_what_a_saved_model_routes(tmp_path: Path) -> None:
     model = small_model(tmp_path / "backbone")
     model.save_pretrained(tmp_path / "model")

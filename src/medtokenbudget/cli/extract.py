@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from medtokenbudget.cli.parsing import add_config, command_parser, pick
 from medtokenbudget.config import BackboneConfig, Budget, ExtractConfig
-from medtokenbudget.errors import RequestError
+from medtokenbudget.errors import RequestError, WorkError
 
 EXAMPLE = "mtb extract isic.parquet --store stores/isic --weights dinov2_vitb14.safetensors --views off-center"
 
@@ -118,6 +118,8 @@ def _run(given: Any) -> int:
     if given.verify:
         store.verify(manifest)
     print(_summary(store, given.manifest))
+    if store.errors and not len(store) and not store.missing:
+        raise WorkError(f"{store.path} has no rows: every image was skipped. The first reason: {store.errors[0].reason}")
     return 0
 
 
@@ -165,8 +167,8 @@ def _summary(store: Any, manifest: Path) -> str:
         )
     elif store.config["keep"] == "patches" or store.fixed_budget is not None:
         kept = "" if store.early is None else f", routed early ({store.early['way']}, {store.per_image} of {store.n} patches)"
-        following = f"mtb train {manifest} --store {store.path} --out runs/first"
-        lines.append(f"Wrote {store.path}: {len(store)} rows{kept}. Next: {following}")
+        following = f" Next: mtb train {manifest} --store {store.path} --out runs/first" if len(store) else ""
+        lines.append(f"Wrote {store.path}: {len(store)} rows{kept}.{following}")
     else:
         lines.append(f"Wrote {store.path}: {len(store)} rows of routed tokens.")
     return "\n".join(lines)
