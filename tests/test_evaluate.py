@@ -166,6 +166,8 @@ def test_classes_are_matched_by_name_or_by_a_mapping(tmp_path: Path) -> None:
     found = in_classes_of(manifest, ["MEL", "NV"], read_mapping(path))
     assert (found.rows["label"].tolist(), found.classes) == (["NV", "MEL", None, None], ("MEL", "NV"))
     assert in_classes_of(manifest, []).classes == ()
+    with pytest.raises(RequestError, match="a router without classes"):
+        in_classes_of(manifest, [], {"nevus": "NV"})
     with pytest.raises(RequestError, match=r'these classes of the data: nevus, scar\. It knows MEL, NV.*"nevus": null'):
         in_classes_of(manifest, ["MEL", "NV"])
     with pytest.raises(RequestError, match="The mapping names wart, but the classes of the data are nevus, MEL, scar"):

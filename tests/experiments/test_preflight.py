@@ -82,6 +82,15 @@ def test_a_manifest_without_labels_and_a_store_of_another_are_refused(drawn: Dra
     assert not (tmp_path / "run").exists()
 
 
+def test_data_without_validation_images_are_refused_before_the_training(drawn: Drawn, tmp_path: Path) -> None:
+    learned = Manifest.read(drawn.manifest_path).part("train")
+    for manifest in (learned, learned.without_labels()):
+        path = manifest.write(tmp_path / f"{len(manifest.classes)}.parquet")
+        with pytest.raises(RequestError, match=r"is in the part 'val', so there is nothing to measure with.*mtb data split"):
+            sweep(path, drawn.store_path, tmp_path / "run", methods=["center"], config=quick("paper"))
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_study_that_does_not_fit_the_data_is_refused(drawn: Drawn, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(RequestError, match="about Kvasir v2, but this manifest comes from synthetic"):
         reproduce(drawn.manifest_path, drawn.store_path, tmp_path / "run", "kvasir", quick("paper"))

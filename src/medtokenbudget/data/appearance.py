@@ -1,4 +1,4 @@
-"""What makes an image hard, measured on its pixels with simple rules: skin tone, hair, dark corners, ink, position of the lesion.
+"""What makes an image hard, measured on its pixels with simple rules: skin tone, hair, dark corners, ink, rulers, position.
 
 The strata of an external validation. Every function is pure: an RGB array [H, W, 3] in [0, 1] and a mask [H, W] in, a number out.
 The rules are coarse by intent, so that anyone can check them; `METHODS` states each in a sentence.
@@ -12,6 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 from scipy import ndimage
+
+from medtokenbudget.data import ruler
 
 Picture = NDArray[np.floating]
 Mask = NDArray[np.bool_]
@@ -38,6 +40,8 @@ METHODS = {
     "dark corners": "At least two corners (squares of 8% of the side) darker than 35% of the image's middle.",
     "ink": "More than 1% of the pixels outside the lesion are blue to violet (hue 190 to 325 degrees, saturation above 0.2) "
     "after their median was given the color of light skin.",
+    "ruler": f"At least {ruler.TICKS} thin dark ticks outside the lesion, parallel, equally far apart and across the line or arc "
+    f"that joins them (black-hat filters of 5 pixels at {ruler.SIDE} in 18 directions). Faint ticks are missed.",
 }
 """How each stratum is measured; lesion size and class come from masks and labels."""
 
@@ -52,6 +56,7 @@ class Appearance:
         hair: Share of hair-like pixels outside the lesion.
         dark_corners: Number of dark corners, 0 to 4.
         ink: Share of blue to violet pixels outside the lesion.
+        ticks: Most ticks in a row outside the lesion, as on a ruler.
     """
 
     position: float
@@ -59,6 +64,7 @@ class Appearance:
     hair: float
     dark_corners: int
     ink: float
+    ticks: int
 
     def strata(self) -> dict[str, str | None]:
         """The stratum of each property by name; None where it was not measured."""
@@ -68,6 +74,7 @@ class Appearance:
             "hair": _stratum(self.hair, _HAIR_EDGES, HAIR),
             "dark corners": "dark corners" if self.dark_corners >= 2 else "no dark corners",
             "ink": "ink" if self.ink > 0.01 else "no ink",
+            "ruler": "ruler" if self.ticks >= ruler.TICKS else "no ruler",
         }
 
 
@@ -77,23 +84,33 @@ STRATA = {
     "hair": HAIR,
     "dark corners": ("no dark corners", "dark corners"),
     "ink": ("no ink", "ink"),
+    "ruler": ("no ruler", "ruler"),
 }
 """The strata of each property, in the order of tables."""
 
 
 def measure(image: Image.Image, mask: Image.Image | None) -> Appearance:
     """Measure an image, reduced to `SIDE` pixels, with its lesion mask if there is one."""
-    scale = SIDE / max(image.size)
+    pixels, lesion = _reduced(image, mask, SIDE)
+    found = lesion is not None and bool(lesion.any())
+    outside = ~dark_frame(pixels) if lesion is None or not found else around(lesion) & ~dark_frame(pixels)
+    return Appearance(
+        position(lesion) if lesion is not None and found else np.nan,
+        skin_tone(pixels, outside) if found else np.nan,
+        hair(pixels, outside),
+        dark_corners(pixels),
+        ink(pixels, outside),
+        ticks(*_reduced(image, mask, ruler.SIDE)),
+    )
+
+
+def _reduced(image: Image.Image, mask: Image.Image | None, side: int) -> tuple[Picture, Mask | None]:
+    """Both with a longer side of `side` pixels."""
+    scale = side / max(image.size)
     size = (max(1, round(image.width * scale)), max(1, round(image.height * scale)))
     pixels = np.asarray(image.convert("RGB").resize(size, Image.Resampling.BILINEAR), np.float32) / 255
     lesion = None if mask is None else np.asarray(mask.convert("L").resize(size, Image.Resampling.BILINEAR)) > 127
-    if lesion is None or not lesion.any():
-        outside = ~dark_frame(pixels)
-        return Appearance(np.nan, np.nan, hair(pixels, outside), dark_corners(pixels), ink(pixels, outside))
-    outside = around(lesion) & ~dark_frame(pixels)
-    return Appearance(
-        position(lesion), skin_tone(pixels, outside), hair(pixels, outside), dark_corners(pixels), ink(pixels, outside)
-    )
+    return pixels, lesion
 
 
 def around(lesion: Mask) -> Mask:
@@ -157,6 +174,12 @@ def ink(picture: Picture, outside: Mask) -> float:
         high == blue, 240 + 60 * (red - green) / spread, np.where(high == red, (60 * (green - blue) / spread) % 360, 120)
     )
     return float(((hue > 190) & (hue < 325) & (spread > 0.2 * np.maximum(high, 1e-6)) & (high > 0.15)).mean())
+
+
+def ticks(picture: Picture, lesion: Mask | None) -> int:
+    """Most ticks in a row outside the lesion, as on a ruler; the picture has a longer side of `ruler.SIDE` pixels."""
+    gray = _gray(picture)
+    return ruler.longest_row(gray, np.ones(gray.shape, bool) if lesion is None else ~lesion)
 
 
 def _thin(picture: Picture, length: int = 11, depth: float = 0.12, long: int = 16) -> Mask:

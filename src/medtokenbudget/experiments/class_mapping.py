@@ -35,12 +35,14 @@ def in_classes_of(manifest: Manifest, classes: Sequence[str], mapping: Mapping[s
         The same images with labels in `classes`; an image that is left out has none.
 
     Raises:
-        RequestError: A label has no counterpart, or the mapping names classes that do not exist.
+        RequestError: A label has no counterpart, the mapping names classes that do not exist, or the model has none.
     """
     found = list(dict.fromkeys(label for label in manifest.rows["label"] if label is not None))
-    if not classes:
-        return manifest.without_labels()
     given = dict(mapping or {})
+    if not classes:
+        if given:
+            raise RequestError("The model is a router without classes, so there is nothing to map them to. Leave out --classes.")
+        return manifest.without_labels()
     _check_mapping(given, manifest.classes, classes)
     unknown = [name for name in found if name not in given and name not in classes]
     if unknown:

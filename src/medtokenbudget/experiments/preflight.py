@@ -70,6 +70,12 @@ def check_data(manifest: Manifest, store: FeatureStore) -> None:
     if manifest.classes:
         _check_labels(manifest)
     check_fits(manifest, store)
+    for part, use in (("train", "learn from"), ("val", "measure with")):
+        if not len(manifest.part(part)):
+            raise RequestError(
+                f"No image of '{manifest.name}' is in the part '{part}', so there is nothing to {use}. Add images, or split them "
+                "again: `mtb data split MANIFEST --split grouped --out FILE`."
+            )
 
 
 def _check_labels(manifest: Manifest) -> None:
