@@ -114,7 +114,22 @@ class Passes:
         precision: Of the large backbone: 'fp32', or 'bf16' for a study in half the time.
     """
 
-    GROUPS = ("dense", "scout", "zoom", "wide", "parted", "small", "medium", "large", "fine", "tome", "evit", "embedded", "own")
+    GROUPS = (
+        "dense",
+        "scout",
+        "middle",
+        "zoom",
+        "wide",
+        "parted",
+        "small",
+        "medium",
+        "large",
+        "fine",
+        "tome",
+        "evit",
+        "embedded",
+        "own",
+    )
 
     def __init__(self, weights: Path, blocks: Sequence[int], inside: Sequence[Path] = (), precision: str = "fp32") -> None:
         self.weights, self.blocks, self.inside = weights, sorted(blocks), inside
@@ -201,6 +216,12 @@ class Passes:
         yield "kept:scout-ring", ring.to(torch.uint8)
         for way, kept in (("scout-0.3", order[:, :K]), ("scout-0.5", order[:, :MORE]), ("scout-ring", ring)):
             yield from read(model, routed_pass.embed(model, images, kept), 0, self.early_blocks, way, kept.shape[1])
+
+    def middle(self, seen: Seen) -> Found:
+        """The patches in the middle of the image from block 0 on: what the scout has to beat."""
+        model, kept = self.backbone().model, rank(from_center())[:, :K].expand(len(seen.scores), -1)
+        x = routed_pass.embed(model, self.images(seen.pictures), kept)
+        yield from read(model, x, 0, self.early_blocks, "scout-center", K)
 
     def zoom(self, seen: Seen) -> Found:
         """The whole grid on a crop around the scout's patches, and on a crop of the same size around the center."""

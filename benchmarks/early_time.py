@@ -80,6 +80,9 @@ def way(name: str, passes: Passes, score: Callable[[Tensor], Tensor], batch: int
         return _inside(kind, model, pixels, layer, best)
     if kind.startswith(f"scout-{FINE}px-"):
         return _fine(passes.backbone(FINE).model, pixels, layer, score, int(kind.rpartition("-")[2]))
+    if kind == "scout-center":
+        middle = from_center().topk(K, dim=1).indices.expand(batch, -1)
+        return lambda: routed_pass.before_blocks(model, pixels, middle, layer).patches.mean(1)
     if kind.startswith("zoom-scout-") or kind.startswith("scout"):
         k = {"scout-0.5": MORE, "zoom-scout-179": 179}.get(kind, K)
         return lambda: routed_pass.before_blocks(model, pixels, best(k), layer).patches.mean(1)

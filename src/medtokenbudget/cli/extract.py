@@ -46,7 +46,7 @@ def main(arguments: list[str]) -> int:
         default=None,
         help="Run the backbone where the lesion is. scout: on the patches that the router chose from the image; block:4: on all "
         "patches before block 4, then on those that the router chose from its tokens; zoom: on a crop around the router's patches. "
-        "Routed tokens read best at a middle block (--layer 6 of a ViT-S/14).",
+        "Recommended: scout, or block:4 with a scorer that was trained on block 3; read a middle block (--layer 6 of a ViT-S/14).",
     )
     early.add_argument(
         "--router",
