@@ -1,4 +1,4 @@
-"""The page of early routing: `python docs/tools/early_page.py [STUDY SPEED...]`.
+"""The page of early routing: `python docs/tools/early_page.py [STUDY [SPEED...]]`.
 
 STUDY is the folder of `benchmarks/early_study.py`, SPEED are outputs of `mtb bench early-routing`. With them it first collects
 `docs/results/early-routing.csv`. Without, it writes `early-routing.md` and its figure again from the CSV; a test does the same with
@@ -16,16 +16,16 @@ from typing import Any
 import pandas as pd
 from early_text import CHOICES, FAMILIES, GOALS, NAMES, TEXT
 from matplotlib.figure import Figure
-from results_tables import RESULTS, read, smaller_image, table
+from results_tables import RESULTS, number, read, smaller_image, table
 
 from medtokenbudget.reporting.style import house_style, save
 
-TABLES = ("blocks", "inner", "validation", "retention", "time", "speed")
-COLORS = ("#444444", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#999999", "#e69f00", "#56b4e9", "#000000")
+TABLES = ("inner", "validation", "retention", "time", "speed")
+COLORS = ("#444444", "#0072b2", "#d55e00", "#009e73", "#aa3377", "#cc79a7", "#999999", "#e69f00", "#56b4e9", "#000000")
 
 
 def collect(study: Path, speeds: list[Path]) -> pd.DataFrame:
-    """The tables of a study and of the bench, one below the other."""
+    """The tables of a study and of the bench, one below the other; without a bench, the speeds that are there."""
     parts = [pd.read_csv(study / f"{name}.csv").assign(table=name) for name in TABLES[:-1] if (study / f"{name}.csv").exists()]
     line = re.compile(r"^(\S+)\s+(ViT-\S+)\s+batch (\d+)\s+([\d.]+)x\s+([\d.]+) ms")
     for path in speeds:
@@ -33,6 +33,9 @@ def collect(study: Path, speeds: list[Path]) -> pd.DataFrame:
         rows = [found.groups() for row in text.splitlines() if (found := line.match(row))]
         frame = pd.DataFrame(rows, columns=["way", "shape", "batch", "ratio", "milliseconds"])
         parts.append(frame.assign(table="speed", threads=int(threads[1]) if threads else 1))
+    if not speeds:
+        measured = frame_of("speed").dropna(axis=1, how="all")
+        parts.append(measured.assign(ratio=measured["ratio"].map("{:.2f}".format)))
     joined = pd.concat(parts, ignore_index=True)
     for whole in ("block", "n", "seeds", "batch", "threads"):
         joined[whole] = pd.to_numeric(joined[whole]).astype("Int64")
@@ -62,20 +65,22 @@ def over(line: Any, base: str) -> str:
 def base_of(way: str) -> str:
     """'way@block' of a way that others are compared with."""
     columns = [column.removeprefix("over_") for column in frame_of("validation").columns if column.startswith(f"over_{way}@")]
-    best = inner_best(way)
+    best = chosen_block(way)
     return f"{way}@{best}" if f"{way}@{best}" in columns else columns[0]
 
 
-def inner_best(way: str) -> int:
+def chosen_block(way: str) -> int:
+    """The block at which a way is read: of those that were confirmed, the one that the inner folds prefer."""
     lines = frame_of("inner", way=way).sort_values("macro_f1")
-    return int(lines["block"].iloc[-1])
+    confirmed = lines[lines["block"].isin(frame_of("validation", way=way)["block"])]
+    return int((lines if confirmed.empty else confirmed)["block"].iloc[-1])
 
 
 def blocks_table() -> str:
     """Dense and routed after each block, on the inner folds."""
     dense, after = (frame_of("inner", way=way).set_index("block") for way in ("dense", "after"))
     rows = []
-    for block in dense.index:
+    for block in sorted(dense.index.intersection(after.index)):
         one, other = dense.loc[block], after.loc[block]
         values = [one["macro_f1"], one["balanced_accuracy"], other["macro_f1"], other["balanced_accuracy"]]
         rows.append([str(int(block)), *(f"{value:.1f}" for value in values), f"{other['macro_f1'] - one['macro_f1']:+.1f}"])
@@ -100,14 +105,29 @@ def ways_table() -> str:
     return table(rows, head)
 
 
-def retention_table() -> str:
-    """How much of the lesion the 76 patches of each choice keep."""
-    lines = frame_of("retention")
+def off_center_table() -> str:
+    """Every way that was judged on off-center crops, beside the images as they are."""
+    dense, seen = base_of("dense"), frame_of("validation", view="as-is").set_index(["way", "block"])["macro_f1"]
+    lines = frame_of("validation", view="off-center")
     rows = []
-    for way in dict.fromkeys(lines["way"]):
-        line = lines[(lines["way"] == way) & (lines["view"] == "as-is")].iloc[0]
-        rows.append([CHOICES.get(way, way), *(f"{100 * line[metric]:.1f}" for metric in ("retention", "of_ceiling"))])
-    return table(rows, ["76 patches chosen by", "retention", "share of the ceiling"])
+    for way, name in NAMES.items():
+        for _, line in lines[lines["way"] == way].iterrows():
+            f1 = f"{line['macro_f1']:.1f} ({line['low_macro_f1']:.1f} to {line['high_macro_f1']:.1f})"
+            row = [name, str(int(line["block"])), f"{seen[way, line['block']]:.1f}", f1, f"{line['balanced_accuracy']:.1f}"]
+            rows.append([*row, over(line, dense)])
+    head = ["way", "block", "as they are: F1", "off-center: macro F1", "balanced", f"F1 over dense, block {dense[-1]}"]
+    return table(rows, head)
+
+
+def retention_table() -> str:
+    """How much of the lesion the 76 patches of each choice keep, of images as they are and off-center."""
+    lines = frame_of("retention").set_index(["view", "way"])
+    rows = []
+    for way, name in CHOICES.items():
+        keys = [(metric, (view, way)) for view in ("as-is", "off-center") for metric in ("retention", "of_ceiling")]
+        rows.append([name, *(number(lines[metric].get(key, float("nan"))) for metric, key in keys)])
+    head = ["76 patches chosen by", "retention", "share of the ceiling", "off-center: retention", "share of the ceiling"]
+    return table(rows, head)
 
 
 def speed_table() -> str:
@@ -153,7 +173,8 @@ def figure() -> Figure:
                 spread = [own[metric] - own[f"low_{metric}"], own[f"high_{metric}"] - own[metric]]
                 axis.errorbar(own["milliseconds"], own[metric], yerr=spread, fmt="none", ecolor=color, alpha=0.25, lw=1)
                 axis.plot(own["milliseconds"], own[metric], "*" if "embedded" in family else "o", color=color, ms=6, label=family)
-            best = frame.loc[front(frame, metric)]
+            controls = [way for way, name in NAMES.items() if name.startswith("control:")]
+            best = frame.loc[front(frame[~frame["way"].isin(controls)], metric)]
             axis.step(best["milliseconds"], best[metric], where="post", color="#444444", lw=0.8, ls="--", zorder=0)
             for _, line in best.iterrows():
                 axis.annotate(
@@ -173,9 +194,8 @@ def figure() -> Figure:
 def page() -> str:
     """`early-routing.md`, from the CSV beside it."""
     text = TEXT
-    tables = {"blocks": blocks_table, "ways": ways_table, "retention": retention_table, "speed": speed_table}
-    for name, made in tables.items():
-        text = text.replace(f"<{name}>", made())
+    text = text.replace("<blocks>", blocks_table()).replace("<ways>", ways_table()).replace("<off-center>", off_center_table())
+    text = text.replace("<retention>", retention_table()).replace("<speed>", speed_table())
     text = text.replace("<goals>", table(GOALS, ["goal", "found"], text=True))
     return re.sub(r"\[([a-z-]+)\|([\w@.-]+)\|([\w@.-]+)\]", lambda found: value(found[1], found[2], found[3]), text)
 
@@ -183,10 +203,13 @@ def page() -> str:
 def value(name: str, way: str, column: str) -> str:
     """A number of the text, `[table|way|column]` or `[table|way@block|column]`, by default at the block that was chosen.
 
-    `[speed|scout|S-16-1]` is the ratio of the bench for ViT-S/14, batches of 16 and one thread.
+    `[speed|scout|S-16-1]` is the ratio of the bench for ViT-S/14, batches of 16 and one thread; `[ratio|way|other]` the speed over
+    another way, and `[gain|way|other]` the difference in macro F1 on the inner folds.
     """
     if name == "ratio":
         return f"{spent(column) / spent(way):.2f}x"
+    if name == "gain":
+        return f"{line_of('inner', way)['macro_f1'] - line_of('inner', column)['macro_f1']:+.1f}"
     if name == "speed":
         shape, batch, threads = column.split("-")
         found = frame_of(name, way=way, shape=f"ViT-{shape}/14", batch=int(batch), threads=int(threads))
@@ -195,22 +218,23 @@ def value(name: str, way: str, column: str) -> str:
     if column.startswith("over_"):
         base = column.removeprefix("over_")
         return over(line, base if "@" in base else base_of(base))
-    number = float(line[column])
-    if name == "retention":
-        return f"{100 * number:.1f}"
-    return f"{number:.0f}" if column in ("block", "milliseconds") else f"{number:.1f}"
+    found = float(line[column])
+    if column in ("retention", "of_ceiling"):
+        return number(found)
+    return f"{found:.0f}" if column in ("block", "milliseconds") else f"{found:.1f}"
 
 
 def line_of(name: str, way: str) -> Any:
-    """The row of 'way' or 'way@block', by default at the block that was chosen."""
+    """The row of 'way' or 'way@block', by default at the block that was chosen. 'off-...' is a table of the off-center crops."""
     way, _, block = way.partition("@")
+    view, name = ("off-center", name.removeprefix("off-")) if name.startswith("off-") else ("as-is", name)
     lines = frame_of(name, way=way)
     if name in ("validation", "retention"):
-        lines = lines[lines["view"] == "as-is"]
+        lines = lines[lines["view"] == view]
     if block:
         lines = lines[lines["block"] == int(block)]
     elif name != "retention" and way in set(frame_of("inner")["way"]):
-        lines = lines[lines["block"] == inner_best(way)]
+        lines = lines[lines["block"] == chosen_block(way)]
     return lines.iloc[0]
 
 
@@ -223,6 +247,7 @@ def main(arguments: list[str]) -> None:
     if arguments:
         frame = collect(Path(arguments[0]), [Path(path) for path in arguments[1:]])
         frame.to_csv(RESULTS / "early-routing.csv", index=False, float_format="%.5g")
+        numbers.cache_clear()
     for path in save(figure(), RESULTS / "figures", "early-routing"):
         if path.suffix == ".png":
             path.unlink()
