@@ -1,7 +1,8 @@
 """The page of every selector and head: `python docs/tools/zoo_page.py [NAME=RUN ...]`, a name for each backbone.
 
 With run directories it first collects `docs/results/zoo.csv` from their predictions, and `zoo-heads.csv` from those that are named
-`heads`. Without, it only writes `zoo.md` and its figure again from the CSV; a test does the same and compares.
+`heads`; a file that no run is given for stays as it is. Without, it only writes `zoo.md` and its figure again from the CSV; a test
+does the same and compares.
 """
 
 from __future__ import annotations
@@ -197,9 +198,12 @@ def main(runs: list[str]) -> None:
     for run in runs:
         name, _, path = run.partition("=")
         named.setdefault(name, []).append(Path(path))
-    if named:
-        first = ["backbone", "method", "view", "budget", "seeds"]
-        for file, names in (("zoo", [name for name in named if name != "heads"]), ("zoo-heads", ["heads"])):
+    first = ["backbone", "method", "view", "budget", "seeds"]
+    for file, names in (
+        ("zoo", [name for name in named if name != "heads"]),
+        ("zoo-heads", [name for name in named if name == "heads"]),
+    ):
+        if names:
             frame = pd.concat([collected(named[name], "embedded" if name == "heads" else name) for name in names])
             columns = [*first, *(name for name in frame.columns if name not in first)]
             frame[columns].to_csv(RESULTS / f"{file}.csv", index=False, float_format="%.5g")
