@@ -126,9 +126,9 @@ its heads on off-center crops too. So these numbers are to be compared with one 
   ([heads|center|off-center|balanced_accuracy], [heads|center+attentive-probe|off-center|balanced_accuracy]). CLAM with a branch
   for each class is the exception ([heads|center+clam-mb|as-is|balanced_accuracy] with the center,
   [heads|evit+clam-mb|as-is|balanced_accuracy] with EViT).
-- **Off-center what follows the lesion is ahead** behind the heads that attend: behind ABMIL the oracle
-  ([heads|oracle+abmil|off-center|balanced_accuracy]) and LATS ([heads|lats+abmil|off-center|balanced_accuracy]) are above all
-  that learned without crops, behind CLAM with one branch ([heads|oracle+clam-sb|off-center|balanced_accuracy],
+- **Off-center what follows the lesion is ahead behind ABMIL and CLAM**, though not behind the attentive probe: behind ABMIL the
+  oracle ([heads|oracle+abmil|off-center|balanced_accuracy]) and LATS ([heads|lats+abmil|off-center|balanced_accuracy]) are
+  above all that learned without crops, behind CLAM with one branch ([heads|oracle+clam-sb|off-center|balanced_accuracy],
   [heads|lats+clam-sb|off-center|balanced_accuracy]) and with one for each class
   ([heads|oracle+clam-mb|off-center|balanced_accuracy], [heads|lats+clam-mb|off-center|balanced_accuracy]) too.
 - **LATS lesion-first is first off-center behind every head that it has**, and as they are behind all but the MLP
