@@ -134,7 +134,9 @@ def test_csv_holds_the_same_and_replaces_the_other_table_and_old_tokens(root: Pa
     assert read_json(out / "summary.json")["retention"] is None
 
 
-def test_bad_files_are_listed_and_a_bad_mask_costs_only_its_measurement(root: Path, tmp_path: Path) -> None:
+def test_bad_files_are_listed_and_a_bad_mask_costs_only_its_measurement(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     photos, masks, out = tmp_path / "photos", tmp_path / "masks", tmp_path / "routed"
     shutil.copytree(root / "photos", photos)
     shutil.copytree(root / "masks", masks)
@@ -142,6 +144,7 @@ def test_bad_files_are_listed_and_a_bad_mask_costs_only_its_measurement(root: Pa
     (masks / "p1_segmentation.png").write_bytes(b"no mask")
     Image.new("L", (50, 200)).save(masks / "p2_segmentation.png")
     assert main(["route", str(photos), str(tmp_path / "absent.png"), "--masks", str(masks), "--out", str(out)]) == 0
+    assert f"2 of 8 images have no mask in {masks}, such as" in capsys.readouterr().err
     table = pd.read_parquet(out / "routes.parquet")
     assert len(table) == 6
     assert table["lesion"].isna().tolist() == [False, True, True, False, False, False]

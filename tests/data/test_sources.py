@@ -133,6 +133,32 @@ def test_masks_beside_their_images_are_masks(tmp_path: Path) -> None:
         folder_manifest(root)
 
 
+def test_masks_of_no_image_are_named_and_smaller_images_of_isic_have_theirs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("NV/a.jpg", "NV/ISIC_1_downsampled.jpg", "NV/b.jpg"):
+        save(lesion_picture(len(name)), tmp_path / "photos" / name)
+    for name in ("a.png", "ISIC_1_segmentation.png", "c_mask.png"):
+        save(disc_mask(), tmp_path / "masks" / name)
+    manifest = folder_manifest(tmp_path / "photos", masks=tmp_path / "masks")
+    masks = [mask and Path(mask).name for mask in manifest.rows["mask"]]
+    assert dict(zip(manifest.ids, masks)) == {"NV/ISIC_1_downsampled": "ISIC_1_segmentation.png", "NV/a": "a.png", "NV/b": None}
+    assert "1 of 3 files in" in (said := capsys.readouterr().err)
+    assert "c_mask.png" in said
+
+
+def test_an_image_is_never_its_own_mask_however_its_folder_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("a", "b"):
+        save(lesion_picture(1), tmp_path / "NV" / f"{name}.jpg")
+    save(disc_mask(), tmp_path / "NV" / "a_mask.png")
+    monkeypatch.chdir(tmp_path)
+    manifest = folder_manifest(".", masks=tmp_path)
+    assert [mask and Path(mask).name for mask in manifest.rows["mask"]] == ["a_mask.png", None]
+    assert "mask of no image" not in capsys.readouterr().err
+
+
 def test_several_masks_of_one_image_become_their_union(tmp_path: Path) -> None:
     # The layout of BUSI: class folders, masks beside the images, a mask for each of several lesions, and empty ones.
     root = tmp_path / "busi"

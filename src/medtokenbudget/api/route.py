@@ -21,6 +21,7 @@ from medtokenbudget.files import remove, write_json
 from medtokenbudget.metrics import Retention
 from medtokenbudget.model import Guarantee, MedTokenBudget, Routing, Source, expand, load
 from medtokenbudget.model.table import TokenFormat
+from medtokenbudget.progress import say
 
 ROUTER = "dermoscopy"
 """The router that comes with the package."""
@@ -231,13 +232,15 @@ def masked(sources: Iterable[Source], masks: Path | str | None) -> Iterator[Sour
     if masks is None:
         yield from sources
         return
-    folder, found, first = MaskFolder(Path(masks)), 0, None
+    folder, images, found, first = MaskFolder(Path(masks)), 0, 0, ""
     for source in sources:
         mask = folder.of(Path(source.name))
-        first, found = first or source.name, found + (mask is not None)
+        images, found = images + 1, found + (mask is not None)
+        if mask is None:
+            first = first or source.name
         yield replace(source, mask=None if mask is None else Path(mask))
+    named = "The mask of a.jpg must be called a.png, a_segmentation.png or a_mask.png."
     if not found:
-        raise RequestError(
-            f"No mask in {masks} belongs to an image such as {first}. The mask of a.jpg must be called a.png, a_segmentation.png "
-            "or a_mask.png."
-        )
+        raise RequestError(f"No mask in {masks} belongs to an image such as {first}. {named}")
+    if found < images:
+        say(f"{images - found:,} of {images:,} images have no mask in {masks}, such as {first}. {named}")

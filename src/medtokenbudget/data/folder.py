@@ -31,11 +31,14 @@ from medtokenbudget.data.walk import (
 )
 from medtokenbudget.errors import RequestError
 from medtokenbudget.files import write_encoded
+from medtokenbudget.progress import say
 
 _ENDING = re.compile(r"(_mask|_segmentation)(_[0-9]+)?$")
 """How the name of a mask ends where it is not that of its image, with a number where the image has several."""
 _PARTS = {"train", "training", "val", "valid", "validation", "test", "testing", "select"}
 """Folder names that mean a part of the split and not a class."""
+_DOWNSAMPLED = "_downsampled"
+"""How ISIC 2019 ends the name of an image that it has made smaller; the mask is called as the original."""
 _MASK_FOLDERS = {"mask", "masks", "segmentation", "segmentations"}
 
 
@@ -91,6 +94,11 @@ def folder_manifest(
     if found_masks and not any(record["mask"] for record in records):
         raise RequestError(
             f"No mask in {masks} belongs to an image. The mask of a.jpg must be called a.png, a_segmentation.png or a_mask.png."
+        )
+    if found_masks and (left := found_masks.unused()):
+        say(
+            f"{len(left):,} of {len(found_masks.paths):,} files in {masks} are the mask of no image: "
+            f"{listed([path.name for path in left], 3)}. The mask of a.jpg is called a.png, a_segmentation.png or a_mask.png."
         )
     called = Path(os.path.abspath(top)).name or "folder"
     return Manifest.from_records(
@@ -156,17 +164,27 @@ class MaskFolder:
         require_folder(folder, "Pass the folder that contains the masks.")
         self.folder, self.merged, self.images = folder, merged, images
         self.by_stem: dict[str, list[Path]] = {}
-        for path in (path for path in files_below(folder) if is_image(path)):
+        self.paths = [path for path in files_below(folder) if is_image(path)]
+        self.used: set[str] = set()
+        for path in self.paths:
             for stem in {path.stem, _ENDING.sub("", path.stem)}:
                 self.by_stem.setdefault(stem, []).append(path)
 
     def of(self, image: Path) -> str | None:
         """The mask of an image, or None."""
-        found = [path for path in self.by_stem.get(image.stem, []) if path != image]
+        own = os.path.abspath(image)
+        named = self.by_stem.get(image.stem, []), self.by_stem.get(image.stem.removesuffix(_DOWNSAMPLED), [])
+        found, original = ([path for path in paths if os.path.abspath(path) != own] for paths in named)
+        found = found or original
         same_class = [path for path in found if path.parent.name == image.parent.name] or found
+        self.used.update([own, *map(os.path.abspath, same_class)])
         if len(same_class) > 1:
             return self._union(image, sorted(same_class))
         return str(same_class[0]) if same_class else None
+
+    def unused(self) -> list[Path]:
+        """The files that were neither the mask of an image nor an image themselves."""
+        return [path for path in self.paths if os.path.abspath(path) not in self.used]
 
     def _union(self, image: Path, parts: Sequence[Path]) -> str:
         names = listed([path.relative_to(self.folder).as_posix() for path in parts], 3)
