@@ -64,6 +64,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 @dataclass(frozen=True)
 class Made:
+    way: str
     store: FeatureStore
     model: MedTokenBudget
     run: Path
@@ -76,7 +77,7 @@ def made(request: pytest.FixtureRequest, world: World) -> Made:
     store = extract(world.manifest, world.folder / f"store-{way}", world.backbone, CONFIG, early=world.early(way))
     run = world.folder / f"run-{way}"
     train_router(world.manifest_path, store.path, run, quick("lesion-first", budgets=(0.3,)))
-    return Made(store, mtb.load(run, device="cpu"), run)
+    return Made(way, store, mtb.load(run, device="cpu"), run)
 
 
 def test_a_model_predicts_from_the_very_tokens_that_its_head_was_trained_on(made: Made, world: World) -> None:
@@ -375,5 +376,9 @@ def test_the_service_and_the_overlay_show_the_box_of_a_zoom(tmp_path: Path) -> N
 def test_the_command_route_writes_the_patches_of_a_model_that_is_routed_early(made: Made, world: World, tmp_path: Path) -> None:
     folder = made.model.save_pretrained(tmp_path / "model")
     assert main(["route", str(world.manifest_path), "--model", str(folder), "--out", str(tmp_path / "o"), "--table", "csv"]) == 0
-    rows = (tmp_path / "o" / "routes.csv").read_text().splitlines()
-    assert len(rows) == 1 + len(world.manifest)
+    table = pd.read_csv(tmp_path / "o" / "routes.csv")
+    assert len(table) == len(world.manifest)
+    for answer, cell in zip(made.model.route(world.manifest_path), table["box"], strict=True):
+        box = None if pd.isna(cell) else [float(side) for side in str(cell).split()]
+        assert box == (None if answer.box is None else pytest.approx(answer.box))
+        assert (box is None) == (made.way != "zoom")
