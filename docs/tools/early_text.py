@@ -1,7 +1,5 @@
 """What the page of early routing says: names of its rows, its text and its goals, with numbers as `[table|way|column]`."""
 
-# ruff: noqa: E501  (the text of the page)
-
 from __future__ import annotations
 
 NAMES = {
@@ -140,15 +138,18 @@ What the validation images say:
 - **The gain of routing after the block is not confirmed**: [validation|after|macro_f1] against [validation|dense@6|macro_f1] for
   dense at the same block, [validation|after|over_dense@6]; the lesion masks themselves would give
   [validation|after-masks|macro_f1].
-- **Inside with a scorer of its own** needs no scout and takes [time|inside-4-own-drop|milliseconds] ms, [ratio|inside-4-own-drop|dense]
+- **Inside with a scorer of its own** needs no scout and takes [time|inside-4-own-drop|milliseconds] ms,
+  [ratio|inside-4-own-drop|dense]
   as fast as dense: [validation|inside-4-own-drop|macro_f1] dropped and [validation|inside-4-own-token|macro_f1] with one
   background token, [validation|inside-4-own-drop|over_dense] and [validation|inside-4-own-token|over_dense] over dense, and
   [validation|inside-4-own-drop|over_after] over routing after the backbone. Ranked by the scout it pays the scout's time too
   ([time|inside-4-drop|milliseconds] ms) and has [validation|inside-4-drop|macro_f1].
-- **The scout takes half the time of dense** ([time|scout-0.3|milliseconds] ms at block 6 against [time|dense|milliseconds] at block 7;
+- **The scout takes half the time of dense** ([time|scout-0.3|milliseconds] ms at block 6 against [time|dense|milliseconds] at
+  block 7;
   dense at block 6 [time|dense@6|milliseconds]) with no difference in macro F1 beyond chance ([validation|scout-0.3|over_dense]). So
   does an image of 140 pixels in a third of it ([time|dense-140px|milliseconds] ms, [validation|dense-140px|over_dense]).
-- **The middle of the image embarrasses every router here**: its 76 patches alone, from block 0, take [time|scout-center|milliseconds] ms
+- **The middle of the image embarrasses every router here**: its 76 patches alone, from block 0, take
+  [time|scout-center|milliseconds] ms
   and have [validation|scout-center|macro_f1], [validation|scout-center|over_dense] over dense; after the backbone they are
   [validation|after-center|over_after] above the scout's. On these
   images the lesion is there; off-center, below, it is the other way round.
@@ -166,13 +167,16 @@ The same heads, which learned from images as they are, on crops whose lesion is 
 
 <off-center>
 
-- **Everything falls**, dense from [validation|dense|macro_f1] to [off-validation|dense|macro_f1], and **the middle falls most**: after
+- **Everything falls**, dense from [validation|dense|macro_f1] to [off-validation|dense|macro_f1], and **the middle falls most**:
+  after
   the backbone to [off-validation|after-center|macro_f1], from block 0 to [off-validation|scout-center|macro_f1] and inside to
-  [off-validation|inside-4-center|macro_f1], [off-validation|scout-center|over_dense] and [off-validation|inside-4-center|over_dense]
+  [off-validation|inside-4-center|macro_f1], [off-validation|scout-center|over_dense] and
+  [off-validation|inside-4-center|over_dense]
   over dense. So the middle is no router: it only knows where photographers put the lesion.
 - **The scout** has [off-validation|scout-0.3|macro_f1], [off-validation|scout-0.3|over_after-center] over the middle after the
   backbone, and does not differ from dense beyond chance ([off-validation|scout-0.3|over_dense]).
-- **Zoom** is highest, [off-validation|zoom-1.2|macro_f1]: [off-validation|zoom-1.2|over_zoom-center] over the crop around the center and
+- **Zoom** is highest, [off-validation|zoom-1.2|macro_f1]: [off-validation|zoom-1.2|over_zoom-center] over the crop around the
+  center and
   [off-validation|zoom-1.2|over_dense] over dense, neither beyond chance. It costs more time than dense.
 - **Inside** falls below dense, ranked by the scout with one token ([off-validation|inside-4-token|over_dense]) and with a scorer
   of its own (dropped: [off-validation|inside-4-own-drop|over_dense]). That scorer learned from
@@ -262,7 +266,8 @@ GOALS = (
     (
         "retention of every early way at most 0.5 points of the ceiling below routing after the backbone",
         "scout, and inside ranked by it: 0.0, the same patches ([retention|scout|of_ceiling] % of the ceiling, 405 images). Inside "
-        "by a scorer of its own: [retention|inside-4-own|of_ceiling] %; off-center [off-retention|inside-4-own|of_ceiling] % against "
+        "by a scorer of its own: [retention|inside-4-own|of_ceiling] %; off-center [off-retention|inside-4-own|of_ceiling] % "
+        "against "
         "[off-retention|scout|of_ceiling] %, missed there",
     ),
     (
@@ -283,9 +288,11 @@ GOALS = (
     ),
     (
         "ToMe in every block down to the same K, beaten",
-        "ToMe: macro F1 [validation|tome|macro_f1], [ratio|tome|dense] as fast as dense. Scout: [validation|scout-0.3|macro_f1] and "
+        "ToMe: macro F1 [validation|tome|macro_f1], [ratio|tome|dense] as fast as dense. Scout: "
+        "[validation|scout-0.3|macro_f1] and "
         "[ratio|scout-0.3|dense], over ToMe [validation|scout-0.3|over_tome]; inside, own scorer: "
-        "[validation|inside-4-own-drop|macro_f1] and [ratio|inside-4-own-drop|dense], [validation|inside-4-own-drop|over_tome]. Faster, "
+        "[validation|inside-4-own-drop|macro_f1] and [ratio|inside-4-own-drop|dense], "
+        "[validation|inside-4-own-drop|over_tome]. Faster, "
         "and not better beyond chance",
     ),
 )
