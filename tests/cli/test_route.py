@@ -159,6 +159,7 @@ def test_bad_files_are_listed_and_a_bad_mask_costs_only_its_measurement(
     ("arguments", "words"),
     [
         (["--budget", "0"], "share of the patches above 0"),
+        (["--retention", "1.5"], "Use a share above 0 and at most 1"),
         (["--masks", "nowhere"], "nowhere does not exist"),
         (["--masks", "empty"], "No mask in empty belongs to an image"),
         (["--model", "nowhere"], "no model folder nowhere"),

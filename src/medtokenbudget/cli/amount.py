@@ -6,6 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from medtokenbudget.cli.parsing import CommandParser
+from medtokenbudget.cli.values import share
 from medtokenbudget.config import Budget
 from medtokenbudget.errors import RequestError
 
@@ -20,15 +21,13 @@ def add_amount(parser: CommandParser) -> None:
     )
     parser.add_argument(
         "--retention",
-        metavar="SHARE",
-        type=Budget | None,
+        type=share,
         default=None,
         help="Instead of a budget: keep this share of the lesion, for a model that `mtb calibrate` has calibrated for it.",
     )
     parser.add_argument(
         "--coverage",
-        metavar="SHARE",
-        type=Budget | None,
+        type=share,
         default=None,
         help="With --retention: the calibrated share of images that keep at least so much. Default: the promise on average.",
     )

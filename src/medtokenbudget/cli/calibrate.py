@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from medtokenbudget.cli.parsing import command_parser
+from medtokenbudget.cli.values import share
 from medtokenbudget.config import Budget
 
 
@@ -19,13 +20,10 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("model", help="Run directory, model folder or hub id (owner/name).")
     parser.add_argument("manifest", type=Path, help="Images with masks (.parquet); their groups are the exchangeable units.")
-    parser.add_argument(
-        "--retention", type=Budget, metavar="SHARE", required=True, help="Share of the lesion to promise, such as 0.95 or 95%."
-    )
+    parser.add_argument("--retention", type=share, required=True, help="Share of the lesion to promise, such as 0.95 or 95%.")
     parser.add_argument(
         "--coverage",
-        metavar="SHARE",
-        type=Budget | None,
+        type=share,
         default=None,
         help="Promise the retention in this share of the images, such as 0.9. Default: on average.",
     )

@@ -111,6 +111,7 @@ def _path(text: str) -> Path:
 
 
 budget = Kind(_budget, "BUDGET", "a share of the patches above 0 and at most 1, such as 0.3 or 30%")
+share = Kind(_budget, "SHARE", "a share above 0 and at most 1, such as 0.95 or 95%")
 _SIMPLE: dict[Any, Kind] = {
     None: Kind(str, "", "text"),
     str: Kind(str, "", "text"),

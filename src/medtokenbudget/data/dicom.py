@@ -130,7 +130,7 @@ def _attributes(stream: BinaryIO) -> FileDataset:
         import pydicom
     except ImportError:
         raise DicomError(
-            "is a DICOM file, and pydicom is not installed. Install it with: pip install 'medtokenbudget[dicom]'", "not-an-image"
+            "is a DICOM file, and pydicom is not installed. Install it with: pip install 'medtokenbudget[dicom]'.", "not-an-image"
         ) from None
     try:
         return pydicom.dcmread(stream, specific_tags=list(PIXEL_ATTRIBUTES))
