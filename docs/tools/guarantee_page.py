@@ -9,7 +9,7 @@ from results_tables import facts, read, table
 from medtokenbudget.reporting.looks import look
 from medtokenbudget.reporting.style import legend_below, new_figure, percent_axis
 
-COMMIT = "930cd1e"
+COMMIT = "3c82a77"
 SCORES = ("router", "center", "darkness")
 STYLES = {"router": "lats:lesion-first", "center": "center", "darkness": "darkness"}
 
