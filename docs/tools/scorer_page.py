@@ -15,8 +15,8 @@ import pandas as pd
 from results_tables import BUDGETS, RESULTS, number, read, table
 
 NAMES = {
-    "lats:lesion-first": "LATS lesion-first: each patch alone, then smoothed",
-    "context:lesion-first": "Context: sees the neighborhood",
+    "lats:lesion-first": "LATS lesion-first",
+    "context:lesion-first": "Context",
     "center": "Center",
     "darkness": "Darkness",
     "random": "Random",
@@ -60,7 +60,7 @@ TEXT = """
 The paper's scorer judges each patch alone and then averages the scores of neighbors. A lesion is a region, so the selector `context` looks
 at the neighborhood first ([what it is](../selectors.md)). Does it keep more of the lesion? Share of the retention ceiling on
 405 validation images as they are and 399 off-center crops, in percent; both scorers trained with the preset `lesion-first` from the same
-masks, without a head:
+masks, without a head. LATS judges each patch alone and then smooths; in parentheses the standard deviation between seeds:
 
 {{embedded}}
 
@@ -253,8 +253,8 @@ def comparison(rows: pd.DataFrame) -> str:
 
 
 def spread(values: pd.Series) -> str:
-    """The mean over seeds, and lowest and highest where there are several."""
-    return number(values.mean()) + (f" ({number(values.min())} to {number(values.max())})" if len(values) > 1 else "")
+    """The mean over seeds and, where there are several, their standard deviation in parentheses."""
+    return number(values.mean()) + (f" ({100 * values.std(ddof=1):.2f})" if len(values) > 1 else "")
 
 
 def exploration(rows: pd.DataFrame) -> str:
