@@ -15,7 +15,7 @@ from typing import Any, Literal
 from medtokenbudget.api.route_shards import ERRORS, OVERLAYS, TABLE, ShardWork, route_in_shards
 from medtokenbudget.api.route_table import Measured, columns
 from medtokenbudget.api.writing import NOTICE, Outputs, Summary, metadata_of, write_answers
-from medtokenbudget.data.folder import MaskFolder
+from medtokenbudget.data.folder import MASK_NAMES, MaskFolder
 from medtokenbudget.errors import RequestError
 from medtokenbudget.files import remove, write_json
 from medtokenbudget.metrics import Retention
@@ -239,8 +239,7 @@ def masked(sources: Iterable[Source], masks: Path | str | None) -> Iterator[Sour
         if mask is None:
             first = first or source.name
         yield replace(source, mask=None if mask is None else Path(mask))
-    named = "The mask of a.jpg must be called a.png, a_segmentation.png or a_mask.png."
     if not found:
-        raise RequestError(f"No mask in {masks} belongs to an image such as {first}. {named}")
+        raise RequestError(f"No mask in {masks} belongs to an image such as {first}. {MASK_NAMES}")
     if found < images:
-        say(f"{images - found:,} of {images:,} images have no mask in {masks}, such as {first}. {named}")
+        say(f"{images - found:,} of {images:,} images have no mask in {masks}, such as {first}. {MASK_NAMES}")

@@ -18,6 +18,7 @@ from pathlib import Path
 from PIL import Image, ImageChops
 
 from medtokenbudget.data.decode import SUFFIXES, decode_mask
+from medtokenbudget.data.isic import DOWNSAMPLED
 from medtokenbudget.data.manifest import SPLITS, Manifest, listed
 from medtokenbudget.data.walk import (
     files_below,
@@ -37,8 +38,7 @@ _ENDING = re.compile(r"(_mask|_segmentation)(_[0-9]+)?$")
 """How the name of a mask ends where it is not that of its image, with a number where the image has several."""
 _PARTS = {"train", "training", "val", "valid", "validation", "test", "testing", "select"}
 """Folder names that mean a part of the split and not a class."""
-_DOWNSAMPLED = "_downsampled"
-"""How ISIC 2019 ends the name of an image that it has made smaller; the mask is called as the original."""
+MASK_NAMES = "The mask of a.jpg must be called a.png, a_segmentation.png or a_mask.png."
 _MASK_FOLDERS = {"mask", "masks", "segmentation", "segmentations"}
 
 
@@ -92,13 +92,11 @@ def folder_manifest(
         for path, label in found
     ]
     if found_masks and not any(record["mask"] for record in records):
-        raise RequestError(
-            f"No mask in {masks} belongs to an image. The mask of a.jpg must be called a.png, a_segmentation.png or a_mask.png."
-        )
+        raise RequestError(f"No mask in {masks} belongs to an image. {MASK_NAMES}")
     if found_masks and (left := found_masks.unused()):
         say(
             f"{len(left):,} of {len(found_masks.paths):,} files in {masks} are the mask of no image: "
-            f"{listed([path.name for path in left], 3)}. The mask of a.jpg is called a.png, a_segmentation.png or a_mask.png."
+            f"{listed([path.name for path in left], 3)}. {MASK_NAMES}"
         )
     called = Path(os.path.abspath(top)).name or "folder"
     return Manifest.from_records(
@@ -173,7 +171,7 @@ class MaskFolder:
     def of(self, image: Path) -> str | None:
         """The mask of an image, or None."""
         own = os.path.abspath(image)
-        named = self.by_stem.get(image.stem, []), self.by_stem.get(image.stem.removesuffix(_DOWNSAMPLED), [])
+        named = self.by_stem.get(image.stem, []), self.by_stem.get(image.stem.removesuffix(DOWNSAMPLED), [])
         found, original = ([path for path in paths if os.path.abspath(path) != own] for paths in named)
         found = found or original
         same_class = [path for path in found if path.parent.name == image.parent.name] or found

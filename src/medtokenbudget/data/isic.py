@@ -28,7 +28,8 @@ GROUND_TRUTH = "ISIC_2019_Training_GroundTruth.csv"
 METADATA = "ISIC_2019_Training_Metadata.csv"
 MASK_FOLDERS = {"isic2018": "ISIC2018_Task1_Training_GroundTruth", "ham10000": "HAM10000_segmentations_lesion_tschandl"}
 Matching = Literal["exact", "by-id", "none"]
-_DOWNSAMPLED = "_downsampled"
+DOWNSAMPLED = "_downsampled"
+"""How ISIC 2019 ends the name of an image that it has made smaller; the mask is called as the original."""
 _SEGMENTATION = "_segmentation"
 
 
@@ -47,7 +48,7 @@ def match_masks(image_ids: Iterable[str], mask_ids: Iterable[str], how: str) -> 
     if how not in get_args(Matching):
         raise UnknownNameError.of("mask matching", how, get_args(Matching))
     known = set(mask_ids) if how != "none" else set()
-    keys = ((image_id, image_id if how == "exact" else image_id.removesuffix(_DOWNSAMPLED)) for image_id in image_ids)
+    keys = ((image_id, image_id if how == "exact" else image_id.removesuffix(DOWNSAMPLED)) for image_id in image_ids)
     return {image_id: key for image_id, key in keys if key in known}
 
 

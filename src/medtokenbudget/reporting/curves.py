@@ -44,12 +44,7 @@ def share_of_ceiling(evidence: Evidence, intervals: Intervals) -> Figure | None:
         return None
     figure, axes = new_figure(4.7)
     axes.axhline(1, color=INK, linestyle=(0, (4, 2)), linewidth=1.4, label=CEILING)
-    _curves(
-        axes,
-        evidence,
-        intervals.table("retention_of_ceiling"),
-        _competitors(evidence),
-    )
+    _curves(axes, evidence, intervals.table("retention_of_ceiling"), _competitors(evidence))
     axes.set(ylim=(None, 1.02))
     _limits(axes, evidence)
     percent_axis(axes, label="share of the ceiling (%)")

@@ -165,8 +165,8 @@ def _some_of(evidence: Evidence) -> str:
     if len(evidence.methods) <= MOST_DRAWN:
         return ""
     return (
-        f" Of {len(evidence.methods)} methods only {MOST_DRAWN} are shown: the main ones, the controls, and those with the highest "
-        "share of the ceiling or macro F1. The tables have all."
+        f" Of {len(evidence.methods)} methods at most {MOST_DRAWN} are shown: the main ones, the controls, and those with the "
+        "highest share of the ceiling or macro F1. The tables have all."
     )
 
 
