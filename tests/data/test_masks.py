@@ -25,21 +25,27 @@ def test_raster_order_on_a_grid_that_is_not_square() -> None:
     assert np.flatnonzero(patch_labels(Image.fromarray(mask), (2, 3))).tolist() == [5]
 
 
-def test_labels_equal_a_plain_triangle_filter() -> None:
+def test_labels_equal_a_plain_triangle_filter_not_the_mean_over_the_patch() -> None:
     # Pillow's bilinear reduction is a triangle of twice the scale around each patch center: written out as a matrix here.
-    mask = disc_mask(80, 48, radius=17)
-    values = np.asarray(mask, np.float64) / 255
+    def shares(values: np.ndarray, reach: float) -> np.ndarray:
+        def weights(length: int, cells: int) -> np.ndarray:
+            scale = length / cells
+            distance = abs(np.arange(length)[None] + 0.5 - (np.arange(cells)[:, None] + 0.5) * scale) / scale
+            matrix = np.maximum(0, 1 - distance) if reach == 1 else (distance < reach).astype(float)
+            return matrix / matrix.sum(1, keepdims=True)
 
-    def weights(length: int, cells: int) -> np.ndarray:
-        scale = length / cells
-        centers = (np.arange(cells) + 0.5) * scale
-        matrix = np.maximum(0, 1 - abs(np.arange(length)[None] + 0.5 - centers[:, None]) / scale)
-        return matrix / matrix.sum(1, keepdims=True)
+        return weights(48, 6) @ values @ weights(80, 8).T
 
-    soft = weights(48, 6) @ values @ weights(80, 8).T
-    clear = abs(soft - 0.5) > 0.01
-    labels = patch_labels(mask, (6, 8)).reshape(6, 8)
-    np.testing.assert_array_equal(labels[clear], (soft > 0.5)[clear])
+    told_apart = 0
+    for radius in range(8, 23):
+        mask = disc_mask(80, 48, radius=radius)
+        values = np.asarray(mask, np.float64) / 255
+        triangle, box = shares(values, 1), shares(values, 0.5)
+        clear = abs(triangle - 0.5) > 0.01
+        labels = patch_labels(mask, (6, 8)).reshape(6, 8)
+        np.testing.assert_array_equal(labels[clear], (triangle > 0.5)[clear])
+        told_apart += int(((box > 0.5) != (triangle > 0.5))[clear].sum())
+    assert told_apart, "some patch of these masks is lesion by one filter alone"
 
 
 def test_a_speck_leaves_no_patch_and_a_full_mask_all() -> None:

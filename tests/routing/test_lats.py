@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.routing import PlainLATS
-from medtokenbudget.config import SIGNALS, LATSConfig
+from medtokenbudget.config import SIGNALS, LATSConfig, TrainConfig, preset
 from medtokenbudget.errors import MissingSignalError, RequestError, ShapeError, UnknownNameError
 from medtokenbudget.routing import LATS, LATSSelector, TokenBatch, smooth_scores
 from tests.routing.batches import tokens_of
@@ -161,6 +161,15 @@ def test_the_selector_ranks_by_smoothed_scores_without_dropout():
     raw = selector.scorer.eval()(tokens)
     selector.train()
     torch.testing.assert_close(selector.score(tokens), smooth_scores(raw, tokens.grid, 3, "exclude"))
+
+
+def test_by_default_the_smoothing_pads_with_zeros_as_in_the_paper():
+    tokens = tokens_of()
+    beyond = torch.nn.ZeroPad2d(1)
+    for selector in (LATSSelector(32), LATSSelector.from_config(32, TrainConfig()), LATSSelector.from_config(32, preset("paper"))):
+        padded = beyond(selector.scorer.eval()(tokens).reshape(3, 5, 7))
+        expected = sum(padded[:, down : down + 5, right : right + 7] for down in range(3) for right in range(3)) / 9
+        torch.testing.assert_close(selector.score(tokens), expected.flatten(1))
 
 
 def test_the_selector_toggles_signals_and_back():

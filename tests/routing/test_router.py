@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from medtokenbudget.errors import BudgetError, CountError, GridError, NonFiniteError, RequestError, ShapeError, UnknownNameError
-from medtokenbudget.routing import budget_to_k, gumbel_noise, hard_topk, rank, smooth_scores, straight_through_topk
+from medtokenbudget.routing import budget_to_k, gumbel_noise, hard_topk, masked_mean, rank, smooth_scores, straight_through_topk
 
 
 def test_the_paper_keeps_these_many_of_256():
@@ -87,6 +87,16 @@ def test_straight_through_has_the_gradient_of_the_clipped_softmax():
         up[0, i] += step
         down[0, i] -= step
         assert scores.grad[0, i].item() == pytest.approx((soft(up) - soft(down)) / (2 * step), abs=1e-3)
+
+
+def test_the_mean_under_a_mask_has_a_gradient_through_sum_and_mass():
+    # d/dm_i of sum_j m_j z_j / sum_j m_j is (z_i - mean) / mass; the mean here is (0.5 * 1 + 1 * 4 + 0.5 * 6) / 2 = 3.75.
+    mask = torch.tensor([[0.5, 1.0, 0.5, 0.0]], requires_grad=True)
+    patches = torch.tensor([[[1.0], [4.0], [6.0], [9.0]]])
+    mean = masked_mean(patches, mask)
+    mean.sum().backward()
+    assert mean.item() == pytest.approx(3.75)
+    torch.testing.assert_close(mask.grad, torch.tensor([[-1.375, 0.125, 1.125, 2.625]]))
 
 
 def test_noise_comes_from_the_generator_alone():
