@@ -225,7 +225,7 @@ class TrainConfig:
     patches: int = 0
     """With the lesion-first recipe, sample this many patches per image in each step; 0 uses all of them."""
     lr: float = 1e-3
-    """Initial learning rate of AdamW, with cosine decay to 0."""
+    """Initial learning rate of AdamW, with cosine decay to 0. Constant for heads on pooled tokens under the protocol 'paper'."""
     weight_decay: float = 1e-5
     """Weight decay of AdamW."""
     clip: float = 1.0
@@ -241,7 +241,8 @@ class TrainConfig:
     selection_metric: Literal["accuracy", "retention"] = "accuracy"
     """Metric that selects the best epoch; 'retention' is the share of the retention ceiling, averaged over 0.1, 0.3 and 0.5."""
     protocol: Literal["strict", "paper"] = "strict"
-    """'strict' selects the epoch on images held out from the training set; 'paper' selects it on the validation set."""
+    """'strict' selects the epoch on images held out from the training set; heads on pooled tokens keep their last epoch. 'paper'
+    selects it on the validation set, also for those heads, which then train at a constant learning rate."""
     selection_fraction: float = 0.1
     """Share of the training set that the strict protocol holds out if the manifest has no selection set."""
     class_balance: Literal["none", "loss", "sampler"] = "none"

@@ -22,9 +22,11 @@ from torch.nn import functional as F
 from medtokenbudget.config import CurriculumConfig, LATSConfig, TrainConfig
 from medtokenbudget.experiments import sweep
 from medtokenbudget.experiments.execution import Execution
+from medtokenbudget.experiments.results import read_results
 from medtokenbudget.features import FeatureStore
 from medtokenbudget.files import read_lines
 from medtokenbudget.routing import create_selector
+from medtokenbudget.tensor_files import load_tensors
 from medtokenbudget.tokens import TokenBatch
 from medtokenbudget.training.heads import create_head
 from medtokenbudget.training.parts import make_parts
@@ -196,15 +198,23 @@ def test_the_joint_recipe_ends_with_the_weights_of_a_plain_loop(drawn: Drawn, tm
 
 
 def train_head(
-    store: FeatureStore, rows: np.ndarray, config: TrainConfig, pooled: Callable[[TokenBatch, float, torch.Generator], Tensor]
+    store: FeatureStore,
+    rows: np.ndarray,
+    config: TrainConfig,
+    pooled: Callable[[TokenBatch, float, torch.Generator], Tensor],
+    chosen_on: np.ndarray | None = None,
 ) -> Reference:
-    """A linear head behind a fixed selector: a budget drawn for each batch, a cosine rate, the last epoch is kept."""
+    """A linear head behind a fixed selector, with a budget drawn for each batch.
+
+    The rate falls as a cosine and the last epoch is kept. With images `chosen_on` the rate is constant, and of every second epoch
+    and the last the one with the best accuracy on them at budget 0.5 is kept.
+    """
     with torch.random.fork_rng():
         torch.manual_seed(config.seed)
         modules = {"head": create_head("linear", store.dim, len(store.classes))}
     optimizer, found = adamw(modules, config), Reference({}, config.head_epochs - 1, [])
     for epoch in range(config.head_epochs):
-        lr = cosine(config.lr, 0.0, epoch, config.head_epochs)
+        lr = cosine(config.lr, 0.0, epoch, config.head_epochs) if chosen_on is None else config.lr
         noise = generator(config.seed, "selector", epoch)
         draws = torch.randint(len(config.budgets), (len(rows),), generator=generator(config.seed, "budget", epoch)).tolist()
         total = 0.0
@@ -214,7 +224,15 @@ def train_head(
             descend(optimizer, loss, lr, config.clip)
             total += loss.item() * len(picked) / len(rows)
         found.rows.append({"lr": lr, "classification": total})
-    return replace(found, kept=state(modules))
+        if chosen_on is not None and (epoch % 2 == 1 or epoch + 1 == config.head_epochs):
+            batch = store.read(chosen_on)
+            with torch.no_grad():
+                predicted = modules["head"](pooled(batch, 0.5, generator(config.seed, "evaluation", 0))).argmax(1)
+            value = float((predicted == batch.label).double().mean())
+            found.rows[-1]["selection"] = value
+            if value > max((row["selection"] for row in found.rows[:-1] if "selection" in row), default=-1) + 0.002:
+                found.best_epoch, found.kept = epoch, state(modules)
+    return found if found.kept else replace(found, kept=state(modules))
 
 
 def head_config(name: str, **changes: Any) -> TrainConfig:
@@ -242,6 +260,38 @@ def test_the_head_of_a_baseline_learns_as_a_plain_loop_does(drawn: Drawn, tmp_pa
     )
     sweep(drawn.manifest_path, drawn.store_path, tmp_path, (f"{name}+linear",), config=config, execution=Execution(jobs=1))
     assert_same_rows(read_lines(tmp_path / "units" / f"{name}+linear-42" / "metrics.jsonl"), expected.rows)
+
+
+@pytest.mark.parametrize("name", ["center", "random"])
+def test_under_the_papers_protocol_a_baseline_keeps_its_best_epoch_of_a_constant_rate(
+    drawn: Drawn, tmp_path: Path, name: str
+) -> None:
+    config = head_config("paper", protocol="paper", evaluate_every=2, head_epochs=9, lr=0.05, clip=1.0)
+    selector = create_selector(name)
+    rows, validation = rows_of(drawn, "train"), rows_of(drawn, "val")
+    expected = train_head(
+        drawn.store, rows, config, lambda batch, budget, noise: selector.select_budget(batch, budget, noise).pooled(), validation
+    )
+    assert expected.best_epoch + 1 < config.head_epochs, "the accuracy has its peak before the last epoch"
+    sweep(drawn.manifest_path, drawn.store_path, tmp_path, (f"{name}+linear",), config=config, execution=Execution(jobs=1))
+    assert_same_rows(read_lines(tmp_path / "units" / f"{name}+linear-42" / "metrics.jsonl"), expected.rows)
+    kept, _ = load_tensors(tmp_path / "units" / f"{name}+linear-42" / "head.safetensors")
+    for key, value in expected.kept["head"].items():
+        torch.testing.assert_close(kept[f"head.{key}"], value, atol=5e-4, rtol=1e-3)
+    results = read_results(tmp_path / "results.csv").query("budget == 0.5 and view == 'as-is'")
+    assert results["accuracy"].tolist() == pytest.approx([expected.rows[expected.best_epoch]["selection"]])
+
+
+@pytest.mark.parametrize("method", ["center+abmil", "oracle"])
+def test_heads_that_read_tokens_and_selectors_that_need_masks_keep_their_best_epoch_too(
+    drawn: Drawn, tmp_path: Path, method: str
+) -> None:
+    config = head_config("paper", protocol="paper", head_epochs=3)
+    sweep(drawn.manifest_path, drawn.store_path, tmp_path, (method,), config=config, execution=Execution(jobs=1))
+    rows = read_lines(tmp_path / "units" / f"{method}-42" / "metrics.jsonl")
+    results = read_results(tmp_path / "results.csv").query("budget == 0.5 and view == 'as-is'")
+    assert results["accuracy"].tolist() == pytest.approx([max(row["selection"] for row in rows)])
+    assert [row["lr"] for row in rows] == [config.lr] * 3
 
 
 def test_the_curriculum_ablation_differs_from_lats_in_the_budget_alone(drawn: Drawn, tmp_path: Path) -> None:

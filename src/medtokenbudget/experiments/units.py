@@ -31,7 +31,7 @@ from medtokenbudget.tensor_files import save_tensors
 from medtokenbudget.training import checkpoints as ck
 from medtokenbudget.training.heads import Head
 from medtokenbudget.training.parts import Parts, make_parts
-from medtokenbudget.training.pooled import OnEpoch, PooledHead, probabilities, token_probabilities
+from medtokenbudget.training.pooled import OnEpoch, PooledHead, epoch_judge, probabilities, token_probabilities
 from medtokenbudget.training.pooling import Evidence, pool_and_judge, pool_to_file
 from medtokenbudget.training.trainer import train_selector
 
@@ -167,7 +167,8 @@ def _work(plan: Plan, unit: Unit, folder: Path, on_epoch: OnEpoch | None) -> Non
         selector = create_selector(unit.method.selector, minimum=config.router.minimum, **unit.method.options)
         head = None
         if manifest.classes:
-            pooled_head = PooledHead(unit.method.head, store.dim, len(manifest.classes), config, on_epoch)
+            judge = epoch_judge(store, parts.select, selector, config)
+            pooled_head = PooledHead(unit.method.head, store.dim, len(manifest.classes), config, on_epoch, judge)
             head = _train_baseline(plan, pooled_head, selector, parts, store, folder)
     head_tensors = {} if head is None else ck.module_tensors(head, "head.")
     save_tensors(folder / "head.safetensors", head_tensors, {"method": str(unit.method)})

@@ -1,11 +1,13 @@
 """Training a head behind a fixed selector: the paper's baselines, and the second stage of the lesion-first recipe.
 
-Every method uses the same optimizer and budget sampling. No epoch is chosen: the last one counts.
+Every method uses the same optimizer and budget sampling. Under the strict protocol no epoch is chosen: the rate falls to zero and
+the last one counts. Under the paper's the rate is constant and the best epoch on validation images counts, as for LATS.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -15,12 +17,14 @@ from torch import Tensor
 from medtokenbudget.config import TrainConfig
 from medtokenbudget.errors import RequestError, WorkError
 from medtokenbudget.features import FeatureStore
+from medtokenbudget.metrics import accuracy
 from medtokenbudget.routing import Selector
 from medtokenbudget.tokens import TokenSet
+from medtokenbudget.training.checkpoints import module_tensors
 from medtokenbudget.training.heads import Head, create_head
 from medtokenbudget.training.losses import classification_loss
-from medtokenbudget.training.pooling import BATCH, token_sets
-from medtokenbudget.training.schedule import cosine_lr
+from medtokenbudget.training.pooling import BATCH, pool_and_judge, token_sets
+from medtokenbudget.training.schedule import EarlyStopping, cosine_lr, is_looked_at
 from medtokenbudget.training.seeds import generator
 
 
@@ -51,15 +55,56 @@ OnEpoch = Callable[[str, int, int], None]
 """Called after every epoch with the stage, the epochs done and the epochs in all."""
 
 
+Judge = Callable[[Head], float]
+"""How good a head is: what its epoch is chosen by."""
+
+
+def epoch_judge(store: FeatureStore, rows: np.ndarray, selector: Selector, config: TrainConfig) -> Judge | None:
+    """Accuracy on the selection rows at the selection budget, for heads of the paper's protocol; None under the strict one.
+
+    The paper looks at validation accuracy to keep an epoch of LATS. Heads of baselines that kept their last epoch instead would be
+    compared at a disadvantage.
+    """
+    if config.protocol == "strict":
+        return None
+    if "has_mask" in selector.requires:
+        rows = rows[store.has_mask.numpy()[rows]]
+    if not len(rows):
+        raise RequestError("There are no validation images to choose the epoch of the head on. Use --protocol strict.")
+    budgets, label = (config.selection_budget,), store.label.numpy()[rows]
+
+    @cache
+    def pooled() -> np.ndarray:  # the selector is fixed, so once is enough
+        return pool_and_judge(store, rows, selector, budgets, config.seed)[0]
+
+    def judge(head: Head) -> float:
+        if head.reads == "tokens":
+            found = token_probabilities(head, store, rows, selector, budgets, config.seed)
+        else:
+            found = probabilities(head, pooled())
+        return accuracy(label, found[:, 0].argmax(-1))
+
+    return judge
+
+
 class PooledHead:
     """A head that learns behind a fixed selector, on pooled tokens or on the tokens themselves, as it reads them.
 
     Args:
         on_epoch: Called after every epoch.
+        judge: Chooses the epoch, and makes the learning rate constant; without one the last epoch of a falling rate is kept.
     """
 
-    def __init__(self, head: str, dim: int, classes: int, config: TrainConfig, on_epoch: OnEpoch | None = None) -> None:
-        self.config, self.classes, self.on_epoch = config, classes, on_epoch
+    def __init__(
+        self,
+        head: str,
+        dim: int,
+        classes: int,
+        config: TrainConfig,
+        on_epoch: OnEpoch | None = None,
+        judge: Judge | None = None,
+    ) -> None:
+        self.config, self.classes, self.on_epoch, self.judge = config, classes, on_epoch, judge
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)
             self.head = create_head(head, dim, classes)
@@ -109,9 +154,13 @@ class PooledHead:
         optimizer = torch.optim.AdamW(self.head.parameters(), lr=config.lr, weight_decay=config.weight_decay)
         weights = class_weights(label, self.classes) if config.class_balance == "loss" else None
         history = []
-        self.head.train()
+        # The paper trains heads for all of their epochs: the rule only says which one is the best.
+        rule = EarlyStopping(config.head_epochs, config.min_improvement)
+        best: dict[str, Tensor] = {}
         for epoch in range(config.head_epochs):
-            optimizer.param_groups[0]["lr"] = cosine_lr(config.lr, epoch, config.head_epochs)
+            self.head.train()
+            lr = config.lr if self.judge else cosine_lr(config.lr, epoch, config.head_epochs)
+            optimizer.param_groups[0]["lr"] = lr
             total, seen, noise = 0.0, 0, self._noise("head-dropout", epoch)
             for features, target in batches(epoch):
                 logits, own = self.head.training_step(features, target, noise)
@@ -124,9 +173,15 @@ class PooledHead:
                 torch.nn.utils.clip_grad_norm_(self.head.parameters(), config.clip)
                 optimizer.step()
                 total, seen = total + loss.item() * len(target), seen + len(target)
-            history.append({"epoch": epoch, "stage": "head", "lr": optimizer.param_groups[0]["lr"], "classification": total / seen})
+            history.append({"epoch": epoch, "stage": "head", "lr": lr, "classification": total / seen})
+            if self.judge and is_looked_at(epoch, config.head_epochs, config.evaluate_every):
+                history[-1]["selection"] = value = self.judge(self.head)
+                if rule.improved(value, epoch):
+                    best = module_tensors(self.head, "")
             if self.on_epoch is not None:
                 self.on_epoch("head", epoch + 1, config.head_epochs)
+        if best:
+            self.head.load_state_dict(best)
         self.head.eval()
         return history
 

@@ -11,6 +11,11 @@ def cosine_lr(base: float, epoch: int, epochs: int) -> float:
     return 0.5 * base * (1 + math.cos(math.pi * epoch / epochs))
 
 
+def is_looked_at(epoch: int, epochs: int, every: int) -> bool:
+    """Whether the selection metric is computed after this epoch: every so often, and after the last."""
+    return (epoch + 1) % every == 0 or epoch + 1 == epochs
+
+
 def epochs_for(images: int, batch_size: int, epochs: int, min_steps: int) -> int:
     """`epochs`, or as many as `min_steps` steps take, at most five times as many."""
     steps = math.ceil(images / batch_size)

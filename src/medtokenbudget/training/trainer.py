@@ -38,13 +38,14 @@ from medtokenbudget.training.pooled import (
     OnEpoch,
     PooledHead,
     class_weights,
+    epoch_judge,
     epoch_order,
     probabilities,
     require_labels,
     token_probabilities,
 )
 from medtokenbudget.training.pooling import pool_and_judge, pool_to_file
-from medtokenbudget.training.schedule import EarlyStopping, cosine_lr, epochs_for
+from medtokenbudget.training.schedule import EarlyStopping, cosine_lr, epochs_for, is_looked_at
 from medtokenbudget.training.seeds import generator
 from medtokenbudget.training.tracking import Tracker
 
@@ -147,7 +148,7 @@ class _Trainer:
         while not self.finished:
             started = time.perf_counter()
             row = self._train_epoch(self.epoch)
-            looked_at = (self.epoch + 1) % self.config.evaluate_every == 0 or self.epoch + 1 == self.epochs
+            looked_at = is_looked_at(self.epoch, self.epochs, self.config.evaluate_every)
             if looked_at:
                 row["selection"] = self._selection_value()
                 if self.stopping.improved(row["selection"], self.epoch):
@@ -318,7 +319,8 @@ class _Trainer:
         """The head of the lesion-first recipe, trained on the tokens that the finished selector keeps, at all budgets."""
         rows = self.parts.head
         label = self.store.label.numpy()[rows]
-        pooled_head = PooledHead(self.names[1], self.store.dim, self.classes, self.config, self.on_epoch)
+        judge = epoch_judge(self.store, self.parts.select, self.selector, self.config)
+        pooled_head = PooledHead(self.names[1], self.store.dim, self.classes, self.config, self.on_epoch, judge)
         path = self.out / "pooled.npy"
         if head.reads == "tokens":
             history = pooled_head.train_on_store(self.store, rows, label, self.selector, self.config.budgets)
