@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
-.PHONY: demo site quick test lint format docs dist bench setup clean
+.PHONY: demo site quick test mutants lint format docs dist bench setup clean
 
 demo: $(STAMP)
 	$(BIN)/mtb demo --out runs/demo
@@ -20,6 +20,10 @@ quick: $(STAMP)
 
 test: $(STAMP)
 	$(PYTEST) $(ARGS)
+
+# Breaks a copy of the package about 170 times, one edit each, and lists the edits that no quick test notices.
+mutants: $(STAMP)
+	$(BIN)/python tools/mutants.py $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
