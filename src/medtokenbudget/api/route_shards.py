@@ -17,7 +17,7 @@ from typing import Any
 from medtokenbudget.api.route_table import Measured, columns
 from medtokenbudget.api.writing import Outputs, Summary, none_readable, write_rows
 from medtokenbudget.errors import MismatchError, RequestError, UnknownNameError
-from medtokenbudget.files import read_json, read_sealed, remove, sha256_file, sha256_json, write_json, write_lines, write_sealed
+from medtokenbudget.files import read_sealed, remove, sha256_file, sha256_json, write_lines, write_sealed
 from medtokenbudget.locks import exclusive
 from medtokenbudget.model import Guarantee, MedTokenBudget, Source
 from medtokenbudget.model.table import TokenFormat
@@ -213,12 +213,13 @@ def _same_request(work: ShardWork) -> None:
     """Reject a folder with shards of another model or budget: they are not thrown away without being asked."""
     path = work.table / REQUEST
     if path.exists():
-        wanted, found = work.request(), read_json(path)
+        wanted = work.request()
+        found = read_sealed(path, "Delete it and run the same command again: shards of this request stay.")
         if wanted != found:
             advice = "It was made by another request. Use another --out, or delete the folder."
             raise MismatchError.between(f"The table in {work.table}", wanted, found, advice)
     else:
-        write_json(path, work.request())
+        write_sealed(path, work.request())
 
 
 def _absolute(source: Source) -> Source:
