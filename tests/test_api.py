@@ -16,7 +16,8 @@ import torch
 import medtokenbudget as mtb
 from medtokenbudget.config import BackboneConfig, ExtractConfig
 from medtokenbudget.experiments.run import RunInfo
-from medtokenbudget.files import read_json, write_json
+from medtokenbudget.files import write_json
+from tests.bad_input.damage import edit_json
 from tests.drawn import Drawn, quick
 from tests.small_model import draw_images
 
@@ -106,17 +107,18 @@ def test_verbs_take_objects_as_well_as_paths(drawn: Drawn, tmp_path: Path) -> No
 
 def test_a_run_of_another_format_names_its_version_and_the_command(tmp_path: Path) -> None:
     write_json(tmp_path / "run.json", {"dataset": "old", "command": "mtb train m.parquet --store s --out r"})
-    with pytest.raises(mtb_error(), match=r"run format version 1; this version reads 2. Run `mtb train m.parquet .*` again with"):
+    with pytest.raises(mtb_error(), match=r"run format version 1; this version reads 3. Run `mtb train m.parquet .*` again with"):
         mtb.Run(tmp_path)
 
 
 @pytest.mark.slow
 def test_a_damaged_run_json_is_named_with_what_is_wrong(drawn: Drawn, tmp_path: Path) -> None:
     mtb.sweep(drawn.manifest, drawn.store, tmp_path, ["center"], config=quick("paper"), jobs=1)
-    good = read_json(tmp_path / "run.json")
+    good = (tmp_path / "run.json").read_bytes()
     changes = ({"units": "all"}, {"methods": {"center": {"selector": "center"}}}, {"seeds": None}, {"surprise": 1})
     for change in changes:
-        write_json(tmp_path / "run.json", {**good, **change})
+        (tmp_path / "run.json").write_bytes(good)
+        edit_json(tmp_path / "run.json", lambda info: info.update(change))  # noqa: B023
         with pytest.raises(mtb_error(), match=rf"run.json is damaged: check {next(iter(change))}"):
             RunInfo.read(tmp_path)
     write_json(tmp_path / "run.json", [])

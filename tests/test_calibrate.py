@@ -16,6 +16,7 @@ from medtokenbudget.cli import main
 from medtokenbudget.errors import MismatchError, RequestError
 from medtokenbudget.experiments.calibration import patch_scores
 from medtokenbudget.routing.guarantee import Promise, group_mean, lesion_kept, pick_threshold
+from tests.bad_input.damage import edit_json
 from tests.drawn import Drawn, drawn_store
 from tests.small_model import small_model
 
@@ -170,14 +171,28 @@ def test_images_that_cannot_be_calibrated_on_are_refused(drawn: Drawn, folder: P
 def test_a_damaged_guarantee_is_rejected_by_name(drawn: Drawn, folder: Path) -> None:
     mtb.calibrate(folder, drawn.manifest_path, 0.8, store=drawn.store_path)
     path = folder / "config.json"
-    good = json.loads(path.read_text())
+    good = json.loads(path.read_text())["guarantees"][0]
     for name, value in (("threshold", None), ("retention", 2), ("selector", "evit"), ("most", 10_000), ("coverage", "all")):
-        path.write_text(json.dumps({**good, "guarantees": [{**good["guarantees"][0], name: value}]}))
+        edit_json(path, lambda config: config.update(guarantees=[{**good, name: value}]))  # noqa: B023
         with pytest.raises(RequestError, match=rf"guarantees\.0\.{name} must be"):
             mtb.load(folder)
-    path.write_text(json.dumps({**good, "guarantees": {"0.8": 1}}))
+    edit_json(path, lambda config: config.update(guarantees={"0.8": 1}))
     with pytest.raises(RequestError, match="guarantees must be a list"):
         mtb.load(folder)
+
+
+def test_a_promise_whose_threshold_or_cap_was_changed_is_not_believed(drawn: Drawn, folder: Path) -> None:
+    threshold = mtb.calibrate(folder, drawn.manifest_path, 0.8, store=drawn.store_path).threshold
+    path = folder / "config.json"
+    good = path.read_text()
+    for old, new in ((f'"threshold": {threshold}', f'"threshold": {threshold + 0.2}'), ('"most": ', '"most": 1')):
+        assert old in good
+        path.write_text(good.replace(old, new))
+        with pytest.raises(RequestError, match=r"config.json is damaged or was edited"):
+            mtb.load(folder)
+    path.write_text(good)
+    mtb.calibrate(folder, drawn.manifest_path, 0.9, store=drawn.store_path)
+    assert [one.retention for one in mtb.load(folder).guarantees] == [0.8, 0.9]
 
 
 def test_the_service_answers_with_what_keeps_each_promise(drawn: Drawn, folder: Path, images: list[Path]) -> None:

@@ -95,6 +95,27 @@ def test_deeply_nested_json_is_a_message(tmp_path: Path) -> None:
         files.read_json(tmp_path / "x.json")
 
 
+def test_a_sealed_file_gives_back_what_was_written_and_notices_every_other_value(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    values = {"text": "café \udcff", "numbers": (0.1, 1e-300, -3, None, True), "nested": {"2": [], "10": {}}, "where": tmp_path}
+    expected = {**values, "numbers": [0.1, 1e-300, -3, None, True], "where": str(tmp_path)}
+    for compact in (False, True):
+        files.write_sealed(path, values, compact)
+        assert files.read_sealed(path, "") == expected
+    whole, messages = path.read_bytes(), []
+    for place, byte in enumerate(whole):
+        path.write_bytes(whole[:place] + bytes([byte ^ 1 << place % 8]) + whole[place + 1 :])
+        try:
+            assert files.read_sealed(path, "") == expected, place
+        except RequestError as error:
+            messages.append(str(error))
+    assert len(messages) >= len(whole) - 1  # the newline at the end may become a space
+    assert all(message.startswith(str(path)) for message in messages)
+    path.write_text('{"a": 1}')
+    with pytest.raises(RequestError, match=r"no checksum\. Make it again"):
+        files.read_sealed(path, "Make it again.")
+
+
 def test_a_flipped_bit_in_a_checkpoint_is_noticed_wherever_it_is(tmp_path: Path) -> None:
     path = tmp_path / "c.safetensors"
     save_tensors(path, {"a": torch.arange(4.0), "b": torch.ones(2, dtype=torch.int64)}, {"epoch": 3})

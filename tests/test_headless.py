@@ -16,6 +16,7 @@ from medtokenbudget.cli import main
 from medtokenbudget.errors import NoHeadError, RequestError
 from medtokenbudget.model import MedTokenBudget
 from medtokenbudget.training import MLPHead, RoutedClassifier
+from tests.bad_input.damage import edit_json
 from tests.drawn import Drawn, quick
 from tests.small_model import draw_images, small_model
 
@@ -79,9 +80,7 @@ def test_classes_and_heads_come_together_or_not_at_all(root: Path, model: MedTok
     with pytest.raises(RequestError, match="'lats' has no head, but the model has classes"):
         MedTokenBudget(model.backbone_config, model.backbone_fingerprint, ("A",), mixed, model.train_config, main="lats")
     saved = model.save_pretrained(tmp_path / "saved")
-    config = json.loads((saved / "config.json").read_text())
-    config["identity"]["classes"] = ["MEL"]
-    (saved / "config.json").write_text(json.dumps(config))
+    edit_json(saved / "config.json", lambda config: config["identity"].update(classes=["MEL"]))
     with pytest.raises(RequestError, match=r"head must be null exactly if identity\.classes is empty"):
         mtb.load(saved)
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from safetensors.torch import load_file, save_file
 import medtokenbudget as mtb
 from medtokenbudget.errors import BudgetError, MismatchError, MissingSignalError, RequestError, UnknownNameError, WorkError
 from medtokenbudget.model import Failure, MedTokenBudget
+from tests.bad_input.damage import edit_json
 from tests.hub import serving
 from tests.small_model import CLASSES, draw_images, early_model, small_backbone, small_model
 
@@ -232,13 +234,13 @@ def test_another_backbone_is_rejected_with_the_difference(saved: Path, images: l
 
 
 def _edit(path: Path, change: str, value: object) -> None:
-    config = json.loads(path.read_text())
-    place = config
-    *parents, last = change.split(".")
-    for key in parents:
-        place = place[key]
-    place[last] = value
-    path.write_text(json.dumps(config))
+    def edit(place: dict[str, Any]) -> None:
+        *parents, last = change.split(".")
+        for key in parents:
+            place = place[key]
+        place[last] = value
+
+    edit_json(path, edit)
 
 
 @pytest.mark.parametrize(

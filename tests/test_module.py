@@ -18,6 +18,7 @@ from medtokenbudget.model import MedTokenBudget, load
 from medtokenbudget.routing import Ranker, TokenBatch, create_selector, register_selector
 from medtokenbudget.routing.registry import SELECTORS
 from medtokenbudget.training import MLPHead, RoutedClassifier
+from tests.bad_input.damage import edit_json
 from tests.small_model import CLASSES, draw_images, small_model
 
 MAIN = "lats:lesion-first"
@@ -61,23 +62,23 @@ def test_a_model_without_lats_can_have_any_main_method(model: MedTokenBudget, im
     assert again.predict(images[0])[0].selector == "center"
 
 
-def test_the_saved_folder_records_the_main_method_in_format_2(model: MedTokenBudget, tmp_path: Path) -> None:
+def test_the_saved_folder_records_the_main_method_in_format_3(model: MedTokenBudget, tmp_path: Path) -> None:
     folder = model.save_pretrained(tmp_path)
     config = json.loads((folder / "config.json").read_text())
-    assert config["format_version"] == 2
+    assert config["format_version"] == 3
     assert config["identity"]["main"] == MAIN
     assert mtb.load(folder).main == MAIN
 
 
 @pytest.mark.parametrize(
-    ("version", "advice"), [(1, "mtb train MANIFEST --store STORE --out NEW_RUN"), (3, "Install medtokenbudget")]
+    ("version", "advice"), [(1, "mtb train MANIFEST --store STORE --out NEW_RUN"), (4, "Install medtokenbudget")]
 )
 def test_a_folder_of_another_format_is_rejected_with_its_version_and_what_to_do(
     model: MedTokenBudget, tmp_path: Path, version: int, advice: str
 ) -> None:
     path = model.save_pretrained(tmp_path) / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "format_version": version}))
-    with pytest.raises(RequestError, match=f"has model format version {version}, but this program reads version 2. .*{advice}"):
+    edit_json(path, lambda config: config.update(format_version=version))
+    with pytest.raises(RequestError, match=f"has model format version {version}, but this program reads version 3. .*{advice}"):
         mtb.load(tmp_path)
 
 

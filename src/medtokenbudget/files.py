@@ -1,4 +1,4 @@
-"""Atomic writes, JSON, and hashes of files.
+"""Atomic writes, JSON that carries a checksum, and hashes of files.
 
 Everything that the package writes goes through `atomic_write`: a temporary file in the same folder, fsync, then `os.replace`, then
 fsync of the folder. What a killed process leaves behind (`.NAME.*.part`) is removed when the folder is written to again.
@@ -16,7 +16,7 @@ import re
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
@@ -29,6 +29,7 @@ LEFTOVER_SECONDS = 24 * 3600
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _PART = re.compile(r"\.(?P<machine>[0-9a-f]{8})-(?P<pid>\d+)-[^.]*\.part$")
 _NAME_ROOM = 160
+_SEAL = "checksum"
 _cleaned: set[tuple[int, str]] = set()
 
 
@@ -164,12 +165,49 @@ def read_json(path: Path | str) -> Any:
         return json.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise RequestError(f"{path} does not exist.") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise RequestError(f"{path} is not valid JSON ({error}). The file may be damaged; create it again.") from None
     except RecursionError:
         raise RequestError(f"{path} is nested too deeply. The file may be damaged; create it again.") from None
     except OSError as error:
         raise RequestError(f"Cannot read {path}: {error.strerror or error}.") from None
+
+
+def write_sealed(path: Path | str, values: Mapping[str, Any], compact: bool = False) -> None:
+    """Write a JSON object that results depend on, with a checksum of its own content; `unsealed` checks it."""
+    whole = sealed(values)
+    if compact:
+        write_text(path, json.dumps(whole, separators=(",", ":")) + "\n")
+    else:
+        write_json(path, whole)
+
+
+def sealed(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The JSON object with a checksum of its own content."""
+    # After a round trip, because JSON turns tuples into lists and the keys into text.
+    plain = json.loads(json.dumps(values, default=str))
+    return {**plain, _SEAL: sha256_json(plain)}
+
+
+def unsealed(path: Path | str, values: Any, advice: str) -> dict[str, Any]:
+    """What `write_sealed` was given, out of the parsed content of a file; `advice` says how to get a good one.
+
+    Apart from reading, so that a format without a checksum can be recognized by its number first.
+
+    Raises:
+        RequestError: The content is not what was written.
+    """
+    if not isinstance(values, dict) or _SEAL not in values:
+        raise RequestError(f"{path} is damaged or was written by another version: it has no checksum. {advice}")
+    plain = {key: value for key, value in values.items() if key != _SEAL}
+    if values[_SEAL] != sha256_json(plain):
+        raise RequestError(f"{path} is damaged or was edited: its content does not match its checksum. {advice}")
+    return plain
+
+
+def read_sealed(path: Path | str, advice: str) -> dict[str, Any]:
+    """Read what `write_sealed` wrote."""
+    return unsealed(path, read_json(path), advice)
 
 
 def append_line(path: Path | str, value: Any) -> None:
@@ -202,11 +240,13 @@ def _line(value: Any) -> str:
 def read_lines(path: Path | str) -> list[dict[str, Any]]:
     """Read a JSON-lines file; lines that a crash left incomplete are skipped."""
     rows = []
-    for line in Path(path).read_text(encoding="utf-8").splitlines():
+    for line in Path(path).read_bytes().splitlines():
         try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
+            row = json.loads(line)
+        except (ValueError, RecursionError):  # neither JSON nor UTF-8
             continue
+        if isinstance(row, dict):
+            rows.append(row)
     return rows
 
 

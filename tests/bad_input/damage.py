@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import struct
 import zlib
 from collections.abc import Callable
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from PIL import Image
+
+from medtokenbudget.files import write_sealed
 
 
 def encoded(image: Image.Image, kind: str, **options: Any) -> bytes:
@@ -47,6 +50,14 @@ def damage(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], None
 
 def flip(data: bytes) -> bytes:
     return data[:-3] + bytes([data[-3] ^ 1]) + data[-2:]
+
+
+def edit_json(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Change a JSON file of the product with a fitting checksum, as somebody who edits it on purpose would."""
+    values = json.loads(path.read_text())
+    del values["checksum"]
+    change(values)
+    write_sealed(path, values)
 
 
 NESTED = b'{"a":' * 50_000

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from collections.abc import Callable
@@ -16,24 +15,21 @@ from safetensors.torch import load_file, save_file
 
 from medtokenbudget.cli import main
 from medtokenbudget.files import sha256_file
-from tests.bad_input.damage import NESTED, PLAIN, cut, damage, encoded, flip, write
+from tests.bad_input.damage import NESTED, PLAIN, cut, damage, edit_json, encoded, flip, write
 
 
 def edit(*where: str, value: Any = ...) -> Callable[[Path], None]:
     """Set a value of `config.json`, or remove it."""
 
-    def change(folder: Path) -> None:
-        config = json.loads((folder / "config.json").read_text())
-        place = config
+    def change(place: dict[str, Any]) -> None:
         for name in where[:-1]:
             place = place[name]
         if value is ...:
             del place[where[-1]]
         else:
             place[where[-1]] = value
-        (folder / "config.json").write_text(json.dumps(config))
 
-    return change
+    return lambda folder: edit_json(folder / "config.json", change)
 
 
 def tensors(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path], None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,9 +13,11 @@ import torch
 
 from medtokenbudget.cli import main
 from medtokenbudget.data import Manifest
+from medtokenbudget.data.csv_source import csv_manifest
 from medtokenbudget.errors import MedTokenBudgetError
+from medtokenbudget.experiments.run import RunInfo
 from medtokenbudget.tensor_files import load_tensors, save_tensors
-from tests.bad_input.damage import NESTED, cut, damage, flip, write
+from tests.bad_input.damage import NESTED, cut, damage, edit_json, flip, write
 from tests.reporting.fake_run import fake_run
 
 
@@ -67,16 +68,19 @@ def good_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return fake_run(tmp_path_factory.mktemp("run"), studies=("main",), images=False)
 
 
+def flip_middle(data: bytes) -> bytes:
+    place = len(data) // 2
+    return data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
+
+
 def run_json(name: str, value: Any = ...) -> Callable[[Path], None]:
-    def change(folder: Path) -> None:
-        values = json.loads((folder / "run.json").read_text())
+    def change(values: dict[str, Any]) -> None:
         if value is ...:
             del values[name]
         else:
             values[name] = value
-        (folder / "run.json").write_text(json.dumps(values))
 
-    return change
+    return lambda folder: edit_json(folder / "run.json", change)
 
 
 RUNS: dict[str, tuple[Callable[[Path], Any], str]] = {
@@ -90,13 +94,13 @@ RUNS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "methods is a list": (run_json("methods", []), "run.json"),
     "a method is text": (run_json("methods", {"center": "x"}), "run.json"),
     "seeds is a number": (run_json("seeds", 42), "run.json"),
-    "no results": (lambda folder: (folder / "results.csv").unlink(), "results.csv"),
-    "results are empty": (write("results.csv", b""), "results.csv"),
-    "results are bytes": (write("results.csv", b"\xff\xfe\x00"), "results.csv"),
-    "results of another version": (write("results.csv", b"a,b\n1,2\n"), "results.csv"),
-    "results have text for numbers": (damage("results.csv", lambda d: d.replace(b"0.", b"x.")), "results.csv"),
+    "run.json was edited": (damage("run.json", lambda d: d.replace(b"42", b"43", 1)), "run.json is damaged or was edited"),
     "no predictions": (lambda folder: (folder / "predictions.parquet").unlink(), "predictions.parquet"),
     "half the predictions": (damage("predictions.parquet", cut), "predictions.parquet"),
+    "a flipped bit in the predictions": (damage("predictions.parquet", flip_middle), "predictions.parquet is damaged"),
+    "a flipped bit in the patch orders": (damage("routing.safetensors", flip_middle), "routing.safetensors is damaged"),
+    "another number in the curves": (damage("metrics.jsonl", lambda d: d.replace(b"1", b"2", 1)), "metrics.jsonl is damaged"),
+    "curves that are not UTF-8": (damage("metrics.jsonl", lambda d: d[:50] + b"\xff" + d[51:]), "metrics.jsonl is damaged"),
     "half the patch orders": (damage("routing.safetensors", cut), "routing.safetensors"),
     "patch orders are text": (write("routing.safetensors", b"hello"), "routing.safetensors"),
 }
@@ -111,3 +115,37 @@ def test_a_bad_run_is_rejected_with_the_file_named(
     change(run)
     assert main(["report", str(run), "--out", str(tmp_path / "out")]) == 2
     assert says in capsys.readouterr().err
+
+
+RESULTS: dict[str, Callable[[Path], Any]] = {
+    "missing": lambda folder: (folder / "results.csv").unlink(),
+    "empty": write("results.csv", b""),
+    "bytes": write("results.csv", b"\xff\xfe\x00"),
+    "of another version": write("results.csv", b"a,b\n1,2\n"),
+    "text for numbers": damage("results.csv", lambda d: d.replace(b"0.", b"x.")),
+    "8.786 for 0.8786": damage("results.csv", lambda d: d.replace(b",0.", b",8.", 1)),
+}
+
+
+@pytest.mark.parametrize("case", RESULTS)
+def test_damaged_results_are_made_again_from_the_predictions(
+    good_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str
+) -> None:
+    run = Path(shutil.copytree(good_run, tmp_path / "run"))
+    RESULTS[case](run)
+    table = RunInfo.read(run).results()
+    assert "results.csv is missing or damaged. It is made again" in capsys.readouterr().err
+    assert (run / "results.csv").read_bytes() == (good_run / "results.csv").read_bytes()
+    pd.testing.assert_frame_equal(table, RunInfo.read(good_run).results())
+    assert capsys.readouterr().err == ""
+
+
+def test_text_in_a_manifest_that_is_not_utf8_is_a_message(tmp_path: Path) -> None:
+    path = tmp_path / "m.parquet"
+    Manifest.from_records([{"image_id": "a", "image": "quick brown fox.jpg"}], ()).write(path)
+    assert b"quick" in path.read_bytes()
+    path.write_bytes(path.read_bytes().replace(b"quick", b"qu\xffck"))
+    with pytest.raises(MedTokenBudgetError, match=r"m.parquet is not a manifest or is damaged"):
+        Manifest.read(path)
+    with pytest.raises(MedTokenBudgetError, match=r"m.parquet is not a readable Parquet file"):
+        csv_manifest(path)

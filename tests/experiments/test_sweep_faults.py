@@ -123,9 +123,12 @@ def whole(drawn: Drawn, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("units/center-42/images.json", True),
         ("units/center-42/unit.json", True),
         ("units/lats~lesion-first-42/head.safetensors", False),
+        ("results.csv", False),
+        ("predictions.parquet", False),
+        ("routing.safetensors", True),
     ],
 )
-def test_a_damaged_file_of_a_finished_unit_is_made_again(
+def test_a_damaged_file_of_a_finished_run_is_made_again(
     drawn: Drawn, whole: Path, capsys: pytest.CaptureFixture[str], name: str, cut: bool
 ) -> None:
     results, model, expected = ((whole / n).read_bytes() for n in ("results.csv", "model/heads.safetensors", name))
@@ -134,7 +137,7 @@ def test_a_damaged_file_of_a_finished_unit_is_made_again(
     assert (whole / name).read_bytes() == expected
     assert (whole / "results.csv").read_bytes() == results
     assert (whole / "model/heads.safetensors").read_bytes() == model
-    if "unit.json" not in name:
+    if name.startswith("units") and "unit.json" not in name:
         assert f"{name} is missing or damaged" in capsys.readouterr().err
 
 

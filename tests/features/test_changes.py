@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +20,8 @@ from medtokenbudget.data import Manifest, decode_mask, patch_labels
 from medtokenbudget.errors import RequestError, WorkError
 from medtokenbudget.features import FeatureStore, extract
 from medtokenbudget.features.upkeep import info, prune
+from medtokenbudget.files import write_sealed
+from tests.bad_input.damage import edit_json
 from tests.features.tiny import CONFIG, GRID, contents, lesion_mask, tiny_backbone, tiny_manifest
 
 OFF_CENTER = replace(CONFIG, views="off-center")
@@ -279,16 +283,13 @@ def test_a_damaged_shard_that_was_deleted_is_made_again(backbone: BackboneConfig
         (lambda s: s["backbone"].update(grid="4x4"), RequestError, "backbone.grid must be list"),
         (lambda s: s.update(backbone=[]), RequestError, "backbone must be dict"),
         (lambda s: s.update(keep=True), RequestError, "keep must be"),
-        (lambda s: s.update(format=2), RequestError, r"has store format 2, but this version reads format 3. Run `mtb extract"),
+        (lambda s: s.update(format=2), RequestError, r"has store format 2, but this version reads format 4. Run `mtb extract"),
     ],
 )
 def test_a_changed_store_json_is_noticed(
-    store: FeatureStore, manifest: Manifest, change: object, error: type[Exception], message: str
+    store: FeatureStore, manifest: Manifest, change: Callable[[dict[str, Any]], None], error: type[Exception], message: str
 ) -> None:
-    path = store.path / "store.json"
-    settings = json.loads(path.read_text())
-    change(settings)  # type: ignore[operator]
-    path.write_text(json.dumps(settings))
+    edit_json(store.path / "store.json", change)
     with pytest.raises(error, match=message):
         FeatureStore.open(store.path, manifest)
 
@@ -298,15 +299,16 @@ def test_a_sidecar_with_other_rows_than_planned_is_noticed_and_made_again(
     backbone: BackboneConfig, manifest: Manifest, store: FeatureStore, count: str
 ) -> None:
     before = contents(store.path)
-    path = store.path / "shard-00001.json"
-    sidecar = json.loads(path.read_text())
-    if count == "too few":
-        sidecar["rows"], sidecar["checksums"] = sidecar["rows"][:-1], sidecar["checksums"][:-1]
-    elif count == "too many":
-        sidecar["rows"], sidecar["checksums"] = sidecar["rows"] * 2, sidecar["checksums"] * 2
-    else:
-        sidecar["checksums"] = []
-    path.write_text(json.dumps(sidecar))
+
+    def change(sidecar: dict[str, Any]) -> None:
+        if count == "too few":
+            sidecar["rows"], sidecar["checksums"] = sidecar["rows"][:-1], sidecar["checksums"][:-1]
+        elif count == "too many":
+            sidecar["rows"], sidecar["checksums"] = sidecar["rows"] * 2, sidecar["checksums"] * 2
+        else:
+            sidecar["checksums"] = []
+
+    edit_json(store.path / "shard-00001.json", change)
     with pytest.raises(RequestError, match="1 of 4 shards are missing"):
         FeatureStore.open(store.path, manifest)
     extract(manifest, store.path, backbone, OFF_CENTER)
@@ -320,12 +322,69 @@ def test_a_damaged_plan_is_a_message(store: FeatureStore, text: str) -> None:
     (store.path / "plan.json").write_text(text)
     with pytest.raises(RequestError, match=r"plan.json is (damaged|nested too deeply)"):
         FeatureStore.open(store.path)
+    if text.startswith("{"):
+        write_sealed(store.path / "plan.json", json.loads(text))
+        with pytest.raises(RequestError, match=r"plan.json is damaged"):
+            FeatureStore.open(store.path)
 
 
 def test_a_damaged_cache_is_made_again(store: FeatureStore, manifest: Manifest) -> None:
     for file in (store.path / "cache").iterdir():
         file.write_bytes(b"nonsense")
     same(FeatureStore.open(store.path, manifest), store)
+
+
+def test_flipped_lesion_patches_in_the_cache_are_noticed_and_computed_again(
+    store: FeatureStore, manifest: Manifest, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = next((store.path / "cache").glob("*.safetensors"))
+    whole = file.read_bytes()
+    # The end of the file: labels of the last rows.
+    file.write_bytes(whole[:-64] + bytes(byte ^ 1 for byte in whole[-64:]))
+    with pytest.raises(WorkError, match=rf"Damaged files in .*cache/{file.name}"):
+        FeatureStore.open(store.path).verify()
+    assert main(["store", "info", str(store.path)]) == 1
+    assert f"cache/{file.name}" in capsys.readouterr().err
+    same(FeatureStore.open(store.path, manifest), store)
+    assert file.read_bytes() == whole
+
+
+def test_a_changed_crop_box_or_image_size_is_noticed_and_the_shard_made_again(
+    backbone: BackboneConfig, manifest: Manifest, store: FeatureStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = contents(store.path)
+    path = store.path / "shard-00001.json"
+    sidecar = json.loads(path.read_text())
+    sidecar["rows"][0][2][0] += 16
+    path.write_text(json.dumps(sidecar))
+    assert main(["store", "info", str(store.path)]) == 1
+    assert "shard-00001.json" in capsys.readouterr().err
+    with pytest.raises(RequestError, match=r"1 of 4 shards are missing or damaged \(shard-00001.json\)"):
+        FeatureStore.open(store.path, manifest)
+    extract(manifest, store.path, backbone, OFF_CENTER)
+    assert contents(store.path) == before
+
+
+def test_a_shard_whose_header_calls_floats_integers_is_damaged(store: FeatureStore, manifest: Manifest) -> None:
+    path = store.path / "shard-00001.safetensors"
+    path.write_bytes(path.read_bytes().replace(b'"F32"', b'"I32"'))
+    with pytest.raises(WorkError, match=r"shard-00001.safetensors is damaged"):
+        FeatureStore.open(store.path, manifest).luminance  # noqa: B018
+
+
+def test_a_damaged_plan_can_be_deleted_and_finished_shards_stay(
+    backbone: BackboneConfig, manifest: Manifest, store: FeatureStore
+) -> None:
+    before = contents(store.path)
+    stamps = {file: file.stat().st_mtime_ns for file in store.path.glob("shard-*")}
+    path = store.path / "plan.json"
+    path.write_bytes(path.read_bytes().replace(b"identity", b"idents", 1))
+    with pytest.raises(RequestError, match=r"plan.json is damaged or was edited.* Delete it and run"):
+        FeatureStore.open(store.path)
+    path.unlink()
+    extract(manifest, store.path, backbone, OFF_CENTER)
+    assert contents(store.path) == before
+    assert {file: file.stat().st_mtime_ns for file in store.path.glob("shard-*")} == stamps
 
 
 def test_a_view_that_failed_for_a_mask_is_no_error_of_a_manifest_without_that_mask(

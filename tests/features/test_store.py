@@ -333,7 +333,7 @@ def test_a_changed_byte_is_found_by_verify(tmp_path: Path) -> None:
     data = bytearray(shard.read_bytes())
     data[-1] ^= 1
     shard.write_bytes(data)
-    with pytest.raises(WorkError, match=r"Damaged shards in .*shard-00000.safetensors"):
+    with pytest.raises(WorkError, match=r"Damaged files in .*shard-00000.safetensors"):
         FeatureStore.open(store.path).verify()
 
 

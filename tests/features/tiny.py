@@ -27,10 +27,10 @@ def tiny_backbone(folder: Path, depth: int = 2) -> BackboneConfig:
     arguments = {"patch_size": PATCH, "embed_dim": DIM, "depth": depth, "num_heads": 2}
     mean = {"mean": [0.5, 0.5, 0.5], "std": [0.5, 0.5, 0.5], "interpolation": "bicubic"}
     folder.mkdir(parents=True, exist_ok=True)
-    Recipe("vit_tiny_patch16_224", arguments, mean, "CC0-1.0").write(folder)
     torch.manual_seed(0)
     model = timm.create_model("vit_tiny_patch16_224", pretrained=False, num_classes=0, img_size=SIZE, **arguments)
     save_file(model.state_dict(), folder / "weights.safetensors")
+    Recipe("vit_tiny_patch16_224", arguments, mean, "CC0-1.0").write(folder)
     return BackboneConfig(name=str(folder), image_size=SIZE)
 
 

@@ -18,6 +18,9 @@ from safetensors.numpy import save_file
 from medtokenbudget.config import BUDGETS, HEADLINE_BUDGETS
 from medtokenbudget.data.dermoscopy import CLASSES, draw, sample_labels
 from medtokenbudget.experiments.results import summarize, write_predictions, write_results
+from medtokenbudget.experiments.run import hashes
+from medtokenbudget.files import write_sealed
+from tests.bad_input.damage import edit_json
 
 GRID = (16, 16)
 N = 256
@@ -270,7 +273,13 @@ def fake_run(
     write_routing(run / "routing.safetensors", sets, seeds, orders, [m for m in trained if m in orders])
     if images:
         write_manifest(run, sets[0])
-    (run / "run.json").write_text(json.dumps(describe(used, trained, seeds, n, dataset), indent=2))
+    write_sealed(run / "run.json", {**describe(used, trained, seeds, n, dataset), "files": hashes(run)})
+    return run
+
+
+def edit_run(run: Path, **changes: object) -> Path:
+    """Put other entries into `run.json`, with the hashes of the files that are there now."""
+    edit_json(run / "run.json", lambda info: info.update(changes, files=hashes(run)))
     return run
 
 
@@ -278,7 +287,7 @@ def describe(methods: list[str], trained: list[str], seeds: tuple[int, ...], n: 
     """The `run.json` of a simulated run."""
     counts = {"images": n, "masks": n, "classes": {"NV": n}, "masked_classes": {"NV": n}, "lesion_patches": None}
     return {
-        "format_version": 2,
+        "format_version": 3,
         "command": "mtb sweep data.parquet --store tokens --out runs/fake",
         "dataset": dataset,
         "source": "folder photos",

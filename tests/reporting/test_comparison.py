@@ -14,7 +14,7 @@ from medtokenbudget.cli import main
 from medtokenbudget.errors import RequestError
 from medtokenbudget.reporting import report
 from medtokenbudget.reporting.comparison import Comparison, unique_names
-from tests.reporting.fake_run import fake_run
+from tests.reporting.fake_run import edit_run, fake_run
 
 pytestmark = pytest.mark.slow
 
@@ -35,10 +35,7 @@ def second(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def edited(run: Path, out: Path, **changes: object) -> Path:
     """A copy of a run with other entries in its run.json."""
-    shutil.copytree(run, out)
-    info = json.loads((out / "run.json").read_text())
-    (out / "run.json").write_text(json.dumps(info | changes))
-    return out
+    return edit_run(Path(shutil.copytree(run, out)), **changes)
 
 
 def test_runs_are_named_by_their_directories_with_parents_where_needed(tmp_path: Path) -> None:
@@ -88,6 +85,7 @@ def test_a_run_compared_with_itself_under_another_class_order_does_not_differ(fi
     frame, classes = read_predictions(other / "predictions.parquet")
     turned = len(classes) - 1 - frame[["label", "predicted"]]
     write_predictions(other / "predictions.parquet", frame.assign(**turned), tuple(reversed(classes)))
+    edit_run(other)
     comparison = Comparison.read([first, other])
     pairs = comparison.pairs
     assert len(pairs) > 0
@@ -102,6 +100,7 @@ def test_runs_on_other_images_are_shown_side_by_side_with_a_note(first: Path, tm
     other = edited(first, tmp_path / "elsewhere")
     frame, classes = read_predictions(other / "predictions.parquet")
     write_predictions(other / "predictions.parquet", frame.assign(image_id="x" + frame["image_id"]), classes)
+    edit_run(other)
     comparison = Comparison.read([first, other])
     assert comparison.pairs.empty
     assert any("share no validation images" in note for note in comparison.notes)
@@ -117,6 +116,7 @@ def test_equal_ids_with_other_labels_are_other_images(first: Path, tmp_path: Pat
     frame, classes = read_predictions(other / "predictions.parquet")
     label = (frame["label"] + 1) % len(classes)
     write_predictions(other / "predictions.parquet", frame.assign(label=label, label_name=[classes[i] for i in label]), classes)
+    edit_run(other)
     comparison = Comparison.read([first, other])
     assert comparison.pairs.empty
     assert any("with different labels" in note for note in comparison.notes)

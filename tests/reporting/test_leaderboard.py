@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pandas as pd
@@ -12,20 +11,14 @@ from medtokenbudget.cli import main
 from medtokenbudget.errors import MismatchError, RequestError, UnknownNameError
 from medtokenbudget.experiments.results import read_results
 from medtokenbudget.reporting.leaderboard import leaderboard
-from tests.reporting.fake_run import fake_run
-
-
-def change(run: Path, **values: object) -> None:
-    info = json.loads((run / "run.json").read_text())
-    info.update(values)
-    (run / "run.json").write_text(json.dumps(info))
+from tests.reporting.fake_run import edit_run, fake_run
 
 
 @pytest.fixture
 def runs(tmp_path: Path) -> list[Path]:
     made = [fake_run(tmp_path / name, studies=("robustness",), images=False) for name in ("mine", "theirs")]
     for run in made:
-        change(run, hashes={"manifest": "a", "split": "b", "store": run.name}, backbone={"name": run.name})
+        edit_run(run, hashes={"manifest": "a", "split": "b", "store": run.name}, backbone={"name": run.name})
     return made
 
 
@@ -65,7 +58,7 @@ def test_the_command_writes_markdown_csv_and_a_page(runs: list[Path], tmp_path: 
 def test_runs_that_are_not_comparable_are_rejected_with_the_reason(
     runs: list[Path], values: dict[str, object], reason: str
 ) -> None:
-    change(runs[1], **values)
+    edit_run(runs[1], **values)
     with pytest.raises(MismatchError, match=f"not comparable: .*{reason}"):
         leaderboard(runs)
 

@@ -18,7 +18,7 @@ from medtokenbudget.cli import main
 from medtokenbudget.errors import RequestError
 from medtokenbudget.reporting import report
 from medtokenbudget.reporting.build import build
-from tests.reporting.fake_run import fake_run
+from tests.reporting.fake_run import edit_run, fake_run
 
 pytestmark = pytest.mark.slow
 
@@ -256,6 +256,7 @@ def test_a_number_changed_in_results_csv_changes_page_tables_sentences_and_json(
     cell = (results["method"] == "lats:lesion-first") & (results["budget"] == 0.3)
     results.loc[cell, ["retention", "accuracy", "ece"]] = [0.12345, 0.54321, 0.4567]
     results.to_csv(folder / "results.csv", index=False)
+    edit_run(folder)
     built = build([folder], pictures=False)
     text = built.page.read_text(encoding="utf-8")
     assert '<span class="value">12.3%</span>' in text

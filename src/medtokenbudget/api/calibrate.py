@@ -10,10 +10,10 @@ from medtokenbudget.errors import RequestError
 from medtokenbudget.experiments.calibration import calibrated
 from medtokenbudget.experiments.held_out import Part, held_out, run_of
 from medtokenbudget.features import FeatureStore
-from medtokenbudget.files import read_json, write_json
+from medtokenbudget.files import write_sealed
 from medtokenbudget.locks import exclusive
 from medtokenbudget.model import Guarantee, MedTokenBudget, load
-from medtokenbudget.model.folder import CONFIG
+from medtokenbudget.model.folder import CONFIG, read_config
 from medtokenbudget.model.guarantee import with_guarantee
 from medtokenbudget.model.hub import resolve
 from medtokenbudget.routing.guarantee import Promise
@@ -77,5 +77,5 @@ def calibrate(
 def _store(folder: Path, found: Guarantee, model: MedTokenBudget) -> None:
     """Write the guarantees into `config.json`; the tensors stay as they are."""
     with exclusive(folder):
-        config = read_json(folder / CONFIG)
-        write_json(folder / CONFIG, {**config, "guarantees": [guarantee.to_json() for guarantee in model.guarantees]})
+        config = read_config(folder)
+        write_sealed(folder / CONFIG, {**config, "guarantees": [guarantee.to_json() for guarantee in model.guarantees]})

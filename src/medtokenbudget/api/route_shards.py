@@ -17,7 +17,7 @@ from typing import Any
 from medtokenbudget.api.route_table import Measured, columns
 from medtokenbudget.api.writing import Outputs, Summary, none_readable, write_rows
 from medtokenbudget.errors import MismatchError, RequestError, UnknownNameError
-from medtokenbudget.files import read_json, remove, sha256_json, write_json, write_lines
+from medtokenbudget.files import read_sealed, remove, sha256_file, sha256_json, write_lines, write_sealed
 from medtokenbudget.locks import exclusive
 from medtokenbudget.model import Guarantee, MedTokenBudget, Source
 from medtokenbudget.model.table import TokenFormat
@@ -95,9 +95,13 @@ class ShardWork:
         return self.table / f"_{PART.format(index)}.json"
 
     def finished(self, shard: Shard) -> bool:
-        """Whether the shard is complete and was made from the same files."""
-        record = self.record(shard.index)
-        return record.exists() and self.part(shard.index).exists() and read_json(record)["key"] == shard.key
+        """Whether the shard is complete, as it was written, and was made from the same files."""
+        part = self.part(shard.index)
+        try:
+            record = read_sealed(self.record(shard.index), "")
+        except RequestError:
+            return False
+        return record["key"] == shard.key and part.exists() and sha256_file(part) == record["sha256"]
 
 
 Engine = Callable[[MedTokenBudget, Sequence[Shard], ShardWork, Callable[[int], Any], str | None], None]
@@ -176,7 +180,8 @@ def make_shard(model: MedTokenBudget, shard: Shard, work: ShardWork, advance: Ca
         first=shard.first,
         empty=True,
     )
-    write_json(work.record(shard.index), {"key": shard.key, **vars(counts), "errors": errors})
+    record = {"key": shard.key, "sha256": sha256_file(work.part(shard.index)), **vars(counts), "errors": errors}
+    write_sealed(work.record(shard.index), record)
 
 
 def _local(
@@ -208,12 +213,13 @@ def _same_request(work: ShardWork) -> None:
     """Reject a folder with shards of another model or budget: they are not thrown away without being asked."""
     path = work.table / REQUEST
     if path.exists():
-        wanted, found = work.request(), read_json(path)
+        wanted = work.request()
+        found = read_sealed(path, "Delete it and run the same command again: shards of this request stay.")
         if wanted != found:
             advice = "It was made by another request. Use another --out, or delete the folder."
             raise MismatchError.between(f"The table in {work.table}", wanted, found, advice)
     else:
-        write_json(path, work.request())
+        write_sealed(path, work.request())
 
 
 def _absolute(source: Source) -> Source:
@@ -247,7 +253,7 @@ def _remove_others(work: ShardWork, count: int) -> None:
 def _sum_up(work: ShardWork, shards: Sequence[Shard], measured: Measured) -> Summary:
     import pyarrow.parquet as pq
 
-    records = [read_json(work.record(shard.index)) for shard in shards]
+    records = [read_sealed(work.record(shard.index), "Run the same command again.") for shard in shards]
     errors, path = [row for record in records for row in record["errors"]], work.folder / ERRORS
     remove(path)
     if errors:

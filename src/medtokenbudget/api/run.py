@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pandas as pd
 
-from medtokenbudget.experiments.results import read_predictions, read_results
 from medtokenbudget.experiments.run import RunInfo
 from medtokenbudget.experiments.summary import headline
 from medtokenbudget.model import MedTokenBudget, load
@@ -52,12 +51,12 @@ class Run:
     @cached_property
     def results(self) -> pd.DataFrame:
         """`results.csv`: one row per study, view, method, seed and budget."""
-        return read_results(self.path / "results.csv")
+        return self.info.results()
 
     @cached_property
     def predictions(self) -> pd.DataFrame:
         """`predictions.parquet`: one row per image in each of these cells."""
-        return read_predictions(self.path / "predictions.parquet")[0]
+        return self.info.predictions()[0]
 
     @cached_property
     def model(self) -> MedTokenBudget:

@@ -24,12 +24,12 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
 
     from medtokenbudget.api.tour import demo
-    from medtokenbudget.experiments.results import read_results
+    from medtokenbudget.experiments.run import RunInfo
     from medtokenbudget.experiments.summary import headline
     from medtokenbudget.progress import say
 
     page = demo(options.out, options.n, options.seed, options.epochs)
-    print(headline(read_results(options.out / "results.csv")))
+    print(headline(RunInfo.read(options.out).results()))
     say(
         f"Report: {page}. Next:\n"
         f"  open {page} in a browser: what was kept, at every budget, beside the controls\n"

@@ -8,7 +8,7 @@ from typing import Any
 
 from medtokenbudget.cli.help import command_list
 from medtokenbudget.cli.parsing import command_parser
-from medtokenbudget.errors import UnknownNameError
+from medtokenbudget.errors import UnknownNameError, WorkError
 
 COMMANDS = {
     "info": "backbone, views, images, size and manifests of a store",
@@ -37,6 +37,9 @@ def _info(arguments: list[str]) -> int:
 
     found = info(given.store)
     print(json.dumps(found, indent=2, ensure_ascii=False) if given.json else _text(found))
+    if found["damaged"]:
+        names = ", ".join(found["damaged"])
+        raise WorkError(f"Damaged files in {given.store}: {names}. Delete them and run its `mtb extract` command again.")
     return 0
 
 

@@ -47,18 +47,18 @@ def read_table(path: Path) -> tuple[pd.DataFrame, dict[str, Any]]:
 def _read_parquet(path: Path) -> tuple[pd.DataFrame, dict[str, Any]]:
     try:
         found = pq.read_table(path)
+        columns = {
+            name: ["" if value is None else str(value).strip() for value in found.column(name).to_pylist()]
+            for name in found.column_names
+        }
     except FileNotFoundError:
         raise RequestError(f"{path} does not exist.") from None
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, ValueError) as error:
         raise RequestError(f"{path} is not a readable Parquet file: {first_line(error)}.") from None
     try:
         stored = json.loads((found.schema.metadata or {}).get(METADATA_KEY, b"{}"))
     except ValueError:
         stored = {}
-    columns = {
-        name: ["" if value is None else str(value).strip() for value in found.column(name).to_pylist()]
-        for name in found.column_names
-    }
     return pd.DataFrame(columns, dtype=object), stored if isinstance(stored, dict) else {}
 
 

@@ -236,8 +236,7 @@ class Manifest:
             ManifestError: The file does not exist, is not a manifest, has another format version, or was damaged or edited.
         """
         source = Path(path)
-        table, metadata = _read_table(source)
-        columns = {name: table.column(name).to_pylist() for name in COLUMNS}
+        columns, metadata = _read_table(source)
         stored = [metadata.get(name) for name in ("classes", "name", "source", "split_rule")]
         if _file_hash(*stored, columns) != metadata.get("file_hash"):
             raise ManifestError(f"{source} was edited or damaged after `mtb data` wrote it. {_valid_again(source)}")
@@ -246,7 +245,7 @@ class Manifest:
         return cls(rows, tuple(metadata["classes"]), root, metadata["source"], metadata["split_rule"], metadata["name"])
 
 
-def _read_table(source: Path) -> tuple[pa.Table, dict[str, Any]]:
+def _read_table(source: Path) -> tuple[dict[str, list[str | None]], dict[str, Any]]:
     if not source.exists():
         raise ManifestError(f"{source} does not exist. Create a manifest with `mtb data {'|'.join(SOURCES)} ... --out {source}`.")
     if source.is_dir():
@@ -256,6 +255,8 @@ def _read_table(source: Path) -> tuple[pa.Table, dict[str, Any]]:
     try:
         table = pq.read_table(source)
         metadata = json.loads((table.schema.metadata or {})[METADATA_KEY])
+        # Here, because text that is not UTF-8 is noticed only now.
+        columns = {name: table.column(name).to_pylist() for name in table.column_names if name in COLUMNS}
     except KeyError:
         if "image" in table.column_names:
             raise ManifestError(
@@ -267,10 +268,12 @@ def _read_table(source: Path) -> tuple[pa.Table, dict[str, Any]]:
     except (pa.ArrowException, OSError, ValueError) as error:
         reason = first_line(error).rstrip(".")
         raise ManifestError(f"{source} is not a manifest or is damaged ({reason}). Create it again with `mtb data`.") from None
+    if not isinstance(metadata, dict):
+        raise ManifestError(f"{source} is damaged. Create it again with `mtb data`.")
     _check_version(source, metadata)
-    if missing := [name for name in COLUMNS if name not in table.column_names]:
+    if missing := [name for name in COLUMNS if name not in columns]:
         raise ManifestError(f"{source} lacks the columns {', '.join(missing)}. {_valid_again(source)}")
-    return table, metadata
+    return columns, metadata
 
 
 def _valid_again(path: Path) -> str:

@@ -17,7 +17,7 @@ from medtokenbudget.data import dermoscopy
 from medtokenbudget.data.manifest import Manifest, check_name
 from medtokenbudget.data.splits import apply_split, check_request
 from medtokenbudget.errors import MismatchError, RequestError
-from medtokenbudget.files import read_json, sha256_file, sha256_json, write_encoded, write_json
+from medtokenbudget.files import read_sealed, sha256_file, sha256_json, write_encoded, write_sealed
 from medtokenbudget.locks import exclusive
 from medtokenbudget.progress import progress
 from medtokenbudget.workers import process_pool
@@ -145,13 +145,11 @@ def _claim(folder: Path, request: Drawings) -> None:
     """Write down what is drawn into a folder; files of two requests must not mix."""
     code = sorted(Path(dermoscopy.__file__).parent.glob("dermoscopy*.py"))
     wanted = {**asdict(request), "renderer": sha256_json([sha256_file(path) for path in code])[:16]}
-    note = folder / "drawings.json"
+    note, advice = folder / "drawings.json", "Choose another folder, or delete this one."
     if not note.exists():
-        write_json(note, wanted)
-    elif (found := read_json(note)) != wanted:
-        raise MismatchError.between(
-            f"The request of the drawings in {folder}", wanted, found, "Choose another folder, or delete this one."
-        )
+        write_sealed(note, wanted)
+    elif (found := read_sealed(note, advice)) != wanted:
+        raise MismatchError.between(f"The request of the drawings in {folder}", wanted, found, advice)
 
 
 def _run(jobs: list[tuple[Any, ...]], workers: int) -> Iterator[None]:

@@ -25,8 +25,8 @@ from medtokenbudget.errors import RequestError
 from medtokenbudget.experiments.calibration import patch_scores
 from medtokenbudget.experiments.held_out import HeldOut
 from medtokenbudget.experiments.methods import Method
-from medtokenbudget.experiments.results import AS_IS, read_results, summarize, write_predictions, write_results
-from medtokenbudget.experiments.run import MethodInfo, RunInfo, versions
+from medtokenbudget.experiments.results import AS_IS, summarize, write_predictions, write_results
+from medtokenbudget.experiments.run import ATTRIBUTES, MethodInfo, RunInfo, hashes, versions
 from medtokenbudget.experiments.run import counts as part_counts
 from medtokenbudget.experiments.units import OF_IMAGES, evaluate_rows
 from medtokenbudget.features.views import OFF_CENTER
@@ -39,7 +39,6 @@ from medtokenbudget.training.heads import Head
 
 STUDY = "evaluate"
 CONTROLS = ("center", "darkness", "random", "oracle")
-ATTRIBUTES = "attributes.parquet"
 OWN_METRICS = ("retention", "retention_of_ceiling", "accuracy", "macro_f1", "balanced_accuracy", "ece")
 
 
@@ -178,7 +177,7 @@ def own_validation(run: Path | None, method: str, budgets: Sequence[float]) -> l
     """What the model of a run reached on its own validation images, one row per budget; empty for a model without its run."""
     if run is None:
         return []
-    results = read_results(run / "results.csv")
+    results = RunInfo.read(run).results()
     results = results[(results["view"] == AS_IS) & (results["seed"] == results["seed"].min()) & (results["method"] == method)]
     own = [row for row in results.to_dict("records") if any(np.isclose(row["budget"], budget) for budget in budgets)]
     kept = ("budget", "n", "n_masked", *OWN_METRICS)
@@ -246,6 +245,7 @@ def _describe(evaluation: Evaluation, out: Path, methods: Mapping[str, tuple[Sel
         hashes={"manifest": evaluation.original.hash, "store": images.store.identity, "model": model.fingerprint},
         backbone=images.store.config["backbone"],
         counts=part_counts(images.manifest, images.store),
+        files=hashes(out),
         evaluation={
             "model": evaluation.source,
             "part": images.part,

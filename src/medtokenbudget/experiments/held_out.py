@@ -14,7 +14,7 @@ from medtokenbudget.data.manifest import listed
 from medtokenbudget.errors import MismatchError, RequestError
 from medtokenbudget.experiments.run import FILE, RunInfo
 from medtokenbudget.features import FeatureStore, extract
-from medtokenbudget.features.annotations import known_manifests
+from medtokenbudget.features.annotations import hashes_of, known_manifests
 from medtokenbudget.features.views import OFF_CENTER
 from medtokenbudget.model import MedTokenBudget
 from medtokenbudget.model.network import comparable
@@ -141,6 +141,10 @@ def _trained_on(run: Path) -> set[str]:
         manifest = Manifest.read(info.manifest_path)
     except RequestError:
         return set()
-    images = [about["images"] for about in known_manifests(info.store_path) if about.get("hash") == info.hashes.get("manifest")]
+    if not info.store_path.is_dir():
+        return set()
+    cached = [one["images"] for one in known_manifests(info.store_path)[0] if one["hash"] == info.hashes.get("manifest")]
+    # From the files themselves where they are here: a cache that is damaged or gone must not open the door to training images.
+    images = dict(zip(manifest.ids, hashes_of(info.store_path, manifest, cached[0] if cached else None)[0]))
     ids = [name for part in ("train", "select") for name in manifest.part(part).ids]
-    return {known[name] for known in images for name in ids if name in known}
+    return {image for name in ids if (image := images[name]) is not None}

@@ -16,12 +16,12 @@ from medtokenbudget.data.manifest import listed
 from medtokenbudget.devices import resolve_device
 from medtokenbudget.errors import MismatchError, RequestError
 from medtokenbudget.experiments.methods import Method
-from medtokenbudget.experiments.run import FILE
+from medtokenbudget.experiments.run import FILE, RunInfo
 from medtokenbudget.experiments.sources import Sources
 from medtokenbudget.experiments.units import Plan, Unit, read_state
 from medtokenbudget.features import FeatureStore
 from medtokenbudget.features.views import OFF_CENTER
-from medtokenbudget.files import dotted, read_json
+from medtokenbudget.files import dotted
 from medtokenbudget.progress import say
 from medtokenbudget.routing import selector_class
 from medtokenbudget.routing.lats import ordered_signals
@@ -199,10 +199,8 @@ def _check_heads(sources: Sources, units: Sequence[Unit], config: TrainConfig) -
 
 def check_run(plan: Plan, units: Sequence[Unit], sources: Sources) -> None:
     """Reject a run directory whose results were made with other options, or with units that this command leaves out."""
-    info = read_json(plan.out / FILE) if (plan.out / FILE).exists() else {}
-    if not isinstance(info, dict):
-        raise RequestError(f"{plan.out / FILE} is damaged: expected a JSON object. Delete it and run the same command again.")
-    dropped = sorted(set(info.get("units", ())) - {unit.name for unit in units})
+    info = RunInfo.read(plan.out) if (plan.out / FILE).exists() else None
+    dropped = sorted(set(info.units if info else ()) - {unit.name for unit in units})
     if dropped:
         raise RequestError(
             f"{plan.out} contains results of {listed(dropped)}, which this command leaves out. Add them, or use another --out."
@@ -210,7 +208,7 @@ def check_run(plan: Plan, units: Sequence[Unit], sources: Sources) -> None:
     for unit in units:
         state = read_state(plan.folder(unit))
         if state.get("status") == "done" and state.get("identity") != plan.identity(unit, sources):
-            wanted, found = dotted(to_dict(plan.config)), dotted(info.get("config", {}))
+            wanted, found = dotted(to_dict(plan.config)), dotted(info.config if info else {})
             advice = "Use the same options to resume, or another --out."
             if not info or wanted == found:
                 raise MismatchError(

@@ -14,18 +14,32 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pandas as pd
+
 from medtokenbudget.config import HEADLINE_METHODS, TrainConfig, to_dict, train_config_from_dict
 from medtokenbudget.data import Manifest
 from medtokenbudget.errors import RequestError
+from medtokenbudget.experiments.results import read_predictions, read_results, summarize, write_results
 from medtokenbudget.features import FeatureStore
-from medtokenbudget.files import read_json, write_json
+from medtokenbudget.files import read_json, read_lines, sha256_file, unsealed, write_sealed
+from medtokenbudget.progress import say
+from medtokenbudget.training.tracking import log_hash
 
 if TYPE_CHECKING:
     from medtokenbudget.experiments.sweep import Study
     from medtokenbudget.experiments.units import Plan, Unit
 
 FILE = "run.json"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
+RESULTS, PREDICTIONS, ROUTING, METRICS, ATTRIBUTES = FILES = (
+    "results.csv",
+    "predictions.parquet",
+    "routing.safetensors",
+    "metrics.jsonl",
+    "attributes.parquet",
+)
+"""What a report reads; `run.json` has the hashes."""
+_AGAIN = "Delete it and run the command that made the run again; finished trainings are kept."
 PACKAGES = ("medtokenbudget", "torch", "timm", "numpy", "pandas", "pyarrow", "scipy", "scikit-learn", "safetensors", "pillow")
 
 
@@ -66,6 +80,7 @@ class RunInfo:
         hashes: Of the manifest, the split and the store.
         backbone: What the tokens came from.
         counts: Images, masks and classes of each part.
+        files: Hash of each file that a report reads.
         command: The command line that made the run, if it was made from the command line.
         evaluation: Of `mtb evaluate`: the model, its own validation, how classes were matched. None for a run that trained.
     """
@@ -86,6 +101,7 @@ class RunInfo:
     hashes: dict[str, str]
     backbone: dict[str, Any]
     counts: dict[str, Any]
+    files: dict[str, str]
     command: str | None = None
     evaluation: dict[str, Any] | None = None
     format_version: int = field(default=FORMAT_VERSION)
@@ -103,20 +119,46 @@ class RunInfo:
             raise RequestError(f"{path} {what}. Make a run with `mtb train`, `mtb sweep` or `mtb reproduce`.")
         values = read_json(path / FILE)
         if not isinstance(values, dict):
-            raise RequestError(f"{path / FILE} is damaged: expected a JSON object. Run the command that made it again.")
+            raise RequestError(f"{path / FILE} is damaged: expected a JSON object. {_AGAIN}")
         found = values.get("format_version", 1)
         if found != FORMAT_VERSION:
             made = f"`{values['command']}`" if isinstance(values.get("command"), str) else "the command that made it"
             raise RequestError(
                 f"{path} has run format version {found}; this version reads {FORMAT_VERSION}. Run {made} again with a new --out."
             )
-        return cls(path=path, **_checked(path / FILE, values))
+        return cls(path=path, **_checked(path / FILE, unsealed(path / FILE, values, _AGAIN)))
 
     def write(self) -> None:
         """Write `run.json`; equal content gives equal bytes."""
         values = asdict(self)
         del values["path"]
-        write_json(self.path / FILE, values)
+        write_sealed(self.path / FILE, values)
+
+    def file(self, name: str) -> Path:
+        """The path of one of `FILES`.
+
+        Raises:
+            RequestError: The file is missing, or its content is not what the run wrote.
+        """
+        path = self.path / name
+        if not path.is_file() or content_hash(path) != self.files.get(name):
+            what = "is damaged: its content does not match its hash in run.json" if path.is_file() else "does not exist"
+            made = f"`{self.command}`" if self.command else "the command that made the run"
+            raise RequestError(f"{path} {what}. Run {made} again; finished trainings are kept.")
+        return path
+
+    def predictions(self) -> tuple[pd.DataFrame, tuple[str, ...]]:
+        """`predictions.parquet`, and the class names."""
+        return read_predictions(self.file(PREDICTIONS))
+
+    def results(self) -> pd.DataFrame:
+        """`results.csv`, which is made again from the predictions if it is missing or damaged."""
+        path = self.path / RESULTS
+        if not path.is_file() or content_hash(path) != self.files.get(RESULTS):
+            table = summarize(*self.predictions())
+            say(f"{path} is missing or damaged. It is made again from {PREDICTIONS}.")
+            write_results(path, table)
+        return read_results(path)
 
     @property
     def manifest_path(self) -> Path:
@@ -145,6 +187,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "hashes": (dict,),
     "backbone": (dict,),
     "counts": (dict,),
+    "files": (dict,),
     "command": (str, type(None)),
     "evaluation": (dict, type(None)),
     "format_version": (int,),
@@ -160,9 +203,7 @@ def _checked(file: Path, values: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(methods, dict) and any(not isinstance(m, dict) or set(m) != parts for m in methods.values()):
         wrong.append("methods")
     if wrong or unknown:
-        raise RequestError(
-            f"{file} is damaged: check {', '.join(dict.fromkeys([*wrong, *unknown]))}. Run the command that made it again."
-        )
+        raise RequestError(f"{file} is damaged: check {', '.join(dict.fromkeys([*wrong, *unknown]))}. {_AGAIN}")
     tuples = {name: tuple(values[name]) for name in ("classes", "studies", "units", "seeds")}
     return {**values, **tuples, "methods": {text: MethodInfo(**parts) for text, parts in values["methods"].items()}}
 
@@ -200,7 +241,18 @@ def describe_run(plan: Plan, studies: Sequence[Study], done: Sequence[Unit]) -> 
         hashes={"manifest": manifest.hash, "split": manifest.split_hash, "store": store.identity},
         backbone=store.config["backbone"],
         counts=counts(manifest, store),
+        files=hashes(plan.out),
     )
+
+
+def content_hash(path: Path) -> str:
+    """Hash of a file of a run or of a unit; that of a log leaves out the clock, so that equal runs have equal hashes."""
+    return log_hash(read_lines(path)) if path.suffix == ".jsonl" else sha256_file(path)
+
+
+def hashes(run: Path) -> dict[str, str]:
+    """Hash of each of `FILES` that a run has."""
+    return {name: content_hash(run / name) for name in FILES if (run / name).is_file()}
 
 
 def main_method(done: Sequence[Unit], routed: bool = False) -> str | None:

@@ -21,10 +21,11 @@ from medtokenbudget.data import Manifest
 from medtokenbudget.errors import MedTokenBudgetError, RequestError
 from medtokenbudget.experiments.methods import DEFAULT_HEAD, Method
 from medtokenbudget.experiments.results import AS_IS, write_predictions
+from medtokenbudget.experiments.run import content_hash
 from medtokenbudget.experiments.sources import Sources, open_sources
 from medtokenbudget.features import FeatureStore
 from medtokenbudget.features.views import OFF_CENTER
-from medtokenbudget.files import append_line, read_json, sha256_file, sha256_json, write_json, write_safetensors
+from medtokenbudget.files import append_line, read_sealed, sha256_json, write_json, write_safetensors, write_sealed
 from medtokenbudget.progress import say
 from medtokenbudget.routing import Selector, create_selector
 from medtokenbudget.tensor_files import save_tensors
@@ -37,6 +38,8 @@ from medtokenbudget.training.trainer import train_selector
 
 FILES = ("head.safetensors", "images.json", "predictions.parquet", "routing.safetensors")
 """What a finished unit leaves in its folder; `unit.json` has their hashes."""
+OF_TRAINING = ("checkpoint.safetensors", "metrics.jsonl")
+"""What it also leaves if it trained; `unit.json` has their hashes too."""
 OF_IMAGES = ("lesion", "has_mask", "covered")
 """What `routing.safetensors` holds once for all methods; everything else is of one method."""
 
@@ -117,17 +120,16 @@ def status(plan: Plan, unit: Unit) -> str:
 def read_state(folder: Path) -> dict[str, Any]:
     """The content of `unit.json`; one that is damaged counts as empty, so that the unit runs again."""
     try:
-        state = read_json(folder / "unit.json")
+        return read_sealed(folder / "unit.json", "")
     except RequestError:
         return {}
-    return state if isinstance(state, dict) else {}
 
 
 def _damaged(folder: Path, files: dict[str, str]) -> Path | None:
     """The first file that is not what the unit wrote."""
-    for name in FILES:
+    for name in dict.fromkeys((*FILES, *files)):
         path = folder / name
-        if not path.is_file() or sha256_file(path) != files.get(name):
+        if not path.is_file() or content_hash(path) != files.get(name):
             return path
     return None
 
@@ -142,14 +144,15 @@ def run_unit(plan: Plan, unit: Unit, threads: int = 0, on_epoch: OnEpoch | None 
     state: dict[str, Any] = {"method": str(unit.method), "seed": unit.seed, "identity": plan.identity(unit)}
     try:
         _work(plan, unit, folder, on_epoch)
-        state |= {"status": "done", "files": {name: sha256_file(folder / name) for name in FILES}}
+        written = [folder / name for name in (*FILES, *OF_TRAINING) if name in FILES or (folder / name).is_file()]
+        state |= {"status": "done", "files": {path.name: content_hash(path) for path in written}}
     except MedTokenBudgetError as error:
         state |= {"status": "failed", "error": str(error)}
     except MemoryError:
         state |= {"status": "failed", "error": "Out of memory. Run the same command again with fewer --jobs."}
     except Exception as error:  # a third-party selector may raise anything; the other units go on
         state |= {"status": "failed", "error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
-    write_json(folder / "unit.json", state)
+    write_sealed(folder / "unit.json", state)
     return str(state["status"])
 
 

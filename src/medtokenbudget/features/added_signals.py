@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-from medtokenbudget.errors import MissingSignalError
+from medtokenbudget.errors import MissingSignalError, WorkError
 from medtokenbudget.features.reading import MappedRows
-from medtokenbudget.features.shards import Sidecar, checksum
+from medtokenbudget.features.shards import Sidecar, row_checksum
 from medtokenbudget.features.signal_files import SignalFile, damaged_signal, found_signals, read_signal, signal_path
 
 
@@ -58,7 +58,7 @@ class AddedSignals:
             shard, place = int(self._shard[row]), int(self._offset[row])
             if (shard, name) in self._open:
                 file, values = self._open[shard, name]
-                if checksum([values.bytes(place)]) != file.checksums[place]:
+                if row_checksum({name: values.array}, place) != file.checksums[place]:
                     raise damaged_signal(file.path)
             sound[row] = True
 
@@ -68,11 +68,14 @@ class AddedSignals:
         for index, names in found_signals(self.path).items():
             for name in names if index in self.sidecars else ():
                 file = read_signal(self.path, index, name, self.sidecars[index])
-                values = None if file is None else file.map(name)
-                if (
-                    file is None
-                    or values is None
-                    or any(checksum([values.bytes(row)]) != found for row, found in enumerate(file.checksums))
-                ):
+                if file is None or not _is_whole(file, name):
                     bad.append(signal_path(self.path, index, name).name)
         return bad
+
+
+def _is_whole(file: SignalFile, name: str) -> bool:
+    try:
+        values = {name: file.map(name).array}
+    except WorkError:
+        return False
+    return all(row_checksum(values, row) == checksum for row, checksum in enumerate(file.checksums))

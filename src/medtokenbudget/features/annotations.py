@@ -6,7 +6,6 @@ manifest names, and cached in the store under the manifest's hash; a mask that a
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,13 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from medtokenbudget.data import Manifest, covered_shares, mask_of, patch_labels
 from medtokenbudget.errors import MedTokenBudgetError, RequestError
 from medtokenbudget.features.file_index import FileIndex
 from medtokenbudget.features.shards import Failure, Row, RowError
 from medtokenbudget.features.views import IDENTITY, is_off_center, view_order
-from medtokenbudget.files import sha256_json, write_safetensors
+from medtokenbudget.files import sha256_json
+from medtokenbudget.tensor_files import load_tensors, save_tensors
 
 
 @dataclass(frozen=True)
@@ -196,8 +197,6 @@ class _Cache:
 
     def save(self, hashes: Mapping[str, tuple[str | None, str | None]], manifest: Manifest) -> None:
         """Write the file unless it says the same; a store that cannot be written to is read all the same."""
-        from safetensors.numpy import save
-
         images = {name: image for name, (image, _) in hashes.items() if image is not None}
         masks = {name: mask for name, (_, mask) in hashes.items() if mask is not None}
         if self._stored == set(self._used) and images == self.images and masks == self.masks:
@@ -212,41 +211,34 @@ class _Cache:
             "hash": manifest.hash,
             "source": manifest.source,
         }
-        metadata = {"annotations": json.dumps(about, sort_keys=True)}
         try:
-            tensors = dict(zip(("lesion", "covered"), np.ascontiguousarray(both)))
-            write_safetensors(self._file, save(tensors, metadata))
+            save_tensors(self._file, dict(zip(("lesion", "covered"), torch.from_numpy(both))), about)
         except MedTokenBudgetError:
             return
 
 
 def _read(path: Path, n: int) -> tuple[dict[str, np.ndarray], dict[str, Any]] | None:
     """What `_Cache.lesions` gives, and what else the file says; None for a file that is missing or damaged: it is made again."""
-    from safetensors import SafetensorError, safe_open
-
     try:
-        with safe_open(path, "np") as stored:
-            about = json.loads(stored.metadata()["annotations"])
-            both = np.stack([stored.get_tensor(name) for name in ("lesion", "covered")], axis=1)
+        tensors, about = load_tensors(path)
+        both = np.stack([tensors[name].numpy() for name in ("lesion", "covered")], axis=1)
         if both.shape != (len(about["keys"]), 2, n):
             return None
         return dict(zip(about["keys"], both)), about
-    except (SafetensorError, OSError, ValueError, KeyError, TypeError):
+    except (RequestError, ValueError, KeyError, TypeError):
         return None
 
 
-def known_manifests(store: Path) -> list[dict[str, Any]]:
-    """Name, source, hash and images (image_id to SHA-256) of the manifests that this store was opened with."""
-    from safetensors import SafetensorError, safe_open
-
-    found = []
+def known_manifests(store: Path) -> tuple[list[dict[str, Any]], list[str]]:
+    """Name, source, hash and images (image_id to SHA-256) of the manifests that this store was opened with, and damaged files."""
+    known: list[dict[str, Any]] = []
+    damaged: list[str] = []
     for path in sorted((store / "cache").glob("*.safetensors")):
         try:
-            with safe_open(path, "np") as stored:
-                found.append(json.loads(stored.metadata()["annotations"]))
-        except (SafetensorError, OSError, ValueError, KeyError, TypeError):
-            continue
-    return found
+            known.append(load_tensors(path)[1])
+        except RequestError:
+            damaged.append(f"cache/{path.name}")
+    return known, damaged
 
 
 def _patches(file: Path, rows: Mapping[str, Row], grid: tuple[int, int]) -> tuple[dict[str, np.ndarray], dict[str, str]]:

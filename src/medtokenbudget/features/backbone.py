@@ -102,7 +102,10 @@ class Backbone:
         model = build(config.name, config.image_size, recipe)
         path = config.weights or (recipe.weights if recipe else None) or _from_hub(config.name, model)
         load_weights(model, Path(path))
-        return cls(model, config, sha256_file(path), device)
+        sha256 = sha256_file(path)
+        if recipe is not None:
+            zoo.check_weights(recipe, Path(path), sha256)
+        return cls(model, config, sha256, device)
 
     @classmethod
     def from_model(

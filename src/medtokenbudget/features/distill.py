@@ -235,8 +235,8 @@ def export(model: Any, plan: zoo.Recipe, folder: Path) -> Path:
     state = {name: value.detach().cpu().half().contiguous() for name, value in model.state_dict().items()}
     if not all(bool(torch.isfinite(value).all()) for value in state.values()):
         raise WorkError("Some weights are too large for fp16. Train with a smaller --lr.")
-    plan.write(folder)
     write_safetensors(folder / zoo.WEIGHTS_FILE, save(state, {"format": "pt"}))
+    plan.write(folder)
     return folder / zoo.WEIGHTS_FILE
 
 

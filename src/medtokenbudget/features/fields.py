@@ -17,7 +17,7 @@ from torch import Tensor
 from medtokenbudget.errors import MissingSignalError, RequestError
 from medtokenbudget.features.added_signals import AddedSignals
 from medtokenbudget.features.reading import BufferPool, Fetching, MappedRows, join_large, join_small, numpy_dtype
-from medtokenbudget.features.shards import LARGE, Sidecar, checksum, damaged, map_shard, shard_path
+from medtokenbudget.features.shards import LARGE, Sidecar, damaged, map_shard, row_checksum, shard_path
 from medtokenbudget.tokens import SIGNALS
 
 _TOKENS = (*LARGE, "cls", "mean_key")
@@ -138,7 +138,7 @@ class Fields:
         for row in rows[~sound[rows]].tolist():
             shard, place = int(self._shard[row]), int(self._offset[row])
             fields = self._of_shard(shard)
-            found = checksum([fields[name].bytes(place) for name in sorted(fields) if (name in LARGE) == large])
+            found = row_checksum({name: field.array for name, field in fields.items() if (name in LARGE) == large}, place)
             if found != self._sidecars[shard].checksums[place][0 if large else 1]:
                 raise damaged(shard_path(self.path, shard))
             sound[row] = True

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from medtokenbudget.errors import MedTokenBudgetError
-from medtokenbudget.files import read_json, sha256_file, write_json
+from medtokenbudget.files import read_sealed, sha256_file, write_sealed
 
 _THREADS = 4
 
@@ -26,12 +26,12 @@ class FileIndex:
     def __init__(self, store: Path) -> None:
         self._file = store / "cache" / "files.json"
         self._known: dict[str, tuple[int, int, str]] = {}
-        self._changed = False
+        self._changed = self.damaged = False
         try:
-            found = read_json(self._file) if self._file.is_file() else {}
+            found = read_sealed(self._file, "") if self._file.is_file() else {}
             self._known = {str(path): (int(size), int(time), str(digest)) for path, (size, time, digest) in found.items()}
         except (MedTokenBudgetError, ValueError, TypeError, AttributeError):
-            self._changed = True  # a damaged cache is made again
+            self._changed = self.damaged = True  # a damaged cache is made again
 
     def hashes(self, paths: Iterable[Path | None], again: bool = False) -> list[str | None]:
         """SHA-256 of each file, from memory where size and time of change are the same.
@@ -67,7 +67,7 @@ class FileIndex:
         if not self._changed:
             return
         try:
-            write_json(self._file, self._known)
+            write_sealed(self._file, self._known)
             self._changed = False
         except MedTokenBudgetError:
             return

@@ -18,9 +18,9 @@ from medtokenbudget.data import Manifest
 from medtokenbudget.errors import MismatchError, RequestError, WorkError
 from medtokenbudget.features import views
 from medtokenbudget.features.shards import Key
-from medtokenbudget.files import dotted, read_json, sha256_json, write_json, write_text
+from medtokenbudget.files import dotted, read_json, read_sealed, sha256_json, unsealed, write_sealed
 
-FORMAT = 3
+FORMAT = 4
 STORE, PLAN = "store.json", "plan.json"
 Shards = dict[int, tuple[Key, ...]]
 _NOT_IDENTITY = ("weights",)
@@ -130,7 +130,7 @@ def begin(store: Path, settings: dict[str, Any]) -> None:
     if not (store / STORE).exists():
         if store.exists() and not store.is_dir():
             raise RequestError(f"{store} is a file, but a store is a folder. Choose another --store.")
-        write_json(store / STORE, settings)
+        write_sealed(store / STORE, settings)
     check(
         f"The store {store}",
         expected={key: value for key, value in settings.items() if key not in _NOT_IDENTITY},
@@ -172,15 +172,15 @@ def _alone(store: Path) -> Iterator[None]:
 
 
 def write_plan(store: Path, shards: Shards) -> None:
-    text = json.dumps({str(number): rows for number, rows in sorted(shards.items())}, separators=(",", ":"))
-    write_text(store / PLAN, text + "\n")
+    write_sealed(store / PLAN, {str(number): rows for number, rows in sorted(shards.items())}, compact=True)
 
 
 def read_plan(store: Path) -> Shards:
     """The rows of each shard by number; empty for a store that was only just begun."""
     if not (store / PLAN).is_file():
         return {}
-    values = read_json(store / PLAN)
+    # The shards of the same request are planned in the same order again, so those that are finished stay.
+    values = read_sealed(store / PLAN, "Delete it and run the same `mtb extract` command again.")
     try:
         shards = {int(number): tuple((str(image), str(view)) for image, view in rows) for number, rows in values.items()}
         # So that the file, which was just read, bounds the number of shards to look for.
@@ -204,6 +204,7 @@ def read_settings(store: Path) -> dict[str, Any]:
             f"{store} has store format {found!r}, but this version reads format {FORMAT}. "
             f"Run `mtb extract MANIFEST --store NEW` to extract it again into a new folder."
         )
+    settings = unsealed(store / STORE, settings, "Restore the file, or extract into another folder.")
     faults = _faults(settings)
     if faults:
         raise RequestError(f"{store / STORE} is damaged: {'; '.join(faults)}. Restore the file, or extract into another folder.")

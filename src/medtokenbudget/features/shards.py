@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -21,7 +21,7 @@ import torch
 from medtokenbudget.errors import RequestError, WorkError
 from medtokenbudget.features.reading import read_nothing_around
 from medtokenbudget.features.views import Geometry
-from medtokenbudget.files import atomic_write, read_json, write_json
+from medtokenbudget.files import atomic_write, read_sealed, write_sealed
 
 LARGE = ("patches", "tokens")
 """Fields whose rows have a checksum of their own; the others of a row share one."""
@@ -88,7 +88,7 @@ class Sidecar:
 
     Attributes:
         rows: The rows in the order of the tensors.
-        checksums: CRC-32 of the large fields and of the small fields of each row.
+        checksums: CRC-32 of the large fields and of the small fields of each row, with their names and types.
         failures: Planned rows that could not be made.
         bytes: Size of the shard.
         sha256: Hash of the shard.
@@ -152,7 +152,7 @@ def read_sidecar(store: Path, index: int, planned: Sequence[Key] | None = None) 
     except FileNotFoundError:
         return None
     try:
-        sidecar = Sidecar.from_json(read_json(sidecar_path(store, index)))
+        sidecar = Sidecar.from_json(read_sealed(sidecar_path(store, index), ""))
     except (RequestError, ValueError, KeyError, TypeError):
         return None
     if planned is not None and sorted(sidecar.keys) != sorted(planned):
@@ -185,20 +185,23 @@ def write_shard(
     )
     with atomic_write(shard_path(store, index)) as temporary, open(temporary, "wb") as stream:
         stream.writelines(parts)
-    write_json(sidecar_path(store, index), sidecar.to_json())
+    write_sealed(sidecar_path(store, index), sidecar.to_json())
     return sidecar
 
 
 def _checksums(tensors: dict[str, np.ndarray], row: int) -> tuple[int, int]:
-    large = checksum([tensors[name][row].tobytes() for name in sorted(tensors) if name in LARGE])
-    return large, checksum([tensors[name][row].tobytes() for name in sorted(tensors) if name not in LARGE])
+    large = {name: array for name, array in tensors.items() if name in LARGE}
+    small = {name: array for name, array in tensors.items() if name not in LARGE}
+    return row_checksum(large, row), row_checksum(small, row)
 
 
-def checksum(parts: Sequence[bytes | memoryview]) -> int:
-    """CRC-32 over the parts, one after the other."""
+def row_checksum(fields: Mapping[str, np.ndarray], row: int) -> int:
+    """CRC-32 of a row of some fields, with their names and types: a header that calls floats integers changes every number."""
     value = 0
-    for part in parts:
-        value = zlib.crc32(part, value)
+    for name in sorted(fields):
+        array = fields[name]
+        value = zlib.crc32(f"{name}{array.dtype.str}{array.shape[1:]}".encode(), value)
+        value = zlib.crc32(np.ascontiguousarray(array[row]).reshape(-1).view(np.uint8).data, value)
     return value
 
 

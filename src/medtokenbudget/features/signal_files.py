@@ -11,14 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from medtokenbudget.errors import WorkError
 from medtokenbudget.features.reading import MappedRows
-from medtokenbudget.features.shards import Sidecar, checksum, map_shard
-from medtokenbudget.files import sha256_json, write_safetensors
+from medtokenbudget.features.shards import Sidecar, map_shard, row_checksum
+from medtokenbudget.files import sealed, sha256_json, unsealed, write_safetensors
 
 _NAME = re.compile(r"signal-(\d+)-(\w+)\.safetensors")
 
@@ -63,12 +62,12 @@ def write_signal(store: Path, index: int, name: str, values: np.ndarray, sidecar
 
     about = {
         "rows": rows_hash(sidecar),
-        "checksums": [checksum([value.tobytes()]) for value in values],
+        "checksums": [row_checksum({name: values}, row) for row in range(len(values))],
         "missing": sorted(missing),
     }
     tensors = {name: np.ascontiguousarray(values)}
     # One key, because the library writes several in an order of its own.
-    note = {"about": json.dumps(about)}
+    note = {"about": json.dumps(sealed(about))}
     write_safetensors(signal_path(store, index, name), save(tensors, note))
 
 
@@ -90,11 +89,11 @@ def _read_about(path: Path, changed: int) -> SignalFile | None:
 
     try:
         with safe_open(path, framework="np") as file:
-            about: Any = json.loads((file.metadata() or {})["about"])
+            about = unsealed(path, json.loads((file.metadata() or {})["about"]), "")
         checksums = tuple(int(value) for value in about["checksums"])
         missing = frozenset(int(row) for row in about["missing"])
         return SignalFile(path, str(about["rows"]), checksums, missing)
-    except (SafetensorError, OSError, KeyError, ValueError, TypeError, AttributeError):
+    except (SafetensorError, OSError, KeyError, ValueError, TypeError, RecursionError):
         return None
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from medtokenbudget.data.manifest import Manifest, listed
 from medtokenbudget.errors import RequestError, WorkError
 from medtokenbudget.features import plan
-from medtokenbudget.features.annotations import Annotation, annotate
+from medtokenbudget.features.annotations import Annotation, annotate, known_manifests
 from medtokenbudget.features.fields import Fields
 from medtokenbudget.features.file_index import FileIndex
 from medtokenbudget.features.plan import Shards
@@ -32,10 +32,12 @@ from medtokenbudget.features.shards import (
     Sidecar,
     read_sidecar,
     shard_path,
+    sidecar_path,
 )
 from medtokenbudget.features.signals import DEFAULT
 from medtokenbudget.features.views import IDENTITY
 from medtokenbudget.files import sha256_file, sha256_json
+from medtokenbudget.progress import progress
 from medtokenbudget.tokens import SIGNALS, Selection, TokenBatch
 
 _SMALL = ("cls", *DEFAULT, "luminance")
@@ -136,8 +138,9 @@ class FeatureStore:
         if manifest is not None:
             store = store.annotated(manifest)
         if store.missing and not partial:
+            names = listed([sidecar_path(path, index).name for index in store.missing], _SHOWN)
             raise RequestError(
-                f"The store {path} is incomplete: {len(store.missing)} of {len(shards)} shards are missing. "
+                f"The store {path} is incomplete: {len(store.missing)} of {len(shards)} shards are missing or damaged ({names}). "
                 "Run the same `mtb extract` command again to resume."
             )
         return store
@@ -344,26 +347,33 @@ class FeatureStore:
         return Selection(fields["tokens"], fields["weights"], assignment, assignment >= 0, indices)
 
     def verify(self, manifest: Manifest | None = None) -> None:
-        """Read every shard and compare it with the hash in its sidecar; with a manifest, also read every image again.
+        """Read every file and compare it with its hash; with a manifest, also read every image again.
 
         Args:
             manifest: Its images must have the content that the store was made from.
 
         Raises:
-            WorkError: Shards are damaged, or images changed.
+            WorkError: Files are damaged, or images changed.
         """
-        bad = [
-            shard_path(self.path, index).name
-            for index, sidecar in sorted(self.sidecars.items())
-            if sha256_file(shard_path(self.path, index)) != sidecar.sha256
-        ]
-        bad += self._fields.damaged()
-        if bad:
+        if bad := self.damaged():
             raise WorkError(
-                f"Damaged shards in {self.path}: {', '.join(bad)}. Delete them and run the same `mtb extract` command again."
+                f"Damaged files in {self.path}: {', '.join(bad)}. Delete them and run the same `mtb extract` command again."
             )
         if manifest is not None:
             self._verify_images(manifest)
+
+    def damaged(self) -> list[str]:
+        """Names of the files that are not as they were written. Reads all of them."""
+        # Without a sidecar a shard was never finished, which is no damage.
+        bad = [name for index in self.missing for name in _finished_once(self.path, index)]
+        with progress(total=len(self.sidecars), what="Checking", unit="shard") as bar:
+            for index, sidecar in sorted(self.sidecars.items()):
+                if sha256_file(shard_path(self.path, index)) != sidecar.sha256:
+                    bad.append(shard_path(self.path, index).name)
+                bar.update()
+        bad += self._fields.damaged()
+        bad += known_manifests(self.path)[1]
+        return bad + (["cache/files.json"] if FileIndex(self.path).damaged else [])
 
     def _verify_images(self, manifest: Manifest) -> None:
         index = FileIndex(self.path)
@@ -398,3 +408,9 @@ class FeatureStore:
             index = torch.from_numpy(rows)
             fields |= {"label": self.label[index], "has_mask": self.has_mask[index], "lesion": self.lesion[index]}
         return TokenBatch(grid=self.grid, image_id=tuple(self.ids[row] for row in rows.tolist()), **fields)
+
+
+def _finished_once(path: Path, index: int) -> list[str]:
+    """The name of the sidecar of a shard that cannot be used now."""
+    file = sidecar_path(path, index)
+    return [file.name] if file.exists() else []

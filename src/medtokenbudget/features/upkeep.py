@@ -28,13 +28,14 @@ def info(path: Path | str) -> dict[str, Any]:
 
     Returns:
         JSON values: settings, signals that all rows carry, images, rows by view, failed and missing rows, bytes, and the manifests
-        that the store was opened with, each with the number of its images and how many of them are here ("fits" if all are).
+        that the store was opened with, each with the number of its images and how many of them are here ("fits" if all are), and
+        the names of damaged files, for which every file is read.
     """
     store = FeatureStore.open(path, partial=True)
     views = Counter(row.view for row in store.stored)
     here = {row.image for row in store.stored if row.view == IDENTITY} | {failure.image for failure in store.failures}
     manifests = []
-    for one in known_manifests(store.path):
+    for one in known_manifests(store.path)[0]:
         present = sum(image in here for image in one["images"].values())
         count = len(one["images"])
         manifests.append(
@@ -53,6 +54,7 @@ def info(path: Path | str) -> dict[str, Any]:
         "missing_shards": len(store.missing),
         "bytes": sum(file.stat().st_size for file in store.path.rglob("*") if file.is_file()),
         "manifests": manifests,
+        "damaged": store.damaged(),
     }
 
 

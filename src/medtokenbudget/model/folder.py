@@ -1,7 +1,8 @@
 """The saved folder: `config.json`, `model.safetensors`, `README.md` and, if the model has several methods, `heads.safetensors`.
 
-What must agree is stored twice, in the configuration and in the headers of the tensor files, and the tensor files are hashed. An
-edited, mixed-up, damaged or foreign file is therefore rejected by name before anything is built from it.
+What must agree is stored twice, in the configuration and in the headers of the tensor files. The configuration carries a checksum
+of itself and the hashes of the tensor files. An edited, mixed-up, damaged or foreign file is therefore rejected by name before
+anything is built from it.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from torch import Tensor
 from medtokenbudget import __version__
 from medtokenbudget.errors import MismatchError, RequestError
 from medtokenbudget.escaping import markdown_text
-from medtokenbudget.files import dotted, read_json, sha256_file, sha256_json, write_json, write_safetensors, write_text
+from medtokenbudget.files import dotted, read_json, sha256_file, sha256_json, unsealed, write_safetensors, write_sealed, write_text
 from medtokenbudget.model.schema import check_config
 
 FORMAT = "medtokenbudget-model"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 CONFIG, TENSORS, HEADS, CARD = "config.json", "model.safetensors", "heads.safetensors", "README.md"
 ROUTER = "router"
 """Folder of the router inside the folder of a model that is routed early."""
@@ -45,7 +46,7 @@ def write_folder(
     write_text(folder / CARD, card or _short_card(identity))
     config = {"format": FORMAT, "format_version": FORMAT_VERSION, "version": __version__, "identity": identity, "files": files}
     # The configuration is written last: a folder left behind by a crash has none and is rejected.
-    write_json(folder / CONFIG, {**config, **settings})
+    write_sealed(folder / CONFIG, {**config, **settings})
 
 
 def _short_card(identity: dict[str, Any]) -> str:
@@ -68,6 +69,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not isinstance(config, dict) or config.get("format") != FORMAT:
         raise RequestError(f"{path} is not the configuration of a MedTokenBudget model.")
     _check_version(path, config)
+    config = unsealed(path, config, "Copy the model folder again, or train the model again.")
     check_config(path, config)
     return config
 

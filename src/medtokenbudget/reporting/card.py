@@ -18,7 +18,7 @@ from medtokenbudget import metrics
 from medtokenbudget.config import HEADLINE_BUDGETS
 from medtokenbudget.data import Manifest, ManifestError
 from medtokenbudget.escaping import markdown_text
-from medtokenbudget.experiments.results import AS_IS, read_predictions, read_results
+from medtokenbudget.experiments.results import AS_IS
 from medtokenbudget.experiments.run import RunInfo
 from medtokenbudget.experiments.statistics import intervals
 from medtokenbudget.experiments.strata import by_class, by_lesion_size
@@ -109,7 +109,7 @@ def run_card(run: Path | str, model: MedTokenBudget) -> str:
     """The card of a model that was saved from a run directory, as Markdown."""
     folder = Path(run)
     info = RunInfo.read(folder)
-    predictions, _ = read_predictions(folder / "predictions.parquet")
+    predictions, _ = info.predictions()
     facts = ModelFacts(
         main=model.main,
         selectors=model.selectors,
@@ -120,7 +120,7 @@ def run_card(run: Path | str, model: MedTokenBudget) -> str:
         lesion_loss=model.train_config.losses.lesion,
         split=_split(folder, info),
     )
-    return model_card(facts, info, read_results(folder / "results.csv"), predictions)
+    return model_card(facts, info, info.results(), predictions)
 
 
 def _split(folder: Path, info: RunInfo) -> str:

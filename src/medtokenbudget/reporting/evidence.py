@@ -16,9 +16,8 @@ import pandas as pd
 
 from medtokenbudget.data import Manifest
 from medtokenbudget.errors import RequestError
-from medtokenbudget.experiments.external import ATTRIBUTES
-from medtokenbudget.experiments.results import AS_IS, read_predictions, read_results
-from medtokenbudget.experiments.run import RunInfo
+from medtokenbudget.experiments.results import AS_IS
+from medtokenbudget.experiments.run import ATTRIBUTES, METRICS, RESULTS, ROUTING, RunInfo
 from medtokenbudget.features.views import OFF_CENTER
 from medtokenbudget.files import read_lines
 from medtokenbudget.reporting.looks import CONTROLS, PAPER_RECIPE, is_reference, ordered, selector_of
@@ -70,22 +69,20 @@ class Evidence:
         if not run.is_dir():
             raise RequestError(f"{run} is not a directory. Pass a run directory written by `mtb sweep`, `mtb train` or `mtb demo`.")
         info = RunInfo.read(run)
-        results = read_results(run / "results.csv")
+        results = info.results()
         if results.empty:
-            raise RequestError(f"{run / 'results.csv'} has no rows yet. Run the same command again to finish the run.")
-        predictions, classes = read_predictions(run / "predictions.parquet")
+            raise RequestError(f"{run / RESULTS} has no rows yet. Run the same command again to finish the run.")
+        predictions, classes = info.predictions()
         for frame in (results, predictions):
             frame["budget"] = frame["budget"].round(6)
         missing: list[str] = []
-        metrics = run / "metrics.jsonl"
-        training = pd.DataFrame(read_lines(metrics)) if metrics.is_file() else pd.DataFrame()
+        training = pd.DataFrame(read_lines(info.file(METRICS))) if (run / METRICS).is_file() else pd.DataFrame()
         if training.empty and info.evaluation is None:
             missing.append("Training curves: the run has no metrics.jsonl.")
-        path = run / "routing.safetensors"
-        orders = PatchOrders.read(path) if path.is_file() else None
+        orders = PatchOrders.read(info.file(ROUTING)) if (run / ROUTING).is_file() else None
         if orders is None:
             missing.append("Score histograms and pictures of kept patches: the run has no routing.safetensors.")
-        attributes = _attributes(run) if info.evaluation is not None else None
+        attributes = _attributes(info) if info.evaluation is not None else None
         if info.evaluation is not None and not info.evaluation["own"]:
             missing.append("Comparison with the model's own validation: the model was not loaded from its run directory.")
         manifest = _manifest(run, info, missing)
@@ -247,12 +244,8 @@ class Evidence:
         return dict(zip(rows["method"], rows["value"].astype(float)))
 
 
-def _attributes(run: Path) -> pd.DataFrame | None:
-    path = run / ATTRIBUTES
-    try:
-        return pd.read_parquet(path) if path.is_file() else None
-    except (OSError, ValueError) as error:
-        raise RequestError(f"Cannot read {path} ({error}). Create it again with `mtb evaluate`.") from None
+def _attributes(info: RunInfo) -> pd.DataFrame | None:
+    return pd.read_parquet(info.file(ATTRIBUTES)) if (info.path / ATTRIBUTES).is_file() else None
 
 
 def _manifest(run: Path, info: RunInfo, missing: list[str]) -> Manifest | None:

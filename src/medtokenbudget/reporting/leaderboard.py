@@ -13,7 +13,7 @@ from pathlib import Path
 import pandas as pd
 
 from medtokenbudget.errors import MismatchError, RequestError, UnknownNameError
-from medtokenbudget.experiments.results import AS_IS, METRICS, read_results
+from medtokenbudget.experiments.results import AS_IS, METRICS
 from medtokenbudget.experiments.run import RunInfo
 from medtokenbudget.files import write_text
 from medtokenbudget.reporting.cells import METRIC_NAMES, mean_text
@@ -90,7 +90,7 @@ def leaderboard(
     check_comparable(names, infos)
     parts = []
     for name, info in zip(names, infos):
-        results = read_results(info.path / "results.csv")
+        results = info.results()
         cells = results[(results["view"] == view) & ((results["budget"] - budget).abs() < 1e-9)]
         # A training that several studies share is one result.
         cells = cells.drop_duplicates(["method", "seed"])

@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from medtokenbudget.files import append_line
+from medtokenbudget.files import append_line, sha256_json
+
+CLOCK = "seconds"
+"""What differs between two equal trainings."""
+
+
+def log_hash(rows: Iterable[Mapping[str, Any]]) -> str:
+    """Hash of the rows of a `metrics.jsonl`, without the clock: equal trainings have equal hashes.
+
+    In any order and however often: ablations that run at the same time write the same rows to the log of their training.
+    """
+    plain = ({name: value for name, value in row.items() if name != CLOCK} for row in rows)
+    return sha256_json(sorted({json.dumps(row, sort_keys=True) for row in plain}))
 
 
 class Tracker:

@@ -25,6 +25,7 @@ from medtokenbudget.features import FeatureStore
 from medtokenbudget.features.views import IDENTITY
 from medtokenbudget.files import append_line, read_lines, write_lines
 from medtokenbudget.metrics import accuracy, share_of_ceiling
+from medtokenbudget.progress import say
 from medtokenbudget.routing import LearnedSelector, Ranker, selector_class
 from medtokenbudget.tensor_files import load_tensors, save_tensors
 from medtokenbudget.tokens import TokenBatch
@@ -47,7 +48,7 @@ from medtokenbudget.training.pooled import (
 from medtokenbudget.training.pooling import pool_and_judge, pool_to_file
 from medtokenbudget.training.schedule import EarlyStopping, cosine_lr, epochs_for, is_looked_at
 from medtokenbudget.training.seeds import generator
-from medtokenbudget.training.tracking import Tracker
+from medtokenbudget.training.tracking import CLOCK, Tracker, log_hash
 
 CHECKPOINT, METRICS = "checkpoint.safetensors", "metrics.jsonl"
 
@@ -153,7 +154,7 @@ class _Trainer:
                 row["selection"] = self._selection_value()
                 if self.stopping.improved(row["selection"], self.epoch):
                     self.best = self._module_state("best/")
-            row["seconds"] = round(time.perf_counter() - started, 3)
+            row[CLOCK] = round(time.perf_counter() - started, 3)
             self.finished = self.epoch + 1 >= self.epochs or (looked_at and self.stopping.stop(self.epoch))
             self.epoch += 1
             # In this order: a row without its checkpoint is dropped when the training resumes, a lost row would stay lost.
@@ -273,6 +274,7 @@ class _Trainer:
             "best": self.stopping.best,
             "best_epoch": self.stopping.best_epoch,
             "identity": self._identity(),
+            "metrics": log_hash(self._logged()),
         }
         tensors = {**self._module_state("now/"), **self.best, **ck.optimizer_tensors(self.optimizer)}
         save_tensors(self._checkpoint, tensors, state)
@@ -289,7 +291,7 @@ class _Trainer:
         save_tensors(
             self._checkpoint, self._module_state("now/") | self._module_state("best/") | selector, {**state, "identity": mine}
         )
-        write_lines(self.out / METRICS, [row for row in read_lines(sibling / METRICS) if row["stage"] == "selector"])
+        write_lines(self.out / METRICS, [row for row in _read_log(sibling / METRICS) if row.get("stage") == "selector"])
 
     def _resume(self) -> None:
         metrics = self.out / METRICS
@@ -303,9 +305,16 @@ class _Trainer:
         ck.restore_optimizer(self.optimizer, tensors)
         self.epoch, self.finished = state["epoch"], state["finished"]
         self.stopping.best, self.stopping.best_epoch = state["best"], state["best_epoch"]
-        if metrics.exists():
-            kept = [row for row in read_lines(metrics) if row["stage"] == "selector" and row["epoch"] < self.epoch]
-            write_lines(metrics, kept)
+        kept = self._logged()
+        if log_hash(kept) != state.get("metrics"):
+            say(f"{metrics} is missing or damaged; it starts anew. For all curves, delete {self.out} and run the command again.")
+            kept = []
+        write_lines(metrics, kept)
+
+    def _logged(self) -> list[dict[str, Any]]:
+        """Rows of `metrics.jsonl` of the epochs that the checkpoint holds."""
+        rows = [row for row in _read_log(self.out / METRICS) if row.get("stage") == "selector"]
+        return [row for row in rows if isinstance(row.get("epoch"), int) and row["epoch"] < self.epoch]
 
     # The second stage ------------------------------------------------------------------------------------------------
 
@@ -333,6 +342,10 @@ class _Trainer:
         path.unlink(missing_ok=True)
         path.with_suffix(".json").unlink(missing_ok=True)
         head.load_state_dict(pooled_head.head.state_dict())
+
+
+def _read_log(path: Path) -> list[dict[str, Any]]:
+    return read_lines(path) if path.exists() else []
 
 
 def _learned(name: str) -> type[LearnedSelector]:
