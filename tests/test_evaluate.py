@@ -110,7 +110,9 @@ def test_without_masks_or_labels_what_is_left_is_measured(drawn: Drawn, trained:
 
 
 @pytest.mark.slow
-def test_tokens_are_extracted_and_images_that_cannot_be_read_are_counted(drawn: Drawn, tmp_path: Path) -> None:
+def test_tokens_are_extracted_and_images_that_cannot_be_read_are_counted(
+    drawn: Drawn, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = small_model(drawn.store_path.parent, baselines=())
     manifest = drawn.manifest.take(range(6))
     images = [str(manifest.image_path(i)) for i in range(6)]
@@ -121,6 +123,7 @@ def test_tokens_are_extracted_and_images_that_cannot_be_read_are_counted(drawn: 
     run = mtb.evaluate(model, broken, tmp_path / "out", budgets=[0.3], classes=labels)
     assert run.info.evaluation is not None
     assert (run.info.evaluation["images"], run.info.evaluation["unreadable"]) == (6, 1)
+    assert f"1 of 6 images are left out, they or their masks cannot be used. The first: {images[2]}" in capsys.readouterr().err
     row = run.results[run.results["method"] == "lats"].iloc[0]
     # The same from predictions of the model itself.
     good = [i for i in range(6) if i != 2]

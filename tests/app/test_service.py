@@ -196,6 +196,14 @@ def test_a_mask_with_another_aspect_ratio_than_the_image_is_rejected(server: Ser
     assert "aspect ratio" in response.json()["error"]["message"]
 
 
+def test_a_mask_of_zeros_and_ones_is_rejected(server: Server) -> None:
+    dark = io.BytesIO()
+    Image.fromarray((np.asarray(Image.open(io.BytesIO(mask()))) > 0).astype(np.uint8)).save(dark, format="PNG")
+    response = ask(server, picture(), dark.getvalue())
+    assert response.status_code == 422
+    assert "Multiply its values by 255" in response.json()["error"]["message"]
+
+
 def test_requests_that_are_not_multipart_or_lack_the_image_are_rejected(server: Server) -> None:
     address = f"{server.url}/v1/route"
     assert code(httpx.post(address, json={"image": "x"})) == (415, "wrong_type")

@@ -155,6 +155,51 @@ def test_bad_files_are_listed_and_a_bad_mask_costs_only_its_measurement(
     assert (summary["failed"], summary["retention"]["router"]["n"]) == (2, 4)
 
 
+def spoiled(root: Path, folder: Path, count: int, factor: float) -> Path:
+    """The masks, the first `count` of them darker."""
+    shutil.copytree(root / "masks", folder)
+    for path in sorted(folder.iterdir())[:count]:
+        Image.fromarray((np.asarray(Image.open(path)) * factor).astype(np.uint8)).save(path)
+    return folder
+
+
+@pytest.mark.parametrize("more", [[], ["--shard-size", "2"]], ids=["one table", "shards"])
+def test_masks_of_zeros_and_ones_are_named_on_the_screen_and_fail_the_command_if_all_are(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str]
+) -> None:
+    for count, code in ((2, 0), (6, 1)):
+        masks, out = spoiled(root, tmp_path / f"masks-{count}", count, 1 / 255), tmp_path / f"routed-{count}"
+        assert main(["route", str(root / "photos"), "--masks", str(masks), "--out", str(out), *more]) == code
+        said = capsys.readouterr()
+        first = f"The first: {masks / 'p0_segmentation.png'} has only the values 0 and 1, so no pixel counts as lesion. "
+        assert f"{first}Multiply its values by 255." in said.err
+        assert "nan" not in said.out
+        summary = read_json(out / "summary.json")
+        assert (summary["images"], summary["masks_failed"]) == (6, count)
+        if code:
+            assert "Retention cannot be measured with these masks: 6 cannot be used." in said.err
+            assert summary["retention"] is None
+        else:
+            assert f"2 of 6 masks cannot be used; {out / 'errors.jsonl'} lists them." in said.err
+            assert summary["retention"]["router"]["n"] == 4
+
+
+def test_masks_without_any_lesion_are_said_instead_of_a_table_of_nothing(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    masks = spoiled(root, tmp_path / "masks", 6, 0)
+    assert main(["route", str(root / "photos"), "--masks", str(masks), "--out", str(tmp_path / "a")]) == 1
+    said = capsys.readouterr()
+    assert "Retention cannot be measured with these masks: 6 have no lesion patch on the grid." in said.err
+    manifest = mtb.data.folder_manifest(root / "photos", masks).write(tmp_path / "m.parquet")
+    assert main(["route", str(manifest), "--out", str(tmp_path / "b")]) == 0, (
+        "images without a lesion, and no measurement asked for"
+    )
+    said = capsys.readouterr()
+    assert "6 have no lesion patch on the grid" in said.err
+    assert "nan" not in said.out
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import re
 import struct
 import zlib
 from pathlib import Path
@@ -171,6 +172,33 @@ def test_other_modes_show_the_same_picture(mode: str) -> None:
 def test_cmyk_jpeg_comes_out_in_its_colors() -> None:
     data = encoded(Image.new("RGB", (32, 32), (200, 40, 90)).convert("CMYK"), "JPEG", quality=100)
     np.testing.assert_allclose(np.asarray(decode_image(data)).mean((0, 1)), (200, 40, 90), atol=4)
+
+
+DARK_MASKS = {
+    "gray of 0 and 1": (np.uint8, 1, "only the values 0 and 1", "Multiply its values by 255."),
+    "16-bit gray of 0 and 1": (np.uint16, 1, "only the values 0 and 1", "Multiply its values by 65535."),
+    "8 bits in 16": (np.uint16, 255, "values from 0 to 255", "Save it with 65535 for lesion and 0 elsewhere."),
+    "class numbers": (np.uint8, 2, "values from 0 to 2", "Save it with 255 for lesion and 0 elsewhere."),
+    "just below half": (np.uint8, 127, "values from 0 to 127", "Save it with 255 for lesion and 0 elsewhere."),
+}
+
+
+@pytest.mark.parametrize("kind", DARK_MASKS)
+def test_a_mask_that_is_not_empty_but_too_dark_for_a_lesion_is_refused_by_name(kind: str, tmp_path: Path) -> None:
+    dtype, lesion, values, advice = DARK_MASKS[kind]
+    path = tmp_path / "dark_mask.png"
+    Image.fromarray((np.asarray(disc_mask()) > 0).astype(dtype) * dtype(lesion)).save(path)
+    with pytest.raises(DecodeError, match=re.escape(f"{path} has {values}, so no pixel counts as lesion. {advice}")) as caught:
+        decode_mask(path)
+    assert caught.value.kind == "mask-values"
+    decode_image(path)  # a dark picture is a picture
+
+
+def test_an_empty_mask_and_one_just_above_half_are_read(tmp_path: Path) -> None:
+    for lesion in (0, 128, 255):
+        pixels = (np.asarray(disc_mask()) > 0).astype(np.uint8) * np.uint8(lesion)
+        Image.fromarray(pixels).save(tmp_path / "mask.png")
+        np.testing.assert_array_equal(np.asarray(decode_mask(tmp_path / "mask.png")), pixels)
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "P", "RGB"])

@@ -7,6 +7,8 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
@@ -14,6 +16,7 @@ from medtokenbudget.cli import main
 from medtokenbudget.data import Manifest, csv_manifest, folder_manifest, kvasir_manifest
 from medtokenbudget.data.kvasir import CLASSES
 from medtokenbudget.errors import RequestError
+from medtokenbudget.model import expand
 from tests.data.pictures import class_folders, disc_mask, lesion_picture, save
 
 
@@ -159,7 +162,7 @@ def test_an_image_is_never_its_own_mask_however_its_folder_is_written(
     assert "mask of no image" not in capsys.readouterr().err
 
 
-def test_several_masks_of_one_image_become_their_union(tmp_path: Path) -> None:
+def test_several_masks_of_one_image_become_their_union_and_that_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     # The layout of BUSI: class folders, masks beside the images, a mask for each of several lesions, and empty ones.
     root = tmp_path / "busi"
     parts = [np.zeros((40, 50), np.uint8) for _ in range(3)]
@@ -171,6 +174,12 @@ def test_several_masks_of_one_image_become_their_union(tmp_path: Path) -> None:
     for part, ending in zip(parts, ("", "_1", "_2")):
         save(Image.fromarray(part), root / "benign" / f"benign (2)_mask{ending}.png")
     assert main(["data", "folder", str(root), "--masks", str(root), "--out", str(tmp_path / "m.parquet")]) == 0
+    said = capsys.readouterr().err
+    assert (
+        "1 of 3 images have several masks, such as benign (2).png. Each gets their union: they are taken as several lesions."
+        in said
+    )
+    assert "If they are the work of several annotators, pass the folder of one of them as --masks." in said
     manifest = Manifest.read(tmp_path / "m.parquet")
     assert manifest.ids == ["benign/benign (1)", "benign/benign (2)", "normal/normal (1)"]
     assert manifest.classes == ("benign", "normal")
@@ -250,6 +259,59 @@ def test_a_csv_keeps_its_text_as_it_is(table: Path) -> None:
     assert manifest.rows["group"].tolist() == ["p1", "p1", None]
     assert manifest.mask_path(0) == table.parent.resolve() / "mask.png"
     assert manifest.rows["split"].tolist() == ["train", "train", "val"]
+
+
+@pytest.mark.parametrize("missing", ["NaN", "nan", "NAN", "<NA>", ""])
+def test_nan_is_no_label_no_group_and_no_mask(table: Path, missing: str, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = f"pictures/0.png,{missing},{missing},{missing}\npictures/1.png,MEL,mask.png,p1\npictures/2.png,{missing},,\n"
+    table.write_text(f"image,label,mask,group\n{rows}")
+    with pytest.raises(RequestError, match=r"label is empty or NaN.*--allow-unlabeled.*: row 2, row 4"):
+        csv_manifest(table)
+    capsys.readouterr()
+    manifest = csv_manifest(table, allow_unlabeled=True)
+    assert manifest.classes == ("MEL",)
+    for column, values in {"label": [None, "MEL", None], "group": [None, "p1", None]}.items():
+        assert manifest.rows[column].tolist() == values
+    assert [manifest.mask_path(i) is None for i in range(3)] == [True, False, True]
+    said = capsys.readouterr().err
+    assert ("2 of 3 rows have NaN as their label: taken as no label." in said) == bool(missing)
+
+
+def test_a_float_nan_in_a_parquet_table_is_no_label(table: Path) -> None:
+    path = table.with_suffix(".parquet")
+    pq.write_table(pa.table({"image": ["pictures/0.png", "pictures/1.png"], "label": [1.5, float("nan")]}), path)
+    manifest = csv_manifest(path, allow_unlabeled=True)
+    assert (manifest.classes, manifest.rows["label"].tolist()) == (("1.5",), ["1.5", None])
+
+
+@pytest.mark.parametrize("name", ["NA", "None", "null", "n/a"])
+def test_a_class_may_be_called_like_nothing_and_that_is_said(table: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    table.write_text(f"image,label\npictures/0.png,{name}\npictures/1.png,MEL\npictures/2.png,{name}\n")
+    message = f"2 rows have the label {name}: taken as the name of a class. Leave the cell empty for no label."
+    assert csv_manifest(table).rows["label"].tolist() == [name, "MEL", name]
+    assert message in capsys.readouterr().err
+    assert csv_manifest(table, [name, "MEL"]).classes == (name, "MEL")
+    assert message not in capsys.readouterr().err
+
+
+def test_a_class_that_is_named_in_the_request_is_a_class_whatever_its_name(table: Path) -> None:
+    table.write_text("image,label\npictures/0.png,nan\npictures/1.png,MEL\n")
+    assert csv_manifest(table, ["nan", "MEL"]).rows["label"].tolist() == ["nan", "MEL"]
+
+
+def test_a_link_in_a_circle_is_named_and_the_other_images_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = class_folders(tmp_path / "images", 2)
+    for path in (root / "circle", root / "MEL" / "circle.png"):
+        path.symlink_to(path)
+    expected = folder_manifest(class_folders(tmp_path / "plain", 2)).ids
+    capsys.readouterr()
+    assert folder_manifest(root).ids == expected
+    said = capsys.readouterr().err
+    for path in (root / "circle", root / "MEL" / "circle.png"):
+        assert said.count(f"Skipped {path}: Too many levels of symbolic links.") == 1
+    assert [Path(source.name).stem for source in expand(root)] == [Path(name).name for name in expected]
+    with pytest.raises(RequestError, match="Pass the folder that contains the masks"):
+        folder_manifest(root, root / "circle")
 
 
 def test_a_csv_needs_no_more_than_the_images(tmp_path: Path, table: Path) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from medtokenbudget.cli import main
 from medtokenbudget.config import BackboneConfig
@@ -53,6 +55,19 @@ def test_a_store_that_every_image_was_left_out_of_is_a_failure(
     said = capsys.readouterr()
     assert f"{tmp_path / 'store'} has no rows: every image was skipped. The first reason: " in said.err
     assert "Next:" not in said.out
+
+
+def test_masks_of_zeros_and_ones_are_left_out_aloud_and_not_read_as_empty(
+    tmp_path: Path, backbone: BackboneConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    manifest = tiny_manifest(tmp_path / "data", 4)
+    path = manifest.write(tmp_path / "m.parquet")
+    mask = manifest.mask_path(2)
+    assert mask is not None
+    Image.fromarray((np.asarray(Image.open(mask)) > 0).astype(np.uint8)).save(mask)
+    assert _command(path, tmp_path / "store", backbone) == 0
+    assert f"The first: {mask} has only the values 0 and 1, so no pixel counts as lesion." in capsys.readouterr().out
+    assert FeatureStore.open(tmp_path / "store", manifest).ids == ["image-000", "image-001", "image-003"]
 
 
 def test_the_command_keeps_what_a_saved_model_routes(tmp_path: Path) -> None:

@@ -10,6 +10,9 @@ from torch import Tensor, nn
 
 from medtokenbudget.errors import RequestError
 from medtokenbudget.features import routed_pass
+from medtokenbudget.features.backbone import Backbone
+from medtokenbudget.features.early import EarlyBackbone, EarlyRoute
+from medtokenbudget.tokens import TokenBatch
 
 SIZE, N, DEPTH, LAYER = 32, 16, 5, 4
 KINDS = {
@@ -183,11 +186,97 @@ def test_an_earlier_layer_gives_the_tokens_of_that_block(model: VisionTransforme
     close(routed.patches, routed_pass.take(patches, indices))
 
 
-@pytest.mark.parametrize("name", ["vit_relpos_small_patch16_224", "eva02_tiny_patch14_224", "vit_small_r26_s32_224"])
-def test_relative_and_rotary_positions_and_mixing_embeddings_are_rejected(name: str) -> None:
-    model = timm.create_model(name, pretrained=False, num_classes=0)
-    with pytest.raises(RequestError, match=r"cannot run on a part of its patches.*drop --route"):
+SHAPE = {"img_size": SIZE, "patch_size": 8, "embed_dim": 24, "depth": DEPTH, "num_heads": 2}
+ROUTABLE = {
+    "vit_tiny_patch16_224": "plain",
+    "vit_base_patch16_224_miil": "no bias of the queries",
+    "vit_small_patch14_dinov2": "DINOv2",
+    "vit_giant_patch14_dinov2": "DINOv2 with a gated MLP",
+    "vit_small_patch14_reg4_dinov2": "registers without positions",
+    "vit_base_patch14_reg1_tipsv2": "one register",
+    "vit_so150m_patch16_reg4_map_256": "registers with positions, no class token",
+    "vit_base_patch16_reg4_gap_256": "registers without positions, no class token",
+    "vit_base_patch16_gap_224": "no prefix token",
+    "vit_base_patch16_siglip_224": "SigLIP",
+    "vit_base_patch16_siglip_gap_224": "SigLIP without its pooling",
+    "vit_base_patch16_clip_224": "CLIP, a norm before the blocks",
+    "vit_base_patch16_rpn_224": "norms after attention and MLP",
+    "vit_intern300m_patch14_448": "any image size",
+    "aimv2_large_patch14_224": "RMS norms, a norm of the embedding",
+    "beit3_base_patch16_224": "BEiT-3, absolute positions",
+    "eva_large_patch14_196": "EVA, absolute positions",
+    "flexivit_small": "FlexiViT",
+    "deit_tiny_patch16_224": "DeiT",
+    "deit_tiny_distilled_patch16_224": "class token and distillation token",
+    "deit3_small_patch16_224": "DeiT-3, no position of the class token",
+}
+"""One model of every kind of timm's vision transformers that may run on a part of its patches."""
+REFUSED = {
+    "beit_base_patch16_224": "not a plain timm VisionTransformer",
+    "beitv2_base_patch16_224": "not a plain timm VisionTransformer",
+    "vit_relpos_small_patch16_224": "not a plain timm VisionTransformer",
+    "vit_srelpos_small_patch16_224": "relative or rotary",
+    "eva02_tiny_patch14_224": "relative or rotary",
+    "vit_small_patch16_dinov3": "relative or rotary",
+    "vit_small_patch16_rope_224": "relative or rotary",
+    "vit_small_patch16_rope_mixed_224": "relative or rotary",
+    "vit_pe_core_small_patch16_384": "relative or rotary",
+    "vit_base_patch16_xp_224": "a form of its own",
+    "vit_pwee_patch16_reg1_gap_256": "a form of its own",
+    "vit_dwee_patch16_reg1_gap_256": "a form of its own",
+    "vit_small_patch16_18x2_224": "a form of its own",
+}
+"""One model of every kind that the package takes as a backbone, but that cannot run on a part of its patches; and the reason."""
+
+
+def tiny(name: str) -> VisionTransformer:
+    """A model of a family with few and small blocks, all of whose parameters are random: a zero would hide a token that is lost."""
+    torch.manual_seed(1)
+    made = timm.create_model(name, pretrained=False, num_classes=0, **SHAPE)
+    for parameter in made.parameters():
+        nn.init.normal_(parameter, std=0.25)
+    return made.eval().requires_grad_(False).double()
+
+
+@pytest.mark.parametrize("name", ROUTABLE)
+def test_keeping_all_patches_is_the_dense_pass_for_every_family(name: str, images: Tensor) -> None:
+    model, pixels, indices = tiny(name), images.double(), some(N)
+    routed_pass.check_routable(model, name)
+    expected = model.forward_features(pixels)
+    ways = {"before the blocks": routed_pass.before_blocks(model, pixels, indices, LAYER)}
+    ways |= {f"from block {k} on": routed_pass.inside_blocks(model, pixels, lambda _: indices, k, LAYER) for k in (1, LAYER)}
+    for routed in ways.values():
+        close(routed.patches, patches_of(model, expected, indices))
+        close(routed.prefix, expected[:, : model.num_prefix_tokens])
+
+
+@pytest.mark.parametrize("name", ROUTABLE)
+def test_attention_inside_is_that_of_the_dense_pass_for_every_family(name: str, images: Tensor) -> None:
+    signals = ("attention_entropy", "received_attention", "value_norm")
+    seen: list[TokenBatch] = []
+
+    def score(tokens: TokenBatch) -> Tensor:
+        seen.append(tokens)
+        return tokens.received_attention if tokens.received_attention is not None else tokens.patches[..., 0]
+
+    dense = Backbone.from_model(tiny(name), name, layer=1)(images.double(), signals)
+    route = EarlyRoute("inside", 5, score, dense.grid, SIZE, {}, requires=signals, block=2)
+    EarlyBackbone(Backbone.from_model(tiny(name), name), route)(images.double())
+    for signal in ("patches", *signals):
+        close(getattr(seen[0], signal), getattr(dense, signal))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_family_that_cannot_run_on_a_part_of_its_patches_is_refused_with_the_reason(name: str) -> None:
+    model = timm.create_model(name, pretrained=False, num_classes=0, **SHAPE)
+    with pytest.raises(RequestError, match=rf"cannot run on a part of its patches: .*{REFUSED[name]}.*drop --route"):
         routed_pass.check_routable(model, name)
+
+
+def test_an_embedding_that_mixes_patches_is_refused() -> None:
+    name = "vit_small_r26_s32_224"
+    with pytest.raises(RequestError, match=r"its patch embedding is not one linear map per patch.*drop --route"):
+        routed_pass.check_routable(timm.create_model(name, pretrained=False, num_classes=0), name)
 
 
 def test_plain_vision_transformers_are_routable(model: VisionTransformer) -> None:
@@ -200,7 +289,7 @@ def test_the_pass_compiles_to_one_graph_without_waiting_for_a_value(images: Tens
     model = VisionTransformer(img_size=SIZE, patch_size=8, embed_dim=24, depth=3, num_heads=2, num_classes=0).eval()
 
     def routed(pixels: Tensor) -> Tensor:
-        def best(_: Tensor, x: Tensor) -> Tensor:
+        def best(x: Tensor) -> Tensor:
             return x[:, 1:].square().sum(-1).topk(5, dim=1).indices
 
         return routed_pass.inside_blocks(model, pixels, best, 1, 2, "local").patches

@@ -16,7 +16,7 @@ from medtokenbudget.api.route_shards import ERRORS, OVERLAYS, TABLE, ShardWork, 
 from medtokenbudget.api.route_table import Measured, columns
 from medtokenbudget.api.writing import NOTICE, Outputs, Summary, metadata_of, write_answers
 from medtokenbudget.data.folder import MASK_NAMES, MaskFolder
-from medtokenbudget.errors import RequestError
+from medtokenbudget.errors import RequestError, WorkError
 from medtokenbudget.files import remove, write_json
 from medtokenbudget.metrics import Retention
 from medtokenbudget.model import Guarantee, MedTokenBudget, Routing, Source, expand, load
@@ -126,7 +126,7 @@ def route_files(
         address: Address of a running Ray cluster ('auto', 'host:port'); None starts Ray on this machine.
 
     Raises:
-        WorkError: If no image could be read.
+        WorkError: If no image could be read, or none of the masks could be used; in the latter case the images are routed.
     """
     config, router = config or RouteConfig(), _loaded(model)
     method = router.main if config.selector is None else config.selector
@@ -140,7 +140,33 @@ def route_files(
         table, written = _shards(request, sources, measured, engine, address)
     found = measured.retention(router.grid)
     write_json(request.folder / SUMMARY, summary_of(request, written, found))
+    if written.masks_failed or measured.masks:
+        # A manifest may be of images without a lesion: its empty masks are no fault.
+        asked = masks is not None or (written.masks_failed > 0 and not _crops(router))
+        _report_masks(table, written, measured, found, asked)
     return Routed(table, written, found)
+
+
+def _report_masks(table: Path, written: Summary, measured: Measured, retention: dict[str, Retention], asked: bool) -> None:
+    """Say which masks could not be used, and fail if that is all of them and a measurement was asked for."""
+    failed, empty = written.masks_failed, retention["router"].empty if retention else 0
+    first = f" The first: {written.mask_reason}" if failed else ""
+    if measured.masks > empty:
+        if failed:
+            say(f"{failed:,} of {measured.masks + failed:,} masks cannot be used; {written.errors} lists them.{first}")
+        if empty:
+            say(f"{empty:,} of {measured.masks + failed:,} masks have no lesion patch on the grid and are not counted.")
+        return
+    why = [f"{failed:,} cannot be used"] * bool(failed) + [f"{empty:,} have no lesion patch on the grid"] * bool(empty)
+    message = f"Retention cannot be measured with these masks: {', '.join(why)}.{first} The images were routed to {table}."
+    if asked:
+        raise WorkError(message)
+    say(message)
+
+
+def _crops(router: MedTokenBudget) -> bool:
+    """Whether the model sees only a part of each image, so that it measures nothing, whatever the masks of a manifest are."""
+    return router.early is not None and router.early["way"] == "zoom"
 
 
 @dataclass(frozen=True)
@@ -213,6 +239,7 @@ def summary_of(request: Request, written: Summary, retention: dict[str, Retentio
         "guarantee": budget.to_json() if isinstance(budget, Guarantee) else None,
         "images": written.done,
         "failed": written.failed,
+        "masks_failed": written.masks_failed,
         "unfamiliar": written.unfamiliar,
         "retention": {name: _plain(asdict(found)) for name, found in retention.items()} or None,
         "notice": NOTICE,

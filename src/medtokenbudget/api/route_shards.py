@@ -266,4 +266,13 @@ def _sum_up(work: ShardWork, shards: Sequence[Shard], measured: Measured) -> Sum
         for counts in zip(*(column.to_pylist() for column in rows.columns)):
             measured.add_counts(*counts)
     unfamiliar = [record["unfamiliar"] for record in records if record["unfamiliar"] is not None]
-    return Summary(done, failed, path if errors else None, sum(unfamiliar) if unfamiliar else None)
+    # Records of earlier versions do not count masks.
+    reasons = [record["mask_reason"] for record in records if record.get("mask_reason")]
+    return Summary(
+        done,
+        failed,
+        path if errors else None,
+        sum(unfamiliar) if unfamiliar else None,
+        sum(record.get("masks_failed", 0) for record in records),
+        reasons[0] if reasons else "",
+    )

@@ -42,6 +42,7 @@ class Measured:
     """Counts of the images with a mask: a few bytes per image, whatever the number of patches."""
 
     def __init__(self) -> None:
+        self.masks = 0  # also those of methods that merge patches, which measure nothing
         self.lesion, self.kept, self.center, self.k = array("i"), array("i"), array("i"), array("i")
 
     def add(self, answer: Routing) -> None:
@@ -52,6 +53,7 @@ class Measured:
 
     def add_counts(self, lesion: int | None, kept: int | None, center: int | None, k: int) -> None:
         """Count an image by the cells of its row."""
+        self.masks += lesion is not None
         if lesion is not None and kept is not None and center is not None:
             for values, value in ((self.lesion, lesion), (self.kept, kept), (self.center, center), (self.k, k)):
                 values.append(value)

@@ -53,12 +53,16 @@ class Summary:
         failed: Number of images that could not be read.
         errors: File with the reasons; None if there were none.
         unfamiliar: Number of images that are unlike the training images of the model; None if it cannot tell.
+        masks_failed: Number of masks that could not be used; their images are in the table all the same.
+        mask_reason: Why the first of them could not; empty if all could.
     """
 
     done: int
     failed: int
     errors: Path | None
     unfamiliar: int | None = None
+    masks_failed: int = 0
+    mask_reason: str = ""
 
 
 def metadata_of(model: MedTokenBudget, method: str, budget: float | Guarantee) -> dict[str, str]:
@@ -107,16 +111,18 @@ def write_answers(
             advance=bar.update,
             each=each,
         )
-    return Summary(counts.done, counts.failed, errors if errors.exists() else None, counts.unfamiliar)
+    return Summary(errors=errors if errors.exists() else None, **vars(counts))
 
 
 @dataclass(frozen=True)
 class Counts:
-    """Images that were written, that could not be read, and that are unlike the training images (None if unknown)."""
+    """What `Summary` counts, of one table."""
 
     done: int
     failed: int
     unfamiliar: int | None
+    masks_failed: int
+    mask_reason: str
 
 
 def write_rows(
@@ -144,6 +150,7 @@ def write_rows(
         empty: Whether a table without rows is written if no image could be read; otherwise that is an error.
     """
     done, failed, unfamiliar, knows, reason = 0, 0, 0, False, ""
+    masks_failed, mask_reason = 0, ""
     with ExitStack() as stack:
         writers = [stack.enter_context(table_writer(outputs.table, columns, metadata))]
         packed = "guarantee" in metadata
@@ -151,8 +158,11 @@ def write_rows(
             writers.append(stack.enter_context(token_writer(outputs.tokens, metadata, outputs.tokens_dtype, packed)))
         for source, answer in answers:
             if isinstance(answer, Failure):
-                note(answer.name, answer.reason)
-                if not answer.routed:
+                note(answer.name, f"Routed, but its mask cannot be used: {answer.reason}" if answer.routed else answer.reason)
+                if answer.routed:
+                    mask_reason = mask_reason or answer.reason
+                    masks_failed += 1
+                else:
                     advance()
                     reason = reason or answer.reason
                     failed += 1
@@ -169,7 +179,7 @@ def write_rows(
             done += 1
         if done == 0 and not empty:
             raise none_readable(failed, reason, outputs.errors)
-    return Counts(done, failed, unfamiliar if knows else None)
+    return Counts(done, failed, unfamiliar if knows else None, masks_failed, mask_reason)
 
 
 def none_readable(failed: int, reason: str, errors: Path) -> WorkError:

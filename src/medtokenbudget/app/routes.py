@@ -33,7 +33,7 @@ NO_MODEL = "No model is loaded. Train the demo model with `make demo` and restar
 _log = logging.getLogger("medtokenbudget.serve")
 
 # HTTP status of files that cannot be decoded; all other kinds are 422.
-_DECODE_STATUS = {"not-an-image": (415, "not_an_image"), "too-large": (413, "too_many_pixels")}
+_DECODE_STATUS = {"not-an-image": (415, "not_an_image"), "too-large": (413, "too_many_pixels"), "mask-values": (422, "bad_request")}
 
 SampleId = Enum("SampleId", {name: name for name in SAMPLES}, type=str)  # type: ignore[misc]
 

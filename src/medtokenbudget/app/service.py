@@ -213,12 +213,6 @@ class Service:
                 f"The mask has {mask.width} x {mask.height} pixels, but the image has {width} x {height}. "
                 "Send a mask with the same aspect ratio as the image."
             )
-        brightest = int(np.asarray(mask).max())
-        if 0 < brightest < 128:
-            raise RequestError(
-                f"The mask has values from 0 to {brightest}, so no pixel of it counts as lesion. Send a mask with 255 for lesion "
-                "pixels and 0 for all others."
-            )
         return mask
 
     def _selector(

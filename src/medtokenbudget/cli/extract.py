@@ -158,7 +158,10 @@ def _summary(store: Any, manifest: Path) -> str:
     lines = []
     if store.errors:
         where = f"{store.path / 'errors.jsonl'} lists" if not store.missing else "the JSON files of the shards list"
-        lines.append(f"Skipped {len(store.errors)} of {len(store) + len(store.errors)} rows; {where} the reasons.")
+        lines.append(
+            f"Skipped {len(store.errors)} of {len(store) + len(store.errors)} rows; {where} the reasons. "
+            f"The first: {store.errors[0].reason}"
+        )
     if store.missing:
         of = len(store.shards)
         lines.append(

@@ -15,8 +15,8 @@ def main(arguments: list[str]) -> int:
         "route",
         "Write which patches of images a router keeps, and their scores, to a table in a folder. The default model is a router for "
         "dermoscopic images that comes with the package, so nothing has to be trained. Files that cannot be read are listed in "
-        "errors.jsonl; the exit code is 1 only if no image could be read. The same command again replaces the results, or goes on "
-        "where it was stopped if the table is made in shards.",
+        "errors.jsonl; the exit code is 1 only if no image could be read, or no mask could be used. The same command again "
+        "replaces the results, or goes on where it was stopped if the table is made in shards.",
         "mtb route photos/ 'more/*.png' --budget 0.3 --overlay --out routed",
     )
     parser.add_argument("images", nargs="+", help="Image files, folders, globs, or a manifest (.parquet).")
@@ -70,7 +70,7 @@ def main(arguments: list[str]) -> int:
             f"{written.unfamiliar} of {written.done} images are unlike the training images of this model (column `unfamiliar`): "
             "do not rely on what was kept of them."
         )
-    if routed.retention:
+    if routed.retention and routed.retention["router"].n:
         promised = options.retention is not None
         print(_measured(routed, f"promised {options.retention:g}" if promised else f"budget {options.budget:g}"))
     say(f"Routed {plural(written.done, 'image')} to {routed.table}.")

@@ -199,7 +199,10 @@ def _image_findings(manifest: Manifest, seen: Sequence[_Seen]) -> Iterable[Findi
 def _mask_findings(manifest: Manifest, seen: Sequence[_Seen]) -> Iterable[Finding]:
     faults = [(i, s.mask_fault) for i, s in zip(manifest.ids, seen) if s.mask_fault]
     yield Finding("mask-missing", "fatal", "masks that do not exist", [f"{i}: {e}" for i, e in faults if e.kind == "missing"])
-    yield Finding("mask-unreadable", "fatal", "masks that cannot be read", [f"{i}: {e}" for i, e in faults if e.kind != "missing"])
+    dark = [f"{i}: {e}" for i, e in faults if e.kind == "mask-values"]
+    yield Finding("mask-values", "fatal", "masks that are not empty, but in which no pixel counts as lesion", dark)
+    others = [f"{i}: {e}" for i, e in faults if e.kind not in ("missing", "mask-values")]
+    yield Finding("mask-unreadable", "fatal", "masks that cannot be read", others)
     messages = {
         "mask-aspect": "masks whose aspect ratio is not that of the image",
         "mask-empty": "empty masks",

@@ -17,7 +17,12 @@ import pyarrow.parquet as pq
 from medtokenbudget.data.manifest import COLUMNS, METADATA_KEY, SPLITS, Manifest, listed
 from medtokenbudget.errors import RequestError, first_line
 from medtokenbudget.files import atomic_write
+from medtokenbudget.progress import say
 
+_NOT_A_NUMBER = {"nan", "<na>"}
+"""What programs write into the cell of a missing value; no class, group or file is called so."""
+_LIKE_NOTHING = {"na", "n/a", "none", "null"}
+"""What may be the name of a class (no abnormality, North America) or a missing value: taken as a name, and said."""
 _COLUMNS = "image (required), image_id, label, mask, group and split"
 
 
@@ -115,6 +120,7 @@ def csv_manifest(
         raise RequestError(f"{source} has no column 'image', only {found}. Columns are separated by commas: {_COLUMNS}.")
     if table.empty:
         raise RequestError(f"{source} has no rows.")
+    table = _without_nan(table, classes or ())
     folder = source.resolve().parent
     rows = {name: table[name].tolist() if name in table.columns else None for name in COLUMNS}
     unknown = sorted(set(table.columns) - set(COLUMNS))
@@ -153,6 +159,21 @@ def csv_manifest(
     )
 
 
+def _without_nan(table: pd.DataFrame, classes: Sequence[str]) -> pd.DataFrame:
+    """Empty the cells that say NaN, aloud; a class that is named in `classes` is a class, whatever its name."""
+    for column in ("label", "mask", "group"):
+        if column in table.columns:
+            missing = table[column].str.lower().isin(_NOT_A_NUMBER) & ~table[column].isin([*classes])
+            table[column] = table[column].mask(missing, "")
+            if count := int(missing.sum()):
+                say(f"{count:,} of {len(table):,} rows have NaN as their {column}: taken as no {column}.")
+    labels = table["label"] if "label" in table.columns else pd.Series([], dtype=object)
+    if like := sorted({label for label in labels if label.lower() in _LIKE_NOTHING and label not in classes}):
+        count = int(labels.isin(like).sum())
+        say(f"{count:,} rows have the label {listed(like)}: taken as the name of a class. Leave the cell empty for no label.")
+    return table
+
+
 def _faults(folder: Path, rows: dict[str, list[str] | None], classes: Sequence[str] | None, allow_unlabeled: bool) -> list[str]:
     """One line per kind of problem, with row numbers as in a spreadsheet: the first row after the heading is row 2."""
 
@@ -167,7 +188,7 @@ def _faults(folder: Path, rows: dict[str, list[str] | None], classes: Sequence[s
         ("mask", "masks that do not exist", [bool(mask) and not (folder / mask).is_file() for mask in masks]),
         (
             "label",
-            "label is empty (fill it in, or pass --allow-unlabeled)",
+            "label is empty or NaN (fill it in, or pass --allow-unlabeled)",
             [not label and not allow_unlabeled for label in labels],
         ),
         (

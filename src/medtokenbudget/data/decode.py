@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import io
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
@@ -49,7 +50,7 @@ class DecodeError(RequestError):
 
     Attributes:
         kind: 'missing', 'folder', 'empty', 'not-an-image', 'damaged', 'too-large', 'too-many-scans', 'too-slow' (see
-            `app.decoding`), 'frames', 'alpha', 'mode' or 'mask-aspect'.
+            `app.decoding`), 'frames', 'alpha', 'mode', 'mask-aspect' or 'mask-values'.
     """
 
     def __init__(self, message: str, kind: str) -> None:
@@ -80,16 +81,38 @@ def decode_image(source: Source, max_pixels: int = MAX_PIXELS) -> Image.Image:
 
 
 def decode_mask(source: Source, max_pixels: int = MAX_PIXELS) -> Image.Image:
-    """Read a mask as 8-bit gray (mode L, 0 to 255), rotated by its EXIF orientation, by the rules of `decode_image`."""
-    return _decode(source, max_pixels, "The mask").convert("L")
+    """Read a mask as 8-bit gray (mode L, 0 to 255), rotated by its EXIF orientation, by the rules of `decode_image`.
+
+    Raises:
+        DecodeError: As `decode_image`, or the mask has pixels above 0, but none that counts as lesion.
+    """
+    return _decode(source, max_pixels, "The mask", require_lesion_values).convert("L")
 
 
-def _decode(source: Source, max_pixels: int, what: str = "The image") -> Image.Image:
-    """Pixels in one of the modes L, 1, P (without transparency), RGB, YCbCr, HSV."""
+def require_lesion_values(name: str, mask: Image.Image) -> None:
+    """Reject a mask that is not empty, but too dark for any pixel to count as lesion, such as one of the values 0 and 1.
+
+    Whether 1 means lesion or nothing cannot be known, so nothing is guessed: reading it as empty would lose the lesion silently.
+    """
+    deep = _is_16_bit(mask)
+    brightest, white = int((mask if deep else mask.convert("L")).getextrema()[1]), 65535 if deep else 255
+    if 0 < brightest <= white // 2:
+        values = "only the values 0 and 1" if brightest == 1 else f"values from 0 to {brightest}"
+        advice = f"Multiply its values by {white}" if brightest == 1 else f"Save it with {white} for lesion and 0 elsewhere"
+        raise DecodeError(f"{name} has {values}, so no pixel counts as lesion. {advice}.", "mask-values")
+
+
+def _decode(
+    source: Source, max_pixels: int, what: str = "The image", check: Callable[[str, Image.Image], None] | None = None
+) -> Image.Image:
+    """Pixels in one of the modes L, 1, P (without transparency), RGB, YCbCr, HSV; `check` sees them with their full depth."""
     name, stream = _open(source, what)
     try:
         if dicom.is_dicom(stream):
-            return _from_dicom(name, stream, max_pixels)
+            plain = _from_dicom(name, stream, max_pixels)
+            if check is not None:
+                check(name, plain)
+            return plain
         image = _header(name, stream)
         _check_size(name, image.size, max_pixels)
         _check_frames(name, image)
@@ -106,8 +129,10 @@ def _decode(source: Source, max_pixels: int, what: str = "The image") -> Image.I
     finally:
         if isinstance(source, (Path, str)):
             stream.close()
-    image = _plain_mode(name, image)
-    return image.transpose(_TRANSPOSE[orientation]) if orientation in _TRANSPOSE else image
+    plain = _plain_mode(name, image)
+    if check is not None:
+        check(name, image if _is_16_bit(image) else plain)
+    return plain.transpose(_TRANSPOSE[orientation]) if orientation in _TRANSPOSE else plain
 
 
 def _from_dicom(name: str, stream: BinaryIO, max_pixels: int) -> Image.Image:
@@ -213,7 +238,7 @@ def _check_frames(name: str, image: Image.Image) -> None:
 
 
 def _plain_mode(name: str, image: Image.Image) -> Image.Image:
-    if image.mode == "I" or image.mode.startswith("I;16"):
+    if _is_16_bit(image):
         return _from_16_bit(name, image)
     if image.mode in _ALPHA or "transparency" in image.info:
         image = image.convert("RGBA")
@@ -226,6 +251,10 @@ def _plain_mode(name: str, image: Image.Image) -> Image.Image:
             f"{name} has the pixel format '{image.mode}', which has no standard value range. Save it as 8-bit RGB or gray.", "mode"
         )
     return image.convert("RGB") if image.mode == "CMYK" else image
+
+
+def _is_16_bit(image: Image.Image) -> bool:
+    return image.mode == "I" or image.mode.startswith("I;16")
 
 
 def _damaged(name: str, error: Exception) -> DecodeError:

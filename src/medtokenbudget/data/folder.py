@@ -39,6 +39,7 @@ _ENDING = re.compile(r"(_mask|_segmentation)(_[0-9]+)?$")
 _PARTS = {"train", "training", "val", "valid", "validation", "test", "testing", "select"}
 """Folder names that mean a part of the split and not a class."""
 MASK_NAMES = "The mask of a.jpg must be called a.png, a_segmentation.png or a_mask.png."
+_PASS_MASKS = "Pass the folder that contains the masks."
 _MASK_FOLDERS = {"mask", "masks", "segmentation", "segmentations"}
 
 
@@ -66,7 +67,7 @@ def folder_manifest(
         >>> manifest = folder_manifest("photos", masks="photo-masks", name="Clinic A")  # doctest: +SKIP
     """
     top = require_folder(Path(root), "Pass the folder that contains the images or the class folders.")
-    mask_folder = None if masks is None else Path(masks)
+    mask_folder = None if masks is None else require_folder(Path(masks), _PASS_MASKS)
     given = _given_parts(top, mask_folder)
     images = {part or "train": _labeled(top / part if part else top, mask_folder) for part in (given or [""])}
     if mask_folder is None:
@@ -97,6 +98,11 @@ def folder_manifest(
         say(
             f"{len(left):,} of {len(found_masks.paths):,} files in {masks} are the mask of no image: "
             f"{listed([path.name for path in left], 3)}. {MASK_NAMES}"
+        )
+    if found_masks and (several := found_masks.unions):
+        say(
+            f"{len(several):,} of {len(records):,} images have several masks, such as {several[0].name}. Each gets their union: "
+            "they are taken as several lesions. If they are the work of several annotators, pass the folder of one of them as --masks."
         )
     called = Path(os.path.abspath(top)).name or "folder"
     return Manifest.from_records(
@@ -159,11 +165,12 @@ class MaskFolder:
     """
 
     def __init__(self, folder: Path, merged: Path | None = None, images: Path | None = None) -> None:
-        require_folder(folder, "Pass the folder that contains the masks.")
+        require_folder(folder, _PASS_MASKS)
         self.folder, self.merged, self.images = folder, merged, images
         self.by_stem: dict[str, list[Path]] = {}
         self.paths = [path for path in files_below(folder) if is_image(path)]
         self.used: set[str] = set()
+        self.unions: list[Path] = []
         for path in self.paths:
             for stem in {path.stem, _ENDING.sub("", path.stem)}:
                 self.by_stem.setdefault(stem, []).append(path)
@@ -201,6 +208,7 @@ class MaskFolder:
                 f"{image.name} has several masks, and the folder of their union, {self.merged}, would become a class of "
                 f"{self.images}. Write the manifest to another folder."
             )
+        self.unions.append(image)
         path = self.merged / image.parent.name / f"{image.stem}.png"
         union = _merged(parts)
         path.parent.mkdir(parents=True, exist_ok=True)

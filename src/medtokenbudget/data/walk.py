@@ -1,6 +1,7 @@
 """The image files of a folder. Its own file because manifests and predictions must find the same files in the same order.
 
-Links are followed, except those that lead back to a folder that is being read. Hidden files and folders are ignored.
+Links are followed, except those that lead back to a folder that is being read or to themselves. Hidden files
+and folders are ignored.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 
 from medtokenbudget.data.decode import SUFFIXES
@@ -70,10 +72,25 @@ def _entries(folder: Path) -> tuple[list[Path], list[Path]]:
     """The files and the folders in a folder, sorted, without hidden ones."""
     try:
         with os.scandir(folder) as found:
-            shown = sorted((entry.name, entry.is_dir()) for entry in found if not entry.name.startswith("."))
+            shown = sorted((entry.name, _is_dir(entry)) for entry in found if not entry.name.startswith("."))
     except OSError as error:
         raise RequestError(f"Cannot read the folder {folder}: {error.strerror or error}.") from None
-    return [folder / name for name, is_dir in shown if not is_dir], [folder / name for name, is_dir in shown if is_dir]
+    return [folder / name for name, is_dir in shown if is_dir is False], [folder / name for name, is_dir in shown if is_dir]
+
+
+def _is_dir(entry: os.DirEntry[str]) -> bool | None:
+    """Whether an entry is a folder; None, with a message, for one that cannot be looked at, such as a link in a circle."""
+    try:
+        return entry.is_dir()
+    except OSError as error:
+        _say_skipped(entry.path, error.strerror or str(error))
+        return None
+
+
+@lru_cache
+def _say_skipped(path: str, reason: str) -> None:
+    """Once: a folder is looked at several times."""
+    say(f"Skipped {path}: {reason}.")
 
 
 def _followed(folders: list[Path], ignore: Path | None, open_folders: tuple[Path, ...]) -> list[Path]:

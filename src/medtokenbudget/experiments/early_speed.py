@@ -116,7 +116,7 @@ def passes(models: dict[int, Any], scout: MedTokenBudget, budget: float, batch: 
         return routed_pass.before_blocks(model, images, kept, layer).patches
 
     def inside() -> Tensor:
-        def choose(_: Tensor, x: Tensor) -> Tensor:
+        def choose(x: Tensor) -> Tensor:
             patches = model.norm(x)[:, int(model.num_prefix_tokens) :]
             return scorer.score(TokenBatch(patches, (16, 16))).topk(k, dim=1).indices
 

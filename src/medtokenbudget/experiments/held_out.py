@@ -15,9 +15,10 @@ from medtokenbudget.errors import MismatchError, RequestError
 from medtokenbudget.experiments.run import FILE, RunInfo
 from medtokenbudget.features import FeatureStore, extract
 from medtokenbudget.features.annotations import hashes_of, known_manifests
-from medtokenbudget.features.views import OFF_CENTER
+from medtokenbudget.features.views import IDENTITY, OFF_CENTER
 from medtokenbudget.model import MedTokenBudget
 from medtokenbudget.model.network import comparable
+from medtokenbudget.progress import say
 
 Part = Literal["auto", "val", "select", "train", "all"]
 
@@ -92,6 +93,9 @@ def held_out(
     rows = found.rows(wanted.ids, strict=False)
     if not len(rows):
         found.rows(wanted.ids)  # says which images are missing, and why
+    if left_out := {error.image_id: error.reason for error in found.errors if error.view == IDENTITY}:
+        reason = next(iter(left_out.values()))
+        say(f"{len(left_out):,} of {len(wanted):,} images are left out, they or their masks cannot be used. The first: {reason}")
     _check_unseen(found, {found.ids[row] for row in rows}, run)
     return HeldOut(wanted, found, rows, found.rows(wanted.ids, view=OFF_CENTER, strict=False), chosen)
 

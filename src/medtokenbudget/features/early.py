@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from medtokenbudget.errors import RequestError
 from medtokenbudget.features import routed_pass
-from medtokenbudget.features.attention import Inputs
+from medtokenbudget.features.attention import AttentionTap
 from medtokenbudget.features.backbone import Backbone
 from medtokenbudget.features.preprocess import Preprocessing
 from medtokenbudget.features.routed_pass import Background
@@ -85,6 +85,8 @@ class EarlyBackbone(Backbone):
             for block in self.model.blocks:
                 block._forward_pre_hooks.clear()
                 block._forward_hooks.clear()
+        if route.way == "inside" and route.requires:
+            self._tap = AttentionTap(self.model.blocks[route.block - 1], self.config.name)
 
     @property
     def keeps(self) -> Literal["patches", "routed"]:
@@ -136,24 +138,17 @@ class EarlyBackbone(Backbone):
         scores = self.route.score(reduced(shown(images, self.preprocessing), self.route.size))
         return finer(scores, self.route.grid, self.grid)
 
-    def _chosen(self, before: Tensor, x: Tensor) -> Tensor:
-        """Patches to keep, from the tokens before and after the block in front of the pruned one."""
+    def _chosen(self, x: Tensor) -> Tensor:
+        """Patches to keep, from the tokens of the block in front of the pruned one."""
         normed = self.model.norm(x)
         cls = normed[:, 0] if self.has_cls else None
         tokens = TokenBatch(normed[:, self.prefix :], self.grid, cls=cls)
         if self.route.requires:
-            found: dict[str, Any] = dict(self._signals(before))
+            assert self._tap is not None
+            signals = [name for name in self.route.requires if name in REGISTRY]
+            found: dict[str, Any] = dict(reduce_attention(self._tap.inputs(), self.prefix, signals))
             tokens = replace(tokens, **found)
         return self.route.score(tokens).topk(self.route.k, dim=1).indices
-
-    def _signals(self, before: Tensor) -> dict[str, Tensor]:
-        """The signals that the router reads, of the block in front of the pruned one, from the tokens that this block read."""
-        block = self.model.blocks[self.route.block - 1]
-        attn, x = block.attn, block.norm1(before)
-        b, t, _ = x.shape
-        query, key, value = attn.qkv(x).reshape(b, t, 3, attn.num_heads, attn.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
-        inputs = Inputs(attn.q_norm(query) * attn.scale, attn.k_norm(key), value, None)
-        return reduce_attention(inputs, self.prefix, [name for name in self.route.requires if name in REGISTRY])
 
 
 def _check(dense: Backbone, route: EarlyRoute) -> None:

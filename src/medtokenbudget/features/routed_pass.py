@@ -73,7 +73,7 @@ def before_blocks(model: Model, images: Tensor, indices: Tensor, layer: int) -> 
 def inside_blocks(
     model: Model,
     images: Tensor,
-    choose: Callable[[Tensor, Tensor], Tensor],
+    choose: Callable[[Tensor], Tensor],
     block: int,
     layer: int,
     background: Background = "token",
@@ -83,16 +83,14 @@ def inside_blocks(
     Args:
         model: The vision transformer.
         images: Normalized images [B, 3, S, S].
-        choose: From the tokens that the block before `block` read and those that it gave, both [B, P + N, D], to the kept patches
-            [B, K].
+        choose: From the tokens that the block before `block` gave, [B, P + N, D], to the kept patches [B, K].
         block: The first block that runs on a part of the patches, 1 or more.
         layer: The block that tokens are taken from.
         background: 'token' adds the mean of the dropped patches as one token whose size enters the attention as its logarithm;
             'local' adds one such token for each of 4 x 4 regions of the grid.
     """
-    before = run_blocks(model, embed(model, images), 0, block - 1)
-    x = run_blocks(model, before, block - 1, block)
-    indices = choose(before, x)
+    x = run_blocks(model, embed(model, images), 0, block)
+    indices = choose(x)
     x, bias = prune(x, indices, int(model.num_prefix_tokens), background, model.patch_embed.grid_size)
     return _finish(model, run_blocks(model, x, block, layer + 1, bias), indices)
 
@@ -120,16 +118,11 @@ def _embedded(patch_embed: Any, images: Tensor, indices: Tensor) -> Tensor:
 
 def _positioned(model: Model, patches: Tensor, indices: Tensor) -> Tensor:
     """Prefix tokens, then the patches, each with the position embedding that it has in the dense pass."""
-    b = patches.shape[0]
-    prefix = [token.expand(b, -1, -1) for token in (model.cls_token, model.reg_token) if token is not None]
-    if model.pos_embed is None:
-        return torch.cat([*prefix, patches], 1)
-    own = 0 if model.no_embed_class else int(model.num_prefix_tokens)
-    places = model.pos_embed[:, own:].expand(b, -1, -1)
-    patches = patches + take(places, indices)
-    if own:
-        prefix = [torch.cat(prefix, 1) + model.pos_embed[:, :own]]
-    return torch.cat([*prefix, patches], 1)
+    (h, w), (b, _, d), prefix = model.patch_embed.grid_size, patches.shape, int(model.num_prefix_tokens)
+    # Which prefix tokens there are, in which order and with which positions differs between families, so the model itself says it.
+    nothing = patches.new_zeros((1, h, w, d) if model.dynamic_img_size else (1, h * w, d))
+    tokens = model._pos_embed(nothing).expand(b, -1, -1)
+    return torch.cat([tokens[:, :prefix], patches + take(tokens[:, prefix:], indices)], 1)
 
 
 def prune(

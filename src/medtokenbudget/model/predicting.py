@@ -86,7 +86,7 @@ def _answers(items: list[Item], answer: Callable[[Batch], list[Answer]]) -> Iter
         if isinstance(value, Prepared):
             yield source, next(answers)
             if value.fault is not None:
-                yield source, Failure(source.name, f"Routed, but its mask could not be used: {value.fault}", routed=True)
+                yield source, Failure(source.name, value.fault, routed=True)
         else:
             yield source, Failure(source.name, str(value))
 

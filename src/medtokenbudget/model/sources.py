@@ -19,6 +19,7 @@ import torch
 from PIL import Image
 
 from medtokenbudget.data import Manifest, decode_image, decode_mask, patch_labels
+from medtokenbudget.data.decode import require_lesion_values
 from medtokenbudget.data.masks import mask_of
 from medtokenbudget.data.walk import files_below, is_image, kind_of, no_images, report_skipped
 from medtokenbudget.errors import MedTokenBudgetError, RequestError
@@ -45,7 +46,7 @@ class Source:
 class Failure:
     """An image that could not be read, and the reason.
 
-    `routed` is True if only its mask could not be read: the image itself has an answer, which comes before this.
+    `routed` is True if only its mask could not be used: the image itself has an answer, which comes before this.
     """
 
     name: str
@@ -68,7 +69,10 @@ def open_picture(value: Any, name: str = "image") -> Image.Image:
 
 def open_mask(value: Any) -> Image.Image | None:
     """A lesion mask in gray (0 to 255) from a path, bytes, a Pillow picture, or a bool or uint8 array [H, W]; None stays None."""
-    if value is None or isinstance(value, Image.Image):
+    if value is None:
+        return None
+    if isinstance(value, Image.Image):
+        require_lesion_values("The mask", value)
         return value
     if isinstance(value, (str, os.PathLike)):
         return decode_mask(Path(value))
@@ -77,9 +81,9 @@ def open_mask(value: Any) -> Image.Image | None:
     array = np.asarray(value)
     if array.dtype == bool:
         array = array.astype(np.uint8) * 255
-    elif array.max(initial=0) == 1:
-        raise RequestError("The mask contains only 0 and 1. Pass a bool array, or uint8 with lesion pixels at 255.")
-    return picture_of_array(array, "mask").convert("L")
+    picture = picture_of_array(array, "mask").convert("L")
+    require_lesion_values("The mask", picture)
+    return picture
 
 
 def _plain(picture: Image.Image, name: str) -> Image.Image:

@@ -118,17 +118,17 @@ def check_fits(manifest: Manifest, store: FeatureStore) -> None:
 
 
 @lru_cache
-def _say_left_out(store: Path, count: int) -> None:
+def _say_left_out(store: Path, count: int, reason: str) -> None:
     """Once for a store: every part of every training asks."""
-    say(f"{count} images could not be extracted and are skipped (see {store / 'errors.jsonl'}).")
+    say(f"{count} images could not be extracted and are skipped (see {store / 'errors.jsonl'}). The first: {reason}")
 
 
 def _rows(store: FeatureStore, ids: list[str], view: str) -> np.ndarray:
     """Rows of the images; those whose extraction failed are left out and counted aloud."""
-    failed = {error.image_id for error in store.errors if error.view == view}
+    failed = {error.image_id: error.reason for error in store.errors if error.view == view}
     left_out = [name for name in ids if name in failed]
     if left_out:
-        _say_left_out(store.path, len(failed))
+        _say_left_out(store.path, len(failed), next(iter(failed.values())))
     return np.asarray(store.rows([name for name in ids if name not in failed], view), dtype=np.int64)
 
 
