@@ -96,6 +96,11 @@ class Evidence:
         """The user's own name of the data set."""
         return self.info.dataset
 
+    @property
+    def source(self) -> str:
+        """The kind of source that the images came from, for example `isic`."""
+        return (self.info.source.split() or [""])[0]
+
     @cached_property
     def studies(self) -> list[str]:
         return list(dict.fromkeys(self.results["study"]))

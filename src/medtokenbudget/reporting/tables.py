@@ -26,7 +26,7 @@ def make_tables(evidence: Evidence, intervals: Intervals) -> list[Table]:
         sweeps.further_measures(evidence),
         *[studies.by_budget(evidence, s, _metrics(s)) for s in evidence.studies if s not in {*_OWN_TABLE, evidence.study}],
         studies.center_bias(evidence),
-        studies.paired_seeds(evidence),
+        *studies.paired_seeds(evidence),
         studies.curriculum(evidence),
         studies.kvasir(evidence),
         studies.recipe(evidence),
