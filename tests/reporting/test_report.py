@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
-from playwright.sync_api import Browser, sync_playwright
+from playwright.sync_api import Browser
 
 from medtokenbudget.cli import main
 from medtokenbudget.errors import RequestError
@@ -24,7 +22,6 @@ from tests.reporting.fake_run import fake_run
 
 pytestmark = pytest.mark.slow
 
-CHROMIUM = shutil.which("chromium") or "/usr/bin/chromium"
 WIDER = """() => [...document.querySelectorAll('.scroll')]
     .filter(box => box.scrollWidth > box.clientWidth + 1).map(box => box.getAttribute('aria-label'))"""
 VOID = {"meta", "img", "br", "link", "input", "hr"}
@@ -391,21 +388,32 @@ def test_the_command_prints_where_the_page_is_and_rejects_what_is_no_run(
         report(tmp_path)
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    if not Path(CHROMIUM).exists():
-        if os.environ.get("CI") == "true":
-            pytest.fail("Chromium is missing, but in CI the browser tests must run.")
-        pytest.skip("needs Chromium (Debian: apt install chromium)")
-    with sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
+def test_the_page_works_under_a_policy_that_runs_and_loads_nothing(chromium: Browser, run: Path, tmp_path: Path) -> None:
+    page = chromium.new_page()
+    refused: list[str] = []
+    page.on("console", lambda message: refused.append(message.text))
+    page.goto((run / "report.html").resolve().as_uri())
+    assert refused == []  # the page itself needs nothing that the policy refuses
+    page.locator("summary").click()
+    assert page.locator("details pre").is_visible()
+    assert page.evaluate("() => document.images.length && [...document.images].every(image => image.naturalWidth > 0)")
+    assert page.evaluate("() => getComputedStyle(document.querySelector('.key i')).backgroundColor") != "rgba(0, 0, 0, 0)"
+    assert page.evaluate("() => document.querySelector('.plate svg').getBoundingClientRect().width") > 100
+    strange = "<script>document.title = 'ran'</script><img id=strange src=x.png><link rel=stylesheet href=s.css>"
+    text = (run / "report.html").read_text(encoding="utf-8")
+    (tmp_path / "report.html").write_text(text.replace("<main>", f"<main>{strange}"), encoding="utf-8")
+    (tmp_path / "s.css").write_text("body { display: none }")
+    shutil.copy(run / "figures" / "retention.png", tmp_path / "x.png")
+    page.goto((tmp_path / "report.html").as_uri())
+    assert page.title() != "ran"
+    assert page.locator("h1").is_visible()
+    assert page.evaluate("() => document.getElementById('strange').naturalWidth") == 0
+    page.close()
 
 
 @pytest.mark.parametrize("width", [1280, 390])
-def test_no_table_is_wider_than_its_box_on_a_desktop_and_no_page_than_its_window(browser: Browser, run: Path, width: int) -> None:
-    page = browser.new_page(viewport={"width": width, "height": 900})
+def test_no_table_is_wider_than_its_box_on_a_desktop_and_no_page_than_its_window(chromium: Browser, run: Path, width: int) -> None:
+    page = chromium.new_page(viewport={"width": width, "height": 900})
     page.goto((run / "report.html").resolve().as_uri())
     assert page.evaluate("() => document.documentElement.scrollWidth") <= width
     if width == 1280:
