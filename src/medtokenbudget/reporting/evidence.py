@@ -267,6 +267,6 @@ def _manifest(run: Path, info: RunInfo, missing: list[str]) -> Manifest | None:
         return None
     try:
         return Manifest.read(run / info.manifest)
-    except RequestError as error:
-        missing.append(f"Pictures of images: the manifest cannot be read ({error})")
+    except RequestError:
+        missing.append(f"Pictures of images: the manifest {Path(info.manifest).name} cannot be read.")
         return None
