@@ -186,7 +186,7 @@ def package(isic: Path, out: Path, counts: tuple[int, int, int, int], command: s
     )
     before, mark, after = model.card.partition("## Results on the validation part")
     model.card = before + text + mark + after
-    model.save_pretrained(out / "dermoscopy", portable=True)
+    model.save_pretrained(out / "dermoscopy")
     return out / "dermoscopy"
 
 

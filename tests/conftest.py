@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.drawn import Drawn, drawn_store
+from tests.machine import absent
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -19,6 +24,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Start with the files of many slow tests: with one file per process, a long one at the end would run alone."""
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
     items.sort(key=lambda item: -slow[item.path])
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _own_notes(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Where weights are is noted for the tests alone, not among the notes of the person who runs them."""
+    os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.getbasetemp() / "state")
 
 
 @pytest.fixture(scope="session")
@@ -32,10 +43,22 @@ def shared() -> Path:
     """Real images and weights beside the repository; a test that needs them is skipped where they are absent."""
     folder = REPOSITORY.parent / "shared"
     if not folder.is_dir():
-        if os.environ.get("CI") == "true":
-            pytest.fail("../shared is absent, but in CI the tests on real images must run")
-        pytest.skip("needs the real images in ../shared beside the repository")
+        absent("needs the real images in ../shared beside the repository")
     return folder
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Browser]:
+    """Debian's Chromium. One for each file, because two of Playwright's drivers cannot run at the same time."""
+    program = shutil.which("chromium")
+    if program is None:
+        absent("needs Chromium (Debian: apt install chromium)")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        yield browser
+        browser.close()
 
 
 @pytest.fixture(scope="session")

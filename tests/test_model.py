@@ -183,10 +183,10 @@ def test_saving_twice_gives_the_same_bytes(model: MedTokenBudget, saved: Path, t
         assert path.read_bytes() == (tmp_path / "again" / path.name).read_bytes(), path.name
 
 
-def test_a_portable_model_names_no_folder_of_this_machine_and_finds_weights_beside_it(
+def test_a_saved_model_names_no_folder_of_this_machine_and_finds_weights_beside_it(
     model: MedTokenBudget, images: list[Path], tmp_path: Path
 ) -> None:
-    folder = model.save_pretrained(tmp_path / "portable", portable=True)
+    folder = model.save_pretrained(tmp_path / "portable")
     text = (folder / "config.json").read_text()
     assert str(tmp_path.parent) not in text
     weights = Path(str(model.backbone_config.weights))
@@ -197,8 +197,29 @@ def test_a_portable_model_names_no_folder_of_this_machine_and_finds_weights_besi
     assert moved.predict(images[0])[0].probabilities == model.predict(images[0])[0].probabilities
 
 
-def test_missing_weights_are_named_with_their_hash(model: MedTokenBudget, images: list[Path], tmp_path: Path) -> None:
-    folder = model.save_pretrained(tmp_path / "portable", portable=True)
+def test_weights_are_found_by_their_hash_where_this_machine_last_saw_them(
+    model: MedTokenBudget, images: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    folder = model.save_pretrained(tmp_path / "model")
+    first, second = (tmp_path / name / "renamed.safetensors" for name in ("first", "second"))
+    for path in (first, second):
+        path.parent.mkdir()
+        path.write_bytes(Path(str(model.backbone_config.weights)).read_bytes())
+        mtb.load(folder, weights=path).predict(images[0])
+    assert mtb.load(folder).backbone_config.weights == second
+    second.unlink()
+    assert mtb.load(folder).predict(images[0])[0].probabilities == model.predict(images[0])[0].probabilities
+    first.unlink()
+    with pytest.raises(RequestError, match=r"are missing: vit-0\.safetensors"):
+        mtb.load(folder).predict(images[0])
+
+
+def test_missing_weights_are_named_with_their_hash(
+    model: MedTokenBudget, images: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = model.save_pretrained(tmp_path / "portable")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "another machine"))
     found = str(model.backbone_fingerprint["weights"])
     with pytest.raises(RequestError, match=rf"are missing: vit-0.safetensors \(SHA-256 {found}\).* pass --weights FILE"):
         mtb.load(folder).predict(images[0])
@@ -322,14 +343,14 @@ def test_a_mistyped_path_below_a_folder_is_not_taken_for_a_hub_id(tmp_path: Path
 @pytest.fixture
 def hub(model: MedTokenBudget, tmp_path: Path) -> Iterator[tuple[str, Path]]:
     """The address of a hub with the model, and the folder that it serves."""
-    folder = model.save_pretrained(tmp_path / "served", portable=True)
+    folder = model.save_pretrained(tmp_path / "served")
     with serving(folder, "someone/router") as address:
         yield address, folder
 
 
 def test_a_model_that_is_routed_early_is_downloaded_with_its_router(hub_at: Callable[..., None], tmp_path: Path) -> None:
     made = early_model(tmp_path, "scout")
-    with serving(made.save_pretrained(tmp_path / "early", portable=True), "someone/early") as address:
+    with serving(made.save_pretrained(tmp_path / "early"), "someone/early") as address:
         hub_at(address)
         found = mtb.load("someone/early", device="cpu")
     assert found.scout is not None

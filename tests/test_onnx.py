@@ -51,6 +51,13 @@ def test_the_whole_graph_answers_as_the_model_does_on_image_files(model: MedToke
 
 
 @pytest.mark.slow
+def test_the_graph_carries_no_path_of_the_machine_that_wrote_it(whole: Path) -> None:
+    data = whole.read_bytes()
+    for place in (str(Path(exporter.__file__).parents[2]), str(Path(torch.__file__).parents[1]), "stack_trace", ".py"):
+        assert place.encode() not in data, place
+
+
+@pytest.mark.slow
 def test_the_file_says_what_it_is(model: MedTokenBudget, whole: Path) -> None:
     assert whole.name == "whole-lats-0.3.onnx"
     meta = onnxruntime.InferenceSession(str(whole)).get_modelmeta().custom_metadata_map

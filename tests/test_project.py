@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
@@ -41,6 +42,19 @@ def supported() -> list[str]:
 
 def pinned() -> dict[str, str]:
     return dict(line.split("==") for line in text("constraints.txt").splitlines() if line.strip())
+
+
+def test_no_package_is_pinned_twice() -> None:
+    names = [re.sub(r"[-_.]+", "-", line.split("==")[0]).lower() for line in text("constraints.txt").splitlines() if line.strip()]
+    assert [name for name, count in Counter(names).items() if count > 1] == []
+
+
+def test_every_action_of_a_workflow_is_pinned_to_a_commit_with_its_version_beside_it() -> None:
+    for path in sorted((REPOSITORY / ".github" / "workflows").glob("*.y*ml")):
+        used = re.findall(r"uses:\s*(.+)", path.read_text(encoding="utf-8"))
+        assert used, path.name
+        for action in used:
+            assert re.fullmatch(r"[\w./-]+@[0-9a-f]{40} # v\d+(\.\d+)+", action), f"{path.name}: {action}"
 
 
 def test_every_pinned_package_that_is_installed_runs_on_the_stated_minimum_of_python() -> None:

@@ -34,12 +34,12 @@ def csv_frame(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def markdown_text(text: str) -> str:
-    """A text without HTML, links and line breaks in Markdown.
+    """A text without HTML, links, line breaks and table cells in Markdown.
 
     Example:
         >>> markdown_text("<b>x</b> [y](z)")
         '&lt;b>x&lt;/b> [y]\\\\(z)'
     """
-    for found, put in (("&", "&amp;"), ("<", "&lt;"), ("](", "]\\("), ("\r", " "), ("\n", " ")):
+    for found, put in (("&", "&amp;"), ("<", "&lt;"), ("](", "]\\("), ("|", "\\|"), ("\r", " "), ("\n", " ")):
         text = text.replace(found, put)
     return text

@@ -8,11 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, sync_playwright
 
-from tests.app.sites import absent, built_site, serving
-
-CHROMIUM = shutil.which("chromium") or "/usr/bin/chromium"
+from tests.app.sites import built_site, serving
+from tests.machine import absent
 
 
 @pytest.fixture(scope="session")
@@ -26,17 +24,6 @@ def site_url(site: Path) -> Iterator[str]:
     """Where the site is served, as most hosts do."""
     with serving(site) as address:
         yield address
-
-
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Browser]:
-    """Debian's Chromium. One for each file, because two of Playwright's drivers cannot run at the same time."""
-    if not Path(CHROMIUM).exists():
-        absent("needs Chromium (Debian: apt install chromium)")
-    with sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
 
 
 @pytest.fixture(scope="session")

@@ -20,6 +20,7 @@ from medtokenbudget.locks import exclusive
 from medtokenbudget.model import MedTokenBudget
 from medtokenbudget.model.guarantee import Guarantee
 from medtokenbudget.training.familiarity import Familiarity
+from tests.machine import absent
 from tests.small_model import small_model
 
 MAIN = "lats:lesion-first"
@@ -48,13 +49,6 @@ def site_model(folder: Path) -> MedTokenBudget:
     promise = Guarantee(0.95, None, None, 0.5, 8, 60, MAIN, model=model.fingerprint, **calibrated)  # type: ignore[arg-type]
     model.guarantees = (promise,)
     return model
-
-
-def absent(what: str) -> None:
-    """Skip on a machine that lacks something; in CI that is a failure."""
-    if os.environ.get("CI") == "true":
-        pytest.fail(f"{what}, but in CI the browser tests must run")
-    pytest.skip(what)
 
 
 def built_site(factory: pytest.TempPathFactory) -> Path:

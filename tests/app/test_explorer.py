@@ -4,55 +4,42 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from PIL import Image
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Page, expect
 
 from medtokenbudget.app.service import Service
 from medtokenbudget.reporting.looks import look
 from tests.app.axe import serious
 from tests.app.server import Server, huge_png, mask, picture, running_here
-from tests.app.sites import absent
 from tests.small_model import early_model, small_model
 
 pytestmark = pytest.mark.slow
 
-CHROMIUM = shutil.which("chromium") or "/usr/bin/chromium"
 MAIN = "lats:lesion-first"
 expect.set_options(timeout=30_000)
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    if not Path(CHROMIUM).exists():
-        absent("needs Chromium (Debian: apt install chromium)")
     model = small_model(tmp_path_factory.mktemp("explorer"), main=MAIN)
     with running_here(Service(model)) as server:
         yield server
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
 
 
 Open = Callable[..., Page]
 
 
 @pytest.fixture
-def opened(browser: Browser, server: Server) -> Iterator[Open]:
+def opened(chromium: Browser, server: Server) -> Iterator[Open]:
     """Opens the page and waits for the first sample; fails if anything was logged as an error in the console."""
     contexts, complaints = [], []
 
     def open_page(width: int = 1200, height: int = 900, dark: bool = False) -> Page:
-        context = browser.new_context(
+        context = chromium.new_context(
             viewport={"width": width, "height": height}, color_scheme="dark" if dark else "light", reduced_motion="reduce"
         )
         contexts.append(context)
@@ -279,8 +266,8 @@ def test_a_sample_shows_a_class_only_if_the_model_has_it(opened: Open) -> None:
     expect(page.locator(".bars tr.truth")).to_have_count(0)
 
 
-def test_nothing_can_be_controlled_before_the_first_image_is_analyzed(browser: Browser, server: Server) -> None:
-    page = browser.new_page()
+def test_nothing_can_be_controlled_before_the_first_image_is_analyzed(chromium: Browser, server: Server) -> None:
+    page = chromium.new_page()
     page.route("**/v1/route", lambda route: route.abort())
     page.goto(server.url)
     expect(page.get_by_role("alert")).to_contain_text("The server does not respond")
@@ -337,9 +324,9 @@ def test_axe_finds_nothing_serious(opened: Open, axe: str, width: int, dark: boo
     assert serious(page, axe) == []
 
 
-def test_without_a_model_or_a_token_the_page_says_what_to_do(browser: Browser) -> None:
+def test_without_a_model_or_a_token_the_page_says_what_to_do(chromium: Browser) -> None:
     with running_here(None, token="a-b-c") as server:
-        context = browser.new_context()
+        context = chromium.new_context()
         page = context.new_page()
         page.goto(server.url)
         page.get_by_label("Token", exact=True).fill("wrong")
@@ -348,7 +335,7 @@ def test_without_a_model_or_a_token_the_page_says_what_to_do(browser: Browser) -
         page.get_by_label("Token", exact=True).fill("a-b-c")
         page.get_by_role("button", name="Continue").click()
         expect(page.get_by_text("make demo")).to_be_visible()
-        fresh = browser.new_page()
+        fresh = chromium.new_page()
         fresh.goto(f"{server.url}/#token=a-b-c")
         expect(fresh.get_by_text("make demo")).to_be_visible()
         assert "a-b-c" not in fresh.url
@@ -366,9 +353,9 @@ SKY_PIXELS = """() => {
 
 
 @pytest.mark.parametrize("way", ["scout", "zoom"])
-def test_a_model_that_is_routed_early_shows_its_one_budget_or_its_box(browser: Browser, way: str, tmp_path: Path) -> None:
+def test_a_model_that_is_routed_early_shows_its_one_budget_or_its_box(chromium: Browser, way: str, tmp_path: Path) -> None:
     with running_here(Service(early_model(tmp_path, way))) as server:  # type: ignore[arg-type]
-        page = browser.new_page(viewport={"width": 1000, "height": 900})
+        page = chromium.new_page(viewport={"width": 1000, "height": 900})
         complaints: list[str] = []
         page.on("console", lambda message: complaints.append(message.text) if message.type == "error" else None)
         page.on("pageerror", lambda error: complaints.append(str(error)))

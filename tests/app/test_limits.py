@@ -171,6 +171,14 @@ def test_clients_cannot_fill_the_log() -> None:
     assert lines[-1] == "(997 messages were left out.) bad request 1000"
 
 
+def test_malformed_posts_write_no_log(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+    kind = {"Content-Type": "multipart/form-data; boundary=b"}
+    for number in range(50):
+        answer = httpx.post(f"{server.url}/v1/route", content=b"no boundary %d" % number, headers=kind, timeout=60)
+        assert code(answer) == (400, "bad_multipart")
+    assert [record.getMessage() for record in caplog.records if not record.name.startswith(("httpx", "httpcore"))] == []
+
+
 def test_an_origin_that_cannot_be_parsed_is_another_origin(server: Server) -> None:
     assert code(httpx.get(f"{server.url}/healthz", headers={"Origin": "http://["})) == (403, "cross_origin")
 

@@ -16,7 +16,8 @@ from medtokenbudget.app.service import Question, Service
 from tests.app import axe as checks
 from tests.app.firefox import Firefox, firefox
 from tests.app.server import mask, picture
-from tests.app.sites import MAIN, absent, site_model
+from tests.app.sites import MAIN, site_model
+from tests.machine import absent
 
 pytestmark = pytest.mark.slow
 

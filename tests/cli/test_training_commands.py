@@ -10,7 +10,7 @@ import pytest
 import medtokenbudget as mtb
 from medtokenbudget.cli import main
 from medtokenbudget.experiments.results import read_results
-from medtokenbudget.files import read_json
+from medtokenbudget.files import read_json, sha256_file
 from tests.drawn import Drawn
 
 SMALL = [
@@ -39,10 +39,14 @@ def test_train_leaves_a_run_directory_and_a_model_that_loads(
     assert run["config"]["recipe"] == "lesion-first"
     assert run["config"]["lats"]["neighborhood"] == "grid8", "an option left alone keeps the value of its preset"
     assert {"manifest", "split", "store"} <= set(run["hashes"])
-    assert run["command"].startswith(f"mtb train {drawn.manifest_path} --store "), "as it was typed"
+    assert run["command"].startswith("mtb train manifest.parquet --store tokens --out run "), "as typed, without folders elsewhere"
     assert run["command"].endswith(" ".join(SMALL[-2:]))
     model = mtb.load(out / "model", device="cpu")
-    assert model.backbone_config.weights == drawn.store_path.parent / "vit-0.safetensors", "predict must find the --weights file"
+    assert read_json(out / "model" / "config.json")["backbone"]["weights"] == "vit-0.safetensors"
+    assert model.backbone_config.weights is not None
+    assert sha256_file(model.backbone_config.weights) == model.backbone_fingerprint["weights"], (
+        "predict must find the --weights file"
+    )
     assert model.predict(drawn.manifest.image_path(0))[0].k > 0
 
 

@@ -192,11 +192,12 @@ def test_seed_deviation_is_the_papers() -> None:
 
 
 def test_paired_seed_differences_are_taken_seed_by_seed() -> None:
-    base = pd.DataFrame({"study": "s", "dataset": "d", "view": "as-is", "budget": 0.1, "seed": [1, 2, 3]})
+    base = pd.DataFrame({"study": "s", "dataset": "d", "view": "as-is", "budget": 0.1, "seed": [1, 2, 3], "n": 20, "n_masked": 5})
     a, b = base.assign(method="lats", accuracy=[0.5, 0.6, 0.7]), base.assign(method="random", accuracy=[0.4, 0.5, 0.6])
     row = statistics.paired_seed_table(pd.concat([a, b]), "lats", ("accuracy",)).iloc[0]
     assert (row["method_a"], row["method_b"], row["seeds"]) == ("lats", "random", 3)
     assert (row["mean"], row["std"]) == (pytest.approx(0.1), pytest.approx(0.0, abs=1e-12))
+    assert statistics.paired_seed_table(pd.concat([a, b.assign(n=5)]), "lats", ("accuracy",)).empty  # on other images
 
 
 def test_wrong_requests_say_what_is_possible() -> None:

@@ -45,8 +45,8 @@ class Pictures:
     files: list[tuple[str, str | None]] = field(default_factory=list)
 
 
-def draw_pictures(run: Path, view: str, n: int, size: int, masked: bool, store_files: bool) -> Pictures:
-    """Draws `n` images; with `store_files` they and their masks are written to `run/data`."""
+def draw_pictures(run: Path, view: str, n: int, size: int, masked: bool, store_files: bool, unmasked: int = 0) -> Pictures:
+    """Draws `n` images, the last `unmasked` without a mask; with `store_files` they and their masks are written to `run/data`."""
     labels = sample_labels(n, 7)
     lesion, luminance, ids, files = [], [], [], []
     folder = run / "data"
@@ -64,7 +64,7 @@ def draw_pictures(run: Path, view: str, n: int, size: int, masked: bool, store_f
         files.append((f"data/{ids[-1]}.png", f"data/{ids[-1]}_mask.png" if masked else None))
     index = np.array([CLASSES.index(label) for label in labels])
     lesions = np.array(lesion)
-    return Pictures(view, ids, index, lesions, np.array(luminance), lesions.any(1) & masked, files)
+    return Pictures(view, ids, index, lesions, np.array(luminance), lesions.any(1) & masked & (np.arange(n) < n - unmasked), files)
 
 
 def scores(method: str, pictures: Pictures, seed: int) -> np.ndarray:
@@ -150,7 +150,7 @@ def unit(study: str, method: str, seed: int, pictures: Pictures, budgets: tuple[
     rows = pd.concat(frames, ignore_index=True)
     rows["lesion"] = rows["lesion"].mask(rows["lesion"] < 0)
     rows["kept_lesion"] = rows["kept_lesion"].mask(rows["kept_lesion"] < 0)
-    return rows
+    return rows[rows["lesion"].notna()] if method == "oracle" and pictures.has_mask.any() else rows
 
 
 Plan = list[tuple[str, str, int, bool, tuple[float, ...]]]
@@ -168,7 +168,8 @@ def plan(studies: tuple[str, ...], seeds: tuple[int, ...], methods: tuple[str, .
 
     controls = ("center", "darkness", "oracle")
     add("main", methods, seeds[:1], BUDGETS)
-    add("robustness", ("lats", "random", "tome", *controls), seeds, HEADLINE_BUDGETS)
+    add("robustness", ("lats", OURS, "random", "tome", *controls), seeds, HEADLINE_BUDGETS)
+    add("kvasir", ("lats", "random", "tome"), seeds[:1], BUDGETS)
     add("mask-free", ("lats:mask-free", "lats", "random", *controls), seeds, HEADLINE_BUDGETS)
     add("signals", ("lats", "attention-entropy", "norm", "local-contrast", "random", *controls), seeds[:1], (0.3,))
     add("curriculum", ("lats", "lats:fixed-0.5", "random", *controls), seeds[:1], (0.1, 0.2, 0.3, 0.5, 1.0))
@@ -253,10 +254,12 @@ def fake_run(
     methods: tuple[str, ...] = EVERYTHING,
     learned: tuple[str, ...] = (OURS, "lats", "lats:mask-free", "lats:fixed-0.5"),
     dataset: str = "My clinic",
+    source: str = "isic",
+    unmasked: int = 0,
 ) -> Path:
     """Writes a complete run directory and returns it; `learned` methods count as trained, the first one is the main one."""
     run.mkdir(parents=True, exist_ok=True)
-    sets = [draw_pictures(run, "as-is", n, size, masked, images)]
+    sets = [draw_pictures(run, "as-is", n, size, masked, images, unmasked)]
     if "center-bias" in studies:
         sets.append(draw_pictures(run, "off-center", n, size, masked, False))
     units = plan(studies, seeds, methods)
@@ -273,7 +276,7 @@ def fake_run(
     write_routing(run / "routing.safetensors", sets, seeds, orders, [m for m in trained if m in orders])
     if images:
         write_manifest(run, sets[0])
-    write_sealed(run / "run.json", {**describe(used, trained, seeds, n, dataset), "files": hashes(run)})
+    write_sealed(run / "run.json", {**describe(used, trained, seeds, n, dataset, source), "files": hashes(run)})
     return run
 
 
@@ -283,14 +286,14 @@ def edit_run(run: Path, **changes: object) -> Path:
     return run
 
 
-def describe(methods: list[str], trained: list[str], seeds: tuple[int, ...], n: int, dataset: str) -> dict[str, Any]:
+def describe(methods: list[str], trained: list[str], seeds: tuple[int, ...], n: int, dataset: str, source: str) -> dict[str, Any]:
     """The `run.json` of a simulated run."""
     counts = {"images": n, "masks": n, "classes": {"NV": n}, "masked_classes": {"NV": n}, "lesion_patches": None}
     return {
         "format_version": 3,
         "command": "mtb sweep data.parquet --store tokens --out runs/fake",
         "dataset": dataset,
-        "source": "folder photos",
+        "source": source,
         "classes": list(CLASSES),
         "manifest": "manifest.parquet",
         "store": "tokens",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -44,6 +45,22 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def card(run: Path) -> str:
     info = replace(RunInfo.read(run), counts=COUNTS)
     return model_card(FACTS, info, read_results(run / "results.csv"), read_predictions(run / "predictions.parquet")[0])
+
+
+def test_odd_class_names_leave_the_tables_of_a_card_whole(run: Path) -> None:
+    odd = ["a|b", "c\nd", "<b>e</b>", "f\r|\n|g", *CLASSES[4:]]
+    results, predictions = read_results(run / "results.csv"), read_predictions(run / "predictions.parquet")[0]
+    counts = {"val": {"images": 24, "masks": 24, "classes": dict.fromkeys(odd, 3), "masked_classes": {}, "lesion_patches": None}}
+    card = model_card(replace(FACTS, classes=odd), replace(RunInfo.read(run), counts=counts), results, predictions)
+    widths: list[int] = []
+    for line in card.splitlines():
+        cells = len(re.findall(r"(?<!\\)\|", line))  # unescaped bars
+        if cells:
+            assert (line[:2], line[-2:]) == ("| ", " |"), line
+            assert not widths or cells == widths[-1], line
+        widths = [*widths, cells] if cells else []
+    assert "<b>" not in card
+    assert r"a\|b" in card
 
 
 def test_every_section_of_a_card_is_there_in_order(card: str) -> None:

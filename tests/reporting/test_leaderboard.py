@@ -43,7 +43,7 @@ def test_the_command_writes_markdown_csv_and_a_page(runs: list[Path], tmp_path: 
     assert "| Rank | Method | Run |" in printed
     assert (tmp_path / "board" / "leaderboard.md").read_text(encoding="utf-8").strip() == printed.strip()
     assert "theirs" in (tmp_path / "board" / "leaderboard.html").read_text(encoding="utf-8")
-    assert len(pd.read_csv(tmp_path / "board" / "leaderboard.csv")) == 12
+    assert len(pd.read_csv(tmp_path / "board" / "leaderboard.csv")) == 14
 
 
 @pytest.mark.parametrize(

@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
-from playwright.sync_api import Browser, sync_playwright
+from playwright.sync_api import Browser
 
 from medtokenbudget.cli import main
 from medtokenbudget.errors import RequestError
+from medtokenbudget.experiments.results import read_results
+from medtokenbudget.experiments.summary import headline
 from medtokenbudget.reporting import report
 from medtokenbudget.reporting.build import build
 from tests.reporting.fake_run import edit_run, fake_run
 
 pytestmark = pytest.mark.slow
 
-CHROMIUM = shutil.which("chromium") or "/usr/bin/chromium"
 WIDER = """() => [...document.querySelectorAll('.scroll')]
     .filter(box => box.scrollWidth > box.clientWidth + 1).map(box => box.getAttribute('aria-label'))"""
 VOID = {"meta", "img", "br", "link", "input", "hr"}
@@ -204,6 +203,73 @@ def test_the_papers_numbers_are_beside_ours_with_the_difference(run: Path) -> No
     assert row["difference"] == pytest.approx(100 * ours - 67.4, abs=1e-3)
 
 
+@pytest.fixture(scope="module")
+def three_seeds(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The report of a run with the seeds of the paper; 8 of its 24 images have no mask, so the oracle classifies 16."""
+    folder = tmp_path_factory.mktemp("seeds") / "run"
+    fake_run(folder, seeds=(42, 43, 44), studies=("main", "robustness"), images=False, unmasked=8)
+    report(folder)
+    return folder
+
+
+def test_the_papers_three_seed_numbers_are_shown_beside_those_of_one_seed(three_seeds: Path) -> None:
+    rows = [line.split(" | ") for line in (three_seeds / "tables" / "beside-paper.md").read_text(encoding="utf-8").splitlines()]
+    shown = {(row[0].lstrip("| "), row[1], row[2]): row for row in rows if len(row) == 7}
+    results = pd.read_csv(three_seeds / "results.csv")
+    own = results[(results["study"] == "robustness") & (results["method"] == "lats") & (results["budget"] == 0.3)]["accuracy"]
+    row = shown["robustness", "Accuracy (%)", "LATS (paper)"]
+    assert row[3:5] == ["80.4 ± 0.2", f"{100 * own.mean():.1f} ± {100 * own.std(ddof=1):.1f}"]
+    assert row[6] == "3 |"
+    assert shown["main", "Accuracy (%)", "LATS (paper)"][6] == "1 |"
+    for method in ("Random", "ToMe"):
+        assert ("robustness", "Macro F1 (%)", method) in shown
+
+
+@pytest.mark.parametrize(("file", "method"), [("paired-seeds", "lats:lesion-first"), ("paired-seeds-paper", "lats")])
+def test_our_method_and_the_papers_are_compared_with_every_baseline_seed_by_seed(three_seeds: Path, file: str, method: str) -> None:
+    results = pd.read_csv(three_seeds / "results.csv")
+    cells = {(r.method, r.seed, r.budget): r for r in results[results["study"] == "robustness"].itertuples()}
+    table = pd.read_csv(three_seeds / "tables" / f"{file}.csv").set_index(["method_a", "method_b", "budget", "metric"])
+    for other in ("random", "tome", "center", "darkness"):
+        for metric in ("accuracy", "macro_f1", "retention"):
+            gaps = [getattr(cells[method, s, 0.3], metric) - getattr(cells[other, s, 0.3], metric) for s in (42, 43, 44)]
+            if other == "tome" and metric == "retention":
+                assert (method, other, 0.3, metric) not in table.index
+                continue
+            row = table.loc[(method, other, 0.3, metric)]
+            mean = sum(gaps) / 3
+            assert row["mean"] == pytest.approx(mean, abs=1e-6)
+            assert row["std"] == pytest.approx((sum((gap - mean) ** 2 for gap in gaps) / 2) ** 0.5, abs=1e-6)
+            assert row["seeds"] == 3
+    assert f'id="table-{file}"' in (three_seeds / "report.html").read_text(encoding="utf-8")
+
+
+def test_numbers_over_other_images_have_their_own_n_and_no_paired_difference(three_seeds: Path) -> None:
+    results = pd.read_csv(three_seeds / "results.csv")
+    accuracy = results[(results["study"] == "main") & (results["method"] == "oracle") & (results["budget"] == 0.3)][
+        "accuracy"
+    ].item()
+    page = (three_seeds / "report.html").read_text(encoding="utf-8")
+    assert "24 (Oracle: 16) images" in page
+    assert f"Oracle {100 * accuracy:.1f}% (n = 16)" in page  # the text of the figure
+    assert f"Oracle {100 * accuracy:.1f} (n = 16)" in (three_seeds / "figures" / "accuracy.svg").read_text(encoding="utf-8")
+    table = pd.read_csv(three_seeds / "tables" / "paired-seeds.csv")
+    assert set(table[table["method_b"] == "oracle"]["metric"]) == {"retention"}
+    assert "oracle classified 16" in headline(read_results(three_seeds / "results.csv"))
+
+
+@pytest.mark.parametrize(
+    ("source", "study", "quoted"), [("kvasir", "kvasir", True), ("kvasir", "main", False), ("folder photos", "main", False)]
+)
+def test_the_papers_figures_are_quoted_only_for_its_own_data_sets(source: str, study: str, quoted: bool, tmp_path: Path) -> None:
+    folder = fake_run(tmp_path / "run", n=8, seeds=(42,), studies=(study,), images=False, source=source)
+    text = report(folder).read_text(encoding="utf-8")
+    assert (folder / "tables" / "beside-paper.csv").exists() == quoted
+    assert ("numbers are for Kvasir v2" in text) == quoted
+    for isic in ("5,067", "the paper: 155", "Paper: ", "ISIC 2019"):
+        assert isic not in text, isic
+
+
 def test_the_worst_kept_images_are_listed_from_the_predictions(run: Path) -> None:
     rows = pd.read_parquet(run / "predictions.parquet")
     rows = rows[(rows["study"] == "main") & (rows["method"] == "lats:lesion-first") & np.isclose(rows["budget"], 0.3)]
@@ -323,21 +389,32 @@ def test_the_command_prints_where_the_page_is_and_rejects_what_is_no_run(
         report(tmp_path)
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    if not Path(CHROMIUM).exists():
-        if os.environ.get("CI") == "true":
-            pytest.fail("Chromium is missing, but in CI the browser tests must run.")
-        pytest.skip("needs Chromium (Debian: apt install chromium)")
-    with sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
+def test_the_page_works_under_a_policy_that_runs_and_loads_nothing(chromium: Browser, run: Path, tmp_path: Path) -> None:
+    page = chromium.new_page()
+    refused: list[str] = []
+    page.on("console", lambda message: refused.append(message.text))
+    page.goto((run / "report.html").resolve().as_uri())
+    assert refused == []  # the page itself needs nothing that the policy refuses
+    page.locator("summary").click()
+    assert page.locator("details pre").is_visible()
+    assert page.evaluate("() => document.images.length && [...document.images].every(image => image.naturalWidth > 0)")
+    assert page.evaluate("() => getComputedStyle(document.querySelector('.key i')).backgroundColor") != "rgba(0, 0, 0, 0)"
+    assert page.evaluate("() => document.querySelector('.plate svg').getBoundingClientRect().width") > 100
+    strange = "<script>document.title = 'ran'</script><img id=strange src=x.png><link rel=stylesheet href=s.css>"
+    text = (run / "report.html").read_text(encoding="utf-8")
+    (tmp_path / "report.html").write_text(text.replace("<main>", f"<main>{strange}"), encoding="utf-8")
+    (tmp_path / "s.css").write_text("body { display: none }")
+    shutil.copy(run / "figures" / "retention.png", tmp_path / "x.png")
+    page.goto((tmp_path / "report.html").as_uri())
+    assert page.title() != "ran"
+    assert page.locator("h1").is_visible()
+    assert page.evaluate("() => document.getElementById('strange').naturalWidth") == 0
+    page.close()
 
 
 @pytest.mark.parametrize("width", [1280, 390])
-def test_no_table_is_wider_than_its_box_on_a_desktop_and_no_page_than_its_window(browser: Browser, run: Path, width: int) -> None:
-    page = browser.new_page(viewport={"width": width, "height": 900})
+def test_no_table_is_wider_than_its_box_on_a_desktop_and_no_page_than_its_window(chromium: Browser, run: Path, width: int) -> None:
+    page = chromium.new_page(viewport={"width": width, "height": 900})
     page.goto((run / "report.html").resolve().as_uri())
     assert page.evaluate("() => document.documentElement.scrollWidth") <= width
     if width == 1280:

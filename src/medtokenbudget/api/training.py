@@ -21,6 +21,7 @@ from medtokenbudget.experiments.sweep import Study, run_studies
 from medtokenbudget.experiments.trained import load_unit
 from medtokenbudget.experiments.units import Unit
 from medtokenbudget.features import FeatureStore
+from medtokenbudget.features.backbone import located
 from medtokenbudget.locks import exclusive
 from medtokenbudget.model import MedTokenBudget, load
 from medtokenbudget.model.folder import ROUTER
@@ -125,10 +126,11 @@ def _seen(sources: Sources, config: TrainConfig) -> np.ndarray:
 
 def _backbone(store: FeatureStore) -> BackboneConfig:
     found, weights = store.config["backbone"], store.config["weights"]
-    return BackboneConfig(
+    config = BackboneConfig(
         name=found["name"],
         weights=None if weights is None else Path(weights),
         image_size=found["image_size"],
         layer=found["layer"],
         attention=found["attention"],
     )
+    return located(config, found["weights"])

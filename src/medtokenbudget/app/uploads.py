@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
@@ -14,6 +15,8 @@ from starlette.requests import ClientDisconnect, Request
 
 from medtokenbudget.app.service import Question
 
+# The parser warns of each malformed body, which is answered with its reason anyway: clients could fill the log.
+logging.getLogger("python_multipart").setLevel(logging.CRITICAL)
 FILES, FIELDS = ("image", "mask"), ("selectors", "budgets", "retention", "preview")
 MAX_FIELDS = 300
 MAX_FIELD_BYTES = 10_000

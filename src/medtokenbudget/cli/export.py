@@ -79,7 +79,7 @@ def main(arguments: list[str]) -> int:
         say("No model given. Using the router for dermoscopic images that comes with the package; it predicts no class.")
     model = load(options.model or "dermoscopy", weights=options.weights, device="cpu")
     if options.format == "hub":
-        say(f"Wrote the model to {model.save_pretrained(options.out, portable=True)}. Load it with mtb.load.")
+        say(f"Wrote the model to {model.save_pretrained(options.out)}. Load it with mtb.load.")
         if options.push:
             say(f"Uploaded it to {model.push_to_hub(options.push)}.")
         return 0

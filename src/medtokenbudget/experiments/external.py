@@ -247,7 +247,7 @@ def _describe(evaluation: Evaluation, out: Path, methods: Mapping[str, tuple[Sel
         counts=part_counts(images.manifest, images.store),
         files=hashes(out),
         evaluation={
-            "model": evaluation.source,
+            "model": os.path.relpath(evaluation.source, out) if Path(evaluation.source).exists() else evaluation.source,
             "part": images.part,
             "images": len(images.manifest),
             "unreadable": len(images.manifest) - len(images.rows),

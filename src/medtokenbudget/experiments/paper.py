@@ -186,7 +186,14 @@ _TABLES = {
 }
 STUDIES: tuple[str, ...] = tuple(_TABLES)
 """The studies that the paper has numbers for."""
+DATASETS: dict[str, str] = {"isic": "ISIC 2019", "kvasir": "Kvasir v2"}
+"""The data sets of the paper, by the source of a manifest."""
 _KEYS = ["method", "budget", "metric"]
+
+
+def studies_of(source: str) -> tuple[str, ...]:
+    """The studies that the paper has numbers for on images of this source; none for a data set that it does not use."""
+    return tuple(study for study in STUDIES if source in DATASETS and (study == "kvasir") == (source == "kvasir"))
 
 
 def table(study: str) -> pd.DataFrame:

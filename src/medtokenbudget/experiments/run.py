@@ -279,8 +279,14 @@ def versions() -> dict[str, str]:
 
 
 def record_command(run: Path, name: str, arguments: Sequence[str]) -> None:
-    """Record in `run.json` the command line that made the run, as it was typed."""
-    replace(RunInfo.read(run), command=shlex.join(["mtb", name, *arguments])).write()
+    """Record in `run.json` the command line that made the run, of paths elsewhere only the last name: runs are shared."""
+    replace(RunInfo.read(run), command=shlex.join(["mtb", name, *map(_short, arguments)])).write()
+
+
+def _short(argument: str) -> str:
+    option, equals, value = argument.partition("=") if argument.startswith("--") else ("", "", argument)
+    path = Path(value)
+    return f"{option}{equals}{path.name}" if path.is_absolute() or ".." in path.parts else argument
 
 
 def counts(manifest: Manifest, store: FeatureStore) -> dict[str, Any]:

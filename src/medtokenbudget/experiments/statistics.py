@@ -363,9 +363,12 @@ def paired_seed_table(results: pd.DataFrame, reference: str, metrics: Sequence[s
     """Differences of `reference` to each method seed by seed, then mean and deviation (ddof = 1) over the seeds of both.
 
     Columns `study, dataset, view, method_a, method_b, budget, metric, mean, std, seeds`: the paper's table of paired differences.
+    Numbers over different images (Oracle classifies only those with a mask) have no difference.
     """
-    long = results.melt(id_vars=[*METHOD_KEYS, "seed"], value_vars=list(metrics), var_name="metric").dropna(subset="value")
-    keys = ["study", "dataset", "view", "budget", "seed", "metric"]
+    kept = [*METHOD_KEYS, "seed", "n", "n_masked"]
+    long = results.melt(id_vars=kept, value_vars=list(metrics), var_name="metric").dropna(subset="value")
+    long["n"] = long["n_masked"].where(long["metric"].str.startswith("retention"), long["n"])
+    keys = ["study", "dataset", "view", "budget", "seed", "metric", "n"]
     first = long[long["method"] == reference].rename(columns={"method": "method_a"})
     second = long[long["method"] != reference].rename(columns={"method": "method_b"})
     pairs = first.merge(second, on=keys, suffixes=("_a", "_b"))

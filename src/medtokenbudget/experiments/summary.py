@@ -32,7 +32,9 @@ def headline(results: pd.DataFrame, budget: float = 0.3) -> str:
     for method, row in table.iterrows():
         cells = [NOT_MEASURED if pd.isna(value) else f"{value:.1%}" for value in row]
         lines.append(f"{method!s:<{width}}" + "".join(f"{cell:>12}" for cell in cells))
-    lines.append(f"n = {int(rows['n'].max()):,} images, {int(rows['n_masked'].max()):,} with a lesion mask")
+    counts = rows.groupby("method", sort=False)["n"].max()
+    fewer = "".join(f"; {method} classified {n:,}" for method, n in counts.items() if n < counts.max())
+    lines.append(f"n = {int(counts.max()):,} images, {int(rows['n_masked'].max()):,} with a lesion mask{fewer}")
     return "\n".join(lines)
 
 

@@ -19,7 +19,7 @@ import torch
 from medtokenbudget.data import Manifest, covered_shares, mask_of, patch_labels
 from medtokenbudget.errors import MedTokenBudgetError, RequestError
 from medtokenbudget.features.file_index import FileIndex
-from medtokenbudget.features.shards import Failure, Row, RowError
+from medtokenbudget.features.shards import Failure, Row, RowError, reason
 from medtokenbudget.features.views import IDENTITY, is_off_center, view_order
 from medtokenbudget.files import sha256_json
 from medtokenbudget.tensor_files import load_tensors, save_tensors
@@ -97,7 +97,7 @@ def annotate(
     for i, image_id in enumerate(manifest.ids):
         image, mask, mask_file = images[i], masks[i], manifest.mask_path(i)
         if image is None:
-            errors.append(RowError(image_id, IDENTITY, f"{manifest.image_path(i)} cannot be read."))
+            errors.append(RowError(image_id, IDENTITY, f"{manifest.image_path(i).name} cannot be read."))
             continue
         found = sorted(at.get(image, []), key=lambda number: view_order(rows[number].view))
         have = {rows[number].view for number in found}
@@ -249,5 +249,5 @@ def _patches(file: Path, rows: Mapping[str, Row], grid: tuple[int, int]) -> tupl
             mask = row.geometry.of(mask_of(row.size, file))
             made[key] = np.stack([patch_labels(mask, grid).astype(np.uint8), covered_shares(mask, grid)])
         except RequestError as error:
-            failed[key] = str(error)
+            failed[key] = reason(error, file)
     return made, failed

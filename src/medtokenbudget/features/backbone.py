@@ -9,9 +9,11 @@ from __future__ import annotations
 import difflib
 import hashlib
 import inspect
+import os
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,17 +28,19 @@ from torch import Tensor
 from medtokenbudget import hub
 from medtokenbudget.config import BackboneConfig
 from medtokenbudget.devices import resolve_device
-from medtokenbudget.errors import RequestError, ShapeError, WorkError, first_line
+from medtokenbudget.errors import MedTokenBudgetError, RequestError, ShapeError, WorkError, first_line
 from medtokenbudget.features import zoo
 from medtokenbudget.features.attention import AttentionTap, Rollout
 from medtokenbudget.features.preprocess import Preprocessing
 from medtokenbudget.features.signals import DEFAULT, REGISTRY, check_available, pseudo_signals, reduce_attention
 from medtokenbudget.features.views import Box
-from medtokenbudget.files import sha256_file
+from medtokenbudget.files import sha256_file, write_text
 from medtokenbudget.tokens import TokenBatch
 
 Model = Any
 """A timm vision transformer; its attributes have no static types."""
+_PLACES = 8
+"""Further copies of the same weights that are remembered, in case the last one is deleted."""
 
 
 class Backbone:
@@ -72,7 +76,7 @@ class Backbone:
         self._tap = AttentionTap(model.blocks[self.layer], config.name) if config.attention == "true" else None
         self._rollout = Rollout(model.blocks[: self.layer], config.name) if self._tap is not None else None
         self.fingerprint: dict[str, Any] = {
-            "name": config.name,
+            "name": config.name if zoo.find(config.name) is None else Path(config.name).resolve().name,
             "weights": weights_sha256,
             "layer": self.layer,
             "attention": config.attention,
@@ -102,10 +106,12 @@ class Backbone:
         model = build(config.name, config.image_size, recipe)
         path = config.weights or (recipe.weights if recipe else None) or _from_hub(config.name, model)
         load_weights(model, Path(path))
-        sha256 = sha256_file(path)
+        digest = sha256_file(path)
         if recipe is not None:
-            zoo.check_weights(recipe, Path(path), sha256)
-        return cls(model, config, sha256, device)
+            zoo.check_weights(recipe, Path(path), digest)
+        if config.weights is not None or (recipe is not None and config.name not in zoo.PACKAGED):
+            _remember(Path(path), digest)
+        return cls(model, config, digest, device)
 
     @classmethod
     def from_model(
@@ -277,6 +283,47 @@ def _differences(model: Model, state: dict[str, Tensor]) -> str:
     return "\n".join(
         f"  {what} ({len(keys)}): {', '.join(keys[:6])}{', ...' if len(keys) > 6 else ''}" for what, keys in groups.items() if keys
     )
+
+
+def located(config: BackboneConfig, sha256: str, beside: Path | None = None) -> BackboneConfig:
+    """Point a configuration that was read from a file to the weights on this machine.
+
+    Stores and models are shared, so they name weights by file name and hash. Where the file is, only this user's machine knows.
+
+    Args:
+        config: As it was read.
+        sha256: Hash of the weights.
+        beside: A folder that may hold the weights too.
+    """
+    known = _remembered(sha256)
+    if config.weights is not None:
+        places = [config.weights] if config.weights.is_absolute() else []
+        places += [beside / config.weights.name] if beside is not None else []
+        return replace(config, weights=next((place for place in [*places, *known] if place.is_file()), config.weights))
+    folders = (str(path.parent) for path in known if path.parent.name == Path(config.name).name)
+    return replace(config, name=next((folder for folder in folders if zoo.find(folder) is not None), config.name))
+
+
+def _remember(path: Path, sha256: str) -> None:
+    """Note where these weights are, before the other places that still have them."""
+    place = str(path.absolute())
+    others = [str(known) for known in _remembered(sha256) if str(known) != place]
+    with suppress(OSError, MedTokenBudgetError):  # a user without a home directory passes --weights again
+        text = "\n".join([place, *others[:_PLACES]])
+        if not _note(sha256).is_file() or _note(sha256).read_text(encoding="utf-8") != text:
+            write_text(_note(sha256), text)
+
+
+def _remembered(sha256: str) -> list[Path]:
+    with suppress(OSError, ValueError, RuntimeError):
+        return [path for line in _note(sha256).read_text(encoding="utf-8").splitlines() if (path := Path(line)).is_file()]
+    return []
+
+
+def _note(sha256: str) -> Path:
+    """The file in which this user's machine notes where the weights with this hash are."""
+    base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(base) / "medtokenbudget" / "weights" / sha256
 
 
 def _from_hub(name: str, model: Model) -> Path:

@@ -1,6 +1,7 @@
 """Which content a file has: its SHA-256, remembered with size and time of change so that unchanged files are not read again.
 
-Kept in the store's `cache/files.json`. The cache can be deleted at any time; it only saves time.
+Kept in the store's `cache/files.json`, under hashes of the paths, because stores are shared. The cache can be deleted at any time;
+it only saves time.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from medtokenbudget.errors import MedTokenBudgetError
-from medtokenbudget.files import read_sealed, sha256_file, write_sealed
+from medtokenbudget.files import read_sealed, sha256_file, sha256_json, write_sealed
 
 _THREADS = 4
 
@@ -29,7 +30,7 @@ class FileIndex:
         self._changed = self.damaged = False
         try:
             found = read_sealed(self._file, "") if self._file.is_file() else {}
-            self._known = {str(path): (int(size), int(time), str(digest)) for path, (size, time, digest) in found.items()}
+            self._known = {str(key): (int(size), int(time), str(digest)) for key, (size, time, digest) in found.items()}
         except (MedTokenBudgetError, ValueError, TypeError, AttributeError):
             self._changed = self.damaged = True  # a damaged cache is made again
 
@@ -49,7 +50,8 @@ class FileIndex:
         return [None if path is None else found[path] for path in wanted]
 
     def _hash(self, path: str, again: bool) -> str | None:
-        known = self._known.get(path)
+        key = sha256_json(path)[:32]
+        known = self._known.get(key)
         try:
             status = os.stat(path)
             if known is not None and not again and known[:2] == (status.st_size, status.st_mtime_ns):
@@ -58,7 +60,7 @@ class FileIndex:
         except OSError:
             return None if known is None else known[2]
         if known != (status.st_size, status.st_mtime_ns, digest):
-            self._known[path] = (status.st_size, status.st_mtime_ns, digest)
+            self._known[key] = (status.st_size, status.st_mtime_ns, digest)
             self._changed = True
         return digest
 

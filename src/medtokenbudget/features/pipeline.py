@@ -28,7 +28,7 @@ from medtokenbudget.features.backbone import Backbone
 from medtokenbudget.features.early import EarlyBackbone
 from medtokenbudget.features.plan import Item
 from medtokenbudget.features.preprocess import luminance
-from medtokenbudget.features.shards import Failure, Row, write_shard
+from medtokenbudget.features.shards import Failure, Row, reason, write_shard
 from medtokenbudget.features.signal_files import write_signal
 from medtokenbudget.features.signals import DEFAULT, REGISTRY
 from medtokenbudget.files import sha256_file
@@ -75,7 +75,7 @@ def prepare(items: tuple[Item, ...], backbone: Backbone, view_seed: int) -> list
         if sha256_file(first.image_file) != first.image:
             raise RequestError(f"{Path(first.image_file).name} changed while it was extracted. Run `mtb extract` again.")
     except RequestError as error:
-        return [Failure(item.image, item.view, "image", str(error)) for item in items]
+        return [Failure(item.image, item.view, "image", reason(error, first.image_file)) for item in items]
     done: list[Prepared | Failure] = []
     mask: Image.Image | None = None
     for item in items:
@@ -88,7 +88,7 @@ def prepare(items: tuple[Item, ...], backbone: Backbone, view_seed: int) -> list
             row = Row(item.image, item.view, image.size, geometry)
             done.append(Prepared(row, backbone.preprocessing.prepare(geometry.of(image))))
         except RequestError as error:
-            done.append(Failure(item.image, item.view, "view", str(error), item.mask))
+            done.append(Failure(item.image, item.view, "view", reason(error, item.mask_file or ""), item.mask))
     return done
 
 
@@ -292,8 +292,8 @@ def _add(filling: Filling, batch: list[Prepared], fields: dict[str, np.ndarray])
         if good:
             filling.rows.append(row.row)
         else:
-            reason = f"The tokens of the backbone are not finite in {tokens.dtype}."
-            filling.failures.append(Failure(row.row.image, row.row.view, "tokens", reason))
+            why = f"The tokens of the backbone are not finite in {tokens.dtype}."
+            filling.failures.append(Failure(row.row.image, row.row.view, "tokens", why))
     for name, value in fields.items():
         filling.parts.setdefault(name, []).append(value if finite.all() else value[finite])
 

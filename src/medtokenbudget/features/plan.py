@@ -58,7 +58,7 @@ def settings_of(
         {
             "format": FORMAT,
             "backbone": fingerprint,
-            "weights": None if weights is None else str(weights.resolve()),
+            "weights": None if weights is None else weights.name,
             "keep": "routed" if route_fingerprint is not None or routed_early(fingerprint) else "patches",
             "route": route_fingerprint,
             "dtype": config.dtype,

@@ -33,6 +33,11 @@ _PREFIX = 8
 _CACHE_LINE = 64
 
 
+def reason(error: Exception, file: Path | str) -> str:
+    """Why a file could not be used, without its folder: a store is shared, and names no place of this machine."""
+    return str(error).replace(str(file), Path(file).name)
+
+
 @dataclass(frozen=True)
 class RowError:
     """An image of a manifest, or a view of it, that has no tokens, and why."""

@@ -169,7 +169,7 @@ class RoutedNetwork(nn.Module):
             if weights is not None and not Path(weights).is_file():
                 raise RequestError(
                     f"The weights of the backbone are missing: {weights} (SHA-256 {self.backbone_fingerprint['weights']}). "
-                    "Put the file back, or pass --weights FILE."
+                    "Put the file into the folder of the model, or pass --weights FILE."
                 )
             loaded = Backbone.load(self.backbone_config, self.device)
             if self.early is not None and self.scout is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -196,8 +196,6 @@ def _metadata(model: MedTokenBudget, budget: float, part: Part, selector: str) -
 
 
 def _write(graph: nn.Module, inputs: dict[str, Tensor], path: Path, metadata: dict[str, str], first: str) -> None:
-    import onnx
-
     batch = torch.export.Dim("batch", min=1, max=1024)
     with torch.no_grad(), quiet_exporter():
         program = torch.onnx.export(
@@ -212,9 +210,30 @@ def _write(graph: nn.Module, inputs: dict[str, Tensor], path: Path, metadata: di
         )
     assert program is not None
     proto = program.model_proto
-    onnx.helper.set_model_props(proto, metadata)
+    write_graph(proto, path, metadata)
+
+
+def write_graph(proto: Any, path: Path, metadata: dict[str, str] | None = None) -> None:
+    """Check and write a graph with `metadata` as its only notes.
+
+    The exporter notes on every node which line of which source file it came from: paths of this machine, and a user's name.
+    """
+    import onnx
+
+    _clear_notes(proto)
+    onnx.helper.set_model_props(proto, metadata or {})
     onnx.checker.check_model(proto)
     path.write_bytes(proto.SerializeToString(deterministic=True))
+
+
+def _clear_notes(message: Any) -> None:
+    for name in ("doc_string", "metadata_props"):
+        if name in message.DESCRIPTOR.fields_by_name:
+            message.ClearField(name)
+    for field, value in message.ListFields():
+        if field.message_type is not None:
+            for part in value if isinstance(value, Sequence) else [value]:
+                _clear_notes(part)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from typing import Any
 
 from medtokenbudget.config import BackboneConfig, to_dict, train_config_from_dict
 from medtokenbudget.errors import RequestError
-from medtokenbudget.features.zoo import PACKAGED
+from medtokenbudget.features.backbone import located
 from medtokenbudget.locks import exclusive
 from medtokenbudget.model import folder as files
 from medtokenbudget.model import hub, parts, predicting
@@ -139,12 +139,11 @@ class MedTokenBudget(RoutedNetwork):
         method = self.main if selector is None else selector
         return predicting.predict_sources(self, sources, self.amount(budget), method, predicting.Streaming(batch_size, workers))
 
-    def save_pretrained(self, path: Path | str, portable: bool = False) -> Path:
-        """Save the model as a folder.
+    def save_pretrained(self, path: Path | str) -> Path:
+        """Save the model as a folder without local paths; the weights of the backbone are found by name and hash.
 
         Args:
             path: Folder to write.
-            portable: Leave out local paths; the weights of the backbone are then found by name and hash.
 
         Returns:
             The folder.
@@ -152,11 +151,8 @@ class MedTokenBudget(RoutedNetwork):
         target = Path(path)
         backbone = to_dict(self.backbone_config)
         if self.backbone_config.weights is not None:
-            weights = Path(self.backbone_config.weights)
-            backbone["weights"] = weights.name if portable else str(weights.resolve())
-        # A folder that happens to have the name of a packaged backbone is not meant.
-        if self.backbone_config.name not in PACKAGED and Path(self.backbone_config.name).is_dir():
-            backbone["name"] = str(Path(self.backbone_config.name).resolve())
+            backbone["weights"] = Path(self.backbone_config.weights).name
+        backbone["name"] = self.backbone_fingerprint["name"]
         settings: dict[str, Any] = {
             "backbone": backbone,
             "train": to_dict(self.train_config),
@@ -166,7 +162,7 @@ class MedTokenBudget(RoutedNetwork):
         settings["guarantees"] = [guarantee.to_json() for guarantee in self.guarantees]
         with exclusive(target):
             if self.scout is not None:
-                self.scout.save_pretrained(target / files.ROUTER, portable)
+                self.scout.save_pretrained(target / files.ROUTER)
             files.write_folder(target, self.identity, settings, self._tensors(), self.card)
         return target
 
@@ -181,7 +177,7 @@ class MedTokenBudget(RoutedNetwork):
         found = {name: files.read_tensors(source, name, config) for name in config["files"]}
         familiarity = parts.take_familiarity(identity, found, source)
         return cls(
-            backbone=_backbone_config(config["backbone"], source, weights),
+            backbone=_backbone_config(config, source, weights),
             backbone_fingerprint=identity["backbone"],
             classes=identity["classes"],
             classifiers=parts.build(identity, found, source),
@@ -200,7 +196,7 @@ class MedTokenBudget(RoutedNetwork):
         import tempfile
 
         with tempfile.TemporaryDirectory() as folder:
-            return hub.upload(self.save_pretrained(folder, portable=True), repo_id, private, message)
+            return hub.upload(self.save_pretrained(folder), repo_id, private, message)
 
 
 def load(path: Path | str, revision: str | None = None, weights: Path | str | None = None, device: str = "auto") -> MedTokenBudget:
@@ -237,12 +233,11 @@ def _good(answers: Iterable[tuple[Source, Answer | Failure]], on_error: Callable
             on_error(answer)
 
 
-def _backbone_config(values: dict[str, Any], source: Path, weights: Path | str | None) -> BackboneConfig:
-    stored = values.get("weights")
-    if weights is None and stored is not None:
-        beside = source / Path(stored).name
-        weights = beside if beside.is_file() and not Path(stored).is_file() else stored
+def _backbone_config(config: dict[str, Any], source: Path, weights: Path | str | None) -> BackboneConfig:
+    values = config["backbone"]
+    stored = values.get("weights") if weights is None else weights
     try:
-        return BackboneConfig(**{**values, "weights": None if weights is None else Path(weights)})
+        found = BackboneConfig(**{**values, "weights": None if stored is None else Path(stored)})
     except TypeError as error:
         raise RequestError(f"{source / files.CONFIG} does not describe a backbone of this version: {error}.") from None
+    return found if weights is not None else located(found, config["identity"]["backbone"]["weights"], source)

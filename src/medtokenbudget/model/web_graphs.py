@@ -18,7 +18,7 @@ from medtokenbudget.errors import RequestError, WorkError
 from medtokenbudget.features.preprocess import luminance
 from medtokenbudget.files import atomic_write
 from medtokenbudget.model import parts
-from medtokenbudget.model.onnx import OPSET, ROUNDING, SIGNALS, TOLERANCE, quiet_exporter, require_onnx
+from medtokenbudget.model.onnx import OPSET, ROUNDING, SIGNALS, TOLERANCE, quiet_exporter, require_onnx, write_graph
 from medtokenbudget.model.routed import MedTokenBudget
 from medtokenbudget.routing import Ranker, Selector
 from medtokenbudget.tokens import TokenBatch
@@ -197,8 +197,6 @@ def _ranked(model: MedTokenBudget, graphs: WebGraphs, pixels: Tensor) -> tuple[T
 
 
 def _export(graph: nn.Module, inputs: dict[str, Tensor], outputs: list[str], path: Path) -> None:
-    import onnx
-
     with torch.no_grad(), quiet_exporter():
         program = torch.onnx.export(
             graph.eval(),
@@ -210,9 +208,7 @@ def _export(graph: nn.Module, inputs: dict[str, Tensor], outputs: list[str], pat
             verbose=False,
         )
     assert program is not None
-    proto = _halved(program.model_proto)
-    onnx.checker.check_model(proto)
-    path.write_bytes(proto.SerializeToString(deterministic=True))
+    write_graph(_halved(program.model_proto), path)
 
 
 def _halved(proto: Any) -> Any:

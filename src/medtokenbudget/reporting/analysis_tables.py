@@ -92,11 +92,13 @@ def all_tests(evidence: Evidence, intervals: Intervals) -> pd.DataFrame:
     return pd.concat([part for part in parts if len(part)] or parts[:1], ignore_index=True)
 
 
-def worst(evidence: Evidence) -> Table | None:
-    """The ten images with the lowest retention of the run's main method."""
+def worst(evidence: Evidence, named: bool = True) -> Table | None:
+    """The ten images with the lowest retention of the run's main method, by name or by their place in the table."""
     found = worst_retained(evidence)
     if found.empty:
         return None
+    if not named:
+        found["image_id"] = range(1, len(found) + 1)
     labels = [str(name) if isinstance(name, str) else NOT_MEASURED for name in found["label_name"]]
     rows = [
         [

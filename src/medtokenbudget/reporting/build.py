@@ -45,7 +45,7 @@ def report(
         run: A run directory.
         *others: Further run directories to compare with it.
         out: Where to write. Defaults to the run directory; required for a comparison.
-        pictures: Whether the page shows images of the data set. Without them it can be shared where the images cannot.
+        pictures: Whether the page shows and names images of the data set. Without them it can be shared where the images cannot.
 
     Returns:
         The path of the page.
@@ -78,12 +78,14 @@ def _one(run: Path, folder: Path, pictures: bool) -> Built:
 
 def _write(evidence: Evidence, folder: Path, pictures: bool) -> Built:
     intervals = Intervals(evidence)
-    tables = make_tables(evidence, intervals)
+    tables = make_tables(evidence, intervals, named=pictures)
     for table in tables:
         table.write(folder / "tables")
     shown = gallery(evidence) if pictures else None
     if not pictures:
-        evidence.missing.append("Pictures of images: left out on request, so that the page can be shared without the data.")
+        evidence.missing.append(
+            "Pictures and names of images: left out on request, so that the page can be shared without the data."
+        )
     plates = draw_figures(evidence, intervals, shown, folder / "figures")
     write_text(folder / PAGE, page(evidence, intervals, tables, plates, shown))
     return Built(folder / PAGE, summary_json.of_run(evidence, intervals))

@@ -7,7 +7,7 @@ It is stored with the model, not with the report. Point values come from `result
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +113,7 @@ def run_card(run: Path | str, model: MedTokenBudget) -> str:
     facts = ModelFacts(
         main=model.main,
         selectors=model.selectors,
-        classes=[markdown_text(name) for name in model.classes],
+        classes=model.classes,
         backbone=model.backbone_fingerprint,
         fingerprint=model.fingerprint,
         recipe=model.train_config.recipe,
@@ -146,6 +146,7 @@ def model_card(facts: ModelFacts, info: RunInfo, results: pd.DataFrame, predicti
         predictions: `predictions.parquet` of that run.
     """
     tables = _Tables(results, predictions, info.seeds[0] if info.seeds else None)
+    facts = replace(facts, classes=[markdown_text(name) for name in facts.classes])
     sections = [
         HEADER.format(
             title=f"MedTokenBudget on {markdown_text(info.dataset) or 'unnamed data'}",

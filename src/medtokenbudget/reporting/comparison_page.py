@@ -139,7 +139,7 @@ def _provenance(comparison: Comparison) -> str:
     for run in comparison.runs:
         info = run.evidence.info
         hashes = ", ".join(f"{name} {str(value)[:12]}" for name, value in info.hashes.items())
-        parts = [str(run.evidence.run), info.command or "", f"hashes: {hashes}" if hashes else ""]
+        parts = [info.command or "", f"hashes: {hashes}" if hashes else ""]
         rows.append((escape(run.name), "<br>".join(escape(part) for part in parts if part)))
     intro = (
         "<p>Every number comes from <code>results.csv</code> of its run; intervals and tests are computed from "

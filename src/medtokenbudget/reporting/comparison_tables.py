@@ -50,7 +50,6 @@ def runs(comparison: Comparison) -> Table:
             "n": evidence.n,
             "n_masked": evidence.n_masked,
             "seeds": " ".join(map(str, evidence.seeds)),
-            "path": str(evidence.run),
         }
         raw.append(entry)
         shown = [entry["run"], entry["dataset"], entry["backbone"], look(run.main).name, entry["methods"], entry["classes"]]

@@ -116,9 +116,16 @@ def ceiling_of(results: pd.DataFrame) -> pd.Series | None:
     return None if rows.empty else rows.groupby("budget")["ceiling"].mean()
 
 
+def other_n(counts: pd.Series, method: str) -> str:
+    """` (n = 155)` for a method that was measured on fewer images than the others, else nothing."""
+    n = counts.get(method, np.nan)
+    return "" if np.isnan(n) or n == counts.max() else f" (n = {int(n):,})"
+
+
 def _curves(axes: Axes, evidence: Evidence, table: pd.DataFrame, methods: list[str]) -> None:
     """A line per method and a band for the emphasized ones; the legend is sorted by the values at the headline budget."""
-    at = table[np.isclose(table["budget"], evidence.headline)].set_index("method")["value"]
+    headline = table[np.isclose(table["budget"], evidence.headline)].set_index("method")
+    at = headline["value"]
     drawn = [m for m in methods if table.loc[table["method"] == m, "value"].notna().any()]
     for method in sorted(drawn, key=lambda m: -np.nan_to_num(at.get(m, np.nan), nan=-1)):
         rows = table[table["method"] == method].sort_values("budget")
@@ -132,7 +139,7 @@ def _curves(axes: Axes, evidence: Evidence, table: pd.DataFrame, methods: list[s
             linestyle=style.line,
             linewidth=2.6 if first else 1.8 if strong else 1.2,
             markersize=6 if first else 4.5,
-            label=style.name if np.isnan(value) else f"{style.name} {100 * value:.1f}",
+            label=style.name if np.isnan(value) else f"{style.name} {100 * value:.1f}{other_n(headline['n'], method)}",
             zorder=4 if first else 3 if strong else 2,
         )
         if strong and rows["low"].notna().any():

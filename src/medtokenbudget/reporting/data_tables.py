@@ -15,7 +15,7 @@ from medtokenbudget.reporting.table import Table, records
 
 
 def subset(evidence: Evidence) -> Table | None:
-    """Images per class: validation and training, all and with a mask, with the paper's counts where the classes are the same."""
+    """Images per class: validation and training, all and with a mask, with the paper's counts for its own data set."""
     images = _images(evidence)
     images = images[images["label"] >= 0]
     if images.empty:
@@ -28,7 +28,7 @@ def subset(evidence: Evidence) -> Table | None:
         if isinstance(training.get("masked_classes"), dict):
             parts["with mask "] = {k: int(v) for k, v in training["masked_classes"].items()}
     classes = list(evidence.classes)
-    theirs = set(classes) == set(paper.CLASSES)
+    theirs = evidence.source == "isic" and set(classes) == set(paper.CLASSES)
     if theirs:
         heads = ("Paper: validation", "Paper: val. masks", "Paper: train masks")
         parts |= {name: dict(zip(paper.CLASSES, row)) for name, row in zip(heads, paper.SUBSETS.values())}
@@ -50,42 +50,40 @@ def _by_class(images: pd.DataFrame, evidence: Evidence) -> dict[str, int]:
 
 
 def prevalence(evidence: Evidence) -> Table | None:
-    """Lesion sizes on the patch grid, with the paper's beside them."""
+    """Lesion sizes on the patch grid, with the paper's beside them for its own data set."""
     images = _images(evidence)
     images = images[(images["lesion"].fillna(0) > 0).to_numpy(bool)]
     if images.empty:
         return None
     sizes, patches = images["lesion"].to_numpy(int), int(images["n_patches"].iloc[0])
-    theirs = paper.prevalence_table().set_index("statistic")
     data = pd.DataFrame(
         [
             {"statistic": name.capitalize(), "patches": row["patches"], "prevalence": row["prevalence"]}
             for name, row in prevalence_table(sizes, patches).items()
         ]
-    ).join((theirs / [1, 100]).add_prefix("paper_"), on="statistic")
-    rows = [
-        [r.statistic, number(r.patches, 1), percent(r.prevalence), number(r.paper_patches, 1), percent(r.paper_prevalence)]
-        for r in records(data)
-    ]
-    return Table(
-        "prevalence",
-        "Lesion size on the patch grid",
-        ["Statistic", "Patches", "Of the image (%)", "Paper: patches", "Paper: of the image (%)"],
-        rows,
-        data,
-        f"{plural(len(sizes), 'validation image')} with a mask on a grid of {patches} patches; the paper: 155 images, 256 patches.",
     )
+    columns = ["Statistic", "Patches", "Of the image (%)"]
+    note = f"{plural(len(sizes), 'validation image')} with a mask on a grid of {patches} patches"
+    if evidence.source == "isic":
+        theirs = paper.prevalence_table().set_index("statistic")
+        data = data.join((theirs / [1, 100]).add_prefix("paper_"), on="statistic")
+        columns += ["Paper: patches", "Paper: of the image (%)"]
+        note += "; the paper: 155 images, 256 patches"
+    rows = [[r[0], *[text for p, v in zip(r[1::2], r[2::2]) for text in (number(p, 1), percent(v))]] for r in records(data)]
+    return Table("prevalence", "Lesion size on the patch grid", columns, rows, data, f"{note}.")
 
 
 def beside_paper(evidence: Evidence) -> Table | None:
-    """The paper's number, this run's number and the difference, for every study that both have."""
+    """The paper's number, this run's number and the difference, for every study that both have on the same data set."""
     original = evidence.results[evidence.results["view"] == AS_IS]
-    parts = [paper.beside_paper(original, s).assign(study=s) for s in paper.STUDIES if s in evidence.studies]
+    parts = [paper.beside_paper(original, s).assign(study=s) for s in paper.studies_of(evidence.source) if s in evidence.studies]
     if not parts:
         return None
     found = pd.concat(parts, ignore_index=True)
     found = found[found["ours"].notna()]
-    shown = found[np.isclose(found["budget"], HEADLINE) & found["paper"].notna()].drop_duplicates(["method", "metric"])
+    shown = found[np.isclose(found["budget"], HEADLINE) & found["paper"].notna()]
+    # Studies share trainings: a row that says the same again is left out, one with other seeds is another number.
+    shown = shown.drop_duplicates(["method", "metric", "paper", "ours", "seeds"])
     rows = []
     for r in records(shown):
         digits = 2 if r.metric == "enrichment" else 1
@@ -103,7 +101,8 @@ def beside_paper(evidence: Evidence) -> Table | None:
         rows,
         found[columns],
         "± standard deviation over seeds, where there are several. "
-        f"This run: {evidence.n:,} images ({evidence.n_masked:,} with a mask); the paper: 5,067 (155).",
+        f"This run: {plural(evidence.n, 'image')} ({evidence.n_masked:,} with a mask)"
+        + ("; the paper: 5,067 (155)." if evidence.source == "isic" else "."),
         labels=3,
         breaks=frozenset(i for i in range(1, len(keys)) if keys[i] != keys[i - 1]),
         more=f"all {len(found):,} values, with every budget and the controls",

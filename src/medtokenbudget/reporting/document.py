@@ -15,6 +15,8 @@ from medtokenbudget.reporting.style import svg_for_page
 from medtokenbudget.reporting.table import Table
 
 NOTICE = "Research software, not a medical device"
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
+"""The page has no script and loads nothing: whatever a name from a data set smuggles in does not run either."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,7 @@ def document(title: str, lead: str, sections: Sequence[Section]) -> str:
     links = "".join(f'<li><a href="#{s.anchor}">{escape(s.title)}</a></li>' for s in shown)
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{escape(title)} · MedTokenBudget</title>\n<style>\n{style}</style>\n</head>\n<body>\n"
         f'<header><h1>{escape(title)}</h1><p class="lead">{escape(lead)}</p>'

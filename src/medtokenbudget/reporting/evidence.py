@@ -93,6 +93,11 @@ class Evidence:
         """The user's own name of the data set."""
         return self.info.dataset
 
+    @property
+    def source(self) -> str:
+        """The kind of source that the images came from, for example `isic`."""
+        return (self.info.source.split() or [""])[0]
+
     @cached_property
     def studies(self) -> list[str]:
         return list(dict.fromkeys(self.results["study"]))
@@ -255,6 +260,6 @@ def _manifest(run: Path, info: RunInfo, missing: list[str]) -> Manifest | None:
         return None
     try:
         return Manifest.read(run / info.manifest)
-    except RequestError as error:
-        missing.append(f"Pictures of images: the manifest cannot be read ({error})")
+    except RequestError:
+        missing.append(f"Pictures of images: the manifest {Path(info.manifest).name} cannot be read.")
         return None

@@ -142,7 +142,7 @@ def draw_figures(evidence: Evidence, intervals: Intervals, gallery: pictures.Gal
         ),
         "trained": look(str(training["method"].iloc[0])).name if len(training) else "",
         "budget": f"{budget_text(evidence.headline)}",
-        "n": f"{evidence.n:,}",
+        "n": f"{evidence.n:,}{_fewer(evidence)}",
         "masks": f"{evidence.n_masked:,}",
     }
     with house_style():
@@ -152,7 +152,7 @@ def draw_figures(evidence: Evidence, intervals: Intervals, gallery: pictures.Gal
                 continue
             svg = save(figure, folder, plan.name)[0].read_text(encoding="utf-8")
             caption = plan.caption.format(**words) + (_some_of(evidence) if plan.compares else "")
-            plates.append(Plate(plan.name, plan.title, caption, _alt(plan, evidence), svg))
+            plates.append(Plate(plan.name, plan.title, caption, _alt(plan, evidence, intervals), svg))
         for name, examples in (("examples", gallery.typical), ("worst", gallery.worst)) if gallery else ():
             figure = pictures.figure(examples)
             if figure is not None:
@@ -170,11 +170,19 @@ def _some_of(evidence: Evidence) -> str:
     )
 
 
-def _alt(plan: Plan, evidence: Evidence) -> str:
+def _fewer(evidence: Evidence) -> str:
+    """` (Oracle: 155)`: the methods that classified fewer images than the others, which need a mask."""
+    counts = evidence.main.groupby("method")["n"].max()
+    named = [f"{look(m).name}: {counts[m]:,}" for m in evidence.ordered(counts.index) if 0 < counts[m] < evidence.n]
+    return f" ({', '.join(named)})" if named else ""
+
+
+def _alt(plan: Plan, evidence: Evidence, intervals: Intervals) -> str:
     """The alternative text: the heading and the values at the headline budget."""
     if plan.metric is None:
         return f"Chart: {plan.title}. The numbers are in the tables of this page."
     found = evidence.at(plan.metric)
     values = sorted(((m, found[m]) for m in evidence.drawn(evidence.methods) if m in found), key=lambda item: -item[1])
-    listed = ", ".join(f"{look(m).name} {100 * v:.1f}%" for m, v in values)
+    counts = intervals.at(plan.metric, evidence.headline)["n"]
+    listed = ", ".join(f"{look(m).name} {100 * v:.1f}%{curves.other_n(counts, m)}" for m, v in values)
     return f"Chart: {plan.title}. At budget {budget_text(evidence.headline)}: {listed}."

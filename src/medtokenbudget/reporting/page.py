@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from html import escape
 
+from medtokenbudget.experiments import paper
 from medtokenbudget.files import read_json, sha256_file
 from medtokenbudget.reporting import story
 from medtokenbudget.reporting.document import Parts, Plate, Section, bullets, document, terms, text
@@ -84,7 +85,17 @@ def _sections(evidence: Evidence, intervals: Intervals, made: Parts, gallery: Ga
             "studies",
             "Further studies",
             "Variations of the training and of the scorer, each with the controls beside it.",
-            made.tables("robustness", "paired-seeds", "mask-free", "signals", "curriculum", "toggles", "epochs", "kvasir"),
+            made.tables(
+                "robustness",
+                "paired-seeds",
+                "paired-seeds-paper",
+                "mask-free",
+                "signals",
+                "curriculum",
+                "toggles",
+                "epochs",
+                "kvasir",
+            ),
         ),
         Section(
             "recipe",
@@ -95,8 +106,8 @@ def _sections(evidence: Evidence, intervals: Intervals, made: Parts, gallery: Ga
         Section(
             "paper",
             "Comparison with the paper",
-            "The paper's numbers are for ISIC 2019 with a DINOv2 ViT-B/14. With other images, another backbone or another split, "
-            "different numbers are expected.",
+            f"The paper's numbers are for {paper.DATASETS.get(evidence.source)} with a DINOv2 ViT-B/14. With another backbone or "
+            "another split, different numbers are expected.",
             made.tables("beside-paper"),
         ),
         Section("data", "The images", "", made.tables("subset", "prevalence")),

@@ -12,7 +12,7 @@ from medtokenbudget.config import HEADLINE_BUDGETS
 from medtokenbudget.experiments.statistics import paired_seed_table
 from medtokenbudget.reporting.cells import BOLD_NOTE, METRIC_NAMES, best, counts, mean_text, seeds_note
 from medtokenbudget.reporting.evidence import AS_IS, OFF_CENTER, VIEW_NAMES, Evidence
-from medtokenbudget.reporting.looks import look
+from medtokenbudget.reporting.looks import PAPER_RECIPE, look
 from medtokenbudget.reporting.numbers import NOT_MEASURED, budget_text, is_missing, percent, points
 from medtokenbudget.reporting.sweep_tables import over_budgets
 from medtokenbudget.reporting.table import Table
@@ -169,34 +169,42 @@ def kvasir(evidence: Evidence) -> Table | None:
     return over_budgets(evidence, evidence.cells("kvasir", AS_IS), "accuracy", "kvasir", "Kvasir v2: accuracy (%) over all budgets")
 
 
-def paired_seeds(evidence: Evidence) -> Table | None:
-    """The study's main method minus each other method, seed by seed, in percentage points."""
-    metrics = ("accuracy", "macro_f1", "retention")
+def paired_seeds(evidence: Evidence) -> list[Table | None]:
+    """The study's main method, and the paper's recipe beside it, minus each other method seed by seed, in percentage points."""
     results = evidence.cells("robustness", AS_IS)
     if results.empty:
-        return None
-    reference = evidence.focus_of(evidence.ordered(results["method"]))
+        return []
+    methods = evidence.ordered(results["method"])
+    main = evidence.focus_of(methods)
+    made = [_paired_seeds(evidence, results, main, "paired-seeds")]
+    if PAPER_RECIPE in methods and main != PAPER_RECIPE:
+        made.append(_paired_seeds(evidence, results, PAPER_RECIPE, "paired-seeds-paper"))
+    return made
+
+
+def _paired_seeds(evidence: Evidence, results: pd.DataFrame, reference: str, file: str) -> Table | None:
+    metrics = ("accuracy", "macro_f1", "retention")
     found = paired_seed_table(results, reference, metrics)
     if found.empty:
         return None
     cells = found.set_index(["budget", "method_b", "metric"])
-    others = [m for m in evidence.with_controls(found["method_b"]) if m != reference]
+    others = [m for m in evidence.with_controls(results["method"]) if m != reference]
     rows = []
     for budget in sorted(found["budget"].unique()):
         for method in others:
             keys = [(budget, method, m) for m in metrics]
             texts = [_gap_text(cells.loc[k, "mean"], cells.loc[k, "std"]) if k in cells.index else NOT_MEASURED for k in keys]
-            seeds = str(cells.loc[keys[0], "seeds"]) if keys[0] in cells.index else NOT_MEASURED
+            seeds = next((str(cells.loc[k, "seeds"]) for k in keys if k in cells.index), NOT_MEASURED)
             rows.append([f"{budget_text(budget)}", look(method).name, *texts, seeds])
     name = look(reference).name
     return Table(
-        "paired-seeds",
+        file,
         f"{name} minus each other method, seed by seed (percentage points)",
         ["Budget", f"{name} minus", "Δ accuracy", "Δ macro F1", "Δ retention", "Seeds"],
         rows,
         found,
-        "Mean of the differences between runs with the same seed, ± their standard deviation. ToMe merges patches and has no "
-        "retention.",
+        "Mean of the differences between runs with the same seed, ± their standard deviation; n (masks) = "
+        f"{counts(results, reference)}. {NOT_MEASURED}: not measured on the same images. ToMe merges patches and has no retention.",
         labels=2,
         breaks=frozenset(range(len(others), len(rows), len(others))),
     )

@@ -84,7 +84,7 @@ class Table:
 
     def markdown(self) -> str:
         def line(cells: list[str]) -> str:
-            return "| " + " | ".join(markdown_text(cell).replace("|", "\\|") for cell in cells) + " |"
+            return "| " + " | ".join(markdown_text(cell) for cell in cells) + " |"
 
         rule = ["---" if c < self.labels else "---:" for c in range(len(self.columns))]
         body = [

@@ -16,8 +16,8 @@ _MASK_METRICS = ("accuracy", "macro_f1", "balanced_accuracy", "retention", "rete
 _OWN_TABLE = {"main", "curriculum", "kvasir", "subset", "center-bias", "recipe"}
 
 
-def make_tables(evidence: Evidence, intervals: Intervals) -> list[Table]:
-    """Every table that the run has numbers for."""
+def make_tables(evidence: Evidence, intervals: Intervals, named: bool = True) -> list[Table]:
+    """Every table that the run has numbers for; unless `named`, images have numbers in place of their names."""
     made = [
         sweeps.main(evidence, intervals),
         sweeps.sweep(evidence, "retention", "retention-sweep", "Lesion retention (%) at all budgets"),
@@ -26,7 +26,7 @@ def make_tables(evidence: Evidence, intervals: Intervals) -> list[Table]:
         sweeps.further_measures(evidence),
         *[studies.by_budget(evidence, s, _metrics(s)) for s in evidence.studies if s not in {*_OWN_TABLE, evidence.study}],
         studies.center_bias(evidence),
-        studies.paired_seeds(evidence),
+        *studies.paired_seeds(evidence),
         studies.curriculum(evidence),
         studies.kvasir(evidence),
         studies.recipe(evidence),
@@ -36,7 +36,7 @@ def make_tables(evidence: Evidence, intervals: Intervals) -> list[Table]:
         external.own_validation(evidence, intervals),
         external.promises(evidence),
         external.strata(evidence, intervals),
-        analysis.worst(evidence),
+        analysis.worst(evidence, named),
         analysis.significance(evidence, intervals),
         data.beside_paper(evidence),
         data.subset(evidence),
