@@ -30,7 +30,8 @@ Masks = tuple[np.ndarray, np.ndarray, np.ndarray]
 def draw(seed: int, images: int = 0, n: int = 0) -> Masks:
     """Kept patches of different K, lesions of which some are empty, and which images have a mask."""
     rng = np.random.default_rng(seed)
-    images, n = images or int(rng.integers(1, 9)), n or int(rng.integers(1, 30))
+    # Never as many images as patches of 7 or more: such a square is the grid of one image.
+    images, n = images or int(rng.integers(1, 9)), n or int(rng.choice([1, 2, 3, 4, 5, 6, *range(9, 30)]))
     kept = rng.random((images, n)) < rng.random((images, 1))
     lesion = rng.random((images, n)) < rng.choice([0.0, 0.2, 0.7], (images, 1))
     return kept, lesion, rng.random(images) < 0.8
@@ -207,14 +208,44 @@ def test_scores_counts_and_soft_masks_are_rejected_with_advice() -> None:
         lesion_retention(None, mask)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("grid", [(16, 16), (7, 7), (10, 14), (37, 37)])
+def test_grids_of_images_are_measured_patch_by_patch_and_one_without_its_batch_is_refused(grid: tuple[int, int]) -> None:
+    h, w = grid
+    kept, lesion, _ = draw(6, images=2, n=h * w)
+    expected = plain_loop(kept, lesion, np.ones(2, bool))
+    assert asdict(lesion_retention(kept.reshape(2, h, w), lesion.reshape(2, h, w))) == pytest.approx(expected, nan_ok=True)
+    one = plain_loop(kept[:1], lesion[:1], np.ones(1, bool))
+    for shape in ((h * w,), (1, h, w)):
+        assert asdict(lesion_retention(kept[0].reshape(shape), lesion[0].reshape(shape))) == pytest.approx(one, nan_ok=True)
+    if h == w:
+        metric = LesionRetention()
+        for measure in (lesion_retention, metric.update, metric):
+            with pytest.raises(ShapeError, match=r"looks like the grid of one image.*Pass one image as \[N\] or \[1, h, w\]"):
+                measure(kept[0].reshape(grid), lesion[0].reshape(grid))
+
+
+def test_as_many_images_as_patches_of_a_usual_grid_are_a_batch() -> None:
+    kept, lesion, has_mask = draw(4, images=49, n=49)
+    assert asdict(lesion_retention(kept, lesion, has_mask)) == pytest.approx(plain_loop(kept, lesion, has_mask))
+
+
+def test_rankings_and_groups_of_a_grid_are_not_read_as_several_images() -> None:
+    order, lesion = np.random.default_rng(0).permutation(256).reshape(16, 16), np.zeros((16, 16), bool)
+    with pytest.raises(ShapeError, match=r"patches 0 to 15 .*Flatten grids"):
+        metrics.kept_lesion_counts(order, lesion, [4])
+    for measure in (metrics.group_purity, metrics.lesion_dominated):
+        with pytest.raises(ShapeError, match=r"names group 85, but there are only 16 patches.*Flatten grids"):
+            measure(torch.from_numpy(order) // 3, torch.from_numpy(lesion))
+    with pytest.raises(ShapeError, match=r"`label` must be \[n\] and `probabilities` \[n, C\]"):
+        metrics.macro_auroc([0, 1, 1], [0.2, 0.9, 0.8])
+
+
 def test_wrong_shapes_are_rejected_with_both_shapes() -> None:
     mask = np.zeros((2, 4), bool)
     with pytest.raises(ShapeError, match=r"same shape \[B, N\], got \[2, 4\] and \[2, 3\]"):
         lesion_retention(mask, mask[:, :3])
-    with pytest.raises(ShapeError, match="single image"):
-        lesion_retention(mask[0], mask[0])
-    with pytest.raises(ShapeError, match="Flatten grids"):
-        lesion_retention(mask.reshape(2, 2, 2), mask.reshape(2, 2, 2))
+    with pytest.raises(ShapeError, match=r"Pass one image as \[N\] or \[1, h, w\]"):
+        lesion_retention(mask.reshape(2, 2, 2, 1), mask.reshape(2, 2, 2, 1))
     with pytest.raises(ShapeError, match=r"`has_mask` must be \[B\] = \[2\], got \[3\]"):
         lesion_retention(mask, mask, [True, True, True])
     with pytest.raises(ShapeError, match="ragged"):
@@ -256,7 +287,7 @@ def test_batches_of_different_grids_accumulate() -> None:
 @examples
 @given(SEEDS, SEEDS)
 def test_merged_states_equal_all_at_once(first: int, second: int) -> None:
-    parts = [draw(seed, n=7) for seed in (first, second)]
+    parts = [draw(seed, n=6) for seed in (first, second)]
     one, two = LesionRetention(), LesionRetention()
     one.update(*parts[0])
     two.update(*parts[1])

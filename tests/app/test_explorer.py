@@ -24,7 +24,7 @@ expect.set_options(timeout=30_000)
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(chromium: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     model = small_model(tmp_path_factory.mktemp("explorer"), main=MAIN)
     with running_here(Service(model)) as server:
         yield server

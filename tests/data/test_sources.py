@@ -179,7 +179,7 @@ def test_several_masks_of_one_image_become_their_union_and_that_is_said(tmp_path
         "1 of 3 images have several masks, such as benign (2).png. Each gets their union: they are taken as several lesions."
         in said
     )
-    assert "If they are the work of several annotators, pass the folder of one of them as --masks." in said
+    assert "If they are by several annotators, pass the folder of one of them as --masks." in said
     manifest = Manifest.read(tmp_path / "m.parquet")
     assert manifest.ids == ["benign/benign (1)", "benign/benign (2)", "normal/normal (1)"]
     assert manifest.classes == ("benign", "normal")

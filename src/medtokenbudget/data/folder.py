@@ -102,7 +102,7 @@ def folder_manifest(
     if found_masks and (several := found_masks.unions):
         say(
             f"{len(several):,} of {len(records):,} images have several masks, such as {several[0].name}. Each gets their union: "
-            "they are taken as several lesions. If they are the work of several annotators, pass the folder of one of them as --masks."
+            "they are taken as several lesions. If they are by several annotators, pass the folder of one of them as --masks."
         )
     called = Path(os.path.abspath(top)).name or "folder"
     return Manifest.from_records(

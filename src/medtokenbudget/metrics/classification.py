@@ -94,6 +94,10 @@ def macro_auroc(label: ArrayLike, probabilities: ArrayLike) -> float:
         The mean area; NaN when no class has both.
     """
     label, probabilities = np.asarray(label, int), np.asarray(probabilities, float)
+    if label.size and (probabilities.ndim != 2 or label.shape != probabilities.shape[:1]):
+        raise ShapeError(
+            f"`label` must be [n] and `probabilities` [n, C], got {list(label.shape)} and {list(probabilities.shape)}."
+        )
     areas = []
     for index in range(probabilities.shape[1] if probabilities.ndim == 2 else 0):
         positive = label == index

@@ -83,6 +83,9 @@ def _group_sizes(assignment: Tensor, lesion: Tensor) -> tuple[Tensor, Tensor]:
     """Patches and lesion patches of each group, [B, groups] each."""
     if assignment.ndim != 2 or assignment.shape != lesion.shape:
         raise ShapeError(f"`assignment` and `lesion` must be [B, N], got {list(assignment.shape)} and {list(lesion.shape)}.")
+    n, last = assignment.shape[1], int(assignment.max()) if assignment.numel() else -1
+    if last >= n:
+        raise ShapeError(f"`assignment` names group {last}, but there are only {n} patches in an image [B, N]. Flatten grids.")
     ones = (assignment >= 0).float()
     target = assignment.clamp_min(0)
     groups = int(target.max()) + 1 if target.numel() else 1

@@ -14,6 +14,10 @@ from torch import Tensor
 from medtokenbudget.errors import CountError, RequestError, ShapeError
 from medtokenbudget.metrics.ratios import Floats, ratio
 
+_GRID_SIDES = range(7, 49)
+"""Sides of a square of patches that is one image: the smallest usual grid is 7 x 7, so images of 7 to 48 patches are not usual."""
+_SHAPES = "Pass one image as [N] or [1, h, w], and a batch as [B, N] or [B, h, w]."
+
 
 @dataclass(frozen=True)
 class Retention:
@@ -47,15 +51,16 @@ def lesion_retention(kept: Tensor | ArrayLike, lesion: Tensor | ArrayLike, has_m
     `Retention.empty`; images without a mask are left out and not counted.
 
     Args:
-        kept: Kept patches `[B, N]`, boolean or 0/1 integers, a torch tensor or anything that numpy turns into an array.
-        lesion: Lesion patches `[B, N]`, as `kept`.
+        kept: Kept patches of a batch, `[B, N]` or on their grid `[B, h, w]`, or of one image, `[N]`: boolean or 0/1 integers, a
+            torch tensor or anything that numpy turns into an array.
+        lesion: Lesion patches in the shape of `kept`.
         has_mask: `[B]`, False for images whose lesion is unknown. None means that every image has a mask.
 
     Returns:
         The retention of this batch.
 
     Raises:
-        ShapeError: The shapes are not `[B, N]`, `[B, N]` and `[B]`.
+        ShapeError: The shapes are others, or those of the grid of one image, `[h, w]`, which could also be h images.
         RequestError: The values are not boolean, for example scores that were not thresholded.
 
     Example:
@@ -141,6 +146,8 @@ def kept_lesion_counts(order: Tensor | ArrayLike, lesion: Tensor | ArrayLike, k:
     if mask.ndim != 2 or ranking.shape != mask.shape:
         raise ShapeError(f"`order` and `lesion` must be [B, N], got {list(ranking.shape)} and {list(mask.shape)}.")
     counts, n = np.asarray(k, int), mask.shape[1]
+    if ranking.numel() and not (ranking.min() >= 0 and ranking.max() < n):
+        raise ShapeError(f"`order` must contain the patches 0 to {n - 1} of [B, N] images. Flatten grids to N patches.")
     if counts.size and not (counts.min() >= 1 and counts.max() <= n):
         raise CountError(f"`k` must be between 1 and {n} patches, got {counts.tolist()}.")
     cumulative = mask.take_along_dim(ranking, 1).long().cumsum(1)
@@ -234,12 +241,13 @@ class _Sums:
         if kept is None:
             raise RequestError("`kept` is None: mergers such as tome keep no single patches. Measure them with `group_purity`.")
         kept, lesion = _mask("kept", kept), _mask("lesion", lesion)
-        if kept.ndim != 2 or kept.shape != lesion.shape:
+        if kept.ndim not in (1, 2, 3) or kept.shape != lesion.shape:
             raise ShapeError(
-                f"`kept` and `lesion` must have the same shape [B, N], got {list(kept.shape)} and {list(lesion.shape)}. "
-                "Flatten grids to N patches; add a batch dimension to a single image."
+                f"`kept` and `lesion` must have the same shape [B, N], got {list(kept.shape)} and {list(lesion.shape)}. {_SHAPES}"
             )
-        lesion = lesion.to(kept.device)
+        if kept.ndim == 2 and kept.shape[0] == kept.shape[1] and kept.shape[0] in _GRID_SIDES:
+            raise ShapeError(f"{list(kept.shape)} looks like the grid of one image, not like a batch [B, N]. {_SHAPES}")
+        kept, lesion = (mask.reshape(1 if mask.ndim == 1 else len(mask), -1) for mask in (kept, lesion.to(kept.device)))
         counts = torch.stack([(kept & lesion).sum(1), lesion.sum(1), kept.sum(1)]).cpu().numpy()
         if has_mask is not None:
             known = _mask("has_mask", has_mask).cpu().numpy()
