@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +16,7 @@ from medtokenbudget.config import (
     CurriculumConfig,
     LATSConfig,
     LossWeights,
+    Parallel,
     RouterConfig,
     TrainConfig,
     preset,
@@ -38,7 +40,7 @@ def add_training(parser: CommandParser, arguments: list[str], default: str, skip
         **changes: Fields of the preset whose default is another one for this command.
     """
     parser.add_argument("--preset", default=default, choices=sorted(PRESETS), help="Settings that the options below change.")
-    add_config(parser, TrainConfig, "Training", first=FIRST, skip=skip)
+    add_config(parser, TrainConfig, "Training", first=FIRST, skip={"given", *skip})
     add_part(parser, ContextConfig, "context", "Context scorer")
     add_part(parser, LATSConfig, "lats", "LATS scorer")
     add_part(parser, RouterConfig, "router", "Router")
@@ -60,7 +62,7 @@ def add_engine(parser: CommandParser) -> None:
     """Add where and how the units of a sweep run."""
     section = parser.section("Running")
     section.add_argument(
-        "--jobs", type=int, default=0, help="Units (a method with one seed) to run at the same time; 0 runs one per core."
+        "--jobs", type=Parallel, default=0, help="Units (a method with one seed) to run at the same time; 0 runs one per core."
     )
     section.add_argument(
         "--only", type=Literal["all", "failed"], default="all", help="failed: run only the units that failed before."
@@ -70,12 +72,13 @@ def add_engine(parser: CommandParser) -> None:
 
 
 def training_config(options: Namespace) -> TrainConfig:
-    """Build the training configuration from parsed options."""
+    """Build the training configuration from parsed options; it knows which of them were given."""
     values: dict[str, Any] = {}
-    for name in dotted(to_dict(TrainConfig())):
+    names = dotted(to_dict(TrainConfig()))
+    for name in names:
         *part, field = name.split(".")
         (values.setdefault(part[0], {}) if part else values)[field] = getattr(options, name)
-    return train_config_from_dict(values)
+    return replace(train_config_from_dict(values), given=options.given & names.keys())
 
 
 def _named(arguments: list[str]) -> str | None:

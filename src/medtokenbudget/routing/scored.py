@@ -35,6 +35,11 @@ class ScoredRanker(LearnedSelector, Ranker):
         self.padding = padding
         self.temperature = temperature
 
+    @classmethod
+    def settings(cls, config: TrainConfig) -> tuple[str, ...]:
+        terms = ("losses.budget", "losses.diversity", "losses.lesion", "losses.distillation")
+        return (*terms, "router.temperature") if config.recipe == "joint" else terms
+
     @abstractmethod
     def logits(self, tokens: TokenBatch, generator: torch.Generator | None = None, at: Tensor | None = None) -> Tensor:
         """Raw score logits [B, N] (or [B, T] at the patches `at`), with noise in training mode: what the losses see."""
