@@ -55,12 +55,20 @@ Budget = Annotated[float, BUDGET]
 Count = Annotated[int, Range(1)]
 Positive = Annotated[float, Range(0, above=True)]
 Weight = Annotated[float, Range(0)]
-Dropout = Annotated[float, Range(0, 1, below=True)]
+Fraction = Annotated[float, Range(0, 1, below=True)]
 OddSide = Annotated[int, Range(1, odd=True)]
 Seed = Annotated[int, Range(0, 2**32 - 1)]
 """A random seed; NumPy accepts no others."""
 Parallel = Annotated[int, Range(0, 1024)]
 """Threads or processes; 0 leaves the number to the program. Operating systems refuse to start many more."""
+Folds = Annotated[int, Range(2)]
+Side = Annotated[int, Range(1, 8192)]
+"""Side of a square image, in pixels."""
+DrawnSide = Annotated[int, Range(32, 8192)]
+"""Side of a drawn image, in pixels: details of a lesion need some."""
+Block = Annotated[int, Range(-1)]
+"""A block of a backbone, counted from 0; -1 is the last."""
+Natural = Annotated[int, Range(0)]
 Port = Annotated[int, Range(0, 65535)]
 """A port to listen on; 0 picks a free one."""
 
@@ -72,7 +80,8 @@ class Settings:
     """What the names of the fields start with in messages, for settings that are part of others: 'router.'."""
 
     def __post_init__(self) -> None:
-        check_values({f"{self.part}{name}": (getattr(self, name), kind) for name, kind in _annotations(type(self)).items()})
+        own: type = type(self)
+        check_values({f"{self.part}{name}": (getattr(self, name), kind) for name, kind in _annotations(own).items()})
 
 
 @cache
@@ -125,7 +134,7 @@ def _faults(name: str, value: Any, kind: Any, limits: Range | None = None) -> It
             yield kind_of_error(f"{name} must be {limits}, got {value}.")
     elif kind is bool and not isinstance(value, bool):
         yield RequestError(f"{name} must be True or False, got {value!r}.")
-    elif (kind is str or is_dataclass(kind)) and not isinstance(value, kind):
+    elif isinstance(kind, type) and (kind is str or is_dataclass(kind)) and not isinstance(value, kind):
         yield RequestError(f"{name} must be {'text' if kind is str else f'a {kind.__name__}'}, got {value!r}.")
 
 
@@ -162,9 +171,9 @@ class BackboneConfig(Settings):
     """Name of a timm vision transformer, 'embedded' for the small one in this package, or a folder written by mtb distill."""
     weights: Path | None = None
     """Weights of the backbone (.safetensors). Default: download them from the Hugging Face Hub."""
-    image_size: Annotated[int, Range(1, 8192)] = 224
+    image_size: Side = 224
     """Side of the square input image, in pixels."""
-    layer: Annotated[int, Range(-1)] = -1
+    layer: Block = -1
     """Block to take tokens and attention from, counted from 0; -1 is the last."""
     attention: Literal["true", "pseudo"] = "true"
     """Source of the attention. true: the block itself. pseudo: cosine similarity of patches, for blocks without a readable one."""
@@ -248,7 +257,7 @@ class LATSConfig(Settings):
     """Width of the hidden layers."""
     layers: Count = 4
     """Number of hidden layers."""
-    dropout: Dropout = 0.1
+    dropout: Fraction = 0.1
     """Dropout after each hidden layer."""
     signals: tuple[str, ...] = SIGNALS
     """Signals that the scorer sees in addition to the patch embedding: any of attention, norm, contrast."""
@@ -271,13 +280,13 @@ class ContextConfig(Settings):
     """Side of the convolutions, in patches; odd."""
     expansion: Count = 2
     """Width of the MLP of a block, in multiples of the channels."""
-    dropout: Dropout = 0.0
+    dropout: Fraction = 0.0
     """Dropout of what a block adds."""
     turns: bool = True
     """Show the blocks the token grid flipped and turned at random during training."""
     smooth: OddSide = 1
     """Smooth the score map of this scorer with an average filter of this size before selection; 1 turns it off."""
-    min_steps: Annotated[int, Range(0)] = 400
+    min_steps: Natural = 400
     """Train this scorer for at least this many steps, where --min-steps asks for more: it learns from all patches of an image."""
 
 
@@ -340,13 +349,13 @@ class TrainConfig(Settings):
     """'joint' trains scorer and head together, as in the paper; 'lesion-first' trains the scorer on masks, then the head."""
     epochs: Count = 50
     """Epochs for the scorer, or for scorer and head together with the joint recipe."""
-    min_steps: Annotated[int, Range(0)] = 0
+    min_steps: Natural = 0
     """Train the scorer for at least this many steps: small data sets get more epochs, up to five times as many."""
     head_epochs: Count = 30
     """Epochs for heads that are trained on pooled tokens: all baselines, and the second stage of the lesion-first recipe."""
     batch_size: Count = 64
     """Images per training step."""
-    patches: Annotated[int, Range(0)] = 0
+    patches: Natural = 0
     """With the lesion-first recipe, sample this many patches per image in each step; 0 uses all of them."""
     lr: Positive = 1e-3
     """Initial learning rate of AdamW, with cosine decay to 0."""

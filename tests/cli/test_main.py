@@ -217,7 +217,7 @@ def test_an_unknown_option_is_answered_with_the_closest_one(capsys: pytest.Captu
             ["extract", "m", "--store", "s", "--engine", "rey"],
             "--engine cannot be 'rey'. Use local or ray. Did you mean 'ray'?",
         ),
-        (["demo", "--n", "1.5"], "Option --n cannot be '1.5'. Use a whole number."),
+        (["demo", "--n", "1.5"], "Option --n cannot be '1.5'. Use a whole number that is at least 1."),
         (
             ["train", "m", "--store", "s", "--out", "o", "--lr", "fast"],
             "Option --lr cannot be 'fast'. Use a number that is above 0.",

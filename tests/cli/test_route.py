@@ -165,7 +165,7 @@ def test_bad_files_are_listed_and_a_bad_mask_costs_only_its_measurement(
         (["--model", "nowhere"], "no model folder nowhere"),
         (["--selector", "lats"], "Unknown selector 'lats' in this model"),
         (["--table", "xlsx"], "Use parquet or csv"),
-        (["--batch-size", "0"], "batch_size must be at least 1"),
+        (["--batch-size", "0"], "--batch-size cannot be '0'. Use a whole number that is at least 1"),
     ],
 )
 def test_wrong_requests_are_refused_and_leave_no_table(

@@ -221,7 +221,8 @@ def require_effect(options: argparse.Namespace, condition: bool, needed: str, *n
     """Reject options that were given although they change nothing: they need `needed`, text such as '--split kfold'."""
     idle = [f"--{name.replace('_', '-')}" for name in names if name in options.given]
     if idle and not condition:
-        raise RequestError(f"{' and '.join(idle)} only matters with {needed}. Add that, or leave out {' and '.join(idle)}.")
+        said = " and ".join(idle)
+        raise RequestError(f"{said} only matter{'s' * (len(idle) == 1)} with {needed}. Add that, or leave out {said}.")
 
 
 def _fields(config: type) -> Iterable[tuple[dataclasses.Field[Any], Any, str]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from medtokenbudget.cli.parsing import command_parser
-from medtokenbudget.cli.training_options import add_engine, add_run, add_training, training_config
+from medtokenbudget.cli.training_options import add_engine, add_run, add_training, check_engine, training_config
 from medtokenbudget.config import DEFAULT_METHODS, Seed
 
 
@@ -34,6 +34,7 @@ def main(arguments: list[str]) -> int:
     add_engine(parser)
     add_training(parser, arguments, "lesion-first", skip={"seed"})
     options = parser.parse_args(arguments)
+    check_engine(options)
 
     from medtokenbudget.api import sweep
     from medtokenbudget.experiments.run import record_command

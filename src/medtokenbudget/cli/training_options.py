@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from medtokenbudget.cli import config_file
-from medtokenbudget.cli.parsing import CommandParser, add_config, add_part
+from medtokenbudget.cli.parsing import CommandParser, add_config, add_part, require_effect
 from medtokenbudget.config import (
     PRESETS,
     ContextConfig,
@@ -69,6 +69,12 @@ def add_engine(parser: CommandParser) -> None:
     )
     section.add_argument("--engine", type=Literal["local", "ray"], default="local", help="Local processes or a Ray cluster.")
     section.add_argument("--address", type=str | None, default=None, help="Address of a running Ray cluster: auto or host:port.")
+
+
+def check_engine(options: Namespace) -> None:
+    """Reject options of the other engine: a cluster decides by itself how many units run at the same time."""
+    require_effect(options, options.engine == "ray", "--engine ray", "address")
+    require_effect(options, options.engine == "local", "--engine local", "jobs")
 
 
 def training_config(options: Namespace) -> TrainConfig:

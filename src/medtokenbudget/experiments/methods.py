@@ -13,7 +13,7 @@ from typing import Any
 
 from medtokenbudget.config import PRESETS, TrainConfig, given_settings, preset, settings_of, with_settings
 from medtokenbudget.errors import RequestError, UnknownNameError
-from medtokenbudget.routing import create_selector, list_selectors, selector_class
+from medtokenbudget.routing import LearnedSelector, create_selector, list_selectors, selector_class
 from medtokenbudget.training.heads import list_heads
 
 DEFAULT_HEAD = "mlp"
@@ -157,10 +157,10 @@ class Method:
             base: The common settings of the run.
             labels: Whether the images have class labels; without them there is no head to train.
         """
-        config, names = self.config(base), set(_ALWAYS)
-        if self.learned:
+        config, names, kind = self.config(base), set(_ALWAYS), selector_class(self.selector)
+        if issubclass(kind, LearnedSelector):
             names |= _SELECTOR | (_JOINT if config.recipe == "joint" else set())
-            names |= set(selector_class(self.selector).settings(config))
+            names |= set(kind.settings(config))
             if config.protocol == "strict":
                 names.add("selection_fraction")
             if config.selection_metric == "accuracy":

@@ -155,7 +155,12 @@ def _check_routed(budget: float, store: FeatureStore, units: Sequence[Unit], con
 
 
 def check_needs(sources: Sources, units: Sequence[Unit], config: TrainConfig) -> None:
-    """Reject methods that need masks, labels, views or signals that the data does not have."""
+    """Reject methods that need masks, labels, views or signals that the data does not have, and more patches than there are."""
+    if config.router.minimum > sources.store.n:
+        raise RequestError(
+            f"router.minimum must be at most {sources.store.n}, the patches of an image in store {sources.store.path}, got "
+            f"{config.router.minimum}."
+        )
     if sources.store.fixed_budget is not None:
         _check_routed(sources.store.fixed_budget, sources.store, units, config)
     if not sources.manifest.classes:
