@@ -250,7 +250,7 @@ def test_a_model_routed_by_a_selector_without_training_is_made_by_the_commands(
 
 def test_other_methods_and_budgets_on_early_routed_tokens_are_rejected(world: World, tmp_path: Path) -> None:
     store = extract(world.manifest, world.folder / "store-scout", world.backbone, CONFIG, early=world.early("scout"))
-    with pytest.raises(RequestError, match=r"center chooses among all patches.*Use --methods no-pruning"):
+    with pytest.raises(RequestError, match=r"center chooses among all patches.*Use the method no-pruning"):
         mtb.sweep(world.manifest_path, store, tmp_path / "a", ["center"], config=quick("lesion-first", "center"))
     with pytest.raises(RequestError, match=r"routed at budget 0\.3"):
         mtb.sweep(world.manifest_path, store, tmp_path / "b", budgets=[0.5], config=quick("lesion-first", "no-pruning"))

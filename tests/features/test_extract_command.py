@@ -113,5 +113,5 @@ def test_off_center_views_without_any_mask_are_rejected_before_the_backbone_is_l
     unmasked = replace(tiny_manifest(tmp_path / "images", 2, masks=False), name="Clinic A").write(tmp_path / "m.parquet")
     code = main(["extract", str(unmasked), "--store", str(tmp_path / "store"), "--backbone", "embedded", "--views", "off-center"])
     assert code == 2
-    assert "no image of 'Clinic A' has a mask. Add masks to the manifest, or drop --views off-center." in capsys.readouterr().err
+    assert "no image of 'Clinic A' has a mask. Add masks to the manifest, or choose other views." in capsys.readouterr().err
     assert not (tmp_path / "store").exists()

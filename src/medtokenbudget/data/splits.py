@@ -200,7 +200,7 @@ def cut_selection(manifest: Manifest, share: float, seed: int, balanced: bool = 
     groups = [manifest.groups[row] for row in train]
     if len(set(groups)) < 2:
         raise RequestError(
-            "Cannot cut a selection part: the training part has fewer than two groups. Add images, or drop --select."
+            "Cannot cut a selection part: the training part has fewer than two groups. Add images, or set nothing aside."
         )
     if balanced:
         cut = stratified_group_parts(manifest.label_index[train], groups, [1 - share, share], seed) == 1

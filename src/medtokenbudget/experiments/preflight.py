@@ -146,11 +146,11 @@ def _check_routed(budget: float, store: FeatureStore, units: Sequence[Unit], con
     if foreign:
         raise RequestError(
             f"{listed(foreign)} chooses among all patches, but store {store.path} has only the {store.per_image} patches that were "
-            f"kept before or inside the backbone. Use --methods {READS_ROUTED} (with any head), or a store of all patches."
+            f"kept before or inside the backbone. Use the method {READS_ROUTED} (with any head), or a store of all patches."
         )
     if tuple(config.budgets) != (budget,):
         raise RequestError(
-            f"Store {store.path} was routed at budget {budget:g}, so there is no other budget. Use --budgets {budget:g}."
+            f"Store {store.path} was routed at budget {budget:g}, so there is no other budget. Set budgets to {budget:g}."
         )
 
 
@@ -173,12 +173,12 @@ def check_needs(sources: Sources, units: Sequence[Unit], config: TrainConfig) ->
         if needy:
             raise RequestError(
                 f"{listed(needy)} needs lesion masks, but no training image has one. Add masks to the manifest (for example "
-                "`mtb data folder IMAGES --masks MASKS`), or train without them: --preset paper --losses.lesion 0."
+                "`mtb data folder IMAGES --masks MASKS`), or train without them: preset 'paper' with losses.lesion = 0."
             )
     if any(unit.method.config(config).views == "off-center" for unit in units) and OFF_CENTER not in sources.store.views:
         raise RequestError(
             f"Training on off-center views was requested, but store {sources.store.path} has none. "
-            "Run `mtb extract` with --views off-center, or leave out --views."
+            "Run `mtb extract` with --views off-center, or leave out `views`."
         )
 
 
@@ -211,7 +211,7 @@ def _check_heads(sources: Sources, units: Sequence[Unit], config: TrainConfig) -
             if k < needs:
                 raise RequestError(
                     f"Head '{name}' of {method} needs at least {needs} tokens, but budget {least:g} keeps {k}. "
-                    "Use a larger budget or --router.minimum, or another head."
+                    "Use a larger budget or router.minimum, or another head."
                 )
 
 

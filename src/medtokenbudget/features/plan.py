@@ -93,8 +93,8 @@ def check_request(manifest: Manifest, config: ExtractConfig) -> None:
         raise RequestError(f"view_seed = {config.view_seed} needs views = 'off-center'. Change the views, or leave out view_seed.")
     if config.views == "off-center" and not manifest.rows["mask"].notna().any():
         raise RequestError(
-            f"--views off-center crops around the lesion mask, but no image of '{manifest.name}' has a mask. Add masks to the "
-            "manifest, or drop --views off-center."
+            f"The views 'off-center' are cropped around the lesion mask, but no image of '{manifest.name}' has a mask. "
+            "Add masks to the manifest, or choose other views."
         )
 
 

@@ -81,7 +81,7 @@ class ScoredRanker(LearnedSelector, Ranker):
         is no Gumbel noise.
         """
         if route and config.patches:
-            raise RequestError("The joint recipe routes whole images, so it learns from all patches: use --patches 0.")
+            raise RequestError("The joint recipe routes whole images, so it learns from all patches: patches must be 0.")
         tokens = tokens.float()
         k = self.count(budget, tokens.n)
         at = None if route else self.sample(tokens, config.patches, generator)
