@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from medtokenbudget.config import ContextConfig, ExtractConfig, LATSConfig, TrainConfig, preset
+from medtokenbudget.config import ExtractConfig, TrainConfig, preset, with_settings
 from medtokenbudget.data import Drawings, Manifest, synthetic_manifest
+from medtokenbudget.experiments.methods import Method
 from medtokenbudget.features import FeatureStore, extract
 from medtokenbudget.tokens import SIGNALS
 from tests.small_model import small_backbone
@@ -36,10 +37,17 @@ def drawn_store(folder: Path, n: int = 96) -> Drawn:
     return Drawn(manifest, folder / "tokens")
 
 
-def quick(name: str, **changes: object) -> TrainConfig:
-    """A preset made small: two epochs of a narrow scorer."""
-    small = {"epochs": 2, "head_epochs": 2, "batch_size": 16, "device": "cpu", "evaluate_every": 1, "min_steps": 0}
+SMALL: dict[str, object] = {
+    **{"epochs": 2, "head_epochs": 2, "batch_size": 16, "device": "cpu", "evaluate_every": 1, "min_steps": 0},
+    **{"lats.hidden": 16, "lats.layers": 2, "context.channels": 16, "context.blocks": 2, "context.kernel": 3},
+}
+
+
+def quick(name: str, *methods: str, labels: bool = True, **changes: object) -> TrainConfig:
+    """A preset made small, two epochs of a narrow scorer, for a run of `methods`; a setting that none of them reads is refused."""
     base = preset(name)
-    lats = LATSConfig(hidden=16, layers=2, neighborhood=base.lats.neighborhood)
-    context = ContextConfig(channels=16, blocks=2, kernel=3)
-    return preset(name, **{**small, "lats": lats, "context": context, **changes})
+    chosen = methods or ("lats" if name == "paper" else "lats:lesion-first", "center")
+    read = {setting for method in chosen for setting in Method.parse(method).reads(base, labels)}
+    values = {setting: value for setting, value in SMALL.items() if setting in read}
+    given = frozenset({*values, *changes})
+    return replace(with_settings(base, {**values, "given": given}), **changes)  # type: ignore[arg-type]

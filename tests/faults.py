@@ -98,7 +98,7 @@ def make_world(root: Path) -> World:
     data = ["data", "synthetic", "--out", root / "data", "--n", 20, "--size", 48]
     extract = ["extract", root / "data" / "manifest.parquet", "--store", root / "store", "--backbone", backbone.name]
     extract += ["--weights", backbone.weights, "--image-size", 160, "--threads", 1]
-    run = ["sweep", root / "data" / "manifest.parquet", "--store", root / "store", "--out", root / "run", *SMALL]
+    run = ["sweep", root / "data" / "manifest.parquet", "--store", root / "store", "--out", root / "run", *SMALL[2:]]
     for words in (data, extract, [*run, "--methods", "center", "random", "--jobs", 1]):
         assert main([str(word) for word in words]) == 0
     drawn = Manifest.read(root / "data" / "manifest.parquet")

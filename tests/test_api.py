@@ -113,7 +113,7 @@ def test_a_run_of_another_format_names_its_version_and_the_command(tmp_path: Pat
 
 @pytest.mark.slow
 def test_a_damaged_run_json_is_named_with_what_is_wrong(drawn: Drawn, tmp_path: Path) -> None:
-    mtb.sweep(drawn.manifest, drawn.store, tmp_path, ["center"], config=quick("paper"), jobs=1)
+    mtb.sweep(drawn.manifest, drawn.store, tmp_path, ["center"], config=quick("paper", "center"), jobs=1)
     good = (tmp_path / "run.json").read_bytes()
     changes = ({"units": "all"}, {"methods": {"center": {"selector": "center"}}}, {"seeds": None}, {"surprise": 1})
     for change in changes:

@@ -63,6 +63,8 @@ def commands(page: Path) -> Iterator[tuple[str, str | None]]:
 def shorter(words: list[str]) -> list[str]:
     """Options that make a command of a page shorter, where it does not give them itself."""
     options = {"train": ["--epochs"], "sweep": ["--epochs", "--jobs"]}.get(words[1], [])
+    if words[1] == "train" and {"scouted", "pruned"}.intersection(words):
+        options = ["--head-epochs"]  # tokens that are routed already: only the head is trained
     return [part for option in options if option not in words for part in (option, "1")]
 
 

@@ -76,7 +76,8 @@ def made(request: pytest.FixtureRequest, world: World) -> Made:
     way = request.param
     store = extract(world.manifest, world.folder / f"store-{way}", world.backbone, CONFIG, early=world.early(way))
     run = world.folder / f"run-{way}"
-    train_router(world.manifest_path, store.path, run, quick("lesion-first", budgets=(0.3,)))
+    methods = () if store.fixed_budget is None else ("no-pruning",)
+    train_router(world.manifest_path, store.path, run, quick("lesion-first", *methods, budgets=(0.3,)))
     return Made(way, store, mtb.load(run, device="cpu"), run)
 
 
@@ -237,7 +238,7 @@ def test_a_model_routed_by_a_selector_without_training_is_made_by_the_commands(
     common = ["--backbone", "test_vit", "--weights", str(world.backbone.weights), "--image-size", "160"]
     extracting = ["extract", str(world.manifest_path), "--store", str(tmp_path / "s"), *common, "--route", "block:2"]
     assert main([*extracting, "--router", "evit"]) == 0
-    small = ["--epochs", "1", "--head-epochs", "1", "--device", "cpu"]
+    small = ["--head-epochs", "1", "--device", "cpu"]
     assert main(["train", str(world.manifest_path), "--store", str(tmp_path / "s"), "--out", str(tmp_path / "r"), *small]) == 0
     assert mtb.load(tmp_path / "r").predict(world.manifest.image_path(0))[0].k == 30
     capsys.readouterr()
@@ -249,13 +250,15 @@ def test_a_model_routed_by_a_selector_without_training_is_made_by_the_commands(
 
 def test_other_methods_and_budgets_on_early_routed_tokens_are_rejected(world: World, tmp_path: Path) -> None:
     store = extract(world.manifest, world.folder / "store-scout", world.backbone, CONFIG, early=world.early("scout"))
-    with pytest.raises(RequestError, match=r"center chooses among all patches.*Use --methods no-pruning"):
-        mtb.sweep(world.manifest_path, store, tmp_path / "a", ["center"], config=quick("lesion-first"))
+    with pytest.raises(RequestError, match=r"center chooses among all patches.*Use the method no-pruning"):
+        mtb.sweep(world.manifest_path, store, tmp_path / "a", ["center"], config=quick("lesion-first", "center"))
     with pytest.raises(RequestError, match=r"routed at budget 0\.3"):
-        mtb.sweep(world.manifest_path, store, tmp_path / "b", budgets=[0.5], config=quick("lesion-first"))
+        mtb.sweep(world.manifest_path, store, tmp_path / "b", budgets=[0.5], config=quick("lesion-first", "no-pruning"))
     with pytest.raises(RequestError, match="chooses among all patches"):
         mtb.create_selector("center").select(store.read([0]), 3)
-    run = mtb.sweep(world.manifest_path, store, tmp_path / "c", heads=["mlp", "abmil"], config=quick("lesion-first"), jobs=1)
+    run = mtb.sweep(
+        world.manifest_path, store, tmp_path / "c", heads=["mlp", "abmil"], config=quick("lesion-first", "no-pruning"), jobs=1
+    )
     assert sorted(set(run.results["method"])) == ["no-pruning", "no-pruning+abmil"]
     assert run.model.predict(world.manifest.image_path(0), selector="no-pruning+abmil")[0].k == 30
 
@@ -267,7 +270,7 @@ def test_commands_extract_train_and_predict(world: World, tmp_path: Path, capsys
     route = ["--route", "scout", "--router", scout, "--budget", "30%"]
     assert main(["extract", manifest, "--store", str(tmp_path / "s"), *common, *route]) == 0
     assert "routed early (scout, 30 of 100 patches)" in capsys.readouterr().out
-    small = ["--epochs", "1", "--head-epochs", "1", "--device", "cpu"]
+    small = ["--head-epochs", "1", "--device", "cpu"]
     assert main(["train", manifest, "--store", str(tmp_path / "s"), "--out", str(tmp_path / "r"), *small]) == 0
     image = str(world.manifest.image_path(0))
     assert main(["predict", str(tmp_path / "r"), image, "--out", str(tmp_path / "p.csv"), "--overlay", str(tmp_path / "o")]) == 0

@@ -39,7 +39,11 @@ def images(root: Path) -> list[Path]:
 @pytest.fixture(scope="module")
 def trained(drawn: Drawn, root: Path) -> mtb.Run:
     return mtb.train(
-        drawn.manifest_path, drawn.store_path, root / "run", quick("lesion-first", budgets=(0.1, 0.3, 0.5)), head="none"
+        drawn.manifest_path,
+        drawn.store_path,
+        root / "run",
+        quick("lesion-first", labels=False, budgets=(0.1, 0.3, 0.5)),
+        head="none",
     )
 
 
@@ -127,7 +131,7 @@ def test_training_from_masks_alone_measures_retention_and_no_accuracy(trained: m
 def test_a_manifest_without_labels_gives_the_router_of_one_whose_labels_are_left_out(
     trained: mtb.Run, drawn: Drawn, tmp_path: Path
 ) -> None:
-    config = quick("lesion-first", budgets=(0.1, 0.3, 0.5))
+    config = quick("lesion-first", labels=False, budgets=(0.1, 0.3, 0.5))
     again = mtb.train(drawn.manifest.without_labels(), drawn.store_path, tmp_path / "run", config)
     assert not again.model.has_head
     assert again.model.fingerprint == trained.model.fingerprint
@@ -149,13 +153,17 @@ def test_the_card_and_the_report_of_a_router_speak_of_retention_alone(trained: m
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"selection_metric": "accuracy"}, "chosen by retention"),
+        ({"selection_metric": "accuracy"}, "uses selection_metric = 'accuracy'"),
+        ({"class_balance": "loss"}, "uses class_balance = 'loss'"),
+        ({"head_epochs": 3}, "uses head_epochs = 3"),
         ({"class_balance": "sampler"}, "no classes to balance"),
     ],
 )
-def test_settings_that_need_labels_are_refused(drawn: Drawn, tmp_path: Path, changes: dict[str, str], words: str) -> None:
+def test_settings_that_need_labels_are_refused(drawn: Drawn, tmp_path: Path, changes: dict[str, object], words: str) -> None:
     with pytest.raises(RequestError, match=words):
-        mtb.train(drawn.manifest_path, drawn.store_path, tmp_path / "run", quick("lesion-first", **changes), head="none")
+        mtb.train(
+            drawn.manifest_path, drawn.store_path, tmp_path / "run", quick("lesion-first", labels=False, **changes), head="none"
+        )
 
 
 def test_recipes_and_selectors_that_need_labels_are_refused(drawn: Drawn, tmp_path: Path) -> None:

@@ -18,7 +18,8 @@ from medtokenbudget.locks import exclusive
 from tests import processes
 from tests.drawn import Drawn
 
-SMALL = ["--head-epochs", "1", "--batch-size", "16", "--lats.hidden", "16", "--lats.layers", "1", "--device", "cpu"]
+SMALL = ["--batch-size", "16", "--device", "cpu"]
+LATS = ["--lats.hidden", "16", "--lats.layers", "1"]
 
 
 def test_a_lock_is_given_once_and_leaves_no_file(tmp_path: Path) -> None:
@@ -78,7 +79,7 @@ def test_a_file_cannot_be_locked_as_a_directory(tmp_path: Path) -> None:
 
 @pytest.fixture
 def sweep(drawn: Drawn, tmp_path: Path) -> list[object]:
-    return ["sweep", drawn.manifest_path, "--store", drawn.store_path, "--out", tmp_path / "run", "--jobs", 1, *SMALL]
+    return ["sweep", drawn.manifest_path, "--store", drawn.store_path, "--out", tmp_path / "run", "--jobs", 1, *SMALL, *LATS]
 
 
 def _started(running: processes.Running, path: Path) -> None:
@@ -146,7 +147,17 @@ def test_every_writing_command_stops_where_another_process_writes(
         "data": ["data", "synthetic", "--out", place, "--n", 2],
     }
     if what == "report":
-        arguments = ["sweep", drawn.manifest_path, "--store", drawn.store_path, "--out", tmp_path / "run", *SMALL]
+        arguments = [
+            "sweep",
+            drawn.manifest_path,
+            "--store",
+            drawn.store_path,
+            "--out",
+            tmp_path / "run",
+            *SMALL,
+            "--head-epochs",
+            1,
+        ]
         assert main([str(word) for word in (*arguments, "--methods", "center", "--jobs", 1)]) == 0
         commands["report"][1] = tmp_path / "run"
     handle = os.open(place / name, os.O_RDWR | os.O_CREAT)

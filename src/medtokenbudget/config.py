@@ -1,19 +1,142 @@
 """Every setting, as frozen dataclasses. The defaults are the paper's; each field's docstring is its help text.
 
-No heavy import here: the command line reads this file to print its help.
+A number says its range in its type, and every value is checked when the dataclass is made. No heavy import here: the command line
+reads this file to print its help.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, replace
+import math
+import types
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from functools import cache
+from numbers import Integral, Real
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
-from medtokenbudget.errors import RequestError, UnknownNameError
+from medtokenbudget.errors import BudgetError, RequestError, UnknownNameError
 
-BUDGET = "budget"
+
+@dataclass(frozen=True)
+class Range:
+    """The finite numbers that a setting accepts.
+
+    Attributes:
+        low: The smallest one.
+        high: The largest one.
+        above: Whether `low` itself is too small.
+        below: Whether `high` itself is too large.
+        odd: Whether only odd numbers are accepted.
+    """
+
+    low: float
+    high: float = math.inf
+    above: bool = False
+    below: bool = False
+    odd: bool = False
+
+    def __contains__(self, value: float) -> bool:
+        inside = (value > self.low if self.above else value >= self.low) and (
+            value < self.high if self.below else value <= self.high
+        )
+        return math.isfinite(value) and inside and (not self.odd or value % 2 == 1)
+
+    def __str__(self) -> str:
+        bounds = [f"{'above' if self.above else 'at least'} {self.low:g}"]
+        if self.high < math.inf:
+            bounds.append(f"{'below' if self.below else 'at most'} {self.high:.15g}")
+        return " and ".join(["odd"] * self.odd + bounds)
+
+
+BUDGET = Range(0, 1, above=True)
 Budget = Annotated[float, BUDGET]
 """A share of the patches in (0, 1]. The command line also reads it as a percentage, such as 30%."""
+Count = Annotated[int, Range(1)]
+Positive = Annotated[float, Range(0, above=True)]
+Weight = Annotated[float, Range(0)]
+Fraction = Annotated[float, Range(0, 1, below=True)]
+OddSide = Annotated[int, Range(1, odd=True)]
+Seed = Annotated[int, Range(0, 2**32 - 1)]
+"""A random seed; NumPy accepts no others."""
+Parallel = Annotated[int, Range(0, 1024)]
+"""Threads or processes; 0 leaves the number to the program. Operating systems refuse to start many more."""
+Folds = Annotated[int, Range(2)]
+Side = Annotated[int, Range(1, 8192)]
+"""Side of a square image, in pixels."""
+DrawnSide = Annotated[int, Range(32, 8192)]
+"""Side of a drawn image, in pixels: details of a lesion need some."""
+Block = Annotated[int, Range(-1)]
+"""A block of a backbone, counted from 0; -1 is the last."""
+Natural = Annotated[int, Range(0)]
+Port = Annotated[int, Range(0, 65535)]
+"""A port to listen on; 0 picks a free one."""
+
+
+class Settings:
+    """Base of configuration dataclasses: every value is checked against the type of its field when one is made."""
+
+    part: ClassVar[str] = ""
+    """What the names of the fields start with in messages, for settings that are part of others: 'router.'."""
+
+    def __post_init__(self) -> None:
+        own: type = type(self)
+        check_values({f"{self.part}{name}": (getattr(self, name), kind) for name, kind in _annotations(own).items()})
+
+
+@cache
+def _annotations(settings: type) -> dict[str, Any]:
+    hints = get_type_hints(settings, include_extras=True)
+    return {entry.name: hints[entry.name] for entry in fields(settings)}
+
+
+def check_values(values: Mapping[str, tuple[Any, Any]]) -> None:
+    """Reject values that do not fit their type annotations, all at once.
+
+    Args:
+        values: Name to value and annotation, such as `{"jobs": (jobs, Parallel)}`. Checks numbers, choices and tuples of them.
+
+    Raises:
+        RequestError: A value is not of its type or outside its range; the message names it.
+    """
+    faults = [fault for name, (value, kind) in values.items() for fault in _faults(name, value, kind)]
+    if len(faults) == 1:
+        raise faults[0]
+    if faults:
+        raise RequestError(" ".join(map(str, faults)))
+
+
+def _faults(name: str, value: Any, kind: Any, limits: Range | None = None) -> Iterator[RequestError]:
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        limits = next((entry for entry in arguments if isinstance(entry, Range)), None)
+        yield from _faults(name, value, arguments[0], limits)
+    elif origin in (Union, types.UnionType):
+        inner = [argument for argument in arguments if argument is not type(None)]
+        # A union of several types is checked where it is used.
+        if len(inner) == 1 and (value is not None or len(inner) == len(arguments)):
+            yield from _faults(name, value, inner[0])
+    elif origin is Literal:
+        if value not in arguments:
+            yield UnknownNameError.of(name, str(value), arguments)
+    elif origin is tuple:
+        if isinstance(value, (str, bytes)) or not isinstance(value, (tuple, list)):
+            yield RequestError(f"{name} must be several values, got {value!r}.")
+        elif not value and arguments[0] == Budget:
+            yield BudgetError(f"{name} must have at least one value, got none.")
+        else:
+            yield from (fault for item in value for fault in _faults(name, item, arguments[0]))
+    elif kind in (int, float):
+        if isinstance(value, bool) or not isinstance(value, Integral if kind is int else Real):
+            yield RequestError(f"{name} must be a {'whole ' if kind is int else ''}number, got {value!r}.")
+        elif limits is not None and float(value) not in limits:
+            kind_of_error = BudgetError if limits is BUDGET else RequestError
+            yield kind_of_error(f"{name} must be {limits}, got {value}.")
+    elif kind is bool and not isinstance(value, bool):
+        yield RequestError(f"{name} must be True or False, got {value!r}.")
+    elif isinstance(kind, type) and (kind is str or is_dataclass(kind)) and not isinstance(value, kind):
+        yield RequestError(f"{name} must be {'text' if kind is str else f'a {kind.__name__}'}, got {value!r}.")
+
 
 BUDGETS: tuple[float, ...] = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 HEADLINE_BUDGETS: tuple[float, ...] = (0.1, 0.3, 0.5)
@@ -41,28 +164,28 @@ Padding = Literal["exclude", "zero"]
 
 
 @dataclass(frozen=True)
-class BackboneConfig:
+class BackboneConfig(Settings):
     """The frozen backbone, a vision transformer."""
 
     name: str = "vit_base_patch14_dinov2.lvd142m"
     """Name of a timm vision transformer, 'embedded' for the small one in this package, or a folder written by mtb distill."""
     weights: Path | None = None
     """Weights of the backbone (.safetensors). Default: download them from the Hugging Face Hub."""
-    image_size: int = 224
+    image_size: Side = 224
     """Side of the square input image, in pixels."""
-    layer: int = -1
+    layer: Block = -1
     """Block to take tokens and attention from, counted from 0; -1 is the last."""
     attention: Literal["true", "pseudo"] = "true"
     """Source of the attention. true: the block itself. pseudo: cosine similarity of patches, for blocks without a readable one."""
 
 
 @dataclass(frozen=True)
-class ExtractConfig:
+class ExtractConfig(Settings):
     """Extraction: from images to a store of tokens."""
 
-    batch_size: int = 16
+    batch_size: Count = 16
     """Images per forward pass; halved automatically if memory runs out."""
-    shard_size: int = 256
+    shard_size: Count = 256
     """Images per shard file."""
     dtype: Literal["fp16", "fp32"] = "fp16"
     """Number format of the stored tokens."""
@@ -70,69 +193,71 @@ class ExtractConfig:
     """Precision of the forward pass; on a GPU, bf16 is faster at nearly the same tokens."""
     views: Literal["none", "flips", "dihedral", "off-center"] = "none"
     """Extra views to store with each image and its mask: flipped and rotated copies, or crops with the lesion off-center."""
-    crops: int = 1
+    crops: Count = 1
     """With --views off-center: number of crops per training image with a mask; the second and later ones are also rotated or
     flipped. Other images with a mask get one."""
-    view_seed: int = 0
+    view_seed: Seed = 0
     """Random seed of the off-center crops."""
     signals: tuple[str, ...] = ()
     """Signals to store with the tokens, any of attention_entropy, cls_attention, received_attention, value_norm, mean_key, rollout.
     Default: the first two, and those that the store already has. A finished store gains the missing ones; its tokens stay."""
-    workers: int = 0
+    workers: Parallel = 0
     """Threads that decode images; 0 uses one per core, up to 16."""
     device: str = "auto"
     """Device to run on: auto (a GPU if there is one), cpu, cuda, cuda:1, ..."""
-    threads: int = 0
+    threads: Parallel = 0
     """CPU threads of the forward pass; 0 uses the default of PyTorch."""
 
 
 @dataclass(frozen=True)
-class DistillConfig:
+class DistillConfig(Settings):
     """Distillation: a small vision transformer (the student) learns the tokens of a large one (the teacher)."""
 
-    width: int = 192
+    width: Count = 192
     """Embedding dimension of the student."""
-    depth: int = 6
+    depth: Count = 6
     """Number of blocks of the student."""
-    heads: int = 3
+    heads: Count = 3
     """Number of attention heads of the student."""
-    patch_size: int = 14
+    patch_size: Count = 14
     """Side of a patch of the student, in pixels. Its token grid must be that of the teacher."""
     init: Literal["teacher", "random"] = "teacher"
     """Initial weights: those of the teacher, projected to the width of the student, or random."""
-    views: int = 3
+    views: Count = 3
     """Views of each image to store: the whole image, then random crops with random flips, rotations and colors."""
-    epochs: int = 30
+    epochs: Count = 30
     """Passes over the images; each uses one stored view of every image."""
-    batch_size: int = 32
+    batch_size: Count = 32
     """Images per training step."""
-    lr: float = 1e-3
+    lr: Positive = 1e-3
     """Peak learning rate of AdamW, with linear warm-up and cosine decay to 0."""
-    warmup: float = 0.05
+    warmup: Annotated[float, Range(0, 1)] = 0.05
     """Share of all steps used for warm-up."""
-    weight_decay: float = 0.05
+    weight_decay: Weight = 0.05
     """Weight decay of AdamW."""
-    cls_weight: float = 0.3
+    cls_weight: Weight = 0.3
     """Weight of the loss of the class token; the loss of the patches has weight 1."""
-    attention_weight: float = 0.1
+    attention_weight: Weight = 0.1
     """Weight of the loss of the class attention, for teachers with a class token."""
-    seed: int = 0
+    seed: Seed = 0
     """Random seed of the views, the order of images and the initial weights."""
     device: str = "auto"
     """Device to run on: auto (a GPU if there is one), cpu, cuda, cuda:1, ..."""
-    threads: int = 0
+    threads: Parallel = 0
     """CPU threads; 0 uses the default of PyTorch."""
 
 
 @dataclass(frozen=True)
-class LATSConfig:
+class LATSConfig(Settings):
     """The LATS scorer: an MLP that gives each patch a score."""
 
-    hidden: int = 256
+    part = "lats."
+
+    hidden: Count = 256
     """Width of the hidden layers."""
-    layers: int = 4
+    layers: Count = 4
     """Number of hidden layers."""
-    dropout: float = 0.1
+    dropout: Fraction = 0.1
     """Dropout after each hidden layer."""
     signals: tuple[str, ...] = SIGNALS
     """Signals that the scorer sees in addition to the patch embedding: any of attention, norm, contrast."""
@@ -142,45 +267,51 @@ class LATSConfig:
 
 
 @dataclass(frozen=True)
-class ContextConfig:
+class ContextConfig(Settings):
     """The context scorer: a small convolutional network over the token grid."""
 
-    channels: int = 128
+    part = "context."
+
+    channels: Count = 128
     """Width of the blocks."""
-    blocks: int = 3
+    blocks: Count = 3
     """Number of blocks, each a depthwise convolution and an MLP."""
-    kernel: int = 5
+    kernel: OddSide = 5
     """Side of the convolutions, in patches; odd."""
-    expansion: int = 2
+    expansion: Count = 2
     """Width of the MLP of a block, in multiples of the channels."""
-    dropout: float = 0.0
+    dropout: Fraction = 0.0
     """Dropout of what a block adds."""
     turns: bool = True
     """Show the blocks the token grid flipped and turned at random during training."""
-    smooth: int = 1
+    smooth: OddSide = 1
     """Smooth the score map of this scorer with an average filter of this size before selection; 1 turns it off."""
-    min_steps: int = 400
+    min_steps: Natural = 400
     """Train this scorer for at least this many steps, where --min-steps asks for more: it learns from all patches of an image."""
 
 
 @dataclass(frozen=True)
-class RouterConfig:
+class RouterConfig(Settings):
     """The router: from scores to kept patches."""
 
-    minimum: int = 16
+    part = "router."
+
+    minimum: Count = 16
     """Keep at least this many patches at any budget."""
-    smooth: int = 3
+    smooth: OddSide = 3
     """Smooth the score map with an average filter of this size before selection; 1 turns it off. The context scorer, which sees
     the neighborhood by itself, has its own setting."""
     padding: Padding = "zero"
     """How the smoothing treats the border: 'zero' pads with zeros, 'exclude' averages only over existing patches."""
-    temperature: float = 0.5
+    temperature: Positive = 0.5
     """Gumbel temperature of the selection during training."""
 
 
 @dataclass(frozen=True)
-class CurriculumConfig:
+class CurriculumConfig(Settings):
     """The budget curriculum: which budget is used in which epoch of training."""
+
+    part = "curriculum."
 
     kind: Literal["cosine", "fixed"] = "cosine"
     """'cosine' anneals the budget from start to end, 'fixed' keeps it at start."""
@@ -188,53 +319,55 @@ class CurriculumConfig:
     """Budget in the first epoch."""
     end: Budget = 0.25
     """Budget after annealing."""
-    epochs: int = 20
+    epochs: Count = 20
     """Number of epochs over which the budget is annealed."""
 
 
 @dataclass(frozen=True)
-class LossWeights:
+class LossWeights(Settings):
     """Weights of the loss terms."""
 
-    classification: float = 1.0
+    part = "losses."
+
+    classification: Weight = 1.0
     """Weight of the cross-entropy of the classification head."""
-    budget: float = 0.01
+    budget: Weight = 0.01
     """Weight of |K / N - budget|, which has no gradient and is only logged."""
-    diversity: float = 0.05
+    diversity: Weight = 0.05
     """Weight of the diversity loss, which penalizes similar score maps for different images."""
-    lesion: float = 0.1
+    lesion: Weight = 0.1
     """Weight of the lesion loss, the binary cross-entropy between scores and lesion mask; 0 trains without masks."""
-    distillation: float = 0.1
+    distillation: Weight = 0.1
     """Weight of the distillation loss, the squared distance between scores and class-token attention."""
 
 
 @dataclass(frozen=True)
-class TrainConfig:
+class TrainConfig(Settings):
     """One training run of a selector and its head."""
 
     recipe: Literal["joint", "lesion-first"] = "joint"
     """'joint' trains scorer and head together, as in the paper; 'lesion-first' trains the scorer on masks, then the head."""
-    epochs: int = 50
+    epochs: Count = 50
     """Epochs for the scorer, or for scorer and head together with the joint recipe."""
-    min_steps: int = 0
+    min_steps: Natural = 0
     """Train the scorer for at least this many steps: small data sets get more epochs, up to five times as many."""
-    head_epochs: int = 30
+    head_epochs: Count = 30
     """Epochs for heads that are trained on pooled tokens: all baselines, and the second stage of the lesion-first recipe."""
-    batch_size: int = 64
+    batch_size: Count = 64
     """Images per training step."""
-    patches: int = 0
+    patches: Natural = 0
     """With the lesion-first recipe, sample this many patches per image in each step; 0 uses all of them."""
-    lr: float = 1e-3
+    lr: Positive = 1e-3
     """Initial learning rate of AdamW, with cosine decay to 0. Constant for heads on pooled tokens under the protocol 'paper'."""
-    weight_decay: float = 1e-5
+    weight_decay: Weight = 1e-5
     """Weight decay of AdamW."""
-    clip: float = 1.0
+    clip: Positive = 1.0
     """Maximum gradient norm."""
-    patience: int = 12
+    patience: Count = 12
     """Stop early after this many epochs without improvement."""
-    evaluate_every: int = 2
+    evaluate_every: Count = 2
     """Compute the selection metric every this many epochs."""
-    min_improvement: float = 0.002
+    min_improvement: Weight = 0.002
     """Smallest change of the selection metric that counts as an improvement."""
     selection_budget: Budget = 0.5
     """Budget at which the selection metric is computed."""
@@ -243,13 +376,13 @@ class TrainConfig:
     protocol: Literal["strict", "paper"] = "strict"
     """'strict' selects the epoch on images held out from the training set; heads on pooled tokens keep their last epoch. 'paper'
     selects it on the validation set, also for those heads, which then train at a constant learning rate."""
-    selection_fraction: float = 0.1
+    selection_fraction: Annotated[float, Range(0, 1, above=True, below=True)] = 0.1
     """Share of the training set that the strict protocol holds out if the manifest has no selection set."""
     class_balance: Literal["none", "loss", "sampler"] = "none"
     """'loss' weights classes by inverse frequency, 'sampler' draws all classes equally often."""
     views: Literal["none", "off-center", "all"] = "none"
     """Also train on views in the store: 'off-center' uses one off-center crop per image, 'all' uses crops, flips and rotations."""
-    seed: int = 42
+    seed: Seed = 42
     """Random seed."""
     device: str = "auto"
     """Device to run on: auto (a GPU if there is one), cpu, cuda, cuda:1, ..."""
@@ -262,6 +395,9 @@ class TrainConfig:
     router: RouterConfig = field(default_factory=RouterConfig)
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     losses: LossWeights = field(default_factory=LossWeights)
+    given: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
+    """Dotted names of the settings that the user chose, even where the choice is the default of the preset. Settings that differ
+    from the preset are known without it: see `given_settings`."""
 
 
 def _lesion_first() -> TrainConfig:
@@ -294,12 +430,41 @@ def preset(name: str, **changes: Any) -> TrainConfig:
     """
     if name not in PRESETS:
         raise UnknownNameError.of("preset", name, PRESETS)
-    return replace(PRESETS[name](), **changes)
+    given = frozenset(key for key, value in changes.items() if not is_dataclass(value))
+    return replace(PRESETS[name](), **{"given": given, **changes})
+
+
+def settings_of(config: Any) -> dict[str, Any]:
+    """Return every setting by its dotted name, such as 'lats.hidden'."""
+    values: dict[str, Any] = {}
+    for entry in fields(config):
+        value = getattr(config, entry.name)
+        if is_dataclass(value):
+            values |= {f"{entry.name}.{name}": inner for name, inner in settings_of(value).items()}
+        elif entry.name != "given":
+            values[entry.name] = value
+    return values
+
+
+def with_settings(config: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:
+    """Return a configuration with other values, given by dotted names: `{"lats.neighborhood": "raster"}`."""
+    parts: dict[str, dict[str, Any]] = {}
+    for name, value in values.items():
+        part, _, last = name.rpartition(".")
+        parts.setdefault(part, {})[last] = value
+    top = parts.pop("", {})
+    return replace(config, **top, **{part: replace(getattr(config, part), **inner) for part, inner in parts.items()})
+
+
+def given_settings(config: TrainConfig) -> dict[str, Any]:
+    """Return the settings that the user chose: those that were recorded, and those that differ from the preset of the recipe."""
+    usual = settings_of(next(made() for made in PRESETS.values() if made().recipe == config.recipe))
+    return {name: value for name, value in settings_of(config).items() if name in config.given or value != usual[name]}
 
 
 def to_dict(config: Any) -> dict[str, Any]:
     """Return a configuration as plain JSON values."""
-    return {key: _plain(value) for key, value in asdict(config).items()}
+    return {key: _plain(value) for key, value in asdict(config).items() if key != "given"}
 
 
 def _plain(value: Any) -> Any:

@@ -217,8 +217,11 @@ def test_an_unknown_option_is_answered_with_the_closest_one(capsys: pytest.Captu
             ["extract", "m", "--store", "s", "--engine", "rey"],
             "--engine cannot be 'rey'. Use local or ray. Did you mean 'ray'?",
         ),
-        (["demo", "--n", "1.5"], "Option --n cannot be '1.5'. Use a whole number."),
-        (["train", "m", "--store", "s", "--out", "o", "--lr", "fast"], "Option --lr cannot be 'fast'. Use a number."),
+        (["demo", "--n", "1.5"], "Option --n cannot be '1.5'. Use a whole number that is at least 1."),
+        (
+            ["train", "m", "--store", "s", "--out", "o", "--lr", "fast"],
+            "Option --lr cannot be 'fast'. Use a number that is above 0.",
+        ),
         (["data", "isik"], "Did you mean 'isic'?"),
     ],
 )
@@ -278,7 +281,9 @@ def test_options_come_from_a_file_and_the_command_line_overrides_them(tmp_path: 
     ("text", "message"),
     [
         ("epoch: 3", "Did you mean 'epochs'?"),
-        ("epochs: many", "epochs cannot be 'many'. Use a whole number."),
+        ("epochs: many", "epochs cannot be 'many'. Use a whole number that is at least 1."),
+        ("epochs: null", "epochs has no value. Give it one, or leave it out."),
+        ("router: {minimum: 0}", "router.minimum cannot be '0'. Use a whole number that is at least 1."),
         ("budgets: [2000]", "budgets cannot be '2000'. Use a share"),
         ("[1, 2]", "has no options"),
         ("a: [", "neither YAML nor JSON"),

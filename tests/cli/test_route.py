@@ -210,7 +210,7 @@ def test_masks_without_any_lesion_are_said_instead_of_a_table_of_nothing(
         (["--model", "nowhere"], "no model folder nowhere"),
         (["--selector", "lats"], "Unknown selector 'lats' in this model"),
         (["--table", "xlsx"], "Use parquet or csv"),
-        (["--batch-size", "0"], "batch_size must be at least 1"),
+        (["--batch-size", "0"], "--batch-size cannot be '0'. Use a whole number that is at least 1"),
     ],
 )
 def test_wrong_requests_are_refused_and_leave_no_table(

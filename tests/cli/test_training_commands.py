@@ -55,8 +55,10 @@ def test_options_of_a_scorer_that_is_not_trained_are_refused(
 ) -> None:
     arguments = ["train", str(drawn.manifest_path), "--store", str(drawn.store_path), "--out", str(tmp_path / "run")]
     for words, said in (
-        (["--context.blocks", "1"], "--context.* are for the selector 'context', but 'lats' is trained. Add --selector context"),
-        (["--selector", "context", "--lats.hidden", "8"], "--lats.* are for the selector 'lats', but 'context' is trained."),
+        (["--context.blocks", "1"], "No method of this run (lats:lesion-first, center, random) uses context.blocks = 1."),
+        (["--selector", "context", "--lats.hidden", "8"], "(context:lesion-first, center, random) uses lats.hidden = 8."),
+        (["--curriculum.start", "0.4", "--router.temperature", "2"], "uses router.temperature = 2.0, curriculum.start = 0.4."),
+        (["--losses.classification", "1"], "uses losses.classification = 1.0."),
     ):
         assert main([*arguments, *words]) == 2
         assert said in capsys.readouterr().err
@@ -83,7 +85,7 @@ def test_a_preset_sets_the_defaults_and_options_change_them(drawn: Drawn, tmp_pa
 def test_sweep_and_reproduce_print_where_the_results_are(drawn: Drawn, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     common = [str(drawn.manifest_path), "--store", str(drawn.store_path), "--jobs", "1", *SMALL]
     methods = ["--methods", "center", "no-pruning", "--seeds", "1", "2"]
-    assert main(["sweep", *common, "--out", str(tmp_path / "sweep"), *methods]) == 0
+    assert main(["sweep", *common[:-8], *SMALL[2:], "--out", str(tmp_path / "sweep"), *methods]) == 0
     assert len(read_results(tmp_path / "sweep" / "results.csv")) == 2 * 2 * 10 * 2  # methods, seeds, budgets, views
     assert main(["reproduce", *common, "--out", str(tmp_path / "paper"), "--study", "signals"]) == 0
     printed = capsys.readouterr().out

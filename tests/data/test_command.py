@@ -25,18 +25,21 @@ def run(*arguments: object) -> int:
 
 WRONG = {
     "a manifest by another name": (("folder", "photos", "--out", "m.csv"), "must end in .parquet"),
-    "a negative seed": (("folder", "photos", "--seed", -1, "--out", "m.parquet"), "seed of a split must be 0 or more, got -1"),
+    "a negative seed": (
+        ("folder", "photos", "--seed", -1, "--out", "m.parquet"),
+        "--seed cannot be '-1'. Use a whole number that is at least 0",
+    ),
     "a fold that does not exist": (
         ("folder", "photos", "--split", "kfold", "--fold", 5, "--out", "m.parquet"),
-        "--fold between 0 and folds - 1, got folds 5 and fold 5",
+        "fold must be below the number of folds, which is 5, got 5",
     ),
     "more than all for selection": (
         ("folder", "photos", "--select", 1, "--out", "m.parquet"),
-        "a share of the training part in [0, 1), got 1.0",
+        "Use a number that is at least 0 and below 1",
     ),
     "a fold of drawings": (
         ("synthetic", "--n", 50, "--split", "kfold", "--folds", 1, "--out", "drawn"),
-        "--folds must be 2 or more",
+        "Use a whole number that is at least 2",
     ),
     "no ISIC folder": (
         ("isic", "photos", "--out", "m.parquet"),
@@ -247,7 +250,7 @@ def test_a_csv_from_the_command_line(tmp_path: Path) -> None:
         (["isic", "/nowhere", "--masks", "fuzzy", "--out", "m"], "exact"),
         (["folder", "/nowhere"], "Missing: --out"),
         (["sideways"], "command of mtb data 'sideways'"),
-        (["synthetic", "--n", "0", "--out", "m"], "--n, the number of images, must be 1 or more"),
+        (["synthetic", "--n", "0", "--out", "m"], "--n cannot be '0'. Use a whole number that is at least 1"),
     ],
 )
 def test_a_wrong_request_ends_with_2_and_no_traceback(

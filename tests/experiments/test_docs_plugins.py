@@ -34,7 +34,7 @@ def test_a_learned_selector_of_60_lines_runs_through_sweep_and_report(blocks: li
     exec(blocks[0], {"__name__": "their_module"})
     methods = ("linear-scorer", "linear-scorer:mask-free", "linear-scorer:lesion-first", "center")
     paths = drawn.manifest_path, drawn.store_path, tmp_path / "run"
-    sweep(*paths, methods=methods, budgets=(0.3,), seeds=(42,), config=quick("paper"), execution=Execution(jobs=1))
+    sweep(*paths, methods=methods, budgets=(0.3,), seeds=(42,), config=quick("paper", *methods), execution=Execution(jobs=1))
     results = read_results(tmp_path / "run" / "results.csv")
     assert set(results["method"]) == set(methods)
     assert results["retention"].notna().all()
@@ -53,7 +53,7 @@ def test_a_head_that_reads_tokens_runs_through_sweep_and_report(blocks: list[str
         methods=("lats", "lats:lesion-first", "random", "tome", "query-pool+clam-mb"),
         budgets=(0.3,),
         seeds=(42,),
-        config=quick("paper"),
+        config=quick("paper", "lats", "random"),
         execution=Execution(jobs=1),
         heads=("max-pool",),
     )

@@ -34,7 +34,14 @@ FILES = ("results.csv", "predictions.parquet", "routing.safetensors", "run.json"
 def everything(drawn: Drawn, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Every study of the paper and ours, once."""
     out = tmp_path_factory.mktemp("reproduce")
-    reproduce(drawn.manifest_path, drawn.store_path, out, "all", quick("paper", protocol="paper"), Execution(jobs=1))
+    reproduce(
+        drawn.manifest_path,
+        drawn.store_path,
+        out,
+        "all",
+        quick("paper", "lats", "context", "center", protocol="paper"),
+        Execution(jobs=1),
+    )
     return out
 
 
@@ -108,7 +115,8 @@ def test_a_toggle_uses_the_training_of_lats(everything: Path) -> None:
 
 def _sweep(drawn: Drawn, out: Path, **options: object) -> pd.DataFrame:
     execution = {name: options.pop(name) for name in ("jobs", "engine", "only") if name in options}
-    defaults = {"methods": ("lats:lesion-first", "random", "center", "tome"), "config": quick("lesion-first")}
+    methods = options.get("methods", ("lats:lesion-first", "random", "center", "tome"))
+    defaults = {"methods": methods, "config": quick("lesion-first", *methods)}  # type: ignore[misc]
     how = Execution(**{"jobs": 1, **execution})  # type: ignore[arg-type]
     return sweep(drawn.manifest_path, drawn.store_path, out, **{**defaults, **options}, execution=how)  # type: ignore[arg-type]
 
@@ -225,7 +233,7 @@ def test_a_variant_of_another_preset_keeps_the_size_of_the_sweep() -> None:
     usual = Method.parse("lats:lesion-first").config(preset("paper", seed=7))
     assert usual == preset("lesion-first", seed=7)
     short = Method.parse("lats:lesion-first").config(quick("paper", epochs=5))
-    assert (short.epochs, short.min_steps, short.lats.hidden, short.lats.neighborhood) == (1, 0, 16, "grid8")
+    assert (short.epochs, short.min_steps, short.lats.hidden, short.lats.neighborhood) == (5, 0, 16, "grid8")
 
 
 @pytest.mark.parametrize("base", ["paper", "lesion-first"])

@@ -92,7 +92,7 @@ def test_a_sweep_shows_the_epochs_inside_its_units_and_leaves_no_progress_file(
         shown.append(str(self.bar.postfix))
 
     monkeypatch.setattr(Watch, "refresh", look)
-    methods, config = ("lats", "center"), quick("paper", epochs=3, patience=9)
+    methods, config = ("lats", "center"), quick("paper", "lats", "center", epochs=3, patience=9)
     sweep(drawn.manifest, drawn.store, tmp_path, methods, config=config, execution=Execution(jobs=jobs))
     if jobs == 1:
         assert any("lats (seed 42) epoch 1/3, at least" in text for text in shown)

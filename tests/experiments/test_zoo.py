@@ -38,7 +38,7 @@ def run(drawn: Drawn, tmp_path_factory: pytest.TempPathFactory) -> Path:
         methods=methods,
         budgets=(0.3, 0.5),
         seeds=(42,),
-        config=quick("paper"),
+        config=quick("paper", *methods),
         execution=Execution(jobs=1),
     )
     return out
@@ -73,7 +73,7 @@ def test_a_store_without_the_signals_of_a_method_is_rejected_before_anything_is_
 def test_a_head_that_needs_more_tokens_than_the_smallest_budget_keeps_is_rejected_before_training(
     drawn: Drawn, tmp_path: Path
 ) -> None:
-    config = replace(quick("paper"), router=RouterConfig(minimum=4))
+    config = replace(quick("paper", "center"), router=RouterConfig(minimum=4))
     methods, out = ("center", "no-pruning+clam-sb", "center+clam-mb"), tmp_path / "run"
     with pytest.raises(RequestError, match=r"Head 'clam-mb' of center\+clam-mb needs at least 16 tokens, but budget 0.05 keeps"):
         sweep(drawn.manifest_path, drawn.store_path, out, methods=methods, budgets=(0.05, 0.5), config=config)

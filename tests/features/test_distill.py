@@ -173,7 +173,7 @@ def test_an_unreadable_image_is_named_and_left_out(manifest: Path, weights: Path
         (["--heads", "3"], "must be a multiple"),
         (["--heads", "2"], "--init random"),
         (["--width", "96", "--heads", "3"], "--init random"),
-        (["--views", "0"], "must be 1 or more"),
+        (["--views", "0"], "at least 1"),
         (["--layer", "9"], "the blocks 0 to 5"),
     ],
 )

@@ -94,13 +94,13 @@ def test_the_command_keeps_what_a_saved_model_routes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--crops", "0"], "crops must be 1 or more"),
-        (["--crops", "3"], "--crops 3 needs --views off-center, but the views are 'none'."),
-        (["--crops", "2", "--views", "flips"], "--crops 2 needs --views off-center, but the views are 'flips'."),
-        (["--workers", "-1"], "--workers must be 0 (one thread per core) or more"),
+        (["--crops", "0"], "--crops cannot be '0'. Use a whole number that is at least 1"),
+        (["--crops", "3"], "--crops only matters with --views off-center. Add that, or leave out --crops."),
+        (["--crops", "2", "--views", "flips"], "--crops only matters with --views off-center."),
+        (["--workers", "-1"], "Use a whole number that is at least 0"),
         (["--shards", "3"], "I/N"),
         (["--shards", "4/2"], "4/2 does not exist"),
-        (["--address", "auto"], "Add --engine ray"),
+        (["--address", "auto"], "--address only matters with --engine ray"),
         (["--keep", "routed"], "must be used together"),
         (["--budget", "0.3"], "must be used together"),
         (["--weights", "nowhere.safetensors"], "nowhere.safetensors do not exist"),
@@ -128,5 +128,5 @@ def test_off_center_views_without_any_mask_are_rejected_before_the_backbone_is_l
     unmasked = replace(tiny_manifest(tmp_path / "images", 2, masks=False), name="Clinic A").write(tmp_path / "m.parquet")
     code = main(["extract", str(unmasked), "--store", str(tmp_path / "store"), "--backbone", "embedded", "--views", "off-center"])
     assert code == 2
-    assert "no image of 'Clinic A' has a mask. Add masks to the manifest, or drop --views off-center." in capsys.readouterr().err
+    assert "no image of 'Clinic A' has a mask. Add masks to the manifest, or choose other views." in capsys.readouterr().err
     assert not (tmp_path / "store").exists()

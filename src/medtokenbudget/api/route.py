@@ -15,6 +15,7 @@ from typing import Any, Literal
 from medtokenbudget.api.route_shards import ERRORS, OVERLAYS, TABLE, ShardWork, route_in_shards
 from medtokenbudget.api.route_table import Measured, columns
 from medtokenbudget.api.writing import NOTICE, Outputs, Summary, metadata_of, write_answers
+from medtokenbudget.config import Count, Natural, Parallel, Settings
 from medtokenbudget.data.folder import MASK_NAMES, MaskFolder
 from medtokenbudget.errors import RequestError, WorkError
 from medtokenbudget.files import remove, write_json
@@ -32,7 +33,7 @@ TableFormat = Literal["parquet", "csv"]
 
 
 @dataclass(frozen=True)
-class RouteConfig:
+class RouteConfig(Settings):
     """How images are routed to files."""
 
     budget: float | Guarantee | None = None
@@ -47,11 +48,11 @@ class RouteConfig:
     """Number format of these tokens."""
     overlay: bool = False
     """Whether to draw the kept patches of each image too."""
-    batch_size: int = 16
+    batch_size: Count = 16
     """Images per forward pass."""
-    workers: int = 2
+    workers: Parallel = 2
     """Threads that decode images."""
-    shard_size: int = 0
+    shard_size: Natural = 0
     """Images per file of a table in shards, which a stopped command goes on with; 0 writes one table."""
 
 

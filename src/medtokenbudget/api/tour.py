@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from pathlib import Path
 
 from medtokenbudget.api.route import RouteConfig, Routed, route_files
@@ -58,7 +57,7 @@ def demo(out: Path | str = "runs/demo", n: int = 1000, seed: int = 0, epochs: in
     extract(Manifest.read(manifest), store, BackboneConfig(name="embedded"), ExtractConfig(views="off-center"))
     config = preset("paper")
     if epochs is not None:
-        config = replace(config, epochs=epochs, head_epochs=epochs)
+        config = preset("paper", epochs=epochs, head_epochs=epochs, min_steps=0)
     study = Study("main", DEFAULT_METHODS, (42,), BUDGETS)
     say(f"  Training {len(study.methods)} methods and evaluating them at {len(study.budgets)} budgets ...")
     run_studies([study], Sources.of(manifest, store, out), out, config)

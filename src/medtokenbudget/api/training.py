@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 import pandas as pd
 
-from medtokenbudget.config import DEFAULT_SELECTOR, BackboneConfig, TrainConfig, preset
+from medtokenbudget.config import DEFAULT_SELECTOR, BackboneConfig, TrainConfig, given_settings, preset
 from medtokenbudget.data import Manifest
 from medtokenbudget.errors import RequestError
 from medtokenbudget.experiments.execution import Execution
@@ -57,7 +57,8 @@ def train_router(
         method = str(method_of(selector, config))
         methods: tuple[str, ...] = (method, *CONTROLS)
     else:  # routed already: only the head is left to train
-        config = replace(config, budgets=(sources.store.fixed_budget,))
+        if "budgets" not in given_settings(config):
+            config = replace(config, budgets=(sources.store.fixed_budget,))
         method, methods = READS_ROUTED, (READS_ROUTED,)
     study = Study("train", methods, (config.seed,), config.budgets)
     results = run_studies([study], sources, out, config, Execution(jobs=1), required=(method,))

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from medtokenbudget.api.run import Run
 from medtokenbudget.api.training import HeadChoice, save_model, train_router
-from medtokenbudget.config import BUDGETS, DEFAULT_SELECTOR, BackboneConfig, ExtractConfig, TrainConfig, preset
+from medtokenbudget.config import DEFAULT_SELECTOR, BackboneConfig, ExtractConfig, TrainConfig, preset
 from medtokenbudget.data import Manifest
 from medtokenbudget.experiments import Execution
 from medtokenbudget.experiments import reproduce as run_reproduction
@@ -89,8 +89,8 @@ def sweep(
     store: AnyStore,
     out: Path | str,
     methods: Sequence[str] | None = None,
-    budgets: Sequence[float] = BUDGETS,
-    seeds: Sequence[int] = (42,),
+    budgets: Sequence[float] | None = None,
+    seeds: Sequence[int] | None = None,
     config: TrainConfig | str = "lesion-first",
     engine: Literal["local", "ray"] = "local",
     jobs: int = 0,
@@ -105,9 +105,10 @@ def sweep(
         store: Their tokens.
         out: The run directory; a sweep that was stopped there resumes.
         methods: Texts such as 'lats:lesion-first', 'center' or 'tome'. Default: the paper's methods, ours and the controls.
-        budgets: Shares of the patches to keep.
-        seeds: Seeds; each gives one training per method.
-        config: A preset by name, or all settings.
+        budgets: Shares of the patches to keep. Default: those of `config`.
+        seeds: Seeds; each gives one training per method. Default: that of `config`.
+        config: A preset by name, or all settings, such as `mtb.preset("lesion-first", lr=1e-4)`. What differs from the preset
+            reaches every method, whatever its own preset; a setting that no method uses is refused.
         engine: Local processes, or a Ray cluster.
         jobs: Trainings at the same time; 0 means one per core. In a script, use `if __name__ == "__main__":` for more than one.
         only: 'failed' runs just what failed before.
@@ -118,6 +119,7 @@ def sweep(
         The run, with one model of all its methods if one of them learns.
 
     Example:
+        >>> config = mtb.preset("lesion-first", head_epochs=2)
         >>> run = mtb.sweep("photos.parquet", "tokens", "runs/sweep", ["center", "norm"], budgets=[0.3], config=config, jobs=1)
         >>> run.results[["method", "view", "k"]].values.tolist()
         [['center', 'as-is', 76], ['center', 'off-center', 76], ['norm', 'as-is', 76], ['norm', 'off-center', 76]]
@@ -155,6 +157,7 @@ def reproduce(
         The run; `run.report()` puts the paper's numbers beside ours.
 
     Example:
+        >>> config = mtb.preset("paper", head_epochs=2)
         >>> run = mtb.reproduce("photos.parquet", "tokens", "runs/paper", study="subset", config=config, jobs=1)
         >>> sorted(set(run.results["method"]))
         ['center', 'random']

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from medtokenbudget.config import Count, Natural, Port, Positive, Settings
 from medtokenbudget.errors import RequestError, WorkError
 from medtokenbudget.progress import say
 
@@ -24,26 +25,26 @@ TOKEN_VARIABLE = "MTB_TOKEN"
 
 
 @dataclass(frozen=True)
-class ServeConfig:
+class ServeConfig(Settings):
     """Settings of the server."""
 
     host: str = "127.0.0.1"
     """Address to listen on. Addresses that other machines can reach need a token."""
-    port: int = 8765
+    port: Port = 8765
     """Port to listen on; 0 picks a free one."""
     token_file: Path | None = None
     """File with the token that clients must send as `Authorization: Bearer TOKEN`. Default: the variable MTB_TOKEN."""
-    queue: int = 8
+    queue: Natural = 8
     """Number of requests that may wait while one is running; further requests get status 503."""
-    max_bytes: int = 25_000_000
+    max_bytes: Count = 25_000_000
     """Largest size of image and mask together, in bytes."""
-    max_pixels: int = 50_000_000
+    max_pixels: Count = 50_000_000
     """Largest number of pixels of an image or a mask."""
-    decode_seconds: float = 10.0
+    decode_seconds: Positive = 10.0
     """Longest time to decode an image or a mask, in seconds."""
-    deadline: float = 60.0
+    deadline: Positive = 60.0
     """Seconds within which a request is answered or given up."""
-    connections: int = 100
+    connections: Count = 100
     """Largest number of open connections; further ones are closed at once."""
     weights: Path | None = None
     """Weights file of the backbone, if it has moved since the model was saved."""
@@ -130,10 +131,6 @@ def _check(config: ServeConfig, token: str | None) -> None:
         )
     if token is not None and (not token.isascii() or not token.isprintable() or " " in token):
         raise RequestError("The token must consist of printable ASCII characters without spaces.")
-    if config.deadline <= 0 or config.decode_seconds <= 0 or config.connections < 1:
-        raise RequestError("--deadline and --decode-seconds must be above 0, and --connections at least 1.")
-    if config.queue < 0 or config.max_bytes < 1 or config.max_pixels < 1 or not 0 <= config.port < 65536:
-        raise RequestError("--queue must be at least 0, --max-bytes and --max-pixels at least 1, and --port from 0 to 65535.")
 
 
 def find_service(model: str | Path | None, config: ServeConfig) -> tuple[Any, Any]:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from medtokenbudget.cli.parsing import command_parser
+from medtokenbudget.config import Count, Parallel
 from medtokenbudget.errors import RequestError, UnknownNameError
 
 EARLY = "early-routing"
@@ -20,8 +21,8 @@ def main(arguments: list[str]) -> int:
         "mtb bench early-routing",
     )
     parser.add_argument("names", nargs="*", default=[], help="Benchmarks to run. Default: all of the source checkout.")
-    parser.add_argument("--threads", type=int, default=0, help="CPU threads of early-routing; 0 uses the default of PyTorch.")
-    parser.add_argument("--rounds", type=int, default=5, help="Measured rounds of early-routing.")
+    parser.add_argument("--threads", type=Parallel, default=0, help="CPU threads of early-routing; 0 uses the default of PyTorch.")
+    parser.add_argument("--rounds", type=Count, default=5, help="Measured rounds of early-routing.")
     options = parser.parse_args(arguments)
     if EARLY in options.names:
         _early_routing(options.threads, options.rounds)

@@ -68,6 +68,8 @@ def _check_tokens(file: str, text: str) -> None:
 def convert(action: argparse.Action, value: Any) -> Any:
     """The value of a file as the option would read it from the command line; ValueError if it does not."""
     if value is None:
+        if action.default is not None:
+            raise ValueError("has no value. Give it one, or leave it out.")
         return None
     if action.nargs == 0:
         if not isinstance(value, bool):

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from medtokenbudget.cli.help import command_list
-from medtokenbudget.cli.parsing import CommandParser, command_parser
+from medtokenbudget.cli.parsing import CommandParser, command_parser, require_effect
+from medtokenbudget.config import Count, DrawnSide, Folds, Fraction, Natural, Parallel, Seed
 from medtokenbudget.errors import RequestError, UnknownNameError
 
 if TYPE_CHECKING:
@@ -47,19 +48,19 @@ def _split_options(parser: CommandParser, default: str | None, seed: str = "--se
         "paper: the paper's 80/20 of single images." + ("" if default else " Default: the split of the data itself, or grouped."),
     )
     parser.add_argument(
-        "--workers", type=int, default=min(4, os.cpu_count() or 1), help="Number of images to read or draw at once."
+        "--workers", type=Parallel, default=min(4, os.cpu_count() or 1), help="Number of images to read or draw at once."
     )
     section = parser.section("Split")
-    section.add_argument("--folds", type=int, default=5, help="Number of folds for --split kfold.")
-    section.add_argument("--fold", type=int, default=0, help="Fold to validate on, counted from 0.")
+    section.add_argument("--folds", type=Folds, default=5, help="Number of folds for --split kfold.")
+    section.add_argument("--fold", type=Natural, default=0, help="Fold to validate on, counted from 0.")
     section.add_argument(
-        "--select", type=float, default=0.0, help="Share of the training part to set aside for model selection, in whole groups."
+        "--select", type=Fraction, default=0.0, help="Share of the training part to set aside for model selection, in whole groups."
     )
     if keep:
         section.add_argument(
             "--keep-split", type=Path | None, default=None, help="Older manifest whose images keep the part they have there."
         )
-    section.add_argument(seed, type=int, default=42, help="Random seed of the split. The paper's split always uses 42.")
+    section.add_argument(seed, type=Seed, default=42, help="Random seed of the split. The paper's split always uses 42.")
 
 
 def _name(parser: CommandParser, default: str) -> None:
@@ -146,9 +147,9 @@ def _synthetic_options(parser: CommandParser) -> None:
     parser.add_argument(
         "--out", type=Path, required=True, help="Folder to write to, or NAME.parquet to put the images into the folder NAME."
     )
-    parser.add_argument("--n", type=int, default=1000, help="Number of images.")
-    parser.add_argument("--seed", type=int, default=0, help="Random seed of the drawings.")
-    parser.add_argument("--size", type=int, default=256, help="Side of the square images, in pixels.")
+    parser.add_argument("--n", type=Count, default=1000, help="Number of images.")
+    parser.add_argument("--seed", type=Seed, default=0, help="Random seed of the drawings.")
+    parser.add_argument("--size", type=DrawnSide, default=256, help="Side of the square images, in pixels.")
     parser.add_argument("--off-center", action="store_true", help="Move the lesions away from the center.")
     _name(parser, "drawn dermoscopy")
     _split_options(parser, "grouped", seed="--split-seed", keep=False)
@@ -165,12 +166,13 @@ def _check_options(parser: CommandParser) -> None:
     parser.add_argument("data", type=Path, help="Manifest, or folder with ISIC 2019, Kvasir v2 or class folders.")
     parser.add_argument("--json", action="store_true", help="Print the full report as JSON.")
     parser.add_argument("--all", action="store_true", help="List every item of every finding instead of the first few.")
-    parser.add_argument("--workers", type=int, default=min(4, os.cpu_count() or 1), help="Number of images to read at once.")
+    parser.add_argument("--workers", type=Parallel, default=min(4, os.cpu_count() or 1), help="Number of images to read at once.")
 
 
 def _isic(options: Namespace) -> int:
     from medtokenbudget.data.isic import isic_manifest
 
+    require_effect(options, options.masks != "none", "--masks exact or by-id", "mask_sources")
     sources = _names(options.mask_sources)
     manifest = isic_manifest(options.root, options.masks, sources, ignore_unlabeled=options.ignore_unlabeled, **_named(options))
     return _write(_resplit(manifest, options), options)
@@ -202,7 +204,14 @@ def _csv(options: Namespace) -> int:
     return _write(_resplit(manifest, options), options)
 
 
+def _check_split(options: Namespace, seed: str = "seed") -> None:
+    """Reject options that the chosen split does not read."""
+    require_effect(options, options.split == "kfold", "--split kfold", "folds", "fold")
+    require_effect(options, options.split != "paper" or options.select > 0, "--select or another split than the paper's", seed)
+
+
 def _synthetic(options: Namespace) -> int:
+    _check_split(options, "split_seed")
     from medtokenbudget.data.manifest import Manifest
     from medtokenbudget.data.synthetic import Drawings, synthetic_manifest
 
@@ -252,6 +261,7 @@ def _resplit(manifest: Manifest, options: Namespace, again: bool = False) -> Man
     from medtokenbudget.data.manifest import Manifest
     from medtokenbudget.data.splits import apply_split, check_request, cut_selection, keep_split
 
+    _check_split(options)
     # Checked first, because finding duplicates below reads every image.
     if options.out.suffix != ".parquet":
         raise RequestError(f"--out must end in .parquet, got {options.out}.")
@@ -261,6 +271,7 @@ def _resplit(manifest: Manifest, options: Namespace, again: bool = False) -> Man
     old = None if options.keep_split is None else Manifest.read(options.keep_split)
     came_with = manifest.split_rule.split(",")[0]
     if options.split == came_with == "paper" or (options.split is None and came_with == "given"):
+        require_effect(options, options.select > 0, "--select or --split", "seed")
         split = cut_selection(manifest, options.select, options.seed) if options.select or again else manifest
     else:
         split = apply_split(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from medtokenbudget.cli.parsing import command_parser
+from medtokenbudget.config import Count, Seed
 
 
 def main(arguments: list[str]) -> int:
@@ -16,10 +17,10 @@ def main(arguments: list[str]) -> int:
         "mtb demo --out runs/demo",
     )
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="Run directory to write.")
-    parser.add_argument("--n", type=int, default=1000, help="Number of images to draw.")
-    parser.add_argument("--seed", type=int, default=0, help="Random seed of the drawings.")
+    parser.add_argument("--n", type=Count, default=1000, help="Number of images to draw.")
+    parser.add_argument("--seed", type=Seed, default=0, help="Random seed of the drawings.")
     parser.add_argument(
-        "--epochs", type=int | None, default=None, help="Train for this many epochs, for a quick look. Default: the paper's 50."
+        "--epochs", type=Count | None, default=None, help="Train for this many epochs, for a quick look. Default: the paper's 50."
     )
     options = parser.parse_args(arguments)
 

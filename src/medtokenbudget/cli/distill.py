@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from medtokenbudget.cli.parsing import add_config, command_parser, pick
-from medtokenbudget.config import BackboneConfig, DistillConfig
+from medtokenbudget.config import BackboneConfig, Block, DistillConfig, Side
 
 LICENSE = "as the teacher's and the images'"
 
@@ -26,8 +26,8 @@ def main(arguments: list[str]) -> int:
         default=None,
         help="Weights of the teacher (.safetensors). Default: download them from the Hugging Face Hub.",
     )
-    parser.add_argument("--layer", type=int, default=-1, help="Block of the teacher to imitate, counted from 0; -1 is the last.")
-    parser.add_argument("--image-size", type=int, default=224, help="Side of the square input image, in pixels.")
+    parser.add_argument("--layer", type=Block, default=-1, help="Block of the teacher to imitate, counted from 0; -1 is the last.")
+    parser.add_argument("--image-size", type=Side, default=224, help="Side of the square input image, in pixels.")
     parser.add_argument("--license", type=str, default=LICENSE, help="License to write on the model card.")
     add_config(parser, DistillConfig, "Student and training", first={"epochs", "device"})
     options = parser.parse_args(arguments)

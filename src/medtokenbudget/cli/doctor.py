@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 from medtokenbudget.cli.parsing import command_parser
+from medtokenbudget.config import Positive
 
 MARKS = {"ok": "ok", "note": "note", "missing": "MISSING"}
 
@@ -12,7 +13,7 @@ MARKS = {"ok": "ok", "note": "note", "missing": "MISSING"}
 def main(arguments: list[str]) -> int:
     parser = command_parser("doctor", "Check what this machine has, and what to do about what is missing.", "mtb doctor --json")
     parser.add_argument("--json", action="store_true", help="Print JSON.")
-    parser.add_argument("--timeout", type=float, default=2.0, help="Seconds to wait for the Hugging Face Hub.")
+    parser.add_argument("--timeout", type=Positive, default=2.0, help="Seconds to wait for the Hugging Face Hub.")
     options = parser.parse_args(arguments)
 
     from medtokenbudget.app.doctor import as_dicts, examine, healthy

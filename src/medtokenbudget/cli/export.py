@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from medtokenbudget.cli.parsing import command_parser
-from medtokenbudget.config import Budget
+from medtokenbudget.cli.parsing import command_parser, require_effect
+from medtokenbudget.config import Budget, Port
 
 if TYPE_CHECKING:
     from medtokenbudget.model import MedTokenBudget
@@ -64,8 +64,10 @@ def main(arguments: list[str]) -> int:
         help="With --format web: folder of the npm package onnxruntime-web. Default: fetched by npm, once.",
     )
     parser.add_argument("--serve", action="store_true", help="With --format web: also serve the site here and open it.")
-    parser.add_argument("--port", type=int, default=8766, help="Port for --serve; 0 picks a free one.")
+    parser.add_argument("--port", type=Port, default=8766, help="Port for --serve; 0 picks a free one.")
     options = parser.parse_args(arguments)
+    require_effect(options, options.format == "onnx", "--format onnx", "budget", "part", "selector")
+    require_effect(options, options.serve, "--serve", "port")
 
     from medtokenbudget.errors import RequestError
     from medtokenbudget.model import load

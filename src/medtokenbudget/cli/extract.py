@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from medtokenbudget.cli.parsing import add_config, command_parser, pick
-from medtokenbudget.config import BackboneConfig, Budget, ExtractConfig
+from medtokenbudget.cli.parsing import add_config, command_parser, pick, require_effect
+from medtokenbudget.config import BackboneConfig, Budget, ExtractConfig, Range
 from medtokenbudget.errors import RequestError, WorkError
 
 EXAMPLE = "mtb extract isic.parquet --store stores/isic --weights dinov2_vitb14.safetensors --views off-center"
@@ -62,7 +62,10 @@ def main(arguments: list[str]) -> int:
         help="With --route block:N: the dropped patches become one token, one for each of 4 x 4 regions, or nothing.",
     )
     early.add_argument(
-        "--margin", type=float, default=1.2, help="With --route zoom: side of the crop over that of the box of the kept patches."
+        "--margin",
+        type=Annotated[float, Range(1)],
+        default=1.2,
+        help="With --route zoom: side of the crop over that of the box of the kept patches.",
     )
     routed = parser.section("Routed tokens")
     routed.add_argument(
@@ -87,8 +90,11 @@ def main(arguments: list[str]) -> int:
 
 def _run(given: Any) -> int:
     shards = None if given.shards is None else parse_shards(given.shards)
-    if given.address is not None and given.engine != "ray":
-        raise RequestError("--address is only used with a Ray cluster. Add --engine ray, or drop --address.")
+    require_effect(given, given.engine == "ray", "--engine ray", "address")
+    require_effect(given, given.views == "off-center", "--views off-center", "crops", "view_seed")
+    way = (given.route or "").partition(":")[0]
+    require_effect(given, way == "block", "--route block:N", "background")
+    require_effect(given, way == "zoom", "--route zoom", "margin")
     if (given.route is None) != (given.router is None):
         raise RequestError("--route and --router must be used together: the way to route, and the model that chooses.")
     if given.route is not None and (given.keep == "routed" or given.engine != "local"):

@@ -90,8 +90,7 @@ class CommandParser(_Container, argparse.ArgumentParser):
             raise _Captured(self)
         words = [_spelled(word) for word in arguments]
         file = config_file.named(words)
-        if file is not None:
-            self._apply(config_file.read(file), file)
+        given = set() if file is None else self._apply(config_file.read(file), file)
         if "--print-config" in words:
             self._require_nothing(self.options())
         self._check_names(words)
@@ -101,6 +100,8 @@ class CommandParser(_Container, argparse.ArgumentParser):
         if parsed.print_config:
             print(config_file.dump({name: getattr(parsed, name) for name in self.options()}), end="")
             raise SystemExit(0)
+        named = (self._option_string_actions[word.split("=")[0]] for word in words if word.startswith("--"))
+        parsed.given = frozenset(given | {action.dest for action in named})
         return parsed
 
     def error(self, message: str) -> NoReturn:
@@ -138,18 +139,26 @@ class CommandParser(_Container, argparse.ArgumentParser):
                 close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
                 self.error(f"Unknown option {name}." + (f" Did you mean {close[0]}?" if close else ""))
 
-    def _apply(self, values: Mapping[str, Any], file: str) -> None:
-        known = self.options()
+    def _apply(self, values: Mapping[str, Any], file: str) -> set[str]:
+        """Take options from a file and return those that it changes: a file of `--print-config` has all of them."""
+        known, changed, there = self.options(), set(), []
         for name, value in values.items():
             dest = name.replace("-", "_")
             if dest not in known:
                 raise RequestError(f"{file}: {UnknownNameError.of('option', name, known)}")
             action = known[dest]
+            if value is None and (action.required or not action.option_strings):
+                continue  # printed before it was given
             try:
-                self.set_defaults(**{dest: config_file.convert(action, value)})
+                read = config_file.convert(action, value)
             except ValueError as error:
                 raise RequestError(f"{file}: {dest} {error}") from None
-        self._require_nothing(values)
+            if _tuple(read) != _tuple(action.default):
+                changed.add(dest)
+            self.set_defaults(**{dest: read})
+            there.append(dest)
+        self._require_nothing(there)
+        return changed
 
     def _require_nothing(self, names: Iterable[str]) -> None:
         known = self.options()
@@ -206,6 +215,14 @@ def pick(options: argparse.Namespace, config: type) -> Any:
     """Build a configuration dataclass from parsed options."""
     values = vars(options)
     return config(**{f.name: _tuple(values[f.name]) for f in dataclasses.fields(config) if f.name in values})
+
+
+def require_effect(options: argparse.Namespace, condition: bool, needed: str, *names: str) -> None:
+    """Reject options that were given although they change nothing: they need `needed`, text such as '--split kfold'."""
+    idle = [f"--{name.replace('_', '-')}" for name in names if name in options.given]
+    if idle and not condition:
+        said = " and ".join(idle)
+        raise RequestError(f"{said} only matter{'s' * (len(idle) == 1)} with {needed}. Add that, or leave out {said}.")
 
 
 def _fields(config: type) -> Iterable[tuple[dataclasses.Field[Any], Any, str]]:

@@ -7,7 +7,7 @@ from typing import Literal
 
 from medtokenbudget.cli.amount import add_amount, amount_of
 from medtokenbudget.cli.model_pass import add_pass
-from medtokenbudget.cli.parsing import command_parser
+from medtokenbudget.cli.parsing import command_parser, require_effect
 
 
 def main(arguments: list[str]) -> int:
@@ -34,6 +34,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--tokens_dtype", type=Literal["fp16", "fp32"], default="fp16", help="Number format of the tokens.")
     add_pass(parser)
     options = parser.parse_args(arguments)
+    require_effect(options, options.tokens is not None, "--tokens", "tokens_dtype")
 
     from medtokenbudget.api.predict import predict_files
     from medtokenbudget.model import load

@@ -6,8 +6,8 @@ import argparse
 from typing import Any
 
 from medtokenbudget.cli.parsing import command_parser
-from medtokenbudget.cli.training_options import add_engine, add_run, add_training, training_config
-from medtokenbudget.config import HEADLINE_SELECTORS
+from medtokenbudget.cli.training_options import add_engine, add_run, add_training, check_engine, training_config
+from medtokenbudget.config import HEADLINE_SELECTORS, Folds, Seed
 from medtokenbudget.errors import RequestError
 
 
@@ -26,9 +26,9 @@ def main(arguments: list[str]) -> int:
         help="Studies to run; 'all' is every one that fits the data set, except zoo and resplits.",
     )
     section = parser.section("Study resplits")
-    section.add_argument("--folds", type=int, default=None, help="Number of folds. Default: 5.")
+    section.add_argument("--folds", type=Folds, default=None, help="Number of folds. Default: 5.")
     section.add_argument(
-        "--seeds", nargs="+", type=int, default=None, help="Seeds of the trainings on each fold. Default: 42 43 44."
+        "--seeds", nargs="+", type=Seed, default=None, help="Seeds of the trainings on each fold. Default: 42 43 44."
     )
     section.add_argument(
         "--methods",
@@ -40,6 +40,7 @@ def main(arguments: list[str]) -> int:
     add_engine(parser)
     add_training(parser, arguments, "paper", skip={"seed"}, protocol="paper")
     options = parser.parse_args(arguments)
+    check_engine(options)
 
     chosen = {name: value for name in ("folds", "seeds", "methods") if (value := getattr(options, name)) is not None}
     if "resplits" in options.study:

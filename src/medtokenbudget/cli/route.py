@@ -7,7 +7,8 @@ from typing import Literal
 
 from medtokenbudget.cli.amount import add_amount, amount_of
 from medtokenbudget.cli.model_pass import add_pass
-from medtokenbudget.cli.parsing import command_parser
+from medtokenbudget.cli.parsing import command_parser, pick, require_effect
+from medtokenbudget.config import Natural
 
 
 def main(arguments: list[str]) -> int:
@@ -40,7 +41,7 @@ def main(arguments: list[str]) -> int:
     many = parser.section("Many images")
     many.add_argument(
         "--shard_size",
-        type=int,
+        type=Natural,
         default=0,
         help="Images per file of a table in shards (routes/), which a stopped command goes on with. 0: one table; 1000 on Ray.",
     )
@@ -49,14 +50,12 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
 
     from medtokenbudget.api.route import RouteConfig, Routed, route_files
-    from medtokenbudget.cli.parsing import pick
-    from medtokenbudget.errors import RequestError
     from medtokenbudget.model import load
     from medtokenbudget.progress import say
     from medtokenbudget.reporting.numbers import plural
 
-    if options.address is not None and options.engine != "ray":
-        raise RequestError("--address is only used with a Ray cluster. Add --engine ray, or drop --address.")
+    require_effect(options, options.engine == "ray", "--engine ray", "address")
+    require_effect(options, options.tokens, "--tokens", "tokens_dtype")
     model = load(options.model, weights=options.weights, device=options.device)
     options.budget = amount_of(options, model, options.selector)
     routed: Routed = route_files(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from medtokenbudget.cli.parsing import command_parser
-from medtokenbudget.cli.training_options import add_engine, add_run, add_training, training_config
-from medtokenbudget.config import DEFAULT_METHODS
+from medtokenbudget.cli.training_options import add_engine, add_run, add_training, check_engine, training_config
+from medtokenbudget.config import DEFAULT_METHODS, Seed
 
 
 def main(arguments: list[str]) -> int:
@@ -30,10 +30,11 @@ def main(arguments: list[str]) -> int:
         default=None,
         help="Heads to combine every method with, such as mlp abmil. A method that names its head, as selector+head, keeps it.",
     )
-    parser.add_argument("--seeds", nargs="+", type=int, default=[42], help="Random seeds. Every method is trained once per seed.")
+    parser.add_argument("--seeds", nargs="+", type=Seed, default=[42], help="Random seeds. Every method is trained once per seed.")
     add_engine(parser)
     add_training(parser, arguments, "lesion-first", skip={"seed"})
     options = parser.parse_args(arguments)
+    check_engine(options)
 
     from medtokenbudget.api import sweep
     from medtokenbudget.experiments.run import record_command
@@ -46,7 +47,6 @@ def main(arguments: list[str]) -> int:
         options.store,
         options.out,
         methods=options.methods,
-        budgets=config.budgets,
         seeds=options.seeds,
         config=config,
         engine=options.engine,

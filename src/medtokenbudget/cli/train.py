@@ -6,8 +6,7 @@ from typing import Literal
 
 from medtokenbudget.cli.parsing import command_parser
 from medtokenbudget.cli.training_options import add_run, add_training, training_config
-from medtokenbudget.config import DEFAULT_SELECTOR, TrainConfig, preset
-from medtokenbudget.errors import RequestError
+from medtokenbudget.config import DEFAULT_SELECTOR
 
 
 def main(arguments: list[str]) -> int:
@@ -36,7 +35,6 @@ def main(arguments: list[str]) -> int:
     from medtokenbudget.progress import say
 
     config = training_config(options)
-    _check_scorer(options.selector, config, options.preset)
     run = train(options.manifest, options.store, options.out, config, options.selector, options.head)
     record_command(options.out, "train", arguments)
     ours = run.results[(run.results["method"] == run.info.main) & (run.results["view"] == AS_IS)]
@@ -52,13 +50,3 @@ def main(arguments: list[str]) -> int:
     say(f"Model saved in {model}. Next: mtb report {options.out} or {following}")
     require_complete(run.info)
     return 0
-
-
-def _check_scorer(selector: str, config: TrainConfig, name: str) -> None:
-    """Reject settings of a scorer that is not trained: they would change nothing."""
-    for part in ("context", "lats"):
-        if part != selector and getattr(config, part) != getattr(preset(name), part):
-            raise RequestError(
-                f"The options --{part}.* are for the selector '{part}', but '{selector}' is trained. "
-                f"Add --selector {part}, or leave them out."
-            )

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 from medtokenbudget.cli import config_file
-from medtokenbudget.cli.parsing import CommandParser, add_config, add_part
+from medtokenbudget.cli.parsing import CommandParser, add_config, add_part, require_effect
 from medtokenbudget.config import (
     PRESETS,
     ContextConfig,
     CurriculumConfig,
     LATSConfig,
     LossWeights,
+    Parallel,
     RouterConfig,
     TrainConfig,
     preset,
@@ -38,7 +40,7 @@ def add_training(parser: CommandParser, arguments: list[str], default: str, skip
         **changes: Fields of the preset whose default is another one for this command.
     """
     parser.add_argument("--preset", default=default, choices=sorted(PRESETS), help="Settings that the options below change.")
-    add_config(parser, TrainConfig, "Training", first=FIRST, skip=skip)
+    add_config(parser, TrainConfig, "Training", first=FIRST, skip={"given", *skip})
     add_part(parser, ContextConfig, "context", "Context scorer")
     add_part(parser, LATSConfig, "lats", "LATS scorer")
     add_part(parser, RouterConfig, "router", "Router")
@@ -60,7 +62,7 @@ def add_engine(parser: CommandParser) -> None:
     """Add where and how the units of a sweep run."""
     section = parser.section("Running")
     section.add_argument(
-        "--jobs", type=int, default=0, help="Units (a method with one seed) to run at the same time; 0 runs one per core."
+        "--jobs", type=Parallel, default=0, help="Units (a method with one seed) to run at the same time; 0 runs one per core."
     )
     section.add_argument(
         "--only", type=Literal["all", "failed"], default="all", help="failed: run only the units that failed before."
@@ -69,13 +71,20 @@ def add_engine(parser: CommandParser) -> None:
     section.add_argument("--address", type=str | None, default=None, help="Address of a running Ray cluster: auto or host:port.")
 
 
+def check_engine(options: Namespace) -> None:
+    """Reject options of the other engine: a cluster decides by itself how many units run at the same time."""
+    require_effect(options, options.engine == "ray", "--engine ray", "address")
+    require_effect(options, options.engine == "local", "--engine local", "jobs")
+
+
 def training_config(options: Namespace) -> TrainConfig:
-    """Build the training configuration from parsed options."""
+    """Build the training configuration from parsed options; it knows which of them were given."""
     values: dict[str, Any] = {}
-    for name in dotted(to_dict(TrainConfig())):
+    names = dotted(to_dict(TrainConfig()))
+    for name in names:
         *part, field = name.split(".")
         (values.setdefault(part[0], {}) if part else values)[field] = getattr(options, name)
-    return train_config_from_dict(values)
+    return replace(train_config_from_dict(values), given=options.given & names.keys())
 
 
 def _named(arguments: list[str]) -> str | None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from medtokenbudget.config import BUDGET
+from medtokenbudget.config import BUDGET, Range
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ def kind_of(annotation: Any) -> tuple[Kind, bool]:
     """The kind of a type annotation, and whether the option takes several values.
 
     Args:
-        annotation: A `Kind`, `str`, `int`, `float`, `bool`, `Path`, a `Literal` of strings, `config.Budget`, a tuple or list of one
-            of these, or any of them with `| None`.
+        annotation: A `Kind`, `str`, `int`, `float`, `bool`, `Path`, a `Literal` of strings, a number with a `config.Range`, a tuple
+            or list of one of these, or any of them with `| None`.
 
     Returns:
         The kind of one value, and True if there may be several.
@@ -54,8 +54,11 @@ def kind_of(annotation: Any) -> tuple[Kind, bool]:
     if annotation in _SIMPLE:
         return _SIMPLE[annotation], False
     origin, arguments = get_origin(annotation), get_args(annotation)
-    if origin is Annotated and BUDGET in arguments:
-        return budget, False
+    if origin is Annotated:
+        limits = next((argument for argument in arguments if isinstance(argument, Range)), None)
+        if limits is None:
+            return kind_of(arguments[0])
+        return budget if limits is BUDGET else within(kind_of(arguments[0])[0], limits), False
     if origin is Literal:
         return choice(arguments), False
     if origin in (Union, types.UnionType):
@@ -76,6 +79,18 @@ def choice(names: tuple[str, ...] | list[str]) -> Kind:
         return text
 
     return Kind(read, "{" + ",".join(names) + "}", _either(list(names)), tuple(names))
+
+
+def within(kind: Kind, limits: Range) -> Kind:
+    """A number of a range."""
+
+    def read(text: str) -> Any:
+        value = kind.read(text)
+        if value not in limits:
+            raise ValueError
+        return value
+
+    return Kind(read, kind.metavar, f"{kind.allowed} that is {limits}")
 
 
 def _either(names: list[str]) -> str:

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import numpy as np
 from PIL import Image
 
+from medtokenbudget.config import Parallel, check_values
 from medtokenbudget.data import isic, kvasir
 from medtokenbudget.data.decode import DecodeError, decode_image, decode_mask
 from medtokenbudget.data.duplicates import Fingerprint, exact_pairs, fingerprint, near_pairs
@@ -117,6 +118,7 @@ def check(manifest: Manifest, workers: int = 4) -> Report:
     Returns:
         The findings and the tables that describe the data set.
     """
+    check_values({"workers": (workers, Parallel)})
     with ThreadPoolExecutor(max(1, workers)) as pool:
         bar = progress(
             pool.map(lambda i: _look(manifest, i), range(len(manifest))), total=len(manifest), what="Checking", unit="image"

@@ -11,6 +11,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
+from medtokenbudget.config import Folds, Fraction, Natural, Parallel, Seed, check_values
 from medtokenbudget.data.duplicates import merged_groups
 from medtokenbudget.data.manifest import Manifest, listed
 from medtokenbudget.errors import RequestError, UnknownNameError
@@ -76,20 +77,21 @@ def stratified_group_parts(labels: np.ndarray, groups: Sequence[str], shares: Se
     return part_of_group[group_of]
 
 
-def check_request(rule: str, folds: int, fold: int, select: float, seed: int) -> None:
+def check_request(rule: str, folds: int, fold: int, select: float, seed: int, workers: int = 1) -> None:
     """Raise a RequestError for a split that is impossible for any data; called before images are read or drawn."""
     if rule not in get_args(SplitRule):
         raise UnknownNameError.of("split", rule, get_args(SplitRule))
-    if seed < 0:
-        raise RequestError(f"The seed of a split must be 0 or more, got {seed}.")
-    if rule == "kfold" and (folds < 2 or not 0 <= fold < folds):
-        raise RequestError(f"--folds must be 2 or more and --fold between 0 and folds - 1, got folds {folds} and fold {fold}.")
-    _check_share(select)
-
-
-def _check_share(select: float) -> None:
-    if not 0 <= select < 1:
-        raise RequestError(f"--select must be a share of the training part in [0, 1), got {select}.")
+    check_values(
+        {
+            "folds": (folds, Folds),
+            "fold": (fold, Natural),
+            "select": (select, Fraction),
+            "seed": (seed, Seed),
+            "workers": (workers, Parallel),
+        }
+    )
+    if rule == "kfold" and fold >= folds:
+        raise RequestError(f"fold must be below the number of folds, which is {folds}, got {fold}.")
 
 
 def apply_split(
@@ -188,7 +190,7 @@ def cut_selection(manifest: Manifest, share: float, seed: int, balanced: bool = 
     Raises:
         RequestError: The share is not in [0, 1), or training has fewer than two groups.
     """
-    _check_share(share)
+    check_values({"share": (share, Fraction)})
     split = manifest.rows["split"].to_numpy(dtype=object).copy()
     split[split == "select"] = "train"
     rule = manifest.split_rule.split(",")[0]
@@ -198,7 +200,7 @@ def cut_selection(manifest: Manifest, share: float, seed: int, balanced: bool = 
     groups = [manifest.groups[row] for row in train]
     if len(set(groups)) < 2:
         raise RequestError(
-            "Cannot cut a selection part: the training part has fewer than two groups. Add images, or drop --select."
+            "Cannot cut a selection part: the training part has fewer than two groups. Add images, or set nothing aside."
         )
     if balanced:
         cut = stratified_group_parts(manifest.label_index[train], groups, [1 - share, share], seed) == 1

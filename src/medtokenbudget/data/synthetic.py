@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from medtokenbudget.config import Count, DrawnSide, Seed, Settings
 from medtokenbudget.data import dermoscopy
 from medtokenbudget.data.manifest import Manifest, check_name
 from medtokenbudget.data.splits import apply_split, check_request
@@ -28,7 +29,7 @@ _TO_SPLIT = 5
 
 
 @dataclass(frozen=True)
-class Drawings:
+class Drawings(Settings):
     """A request for drawn images.
 
     Attributes:
@@ -38,18 +39,10 @@ class Drawings:
         off_center: Move the lesions away from the center.
     """
 
-    n: int
-    seed: int = 0
-    size: int = 256
+    n: Count
+    seed: Seed = 0
+    size: DrawnSide = 256
     off_center: bool = False
-
-    def __post_init__(self) -> None:
-        if self.n < 1:
-            raise RequestError(f"--n, the number of images, must be 1 or more, got {self.n}.")
-        if self.size < 32:
-            raise RequestError(f"--size, the side of the images in pixels, must be 32 or more, got {self.size}.")
-        if self.seed < 0:
-            raise RequestError(f"--seed must be 0 or more, got {self.seed}.")
 
 
 def synthetic_manifest(
@@ -85,7 +78,7 @@ def synthetic_manifest(
     Raises:
         MismatchError: The folder contains drawings of another request.
     """
-    check_request(split, folds, fold, select, split_seed)
+    check_request(split, folds, fold, select, split_seed, workers)
     check_name(name)
     named = Path(out).suffix == ".parquet"
     folder = Path(out).with_suffix("") if named else Path(out)

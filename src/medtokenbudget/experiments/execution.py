@@ -8,6 +8,8 @@ from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass
 from typing import Literal
 
+from medtokenbudget.config import Parallel, Settings
+from medtokenbudget.errors import RequestError
 from medtokenbudget.experiments.units import Plan, Unit, run_unit
 from medtokenbudget.experiments.watching import INTERVAL, Watch, reporter
 from medtokenbudget.features.pipeline import cpu_threads
@@ -18,7 +20,7 @@ Engine = Literal["local", "ray"]
 
 
 @dataclass(frozen=True)
-class Execution:
+class Execution(Settings):
     """How a sweep runs.
 
     Attributes:
@@ -29,9 +31,14 @@ class Execution:
     """
 
     engine: Engine = "local"
-    jobs: int = 0
+    jobs: Parallel = 0
     only: Literal["all", "failed"] = "all"
     address: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.address is not None and self.engine != "ray":
+            raise RequestError("An address is only used with a Ray cluster: choose the engine 'ray', or leave it out.")
 
 
 def run_units(plan: Plan, units: Sequence[Unit], execution: Execution, jobs: int) -> None:

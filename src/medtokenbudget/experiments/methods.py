@@ -7,78 +7,60 @@ already trained.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from medtokenbudget.config import PRESETS, LossWeights, RouterConfig, TrainConfig, preset
+from medtokenbudget.config import PRESETS, TrainConfig, given_settings, preset, settings_of, with_settings
 from medtokenbudget.errors import RequestError, UnknownNameError
-from medtokenbudget.routing import create_selector, list_selectors, selector_class
+from medtokenbudget.routing import LearnedSelector, create_selector, list_selectors, selector_class
 from medtokenbudget.training.heads import list_heads
 
-Change = Callable[[TrainConfig], TrainConfig]
 DEFAULT_HEAD = "mlp"
 
 
-def with_recipe(name: str, base: TrainConfig) -> TrainConfig:
-    """The settings of preset `name` at the size of `base`; `base` itself if it already follows that preset's recipe.
+@dataclass(frozen=True)
+class Variant:
+    """How a method is trained: a preset, and what the variant's name fixes whatever the user asks for.
 
-    Seed, budgets, device and network width carry over, and a shortened run stays short.
+    Attributes:
+        preset: Name of the preset that decides what the user did not give; None keeps the settings of the run.
+        fixes: Settings by dotted name.
     """
-    wanted = preset(name)
-    if base.recipe == wanted.recipe:
-        return base
-    usual = next(made().epochs for made in PRESETS.values() if made().recipe == base.recipe)
-    short = min(1.0, base.epochs / usual)
-    return replace(
-        wanted,
-        epochs=max(1, round(short * wanted.epochs)),
-        min_steps=wanted.min_steps if short == 1 else 0,
-        head_epochs=base.head_epochs,
-        batch_size=base.batch_size,
-        lats=replace(wanted.lats, hidden=base.lats.hidden, layers=base.lats.layers),
-        context=base.context,
-        seed=base.seed,
-        device=base.device,
-        precision=base.precision,
-        budgets=base.budgets,
-    )
+
+    preset: str | None = None
+    fixes: Mapping[str, Any] = field(default_factory=dict)
+
+    def apply(self, base: TrainConfig) -> TrainConfig:
+        """The preset, then what the user gave in `base`, then what the recipe and the variant fix."""
+        if self.preset is None:
+            return with_settings(base, self.fixes)
+        values = {**given_settings(base), **RECIPES[self.preset], **self.fixes, "given": base.given}
+        return with_settings(PRESETS[self.preset](), values)
 
 
-def _paper(change: Change = lambda config: config) -> Change:
-    """The paper's recipe with one change."""
-    return lambda base: change(with_recipe("paper", base))
-
-
-def _lesion_first(**changes: Any) -> Change:
-    """The lesion-first recipe with one part taken back, to show what that part brings."""
-
-    def change(base: TrainConfig) -> TrainConfig:
-        config = with_recipe("lesion-first", base)
-        if "neighborhood" in changes:
-            return replace(config, lats=replace(config.lats, **changes))
-        if "turns" in changes or "smooth" in changes:
-            return replace(config, context=replace(config.context, **changes))
-        return replace(config, **changes)
-
-    return change
-
-
-LEARNED: dict[str, Change] = {
-    "": _paper(),
-    "mask-free": _paper(lambda c: replace(c, losses=replace(c.losses, classification=1.0, lesion=0.0))),
-    "fixed-0.5": _paper(lambda c: replace(c, curriculum=replace(c.curriculum, kind="fixed", start=0.5))),
-    "with-views": _paper(lambda c: replace(c, views="off-center")),
-    "lesion-first": _lesion_first(),
-    "lesion-first-without-views": _lesion_first(views="none"),
-    "lesion-first-one-view": _lesion_first(views="off-center"),
-    "lesion-first-raster": _lesion_first(neighborhood="raster"),
-    "lesion-first-zero-padding": _lesion_first(router=RouterConfig()),
-    "lesion-first-all-patches": _lesion_first(patches=0),
-    "lesion-first-fixed-grid": _lesion_first(turns=False),
-    "lesion-first-smoothed": _lesion_first(smooth=3),
-    "lesion-first-balanced": _lesion_first(class_balance="loss"),
-    "lesion-first-joint": _lesion_first(recipe="joint", patches=0, losses=LossWeights(diversity=0.0, lesion=1.0, distillation=0.0)),
+RECIPES: dict[str, dict[str, Any]] = {
+    "paper": {"recipe": "joint", "patches": 0},
+    # The head is not trained yet when the epoch is chosen, so masks must choose it; those of validation images are used only for
+    # evaluation, so it is chosen on training images.
+    "lesion-first": {"recipe": "lesion-first", "protocol": "strict", "selection_metric": "retention"},
+}
+"""What a recipe fixes, by the name of its preset."""
+LEARNED: dict[str, Variant] = {
+    "": Variant("paper"),
+    "mask-free": Variant("paper", {"losses.lesion": 0.0}),
+    "fixed-0.5": Variant("paper", {"curriculum.kind": "fixed", "curriculum.start": 0.5}),
+    "with-views": Variant("paper", {"views": "off-center"}),
+    "lesion-first": Variant("lesion-first"),
+    "lesion-first-without-views": Variant("lesion-first", {"views": "none"}),
+    "lesion-first-one-view": Variant("lesion-first", {"views": "off-center"}),
+    "lesion-first-raster": Variant("lesion-first", {"lats.neighborhood": "raster"}),
+    "lesion-first-zero-padding": Variant("lesion-first", {"router.padding": "zero"}),
+    "lesion-first-all-patches": Variant("lesion-first", {"patches": 0}),
+    "lesion-first-fixed-grid": Variant("lesion-first", {"context.turns": False}),
+    "lesion-first-smoothed": Variant("lesion-first", {"context.smooth": 3}),
+    "lesion-first-balanced": Variant("lesion-first", {"class_balance": "loss"}),
+    "lesion-first-joint": Variant("lesion-first", {"recipe": "joint", "patches": 0, "losses.classification": 1.0}),
 }
 """Variants of a selector that learns. The empty name is the paper's recipe."""
 ONLY: dict[str, tuple[str, ...]] = {
@@ -87,12 +69,19 @@ ONLY: dict[str, tuple[str, ...]] = {
 }
 """Variants that change a part which only one selector has."""
 
-FIXED: dict[str, Change] = {
-    "": lambda base: base,
-    "matched": lambda base: with_recipe("lesion-first", base),
-    "epoch-matched": lambda base: replace(base, head_epochs=base.epochs),
-}
+EPOCH_MATCHED = "epoch-matched"
+FIXED: dict[str, Variant] = {"": Variant(), "matched": Variant("lesion-first"), EPOCH_MATCHED: Variant()}
 """Variants of a selector that does not learn: its head trains like that of the lesion-first recipe, or for as long as LATS."""
+
+# What a training reads, by what it does. Anything else would change nothing, so it is refused.
+_ALWAYS = {"seed", "device", "budgets", "router.minimum"}
+_SELECTOR = {
+    *("recipe", "epochs", "min_steps", "batch_size", "lr", "weight_decay", "clip", "patience", "evaluate_every"),
+    *("min_improvement", "protocol", "selection_metric", "views", "precision"),
+}
+_JOINT = {"class_balance", "patches", "losses.classification", "curriculum.kind", "curriculum.start"}
+"""The joint recipe reads `patches` to reject a sample."""
+_POOLED_HEAD = {"head_epochs", "batch_size", "lr", "weight_decay", "clip", "class_balance", "views"}
 
 
 @dataclass(frozen=True, order=True)
@@ -129,7 +118,7 @@ class Method:
             raise UnknownNameError.of("selector", selector, list_selectors())
         if method.head not in list_heads():
             raise UnknownNameError.of("head", method.head, list_heads())
-        known = [*method._changes, *method._ablations]
+        known = [*method._variants, *method._ablations]
         if variant not in known:
             raise UnknownNameError.of(f"variant of {selector}", variant, [name for name in known if name])
         return method
@@ -154,8 +143,36 @@ class Method:
         return self if self.ablation is None else replace(self, variant="")
 
     def config(self, base: TrainConfig) -> TrainConfig:
-        """The training settings of this method in a run whose common settings are `base`."""
-        return self._changes[self.trained_as.variant](base)
+        """The training settings of this method in a run whose common settings are `base`.
+
+        What the user gave reaches every method; the rest comes from the preset that the method's name stands for.
+        """
+        config = self._variants[self.trained_as.variant].apply(base)
+        return replace(config, head_epochs=base.epochs) if self.variant == EPOCH_MATCHED and not self.learned else config
+
+    def reads(self, base: TrainConfig, labels: bool = True) -> set[str]:
+        """Dotted names of the settings that this method's training and evaluation depend on in a run with the settings `base`.
+
+        Args:
+            base: The common settings of the run.
+            labels: Whether the images have class labels; without them there is no head to train.
+        """
+        config, names, kind = self.config(base), set(_ALWAYS), selector_class(self.selector)
+        if issubclass(kind, LearnedSelector):
+            names |= _SELECTOR | (_JOINT if config.recipe == "joint" else set())
+            names |= set(kind.settings(config))
+            if config.protocol == "strict":
+                names.add("selection_fraction")
+            if config.selection_metric == "accuracy":
+                names.add("selection_budget")
+            if "curriculum.kind" in names and config.curriculum.kind == "cosine":
+                names |= {"curriculum.end", "curriculum.epochs"}
+        if labels and not (self.learned and config.recipe == "joint"):
+            names |= _POOLED_HEAD
+        if self.variant == EPOCH_MATCHED and not self.learned:
+            names |= {"epochs"}
+        # A part stands for all of its settings.
+        return {name for name in settings_of(config) if name in names or name.partition(".")[0] in names}
 
     @property
     def options(self) -> Mapping[str, Any]:
@@ -170,15 +187,25 @@ class Method:
         return create_selector(self.selector, **self.options).requires
 
     @property
-    def _changes(self) -> Mapping[str, Change]:
+    def _variants(self) -> Mapping[str, Variant]:
         if not self.learned:
             return FIXED | dict.fromkeys(selector_class(self.selector).variants, FIXED[""])
         foreign = {name for selector, names in ONLY.items() if selector != self.selector for name in names}
-        return {name: change for name, change in LEARNED.items() if name not in foreign}
+        return {name: variant for name, variant in LEARNED.items() if name not in foreign}
 
     @property
     def _ablations(self) -> tuple[str, ...]:
         return selector_class(self.selector).ablations
+
+
+def unused_settings(methods: Sequence[Method], base: TrainConfig, labels: bool = True) -> dict[str, Any]:
+    """The settings that the user gave in `base` and no method would use, because it does not read them or fixes another value."""
+    left = given_settings(base)
+    for method in methods:
+        trained = settings_of(method.config(base))
+        read = method.reads(base, labels)
+        left = {name: value for name, value in left.items() if name not in read or trained[name] != value}
+    return left
 
 
 def with_heads(methods: Sequence[str], heads: Sequence[str] | None) -> tuple[str, ...]:

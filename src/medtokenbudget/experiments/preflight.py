@@ -6,16 +6,17 @@ Every kind of run goes through this file, so that a mistake costs seconds instea
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
-from medtokenbudget.config import SIGNALS, TrainConfig, to_dict
+from medtokenbudget.config import SIGNALS, TrainConfig, given_settings, to_dict
 from medtokenbudget.data import Manifest
 from medtokenbudget.data.manifest import listed
 from medtokenbudget.devices import resolve_device
 from medtokenbudget.errors import MismatchError, RequestError
-from medtokenbudget.experiments.methods import Method
+from medtokenbudget.experiments.methods import Method, unused_settings
 from medtokenbudget.experiments.run import FILE, RunInfo
 from medtokenbudget.experiments.sources import Sources
 from medtokenbudget.experiments.units import Plan, Unit, read_state
@@ -29,35 +30,49 @@ from medtokenbudget.routing.router import budget_to_k
 from medtokenbudget.training.heads import create_head
 from medtokenbudget.training.parts import check_fits
 
+if TYPE_CHECKING:
+    from medtokenbudget.experiments.sweep import Study
+
 READS_ROUTED = "no-pruning"
 """The method that reads tokens which were routed before or inside the backbone: all of them."""
 
 
 def check_config(config: TrainConfig) -> None:
-    """Reject settings that no training can run with, all at once."""
-    faults = [
-        f"{name} must be at least 1, got {getattr(config, name)}"
-        for name in ("epochs", "head_epochs", "batch_size", "evaluate_every")
-        if getattr(config, name) < 1
-    ]
-    wrong = [budget for budget in (*config.budgets, config.selection_budget) if not 0 < budget <= 1]
-    if wrong or not config.budgets:
-        faults.append(f"budgets must lie in (0, 1], got {listed(wrong) or 'none'}")
+    """Reject settings that no learned selector can be trained with; the range of each number is checked in `config.py`."""
     if config.recipe == "lesion-first" and config.losses.lesion <= 0:
-        faults.append(
-            "recipe 'lesion-first' learns from lesion masks alone, so losses.lesion must be above 0 (or use --preset paper)"
+        raise RequestError(
+            "Recipe 'lesion-first' learns from lesion masks alone, so losses.lesion must be above 0. "
+            "Use the preset 'paper' to train without masks."
         )
     if config.recipe == "joint" and config.patches:
-        faults.append("the joint recipe routes whole images, so patches must be 0")
-    faults += [
-        f"{part}.smooth must be odd and at least 1, got {smooth}"
-        for part, smooth in (("router", config.router.smooth), ("context", config.context.smooth))
-        if smooth < 1 or smooth % 2 == 0
-    ]
-    if faults:
-        raise RequestError("Invalid training settings: " + "; ".join(faults) + ".")
+        raise RequestError(f"The joint recipe routes whole images, so patches must be 0, got {config.patches}.")
     ordered_signals(config.lats.signals, SIGNALS)
     resolve_device(config.device)
+
+
+def check_given(studies: Sequence[Study], sources: Sources, config: TrainConfig, own: Collection[str] = ()) -> None:
+    """Reject settings that the user gave and no method of the run would use: nobody would notice that they change nothing.
+
+    Args:
+        own: Settings that the caller chose, not the user.
+    """
+    methods = list(dict.fromkeys(Method.parse(text) for study in studies for text in study.methods))
+    idle = unused_settings(methods, config, bool(sources.manifest.classes))
+    given = given_settings(config)
+    for name, applied in (
+        ("seed", config.seed in {seed for study in studies for seed in study.seeds}),
+        ("budgets", set(config.budgets) <= {budget for study in studies for budget in study.budgets}),
+        ("selection_fraction", not len(sources.manifest.part("select"))),
+    ):
+        if name in given and not applied:
+            idle[name] = given[name]
+    idle = {name: value for name, value in idle.items() if name not in own}
+    if idle:
+        raise RequestError(
+            f"No method of this run ({listed([str(method) for method in methods])}) uses "
+            f"{', '.join(f'{name} = {value!r}' for name, value in idle.items())}. "
+            f"Leave {'it' if len(idle) == 1 else 'them'} out, or choose a method or preset that does."
+        )
 
 
 def check_data(manifest: Manifest, store: FeatureStore) -> None:
@@ -131,16 +146,21 @@ def _check_routed(budget: float, store: FeatureStore, units: Sequence[Unit], con
     if foreign:
         raise RequestError(
             f"{listed(foreign)} chooses among all patches, but store {store.path} has only the {store.per_image} patches that were "
-            f"kept before or inside the backbone. Use --methods {READS_ROUTED} (with any head), or a store of all patches."
+            f"kept before or inside the backbone. Use the method {READS_ROUTED} (with any head), or a store of all patches."
         )
     if tuple(config.budgets) != (budget,):
         raise RequestError(
-            f"Store {store.path} was routed at budget {budget:g}, so there is no other budget. Use --budgets {budget:g}."
+            f"Store {store.path} was routed at budget {budget:g}, so there is no other budget. Set budgets to {budget:g}."
         )
 
 
 def check_needs(sources: Sources, units: Sequence[Unit], config: TrainConfig) -> None:
-    """Reject methods that need masks, labels, views or signals that the data does not have."""
+    """Reject methods that need masks, labels, views or signals that the data does not have, and more patches than there are."""
+    if config.router.minimum > sources.store.n:
+        raise RequestError(
+            f"router.minimum must be at most {sources.store.n}, the patches of an image in store {sources.store.path}, got "
+            f"{config.router.minimum}."
+        )
     if sources.store.fixed_budget is not None:
         _check_routed(sources.store.fixed_budget, sources.store, units, config)
     if not sources.manifest.classes:
@@ -153,12 +173,12 @@ def check_needs(sources: Sources, units: Sequence[Unit], config: TrainConfig) ->
         if needy:
             raise RequestError(
                 f"{listed(needy)} needs lesion masks, but no training image has one. Add masks to the manifest (for example "
-                "`mtb data folder IMAGES --masks MASKS`), or train without them: --preset paper --losses.lesion 0."
+                "`mtb data folder IMAGES --masks MASKS`), or train without them: preset 'paper' with losses.lesion = 0."
             )
     if any(unit.method.config(config).views == "off-center" for unit in units) and OFF_CENTER not in sources.store.views:
         raise RequestError(
             f"Training on off-center views was requested, but store {sources.store.path} has none. "
-            "Run `mtb extract` with --views off-center, or leave out --views."
+            "Run `mtb extract` with --views off-center, or leave out `views`."
         )
 
 
@@ -173,12 +193,10 @@ def _check_without_labels(sources: Sources, units: Sequence[Unit], config: Train
     if needy:
         raise RequestError(
             f"{listed(needy)} needs class labels, but no training image has one. From masks alone only the recipe lesion-first "
-            "learns: use --preset lesion-first."
+            "learns: use the preset 'lesion-first'."
         )
     if config.class_balance == "sampler":
-        raise RequestError("Without class labels there are no classes to balance: use --class-balance none.")
-    if config.selection_metric == "accuracy" and any(unit.method.learned for unit in units):
-        raise RequestError("Without class labels the epoch is chosen by retention: use --selection-metric retention.")
+        raise RequestError("Without class labels there are no classes to balance: class_balance must be 'none'.")
 
 
 def _check_heads(sources: Sources, units: Sequence[Unit], config: TrainConfig) -> None:
@@ -193,7 +211,7 @@ def _check_heads(sources: Sources, units: Sequence[Unit], config: TrainConfig) -
             if k < needs:
                 raise RequestError(
                     f"Head '{name}' of {method} needs at least {needs} tokens, but budget {least:g} keeps {k}. "
-                    "Use a larger budget or --router.minimum, or another head."
+                    "Use a larger budget or router.minimum, or another head."
                 )
 
 

@@ -104,7 +104,7 @@ def resplits(
         chosen = that_fit(sources, tuple(methods), config)
         say(f"Fold {fold + 1} of {folds}: {folder}")
         study = Study("resplits", chosen, tuple(seeds), tuple(budgets), off_center=False)
-        parts.append(run_studies([study], sources, folder, config, execution).assign(fold=fold))
+        parts.append(run_studies([study], sources, folder, config, execution, own=("protocol",)).assign(fold=fold))
     results = pd.concat(parts, ignore_index=True)
     table = variance_table(results)
     write_text(out / "results.csv", results.to_csv(index=False, float_format="%.10g", lineterminator="\n"))

@@ -149,4 +149,4 @@ def reproduce(
         studies = _without_center_bias(names, studies)
     config = config or preset("paper", protocol="paper")
     studies = [replace(study, methods=that_fit(sources, study.methods, config)) for study in studies]
-    return run_studies([study for study in studies if study.methods], sources, out, config, execution)
+    return run_studies([study for study in studies if study.methods], sources, out, config, execution, own=("protocol",))

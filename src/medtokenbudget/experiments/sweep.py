@@ -6,15 +6,16 @@ A second call resumes: finished units are kept, and `only="failed"` runs just th
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pandas as pd
 
-from medtokenbudget.config import BUDGETS, DEFAULT_METHODS, TrainConfig, preset
+from medtokenbudget.config import BUDGETS, DEFAULT_METHODS, Seed, TrainConfig, check_values, given_settings, preset
 from medtokenbudget.data import Manifest
-from medtokenbudget.errors import WorkError
+from medtokenbudget.devices import resolve_device
+from medtokenbudget.errors import RequestError, WorkError
 from medtokenbudget.experiments import preflight
 from medtokenbudget.experiments.collect import collect
 from medtokenbudget.experiments.execution import Execution, run_units
@@ -52,8 +53,8 @@ def sweep(
     store: FeatureStore | Path | str,
     out: Path | str,
     methods: Sequence[str] | None = None,
-    budgets: Sequence[float] = BUDGETS,
-    seeds: Sequence[int] = (42,),
+    budgets: Sequence[float] | None = None,
+    seeds: Sequence[int] | None = None,
     config: TrainConfig | None = None,
     execution: Execution | None = None,
     heads: Sequence[str] | None = None,
@@ -63,6 +64,8 @@ def sweep(
     Args:
         methods: Texts such as 'lats:lesion-first' or 'center'. Default: every method of the paper, our recipe and the controls,
             without those that need masks where no image has one.
+        budgets: Shares of the patches to keep. Default: those of `config`.
+        seeds: Every method is trained once per seed. Default: that of `config`.
         heads: Heads to combine every method with; a method that names its head, such as 'center+linear', keeps it.
 
     Returns:
@@ -70,13 +73,20 @@ def sweep(
     """
     sources = Sources.of(manifest, store, out)
     usual: Sequence[str] = DEFAULT_METHODS
+    config = config or preset("lesion-first")
+    seeds = (config.seed,) if seeds is None else tuple(seeds)
+    check_values({"seeds": (seeds, tuple[Seed, ...])})
     if sources.store.fixed_budget is not None:
         usual = (preflight.READS_ROUTED,)
-        budgets = (sources.store.fixed_budget,) if tuple(budgets) == BUDGETS else budgets
-    config = replace(config or preset("lesion-first"), budgets=tuple(budgets))
+        if budgets is None and "budgets" not in given_settings(config):
+            budgets = (sources.store.fixed_budget,)
+    if budgets is not None:
+        if tuple(budgets) != tuple(given_settings(config).get("budgets", budgets)):
+            raise RequestError("The budgets were given twice, in config and as an argument. Leave out one of them.")
+        config = replace(config, budgets=tuple(budgets))
     chosen = preflight.that_fit(sources, usual, config) if methods is None else tuple(methods)
     chosen = with_heads(chosen, heads)
-    return run_studies([Study("sweep", chosen, tuple(seeds), tuple(budgets))], sources, out, config, execution)
+    return run_studies([Study("sweep", chosen, seeds, tuple(config.budgets))], sources, out, config, execution)
 
 
 def run_studies(
@@ -86,20 +96,25 @@ def run_studies(
     config: TrainConfig,
     execution: Execution | None = None,
     required: Sequence[str] = (),
+    own: Collection[str] = (),
 ) -> pd.DataFrame:
     """Run the units that the studies need, each once, and collect their predictions under the studies' names.
 
     Args:
         required: Methods without which the run is worthless: if one of them fails, the whole run fails.
+        own: Settings of `config` that the caller chose, not the user: they may go unused.
 
     Returns:
         The tidy results, also written to `out/results.csv`.
     """
     execution, out = execution or Execution(), Path(out).resolve()
-    preflight.check_config(config)
-    preflight.check_data(sources.manifest, sources.store)
     units = unique_units(studies)
+    resolve_device(config.device)
+    for method in dict.fromkeys(unit.method for unit in units if unit.method.learned):
+        preflight.check_config(method.config(config))
+    preflight.check_data(sources.manifest, sources.store)
     preflight.check_needs(sources, units, config)
+    preflight.check_given(studies, sources, config, own)
     plan = Plan(sources.manifest_path, sources.store_path, out, config, sources.manifest.name)
     preflight.check_run(plan, units, sources)
     with exclusive(out):

@@ -17,6 +17,7 @@ import torch
 from PIL import Image, ImageEnhance, ImageOps
 from torch import Tensor
 
+from medtokenbudget.config import Count, check_values
 from medtokenbudget.data import Manifest, decode_image
 from medtokenbudget.errors import MismatchError, RequestError, WorkError
 from medtokenbudget.features.backbone import Backbone
@@ -76,8 +77,7 @@ class TeacherCache:
     """
 
     def __init__(self, folder: Path, manifest: Manifest, teacher: Backbone, views: int, seed: int) -> None:
-        if views < 1:
-            raise RequestError(f"--views, the number of views of each image, must be 1 or more, got {views}.")
+        check_values({"views": (views, Count)})
         self.folder, self.manifest, self.teacher, self.views, self.seed = folder, manifest, teacher, views, seed
         self.rows = len(manifest) * views
         self.grid, self.dim, self.has_cls = teacher.grid, teacher.dim, teacher.has_cls

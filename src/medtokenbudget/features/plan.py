@@ -84,20 +84,17 @@ def check_request(manifest: Manifest, config: ExtractConfig) -> None:
     """Raise a RequestError for settings that no extraction of this manifest can follow; called before the backbone is loaded."""
     if not len(manifest):
         raise RequestError(f"The manifest '{manifest.name}' contains no images, so there is nothing to extract.")
-    for name in ("shard_size", "batch_size", "crops"):
-        if getattr(config, name) < 1:
-            raise RequestError(f"--{name.replace('_', '-')} must be 1 or more, got {getattr(config, name)}.")
-    if config.workers < 0:
-        raise RequestError(f"--workers must be 0 (one thread per core) or more, got {config.workers}.")
     if config.views != "off-center" and config.crops != 1:
         raise RequestError(
-            f"--crops {config.crops} needs --views off-center, but the views are '{config.views}'. Add --views off-center, "
-            "or drop --crops."
+            f"crops = {config.crops} needs views = 'off-center', but the views are '{config.views}'. Change the views, "
+            "or leave out crops."
         )
+    if config.views != "off-center" and config.view_seed:
+        raise RequestError(f"view_seed = {config.view_seed} needs views = 'off-center'. Change the views, or leave out view_seed.")
     if config.views == "off-center" and not manifest.rows["mask"].notna().any():
         raise RequestError(
-            f"--views off-center crops around the lesion mask, but no image of '{manifest.name}' has a mask. Add masks to the "
-            "manifest, or drop --views off-center."
+            f"The views 'off-center' are cropped around the lesion mask, but no image of '{manifest.name}' has a mask. "
+            "Add masks to the manifest, or choose other views."
         )
 
 

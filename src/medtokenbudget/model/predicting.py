@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from medtokenbudget.config import Count, Parallel, Settings
 from medtokenbudget.errors import MedTokenBudgetError, RequestError
 from medtokenbudget.model import parts
 from medtokenbudget.model.guarantee import Guarantee
@@ -28,7 +29,7 @@ Batch = list[tuple[Source, Prepared]]
 
 
 @dataclass(frozen=True)
-class Streaming:
+class Streaming(Settings):
     """How a stream of images is worked through.
 
     Attributes:
@@ -37,8 +38,8 @@ class Streaming:
         masks: Whether to read the masks of the sources, for `Routing.lesion`.
     """
 
-    batch_size: int = 16
-    workers: int = 2
+    batch_size: Count = 16
+    workers: Parallel = 2
     masks: bool = False
 
 
@@ -59,8 +60,6 @@ def predict_sources(
 def _stream(
     model: MedTokenBudget, sources: Iterable[Source], answer: Callable[[Batch], list[Answer]], streaming: Streaming
 ) -> Iterator[tuple[Source, Answer | Failure]]:
-    if streaming.batch_size < 1:
-        raise RequestError(f"batch_size must be at least 1, got {streaming.batch_size}.")
     return _batches(model, sources, answer, streaming)
 
 

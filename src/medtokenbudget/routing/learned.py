@@ -65,6 +65,14 @@ class LearnedSelector(Selector, nn.Module):
     def from_config(cls, dim: int, config: TrainConfig, classes: int = 2) -> Self:
         """A selector for tokens of dimension `dim` with the settings of a training; `classes` is for those that also classify."""
 
+    @classmethod
+    def settings(cls, config: TrainConfig) -> tuple[str, ...]:
+        """Dotted names of what it reads of `config` beside what every training does; 'router' stands for all of that part.
+
+        A setting that no method of a run reads is refused. Override this to have more refused than `lats` and `context`.
+        """
+        return ("patches", "router", "curriculum", "losses")
+
     def min_steps(self, config: TrainConfig) -> int:
         """Fewest steps that its training takes on small data sets."""
         return config.min_steps

@@ -55,6 +55,10 @@ class Probe(LearnedSelector, Ranker):
     def from_config(cls, dim: int, config: TrainConfig, classes: int = 2) -> Self:
         return cls(dim, classes, minimum=config.router.minimum)  # type: ignore[call-arg, misc]
 
+    @classmethod
+    def settings(cls, config: TrainConfig) -> tuple[str, ...]:
+        return ("losses.lesion", "losses.classification")
+
     @abstractmethod
     def attribute(self, patches: Tensor) -> tuple[Tensor, Tensor]:
         """Attribution of each patch [B, N], of any scale, and the probe's class logits [B, C], for patches [B, N, D] in fp32."""

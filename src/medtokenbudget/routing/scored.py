@@ -35,6 +35,11 @@ class ScoredRanker(LearnedSelector, Ranker):
         self.padding = padding
         self.temperature = temperature
 
+    @classmethod
+    def settings(cls, config: TrainConfig) -> tuple[str, ...]:
+        terms = ("losses.budget", "losses.diversity", "losses.lesion", "losses.distillation")
+        return (*terms, "router.temperature") if config.recipe == "joint" else terms
+
     @abstractmethod
     def logits(self, tokens: TokenBatch, generator: torch.Generator | None = None, at: Tensor | None = None) -> Tensor:
         """Raw score logits [B, N] (or [B, T] at the patches `at`), with noise in training mode: what the losses see."""
@@ -76,7 +81,7 @@ class ScoredRanker(LearnedSelector, Ranker):
         is no Gumbel noise.
         """
         if route and config.patches:
-            raise RequestError("The joint recipe routes whole images, so it learns from all patches: use --patches 0.")
+            raise RequestError("The joint recipe routes whole images, so it learns from all patches: patches must be 0.")
         tokens = tokens.float()
         k = self.count(budget, tokens.n)
         at = None if route else self.sample(tokens, config.patches, generator)

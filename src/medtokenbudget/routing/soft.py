@@ -41,6 +41,11 @@ class SoftMerger(LearnedSelector, Merger):
     def from_config(cls, dim: int, config: TrainConfig, classes: int = 2) -> Self:
         return cls(dim, minimum=config.router.minimum)
 
+    @classmethod
+    def settings(cls, config: TrainConfig) -> tuple[str, ...]:
+        # Trained alone, too, it makes as many tokens as the budget of the epoch asks for.
+        return ("losses.lesion", "curriculum.kind", "curriculum.start")
+
     @abstractmethod
     def attention(self, tokens: TokenBatch, k: int) -> Tensor:
         """Share of each patch in each of the first k tokens, [B, k, N] in fp32; rows sum to one."""

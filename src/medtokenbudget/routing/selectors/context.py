@@ -61,6 +61,11 @@ class ContextSelector(ScoredRanker):
         own = {name: value for name, value in vars(config.context).items() if name != "min_steps"}
         return cls(dim, **own, **router)
 
+    @classmethod
+    def settings(cls, config: TrainConfig) -> tuple[str, ...]:
+        padding = ("router.padding",) if config.context.smooth > 1 else ()
+        return (*super().settings(config), "context", *padding)
+
     def min_steps(self, config: TrainConfig) -> int:
         return min(config.min_steps, config.context.min_steps)
 

@@ -48,6 +48,10 @@ class Cropr(LearnedSelector, Ranker):
     def from_config(cls, dim: int, config: TrainConfig, classes: int = 2) -> Cropr:
         return cls(dim, classes, minimum=config.router.minimum)
 
+    @classmethod
+    def settings(cls, config: TrainConfig) -> tuple[str, ...]:
+        return ("losses.lesion", "losses.classification")
+
     def logits(self, patches: Tensor) -> Tensor:
         """Dot products of each query with the patches, which are keys and values themselves: [B, queries, N] in fp32."""
         return (self.query @ patches.transpose(1, 2)).float()

@@ -56,6 +56,10 @@ class _Pruner(LearnedSelector):
     def from_config(cls, dim: int, config: TrainConfig, classes: int = 2) -> Self:
         return cls(dim, config.router.minimum)
 
+    @classmethod
+    def settings(cls, config: TrainConfig) -> tuple[str, ...]:
+        return ("losses.lesion",)
+
     def decisions(self, logits: Tensor, generator: torch.Generator | None) -> Tensor:
         """Keep decisions [B, N], 0 or 1, by the straight-through Gumbel-softmax of keep and drop; no noise without a generator."""
         noisy = logits

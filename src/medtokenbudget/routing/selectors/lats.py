@@ -60,6 +60,11 @@ class LATSSelector(ScoredRanker):
     def from_config(cls, dim: int, config: TrainConfig, classes: int = 2) -> LATSSelector:
         return cls(dim, **vars(config.lats), **vars(config.router))
 
+    @classmethod
+    def settings(cls, config: TrainConfig) -> tuple[str, ...]:
+        padding = ("router.padding",) if config.router.smooth > 1 else ()
+        return (*super().settings(config), "lats", "router.smooth", *padding, "patches")
+
     def options(self) -> dict[str, Any]:
         scorer = self.scorer
         return {

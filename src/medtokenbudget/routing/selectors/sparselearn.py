@@ -45,6 +45,10 @@ class SparseLearn(LearnedSelector, Ranker):
     def from_config(cls, dim: int, config: TrainConfig, classes: int = 2) -> Self:
         return cls(dim, temperature=config.router.temperature, minimum=config.router.minimum)
 
+    @classmethod
+    def settings(cls, config: TrainConfig) -> tuple[str, ...]:
+        return ("losses.lesion", "router.temperature") if config.recipe == "joint" else ("losses.lesion",)
+
     def score(self, tokens: TokenBatch, generator: torch.Generator | None = None) -> Tensor:
         return self.scorer(tokens.patches.float()).squeeze(-1).float()
 

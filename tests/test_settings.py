@@ -1,0 +1,197 @@
+"""Every number has its range, which is checked in one place before work starts, from Python as from the command line."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import pkgutil
+from dataclasses import MISSING, Field, fields, is_dataclass
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+
+import pytest
+
+import medtokenbudget as mtb
+from medtokenbudget.cli import COMMANDS, command, main
+from medtokenbudget.cli.data import COMMANDS as DATA
+from medtokenbudget.cli.parsing import parser_of
+from medtokenbudget.cli.values import Kind
+from medtokenbudget.config import BackboneConfig, Range, RouterConfig, Settings, TrainConfig, preset
+from medtokenbudget.data import Drawings, apply_split, synthetic_manifest
+from medtokenbudget.errors import RequestError
+from tests.drawn import Drawn, quick
+
+
+def _classes() -> list[type]:
+    """Every dataclass of the package that holds settings."""
+    found: set[type] = set()
+    for module in pkgutil.walk_packages(mtb.__path__, "medtokenbudget."):
+        if not module.name.endswith("__main__"):
+            for entry in vars(importlib.import_module(module.name)).values():
+                if (
+                    isinstance(entry, type)
+                    and is_dataclass(entry)
+                    and (issubclass(entry, Settings) or entry.__name__.endswith("Config"))
+                ):
+                    found.add(entry)
+    return sorted(found, key=lambda entry: entry.__name__)
+
+
+CLASSES = _classes()
+
+
+def _plain(kind: Any) -> tuple[Any, Range | None, bool, bool]:
+    """Type of one value, its range, whether it may be None, and whether there are several."""
+    if get_origin(kind) in (Union, UnionType):
+        inner = [entry for entry in get_args(kind) if entry is not NoneType]
+        plain, limits, _, several = _plain(inner[0]) if len(inner) == 1 else (None, None, False, False)
+        return plain, limits, True, several
+    if get_origin(kind) is tuple:
+        plain, limits, none, _ = _plain(get_args(kind)[0])
+        return plain, limits, none, True
+    if get_origin(kind) is Annotated:
+        return get_args(kind)[0], next((entry for entry in get_args(kind) if isinstance(entry, Range)), None), False, False
+    return kind, None, False, False
+
+
+NUMBERS = [
+    (config, entry)
+    for config in CLASSES
+    for entry in fields(config)
+    if _plain(get_type_hints(config, include_extras=True)[entry.name])[0] in (int, float)
+]
+
+
+def _outside(kind: type, limits: Range) -> list[Any]:
+    """Values just outside a range, and what is no number of this kind."""
+    step = 1 if kind is int else 1e-6
+    wrong: list[Any] = [kind(limits.low) if limits.above else limits.low - step, math.nan, math.inf, -math.inf, "3", True]
+    if limits.high < math.inf:
+        wrong.append(kind(limits.high) if limits.below else limits.high + step)
+    if limits.odd:
+        wrong.append(4)
+    if kind is int:
+        wrong.append(limits.low + 0.5)
+    return wrong
+
+
+def _required(config: type) -> dict[str, Any]:
+    return {entry.name: 64 for entry in fields(config) if entry.default is MISSING and entry.default_factory is MISSING}
+
+
+def test_classes_of_settings_check_their_values() -> None:
+    assert {"TrainConfig", "ExtractConfig", "BackboneConfig", "RouteConfig", "ServeConfig", "Execution"} <= {
+        config.__name__ for config in CLASSES
+    }
+    assert [config.__name__ for config in CLASSES if not issubclass(config, Settings)] == []
+
+
+@pytest.mark.parametrize(("config", "entry"), NUMBERS, ids=[f"{config.__name__}.{entry.name}" for config, entry in NUMBERS])
+def test_a_number_just_outside_its_range_is_refused_by_the_name_of_its_field(config: type[Settings], entry: Field[Any]) -> None:
+    kind, limits, optional, several = _plain(get_type_hints(config, include_extras=True)[entry.name])
+    assert limits is not None, f"{config.__name__}.{entry.name} needs a range"
+    for value in [*_outside(kind, limits), *([] if optional else [None])]:
+        with pytest.raises(RequestError, match=rf"^{config.part}{entry.name} must be "):
+            config(**{**_required(config), entry.name: (value,) if several else value})
+    edge: Any = limits.low + (0 if not limits.above else 1 if kind is int else 1e-9)
+    config(**{**_required(config), entry.name: (kind(edge),) if several else kind(edge)})
+
+
+def test_many_faults_are_told_at_once() -> None:
+    with pytest.raises(RequestError, match=r"epochs must be at least 1, got 0\. lr must be above 0, got -1\.") as raised:
+        TrainConfig(epochs=0, lr=-1)
+    assert "--" not in str(raised.value)
+    with pytest.raises(RequestError, match=r"Unknown recipe 'jiont'. Did you mean 'joint'\?"):
+        TrainConfig(recipe="jiont")  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="lats must be a LATSConfig, got None"):
+        TrainConfig(lats=None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "name", [*(name for name in COMMANDS if name not in ("data", "store")), *(f"data {name}" for name in DATA)]
+)
+def test_every_number_on_the_command_line_has_a_range(name: str) -> None:
+    first, *words = name.split()
+    for action in parser_of(command(first), words).options().values() if name not in ("doctor", "completion") else ():
+        if isinstance(action.type, Kind):
+            assert action.type.allowed not in ("a number", "a whole number"), f"mtb {name} {action.option_strings[0]}"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--clip", "-1"], "Option --clip cannot be '-1'. Use a number that is above 0."),
+        (["--clip", "0"], "Option --clip cannot be '0'."),
+        (["--lr", "nan"], "Option --lr cannot be 'nan'."),
+        (["--selection-fraction", "1"], "Option --selection-fraction cannot be '1'. Use a number that is above 0 and below 1."),
+        (["--router.minimum", "9999"], "router.minimum must be at most 100, the patches of an image"),
+    ],
+)
+def test_a_training_with_a_number_out_of_range_is_refused_and_writes_nothing(
+    drawn: Drawn, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    arguments = ["train", str(drawn.manifest_path), "--store", str(drawn.store_path), "--out", str(tmp_path / "run")]
+    assert main([*arguments, *words]) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--image-size", "-224"], "Option --image-size cannot be '-224'."),
+        (["--threads", "99999"], "Option --threads cannot be '99999'. Use a whole number that is at least 0 and at most 1024."),
+        (["--threads", "-1"], "Option --threads cannot be '-1'."),
+        (["--shard-size", "0"], "Option --shard-size cannot be '0'."),
+        (["--margin", "1.5"], "--margin only matters with --route zoom. Add that, or leave out --margin."),
+        (["--background", "token"], "--background only matters with --route block:N."),
+        (["--crops", "1"], "--crops only matters with --views off-center."),
+        (["--view-seed", "3"], "--view-seed only matters with --views off-center."),
+        (["--address", "auto"], "--address only matters with --engine ray."),
+    ],
+)
+def test_an_extraction_that_makes_no_sense_is_refused_and_writes_nothing(
+    drawn: Drawn, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    arguments = ["extract", str(drawn.manifest_path), "--store", str(tmp_path / "store"), "--backbone", "embedded"]
+    assert main([*arguments, *words]) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("predict MODEL IMAGE --out p.csv --tokens-dtype fp32", "--tokens-dtype only matters with --tokens."),
+        ("route IMAGE --out routed --tokens-dtype fp32", "--tokens-dtype only matters with --tokens."),
+        ("route IMAGE --out routed --address auto", "--address only matters with --engine ray."),
+        ("export MODEL --format hub --budget 0.3 --part whole --out x", "--budget and --part only matter with --format onnx."),
+        ("export MODEL --format web --selector lats --out x", "--selector only matters with --format onnx."),
+        ("export MODEL --format web --port 80 --out x", "--port only matters with --serve."),
+        ("sweep M --store S --out x --address auto", "--address only matters with --engine ray."),
+        ("sweep M --store S --out x --engine ray --jobs 3", "--jobs only matters with --engine local."),
+        ("reproduce M --store S --out x --address auto", "--address only matters with --engine ray."),
+    ],
+)
+def test_an_option_that_would_change_nothing_is_refused(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words.split()) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_functions_check_their_numbers_like_settings(drawn: Drawn, tmp_path: Path) -> None:
+    paths = drawn.manifest_path, drawn.store_path, tmp_path / "run"
+    for words, call in {
+        "jobs must be at least 0 and at most 1024, got -1": lambda: mtb.sweep(*paths, ["center"], jobs=-1),
+        "seeds must be at least 0": lambda: mtb.sweep(*paths, ["center"], seeds=[-3]),
+        "budgets must be above 0 and at most 1, got 1.5": lambda: mtb.sweep(*paths, ["center"], budgets=[1.5]),
+        "router.minimum must be at most 100": lambda: mtb.train(*paths, preset("lesion-first", router=RouterConfig(minimum=101))),
+        "image_size must be at least 1": lambda: mtb.extract(drawn.manifest, tmp_path / "s", BackboneConfig(image_size=-224)),
+        "threads must be at least 0": lambda: mtb.extract(drawn.manifest, tmp_path / "s", threads=-1),
+        "select must be at least 0 and below 1": lambda: apply_split(drawn.manifest, "grouped", select=math.nan),
+        "workers must be at least 0": lambda: synthetic_manifest(tmp_path / "drawn", Drawings(4), workers=-1),
+        "clip must be above 0": lambda: quick("paper", clip=0.0),
+    }.items():
+        with pytest.raises(RequestError, match=words):
+            call()
+    assert list(tmp_path.iterdir()) == []
