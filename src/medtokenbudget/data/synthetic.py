@@ -17,7 +17,7 @@ from medtokenbudget.config import Count, DrawnSide, Seed, Settings
 from medtokenbudget.data import dermoscopy
 from medtokenbudget.data.manifest import Manifest, check_name
 from medtokenbudget.data.splits import apply_split, check_request
-from medtokenbudget.errors import MismatchError, RequestError
+from medtokenbudget.errors import MismatchError
 from medtokenbudget.files import read_sealed, sha256_file, sha256_json, write_encoded, write_sealed
 from medtokenbudget.locks import exclusive
 from medtokenbudget.progress import progress

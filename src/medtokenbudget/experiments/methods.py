@@ -81,7 +81,7 @@ _SELECTOR = {
 }
 _JOINT = {"class_balance", "patches", "losses.classification", "curriculum.kind", "curriculum.start"}
 """The joint recipe reads `patches` to reject a sample."""
-_POOLED_HEAD = {"head_epochs", "batch_size", "lr", "weight_decay", "clip", "class_balance", "views"}
+_POOLED_HEAD = {"head_epochs", "batch_size", "lr", "weight_decay", "clip", "class_balance", "views", "protocol"}
 
 
 @dataclass(frozen=True, order=True)
@@ -169,6 +169,8 @@ class Method:
                 names |= {"curriculum.end", "curriculum.epochs"}
         if labels and not (self.learned and config.recipe == "joint"):
             names |= _POOLED_HEAD
+            if config.protocol == "paper":  # keeps the best epoch of the head, as of the selector
+                names |= {"evaluate_every", "min_improvement", "selection_budget"}
         if self.variant == EPOCH_MATCHED and not self.learned:
             names |= {"epochs"}
         # A part stands for all of its settings.
