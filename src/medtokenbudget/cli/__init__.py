@@ -23,7 +23,6 @@ COMMANDS: dict[str, str] = {
     "sweep": "train and evaluate several methods at several budgets and seeds",
     "reproduce": "run the paper's studies and compare with its numbers",
     "report": "write the tables, figures and report.html of a run, or compare several runs",
-    "leaderboard": "rank the methods of several runs on the same images in one table",
     "route": "write which patches of images a router keeps, with no training at all",
     "evaluate": "evaluate a saved model on other images: external validation with a report",
     "calibrate": "let a model keep a promised share of the lesion instead of a share of the patches",
@@ -31,7 +30,6 @@ COMMANDS: dict[str, str] = {
     "serve": "serve a model: JSON API and explorer page",
     "explore": "serve a model and open the explorer in the browser",
     "export": "export a model as ONNX files, as a static site or as a folder for the hub",
-    "bench": "measure how much faster early routing is on this machine, and the benchmarks of a source checkout",
     "completion": "print a script that completes commands and options in the shell",
 }
 
@@ -116,7 +114,11 @@ def _extras() -> dict[str, list[str]]:
     for text in importlib.metadata.requires("medtokenbudget") or ():
         requirement = Requirement(text)
         for name in ("serve", "onnx", "ray", "dicom"):
-            if requirement.marker and not requirement.marker.evaluate({"extra": ""}) and requirement.marker.evaluate({"extra": name}):
+            if (
+                requirement.marker
+                and not requirement.marker.evaluate({"extra": ""})
+                and requirement.marker.evaluate({"extra": name})
+            ):
                 extras.setdefault(name, []).append(requirement.name)
     return extras
 

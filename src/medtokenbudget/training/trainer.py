@@ -46,7 +46,6 @@ from medtokenbudget.training.pooled import (
 from medtokenbudget.training.pooling import pool_and_judge, pool_to_file
 from medtokenbudget.training.schedule import EarlyStopping, cosine_lr, epochs_for
 from medtokenbudget.training.seeds import generator
-from medtokenbudget.training.tracking import Tracker
 
 CHECKPOINT, METRICS = "checkpoint.safetensors", "metrics.jsonl"
 
@@ -143,7 +142,6 @@ class _Trainer:
 
     def run(self) -> None:
         self._resume()
-        tracker = Tracker(self.out)
         while not self.finished:
             started = time.perf_counter()
             row = self._train_epoch(self.epoch)
@@ -156,7 +154,7 @@ class _Trainer:
             self.finished = self.epoch + 1 >= self.epochs or (looked_at and self.stopping.stop(self.epoch))
             self.epoch += 1
             # In this order: a row without its checkpoint is dropped when the training resumes, a lost row would stay lost.
-            tracker.write(row)
+            append_line(self.out / METRICS, row)
             self._save()
             if self.on_epoch is not None:
                 self.on_epoch("selector", self.epoch, self.epochs)
