@@ -114,11 +114,7 @@ def _extras() -> dict[str, list[str]]:
     for text in importlib.metadata.requires("medtokenbudget") or ():
         requirement = Requirement(text)
         for name in ("serve", "onnx", "ray", "dicom"):
-            if (
-                requirement.marker
-                and not requirement.marker.evaluate({"extra": ""})
-                and requirement.marker.evaluate({"extra": name})
-            ):
+            if requirement.marker and requirement.marker.evaluate({"extra": name}):
                 extras.setdefault(name, []).append(requirement.name)
     return extras
 
