@@ -41,11 +41,12 @@ def results(run: Path) -> dict[str, list[Any]]:
     return {"/".join(map(str, row[: len(keys)])): list(row[len(keys) :]) for row in rows.values.tolist()}
 
 
-def routed(model: object, images: list[Path], **amount: float) -> dict[str, Any]:
+def routed(model: object, images: list[Path], budget: float = 0.3, retention: float | None = None) -> dict[str, Any]:
     """Kept patches and scores of images."""
     import medtokenbudget as medtokens
 
-    answers = medtokens.load(str(model), device="cpu").route(images, **amount)
+    loaded = medtokens.load(str(model), device="cpu")
+    answers = loaded.route(images, budget if retention is None else loaded.guarantee(retention))
     return {path.name: [answer.kept.tolist(), answer.scores.flatten().tolist()] for path, answer in zip(images, answers)}
 
 
