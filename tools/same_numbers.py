@@ -96,7 +96,7 @@ def flow(name: str, manifest: Path, images: list[Path], work: Path, methods: lis
     model = work / f"{name}-calibrated"
     mtb("calibrate", work / f"{name}-lesion-first", manifest, "--store", store, "--retention", 0.6, "--out", model)
     numbers["guarantee"] = routed(model, images, retention=0.6)
-    mtb("evaluate", work / f"{name}-lesion-first", manifest, "--store", store, "--part", "all", "--out", work / f"{name}-evaluated")
+    mtb("evaluate", work / f"{name}-lesion-first", manifest, "--store", store, "--part", "val", "--out", work / f"{name}-evaluated")
     numbers["evaluate"] = results(work / f"{name}-evaluated")
     numbers["onnx"] = exported(work / f"{name}-lesion-first", images, work / f"{name}-onnx")
     return numbers
