@@ -16,8 +16,8 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
+from benchmarks.competitors import evit_blocks, tome_every_block
 from medtokenbudget.config import BackboneConfig
-from medtokenbudget.experiments.competitors import evit_blocks, tome_every_block
 from medtokenbudget.features import routed_pass, views
 from medtokenbudget.features.attention import Inputs
 from medtokenbudget.features.backbone import Backbone

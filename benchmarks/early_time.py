@@ -12,9 +12,9 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from benchmarks.competitors import evit_blocks, tome_every_block
 from benchmarks.early_passes import FINE, GRID, MORE, K, N, Passes, attention_of, from_center
-from medtokenbudget.experiments.competitors import evit_blocks, tome_every_block
-from medtokenbudget.experiments.early_speed import scout_score
+from benchmarks.early_speed import scout_score
 from medtokenbudget.features import routed_pass
 from medtokenbudget.features.early import finer
 from medtokenbudget.model import load

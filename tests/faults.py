@@ -15,7 +15,7 @@ from tests.small_model import CLASSES, draw_images, small_backbone, small_model
 SMALL = ["--epochs", "1", "--head-epochs", "1", "--batch-size", "8", "--device", "cpu"]
 STUDENT = ["--patch-size", "16", "--width", "32", "--heads", "1", "--depth", "1", "--batch-size", "8", "--epochs", "2"]
 COMMANDS = (
-    *("data", "split", "extract", "prune", "train", "sweep", "report", "leaderboard", "distill", "export"),
+    *("data", "split", "extract", "prune", "train", "sweep", "report", "distill", "export"),
     *("calibrate", "route", "shards", "predict"),
 )
 LONG = ("evaluate", "reproduce", "web")
@@ -47,7 +47,6 @@ class World:
             "sweep": ["sweep", *run, "--methods", "lats", "center", "--jobs", 1, "--lats.hidden", 8, "--lats.layers", 1],
             "reproduce": ["reproduce", *run, "--study", "epochs", "--jobs", 1],
             "report": ["report", self.root / "run", "--out", out],
-            "leaderboard": ["leaderboard", self.root / "run", "--out", out],
             "evaluate": ["evaluate", self.root / "model", manifest, "--out", out, "--classes", self.root / "classes.json"],
             "distill": ["distill", manifest, "--teacher", *vit, "--out", out, "--views", 1, *STUDENT],
             "export": ["export", self.root / "model", "--format", "hub", "--out", out],

@@ -7,7 +7,7 @@ import importlib
 import re
 import sys
 from pathlib import Path
-from statistics import mean, variance
+from statistics import mean
 from types import ModuleType
 
 import pytest
@@ -45,17 +45,6 @@ def test_the_page_of_every_selector_is_what_its_script_makes_of_its_csv() -> Non
     heads = [rows("zoo-heads", method="tome+abmil", view=view, budget="0.3")[0] for view in ("as-is", "off-center")]
     assert cell("zoo", "ToMe", "abmil") == " / ".join(f"{100 * float(row['balanced_accuracy']):.1f}" for row in heads)
     assert "[" not in re.sub(r"!?\[[^|\]]*\]\(", "", (RESULTS / "zoo.md").read_text(encoding="utf-8")), "a number is not filled in"
-
-
-def test_the_page_of_other_splits_is_what_its_script_makes_of_its_csv() -> None:
-    assert (RESULTS / "resplits.md").read_text(encoding="utf-8") == tool("resplits_page").page()
-    cells: dict[str, list[float]] = {}
-    for row in rows("resplits", method="tome", budget="0.3"):
-        cells.setdefault(row["fold"], []).append(100 * float(row["accuracy"]))
-    means = [mean(values) for values in cells.values()]
-    within = mean(variance(values) for values in cells.values())
-    between = max(0, variance(means) - within / 2) ** 0.5
-    assert cell("resplits", "ToMe", "accuracy") == f"{mean(means):.1f} ({between:.1f} / {within**0.5:.1f})"
 
 
 def test_the_page_of_early_routing_is_what_its_script_makes_of_its_csv() -> None:

@@ -1,6 +1,6 @@
 """The page of early routing: `python docs/tools/early_page.py [STUDY [SPEED...]]`.
 
-STUDY is the folder of `benchmarks/early_study.py`, SPEED are outputs of `mtb bench early-routing`. With them it first collects
+STUDY is the folder of `benchmarks/early_study.py`, SPEED are outputs of `benchmarks/early_speed.py`. With them it first collects
 `docs/results/early-routing.csv`. Without, it writes `early-routing.md` and its figure again from the CSV; a test does the same with
 the page and compares.
 """

@@ -193,7 +193,7 @@ needs no training, keeps fewer lesion patches than the middle of the image does,
 
 ## Speed
 
-`mtb bench early-routing --rounds 3`: speed over the dense pass of the same run, random weights, all twelve blocks, router
+`python -m benchmarks.early_speed --rounds 3`: speed over the dense pass of the same run, random weights, all twelve blocks, router
 included, on an otherwise idle machine of two cores (ViT-B/14 at batch 16 and one thread: beside other work). *Scout*: 76
 patches from block 0; *inside*: before block 4, one background token; *zoom*: the scout, then the whole grid; *ToMe*: in every
 block, down to 76; the *smaller image* is one of about the scout's time.
@@ -229,7 +229,7 @@ python -m benchmarks.early_study pool --manifest isic.parquet --weights vits.saf
 python -m benchmarks.early_study inner --manifest isic.parquet --out study
 python -m benchmarks.early_study validation --manifest isic.parquet --out study
 python -m benchmarks.early_study time --weights vits.safetensors --scout runs/scout --out study
-mtb bench early-routing --threads 1
+python -m benchmarks.early_speed --threads 1
 python docs/tools/early_page.py study bench.txt
 ```
 

@@ -134,7 +134,6 @@ what the patches nearest the center keep of them without a model, were computed 
 | [From one archive to another](external.md) | what is lost on other people's images? | [external.csv](external.csv) |
 | [Early routing](early-routing.md) | what does routing before the backbone save? | [early-routing.csv](early-routing.csv) |
 | [Every selector](zoo.md) | what do the methods of the literature keep? | [zoo.csv](zoo.csv) |
-| [Other splits](resplits.md) | how much depends on the split? | [resplits.csv](resplits.csv) |
 """
 
 

@@ -80,8 +80,7 @@ What it says, and what it does not:
   head does.
 - Accuracy intervals are four to five points to either side, those of balanced accuracy four to eight, and seeds deviate in
   macro F1 by up to [embedded|untrained|as-is|macro_f1_spread] without training and by up to
-  [embedded|learned|as-is|macro_f1_spread] with it. Rows that are closer than that cannot be told apart here; [other
-  splits](resplits.md) say more about a few of them.
+  [embedded|learned|as-is|macro_f1_spread] with it. Rows that are closer than that cannot be told apart here.
 
 ## ViT-S/14
 

@@ -157,7 +157,7 @@ HEADLINE_METHODS: tuple[str, ...] = ("lats:lesion-first", "lats")
 DEFAULT_METHODS: tuple[str, ...] = ("lats:lesion-first", *PAPER_METHODS, *CONTROLS)
 """What `mtb sweep` compares unless told otherwise."""
 HEADLINE_SELECTORS: tuple[str, ...] = ("lats", "lats:lesion-first", "center", "random", "evit", "tome", "no-pruning", "oracle")
-"""What the study `zoo` combines with every head and the study `resplits` trains on every fold."""
+"""What the study `zoo` combines with every head."""
 SIGNALS: tuple[str, ...] = ("attention", "norm", "contrast")
 Neighborhood = Literal["raster", "grid4", "grid8"]
 Padding = Literal["exclude", "zero"]

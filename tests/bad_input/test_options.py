@@ -103,8 +103,6 @@ COMMANDS: dict[str, str] = {
     f"{WEB} --format onnx --serve": "need --format web",
     f"{WEB} --format paper": "Use onnx, web or hub",
     f"{WEB} --format hub --runtime OUT": "need --format web",
-    "leaderboard NOTHING --out OUT": "NOTHING",
-    "leaderboard MODEL --out OUT": "Make a run",
 }
 
 

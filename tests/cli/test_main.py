@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from medtokenbudget.cli.training_options import training_config
 from medtokenbudget.cli.values import Kind, budget
 from medtokenbudget.config import TrainConfig, preset, to_dict
 from medtokenbudget.errors import RequestError
+from tests.conftest import REPOSITORY
 
 PARSERS = dict(all_parsers())
 NOISE = re.compile(r"<class|Optional|Literal|Path\(|Posix|\bNone\b|\bnull\b|\[\]|['\"]\]|NoneType|typing|tuple|Annotated|Traceback")
@@ -159,7 +161,7 @@ def test_a_value_that_does_not_parse_is_named_with_its_option_and_what_is_allowe
         assert f"Run `mtb {name} --help`" in told
         assert NOISE.search(told) is None, told
         tried += 1
-    assert tried or name in ("bench", "store prune"), "these take only names"
+    assert tried or name in ("store prune",), "these take only names"
 
 
 @pytest.mark.parametrize(
@@ -242,9 +244,15 @@ def test_a_wrong_request_is_exit_code_2_without_a_traceback(capsys: pytest.Captu
     assert "Traceback" not in error
 
 
-def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_version_tells_devices_and_every_extra(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
-    assert capsys.readouterr().out == f"mtb {__version__}\n"
+    first, *rest = capsys.readouterr().out.splitlines()
+    assert first == f"mtb {__version__}"
+    extras = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    for name in extras.keys() - {"dev", "docs"}:
+        line = next(line for line in rest if line.split()[:2] == ["extra", name])
+        assert all(re.split(r"[>\[]", package)[0] in line for package in extras[name])
+    assert any("CPU cores" in line for line in rest)
 
 
 def parsed(arguments: list[str]) -> argparse.Namespace:

@@ -9,7 +9,7 @@ from PIL import Image
 from medtokenbudget.data import appearance
 from medtokenbudget.data.appearance import Appearance, measure
 from medtokenbudget.data.dermoscopy import draw
-from medtokenbudget.data.dermoscopy_artifacts import field_of_view, hair, ink, ruler
+from medtokenbudget.data.dermoscopy_artifacts import field_of_view, hair
 from medtokenbudget.data.dermoscopy_canvas import Canvas
 
 SIZE = 128
@@ -48,51 +48,6 @@ def test_dark_corners_are_those_of_a_round_field_of_view(kind: str, dark: int) -
     assert appearance.dark_corners(skin() * light[..., None]) == dark
 
 
-def test_ink_is_violet_and_skin_is_not() -> None:
-    marked = [drawn_on(skin(), lambda p, s=s: ink(p, Canvas(SIZE), np.random.default_rng(s))) for s in range(12)]
-    assert appearance.ink(skin(), EVERYWHERE) == 0
-    # Drawn marks are worn off in places, and faint ones stay below the limit.
-    assert np.mean([appearance.ink(picture, EVERYWHERE) > 0.01 for picture in marked]) >= 0.2
-    assert np.mean([appearance.ink(picture, EVERYWHERE) > 0.001 for picture in marked]) >= 0.4
-    small = np.full((4, 4, 3), (0.8, 0.65, 0.57), np.float32)
-    small[0, :3] = (0.4, 0.2, 0.8)  # violet
-    small[1, :2] = (0.2, 0.7, 0.3)  # green
-    assert appearance.ink(small, EVERYWHERE[:4, :4]) == pytest.approx(3 / 16)
-    # Skin under a violet cast has no ink, and ink under the same cast stays ink.
-    cast = np.array([0.9, 0.75, 1.3], np.float32)
-    assert appearance.ink(skin() * cast, EVERYWHERE) == 0
-    assert appearance.ink(small * cast, EVERYWHERE[:4, :4]) == pytest.approx(3 / 16)
-
-
-def test_a_ruler_is_a_row_of_ticks_and_hair_is_none() -> None:
-    canvas, plain = Canvas(384), np.full((384, 384, 3), (0.86, 0.68, 0.58), np.float32)
-
-    def ticks(change: object) -> int:
-        return appearance.ticks(drawn_on(plain, change), None)
-
-    measured = [ticks(lambda p, s=s: ruler(p, canvas, np.random.default_rng(s))) for s in range(8)]
-    assert min(measured) >= 5
-    hairy = [ticks(lambda p, s=s: hair(p, canvas, np.random.default_rng(s), "dark", 25)) for s in range(6)]
-    assert max(hairy) < 5
-    assert appearance.ticks(plain, None) == 0
-
-
-@pytest.mark.parametrize("change", ["none", "uneven", "in line", "one short"])
-def test_ticks_count_where_they_are_side_by_side_and_equally_far_apart(change: str) -> None:
-    picture = np.full((300, 384, 3), 0.8, np.float32)
-    places = {"uneven": (30, 44, 66, 75, 102, 130), "one short": (30, 50, 70, 90)}.get(change, tuple(range(30, 150, 20)))
-    for place in places:
-        rows, columns = (
-            (slice(place, place + 12), slice(40, 43)) if change == "in line" else (slice(40, 52), slice(place, place + 3))
-        )
-        picture[rows, columns] = 0.3
-    found = appearance.ticks(picture, None)
-    assert (found == 6) if change == "none" else (found < 5)
-    lesion = np.zeros((300, 384), bool)
-    lesion[30:60] = True
-    assert change != "none" or appearance.ticks(picture, lesion) == 0, "the lesion does not count"
-
-
 @pytest.mark.parametrize("color", [(0.93, 0.80, 0.72), (0.75, 0.56, 0.44), (0.42, 0.28, 0.20)])
 def test_the_typology_angle_is_that_of_the_formula(color: tuple[float, float, float]) -> None:
     # CIELAB by the textbook, pixel by pixel.
@@ -125,10 +80,10 @@ def test_position_is_the_distance_of_the_centroid_in_diagonals() -> None:
 
 
 def test_strata_follow_the_edges_and_what_needs_a_mask_is_not_measured_without_one() -> None:
-    found = Appearance(position=0.2, ita=30.0, hair=0.01, dark_corners=2, ink=0.02, ticks=5).strata()
-    assert list(found.values()) == ["far off-center", "intermediate", "some", "dark corners", "ink", "ruler"]
-    assert Appearance(0.0, 55.1, 0.0, 1, 0.0, 4).strata()["skin tone"] == "very light"
-    assert Appearance(0.0, -31.0, 0.04, 1, 0.0, 4).strata()["ruler"] == "no ruler"
+    found = Appearance(position=0.2, ita=30.0, hair=0.01, dark_corners=2).strata()
+    assert list(found.values()) == ["far off-center", "intermediate", "some", "dark corners"]
+    assert Appearance(0.0, 55.1, 0.0, 1).strata()["skin tone"] == "very light"
+    assert Appearance(0.0, -31.0, 0.04, 1).strata()["dark corners"] == "no dark corners"
     drawing = draw("MEL", 3, size=96)
     image = Image.fromarray(drawing.image)
     bare, masked = measure(image, None), measure(image, Image.fromarray(drawing.mask))

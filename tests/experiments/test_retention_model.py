@@ -14,7 +14,6 @@ from medtokenbudget.experiments.retention_model import (
     fit_separation,
     mean_predicted_retention,
     predicted_retention,
-    separation_of_scores,
 )
 
 unit = st.floats(0.001, 0.999)
@@ -63,7 +62,6 @@ def test_the_exact_model_is_what_top_k_of_normal_scores_retains() -> None:
     scores = rng.normal(size=n) + separation * lesion
     kept = scores >= np.sort(scores)[-int(beta * n)]
     assert predicted_retention(beta, separation, prevalence, exact=True) == pytest.approx(kept[lesion].mean(), abs=0.005)
-    assert separation_of_scores(scores[None], lesion[None]) == pytest.approx(separation, abs=0.02)
 
 
 @pytest.mark.parametrize("exact", [False, True])
@@ -81,29 +79,8 @@ def test_the_mean_over_images_weighs_each_by_its_lesion() -> None:
     assert mean_predicted_retention(0.3, 1.0, [0.1, 0.4]) == pytest.approx((0.1 * each[0] + 0.4 * each[1]) / 0.5)
 
 
-def test_separation_by_hand() -> None:
-    # Lesion 3, 5 (mean 4), background 0, 2 (mean 1): delta 3, within-class squares 4 over 4 - 2 degrees of freedom.
-    assert separation_of_scores([[3, 5, 0, 2]], [[1, 1, 0, 0]]) == pytest.approx(3 / np.sqrt(2))
-
-
-def test_separation_within_images_does_not_see_an_offset_of_a_whole_image() -> None:
-    rng = np.random.default_rng(2)
-    lesion = rng.random((40, 64)) < 0.3
-    scores = rng.normal(size=(40, 64)) + 2 * lesion
-    shifted = scores + 10 * rng.normal(size=(40, 1))
-    assert separation_of_scores(shifted, lesion) == pytest.approx(separation_of_scores(scores, lesion))
-    assert separation_of_scores(shifted, lesion, per_image=False) < 0.5
-
-
-def test_images_without_lesion_or_without_background_have_no_separation() -> None:
-    assert np.isnan(separation_of_scores([[1.0, 2.0]], [[True, True]]))
-    assert np.isnan(separation_of_scores([[1.0, 1.0, 0.0, 0.0]], [[True, True, False, False]]))
-
-
 def test_wrong_requests_say_what_is_expected() -> None:
     with pytest.raises(RequestError, match=r"\[0, 1\]"):
         predicted_retention(1.2, 1.0, 0.3)
     with pytest.raises(RequestError, match="below 1"):
         fit_separation([1.0], [1.0], 0.3)
-    with pytest.raises(RequestError, match="one shape"):
-        separation_of_scores(np.zeros((2, 3)), np.zeros((2, 4), bool))

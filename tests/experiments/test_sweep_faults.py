@@ -170,11 +170,3 @@ def damage(path: Path, cut: bool) -> None:
     if not cut:
         data[-3] ^= 1
     path.write_bytes(data[: len(data) // 2] if cut else data)
-
-
-def test_progress_files_of_a_killed_run_are_removed(drawn: Drawn, whole: Path) -> None:
-    folder = whole / "units" / "center-42"
-    for name in ("progress.json", ".progress.json.4711"):
-        (folder / name).write_text("{}")
-    assert main(command(drawn, whole, "--jobs", 1, "--methods", "lats:lesion-first", "center")) == 0
-    assert not list(folder.glob("*progress.json*"))

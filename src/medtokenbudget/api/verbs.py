@@ -94,7 +94,6 @@ def sweep(
     config: TrainConfig | str = "lesion-first",
     engine: Literal["local", "ray"] = "local",
     jobs: int = 0,
-    only: Literal["all", "failed"] = "all",
     address: str | None = None,
     heads: Sequence[str] | None = None,
 ) -> Run:
@@ -111,7 +110,6 @@ def sweep(
             reaches every method, whatever its own preset; a setting that no method uses is refused.
         engine: Local processes, or a Ray cluster.
         jobs: Trainings at the same time; 0 means one per core. In a script, use `if __name__ == "__main__":` for more than one.
-        only: 'failed' runs just what failed before.
         address: Address of a running Ray cluster.
         heads: Heads to combine every method with, such as ['mlp', 'abmil']; a method that names its own ('center+linear') keeps it.
 
@@ -124,7 +122,7 @@ def sweep(
         >>> run.results[["method", "view", "k"]].values.tolist()
         [['center', 'as-is', 76], ['center', 'off-center', 76], ['norm', 'as-is', 76], ['norm', 'off-center', 76]]
     """
-    run_sweep(manifest, store, out, methods, budgets, seeds, _settings(config), Execution(engine, jobs, only, address), heads)
+    run_sweep(manifest, store, out, methods, budgets, seeds, _settings(config), Execution(engine, jobs, address), heads)
     save_model(out)
     return Run(out)
 
@@ -137,7 +135,6 @@ def reproduce(
     config: TrainConfig | None = None,
     engine: Literal["local", "ray"] = "local",
     jobs: int = 0,
-    only: Literal["all", "failed"] = "all",
     address: str | None = None,
 ) -> Run:
     """Run the paper's studies under its own protocol.
@@ -150,7 +147,6 @@ def reproduce(
         config: Common settings. Default: the paper's.
         engine: Local processes, or a Ray cluster.
         jobs: Trainings at the same time; 0 means one per core.
-        only: 'failed' runs just what failed before.
         address: Address of a running Ray cluster.
 
     Returns:
@@ -162,7 +158,7 @@ def reproduce(
         >>> sorted(set(run.results["method"]))
         ['center', 'random']
     """
-    run_reproduction(manifest, store, out, study, config, Execution(engine, jobs, only, address))
+    run_reproduction(manifest, store, out, study, config, Execution(engine, jobs, address))
     save_model(out)
     return Run(out)
 

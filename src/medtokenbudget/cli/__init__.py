@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -22,7 +23,6 @@ COMMANDS: dict[str, str] = {
     "sweep": "train and evaluate several methods at several budgets and seeds",
     "reproduce": "run the paper's studies and compare with its numbers",
     "report": "write the tables, figures and report.html of a run, or compare several runs",
-    "leaderboard": "rank the methods of several runs on the same images in one table",
     "route": "write which patches of images a router keeps, with no training at all",
     "evaluate": "evaluate a saved model on other images: external validation with a report",
     "calibrate": "let a model keep a promised share of the lesion instead of a share of the patches",
@@ -30,8 +30,6 @@ COMMANDS: dict[str, str] = {
     "serve": "serve a model: JSON API and explorer page",
     "explore": "serve a model and open the explorer in the browser",
     "export": "export a model as ONNX files, as a static site or as a folder for the hub",
-    "bench": "measure how much faster early routing is on this machine, and the benchmarks of a source checkout",
-    "doctor": "check what is installed and available on this machine",
     "completion": "print a script that completes commands and options in the shell",
 }
 
@@ -70,9 +68,7 @@ def _run(arguments: list[str]) -> int:
         print(_help(), flush=True)
         return 0
     if arguments[0] == "--version":
-        from medtokenbudget import __version__
-
-        print(f"mtb {__version__}")
+        print(_version(), flush=True)
         return 0
     return int(command(arguments[0])(arguments[1:]) or 0)
 
@@ -87,6 +83,47 @@ def command(name: str) -> Callable[[list[str]], int]:
         raise UnknownNameError.of("command", name, COMMANDS)
     run: Callable[[list[str]], int] = importlib.import_module(f"{__name__}.{name}").main
     return run
+
+
+def _version() -> str:
+    """Versions, devices and extras: what a bug report needs."""
+    import platform
+
+    import torch
+
+    from medtokenbudget import __version__
+
+    devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    if torch.backends.mps.is_available():
+        devices.append("Apple GPU")
+    rows = {
+        "python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
+        "torch": torch.__version__,
+        "devices": ", ".join([*devices, f"{os.cpu_count()} CPU cores"]),
+        **{f"extra {name}": _extra(name, packages) for name, packages in _extras().items()},
+    }
+    column = max(map(len, rows)) + 2
+    return "\n".join([f"mtb {__version__}", *(f"  {name:<{column}}{text}" for name, text in rows.items())])
+
+
+def _extras() -> dict[str, list[str]]:
+    """The packages of every extra that users install, from the metadata of this installation."""
+    from packaging.requirements import Requirement
+
+    extras: dict[str, list[str]] = {}
+    for text in importlib.metadata.requires("medtokenbudget") or ():
+        requirement = Requirement(text)
+        for name in ("serve", "onnx", "ray", "dicom"):
+            if requirement.marker and requirement.marker.evaluate({"extra": name}):
+                extras.setdefault(name, []).append(requirement.name)
+    return extras
+
+
+def _extra(name: str, packages: Sequence[str]) -> str:
+    try:
+        return ", ".join(f"{package} {importlib.metadata.version(package)}" for package in packages)
+    except importlib.metadata.PackageNotFoundError:
+        return f"not installed: pip install 'medtokenbudget[{name}]'"
 
 
 def _help() -> str:

@@ -51,7 +51,6 @@ def main(arguments: list[str]) -> int:
         config=config,
         engine=options.engine,
         jobs=options.jobs,
-        only=options.only,
         address=options.address,
         heads=options.heads,
     )

@@ -64,9 +64,6 @@ def add_engine(parser: CommandParser) -> None:
     section.add_argument(
         "--jobs", type=Parallel, default=0, help="Units (a method with one seed) to run at the same time; 0 runs one per core."
     )
-    section.add_argument(
-        "--only", type=Literal["all", "failed"], default="all", help="failed: run only the units that failed before."
-    )
     section.add_argument("--engine", type=Literal["local", "ray"], default="local", help="Local processes or a Ray cluster.")
     section.add_argument("--address", type=str | None, default=None, help="Address of a running Ray cluster: auto or host:port.")
 

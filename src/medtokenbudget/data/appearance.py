@@ -1,4 +1,4 @@
-"""What makes an image hard, measured on its pixels with simple rules: skin tone, hair, dark corners, ink, rulers, position.
+"""What makes an image hard, measured on its pixels with simple rules: skin tone, hair, dark corners, position.
 
 The strata of an external validation. Every function is pure: an RGB array [H, W, 3] in [0, 1] and a mask [H, W] in, a number out.
 The rules are coarse by intent, so that anyone can check them; `METHODS` states each in a sentence.
@@ -13,13 +13,10 @@ from numpy.typing import NDArray
 from PIL import Image
 from scipy import ndimage
 
-from medtokenbudget.data import ruler
-
 Picture = NDArray[np.floating]
 Mask = NDArray[np.bool_]
 SIDE = 256
 """Longer side in pixels at which an image is measured."""
-_SKIN = np.array([0.8, 0.65, 0.57], np.float32)
 _MARGIN = 0.04
 """The lesion is grown by this share of the longer side before skin is measured around it."""
 _REC709 = np.array([0.2126, 0.7152, 0.0722], np.float32)
@@ -38,10 +35,6 @@ METHODS = {
     "hair": "Share of the pixels outside the lesion in dark, thin, elongated structures (black-hat filter of 11 pixels at 256, "
     "components at least 16 pixels long): up to 0.5%, up to 3%, more. Rulers and pigment networks outside the mask count too.",
     "dark corners": "At least two corners (squares of 8% of the side) darker than 35% of the image's middle.",
-    "ink": "More than 1% of the pixels outside the lesion are blue to violet (hue 190 to 325 degrees, saturation above 0.2) "
-    "after their median was given the color of light skin.",
-    "ruler": f"At least {ruler.TICKS} thin dark ticks outside the lesion, parallel, equally far apart and across the line or arc "
-    f"that joins them (black-hat filters of 5 pixels at {ruler.SIDE} in 18 directions). Faint ticks are missed.",
 }
 """How each stratum is measured; lesion size and class come from masks and labels."""
 
@@ -55,16 +48,12 @@ class Appearance:
         ita: Individual typology angle of the surrounding skin, in degrees.
         hair: Share of hair-like pixels outside the lesion.
         dark_corners: Number of dark corners, 0 to 4.
-        ink: Share of blue to violet pixels outside the lesion.
-        ticks: Most ticks in a row outside the lesion, as on a ruler.
     """
 
     position: float
     ita: float
     hair: float
     dark_corners: int
-    ink: float
-    ticks: int
 
     def strata(self) -> dict[str, str | None]:
         """The stratum of each property by name; None where it was not measured."""
@@ -73,8 +62,6 @@ class Appearance:
             "skin tone": _stratum(-self.ita, tuple(-edge for edge in _ITA_EDGES), SKIN_TONES),
             "hair": _stratum(self.hair, _HAIR_EDGES, HAIR),
             "dark corners": "dark corners" if self.dark_corners >= 2 else "no dark corners",
-            "ink": "ink" if self.ink > 0.01 else "no ink",
-            "ruler": "ruler" if self.ticks >= ruler.TICKS else "no ruler",
         }
 
 
@@ -83,15 +70,13 @@ STRATA = {
     "skin tone": SKIN_TONES,
     "hair": HAIR,
     "dark corners": ("no dark corners", "dark corners"),
-    "ink": ("no ink", "ink"),
-    "ruler": ("no ruler", "ruler"),
 }
 """The strata of each property, in the order of tables."""
 
 
 def measure(image: Image.Image, mask: Image.Image | None) -> Appearance:
     """Measure an image, reduced to `SIDE` pixels, with its lesion mask if there is one."""
-    pixels, lesion = _reduced(image, mask, SIDE)
+    pixels, lesion = _reduced(image, mask)
     found = lesion is not None and bool(lesion.any())
     outside = ~dark_frame(pixels) if lesion is None or not found else around(lesion) & ~dark_frame(pixels)
     return Appearance(
@@ -99,14 +84,12 @@ def measure(image: Image.Image, mask: Image.Image | None) -> Appearance:
         skin_tone(pixels, outside) if found else np.nan,
         hair(pixels, outside),
         dark_corners(pixels),
-        ink(pixels, outside),
-        ticks(*_reduced(image, mask, ruler.SIDE)),
     )
 
 
-def _reduced(image: Image.Image, mask: Image.Image | None, side: int) -> tuple[Picture, Mask | None]:
-    """Both with a longer side of `side` pixels."""
-    scale = side / max(image.size)
+def _reduced(image: Image.Image, mask: Image.Image | None) -> tuple[Picture, Mask | None]:
+    """Both with a longer side of `SIDE` pixels."""
+    scale = SIDE / max(image.size)
     size = (max(1, round(image.width * scale)), max(1, round(image.height * scale)))
     pixels = np.asarray(image.convert("RGB").resize(size, Image.Resampling.BILINEAR), np.float32) / 255
     lesion = None if mask is None else np.asarray(mask.convert("L").resize(size, Image.Resampling.BILINEAR)) > 127
@@ -155,31 +138,6 @@ def dark_corners(picture: Picture) -> int:
     middle = np.median(gray[h // 4 : h - h // 4, w // 4 : w - w // 4])
     corners = (gray[:side, :side], gray[:side, -side:], gray[-side:, :side], gray[-side:, -side:])
     return sum(bool(corner.mean() < 0.35 * middle) for corner in corners)
-
-
-def ink(picture: Picture, outside: Mask) -> float:
-    """Share of the pixels of `outside` that are blue to violet once the median pixel has the color of light skin; NaN without any.
-
-    Without that, the violet cast of some cameras counts as ink.
-    """
-    if not outside.any():
-        return float("nan")
-    pixels = picture[outside]
-    pixels = np.clip(pixels * (_SKIN / np.maximum(np.median(pixels, 0), 1e-3)), 0, 1)
-    high, low = pixels.max(1), pixels.min(1)
-    spread = np.maximum(high - low, 1e-6)
-    red, green, blue = pixels.T
-    # Blue is the largest channel between 180 and 300 degrees; up to 325 red may be a little larger.
-    hue = np.where(
-        high == blue, 240 + 60 * (red - green) / spread, np.where(high == red, (60 * (green - blue) / spread) % 360, 120)
-    )
-    return float(((hue > 190) & (hue < 325) & (spread > 0.2 * np.maximum(high, 1e-6)) & (high > 0.15)).mean())
-
-
-def ticks(picture: Picture, lesion: Mask | None) -> int:
-    """Most ticks in a row outside the lesion, as on a ruler; the picture has a longer side of `ruler.SIDE` pixels."""
-    gray = _gray(picture)
-    return ruler.longest_row(gray, np.ones(gray.shape, bool) if lesion is None else ~lesion)
 
 
 def _thin(picture: Picture, length: int = 11, depth: float = 0.12, long: int = 16) -> Mask:

@@ -217,11 +217,6 @@ def paired_table() -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def subset_table() -> pd.DataFrame:
-    """The paper's class distribution: `subset, images`, then one column a class."""
-    return pd.DataFrame([{"subset": s, "images": SUBSET_SIZES[s], **dict(zip(CLASSES, row))} for s, row in SUBSETS.items()])
-
-
 def prevalence_table() -> pd.DataFrame:
     """The paper's lesion sizes on its 155 masks: `statistic, patches, prevalence` (percent)."""
     return pd.DataFrame([{"statistic": s, "patches": p, "prevalence": v} for s, (p, v) in PREVALENCE.items()])

@@ -7,26 +7,21 @@ from typing import Any
 
 from medtokenbudget.cluster import ray_cluster
 from medtokenbudget.errors import WorkError
-from medtokenbudget.experiments.execution import run_reported
-from medtokenbudget.experiments.units import Plan, Unit
-from medtokenbudget.experiments.watching import INTERVAL, Watch
+from medtokenbudget.experiments.units import Plan, Unit, run_unit
 
 
-def run_on_ray(plan: Plan, units: Sequence[Unit], address: str | None, watch: Watch) -> None:
+def run_on_ray(plan: Plan, units: Sequence[Unit], address: str | None, bar: Any) -> None:
     """Run the units on the cluster at `address` (or on one started here); all nodes see the same folders."""
     if not units:
         return
     with ray_cluster(address) as ray:
         gpus = 1 if ray.cluster_resources().get("GPU", 0) >= 1 else 0
-        task: Any = ray.remote(num_cpus=1, num_gpus=gpus, max_retries=5)(run_reported)
-        tasks = {task.remote(plan, unit, 1): unit for unit in units}
-        pending = list(tasks)
+        task: Any = ray.remote(num_cpus=1, num_gpus=gpus, max_retries=5)(run_unit)
+        pending = [task.remote(plan, unit, 1) for unit in units]
         try:
             while pending:
-                ready, pending = ray.wait(pending, num_returns=1, timeout=INTERVAL)
-                for done in ready:
-                    ray.get(done)
-                    watch.finish(tasks[done])
-                watch.refresh()
+                ready, pending = ray.wait(pending, num_returns=1)
+                ray.get(ready)
+                bar.update(len(ready))
         except ray.exceptions.RayError as error:
             raise WorkError(f"Ray gave up on a training: {error}. Run the same command again to continue with the rest.") from None

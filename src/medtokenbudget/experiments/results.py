@@ -182,13 +182,6 @@ def summarize_cell(cell: pd.DataFrame, classes: int) -> dict[str, float | int]:
     }
 
 
-def empty_masks(predictions: pd.DataFrame) -> pd.DataFrame:
-    """For each (study, dataset, view): how many masked images were left out of retention because no lesion patch is on the grid."""
-    images = predictions.drop_duplicates(["study", "dataset", "view", "image_id"])
-    rows = images.assign(masked=images["lesion"].notna(), empty=(images["lesion"] == 0).fillna(False))
-    return rows.groupby(["study", "dataset", "view"], sort=False)[["masked", "empty"]].sum().astype(int).reset_index()
-
-
 def write_results(path: Path | str, frame: pd.DataFrame) -> None:
     """Write the tidy table; what was not measured is an empty field."""
     missing = [name for name in RESULT_COLUMNS if name not in frame.columns]

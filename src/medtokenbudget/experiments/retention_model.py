@@ -79,29 +79,3 @@ def fit_separation(budgets: ArrayLike, measured: ArrayLike, prevalence: ArrayLik
     best = grid[int(np.argmin([loss(value) for value in grid]))]
     step = grid[1] - grid[0]
     return float(minimize_scalar(loss, bounds=(best - step, best + step), method="bounded", options={"xatol": 1e-8}).x)
-
-
-def separation_of_scores(scores: ArrayLike, lesion: ArrayLike, per_image: bool = True) -> float:
-    """delta / sigma measured on scores: difference of the mean lesion and background score over the pooled within-class deviation.
-
-    scores [B, N], lesion [B, N] bool. With `per_image` each image's two means are its own, since patches compete within an
-    image only; images that lack lesion or background are left out. NaN when none is left, or when the scores do not vary.
-    """
-    scores, lesion = np.atleast_2d(np.asarray(scores, float)), np.atleast_2d(np.asarray(lesion, bool))
-    if scores.shape != lesion.shape:
-        raise RequestError(f"Scores {list(scores.shape)} and lesion {list(lesion.shape)} must have one shape.")
-    if not per_image:
-        scores, lesion = scores.reshape(1, -1), lesion.reshape(1, -1)
-    both = lesion.any(1) & ~lesion.all(1)
-    scores, lesion = scores[both], lesion[both]
-    if not len(scores):
-        return float("nan")
-    n_lesion, n_background = lesion.sum(1), (~lesion).sum(1)
-    mean_lesion = np.where(lesion, scores, 0).sum(1) / n_lesion
-    mean_background = np.where(lesion, 0, scores).sum(1) / n_background
-    residual = scores - np.where(lesion, mean_lesion[:, None], mean_background[:, None])
-    freedom = scores.size - 2 * len(scores)
-    sigma = np.sqrt((residual**2).sum() / freedom) if freedom > 0 else 0.0
-    # Lesion patches weigh equally, as they do in pooled retention.
-    delta = float(np.average(mean_lesion - mean_background, weights=n_lesion))
-    return delta / float(sigma) if sigma > 0 else float("nan")

@@ -23,7 +23,7 @@ from medtokenbudget.experiments.results import read_predictions, read_results, s
 from medtokenbudget.features import FeatureStore
 from medtokenbudget.files import read_json, read_lines, sha256_file, unsealed, write_sealed
 from medtokenbudget.progress import say
-from medtokenbudget.training.tracking import log_hash
+from medtokenbudget.training.checkpoints import log_hash
 
 if TYPE_CHECKING:
     from medtokenbudget.experiments.sweep import Study

@@ -249,15 +249,6 @@ def _swaps(groups: int, draws: int, seed: int) -> Iterator[Floats]:
         yield rng.integers(0, 2, (min(block, draws - start), groups), dtype=np.int8).astype(float)
 
 
-def sign_flip_test(differences: Floats, draws: int = DRAWS, seed: int = 0) -> float:
-    """Two-sided p that differences [G] of independent groups are symmetric about 0, by flipping their signs."""
-    differences = np.asarray(differences, float)
-    active = differences[differences != 0]  # flipping a zero changes nothing
-    total = active.sum()
-    permuted = np.concatenate([total - 2 * (swap @ active) for swap in _swaps(len(active), draws, seed)])
-    return permutation_p(float(total), permuted)
-
-
 def holm(p: Sequence[float] | Floats) -> Floats:
     """Holm's step-down correction: p adjusted so that the family-wise error is controlled. NaN stays and is not counted."""
     values = np.asarray(p, float)
@@ -350,13 +341,6 @@ def _exchange(a: Floats, b: Floats, draws: int, seed: int) -> tuple[Floats, Floa
     delta = delta[(delta != 0).any(1)]  # where the methods agree an exchange changes nothing
     moved = np.concatenate([swap @ delta for swap in _swaps(len(delta), draws, seed)]).reshape(draws, *a.shape[1:])
     return a.sum(0) + moved, b.sum(0) - moved
-
-
-def seed_table(results: pd.DataFrame, metrics: Sequence[str]) -> pd.DataFrame:
-    """Mean and deviation (ddof = 1, as in the paper) over seeds, with `METHOD_KEYS` and `metric, mean, std, seeds`."""
-    long = results.melt(id_vars=[*METHOD_KEYS, "seed"], value_vars=list(metrics), var_name="metric").dropna(subset="value")
-    grouped = long.groupby([*METHOD_KEYS, "metric"], sort=False)["value"]
-    return grouped.agg(mean="mean", std="std", seeds="count").reset_index()
 
 
 def paired_seed_table(results: pd.DataFrame, reference: str, metrics: Sequence[str]) -> pd.DataFrame:

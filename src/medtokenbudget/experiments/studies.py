@@ -108,7 +108,7 @@ def chosen_studies(names: Sequence[str], source: str) -> list[Study]:
     known = [*STUDIES, "zoo"]
     for name in names:
         if name not in known and name != "all":
-            raise UnknownNameError.of("study", name, [*known, "resplits", "all"])
+            raise UnknownNameError.of("study", name, [*known, "all"])
     if "kvasir" in names and source != "kvasir":
         raise RequestError(f"Study 'kvasir' is about Kvasir v2, but this manifest comes from {source}.")
     wanted = dict.fromkeys(names)

@@ -1,6 +1,6 @@
 """The sweep: methods x seeds as independent units, collected into one run directory.
 
-A second call resumes: finished units are kept, and `only="failed"` runs just the units that failed before.
+A second call resumes: finished units are kept, units that failed run again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from medtokenbudget.experiments.methods import Method, with_heads
 from medtokenbudget.experiments.run import RunInfo
 from medtokenbudget.experiments.sources import Sources
 from medtokenbudget.experiments.units import Plan, Unit, read_state, status
-from medtokenbudget.experiments.watching import forget
 from medtokenbudget.features import FeatureStore
 from medtokenbudget.locks import exclusive
 from medtokenbudget.progress import say
@@ -127,13 +126,11 @@ def run_studies(
 def _run(
     plan: Plan, studies: Sequence[Study], units: Sequence[Unit], execution: Execution, required: Sequence[str]
 ) -> pd.DataFrame:
-    states = {unit: status(plan, unit) for unit in units}
-    todo = [unit for unit in units if states[unit] == "failed" or (execution.only == "all" and states[unit] != "done")]
+    todo = [unit for unit in units if status(plan, unit) != "done"]
     # Counted over the whole run, not over what is left of it: the number of threads of a unit follows from the number of jobs and
     # changes the last bit of a training. A resumed run must end in the same bytes as one that never stopped.
     jobs = min(execution.jobs or os.cpu_count() or 1, len(units))
     run_units(plan, todo, execution, jobs)
-    forget(plan, units)
     failed = [unit for unit in units if status(plan, unit) != "done"]
     for unit in failed:
         path = plan.folder(unit) / "unit.json"

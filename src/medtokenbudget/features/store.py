@@ -25,7 +25,6 @@ from medtokenbudget.features.file_index import FileIndex
 from medtokenbudget.features.plan import Shards
 from medtokenbudget.features.reading import BufferPool, prefetched
 from medtokenbudget.features.shards import (
-    LARGE,
     Failure,
     Row,
     RowError,
@@ -42,7 +41,6 @@ from medtokenbudget.tokens import SIGNALS, Selection, TokenBatch
 
 _SMALL = ("cls", *DEFAULT, "luminance")
 """Fields that every batch has, if the store has them."""
-_TOKENS = (*LARGE, "cls", "mean_key")
 _SHOWN = 5
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,19 @@ import torch
 from torch import Tensor, nn
 
 from medtokenbudget.errors import MismatchError
-from medtokenbudget.files import dotted
+from medtokenbudget.files import dotted, sha256_json
+
+CLOCK = "seconds"
+"""What differs between two equal trainings."""
+
+
+def log_hash(rows: Iterable[Mapping[str, Any]]) -> str:
+    """Hash of the rows of a `metrics.jsonl`, without the clock: equal trainings have equal hashes.
+
+    In any order and however often: ablations that run at the same time write the same rows to the log of their training.
+    """
+    plain = ({name: value for name, value in row.items() if name != CLOCK} for row in rows)
+    return sha256_json(sorted({json.dumps(row, sort_keys=True) for row in plain}))
 
 
 def split_prefix(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:

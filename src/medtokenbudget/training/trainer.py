@@ -48,7 +48,6 @@ from medtokenbudget.training.pooled import (
 from medtokenbudget.training.pooling import pool_and_judge, pool_to_file
 from medtokenbudget.training.schedule import EarlyStopping, cosine_lr, epochs_for, is_looked_at
 from medtokenbudget.training.seeds import generator
-from medtokenbudget.training.tracking import CLOCK, Tracker, log_hash
 
 CHECKPOINT, METRICS = "checkpoint.safetensors", "metrics.jsonl"
 
@@ -145,7 +144,6 @@ class _Trainer:
 
     def run(self) -> None:
         self._resume()
-        tracker = Tracker(self.out)
         while not self.finished:
             started = time.perf_counter()
             row = self._train_epoch(self.epoch)
@@ -154,11 +152,11 @@ class _Trainer:
                 row["selection"] = self._selection_value()
                 if self.stopping.improved(row["selection"], self.epoch):
                     self.best = self._module_state("best/")
-            row[CLOCK] = round(time.perf_counter() - started, 3)
+            row[ck.CLOCK] = round(time.perf_counter() - started, 3)
             self.finished = self.epoch + 1 >= self.epochs or (looked_at and self.stopping.stop(self.epoch))
             self.epoch += 1
             # In this order: a row without its checkpoint is dropped when the training resumes, a lost row would stay lost.
-            tracker.write(row)
+            append_line(self.out / METRICS, row)
             self._save()
             if self.on_epoch is not None:
                 self.on_epoch("selector", self.epoch, self.epochs)
@@ -274,7 +272,7 @@ class _Trainer:
             "best": self.stopping.best,
             "best_epoch": self.stopping.best_epoch,
             "identity": self._identity(),
-            "metrics": log_hash(self._logged()),
+            "metrics": ck.log_hash(self._logged()),
         }
         tensors = {**self._module_state("now/"), **self.best, **ck.optimizer_tensors(self.optimizer)}
         save_tensors(self._checkpoint, tensors, state)
@@ -306,7 +304,7 @@ class _Trainer:
         self.epoch, self.finished = state["epoch"], state["finished"]
         self.stopping.best, self.stopping.best_epoch = state["best"], state["best_epoch"]
         kept = self._logged()
-        if log_hash(kept) != state.get("metrics"):
+        if ck.log_hash(kept) != state.get("metrics"):
             say(f"{metrics} is missing or damaged; it starts anew. For all curves, delete {self.out} and run the command again.")
             kept = []
         write_lines(metrics, kept)

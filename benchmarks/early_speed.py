@@ -1,11 +1,12 @@
-"""How much faster early routing is on this machine: milliseconds per image and ratios to the dense pass, measured in turns.
+"""How much faster early routing is on this machine, as ratios to the dense pass: `python -m benchmarks.early_speed`.
 
 Time does not depend on the weights, so the large backbones have random ones and nothing is downloaded; the scout is the
-packaged router. Part of the package, not of `benchmarks/`, because the answer is for the user's own machine.
+packaged router.
 """
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,9 +17,10 @@ import timm
 import torch
 from torch import Tensor
 
-from medtokenbudget.experiments.competitors import tome_every_block
+from benchmarks.competitors import tome_every_block
 from medtokenbudget.features import routed_pass
 from medtokenbudget.features.early import EarlyBackbone, shown
+from medtokenbudget.features.pipeline import cpu_threads
 from medtokenbudget.features.preprocess import Preprocessing
 from medtokenbudget.model import EarlyRouting, MedTokenBudget, load
 from medtokenbudget.routing import LATSSelector, budget_to_k
@@ -141,3 +143,18 @@ def scout_score(scout: MedTokenBudget) -> Callable[[Tensor], Tensor]:
     """The function of a router that scores the patches of images [B, 3, 224, 224], RGB in [0, 1]."""
     zoomed: EarlyBackbone = EarlyRouting(scout, "zoom").wrap(scout.backbone)
     return zoomed.route.score
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0 uses the default of PyTorch.")
+    parser.add_argument("--rounds", type=int, default=5, help="Measured rounds.")
+    options = parser.parse_args(arguments)
+    with cpu_threads(options.threads):
+        print(f"Early routing at budget 0.3, 224 pixels, {torch.get_num_threads()} CPU threads; x: speed over the dense pass.")
+        for speed in early_speed(rounds=options.rounds):
+            print(speed, flush=True)
+
+
+if __name__ == "__main__":
+    main()

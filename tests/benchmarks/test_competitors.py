@@ -7,7 +7,7 @@ import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from medtokenbudget.experiments.competitors import evit_blocks, tome_every_block
+from benchmarks.competitors import evit_blocks, tome_every_block
 
 
 @pytest.fixture
