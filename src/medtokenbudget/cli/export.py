@@ -92,7 +92,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _web(model: MedTokenBudget, name: str | None, out: Path, runtime: Path | None) -> int:
-    from medtokenbudget.app.launch import is_demo
+    from medtokenbudget.app.service import is_demo
     from medtokenbudget.app.site import find_runtime, write_site
     from medtokenbudget.progress import say
 

@@ -48,8 +48,8 @@ class DecodeError(RequestError):
     """A file that cannot be read.
 
     Attributes:
-        kind: 'missing', 'folder', 'empty', 'not-an-image', 'damaged', 'too-large', 'too-many-scans', 'too-slow' (see
-            `app.decoding`), 'frames', 'alpha', 'mode' or 'mask-aspect'.
+        kind: 'missing', 'folder', 'empty', 'not-an-image', 'damaged', 'too-large', 'too-many-scans', 'frames', 'alpha', 'mode'
+            or 'mask-aspect'.
     """
 
     def __init__(self, message: str, kind: str) -> None:
