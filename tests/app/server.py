@@ -57,7 +57,9 @@ def running(*arguments: str, browser: Path) -> Iterator[Server]:
 @contextmanager
 def running_here(service: Service, connections: int = 100, **options: Any) -> Iterator[Server]:
     """Run the same application in a thread of this process, without the start-up time."""
-    server = uvicorn.Server(server_config(create_app(service, **options), connections))
+    config = server_config(create_app(service, **options), connections)
+    config.port = 0
+    server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     while not server.started:

@@ -325,6 +325,7 @@ class _InMemory(MultiPartParser):
 
 async def _drain(request: Request, most: int) -> None:
     """Read and drop the rest of a refused upload, within limits: a client that is still sending would not see the response."""
+    # uvicorn does so too, but closes the connection of a client that did not ask to keep it, as many proxies.
     # RuntimeError: the body was already read to its end.
     with move_on_after(5), suppress(ClientDisconnect, RuntimeError):
         async for chunk in request.stream():
@@ -422,7 +423,6 @@ def server_config(app: ASGIApp, connections: int = 100) -> uvicorn.Config:
     """Return the settings of uvicorn, with all limits that it has."""
     return uvicorn.Config(
         app,
-        port=0,
         http="h11",
         ws="none",
         # It refuses the connection that reaches the limit, not the first one beyond it.
