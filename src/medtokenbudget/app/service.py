@@ -87,13 +87,13 @@ class Question:
         Raises:
             FieldError: If a file or a field is unknown or missing, or a value cannot be read.
         """
-        for kind, names, known in (("file field", files, FILES), ("field", fields, (*FILES, *FIELDS))):
-            if unknown := [name for name in names if name not in known]:
-                available = ", ".join(FILES if kind == "file field" else FIELDS)
-                raise FieldError("unknown_field", f"Unknown {kind} '{unknown[0][:60]}'. Available: {available}.")
         for name in FILES:
             if name in fields:
                 raise FieldError("not_a_file", f"'{name}' was sent as text. Send it as a file, with a file name.")
+        for kind, given, known in (("file field", files, FILES), ("field", fields, FIELDS)):
+            for name in given:
+                if name not in known:
+                    raise FieldError("unknown_field", f"Unknown {kind} '{name[:60]}'. Available: {', '.join(known)}.")
         if "image" not in files:
             raise FieldError("no_image", "The file field 'image' is missing.")
         items = {name: [item.strip() for value in fields.get(name, ()) for item in value.split(",")] for name in FIELDS}
