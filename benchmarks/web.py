@@ -16,6 +16,8 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +25,9 @@ import torch
 from playwright.sync_api import Page, sync_playwright
 
 import medtokenbudget as mtb
-from medtokenbudget.app.runtime import find_runtime
 from medtokenbudget.app.samples import SAMPLES, image_bytes, mask_bytes
 from medtokenbudget.app.service import Question, Service
-from medtokenbudget.app.site import write_site
-from medtokenbudget.app.site_server import site_server
+from medtokenbudget.app.site import find_runtime, write_site
 from medtokenbudget.data import Manifest
 
 BUDGET = 0.3
@@ -93,7 +93,8 @@ def images(manifest: Path | None, n: int) -> list[tuple[bytes, bytes | None]]:
 @contextmanager
 def opened(site: Path) -> Iterator[Page]:
     """The site in Chromium."""
-    with site_server(site) as server, sync_playwright() as driver:
+    handler = partial(SimpleHTTPRequestHandler, directory=site)
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server, sync_playwright() as driver:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         browser = driver.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         page = browser.new_page()

@@ -11,12 +11,12 @@ import shutil
 import subprocess
 import sys
 import threading
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from PIL import Image
 from playwright.sync_api import Browser, Page, expect, sync_playwright
-
-from medtokenbudget.app.site_server import site_server
 
 IMAGES = Path(__file__).parent / "images"
 
@@ -57,7 +57,8 @@ def _save(page: Page, path: Path, whole: bool) -> None:
 
 def shoot_site(folder: Path) -> None:
     """Take one screenshot of an exported site with its own samples as a contact sheet."""
-    with site_server(folder) as server, sync_playwright() as driver:
+    handler = partial(SimpleHTTPRequestHandler, directory=folder)
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server, sync_playwright() as driver:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         browser = driver.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         page = browser.new_page(viewport={"width": 1180, "height": 800}, reduced_motion="reduce")

@@ -400,6 +400,32 @@ class TrainConfig(Settings):
     from the preset are known without it: see `given_settings`."""
 
 
+@dataclass(frozen=True)
+class ServeConfig(Settings):
+    """Settings of the server."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on. Addresses that other machines can reach need a token."""
+    port: Port = 8765
+    """Port to listen on; 0 picks a free one."""
+    token_file: Path | None = None
+    """File with the token that clients must send as `Authorization: Bearer TOKEN`. Default: the variable MTB_TOKEN."""
+    queue: Natural = 8
+    """Number of requests that may wait while one is running; further requests get status 503."""
+    max_bytes: Count = 25_000_000
+    """Largest size of image and mask together, in bytes."""
+    max_pixels: Count = 50_000_000
+    """Largest number of pixels of an image or a mask."""
+    deadline: Positive = 60.0
+    """Seconds that a request may wait for its turn; then it gets status 503."""
+    connections: Count = 100
+    """Largest number of open connections; requests on further ones get status 503."""
+    weights: Path | None = None
+    """Weights file of the backbone, if it has moved since the model was saved."""
+    device: str = "auto"
+    """Device to run on: auto (a GPU if there is one), cpu, cuda, cuda:1, ..."""
+
+
 def _lesion_first() -> TrainConfig:
     return TrainConfig(
         recipe="lesion-first",

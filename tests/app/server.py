@@ -22,8 +22,7 @@ import numpy as np
 import uvicorn
 from PIL import Image
 
-from medtokenbudget.app.connections import protocol
-from medtokenbudget.app.routes import create_app, guarded
+from medtokenbudget.app.server import create_app, server_config
 from medtokenbudget.app.service import Service
 from tests.small_model import BASELINES, small_model
 
@@ -56,17 +55,11 @@ def running(*arguments: str, browser: Path) -> Iterator[Server]:
 
 
 @contextmanager
-def running_here(
-    service: Service | None,
-    token: str | None = None,
-    loopback: bool = True,
-    connections: int = 100,
-    header_seconds: float = 10,
-    **options: Any,
-) -> Iterator[Server]:
+def running_here(service: Service, connections: int = 100, **options: Any) -> Iterator[Server]:
     """Run the same application in a thread of this process, without the start-up time."""
-    app = guarded(create_app(service, token=token, **options), token, loopback)
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", http=protocol(connections, header_seconds)))
+    config = server_config(create_app(service, **options), connections)
+    config.port = 0
+    server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     while not server.started:

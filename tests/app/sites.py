@@ -7,14 +7,15 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from medtokenbudget.app.runtime import find_runtime
-from medtokenbudget.app.site import write_site
-from medtokenbudget.app.site_server import SiteHandler, site_server
+from medtokenbudget.app.site import find_runtime, write_site
 from medtokenbudget.errors import WorkError
 from medtokenbudget.locks import exclusive
 from medtokenbudget.model import MedTokenBudget
@@ -80,10 +81,17 @@ def waiting_for(folder: Path, seconds: float = 300) -> Iterator[None]:
             time.sleep(0.5)
 
 
+class SiteHandler(SimpleHTTPRequestHandler):
+    """What `python -m http.server` sends, without its log."""
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
 @contextmanager
 def serving(folder: Path, handler: type[SiteHandler] = SiteHandler) -> Iterator[str]:
     """Serve a folder from a thread of this process and give its address."""
-    with site_server(folder, 0, handler) as server:
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(handler, directory=str(folder))) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
         try:

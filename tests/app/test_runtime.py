@@ -7,20 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from medtokenbudget.app import runtime
+from medtokenbudget.app import site
 from medtokenbudget.errors import RequestError, WorkError
 
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return runtime.cache_folder()
+    return site.cache_folder()
 
 
 def test_without_npm_the_message_says_how_to_get_the_runtime(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     with pytest.raises(WorkError, match=r"npm is not installed .* pass --runtime DIR. Run `npm pack onnxruntime-web@"):
-        runtime.find_runtime()
+        site.find_runtime()
     assert not cache.exists()
 
 
@@ -32,22 +32,22 @@ def test_when_npm_cannot_fetch_it_the_message_has_npm_s_reason(
     npm.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
     with pytest.raises(WorkError, match="npm error network request failed"):
-        runtime.find_runtime()
+        site.find_runtime()
 
 
 def test_an_archive_with_other_bytes_is_not_used(cache: Path, tmp_path: Path) -> None:
     archive = tmp_path / "package.tgz"
     with tarfile.open(archive, "w:gz") as package:
-        package.add(__file__, arcname=f"package/dist/{runtime.BINARY}")
+        package.add(__file__, arcname=f"package/dist/{site.BINARY}")
     with pytest.raises(WorkError, match="not the pinned one"):
-        runtime.unpack(archive, cache)
+        site.unpack(archive, cache)
     assert not cache.exists()
 
 
 def test_a_folder_without_the_runtime_or_with_another_version_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="does not have"):
-        runtime.find_runtime(tmp_path)
-    for name in runtime.HASHES:
+        site.find_runtime(tmp_path)
+    for name in site.HASHES:
         (tmp_path / name).write_text("another version")
     with pytest.raises(RequestError, match="another version of onnxruntime-web"):
-        runtime.find_runtime(tmp_path)
+        site.find_runtime(tmp_path)

@@ -17,10 +17,9 @@ from PIL import Image
 from playwright.sync_api import Browser, Page, expect
 
 from medtokenbudget.app.service import Question, Service
-from medtokenbudget.app.site_server import SiteHandler
 from medtokenbudget.data import decode_image
 from tests.app.server import mask, picture
-from tests.app.sites import MAIN, serving, site_model
+from tests.app.sites import MAIN, SiteHandler, serving, site_model
 
 pytestmark = pytest.mark.slow
 

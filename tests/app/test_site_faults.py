@@ -17,10 +17,9 @@ from PIL import Image
 from playwright.sync_api import Browser, Page, expect
 
 from medtokenbudget.app import site as exporter
-from medtokenbudget.app.site_server import SiteHandler
 from tests.app.axe import serious
 from tests.app.server import huge_png, mask, picture
-from tests.app.sites import serving
+from tests.app.sites import SiteHandler, serving
 
 pytestmark = pytest.mark.slow
 expect.set_options(timeout=60_000)

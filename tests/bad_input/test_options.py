@@ -100,9 +100,8 @@ COMMANDS: dict[str, str] = {
     f"{CALIBRATE} --retention 0.5 --part test": "Use auto, val, select, train or all",
     f"{CALIBRATE} --retention 0.5 --selector nothing": "Unknown",
     f"{WEB} --format web --runtime NOTHING": "NOTHING",
-    f"{WEB} --format onnx --serve": "need --format web",
     f"{WEB} --format paper": "Use onnx, web or hub",
-    f"{WEB} --format hub --runtime OUT": "need --format web",
+    f"{WEB} --format hub --runtime OUT": "needs --format web",
 }
 
 

@@ -134,19 +134,16 @@ class RouteAnswer(BaseModel):
 def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """Return the OpenAPI description of the error responses of an operation."""
     texts = {
-        400: "The request is malformed.",
+        400: "The request is malformed, or its host name does not belong to this machine.",
         401: "The token is missing or wrong.",
         403: "The request comes from a page of another origin.",
         404: "Not found.",
-        408: "The request took too long to arrive.",
         413: "The image or mask has too many bytes or pixels.",
         415: "The request is not multipart/form-data, or a file is not an image.",
-        429: "Too many wrong tokens from this address; see Retry-After.",
-        421: "The host name does not belong to this machine.",
         422: "A field or file cannot be used; the message says why.",
-        503: "The queue is full or the request took too long (see Retry-After), or no model is loaded.",
+        503: "The queue is full, or the request has waited too long; see Retry-After.",
     }
-    return {status: {"model": Error, "description": texts[status]} for status in (*statuses, 401, 403, 421, 429)}
+    return {status: {"model": Error, "description": texts[status]} for status in (*statuses, 400, 401, 403)}
 
 
 def route_body(selectors: list[str]) -> dict[str, Any]:

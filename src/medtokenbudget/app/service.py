@@ -1,6 +1,6 @@
 """The answers of the service: every method of a model at many budgets, from one pass of the backbone over one image.
 
-No HTTP here: bytes and names come in, JSON values go out, so it can be tested and used without a server.
+No HTTP here: the files and fields of a form come in, JSON values go out, so it can be tested and used without a server.
 """
 
 from __future__ import annotations
@@ -8,8 +8,9 @@ from __future__ import annotations
 import base64
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,9 +19,8 @@ from PIL import Image
 from torch import Tensor
 
 from medtokenbudget import __version__
-from medtokenbudget.app.decoding import Decoder
 from medtokenbudget.config import BUDGETS
-from medtokenbudget.data import same_aspect
+from medtokenbudget.data import decode_image, decode_mask, same_aspect
 from medtokenbudget.errors import BudgetError, RequestError
 from medtokenbudget.features.views import Geometry
 from medtokenbudget.metrics import retention_of_counts
@@ -33,6 +33,8 @@ from medtokenbudget.routing.guarantee import Promise
 from medtokenbudget.tokens import Selection, TokenBatch
 
 NOTICE = "Research software, not a medical device. Do not use its output for diagnosis or treatment."
+FILES, FIELDS = ("image", "mask"), ("selectors", "budgets", "retention", "preview")
+DEMO_MODEL = Path("runs/demo/model")
 MAX_BUDGETS = 128
 PREVIEW_SIDE = 1024
 
@@ -44,12 +46,18 @@ class Limits:
     Attributes:
         max_bytes: Largest size of image and mask together.
         max_pixels: Largest number of pixels of an image or a mask.
-        decode_seconds: Longest time to decode an image or a mask.
     """
 
     max_bytes: int = 25_000_000
     max_pixels: int = 50_000_000
-    decode_seconds: float = 10.0
+
+
+class FieldError(RequestError):
+    """A form that cannot be understood; `code` names the fault for programs."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 @dataclass(frozen=True)
@@ -72,6 +80,42 @@ class Question:
     retentions: tuple[float, ...] = ()
     preview: bool = False
 
+    @classmethod
+    def from_form(cls, files: Mapping[str, bytes], fields: Mapping[str, Sequence[str]]) -> Question:
+        """Read the question from a form. Fields with several values may be repeated, or hold values separated by commas.
+
+        Raises:
+            FieldError: If a file or a field is unknown or missing, or a value cannot be read.
+        """
+        for name in FILES:
+            if name in fields:
+                raise FieldError("not_a_file", f"'{name}' was sent as text. Send it as a file, with a file name.")
+        for kind, given, known in (("file field", files, FILES), ("field", fields, FIELDS)):
+            for name in given:
+                if name not in known:
+                    raise FieldError("unknown_field", f"Unknown {kind} '{name[:60]}'. Available: {', '.join(known)}.")
+        if "image" not in files:
+            raise FieldError("no_image", "The file field 'image' is missing.")
+        items = {name: [item.strip() for value in fields.get(name, ()) for item in value.split(",")] for name in FIELDS}
+        preview = fields.get("preview", ["false"])
+        if list(preview) not in (["true"], ["false"]):
+            raise FieldError("bad_preview", "'preview' must be 'true' or 'false'.")
+        return cls(
+            image=files["image"],
+            mask=files.get("mask"),
+            selectors=tuple(items["selectors"]),
+            budgets=tuple(_number(text, "bad_budget", "A token budget") for text in items["budgets"]),
+            retentions=tuple(_number(text, "bad_retention", "A promised retention") for text in items["retention"]),
+            preview=preview[0] == "true",
+        )
+
+
+def _number(text: str, code: str, what: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise FieldError(code, f"{what} must be a number in (0, 1], got '{text[:60]}'.") from None
+
 
 @dataclass(frozen=True)
 class Merged:
@@ -84,7 +128,7 @@ class Merged:
 class Service:
     """Answers questions about images with one model.
 
-    `answer` is not thread-safe; the queue calls it from a single thread.
+    `answer` is not thread-safe: the server asks one question at a time.
 
     Args:
         model: The model to use.
@@ -96,7 +140,6 @@ class Service:
         self.model = model
         self.limits = limits or Limits()
         self.demo = demo
-        self._decoder = Decoder(self.limits.decode_seconds)
         # Computed once, because it hashes every weight of the model.
         self.fingerprint = model.fingerprint
         self.guarantees = [one for one in model.guarantees if one.model == self.fingerprint]
@@ -106,10 +149,6 @@ class Service:
         size = self.model.backbone.preprocessing.image_size
         self.model.encode(np.zeros((1, size, size, 3), dtype=np.uint8))
         return self
-
-    def close(self) -> None:
-        """End the process that decodes slow images, if one was started."""
-        self._decoder.close()
 
     def describe(self) -> dict[str, Any]:
         """Return the classes, methods, budgets, grid, fingerprint and limits of the model."""
@@ -162,7 +201,7 @@ class Service:
         budgets, promised = checked_budgets(question.budgets), self._promised(question.retentions, names)
         if self.model.fixed_budget is not None:
             budgets = list({self.model.budget(asked) for asked in (*question.budgets, None)})
-        image = self._decoder.decode(question.image, "image", self.limits.max_pixels)
+        image = decode_image(question.image, self.limits.max_pixels)
         mask = None if question.mask is None else self._mask(question.mask, image.size)
         pixels, box = self.model.backbone.see(image)
         tokens = self.model.encode(pixels[None], None if mask is None else [Geometry(box).of(mask)])
@@ -206,7 +245,7 @@ class Service:
         return [one for one in own if not asked or one.retention in asked]
 
     def _mask(self, source: bytes, size: tuple[int, int]) -> Image.Image:
-        mask = self._decoder.decode(source, "mask", self.limits.max_pixels)
+        mask = decode_mask(source, self.limits.max_pixels)
         width, height = size
         if not same_aspect(mask.size, size):
             raise RequestError(
@@ -271,6 +310,11 @@ class Service:
 def _merge(selector: Selector, tokens: TokenBatch, counts: Sequence[int]) -> Merged:
     selections = {k: select(selector, tokens, k)[0] for k in sorted(set(counts))}
     return Merged([selections[k].assignment[0].tolist() for k in counts], [selections[k] for k in counts])
+
+
+def is_demo(model: str | Path) -> bool:
+    """Return whether this is the demo model, or its run."""
+    return Path(model).resolve() in (DEMO_MODEL.resolve(), DEMO_MODEL.parent.resolve())
 
 
 def needs_mask(selector: Selector) -> bool:

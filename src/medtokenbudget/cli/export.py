@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from medtokenbudget.cli.parsing import command_parser, require_effect
-from medtokenbudget.config import Budget, Port
+from medtokenbudget.config import Budget
 
 if TYPE_CHECKING:
     from medtokenbudget.model import MedTokenBudget
@@ -63,11 +63,8 @@ def main(arguments: list[str]) -> int:
         default=None,
         help="With --format web: folder of the npm package onnxruntime-web. Default: fetched by npm, once.",
     )
-    parser.add_argument("--serve", action="store_true", help="With --format web: also serve the site here and open it.")
-    parser.add_argument("--port", type=Port, default=8766, help="Port for --serve; 0 picks a free one.")
     options = parser.parse_args(arguments)
     require_effect(options, options.format == "onnx", "--format onnx", "budget", "part", "selector")
-    require_effect(options, options.serve, "--serve", "port")
 
     from medtokenbudget.errors import RequestError
     from medtokenbudget.model import load
@@ -75,8 +72,8 @@ def main(arguments: list[str]) -> int:
 
     if options.push and options.format != "hub":
         raise RequestError("--push needs --format hub.")
-    if options.format != "web" and (options.serve or options.runtime):
-        raise RequestError("--serve and --runtime need --format web.")
+    if options.format != "web" and options.runtime:
+        raise RequestError("--runtime needs --format web.")
     if options.model is None:
         say("No model given. Using the router for dermoscopic images that comes with the package; it predicts no class.")
     model = load(options.model or "dermoscopy", weights=options.weights, device="cpu")
@@ -86,7 +83,7 @@ def main(arguments: list[str]) -> int:
             say(f"Uploaded it to {model.push_to_hub(options.push)}.")
         return 0
     if options.format == "web":
-        return _web(model, options.model, options.out, options.runtime, options.port if options.serve else None)
+        return _web(model, options.model, options.out, options.runtime)
     from medtokenbudget.model.onnx import export_onnx
 
     for budget in options.budget or [model.budget(None)]:
@@ -95,18 +92,14 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _web(model: MedTokenBudget, name: str | None, out: Path, runtime: Path | None, port: int | None) -> int:
-    from medtokenbudget.app.launch import is_demo
-    from medtokenbudget.app.runtime import find_runtime
-    from medtokenbudget.app.site import write_site
-    from medtokenbudget.app.site_server import serve_site
+def _web(model: MedTokenBudget, name: str | None, out: Path, runtime: Path | None) -> int:
+    from medtokenbudget.app.service import is_demo
+    from medtokenbudget.app.site import find_runtime, write_site
     from medtokenbudget.progress import say
 
     graphs = write_site(model, out, find_runtime(runtime), name is not None and is_demo(name))
     for method, why in graphs.left_out.items():
         say(f"Left out method '{method}': {why}.")
     size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
-    say(f"Wrote the site to {out} ({size / 1e6:.1f} MB), checked against PyTorch. Put it on any web server, or add --serve.")
-    if port is not None:
-        serve_site(out, port)
+    say(f"Wrote the site to {out} ({size / 1e6:.1f} MB), checked against PyTorch. To see it: python -m http.server -d {out}")
     return 0

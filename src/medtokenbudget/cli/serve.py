@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from medtokenbudget.app.launch import ServeConfig
+import importlib.util
+
 from medtokenbudget.cli.parsing import add_config, command_parser, pick
+from medtokenbudget.config import ServeConfig
+from medtokenbudget.errors import RequestError
 
 SUMMARIES = {
     "serve": "Serve a model: the explorer page for the browser, and the same as a JSON API (POST /v1/route).",
@@ -23,7 +26,11 @@ def main(arguments: list[str], name: str = "serve", open_browser: bool = False) 
     add_config(parser, ServeConfig, "Limits", first={"host", "port", "token_file", "weights", "device"})
     options = parser.parse_args(arguments)
 
-    from medtokenbudget.app.launch import serve
+    missing = [name for name in ("fastapi", "uvicorn", "python_multipart") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise RequestError(f"The server needs {', '.join(missing)}. Run `pip install 'medtokenbudget[serve]'`.")
+
+    from medtokenbudget.app.server import serve
 
     serve(options.model, pick(options, ServeConfig), open_browser)
     return 0

@@ -58,7 +58,6 @@ async function start() {
     await showSamples(list);
   } catch (error) {
     if (error.code === "token_required") askForToken();
-    else if (error.code === "no_model") byId("no-model").hidden = false;
     else showError(error.message);
   } finally {
     byId("loading").hidden = true;
