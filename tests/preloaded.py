@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterable
 
-for _module in (
-    "api.predict",
-    "api.train",
-    "experiments.paper",
-    "features.distill",
-    "model.onnx",
-    "reporting",
-    "data",
-):
-    importlib.import_module(f"medtokenbudget.{_module}")
+MODULES = ("api.predict", "api.training", "experiments.paper", "features.distill", "model.onnx", "reporting", "data")
+
+
+def preload(names: Iterable[str] = MODULES) -> None:
+    """Import modules of the package."""
+    for name in names:
+        try:
+            importlib.import_module(f"medtokenbudget.{name}")
+        except ImportError as error:
+            # The fork server ignores an ImportError, and then every command imports everything anew.
+            raise RuntimeError(f"tests/preloaded.py cannot import medtokenbudget.{name}: {error}") from error
+
+
+preload()

@@ -17,6 +17,8 @@ from medtokenbudget.errors import GridError, NonFiniteError, ShapeError
 
 SIGNALS = ("attention_entropy", "cls_attention", "received_attention", "value_norm", "mean_key", "rollout")
 """Fields of `TokenBatch` that `mtb extract --signals` computes from the attention of the backbone."""
+PSEUDO_TEMPERATURE = 0.1
+"""Scale of pseudo-attention. The paper does not give it; its authors divide the cosines by this."""
 
 
 @dataclass(frozen=True)
@@ -278,3 +280,12 @@ def check_grid(grid: tuple[int, int], n: int) -> None:
     """A grid must multiply to the number of patches."""
     if len(grid) != 2 or grid[0] < 1 or grid[1] < 1 or grid[0] * grid[1] != n:
         raise GridError(f"A grid of {' x '.join(map(str, grid))} does not have {n} patches.")
+
+
+def cosine_attention(queries: Tensor, keys: Tensor, temperature: float = PSEUDO_TEMPERATURE) -> Tensor:
+    """Pseudo-attention: softmax over the keys of `cosine / temperature`, from [B, M, D] and [B, N, D] to [B, M, N] in fp32.
+
+    In this file because backbones and routing both compute it, and neither imports the other.
+    """
+    query, key = (torch.nn.functional.normalize(tokens.float(), dim=-1) for tokens in (queries, keys))
+    return torch.softmax(query @ key.transpose(1, 2) / temperature, dim=-1)

@@ -95,6 +95,21 @@ def test_a_store_begun_with_other_settings_is_rejected(
     assert contents(store.path) == before
 
 
+def test_a_store_with_another_scale_of_pseudo_attention_is_rejected(
+    tmp_path: Path, backbone: BackboneConfig, manifest: Manifest
+) -> None:
+    pseudo = replace(backbone, attention="pseudo")
+    store = extract(manifest, tmp_path / "store", pseudo, CONFIG)
+    assert store.config["backbone"]["pseudo_temperature"] == 0.1
+    assert "pseudo_temperature" not in Backbone.load(backbone).fingerprint
+    # As stores were made before the scale was part of their identity: with the softmax of the cosines themselves.
+    settings = files.read_json(store.path / "store.json")
+    del settings["backbone"]["pseudo_temperature"]
+    files.write_json(store.path / "store.json", settings)
+    with pytest.raises(MismatchError, match="pseudo_temperature"):
+        extract(manifest, store.path, pseudo, CONFIG)
+
+
 def test_a_store_of_another_backbone_is_rejected(tmp_path: Path, backbone: BackboneConfig, manifest: Manifest) -> None:
     extract(manifest, tmp_path / "store", backbone, CONFIG)
     with pytest.raises(MismatchError, match=r"backbone\.layer: expected 0, found 1"):

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from medtokenbudget.errors import GridError, NonFiniteError, RequestError, ShapeError, UnknownNameError
+from medtokenbudget.features.signals import pseudo_signals
 from medtokenbudget.routing import attention_entropy, feature_norm, local_contrast, pseudo_attention
 
 
@@ -123,3 +124,23 @@ def test_pseudo_attention_is_the_softmax_of_cosines():
     row = [same / (2 * same + other), other / (2 * same + other), same / (2 * same + other)]
     torch.testing.assert_close(pseudo_attention(patches, temperature=0.5)[0, 0], torch.tensor(row))
     torch.testing.assert_close(pseudo_attention(patches).sum(-1), torch.ones(1, 3))
+
+
+def test_pseudo_attention_is_the_same_for_selectors_and_for_stores_and_equals_a_plain_loop():
+    generator = torch.Generator().manual_seed(0)
+    patches, cls = torch.randn(2, 9, 5, generator=generator), torch.randn(2, 5, generator=generator)
+    stored = pseudo_signals(patches, cls, ("attention_entropy", "received_attention", "cls_attention"))
+    weights = pseudo_attention(patches)
+
+    def row(query, keys):
+        """softmax(cos / 0.1) of one query, as the authors of the paper have it."""
+        cosines = [sum(a * b for a, b in zip(query, key)) / (math.hypot(*query) * math.hypot(*key)) for key in keys]
+        powers = [math.exp(cosine / 0.1) for cosine in cosines]
+        return [power / sum(powers) for power in powers]
+
+    for b, image in enumerate(patches.tolist()):
+        loop = [row(patch, image) for patch in image]
+        torch.testing.assert_close(weights[b], torch.tensor(loop), rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(stored["cls_attention"][b], torch.tensor(row(cls[b].tolist(), image)), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(stored["attention_entropy"], attention_entropy(weights))
+    torch.testing.assert_close(stored["received_attention"], weights.mean(1))

@@ -35,7 +35,7 @@ from medtokenbudget.features.preprocess import Preprocessing
 from medtokenbudget.features.signals import DEFAULT, REGISTRY, check_available, pseudo_signals, reduce_attention
 from medtokenbudget.features.views import Box
 from medtokenbudget.files import sha256_file, write_text
-from medtokenbudget.tokens import TokenBatch
+from medtokenbudget.tokens import PSEUDO_TEMPERATURE, TokenBatch
 
 Model = Any
 """A timm vision transformer; its attributes have no static types."""
@@ -84,6 +84,9 @@ class Backbone:
             "dim": self.dim,
             **self.preprocessing.to_dict(),
         }
+        if config.attention == "pseudo":
+            # Stores and models of another scale have another entropy of the same tokens: they must not be mixed.
+            self.fingerprint["pseudo_temperature"] = PSEUDO_TEMPERATURE
         if self._tap is not None and not isinstance(getattr(model.blocks[self.layer], "attn", None), Attention):
             self(torch.zeros(1, 3, config.image_size, config.image_size))  # fails now, not in the middle of the work
 

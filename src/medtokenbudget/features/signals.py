@@ -11,11 +11,10 @@ from itertools import repeat
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from medtokenbudget.errors import RequestError, UnknownNameError
 from medtokenbudget.features.attention import CHUNK, Inputs, mixed, normalized_entropy
-from medtokenbudget.tokens import SIGNALS
+from medtokenbudget.tokens import SIGNALS, cosine_attention
 
 DEFAULT = ("attention_entropy", "cls_attention")
 """What is computed unless something else is requested: the signals of LATS and of its distillation."""
@@ -127,7 +126,7 @@ def reduce_attention(
 
 
 def pseudo_signals(patches: Tensor, cls: Tensor | None, names: Sequence[str] = DEFAULT) -> dict[str, Tensor]:
-    """The signals `names` from the softmax of cosine similarities, for models whose query and key cannot be captured.
+    """The signals `names` from `cosine_attention`, for models whose query and key cannot be captured.
 
     Rows sum to one here, because there are no prefix tokens among the keys.
 
@@ -136,15 +135,14 @@ def pseudo_signals(patches: Tensor, cls: Tensor | None, names: Sequence[str] = D
         cls: Class tokens [B, D], or None.
         names: Signals to compute; those whose registry entry says `pseudo`.
     """
-    unit = F.normalize(patches.float(), dim=-1)
-    weights = [(part @ part.transpose(1, 2)).softmax(-1) for part in unit.split(CHUNK)]
+    weights = [cosine_attention(part, part) for part in patches.split(CHUNK)]
     found = {}
     if "attention_entropy" in names:
         found["attention_entropy"] = torch.cat([normalized_entropy(part) for part in weights])
     if "received_attention" in names:
         found["received_attention"] = torch.cat([part.mean(1) for part in weights])
     if "cls_attention" in names and cls is not None:
-        found["cls_attention"] = torch.einsum("bnd,bd->bn", unit, F.normalize(cls.float(), dim=-1)).softmax(-1)
+        found["cls_attention"] = cosine_attention(cls.unsqueeze(1), patches).squeeze(1)
     return found
 
 

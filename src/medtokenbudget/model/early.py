@@ -33,7 +33,7 @@ _INSIDE = tuple(name for name in REGISTRY if name != "rollout")
 _SCOUT = (*REGISTRY, "luminance")
 Score = Callable[[TokenBatch], Tensor]
 """Scores [B, N] of tokens; the highest are kept."""
-_FREE = ("layer", "attention", "name")
+_FREE = ("layer", "attention", "pseudo_temperature", "name")
 """Fields of a fingerprint that may differ between a backbone and the one that an 'inside' router was trained on."""
 
 

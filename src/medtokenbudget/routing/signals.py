@@ -13,7 +13,7 @@ from torch import Tensor
 
 from medtokenbudget.config import Neighborhood
 from medtokenbudget.errors import NonFiniteError, RequestError, ShapeError, UnknownNameError
-from medtokenbudget.tokens import check_grid
+from medtokenbudget.tokens import PSEUDO_TEMPERATURE, check_grid, cosine_attention
 
 # Half of each neighborhood, as (rows down, columns right): every pair is met once and counts for both of its patches.
 _PAIRS: dict[str, tuple[tuple[int, int], ...]] = {
@@ -83,15 +83,14 @@ def _shifted(h: int, w: int, down: int, right: int) -> tuple[tuple[slice, ...], 
     return here, there
 
 
-def pseudo_attention(patches: Tensor, temperature: float = 0.1) -> Tensor:
+def pseudo_attention(patches: Tensor, temperature: float = PSEUDO_TEMPERATURE) -> Tensor:
     """Attention made up from cosine similarity, for backbones without query and key: [B, N, D] to [B, N, N], rows sum to one.
 
-    Never used unless it is asked for by name. The paper does not give its scale; the softmax of `cosine / temperature` is ours.
+    Never used unless it is asked for by name. `mtb extract --attention pseudo` computes its signals from the same weights.
     """
     if not temperature > 0:
         raise RequestError(f"The temperature must be above 0, got {temperature}.")
-    unit = torch.nn.functional.normalize(_patches(patches).float(), dim=-1)
-    return torch.softmax(unit @ unit.transpose(1, 2) / temperature, dim=-1)
+    return cosine_attention(_patches(patches), patches, temperature)
 
 
 def _patches(patches: Tensor) -> Tensor:
