@@ -100,11 +100,11 @@ class Backbone:
         """
         recipe = zoo.find(config.name)
         model = build(config.name, config.image_size, recipe)
-        path = config.weights or (recipe.weights if recipe else None) or _from_hub(config.name, model)
-        load_weights(model, Path(path))
-        sha256 = sha256_file(path)
-        if recipe is not None:
-            zoo.check_weights(recipe, Path(path), sha256)
+        path = Path(config.weights or (recipe.weights if recipe else None) or _from_hub(config.name, model))
+        sha256 = sha256_file(path) if path.is_file() else ""
+        if recipe is not None and sha256:
+            zoo.check_weights(recipe, path, sha256)
+        load_weights(model, path)
         return cls(model, config, sha256, device)
 
     @classmethod
