@@ -41,7 +41,7 @@ DAMAGES = int(os.environ.get("MTB_FLIPS", "12"))
 SIGNALS = ("rollout", "mean_key")
 CPU = ["--device", "cpu"]
 TRAINING = ["--epochs", 2, "--head-epochs", 2, "--batch-size", 8, "--lats.hidden", 8, "--router.minimum", 2, *CPU]
-ADVICE = re.compile(r"\b([Rr]un|Delete|Copy|Restore|[Cc]reate|Train|Choose|Download)\b")
+ADVICE = re.compile(r"\b([Rr]un|Delete|Copy|Restore|[Cc]reate|Train|Choose|Use)\b")
 
 
 @dataclass(frozen=True)

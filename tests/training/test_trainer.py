@@ -20,7 +20,7 @@ from medtokenbudget.config import ExtractConfig, LossWeights, TrainConfig
 from medtokenbudget.data import Drawings, Manifest, synthetic_manifest
 from medtokenbudget.errors import MismatchError, RequestError, WorkError
 from medtokenbudget.features import extract
-from medtokenbudget.files import read_lines
+from medtokenbudget.files import read_lines, write_lines
 from medtokenbudget.tensor_files import load_tensors, save_tensors
 from medtokenbudget.training import trainer
 from medtokenbudget.training.parts import ViewDraw, make_parts
@@ -92,6 +92,20 @@ def test_a_stop_around_a_checkpoint_neither_loses_nor_repeats_a_row_of_metrics(
     monkeypatch.undo()
     train_selector(drawn.manifest, drawn.store, tmp_path, config)
     assert [row["epoch"] for row in read_lines(tmp_path / "metrics.jsonl")] == [0, 1, 2]
+
+
+def test_a_log_with_another_number_is_not_believed_when_a_training_resumes(
+    drawn: Drawn, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, log = quick("paper", epochs=2, patience=9), tmp_path / "metrics.jsonl"
+    train_selector(drawn.manifest, drawn.store, tmp_path, config)
+    rows = read_lines(log)
+    for change, kept in (({"seconds": 99.0}, 2), ({"loss": 0.1}, 0)):
+        write_lines(log, [rows[0] | change, *rows[1:]])
+        capsys.readouterr()
+        train_selector(drawn.manifest, drawn.store, tmp_path, config)
+        assert len(read_lines(log)) == kept
+        assert ("metrics.jsonl is missing or damaged; it starts anew" in capsys.readouterr().err) is (kept == 0)
 
 
 def test_the_metrics_file_has_every_term_budget_rate_and_score_spread(drawn: Drawn, tmp_path: Path) -> None:

@@ -107,13 +107,13 @@ class Backbone:
         """
         recipe = zoo.find(config.name)
         model = build(config.name, config.image_size, recipe)
-        path = config.weights or (recipe.weights if recipe else None) or _from_hub(config.name, model)
-        load_weights(model, Path(path))
-        digest = sha256_file(path)
-        if recipe is not None:
-            zoo.check_weights(recipe, Path(path), digest)
+        path = Path(config.weights or (recipe.weights if recipe else None) or _from_hub(config.name, model))
+        digest = sha256_file(path) if path.is_file() else ""
+        if recipe is not None and digest:
+            zoo.check_weights(recipe, path, digest)
+        load_weights(model, path)
         if config.weights is not None or (recipe is not None and config.name not in zoo.PACKAGED):
-            _remember(Path(path), digest)
+            _remember(path, digest)
         return cls(model, config, digest, device)
 
     @classmethod

@@ -67,7 +67,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise RequestError(f"{folder} is not a saved model: it has no {CONFIG}. The model of a run is in RUN/model.")
     config = read_json(path)
     if not isinstance(config, dict) or config.get("format") != FORMAT:
-        raise RequestError(f"{path} is not the configuration of a MedTokenBudget model.")
+        raise RequestError(f"{path} is not the configuration of a MedTokenBudget model. Copy the model folder again.")
     _check_version(path, config)
     config = unsealed(path, config, "Copy the model folder again, or train the model again.")
     check_config(path, config)
