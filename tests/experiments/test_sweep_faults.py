@@ -22,24 +22,13 @@ from tests.drawn import Drawn
 
 pytestmark = pytest.mark.slow
 
-SMALL = [
-    "--epochs",
-    "1",
-    "--head-epochs",
-    "1",
-    "--batch-size",
-    "16",
-    "--lats.hidden",
-    "16",
-    "--lats.layers",
-    "1",
-    "--device",
-    "cpu",
-]
+HEADS = ["--head-epochs", "1", "--batch-size", "16", "--device", "cpu"]
+LATS = ["--epochs", "1", "--lats.hidden", "16", "--lats.layers", "1"]
 
 
 def command(drawn: Drawn, out: Path, *more: object) -> list[str]:
-    return [str(word) for word in ("sweep", drawn.manifest_path, "--store", drawn.store_path, "--out", out, *SMALL, *more)]
+    small = [*HEADS, *(LATS if any(str(word).startswith("lats") for word in more) else ())]
+    return [str(word) for word in ("sweep", drawn.manifest_path, "--store", drawn.store_path, "--out", out, *small, *more)]
 
 
 def descendants(pid: int) -> set[int]:
