@@ -13,9 +13,8 @@ from medtokenbudget.features import FeatureStore
 from tests.small_model import CLASSES, draw_images, small_backbone, small_model
 
 SMALL = ["--epochs", "1", "--head-epochs", "1", "--batch-size", "8", "--device", "cpu"]
-STUDENT = ["--patch-size", "16", "--width", "32", "--heads", "1", "--depth", "1", "--batch-size", "8", "--epochs", "2"]
 COMMANDS = (
-    *("data", "split", "extract", "prune", "train", "sweep", "report", "distill", "export"),
+    *("data", "split", "extract", "prune", "train", "sweep", "report", "export"),
     *("calibrate", "route", "shards", "predict"),
 )
 LONG = ("evaluate", "reproduce", "web")
@@ -48,7 +47,6 @@ class World:
             "reproduce": ["reproduce", *run, "--study", "epochs", "--jobs", 1],
             "report": ["report", self.root / "run", "--out", out],
             "evaluate": ["evaluate", self.root / "model", manifest, "--out", out, "--classes", self.root / "classes.json"],
-            "distill": ["distill", manifest, "--teacher", *vit, "--out", out, "--views", 1, *STUDENT],
             "export": ["export", self.root / "model", "--format", "hub", "--out", out],
             "web": ["export", self.root / "model", "--format", "web", "--out", out],
             "calibrate": ["calibrate", self.root / "model", manifest, "--store", store, "--retention", 0.5, "--out", out],

@@ -8,7 +8,6 @@ for _module in (
     "api.predict",
     "api.train",
     "experiments.paper",
-    "features.distill",
     "model.onnx",
     "reporting",
     "data",

@@ -25,7 +25,7 @@ def main(arguments: list[str]) -> int:
         "--backbone",
         type=str,
         default=BackboneConfig.name,
-        help="Name of a timm vision transformer, 'embedded', or a folder written by mtb distill.",
+        help="Name of a timm vision transformer, 'embedded', or a folder written by tools/distill.py.",
     )
     add_config(parser, BackboneConfig, "Backbone", first={"weights"}, skip={"name"})
     add_config(parser, ExtractConfig, "Extraction", first={"views", "device"})

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 FILE = "run.json"
 FORMAT_VERSION = 2
-PACKAGES = ("medtokenbudget", "torch", "timm", "numpy", "pandas", "pyarrow", "scipy", "scikit-learn", "safetensors", "pillow")
+PACKAGES = ("medtokenbudget", "torch", "timm", "numpy", "pandas", "pyarrow", "scipy", "safetensors", "pillow")
 
 
 @dataclass(frozen=True)
