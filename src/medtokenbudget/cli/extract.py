@@ -64,21 +64,8 @@ def main(arguments: list[str]) -> int:
     early.add_argument(
         "--margin", type=float, default=1.2, help="With --route zoom: side of the crop over that of the box of the kept patches."
     )
-    routed = parser.section("Routed tokens")
-    routed.add_argument(
-        "--keep", type=Literal["all", "routed"], default="all", help="Store all patches, or only those that a trained model keeps."
-    )
-    routed.add_argument(
-        "--model",
-        type=str | None,
-        default=None,
-        help="Trained model for --keep routed: a run, a model folder, a hub id, or 'dermoscopy' for the router of the package.",
-    )
-    routed.add_argument(
-        "--budget",
-        type=Budget | None,
-        default=None,
-        help="Share of the patches to keep with --keep routed or --route, as 0.3 or 30%. Default with --route: 0.3.",
+    early.add_argument(
+        "--budget", type=Budget | None, default=None, help="With --route: share of the patches to keep, 0.3 or 30%. Default: 0.3."
     )
     parser.add_argument("--verify", action="store_true", help="Compare all shards and images with their stored hashes at the end.")
     given = parser.parse_args(arguments)
@@ -91,17 +78,12 @@ def _run(given: Any) -> int:
         raise RequestError("--address is only used with a Ray cluster. Add --engine ray, or drop --address.")
     if (given.route is None) != (given.router is None):
         raise RequestError("--route and --router must be used together: the way to route, and the model that chooses.")
-    if given.route is not None and (given.keep == "routed" or given.engine != "local"):
-        other = "--keep routed" if given.keep == "routed" else f"--engine {given.engine}"
-        raise RequestError(f"--route cannot be combined with {other}. Drop one of them.")
-    late = given.keep == "routed"
-    if late != (given.model is not None) or (given.route is None and late != (given.budget is not None)):
-        raise RequestError("--keep routed, --model and --budget must be used together.")
+    if given.budget is not None and given.route is None:
+        raise RequestError("--budget is only used with --route. Drop it: a store of all patches serves every budget.")
 
     from medtokenbudget.data import Manifest
     from medtokenbudget.features import extract
 
-    route, fingerprint = _route(given.model, given.budget) if given.keep == "routed" else (None, None)
     manifest = Manifest.read(given.manifest)
     store = extract(
         manifest,
@@ -111,8 +93,6 @@ def _run(given: Any) -> int:
         engine=given.engine,
         shards=shards,
         address=given.address,
-        route=route,
-        route_fingerprint=fingerprint,
         early=None if given.route is None else _early(given),
     )
     if given.verify:
@@ -129,15 +109,6 @@ def parse_shards(text: str) -> tuple[int, int]:
     if len(parts) != 2 or not all(part.isdecimal() for part in parts):
         raise RequestError(f"--shards must be I/N, such as 0/8 for the first of eight jobs, got '{text}'.")
     return int(parts[0]), int(parts[1])
-
-
-def _route(path: str, budget: float) -> tuple[Any, dict[str, Any]]:
-    from medtokenbudget.model import load
-
-    model = load(path)
-    # Without the name, which may be a path on another machine; the hash of the weights identifies the backbone.
-    backbone = {key: value for key, value in model.backbone_fingerprint.items() if key != "name"}
-    return model.router(budget), {"model": model.fingerprint, "budget": budget, "backbone": backbone}
 
 
 def _early(given: Any) -> Any:
@@ -165,10 +136,8 @@ def _summary(store: Any, manifest: Path) -> str:
             f"{store.path} is incomplete: {len(store.missing)} of {of} shards are missing. "
             "Run the other jobs, or this command without --shards."
         )
-    elif store.config["keep"] == "patches" or store.fixed_budget is not None:
+    else:
         kept = "" if store.early is None else f", routed early ({store.early['way']}, {store.per_image} of {store.n} patches)"
         following = f" Next: mtb train {manifest} --store {store.path} --out runs/first" if len(store) else ""
         lines.append(f"Wrote {store.path}: {len(store)} rows{kept}.{following}")
-    else:
-        lines.append(f"Wrote {store.path}: {len(store)} rows of routed tokens.")
     return "\n".join(lines)

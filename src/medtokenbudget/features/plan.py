@@ -50,7 +50,6 @@ class Item:
 def settings_of(
     fingerprint: dict[str, Any],
     config: ExtractConfig,
-    route_fingerprint: dict[str, Any] | None = None,
     weights: Path | None = None,
 ) -> dict[str, Any]:
     """The content of `store.json`: everything that the numbers in the store depend on, except the images."""
@@ -59,8 +58,9 @@ def settings_of(
             "format": FORMAT,
             "backbone": fingerprint,
             "weights": None if weights is None else str(weights.resolve()),
-            "keep": "routed" if route_fingerprint is not None or routed_early(fingerprint) else "patches",
-            "route": route_fingerprint,
+            "keep": "routed" if routed_early(fingerprint) else "patches",
+            # Always null since a trained model no longer chooses what is stored; without it, the hash of older stores would change.
+            "route": None,
             "dtype": config.dtype,
             "precision": config.precision,
             "view_seed": config.view_seed,
@@ -204,6 +204,11 @@ def read_settings(store: Path) -> dict[str, Any]:
             f"{store} has store format {found!r}, but this version reads format {FORMAT}. "
             f"Run `mtb extract MANIFEST --store NEW` to extract it again into a new folder."
         )
+    if isinstance(settings.get("route"), dict):
+        raise RequestError(
+            f"{store} holds only tokens that a trained model kept, which this version does not read. Run `mtb extract MANIFEST "
+            f"--store NEW` for all patches, or `mtb route IMAGES --tokens --out NEW` for the kept ones."
+        )
     faults = _faults(settings)
     if faults:
         raise RequestError(f"{store / STORE} is damaged: {'; '.join(faults)}. Restore the file, or extract into another folder.")
@@ -214,7 +219,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "backbone": (dict,),
     "weights": (str, type(None)),
     "keep": (str,),
-    "route": (dict, type(None)),
+    "route": (type(None),),
     "dtype": (str,),
     "precision": (str,),
     "view_seed": (int,),

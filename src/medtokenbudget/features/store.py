@@ -36,7 +36,7 @@ from medtokenbudget.features.shards import (
 from medtokenbudget.features.signals import DEFAULT
 from medtokenbudget.features.views import IDENTITY
 from medtokenbudget.files import sha256_file, sha256_json
-from medtokenbudget.tokens import SIGNALS, Selection, TokenBatch
+from medtokenbudget.tokens import SIGNALS, TokenBatch
 
 _SMALL = ("cls", *DEFAULT, "luminance")
 """Fields that every batch has, if the store has them."""
@@ -331,18 +331,6 @@ class FeatureStore:
         self.require_signals(signals)
         return prefetched(lambda part: self._read(part, dtype, pool, signals), parts, prefetch)
 
-    def read_routed(self, rows: Sequence[int] | np.ndarray | Tensor, dtype: torch.dtype = torch.float32) -> Selection:
-        """Read rows of a store that was extracted with `--keep routed`, as the selector gave them."""
-        if self.config["keep"] != "routed":
-            raise RequestError(f"Store {self.path} contains all patches, not routed tokens. Use `read`.")
-        index = self._checked(rows)
-        fields = self._fields.gather(("tokens", "indices", "weights"), index, BufferPool(), dtype)
-        indices = fields["indices"].long()
-        n = self.grid[0] * self.grid[1]
-        places = torch.arange(indices.shape[1]).expand_as(indices)
-        assignment = torch.full((len(index), n), -1, dtype=torch.long).scatter_(1, indices, places)
-        return Selection(fields["tokens"], fields["weights"], assignment, assignment >= 0, indices)
-
     def verify(self, manifest: Manifest | None = None) -> None:
         """Read every shard and compare it with the hash in its sidecar; with a manifest, also read every image again.
 
@@ -385,8 +373,6 @@ class FeatureStore:
 
     def _read(self, rows: np.ndarray, dtype: torch.dtype, pool: BufferPool, signals: Sequence[str]) -> TokenBatch:
         early = plan.routed_early(self.config["backbone"])
-        if self.config["keep"] != "patches" and not early:
-            raise RequestError(f"Store {self.path} contains only routed tokens. Use `read_routed`.")
         self.require_signals(signals)
         large = ("tokens", "indices") if early else ("patches",)
         names = [*large, *(name for name in _SMALL if self.has(name))]
