@@ -17,7 +17,7 @@ COMMANDS: dict[str, str] = {
     "demo": "take a tour on drawn images, offline and on a CPU: ready-made router, training, sweep, report",
     "data": "make a manifest of a data set (ISIC 2019, Kvasir v2, folders, CSV, drawn images), split it, check it",
     "extract": "run the frozen backbone once and store the patch tokens",
-    "store": "show what is inside a store of tokens, remove what is not needed any more",
+    "store": "show what is inside a store of tokens",
     "train": "train a router and its head, and save them as a model",
     "sweep": "train and evaluate several methods at several budgets and seeds",
     "reproduce": "run the paper's studies and compare with its numbers",

@@ -7,6 +7,7 @@ what a manifest says.
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -19,7 +20,7 @@ from torch import Tensor
 from medtokenbudget.data.manifest import Manifest, listed
 from medtokenbudget.errors import RequestError, WorkError
 from medtokenbudget.features import plan
-from medtokenbudget.features.annotations import Annotation, annotate
+from medtokenbudget.features.annotations import Annotation, annotate, known_manifests
 from medtokenbudget.features.fields import Fields
 from medtokenbudget.features.file_index import FileIndex
 from medtokenbudget.features.plan import Shards
@@ -34,7 +35,7 @@ from medtokenbudget.features.shards import (
     shard_path,
 )
 from medtokenbudget.features.signals import DEFAULT
-from medtokenbudget.features.views import IDENTITY
+from medtokenbudget.features.views import IDENTITY, view_order
 from medtokenbudget.files import sha256_file, sha256_json
 from medtokenbudget.tokens import SIGNALS, TokenBatch
 
@@ -384,3 +385,39 @@ class FeatureStore:
             index = torch.from_numpy(rows)
             fields |= {"label": self.label[index], "has_mask": self.has_mask[index], "lesion": self.lesion[index]}
         return TokenBatch(grid=self.grid, image_id=tuple(self.ids[row] for row in rows.tolist()), **fields)
+
+
+def info(path: Path | str) -> dict[str, Any]:
+    """Describe a store.
+
+    Args:
+        path: Folder of the store.
+
+    Returns:
+        JSON values: settings, signals that all rows carry, images, rows by view, failed and missing rows, bytes, and the manifests
+        that the store was opened with, each with the number of its images and how many of them are here ("fits" if all are).
+    """
+    store = FeatureStore.open(path, partial=True)
+    views = Counter(row.view for row in store.stored)
+    here = {row.image for row in store.stored if row.view == IDENTITY} | {failure.image for failure in store.failures}
+    manifests = []
+    for one in known_manifests(store.path):
+        present = sum(image in here for image in one["images"].values())
+        count = len(one["images"])
+        manifests.append(
+            {"name": one["name"], "source": one["source"], "hash": one["hash"], "images": count, "present": present}
+            | {"fits": present == count}
+        )
+    return {
+        "path": str(store.path),
+        "settings": store.config,
+        "signals": list(store.signals),
+        "images": len({row.image for row in store.stored}),
+        "rows": len(store.stored),
+        "views": {view: views[view] for view in sorted(views, key=view_order)},
+        "failed": len(store.failures),
+        "shards": len(store.shards),
+        "missing_shards": len(store.missing),
+        "bytes": sum(file.stat().st_size for file in store.path.rglob("*") if file.is_file()),
+        "manifests": manifests,
+    }
