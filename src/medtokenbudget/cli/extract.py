@@ -45,7 +45,7 @@ def main(arguments: list[str]) -> int:
         type=str | None,
         default=None,
         help="Run the backbone where the lesion is. scout: on the patches that the router chose from the image; block:4: on all "
-        "patches before block 4, then on those that the router chose from its tokens; zoom: on a crop around the router's patches. "
+        "patches before block 4, then on those that the router chose from its tokens. "
         "Recommended: scout, or block:4 with a scorer that was trained on block 3; read a middle block (--layer 6 of a ViT-S/14).",
     )
     early.add_argument(
@@ -54,15 +54,6 @@ def main(arguments: list[str]) -> int:
         default=None,
         help="What chooses for --route: a run, a model folder, a hub id or 'dermoscopy'; or, to compare with, a selector that "
         "needs no training, such as evit, frequency or center.",
-    )
-    early.add_argument(
-        "--background",
-        type=Literal["token", "local", "drop"],
-        default="token",
-        help="With --route block:N: the dropped patches become one token, one for each of 4 x 4 regions, or nothing.",
-    )
-    early.add_argument(
-        "--margin", type=float, default=1.2, help="With --route zoom: side of the crop over that of the box of the kept patches."
     )
     early.add_argument(
         "--budget", type=Budget | None, default=None, help="With --route: share of the patches to keep, 0.3 or 30%. Default: 0.3."
@@ -122,7 +113,7 @@ def _early(given: Any) -> Any:
     else:
         router = load(given.router, device=given.device)
     budget = 0.3 if given.budget is None else given.budget
-    return EarlyRouting(router, way, budget, block, given.background, given.margin)
+    return EarlyRouting(router, way, budget, block)
 
 
 def _summary(store: Any, manifest: Path) -> str:

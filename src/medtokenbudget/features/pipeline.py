@@ -25,7 +25,6 @@ from medtokenbudget.data import decode_image, mask_of
 from medtokenbudget.errors import RequestError, WorkError
 from medtokenbudget.features import views
 from medtokenbudget.features.backbone import Backbone
-from medtokenbudget.features.early import EarlyBackbone
 from medtokenbudget.features.plan import Item
 from medtokenbudget.features.preprocess import luminance
 from medtokenbudget.features.shards import Failure, Row, write_shard
@@ -81,8 +80,6 @@ def prepare(items: tuple[Item, ...], backbone: Backbone, view_seed: int) -> list
             if mask is None and item.mask_file is not None and views.is_off_center(item.view):
                 mask = mask_of(image.size, item.mask_file)
             geometry = views.geometry_of(item.view, mask, views.image_seed(view_seed, item.image_id))
-            if isinstance(backbone, EarlyBackbone):
-                geometry = backbone.framed(geometry, image)
             row = Row(item.image, item.view, image.size, geometry)
             done.append(Prepared(row, backbone.preprocessing.prepare(geometry.of(image))))
         except RequestError as error:

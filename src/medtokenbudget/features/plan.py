@@ -72,7 +72,7 @@ def settings_of(
 
 def routed_early(fingerprint: dict[str, Any]) -> bool:
     """Whether a backbone with this fingerprint gives the tokens of kept patches alone."""
-    return fingerprint.get("route", {}).get("way") in ("scout", "inside")
+    return fingerprint.get("route") is not None
 
 
 def identity_of(settings: dict[str, Any]) -> str:
@@ -212,6 +212,14 @@ def read_settings(store: Path) -> dict[str, Any]:
     faults = _faults(settings)
     if faults:
         raise RequestError(f"{store / STORE} is damaged: {'; '.join(faults)}. Restore the file, or extract into another folder.")
+    early = settings["backbone"].get("route")
+    if early is not None and not (
+        isinstance(early, dict) and early.get("way") in ("scout", "inside") and early.get("background", "token") == "token"
+    ):
+        raise RequestError(
+            f"{store} was routed early in a way that this version does not have, such as zoom. Extract it again with "
+            f"`mtb extract MANIFEST --store NEW --route scout --router ROUTER`."
+        )
     return settings
 
 
