@@ -20,7 +20,7 @@ from medtokenbudget.training.pooled import PooledHead, probabilities
 
 FOLDS = 3
 DRAWS = 500
-BASES = ("dense", "after", "after-center", "embedded", "zoom-center", "tome", "dense-140px", "dense-154px")
+BASES = ("dense", "after", "after-center", "embedded", "tome", "dense-140px", "dense-154px")
 """What the others are compared with: dense, routed after the backbone, and what would embarrass each way."""
 
 
@@ -109,7 +109,7 @@ def chosen(folder: Path, there: Iterable[str]) -> list[str]:
         way, at, block = name.partition("@")
         if at:
             blocks.setdefault(way, []).append(int(block))
-    relatives = {"dense-": best.get("dense"), "after-": best.get("after"), "inside-": best.get("inside-4-drop")}
+    relatives = {"dense-": best.get("dense"), "after-": best.get("after"), "inside-": best.get("inside-4-token")}
     found = {}
     for way, own in blocks.items():
         near = next((block for start, block in relatives.items() if way.startswith(start) and block in own), None)

@@ -18,10 +18,10 @@ from torch.nn import functional as F
 
 from benchmarks.competitors import evit_blocks, tome_every_block
 from medtokenbudget.config import BackboneConfig
-from medtokenbudget.features import routed_pass, views
+from medtokenbudget.features import routed_pass
 from medtokenbudget.features.attention import Inputs
 from medtokenbudget.features.backbone import Backbone
-from medtokenbudget.features.early import EarlyBackbone, box_of, finer
+from medtokenbudget.features.early import EarlyBackbone, finer
 from medtokenbudget.features.signals import reduce_attention
 from medtokenbudget.model import EarlyRouting, load
 from medtokenbudget.routing import rank
@@ -32,8 +32,8 @@ K, MORE = 76, 128
 """Patches kept at budgets 0.3 and 0.5."""
 CORE = 51
 """Of the K patches of the ring, those that the scout chose; the others are the ones around them."""
-PLACES: dict[int, tuple[routed_pass.Background, ...]] = {2: ("token",), 4: ("drop", "token", "local"), 6: ("drop", "token")}
-"""Before which blocks to prune inside, and with which backgrounds."""
+PLACES = (2, 4, 6)
+"""Before which blocks to prune inside."""
 EARLY_BLOCKS = 7
 """Early ways and other image sizes are read up to this block; the dense pass up to any."""
 FINE, FINE_K = 448, (102, 256)
@@ -69,21 +69,9 @@ def ringed(scores: Tensor, k: int, core: int) -> Tensor:
     return rank(-steps - order)[:, :k]
 
 
-def cropped(scores: Tensor, boxes: Sequence[views.Box]) -> Tensor:
-    """Scores [B, 256] on the grid of a crop of each image."""
-    at = (torch.arange(GRID[0]) + 0.5) / GRID[0]
-    places = []
-    for left, top, right, bottom in boxes:
-        y, x = torch.meshgrid(top + at * (bottom - top), left + at * (right - left), indexing="ij")
-        places.append(torch.stack([x, y], -1) * 2 - 1)
-    field = scores.view(-1, 1, *GRID)
-    return F.grid_sample(field, torch.stack(places).to(scores), padding_mode="border", align_corners=False).flatten(1)
-
-
-def centered(box: views.Box) -> views.Box:
-    """A box of the same size around the center."""
-    half = (box[2] - box[0]) / 2
-    return (0.5 - half, 0.5 - half, 0.5 + half, 0.5 + half)
+def dropped(x: Tensor, kept: Tensor) -> Tensor:
+    """The class token and the kept patches of [B, 1 + N, D], without a background token: so the study judged foreign routers."""
+    return torch.cat([x[:, :1], routed_pass.take(x[:, 1:], kept)], 1)
 
 
 def read(model: Any, x: Tensor, first: int, blocks: Sequence[int], way: str, k: int, bias: Tensor | None = None) -> Found:
@@ -118,9 +106,6 @@ class Passes:
         "dense",
         "scout",
         "middle",
-        "zoom",
-        "wide",
-        "parted",
         "small",
         "medium",
         "large",
@@ -159,8 +144,7 @@ class Passes:
         }
         for number in range(max(self.blocks) + 1):
             if number in PLACES:
-                for background in PLACES[number]:
-                    yield from self.pruned(x, order[:, :K], number, background, f"inside-{number}-{background}")
+                yield from self.pruned(x, order[:, :K], number, f"inside-{number}-token")
             before, x = x, routed_pass.run_blocks(model, x, number, number + 1)
             if number == 3:
                 yield from self.free(before, x)
@@ -169,8 +153,8 @@ class Passes:
                 yield f"dense@{number}", normed.mean(1)
                 yield from ((f"{way}@{number}", routed_pass.take(normed, one).mean(1)) for way, one in kept.items())
 
-    def pruned(self, x: Tensor, kept: Tensor, place: int, background: routed_pass.Background, way: str) -> Found:
-        short, bias = routed_pass.prune(x, kept, 1, background, GRID)
+    def pruned(self, x: Tensor, kept: Tensor, place: int, way: str) -> Found:
+        short, bias = routed_pass.prune(x, kept, 1)
         yield from read(self.backbone().model, short, place, self.early_blocks, way, kept.shape[1], bias)
 
     def free(self, before: Tensor, x: Tensor) -> Found:
@@ -184,7 +168,7 @@ class Passes:
         for name, scores in ranked.items():
             kept = rank(scores)[:, :K]
             yield f"kept:inside-4-{name}", kept.to(torch.uint8)
-            yield from self.pruned(x, kept, 4, "drop", f"inside-4-{name}")
+            yield from read(self.backbone().model, dropped(x, kept), 4, self.early_blocks, f"inside-4-{name}", K)
 
     def own(self, seen: Seen) -> Found:
         """Inside before block 4, by routers that were trained with masks on the tokens of block 3, one for each fold."""
@@ -196,8 +180,7 @@ class Passes:
             at = seen.fold == fold
             kept[at] = self.router(fold)._chosen(before[at].float(), x[at].float())
         yield "kept:inside-4-own", kept.to(torch.uint8)
-        for background in PLACES[4]:
-            yield from self.pruned(x, kept, 4, background, f"inside-4-own-{background}")
+        yield from self.pruned(x, kept, 4, "inside-4-own-token")
 
     def router(self, fold: int) -> EarlyBackbone:
         """The backbone that is routed inside by the router of a fold."""
@@ -222,31 +205,6 @@ class Passes:
         model, kept = self.backbone().model, rank(from_center())[:, :K].expand(len(seen.scores), -1)
         x = routed_pass.embed(model, self.images(seen.pictures), kept)
         yield from read(model, x, 0, self.early_blocks, "scout-center", K)
-
-    def zoom(self, seen: Seen) -> Found:
-        """The whole grid on a crop around the scout's patches, and on a crop of the same size around the center."""
-        boxes = self.boxes(seen, 1.2)
-        yield from self.crops(seen, boxes, "zoom-1.2")
-        yield from self.crops(seen, [centered(box) for box in boxes], "zoom-center")
-
-    def wide(self, seen: Seen) -> Found:
-        """Zoom with a wide margin."""
-        yield from self.crops(seen, self.boxes(seen, 1.7), "zoom-1.7")
-
-    def parted(self, seen: Seen) -> Found:
-        """Zoom, then a part of the crop."""
-        yield from self.crops(seen, self.boxes(seen, 1.2), None, (179, K))
-
-    def boxes(self, seen: Seen, margin: float) -> list[views.Box]:
-        return [box_of(row, GRID, margin) for row in rank(seen.scores)[:, :K].numpy()]
-
-    def crops(self, seen: Seen, boxes: list[views.Box], way: str | None, parts: Sequence[int] = ()) -> Found:
-        model, order = self.backbone().model, rank(cropped(seen.scores, boxes))
-        images = self.images([views.Geometry(box).of(picture) for box, picture in zip(boxes, seen.pictures)])
-        if way is not None:
-            yield from read(model, routed_pass.embed(model, images), 0, self.early_blocks, way, N)
-        for k in parts:
-            yield from read(model, routed_pass.embed(model, images, order[:, :k]), 0, self.early_blocks, f"zoom-scout-{k}", k)
 
     def small(self, seen: Seen) -> Found:
         """A dense image of fewer pixels, faster than the scout."""

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from benchmarks.competitors import tome_every_block
 from medtokenbudget.features import routed_pass
-from medtokenbudget.features.early import EarlyBackbone, shown
+from medtokenbudget.features.backbone import Backbone
+from medtokenbudget.features.early import shown
 from medtokenbudget.features.pipeline import cpu_threads
 from medtokenbudget.features.preprocess import Preprocessing
 from medtokenbudget.model import EarlyRouting, MedTokenBudget, load
@@ -124,16 +125,11 @@ def passes(models: dict[int, Any], scout: MedTokenBudget, budget: float, batch: 
 
         return routed_pass.inside_blocks(model, images, choose, BLOCK, layer).patches
 
-    def zoom() -> Tensor:
-        score(shown(images, preprocessing)).topk(k, dim=1)
-        return dense(model, images)
-
     small = {side: torch.nn.functional.interpolate(images, size=side) for side in models if side != 224}
     return {
         "dense": lambda: dense(model, images),
         "scout": scouted,
         "inside": inside,
-        "zoom": zoom,
         "tome": lambda: tome_every_block(model, images, k, layer),
         **{f"dense-{side}px": lambda side=side, pixels=pixels: dense(models[side], pixels) for side, pixels in small.items()},  # type: ignore[misc]
     }
@@ -141,8 +137,7 @@ def passes(models: dict[int, Any], scout: MedTokenBudget, budget: float, batch: 
 
 def scout_score(scout: MedTokenBudget) -> Callable[[Tensor], Tensor]:
     """The function of a router that scores the patches of images [B, 3, 224, 224], RGB in [0, 1]."""
-    zoomed: EarlyBackbone = EarlyRouting(scout, "zoom").wrap(scout.backbone)
-    return zoomed.route.score
+    return EarlyRouting(scout, "scout").wrap(Backbone.load(scout.backbone_config)).route.score
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

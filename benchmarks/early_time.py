@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.competitors import evit_blocks, tome_every_block
-from benchmarks.early_passes import FINE, GRID, MORE, K, N, Passes, attention_of, from_center
+from benchmarks.early_passes import FINE, GRID, MORE, K, N, Passes, attention_of, dropped, from_center
 from benchmarks.early_speed import scout_score
 from medtokenbudget.features import routed_pass
 from medtokenbudget.features.early import finer
@@ -83,11 +83,8 @@ def way(name: str, passes: Passes, score: Callable[[Tensor], Tensor], batch: int
     if kind == "scout-center":
         middle = from_center().topk(K, dim=1).indices.expand(batch, -1)
         return lambda: routed_pass.before_blocks(model, pixels, middle, layer).patches.mean(1)
-    if kind.startswith("zoom-scout-") or kind.startswith("scout"):
-        k = {"scout-0.5": MORE, "zoom-scout-179": 179}.get(kind, K)
-        return lambda: routed_pass.before_blocks(model, pixels, best(k), layer).patches.mean(1)
-    assert kind.startswith("zoom"), kind
-    return lambda: (best(K), whole(model, pixels).mean(1))
+    assert kind.startswith("scout"), kind
+    return lambda: routed_pass.before_blocks(model, pixels, best(MORE if kind == "scout-0.5" else K), layer).patches.mean(1)
 
 
 def _fine(model: Any, pixels: Tensor, layer: int, score: Callable[[Tensor], Tensor], k: int) -> Callable[[], Any]:
@@ -104,7 +101,6 @@ def _fine(model: Any, pixels: Tensor, layer: int, score: Callable[[Tensor], Tens
 def _inside(kind: str, model: Any, pixels: Tensor, layer: int, best: Callable[[int], Tensor]) -> Callable[[], Any]:
     """Inside by the scout, by a scorer of its own ('own') or by the attention of the block before."""
     _, place, *rest = kind.split("-")
-    background: Any = rest[-1] if rest[-1] in ("token", "local", "drop") else "drop"
     scorer = LATSSelector(int(model.num_features), signals=("norm", "contrast"), neighborhood="grid8").eval()
 
     def choose(before: Tensor, x: Tensor) -> Tensor:
@@ -115,7 +111,15 @@ def _inside(kind: str, model: Any, pixels: Tensor, layer: int, best: Callable[[i
             return found["cls_attention" if rest[0] == "evit" else "received_attention"].topk(K, dim=1).indices
         return from_center().expand(len(x), -1).topk(K, dim=1).indices if rest[0] == "center" else best(K)
 
-    return lambda: routed_pass.inside_blocks(model, pixels, choose, int(place), layer, background).patches.mean(1)
+    def without_background() -> Tensor:
+        before = routed_pass.run_blocks(model, routed_pass.embed(model, pixels), 0, int(place) - 1)
+        x = routed_pass.run_blocks(model, before, int(place) - 1, int(place))
+        x = routed_pass.run_blocks(model, dropped(x, choose(before, x)), int(place), layer + 1)
+        return model.norm(x)[:, 1:].mean(1)
+
+    if rest[-1] != "token":
+        return without_background
+    return lambda: routed_pass.inside_blocks(model, pixels, choose, int(place), layer).patches.mean(1)
 
 
 def _embedded(pixels: Tensor, layer: int, score: Callable[[Tensor], Tensor], routed: bool) -> Callable[[], Any]:

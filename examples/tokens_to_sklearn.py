@@ -2,7 +2,8 @@
 
     python examples/tokens_to_sklearn.py runs/mine/run runs/mine/manifest.parquet --budget 0.3
 
-The model reads the images here, so no store is needed. `mtb predict --tokens` writes the same tokens to a file.
+Needs `pip install scikit-learn`. The model reads the images here, so no store is needed. `mtb predict --tokens` writes the same
+tokens to a file.
 """
 
 from __future__ import annotations

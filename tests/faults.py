@@ -13,9 +13,8 @@ from medtokenbudget.features import FeatureStore
 from tests.small_model import CLASSES, draw_images, small_backbone, small_model
 
 SMALL = ["--epochs", "1", "--head-epochs", "1", "--batch-size", "8", "--device", "cpu"]
-STUDENT = ["--patch-size", "16", "--width", "32", "--heads", "1", "--depth", "1", "--batch-size", "8", "--epochs", "2"]
 COMMANDS = (
-    *("data", "split", "extract", "prune", "train", "sweep", "report", "distill", "export"),
+    *("data", "split", "extract", "train", "sweep", "report", "export"),
     *("calibrate", "route", "shards", "predict"),
 )
 LONG = ("evaluate", "reproduce", "web")
@@ -42,13 +41,11 @@ class World:
             "data": ["data", "synthetic", "--out", out, "--n", 2, "--size", 48],
             "split": ["data", "split", manifest, "--split", "kfold", "--out", out / "kfold.parquet"],
             "extract": ["extract", manifest, "--store", out, "--backbone", *vit, "--shard-size", 8],
-            "prune": ["store", "prune", out, self.root / "few.parquet"],
             "train": ["train", *run, "--lats.hidden", 8, "--lats.layers", 1],
             "sweep": ["sweep", *run, "--methods", "lats", "center", "--jobs", 1, "--lats.hidden", 8, "--lats.layers", 1],
             "reproduce": ["reproduce", *run, "--study", "epochs", "--jobs", 1],
             "report": ["report", self.root / "run", "--out", out],
             "evaluate": ["evaluate", self.root / "model", manifest, "--out", out, "--classes", self.root / "classes.json"],
-            "distill": ["distill", manifest, "--teacher", *vit, "--out", out, "--views", 1, *STUDENT],
             "export": ["export", self.root / "model", "--format", "hub", "--out", out],
             "web": ["export", self.root / "model", "--format", "web", "--out", out],
             "calibrate": ["calibrate", self.root / "model", manifest, "--store", store, "--retention", 0.5, "--out", out],
@@ -58,12 +55,10 @@ class World:
         words["shards"] = [*words["route"], "--tokens", "--shard-size", 1]
         return [str(word) for word in words[name]]
 
-    def begin(self, name: str) -> None:
-        """Leave nothing but what the command works on: a store to prune."""
+    def begin(self) -> None:
+        """Leave nothing of the try before."""
         shutil.rmtree(self.place, ignore_errors=True)
         self.place.mkdir()
-        if name == "prune":
-            shutil.copytree(self.root / "store", self.place / "out")
 
     def contents(self) -> dict[str, bytes]:
         """Every file that was written, without clocks, locks and the logs of TensorBoard."""
@@ -101,7 +96,6 @@ def make_world(root: Path) -> World:
     for words in (data, extract, [*run, "--methods", "center", "random", "--jobs", 1]):
         assert main([str(word) for word in words]) == 0
     drawn = Manifest.read(root / "data" / "manifest.parquet")
-    drawn.part("val").write(root / "few.parquet")
     (root / "classes.json").write_text(json.dumps({name: "MEL" for name in drawn.classes if name not in CLASSES}))
     small_model(root, baselines=("center",)).save_pretrained(root / "model")
     draw_images(root / "images", 3, size=64)

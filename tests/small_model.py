@@ -54,15 +54,12 @@ def small_model(
 
 
 def early_model(folder: Path, way: Way, main: str = "no-pruning") -> MedTokenBudget:
-    """A model whose backbone is routed early, with heads that were never trained: a scout, or a crop around its patches."""
+    """A model whose backbone is routed early, with a head that was never trained."""
     scout, config = small_model(folder / "scout", ("center",), seed=1), small_backbone(folder)
     loaded = EarlyRouting(scout, way, 0.3).wrap(Backbone.load(config))
-    names = (main, "center") if way == "zoom" else (main,)
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        classifiers = {
-            name: RoutedClassifier(create_selector(name, minimum=8), MLPHead(loaded.dim, len(CLASSES))) for name in names
-        }
+        classifiers = {main: RoutedClassifier(create_selector(main, minimum=8), MLPHead(loaded.dim, len(CLASSES)))}
     made = MedTokenBudget(
         config, loaded.fingerprint, CLASSES, classifiers, scout.train_config, main=main, scout=scout, device="cpu"
     )

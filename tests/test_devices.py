@@ -46,7 +46,7 @@ def test_a_device_that_this_machine_lacks_is_rejected(monkeypatch: pytest.Monkey
         resolve_device(name)
 
 
-@pytest.mark.parametrize("command", ["extract", "distill", "train", "predict", "serve"])
+@pytest.mark.parametrize("command", ["extract", "train", "predict", "serve"])
 def test_a_missing_gpu_is_a_message_and_exit_code_2_in_every_command(
     command: str, drawn: Drawn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -59,7 +59,6 @@ def test_a_missing_gpu_is_a_message_and_exit_code_2_in_every_command(
     manifest, out = str(drawn.manifest_path), str(tmp_path / "out")
     arguments = {
         "extract": [manifest, "--store", out, "--backbone", backbone.name, *vit],
-        "distill": [manifest, "--out", out, "--teacher", backbone.name, *vit],
         "train": [manifest, "--store", str(drawn.store_path), "--out", out],
         "predict": [str(model), str(draw_images(tmp_path / "images", 1)[0]), "--out", f"{out}.csv"],
         "serve": [str(model), "--port", "0"],

@@ -1,4 +1,4 @@
-"""Early routing end to end: extract, train, predict, with a scout, inside the backbone and by zooming; and what does not fit."""
+"""Early routing end to end: extract, train, predict, with a scout and inside the backbone; and what does not fit."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import medtokenbudget as mtb
 from medtokenbudget.api.training import train_router
 from medtokenbudget.cli import main
 from medtokenbudget.config import BackboneConfig, ExtractConfig
-from medtokenbudget.data import Drawings, Manifest, decode_image, decode_mask, patch_labels, synthetic_manifest
+from medtokenbudget.data import Drawings, Manifest, decode_image, synthetic_manifest
 from medtokenbudget.errors import BudgetError, RequestError
 from medtokenbudget.features import FeatureStore, extract
 from medtokenbudget.features.backbone import Backbone
-from medtokenbudget.features.early import EarlyBackbone, box_of, finer
+from medtokenbudget.features.early import EarlyBackbone, finer
 from medtokenbudget.model import EarlyRouting, MedTokenBudget
 from medtokenbudget.model.early import parse_route
 from medtokenbudget.model.untrained import untrained_router
@@ -27,7 +27,7 @@ from tests.drawn import quick
 from tests.small_model import draw_images, early_model, small_backbone, small_model
 
 CONFIG = ExtractConfig(views="off-center", threads=1, device="cpu")
-SETTINGS = {"scout": {}, "inside": {"block": 2, "background": "local"}, "zoom": {"margin": 1.3}}
+SETTINGS = {"scout": {}, "inside": {"block": 2}}
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
         inner, Backbone.load(inner).fingerprint, inside.classes, inside.classifiers, inside.train_config, main=inside.main
     )
     scout = mtb.load(folder / "scout-model", device="cpu")
-    return World(folder, manifest, config, {"scout": scout, "zoom": scout, "inside": inside})
+    return World(folder, manifest, config, {"scout": scout, "inside": inside})
 
 
 @dataclass(frozen=True)
@@ -85,15 +85,9 @@ def test_a_model_predicts_from_the_very_tokens_that_its_head_was_trained_on(made
     manifest, row = world.manifest, int(made.store.rows([world.manifest.ids[0]])[0])
     prediction = made.model.predict(manifest.image_path(0))[0]
     stored = made.store.read([row])
-    found = torch.from_numpy(prediction.tokens)
-    if made.store.fixed_budget is None:
-        found = torch.from_numpy(made.model.predict(manifest.image_path(0), budget=1.0)[0].tokens)
-        stored_tokens = stored.patches[0][torch.from_numpy(made.model.predict(manifest.image_path(0), budget=1.0)[0].kept)]
-    else:
-        assert stored.places is not None
-        assert sorted(prediction.kept.tolist()) == sorted(stored.places[0].tolist())
-        stored_tokens = stored.patches[0]
-    torch.testing.assert_close(found, stored_tokens, rtol=5e-3, atol=5e-3)  # stored in fp16
+    assert stored.places is not None
+    assert sorted(prediction.kept.tolist()) == sorted(stored.places[0].tolist())
+    torch.testing.assert_close(torch.from_numpy(prediction.tokens), stored.patches[0], rtol=5e-3, atol=5e-3)  # stored in fp16
     assert prediction.budget == 0.3
     assert prediction.k == 30
 
@@ -103,9 +97,6 @@ def test_the_kept_lesion_is_counted_on_the_whole_grid(made: Made) -> None:
     row = results[(results["method"] == made.model.main) & (results["view"] == "as-is")].iloc[0]
     rows = made.store.rows(Manifest.read(mtb.Run(made.run).info.manifest_path).part("val").ids)
     lesion = made.store.lesion[rows]
-    if made.store.fixed_budget is None:
-        assert 0 < row["retention"] <= 1
-        return
     batch = made.store.read(rows)
     assert batch.places is not None
     kept = torch.zeros_like(lesion).scatter(1, batch.places, True)
@@ -124,36 +115,8 @@ def test_a_model_without_its_router_or_with_another_one_is_rejected(made: Made, 
 
 
 def test_a_model_of_early_routed_tokens_has_one_budget(made: Made, world: World) -> None:
-    if made.store.fixed_budget is None:
-        assert made.model.predict(world.manifest.image_path(0), budget=0.5)[0].k == 50
-        return
     with pytest.raises(BudgetError, match=r"runs on 30 patches \(budget 0\.3\).*no other budget"):
         made.model.predict(world.manifest.image_path(0), budget=0.5)
-
-
-def test_zoom_crops_around_the_scouts_patches_and_masks_follow(world: World) -> None:
-    backbone = world.early("zoom").wrap(Backbone.load(world.backbone))
-    image = decode_image(world.manifest.image_path(0))
-    pixels, box = backbone.see(image)
-    assert box is not None
-    left, top, right, bottom = box
-    assert right - left == pytest.approx(bottom - top)
-    width, height = image.size
-    cut = image.crop((round(left * width), round(top * height), round(right * width), round(bottom * height)))
-    np.testing.assert_array_equal(pixels, backbone.preprocessing.prepare(cut))
-    store = extract(world.manifest, world.folder / "store-zoom", world.backbone, CONFIG, early=world.early("zoom"))
-    mask_file = world.manifest.mask_path(0)
-    assert mask_file is not None
-    mask = decode_mask(mask_file).crop((round(left * width), round(top * height), round(right * width), round(bottom * height)))
-    row = int(store.rows([world.manifest.ids[0]])[0])
-    np.testing.assert_array_equal(store.lesion[row].numpy(), patch_labels(mask, store.grid))
-
-
-def test_a_box_is_a_square_inside_the_image() -> None:
-    assert box_of(np.array([0]), (10, 10), 1.0) == pytest.approx((0.0, 0.0, 0.1, 0.1))
-    assert box_of(np.array([0, 33]), (10, 10), 1.0) == pytest.approx((0.0, 0.0, 0.4, 0.4))
-    assert box_of(np.array([99]), (10, 10), 3.0) == pytest.approx((0.7, 0.7, 1.0, 1.0))
-    assert box_of(np.arange(100), (10, 10), 2.0) == pytest.approx((0.0, 0.0, 1.0, 1.0))
 
 
 def test_scores_of_a_coarse_scout_lie_between_the_centers_of_its_patches() -> None:
@@ -186,10 +149,9 @@ def test_routers_backbones_and_budgets_that_do_not_fit_are_rejected(world: World
         wrap(world.early("inside"), layer=1)
     with pytest.raises(RequestError, match=r"block:99 does not exist: tokens come from block 5"):
         wrap(EarlyRouting(untrained_router("evit", "inside", world.backbone, 99), "inside", block=99))
-    with pytest.raises(RequestError, match="--margin must lie between 1"):
-        wrap(replace(world.early("zoom"), margin=0.5))
-    with pytest.raises(RequestError, match="scout, zoom or block:N"):
-        parse_route("block:x")
+    for route in ("block:x", "zoom"):
+        with pytest.raises(RequestError, match="--route must be scout or block:N"):
+            parse_route(route)
 
 
 def test_a_router_that_never_saw_a_mask_is_rejected(world: World, tmp_path: Path) -> None:
@@ -200,7 +162,7 @@ def test_a_router_that_never_saw_a_mask_is_rejected(world: World, tmp_path: Path
     router = small_model(tmp_path, ())
     router.info = {"run": {"masks": 0}}
     with pytest.raises(RequestError, match="trained without lesion masks"):
-        EarlyRouting(router, "zoom").wrap(Backbone.load(world.backbone))
+        EarlyRouting(router, "scout").wrap(Backbone.load(world.backbone))
 
 
 def test_a_router_that_merges_or_draws_is_rejected(world: World, tmp_path: Path) -> None:
@@ -223,13 +185,6 @@ def test_a_selector_that_needs_no_training_chooses_inside_by_the_attention_of_th
     places = backbone(images).places
     assert places is not None
     assert torch.equal(places.sort(1).values, best)
-
-
-def test_a_zoom_by_the_selector_center_is_a_crop_around_the_center(world: World) -> None:
-    early = EarlyRouting(untrained_router("center", "zoom", world.backbone), "zoom", margin=1.0)
-    left, top, right, bottom = early.wrap(Backbone.load(world.backbone)).zoom_box(decode_image(world.manifest.image_path(0)))
-    assert (left, top) == pytest.approx((1 - right, 1 - bottom))
-    assert right - left == pytest.approx(10 / 16)  # 76 of 16 x 16 patches
 
 
 def test_a_model_routed_by_a_selector_without_training_is_made_by_the_commands(
@@ -277,11 +232,8 @@ def test_commands_extract_train_and_predict(world: World, tmp_path: Path, capsys
     assert pd.read_csv(tmp_path / "p.csv")["k"].tolist() == [30]
     assert main(["extract", manifest, "--store", str(tmp_path / "t"), *common, "--route", "scout"]) == 2
     assert "--route and --router must be used together" in capsys.readouterr().err
-    wrong = [*route, "--keep", "routed", "--model", scout]
-    assert main(["extract", manifest, "--store", str(tmp_path / "t"), *common, *wrong]) == 2
-    assert "--route cannot be combined with --keep routed" in capsys.readouterr().err
     assert main(["extract", manifest, "--store", str(tmp_path / "t"), *common, *route, "--engine", "ray"]) == 2
-    assert "--route cannot be combined with --engine ray. Drop one of them." in capsys.readouterr().err
+    assert "--route runs on this machine, not with --engine ray. Drop one of them." in capsys.readouterr().err
     assert not (tmp_path / "t").exists()
 
 
@@ -301,21 +253,12 @@ def test_the_exported_graph_routes_like_the_model(made: Made, world: World, tmp_
     def pixels(picture: Image.Image) -> np.ndarray:
         return preprocessing.prepare(picture).transpose(2, 0, 1)[None].astype(np.float32) / 255
 
-    if made.model.fixed_budget is None:
-        zoom = onnxruntime.InferenceSession(str(export_onnx(made.model, tmp_path, budget, "zoom")))
-        box = zoom.run(["box"], {"image": pixels(image)})[0][0]
-        np.testing.assert_allclose(box, expected.box, atol=1e-6)
-        width, height = image.size
-        image = image.crop((round(box[0] * width), round(box[1] * height), round(box[2] * width), round(box[3] * height)))
     logits, indices = session.run(["logits", "indices"], {"image": pixels(image)})
     probabilities = torch.from_numpy(logits[0]).softmax(0).numpy()
     np.testing.assert_allclose(probabilities, list(expected.probabilities.values()), atol=1e-4)
     assert sorted(indices[0].tolist()) == sorted(expected.kept.tolist())
-    if made.model.fixed_budget is not None:
-        with pytest.raises(RequestError, match="Use --part whole"):
-            export_onnx(made.model, tmp_path, budget, "routing")
-        with pytest.raises(RequestError, match="this one does not"):
-            export_onnx(made.model, tmp_path, budget, "zoom")
+    with pytest.raises(RequestError, match="Use --part whole"):
+        export_onnx(made.model, tmp_path, budget, "routing")
 
 
 def test_the_service_answers_like_the_model_that_was_trained_each_way(made: Made, world: World) -> None:
@@ -330,9 +273,7 @@ def test_the_service_answers_like_the_model_that_was_trained_each_way(made: Made
     probabilities = own["probabilities"][answer["budgets"].index(0.3)]
     np.testing.assert_allclose(probabilities, list(expected.probabilities.values()), atol=1e-5)
     route = service.describe()["route"]
-    assert {name: route[name] for name in ("block", "background", "margin") if route.get(name) is not None} == SETTINGS[
-        route["way"]
-    ]
+    assert {name: route[name] for name in ("block",) if route.get(name) is not None} == SETTINGS[route["way"]]
 
 
 def test_the_service_answers_with_the_patches_that_the_backbone_ran_on(tmp_path: Path) -> None:
@@ -344,7 +285,6 @@ def test_the_service_answers_with_the_patches_that_the_backbone_ran_on(tmp_path:
     answer = service.answer(Question(path.read_bytes()))
     expected = model.predict(path)[0]
     assert answer["budgets"] == [0.3]
-    assert answer["box"] is None
     assert answer["n"] == 100
     assert answer["selectors"][0]["order"] == expected.kept.tolist()
     np.testing.assert_allclose(answer["selectors"][0]["probabilities"][0], list(expected.probabilities.values()), atol=1e-5)
@@ -354,34 +294,10 @@ def test_the_service_answers_with_the_patches_that_the_backbone_ran_on(tmp_path:
         service.answer(Question(path.read_bytes(), budgets=(0.5,)))
 
 
-def test_the_service_and_the_overlay_show_the_box_of_a_zoom(tmp_path: Path) -> None:
-    from medtokenbudget.app.service import Question, Service
-
-    path = draw_images(tmp_path, 1)[0]
-    model = early_model(tmp_path, "zoom")
-    mask = np.zeros((200, 200), np.uint8)
-    mask[60:140, 60:140] = 255
-    Image.fromarray(mask).save(tmp_path / "mask.png")
-    answer = Service(model).answer(Question(path.read_bytes(), (tmp_path / "mask.png").read_bytes()))
-    prediction = model.predict(path, 1.0)[0]
-    assert prediction.box is not None
-    np.testing.assert_allclose(answer["box"], prediction.box, atol=1e-6)
-    left, top, right, bottom = (round(side * 200) for side in prediction.box)
-    assert answer["lesion"] == np.flatnonzero(patch_labels(Image.fromarray(mask[top:bottom, left:right]), (10, 10))).tolist()
-    drawn = np.asarray(prediction.overlay(side=200))[:200]
-    bright = np.asarray(decode_image(path))
-    middle = ((top + bottom) // 2, (left + right) // 2)
-    np.testing.assert_allclose(drawn[middle], bright[middle], atol=3)  # inside as it is
-    if left > 5:
-        assert drawn[middle[0], left // 2].sum() < 0.6 * bright[middle[0], left // 2].sum()  # outside dimmed
-
-
 def test_the_command_route_writes_the_patches_of_a_model_that_is_routed_early(made: Made, world: World, tmp_path: Path) -> None:
     folder = made.model.save_pretrained(tmp_path / "model")
     assert main(["route", str(world.manifest_path), "--model", str(folder), "--out", str(tmp_path / "o"), "--table", "csv"]) == 0
     table = pd.read_csv(tmp_path / "o" / "routes.csv")
     assert len(table) == len(world.manifest)
-    for answer, cell in zip(made.model.route(world.manifest_path), table["box"], strict=True):
-        box = None if pd.isna(cell) else [float(side) for side in str(cell).split()]
-        assert box == (None if answer.box is None else pytest.approx(answer.box))
-        assert (box is None) == (made.way != "zoom")
+    for answer, kept in zip(made.model.route(world.manifest_path), table["kept"], strict=True):
+        assert sorted(answer.kept.tolist()) == sorted(int(patch) for patch in str(kept).split())

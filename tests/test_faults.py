@@ -53,14 +53,14 @@ class Undisturbed:
 def undisturbed(world: World) -> Callable[[str], Undisturbed]:
     @cache
     def of(name: str) -> Undisturbed:
-        world.begin(name)
+        world.begin()
         counting = Injector(0, MemoryError)
         with pytest.MonkeyPatch.context() as patch:
             counting.install(patch)
             assert main(world.command(name)) == 0
         assert counting.calls > 0
         expected, rows = world.contents(), world.rows()
-        world.begin(name)
+        world.begin()
         started = time.monotonic()
         ended = processes.run(world.command(name), world.root / "log")
         assert ended.code == 0, ended.said
@@ -86,7 +86,7 @@ def test_a_command_killed_anywhere_resumes_to_the_same_bytes(
     whole = undisturbed(name)
     moments = random.Random(name)
     for number in range(KILLS):
-        world.begin(name)
+        world.begin()
         running = processes.Running(world.command(name), world.root / "log")
         time.sleep(moments.uniform(0, whole.seconds))
         running.kill(group=number % 2 == 1)
@@ -105,7 +105,7 @@ def test_a_full_disk_a_read_only_folder_and_few_handles_are_messages(
         processes.Limits(handles=64),
         processes.Limits(obey_permissions=True),
     ):
-        world.begin(name)
+        world.begin()
         before, folders = world.contents(), [world.place, *(path for path in world.place.rglob("*") if path.is_dir())]
         for folder in folders if limits.obey_permissions else ():
             folder.chmod(0o500)
@@ -168,7 +168,7 @@ def test_an_error_at_any_call_of_the_file_layer_loses_nothing(
     step = 1 if EVERY_ERROR else -(-whole.calls // 3)
     for number, at in enumerate(range(1, whole.calls + 1, step)):
         for error in ERRORS if EVERY_ERROR else (ERRORS[number],):
-            world.begin(name)
+            world.begin()
             capsys.readouterr()
             with monkeypatch.context() as patch:
                 Injector(at, error).install(patch)
@@ -188,6 +188,6 @@ def test_an_error_at_any_call_of_the_file_layer_loses_nothing(
 
 
 def test_nothing_is_left_over_by_a_command_that_ends(world: World) -> None:
-    world.begin("export")
+    world.begin()
     assert main(world.command("export")) == 0
     assert not list(Path(world.place).rglob(".*"))

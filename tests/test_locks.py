@@ -123,7 +123,7 @@ def test_the_lock_of_a_killed_process_is_taken_over(sweep: list[object], tmp_pat
     assert not (run / ".lock").exists()
 
 
-@pytest.mark.parametrize("what", ["extract", "report", "export", "distill", "predict", "data"])
+@pytest.mark.parametrize("what", ["extract", "report", "export", "predict", "data"])
 def test_every_writing_command_stops_where_another_process_writes(
     drawn: Drawn, tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str
 ) -> None:
@@ -142,7 +142,6 @@ def test_every_writing_command_stops_where_another_process_writes(
         "extract": ["extract", drawn.manifest_path, "--store", place, *view],
         "report": ["report", "RUN", "--out", place],
         "export": ["export", tmp_path / "model", "--format", "hub", "--out", place],
-        "distill": ["distill", drawn.manifest_path, "--teacher", *view[1:], "--out", place],
         "predict": ["predict", tmp_path / "model", *draw_images(tmp_path / "i", 1), "--out", place / "p.csv", "--device", "cpu"],
         "data": ["data", "synthetic", "--out", place, "--n", 2],
     }

@@ -105,7 +105,7 @@ def test_a_scorer_with_convolutions_keeps_the_same_patches_in_onnx(model: MedTok
         ("tome", "routing", "merges tokens"),
         ("oracle", "routing", "reads lesion"),
         ("darkness", "whole", "luminance"),
-        ("lats", "half", "must be 'routing', 'whole' or 'zoom'"),
+        ("lats", "half", "must be 'routing' or 'whole'"),
     ],
 )
 def test_what_has_no_fixed_graph_is_rejected(model: MedTokenBudget, tmp_path: Path, selector: str, part: str, words: str) -> None:

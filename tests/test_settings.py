@@ -144,8 +144,6 @@ def test_a_training_with_a_number_out_of_range_is_refused_and_writes_nothing(
         (["--threads", "99999"], "Option --threads cannot be '99999'. Use a whole number that is at least 0 and at most 1024."),
         (["--threads", "-1"], "Option --threads cannot be '-1'."),
         (["--shard-size", "0"], "Option --shard-size cannot be '0'."),
-        (["--margin", "1.5"], "--margin only matters with --route zoom. Add that, or leave out --margin."),
-        (["--background", "token"], "--background only matters with --route block:N."),
         (["--crops", "1"], "--crops only matters with --views off-center."),
         (["--view-seed", "3"], "--view-seed only matters with --views off-center."),
         (["--address", "auto"], "--address only matters with --engine ray."),

@@ -138,10 +138,10 @@ def speed_table() -> str:
         ratio = at.set_index("way")["ratio"]
         smaller = smaller_image(ratio.index)
         dense = at.set_index("way")["milliseconds"]["dense"]
-        cells = [f"{dense:.0f}", *(f"{ratio[way]:.2f}x" for way in ("scout", "inside", "zoom", "tome"))]
+        cells = [f"{dense:.0f}", *(f"{ratio[way]:.2f}x" for way in ("scout", "inside", "tome"))]
         where = f"{shape}, batch {batch:.0f}, {threads:.0f} thread{'s' * (threads > 1)}"
         rows.append([where, *cells, f"{ratio[smaller]:.2f}x ({smaller.removeprefix('dense-')})"])
-    return table(rows, ["", "dense, ms", "scout", "inside", "zoom", "ToMe", "a smaller dense image"])
+    return table(rows, ["", "dense, ms", "scout", "inside", "ToMe", "a smaller dense image"])
 
 
 def front(frame: pd.DataFrame, metric: str) -> list[int]:

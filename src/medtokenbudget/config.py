@@ -168,7 +168,7 @@ class BackboneConfig(Settings):
     """The frozen backbone, a vision transformer."""
 
     name: str = "vit_base_patch14_dinov2.lvd142m"
-    """Name of a timm vision transformer, 'embedded' for the small one in this package, or a folder written by mtb distill."""
+    """Name of a timm vision transformer, 'embedded' for the small one in this package, or a folder written by tools/distill.py."""
     weights: Path | None = None
     """Weights of the backbone (.safetensors). Default: download them from the Hugging Face Hub."""
     image_size: Side = 224
@@ -207,44 +207,6 @@ class ExtractConfig(Settings):
     """Device to run on: auto (a GPU if there is one), cpu, cuda, cuda:1, ..."""
     threads: Parallel = 0
     """CPU threads of the forward pass; 0 uses the default of PyTorch."""
-
-
-@dataclass(frozen=True)
-class DistillConfig(Settings):
-    """Distillation: a small vision transformer (the student) learns the tokens of a large one (the teacher)."""
-
-    width: Count = 192
-    """Embedding dimension of the student."""
-    depth: Count = 6
-    """Number of blocks of the student."""
-    heads: Count = 3
-    """Number of attention heads of the student."""
-    patch_size: Count = 14
-    """Side of a patch of the student, in pixels. Its token grid must be that of the teacher."""
-    init: Literal["teacher", "random"] = "teacher"
-    """Initial weights: those of the teacher, projected to the width of the student, or random."""
-    views: Count = 3
-    """Views of each image to store: the whole image, then random crops with random flips, rotations and colors."""
-    epochs: Count = 30
-    """Passes over the images; each uses one stored view of every image."""
-    batch_size: Count = 32
-    """Images per training step."""
-    lr: Positive = 1e-3
-    """Peak learning rate of AdamW, with linear warm-up and cosine decay to 0."""
-    warmup: Annotated[float, Range(0, 1)] = 0.05
-    """Share of all steps used for warm-up."""
-    weight_decay: Weight = 0.05
-    """Weight decay of AdamW."""
-    cls_weight: Weight = 0.3
-    """Weight of the loss of the class token; the loss of the patches has weight 1."""
-    attention_weight: Weight = 0.1
-    """Weight of the loss of the class attention, for teachers with a class token."""
-    seed: Seed = 0
-    """Random seed of the views, the order of images and the initial weights."""
-    device: str = "auto"
-    """Device to run on: auto (a GPU if there is one), cpu, cuda, cuda:1, ..."""
-    threads: Parallel = 0
-    """CPU threads; 0 uses the default of PyTorch."""
 
 
 @dataclass(frozen=True)

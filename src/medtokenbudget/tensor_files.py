@@ -1,6 +1,6 @@
 """Tensors and a JSON state in one safetensors file that carries its own hash, so that a flipped bit is noticed when it is read.
 
-Checkpoints and the heads of a run are such files. Common ground because distillation and training both write checkpoints.
+Checkpoints and the heads of a run are such files.
 """
 
 from __future__ import annotations

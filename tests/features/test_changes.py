@@ -19,7 +19,7 @@ from medtokenbudget.config import BackboneConfig
 from medtokenbudget.data import Manifest, decode_mask, patch_labels
 from medtokenbudget.errors import RequestError, WorkError
 from medtokenbudget.features import FeatureStore, extract
-from medtokenbudget.features.upkeep import info, prune
+from medtokenbudget.features.store import info
 from medtokenbudget.files import write_sealed
 from tests.bad_input.damage import edit_json
 from tests.features.tiny import CONFIG, GRID, contents, lesion_mask, tiny_backbone, tiny_manifest
@@ -214,25 +214,6 @@ def test_an_image_that_could_not_be_decoded_for_a_moment_is_tried_again(
     monkeypatch.undo()
     again = extract(manifest, tmp_path / "store", backbone, CONFIG)
     assert (again.errors, again.ids) == ([], manifest.ids)
-
-
-def test_prune_removes_what_no_manifest_has_and_keeps_the_rest(
-    tmp_path: Path, manifest: Manifest, store: FeatureStore, capsys: pytest.CaptureFixture[str]
-) -> None:
-    some = manifest.take([0, 1, 9])
-    expected = FeatureStore.open(store.path, some).read(range(4))
-    before = sum(len(data) for data in contents(store.path).values())
-    path = some.write(tmp_path / "some.parquet")
-    assert main(["store", "prune", str(store.path), str(path)]) == 0
-    assert f"removed {len(store.stored) - 4} rows" in capsys.readouterr().out
-    assert sum(len(data) for data in contents(store.path).values()) < before
-    left = FeatureStore.open(store.path, some)
-    assert {row.image for row in left.stored} == set(left.annotation.images.values())  # type: ignore[union-attr]
-    assert torch.equal(left.read(range(len(left))).patches, expected.patches)
-    left.verify(some)
-    assert prune(store.path, [some]) == (0, 0)
-    with pytest.raises(RequestError, match="are not in the store"):
-        FeatureStore.open(store.path, manifest).rows(manifest.ids)
 
 
 def test_info_says_what_is_inside(store: FeatureStore, manifest: Manifest, capsys: pytest.CaptureFixture[str]) -> None:

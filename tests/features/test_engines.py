@@ -79,15 +79,15 @@ def test_a_shard_that_kills_its_workers_ends_with_a_message_and_the_command_then
     monkeypatch.setattr("medtokenbudget.features.ray_engine.RETRIES", 1)
     manifest, backbone = tiny_manifest(tmp_path / "images", 6), tiny_backbone(tmp_path / "backbone")
 
-    def deadly(tokens: Any) -> Any:
+    def deadly(shard: Any, work: Any) -> Any:
         os._exit(1)
 
     ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
     try:
+        monkeypatch.setattr("medtokenbudget.features.ray_engine.make_shard", deadly)
         with pytest.raises(WorkError, match="Ray gave up on a shard"):
-            extract(
-                manifest, tmp_path / "dead", backbone, CLUSTER, engine="ray", route=deadly, route_fingerprint={"name": "deadly"}
-            )
+            extract(manifest, tmp_path / "dead", backbone, CLUSTER, engine="ray")
+        monkeypatch.undo()
         local = extract(manifest, tmp_path / "local", backbone, CLUSTER)
         path = manifest.write(tmp_path / "m.parquet")
         config = {

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import load_file
 
 from medtokenbudget import files
 from medtokenbudget.config import BackboneConfig
@@ -18,7 +17,6 @@ from medtokenbudget.data import Manifest, decode_image, decode_mask
 from medtokenbudget.errors import MismatchError, RequestError, WorkError
 from medtokenbudget.features import Backbone, FeatureStore, extract, views
 from medtokenbudget.features.pipeline import to_device
-from medtokenbudget.tokens import Selection, TokenBatch
 from tests.features.tiny import CONFIG, GRID, contents, ended_process, tiny_manifest
 
 
@@ -211,37 +209,3 @@ def test_pixels_go_to_a_gpu_from_pinned_memory_without_waiting() -> None:
     to_device(Pixels(), torch.device("cuda"))  # type: ignore[arg-type]
     to_device(Pixels(), torch.device("cpu"))  # type: ignore[arg-type]
     assert calls == ["pinned", ("cuda", True), ("cpu", False)]
-
-
-def _strongest(tokens: TokenBatch) -> Selection:
-    indices = tokens.patches.norm(dim=2).topk(5).indices
-    kept = torch.zeros(tokens.patches.shape[:2], dtype=torch.bool).scatter_(1, indices, True)
-    chosen = torch.gather(tokens.patches, 1, indices[:, :, None].expand(-1, -1, tokens.dim))
-    return Selection(chosen, torch.ones(indices.shape), torch.full(kept.shape, -1), kept, indices)
-
-
-def test_only_routed_tokens_can_be_kept(tmp_path: Path, backbone: BackboneConfig, manifest: Manifest) -> None:
-    whole = extract(manifest, tmp_path / "whole", backbone, CONFIG)
-    routed = extract(manifest, tmp_path / "routed", backbone, CONFIG, route=_strongest, route_fingerprint={"budget": 0.3})
-    assert routed.ids == whole.ids
-    selection = routed.read_routed([3, 0])
-    patches = whole.read([3, 0]).patches
-    assert selection.indices is not None
-    assert tuple(selection.tokens.shape) == (2, 5, whole.dim)
-    assert torch.equal(selection.tokens, torch.gather(patches, 1, selection.indices[:, :, None].expand(-1, -1, whole.dim)))
-    assert selection.kept is not None
-    assert selection.kept.sum(1).tolist() == [5, 5]
-    assert torch.equal(selection.assignment.gather(1, selection.indices), torch.arange(5).expand(2, 5))
-    assert torch.equal(routed.luminance, whole.luminance)
-    assert "patches" not in load_file(routed.path / "shard-00000.safetensors")
-    with pytest.raises(RequestError, match="Use `read_routed`"):
-        routed.read([0])
-    with pytest.raises(RequestError, match="Use `read`"):
-        whole.read_routed([0])
-    with pytest.raises(MismatchError, match="keep"):
-        extract(manifest, routed.path, backbone, CONFIG)
-    with pytest.raises(RequestError, match="must be used together"):
-        extract(manifest, tmp_path / "x", backbone, CONFIG, route=_strongest)
-    other = {"budget": 0.3, "backbone": {"weights": "other"}}
-    with pytest.raises(MismatchError, match=r"weights: expected 'other'.*\n.*use that one"):
-        extract(manifest, tmp_path / "x", backbone, CONFIG, route=_strongest, route_fingerprint=other)

@@ -1,4 +1,4 @@
-"""`mtb extract`: what it says, what it refuses, and what it keeps of a routed model."""
+"""`mtb extract`: what it says and what it refuses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from medtokenbudget.data import Manifest
 from medtokenbudget.errors import RequestError
 from medtokenbudget.features import FeatureStore, extract
 from tests.features.tiny import CONFIG, extract_arguments, tiny_manifest
-from tests.small_model import draw_images, small_model
 
 
 @pytest.mark.parametrize(("device", "message"), [("gpu", "not a device"), ("cuda:97", "not available")])
@@ -70,27 +69,6 @@ def test_masks_of_zeros_and_ones_are_left_out_aloud_and_not_read_as_empty(
     assert FeatureStore.open(tmp_path / "store", manifest).ids == ["image-000", "image-001", "image-003"]
 
 
-def test_the_command_keeps_what_a_saved_model_routes(tmp_path: Path) -> None:
-    model = small_model(tmp_path / "backbone")
-    model.save_pretrained(tmp_path / "model")
-    images = draw_images(tmp_path / "images", 5)
-    records = [{"image_id": path.stem, "image": str(path), "split": "train"} for path in images]
-    manifest = Manifest.from_records(records, ()).write(tmp_path / "m.parquet")
-    seen_by = ["--backbone", "test_vit", "--weights", str(model.backbone_config.weights), "--image_size", "160", "--device", "cpu"]
-    whole = ["extract", str(manifest), "--store", str(tmp_path / "whole"), *seen_by]
-    assert main(whole) == 0
-    routed = ["extract", str(manifest), "--store", str(tmp_path / "routed"), *seen_by]
-    assert main([*routed, "--keep", "routed", "--model", str(tmp_path / "model"), "--budget", "0.3"]) == 0
-    kept = FeatureStore.open(tmp_path / "routed").read_routed(range(5))
-    assert kept.indices is not None
-    expected = model.classifier().selector.select_budget(FeatureStore.open(tmp_path / "whole").read(range(5)), 0.3)
-    assert expected.indices is not None
-    assert kept.indices.shape == (5, 30)
-    # The store keeps half precision, the router saw the tokens before: a tie may fall the other way, no more.
-    same = [len(set(a) & set(b)) for a, b in zip(kept.indices.tolist(), expected.indices.tolist())]
-    assert min(same) >= 28
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -101,8 +79,7 @@ def test_the_command_keeps_what_a_saved_model_routes(tmp_path: Path) -> None:
         (["--shards", "3"], "I/N"),
         (["--shards", "4/2"], "4/2 does not exist"),
         (["--address", "auto"], "--address only matters with --engine ray"),
-        (["--keep", "routed"], "must be used together"),
-        (["--budget", "0.3"], "must be used together"),
+        (["--budget", "0.3"], "--budget is only used with --route"),
         (["--weights", "nowhere.safetensors"], "nowhere.safetensors do not exist"),
     ],
 )

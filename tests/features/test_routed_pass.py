@@ -74,13 +74,13 @@ def test_the_reference_of_these_tests_is_timms_own_pass(model: VisionTransformer
     close(dense(model, images), model.forward_features(images))
 
 
-@pytest.mark.parametrize("way", ["scout", "token", "local", "drop"])
+@pytest.mark.parametrize("way", ["scout", "inside"])
 def test_keeping_all_patches_is_the_dense_pass(model: VisionTransformer, images: Tensor, way: str) -> None:
     indices = some(N)
     if way == "scout":
         routed = routed_pass.before_blocks(model, images, indices, LAYER)
     else:
-        routed = routed_pass.inside_blocks(model, images, lambda *_: indices, 2, LAYER, way)  # type: ignore[arg-type]
+        routed = routed_pass.inside_blocks(model, images, lambda *_: indices, 2, LAYER)
     expected = model.forward_features(images)
     close(routed.patches, patches_of(model, expected, indices))
     close(routed.prefix, expected[:, : model.num_prefix_tokens])
@@ -98,26 +98,29 @@ def test_a_scout_pass_is_the_dense_pass_with_dropped_keys_masked_from_the_first_
 
 
 @pytest.mark.parametrize("block", [1, 3])
-def test_dropping_inside_is_the_dense_pass_with_dropped_keys_masked_from_that_block(
+def test_a_background_token_for_one_dropped_patch_is_dense_attention_with_it(
     model: VisionTransformer, images: Tensor, block: int
 ) -> None:
-    indices = some(5)
-    routed = routed_pass.inside_blocks(model, images, lambda *_: indices, block, LAYER, "drop")
-    expected = dense(model, images, block, indices)
-    close(routed.patches, patches_of(model, expected, indices))
-    close(routed.prefix, expected[:, : model.num_prefix_tokens])
-
-
-@pytest.mark.parametrize("background", ["token", "local"])
-def test_a_background_token_for_one_dropped_patch_is_dense_attention_with_it(
-    model: VisionTransformer, images: Tensor, background: routed_pass.Background
-) -> None:
     indices = some(N - 1)
-    routed = routed_pass.inside_blocks(model, images, lambda *_: indices, 2, LAYER, background)
+    routed = routed_pass.inside_blocks(model, images, lambda *_: indices, block, LAYER)
     expected = model.forward_features(images)
     close(routed.patches, patches_of(model, expected, indices))
-    dropped = routed_pass.inside_blocks(model, images, lambda *_: indices, 2, LAYER, "drop")
-    assert (dropped.patches - routed.patches).abs().max() > 1e-3
+    close(routed.prefix, expected[:, : model.num_prefix_tokens])
+    without = dense(model, images, block, indices)
+    assert (patches_of(model, without, indices) - routed.patches).abs().max() > 1e-3
+
+
+def test_the_background_token_is_the_mean_of_the_dropped_patches_of_each_image() -> None:
+    x = torch.randn(3, 2 + N, 4, generator=torch.Generator().manual_seed(5))
+    indices = some(6)
+    tokens, bias = routed_pass.prune(x, indices, 2)
+    assert bias is not None
+    assert tokens.shape == (3, 2 + 6 + 1, 4)
+    for image in range(3):
+        dropped = [2 + patch for patch in range(N) if patch not in indices[image].tolist()]
+        close(tokens[image, -1], x[image, dropped].mean(0))
+    close(bias[..., -1].exp(), torch.full((3, 1, 1), float(N - 6)))
+    assert bool((bias[..., :-1] == 0).all())
 
 
 def test_a_background_token_for_equal_patches_counts_as_often_as_there_are(model: VisionTransformer) -> None:
@@ -134,42 +137,14 @@ def test_a_background_token_for_equal_patches_counts_as_often_as_there_are(model
     close(routed[:, -1], whole[:, -1])
 
 
-def test_local_background_tokens_of_single_patches_are_the_dense_pass(model: VisionTransformer, images: Tensor) -> None:
-    """On a grid of 4 x 4 patches every region has one patch, so nothing is lost, however many are dropped."""
-    indices = some(5)
-    routed = routed_pass.inside_blocks(model, images, lambda *_: indices, 2, LAYER, "local")
-    expected = model.forward_features(images)
-    close(routed.patches, patches_of(model, expected, indices))
-    close(routed.prefix, expected[:, : model.num_prefix_tokens])
-
-
-def test_local_background_tokens_are_the_means_of_the_dropped_patches_of_each_region() -> None:
-    x, grid = torch.randn(2, 1 + 64, 3, generator=torch.Generator().manual_seed(5)), (8, 8)
-    indices = torch.stack([torch.arange(10), torch.tensor([0, 1, 8, 9, 20, 30, 40, 50, 60, 63])])
-    tokens, bias = routed_pass.prune(x, indices, 1, "local", grid)
-    assert bias is not None
-    assert tokens.shape == (2, 1 + 10 + 16, 3)
-    for image in range(2):
-        for region in range(16):
-            row, column = 2 * (region // 4), 2 * (region % 4)
-            patches = [8 * (row + i) + column + j for i in (0, 1) for j in (0, 1)]
-            dropped = [1 + patch for patch in patches if patch not in indices[image].tolist()]
-            size = bias[image, 0, 0, 11 + region]
-            assert size.exp().item() == pytest.approx(len(dropped))
-            if dropped:
-                close(tokens[image, 11 + region], x[image, dropped].mean(0))
-    assert bias[1, 0, 0, 11] == -torch.inf  # all four patches of the first region are kept
-    assert bool((bias[..., :11] == 0).all())
-
-
-@pytest.mark.parametrize("way", ["scout", "token", "local"])
+@pytest.mark.parametrize("way", ["scout", "inside"])
 def test_the_order_of_the_kept_patches_changes_nothing(model: VisionTransformer, images: Tensor, way: str) -> None:
     indices, shuffle = some(6), torch.tensor([3, 0, 5, 1, 4, 2])
 
     def patches(kept: Tensor) -> routed_pass.Routed:
         if way == "scout":
             return routed_pass.before_blocks(model, images, kept, LAYER)
-        return routed_pass.inside_blocks(model, images, lambda *_: kept, 2, LAYER, way)  # type: ignore[arg-type]
+        return routed_pass.inside_blocks(model, images, lambda *_: kept, 2, LAYER)
 
     one, other = patches(indices), patches(indices[:, shuffle])
     close(other.patches, one.patches[:, shuffle])
@@ -292,7 +267,7 @@ def test_the_pass_compiles_to_one_graph_without_waiting_for_a_value(images: Tens
         def best(x: Tensor) -> Tensor:
             return x[:, 1:].square().sum(-1).topk(5, dim=1).indices
 
-        return routed_pass.inside_blocks(model, pixels, best, 1, 2, "local").patches
+        return routed_pass.inside_blocks(model, pixels, best, 1, 2).patches
 
     with torch.no_grad():
         compiled = torch.compile(routed, fullgraph=True, backend="aot_eager")

@@ -21,7 +21,6 @@ from medtokenbudget.features.backbone import Backbone
 from medtokenbudget.features.preprocess import Preprocessing
 from medtokenbudget.features.signal_files import signal_path
 from medtokenbudget.features.signals import DEFAULT, REGISTRY
-from medtokenbudget.features.upkeep import prune
 from medtokenbudget.tokens import SIGNALS, TokenBatch
 from tests.features.test_attention import images, make, timm_attention
 from tests.features.tiny import CONFIG, contents, tiny_backbone, tiny_manifest
@@ -214,18 +213,6 @@ def test_tokens_of_another_origin_gain_no_signals(
     monkeypatch.setattr(Preprocessing, "prepare", lambda self, image: np.zeros((32, 32, 3), np.uint8))
     with pytest.raises(WorkError, match="are not those that the backbone gives now"):
         extract(manifest, store, backbone, ALL)
-
-
-def test_pruning_keeps_the_signals_of_the_rows_that_stay(backbone: BackboneConfig, manifest: Manifest, store: Path) -> None:
-    full = extract(manifest, store, backbone, ALL)
-    half = manifest.take(range(1, 6))
-    before = full.read(full.rows(half.ids), signals=EXTRA)
-    prune(store, [half])
-    left = FeatureStore.open(store, half)
-    assert left.signals == SIGNALS
-    assert torch.equal(left.read(left.rows(half.ids), signals=EXTRA).rollout, before.rollout)
-    numbers = {path.name.split("-")[1] for path in store.glob("signal-*")}
-    assert numbers == {path.stem.split("-")[1] for path in store.glob("shard-*.json")}
 
 
 def test_the_command_adds_signals_and_says_which_a_store_has(

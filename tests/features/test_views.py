@@ -131,13 +131,3 @@ def test_a_larger_mask_of_the_same_frame_is_cropped_to_the_same_place() -> None:
 def test_an_off_center_view_that_cannot_be_had_says_why(mask: Image.Image | None, message: str) -> None:
     with pytest.raises(views.ViewError, match=message):
         views.apply(Image.new("RGB", (50, 40)), mask, "off-center", 0)
-
-
-@pytest.mark.parametrize("turn", views.SETS["dihedral"])
-def test_a_part_of_a_turned_crop_is_the_same_picture_as_a_view_of_the_image(turn: str) -> None:
-    pixels = np.random.default_rng(1).integers(0, 255, (80, 80, 3), dtype=np.uint8)
-    image = Image.fromarray(pixels)
-    view, box = views.Geometry((0.25, 0.125, 0.75, 0.625), turn), (0.1, 0.3, 0.6, 0.7)
-    in_two_steps = views.Geometry(box).of(view.of(image))
-    at_once = view.inside(box).of(image)
-    np.testing.assert_array_equal(np.asarray(at_once), np.asarray(in_two_steps))

@@ -143,7 +143,7 @@ def route_files(
     write_json(request.folder / SUMMARY, summary_of(request, written, found))
     if written.masks_failed or measured.masks:
         # A manifest may be of images without a lesion: its empty masks are no fault.
-        asked = masks is not None or (written.masks_failed > 0 and not _crops(router))
+        asked = masks is not None or (written.masks_failed > 0)
         _report_masks(table, written, measured, found, asked)
     return Routed(table, written, found)
 
@@ -163,11 +163,6 @@ def _report_masks(table: Path, written: Summary, measured: Measured, retention: 
     if asked:
         raise WorkError(message)
     say(message)
-
-
-def _crops(router: MedTokenBudget) -> bool:
-    """Whether the model sees only a part of each image, so that it measures nothing, whatever the masks of a manifest are."""
-    return router.early is not None and router.early["way"] == "zoom"
 
 
 @dataclass(frozen=True)

@@ -44,12 +44,11 @@ class LimitsInfo(BaseModel):
 
 
 class RouteInfo(BaseModel):
-    way: str = Field(description="'scout' before the first block, 'inside' before `block`, 'zoom' by a crop.", examples=["scout"])
-    budget: float = Field(description="Share of the patches that is kept, or whose box is cropped.")
+    way: str = Field(description="'scout' before the first block, 'inside' before `block`.", examples=["scout"])
+    budget: float = Field(description="Share of the patches that is kept.")
     k: int = Field(description="Number of these patches.")
     block: int | None = Field(None, description="First block that runs on the kept patches alone.")
-    background: str | None = Field(None, description="'token', 'local' or 'drop': what becomes of the other patches at that block.")
-    margin: float | None = Field(None, description="Side of the crop over the side of the box of the patches.")
+    background: str | None = Field(None, description="'token': one token stands for the other patches from that block on.")
 
 
 class ModelInfo(BaseModel):
@@ -118,9 +117,6 @@ class RouteAnswer(BaseModel):
     image: ImageInfo
     grid: list[int]
     n: int
-    box: list[float] | None = Field(
-        description="Left, top, right and bottom in [0, 1] of the part that the grid covers, for a model that zooms; else null."
-    )
     classes: list[str]
     budgets: list[float]
     lesion: list[int] | None = Field(description="Indices of the lesion patches; null if no mask was sent.")
@@ -187,7 +183,6 @@ ROUTE_EXAMPLE: dict[str, Any] = {
     "image": {"width": 600, "height": 450, "preview": None},
     "grid": [2, 2],
     "n": 4,
-    "box": None,
     "classes": ["MEL", "NV"],
     "budgets": [0.5, 1.0],
     "lesion": [1, 3],

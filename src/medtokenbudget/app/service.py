@@ -22,7 +22,6 @@ from medtokenbudget import __version__
 from medtokenbudget.config import BUDGETS
 from medtokenbudget.data import decode_image, decode_mask, same_aspect
 from medtokenbudget.errors import BudgetError, RequestError
-from medtokenbudget.features.views import Geometry
 from medtokenbudget.metrics import retention_of_counts
 from medtokenbudget.model import Guarantee, MedTokenBudget
 from medtokenbudget.model.guarantee import find_guarantee
@@ -203,8 +202,7 @@ class Service:
             budgets = list({self.model.budget(asked) for asked in (*question.budgets, None)})
         image = decode_image(question.image, self.limits.max_pixels)
         mask = None if question.mask is None else self._mask(question.mask, image.size)
-        pixels, box = self.model.backbone.see(image)
-        tokens = self.model.encode(pixels[None], None if mask is None else [Geometry(box).of(mask)])
+        tokens = self.model.encode(self.model.backbone.prepare(image)[None], None if mask is None else [mask])
         lesion = None if tokens.lesion is None else tokens.lesion[0].cpu().numpy()
         merged: dict[str, Merged] = {}
         familiarity = self.model.familiarity
@@ -214,7 +212,6 @@ class Service:
             "image": {"width": image.width, "height": image.height, "preview": _preview(image) if question.preview else None},
             "grid": list(tokens.grid),
             "n": tokens.grid[0] * tokens.grid[1],
-            "box": None if box is None else [round(side, 6) for side in box],
             "classes": list(self.model.classes),
             "budgets": budgets,
             "lesion": None if lesion is None else np.flatnonzero(lesion).tolist(),

@@ -34,9 +34,9 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument(
         "--part",
-        type=Literal["routing", "whole", "zoom"],
+        type=Literal["routing", "whole"],
         default="whole",
-        help="'whole': image to logits; 'routing': tokens to logits; 'zoom': image to the crop of a model that zooms.",
+        help="'whole': image to logits; 'routing': tokens to logits.",
     )
     parser.add_argument(
         "--selector",

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from medtokenbudget.cli.parsing import add_config, command_parser, pick, require_effect
-from medtokenbudget.config import BackboneConfig, Budget, ExtractConfig, Range
+from medtokenbudget.config import BackboneConfig, Budget, ExtractConfig
 from medtokenbudget.errors import RequestError, WorkError
 
 EXAMPLE = "mtb extract isic.parquet --store stores/isic --weights dinov2_vitb14.safetensors --views off-center"
@@ -25,7 +25,7 @@ def main(arguments: list[str]) -> int:
         "--backbone",
         type=str,
         default=BackboneConfig.name,
-        help="Name of a timm vision transformer, 'embedded', or a folder written by mtb distill.",
+        help="Name of a timm vision transformer, 'embedded', or a folder written by tools/distill.py.",
     )
     add_config(parser, BackboneConfig, "Backbone", first={"weights"}, skip={"name"})
     add_config(parser, ExtractConfig, "Extraction", first={"views", "device"})
@@ -45,7 +45,7 @@ def main(arguments: list[str]) -> int:
         type=str | None,
         default=None,
         help="Run the backbone where the lesion is. scout: on the patches that the router chose from the image; block:4: on all "
-        "patches before block 4, then on those that the router chose from its tokens; zoom: on a crop around the router's patches. "
+        "patches before block 4, then on those that the router chose from its tokens. "
         "Recommended: scout, or block:4 with a scorer that was trained on block 3; read a middle block (--layer 6 of a ViT-S/14).",
     )
     early.add_argument(
@@ -56,32 +56,7 @@ def main(arguments: list[str]) -> int:
         "needs no training, such as evit, frequency or center.",
     )
     early.add_argument(
-        "--background",
-        type=Literal["token", "local", "drop"],
-        default="token",
-        help="With --route block:N: the dropped patches become one token, one for each of 4 x 4 regions, or nothing.",
-    )
-    early.add_argument(
-        "--margin",
-        type=Annotated[float, Range(1)],
-        default=1.2,
-        help="With --route zoom: side of the crop over that of the box of the kept patches.",
-    )
-    routed = parser.section("Routed tokens")
-    routed.add_argument(
-        "--keep", type=Literal["all", "routed"], default="all", help="Store all patches, or only those that a trained model keeps."
-    )
-    routed.add_argument(
-        "--model",
-        type=str | None,
-        default=None,
-        help="Trained model for --keep routed: a run, a model folder, a hub id, or 'dermoscopy' for the router of the package.",
-    )
-    routed.add_argument(
-        "--budget",
-        type=Budget | None,
-        default=None,
-        help="Share of the patches to keep with --keep routed or --route, as 0.3 or 30%. Default with --route: 0.3.",
+        "--budget", type=Budget | None, default=None, help="With --route: share of the patches to keep, 0.3 or 30%. Default: 0.3."
     )
     parser.add_argument("--verify", action="store_true", help="Compare all shards and images with their stored hashes at the end.")
     given = parser.parse_args(arguments)
@@ -92,22 +67,14 @@ def _run(given: Any) -> int:
     shards = None if given.shards is None else parse_shards(given.shards)
     require_effect(given, given.engine == "ray", "--engine ray", "address")
     require_effect(given, given.views == "off-center", "--views off-center", "crops", "view_seed")
-    way = (given.route or "").partition(":")[0]
-    require_effect(given, way == "block", "--route block:N", "background")
-    require_effect(given, way == "zoom", "--route zoom", "margin")
     if (given.route is None) != (given.router is None):
         raise RequestError("--route and --router must be used together: the way to route, and the model that chooses.")
-    if given.route is not None and (given.keep == "routed" or given.engine != "local"):
-        other = "--keep routed" if given.keep == "routed" else f"--engine {given.engine}"
-        raise RequestError(f"--route cannot be combined with {other}. Drop one of them.")
-    late = given.keep == "routed"
-    if late != (given.model is not None) or (given.route is None and late != (given.budget is not None)):
-        raise RequestError("--keep routed, --model and --budget must be used together.")
+    if given.budget is not None and given.route is None:
+        raise RequestError("--budget is only used with --route. Drop it: a store of all patches serves every budget.")
 
     from medtokenbudget.data import Manifest
     from medtokenbudget.features import extract
 
-    route, fingerprint = _route(given.model, given.budget) if given.keep == "routed" else (None, None)
     manifest = Manifest.read(given.manifest)
     store = extract(
         manifest,
@@ -117,8 +84,6 @@ def _run(given: Any) -> int:
         engine=given.engine,
         shards=shards,
         address=given.address,
-        route=route,
-        route_fingerprint=fingerprint,
         early=None if given.route is None else _early(given),
     )
     if given.verify:
@@ -137,15 +102,6 @@ def parse_shards(text: str) -> tuple[int, int]:
     return int(parts[0]), int(parts[1])
 
 
-def _route(path: str, budget: float) -> tuple[Any, dict[str, Any]]:
-    from medtokenbudget.model import load
-
-    model = load(path)
-    # Without the name, which may be a path on another machine; the hash of the weights identifies the backbone.
-    backbone = {key: value for key, value in model.backbone_fingerprint.items() if key != "name"}
-    return model.router(budget), {"model": model.fingerprint, "budget": budget, "backbone": backbone}
-
-
 def _early(given: Any) -> Any:
     from medtokenbudget.model import EarlyRouting, load
     from medtokenbudget.model.early import parse_route
@@ -157,7 +113,7 @@ def _early(given: Any) -> Any:
     else:
         router = load(given.router, device=given.device)
     budget = 0.3 if given.budget is None else given.budget
-    return EarlyRouting(router, way, budget, block, given.background, given.margin)
+    return EarlyRouting(router, way, budget, block)
 
 
 def _summary(store: Any, manifest: Path) -> str:
@@ -174,10 +130,8 @@ def _summary(store: Any, manifest: Path) -> str:
             f"{store.path} is incomplete: {len(store.missing)} of {of} shards are missing. "
             "Run the other jobs, or this command without --shards."
         )
-    elif store.config["keep"] == "patches" or store.fixed_budget is not None:
+    else:
         kept = "" if store.early is None else f", routed early ({store.early['way']}, {store.per_image} of {store.n} patches)"
         following = f" Next: mtb train {manifest} --store {store.path} --out runs/first" if len(store) else ""
         lines.append(f"Wrote {store.path}: {len(store)} rows{kept}.{following}")
-    else:
-        lines.append(f"Wrote {store.path}: {len(store)} rows of routed tokens.")
     return "\n".join(lines)

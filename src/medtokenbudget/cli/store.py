@@ -1,4 +1,4 @@
-"""`mtb store`: what is inside a store of tokens, and removing what no manifest needs any more."""
+"""`mtb store`: what is inside a store of tokens."""
 
 from __future__ import annotations
 
@@ -12,19 +12,18 @@ from medtokenbudget.errors import UnknownNameError, WorkError
 
 COMMANDS = {
     "info": "backbone, views, images, size and manifests of a store",
-    "prune": "remove the images that are in none of the given manifests",
 }
 
 
 def main(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         last = "Run `mtb store COMMAND --help` for the options of a command."
-        print(command_list("mtb store COMMAND ...", "Look into a store of tokens and clean it up.", COMMANDS, last))
+        print(command_list("mtb store COMMAND ...", "Look into a store of tokens.", COMMANDS, last))
         return 0
     name = arguments[0]
     if name not in COMMANDS:
         raise UnknownNameError.of("command of mtb store", name, COMMANDS)
-    return _info(arguments[1:]) if name == "info" else _prune(arguments[1:])
+    return _info(arguments[1:])
 
 
 def _info(arguments: list[str]) -> int:
@@ -33,7 +32,7 @@ def _info(arguments: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="Everything as JSON.")
     given = parser.parse_args(arguments)
 
-    from medtokenbudget.features.upkeep import info
+    from medtokenbudget.features.store import info
 
     found = info(given.store)
     print(json.dumps(found, indent=2, ensure_ascii=False) if given.json else _text(found))
@@ -60,21 +59,3 @@ def _text(found: dict[str, Any]) -> str:
         fits = "fits" if one["fits"] else f"{one['images'] - one['present']:,} images are not extracted"
         lines.append(f"  manifest   {one['name']} ({one['source']}): {one['images']:,} images, {fits}")
     return "\n".join(lines)
-
-
-def _prune(arguments: list[str]) -> int:
-    parser = command_parser(
-        "store prune",
-        "Remove the images that are in none of the given manifests.",
-        "mtb store prune stores/isic isic.parquet isic-paper.parquet",
-    )
-    parser.add_argument("store", type=Path, help="Folder of the store.")
-    parser.add_argument("manifests", type=Path, nargs="+", help="Manifests whose images are kept.")
-    given = parser.parse_args(arguments)
-
-    from medtokenbudget.data import Manifest
-    from medtokenbudget.features.upkeep import prune
-
-    removed, freed = prune(given.store, [Manifest.read(path) for path in given.manifests])
-    print(f"{given.store}: removed {removed:,} rows, freed {freed / 1e6:,.1f} MB.")
-    return 0

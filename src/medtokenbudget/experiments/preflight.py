@@ -77,11 +77,6 @@ def check_given(studies: Sequence[Study], sources: Sources, config: TrainConfig,
 
 def check_data(manifest: Manifest, store: FeatureStore) -> None:
     """Reject data that nothing can be trained on."""
-    if store.config["keep"] != "patches" and store.fixed_budget is None:
-        raise RequestError(
-            f"Store {store.path} contains only routed tokens, but training needs all patches. "
-            "Run `mtb extract` without --keep routed."
-        )
     if manifest.classes:
         _check_labels(manifest)
     check_fits(manifest, store)

@@ -40,7 +40,7 @@ RESULTS, PREDICTIONS, ROUTING, METRICS, ATTRIBUTES = FILES = (
 )
 """What a report reads; `run.json` has the hashes."""
 _AGAIN = "Delete it and run the command that made the run again; finished trainings are kept."
-PACKAGES = ("medtokenbudget", "torch", "timm", "numpy", "pandas", "pyarrow", "scipy", "scikit-learn", "safetensors", "pillow")
+PACKAGES = ("medtokenbudget", "torch", "timm", "numpy", "pandas", "pyarrow", "scipy", "safetensors", "pillow")
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,6 @@ from medtokenbudget.features import zoo
 from medtokenbudget.features.attention import AttentionTap, Rollout
 from medtokenbudget.features.preprocess import Preprocessing
 from medtokenbudget.features.signals import DEFAULT, REGISTRY, check_available, pseudo_signals, reduce_attention
-from medtokenbudget.features.views import Box
 from medtokenbudget.files import sha256_file, write_text
 from medtokenbudget.tokens import PSEUDO_TEMPERATURE, TokenBatch
 
@@ -143,10 +142,6 @@ class Backbone:
     def prepare(self, image: Image.Image) -> np.ndarray:
         """Resize an RGB image to uint8 [S, S, 3]."""
         return self.preprocessing.prepare(image)
-
-    def see(self, image: Image.Image) -> tuple[np.ndarray, Box | None]:
-        """`prepare`, and the part of the image (left, top, right, bottom in [0, 1]) that it shows; None for all of it."""
-        return self.prepare(image), None
 
     def normalize(self, batch: Tensor) -> Tensor:
         """Normalize images, from uint8 [B, S, S, 3] to float [B, 3, S, S]."""

@@ -1,4 +1,4 @@
-"""`EarlyBackbone`: a frozen backbone that runs where the lesion is, chosen before its first block, inside it, or by a crop.
+"""`EarlyBackbone`: a frozen backbone that runs where the lesion is, chosen before its first block or inside it.
 
 The router comes in as a function from another room (`EarlyRoute.score`). The tokens are those of the kept patches alone, so heads
 are trained on them, never reused from the dense pass; the fingerprint says how they were made.
@@ -11,9 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -22,12 +20,10 @@ from medtokenbudget.features import routed_pass
 from medtokenbudget.features.attention import AttentionTap
 from medtokenbudget.features.backbone import Backbone
 from medtokenbudget.features.preprocess import Preprocessing
-from medtokenbudget.features.routed_pass import Background
 from medtokenbudget.features.signals import REGISTRY, reduce_attention
-from medtokenbudget.features.views import Box, Geometry
 from medtokenbudget.tokens import TokenBatch
 
-Way = Literal["scout", "inside", "zoom"]
+Way = Literal["scout", "inside"]
 
 
 @dataclass(frozen=True)
@@ -35,16 +31,14 @@ class EarlyRoute:
     """How a backbone is routed early.
 
     Attributes:
-        way: 'scout' chooses patches before block 0, 'inside' before `block`, 'zoom' crops the image and keeps all patches.
-        k: Number of patches that are kept; for 'zoom', those whose box is cropped.
-        score: For 'scout' and 'zoom' from images [B, 3, s, s], RGB in [0, 1], to scores [B, n] on `grid`; for 'inside' from the
-            normed tokens of the block before `block` to scores [B, N]. The highest are kept.
-        size: Side s of the images that `score` reads ('scout' and 'zoom').
+        way: 'scout' chooses patches before block 0, 'inside' before `block`.
+        k: Number of patches that are kept.
+        score: For 'scout' from images [B, 3, s, s], RGB in [0, 1], to scores [B, n] on `grid`; for 'inside' from the normed tokens
+            of the block before `block` to scores [B, N]. The highest are kept.
+        size: Side s of the images that `score` reads ('scout').
         grid: Rows and columns of the scores.
         requires: Fields of the `TokenBatch` that `score` reads beside the patches ('inside').
         block: First block that runs on the kept patches ('inside').
-        background: What becomes of the others there ('inside').
-        margin: Side of the crop over the side of the box of the kept patches ('zoom').
         settings: All of this as JSON values, with the hash of the router; part of the backbone's fingerprint.
     """
 
@@ -56,8 +50,6 @@ class EarlyRoute:
     settings: dict[str, Any]
     requires: tuple[str, ...] = ()
     block: int = 4
-    background: Background = "token"
-    margin: float = 1.2
 
 
 class Early(Protocol):
@@ -80,56 +72,25 @@ class EarlyBackbone(Backbone):
         _check(dense, route)
         self.route = route
         self.fingerprint = {**dense.fingerprint, "route": route.settings}
-        if route.way != "zoom":
-            # Nothing reads the attention of the last block, and its hooks do not know the bias of a background token.
-            for block in self.model.blocks:
-                block._forward_pre_hooks.clear()
-                block._forward_hooks.clear()
+        # Nothing reads the attention of the last block, and its hooks do not know the bias of a background token.
+        for block in self.model.blocks:
+            block._forward_pre_hooks.clear()
+            block._forward_hooks.clear()
         if route.way == "inside" and route.requires:
             self._tap = AttentionTap(self.model.blocks[route.block - 1], self.config.name)
 
     @property
-    def keeps(self) -> Literal["patches", "routed"]:
-        """What a store of this backbone's tokens holds: all patches (of a crop), or the kept ones."""
-        return "patches" if self.route.way == "zoom" else "routed"
-
-    @property
     def default_signals(self) -> tuple[str, ...]:
-        """None for tokens of kept patches, whose attention is not looked at."""
-        return super().default_signals if self.route.way == "zoom" else ()
-
-    def prepare(self, image: Image.Image) -> np.ndarray:
-        """Resize an RGB image to uint8 [S, S, 3]; with 'zoom' the part of it that the scout chose."""
-        return self.see(image)[0]
-
-    def see(self, image: Image.Image) -> tuple[np.ndarray, Box | None]:
-        """`prepare`, and the part of the image that it shows: the crop of 'zoom', None for the whole image."""
-        part = self.framed(Geometry(), image)
-        return self.preprocessing.prepare(part.of(image)), part.box
-
-    def framed(self, geometry: Geometry, image: Image.Image) -> Geometry:
-        """The part of a view that the backbone sees, as a part of the image: the crop of 'zoom', otherwise the view itself."""
-        box = self.zoom_box(geometry.of(image)) if self.route.way == "zoom" else None
-        return geometry if box is None else geometry.inside(box)
-
-    @torch.inference_mode()
-    def zoom_box(self, image: Image.Image) -> Box:
-        """The box (left, top, right, bottom in [0, 1]) around the patches that the scout keeps of an RGB image."""
-        pixels = torch.from_numpy(replace(self.preprocessing, image_size=self.route.size).prepare(image))
-        images = pixels.permute(2, 0, 1).unsqueeze(0).to(self.device).float() / 255
-        kept = self.route.score(images).topk(self.route.k, dim=1).indices[0]
-        return box_of(kept.cpu().numpy(), self.route.grid, self.route.margin)
+        """None: the attention to kept patches is not looked at."""
+        return ()
 
     def tokens(self, images: Tensor, *arguments: Any, **options: Any) -> TokenBatch:
         """Tokens of normalized images [B, 3, S, S], without checks: those of the kept patches with their places on the grid."""
-        if self.route.way == "zoom":
-            return super().tokens(images, *arguments, **options)
         if self.route.way == "scout":
             kept = self._seen_by_scout(images).topk(self.route.k, dim=1).indices
             routed = routed_pass.before_blocks(self.model, images, kept, self.layer)
         else:
-            route = self.route
-            routed = routed_pass.inside_blocks(self.model, images, self._chosen, route.block, self.layer, route.background)
+            routed = routed_pass.inside_blocks(self.model, images, self._chosen, self.route.block, self.layer)
         cls = routed.prefix[:, 0] if self.has_cls else None
         return TokenBatch(routed.patches, self.grid, cls=cls, places=routed.indices)
 
@@ -153,8 +114,7 @@ class EarlyBackbone(Backbone):
 
 def _check(dense: Backbone, route: EarlyRoute) -> None:
     (h, w), (sh, sw), size = dense.grid, route.grid, dense.preprocessing.image_size
-    if route.way != "zoom":
-        routed_pass.check_routable(dense.model, dense.config.name)
+    routed_pass.check_routable(dense.model, dense.config.name)
     if route.way == "scout" and (h % sh or w % sw or h // sh != w // sw or size % route.size):
         raise RequestError(
             f"The scout looks at {sh} x {sw} patches of {route.size} pixels, but the backbone has {h} x {w} patches of {size} "
@@ -172,8 +132,6 @@ def _check(dense: Backbone, route: EarlyRoute) -> None:
         raise RequestError(
             f"The router scores {sh} x {sw} patches, but the backbone has {h} x {w}. Use the router of this backbone."
         )
-    if route.way == "zoom" and not 1 <= route.margin <= 10:
-        raise RequestError(f"--margin must lie between 1 (the box itself) and 10, got {route.margin:g}.")
 
 
 def shown(images: Tensor, preprocessing: Preprocessing) -> Tensor:
@@ -195,23 +153,3 @@ def finer(scores: Tensor, grid: tuple[int, int], to: tuple[int, int]) -> Tensor:
         return scores
     field = scores.reshape(-1, 1, *grid)
     return F.interpolate(field, size=to, mode="bilinear", align_corners=False).flatten(1)
-
-
-def box_of(kept: np.ndarray, grid: tuple[int, int], margin: float) -> Box:
-    """The crop around patches: a square in shares of the image, `margin` times as large as their box, moved to lie inside.
-
-    A square in shares has the aspect ratio of the image, so that a crop is distorted exactly as the whole image is.
-
-    Args:
-        kept: Numbers of the patches.
-        grid: Rows and columns.
-        margin: Side of the crop over the longer side of the box.
-    """
-    h, w = grid
-    rows, columns = kept // w, kept % w
-    top, bottom = rows.min() / h, (rows.max() + 1) / h
-    left, right = columns.min() / w, (columns.max() + 1) / w
-    side = min(1.0, margin * max(bottom - top, right - left))
-    x = float(np.clip((left + right - side) / 2, 0, 1 - side))
-    y = float(np.clip((top + bottom - side) / 2, 0, 1 - side))
-    return x, y, float(x + side), float(y + side)

@@ -11,7 +11,7 @@ from medtokenbudget.config import BackboneConfig, ExtractConfig
 from medtokenbudget.errors import UnknownNameError
 from medtokenbudget.features.adding import Addition, add_signals
 from medtokenbudget.features.backbone import Backbone
-from medtokenbudget.features.pipeline import Route, Shard, fill
+from medtokenbudget.features.pipeline import Shard, fill
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,6 @@ class Work:
     config: ExtractConfig
     settings: str
     """Hash of the store's settings, recorded with every shard."""
-    route: Route | None = None
     address: str | None = None
     signals: tuple[str, ...] | None = None
     """Signals of new shards; None means the default ones of the backbone."""
@@ -38,7 +37,7 @@ Engine = Callable[[Work, Backbone, Callable[[int], Any]], None]
 
 
 def _local(work: Work, backbone: Backbone, advance: Callable[[int], Any]) -> None:
-    fill(work.store, work.shards, backbone, work.config, work.settings, work.route, advance, work.signals)
+    fill(work.store, work.shards, backbone, work.config, work.settings, advance, work.signals)
     for addition in work.additions:
         add_signals(work.store, addition, backbone, work.config, advance)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from medtokenbudget.config import BackboneConfig, ExtractConfig
 from medtokenbudget.data import Manifest
@@ -16,7 +15,7 @@ from medtokenbudget.features.annotations import hashes_of
 from medtokenbudget.features.backbone import Backbone
 from medtokenbudget.features.early import Early
 from medtokenbudget.features.engines import Work, find_engine
-from medtokenbudget.features.pipeline import Prepared, Route, Shard, prepare
+from medtokenbudget.features.pipeline import Prepared, Shard, prepare
 from medtokenbudget.features.plan import Item, Shards
 from medtokenbudget.features.shards import Failure, Key, read_sidecar
 from medtokenbudget.features.store import FeatureStore
@@ -36,8 +35,6 @@ def extract(
     engine: str = "local",
     shards: tuple[int, int] | None = None,
     address: str | None = None,
-    route: Route | None = None,
-    route_fingerprint: dict[str, Any] | None = None,
     early: Early | None = None,
 ) -> FeatureStore:
     """Add what `store` does not have of the images of `manifest`, and open it with the manifest.
@@ -54,8 +51,6 @@ def extract(
         shards: (i, n) makes only the shards whose number leaves the rest i when divided by n, for job arrays; the returned store
             may then be incomplete (`missing`).
         address: Address of a running Ray cluster.
-        route: Keep only what this function selects.
-        route_fingerprint: What `route` is, and under 'backbone' which fields of a backbone's fingerprint it needs.
         early: Routes before or inside the backbone; what it needs is saved in the folder `router` of the store.
 
     Returns:
@@ -66,11 +61,9 @@ def extract(
         MismatchError: The store was made with other settings.
     """
     config = config or ExtractConfig()
-    if (route is None) != (route_fingerprint is None):
-        raise RequestError("route and route_fingerprint must be used together, so that the store records what selected its tokens.")
-    if early is not None and (route is not None or engine != "local"):
-        raise RequestError("Early routing runs on this machine and is not combined with --keep routed. Drop the other option.")
-    if (route is not None or early is not None) and config.signals:
+    if early is not None and engine != "local":
+        raise RequestError(f"--route runs on this machine, not with --engine {engine}. Drop one of them.")
+    if early is not None and config.signals:
         raise RequestError("--signals are stored with all patches, but routed stores have only some. Drop --signals.")
     run = find_engine(engine)
     plan.check_request(manifest, config)
@@ -79,11 +72,8 @@ def extract(
     loaded = Backbone.load(backbone, resolve_device(config.device))
     if early is not None:
         loaded = early.wrap(loaded)
-    if route_fingerprint is not None:
-        advice = "A model can only route tokens of the backbone that it was trained with: use that one."
-        plan.check("The backbone", route_fingerprint.get("backbone", {}), loaded.fingerprint, advice)
     loaded.check_signals(config.signals)
-    settings = plan.settings_of(loaded.fingerprint, config, route_fingerprint, backbone.weights)
+    settings = plan.settings_of(loaded.fingerprint, config, backbone.weights)
     # The jobs of an array share the lock: each fills shards of its own.
     with exclusive(path, shared=shards is not None):
         plan.begin(path, settings)
@@ -93,11 +83,11 @@ def extract(
         planned = plan.extend(path, list(items), config.shard_size, _readable_now(path, items, loaded, config))
         todo = _unfinished(path, planned, items, shards)
         signals = _signals(path, planned, loaded, config)
-        added = _additions(path, planned, items, shards, signals) if route is None and early is None else ()
+        added = _additions(path, planned, items, shards, signals) if early is None else ()
         left = sum(len(rows) for _, rows in todo) + sum(addition.rows for addition in added)
         if todo or added:
             identity = plan.identity_of(settings)
-            work = Work(path.resolve(), todo, backbone, loaded.fingerprint, config, identity, route, address, signals, added)
+            work = Work(path.resolve(), todo, backbone, loaded.fingerprint, config, identity, address, signals, added)
             with progress(total=max(len(items), left), initial=max(0, len(items) - left), what="Extracting", unit="image") as bar:
                 run(work, loaded, bar.update)
         return _finished(path, manifest)

@@ -25,7 +25,6 @@ from medtokenbudget.data import decode_image, mask_of
 from medtokenbudget.errors import RequestError, WorkError
 from medtokenbudget.features import views
 from medtokenbudget.features.backbone import Backbone
-from medtokenbudget.features.early import EarlyBackbone
 from medtokenbudget.features.plan import Item
 from medtokenbudget.features.preprocess import luminance
 from medtokenbudget.features.shards import Failure, Row, reason, write_shard
@@ -33,9 +32,7 @@ from medtokenbudget.features.signal_files import write_signal
 from medtokenbudget.features.signals import DEFAULT, REGISTRY
 from medtokenbudget.files import sha256_file
 from medtokenbudget.progress import say
-from medtokenbudget.tokens import Selection, TokenBatch
 
-Route = Callable[[TokenBatch], Selection]
 Shard = tuple[int, tuple[Item, ...]]
 _DTYPES = {"fp16": np.float16, "fp32": np.float32}
 _PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -83,8 +80,6 @@ def prepare(items: tuple[Item, ...], backbone: Backbone, view_seed: int) -> list
             if mask is None and item.mask_file is not None and views.is_off_center(item.view):
                 mask = mask_of(image.size, item.mask_file)
             geometry = views.geometry_of(item.view, mask, views.image_seed(view_seed, item.image_id))
-            if isinstance(backbone, EarlyBackbone):
-                geometry = backbone.framed(geometry, image)
             row = Row(item.image, item.view, image.size, geometry)
             done.append(Prepared(row, backbone.preprocessing.prepare(geometry.of(image))))
         except RequestError as error:
@@ -98,7 +93,6 @@ def fill(
     backbone: Backbone,
     config: ExtractConfig,
     settings: str,
-    route: Route | None = None,
     advance: Callable[[int], Any] = lambda rows: None,
     signals: Sequence[str] | None = None,
 ) -> None:
@@ -109,7 +103,7 @@ def fill(
     """
     with cpu_threads(config.threads), ThreadPoolExecutor(1, "mtb-write") as writer:
         written: deque[Future[Any]] = deque()
-        for filling in _filled(shards, backbone, config, route, advance, signals):
+        for filling in _filled(shards, backbone, config, advance, signals):
             # At most one shard is being written while the next is computed, so that memory stays bounded.
             while len(written) > 0:
                 written.popleft().result()
@@ -133,7 +127,6 @@ def _filled(
     shards: Iterable[Shard],
     backbone: Backbone,
     config: ExtractConfig,
-    route: Route | None,
     advance: Callable[[int], Any],
     signals: Sequence[str] | None,
 ) -> Iterator[Filling]:
@@ -148,7 +141,7 @@ def _filled(
         elif row is not None:
             waiting.append(row)
         if waiting and (row is None or len(waiting) == config.batch_size):
-            forward(filling, waiting, backbone, config, route, signals)
+            forward(filling, waiting, backbone, config, signals)
             advance(len(waiting))
             waiting = []
         if row is None:
@@ -190,14 +183,13 @@ def forward(
     batch: list[Prepared],
     backbone: Backbone,
     config: ExtractConfig,
-    route: Route | None = None,
     signals: Sequence[str] | None = None,
 ) -> None:
     """Add one batch to the shard; if memory runs out, halve the batch size for the rest of this shard."""
     for start in range(0, len(batch), filling.batch_size):
         part = batch[start : start + filling.batch_size]
         try:
-            fields = compute(part, backbone, _DTYPES[config.dtype], route, config.precision, signals)
+            fields = compute(part, backbone, _DTYPES[config.dtype], config.precision, signals)
         except (MemoryError, RuntimeError) as error:
             if not _is_out_of_memory(error):
                 raise
@@ -205,7 +197,7 @@ def forward(
         if fields is None:
             # Outside the handler, because the traceback keeps the tensors that filled the memory.
             _halve(filling, len(part), backbone)
-            forward(filling, batch[start:], backbone, config, route, signals)
+            forward(filling, batch[start:], backbone, config, signals)
             return
         _add(filling, part, fields)
 
@@ -230,27 +222,21 @@ def compute(
     batch: list[Prepared],
     backbone: Backbone,
     dtype: Any = np.float16,
-    route: Route | None = None,
     precision: str = "fp32",
     signals: Sequence[str] | None = None,
 ) -> dict[str, np.ndarray]:
-    """The fields of these rows as they are stored: all patches, or what `route` keeps of them; and the signals."""
+    """The fields of these rows as they are stored: the patches, all of them or those that an early route keeps, and the signals."""
     stored = backbone.default_signals if signals is None else tuple(signals)
-    # What a route reads is computed for it, and not stored.
-    wanted = dict.fromkeys([*stored, *(name for name in getattr(route, "requires", ()) if name in REGISTRY)])
     pixels = to_device(torch.from_numpy(np.stack([row.pixels for row in batch])), backbone.device)
     images = backbone.normalize(pixels)
     with torch.autocast(backbone.device.type, _PRECISIONS.get(precision), enabled=precision in _PRECISIONS):
-        seen = backbone(images, tuple(wanted))
+        seen = backbone(images, stored)
     tokens = replace(seen.float(), luminance=luminance(pixels, backbone.grid))
     fields: dict[str, np.ndarray] = {}
     if tokens.places is not None:
         fields |= {"tokens": _array(tokens.patches, dtype), "indices": _array(tokens.places, np.int32)}
-        fields["weights"] = np.ones(fields["indices"].shape, np.float32)
-    elif route is None:
-        fields["patches"] = _array(tokens.patches, dtype)
     else:
-        fields.update(_routed(route(tokens), dtype))
+        fields["patches"] = _array(tokens.patches, dtype)
     if tokens.cls is not None:
         fields["cls"] = _array(tokens.cls, dtype)
     assert tokens.luminance is not None
@@ -265,18 +251,6 @@ def to_device(pixels: torch.Tensor, device: torch.device) -> torch.Tensor:
     if device.type != "cuda":
         return pixels.to(device)
     return pixels.pin_memory().to(device, non_blocking=True)
-
-
-def _routed(selection: Selection, dtype: Any) -> dict[str, np.ndarray]:
-    if selection.indices is None:
-        raise RequestError(
-            "A selector that merges patches has no patch indices to store. Use --keep all, or a model whose selector ranks patches."
-        )
-    return {
-        "tokens": _array(selection.tokens, dtype),
-        "indices": _array(selection.indices, np.int32),
-        "weights": _array(selection.weights, np.float32),
-    }
 
 
 def _array(value: torch.Tensor, dtype: Any) -> np.ndarray:

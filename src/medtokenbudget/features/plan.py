@@ -50,7 +50,6 @@ class Item:
 def settings_of(
     fingerprint: dict[str, Any],
     config: ExtractConfig,
-    route_fingerprint: dict[str, Any] | None = None,
     weights: Path | None = None,
 ) -> dict[str, Any]:
     """The content of `store.json`: everything that the numbers in the store depend on, except the images."""
@@ -59,8 +58,7 @@ def settings_of(
             "format": FORMAT,
             "backbone": fingerprint,
             "weights": None if weights is None else weights.name,
-            "keep": "routed" if route_fingerprint is not None or routed_early(fingerprint) else "patches",
-            "route": route_fingerprint,
+            "keep": "routed" if routed_early(fingerprint) else "patches",
             "dtype": config.dtype,
             "precision": config.precision,
             "view_seed": config.view_seed,
@@ -72,7 +70,7 @@ def settings_of(
 
 def routed_early(fingerprint: dict[str, Any]) -> bool:
     """Whether a backbone with this fingerprint gives the tokens of kept patches alone."""
-    return fingerprint.get("route", {}).get("way") in ("scout", "inside")
+    return fingerprint.get("route") is not None
 
 
 def identity_of(settings: dict[str, Any]) -> str:
@@ -212,7 +210,6 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "backbone": (dict,),
     "weights": (str, type(None)),
     "keep": (str,),
-    "route": (dict, type(None)),
     "dtype": (str,),
     "precision": (str,),
     "view_seed": (int,),

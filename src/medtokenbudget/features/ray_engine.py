@@ -77,7 +77,7 @@ def make_shard(shard: Shard | Addition, work: Work) -> str | None:
             if isinstance(shard, Addition):
                 add_signals(work.store, shard, backbone, work.config)
             else:
-                fill(work.store, [shard], backbone, work.config, work.settings, work.route, signals=work.signals)
+                fill(work.store, [shard], backbone, work.config, work.settings, signals=work.signals)
     except MedTokenBudgetError as error:
         return str(error)
     return None

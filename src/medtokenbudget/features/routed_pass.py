@@ -1,14 +1,14 @@
 """The routed pass: a vision transformer runs its own timm blocks on K of its N patches. The router comes in as a function.
 
 Two ways: only the chosen patches are embedded (`choose` has seen the image), or all of them run up to a block, where `choose` sees
-its tokens and the rest is dropped or collapses into background tokens. K is fixed, so that all shapes are static, and nothing
+its tokens and the rest collapses into one background token. K is fixed, so that all shapes are static, and nothing
 waits for a value on the host: the pass compiles and exports as one graph.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from timm.layers import PatchEmbed
@@ -18,10 +18,6 @@ from torch.nn import functional as F
 
 from medtokenbudget.errors import RequestError
 
-Background = Literal["token", "local", "drop"]
-"""What becomes of the dropped patches inside the backbone: one token for all of them, one for each region, or nothing."""
-REGIONS = 4
-"""Rows and columns of the regions of 'local'."""
 Model = Any
 """A timm vision transformer; its attributes have no static types."""
 
@@ -76,9 +72,8 @@ def inside_blocks(
     choose: Callable[[Tensor], Tensor],
     block: int,
     layer: int,
-    background: Background = "token",
 ) -> Routed:
-    """Run all patches through the blocks before `block`, and only the chosen ones through the blocks `block` to `layer`.
+    """Run all patches through the blocks before `block`, and the chosen ones with a background token through the others.
 
     Args:
         model: The vision transformer.
@@ -86,12 +81,10 @@ def inside_blocks(
         choose: From the tokens that the block before `block` gave, [B, P + N, D], to the kept patches [B, K].
         block: The first block that runs on a part of the patches, 1 or more.
         layer: The block that tokens are taken from.
-        background: 'token' adds the mean of the dropped patches as one token whose size enters the attention as its logarithm;
-            'local' adds one such token for each of 4 x 4 regions of the grid.
     """
     x = run_blocks(model, embed(model, images), 0, block)
     indices = choose(x)
-    x, bias = prune(x, indices, int(model.num_prefix_tokens), background, model.patch_embed.grid_size)
+    x, bias = prune(x, indices, int(model.num_prefix_tokens))
     return _finish(model, run_blocks(model, x, block, layer + 1, bias), indices)
 
 
@@ -125,44 +118,29 @@ def _positioned(model: Model, patches: Tensor, indices: Tensor) -> Tensor:
     return torch.cat([tokens[:, :prefix], patches + take(tokens[:, prefix:], indices)], 1)
 
 
-def prune(
-    x: Tensor, indices: Tensor, prefix: int, background: Background = "token", grid: tuple[int, int] = (1, 1)
-) -> tuple[Tensor, Tensor | None]:
-    """Keep the prefix tokens and the patches `indices` of the tokens [B, P + N, D].
+def prune(x: Tensor, indices: Tensor, prefix: int) -> tuple[Tensor, Tensor | None]:
+    """Keep the prefix tokens and the patches `indices` of the tokens [B, P + N, D], and replace the others by their mean.
 
     Args:
         x: Prefix tokens, then patches.
         indices: Numbers of the kept patches [B, K].
         prefix: Number of prefix tokens.
-        background: What becomes of the others.
-        grid: Rows and columns of the patches; only 'local' reads it.
 
     Returns:
-        The tokens [B, P + K + R, D], with one background token for each of R regions (none if nothing is added), and what
-        these add to the attention logits of every query: [B, 1, 1, P + K + R], the logarithm of their size at the last R keys and 0
-        elsewhere. A region without dropped patches has size 0, so nothing attends to its token. None if nothing is added.
+        The tokens [B, P + K + 1, D], the last of them the background token, and what is added to the attention logits of every
+        query, [B, 1, 1, P + K + 1]: the logarithm of the number of dropped patches at the background token, as if they were all
+        still there and equal, and 0 elsewhere. If no patch is dropped, there is no background token and the bias is None.
     """
     patches = x[:, prefix:]
     kept = torch.cat([x[:, :prefix], take(patches, indices)], 1)
     b, n, k = patches.shape[0], patches.shape[1], indices.shape[1]
-    if background == "drop" or k == n:
+    if k == n:
         return kept, None
     dropped = torch.ones(b, 1, n, dtype=x.dtype, device=x.device).scatter(2, indices.unsqueeze(1), 0.0)
-    if background == "local":
-        dropped = dropped * regions(grid).to(x)
     size = dropped.sum(-1)
-    rest = dropped @ patches / size.clamp_min(1).unsqueeze(-1)
+    rest = dropped @ patches / size.unsqueeze(-1)
     bias = torch.cat([torch.zeros_like(kept[..., 0]), size.log()], 1)
     return torch.cat([kept, rest], 1), bias[:, None, None]
-
-
-def regions(grid: tuple[int, int]) -> Tensor:
-    """Which patch [N] lies in which of the 4 x 4 regions of the grid: 1 or 0, [16, N]. A grid below 4 has fewer of them."""
-    (h, w), (rows, columns) = grid, (min(REGIONS, side) for side in grid)
-    row = torch.arange(h) * rows // h
-    column = torch.arange(w) * columns // w
-    number = (row[:, None] * columns + column).flatten()
-    return F.one_hot(number, rows * columns).T
 
 
 def run_blocks(model: Model, x: Tensor, first: int, end: int, bias: Tensor | None = None) -> Tensor:
@@ -178,6 +156,6 @@ def take(tokens: Tensor, indices: Tensor) -> Tensor:
 
 
 def _finish(model: Model, x: Tensor, indices: Tensor) -> Routed:
-    """Normed tokens without the background tokens."""
+    """Normed tokens without the background token."""
     x, prefix = model.norm(x), int(model.num_prefix_tokens)
     return Routed(x[:, prefix : prefix + indices.shape[1]], x[:, :prefix], indices)

@@ -7,6 +7,7 @@ what a manifest says.
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -34,10 +35,10 @@ from medtokenbudget.features.shards import (
     sidecar_path,
 )
 from medtokenbudget.features.signals import DEFAULT
-from medtokenbudget.features.views import IDENTITY
+from medtokenbudget.features.views import IDENTITY, view_order
 from medtokenbudget.files import sha256_file, sha256_json
 from medtokenbudget.progress import progress
-from medtokenbudget.tokens import SIGNALS, Selection, TokenBatch
+from medtokenbudget.tokens import SIGNALS, TokenBatch
 
 _SMALL = ("cls", *DEFAULT, "luminance")
 """Fields that every batch has, if the store has them."""
@@ -332,18 +333,6 @@ class FeatureStore:
         self.require_signals(signals)
         return prefetched(lambda part: self._read(part, dtype, pool, signals), parts, prefetch)
 
-    def read_routed(self, rows: Sequence[int] | np.ndarray | Tensor, dtype: torch.dtype = torch.float32) -> Selection:
-        """Read rows of a store that was extracted with `--keep routed`, as the selector gave them."""
-        if self.config["keep"] != "routed":
-            raise RequestError(f"Store {self.path} contains all patches, not routed tokens. Use `read`.")
-        index = self._checked(rows)
-        fields = self._fields.gather(("tokens", "indices", "weights"), index, BufferPool(), dtype)
-        indices = fields["indices"].long()
-        n = self.grid[0] * self.grid[1]
-        places = torch.arange(indices.shape[1]).expand_as(indices)
-        assignment = torch.full((len(index), n), -1, dtype=torch.long).scatter_(1, indices, places)
-        return Selection(fields["tokens"], fields["weights"], assignment, assignment >= 0, indices)
-
     def verify(self, manifest: Manifest | None = None) -> None:
         """Read every file and compare it with its hash; with a manifest, also read every image again.
 
@@ -393,8 +382,6 @@ class FeatureStore:
 
     def _read(self, rows: np.ndarray, dtype: torch.dtype, pool: BufferPool, signals: Sequence[str]) -> TokenBatch:
         early = plan.routed_early(self.config["backbone"])
-        if self.config["keep"] != "patches" and not early:
-            raise RequestError(f"Store {self.path} contains only routed tokens. Use `read_routed`.")
         self.require_signals(signals)
         large = ("tokens", "indices") if early else ("patches",)
         names = [*large, *(name for name in _SMALL if self.has(name))]
@@ -412,3 +399,41 @@ def _finished_once(path: Path, index: int) -> list[str]:
     """The name of the sidecar of a shard that cannot be used now."""
     file = sidecar_path(path, index)
     return [file.name] if file.exists() else []
+
+
+def info(path: Path | str) -> dict[str, Any]:
+    """Describe a store.
+
+    Args:
+        path: Folder of the store.
+
+    Returns:
+        JSON values: settings, signals that all rows carry, images, rows by view, failed and missing rows, bytes, and the manifests
+        that the store was opened with, each with the number of its images and how many of them are here ("fits" if all are), and
+        the names of damaged files, for which every file is read.
+    """
+    store = FeatureStore.open(path, partial=True)
+    views = Counter(row.view for row in store.stored)
+    here = {row.image for row in store.stored if row.view == IDENTITY} | {failure.image for failure in store.failures}
+    manifests = []
+    for one in known_manifests(store.path)[0]:
+        present = sum(image in here for image in one["images"].values())
+        count = len(one["images"])
+        manifests.append(
+            {"name": one["name"], "source": one["source"], "hash": one["hash"], "images": count, "present": present}
+            | {"fits": present == count}
+        )
+    return {
+        "path": str(store.path),
+        "settings": store.config,
+        "signals": list(store.signals),
+        "images": len({row.image for row in store.stored}),
+        "rows": len(store.stored),
+        "views": {view: views[view] for view in sorted(views, key=view_order)},
+        "failed": len(store.failures),
+        "shards": len(store.shards),
+        "missing_shards": len(store.missing),
+        "bytes": sum(file.stat().st_size for file in store.path.rglob("*") if file.is_file()),
+        "manifests": manifests,
+        "damaged": store.damaged(),
+    }

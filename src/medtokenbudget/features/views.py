@@ -84,13 +84,6 @@ class Geometry:
             picture = _crop(picture, self.box)
         return picture if self.turn == IDENTITY else picture.transpose(_TRANSPOSE[self.turn])
 
-    def inside(self, box: Box) -> Geometry:
-        """The part `box` of this view, as a view of the same image."""
-        left, top, right, bottom = _turned_back(box, self.turn)
-        x, y, end_x, end_y = self.box or (0.0, 0.0, 1.0, 1.0)
-        width, height = end_x - x, end_y - y
-        return Geometry((x + left * width, y + top * height, x + right * width, y + bottom * height), self.turn)
-
     def to_json(self) -> list[Any]:
         return [None if self.box is None else list(self.box), self.turn]
 
@@ -100,24 +93,6 @@ class Geometry:
         if turn != IDENTITY and turn not in _TRANSPOSE:
             raise ValueError(f"unknown turn {turn!r}")
         return Geometry(None if box is None else (float(box[0]), float(box[1]), float(box[2]), float(box[3])), turn)
-
-
-def _turned_back(box: Box, turn: str) -> Box:
-    """Where a box of a flipped or turned picture lies in the picture before that."""
-    left, top, right, bottom = box
-    if turn in ("rot90", "transverse"):  # x = 1 - y'
-        xs = (1 - bottom, 1 - top)
-    elif turn in ("rot270", "transpose"):  # x = y'
-        xs = (top, bottom)
-    else:
-        xs = (1 - right, 1 - left) if turn in ("hflip", "rot180") else (left, right)
-    if turn in ("rot270", "transverse"):  # y = 1 - x'
-        ys = (1 - right, 1 - left)
-    elif turn in ("rot90", "transpose"):  # y = x'
-        ys = (left, right)
-    else:
-        ys = (1 - bottom, 1 - top) if turn in ("vflip", "rot180") else (top, bottom)
-    return xs[0], ys[0], xs[1], ys[1]
 
 
 def geometry_of(view: str, mask: Image.Image | None, seed: int) -> Geometry:

@@ -1,4 +1,4 @@
-"""Backbones that are folders: those in this package, by name, and those written by `mtb distill`, by path.
+"""Backbones that are folders: those in this package, by name, and those written by `tools/distill.py`, by path.
 
 A folder contains `config.json` (how to build the model with timm, its preprocessing and license, the hash of the weights),
 `weights.safetensors` and a card.

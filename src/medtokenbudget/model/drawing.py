@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 KEPT_EDGE = (255, 255, 255)
 LESION_EDGE = (255, 176, 0)
 """Amber: stands out from skin, lesion and the white patch edges, also for color-blind people."""
-BOX_EDGE = (86, 180, 233)
-"""Sky blue: the part of the image that a model zooms to."""
 DIM = 0.6
 CAPTION = 30
 WARNING = "Unlike the training images: do not rely on what was kept"
@@ -52,16 +50,13 @@ def overlay(image: Any, prediction: Routing, mask: Any = None, side: int = 640) 
 def draw_overlay(picture: Image.Image, prediction: Routing, mask: Image.Image | None, side: int) -> Image.Image:
     """`overlay` for pictures that are open already."""
     shown = _fit(picture.convert("RGB"), side)
-    left, top, right, bottom = prediction.box or (0.0, 0.0, 1.0, 1.0)
-    rows = _edges(shown.height, prediction.grid[0], top, bottom)
-    columns = _edges(shown.width, prediction.grid[1], left, right)
+    rows = _edges(shown.height, prediction.grid[0])
+    columns = _edges(shown.width, prediction.grid[1])
     kept = prediction.kept_mask
     if kept is not None:
         shown = _dim(shown, kept, rows, columns)
     groups = prediction.assignment.reshape(prediction.grid) if kept is None else kept.astype(np.int64)
     _draw_borders(ImageDraw.Draw(shown), groups, rows, columns)
-    if prediction.box is not None:
-        ImageDraw.Draw(shown).rectangle([columns[0], rows[0], columns[-1] - 1, rows[-1] - 1], outline=BOX_EDGE, width=2)
     if mask is not None:
         shown = _draw_outline(shown, mask)
     shown = _with_caption(shown, prediction)
@@ -74,17 +69,15 @@ def _fit(picture: Image.Image, side: int) -> Image.Image:
     return picture.resize(size, Image.Resampling.LANCZOS)
 
 
-def _edges(length: int, parts: int, start: float = 0.0, end: float = 1.0) -> list[int]:
-    """Pixel borders of `parts` equal strips between two shares of the length, including the outer ones."""
-    return [round((start + (end - start) * i / parts) * length) for i in range(parts + 1)]
+def _edges(length: int, parts: int) -> list[int]:
+    """Pixel borders of `parts` equal strips of the length, including the outer ones."""
+    return [round(i / parts * length) for i in range(parts + 1)]
 
 
 def _dim(picture: Image.Image, kept: np.ndarray, rows: list[int], columns: list[int]) -> Image.Image:
     gray = np.asarray(picture.convert("L"), dtype=np.float32)[:, :, None]
     pixels = np.asarray(picture, dtype=np.float32)
-    clear = np.zeros((*pixels.shape[:2], 1), dtype=bool)
-    inside = np.repeat(np.repeat(kept, np.diff(rows), axis=0), np.diff(columns), axis=1)
-    clear[rows[0] : rows[-1], columns[0] : columns[-1], 0] = inside
+    clear = np.repeat(np.repeat(kept, np.diff(rows), axis=0), np.diff(columns), axis=1)[:, :, None]
     dimmed = (1 - DIM) * (0.35 * pixels + 0.65 * gray)
     return Image.fromarray(np.where(clear, pixels, dimmed).round().astype(np.uint8))
 

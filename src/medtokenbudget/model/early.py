@@ -19,7 +19,6 @@ from medtokenbudget.errors import BudgetError, RequestError
 from medtokenbudget.features.backbone import Backbone
 from medtokenbudget.features.early import EarlyBackbone, EarlyRoute, Way
 from medtokenbudget.features.preprocess import REC601
-from medtokenbudget.features.routed_pass import Background
 from medtokenbudget.features.signals import REGISTRY
 from medtokenbudget.routing import Merger, Ranker, Selector, budget_to_k
 from medtokenbudget.tokens import TokenBatch
@@ -38,14 +37,14 @@ _FREE = ("layer", "attention", "pseudo_temperature", "name")
 
 
 def parse_route(text: str) -> tuple[Way, int]:
-    """The way and the block of `--route`: 'scout', 'zoom', 'block:4' or 'inside' (the same as 'block:4')."""
+    """The way and the block of `--route`: 'scout', 'block:4' or 'inside' (the same as 'block:4')."""
     name, colon, number = text.partition(":")
     if name == "block" and number.isdecimal():
         return "inside", int(number)
     for way in get_args(Way):
         if way == name and not colon:
             return way, BLOCK
-    raise RequestError(f"--route must be scout, zoom or block:N (such as block:{BLOCK}), got '{text}'.")
+    raise RequestError(f"--route must be scout or block:N (such as block:{BLOCK}), got '{text}'.")
 
 
 @dataclass(frozen=True)
@@ -54,19 +53,15 @@ class EarlyRouting:
 
     Attributes:
         router: A model whose main method ranks patches; `untrained_router` makes one of a method that needs no training.
-        way: 'scout', 'inside' or 'zoom'.
-        budget: Share of the patches that is kept; for 'zoom' those whose box is cropped.
+        way: 'scout' or 'inside'.
+        budget: Share of the patches that is kept.
         block: First block that runs on the kept patches ('inside').
-        background: What becomes of the others there ('inside').
-        margin: Side of the crop over the side of the box ('zoom').
     """
 
     router: MedTokenBudget
     way: Way
     budget: float = 0.3
     block: int = BLOCK
-    background: Background = "token"
-    margin: float = 1.2
 
     @classmethod
     def of(cls, settings: dict[str, Any], router: MedTokenBudget) -> EarlyRouting:
@@ -83,8 +78,8 @@ class EarlyRouting:
         """JSON values: what tokens depend on beside the backbone."""
         own: dict[str, Any] = {"way": self.way, "budget": self.budget, "k": k, "router": self.router.fingerprint}
         if self.way == "inside":
-            own |= {"block": self.block, "background": self.background}
-        return own | ({"margin": self.margin} if self.way == "zoom" else {})
+            own["block"] = self.block
+        return own
 
     def wrap(self, backbone: Backbone) -> EarlyBackbone:
         """The backbone with this route; it takes over the network.
@@ -94,7 +89,7 @@ class EarlyRouting:
         """
         selector, chooses = self._selector()
         self.router.to(backbone.device)
-        h, w = backbone.grid if self.way != "zoom" else self.router.grid
+        h, w = backbone.grid
         k = _count(self.budget, h * w, selector.minimum)
         if self.way == "inside":
             self._check_inside(backbone, selector)
@@ -110,8 +105,6 @@ class EarlyRouting:
             settings=self.settings(k),
             requires=tuple(selector.requires),
             block=self.block,
-            background=self.background,
-            margin=self.margin,
         )
         return EarlyBackbone(backbone, route)
 

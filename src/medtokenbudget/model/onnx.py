@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from medtokenbudget.errors import RequestError, WorkError
 from medtokenbudget.files import atomic_write
 from medtokenbudget.model import parts
-from medtokenbudget.model.onnx_early import EarlyGraph, ZoomGraph, check_early, early_graph
+from medtokenbudget.model.onnx_early import EarlyGraph, check_early, early_graph
 from medtokenbudget.model.routed import MedTokenBudget
 from medtokenbudget.routing import Ranker
 from medtokenbudget.tokens import TokenBatch
 
-Part = Literal["routing", "whole", "zoom"]
+Part = Literal["routing", "whole"]
 OPSET = 18
 TOLERANCE = 1e-4
 ROUNDING = 1e-5
@@ -45,8 +45,6 @@ def export_onnx(
         part: 'routing' maps patches [B, N, D] and the selector's signals [B, N] to logits [B, C] and indices [B, K]; 'whole' maps
             images [B, 3, S, S], RGB in [0, 1], to the same (normalization is inside). A model without a head gives scores [B, N]
             in place of logits.
-            'zoom', for a model that zooms, maps images at the size of its scout to the box [B, 4] to crop: its picture is what
-            'whole' reads.
         selector: Method to export; None means the main one.
 
     Returns:
@@ -72,11 +70,11 @@ def _export(model: MedTokenBudget, out: Path, budget: float, part: Part, method:
     inputs = _example(model, part, graph, batch=2, seed=0)
     path = out / f"{part}-{_file_name(method)}-{budget:g}.onnx"
     with atomic_write(path) as temporary:
-        first = "box" if part == "zoom" else "logits" if model.has_head else "scores"
+        first = "logits" if model.has_head else "scores"
         _write(graph, inputs, temporary, _metadata(model, budget, part, method), first)
         for batch in (1, 2, 3):
             example = _example(model, part, graph, batch, seed=batch)
-            if isinstance(graph, (EarlyGraph, ZoomGraph)):
+            if isinstance(graph, EarlyGraph):
                 check_early(graph, example, _session(temporary, method), TOLERANCE)
             else:
                 _check(temporary, model, example, budget, method)
@@ -136,8 +134,8 @@ class WholeGraph(nn.Module):
 
 
 def _graph(model: MedTokenBudget, budget: float, part: Part, selector: str) -> nn.Module:
-    if part not in ("routing", "whole", "zoom"):
-        raise RequestError(f"The part must be 'routing', 'whole' or 'zoom', got '{part}'.")
+    if part not in ("routing", "whole"):
+        raise RequestError(f"The part must be 'routing' or 'whole', got '{part}'.")
     early = early_graph(model, part, selector)
     if early is not None:
         return early.eval()
@@ -162,8 +160,7 @@ def _example(model: MedTokenBudget, part: Part, graph: Any, batch: int, seed: in
     generator = torch.Generator().manual_seed(seed)
     n = model.grid[0] * model.grid[1]
     if part != "routing":
-        seen = model.scout if part == "zoom" and model.scout is not None else model
-        size = int(seen.backbone_fingerprint["image_size"])
+        size = int(model.backbone_fingerprint["image_size"])
         # Noise and a dark disk: without any structure all scores would be equal up to rounding.
         y, x = torch.meshgrid(torch.linspace(0, 1, size), torch.linspace(0, 1, size), indexing="ij")
         center = torch.rand(batch, 2, generator=generator) * 0.4 + 0.3

@@ -1,6 +1,6 @@
-"""ONNX graphs of models whose backbone is routed early: image to logits and kept patches, and image to the box of a zoom.
+"""The ONNX graph of a model whose backbone is routed early: image to logits and kept patches.
 
-Its own file because the router is inside these graphs: it looks, K patches are chosen, and only those run through the blocks.
+Its own file because the router is inside this graph: it looks, K patches are chosen, and only those run through the blocks.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from medtokenbudget.errors import RequestError, WorkError
-from medtokenbudget.features.early import EarlyBackbone
 from medtokenbudget.model.routed import MedTokenBudget
 
 
@@ -37,32 +36,8 @@ class EarlyGraph(nn.Module):
         return self.head(tokens.patches.mean(1)), tokens.places
 
 
-class ZoomGraph(nn.Module):
-    """Images [B, 3, s, s], RGB in [0, 1], to the box to crop [B, 4] (left, top, right, bottom in [0, 1]) and its patches [B, K]."""
-
-    signals: tuple[str, ...] = ()
-
-    def __init__(self, model: MedTokenBudget) -> None:
-        super().__init__()
-        backbone = model.backbone
-        assert isinstance(backbone, EarlyBackbone)
-        self.route = backbone.route
-        self.parts = nn.ModuleList(_networks(model))
-
-    def forward(self, image: Tensor) -> tuple[Tensor, Tensor]:
-        kept = self.route.score(image).topk(self.route.k, dim=1).indices
-        h, w = self.route.grid
-        rows, columns = (kept // w).float(), (kept % w).float()
-        top, bottom = rows.amin(1) / h, (rows.amax(1) + 1) / h
-        left, right = columns.amin(1) / w, (columns.amax(1) + 1) / w
-        side = (self.route.margin * torch.maximum(bottom - top, right - left)).clamp(max=1.0)
-        x = torch.minimum(((left + right - side) / 2).clamp_min(0), 1 - side)
-        y = torch.minimum(((top + bottom - side) / 2).clamp_min(0), 1 - side)
-        return torch.stack([x, y, x + side, y + side], 1), kept
-
-
 def _networks(model: MedTokenBudget) -> list[nn.Module]:
-    """Everything with parameters that these graphs run: the backbone, and the router's network and selector."""
+    """Everything with parameters that the graph runs: the backbone, and the router's network and selector."""
     scout = model.scout
     assert scout is not None
     selector: Any = scout.classifier().selector
@@ -71,16 +46,11 @@ def _networks(model: MedTokenBudget) -> list[nn.Module]:
 
 
 def early_graph(model: MedTokenBudget, part: str, method: str) -> nn.Module | None:
-    """The graph of an early routed model; None where the plain graphs are right: other models, and what follows a zoom.
+    """The graph of an early routed model; None for other models.
 
     Raises:
         RequestError: There is no such part.
     """
-    way = model.early["way"] if model.early is not None else None
-    if part == "zoom":
-        if way != "zoom":
-            raise RequestError("--part zoom is the crop of a model that zooms, and this one does not. Use --part whole.")
-        return ZoomGraph(model)
     if model.fixed_budget is None:
         return None
     if part != "whole":

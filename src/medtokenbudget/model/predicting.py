@@ -69,7 +69,7 @@ def _batches(
     size, grid = streaming.batch_size, model.grid if streaming.masks else None
     waiting: list[Item] = []
     good = 0
-    for item in prepared(sources, model.backbone.see, streaming.workers, ahead=2 * size, grid=grid):
+    for item in prepared(sources, model.backbone.prepare, streaming.workers, ahead=2 * size, grid=grid):
         waiting.append(item)
         good += isinstance(item[1], Prepared)
         if good == size or len(waiting) >= 4 * size:
@@ -131,7 +131,6 @@ class _Routes:
                 "k": len(gathered[row]),
                 "grid": tokens.grid,
                 "selector": self.method,
-                "box": value.box,
                 "unfamiliarity": None if unfamiliarity is None else unfamiliarity[row],
                 "lesion": value.lesion,
                 "guarantee": self.budget if isinstance(self.budget, Guarantee) else None,

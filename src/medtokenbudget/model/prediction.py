@@ -12,7 +12,6 @@ import numpy as np
 from PIL import Image
 
 from medtokenbudget.errors import MedTokenBudgetError, RequestError
-from medtokenbudget.features.views import Box
 from medtokenbudget.model.drawing import draw_overlay
 from medtokenbudget.model.guarantee import Guarantee
 from medtokenbudget.model.sources import Source, open_mask
@@ -34,8 +33,6 @@ class Routing:
         k: Number of tokens K.
         grid: (h, w) of the patches, N = h * w.
         selector: Text of the method, such as 'lats:lesion-first'.
-        box: Left, top, right and bottom in [0, 1] of the part of the image that the grid covers, for a model that zooms; None
-            means the whole image.
         unfamiliarity: Distance to the training images of the model in units of its limit: above 1 the image is unlike them, and
             its kept patches mean little. None if the model cannot tell.
         lesion: bool [N], lesion patches of the mask, where one was asked for and there is one.
@@ -53,7 +50,6 @@ class Routing:
     k: int
     grid: tuple[int, int]
     selector: str
-    box: Box | None = None
     unfamiliarity: float | None = None
     lesion: np.ndarray | None = None
     guarantee: Guarantee | None = None
@@ -91,7 +87,6 @@ class Routing:
             "k": self.k,
             "grid": list(self.grid),
             "selector": self.selector,
-            "box": None if self.box is None else list(self.box),
             "unfamiliarity": self.unfamiliarity,
             "kept": None if self.kept is None else self.kept.tolist(),
             "scores": None if self.scores is None else [float(score) for score in self.scores],

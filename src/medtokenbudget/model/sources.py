@@ -23,7 +23,6 @@ from medtokenbudget.data.decode import require_lesion_values
 from medtokenbudget.data.masks import mask_of
 from medtokenbudget.data.walk import files_below, is_image, kind_of, no_images, report_skipped
 from medtokenbudget.errors import MedTokenBudgetError, RequestError
-from medtokenbudget.features.views import Box
 
 MANIFEST_SUFFIX = ".parquet"
 _PLAIN_MODES = ("RGB", "L", "1", "CMYK", "YCbCr")
@@ -170,25 +169,23 @@ class Prepared:
 
     Attributes:
         pixels: What the backbone reads.
-        box: The part of the image that they show; None for all of it.
         lesion: bool [N], the lesion patches of its mask, if they were asked for and the mask could be read.
         fault: Why the mask could not be used.
     """
 
     pixels: np.ndarray
-    box: Box | None = None
     lesion: np.ndarray | None = None
     fault: str | None = None
 
 
 def prepared(
     sources: Iterable[Source],
-    see: Callable[[Image.Image], tuple[np.ndarray, Box | None]],
+    prepare: Callable[[Image.Image], np.ndarray],
     workers: int = 2,
     ahead: int = 32,
     grid: tuple[int, int] | None = None,
 ) -> Iterator[tuple[Source, Prepared | MedTokenBudgetError]]:
-    """Apply `see` (of a backbone) to each picture, in order, in threads that work at most `ahead` images in advance.
+    """Apply `prepare` (of a backbone) to each picture, in order, in threads that work at most `ahead` images in advance.
 
     Only the small prepared arrays are kept, never the decoded pictures. An error takes the place of its image. With a `grid` of
     patches the masks are read too.
@@ -198,17 +195,15 @@ def prepared(
         try:
             _require_utf8(source.name)
             picture = source.open()
-            pixels, box = see(picture)
+            pixels = prepare(picture)
         except RequestError as error:
             return source, error
         if grid is None or source.mask is None:
-            return source, Prepared(pixels, box)
-        if box is not None:
-            return source, Prepared(pixels, box, fault="The model sees only a part of the image, so retention is unknown.")
+            return source, Prepared(pixels)
         try:
-            return source, Prepared(pixels, box, patch_labels(mask_of(picture.size, source.mask), grid))
+            return source, Prepared(pixels, patch_labels(mask_of(picture.size, source.mask), grid))
         except RequestError as error:
-            return source, Prepared(pixels, box, fault=str(error))
+            return source, Prepared(pixels, fault=str(error))
 
     yield from _in_order(sources, work, workers, ahead)
 

@@ -93,7 +93,6 @@ def _routed_as() -> list[Column]:
         Column("budget", "double", lambda answer: answer.budget),
         Column("k", "count", lambda answer: answer.k),
         Column("n_patches", "count", lambda answer: answer.n_patches),
-        Column("box", "floats", lambda answer: None if answer.box is None else list(answer.box)),
     ]
 
 

@@ -28,7 +28,7 @@ def untrained_router(name: str, way: Way, backbone: BackboneConfig, block: int =
 
     Args:
         name: A selector that does not learn, such as 'class-attention', 'evit', 'frequency' or 'center'.
-        way: 'inside' reads the tokens of the backbone itself; 'scout' and 'zoom' look with the embedded backbone.
+        way: 'inside' reads the tokens of the backbone itself; 'scout' looks with the embedded backbone.
         backbone: The backbone that will be routed.
         block: The first block that will run on the kept patches ('inside').
 

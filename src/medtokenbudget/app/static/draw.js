@@ -2,7 +2,6 @@
 
 const BLUE = "#0072b2";
 const ORANGE = "#e69f00";
-const SKY = "#56b4e9";
 // Cividis, a color map for all kinds of color vision: dark is low, yellow is high.
 const RAMP = [[0, 34, 78], [53, 69, 108], [102, 105, 112], [148, 142, 119], [200, 184, 102], [254, 232, 56]];
 
@@ -15,8 +14,8 @@ function ramp(t) {
 }
 
 /** Mean color of each patch, for merged tokens. The browser computes it by scaling the image down to the grid. */
-export function patchColors(picture, [h, w], box = null) {
-  let source = box ? part(picture, box) : picture;
+export function patchColors(picture, [h, w]) {
+  let source = picture;
   let width = source.naturalWidth || source.width;
   let height = source.naturalHeight || source.height;
   // In steps of two, because one large step skips pixels.
@@ -27,17 +26,6 @@ export function patchColors(picture, [h, w], box = null) {
   }
   const small = shrunk(source, w, h);
   return small.getContext("2d").getImageData(0, 0, w, h).data;
-}
-
-/** The part of a picture that a model zooms to; `box` is left, top, right, bottom in [0, 1]. */
-function part(picture, [left, top, right, bottom]) {
-  const width = picture.naturalWidth || picture.width;
-  const height = picture.naturalHeight || picture.height;
-  const canvas = document.createElement("canvas");
-  canvas.width = Math.max(1, Math.round((right - left) * width));
-  canvas.height = Math.max(1, Math.round((bottom - top) * height));
-  canvas.getContext("2d").drawImage(picture, left * width, top * height, canvas.width, canvas.height, 0, 0, canvas.width, canvas.height);
-  return canvas;
 }
 
 function shrunk(source, width, height) {
@@ -52,19 +40,17 @@ function shrunk(source, width, height) {
 
 /**
  * Draw with `pen` within [0, 0, width, height].
- * scene: {picture, grid, box (the part that the grid covers, or null), colors, lesion (map or null)}; view: from view.js; show: {scores: array or null, lesion: bool}
+ * scene: {picture, grid, colors, lesion (map or null)}; view: from view.js; show: {scores: array or null, lesion: bool}
  */
 export function paint(pen, width, height, scene, view, show) {
   const [h, w] = scene.grid;
-  const [left, top, right, bottom] = scene.box ?? [0, 0, 1, 1];
-  const xs = Array.from({ length: w + 1 }, (_, i) => Math.round((left + ((right - left) * i) / w) * width));
-  const ys = Array.from({ length: h + 1 }, (_, i) => Math.round((top + ((bottom - top) * i) / h) * height));
+  const xs = Array.from({ length: w + 1 }, (_, i) => Math.round((i / w) * width));
+  const ys = Array.from({ length: h + 1 }, (_, i) => Math.round((i / h) * height));
   const cell = (i) => [xs[i % w], ys[Math.floor(i / w)], xs[(i % w) + 1] - xs[i % w], ys[Math.floor(i / w) + 1] - ys[Math.floor(i / w)]];
   const line = Math.max(1, width / 420);
   pen.clearRect(0, 0, width, height);
   pen.imageSmoothingQuality = "high";
   pen.drawImage(scene.picture, 0, 0, width, height);
-  if (scene.box) paintOutside(pen, width, height, xs, ys);
   if (view.groups) paintGroups(pen, view.groups, scene.colors, cell);
   if (show.scores) paintScores(pen, show.scores, cell);
   if (view.kept) paintVeil(pen, view.kept, cell, Boolean(show.scores));
@@ -72,23 +58,6 @@ export function paint(pen, width, height, scene, view, show) {
   if (view.kept) border(pen, view.kept, [h, w], xs, ys, "rgba(255,255,255,.95)", 1.4 * line, "rgba(10,18,26,.75)");
   if (view.groups) border(pen, view.groups, [h, w], xs, ys, "rgba(255,255,255,.8)", line, "rgba(10,18,26,.45)");
   if (show.lesion && scene.lesion) border(pen, scene.lesion, [h, w], xs, ys, BLUE, 2.4 * line, "rgba(255,255,255,.9)");
-  if (scene.box) paintBox(pen, xs, ys, line);
-}
-
-/** A veil over what a model that zooms does not see. */
-function paintOutside(pen, width, height, xs, ys) {
-  pen.fillStyle = "rgba(16,22,28,.72)";
-  const [left, top, right, bottom] = [xs[0], ys[0], xs.at(-1), ys.at(-1)];
-  pen.fillRect(0, 0, width, top);
-  pen.fillRect(0, bottom, width, height - bottom);
-  pen.fillRect(0, top, left, bottom - top);
-  pen.fillRect(right, top, width - right, bottom - top);
-}
-
-function paintBox(pen, xs, ys, line) {
-  pen.strokeStyle = SKY;
-  pen.lineWidth = 3 * line;
-  pen.strokeRect(xs[0] + 1.5 * line, ys[0] + 1.5 * line, xs.at(-1) - xs[0] - 3 * line, ys.at(-1) - ys[0] - 3 * line);
 }
 
 function paintVeil(pen, kept, cell, light) {

@@ -93,7 +93,7 @@ function fixBudget(info) {
   for (const control of [byId("budget"), ...document.querySelectorAll("[data-budget]")]) control.disabled = only !== null;
   if (only !== null) state.index = Math.max(0, Math.round(100 * only) - 1);
   if (!info.route) return;
-  const ways = { scout: "routed before the first block", inside: `routed before block ${info.route.block}`, zoom: "zooms to its router's patches" };
+  const ways = { scout: "routed before the first block", inside: `routed before block ${info.route.block}` };
   byId("model-line").append(` · ${ways[info.route.way]}`);
 }
 
@@ -186,7 +186,7 @@ function show(source, answer, picture) {
   state.source = source;
   state.answer = answer;
   state.stops = STOPS.map((stop) => (answer.budgets.length === 1 ? 0 : answer.budgets.indexOf(stop)));
-  state.scene = { picture, grid: answer.grid, box: answer.box, colors: patchColors(picture, answer.grid, answer.box), lesion: lesionMap(answer) };
+  state.scene = { picture, grid: answer.grid, colors: patchColors(picture, answer.grid), lesion: lesionMap(answer) };
   byId("app").dataset.ready = "";
   const names = answer.selectors.map((selector) => selector.name);
   const { main } = state.info;

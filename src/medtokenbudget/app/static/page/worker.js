@@ -44,7 +44,6 @@ async function route({ image, mask, budgets }) {
       n: site.model.n,
       classes,
       budgets: all,
-      box: null, // of models that zoom, which a page does not run
       unfamiliarity: tokens.unfamiliarity ? Number(tokens.unfamiliarity.data[0].toFixed(4)) : null,
       lesion: lesion && Array.from(lesion.keys()).filter((patch) => lesion[patch]),
       selectors,
