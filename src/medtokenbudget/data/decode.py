@@ -95,7 +95,7 @@ def require_lesion_values(name: str, mask: Image.Image) -> None:
     Whether 1 means lesion or nothing cannot be known, so nothing is guessed: reading it as empty would lose the lesion silently.
     """
     deep = _is_16_bit(mask)
-    brightest, white = int((mask if deep else mask.convert("L")).getextrema()[1]), 65535 if deep else 255
+    brightest, white = int(np.asarray(mask if deep else mask.convert("L")).max()), 65535 if deep else 255
     if 0 < brightest <= white // 2:
         values = "only the values 0 and 1" if brightest == 1 else f"values from 0 to {brightest}"
         advice = f"Multiply its values by {white}" if brightest == 1 else f"Save it with {white} for lesion and 0 elsewhere"
