@@ -70,6 +70,21 @@ def test_masks_of_zeros_and_ones_are_left_out_aloud_and_not_read_as_empty(
     assert FeatureStore.open(tmp_path / "store", manifest).ids == ["image-000", "image-001", "image-003"]
 
 
+def test_masks_of_zeros_and_ones_that_a_store_once_read_as_empty_are_read_again(
+    tmp_path: Path, backbone: BackboneConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = tiny_manifest(tmp_path / "data", 4)
+    mask = manifest.mask_path(2)
+    assert mask is not None
+    Image.fromarray((np.asarray(Image.open(mask)) > 0).astype(np.uint8)).save(mask)
+    with monkeypatch.context() as earlier:
+        earlier.setattr("medtokenbudget.data.decode.require_lesion_values", lambda *_: None)
+        assert len(extract(manifest, tmp_path / "store", backbone, CONFIG)) == 4
+    store = FeatureStore.open(tmp_path / "store", manifest)
+    assert [error.image_id for error in store.errors] == ["image-002"]
+    assert "only the values 0 and 1" in store.errors[0].reason
+
+
 def test_the_command_keeps_what_a_saved_model_routes(tmp_path: Path) -> None:
     model = small_model(tmp_path / "backbone")
     model.save_pretrained(tmp_path / "model")
