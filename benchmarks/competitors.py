@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from medtokenbudget.features.routed_pass import embed, take
+from medtokenbudget.backbone.routed_pass import embed, take
 from medtokenbudget.routing.selectors.tome import merge_round
 
 Model = Any

@@ -17,12 +17,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.competitors import evit_blocks, tome_every_block
+from medtokenbudget.backbone import routed_pass
+from medtokenbudget.backbone.attention import Inputs
+from medtokenbudget.backbone.backbone import Backbone
+from medtokenbudget.backbone.early import EarlyBackbone, finer
+from medtokenbudget.backbone.signals import reduce_attention
 from medtokenbudget.config import BackboneConfig
-from medtokenbudget.features import routed_pass
-from medtokenbudget.features.attention import Inputs
-from medtokenbudget.features.backbone import Backbone
-from medtokenbudget.features.early import EarlyBackbone, finer
-from medtokenbudget.features.signals import reduce_attention
 from medtokenbudget.model import EarlyRouting, load
 from medtokenbudget.routing import rank
 

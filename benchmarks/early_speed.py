@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.competitors import tome_every_block
-from medtokenbudget.features import routed_pass
-from medtokenbudget.features.backbone import Backbone
-from medtokenbudget.features.early import shown
-from medtokenbudget.features.pipeline import cpu_threads
-from medtokenbudget.features.preprocess import Preprocessing
+from medtokenbudget.backbone import routed_pass
+from medtokenbudget.backbone.backbone import Backbone
+from medtokenbudget.backbone.early import shown
+from medtokenbudget.backbone.pipeline import cpu_threads
+from medtokenbudget.backbone.preprocess import Preprocessing
 from medtokenbudget.model import EarlyRouting, MedTokenBudget, load
 from medtokenbudget.routing import LATSSelector, budget_to_k
 from medtokenbudget.tokens import TokenBatch

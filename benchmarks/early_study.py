@@ -31,8 +31,8 @@ from PIL import Image
 
 from benchmarks import early_judge, early_time
 from benchmarks.early_passes import Passes, Seen
+from medtokenbudget.backbone import FeatureStore, views
 from medtokenbudget.data import Manifest, decode_image, mask_of
-from medtokenbudget.features import FeatureStore, views
 from medtokenbudget.model import load
 
 BATCH, PIECE = 16, 256

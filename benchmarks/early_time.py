@@ -15,8 +15,8 @@ from torch import Tensor
 from benchmarks.competitors import evit_blocks, tome_every_block
 from benchmarks.early_passes import FINE, GRID, MORE, K, N, Passes, attention_of, dropped, from_center
 from benchmarks.early_speed import scout_score
-from medtokenbudget.features import routed_pass
-from medtokenbudget.features.early import finer
+from medtokenbudget.backbone import routed_pass
+from medtokenbudget.backbone.early import finer
 from medtokenbudget.model import load
 from medtokenbudget.routing import LATSSelector
 from medtokenbudget.tokens import TokenBatch
@@ -123,8 +123,8 @@ def _inside(kind: str, model: Any, pixels: Tensor, layer: int, best: Callable[[i
 
 
 def _embedded(pixels: Tensor, layer: int, score: Callable[[Tensor], Tensor], routed: bool) -> Callable[[], Any]:
+    from medtokenbudget.backbone.backbone import Backbone
     from medtokenbudget.config import BackboneConfig
-    from medtokenbudget.features.backbone import Backbone
 
     model = Backbone.load(BackboneConfig(name="embedded", attention="pseudo")).model
 

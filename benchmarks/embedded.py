@@ -23,10 +23,10 @@ from sklearn.metrics import roc_auc_score
 from torch import Tensor
 
 from medtokenbudget import metrics
+from medtokenbudget.backbone import Backbone, FeatureStore, extract
 from medtokenbudget.config import HEADLINE_BUDGETS, BackboneConfig, ExtractConfig, preset
 from medtokenbudget.data import Drawings, Manifest, decode_image, decode_mask, paper_split, patch_labels, synthetic_manifest
 from medtokenbudget.data.isic import GROUND_TRUTH, isic_manifest, read_ground_truth
-from medtokenbudget.features import Backbone, FeatureStore, extract
 from medtokenbudget.routing import LATSSelector, budget_to_k
 from medtokenbudget.routing.losses import lesion_loss
 from medtokenbudget.tokens import TokenBatch

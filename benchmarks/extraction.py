@@ -22,12 +22,12 @@ from statistics import median
 import torch
 
 from benchmarks.reading import private_kib
+from medtokenbudget.backbone import Backbone
+from medtokenbudget.backbone.pipeline import fill
+from medtokenbudget.backbone.plan import Item
+from medtokenbudget.backbone.views import IDENTITY
 from medtokenbudget.config import BackboneConfig, ExtractConfig
 from medtokenbudget.data import Manifest, decode_image
-from medtokenbudget.features import Backbone
-from medtokenbudget.features.pipeline import fill
-from medtokenbudget.features.plan import Item
-from medtokenbudget.features.views import IDENTITY
 from medtokenbudget.files import sha256_file
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"

@@ -14,12 +14,12 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from medtokenbudget.experiments.calibration import patch_scores
-from medtokenbudget.experiments.held_out import held_out, run_of
 from medtokenbudget.model import load
 from medtokenbudget.model.hub import resolve
 from medtokenbudget.routing import create_selector
 from medtokenbudget.routing.guarantee import Promise, group_mean, kept_counts, lesion_kept, pick_threshold
+from medtokenbudget.runs.calibration import patch_scores
+from medtokenbudget.runs.held_out import held_out, run_of
 
 PROMISES = (Promise(0.9), Promise(0.95), Promise(0.98), Promise(0.9, 0.9), Promise(0.95, 0.9))
 CONTROLS = ("center", "darkness")

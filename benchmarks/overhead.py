@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 import timm
 import torch
 
+from medtokenbudget.backbone.backbone import Backbone
 from medtokenbudget.config import LATSConfig, TrainConfig
-from medtokenbudget.features.backbone import Backbone
 from medtokenbudget.model import parts
 from medtokenbudget.routing import LATSSelector
 from medtokenbudget.training import MLPHead, RoutedClassifier

@@ -19,11 +19,11 @@ import timm
 import torch
 from safetensors.torch import save_file
 
+from medtokenbudget.backbone import Backbone, FeatureStore, extract
+from medtokenbudget.backbone.preprocess import luminance
 from medtokenbudget.config import BUDGETS, BackboneConfig, ExtractConfig, preset
 from medtokenbudget.data import Manifest
 from medtokenbudget.data.decode import decode_image
-from medtokenbudget.features import Backbone, FeatureStore, extract
-from medtokenbudget.features.preprocess import luminance
 from medtokenbudget.routing import LATSSelector, create_selector
 from medtokenbudget.tokens import TokenBatch
 from medtokenbudget.training import MLPHead, RoutedClassifier, classification_loss, total_loss

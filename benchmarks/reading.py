@@ -22,11 +22,11 @@ from statistics import median
 import numpy as np
 import torch
 
+from medtokenbudget.backbone import plan
+from medtokenbudget.backbone.shards import Row, write_shard
+from medtokenbudget.backbone.store import FeatureStore
+from medtokenbudget.backbone.views import Geometry
 from medtokenbudget.config import ExtractConfig
-from medtokenbudget.features import plan
-from medtokenbudget.features.shards import Row, write_shard
-from medtokenbudget.features.store import FeatureStore
-from medtokenbudget.features.views import Geometry
 from medtokenbudget.files import write_json
 
 GRID, DIM, SHARD, BATCH = (16, 16), 768, 64, 64

@@ -12,7 +12,7 @@ import timm
 import torch
 
 from benchmarks.overhead import BATCH, BUDGET, fastest
-from medtokenbudget.features.backbone import Backbone
+from medtokenbudget.backbone.backbone import Backbone
 from medtokenbudget.routing import Selector, TokenBatch, create_selector, list_selectors, selector_class
 from medtokenbudget.tokens import SIGNALS
 

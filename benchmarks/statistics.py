@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 from sklearn.metrics import f1_score
 
-from medtokenbudget.experiments.statistics import confidence_interval
+from medtokenbudget.runs.statistics import confidence_interval
 
 IMAGES, CLASSES, DRAWS, LOOP_DRAWS = 5067, 8, 10_000, 40
 

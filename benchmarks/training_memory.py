@@ -16,10 +16,10 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.reading import drawn_store, private_kib
+from medtokenbudget.backbone import FeatureStore
+from medtokenbudget.backbone.annotations import Annotation
 from medtokenbudget.config import LATSConfig, preset
 from medtokenbudget.data import Manifest
-from medtokenbudget.features import FeatureStore
-from medtokenbudget.features.annotations import Annotation
 from medtokenbudget.training.trainer import train_selector
 
 

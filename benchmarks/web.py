@@ -25,10 +25,10 @@ import torch
 from playwright.sync_api import Page, sync_playwright
 
 import medtokenbudget as mtb
-from medtokenbudget.app.samples import SAMPLES, image_bytes, mask_bytes
-from medtokenbudget.app.service import Question, Service
-from medtokenbudget.app.site import find_runtime, write_site
 from medtokenbudget.data import Manifest
+from medtokenbudget.serve.samples import SAMPLES, image_bytes, mask_bytes
+from medtokenbudget.serve.service import Question, Service
+from medtokenbudget.serve.site import find_runtime, write_site
 
 BUDGET = 0.3
 LARGEST, FIRST, NEXT, RATIO = 35.0, 3.0, 1.5, 4.0

@@ -28,14 +28,14 @@ import torch
 from PIL import Image
 
 import medtokenbudget as mtb
+from medtokenbudget.backbone import FeatureStore, extract
 from medtokenbudget.config import BackboneConfig, ExtractConfig, LATSConfig, preset
 from medtokenbudget.data import Manifest, cut_selection, folder_manifest, isic_manifest, merged_groups
 from medtokenbudget.data.isic import METADATA, read_lesions
-from medtokenbudget.experiments.calibration import patch_scores
-from medtokenbudget.features import FeatureStore, extract
 from medtokenbudget.progress import say
 from medtokenbudget.routing import Ranker
 from medtokenbudget.routing.guarantee import group_mean, lesion_kept
+from medtokenbudget.runs.calibration import patch_scores
 
 BACKBONE, VIEWS = BackboneConfig(name="embedded"), ExtractConfig(views="off-center")
 TEACHERS = ("lats",)

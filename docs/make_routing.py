@@ -14,7 +14,7 @@ import torch
 from PIL import Image, ImageDraw
 
 import medtokenbudget as mtb
-from medtokenbudget.app.samples import image_bytes, mask_bytes
+from medtokenbudget.serve.samples import image_bytes, mask_bytes
 
 LESIONS = ("mel", "nv-off-center")
 """Samples of the explorer."""

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import medtokenbudget as mtb
+from medtokenbudget.backbone import FeatureStore
 from medtokenbudget.data import Manifest
-from medtokenbudget.features import FeatureStore
 from medtokenbudget.metrics import accuracy
 
 

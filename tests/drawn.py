@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from medtokenbudget.backbone import FeatureStore, extract
 from medtokenbudget.config import ExtractConfig, TrainConfig, preset, with_settings
 from medtokenbudget.data import Drawings, Manifest, synthetic_manifest
-from medtokenbudget.experiments.methods import Method
-from medtokenbudget.features import FeatureStore, extract
+from medtokenbudget.runs.methods import Method
 from medtokenbudget.tokens import SIGNALS
 from tests.small_model import small_backbone
 

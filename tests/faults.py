@@ -7,9 +7,9 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from medtokenbudget.backbone import FeatureStore
 from medtokenbudget.cli import main
 from medtokenbudget.data import Manifest
-from medtokenbudget.features import FeatureStore
 from tests.small_model import CLASSES, draw_images, small_backbone, small_model
 
 SMALL = ["--epochs", "1", "--head-epochs", "1", "--batch-size", "8", "--device", "cpu"]

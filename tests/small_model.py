@@ -10,9 +10,9 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
+from medtokenbudget.backbone.backbone import Backbone
+from medtokenbudget.backbone.early import Way
 from medtokenbudget.config import BackboneConfig, LATSConfig, RouterConfig, TrainConfig
-from medtokenbudget.features.backbone import Backbone
-from medtokenbudget.features.early import Way
 from medtokenbudget.model import EarlyRouting, MedTokenBudget
 from medtokenbudget.routing import LATSSelector, Selector, create_selector, selector_class
 from medtokenbudget.training import MLPHead, RoutedClassifier

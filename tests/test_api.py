@@ -15,8 +15,8 @@ import torch
 
 import medtokenbudget as mtb
 from medtokenbudget.config import BackboneConfig, ExtractConfig
-from medtokenbudget.experiments.run import RunInfo
 from medtokenbudget.files import write_json
+from medtokenbudget.runs.run import RunInfo
 from tests.bad_input.damage import edit_json
 from tests.drawn import Drawn, quick
 from tests.small_model import draw_images

@@ -14,8 +14,8 @@ from safetensors.numpy import load_file
 import medtokenbudget as mtb
 from medtokenbudget.cli import main
 from medtokenbudget.errors import MismatchError, RequestError
-from medtokenbudget.experiments.calibration import patch_scores
 from medtokenbudget.routing.guarantee import Promise, group_mean, lesion_kept, pick_threshold
+from medtokenbudget.runs.calibration import patch_scores
 from tests.bad_input.damage import edit_json
 from tests.drawn import Drawn, drawn_store
 from tests.small_model import small_model
@@ -196,7 +196,7 @@ def test_a_promise_whose_threshold_or_cap_was_changed_is_not_believed(drawn: Dra
 
 
 def test_the_service_answers_with_what_keeps_each_promise(drawn: Drawn, folder: Path, images: list[Path]) -> None:
-    service_module = pytest.importorskip("medtokenbudget.app.service")
+    service_module = pytest.importorskip("medtokenbudget.serve.service")
     guarantee = mtb.calibrate(folder, drawn.manifest_path, 0.6, store=drawn.store_path)
     model = mtb.load(folder)
     answer = service_module.Service(model).answer(service_module.Question(images[0].read_bytes()))

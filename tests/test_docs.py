@@ -24,9 +24,9 @@ import medtokenbudget
 from medtokenbudget.cli import main
 from medtokenbudget.data.dermoscopy import draw
 from medtokenbudget.data.manifest import COLUMNS
-from medtokenbudget.experiments.results import PREDICTION_COLUMNS, RESULT_COLUMNS
+from medtokenbudget.heads import registry as heads
 from medtokenbudget.routing import registry
-from medtokenbudget.training.heads import registry as heads
+from medtokenbudget.runs.results import PREDICTION_COLUMNS, RESULT_COLUMNS
 from tests.conftest import REPOSITORY
 from tests.routing.batches import tokens_of
 

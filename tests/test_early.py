@@ -13,13 +13,13 @@ from PIL import Image
 
 import medtokenbudget as mtb
 from medtokenbudget.api.training import train_router
+from medtokenbudget.backbone import FeatureStore, extract
+from medtokenbudget.backbone.backbone import Backbone
+from medtokenbudget.backbone.early import EarlyBackbone, finer
 from medtokenbudget.cli import main
 from medtokenbudget.config import BackboneConfig, ExtractConfig
 from medtokenbudget.data import Drawings, Manifest, decode_image, synthetic_manifest
 from medtokenbudget.errors import BudgetError, RequestError
-from medtokenbudget.features import FeatureStore, extract
-from medtokenbudget.features.backbone import Backbone
-from medtokenbudget.features.early import EarlyBackbone, finer
 from medtokenbudget.model import EarlyRouting, MedTokenBudget
 from medtokenbudget.model.early import parse_route
 from medtokenbudget.model.untrained import untrained_router
@@ -262,7 +262,7 @@ def test_the_exported_graph_routes_like_the_model(made: Made, world: World, tmp_
 
 
 def test_the_service_answers_like_the_model_that_was_trained_each_way(made: Made, world: World) -> None:
-    from medtokenbudget.app.service import Question, Service
+    from medtokenbudget.serve.service import Question, Service
 
     path = world.manifest.image_path(1)
     service = Service(made.model)
@@ -277,7 +277,7 @@ def test_the_service_answers_like_the_model_that_was_trained_each_way(made: Made
 
 
 def test_the_service_answers_with_the_patches_that_the_backbone_ran_on(tmp_path: Path) -> None:
-    from medtokenbudget.app.service import Question, Service
+    from medtokenbudget.serve.service import Question, Service
 
     path = draw_images(tmp_path, 1)[0]
     model = early_model(tmp_path, "scout")

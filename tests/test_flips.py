@@ -22,19 +22,19 @@ import pytest
 import torch
 
 import medtokenbudget as mtb
+from medtokenbudget.backbone import FeatureStore
+from medtokenbudget.backbone.backbone import Backbone
 from medtokenbudget.cli import main
 from medtokenbudget.config import BackboneConfig, train_config_from_dict
 from medtokenbudget.data import Manifest
 from medtokenbudget.errors import MedTokenBudgetError
-from medtokenbudget.experiments.methods import Method
-from medtokenbudget.experiments.run import RunInfo
-from medtokenbudget.experiments.units import Plan, Unit, status
-from medtokenbudget.features import FeatureStore
-from medtokenbudget.features.backbone import Backbone
 from medtokenbudget.files import read_json, sha256_json
 from medtokenbudget.reporting.evidence import Evidence
+from medtokenbudget.runs.methods import Method
+from medtokenbudget.runs.run import RunInfo
+from medtokenbudget.runs.units import Plan, Unit, status
 from medtokenbudget.training.pooling import _is_whole
-from tests.features.tiny import SIZE, tiny_backbone
+from tests.backbone.tiny import SIZE, tiny_backbone
 
 pytestmark = pytest.mark.slow
 DAMAGES = int(os.environ.get("MTB_FLIPS", "12"))

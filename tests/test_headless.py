@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import medtokenbudget as mtb
-from medtokenbudget.app.service import Question, Service
 from medtokenbudget.cli import main
 from medtokenbudget.errors import NoHeadError, RequestError
 from medtokenbudget.model import MedTokenBudget
+from medtokenbudget.serve.service import Question, Service
 from medtokenbudget.training import MLPHead, RoutedClassifier
 from tests.bad_input.damage import edit_json
 from tests.drawn import Drawn, quick

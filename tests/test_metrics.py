@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from medtokenbudget import metrics
 from medtokenbudget.errors import CountError, RequestError, ShapeError
-from medtokenbudget.experiments import paper
 from medtokenbudget.metrics import LesionRetention, Retention, lesion_retention, retention_of_counts
 from medtokenbudget.routing import create_selector
+from medtokenbudget.runs import paper
 from medtokenbudget.tokens import TokenBatch
 
 MEASURED = ("pooled", "mean", "ceiling", "of_ceiling", "precision", "enrichment")

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import medtokenbudget as mtb
+from medtokenbudget.backbone.backbone import Backbone
 from medtokenbudget.errors import RequestError
-from medtokenbudget.features.backbone import Backbone
 from medtokenbudget.model import MedTokenBudget, load
 from medtokenbudget.routing import Ranker, TokenBatch, create_selector, register_selector
 from medtokenbudget.routing.registry import SELECTORS

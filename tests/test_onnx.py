@@ -11,8 +11,8 @@ import pytest
 import torch
 from PIL import Image
 
+from medtokenbudget.backbone.backbone import Backbone
 from medtokenbudget.errors import RequestError, WorkError
-from medtokenbudget.features.backbone import Backbone
 from medtokenbudget.model import MedTokenBudget
 from medtokenbudget.model import onnx as exporter
 from medtokenbudget.routing import create_selector

@@ -186,7 +186,7 @@ def test_make_stops_when_setting_up_fails(tmp_path: Path) -> None:
 @pytest.mark.parametrize("ci", [False, True])
 def test_without_a_browser_its_tests_are_skipped_and_in_ci_they_fail(ci: bool, tmp_path: Path) -> None:
     environment = {**os.environ, "PATH": str(tmp_path), "CI": str(ci).lower()}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/app/test_explorer.py"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/serve/test_explorer.py"]
     done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
     last = done.stdout.splitlines()[-1]
     assert done.returncode == int(ci), done.stdout

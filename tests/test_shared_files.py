@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import medtokenbudget as mtb
-from medtokenbudget.app.runtime import WebRuntime
-from medtokenbudget.app.site import write_site
 from medtokenbudget.cli import main
 from medtokenbudget.data import Drawings, synthetic_manifest
+from medtokenbudget.serve.runtime import WebRuntime
+from medtokenbudget.serve.site import write_site
 from tests.small_model import small_backbone
 
 pytestmark = pytest.mark.slow

@@ -27,12 +27,12 @@ from timm.models.vision_transformer import Attention, VisionTransformer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from medtokenbudget.backbone import zoo
+from medtokenbudget.backbone.attention import AttentionTap
+from medtokenbudget.backbone.backbone import Backbone, build
 from medtokenbudget.config import BackboneConfig
 from medtokenbudget.data import Manifest, decode_image
 from medtokenbudget.errors import MedTokenBudgetError, MismatchError, RequestError, WorkError
-from medtokenbudget.features import zoo
-from medtokenbudget.features.attention import AttentionTap
-from medtokenbudget.features.backbone import Backbone, build
 from medtokenbudget.files import read_json, sha256_json, write_json, write_safetensors, write_text
 from medtokenbudget.progress import progress, say
 from medtokenbudget.tensor_files import load_tensors, save_tensors

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from results_tables import BUDGETS, METRICS, mean, number, read, smaller_image, table
 
-from medtokenbudget.experiments import paper
+from medtokenbudget.runs import paper
 
 README_ROWS = (
     ("**LATS, `lesion-first`**", "lats:lesion-first", "lats:lesion-first"),

@@ -29,9 +29,9 @@ from results_tables import (
     table,
 )
 
-from medtokenbudget.experiments import paper
 from medtokenbudget.reporting.looks import look
 from medtokenbudget.reporting.style import house_style, save
+from medtokenbudget.runs import paper
 
 
 def main_page() -> str:

@@ -19,11 +19,11 @@ from results_tables import RESULTS, number, read, table
 from zoo_rows import BUDGET, collected
 from zoo_text import TEXT
 
-from medtokenbudget.experiments.methods import Method
-from medtokenbudget.experiments.studies import zoo
 from medtokenbudget.reporting.looks import REFERENCES, look
 from medtokenbudget.reporting.style import house_style, legend_below, percent_axis, save
 from medtokenbudget.routing import selector_class
+from medtokenbudget.runs.methods import Method
+from medtokenbudget.runs.studies import zoo
 
 GROUPS = {
     "Controls": "#7a828a",

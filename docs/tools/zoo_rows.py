@@ -13,16 +13,16 @@ from typing import Any
 import pandas as pd
 import torch
 
+from medtokenbudget.backbone import FeatureStore
 from medtokenbudget.data import Manifest
-from medtokenbudget.experiments.methods import Method
-from medtokenbudget.experiments.results import read_predictions
-from medtokenbudget.experiments.run import RunInfo
-from medtokenbudget.experiments.statistics import intervals
-from medtokenbudget.experiments.units import Unit
-from medtokenbudget.features import FeatureStore
+from medtokenbudget.heads import create_head
 from medtokenbudget.routing import create_selector, selector_class
+from medtokenbudget.runs.methods import Method
+from medtokenbudget.runs.results import read_predictions
+from medtokenbudget.runs.run import RunInfo
+from medtokenbudget.runs.statistics import intervals
+from medtokenbudget.runs.units import Unit
 from medtokenbudget.tensor_files import load_tensors
-from medtokenbudget.training.heads import create_head
 
 METRICS = ("retention_of_ceiling", "accuracy", "macro_f1", "balanced_accuracy")
 MERGED = ("lesion_dominated", "lesion_mass")

@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from medtokenbudget.api.run import Run
     from medtokenbudget.api.tour import demo
     from medtokenbudget.api.verbs import extract, report, reproduce, sweep, train
+    from medtokenbudget.backbone import FeatureStore
     from medtokenbudget.config import TrainConfig, preset
     from medtokenbudget.data import Manifest
-    from medtokenbudget.features import FeatureStore
+    from medtokenbudget.heads import create_head, list_heads, register_head
     from medtokenbudget.metrics import LesionRetention, lesion_retention
     from medtokenbudget.model import EarlyRouting, MedTokenBudget, load, overlay
     from medtokenbudget.routing import create_selector, list_selectors, register_selector
     from medtokenbudget.tokens import Selection, TokenBatch
-    from medtokenbudget.training.heads import create_head, list_heads, register_head
 
 __version__ = "0.2.0"
 
@@ -63,12 +63,12 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "api": ("Run", "calibrate", "demo", "evaluate", "extract", "report", "reproduce", "route", "sweep", "train"),
     "config": ("TrainConfig", "preset"),
     "data": ("Manifest",),
-    "features": ("FeatureStore",),
+    "backbone": ("FeatureStore",),
     "metrics": ("LesionRetention", "lesion_retention"),
     "model": ("EarlyRouting", "MedTokenBudget", "load", "overlay"),
     "routing": ("create_selector", "list_selectors", "register_selector"),
     "tokens": ("Selection", "TokenBatch"),
-    "training.heads": ("create_head", "list_heads", "register_head"),
+    "heads": ("create_head", "list_heads", "register_head"),
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
 

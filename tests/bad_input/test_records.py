@@ -15,7 +15,7 @@ from medtokenbudget.cli import main
 from medtokenbudget.data import Manifest
 from medtokenbudget.data.csv_source import csv_manifest
 from medtokenbudget.errors import MedTokenBudgetError
-from medtokenbudget.experiments.run import RunInfo
+from medtokenbudget.runs.run import RunInfo
 from medtokenbudget.tensor_files import load_tensors, save_tensors
 from tests.bad_input.damage import NESTED, cut, damage, edit_json, flip, write
 from tests.reporting.fake_run import fake_run

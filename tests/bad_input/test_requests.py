@@ -9,9 +9,9 @@ import httpx
 import pytest
 from PIL import Image
 
-from medtokenbudget.app.service import Limits, Service
-from tests.app.server import Server, mask, picture, running_here
+from medtokenbudget.serve.service import Limits, Service
 from tests.bad_input.damage import CLEAR, FRAMES, PLAIN, claims, cut, encoded
+from tests.serve.server import Server, mask, picture, running_here
 from tests.small_model import small_model
 
 

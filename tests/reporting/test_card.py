@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from medtokenbudget.data.dermoscopy import CLASSES
-from medtokenbudget.experiments.results import read_predictions, read_results
-from medtokenbudget.experiments.run import RunInfo
 from medtokenbudget.reporting.card import ModelFacts, model_card
+from medtokenbudget.runs.results import read_predictions, read_results
+from medtokenbudget.runs.run import RunInfo
 from tests.reporting.fake_run import fake_run
 
 FACTS = ModelFacts(

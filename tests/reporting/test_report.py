@@ -14,10 +14,10 @@ from playwright.sync_api import Browser
 
 from medtokenbudget.cli import main
 from medtokenbudget.errors import RequestError
-from medtokenbudget.experiments.results import read_results
-from medtokenbudget.experiments.summary import headline
 from medtokenbudget.reporting import report
 from medtokenbudget.reporting.build import build
+from medtokenbudget.runs.results import read_results
+from medtokenbudget.runs.summary import headline
 from tests.reporting.fake_run import edit_run, fake_run
 
 pytestmark = pytest.mark.slow

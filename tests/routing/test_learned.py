@@ -10,10 +10,10 @@ import torch
 
 from medtokenbudget.config import TrainConfig
 from medtokenbudget.errors import CountError, MissingSignalError, RequestError, UnknownNameError
-from medtokenbudget.experiments.methods import Method
 from medtokenbudget.routing import create_selector
 from medtokenbudget.routing.losses import lesion_mass_loss
 from medtokenbudget.routing.selectors.sparselearn import noise_gate, soft_topk
+from medtokenbudget.runs.methods import Method
 from tests.routing.batches import selector_of, tokens_of
 
 N, K = 35, 9

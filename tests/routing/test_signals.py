@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from medtokenbudget.backbone.signals import pseudo_signals
 from medtokenbudget.errors import GridError, NonFiniteError, RequestError, ShapeError, UnknownNameError
-from medtokenbudget.features.signals import pseudo_signals
 from medtokenbudget.routing import attention_entropy, feature_norm, local_contrast, pseudo_attention
 
 

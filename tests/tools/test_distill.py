@@ -11,9 +11,9 @@ import timm
 import torch
 from safetensors.torch import load_file, save_file
 
+from medtokenbudget.backbone.backbone import Backbone
 from medtokenbudget.config import BackboneConfig
 from medtokenbudget.data import Drawings, Manifest, synthetic_manifest
-from medtokenbudget.features.backbone import Backbone
 from tests.conftest import REPOSITORY
 
 

@@ -19,16 +19,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from medtokenbudget.backbone import FeatureStore
 from medtokenbudget.config import CurriculumConfig, LATSConfig, TrainConfig
-from medtokenbudget.experiments import sweep
-from medtokenbudget.experiments.execution import Execution
-from medtokenbudget.experiments.results import read_results
-from medtokenbudget.features import FeatureStore
 from medtokenbudget.files import read_lines
+from medtokenbudget.heads import create_head
 from medtokenbudget.routing import create_selector
+from medtokenbudget.runs import sweep
+from medtokenbudget.runs.execution import Execution
+from medtokenbudget.runs.results import read_results
 from medtokenbudget.tensor_files import load_tensors
 from medtokenbudget.tokens import TokenBatch
-from medtokenbudget.training.heads import create_head
 from medtokenbudget.training.parts import make_parts
 from medtokenbudget.training.seeds import generator
 from medtokenbudget.training.trainer import train_selector

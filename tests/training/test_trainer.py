@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 import torch
 
+from medtokenbudget.backbone import extract
 from medtokenbudget.config import ExtractConfig, LossWeights, TrainConfig
 from medtokenbudget.data import Drawings, Manifest, synthetic_manifest
 from medtokenbudget.errors import MismatchError, RequestError, WorkError
-from medtokenbudget.features import extract
 from medtokenbudget.files import read_lines, write_lines
 from medtokenbudget.tensor_files import load_tensors, save_tensors
 from medtokenbudget.training import trainer

@@ -5,11 +5,9 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
+from medtokenbudget.backbone import FeatureStore
 from medtokenbudget.data import Manifest
 from medtokenbudget.errors import RequestError
-from medtokenbudget.experiments.calibration import calibrated
-from medtokenbudget.experiments.held_out import Part, held_out, run_of
-from medtokenbudget.features import FeatureStore
 from medtokenbudget.files import write_sealed
 from medtokenbudget.locks import exclusive
 from medtokenbudget.model import Guarantee, MedTokenBudget, load
@@ -17,6 +15,8 @@ from medtokenbudget.model.folder import CONFIG, read_config
 from medtokenbudget.model.guarantee import with_guarantee
 from medtokenbudget.model.hub import resolve
 from medtokenbudget.routing.guarantee import Promise
+from medtokenbudget.runs.calibration import calibrated
+from medtokenbudget.runs.held_out import Part, held_out, run_of
 
 
 def calibrate(

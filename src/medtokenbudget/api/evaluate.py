@@ -6,17 +6,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from medtokenbudget.api.run import Run
+from medtokenbudget.backbone import FeatureStore
 from medtokenbudget.config import HEADLINE_BUDGETS
 from medtokenbudget.data import Manifest
 from medtokenbudget.errors import RequestError
-from medtokenbudget.experiments.class_mapping import in_classes_of, read_mapping
-from medtokenbudget.experiments.external import Evaluation, own_validation, run_evaluation
-from medtokenbudget.experiments.held_out import Part, held_out, run_of
-from medtokenbudget.experiments.run import FILE, RunInfo
-from medtokenbudget.features import FeatureStore
 from medtokenbudget.locks import exclusive
 from medtokenbudget.model import MedTokenBudget, load
 from medtokenbudget.model.hub import resolve
+from medtokenbudget.runs.class_mapping import in_classes_of, read_mapping
+from medtokenbudget.runs.external import Evaluation, own_validation, run_evaluation
+from medtokenbudget.runs.held_out import Part, held_out, run_of
+from medtokenbudget.runs.run import FILE, RunInfo
 
 
 def evaluate(

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pandas as pd
 
-from medtokenbudget.experiments.run import RunInfo
-from medtokenbudget.experiments.summary import headline
 from medtokenbudget.model import MedTokenBudget, load
 from medtokenbudget.reporting import report
+from medtokenbudget.runs.run import RunInfo
+from medtokenbudget.runs.summary import headline
 
 
 class Run:

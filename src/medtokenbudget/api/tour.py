@@ -7,13 +7,13 @@ from pathlib import Path
 
 from medtokenbudget.api.route import RouteConfig, Routed, route_files
 from medtokenbudget.api.training import save_model
+from medtokenbudget.backbone import extract
 from medtokenbudget.config import BUDGETS, DEFAULT_METHODS, BackboneConfig, ExtractConfig, preset
 from medtokenbudget.data import Drawings, Manifest, synthetic_manifest
-from medtokenbudget.experiments.sources import Sources
-from medtokenbudget.experiments.sweep import Study, run_studies
-from medtokenbudget.features import extract
 from medtokenbudget.progress import say
 from medtokenbudget.reporting import report
+from medtokenbudget.runs.sources import Sources
+from medtokenbudget.runs.sweep import Study, run_studies
 
 SAMPLES = Drawings(8, seed=5, off_center=True)
 """Off the center, where keeping the middle of the image does not help."""

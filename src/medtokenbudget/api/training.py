@@ -9,24 +9,24 @@ from typing import Literal
 import numpy as np
 import pandas as pd
 
+from medtokenbudget.backbone import FeatureStore
+from medtokenbudget.backbone.backbone import located
 from medtokenbudget.config import DEFAULT_SELECTOR, BackboneConfig, TrainConfig, given_settings, preset
 from medtokenbudget.data import Manifest
 from medtokenbudget.errors import RequestError
-from medtokenbudget.experiments.execution import Execution
-from medtokenbudget.experiments.methods import Method, method_of
-from medtokenbudget.experiments.preflight import READS_ROUTED
-from medtokenbudget.experiments.run import RunInfo
-from medtokenbudget.experiments.sources import Sources, open_sources
-from medtokenbudget.experiments.sweep import Study, run_studies
-from medtokenbudget.experiments.trained import load_unit
-from medtokenbudget.experiments.units import Unit
-from medtokenbudget.features import FeatureStore
-from medtokenbudget.features.backbone import located
 from medtokenbudget.locks import exclusive
 from medtokenbudget.model import MedTokenBudget, load
 from medtokenbudget.model.folder import ROUTER
 from medtokenbudget.reporting.card import run_card
 from medtokenbudget.routing import selector_class
+from medtokenbudget.runs.execution import Execution
+from medtokenbudget.runs.methods import Method, method_of
+from medtokenbudget.runs.preflight import READS_ROUTED
+from medtokenbudget.runs.run import RunInfo
+from medtokenbudget.runs.sources import Sources, open_sources
+from medtokenbudget.runs.sweep import Study, run_studies
+from medtokenbudget.runs.trained import load_unit
+from medtokenbudget.runs.units import Unit
 from medtokenbudget.training.classifier import RoutedClassifier
 from medtokenbudget.training.familiarity import fit_familiarity
 from medtokenbudget.training.parts import make_parts

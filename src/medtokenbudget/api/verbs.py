@@ -9,15 +9,15 @@ from typing import Any, Literal
 
 from medtokenbudget.api.run import Run
 from medtokenbudget.api.training import HeadChoice, save_model, train_router
+from medtokenbudget.backbone import FeatureStore
+from medtokenbudget.backbone import extract as run_extraction
 from medtokenbudget.config import DEFAULT_SELECTOR, BackboneConfig, ExtractConfig, TrainConfig, preset
 from medtokenbudget.data import Manifest
-from medtokenbudget.experiments import Execution
-from medtokenbudget.experiments import reproduce as run_reproduction
-from medtokenbudget.experiments import sweep as run_sweep
-from medtokenbudget.features import FeatureStore
-from medtokenbudget.features import extract as run_extraction
 from medtokenbudget.model.early import EarlyRouting
 from medtokenbudget.reporting import report as write_report
+from medtokenbudget.runs import Execution
+from medtokenbudget.runs import reproduce as run_reproduction
+from medtokenbudget.runs import sweep as run_sweep
 
 AnyManifest = Manifest | Path | str
 AnyStore = FeatureStore | Path | str

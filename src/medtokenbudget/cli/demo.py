@@ -25,9 +25,9 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
 
     from medtokenbudget.api.tour import demo
-    from medtokenbudget.experiments.run import RunInfo
-    from medtokenbudget.experiments.summary import headline
     from medtokenbudget.progress import say
+    from medtokenbudget.runs.run import RunInfo
+    from medtokenbudget.runs.summary import headline
 
     page = demo(options.out, options.n, options.seed, options.epochs)
     print(headline(RunInfo.read(options.out).results()))

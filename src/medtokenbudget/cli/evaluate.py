@@ -41,9 +41,9 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
 
     from medtokenbudget.api import evaluate
-    from medtokenbudget.experiments.run import record_command
-    from medtokenbudget.experiments.summary import headline
     from medtokenbudget.progress import say
+    from medtokenbudget.runs.run import record_command
+    from medtokenbudget.runs.summary import headline
 
     run = evaluate(
         options.model,

@@ -93,9 +93,9 @@ def main(arguments: list[str]) -> int:
 
 
 def _web(model: MedTokenBudget, name: str | None, out: Path, runtime: Path | None) -> int:
-    from medtokenbudget.app.service import is_demo
-    from medtokenbudget.app.site import find_runtime, write_site
     from medtokenbudget.progress import say
+    from medtokenbudget.serve.service import is_demo
+    from medtokenbudget.serve.site import find_runtime, write_site
 
     graphs = write_site(model, out, find_runtime(runtime), name is not None and is_demo(name))
     for method, why in graphs.left_out.items():

@@ -72,8 +72,8 @@ def _run(given: Any) -> int:
     if given.budget is not None and given.route is None:
         raise RequestError("--budget is only used with --route. Drop it: a store of all patches serves every budget.")
 
+    from medtokenbudget.backbone import extract
     from medtokenbudget.data import Manifest
-    from medtokenbudget.features import extract
 
     manifest = Manifest.read(given.manifest)
     store = extract(

@@ -26,10 +26,10 @@ def main(arguments: list[str]) -> int:
     check_engine(options)
 
     from medtokenbudget.api import reproduce
-    from medtokenbudget.experiments.run import record_command
-    from medtokenbudget.experiments.summary import comparison
-    from medtokenbudget.experiments.sweep import require_complete
     from medtokenbudget.progress import say
+    from medtokenbudget.runs.run import record_command
+    from medtokenbudget.runs.summary import comparison
+    from medtokenbudget.runs.sweep import require_complete
 
     run = reproduce(
         options.manifest,

@@ -30,7 +30,7 @@ def main(arguments: list[str], name: str = "serve", open_browser: bool = False) 
     if missing:
         raise RequestError(f"The server needs {', '.join(missing)}. Run `pip install 'medtokenbudget[serve]'`.")
 
-    from medtokenbudget.app.server import serve
+    from medtokenbudget.serve.server import serve
 
     serve(options.model, pick(options, ServeConfig), open_browser)
     return 0

@@ -32,7 +32,7 @@ def _info(arguments: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="Everything as JSON.")
     given = parser.parse_args(arguments)
 
-    from medtokenbudget.features.store import info
+    from medtokenbudget.backbone.store import info
 
     found = info(given.store)
     print(json.dumps(found, indent=2, ensure_ascii=False) if given.json else _text(found))

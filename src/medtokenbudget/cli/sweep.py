@@ -37,9 +37,9 @@ def main(arguments: list[str]) -> int:
     check_engine(options)
 
     from medtokenbudget.api import sweep
-    from medtokenbudget.experiments.run import record_command
-    from medtokenbudget.experiments.sweep import require_complete
     from medtokenbudget.progress import say
+    from medtokenbudget.runs.run import record_command
+    from medtokenbudget.runs.sweep import require_complete
 
     config = training_config(options)
     run = sweep(

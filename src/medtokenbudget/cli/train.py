@@ -29,10 +29,10 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
 
     from medtokenbudget.api import train
-    from medtokenbudget.experiments.results import AS_IS
-    from medtokenbudget.experiments.run import record_command
-    from medtokenbudget.experiments.sweep import require_complete
     from medtokenbudget.progress import say
+    from medtokenbudget.runs.results import AS_IS
+    from medtokenbudget.runs.run import record_command
+    from medtokenbudget.runs.sweep import require_complete
 
     config = training_config(options)
     run = train(options.manifest, options.store, options.out, config, options.selector, options.head)

@@ -1,6 +1,6 @@
 """Early routing from a saved router: which way, with which router, on which backbone, and every reason why they do not fit.
 
-`features/early.py` runs it; here a trained model becomes the function that chooses, and the settings that stores and models record.
+`backbone/early.py` runs it; here a trained model becomes the function that chooses, and the settings that stores and models record.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from medtokenbudget.backbone.backbone import Backbone
+from medtokenbudget.backbone.early import EarlyBackbone, EarlyRoute, Way
+from medtokenbudget.backbone.preprocess import REC601
+from medtokenbudget.backbone.signals import REGISTRY
 from medtokenbudget.errors import BudgetError, RequestError
-from medtokenbudget.features.backbone import Backbone
-from medtokenbudget.features.early import EarlyBackbone, EarlyRoute, Way
-from medtokenbudget.features.preprocess import REC601
-from medtokenbudget.features.signals import REGISTRY
 from medtokenbudget.routing import Merger, Ranker, Selector, budget_to_k
 from medtokenbudget.tokens import TokenBatch
 

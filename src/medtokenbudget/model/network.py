@@ -17,13 +17,13 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from medtokenbudget.backbone.backbone import Backbone
+from medtokenbudget.backbone.plan import routed_early
+from medtokenbudget.backbone.preprocess import luminance
 from medtokenbudget.config import BackboneConfig, TrainConfig
 from medtokenbudget.data import patch_labels
 from medtokenbudget.devices import resolve_device
 from medtokenbudget.errors import BudgetError, MismatchError, RequestError, ShapeError, UnknownNameError
-from medtokenbudget.features.backbone import Backbone
-from medtokenbudget.features.plan import routed_early
-from medtokenbudget.features.preprocess import luminance
 from medtokenbudget.model import folder as files
 from medtokenbudget.model import parts
 from medtokenbudget.model.classifiers import Classifiers

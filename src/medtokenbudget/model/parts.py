@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from medtokenbudget.errors import RequestError
+from medtokenbudget.heads import create_head
 from medtokenbudget.model.folder import CONFIG, HEADS, TENSORS
 from medtokenbudget.model.guarantee import Guarantee
 from medtokenbudget.routing import Ranker, Selector, create_selector, gather, rank, selector_class
 from medtokenbudget.tokens import Selection, TokenBatch
 from medtokenbudget.training.classifier import RoutedClassifier
 from medtokenbudget.training.familiarity import Familiarity
-from medtokenbudget.training.heads import create_head
 
 FAMILIARITY = "familiarity."
 SEED = 0

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from medtokenbudget.backbone.backbone import located
 from medtokenbudget.config import BackboneConfig, to_dict, train_config_from_dict
 from medtokenbudget.errors import RequestError
-from medtokenbudget.features.backbone import located
 from medtokenbudget.locks import exclusive
 from medtokenbudget.model import folder as files
 from medtokenbudget.model import hub, parts, predicting

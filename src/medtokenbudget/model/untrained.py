@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from medtokenbudget.backbone.backbone import Backbone
+from medtokenbudget.backbone.early import Way
 from medtokenbudget.config import BackboneConfig, TrainConfig
 from medtokenbudget.errors import RequestError
-from medtokenbudget.features.backbone import Backbone
-from medtokenbudget.features.early import Way
 from medtokenbudget.model.hub import SHIPPED
 from medtokenbudget.model.routed import MedTokenBudget
 from medtokenbudget.routing import create_selector, list_selectors, selector_class

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from medtokenbudget.backbone.preprocess import luminance
 from medtokenbudget.errors import RequestError, WorkError
-from medtokenbudget.features.preprocess import luminance
 from medtokenbudget.files import atomic_write
 from medtokenbudget.model import parts
 from medtokenbudget.model.onnx import OPSET, ROUNDING, SIGNALS, TOLERANCE, quiet_exporter, require_onnx, write_graph

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from medtokenbudget.experiments.statistics import lesion_rows
 from medtokenbudget.metrics import ratio, reachable
 from medtokenbudget.reporting.cells import INTERVAL_NOTE, plain_name, seeds_note
 from medtokenbudget.reporting.evidence import AS_IS, OFF_CENTER, VIEW_NAMES, Evidence
@@ -13,6 +12,7 @@ from medtokenbudget.reporting.intervals import Intervals
 from medtokenbudget.reporting.looks import look
 from medtokenbudget.reporting.numbers import NOT_MEASURED, budget_text, percent, plural, points, probability, with_interval
 from medtokenbudget.reporting.table import Table, records
+from medtokenbudget.runs.statistics import lesion_rows
 
 _COMPARED = ("center", "random", "no-pruning")
 """What the page compares the run's main method with, beside the paper's recipe."""

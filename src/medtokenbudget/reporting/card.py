@@ -15,17 +15,17 @@ import numpy as np
 import pandas as pd
 
 from medtokenbudget import metrics
+from medtokenbudget.backbone.views import OFF_CENTER
 from medtokenbudget.config import HEADLINE_BUDGETS
 from medtokenbudget.data import Manifest, ManifestError
 from medtokenbudget.escaping import markdown_text
-from medtokenbudget.experiments.results import AS_IS
-from medtokenbudget.experiments.run import RunInfo
-from medtokenbudget.experiments.statistics import intervals
-from medtokenbudget.experiments.strata import by_class, by_lesion_size
-from medtokenbudget.features.views import OFF_CENTER
 from medtokenbudget.model import MedTokenBudget
 from medtokenbudget.reporting.looks import PAPER_RECIPE, look
 from medtokenbudget.reporting.numbers import budget_text, is_missing, percent, percentage
+from medtokenbudget.runs.results import AS_IS
+from medtokenbudget.runs.run import RunInfo
+from medtokenbudget.runs.statistics import intervals
+from medtokenbudget.runs.strata import by_class, by_lesion_size
 
 DRAWS = 2000
 CLASSIFICATION = ("accuracy", "balanced_accuracy", "macro_f1")

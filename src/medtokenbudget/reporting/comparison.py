@@ -15,11 +15,11 @@ import pandas as pd
 
 from medtokenbudget.config import HEADLINE_BUDGETS
 from medtokenbudget.errors import RequestError
-from medtokenbudget.experiments import statistics
 from medtokenbudget.reporting.evidence import AS_IS, HEADLINE, OFF_CENTER, Evidence
 from medtokenbudget.reporting.intervals import Intervals, with_values
 from medtokenbudget.reporting.looks import look
 from medtokenbudget.reporting.numbers import plural
+from medtokenbudget.runs import statistics
 
 CLASSIFICATION = ("accuracy", "macro_f1", "balanced_accuracy")
 TESTED = (*CLASSIFICATION, "retention")

@@ -6,12 +6,12 @@ import numpy as np
 import pandas as pd
 
 from medtokenbudget.data.masks import prevalence_table
-from medtokenbudget.experiments import paper
 from medtokenbudget.reporting.cells import METRIC_NAMES
 from medtokenbudget.reporting.evidence import AS_IS, HEADLINE, Evidence
 from medtokenbudget.reporting.looks import look
 from medtokenbudget.reporting.numbers import NOT_MEASURED, budget_text, number, percent, plural
 from medtokenbudget.reporting.table import Table, records
+from medtokenbudget.runs import paper
 
 
 def subset(evidence: Evidence) -> Table | None:

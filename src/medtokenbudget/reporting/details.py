@@ -13,7 +13,6 @@ from matplotlib.pyplot import subplots
 from matplotlib.ticker import MaxNLocator
 
 from medtokenbudget import metrics
-from medtokenbudget.experiments.results import probability_matrix
 from medtokenbudget.metrics import ECE_BINS
 from medtokenbudget.reporting.evidence import AS_IS, OFF_CENTER, Evidence
 from medtokenbudget.reporting.intervals import Intervals
@@ -29,6 +28,7 @@ from medtokenbudget.reporting.style import (
     new_figure,
     percent_axis,
 )
+from medtokenbudget.runs.results import probability_matrix
 
 MOST_STRATA = 12
 """Classes with the most images that the figure shows; the table has all."""

@@ -14,14 +14,14 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from medtokenbudget.backbone.views import OFF_CENTER
 from medtokenbudget.data import Manifest
 from medtokenbudget.errors import RequestError
-from medtokenbudget.experiments.results import AS_IS
-from medtokenbudget.experiments.run import ATTRIBUTES, METRICS, RESULTS, ROUTING, RunInfo
-from medtokenbudget.features.views import OFF_CENTER
 from medtokenbudget.files import read_lines
 from medtokenbudget.reporting.looks import CONTROLS, PAPER_RECIPE, is_reference, ordered, selector_of
 from medtokenbudget.reporting.patch_orders import PatchOrders
+from medtokenbudget.runs.results import AS_IS
+from medtokenbudget.runs.run import ATTRIBUTES, METRICS, RESULTS, ROUTING, RunInfo
 
 __all__ = ["AS_IS", "OFF_CENTER", "VIEW_NAMES", "Evidence"]
 

@@ -15,8 +15,8 @@ import pandas as pd
 
 from medtokenbudget.config import HEADLINE_BUDGETS
 from medtokenbudget.data.appearance import STRATA
-from medtokenbudget.experiments import retention_model, statistics, strata
 from medtokenbudget.reporting.evidence import AS_IS, OFF_CENTER, Evidence
+from medtokenbudget.runs import retention_model, statistics, strata
 
 CURVE_METRICS = ("accuracy", "macro_f1", "balanced_accuracy", "retention", "retention_of_ceiling")
 TESTED_METRICS = ("accuracy", "macro_f1", "balanced_accuracy", "retention")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from medtokenbudget.config import CONTROLS as NO_MODEL
 from medtokenbudget.config import PAPER_METHODS
-from medtokenbudget.experiments import paper
+from medtokenbudget.runs import paper
 
 INK = "#1c2733"
 CONTROLS: tuple[str, ...] = ("center", "darkness", "random", "oracle")

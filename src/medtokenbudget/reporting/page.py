@@ -7,7 +7,6 @@ import json
 from collections.abc import Sequence
 from html import escape
 
-from medtokenbudget.experiments import paper
 from medtokenbudget.files import read_json, sha256_file
 from medtokenbudget.reporting import story
 from medtokenbudget.reporting.document import Parts, Plate, Section, bullets, document, terms, text
@@ -20,6 +19,7 @@ from medtokenbudget.reporting.looks import CONTROLS, look
 from medtokenbudget.reporting.numbers import budget_text
 from medtokenbudget.reporting.style import LOST
 from medtokenbudget.reporting.table import Table
+from medtokenbudget.runs import paper
 
 
 def page(

@@ -9,13 +9,13 @@ import numpy as np
 import pandas as pd
 
 from medtokenbudget.config import HEADLINE_BUDGETS
-from medtokenbudget.experiments.statistics import paired_seed_table
 from medtokenbudget.reporting.cells import BOLD_NOTE, METRIC_NAMES, best, counts, mean_text, seeds_note
 from medtokenbudget.reporting.evidence import AS_IS, OFF_CENTER, VIEW_NAMES, Evidence
 from medtokenbudget.reporting.looks import PAPER_RECIPE, look
 from medtokenbudget.reporting.numbers import NOT_MEASURED, budget_text, is_missing, percent, points
 from medtokenbudget.reporting.sweep_tables import over_budgets
 from medtokenbudget.reporting.table import Table
+from medtokenbudget.runs.statistics import paired_seed_table
 
 SHOWN = ("accuracy", "macro_f1", "balanced_accuracy", "retention", "retention_of_ceiling")
 _RECIPE = (("retention_of_ceiling", ()), ("macro_f1", (0.3,)), ("balanced_accuracy", (0.3,)))

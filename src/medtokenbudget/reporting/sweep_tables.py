@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from medtokenbudget.experiments.paper import MAIN_BUDGETS
 from medtokenbudget.reporting.cells import BOLD_NOTE, INTERVAL_NOTE, METRIC_NAMES, best, counts, seeds_note
 from medtokenbudget.reporting.evidence import Evidence
 from medtokenbudget.reporting.intervals import Intervals
 from medtokenbudget.reporting.looks import look
 from medtokenbudget.reporting.numbers import NOT_MEASURED, budget_text, number, percent, with_interval
 from medtokenbudget.reporting.table import Table
+from medtokenbudget.runs.paper import MAIN_BUDGETS
 
 FURTHER = (
     "balanced_accuracy",

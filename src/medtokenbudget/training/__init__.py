@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from medtokenbudget.heads import Head, LinearHead, MLPHead, create_head, list_heads, register_head
 from medtokenbudget.training.classifier import RoutedClassifier
 from medtokenbudget.training.curriculum import BudgetCurriculum
-from medtokenbudget.training.heads import Head, LinearHead, MLPHead, create_head, list_heads, register_head
 from medtokenbudget.training.losses import classification_loss, total_loss
 
 __all__ = [

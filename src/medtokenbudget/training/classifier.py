@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from medtokenbudget.config import TrainConfig
 from medtokenbudget.errors import NoHeadError, RequestError
+from medtokenbudget.heads import Head
 from medtokenbudget.routing import LearnedSelector, Selection, Selector, TokenBatch, TrainingPass
-from medtokenbudget.training.heads import Head
 
 
 class RoutedClassifier(nn.Module):

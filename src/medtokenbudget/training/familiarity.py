@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from medtokenbudget.features import FeatureStore
+from medtokenbudget.backbone import FeatureStore
 from medtokenbudget.tokens import TokenBatch
 from medtokenbudget.training.seeds import generator
 

@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from medtokenbudget.backbone import FeatureStore
+from medtokenbudget.backbone.views import IDENTITY, OFF_CENTER
 from medtokenbudget.config import TrainConfig
 from medtokenbudget.data import Manifest, cut_selection
 from medtokenbudget.data.manifest import listed
 from medtokenbudget.errors import MismatchError, RequestError
-from medtokenbudget.features import FeatureStore
-from medtokenbudget.features.views import IDENTITY, OFF_CENTER
 from medtokenbudget.progress import say
 
 SPLIT_SEED = 42

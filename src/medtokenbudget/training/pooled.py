@@ -14,14 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from medtokenbudget.backbone import FeatureStore
 from medtokenbudget.config import TrainConfig
 from medtokenbudget.errors import RequestError, WorkError
-from medtokenbudget.features import FeatureStore
+from medtokenbudget.heads import Head, create_head
 from medtokenbudget.metrics import accuracy
 from medtokenbudget.routing import Selector
 from medtokenbudget.tokens import TokenSet
 from medtokenbudget.training.checkpoints import module_tensors
-from medtokenbudget.training.heads import Head, create_head
 from medtokenbudget.training.losses import classification_loss
 from medtokenbudget.training.pooling import BATCH, pool_and_judge, token_sets
 from medtokenbudget.training.schedule import EarlyStopping, cosine_lr, is_looked_at

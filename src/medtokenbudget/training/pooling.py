@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from medtokenbudget.backbone import FeatureStore
 from medtokenbudget.errors import RequestError
-from medtokenbudget.features import FeatureStore
 from medtokenbudget.files import atomic_write, read_json, sha256_file, write_json
 from medtokenbudget.metrics import group_purity, kept_lesion_counts, lesion_dominated, lesion_mass
 from medtokenbudget.routing import Ranker, Selector, gather, pooled_means, rank

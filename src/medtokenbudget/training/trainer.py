@@ -17,13 +17,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from medtokenbudget.backbone import FeatureStore
+from medtokenbudget.backbone.views import IDENTITY
 from medtokenbudget.config import HEADLINE_BUDGETS, TrainConfig, to_dict
 from medtokenbudget.data import Manifest
 from medtokenbudget.devices import resolve_device
 from medtokenbudget.errors import RequestError, WorkError
-from medtokenbudget.features import FeatureStore
-from medtokenbudget.features.views import IDENTITY
 from medtokenbudget.files import append_line, read_lines, write_lines
+from medtokenbudget.heads import Head, create_head
 from medtokenbudget.metrics import accuracy, share_of_ceiling
 from medtokenbudget.progress import say
 from medtokenbudget.routing import LearnedSelector, Ranker, selector_class
@@ -32,7 +33,6 @@ from medtokenbudget.tokens import TokenBatch
 from medtokenbudget.training import checkpoints as ck
 from medtokenbudget.training.classifier import RoutedClassifier
 from medtokenbudget.training.curriculum import BudgetCurriculum
-from medtokenbudget.training.heads import Head, create_head
 from medtokenbudget.training.losses import classification_loss, total_loss
 from medtokenbudget.training.parts import Parts, ViewDraw, make_parts
 from medtokenbudget.training.pooled import (

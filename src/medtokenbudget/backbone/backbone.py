@@ -1,0 +1,369 @@
+"""`Backbone`: a frozen timm vision transformer as a function from images to a `TokenBatch`.
+
+Everything that depends on the model (grid, prefix tokens, mean and standard deviation) is read from the model. Weights come from a
+file, from this package or from the Hugging Face Hub; they are never random.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import inspect
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import timm
+import torch
+from PIL import Image
+from timm.data import resolve_model_data_config
+from timm.models.vision_transformer import Attention, checkpoint_filter_fn
+from torch import Tensor
+
+from medtokenbudget import hub
+from medtokenbudget.backbone import zoo
+from medtokenbudget.backbone.attention import AttentionTap, Rollout
+from medtokenbudget.backbone.preprocess import Preprocessing
+from medtokenbudget.backbone.signals import DEFAULT, REGISTRY, check_available, pseudo_signals, reduce_attention
+from medtokenbudget.config import BackboneConfig
+from medtokenbudget.devices import resolve_device
+from medtokenbudget.errors import MedTokenBudgetError, RequestError, ShapeError, WorkError, first_line
+from medtokenbudget.files import sha256_file, write_text
+from medtokenbudget.tokens import PSEUDO_TEMPERATURE, TokenBatch
+
+Model = Any
+"""A timm vision transformer; its attributes have no static types."""
+_PLACES = 8
+"""Further copies of the same weights that are remembered, in case the last one is deleted."""
+
+
+class Backbone:
+    """A frozen vision transformer that gives patch tokens, the class token and signals of the attention of one block.
+
+    Attributes:
+        grid: Rows and columns (h, w) of the patch tokens.
+        dim: Dimension D of a token.
+        prefix: Number of tokens before the patches (class token, registers).
+        has_cls: Whether the first of them is a class token.
+        depth: Number of blocks.
+        layer: The block that tokens and attention come from.
+        preprocessing: Image size, mean, standard deviation and interpolation.
+        fingerprint: JSON values that are equal for equal backbones.
+
+    Example:
+        >>> backbone = Backbone.load(BackboneConfig(name="embedded"))
+        >>> backbone.grid, backbone.dim
+        ((16, 16), 192)
+    """
+
+    def __init__(self, model: Model, config: BackboneConfig, weights_sha256: str, device: torch.device | str = "cpu") -> None:
+        self.device = resolve_device(device)
+        self.model = model.eval().requires_grad_(False).to(self.device)
+        self.config = config
+        self.grid = _grid(model, config)
+        self.dim = int(model.num_features)
+        self.prefix = int(getattr(model, "num_prefix_tokens", 0))
+        self.has_cls = bool(getattr(model, "has_class_token", getattr(model, "cls_token", None) is not None))
+        self.depth = len(model.blocks)
+        self.layer = _layer(config.layer, self.depth)
+        self.preprocessing = _preprocessing(model, config.image_size)
+        self._tap = AttentionTap(model.blocks[self.layer], config.name) if config.attention == "true" else None
+        self._rollout = Rollout(model.blocks[: self.layer], config.name) if self._tap is not None else None
+        self.fingerprint: dict[str, Any] = {
+            "name": config.name if zoo.find(config.name) is None else Path(config.name).resolve().name,
+            "weights": weights_sha256,
+            "layer": self.layer,
+            "attention": config.attention,
+            "grid": list(self.grid),
+            "dim": self.dim,
+            **self.preprocessing.to_dict(),
+        }
+        if config.attention == "pseudo":
+            # Stores and models of another scale have another entropy of the same tokens: they must not be mixed.
+            self.fingerprint["pseudo_temperature"] = PSEUDO_TEMPERATURE
+        if self._tap is not None and not isinstance(getattr(model.blocks[self.layer], "attn", None), Attention):
+            self(torch.zeros(1, 3, config.image_size, config.image_size))  # fails now, not in the middle of the work
+
+    @classmethod
+    def load(cls, config: BackboneConfig, device: torch.device | str = "cpu") -> Backbone:
+        """Load a backbone with its weights.
+
+        Args:
+            config: Name, weights and settings of the backbone.
+            device: Device to run on; see `resolve_device`.
+
+        Returns:
+            The backbone.
+
+        Raises:
+            RequestError: The name is unknown, or the weights do not belong to it.
+            WorkError: The weights cannot be downloaded.
+        """
+        recipe = zoo.find(config.name)
+        model = build(config.name, config.image_size, recipe)
+        path = Path(config.weights or (recipe.weights if recipe else None) or _from_hub(config.name, model))
+        digest = sha256_file(path) if path.is_file() else ""
+        if recipe is not None and digest:
+            zoo.check_weights(recipe, path, digest)
+        load_weights(model, path)
+        if config.weights is not None or (recipe is not None and config.name not in zoo.PACKAGED):
+            _remember(path, digest)
+        return cls(model, config, digest, device)
+
+    @classmethod
+    def from_model(
+        cls,
+        model: Model,
+        name: str,
+        layer: int = -1,
+        attention: Literal["true", "pseudo"] = "true",
+        device: torch.device | str = "cpu",
+    ) -> Backbone:
+        """Wrap a model that is already in memory, whatever its weights. For tests and timings."""
+        size = int(model.patch_embed.img_size[0])
+        config = BackboneConfig(name=name, image_size=size, layer=layer, attention=attention)
+        return cls(model, config, _sha256_state(model), device)
+
+    def to(self, device: torch.device | str) -> Backbone:
+        """Move the network to `device` and return this backbone."""
+        self.device = torch.device(device)
+        self.model.to(self.device)
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Backbone:
+        """Copies of a model share their backbone: it is frozen."""
+        return self
+
+    def prepare(self, image: Image.Image) -> np.ndarray:
+        """Resize an RGB image to uint8 [S, S, 3]."""
+        return self.preprocessing.prepare(image)
+
+    def normalize(self, batch: Tensor) -> Tensor:
+        """Normalize images, from uint8 [B, S, S, 3] to float [B, 3, S, S]."""
+        return self.preprocessing.normalize(batch)
+
+    @property
+    def default_signals(self) -> tuple[str, ...]:
+        """The signals that are computed unless others are requested: those of `DEFAULT` that this backbone has."""
+        return tuple(name for name in DEFAULT if self.has_cls or not REGISTRY[name].needs_cls)
+
+    def check_signals(self, names: Sequence[str]) -> None:
+        """Raise a RequestError for signals that do not exist or that this backbone cannot give."""
+        check_available(names, self.config.name, self.has_cls, self.config.attention)
+
+    @torch.inference_mode()
+    def __call__(self, images: Tensor, signals: Sequence[str] | None = None) -> TokenBatch:
+        """Compute the tokens and signals of images. Blocks after `layer` do not run.
+
+        Args:
+            images: Normalized images, float [B, 3, S, S].
+            signals: Names of the signals to compute, see `backbone/signals.py`; None means `default_signals`.
+
+        Returns:
+            The tokens, without luminance and lesion.
+        """
+        size = self.preprocessing.image_size
+        if images.ndim != 4 or tuple(images.shape[1:]) != (3, size, size):
+            raise ShapeError(f"Images must be [B, 3, {size}, {size}], got {list(images.shape)}.")
+        return self.tokens(images.to(self.device), signals)
+
+    def tokens(self, images: Tensor, signals: Sequence[str] | None = None) -> TokenBatch:
+        """The same without checks of the images, and with gradients if the model has any; for training and export."""
+        names = self.default_signals if signals is None else tuple(signals)
+        self.check_signals(names)
+        rolls = self._rollout.collecting() if self._rollout is not None and "rollout" in names else nullcontext()
+        with rolls:
+            patches, cls = self._forward(images)
+        if self._tap is None or self._rollout is None:
+            found: dict[str, Any] = dict(pseudo_signals(patches, cls, names))
+        else:
+            earlier = self._rollout.product() if "rollout" in names else None
+            found = dict(reduce_attention(self._tap.inputs(), self.prefix, names, earlier))
+        return TokenBatch(patches, self.grid, cls=cls, **found)
+
+    def _forward(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Patch tokens [B, N, D] and the class token [B, D], if there is one."""
+        found = self.model.forward_intermediates(
+            images,
+            indices=[self.layer],
+            return_prefix_tokens=self.prefix > 0,
+            norm=True,
+            stop_early=True,
+            output_fmt="NLC",
+            intermediates_only=True,
+        )[0]
+        patches, prefix = found if isinstance(found, tuple) else (found, None)
+        cls = prefix[:, 0] if self.has_cls and prefix is not None else None
+        return patches, cls
+
+
+def build(name: str, image_size: int, recipe: zoo.Recipe | None = None) -> Model:
+    """Build a model without its weights: from a recipe, or the timm model `name`."""
+    if recipe is None and not timm.is_model(name.split(".")[0]):
+        close = difflib.get_close_matches(name, [*zoo.PACKAGED, *timm.list_models("*vit*", pretrained=True)], n=1, cutoff=0.5)
+        hint = f" Did you mean '{close[0]}'?" if close else ""
+        raise RequestError(f"Unknown backbone '{name}'.{hint} Use the name of a timm vision transformer, or 'embedded'.")
+    architecture, arguments = (recipe.architecture, recipe.arguments) if recipe else (name, {})
+    try:
+        model: Model = timm.create_model(architecture, pretrained=False, num_classes=0, **{**arguments, "img_size": image_size})
+    except (TypeError, RuntimeError, AssertionError, ValueError) as error:
+        raise RequestError(
+            f"timm cannot build '{name}' as a vision transformer for images of {image_size} pixels: {error}"
+        ) from None
+    if recipe:
+        model.pretrained_cfg = {**model.pretrained_cfg, **recipe.preprocessing}
+    if not _is_plain_transformer(model):
+        raise RequestError(
+            f"'{name}' does not have one fixed grid of patch tokens in every block. Choose a plain vision transformer of timm, "
+            "such as the `vit_...` models."
+        )
+    return model
+
+
+def _is_plain_transformer(model: Model) -> bool:
+    if not hasattr(model, "blocks") or not hasattr(getattr(model, "patch_embed", None), "grid_size"):
+        return False
+    intermediates = getattr(model, "forward_intermediates", None)
+    return intermediates is not None and "return_prefix_tokens" in inspect.signature(intermediates).parameters
+
+
+def load_weights(model: Model, path: Path) -> None:
+    """Load a safetensors file strictly. Position embeddings are resampled to the grid of the model by timm."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    if path.suffix.lower() in (".pth", ".pt", ".bin", ".pkl", ".ckpt"):
+        raise RequestError(f"{path} is a pickle file, which can run code when it is loaded. Convert the weights to .safetensors.")
+    if not path.is_file():
+        raise RequestError(f"The weights {path} do not exist. Check --weights.")
+    try:
+        state = {key: value.float() for key, value in load_file(path).items()}
+    except (SafetensorError, OSError) as error:
+        raise RequestError(f"{path} is not a valid safetensors file ({error}). Download it again.") from None
+    state = _filtered(model, state, path)
+    problems = _differences(model, state)
+    if problems:
+        raise RequestError(f"{path} does not contain the weights of this backbone:\n{problems}\nCheck --backbone and --weights.")
+    model.load_state_dict(state, strict=True)
+
+
+def _filtered(model: Model, state: dict[str, Tensor], path: Path) -> dict[str, Tensor]:
+    filter_fn = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", checkpoint_filter_fn)
+    try:
+        state = filter_fn(state, model)
+    except (KeyError, RuntimeError, ValueError, AttributeError, IndexError) as error:
+        raise RequestError(
+            f"{path} does not contain the weights of this backbone ({error}). Check --backbone and --weights."
+        ) from None
+    classifier = model.pretrained_cfg.get("classifier") or ()
+    heads = (classifier,) if isinstance(classifier, str) else tuple(classifier)
+    own = model.state_dict()
+    # A published checkpoint may contain a classifier, which the backbone does not have.
+    return {key: value for key, value in state.items() if key in own or key.rsplit(".", 1)[0] not in heads}
+
+
+def _differences(model: Model, state: dict[str, Tensor]) -> str:
+    own = model.state_dict()
+    groups = {
+        "missing": [key for key in own if key not in state],
+        "unexpected": [key for key in state if key not in own],
+        "wrong shape": [
+            f"{key} {list(state[key].shape)}, expected {list(own[key].shape)}"
+            for key in own
+            if key in state and state[key].shape != own[key].shape
+        ],
+    }
+    return "\n".join(
+        f"  {what} ({len(keys)}): {', '.join(keys[:6])}{', ...' if len(keys) > 6 else ''}" for what, keys in groups.items() if keys
+    )
+
+
+def located(config: BackboneConfig, sha256: str, beside: Path | None = None) -> BackboneConfig:
+    """Point a configuration that was read from a file to the weights on this machine.
+
+    Stores and models are shared, so they name weights by file name and hash. Where the file is, only this user's machine knows.
+
+    Args:
+        config: As it was read.
+        sha256: Hash of the weights.
+        beside: A folder that may hold the weights too.
+    """
+    known = _remembered(sha256)
+    if config.weights is not None:
+        places = [config.weights] if config.weights.is_absolute() else []
+        places += [beside / config.weights.name] if beside is not None else []
+        return replace(config, weights=next((place for place in [*places, *known] if place.is_file()), config.weights))
+    folders = (str(path.parent) for path in known if path.parent.name == Path(config.name).name)
+    return replace(config, name=next((folder for folder in folders if zoo.find(folder) is not None), config.name))
+
+
+def _remember(path: Path, sha256: str) -> None:
+    """Note where these weights are, before the other places that still have them."""
+    place = str(path.absolute())
+    others = [str(known) for known in _remembered(sha256) if str(known) != place]
+    with suppress(OSError, MedTokenBudgetError):  # a user without a home directory passes --weights again
+        text = "\n".join([place, *others[:_PLACES]])
+        if not _note(sha256).is_file() or _note(sha256).read_text(encoding="utf-8") != text:
+            write_text(_note(sha256), text)
+
+
+def _remembered(sha256: str) -> list[Path]:
+    with suppress(OSError, ValueError, RuntimeError):
+        return [path for line in _note(sha256).read_text(encoding="utf-8").splitlines() if (path := Path(line)).is_file()]
+    return []
+
+
+def _note(sha256: str) -> Path:
+    """The file in which this user's machine notes where the weights with this hash are."""
+    base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(base) / "medtokenbudget" / "weights" / sha256
+
+
+def _from_hub(name: str, model: Model) -> Path:
+    """The published safetensors file in the cache of huggingface_hub, downloaded if needed."""
+    source = model.pretrained_cfg.get("hf_hub_id")
+    if not source:
+        raise WorkError(f"No weights are published for '{name}'. Pass --weights FILE.safetensors, or use --backbone embedded.")
+    try:
+        return hub.fetch(source, "model.safetensors")
+    except Exception as error:  # errors of the hub's client, of its transport and of the system
+        raise WorkError(
+            f"Cannot download the weights of '{name}': {first_line(error)} Download {source}/model.safetensors "
+            "elsewhere and pass --weights FILE, or use --backbone embedded, which needs no network."
+        ) from None
+
+
+def _grid(model: Model, config: BackboneConfig) -> tuple[int, int]:
+    patch_embed: Any = model.patch_embed
+    h, w = patch_embed.grid_size
+    patch = patch_embed.feat_ratio(as_scalar=False)  # for hybrids: patch of the feature map times its reduction
+    if h * patch[0] != config.image_size or w * patch[1] != config.image_size:
+        raise RequestError(
+            f"An image of {config.image_size} pixels is not a whole number of {patch[0]} x {patch[1]} patches of '{config.name}'. "
+            f"Use --image-size {h * patch[0]} or {(h + 1) * patch[0]}."
+        )
+    return int(h), int(w)
+
+
+def _layer(layer: int, depth: int) -> int:
+    if not -depth <= layer < depth:
+        raise RequestError(f"--layer {layer} does not exist: the backbone has the blocks 0 to {depth - 1}. Use -1 for the last.")
+    return layer % depth
+
+
+def _preprocessing(model: Model, image_size: int) -> Preprocessing:
+    data = resolve_model_data_config(model)
+    return Preprocessing(image_size, tuple(data["mean"]), tuple(data["std"]), data["interpolation"])
+
+
+def _sha256_state(model: Model) -> str:
+    digest = hashlib.sha256()
+    for key, value in sorted(model.state_dict().items()):
+        digest.update(key.encode())
+        digest.update(value.detach().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,133 @@
+"""CLAM (Lu et al., Nature Biomedical Engineering 2021): gated attention with instance-level clustering, in one or more branches.
+
+The instance classifiers learn with cross-entropy, where the publication has a smooth SVM loss. Classes exclude each other here, so
+the most attended tokens are also negative examples of the other classes, as in its subtyping setting.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from medtokenbudget.errors import CountError
+from medtokenbudget.heads.head import TokenHead, weighted_softmax
+from medtokenbudget.heads.registry import register_head
+from medtokenbudget.routing.dropout import dropout as drop
+from medtokenbudget.routing.gated_attention import GatedAttention
+from medtokenbudget.tokens import TokenSet
+
+BAG_WEIGHT = 0.7
+"""Weight of the bag loss in the publication; the instance loss has the rest, so here `0.3 / 0.7` beside a weight of 1."""
+
+
+class _CLAM(TokenHead):
+    branches: int
+
+    def __init__(self, dim: int, classes: int, width: int, attention: int, dropout: float, instances: int, branches: int) -> None:
+        super().__init__(dim, classes)
+        if instances < 1:
+            raise CountError(f"instances must be at least 1, got {instances}.")
+        self.width, self.attention, self.dropout, self.instances = width, attention, dropout, instances
+        self.needs = 2 * instances
+        self.features = nn.Linear(dim, width)
+        self.attend = GatedAttention(width, attention, branches)
+        self.instance = nn.ModuleList(nn.Linear(width, 2) for _ in range(classes))
+
+    @abstractmethod
+    def bag(self, pooled: Tensor) -> Tensor:
+        """Logits [B, C] of the pooled features [B, branches, width]."""
+
+    def _attended(self, kept: TokenSet, generator: torch.Generator | None) -> tuple[Tensor, Tensor, Tensor]:
+        features = drop(F.relu(self.features(kept.tokens)), self.dropout if self.training else 0.0, generator)
+        attention = self.attend(features).transpose(1, 2)  # [B, branches, K]
+        shares = weighted_softmax(attention, kept.weights.unsqueeze(1))
+        return features, attention, self.bag(torch.bmm(shares, features))
+
+    def logits(self, kept: TokenSet, generator: torch.Generator | None = None) -> Tensor:
+        return self._attended(kept, generator)[2]
+
+    def training_step(self, kept: Any, label: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor | None]:
+        """Logits, and the instance loss weighted beside a bag loss of weight 1."""
+        features, attention, logits = self._attended(self.check(kept), generator)
+        return logits, (1 - BAG_WEIGHT) / BAG_WEIGHT * self.instance_loss(features, attention, kept.padding, label)
+
+    def instance_loss(self, features: Tensor, attention: Tensor, padding: Tensor, label: Tensor) -> Tensor:
+        """Mean over the images and classes of the cross-entropy of the instance classifiers.
+
+        For the class of an image its most attended tokens are positive and its least attended negative; for every other class its
+        most attended tokens are negative.
+
+        Args:
+            features: [B, K, width].
+            attention: [B, branches, K] attention logits.
+            padding: [B, K] tokens that do not count.
+            label: [B] classes, -1 where unknown.
+        """
+        known = label >= 0
+        if not bool(known.any()):
+            return features.sum() * 0.0
+        hidden = padding.unsqueeze(1)
+        top = attention.detach().masked_fill(hidden, -torch.inf).topk(self.instances, dim=2).indices
+        bottom = attention.detach().masked_fill(hidden, torch.inf).topk(self.instances, dim=2, largest=False).indices
+        total = features.new_zeros(())
+        for number, classify in enumerate(self.instance):
+            branch = number if attention.shape[1] > 1 else 0
+            own, others = known & (label == number), known & (label != number)
+            losses = [
+                _instance_losses(classify, features[rows], [(chosen[rows, branch], target) for chosen, target in wanted])
+                for rows, wanted in ((own, ((top, 1), (bottom, 0))), (others, ((top, 0),)))
+                if bool(rows.any())
+            ]
+            total = total + torch.cat(losses).mean()
+        return total / self.classes
+
+
+def _instance_losses(classify: nn.Module, features: Tensor, wanted: list[tuple[Tensor, int]]) -> Tensor:
+    """Cross-entropy [B] of the tokens `chosen` [B, instances] as examples of their target, the mean over those of an image."""
+    losses = []
+    for chosen, target in wanted:
+        logits = classify(features.take_along_dim(chosen.unsqueeze(-1), 1))
+        losses.append(-logits.log_softmax(-1)[..., target])
+    return torch.cat(losses, 1).mean(1)
+
+
+@register_head("clam-sb")
+class CLAMSB(_CLAM):
+    """One attention branch for all classes.
+
+    Args:
+        dim: Embedding dimension D of the tokens.
+        classes: Number of classes.
+        width: Width of the features.
+        attention: Width of the attention.
+        dropout: Dropout of the features.
+        instances: Most and least attended tokens that the instance classifiers learn from; needs twice as many tokens.
+    """
+
+    def __init__(
+        self, dim: int, classes: int, width: int = 256, attention: int = 128, dropout: float = 0.1, instances: int = 8
+    ) -> None:
+        super().__init__(dim, classes, width, attention, dropout, instances, 1)
+        self.output = nn.Linear(width, classes)
+
+    def bag(self, pooled: Tensor) -> Tensor:
+        return self.output(pooled.squeeze(1))
+
+
+@register_head("clam-mb")
+class CLAMMB(_CLAM):
+    """One attention branch and one classifier for each class; arguments as in `clam-sb`."""
+
+    def __init__(
+        self, dim: int, classes: int, width: int = 256, attention: int = 128, dropout: float = 0.1, instances: int = 8
+    ) -> None:
+        super().__init__(dim, classes, width, attention, dropout, instances, classes)
+        self.output = nn.Linear(width, classes)
+
+    def bag(self, pooled: Tensor) -> Tensor:
+        # Class c reads its own pooled features: the diagonal of all classifiers on all branches.
+        return (pooled * self.output.weight).sum(-1) + self.output.bias

@@ -1,0 +1,361 @@
+"""How sure the numbers are: bootstrap over groups, paired permutation tests with Holm's correction, deviation over seeds.
+
+Every metric here is a function of sums over images, so a draw is a row of group weights times a table of group sums, and ten
+thousand draws are one matrix product. Sampling error (which images) and seed deviation (which training) are never mixed: a
+bootstrap or permutation draw keeps all seeds and averages the metric over them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from medtokenbudget import metrics
+from medtokenbudget.errors import RequestError, UnknownNameError
+from medtokenbudget.runs.results import probability_matrix
+from medtokenbudget.metrics import Floats, ratio, reachable
+
+DRAWS = 10_000
+LEVEL = 0.95
+METHOD_KEYS: tuple[str, ...] = ("study", "dataset", "view", "method", "budget")
+_GROUP = "group number"  # a column of this module alone
+_BLOCK_BYTES = 2_000_000  # draws are made in blocks that stay in the cache
+
+
+@dataclass(frozen=True)
+class Statistic:
+    """A metric as a function of sums: `terms` gives [n, S] numbers an image, `value` maps their sums [..., S] to the metric."""
+
+    scope: Literal["labeled", "lesion"]
+    terms: Callable[[pd.DataFrame, int], Floats]
+    value: Callable[[Floats], Floats]
+
+
+def _class_terms(frame: pd.DataFrame, classes: int) -> Floats:
+    eye = np.eye(classes)
+    true, predicted = eye[frame["label"].to_numpy(int)], eye[frame["predicted"].to_numpy(int)]
+    return np.concatenate([true * predicted, true, predicted], 1)
+
+
+def _counts(sums: Floats) -> Floats:
+    return sums.reshape(*sums.shape[:-1], 3, -1)
+
+
+def _accuracy_terms(frame: pd.DataFrame, classes: int) -> Floats:
+    correct = metrics.correct(frame["label"].to_numpy(int), frame["predicted"].to_numpy(int))
+    return np.stack([correct, np.ones(len(frame))], 1).astype(float)
+
+
+def _calibration_terms(frame: pd.DataFrame, classes: int) -> Floats:
+    gaps = metrics.calibration_bins(frame["label"], frame["predicted"], probability_matrix(frame))
+    return np.concatenate([gaps, np.ones((len(frame), 1))], 1)
+
+
+def _kept_over(denominator: Callable[[pd.DataFrame], Any]) -> Callable[[pd.DataFrame, int], Floats]:
+    def terms(frame: pd.DataFrame, classes: int) -> Floats:
+        return np.stack([frame["kept_lesion"].to_numpy(float), np.asarray(denominator(frame), float)], 1)
+
+    return terms
+
+
+def _mean_retention_terms(frame: pd.DataFrame, classes: int) -> Floats:
+    share = ratio(frame["kept_lesion"].to_numpy(float), frame["lesion"].to_numpy(float))
+    return np.stack([share, np.ones(len(frame))], 1)
+
+
+def _enrichment_terms(frame: pd.DataFrame, classes: int) -> Floats:
+    return frame[["kept_lesion", "k", "lesion", "n_patches"]].to_numpy(dtype=float)
+
+
+def _quotient(sums: Floats) -> Floats:
+    return ratio(sums[..., 0], sums[..., 1])
+
+
+STATISTICS: dict[str, Statistic] = {
+    "accuracy": Statistic("labeled", _accuracy_terms, _quotient),
+    "macro_f1": Statistic("labeled", _class_terms, lambda s: metrics.macro_f1_of_counts(_counts(s))),
+    "balanced_accuracy": Statistic("labeled", _class_terms, lambda s: metrics.balanced_accuracy_of_counts(_counts(s))),
+    "ece": Statistic("labeled", _calibration_terms, lambda s: ratio(np.abs(s[..., :-1]).sum(-1), s[..., -1])),
+    "retention": Statistic("lesion", _kept_over(lambda f: f["lesion"]), _quotient),
+    "retention_mean": Statistic("lesion", _mean_retention_terms, _quotient),
+    "retention_of_ceiling": Statistic("lesion", _kept_over(lambda f: reachable(f["lesion"], f["k"])), _quotient),
+    "precision": Statistic("lesion", _kept_over(lambda f: f["k"]), _quotient),
+    "enrichment": Statistic("lesion", _enrichment_terms, lambda s: ratio(ratio(s[..., 0], s[..., 1]), ratio(s[..., 2], s[..., 3]))),
+}
+"""The metrics that have intervals and tests; the area under the ROC curve is no function of sums and has none."""
+
+
+def statistic(metric: str) -> Statistic:
+    if metric not in STATISTICS:
+        raise UnknownNameError.of("metric with intervals", metric, STATISTICS)
+    return STATISTICS[metric]
+
+
+def _measured(frame: pd.DataFrame, scope: str) -> pd.DataFrame:
+    """The rows that a metric of this scope is measured on."""
+    if scope == "labeled":
+        return frame[frame["label"] >= 0]
+    return lesion_rows(frame)
+
+
+def lesion_rows(predictions: pd.DataFrame) -> pd.DataFrame:
+    """The rows that retention is measured on: kept patches known, at least one lesion patch; lesion counts as integers."""
+    rows = predictions[predictions["kept_lesion"].notna().to_numpy() & (predictions["lesion"].fillna(0) > 0).to_numpy(bool)]
+    return rows.assign(lesion=rows["lesion"].astype(int))
+
+
+def _with_groups(predictions: pd.DataFrame) -> pd.DataFrame:
+    """The rows with the number of their group, in the order of names; an image without a group is a group of its own."""
+    own, named = "image:" + predictions["image_id"].astype(str), "group:" + predictions["group"].astype(str)
+    names = np.where(predictions["group"].isna(), own, named).astype(np.str_)
+    return predictions.assign(**{_GROUP: np.unique(names, return_inverse=True)[1]})
+
+
+def _groups(frame: pd.DataFrame) -> NDArray[np.int64]:
+    return frame[_GROUP].to_numpy(np.int64)
+
+
+def _group_sums(frame: pd.DataFrame, terms: Floats, groups: NDArray[np.int64]) -> Floats:
+    """[G, S]: the terms summed over the images of each of the `groups` (sorted)."""
+    sums = np.zeros((len(groups), terms.shape[1]))
+    np.add.at(sums, np.searchsorted(groups, _groups(frame)), terms)
+    return sums
+
+
+def resample(groups: int, draws: int, seed: int) -> Iterator[Floats]:
+    """Blocks of bootstrap weights, together [draws, groups]: how often each group was drawn; every row sums to `groups`."""
+    rng = np.random.default_rng(seed)
+    block = max(1, _BLOCK_BYTES // (8 * max(groups, 1)))
+    for start in range(0, draws, block):
+        rows = min(block, draws - start)
+        picks = rng.integers(0, groups, (rows, groups))
+        picks += groups * np.arange(rows)[:, None]
+        yield np.bincount(picks.ravel(), minlength=rows * groups).reshape(rows, groups).astype(float)
+
+
+def _bootstrap(tables: Sequence[Floats], draws: int, seed: int) -> list[Floats]:
+    """For each table of group sums [G, S] its sums in every draw [draws, S]; all tables see the same draws."""
+    widths = np.cumsum([table.shape[1] for table in tables])[:-1]
+    stacked = np.concatenate(tables, 1)
+    # Whole numbers below 2**24 are exact in single precision, at twice the speed.
+    whole = bool((stacked % 1 == 0).all()) and len(stacked) * np.abs(stacked).max(initial=0) < 2**24
+    factor: NDArray[Any] = stacked.astype(np.float32 if whole else np.float64)
+    blocks: list[NDArray[Any]] = [weights.astype(factor.dtype) @ factor for weights in resample(len(stacked), draws, seed)]
+    sums = np.concatenate(blocks).astype(float)
+    return np.split(sums, widths, axis=1)
+
+
+def _interval(values: Floats, level: float) -> tuple[float, float]:
+    """Percentile interval; a draw in which nothing could be measured is left out."""
+    values = values[~np.isnan(values)]
+    if not len(values):
+        return float("nan"), float("nan")
+    low, high = np.quantile(values, [(1 - level) / 2, (1 + level) / 2])
+    return float(low), float(high)
+
+
+def _check(draws: int, level: float) -> None:
+    if draws < 1 or not 0 < level < 1:
+        raise RequestError(f"`draws` must be at least 1 and level between 0 and 1, got {draws} and {level}.")
+
+
+def _families(names: Sequence[str]) -> list[list[str]]:
+    """The metrics by the terms that they share, so that each table is drawn once."""
+    families: dict[Any, list[str]] = {}
+    for name in names:
+        families.setdefault(statistic(name).terms, []).append(name)
+    return list(families.values())
+
+
+def _class_count(predictions: pd.DataFrame) -> int:
+    return int(predictions[["label", "predicted"]].to_numpy(int).max(initial=-1)) + 1
+
+
+def intervals(
+    predictions: pd.DataFrame,
+    metrics: Sequence[str] = ("accuracy", "macro_f1", "balanced_accuracy", "retention"),
+    by: Sequence[str] = METHOD_KEYS,
+    draws: int = DRAWS,
+    seed: int = 0,
+    level: float = LEVEL,
+) -> pd.DataFrame:
+    """Bootstrap intervals of every cell and metric: `*by, metric, value, low, high, n, groups, seeds`.
+
+    Images of one group are drawn together. A cell with several seeds has the mean of the metric over them. All cells of one
+    dataset and view share their draws. What a cell does not measure (retention of a merger) has no row.
+    """
+    _check(draws, level)
+    classes = _class_count(predictions)
+    grouped = _with_groups(predictions)
+    rows: list[dict[str, Any]] = []
+    for family in _families(metrics):
+        measured = _measured(grouped, statistic(family[0]).scope)
+        for _, dataset in measured.groupby(["dataset", "view"], sort=False):
+            rows += _cell_intervals(dataset, family, by, classes, draws, seed, level)
+    columns = [*by, "metric", "value", "low", "high", "n", "groups", "seeds"]
+    return pd.DataFrame(rows, columns=columns).sort_values(
+        "metric", key=lambda c: c.map(list(metrics).index), kind="stable", ignore_index=True
+    )
+
+
+def _cell_intervals(
+    dataset: pd.DataFrame, family: Sequence[str], by: Sequence[str], classes: int, draws: int, seed: int, level: float
+) -> list[dict[str, Any]]:
+    groups = np.unique(_groups(dataset))
+    terms = statistic(family[0]).terms
+    cells: dict[Any, list[int]] = {}
+    parts: list[pd.DataFrame] = []
+    for key, part in dataset.groupby([*by, "seed"], sort=False):
+        cells.setdefault(key[:-1], []).append(len(parts))
+        parts.append(part)
+    tables = [_group_sums(part, terms(part, classes), groups) for part in parts]
+    drawn = _bootstrap(tables, draws, seed)
+    rows = []
+    for metric in family:
+        value_of = statistic(metric).value
+        for key, own in cells.items():
+            low, high = _interval(np.mean([value_of(drawn[i]) for i in own], axis=0), level)
+            value = float(np.mean([value_of(tables[i].sum(0)) for i in own]))
+            first = parts[own[0]]
+            count = {"n": len(first), "groups": len(np.unique(_groups(first))), "seeds": len(own)}
+            rows.append(dict(zip(by, key)) | {"metric": metric, "value": value, "low": low, "high": high} | count)
+    return rows
+
+
+def confidence_interval(
+    cell: pd.DataFrame, metric: str, draws: int = DRAWS, seed: int = 0, level: float = LEVEL
+) -> tuple[float, float]:
+    """The bootstrap interval of one cell (one method at one budget, one or several seeds); NaN where nothing was measured."""
+    found = intervals(cell.assign(dataset="one", view="one"), (metric,), ("dataset",), draws, seed, level)
+    return (float(found["low"].iloc[0]), float(found["high"].iloc[0])) if len(found) else (float("nan"), float("nan"))
+
+
+def permutation_p(observed: float, permuted: Floats) -> float:
+    """Two-sided p: the share of draws at least as far from 0 as what was observed, which counts as a draw itself."""
+    slack = 1e-12 * max(1.0, abs(observed))  # equal draws must count as equal after rounding
+    return float((1 + (np.abs(permuted) >= abs(observed) - slack).sum()) / (1 + len(permuted)))
+
+
+def _swaps(groups: int, draws: int, seed: int) -> Iterator[Floats]:
+    """Blocks of fair coin flips, together [draws, groups]: 1 where a group's two methods are exchanged."""
+    rng = np.random.default_rng(seed)
+    block = max(1, _BLOCK_BYTES // (8 * max(groups, 1)))
+    for start in range(0, draws, block):
+        yield rng.integers(0, 2, (min(block, draws - start), groups), dtype=np.int8).astype(float)
+
+
+def holm(p: Sequence[float] | Floats) -> Floats:
+    """Holm's step-down correction: p adjusted so that the family-wise error is controlled. NaN stays and is not counted."""
+    values = np.asarray(p, float)
+    adjusted = np.full(values.shape, np.nan)
+    order = np.argsort(values, kind="stable")[: int((~np.isnan(values)).sum())]
+    steps = values[order] * (len(order) - np.arange(len(order)))
+    adjusted[order] = np.minimum(1.0, np.maximum.accumulate(steps))
+    return adjusted
+
+
+COMPARISON_COLUMNS: tuple[str, ...] = (
+    *("study", "dataset", "view", "method_a", "method_b", "budget", "metric"),
+    *("difference", "low", "high", "p", "p_holm", "n", "groups", "seeds"),
+)
+
+
+def compare(
+    predictions: pd.DataFrame,
+    reference: str,
+    metrics: Sequence[str] = ("accuracy", "macro_f1", "balanced_accuracy", "retention"),
+    budgets: Sequence[float] | None = None,
+    draws: int = DRAWS,
+    seed: int = 0,
+    level: float = LEVEL,
+) -> pd.DataFrame:
+    """`reference` minus every other method, paired by image and seed: difference, interval, permutation p and Holm's p.
+
+    A permutation draw exchanges the two methods within whole groups, in all seeds at once, so that for accuracy and retention
+    it flips the signs of the per-image differences averaged over seeds. The interval is the bootstrap's. Only images and seeds
+    that both methods have count. Holm's family is all comparisons of one (study, dataset, view, metric).
+    """
+    _check(draws, level)
+    if reference not in set(predictions["method"]):
+        raise UnknownNameError.of("method in these predictions", reference, set(predictions["method"]))
+    if budgets is not None:
+        predictions = predictions[np.isclose(predictions["budget"].to_numpy()[:, None], np.asarray(budgets)).any(1)]
+    classes = _class_count(predictions)
+    grouped = _with_groups(predictions)
+    rows: list[dict[str, Any]] = []
+    for family in _families(metrics):
+        measured = _measured(grouped, statistic(family[0]).scope)
+        for key, cell in measured.groupby(["study", "dataset", "view", "budget"], sort=False):
+            where = dict(zip(("study", "dataset", "view", "budget"), key)) | {"method_a": reference}
+            rows += [where | row for row in _compare_cell(cell, reference, family, classes, draws, seed, level)]
+    table = pd.DataFrame(rows, columns=list(COMPARISON_COLUMNS))
+    families = table.groupby(["study", "dataset", "view", "metric"], sort=False)["p"]
+    table["p_holm"] = families.transform(lambda p: holm(p.to_numpy())) if len(table) else table["p_holm"]
+    order = {name: i for i, name in enumerate(metrics)}
+    return table.sort_values("metric", key=lambda c: c.map(order), kind="stable", ignore_index=True)
+
+
+def _compare_cell(
+    cell: pd.DataFrame, reference: str, family: Sequence[str], classes: int, draws: int, seed: int, level: float
+) -> Iterator[dict[str, Any]]:
+    """All comparisons at one budget; methods that share the same images and seeds with the reference share their draws."""
+    methods = dict(list(cell.groupby("method", sort=False)))
+    if reference not in methods:
+        return
+    shared: dict[tuple[frozenset[str], tuple[int, ...]], list[str]] = {}
+    for name, frame in methods.items():
+        images = frozenset(frame["image_id"]) & frozenset(methods[reference]["image_id"])
+        both = sorted(set(frame["seed"]) & set(methods[reference]["seed"]))
+        if name != reference and images and both:
+            shared.setdefault((images, tuple(both)), []).append(str(name))
+    terms = statistic(family[0]).terms
+    for (images, seeds), opponents in shared.items():
+        frames = {name: methods[name][methods[name]["image_id"].isin(images)] for name in [reference, *opponents]}
+        groups = np.unique(_groups(frames[reference]))
+        tables = []
+        for frame in frames.values():
+            parts = [frame[frame["seed"] == number] for number in seeds]
+            tables.append(np.stack([_group_sums(part, terms(part, classes), groups) for part in parts], 1))  # [G, seeds, S]
+        drawn = [d.reshape(draws, len(seeds), -1) for d in _bootstrap([t.reshape(len(groups), -1) for t in tables], draws, seed)]
+        own = {metric: statistic(metric).value(drawn[0]) for metric in family}
+        count = {"n": len(images), "groups": len(groups), "seeds": len(seeds)}
+        for index, name in enumerate(opponents, start=1):
+            permuted = _exchange(tables[0], tables[index], draws, seed + 1)
+            for metric in family:
+                value = statistic(metric).value
+                difference = float((value(tables[0].sum(0)) - value(tables[index].sum(0))).mean())
+                low, high = _interval((own[metric] - value(drawn[index])).mean(1), level)
+                p = permutation_p(difference, (value(permuted[0]) - value(permuted[1])).mean(1))
+                numbers = {"difference": difference, "low": low, "high": high, "p": p}
+                yield {"method_b": name, "metric": metric} | numbers | count
+
+
+def _exchange(a: Floats, b: Floats, draws: int, seed: int) -> tuple[Floats, Floats]:
+    """Sums [draws, seeds, S] of two tables [G, seeds, S] after exchanging them in a random half of the groups."""
+    delta = (b - a).reshape(len(a), -1)
+    delta = delta[(delta != 0).any(1)]  # where the methods agree an exchange changes nothing
+    moved = np.concatenate([swap @ delta for swap in _swaps(len(delta), draws, seed)]).reshape(draws, *a.shape[1:])
+    return a.sum(0) + moved, b.sum(0) - moved
+
+
+def paired_seed_table(results: pd.DataFrame, reference: str, metrics: Sequence[str]) -> pd.DataFrame:
+    """Differences of `reference` to each method seed by seed, then mean and deviation (ddof = 1) over the seeds of both.
+
+    Columns `study, dataset, view, method_a, method_b, budget, metric, mean, std, seeds`: the paper's table of paired differences.
+    Numbers over different images (Oracle classifies only those with a mask) have no difference.
+    """
+    kept = [*METHOD_KEYS, "seed", "n", "n_masked"]
+    long = results.melt(id_vars=kept, value_vars=list(metrics), var_name="metric").dropna(subset="value")
+    long["n"] = long["n_masked"].where(long["metric"].str.startswith("retention"), long["n"])
+    keys = ["study", "dataset", "view", "budget", "seed", "metric", "n"]
+    first = long[long["method"] == reference].rename(columns={"method": "method_a"})
+    second = long[long["method"] != reference].rename(columns={"method": "method_b"})
+    pairs = first.merge(second, on=keys, suffixes=("_a", "_b"))
+    pairs["value"] = pairs["value_a"] - pairs["value_b"]
+    grouped = pairs.groupby(["study", "dataset", "view", "method_a", "method_b", "budget", "metric"], sort=False)["value"]
+    return grouped.agg(mean="mean", std="std", seeds="count").reset_index()

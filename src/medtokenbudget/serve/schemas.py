@@ -1,0 +1,204 @@
+"""Response schemas and examples of the service's OpenAPI description.
+
+Other programs rely on them: a change here is a change of the public API.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, Field
+
+from medtokenbudget.serve.service import MAX_BUDGETS, NOTICE
+
+
+class Health(BaseModel):
+    status: str = Field(examples=["ok"])
+    model: bool = Field(description="Whether a model is loaded.")
+
+
+class ErrorDetail(BaseModel):
+    code: str = Field(description="Stable identifier for programs.", examples=["too_many_bytes"])
+    message: str = Field(description="What is wrong and what to do about it.")
+
+
+class Error(BaseModel):
+    error: ErrorDetail
+
+
+class SelectorInfo(BaseModel):
+    name: str = Field(description="Name in requests and results.", examples=["lats:lesion-first"])
+    title: str = Field(description="Name to display.", examples=["LATS lesion-first"])
+    about: str = Field(description="What the method does, in one sentence.")
+    kind: str = Field(description="'ranker' and 'sampler' keep K patches, 'merger' makes K new tokens.", examples=["ranker"])
+    learns: bool = Field(description="Whether the selector itself was trained, not only its head.")
+    stochastic: bool = Field(description="Whether the selector draws at random (always with the same seed here).")
+    needs_mask: bool = Field(description="Whether the method needs the lesion mask.")
+    minimum: int = Field(description="Smallest number of tokens kept, at any budget.", examples=[16])
+
+
+class LimitsInfo(BaseModel):
+    max_bytes: int
+    max_pixels: int
+    max_budgets: int
+
+
+class RouteInfo(BaseModel):
+    way: str = Field(description="'scout' before the first block, 'inside' before `block`.", examples=["scout"])
+    budget: float = Field(description="Share of the patches that is kept.")
+    k: int = Field(description="Number of these patches.")
+    block: int | None = Field(None, description="First block that runs on the kept patches alone.")
+    background: str | None = Field(None, description="'token': one token stands for the other patches from that block on.")
+
+
+class ModelInfo(BaseModel):
+    version: str
+    notice: str
+    demo: bool = Field(description="Whether this is the demo model, which was trained on synthetic images.")
+    fingerprint: str = Field(description="Hash of the backbone, preprocessing, classes, methods and weights.")
+    backbone: str
+    classes: list[str] = Field(description="Empty for a router without a head.", examples=[["MEL", "NV"]])
+    grid: list[int] = Field(description="Rows and columns of patches.", examples=[[16, 16]])
+    n: int = Field(description="Number of patches.", examples=[256])
+    budgets: list[float] = Field(description="The ten standard budgets, or the only one of a model that is routed early.")
+    route: RouteInfo | None = Field(description="How the backbone is routed early; null if it runs on all patches.")
+    main: str = Field(description="Name of the main method of the model.", examples=["lats:lesion-first"])
+    selectors: list[SelectorInfo] = Field(description="The methods of the model, the main one first.")
+    limits: LimitsInfo
+
+
+class SampleInfo(BaseModel):
+    id: str = Field(examples=["mel"])
+    title: str = Field(description="Name to display.")
+    label: str | None = Field(description="Class of the drawing; null if the model does not have this class.")
+    off_center: bool = Field(description="Whether the lesion is away from the image center.")
+
+
+class SampleList(BaseModel):
+    samples: list[SampleInfo]
+
+
+class ImageInfo(BaseModel):
+    width: int
+    height: int
+    preview: str | None = Field(description="The decoded image as a data URL; null unless requested.")
+
+
+class PromiseAnswer(BaseModel):
+    retention: float = Field(description="Share of the lesion that is promised for images like those of the calibration.")
+    coverage: float | None = Field(description="Share of the images that keep so much; null if it is kept on average.")
+    k: int = Field(description="Patches of this image that keep the promise: the first k of `order`.")
+    probabilities: list[float] | None = Field(description="Class probabilities from these patches; null if the model has no head.")
+
+
+class SelectorAnswer(BaseModel):
+    name: str
+    kind: str
+    k: list[int] = Field(description="Tokens kept at each budget.")
+    order: list[int] | None = Field(
+        description="Patch indices from best to worst, in raster order; only the kept ones if routed early; null for mergers."
+    )
+    scores: list[float] | None = Field(description="Score of each patch, in raster order; null for mergers and if routed early.")
+    groups: list[list[int]] | None = Field(description="Mergers only: at each budget, the output token of each patch.")
+    retention: list[float] | None = Field(description="Share of lesion patches kept at each budget; null without a lesion.")
+    ceiling: list[float] | None = Field(description="Highest retention possible with K patches, at each budget.")
+    retention_of_ceiling: list[float] | None = Field(description="Retention divided by the ceiling, at each budget.")
+    promises: list[PromiseAnswer] = Field(
+        description="What was calibrated for this method; with `retention`, what was asked for of it."
+    )
+    probabilities: list[list[float]] | None = Field(
+        description="Class probabilities at each budget, from this method's own head; null if the model has no head."
+    )
+
+
+class RouteAnswer(BaseModel):
+    model: str = Field(description="Fingerprint of the model.")
+    notice: str
+    image: ImageInfo
+    grid: list[int]
+    n: int
+    classes: list[str]
+    budgets: list[float]
+    lesion: list[int] | None = Field(description="Indices of the lesion patches; null if no mask was sent.")
+    unfamiliarity: float | None = Field(
+        description="Distance to the training images in units of its limit: above 1 the image is unlike them, and what is kept "
+        "of it means little. Null if the model cannot tell."
+    )
+    selectors: list[SelectorAnswer]
+
+
+def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """Return the OpenAPI description of the error responses of an operation."""
+    texts = {
+        400: "The request is malformed, or its host name does not belong to this machine.",
+        401: "The token is missing or wrong.",
+        403: "The request comes from a page of another origin.",
+        404: "Not found.",
+        413: "The image or mask has too many bytes or pixels.",
+        415: "The request is not multipart/form-data, or a file is not an image.",
+        422: "A field or file cannot be used; the message says why.",
+        503: "The queue is full, or the request has waited too long; see Retry-After.",
+    }
+    return {status: {"model": Error, "description": texts[status]} for status in (*statuses, 400, 401, 403)}
+
+
+def route_body(selectors: list[str]) -> dict[str, Any]:
+    """Return the OpenAPI description of the multipart body of /v1/route."""
+    picture = {"type": "string", "format": "binary"}
+    fields = {
+        "image": {**picture, "description": "JPEG, PNG, TIFF, BMP, WebP, GIF, PPM or JPEG 2000."},
+        "mask": {**picture, "description": "Lesion mask of the image, white on black, with the same aspect ratio."},
+        "selectors": {
+            "type": "array",
+            "items": {"type": "string", **({"enum": selectors} if selectors else {})},
+            "minItems": 1,
+            "description": "Methods to run. Repeat the field or separate names with commas. Default: all that can run.",
+        },
+        "budgets": {
+            "type": "array",
+            "items": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
+            "minItems": 1,
+            "maxItems": MAX_BUDGETS,
+            "description": "Budgets in addition to 0.1, 0.2, ..., 1.0. Repeat the field or separate numbers with commas.",
+        },
+        "retention": {
+            "type": "array",
+            "items": {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1},
+            "minItems": 1,
+            "description": "Promises to answer in `promises`, such as 0.95; 422 if the model was not calibrated for "
+            "one. Default: all that it has.",
+        },
+        "preview": {"type": "boolean", "default": False, "description": "Also return the decoded image."},
+    }
+    schema = {"type": "object", "required": ["image"], "additionalProperties": False, "properties": fields}
+    files = {"contentType": "image/png, image/jpeg"}
+    example = {"selectors": ["lats:lesion-first"], "budgets": [0.25], "preview": False}
+    content = {"schema": schema, "encoding": {"image": files, "mask": files}, "examples": {"one method": {"value": example}}}
+    return {"requestBody": {"required": True, "content": {"multipart/form-data": content}}}
+
+
+ROUTE_EXAMPLE: dict[str, Any] = {
+    "model": "9f2c…",
+    "notice": NOTICE,
+    "image": {"width": 600, "height": 450, "preview": None},
+    "grid": [2, 2],
+    "n": 4,
+    "classes": ["MEL", "NV"],
+    "budgets": [0.5, 1.0],
+    "lesion": [1, 3],
+    "unfamiliarity": 0.62,
+    "selectors": [
+        {
+            "name": "lats:lesion-first",
+            "kind": "ranker",
+            "k": [2, 4],
+            "order": [3, 1, 0, 2],
+            "scores": [0.2, 0.7, 0.1, 0.9],
+            "groups": None,
+            "retention": [1.0, 1.0],
+            "ceiling": [1.0, 1.0],
+            "retention_of_ceiling": [1.0, 1.0],
+            "probabilities": [[0.8, 0.2], [0.7, 0.3]],
+        }
+    ],
+}

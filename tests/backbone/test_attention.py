@@ -1,0 +1,186 @@
+"""The reduced attention against the weights that timm's blocks really use, and against formulas worked by hand."""
+
+from __future__ import annotations
+
+import math
+import threading
+from typing import Any
+
+import pytest
+import timm
+import torch
+from torch import Tensor
+
+from medtokenbudget.backbone.attention import normalized_entropy
+from medtokenbudget.backbone.backbone import Backbone
+from medtokenbudget.errors import RequestError
+
+SMALL: dict[str, Any] = {"depth": 3, "embed_dim": 48, "num_heads": 3, "num_classes": 0, "pretrained": False}
+MODELS = {
+    "plain": ("vit_tiny_patch16_224", {"img_size": 64}),
+    "reg4": ("vit_small_patch14_reg4_dinov2", {"img_size": 56}),
+    "siglip": ("vit_base_patch16_siglip_224", {"img_size": 64}),
+    "query-key norm": ("vit_tiny_patch16_224", {"img_size": 64, "qk_norm": True}),
+    "rotary (DINOv3)": ("vit_small_patch16_dinov3", {"img_size": 64}),
+    "rotary, projections apart (EVA-02)": ("eva02_tiny_patch14_224", {"img_size": 56}),
+    "rotary and register": ("vit_medium_patch16_rope_reg1_gap_256", {"img_size": 64}),
+    "relative positions": ("vit_relpos_small_patch16_224", {"img_size": 64}),
+    "relative positions and class token (BEiT)": ("beit_base_patch16_224", {"img_size": 64}),
+    "parallel block": ("vit_base_patch16_xp_224", {"img_size": 64}),
+}
+NO_CLASS_TOKEN = ("siglip", "rotary and register", "relative positions")
+
+
+def make(kind: str) -> Any:
+    """A small model with weights large enough that its attention is far from uniform."""
+    torch.manual_seed(0)
+    name, extra = MODELS[kind]
+    model = timm.create_model(name, **SMALL, **extra)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return model.eval()
+
+
+def images(model: Any, n: int = 3) -> Tensor:
+    return torch.randn(n, 3, *model.patch_embed.img_size, generator=torch.Generator().manual_seed(1))
+
+
+def timm_attention(model: Any, x: Tensor, layer: int) -> Tensor:
+    """[B, H, T, T]: what timm's own attention hands to its dropout when it is not fused."""
+    seen = []
+    attention = getattr(model.blocks[layer], "attn", model.blocks[layer])
+    attention.fused_attn = False
+    handle = attention.attn_drop.register_forward_hook(lambda module, inputs, output: seen.append(inputs[0].detach()))
+    with torch.inference_mode():
+        model.forward_features(x)
+    handle.remove()
+    attention.fused_attn = True
+    return seen[0]
+
+
+def entropy_by_hand(weights: Tensor, prefix: int) -> Tensor:
+    """Eq. 1 as a plain loop over images, patches and patches."""
+    mean = weights.double().mean(1)[:, prefix:, prefix:]
+    b, n, _ = mean.shape
+    rows = [[1 + sum(float(w) * math.log(float(w)) for w in mean[i, j]) / math.log(n) for j in range(n)] for i in range(b)]
+    return torch.tensor(rows, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("layer", [0, 1, -1])
+@pytest.mark.parametrize("kind", list(MODELS))
+def test_attention_equals_the_weights_that_timm_uses(kind: str, layer: int) -> None:
+    model = make(kind)
+    x = images(model)
+    expected = timm_attention(model, x, layer)
+    tokens = Backbone.from_model(model, kind, layer=layer)(x)
+    prefix = model.num_prefix_tokens
+    assert expected.shape[-1] == prefix + tokens.n
+    torch.testing.assert_close(tokens.attention_entropy, entropy_by_hand(expected, prefix), rtol=1e-4, atol=1e-5)
+    if kind in NO_CLASS_TOKEN:
+        assert tokens.cls is None
+        assert tokens.cls_attention is None
+    else:
+        torch.testing.assert_close(tokens.cls_attention, expected.mean(1)[:, 0, prefix:], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["plain", "reg4", "siglip"])
+def test_patches_are_the_normed_tokens_without_any_prefix(kind: str) -> None:
+    model = make(kind)
+    x = images(model)
+    tokens = Backbone.from_model(model, kind)(x)
+    with torch.inference_mode():
+        everything = model.forward_features(x)
+    assert everything.shape[1] == {"plain": 1, "reg4": 5, "siglip": 0}[kind] + tokens.n
+    torch.testing.assert_close(tokens.patches, everything[:, -tokens.n :])
+    if tokens.cls is not None:
+        torch.testing.assert_close(tokens.cls, everything[:, 0])
+
+
+def test_an_earlier_layer_gives_that_blocks_output_under_the_final_norm_and_runs_no_later_block() -> None:
+    model = make("plain")
+    x = images(model)
+    with torch.inference_mode():
+        hidden = model._pos_embed(model.patch_embed(x))
+        expected = model.norm(model.blocks[1](model.blocks[0](hidden)))
+    ran = []
+    model.blocks[2].register_forward_hook(lambda *_: ran.append(2))
+    tokens = Backbone.from_model(model, "plain", layer=1)(x)
+    torch.testing.assert_close(tokens.patches, expected[:, 1:])
+    assert ran == []
+
+
+def test_entropy_is_zero_for_uniform_and_one_for_a_single_target() -> None:
+    uniform = torch.full((1, 4, 4), 0.25)
+    single = torch.eye(4)[None]
+    torch.testing.assert_close(normalized_entropy(uniform), torch.zeros(1, 4))
+    torch.testing.assert_close(normalized_entropy(single), torch.ones(1, 4))
+
+
+def test_entropy_of_a_row_that_gives_half_of_its_weight_to_prefix_tokens_follows_the_formula_as_written() -> None:
+    weights = torch.full((1, 4, 4), 0.125)
+    by_hand = 1 - (4 * 0.125 * math.log(8)) / math.log(4)
+    torch.testing.assert_close(normalized_entropy(weights), torch.full((1, 4), by_hand))
+
+
+def test_fused_attention_that_is_switched_off_changes_nothing() -> None:
+    fused, plain = make("rotary (DINOv3)"), make("rotary (DINOv3)")
+    for block in plain.blocks:
+        block.attn.fused_attn = False
+    x = images(fused)
+    expected = Backbone.from_model(fused, "fused", layer=1)(x).attention_entropy
+    torch.testing.assert_close(Backbone.from_model(plain, "plain", layer=1)(x).attention_entropy, expected)
+
+
+def test_a_pass_that_fails_inside_the_block_leaves_nothing_behind() -> None:
+    model = make("plain")
+    backbone = Backbone.from_model(model, "plain")
+    expected = backbone(images(model)).attention_entropy
+
+    def fail(*_: Any) -> None:
+        raise MemoryError("can't allocate memory")
+
+    handle = model.blocks[-1].mlp.register_forward_hook(fail)
+    with pytest.raises(MemoryError):
+        backbone(images(model))
+    handle.remove()
+    assert backbone._tap is not None
+    assert backbone._tap._local.watch.seen == [], "the memory of the failed pass is still held"
+    assert torch.overrides._get_current_function_mode() is None
+    assert torch.equal(backbone(images(model)).attention_entropy, expected)
+
+
+def test_a_block_of_several_attentions_is_rejected_and_served_only_as_pseudo() -> None:
+    model = timm.create_model("vit_small_patch16_18x2_224", **SMALL, img_size=64).eval()
+    with pytest.raises(RequestError, match=r"ParallelThingsBlock computes 2. Use --attention pseudo"):
+        Backbone.from_model(model, "vit_small_patch16_18x2_224")
+    tokens = Backbone.from_model(model, "vit_small_patch16_18x2_224", attention="pseudo")(images(model, 2))
+    assert tokens.grid == (4, 4)
+    unit = torch.nn.functional.normalize(tokens.patches.double(), dim=-1)
+    for i in range(2):
+        for j in range(tokens.n):
+            similarity = [math.exp(float(unit[i, j] @ unit[i, other]) / 0.1) for other in range(tokens.n)]
+            weights = [value / sum(similarity) for value in similarity]
+            by_hand = 1 + sum(w * math.log(w) for w in weights) / math.log(tokens.n)
+            assert float(tokens.attention_entropy[i, j]) == pytest.approx(by_hand, abs=1e-5)
+    assert tokens.cls_attention is not None
+    torch.testing.assert_close(tokens.cls_attention.sum(1), torch.ones(2))
+
+
+def test_two_threads_do_not_see_each_others_attention() -> None:
+    model = make("plain")
+    backbone = Backbone.from_model(model, "plain")
+    inputs = [torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
+    expected = [backbone(x).attention_entropy for x in inputs]
+    wrong = []
+
+    def work(which: int) -> None:
+        for _ in range(20):
+            if not torch.equal(backbone(inputs[which]).attention_entropy, expected[which]):
+                wrong.append(which)
+
+    threads = [threading.Thread(target=work, args=(which,)) for which in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []

@@ -1,0 +1,379 @@
+"""Everyday changes of a data set: only what depends on changed pixels is computed again, and annotations follow the manifest."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from medtokenbudget.backbone import FeatureStore, extract
+from medtokenbudget.backbone.store import info
+from medtokenbudget.cli import main
+from medtokenbudget.config import BackboneConfig
+from medtokenbudget.data import Manifest, decode_mask, patch_labels
+from medtokenbudget.errors import RequestError, WorkError
+from medtokenbudget.files import write_sealed
+from tests.backbone.tiny import CONFIG, GRID, contents, lesion_mask, tiny_backbone, tiny_manifest
+from tests.bad_input.damage import edit_json
+
+OFF_CENTER = replace(CONFIG, views="off-center")
+
+
+@pytest.fixture
+def backbone(tmp_path: Path) -> BackboneConfig:
+    return tiny_backbone(tmp_path / "backbone")
+
+
+@pytest.fixture
+def manifest(tmp_path: Path) -> Manifest:
+    return tiny_manifest(tmp_path / "images", 10)
+
+
+@pytest.fixture
+def store(tmp_path: Path, backbone: BackboneConfig, manifest: Manifest) -> FeatureStore:
+    return extract(manifest, tmp_path / "store", backbone, OFF_CENTER)
+
+
+def fresh(tmp_path: Path, backbone: BackboneConfig, manifest: Manifest) -> FeatureStore:
+    return extract(manifest, tmp_path / "fresh", backbone, OFF_CENTER)
+
+
+def same(one: FeatureStore, other: FeatureStore) -> None:
+    """Both show the same rows with the same annotations, and tokens that differ by rounding at most."""
+    assert (one.ids, one.views, one.classes) == (other.ids, other.views, other.classes)
+    for name in ("label", "lesion", "has_mask"):
+        assert torch.equal(getattr(one, name), getattr(other, name)), name
+    left, right = one.read(range(len(one))), other.read(range(len(other)))
+    torch.testing.assert_close(left.patches, right.patches, atol=2e-3, rtol=2e-3)
+
+
+def test_another_label_split_group_or_name_extracts_nothing(
+    tmp_path: Path, backbone: BackboneConfig, manifest: Manifest, store: FeatureStore
+) -> None:
+    before = contents(store.path)
+    changed = replace(manifest, classes=("NV", "MEL", "BCC"), name="Clinic A").with_columns(
+        label=["BCC"] * 10, split=["val"] * 5 + ["train"] * 5, group=["g"] * 10
+    )
+    again = extract(changed, store.path, backbone, OFF_CENTER)
+    assert contents(store.path) == before
+    assert again.label.tolist() == [2] * len(again)
+    same(again, fresh(tmp_path, backbone, changed))
+    assert FeatureStore.open(store.path, manifest).label.tolist() == store.label.tolist(), "the old manifest still fits"
+
+
+def test_another_mask_extracts_nothing_and_crops_keep_their_box(
+    tmp_path: Path, backbone: BackboneConfig, manifest: Manifest, store: FeatureStore
+) -> None:
+    before = contents(store.path)
+    path = manifest.mask_path(2)
+    assert path is not None
+    lesion_mask().transpose(Image.Transpose.FLIP_LEFT_RIGHT).save(path)
+    again = extract(manifest, store.path, backbone, OFF_CENTER)
+    assert contents(store.path) == before
+    [row] = again.rows(["image-002"])
+    expected = np.zeros(GRID, bool)
+    expected[1, 2:4] = True
+    assert np.array_equal(again.lesion[row].numpy().reshape(GRID), expected)
+    [crop] = again.rows(["image-002"], view="off-center")
+    geometry = again.stored[int(again.annotation.tokens[crop])].geometry  # type: ignore[union-attr]
+    assert geometry.box is not None
+    assert np.array_equal(again.lesion[crop].numpy(), patch_labels(geometry.of(decode_mask(path)), GRID))
+    assert again.identity != store.identity
+    others = [i for i, name in enumerate(store.ids) if name != "image-002"]
+    assert torch.equal(again.lesion[others], store.lesion[others])
+
+
+def test_without_masks_or_with_masks_from_elsewhere_one_store_serves(
+    tmp_path: Path, backbone: BackboneConfig, manifest: Manifest, store: FeatureStore
+) -> None:
+    before = contents(store.path)
+    plain = manifest.with_columns(mask=[None] * 10)
+    again = extract(plain, store.path, backbone, CONFIG)
+    assert set(again.views) == {"identity"}, "a crop around a mask is not shown where there is no mask"
+    assert not again.has_mask.any()
+    other = tmp_path / "other.png"
+    Image.new("L", (48, 40), 255).save(other)
+    full = manifest.with_columns(mask=[str(other)] * 10)
+    opened = FeatureStore.open(store.path, full)
+    assert opened.lesion.all()
+    assert opened.has_mask.all()
+    assert contents(store.path) == before
+
+
+def test_new_images_are_appended_and_the_old_shards_stay(tmp_path: Path, backbone: BackboneConfig, manifest: Manifest) -> None:
+    small = extract(manifest.take(range(0, 10, 2)), tmp_path / "store", backbone, OFF_CENTER)
+    before = contents(small.path)
+    grown = extract(manifest, small.path, backbone, OFF_CENTER)
+    after = contents(small.path)
+    shards = [name for name in before if name.startswith("shard")]
+    assert all(after[name] == before[name] for name in shards)
+    assert len(grown.stored) == len(small.stored) + 5
+    assert grown.ids == [name for i, name in enumerate(manifest.ids) for _ in range(2 if i % 2 == 0 else 1)]
+    same(grown, fresh(tmp_path, backbone, manifest))
+    same(FeatureStore.open(small.path, manifest.take(range(0, 10, 2))), small)
+    views = extract(manifest, small.path, backbone, replace(CONFIG, views="flips"))
+    assert len(views.rows(["image-000"], view=None)) == 5, "further views are added too"
+
+
+def test_moved_and_renamed_images_are_found(
+    tmp_path: Path, backbone: BackboneConfig, manifest: Manifest, store: FeatureStore
+) -> None:
+    before = contents(store.path)
+    (tmp_path / "images").rename(tmp_path / "moved")
+    records = []
+    for i, row in enumerate(manifest.rows.to_dict("records")):
+        file = tmp_path / "moved" / Path(str(row["image"])).name
+        file.rename(file.with_name(f"renamed-{i}.png"))
+        mask = None if row["mask"] is None else str(tmp_path / "moved" / Path(str(row["mask"])).name)
+        records.append({**row, "image_id": f"new-{i}", "image": str(file.with_name(f"renamed-{i}.png")), "mask": mask})
+    moved = Manifest.from_records(records, manifest.classes)
+    again = extract(moved, store.path, backbone, OFF_CENTER)
+    assert contents(store.path) == before
+    assert again.ids[0] == "new-0"
+    assert torch.equal(again.lesion, store.lesion)
+
+
+def test_a_changed_file_is_extracted_again_and_nothing_else(
+    tmp_path: Path, backbone: BackboneConfig, manifest: Manifest, store: FeatureStore
+) -> None:
+    before = contents(store.path)
+    Image.new("RGB", (48, 40), "brown").save(manifest.image_path(3))
+    again = extract(manifest, store.path, backbone, OFF_CENTER)
+    assert len(again.stored) == len(store.stored) + 1
+    assert all(contents(store.path)[name] == data for name, data in before.items() if name.startswith("shard"))
+    same(again, fresh(tmp_path, backbone, manifest))
+
+
+def test_images_with_the_same_content_share_their_tokens_and_keep_their_labels(tmp_path: Path, backbone: BackboneConfig) -> None:
+    manifest = tiny_manifest(tmp_path / "images", 4)
+    shutil.copy(manifest.image_path(0), manifest.image_path(3))
+    store = extract(manifest, tmp_path / "store", backbone, CONFIG)
+    assert len(store.stored) == 3
+    assert store.ids == manifest.ids
+    assert store.label.tolist() == [0, -1, 0, 1]
+    batch = store.read([0, 3])
+    assert torch.equal(batch.patches[0], batch.patches[1])
+
+
+def test_images_that_are_gone_can_still_be_trained_on(store: FeatureStore, manifest: Manifest, tmp_path: Path) -> None:
+    shutil.rmtree(tmp_path / "images")
+    same(FeatureStore.open(store.path, manifest), store)
+    shutil.copytree(store.path, tmp_path / "elsewhere" / "store")
+    (tmp_path / "elsewhere" / "store" / "cache" / "files.json").unlink()
+    same(FeatureStore.open(tmp_path / "elsewhere" / "store", manifest), store)
+
+
+def test_what_failed_is_tried_again_when_it_can_succeed(tmp_path: Path, backbone: BackboneConfig) -> None:
+    manifest = tiny_manifest(tmp_path / "images", 6, bad=(1,))
+    good = manifest.image_path(3).read_bytes()
+    manifest.image_path(3).unlink()
+    full, mask = Image.new("L", (48, 40), 255), manifest.mask_path(2)
+    assert mask is not None
+    full.save(mask)  # a lesion that fills the image has no off-center crop
+    store = extract(manifest, tmp_path / "store", backbone, OFF_CENTER)
+    assert {(error.image_id, error.view) for error in store.errors} == {
+        ("image-001", "identity"),
+        ("image-002", "off-center"),
+        ("image-003", "identity"),
+    }
+    before = contents(store.path)
+    extract(manifest, store.path, backbone, OFF_CENTER)
+    assert contents(store.path) == before, "nothing is added as long as nothing can be read"
+    Image.new("RGB", (48, 40), "red").save(manifest.image_path(1))
+    manifest.image_path(3).write_bytes(good)
+    lesion_mask().save(mask)
+    again = extract(manifest, store.path, backbone, OFF_CENTER)
+    assert again.errors == []
+    assert (store.path / "errors.jsonl").read_text() == ""
+    same(again, fresh(tmp_path, backbone, manifest))
+
+
+def test_an_image_that_could_not_be_decoded_for_a_moment_is_tried_again(
+    tmp_path: Path, backbone: BackboneConfig, manifest: Manifest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from medtokenbudget.backbone import pipeline
+
+    real = pipeline.decode_image
+
+    def sometimes(path: str) -> Image.Image:
+        if "image-004" in str(path):
+            raise RequestError("no luck")
+        return real(path)
+
+    monkeypatch.setattr(pipeline, "decode_image", sometimes)
+    store = extract(manifest, tmp_path / "store", backbone, CONFIG)
+    assert [error.image_id for error in store.errors] == ["image-004"]
+    monkeypatch.undo()
+    again = extract(manifest, tmp_path / "store", backbone, CONFIG)
+    assert (again.errors, again.ids) == ([], manifest.ids)
+
+
+def test_info_says_what_is_inside(store: FeatureStore, manifest: Manifest, capsys: pytest.CaptureFixture[str]) -> None:
+    FeatureStore.open(store.path, replace(manifest.take(range(3)), name="three"))
+    assert main(["store", "info", str(store.path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found == info(store.path)
+    assert (found["images"], found["rows"], found["views"]) == (10, 15, {"identity": 10, "off-center": 5})
+    assert {(one["name"], one["images"], one["fits"]) for one in found["manifests"]} == {("unnamed", 10, True), ("three", 3, True)}
+    assert main(["store", "info", str(store.path)]) == 0
+    assert "10 images, 15 rows" in capsys.readouterr().out
+    assert main(["store", "inform", str(store.path)]) == 2
+
+
+def damage(path: Path, offset: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("field", ["patches", "luminance"])
+def test_a_changed_value_is_noticed_when_it_is_read(store: FeatureStore, manifest: Manifest, field: str) -> None:
+    path = store.path / "shard-00001.safetensors"
+    length = int.from_bytes(path.read_bytes()[:8], "little")
+    header = json.loads(path.read_bytes()[8 : 8 + length])
+    damage(path, 8 + length + header[field]["data_offsets"][0] + 5)
+    opened = FeatureStore.open(store.path, manifest)
+    with pytest.raises(WorkError, match=r"shard-00001.safetensors is damaged. Delete it and run"):
+        list(opened.batches(range(len(opened)), 4))
+    if field == "luminance":
+        with pytest.raises(WorkError, match="is damaged"):
+            FeatureStore.open(store.path, manifest).luminance  # noqa: B018
+
+
+def test_a_damaged_shard_that_was_deleted_is_made_again(backbone: BackboneConfig, manifest: Manifest, store: FeatureStore) -> None:
+    before = contents(store.path)
+    (store.path / "shard-00001.safetensors").unlink()
+    extract(manifest, store.path, backbone, OFF_CENTER)
+    assert contents(store.path) == before
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (lambda s: s["backbone"].update(grid=[2, 8]), WorkError, "was changed after they were made"),
+        (lambda s: s.update(dtype="fp32"), WorkError, "was changed after they were made"),
+        (lambda s: s["backbone"].update(grid=[0, 8]), RequestError, "backbone.grid must be two positive numbers"),
+        (lambda s: s["backbone"].update(grid="4x4"), RequestError, "backbone.grid must be list"),
+        (lambda s: s.update(backbone=[]), RequestError, "backbone must be dict"),
+        (lambda s: s.update(keep=True), RequestError, "keep must be"),
+        (lambda s: s.update(format=2), RequestError, r"has store format 2, but this version reads format 4. Run `mtb extract"),
+    ],
+)
+def test_a_changed_store_json_is_noticed(
+    store: FeatureStore, manifest: Manifest, change: Callable[[dict[str, Any]], None], error: type[Exception], message: str
+) -> None:
+    edit_json(store.path / "store.json", change)
+    with pytest.raises(error, match=message):
+        FeatureStore.open(store.path, manifest)
+
+
+@pytest.mark.parametrize("count", ["too few", "too many", "no checksum"])
+def test_a_sidecar_with_other_rows_than_planned_is_noticed_and_made_again(
+    backbone: BackboneConfig, manifest: Manifest, store: FeatureStore, count: str
+) -> None:
+    before = contents(store.path)
+
+    def change(sidecar: dict[str, Any]) -> None:
+        if count == "too few":
+            sidecar["rows"], sidecar["checksums"] = sidecar["rows"][:-1], sidecar["checksums"][:-1]
+        elif count == "too many":
+            sidecar["rows"], sidecar["checksums"] = sidecar["rows"] * 2, sidecar["checksums"] * 2
+        else:
+            sidecar["checksums"] = []
+
+    edit_json(store.path / "shard-00001.json", change)
+    with pytest.raises(RequestError, match="1 of 4 shards are missing"):
+        FeatureStore.open(store.path, manifest)
+    extract(manifest, store.path, backbone, OFF_CENTER)
+    assert contents(store.path) == before
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", '{"0": 3}', '{"x": []}', '{"0": [["a"]]}', '{"0": []}', '{"-1": [["a", "identity"]]}', "[" * 100_000]
+)
+def test_a_damaged_plan_is_a_message(store: FeatureStore, text: str) -> None:
+    (store.path / "plan.json").write_text(text)
+    with pytest.raises(RequestError, match=r"plan.json is (damaged|nested too deeply)"):
+        FeatureStore.open(store.path)
+    if text.startswith("{"):
+        write_sealed(store.path / "plan.json", json.loads(text))
+        with pytest.raises(RequestError, match=r"plan.json is damaged"):
+            FeatureStore.open(store.path)
+
+
+def test_a_damaged_cache_is_made_again(store: FeatureStore, manifest: Manifest) -> None:
+    for file in (store.path / "cache").iterdir():
+        file.write_bytes(b"nonsense")
+    same(FeatureStore.open(store.path, manifest), store)
+
+
+def test_flipped_lesion_patches_in_the_cache_are_noticed_and_computed_again(
+    store: FeatureStore, manifest: Manifest, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = next((store.path / "cache").glob("*.safetensors"))
+    whole = file.read_bytes()
+    # The end of the file: labels of the last rows.
+    file.write_bytes(whole[:-64] + bytes(byte ^ 1 for byte in whole[-64:]))
+    with pytest.raises(WorkError, match=rf"Damaged files in .*cache/{file.name}"):
+        FeatureStore.open(store.path).verify()
+    assert main(["store", "info", str(store.path)]) == 1
+    assert f"cache/{file.name}" in capsys.readouterr().err
+    same(FeatureStore.open(store.path, manifest), store)
+    assert file.read_bytes() == whole
+
+
+def test_a_changed_crop_box_or_image_size_is_noticed_and_the_shard_made_again(
+    backbone: BackboneConfig, manifest: Manifest, store: FeatureStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = contents(store.path)
+    path = store.path / "shard-00001.json"
+    sidecar = json.loads(path.read_text())
+    sidecar["rows"][0][2][0] += 16
+    path.write_text(json.dumps(sidecar))
+    assert main(["store", "info", str(store.path)]) == 1
+    assert "shard-00001.json" in capsys.readouterr().err
+    with pytest.raises(RequestError, match=r"1 of 4 shards are missing or damaged \(shard-00001.json\)"):
+        FeatureStore.open(store.path, manifest)
+    extract(manifest, store.path, backbone, OFF_CENTER)
+    assert contents(store.path) == before
+
+
+def test_a_shard_whose_header_calls_floats_integers_is_damaged(store: FeatureStore, manifest: Manifest) -> None:
+    path = store.path / "shard-00001.safetensors"
+    path.write_bytes(path.read_bytes().replace(b'"F32"', b'"I32"'))
+    with pytest.raises(WorkError, match=r"shard-00001.safetensors is damaged"):
+        FeatureStore.open(store.path, manifest).luminance  # noqa: B018
+
+
+def test_a_damaged_plan_can_be_deleted_and_finished_shards_stay(
+    backbone: BackboneConfig, manifest: Manifest, store: FeatureStore
+) -> None:
+    before = contents(store.path)
+    stamps = {file: file.stat().st_mtime_ns for file in store.path.glob("shard-*")}
+    path = store.path / "plan.json"
+    path.write_bytes(path.read_bytes().replace(b"identity", b"idents", 1))
+    with pytest.raises(RequestError, match=r"plan.json is damaged or was edited.* Delete it and run"):
+        FeatureStore.open(store.path)
+    path.unlink()
+    extract(manifest, store.path, backbone, OFF_CENTER)
+    assert contents(store.path) == before
+    assert {file: file.stat().st_mtime_ns for file in store.path.glob("shard-*")} == stamps
+
+
+def test_a_view_that_failed_for_a_mask_is_no_error_of_a_manifest_without_that_mask(
+    tmp_path: Path, backbone: BackboneConfig, manifest: Manifest
+) -> None:
+    empty = tmp_path / "empty.png"
+    Image.new("L", (48, 40), 0).save(empty)
+    masked = extract(manifest.with_columns(mask=[str(empty)] * 10), tmp_path / "store", backbone, OFF_CENTER)
+    assert {(error.view, "mask is empty" in error.reason) for error in masked.errors} == {("off-center", True)}
+    plain = extract(manifest.with_columns(mask=[None] * 10), masked.path, backbone, CONFIG)
+    assert (len(plain), plain.errors) == (10, [])

@@ -1,0 +1,202 @@
+"""A setting that the user gives reaches every method that reads it, or the request is refused before anything is trained."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+import medtokenbudget as mtb
+from medtokenbudget.cli import main
+from medtokenbudget.config import PRESETS, Range, TrainConfig, preset, settings_of, with_settings
+from medtokenbudget.errors import RequestError
+from medtokenbudget.runs.methods import FIXED, LEARNED, ONLY, Method, unused_settings
+from medtokenbudget.runs.units import Plan, Unit, run_unit
+from tests.drawn import Drawn, quick
+
+# By its full name: the package has a function of the same name.
+sweep_module = importlib.import_module("medtokenbudget.runs.sweep")
+
+
+def another(value: Any, kind: Any) -> Any:
+    """A valid value of a field that is not `value`."""
+    if get_origin(kind) is Annotated:
+        limits = next(entry for entry in get_args(kind) if isinstance(entry, Range))
+        if get_args(kind)[0] is int:
+            return value + 2 if limits.odd else value + 1
+        return value / 2 if value else min(0.5, limits.high / 2 if limits.high < math.inf else 0.5)
+    if get_origin(kind) is Literal:
+        return next(choice for choice in get_args(kind) if choice != value)
+    if kind is bool:
+        return not value
+    if get_origin(kind) is tuple:
+        return value[:-1]
+    return "cpu"
+
+
+def kinds(config: type, prefix: str = "") -> dict[str, Any]:
+    """Type annotation of every setting by dotted name."""
+    hints = get_type_hints(config, include_extras=True)
+    found: dict[str, Any] = {}
+    for entry in fields(config):
+        kind = hints[entry.name]
+        if is_dataclass(kind):
+            found |= kinds(kind, f"{entry.name}.")
+        elif entry.name != "given":
+            found[f"{prefix}{entry.name}"] = kind
+    return found
+
+
+KINDS = kinds(TrainConfig)
+METHODS = [
+    *(Method("lats", variant=variant) for variant in LEARNED if variant not in ONLY["context"]),
+    *(Method("context", variant=variant) for variant in LEARNED if variant not in ONLY["lats"]),
+    *(Method(name, variant=variant) for name in ("cropr", "dynamicvit", "query-pool") for variant in ("", "lesion-first")),
+    *(Method("center", variant=variant) for variant in FIXED),
+]
+
+
+def changed(base: TrainConfig, name: str) -> TrainConfig:
+    return with_settings(base, {name: another(settings_of(base)[name], KINDS[name]), "given": frozenset({name})})
+
+
+@pytest.mark.parametrize("base", PRESETS)
+@pytest.mark.parametrize("name", KINDS)
+def test_a_setting_that_was_given_is_in_the_training_of_each_method_or_the_request_is_refused(name: str, base: str) -> None:
+    config = changed(preset(base), name)
+    applied = 0
+    for method in METHODS:
+        trained, refused = settings_of(method.config(config)), unused_settings([method], config)
+        if name not in refused:
+            assert trained[name] == settings_of(config)[name], f"{method} neither uses {name} nor refuses it"
+            applied += 1
+    assert applied, "an option that no method reads is no option"
+
+
+@pytest.mark.parametrize("base", PRESETS)
+@pytest.mark.parametrize("name", KINDS)
+def test_a_choice_that_is_the_default_of_its_preset_still_reaches_the_other_recipe(name: str, base: str) -> None:
+    config = replace(preset(base), given=frozenset({name}))
+    for method in METHODS:
+        if name not in unused_settings([method], config):
+            assert settings_of(method.config(config))[name] == settings_of(config)[name]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_sweep_of_both_recipes_trains_with_what_was_given_or_names_it(
+    drawn: Drawn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    trained: dict[str, TrainConfig] = {}
+
+    def record(plan: Plan, studies: object, units: list[Unit], *_: object) -> None:
+        trained.update({str(unit.method): plan.unit_config(unit) for unit in units})
+
+    monkeypatch.setattr(sweep_module, "_run", record)
+    methods, config = ["lats", "lats:lesion-first", "center"], changed(preset("lesion-first"), name)
+    wanted = settings_of(config)[name]
+    if name in unused_settings([Method.parse(text) for text in methods], config):
+        with pytest.raises(RequestError, match=name):
+            sweep_module.sweep(drawn.manifest_path, drawn.store_path, tmp_path, methods, config=config)
+        assert not trained
+    else:
+        sweep_module.sweep(drawn.manifest_path, drawn.store_path, tmp_path, methods, config=config)
+        reading = [text for text in methods if name in Method.parse(text).reads(config)]
+        fixing = {
+            "recipe": "lats:lesion-first",
+            "protocol": "lats:lesion-first",
+            "selection_metric": "lats:lesion-first",
+            "patches": "lats",
+        }
+        assert {text for text in reading if settings_of(trained[text])[name] == wanted} == set(reading) - {fixing.get(name)}
+
+
+def test_what_was_given_on_the_command_line_reaches_every_method(
+    drawn: Drawn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained: dict[str, TrainConfig] = {}
+
+    def record(plan: Plan, studies: object, units: list[Unit], *_: object) -> None:
+        trained.update({str(unit.method): plan.unit_config(unit) for unit in units})
+        raise RequestError("enough")
+
+    monkeypatch.setattr(sweep_module, "_run", record)
+    paths = [str(drawn.manifest_path), "--store", str(drawn.store_path), "--out", str(tmp_path)]
+    given = ["--lr", "5e-5", "--class-balance", "loss", "--epochs", "8"]
+    assert main(["sweep", *paths, "--methods", "lats", "lats:lesion-first", *given]) == 2
+    for config in trained.values():
+        assert (config.lr, config.class_balance, config.epochs) == (5e-5, "loss", 8)
+    assert (trained["lats"].min_steps, trained["lats:lesion-first"].min_steps) == (0, 1000), "the preset decides the rest"
+    (tmp_path / "options.yaml").write_text("lr: 0.00005\nepochs: 8\n")
+    assert main(["sweep", *paths, "--methods", "lats", "--config", str(tmp_path / "options.yaml")]) == 2
+    assert trained["lats"].lr == 5e-5
+    assert trained["lats"].epochs == 50, "a file may list every option: what equals the default does not count"
+
+
+@pytest.mark.parametrize(
+    ("method", "setting", "value"),
+    [
+        ("lats:fixed-0.5", "curriculum.start", 0.3),
+        ("lats:mask-free", "losses.lesion", 2.0),
+        ("lats:lesion-first-raster", "lats.neighborhood", "grid4"),
+        ("lats:lesion-first", "selection_metric", "accuracy"),
+        ("context:lesion-first", "patches", 7),
+        ("center", "epochs", 3),
+        ("lats", "head_epochs", 3),
+        ("no-pruning", "precision", "bf16"),
+    ],
+)
+def test_a_setting_that_a_method_fixes_or_ignores_is_refused_before_anything_is_trained(
+    drawn: Drawn, tmp_path: Path, method: str, setting: str, value: object
+) -> None:
+    config = with_settings(preset("paper" if ":lesion" not in method else "lesion-first"), {setting: value})
+    with pytest.raises(RequestError, match=rf"No method of this run \({method}\) uses {setting} = "):
+        mtb.sweep(drawn.manifest_path, drawn.store_path, tmp_path / "run", [method], config=config, jobs=1)
+    assert not (tmp_path / "run").exists()
+
+
+def test_seeds_and_budgets_come_from_the_settings_unless_they_are_given(drawn: Drawn, tmp_path: Path) -> None:
+    paths = drawn.manifest_path, drawn.store_path
+    run = mtb.sweep(*paths, tmp_path / "a", ["center"], config=quick("paper", "center", seed=7, budgets=(0.3,)), jobs=1)
+    assert (set(run.results["seed"]), set(run.results["budget"])) == ({7}, {0.3})
+    with pytest.raises(RequestError, match="uses seed = 7"):
+        mtb.sweep(*paths, tmp_path / "b", ["center"], seeds=[1], config=quick("paper", "center", seed=7))
+    with pytest.raises(RequestError, match="budgets were given twice"):
+        mtb.sweep(*paths, tmp_path / "b", ["center"], budgets=[0.5], config=quick("paper", "center", budgets=(0.3,)))
+    with pytest.raises(RequestError, match=r"uses seed = 7, budgets = \(0.35,\)"):
+        mtb.reproduce(*paths, tmp_path / "b", "subset", quick("paper", "center", seed=7, budgets=(0.35,)))
+    assert not (tmp_path / "b").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("lats", "lats:lesion-first", "context", "context:lesion-first", "cropr:lesion-first", "dynamicvit", "center"),
+        *("sparselearn:lesion-first", "query-pool:lesion-first", "abmil-attention:lesion-first", "random:epoch-matched"),
+    ],
+)
+def test_settings_that_are_refused_change_nothing(drawn: Drawn, tmp_path: Path, text: str) -> None:
+    method, unit = Method.parse(text), Unit(Method.parse(text), 42)
+    base = quick("lesion-first" if "lesion-first" in text else "paper", text, budgets=(0.3, 0.5))
+    # A head without a learned selector chooses no epoch; what is held out for that only changes the order of its images.
+    order = () if method.learned else ("protocol", "selection_fraction", "selection_metric")
+    ignored = [name for name in KINDS if name not in method.reads(base) and name not in order]
+    assert ignored
+    other = base
+    for name in ignored:
+        other = changed(other, name)
+    found = []
+    for folder, config in (("base", base), ("other", other)):
+        plan = Plan(drawn.manifest_path, drawn.store_path, tmp_path / folder, config, "drawn")
+        assert run_unit(plan, unit, threads=1) == "done"
+        found.append({name: load_file(plan.folder(unit) / name) for name in ("head.safetensors", "routing.safetensors")})
+    for name, tensors in found[0].items():
+        assert tensors.keys() == found[1][name].keys()
+        for key, value in tensors.items():
+            assert np.array_equal(value, found[1][name][key]), (name, key)

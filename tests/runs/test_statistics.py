@@ -1,0 +1,181 @@
+"""Intervals and tests on cases with known answers: binomial data, a shifted normal, identical methods, duplicated groups."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import pandas as pd
+import pytest
+from scipy import stats
+
+from medtokenbudget.errors import RequestError, UnknownNameError
+from medtokenbudget.runs import statistics
+from medtokenbudget.runs.results import summarize
+from tests.runs import simulate
+
+
+def binary(correct: np.ndarray, **columns: object) -> pd.DataFrame:
+    """A cell of two classes whose images are right or wrong as told."""
+    frame = simulate.cell(np.random.default_rng(0), n=len(correct), label=np.zeros(len(correct), int))
+    return frame.assign(predicted=np.where(correct, 0, 1), **columns)
+
+
+def test_every_statistic_equals_the_metric_of_the_results() -> None:
+    frame = simulate.sweep({"lats": {"keep": 0.8}}, (42,), (0.3,))
+    row = summarize(frame, simulate.CLASSES).iloc[0]
+    table = statistics.intervals(frame, tuple(statistics.STATISTICS), draws=50)
+    assert tuple(table["metric"]) == tuple(statistics.STATISTICS)
+    for metric, value, low, high in table[["metric", "value", "low", "high"]].itertuples(index=False):
+        assert value == pytest.approx(row[metric]), metric
+        assert low < high
+
+
+def test_the_interval_of_an_accuracy_is_the_binomial_one() -> None:
+    correct = np.arange(400) < 300
+    low, high = statistics.confidence_interval(binary(correct), "accuracy", draws=10_000, seed=3)
+    width = stats.norm.ppf(0.975) * np.sqrt(0.75 * 0.25 / 400)
+    assert low == pytest.approx(0.75 - width, abs=0.004)
+    assert high == pytest.approx(0.75 + width, abs=0.004)
+
+
+def test_the_vectorised_bootstrap_equals_a_plain_loop_over_the_same_draws() -> None:
+    frame = simulate.sweep({"lats": {}}, (42,), (0.3,), n=30).assign(group=[f"g{i // 2:02d}" for i in range(30)])
+    weights = np.concatenate(list(statistics.resample(15, 60, 7)))
+    np.testing.assert_array_equal(weights.sum(1), 15)
+    values = []
+    for row in weights.astype(int):
+        drawn = pd.concat([frame.iloc[[2 * g, 2 * g + 1]] for g, times in enumerate(row) for _ in range(times)])
+        values.append(summarize(drawn, simulate.CLASSES).iloc[0][["accuracy", "macro_f1", "retention", "enrichment", "ece"]])
+    loop = pd.DataFrame(values).astype(float)
+    for metric in loop:
+        expected = np.quantile(loop[metric], [0.025, 0.975])
+        found = statistics.confidence_interval(frame, str(metric), draws=60, seed=7)
+        np.testing.assert_allclose(found, expected, rtol=1e-9)
+
+
+def test_groups_of_duplicates_make_the_interval_wider() -> None:
+    correct = np.repeat(np.random.default_rng(1).random(100) < 0.7, 4)
+    alone = statistics.confidence_interval(binary(correct), "accuracy", draws=4000)
+    groups = [f"lesion-{i // 4}" for i in range(400)]
+    together = statistics.confidence_interval(binary(correct, group=groups), "accuracy", draws=4000)
+    assert (together[1] - together[0]) / (alone[1] - alone[0]) == pytest.approx(2.0, abs=0.15)
+
+
+def test_an_image_without_a_group_is_a_group_of_its_own() -> None:
+    correct = np.arange(100) < 60
+    own = statistics.confidence_interval(binary(correct), "accuracy", draws=500)
+    none = statistics.confidence_interval(binary(correct, group=None), "accuracy", draws=500)
+    assert own == none
+
+
+def test_one_cell_and_many_cells_at_once_have_the_same_interval() -> None:
+    frame = simulate.sweep({"lats": {}, "random": {}}, (42, 43), (0.1, 0.3))
+    table = statistics.intervals(frame, ("macro_f1", "retention"), draws=300, seed=5)
+    assert len(table) == 8
+    assert set(table["seeds"]) == {2}
+    part = frame.query("method == 'random' and budget == 0.3")
+    row = table.query("method == 'random' and budget == 0.3 and metric == 'retention'").iloc[0]
+    assert statistics.confidence_interval(part, "retention", draws=300, seed=5) == (row["low"], row["high"])
+
+
+def test_the_same_seed_gives_the_same_table() -> None:
+    frame = simulate.sweep({"lats": {}, "random": {}}, (42,), (0.3,))
+    for run in (statistics.intervals, partial(statistics.compare, reference="lats")):
+        pd.testing.assert_frame_equal(run(frame, draws=200, seed=1), run(frame, draws=200, seed=1))
+
+
+def test_what_is_not_measured_has_no_interval() -> None:
+    frame = simulate.sweep({"tome": {"merger": True}}, (42,), (0.3,))
+    assert statistics.intervals(frame, ("retention",), draws=50).empty
+    assert np.isnan(statistics.confidence_interval(frame, "retention", draws=50)).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("metric", ["retention", "macro_f1"])
+def test_two_methods_of_one_kind_have_uniform_p(metric: str) -> None:
+    """Both methods are drawn from one distribution, with two seeds and groups of two images."""
+    p = []
+    for run in range(100):
+        rng = np.random.default_rng(1000 + run)
+        label, lesion = rng.integers(0, 4, 80), rng.integers(1, 200, 80)
+        groups = [f"g{i // 2}" for i in range(80)]
+        cells = [
+            simulate.cell(rng, n=80, method=m, seed=s, label=label, lesion=lesion, groups=groups) for m in "ab" for s in (42, 43)
+        ]
+        p.append(statistics.compare(pd.concat(cells), "a", (metric,), draws=200, seed=run)["p"].iloc[0])
+    assert stats.kstest(p, "uniform").pvalue > 0.02
+
+
+def test_a_better_method_is_found_better_and_an_equal_one_is_not() -> None:
+    frame = simulate.sweep(
+        {"lats": {"skill": 0.9, "keep": 0.8}, "random": {"skill": 0.4, "keep": 0.3}}, (42, 43), (0.1, 0.3), n=150
+    )
+    twin = frame[frame["method"] == "lats"].assign(method="twin")
+    table = statistics.compare(pd.concat([frame, twin]), "lats", draws=999)
+    assert tuple(table.columns) == statistics.COMPARISON_COLUMNS
+    worse, same = table[table["method_b"] == "random"], table[table["method_b"] == "twin"]
+    assert (worse.query("metric != 'retention' or budget > 0.1")["p_holm"] < 0.05).all()
+    assert (worse.query("metric == 'accuracy'")["low"] > 0).all()
+    assert (same["p"] == 1).all()
+    assert (same[["difference", "low", "high"]] == 0).all(axis=None)
+    assert set(table["n"]) == {150, 120}
+
+
+def test_the_difference_is_that_of_the_seed_means() -> None:
+    frame = simulate.sweep({"lats": {}, "random": {}}, (42, 43, 44), (0.1, 0.3))
+    means = summarize(frame, simulate.CLASSES).groupby(["method", "budget"])[["accuracy", "macro_f1", "retention"]].mean()
+    for row in statistics.compare(frame, "lats", metrics=("accuracy", "macro_f1", "retention"), draws=50).itertuples():
+        expected = means.loc[("lats", row.budget), row.metric] - means.loc[("random", row.budget), row.metric]
+        assert row.difference == pytest.approx(expected)
+        assert row.low <= row.difference <= row.high
+
+
+def test_for_accuracy_exchanging_methods_is_flipping_signs() -> None:
+    frame = simulate.sweep({"lats": {"skill": 0.7}, "random": {}}, (42, 43), (0.3,))
+    right = frame.assign(right=frame["label"] == frame["predicted"]).pivot_table(index="image_id", columns="method", values="right")
+    row = statistics.compare(frame, "lats", metrics=("accuracy",), draws=5000, seed=2).iloc[0]
+    differences = (right["lats"] - right["random"]).to_numpy()
+    flipped = stats.permutation_test((differences,), np.sum, permutation_type="samples", n_resamples=5000, rng=9)
+    assert row["p"] == pytest.approx(flipped.pvalue, abs=0.02)
+
+
+def test_only_images_and_seeds_that_both_have_are_compared() -> None:
+    frame = simulate.sweep({"lats": {}, "oracle": {}}, (42, 43), (0.3,))
+    masked = frame[(frame["method"] == "lats") | (frame["lesion"].notna() & (frame["seed"] == 42))]
+    row = statistics.compare(masked, "lats", metrics=("accuracy",), draws=50).iloc[0]
+    assert (row["n"], row["seeds"]) == (48, 1)
+
+
+def test_holm_by_hand() -> None:
+    # Sorted 0.005 0.01 0.03 0.04 times 4 3 2 1: 0.02 0.03 0.06 0.04, made monotone: 0.02 0.03 0.06 0.06.
+    np.testing.assert_allclose(statistics.holm([0.01, 0.04, 0.03, 0.005]), [0.03, 0.06, 0.06, 0.02])
+    np.testing.assert_allclose(statistics.holm([0.6, 0.7]), [1.0, 1.0])
+    np.testing.assert_allclose(statistics.holm([0.02, np.nan, 0.03]), [0.04, np.nan, 0.04])
+
+
+def test_the_holm_family_is_one_metric_over_methods_and_budgets() -> None:
+    frame = simulate.sweep({"lats": {}, "random": {}, "norm": {}}, (42,), (0.1, 0.3))
+    table = statistics.compare(frame, "lats", metrics=("accuracy", "retention"), draws=300)
+    for _, part in table.groupby("metric"):
+        np.testing.assert_allclose(part["p_holm"], statistics.holm(part["p"].to_numpy()))
+    assert len(statistics.compare(frame, "lats", metrics=("accuracy",), budgets=(0.3,), draws=50)) == 2
+
+
+def test_paired_seed_differences_are_taken_seed_by_seed() -> None:
+    base = pd.DataFrame({"study": "s", "dataset": "d", "view": "as-is", "budget": 0.1, "seed": [1, 2, 3], "n": 20, "n_masked": 5})
+    a, b = base.assign(method="lats", accuracy=[0.5, 0.6, 0.7]), base.assign(method="random", accuracy=[0.4, 0.5, 0.6])
+    row = statistics.paired_seed_table(pd.concat([a, b]), "lats", ("accuracy",)).iloc[0]
+    assert (row["method_a"], row["method_b"], row["seeds"]) == ("lats", "random", 3)
+    assert (row["mean"], row["std"]) == (pytest.approx(0.1), pytest.approx(0.0, abs=1e-12))
+    assert statistics.paired_seed_table(pd.concat([a, b.assign(n=5)]), "lats", ("accuracy",)).empty  # on other images
+
+
+def test_wrong_requests_say_what_is_possible() -> None:
+    frame = simulate.sweep({"lats": {}}, (42,), (0.3,), n=10)
+    with pytest.raises(UnknownNameError, match="retention"):
+        statistics.confidence_interval(frame, "retentoin")
+    with pytest.raises(UnknownNameError, match="'lats'"):
+        statistics.compare(frame, reference="lat")
+    with pytest.raises(RequestError, match="draws"):
+        statistics.intervals(frame, draws=0)

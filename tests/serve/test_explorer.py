@@ -1,0 +1,358 @@
+"""The explorer in a real browser (Chromium): what a person does, how errors look, and an automatic accessibility check."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from playwright.sync_api import Browser, Page, expect
+
+from medtokenbudget.reporting.looks import look
+from medtokenbudget.serve.service import Service
+from tests.serve.axe import serious
+from tests.serve.server import Server, huge_png, mask, picture, running_here
+from tests.small_model import early_model, small_model
+
+pytestmark = pytest.mark.slow
+
+MAIN = "lats:lesion-first"
+expect.set_options(timeout=30_000)
+
+
+@pytest.fixture(scope="module")
+def server(chromium: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    model = small_model(tmp_path_factory.mktemp("explorer"), main=MAIN)
+    with running_here(Service(model)) as server:
+        yield server
+
+
+Open = Callable[..., Page]
+
+
+@pytest.fixture
+def opened(chromium: Browser, server: Server) -> Iterator[Open]:
+    """Opens the page and waits for the first sample; fails if anything was logged as an error in the console."""
+    contexts, complaints = [], []
+
+    def open_page(width: int = 1200, height: int = 900, dark: bool = False) -> Page:
+        context = chromium.new_context(
+            viewport={"width": width, "height": height}, color_scheme="dark" if dark else "light", reduced_motion="reduce"
+        )
+        contexts.append(context)
+        page = context.new_page()
+        page.set_default_timeout(30_000)
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on("console", lambda message: _note(message.type, message.text, complaints))
+        page.goto(server.url)
+        expect(page.locator("#k-value")).to_contain_text("30 of 100")
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert complaints == []
+
+
+def _note(kind: str, text: str, complaints: list[str]) -> None:
+    # The browser logs rejected uploads by itself.
+    if kind == "error" and "Failed to load resource" not in text:
+        complaints.append(text)
+
+
+def painted(page: Page, side: str = "a") -> str:
+    return str(page.locator(f"[data-side={side}] canvas").evaluate("canvas => canvas.toDataURL()"))
+
+
+def bars(page: Page, side: str = "a") -> list[str]:
+    return page.locator(f"[data-side={side}] .bars .value").all_inner_texts()
+
+
+def stat(page: Page, title: str, side: str = "a") -> str:
+    row = page.locator(f"[data-side={side}] .stats div", has=page.get_by_text(title, exact=True))
+    return row.locator("dd").inner_text()
+
+
+def drop(page: Page, contents: dict[str, bytes]) -> None:
+    transfer = page.evaluate_handle(
+        """contents => {
+            const transfer = new DataTransfer();
+            for (const [name, bytes] of Object.entries(contents)) transfer.items.add(new File([new Uint8Array(bytes)], name));
+            return transfer;
+        }""",
+        {name: list(data) for name, data in contents.items()},
+    )
+    page.dispatch_event("body", "drop", {"dataTransfer": transfer})
+
+
+def downloaded(page: Page, button: str) -> str:
+    with page.expect_download() as download:
+        page.get_by_role("button", name=button).click()
+    return download.value.suggested_filename
+
+
+def settle(page: Page) -> None:
+    """Wait two frames, enough for a move of the slider to be drawn."""
+    page.evaluate("() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
+
+
+def test_a_sample_and_the_slider_change_k_the_picture_and_the_numbers_without_a_request(opened: Open) -> None:
+    page = opened()
+    page.locator(".sample").nth(1).click()
+    expect(page.locator(".sample").nth(1)).to_have_attribute("aria-pressed", "true")
+    expect(page.locator(".sample img[src]")).to_have_count(8)
+    settle(page)
+    before = painted(page), bars(page), stat(page, "Kept")
+    assert before[2].startswith("30")
+    requests: list[str] = []
+    page.on("request", lambda request: requests.append(request.url))
+    page.locator("#budget").focus()
+    for _ in range(5):
+        page.keyboard.press("ArrowRight")
+    settle(page)
+    expect(page.locator("#k-value")).to_have_text("35 of 100 patches")
+    expect(page.locator("#budget-value")).to_have_text("35%")
+    after = painted(page), bars(page), stat(page, "Kept")
+    assert all(old != new for old, new in zip(before, after))
+    assert requests == []
+    page.keyboard.press("End")
+    expect(page.locator("#k-value")).to_have_text("100 of 100 patches")
+    assert stat(page, "Retention").startswith("100%")
+    assert stat(page, "Lesion lost").startswith("0")
+    expect(page.locator("#summary")).to_contain_text(f"Budget 100%. {look(MAIN).name}: 100 of 100 patches kept; retention 100%")
+
+
+def test_the_numbers_of_the_page_are_those_of_the_answer(opened: Open) -> None:
+    page = opened()
+    with page.expect_download() as download:
+        page.get_by_role("button", name="Data (JSON)").click()
+    data = json.loads(Path(download.value.path()).read_text())
+    (row,) = data["selectors"]
+    at = data["budgets"].index(0.3)
+    assert data["shown"] == {"budget": 0.3, "selectors": [MAIN]}
+    assert stat(page, "Retention").startswith(f"{round(100 * row['retention'][at])}%")
+    assert stat(page, "Ceiling").startswith(f"{round(100 * row['ceiling'][at])}%")
+    assert bars(page) == [f"{round(100 * p)}%" for p in row["probabilities"][at]]
+    with page.expect_download() as download:
+        page.get_by_role("button", name="Image (PNG)").click()
+    with Image.open(download.value.path()) as saved:
+        assert saved.format == "PNG"
+        assert min(saved.size) > 600
+
+
+def test_the_page_opens_with_the_main_method_and_shows_methods_by_their_names_in_the_report(opened: Open) -> None:
+    page = opened()
+    assert page.locator("#selector-a").input_value() == MAIN
+    names = page.locator("#selector-a option").evaluate_all("options => options.map(option => [option.value, option.text])")
+    assert names[0] == [MAIN, look(MAIN).name]
+    assert all(title == look(method).name for method, title in names)
+    expect(page.locator(".about")).to_have_text(look(MAIN).about)
+    page.locator("#selector-a").select_option("center")
+    expect(page.locator(".about")).to_have_text(look("center").about)
+    page.get_by_label("Compare").check()
+    expect(page.locator("#chart")).to_contain_text(look("center").name)
+
+
+def test_two_methods_are_compared_side_by_side_each_with_its_own_head(opened: Open) -> None:
+    page = opened()
+    page.get_by_label("Compare").check()
+    page.get_by_label("Second method", exact=True).locator("select").select_option("center")
+    settle(page)
+    assert painted(page, "a") != painted(page, "b")
+    page.locator("#budget").focus()
+    page.keyboard.press("End")
+    settle(page)
+    # With all patches kept both pool the same tokens: only the heads differ.
+    assert bars(page, "a") != bars(page, "b")
+    page.locator("#selector-b").select_option("tome")
+    expect(page.locator("[data-side=b] .about")).to_contain_text("Merges")
+    expect(page.locator("[data-side=b] .stats")).not_to_contain_text("Retention")
+    page.get_by_label("Score map").check()
+    expect(page.locator("[data-side=a] .legend")).to_contain_text("score")
+    page.get_by_label("Compare").uncheck()
+    expect(page.locator("[data-side=b]")).to_have_count(0)
+
+
+def test_an_uploaded_image_gets_retention_when_its_mask_is_added(opened: Open, tmp_path: Path) -> None:
+    (tmp_path / "skin.jpg").write_bytes(picture(240, 180))
+    (tmp_path / "skin_mask.png").write_bytes(mask(240, 180))
+    page = opened()
+    page.locator("#image-file").set_input_files(tmp_path / "skin.jpg")
+    expect(page.locator("#image-line")).to_contain_text("skin.jpg · 240 × 180 pixels · no mask")
+    expect(page.locator(".stats")).not_to_contain_text("Retention")
+    expect(page.locator("#curve-retention")).to_be_disabled()
+    expect(page.locator("#curve-text")).to_contain_text("Add a mask")
+    assert "Oracle" not in page.locator("#selector-a option").all_inner_texts()
+    page.locator("#mask-file").set_input_files(tmp_path / "skin_mask.png")
+    expect(page.locator("#image-line")).to_contain_text("lesion on")
+    expect(page.locator(".stats")).to_contain_text("Retention")
+    assert "Oracle" in page.locator("#selector-a option").all_inner_texts()
+    page.locator("#selector-a").select_option("oracle")
+    settle(page)
+    assert stat(page, "Of ceiling").startswith("100%")
+
+
+def test_a_file_that_cannot_be_read_gets_a_clear_message_and_the_page_keeps_working(opened: Open, tmp_path: Path) -> None:
+    files = {
+        "notes.txt": (b"just some words\n" * 40, "not an image"),
+        "cut.jpg": (picture(400, 300)[:2000], "damaged or incomplete"),
+        "huge.png": (huge_png(), "pixels"),
+    }
+    page = opened()
+    shown = page.locator("#image-line").inner_text()
+    for name, (data, says) in files.items():
+        (tmp_path / name).write_bytes(data)
+        page.locator("#image-file").set_input_files(tmp_path / name)
+        expect(page.get_by_role("alert")).to_contain_text(re.compile(f"{re.escape(name)}: .*{says}"))
+        assert page.locator("#image-line").inner_text() == shown
+        page.get_by_role("button", name="Close").click()
+        expect(page.get_by_role("alert")).to_be_hidden()
+        page.locator("#budget").focus()
+        page.keyboard.press("ArrowLeft")
+    expect(page.locator("#k-value")).to_contain_text("27 of 100")
+
+
+def test_an_image_and_its_mask_can_be_dropped_together(opened: Open) -> None:
+    page = opened()
+    contents = {"spot.png": picture(100, 100, "PNG"), "spot_mask.png": mask(100, 100)}
+    drop(page, contents)
+    expect(page.locator("#image-line")).to_contain_text(re.compile(r"spot\.png · 100 × 100 pixels · lesion on \d+ of 100"))
+
+
+def test_downloads_are_named_after_the_image_even_if_its_mask_was_added_later(opened: Open, tmp_path: Path) -> None:
+    (tmp_path / "skin.v2.jpg").write_bytes(picture(240, 180))
+    (tmp_path / "other_segmentation.png").write_bytes(mask(240, 180))
+    page = opened()
+    page.locator("#image-file").set_input_files(tmp_path / "skin.v2.jpg")
+    expect(page.locator("#image-line")).to_contain_text("no mask")
+    page.locator("#mask-file").set_input_files(tmp_path / "other_segmentation.png")
+    expect(page.locator("#image-line")).to_contain_text("lesion on")
+    assert downloaded(page, "Data (JSON)") == "skin.v2-budget-30.json"
+    assert downloaded(page, "Image (PNG)") == "skin.v2-budget-30.png"
+
+
+def test_a_mask_dropped_after_its_image_is_added_to_it(opened: Open) -> None:
+    page = opened()
+    drop(page, {"spot.png": picture(100, 100, "PNG")})
+    expect(page.locator("#image-line")).to_contain_text("spot.png · 100 × 100 pixels · no mask")
+    drop(page, {"spot_mask.png": mask(100, 100)})
+    expect(page.locator("#image-line")).to_contain_text(re.compile(r"spot\.png · 100 × 100 pixels · lesion on \d+ of 100"))
+    assert downloaded(page, "Image (PNG)") == "spot-budget-30.png"
+
+
+def test_several_images_become_a_contact_sheet_each_with_its_mask(opened: Open) -> None:
+    page = opened()
+    contents = {"b.png": picture(100, 100, "PNG", 1), "a.png": picture(100, 100, "PNG"), "a_mask.png": mask(100, 100)}
+    drop(page, contents)
+    expect(page.locator("#sheet-line")).to_have_text("2 of 2 images")
+    rows = [row.split("\t") for row in page.locator("#sheet-table tr").all_inner_texts()]
+    assert [row[0] for row in rows] == ["a.png", "b.png"]
+    assert [row[4] == "–" for row in rows] == [False, True]
+    expect(page.locator(".thumb canvas")).to_have_count(2)
+
+
+def test_a_sample_shows_a_class_only_if_the_model_has_it(opened: Open) -> None:
+    page = opened()
+    titles = [" ".join(text.split()) for text in page.locator(".sample").all_inner_texts()]
+    known = ["MEL", "NV off-center", "BCC", "MEL off-center"]
+    assert titles == [*known, "Lesion 1", "Lesion 2 off-center", "Lesion 3", "Lesion 4"]
+    expect(page.locator(".bars tr.truth th")).to_have_text("MEL")
+    assert downloaded(page, "Data (JSON)") == "sample-mel-budget-30.json"
+    page.locator(".sample").nth(4).click()
+    expect(page.locator("#image-line")).to_contain_text("Sample Lesion 1")
+    expect(page.locator(".bars tr.truth")).to_have_count(0)
+
+
+def test_nothing_can_be_controlled_before_the_first_image_is_analyzed(chromium: Browser, server: Server) -> None:
+    page = chromium.new_page()
+    page.route("**/v1/route", lambda route: route.abort())
+    page.goto(server.url)
+    expect(page.get_by_role("alert")).to_contain_text("The server does not respond")
+    expect(page.locator("#budget")).to_be_hidden()
+    expect(page.locator(".waiting")).to_be_visible()
+    expect(page.locator("#mask-file")).to_be_disabled()
+    page.unroute("**/v1/route")
+    page.locator(".sample").first.click()
+    expect(page.locator("#k-value")).to_have_text("30 of 100 patches")
+    expect(page.locator(".waiting")).to_be_hidden()
+    page.close()
+
+
+def test_the_notice_and_the_keyboard_path_are_there(opened: Open) -> None:
+    page = opened()
+    expect(page.get_by_text("Research software, not a medical device.")).to_be_visible()
+    page.keyboard.press("Tab")
+    expect(page.locator(".skip")).to_be_focused()
+    page.keyboard.press("Enter")
+    expect(page.locator("#budget")).to_be_focused()
+    assert page.locator("#budget").get_attribute("aria-valuetext") == "30%, 30 of 100 patches"
+
+
+@pytest.mark.parametrize("compare", [False, True])
+def test_nothing_sticks_out_on_a_phone(opened: Open, compare: bool) -> None:
+    page = opened(375, 740)
+    page.get_by_label("Compare").set_checked(compare)
+    settle(page)
+    assert page.evaluate("document.documentElement.scrollWidth") == 375
+    expect(page.locator("#budget")).to_be_in_viewport()
+
+
+def test_the_chosen_theme_stays_after_a_reload(opened: Open) -> None:
+    page = opened()
+    color = "getComputedStyle(document.body).backgroundColor"
+    light = page.evaluate(color)
+    page.locator("#theme").click()
+    assert page.evaluate(color) == light
+    page.locator("#theme").click()
+    dark = page.evaluate(color)
+    assert dark != light
+    page.reload()
+    expect(page.locator("#theme")).to_contain_text("dark")
+    assert page.evaluate(color) == dark
+
+
+@pytest.mark.parametrize(("width", "dark"), [(1200, False), (375, True)])
+def test_axe_finds_nothing_serious(opened: Open, axe: str, width: int, dark: bool) -> None:
+    page = opened(width, 900, dark)
+    expect(page.locator(".sample img[src]")).to_have_count(8)
+    page.get_by_label("Compare").check()
+    page.get_by_label("Score map").check()
+    settle(page)
+    assert serious(page, axe) == []
+
+
+def test_the_page_asks_for_the_token_or_takes_it_from_its_address(chromium: Browser, tmp_path: Path) -> None:
+    with running_here(Service(small_model(tmp_path, ("center",), main=MAIN)), token="a-b-c") as server:
+        context = chromium.new_context()
+        page = context.new_page()
+        page.goto(server.url)
+        page.get_by_label("Token", exact=True).fill("wrong")
+        page.get_by_role("button", name="Continue").click()
+        expect(page.get_by_role("alert")).to_contain_text("Wrong token")
+        page.get_by_label("Token", exact=True).fill("a-b-c")
+        page.get_by_role("button", name="Continue").click()
+        expect(page.locator("#k-value")).to_contain_text("30 of 100")
+        fresh = chromium.new_page()
+        fresh.goto(f"{server.url}/#token=a-b-c")
+        expect(fresh.locator("#k-value")).to_contain_text("30 of 100")
+        assert "a-b-c" not in fresh.url
+        fresh.close()
+        context.close()
+
+
+def test_a_model_that_is_routed_early_shows_its_one_budget(chromium: Browser, tmp_path: Path) -> None:
+    with running_here(Service(early_model(tmp_path, "scout"))) as server:
+        page = chromium.new_page(viewport={"width": 1000, "height": 900})
+        complaints: list[str] = []
+        page.on("console", lambda message: complaints.append(message.text) if message.type == "error" else None)
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.goto(server.url)
+        expect(page.locator("#app")).to_have_attribute("data-ready", "")
+        expect(page.locator("#model-line")).to_contain_text("routed before")
+        expect(page.locator("#budget")).to_be_disabled()
+        expect(page.locator("#k-value")).to_have_text("30 of 100 patches")
+        page.close()
+        assert complaints == []
