@@ -153,6 +153,19 @@ def test_requests_that_cannot_be_served_are_refused_with_a_reason(
         mtb.evaluate(other, drawn.manifest.take(range(4)), tmp_path / "out", store=store, classes={"MEL": "MEL"} | named(drawn))
 
 
+@pytest.mark.slow
+def test_training_images_are_recognized_without_the_cache_of_the_store(drawn: Drawn, trained: Path, tmp_path: Path) -> None:
+    cache = {path: path.read_bytes() for path in (drawn.store_path / "cache").glob("*.safetensors")}
+    for path, data in cache.items():
+        path.write_bytes(data[: len(data) // 2])
+    try:
+        with pytest.raises(RequestError, match="The model was trained on 3 of the 3 images"):
+            mtb.evaluate(trained, drawn.manifest.part("train").take(range(3)), tmp_path / "out")
+    finally:
+        for path, data in cache.items():
+            path.write_bytes(data)
+
+
 def named(drawn: Drawn) -> dict[str, str | None]:
     return dict.fromkeys(drawn.manifest.classes)
 

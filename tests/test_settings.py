@@ -166,7 +166,6 @@ def test_an_extraction_that_makes_no_sense_is_refused_and_writes_nothing(
         ("route IMAGE --out routed --address auto", "--address only matters with --engine ray."),
         ("export MODEL --format hub --budget 0.3 --part whole --out x", "--budget and --part only matter with --format onnx."),
         ("export MODEL --format web --selector lats --out x", "--selector only matters with --format onnx."),
-        ("export MODEL --format web --port 80 --out x", "--port only matters with --serve."),
         ("sweep M --store S --out x --address auto", "--address only matters with --engine ray."),
         ("sweep M --store S --out x --engine ray --jobs 3", "--jobs only matters with --engine local."),
         ("reproduce M --store S --out x --address auto", "--address only matters with --engine ray."),

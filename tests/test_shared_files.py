@@ -15,8 +15,7 @@ import torch
 import medtokenbudget as mtb
 from medtokenbudget.cli import main
 from medtokenbudget.data import Drawings, synthetic_manifest
-from medtokenbudget.serve.runtime import WebRuntime
-from medtokenbudget.serve.site import write_site
+from medtokenbudget.serve.site import WebRuntime, write_site
 from tests.small_model import small_backbone
 
 pytestmark = pytest.mark.slow

@@ -387,8 +387,8 @@ def distill(options: argparse.Namespace) -> None:
     state = {name: value.detach().cpu().half().contiguous() for name, value in student.model.state_dict().items()}
     if not all(bool(torch.isfinite(value).all()) for value in state.values()):
         raise WorkError("Some weights are too large for fp16. Use a smaller --lr.")
-    recipe.write(options.out)
     write_safetensors(options.out / zoo.WEIGHTS_FILE, save(state, {"format": "pt"}))
+    recipe.write(options.out)
     write_text(options.out / "README.md", card(manifest, teacher, options))
 
 

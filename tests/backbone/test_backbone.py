@@ -149,7 +149,6 @@ def test_weights_out_of_reach_are_an_error_that_says_how_to_get_them(hub: str, t
         ({"name": "swin_tiny_patch4_window7_224", "image_size": 224}, "one fixed grid"),
         ({"name": "samvit_base_patch16_224", "image_size": 224}, "one fixed grid"),
         ({"layer": 6}, "the blocks 0 to 5"),
-        ({"layer": -7}, "the blocks 0 to 5"),
         ({"image_size": 70}, "--image-size 64 or 80"),
     ],
 )

@@ -78,7 +78,7 @@ def test_a_second_run_makes_only_what_is_missing(tmp_path: Path, backbone: Backb
     ("change", "shown"),
     [
         ({"dtype": "fp32"}, "dtype: expected 'fp32', found 'fp16'"),
-        ({"view_seed": 1}, "view_seed: expected 1, found 0"),
+        ({"views": "off-center", "view_seed": 1}, "view_seed: expected 1, found 0"),
         ({"precision": "bf16"}, "precision: expected 'bf16', found 'fp32'"),
         ({"batch_size": 2}, "batch_size: expected 2, found 3"),
     ],
@@ -101,9 +101,9 @@ def test_a_store_with_another_scale_of_pseudo_attention_is_rejected(
     assert store.config["backbone"]["pseudo_temperature"] == 0.1
     assert "pseudo_temperature" not in Backbone.load(backbone).fingerprint
     # As stores were made before the scale was part of their identity: with the softmax of the cosines themselves.
-    settings = files.read_json(store.path / "store.json")
+    settings = files.read_sealed(store.path / "store.json", "")
     del settings["backbone"]["pseudo_temperature"]
-    files.write_json(store.path / "store.json", settings)
+    files.write_sealed(store.path / "store.json", settings)
     with pytest.raises(MismatchError, match="pseudo_temperature"):
         extract(manifest, store.path, pseudo, CONFIG)
 

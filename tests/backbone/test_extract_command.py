@@ -65,7 +65,7 @@ def test_masks_of_zeros_and_ones_are_left_out_aloud_and_not_read_as_empty(
     assert mask is not None
     Image.fromarray((np.asarray(Image.open(mask)) > 0).astype(np.uint8)).save(mask)
     assert _command(path, tmp_path / "store", backbone) == 0
-    assert f"The first: {mask} has only the values 0 and 1, so no pixel counts as lesion." in capsys.readouterr().out
+    assert f"The first: {mask.name} has only the values 0 and 1, so no pixel counts as lesion." in capsys.readouterr().out
     assert FeatureStore.open(tmp_path / "store", manifest).ids == ["image-000", "image-001", "image-003"]
 
 

@@ -24,6 +24,7 @@ from medtokenbudget.data import Manifest
 from medtokenbudget.errors import RequestError, WorkError
 from medtokenbudget.tokens import TokenBatch
 from tests.backbone.tiny import CONFIG, contents, ended_process, extract_arguments, tiny_backbone
+from tests.bad_input.damage import edit_json
 
 
 @pytest.mark.slow
@@ -127,6 +128,9 @@ def test_tokens_that_overflow_the_stored_format_are_errors_not_infinities(tmp_pa
     state = load_file(weights)
     state["norm.weight"] = state["norm.weight"] * 1e6
     save_file(state, weights)
+    with pytest.raises(RequestError, match=r"weights.safetensors is damaged: its hash is not the one in config.json"):
+        extract(manifest, tmp_path / "half", backbone, CONFIG)
+    edit_json(tmp_path / "loud" / "config.json", lambda config: config.update(sha256=files.sha256_file(weights)))
     half = extract(manifest, tmp_path / "half", backbone, CONFIG)
     assert len(half) == 0
     assert sum("not finite in float16" in error.reason for error in half.errors) == 8

@@ -344,10 +344,6 @@ def test_a_changed_byte_is_found_by_verify(tmp_path: Path) -> None:
         (lambda path: path.mkdir(), "no store.json"),
         (lambda path: (path.mkdir(), (path / "store.json").write_text("{")), "not valid JSON"),
         (lambda path: (path.mkdir(), (path / "store.json").write_text('{"format": 99}')), "format 99"),
-        (
-            lambda path: (path.mkdir(), (path / "store.json").write_text('{"format": 3, "route": {"budget": 0.3}}')),
-            "mtb route IMAGES",
-        ),
     ],
 )
 def test_what_is_no_store_is_rejected_by_name(tmp_path: Path, prepare: Callable[[Path], object], message: str) -> None:
