@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from medtokenbudget.app import server as serving
 from medtokenbudget.app.server import HEAD_BYTES, find_token
 from medtokenbudget.app.service import Limits, Question, Service
 from medtokenbudget.config import ServeConfig
@@ -161,6 +162,16 @@ def test_a_head_that_does_not_end_is_refused(server: Server) -> None:
     with connect(server) as endless:
         endless.sendall(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nX-Long: " + b"x" * 2 * HEAD_BYTES)
         assert endless.recv(100).startswith(b"HTTP/1.1 400")
+
+
+def test_a_connection_that_is_idle_after_an_answer_is_closed(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "IDLE_SECONDS", 0.3)
+    with running_here(service) as server, connect(server) as idle:
+        idle.sendall(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert idle.recv(4096).startswith(b"HTTP/1.1 200")
+        idle.settimeout(3)  # less than uvicorn's own limit of 5 s
+        while idle.recv(4096):
+            pass
 
 
 @pytest.mark.slow
