@@ -21,6 +21,7 @@ from PIL import Image
 
 from medtokenbudget.config import ServeConfig
 from medtokenbudget.errors import RequestError
+from medtokenbudget.serve import server as serving
 from medtokenbudget.serve.server import HEAD_BYTES, find_token
 from medtokenbudget.serve.service import Limits, Question, Service
 from tests.data.test_decode import many_scans
@@ -161,6 +162,16 @@ def test_a_head_that_does_not_end_is_refused(server: Server) -> None:
     with connect(server) as endless:
         endless.sendall(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nX-Long: " + b"x" * 2 * HEAD_BYTES)
         assert endless.recv(100).startswith(b"HTTP/1.1 400")
+
+
+def test_a_connection_that_is_idle_after_an_answer_is_closed(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "IDLE_SECONDS", 0.3)
+    with running_here(service) as server, connect(server) as idle:
+        idle.sendall(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert idle.recv(4096).startswith(b"HTTP/1.1 200")
+        idle.settimeout(3)  # less than uvicorn's own limit of 5 s
+        while idle.recv(4096):
+            pass
 
 
 @pytest.mark.slow
