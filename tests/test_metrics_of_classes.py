@@ -55,6 +55,14 @@ def test_calibration_error_by_hand() -> None:
     assert error == pytest.approx(2 / 3 * abs(0.5 - 0.9) + 1 / 3 * abs(1 - 0.6))
 
 
+def test_a_confidence_on_the_border_of_two_bins_is_in_the_lower_one() -> None:
+    # Four bins: (0, 0.25], (0.25, 0.5], (0.5, 0.75], (0.75, 1].
+    probabilities = np.array([[0.5, 0.5], [0.25, 0.75], [0.2, 0.8], [1.0, 0.0]])
+    confidence, index = metrics.confidence_bins(probabilities, bins=4)
+    assert confidence.tolist() == [0.5, 0.75, 0.8, 1.0]
+    assert index.tolist() == [1, 2, 3, 3]
+
+
 def test_a_calibrated_classifier_has_a_small_calibration_error_and_a_boastful_one_a_large() -> None:
     rng = np.random.default_rng(1)
     confidence = rng.uniform(0.5, 1, 20_000)

@@ -135,7 +135,6 @@ EDITS: dict[str, list[tuple[str, str, str, str]]] = {
         ("the paper's protocol cuts training", "training/parts.py", "train_ids, select_ids = train.ids + select.ids, validation.ids", "train_ids, select_ids = train.ids[1:] + select.ids, validation.ids"),
         ("the strict protocol selects on validation", "training/parts.py", "train_ids, select_ids = train.ids, select.ids", "train_ids, select_ids = train.ids, validation.ids"),
         ("heads learn from validation", "training/parts.py", 'if config.protocol == "strict" else train_ids', "if True else train_ids"),
-        ("masks train without the lesion loss", "routing/losses.py", "    with _graph_if(weights.lesion):\n        if lesion is None", "    with _graph_if(1):\n        if lesion is None"),
         ("views of all images are trained on", "training/parts.py", "if view in kinds and name in wanted]", "if view in kinds]"),
     ],
     "tests/test_metrics.py": [

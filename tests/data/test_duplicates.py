@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -51,7 +52,15 @@ def test_different_lesions_under_the_same_dark_rim_are_not_duplicates(tmp_path: 
     one, other = prints(tmp_path, *pictures)
     whole = np.corrcoef(one.thumbnail.reshape(-1), other.thumbnail.reshape(-1))[0, 1]
     assert whole > 0.97
+    other = replace(other, phash=one.phash)  # so that the thumbnails decide
     assert near_pairs([one, other]) == []
+
+
+def test_the_same_middle_in_other_surroundings_is_not_a_duplicate() -> None:
+    rng = np.random.default_rng(0)
+    thumbnails = rng.integers(0, 256, (2, 32, 32)).astype(np.uint8)
+    thumbnails[1, 4:28, 4:28] = thumbnails[0, 4:28, 4:28]
+    assert near_pairs([Fingerprint(str(k), 0, thumbnail) for k, thumbnail in enumerate(thumbnails)]) == []
 
 
 def test_the_same_bytes_are_exact_and_not_near(tmp_path: Path) -> None:
@@ -77,6 +86,7 @@ def test_the_hash_is_the_sign_of_the_low_cosine_frequencies() -> None:
 
 def test_groups_join_along_chains_of_pairs() -> None:
     assert merge(["d", "b", "c", "a", "b"], [(0, 1), (1, 2)]) == ["b", "b", "b", "a", "b"]
+    assert merge(list("abcde"), [(3, 4), (2, 3), (1, 2), (0, 1)]) == ["a"] * 5
     assert merge(["x", "y"], []) == ["x", "y"]
 
 

@@ -19,6 +19,11 @@ def test_a_patch_is_lesion_when_more_than_half_of_it_is() -> None:
     assert labels.reshape(4, 4).tolist() == [[True, False, False, False]] * 2 + [[False] * 4] * 2
 
 
+def test_the_threshold_is_half_of_the_range_of_gray_levels() -> None:
+    assert not patch_labels(Image.new("L", (32, 32), 127), (4, 4)).any()
+    assert patch_labels(Image.new("L", (32, 32), 128), (4, 4)).all()
+
+
 def test_raster_order_on_a_grid_that_is_not_square() -> None:
     mask = np.zeros((20, 60), np.uint8)
     mask[10:, 40:] = 255
@@ -63,4 +68,6 @@ def test_the_prevalence_table_leaves_out_images_without_a_lesion_patch() -> None
     assert table["minimum"] == {"patches": 6.0, "prevalence": 6 / 256}
     assert table["median"]["patches"] == 15.0
     assert table["mean"]["patches"] == 71.0
+    squares = (6 - 71) ** 2 + (10 - 71) ** 2 + (20 - 71) ** 2 + (248 - 71) ** 2
+    assert table["standard deviation"]["patches"] == pytest.approx((squares / 4) ** 0.5)
     assert prevalence_table([0, 0], 256) == {}

@@ -38,6 +38,7 @@ def random_manifest(n: int, classes: int, groups: int, seed: int) -> Manifest:
 def test_the_paper_split_trains_on_the_first_80_percent_of_the_permutation() -> None:
     order = np.random.RandomState(42).permutation(11)
     assert [paper_split(11)[i] for i in order] == ["train"] * 8 + ["val"] * 3
+    assert (paper_split(25_331) == "train").sum() == 20_264, "the paper's validation part has the other 5,067 images"
 
 
 @settings(max_examples=15, deadline=None)

@@ -128,6 +128,19 @@ def test_a_group_counts_once_however_many_images_it_has() -> None:
     assert (each.risk, grouped.risk) == (pytest.approx(0.25), pytest.approx(0.5 / 21))
 
 
+def test_an_image_may_lose_whole_patches_up_to_the_promised_share() -> None:
+    # A tenth of 9, 10, 19, 20 and 100 patches, rounded down; 1 - 0.9 is less than a tenth in floats.
+    assert Promise(0.9, coverage=0.5).allowed_losses([9, 10, 19, 20, 100]).tolist() == [0, 1, 1, 2, 10]
+
+
+def test_what_the_minimum_keeps_cannot_be_lost() -> None:
+    scores, lesion = [[0.9, 0.6, 0.2]] * 9, [[1, 1, 0]] * 9
+    # The two best patches are the lesion. Free to drop the second, a threshold above 0.6 would lose half of each.
+    assert pick_threshold(Promise(0.5), scores, lesion).value == 0.6
+    found = pick_threshold(Promise(0.5), scores, lesion, minimum=2)
+    assert (found.value, found.risk, found.bound) == (0.9, 0.0, pytest.approx(1 / 10))
+
+
 def test_images_without_a_lesion_patch_do_not_count() -> None:
     scores, lesion = images(50, seed=2)
     empty = np.zeros_like(lesion[:30])

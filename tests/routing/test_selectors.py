@@ -231,6 +231,12 @@ def test_norm_keeps_the_longest_patches():
     assert create_selector("norm").order(TokenBatch(patches, (2, 2))).tolist() == [[1, 2, 0, 3]]
 
 
+def test_local_contrast_keeps_the_patches_that_are_least_like_their_neighbors():
+    # Directions in the plane: 0, 0, 90 and 0 degrees. Dissimilarities of neighbors: 0, 1, 1; their means: 0, 1/2, 1, 1.
+    patches = torch.tensor([[[1.0, 0.0], [2.0, 0.0], [0.0, 3.0], [1.0, 0.0]]])
+    assert create_selector("local-contrast").order(TokenBatch(patches, (2, 2))).tolist() == [[2, 3, 1, 0]]
+
+
 def test_entropy_class_attention_and_darkness_rank_by_their_field():
     tokens = tokens_of(1, (2, 3))
     for name, field, sign in (

@@ -106,6 +106,7 @@ def test_a_term_of_weight_zero_is_reported_without_gradient(batch):
     loss.backward()
     assert loss.item() == pytest.approx(lesion_by_hand(batch), abs=1e-5)
     assert terms["distillation"].item() == pytest.approx(distillation_by_hand(batch), abs=1e-6)
+    assert [name for name, term in terms.items() if term.requires_grad] == ["lesion"]
     assert batch["scores"].grad[1].abs().sum() == 0
     assert batch["scores"].grad[0].abs().sum() > 0
 
@@ -122,6 +123,12 @@ def test_a_batch_without_masks_has_lesion_loss_zero_that_can_be_differentiated(b
 def test_an_empty_mask_is_not_a_missing_mask(batch):
     empty = torch.zeros(B, N, dtype=torch.bool)
     assert lesion_loss(batch["scores"], empty, batch["has_mask"]).item() > 0
+
+
+def test_opposite_score_vectors_are_as_good_as_unrelated_ones():
+    # Cosines of the pairs: -1, 0.6 and -0.6; the negative ones count as 0.
+    scores = torch.tensor([[1.0, 0.0], [-2.0, 0.0], [0.6, 0.8]])
+    assert diversity_loss(scores).item() == pytest.approx(2 * 0.6 / 6)
 
 
 def test_a_batch_of_one_has_no_diversity_loss():

@@ -166,6 +166,7 @@ def joint_config(**changes: Any) -> TrainConfig:
         "patience": 4,
         "lr": 0.01,
         "clip": 0.05,
+        "weight_decay": 0.1,
         "lats": small,
         "seed": 50,
     }
@@ -236,7 +237,7 @@ def train_head(
 
 
 def head_config(name: str, **changes: Any) -> TrainConfig:
-    return quick(name, **{"head_epochs": 5, "lr": 0.01, "clip": 0.05, "views": "none", **changes})
+    return quick(name, **{"head_epochs": 5, "lr": 0.01, "clip": 0.05, "weight_decay": 0.1, "views": "none", **changes})
 
 
 def test_the_head_of_the_lesion_first_recipe_ends_with_the_weights_of_a_plain_loop(drawn: Drawn, tmp_path: Path) -> None:
