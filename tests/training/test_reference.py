@@ -236,8 +236,8 @@ def train_head(
     return found if found.kept else replace(found, kept=state(modules))
 
 
-def head_config(name: str, **changes: Any) -> TrainConfig:
-    return quick(name, **{"head_epochs": 5, "lr": 0.01, "clip": 0.05, "weight_decay": 0.1, "views": "none", **changes})
+def head_config(name: str, *methods: str, **changes: Any) -> TrainConfig:
+    return quick(name, *methods, **{"head_epochs": 5, "lr": 0.01, "clip": 0.05, "weight_decay": 0.1, "views": "none", **changes})
 
 
 def test_the_head_of_the_lesion_first_recipe_ends_with_the_weights_of_a_plain_loop(drawn: Drawn, tmp_path: Path) -> None:
@@ -253,7 +253,7 @@ def test_the_head_of_the_lesion_first_recipe_ends_with_the_weights_of_a_plain_lo
 
 @pytest.mark.parametrize("name", ["center", "random"])
 def test_the_head_of_a_baseline_learns_as_a_plain_loop_does(drawn: Drawn, tmp_path: Path, name: str) -> None:
-    config = head_config("paper")
+    config = head_config("paper", f"{name}+linear")
     selector = create_selector(name)
     rows = make_parts(drawn.manifest, drawn.store, config).head
     expected = train_head(
@@ -267,7 +267,7 @@ def test_the_head_of_a_baseline_learns_as_a_plain_loop_does(drawn: Drawn, tmp_pa
 def test_under_the_papers_protocol_a_baseline_keeps_its_best_epoch_of_a_constant_rate(
     drawn: Drawn, tmp_path: Path, name: str
 ) -> None:
-    config = head_config("paper", protocol="paper", evaluate_every=2, head_epochs=9, lr=0.05, clip=1.0)
+    config = head_config("paper", f"{name}+linear", protocol="paper", evaluate_every=2, head_epochs=9, lr=0.05, clip=1.0)
     selector = create_selector(name)
     rows, validation = rows_of(drawn, "train"), rows_of(drawn, "val")
     expected = train_head(
@@ -287,7 +287,7 @@ def test_under_the_papers_protocol_a_baseline_keeps_its_best_epoch_of_a_constant
 def test_heads_that_read_tokens_and_selectors_that_need_masks_keep_their_best_epoch_too(
     drawn: Drawn, tmp_path: Path, method: str
 ) -> None:
-    config = head_config("paper", protocol="paper", head_epochs=3)
+    config = head_config("paper", method, protocol="paper", evaluate_every=1, head_epochs=3)
     sweep(drawn.manifest_path, drawn.store_path, tmp_path, (method,), config=config, execution=Execution(jobs=1))
     rows = read_lines(tmp_path / "units" / f"{method}-42" / "metrics.jsonl")
     results = read_results(tmp_path / "results.csv").query("budget == 0.5 and view == 'as-is'")
@@ -296,7 +296,7 @@ def test_heads_that_read_tokens_and_selectors_that_need_masks_keep_their_best_ep
 
 
 def test_the_curriculum_ablation_differs_from_lats_in_the_budget_alone(drawn: Drawn, tmp_path: Path) -> None:
-    config = quick("paper", epochs=3, curriculum=CurriculumConfig(epochs=2))
+    config = quick("paper", "lats", epochs=3, curriculum=CurriculumConfig(epochs=2))
     sweep(drawn.manifest_path, drawn.store_path, tmp_path, ("lats", "lats:fixed-0.5"), config=config, execution=Execution(jobs=1))
     lats, fixed = (read_lines(tmp_path / "units" / f"{name}-42" / "metrics.jsonl") for name in ("lats", "lats~fixed-0.5"))
     assert [row["budget"] for row in lats] == [0.5, 0.375, 0.25]
