@@ -1,7 +1,7 @@
 """Break the package on purpose, one small edit at a time, and see whether the quick tests notice.
 
-`make mutants` applies each edit of `mutant_list.py` to a copy of the package and runs the tests that must notice it. It takes
-about ten minutes on two cores; `make mutants ARGS="curriculum --jobs 1"` runs edits with a word in their name, file or tests.
+`make mutants` applies each edit of `mutant_list.py` to a copy of the package and runs the tests that must notice it. Every edit
+starts pytest anew, so all of them take a while; `make mutants ARGS="curriculum"` runs those with a word in name, file or tests.
 """
 
 from __future__ import annotations
