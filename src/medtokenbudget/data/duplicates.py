@@ -15,7 +15,7 @@ import numpy as np
 from PIL import Image
 from scipy.fft import dctn
 
-from medtokenbudget.data.decode import DecodeError, decode_image
+from medtokenbudget.data.images import DecodeError, decode_image
 from medtokenbudget.data.manifest import Manifest
 from medtokenbudget.files import sha256_file
 from medtokenbudget.progress import progress

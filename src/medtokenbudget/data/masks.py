@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from medtokenbudget.data.decode import DecodeError, decode_mask
+from medtokenbudget.data.images import DecodeError, decode_mask
 from medtokenbudget.errors import GridError
 
 ASPECT_TOLERANCE = 0.02
