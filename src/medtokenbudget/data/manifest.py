@@ -27,8 +27,6 @@ SOURCES = ("isic", "kvasir", "folder", "csv", "synthetic")
 Split = Literal["train", "select", "val"]
 METADATA_KEY = b"medtokenbudget"
 """Where the Parquet file stores what is not a column."""
-_STORED = ("classes", "name", "source", "split_rule")
-"""Fields of a manifest that its file stores and that `file_hash` covers, in this order, before the columns."""
 _VERSION = 2
 
 
@@ -188,14 +186,16 @@ class Manifest:
         columns = {name: self.rows[name].tolist() for name in COLUMNS}
         for name in ("image", "mask"):
             columns[name] = [None if value is None else _relative(self._path(value), folder) for value in columns[name]]
-        stored = [list(self.classes), self.name, self.source, self.split_rule]
         metadata = {
             "version": _VERSION,
-            **dict(zip(_STORED, stored)),
+            "classes": list(self.classes),
+            "name": self.name,
+            "source": self.source,
+            "split_rule": self.split_rule,
             "hash": self.hash,
-            "file_hash": sha256_json([*stored, columns]),
         }
-        if not overwrite and target.exists() and _file_hash(target) != metadata["file_hash"]:
+        metadata["file_hash"] = _file_hash(columns, metadata)
+        if not overwrite and target.exists() and _stored_hash(target) != metadata["file_hash"]:
             raise ManifestError(
                 f"{target} already exists and is different. Pass --overwrite to replace it (with --keep-split {target} its images "
                 "keep their part), or choose another --out."
@@ -217,7 +217,7 @@ class Manifest:
         """
         source = Path(path)
         columns, metadata = _read_table(source)
-        if sha256_json([*(metadata.get(name) for name in _STORED), columns]) != metadata.get("file_hash"):
+        if _file_hash(columns, metadata) != metadata.get("file_hash"):
             raise ManifestError(f"{source} was edited or damaged after `mtb data` wrote it. {_valid_again(source)}")
         rows = pd.DataFrame({name: pd.Series(values, dtype=object) for name, values in columns.items()})
         root = Path(os.path.abspath(source.parent))
@@ -260,10 +260,14 @@ def _read_table(source: Path) -> tuple[dict[str, list[str | None]], dict[str, An
     return columns, metadata
 
 
-def _file_hash(path: Path) -> str | None:
-    """Read the hash of the content from a manifest's file; None if it is not one."""
+def _file_hash(columns: dict[str, list[Any]], metadata: dict[str, Any]) -> str:
+    return sha256_json([*(metadata.get(name) for name in ("classes", "name", "source", "split_rule")), columns])
+
+
+def _stored_hash(path: Path) -> str | None:
+    """Hash what a manifest's file holds now, which its metadata need not tell after an edit; None if it is not a manifest."""
     try:
-        return _read_table(path)[1].get("file_hash")
+        return _file_hash(*_read_table(path))
     except ManifestError:
         return None
 
