@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from medtokenbudget.data.images import DecodeError, decode_mask
+from medtokenbudget.data.images import DecodeError, decode_mask, require_lesion_values
 from medtokenbudget.errors import GridError
 
 ASPECT_TOLERANCE = 0.02
@@ -33,19 +33,26 @@ def mask_of(image: tuple[int, int], path: Path | str) -> Image.Image:
     return mask
 
 
-def patch_labels(mask: Image.Image, grid: tuple[int, int]) -> np.ndarray:
-    """Which patches are lesion: the mask in gray, resized bilinearly to the token grid, above half of its range.
+def patch_labels(mask: Image.Image, grid: tuple[int, int], *, whole: bool = True) -> np.ndarray:
+    """Find the lesion patches: the mask in gray, resized bilinearly to the token grid, above half of its range.
 
     Args:
         mask: The lesion mask.
         grid: Rows and columns (h, w) of the token grid.
+        whole: Whether this is a whole mask, which must be empty or have lesion pixels. Part of one, such as a crop, may hold
+            nothing but the faint border of a lesion.
 
     Returns:
         `[h * w]` bool in raster order.
+
+    Raises:
+        DecodeError: A whole mask is too dark for any pixel to count as lesion, such as one of the values 0 and 1.
     """
     height, width = grid
     if height < 1 or width < 1:
         raise GridError(f"A token grid needs at least one row and one column, got {height} x {width}.")
+    if whole:
+        require_lesion_values("The mask", mask)
     small = mask.convert("L").resize((width, height), Image.Resampling.BILINEAR)
     return (np.asarray(small, dtype=np.float32) / 255.0 > 0.5).reshape(-1)
 
