@@ -88,7 +88,7 @@ def test_strata_follow_the_edges_and_what_needs_a_mask_is_not_measured_without_o
     bare, masked = measure(image, None), measure(image, Image.fromarray(drawing.mask))
     assert np.isnan(bare.position)
     assert bare.strata()["skin tone"] is None
-    assert masked.strata()["position"] in strata.POSITIONS
+    assert masked.strata()["position"] in strata.STRATA["position"]
     assert set(masked.strata()) == set(strata.STRATA) == set(strata.METHODS)
 
 

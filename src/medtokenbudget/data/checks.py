@@ -16,7 +16,7 @@ import numpy as np
 from PIL import Image
 
 from medtokenbudget.config import Parallel, check_values
-from medtokenbudget.data.duplicates import Fingerprint, exact_pairs, fingerprint, near_pairs
+from medtokenbudget.data.duplicates import Fingerprint, duplicate_pairs, fingerprint
 from medtokenbudget.data.images import DecodeError, decode_image, decode_mask
 from medtokenbudget.data.manifest import SPLITS, Manifest
 from medtokenbudget.data.masks import patch_labels, prevalence_table, same_aspect
@@ -145,7 +145,7 @@ def check(manifest: Manifest, workers: int = 4) -> Report:
         source=manifest.source,
         split_rule=manifest.split_rule,
         images=len(manifest),
-        findings=[_finding(kind, found, manifest.split_rule) for kind, found in items.items() if found],
+        findings=[_finding(kind, names, manifest.split_rule) for kind, names in items.items() if names],
         classes=_by_class(manifest, np.ones(len(manifest), dtype=bool)),
         masks=_by_class(manifest, manifest.rows["mask"].notna().to_numpy()),
         prevalence={part: prevalence_table(counts, GRID[0] * GRID[1]) for part, counts in with_lesion.items()},
@@ -189,9 +189,7 @@ def _mask_problems(mask: Image.Image, image: Image.Image | None, patches: int) -
 
 
 def _duplicates(manifest: Manifest, rows: Sequence[_Row]) -> dict[str, list[str]]:
-    readable = [(index, row.fingerprint) for index, row in enumerate(rows) if row.fingerprint is not None]
-    prints = [one for _, one in readable]
-    exact, near = ([(readable[i][0], readable[j][0]) for i, j in pairs] for pairs in (exact_pairs(prints), near_pairs(prints)))
+    exact, near = duplicate_pairs([row.fingerprint for row in rows])
     ids = manifest.ids
 
     def differing(column: str) -> list[str]:

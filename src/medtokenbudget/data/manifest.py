@@ -110,11 +110,11 @@ class Manifest:
         return np.array([-1 if label is None else place[label] for label in self.rows["label"]], dtype=np.int64)
 
     def image_path(self, index: int) -> Path:
-        """The path of the image in a row."""
+        """Return the path of the image in a row."""
         return self._path(str(self.rows["image"].iat[index]))
 
     def mask_path(self, index: int) -> Path | None:
-        """The path of the mask in a row, or None if the image has no mask."""
+        """Return the path of the mask in a row, or None if the image has no mask."""
         mask = self.rows["mask"].iat[index]
         return None if mask is None else self._path(str(mask))
 
@@ -122,21 +122,21 @@ class Manifest:
         return Path(stored) if self.root is None else self.root / stored
 
     def part(self, name: str) -> Manifest:
-        """The rows of one part of the split: 'train', 'select' or 'val'."""
+        """Take the rows of one part of the split: 'train', 'select' or 'val'."""
         if name not in SPLITS:
             raise ManifestError(f"Unknown part '{name}'. The parts of a manifest are {', '.join(SPLITS)}.")
         return self.take(np.flatnonzero((self.rows["split"] == name).to_numpy(dtype=bool)))
 
     def without_labels(self) -> Manifest:
-        """The same images without class labels, for a router that learns from masks alone."""
+        """Copy the manifest without class labels, for a router that learns from masks alone."""
         return replace(self, rows=self.rows.assign(label=None), classes=())
 
     def take(self, rows: Sequence[int] | np.ndarray) -> Manifest:
-        """The rows with these numbers, in this order."""
+        """Take the rows with these numbers, in this order."""
         return replace(self, rows=self.rows.iloc[np.asarray(rows, dtype=np.int64)])
 
     def with_columns(self, split_rule: str | None = None, **columns: Sequence[str | None]) -> Manifest:
-        """A copy with other values in the given columns."""
+        """Copy the manifest with other values in the given columns."""
         changed = self.rows.assign(**{name: pd.Series(list(values), dtype=object) for name, values in columns.items()})
         return replace(self, rows=changed, split_rule=split_rule or self.split_rule)
 
@@ -160,7 +160,7 @@ class Manifest:
         return [list(row) for row in zip(*columns)]
 
     def _below_root(self, name: str) -> list[str | None]:
-        """Paths of a column relative to their deepest common folder."""
+        """Make the paths of a column relative to their deepest common folder."""
         paths = [None if value is None else os.path.abspath(self._path(value)) for value in self.rows[name]]
         folders = {os.path.dirname(path) for path in paths if path is not None}
         common = os.path.commonpath(folders) if folders else ""

@@ -16,7 +16,7 @@ ASPECT_TOLERANCE = 0.02
 
 
 def same_aspect(mask: tuple[int, int], image: tuple[int, int]) -> bool:
-    """Whether a mask and an image, given as (width, height), have the same aspect ratio. Their sizes may differ."""
+    """Tell whether a mask and an image, given as (width, height), have the same aspect ratio. Their sizes may differ."""
     return abs(mask[0] * image[1] / (mask[1] * image[0]) - 1) <= ASPECT_TOLERANCE
 
 
@@ -58,7 +58,7 @@ def patch_labels(mask: Image.Image, grid: tuple[int, int], *, whole: bool = True
 
 
 def covered_shares(mask: Image.Image, grid: tuple[int, int]) -> np.ndarray:
-    """How much of each patch the mask covers: the plain mean over the patch, in 255 steps.
+    """Measure how much of each patch the mask covers: the plain mean over the patch, in 255 steps.
 
     `patch_labels` follows the paper, whose bilinear filter also reaches into the neighbors; this says which of its lesion patches
     are all lesion and which are borders.
@@ -71,7 +71,7 @@ def covered_shares(mask: Image.Image, grid: tuple[int, int]) -> np.ndarray:
 
 
 def prevalence_table(counts: Sequence[int] | np.ndarray, patches: int) -> dict[str, dict[str, float]]:
-    """The supplement's table of lesion patches per image and their share of all patches.
+    """Compute the supplement's table of lesion patches per image and their share of all patches.
 
     Args:
         counts: Lesion patches of each image; images without any are left out.
