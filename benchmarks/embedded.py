@@ -26,7 +26,7 @@ from medtokenbudget import metrics
 from medtokenbudget.backbone import Backbone, FeatureStore, extract
 from medtokenbudget.config import HEADLINE_BUDGETS, BackboneConfig, ExtractConfig, preset
 from medtokenbudget.data import Drawings, Manifest, decode_image, decode_mask, paper_split, patch_labels, synthetic_manifest
-from medtokenbudget.data.isic import GROUND_TRUTH, isic_manifest, read_ground_truth
+from medtokenbudget.data.readers import GROUND_TRUTH, isic_manifest, read_ground_truth
 from medtokenbudget.routing import LATSSelector, budget_to_k
 from medtokenbudget.routing.losses import lesion_loss
 from medtokenbudget.tokens import TokenBatch

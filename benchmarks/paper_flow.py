@@ -23,7 +23,7 @@ from medtokenbudget.backbone import Backbone, FeatureStore, extract
 from medtokenbudget.backbone.preprocess import luminance
 from medtokenbudget.config import BUDGETS, BackboneConfig, ExtractConfig, preset
 from medtokenbudget.data import Manifest
-from medtokenbudget.data.decode import decode_image
+from medtokenbudget.data.images import decode_image
 from medtokenbudget.routing import LATSSelector, create_selector
 from medtokenbudget.tokens import TokenBatch
 from medtokenbudget.training import MLPHead, RoutedClassifier, classification_loss, total_loss

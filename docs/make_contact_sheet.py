@@ -12,7 +12,8 @@ import numpy as np
 from PIL import Image, ImageDraw
 from scipy import ndimage
 
-from medtokenbudget.data.dermoscopy import CLASSES, Drawing, draw
+from medtokenbudget.data.readers import ISIC_CLASSES as CLASSES
+from medtokenbudget.data.synthetic import Drawing, draw
 
 COLUMNS, TILE, MARGIN, GAP = 8, 156, 84, 3
 

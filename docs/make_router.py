@@ -31,7 +31,7 @@ import medtokenbudget as mtb
 from medtokenbudget.backbone import FeatureStore, extract
 from medtokenbudget.config import BackboneConfig, ExtractConfig, LATSConfig, preset
 from medtokenbudget.data import Manifest, cut_selection, folder_manifest, isic_manifest, merged_groups
-from medtokenbudget.data.isic import METADATA, read_lesions
+from medtokenbudget.data.readers import METADATA, read_lesions
 from medtokenbudget.progress import say
 from medtokenbudget.routing import Ranker
 from medtokenbudget.routing.guarantee import group_mean, lesion_kept

@@ -22,8 +22,8 @@ from PIL import Image
 
 import medtokenbudget
 from medtokenbudget.cli import main
-from medtokenbudget.data.dermoscopy import draw
 from medtokenbudget.data.manifest import COLUMNS
+from medtokenbudget.data.synthetic import draw
 from medtokenbudget.heads import registry as heads
 from medtokenbudget.routing import registry
 from medtokenbudget.runs.results import PREDICTION_COLUMNS, RESULT_COLUMNS

@@ -15,7 +15,7 @@ from PIL import Image
 
 import medtokenbudget as mtb
 from medtokenbudget.data import Manifest
-from medtokenbudget.data.dermoscopy import draw
+from medtokenbudget.data.synthetic import draw
 from medtokenbudget.runs.results import read_results
 
 CLASSES = ("MEL", "NV", "BCC")

@@ -20,7 +20,7 @@ import pytest
 from packaging.requirements import Requirement
 from PIL import Image
 
-from medtokenbudget.data.dermoscopy import draw
+from medtokenbudget.data.synthetic import draw
 from tests.conftest import REPOSITORY
 
 COMMANDS = """

@@ -19,7 +19,7 @@ import medtokenbudget as mtb
 from medtokenbudget.api import route_shards
 from medtokenbudget.api.route import RouteConfig, route_files
 from medtokenbudget.cli import main
-from medtokenbudget.data.dermoscopy import draw
+from medtokenbudget.data.synthetic import draw
 from medtokenbudget.errors import RequestError, UnknownNameError, WorkError
 from medtokenbudget.files import read_json, read_lines
 from medtokenbudget.model import MedTokenBudget

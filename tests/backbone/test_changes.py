@@ -91,6 +91,22 @@ def test_another_mask_extracts_nothing_and_crops_keep_their_box(
     assert torch.equal(again.lesion[others], store.lesion[others])
 
 
+def test_a_crop_with_nothing_but_faint_pixels_of_a_mask_has_no_lesion_patch(manifest: Manifest, store: FeatureStore) -> None:
+    path = manifest.mask_path(2)
+    assert path is not None
+    [crop] = store.rows(["image-002"], view="off-center")
+    left, top, right, bottom = store.stored[int(store.annotation.tokens[crop])].geometry.box  # type: ignore[union-attr,misc]
+    # JPEG leaves such pixels all over a mask; the lesion is where the crop is not.
+    mask = Image.new("L", (960, 800), 255)
+    mask.paste(3, (int(960 * left) - 1, int(800 * top) - 1, int(960 * right) + 2, int(800 * bottom) + 2))
+    mask.save(path)
+    again = FeatureStore.open(store.path, manifest)
+    [whole], [crop] = again.rows(["image-002"]), again.rows(["image-002"], view="off-center")
+    assert again.lesion[whole].any()
+    assert again.has_mask[crop]
+    assert not again.lesion[crop].any()
+
+
 def test_without_masks_or_with_masks_from_elsewhere_one_store_serves(
     tmp_path: Path, backbone: BackboneConfig, manifest: Manifest, store: FeatureStore
 ) -> None:

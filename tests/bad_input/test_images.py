@@ -13,7 +13,7 @@ from medtokenbudget.data import decode_image, decode_mask
 from medtokenbudget.data.masks import mask_of
 from medtokenbudget.errors import MedTokenBudgetError
 from tests.bad_input.damage import CLEAR, FRAMES, PLAIN, claims, cut, encoded
-from tests.data.test_decode import many_scans
+from tests.data.pictures import many_scans
 
 
 def bad_checksum() -> bytes:

@@ -13,7 +13,7 @@ import torch
 
 from medtokenbudget.cli import main
 from medtokenbudget.data import Manifest
-from medtokenbudget.data.csv_source import csv_manifest
+from medtokenbudget.data.readers import csv_manifest
 from medtokenbudget.errors import MedTokenBudgetError
 from medtokenbudget.runs.run import RunInfo
 from medtokenbudget.tensor_files import load_tensors, save_tensors

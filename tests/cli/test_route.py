@@ -17,7 +17,7 @@ import medtokenbudget as mtb
 from medtokenbudget.api.route import RouteConfig, route_files
 from medtokenbudget.cli import main
 from medtokenbudget.cli.completion import script
-from medtokenbudget.data.dermoscopy import draw
+from medtokenbudget.data.synthetic import draw
 from medtokenbudget.errors import RequestError
 from medtokenbudget.files import read_json, read_lines
 from medtokenbudget.model import MedTokenBudget, Routing

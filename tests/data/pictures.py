@@ -1,7 +1,8 @@
-"""Small pictures on disk that the tests of this room share."""
+"""Small pictures and files that several tests share."""
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import numpy as np
@@ -40,3 +41,12 @@ def class_folders(root: Path, per_class: int = 5, classes: tuple[str, ...] = ("M
         for k in range(per_class):
             save(lesion_picture(100 * c + k), root / label / f"{label}_{k}.png")
     return root
+
+
+def many_scans(size: int, scans: int) -> bytes:
+    """A progressive JPEG whose last scan is repeated."""
+    stream = io.BytesIO()
+    Image.effect_noise((size, size), 50).save(stream, format="JPEG", progressive=True, quality=5)
+    data = stream.getvalue()
+    last = data.rindex(b"\xff\xda")
+    return data[:last] + data[last:-2] * scans + data[-2:]

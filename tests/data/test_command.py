@@ -45,6 +45,14 @@ WRONG = {
         ("isic", "photos", "--out", "m.parquet"),
         "ISIC_2019_Training_GroundTruth.csv does not exist. Pass the folder",
     ),
+    "a folder that does not exist": (("folder", "/nowhere", "--out", "m"), "does not exist"),
+    "an ISIC folder that does not exist": (("isic", "/nowhere", "--out", "m"), "does not exist"),
+    "nothing to check": (("check", "/nowhere.parquet"), "does not exist"),
+    "nothing to split": (("split", "/nowhere.parquet", "--out", "m"), "does not exist"),
+    "an unknown way to match masks": (("isic", "/nowhere", "--masks", "fuzzy", "--out", "m"), "exact"),
+    "no place for the manifest": (("folder", "/nowhere"), "Missing: --out"),
+    "an unknown command": (("sideways",), "command of mtb data 'sideways'"),
+    "no drawings": (("synthetic", "--n", 0, "--out", "drawn"), "--n cannot be '0'. Use a whole number that is at least 1"),
     "several faults of a CSV": (("csv", "t.csv", "--out", "m.parquet"), "unknown columns: lable"),
     "a CSV with semicolons": (
         ("csv", "semicolons.csv", "--out", "m.parquet"),
@@ -122,16 +130,6 @@ def test_a_new_split_keeps_the_name(tmp_path: Path) -> None:
     assert Manifest.read(second).name == "2019"
 
 
-def test_duplicates_stay_together_in_a_grouped_split(tmp_path: Path) -> None:
-    photos = class_folders(tmp_path / "photos", 8)
-    for k in range(8):
-        save(lesion_picture(k).resize((48, 36)), photos / "MEL" / f"copy_{k}.png")
-    assert run("folder", photos, "--out", tmp_path / "m.parquet") == 0
-    rows = Manifest.read(tmp_path / "m.parquet").rows.set_index("image_id")
-    for k in range(8):
-        assert rows["split"][f"MEL/MEL_{k}"] == rows["split"][f"MEL/copy_{k}"]
-
-
 def test_a_given_split_stays_unless_another_is_asked_for(tmp_path: Path) -> None:
     class_folders(tmp_path / "photos" / "train", 4)
     class_folders(tmp_path / "photos" / "val", 1)
@@ -149,14 +147,15 @@ def test_a_different_manifest_is_replaced_only_on_request(tmp_path: Path, capsys
     save(lesion_picture(77), photos / "NV" / "new.png")
     assert run("folder", photos, "--out", out) == 2
     said = capsys.readouterr().err
-    assert "already exists and is different: 1 images added. Pass --overwrite" in said
+    assert f"{out} already exists and is different. Pass --overwrite" in said
     assert f"--keep-split {out}" in said
     assert out.read_bytes() == before
     assert run("folder", photos, "--keep-split", out, "--overwrite", "--out", out) == 0
     assert len(Manifest.read(out)) == 13
     out.write_text("something else")
     assert run("folder", photos, "--out", out) == 2
-    assert "not a readable manifest" in capsys.readouterr().err
+    assert "already exists and is different" in capsys.readouterr().err
+    assert out.read_text() == "something else"
 
 
 def test_the_split_of_an_older_manifest_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -172,7 +171,7 @@ def test_the_split_of_an_older_manifest_is_kept(tmp_path: Path, capsys: pytest.C
     assert run("folder", photos, "--split", "paper", "--keep-split", old, "--out", new) == 2
 
 
-@pytest.mark.parametrize("editor", ["csv", "pandas csv", "pandas parquet"])
+@pytest.mark.parametrize("editor", ["csv", "csv with row numbers", "parquet"])
 def test_an_edited_manifest_becomes_valid_again_with_every_column(tmp_path: Path, editor: str) -> None:
     photos, path = class_folders(tmp_path / "photos", 6), tmp_path / "m.parquet"
     mask = photos / "mask.bmp"
@@ -182,18 +181,15 @@ def test_an_edited_manifest_becomes_valid_again_with_every_column(tmp_path: Path
         label=[*"BABABA"], group=["g"] * 3 + ["h"] * 3, split=["train"] * 3 + ["val"] * 3, mask=[str(mask)] * 6
     )
     made.write(path)
-    if editor == "csv":
+    if editor.startswith("csv"):
         table = tmp_path / "m.csv"
-        assert run("csv", path, "--out", table) == 0
-    elif editor == "pandas csv":
-        table = tmp_path / "m.csv"
-        pd.read_parquet(path).to_csv(table)
+        pd.read_parquet(path).to_csv(table, index=editor != "csv")
     else:
         table = path
         pd.read_parquet(path).assign(label=["A", *"ABABA"]).to_parquet(path)
     assert run("csv", table, "--classes", "B,A", "--name", "Clinic A", "--out", path, "--overwrite") == 0
     again = Manifest.read(path)
-    expected = made.with_columns(label=["A", *"ABABA"]) if editor == "pandas parquet" else made
+    expected = made.with_columns(label=["A", *"ABABA"]) if editor == "parquet" else made
     assert again.hash == expected.hash
     assert again.rows["group"].tolist() == ["g"] * 3 + ["h"] * 3
 
@@ -238,28 +234,6 @@ def test_a_csv_from_the_command_line(tmp_path: Path) -> None:
     manifest = Manifest.read(tmp_path / "m.parquet")
     assert manifest.classes == ("NV", "MEL")
     assert (manifest.rows.groupby("group")["split"].nunique() == 1).all()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["folder", "/nowhere", "--out", "m"], "does not exist"),
-        (["isic", "/nowhere", "--out", "m"], "does not exist"),
-        (["check", "/nowhere.parquet"], "does not exist"),
-        (["split", "/nowhere.parquet", "--out", "m"], "does not exist"),
-        (["isic", "/nowhere", "--masks", "fuzzy", "--out", "m"], "exact"),
-        (["folder", "/nowhere"], "Missing: --out"),
-        (["sideways"], "command of mtb data 'sideways'"),
-        (["synthetic", "--n", "0", "--out", "m"], "--n cannot be '0'. Use a whole number that is at least 1"),
-    ],
-)
-def test_a_wrong_request_ends_with_2_and_no_traceback(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(*arguments) == 2
-    err = capsys.readouterr().err
-    assert message in err
-    assert "Traceback" not in err
 
 
 def test_help_does_not_import_what_is_heavy() -> None:

@@ -155,6 +155,19 @@ def test_a_file_of_another_version_is_rejected_with_the_command_to_run_again(tmp
         Manifest.read(path)
 
 
+def test_a_different_file_is_replaced_only_if_that_is_allowed(tmp_path: Path) -> None:
+    path = manifest(tmp_path).write(tmp_path / "m.parquet")
+    manifest(tmp_path).write(path, overwrite=False)
+    other = manifest(tmp_path).with_columns(label=["NV", "NV", None])
+    for harm in (lambda path: None, edited, lambda path: path.write_text("notes")):
+        harm(path)
+        before = path.read_bytes()
+        with pytest.raises(ManifestError, match=r"m\.parquet already exists and is different\. Pass --overwrite"):
+            (other if harm is not edited else manifest(tmp_path)).write(path, overwrite=False)
+        assert path.read_bytes() == before
+    assert Manifest.read(other.write(path)).hash == other.hash
+
+
 def edited(path: Path) -> None:
     table = pq.read_table(path)
     labels = ["NV", "NV", None]

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
-from medtokenbudget.data import patch_labels, prevalence_table
+from medtokenbudget.data import DecodeError, patch_labels, prevalence_table
 from medtokenbudget.errors import GridError
 from tests.data.pictures import disc_mask
+from tests.small_model import small_model
 
 
 def test_a_patch_is_lesion_when_more_than_half_of_it_is() -> None:
@@ -20,8 +24,25 @@ def test_a_patch_is_lesion_when_more_than_half_of_it_is() -> None:
 
 
 def test_the_threshold_is_half_of_the_range_of_gray_levels() -> None:
-    assert not patch_labels(Image.new("L", (32, 32), 127), (4, 4)).any()
+    assert not patch_labels(Image.new("L", (32, 32), 127), (4, 4), whole=False).any()
     assert patch_labels(Image.new("L", (32, 32), 128), (4, 4)).all()
+
+
+def test_a_mask_of_zeros_and_ones_is_rejected_and_not_read_as_empty(tmp_path: Path) -> None:
+    ones = Image.fromarray((np.asarray(disc_mask()) > 0).astype(np.uint8))
+    message = "The mask has only the values 0 and 1, so no pixel counts as lesion. Multiply its values by 255."
+    with pytest.raises(DecodeError, match=message) as caught:
+        patch_labels(ones, (16, 16))
+    assert caught.value.kind == "mask-values"
+    model = small_model(tmp_path, baselines=())
+    with pytest.raises(DecodeError, match=message):
+        model.encode(torch.zeros(1, 160, 160, 3, dtype=torch.uint8), [ones])
+
+
+def test_an_empty_mask_and_part_of_a_mask_with_faint_pixels_alone_have_no_lesion_patch() -> None:
+    assert not patch_labels(Image.new("L", (50, 40)), (16, 16)).any()
+    # JPEG leaves such pixels around a lesion; a crop may show nothing else.
+    assert not patch_labels(Image.new("L", (50, 40), 3), (16, 16), whole=False).any()
 
 
 def test_raster_order_on_a_grid_that_is_not_square() -> None:

@@ -1,14 +1,249 @@
-"""The drawn data set: the same request is the same bytes, and work that was done is not done again."""
+"""The drawn dermoscopy: repeatable, labeled, sized as in the paper, placed where it says, and no give-away; and its files."""
 
 from __future__ import annotations
 
+import hashlib
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
+from scipy import ndimage
+from sklearn.linear_model import LogisticRegression
+from sklearn.model_selection import StratifiedKFold, cross_val_score
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
 
 from medtokenbudget.data import Drawings, Manifest, decode_image, decode_mask, synthetic_manifest
+from medtokenbudget.data.readers import ISIC_CLASSES as CLASSES
+from medtokenbudget.data.synthetic import CLASS_FREQUENCIES, RENDERER, Drawing, draw, sample_labels
 from medtokenbudget.errors import RequestError
+
+
+@pytest.fixture(scope="module")
+def many() -> list[Drawing]:
+    """400 drawings at the frequencies of ISIC 2019; small, since outlines do not depend on the number of pixels."""
+    return [draw(label, seed, size=128) for seed, label in enumerate(sample_labels(400, seed=5))]
+
+
+def lesion_patches(mask: np.ndarray) -> np.ndarray:
+    """The supplement's patch labels: bilinear to 16 x 16, more than one half."""
+    grid = Image.fromarray(mask.astype(np.uint8) * 255).resize((16, 16), Image.Resampling.BILINEAR)
+    return np.asarray(grid) / 255 > 0.5
+
+
+def checksum(drawing: Drawing) -> str:
+    return hashlib.sha256(drawing.image.tobytes() + drawing.mask.tobytes()).hexdigest()
+
+
+@pytest.mark.parametrize("label", CLASSES)
+def test_every_class_is_drawn_with_its_mask(label: str) -> None:
+    drawing = draw(label, seed=3, size=96)
+    assert drawing.image.shape == (96, 96, 3)
+    assert drawing.image.dtype == np.uint8
+    assert drawing.mask.shape == (96, 96)
+    assert drawing.mask.dtype == bool
+    assert drawing.mask.any()
+    assert drawing.label == label
+    assert drawing.traits["prevalence"] == drawing.mask.mean()
+
+
+@pytest.mark.parametrize("off_center", [False, True])
+@pytest.mark.parametrize("label", CLASSES)
+def test_the_same_arguments_give_the_same_bytes(label: str, off_center: bool) -> None:
+    first, second = (draw(label, 11, 64, off_center) for _ in range(2))
+    assert checksum(first) == checksum(second)
+    assert first.traits == second.traits
+
+
+def test_a_fresh_process_draws_the_same_bytes() -> None:
+    code = (
+        "import hashlib; from medtokenbudget.data.synthetic import draw; d = draw('MEL', 7, 64);"
+        "print(hashlib.sha256(d.image.tobytes() + d.mask.tobytes()).hexdigest())"
+    )
+    # Another hash seed, so that an order taken from a set or a hash would show.
+    environment = os.environ | {"PYTHONHASHSEED": "99"}
+    fresh = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert fresh.stdout.strip() == checksum(draw("MEL", 7, 64))
+
+
+def test_the_version_of_the_renderer_changes_with_its_pixels() -> None:
+    """Sums of the pixels with random signs: another rounding moves them by a few units, other noise by hundreds.
+
+    If they moved, change `RENDERER` and write the new sums here: folders of older drawings must not be continued.
+    """
+    assert RENDERER == "05358133b0eda83a"
+    signs = np.random.default_rng(0).choice([-1, 1], (64, 64, 3))
+    sums = [int((signs * draw(label, 7, 64).image).sum()) for label in CLASSES]
+    np.testing.assert_allclose(sums, [21528, 17173, 13473, 10358, 12501, 6915, 18799, 18694], atol=8)
+
+
+def test_seeds_and_classes_give_different_pictures() -> None:
+    pictures = {checksum(draw(label, seed, 64)) for label in CLASSES for seed in range(5)}
+    assert len(pictures) == 5 * len(CLASSES)
+
+
+def test_traits_are_plain_values_that_json_can_hold() -> None:
+    import json
+
+    for label in CLASSES:
+        traits = draw(label, 2, 64).traits
+        assert json.loads(json.dumps(traits)).keys() == traits.keys()
+
+
+@pytest.mark.slow
+def test_prevalence_follows_the_paper(many: list[Drawing]) -> None:
+    share = np.array([100 * lesion_patches(drawing.mask).mean() for drawing in many])
+    assert np.percentile(share, 25) == pytest.approx(13.7, abs=4)
+    assert np.median(share) == pytest.approx(27.7, abs=4)
+    assert np.percentile(share, 75) == pytest.approx(40.6, abs=4)
+    assert share.mean() == pytest.approx(31.6, abs=3)
+    assert share.std() == pytest.approx(22.8, abs=3)
+    assert 0 < share.min() < 6
+    assert 88 < share.max() < 100
+
+
+def test_the_mask_is_where_the_lesion_was_painted(many: list[Drawing]) -> None:
+    """Inside and just outside must differ by more than two such parts of plain skin do, in nearly every picture."""
+    contrasts = []
+    for drawing in many[:200]:
+        inside = ndimage.binary_erosion(drawing.mask, iterations=3)
+        ring = ndimage.binary_dilation(drawing.mask, iterations=12) & ~ndimage.binary_dilation(drawing.mask, iterations=5)
+        ring &= drawing.image.sum(2) > 120
+        if inside.sum() > 30 and ring.sum() > 30:
+            contrasts.append(np.abs(np.median(drawing.image[inside], 0) - np.median(drawing.image[ring], 0)).max())
+    assert len(contrasts) > 150
+    assert np.mean(np.array(contrasts) > 12) > 0.9
+
+
+def test_lesions_lie_near_the_center_unless_asked_otherwise(many: list[Drawing]) -> None:
+    centers = np.array([drawing.traits["center"] for drawing in many])
+    assert centers.mean(0) == pytest.approx([0.5, 0.5], abs=0.015)
+    assert centers.std(0) == pytest.approx([0.06, 0.06], abs=0.012)
+
+
+def test_off_center_lesions_are_away_from_the_center_and_mostly_inside() -> None:
+    centroids, headings = [], []
+    for seed in range(64):
+        drawing = draw(CLASSES[seed % 8], seed, 128, off_center=True)
+        away = np.array(drawing.traits["center"]) - 0.5
+        assert 0.25 <= np.hypot(*away) <= 0.33
+        headings.append(np.arctan2(away[1], away[0]))
+        rows, columns = np.nonzero(drawing.mask)
+        centroids.append(np.hypot(columns.mean() / 128 - 0.5, rows.mean() / 128 - 0.5))
+        assert drawing.traits["inside"] >= 0.6
+    assert min(centroids) > 0.15
+    assert np.mean(centroids) > 0.23
+    # Directions of all quarters, not a favourite one.
+    assert np.histogram(headings, bins=4, range=(-np.pi, np.pi))[0].min() >= 6
+
+
+def test_off_center_lesions_keep_sixty_percent_inside_by_a_wider_drawing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draws the same outline on a canvas three images wide and counts, independently of what `traits` says."""
+    from medtokenbudget.data import synthetic
+
+    kept = []
+    original = synthetic.Outline.random.__func__  # type: ignore[attr-defined]
+
+    def remember(cls, *arguments):  # type: ignore[no-untyped-def]
+        kept.append(original(cls, *arguments))
+        return kept[-1]
+
+    monkeypatch.setattr(synthetic.Outline, "random", classmethod(remember))
+    axis = ((np.arange(-100, 200) + 0.5) / 100).astype(np.float32)
+    for seed in range(24):
+        drawing = draw(CLASSES[seed % 8], seed, 100, off_center=True)
+        whole = kept[-1].distance(axis[None, :], axis[:, None])
+        middle = whole[100:200, 100:200]
+        border = np.quantile(middle, drawing.mask.mean())
+        assert (middle < border).sum() / (whole < border).sum() >= 0.6
+
+
+def test_skin_hair_and_things_on_it_vary(many: list[Drawing]) -> None:
+    traits = [drawing.traits for drawing in many]
+    assert {t["fitzpatrick"] for t in traits} == {1, 2, 3, 4, 5, 6}
+    assert {t["hair"] for t in traits} == {"none", "dark", "light", "stubble"}
+    assert {t["field"] for t in traits} == {"full", "corners", "circle"}
+    for thing in ("ruler", "ink", "bubbles", "telangiectasia"):
+        assert 0.03 < np.mean([t[thing] for t in traits]) < 0.5
+
+
+def test_the_lesion_is_not_simply_the_darkest_part(many: list[Drawing]) -> None:
+    """Retention of the K darkest patches as a share of the ceiling at beta 0.3: 86 % on the paper's real masks."""
+    kept = ceiling = 0
+    for drawing in many:
+        lesion = lesion_patches(drawing.mask).ravel()
+        luminance = drawing.image.mean(2).reshape(16, 8, 16, 8).mean((1, 3)).ravel()
+        kept += lesion[np.argsort(luminance, kind="stable")[:76]].sum()
+        ceiling += min(76, lesion.sum())
+    assert 0.7 < kept / ceiling < 0.92
+
+
+def skin_far_from_the_lesion(drawing: Drawing) -> np.ndarray:
+    """Color and texture of what is left of a picture when the lesion, its surroundings and the dark rim are taken out, [9]."""
+    away = ~ndimage.binary_dilation(drawing.mask, iterations=8) & (drawing.image.mean(2) > 40)
+    picture = drawing.image.astype(np.float64)
+    fine = picture - ndimage.gaussian_filter(picture, (2, 2, 0))
+    return np.concatenate([picture[away].mean(0), picture[away].std(0), fine[away].std(0)])
+
+
+@pytest.mark.slow
+def test_the_background_alone_tells_something_of_the_class_but_not_all() -> None:
+    """So that the paper's failure mode exists: a selector that loses the lesion can still classify."""
+    drawings = [draw(label, 1_000 * place + seed, size=96) for place, label in enumerate(CLASSES) for seed in range(40)]
+    left = [drawing for drawing in drawings if ndimage.binary_dilation(drawing.mask, iterations=8).mean() < 0.95]
+    features = np.stack([skin_far_from_the_lesion(drawing) for drawing in left])
+    labels = np.array([drawing.label for drawing in left])
+    model = make_pipeline(StandardScaler(), LogisticRegression(max_iter=2_000))
+    folds = StratifiedKFold(5, shuffle=True, random_state=0)
+    right = cross_val_score(model, features, labels, cv=folds).mean()
+    by_chance = cross_val_score(model, features, np.random.default_rng(0).permutation(labels), cv=folds).mean()
+    assert by_chance < 0.2
+    assert 0.3 < right < 0.8
+
+
+def test_class_frequencies_are_those_of_isic_2019() -> None:
+    assert sum(CLASS_FREQUENCIES.values()) == pytest.approx(1)
+    assert CLASS_FREQUENCIES["NV"] == pytest.approx(12875 / 25331)
+    labels = sample_labels(25331, seed=0)
+    counts = {name: labels.count(name) for name in CLASSES}
+    published = {"MEL": 4522, "NV": 12875, "BCC": 3323, "AK": 867, "BKL": 2624, "DF": 239, "VASC": 253, "SCC": 628}
+    assert counts == pytest.approx(published, abs=1)
+
+
+@pytest.mark.parametrize("n", [0, 1, 7, 8, 9, 40, 100, 1000])
+def test_labels_are_as_many_as_asked_and_hold_every_class_from_eight_on(n: int) -> None:
+    labels = sample_labels(n, seed=4)
+    assert len(labels) == n
+    assert labels == sample_labels(n, seed=4)
+    if n >= 8:
+        assert set(labels) == set(CLASSES)
+    if n >= 40:
+        assert labels != sample_labels(n, seed=5)
+        assert labels.count("NV") / n == pytest.approx(0.508, abs=0.09)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("MELANOMA", 0), "MEL, NV, BCC, AK, BKL, DF, VASC, SCC"),
+        (("mel", 0), "'mel'"),
+        (("NV", 0, 16), "32 or more"),
+        (("NV", -1), "seed"),
+    ],
+)
+def test_a_wrong_request_is_rejected_with_what_to_do(arguments: tuple, says: str) -> None:
+    with pytest.raises(RequestError, match=says):
+        draw(*arguments)
+
+
+def test_a_negative_number_of_labels_is_rejected() -> None:
+    with pytest.raises(RequestError, match="-3"):
+        sample_labels(-3, seed=0)
+
 
 REQUEST = Drawings(n=12, seed=3, size=64)
 

@@ -16,7 +16,8 @@ from PIL import Image
 from safetensors.numpy import save_file
 
 from medtokenbudget.config import BUDGETS, HEADLINE_BUDGETS
-from medtokenbudget.data.dermoscopy import CLASSES, draw, sample_labels
+from medtokenbudget.data.readers import ISIC_CLASSES as CLASSES
+from medtokenbudget.data.synthetic import draw, sample_labels
 from medtokenbudget.files import write_sealed
 from medtokenbudget.runs.results import summarize, write_predictions, write_results
 from medtokenbudget.runs.run import hashes

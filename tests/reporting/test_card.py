@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from medtokenbudget.data.dermoscopy import CLASSES
+from medtokenbudget.data.readers import ISIC_CLASSES as CLASSES
 from medtokenbudget.reporting.card import ModelFacts, model_card
 from medtokenbudget.runs.results import read_predictions, read_results
 from medtokenbudget.runs.run import RunInfo

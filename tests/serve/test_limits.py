@@ -24,7 +24,7 @@ from medtokenbudget.errors import RequestError
 from medtokenbudget.serve import server as serving
 from medtokenbudget.serve.server import HEAD_BYTES, find_token
 from medtokenbudget.serve.service import Limits, Question, Service
-from tests.data.test_decode import many_scans
+from tests.data.pictures import many_scans
 from tests.serve.server import Server, picture, running_here, saved_model, wait_for
 from tests.small_model import small_model
 

@@ -16,7 +16,7 @@ from medtokenbudget.api.route_shards import ERRORS, OVERLAYS, TABLE, ShardWork, 
 from medtokenbudget.api.route_table import Measured, columns
 from medtokenbudget.api.writing import NOTICE, Outputs, Summary, metadata_of, write_answers
 from medtokenbudget.config import Count, Natural, Parallel, Settings
-from medtokenbudget.data.folder import MASK_NAMES, MaskFolder
+from medtokenbudget.data.readers import MASK_NAMES, MaskFolder
 from medtokenbudget.errors import RequestError, WorkError
 from medtokenbudget.files import remove, write_json
 from medtokenbudget.metrics import Retention

@@ -247,7 +247,7 @@ def _patches(file: Path, rows: Mapping[str, Row], grid: tuple[int, int]) -> tupl
     for key, row in rows.items():
         try:
             mask = row.geometry.of(mask_of(row.size, file))
-            made[key] = np.stack([patch_labels(mask, grid).astype(np.uint8), covered_shares(mask, grid)])
+            made[key] = np.stack([patch_labels(mask, grid, whole=False).astype(np.uint8), covered_shares(mask, grid)])
         except RequestError as error:
             failed[key] = reason(error, file)
     return made, failed

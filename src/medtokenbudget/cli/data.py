@@ -127,8 +127,7 @@ def _csv_options(parser: CommandParser) -> None:
     parser.add_argument(
         "file",
         type=Path,
-        help="CSV or Parquet file with a column image, and optionally image_id, label, mask, group, split. A manifest with "
-        "--out NAME.csv is written as CSV, for a spreadsheet.",
+        help="CSV or Parquet file with a column image, and optionally image_id, label, mask, group, split.",
     )
     _out(parser)
     parser.add_argument(
@@ -170,7 +169,7 @@ def _check_options(parser: CommandParser) -> None:
 
 
 def _isic(options: Namespace) -> int:
-    from medtokenbudget.data.isic import isic_manifest
+    from medtokenbudget.data.readers import isic_manifest
 
     require_effect(options, options.masks != "none", "--masks exact or by-id", "mask_sources")
     sources = _names(options.mask_sources)
@@ -179,13 +178,13 @@ def _isic(options: Namespace) -> int:
 
 
 def _kvasir(options: Namespace) -> int:
-    from medtokenbudget.data.kvasir import kvasir_manifest
+    from medtokenbudget.data.readers import kvasir_manifest
 
     return _write(_resplit(kvasir_manifest(options.root, **_named(options)), options), options)
 
 
 def _folder(options: Namespace) -> int:
-    from medtokenbudget.data.folder import folder_manifest
+    from medtokenbudget.data.readers import folder_manifest
 
     merged = options.out.with_name(f"{options.out.stem}-masks")
     manifest = folder_manifest(options.root, options.masks, name=options.name, merged=merged if options.masks else None)
@@ -193,13 +192,8 @@ def _folder(options: Namespace) -> int:
 
 
 def _csv(options: Namespace) -> int:
-    from medtokenbudget.data.csv_source import csv_manifest, write_csv
-    from medtokenbudget.data.manifest import Manifest
+    from medtokenbudget.data.readers import csv_manifest
 
-    if options.out.suffix == ".csv":
-        written = write_csv(Manifest.read(options.file), options.out, options.overwrite)
-        print(f"{written}; edit it, then run: mtb data csv {written} --out {options.file} --overwrite")
-        return 0
     manifest = csv_manifest(options.file, _names(options.classes), allow_unlabeled=options.allow_unlabeled, name=options.name)
     return _write(_resplit(manifest, options), options)
 
@@ -228,7 +222,7 @@ def _synthetic(options: Namespace) -> int:
         overwrite=options.overwrite,
         **_named(options),
     )
-    return _summarize(Manifest.read(out), out, "--split-seed")
+    return _summarize(Manifest.read(out), out)
 
 
 def _split(options: Namespace) -> int:
@@ -244,14 +238,14 @@ def _split(options: Namespace) -> int:
 
 
 def _check(options: Namespace) -> int:
-    from medtokenbudget.data.check import check, open_data
-    from medtokenbudget.data.check_text import to_text
+    from medtokenbudget.data.checks import check, to_text
+    from medtokenbudget.data.readers import open_data
 
     report = check(open_data(options.data), workers=options.workers)
     if options.json:
         print(json.dumps(report.to_dict(), indent=2, ensure_ascii=False))
     else:
-        print(to_text(report, shown=0 if options.all else 8))
+        print(to_text(report, limit=0 if options.all else 8))
         print(f"Next: {'fix the fatal problems and run the check again.' if report.fatal else _next(options.data)}")
     return 1 if report.fatal else 0
 
@@ -290,13 +284,13 @@ def _write(manifest: Manifest, options: Namespace) -> int:
     return _summarize(manifest, manifest.write(options.out, options.overwrite))
 
 
-def _summarize(manifest: Manifest, out: Path, seed: str = "--seed") -> int:
+def _summarize(manifest: Manifest, out: Path) -> int:
     from medtokenbudget.data.splits import balance_text
 
     counts = manifest.rows["split"].value_counts()
     parts = ", ".join(f"{counts[name]:,} {name}" for name in ("train", "select", "val") if name in counts)
     masks = int(manifest.rows["mask"].notna().sum())
-    print(balance_text(manifest, seed))
+    print(balance_text(manifest))
     print(f"Wrote {out}: {len(manifest):,} images ({parts}; {masks:,} with a mask). Next: mtb data check {out}")
     return 0
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from medtokenbudget.data.check import Finding, Report, check, open_data
-from medtokenbudget.data.csv_source import csv_manifest
-from medtokenbudget.data.decode import MAX_PIXELS, DecodeError, decode_image, decode_mask
+from medtokenbudget.data.checks import Finding, Report, check
 from medtokenbudget.data.duplicates import merged_groups
-from medtokenbudget.data.folder import folder_manifest
-from medtokenbudget.data.isic import isic_manifest, match_masks
-from medtokenbudget.data.kvasir import kvasir_manifest
+from medtokenbudget.data.images import MAX_PIXELS, DecodeError, decode_image, decode_mask
 from medtokenbudget.data.manifest import SPLITS, Manifest, ManifestError
 from medtokenbudget.data.masks import covered_shares, mask_of, patch_labels, prevalence_table, same_aspect
+from medtokenbudget.data.readers import csv_manifest, folder_manifest, isic_manifest, kvasir_manifest, match_masks, open_data
 from medtokenbudget.data.splits import apply_split, cut_selection, keep_split, paper_split
 from medtokenbudget.data.synthetic import Drawings, synthetic_manifest
 

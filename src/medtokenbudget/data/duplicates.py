@@ -15,11 +15,12 @@ import numpy as np
 from PIL import Image
 from scipy.fft import dctn
 
-from medtokenbudget.data.decode import DecodeError, decode_image
+from medtokenbudget.data.images import DecodeError, decode_image
 from medtokenbudget.data.manifest import Manifest
 from medtokenbudget.files import sha256_file
 from medtokenbudget.progress import progress
 
+Pair = tuple[int, int]
 SIDE = 32
 MAX_DISTANCE = 8
 MIN_CORRELATION = 0.97
@@ -38,7 +39,7 @@ class Fingerprint:
 
 
 def fingerprint(path: Path, image: Image.Image) -> Fingerprint:
-    """The fingerprint of a decoded image and of the file it came from."""
+    """Take the fingerprint of a decoded image and of the file it came from."""
     small = np.asarray(image.convert("L").resize((SIDE, SIDE), Image.Resampling.BOX))
     return Fingerprint(sha256_file(path), perceptual_hash(small), small)
 
@@ -54,8 +55,16 @@ def perceptual_hash(thumbnail: np.ndarray) -> int:
     return int(_WEIGHTS[bits].sum())
 
 
-def exact_pairs(prints: Sequence[Fingerprint]) -> list[tuple[int, int]]:
-    """Pairs of files with the same content: each copy with the first one."""
+def duplicate_pairs(prints: Sequence[Fingerprint | None]) -> tuple[list[Pair], list[Pair]]:
+    """Find the exact and the near pairs of rows; None stands for an image that could not be read."""
+    rows = [row for row, one in enumerate(prints) if one is not None]
+    readable = [one for one in prints if one is not None]
+    exact, near = ([(rows[i], rows[j]) for i, j in pairs] for pairs in (exact_pairs(readable), near_pairs(readable)))
+    return exact, near
+
+
+def exact_pairs(prints: Sequence[Fingerprint]) -> list[Pair]:
+    """Find files with the same content: each copy with the first one."""
     first: dict[str, int] = {}
     pairs = []
     for index, one in enumerate(prints):
@@ -67,8 +76,8 @@ def exact_pairs(prints: Sequence[Fingerprint]) -> list[tuple[int, int]]:
 
 def near_pairs(
     prints: Sequence[Fingerprint], max_distance: int = MAX_DISTANCE, min_correlation: float = MIN_CORRELATION
-) -> list[tuple[int, int]]:
-    """Pairs `i < j` that show the same picture in files with different content, in order."""
+) -> list[Pair]:
+    """Find pairs `i < j` that show the same picture in files with different content, in order."""
     if len(prints) < 2:
         return []
     left, right = _close_hashes(np.array([one.phash for one in prints], dtype=np.uint64), max_distance)
@@ -80,7 +89,7 @@ def near_pairs(
 
 
 def _close_hashes(hashes: np.ndarray, max_distance: int) -> tuple[np.ndarray, np.ndarray]:
-    """All pairs `i < j` of `[n]` uint64 within a Hamming distance, in order. Works on blocks that fit into the CPU cache."""
+    """Find all pairs `i < j` of `[n]` uint64 within a Hamming distance, in order. Works on blocks that fit into the CPU cache."""
     left, right = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     for top in range(0, len(hashes), _BLOCK):
         for start in range(top, len(hashes), _BLOCK):
@@ -103,7 +112,7 @@ def _popcount(values: np.ndarray) -> np.ndarray:
 
 
 def _correlated(pictures: np.ndarray, left: np.ndarray, right: np.ndarray, minimum: float) -> np.ndarray:
-    """Whether pairs of `[n, h, w]` correlate; two pictures of one color each do if they are equal."""
+    """Tell whether pairs of `[n, h, w]` correlate; two pictures of one color each do if they are equal."""
     flat = pictures.reshape(len(pictures), -1).astype(np.float32)
     flat = flat - flat.mean(1, keepdims=True)
     norm = np.linalg.norm(flat, axis=1)
@@ -116,7 +125,7 @@ def _correlated(pictures: np.ndarray, left: np.ndarray, right: np.ndarray, minim
     return result
 
 
-def merge(names: Sequence[str], pairs: Iterable[tuple[int, int]]) -> list[str]:
+def merge(names: Sequence[str], pairs: Iterable[Pair]) -> list[str]:
     """Merge groups that a pair connects. A merged group takes the first name in sorted order."""
     parent = {name: name for name in names}
 
@@ -152,9 +161,7 @@ def merged_groups(manifest: Manifest, workers: int = 4) -> tuple[list[str], list
 
     with ThreadPoolExecutor(max(1, workers)) as pool:
         rows = range(len(manifest))
-        found = list(progress(pool.map(read, rows), total=len(manifest), what="Looking for duplicates", unit="image"))
-    readable = [index for index, one in enumerate(found) if one is not None]
-    prints = [one for one in found if one is not None]
-    pairs = [(readable[i], readable[j]) for i, j in (*exact_pairs(prints), *near_pairs(prints))]
-    unreadable = [image_id for image_id, one in zip(manifest.ids, found) if one is None]
-    return merge(manifest.groups, pairs), unreadable
+        prints = list(progress(pool.map(read, rows), total=len(manifest), what="Looking for duplicates", unit="image"))
+    exact, near = duplicate_pairs(prints)
+    unreadable = [image_id for image_id, one in zip(manifest.ids, prints) if one is None]
+    return merge(manifest.groups, [*exact, *near]), unreadable

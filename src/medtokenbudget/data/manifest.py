@@ -28,7 +28,6 @@ Split = Literal["train", "select", "val"]
 METADATA_KEY = b"medtokenbudget"
 """Where the Parquet file stores what is not a column."""
 _VERSION = 2
-_SHOWN = 5
 
 
 class ManifestError(RequestError):
@@ -68,7 +67,7 @@ class Manifest:
         rows = self.rows.loc[:, list(COLUMNS)].reset_index(drop=True).astype(object)
         rows = rows.where(rows.notna(), None)
         for name in COLUMNS:
-            rows[name] = pd.Series([_text(value) for value in rows[name]], dtype=object)
+            rows[name] = pd.Series([None if value is None else str(value) for value in rows[name]], dtype=object)
         object.__setattr__(self, "rows", rows)
         object.__setattr__(self, "classes", tuple(str(name) for name in self.classes))
         object.__setattr__(self, "name", " ".join(self.name.split()))
@@ -97,12 +96,12 @@ class Manifest:
     @property
     def ids(self) -> list[str]:
         """The `image_id` of every row."""
-        return self._column("image_id")
+        return self.rows["image_id"].tolist()
 
     @property
     def groups(self) -> list[str]:
         """The group of each image; an image without one is a group of its own."""
-        return [image_id if group is None else group for image_id, group in zip(self.ids, self._column("group"))]
+        return [image_id if group is None else group for image_id, group in zip(self.ids, self.rows["group"])]
 
     @cached_property
     def label_index(self) -> np.ndarray:
@@ -111,36 +110,33 @@ class Manifest:
         return np.array([-1 if label is None else place[label] for label in self.rows["label"]], dtype=np.int64)
 
     def image_path(self, index: int) -> Path:
-        """The path of the image in a row."""
+        """Return the path of the image in a row."""
         return self._path(str(self.rows["image"].iat[index]))
 
     def mask_path(self, index: int) -> Path | None:
-        """The path of the mask in a row, or None if the image has no mask."""
+        """Return the path of the mask in a row, or None if the image has no mask."""
         mask = self.rows["mask"].iat[index]
         return None if mask is None else self._path(str(mask))
-
-    def _column(self, name: str) -> list[Any]:
-        return self.rows[name].tolist()
 
     def _path(self, stored: str) -> Path:
         return Path(stored) if self.root is None else self.root / stored
 
     def part(self, name: str) -> Manifest:
-        """The rows of one part of the split: 'train', 'select' or 'val'."""
+        """Take the rows of one part of the split: 'train', 'select' or 'val'."""
         if name not in SPLITS:
             raise ManifestError(f"Unknown part '{name}'. The parts of a manifest are {', '.join(SPLITS)}.")
         return self.take(np.flatnonzero((self.rows["split"] == name).to_numpy(dtype=bool)))
 
     def without_labels(self) -> Manifest:
-        """The same images without class labels, for a router that learns from masks alone."""
+        """Copy the manifest without class labels, for a router that learns from masks alone."""
         return replace(self, rows=self.rows.assign(label=None), classes=())
 
     def take(self, rows: Sequence[int] | np.ndarray) -> Manifest:
-        """The rows with these numbers, in this order."""
+        """Take the rows with these numbers, in this order."""
         return replace(self, rows=self.rows.iloc[np.asarray(rows, dtype=np.int64)])
 
     def with_columns(self, split_rule: str | None = None, **columns: Sequence[str | None]) -> Manifest:
-        """A copy with other values in the given columns."""
+        """Copy the manifest with other values in the given columns."""
         changed = self.rows.assign(**{name: pd.Series(list(values), dtype=object) for name, values in columns.items()})
         return replace(self, rows=changed, split_rule=split_rule or self.split_rule)
 
@@ -164,7 +160,7 @@ class Manifest:
         return [list(row) for row in zip(*columns)]
 
     def _below_root(self, name: str) -> list[str | None]:
-        """Paths of a column relative to their deepest common folder."""
+        """Make the paths of a column relative to their deepest common folder."""
         paths = [None if value is None else os.path.abspath(self._path(value)) for value in self.rows[name]]
         folders = {os.path.dirname(path) for path in paths if path is not None}
         common = os.path.commonpath(folders) if folders else ""
@@ -186,9 +182,10 @@ class Manifest:
             ManifestError: The file exists with another content and `overwrite` is False.
         """
         target = Path(path)
-        if not overwrite and target.exists():
-            self._check_same(target)
-        columns = {name: column.tolist() for name, column in self.rows_seen_from(target.parent).items()}
+        folder = Path(os.path.abspath(target.parent))
+        columns = {name: self.rows[name].tolist() for name in COLUMNS}
+        for name in ("image", "mask"):
+            columns[name] = [None if value is None else _relative(self._path(value), folder) for value in columns[name]]
         metadata = {
             "version": _VERSION,
             "classes": list(self.classes),
@@ -196,8 +193,13 @@ class Manifest:
             "source": self.source,
             "split_rule": self.split_rule,
             "hash": self.hash,
-            "file_hash": _file_hash(list(self.classes), self.name, self.source, self.split_rule, columns),
         }
+        metadata["file_hash"] = _file_hash(columns, metadata)
+        if not overwrite and target.exists() and _stored_hash(target) != metadata["file_hash"]:
+            raise ManifestError(
+                f"{target} already exists and is different. Pass --overwrite to replace it (with --keep-split {target} its images "
+                "keep their part), or choose another --out."
+            )
         schema = pa.schema(
             [pa.field(name, pa.string()) for name in COLUMNS], metadata={METADATA_KEY: json.dumps(metadata).encode()}
         )
@@ -205,28 +207,6 @@ class Manifest:
         with atomic_write(target) as temporary:
             pq.write_table(table, temporary)
         return target
-
-    def rows_seen_from(self, folder: Path) -> pd.DataFrame:
-        """The rows with paths inside `folder` relative to it and the others absolute."""
-        top = Path(os.path.abspath(folder))
-        images = [_relative(self.image_path(i), top) for i in range(len(self))]
-        masks = [None if (mask := self.mask_path(i)) is None else _relative(mask, top) for i in range(len(self))]
-        return self.rows.assign(image=pd.Series(images, dtype=object), mask=pd.Series(masks, dtype=object))
-
-    def _check_same(self, target: Path) -> None:
-        """Raise a ManifestError that counts the differences if the file at `target` is not this manifest."""
-        try:
-            old = Manifest.read(target)
-        except ManifestError:
-            raise ManifestError(
-                f"{target} already exists and is not a readable manifest. Pass --overwrite to replace it, or choose another --out."
-            ) from None
-        differences = _differences(old, self)
-        if differences:
-            raise ManifestError(
-                f"{target} already exists and is different: {', '.join(differences)}. Pass --overwrite to replace it (with "
-                f"--keep-split {target} its images keep their part), or choose another --out."
-            )
 
     @classmethod
     def read(cls, path: Path | str) -> Manifest:
@@ -237,8 +217,7 @@ class Manifest:
         """
         source = Path(path)
         columns, metadata = _read_table(source)
-        stored = [metadata.get(name) for name in ("classes", "name", "source", "split_rule")]
-        if _file_hash(*stored, columns) != metadata.get("file_hash"):
+        if _file_hash(columns, metadata) != metadata.get("file_hash"):
             raise ManifestError(f"{source} was edited or damaged after `mtb data` wrote it. {_valid_again(source)}")
         rows = pd.DataFrame({name: pd.Series(values, dtype=object) for name, values in columns.items()})
         root = Path(os.path.abspath(source.parent))
@@ -270,45 +249,31 @@ def _read_table(source: Path) -> tuple[dict[str, list[str | None]], dict[str, An
         raise ManifestError(f"{source} is not a manifest or is damaged ({reason}). Create it again with `mtb data`.") from None
     if not isinstance(metadata, dict):
         raise ManifestError(f"{source} is damaged. Create it again with `mtb data`.")
-    _check_version(source, metadata)
+    if (version := metadata.get("version")) != _VERSION:
+        kind = str(metadata.get("source", "")).split(" ")[0]
+        command = f"mtb data {kind if kind in SOURCES else '|'.join(SOURCES)} ... --out {source}"
+        raise ManifestError(
+            f"{source} has manifest format {version}, but this version reads format {_VERSION}. Run `{command}` again."
+        )
     if missing := [name for name in COLUMNS if name not in columns]:
         raise ManifestError(f"{source} lacks the columns {', '.join(missing)}. {_valid_again(source)}")
     return columns, metadata
 
 
+def _file_hash(columns: dict[str, list[Any]], metadata: dict[str, Any]) -> str:
+    return sha256_json([*(metadata.get(name) for name in ("classes", "name", "source", "split_rule")), columns])
+
+
+def _stored_hash(path: Path) -> str | None:
+    """Hash what a manifest's file holds now, which its metadata need not tell after an edit; None if it is not a manifest."""
+    try:
+        return _file_hash(*_read_table(path))
+    except ManifestError:
+        return None
+
+
 def _valid_again(path: Path) -> str:
     return f"If you edited it on purpose, run `mtb data csv {path} --out {path} --overwrite` to check it and make it valid again."
-
-
-def _differences(old: Manifest, new: Manifest) -> list[str]:
-    """What changed between two manifests, as counts; empty if nothing that the file stores did."""
-    before, after = (m.rows.assign(mask=pd.Series(m._below_root("mask"), dtype=object)).set_index("image_id") for m in (old, new))
-    common = before.index.intersection(after.index)
-    counts = [(len(after) - len(common), "images added"), (len(before) - len(common), "images removed")]
-    for column, what in (
-        ("label", "other labels"),
-        ("mask", "other masks"),
-        ("group", "other groups"),
-        ("split", "in another part"),
-    ):
-        changed = before.loc[common, column].fillna("") != after.loc[common, column].fillna("")
-        counts.append((int(changed.sum()), what))
-    found = [f"{count:,} {what}" for count, what in counts if count]
-    for name in ("classes", "name", "source", "split_rule"):
-        if getattr(old, name) != getattr(new, name):
-            found.append(f"another {name.replace('_', ' ')}")
-    if not found and old.hash != new.hash:
-        found.append("other paths, or another order of the rows")
-    return found
-
-
-def _check_version(path: Path, metadata: dict[str, Any]) -> None:
-    found = metadata.get("version")
-    if found == _VERSION:
-        return
-    kind = str(metadata.get("source", "")).split(" ")[0]
-    command = f"mtb data {kind if kind in SOURCES else '|'.join(SOURCES)} ... --out {path}"
-    raise ManifestError(f"{path} has manifest format {found}, but this version reads format {_VERSION}. Run `{command}` again.")
 
 
 def check_name(name: str) -> None:
@@ -317,44 +282,36 @@ def check_name(name: str) -> None:
         raise ManifestError(f"{name!r} cannot be the name of a data set. Pass a --name that is not empty and has no '|'.")
 
 
-def _file_hash(*parts: Any) -> str:
-    return sha256_json(parts)
-
-
 def _faults(rows: pd.DataFrame, classes: tuple[str, ...]) -> list[str]:
     ids = rows["image_id"]
     known = set(classes)
-    found: list[tuple[str, list[Any]]] = [
+    wrong: list[tuple[str, list[Any]]] = [
         ("image_id is empty in the rows", [i for i, value in enumerate(ids) if not value]),
         ("image is empty in the rows", [i for i, value in enumerate(rows["image"]) if not value]),
         ("image_id used more than once", sorted({str(value) for value in ids[ids.duplicated()] if value})),
         (f"labels other than {', '.join(classes)}", sorted({v for v in rows["label"] if v is not None and v not in known})),
         (f"values of split other than {', '.join(SPLITS)}", sorted({str(v) for v in rows["split"] if v not in SPLITS})),
     ]
-    unwritable = [repr(v) for name in COLUMNS for v in rows[name] if v is not None and not _is_text(v)]
-    found.append(("file names that are not valid UTF-8 (rename these files)", unwritable))
-    faults = [f"{what}: {listed(values)}" for what, values in found if values]
+    unwritable = [repr(v) for name in COLUMNS for v in rows[name] if v is not None and not _is_utf8(v)]
+    wrong.append(("file names that are not valid UTF-8 (rename these files)", unwritable))
+    faults = [f"{what}: {listed(values)}" for what, values in wrong if values]
     if len(known) != len(classes):
         faults.append(f"class names used more than once: {listed(sorted({name for name in classes if classes.count(name) > 1}))}")
     return faults
 
 
-def listed(values: Sequence[Any], shown: int = _SHOWN) -> str:
-    """The first few values as text, and the number of the others: 'a, b and 3 more'."""
-    text = ", ".join(str(value) for value in values[:shown])
-    return text if len(values) <= shown else f"{text} and {len(values) - shown:,} more"
+def listed(values: Sequence[Any], limit: int = 5) -> str:
+    """List the first few values as text, and the number of the others: 'a, b and 3 more'."""
+    text = ", ".join(str(value) for value in values[:limit])
+    return text if len(values) <= limit else f"{text} and {len(values) - limit:,} more"
 
 
-def _is_text(value: str) -> bool:
+def _is_utf8(value: str) -> bool:
     try:
         value.encode()
     except UnicodeEncodeError:
         return False
     return True
-
-
-def _text(value: Any) -> str | None:
-    return None if value is None else str(value)
 
 
 def _relative(path: Path, folder: Path) -> str:

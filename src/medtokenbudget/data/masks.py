@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from medtokenbudget.data.decode import DecodeError, decode_mask
+from medtokenbudget.data.images import DecodeError, decode_mask, require_lesion_values
 from medtokenbudget.errors import GridError
 
 ASPECT_TOLERANCE = 0.02
@@ -16,7 +16,7 @@ ASPECT_TOLERANCE = 0.02
 
 
 def same_aspect(mask: tuple[int, int], image: tuple[int, int]) -> bool:
-    """Whether a mask and an image, given as (width, height), have the same aspect ratio. Their sizes may differ."""
+    """Tell whether a mask and an image, given as (width, height), have the same aspect ratio. Their sizes may differ."""
     return abs(mask[0] * image[1] / (mask[1] * image[0]) - 1) <= ASPECT_TOLERANCE
 
 
@@ -33,25 +33,32 @@ def mask_of(image: tuple[int, int], path: Path | str) -> Image.Image:
     return mask
 
 
-def patch_labels(mask: Image.Image, grid: tuple[int, int]) -> np.ndarray:
-    """Which patches are lesion: the mask in gray, resized bilinearly to the token grid, above half of its range.
+def patch_labels(mask: Image.Image, grid: tuple[int, int], *, whole: bool = True) -> np.ndarray:
+    """Find the lesion patches: the mask in gray, resized bilinearly to the token grid, above half of its range.
 
     Args:
         mask: The lesion mask.
         grid: Rows and columns (h, w) of the token grid.
+        whole: Whether this is a whole mask, which must be empty or have lesion pixels. Part of one, such as a crop, may hold
+            nothing but the faint border of a lesion.
 
     Returns:
         `[h * w]` bool in raster order.
+
+    Raises:
+        DecodeError: A whole mask is too dark for any pixel to count as lesion, such as one of the values 0 and 1.
     """
     height, width = grid
     if height < 1 or width < 1:
         raise GridError(f"A token grid needs at least one row and one column, got {height} x {width}.")
+    if whole:
+        require_lesion_values("The mask", mask)
     small = mask.convert("L").resize((width, height), Image.Resampling.BILINEAR)
     return (np.asarray(small, dtype=np.float32) / 255.0 > 0.5).reshape(-1)
 
 
 def covered_shares(mask: Image.Image, grid: tuple[int, int]) -> np.ndarray:
-    """How much of each patch the mask covers: the plain mean over the patch, in 255 steps.
+    """Measure how much of each patch the mask covers: the plain mean over the patch, in 255 steps.
 
     `patch_labels` follows the paper, whose bilinear filter also reaches into the neighbors; this says which of its lesion patches
     are all lesion and which are borders.
@@ -64,7 +71,7 @@ def covered_shares(mask: Image.Image, grid: tuple[int, int]) -> np.ndarray:
 
 
 def prevalence_table(counts: Sequence[int] | np.ndarray, patches: int) -> dict[str, dict[str, float]]:
-    """The supplement's table of lesion patches per image and their share of all patches.
+    """Compute the supplement's table of lesion patches per image and their share of all patches.
 
     Args:
         counts: Lesion patches of each image; images without any are left out.

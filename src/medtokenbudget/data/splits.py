@@ -21,26 +21,15 @@ SplitRule = Literal["paper", "grouped", "kfold"]
 PAPER_SEED = 42
 PAPER_SHARE = 0.8
 VALIDATION_SHARE = 0.2
-TRIED_SEEDS = 100
-"""Seeds that are tried to name a better one where a hashed split is far from its shares."""
 _KEPT = "kept from an older manifest"
 
 
 def paper_split(n: int) -> np.ndarray:
-    """The paper's 80/20 split of `n` rows in file order: `[n]` of 'train' and 'val'."""
+    """Split `n` rows in file order 80/20 as the paper does: `[n]` of 'train' and 'val'."""
     order = np.random.RandomState(PAPER_SEED).permutation(n)
     parts = np.full(n, "val", dtype=object)
     parts[order[: int(PAPER_SHARE * n)]] = "train"
     return parts
-
-
-def group_shares(groups: Sequence[str], seed: int, purpose: str = "split") -> np.ndarray:
-    """One number in [0, 1) per image, `[n]` float64: a hash of the seed and the name of its group, and of nothing else."""
-    place = {
-        group: int.from_bytes(hashlib.sha256(f"{purpose}/{seed}/{group}".encode()).digest()[:8], "big") / 2**64
-        for group in set(groups)
-    }
-    return np.array([place[group] for group in groups], dtype=np.float64)
 
 
 def stratified_group_parts(labels: np.ndarray, groups: Sequence[str], shares: Sequence[float], seed: int) -> np.ndarray:
@@ -132,41 +121,50 @@ def apply_split(
     if rule == "paper":
         parts = paper_split(len(manifest)).tolist()
         return cut_selection(manifest.with_columns(split=parts, split_rule="paper"), select, seed)
-    groups = _merged(manifest, workers) if merge_duplicates else manifest.groups
-    share, start = (VALIDATION_SHARE, 0.0) if rule == "grouped" else (1 / folds, fold / folds)
-    name = "grouped" if rule == "grouped" else f"kfold {fold}/{folds}"
-    parts = _hashed_parts(groups, start, share, seed, least=2 if rule == "grouped" else folds)
-    return cut_selection(manifest.with_columns(split=parts, group=groups, split_rule=name), select, seed)
-
-
-def _merged(manifest: Manifest, workers: int) -> list[str]:
-    groups, unreadable = merged_groups(manifest, workers)
+    groups, unreadable = merged_groups(manifest, workers) if merge_duplicates else (manifest.groups, [])
     if unreadable:
         say(
             f"{len(unreadable):,} of {len(manifest):,} images could not be read and were not checked for duplicates. "
             "`mtb data check` lists them."
         )
-    return groups
-
-
-def _hashed_parts(groups: list[str], start: float, share: float, seed: int, least: int) -> list[str]:
-    """'val' for the groups whose hash is in [start, start + share), 'train' for the others."""
-    count = len(set(groups))
-    if count < least:
+    least = 2 if rule == "grouped" else folds
+    if (count := len(set(groups))) < least:
         raise RequestError(f"Cannot split {count} groups into {least} parts. Add images, or use fewer folds.")
-    shares = group_shares(groups, seed)
-    return np.where(_taken(shares, start, share, groups, "validation"), "val", "train").tolist()
+    start, share = (0.0, VALIDATION_SHARE) if rule == "grouped" else (fold / folds, 1 / folds)
+    validation = _taken(groups, start, share, seed, "split")
+    return cut_selection(
+        manifest.with_columns(
+            split=np.where(validation, "val", "train").tolist(),
+            group=groups,
+            split_rule="grouped" if rule == "grouped" else f"kfold {fold}/{folds}",
+        ),
+        select,
+        seed,
+    )
 
 
-def _taken(shares: np.ndarray, start: float, share: float, groups: Sequence[str], what: str) -> np.ndarray:
-    """Which images are in [start, start + share); with few groups that may be none or all, and then the nearest group decides."""
-    taken = (shares >= start) & (shares < start + share)
+def _group_hashes(groups: Sequence[str], seed: int, purpose: str) -> np.ndarray:
+    """Give each image a number in [0, 1), `[n]` float64: a hash of the seed and the name of its group, and of nothing else."""
+    place = {
+        group: int.from_bytes(hashlib.sha256(f"{purpose}/{seed}/{group}".encode()).digest()[:8], "big") / 2**64
+        for group in set(groups)
+    }
+    return np.array([place[group] for group in groups], dtype=np.float64)
+
+
+def _taken(groups: Sequence[str], start: float, share: float, seed: int, purpose: Literal["split", "select"]) -> np.ndarray:
+    """Choose the images whose group's hash is in [start, start + share), `[n]` bool.
+
+    With few groups that may be none or all; then the nearest group decides.
+    """
+    hashes = _group_hashes(groups, seed, purpose)
+    taken = (hashes >= start) & (hashes < start + share)
     if taken.all() or not taken.any():
-        distance = np.abs(shares - (start + share / 2))
-        chosen = distance.max() if taken.all() else distance.min()
-        taken = (distance != chosen) if taken.all() else (distance == chosen)
+        distance = np.abs(hashes - (start + share / 2))
+        taken = (distance != distance.max()) if taken.all() else (distance == distance.min())
         say(
-            f"With only {len(set(groups))} groups, one group was moved so that neither training nor {what} is empty. "
+            f"With only {len(set(groups))} groups, one group was moved so that neither training nor "
+            f"{'validation' if purpose == 'split' else 'selection'} is empty. "
             "Pass --keep-split with this manifest when you add images: the split may change otherwise."
         )
     return taken
@@ -197,7 +195,8 @@ def cut_selection(manifest: Manifest, share: float, seed: int, balanced: bool = 
     if share == 0:
         return manifest.with_columns(split=split.tolist(), split_rule=rule)
     train = np.flatnonzero(split == "train")
-    groups = [manifest.groups[row] for row in train]
+    all_groups = manifest.groups
+    groups = [all_groups[row] for row in train]
     if len(set(groups)) < 2:
         raise RequestError(
             "Cannot cut a selection part: the training part has fewer than two groups. Add images, or set nothing aside."
@@ -205,7 +204,7 @@ def cut_selection(manifest: Manifest, share: float, seed: int, balanced: bool = 
     if balanced:
         cut = stratified_group_parts(manifest.label_index[train], groups, [1 - share, share], seed) == 1
     else:
-        cut = _taken(group_shares(groups, seed, "select"), 0.0, share, groups, "selection")
+        cut = _taken(groups, 0.0, share, seed, "select")
     split[train[cut]] = "select"
     return manifest.with_columns(split=split.tolist(), split_rule=f"{rule}, select {share:g}")
 
@@ -233,7 +232,7 @@ def keep_split(manifest: Manifest, old: Manifest) -> Manifest:
             parts.setdefault(group, set()).add(before[image_id])
     if not parts:
         raise RequestError(f"No image_id of this manifest is in the old one ('{old.name}'), so there is no split to keep.")
-    kept = {group: next(iter(found)) if len(found) == 1 else "train" for group, found in parts.items()}
+    kept = {group: next(iter(of)) if len(of) == 1 else "train" for group, of in parts.items()}
     split = [kept.get(group, part) for group, part in zip(manifest.groups, manifest.rows["split"])]
     moved = sum(before.get(image_id, part) != part for image_id, part in zip(manifest.ids, split))
     if moved:
@@ -244,45 +243,23 @@ def keep_split(manifest: Manifest, old: Manifest) -> Manifest:
     return manifest.with_columns(split=split, split_rule=f"{manifest.split_rule}, {_KEPT}")
 
 
-def _aim(manifest: Manifest, validation: np.ndarray, option: str) -> str:
-    """What a hashed split was to give and the seed that comes nearest, if this one is far off or misses a class: with few groups
-    it may be."""
-    rule, _, note = manifest.split_rule.partition(", ")
+def _aim(split_rule: str, share: float) -> str:
+    """Say which share of validation images a hashed split was to give, if it is far off: with few groups it may be."""
+    rule, _, note = split_rule.partition(", ")
     if rule != "grouped" and not rule.startswith("kfold"):
         return ""
-    fold, folds = (0, 0) if rule == "grouped" else map(int, rule.removeprefix("kfold ").split("/"))
-    start, aim = (fold / folds, 1 / folds) if folds else (0.0, VALIDATION_SHARE)
-    labels = manifest.label_index
-    of_classes = [validation[labels == label] for label in np.unique(labels)]
-    missed = any(part.all() or not part.any() for part in of_classes if len(part) * aim >= 1)
-    if abs(validation.mean() - aim) <= aim / 4 and not missed:
+    aim = VALIDATION_SHARE if rule == "grouped" else 1 / int(rule.partition("/")[2])
+    if abs(share - aim) <= aim / 4:
         return ""
-    if note.endswith(_KEPT):
-        return f" ({aim:.0%} is the aim for new images)"
-    places = {seed: group_shares(manifest.groups, seed) for seed in range(TRIED_SEEDS)}
-    parts = {seed: (place >= start) & (place < start + aim) for seed, place in places.items()}
-    distances = {seed: _distance(part, labels, aim) for seed, part in parts.items()}
-    best = min(distances, key=distances.__getitem__)
-    if distances[best] >= _distance(validation, labels, aim):
-        return f" ({aim:.0%} was the aim)"
-    return f" ({aim:.0%} was the aim; {option} {best} comes nearest with {parts[best].mean():.1%})"
+    return f" ({aim:.0%} {'is the aim for new images' if note.endswith(_KEPT) else 'was the aim'})"
 
 
-def _distance(validation: np.ndarray, labels: np.ndarray, aim: float) -> float:
-    """By how many images a validation part `[n]` misses its share, overall and summed over the classes."""
-    counts = [validation[labels == label] for label in np.unique(labels)]
-    return sum(abs(part.sum() - aim * len(part)) for part in (validation, *counts))
-
-
-def balance_text(manifest: Manifest, option: str = "--seed") -> str:
-    """One sentence about the share of validation images, overall and in the classes where it is smallest and largest.
-
-    `option` is what the seed of the split is called, for when another seed would come nearer.
-    """
+def balance_text(manifest: Manifest) -> str:
+    """Say the share of validation images in a sentence, overall and in the classes where it is smallest and largest."""
     validation = (manifest.rows["split"] == "val").to_numpy(dtype=bool)
     if not validation.any():
         return "No validation images."
-    text = f"Validation has {validation.mean():.1%} of the images{_aim(manifest, validation, option)}"
+    text = f"Validation has {validation.mean():.1%} of the images{_aim(manifest.split_rule, validation.mean())}"
     labels = manifest.label_index
     present = [label for label in range(len(manifest.classes)) if (labels == label).any()]
     shares = {manifest.classes[label]: float(validation[labels == label].mean()) for label in present}

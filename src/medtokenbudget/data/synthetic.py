@@ -1,31 +1,318 @@
-"""A data set of drawn dermoscopy: image and mask files with a manifest, the same bytes for the same request.
+"""Dermoscopy drawn from a seed: one image with its true lesion mask (`draw`), and a data set of files with its manifest.
 
-The drawing itself is in `dermoscopy.py`; this file writes files, resumes, and keeps two requests from mixing in one folder.
+The statistics follow ISIC 2019 (classes) and the paper (lesion sizes); what is drawn on the skin is in `drawing.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from PIL import Image
 
 from medtokenbudget.config import Count, DrawnSide, Seed, Settings
-from medtokenbudget.data import dermoscopy
+from medtokenbudget.data import drawing
+from medtokenbudget.data.drawing import LOOKS, Canvas, Lesion, Map, Outline, Pigments, smoothstep
 from medtokenbudget.data.manifest import Manifest, check_name
+from medtokenbudget.data.readers import ISIC_CLASSES
 from medtokenbudget.data.splits import apply_split, check_request
-from medtokenbudget.errors import MismatchError
-from medtokenbudget.files import read_sealed, sha256_file, sha256_json, write_encoded, write_sealed
+from medtokenbudget.errors import MismatchError, RequestError
+from medtokenbudget.files import read_sealed, write_encoded, write_sealed
 from medtokenbudget.locks import exclusive
 from medtokenbudget.progress import progress
 from medtokenbudget.workers import process_pool
 
 NAME = "drawn dermoscopy"
+RENDERER = "05358133b0eda83a"
+"""Version of the drawn pixels. Change it whenever a pixel changes, so that drawings of two versions never mix in one folder."""
 _TO_SPLIT = 5
 """Images; a smaller set is not split, all of it is training."""
+
+_ISIC_2019 = {"MEL": 4522, "NV": 12875, "BCC": 3323, "AK": 867, "BKL": 2624, "DF": 239, "VASC": 253, "SCC": 628}
+CLASS_FREQUENCIES: dict[str, float] = {name: count / 25331 for name, count in _ISIC_2019.items()}
+"""Share of each class in the 25,331 images of ISIC 2019."""
+
+# The paper's prevalence table. The point at 90 % is added so that mean and standard deviation match the table too.
+_PREVALENCE = ((0.0, 0.25, 0.50, 0.75, 0.90, 1.0), (0.023, 0.137, 0.277, 0.406, 0.640, 0.969))
+
+_ABSORPTION = {
+    "melanin": np.array([0.45, 0.85, 1.22], np.float32),
+    "blood": np.array([0.12, 0.72, 0.52], np.float32),
+    "blue": np.array([1.02, 0.82, 0.56], np.float32),
+}
+_WHITE = np.array([0.95, 0.91, 0.90], np.float32)
+_KERATIN = np.array([0.93, 0.86, 0.68], np.float32)
+
+# sRGB of skin from Fitzpatrick type I to VI, as a dermatoscope with its own light shows it.
+_SKIN_TONES = np.array(
+    [[0.91, 0.85, 0.83], [0.87, 0.78, 0.76], [0.81, 0.70, 0.66], [0.72, 0.59, 0.53], [0.60, 0.48, 0.41], [0.48, 0.37, 0.32]]
+)
+_CASTS = {
+    "neutral": (1.0, 1.0, 1.0),
+    "lilac": (0.96, 0.92, 1.07),
+    "pink": (1.02, 0.93, 0.95),
+    "cream": (1.02, 1.01, 0.90),
+    "gray": (0.88, 0.94, 0.95),
+    "orange": (1.03, 0.94, 0.86),
+}
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A drawn image.
+
+    Attributes:
+        image: `[H, W, 3]` uint8.
+        mask: Lesion pixels, `[H, W]` bool.
+        label: Class name.
+        traits: What was drawn; `prevalence` is the share of the mask in the image.
+    """
+
+    image: npt.NDArray[np.uint8]
+    mask: npt.NDArray[np.bool_]
+    label: str
+    traits: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _Surroundings:
+    """How the skin around a class tends to look. The classes overlap, but their patients, body sites and clinics differ."""
+
+    tone: float
+    redness: float
+    sun_damage: float
+    telangiectasia: float
+    hair: float
+    ruler: float
+    ink: float
+    fields: tuple[float, float, float]
+    casts: tuple[float, float, float, float, float, float]
+
+
+# `fields` are the probabilities of full, corners and circle; `casts` those of `_CASTS` in order.
+_AROUND = {
+    "MEL": _Surroundings(1.0, 0.07, 0.35, 0.08, 0.45, 0.40, 0.08, (0.35, 0.45, 0.20), (0.20, 0.04, 0.04, 0.30, 0.38, 0.04)),
+    "NV": _Surroundings(1.4, 0.10, 0.06, 0.02, 0.40, 0.08, 0.14, (0.68, 0.20, 0.12), (0.30, 0.14, 0.22, 0.14, 0.04, 0.16)),
+    "BCC": _Surroundings(0.6, 0.22, 0.50, 0.65, 0.22, 0.04, 0.04, (0.60, 0.18, 0.22), (0.10, 0.56, 0.20, 0.04, 0.06, 0.04)),
+    "AK": _Surroundings(0.6, 0.34, 0.90, 0.45, 0.22, 0.03, 0.02, (0.84, 0.10, 0.06), (0.08, 0.32, 0.46, 0.04, 0.06, 0.04)),
+    "BKL": _Surroundings(2.2, 0.12, 0.62, 0.08, 0.62, 0.15, 0.05, (0.50, 0.30, 0.20), (0.20, 0.06, 0.06, 0.20, 0.14, 0.34)),
+    "DF": _Surroundings(1.7, 0.18, 0.05, 0.02, 0.80, 0.03, 0.05, (0.60, 0.25, 0.15), (0.14, 0.30, 0.34, 0.04, 0.04, 0.14)),
+    "VASC": _Surroundings(1.1, 0.21, 0.10, 0.08, 0.20, 0.03, 0.04, (0.60, 0.25, 0.15), (0.16, 0.22, 0.36, 0.08, 0.04, 0.14)),
+    "SCC": _Surroundings(0.6, 0.31, 0.85, 0.35, 0.35, 0.03, 0.02, (0.70, 0.15, 0.15), (0.10, 0.40, 0.28, 0.04, 0.14, 0.04)),
+}
+
+
+def draw(label: str, seed: int, size: int = 256, off_center: bool = False) -> Drawing:
+    """Draw one image. The same arguments give the same bytes.
+
+    The lesion's share of the image follows the paper's prevalence table.
+
+    Args:
+        label: Class name, one of `ISIC_CLASSES`.
+        seed: Seed of everything random.
+        size: Side of the square image, in pixels.
+        off_center: Put the lesion 0.25 to 0.33 image widths away from the center, with at least 60 % of its area inside. Large
+            lesions are made smaller until this holds and their visible part is off-center too. Otherwise it is near the center.
+
+    Returns:
+        The image, its mask and what was drawn.
+
+    Raises:
+        RequestError: The class is unknown, the seed is negative, or the image is too small.
+    """
+    if label not in ISIC_CLASSES:
+        raise RequestError(f"Unknown class {label!r} for a drawn image. The classes are {', '.join(ISIC_CLASSES)}.")
+    _check_not_negative("seed", seed)
+    if size < 32:
+        raise RequestError(f"A drawn image of {size} pixels is too small to show a lesion. Use 32 or more.")
+    streams = [np.random.default_rng([seed, ISIC_CLASSES.index(label), purpose]) for purpose in range(5)]
+    shape_rng, lesion_rng, skin_rng, things_rng, camera_rng = streams
+    canvas, around = Canvas(size), _AROUND[label]
+    distance, radius, traits = _place(canvas, shape_rng, label, seed, off_center)
+    cover = smoothstep(1, -1, (distance - np.float32(radius)) / np.float32(shape_rng.uniform(*LOOKS[label].edge) / 2))
+    mask = distance < radius
+
+    base, background = _skin(canvas, skin_rng, around, traits)
+    pigments = Pigments.none(canvas)
+    detail = float(lesion_rng.uniform(0.75, 1.15) * (0.8 + 0.7 * radius))
+    traits |= LOOKS[label].paint(Lesion(canvas, lesion_rng, distance / np.float32(radius), radius, detail), pigments)
+    picture = _shine_through(base, background, pigments, cover)
+    picture, mask = _photograph(picture, mask, canvas, things_rng, around, traits)
+    image = _expose(picture, camera_rng)
+    return Drawing(image, mask, label, traits | {"prevalence": float(mask.mean())})
+
+
+def sample_labels(n: int, seed: int) -> list[str]:
+    """`n` class names at the frequencies of ISIC 2019; with 8 or more, every class occurs at least once."""
+    _check_not_negative("number of images", n)
+    _check_not_negative("seed", seed)
+    rng = np.random.default_rng([seed, n])
+    # Quotas instead of random draws, so that rare classes keep their share in small sets; the largest remainders are rounded up.
+    shares = np.array([CLASS_FREQUENCIES[name] for name in ISIC_CLASSES])
+    free = n - len(ISIC_CLASSES) if n >= len(ISIC_CLASSES) else n
+    quotas = np.maximum(shares * n - (n >= len(ISIC_CLASSES)), 0)
+    quotas *= free / max(quotas.sum(), 1e-12)
+    counts = np.floor(quotas).astype(int)
+    counts[np.argsort(counts - quotas, kind="stable")[: free - counts.sum()]] += 1
+    labels = np.repeat(np.arange(len(ISIC_CLASSES)), counts + (n >= len(ISIC_CLASSES)))
+    return [ISIC_CLASSES[index] for index in rng.permutation(labels)]
+
+
+def _check_not_negative(name: str, value: int) -> None:
+    if value < 0:
+        raise RequestError(f"The {name} of drawn dermoscopy must be 0 or more, got {value}.")
+
+
+def _place(canvas: Canvas, rng: np.random.Generator, label: str, seed: int, off_center: bool) -> tuple[Map, float, dict[str, Any]]:
+    """The lesion's distance field `[H, W]`, the level of its border, and its first traits."""
+    share = float(np.interp(_evenly(seed), *_PREVALENCE))
+    away, heading = rng.normal(0, 0.06, 2), rng.uniform(0, 2 * np.pi)
+    if off_center:
+        away = rng.uniform(0.25, 0.33) * np.array([np.cos(heading), np.sin(heading)])
+    look = LOOKS[label]
+    center = (float(0.5 + away[0]), float(0.5 + away[1]))
+    outline = Outline.random(rng, center, rng.uniform(*look.irregularity))
+    smooth = outline.distance(canvas.x, canvas.y)
+    rough = 1 + np.float32(rng.uniform(*look.roughness)) * (canvas.noise(rng, 14) + 0.4 * canvas.noise(rng, 36))
+    distance = smooth * np.maximum(rough, 0.5)
+    radius = float(np.quantile(distance, share))
+    whole = _beyond(outline)
+    if off_center:
+        while radius > 0.06 and (_share_inside(whole, radius) < 0.66 or _visible_offset(whole, radius) < 0.2):
+            radius *= 0.94
+    return distance, radius, {"center": center, "off_center": off_center, "inside": round(_share_inside(whole, radius), 3)}
+
+
+def _evenly(seed: int) -> float:
+    """A number in [0, 1) for a seed. Steps of the golden ratio, so that consecutive seeds fill the range evenly."""
+    return (int(seed) * 0x9E3779B97F4A7C15 % 2**64) / 2**64
+
+
+def _beyond(outline: Outline) -> Map:
+    """The outline's distance on a coarse grid three images wide, the image in the middle, `[96, 96]`."""
+    axis = ((np.arange(-32, 64) + 0.5) / 32).astype(np.float32)
+    return outline.distance(axis[None, :], axis[:, None])
+
+
+def _share_inside(whole: Map, radius: float) -> float:
+    """The share of the whole lesion that is inside the image."""
+    lesion = whole < radius
+    return float(lesion[32:64, 32:64].sum() / max(lesion.sum(), 1))
+
+
+def _visible_offset(whole: Map, radius: float) -> float:
+    """Distance of the visible lesion's centroid from the center of the image, in image widths."""
+    rows, columns = np.nonzero(whole[32:64, 32:64] < radius)
+    return float(np.hypot(columns.mean() - 15.5, rows.mean() - 15.5) / 32) if rows.size else 1.0
+
+
+def _skin(canvas: Canvas, rng: np.random.Generator, around: _Surroundings, traits: dict[str, Any]) -> tuple[np.ndarray, Pigments]:
+    """The skin color `[3]`, and what is everywhere in the skin: redness, freckles, fine vessels, furrows, pores."""
+    tone = float(np.clip(around.tone + rng.normal(0, 0.65) + (rng.exponential(1.6) if rng.random() < 0.16 else 0), 0, 5))
+    base = np.array([np.interp(tone, np.arange(6), _SKIN_TONES[:, c]) for c in range(3)])
+    skin = Pigments.none(canvas)
+    redness = max(0.0, around.redness + rng.normal(0, 0.07))
+    damage = float(np.clip(around.sun_damage + rng.normal(0, 0.22), 0, 1.2))
+    fine = canvas.noise(rng, 44)
+    flush = canvas.noise(rng, 3) + damage * (canvas.noise(rng, rng.uniform(7, 14)) + 0.5 * fine)
+    meshes = smoothstep(0.9, 0.0, np.abs(canvas.noise(rng, rng.uniform(14, 24))))
+    skin.blood += redness * np.maximum(0.75 + 0.22 * flush + 0.35 * damage * meshes, 0)
+    skin.melanin += 0.06 * np.maximum(1 + canvas.noise(rng, 3) + 0.35 * fine, 0)
+    if damage > 0.3:
+        freckles = smoothstep(1.0, 3.0, canvas.noise(rng, rng.uniform(5, 13)) + 0.45 * canvas.noise(rng, 32))
+        skin.melanin += 0.5 * damage * freckles
+    furrows = np.abs(canvas.noise(rng, rng.uniform(26, 44), rng.uniform(0.7, 1.8)))
+    skin.melanin += np.float32(rng.uniform(0.03, 0.10)) * smoothstep(0.35, 0.0, furrows)
+    pores = smoothstep(1.9, 3.2, fine)
+    skin.white += np.float32(rng.uniform(0.0, 0.25)) * pores
+    veins = rng.random() < around.telangiectasia
+    if veins:
+        skin.blood += np.float32(rng.uniform(0.25, 0.6)) * canvas.strokes(_threads(rng, int(rng.integers(6, 22))))
+    traits |= {
+        "fitzpatrick": round(tone) + 1,
+        "redness": round(redness, 2),
+        "sun_damage": round(damage, 2),
+        "telangiectasia": bool(veins),
+    }
+    return base.astype(np.float32), skin
+
+
+def _threads(rng: np.random.Generator, n: int) -> list[tuple[npt.NDArray[np.float64], float, float]]:
+    """Fine winding vessels anywhere in the skin."""
+    lines = []
+    for _ in range(n):
+        heading = rng.uniform(0, 2 * np.pi) + rng.normal(0, 0.4, 10).cumsum()
+        steps = np.column_stack([np.cos(heading), np.sin(heading)]) * rng.uniform(0.01, 0.035)
+        lines.append((rng.uniform(0, 1, 2) + steps.cumsum(0), rng.uniform(0.003, 0.007), rng.uniform(0.4, 1.0)))
+    return lines
+
+
+def _shine_through(base: np.ndarray, skin: Pigments, lesion: Pigments, cover: Map) -> np.ndarray:
+    """Light through skin and lesion: absorbers multiply (Beer and Lambert), white and keratin cover. `[3, H, W]`."""
+    fade = 1 - np.float32(0.35) * cover
+    amounts = [getattr(skin, name) * fade + np.maximum(getattr(lesion, name), 0) * cover for name in _ABSORPTION]
+    white = np.clip(skin.white + lesion.white * cover, 0, 0.9)
+    keratin = np.clip(lesion.keratin * cover, 0, 0.9)
+    # Scale and scars get the same light as the skin around them, so on dark skin they are not pure white.
+    lit = 0.55 + 0.45 * base.mean()
+    picture = np.empty((3, *cover.shape), np.float32)
+    for channel in range(3):
+        through = picture[channel]
+        through[:] = 0
+        for amount, absorption in zip(amounts, _ABSORPTION.values()):
+            through -= amount * absorption[channel]
+        np.exp(through, out=through)
+        through *= base[channel]
+        through += white * (_WHITE[channel] * lit - through)
+        through += keratin * (_KERATIN[channel] * lit - through)
+    return picture
+
+
+def _photograph(
+    picture: np.ndarray,
+    mask: np.ndarray,
+    canvas: Canvas,
+    rng: np.random.Generator,
+    around: _Surroundings,
+    traits: dict[str, Any],
+) -> tuple[np.ndarray, np.ndarray]:
+    """Add hair, ink, ruler, bubbles and the field of view; what the frame hides is removed from the mask."""
+    cast = str(rng.choice(list(_CASTS), p=around.casts))
+    picture = picture * (np.array(_CASTS[cast]) * rng.normal(1, 0.025, 3)).astype(np.float32)[:, None, None]
+    kind = str(rng.choice(["dark", "light", "stubble"], p=[0.5, 0.2, 0.3])) if rng.random() < around.hair else "none"
+    drawn = {"ink": rng.random() < around.ink, "ruler": rng.random() < around.ruler, "bubbles": rng.random() < 0.14}
+    if drawn["ink"]:
+        picture = drawing.ink(picture, canvas, rng)
+    if kind != "none":
+        picture = drawing.hair(picture, canvas, rng, kind, int(2 + rng.exponential(7 if kind == "dark" else 12)))
+    if drawn["bubbles"]:
+        picture = drawing.bubbles(picture, canvas, rng, int(rng.integers(1, 7)))
+    if drawn["ruler"]:
+        picture = drawing.ruler(picture, canvas, rng)
+    frame = str(rng.choice(["full", "corners", "circle"], p=around.fields))
+    light = drawing.field_of_view(canvas, rng, frame)
+    if (mask & (light < 0.4)).mean() > 0.01:
+        # A frame that hides part of the lesion would change its prevalence, so such images get none.
+        frame, light = "full", drawing.field_of_view(canvas, rng, "full")
+    slope = rng.normal(0, 0.07, 2)
+    light = light * (1 + np.float32(slope[0]) * (canvas.x - np.float32(0.5)) + np.float32(slope[1]) * (canvas.y - np.float32(0.5)))
+    traits |= {"cast": cast, "hair": kind, "field": frame} | {name: bool(value) for name, value in drawn.items()}
+    return picture * light + np.float32(0.02), mask & (light >= 0.4)
+
+
+def _expose(picture: np.ndarray, rng: np.random.Generator) -> npt.NDArray[np.uint8]:
+    """Exposure, lens blur and sensor noise; `[3, H, W]` in [0, 1] to `[H, W, 3]` uint8."""
+    soft = np.float32(rng.uniform(0.25, 1.0) / 4)
+    picture = picture * np.float32(255 * rng.normal(1.0, 0.06))
+    for channel in picture:
+        channel[1:-1] += soft * (channel[:-2] + channel[2:] - 2 * channel[1:-1])
+        channel[:, 1:-1] += soft * (channel[:, :-2] + channel[:, 2:] - 2 * channel[:, 1:-1])
+    picture += rng.standard_normal(picture.shape[1:], dtype=np.float32) * np.float32(rng.uniform(1.0, 3.0))
+    return np.ascontiguousarray(np.clip(picture + np.float32(0.5), 0, 255).astype(np.uint8).transpose(1, 2, 0))
 
 
 @dataclass(frozen=True)
@@ -43,6 +330,18 @@ class Drawings(Settings):
     seed: Seed = 0
     size: DrawnSide = 256
     off_center: bool = False
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One image to draw, and its two files."""
+
+    image: Path
+    mask: Path
+    label: str
+    seed: int
+    size: int
+    off_center: bool
 
 
 def synthetic_manifest(
@@ -71,6 +370,7 @@ def synthetic_manifest(
         split_seed: Seed of the split.
         workers: Processes that draw.
         name: Name of the data set.
+        overwrite: Whether a different manifest may be replaced.
 
     Returns:
         The path of the manifest.
@@ -80,19 +380,31 @@ def synthetic_manifest(
     """
     check_request(split, folds, fold, select, split_seed, workers)
     check_name(name)
-    named = Path(out).suffix == ".parquet"
-    folder = Path(out).with_suffix("") if named else Path(out)
-    target = Path(out) if named else folder / "manifest.parquet"
+    is_file = Path(out).suffix == ".parquet"
+    folder = Path(out).with_suffix("") if is_file else Path(out)
+    target = Path(out) if is_file else folder / "manifest.parquet"
+    jobs = {
+        f"SYN_{index:06d}": _Job(
+            folder / "images" / f"SYN_{index:06d}.jpg",
+            folder / "masks" / f"SYN_{index:06d}.png",
+            label,
+            # Consecutive seeds, over which the lesion sizes fill the prevalence table evenly.
+            request.seed * 10_000_000 + index,
+            request.size,
+            request.off_center,
+        )
+        for index, label in enumerate(sample_labels(request.n, request.seed))
+    }
     with exclusive(folder):
-        _draw_all(folder, request, workers)
-    labels, ids = _labels(request), _ids(request)
+        _claim(folder, request)
+        _draw_all([job for job in jobs.values() if not (job.image.exists() and job.mask.exists())], request.n, workers)
     records = [
-        {"image_id": one, "image": str(_image(folder, one)), "mask": str(_mask(folder, one)), "label": label, "group": one}
-        for one, label in zip(ids, labels)
+        {"image_id": image_id, "image": str(job.image), "mask": str(job.mask), "label": job.label, "group": image_id}
+        for image_id, job in jobs.items()
     ]
     view = " off-center" if request.off_center else ""
     source = f"synthetic n={request.n} seed={request.seed} size={request.size}{view}"
-    manifest = Manifest.from_records(records, dermoscopy.CLASSES, source=source, name=name)
+    manifest = Manifest.from_records(records, ISIC_CLASSES, source=source, name=name)
     if request.n < _TO_SPLIT:
         return replace(manifest, split_rule="none").write(target, overwrite)
     # No drawing is a copy of another, so there are no duplicates to look for.
@@ -100,64 +412,32 @@ def synthetic_manifest(
     return manifest.write(target, overwrite)
 
 
-def _draw_all(folder: Path, request: Drawings, workers: int) -> None:
-    """Draw the images and masks that do not exist yet."""
-    _claim(folder, request)
-    jobs = [
-        (folder, one, label, _seed(request.seed, index), request.size, request.off_center)
-        for index, (one, label) in enumerate(zip(_ids(request), _labels(request)))
-        if not (_image(folder, one).exists() and _mask(folder, one).exists())
-    ]
-    bar = progress(_run(jobs, workers), total=request.n, initial=request.n - len(jobs), what="Drawing", unit="image")
-    for _ in bar:
-        pass
-
-
-def _labels(request: Drawings) -> list[str]:
-    return [str(label) for label in dermoscopy.sample_labels(request.n, request.seed)]
-
-
-def _ids(request: Drawings) -> list[str]:
-    return [f"SYN_{index:06d}" for index in range(request.n)]
-
-
-def _image(folder: Path, name: str) -> Path:
-    return folder / "images" / f"{name}.jpg"
-
-
-def _mask(folder: Path, name: str) -> Path:
-    return folder / "masks" / f"{name}.png"
-
-
-def _seed(seed: int, index: int) -> int:
-    """Consecutive seeds, over which the lesion sizes fill the prevalence table evenly."""
-    return seed * 10_000_000 + index
-
-
 def _claim(folder: Path, request: Drawings) -> None:
     """Write down what is drawn into a folder; files of two requests must not mix."""
-    code = sorted(Path(dermoscopy.__file__).parent.glob("dermoscopy*.py"))
-    wanted = {**asdict(request), "renderer": sha256_json([sha256_file(path) for path in code])[:16]}
+    wanted = {**asdict(request), "renderer": RENDERER}
     note, advice = folder / "drawings.json", "Choose another folder, or delete this one."
     if not note.exists():
         write_sealed(note, wanted)
-    elif (found := read_sealed(note, advice)) != wanted:
-        raise MismatchError.between(f"The request of the drawings in {folder}", wanted, found, advice)
+    elif (existing := read_sealed(note, advice)) != wanted:
+        raise MismatchError.between(f"The request of the drawings in {folder}", wanted, existing, advice)
 
 
-def _run(jobs: list[tuple[Any, ...]], workers: int) -> Iterator[None]:
+def _draw_all(jobs: list[_Job], total: int, workers: int) -> None:
+    def show(done: Iterable[None]) -> None:
+        for _ in progress(done, total=total, initial=total - len(jobs), what="Drawing", unit="image"):
+            pass
+
     if workers <= 1 or len(jobs) < 2 * workers:
-        yield from map(_draw, jobs)
-        return
-    with process_pool(workers) as pool:
-        yield from pool.map(_draw, jobs, chunksize=8)
+        show(map(_draw_files, jobs))
+    else:
+        with process_pool(workers) as pool:
+            show(pool.map(_draw_files, jobs, chunksize=8))
 
 
-def _draw(job: tuple[Path, str, str, int, int, bool]) -> None:
-    folder, name, label, seed, size, off_center = job
-    drawing = dermoscopy.draw(label, seed, size=size, off_center=off_center)
-    mask = Image.fromarray(np.where(drawing.mask, 255, 0).astype(np.uint8))
-    write_encoded(_mask(folder, name), lambda stream: mask.save(stream, format="PNG", optimize=True))
+def _draw_files(job: _Job) -> None:
+    drawn = draw(job.label, job.seed, size=job.size, off_center=job.off_center)
+    mask = Image.fromarray(np.where(drawn.mask, 255, 0).astype(np.uint8))
+    write_encoded(job.mask, lambda stream: mask.save(stream, format="PNG", optimize=True))
     # The image is written last: if it exists, so does its mask.
-    image = Image.fromarray(drawing.image)
-    write_encoded(_image(folder, name), lambda stream: image.save(stream, format="JPEG", quality=95, subsampling=0))
+    image = Image.fromarray(drawn.image)
+    write_encoded(job.image, lambda stream: image.save(stream, format="JPEG", quality=95, subsampling=0))

@@ -19,9 +19,9 @@ import torch
 from PIL import Image
 
 from medtokenbudget.data import Manifest, decode_image, decode_mask, patch_labels
-from medtokenbudget.data.decode import require_lesion_values
+from medtokenbudget.data.images import require_lesion_values
 from medtokenbudget.data.masks import mask_of
-from medtokenbudget.data.walk import files_below, is_image, kind_of, no_images, report_skipped
+from medtokenbudget.data.readers import files_below, is_image, kind_of, no_images, report_skipped
 from medtokenbudget.errors import MedTokenBudgetError, RequestError
 
 MANIFEST_SUFFIX = ".parquet"

@@ -15,7 +15,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from PIL import Image, ImageFilter
 
-from medtokenbudget.data.decode import decode_image, decode_mask
+from medtokenbudget.data.images import decode_image, decode_mask
 from medtokenbudget.errors import RequestError
 from medtokenbudget.metrics import lesion_retention, ratio, reachable
 from medtokenbudget.reporting.evidence import Evidence

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pandas as pd
 
-from medtokenbudget.data.appearance import METHODS, STRATA
+from medtokenbudget.data.strata import METHODS, STRATA
 from medtokenbudget.reporting.cells import INTERVAL_NOTE, METRIC_NAMES
 from medtokenbudget.reporting.evidence import Evidence
 from medtokenbudget.reporting.intervals import CURVE_METRICS, Intervals

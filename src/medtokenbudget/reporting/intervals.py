@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 
 from medtokenbudget.config import HEADLINE_BUDGETS
-from medtokenbudget.data.appearance import STRATA
+from medtokenbudget.data.strata import STRATA
 from medtokenbudget.reporting.evidence import AS_IS, OFF_CENTER, Evidence
 from medtokenbudget.runs import retention_model, statistics, strata
 

@@ -20,7 +20,7 @@ from safetensors.numpy import save
 
 from medtokenbudget.config import HEADLINE_BUDGETS, to_dict
 from medtokenbudget.data import Manifest, decode_image, decode_mask
-from medtokenbudget.data.appearance import measure
+from medtokenbudget.data.strata import measure
 from medtokenbudget.errors import RequestError
 from medtokenbudget.runs.calibration import patch_scores
 from medtokenbudget.runs.held_out import HeldOut

@@ -10,7 +10,7 @@ from functools import lru_cache
 import numpy as np
 from PIL import Image
 
-from medtokenbudget.data.dermoscopy import Drawing, draw
+from medtokenbudget.data.synthetic import Drawing, draw
 from medtokenbudget.errors import UnknownNameError
 
 SIZE = 448

@@ -21,12 +21,15 @@ _MARGIN = 0.04
 """The lesion is grown by this share of the longer side before skin is measured around it."""
 _REC709 = np.array([0.2126, 0.7152, 0.0722], np.float32)
 
-SKIN_TONES = ("very light", "light", "intermediate", "tan", "brown", "dark")
-_ITA_EDGES = (55.0, 41.0, 28.0, 10.0, -30.0)
-HAIR = ("none", "some", "dense")
-_HAIR_EDGES = (0.005, 0.03)
-POSITIONS = ("centered", "off-center", "far off-center")
-_POSITION_EDGES = (0.08, 0.16)
+STRATA = {
+    "position": ("centered", "off-center", "far off-center"),
+    "skin tone": ("very light", "light", "intermediate", "tan", "brown", "dark"),
+    "hair": ("none", "some", "dense"),
+    "dark corners": ("no dark corners", "dark corners"),
+}
+"""The strata of each property, in the order of tables."""
+# Upper edges of all strata but the last; an edge belongs to the lower one. Darker skin has a smaller angle: its negative is used.
+_EDGES = {"position": (0.08, 0.16), "skin tone": (-55, -41, -28, -10, 30), "hair": (0.005, 0.03), "dark corners": (1,)}
 METHODS = {
     "position": "Distance of the lesion's centroid from the image center, in image diagonals: up to 0.08, up to 0.16, more.",
     "skin tone": "Individual typology angle, arctan((L* - 50) / b*) in degrees, the median over the skin around the lesion without "
@@ -56,67 +59,50 @@ class Appearance:
     dark_corners: int
 
     def strata(self) -> dict[str, str | None]:
-        """The stratum of each property by name; None where it was not measured."""
+        """Name the stratum of each property; None where it was not measured."""
+        values = {"position": self.position, "skin tone": -self.ita, "hair": self.hair, "dark corners": self.dark_corners}
         return {
-            "position": _stratum(self.position, _POSITION_EDGES, POSITIONS),
-            "skin tone": _stratum(-self.ita, tuple(-edge for edge in _ITA_EDGES), SKIN_TONES),
-            "hair": _stratum(self.hair, _HAIR_EDGES, HAIR),
-            "dark corners": "dark corners" if self.dark_corners >= 2 else "no dark corners",
+            name: None if np.isnan(value) else STRATA[name][int(np.searchsorted(_EDGES[name], value, side="left"))]
+            for name, value in values.items()
         }
-
-
-STRATA = {
-    "position": POSITIONS,
-    "skin tone": SKIN_TONES,
-    "hair": HAIR,
-    "dark corners": ("no dark corners", "dark corners"),
-}
-"""The strata of each property, in the order of tables."""
 
 
 def measure(image: Image.Image, mask: Image.Image | None) -> Appearance:
     """Measure an image, reduced to `SIDE` pixels, with its lesion mask if there is one."""
-    pixels, lesion = _reduced(image, mask)
-    found = lesion is not None and bool(lesion.any())
-    outside = ~dark_frame(pixels) if lesion is None or not found else around(lesion) & ~dark_frame(pixels)
-    return Appearance(
-        position(lesion) if lesion is not None and found else np.nan,
-        skin_tone(pixels, outside) if found else np.nan,
-        hair(pixels, outside),
-        dark_corners(pixels),
-    )
-
-
-def _reduced(image: Image.Image, mask: Image.Image | None) -> tuple[Picture, Mask | None]:
-    """Both with a longer side of `SIDE` pixels."""
     scale = SIDE / max(image.size)
     size = (max(1, round(image.width * scale)), max(1, round(image.height * scale)))
     pixels = np.asarray(image.convert("RGB").resize(size, Image.Resampling.BILINEAR), np.float32) / 255
-    lesion = None if mask is None else np.asarray(mask.convert("L").resize(size, Image.Resampling.BILINEAR)) > 127
-    return pixels, lesion
+    outside = ~dark_frame(pixels)
+    center_distance = tone = float("nan")
+    if mask is not None:
+        lesion = np.asarray(mask.convert("L").resize(size, Image.Resampling.BILINEAR)) > 127
+        if lesion.any():
+            outside &= around(lesion)
+            center_distance, tone = position(lesion), skin_tone(pixels, outside)
+    return Appearance(center_distance, tone, hair(pixels, outside), dark_corners(pixels))
 
 
 def around(lesion: Mask) -> Mask:
-    """The pixels outside the lesion and a margin around it."""
+    """Mark the pixels outside the lesion and a margin around it."""
     return ~ndimage.binary_dilation(lesion, iterations=max(1, round(_MARGIN * max(lesion.shape))))
 
 
 def dark_frame(picture: Picture) -> Mask:
-    """The black frame of the lens: dark regions that touch the border, with a margin."""
+    """Mark the black frame of the lens: dark regions that touch the border, with a margin."""
     dark, _ = ndimage.label(_gray(picture) < 0.15)
     edges = np.unique(np.concatenate([dark[0], dark[-1], dark[:, 0], dark[:, -1]]))
     return np.asarray(ndimage.binary_dilation(np.isin(dark, edges[edges > 0]), iterations=6))
 
 
 def position(lesion: Mask) -> float:
-    """Distance of the lesion's centroid from the image center, in image diagonals."""
+    """Measure the distance of the lesion's centroid from the image center, in image diagonals."""
     rows, columns = np.nonzero(lesion)
     h, w = lesion.shape
     return float(np.hypot(rows.mean() - (h - 1) / 2, columns.mean() - (w - 1) / 2) / np.hypot(h, w))
 
 
 def skin_tone(picture: Picture, skin: Mask) -> float:
-    """Individual typology angle in degrees: the median over the pixels of `skin` that are no hair; NaN without any."""
+    """Measure the individual typology angle in degrees: the median over the pixels of `skin` that are no hair; NaN without any."""
     clear = skin & ~_thin(picture)
     if not clear.any():
         return float("nan")
@@ -126,12 +112,12 @@ def skin_tone(picture: Picture, skin: Mask) -> float:
 
 
 def hair(picture: Picture, outside: Mask) -> float:
-    """Share of the pixels of `outside` that are in dark, thin and long structures; NaN without any."""
+    """Measure the share of the pixels of `outside` that are in dark, thin and long structures; NaN without any."""
     return float(_thin(picture)[outside].mean()) if outside.any() else float("nan")
 
 
 def dark_corners(picture: Picture) -> int:
-    """Corners that are much darker than the middle of the image."""
+    """Count the corners that are much darker than the middle of the image."""
     gray = _gray(picture)
     h, w = gray.shape
     side = max(1, round(0.08 * min(h, w)))
@@ -141,7 +127,7 @@ def dark_corners(picture: Picture) -> int:
 
 
 def _thin(picture: Picture, length: int = 11, depth: float = 0.12, long: int = 16) -> Mask:
-    """Dark thin structures: a closing along one of four lines fills them, and their components are long."""
+    """Mark dark thin structures: a closing along one of four lines fills them, and their components are long."""
     gray = _gray(picture)
     lines = [np.ones((1, length), bool), np.ones((length, 1), bool), np.eye(length, dtype=bool), np.eye(length, dtype=bool)[::-1]]
     filled = np.max([ndimage.grey_closing(gray, footprint=line) for line in lines], 0) - gray
@@ -161,7 +147,7 @@ def _gray(picture: Picture) -> NDArray[np.float32]:
 
 
 def _lab(pixels: Picture) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """L* and b* (CIELAB, D65) of sRGB pixels [n, 3]."""
+    """Compute L* and b* (CIELAB, D65) of sRGB pixels [n, 3]."""
     linear = np.where(pixels <= 0.04045, pixels / 12.92, ((pixels + 0.055) / 1.055) ** 2.4).astype(float)
     y = linear @ np.array([0.2126729, 0.7151522, 0.0721750])
     z = linear @ np.array([0.0193339, 0.1191920, 0.9503041]) / 1.08883
@@ -170,8 +156,3 @@ def _lab(pixels: Picture) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         return np.where(t > (6 / 29) ** 3, np.cbrt(t), t / (3 * (6 / 29) ** 2) + 4 / 29)
 
     return 116 * f(y) - 16, 200 * (f(y) - f(z))
-
-
-def _stratum(value: float, edges: tuple[float, ...], names: tuple[str, ...]) -> str | None:
-    """The name of the interval that holds a value; an edge belongs to the lower one. None for NaN."""
-    return None if np.isnan(value) else names[int(np.searchsorted(edges, value, side="left"))]

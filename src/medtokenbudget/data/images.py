@@ -1,6 +1,7 @@
 """From a file to pixels. The only place where an image file is opened, so that all images and masks are read by the same rules.
 
-A file that cannot be read without guessing is an error with a kind (`DecodeError.kind`); nothing is cropped or replaced.
+A file that cannot be read without guessing is an error with a kind (`DecodeError.kind`); nothing is cropped or replaced. DICOM
+files need the extra `dicom`.
 """
 
 from __future__ import annotations
@@ -10,17 +11,19 @@ import io
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
 from PIL import Image
 
-from medtokenbudget.data import dicom
 from medtokenbudget.errors import RequestError, WorkError, first_line
+
+if TYPE_CHECKING:
+    from pydicom.dataset import FileDataset
 
 MAX_PIXELS = 100_000_000
 FORMATS = ("JPEG", "PNG", "TIFF", "BMP", "WEBP", "GIF", "PPM", "JPEG2000")
-SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".tif", ".tiff", ".bmp", ".webp", ".gif", ".ppm", ".pgm", ".jp2"}) | dicom.SUFFIXES
+SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".tif", ".tiff", ".bmp", ".webp", ".gif", ".ppm", ".pgm", ".jp2", ".dcm", ".dicom"})
 Source = Path | str | bytes | BinaryIO
 MIN_SCANS, MAX_SCANS = 25, 500
 """Scans of a JPEG that are always and never accepted; in between `SCANNED_PIXELS` decides."""
@@ -29,6 +32,7 @@ SCANNED_PIXELS = 1_000_000_000
 _SCAN = b"\xff\xda"
 
 _ORIENTATION = 0x0112
+# Not `ImageOps.exif_transpose`: it also writes all EXIF tags anew and fails where a camera wrote one of them wrongly.
 _TRANSPOSE = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -40,6 +44,17 @@ _TRANSPOSE = {
 }
 _DIRECT = {"RGB", "L", "1", "P", "CMYK", "YCbCr", "HSV"}
 _ALPHA = {"RGBA", "LA", "PA", "RGBa", "La"}
+
+_DICOM_PREAMBLE, _DICOM_MAGIC = 128, b"DICM"
+_PHOTOMETRIC = ("RGB", "MONOCHROME1", "MONOCHROME2", "PALETTE COLOR", "YBR_FULL", "YBR_FULL_422", "YBR_ICT", "YBR_RCT")
+# A DICOM file is a patient's record with pixels in it. Only what describes the pixels is ever read, so that names, numbers and
+# dates cannot reach an output or a log.
+_PIXEL_ATTRIBUTES = (
+    *("SamplesPerPixel", "PhotometricInterpretation", "PlanarConfiguration", "NumberOfFrames", "Rows", "Columns"),
+    *("BitsAllocated", "BitsStored", "HighBit", "PixelRepresentation", "PixelData"),
+    *("WindowCenter", "WindowWidth", "VOILUTFunction", "RescaleIntercept", "RescaleSlope"),
+    *(f"{color}PaletteColorLookupTable{part}" for color in ("Red", "Green", "Blue") for part in ("Descriptor", "Data")),
+)
 
 # `_check_size` below is stricter than Pillow's warning, which would only repeat it.
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
@@ -105,11 +120,11 @@ def require_lesion_values(name: str, mask: Image.Image) -> None:
 def _decode(
     source: Source, max_pixels: int, what: str = "The image", check: Callable[[str, Image.Image], None] | None = None
 ) -> Image.Image:
-    """Pixels in one of the modes L, 1, P (without transparency), RGB, YCbCr, HSV; `check` sees them with their full depth."""
+    """Decode to one of the modes L, 1, P (without transparency), RGB, YCbCr, HSV; `check` sees the pixels with their full depth."""
     name, stream = _open(source, what)
     try:
-        if dicom.is_dicom(stream):
-            plain = _from_dicom(name, stream, max_pixels)
+        if _is_dicom(stream):
+            plain = _decode_dicom(name, stream, max_pixels)
             if check is not None:
                 check(name, plain)
             return plain
@@ -135,17 +150,8 @@ def _decode(
     return plain.transpose(_TRANSPOSE[orientation]) if orientation in _TRANSPOSE else plain
 
 
-def _from_dicom(name: str, stream: BinaryIO, max_pixels: int) -> Image.Image:
-    try:
-        image = dicom.DicomImage(stream)
-        _check_size(name, image.size, max_pixels)
-        return image.pixels()
-    except dicom.DicomError as error:
-        raise DecodeError(f"{name} {error}", error.kind) from None
-
-
 def _check_scans(name: str, image: Image.Image, stream: BinaryIO) -> None:
-    """A JPEG is decoded once per scan, so a small file of thousands of scans takes many seconds; ordinary files have up to 15."""
+    """Reject a JPEG of many scans: each is decoded, so a small file of thousands takes many seconds. Most have up to 15."""
     if image.format not in ("JPEG", "MPO"):
         return
     allowed = max(MIN_SCANS, min(MAX_SCANS, SCANNED_PIXELS // (image.width * image.height)))
@@ -234,7 +240,7 @@ def _check_frames(name: str, image: Image.Image) -> None:
         raise
     except Exception as error:
         raise _damaged(name, error) from None
-    raise DecodeError(f"{name} contains several frames or pages. Save the one you need as a separate file.", "frames")
+    raise _several_frames(name)
 
 
 def _plain_mode(name: str, image: Image.Image) -> Image.Image:
@@ -257,6 +263,10 @@ def _is_16_bit(image: Image.Image) -> bool:
     return image.mode == "I" or image.mode.startswith("I;16")
 
 
+def _several_frames(name: str) -> DecodeError:
+    return DecodeError(f"{name} contains several frames or pages. Save the one you need as a separate file.", "frames")
+
+
 def _damaged(name: str, error: Exception) -> DecodeError:
     return DecodeError(f"{name} is damaged or incomplete ({first_line(error)}). Download or copy it again.", "damaged")
 
@@ -268,10 +278,99 @@ def _transparent(name: str) -> DecodeError:
 
 
 def _from_16_bit(name: str, image: Image.Image) -> Image.Image:
-    """16-bit gray to 8 bits: 65535 becomes 255. A PNG may declare one value as transparent."""
+    """Convert 16-bit gray to 8 bits: 65535 becomes 255. A PNG may declare one value as transparent."""
     values = np.asarray(image).astype(np.int64)
     if (values == image.info.get("transparency")).any():
         raise _transparent(name)
     if values.min() < 0 or values.max() > 65535:
         raise DecodeError(f"{name} has 32-bit pixels outside 0..65535. Save it as 8-bit RGB or gray.", "mode")
     return Image.fromarray(((values * 255 + 32767) // 65535).astype(np.uint8))
+
+
+def _is_dicom(stream: BinaryIO) -> bool:
+    """Tell whether an open file has the mark of DICOM after its preamble."""
+    position = stream.tell()
+    stream.seek(position + _DICOM_PREAMBLE)
+    mark = stream.read(len(_DICOM_MAGIC))
+    stream.seek(position)
+    return mark == _DICOM_MAGIC
+
+
+def _decode_dicom(name: str, stream: BinaryIO, max_pixels: int) -> Image.Image:
+    """Decode to mode RGB or L: YBR and palettes converted, gray values windowed if the file has a window."""
+    data = _pixel_attributes(name, stream)
+    if missing := [key for key in ("Rows", "Columns", "PhotometricInterpretation", "PixelData") if key not in data]:
+        raise DecodeError(f"{name} is a DICOM file without an image (it has no {', '.join(missing)}).", "not-an-image")
+    if int(data.get("NumberOfFrames") or 1) > 1:
+        raise _several_frames(name)
+    photometric = str(data.PhotometricInterpretation)
+    if photometric not in _PHOTOMETRIC:
+        raise DecodeError(f"{name} has the DICOM pixel format '{photometric}'. Save it as 8-bit RGB or gray.", "mode")
+    _check_size(name, (int(data.Columns), int(data.Rows)), max_pixels)
+    values = _dicom_values(name, data)
+    if photometric == "PALETTE COLOR":
+        from pydicom.pixels import apply_color_lut
+
+        colors = apply_color_lut(values, data)
+        return Image.fromarray(_to_8_bit(colors, 8 * colors.dtype.itemsize))
+    if photometric.startswith("MONOCHROME"):
+        gray = _dicom_gray(values, data)
+        return Image.fromarray(255 - gray if photometric == "MONOCHROME1" else gray)
+    return Image.fromarray(_to_8_bit(values, int(data.BitsStored)))
+
+
+def _pixel_attributes(name: str, stream: BinaryIO) -> FileDataset:
+    try:
+        import pydicom
+    except ImportError:
+        raise DecodeError(
+            f"{name} is a DICOM file, and pydicom is not installed. Install it with: pip install 'medtokenbudget[dicom]'.",
+            "not-an-image",
+        ) from None
+    try:
+        return pydicom.dcmread(stream, specific_tags=list(_PIXEL_ATTRIBUTES))
+    except MemoryError:
+        raise
+    except Exception:
+        raise DecodeError(f"{name} has a damaged DICOM header. Download or copy it again.", "damaged") from None
+
+
+def _dicom_values(name: str, data: FileDataset) -> np.ndarray:
+    syntax = data.file_meta.TransferSyntaxUID
+    try:
+        return np.asarray(data.pixel_array)
+    except MemoryError:
+        raise
+    # pydicom and its plugins raise many types; their texts speak of pixels and plugins, never of the patient.
+    except Exception as error:
+        if syntax.is_compressed and "decompress" in str(error):
+            raise DecodeError(
+                f"{name} is compressed as {syntax.name}, for which no decoder is installed. Run "
+                "`pip install pylibjpeg[all]`, or save it uncompressed.",
+                "mode",
+            ) from None
+        raise DecodeError(
+            f"{name} is damaged or incomplete (its pixels cannot be read). Download or copy it again.", "damaged"
+        ) from None
+
+
+def _dicom_gray(values: np.ndarray, data: FileDataset) -> np.ndarray:
+    """Scale gray values to 8 bits; a window of the file decides what black and white are, else its bit depth."""
+    from pydicom.pixels import apply_modality_lut, apply_windowing
+
+    bits = int(data.BitsStored)
+    signed = bool(int(data.get("PixelRepresentation", 0)))
+    low: float = -(1 << (bits - 1)) if signed else 0
+    high = low + (1 << bits) - 1
+    if "WindowCenter" in data and "WindowWidth" in data:
+        # Windowing maps to the range of the stored values, after rescaling.
+        values = apply_windowing(apply_modality_lut(values, data), data)
+        slope, intercept = float(data.get("RescaleSlope", 1)), float(data.get("RescaleIntercept", 0))
+        low, high = low * slope + intercept, high * slope + intercept
+    return np.clip(np.rint((values.astype(np.float64) - low) * 255 / (high - low)), 0, 255).astype(np.uint8)
+
+
+def _to_8_bit(values: np.ndarray, bits: int) -> np.ndarray:
+    if bits == 8:
+        return values.astype(np.uint8)
+    return np.rint(values.astype(np.float64) * 255 / ((1 << bits) - 1)).astype(np.uint8)

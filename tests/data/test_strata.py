@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from medtokenbudget.data import appearance
-from medtokenbudget.data.appearance import Appearance, measure
-from medtokenbudget.data.dermoscopy import draw
-from medtokenbudget.data.dermoscopy_artifacts import field_of_view, hair
-from medtokenbudget.data.dermoscopy_canvas import Canvas
+from medtokenbudget.data import strata
+from medtokenbudget.data.drawing import Canvas, field_of_view, hair
+from medtokenbudget.data.strata import Appearance, measure
+from medtokenbudget.data.synthetic import draw
 
 SIZE = 128
 
@@ -32,20 +31,20 @@ EVERYWHERE = np.ones((SIZE, SIZE), bool)
 def test_hair_is_found_and_more_hair_is_more() -> None:
     canvas, rng = Canvas(SIZE), np.random.default_rng(1)
     none, some, dense = (drawn_on(skin(), lambda p, n=n: hair(p, canvas, rng, "dark", n)) if n else skin() for n in (0, 6, 40))
-    shares = [appearance.hair(picture, EVERYWHERE) for picture in (none, some, dense)]
+    shares = [strata.hair(picture, EVERYWHERE) for picture in (none, some, dense)]
     assert shares[0] == 0
     assert 0.005 < shares[1] < shares[2]
     assert shares[2] > 0.03
     # A dark disc is neither thin nor long.
     y, x = np.mgrid[:SIZE, :SIZE]
     disc = np.where(((y - 64) ** 2 + (x - 64) ** 2 < 30**2)[..., None], 0.2, skin())
-    assert appearance.hair(disc.astype(np.float32), EVERYWHERE) < 0.005
+    assert strata.hair(disc.astype(np.float32), EVERYWHERE) < 0.005
 
 
 @pytest.mark.parametrize(("kind", "dark"), [("circle", 4), ("full", 0)])
 def test_dark_corners_are_those_of_a_round_field_of_view(kind: str, dark: int) -> None:
     light = field_of_view(Canvas(SIZE), np.random.default_rng(3), kind)
-    assert appearance.dark_corners(skin() * light[..., None]) == dark
+    assert strata.dark_corners(skin() * light[..., None]) == dark
 
 
 @pytest.mark.parametrize("color", [(0.93, 0.80, 0.72), (0.75, 0.56, 0.44), (0.42, 0.28, 0.20)])
@@ -57,26 +56,26 @@ def test_the_typology_angle_is_that_of_the_formula(color: tuple[float, float, fl
     lightness, b = 116 * y ** (1 / 3) - 16, 200 * (y ** (1 / 3) - z ** (1 / 3))
     expected = np.degrees(np.arctan((lightness - 50) / b))
     plain = np.full((SIZE, SIZE, 3), color, np.float32)
-    assert appearance.skin_tone(plain, EVERYWHERE) == pytest.approx(expected, abs=0.05)
+    assert strata.skin_tone(plain, EVERYWHERE) == pytest.approx(expected, abs=0.05)
 
 
 def test_darker_skin_has_a_smaller_angle_and_the_lesion_does_not_count() -> None:
-    angles = [appearance.skin_tone(skin(c), EVERYWHERE) for c in ((0.93, 0.80, 0.72), (0.75, 0.56, 0.44), (0.42, 0.28, 0.20))]
+    angles = [strata.skin_tone(skin(c), EVERYWHERE) for c in ((0.93, 0.80, 0.72), (0.75, 0.56, 0.44), (0.42, 0.28, 0.20))]
     assert angles[0] > angles[1] > angles[2]
     lesion = np.zeros((SIZE, SIZE), bool)
     lesion[40:90, 40:90] = True
     spotted = np.where(lesion[..., None], 0.15, skin()).astype(np.float32)
-    around = appearance.around(lesion)
+    around = strata.around(lesion)
     assert not (around & lesion).any()
-    assert appearance.skin_tone(spotted, around) == pytest.approx(appearance.skin_tone(skin(), around), abs=0.5)
+    assert strata.skin_tone(spotted, around) == pytest.approx(strata.skin_tone(skin(), around), abs=0.5)
 
 
 def test_position_is_the_distance_of_the_centroid_in_diagonals() -> None:
     lesion = np.zeros((101, 101), bool)
     lesion[45:56, 45:56] = True
-    assert appearance.position(lesion) == 0
+    assert strata.position(lesion) == 0
     moved = np.roll(lesion, 20, axis=1)
-    assert appearance.position(moved) == pytest.approx(20 / np.hypot(101, 101))
+    assert strata.position(moved) == pytest.approx(20 / np.hypot(101, 101))
 
 
 def test_strata_follow_the_edges_and_what_needs_a_mask_is_not_measured_without_one() -> None:
@@ -89,8 +88,8 @@ def test_strata_follow_the_edges_and_what_needs_a_mask_is_not_measured_without_o
     bare, masked = measure(image, None), measure(image, Image.fromarray(drawing.mask))
     assert np.isnan(bare.position)
     assert bare.strata()["skin tone"] is None
-    assert masked.strata()["position"] in appearance.POSITIONS
-    assert set(masked.strata()) == set(appearance.STRATA) == set(appearance.METHODS)
+    assert masked.strata()["position"] in strata.STRATA["position"]
+    assert set(masked.strata()) == set(strata.STRATA) == set(strata.METHODS)
 
 
 def test_the_frames_of_drawings_are_recognized() -> None:

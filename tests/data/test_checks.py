@@ -12,7 +12,7 @@ from PIL import Image
 
 from medtokenbudget.cli import main
 from medtokenbudget.data import Manifest, Report, check, open_data, patch_labels
-from medtokenbudget.data.check_text import to_text
+from medtokenbudget.data.checks import to_text
 from tests.data.pictures import class_folders, disc_mask, lesion_picture, save
 
 
@@ -116,10 +116,10 @@ def test_a_mask_of_another_aspect_is_fatal_and_no_workers_are_one(broken: Manife
 
 def test_the_text_shows_every_finding_and_shortens_long_ones(broken: Manifest) -> None:
     report = check(broken)
-    text = to_text(report, shown=1)
+    text = to_text(report, limit=1)
     assert all(finding.kind in text for finding in report.findings)
     assert "and 1 more (use --all to list them)" in text
-    assert "--all" not in to_text(report, shown=0)
+    assert "--all" not in to_text(report, limit=0)
 
 
 def test_the_command_prints_json_and_ends_with_1_when_something_is_fatal(
@@ -142,12 +142,6 @@ def test_a_clean_folder_is_clean(tmp_path: Path, capsys: pytest.CaptureFixture[s
     out = capsys.readouterr().out
     assert "No problems found." in out
     assert out.splitlines()[-1] == f"Next: mtb extract {manifest} --store STORE"
-
-
-def test_a_folder_is_recognised_by_its_layout(shared: Path, tmp_path: Path) -> None:
-    assert open_data(shared / "data" / "kvasir-dataset-v2").source == "kvasir v2"
-    assert open_data(shared / "data" / "isic").source == "isic 2019, masks by-id from isic2018+ham10000"
-    assert open_data(class_folders(tmp_path / "photos", 1)).source == "folder photos"
 
 
 @pytest.mark.slow

@@ -1,0 +1,717 @@
+"""From files on disk to a manifest: ISIC 2019, Kvasir v2, class folders, and a CSV or Parquet table.
+
+Manifests and predictions must find the same files in the same order, so the walk over a folder is here too, and only here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+from PIL import Image, ImageChops
+
+from medtokenbudget.data.images import SUFFIXES, decode_mask
+from medtokenbudget.data.manifest import COLUMNS, METADATA_KEY, SPLITS, Manifest, listed
+from medtokenbudget.data.splits import paper_split
+from medtokenbudget.errors import RequestError, UnknownNameError, first_line
+from medtokenbudget.files import write_encoded
+from medtokenbudget.progress import say
+
+ISIC_CLASSES = ("MEL", "NV", "BCC", "AK", "BKL", "DF", "VASC", "SCC")
+IMAGES = "ISIC_2019_Training_Input"
+GROUND_TRUTH = "ISIC_2019_Training_GroundTruth.csv"
+METADATA = "ISIC_2019_Training_Metadata.csv"
+MASK_FOLDERS = {"isic2018": "ISIC2018_Task1_Training_GroundTruth", "ham10000": "HAM10000_segmentations_lesion_tschandl"}
+Matching = Literal["exact", "by-id", "none"]
+DOWNSAMPLED = "_downsampled"
+"""How ISIC 2019 ends the name of an image that it has made smaller; the mask is called as the original."""
+
+KVASIR_CLASSES = (
+    "dyed-lifted-polyps",
+    "dyed-resection-margins",
+    "esophagitis",
+    "normal-cecum",
+    "normal-pylorus",
+    "normal-z-line",
+    "polyps",
+    "ulcerative-colitis",
+)
+_KVASIR_FOLDER = "kvasir-dataset-v2"
+"""The folder in the official archive."""
+
+MASK_NAMES = "The mask of a.jpg must be called a.png, a_segmentation.png or a_mask.png."
+_MASK_ENDING = re.compile(r"(_mask|_segmentation)(_[0-9]+)?$")
+"""How the name of a mask ends where it is not that of its image, with a number where the image has several."""
+_MASK_FOLDER_NAMES = {"mask", "masks", "segmentation", "segmentations"}
+_PASS_MASKS = "Pass the folder that contains the masks."
+_PART_NAMES = {"train", "training", "val", "valid", "validation", "test", "testing", "select"}
+"""Folder names that mean a part of the split and not a class."""
+
+_NOT_A_NUMBER = {"nan", "<na>"}
+"""What programs write into the cell of a missing value; no class, group or file is called so."""
+_LIKE_NOTHING = {"na", "n/a", "none", "null"}
+"""What may be the name of a class (no abnormality, North America) or a missing value: taken as a name, and said."""
+_TABLE_COLUMNS = "image (required), image_id, label, mask, group and split"
+
+
+def open_data(target: Path | str) -> Manifest:
+    """Open a data set, given as a manifest or as a folder in a known layout.
+
+    Args:
+        target: A manifest file, or a folder with the layout of ISIC 2019 or Kvasir v2 (both get the paper's split) or with class
+            folders.
+
+    Returns:
+        The manifest.
+    """
+    path = Path(target)
+    if not path.is_dir():
+        return Manifest.read(path)
+    if (path / GROUND_TRUTH).exists():
+        has_masks = any((path / folder).is_dir() for folder in MASK_FOLDERS.values())
+        return isic_manifest(path, "by-id" if has_masks else "none")
+    if all((path / name).is_dir() for name in KVASIR_CLASSES):
+        return kvasir_manifest(path)
+    return folder_manifest(path)
+
+
+def isic_manifest(
+    root: Path | str,
+    masks: str = "by-id",
+    mask_sources: Sequence[str] | None = None,
+    *,
+    ignore_unlabeled: bool = False,
+    name: str = "ISIC 2019",
+) -> Manifest:
+    """Make a manifest of the downloaded images, in the order of the CSV, with the paper's split.
+
+    The files are as in the official download, complete or in part:
+
+        ROOT/ISIC_2019_Training_Input/*.jpg             ROOT/ISIC2018_Task1_Training_GroundTruth/*_segmentation.png
+        ROOT/ISIC_2019_Training_GroundTruth.csv         ROOT/HAM10000_segmentations_lesion_tschandl/*_segmentation.png
+        ROOT/ISIC_2019_Training_Metadata.csv
+
+    The split is drawn over all rows of the CSV, so an image is in the same part however many images were downloaded. A group is a
+    lesion; an image without a lesion_id is its own group.
+
+    Args:
+        root: Folder with the official files.
+        masks: How masks are found: 'by-id', 'exact' or 'none'; see `match_masks`.
+        mask_sources: 'isic2018', 'ham10000' or both; the first one that has a mask of an image is used. By default 'exact' uses
+            ISIC 2018 alone, like the paper, and 'by-id' every mask folder in `root`.
+        ignore_unlabeled: Leave out images that have no row in the CSV, instead of raising an error.
+        name: Name of the data set.
+
+    Returns:
+        The manifest, with the `split_rule` 'paper'.
+
+    Raises:
+        RequestError: Files are missing or not as in the official download.
+    """
+    top = require_folder(Path(root), "Pass the folder that contains the official ISIC 2019 files.")
+    truth = read_ground_truth(top / GROUND_TRUTH)
+    lesions = read_lesions(top / METADATA)
+    folder = require_folder(top / IMAGES, f"In the official layout it is next to {GROUND_TRUTH}.")
+    files = {path.stem: path for path in _unpacked(folder)}
+    if not files:
+        raise RequestError(f"{folder} contains no images. Unpack ISIC_2019_Training_Input.zip there.")
+    unlabeled = sorted(set(files) - set(truth["image"]))
+    if unlabeled and not ignore_unlabeled:
+        names = listed([files[image].name for image in unlabeled], 3)
+        raise RequestError(
+            f"These images in {folder} have no row in {GROUND_TRUTH}: {names}. Remove them, or pass --ignore-unlabeled."
+        )
+    sources = _mask_sources(top, masks, mask_sources)
+    mask_files: dict[str, Path] = {}
+    # From the last source to the first, so that the first one that has a mask wins.
+    for kind in reversed(sources):
+        by_id = {path.stem.removesuffix("_segmentation"): path for path in _unpacked(top / MASK_FOLDERS[kind])}
+        if not by_id:
+            raise RequestError(
+                f"{top / MASK_FOLDERS[kind]} contains no masks. Unpack the archive of that name there, "
+                "or choose another source with --mask-sources."
+            )
+        mask_files |= {image: by_id[mask] for image, mask in match_masks(truth["image"], by_id, masks).items()}
+    records = [
+        {
+            "image_id": image,
+            "image": str(files[image]),
+            "label": label,
+            "mask": str(mask_files[image]) if image in mask_files else None,
+            "group": lesions.get(image, image),
+            "split": split,
+        }
+        for image, label, split in zip(truth["image"], truth["label"], paper_split(len(truth)))
+        if image in files
+    ]
+    if sources and not any(record["mask"] for record in records):
+        say(f"None of the {len(records):,} images has a mask in {' or '.join(MASK_FOLDERS[kind] for kind in sources)}.")
+    source = f"isic 2019, masks {masks} from {'+'.join(sources) or 'nowhere'}"
+    return Manifest.from_records(records, ISIC_CLASSES, source=source, split_rule="paper", name=name)
+
+
+def match_masks(image_ids: Iterable[str], mask_ids: Iterable[str], how: str) -> dict[str, str]:
+    """Find the mask of each image by name.
+
+    Args:
+        image_ids: Names of the images, without their ending.
+        mask_ids: Names of the masks, without `_segmentation.png`.
+        how: 'exact' compares the names as they are, like the paper, so images called `..._downsampled` have no mask. 'by-id'
+            ignores this suffix. 'none' matches nothing.
+
+    Returns:
+        The mask id of each image that has a mask.
+    """
+    if how not in get_args(Matching):
+        raise UnknownNameError.of("mask matching", how, get_args(Matching))
+    known = set(mask_ids) if how != "none" else set()
+    keys = ((image_id, image_id if how == "exact" else image_id.removesuffix(DOWNSAMPLED)) for image_id in image_ids)
+    return {image_id: key for image_id, key in keys if key in known}
+
+
+def read_ground_truth(path: Path) -> pd.DataFrame:
+    """Read the one-hot CSV to a table with the columns `image, label`, in file order."""
+    if not path.exists():
+        raise RequestError(
+            f"{path} does not exist. Pass the folder that contains {path.name} and {IMAGES}, the layout of the official download."
+        )
+    table = _read_official(path, ("image", *ISIC_CLASSES))
+    names = [name for name in (*ISIC_CLASSES, "UNK") if name in table.columns]
+    values = table[names].apply(pd.to_numeric, errors="coerce").to_numpy(dtype=np.float64)
+    bad = ~(np.isin(values, (0.0, 1.0)).all(1) & (values.sum(1) == 1))
+    if bad.any():
+        rows = listed(table["image"][bad].tolist())
+        raise RequestError(
+            f"{path}: {bad.sum()} rows do not have exactly one 1 among {', '.join(names)}: {rows}. "
+            "Download the official file again."
+        )
+    labels = np.array(names, dtype=object)[values.argmax(1)]
+    if (unknown := labels == "UNK").any():
+        rows = listed(table["image"][unknown].tolist())
+        raise RequestError(
+            f"{path}: {unknown.sum()} rows have the class UNK, which is not one of the eight classes: {rows}. Remove them."
+        )
+    return pd.DataFrame({"image": table["image"], "label": labels})
+
+
+def read_lesions(path: Path) -> dict[str, str]:
+    """Read the lesion id of each image that has one from the metadata CSV."""
+    if not path.exists():
+        raise RequestError(
+            f"{path} does not exist. Download it to the folder of {GROUND_TRUTH}: it says which images show the same lesion."
+        )
+    table = _read_official(path, ("image", "lesion_id"))
+    return {image: lesion for image, lesion in zip(table["image"], table["lesion_id"]) if lesion}
+
+
+def _read_official(path: Path, columns: Sequence[str]) -> pd.DataFrame:
+    table = _read_csv(path)
+    if missing := [name for name in columns if name not in table.columns]:
+        raise RequestError(f"{path} lacks the columns {', '.join(missing)}. Download the official file again.")
+    if twice := sorted(set(table["image"][table["image"].duplicated()])):
+        raise RequestError(f"{path} has more than one row for {listed(twice)}. Download the official file again.")
+    return table
+
+
+def _unpacked(folder: Path) -> list[Path]:
+    """List the images of a folder, or of the folder of the same name inside it, which unpacking an official archive may create."""
+    inner = folder / folder.name
+    return image_files(inner if inner.is_dir() else folder)
+
+
+def _mask_sources(top: Path, how: str, asked: Sequence[str] | None) -> list[str]:
+    if how == "none":
+        return []
+    if asked is not None:
+        wanted = list(asked)
+    elif how == "exact":
+        wanted = ["isic2018"]
+    else:
+        wanted = [name for name, folder in MASK_FOLDERS.items() if (top / folder).is_dir()]
+        if not wanted:
+            raise RequestError(
+                f"{top} contains no mask folder ({' or '.join(MASK_FOLDERS.values())}). Download one, or pass --masks none."
+            )
+    for name in wanted:
+        if name not in MASK_FOLDERS:
+            raise UnknownNameError.of("mask source", name, MASK_FOLDERS)
+        require_folder(top / MASK_FOLDERS[name], f"Download it, or leave '{name}' out of --mask-sources.")
+    return wanted
+
+
+def kvasir_manifest(root: Path | str, *, name: str = "Kvasir v2") -> Manifest:
+    """Make a manifest of Kvasir v2, sorted by class and file name, with the paper's 80/20 split of that order.
+
+    It has one folder for each of its eight classes and no masks: the paper measures only accuracy on it.
+
+    Args:
+        root: Folder with the eight class folders, or the folder in which the official archive was unpacked.
+        name: Name of the data set.
+
+    Returns:
+        The manifest, without masks and groups.
+
+    Raises:
+        RequestError: A class folder is missing, or there are no images.
+    """
+    top = require_folder(Path(root), "Pass the folder that contains the eight class folders of Kvasir v2.")
+    if (top / _KVASIR_FOLDER).is_dir():
+        top = top / _KVASIR_FOLDER
+    if missing := [label for label in KVASIR_CLASSES if not (top / label).is_dir()]:
+        raise RequestError(f"{top} lacks the class folders {', '.join(missing)}. For other classes, use `mtb data folder`.")
+    files = [(path, label) for label in KVASIR_CLASSES for path in image_files(top / label)]
+    if not files:
+        raise RequestError(f"The class folders in {top} contain no images.")
+    records = [
+        {"image_id": f"{label}/{path.stem}", "image": str(path), "label": label, "split": split}
+        for (path, label), split in zip(files, paper_split(len(files)))
+    ]
+    return Manifest.from_records(records, KVASIR_CLASSES, source="kvasir v2", split_rule="paper", name=name)
+
+
+def folder_manifest(
+    root: Path | str, masks: Path | str | None = None, *, name: str | None = None, merged: Path | str | None = None
+) -> Manifest:
+    """Make a manifest of the images in a folder.
+
+        ROOT/MEL/a.jpg  ROOT/NV/p1/b.jpg            the folder directly in ROOT is the label, at any depth
+        ROOT/train/MEL/a.jpg  ROOT/val/NV/b.jpg     the split is given too
+        ROOT/a.jpg                                  no labels
+
+    Args:
+        root: Folder with one folder per class, with the folders train, val and select that contain class folders, or with images
+            only (then without labels).
+        masks: Folder with the masks, found by name: `a.png`, `a_segmentation.png` or `a_mask.png` for `a.jpg`. It may be `root`.
+        name: Name of the data set; the name of the folder by default.
+        merged: Folder to write the union of the masks of an image to, where it has several (`a_mask.png`, `a_mask_1.png`). It is
+            made if there are such images.
+
+    Returns:
+        The manifest. Its `split_rule` is 'given' if the folders give the split; otherwise it is 'none' and all rows are 'train'.
+
+    Raises:
+        RequestError: There are no images, masks would become images or classes, an image has several masks and there is no folder
+            for their union, or the layout is ambiguous.
+
+    Example:
+        >>> manifest = folder_manifest("photos", masks="photo-masks", name="Clinic A")  # doctest: +SKIP
+    """
+    top = require_folder(Path(root), "Pass the folder that contains the images or the class folders.")
+    mask_folder = None if masks is None else require_folder(Path(masks), _PASS_MASKS)
+    parts = _given_parts(top, mask_folder)
+    images = [
+        (path, label, part)
+        for part in parts or ["train"]
+        for path, label in _labeled(top / part if parts else top, mask_folder)
+        if mask_folder is None or not _is_mask(path)
+    ]
+    if mask_folder is None:
+        _reject_masks([(path, label) for path, label, _ in images])
+    others = (path for path in files_below(top, mask_folder) if path.is_file() and not is_image(path))
+    report_skipped(top, Counter(kind_of(path) for path in others))
+    if not images:
+        raise no_images(top)
+    mask_files = None if mask_folder is None else MaskFolder(mask_folder, None if merged is None else Path(merged), top)
+    records = [
+        {
+            "image_id": path.relative_to(top).with_suffix("").as_posix(),
+            "image": str(path),
+            "label": label,
+            "mask": mask_files.of(path) if mask_files else None,
+            "split": part,
+        }
+        for path, label, part in images
+    ]
+    if mask_files:
+        _report_masks(mask_files, len(records))
+    classes = sorted({label for _, label, _ in images if label is not None})
+    folder_name = Path(os.path.abspath(top)).name or "folder"
+    return Manifest.from_records(
+        records,
+        classes,
+        source=f"folder {folder_name}",
+        split_rule="given" if parts else "none",
+        name=folder_name if name is None else name,
+    )
+
+
+def _given_parts(top: Path, mask_folder: Path | None) -> list[str]:
+    """List the parts of a split that is given as folders; a mixture of parts and classes is an error."""
+    names = {folder.name for folder in _subfolders(top, mask_folder)}
+    if not {name.lower() for name in names} & _PART_NAMES:
+        return []
+    if names <= set(SPLITS):
+        return [name for name in SPLITS if name in names]
+    raise RequestError(
+        f"Cannot tell parts of a split from classes: {top} contains the folders {listed(sorted(names), 6)}. Use only the folders "
+        f"{', '.join(SPLITS)} with class folders inside, or only class folders. Rename the others, or use `mtb data csv`."
+    )
+
+
+def _labeled(folder: Path, mask_folder: Path | None) -> list[tuple[Path, str | None]]:
+    loose = image_files(folder)
+    inside: list[tuple[Path, str | None]] = [
+        (path, sub.name) for sub in _subfolders(folder, mask_folder) for path in files_below(sub, mask_folder) if is_image(path)
+    ]
+    if loose and inside:
+        raise RequestError(
+            f"{folder} contains both class folders and images outside of them ({listed([path.name for path in loose], 3)}). "
+            "Move these images into the folder of their class, or away."
+        )
+    return inside or [(path, None) for path in loose]
+
+
+def _is_mask(path: Path) -> bool:
+    """Tell whether a file is named like the mask of an image next to it: `a_mask.png` or `a_mask_1.png`, and `a.jpg`."""
+    stem = _MASK_ENDING.sub("", path.stem)
+    return stem != path.stem and any(path.with_name(stem + suffix).exists() for suffix in SUFFIXES)
+
+
+def _reject_masks(images: Sequence[tuple[Path, str | None]]) -> None:
+    """Raise an error where masks would be read as images, or their folder as a class."""
+    folders = sorted({label for _, label in images if label is not None and label.lower() in _MASK_FOLDER_NAMES})
+    if folders:
+        raise RequestError(f"The folder '{folders[0]}' would become a class. Pass it as --masks, or move it away.")
+    if masks := [path for path, _ in images if _is_mask(path)]:
+        raise RequestError(
+            f"These files look like masks of the images next to them: {listed([path.name for path in masks], 3)}. "
+            "Pass their folder as --masks (it may be the folder of the images)."
+        )
+
+
+def _report_masks(masks: MaskFolder, images: int) -> None:
+    """Say which masks were not used and which were merged; no mask at all is an error."""
+    if not masks.matched:
+        raise RequestError(f"No mask in {masks.folder} belongs to an image. {MASK_NAMES}")
+    if left := [path for path in masks.paths if os.path.abspath(path) not in masks.used]:
+        say(
+            f"{len(left):,} of {len(masks.paths):,} files in {masks.folder} are the mask of no image: "
+            f"{listed([path.name for path in left], 3)}. {MASK_NAMES}"
+        )
+    if masks.unions:
+        say(
+            f"{len(masks.unions):,} of {images:,} images have several masks, such as {masks.unions[0].name}. "
+            "Each gets their union: they are taken as several lesions. If they are by several annotators, "
+            "pass the folder of one of them as --masks."
+        )
+
+
+class MaskFolder:
+    """Mask files by the stem of the image that they belong to.
+
+    Args:
+        folder: Folder with the masks, at any depth.
+        merged: Folder to write the union of several masks of one image to.
+        images: Folder of the images, in which `merged` must not be, because it would become a class there.
+
+    Attributes:
+        paths: All mask files.
+        used: Absolute paths of masks that belong to an image, and of the images.
+        matched: Number of images that have a mask.
+        unions: Images that have several masks.
+    """
+
+    def __init__(self, folder: Path, merged: Path | None = None, images: Path | None = None) -> None:
+        require_folder(folder, _PASS_MASKS)
+        self.folder, self.merged, self.images = folder, merged, images
+        self.paths = [path for path in files_below(folder) if is_image(path)]
+        self.used: set[str] = set()
+        self.matched = 0
+        self.unions: list[Path] = []
+        self._by_stem: dict[str, list[Path]] = {}
+        for path in self.paths:
+            for stem in {path.stem, _MASK_ENDING.sub("", path.stem)}:
+                self._by_stem.setdefault(stem, []).append(path)
+
+    def of(self, image: Path) -> str | None:
+        """Find the mask of an image; None if it has no mask."""
+        itself = os.path.abspath(image)
+        candidates: list[Path] = []
+        for stem in (image.stem, image.stem.removesuffix(DOWNSAMPLED)):
+            # Where masks lie beside the images, an image has its own stem but is not its own mask.
+            candidates = candidates or [path for path in self._by_stem.get(stem, []) if os.path.abspath(path) != itself]
+        masks = [path for path in candidates if path.parent.name == image.parent.name] or candidates
+        self.used.update([itself, *map(os.path.abspath, masks)])
+        self.matched += bool(masks)
+        if len(masks) > 1:
+            return self._union(image, sorted(masks))
+        return str(masks[0]) if masks else None
+
+    def _union(self, image: Path, parts: Sequence[Path]) -> str:
+        names = listed([path.relative_to(self.folder).as_posix() for path in parts], 3)
+        endings = [_MASK_ENDING.search(path.stem) for path in parts]
+        kinds = {(path.parent, ending and ending[1]) for path, ending in zip(parts, endings)}
+        numbers = {ending and ending[2] for ending in endings}
+        if len(kinds) > 1 or len(numbers) < len(parts):
+            raise RequestError(f"{image.name} has more than one mask in {self.folder}: {names}. Keep one of them.")
+        if self.merged is None:
+            raise RequestError(
+                f"{image.name} has several masks in {self.folder}: {names}. Make a manifest with `mtb data folder`, which writes "
+                "their union, and use that."
+            )
+        if self.images is not None and Path(os.path.abspath(self.merged)).is_relative_to(os.path.abspath(self.images)):
+            raise RequestError(
+                f"{image.name} has several masks, and the folder of their union, {self.merged}, would become a class of "
+                f"{self.images}. Write the manifest to another folder."
+            )
+        self.unions.append(image)
+        path = self.merged / image.parent.name / f"{image.stem}.png"
+        union = _brightest(parts)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_encoded(path, lambda stream: union.save(stream, format="PNG"))
+        return str(path)
+
+
+def _brightest(parts: Sequence[Path]) -> Image.Image:
+    """Merge masks: every pixel is as bright as in the brightest of them."""
+    first, *others = (decode_mask(path) for path in parts)
+    for path, other in zip(parts[1:], others):
+        if other.size != first.size:
+            sizes = f"{other.width} x {other.height} pixels, {parts[0].name} {first.width} x {first.height}"
+            raise RequestError(f"Masks of one image must be of one size, but {path.name} has {sizes}.")
+        first = ImageChops.lighter(first, other)
+    return first
+
+
+def csv_manifest(
+    path: Path | str, classes: Sequence[str] | None = None, *, allow_unlabeled: bool = False, name: str | None = None
+) -> Manifest:
+    """Make a manifest of the images listed in a CSV or Parquet file, such as a manifest that was edited.
+
+    Args:
+        path: The file, with a column `image` and any of `image_id, label, mask, group, split`. Relative paths in it start from its
+            folder.
+        classes: Class names in order. By default those that an edited manifest still has, otherwise the sorted labels.
+        allow_unlabeled: Accept rows without a label.
+        name: Name of the data set; the name of the file by default.
+
+    Returns:
+        The manifest. Without a column `split` all rows are 'train' and its `split_rule` is 'none'.
+
+    Raises:
+        RequestError: The file has problems; the message lists all of them.
+    """
+    source = Path(path)
+    table, stored = _read_parquet(source) if source.suffix == ".parquet" else (_read_csv(source), {})
+    # The row numbers that pandas writes unless it is told not to.
+    table = table.drop(columns=[column for column in table.columns if column in ("", "Unnamed: 0", "__index_level_0__")])
+    if "image" not in table.columns:
+        only = listed(list(table.columns), 8)
+        raise RequestError(f"{source} has no column 'image', only {only}. Columns are separated by commas: {_TABLE_COLUMNS}.")
+    if table.empty:
+        raise RequestError(f"{source} has no rows.")
+    if classes is None and isinstance(stored.get("classes"), list):
+        known = list(map(str, stored["classes"]))
+        # A label that was typed in by hand is a new class after the old ones.
+        classes = [*known, *sorted({str(label) for label in table.get("label", []) if label} - set(known))]
+    if name is None:
+        name = stored["name"] if isinstance(stored.get("name"), str) else source.stem
+    table = _without_nan(table, classes or ())
+    folder = source.resolve().parent
+    if faults := _table_faults(table, folder, classes or (), allow_unlabeled):
+        raise RequestError(f"{source} has these problems:\n" + "\n".join(f"  {fault}" for fault in faults))
+    rows = table.reindex(columns=list(COLUMNS), fill_value="")
+    records = [
+        {
+            "image_id": image_id or Path(image).stem,
+            "image": str(folder / image),
+            "label": label or None,
+            "mask": str(folder / mask) if mask else None,
+            "group": group or None,
+            "split": split or "train",
+        }
+        for image_id, image, label, mask, group, split in rows.to_numpy().tolist()
+    ]
+    return Manifest.from_records(
+        records,
+        list(classes or sorted({label for label in rows["label"] if label})),
+        source=f"csv {source.name}",
+        split_rule="given" if "split" in table.columns else "none",
+        name=name,
+    )
+
+
+def _read_csv(path: Path) -> pd.DataFrame:
+    """Read all cells as stripped text, so that a class 'NA' stays a class and ids keep their zeros. Empty cells are ''."""
+    try:
+        table = pd.read_csv(path, dtype=str, keep_default_na=False, encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise RequestError(f"{path} does not exist.") from None
+    except IsADirectoryError:
+        raise RequestError(f"{path} is a folder, not a CSV file.") from None
+    except (pd.errors.EmptyDataError, pd.errors.ParserError, UnicodeDecodeError) as error:
+        raise RequestError(f"{path} is not a CSV file in UTF-8 ({first_line(error)}).") from None
+    table.columns = [str(name).strip() for name in table.columns]
+    return table.apply(lambda column: column.str.strip())
+
+
+def _read_parquet(path: Path) -> tuple[pd.DataFrame, dict[str, Any]]:
+    """Read a table as stripped text, and what a manifest's file stores beside its rows (empty if it was lost in editing)."""
+    try:
+        table = pq.read_table(path)
+        columns = {
+            name: ["" if value is None else str(value).strip() for value in table.column(name).to_pylist()]
+            for name in table.column_names
+        }
+    except FileNotFoundError:
+        raise RequestError(f"{path} does not exist.") from None
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise RequestError(f"{path} is not a readable Parquet file: {first_line(error)}.") from None
+    try:
+        stored = json.loads((table.schema.metadata or {}).get(METADATA_KEY, b"{}"))
+    except ValueError:
+        stored = {}
+    return pd.DataFrame(columns, dtype=object), stored if isinstance(stored, dict) else {}
+
+
+def _without_nan(table: pd.DataFrame, classes: Sequence[str]) -> pd.DataFrame:
+    """Empty the cells that say NaN, aloud; a class that is named in `classes` is a class, whatever its name."""
+    for column in ("label", "mask", "group"):
+        if column in table.columns:
+            missing = table[column].str.lower().isin(_NOT_A_NUMBER) & ~table[column].isin([*classes])
+            table[column] = table[column].mask(missing, "")
+            if count := int(missing.sum()):
+                say(f"{count:,} of {len(table):,} rows have NaN as their {column}: taken as no {column}.")
+    labels = table["label"] if "label" in table.columns else pd.Series([], dtype=object)
+    if like := sorted({label for label in labels if label.lower() in _LIKE_NOTHING and label not in classes}):
+        count = int(labels.isin(like).sum())
+        say(f"{count:,} rows have the label {listed(like)}: taken as the name of a class. Leave the cell empty for no label.")
+    return table
+
+
+def _table_faults(table: pd.DataFrame, folder: Path, classes: Sequence[str], allow_unlabeled: bool) -> list[str]:
+    """Say each kind of problem in a line, with row numbers as in a spreadsheet: the first row after the heading is row 2."""
+
+    def lacks_file(value: str) -> bool:
+        return bool(value) and not (folder / value).is_file()
+
+    checks = [
+        ("image", "image is empty", lambda image: not image),
+        ("image", "images that do not exist", lacks_file),
+        ("mask", "masks that do not exist", lacks_file),
+        (
+            "label",
+            "label is empty or NaN (fill it in, or pass --allow-unlabeled)",
+            lambda label: not label and not allow_unlabeled,
+        ),
+        ("label", f"labels other than {', '.join(classes)}", lambda label: bool(label and classes) and label not in classes),
+        ("split", f"values of split other than {', '.join(SPLITS)}", lambda split: split not in SPLITS),
+    ]
+    unknown = sorted(set(table.columns) - set(COLUMNS))
+    faults = [f"unknown columns: {listed(unknown)}; allowed are {_TABLE_COLUMNS}"] if unknown else []
+    for column, problem, is_wrong in checks:
+        values: list[str] = table[column].tolist() if column in table.columns else []
+        if wrong := [f"row {row}" + (f" ({value})" if value else "") for row, value in enumerate(values, 2) if is_wrong(value)]:
+            faults.append(f"{problem}: {listed(wrong)}")
+    given = table["image_id"] if "image_id" in table.columns else [""] * len(table)
+    ids = pd.Series([image_id or Path(image).stem for image_id, image in zip(given, table["image"])])
+    if twice := sorted(set(ids[ids.duplicated()])):
+        advice = "" if "image_id" in table.columns else " (add a column image_id; without it the file name is the id)"
+        faults.append(f"image_id used more than once: {listed(twice)}{advice}")
+    return faults
+
+
+def is_image(path: Path) -> bool:
+    """Tell whether a file name has the ending of an image."""
+    return path.suffix.lower() in SUFFIXES
+
+
+def image_files(folder: Path) -> list[Path]:
+    """List the image files directly in a folder, sorted by name."""
+    return [path for path in _entries(folder)[0] if is_image(path)]
+
+
+def files_below(folder: Path, ignore: Path | None = None) -> Iterator[Path]:
+    """Iterate over all files in a folder and its subfolders, in sorted order, the files of a folder before its subfolders.
+
+    Links are followed, except those that lead back to a folder that is being read or to themselves. Hidden files and folders are
+    ignored.
+
+    Args:
+        folder: Where to start.
+        ignore: A folder to leave out, for example the one with the masks.
+    """
+    yield from _walk(folder, ignore, (folder.resolve(),))
+
+
+def kind_of(path: Path) -> str:
+    """Return the ending of a file, or its name if it has none; what skipped files are counted by."""
+    return path.suffix.lower() or path.name
+
+
+def report_skipped(folder: Path, kinds: Counter[str]) -> None:
+    """Say in one line how many files of a folder are not images, by their kind."""
+    if kinds:
+        files = "1 file" if kinds.total() == 1 else f"{kinds.total():,} files"
+        counted = ", ".join(f"{number:,} {kind}" for kind, number in sorted(kinds.items()))
+        say(f"Skipped {files} in {folder} that cannot be read as images: {counted}.")
+
+
+def no_images(folder: Path) -> RequestError:
+    """Make the error for a folder without images."""
+    return RequestError(f"{folder} and its subfolders contain no images. Supported: {', '.join(sorted(SUFFIXES))}.")
+
+
+def require_folder(folder: Path, advice: str) -> Path:
+    """Return `folder`, or raise a RequestError that ends with `advice` if there is no such folder."""
+    if not folder.is_dir():
+        what = "is a file, not a folder" if folder.exists() else "does not exist"
+        raise RequestError(f"{folder} {what}. {advice}")
+    return folder
+
+
+def _subfolders(folder: Path, ignore: Path | None) -> list[Path]:
+    return _followed(_entries(folder)[1], ignore, (folder.resolve(),))
+
+
+def _walk(folder: Path, ignore: Path | None, open_folders: tuple[Path, ...]) -> Iterator[Path]:
+    files, folders = _entries(folder)
+    yield from files
+    for sub in _followed(folders, ignore, open_folders):
+        yield from _walk(sub, ignore, (*open_folders, sub.resolve()))
+
+
+def _entries(folder: Path) -> tuple[list[Path], list[Path]]:
+    """List the files and the folders in a folder, sorted, without hidden ones."""
+    try:
+        with os.scandir(folder) as entries:
+            visible = sorted((entry.name, _is_dir(entry)) for entry in entries if not entry.name.startswith("."))
+    except OSError as error:
+        raise RequestError(f"Cannot read the folder {folder}: {error.strerror or error}.") from None
+    return [folder / name for name, is_dir in visible if is_dir is False], [folder / name for name, is_dir in visible if is_dir]
+
+
+def _is_dir(entry: os.DirEntry[str]) -> bool | None:
+    """Tell whether an entry is a folder; None, with a message, for one that cannot be looked at, such as a link in a circle."""
+    try:
+        return entry.is_dir()
+    except OSError as error:
+        _say_skipped(entry.path, error.strerror or str(error))
+        return None
+
+
+@lru_cache
+def _say_skipped(path: str, reason: str) -> None:
+    """Say it once: a folder is looked at several times."""
+    say(f"Skipped {path}: {reason}.")
+
+
+def _followed(folders: list[Path], ignore: Path | None, open_folders: tuple[Path, ...]) -> list[Path]:
+    """List the folders to read: not `ignore`, and no link back to one of the folders that are being read or to one around them."""
+    left_out = None if ignore is None else ignore.resolve()
+    targets = [(folder, folder.resolve()) for folder in folders]
+    return [
+        folder
+        for folder, target in targets
+        if target != left_out and not any(opened.is_relative_to(target) for opened in open_folders)
+    ]
