@@ -9,8 +9,7 @@ import pandas as pd
 
 from medtokenbudget.model import MedTokenBudget, load
 from medtokenbudget.reporting import report
-from medtokenbudget.runs.run import RunInfo
-from medtokenbudget.runs.summary import headline
+from medtokenbudget.runs.run import RunInfo, headline
 
 
 class Run:

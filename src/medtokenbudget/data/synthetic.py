@@ -19,9 +19,9 @@ from medtokenbudget.data.manifest import Manifest, check_name
 from medtokenbudget.data.splits import apply_split, check_request
 from medtokenbudget.errors import MismatchError
 from medtokenbudget.files import read_sealed, sha256_file, sha256_json, write_encoded, write_sealed
+from medtokenbudget.jobs import process_pool
 from medtokenbudget.locks import exclusive
 from medtokenbudget.progress import progress
-from medtokenbudget.workers import process_pool
 
 NAME = "drawn dermoscopy"
 _TO_SPLIT = 5
