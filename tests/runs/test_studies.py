@@ -9,10 +9,11 @@ import pytest
 from safetensors import safe_open
 
 from medtokenbudget.backbone import extract
+from medtokenbudget.config import TrainConfig, preset
 from medtokenbudget.errors import MedTokenBudgetError, RequestError, UnknownNameError
 from medtokenbudget.heads import list_heads
 from medtokenbudget.routing import list_selectors
-from medtokenbudget.runs import Execution, Method, paper, reproduce
+from medtokenbudget.runs import Execution, Method, paper, reproduce, studies
 from medtokenbudget.runs.run import RESULT_COLUMNS, headline, read_predictions, read_results, summarize
 from medtokenbudget.runs.studies import STUDIES, chosen_studies
 from tests.backbone.tiny import CONFIG, tiny_backbone, tiny_manifest
@@ -137,3 +138,22 @@ def test_a_study_that_does_not_fit_the_data_is_refused(drawn: Drawn, tmp_path: P
 def test_an_unknown_study_is_refused_with_the_nearest_name() -> None:
     with pytest.raises(UnknownNameError, match="Did you mean 'robustness'"):
         chosen_studies(["robustnes"], "isic")
+
+
+@pytest.mark.parametrize(
+    ("config", "protocol"),
+    [
+        (None, "paper"),
+        (preset("paper"), "paper"),
+        (preset("paper", head_epochs=1), "paper"),
+        (preset("paper", protocol="strict"), "strict"),
+        (preset("paper", protocol="paper"), "paper"),
+    ],
+)
+def test_a_reproduction_follows_the_protocol_of_the_paper_unless_another_is_given(
+    drawn: Drawn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: TrainConfig | None, protocol: str
+) -> None:
+    used: list[TrainConfig] = []
+    monkeypatch.setattr(studies, "run_studies", lambda chosen, sources, out, config, *rest, **more: used.append(config))
+    reproduce(drawn.manifest_path, drawn.store_path, tmp_path, "subset", config)
+    assert [settings.protocol for settings in used] == [protocol]

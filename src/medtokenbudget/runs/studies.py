@@ -17,6 +17,7 @@ from medtokenbudget.config import (
     HEADLINE_SELECTORS,
     PAPER_METHODS,
     TrainConfig,
+    given_settings,
     preset,
 )
 from medtokenbudget.data import Manifest
@@ -137,7 +138,7 @@ def reproduce(
 
     Args:
         study: Names of studies, or 'all'.
-        config: Common settings. Default: those of the paper.
+        config: Common settings. Default: those of the paper; its protocol also where `config` does not choose one.
 
     Returns:
         The tidy results, also written to `out/results.csv`.
@@ -150,6 +151,8 @@ def reproduce(
             raise RequestError("Study 'center-bias' needs off-center views. Run `mtb extract` with --views off-center.")
         say("Skipping study 'center-bias': the store has no off-center views (see `mtb extract --views off-center`).")
         studies = [study for study in studies if study.name != "center-bias"]
-    config = config or preset("paper", protocol="paper")
+    config = config or preset("paper")
+    if "protocol" not in given_settings(config):
+        config = replace(config, protocol="paper")
     studies = [replace(study, methods=supported_methods(sources, study.methods, config)) for study in studies]
     return run_studies([study for study in studies if study.methods], sources, out, config, execution, own=("protocol",))
