@@ -35,7 +35,7 @@ from medtokenbudget.data.readers import METADATA, read_lesions
 from medtokenbudget.progress import say
 from medtokenbudget.routing import Ranker
 from medtokenbudget.routing.guarantee import group_mean, lesion_kept
-from medtokenbudget.runs.calibration import patch_scores
+from medtokenbudget.runs.evaluate import patch_scores
 
 BACKBONE, VIEWS = BackboneConfig(name="embedded"), ExtractConfig(views="off-center")
 TEACHERS = ("lats",)

@@ -8,7 +8,7 @@ from pathlib import Path
 from medtokenbudget.backbone import FeatureStore, extract
 from medtokenbudget.config import ExtractConfig, TrainConfig, preset, with_settings
 from medtokenbudget.data import Drawings, Manifest, synthetic_manifest
-from medtokenbudget.runs.methods import Method
+from medtokenbudget.runs.method import Method
 from medtokenbudget.tokens import SIGNALS
 from tests.small_model import small_backbone
 

@@ -15,7 +15,7 @@ import medtokenbudget as mtb
 from medtokenbudget.cli import main
 from medtokenbudget.errors import MismatchError, RequestError
 from medtokenbudget.routing.guarantee import Promise, group_mean, lesion_kept, pick_threshold
-from medtokenbudget.runs.calibration import patch_scores
+from medtokenbudget.runs.evaluate import patch_scores
 from tests.bad_input.damage import edit_json
 from tests.drawn import Drawn, drawn_store
 from tests.small_model import small_model

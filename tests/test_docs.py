@@ -26,7 +26,7 @@ from medtokenbudget.data.manifest import COLUMNS
 from medtokenbudget.data.synthetic import draw
 from medtokenbudget.heads import registry as heads
 from medtokenbudget.routing import registry
-from medtokenbudget.runs.results import PREDICTION_COLUMNS, RESULT_COLUMNS
+from medtokenbudget.runs.run import PREDICTION_COLUMNS, RESULT_COLUMNS
 from tests.conftest import REPOSITORY
 from tests.routing.batches import tokens_of
 

@@ -16,7 +16,7 @@ from PIL import Image
 import medtokenbudget as mtb
 from medtokenbudget.data import Manifest
 from medtokenbudget.data.synthetic import draw
-from medtokenbudget.runs.results import read_results
+from medtokenbudget.runs.run import read_results
 
 CLASSES = ("MEL", "NV", "BCC")
 CHANCE = 1 / len(CLASSES)  # the classes are equally frequent

@@ -30,9 +30,9 @@ from medtokenbudget.data import Manifest
 from medtokenbudget.errors import MedTokenBudgetError
 from medtokenbudget.files import read_json, sha256_json
 from medtokenbudget.reporting.evidence import Evidence
-from medtokenbudget.runs.methods import Method
+from medtokenbudget.runs.method import Method
 from medtokenbudget.runs.run import RunInfo
-from medtokenbudget.runs.units import Plan, Unit, status
+from medtokenbudget.runs.sweep import Plan, Sources, Unit, status
 from medtokenbudget.training.pooling import _is_whole
 from tests.backbone.tiny import SIZE, tiny_backbone
 
@@ -63,7 +63,7 @@ class World:
     @cached_property
     def plan(self) -> Plan:
         config = train_config_from_dict(RunInfo.read(self / "run").config)
-        return Plan(self / "data/manifest.parquet", self / "store", self / "run", config, "drawn dermoscopy")
+        return Plan(Sources.of(self / "data/manifest.parquet", self / "store"), self / "run", config)
 
     def files(self) -> dict[str, list[Path]]:
         """Every file by its kind."""
@@ -177,7 +177,7 @@ def the_run(world: World, path: Path) -> Any:
 
 
 def the_unit(world: World, path: Path) -> Any:
-    """A unit that is not done runs again, and takes nothing from a damaged file: see test_sweep_faults.py."""
+    """A unit that is not done runs again, and takes nothing from a damaged file: see tests/runs/test_sweep.py."""
     name, _, seed = path.parent.name.rpartition("-")
     state = status(world.plan, Unit(Method.parse(name.replace("~", ":")), int(seed)))
     if state != "done":

@@ -123,7 +123,7 @@ EDITS: dict[str, list[tuple[str, str, str, str]]] = {
         ("training does not smooth", "routing/scored.py", "straight_through_topk(self.smoothed(scores, grid), k,", "straight_through_topk(scores, k,"),
         ("the epoch is chosen at budget 1", "training/trainer.py", "else (config.selection_budget,)", "else (1.0,)"),
         ("no weight decay", "training/trainer.py", "lr=config.lr, weight_decay=config.weight_decay, fused=True", "lr=config.lr, weight_decay=0.0, fused=True"),
-        ("the curriculum ablation keeps the curriculum", "runs/methods.py", '{"curriculum.kind": "fixed", "curriculum.start": 0.5}', '{"curriculum.start": 0.5}'),
+        ("the curriculum ablation keeps the curriculum", "runs/method.py", '{"curriculum.kind": "fixed", "curriculum.start": 0.5}', '{"curriculum.start": 0.5}'),
         ("pooled heads see all patches", "training/pooled.py", "torch.from_numpy(pooled[rows, int(draws[number])])", "torch.from_numpy(pooled[rows, -1])"),
         ("heads behind a draw see all patches", "training/pooled.py", "budget = budgets[int(draws[number])]", "budget = 1.0"),
         ("the rate of heads is constant", "training/pooled.py", "config.lr if self.judge else cosine_lr(config.lr, epoch, config.head_epochs)", "config.lr"),

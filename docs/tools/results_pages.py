@@ -108,10 +108,11 @@ def robustness_page() -> str:
 Mean and standard deviation over three trainings. This is the spread of the training, not of the images:
 [significance](significance.md) has intervals over the images. *Matched* heads are trained exactly as the head of `lesion-first`.
 
-**Training differs between machines.** The same code and seeds on another machine gave macro F1 51.2 ± 5.5 for the paper's recipe at 0.3, not
-55.5 ± 0.5; retention agreed within 0.6 points. So read its F1 as uncertain by several points, whatever the deviation below says. The
-cause is rounding: on one machine a training repeats bit by bit, but after four epochs one thread and two differ by 1e-7 of the weights, AVX2
-and AVX-512 instructions by 2e-7. Noise in the choice of patches and the choice of one epoch on 405 images make different models of it.
+**Training differs between machines.** The same code and seeds on another machine gave macro F1 51.2 ± 5.5 for the paper's
+recipe at 0.3, not 55.5 ± 0.5; retention agreed within 0.6 points. So read its F1 as uncertain by several points, whatever the
+deviation below says. The cause is rounding: on one machine a training repeats bit by bit, but after four epochs one thread
+and two differ by 1e-7 of the weights, AVX2 and AVX-512 instructions by 2e-7. Noise in the choice of patches and the choice of
+one epoch on 405 images make different models of it.
 
 {tables}
 

@@ -22,7 +22,7 @@ from zoo_text import TEXT
 from medtokenbudget.reporting.looks import REFERENCES, look
 from medtokenbudget.reporting.style import house_style, legend_below, percent_axis, save
 from medtokenbudget.routing import selector_class
-from medtokenbudget.runs.methods import Method
+from medtokenbudget.runs.method import Method
 from medtokenbudget.runs.studies import zoo
 
 GROUPS = {

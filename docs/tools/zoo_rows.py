@@ -17,11 +17,10 @@ from medtokenbudget.backbone import FeatureStore
 from medtokenbudget.data import Manifest
 from medtokenbudget.heads import create_head
 from medtokenbudget.routing import create_selector, selector_class
-from medtokenbudget.runs.methods import Method
-from medtokenbudget.runs.results import read_predictions
-from medtokenbudget.runs.run import RunInfo
+from medtokenbudget.runs.method import Method
+from medtokenbudget.runs.run import RunInfo, read_predictions
 from medtokenbudget.runs.statistics import intervals
-from medtokenbudget.runs.units import Unit
+from medtokenbudget.runs.sweep import Unit
 from medtokenbudget.tensor_files import load_tensors
 
 METRICS = ("retention_of_ceiling", "accuracy", "macro_f1", "balanced_accuracy")

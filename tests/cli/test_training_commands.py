@@ -10,7 +10,7 @@ import pytest
 import medtokenbudget as mtb
 from medtokenbudget.cli import main
 from medtokenbudget.files import read_json, sha256_file
-from medtokenbudget.runs.results import read_results
+from medtokenbudget.runs.run import read_results
 from tests.drawn import Drawn
 
 SMALL = [

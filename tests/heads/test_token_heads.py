@@ -14,7 +14,7 @@ from medtokenbudget.config import TrainConfig
 from medtokenbudget.errors import CountError, NonFiniteError, RequestError, ShapeError, UnknownNameError
 from medtokenbudget.heads.head import weighted_softmax
 from medtokenbudget.routing import create_selector, list_selectors
-from medtokenbudget.runs.methods import with_heads
+from medtokenbudget.runs.method import with_heads
 from medtokenbudget.tokens import TokenSet
 from medtokenbudget.training import RoutedClassifier, create_head, list_heads
 from tests.routing.batches import selector_of, tokens_of

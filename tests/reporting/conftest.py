@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from medtokenbudget.reporting import report
+from medtokenbudget.reporting.build import report
 from medtokenbudget.reporting.evidence import Evidence
 from medtokenbudget.reporting.intervals import Intervals
 from tests.reporting.fake_run import fake_run

@@ -19,8 +19,7 @@ from medtokenbudget.config import BUDGETS, HEADLINE_BUDGETS
 from medtokenbudget.data.readers import ISIC_CLASSES as CLASSES
 from medtokenbudget.data.synthetic import draw, sample_labels
 from medtokenbudget.files import write_sealed
-from medtokenbudget.runs.results import summarize, write_predictions, write_results
-from medtokenbudget.runs.run import hashes
+from medtokenbudget.runs.run import hashes, summarize, write_predictions, write_results
 from tests.bad_input.damage import edit_json
 
 GRID = (16, 16)

@@ -10,8 +10,7 @@ import pytest
 
 from medtokenbudget.data.readers import ISIC_CLASSES as CLASSES
 from medtokenbudget.reporting.card import ModelFacts, model_card
-from medtokenbudget.runs.results import read_predictions, read_results
-from medtokenbudget.runs.run import RunInfo
+from medtokenbudget.runs.run import RunInfo, read_predictions, read_results
 from tests.reporting.fake_run import fake_run
 
 FACTS = ModelFacts(

@@ -12,7 +12,7 @@ import pytest
 
 from medtokenbudget.cli import main
 from medtokenbudget.errors import RequestError
-from medtokenbudget.reporting import report
+from medtokenbudget.reporting.build import report
 from medtokenbudget.reporting.comparison import Comparison, unique_names
 from tests.reporting.fake_run import edit_run, fake_run
 
@@ -79,7 +79,7 @@ def test_differences_are_paired_by_image_and_are_those_of_the_results(first: Pat
 
 
 def test_a_run_compared_with_itself_under_another_class_order_does_not_differ(first: Path, tmp_path: Path) -> None:
-    from medtokenbudget.runs.results import read_predictions, write_predictions
+    from medtokenbudget.runs.run import read_predictions, write_predictions
 
     other = edited(first, tmp_path / "reordered", hashes={"split": "9"})
     frame, classes = read_predictions(other / "predictions.parquet")
@@ -95,7 +95,7 @@ def test_a_run_compared_with_itself_under_another_class_order_does_not_differ(fi
 
 
 def test_runs_on_other_images_are_shown_side_by_side_with_a_note(first: Path, tmp_path: Path) -> None:
-    from medtokenbudget.runs.results import read_predictions, write_predictions
+    from medtokenbudget.runs.run import read_predictions, write_predictions
 
     other = edited(first, tmp_path / "elsewhere")
     frame, classes = read_predictions(other / "predictions.parquet")
@@ -110,7 +110,7 @@ def test_runs_on_other_images_are_shown_side_by_side_with_a_note(first: Path, tm
 
 
 def test_equal_ids_with_other_labels_are_other_images(first: Path, tmp_path: Path) -> None:
-    from medtokenbudget.runs.results import read_predictions, write_predictions
+    from medtokenbudget.runs.run import read_predictions, write_predictions
 
     other = edited(first, tmp_path / "relabeled")
     frame, classes = read_predictions(other / "predictions.parquet")

@@ -14,10 +14,8 @@ from playwright.sync_api import Browser
 
 from medtokenbudget.cli import main
 from medtokenbudget.errors import RequestError
-from medtokenbudget.reporting import report
-from medtokenbudget.reporting.build import build
-from medtokenbudget.runs.results import read_results
-from medtokenbudget.runs.summary import headline
+from medtokenbudget.reporting.build import build, report
+from medtokenbudget.runs.run import headline, read_results
 from tests.reporting.fake_run import edit_run, fake_run
 
 pytestmark = pytest.mark.slow

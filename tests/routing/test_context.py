@@ -14,7 +14,7 @@ from medtokenbudget.errors import RequestError, ShapeError, UnknownNameError
 from medtokenbudget.routing import ContextScorer, create_selector, smooth_scores
 from medtokenbudget.routing.context import ContextBlock, turned, turned_back
 from medtokenbudget.routing.selectors import ContextSelector
-from medtokenbudget.runs.methods import Method
+from medtokenbudget.runs.method import Method
 from tests.routing.batches import selector_of, tokens_of
 
 

@@ -13,7 +13,7 @@ from medtokenbudget.errors import CountError, MissingSignalError, RequestError, 
 from medtokenbudget.routing import create_selector
 from medtokenbudget.routing.losses import lesion_mass_loss
 from medtokenbudget.routing.selectors.sparselearn import noise_gate, soft_topk
-from medtokenbudget.runs.methods import Method
+from medtokenbudget.runs.method import Method
 from tests.routing.batches import selector_of, tokens_of
 
 N, K = 35, 9

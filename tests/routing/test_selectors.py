@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from medtokenbudget.config import BUDGETS, CONTROLS, PAPER_METHODS, TrainConfig
 from medtokenbudget.errors import BudgetError, CountError, MissingSignalError, NonFiniteError
 from medtokenbudget.routing import Ranker, TokenBatch, budget_to_k, create_selector, list_selectors
-from medtokenbudget.runs.methods import Method
+from medtokenbudget.runs.method import Method
 from tests.routing.batches import selector_of, tokens_of
 
 NAMES = list_selectors()

@@ -12,7 +12,7 @@ import pytest
 from medtokenbudget.config import BUDGETS, PAPER_METHODS
 from medtokenbudget.errors import RequestError, UnknownNameError
 from medtokenbudget.runs import paper
-from medtokenbudget.runs.results import summarize
+from medtokenbudget.runs.run import summarize
 from tests.runs import simulate
 
 

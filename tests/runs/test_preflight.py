@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from medtokenbudget.backbone import extract
 from medtokenbudget.cli import main
-from medtokenbudget.config import DEFAULT_METHODS, LATSConfig, LossWeights, TrainConfig
+from medtokenbudget.config import DEFAULT_METHODS, LATSConfig, LossWeights, RouterConfig, TrainConfig
 from medtokenbudget.data import Manifest
-from medtokenbudget.errors import MedTokenBudgetError, MismatchError, RequestError, UnknownNameError
-from medtokenbudget.runs import reproduce, sweep
-from medtokenbudget.runs import sources as sources_module
-from medtokenbudget.runs.execution import Execution
-from medtokenbudget.runs.preflight import check_config, that_fit
-from medtokenbudget.runs.results import read_results
-from medtokenbudget.runs.run import RunInfo
-from medtokenbudget.runs.sources import Sources
-from medtokenbudget.backbone import FeatureStore, extract
-from tests.drawn import Drawn, quick
+from medtokenbudget.errors import MismatchError, MissingSignalError, RequestError, UnknownNameError
+from medtokenbudget.runs import Execution, sweep
+from medtokenbudget.runs.preflight import check_config, supported_methods
+from medtokenbudget.runs.run import read_results
+from medtokenbudget.runs.sweep import Sources
 from tests.backbone.tiny import CONFIG, contents, tiny_backbone, tiny_manifest
+from tests.drawn import Drawn, quick
 
 BAD = {
     "no epochs": ({"epochs": 0}, "epochs must be at least 1, got 0"),
@@ -91,19 +89,6 @@ def test_data_without_validation_images_are_refused_before_the_training(drawn: D
     assert not (tmp_path / "run").exists()
 
 
-def test_a_study_that_does_not_fit_the_data_is_refused(drawn: Drawn, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(RequestError, match="about Kvasir v2, but this manifest comes from synthetic"):
-        reproduce(drawn.manifest_path, drawn.store_path, tmp_path / "run", "kvasir", quick("paper"))
-    manifest = tiny_manifest(tmp_path / "images", 12)
-    extract(manifest, tmp_path / "tokens", tiny_backbone(tmp_path / "backbone"), CONFIG)
-    path = manifest.write(tmp_path / "m.parquet")
-    with pytest.raises(RequestError, match=r"needs off-center views.*--views off-center"):
-        reproduce(path, tmp_path / "tokens", tmp_path / "run", ["center-bias"], quick("paper"))
-    with pytest.raises(MedTokenBudgetError):
-        reproduce(path, tmp_path / "tokens", tmp_path / "run", "all", quick("paper", device="cuda:99"))
-    assert "Skipping study 'center-bias'" in capsys.readouterr().err
-
-
 def test_a_report_of_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(tmp_path)]) == RequestError.exit_code
     assert "is not a run directory" in capsys.readouterr().err
@@ -143,31 +128,9 @@ def test_without_masks_the_default_methods_are_those_that_need_none(tmp_path: Pa
     manifest = tiny_manifest(tmp_path / "images", 16, masks=False)
     store = extract(manifest, tmp_path / "tokens", tiny_backbone(tmp_path / "backbone"), CONFIG)
     sources = Sources.of(manifest, store, tmp_path / "run")
-    fitting = that_fit(sources, DEFAULT_METHODS, quick("lesion-first"))
+    fitting = supported_methods(sources, DEFAULT_METHODS, quick("lesion-first"))
     assert set(DEFAULT_METHODS) - set(fitting) == {"lats:lesion-first", "oracle"}
     assert "Skipping lats:lesion-first, oracle" in capsys.readouterr().err
-
-
-def test_a_run_opens_its_manifest_and_its_store_once(drawn: Drawn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened: list[str] = []
-    read, open_store = Manifest.read.__func__, FeatureStore.open.__func__  # type: ignore[attr-defined]
-    monkeypatch.setattr(Manifest, "read", classmethod(lambda cls, path: opened.append("manifest") or read(cls, path)))
-    monkeypatch.setattr(
-        FeatureStore,
-        "open",
-        classmethod(lambda cls, path, *more, **named: opened.append("store") or open_store(cls, path, *more, **named)),
-    )
-    sources_module._open.clear()
-    common = (drawn.manifest_path, drawn.store_path, tmp_path)
-    sweep(*common, methods=["center", "norm", "tome"], config=quick("paper", "center"), execution=Execution(jobs=1))
-    assert sorted(opened) == ["manifest", "store"]
-
-
-def test_a_manifest_in_memory_is_kept_with_the_run(drawn: Drawn, tmp_path: Path) -> None:
-    manifest = drawn.manifest.take(range(60))
-    sweep(manifest, drawn.store, tmp_path, methods=["center"], config=quick("paper", "center"), execution=Execution(jobs=1))
-    info = RunInfo.read(tmp_path)
-    assert (info.manifest, Manifest.read(info.manifest_path).hash) == ("manifest.parquet", manifest.hash)
 
 
 def test_budgets_without_the_headline_one_and_both_spellings_of_options(
@@ -190,3 +153,25 @@ def test_budgets_without_the_headline_one_and_both_spellings_of_options(
     assert main([*command, *small, "--budgets", "0.1", "0.5"]) == 0
     assert "at budget 0.1: accuracy" in capsys.readouterr().err
     assert contents(tmp_path / "model")
+
+
+@pytest.mark.slow
+def test_a_head_that_needs_more_tokens_than_the_smallest_budget_keeps_is_rejected_before_training(
+    drawn: Drawn, tmp_path: Path
+) -> None:
+    config = replace(quick("paper", "center"), router=RouterConfig(minimum=4))
+    methods, out = ("center", "no-pruning+clam-sb", "center+clam-mb"), tmp_path / "run"
+    with pytest.raises(RequestError, match=r"Head 'clam-mb' of center\+clam-mb needs at least 16 tokens, but budget 0.05 keeps"):
+        sweep(drawn.manifest_path, drawn.store_path, out, methods=methods, budgets=(0.05, 0.5), config=config)
+    assert not (out / "units").exists()
+
+
+@pytest.mark.slow
+def test_a_store_without_the_signals_of_a_method_is_rejected_before_anything_is_trained(drawn: Drawn, tmp_path: Path) -> None:
+    shutil.copytree(drawn.store_path, tmp_path / "tokens")
+    for name in ("mean_key", "rollout"):
+        for path in (tmp_path / "tokens").glob(f"signal-*-{name}.safetensors"):
+            path.unlink()
+    with pytest.raises(MissingSignalError, match=r"has no mean_key, rollout for .* with --signals mean_key rollout"):
+        sweep(drawn.manifest_path, tmp_path / "tokens", tmp_path / "run", methods=("center", "rollout", "tome:keys"))
+    assert not (tmp_path / "run" / "units").exists()

@@ -7,11 +7,16 @@ from functools import partial
 import numpy as np
 import pandas as pd
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from scipy import stats
+from scipy.stats import norm
 
+from medtokenbudget.config import BUDGETS
 from medtokenbudget.errors import RequestError, UnknownNameError
 from medtokenbudget.runs import statistics
-from medtokenbudget.runs.results import summarize
+from medtokenbudget.runs.run import summarize
+from medtokenbudget.runs.statistics import fit_separation, mean_predicted_retention, predicted_retention
 from tests.runs import simulate
 
 
@@ -179,3 +184,134 @@ def test_wrong_requests_say_what_is_possible() -> None:
         statistics.compare(frame, reference="lat")
     with pytest.raises(RequestError, match="draws"):
         statistics.intervals(frame, draws=0)
+
+
+STRATA_DRAWS = 300
+
+
+@pytest.fixture(scope="module")
+def predictions() -> pd.DataFrame:
+    return simulate.sweep({"lats": {"keep": 0.7}, "random": {"keep": 0.3}, "tome": {"merger": True}}, (42, 43), (0.1, 0.3), n=100)
+
+
+def test_quartiles_hold_about_a_quarter_of_the_images_each_and_do_not_overlap(predictions: pd.DataFrame) -> None:
+    table = statistics.by_lesion_size(predictions, draws=STRATA_DRAWS).query("method == 'lats' and budget == 0.3")
+    assert tuple(table["stratum"]) == statistics.QUARTILES
+    assert table["n"].sum() == 80
+    assert table["n"].between(17, 23).all()
+    assert (table["largest"].to_numpy()[:-1] < table["smallest"].to_numpy()[1:]).all()
+
+
+def test_the_numbers_of_a_stratum_are_its_sums(predictions: pd.DataFrame) -> None:
+    table = statistics.by_lesion_size(predictions, draws=STRATA_DRAWS)
+    assert tuple(table.columns) == statistics.STRATUM_COLUMNS
+    row = table.query("method == 'lats' and budget == 0.1 and stratum == 'small'").iloc[0]
+    rows = predictions.query("method == 'lats' and budget == 0.1").dropna(subset="lesion")
+    images = rows.drop_duplicates("image_id")["lesion"].astype(float)
+    low, high = images.quantile(0.25), images.quantile(0.5)
+    part = rows[(rows["lesion"] > low) & (rows["lesion"] <= high)]
+    assert row["n"] == part["image_id"].nunique()
+    assert row["retention"] == pytest.approx(part["kept_lesion"].sum() / part["lesion"].sum())
+    best = np.minimum(part["lesion"].astype(int), 25).sum()
+    assert row["ceiling"] == pytest.approx(best / part["lesion"].sum())
+    assert row["retention_of_ceiling"] == pytest.approx(part["kept_lesion"].sum() / best)
+    assert row["low"] <= row["retention"] <= row["high"]
+    assert row["share_low"] <= row["retention_of_ceiling"] <= row["share_high"]
+    assert row["seeds"] == 2
+
+
+def test_the_ceiling_falls_with_lesion_size(predictions: pd.DataFrame) -> None:
+    table = statistics.by_lesion_size(predictions, draws=STRATA_DRAWS).query("method == 'random' and budget == 0.1")
+    assert (np.diff(table["ceiling"]) <= 0).all()
+
+
+def test_mergers_have_no_strata(predictions: pd.DataFrame) -> None:
+    assert "tome" not in set(statistics.by_lesion_size(predictions, draws=STRATA_DRAWS)["method"])
+    only = predictions[predictions["method"] == "tome"]
+    assert statistics.by_lesion_size(only, draws=STRATA_DRAWS).empty
+    assert statistics.by_class(only, simulate.CLASSES, draws=STRATA_DRAWS).empty
+    with pytest.raises(RequestError, match="nothing to stratify"):
+        statistics.quartile_edges(only)
+
+
+def test_classes_are_named_and_add_up(predictions: pd.DataFrame) -> None:
+    table = statistics.by_class(predictions, simulate.CLASSES, draws=STRATA_DRAWS).query("method == 'random' and budget == 0.3")
+    assert tuple(table["stratum"]) == simulate.CLASSES
+    assert table["n"].sum() == 80
+
+
+def test_an_empty_mask_is_in_no_stratum(predictions: pd.DataFrame) -> None:
+    changed = predictions.copy()
+    changed.loc[changed["image_id"] == "image-0000", ["lesion", "kept_lesion"]] = 0
+    table = statistics.by_lesion_size(changed, draws=STRATA_DRAWS).query("method == 'lats' and budget == 0.3")
+    assert table["n"].sum() == 79
+
+
+unit = st.floats(0.001, 0.999)
+
+
+@settings(max_examples=80, deadline=None)
+@given(unit, unit, st.booleans())
+def test_without_separation_retention_is_the_budget(beta: float, prevalence: float, exact: bool) -> None:
+    assert predicted_retention(beta, 0.0, prevalence, exact) == pytest.approx(beta, abs=1e-9)
+
+
+@settings(max_examples=80, deadline=None)
+@given(unit, st.floats(0, 8), unit)
+def test_the_formula_of_the_supplement(beta: float, separation: float, prevalence: float) -> None:
+    expected = 1 - norm.cdf(norm.ppf(1 - beta) - (1 - prevalence) * separation)
+    assert predicted_retention(beta, separation, prevalence) == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_everything_is_kept_at_budget_one_and_nothing_at_zero(exact: bool) -> None:
+    np.testing.assert_allclose(predicted_retention([1.0, 0.0], 2.0, 0.3, exact), [1.0, 0.0])
+
+
+@settings(max_examples=80, deadline=None)
+@given(unit, st.floats(0, 10), unit)
+def test_the_exact_threshold_keeps_the_budget_and_never_passes_the_ceiling(
+    beta: float, separation: float, prevalence: float
+) -> None:
+    retained = float(predicted_retention(beta, separation, prevalence, exact=True))
+    if retained < 0.999:  # nearer to 1 the threshold cannot be had back from what was retained
+        kept = prevalence * retained + (1 - prevalence) * norm.sf(separation - norm.ppf(retained))
+        assert kept == pytest.approx(beta, abs=1e-6)
+    assert retained <= min(1.0, beta / prevalence) + 1e-9
+    assert retained >= beta - 1e-9
+
+
+def test_the_approximation_passes_the_ceiling_where_the_exact_model_does_not() -> None:
+    assert predicted_retention(0.1, 4.0, 0.3) > 0.1 / 0.3
+    assert predicted_retention(0.1, 4.0, 0.3, exact=True) <= 0.1 / 0.3
+
+
+def test_the_exact_model_is_what_top_k_of_normal_scores_retains() -> None:
+    rng = np.random.default_rng(0)
+    n, prevalence, separation, beta = 200_000, 0.3, 1.5, 0.3
+    lesion = np.arange(n) < prevalence * n
+    scores = rng.normal(size=n) + separation * lesion
+    kept = scores >= np.sort(scores)[-int(beta * n)]
+    assert predicted_retention(beta, separation, prevalence, exact=True) == pytest.approx(kept[lesion].mean(), abs=0.005)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("separation", [-0.5, 0.0, 0.7, 2.5, 5.0])
+def test_a_fit_finds_the_separation_that_made_the_curve(separation: float, exact: bool) -> None:
+    prevalences = np.array([0.05, 0.2, 0.3, 0.6])
+    curve = mean_predicted_retention(BUDGETS, separation, prevalences, exact)
+    assert fit_separation(BUDGETS, curve, prevalences, exact) == pytest.approx(separation, abs=1e-3)
+    single = predicted_retention(BUDGETS, separation, 0.3, exact)
+    assert fit_separation(BUDGETS, single, 0.3, exact) == pytest.approx(separation, abs=1e-3)
+
+
+def test_the_mean_over_images_weighs_each_by_its_lesion() -> None:
+    each = predicted_retention(0.3, 1.0, np.array([0.1, 0.4]))
+    assert mean_predicted_retention(0.3, 1.0, [0.1, 0.4]) == pytest.approx((0.1 * each[0] + 0.4 * each[1]) / 0.5)
+
+
+def test_wrong_requests_say_what_is_expected() -> None:
+    with pytest.raises(RequestError, match=r"\[0, 1\]"):
+        predicted_retention(1.2, 1.0, 0.3)
+    with pytest.raises(RequestError, match="below 1"):
+        fit_separation([1.0], [1.0], 0.3)

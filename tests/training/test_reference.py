@@ -23,10 +23,10 @@ from medtokenbudget.backbone import FeatureStore
 from medtokenbudget.config import CurriculumConfig, LATSConfig, TrainConfig
 from medtokenbudget.files import read_lines
 from medtokenbudget.heads import create_head
+from medtokenbudget.jobs import Execution
 from medtokenbudget.routing import create_selector
 from medtokenbudget.runs import sweep
-from medtokenbudget.runs.execution import Execution
-from medtokenbudget.runs.results import read_results
+from medtokenbudget.runs.run import read_results
 from medtokenbudget.tensor_files import load_tensors
 from medtokenbudget.tokens import TokenBatch
 from medtokenbudget.training.parts import make_parts

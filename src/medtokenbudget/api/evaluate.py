@@ -13,9 +13,16 @@ from medtokenbudget.errors import RequestError
 from medtokenbudget.locks import exclusive
 from medtokenbudget.model import MedTokenBudget, load
 from medtokenbudget.model.hub import resolve
-from medtokenbudget.runs.class_mapping import in_classes_of, read_mapping
-from medtokenbudget.runs.external import Evaluation, own_validation, run_evaluation
-from medtokenbudget.runs.held_out import Part, held_out, run_of
+from medtokenbudget.runs.evaluate import (
+    Evaluation,
+    Part,
+    held_out,
+    in_classes_of,
+    own_validation,
+    read_mapping,
+    run_evaluation,
+    run_of,
+)
 from medtokenbudget.runs.run import FILE, RunInfo
 
 

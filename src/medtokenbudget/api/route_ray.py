@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from medtokenbudget.api.route_shards import Shard, ShardWork, make_shard
-from medtokenbudget.cluster import not_shared, ray_cluster, stopped
 from medtokenbudget.errors import MedTokenBudgetError, WorkError, first_line
+from medtokenbudget.jobs import not_shared, ray_cluster, stopped
 from medtokenbudget.model import MedTokenBudget, Source, load
 
 RETRIES = 10

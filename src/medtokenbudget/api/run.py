@@ -8,9 +8,8 @@ from pathlib import Path
 import pandas as pd
 
 from medtokenbudget.model import MedTokenBudget, load
-from medtokenbudget.reporting import report
-from medtokenbudget.runs.run import RunInfo
-from medtokenbudget.runs.summary import headline
+from medtokenbudget.reporting.build import report
+from medtokenbudget.runs.run import RunInfo, headline
 
 
 class Run:

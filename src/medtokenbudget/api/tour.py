@@ -11,9 +11,8 @@ from medtokenbudget.backbone import extract
 from medtokenbudget.config import BUDGETS, DEFAULT_METHODS, BackboneConfig, ExtractConfig, preset
 from medtokenbudget.data import Drawings, Manifest, synthetic_manifest
 from medtokenbudget.progress import say
-from medtokenbudget.reporting import report
-from medtokenbudget.runs.sources import Sources
-from medtokenbudget.runs.sweep import Study, run_studies
+from medtokenbudget.reporting.build import report
+from medtokenbudget.runs.sweep import Sources, Study, run_studies
 
 SAMPLES = Drawings(8, seed=5, off_center=True)
 """Off the center, where keeping the middle of the image does not help."""

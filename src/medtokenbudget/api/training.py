@@ -14,19 +14,16 @@ from medtokenbudget.backbone.backbone import located
 from medtokenbudget.config import DEFAULT_SELECTOR, BackboneConfig, TrainConfig, given_settings, preset
 from medtokenbudget.data import Manifest
 from medtokenbudget.errors import RequestError
+from medtokenbudget.jobs import Execution
 from medtokenbudget.locks import exclusive
 from medtokenbudget.model import MedTokenBudget, load
 from medtokenbudget.model.folder import ROUTER
 from medtokenbudget.reporting.card import run_card
 from medtokenbudget.routing import selector_class
-from medtokenbudget.runs.execution import Execution
-from medtokenbudget.runs.methods import Method, method_of
+from medtokenbudget.runs.method import Method, method_of
 from medtokenbudget.runs.preflight import READS_ROUTED
 from medtokenbudget.runs.run import RunInfo
-from medtokenbudget.runs.sources import Sources, open_sources
-from medtokenbudget.runs.sweep import Study, run_studies
-from medtokenbudget.runs.trained import load_unit
-from medtokenbudget.runs.units import Unit
+from medtokenbudget.runs.sweep import Sources, Study, Unit, load_unit, run_studies
 from medtokenbudget.training.classifier import RoutedClassifier
 from medtokenbudget.training.familiarity import fit_familiarity
 from medtokenbudget.training.parts import make_parts
@@ -90,7 +87,7 @@ def save_model(run: Path | str) -> Path | None:
 
 
 def _model_of(info: RunInfo, main: str) -> MedTokenBudget:
-    sources = open_sources(info.manifest_path, info.store_path)
+    sources = Sources.of(info.manifest_path, info.store_path)
     store = sources.store
     classifiers: dict[str, RoutedClassifier] = {}
     for method in map(Method.parse, info.methods):

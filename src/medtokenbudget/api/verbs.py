@@ -14,7 +14,7 @@ from medtokenbudget.backbone import extract as run_extraction
 from medtokenbudget.config import DEFAULT_SELECTOR, BackboneConfig, ExtractConfig, TrainConfig, preset
 from medtokenbudget.data import Manifest
 from medtokenbudget.model.early import EarlyRouting
-from medtokenbudget.reporting import report as write_report
+from medtokenbudget.reporting.build import report as write_report
 from medtokenbudget.runs import Execution
 from medtokenbudget.runs import reproduce as run_reproduction
 from medtokenbudget.runs import sweep as run_sweep

@@ -18,10 +18,10 @@ from medtokenbudget.backbone.backbone import Backbone
 from medtokenbudget.backbone.engines import Work
 from medtokenbudget.backbone.pipeline import Shard, cpu_threads, fill
 from medtokenbudget.backbone.shards import read_sidecar
-from medtokenbudget.cluster import node, not_shared, ray_cluster, stopped
 from medtokenbudget.config import BackboneConfig
 from medtokenbudget.devices import resolve_device
 from medtokenbudget.errors import MedTokenBudgetError, WorkError, first_line
+from medtokenbudget.jobs import node, not_shared, ray_cluster, stopped
 
 RETRIES = 10
 """Per shard; an image that kills every worker must not keep a cluster busy forever."""

@@ -26,8 +26,7 @@ def main(arguments: list[str]) -> int:
 
     from medtokenbudget.api.tour import demo
     from medtokenbudget.progress import say
-    from medtokenbudget.runs.run import RunInfo
-    from medtokenbudget.runs.summary import headline
+    from medtokenbudget.runs.run import RunInfo, headline
 
     page = demo(options.out, options.n, options.seed, options.epochs)
     print(headline(RunInfo.read(options.out).results()))

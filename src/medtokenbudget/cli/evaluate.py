@@ -42,8 +42,7 @@ def main(arguments: list[str]) -> int:
 
     from medtokenbudget.api import evaluate
     from medtokenbudget.progress import say
-    from medtokenbudget.runs.run import record_command
-    from medtokenbudget.runs.summary import headline
+    from medtokenbudget.runs.run import headline, record_command
 
     run = evaluate(
         options.model,

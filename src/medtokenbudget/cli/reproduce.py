@@ -27,8 +27,8 @@ def main(arguments: list[str]) -> int:
 
     from medtokenbudget.api import reproduce
     from medtokenbudget.progress import say
+    from medtokenbudget.runs.paper import comparison
     from medtokenbudget.runs.run import record_command
-    from medtokenbudget.runs.summary import comparison
     from medtokenbudget.runs.sweep import require_complete
 
     run = reproduce(

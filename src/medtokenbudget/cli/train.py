@@ -30,8 +30,7 @@ def main(arguments: list[str]) -> int:
 
     from medtokenbudget.api import train
     from medtokenbudget.progress import say
-    from medtokenbudget.runs.results import AS_IS
-    from medtokenbudget.runs.run import record_command
+    from medtokenbudget.runs.run import AS_IS, record_command
     from medtokenbudget.runs.sweep import require_complete
 
     config = training_config(options)

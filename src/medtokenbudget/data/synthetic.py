@@ -22,9 +22,9 @@ from medtokenbudget.data.readers import ISIC_CLASSES
 from medtokenbudget.data.splits import apply_split, check_request
 from medtokenbudget.errors import MismatchError, RequestError
 from medtokenbudget.files import read_sealed, write_encoded, write_sealed
+from medtokenbudget.jobs import process_pool
 from medtokenbudget.locks import exclusive
 from medtokenbudget.progress import progress
-from medtokenbudget.workers import process_pool
 
 NAME = "drawn dermoscopy"
 RENDERER = "05358133b0eda83a"

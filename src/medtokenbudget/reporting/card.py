@@ -22,10 +22,8 @@ from medtokenbudget.escaping import markdown_text
 from medtokenbudget.model import MedTokenBudget
 from medtokenbudget.reporting.looks import PAPER_RECIPE, look
 from medtokenbudget.reporting.numbers import budget_text, is_missing, percent, percentage
-from medtokenbudget.runs.results import AS_IS
-from medtokenbudget.runs.run import RunInfo
-from medtokenbudget.runs.statistics import intervals
-from medtokenbudget.runs.strata import by_class, by_lesion_size
+from medtokenbudget.runs.run import AS_IS, RunInfo
+from medtokenbudget.runs.statistics import by_class, by_lesion_size, intervals
 
 DRAWS = 2000
 CLASSIFICATION = ("accuracy", "balanced_accuracy", "macro_f1")

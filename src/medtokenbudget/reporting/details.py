@@ -28,7 +28,7 @@ from medtokenbudget.reporting.style import (
     new_figure,
     percent_axis,
 )
-from medtokenbudget.runs.results import probability_matrix
+from medtokenbudget.runs.run import probability_matrix
 
 MOST_STRATA = 12
 """Classes with the most images that the figure shows; the table has all."""

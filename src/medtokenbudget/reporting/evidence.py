@@ -20,8 +20,7 @@ from medtokenbudget.errors import RequestError
 from medtokenbudget.files import read_lines
 from medtokenbudget.reporting.looks import CONTROLS, PAPER_RECIPE, is_reference, ordered, selector_of
 from medtokenbudget.reporting.patch_orders import PatchOrders
-from medtokenbudget.runs.results import AS_IS
-from medtokenbudget.runs.run import ATTRIBUTES, METRICS, RESULTS, ROUTING, RunInfo
+from medtokenbudget.runs.run import AS_IS, ATTRIBUTES, METRICS, RESULTS, ROUTING, RunInfo
 
 __all__ = ["AS_IS", "OFF_CENTER", "VIEW_NAMES", "Evidence"]
 

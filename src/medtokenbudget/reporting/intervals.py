@@ -16,7 +16,7 @@ import pandas as pd
 from medtokenbudget.config import HEADLINE_BUDGETS
 from medtokenbudget.data.strata import STRATA
 from medtokenbudget.reporting.evidence import AS_IS, OFF_CENTER, Evidence
-from medtokenbudget.runs import retention_model, statistics, strata
+from medtokenbudget.runs import statistics
 
 CURVE_METRICS = ("accuracy", "macro_f1", "balanced_accuracy", "retention", "retention_of_ceiling")
 TESTED_METRICS = ("accuracy", "macro_f1", "balanced_accuracy", "retention")
@@ -100,12 +100,12 @@ class Intervals:
     @cached_property
     def by_size(self) -> pd.DataFrame:
         """`stratum, method, value, low, high, n, ...`: share of the ceiling by quartile of lesion size, at the headline budget."""
-        return _strata(strata.by_lesion_size(self._at_headline), sizes=True)
+        return _strata(statistics.by_lesion_size(self._at_headline), sizes=True)
 
     @cached_property
     def by_class(self) -> pd.DataFrame:
         """The same by class."""
-        return _strata(strata.by_class(self._at_headline, self.evidence.classes), sizes=False)
+        return _strata(statistics.by_class(self._at_headline, self.evidence.classes), sizes=False)
 
     @cached_property
     def by_attribute(self) -> pd.DataFrame:
@@ -116,7 +116,7 @@ class Intervals:
         for name in [name for name in ("class", *STRATA) if name in attributes]:
             values = attributes.set_index("image_id")[name].dropna()
             order = STRATA.get(name) or sorted(values.unique())
-            rows = strata.by_attribute(self._at_headline, values, order, draws=_STRATA_DRAWS)
+            rows = statistics.by_attribute(self._at_headline, values, order, draws=_STRATA_DRAWS)
             found.append(_strata(rows, sizes=False).assign(property=name))
         return pd.concat([part for part in found if len(part)], ignore_index=True) if any(map(len, found)) else pd.DataFrame()
 
@@ -132,15 +132,15 @@ class Intervals:
         rows = self.table("retention")
         rows = rows[(rows["method"] == method) & rows["value"].notna()].sort_values("budget")
         images = self.evidence.main_predictions
-        images = strata.lesion_rows(images[images["method"] == method]).drop_duplicates("image_id")
+        images = statistics.lesion_rows(images[images["method"] == method]).drop_duplicates("image_id")
         if len(rows) < 3 or images.empty or not (rows["budget"] < 1).any():
             return None
         prevalence = images["lesion"].to_numpy(float) / images["n_patches"].to_numpy(float)
         budgets, measured = rows["budget"].to_numpy(float), rows["value"].to_numpy(float)
-        fitted = retention_model.fit_separation(budgets, measured, prevalence, exact=True)
+        fitted = statistics.fit_separation(budgets, measured, prevalence, exact=True)
         fine = np.linspace(0.05, 1, 96)
-        predicted = retention_model.mean_predicted_retention(fine, fitted, prevalence, exact=True)
-        approximate = retention_model.mean_predicted_retention(fine, fitted, prevalence)
+        predicted = statistics.mean_predicted_retention(fine, fitted, prevalence, exact=True)
+        approximate = statistics.mean_predicted_retention(fine, fitted, prevalence)
         return Model(fitted, budgets, measured, fine, predicted, approximate)
 
 

@@ -1,7 +1,7 @@
-"""Studies: the sweep, the paper's tables, metrics and statistics."""
+"""Runs: methods trained and evaluated in a sweep, the paper's studies, statistics, and the evaluation of saved models."""
 
-from medtokenbudget.runs.execution import Execution
-from medtokenbudget.runs.methods import Method
+from medtokenbudget.jobs import Execution
+from medtokenbudget.runs.method import Method
 from medtokenbudget.runs.run import RunInfo
 from medtokenbudget.runs.studies import STUDIES, reproduce
 from medtokenbudget.runs.sweep import Study, sweep

@@ -6,18 +6,15 @@ ratio, lesion sizes are patches); the names of the methods are ours.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 import pandas as pd
 
 from medtokenbudget.config import BUDGETS
 from medtokenbudget.errors import RequestError, UnknownNameError
-from medtokenbudget.runs.results import AS_IS
+from medtokenbudget.runs.run import AS_IS, NOT_MEASURED
 
-MASK_FREE = "lats:mask-free"
-FIXED_BUDGET = "lats:fixed-0.5"
 METHOD_NAMES: dict[str, str] = {
     "NoPruning": "no-pruning",
     "Random": "random",
@@ -26,8 +23,8 @@ METHOD_NAMES: dict[str, str] = {
     "AttnEnt": "attention-entropy",
     "LocalCtr": "local-contrast",
     "LATS": "lats",
-    "LATS_mf": MASK_FREE,
-    "Fixed": FIXED_BUDGET,
+    "LATS_mf": "lats:mask-free",
+    "Fixed": "lats:fixed-0.5",
 }
 """The paper's name of a method -> ours. AttentionEntropy and LocalContrast are AttnEnt and LocalCtr in most tables."""
 
@@ -136,55 +133,35 @@ CONTROL_RETENTION: dict[str, dict[float, float]] = {
 }
 
 
-@dataclass(frozen=True)
-class Entry:
-    """One number of the paper: in percent, `sd` over seeds where the paper has one."""
-
-    study: str
-    method: str
-    budget: float
-    metric: str
-    value: float
-    sd: float | None = None
+Row = tuple[str, float, str, float, float | None]
+"""The paper's name of a method, budget, metric, value in percent, deviation over seeds where the paper has one."""
 
 
-def _sweep(study: str, table: dict[str, tuple[float, ...]], budgets: Iterable[float]) -> list[Entry]:
-    names = tuple(budgets)
-    return [Entry(study, METHOD_NAMES[m], b, "accuracy", v) for m, row in table.items() for b, v in zip(names, row)]
+def _over_budgets(table: dict[str, tuple[float, ...]], budgets: tuple[float, ...]) -> Iterator[Row]:
+    for method, values in table.items():
+        yield from ((method, budget, "accuracy", value, None) for budget, value in zip(budgets, values))
 
 
-def _spread(study: str, method: str, budget: float, metrics: tuple[str, ...], row: tuple[Spread | None, ...]) -> list[Entry]:
-    return [Entry(study, METHOD_NAMES[method], budget, metric, *cell) for metric, cell in zip(metrics, row) if cell is not None]
+def _over_seeds(method: str, budget: float, metrics: tuple[str, ...], cells: tuple[Spread | None, ...]) -> Iterator[Row]:
+    yield from ((method, budget, metric, *cell) for metric, cell in zip(metrics, cells) if cell is not None)
 
 
-def _main() -> list[Entry]:
-    retention = [(METHOD_NAMES[m], row[-1]) for m, row in MAIN.items()]
-    return _sweep("main", ISIC_SWEEP, BUDGETS) + [Entry("main", m, 0.3, "retention", v) for m, v in retention if v is not None]
-
-
-def _robustness() -> list[Entry]:
-    return [entry for (b, m), row in ROBUSTNESS.items() for entry in _spread("robustness", m, b, ROBUSTNESS_METRICS, row)]
-
-
-def _mask_free() -> list[Entry]:
-    rows = MASK_FREE_CONTROL.items()
-    return [entry for b, row in rows for entry in _spread("mask-free", "LATS_mf", b, MASK_FREE_METRICS, row)]
-
-
-def _signals() -> list[Entry]:
-    metrics = ("accuracy", "macro_f1", "retention")
-    return [Entry("signals", METHOD_NAMES[m], 0.3, name, v) for m, row in SIGNALS.items() for name, v in zip(metrics, row)]
-
-
-_TABLES = {
-    "main": _main,
-    "robustness": _robustness,
-    "mask-free": _mask_free,
-    "signals": _signals,
-    "curriculum": lambda: _sweep("curriculum", CURRICULUM, MAIN_BUDGETS),
-    "kvasir": lambda: _sweep("kvasir", KVASIR_SWEEP, BUDGETS),
+_ROWS: dict[str, list[Row]] = {
+    "main": [
+        *_over_budgets(ISIC_SWEEP, BUDGETS),
+        *((method, 0.3, "retention", row[-1], None) for method, row in MAIN.items() if row[-1] is not None),
+    ],
+    "robustness": [
+        row for (budget, name), cells in ROBUSTNESS.items() for row in _over_seeds(name, budget, ROBUSTNESS_METRICS, cells)
+    ],
+    "mask-free": [
+        row for budget, cells in MASK_FREE_CONTROL.items() for row in _over_seeds("LATS_mf", budget, MASK_FREE_METRICS, cells)
+    ],
+    "signals": [(name, 0.3, metric, value, None) for name, row in SIGNALS.items() for metric, value in zip(PAIRED_METRICS, row)],
+    "curriculum": list(_over_budgets(CURRICULUM, MAIN_BUDGETS)),
+    "kvasir": list(_over_budgets(KVASIR_SWEEP, BUDGETS)),
 }
-STUDIES: tuple[str, ...] = tuple(_TABLES)
+STUDIES: tuple[str, ...] = tuple(_ROWS)
 """The studies that the paper has numbers for."""
 DATASETS: dict[str, str] = {"isic": "ISIC 2019", "kvasir": "Kvasir v2"}
 """The data sets of the paper, by the source of a manifest."""
@@ -192,43 +169,25 @@ _KEYS = ["method", "budget", "metric"]
 
 
 def studies_of(source: str) -> tuple[str, ...]:
-    """The studies that the paper has numbers for on images of this source; none for a data set that it does not use."""
+    """Return the studies that the paper has numbers for on images of this source; none for a data set that it does not use."""
     return tuple(study for study in STUDIES if source in DATASETS and (study == "kvasir") == (source == "kvasir"))
 
 
 def table(study: str) -> pd.DataFrame:
-    """The paper's numbers of one study: `method, budget, metric, paper, paper_sd` (NaN without deviation)."""
-    if study not in _TABLES:
+    """Return the paper's numbers of one study: `method, budget, metric, paper, paper_sd` (NaN without deviation)."""
+    if study not in STUDIES:
         raise UnknownNameError.of("study with numbers in the paper", study, STUDIES)
-    rows: list[dict[str, Any]] = [
-        {"method": e.method, "budget": e.budget, "metric": e.metric, "paper": e.value, "paper_sd": e.sd} for e in _TABLES[study]()
-    ]
-    return pd.DataFrame(rows).astype({"paper": float, "paper_sd": float})
-
-
-def paired_table() -> pd.DataFrame:
-    """The paper's paired seed-wise differences: `method_a, method_b, budget, metric, paper, paper_sd`."""
-    rows = [
-        {"method_a": "lats", "method_b": METHOD_NAMES[m], "budget": b, "metric": metric, "paper": cell[0], "paper_sd": cell[1]}
-        for (b, m), row in PAIRED.items()
-        for metric, cell in zip(PAIRED_METRICS, row)
-        if cell is not None
-    ]
-    return pd.DataFrame(rows)
+    numbers = pd.DataFrame(_ROWS[study], columns=[*_KEYS, "paper", "paper_sd"])
+    return numbers.assign(method=numbers["method"].map(METHOD_NAMES)).astype({"paper": float, "paper_sd": float})
 
 
 def prevalence_table() -> pd.DataFrame:
-    """The paper's lesion sizes on its 155 masks: `statistic, patches, prevalence` (percent)."""
+    """Return the paper's lesion sizes on its 155 masks: `statistic, patches, prevalence` (percent)."""
     return pd.DataFrame([{"statistic": s, "patches": p, "prevalence": v} for s, (p, v) in PREVALENCE.items()])
 
 
-def percent(metric: str) -> float:
-    """What a column of `results.csv` is multiplied by to be in the paper's unit."""
-    return 1.0 if metric == "enrichment" else 100.0
-
-
 def beside_paper(results: pd.DataFrame, study: str, controls: bool = True) -> pd.DataFrame:
-    """Our results of `study` beside the paper's, in its units.
+    """Put our results of `study` beside the paper's, in its units.
 
     Columns `dataset, method, budget, metric, paper, paper_sd, ours, ours_sd, seeds, difference`; `ours` is the mean over seeds,
     `ours_sd` the deviation over them (ddof = 1), NaN where we or the paper have no number. With `controls`, methods that the
@@ -247,7 +206,7 @@ def _beside(results: pd.DataFrame, theirs: pd.DataFrame, controls: bool) -> pd.D
     metrics = list(dict.fromkeys(theirs["metric"]))
     long = results.melt(id_vars=["method", "seed", "budget"], value_vars=metrics, var_name="metric").dropna(subset="value")
     long["budget"] = long["budget"].round(6)
-    long["value"] *= long["metric"].map(percent)
+    long["value"] *= long["metric"].map(lambda metric: 1.0 if metric == "enrichment" else 100.0)  # the paper's unit
     ours = long.groupby(_KEYS, sort=False)["value"].agg(ours="mean", ours_sd="std", seeds="count").reset_index()
     joined = theirs.merge(ours, on=_KEYS, how="outer" if controls else "left", sort=False)
     wanted = set(zip(theirs["budget"], theirs["metric"]))
@@ -258,3 +217,30 @@ def _beside(results: pd.DataFrame, theirs: pd.DataFrame, controls: bool) -> pd.D
     joined = joined.assign(_m=joined["method"].map(order), _r=joined["metric"].map(rank)).sort_values(["_r", "_m", "budget"])
     joined["seeds"] = joined["seeds"].fillna(0).astype(int)
     return joined.drop(columns=["_m", "_r"]).assign(difference=joined["ours"] - joined["paper"])
+
+
+def comparison(results: pd.DataFrame) -> str:
+    """Write the paper's number, this run's and the difference as plain text, for every study that the paper has a table of."""
+    original = results[results["view"] == AS_IS]
+    parts = []
+    for study in (name for name in dict.fromkeys(original["study"]) if name in STUDIES):
+        for dataset, rows in beside_paper(original, study).groupby("dataset", sort=False):
+            source = "Kvasir v2" if study == "kvasir" else "ISIC 2019"
+            parts.append(f"Study {study} on {dataset}, in percent (paper: {source} with DINOv2 ViT-B/14)\n{_aligned(rows)}")
+    return "\n\n".join(parts)
+
+
+def _aligned(rows: pd.DataFrame) -> str:
+    lines = [f"{'method':<28}{'budget':>7}  {'metric':<20}{'paper':>14}{'this run':>14}{'difference':>12}"]
+    cells: list[dict[str, Any]] = rows.to_dict("records")  # type: ignore[assignment]
+    for row in cells:
+        difference = NOT_MEASURED if pd.isna(row["difference"]) else f"{row['difference']:+.1f}"
+        ours, theirs = _spread(row["ours"], row["ours_sd"]), _spread(row["paper"], row["paper_sd"])
+        lines.append(f"{row['method']:<28}{row['budget']:>7g}  {row['metric']:<20}{theirs:>14}{ours:>14}{difference:>12}")
+    return "\n".join(lines)
+
+
+def _spread(value: Any, deviation: Any) -> str:
+    if pd.isna(value):
+        return NOT_MEASURED
+    return f"{value:.1f}" if pd.isna(deviation) else f"{value:.1f} ± {deviation:.1f}"

@@ -1,4 +1,4 @@
-"""Checks before anything is trained or written: requests that cannot end well, or that would spoil an earlier run.
+"""Checks before anything is trained or written: requests that cannot end well.
 
 Every kind of run goes through this file, so that a mistake costs seconds instead of hours.
 """
@@ -11,27 +11,23 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from medtokenbudget.config import SIGNALS, TrainConfig, given_settings, to_dict
+from medtokenbudget.backbone import FeatureStore
+from medtokenbudget.backbone.views import OFF_CENTER
+from medtokenbudget.config import SIGNALS, TrainConfig, given_settings
 from medtokenbudget.data import Manifest
 from medtokenbudget.data.manifest import listed
 from medtokenbudget.devices import resolve_device
-from medtokenbudget.errors import MismatchError, RequestError
-from medtokenbudget.runs.methods import Method, unused_settings
-from medtokenbudget.runs.run import FILE, RunInfo
-from medtokenbudget.runs.sources import Sources
-from medtokenbudget.runs.units import Plan, Unit, read_state
-from medtokenbudget.backbone import FeatureStore
-from medtokenbudget.backbone.views import OFF_CENTER
-from medtokenbudget.files import dotted
+from medtokenbudget.errors import RequestError
+from medtokenbudget.heads import create_head
 from medtokenbudget.progress import say
 from medtokenbudget.routing import selector_class
 from medtokenbudget.routing.lats import ordered_signals
 from medtokenbudget.routing.router import budget_to_k
-from medtokenbudget.heads import create_head
+from medtokenbudget.runs.method import Method, unused_settings
 from medtokenbudget.training.parts import check_fits
 
 if TYPE_CHECKING:
-    from medtokenbudget.runs.sweep import Study
+    from medtokenbudget.runs.sweep import Sources, Study, Unit
 
 READS_ROUTED = "no-pruning"
 """The method that reads tokens which were routed before or inside the backbone: all of them."""
@@ -77,8 +73,16 @@ def check_given(studies: Sequence[Study], sources: Sources, config: TrainConfig,
 
 def check_data(manifest: Manifest, store: FeatureStore) -> None:
     """Reject data that nothing can be trained on."""
-    if manifest.classes:
-        _check_labels(manifest)
+    labeled = manifest.part("train").rows["label"].notna()
+    alone = "or train a router from masks alone with `mtb train --head none`"
+    if manifest.classes and not labeled.any():
+        raise RequestError(
+            f"No training image has a label. Put the images into one folder per class, list their labels in a CSV file, {alone}."
+        )
+    if manifest.classes and not labeled.all():
+        raise RequestError(
+            f"{(~labeled).sum()} of {len(labeled)} training images have no label. Label them in the manifest, remove them, {alone}."
+        )
     check_fits(manifest, store)
     for part, use in (("train", "learn from"), ("val", "measure with")):
         if not len(manifest.part(part)):
@@ -88,56 +92,70 @@ def check_data(manifest: Manifest, store: FeatureStore) -> None:
             )
 
 
-def _check_labels(manifest: Manifest) -> None:
-    labeled = manifest.part("train").rows["label"].notna()
-    alone = "or train a router from masks alone with `mtb train --head none`"
-    if not labeled.any():
-        raise RequestError(
-            f"No training image has a label. Put the images into one folder per class, list their labels in a CSV file, {alone}."
-        )
-    if not labeled.all():
-        raise RequestError(
-            f"{(~labeled).sum()} of {len(labeled)} training images have no label. Label them in the manifest, remove them, {alone}."
-        )
-
-
-def needs_masks(method: Method, config: TrainConfig) -> bool:
-    """Whether nothing can be trained or measured of this method without lesion masks."""
+def _needs_masks(method: Method, config: TrainConfig) -> bool:
+    """Tell whether nothing can be trained or measured of this method without lesion masks."""
     if method.learned:
         return method.config(config).recipe == "lesion-first"
     return "has_mask" in selector_class(method.selector).requires
 
 
-def needs_labels(method: Method, config: TrainConfig) -> bool:
-    """Whether nothing of this method can be trained without class labels."""
+def _needs_labels(method: Method, config: TrainConfig) -> bool:
+    """Tell whether nothing of this method can be trained without class labels."""
     if not method.learned:
         return False
     return method.config(config).recipe == "joint" or "classes" in inspect.signature(selector_class(method.selector)).parameters
 
 
-def has_training_masks(sources: Sources) -> bool:
-    """Whether any training image has a lesion mask."""
+def _has_training_masks(sources: Sources) -> bool:
     rows = sources.store.rows(sources.manifest.part("train").ids, strict=False)
     return bool(sources.store.has_mask.numpy()[rows].any())
 
 
-def that_fit(sources: Sources, methods: Sequence[str], config: TrainConfig) -> tuple[str, ...]:
-    """The methods that this data can serve; those that need masks or labels are skipped, with a note, where there are none."""
+def supported_methods(sources: Sources, methods: Sequence[str], config: TrainConfig) -> tuple[str, ...]:
+    """Return the methods that this data can serve; a note names those that need masks or labels where there are none."""
     left = list(methods)
-    for has, needs, what in (
-        (has_training_masks(sources), needs_masks, "no training image has a lesion mask"),
-        (bool(sources.manifest.classes), needs_labels, "no training image has a label"),
+    for available, needs, what in (
+        (_has_training_masks(sources), _needs_masks, "no training image has a lesion mask"),
+        (bool(sources.manifest.classes), _needs_labels, "no training image has a label"),
     ):
-        skipped = [] if has else [text for text in left if needs(Method.parse(text), config)]
+        skipped = [] if available else [text for text in left if needs(Method.parse(text), config)]
         if skipped:
             say(f"Skipping {listed(skipped)}: {what}.")
         left = [text for text in left if text not in skipped]
     return tuple(left)
 
 
-def _check_routed(budget: float, store: FeatureStore, units: Sequence[Unit], config: TrainConfig) -> None:
+def check_needs(sources: Sources, units: Sequence[Unit], config: TrainConfig) -> None:
+    """Reject methods that need masks, labels, views or signals that the data does not have, and more patches than there are."""
+    store, methods = sources.store, list(dict.fromkeys(unit.method for unit in units))
+    masks = _has_training_masks(sources)
+    if config.router.minimum > store.n:
+        raise RequestError(
+            f"router.minimum must be at most {store.n}, the patches of an image in store {store.path}, got {config.router.minimum}."
+        )
+    if store.fixed_budget is not None:
+        _check_routed(store.fixed_budget, store, methods, config)
+    if not sources.manifest.classes:
+        _check_without_labels(masks, methods, config)
+    store.require_signals([name for method in methods for name in method.requires])
+    if sources.manifest.classes:
+        _check_heads(store, len(sources.manifest.classes), methods, config)
+    needy = [str(method) for method in methods if _needs_masks(method, config)]
+    if needy and not masks:
+        raise RequestError(
+            f"{listed(needy)} needs lesion masks, but no training image has one. Add masks to the manifest (for example "
+            "`mtb data folder IMAGES --masks MASKS`), or train without them: preset 'paper' with losses.lesion = 0."
+        )
+    if any(method.config(config).views == "off-center" for method in methods) and OFF_CENTER not in store.views:
+        raise RequestError(
+            f"Training on off-center views was requested, but store {store.path} has none. "
+            "Run `mtb extract` with --views off-center, or leave out `views`."
+        )
+
+
+def _check_routed(budget: float, store: FeatureStore, methods: Sequence[Method], config: TrainConfig) -> None:
     """Reject methods and budgets that a store of early routed tokens cannot serve."""
-    foreign = list(dict.fromkeys(str(u.method) for u in units if not selector_class(u.method.selector).reads_routed))
+    foreign = [str(method) for method in methods if not selector_class(method.selector).reads_routed]
     if foreign:
         raise RequestError(
             f"{listed(foreign)} chooses among all patches, but store {store.path} has only the {store.per_image} patches that were "
@@ -149,42 +167,14 @@ def _check_routed(budget: float, store: FeatureStore, units: Sequence[Unit], con
         )
 
 
-def check_needs(sources: Sources, units: Sequence[Unit], config: TrainConfig) -> None:
-    """Reject methods that need masks, labels, views or signals that the data does not have, and more patches than there are."""
-    if config.router.minimum > sources.store.n:
-        raise RequestError(
-            f"router.minimum must be at most {sources.store.n}, the patches of an image in store {sources.store.path}, got "
-            f"{config.router.minimum}."
-        )
-    if sources.store.fixed_budget is not None:
-        _check_routed(sources.store.fixed_budget, sources.store, units, config)
-    if not sources.manifest.classes:
-        _check_without_labels(sources, units, config)
-    sources.store.require_signals([name for unit in units for name in unit.method.requires])
-    if sources.manifest.classes:
-        _check_heads(sources, units, config)
-    if not has_training_masks(sources):
-        needy = list(dict.fromkeys(str(unit.method) for unit in units if needs_masks(unit.method, config)))
-        if needy:
-            raise RequestError(
-                f"{listed(needy)} needs lesion masks, but no training image has one. Add masks to the manifest (for example "
-                "`mtb data folder IMAGES --masks MASKS`), or train without them: preset 'paper' with losses.lesion = 0."
-            )
-    if any(unit.method.config(config).views == "off-center" for unit in units) and OFF_CENTER not in sources.store.views:
-        raise RequestError(
-            f"Training on off-center views was requested, but store {sources.store.path} has none. "
-            "Run `mtb extract` with --views off-center, or leave out `views`."
-        )
-
-
-def _check_without_labels(sources: Sources, units: Sequence[Unit], config: TrainConfig) -> None:
-    """A run without labels measures retention alone, so it needs masks, and methods that learn from nothing else."""
-    if not has_training_masks(sources):
+def _check_without_labels(masks: bool, methods: Sequence[Method], config: TrainConfig) -> None:
+    """Reject a run without labels that has no masks or learns from labels: it can measure retention alone."""
+    if not masks:
         raise RequestError(
             "The images have neither class labels nor lesion masks, so there is nothing to learn from. Add masks "
             "(`mtb data folder IMAGES --masks MASKS`) or one folder per class. To route images without training, use `mtb route`."
         )
-    needy = list(dict.fromkeys(str(unit.method) for unit in units if needs_labels(unit.method, config)))
+    needy = [str(method) for method in methods if _needs_labels(method, config)]
     if needy:
         raise RequestError(
             f"{listed(needy)} needs class labels, but no training image has one. From masks alone only the recipe lesion-first "
@@ -194,37 +184,16 @@ def _check_without_labels(sources: Sources, units: Sequence[Unit], config: Train
         raise RequestError("Without class labels there are no classes to balance: class_balance must be 'none'.")
 
 
-def _check_heads(sources: Sources, units: Sequence[Unit], config: TrainConfig) -> None:
+def _check_heads(store: FeatureStore, classes: int, methods: Sequence[Method], config: TrainConfig) -> None:
     """Reject heads that cannot read as few tokens as the smallest budget keeps."""
-    store, classes = sources.store, len(sources.manifest.classes)
-    for name in dict.fromkeys(unit.method.head for unit in units):
+    least = min(config.budgets)
+    for method in methods:
+        # Creating a head draws random weights; the caller's random numbers must not depend on this check.
         with torch.random.fork_rng(devices=[]):
-            needs = create_head(name, store.dim, classes).needs
-        for method in (unit.method for unit in units if unit.method.head == name):
-            least = min(config.budgets)
-            k = store.per_image if method.selector == READS_ROUTED else budget_to_k(least, store.per_image, config.router.minimum)
-            if k < needs:
-                raise RequestError(
-                    f"Head '{name}' of {method} needs at least {needs} tokens, but budget {least:g} keeps {k}. "
-                    "Use a larger budget or router.minimum, or another head."
-                )
-
-
-def check_run(plan: Plan, units: Sequence[Unit], sources: Sources) -> None:
-    """Reject a run directory whose results were made with other options, or with units that this command leaves out."""
-    info = RunInfo.read(plan.out) if (plan.out / FILE).exists() else None
-    dropped = sorted(set(info.units if info else ()) - {unit.name for unit in units})
-    if dropped:
-        raise RequestError(
-            f"{plan.out} contains results of {listed(dropped)}, which this command leaves out. Add them, or use another --out."
-        )
-    for unit in units:
-        state = read_state(plan.folder(unit))
-        if state.get("status") == "done" and state.get("identity") != plan.identity(unit, sources):
-            wanted, found = dotted(to_dict(plan.config)), dotted(info.config if info else {})
-            advice = "Use the same options to resume, or another --out."
-            if not info or wanted == found:
-                raise MismatchError(
-                    f"{unit.method} with seed {unit.seed} in {plan.out} was made with other data or options. {advice}"
-                )
-            raise MismatchError.between(f"The run in {plan.out}", wanted, {name: found.get(name) for name in wanted}, advice)
+            needs = create_head(method.head, store.dim, classes).needs
+        k = store.per_image if method.selector == READS_ROUTED else budget_to_k(least, store.per_image, config.router.minimum)
+        if k < needs:
+            raise RequestError(
+                f"Head '{method.head}' of {method} needs at least {needs} tokens, but budget {least:g} keeps {k}. "
+                "Use a larger budget or router.minimum, or another head."
+            )

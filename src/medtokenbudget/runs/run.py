@@ -1,10 +1,13 @@
-"""`run.json` as a type: what a run was made from (settings, versions, seeds, hashes of data, weights and split), without a clock.
+"""A run directory: the two tables that every number comes from, and `run.json`, which says what they were made from.
 
-Every number of a report can be traced to it, and two equal runs write equal bytes.
+`predictions.parquet` has one row per image and cell, `results.csv` one row per cell; a cell is one (study, dataset, view, method,
+seed, budget). `summarize` turns the first table into the second. `run.json` holds settings, versions, seeds and hashes but no
+clock: two equal runs write equal bytes.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import shlex
@@ -12,22 +15,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
+import numpy as np
 import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+from safetensors.numpy import save
 
-from medtokenbudget.config import HEADLINE_METHODS, TrainConfig, to_dict, train_config_from_dict
-from medtokenbudget.data import Manifest
-from medtokenbudget.errors import RequestError
-from medtokenbudget.runs.results import read_predictions, read_results, summarize, write_results
+from medtokenbudget import metrics
 from medtokenbudget.backbone import FeatureStore
-from medtokenbudget.files import read_json, read_lines, sha256_file, unsealed, write_sealed
+from medtokenbudget.config import TrainConfig, train_config_from_dict
+from medtokenbudget.data import Manifest
+from medtokenbudget.data.manifest import listed
+from medtokenbudget.errors import RequestError
+from medtokenbudget.escaping import csv_frame, from_csv_cell
+from medtokenbudget.files import atomic_write, read_json, read_lines, sha256_file, unsealed, write_safetensors, write_sealed
 from medtokenbudget.progress import say
 from medtokenbudget.training.checkpoints import log_hash
-
-if TYPE_CHECKING:
-    from medtokenbudget.runs.sweep import Study
-    from medtokenbudget.runs.units import Plan, Unit
 
 FILE = "run.json"
 FORMAT_VERSION = 3
@@ -39,8 +46,261 @@ RESULTS, PREDICTIONS, ROUTING, METRICS, ATTRIBUTES = FILES = (
     "attributes.parquet",
 )
 """What a report reads; `run.json` has the hashes."""
-_AGAIN = "Delete it and run the command that made the run again; finished trainings are kept."
 PACKAGES = ("medtokenbudget", "torch", "timm", "numpy", "pandas", "pyarrow", "scipy", "safetensors", "pillow")
+_AGAIN = "Delete it and run the command that made the run again; finished trainings are kept."
+
+# The two tables ------------------------------------------------------------------------------------------------------
+
+AS_IS = "as-is"
+"""The value of `view` for original images; off-center crops of the same images have `backbone.views.OFF_CENTER`."""
+CELL: tuple[str, ...] = ("study", "dataset", "view", "method", "seed", "budget")
+MEASURES: tuple[str, ...] = (
+    "accuracy",
+    "macro_f1",
+    "balanced_accuracy",
+    "retention",
+    "retention_mean",
+    "retention_of_ceiling",
+    "precision",
+    "enrichment",
+    "ceiling",
+    "macro_auroc",
+    "ece",
+    "purity",
+    "lesion_dominated",
+    "lesion_mass",
+)
+RESULT_COLUMNS: tuple[str, ...] = (*CELL, "k", "n", "n_masked", *MEASURES)
+
+SCHEMA = pa.schema(
+    [
+        ("study", pa.string()),
+        ("dataset", pa.string()),
+        ("view", pa.string()),
+        ("method", pa.string()),
+        ("seed", pa.int64()),
+        ("budget", pa.float64()),
+        ("k", pa.int32()),
+        ("n_patches", pa.int32()),
+        ("image_id", pa.string()),
+        ("group", pa.string()),  # null: the image is a group of its own
+        ("label", pa.int32()),  # -1: unlabeled
+        ("label_name", pa.string()),  # null: unlabeled
+        ("predicted", pa.int32()),  # -1: no head
+        ("predicted_name", pa.string()),  # null: no head
+        ("probabilities", pa.list_(pa.float32())),
+        ("lesion", pa.int32()),  # null: no mask; 0: a mask without a lesion patch on the grid
+        ("kept_lesion", pa.int32()),  # null: no mask, or a merger
+        ("purity", pa.float64()),  # null: no mask, or not a hard merger
+        ("lesion_dominated", pa.float64()),  # null: no lesion patch, or not a hard merger
+        ("lesion_mass", pa.float64()),  # null: no lesion patch, or not a soft merger
+    ]
+)
+PREDICTION_COLUMNS: tuple[str, ...] = tuple(SCHEMA.names)
+_TEXTS = ("study", "dataset", "view", "method")
+_NAMES = {"label_name": "label", "predicted_name": "predicted"}
+"""Columns with the class name of a class index, filled in when the table is written."""
+_NULLABLE = ("lesion", "kept_lesion")
+
+
+def write_predictions(path: Path | str, frame: pd.DataFrame, classes: Sequence[str]) -> None:
+    """Write predictions in the order given; the class names go into the file's metadata. Equal tables are equal bytes."""
+    missing = [name for name in PREDICTION_COLUMNS if name not in frame.columns and name not in _NAMES]
+    if missing:
+        raise RequestError(f"Predictions lack the columns {', '.join(missing)}; expected {', '.join(PREDICTION_COLUMNS)}.")
+    known = dict(enumerate(classes))
+    frame = frame.copy(deep=False)
+    for name, index in _NAMES.items():
+        frame[name] = [known.get(int(i)) for i in frame[index]]
+    schema = SCHEMA.with_metadata({"classes": json.dumps(list(classes), ensure_ascii=False)})
+    table = pa.Table.from_arrays([_to_arrow(frame[entry.name], entry) for entry in schema], schema=schema)
+    with atomic_write(path) as temporary:
+        pq.write_table(table, temporary, compression="zstd", row_group_size=1 << 16)
+
+
+def _to_arrow(column: pd.Series[Any], entry: pa.Field) -> pa.Array:
+    if entry.name == "probabilities":
+        values = [np.asarray(row, np.float32) for row in column]
+        offsets = np.concatenate([[0], np.cumsum([len(row) for row in values])]).astype(np.int32)
+        flat = np.concatenate(values) if values else np.zeros(0, np.float32)
+        return pa.ListArray.from_arrays(offsets, pa.array(flat, pa.float32()), type=entry.type)
+    if pa.types.is_string(entry.type):
+        return pa.array([None if pd.isna(value) else str(value) for value in column], entry.type)
+    numbers = column.to_numpy(dtype=float, na_value=np.nan)
+    missing = np.isnan(numbers)
+    if pa.types.is_integer(entry.type) and (numbers[~missing] % 1 != 0).any():
+        raise RequestError(f"Column {entry.name} of the predictions contains fractions; expected whole numbers.")
+    return pa.array(np.where(missing, 0, numbers).astype(entry.type.to_pandas_dtype()), entry.type, mask=missing)
+
+
+def read_predictions(path: Path | str) -> tuple[pd.DataFrame, tuple[str, ...]]:
+    """Read the predictions and the class names; counts that may be missing come as nullable integers."""
+    try:
+        table = pq.read_table(path)
+    except FileNotFoundError:
+        raise RequestError(f"{path} does not exist. Run `mtb sweep` or `mtb reproduce` first.") from None
+    except (pa.ArrowInvalid, OSError) as error:
+        raise RequestError(f"{path} is not a readable Parquet file ({error}). Run `mtb sweep` again.") from None
+    metadata = table.schema.metadata or {}
+    missing = [name for name in PREDICTION_COLUMNS if name not in table.column_names]
+    if missing or b"classes" not in metadata:
+        what = f"columns {', '.join(missing)}" if missing else "class names in its metadata"
+        raise RequestError(f"{path} has no {what}: another version wrote it. Repeat the run.")
+    frame = pd.DataFrame({name: _from_arrow(table.column(name), name) for name in PREDICTION_COLUMNS})
+    return frame, tuple(json.loads(metadata[b"classes"]))
+
+
+def _from_arrow(column: pa.ChunkedArray, name: str) -> Any:
+    if name not in _NULLABLE:
+        return column.to_pandas()
+    missing = column.is_null().to_numpy()
+    return pd.arrays.IntegerArray(np.asarray(column.fill_null(0).to_numpy(), np.int32).copy(), np.asarray(missing, bool).copy())
+
+
+def probability_matrix(frame: pd.DataFrame) -> NDArray[np.float64]:
+    """Return the probabilities of all rows as one [n, C] array."""
+    return np.stack([np.asarray(row, float) for row in frame["probabilities"]]) if len(frame) else np.zeros((0, 0))
+
+
+def summarize(predictions: pd.DataFrame, classes: Sequence[str]) -> pd.DataFrame:
+    """Summarize each cell in one row, in order of first appearance, with every column of `results.csv`.
+
+    `n` counts the labeled images, `n_masked` the images with at least one lesion patch: those retention is measured on.
+    """
+    cells = predictions.groupby(list(CELL), sort=False, dropna=False)
+    rows = [dict(zip(CELL, key)) | _summarize_cell(cell, len(classes)) for key, cell in cells]
+    return pd.DataFrame(rows, columns=list(RESULT_COLUMNS))
+
+
+def _summarize_cell(cell: pd.DataFrame, classes: int) -> dict[str, float | int]:
+    if cell["k"].nunique() > 1:
+        kept = listed(sorted(cell["k"].unique().tolist()))
+        raise RequestError(
+            f"Images of one method and budget keep different numbers of patches ({kept}), so "
+            "they cannot be in one row of results. Put images with another token grid into a data set of their own."
+        )
+    labeled = cell[cell["label"] >= 0]
+    label, predicted = labeled["label"].to_numpy(), labeled["predicted"].to_numpy()
+    probabilities = probability_matrix(labeled)
+    masked = cell[cell["lesion"].notna()]
+    ranker = bool(masked["kept_lesion"].notna().any())
+    retention = metrics.retention_of_counts(
+        masked["kept_lesion"].to_numpy(dtype=float, na_value=np.nan) if ranker else None,
+        masked["lesion"].to_numpy(dtype=float),
+        masked["k"].to_numpy(),
+        masked["n_patches"].to_numpy(),
+    )
+    return {
+        "k": int(cell["k"].iloc[0]),
+        "n": len(labeled),
+        "n_masked": retention.n,
+        "accuracy": metrics.accuracy(label, predicted),
+        "macro_f1": metrics.macro_f1(label, predicted, classes),
+        "balanced_accuracy": metrics.balanced_accuracy(label, predicted, classes),
+        "retention": retention.pooled,
+        "retention_mean": retention.mean,
+        "retention_of_ceiling": retention.of_ceiling,
+        "precision": retention.precision,
+        "enrichment": retention.enrichment,
+        "ceiling": retention.ceiling,
+        "macro_auroc": metrics.macro_auroc(label, probabilities),
+        "ece": metrics.expected_calibration_error(label, predicted, probabilities),
+        **{name: float(cell[name].mean()) for name in ("purity", "lesion_dominated", "lesion_mass")},
+    }
+
+
+def write_results(path: Path | str, frame: pd.DataFrame) -> None:
+    """Write the tidy table; what was not measured is an empty field."""
+    missing = [name for name in RESULT_COLUMNS if name not in frame.columns]
+    if missing:
+        raise RequestError(f"Results lack the columns {', '.join(missing)}; expected {', '.join(RESULT_COLUMNS)}.")
+    with atomic_write(path) as temporary:
+        csv_frame(frame[list(RESULT_COLUMNS)]).to_csv(temporary, index=False, float_format="%.10g", lineterminator="\n")
+
+
+def read_results(path: Path | str) -> pd.DataFrame:
+    """Read the tidy table, empty fields as NaN."""
+    try:
+        # A method or a data set may be called "NA" or "nan": only an empty field is missing.
+        frame = pd.read_csv(path, dtype=dict.fromkeys(_TEXTS, str), keep_default_na=False, na_values=[""])
+    except FileNotFoundError:
+        raise RequestError(f"{path} does not exist. Run `mtb sweep` or `mtb reproduce` first.") from None
+    except (pd.errors.ParserError, pd.errors.EmptyDataError, UnicodeDecodeError) as error:
+        raise RequestError(f"{path} is not a readable CSV file ({error}).") from None
+    missing = [name for name in RESULT_COLUMNS if name not in frame.columns]
+    if missing:
+        raise RequestError(f"{path} lacks the columns {', '.join(missing)}: another version wrote it. Repeat the run.")
+    texts = {name: frame[name].map(from_csv_cell) for name in _TEXTS}
+    try:
+        return frame.assign(**texts)[list(RESULT_COLUMNS)].astype(dict.fromkeys(MEASURES, float))
+    except ValueError as error:
+        raise RequestError(f"{path} has a cell that is not a number ({error}). Repeat the run.") from None
+
+
+NOT_MEASURED = "—"
+_HEADLINE = {"accuracy": "accuracy", "macro_f1": "macro F1", "retention": "retention", "retention_of_ceiling": "of ceiling"}
+
+
+def headline(results: pd.DataFrame, budget: float = 0.3) -> str:
+    """Write every method on the original images at one budget as lines of plain text, as the mean over seeds.
+
+    Args:
+        results: `results.csv` as a table.
+        budget: Token budget; if it was not measured, the nearest one is shown.
+    """
+    rows = results[results["view"] == AS_IS]
+    if rows.empty:
+        return "No results."
+    nearest = min(rows["budget"].unique(), key=lambda measured: (abs(measured - budget), measured))
+    rows = rows[rows["budget"] == nearest]
+    table = rows.groupby("method", sort=False)[list(_HEADLINE)].mean()
+    width = max(22, 2 + max(len(str(method)) for method in table.index))
+    lines = [f"{'budget ' + format(nearest, 'g'):<{width}}" + "".join(f"{name:>12}" for name in _HEADLINE.values())]
+    for method, row in table.iterrows():
+        cells = [NOT_MEASURED if pd.isna(value) else f"{value:.1%}" for value in row]
+        lines.append(f"{method!s:<{width}}" + "".join(f"{cell:>12}" for cell in cells))
+    counts = rows.groupby("method", sort=False)["n"].max()
+    fewer = "".join(f"; {method} classified {n:,}" for method, n in counts.items() if n < counts.max())
+    lines.append(f"n = {int(counts.max()):,} images, {int(rows['n_masked'].max()):,} with a lesion mask{fewer}")
+    return "\n".join(lines)
+
+
+# Patch orders --------------------------------------------------------------------------------------------------------
+
+OF_IMAGES = ("lesion", "has_mask", "covered")
+"""What `routing.safetensors` holds once for all methods; everything else is of one method."""
+
+
+def routing_name(view: str, name: str, method: str, seed: int) -> str:
+    """Return the name of a tensor in `routing.safetensors`."""
+    prefix = "" if view == AS_IS else f"{view}/"
+    return f"{prefix}{name}" if name in OF_IMAGES else f"{prefix}{name}/{method}/{seed}"
+
+
+def write_tables(
+    out: Path,
+    predictions: pd.DataFrame,
+    classes: Sequence[str],
+    routing: dict[str, np.ndarray],
+    image_ids: Mapping[str, Sequence[str]],
+    grid: Sequence[int],
+) -> pd.DataFrame:
+    """Write `predictions.parquet`, `results.csv` and `routing.safetensors` of a run, and return the results.
+
+    Args:
+        routing: Patch orders and scores by `routing_name`.
+        image_ids: The images of their rows, by view.
+    """
+    write_predictions(out / PREDICTIONS, predictions, classes)
+    results = summarize(predictions, classes)
+    write_results(out / RESULTS, results)
+    # One key: safetensors does not keep the order of several.
+    about = {"routing": json.dumps({"image_ids": image_ids, "grid": list(grid)})}
+    write_safetensors(out / ROUTING, save(routing, about))
+    return results
+
+
+# run.json ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -55,7 +315,7 @@ class MethodInfo:
 
     @property
     def train_config(self) -> TrainConfig:
-        """The settings as a typed configuration."""
+        """Return the settings as a typed configuration."""
         return train_config_from_dict(self.config)
 
 
@@ -107,6 +367,23 @@ class RunInfo:
     format_version: int = field(default=FORMAT_VERSION)
 
     @classmethod
+    def of(cls, out: Path, manifest: Manifest, manifest_path: Path, store: FeatureStore, **facts: Any) -> RunInfo:
+        """Describe a run whose tables are written: what follows from the images and their tokens, and the other `facts`."""
+        return cls(
+            path=out,
+            dataset=manifest.name,
+            source=manifest.source.split()[0],
+            classes=manifest.classes,
+            manifest=os.path.relpath(manifest_path.resolve(), out.resolve()),
+            store=os.path.relpath(store.path.resolve(), out.resolve()),
+            versions=versions(),
+            backbone=store.config["backbone"],
+            counts=counts(manifest, store),
+            files=hashes(out),
+            **facts,
+        )
+
+    @classmethod
     def read(cls, run: Path | str) -> RunInfo:
         """Read and check `run.json` of a run directory.
 
@@ -120,11 +397,12 @@ class RunInfo:
         values = read_json(path / FILE)
         if not isinstance(values, dict):
             raise RequestError(f"{path / FILE} is damaged: expected a JSON object. {_AGAIN}")
-        found = values.get("format_version", 1)
-        if found != FORMAT_VERSION:
+        written_by = values.get("format_version", 1)
+        if written_by != FORMAT_VERSION:
             made = f"`{values['command']}`" if isinstance(values.get("command"), str) else "the command that made it"
             raise RequestError(
-                f"{path} has run format version {found}; this version reads {FORMAT_VERSION}. Run {made} again with a new --out."
+                f"{path} has run format version {written_by}; this version reads {FORMAT_VERSION}. "
+                f"Run {made} again with a new --out."
             )
         return cls(path=path, **_checked(path / FILE, unsealed(path / FILE, values, _AGAIN)))
 
@@ -135,7 +413,7 @@ class RunInfo:
         write_sealed(self.path / FILE, values)
 
     def file(self, name: str) -> Path:
-        """The path of one of `FILES`.
+        """Return the path of one of `FILES`.
 
         Raises:
             RequestError: The file is missing, or its content is not what the run wrote.
@@ -148,11 +426,11 @@ class RunInfo:
         return path
 
     def predictions(self) -> tuple[pd.DataFrame, tuple[str, ...]]:
-        """`predictions.parquet`, and the class names."""
+        """Read `predictions.parquet`, and the class names."""
         return read_predictions(self.file(PREDICTIONS))
 
     def results(self) -> pd.DataFrame:
-        """`results.csv`, which is made again from the predictions if it is missing or damaged."""
+        """Read `results.csv`, which is made again from the predictions if it is missing or damaged."""
         path = self.path / RESULTS
         if not path.is_file() or content_hash(path) != self.files.get(RESULTS):
             table = summarize(*self.predictions())
@@ -162,135 +440,64 @@ class RunInfo:
 
     @property
     def manifest_path(self) -> Path:
-        """Where the manifest is, seen from anywhere."""
+        """Return where the manifest is, seen from anywhere."""
         return (self.path / self.manifest).resolve()
 
     @property
     def store_path(self) -> Path:
-        """Where the token store is, seen from anywhere."""
+        """Return where the token store is, seen from anywhere."""
         return (self.path / self.store).resolve()
 
 
-_KINDS: dict[str, tuple[type, ...]] = {
-    "dataset": (str,),
-    "source": (str,),
-    "classes": (list,),
-    "manifest": (str,),
-    "store": (str,),
-    "config": (dict,),
-    "methods": (dict,),
-    "main": (str, type(None)),
-    "studies": (list,),
-    "units": (list,),
-    "seeds": (list,),
-    "versions": (dict,),
-    "hashes": (dict,),
-    "backbone": (dict,),
-    "counts": (dict,),
-    "files": (dict,),
-    "command": (str, type(None)),
-    "evaluation": (dict, type(None)),
-    "format_version": (int,),
-}
+def _json_types() -> dict[str, tuple[type, ...]]:
+    """Return what JSON makes of each field of `RunInfo`, from its annotation: of a tuple a list, of a mapping a dict."""
+    types = {}
+    for name, hint in get_type_hints(RunInfo).items():
+        choices = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+        origins = [get_origin(choice) or choice for choice in choices]
+        types[name] = tuple(list if origin is tuple else origin for origin in origins)
+    del types["path"]
+    return types
 
 
 def _checked(file: Path, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of `RunInfo` out of parsed JSON."""
-    wrong = [name for name, kinds in _KINDS.items() if not isinstance(values.get(name), kinds)]
-    unknown = [name for name in values if name not in _KINDS]
+    """Return the fields of `RunInfo` out of parsed JSON."""
+    types = _json_types()
+    wrong = [name for name, allowed in types.items() if not isinstance(values.get(name), allowed)]
+    unknown = [name for name in values if name not in types]
     parts = {entry.name for entry in fields(MethodInfo)}
     methods = values.get("methods")
     if isinstance(methods, dict) and any(not isinstance(m, dict) or set(m) != parts for m in methods.values()):
         wrong.append("methods")
     if wrong or unknown:
         raise RequestError(f"{file} is damaged: check {', '.join(dict.fromkeys([*wrong, *unknown]))}. {_AGAIN}")
-    tuples = {name: tuple(values[name]) for name in ("classes", "studies", "units", "seeds")}
-    return {**values, **tuples, "methods": {text: MethodInfo(**parts) for text, parts in values["methods"].items()}}
-
-
-def describe_run(plan: Plan, studies: Sequence[Study], done: Sequence[Unit]) -> RunInfo:
-    """The `RunInfo` of a sweep or a reproduction whose units `done` are finished."""
-    manifest, store = plan.sources.manifest, plan.sources.store
-    methods = {
-        str(unit.method): MethodInfo(
-            unit.method.selector,
-            unit.method.head if manifest.classes else "none",
-            unit.method.variant,
-            unit.method.learned,
-            to_dict(unit.method.config(plan.config)),
-        )
-        for unit in done
-    }
-    return RunInfo(
-        path=plan.out,
-        dataset=plan.dataset,
-        source=manifest.source.split()[0],
-        classes=manifest.classes,
-        manifest=os.path.relpath(plan.manifest, plan.out),
-        store=os.path.relpath(plan.store, plan.out),
-        config=to_dict(plan.config),
-        methods=methods,
-        main=main_method(done, store.fixed_budget is not None),
-        studies=tuple(
-            {"name": s.name, "methods": [str(m) for m in s.methods], "seeds": list(s.seeds), "budgets": list(s.budgets)}
-            for s in studies
-        ),
-        units=tuple(unit.name for unit in done),
-        seeds=tuple(sorted({unit.seed for unit in done})),
-        versions=versions(),
-        hashes={"manifest": manifest.hash, "split": manifest.split_hash, "store": store.identity},
-        backbone=store.config["backbone"],
-        counts=counts(manifest, store),
-        files=hashes(plan.out),
-    )
+    tuples = {name: tuple(values[name]) for name, allowed in types.items() if list in allowed}
+    return {**values, **tuples, "methods": {text: MethodInfo(**entry) for text, entry in values["methods"].items()}}
 
 
 def content_hash(path: Path) -> str:
-    """Hash of a file of a run or of a unit; that of a log leaves out the clock, so that equal runs have equal hashes."""
+    """Hash a file of a run or of a unit; that of a log leaves out the clock, so that equal runs have equal hashes."""
     return log_hash(read_lines(path)) if path.suffix == ".jsonl" else sha256_file(path)
 
 
 def hashes(run: Path) -> dict[str, str]:
-    """Hash of each of `FILES` that a run has."""
+    """Hash each of `FILES` that a run has."""
     return {name: content_hash(run / name) for name in FILES if (run / name).is_file()}
 
 
-def main_method(done: Sequence[Unit], routed: bool = False) -> str | None:
-    """The method that becomes the saved model: the preferred recipe if the run has it, else the first learned selector.
-
-    On tokens that were routed before or inside the backbone it is the method that reads them all: no selector is left to learn.
-    """
-    seed = min((unit.seed for unit in done), default=None)
-    learned = [str(u.method) for u in done if u.seed == seed and u.method.learned and u.method.ablation is None]
-    if routed:
-        return next((str(unit.method) for unit in done if unit.seed == seed), None)
-    return next((name for name in (*HEADLINE_METHODS, *learned) if name in learned), None)
-
-
 def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that a result depends on."""
-    found = {"python": platform.python_version()}
+    """Return the versions of Python and of the packages that a result depends on."""
+    installed = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
-            found[name] = version(name)
+            installed[name] = version(name)
         except PackageNotFoundError:
-            found[name] = "not installed"
-    return found
-
-
-def record_command(run: Path, name: str, arguments: Sequence[str]) -> None:
-    """Record in `run.json` the command line that made the run, of paths elsewhere only the last name: runs are shared."""
-    replace(RunInfo.read(run), command=shlex.join(["mtb", name, *map(_short, arguments)])).write()
-
-
-def _short(argument: str) -> str:
-    option, equals, value = argument.partition("=") if argument.startswith("--") else ("", "", argument)
-    path = Path(value)
-    return f"{option}{equals}{path.name}" if path.is_absolute() or ".." in path.parts else argument
+            installed[name] = "not installed"
+    return installed
 
 
 def counts(manifest: Manifest, store: FeatureStore) -> dict[str, Any]:
-    """Images, masks and classes of each part, and the lesion sizes of the validation masks: the supplement's two tables."""
+    """Count images, masks and classes of each part, and the lesion sizes of the validation masks: the supplement's two tables."""
     parts: dict[str, Any] = {}
     for part in ("train", "select", "val"):
         rows = store.rows(manifest.part(part).ids, strict=False)
@@ -303,3 +510,14 @@ def counts(manifest: Manifest, store: FeatureStore) -> dict[str, Any]:
             "lesion_patches": store.lesion.numpy()[rows[masked]].sum(1).astype(int).tolist() if part == "val" else None,
         }
     return parts
+
+
+def record_command(run: Path, name: str, arguments: Sequence[str]) -> None:
+    """Record in `run.json` the command line that made the run, of paths elsewhere only the last name: runs are shared."""
+    replace(RunInfo.read(run), command=shlex.join(["mtb", name, *map(_short, arguments)])).write()
+
+
+def _short(argument: str) -> str:
+    option, equals, value = argument.partition("=") if argument.startswith("--") else ("", "", argument)
+    path = Path(value)
+    return f"{option}{equals}{path.name}" if path.is_absolute() or ".." in path.parts else argument

@@ -1,4 +1,5 @@
 """How sure the numbers are: bootstrap over groups, paired permutation tests with Holm's correction, deviation over seeds.
+Then retention by stratum, and the supplement's model of it.
 
 Every metric here is a function of sums over images, so a draw is a row of group weights times a table of group sums, and ten
 thousand draws are one matrix product. Sampling error (which images) and seed deviation (which training) are never mixed: a
@@ -13,12 +14,14 @@ from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
+from scipy.optimize import minimize_scalar
+from scipy.special import ndtr, ndtri
 
 from medtokenbudget import metrics
 from medtokenbudget.errors import RequestError, UnknownNameError
-from medtokenbudget.runs.results import probability_matrix
 from medtokenbudget.metrics import Floats, ratio, reachable
+from medtokenbudget.runs.run import probability_matrix
 
 DRAWS = 10_000
 LEVEL = 0.95
@@ -359,3 +362,157 @@ def paired_seed_table(results: pd.DataFrame, reference: str, metrics: Sequence[s
     pairs["value"] = pairs["value_a"] - pairs["value_b"]
     grouped = pairs.groupby(["study", "dataset", "view", "method_a", "method_b", "budget", "metric"], sort=False)["value"]
     return grouped.agg(mean="mean", std="std", seeds="count").reset_index()
+
+
+# Retention by stratum -------------------------------------------------------------------------------------------------
+# A pooled mean hides the small lesions, which weigh little in it. Strata are cut from `predictions.parquet` afterwards.
+
+QUARTILES: tuple[str, ...] = ("smallest", "small", "large", "largest")
+STRATUM_COLUMNS: tuple[str, ...] = (
+    *("study", "dataset", "view", "method", "budget", "stratum", "smallest", "largest", "n", "seeds"),
+    *("ceiling", "retention", "low", "high", "retention_of_ceiling", "share_low", "share_high"),
+)
+
+
+def quartile_edges(predictions: pd.DataFrame) -> np.ndarray:
+    """[5] minimum, quartiles and maximum of the lesion patches over the images (each once) of one dataset."""
+    sizes = lesion_rows(predictions).drop_duplicates("image_id")["lesion"].to_numpy(float)
+    if not len(sizes):
+        raise RequestError("No image in these predictions has a lesion mask and kept patches, so there is nothing to stratify.")
+    return np.quantile(sizes, [0, 0.25, 0.5, 0.75, 1])
+
+
+def by_lesion_size(predictions: pd.DataFrame, draws: int = DRAWS, seed: int = 0, level: float = LEVEL) -> pd.DataFrame:
+    """Retention in the four quartiles of lesion size, with the edges of each dataset's images.
+
+    A quartile holds the sizes above its lower edge up to its upper edge; the first holds the minimum too. Lesions of one size
+    stay together, so the quartiles need not be equally full. Columns: `STRATUM_COLUMNS`.
+    """
+    parts = []
+    for _, dataset in lesion_rows(predictions).groupby(["dataset", "view"], sort=False):
+        edges = quartile_edges(dataset)
+        index = np.searchsorted(edges[1:-1], dataset["lesion"].to_numpy(float), side="left")
+        parts.append(dataset.assign(stratum=np.asarray(QUARTILES)[index]))
+    return _by_stratum(parts, QUARTILES, draws, seed, level)
+
+
+def by_class(
+    predictions: pd.DataFrame, classes: Sequence[str], draws: int = DRAWS, seed: int = 0, level: float = LEVEL
+) -> pd.DataFrame:
+    """Retention in each class that has masks. Columns: `STRATUM_COLUMNS`."""
+    rows = lesion_rows(predictions)
+    rows = rows[rows["label"] >= 0]
+    named = rows.assign(stratum=np.asarray(classes, dtype=object)[rows["label"].to_numpy(int)])
+    return _by_stratum([named], classes, draws, seed, level)
+
+
+def by_attribute(
+    predictions: pd.DataFrame,
+    attribute: pd.Series[Any],
+    order: Sequence[str],
+    draws: int = DRAWS,
+    seed: int = 0,
+    level: float = LEVEL,
+) -> pd.DataFrame:
+    """Retention by a property of the images: `attribute` maps `image_id` to a stratum, None to leave the image out."""
+    rows = lesion_rows(predictions)
+    named = rows.assign(stratum=rows["image_id"].map(attribute))
+    return _by_stratum([named[named["stratum"].notna()]], order, draws, seed, level)
+
+
+def _by_stratum(parts: list[pd.DataFrame], order: Sequence[str], draws: int, seed: int, level: float) -> pd.DataFrame:
+    if not parts or not any(len(part) for part in parts):
+        return pd.DataFrame(columns=list(STRATUM_COLUMNS))
+    rows = pd.concat(parts, ignore_index=True)
+    keys = [*METHOD_KEYS, "stratum"]
+    rows["_best"] = reachable(rows["lesion"].to_numpy(int), rows["k"].to_numpy(int))
+    facts = rows.groupby(keys, sort=False).agg(
+        smallest=("lesion", "min"), largest=("lesion", "max"), _best=("_best", "sum"), _lesion=("lesion", "sum")
+    )
+    facts["ceiling"] = ratio(facts["_best"], facts["_lesion"])
+    pieces = []
+    # Each stratum is resampled on its own: its size is a fact of the cut, not of the draw.
+    for _, stratum in rows.groupby("stratum", sort=False):
+        pieces.append(intervals(stratum, ("retention", "retention_of_ceiling"), keys, draws, seed, level))
+    found = pd.concat(pieces, ignore_index=True)
+    pooled = found[found["metric"] == "retention"].rename(columns={"value": "retention"})
+    share = found[found["metric"] == "retention_of_ceiling"]
+    share = share.rename(columns={"value": "retention_of_ceiling", "low": "share_low", "high": "share_high"})
+    table = pooled.merge(share[[*keys, "retention_of_ceiling", "share_low", "share_high"]], on=keys)
+    table = table.merge(facts.reset_index(), on=keys)
+    first = {key: i for i, key in enumerate(rows[list(METHOD_KEYS)].drop_duplicates().itertuples(index=False, name=None))}
+    rank = {name: i for i, name in enumerate(order)}
+    table["_cell"] = [first[key] for key in table[list(METHOD_KEYS)].itertuples(index=False, name=None)]
+    table["_rank"] = table["stratum"].map(rank)
+    return table.sort_values(["_cell", "_rank"], ignore_index=True)[list(STRATUM_COLUMNS)]
+
+
+# The supplement's Gaussian model of retention -------------------------------------------------------------------------
+# Lesion scores are N(s+, sigma^2), background scores N(s-, sigma^2), delta = s+ - s-, a share rho of the patches is lesion. Kept is
+# what lies above the (1 - beta)-quantile of the mixture. The supplement takes that quantile as if the mixture were one normal
+# with deviation sigma; `exact=True` solves for it. The two agree for delta = 0 and part as delta grows: the mixture is wider than
+# sigma, so the approximation sets the threshold too low for small beta and lets retention pass the ceiling beta / rho.
+
+_LARGEST_SEPARATION = 20.0
+
+
+def predicted_retention(beta: ArrayLike, separation: ArrayLike, prevalence: ArrayLike, exact: bool = False) -> Floats:
+    """Expected share of the lesion patches kept at budget beta; the arguments broadcast.
+
+    beta in [0, 1], separation = delta / sigma, prevalence = rho in [0, 1].
+    Approximate: `1 - Phi(Phi^-1(1 - beta) - (1 - rho) delta / sigma)`. Exact: `1 - Phi(t - delta / sigma)` where t solves
+    `rho (1 - Phi(t - delta / sigma)) + (1 - rho) (1 - Phi(t)) = beta`.
+    """
+    beta, separation, prevalence = np.broadcast_arrays(*(np.asarray(v, float) for v in (beta, separation, prevalence)))
+    if (beta < 0).any() or (beta > 1).any() or (prevalence < 0).any() or (prevalence > 1).any():
+        raise RequestError("Budget and prevalence must be in [0, 1].")
+    if exact:
+        return ndtr(separation - _mixture_quantile(beta, separation, prevalence))
+    return ndtr((1 - prevalence) * separation - ndtri(1 - beta))
+
+
+def _mixture_quantile(beta: Floats, separation: Floats, prevalence: Floats) -> Floats:
+    """The threshold above which a share beta of the mixture lies, in units of sigma above the background's mean."""
+    # It lies between the quantiles of the two parts; bisection halves that interval to the last bit.
+    single = ndtri(1 - beta)
+    low, high = np.minimum(single, single + separation), np.maximum(single, single + separation)
+    for _ in range(60):
+        with np.errstate(invalid="ignore"):
+            middle = np.where(np.isinf(single), single, (low + high) / 2)
+        above = prevalence * ndtr(separation - middle) + (1 - prevalence) * ndtr(-middle)
+        low, high = np.where(above > beta, middle, low), np.where(above > beta, high, middle)
+    return middle
+
+
+def mean_predicted_retention(beta: ArrayLike, separation: float, prevalences: ArrayLike, exact: bool = False) -> Floats:
+    """Pooled retention over images of different prevalence: each image's prediction weighted by its lesion patches.
+
+    beta [...], prevalences [n]; returns [...]. Weighting by prevalence is pooling, as long as the images have one grid.
+    """
+    prevalences = np.asarray(prevalences, float)
+    if prevalences.ndim != 1 or prevalences.sum() <= 0:
+        raise RequestError("Prevalences must be one number per image, with at least one above 0.")
+    values, images = np.unique(prevalences, return_counts=True)  # whole patches of one grid: few different values
+    each = predicted_retention(np.asarray(beta, float)[..., None], separation, values, exact)
+    return (each * values * images).sum(-1) / prevalences.sum()
+
+
+def fit_separation(budgets: ArrayLike, measured: ArrayLike, prevalence: ArrayLike, exact: bool = False) -> float:
+    """The delta / sigma whose predicted retention is nearest to the measured one in squares over the budgets.
+
+    prevalence is one number, or one an image [n] for the pooled mean over images. Budgets at which everything is kept say
+    nothing; at least one below 1 is needed.
+    """
+    budgets, measured = np.asarray(budgets, float), np.asarray(measured, float)
+    prevalences = np.atleast_1d(np.asarray(prevalence, float))
+    if budgets.shape != measured.shape or not (budgets < 1).any():
+        raise RequestError("A fit needs one measured retention for each budget, and a budget below 1.")
+
+    def loss(separation: float) -> float:
+        return float(((mean_predicted_retention(budgets, separation, prevalences, exact) - measured) ** 2).sum())
+
+    # The loss can be flat far out: start the bounded search around the best of a grid.
+    grid = np.linspace(-_LARGEST_SEPARATION, _LARGEST_SEPARATION, 81)
+    best = grid[int(np.argmin([loss(value) for value in grid]))]
+    step = grid[1] - grid[0]
+    return float(minimize_scalar(loss, bounds=(best - step, best + step), method="bounded", options={"xatol": 1e-8}).x)

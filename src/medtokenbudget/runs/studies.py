@@ -8,22 +8,29 @@ from pathlib import Path
 
 import pandas as pd
 
-from medtokenbudget.config import BUDGETS, CONTROLS, HEADLINE_BUDGETS, HEADLINE_SELECTORS, PAPER_METHODS, TrainConfig, preset
-from medtokenbudget.data import Manifest
-from medtokenbudget.errors import RequestError, UnknownNameError
-from medtokenbudget.runs.execution import Execution
-from medtokenbudget.runs.methods import with_heads
-from medtokenbudget.runs.preflight import that_fit
-from medtokenbudget.runs.sources import Sources
-from medtokenbudget.runs.sweep import Study, run_studies
 from medtokenbudget.backbone import FeatureStore
 from medtokenbudget.backbone.views import OFF_CENTER
+from medtokenbudget.config import (
+    BUDGETS,
+    CONTROLS,
+    HEADLINE_BUDGETS,
+    HEADLINE_SELECTORS,
+    PAPER_METHODS,
+    TrainConfig,
+    given_settings,
+    preset,
+)
+from medtokenbudget.data import Manifest
+from medtokenbudget.errors import RequestError, UnknownNameError
+from medtokenbudget.heads import list_heads
+from medtokenbudget.jobs import Execution
 from medtokenbudget.progress import say
 from medtokenbudget.routing import list_selectors, selector_class
-from medtokenbudget.heads import list_heads
+from medtokenbudget.runs.method import with_heads
+from medtokenbudget.runs.paper import MAIN_BUDGETS, SEEDS
+from medtokenbudget.runs.preflight import supported_methods
+from medtokenbudget.runs.sweep import Sources, Study, run_studies
 
-SEEDS = (42, 43, 44)
-MAIN_BUDGETS = (0.1, 0.2, 0.3, 0.5, 1.0)
 OURS = "lats:lesion-first"
 IN_CONTEXT = "context:lesion-first"
 """Our recipe with a scorer that sees the neighborhood of each patch."""
@@ -90,7 +97,7 @@ ALSO: dict[str, Study] = {
 
 
 def zoo() -> Study:
-    """Every registered selector with the default head, learned ones with and without masks, and a few with every head.
+    """Return every registered selector with the default head, learned ones with and without masks, and a few with every head.
 
     Not part of 'all': it trains some hundred units.
     """
@@ -104,29 +111,19 @@ def zoo() -> Study:
 
 
 def chosen_studies(names: Sequence[str], source: str) -> list[Study]:
-    """Studies by name; 'all' is every one that fits the data set (Kvasir has no masks and its own table), but not `zoo`."""
+    """Return studies by name; 'all' is every one that fits the data set (Kvasir has no masks and its own table), but not `zoo`."""
     known = [*STUDIES, "zoo"]
     for name in names:
         if name not in known and name != "all":
             raise UnknownNameError.of("study", name, [*known, "all"])
     if "kvasir" in names and source != "kvasir":
         raise RequestError(f"Study 'kvasir' is about Kvasir v2, but this manifest comes from {source}.")
-    wanted = dict.fromkeys(names)
     if "all" in names:
-        wanted = dict.fromkeys(["kvasir"] if source == "kvasir" else [name for name in STUDIES if name != "kvasir"])
-    if "zoo" in names:
-        wanted["zoo"] = None
+        fitting = [name for name in STUDIES if (name == "kvasir") == (source == "kvasir")]
+        names = [*fitting, "zoo"] if "zoo" in names else fitting
+    wanted = list(dict.fromkeys(names))
     studies = [zoo() if name == "zoo" else STUDIES[name] for name in wanted]
     return studies + [ALSO[name] for name in wanted if name in ALSO]
-
-
-def _without_center_bias(names: Sequence[str], studies: list[Study]) -> list[Study]:
-    """For a store without off-center views: 'all' leaves the study out, asking for it by name is an error."""
-    if "center-bias" in names:
-        raise RequestError("Study 'center-bias' needs off-center views. Run `mtb extract` with --views off-center.")
-    if any(study.name == "center-bias" for study in studies):
-        say("Skipping study 'center-bias': the store has no off-center views (see `mtb extract --views off-center`).")
-    return [study for study in studies if study.name != "center-bias"]
 
 
 def reproduce(
@@ -137,7 +134,11 @@ def reproduce(
     config: TrainConfig | None = None,
     execution: Execution | None = None,
 ) -> pd.DataFrame:
-    """Run studies of the paper under its own protocol.
+    """Run studies of the paper.
+
+    Args:
+        study: Names of studies, or 'all'.
+        config: Common settings. Default: those of the paper; its protocol also where `config` does not choose one.
 
     Returns:
         The tidy results, also written to `out/results.csv`.
@@ -145,8 +146,13 @@ def reproduce(
     names = [study] if isinstance(study, str) else list(study)
     sources = Sources.of(manifest, store, out)
     studies = chosen_studies(names, sources.manifest.source.split()[0])
-    if OFF_CENTER not in sources.store.views:
-        studies = _without_center_bias(names, studies)
-    config = config or preset("paper", protocol="paper")
-    studies = [replace(study, methods=that_fit(sources, study.methods, config)) for study in studies]
+    if OFF_CENTER not in sources.store.views and any(study.name == "center-bias" for study in studies):
+        if "center-bias" in names:
+            raise RequestError("Study 'center-bias' needs off-center views. Run `mtb extract` with --views off-center.")
+        say("Skipping study 'center-bias': the store has no off-center views (see `mtb extract --views off-center`).")
+        studies = [study for study in studies if study.name != "center-bias"]
+    config = config or preset("paper")
+    if "protocol" not in given_settings(config):
+        config = replace(config, protocol="paper")
+    studies = [replace(study, methods=supported_methods(sources, study.methods, config)) for study in studies]
     return run_studies([study for study in studies if study.methods], sources, out, config, execution, own=("protocol",))

@@ -13,8 +13,8 @@ from typing import Any
 
 from medtokenbudget.config import PRESETS, TrainConfig, given_settings, preset, settings_of, with_settings
 from medtokenbudget.errors import RequestError, UnknownNameError
-from medtokenbudget.routing import LearnedSelector, create_selector, list_selectors, selector_class
 from medtokenbudget.heads import list_heads
+from medtokenbudget.routing import LearnedSelector, create_selector, list_selectors, selector_class
 
 DEFAULT_HEAD = "mlp"
 
@@ -26,13 +26,15 @@ class Variant:
     Attributes:
         preset: Name of the preset that decides what the user did not give; None keeps the settings of the run.
         fixes: Settings by dotted name.
+        only: The one selector that has the part which the variant changes; None if every selector has it.
     """
 
     preset: str | None = None
     fixes: Mapping[str, Any] = field(default_factory=dict)
+    only: str | None = None
 
     def apply(self, base: TrainConfig) -> TrainConfig:
-        """The preset, then what the user gave in `base`, then what the recipe and the variant fix."""
+        """Return the preset, changed by what the user gave in `base`, then by what the recipe and the variant fix."""
         if self.preset is None:
             return with_settings(base, self.fixes)
         values = {**given_settings(base), **RECIPES[self.preset], **self.fixes, "given": base.given}
@@ -54,20 +56,15 @@ LEARNED: dict[str, Variant] = {
     "lesion-first": Variant("lesion-first"),
     "lesion-first-without-views": Variant("lesion-first", {"views": "none"}),
     "lesion-first-one-view": Variant("lesion-first", {"views": "off-center"}),
-    "lesion-first-raster": Variant("lesion-first", {"lats.neighborhood": "raster"}),
-    "lesion-first-zero-padding": Variant("lesion-first", {"router.padding": "zero"}),
-    "lesion-first-all-patches": Variant("lesion-first", {"patches": 0}),
-    "lesion-first-fixed-grid": Variant("lesion-first", {"context.turns": False}),
-    "lesion-first-smoothed": Variant("lesion-first", {"context.smooth": 3}),
+    "lesion-first-raster": Variant("lesion-first", {"lats.neighborhood": "raster"}, only="lats"),
+    "lesion-first-zero-padding": Variant("lesion-first", {"router.padding": "zero"}, only="lats"),
+    "lesion-first-all-patches": Variant("lesion-first", {"patches": 0}, only="lats"),
+    "lesion-first-fixed-grid": Variant("lesion-first", {"context.turns": False}, only="context"),
+    "lesion-first-smoothed": Variant("lesion-first", {"context.smooth": 3}, only="context"),
     "lesion-first-balanced": Variant("lesion-first", {"class_balance": "loss"}),
     "lesion-first-joint": Variant("lesion-first", {"recipe": "joint", "patches": 0, "losses.classification": 1.0}),
 }
 """Variants of a selector that learns. The empty name is the paper's recipe."""
-ONLY: dict[str, tuple[str, ...]] = {
-    "lats": ("lesion-first-raster", "lesion-first-zero-padding", "lesion-first-all-patches"),
-    "context": ("lesion-first-fixed-grid", "lesion-first-smoothed"),
-}
-"""Variants that change a part which only one selector has."""
 
 EPOCH_MATCHED = "epoch-matched"
 FIXED: dict[str, Variant] = {"": Variant(), "matched": Variant("lesion-first"), EPOCH_MATCHED: Variant()}
@@ -129,21 +126,21 @@ class Method:
 
     @property
     def learned(self) -> bool:
-        """Whether the selector itself is trained."""
+        """Tell whether the selector itself is trained."""
         return selector_class(self.selector).learns
 
     @property
     def ablation(self) -> str | None:
-        """The part of the trained selector that is switched off, or None."""
+        """Return the part of the trained selector that is switched off, or None."""
         return self.variant if self.variant in self._ablations else None
 
     @property
     def trained_as(self) -> Method:
-        """The method whose training this one uses: an ablation has none of its own."""
+        """Return the method whose training this one uses: an ablation has none of its own."""
         return self if self.ablation is None else replace(self, variant="")
 
     def config(self, base: TrainConfig) -> TrainConfig:
-        """The training settings of this method in a run whose common settings are `base`.
+        """Return the training settings of this method in a run whose common settings are `base`.
 
         What the user gave reaches every method; the rest comes from the preset that the method's name stands for.
         """
@@ -151,7 +148,7 @@ class Method:
         return replace(config, head_epochs=base.epochs) if self.variant == EPOCH_MATCHED and not self.learned else config
 
     def reads(self, base: TrainConfig, labels: bool = True) -> set[str]:
-        """Dotted names of the settings that this method's training and evaluation depend on in a run with the settings `base`.
+        """Return the dotted names of the settings that training and evaluation of this method depend on.
 
         Args:
             base: The common settings of the run.
@@ -178,12 +175,12 @@ class Method:
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """Options that a selector which does not learn is created with: those of its variant."""
+        """Return the options that a selector which does not learn is created with: those of its variant."""
         return selector_class(self.selector).variants.get(self.variant, {})
 
     @property
     def requires(self) -> tuple[str, ...]:
-        """Fields of a batch that the selector reads beside the patches, as far as they are known before training."""
+        """Return the fields of a batch that the selector reads beside the patches, as far as they are known before training."""
         if self.learned:
             return tuple(selector_class(self.selector).requires)
         return create_selector(self.selector, **self.options).requires
@@ -192,8 +189,7 @@ class Method:
     def _variants(self) -> Mapping[str, Variant]:
         if not self.learned:
             return FIXED | dict.fromkeys(selector_class(self.selector).variants, FIXED[""])
-        foreign = {name for selector, names in ONLY.items() if selector != self.selector for name in names}
-        return {name: variant for name, variant in LEARNED.items() if name not in foreign}
+        return {name: variant for name, variant in LEARNED.items() if variant.only in (None, self.selector)}
 
     @property
     def _ablations(self) -> tuple[str, ...]:
@@ -201,7 +197,7 @@ class Method:
 
 
 def unused_settings(methods: Sequence[Method], base: TrainConfig, labels: bool = True) -> dict[str, Any]:
-    """The settings that the user gave in `base` and no method would use, because it does not read them or fixes another value."""
+    """Return the settings that the user gave in `base` and no method uses: it does not read them, or fixes another value."""
     left = given_settings(base)
     for method in methods:
         trained = settings_of(method.config(base))
@@ -211,7 +207,7 @@ def unused_settings(methods: Sequence[Method], base: TrainConfig, labels: bool =
 
 
 def with_heads(methods: Sequence[str], heads: Sequence[str] | None) -> tuple[str, ...]:
-    """Every method with every head; a method that names its head keeps it.
+    """Combine every method with every head; a method that names its head keeps it.
 
     Example:
         >>> with_heads(["lats:lesion-first", "center+linear"], ["mlp", "abmil"])
@@ -219,20 +215,16 @@ def with_heads(methods: Sequence[str], heads: Sequence[str] | None) -> tuple[str
     """
     if not heads:
         return tuple(methods)
-    crossed = [
-        str(method if "+" in text else replace(method, head=head))
-        for text in methods
-        for method in (Method.parse(text),)
-        for head in heads
-    ]
     for head in heads:
         if head not in list_heads():
             raise UnknownNameError.of("head", head, list_heads())
-    return tuple(dict.fromkeys(crossed))
+    parsed = [(Method.parse(text), "+" in text) for text in methods]
+    combined = [method if names_head else replace(method, head=head) for method, names_head in parsed for head in heads]
+    return tuple(dict.fromkeys(map(str, combined)))
 
 
 def method_of(selector: str, config: TrainConfig) -> Method:
-    """The method that training a learned `selector` under `config` makes: its name follows from the recipe."""
+    """Return the method that training a learned `selector` under `config` makes: its name follows from the recipe."""
     method = Method.parse(selector)
     if not method.learned:
         raise RequestError(f"Selector '{selector}' does not learn. Evaluate it with a sweep instead.")

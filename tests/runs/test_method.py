@@ -1,4 +1,4 @@
-"""A setting that the user gives reaches every method that reads it, or the request is refused before anything is trained."""
+"""Names of methods and what they stand for; a setting that the user gives reaches every method that reads it, or is refused."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from safetensors.numpy import load_file
 import medtokenbudget as mtb
 from medtokenbudget.cli import main
 from medtokenbudget.config import PRESETS, Range, TrainConfig, preset, settings_of, with_settings
-from medtokenbudget.errors import RequestError
-from medtokenbudget.runs.methods import FIXED, LEARNED, ONLY, Method, unused_settings
-from medtokenbudget.runs.units import Plan, Unit, run_unit
+from medtokenbudget.errors import RequestError, UnknownNameError
+from medtokenbudget.runs.method import FIXED, LEARNED, Method, method_of, unused_settings
+from medtokenbudget.runs.sweep import Plan, Sources, Training, Unit, run_training
 from tests.drawn import Drawn, quick
 
 # By its full name: the package has a function of the same name.
@@ -55,8 +55,12 @@ def kinds(config: type, prefix: str = "") -> dict[str, Any]:
 
 KINDS = kinds(TrainConfig)
 METHODS = [
-    *(Method("lats", variant=variant) for variant in LEARNED if variant not in ONLY["context"]),
-    *(Method("context", variant=variant) for variant in LEARNED if variant not in ONLY["lats"]),
+    *(
+        Method(name, variant=text)
+        for name in ("lats", "context")
+        for text, variant in LEARNED.items()
+        if variant.only in (None, name)
+    ),
     *(Method(name, variant=variant) for name in ("cropr", "dynamicvit", "query-pool") for variant in ("", "lesion-first")),
     *(Method("center", variant=variant) for variant in FIXED),
 ]
@@ -94,10 +98,12 @@ def test_a_sweep_of_both_recipes_trains_with_what_was_given_or_names_it(
 ) -> None:
     trained: dict[str, TrainConfig] = {}
 
-    def record(plan: Plan, studies: object, units: list[Unit], *_: object) -> None:
+    def record(plan: Plan, units: list[Unit], *_: object) -> list[Unit]:
         trained.update({str(unit.method): plan.unit_config(unit) for unit in units})
+        return []
 
     monkeypatch.setattr(sweep_module, "_run", record)
+    monkeypatch.setattr(sweep_module, "_collect", lambda *_: None)
     methods, config = ["lats", "lats:lesion-first", "center"], changed(preset("lesion-first"), name)
     wanted = settings_of(config)[name]
     if name in unused_settings([Method.parse(text) for text in methods], config):
@@ -121,7 +127,7 @@ def test_what_was_given_on_the_command_line_reaches_every_method(
 ) -> None:
     trained: dict[str, TrainConfig] = {}
 
-    def record(plan: Plan, studies: object, units: list[Unit], *_: object) -> None:
+    def record(plan: Plan, units: list[Unit], *_: object) -> list[Unit]:
         trained.update({str(unit.method): plan.unit_config(unit) for unit in units})
         raise RequestError("enough")
 
@@ -193,10 +199,52 @@ def test_settings_that_are_refused_change_nothing(drawn: Drawn, tmp_path: Path, 
         other = changed(other, name)
     found = []
     for folder, config in (("base", base), ("other", other)):
-        plan = Plan(drawn.manifest_path, drawn.store_path, tmp_path / folder, config, "drawn")
-        assert run_unit(plan, unit, threads=1) == "done"
+        plan = Plan(Sources.of(drawn.manifest_path, drawn.store_path), tmp_path / folder, config)
+        assert run_training(plan, Training(unit, (unit,)), threads=1) == {unit: "done"}
         found.append({name: load_file(plan.folder(unit) / name) for name in ("head.safetensors", "routing.safetensors")})
     for name, tensors in found[0].items():
         assert tensors.keys() == found[1][name].keys()
         for key, value in tensors.items():
             assert np.array_equal(value, found[1][name][key]), (name, key)
+
+
+def test_a_variant_of_another_preset_keeps_the_size_of_the_sweep() -> None:
+    usual = Method.parse("lats:lesion-first").config(preset("paper", seed=7))
+    assert usual == preset("lesion-first", seed=7)
+    short = Method.parse("lats:lesion-first").config(quick("paper", epochs=5))
+    assert (short.epochs, short.min_steps, short.lats.hidden, short.lats.neighborhood) == (5, 0, 16, "grid8")
+
+
+@pytest.mark.parametrize("base", ["paper", "lesion-first"])
+def test_a_name_means_the_same_recipe_whatever_the_settings_of_the_run(base: str) -> None:
+    assert Method.parse("lats").config(preset(base)) == preset("paper")
+    assert Method.parse("lats:lesion-first").config(preset(base)) == preset("lesion-first")
+    assert Method.parse("lats:mask-free").config(preset(base)).losses.lesion == 0
+    changed = preset(base, lr=0.5)
+    assert method_of("lats", changed).config(changed) == changed, "the run's own recipe keeps the options that were typed"
+
+
+@pytest.mark.parametrize("text", ["lats", "center", "lats:lesion-first", "lats:no-norm", "random:matched"])
+def test_the_text_of_a_method_comes_back(text: str) -> None:
+    assert str(Method.parse(text)) == text
+    assert Method.parse(f"{text.partition(':')[0]}+mlp") == Method(text.partition(":")[0])
+
+
+def test_an_ablation_uses_the_training_of_its_selector() -> None:
+    method = Method.parse("lats:no-norm")
+    assert (method.ablation, method.trained_as) == ("no-norm", Method("lats"))
+    assert method.config(preset("paper")) == preset("paper")
+    assert Method.parse("lats:mask-free").trained_as == Method.parse("lats:mask-free")
+
+
+@pytest.mark.parametrize("text", ["", ":x", "+mlp", "lats+", "lats+:lesion-first"])
+def test_what_is_not_a_method_is_an_error(text: str) -> None:
+    with pytest.raises(RequestError, match="is not a method"):
+        Method.parse(text)
+
+
+def test_an_unknown_variant_is_refused_with_the_nearest_name() -> None:
+    with pytest.raises(UnknownNameError, match="Did you mean 'mask-free'"):
+        Method.parse("lats:maskfree")
+    with pytest.raises(UnknownNameError, match="variant of center"):
+        Method.parse("center:keys")

@@ -15,8 +15,7 @@ from medtokenbudget.cli import main
 from medtokenbudget.data import Manifest
 from medtokenbudget.errors import MismatchError, RequestError
 from medtokenbudget.metrics import lesion_retention
-from medtokenbudget.runs.class_mapping import in_classes_of, read_mapping
-from medtokenbudget.runs.external import CONTROLS
+from medtokenbudget.runs.evaluate import CONTROLS, in_classes_of, read_mapping
 from tests.drawn import Drawn, drawn_store, quick
 from tests.small_model import small_model
 
