@@ -18,6 +18,7 @@ import torch
 import medtokenbudget as mtb
 from medtokenbudget.api.training import save_model
 from medtokenbudget.backbone import FeatureStore
+from medtokenbudget.backbone.backbone import located
 from medtokenbudget.cli import main
 from medtokenbudget.config import BUDGETS, BackboneConfig
 from medtokenbudget.data import Manifest
@@ -350,7 +351,7 @@ def test_a_model_computes_the_signals_that_its_selectors_read(run: Path, drawn: 
     store, manifest = drawn.store, drawn.manifest
     loaded = {name: load_unit(info, Unit(Method.parse(name), 42), store.dim) for name in ("rollout", "tome:keys", "ats")}
     used = store.config["backbone"]
-    config = BackboneConfig(used["name"], Path(store.config["weights"]), used["image_size"])
+    config = located(BackboneConfig(used["name"], Path(store.config["weights"]), used["image_size"]), used["weights"])
     settings = info.methods["rollout"].train_config
     model = MedTokenBudget(config, store.config["backbone"], info.classes, loaded, settings, main="rollout", device="cpu")
     assert set(model.signals) == {"attention_entropy", "cls_attention", "rollout", "mean_key", "value_norm"}

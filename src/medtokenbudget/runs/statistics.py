@@ -100,20 +100,20 @@ def statistic(metric: str) -> Statistic:
 
 
 def _measured(frame: pd.DataFrame, scope: str) -> pd.DataFrame:
-    """The rows that a metric of this scope is measured on."""
+    """Return the rows that a metric of this scope is measured on."""
     if scope == "labeled":
         return frame[frame["label"] >= 0]
     return lesion_rows(frame)
 
 
 def lesion_rows(predictions: pd.DataFrame) -> pd.DataFrame:
-    """The rows that retention is measured on: kept patches known, at least one lesion patch; lesion counts as integers."""
+    """Return the rows that retention is measured on: kept patches known, at least one lesion patch; lesion counts as integers."""
     rows = predictions[predictions["kept_lesion"].notna().to_numpy() & (predictions["lesion"].fillna(0) > 0).to_numpy(bool)]
     return rows.assign(lesion=rows["lesion"].astype(int))
 
 
 def _with_groups(predictions: pd.DataFrame) -> pd.DataFrame:
-    """The rows with the number of their group, in the order of names; an image without a group is a group of its own."""
+    """Number the group of each row, in the order of names; an image without a group is a group of its own."""
     own, named = "image:" + predictions["image_id"].astype(str), "group:" + predictions["group"].astype(str)
     names = np.where(predictions["group"].isna(), own, named).astype(np.str_)
     return predictions.assign(**{_GROUP: np.unique(names, return_inverse=True)[1]})
@@ -131,7 +131,7 @@ def _group_sums(frame: pd.DataFrame, terms: Floats, groups: NDArray[np.int64]) -
 
 
 def resample(groups: int, draws: int, seed: int) -> Iterator[Floats]:
-    """Blocks of bootstrap weights, together [draws, groups]: how often each group was drawn; every row sums to `groups`."""
+    """Yield blocks of bootstrap weights, together [draws, groups]: how often each group was drawn; every row sums to `groups`."""
     rng = np.random.default_rng(seed)
     block = max(1, _BLOCK_BYTES // (8 * max(groups, 1)))
     for start in range(0, draws, block):
@@ -142,7 +142,7 @@ def resample(groups: int, draws: int, seed: int) -> Iterator[Floats]:
 
 
 def _bootstrap(tables: Sequence[Floats], draws: int, seed: int) -> list[Floats]:
-    """For each table of group sums [G, S] its sums in every draw [draws, S]; all tables see the same draws."""
+    """Return the sums of each table of group sums [G, S] in every draw [draws, S]; all tables see the same draws."""
     widths = np.cumsum([table.shape[1] for table in tables])[:-1]
     stacked = np.concatenate(tables, 1)
     # Whole numbers below 2**24 are exact in single precision, at twice the speed.
@@ -154,7 +154,7 @@ def _bootstrap(tables: Sequence[Floats], draws: int, seed: int) -> list[Floats]:
 
 
 def _interval(values: Floats, level: float) -> tuple[float, float]:
-    """Percentile interval; a draw in which nothing could be measured is left out."""
+    """Return the percentile interval; a draw in which nothing could be measured is left out."""
     values = values[~np.isnan(values)]
     if not len(values):
         return float("nan"), float("nan")
@@ -168,7 +168,7 @@ def _check(draws: int, level: float) -> None:
 
 
 def _families(names: Sequence[str]) -> list[list[str]]:
-    """The metrics by the terms that they share, so that each table is drawn once."""
+    """Group the metrics by the terms that they share, so that each table is drawn once."""
     families: dict[Any, list[str]] = {}
     for name in names:
         families.setdefault(statistic(name).terms, []).append(name)
@@ -187,7 +187,7 @@ def intervals(
     seed: int = 0,
     level: float = LEVEL,
 ) -> pd.DataFrame:
-    """Bootstrap intervals of every cell and metric: `*by, metric, value, low, high, n, groups, seeds`.
+    """Compute bootstrap intervals of every cell and metric: `*by, metric, value, low, high, n, groups, seeds`.
 
     Images of one group are drawn together. A cell with several seeds has the mean of the metric over them. All cells of one
     dataset and view share their draws. What a cell does not measure (retention of a merger) has no row.
@@ -233,19 +233,19 @@ def _cell_intervals(
 def confidence_interval(
     cell: pd.DataFrame, metric: str, draws: int = DRAWS, seed: int = 0, level: float = LEVEL
 ) -> tuple[float, float]:
-    """The bootstrap interval of one cell (one method at one budget, one or several seeds); NaN where nothing was measured."""
+    """Compute the bootstrap interval of one cell (one method at one budget, any seeds); NaN where nothing was measured."""
     found = intervals(cell.assign(dataset="one", view="one"), (metric,), ("dataset",), draws, seed, level)
     return (float(found["low"].iloc[0]), float(found["high"].iloc[0])) if len(found) else (float("nan"), float("nan"))
 
 
 def permutation_p(observed: float, permuted: Floats) -> float:
-    """Two-sided p: the share of draws at least as far from 0 as what was observed, which counts as a draw itself."""
+    """Return the two-sided p: the share of draws at least as far from 0 as what was observed, which counts as a draw itself."""
     slack = 1e-12 * max(1.0, abs(observed))  # equal draws must count as equal after rounding
     return float((1 + (np.abs(permuted) >= abs(observed) - slack).sum()) / (1 + len(permuted)))
 
 
 def _swaps(groups: int, draws: int, seed: int) -> Iterator[Floats]:
-    """Blocks of fair coin flips, together [draws, groups]: 1 where a group's two methods are exchanged."""
+    """Yield blocks of fair coin flips, together [draws, groups]: 1 where a group's two methods are exchanged."""
     rng = np.random.default_rng(seed)
     block = max(1, _BLOCK_BYTES // (8 * max(groups, 1)))
     for start in range(0, draws, block):
@@ -253,7 +253,7 @@ def _swaps(groups: int, draws: int, seed: int) -> Iterator[Floats]:
 
 
 def holm(p: Sequence[float] | Floats) -> Floats:
-    """Holm's step-down correction: p adjusted so that the family-wise error is controlled. NaN stays and is not counted."""
+    """Adjust p by Holm's step-down correction, which controls the family-wise error. NaN stays and is not counted."""
     values = np.asarray(p, float)
     adjusted = np.full(values.shape, np.nan)
     order = np.argsort(values, kind="stable")[: int((~np.isnan(values)).sum())]
@@ -277,7 +277,7 @@ def compare(
     seed: int = 0,
     level: float = LEVEL,
 ) -> pd.DataFrame:
-    """`reference` minus every other method, paired by image and seed: difference, interval, permutation p and Holm's p.
+    """Compare `reference` with every other method, paired by image and seed: difference, interval, permutation p and Holm's p.
 
     A permutation draw exchanges the two methods within whole groups, in all seeds at once, so that for accuracy and retention
     it flips the signs of the per-image differences averaged over seeds. The interval is the bootstrap's. Only images and seeds
@@ -306,7 +306,7 @@ def compare(
 def _compare_cell(
     cell: pd.DataFrame, reference: str, family: Sequence[str], classes: int, draws: int, seed: int, level: float
 ) -> Iterator[dict[str, Any]]:
-    """All comparisons at one budget; methods that share the same images and seeds with the reference share their draws."""
+    """Yield all comparisons at one budget; methods that share the same images and seeds with the reference share their draws."""
     methods = dict(list(cell.groupby("method", sort=False)))
     if reference not in methods:
         return
@@ -339,7 +339,7 @@ def _compare_cell(
 
 
 def _exchange(a: Floats, b: Floats, draws: int, seed: int) -> tuple[Floats, Floats]:
-    """Sums [draws, seeds, S] of two tables [G, seeds, S] after exchanging them in a random half of the groups."""
+    """Return the sums [draws, seeds, S] of two tables [G, seeds, S] after exchanging them in a random half of the groups."""
     delta = (b - a).reshape(len(a), -1)
     delta = delta[(delta != 0).any(1)]  # where the methods agree an exchange changes nothing
     moved = np.concatenate([swap @ delta for swap in _swaps(len(delta), draws, seed)]).reshape(draws, *a.shape[1:])
@@ -347,7 +347,7 @@ def _exchange(a: Floats, b: Floats, draws: int, seed: int) -> tuple[Floats, Floa
 
 
 def paired_seed_table(results: pd.DataFrame, reference: str, metrics: Sequence[str]) -> pd.DataFrame:
-    """Differences of `reference` to each method seed by seed, then mean and deviation (ddof = 1) over the seeds of both.
+    """Compute differences of `reference` to each method seed by seed, then mean and deviation (ddof = 1) over the seeds of both.
 
     Columns `study, dataset, view, method_a, method_b, budget, metric, mean, std, seeds`: the paper's table of paired differences.
     Numbers over different images (Oracle classifies only those with a mask) have no difference.
@@ -383,7 +383,7 @@ def quartile_edges(predictions: pd.DataFrame) -> np.ndarray:
 
 
 def by_lesion_size(predictions: pd.DataFrame, draws: int = DRAWS, seed: int = 0, level: float = LEVEL) -> pd.DataFrame:
-    """Retention in the four quartiles of lesion size, with the edges of each dataset's images.
+    """Compute retention in the four quartiles of lesion size, with the edges of each dataset's images.
 
     A quartile holds the sizes above its lower edge up to its upper edge; the first holds the minimum too. Lesions of one size
     stay together, so the quartiles need not be equally full. Columns: `STRATUM_COLUMNS`.
@@ -399,7 +399,7 @@ def by_lesion_size(predictions: pd.DataFrame, draws: int = DRAWS, seed: int = 0,
 def by_class(
     predictions: pd.DataFrame, classes: Sequence[str], draws: int = DRAWS, seed: int = 0, level: float = LEVEL
 ) -> pd.DataFrame:
-    """Retention in each class that has masks. Columns: `STRATUM_COLUMNS`."""
+    """Compute retention in each class that has masks. Columns: `STRATUM_COLUMNS`."""
     rows = lesion_rows(predictions)
     rows = rows[rows["label"] >= 0]
     named = rows.assign(stratum=np.asarray(classes, dtype=object)[rows["label"].to_numpy(int)])
@@ -414,7 +414,7 @@ def by_attribute(
     seed: int = 0,
     level: float = LEVEL,
 ) -> pd.DataFrame:
-    """Retention by a property of the images: `attribute` maps `image_id` to a stratum, None to leave the image out."""
+    """Compute retention by a property of the images: `attribute` maps `image_id` to a stratum, None to leave the image out."""
     rows = lesion_rows(predictions)
     named = rows.assign(stratum=rows["image_id"].map(attribute))
     return _by_stratum([named[named["stratum"].notna()]], order, draws, seed, level)
@@ -457,7 +457,7 @@ _LARGEST_SEPARATION = 20.0
 
 
 def predicted_retention(beta: ArrayLike, separation: ArrayLike, prevalence: ArrayLike, exact: bool = False) -> Floats:
-    """Expected share of the lesion patches kept at budget beta; the arguments broadcast.
+    """Predict the share of the lesion patches kept at budget beta; the arguments broadcast.
 
     beta in [0, 1], separation = delta / sigma, prevalence = rho in [0, 1].
     Approximate: `1 - Phi(Phi^-1(1 - beta) - (1 - rho) delta / sigma)`. Exact: `1 - Phi(t - delta / sigma)` where t solves
@@ -472,7 +472,7 @@ def predicted_retention(beta: ArrayLike, separation: ArrayLike, prevalence: Arra
 
 
 def _mixture_quantile(beta: Floats, separation: Floats, prevalence: Floats) -> Floats:
-    """The threshold above which a share beta of the mixture lies, in units of sigma above the background's mean."""
+    """Return the threshold above which a share beta of the mixture lies, in units of sigma above the background's mean."""
     # It lies between the quantiles of the two parts; bisection halves that interval to the last bit.
     single = ndtri(1 - beta)
     low, high = np.minimum(single, single + separation), np.maximum(single, single + separation)
@@ -485,7 +485,7 @@ def _mixture_quantile(beta: Floats, separation: Floats, prevalence: Floats) -> F
 
 
 def mean_predicted_retention(beta: ArrayLike, separation: float, prevalences: ArrayLike, exact: bool = False) -> Floats:
-    """Pooled retention over images of different prevalence: each image's prediction weighted by its lesion patches.
+    """Predict pooled retention over images of different prevalence: each image's prediction weighted by its lesion patches.
 
     beta [...], prevalences [n]; returns [...]. Weighting by prevalence is pooling, as long as the images have one grid.
     """
@@ -498,7 +498,7 @@ def mean_predicted_retention(beta: ArrayLike, separation: float, prevalences: Ar
 
 
 def fit_separation(budgets: ArrayLike, measured: ArrayLike, prevalence: ArrayLike, exact: bool = False) -> float:
-    """The delta / sigma whose predicted retention is nearest to the measured one in squares over the budgets.
+    """Find the delta / sigma whose predicted retention is nearest to the measured one in squares over the budgets.
 
     prevalence is one number, or one an image [n] for the pooled mean over images. Budgets at which everything is kept say
     nothing; at least one below 1 is needed.
