@@ -12,7 +12,7 @@ from typing import Any, Literal
 from medtokenbudget.config import Parallel, Settings
 from medtokenbudget.errors import RequestError
 from medtokenbudget.runs.units import Plan, Unit, run_unit
-from medtokenbudget.backbone.pipeline import cpu_threads
+from medtokenbudget.backbone.extract import cpu_threads
 from medtokenbudget.progress import progress
 from medtokenbudget.workers import process_pool
 
