@@ -610,7 +610,8 @@ class BufferPool:
         try:
             memory = free.pop()
         except IndexError:
-            memory = torch.empty(shape, dtype=dtype).numpy()
+            # By numpy, which asks the kernel for huge pages for large arrays; torch does not, and copies into its memory were slower.
+            memory = np.empty(shape, torch.empty(0, dtype=dtype).numpy().dtype)
         # Only the storage of the tensor references this view, so it is deleted with the last tensor over the storage.
         view = memory.view()
         weakref.finalize(view, free.append, memory).atexit = False
