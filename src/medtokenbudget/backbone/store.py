@@ -610,7 +610,7 @@ class BufferPool:
         try:
             memory = free.pop()
         except IndexError:
-            # By numpy, which asks the kernel for huge pages for large arrays; torch does not, and copies into its memory were slower.
+            # By numpy, which asks for huge pages; copies into memory that torch allocated were slower.
             memory = np.empty(shape, torch.empty(0, dtype=dtype).numpy().dtype)
         # Only the storage of the tensor references this view, so it is deleted with the last tensor over the storage.
         view = memory.view()

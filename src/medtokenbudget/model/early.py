@@ -1,6 +1,7 @@
 """Early routing from a saved router: which way, with which router, on which backbone, and every reason why they do not fit.
 
-`backbone/partial.py` runs it; here a trained model becomes the function that chooses, and the settings that stores and models record.
+`backbone/partial.py` runs it; here a trained model becomes the function that chooses, and the settings that stores and models
+record.
 """
 
 from __future__ import annotations
