@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from medtokenbudget.backbone.routed_pass import embed, take
+from medtokenbudget.backbone.partial import embed, take
 from medtokenbudget.routing.selectors.tome import merge_round
 
 Model = Any
-"""A plain timm vision transformer, as `features.routed_pass.check_routable` accepts it."""
+"""A plain timm vision transformer, as `backbone.partial.check_routable` accepts it."""
 
 
 def tome_every_block(model: Model, images: Tensor, k: int, layer: int) -> Tensor:

@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.competitors import evit_blocks, tome_every_block
-from medtokenbudget.backbone import routed_pass
+from medtokenbudget.backbone import partial
 from medtokenbudget.backbone.attention import Inputs
 from medtokenbudget.backbone.backbone import Backbone
-from medtokenbudget.backbone.early import EarlyBackbone, finer
+from medtokenbudget.backbone.partial import EarlyBackbone, upsample_scores
 from medtokenbudget.backbone.signals import reduce_attention
 from medtokenbudget.config import BackboneConfig
 from medtokenbudget.model import EarlyRouting, load
@@ -71,14 +71,14 @@ def ringed(scores: Tensor, k: int, core: int) -> Tensor:
 
 def dropped(x: Tensor, kept: Tensor) -> Tensor:
     """The class token and the kept patches of [B, 1 + N, D], without a background token: so the study judged foreign routers."""
-    return torch.cat([x[:, :1], routed_pass.take(x[:, 1:], kept)], 1)
+    return torch.cat([x[:, :1], partial.take(x[:, 1:], kept)], 1)
 
 
 def read(model: Any, x: Tensor, first: int, blocks: Sequence[int], way: str, k: int, bias: Tensor | None = None) -> Found:
     """Run the blocks from `first` on and yield the mean of the k patch tokens after each of `blocks`."""
     prefix = int(model.num_prefix_tokens)
     for number in range(first, max(blocks) + 1):
-        x = routed_pass.run_blocks(model, x, number, number + 1, bias)
+        x = partial.run_blocks(model, x, number, number + 1, bias)
         if number in blocks:
             yield f"{way}@{number}", model.norm(x)[:, prefix : prefix + k].mean(1)
 
@@ -135,7 +135,7 @@ class Passes:
     def dense(self, seen: Seen) -> Found:
         """All patches; the paper's way (patches chosen after the backbone) with controls; and patches chosen inside."""
         model, scores, lesion = self.backbone().model, seen.scores, seen.lesion
-        x, order = routed_pass.embed(model, self.images(seen.pictures)), rank(scores)
+        x, order = partial.embed(model, self.images(seen.pictures)), rank(scores)
         kept = {
             "after": order[:, :K],
             "after-0.5": order[:, :MORE],
@@ -145,16 +145,16 @@ class Passes:
         for number in range(max(self.blocks) + 1):
             if number in PLACES:
                 yield from self.pruned(x, order[:, :K], number, f"inside-{number}-token")
-            before, x = x, routed_pass.run_blocks(model, x, number, number + 1)
+            before, x = x, partial.run_blocks(model, x, number, number + 1)
             if number == 3:
                 yield from self.free(before, x)
             if number in self.blocks:
                 normed = model.norm(x)[:, 1:]
                 yield f"dense@{number}", normed.mean(1)
-                yield from ((f"{way}@{number}", routed_pass.take(normed, one).mean(1)) for way, one in kept.items())
+                yield from ((f"{way}@{number}", partial.take(normed, one).mean(1)) for way, one in kept.items())
 
     def pruned(self, x: Tensor, kept: Tensor, place: int, way: str) -> Found:
-        short, bias = routed_pass.prune(x, kept, 1)
+        short, bias = partial.prune(x, kept, 1)
         yield from read(self.backbone().model, short, place, self.early_blocks, way, kept.shape[1], bias)
 
     def free(self, before: Tensor, x: Tensor) -> Found:
@@ -173,8 +173,8 @@ class Passes:
     def own(self, seen: Seen) -> Found:
         """Inside before block 4, by routers that were trained with masks on the tokens of block 3, one for each fold."""
         model = self.backbone().model
-        before = routed_pass.run_blocks(model, routed_pass.embed(model, self.images(seen.pictures)), 0, 3)
-        x = routed_pass.run_blocks(model, before, 3, 4)
+        before = partial.run_blocks(model, partial.embed(model, self.images(seen.pictures)), 0, 3)
+        x = partial.run_blocks(model, before, 3, 4)
         kept = torch.zeros(len(x), K, dtype=torch.long)
         for fold in seen.fold.unique().tolist():
             at = seen.fold == fold
@@ -198,12 +198,12 @@ class Passes:
         ring = ringed(seen.scores, K, CORE)
         yield "kept:scout-ring", ring.to(torch.uint8)
         for way, kept in (("scout-0.3", order[:, :K]), ("scout-0.5", order[:, :MORE]), ("scout-ring", ring)):
-            yield from read(model, routed_pass.embed(model, images, kept), 0, self.early_blocks, way, kept.shape[1])
+            yield from read(model, partial.embed(model, images, kept), 0, self.early_blocks, way, kept.shape[1])
 
     def middle(self, seen: Seen) -> Found:
         """The patches in the middle of the image from block 0 on: what the scout has to beat."""
         model, kept = self.backbone().model, rank(from_center())[:, :K].expand(len(seen.scores), -1)
-        x = routed_pass.embed(model, self.images(seen.pictures), kept)
+        x = partial.embed(model, self.images(seen.pictures), kept)
         yield from read(model, x, 0, self.early_blocks, "scout-center", K)
 
     def small(self, seen: Seen) -> Found:
@@ -221,14 +221,14 @@ class Passes:
     def fine(self, seen: Seen) -> Found:
         """The scout's patches of an image with twice as many pixels a side, so four for each of the scout's."""
         model, images = self.backbone(FINE).model, self.images(seen.pictures, FINE)
-        order = rank(finer(seen.scores, GRID, (2 * GRID[0], 2 * GRID[1])))
+        order = rank(upsample_scores(seen.scores, GRID, (2 * GRID[0], 2 * GRID[1])))
         for k in FINE_K:
-            x = routed_pass.embed(model, images, order[:, :k])
+            x = partial.embed(model, images, order[:, :k])
             yield from read(model, x, 0, self.early_blocks, f"scout-{FINE}px-{k}", k)
 
     def sized(self, seen: Seen, size: int) -> Found:
         model, count = self.backbone(size).model, (size // 14) ** 2
-        x = routed_pass.embed(model, self.images(seen.pictures, size))
+        x = partial.embed(model, self.images(seen.pictures, size))
         yield from read(model, x, 0, self.early_blocks, f"dense-{size}px", count)
 
     def tome(self, seen: Seen) -> Found:
@@ -247,12 +247,12 @@ class Passes:
         if "embedded" not in self._backbones:
             self._backbones["embedded"] = Backbone.load(BackboneConfig(name="embedded", attention="pseudo"))
         small = self._backbones["embedded"]
-        x, kept = routed_pass.embed(small.model, prepared(small, seen.pictures)), rank(seen.scores)[:, :K]
+        x, kept = partial.embed(small.model, prepared(small, seen.pictures)), rank(seen.scores)[:, :K]
         for number in range(len(small.model.blocks)):
-            x = routed_pass.run_blocks(small.model, x, number, number + 1)
+            x = partial.run_blocks(small.model, x, number, number + 1)
             normed = small.model.norm(x)[:, small.prefix :]
             yield f"embedded@{number}", normed.mean(1)
-            yield f"embedded-after@{number}", routed_pass.take(normed, kept).mean(1)
+            yield f"embedded-after@{number}", partial.take(normed, kept).mean(1)
 
 
 def prepared(backbone: Backbone, pictures: list[Image.Image]) -> Tensor:

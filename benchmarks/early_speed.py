@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.competitors import tome_every_block
-from medtokenbudget.backbone import routed_pass
+from medtokenbudget.backbone import partial
 from medtokenbudget.backbone.backbone import Backbone
-from medtokenbudget.backbone.early import shown
-from medtokenbudget.backbone.pipeline import cpu_threads
+from medtokenbudget.backbone.extract import cpu_threads
 from medtokenbudget.backbone.preprocess import Preprocessing
 from medtokenbudget.model import EarlyRouting, MedTokenBudget, load
 from medtokenbudget.routing import LATSSelector, budget_to_k
@@ -111,19 +110,19 @@ def passes(models: dict[int, Any], scout: MedTokenBudget, budget: float, batch: 
     scorer = LATSSelector(int(model.num_features), signals=("norm", "contrast"), neighborhood="grid8").eval()
 
     def dense(of: Any, pixels: Tensor) -> Tensor:
-        found: Tensor = of.norm(routed_pass.run_blocks(of, routed_pass.embed(of, pixels), 0, layer + 1))
+        found: Tensor = of.norm(partial.run_blocks(of, partial.embed(of, pixels), 0, layer + 1))
         return found
 
     def scouted() -> Tensor:
-        kept = score(shown(images, preprocessing)).topk(k, dim=1).indices
-        return routed_pass.before_blocks(model, images, kept, layer).patches
+        kept = score(preprocessing.denormalize(images)).topk(k, dim=1).indices
+        return partial.before_blocks(model, images, kept, layer).patches
 
     def inside() -> Tensor:
         def choose(x: Tensor) -> Tensor:
             patches = model.norm(x)[:, int(model.num_prefix_tokens) :]
             return scorer.score(TokenBatch(patches, (16, 16))).topk(k, dim=1).indices
 
-        return routed_pass.inside_blocks(model, images, choose, BLOCK, layer).patches
+        return partial.inside_blocks(model, images, choose, BLOCK, layer).patches
 
     small = {side: torch.nn.functional.interpolate(images, size=side) for side in models if side != 224}
     return {

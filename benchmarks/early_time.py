@@ -15,8 +15,8 @@ from torch import Tensor
 from benchmarks.competitors import evit_blocks, tome_every_block
 from benchmarks.early_passes import FINE, GRID, MORE, K, N, Passes, attention_of, dropped, from_center
 from benchmarks.early_speed import scout_score
-from medtokenbudget.backbone import routed_pass
-from medtokenbudget.backbone.early import finer
+from medtokenbudget.backbone import partial
+from medtokenbudget.backbone.partial import upsample_scores
 from medtokenbudget.model import load
 from medtokenbudget.routing import LATSSelector
 from medtokenbudget.tokens import TokenBatch
@@ -61,7 +61,7 @@ def way(name: str, passes: Passes, score: Callable[[Tensor], Tensor], batch: int
     model = passes.backbone().model
 
     def whole(of: Any, images: Tensor) -> Tensor:
-        return of.norm(routed_pass.run_blocks(of, routed_pass.embed(of, images), 0, layer + 1))[:, 1:]
+        return of.norm(partial.run_blocks(of, partial.embed(of, images), 0, layer + 1))[:, 1:]
 
     def best(k: int) -> Tensor:
         return score(pixels).topk(k, dim=1).indices
@@ -73,7 +73,7 @@ def way(name: str, passes: Passes, score: Callable[[Tensor], Tensor], batch: int
     if kind == "dense":
         return lambda: whole(model, pixels).mean(1)
     if kind in ("after", "after-0.5"):
-        return lambda: routed_pass.take(whole(model, pixels), best(K if kind == "after" else MORE)).mean(1)
+        return lambda: partial.take(whole(model, pixels), best(K if kind == "after" else MORE)).mean(1)
     if kind in ("tome", "evit"):
         return lambda: (tome_every_block if kind == "tome" else evit_blocks)(model, pixels, K, layer)[0].mean(0)
     if kind.startswith("inside"):
@@ -82,9 +82,9 @@ def way(name: str, passes: Passes, score: Callable[[Tensor], Tensor], batch: int
         return _fine(passes.backbone(FINE).model, pixels, layer, score, int(kind.rpartition("-")[2]))
     if kind == "scout-center":
         middle = from_center().topk(K, dim=1).indices.expand(batch, -1)
-        return lambda: routed_pass.before_blocks(model, pixels, middle, layer).patches.mean(1)
+        return lambda: partial.before_blocks(model, pixels, middle, layer).patches.mean(1)
     assert kind.startswith("scout"), kind
-    return lambda: routed_pass.before_blocks(model, pixels, best(MORE if kind == "scout-0.5" else K), layer).patches.mean(1)
+    return lambda: partial.before_blocks(model, pixels, best(MORE if kind == "scout-0.5" else K), layer).patches.mean(1)
 
 
 def _fine(model: Any, pixels: Tensor, layer: int, score: Callable[[Tensor], Tensor], k: int) -> Callable[[], Any]:
@@ -92,8 +92,8 @@ def _fine(model: Any, pixels: Tensor, layer: int, score: Callable[[Tensor], Tens
     images, grid = torch.rand(len(pixels), 3, FINE, FINE), (2 * GRID[0], 2 * GRID[1])
 
     def run_it() -> Tensor:
-        kept = finer(score(pixels), GRID, grid).topk(k, dim=1).indices
-        return routed_pass.before_blocks(model, images, kept, layer).patches.mean(1)
+        kept = upsample_scores(score(pixels), GRID, grid).topk(k, dim=1).indices
+        return partial.before_blocks(model, images, kept, layer).patches.mean(1)
 
     return run_it
 
@@ -112,14 +112,14 @@ def _inside(kind: str, model: Any, pixels: Tensor, layer: int, best: Callable[[i
         return from_center().expand(len(x), -1).topk(K, dim=1).indices if rest[0] == "center" else best(K)
 
     def without_background() -> Tensor:
-        before = routed_pass.run_blocks(model, routed_pass.embed(model, pixels), 0, int(place) - 1)
-        x = routed_pass.run_blocks(model, before, int(place) - 1, int(place))
-        x = routed_pass.run_blocks(model, dropped(x, choose(before, x)), int(place), layer + 1)
+        before = partial.run_blocks(model, partial.embed(model, pixels), 0, int(place) - 1)
+        x = partial.run_blocks(model, before, int(place) - 1, int(place))
+        x = partial.run_blocks(model, dropped(x, choose(before, x)), int(place), layer + 1)
         return model.norm(x)[:, 1:].mean(1)
 
     if rest[-1] != "token":
         return without_background
-    return lambda: routed_pass.inside_blocks(model, pixels, choose, int(place), layer).patches.mean(1)
+    return lambda: partial.inside_blocks(model, pixels, choose, int(place), layer).patches.mean(1)
 
 
 def _embedded(pixels: Tensor, layer: int, score: Callable[[Tensor], Tensor], routed: bool) -> Callable[[], Any]:
@@ -130,11 +130,11 @@ def _embedded(pixels: Tensor, layer: int, score: Callable[[Tensor], Tensor], rou
 
     def run_it() -> Tensor:
         if routed:  # the router's own pass gives the tokens too
-            return routed_pass.take(known, score(pixels).topk(K, dim=1).indices).mean(1)
+            return partial.take(known, score(pixels).topk(K, dim=1).indices).mean(1)
         return tokens().mean(1)
 
     def tokens() -> Tensor:
-        found: Tensor = model.norm(routed_pass.run_blocks(model, routed_pass.embed(model, pixels), 0, layer + 1))[:, -N:]
+        found: Tensor = model.norm(partial.run_blocks(model, partial.embed(model, pixels), 0, layer + 1))[:, -N:]
         return found
 
     known = tokens()

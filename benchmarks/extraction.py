@@ -23,8 +23,7 @@ import torch
 
 from benchmarks.reading import private_kib
 from medtokenbudget.backbone import Backbone
-from medtokenbudget.backbone.pipeline import fill
-from medtokenbudget.backbone.plan import Item
+from medtokenbudget.backbone.extract import Item, Work, fill
 from medtokenbudget.backbone.views import IDENTITY
 from medtokenbudget.config import BackboneConfig, ExtractConfig
 from medtokenbudget.data import Manifest, decode_image
@@ -62,7 +61,8 @@ def extract_seconds(backbone: Backbone, manifest: Manifest, config: ExtractConfi
         size = config.shard_size
         shards = [tuple(items[first : first + size]) for first in range(0, len(items), size)]
         start = time.perf_counter()
-        fill(Path(folder), enumerate(shards), backbone, config, "")
+        work = Work(Path(folder), backbone.config, backbone.fingerprint, config, settings="")
+        fill(work, list(enumerate(shards)), backbone)
         return time.perf_counter() - start
 
 

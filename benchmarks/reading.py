@@ -22,12 +22,12 @@ from statistics import median
 import numpy as np
 import torch
 
-from medtokenbudget.backbone import plan
-from medtokenbudget.backbone.shards import Row, write_shard
+from medtokenbudget.backbone.extract import settings_of
+from medtokenbudget.backbone.shards import STORE, Row, Shards, settings_hash, write_plan, write_shard
 from medtokenbudget.backbone.store import FeatureStore
 from medtokenbudget.backbone.views import Geometry
 from medtokenbudget.config import ExtractConfig
-from medtokenbudget.files import write_json
+from medtokenbudget.files import write_sealed
 
 GRID, DIM, SHARD, BATCH = (16, 16), 768, 64, 64
 
@@ -36,8 +36,8 @@ def drawn_store(path: Path, rows: int) -> FeatureStore:
     """A store of ViT-B shape (384 KiB a row in fp16) with random numbers in it."""
     random = np.random.default_rng(0)
     backbone = {"name": "drawn", "weights": "", "layer": 0, "attention": "true", "grid": GRID, "dim": DIM, "image_size": 256}
-    settings = plan.settings_of(backbone, ExtractConfig(batch_size=BATCH, shard_size=SHARD))
-    shards: plan.Shards = {}
+    settings = settings_of(backbone, ExtractConfig(batch_size=BATCH, shard_size=SHARD))
+    shards: Shards = {}
     n = GRID[0] * GRID[1]
     for index in range(rows // SHARD):
         signal = random.random((SHARD, n), dtype=np.float32)
@@ -47,10 +47,10 @@ def drawn_store(path: Path, rows: int) -> FeatureStore:
             **dict.fromkeys(("attention_entropy", "cls_attention", "luminance"), signal),
         }
         entries = [Row(f"row-{index * SHARD + i:06d}", "identity", (256, 256), Geometry()) for i in range(SHARD)]
-        write_shard(path, index, entries, tensors, [], BATCH, plan.identity_of(settings))
+        write_shard(path, index, entries, tensors, [], BATCH, settings_hash(settings))
         shards[index] = tuple(entry.key for entry in entries)
-    write_json(path / plan.STORE, settings)
-    plan.write_plan(path, shards)
+    write_sealed(path / STORE, settings)
+    write_plan(path, shards)
     return FeatureStore.open(path)
 
 

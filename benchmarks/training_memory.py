@@ -33,6 +33,7 @@ def _annotated(store: FeatureStore) -> FeatureStore:
         tokens=np.arange(n),
         label=random.integers(0, 8, n),
         lesion=random.random((n, store.n)) > 0.7,
+        covered=np.zeros((n, store.n), np.uint8),
         has_mask=np.ones(n, bool),
         errors=[],
         images={name: name for name in store.ids},

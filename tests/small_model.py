@@ -11,7 +11,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from medtokenbudget.backbone.backbone import Backbone
-from medtokenbudget.backbone.early import Way
+from medtokenbudget.backbone.partial import Way
 from medtokenbudget.config import BackboneConfig, LATSConfig, RouterConfig, TrainConfig
 from medtokenbudget.model import EarlyRouting, MedTokenBudget
 from medtokenbudget.routing import LATSSelector, Selector, create_selector, selector_class

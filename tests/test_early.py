@@ -15,7 +15,7 @@ import medtokenbudget as mtb
 from medtokenbudget.api.training import train_router
 from medtokenbudget.backbone import FeatureStore, extract
 from medtokenbudget.backbone.backbone import Backbone
-from medtokenbudget.backbone.early import EarlyBackbone, finer
+from medtokenbudget.backbone.partial import EarlyBackbone, upsample_scores
 from medtokenbudget.cli import main
 from medtokenbudget.config import BackboneConfig, ExtractConfig
 from medtokenbudget.data import Drawings, Manifest, decode_image, synthetic_manifest
@@ -120,7 +120,7 @@ def test_a_model_of_early_routed_tokens_has_one_budget(made: Made, world: World)
 
 
 def test_scores_of_a_coarse_scout_lie_between_the_centers_of_its_patches() -> None:
-    scores = finer(torch.tensor([[0.0, 4.0, 0.0, 4.0]]), (2, 2), (4, 4)).reshape(4, 4)
+    scores = upsample_scores(torch.tensor([[0.0, 4.0, 0.0, 4.0]]), (2, 2), (4, 4)).reshape(4, 4)
     torch.testing.assert_close(scores, torch.tensor([0.0, 1.0, 3.0, 4.0]).expand(4, 4))
 
 

@@ -27,9 +27,8 @@ from timm.models.vision_transformer import Attention, VisionTransformer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from medtokenbudget.backbone import zoo
 from medtokenbudget.backbone.attention import AttentionTap
-from medtokenbudget.backbone.backbone import Backbone, build
+from medtokenbudget.backbone.backbone import WEIGHTS_FILE, Backbone, Recipe, build
 from medtokenbudget.config import BackboneConfig
 from medtokenbudget.data import Manifest, decode_image
 from medtokenbudget.errors import MedTokenBudgetError, MismatchError, RequestError, WorkError
@@ -376,7 +375,7 @@ def distill(options: argparse.Namespace) -> None:
         "fc_norm": False,
     }
     preprocessing = {name: value for name, value in teacher.preprocessing.to_dict().items() if name != "image_size"}
-    recipe = zoo.Recipe(BASE, arguments, preprocessing, options.license)
+    recipe = Recipe(BASE, arguments, preprocessing, options.license)
     torch.manual_seed(options.seed)
     student = Student(build(BASE, options.image_size, recipe), teacher.dim).to(teacher.device)
     statistics, sample = cache.statistics(), cache.sample()
@@ -387,7 +386,7 @@ def distill(options: argparse.Namespace) -> None:
     state = {name: value.detach().cpu().half().contiguous() for name, value in student.model.state_dict().items()}
     if not all(bool(torch.isfinite(value).all()) for value in state.values()):
         raise WorkError("Some weights are too large for fp16. Use a smaller --lr.")
-    write_safetensors(options.out / zoo.WEIGHTS_FILE, save(state, {"format": "pt"}))
+    write_safetensors(options.out / WEIGHTS_FILE, save(state, {"format": "pt"}))
     recipe.write(options.out)
     write_text(options.out / "README.md", card(manifest, teacher, options))
 

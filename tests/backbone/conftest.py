@@ -1,4 +1,4 @@
-"""A tiny backbone and a few images, of which two are damaged, for the tests of extraction."""
+"""A tiny backbone, a few images, of which two are damaged, and a store of them with off-center crops."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from medtokenbudget.backbone import FeatureStore, extract
 from medtokenbudget.config import BackboneConfig
 from medtokenbudget.data import Manifest
-from tests.backbone.tiny import tiny_backbone, tiny_manifest
+from tests.backbone.tiny import OFF_CENTER, tiny_backbone, tiny_manifest
 
 
 @pytest.fixture
@@ -19,3 +20,8 @@ def backbone(tmp_path: Path) -> BackboneConfig:
 @pytest.fixture
 def manifest(tmp_path: Path) -> Manifest:
     return tiny_manifest(tmp_path / "images", 10, bad=(1, 5))
+
+
+@pytest.fixture
+def store(tmp_path: Path, backbone: BackboneConfig, manifest: Manifest) -> FeatureStore:
+    return extract(manifest, tmp_path / "store", backbone, OFF_CENTER)

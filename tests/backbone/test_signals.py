@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from medtokenbudget.backbone import FeatureStore, adding, extract
+from medtokenbudget.backbone import FeatureStore, extract
 from medtokenbudget.backbone.backbone import Backbone
 from medtokenbudget.backbone.preprocess import Preprocessing
-from medtokenbudget.backbone.signal_files import signal_path
+from medtokenbudget.backbone.shards import signal_path, write_signal
 from medtokenbudget.backbone.signals import DEFAULT, REGISTRY
 from medtokenbudget.cli import main
 from medtokenbudget.config import BackboneConfig
@@ -163,16 +164,16 @@ def test_an_interrupted_addition_goes_on(
         made.append(args[2])
         if len(made) == 3:
             raise KeyboardInterrupt
-        write(*args, **named)
+        write_signal(*args, **named)
 
-    write = adding.write_signal
-    monkeypatch.setattr(adding, "write_signal", stop)
+    extraction = sys.modules[extract.__module__]
+    monkeypatch.setattr(extraction, "write_signal", stop)
     with pytest.raises(KeyboardInterrupt):
         extract(manifest, store, backbone, ALL)
     assert not FeatureStore.open(store, manifest).has("rollout")
     done = {path: path.stat().st_mtime_ns for path in store.glob("signal-*")}
     assert len(done) == 2
-    monkeypatch.setattr(adding, "write_signal", write)
+    monkeypatch.undo()
     assert extract(manifest, store, backbone, ALL).signals == SIGNALS
     assert {path: path.stat().st_mtime_ns for path in done} == done
 

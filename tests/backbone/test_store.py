@@ -1,4 +1,4 @@
-"""The store: what is read back is what was extracted, and nothing half-written or foreign is ever read."""
+"""The store: what is read back is what was extracted, fast, and without what a store larger than memory cannot afford."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,9 +19,10 @@ import torch
 from safetensors.numpy import load_file
 
 from medtokenbudget.backbone import Backbone, FeatureStore, extract
-from medtokenbudget.backbone.reading import BufferPool, Fetching, MappedRows, join_large, join_small, prefetched
 from medtokenbudget.backbone.shards import Row, map_shard, shard_path, write_shard
+from medtokenbudget.backbone.store import BufferPool, Fetching, MappedRows, RowChecks, info, join_large, join_small, ordered_map
 from medtokenbudget.backbone.views import Geometry
+from medtokenbudget.cli import main
 from medtokenbudget.data import Manifest, decode_image
 from medtokenbudget.errors import MismatchError, RequestError, WorkError
 from tests.backbone.tiny import CONFIG, DIM, GRID, tiny_backbone, tiny_manifest
@@ -141,7 +142,13 @@ def pages_in_memory(path: Path) -> np.ndarray:
 
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="looks at pages of memory as Linux shows them")
+
+
 PAGES = 262_144 // mmap.PAGESIZE
+
+
+def mapped_rows(array: np.ndarray) -> MappedRows:
+    return MappedRows(array, RowChecks(Path(), {}, []))
 
 
 def _row(number: int) -> Row:
@@ -167,7 +174,7 @@ def on_disk(tmp_path: Path) -> tuple[Path, np.ndarray]:
 def test_a_row_is_read_without_its_neighbors(on_disk: tuple[Path, np.ndarray], announced: bool) -> None:
     """What a store larger than memory depends on: otherwise the kernel reads megabytes around every page that is touched."""
     path, rows = on_disk
-    mapped = MappedRows(map_shard(path)["patches"])
+    mapped = mapped_rows(map_shard(path)["patches"])
     fetching = Fetching()
     fetching.from_disk = announced
     target = torch.empty(1, 65_536)
@@ -185,7 +192,7 @@ def test_a_row_is_read_without_its_neighbors(on_disk: tuple[Path, np.ndarray], a
 
 @linux
 def test_rows_are_announced_while_they_come_from_the_disk_and_no_longer(on_disk: tuple[Path, np.ndarray]) -> None:
-    mapped = MappedRows(map_shard(on_disk[0])["patches"])
+    mapped = mapped_rows(map_shard(on_disk[0])["patches"])
     fetching = Fetching()
     seen = []
     for place in (3, 3, 3, 9, 10):
@@ -208,16 +215,16 @@ def test_an_open_store_keeps_no_file_open(made: tuple[FeatureStore, Manifest, Ba
 
 def test_a_batch_that_is_kept_is_never_written_over() -> None:
     pool = BufferPool()
-    first = pool.take((4, 3), np.float32).fill_(1)
+    first = pool.take((4, 3), torch.float32).fill_(1)
     row = first[2]
     address = first.data_ptr()
     del first
     gc.collect()
-    assert pool.take((4, 3), np.float32).data_ptr() != address
+    assert pool.take((4, 3), torch.float32).data_ptr() != address
     assert row.tolist() == [1, 1, 1]
     del row
     gc.collect()
-    taken = [pool.take((4, 3), np.float32) for _ in range(2)]
+    taken = [pool.take((4, 3), torch.float32) for _ in range(2)]
     assert address in [tensor.data_ptr() for tensor in taken]
 
 
@@ -236,7 +243,7 @@ def test_an_error_while_reading_ahead_reaches_the_reader_in_its_place() -> None:
             raise WorkError("the disk is gone")
         return part
 
-    items = prefetched(broken, range(6), 3)
+    items = ordered_map(broken, range(6), ahead=3, threads=2)
     assert [next(items), next(items)] == [0, 1]
     with pytest.raises(WorkError, match="disk is gone"):
         next(items)
@@ -251,7 +258,7 @@ def test_batches_keep_their_order_however_long_each_takes() -> None:
         waits[part].set()
         return part
 
-    assert list(prefetched(late, range(9), 2)) == list(range(9))
+    assert list(ordered_map(late, range(9), ahead=2, threads=2)) == list(range(9))
 
 
 @pytest.mark.parametrize("shape", [(5, 4, 8), (5, 3, 7), (5, 300, 128)], ids=["wide", "odd", "more than one piece"])
@@ -264,22 +271,12 @@ def test_rows_are_joined_to_the_last_bit(shape: tuple[int, ...], shift: int, dty
     start = -np.frombuffer(memory, np.uint8).ctypes.data % 16 + shift
     array = np.ndarray(shape, np.float16, buffer=memory, offset=start)
     array[:] = values
-    rows, places = MappedRows(array), [3, 0, 3]
+    rows, places = mapped_rows(array), [3, 0, 3]
     assert (rows.wide is None) == bool(shift or shape[1] % 4)
     target = torch.empty(3, *shape[1:], dtype=torch.from_numpy(np.empty(0, dtype)).dtype)
     join_large([rows] * 3, places, target)
     assert target.numpy().tobytes() == values[places].astype(dtype).tobytes()
     assert join_small([rows] * 3, places).numpy().tobytes() == values[places].tobytes()
-
-
-def test_the_largest_tensor_of_a_shard_starts_on_a_cache_line(tmp_path: Path) -> None:
-    for count in range(1, 9):
-        tensors = {"label": np.arange(count), "patches": np.ones((count, 4, 3), np.float16), "has_mask": np.ones(count, np.uint8)}
-        write_shard(tmp_path, count, [_row(i) for i in range(count)], tensors, [], 4, "")
-        arrays = map_shard(shard_path(tmp_path, count))
-        assert arrays["patches"].ctypes.data % 64 == 0
-        for name, expected in load_file(shard_path(tmp_path, count)).items():
-            assert np.array_equal(arrays[name], expected), name
 
 
 def test_writing_into_a_batch_changes_nothing_else(made: tuple[FeatureStore, Manifest, Backbone]) -> None:
@@ -304,54 +301,6 @@ def test_another_configuration_is_rejected_with_the_difference_shown(made: tuple
     assert "grid" not in str(caught.value)
 
 
-@pytest.mark.parametrize("damage", ["no sidecar", "no shard", "cut short", "sidecar cut short"])
-def test_a_half_shard_is_never_read(tmp_path: Path, damage: str) -> None:
-    backbone = tiny_backbone(tmp_path / "backbone")
-    manifest = tiny_manifest(tmp_path / "images", 8, masks=False)
-    store = extract(manifest, tmp_path / "store", backbone, CONFIG)
-    shard, sidecar = store.path / "shard-00001.safetensors", store.path / "shard-00001.json"
-    if damage == "no sidecar":
-        sidecar.unlink()
-    elif damage == "no shard":
-        shard.unlink()
-    elif damage == "cut short":
-        shard.write_bytes(shard.read_bytes()[:-1])
-    else:
-        sidecar.write_text(sidecar.read_text()[:40])
-    with pytest.raises(RequestError, match=r"1 of 2 shards are missing.*to resume"):
-        FeatureStore.open(store.path)
-    part = FeatureStore.open(store.path, partial=True)
-    assert (part.missing, len(part)) == ([1], 4)
-    with pytest.raises(RequestError, match="shards are missing"):
-        part.annotated(manifest).rows(["image-007"])
-
-
-def test_a_changed_byte_is_found_by_verify(tmp_path: Path) -> None:
-    store = extract(tiny_manifest(tmp_path / "images", 2), tmp_path / "store", tiny_backbone(tmp_path / "backbone"), CONFIG)
-    store.verify()
-    shard = store.path / "shard-00000.safetensors"
-    data = bytearray(shard.read_bytes())
-    data[-1] ^= 1
-    shard.write_bytes(data)
-    with pytest.raises(WorkError, match=r"Damaged files in .*shard-00000.safetensors"):
-        FeatureStore.open(store.path).verify()
-
-
-@pytest.mark.parametrize(
-    ("prepare", "message"),
-    [
-        (lambda path: None, "no store.json"),
-        (lambda path: path.mkdir(), "no store.json"),
-        (lambda path: (path.mkdir(), (path / "store.json").write_text("{")), "not valid JSON"),
-        (lambda path: (path.mkdir(), (path / "store.json").write_text('{"format": 99}')), "format 99"),
-    ],
-)
-def test_what_is_no_store_is_rejected_by_name(tmp_path: Path, prepare: Callable[[Path], object], message: str) -> None:
-    prepare(tmp_path / "store")
-    with pytest.raises(RequestError, match=message):
-        FeatureStore.open(tmp_path / "store")
-
-
 @pytest.mark.parametrize("rows", [[-1], [10], [0, 99]])
 def test_a_row_number_that_does_not_exist_is_rejected(made: tuple[FeatureStore, Manifest, Backbone], rows: list[int]) -> None:
     with pytest.raises(RequestError, match=r"Row numbers must be between 0 and 9"):
@@ -370,3 +319,15 @@ def test_all_views_of_an_image_can_be_had_at_once(tmp_path: Path) -> None:
     ]
     with pytest.raises(RequestError, match="with the view 'hflip': image-003"):
         store.rows(["image-003"], view="hflip")
+
+
+def test_info_says_what_is_inside(store: FeatureStore, manifest: Manifest, capsys: pytest.CaptureFixture[str]) -> None:
+    FeatureStore.open(store.path, replace(manifest.take(range(3)), name="three"))
+    assert main(["store", "info", str(store.path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found == info(store.path)
+    assert (found["images"], found["rows"], found["views"]) == (8, 13, {"identity": 8, "off-center": 5})
+    assert {(one["name"], one["images"], one["fits"]) for one in found["manifests"]} == {("unnamed", 10, True), ("three", 3, True)}
+    assert main(["store", "info", str(store.path)]) == 0
+    assert "8 images, 13 rows" in capsys.readouterr().out
+    assert main(["store", "inform", str(store.path)]) == 2

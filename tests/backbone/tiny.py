@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from medtokenbudget.backbone.zoo import Recipe
+from medtokenbudget.backbone.backbone import Recipe
 from medtokenbudget.config import BackboneConfig, ExtractConfig
 from medtokenbudget.data import Manifest
 
@@ -20,10 +21,11 @@ SIZE, PATCH = 32, 8
 GRID = (SIZE // PATCH, SIZE // PATCH)
 DIM = 24
 CONFIG = ExtractConfig(shard_size=4, batch_size=3, workers=2, device="cpu", threads=1)
+OFF_CENTER = replace(CONFIG, views="off-center")
 
 
 def tiny_backbone(folder: Path, depth: int = 2) -> BackboneConfig:
-    """Random but fixed weights in a folder that the zoo can build from."""
+    """Random but fixed weights in a folder that a backbone can be loaded from."""
     arguments = {"patch_size": PATCH, "embed_dim": DIM, "depth": depth, "num_heads": 2}
     mean = {"mean": [0.5, 0.5, 0.5], "std": [0.5, 0.5, 0.5], "interpolation": "bicubic"}
     folder.mkdir(parents=True, exist_ok=True)

@@ -7,7 +7,7 @@ manifest names, and cached in the store under the manifest's hash; a mask that a
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,13 +16,32 @@ from typing import Any
 import numpy as np
 import torch
 
-from medtokenbudget.backbone.file_index import FileIndex
-from medtokenbudget.backbone.shards import Failure, Row, RowError, reason
+from medtokenbudget.backbone.shards import FailedRow, Row
 from medtokenbudget.backbone.views import IDENTITY, is_off_center, view_order
 from medtokenbudget.data import Manifest, covered_shares, mask_of, patch_labels
 from medtokenbudget.errors import MedTokenBudgetError, RequestError
-from medtokenbudget.files import sha256_json
+from medtokenbudget.files import read_sealed, sha256_file, sha256_json, write_sealed
 from medtokenbudget.tensor_files import load_tensors, save_tensors
+
+_HASHERS = 4
+"""Threads."""
+
+
+@dataclass(frozen=True)
+class RowError:
+    """An image of a manifest, or a view of it, that has no tokens, and why."""
+
+    image_id: str
+    view: str
+    reason: str
+
+    def to_json(self) -> dict[str, str]:
+        return {"image_id": self.image_id, "view": self.view, "reason": self.reason}
+
+
+def reason(error: Exception, file: Path | str) -> str:
+    """Say why a file could not be used, without its folder: a store is shared, and names no place of this machine."""
+    return str(error).replace(str(file), Path(file).name)
 
 
 @dataclass(frozen=True)
@@ -67,7 +86,7 @@ class _Wanted:
 
 
 def annotate(
-    store: Path, grid: tuple[int, int], rows: Sequence[Row], failures: Sequence[Failure], manifest: Manifest
+    store: Path, grid: tuple[int, int], rows: Sequence[Row], failures: Sequence[FailedRow], manifest: Manifest
 ) -> Annotation:
     """Find the rows of a manifest's images and compute their lesion patches.
 
@@ -86,7 +105,7 @@ def annotate(
     at: dict[str, list[int]] = {}
     for number, row in enumerate(rows):
         at.setdefault(row.image, []).append(number)
-    failed: dict[str, list[Failure]] = {}
+    failed: dict[str, list[FailedRow]] = {}
     for failure in failures:
         failed.setdefault(failure.image, []).append(failure)
     ids: list[str] = []
@@ -251,3 +270,63 @@ def _patches(file: Path, rows: Mapping[str, Row], grid: tuple[int, int]) -> tupl
         except RequestError as error:
             failed[key] = reason(error, file)
     return made, failed
+
+
+class FileIndex:
+    """Caches file hashes by path, size and mtime in the store's `cache/files.json`, so that unchanged files are not read again.
+
+    The paths themselves are hashed, because stores are shared. The cache can be deleted at any time; it only saves time.
+
+    Args:
+        store: The folder of the store; `cache/files.json` in it is read now and written by `save`.
+    """
+
+    def __init__(self, store: Path) -> None:
+        self._file = store / "cache" / "files.json"
+        self._known: dict[str, tuple[int, int, str]] = {}
+        self._changed = self.damaged = False
+        try:
+            values = read_sealed(self._file, "") if self._file.is_file() else {}
+            self._known = {str(key): (int(size), int(mtime), str(digest)) for key, (size, mtime, digest) in values.items()}
+        except (MedTokenBudgetError, ValueError, TypeError, AttributeError):
+            self._changed = self.damaged = True  # a damaged cache is made again
+
+    def hashes(self, paths: Iterable[Path | None], again: bool = False) -> list[str | None]:
+        """Hash each file (SHA-256), from the cache where size and mtime are the same.
+
+        Args:
+            paths: Files; None stays None.
+            again: Read every file, whatever is remembered.
+
+        Returns:
+            One hash per path. A file that is not there has the hash that was seen last, or None if it was never seen.
+        """
+        absolute = [None if path is None else os.path.abspath(path) for path in paths]
+        with ThreadPoolExecutor(_HASHERS, "mtb-hash") as pool:
+            hashes = dict(pool.map(lambda path: (path, self._hash(path, again)), {path for path in absolute if path is not None}))
+        return [None if path is None else hashes[path] for path in absolute]
+
+    def _hash(self, path: str, again: bool) -> str | None:
+        key = sha256_json(path)[:32]
+        known = self._known.get(key)
+        try:
+            status = os.stat(path)
+            if known is not None and not again and known[:2] == (status.st_size, status.st_mtime_ns):
+                return known[2]
+            digest = sha256_file(path)
+        except OSError:
+            return None if known is None else known[2]
+        if known != (status.st_size, status.st_mtime_ns, digest):
+            self._known[key] = (status.st_size, status.st_mtime_ns, digest)
+            self._changed = True
+        return digest
+
+    def save(self) -> None:
+        """Write the cache if it changed; a store that cannot be written to is read all the same."""
+        if not self._changed:
+            return
+        try:
+            write_sealed(self._file, self._known)
+            self._changed = False
+        except MedTokenBudgetError:
+            return

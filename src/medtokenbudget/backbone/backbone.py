@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,18 +26,22 @@ from timm.models.vision_transformer import Attention, checkpoint_filter_fn
 from torch import Tensor
 
 from medtokenbudget import hub
-from medtokenbudget.backbone import zoo
 from medtokenbudget.backbone.attention import AttentionTap, Rollout
 from medtokenbudget.backbone.preprocess import Preprocessing
 from medtokenbudget.backbone.signals import DEFAULT, REGISTRY, check_available, pseudo_signals, reduce_attention
 from medtokenbudget.config import BackboneConfig
 from medtokenbudget.devices import resolve_device
 from medtokenbudget.errors import MedTokenBudgetError, RequestError, ShapeError, WorkError, first_line
-from medtokenbudget.files import sha256_file, write_text
+from medtokenbudget.files import read_sealed, sha256_file, write_sealed, write_text
 from medtokenbudget.tokens import PSEUDO_TEMPERATURE, TokenBatch
 
 Model = Any
 """A timm vision transformer; its attributes have no static types."""
+CONFIG_FILE = "config.json"
+WEIGHTS_FILE = "weights.safetensors"
+PACKAGED: dict[str, Path] = {"embedded": Path(__file__).parent / "embedded"}
+"""Names and folders of the backbones in this package."""
+_AGAIN = "Copy the folder of the backbone again; if it is part of this package, install medtokenbudget again."
 _PLACES = 8
 """Further copies of the same weights that are remembered, in case the last one is deleted."""
 
@@ -75,7 +79,7 @@ class Backbone:
         self._tap = AttentionTap(model.blocks[self.layer], config.name) if config.attention == "true" else None
         self._rollout = Rollout(model.blocks[: self.layer], config.name) if self._tap is not None else None
         self.fingerprint: dict[str, Any] = {
-            "name": config.name if zoo.find(config.name) is None else Path(config.name).resolve().name,
+            "name": config.name if find_recipe(config.name) is None else Path(config.name).resolve().name,
             "weights": weights_sha256,
             "layer": self.layer,
             "attention": config.attention,
@@ -104,14 +108,14 @@ class Backbone:
             RequestError: The name is unknown, or the weights do not belong to it.
             WorkError: The weights cannot be downloaded.
         """
-        recipe = zoo.find(config.name)
+        recipe = find_recipe(config.name)
         model = build(config.name, config.image_size, recipe)
         path = Path(config.weights or (recipe.weights if recipe else None) or _from_hub(config.name, model))
         digest = sha256_file(path) if path.is_file() else ""
-        if recipe is not None and digest:
-            zoo.check_weights(recipe, path, digest)
+        if recipe is not None and path == recipe.weights and digest not in ("", recipe.sha256):
+            raise RequestError(f"{path} is damaged: its hash is not the one in {CONFIG_FILE}. {_AGAIN}")
         load_weights(model, path)
-        if config.weights is not None or (recipe is not None and config.name not in zoo.PACKAGED):
+        if config.weights is not None or (recipe is not None and config.name not in PACKAGED):
             _remember(path, digest)
         return cls(model, config, digest, device)
 
@@ -180,15 +184,15 @@ class Backbone:
         with rolls:
             patches, cls = self._forward(images)
         if self._tap is None or self._rollout is None:
-            found: dict[str, Any] = dict(pseudo_signals(patches, cls, names))
+            values: dict[str, Any] = dict(pseudo_signals(patches, cls, names))
         else:
             earlier = self._rollout.product() if "rollout" in names else None
-            found = dict(reduce_attention(self._tap.inputs(), self.prefix, names, earlier))
-        return TokenBatch(patches, self.grid, cls=cls, **found)
+            values = dict(reduce_attention(self._tap.inputs(), self.prefix, names, earlier))
+        return TokenBatch(patches, self.grid, cls=cls, **values)
 
     def _forward(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
         """Patch tokens [B, N, D] and the class token [B, D], if there is one."""
-        found = self.model.forward_intermediates(
+        output = self.model.forward_intermediates(
             images,
             indices=[self.layer],
             return_prefix_tokens=self.prefix > 0,
@@ -197,15 +201,59 @@ class Backbone:
             output_fmt="NLC",
             intermediates_only=True,
         )[0]
-        patches, prefix = found if isinstance(found, tuple) else (found, None)
+        patches, prefix = output if isinstance(output, tuple) else (output, None)
         cls = prefix[:, 0] if self.has_cls and prefix is not None else None
         return patches, cls
 
 
-def build(name: str, image_size: int, recipe: zoo.Recipe | None = None) -> Model:
+@dataclass(frozen=True)
+class Recipe:
+    """How to build a backbone that timm does not know by name: a folder with `config.json`, `weights.safetensors` and a card.
+
+    Such folders are in this package, by name, or written by `tools/distill.py`, by path.
+    """
+
+    architecture: str
+    """Name of the timm model to start from."""
+    arguments: dict[str, Any]
+    """Keywords of `timm.create_model` that change it."""
+    preprocessing: dict[str, Any]
+    """Mean, standard deviation and interpolation."""
+    license: str
+    """License of the weights."""
+    sha256: str | None = None
+    """Hash of the file of the weights."""
+    weights: Path | None = None
+    """Path of the weights."""
+
+    def write(self, folder: Path) -> None:
+        """Write `config.json` next to the weights, which are in the folder already."""
+        values = {
+            "architecture": self.architecture,
+            "arguments": self.arguments,
+            "preprocessing": self.preprocessing,
+            "license": self.license,
+            "sha256": sha256_file(folder / WEIGHTS_FILE),
+        }
+        write_sealed(folder / CONFIG_FILE, values)
+
+
+def find_recipe(name: str) -> Recipe | None:
+    """Read the recipe of a packaged backbone or of a folder; None for a name that timm may know."""
+    folder = PACKAGED.get(name, Path(name))
+    if name not in PACKAGED and not (folder / CONFIG_FILE).is_file():
+        return None
+    values = read_sealed(folder / CONFIG_FILE, _AGAIN)
+    try:
+        return Recipe(**values, weights=folder / WEIGHTS_FILE)
+    except TypeError as error:
+        raise RequestError(f"{folder / CONFIG_FILE} does not describe a backbone: {error}.") from None
+
+
+def build(name: str, image_size: int, recipe: Recipe | None = None) -> Model:
     """Build a model without its weights: from a recipe, or the timm model `name`."""
     if recipe is None and not timm.is_model(name.split(".")[0]):
-        close = difflib.get_close_matches(name, [*zoo.PACKAGED, *timm.list_models("*vit*", pretrained=True)], n=1, cutoff=0.5)
+        close = difflib.get_close_matches(name, [*PACKAGED, *timm.list_models("*vit*", pretrained=True)], n=1, cutoff=0.5)
         hint = f" Did you mean '{close[0]}'?" if close else ""
         raise RequestError(f"Unknown backbone '{name}'.{hint} Use the name of a timm vision transformer, or 'embedded'.")
     architecture, arguments = (recipe.architecture, recipe.arguments) if recipe else (name, {})
@@ -262,20 +310,20 @@ def _filtered(model: Model, state: dict[str, Tensor], path: Path) -> dict[str, T
         ) from None
     classifier = model.pretrained_cfg.get("classifier") or ()
     heads = (classifier,) if isinstance(classifier, str) else tuple(classifier)
-    own = model.state_dict()
+    expected = model.state_dict()
     # A published checkpoint may contain a classifier, which the backbone does not have.
-    return {key: value for key, value in state.items() if key in own or key.rsplit(".", 1)[0] not in heads}
+    return {key: value for key, value in state.items() if key in expected or key.rsplit(".", 1)[0] not in heads}
 
 
 def _differences(model: Model, state: dict[str, Tensor]) -> str:
-    own = model.state_dict()
+    expected = model.state_dict()
     groups = {
-        "missing": [key for key in own if key not in state],
-        "unexpected": [key for key in state if key not in own],
+        "missing": [key for key in expected if key not in state],
+        "unexpected": [key for key in state if key not in expected],
         "wrong shape": [
-            f"{key} {list(state[key].shape)}, expected {list(own[key].shape)}"
-            for key in own
-            if key in state and state[key].shape != own[key].shape
+            f"{key} {list(state[key].shape)}, expected {list(expected[key].shape)}"
+            for key in expected
+            if key in state and state[key].shape != expected[key].shape
         ],
     }
     return "\n".join(
@@ -299,7 +347,7 @@ def located(config: BackboneConfig, sha256: str, beside: Path | None = None) -> 
         places += [beside / config.weights.name] if beside is not None else []
         return replace(config, weights=next((place for place in [*places, *known] if place.is_file()), config.weights))
     folders = (str(path.parent) for path in known if path.parent.name == Path(config.name).name)
-    return replace(config, name=next((folder for folder in folders if zoo.find(folder) is not None), config.name))
+    return replace(config, name=next((folder for folder in folders if find_recipe(folder) is not None), config.name))
 
 
 def _remember(path: Path, sha256: str) -> None:

@@ -73,6 +73,12 @@ class Preprocessing:
         pixels = images.permute(0, 3, 1, 2).to(torch.float32, memory_format=torch.contiguous_format)
         return pixels.mul_(1.0 / (255.0 * std)).sub_(mean / std)
 
+    def denormalize(self, images: Tensor) -> Tensor:
+        """Turn normalized images [B, 3, S, S] back into RGB in [0, 1]."""
+        mean = torch.tensor(self.mean, device=images.device).view(1, 3, 1, 1)
+        std = torch.tensor(self.std, device=images.device).view(1, 3, 1, 1)
+        return images * std + mean
+
 
 def luminance(images: Tensor, grid: tuple[int, int]) -> Tensor:
     """Mean gray value (Rec. 601) of each patch.

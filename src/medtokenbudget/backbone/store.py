@@ -1,48 +1,69 @@
 """`FeatureStore`: frozen tokens on disk, read like an array that may be larger than memory.
 
-Reading only; `extract.py` fills a store, `shards.py` is the file format, `fields.py` reads fields of rows, `annotations.py` adds
-what a manifest says.
+`shards.py` has the files, `extract.py` fills them, `annotations.py` adds what a manifest says. The second half of this chapter
+makes reading fast: rows are joined without Python between them, in reused buffers, by threads that read ahead.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
-from collections.abc import Iterator, Sequence
+import math
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from medtokenbudget.backbone import plan
-from medtokenbudget.backbone.annotations import Annotation, annotate, known_manifests
-from medtokenbudget.backbone.fields import Fields
-from medtokenbudget.backbone.file_index import FileIndex
-from medtokenbudget.backbone.plan import Shards
-from medtokenbudget.backbone.reading import BufferPool, prefetched
+from medtokenbudget.backbone.annotations import Annotation, FileIndex, RowError, annotate, known_manifests
 from medtokenbudget.backbone.shards import (
-    Failure,
+    LARGE,
+    STORE,
+    FailedRow,
     Row,
-    RowError,
+    Shards,
     Sidecar,
-    read_sidecar,
+    advise,
+    check_same,
+    damaged,
+    finished_shards,
+    map_shard,
+    read_plan,
+    read_settings,
+    read_signal,
+    row_checksum,
+    settings_hash,
     shard_path,
     sidecar_path,
+    signal_names,
+    signal_path,
 )
 from medtokenbudget.backbone.signals import DEFAULT
 from medtokenbudget.backbone.views import IDENTITY, view_order
 from medtokenbudget.data.manifest import Manifest, listed
-from medtokenbudget.errors import RequestError, WorkError
+from medtokenbudget.errors import MissingSignalError, RequestError, WorkError
 from medtokenbudget.files import sha256_file, sha256_json
 from medtokenbudget.progress import progress
 from medtokenbudget.tokens import SIGNALS, TokenBatch
 
+P = TypeVar("P")
+T = TypeVar("T")
 _SMALL = ("cls", *DEFAULT, "luminance")
 """Fields that every batch has, if the store has them."""
-_SHOWN = 5
+_IN_TOKEN_DTYPE = (*LARGE, "cls", "mean_key")
+_LISTED = 5
+_READERS = 2
+"""Threads; one core cannot use the full bandwidth of the memory."""
+_PIECE = 1 << 15
+"""Elements; torch would spread a longer copy over its threads, which the training needs at the same time."""
+_WIDE = torch.complex128
+"""The longest element type, 16 bytes: a row of 256 patches of 1,024 halves is then one piece."""
 
 
 class FeatureStore:
@@ -77,13 +98,12 @@ class FeatureStore:
         self.shards = shards
         self.sidecars = sidecars
         self.annotation = annotation
-        present = sorted(sidecars)
-        self.stored: list[Row] = [row for index in present for row in sidecars[index].rows]
-        self.failures: list[Failure] = [failure for index in present for failure in sidecars[index].failures]
-        counts = [len(sidecars[index].rows) for index in present]
-        shard = np.repeat(np.asarray(present, np.int64), counts)
-        offset = np.concatenate([np.arange(count) for count in counts] or [np.arange(0)]).astype(np.int64)
+        finished = sorted(sidecars)
+        self.stored: list[Row] = [row for index in finished for row in sidecars[index].rows]
+        self.failures: list[FailedRow] = [failure for index in finished for failure in sidecars[index].failures]
         self.missing = [index for index in shards if index not in sidecars]
+        places = [(index, place) for index in finished for place in range(len(sidecars[index].rows))]
+        shard, offset = np.asarray(places, np.int64).reshape(-1, 2).T.copy()
         if annotation is None:
             self.ids: list[str] = [row.image for row in self.stored]
             self.views: list[str] = [row.view for row in self.stored]
@@ -95,9 +115,14 @@ class FeatureStore:
             self.errors = annotation.errors
             self.classes = annotation.classes
             shard, offset = shard[annotation.tokens], offset[annotation.tokens]
-            known = set(annotation.images.values())
-            self.missing = [index for index in self.missing if any(image in known for image, _ in shards[index])]
-        self._fields = Fields(path, config, sidecars, shard, offset)
+            images = set(annotation.images.values())
+            self.missing = [index for index in self.missing if any(image in images for image, _ in shards[index])]
+        # Shard of each row, and its place in the tensors of the shard.
+        self._shard, self._offset = shard, offset
+        self._maps: dict[int, dict[str, MappedRows]] = {}
+        self._rows_without: dict[str, int] = {}
+        self._sound: dict[str, np.ndarray] = {}
+        self._fetching = Fetching()
         # Kept from epoch to epoch, for as long as they ask for batches of one kind.
         self._pool: tuple[object, BufferPool] = (None, BufferPool())
 
@@ -122,22 +147,21 @@ class FeatureStore:
             WorkError: It is damaged.
         """
         path = Path(path)
-        config = plan.read_settings(path)
+        config = read_settings(path)
         if expect is not None:
-            plan.check(f"The store {path}", expect, config, "Use the store that was extracted with these settings, or extract one.")
-        shards = plan.read_plan(path)
-        found = {index: read_sidecar(path, index, keys) for index, keys in shards.items()}
-        sidecars = {index: sidecar for index, sidecar in found.items() if sidecar is not None}
-        identity = plan.identity_of(config)
+            check_same(f"The store {path}", expect, config, "Use the store that was extracted with these settings, or extract one.")
+        shards = read_plan(path)
+        sidecars = finished_shards(path, shards)
+        identity = settings_hash(config)
         if others := [shard_path(path, index).name for index, sidecar in sidecars.items() if sidecar.settings != identity]:
             raise WorkError(
-                f"{path / plan.STORE} does not describe {listed(others, _SHOWN)}: it was changed after they were made. Restore it."
+                f"{path / STORE} does not describe {listed(others, _LISTED)}: it was changed after they were made. Restore it."
             )
         store = cls(path, config, shards, sidecars)
         if manifest is not None:
             store = store.annotated(manifest)
         if store.missing and not partial:
-            names = listed([sidecar_path(path, index).name for index in store.missing], _SHOWN)
+            names = listed([sidecar_path(path, index).name for index in store.missing], _LISTED)
             raise RequestError(
                 f"The store {path} is incomplete: {len(store.missing)} of {len(shards)} shards are missing or damaged ({names}). "
                 "Run the same `mtb extract` command again to resume."
@@ -145,7 +169,7 @@ class FeatureStore:
         return store
 
     def annotated(self, manifest: Manifest) -> FeatureStore:
-        """The same tokens, seen through another manifest."""
+        """Show the same tokens through another manifest."""
         annotation = annotate(self.path, self.grid, self.stored, self.failures, manifest)
         return FeatureStore(self.path, self.config, self.shards, self.sidecars, annotation)
 
@@ -163,46 +187,39 @@ class FeatureStore:
     @property
     def early(self) -> dict[str, Any] | None:
         """How the tokens were routed before or inside the backbone (way, budget, k, ...); None for a plain backbone."""
-        found: dict[str, Any] | None = self.config["backbone"].get("route")
-        return found
+        route: dict[str, Any] | None = self.config["backbone"].get("route")
+        return route
 
     @property
     def fixed_budget(self) -> float | None:
         """The budget of tokens that were routed before or inside the backbone; None where all patches are there."""
-        return float(self.config["backbone"]["route"]["budget"]) if plan.routed_early(self.config["backbone"]) else None
+        return None if self.early is None else float(self.early["budget"])
 
     @property
     def per_image(self) -> int:
         """Patch tokens of each row: N, or K if they were routed before or inside the backbone."""
-        return int(self.config["backbone"]["route"]["k"]) if plan.routed_early(self.config["backbone"]) else self.n
+        return self.n if self.early is None else int(self.early["k"])
 
     @cached_property
     def identity(self) -> str:
         """Hash of what the rows were made from and how, and of their annotations; other images in the store do not change it."""
-        rows = [[self.stored[row].image, self.stored[row].view] for row in self._tokens.tolist()]
-        said: list[Any] = []
-        if self.annotation is not None:
-            lesion = hashlib.sha256(np.packbits(self.annotation.lesion).tobytes()).hexdigest()
-            said = [list(self.classes), self.ids, self.annotation.label.tolist(), self.annotation.has_mask.tolist(), lesion]
-        return sha256_json([plan.identity_of(self.config), rows, said])
-
-    @property
-    def _tokens(self) -> np.ndarray:
-        return np.arange(len(self.stored)) if self.annotation is None else self.annotation.tokens
+        if self.annotation is None:
+            return sha256_json([settings_hash(self.config), [row.key for row in self.stored], []])
+        rows = [self.stored[row].key for row in self.annotation.tokens]
+        lesion = hashlib.sha256(np.packbits(self.annotation.lesion).tobytes()).hexdigest()
+        about = [list(self.classes), self.ids, self.annotation.label.tolist(), self.annotation.has_mask.tolist(), lesion]
+        return sha256_json([settings_hash(self.config), rows, about])
 
     @cached_property
-    def _row_of(self) -> dict[tuple[str, str], int]:
-        return {key: row for row, key in enumerate(zip(self.ids, self.views))}
-
-    @cached_property
-    def _rows_of_id(self) -> dict[str, list[int]]:
-        rows: dict[str, list[int]] = {}
-        for row, name in enumerate(self.ids):
-            rows.setdefault(name, []).append(row)
+    def _rows_of_image(self) -> dict[str, dict[str, int]]:
+        """Row numbers by image and view."""
+        rows: dict[str, dict[str, int]] = {}
+        for row, (name, view) in enumerate(zip(self.ids, self.views)):
+            rows.setdefault(name, {})[view] = row
         return rows
 
     def rows(self, ids: Sequence[str], view: str | None = IDENTITY, strict: bool = True) -> np.ndarray:
-        """Row numbers of images.
+        """Find the row numbers of images.
 
         Args:
             ids: Image ids.
@@ -215,29 +232,26 @@ class FeatureStore:
         Raises:
             RequestError: With `strict`, if an image has no such row.
         """
-        if view is None:
-            found: list[list[int]] = [self._rows_of_id.get(name, []) for name in ids]
-        else:
-            one = [self._row_of.get((name, view)) for name in ids]
-            found = [[] if row is None else [row] for row in one]
-        absent = [name for name, rows in zip(ids, found) if not rows]
+        by_view = [self._rows_of_image.get(name, {}) for name in ids]
+        rows = [list(one.values()) if view is None else [one[view]] if view in one else [] for one in by_view]
+        absent = [name for name, found in zip(ids, rows) if not found]
         if absent and strict:
-            raise RequestError(self._absent(absent, len(ids), view))
-        return np.asarray([row for rows in found for row in rows], np.int64)
+            raise RequestError(self._absent_message(absent, len(ids), view))
+        return np.asarray([row for found in rows for row in found], np.int64)
 
-    def _absent(self, absent: list[str], of: int, view: str | None) -> str:
+    def _absent_message(self, absent: list[str], of: int, view: str | None) -> str:
         reasons = {error.image_id: error.reason for error in self.errors if view in (None, error.view)}
-        shown = [f"{name} ({reasons[name]})" if name in reasons else name for name in absent[:_SHOWN]]
-        more = f" and {len(absent) - _SHOWN} more" if len(absent) > _SHOWN else ""
+        names = "; ".join(f"{name} ({reasons[name]})" if name in reasons else name for name in absent[:_LISTED])
+        more = f" and {len(absent) - _LISTED} more" if len(absent) > _LISTED else ""
         what = "" if view in (None, IDENTITY) else f" with the view '{view}'"
         advice = f"Run `mtb extract MANIFEST --store {self.path}` to add them, or leave them out."
         if self.missing:
             advice = f"{len(self.missing)} shards are missing: run the same `mtb extract` command again."
-        return f"{len(absent)} of {of} images are not in the store {self.path}{what}: {'; '.join(shown)}{more}. {advice}"
+        return f"{len(absent)} of {of} images are not in the store {self.path}{what}: {names}{more}. {advice}"
 
     def has(self, field: str) -> bool:
-        """Whether the rows carry this field (a backbone without a class token gives no `cls`)."""
-        return self._fields.has(field)
+        """Whether all rows carry this field (a backbone without a class token gives no `cls`)."""
+        return len(self) > 0 and self._count_rows_without(field) == 0
 
     @cached_property
     def signals(self) -> tuple[str, ...]:
@@ -246,7 +260,25 @@ class FeatureStore:
 
     def require_signals(self, names: Sequence[str]) -> None:
         """Raise a MissingSignalError, with what to do, for signals that not all rows carry; other names are not looked at."""
-        self._fields.require_signals(names)
+        missing = [name for name in SIGNALS if name in names and not self.has(name)]
+        if missing:
+            count = max(map(self._count_rows_without, missing))
+            raise MissingSignalError(
+                f"The store {self.path} has no {', '.join(missing)} for {count} of {len(self)} rows. Run its `mtb extract` command "
+                f"again with --signals {' '.join(missing)}: the tokens stay, only the signals are added."
+            )
+
+    def _count_rows_without(self, field: str) -> int:
+        if field not in self._rows_without:
+            absent = 0
+            for shard in np.unique(self._shard).tolist():
+                if field in self._fields_of(shard):
+                    continue
+                places = self._offset[self._shard == shard].tolist()
+                file = read_signal(self.path, shard, field, self.sidecars[shard]) if field in SIGNALS else None
+                absent += len(places) if file is None else sum(place in file.missing for place in places)
+            self._rows_without[field] = absent
+        return self._rows_without[field]
 
     def _annotations(self) -> Annotation:
         if self.annotation is None:
@@ -276,22 +308,34 @@ class FeatureStore:
     @cached_property
     def luminance(self) -> Tensor:
         """Mean gray value of every patch, [n, N] in [0, 1]."""
-        return self._fields.whole("luminance")
+        return self._whole("luminance")
 
     @cached_property
     def attention_entropy(self) -> Tensor:
         """Attention entropy of every patch (Eq. 1), [n, N]."""
-        return self._fields.whole("attention_entropy")
+        return self._whole("attention_entropy")
 
     @cached_property
     def cls_attention(self) -> Tensor:
         """Attention of the class token to every patch, [n, N]."""
-        return self._fields.whole("cls_attention")
+        return self._whole("cls_attention")
 
     @cached_property
     def cls(self) -> Tensor:
         """Class token of every row, [n, D]."""
-        return self._fields.whole("cls")
+        return self._whole("cls")
+
+    def _whole(self, field: str) -> Tensor:
+        """A small field of all rows, in memory."""
+        if not self.has(field):
+            raise RequestError(f"Store {self.path} has no {field}, because its backbone does not give it. Choose another backbone.")
+        for shard in np.unique(self._shard).tolist():
+            mapped = self._map(shard, field)
+            mapped.announce(0, len(mapped.array))
+        sources = [self._map(shard, field) for shard in self._shard.tolist()]
+        values = join_small(sources, self._offset.tolist())
+        self._check_sound(field, np.arange(len(self)), sources)
+        return values
 
     def read(
         self, rows: Sequence[int] | np.ndarray | Tensor, dtype: torch.dtype = torch.float32, signals: Sequence[str] = ()
@@ -331,7 +375,74 @@ class FeatureStore:
         pool = self._pool[1]
         parts = (order[start : start + batch_size] for start in range(0, len(order), batch_size))
         self.require_signals(signals)
-        return prefetched(lambda part: self._read(part, dtype, pool, signals), parts, prefetch)
+        return ordered_map(lambda part: self._read(part, dtype, pool, signals), parts, prefetch, min(prefetch, _READERS))
+
+    def _checked(self, rows: Sequence[int] | np.ndarray | Tensor) -> np.ndarray:
+        index = np.asarray(rows, np.int64).reshape(-1)
+        if len(index) and (index.min() < 0 or index.max() >= len(self)):
+            raise RequestError(f"Row numbers must be between 0 and {len(self) - 1}, got {index.min()} to {index.max()}.")
+        return index
+
+    def _read(self, rows: np.ndarray, dtype: torch.dtype, pool: BufferPool, signals: Sequence[str]) -> TokenBatch:
+        if not len(rows):
+            raise RequestError("There are no rows to read. Pass at least one row number.")
+        self.require_signals(signals)
+        names = ["patches"] if self.early is None else ["tokens", "indices"]
+        names += [name for name in _SMALL if self.has(name)]
+        names += [name for name in SIGNALS if name in signals and name not in names]
+        shards, places = self._shard[rows].tolist(), self._offset[rows].tolist()
+        fields: dict[str, Any] = {}
+        for name in names:
+            sources = [self._map(shard, name) for shard in shards]
+            if name in LARGE:
+                fields[name] = pool.take((len(rows), *sources[0].array.shape[1:]), dtype)
+                with self._fetching.of(sources, places):
+                    join_large(sources, places, fields[name])
+            else:
+                values = join_small(sources, places)
+                fields[name] = values.to(dtype) if name in _IN_TOKEN_DTYPE else values
+            self._check_sound(name, rows, sources)  # after the copy, when the rows are in memory
+        if self.early is not None:
+            fields["patches"], fields["places"] = fields.pop("tokens"), fields.pop("indices").long()
+        if self.annotation is not None:
+            index = torch.from_numpy(rows)
+            fields |= {"label": self.label[index], "has_mask": self.has_mask[index], "lesion": self.lesion[index]}
+        return TokenBatch(grid=self.grid, image_id=tuple(self.ids[row] for row in rows.tolist()), **fields)
+
+    def _map(self, shard: int, field: str) -> MappedRows:
+        """Map a field of a shard: from the shard itself, or from the file of a signal that it gained."""
+        fields = self._fields_of(shard)
+        if field not in fields:
+            file = read_signal(self.path, shard, field, self.sidecars[shard])
+            if file is None:
+                raise MissingSignalError(
+                    f"Store {self.path} has no {field} any more. Run its `mtb extract` again with --signals {field}."
+                )
+            array = file.map()
+            fields[field] = MappedRows(array, RowChecks(file.path, {field: array}, file.checksums))
+        return fields[field]
+
+    def _fields_of(self, shard: int) -> dict[str, MappedRows]:
+        """Map the fields of a shard once, and make sure that they have the shapes that settings and sidecar say."""
+        if shard not in self._maps:
+            path, sidecar = shard_path(self.path, shard), self.sidecars[shard]
+            arrays, count, large = map_shard(path), len(sidecar.rows), "patches" if self.early is None else "tokens"
+            shapes = {"patches": (self.n, self.dim), "cls": (self.dim,)}
+            shapes |= dict.fromkeys((*DEFAULT, "luminance"), (self.n,))
+            fits = all(array.shape == (count, *shapes.get(name, array.shape[1:])) for name, array in arrays.items())
+            if count and not (fits and large in arrays):
+                raise damaged(path)
+            groups = [{name: array for name, array in arrays.items() if (name in LARGE) == is_large} for is_large in (True, False)]
+            checks = [RowChecks(path, group, [pair[i] for pair in sidecar.checksums]) for i, group in enumerate(groups)]
+            self._maps[shard] = {name: MappedRows(array, checks[name not in LARGE]) for name, array in arrays.items()}
+        return self._maps[shard]
+
+    def _check_sound(self, field: str, rows: np.ndarray, sources: Sequence[MappedRows]) -> None:
+        """Compare the checksums of rows that this process reads for the first time; damage is an error, not a number."""
+        sound = self._sound.setdefault(field, np.zeros(len(self), bool))
+        for i in np.flatnonzero(~sound[rows]).tolist():
+            sources[i].checks.check(int(self._offset[rows[i]]))
+        sound[rows] = True
 
     def verify(self, manifest: Manifest | None = None) -> None:
         """Read every file and compare it with its hash; with a manifest, also read every image again.
@@ -346,59 +457,35 @@ class FeatureStore:
             raise WorkError(
                 f"Damaged files in {self.path}: {', '.join(bad)}. Delete them and run the same `mtb extract` command again."
             )
-        if manifest is not None:
-            self._verify_images(manifest)
+        if manifest is None:
+            return
+        index = FileIndex(self.path)
+        images = index.hashes((manifest.image_path(i) for i in range(len(manifest))), again=True)
+        index.save()
+        known = {row.image for row in self.stored} | {failure.image for failure in self.failures}
+        changed = [name for name, image in zip(manifest.ids, images) if image is not None and image not in known]
+        if changed:
+            raise WorkError(
+                f"{len(changed)} of {len(images)} images have changed since {self.path} was extracted: {listed(changed, _LISTED)}. "
+                "Run the same `mtb extract` command again to extract them."
+            )
 
     def damaged(self) -> list[str]:
-        """Names of the files that are not as they were written. Reads all of them."""
+        """Name the files that are not as they were written. Reads all of them."""
         # Without a sidecar a shard was never finished, which is no damage.
-        bad = [name for index in self.missing for name in _finished_once(self.path, index)]
+        bad = [file.name for index in self.missing if (file := sidecar_path(self.path, index)).exists()]
         with progress(total=len(self.sidecars), what="Checking", unit="shard") as bar:
             for index, sidecar in sorted(self.sidecars.items()):
                 if sha256_file(shard_path(self.path, index)) != sidecar.sha256:
                     bad.append(shard_path(self.path, index).name)
                 bar.update()
-        bad += self._fields.damaged()
+        for index, names in signal_names(self.path).items():
+            for name in names if index in self.sidecars else ():
+                signal = read_signal(self.path, index, name, self.sidecars[index])
+                if signal is None or not signal.is_whole():
+                    bad.append(signal_path(self.path, index, name).name)
         bad += known_manifests(self.path)[1]
         return bad + (["cache/files.json"] if FileIndex(self.path).damaged else [])
-
-    def _verify_images(self, manifest: Manifest) -> None:
-        index = FileIndex(self.path)
-        found = index.hashes((manifest.image_path(i) for i in range(len(manifest))), again=True)
-        index.save()
-        known = {row.image for row in self.stored} | {failure.image for failure in self.failures}
-        changed = [name for name, image in zip(manifest.ids, found) if image is not None and image not in known]
-        if changed:
-            raise WorkError(
-                f"{len(changed)} of {len(found)} images have changed since {self.path} was extracted: {listed(changed, _SHOWN)}. "
-                "Run the same `mtb extract` command again to extract them."
-            )
-
-    def _checked(self, rows: Sequence[int] | np.ndarray | Tensor) -> np.ndarray:
-        index = np.asarray(rows, np.int64).reshape(-1)
-        if len(index) and (index.min() < 0 or index.max() >= len(self)):
-            raise RequestError(f"Row numbers must be between 0 and {len(self) - 1}, got {index.min()} to {index.max()}.")
-        return index
-
-    def _read(self, rows: np.ndarray, dtype: torch.dtype, pool: BufferPool, signals: Sequence[str]) -> TokenBatch:
-        early = plan.routed_early(self.config["backbone"])
-        self.require_signals(signals)
-        large = ("tokens", "indices") if early else ("patches",)
-        names = [*large, *(name for name in _SMALL if self.has(name))]
-        names += [name for name in SIGNALS if name in signals and name not in names]
-        fields = self._fields.gather(names, rows, pool, dtype)
-        if early:
-            fields["patches"], fields["places"] = fields.pop("tokens"), fields.pop("indices").long()
-        if self.annotation is not None:
-            index = torch.from_numpy(rows)
-            fields |= {"label": self.label[index], "has_mask": self.has_mask[index], "lesion": self.lesion[index]}
-        return TokenBatch(grid=self.grid, image_id=tuple(self.ids[row] for row in rows.tolist()), **fields)
-
-
-def _finished_once(path: Path, index: int) -> list[str]:
-    """The name of the sidecar of a shard that cannot be used now."""
-    file = sidecar_path(path, index)
-    return [file.name] if file.exists() else []
 
 
 def info(path: Path | str) -> dict[str, Any]:
@@ -417,12 +504,9 @@ def info(path: Path | str) -> dict[str, Any]:
     here = {row.image for row in store.stored if row.view == IDENTITY} | {failure.image for failure in store.failures}
     manifests = []
     for one in known_manifests(store.path)[0]:
-        present = sum(image in here for image in one["images"].values())
-        count = len(one["images"])
-        manifests.append(
-            {"name": one["name"], "source": one["source"], "hash": one["hash"], "images": count, "present": present}
-            | {"fits": present == count}
-        )
+        count, present = len(one["images"]), sum(image in here for image in one["images"].values())
+        about = {key: one[key] for key in ("name", "source", "hash")}
+        manifests.append({**about, "images": count, "present": present, "fits": present == count})
     return {
         "path": str(store.path),
         "settings": store.config,
@@ -437,3 +521,146 @@ def info(path: Path | str) -> dict[str, Any]:
         "manifests": manifests,
         "damaged": store.damaged(),
     }
+
+
+class MappedRows:
+    """The rows of one memory-mapped tensor `[n, ...]` of a shard.
+
+    Attributes:
+        array: The tensor as an array.
+        flat: The same for torch, `[n, elements]`.
+        wide: The same in elements of 16 bytes, for copies; None if rows do not start at multiples of 16.
+        checks: The checksums of the rows.
+    """
+
+    def __init__(self, array: np.ndarray, checks: RowChecks) -> None:
+        self.array, self.checks = array, checks
+        flat = array.reshape(len(array), math.prod(array.shape[1:]))
+        flat.flags.writeable = True  # torch has no read-only memory; the mapping is private, so a write would not reach the file
+        self.flat = torch.from_numpy(flat)
+        self.wide = _widened(self.flat)
+        self._size = self.flat.shape[1] * array.itemsize
+        self._memory = flat.reshape(-1).view(np.uint8).data
+
+    def bytes(self, row: int) -> memoryview:
+        return self._memory[row * self._size : (row + 1) * self._size]
+
+    def announce(self, first: int, last: int) -> None:
+        """Ask the kernel to fetch the rows `first` to `last - 1` in one piece, before they are used."""
+        address = self.flat.data_ptr()
+        advise(address + first * self._size, address + last * self._size, "MADV_WILLNEED")
+
+
+class RowChecks:
+    """The checksums of the rows of some arrays of a file, each of which is compared once."""
+
+    def __init__(self, path: Path, arrays: Mapping[str, np.ndarray], expected: Sequence[int]) -> None:
+        self._path, self._arrays, self._expected = path, arrays, expected
+        self._sound = np.zeros(len(expected), bool)
+
+    def check(self, row: int) -> None:
+        """Raise a WorkError if this row is not what was written."""
+        if not self._sound[row]:
+            if row_checksum(self._arrays, row) != self._expected[row]:
+                raise damaged(self._path)
+            self._sound[row] = True
+
+
+class Fetching:
+    """Announces rows while reading comes from the disk; for rows in memory this would cost a fifth of the copy."""
+
+    def __init__(self) -> None:
+        self.from_disk = True
+
+    @contextmanager
+    def of(self, rows: Sequence[MappedRows], places: Sequence[int]) -> Iterator[None]:
+        """Surround the reading of row `places[i]` of `rows[i]`."""
+        before = _disk_reads()
+        if self.from_disk:
+            for one, place in zip(rows, places):
+                one.announce(place, place + 1)
+        yield
+        self.from_disk = before is None or _disk_reads() != before
+
+
+def _disk_reads() -> int | None:
+    """A counter that grows when this thread waits for a page or reads from the disk; None if the system has none."""
+    try:
+        import resource
+
+        usage = resource.getrusage(resource.RUSAGE_THREAD)
+    except (ImportError, AttributeError):
+        return None
+    return usage.ru_majflt + usage.ru_inblock
+
+
+class BufferPool:
+    """Reuses memory once the last tensor over it is gone, and never before.
+
+    A new buffer of many megabytes costs a page fault every 4 KiB, which is as expensive as the copy itself. As long as a caller
+    keeps a batch, the pool allocates new buffers.
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[Any, list[np.ndarray]] = {}
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Give an uninitialized tensor of `shape`."""
+        free = self._free.setdefault((shape, dtype), [])
+        try:
+            memory = free.pop()
+        except IndexError:
+            # By numpy, which asks for huge pages; copies into memory that torch allocated were slower.
+            memory = np.empty(shape, torch.empty(0, dtype=dtype).numpy().dtype)
+        # Only the storage of the tensor references this view, so it is deleted with the last tensor over the storage.
+        view = memory.view()
+        weakref.finalize(view, free.append, memory).atexit = False
+        return torch.from_numpy(view)
+
+
+def _widened(flat: Tensor) -> Tensor | None:
+    fits = flat.data_ptr() % _WIDE.itemsize == 0 and flat.shape[1] * flat.itemsize % _WIDE.itemsize == 0
+    return flat.view(_WIDE) if fits else None
+
+
+def join_small(rows: Sequence[MappedRows], places: Sequence[int]) -> Tensor:
+    """Stack row `places[i]` of `rows[i]`. For rows of a few KiB, where creating arrays costs more than the copy."""
+    joined = bytearray().join([one.bytes(place) for one, place in zip(rows, places)])
+    array = rows[0].array
+    return torch.from_numpy(np.frombuffer(joined, array.dtype).reshape(len(rows), *array.shape[1:]))
+
+
+def join_large(rows: Sequence[MappedRows], places: Sequence[int], target: Tensor) -> None:
+    """Stack row `places[i]` of `rows[i]` in `target`, in its number format.
+
+    This is one call of torch, which releases the GIL once for all rows, so that two readers do not wait for each other.
+    """
+    flat = target.view(len(rows), -1)
+    if rows[0].flat.dtype != flat.dtype:
+        pieces = [piece for one, place in zip(rows, places) for piece in one.flat[place].split(_PIECE)]
+        torch.cat(pieces, out=flat.view(-1))
+        return
+    whole = _widened(flat)
+    sources = [one.wide[place] for one, place in zip(rows, places) if one.wide is not None]
+    if whole is not None and len(sources) == len(rows):
+        torch.stack(sources, out=whole)
+    else:
+        torch.stack([one.flat[place] for one, place in zip(rows, places)], out=flat)
+
+
+def ordered_map(function: Callable[[P], T], parts: Iterable[P], ahead: int, threads: int) -> Iterator[T]:
+    """Yield `function(part)` in order, computed by threads up to `ahead` parts before they are needed; 0 uses no threads."""
+    if ahead < 1:
+        yield from map(function, parts)
+        return
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="mtb-ahead")
+    waiting: deque[Future[T]] = deque()
+    try:
+        for part in parts:
+            waiting.append(pool.submit(function, part))
+            if len(waiting) > ahead:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)

@@ -118,12 +118,6 @@ def geometry_of(view: str, mask: Image.Image | None, seed: int) -> Geometry:
     return Geometry(off_center_box(mask, seed), SETS["dihedral"][seed % len(SETS["dihedral"])])
 
 
-def apply(image: Image.Image, mask: Image.Image | None, view: str, seed: int) -> tuple[Image.Image, Image.Image | None]:
-    """The view of `image` and of its `mask`, which may be of another size but shows the same frame."""
-    geometry = geometry_of(view, mask, seed)
-    return geometry.of(image), None if mask is None else geometry.of(mask)
-
-
 def view_order(view: str) -> int:
     """Sorts the views of an image: as it is, flips and turns, then off-center crops by number."""
     if is_off_center(view):

@@ -1,6 +1,7 @@
 """Early routing from a saved router: which way, with which router, on which backbone, and every reason why they do not fit.
 
-`backbone/early.py` runs it; here a trained model becomes the function that chooses, and the settings that stores and models record.
+`backbone/partial.py` runs it; here a trained model becomes the function that chooses, and the settings that stores and models
+record.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from medtokenbudget.backbone.backbone import Backbone
-from medtokenbudget.backbone.early import EarlyBackbone, EarlyRoute, Way
+from medtokenbudget.backbone.partial import EarlyBackbone, EarlyRoute, Way
 from medtokenbudget.backbone.preprocess import REC601
 from medtokenbudget.backbone.signals import REGISTRY
 from medtokenbudget.errors import BudgetError, RequestError

@@ -18,8 +18,8 @@ from PIL import Image
 from torch import Tensor, nn
 
 from medtokenbudget.backbone.backbone import Backbone
-from medtokenbudget.backbone.plan import routed_early
 from medtokenbudget.backbone.preprocess import luminance
+from medtokenbudget.backbone.shards import routed_early
 from medtokenbudget.config import BackboneConfig, TrainConfig
 from medtokenbudget.data import patch_labels
 from medtokenbudget.devices import resolve_device

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from medtokenbudget.backbone.backbone import Backbone
-from medtokenbudget.backbone.early import Way
+from medtokenbudget.backbone.partial import Way
 from medtokenbudget.config import BackboneConfig, TrainConfig
 from medtokenbudget.errors import RequestError
 from medtokenbudget.model.hub import SHIPPED

@@ -21,7 +21,7 @@ from safetensors import safe_open
 from safetensors.numpy import save
 
 from medtokenbudget.backbone import FeatureStore
-from medtokenbudget.backbone.pipeline import cpu_threads
+from medtokenbudget.backbone.extract import cpu_threads
 from medtokenbudget.backbone.views import OFF_CENTER
 from medtokenbudget.config import (
     BUDGETS,

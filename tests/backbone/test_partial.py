@@ -8,9 +8,9 @@ import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from medtokenbudget.backbone import routed_pass
+from medtokenbudget.backbone import partial
 from medtokenbudget.backbone.backbone import Backbone
-from medtokenbudget.backbone.early import EarlyBackbone, EarlyRoute
+from medtokenbudget.backbone.partial import EarlyBackbone, EarlyRoute
 from medtokenbudget.errors import RequestError
 from medtokenbudget.tokens import TokenBatch
 
@@ -63,7 +63,7 @@ def dense(model: VisionTransformer, images: Tensor, mask_from: int = DEPTH, kept
 
 
 def patches_of(model: VisionTransformer, x: Tensor, indices: Tensor) -> Tensor:
-    return routed_pass.take(x[:, model.num_prefix_tokens :], indices)
+    return partial.take(x[:, model.num_prefix_tokens :], indices)
 
 
 def close(found: Tensor, expected: Tensor) -> None:
@@ -78,9 +78,9 @@ def test_the_reference_of_these_tests_is_timms_own_pass(model: VisionTransformer
 def test_keeping_all_patches_is_the_dense_pass(model: VisionTransformer, images: Tensor, way: str) -> None:
     indices = some(N)
     if way == "scout":
-        routed = routed_pass.before_blocks(model, images, indices, LAYER)
+        routed = partial.before_blocks(model, images, indices, LAYER)
     else:
-        routed = routed_pass.inside_blocks(model, images, lambda *_: indices, 2, LAYER)
+        routed = partial.inside_blocks(model, images, lambda *_: indices, 2, LAYER)
     expected = model.forward_features(images)
     close(routed.patches, patches_of(model, expected, indices))
     close(routed.prefix, expected[:, : model.num_prefix_tokens])
@@ -90,7 +90,7 @@ def test_a_scout_pass_is_the_dense_pass_with_dropped_keys_masked_from_the_first_
     model: VisionTransformer, images: Tensor
 ) -> None:
     indices = some(5)
-    routed = routed_pass.before_blocks(model, images, indices, LAYER)
+    routed = partial.before_blocks(model, images, indices, LAYER)
     expected = dense(model, images, 0, indices)
     close(routed.patches, patches_of(model, expected, indices))
     close(routed.prefix, expected[:, : model.num_prefix_tokens])
@@ -102,7 +102,7 @@ def test_a_background_token_for_one_dropped_patch_is_dense_attention_with_it(
     model: VisionTransformer, images: Tensor, block: int
 ) -> None:
     indices = some(N - 1)
-    routed = routed_pass.inside_blocks(model, images, lambda *_: indices, block, LAYER)
+    routed = partial.inside_blocks(model, images, lambda *_: indices, block, LAYER)
     expected = model.forward_features(images)
     close(routed.patches, patches_of(model, expected, indices))
     close(routed.prefix, expected[:, : model.num_prefix_tokens])
@@ -113,7 +113,7 @@ def test_a_background_token_for_one_dropped_patch_is_dense_attention_with_it(
 def test_the_background_token_is_the_mean_of_the_dropped_patches_of_each_image() -> None:
     x = torch.randn(3, 2 + N, 4, generator=torch.Generator().manual_seed(5))
     indices = some(6)
-    tokens, bias = routed_pass.prune(x, indices, 2)
+    tokens, bias = partial.prune(x, indices, 2)
     assert bias is not None
     assert tokens.shape == (3, 2 + 6 + 1, 4)
     for image in range(3):
@@ -130,9 +130,9 @@ def test_a_background_token_for_equal_patches_counts_as_often_as_there_are(model
     x = torch.randn(1, prefix + N, 24)
     indices = torch.arange(N - 6).unsqueeze(0)
     x[:, prefix + N - 6 :] = x[:, -1:]
-    kept, bias = routed_pass.prune(x, indices, prefix)
+    kept, bias = partial.prune(x, indices, prefix)
     whole = model.blocks[0](x)
-    routed = routed_pass.run_blocks(model, kept, 0, 1, bias)
+    routed = partial.run_blocks(model, kept, 0, 1, bias)
     close(routed[:, : prefix + N - 6], whole[:, : prefix + N - 6])
     close(routed[:, -1], whole[:, -1])
 
@@ -141,10 +141,10 @@ def test_a_background_token_for_equal_patches_counts_as_often_as_there_are(model
 def test_the_order_of_the_kept_patches_changes_nothing(model: VisionTransformer, images: Tensor, way: str) -> None:
     indices, shuffle = some(6), torch.tensor([3, 0, 5, 1, 4, 2])
 
-    def patches(kept: Tensor) -> routed_pass.Routed:
+    def patches(kept: Tensor) -> partial.Routed:
         if way == "scout":
-            return routed_pass.before_blocks(model, images, kept, LAYER)
-        return routed_pass.inside_blocks(model, images, lambda *_: kept, 2, LAYER)
+            return partial.before_blocks(model, images, kept, LAYER)
+        return partial.inside_blocks(model, images, lambda *_: kept, 2, LAYER)
 
     one, other = patches(indices), patches(indices[:, shuffle])
     close(other.patches, one.patches[:, shuffle])
@@ -153,12 +153,12 @@ def test_the_order_of_the_kept_patches_changes_nothing(model: VisionTransformer,
 
 def test_an_earlier_layer_gives_the_tokens_of_that_block(model: VisionTransformer, images: Tensor) -> None:
     indices = some(N)
-    routed = routed_pass.before_blocks(model, images, indices, 2)
+    routed = partial.before_blocks(model, images, indices, 2)
     [(patches, *_)] = [
         found if isinstance(found, tuple) else (found,)
         for found in model.forward_intermediates(images, indices=[2], norm=True, output_fmt="NLC", intermediates_only=True)
     ]
-    close(routed.patches, routed_pass.take(patches, indices))
+    close(routed.patches, partial.take(patches, indices))
 
 
 SHAPE = {"img_size": SIZE, "patch_size": 8, "embed_dim": 24, "depth": DEPTH, "num_heads": 2}
@@ -216,10 +216,10 @@ def tiny(name: str) -> VisionTransformer:
 @pytest.mark.parametrize("name", ROUTABLE)
 def test_keeping_all_patches_is_the_dense_pass_for_every_family(name: str, images: Tensor) -> None:
     model, pixels, indices = tiny(name), images.double(), some(N)
-    routed_pass.check_routable(model, name)
+    partial.check_routable(model, name)
     expected = model.forward_features(pixels)
-    ways = {"before the blocks": routed_pass.before_blocks(model, pixels, indices, LAYER)}
-    ways |= {f"from block {k} on": routed_pass.inside_blocks(model, pixels, lambda _: indices, k, LAYER) for k in (1, LAYER)}
+    ways = {"before the blocks": partial.before_blocks(model, pixels, indices, LAYER)}
+    ways |= {f"from block {k} on": partial.inside_blocks(model, pixels, lambda _: indices, k, LAYER) for k in (1, LAYER)}
     for routed in ways.values():
         close(routed.patches, patches_of(model, expected, indices))
         close(routed.prefix, expected[:, : model.num_prefix_tokens])
@@ -245,17 +245,17 @@ def test_attention_inside_is_that_of_the_dense_pass_for_every_family(name: str, 
 def test_a_family_that_cannot_run_on_a_part_of_its_patches_is_refused_with_the_reason(name: str) -> None:
     model = timm.create_model(name, pretrained=False, num_classes=0, **SHAPE)
     with pytest.raises(RequestError, match=rf"cannot run on a part of its patches: .*{REFUSED[name]}.*drop --route"):
-        routed_pass.check_routable(model, name)
+        partial.check_routable(model, name)
 
 
 def test_an_embedding_that_mixes_patches_is_refused() -> None:
     name = "vit_small_r26_s32_224"
     with pytest.raises(RequestError, match=r"its patch embedding is not one linear map per patch.*drop --route"):
-        routed_pass.check_routable(timm.create_model(name, pretrained=False, num_classes=0), name)
+        partial.check_routable(timm.create_model(name, pretrained=False, num_classes=0), name)
 
 
 def test_plain_vision_transformers_are_routable(model: VisionTransformer) -> None:
-    routed_pass.check_routable(model, "tiny")
+    partial.check_routable(model, "tiny")
 
 
 @pytest.mark.slow
@@ -267,7 +267,7 @@ def test_the_pass_compiles_to_one_graph_without_waiting_for_a_value(images: Tens
         def best(x: Tensor) -> Tensor:
             return x[:, 1:].square().sum(-1).topk(5, dim=1).indices
 
-        return routed_pass.inside_blocks(model, pixels, best, 1, 2).patches
+        return partial.inside_blocks(model, pixels, best, 1, 2).patches
 
     with torch.no_grad():
         compiled = torch.compile(routed, fullgraph=True, backend="aot_eager")

@@ -1,14 +1,17 @@
-"""The routed pass: a vision transformer runs its own timm blocks on K of its N patches. The router comes in as a function.
+"""Run a frozen vision transformer on K of its N patches: the routed pass, and `EarlyBackbone`, a backbone that is routed so.
 
-Two ways: only the chosen patches are embedded (`choose` has seen the image), or all of them run up to a block, where `choose` sees
-its tokens and the rest collapses into one background token. K is fixed, so that all shapes are static, and nothing
-waits for a value on the host: the pass compiles and exports as one graph.
+The router comes in as a function. Two ways: only the chosen patches are embedded ('scout', which has seen the image), or all run up
+to a block, where the router sees its tokens and the rest collapses into one background token ('inside'). K is fixed, so all shapes
+are static, and nothing waits for a value on the host: the pass compiles and exports as one graph. The tokens are those of the kept
+patches alone, so heads are trained on them, never reused from the dense pass; the fingerprint says how they were made.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from timm.layers import PatchEmbed
@@ -16,10 +19,13 @@ from timm.models.vision_transformer import Attention, VisionTransformer
 from torch import Tensor
 from torch.nn import functional as F
 
+from medtokenbudget.backbone.attention import AttentionTap
+from medtokenbudget.backbone.backbone import Backbone, Model
+from medtokenbudget.backbone.signals import REGISTRY, reduce_attention
 from medtokenbudget.errors import RequestError
+from medtokenbudget.tokens import TokenBatch
 
-Model = Any
-"""A timm vision transformer; its attributes have no static types."""
+Way = Literal["scout", "inside"]
 
 
 class Routed(NamedTuple):
@@ -159,3 +165,125 @@ def _finish(model: Model, x: Tensor, indices: Tensor) -> Routed:
     """Normed tokens without the background token."""
     x, prefix = model.norm(x), int(model.num_prefix_tokens)
     return Routed(x[:, prefix : prefix + indices.shape[1]], x[:, :prefix], indices)
+
+
+@dataclass(frozen=True)
+class EarlyRoute:
+    """How a backbone is routed early.
+
+    Attributes:
+        way: 'scout' chooses patches before block 0, 'inside' before `block`.
+        k: Number of patches that are kept.
+        score: For 'scout' from images [B, 3, s, s], RGB in [0, 1], to scores [B, n] on `grid`; for 'inside' from the normed tokens
+            of the block before `block` to scores [B, N]. The highest are kept.
+        size: Side s of the images that `score` reads ('scout').
+        grid: Rows and columns of the scores.
+        requires: Fields of the `TokenBatch` that `score` reads beside the patches ('inside').
+        block: First block that runs on the kept patches ('inside').
+        settings: All of this as JSON values, with the hash of the router; part of the backbone's fingerprint.
+    """
+
+    way: Way
+    k: int
+    score: Callable[[Any], Tensor]
+    grid: tuple[int, int]
+    size: int
+    settings: dict[str, Any]
+    requires: tuple[str, ...] = ()
+    block: int = 4
+
+
+class Early(Protocol):
+    """Makes an early backbone of a loaded one, and saves what that needs."""
+
+    def wrap(self, backbone: Backbone) -> EarlyBackbone: ...
+
+    def save(self, folder: Path) -> Any: ...
+
+
+class EarlyBackbone(Backbone):
+    """A backbone with an early route. It takes over the network of `dense`, which is not to be used any more.
+
+    Raises:
+        RequestError: The backbone cannot run on a part of its patches, or the route does not fit it.
+    """
+
+    def __init__(self, dense: Backbone, route: EarlyRoute) -> None:
+        self.__dict__.update(vars(dense))
+        _check_route(dense, route)
+        self.route = route
+        self.fingerprint = {**dense.fingerprint, "route": route.settings}
+        # Nothing reads the attention of the last block, and its hooks do not know the bias of a background token.
+        for block in self.model.blocks:
+            block._forward_pre_hooks.clear()
+            block._forward_hooks.clear()
+        if route.way == "inside" and route.requires:
+            self._tap = AttentionTap(self.model.blocks[route.block - 1], self.config.name)
+
+    @property
+    def default_signals(self) -> tuple[str, ...]:
+        """None: the attention to kept patches is not looked at."""
+        return ()
+
+    def tokens(self, images: Tensor, *arguments: Any, **options: Any) -> TokenBatch:
+        """Tokens of normalized images [B, 3, S, S], without checks: those of the kept patches with their places on the grid."""
+        if self.route.way == "scout":
+            kept = self._score_by_scout(images).topk(self.route.k, dim=1).indices
+            routed = before_blocks(self.model, images, kept, self.layer)
+        else:
+            routed = inside_blocks(self.model, images, self._choose, self.route.block, self.layer)
+        cls = routed.prefix[:, 0] if self.has_cls else None
+        return TokenBatch(routed.patches, self.grid, cls=cls, places=routed.indices)
+
+    def _score_by_scout(self, images: Tensor) -> Tensor:
+        """Compute scores [B, N] on this backbone's grid from images that are normalized for it."""
+        scores = self.route.score(downscale(self.preprocessing.denormalize(images), self.route.size))
+        return upsample_scores(scores, self.route.grid, self.grid)
+
+    def _choose(self, x: Tensor) -> Tensor:
+        """Choose the patches to keep from the tokens of the block in front of the pruned one."""
+        normed = self.model.norm(x)
+        cls = normed[:, 0] if self.has_cls else None
+        tokens = TokenBatch(normed[:, self.prefix :], self.grid, cls=cls)
+        if self.route.requires:
+            assert self._tap is not None
+            signals = [name for name in self.route.requires if name in REGISTRY]
+            values: dict[str, Any] = dict(reduce_attention(self._tap.inputs(), self.prefix, signals))
+            tokens = replace(tokens, **values)
+        return self.route.score(tokens).topk(self.route.k, dim=1).indices
+
+
+def _check_route(dense: Backbone, route: EarlyRoute) -> None:
+    (h, w), (sh, sw), size = dense.grid, route.grid, dense.preprocessing.image_size
+    check_routable(dense.model, dense.config.name)
+    if route.way == "scout" and (h % sh or w % sw or h // sh != w // sw or size % route.size):
+        raise RequestError(
+            f"The scout looks at {sh} x {sw} patches of {route.size} pixels, but the backbone has {h} x {w} patches of {size} "
+            f"pixels. Each patch of the scout must cover a whole number of the backbone's: choose a backbone, an --image-size or a "
+            f"--router whose grid fits."
+        )
+    if route.way == "inside" and not 1 <= route.block <= dense.layer:
+        raise RequestError(
+            f"--route block:{route.block} does not exist: tokens come from block {dense.layer}, so it can be block:1 to "
+            f"block:{dense.layer}."
+        )
+    if route.way == "inside" and "rollout" in route.requires:
+        raise RequestError("A router inside the backbone cannot read rollout, which needs all blocks. Use another --router.")
+    if route.way == "inside" and route.grid != dense.grid:
+        raise RequestError(
+            f"The router scores {sh} x {sw} patches, but the backbone has {h} x {w}. Use the router of this backbone."
+        )
+
+
+def downscale(images: Tensor, size: int) -> Tensor:
+    """Reduce images [B, 3, S, S] to `size` pixels, of which S is a multiple, by means of squares."""
+    times = images.shape[-1] // size
+    return images if times == 1 else F.avg_pool2d(images, times)
+
+
+def upsample_scores(scores: Tensor, grid: tuple[int, int], to: tuple[int, int]) -> Tensor:
+    """Interpolate scores [B, n] of a grid to one whose patches divide its own, [B, N], between the centers of patches."""
+    if grid == to:
+        return scores
+    field = scores.reshape(-1, 1, *grid)
+    return F.interpolate(field, size=to, mode="bilinear", align_corners=False).flatten(1)

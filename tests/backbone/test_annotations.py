@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-from collections.abc import Callable
+import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,31 +13,16 @@ import torch
 from PIL import Image
 
 from medtokenbudget.backbone import FeatureStore, extract
-from medtokenbudget.backbone.store import info
 from medtokenbudget.cli import main
 from medtokenbudget.config import BackboneConfig
-from medtokenbudget.data import Manifest, decode_mask, patch_labels
+from medtokenbudget.data import Manifest, decode_image, decode_mask, patch_labels
 from medtokenbudget.errors import RequestError, WorkError
-from medtokenbudget.files import write_sealed
-from tests.backbone.tiny import CONFIG, GRID, contents, lesion_mask, tiny_backbone, tiny_manifest
-from tests.bad_input.damage import edit_json
-
-OFF_CENTER = replace(CONFIG, views="off-center")
-
-
-@pytest.fixture
-def backbone(tmp_path: Path) -> BackboneConfig:
-    return tiny_backbone(tmp_path / "backbone")
+from tests.backbone.tiny import CONFIG, GRID, OFF_CENTER, contents, lesion_mask, tiny_manifest
 
 
 @pytest.fixture
 def manifest(tmp_path: Path) -> Manifest:
     return tiny_manifest(tmp_path / "images", 10)
-
-
-@pytest.fixture
-def store(tmp_path: Path, backbone: BackboneConfig, manifest: Manifest) -> FeatureStore:
-    return extract(manifest, tmp_path / "store", backbone, OFF_CENTER)
 
 
 def fresh(tmp_path: Path, backbone: BackboneConfig, manifest: Manifest) -> FeatureStore:
@@ -215,114 +198,20 @@ def test_what_failed_is_tried_again_when_it_can_succeed(tmp_path: Path, backbone
 def test_an_image_that_could_not_be_decoded_for_a_moment_is_tried_again(
     tmp_path: Path, backbone: BackboneConfig, manifest: Manifest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from medtokenbudget.backbone import pipeline
-
-    real = pipeline.decode_image
+    extraction = sys.modules[extract.__module__]
+    real = decode_image
 
     def sometimes(path: str) -> Image.Image:
         if "image-004" in str(path):
             raise RequestError("no luck")
         return real(path)
 
-    monkeypatch.setattr(pipeline, "decode_image", sometimes)
+    monkeypatch.setattr(extraction, "decode_image", sometimes)
     store = extract(manifest, tmp_path / "store", backbone, CONFIG)
     assert [error.image_id for error in store.errors] == ["image-004"]
     monkeypatch.undo()
     again = extract(manifest, tmp_path / "store", backbone, CONFIG)
     assert (again.errors, again.ids) == ([], manifest.ids)
-
-
-def test_info_says_what_is_inside(store: FeatureStore, manifest: Manifest, capsys: pytest.CaptureFixture[str]) -> None:
-    FeatureStore.open(store.path, replace(manifest.take(range(3)), name="three"))
-    assert main(["store", "info", str(store.path), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found == info(store.path)
-    assert (found["images"], found["rows"], found["views"]) == (10, 15, {"identity": 10, "off-center": 5})
-    assert {(one["name"], one["images"], one["fits"]) for one in found["manifests"]} == {("unnamed", 10, True), ("three", 3, True)}
-    assert main(["store", "info", str(store.path)]) == 0
-    assert "10 images, 15 rows" in capsys.readouterr().out
-    assert main(["store", "inform", str(store.path)]) == 2
-
-
-def damage(path: Path, offset: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[offset] ^= 1
-    path.write_bytes(data)
-
-
-@pytest.mark.parametrize("field", ["patches", "luminance"])
-def test_a_changed_value_is_noticed_when_it_is_read(store: FeatureStore, manifest: Manifest, field: str) -> None:
-    path = store.path / "shard-00001.safetensors"
-    length = int.from_bytes(path.read_bytes()[:8], "little")
-    header = json.loads(path.read_bytes()[8 : 8 + length])
-    damage(path, 8 + length + header[field]["data_offsets"][0] + 5)
-    opened = FeatureStore.open(store.path, manifest)
-    with pytest.raises(WorkError, match=r"shard-00001.safetensors is damaged. Delete it and run"):
-        list(opened.batches(range(len(opened)), 4))
-    if field == "luminance":
-        with pytest.raises(WorkError, match="is damaged"):
-            FeatureStore.open(store.path, manifest).luminance  # noqa: B018
-
-
-def test_a_damaged_shard_that_was_deleted_is_made_again(backbone: BackboneConfig, manifest: Manifest, store: FeatureStore) -> None:
-    before = contents(store.path)
-    (store.path / "shard-00001.safetensors").unlink()
-    extract(manifest, store.path, backbone, OFF_CENTER)
-    assert contents(store.path) == before
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        (lambda s: s["backbone"].update(grid=[2, 8]), WorkError, "was changed after they were made"),
-        (lambda s: s.update(dtype="fp32"), WorkError, "was changed after they were made"),
-        (lambda s: s["backbone"].update(grid=[0, 8]), RequestError, "backbone.grid must be two positive numbers"),
-        (lambda s: s["backbone"].update(grid="4x4"), RequestError, "backbone.grid must be list"),
-        (lambda s: s.update(backbone=[]), RequestError, "backbone must be dict"),
-        (lambda s: s.update(keep=True), RequestError, "keep must be"),
-        (lambda s: s.update(format=2), RequestError, r"has store format 2, but this version reads format 4. Run `mtb extract"),
-    ],
-)
-def test_a_changed_store_json_is_noticed(
-    store: FeatureStore, manifest: Manifest, change: Callable[[dict[str, Any]], None], error: type[Exception], message: str
-) -> None:
-    edit_json(store.path / "store.json", change)
-    with pytest.raises(error, match=message):
-        FeatureStore.open(store.path, manifest)
-
-
-@pytest.mark.parametrize("count", ["too few", "too many", "no checksum"])
-def test_a_sidecar_with_other_rows_than_planned_is_noticed_and_made_again(
-    backbone: BackboneConfig, manifest: Manifest, store: FeatureStore, count: str
-) -> None:
-    before = contents(store.path)
-
-    def change(sidecar: dict[str, Any]) -> None:
-        if count == "too few":
-            sidecar["rows"], sidecar["checksums"] = sidecar["rows"][:-1], sidecar["checksums"][:-1]
-        elif count == "too many":
-            sidecar["rows"], sidecar["checksums"] = sidecar["rows"] * 2, sidecar["checksums"] * 2
-        else:
-            sidecar["checksums"] = []
-
-    edit_json(store.path / "shard-00001.json", change)
-    with pytest.raises(RequestError, match="1 of 4 shards are missing"):
-        FeatureStore.open(store.path, manifest)
-    extract(manifest, store.path, backbone, OFF_CENTER)
-    assert contents(store.path) == before
-
-
-@pytest.mark.parametrize(
-    "text", ["[]", '{"0": 3}', '{"x": []}', '{"0": [["a"]]}', '{"0": []}', '{"-1": [["a", "identity"]]}', "[" * 100_000]
-)
-def test_a_damaged_plan_is_a_message(store: FeatureStore, text: str) -> None:
-    (store.path / "plan.json").write_text(text)
-    with pytest.raises(RequestError, match=r"plan.json is (damaged|nested too deeply)"):
-        FeatureStore.open(store.path)
-    if text.startswith("{"):
-        write_sealed(store.path / "plan.json", json.loads(text))
-        with pytest.raises(RequestError, match=r"plan.json is damaged"):
-            FeatureStore.open(store.path)
 
 
 def test_a_damaged_cache_is_made_again(store: FeatureStore, manifest: Manifest) -> None:
@@ -346,44 +235,6 @@ def test_flipped_lesion_patches_in_the_cache_are_noticed_and_computed_again(
     assert file.read_bytes() == whole
 
 
-def test_a_changed_crop_box_or_image_size_is_noticed_and_the_shard_made_again(
-    backbone: BackboneConfig, manifest: Manifest, store: FeatureStore, capsys: pytest.CaptureFixture[str]
-) -> None:
-    before = contents(store.path)
-    path = store.path / "shard-00001.json"
-    sidecar = json.loads(path.read_text())
-    sidecar["rows"][0][2][0] += 16
-    path.write_text(json.dumps(sidecar))
-    assert main(["store", "info", str(store.path)]) == 1
-    assert "shard-00001.json" in capsys.readouterr().err
-    with pytest.raises(RequestError, match=r"1 of 4 shards are missing or damaged \(shard-00001.json\)"):
-        FeatureStore.open(store.path, manifest)
-    extract(manifest, store.path, backbone, OFF_CENTER)
-    assert contents(store.path) == before
-
-
-def test_a_shard_whose_header_calls_floats_integers_is_damaged(store: FeatureStore, manifest: Manifest) -> None:
-    path = store.path / "shard-00001.safetensors"
-    path.write_bytes(path.read_bytes().replace(b'"F32"', b'"I32"'))
-    with pytest.raises(WorkError, match=r"shard-00001.safetensors is damaged"):
-        FeatureStore.open(store.path, manifest).luminance  # noqa: B018
-
-
-def test_a_damaged_plan_can_be_deleted_and_finished_shards_stay(
-    backbone: BackboneConfig, manifest: Manifest, store: FeatureStore
-) -> None:
-    before = contents(store.path)
-    stamps = {file: file.stat().st_mtime_ns for file in store.path.glob("shard-*")}
-    path = store.path / "plan.json"
-    path.write_bytes(path.read_bytes().replace(b"identity", b"idents", 1))
-    with pytest.raises(RequestError, match=r"plan.json is damaged or was edited.* Delete it and run"):
-        FeatureStore.open(store.path)
-    path.unlink()
-    extract(manifest, store.path, backbone, OFF_CENTER)
-    assert contents(store.path) == before
-    assert {file: file.stat().st_mtime_ns for file in store.path.glob("shard-*")} == stamps
-
-
 def test_a_view_that_failed_for_a_mask_is_no_error_of_a_manifest_without_that_mask(
     tmp_path: Path, backbone: BackboneConfig, manifest: Manifest
 ) -> None:
@@ -393,3 +244,22 @@ def test_a_view_that_failed_for_a_mask_is_no_error_of_a_manifest_without_that_ma
     assert {(error.view, "mask is empty" in error.reason) for error in masked.errors} == {("off-center", True)}
     plain = extract(manifest.with_columns(mask=[None] * 10), masked.path, backbone, CONFIG)
     assert (len(plain), plain.errors) == (10, [])
+
+
+def test_a_mask_that_cannot_lie_on_its_image_is_an_error_of_that_image(tmp_path: Path, backbone: BackboneConfig) -> None:
+    manifest = tiny_manifest(tmp_path / "images", 4)
+    Image.new("L", (80, 30), 255).save(tmp_path / "images" / "image-002-mask.png")
+    store = extract(manifest, tmp_path / "store", backbone, CONFIG)
+    assert [error.image_id for error in store.errors] == ["image-002"]
+    assert "has 80 x 30 pixels, the image 48 x 40." in store.errors[0].reason
+
+
+def test_an_image_that_changed_since_is_noticed(tmp_path: Path, backbone: BackboneConfig, manifest: Manifest) -> None:
+    store = extract(manifest, tmp_path / "store", backbone, CONFIG)
+    store.verify(manifest)
+    Image.new("RGB", (48, 40), "brown").save(manifest.image_path(3))
+    with pytest.raises(WorkError, match=r"1 of 10 images have changed since .*: image-003. Run the same"):
+        store.verify(manifest)
+    again = FeatureStore.open(store.path, manifest)
+    with pytest.raises(RequestError, match=r"1 of 1 images are not in the store .*image-003.* Run `mtb extract"):
+        again.rows(["image-003"])
