@@ -141,11 +141,11 @@ def test_the_numbers_in_the_python_of_the_retention_page_are_right(capsys: pytes
     blocks = [body for language, body in steps(DOCS / "retention.md") if language == "python"]
     names: dict[str, Any] = {}
     exec(compile("\n".join(blocks), "retention.md", "exec"), names)
-    assert len(blocks) == 3
-    assert (names["found"].pooled, names["found"].of_ceiling) == (0.5, 0.75)
-    assert names["found"].ceiling == pytest.approx(2 / 3)
+    assert len(blocks) == 2
+    assert (names["measured"].pooled, names["measured"].of_ceiling) == (0.5, 0.75)
+    assert names["measured"].ceiling == pytest.approx(2 / 3)
     assert capsys.readouterr().out.startswith("retention 0.")
-    assert names["total"].compute().n > 0
+    assert names["result"].n > 0
 
 
 @pytest.mark.slow

@@ -1,22 +1,34 @@
-"""Lesion retention: how much of the lesion the kept patches contain, from masks, from counts, and over many batches."""
+"""The definition of every quantity that the package measures: lesion retention, group purity, classification, calibration.
+
+Everything that reports a number calls this module, so that one name means one thing in training, results, report and explorer. All
+functions return fractions (enrichment is a ratio of two), and NaN where there is nothing to measure: not measured is not zero.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
+from scipy.stats import rankdata
 from torch import Tensor
 
 from medtokenbudget.errors import CountError, RequestError, ShapeError
-from medtokenbudget.metrics.ratios import Floats, ratio
 
+Floats = NDArray[np.float64]
+ECE_BINS = 15
+"""Bins of the expected calibration error."""
 _GRID_SIDES = range(7, 49)
 """Sides of a square of patches that is one image: the smallest usual grid is 7 x 7, so images of 7 to 48 patches are not usual."""
 _SHAPES = "Pass one image as [N] or [1, h, w], and a batch as [B, N] or [B, h, w]."
+
+
+def ratio(numerator: ArrayLike, denominator: ArrayLike) -> Floats:
+    """Elementwise quotient; NaN where the denominator is 0: not measured is not zero."""
+    numerator, denominator = np.broadcast_arrays(np.asarray(numerator, float), np.asarray(denominator, float))
+    return np.divide(numerator, denominator, out=np.full(numerator.shape, np.nan), where=denominator != 0)
 
 
 @dataclass(frozen=True)
@@ -45,7 +57,7 @@ class Retention:
 
 
 def lesion_retention(kept: Tensor | ArrayLike, lesion: Tensor | ArrayLike, has_mask: Tensor | ArrayLike | None = None) -> Retention:
-    """Measures how much of the lesion a selection kept.
+    """Measure how much of the lesion a selection kept.
 
     K may differ between images: it is counted from each row of `kept`. Images without a lesion patch are left out and counted in
     `Retention.empty`; images without a mask are left out and not counted.
@@ -66,15 +78,15 @@ def lesion_retention(kept: Tensor | ArrayLike, lesion: Tensor | ArrayLike, has_m
     Example:
         >>> kept = [[1, 1, 0, 0], [0, 1, 1, 0]]
         >>> lesion = [[1, 0, 0, 0], [0, 1, 1, 1]]
-        >>> found = lesion_retention(kept, lesion)
-        >>> found.pooled, found.ceiling, found.of_ceiling  # 3 of 4 lesion patches, and no two patches could contain more
+        >>> retention = lesion_retention(kept, lesion)
+        >>> retention.pooled, retention.ceiling, retention.of_ceiling  # 3 of 4 lesion patches; no other choice has more
         (0.75, 0.75, 1.0)
     """
     return _Sums.of_masks(kept, lesion, has_mask).retention()
 
 
 def retention_of_counts(kept_lesion: ArrayLike | None, lesion: ArrayLike, k: ArrayLike, n_patches: ArrayLike) -> Retention:
-    """Measures retention from the counts of each image, for tables that have no masks.
+    """Measure retention from the counts of each image, for tables that have no masks.
 
     Args:
         kept_lesion: `[n]` kept lesion patches. None where they are not known (mergers): then only the ceiling is measured.
@@ -90,8 +102,8 @@ def retention_of_counts(kept_lesion: ArrayLike | None, lesion: ArrayLike, k: Arr
         RequestError: An image kept more lesion patches than min(k, lesion).
 
     Example:
-        >>> found = retention_of_counts(kept_lesion=[8, 40, 0], lesion=[10, 100, 0], k=50, n_patches=256)
-        >>> round(found.pooled, 3), round(found.of_ceiling, 3), found.n, found.empty
+        >>> retention = retention_of_counts(kept_lesion=[8, 40, 0], lesion=[10, 100, 0], k=50, n_patches=256)
+        >>> round(retention.pooled, 3), round(retention.of_ceiling, 3), retention.n, retention.empty
         (0.436, 0.8, 2, 1)
     """
     return _Sums.of_counts(kept_lesion, lesion, k, n_patches).retention()
@@ -127,7 +139,7 @@ def share_of_ceiling(kept_lesion: ArrayLike, lesion: ArrayLike, k: ArrayLike) ->
 
 
 def kept_lesion_counts(order: Tensor | ArrayLike, lesion: Tensor | ArrayLike, k: ArrayLike) -> NDArray[np.int64]:
-    """Counts the lesion patches among the first K of a ranking, for several K in one pass.
+    """Count the lesion patches among the first K of a ranking, for several K in one pass.
 
     Args:
         order: `[B, N]` patch indices, best first.
@@ -155,7 +167,7 @@ def kept_lesion_counts(order: Tensor | ArrayLike, lesion: Tensor | ArrayLike, k:
 
 
 class LesionRetention:
-    """Lesion retention over many batches, with the interface of a torchmetrics metric.
+    """Accumulate lesion retention over many batches.
 
     It keeps sums, not masks, so its memory does not grow. Integer sums make the result independent of how the images are split into
     batches (the per-image mean up to rounding).
@@ -180,47 +192,20 @@ class LesionRetention:
         self._sums = _Sums()
 
     def update(self, kept: Tensor | ArrayLike, lesion: Tensor | ArrayLike, has_mask: Tensor | ArrayLike | None = None) -> None:
-        """Adds a batch; the arguments are those of `lesion_retention`."""
+        """Add a batch; the arguments are those of `lesion_retention`."""
         self._sums += _Sums.of_masks(kept, lesion, has_mask)
 
-    def forward(
-        self, kept: Tensor | ArrayLike, lesion: Tensor | ArrayLike, has_mask: Tensor | ArrayLike | None = None
-    ) -> Retention:
-        """Adds a batch and returns the retention of this batch alone; calling the object does the same."""
-        batch = _Sums.of_masks(kept, lesion, has_mask)
-        self._sums += batch
-        return batch.retention()
-
-    __call__ = forward
-
     def compute(self) -> Retention:
-        """Returns the retention over everything since the last `reset`; NaN with `n=0` when nothing was measured."""
+        """Return the retention over everything since the last `reset`; NaN with `n=0` when nothing was measured."""
         return self._sums.retention()
 
     def reset(self) -> None:
-        """Forgets everything."""
+        """Forget everything."""
         self._sums = _Sums()
 
-    @property
-    def metric_state(self) -> dict[str, float]:
-        """The sums by name: small, additive and JSON-ready, to be gathered from other processes or stored."""
-        return asdict(self._sums)
-
-    def merge_state(self, incoming_state: LesionRetention | Mapping[str, float]) -> None:
-        """Adds what another object measured, or its `metric_state`.
-
-        Raises:
-            RequestError: `incoming_state` is neither.
-        """
-        state = incoming_state.metric_state if isinstance(incoming_state, LesionRetention) else incoming_state
-        names = [field.name for field in fields(_Sums)]
-        if not isinstance(state, Mapping) or set(state) != set(names):
-            raise RequestError(f"`merge_state` needs a LesionRetention or its metric_state with the keys {', '.join(names)}.")
-        self._sums += _Sums(**{name: float(state[name]) for name in names})
-
     def __repr__(self) -> str:
-        found = self.compute()
-        return f"LesionRetention(pooled={found.pooled:.4f}, of_ceiling={found.of_ceiling:.4f}, n={found.n}, empty={found.empty})"
+        total = self.compute()
+        return f"LesionRetention(pooled={total.pooled:.4f}, of_ceiling={total.of_ceiling:.4f}, n={total.n}, empty={total.empty})"
 
 
 @dataclass(frozen=True)
@@ -322,5 +307,218 @@ def _mask(name: str, value: Any) -> Tensor:
     return value.bool()
 
 
-def _not_boolean(name: str, found: str) -> RequestError:
-    return RequestError(f"`{name}` must be boolean or 0/1 integers, got {found}. Apply a threshold first, for example `x > 0.5`.")
+def _not_boolean(name: str, given: str) -> RequestError:
+    return RequestError(f"`{name}` must be boolean or 0/1 integers, got {given}. Apply a threshold first, for example `x > 0.5`.")
+
+
+def group_purity(assignment: Tensor, lesion: Tensor) -> Tensor:
+    """Measure how little a merger's groups mix lesion and background; the counterpart of retention for merged tokens.
+
+    Args:
+        assignment: `[B, N]` integers, the group that each patch went to, -1 for dropped patches (`Selection.assignment`).
+        lesion: `[B, N]` lesion patches.
+
+    Returns:
+        `[B]` share of the patches that are in the majority of their group (lesion or background): 1 when no group mixes them. NaN
+        for an image whose patches were all dropped.
+
+    Example:
+        >>> import torch
+        >>> group_purity(torch.tensor([[0, 0, 1, 1]]), torch.tensor([[True, True, True, False]])).tolist()
+        [0.75]
+    """
+    size, lesions = _group_sizes(assignment, lesion)
+    return torch.maximum(lesions, size - lesions).sum(1) / size.sum(1)
+
+
+def lesion_dominated(assignment: Tensor, lesion: Tensor) -> Tensor:
+    """Measure how much of the lesion is still in tokens of its own: the retention of mergers.
+
+    A token is dominated by lesion if more than half of its patches are lesion patches. Where patches are kept as they are, every
+    kept patch is a token of its own, and this is the retention.
+
+    Args:
+        assignment: `[B, N]` integers, the group that each patch went to, -1 for dropped patches (`Selection.assignment`).
+        lesion: `[B, N]` lesion patches.
+
+    Returns:
+        `[B]` share of the lesion patches that are in a token dominated by lesion. NaN for an image without lesion patches.
+
+    Example:
+        >>> import torch
+        >>> lesion = torch.tensor([[True, True, True, False, False, True]])
+        >>> lesion_dominated(torch.tensor([[0, 0, 1, 1, 1, -1]]), lesion).tolist()  # two of four; one is outvoted, one dropped
+        [0.5]
+    """
+    size, lesions = _group_sizes(assignment, lesion)
+    dominated = torch.where(2 * lesions > size, lesions, torch.zeros_like(lesions)).sum(1)
+    total = lesion.float().sum(1)
+    return torch.where(total > 0, dominated / total.clamp_min(1), torch.nan)
+
+
+def lesion_mass(attention: Tensor, lesion: Tensor) -> Tensor:
+    """Measure how much of the tokens of a soft merger comes from the lesion.
+
+    For a selector that keeps patches as they are, this is the precision: the share of the kept patches that are lesion.
+
+    Args:
+        attention: `[B, K, N]` share of each patch in each token, rows sum to 1 (`Selection.attention`).
+        lesion: `[B, N]` lesion patches.
+
+    Returns:
+        `[B]` attention on lesion patches, averaged over the tokens. NaN for an image without lesion patches.
+
+    Example:
+        >>> import torch
+        >>> attention = torch.tensor([[[0.5, 0.5, 0.0], [0.0, 0.0, 1.0]]])
+        >>> lesion_mass(attention, torch.tensor([[True, False, True]])).tolist()
+        [0.75]
+    """
+    if attention.ndim != 3 or lesion.shape != (attention.shape[0], attention.shape[2]):
+        raise ShapeError(
+            f"`attention` must be [B, K, N] and `lesion` [B, N], got {list(attention.shape)} and {list(lesion.shape)}."
+        )
+    mass = (attention.mean(1) * lesion.to(attention.dtype)).sum(1)
+    return torch.where(lesion.bool().any(1), mass, torch.nan)
+
+
+def _group_sizes(assignment: Tensor, lesion: Tensor) -> tuple[Tensor, Tensor]:
+    """Patches and lesion patches of each group, [B, groups] each."""
+    if assignment.ndim != 2 or assignment.shape != lesion.shape:
+        raise ShapeError(f"`assignment` and `lesion` must be [B, N], got {list(assignment.shape)} and {list(lesion.shape)}.")
+    n, last = assignment.shape[1], int(assignment.max()) if assignment.numel() else -1
+    if last >= n:
+        raise ShapeError(f"`assignment` names group {last}, but there are only {n} patches in an image [B, N]. Flatten grids.")
+    ones = (assignment >= 0).float()
+    target = assignment.clamp_min(0)
+    groups = int(target.max()) + 1 if target.numel() else 1
+    size = torch.zeros(len(assignment), groups, device=assignment.device).scatter_add_(1, target, ones)
+    return size, torch.zeros_like(size).scatter_add_(1, target, ones * lesion.float())
+
+
+def correct(label: ArrayLike, predicted: ArrayLike) -> NDArray[np.bool_]:
+    """`[n]` True where the predicted class is the label."""
+    label, predicted = np.asarray(label), np.asarray(predicted)
+    if label.shape != predicted.shape:
+        raise ShapeError(f"`label` and `predicted` must have the same shape, got {list(label.shape)} and {list(predicted.shape)}.")
+    return np.asarray(label == predicted)
+
+
+def accuracy(label: ArrayLike, predicted: ArrayLike) -> float:
+    """Share of the images whose predicted class is the label.
+
+    Example:
+        >>> accuracy([0, 1, 2, 2], [0, 1, 2, 0])
+        0.75
+    """
+    hits = correct(label, predicted)
+    return float(hits.mean()) if hits.size else float("nan")
+
+
+def class_counts(label: ArrayLike, predicted: ArrayLike, classes: int) -> Floats:
+    """`[3, C]`: for each class its true positives, the images of the class, and the images predicted as the class."""
+    label, predicted = np.asarray(label, int), np.asarray(predicted, int)
+    hits = np.bincount(label[correct(label, predicted)], minlength=classes)
+    return np.stack([hits, np.bincount(label, minlength=classes), np.bincount(predicted, minlength=classes)]).astype(float)
+
+
+def recall(label: ArrayLike, predicted: ArrayLike, classes: int) -> Floats:
+    """`[C]` share of each class's images that were predicted as the class; NaN for classes without an image.
+
+    Example:
+        >>> recall([0, 0, 1], [0, 1, 1], classes=3).tolist()
+        [0.5, 1.0, nan]
+    """
+    hits, true, _ = class_counts(label, predicted, classes)
+    return ratio(hits, true)
+
+
+def macro_f1(label: ArrayLike, predicted: ArrayLike, classes: int) -> float:
+    """Unweighted mean of the F1 of each class that occurs as label or as prediction (scikit-learn's default).
+
+    Example:
+        >>> round(macro_f1([0, 0, 1], [0, 1, 1], classes=2), 4)  # both classes have an F1 of 2/3
+        0.6667
+    """
+    return float(macro_f1_of_counts(class_counts(label, predicted, classes)))
+
+
+def macro_f1_of_counts(counts: Floats) -> Floats:
+    """Macro F1 from `class_counts` of shape `[..., 3, C]`."""
+    hits, true, predicted = counts[..., 0, :], counts[..., 1, :], counts[..., 2, :]
+    return _mean_where(ratio(2 * hits, true + predicted), true + predicted > 0)
+
+
+def balanced_accuracy(label: ArrayLike, predicted: ArrayLike, classes: int) -> float:
+    """Mean recall over the classes that occur as label.
+
+    Example:
+        >>> balanced_accuracy([0, 0, 1], [0, 1, 1], classes=2)
+        0.75
+    """
+    return float(balanced_accuracy_of_counts(class_counts(label, predicted, classes)))
+
+
+def balanced_accuracy_of_counts(counts: Floats) -> Floats:
+    """Balanced accuracy from `class_counts` of shape `[..., 3, C]`."""
+    hits, true = counts[..., 0, :], counts[..., 1, :]
+    return _mean_where(ratio(hits, true), true > 0)
+
+
+def _mean_where(values: Floats, valid: NDArray[np.bool_]) -> Floats:
+    return ratio(np.where(valid, values, 0.0).sum(-1), valid.sum(-1))
+
+
+def macro_auroc(label: ArrayLike, probabilities: ArrayLike) -> float:
+    """Mean one-vs-rest area under the ROC curve over the classes that have both positives and negatives.
+
+    Args:
+        label: `[n]` class indices.
+        probabilities: `[n, C]`.
+
+    Returns:
+        The mean area; NaN when no class has both.
+    """
+    label, probabilities = np.asarray(label, int), np.asarray(probabilities, float)
+    if label.size and (probabilities.ndim != 2 or label.shape != probabilities.shape[:1]):
+        raise ShapeError(
+            f"`label` must be [n] and `probabilities` [n, C], got {list(label.shape)} and {list(probabilities.shape)}."
+        )
+    areas = []
+    for index in range(probabilities.shape[1] if probabilities.ndim == 2 else 0):
+        positive = label == index
+        n_positive, n_negative = int(positive.sum()), int((~positive).sum())
+        if n_positive and n_negative:
+            ranks = rankdata(probabilities[:, index])  # ties share their mean rank: half a win each
+            areas.append((ranks[positive].sum() - n_positive * (n_positive + 1) / 2) / (n_positive * n_negative))
+    return float(np.mean(areas)) if areas else float("nan")
+
+
+def confidence_bins(probabilities: ArrayLike, bins: int = ECE_BINS) -> tuple[Floats, NDArray[np.int64]]:
+    """`[n]` confidence (the largest probability) and `[n]` its equal-width bin; bins are (0, 1/15], (1/15, 2/15], ..."""
+    probabilities = np.asarray(probabilities, float)
+    confidence = probabilities.max(1) if len(probabilities) else np.zeros(0)
+    return confidence, np.clip(np.ceil(confidence * bins).astype(int) - 1, 0, bins - 1)
+
+
+def calibration_bins(label: ArrayLike, predicted: ArrayLike, probabilities: ArrayLike, bins: int = ECE_BINS) -> Floats:
+    """`[n, bins]`: each image's (correct - confidence) in the bin of its confidence, 0 elsewhere; ECE sums these."""
+    confidence, index = confidence_bins(probabilities, bins)
+    gap = correct(label, predicted) - confidence
+    return np.where(index[:, None] == np.arange(bins), gap[:, None], 0.0)
+
+
+def expected_calibration_error(label: ArrayLike, predicted: ArrayLike, probabilities: ArrayLike, bins: int = ECE_BINS) -> float:
+    """Mean over images of |accuracy - mean confidence| of their bin; equal-width bins of the largest probability."""
+    gaps = calibration_bins(label, predicted, probabilities, bins)
+    return float(np.abs(gaps.sum(0)).sum() / len(gaps)) if len(gaps) else float("nan")
+
+
+def reliability(
+    label: ArrayLike, predicted: ArrayLike, probabilities: ArrayLike, bins: int = ECE_BINS
+) -> tuple[Floats, Floats, NDArray[np.int64]]:
+    """`[bins]` mean confidence, accuracy and number of images of each bin; NaN in the first two for empty bins."""
+    confidence, index = confidence_bins(probabilities, bins)
+    counts = np.bincount(index, minlength=bins)
+    hits = correct(label, predicted).astype(float)
+    return ratio(np.bincount(index, confidence, bins), counts), ratio(np.bincount(index, hits, bins), counts), counts
