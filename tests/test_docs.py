@@ -24,7 +24,7 @@ import medtokenbudget
 from medtokenbudget.cli import main
 from medtokenbudget.data.dermoscopy import draw
 from medtokenbudget.data.manifest import COLUMNS
-from medtokenbudget.heads import registry as heads
+from medtokenbudget.heads import base as heads
 from medtokenbudget.routing import registry
 from medtokenbudget.runs.results import PREDICTION_COLUMNS, RESULT_COLUMNS
 from tests.conftest import REPOSITORY

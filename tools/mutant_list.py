@@ -49,9 +49,9 @@ EDITS: dict[str, list[tuple[str, str, str, str]]] = {
         ("dropout at inference", "routing/selectors/lats.py", "signals=self.active, dropout=0.0)", "signals=self.active)"),
         ("a toggled signal stays on", "routing/lats.py", "for i, name in enumerate(self.scalars) if name in active]", "for i, name in enumerate(self.scalars)]"),
     ],
-    "tests/routing/test_dropout.py": [
-        ("dropout changes the mean", "routing/dropout.py", "keep.mul_(_LEVELS / (_LEVELS - dropped))", "keep"),
-        ("dropout never sets the sign bit", "routing/dropout.py", "words.random_(-(1 << 63), None, generator=generator)", "words.random_(generator=generator)"),
+    "tests/routing/test_layers.py": [
+        ("dropout changes the mean", "routing/layers.py", "keep.mul_(_LEVELS / (_LEVELS - dropped))", "keep"),
+        ("dropout never sets the sign bit", "routing/layers.py", "words.random_(-(1 << 63), None, generator=generator)", "words.random_(generator=generator)"),
     ],
     "tests/routing/test_selectors.py": [
         ("norm keeps the shortest", "routing/selectors/norm.py", "return feature_norm(tokens.patches)", "return -feature_norm(tokens.patches)"),

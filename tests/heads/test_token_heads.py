@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from medtokenbudget.config import TrainConfig
 from medtokenbudget.errors import CountError, NonFiniteError, RequestError, ShapeError, UnknownNameError
-from medtokenbudget.heads.head import weighted_softmax
+from medtokenbudget.heads.base import weighted_softmax
 from medtokenbudget.routing import create_selector, list_selectors
 from medtokenbudget.runs.methods import with_heads
 from medtokenbudget.tokens import TokenSet

@@ -13,7 +13,7 @@ from medtokenbudget.runs import sweep
 from medtokenbudget.runs.execution import Execution
 from medtokenbudget.runs.results import read_results
 from medtokenbudget.routing import registry as selectors
-from medtokenbudget.heads import registry as heads
+from medtokenbudget.heads import base as heads
 from tests.conftest import REPOSITORY
 from tests.drawn import Drawn, quick
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from medtokenbudget.config import ContextConfig
 from medtokenbudget.errors import RequestError, ShapeError
-from medtokenbudget.routing.dropout import dropout as drop
+from medtokenbudget.routing.layers import dropout as drop
 from medtokenbudget.tokens import TokenBatch
 
 INITIAL_SCALE = 0.1

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from medtokenbudget.config import SIGNALS, LATSConfig, Neighborhood
 from medtokenbudget.errors import MissingSignalError, RequestError, ShapeError, UnknownNameError
-from medtokenbudget.routing.dropout import dropout as drop
+from medtokenbudget.routing.layers import dropout as drop
 from medtokenbudget.routing.signals import feature_norm, local_contrast
 from medtokenbudget.tokens import TokenBatch
 

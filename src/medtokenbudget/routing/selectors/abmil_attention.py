@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from medtokenbudget.routing.gated_attention import GatedAttention
+from medtokenbudget.routing.layers import GatedAttention
 from medtokenbudget.routing.probe import Probe
 from medtokenbudget.routing.registry import register_selector
 

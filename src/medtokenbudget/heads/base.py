@@ -1,4 +1,4 @@
-"""The bases of every head: `Head` reads the mean of the kept tokens, `TokenHead` the tokens themselves.
+"""The bases of every head and heads by name: `Head` reads the mean of the kept tokens, `TokenHead` the tokens themselves.
 
 Heads that read the mean train on pooled tokens, which are computed once; heads that read tokens select them again in every step.
 """
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from medtokenbudget.errors import CountError, NonFiniteError, RequestError, ShapeError
+from medtokenbudget.registry import Registry
 from medtokenbudget.tokens import Selection, TokenSet
 
 
@@ -23,6 +24,8 @@ class Head(nn.Module, ABC):
 
     Attributes:
         name: Set by `register_head`.
+        title: Name in tables and text; empty means `name`.
+        description: What it does, in one sentence.
         reads: 'mean' for heads that read the mean of the kept tokens, 'tokens' for heads that read all of them.
         needs: Fewest tokens that the head can read.
         dim: Embedding dimension D of the tokens.
@@ -30,6 +33,8 @@ class Head(nn.Module, ABC):
     """
 
     name: ClassVar[str] = ""
+    title: ClassVar[str] = ""
+    description: ClassVar[str] = ""
     reads: ClassVar[Literal["mean", "tokens"]] = "mean"
     needs: int = 1
 
@@ -118,3 +123,27 @@ def weighted_softmax(logits: Tensor, weights: Tensor) -> Tensor:
     # Tokens that do not count may have larger logits: held, so that their zero times infinity is not NaN.
     shares = weights * (logits - top).clamp(max=20).exp()
     return shares / shares.sum(-1, keepdim=True)
+
+
+ENTRY_POINT_GROUP = "medtokenbudget.heads"
+
+HEADS: Registry[Head] = Registry("head", Head, ENTRY_POINT_GROUP)  # type: ignore[type-abstract]
+
+register_head = HEADS.register
+list_heads = HEADS.names
+
+
+def create_head(name: str, dim: int, classes: int, **options: object) -> Head:
+    """Create a head by name.
+
+    Args:
+        name: One of `list_heads()`.
+        dim: Embedding dimension of the tokens.
+        classes: Number of classes.
+        options: Further options of the head's class.
+
+    Example:
+        >>> create_head("linear", dim=384, classes=8)(torch.zeros(2, 384)).shape
+        torch.Size([2, 8])
+    """
+    return HEADS.create(name, dim=dim, classes=classes, **options)
