@@ -17,7 +17,7 @@ import pandas as pd
 from medtokenbudget.model import load
 from medtokenbudget.model.hub import resolve
 from medtokenbudget.routing import create_selector
-from medtokenbudget.routing.guarantee import Promise, group_mean, kept_counts, lesion_kept, pick_threshold
+from medtokenbudget.routing.conformal import Promise, group_mean, kept_counts, lesion_kept, pick_threshold
 from medtokenbudget.runs.calibration import patch_scores
 from medtokenbudget.runs.held_out import held_out, run_of
 

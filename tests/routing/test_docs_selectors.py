@@ -8,13 +8,14 @@ import pytest
 import torch
 
 from medtokenbudget.config import BUDGETS
-from medtokenbudget.routing import budget_to_k, create_selector, list_selectors, registry
+from medtokenbudget.routing import budget_to_k, create_selector, list_selectors
+from medtokenbudget.routing.base import SELECTORS
 from tests.routing.batches import tokens_of
 
 
 @pytest.fixture
 def blocks(repository, monkeypatch):
-    monkeypatch.setattr(registry.SELECTORS, "_classes", dict(registry.SELECTORS._classes))
+    monkeypatch.setattr(SELECTORS, "_classes", dict(SELECTORS._classes))
     text = (repository / "docs" / "selectors.md").read_text(encoding="utf-8")
     return re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
 
@@ -42,5 +43,5 @@ def test_the_new_selector_of_20_lines_is_registered_and_selects(blocks):
 
 def test_every_built_in_selector_has_its_row(repository):
     text = (repository / "docs" / "selectors.md").read_text(encoding="utf-8")
-    built_in = [name for name, cls in registry.SELECTORS._classes.items() if cls.__module__.startswith("medtokenbudget.")]
+    built_in = [name for name, cls in SELECTORS._classes.items() if cls.__module__.startswith("medtokenbudget.")]
     assert [name for name in built_in if f"| `{name}` |" not in text] == []

@@ -8,16 +8,17 @@ from pathlib import Path
 import pytest
 
 from medtokenbudget.errors import MedTokenBudgetWarning, RequestError, UnknownNameError
-from medtokenbudget.routing import Ranker, create_selector, list_selectors, register_selector, registry, selector_class
+from medtokenbudget.routing import Ranker, create_selector, list_selectors, register_selector, selector_class
+from medtokenbudget.routing.base import SELECTORS
 from tests.routing.batches import tokens_of
 
 
 @pytest.fixture
 def site(tmp_path, monkeypatch):
     """A folder on the path that packages can be installed into; what they register is forgotten afterwards."""
-    monkeypatch.setattr(registry.SELECTORS, "_classes", dict(registry.SELECTORS._classes))
-    monkeypatch.setattr(registry.SELECTORS, "_seen", set(registry.SELECTORS._seen))
-    monkeypatch.setattr(registry.SELECTORS, "_scanned", [])
+    monkeypatch.setattr(SELECTORS, "_classes", dict(SELECTORS._classes))
+    monkeypatch.setattr(SELECTORS, "_seen", set(SELECTORS._seen))
+    monkeypatch.setattr(SELECTORS, "_scanned", [])
     monkeypatch.syspath_prepend(str(tmp_path))
     return tmp_path
 
@@ -66,7 +67,7 @@ def test_a_broken_plugin_is_named_in_a_warning_and_left_out(site, monkeypatch, e
         names = list_selectors()
     assert "broken_plugin" in str(caught[0].message)
     assert "broken" not in names
-    assert selector_class("norm").__module__ == "medtokenbudget.routing.selectors.norm"
+    assert selector_class("norm").__module__ == "medtokenbudget.routing.selectors.simple"
     assert list_selectors() == names
 
 

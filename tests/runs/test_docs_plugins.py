@@ -12,7 +12,7 @@ from medtokenbudget.api.training import save_model
 from medtokenbudget.runs import sweep
 from medtokenbudget.runs.execution import Execution
 from medtokenbudget.runs.results import read_results
-from medtokenbudget.routing import registry as selectors
+from medtokenbudget.routing import base as selectors
 from medtokenbudget.heads import base as heads
 from tests.conftest import REPOSITORY
 from tests.drawn import Drawn, quick

@@ -22,8 +22,9 @@ from medtokenbudget.runs.summary import comparison, headline
 from medtokenbudget.runs.units import FILES as UNIT_FILES
 from medtokenbudget.runs.units import Plan, Unit, run_unit
 from medtokenbudget.files import read_json, read_lines
-from medtokenbudget.routing import Ranker, list_selectors, register_selector, registry
+from medtokenbudget.routing import Ranker, list_selectors, register_selector
 from medtokenbudget.heads import list_heads
+from medtokenbudget.routing.base import SELECTORS
 from tests.drawn import Drawn, quick
 
 FILES = ("results.csv", "predictions.parquet", "routing.safetensors", "run.json")
@@ -217,7 +218,7 @@ def test_a_selector_that_fails_does_not_stop_the_others_and_the_same_command_tri
         assert set(again["method"]) == {"center", "moody"}
         assert (tmp_path / "units" / "center-42" / "unit.json").stat().st_mtime_ns == center
     finally:
-        registry.SELECTORS.unregister("moody")
+        SELECTORS.unregister("moody")
 
 
 def test_unknown_methods_variants_and_studies_are_refused_before_any_work(drawn: Drawn, tmp_path: Path) -> None:

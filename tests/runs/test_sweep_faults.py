@@ -16,7 +16,8 @@ from medtokenbudget.runs.results import read_results
 from medtokenbudget.runs.run import RunInfo
 from medtokenbudget.runs.trained import load_unit
 from medtokenbudget.runs.units import Unit
-from medtokenbudget.routing import Ranker, register_selector, registry
+from medtokenbudget.routing import Ranker, register_selector
+from medtokenbudget.routing.base import SELECTORS
 from tests import processes
 from tests.drawn import Drawn
 
@@ -88,7 +89,7 @@ def test_a_sweep_with_a_failed_unit_exits_with_1_and_lists_it(
     try:
         assert main(command(drawn, tmp_path, "--jobs", 1, "--methods", "center", "broken")) == 1
     finally:
-        registry.SELECTORS.unregister("broken")
+        SELECTORS.unregister("broken")
     said = capsys.readouterr().err
     assert "1 of 2 trainings failed: broken (seed 42)." in said
     assert "not today" in said

@@ -193,7 +193,7 @@ def test_views_may_be_one_crop_and_retention_is_picked_on_views_too(tmp_path: Pa
 
 def _watch_terms(monkeypatch: pytest.MonkeyPatch, change: Callable[[dict[str, Any]], None]) -> None:
     """Let `change` see, and alter, what every step hands to the losses of the scorer."""
-    module = sys.modules["medtokenbudget.routing.scored"]
+    module = sys.modules["medtokenbudget.routing.trainable"]
     real = module.scorer_terms
 
     def watched(scores: torch.Tensor, **options: Any) -> dict[str, torch.Tensor]:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from medtokenbudget.errors import RequestError
-from medtokenbudget.routing.guarantee import Promise, kept_counts
+from medtokenbudget.routing.conformal import Promise, kept_counts
 
 
 @dataclass(frozen=True)

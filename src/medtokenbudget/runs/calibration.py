@@ -11,7 +11,7 @@ from medtokenbudget.backbone import FeatureStore
 from medtokenbudget.model import Guarantee, MedTokenBudget
 from medtokenbudget.model.parts import evaluating
 from medtokenbudget.routing import Ranker, Selector
-from medtokenbudget.routing.guarantee import Promise, group_mean, kept_counts, lesion_kept, pick_threshold
+from medtokenbudget.routing.conformal import Promise, group_mean, kept_counts, lesion_kept, pick_threshold
 from medtokenbudget.training.pooling import BATCH
 
 

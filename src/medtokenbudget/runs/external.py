@@ -34,7 +34,7 @@ from medtokenbudget.files import atomic_write, write_safetensors
 from medtokenbudget.model import MedTokenBudget
 from medtokenbudget.progress import progress
 from medtokenbudget.routing import Selector, create_selector
-from medtokenbudget.routing.guarantee import group_mean, lesion_kept
+from medtokenbudget.routing.conformal import group_mean, lesion_kept
 from medtokenbudget.heads import Head
 
 STUDY = "evaluate"

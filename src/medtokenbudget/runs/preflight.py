@@ -25,8 +25,8 @@ from medtokenbudget.backbone.views import OFF_CENTER
 from medtokenbudget.files import dotted
 from medtokenbudget.progress import say
 from medtokenbudget.routing import selector_class
-from medtokenbudget.routing.lats import ordered_signals
-from medtokenbudget.routing.router import budget_to_k
+from medtokenbudget.routing.selectors.lats import ordered_signals
+from medtokenbudget.routing.topk import budget_to_k
 from medtokenbudget.heads import create_head
 from medtokenbudget.training.parts import check_fits
 

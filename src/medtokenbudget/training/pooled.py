@@ -20,9 +20,9 @@ from medtokenbudget.errors import RequestError, WorkError
 from medtokenbudget.heads import Head, create_head
 from medtokenbudget.metrics import accuracy
 from medtokenbudget.routing import Selector
+from medtokenbudget.routing.losses import classification_loss
 from medtokenbudget.tokens import TokenSet
 from medtokenbudget.training.checkpoints import module_tensors
-from medtokenbudget.training.losses import classification_loss
 from medtokenbudget.training.pooling import BATCH, pool_and_judge, token_sets
 from medtokenbudget.training.schedule import EarlyStopping, cosine_lr, is_looked_at
 from medtokenbudget.training.seeds import generator

@@ -28,12 +28,12 @@ from medtokenbudget.heads import Head, create_head
 from medtokenbudget.metrics import accuracy, share_of_ceiling
 from medtokenbudget.progress import say
 from medtokenbudget.routing import LearnedSelector, Ranker, selector_class
+from medtokenbudget.routing.losses import classification_loss, total_loss
 from medtokenbudget.tensor_files import load_tensors, save_tensors
 from medtokenbudget.tokens import TokenBatch
 from medtokenbudget.training import checkpoints as ck
 from medtokenbudget.training.classifier import RoutedClassifier
 from medtokenbudget.training.curriculum import BudgetCurriculum
-from medtokenbudget.training.losses import classification_loss, total_loss
 from medtokenbudget.training.parts import Parts, ViewDraw, make_parts
 from medtokenbudget.training.pooled import (
     OnEpoch,

@@ -241,7 +241,7 @@ def _limits(n: int, minimum: int, most: int | None) -> tuple[int, int]:
 
 
 def _ranks(scores: Floats) -> Counts:
-    """Place of each patch in the ranking of its image, best first, ties by index: as `router.rank`."""
+    """Place of each patch in the ranking of its image, best first, ties by index: as `topk.rank`."""
     order = np.argsort(-scores, axis=1, kind="stable")
     ranks = np.empty_like(order)
     np.put_along_axis(ranks, order, np.broadcast_to(np.arange(scores.shape[1]), order.shape), axis=1)

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from medtokenbudget.errors import CountError, NonFiniteError, RequestError, ShapeError
-from medtokenbudget.routing import guarantee
-from medtokenbudget.routing.guarantee import Promise, groups_needed, kept_counts, lesion_kept, pick_threshold
+from medtokenbudget.routing import conformal
+from medtokenbudget.routing.conformal import Promise, groups_needed, kept_counts, lesion_kept, pick_threshold
 
 PATCHES = 12
 
@@ -193,4 +193,4 @@ def test_wrong_input_is_rejected_by_name() -> None:
 
 
 def test_the_examples_in_the_docstrings_are_right() -> None:
-    assert doctest.testmod(guarantee).failed == 0
+    assert doctest.testmod(conformal).failed == 0

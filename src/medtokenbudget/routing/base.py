@@ -1,4 +1,4 @@
-"""The base of every selector. Rankers only write `score`; mergers write `select`; the rest is inherited.
+"""The base of every selector and selectors by name. Rankers only write `score`; mergers write `select`; the rest is inherited.
 
 Other packages build on this file: it is the contract of a selector, with all checks of its input.
 """
@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from medtokenbudget.errors import CountError, MissingSignalError, RequestError, ShapeError
-from medtokenbudget.routing.router import budget_to_k, check_k, rank
+from medtokenbudget.registry import Registry
+from medtokenbudget.routing.topk import budget_to_k, check_k, rank
 from medtokenbudget.tokens import SIGNALS, Selection, TokenBatch
 
 Kind = Literal["ranker", "sampler", "merger"]
@@ -29,6 +30,8 @@ class Selector(ABC):
 
     Attributes:
         name: Set by `register_selector`.
+        title: Name in tables, figures and text; empty means `name`.
+        description: What it does, in one sentence.
         kind: A 'ranker' keeps the K best patches of one ranking. A 'sampler' keeps K patches as they are, but those of a small K
             need not be among those of a larger one. A 'merger' makes K new tokens.
         learns: Whether it has parameters to train; see `LearnedSelector`.
@@ -41,6 +44,8 @@ class Selector(ABC):
     """
 
     name: ClassVar[str] = ""
+    title: ClassVar[str] = ""
+    description: ClassVar[str] = ""
     kind: ClassVar[Kind]
     learns: ClassVar[bool] = False
     stochastic: ClassVar[bool] = False
@@ -105,6 +110,10 @@ class Selector(ABC):
                 "Restrict the evaluation to images with masks."
             )
         return tokens.require_finite(self.requires)
+
+    def read(self, tokens: TokenBatch, field: str) -> Tensor:
+        """Return a field that this selector requires, [B, N] in fp32, after `check`."""
+        return getattr(self.check(tokens), field).float()
 
 
 class Ranker(Selector):
@@ -185,3 +194,26 @@ def pooled_means(patches: Tensor, order: Tensor, counts: Sequence[int]) -> Tenso
     member = (stage.unsqueeze(1) == torch.arange(len(steps), device=order.device).view(1, -1, 1)).float()
     means = torch.bmm(member, patches.float()).cumsum(1) / ends.view(1, -1, 1)
     return means[:, [steps.index(k) for k in counts]]
+
+
+ENTRY_POINT_GROUP = "medtokenbudget.selectors"
+
+SELECTORS: Registry[Selector] = Registry("selector", Selector, ENTRY_POINT_GROUP)  # type: ignore[type-abstract]
+
+register_selector = SELECTORS.register
+list_selectors = SELECTORS.names
+selector_class = SELECTORS.get
+
+
+def create_selector(name: str, **options: Any) -> Selector:
+    """Create a selector by name.
+
+    Args:
+        name: One of `list_selectors()`.
+        options: Options of the selector's class; selectors that learn need `dim`, the embedding dimension.
+
+    Example:
+        >>> create_selector("center").count(0.3, 256)
+        76
+    """
+    return SELECTORS.create(name, **options)
