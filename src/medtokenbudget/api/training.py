@@ -29,7 +29,7 @@ from medtokenbudget.runs.trained import load_unit
 from medtokenbudget.runs.units import Unit
 from medtokenbudget.training.classifier import RoutedClassifier
 from medtokenbudget.training.familiarity import fit_familiarity
-from medtokenbudget.training.parts import make_parts
+from medtokenbudget.training.rows import make_parts
 
 CONTROLS = ("center", "random")
 HeadChoice = Literal["auto", "none"]

@@ -1,6 +1,6 @@
 """`Guarantee`: a calibrated promise about the lesion, stored with a model. Pass it wherever a model takes a budget.
 
-Its own file because calibration, predictions, the service and `config.json` share it. The statistics are `routing/guarantee.py`.
+Its own file because calibration, predictions, the service and `config.json` share it. The statistics are `routing/conformal.py`.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from medtokenbudget.model import Guarantee, MedTokenBudget
 from medtokenbudget.model.parts import evaluating
 from medtokenbudget.routing import Ranker, Selector
 from medtokenbudget.routing.conformal import Promise, group_mean, kept_counts, lesion_kept, pick_threshold
-from medtokenbudget.training.pooling import BATCH
+from medtokenbudget.training.pooled import BATCH
 
 
 @torch.no_grad()

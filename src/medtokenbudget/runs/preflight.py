@@ -28,7 +28,7 @@ from medtokenbudget.routing import selector_class
 from medtokenbudget.routing.selectors.lats import ordered_signals
 from medtokenbudget.routing.topk import budget_to_k
 from medtokenbudget.heads import create_head
-from medtokenbudget.training.parts import check_fits
+from medtokenbudget.training.rows import check_fits
 
 if TYPE_CHECKING:
     from medtokenbudget.runs.sweep import Study

@@ -23,7 +23,7 @@ from medtokenbudget.runs.results import read_predictions, read_results, summariz
 from medtokenbudget.backbone import FeatureStore
 from medtokenbudget.files import read_json, read_lines, sha256_file, unsealed, write_sealed
 from medtokenbudget.progress import say
-from medtokenbudget.training.checkpoints import log_hash
+from medtokenbudget.training.trainer import log_hash
 
 if TYPE_CHECKING:
     from medtokenbudget.runs.sweep import Study

@@ -6,7 +6,7 @@ from medtokenbudget.runs.run import RunInfo
 from medtokenbudget.runs.units import Unit
 from medtokenbudget.routing import LearnedSelector, Selector, create_selector, selector_class
 from medtokenbudget.tensor_files import load_tensors
-from medtokenbudget.training import checkpoints as ck
+from medtokenbudget.training.trainer import split_prefix
 from medtokenbudget.training.classifier import RoutedClassifier
 from medtokenbudget.heads import create_head
 
@@ -21,11 +21,11 @@ def load_unit(info: RunInfo, unit: Unit, dim: int) -> RoutedClassifier | None:
     if issubclass(kind, LearnedSelector):
         tensors, _ = load_tensors(folder / "checkpoint.safetensors")
         selector = kind.from_config(dim, config, len(info.classes))
-        selector.load_state_dict(ck.split_prefix(tensors, "best/selector."))
+        selector.load_state_dict(split_prefix(tensors, "best/selector."))
     else:
         selector = create_selector(method.selector, minimum=config.router.minimum, **unit.method.options)
     if not info.classes:
         return RoutedClassifier(selector, None).eval()
     head = create_head(method.head, dim, len(info.classes))
-    head.load_state_dict(ck.split_prefix(load_tensors(folder / "head.safetensors")[0], "head."))
+    head.load_state_dict(split_prefix(load_tensors(folder / "head.safetensors")[0], "head."))
     return RoutedClassifier(selector, head).eval()

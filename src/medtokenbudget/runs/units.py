@@ -29,11 +29,11 @@ from medtokenbudget.files import append_line, read_sealed, sha256_json, write_js
 from medtokenbudget.progress import say
 from medtokenbudget.routing import Selector, create_selector
 from medtokenbudget.tensor_files import save_tensors
-from medtokenbudget.training import checkpoints as ck
+from medtokenbudget.training.trainer import module_tensors
 from medtokenbudget.heads import Head
-from medtokenbudget.training.parts import Parts, make_parts
+from medtokenbudget.training.rows import Parts, make_parts
 from medtokenbudget.training.pooled import OnEpoch, PooledHead, epoch_judge, probabilities, token_probabilities
-from medtokenbudget.training.pooling import Evidence, pool_and_judge, pool_to_file
+from medtokenbudget.training.pooled import Evidence, pool_and_judge, pool_to_file
 from medtokenbudget.training.trainer import train_selector
 
 FILES = ("head.safetensors", "images.json", "predictions.parquet", "routing.safetensors")
@@ -173,7 +173,7 @@ def _work(plan: Plan, unit: Unit, folder: Path, on_epoch: OnEpoch | None) -> Non
             judge = epoch_judge(store, parts.select, selector, config)
             pooled_head = PooledHead(unit.method.head, store.dim, len(manifest.classes), config, on_epoch, judge)
             head = _train_baseline(plan, pooled_head, selector, parts, store, folder)
-    head_tensors = {} if head is None else ck.module_tensors(head, "head.")
+    head_tensors = {} if head is None else module_tensors(head, "head.")
     save_tensors(folder / "head.safetensors", head_tensors, {"method": str(unit.method)})
     frames: list[pd.DataFrame] = []
     tensors: dict[str, np.ndarray] = {}

@@ -1,16 +1,18 @@
-"""Which rows of a store are for what: training, choosing the epoch, reporting.
+"""Which rows of a store are for what (training, choosing the epoch, reporting), their order in an epoch, and the seeded noise.
 
 Views are used for training images only; the off-center views of validation images are evaluated on their own.
 """
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from medtokenbudget.backbone import FeatureStore
 from medtokenbudget.backbone.views import IDENTITY, OFF_CENTER
@@ -23,15 +25,22 @@ from medtokenbudget.progress import say
 SPLIT_SEED = 42
 
 
+def generator(seed: int, purpose: str, *steps: int, device: torch.device | str = "cpu") -> torch.Generator:
+    """Create a generator that depends only on its arguments, so that a resumed run needs no saved generator state."""
+    text = f"{seed}/{purpose}/{'/'.join(map(str, steps))}"
+    value = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
+    return torch.Generator(device=device).manual_seed(value)
+
+
 @dataclass(frozen=True)
 class Parts:
     """Row numbers of a store.
 
     Attributes:
-        train: Training images as they are.
+        train: Original training images.
         train_views: Their further views.
         head: What heads on pooled tokens learn from. No epoch is chosen there, so the selection part cut from training is included.
-        select: What the epoch is chosen on: images as they are and, for retention, also the views that are trained on.
+        select: What the epoch is chosen on: original images and, for retention, also the views that are trained on.
         validation: What is reported.
         off_center: The off-center views of the validation images.
     """
@@ -45,7 +54,7 @@ class Parts:
 
 
 class ViewDraw:
-    """Draws one view of each image that has any: an epoch then sees an image as often moved as it is, however many are stored."""
+    """Draws one view of each image that has any: each epoch sees every image once unchanged and once as a random view."""
 
     def __init__(self, store: FeatureStore, rows: np.ndarray) -> None:
         names = np.asarray(store.ids)[rows]
@@ -139,7 +148,31 @@ def _present(store: FeatureStore, ids: list[str], views: tuple[str, ...]) -> np.
 
 
 def _kinds(store: FeatureStore, config: TrainConfig) -> tuple[str, ...]:
-    """The views that a training uses beside the images as they are."""
+    """Return the views that a training uses beside the original images."""
     if config.views == "all":
         return tuple(sorted(set(store.views) - {IDENTITY}))
     return (OFF_CENTER,) if config.views == "off-center" else ()
+
+
+def class_weights(label: np.ndarray, classes: int) -> Tensor:
+    """Weights inverse to the class frequencies, mean 1 over the images; classes that do not occur get 0."""
+    counts = np.bincount(label, minlength=classes).astype(np.float64)
+    present = counts > 0
+    weights = np.where(present, len(label) / (present.sum() * np.maximum(counts, 1)), 0.0)
+    return torch.tensor(weights, dtype=torch.float32)
+
+
+def epoch_order(label: np.ndarray, config: TrainConfig, epoch: int, classes: int) -> Tensor:
+    """Positions of one epoch's images: shuffled, or drawn so that the classes come equally often."""
+    noise = generator(config.seed, "order", epoch)
+    if config.class_balance == "sampler":
+        weights = class_weights(label, classes)[torch.from_numpy(label)]
+        return torch.multinomial(weights, len(label), replacement=True, generator=noise)
+    return torch.randperm(len(label), generator=noise)
+
+
+def require_labels(label: np.ndarray, what: str) -> None:
+    """Reject images without a label."""
+    if len(label) and int(label.min()) < 0:
+        count = int((label < 0).sum())
+        raise RequestError(f"{count} {what} images have no label. Label them in the manifest, or remove them.")
