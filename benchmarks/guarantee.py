@@ -17,7 +17,7 @@ import pandas as pd
 from medtokenbudget.model import load
 from medtokenbudget.model.hub import resolve
 from medtokenbudget.routing import create_selector
-from medtokenbudget.routing.guarantee import Promise, group_mean, kept_counts, lesion_kept, pick_threshold
+from medtokenbudget.routing.conformal import Promise, group_mean, kept_counts, lesion_kept, pick_threshold
 from medtokenbudget.runs.evaluate import held_out, patch_scores, run_of
 
 PROMISES = (Promise(0.9), Promise(0.95), Promise(0.98), Promise(0.9, 0.9), Promise(0.95, 0.9))

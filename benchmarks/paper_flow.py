@@ -27,9 +27,8 @@ from medtokenbudget.data.images import decode_image
 from medtokenbudget.routing import LATSSelector, create_selector
 from medtokenbudget.tokens import TokenBatch
 from medtokenbudget.training import MLPHead, RoutedClassifier, classification_loss, total_loss
-from medtokenbudget.training.pooled import PooledHead
-from medtokenbudget.training.pooling import pool_and_judge, pool_to_file
-from medtokenbudget.training.seeds import generator
+from medtokenbudget.training.pooled import PooledHead, pool_and_judge, pool_to_file
+from medtokenbudget.training.rows import generator
 
 CLASSES = 8
 BASELINES = ("no-pruning", "random", "norm", "tome", "attention-entropy", "local-contrast")

@@ -34,7 +34,7 @@ from medtokenbudget.data import Manifest, cut_selection, folder_manifest, isic_m
 from medtokenbudget.data.readers import METADATA, read_lesions
 from medtokenbudget.progress import say
 from medtokenbudget.routing import Ranker
-from medtokenbudget.routing.guarantee import group_mean, lesion_kept
+from medtokenbudget.routing.conformal import group_mean, lesion_kept
 from medtokenbudget.runs.evaluate import patch_scores
 
 BACKBONE, VIEWS = BackboneConfig(name="embedded"), ExtractConfig(views="off-center")

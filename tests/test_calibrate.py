@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 import medtokenbudget as mtb
 from medtokenbudget.cli import main
 from medtokenbudget.errors import MismatchError, RequestError
-from medtokenbudget.routing.guarantee import Promise, group_mean, lesion_kept, pick_threshold
+from medtokenbudget.routing.conformal import Promise, group_mean, lesion_kept, pick_threshold
 from medtokenbudget.runs.evaluate import patch_scores
 from tests.bad_input.damage import edit_json
 from tests.drawn import Drawn, drawn_store

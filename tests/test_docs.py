@@ -24,8 +24,8 @@ import medtokenbudget
 from medtokenbudget.cli import main
 from medtokenbudget.data.manifest import COLUMNS
 from medtokenbudget.data.synthetic import draw
-from medtokenbudget.heads import registry as heads
-from medtokenbudget.routing import registry
+from medtokenbudget.heads import base as heads
+from medtokenbudget.routing.base import SELECTORS
 from medtokenbudget.runs.run import PREDICTION_COLUMNS, RESULT_COLUMNS
 from tests.conftest import REPOSITORY
 from tests.routing.batches import tokens_of
@@ -124,7 +124,7 @@ def test_the_commands_and_snippets_of_the_page_work_as_written_in_their_order(
     monkeypatch.chdir(shutil.copytree(workplace, tmp_path / "here"))
     if not any("--out runs/first" in text for text, why in commands(page) if why is None):
         shutil.copytree("runs/demo", "runs/first")  # what another page has made
-    for known in (registry.SELECTORS, heads.HEADS):
+    for known in (SELECTORS, heads.HEADS):
         monkeypatch.setattr(known, "_classes", dict(known._classes))
     names: dict[str, Any] = {"__name__": "page", "tokens": tokens_of(2, (16, 16))}
     for language, body in steps(page):
@@ -141,11 +141,11 @@ def test_the_numbers_in_the_python_of_the_retention_page_are_right(capsys: pytes
     blocks = [body for language, body in steps(DOCS / "retention.md") if language == "python"]
     names: dict[str, Any] = {}
     exec(compile("\n".join(blocks), "retention.md", "exec"), names)
-    assert len(blocks) == 3
-    assert (names["found"].pooled, names["found"].of_ceiling) == (0.5, 0.75)
-    assert names["found"].ceiling == pytest.approx(2 / 3)
+    assert len(blocks) == 2
+    assert (names["measured"].pooled, names["measured"].of_ceiling) == (0.5, 0.75)
+    assert names["measured"].ceiling == pytest.approx(2 / 3)
     assert capsys.readouterr().out.startswith("retention 0.")
-    assert names["total"].compute().n > 0
+    assert names["result"].n > 0
 
 
 @pytest.mark.slow
@@ -157,7 +157,7 @@ def test_the_comparison_of_the_selectors_page_prints_rows_that_can_be_told_apart
     written = [body for body in blocks if "class Outlier" in body or "mtb.sweep" in body]
     assert len(written) == 2
     monkeypatch.chdir(shutil.copytree(workplace, tmp_path / "here"))
-    monkeypatch.setattr(registry.SELECTORS, "_classes", dict(registry.SELECTORS._classes))
+    monkeypatch.setattr(SELECTORS, "_classes", dict(SELECTORS._classes))
     names: dict[str, Any] = {}
     exec(compile("\n".join(written), "selectors.md", "exec"), names)
     shown = names["results"].query("budget == 0.3")

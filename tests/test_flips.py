@@ -33,7 +33,7 @@ from medtokenbudget.reporting.evidence import Evidence
 from medtokenbudget.runs.method import Method
 from medtokenbudget.runs.run import RunInfo
 from medtokenbudget.runs.sweep import Plan, Sources, Unit, status
-from medtokenbudget.training.pooling import _is_whole
+from medtokenbudget.training.pooled import _is_whole
 from tests.backbone.tiny import SIZE, tiny_backbone
 
 pytestmark = pytest.mark.slow

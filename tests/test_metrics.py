@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import doctest
-import importlib
 import math
 import warnings
 from dataclasses import asdict
@@ -13,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sklearn import metrics as sklearn
 
 from medtokenbudget import metrics
 from medtokenbudget.errors import CountError, RequestError, ShapeError
@@ -219,7 +219,7 @@ def test_grids_of_images_are_measured_patch_by_patch_and_one_without_its_batch_i
         assert asdict(lesion_retention(kept[0].reshape(shape), lesion[0].reshape(shape))) == pytest.approx(one, nan_ok=True)
     if h == w:
         metric = LesionRetention()
-        for measure in (lesion_retention, metric.update, metric):
+        for measure in (lesion_retention, metric.update):
             with pytest.raises(ShapeError, match=r"looks like the grid of one image.*Pass one image as \[N\] or \[1, h, w\]"):
                 measure(kept[0].reshape(grid), lesion[0].reshape(grid))
 
@@ -269,8 +269,7 @@ def test_accumulating_equals_all_at_once(seed: int, size: int) -> None:
     masks = draw(seed)
     metric = LesionRetention()
     for start in range(0, len(masks[0]), size):
-        batch = [mask[start : start + size] for mask in masks]
-        same(metric(*batch), lesion_retention(*batch), tolerance=0)
+        metric.update(*(mask[start : start + size] for mask in masks))
     found, expected = metric.compute(), lesion_retention(*masks)
     same(found, expected)
     for name in ("pooled", "ceiling", "of_ceiling", "precision", "enrichment"):
@@ -284,47 +283,15 @@ def test_batches_of_different_grids_accumulate() -> None:
     same(metric.compute(), retention_of_counts([1, 2], [2, 4], [1, 2], [3, 5]))
 
 
-@examples
-@given(SEEDS, SEEDS)
-def test_merged_states_equal_all_at_once(first: int, second: int) -> None:
-    parts = [draw(seed, n=6) for seed in (first, second)]
-    one, two = LesionRetention(), LesionRetention()
-    one.update(*parts[0])
-    two.update(*parts[1])
-    by_state = LesionRetention()
-    by_state.merge_state(one.metric_state)
-    by_state.merge_state(two)
-    one.merge_state(two)
-    same(one.compute(), lesion_retention(*(np.concatenate(pair) for pair in zip(*parts))))
-    same(by_state.compute(), one.compute(), tolerance=0)
-
-
-def test_merging_something_else_is_rejected() -> None:
-    for other in ({"n": 1.0}, 3):
-        with pytest.raises(RequestError, match="merge_state"):
-            LesionRetention().merge_state(other)  # type: ignore[arg-type]
-
-
 def test_a_reset_metric_is_as_new_and_a_failed_update_changes_nothing() -> None:
     metric = LesionRetention()
     metric.update([[1, 0]], [[1, 1]])
-    state = metric.metric_state
     with pytest.raises(ShapeError):
         metric.update([[1, 0]], [[1, 1, 1]])
-    assert metric.metric_state == state
     assert repr(metric) == "LesionRetention(pooled=0.5000, of_ceiling=1.0000, n=1, empty=0)"
     metric.reset()
-    assert metric.metric_state == LesionRetention().metric_state
     assert metric.compute().n == 0
     assert math.isnan(metric.compute().pooled)
-
-
-def test_the_metric_holds_numbers_only_however_much_it_has_seen() -> None:
-    metric = LesionRetention()
-    for seed in range(50):
-        metric.update(*draw(seed))
-    assert all(isinstance(value, float) for value in metric.metric_state.values())
-    assert vars(metric).keys() == {"_sums"}
 
 
 def test_precision_and_enrichment_of_the_paper_follow_from_its_retention() -> None:
@@ -384,10 +351,9 @@ def test_counting_along_a_ranking_is_the_same_in_torch_and_rejects_what_it_canno
 
 
 def test_the_examples_in_the_docstrings_hold() -> None:
-    names = ("calibration", "classification", "merging", "ratios", "retention")
-    found = [doctest.testmod(importlib.import_module(f"medtokenbudget.metrics.{name}")) for name in names]
-    assert sum(module.attempted for module in found) >= 15
-    assert sum(module.failed for module in found) == 0
+    results = doctest.testmod(metrics)
+    assert results.attempted >= 15
+    assert results.failed == 0
 
 
 def test_read_only_and_broadcast_arrays_are_measured_without_a_warning() -> None:
@@ -398,3 +364,150 @@ def test_read_only_and_broadcast_arrays_are_measured_without_a_warning() -> None
         warnings.simplefilter("error")
         assert lesion_retention(kept, lesion).pooled == 0.5
         assert metrics.kept_lesion_counts(order, lesion, [1, 3]).tolist() == [[1, 2]]
+
+
+def test_group_purity_worked_by_hand() -> None:
+    # Three groups of sizes 3, 2, 1: lesion patches 2 of 3, 0 of 2, 1 of 1 -> (2 + 2 + 1) / 6; a dropped patch does not count.
+    assignment = torch.tensor([[0, 0, 0, 1, 1, 2, -1]])
+    lesion = torch.tensor([[True, True, False, False, False, True, True]])
+    assert metrics.group_purity(assignment, lesion).tolist() == pytest.approx([5 / 6])
+
+
+@examples
+@given(SEEDS)
+def test_group_purity_equals_a_plain_loop(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    assignment, lesion = rng.integers(-1, 5, (4, 12)), rng.random((4, 12)) < 0.5
+    expected = []
+    for groups, mask in zip(assignment, lesion):
+        right = sum(max(mask[groups == g].sum(), (~mask[groups == g]).sum()) for g in range(5))
+        expected.append(right / (groups >= 0).sum() if (groups >= 0).any() else math.nan)
+    found = metrics.group_purity(torch.from_numpy(assignment), torch.from_numpy(lesion))
+    assert found.tolist() == pytest.approx(expected, nan_ok=True)
+
+
+def test_group_purity_of_nothing_kept_is_not_measured() -> None:
+    assert math.isnan(metrics.group_purity(torch.full((1, 4), -1), torch.ones(1, 4, dtype=torch.bool)).item())
+    with pytest.raises(ShapeError):
+        metrics.group_purity(torch.zeros(1, 4).long(), torch.ones(1, 3, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_lesion_dominated_equals_a_plain_loop_and_is_the_retention_of_kept_patches(seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    assignment, lesion = draw.integers(-1, 5, (3, 24)), draw.random((3, 24)) > 0.5
+    found = metrics.lesion_dominated(torch.from_numpy(assignment), torch.from_numpy(lesion))
+    for row in range(3):
+        safe = 0
+        for group in range(5):
+            inside = assignment[row] == group
+            if 2 * lesion[row, inside].sum() > inside.sum():
+                safe += int(lesion[row, inside].sum())
+        assert found[row].item() == pytest.approx(safe / lesion[row].sum())
+    kept = draw.random((3, 24)) > 0.4
+    alone = np.where(kept, kept.cumsum(1) - 1, -1)
+    retained = metrics.lesion_dominated(torch.from_numpy(alone), torch.from_numpy(lesion)).numpy()
+    np.testing.assert_allclose(retained, (kept & lesion).sum(1) / lesion.sum(1), rtol=1e-6)
+
+
+def test_lesion_mass_is_the_mean_attention_on_the_lesion_and_the_precision_of_kept_patches() -> None:
+    draw = torch.Generator().manual_seed(0)
+    attention = torch.rand(2, 3, 8, generator=draw).softmax(-1)
+    lesion = torch.rand(2, 8, generator=draw) > 0.5
+    found = metrics.lesion_mass(attention, lesion)
+    for row in range(2):
+        total = sum(float(attention[row, k, n]) for k in range(3) for n in range(8) if lesion[row, n])
+        assert found[row].item() == pytest.approx(total / 3)
+    one_hot = torch.eye(8)[:4].unsqueeze(0)
+    assert metrics.lesion_mass(one_hot, lesion[:1]).item() == pytest.approx(lesion[0, :4].float().mean().item())
+
+
+def test_what_mergers_lose_is_not_measured_without_a_lesion() -> None:
+    nothing = torch.zeros(1, 4, dtype=torch.bool)
+    assert math.isnan(metrics.lesion_dominated(torch.zeros(1, 4).long(), nothing).item())
+    assert math.isnan(metrics.lesion_mass(torch.full((1, 2, 4), 0.25), nothing).item())
+    with pytest.raises(ShapeError, match="must be"):
+        metrics.lesion_mass(torch.ones(1, 4), nothing)
+    with pytest.raises(ShapeError, match="must be"):
+        metrics.lesion_dominated(torch.zeros(1, 3).long(), nothing)
+
+
+@examples
+@given(st.integers(0, 2**31), st.integers(1, 80), st.integers(2, 8))
+def test_classification_metrics_equal_those_of_scikit_learn(seed: int, n: int, classes: int) -> None:
+    rng = np.random.default_rng(seed)
+    label, predicted = rng.integers(0, classes, n), rng.integers(0, classes, n)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert metrics.accuracy(label, predicted) == pytest.approx(sklearn.accuracy_score(label, predicted))
+        assert metrics.macro_f1(label, predicted, classes) == pytest.approx(sklearn.f1_score(label, predicted, average="macro"))
+        expected = sklearn.balanced_accuracy_score(label, predicted)
+        assert metrics.balanced_accuracy(label, predicted, classes) == pytest.approx(expected)
+
+
+def test_macro_auroc_equals_scikit_learn_one_against_rest_with_ties() -> None:
+    rng = np.random.default_rng(0)
+    label = rng.integers(0, 4, 200)
+    probabilities = rng.integers(1, 5, (200, 4)).astype(float)
+    probabilities /= probabilities.sum(1, keepdims=True)
+    expected = sklearn.roc_auc_score(label, probabilities, multi_class="ovr", average="macro")
+    assert metrics.macro_auroc(label, probabilities) == pytest.approx(expected)
+
+
+def test_macro_auroc_leaves_out_classes_that_do_not_occur() -> None:
+    label = np.array([0, 0, 1, 1])
+    probabilities = np.array([[0.8, 0.1, 0.1], [0.3, 0.4, 0.3], [0.2, 0.7, 0.1], [0.4, 0.5, 0.1]])
+    expected = np.mean([sklearn.roc_auc_score(label == c, probabilities[:, c]) for c in (0, 1)])
+    assert metrics.macro_auroc(label, probabilities) == pytest.approx(expected)
+    assert np.isnan(metrics.macro_auroc(np.zeros(4, int), probabilities[:, :1]))
+
+
+def test_calibration_error_by_hand() -> None:
+    # Confidences 0.9 (right), 0.9 (wrong), 0.6 (right): bins hold {0.9, 0.9} and {0.6}.
+    probabilities = np.array([[0.9, 0.1], [0.9, 0.1], [0.4, 0.6]])
+    error = metrics.expected_calibration_error([0, 1, 1], [0, 0, 1], probabilities)
+    assert error == pytest.approx(2 / 3 * abs(0.5 - 0.9) + 1 / 3 * abs(1 - 0.6))
+
+
+def test_a_confidence_on_the_border_of_two_bins_is_in_the_lower_one() -> None:
+    # Four bins: (0, 0.25], (0.25, 0.5], (0.5, 0.75], (0.75, 1].
+    probabilities = np.array([[0.5, 0.5], [0.25, 0.75], [0.2, 0.8], [1.0, 0.0]])
+    confidence, index = metrics.confidence_bins(probabilities, bins=4)
+    assert confidence.tolist() == [0.5, 0.75, 0.8, 1.0]
+    assert index.tolist() == [1, 2, 3, 3]
+
+
+def test_a_calibrated_classifier_has_a_small_calibration_error_and_a_boastful_one_a_large() -> None:
+    rng = np.random.default_rng(1)
+    confidence = rng.uniform(0.5, 1, 20_000)
+    probabilities = np.stack([confidence, 1 - confidence], 1)
+    label = (rng.random(20_000) > confidence).astype(int)
+    assert metrics.expected_calibration_error(label, np.zeros(20_000), probabilities) < 0.02
+    sure = np.tile([0.999, 0.001], (20_000, 1))
+    assert metrics.expected_calibration_error(label, np.zeros(20_000), sure) == pytest.approx(0.249, abs=0.01)
+
+
+@examples
+@given(SEEDS, st.integers(1, 40), st.integers(2, 6))
+def test_recall_equals_scikit_learn_and_is_not_measured_for_absent_classes(seed: int, n: int, classes: int) -> None:
+    rng = np.random.default_rng(seed)
+    label, predicted = rng.integers(0, classes, n), rng.integers(0, classes, n)
+    expected = sklearn.recall_score(label, predicted, labels=range(classes), average=None, zero_division=np.nan)
+    np.testing.assert_allclose(metrics.recall(label, predicted, classes), expected)
+
+
+def test_labels_and_predictions_of_different_length_are_rejected() -> None:
+    with pytest.raises(ShapeError, match=r"got \[2\] and \[3\]"):
+        metrics.accuracy([0, 1], [0, 1, 1])
+
+
+def test_reliability_curve_by_hand_and_its_weighted_gap_is_the_calibration_error() -> None:
+    probabilities = np.array([[0.9, 0.1], [0.9, 0.1], [0.4, 0.6]])
+    label, predicted = [0, 1, 1], [0, 0, 1]
+    confidence, accuracy, counts = metrics.reliability(label, predicted, probabilities)
+    used = counts > 0
+    assert confidence[used].tolist() == pytest.approx([0.6, 0.9])
+    assert accuracy[used].tolist() == pytest.approx([1.0, 0.5])
+    assert np.isnan(confidence[~used]).all()
+    gap = np.abs(confidence - accuracy)[used] @ counts[used] / counts.sum()
+    assert gap == pytest.approx(metrics.expected_calibration_error(label, predicted, probabilities))

@@ -16,7 +16,7 @@ from medtokenbudget.backbone.backbone import Backbone
 from medtokenbudget.errors import RequestError
 from medtokenbudget.model import MedTokenBudget, load
 from medtokenbudget.routing import Ranker, TokenBatch, create_selector, register_selector
-from medtokenbudget.routing.registry import SELECTORS
+from medtokenbudget.routing.base import SELECTORS
 from medtokenbudget.training import MLPHead, RoutedClassifier
 from tests.bad_input.damage import edit_json
 from tests.small_model import CLASSES, draw_images, small_model

@@ -1,25 +1,18 @@
-"""Heads that read K tokens: their formulas as plain loops, and that weights, positions and padding mean what they say."""
+"""ABMIL, CLAM, TransMIL and the attentive probe against their formulas as plain loops."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch.nn import functional as F
 
-from medtokenbudget.config import TrainConfig
-from medtokenbudget.errors import CountError, NonFiniteError, RequestError, ShapeError, UnknownNameError
-from medtokenbudget.heads.head import weighted_softmax
-from medtokenbudget.routing import create_selector, list_selectors
-from medtokenbudget.runs.method import with_heads
+from medtokenbudget.routing import create_selector
 from medtokenbudget.tokens import TokenSet
-from medtokenbudget.training import RoutedClassifier, create_head, list_heads
-from tests.routing.batches import selector_of, tokens_of
-
-READ_TOKENS = ["abmil", "attentive-probe", "clam-mb", "clam-sb", "transmil"]
+from medtokenbudget.training import create_head
+from tests.routing.batches import tokens_of
 
 
 def seeded(seed: int = 0) -> torch.Generator:
@@ -39,10 +32,6 @@ def kept_of(k: int = 20, batch: int = 3) -> TokenSet:
 def softmax(values: list[float]) -> list[float]:
     shares = [math.exp(value) for value in values]
     return [share / sum(shares) for share in shares]
-
-
-def test_the_heads_that_read_tokens_are_there():
-    assert [name for name in list_heads() if create_head(name, dim=4, classes=2).reads == "tokens"] == READ_TOKENS
 
 
 @torch.no_grad()
@@ -145,88 +134,3 @@ def test_the_positions_of_transmil_are_those_of_the_grid():
     field = field.transpose(1, 2).view(2, 128, 4, 5)
     expected = x + sum(convolution(field) for convolution in encoding.convolutions).flatten(2).transpose(1, 2)
     torch.testing.assert_close(alone, expected[:, chosen], atol=1e-5, rtol=1e-4)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("name", READ_TOKENS)
-def test_all_patches_under_a_mask_are_the_kept_tokens_alone(name):
-    head, tokens = head_of(name), tokens_of()
-    selection = create_selector("norm").select(tokens, 20)
-    masked = TokenSet.under(selection.kept.float(), tokens.patches, tokens.grid)
-    assert masked.padding.sum(1).tolist() == [15, 15, 15]
-    torch.testing.assert_close(head(masked), head.read(selection, tokens.grid), atol=1e-5, rtol=1e-4)
-
-
-@pytest.mark.parametrize("name", READ_TOKENS)
-def test_the_order_of_the_tokens_does_not_matter_and_a_gradient_reaches_dropped_patches(name):
-    head, kept = head_of(name), kept_of()
-    order = torch.randperm(20, generator=seeded())
-    turned = replace(kept, tokens=kept.tokens[:, order], positions=kept.positions[:, order])
-    torch.testing.assert_close(head(turned), head(kept), atol=1e-5, rtol=1e-4)
-    tokens = tokens_of()
-    mask = create_selector("norm").select(tokens, 20).kept.float().requires_grad_()
-    head(TokenSet.under(mask, tokens.patches, tokens.grid)).square().sum().backward()
-    assert bool(torch.isfinite(mask.grad).all())
-    assert bool((mask.grad[mask == 0].abs() > 0).any())
-
-
-def test_the_weighted_softmax_is_finite_whatever_the_dropped_logits_are():
-    logits = torch.tensor([[1.0, 2.0, 900.0]], requires_grad=True)
-    shares = weighted_softmax(logits, torch.tensor([[1.0, 1.0, 0.0]]))
-    assert shares.tolist()[0] == pytest.approx([*softmax([1.0, 2.0]), 0.0])
-    shares[0, 0].backward()
-    assert bool(torch.isfinite(logits.grad).all())
-
-
-@pytest.mark.parametrize("name", list_selectors())
-def test_every_selector_gives_tokens_with_positions_on_the_grid(name):
-    tokens = tokens_of()
-    kept = TokenSet.of(selector_of(name).select(tokens, 17, seeded()), tokens.grid)
-    assert kept.tokens.shape[:2] == kept.weights.shape == kept.positions.shape[:2]
-    assert bool((kept.positions >= 0).all())
-    assert bool((kept.positions <= torch.tensor([4.0, 6.0])).all())
-    model = RoutedClassifier(selector_of(name), head_of("transmil")).eval()
-    assert model(tokens, 0.5, seeded()).shape == (3, 3)
-
-
-@pytest.mark.parametrize("selector", [name for name in list_selectors() if selector_of(name).learns])
-def test_a_learned_selector_trains_with_a_head_that_reads_tokens(selector):
-    tokens = replace(tokens_of(), label=torch.tensor([0, 1, 1]))
-    model = RoutedClassifier(selector_of(selector), head_of("clam-sb", 2)).train()
-    if selector == "dynamicvit-package":
-        with pytest.raises(RequestError, match="gives no tokens in its training pass"):
-            model.training_pass(tokens, 0.5, TrainConfig(), seeded())
-        return
-    logits, step = model.training_pass(tokens, 0.5, TrainConfig(), seeded())
-    assert "head" in step.terms
-    (logits.square().sum() + step.terms["head"]).backward()
-    learned = [parameter.grad for parameter in model.selector.parameters() if parameter.grad is not None]
-    # These learn from a classifier of their own alone.
-    assert bool(learned) == (selector not in ("abmil-attention", "cropr", "grad-token", "gradcam-norm1", "relevance"))
-
-
-def test_what_a_head_cannot_read_has_a_message_each():
-    head, kept = head_of("clam-sb"), kept_of()
-    with pytest.raises(CountError, match=r"'clam-sb' needs at least 16 tokens, got 9. Use a larger budget"):
-        head(kept_of(9))
-    with pytest.raises(NonFiniteError, match="NaN or infinite"):
-        head(replace(kept, tokens=kept.tokens * float("nan")))
-    with pytest.raises(ShapeError, match="dimension 32, got 16"):
-        head(replace(kept, tokens=kept.tokens[..., :16]))
-    with pytest.raises(ShapeError, match="reads tokens, not their mean"):
-        head(kept.tokens.mean(1))
-    with pytest.raises(ShapeError, match="positions"):
-        replace(kept, positions=kept.positions[..., :1])
-    with pytest.raises(RequestError, match="multiple of heads"):
-        head_of("transmil", heads=5)
-
-
-def test_methods_are_combined_with_heads():
-    assert with_heads(["lats:lesion-first", "center+linear"], ["mlp", "abmil"]) == (
-        "lats:lesion-first",
-        "lats+abmil:lesion-first",
-        "center+linear",
-    )
-    assert with_heads(["center"], None) == ("center",)
-    with pytest.raises(UnknownNameError, match="Did you mean 'abmil'"):
-        with_heads(["center"], ["abmill"])

@@ -12,8 +12,8 @@ from torch import nn
 from medtokenbudget.config import ContextConfig, RouterConfig, TrainConfig, preset
 from medtokenbudget.errors import RequestError, ShapeError, UnknownNameError
 from medtokenbudget.routing import ContextScorer, create_selector, smooth_scores
-from medtokenbudget.routing.context import ContextBlock, turned, turned_back
 from medtokenbudget.routing.selectors import ContextSelector
+from medtokenbudget.routing.selectors.context import ContextBlock, turned, turned_back
 from medtokenbudget.runs.method import Method
 from tests.routing.batches import selector_of, tokens_of
 
@@ -79,7 +79,7 @@ def test_the_scorer_has_the_size_that_is_stated():
 
 @torch.no_grad()
 def test_a_patch_is_scored_by_the_patches_around_it_and_by_no_other():
-    scorer = mixed(ContextScorer(8, channels=4, blocks=2, kernel=3))
+    scorer = mixed(ContextScorer(8, ContextConfig(channels=4, blocks=2, kernel=3)))
     tokens = tokens_of(1, (9, 9), dim=8)
     before = scorer.logits(tokens).view(9, 9)
     patches = tokens.patches.clone()
@@ -92,7 +92,7 @@ def test_a_patch_is_scored_by_the_patches_around_it_and_by_no_other():
 
 @pytest.mark.parametrize("turn", range(8))
 def test_a_turned_grid_gives_the_scores_of_the_turned_image(turn):
-    scorer = mixed(ContextScorer(8, channels=4, blocks=1, kernel=3))
+    scorer = mixed(ContextScorer(8, ContextConfig(channels=4, blocks=1, kernel=3)))
     tokens = tokens_of(2, (5, 7), dim=8)
     field = tokens.patches.unflatten(1, (5, 7))
     again = turned(field, turn)
@@ -153,16 +153,17 @@ def test_options_build_the_same_selector_again():
     again = create_selector("context", dim=32, **first.options())
     again.load_state_dict(first.state_dict())
     assert again.options() == first.options()
-    assert (first.smooth, first.minimum, first.temperature) == (3, 4, 0.7)
+    assert (first.router.smooth, first.minimum, first.router.temperature) == (3, 4, 0.7)
     assert torch.equal(first.score(tokens_of()), again.eval().score(tokens_of()))
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kernel": 4}, "must be odd, got 4"),
-        ({"blocks": 0}, "must be at least 1, got 32, 128, 0 and 2"),
-        ({"dropout": 1.0}, r"must be in \[0, 1\), got 1.0"),
+        ({"kernel": 4}, "context.kernel must be odd and at least 1, got 4"),
+        ({"blocks": 0}, "context.blocks must be at least 1, got 0"),
+        ({"dropout": 1.0}, "context.dropout must be at least 0 and below 1, got 1.0"),
+        ({"color": "red"}, "Selector 'context' cannot be created with color: its options are blocks, channels, "),
     ],
 )
 def test_impossible_sizes_are_rejected(options, message):

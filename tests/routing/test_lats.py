@@ -30,7 +30,7 @@ def test_the_scorer_has_the_papers_number_of_parameters():
 def test_the_papers_forward_the_fused_form_and_another_implementation_give_the_same_scores(seed):
     torch.manual_seed(seed)
     tokens = tokens_of(2, (6, 5), 64, seed)
-    scorer = LATS(64, hidden=48).eval()
+    scorer = LATS(64, LATSConfig(hidden=48)).eval()
     plain = PlainLATS(64, hidden=48).load_from(scorer.state_dict()).eval()
     with torch.no_grad():
         torch.testing.assert_close(scorer(tokens), plain(tokens), atol=1e-6, rtol=0)
@@ -41,7 +41,7 @@ def test_the_papers_forward_the_fused_form_and_another_implementation_give_the_s
 @pytest.mark.parametrize("neighborhood", ["raster", "grid4", "grid8"])
 def test_the_fused_form_equals_the_papers_forward_for_every_set_of_signals(signals, neighborhood):
     tokens = tokens_of(2, (6, 5), 64)
-    scorer = LATS(64, hidden=48, signals=signals, neighborhood=neighborhood).eval()
+    scorer = LATS(64, LATSConfig(hidden=48, signals=signals, neighborhood=neighborhood)).eval()
     torch.testing.assert_close(fused(scorer, tokens), scorer(tokens), atol=1e-6, rtol=0)
 
 
@@ -54,7 +54,7 @@ def test_the_fused_form_and_the_papers_forward_draw_the_same_dropout():
 def test_gradients_equal_the_plain_implementation_of_the_paper():
     torch.manual_seed(0)
     tokens = tokens_of(2, (4, 4), 32)
-    scorer = LATS(32, hidden=24).eval()
+    scorer = LATS(32, LATSConfig(hidden=24)).eval()
     plain = PlainLATS(32, hidden=24).load_from(scorer.state_dict()).eval()
     fused(scorer, tokens).square().sum().backward()
     plain(tokens).square().sum().backward()
@@ -79,9 +79,9 @@ def test_scores_lie_in_0_to_1_for_any_grid_and_dtype(dtype, grid):
 @pytest.mark.parametrize("left_out", SIGNALS)
 def test_a_signal_switched_off_at_construction_has_no_parameters_and_no_influence(left_out):
     signals = [name for name in SIGNALS if name != left_out]
-    scorer = LATS(32, hidden=16, signals=signals).eval()
+    scorer = LATS(32, LATSConfig(hidden=16, signals=signals)).eval()
     missing = {"attention": 16, "norm": 16, "contrast": 2 * 16 + 32 * 2 + 2}[left_out]
-    assert count(scorer) == count(LATS(32, hidden=16)) - missing
+    assert count(scorer) == count(LATS(32, LATSConfig(hidden=16))) - missing
     tokens = tokens_of()
     if left_out == "attention":
         without = tokens_of(attention_entropy=None)
@@ -92,8 +92,8 @@ def test_a_signal_switched_off_at_construction_has_no_parameters_and_no_influenc
 @pytest.mark.parametrize("left_on", [(), ("norm",), ("attention", "contrast"), SIGNALS])
 def test_a_signal_switched_off_at_call_time_enters_as_zeros(left_on):
     tokens = tokens_of()
-    scorer = LATS(32, hidden=16).eval()
-    zeroed = LATS(32, hidden=16).eval()
+    scorer = LATS(32, LATSConfig(hidden=16)).eval()
+    zeroed = LATS(32, LATSConfig(hidden=16)).eval()
     zeroed.load_state_dict(scorer.state_dict())
     with torch.no_grad():
         if "attention" not in left_on:
@@ -108,7 +108,7 @@ def test_a_signal_switched_off_at_call_time_enters_as_zeros(left_on):
 @pytest.mark.parametrize("neighborhood", ["raster", "grid8"])
 def test_scores_of_some_patches_are_those_of_the_whole_image(neighborhood):
     tokens = tokens_of()
-    scorer = LATS(32, hidden=16, neighborhood=neighborhood).eval()
+    scorer = LATS(32, LATSConfig(hidden=16, neighborhood=neighborhood)).eval()
     at = torch.stack([torch.randperm(tokens.n)[:5] for _ in range(len(tokens))])
     torch.testing.assert_close(scorer.logits(tokens, at=at), scorer.logits(tokens).take_along_dim(at, 1), atol=1e-5, rtol=0)
 
@@ -138,19 +138,19 @@ def test_bad_scorers_and_batches_are_refused():
     with pytest.raises(MissingSignalError, match="attention_entropy"):
         LATS(32)(tokens_of(attention_entropy=None))
     with pytest.raises(UnknownNameError, match="Did you mean 'contrast'"):
-        LATS(32, signals=("contrasts",))
+        LATS(32, LATSConfig(signals=("contrasts",)))
     with pytest.raises(UnknownNameError):
-        fused(LATS(32, signals=("norm",)), tokens_of(), signals=("attention",))
-    with pytest.raises(RequestError, match="list of names"):
-        LATS(32, signals="norm")
+        fused(LATS(32, LATSConfig(signals=("norm",))), tokens_of(), signals=("attention",))
+    with pytest.raises(RequestError, match="several values"):
+        LATS(32, LATSConfig(signals="norm"))
     with pytest.raises(RequestError, match="dropout"):
-        LATS(32, dropout=1.0)
+        LATS(32, LATSConfig(dropout=1.0))
     with pytest.raises(RequestError, match="at least 1"):
-        LATS(32, layers=0)
+        LATS(32, LATSConfig(layers=0))
 
 
 def test_a_scorer_is_built_from_its_settings():
-    scorer = LATS.from_config(64, LATSConfig(hidden=32, layers=2, signals=("norm",), neighborhood="grid8"))
+    scorer = LATS(64, LATSConfig(hidden=32, layers=2, signals=("norm",), neighborhood="grid8"))
     assert (scorer.input.in_features, scorer.input.out_features, len(scorer.hidden)) == (65, 32, 2)
 
 

@@ -24,10 +24,10 @@ from medtokenbudget.config import BUDGETS, BackboneConfig
 from medtokenbudget.data import Manifest
 from medtokenbudget.errors import RequestError, UnknownNameError
 from medtokenbudget.files import read_json, read_lines
-from medtokenbudget.heads import registry as heads
+from medtokenbudget.heads import base as heads
 from medtokenbudget.model import MedTokenBudget
 from medtokenbudget.routing import Ranker, register_selector
-from medtokenbudget.routing import registry as selectors
+from medtokenbudget.routing import base as selectors
 from medtokenbudget.runs import Execution, Method, RunInfo, sweep
 from medtokenbudget.runs.run import read_results
 from medtokenbudget.runs.sweep import UNIT_FILES, Plan, Unit, load_unit, run_unit

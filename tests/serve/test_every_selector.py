@@ -8,7 +8,7 @@ import httpx
 
 from medtokenbudget.reporting.looks import LOOKS
 from medtokenbudget.routing import selector_class
-from medtokenbudget.routing.registry import SELECTORS
+from medtokenbudget.routing.base import SELECTORS
 from medtokenbudget.serve.service import Service
 from tests.serve.server import mask, picture, running_here
 from tests.small_model import small_model

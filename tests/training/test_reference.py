@@ -29,8 +29,7 @@ from medtokenbudget.runs import sweep
 from medtokenbudget.runs.run import read_results
 from medtokenbudget.tensor_files import load_tensors
 from medtokenbudget.tokens import TokenBatch
-from medtokenbudget.training.parts import make_parts
-from medtokenbudget.training.seeds import generator
+from medtokenbudget.training.rows import generator, make_parts
 from medtokenbudget.training.trainer import train_selector
 from tests.drawn import Drawn, quick
 

@@ -23,9 +23,8 @@ from medtokenbudget.errors import MismatchError, RequestError, WorkError
 from medtokenbudget.files import read_lines, write_lines
 from medtokenbudget.tensor_files import load_tensors, save_tensors
 from medtokenbudget.training import trainer
-from medtokenbudget.training.parts import ViewDraw, make_parts
-from medtokenbudget.training.seeds import generator
-from medtokenbudget.training.trainer import train_selector
+from medtokenbudget.training.rows import ViewDraw, generator, make_parts
+from medtokenbudget.training.trainer import optimizer_tensors, restore_optimizer, train_selector
 from tests.drawn import Drawn, quick
 from tests.small_model import small_backbone
 
@@ -193,7 +192,7 @@ def test_views_may_be_one_crop_and_retention_is_picked_on_views_too(tmp_path: Pa
 
 def _watch_terms(monkeypatch: pytest.MonkeyPatch, change: Callable[[dict[str, Any]], None]) -> None:
     """Let `change` see, and alter, what every step hands to the losses of the scorer."""
-    module = sys.modules["medtokenbudget.routing.scored"]
+    module = sys.modules["medtokenbudget.routing.trainable"]
     real = module.scorer_terms
 
     def watched(scores: torch.Tensor, **options: Any) -> dict[str, torch.Tensor]:
@@ -281,3 +280,37 @@ def test_bf16_autocast_trains_and_differs_from_fp32(drawn: Drawn, tmp_path: Path
     a, b = plain.selector.scorer.output.weight, half.selector.scorer.output.weight
     assert not torch.equal(a, b)
     assert torch.allclose(a, b, atol=0.05)
+
+
+def test_a_checkpoint_comes_back_whole_and_a_damaged_one_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "c.safetensors"
+    save_tensors(path, {"b": torch.arange(3), "a": torch.ones(2)}, {"epoch": 3})
+    first = path.read_bytes()
+    save_tensors(path, {"a": torch.ones(2), "b": torch.arange(3)}, {"epoch": 3})
+    assert path.read_bytes() == first
+    tensors, state = load_tensors(path)
+    assert state == {"epoch": 3}
+    assert torch.equal(tensors["b"], torch.arange(3))
+    path.write_bytes(first[:-5])
+    with pytest.raises(RequestError, match=r"c\.safetensors is damaged or incomplete"):
+        load_tensors(path)
+
+
+def test_an_optimizer_comes_back_from_its_tensors() -> None:
+    def made() -> tuple[torch.nn.Parameter, torch.optim.AdamW]:
+        parameter = torch.nn.Parameter(torch.ones(3))
+        return parameter, torch.optim.AdamW([parameter], lr=0.1)
+
+    def step(parameter: torch.nn.Parameter, optimizer: torch.optim.AdamW) -> None:
+        (parameter**2).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    parameter, optimizer = made()
+    step(parameter, optimizer)
+    other, restored = made()
+    other.data.copy_(parameter.data)
+    restore_optimizer(restored, optimizer_tensors(optimizer))
+    step(parameter, optimizer)
+    step(other, restored)
+    assert torch.equal(parameter, other)

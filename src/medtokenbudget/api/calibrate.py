@@ -14,7 +14,7 @@ from medtokenbudget.model import Guarantee, MedTokenBudget, load
 from medtokenbudget.model.folder import CONFIG, read_config
 from medtokenbudget.model.guarantee import with_guarantee
 from medtokenbudget.model.hub import resolve
-from medtokenbudget.routing.guarantee import Promise
+from medtokenbudget.routing.conformal import Promise
 from medtokenbudget.runs.evaluate import Part, calibrated, held_out, run_of
 
 

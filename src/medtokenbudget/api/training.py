@@ -26,7 +26,7 @@ from medtokenbudget.runs.run import RunInfo
 from medtokenbudget.runs.sweep import Sources, Study, Unit, load_unit, run_studies
 from medtokenbudget.training.classifier import RoutedClassifier
 from medtokenbudget.training.familiarity import fit_familiarity
-from medtokenbudget.training.parts import make_parts
+from medtokenbudget.training.rows import make_parts
 
 CONTROLS = ("center", "random")
 HeadChoice = Literal["auto", "none"]

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from medtokenbudget.heads.abmil import ABMIL
 from medtokenbudget.heads.attentive_probe import AttentiveProbe
+from medtokenbudget.heads.base import ENTRY_POINT_GROUP, Head, TokenHead, create_head, list_heads, register_head
 from medtokenbudget.heads.clam import CLAMMB, CLAMSB
-from medtokenbudget.heads.head import Head, TokenHead
-from medtokenbudget.heads.linear import LinearHead
-from medtokenbudget.heads.mlp import MLPHead
-from medtokenbudget.heads.registry import ENTRY_POINT_GROUP, create_head, list_heads, register_head
+from medtokenbudget.heads.pooled import LinearHead, MLPHead
 from medtokenbudget.heads.transmil import TransMIL
 
 __all__ = [

@@ -6,10 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from medtokenbudget.heads.head import TokenHead, weighted_softmax
-from medtokenbudget.heads.registry import register_head
-from medtokenbudget.routing.dropout import dropout as drop
-from medtokenbudget.routing.gated_attention import GatedAttention
+from medtokenbudget.heads.base import TokenHead, register_head, weighted_softmax
+from medtokenbudget.routing.layers import GatedAttention
+from medtokenbudget.routing.layers import dropout as drop
 from medtokenbudget.tokens import TokenSet
 
 
@@ -24,6 +23,8 @@ class ABMIL(TokenHead):
         attention: Width of the attention.
         dropout: Dropout of the features.
     """
+
+    description = "Gated attention over the kept tokens."
 
     def __init__(self, dim: int, classes: int, width: int = 256, attention: int = 128, dropout: float = 0.1) -> None:
         super().__init__(dim, classes)

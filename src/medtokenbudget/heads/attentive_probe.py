@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from medtokenbudget.errors import RequestError
-from medtokenbudget.heads.head import TokenHead, weighted_softmax
-from medtokenbudget.heads.registry import register_head
+from medtokenbudget.heads.base import TokenHead, register_head, weighted_softmax
 from medtokenbudget.tokens import TokenSet
 
 
@@ -23,6 +22,8 @@ class AttentiveProbe(TokenHead):
         width: Width of the attention.
         heads: Attention heads.
     """
+
+    description = "Attention of one learned query over the kept tokens."
 
     def __init__(self, dim: int, classes: int, width: int = 128, heads: int = 4) -> None:
         super().__init__(dim, classes)

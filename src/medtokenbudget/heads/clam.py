@@ -7,17 +7,16 @@ the most attended tokens are also negative examples of the other classes, as in 
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from medtokenbudget.errors import CountError
-from medtokenbudget.heads.head import TokenHead, weighted_softmax
-from medtokenbudget.heads.registry import register_head
-from medtokenbudget.routing.dropout import dropout as drop
-from medtokenbudget.routing.gated_attention import GatedAttention
+from medtokenbudget.heads.base import TokenHead, register_head, weighted_softmax
+from medtokenbudget.routing.layers import GatedAttention
+from medtokenbudget.routing.layers import dropout as drop
 from medtokenbudget.tokens import TokenSet
 
 BAG_WEIGHT = 0.7
@@ -25,17 +24,20 @@ BAG_WEIGHT = 0.7
 
 
 class _CLAM(TokenHead):
-    branches: int
+    branch_per_class: ClassVar[bool]
 
-    def __init__(self, dim: int, classes: int, width: int, attention: int, dropout: float, instances: int, branches: int) -> None:
+    def __init__(
+        self, dim: int, classes: int, width: int = 256, attention: int = 128, dropout: float = 0.1, instances: int = 8
+    ) -> None:
         super().__init__(dim, classes)
         if instances < 1:
             raise CountError(f"instances must be at least 1, got {instances}.")
         self.width, self.attention, self.dropout, self.instances = width, attention, dropout, instances
         self.needs = 2 * instances
         self.features = nn.Linear(dim, width)
-        self.attend = GatedAttention(width, attention, branches)
+        self.attend = GatedAttention(width, attention, classes if self.branch_per_class else 1)
         self.instance = nn.ModuleList(nn.Linear(width, 2) for _ in range(classes))
+        self.output = nn.Linear(width, classes)
 
     @abstractmethod
     def bag(self, pooled: Tensor) -> Tensor:
@@ -76,10 +78,10 @@ class _CLAM(TokenHead):
         total = features.new_zeros(())
         for number, classify in enumerate(self.instance):
             branch = number if attention.shape[1] > 1 else 0
-            own, others = known & (label == number), known & (label != number)
+            of_class, others = known & (label == number), known & (label != number)
             losses = [
                 _instance_losses(classify, features[rows], [(chosen[rows, branch], target) for chosen, target in wanted])
-                for rows, wanted in ((own, ((top, 1), (bottom, 0))), (others, ((top, 0),)))
+                for rows, wanted in ((of_class, ((top, 1), (bottom, 0))), (others, ((top, 0),)))
                 if bool(rows.any())
             ]
             total = total + torch.cat(losses).mean()
@@ -108,11 +110,8 @@ class CLAMSB(_CLAM):
         instances: Most and least attended tokens that the instance classifiers learn from; needs twice as many tokens.
     """
 
-    def __init__(
-        self, dim: int, classes: int, width: int = 256, attention: int = 128, dropout: float = 0.1, instances: int = 8
-    ) -> None:
-        super().__init__(dim, classes, width, attention, dropout, instances, 1)
-        self.output = nn.Linear(width, classes)
+    description = "Gated attention with instance clustering, one branch for all classes."
+    branch_per_class = False
 
     def bag(self, pooled: Tensor) -> Tensor:
         return self.output(pooled.squeeze(1))
@@ -122,11 +121,8 @@ class CLAMSB(_CLAM):
 class CLAMMB(_CLAM):
     """One attention branch and one classifier for each class; arguments as in `clam-sb`."""
 
-    def __init__(
-        self, dim: int, classes: int, width: int = 256, attention: int = 128, dropout: float = 0.1, instances: int = 8
-    ) -> None:
-        super().__init__(dim, classes, width, attention, dropout, instances, classes)
-        self.output = nn.Linear(width, classes)
+    description = "Gated attention with instance clustering, one branch per class."
+    branch_per_class = True
 
     def bag(self, pooled: Tensor) -> Tensor:
         # Class c reads its own pooled features: the diagonal of all classifiers on all branches.

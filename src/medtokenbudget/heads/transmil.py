@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from medtokenbudget.errors import RequestError
-from medtokenbudget.heads.head import TokenHead, weighted_softmax
-from medtokenbudget.heads.registry import register_head
-from medtokenbudget.routing.dropout import dropout as drop
+from medtokenbudget.heads.base import TokenHead, register_head, weighted_softmax
+from medtokenbudget.routing.layers import dropout as drop
 from medtokenbudget.tokens import TokenSet
 
 
@@ -68,6 +67,8 @@ class TransMIL(TokenHead):
         heads: Attention heads.
         dropout: Dropout of the features.
     """
+
+    description = "Two transformer layers over the kept tokens with positions on the grid."
 
     def __init__(self, dim: int, classes: int, width: int = 128, heads: int = 4, dropout: float = 0.1) -> None:
         super().__init__(dim, classes)

@@ -1,6 +1,6 @@
 """`Guarantee`: a calibrated promise about the lesion, stored with a model. Pass it wherever a model takes a budget.
 
-Its own file because calibration, predictions, the service and `config.json` share it. The statistics are `routing/guarantee.py`.
+Its own file because calibration, predictions, the service and `config.json` share it. The statistics are `routing/conformal.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from medtokenbudget.errors import RequestError
-from medtokenbudget.routing.guarantee import Promise, kept_counts
+from medtokenbudget.routing.conformal import Promise, kept_counts
 
 
 @dataclass(frozen=True)

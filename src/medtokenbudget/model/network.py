@@ -30,7 +30,7 @@ from medtokenbudget.model.classifiers import Classifiers
 from medtokenbudget.model.early import EarlyRouting
 from medtokenbudget.model.guarantee import Guarantee, find_guarantee
 from medtokenbudget.model.sources import expand
-from medtokenbudget.routing.guarantee import Promise
+from medtokenbudget.routing.conformal import Promise
 from medtokenbudget.tokens import SIGNALS, TokenBatch
 from medtokenbudget.training.classifier import RoutedClassifier
 from medtokenbudget.training.familiarity import Familiarity

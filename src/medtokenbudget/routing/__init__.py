@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-from medtokenbudget.routing.context import ContextScorer
-from medtokenbudget.routing.lats import LATS
-from medtokenbudget.routing.learned import LearnedSelector, TrainingPass
-from medtokenbudget.routing.registry import ENTRY_POINT_GROUP, create_selector, list_selectors, register_selector, selector_class
-from medtokenbudget.routing.router import (
+from medtokenbudget.routing.base import (
+    ENTRY_POINT_GROUP,
+    Merger,
+    Ranker,
+    Selector,
+    create_selector,
+    gather,
+    list_selectors,
+    pooled_means,
+    register_selector,
+    selector_class,
+)
+from medtokenbudget.routing.selectors import LATS, ContextScorer, ContextSelector, LATSSelector
+from medtokenbudget.routing.signals import attention_entropy, feature_norm, local_contrast, pseudo_attention
+from medtokenbudget.routing.topk import (
     budget_to_k,
     check_k,
     gumbel_noise,
@@ -16,10 +26,7 @@ from medtokenbudget.routing.router import (
     smooth_scores,
     straight_through_topk,
 )
-from medtokenbudget.routing.scored import ScoredRanker
-from medtokenbudget.routing.selector import Merger, Ranker, Selector, gather, pooled_means
-from medtokenbudget.routing.selectors import ContextSelector, LATSSelector
-from medtokenbudget.routing.signals import attention_entropy, feature_norm, local_contrast, pseudo_attention
+from medtokenbudget.routing.trainable import LearnedSelector, ScoredRanker, TrainingPass
 from medtokenbudget.tokens import Selection, TokenBatch
 
 __all__ = [

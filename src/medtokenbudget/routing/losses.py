@@ -1,10 +1,11 @@
-"""The terms of the paper's objective that train the scorer, each a function of its own.
+"""The terms of the paper's objective, each a function of its own, and their weighted sum.
 
-All are computed in fp32 and see the raw scores, before smoothing. Classification belongs to the head: see `training/losses.py`.
+All are computed in fp32. The terms of the scorer see the raw scores, before smoothing.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 
 import torch
@@ -16,6 +17,16 @@ from medtokenbudget.errors import MissingSignalError, ShapeError
 from medtokenbudget.tokens import TokenBatch
 
 _MARGIN = 1e-7
+_UNLABELED = -1
+
+
+def classification_loss(logits: Tensor, label: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Cross-entropy of logits [B, C] and labels [B], with optional class weights [C]; images labelled -1 do not count."""
+    if logits.ndim != 2 or label.shape != logits.shape[:1]:
+        raise ShapeError(f"Logits must be [B, C] and label [B], got {list(logits.shape)} and {list(label.shape)}.")
+    if not bool((label != _UNLABELED).any()):
+        return logits.sum() * 0.0
+    return F.cross_entropy(logits.float(), label, weight=weights, ignore_index=_UNLABELED)
 
 
 def budget_deviation(k: int, n: int, budget: float) -> float:
@@ -39,10 +50,7 @@ def lesion_loss(scores: Tensor, lesion: Tensor, has_mask: Tensor, from_logits: b
 
     from_logits  `scores` are logits, which is the stable way; scores in [0, 1] are held off 0 and 1
     """
-    if lesion.shape != _checked(scores).shape or has_mask.shape != scores.shape[:1]:
-        raise ShapeError(
-            f"Scores {list(scores.shape)}, lesion {list(lesion.shape)} and has_mask {list(has_mask.shape)} must agree on [B, N]."
-        )
+    _check_agree("Scores", scores, lesion, has_mask)
     rows = has_mask.bool()
     if not bool(rows.any()):
         return scores.sum() * 0.0
@@ -61,10 +69,7 @@ def lesion_mass_loss(attention: Tensor, lesion: Tensor, has_mask: Tensor) -> Ten
         lesion: [B, N] lesion patches.
         has_mask: [B] which images have a mask; images without a lesion patch do not count.
     """
-    if lesion.shape != _checked(attention).shape or has_mask.shape != attention.shape[:1]:
-        raise ShapeError(
-            f"attention {list(attention.shape)}, lesion {list(lesion.shape)}, has_mask {list(has_mask.shape)} must agree on [B, N]."
-        )
+    _check_agree("Attention", attention, lesion, has_mask)
     rows = has_mask.bool() & lesion.bool().any(1)
     if not bool(rows.any()):
         return attention.sum() * 0.0
@@ -144,6 +149,11 @@ def scorer_terms(
     return terms
 
 
+def total_loss(terms: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
+    """Weighted sum of the terms; a term without a weight counts once."""
+    return torch.stack([weights.get(name, 1.0) * term for name, term in terms.items()]).sum()
+
+
 def _graph_if(weight: float) -> nullcontext[None] | torch.no_grad:
     return nullcontext() if weight else torch.no_grad()
 
@@ -152,3 +162,10 @@ def _checked(scores: Tensor) -> Tensor:
     if scores.ndim != 2:
         raise ShapeError(f"Scores must be [B, N], got {list(scores.shape)}.")
     return scores
+
+
+def _check_agree(name: str, values: Tensor, lesion: Tensor, has_mask: Tensor) -> None:
+    if lesion.shape != _checked(values).shape or has_mask.shape != values.shape[:1]:
+        raise ShapeError(
+            f"{name} {list(values.shape)}, lesion {list(lesion.shape)} and has_mask {list(has_mask.shape)} must agree on [B, N]."
+        )

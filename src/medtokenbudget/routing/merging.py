@@ -5,6 +5,7 @@ All functions are vectorized over the batch and over the groups.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from types import MappingProxyType
 from typing import Literal, get_args
 
@@ -13,7 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from medtokenbudget.errors import UnknownNameError
-from medtokenbudget.routing.selector import Merger
+from medtokenbudget.routing.base import Merger
+from medtokenbudget.routing.topk import check_k
 from medtokenbudget.tokens import Selection, TokenBatch
 
 Compared = Literal["patches", "keys"]
@@ -50,6 +52,29 @@ class ComparingMerger(Merger):
         if self.compare == "patches":
             return tokens.patches.float(), 0
         return torch.cat([tokens.patches.float(), self.compared(tokens)], -1), tokens.dim
+
+
+class RoundMerger(ComparingMerger):
+    """A merger that removes up to half of the tokens in each round until K are left; `weights` are the group sizes."""
+
+    @abstractmethod
+    def merge_round(self, x: Tensor, size: Tensor, r: int, first: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Merge r of the tokens x [B, n, D] with sizes [B, n], comparing the features from `first` on.
+
+        Returns:
+            The n - r tokens, their sizes, and where each of the n tokens went, int64 [B, n].
+        """
+
+    def select(self, tokens: TokenBatch, k: int, generator: torch.Generator | None = None) -> Selection:
+        k = check_k(k, tokens.n)
+        x, first = self.with_compared(self.check(tokens))
+        size = torch.ones(x.shape[:2], device=x.device)
+        assignment = torch.arange(tokens.n, device=x.device).repeat(len(x), 1)
+        while x.shape[1] > k:
+            count = x.shape[1]
+            x, size, moved = self.merge_round(x, size, min(count - k, count // 2), first)
+            assignment = moved.gather(1, assignment)
+        return Selection(tokens=x[..., : tokens.dim].to(tokens.patches.dtype), weights=size, assignment=assignment)
 
 
 def group_means(patches: Tensor, assignment: Tensor, k: int, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:

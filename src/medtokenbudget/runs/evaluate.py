@@ -33,11 +33,10 @@ from medtokenbudget.model.network import comparable
 from medtokenbudget.model.parts import evaluating
 from medtokenbudget.progress import progress, say
 from medtokenbudget.routing import Ranker, Selector, create_selector
-from medtokenbudget.routing.guarantee import Promise, group_mean, kept_counts, lesion_kept, pick_threshold
+from medtokenbudget.routing.conformal import Promise, group_mean, kept_counts, lesion_kept, pick_threshold
 from medtokenbudget.runs.method import Method
 from medtokenbudget.runs.run import AS_IS, ATTRIBUTES, FILE, OF_IMAGES, MethodInfo, RunInfo, routing_name, write_tables
-from medtokenbudget.training.pooled import probabilities, token_probabilities
-from medtokenbudget.training.pooling import BATCH, pool_and_judge
+from medtokenbudget.training.pooled import BATCH, pool_and_judge, probabilities, token_probabilities
 
 Part = Literal["auto", "val", "select", "train", "all"]
 STUDY = "evaluate"

@@ -21,10 +21,10 @@ from medtokenbudget.errors import RequestError
 from medtokenbudget.heads import create_head
 from medtokenbudget.progress import say
 from medtokenbudget.routing import selector_class
-from medtokenbudget.routing.lats import ordered_signals
-from medtokenbudget.routing.router import budget_to_k
+from medtokenbudget.routing.selectors.lats import ordered_signals
+from medtokenbudget.routing.topk import budget_to_k
 from medtokenbudget.runs.method import Method, unused_settings
-from medtokenbudget.training.parts import check_fits
+from medtokenbudget.training.rows import check_fits
 
 if TYPE_CHECKING:
     from medtokenbudget.runs.sweep import Sources, Study, Unit

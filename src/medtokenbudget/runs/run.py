@@ -34,7 +34,7 @@ from medtokenbudget.errors import RequestError
 from medtokenbudget.escaping import csv_frame, from_csv_cell
 from medtokenbudget.files import atomic_write, read_json, read_lines, sha256_file, unsealed, write_safetensors, write_sealed
 from medtokenbudget.progress import say
-from medtokenbudget.training.checkpoints import log_hash
+from medtokenbudget.training.trainer import log_hash
 
 FILE = "run.json"
 FORMAT_VERSION = 3

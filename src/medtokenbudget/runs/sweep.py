@@ -72,12 +72,10 @@ from medtokenbudget.runs.run import (
     write_tables,
 )
 from medtokenbudget.tensor_files import load_tensors, save_tensors
-from medtokenbudget.training import checkpoints as ck
 from medtokenbudget.training.classifier import RoutedClassifier
-from medtokenbudget.training.parts import Parts, make_parts
-from medtokenbudget.training.pooled import OnEpoch, PooledHead, epoch_judge
-from medtokenbudget.training.pooling import pool_to_file
-from medtokenbudget.training.trainer import train_selector
+from medtokenbudget.training.pooled import OnEpoch, PooledHead, epoch_judge, pool_to_file
+from medtokenbudget.training.rows import Parts, make_parts
+from medtokenbudget.training.trainer import module_tensors, split_prefix, train_selector
 
 UNIT, HEAD, IMAGES, CHECKPOINT = "unit.json", "head.safetensors", "images.json", "checkpoint.safetensors"
 UNIT_FILES = (HEAD, IMAGES, PREDICTIONS, ROUTING)
@@ -424,7 +422,7 @@ def _train_and_evaluate(plan: Plan, unit: Unit, first: Unit, on_epoch: OnEpoch |
         parts = make_parts(manifest, store, config)
         selector = create_selector(method.selector, minimum=config.router.minimum, **method.options)
         head = _train_head(plan, unit, selector, parts, on_epoch) if manifest.classes else None
-    save_tensors(folder / HEAD, {} if head is None else ck.module_tensors(head, "head."), {"method": str(method)})
+    save_tensors(folder / HEAD, {} if head is None else module_tensors(head, "head."), {"method": str(method)})
     frames: list[pd.DataFrame] = []
     tensors: dict[str, np.ndarray] = {}
     ids: dict[str, list[str]] = {}
@@ -472,13 +470,13 @@ def load_unit(info: RunInfo, unit: Unit, dim: int) -> RoutedClassifier | None:
     if issubclass(kind, LearnedSelector):
         tensors, _ = load_tensors(folder / CHECKPOINT)
         selector = kind.from_config(dim, config, len(info.classes))
-        selector.load_state_dict(ck.split_prefix(tensors, "best/selector."))
+        selector.load_state_dict(split_prefix(tensors, "best/selector."))
     else:
         selector = create_selector(method.selector, minimum=config.router.minimum, **unit.method.options)
     if not info.classes:
         return RoutedClassifier(selector, None).eval()
     head = create_head(method.head, dim, len(info.classes))
-    head.load_state_dict(ck.split_prefix(load_tensors(folder / HEAD)[0], "head."))
+    head.load_state_dict(split_prefix(load_tensors(folder / HEAD)[0], "head."))
     return RoutedClassifier(selector, head).eval()
 
 

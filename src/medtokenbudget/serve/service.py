@@ -28,7 +28,7 @@ from medtokenbudget.model.guarantee import find_guarantee
 from medtokenbudget.model.parts import describe, select
 from medtokenbudget.reporting.looks import look
 from medtokenbudget.routing import Ranker, Selector
-from medtokenbudget.routing.guarantee import Promise
+from medtokenbudget.routing.conformal import Promise
 from medtokenbudget.tokens import Selection, TokenBatch
 
 NOTICE = "Research software, not a medical device. Do not use its output for diagnosis or treatment."

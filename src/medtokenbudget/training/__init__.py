@@ -1,14 +1,12 @@
-"""Training: losses, curriculum, heads and the trainer."""
+"""Training: rows, schedule, heads behind a fixed selector, and the trainer of learned selectors."""
 
 from __future__ import annotations
 
 from medtokenbudget.heads import Head, LinearHead, MLPHead, create_head, list_heads, register_head
+from medtokenbudget.routing.losses import classification_loss, total_loss
 from medtokenbudget.training.classifier import RoutedClassifier
-from medtokenbudget.training.curriculum import BudgetCurriculum
-from medtokenbudget.training.losses import classification_loss, total_loss
 
 __all__ = [
-    "BudgetCurriculum",
     "Head",
     "LinearHead",
     "MLPHead",

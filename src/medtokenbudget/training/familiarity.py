@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from medtokenbudget.backbone import FeatureStore
 from medtokenbudget.tokens import TokenBatch
-from medtokenbudget.training.seeds import generator
+from medtokenbudget.training.rows import generator
 
 RANK = 32
 """Directions with a variance of their own; what lies outside of them shares one."""

@@ -1,4 +1,7 @@
-"""Training a head behind a fixed selector: the paper's baselines, and the second stage of the lesion-first recipe.
+"""Pooled tokens, and training a head behind a fixed selector: the paper's baselines, and the second stage of lesion-first.
+
+A frozen selector gives the same pooled tokens in every epoch, so they are computed once, for all budgets in one pass;
+heads then train on `[n, budgets, D]` numbers instead of `[n, N, D]` tokens.
 
 Every method uses the same optimizer and budget sampling. Under the strict protocol no epoch is chosen: the rate falls to zero and
 the last one counts. Under the paper's the rate is constant and the best epoch on validation images counts, as for LATS.
@@ -6,8 +9,11 @@ the last one counts. Under the paper's the rate is constant and the best epoch o
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,46 +23,142 @@ from torch import Tensor
 from medtokenbudget.backbone import FeatureStore
 from medtokenbudget.config import TrainConfig
 from medtokenbudget.errors import RequestError, WorkError
+from medtokenbudget.files import atomic_write, read_json, sha256_file, write_json
 from medtokenbudget.heads import Head, create_head
-from medtokenbudget.metrics import accuracy
-from medtokenbudget.routing import Selector
-from medtokenbudget.tokens import TokenSet
-from medtokenbudget.training.checkpoints import module_tensors
-from medtokenbudget.training.losses import classification_loss
-from medtokenbudget.training.pooling import BATCH, pool_and_judge, token_sets
+from medtokenbudget.metrics import accuracy, group_purity, kept_lesion_counts, lesion_dominated, lesion_mass
+from medtokenbudget.routing import Ranker, Selector, gather, pooled_means, rank
+from medtokenbudget.routing.losses import classification_loss
+from medtokenbudget.tokens import TokenBatch, TokenSet
+from medtokenbudget.training.rows import class_weights, epoch_order, generator, require_labels
 from medtokenbudget.training.schedule import EarlyStopping, cosine_lr, is_looked_at
-from medtokenbudget.training.seeds import generator
 
-
-def class_weights(label: np.ndarray, classes: int) -> Tensor:
-    """Weights inverse to the class frequencies, mean 1 over the images; classes that do not occur get 0."""
-    counts = np.bincount(label, minlength=classes).astype(np.float64)
-    present = counts > 0
-    weights = np.where(present, len(label) / (present.sum() * np.maximum(counts, 1)), 0.0)
-    return torch.tensor(weights, dtype=torch.float32)
-
-
-def epoch_order(label: np.ndarray, config: TrainConfig, epoch: int, classes: int) -> Tensor:
-    """Positions of one epoch's images: shuffled, or drawn so that the classes come equally often."""
-    noise = generator(config.seed, "order", epoch)
-    if config.class_balance == "sampler":
-        weights = class_weights(label, classes)[torch.from_numpy(label)]
-        return torch.multinomial(weights, len(label), replacement=True, generator=noise)
-    return torch.randperm(len(label), generator=noise)
-
-
-def require_labels(label: np.ndarray, what: str) -> None:
-    if len(label) and int(label.min()) < 0:
-        count = int((label < 0).sum())
-        raise RequestError(f"{count} {what} images have no label. Label them in the manifest, or remove them.")
-
-
+BATCH = 64
 OnEpoch = Callable[[str, int, int], None]
 """Called after every epoch with the stage, the epochs done and the epochs in all."""
-
-
 Judge = Callable[[Head], float]
 """How good a head is: what its epoch is chosen by."""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What a selector kept of n images at T budgets; NaN or None where it was not measured.
+
+    k            [T] tokens given to the head
+    kept_lesion  [n, T] lesion patches kept (NaN without a mask, and for mergers)
+    purity       [n, T] purity of a hard merger's groups (NaN otherwise)
+    dominated    [n, T] share of the lesion patches in tokens dominated by lesion (NaN but for hard mergers)
+    mass         [n, T] attention of a soft merger on lesion patches (NaN otherwise)
+    order        [n, N] patches, best first, or None for samplers and mergers
+    scores       [n, N] scores of a learned selector, or None
+    """
+
+    k: tuple[int, ...]
+    kept_lesion: np.ndarray
+    purity: np.ndarray
+    dominated: np.ndarray
+    mass: np.ndarray
+    order: np.ndarray | None
+    scores: np.ndarray | None
+
+
+def pool_to_file(path: Path, store: FeatureStore, rows: np.ndarray, selector: Selector, budgets: Sequence[float]) -> np.ndarray:
+    """Pooled tokens `[n, T, D]` of a deterministic selector, memory-mapped from `path`.
+
+    The file is made if it does not exist, and made again if it is damaged: its hash is in `NAME.json` next to it.
+    """
+    shape, note = (len(rows), len(budgets), store.dim), path.with_suffix(".json")
+    if not _is_whole(path, note):
+        with atomic_write(path) as temporary, open(temporary, "wb") as stream:
+            # Not through a memory map: on a full disk that ends in a signal instead of an error.
+            np.lib.format.write_array_header_1_0(stream, {"descr": "<f4", "fortran_order": False, "shape": shape})
+            for batch in store.batches(rows, BATCH, signals=selector.requires):
+                stream.write(selector.pooled(batch, budgets).numpy().astype("<f4").tobytes())
+        write_json(note, {"sha256": sha256_file(path)})
+    return np.load(path, mmap_mode="r")
+
+
+def _is_whole(path: Path, note: Path) -> bool:
+    if not (path.exists() and note.exists()):
+        return False
+    try:
+        recorded = read_json(note)
+    except RequestError:
+        return False
+    return isinstance(recorded, dict) and recorded.get("sha256") == sha256_file(path)
+
+
+def pool_and_judge(
+    store: FeatureStore,
+    rows: np.ndarray,
+    selector: Selector,
+    budgets: Sequence[float],
+    seed: int,
+    device: torch.device | str = "cpu",
+) -> tuple[np.ndarray, Evidence]:
+    """Pooled tokens `[n, T, D]` and the evidence kept, in one pass; `seed` is for selectors that draw."""
+    counts = tuple(selector.count(budget, store.per_image) for budget in budgets)
+    judged = []
+    for index, batch in enumerate(store.batches(rows, BATCH, signals=selector.requires)):
+        noise = generator(seed, "evaluation", index) if selector.stochastic else None
+        batch = batch.to(device)
+        if isinstance(selector, Ranker) and batch.places is None:
+            judged.append(_ranked(selector, batch, counts, noise))
+        else:
+            judged.append(_selected(selector, batch, counts, noise))
+    pooled, measures, order, scores = zip(*judged)
+    kept, purity, dominated, mass = np.concatenate(measures, axis=1)
+    evidence = Evidence(
+        k=counts,
+        kept_lesion=kept,
+        purity=purity,
+        dominated=dominated,
+        mass=mass,
+        order=np.concatenate(order) if order[0] is not None else None,
+        scores=np.concatenate(scores) if selector.learns and scores[0] is not None else None,
+    )
+    return np.concatenate(pooled), evidence
+
+
+def token_sets(
+    selector: Selector, batch: TokenBatch, counts: Sequence[int], noise: torch.Generator | None = None
+) -> list[TokenSet]:
+    """The tokens that heads read of a batch at each K; a ranker orders the patches once."""
+    if isinstance(selector, Ranker) and batch.places is None:
+        order = selector.order(batch, noise)
+        return [TokenSet.of(gather(batch.patches, order[:, :k]), batch.grid) for k in counts]
+    return [TokenSet.of(selector.select(batch, k, noise), batch.grid) for k in counts]
+
+
+Judged = tuple[np.ndarray, np.ndarray, np.ndarray | None, np.ndarray | None]
+"""Pooled tokens, the four measures of `Evidence` [4, n, T], the order and the scores."""
+
+
+def _ranked(selector: Ranker, batch: TokenBatch, counts: Sequence[int], noise: torch.Generator | None) -> Judged:
+    scores = selector.score(selector.check(batch), noise)
+    order = rank(scores)
+    pooled = pooled_means(batch.patches, order, counts).cpu().numpy()
+    measures = np.full((4, len(batch), len(counts)), np.nan)
+    if batch.lesion is not None and batch.has_mask is not None:
+        masked = batch.has_mask.bool().cpu().numpy()
+        measures[0, masked] = kept_lesion_counts(order, batch.lesion, counts)[masked]
+    return pooled, measures, order.to(torch.int16).cpu().numpy(), scores.half().cpu().numpy()
+
+
+def _selected(selector: Selector, batch: TokenBatch, counts: Sequence[int], noise: torch.Generator | None) -> Judged:
+    selections = [selector.select(batch, k, noise) for k in counts]
+    pooled = np.stack([selection.pooled().cpu().numpy() for selection in selections], 1)
+    measures = np.full((4, *pooled.shape[:2]), np.nan)
+    if batch.lesion is not None and batch.has_mask is not None:
+        masked, lesion = batch.has_mask.bool().cpu().numpy(), batch.lesion.bool()
+        for column, selection in enumerate(selections):
+            if selection.kept is not None:  # a sampler
+                measures[0, masked, column] = (selection.kept & lesion).sum(1).cpu().numpy()[masked]
+            elif selection.attention is not None:
+                measures[3, masked, column] = lesion_mass(selection.attention, lesion).cpu().numpy()[masked]
+            else:
+                measures[1, masked, column] = group_purity(selection.assignment, lesion).cpu().numpy()[masked]
+                measures[2, masked, column] = lesion_dominated(selection.assignment, lesion).cpu().numpy()[masked]
+    return pooled, measures, None, None
 
 
 def epoch_judge(store: FeatureStore, rows: np.ndarray, selector: Selector, config: TrainConfig) -> Judge | None:
@@ -79,10 +181,10 @@ def epoch_judge(store: FeatureStore, rows: np.ndarray, selector: Selector, confi
 
     def judge(head: Head) -> float:
         if head.reads == "tokens":
-            found = token_probabilities(head, store, rows, selector, budgets, config.seed)
+            predicted = token_probabilities(head, store, rows, selector, budgets, config.seed)
         else:
-            found = probabilities(head, pooled())
-        return accuracy(label, found[:, 0].argmax(-1))
+            predicted = probabilities(head, pooled())
+        return accuracy(label, predicted[:, 0].argmax(-1))
 
     return judge
 
@@ -177,7 +279,7 @@ class PooledHead:
             if self.judge and is_looked_at(epoch, config.head_epochs, config.evaluate_every):
                 history[-1]["selection"] = value = self.judge(self.head)
                 if rule.improved(value, epoch):
-                    best = module_tensors(self.head, "")
+                    best = copy.deepcopy(self.head.state_dict())
             if self.on_epoch is not None:
                 self.on_epoch("head", epoch + 1, config.head_epochs)
         if best:

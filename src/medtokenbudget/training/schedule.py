@@ -1,14 +1,33 @@
-"""The learning rate over the epochs, and the early-stopping rule."""
+"""What changes over the epochs: the learning rate, the budget of the curriculum, and when to stop."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
+from medtokenbudget.config import CurriculumConfig
+from medtokenbudget.errors import RequestError
+
 
 def cosine_lr(base: float, epoch: int, epochs: int) -> float:
     """Cosine from `base` at epoch 0 to 0 after the last epoch."""
     return 0.5 * base * (1 + math.cos(math.pi * epoch / epochs))
+
+
+def curriculum_budget(config: CurriculumConfig, epoch: int) -> float:
+    """Return the budget of an epoch, counted from 0: a cosine from start to end over `config.epochs`, then constant; or fixed.
+
+    The curriculum ablation changes nothing but this.
+    """
+    if epoch < 0:
+        raise RequestError(f"Epochs are counted from 0, got {epoch}.")
+    if config.kind == "fixed":
+        return config.start
+    if epoch >= config.epochs:
+        return config.end
+    share = (1 + math.cos(math.pi * epoch / config.epochs)) / 2
+    # Twelve digits: a budget that is 0.3749999... by rounding would cost a patch.
+    return round(config.end + (config.start - config.end) * share, 12)
 
 
 def is_looked_at(epoch: int, epochs: int, every: int) -> bool:

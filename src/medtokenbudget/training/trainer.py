@@ -6,50 +6,48 @@ was killed resumes to the same bytes as one that was not.
 
 from __future__ import annotations
 
+import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from medtokenbudget.backbone import FeatureStore
 from medtokenbudget.backbone.views import IDENTITY
 from medtokenbudget.config import HEADLINE_BUDGETS, TrainConfig, to_dict
 from medtokenbudget.data import Manifest
 from medtokenbudget.devices import resolve_device
-from medtokenbudget.errors import RequestError, WorkError
-from medtokenbudget.files import append_line, read_lines, write_lines
+from medtokenbudget.errors import MismatchError, RequestError, WorkError
+from medtokenbudget.files import append_line, dotted, read_lines, sha256_json, write_lines
 from medtokenbudget.heads import Head, create_head
 from medtokenbudget.metrics import accuracy, share_of_ceiling
 from medtokenbudget.progress import say
 from medtokenbudget.routing import LearnedSelector, Ranker, selector_class
+from medtokenbudget.routing.losses import classification_loss, total_loss
 from medtokenbudget.tensor_files import load_tensors, save_tensors
 from medtokenbudget.tokens import TokenBatch
-from medtokenbudget.training import checkpoints as ck
 from medtokenbudget.training.classifier import RoutedClassifier
-from medtokenbudget.training.curriculum import BudgetCurriculum
-from medtokenbudget.training.losses import classification_loss, total_loss
-from medtokenbudget.training.parts import Parts, ViewDraw, make_parts
 from medtokenbudget.training.pooled import (
     OnEpoch,
     PooledHead,
-    class_weights,
     epoch_judge,
-    epoch_order,
+    pool_and_judge,
+    pool_to_file,
     probabilities,
-    require_labels,
     token_probabilities,
 )
-from medtokenbudget.training.pooling import pool_and_judge, pool_to_file
-from medtokenbudget.training.schedule import EarlyStopping, cosine_lr, epochs_for, is_looked_at
-from medtokenbudget.training.seeds import generator
+from medtokenbudget.training.rows import Parts, ViewDraw, class_weights, epoch_order, generator, make_parts, require_labels
+from medtokenbudget.training.schedule import EarlyStopping, cosine_lr, curriculum_budget, epochs_for, is_looked_at
 
 CHECKPOINT, METRICS = "checkpoint.safetensors", "metrics.jsonl"
+CLOCK = "seconds"
+"""What differs between two equal trainings."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +123,6 @@ class _Trainer:
         self.classifier = RoutedClassifier(self.selector, self.head).to(self.device)
         self.parameters = list((self.classifier if self.joint else self.selector).parameters())
         self.optimizer = torch.optim.AdamW(self.parameters, lr=config.lr, weight_decay=config.weight_decay, fused=True)
-        self.curriculum = BudgetCurriculum(config.curriculum)
         self.stopping = EarlyStopping(config.patience, config.min_improvement)
         self.weights = None
         if config.class_balance == "loss" and self.joint:
@@ -134,13 +131,9 @@ class _Trainer:
         self.epoch = 0
         self.finished = False
 
-    # Rows ------------------------------------------------------------------------------------------------------------
-
     def _usable(self, rows: np.ndarray) -> np.ndarray:
         """The joint recipe trains on every image, the lesion-first one on those with a mask."""
         return rows if self.joint else rows[self.store.has_mask.numpy()[rows]]
-
-    # The loop --------------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
         self._resume()
@@ -151,8 +144,8 @@ class _Trainer:
             if looked_at:
                 row["selection"] = self._selection_value()
                 if self.stopping.improved(row["selection"], self.epoch):
-                    self.best = self._module_state("best/")
-            row[ck.CLOCK] = round(time.perf_counter() - started, 3)
+                    self.best = module_tensors(self.classifier, "best/")
+            row[CLOCK] = round(time.perf_counter() - started, 3)
             self.finished = self.epoch + 1 >= self.epochs or (looked_at and self.stopping.stop(self.epoch))
             self.epoch += 1
             # In this order: a row without its checkpoint is dropped when the training resumes, a lost row would stay lost.
@@ -160,13 +153,13 @@ class _Trainer:
             self._save()
             if self.on_epoch is not None:
                 self.on_epoch("selector", self.epoch, self.epochs)
-        self._load_modules(ck.split_prefix(self.best, "best/"))
+        self.classifier.load_state_dict(split_prefix(self.best, "best/"))
 
     def _train_epoch(self, epoch: int) -> dict[str, Any]:
         config = self.config
         lr = cosine_lr(config.lr, epoch, self.epochs)
         self.optimizer.param_groups[0]["lr"] = lr
-        budget = self.curriculum.budget(epoch)
+        budget = curriculum_budget(config.curriculum, epoch)
         sums: dict[str, float] = {}
         noise = generator(config.seed, "noise", epoch)
         seen = 0
@@ -192,7 +185,7 @@ class _Trainer:
         return {"epoch": epoch, "stage": "selector", "lr": lr, "budget": budget, **means}
 
     def _batches(self, epoch: int) -> Iterator[TokenBatch]:
-        """Every image as it is and, where it has views, in one of them, shuffled anew for the epoch."""
+        """Read every image once unchanged and, where it has views, once in one of them, shuffled anew for the epoch."""
         rows = np.concatenate([self.images, self.views.draw(generator(self.config.seed, "views", epoch))])
         order = epoch_order(self.store.label.numpy()[rows], self.config, epoch, self.classes).numpy()
         for batch in self.store.batches(rows[order], self.config.batch_size, signals=self.selector.requires):
@@ -211,10 +204,8 @@ class _Trainer:
                 term = classification_loss(logits, batch.label, self.weights)
             terms, weights = {"classification": term, **terms}, {"classification": config.losses.classification, **weights}
         loss = total_loss(terms, weights)
-        shown = {"loss": loss.detach()} | {name: term.detach() for name, term in terms.items()}
-        return loss, shown, step.scores.detach()
-
-    # What picks the epoch --------------------------------------------------------------------------------------------
+        logged = {"loss": loss.detach()} | {name: term.detach() for name, term in terms.items()}
+        return loss, logged, step.scores.detach()
 
     @torch.no_grad()
     def _selection_value(self) -> float:
@@ -240,24 +231,15 @@ class _Trainer:
         if self.head is None:
             raise RequestError("Without class labels the epoch is chosen by retention: use --selection-metric retention.")
         if self.head.reads == "tokens":
-            found = token_probabilities(self.head, self.store, rows, self.selector, budgets, config.seed, self.device)
+            predicted = token_probabilities(self.head, self.store, rows, self.selector, budgets, config.seed, self.device)
         else:
-            found = probabilities(self.head.cpu(), pooled)
+            predicted = probabilities(self.head.cpu(), pooled)
             self.head.to(self.device)
-        predicted = found[:, 0].argmax(-1)
-        return accuracy(self.store.label.numpy()[rows], predicted)
-
-    # Checkpoints -----------------------------------------------------------------------------------------------------
+        return accuracy(self.store.label.numpy()[rows], predicted[:, 0].argmax(-1))
 
     @property
     def _checkpoint(self) -> Path:
         return self.out / CHECKPOINT
-
-    def _module_state(self, prefix: str) -> dict[str, Tensor]:
-        return ck.module_tensors(self.classifier, prefix)
-
-    def _load_modules(self, tensors: dict[str, Tensor]) -> None:
-        self.classifier.load_state_dict(tensors)
 
     def _identity(self) -> dict[str, Any]:
         config = to_dict(self.config)
@@ -272,9 +254,9 @@ class _Trainer:
             "best": self.stopping.best,
             "best_epoch": self.stopping.best_epoch,
             "identity": self._identity(),
-            "metrics": ck.log_hash(self._logged()),
+            "metrics": log_hash(self._logged()),
         }
-        tensors = {**self._module_state("now/"), **self.best, **ck.optimizer_tensors(self.optimizer)}
+        tensors = {**module_tensors(self.classifier, "now/"), **self.best, **optimizer_tensors(self.optimizer)}
         save_tensors(self._checkpoint, tensors, state)
 
     def take_over(self, sibling: Path) -> None:
@@ -286,9 +268,8 @@ class _Trainer:
         if not state["finished"] or theirs != mine | {"names": [self.names[0], theirs["names"][1]]}:
             return
         selector = {name: tensor for name, tensor in tensors.items() if not name.startswith(("now/head.", "best/head."))}
-        save_tensors(
-            self._checkpoint, self._module_state("now/") | self._module_state("best/") | selector, {**state, "identity": mine}
-        )
+        untrained = module_tensors(self.classifier, "now/") | module_tensors(self.classifier, "best/")
+        save_tensors(self._checkpoint, untrained | selector, {**state, "identity": mine})
         write_lines(self.out / METRICS, [row for row in _read_log(sibling / METRICS) if row.get("stage") == "selector"])
 
     def _resume(self) -> None:
@@ -297,14 +278,17 @@ class _Trainer:
             metrics.unlink(missing_ok=True)
             return
         tensors, state = load_tensors(self._checkpoint)
-        ck.require_same(self._checkpoint, "The training", self._identity(), state["identity"])
-        self._load_modules(ck.split_prefix(tensors, "now/"))
+        if (identity := self._identity()) != state["identity"]:
+            advice = "Use the same options to resume, or another --out to start over."
+            differences = dotted(identity), dotted(state["identity"])
+            raise MismatchError.between(f"The training in {self._checkpoint}", *differences, advice)
+        self.classifier.load_state_dict(split_prefix(tensors, "now/"))
         self.best = {name: tensor for name, tensor in tensors.items() if name.startswith("best/")}
-        ck.restore_optimizer(self.optimizer, tensors)
+        restore_optimizer(self.optimizer, tensors)
         self.epoch, self.finished = state["epoch"], state["finished"]
         self.stopping.best, self.stopping.best_epoch = state["best"], state["best_epoch"]
         kept = self._logged()
-        if ck.log_hash(kept) != state.get("metrics"):
+        if log_hash(kept) != state.get("metrics"):
             say(f"{metrics} is missing or damaged; it starts anew. For all curves, delete {self.out} and run the command again.")
             kept = []
         write_lines(metrics, kept)
@@ -313,8 +297,6 @@ class _Trainer:
         """Rows of `metrics.jsonl` of the epochs that the checkpoint holds."""
         rows = [row for row in _read_log(self.out / METRICS) if row.get("stage") == "selector"]
         return [row for row in rows if isinstance(row.get("epoch"), int) and row["epoch"] < self.epoch]
-
-    # The second stage ------------------------------------------------------------------------------------------------
 
     def result(self) -> Trained:
         self.classifier.to("cpu").eval()
@@ -347,7 +329,41 @@ def _read_log(path: Path) -> list[dict[str, Any]]:
 
 
 def _learned(name: str) -> type[LearnedSelector]:
-    found = selector_class(name)
-    if not issubclass(found, LearnedSelector):
+    selector = selector_class(name)
+    if not issubclass(selector, LearnedSelector):
         raise RequestError(f"Selector '{name}' does not learn. Train a head on its pooled tokens instead.")
-    return found
+    return selector
+
+
+def log_hash(rows: Iterable[Mapping[str, Any]]) -> str:
+    """Hash of the rows of a `metrics.jsonl`, without the clock: equal trainings have equal hashes.
+
+    In any order and however often: ablations that run at the same time write the same rows to the log of their training.
+    """
+    plain = ({name: value for name, value in row.items() if name != CLOCK} for row in rows)
+    return sha256_json(sorted({json.dumps(row, sort_keys=True) for row in plain}))
+
+
+def split_prefix(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """The tensors called `prefix...`, without the prefix."""
+    return {name[len(prefix) :]: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer, prefix: str = "optimizer/") -> dict[str, Tensor]:
+    """The optimizer's state as named tensors (`0/exp_avg`, ...)."""
+    state = optimizer.state_dict()["state"]
+    return {f"{prefix}{index}/{key}": torch.as_tensor(v).clone() for index, entry in state.items() for key, v in entry.items()}
+
+
+def restore_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor], prefix: str = "optimizer/") -> None:
+    """The inverse of `optimizer_tensors`, for an optimizer made over the same parameters."""
+    state: dict[int, dict[str, Tensor]] = {}
+    for name, tensor in split_prefix(tensors, prefix).items():
+        index, key = name.split("/")
+        state.setdefault(int(index), {})[key] = tensor
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def module_tensors(module: nn.Module, prefix: str) -> dict[str, Tensor]:
+    """The parameters of a module under a prefix, copied: a later step does not change them."""
+    return {f"{prefix}{name}": tensor.detach().cpu().clone() for name, tensor in module.state_dict().items()}

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from medtokenbudget.errors import UnknownNameError
+from medtokenbudget.routing.base import register_selector
 from medtokenbudget.routing.merging import Compared, ComparingMerger, cosine_similarities, merge
-from medtokenbudget.routing.registry import register_selector
-from medtokenbudget.routing.router import check_k
+from medtokenbudget.routing.topk import check_k
 from medtokenbudget.tokens import Selection, TokenBatch
 
 Linkage = Literal["average", "complete", "single"]
@@ -30,6 +30,9 @@ class ATC(ComparingMerger):
         compare: Compare the 'patches' or, as published, the 'keys' of their block.
         minimum: Fewest tokens kept at any budget.
     """
+
+    title = "ATC"
+    description = "Merges the closest pair of clusters until K are left."
 
     def __init__(self, linkage: Linkage = "average", compare: Compared = "patches", minimum: int = 16) -> None:
         super().__init__(compare, minimum)

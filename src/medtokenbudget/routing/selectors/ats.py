@@ -12,9 +12,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from medtokenbudget.routing.registry import register_selector
-from medtokenbudget.routing.router import check_k, rank
-from medtokenbudget.routing.selector import Kind, Selector, gather
+from medtokenbudget.routing.base import Kind, Selector, gather, register_selector
+from medtokenbudget.routing.topk import check_k, rank
 from medtokenbudget.tokens import Selection, TokenBatch
 
 _STEPS = 14
@@ -30,15 +29,16 @@ class ATS(Selector):
     samples also reach less attended parts of the image. The patches at a small budget need not be among those at a larger one.
     """
 
+    title = "ATS"
+    description = "Samples patches in proportion to class attention times the norm of their values."
     kind: ClassVar[Kind] = "sampler"
     requires = ("cls_attention", "value_norm")
 
     def select(self, tokens: TokenBatch, k: int, generator: torch.Generator | None = None) -> Selection:
         k = check_k(k, tokens.n)
-        attention, norm = self.check(tokens).cls_attention, tokens.value_norm
-        assert attention is not None
-        assert norm is not None
-        significance = attention.double() * norm.double()
+        attention = self.read(tokens, "cls_attention")
+        assert tokens.value_norm is not None
+        significance = attention.double() * tokens.value_norm.double()
         ascending, places = significance.sort(dim=1, stable=True)
         hit = torch.zeros_like(places, dtype=torch.bool).scatter_(1, places, sampled(ascending, k))
         # Hit patches first, then by significance: exactly K, also where samples hit some more or fewer.

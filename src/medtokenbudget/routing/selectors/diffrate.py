@@ -9,10 +9,9 @@ from __future__ import annotations
 import torch
 
 from medtokenbudget.errors import RequestError
+from medtokenbudget.routing.base import Merger, register_selector
 from medtokenbudget.routing.merging import cosine_similarities, merge
-from medtokenbudget.routing.registry import register_selector
-from medtokenbudget.routing.router import check_k, rank
-from medtokenbudget.routing.selector import Merger
+from medtokenbudget.routing.topk import check_k, rank
 from medtokenbudget.tokens import Selection, TokenBatch
 
 
@@ -25,6 +24,8 @@ class DiffRate(Merger):
         minimum: Fewest tokens kept at any budget.
     """
 
+    title = "DiffRate"
+    description = "Drops the least attended patches, merges the next into the kept ones."
     requires = ("cls_attention",)
 
     def __init__(self, dropped: float = 0.5, minimum: int = 16) -> None:
@@ -35,9 +36,8 @@ class DiffRate(Merger):
 
     def select(self, tokens: TokenBatch, k: int, generator: torch.Generator | None = None) -> Selection:
         k = check_k(k, tokens.n)
-        attention = self.check(tokens).cls_attention
-        assert attention is not None
-        order = rank(attention.float())
+        attention = self.read(tokens, "cls_attention")
+        order = rank(attention)
         kept, gone = order[:, :k], order[:, tokens.n - int(self.dropped * (tokens.n - k)) :]
         host = cosine_similarities(tokens.patches).take_along_dim(kept.unsqueeze(1), 2).argmax(2)
         numbers = torch.arange(k, device=kept.device).expand_as(kept)

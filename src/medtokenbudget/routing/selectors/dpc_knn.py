@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from medtokenbudget.errors import CountError
+from medtokenbudget.routing.base import Merger, register_selector
 from medtokenbudget.routing.merging import merge, nearest_center, squared_distances
-from medtokenbudget.routing.registry import register_selector
-from medtokenbudget.routing.router import check_k, rank
-from medtokenbudget.routing.selector import Merger
+from medtokenbudget.routing.topk import check_k, rank
 from medtokenbudget.tokens import Selection, TokenBatch
 
 
@@ -25,6 +24,9 @@ class DPCKNN(Merger):
         neighbors: Nearest neighbors that the density of a patch is computed from.
         minimum: Fewest tokens kept at any budget.
     """
+
+    title = "DPC-KNN"
+    description = "Merges patches into clusters around density peaks."
 
     def __init__(self, neighbors: int = 5, minimum: int = 16) -> None:
         super().__init__(minimum)

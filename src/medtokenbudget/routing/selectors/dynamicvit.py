@@ -8,19 +8,17 @@ one token that packages the pruned ones, weighted with their scores; its multi-h
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from medtokenbudget.config import TrainConfig
-from medtokenbudget.routing.learned import LearnedSelector, TrainingPass
+from medtokenbudget.routing.base import Merger, Ranker, register_selector
 from medtokenbudget.routing.losses import lesion_term
 from medtokenbudget.routing.merging import with_rest
-from medtokenbudget.routing.registry import register_selector
-from medtokenbudget.routing.router import check_k, gumbel_noise, masked_mean, rank
-from medtokenbudget.routing.selector import Merger, Ranker
+from medtokenbudget.routing.topk import check_k, gumbel_noise, masked_mean, rank
+from medtokenbudget.routing.trainable import LearnedSelector, TrainingPass
 from medtokenbudget.tokens import Selection, TokenBatch
 
 RATIO_WEIGHT = 2.0
@@ -51,10 +49,6 @@ class _Pruner(LearnedSelector):
     def __init__(self, dim: int, minimum: int = 16) -> None:
         super().__init__(minimum)
         self.predictor = Predictor(dim)
-
-    @classmethod
-    def from_config(cls, dim: int, config: TrainConfig, classes: int = 2) -> Self:
-        return cls(dim, config.router.minimum)
 
     @classmethod
     def settings(cls, config: TrainConfig) -> tuple[str, ...]:
@@ -104,6 +98,9 @@ class DynamicViT(_Pruner, Ranker):
         minimum: Fewest patches kept at any budget.
     """
 
+    title = "DynamicViT"
+    description = "A prediction module learns which patches to keep."
+
     def score(self, tokens: TokenBatch, generator: torch.Generator | None = None) -> Tensor:
         return torch.sigmoid(self.predictor(tokens.patches.float()))
 
@@ -116,6 +113,9 @@ class DynamicViTPackage(_Pruner, Merger):
         dim: Embedding dimension D of the tokens.
         minimum: Fewest tokens kept at any budget.
     """
+
+    title = "DynamicViT + package"
+    description = "DynamicViT with the others in one package token."
 
     def select(self, tokens: TokenBatch, k: int, generator: torch.Generator | None = None) -> Selection:
         k = check_k(k, tokens.n)

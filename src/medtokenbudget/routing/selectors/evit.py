@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import torch
 
+from medtokenbudget.routing.base import Merger, register_selector
 from medtokenbudget.routing.merging import with_rest
-from medtokenbudget.routing.registry import register_selector
-from medtokenbudget.routing.router import check_k, rank
-from medtokenbudget.routing.selector import Merger
+from medtokenbudget.routing.topk import check_k, rank
 from medtokenbudget.tokens import Selection, TokenBatch
 
 
@@ -19,14 +18,15 @@ from medtokenbudget.tokens import Selection, TokenBatch
 class EViT(Merger):
     """The K - 1 patches with the highest class attention a, and the fused token `sum(a_i x_i) / sum(a_i)` of all others."""
 
+    title = "EViT"
+    description = "Keeps the most attended patches, fuses all others into one token."
     requires = ("cls_attention",)
     ranks_by = "cls_attention"
 
     def select(self, tokens: TokenBatch, k: int, generator: torch.Generator | None = None) -> Selection:
         k = check_k(k, tokens.n)
-        attention = self.check(tokens).cls_attention
-        assert attention is not None
-        order = rank(attention.float())
+        attention = self.read(tokens, "cls_attention")
+        order = rank(attention)
         # Weights far below fp32's precision would make a group of zero mass.
-        weights = attention.float().clamp_min(torch.finfo(torch.float32).tiny ** 0.5)
+        weights = attention.clamp_min(torch.finfo(torch.float32).tiny ** 0.5)
         return with_rest(tokens.patches, order[:, : k - 1], weights)

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import torch
 
+from medtokenbudget.routing.base import Merger, register_selector
 from medtokenbudget.routing.merging import with_rest
-from medtokenbudget.routing.registry import register_selector
-from medtokenbudget.routing.router import check_k, rank
-from medtokenbudget.routing.selector import Merger
+from medtokenbudget.routing.topk import check_k, rank
 from medtokenbudget.tokens import Selection, TokenBatch
 
 
@@ -21,11 +20,12 @@ from medtokenbudget.tokens import Selection, TokenBatch
 class Frequency(Merger):
     """The K - 1 patches that receive the most attention, and the mean of all others (DC token)."""
 
+    title = "Frequency"
+    description = "Keeps the patches that receive the most attention, averages all others."
     requires = ("received_attention",)
     ranks_by = "received_attention"
 
     def select(self, tokens: TokenBatch, k: int, generator: torch.Generator | None = None) -> Selection:
         k = check_k(k, tokens.n)
-        received = self.check(tokens).received_attention
-        assert received is not None
-        return with_rest(tokens.patches, rank(received.float())[:, : k - 1])
+        received = self.read(tokens, "received_attention")
+        return with_rest(tokens.patches, rank(received)[:, : k - 1])

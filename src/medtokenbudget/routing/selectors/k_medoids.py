@@ -11,10 +11,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from medtokenbudget.errors import CountError
+from medtokenbudget.routing.base import Merger, gather, register_selector
 from medtokenbudget.routing.merging import nearest_center, squared_distances
-from medtokenbudget.routing.registry import register_selector
-from medtokenbudget.routing.router import check_k, rank
-from medtokenbudget.routing.selector import Merger, gather
+from medtokenbudget.routing.topk import check_k, rank
 from medtokenbudget.tokens import Selection, TokenBatch
 
 
@@ -29,6 +28,8 @@ class KMedoids(Merger):
         minimum: Fewest tokens kept at any budget.
     """
 
+    title = "K-medoids"
+    description = "Represents clusters of patches by their medoids."
     requires = ("cls_attention",)
 
     def __init__(self, iterations: int = 5, minimum: int = 16) -> None:
@@ -39,19 +40,18 @@ class KMedoids(Merger):
 
     def select(self, tokens: TokenBatch, k: int, generator: torch.Generator | None = None) -> Selection:
         k = check_k(k, tokens.n)
-        attention = self.check(tokens).cls_attention
-        assert attention is not None
+        attention = self.read(tokens, "cls_attention")
         distances = squared_distances(tokens.patches)
-        medoids = rank(attention.float())[:, :k]
+        medoids = rank(attention)[:, :k]
         for _ in range(self.iterations):
-            medoids = led(distances, nearest_center(distances, medoids), attention.float(), k)
+            medoids = update_medoids(distances, nearest_center(distances, medoids), attention, k)
         assignment = nearest_center(distances, medoids)
         sizes = F.one_hot(assignment, k).sum(1).float()
         return Selection(tokens=gather(tokens.patches, medoids).tokens, weights=sizes, assignment=assignment)
 
 
-def led(distances: Tensor, assignment: Tensor, weights: Tensor, k: int) -> Tensor:
-    """The medoid of each group `[B, k]`: the member with the smallest weighted sum of distances to the members."""
+def update_medoids(distances: Tensor, assignment: Tensor, weights: Tensor, k: int) -> Tensor:
+    """Return the medoid of each group `[B, k]`: the member with the smallest weighted sum of distances to the members."""
     member = F.one_hot(assignment, k).float()  # [B, N, k]
     cost = torch.bmm(distances * weights.unsqueeze(1), member)
     return cost.masked_fill(member == 0, torch.inf).argmin(1)

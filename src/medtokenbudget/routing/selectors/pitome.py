@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from medtokenbudget.routing.merging import Compared, ComparingMerger, cosine_similarities
-from medtokenbudget.routing.registry import register_selector
-from medtokenbudget.routing.router import check_k, rank
-from medtokenbudget.tokens import Selection, TokenBatch
+from medtokenbudget.routing.base import register_selector
+from medtokenbudget.routing.merging import Compared, RoundMerger, cosine_similarities
+from medtokenbudget.routing.topk import rank
 
 
 @register_selector("pitome")
-class PiToMe(ComparingMerger):
+class PiToMe(RoundMerger):
     """K tokens by rounds of merging among the patches with the highest energy; `weights` are the group sizes.
 
     Args:
@@ -26,20 +25,15 @@ class PiToMe(ComparingMerger):
         minimum: Fewest tokens kept at any budget.
     """
 
+    title = "PiToMe"
+    description = "Merges patches of large similar groups first, protects isolated ones."
+
     def __init__(self, margin: float = 0.45, compare: Compared = "patches", minimum: int = 16) -> None:
         super().__init__(compare, minimum)
         self.margin = margin
 
-    def select(self, tokens: TokenBatch, k: int, generator: torch.Generator | None = None) -> Selection:
-        k = check_k(k, tokens.n)
-        x, first = self.with_compared(self.check(tokens))
-        size = torch.ones(x.shape[:2], device=x.device)
-        assignment = torch.arange(tokens.n, device=x.device).repeat(len(x), 1)
-        while x.shape[1] > k:
-            count = x.shape[1]
-            x, size, moved = energy_round(x, size, min(count - k, count // 2), self.margin, first)
-            assignment = moved.gather(1, assignment)
-        return Selection(tokens=x[..., : tokens.dim].to(tokens.patches.dtype), weights=size, assignment=assignment)
+    def merge_round(self, x: Tensor, size: Tensor, r: int, first: int) -> tuple[Tensor, Tensor, Tensor]:
+        return energy_round(x, size, r, self.margin, first)
 
 
 def energy(similarity: Tensor, margin: float) -> Tensor:

@@ -11,8 +11,8 @@ import math
 import torch
 from torch import Tensor, nn
 
-from medtokenbudget.routing.registry import register_selector
-from medtokenbudget.routing.soft import SoftMerger
+from medtokenbudget.routing.base import register_selector
+from medtokenbudget.routing.trainable import SoftMerger
 from medtokenbudget.tokens import TokenBatch
 
 
@@ -26,6 +26,9 @@ class QueryPool(SoftMerger):
         slots: Largest number of tokens.
         minimum: Fewest tokens kept at any budget.
     """
+
+    title = "Query pool"
+    description = "Mixes all patches into K tokens by attention of learned queries."
 
     def __init__(self, dim: int, width: int = 64, slots: int = 256, minimum: int = 16) -> None:
         super().__init__(slots, minimum)

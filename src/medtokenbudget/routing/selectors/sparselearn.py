@@ -13,11 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from medtokenbudget.config import TrainConfig
-from medtokenbudget.routing.learned import LearnedSelector, TrainingPass
+from medtokenbudget.routing.base import Ranker, register_selector
 from medtokenbudget.routing.losses import lesion_term
-from medtokenbudget.routing.registry import register_selector
-from medtokenbudget.routing.router import check_k, masked_mean
-from medtokenbudget.routing.selector import Ranker
+from medtokenbudget.routing.topk import check_k, masked_mean
+from medtokenbudget.routing.trainable import LearnedSelector, TrainingPass
 from medtokenbudget.tokens import TokenBatch
 
 _STEPS = 30
@@ -34,6 +33,9 @@ class SparseLearn(LearnedSelector, Ranker):
         temperature: Softness of the top-K gate.
         minimum: Fewest patches kept at any budget.
     """
+
+    title = "SparseLearn"
+    description = "Learns scores through a soft top-K gate with noise."
 
     def __init__(self, dim: int, hidden: int = 128, temperature: float = 0.5, minimum: int = 16) -> None:
         super().__init__(minimum)

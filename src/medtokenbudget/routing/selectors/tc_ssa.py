@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from medtokenbudget.routing.registry import register_selector
-from medtokenbudget.routing.soft import SoftMerger
+from medtokenbudget.routing.base import register_selector
+from medtokenbudget.routing.trainable import SoftMerger
 from medtokenbudget.tokens import TokenBatch
 
 _AUXILIARY, _ENTROPY, _SIZE = 0.1, 0.5, 1e-4
@@ -33,6 +33,9 @@ class TCSSA(SoftMerger):
         slots: Largest number of tokens.
         minimum: Fewest tokens kept at any budget.
     """
+
+    title = "TC-SSA"
+    description = "Routes every patch to two of K learned slots."
 
     def __init__(self, dim: int, routes: int = 2, slots: int = 256, minimum: int = 16) -> None:
         super().__init__(slots, minimum)

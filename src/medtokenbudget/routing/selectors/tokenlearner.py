@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from medtokenbudget.routing.registry import register_selector
-from medtokenbudget.routing.soft import SoftMerger
+from medtokenbudget.routing.base import register_selector
+from medtokenbudget.routing.trainable import SoftMerger
 from medtokenbudget.tokens import TokenBatch
 
 
@@ -23,6 +23,9 @@ class TokenLearner(SoftMerger):
         slots: Largest number of tokens.
         minimum: Fewest tokens kept at any budget.
     """
+
+    title = "TokenLearner"
+    description = "Mixes all patches into K tokens by learned attention maps."
 
     def __init__(self, dim: int, hidden: int = 64, slots: int = 256, minimum: int = 16) -> None:
         super().__init__(slots, minimum)

@@ -10,14 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from medtokenbudget.routing.merging import ComparingMerger
-from medtokenbudget.routing.registry import register_selector
-from medtokenbudget.routing.router import check_k
-from medtokenbudget.tokens import Selection, TokenBatch
+from medtokenbudget.routing.base import register_selector
+from medtokenbudget.routing.merging import RoundMerger
 
 
 @register_selector("tome")
-class ToMe(ComparingMerger):
+class ToMe(RoundMerger):
     """K tokens by bipartite soft matching on the cosine similarity of the patches; `weights` are the group sizes.
 
     Args:
@@ -25,17 +23,11 @@ class ToMe(ComparingMerger):
         minimum: Fewest tokens kept at any budget.
     """
 
-    def select(self, tokens: TokenBatch, k: int, generator: torch.Generator | None = None) -> Selection:
-        k = check_k(k, tokens.n)
-        x, first = self.with_compared(self.check(tokens))
-        b, n, _ = x.shape
-        size = torch.ones(b, n, device=x.device)
-        assignment = torch.arange(n, device=x.device).repeat(b, 1)
-        while x.shape[1] > k:
-            count = x.shape[1]
-            x, size, moved = merge_round(x, size, min(count - k, count // 2), first)
-            assignment = moved.gather(1, assignment)
-        return Selection(tokens=x[..., : tokens.dim].to(tokens.patches.dtype), weights=size, assignment=assignment)
+    title = "ToMe"
+    description = "Merges similar patches instead of dropping any, so it has purity but no retention."
+
+    def merge_round(self, x: Tensor, size: Tensor, r: int, first: int) -> tuple[Tensor, Tensor, Tensor]:
+        return merge_round(x, size, r, first)
 
 
 def merge_round(x: Tensor, size: Tensor, r: int, first: int = 0) -> tuple[Tensor, Tensor, Tensor]:

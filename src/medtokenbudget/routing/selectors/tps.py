@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import torch
 
+from medtokenbudget.routing.base import Merger, register_selector
 from medtokenbudget.routing.merging import cosine_similarities, merge
-from medtokenbudget.routing.registry import register_selector
-from medtokenbudget.routing.router import check_k, rank
-from medtokenbudget.routing.selector import Merger
+from medtokenbudget.routing.topk import check_k, rank
 from medtokenbudget.tokens import Selection, TokenBatch
 
 
@@ -22,13 +21,14 @@ class TPS(Merger):
     own weight is `exp(1)`.
     """
 
+    title = "TPS"
+    description = "Keeps the most attended patches, squeezes the others into the most similar of them."
     requires = ("cls_attention",)
 
     def select(self, tokens: TokenBatch, k: int, generator: torch.Generator | None = None) -> Selection:
         k = check_k(k, tokens.n)
-        attention = self.check(tokens).cls_attention
-        assert attention is not None
-        kept = rank(attention.float())[:, :k]
+        attention = self.read(tokens, "cls_attention")
+        kept = rank(attention)[:, :k]
         similarity, host = cosine_similarities(tokens.patches).take_along_dim(kept.unsqueeze(1), 2).max(2)
         numbers = torch.arange(k, device=kept.device).expand_as(kept)
         return merge(

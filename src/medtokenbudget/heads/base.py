@@ -1,0 +1,149 @@
+"""The bases of every head and heads by name: `Head` reads the mean of the kept tokens, `TokenHead` the tokens themselves.
+
+Heads that read the mean train on pooled tokens, which are computed once; heads that read tokens select them again in every step.
+"""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from medtokenbudget.errors import CountError, NonFiniteError, RequestError, ShapeError
+from medtokenbudget.registry import Registry
+from medtokenbudget.tokens import Selection, TokenSet
+
+
+class Head(nn.Module, ABC):
+    """Pooled tokens to class logits.
+
+    Subclasses take `dim` and `classes` first, keep their other options as attributes, and write `logits`.
+
+    Attributes:
+        name: Set by `register_head`.
+        title: Name in tables and text; empty means `name`.
+        description: What it does, in one sentence.
+        reads: 'mean' for heads that read the mean of the kept tokens, 'tokens' for heads that read all of them.
+        needs: Fewest tokens that the head can read.
+        dim: Embedding dimension D of the tokens.
+        classes: Number of classes C.
+    """
+
+    name: ClassVar[str] = ""
+    title: ClassVar[str] = ""
+    description: ClassVar[str] = ""
+    reads: ClassVar[Literal["mean", "tokens"]] = "mean"
+    needs: int = 1
+
+    def __init__(self, dim: int, classes: int) -> None:
+        super().__init__()
+        if min(dim, classes) < 1:
+            raise RequestError(f"`dim` and `classes` must be at least 1, got {dim} and {classes}.")
+        self.dim, self.classes = dim, classes
+
+    @abstractmethod
+    def logits(self, pooled: Any, generator: torch.Generator | None = None) -> Tensor:
+        """Logits [..., C] of pooled tokens [..., D]; `generator` feeds the dropout in training mode."""
+
+    def forward(self, pooled: Any, generator: torch.Generator | None = None) -> Tensor:
+        """Logits [..., C] of pooled tokens [..., D]."""
+        if pooled.shape[-1] != self.dim:
+            raise ShapeError(f"This head reads tokens of dimension {self.dim}, got {pooled.shape[-1]}.")
+        return self.logits(pooled.to(next(self.parameters()).dtype), generator)
+
+    def read(self, selection: Selection, grid: tuple[int, int]) -> Tensor:
+        """Logits [B, C] of a selection on a grid of patches."""
+        return self(selection.pooled())
+
+    def training_step(self, kept: Any, label: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor | None]:
+        """Logits [B, C] of what the head reads, and the head's own loss beside the classification, or None.
+
+        Args:
+            kept: Pooled tokens [B, D], or a `TokenSet` for heads that read tokens.
+            label: [B] class indices, -1 where unknown.
+            generator: Source of the dropout noise.
+        """
+        return self(kept, generator), None
+
+    def options(self) -> dict[str, Any]:
+        """Arguments that build this head again beside `dim` and `classes`, as JSON values."""
+        names = [name for name in inspect.signature(type(self)).parameters if name not in ("dim", "classes")]
+        lost = [name for name in names if not hasattr(self, name)]
+        if lost:
+            raise RequestError(f"Head '{self.name}' must keep its options as attributes to be saved; missing: {', '.join(lost)}.")
+        return {name: list(value) if isinstance(value := getattr(self, name), tuple) else value for name in names}
+
+
+class TokenHead(Head):
+    """Tokens with weights and positions to class logits. Subclasses write `logits` of a `TokenSet`."""
+
+    reads: ClassVar[Literal["mean", "tokens"]] = "tokens"
+
+    @abstractmethod
+    def logits(self, kept: TokenSet, generator: torch.Generator | None = None) -> Tensor:
+        """Logits [B, C] of the tokens; one with weight 0 must not count."""
+
+    def forward(self, kept: TokenSet, generator: torch.Generator | None = None) -> Tensor:
+        """Logits [B, C] of the tokens."""
+        return self.logits(self.check(kept), generator)
+
+    def read(self, selection: Selection, grid: tuple[int, int]) -> Tensor:
+        """Logits [B, C] of a selection on a grid of patches."""
+        return self(TokenSet.of(selection, grid))
+
+    def check(self, kept: TokenSet) -> TokenSet:
+        """The tokens, if this head can read them."""
+        if not isinstance(kept, TokenSet):
+            raise ShapeError(
+                f"Head '{self.name}' reads tokens, not their mean. Pass a TokenSet, for example TokenSet.of(selection, grid)."
+            )
+        if kept.tokens.shape[-1] != self.dim:
+            raise ShapeError(f"This head reads tokens of dimension {self.dim}, got {kept.tokens.shape[-1]}.")
+        if kept.k < self.needs:
+            raise CountError(
+                f"Head '{self.name}' needs at least {self.needs} tokens, got {kept.k}. Use a larger budget or another head."
+            )
+        if not bool(torch.isfinite(kept.tokens).all()):
+            raise NonFiniteError(f"Head '{self.name}' got tokens with NaN or infinite values. Extract these images again.")
+        return kept
+
+
+def weighted_softmax(logits: Tensor, weights: Tensor) -> Tensor:
+    """`w_i exp(l_i) / sum_j w_j exp(l_j)` over the last dimension, also differentiable where a weight is 0.
+
+    Args:
+        logits: [..., K].
+        weights: [..., K], broadcast to the logits; at least one above 0 in each row.
+    """
+    weights = weights.expand_as(logits)
+    top = logits.detach().masked_fill(weights <= 0, -torch.inf).amax(-1, keepdim=True)
+    # Tokens that do not count may have larger logits: held, so that their zero times infinity is not NaN.
+    shares = weights * (logits - top).clamp(max=20).exp()
+    return shares / shares.sum(-1, keepdim=True)
+
+
+ENTRY_POINT_GROUP = "medtokenbudget.heads"
+
+HEADS: Registry[Head] = Registry("head", Head, ENTRY_POINT_GROUP)  # type: ignore[type-abstract]
+
+register_head = HEADS.register
+list_heads = HEADS.names
+
+
+def create_head(name: str, dim: int, classes: int, **options: object) -> Head:
+    """Create a head by name.
+
+    Args:
+        name: One of `list_heads()`.
+        dim: Embedding dimension of the tokens.
+        classes: Number of classes.
+        options: Further options of the head's class.
+
+    Example:
+        >>> create_head("linear", dim=384, classes=8)(torch.zeros(2, 384)).shape
+        torch.Size([2, 8])
+    """
+    return HEADS.create(name, dim=dim, classes=classes, **options)

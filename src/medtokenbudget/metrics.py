@@ -1,0 +1,524 @@
+"""The definition of every quantity that the package measures: lesion retention, group purity, classification, calibration.
+
+Everything that reports a number calls this module, so that one name means one thing in training, results, report and explorer. All
+functions return fractions (enrichment is a ratio of two), and NaN where there is nothing to measure: not measured is not zero.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+from scipy.stats import rankdata
+from torch import Tensor
+
+from medtokenbudget.errors import CountError, RequestError, ShapeError
+
+Floats = NDArray[np.float64]
+ECE_BINS = 15
+"""Bins of the expected calibration error."""
+_GRID_SIDES = range(7, 49)
+"""Sides of a square of patches that is one image: the smallest usual grid is 7 x 7, so images of 7 to 48 patches are not usual."""
+_SHAPES = "Pass one image as [N] or [1, h, w], and a batch as [B, N] or [B, h, w]."
+
+
+def ratio(numerator: ArrayLike, denominator: ArrayLike) -> Floats:
+    """Elementwise quotient; NaN where the denominator is 0: not measured is not zero."""
+    numerator, denominator = np.broadcast_arrays(np.asarray(numerator, float), np.asarray(denominator, float))
+    return np.divide(numerator, denominator, out=np.full(numerator.shape, np.nan), where=denominator != 0)
+
+
+@dataclass(frozen=True)
+class Retention:
+    """How much of the lesion the kept patches contain, measured on the images that have at least one lesion patch.
+
+    Attributes:
+        pooled: Kept lesion patches / lesion patches, both summed over images. This is the paper's lesion retention rate.
+        mean: Mean over images of each image's own share.
+        ceiling: Sum of min(K, lesion) / sum of lesion: the largest `pooled` that any selector can reach with these K.
+        of_ceiling: `pooled / ceiling`, between 0 and 1.
+        precision: Kept lesion patches / kept patches.
+        enrichment: `precision / prevalence`, where the prevalence is lesion patches / patches. Random selection has 1.
+        n: Images measured.
+        empty: Images left out because their mask has no lesion patch on the grid.
+    """
+
+    pooled: float
+    mean: float
+    ceiling: float
+    of_ceiling: float
+    precision: float
+    enrichment: float
+    n: int
+    empty: int
+
+
+def lesion_retention(kept: Tensor | ArrayLike, lesion: Tensor | ArrayLike, has_mask: Tensor | ArrayLike | None = None) -> Retention:
+    """Measure how much of the lesion a selection kept.
+
+    K may differ between images: it is counted from each row of `kept`. Images without a lesion patch are left out and counted in
+    `Retention.empty`; images without a mask are left out and not counted.
+
+    Args:
+        kept: Kept patches of a batch, `[B, N]` or on their grid `[B, h, w]`, or of one image, `[N]`: boolean or 0/1 integers, a
+            torch tensor or anything that numpy turns into an array.
+        lesion: Lesion patches in the shape of `kept`.
+        has_mask: `[B]`, False for images whose lesion is unknown. None means that every image has a mask.
+
+    Returns:
+        The retention of this batch.
+
+    Raises:
+        ShapeError: The shapes are others, or those of the grid of one image, `[h, w]`, which could also be h images.
+        RequestError: The values are not boolean, for example scores that were not thresholded.
+
+    Example:
+        >>> kept = [[1, 1, 0, 0], [0, 1, 1, 0]]
+        >>> lesion = [[1, 0, 0, 0], [0, 1, 1, 1]]
+        >>> retention = lesion_retention(kept, lesion)
+        >>> retention.pooled, retention.ceiling, retention.of_ceiling  # 3 of 4 lesion patches; no other choice has more
+        (0.75, 0.75, 1.0)
+    """
+    return _Sums.of_masks(kept, lesion, has_mask).retention()
+
+
+def retention_of_counts(kept_lesion: ArrayLike | None, lesion: ArrayLike, k: ArrayLike, n_patches: ArrayLike) -> Retention:
+    """Measure retention from the counts of each image, for tables that have no masks.
+
+    Args:
+        kept_lesion: `[n]` kept lesion patches. None where they are not known (mergers): then only the ceiling is measured.
+        lesion: `[n]` lesion patches; NaN for images without a mask, which are left out.
+        k: `[n]` kept patches, or one number for all images.
+        n_patches: `[n]` patches, or one number for all images.
+
+    Returns:
+        The retention over all images.
+
+    Raises:
+        ShapeError: The arrays are not `[n]`.
+        RequestError: An image kept more lesion patches than min(k, lesion).
+
+    Example:
+        >>> retention = retention_of_counts(kept_lesion=[8, 40, 0], lesion=[10, 100, 0], k=50, n_patches=256)
+        >>> round(retention.pooled, 3), round(retention.of_ceiling, 3), retention.n, retention.empty
+        (0.436, 0.8, 2, 1)
+    """
+    return _Sums.of_counts(kept_lesion, lesion, k, n_patches).retention()
+
+
+def reachable(lesion: ArrayLike, k: ArrayLike) -> NDArray[Any]:
+    """The most lesion patches that `k` kept patches can contain, elementwise: min(k, lesion)."""
+    return np.minimum(np.asarray(lesion), np.asarray(k))
+
+
+def share_of_ceiling(kept_lesion: ArrayLike, lesion: ArrayLike, k: ArrayLike) -> Floats:
+    """Pooled retention as a share of the ceiling, for several budgets at once.
+
+    Args:
+        kept_lesion: `[n, T]` lesion patches kept of n images at T budgets, or `[n]` at one.
+        lesion: `[n]` lesion patches; NaN for images without a mask, which are left out.
+        k: `[T]` kept patches at each budget, or one number.
+
+    Returns:
+        `[T]` shares, or a scalar array for `[n]` counts; NaN where no image has a lesion patch.
+
+    Example:
+        >>> share_of_ceiling([[4, 5], [5, 10]], lesion=[5, 20], k=[5, 10]).tolist()
+        [0.9, 1.0]
+    """
+    kept, sizes = np.asarray(kept_lesion, float), np.asarray(lesion, float)
+    if kept.ndim not in (1, 2) or sizes.shape != kept.shape[:1]:
+        raise ShapeError(f"`kept_lesion` must be [n, T] and `lesion` [n], got {list(kept.shape)} and {list(sizes.shape)}.")
+    known = ~np.isnan(sizes)
+    kept, sizes = kept[known], sizes[known]
+    best = reachable(sizes[:, None] if kept.ndim == 2 else sizes, k)
+    return ratio(kept.sum(0), np.broadcast_to(best, kept.shape).sum(0))
+
+
+def kept_lesion_counts(order: Tensor | ArrayLike, lesion: Tensor | ArrayLike, k: ArrayLike) -> NDArray[np.int64]:
+    """Count the lesion patches among the first K of a ranking, for several K in one pass.
+
+    Args:
+        order: `[B, N]` patch indices, best first.
+        lesion: `[B, N]` lesion patches, boolean or 0/1 integers.
+        k: `[T]` numbers of kept patches, each in 1..N.
+
+    Returns:
+        `[B, T]` kept lesion patches.
+
+    Example:
+        >>> kept_lesion_counts(order=[[2, 0, 1, 3]], lesion=[[0, 1, 1, 0]], k=[1, 2, 4]).tolist()
+        [[1, 1, 2]]
+    """
+    mask = _mask("lesion", lesion)
+    ranking = order.long() if isinstance(order, Tensor) else torch.from_numpy(np.array(order, np.int64)).to(mask.device)
+    if mask.ndim != 2 or ranking.shape != mask.shape:
+        raise ShapeError(f"`order` and `lesion` must be [B, N], got {list(ranking.shape)} and {list(mask.shape)}.")
+    counts, n = np.asarray(k, int), mask.shape[1]
+    if ranking.numel() and not (ranking.min() >= 0 and ranking.max() < n):
+        raise ShapeError(f"`order` must contain the patches 0 to {n - 1} of [B, N] images. Flatten grids to N patches.")
+    if counts.size and not (counts.min() >= 1 and counts.max() <= n):
+        raise CountError(f"`k` must be between 1 and {n} patches, got {counts.tolist()}.")
+    cumulative = mask.take_along_dim(ranking, 1).long().cumsum(1)
+    return np.asarray(cumulative[:, (counts - 1).tolist()].cpu().numpy())
+
+
+class LesionRetention:
+    """Accumulate lesion retention over many batches.
+
+    It keeps sums, not masks, so its memory does not grow. Integer sums make the result independent of how the images are split into
+    batches (the per-image mean up to rounding).
+
+    Example:
+        >>> import torch
+        >>> metric = LesionRetention()
+        >>> for _ in range(3):  # the batches of an evaluation loop
+        ...     kept = torch.tensor([[True, True, False, False]])
+        ...     lesion = torch.tensor([[True, False, False, True]])
+        ...     metric.update(kept, lesion)
+        >>> metric.compute().pooled
+        0.5
+        >>> metric
+        LesionRetention(pooled=0.5000, of_ceiling=0.5000, n=3, empty=0)
+        >>> metric.reset()
+        >>> metric.compute().n
+        0
+    """
+
+    def __init__(self) -> None:
+        self._sums = _Sums()
+
+    def update(self, kept: Tensor | ArrayLike, lesion: Tensor | ArrayLike, has_mask: Tensor | ArrayLike | None = None) -> None:
+        """Add a batch; the arguments are those of `lesion_retention`."""
+        self._sums += _Sums.of_masks(kept, lesion, has_mask)
+
+    def compute(self) -> Retention:
+        """Return the retention over everything since the last `reset`; NaN with `n=0` when nothing was measured."""
+        return self._sums.retention()
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self._sums = _Sums()
+
+    def __repr__(self) -> str:
+        total = self.compute()
+        return f"LesionRetention(pooled={total.pooled:.4f}, of_ceiling={total.of_ceiling:.4f}, n={total.n}, empty={total.empty})"
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """What retention is a function of, summed over images; the only place where it is computed."""
+
+    kept_lesion: float = 0.0
+    lesion: float = 0.0
+    reachable: float = 0.0
+    kept: float = 0.0
+    patches: float = 0.0
+    shares: float = 0.0
+    n: float = 0.0
+    empty: float = 0.0
+
+    @classmethod
+    def of_masks(cls, kept: Any, lesion: Any, has_mask: Any) -> _Sums:
+        if kept is None:
+            raise RequestError("`kept` is None: mergers such as tome keep no single patches. Measure them with `group_purity`.")
+        kept, lesion = _mask("kept", kept), _mask("lesion", lesion)
+        if kept.ndim not in (1, 2, 3) or kept.shape != lesion.shape:
+            raise ShapeError(
+                f"`kept` and `lesion` must have the same shape [B, N], got {list(kept.shape)} and {list(lesion.shape)}. {_SHAPES}"
+            )
+        if kept.ndim == 2 and kept.shape[0] == kept.shape[1] and kept.shape[0] in _GRID_SIDES:
+            raise ShapeError(f"{list(kept.shape)} looks like the grid of one image, not like a batch [B, N]. {_SHAPES}")
+        kept, lesion = (mask.reshape(1 if mask.ndim == 1 else len(mask), -1) for mask in (kept, lesion.to(kept.device)))
+        counts = torch.stack([(kept & lesion).sum(1), lesion.sum(1), kept.sum(1)]).cpu().numpy()
+        if has_mask is not None:
+            known = _mask("has_mask", has_mask).cpu().numpy()
+            if known.shape != (len(kept),):
+                raise ShapeError(f"`has_mask` must be [B] = [{len(kept)}], got {list(known.shape)}.")
+            counts = counts[:, known]
+        return cls.of_counts(counts[0], counts[1], counts[2], kept.shape[1])
+
+    @classmethod
+    def of_counts(cls, kept_lesion: ArrayLike | None, lesion: ArrayLike, k: ArrayLike, n_patches: ArrayLike) -> _Sums:
+        sizes = np.asarray(lesion, float)
+        kept = np.full(sizes.shape, np.nan) if kept_lesion is None else np.asarray(kept_lesion, float)
+        counts, patches = np.asarray(k, float), np.asarray(n_patches, float)
+        if sizes.ndim != 1 or kept.shape != sizes.shape or any(v.shape not in ((), sizes.shape) for v in (counts, patches)):
+            shapes = ", ".join(str(list(v.shape)) for v in (kept, sizes, counts, patches))
+            raise ShapeError(f"`kept_lesion` and `lesion` must be [n], `k` and `n_patches` [n] or numbers, got {shapes}.")
+        counts, patches = np.broadcast_to(counts, sizes.shape), np.broadcast_to(patches, sizes.shape)
+        best = reachable(sizes, counts)
+        if (wrong := np.flatnonzero(kept > best)).size:
+            row = wrong[0]
+            raise RequestError(
+                f"Image {row} kept {kept[row]:g} lesion patches, but at most min(k, lesion) = {best[row]:g} are possible. "
+                "Check that all arrays are in the same order."
+            )
+        measured = sizes > 0  # False for NaN: no mask
+        kept, sizes = kept[measured], sizes[measured]
+        return cls(
+            kept_lesion=float(kept.sum()),
+            lesion=float(sizes.sum()),
+            reachable=float(best[measured].sum()),
+            kept=float(counts[measured].sum()),
+            patches=float(patches[measured].sum()),
+            shares=float((kept / sizes).sum()),
+            n=float(len(sizes)),
+            empty=float((np.asarray(lesion, float) == 0).sum()),
+        )
+
+    def __add__(self, other: _Sums) -> _Sums:
+        return _Sums(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
+
+    def retention(self) -> Retention:
+        precision = ratio(self.kept_lesion, self.kept)
+        return Retention(
+            pooled=float(ratio(self.kept_lesion, self.lesion)),
+            mean=float(ratio(self.shares, self.n)),
+            ceiling=float(ratio(self.reachable, self.lesion)),
+            of_ceiling=float(ratio(self.kept_lesion, self.reachable)),
+            precision=float(precision),
+            enrichment=float(ratio(precision, ratio(self.lesion, self.patches))),
+            n=int(self.n),
+            empty=int(self.empty),
+        )
+
+
+def _mask(name: str, value: Any) -> Tensor:
+    """A boolean tensor of boolean or 0/1 integer input."""
+    if not isinstance(value, Tensor):
+        try:
+            array = np.asarray(value)
+        except ValueError:
+            raise ShapeError(f"`{name}` is ragged: every image must have the same number of patches.") from None
+        if array.dtype.kind not in "biu":
+            raise _not_boolean(name, str(array.dtype))
+        # A copy, because torch warns about read-only arrays.
+        value = torch.from_numpy(array.astype(bool if array.dtype == bool else np.int64))
+    if value.dtype == torch.bool:
+        return value
+    if value.is_floating_point() or value.is_complex():
+        raise _not_boolean(name, str(value.dtype))
+    if bool(((value != 0) & (value != 1)).any()):
+        raise _not_boolean(name, f"integers other than 0 and 1 (largest {int(value.max())})")
+    return value.bool()
+
+
+def _not_boolean(name: str, given: str) -> RequestError:
+    return RequestError(f"`{name}` must be boolean or 0/1 integers, got {given}. Apply a threshold first, for example `x > 0.5`.")
+
+
+def group_purity(assignment: Tensor, lesion: Tensor) -> Tensor:
+    """Measure how little a merger's groups mix lesion and background; the counterpart of retention for merged tokens.
+
+    Args:
+        assignment: `[B, N]` integers, the group that each patch went to, -1 for dropped patches (`Selection.assignment`).
+        lesion: `[B, N]` lesion patches.
+
+    Returns:
+        `[B]` share of the patches that are in the majority of their group (lesion or background): 1 when no group mixes them. NaN
+        for an image whose patches were all dropped.
+
+    Example:
+        >>> import torch
+        >>> group_purity(torch.tensor([[0, 0, 1, 1]]), torch.tensor([[True, True, True, False]])).tolist()
+        [0.75]
+    """
+    size, lesions = _group_sizes(assignment, lesion)
+    return torch.maximum(lesions, size - lesions).sum(1) / size.sum(1)
+
+
+def lesion_dominated(assignment: Tensor, lesion: Tensor) -> Tensor:
+    """Measure how much of the lesion is still in tokens of its own: the retention of mergers.
+
+    A token is dominated by lesion if more than half of its patches are lesion patches. Where patches are kept as they are, every
+    kept patch is a token of its own, and this is the retention.
+
+    Args:
+        assignment: `[B, N]` integers, the group that each patch went to, -1 for dropped patches (`Selection.assignment`).
+        lesion: `[B, N]` lesion patches.
+
+    Returns:
+        `[B]` share of the lesion patches that are in a token dominated by lesion. NaN for an image without lesion patches.
+
+    Example:
+        >>> import torch
+        >>> lesion = torch.tensor([[True, True, True, False, False, True]])
+        >>> lesion_dominated(torch.tensor([[0, 0, 1, 1, 1, -1]]), lesion).tolist()  # two of four; one is outvoted, one dropped
+        [0.5]
+    """
+    size, lesions = _group_sizes(assignment, lesion)
+    dominated = torch.where(2 * lesions > size, lesions, torch.zeros_like(lesions)).sum(1)
+    total = lesion.float().sum(1)
+    return torch.where(total > 0, dominated / total.clamp_min(1), torch.nan)
+
+
+def lesion_mass(attention: Tensor, lesion: Tensor) -> Tensor:
+    """Measure how much of the tokens of a soft merger comes from the lesion.
+
+    For a selector that keeps patches as they are, this is the precision: the share of the kept patches that are lesion.
+
+    Args:
+        attention: `[B, K, N]` share of each patch in each token, rows sum to 1 (`Selection.attention`).
+        lesion: `[B, N]` lesion patches.
+
+    Returns:
+        `[B]` attention on lesion patches, averaged over the tokens. NaN for an image without lesion patches.
+
+    Example:
+        >>> import torch
+        >>> attention = torch.tensor([[[0.5, 0.5, 0.0], [0.0, 0.0, 1.0]]])
+        >>> lesion_mass(attention, torch.tensor([[True, False, True]])).tolist()
+        [0.75]
+    """
+    if attention.ndim != 3 or lesion.shape != (attention.shape[0], attention.shape[2]):
+        raise ShapeError(
+            f"`attention` must be [B, K, N] and `lesion` [B, N], got {list(attention.shape)} and {list(lesion.shape)}."
+        )
+    mass = (attention.mean(1) * lesion.to(attention.dtype)).sum(1)
+    return torch.where(lesion.bool().any(1), mass, torch.nan)
+
+
+def _group_sizes(assignment: Tensor, lesion: Tensor) -> tuple[Tensor, Tensor]:
+    """Patches and lesion patches of each group, [B, groups] each."""
+    if assignment.ndim != 2 or assignment.shape != lesion.shape:
+        raise ShapeError(f"`assignment` and `lesion` must be [B, N], got {list(assignment.shape)} and {list(lesion.shape)}.")
+    n, last = assignment.shape[1], int(assignment.max()) if assignment.numel() else -1
+    if last >= n:
+        raise ShapeError(f"`assignment` names group {last}, but there are only {n} patches in an image [B, N]. Flatten grids.")
+    ones = (assignment >= 0).float()
+    target = assignment.clamp_min(0)
+    groups = int(target.max()) + 1 if target.numel() else 1
+    size = torch.zeros(len(assignment), groups, device=assignment.device).scatter_add_(1, target, ones)
+    return size, torch.zeros_like(size).scatter_add_(1, target, ones * lesion.float())
+
+
+def correct(label: ArrayLike, predicted: ArrayLike) -> NDArray[np.bool_]:
+    """`[n]` True where the predicted class is the label."""
+    label, predicted = np.asarray(label), np.asarray(predicted)
+    if label.shape != predicted.shape:
+        raise ShapeError(f"`label` and `predicted` must have the same shape, got {list(label.shape)} and {list(predicted.shape)}.")
+    return np.asarray(label == predicted)
+
+
+def accuracy(label: ArrayLike, predicted: ArrayLike) -> float:
+    """Share of the images whose predicted class is the label.
+
+    Example:
+        >>> accuracy([0, 1, 2, 2], [0, 1, 2, 0])
+        0.75
+    """
+    hits = correct(label, predicted)
+    return float(hits.mean()) if hits.size else float("nan")
+
+
+def class_counts(label: ArrayLike, predicted: ArrayLike, classes: int) -> Floats:
+    """`[3, C]`: for each class its true positives, the images of the class, and the images predicted as the class."""
+    label, predicted = np.asarray(label, int), np.asarray(predicted, int)
+    hits = np.bincount(label[correct(label, predicted)], minlength=classes)
+    return np.stack([hits, np.bincount(label, minlength=classes), np.bincount(predicted, minlength=classes)]).astype(float)
+
+
+def recall(label: ArrayLike, predicted: ArrayLike, classes: int) -> Floats:
+    """`[C]` share of each class's images that were predicted as the class; NaN for classes without an image.
+
+    Example:
+        >>> recall([0, 0, 1], [0, 1, 1], classes=3).tolist()
+        [0.5, 1.0, nan]
+    """
+    hits, true, _ = class_counts(label, predicted, classes)
+    return ratio(hits, true)
+
+
+def macro_f1(label: ArrayLike, predicted: ArrayLike, classes: int) -> float:
+    """Unweighted mean of the F1 of each class that occurs as label or as prediction (scikit-learn's default).
+
+    Example:
+        >>> round(macro_f1([0, 0, 1], [0, 1, 1], classes=2), 4)  # both classes have an F1 of 2/3
+        0.6667
+    """
+    return float(macro_f1_of_counts(class_counts(label, predicted, classes)))
+
+
+def macro_f1_of_counts(counts: Floats) -> Floats:
+    """Macro F1 from `class_counts` of shape `[..., 3, C]`."""
+    hits, true, predicted = counts[..., 0, :], counts[..., 1, :], counts[..., 2, :]
+    return _mean_where(ratio(2 * hits, true + predicted), true + predicted > 0)
+
+
+def balanced_accuracy(label: ArrayLike, predicted: ArrayLike, classes: int) -> float:
+    """Mean recall over the classes that occur as label.
+
+    Example:
+        >>> balanced_accuracy([0, 0, 1], [0, 1, 1], classes=2)
+        0.75
+    """
+    return float(balanced_accuracy_of_counts(class_counts(label, predicted, classes)))
+
+
+def balanced_accuracy_of_counts(counts: Floats) -> Floats:
+    """Balanced accuracy from `class_counts` of shape `[..., 3, C]`."""
+    hits, true = counts[..., 0, :], counts[..., 1, :]
+    return _mean_where(ratio(hits, true), true > 0)
+
+
+def _mean_where(values: Floats, valid: NDArray[np.bool_]) -> Floats:
+    return ratio(np.where(valid, values, 0.0).sum(-1), valid.sum(-1))
+
+
+def macro_auroc(label: ArrayLike, probabilities: ArrayLike) -> float:
+    """Mean one-vs-rest area under the ROC curve over the classes that have both positives and negatives.
+
+    Args:
+        label: `[n]` class indices.
+        probabilities: `[n, C]`.
+
+    Returns:
+        The mean area; NaN when no class has both.
+    """
+    label, probabilities = np.asarray(label, int), np.asarray(probabilities, float)
+    if label.size and (probabilities.ndim != 2 or label.shape != probabilities.shape[:1]):
+        raise ShapeError(
+            f"`label` must be [n] and `probabilities` [n, C], got {list(label.shape)} and {list(probabilities.shape)}."
+        )
+    areas = []
+    for index in range(probabilities.shape[1] if probabilities.ndim == 2 else 0):
+        positive = label == index
+        n_positive, n_negative = int(positive.sum()), int((~positive).sum())
+        if n_positive and n_negative:
+            ranks = rankdata(probabilities[:, index])  # ties share their mean rank: half a win each
+            areas.append((ranks[positive].sum() - n_positive * (n_positive + 1) / 2) / (n_positive * n_negative))
+    return float(np.mean(areas)) if areas else float("nan")
+
+
+def confidence_bins(probabilities: ArrayLike, bins: int = ECE_BINS) -> tuple[Floats, NDArray[np.int64]]:
+    """`[n]` confidence (the largest probability) and `[n]` its equal-width bin; bins are (0, 1/15], (1/15, 2/15], ..."""
+    probabilities = np.asarray(probabilities, float)
+    confidence = probabilities.max(1) if len(probabilities) else np.zeros(0)
+    return confidence, np.clip(np.ceil(confidence * bins).astype(int) - 1, 0, bins - 1)
+
+
+def calibration_bins(label: ArrayLike, predicted: ArrayLike, probabilities: ArrayLike, bins: int = ECE_BINS) -> Floats:
+    """`[n, bins]`: each image's (correct - confidence) in the bin of its confidence, 0 elsewhere; ECE sums these."""
+    confidence, index = confidence_bins(probabilities, bins)
+    gap = correct(label, predicted) - confidence
+    return np.where(index[:, None] == np.arange(bins), gap[:, None], 0.0)
+
+
+def expected_calibration_error(label: ArrayLike, predicted: ArrayLike, probabilities: ArrayLike, bins: int = ECE_BINS) -> float:
+    """Mean over images of |accuracy - mean confidence| of their bin; equal-width bins of the largest probability."""
+    gaps = calibration_bins(label, predicted, probabilities, bins)
+    return float(np.abs(gaps.sum(0)).sum() / len(gaps)) if len(gaps) else float("nan")
+
+
+def reliability(
+    label: ArrayLike, predicted: ArrayLike, probabilities: ArrayLike, bins: int = ECE_BINS
+) -> tuple[Floats, Floats, NDArray[np.int64]]:
+    """`[bins]` mean confidence, accuracy and number of images of each bin; NaN in the first two for empty bins."""
+    confidence, index = confidence_bins(probabilities, bins)
+    counts = np.bincount(index, minlength=bins)
+    hits = correct(label, predicted).astype(float)
+    return ratio(np.bincount(index, confidence, bins), counts), ratio(np.bincount(index, hits, bins), counts), counts

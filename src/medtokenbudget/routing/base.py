@@ -1,0 +1,219 @@
+"""The base of every selector and selectors by name. Rankers only write `score`; mergers write `select`; the rest is inherited.
+
+Other packages build on this file: it is the contract of a selector, with all checks of its input.
+"""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from medtokenbudget.errors import CountError, MissingSignalError, RequestError, ShapeError
+from medtokenbudget.registry import Registry
+from medtokenbudget.routing.topk import budget_to_k, check_k, rank
+from medtokenbudget.tokens import SIGNALS, Selection, TokenBatch
+
+Kind = Literal["ranker", "sampler", "merger"]
+
+
+class Selector(ABC):
+    """Reduces the N patches of an image to K tokens.
+
+    Args:
+        minimum: Fewest tokens kept at any budget.
+
+    Attributes:
+        name: Set by `register_selector`.
+        title: Name in tables, figures and text; empty means `name`.
+        description: What it does, in one sentence.
+        kind: A 'ranker' keeps the K best patches of one ranking. A 'sampler' keeps K patches as they are, but those of a small K
+            need not be among those of a larger one. A 'merger' makes K new tokens.
+        learns: Whether it has parameters to train; see `LearnedSelector`.
+        stochastic: Whether it draws from the generator that it is given.
+        reads_routed: Whether it also reads tokens that were routed before or inside the backbone, which have no whole grid.
+        ablations: Names of parts that can be switched off after training, with `ablate`.
+        variants: Options by name, for selectors that do not learn: `tome:keys` is `tome` with the options of its variant 'keys'.
+        requires: Fields of `TokenBatch` that it reads beside the patches. With `has_mask`, every image needs a mask. An instance
+            may read more than its class, by its options.
+    """
+
+    name: ClassVar[str] = ""
+    title: ClassVar[str] = ""
+    description: ClassVar[str] = ""
+    kind: ClassVar[Kind]
+    learns: ClassVar[bool] = False
+    stochastic: ClassVar[bool] = False
+    reads_routed: ClassVar[bool] = False
+    ablations: ClassVar[tuple[str, ...]] = ()
+    variants: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType({})
+    requires: tuple[str, ...] = ()
+
+    def __init__(self, minimum: int = 16) -> None:
+        if minimum < 1:
+            raise CountError(f"The minimum number of kept tokens must be at least 1, got {minimum}.")
+        self.minimum = minimum
+
+    def options(self) -> dict[str, Any]:
+        """Constructor options (all but `dim`) as JSON values, so that a saved model can build this selector again.
+
+        The default reads the attributes with the names of the options; a selector that stores them elsewhere overrides this.
+        """
+        names = [name for name in inspect.signature(type(self)).parameters if name != "dim"]
+        missing = [name for name in names if not hasattr(self, name)]
+        if missing:
+            raise RequestError(
+                f"Selector '{self.name}' does not store its option(s) {', '.join(missing)}, so it cannot be saved. "
+                "Keep each option as an attribute of the same name, or override options()."
+            )
+        return {name: getattr(self, name) for name in names}
+
+    @abstractmethod
+    def select(self, tokens: TokenBatch, k: int, generator: torch.Generator | None = None) -> Selection:
+        """K tokens of each image."""
+
+    def count(self, budget: float, n: int) -> int:
+        """Tokens given for n patches at a budget."""
+        return budget_to_k(budget, n, self.minimum)
+
+    def select_budget(self, tokens: TokenBatch, budget: float, generator: torch.Generator | None = None) -> Selection:
+        """`select` with the K of a budget."""
+        return self.select(tokens, self.count(budget, tokens.n), generator)
+
+    def pooled(self, tokens: TokenBatch, budgets: Sequence[float], generator: torch.Generator | None = None) -> Tensor:
+        """Pooled means at each budget, [B, len(budgets), D] in fp32."""
+        return torch.stack([self.select_budget(tokens, budget, generator).pooled() for budget in budgets], dim=1)
+
+    def check(self, tokens: TokenBatch) -> TokenBatch:
+        """The batch itself, if it has what this selector reads, and that and its patches are finite."""
+        if tokens.places is not None and not self.reads_routed:
+            raise RequestError(
+                f"Selector '{self.name}' chooses among all patches, but these tokens were routed before or inside the backbone. "
+                "Use no-pruning, which reads them all."
+            )
+        missing = [field for field in self.requires if getattr(tokens, field) is None]
+        if missing:
+            stored = [field for field in missing if field in SIGNALS]
+            advice = f"with --signals {' '.join(stored)}" if stored else "with it"
+            raise MissingSignalError(
+                f"Selector '{self.name}' reads {', '.join(missing)}, which this batch does not have. "
+                f"Extract the tokens {advice}, or choose another selector."
+            )
+        if "has_mask" in self.requires and (without := int((~tokens.has_mask.bool()).sum())):  # type: ignore[union-attr]
+            raise MissingSignalError(
+                f"Selector '{self.name}' needs a mask for every image, but {without} of {len(tokens)} in this batch have none. "
+                "Restrict the evaluation to images with masks."
+            )
+        return tokens.require_finite(self.requires)
+
+    def read(self, tokens: TokenBatch, field: str) -> Tensor:
+        """Return a field that this selector requires, [B, N] in fp32, after `check`."""
+        return getattr(self.check(tokens), field).float()
+
+
+class Ranker(Selector):
+    """Keeps the K patches with the highest score; ties are broken by index."""
+
+    kind: ClassVar[Kind] = "ranker"
+
+    @abstractmethod
+    def score(self, tokens: TokenBatch, generator: torch.Generator | None = None) -> Tensor:
+        """One finite number per patch, [B, N]; the highest are kept first."""
+
+    def order(self, tokens: TokenBatch, generator: torch.Generator | None = None) -> Tensor:
+        """Patches from best to worst, int64 [B, N]."""
+        scores = self.score(self.check(tokens), generator)
+        if tuple(scores.shape) != (len(tokens), tokens.n):
+            raise ShapeError(f"Selector '{self.name}' must return scores {[len(tokens), tokens.n]}, got {list(scores.shape)}.")
+        return rank(scores.detach())
+
+    def select(self, tokens: TokenBatch, k: int, generator: torch.Generator | None = None) -> Selection:
+        k = check_k(k, tokens.n)
+        return gather(tokens.patches, self.order(tokens, generator)[:, :k])
+
+    def pooled(self, tokens: TokenBatch, budgets: Sequence[float], generator: torch.Generator | None = None) -> Tensor:
+        """Pooled means at each budget from one ordering, [B, len(budgets), D] in fp32."""
+        counts = [self.count(budget, tokens.n) for budget in budgets]
+        return pooled_means(tokens.patches, self.order(tokens, generator), counts)
+
+
+class Merger(Selector):
+    """Makes K new tokens from the patches. Subclasses write `select`, which gives a `Selection` with `kept` None.
+
+    Attributes:
+        ranks_by: The field of `TokenBatch` whose highest patches stay as they are; None if every patch may merge. Early routing
+            chooses by it, and makes the token of the others itself.
+    """
+
+    kind: ClassVar[Kind] = "merger"
+    ranks_by: ClassVar[str | None] = None
+
+
+def routed_before(tokens: TokenBatch) -> Selection:
+    """All tokens of a batch that was routed before or inside the backbone, as a selection of its grid."""
+    assert tokens.places is not None
+    b, k = tokens.places.shape
+    order = torch.arange(k, device=tokens.places.device).expand(b, k)
+    n = tokens.grid[0] * tokens.grid[1]
+    assignment = torch.full((b, n), -1, device=tokens.places.device).scatter_(1, tokens.places, order)
+    weights = torch.ones(b, k, device=tokens.patches.device)
+    return Selection(tokens.patches, weights, assignment, kept=assignment >= 0, indices=tokens.places)
+
+
+def gather(patches: Tensor, indices: Tensor) -> Selection:
+    """The patches at `indices` [B, K] as a selection, in that order."""
+    b, n, d = patches.shape
+    k = indices.shape[1]
+    rows = (indices + n * torch.arange(b, device=indices.device).unsqueeze(1)).flatten()
+    places = torch.arange(k, device=indices.device).expand(b, k)
+    assignment = torch.full((b, n), -1, device=indices.device).scatter_(1, indices, places)
+    return Selection(
+        tokens=patches.reshape(b * n, d).index_select(0, rows).view(b, k, d),
+        weights=torch.ones(b, k, device=patches.device),
+        assignment=assignment,
+        kept=assignment >= 0,
+        indices=indices,
+    )
+
+
+def pooled_means(patches: Tensor, order: Tensor, counts: Sequence[int]) -> Tensor:
+    """Means of the first K patches of `order` [B, N] for each K of `counts`, [B, len(counts), D] in fp32.
+
+    The patches between two successive K are summed first (one product with a 0/1 matrix), then those few sums cumulatively.
+    """
+    b, n, _ = patches.shape
+    steps = sorted({check_k(k, n) for k in counts})
+    ends = torch.tensor(steps, device=order.device)
+    ranks = torch.empty_like(order).scatter_(1, order, torch.arange(n, device=order.device).expand(b, n))
+    stage = torch.bucketize(ranks, ends, right=True)
+    member = (stage.unsqueeze(1) == torch.arange(len(steps), device=order.device).view(1, -1, 1)).float()
+    means = torch.bmm(member, patches.float()).cumsum(1) / ends.view(1, -1, 1)
+    return means[:, [steps.index(k) for k in counts]]
+
+
+ENTRY_POINT_GROUP = "medtokenbudget.selectors"
+
+SELECTORS: Registry[Selector] = Registry("selector", Selector, ENTRY_POINT_GROUP)  # type: ignore[type-abstract]
+
+register_selector = SELECTORS.register
+list_selectors = SELECTORS.names
+selector_class = SELECTORS.get
+
+
+def create_selector(name: str, **options: Any) -> Selector:
+    """Create a selector by name.
+
+    Args:
+        name: One of `list_selectors()`.
+        options: Options of the selector's class; selectors that learn need `dim`, the embedding dimension.
+
+    Example:
+        >>> create_selector("center").count(0.3, 256)
+        76
+    """
+    return SELECTORS.create(name, **options)

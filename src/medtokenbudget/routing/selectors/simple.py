@@ -1,0 +1,201 @@
+"""Selectors of one line: the paper's baselines by a single signal, its references, and controls without a learned part.
+
+A learned router must beat the controls (`center`, `darkness`, `random`). `oracle` and `box-prior` read the mask of the image that
+they select from, so they are bounds, never methods.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from medtokenbudget.config import Neighborhood
+from medtokenbudget.routing.base import Ranker, register_selector, routed_before
+from medtokenbudget.routing.signals import feature_norm, local_contrast
+from medtokenbudget.routing.topk import budget_to_k, check_k
+from medtokenbudget.tokens import Selection, TokenBatch
+
+
+class StoredSignal(Ranker):
+    """Ranks by a number that is stored with each patch: the first field of `requires`, the largest first."""
+
+    def score(self, tokens: TokenBatch, generator: torch.Generator | None = None) -> Tensor:
+        return getattr(tokens, self.requires[0]).float()
+
+
+@register_selector("no-pruning")
+class NoPruning(Ranker):
+    """All patches, in raster order: the full-token reference of the paper. A valid k or budget is accepted and has no effect.
+
+    Of tokens that were routed before or inside the backbone it keeps all K, in the order of the router.
+    """
+
+    title = "NoPruning"
+    description = "Keeps all patches: the reference without a budget."
+    reads_routed = True
+
+    def count(self, budget: float, n: int) -> int:
+        budget_to_k(budget, n, self.minimum)
+        return n
+
+    def score(self, tokens: TokenBatch, generator: torch.Generator | None = None) -> Tensor:
+        return torch.zeros(len(tokens), tokens.n, device=tokens.patches.device)
+
+    def select(self, tokens: TokenBatch, k: int, generator: torch.Generator | None = None) -> Selection:
+        check_k(k, tokens.n)
+        if tokens.places is not None:
+            return routed_before(self.check(tokens))
+        return super().select(tokens, tokens.n, generator)
+
+
+@register_selector("random")
+class Random(Ranker):
+    """Uniformly drawn patches; the budgets of one draw are nested.
+
+    Args:
+        seed: Seed of the generator that each call makes for itself when it is given none.
+        minimum: Fewest patches kept at any budget.
+    """
+
+    title = "Random"
+    description = "Keeps randomly drawn patches."
+    stochastic = True
+
+    def __init__(self, seed: int = 0, minimum: int = 16) -> None:
+        super().__init__(minimum)
+        self.seed = seed
+
+    def score(self, tokens: TokenBatch, generator: torch.Generator | None = None) -> Tensor:
+        generator = torch.Generator().manual_seed(self.seed) if generator is None else generator
+        # float64: with 24-bit uniforms two of some hundred patches tie now and then, and ties favor low indices.
+        draw = torch.rand(len(tokens), tokens.n, generator=generator, device=generator.device, dtype=torch.float64)
+        return draw.to(tokens.patches.device)
+
+
+@register_selector("norm")
+class Norm(Ranker):
+    """Largest feature norm first; backbones with high-norm artifact tokens confound it, which is part of what it shows."""
+
+    title = "NormBased"
+    description = "Keeps the patches with the largest feature norm."
+
+    def score(self, tokens: TokenBatch, generator: torch.Generator | None = None) -> Tensor:
+        return feature_norm(tokens.patches)
+
+
+@register_selector("attention-entropy")
+class AttentionEntropy(StoredSignal):
+    """Most focused attention first, `1 - H / log N`; the entropy is stored, so that no N x N attention is."""
+
+    title = "AttnEntropy"
+    description = "Keeps the patches with the most focused attention."
+    requires = ("attention_entropy",)
+
+
+@register_selector("local-contrast")
+class LocalContrast(Ranker):
+    """Largest mean cosine dissimilarity to the neighbors first, by default in the paper's 1D raster order."""
+
+    title = "LocalContrast"
+    description = "Keeps the patches that differ most from their neighbors."
+
+    def __init__(self, neighborhood: Neighborhood = "raster", minimum: int = 16) -> None:
+        super().__init__(minimum)
+        self.neighborhood = neighborhood
+
+    def score(self, tokens: TokenBatch, generator: torch.Generator | None = None) -> Tensor:
+        return local_contrast(tokens.patches, tokens.grid, self.neighborhood)
+
+
+@register_selector("class-attention")
+class ClassAttention(StoredSignal):
+    """Largest head-averaged attention of the class token first: the teacher of the paper's distillation loss by itself."""
+
+    title = "ClassAttention"
+    description = "Keeps the patches that the class token attends to most."
+    requires = ("cls_attention",)
+
+
+@register_selector("rollout")
+class Rollout(StoredSignal):
+    """Largest rolled-out attention of the class token first (Abnar and Zuidema, ACL 2020).
+
+    Computed when the tokens are extracted (`mtb extract --signals rollout`): the attention of the heads is averaged, half of it is
+    replaced by the identity for the residual connection, and the matrices of all blocks up to the chosen one are multiplied.
+    """
+
+    title = "Rollout"
+    description = "Keeps what the class token attends to, followed back through all blocks."
+    requires = ("rollout",)
+
+
+@register_selector("center")
+class Center(Ranker):
+    """Smallest distance to the center of the grid first, ties by index.
+
+    Dermoscopy is taken with the lesion in the middle, so this control does well without looking at the image.
+    """
+
+    title = "Center"
+    description = "Keeps the patches nearest the image center, without looking at the image."
+
+    def score(self, tokens: TokenBatch, generator: torch.Generator | None = None) -> Tensor:
+        h, w = tokens.grid
+        # Twice the distance from the center: whole numbers, so that equal distances tie exactly.
+        rows = 2 * torch.arange(h, device=tokens.patches.device) - (h - 1)
+        columns = 2 * torch.arange(w, device=tokens.patches.device) - (w - 1)
+        squared = rows.square().unsqueeze(1) + columns.square().unsqueeze(0)
+        return -squared.flatten().double().expand(len(tokens), -1)
+
+
+@register_selector("darkness")
+class Darkness(StoredSignal):
+    """Lowest luminance first: pigment is dark, and the distance to `lats` tells what learning adds to the gray value."""
+
+    title = "Darkness"
+    description = "Keeps the darkest patches. No model."
+    requires = ("luminance",)
+
+    def score(self, tokens: TokenBatch, generator: torch.Generator | None = None) -> Tensor:
+        return -super().score(tokens, generator)
+
+
+@register_selector("oracle")
+class Oracle(StoredSignal):
+    """Lesion patches first, both groups in raster order: its retention is the ceiling. Needs a mask for every image."""
+
+    title = "Oracle"
+    description = "Keeps the true lesion patches first, using the mask: the ceiling."
+    requires = ("lesion", "has_mask")
+
+
+@register_selector("box-prior")
+class BoxPrior(Ranker):
+    """Patches by their distance to the lesion's bounding box, measured in box sizes from its center, nearest first.
+
+    The distance is `max(|dx| / (width / 2), |dy| / (height / 2))`: at most 1 inside the box. An image without a lesion patch has
+    the whole image as its box. Needs a mask for every image.
+
+    A bound for box-prompted methods; PrATo (Dutta et al., 2025) prunes with such a box inside a promptable segmentation model.
+    """
+
+    title = "Box prior"
+    description = "Keeps the patches nearest the lesion's bounding box, using the mask."
+    requires = ("lesion", "has_mask")
+
+    def score(self, tokens: TokenBatch, generator: torch.Generator | None = None) -> Tensor:
+        assert tokens.lesion is not None
+        h, w = tokens.grid
+        field = tokens.lesion.bool().view(-1, h, w)
+        rows, columns = _offset(field.any(2)), _offset(field.any(1))
+        return -torch.maximum(rows.unsqueeze(2), columns.unsqueeze(1)).flatten(1)
+
+
+def _offset(inside: Tensor) -> Tensor:
+    """Distance of each place from the middle of the interval that spans `inside` [B, n], in half lengths of it."""
+    n = inside.shape[1]
+    inside = inside | ~inside.any(1, keepdim=True)
+    places = torch.arange(n, device=inside.device, dtype=torch.float64)
+    low = torch.where(inside, places, n).amin(1, keepdim=True)
+    high = torch.where(inside, places, -1).amax(1, keepdim=True)
+    return (2 * places - low - high).abs() / (high - low + 1)

@@ -1,0 +1,337 @@
+"""The bases of selectors that learn: each gives a training pass and its own loss terms, the trainer does the rest.
+
+The trainer supplies classification, schedules, seeds, checkpoints, resuming and the choice of the epoch. `ScoredRanker` learns one
+score per patch, `SoftMerger` mixes all patches into K tokens, `Probe` ranks patches by what a classifier of its own looks at.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, ClassVar, Self, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from medtokenbudget.config import RouterConfig, TrainConfig
+from medtokenbudget.errors import CountError, MissingSignalError, RequestError, UnknownNameError
+from medtokenbudget.routing.base import Merger, Ranker, Selector
+from medtokenbudget.routing.losses import classification_loss, lesion_mass_term, lesion_term, scorer_terms
+from medtokenbudget.routing.topk import check_k, hard_topk, masked_mean, smooth_scores, straight_through_topk
+from medtokenbudget.tokens import Selection, TokenBatch, TokenSet
+
+Config = TypeVar("Config", bound=Any)
+
+
+@dataclass(frozen=True)
+class TrainingPass:
+    """What one training pass of a selector gives.
+
+    Attributes:
+        pooled: [B, D] what the head reads, with a gradient to the selector; None if the selector was asked to train alone.
+        terms: The selector's own loss terms by name, unweighted.
+        weights: Weight of each term in the total loss; a term without one counts once.
+        scores: [B, N] scores of the patches (or [B, T] of a sample of them), for monitoring.
+        mask: [B, N] differentiable mask of the kept patches, where the selector has one.
+        tokens: [B, K, D] the tokens themselves, for selectors that make new ones; heads that read tokens need this or `mask`.
+        positions: [B, K, 2] row and column of those tokens on the grid.
+    """
+
+    pooled: Tensor | None
+    terms: Mapping[str, Tensor]
+    scores: Tensor
+    weights: Mapping[str, float] = field(default_factory=dict)
+    mask: Tensor | None = None
+    tokens: Tensor | None = None
+    positions: Tensor | None = None
+
+    def token_set(self, tokens: TokenBatch) -> TokenSet | None:
+        """What heads that read tokens see of the batch `tokens`; None if this pass does not say."""
+        if self.tokens is not None and self.positions is not None:
+            return TokenSet(self.tokens, torch.ones_like(self.tokens[..., 0]), self.positions, tokens.grid)
+        return None if self.mask is None else TokenSet.under(self.mask, tokens.patches, tokens.grid)
+
+
+class LearnedSelector(Selector, nn.Module):
+    """A selector with parameters. Its class takes `dim`, the embedding dimension, first.
+
+    Subclasses call `super().__init__(minimum)` before they add modules.
+    """
+
+    learns: ClassVar[bool] = True
+
+    def __init__(self, minimum: int = 16) -> None:
+        nn.Module.__init__(self)
+        Selector.__init__(self, minimum)
+
+    @classmethod
+    def from_config(cls, dim: int, config: TrainConfig, classes: int = 2) -> Self:
+        """Create a selector for tokens of dimension `dim` from the settings of a training; `classes` is for those that classify."""
+        return cls(dim, minimum=config.router.minimum)  # type: ignore[misc]
+
+    @classmethod
+    def settings(cls, config: TrainConfig) -> tuple[str, ...]:
+        """Dotted names of what it reads of `config` beside what every training does; 'router' stands for all of that part.
+
+        A setting that no method of a run reads is refused. Override this to have more refused than `lats` and `context`.
+        """
+        return ("patches", "router", "curriculum", "losses")
+
+    def min_steps(self, config: TrainConfig) -> int:
+        """Fewest steps that its training takes on small data sets."""
+        return config.min_steps
+
+    @abstractmethod
+    def training_pass(
+        self,
+        tokens: TokenBatch,
+        budget: float,
+        config: TrainConfig,
+        generator: torch.Generator | None = None,
+        route: bool = True,
+    ) -> TrainingPass:
+        """The differentiable pass of a training step.
+
+        Args:
+            tokens: A batch in fp32, with labels and lesion patches where known.
+            budget: Token budget of this step.
+            config: Settings of the training (loss weights, sampled patches, ...).
+            generator: Source of all noise, so that a resumed training repeats it.
+            route: False trains the selector alone, from its own terms; `pooled` is then None.
+        """
+
+    def ablate(self, name: str | None) -> Self:
+        """Switch off the part called `name` (one of `ablations`) of a trained selector; None switches all on again."""
+        if name is not None:
+            raise UnknownNameError.of(f"ablation of {self.name}", name, self.ablations)
+        return self
+
+
+class ScoredRanker(LearnedSelector, Ranker):
+    """Keeps the patches with the highest smoothed score. Subclasses write `logits` and `score_logits`.
+
+    What a score is made from is up to the selector: `lats` reads each patch alone, `context` its neighborhood as well.
+
+    Args:
+        router: Smoothing of the scores, Gumbel temperature and fewest patches.
+    """
+
+    def __init__(self, router: RouterConfig) -> None:
+        super().__init__(router.minimum)
+        self.router = router
+
+    @classmethod
+    def settings(cls, config: TrainConfig) -> tuple[str, ...]:
+        terms = ("losses.budget", "losses.diversity", "losses.lesion", "losses.distillation")
+        return (*terms, "router.temperature") if config.recipe == "joint" else terms
+
+    @abstractmethod
+    def logits(self, tokens: TokenBatch, generator: torch.Generator | None = None, at: Tensor | None = None) -> Tensor:
+        """Raw score logits [B, N] (or [B, T] at the patches `at`), with noise in training mode: what the losses see."""
+
+    @abstractmethod
+    def score_logits(self, tokens: TokenBatch) -> Tensor:
+        """Raw score logits [B, N] without noise whatever the mode."""
+
+    def sample(self, tokens: TokenBatch, patches: int, generator: torch.Generator | None) -> Tensor | None:
+        """Numbers [B, T] of the patches that a step learns from, drawn without replacement; None means all."""
+        if not 0 < patches < tokens.n:
+            return None
+        draw = torch.rand(len(tokens), tokens.n, generator=generator)
+        return draw.argsort(1)[:, :patches].to(tokens.patches.device)
+
+    def score(self, tokens: TokenBatch, generator: torch.Generator | None = None) -> Tensor:
+        """Smoothed scores [B, N] in [0, 1], without dropout and noise whatever the mode."""
+        return self.smoothed(torch.sigmoid(self.score_logits(tokens)), tokens.grid)
+
+    def smoothed(self, scores: Tensor, grid: tuple[int, int]) -> Tensor:
+        """Scores [B, N] after the average filter."""
+        return smooth_scores(scores, grid, self.router.smooth, self.router.padding)
+
+    def training_pass(
+        self,
+        tokens: TokenBatch,
+        budget: float,
+        config: TrainConfig,
+        generator: torch.Generator | None = None,
+        route: bool = True,
+    ) -> TrainingPass:
+        """Raw scores, the mean under the straight-through mask, and the paper's scorer losses.
+
+        With `route` False the scorer may learn from a sample of `config.patches` patches of each image. Without a generator there
+        is no Gumbel noise.
+        """
+        if route and config.patches:
+            raise RequestError("The joint recipe routes whole images, so it learns from all patches: patches must be 0.")
+        tokens = tokens.float()
+        k = self.count(budget, tokens.n)
+        at = None if route else self.sample(tokens, config.patches, generator)
+        score_logits = self.logits(tokens, generator, at)
+        scores = torch.sigmoid(score_logits)
+        mask = None
+        if route:
+            mask = straight_through_topk(self.smoothed(scores, tokens.grid), k, self.router.temperature, generator)
+        with torch.autocast(scores.device.type, enabled=False):
+            terms = scorer_terms(
+                scores,
+                k=k,
+                budget=budget,
+                weights=config.losses,
+                lesion=_at(tokens.lesion, at),
+                has_mask=tokens.has_mask,
+                cls_attention=_at(tokens.cls_attention, at),
+                score_logits=score_logits,
+            )
+        pooled = None if mask is None else masked_mean(tokens.patches, mask)
+        weights = {name: getattr(config.losses, name) for name in terms}
+        return TrainingPass(pooled, terms, scores, weights, mask)
+
+
+def _at(values: Tensor | None, at: Tensor | None) -> Tensor | None:
+    return values if values is None or at is None else values.take_along_dim(at, 1)
+
+
+class SoftMerger(LearnedSelector, Merger):
+    """K tokens `sum_n A[k, n] x_n`, whose weights A sum to one over the patches.
+
+    The published methods have a fixed number of tokens. Here the tokens are ordered: at a budget of K tokens the first K of `slots`
+    are used. A slot that no training budget reached is as it was initialized.
+
+    Args:
+        slots: Largest number of tokens.
+        minimum: Fewest tokens kept at any budget.
+    """
+
+    def __init__(self, slots: int = 256, minimum: int = 16) -> None:
+        super().__init__(minimum)
+        if slots < 1:
+            raise CountError(f"slots must be at least 1, got {slots}.")
+        self.slots = slots
+
+    @classmethod
+    def settings(cls, config: TrainConfig) -> tuple[str, ...]:
+        # Even when trained alone, it makes as many tokens as the budget of the epoch asks for.
+        return ("losses.lesion", "curriculum.kind", "curriculum.start")
+
+    @abstractmethod
+    def attention(self, tokens: TokenBatch, k: int) -> Tensor:
+        """Share of each patch in each of the first k tokens, [B, k, N] in fp32; rows sum to one."""
+
+    def extra_terms(self, tokens: TokenBatch, k: int) -> dict[str, Tensor]:
+        """Own loss terms beside the lesion loss."""
+        return {}
+
+    def select(self, tokens: TokenBatch, k: int, generator: torch.Generator | None = None) -> Selection:
+        k = self.count_slots(check_k(k, tokens.n))
+        attention = self.attention(self.check(tokens).float(), k)
+        shares = attention / attention.sum(1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+        return Selection(
+            tokens=torch.bmm(attention, tokens.patches.float()).to(tokens.patches.dtype),
+            weights=shares.sum(2),
+            assignment=attention.argmax(1),
+            attention=attention,
+        )
+
+    def count_slots(self, k: int) -> int:
+        """k, if there are as many slots."""
+        if k > self.slots:
+            raise CountError(
+                f"Selector '{self.name}' has {self.slots} slots, so it cannot give {k} tokens. "
+                f"Create it with slots={k} or more, or use a smaller budget."
+            )
+        return k
+
+    def training_pass(
+        self,
+        tokens: TokenBatch,
+        budget: float,
+        config: TrainConfig,
+        generator: torch.Generator | None = None,
+        route: bool = True,
+    ) -> TrainingPass:
+        """The K tokens' mean, the lesion loss on its attention, and the selector's own terms."""
+        tokens = tokens.float()
+        k = self.count_slots(self.count(budget, tokens.n))
+        attention = self.attention(tokens, k)
+        mean = attention.mean(1)
+        terms = {"lesion": lesion_mass_term(mean, tokens, config.losses.lesion), **self.extra_terms(tokens, k)}
+        weights = {"lesion": config.losses.lesion}
+        if not route:
+            return TrainingPass(None, terms, mean * tokens.n, weights)
+        mixed = Selection(torch.bmm(attention, tokens.patches), attention.sum(2), attention.argmax(1), attention=attention)
+        positions = TokenSet.of(mixed, tokens.grid).positions
+        return TrainingPass(mixed.pooled(), terms, mean * tokens.n, weights, tokens=mixed.tokens, positions=positions)
+
+
+class Probe(LearnedSelector, Ranker):
+    """Ranks patches by an attribution of the prediction of its own classifier, the probe, which sees all patches.
+
+    Subclasses take `dim` and `classes` and write `attribute`.
+
+    Attributes:
+        term: Name of the probe's classification loss among the terms.
+    """
+
+    term: ClassVar[str] = "probe"
+
+    @classmethod
+    def from_config(cls, dim: int, config: TrainConfig, classes: int = 2) -> Self:
+        return cls(dim, classes, minimum=config.router.minimum)  # type: ignore[call-arg, misc]
+
+    @classmethod
+    def settings(cls, config: TrainConfig) -> tuple[str, ...]:
+        return ("losses.lesion", "losses.classification")
+
+    @abstractmethod
+    def attribute(self, patches: Tensor) -> tuple[Tensor, Tensor]:
+        """Attribution of each patch [B, N], of any scale, and the probe's class logits [B, C], for patches [B, N, D] in fp32."""
+
+    def relative(self, scores: Tensor) -> Tensor:
+        """Return what the lesion loss sees as logits [B, N]: attributions have no natural zero, so their mean takes its place."""
+        return scores - scores.mean(1, keepdim=True)
+
+    def score(self, tokens: TokenBatch, generator: torch.Generator | None = None) -> Tensor:
+        return self.attribute(tokens.patches.float())[0]
+
+    def training_pass(
+        self,
+        tokens: TokenBatch,
+        budget: float,
+        config: TrainConfig,
+        generator: torch.Generator | None = None,
+        route: bool = True,
+    ) -> TrainingPass:
+        """The mean of the hard top-K, through which no gradient reaches the probe, the probe's own loss, and the lesion loss."""
+        tokens = tokens.float()
+        scores, logits = self.attribute(tokens.patches)
+        relative = self.relative(scores)
+        terms = {"lesion": lesion_term(relative, tokens, config.losses.lesion)}
+        weights = {"lesion": config.losses.lesion, self.term: config.losses.classification}
+        if config.losses.classification:
+            if tokens.label is None:
+                raise MissingSignalError(
+                    f"Selector '{self.name}' learns from class labels, which this batch does not have. Label the images."
+                )
+            terms[self.term] = classification_loss(logits, tokens.label)
+        mask = hard_topk(scores.detach(), self.count(budget, tokens.n)).float() if route else None
+        pooled = None if mask is None else masked_mean(tokens.patches, mask)
+        return TrainingPass(pooled, terms, torch.sigmoid(relative), weights, mask)
+
+
+def with_options(selector: str, options: Mapping[str, Any], scorer: Config, router: RouterConfig) -> tuple[Config, RouterConfig]:
+    """Return the settings of a scorer and of its router with some of their fields replaced; the scorer's own come first.
+
+    Raises:
+        RequestError: Neither has such a field.
+    """
+    of_scorer, of_router = ({entry.name for entry in fields(config)} for config in (scorer, router))
+    if unknown := [name for name in options if name not in of_scorer | of_router]:
+        raise RequestError(
+            f"Selector '{selector}' cannot be created with {', '.join(unknown)}: "
+            f"its options are {', '.join(sorted(of_scorer | of_router))}."
+        )
+    return (
+        replace(scorer, **{name: value for name, value in options.items() if name in of_scorer}),
+        replace(router, **{name: value for name, value in options.items() if name not in of_scorer}),
+    )
