@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import medtokenbudget as mtb
-from medtokenbudget.api.training import save_model
+from medtokenbudget.api import save_model
 from medtokenbudget.runs import sweep
 from medtokenbudget.runs.execution import Execution
 from medtokenbudget.runs.results import read_results

@@ -9,7 +9,7 @@ from medtokenbudget.errors import RequestError
 from medtokenbudget.runs.held_out import HeldOut
 from medtokenbudget.backbone import FeatureStore
 from medtokenbudget.model import Guarantee, MedTokenBudget
-from medtokenbudget.model.parts import evaluating
+from medtokenbudget.model.inference import evaluating
 from medtokenbudget.routing import Ranker, Selector
 from medtokenbudget.routing.guarantee import Promise, group_mean, kept_counts, lesion_kept, pick_threshold
 from medtokenbudget.training.pooling import BATCH

@@ -17,7 +17,7 @@ from medtokenbudget.backbone import FeatureStore, extract
 from medtokenbudget.backbone.annotations import hashes_of, known_manifests
 from medtokenbudget.backbone.views import IDENTITY, OFF_CENTER
 from medtokenbudget.model import MedTokenBudget
-from medtokenbudget.model.network import comparable
+from medtokenbudget.model.model import comparable
 from medtokenbudget.progress import say
 
 Part = Literal["auto", "val", "select", "train", "all"]
