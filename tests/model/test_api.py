@@ -58,12 +58,14 @@ print(0, [name for name in sys.modules if name.startswith("medtokenbudget.report
 """
 
 
+@pytest.mark.slow
 def test_routing_a_photo_loads_no_code_of_runs_and_reports_and_no_plotting_library(tmp_path: Path) -> None:
     (photo,) = draw_images(tmp_path, 1)
     command = [sys.executable, "-c", ROUTE, str(photo), str(tmp_path / "routed")]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() == "0 [] False"
 
 
+@pytest.mark.slow
 def test_saving_a_model_loads_no_code_of_reports(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", SAVE, str(tmp_path / "m")], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "0 [] False"

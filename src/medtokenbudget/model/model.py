@@ -48,7 +48,7 @@ class Classifiers(nn.Module, Mapping[str, RoutedClassifier]):
 
     def __init__(self, classifiers: Mapping[str, RoutedClassifier]) -> None:
         super().__init__()
-        # Not add_module: it rejects dots and the names of nn.Module's own methods.
+        # Not by add_module, which rejects the same names.
         self._modules.update({_key(method): classifier for method, classifier in classifiers.items()})
         self._methods = tuple(classifiers)
 
