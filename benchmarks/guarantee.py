@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 
 from medtokenbudget.model import load
-from medtokenbudget.model.hub import resolve
+from medtokenbudget.model.saved import resolve
 from medtokenbudget.routing import create_selector
 from medtokenbudget.routing.conformal import Promise, group_mean, kept_counts, lesion_kept, pick_threshold
 from medtokenbudget.runs.evaluate import held_out, patch_scores, run_of

@@ -16,7 +16,7 @@ import torch
 
 from medtokenbudget.backbone.backbone import Backbone
 from medtokenbudget.config import LATSConfig, TrainConfig
-from medtokenbudget.model import parts
+from medtokenbudget.model import inference
 from medtokenbudget.routing import LATSSelector
 from medtokenbudget.training import MLPHead, RoutedClassifier
 
@@ -51,7 +51,7 @@ def overhead(neighborhood: str = "raster") -> tuple[float, float]:
     k = selector.count(BUDGET, tokens.n)
 
     def route() -> object:
-        return classifier.head(parts.select(selector, tokens, k)[0].pooled())
+        return classifier.head(inference.select(selector, tokens, k)[0].pooled())
 
     threads = torch.get_num_threads()
     # One thread: threads that wait for one another would be counted as work.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterable
 
-MODULES = ("api.predict", "api.training", "runs.paper", "model.onnx", "reporting", "data")
+MODULES = ("api", "runs.paper", "model.onnx", "reporting", "data")
 
 
 def preload(names: Iterable[str] = MODULES) -> None:

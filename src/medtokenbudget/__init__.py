@@ -10,18 +10,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from medtokenbudget.api.calibrate import calibrate
-    from medtokenbudget.api.evaluate import evaluate
-    from medtokenbudget.api.route import route
-    from medtokenbudget.api.run import Run
-    from medtokenbudget.api.tour import demo
-    from medtokenbudget.api.verbs import extract, report, reproduce, sweep, train
+    from medtokenbudget.api import Run, calibrate, demo, evaluate, extract, report, reproduce, sweep, train
     from medtokenbudget.backbone import FeatureStore
     from medtokenbudget.config import TrainConfig, preset
     from medtokenbudget.data import Manifest
     from medtokenbudget.heads import create_head, list_heads, register_head
     from medtokenbudget.metrics import LesionRetention, lesion_retention
-    from medtokenbudget.model import EarlyRouting, MedTokenBudget, load, overlay
+    from medtokenbudget.model import EarlyRouting, MedTokenBudget, load, overlay, route
     from medtokenbudget.routing import create_selector, list_selectors, register_selector
     from medtokenbudget.tokens import Selection, TokenBatch
 
@@ -60,12 +55,12 @@ __all__ = [
 ]
 
 _MODULES: dict[str, tuple[str, ...]] = {
-    "api": ("Run", "calibrate", "demo", "evaluate", "extract", "report", "reproduce", "route", "sweep", "train"),
+    "api": ("Run", "calibrate", "demo", "evaluate", "extract", "report", "reproduce", "sweep", "train"),
     "config": ("TrainConfig", "preset"),
     "data": ("Manifest",),
     "backbone": ("FeatureStore",),
     "metrics": ("LesionRetention", "lesion_retention"),
-    "model": ("EarlyRouting", "MedTokenBudget", "load", "overlay"),
+    "model": ("EarlyRouting", "MedTokenBudget", "load", "overlay", "route"),
     "routing": ("create_selector", "list_selectors", "register_selector"),
     "tokens": ("Selection", "TokenBatch"),
     "heads": ("create_head", "list_heads", "register_head"),

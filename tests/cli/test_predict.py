@@ -204,8 +204,8 @@ def test_memory_stays_flat_however_many_images(root: Path, model: MedTokenBudget
 import os, sys
 from pathlib import Path
 import psutil
-from medtokenbudget.api.predict import predict_files
 from medtokenbudget.model import load
+from medtokenbudget.model.batch import predict_files
 folder, image, out = sys.argv[1:]
 model, process = load(folder, device="cpu"), psutil.Process()
 sizes = []

@@ -14,15 +14,15 @@ from PIL import Image
 from safetensors.numpy import load_file
 
 import medtokenbudget as mtb
-from medtokenbudget.api.route import RouteConfig, route_files
 from medtokenbudget.cli import main
 from medtokenbudget.cli.completion import script
 from medtokenbudget.data.synthetic import draw
 from medtokenbudget.errors import RequestError
 from medtokenbudget.files import read_json, read_lines
 from medtokenbudget.model import MedTokenBudget, Routing
+from medtokenbudget.model.batch import RouteConfig, route_files
 from medtokenbudget.model.drawing import LESION_EDGE
-from medtokenbudget.model.hub import SHIPPED
+from medtokenbudget.model.saved import SHIPPED
 from tests import unlike
 
 BUDGET = 0.3

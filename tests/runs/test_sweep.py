@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import medtokenbudget as mtb
-from medtokenbudget.api.training import save_model
+from medtokenbudget.api import save_model
 from medtokenbudget.backbone import FeatureStore
 from medtokenbudget.backbone.backbone import located
 from medtokenbudget.cli import main

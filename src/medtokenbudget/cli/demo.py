@@ -24,7 +24,7 @@ def main(arguments: list[str]) -> int:
     )
     options = parser.parse_args(arguments)
 
-    from medtokenbudget.api.tour import demo
+    from medtokenbudget.api import demo
     from medtokenbudget.progress import say
     from medtokenbudget.runs.run import RunInfo, headline
 

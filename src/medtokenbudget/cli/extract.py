@@ -104,8 +104,7 @@ def parse_shards(text: str) -> tuple[int, int]:
 
 def _early(given: Any) -> Any:
     from medtokenbudget.model import EarlyRouting, load
-    from medtokenbudget.model.early import parse_route
-    from medtokenbudget.model.untrained import is_untrained_router, untrained_router
+    from medtokenbudget.model.early import is_untrained_router, parse_route, untrained_router
 
     way, block = parse_route(given.route)
     if is_untrained_router(given.router):

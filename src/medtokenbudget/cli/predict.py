@@ -36,8 +36,8 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     require_effect(options, options.tokens is not None, "--tokens", "tokens_dtype")
 
-    from medtokenbudget.api.predict import predict_files
     from medtokenbudget.model import load
+    from medtokenbudget.model.batch import predict_files
     from medtokenbudget.progress import say
 
     model = load(options.model, weights=options.weights, device=options.device)

@@ -49,10 +49,9 @@ def main(arguments: list[str]) -> int:
     many.add_argument("--address", type=str | None, default=None, help="Address of a running Ray cluster: auto or host:port.")
     options = parser.parse_args(arguments)
 
-    from medtokenbudget.api.route import RouteConfig, Routed, route_files
     from medtokenbudget.model import load
+    from medtokenbudget.model.batch import RouteConfig, Routed, route_files
     from medtokenbudget.progress import say
-    from medtokenbudget.reporting.numbers import plural
 
     require_effect(options, options.engine == "ray", "--engine ray", "address")
     require_effect(options, options.tokens, "--tokens", "tokens_dtype")
@@ -72,12 +71,12 @@ def main(arguments: list[str]) -> int:
     if routed.retention and routed.retention["router"].n:
         promised = options.retention is not None
         print(_measured(routed, f"promised {options.retention:g}" if promised else f"budget {options.budget:g}"))
-    say(f"Routed {plural(written.done, 'image')} to {routed.table}.")
+    say(f"Routed {written.done:,} image{'' if written.done == 1 else 's'} to {routed.table}.")
     return 0
 
 
 def _measured(routed: object, amount: str) -> str:
-    from medtokenbudget.api.route import Routed
+    from medtokenbudget.model.batch import Routed
 
     assert isinstance(routed, Routed)
     names = {"router": "router", "center": "center (control)", "random": "random (expected)"}

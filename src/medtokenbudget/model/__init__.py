@@ -5,8 +5,18 @@ from __future__ import annotations
 from medtokenbudget.model.drawing import overlay
 from medtokenbudget.model.early import EarlyRouting
 from medtokenbudget.model.guarantee import Guarantee
-from medtokenbudget.model.prediction import Prediction, Routing
-from medtokenbudget.model.routed import MedTokenBudget, load
-from medtokenbudget.model.sources import Failure, Source, expand
+from medtokenbudget.model.inference import ImageSource, Prediction, Routing, expand
+from medtokenbudget.model.model import MedTokenBudget, load, route
 
-__all__ = ["EarlyRouting", "Failure", "Guarantee", "MedTokenBudget", "Prediction", "Routing", "Source", "expand", "load", "overlay"]
+__all__ = [
+    "EarlyRouting",
+    "Guarantee",
+    "ImageSource",
+    "MedTokenBudget",
+    "Prediction",
+    "Routing",
+    "expand",
+    "load",
+    "overlay",
+    "route",
+]

@@ -1,21 +1,17 @@
 """A picture of what the model looked at: kept patches clear, dropped ones dimmed, the lesion outlined if there is a mask.
 
-It is in the model room, not in the report, because a prediction shows itself in notebooks. It draws with Pillow alone: no plotting
-library is loaded to look at one image.
+Drawn with Pillow alone: no plotting library is loaded to look at one image.
 """
 
 from __future__ import annotations
 
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFilter, ImageFont
 
-from medtokenbudget.model.sources import open_mask, open_picture
-
-if TYPE_CHECKING:
-    from medtokenbudget.model.prediction import Routing
+from medtokenbudget.model.inference import Routing, open_mask, open_picture
 
 KEPT_EDGE = (255, 255, 255)
 LESION_EDGE = (255, 176, 0)
@@ -44,23 +40,18 @@ def overlay(image: Any, prediction: Routing, mask: Any = None, side: int = 640) 
         >>> mtb.overlay("photo.jpg", prediction).size
         (640, 670)
     """
-    return draw_overlay(open_picture(image), prediction, open_mask(mask), side)
-
-
-def draw_overlay(picture: Image.Image, prediction: Routing, mask: Image.Image | None, side: int) -> Image.Image:
-    """`overlay` for pictures that are open already."""
-    shown = _fit(picture.convert("RGB"), side)
-    rows = _edges(shown.height, prediction.grid[0])
-    columns = _edges(shown.width, prediction.grid[1])
+    picture, outline = _fit(open_picture(image), side), open_mask(mask)
+    rows = _edges(picture.height, prediction.grid[0])
+    columns = _edges(picture.width, prediction.grid[1])
     kept = prediction.kept_mask
     if kept is not None:
-        shown = _dim(shown, kept, rows, columns)
+        picture = _dim(picture, kept, rows, columns)
     groups = prediction.assignment.reshape(prediction.grid) if kept is None else kept.astype(np.int64)
-    _draw_borders(ImageDraw.Draw(shown), groups, rows, columns)
-    if mask is not None:
-        shown = _draw_outline(shown, mask)
-    shown = _with_caption(shown, prediction)
-    return _with_warning(shown) if prediction.unfamiliar else shown
+    _draw_borders(ImageDraw.Draw(picture), groups, rows, columns)
+    if outline is not None:
+        picture = _draw_outline(picture, outline)
+    picture = _with_caption(picture, prediction)
+    return _with_warning(picture) if prediction.unfamiliar else picture
 
 
 def _fit(picture: Image.Image, side: int) -> Image.Image:
@@ -70,7 +61,7 @@ def _fit(picture: Image.Image, side: int) -> Image.Image:
 
 
 def _edges(length: int, parts: int) -> list[int]:
-    """Pixel borders of `parts` equal strips of the length, including the outer ones."""
+    """Return the pixel borders of `parts` equal strips of the length, including the outer ones."""
     return [round(i / parts * length) for i in range(parts + 1)]
 
 
@@ -83,7 +74,7 @@ def _dim(picture: Image.Image, kept: np.ndarray, rows: list[int], columns: list[
 
 
 def _draw_borders(draw: ImageDraw.ImageDraw, groups: np.ndarray, rows: list[int], columns: list[int]) -> None:
-    """A line between neighboring patches of different groups."""
+    """Draw a line between neighboring patches of different groups."""
     h, w = groups.shape
     for y, x in product(range(h), range(w)):
         if x + 1 < w and groups[y, x] != groups[y, x + 1]:
@@ -112,7 +103,7 @@ def _with_caption(picture: Image.Image, prediction: Routing) -> Image.Image:
 
 
 def _with_warning(picture: Image.Image) -> Image.Image:
-    """A band above the picture, for an image that the model does not know anything like."""
+    """Add a band above the picture, for an image that the model does not know anything like."""
     sheet = Image.new("RGB", (picture.width, picture.height + CAPTION), LESION_EDGE)
     sheet.paste(picture, (0, CAPTION))
     _write_line(sheet, WARNING, 0, (20, 20, 24))
@@ -120,7 +111,7 @@ def _with_warning(picture: Image.Image) -> Image.Image:
 
 
 def _write_line(sheet: Image.Image, text: str, top: int, color: tuple[int, int, int]) -> None:
-    """Text in a line that starts at `top`, as large as fits."""
+    """Write text in a line that starts at `top`, as large as fits."""
     size, draw = 15, ImageDraw.Draw(sheet)
     while size > 7 and draw.textlength(text, font=ImageFont.load_default(size)) > sheet.width - 16:
         size -= 1

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -20,12 +20,13 @@ from medtokenbudget.backbone.backbone import Backbone
 from medtokenbudget.backbone.partial import EarlyBackbone, EarlyRoute, Way
 from medtokenbudget.backbone.preprocess import REC601
 from medtokenbudget.backbone.signals import REGISTRY
+from medtokenbudget.config import BackboneConfig, TrainConfig
 from medtokenbudget.errors import BudgetError, RequestError
-from medtokenbudget.routing import Merger, Ranker, Selector, budget_to_k
+from medtokenbudget.model.model import MedTokenBudget
+from medtokenbudget.model.saved import SHIPPED
+from medtokenbudget.routing import Merger, Ranker, Selector, budget_to_k, create_selector, list_selectors, selector_class
 from medtokenbudget.tokens import TokenBatch
-
-if TYPE_CHECKING:
-    from medtokenbudget.model.routed import MedTokenBudget
+from medtokenbudget.training.classifier import RoutedClassifier
 
 BLOCK = 4
 """Where 'inside' prunes unless told otherwise."""
@@ -38,7 +39,7 @@ _FREE = ("layer", "attention", "pseudo_temperature", "name")
 
 
 def parse_route(text: str) -> tuple[Way, int]:
-    """The way and the block of `--route`: 'scout', 'block:4' or 'inside' (the same as 'block:4')."""
+    """Read the way and the block of `--route`: 'scout', 'block:4' or 'inside' (the same as 'block:4')."""
     name, colon, number = text.partition(":")
     if name == "block" and number.isdecimal():
         return "inside", int(number)
@@ -66,7 +67,7 @@ class EarlyRouting:
 
     @classmethod
     def of(cls, settings: dict[str, Any], router: MedTokenBudget) -> EarlyRouting:
-        """From the settings that a store or a model recorded, with the router that they name."""
+        """Make one from the settings that a store or a model recorded, with the router that they name."""
         if router.fingerprint != settings.get("router"):
             raise RequestError("The router beside this model is not the one that it was trained with. Copy the whole folder again.")
         known = {name: value for name, value in settings.items() if name not in ("k", "router")}
@@ -76,14 +77,12 @@ class EarlyRouting:
             raise RequestError(f"The early routing of this model is not one of this version: {error}. Train it again.") from None
 
     def settings(self, k: int) -> dict[str, Any]:
-        """JSON values: what tokens depend on beside the backbone."""
-        own: dict[str, Any] = {"way": self.way, "budget": self.budget, "k": k, "router": self.router.fingerprint}
-        if self.way == "inside":
-            own["block"] = self.block
-        return own
+        """Return as JSON values what tokens depend on beside the backbone."""
+        settings: dict[str, Any] = {"way": self.way, "budget": self.budget, "k": k, "router": self.router.fingerprint}
+        return settings | ({"block": self.block} if self.way == "inside" else {})
 
     def wrap(self, backbone: Backbone) -> EarlyBackbone:
-        """The backbone with this route; it takes over the network.
+        """Return the backbone with this route; it takes over the network.
 
         Raises:
             RequestError: Router, backbone and budget do not go together.
@@ -114,7 +113,7 @@ class EarlyRouting:
         return self.router.save_pretrained(folder)
 
     def _selector(self) -> tuple[Selector, Score]:
-        """The router's selector, and the function by which it chooses patches."""
+        """Return the router's selector, and the function by which it chooses patches."""
         router, name = self.router, self.router.main
         if "route" in router.backbone_fingerprint:
             raise RequestError("The router is itself routed early. Use a router that was trained on all patches.")
@@ -144,9 +143,9 @@ class EarlyRouting:
                 "Use another --router."
             )
         wanted = {key: value for key, value in backbone.fingerprint.items() if key not in _FREE}
-        found = {key: self.router.backbone_fingerprint.get(key) for key in wanted}
+        trained_on = {key: self.router.backbone_fingerprint.get(key) for key in wanted}
         layer = self.router.backbone_fingerprint["layer"]
-        if found != wanted:
+        if trained_on != wanted:
             raise RequestError(
                 f"--route block:{self.block} scores tokens of the backbone itself, but the router was trained on another backbone "
                 f"or image size. Train one on a store of this backbone, extracted with --layer {self.block - 1}."
@@ -159,7 +158,7 @@ class EarlyRouting:
 
 
 def _score_of(selector: Selector) -> Score | None:
-    """What the patches are chosen by: the scores of a ranker, or what a merger ranks those by that it leaves as they are."""
+    """Return what the patches are chosen by: the scores of a ranker, or what a merger ranks those by that it leaves as they are."""
     if isinstance(selector, Ranker):
         return selector.score
     field = selector.ranks_by if isinstance(selector, Merger) else None
@@ -177,7 +176,7 @@ def _count(budget: float, n: int, minimum: int) -> int:
 
 
 def _scout(router: MedTokenBudget, selector: Selector, chooses: Score) -> Callable[[Tensor], Tensor]:
-    """Scores [B, n] of images [B, 3, s, s], RGB in [0, 1]: the router's own backbone, then its selector."""
+    """Return a function from images [B, 3, s, s], RGB in [0, 1], to scores [B, n]: the router's backbone, then its selector."""
     backbone = router.backbone
     signals = tuple(name for name in selector.requires if name in REGISTRY)
     grid, preprocessing = backbone.grid, backbone.preprocessing
@@ -193,3 +192,34 @@ def _scout(router: MedTokenBudget, selector: Selector, chooses: Score) -> Callab
         return chooses(tokens)
 
     return score
+
+
+def is_untrained_router(name: str) -> bool:
+    """Tell whether `name` is a selector and not a model; a folder of that name wins."""
+    return name not in SHIPPED and name in list_selectors() and not Path(name).exists()
+
+
+def untrained_router(name: str, way: Way, backbone: BackboneConfig, block: int = BLOCK) -> MedTokenBudget:
+    """Make a router by the name of its selector, without a head.
+
+    Args:
+        name: A selector that does not learn, such as 'class-attention', 'evit', 'frequency' or 'center'.
+        way: 'inside' reads the tokens of the backbone itself; 'scout' looks with the embedded backbone.
+        backbone: The backbone that will be routed.
+        block: The first block that will run on the kept patches ('inside').
+
+    Raises:
+        RequestError: The selector learns, so that it must be trained first.
+    """
+    if selector_class(name).learns:
+        store = f"a store of this backbone (mtb extract --layer {block - 1})" if way == "inside" else "a store of a small backbone"
+        raise RequestError(
+            f"The selector '{name}' learns, so it cannot choose before it is trained. Train it on {store} with "
+            f"mtb train --selector {name}, and pass the run as --router."
+        )
+    looks_with = backbone if way == "inside" else BackboneConfig(name="embedded")
+    fingerprint = Backbone.load(looks_with).fingerprint
+    if way == "inside":
+        looks_with, fingerprint = replace(looks_with, layer=block - 1), {**fingerprint, "layer": block - 1}
+    classifiers = {name: RoutedClassifier(create_selector(name), None)}
+    return MedTokenBudget(looks_with, fingerprint, (), classifiers, TrainConfig(), main=name, device="cpu")

@@ -1,6 +1,6 @@
 """`Guarantee`: a calibrated promise about the lesion, stored with a model. Pass it wherever a model takes a budget.
 
-Its own file because calibration, predictions, the service and `config.json` share it. The statistics are `routing/conformal.py`.
+The statistics of the calibration are in `routing/conformal.py`.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ class Guarantee:
         return Promise(self.retention, self.coverage)
 
     def counts(self, scores: ArrayLike) -> np.ndarray:
-        """`[n]` patches to keep of images with scores `[n, N]`."""
+        """Count the patches `[n]` to keep of images with scores `[n, N]`."""
         return kept_counts(scores, self.threshold, self.minimum, self.most)
 
     def to_json(self) -> dict[str, Any]:
-        """JSON values for `config.json`."""
+        """Return JSON values for `config.json`."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -73,35 +73,35 @@ class Guarantee:
 
 
 def read_guarantees(values: Sequence[dict[str, Any]]) -> tuple[Guarantee, ...]:
-    """Guarantees from the checked values of a `config.json`."""
+    """Read guarantees from the checked values of a `config.json`."""
     names = [entry.name for entry in fields(Guarantee)]
     return tuple(Guarantee(**{name: value[name] for name in names}) for value in values)
 
 
 def with_guarantee(known: Sequence[Guarantee], new: Guarantee) -> tuple[Guarantee, ...]:
-    """The guarantees of a model after a calibration: a new one replaces that of the same promise and method."""
+    """Add the guarantee of a calibration to those of a model: a new one replaces that of the same promise and method."""
     kept = [one for one in known if (one.promise, one.selector) != (new.promise, new.selector)]
     return tuple(sorted([*kept, new], key=lambda one: (one.selector, one.retention, one.coverage or 0)))
 
 
 def find_guarantee(known: Sequence[Guarantee], promise: Promise, selector: str, fingerprint: str) -> Guarantee:
-    """The guarantee of a promise for a method of the model with this fingerprint.
+    """Find the guarantee of a promise for a method of the model with this fingerprint.
 
     Raises:
         RequestError: It was not calibrated, or the model was trained again since.
     """
     asked = f"--retention {promise.retention:g}" + ("" if promise.coverage is None else f" --coverage {promise.coverage:g}")
     command = f"`mtb calibrate MODEL MANIFEST {asked}`"
-    own = [one for one in known if one.selector == selector]
-    found = next((one for one in own if one.promise == promise), None)
-    if found is None:
-        have = "; ".join(map(str, own)) or "nothing"
+    of_method = [one for one in known if one.selector == selector]
+    guarantee = next((one for one in of_method if one.promise == promise), None)
+    if guarantee is None:
+        have = "; ".join(map(str, of_method)) or "nothing"
         raise RequestError(
             f"'{selector}' of this model is not calibrated for {promise}. Calibrated: {have}. Use a budget, or calibrate it on "
             f"images with masks that it was not trained on: {command}."
         )
-    if found.model != fingerprint:
+    if guarantee.model != fingerprint:
         raise RequestError(
             f"The guarantee of {promise} was calibrated for another version of this model and does not hold. Run {command} again."
         )
-    return found
+    return guarantee

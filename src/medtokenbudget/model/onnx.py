@@ -1,15 +1,17 @@
 """ONNX files of a model at one budget: only the routing (tokens to logits and indices) or the whole model (image to the same).
 
-A router without a head gives the scores of the patches in place of logits. Before a file is written it is compared with the
-PyTorch model in onnxruntime: same patches, logits or scores within 1e-4.
+A router without a head gives the scores of the patches in place of logits. In a model whose backbone is routed early the router is
+inside the graph: it looks, K patches are chosen, and only those run through the blocks. Before a file is written it is compared
+with the PyTorch model in onnxruntime: same patches, logits or scores within 1e-4.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -19,9 +21,8 @@ from torch import Tensor, nn
 
 from medtokenbudget.errors import RequestError, WorkError
 from medtokenbudget.files import atomic_write
-from medtokenbudget.model import parts
-from medtokenbudget.model.onnx_early import EarlyGraph, check_early, early_graph
-from medtokenbudget.model.routed import MedTokenBudget
+from medtokenbudget.model.inference import evaluating, select
+from medtokenbudget.model.model import MedTokenBudget
 from medtokenbudget.routing import Ranker
 from medtokenbudget.tokens import TokenBatch
 
@@ -56,40 +57,37 @@ def export_onnx(
     """
     require_onnx()
     method = model.main if selector is None else selector
+    with on_cpu(model):
+        graph = _graph(model, budget, part, method)
+        # A method text has characters that file systems reject.
+        path = Path(out) / f"{part}-{method.replace(':', '-').replace('+', '-')}-{budget:g}.onnx"
+        with atomic_write(path) as temporary:
+            inputs = _example(model, part, graph, batch=2, seed=0)
+            names = ["logits" if model.has_head else "scores", "indices"]
+            write_graph(exported(graph, inputs, names, _any_batch(inputs)), temporary, _metadata(model, budget, part, method))
+            for batch in (1, 2, 3):
+                example = _example(model, part, graph, batch, seed=batch)
+                if isinstance(graph, EarlyGraph):
+                    _check_early(temporary, graph, example, method)
+                else:
+                    _check(temporary, model, example, budget, method)
+    return path
+
+
+@contextmanager
+def on_cpu(model: MedTokenBudget) -> Iterator[None]:
+    """Move a model to the CPU and to evaluation mode inside the block, where graphs are made, and back."""
     device = model.device
     model.to("cpu")
     try:
-        with parts.evaluating(model):
-            return _export(model, Path(out), budget, part, method)
+        with evaluating(model):
+            yield
     finally:
         model.to(device)
 
 
-def _export(model: MedTokenBudget, out: Path, budget: float, part: Part, method: str) -> Path:
-    graph = _graph(model, budget, part, method)
-    inputs = _example(model, part, graph, batch=2, seed=0)
-    path = out / f"{part}-{_file_name(method)}-{budget:g}.onnx"
-    with atomic_write(path) as temporary:
-        first = "logits" if model.has_head else "scores"
-        _write(graph, inputs, temporary, _metadata(model, budget, part, method), first)
-        for batch in (1, 2, 3):
-            example = _example(model, part, graph, batch, seed=batch)
-            if isinstance(graph, EarlyGraph):
-                check_early(graph, example, _session(temporary, method), TOLERANCE)
-            else:
-                _check(temporary, model, example, budget, method)
-    return path
-
-
-def _file_name(method: str) -> str:
-    """A method text without characters that file systems reject."""
-    return method.replace(":", "-").replace("+", "-")
-
-
 def require_onnx() -> None:
     """Raise RequestError with the install command if a package of the extra `onnx` is missing."""
-    import importlib.util
-
     missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if importlib.util.find_spec(name) is None]
     if missing:
         raise RequestError(f"ONNX export needs {', '.join(missing)}. Run `pip install 'medtokenbudget[onnx]'`.")
@@ -115,45 +113,83 @@ class RoutingGraph(nn.Module):
         return self.head(kept.mean(1)), indices
 
 
-class WholeGraph(nn.Module):
-    """Images to logits and indices: normalization, backbone, routing."""
-
-    def __init__(self, model: MedTokenBudget, routing: RoutingGraph) -> None:
-        super().__init__()
-        self.routing, self.network, self.backbone = routing, model.backbone.model, model.backbone
-        mean, std = (torch.tensor(v).view(1, 3, 1, 1) for v in (self.backbone.preprocessing.mean, self.backbone.preprocessing.std))
-        self.register_buffer("mean", mean)
-        self.register_buffer("std", std)
+class _ImageGraph(nn.Module):
+    """Base of the graphs that take images, RGB in [0, 1]: normalization and backbone."""
 
     mean: Tensor
     std: Tensor
 
+    def __init__(self, model: MedTokenBudget) -> None:
+        super().__init__()
+        self.network, self.backbone = model.backbone.model, model.backbone
+        mean, std = _normalization(model)
+        self.register_buffer("mean", mean)
+        self.register_buffer("std", std)
+
+    def tokens(self, image: Tensor, signals: Sequence[str] = ()) -> TokenBatch:
+        """Run the backbone on images [B, 3, S, S]."""
+        return self.backbone.tokens((image - self.mean) / self.std, tuple(signals))
+
+
+def _normalization(model: MedTokenBudget) -> tuple[Tensor, Tensor]:
+    preprocessing = model.backbone.preprocessing
+    return torch.tensor(preprocessing.mean).view(1, 3, 1, 1), torch.tensor(preprocessing.std).view(1, 3, 1, 1)
+
+
+class WholeGraph(_ImageGraph):
+    """Images to logits and indices: normalization, backbone, routing."""
+
+    def __init__(self, model: MedTokenBudget, routing: RoutingGraph) -> None:
+        super().__init__(model)
+        self.routing = routing
+
     def forward(self, image: Tensor) -> tuple[Tensor, Tensor]:
-        tokens = self.backbone.tokens((image - self.mean) / self.std, self.routing.signals)
+        tokens = self.tokens(image, self.routing.signals)
         return self.routing(tokens.patches, *(getattr(tokens, name) for name in self.routing.signals))
 
 
-def _graph(model: MedTokenBudget, budget: float, part: Part, selector: str) -> nn.Module:
+class EarlyGraph(_ImageGraph):
+    """Images [B, 3, S, S], RGB in [0, 1], to logits [B, C] and the kept patches [B, K]: router, chosen patches, blocks, head."""
+
+    def __init__(self, model: MedTokenBudget, head: nn.Module) -> None:
+        super().__init__(model)
+        assert model.scout is not None
+        # Everything with parameters that the graph runs must be a submodule: also the router's selector and network.
+        parts: list[Any] = [model.scout.classifier().selector]
+        if model.backbone_fingerprint["route"]["way"] != "inside":
+            parts.append(model.scout.backbone.model)
+        self.head, self.parts = head, nn.ModuleList(part for part in parts if isinstance(part, nn.Module))
+
+    def forward(self, image: Tensor) -> tuple[Tensor, Tensor]:
+        tokens = self.tokens(image)
+        assert tokens.places is not None
+        return self.head(tokens.patches.mean(1)), tokens.places
+
+
+def _graph(model: MedTokenBudget, budget: float, part: Part, method: str) -> nn.Module:
     if part not in ("routing", "whole"):
         raise RequestError(f"The part must be 'routing' or 'whole', got '{part}'.")
-    early = early_graph(model, part, selector)
-    if early is not None:
-        return early.eval()
-    classifier = model.classifier(selector)
-    chosen = classifier.selector
-    foreign = [name for name in chosen.requires if name not in SIGNALS]
-    if not isinstance(chosen, Ranker) or chosen.stochastic or foreign:
-        kind = f"reads {', '.join(foreign)}" if foreign else "is random" if chosen.stochastic else "merges tokens"
-        raise RequestError(f"Selector '{selector}' {kind}, so it cannot be exported as a fixed graph. Export another one.")
-    if classifier.head is not None and classifier.head.reads == "tokens":
+    early = model.fixed_budget is not None
+    if early and part != "whole":
+        raise RequestError("The patches of this model are chosen before or inside the backbone. Use --part whole.")
+    classifier = model.classifier(method)
+    selector, head = classifier.selector, classifier.required_head if early else classifier.head
+    foreign = [name for name in selector.requires if name not in SIGNALS]
+    if not early and (not isinstance(selector, Ranker) or selector.stochastic or foreign):
+        kind = f"reads {', '.join(foreign)}" if foreign else "is random" if selector.stochastic else "merges tokens"
+        raise RequestError(f"Selector '{method}' {kind}, so it cannot be exported as a fixed graph. Export another one.")
+    if head is not None and head.reads == "tokens":
         raise RequestError(
-            f"Head '{classifier.head.name}' reads tokens, so it cannot be exported. Export a method with the head mlp or linear."
+            f"Head '{head.name}' reads tokens, so it cannot be exported. Export a method with the head mlp or linear."
         )
-    if part == "whole" and "luminance" in chosen.requires:
-        raise RequestError(f"Selector '{selector}' reads luminance, which the whole graph does not compute. Use --part routing.")
-    routing = RoutingGraph(chosen, classifier.head, model.grid, model.k(budget, selector))
-    graph: nn.Module = routing if part == "routing" else WholeGraph(model, routing)
-    return graph.eval()
+    if early:
+        assert head is not None
+        return EarlyGraph(model, head).eval()
+    if part == "whole" and "luminance" in selector.requires:
+        raise RequestError(f"Selector '{method}' reads luminance, which the whole graph does not compute. Use --part routing.")
+    assert isinstance(selector, Ranker)
+    routing = RoutingGraph(selector, head, model.grid, model.k(budget, method))
+    return (routing if part == "routing" else WholeGraph(model, routing)).eval()
 
 
 def _example(model: MedTokenBudget, part: Part, graph: Any, batch: int, seed: int) -> dict[str, Tensor]:
@@ -192,22 +228,28 @@ def _metadata(model: MedTokenBudget, budget: float, part: Part, selector: str) -
     return {key: value if isinstance(value, str) else json.dumps(value, sort_keys=True) for key, value in values.items()}
 
 
-def _write(graph: nn.Module, inputs: dict[str, Tensor], path: Path, metadata: dict[str, str], first: str) -> None:
-    batch = torch.export.Dim("batch", min=1, max=1024)
-    with torch.no_grad(), quiet_exporter():
+def exported(graph: nn.Module, inputs: dict[str, Tensor], outputs: list[str], dynamic_shapes: Any = None) -> Any:
+    """Export a graph with these example inputs, as an ONNX message."""
+    with torch.no_grad(), _quiet_exporter():
         program = torch.onnx.export(
-            graph,
+            graph.eval(),
             tuple(inputs.values()),
             dynamo=True,
             opset_version=OPSET,
             input_names=list(inputs),
-            output_names=[first, "indices"],
-            dynamic_shapes=_dynamic(inputs, batch),
+            output_names=outputs,
+            dynamic_shapes=dynamic_shapes,
             verbose=False,
         )
     assert program is not None
-    proto = program.model_proto
-    write_graph(proto, path, metadata)
+    return program.model_proto
+
+
+def _any_batch(inputs: dict[str, Tensor]) -> Any:
+    """Return the dynamic shapes of inputs whose first dimension is the batch."""
+    shapes = [{0: torch.export.Dim("batch", min=1, max=1024)} for _ in inputs]
+    # `RoutingGraph.forward` takes its signals as *args, which torch.export sees as one tuple, or not at all if there are none.
+    return (shapes[0], tuple(shapes[1:])) if len(shapes) > 1 else (shapes[0],)
 
 
 def write_graph(proto: Any, path: Path, metadata: dict[str, str] | None = None) -> None:
@@ -234,7 +276,7 @@ def _clear_notes(message: Any) -> None:
 
 
 @contextmanager
-def quiet_exporter() -> Iterator[None]:
+def _quiet_exporter() -> Iterator[None]:
     """Silence the exporter's notes on its own optimizations; what matters is checked afterwards."""
     loggers = [logging.getLogger(name) for name in ("onnxscript", "onnx_ir", "torch.onnx")]
     levels = [logger.level for logger in loggers]
@@ -249,41 +291,40 @@ def quiet_exporter() -> Iterator[None]:
             logger.setLevel(level)
 
 
-def _dynamic(inputs: dict[str, Tensor], batch: Any) -> Any:
-    shapes = [{0: batch} for _ in inputs]
-    # `RoutingGraph.forward` takes its signals as *args, which torch.export sees as one tuple, or not at all if there are none.
-    return (shapes[0], tuple(shapes[1:])) if len(shapes) > 1 else (shapes[0],)
-
-
-def _session(path: Path, selector: str) -> Callable[[dict[str, Any]], Any]:
-    """Runs the file in onnxruntime: from inputs by name to its outputs."""
+def session(path: Path) -> Any:
+    """Open a graph in onnxruntime."""
     import onnxruntime
 
-    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    if isinstance(session.get_inputs()[0].shape[0], int):
-        raise RequestError(f"Selector '{selector}' cannot be exported for any batch size. Export another one.")
-    return lambda values: session.run(None, values)
+    return onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
 
 
-def _check(path: Path, model: MedTokenBudget, inputs: dict[str, Tensor], budget: float, selector: str) -> None:
+def _run(path: Path, inputs: dict[str, Tensor], method: str) -> tuple[Tensor, Tensor]:
+    """Run the file in onnxruntime; return its logits (or scores) and indices."""
+    opened = session(path)
+    if isinstance(opened.get_inputs()[0].shape[0], int):
+        raise RequestError(f"Selector '{method}' cannot be exported for any batch size. Export another one.")
+    values, indices = opened.run(None, {name: value.numpy() for name, value in inputs.items()})
+    return torch.from_numpy(values), torch.from_numpy(indices)
+
+
+def _check(path: Path, model: MedTokenBudget, inputs: dict[str, Tensor], budget: float, method: str) -> None:
     """Raise an error if the file keeps other patches or gives other logits or scores than the PyTorch model."""
-    found_first, found_indices = _session(path, selector)({name: value.numpy() for name, value in inputs.items()})
-    found = torch.from_numpy(found_indices)
-    classifier = model.classifier(selector)
+    values, indices = _run(path, inputs, method)
+    classifier = model.classifier(method)
     with torch.inference_mode():
         tokens = _tokens(model, inputs)
-        selection, scores = parts.select(classifier.selector, tokens, model.k(budget, selector))
+        selection, scores = select(classifier.selector, tokens, model.k(budget, method))
         assert scores is not None
         assert selection.indices is not None
         # Patches whose scores differ only by rounding may swap between the two runtimes; the logits are of the patches kept.
-        apart = (scores.gather(1, found) - scores.gather(1, selection.indices)).abs().max().item()
-        kept = torch.gather(tokens.patches, 1, found.unsqueeze(-1).expand(-1, -1, tokens.dim))
+        apart = (scores.gather(1, indices) - scores.gather(1, selection.indices)).abs().max().item()
+        kept = torch.gather(tokens.patches, 1, indices.unsqueeze(-1).expand(-1, -1, tokens.dim))
         expected = scores if classifier.head is None else classifier.head(kept.mean(1))
-        difference = (expected - torch.from_numpy(found_first)).abs().max().item()
-    first = "logits" if model.has_head else "scores"
+        difference = (expected - values).abs().max().item()
     if apart > ROUNDING or difference > TOLERANCE:
+        what = "logits" if model.has_head else "scores"
         raise WorkError(
-            f"The exported graph differs from the model ({first} by {difference:.1e}, scores of kept patches by {apart:.1e}), so "
+            f"The exported graph differs from the model ({what} by {difference:.1e}, scores of kept patches by {apart:.1e}), so "
             "nothing was written."
         )
 
@@ -292,6 +333,17 @@ def _tokens(model: MedTokenBudget, inputs: dict[str, Tensor]) -> TokenBatch:
     if "image" not in inputs:
         fields: dict[str, Any] = inputs
         return TokenBatch(grid=model.grid, **fields)
-    preprocessing = model.backbone.preprocessing
-    mean, std = (torch.tensor(value).view(1, 3, 1, 1) for value in (preprocessing.mean, preprocessing.std))
+    mean, std = _normalization(model)
     return model.backbone((inputs["image"] - mean) / std, model.signals)
+
+
+def _check_early(path: Path, graph: EarlyGraph, inputs: dict[str, Tensor], method: str) -> None:
+    """Raise an error unless the file gives what the graph gives in PyTorch: the same patches, numbers within tolerance."""
+    values, indices = _run(path, inputs, method)
+    with torch.inference_mode():
+        expected, places = graph(*inputs.values())
+    same = bool((indices.sort(1).values == places.sort(1).values).all())
+    difference = (values - expected).abs().max().item()
+    if not same or difference > TOLERANCE:
+        kept = "the same" if same else "other"
+        raise WorkError(f"The exported graph keeps {kept} patches and differs by {difference:.1e}, so nothing was written.")

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from medtokenbudget.backbone.preprocess import luminance
 from medtokenbudget.errors import RequestError, WorkError
 from medtokenbudget.files import atomic_write
-from medtokenbudget.model import parts
-from medtokenbudget.model.onnx import OPSET, ROUNDING, SIGNALS, TOLERANCE, quiet_exporter, require_onnx, write_graph
-from medtokenbudget.model.routed import MedTokenBudget
+from medtokenbudget.model.inference import select
+from medtokenbudget.model.model import MedTokenBudget
+from medtokenbudget.model.onnx import ROUNDING, SIGNALS, TOLERANCE, exported, on_cpu, require_onnx, session, write_graph
 from medtokenbudget.routing import Ranker, Selector
 from medtokenbudget.tokens import TokenBatch
 
@@ -70,8 +70,8 @@ class TokensGraph(nn.Module):
         fields: dict[str, Any] = {name: getattr(tokens, name) for name in self.signals}
         batch = TokenBatch(tokens.patches, tokens.grid, luminance=luminance(pixels, tokens.grid), **fields)
         scores = [ranker.score(batch).float() for ranker in self.rankers]
-        found = (tokens.patches, torch.cat(scores))
-        return found if self.familiarity is None else (*found, self.familiarity(tokens))
+        outputs = (tokens.patches, torch.cat(scores))
+        return outputs if self.familiarity is None else (*outputs, self.familiarity(tokens))
 
 
 class HeadsGraph(nn.Module):
@@ -98,30 +98,19 @@ def write_web_graphs(model: MedTokenBudget, out: Path) -> WebGraphs:
     require_onnx()
     if model.early is not None:
         raise RequestError("The backbone of this model is routed early, which a page cannot do. Export a model that is not.")
-    device = model.device
-    model.to("cpu")
-    try:
-        with parts.evaluating(model), torch.no_grad():
-            return _write(model, out)
-    finally:
-        model.to(device)
-
-
-def _write(model: MedTokenBudget, out: Path) -> WebGraphs:
-    graphs = _plan(model)
-    pixels = _examples(model)
-    with atomic_write(out / TOKENS_GRAPH) as temporary:
-        graph = TokensGraph(model, graphs.ranked)
-        _export(graph, {"pixels": pixels[:1]}, graph.outputs, temporary)
-        _check_tokens(temporary, model, graphs, pixels)
-    if not graphs.has_heads:
-        return graphs
-    heads: list[nn.Module] = [model.classifier(name).required_head for name in graphs.methods]
-    patches, orders = _ranked(model, graphs, pixels[:1])
-    with atomic_write(out / HEADS_GRAPH) as temporary:
-        _export(HeadsGraph(heads), {"patches": patches, "orders": orders}, ["logits"], temporary)
-        for row in range(len(pixels)):
-            _check_heads(temporary, graphs, heads, *_ranked(model, graphs, pixels[row : row + 1]))
+    with on_cpu(model), torch.no_grad():
+        graphs, pixels = _plan(model), _examples(model)
+        with atomic_write(out / TOKENS_GRAPH) as temporary:
+            graph = TokensGraph(model, graphs.ranked)
+            write_graph(_halved(exported(graph, {"pixels": pixels[:1]}, graph.outputs)), temporary)
+            _check_tokens(temporary, model, graphs, pixels)
+        if graphs.has_heads:
+            heads: list[nn.Module] = [model.classifier(name).required_head for name in graphs.methods]
+            patches, orders = _ranked(model, graphs, pixels[:1])
+            with atomic_write(out / HEADS_GRAPH) as temporary:
+                write_graph(_halved(exported(HeadsGraph(heads), {"patches": patches, "orders": orders}, ["logits"])), temporary)
+                for row in range(len(pixels)):
+                    _check_heads(temporary, graphs, heads, *_ranked(model, graphs, pixels[row : row + 1]))
     return graphs
 
 
@@ -159,16 +148,16 @@ def _obstacle(model: MedTokenBudget, selector: Selector) -> str | None:
 
 
 def _fixed_scores(model: MedTokenBudget, selector: Selector, seed: int = 0) -> list[float]:
-    """Scores [N] of a ranker that draws without reading the tokens: its draw starts anew for every image."""
+    """Return the scores [N] of a ranker that draws without reading the tokens: its draw starts anew for every image."""
     n = model.grid[0] * model.grid[1]
     tokens = TokenBatch(torch.randn(1, n, model.dim, generator=torch.Generator().manual_seed(seed)), model.grid)
-    _, scores = parts.select(selector, tokens, n)
+    _, scores = select(selector, tokens, n)
     assert scores is not None
     return [float(value) for value in scores[0].tolist()]
 
 
 def _examples(model: MedTokenBudget) -> Tensor:
-    """Three pictures, uint8 [3, S, S, 3]: noise with a dark disk, because without structure all scores would tie."""
+    """Make three pictures, uint8 [3, S, S, 3]: noise with a dark disk, because without structure all scores would tie."""
     size = model.backbone.preprocessing.image_size
     generator = np.random.default_rng(0)
     y, x = np.mgrid[:size, :size] / size
@@ -182,7 +171,7 @@ def _examples(model: MedTokenBudget) -> Tensor:
 
 
 def _ranked(model: MedTokenBudget, graphs: WebGraphs, pixels: Tensor) -> tuple[Tensor, Tensor]:
-    """Patches [1, N, D] of one picture and the rankings [M, N] of the methods; those by mask get one of their own."""
+    """Return the patches [1, N, D] of one picture and the rankings [M, N] of the methods; those by mask get one of their own."""
     tokens = model.encode(pixels)
     orders: list[Tensor] = []
     for name in graphs.methods:
@@ -190,25 +179,10 @@ def _ranked(model: MedTokenBudget, graphs: WebGraphs, pixels: Tensor) -> tuple[T
         if selector.name in FROM_MASK:
             orders.append(torch.randperm(tokens.n, generator=torch.Generator().manual_seed(len(orders)))[None])
         else:
-            selection, _ = parts.select(selector, tokens, tokens.n)
+            selection, _ = select(selector, tokens, tokens.n)
             assert selection.indices is not None
             orders.append(selection.indices)
     return tokens.patches, torch.cat(orders)
-
-
-def _export(graph: nn.Module, inputs: dict[str, Tensor], outputs: list[str], path: Path) -> None:
-    with torch.no_grad(), quiet_exporter():
-        program = torch.onnx.export(
-            graph.eval(),
-            tuple(inputs.values()),
-            dynamo=True,
-            opset_version=OPSET,
-            input_names=list(inputs),
-            output_names=outputs,
-            verbose=False,
-        )
-    assert program is not None
-    write_graph(_halved(program.model_proto), path)
 
 
 def _halved(proto: Any) -> Any:
@@ -236,23 +210,17 @@ def _halved(proto: Any) -> Any:
     return proto
 
 
-def _session(path: Path) -> Any:
-    import onnxruntime
-
-    return onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-
-
 def _check_tokens(path: Path, model: MedTokenBudget, graphs: WebGraphs, pixels: Tensor) -> None:
-    session = _session(path)
+    opened = session(path)
     worst = 0.0
     for row in range(len(pixels)):
-        found, scores, *unfamiliarity = map(torch.from_numpy, session.run(None, {"pixels": pixels[row : row + 1].numpy()}))
+        patches, scores, *unfamiliarity = map(torch.from_numpy, opened.run(None, {"pixels": pixels[row : row + 1].numpy()}))
         tokens = model.encode(pixels[row : row + 1])
-        pairs = [(found, tokens.patches)]
+        pairs = [(patches, tokens.patches)]
         if model.familiarity is not None:
             pairs.append((unfamiliarity[0], model.familiarity(tokens)))
         for place, name in enumerate(graphs.ranked):
-            _, expected = parts.select(model.classifier(name).selector, tokens, tokens.n)
+            _, expected = select(model.classifier(name).selector, tokens, tokens.n)
             assert expected is not None
             scale = max(1.0, expected.abs().max().item())
             pairs.append((scores[place] / scale * TOLERANCE / ROUNDING, expected[0] / scale * TOLERANCE / ROUNDING))
@@ -262,7 +230,7 @@ def _check_tokens(path: Path, model: MedTokenBudget, graphs: WebGraphs, pixels: 
 
 
 def _check_heads(path: Path, graphs: WebGraphs, heads: list[nn.Module], patches: Tensor, orders: Tensor) -> None:
-    logits = _session(path).run(None, {"patches": patches.numpy(), "orders": orders.numpy()})[0]
+    logits = session(path).run(None, {"patches": patches.numpy(), "orders": orders.numpy()})[0]
     for place, head in enumerate(heads):
         for k in {1, patches.shape[1] // 3, patches.shape[1]} - {0}:
             expected = head(patches[0, orders[place, :k]].mean(0, keepdim=True))[0]

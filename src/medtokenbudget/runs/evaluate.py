@@ -29,8 +29,8 @@ from medtokenbudget.errors import MismatchError, RequestError
 from medtokenbudget.files import atomic_write, read_json
 from medtokenbudget.heads import Head
 from medtokenbudget.model import Guarantee, MedTokenBudget
-from medtokenbudget.model.network import comparable
-from medtokenbudget.model.parts import evaluating
+from medtokenbudget.model.inference import evaluating
+from medtokenbudget.model.model import comparable
 from medtokenbudget.progress import progress, say
 from medtokenbudget.routing import Ranker, Selector, create_selector
 from medtokenbudget.routing.conformal import Promise, group_mean, kept_counts, lesion_kept, pick_threshold

@@ -25,7 +25,8 @@ from medtokenbudget.errors import BudgetError, RequestError
 from medtokenbudget.metrics import retention_of_counts
 from medtokenbudget.model import Guarantee, MedTokenBudget
 from medtokenbudget.model.guarantee import find_guarantee
-from medtokenbudget.model.parts import describe, select
+from medtokenbudget.model.inference import select
+from medtokenbudget.model.saved import describe
 from medtokenbudget.reporting.looks import look
 from medtokenbudget.routing import Ranker, Selector
 from medtokenbudget.routing.conformal import Promise

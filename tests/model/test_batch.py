@@ -16,13 +16,12 @@ from PIL import Image
 from safetensors.numpy import load_file
 
 import medtokenbudget as mtb
-from medtokenbudget.api import route_shards
-from medtokenbudget.api.route import RouteConfig, route_files
 from medtokenbudget.cli import main
 from medtokenbudget.data.synthetic import draw
 from medtokenbudget.errors import RequestError, UnknownNameError, WorkError
 from medtokenbudget.files import read_json, read_lines
-from medtokenbudget.model import MedTokenBudget
+from medtokenbudget.model import MedTokenBudget, batch
+from medtokenbudget.model.batch import RouteConfig, route_files
 
 CONFIG = RouteConfig(shard_size=3, batch_size=2, workers=1)
 
@@ -87,20 +86,20 @@ def test_a_stopped_command_goes_on_where_it_was(
     photos: Path, router: MedTokenBudget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = route_files(photos, tmp_path / "whole", router, config=CONFIG)
-    out, real = tmp_path / "stopped", route_shards.make_shard
+    out, real = tmp_path / "stopped", batch.make_shard
 
     def stopping(model: MedTokenBudget, shard: Any, *rest: Any) -> None:
         if shard.index == 1:
             raise KeyboardInterrupt
         real(model, shard, *rest)
 
-    monkeypatch.setattr(route_shards, "make_shard", stopping)
+    monkeypatch.setattr(batch, "make_shard", stopping)
     with pytest.raises(KeyboardInterrupt):
         route_files(photos, out, router, config=CONFIG)
     before = written(out / "routes")
     assert "part-000000.parquet" in before
     assert "part-000001.parquet" not in before
-    monkeypatch.setattr(route_shards, "make_shard", real)
+    monkeypatch.setattr(batch, "make_shard", real)
     routed = route_files(photos, out, router, config=CONFIG)
     after = written(out / "routes")
     assert {name: after[name] for name in before} == before, "a finished shard was made again"
@@ -219,19 +218,19 @@ def test_a_shard_that_kills_its_workers_ends_with_a_message_and_the_command_then
     capsys: pytest.CaptureFixture[str],
     ray: Any,
 ) -> None:
-    monkeypatch.setattr("medtokenbudget.api.route_ray.RETRIES", 1)
+    monkeypatch.setattr("medtokenbudget.model.batch.RETRIES", 1)
     out = tmp_path / "out"
 
     class Deadly:
-        def __init__(self, work: Any) -> None: ...
+        def __init__(self, job: Any) -> None: ...
 
-        def __call__(self, batch: Any) -> Any:
+        def __call__(self, rows: Any) -> Any:
             os._exit(1)
 
     ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
     try:
         with monkeypatch.context() as patch:
-            patch.setattr("medtokenbudget.api.route_ray.Worker", Deadly)
+            patch.setattr("medtokenbudget.model.batch.Worker", Deadly)
             with pytest.raises(WorkError, match="Ray gave up on shard 0"):
                 route_files(photos, out, router, config=CONFIG, engine="ray")
         assert [path.name for path in (out / "routes").iterdir()] == ["_request.json"], "the model of the workers is left behind"

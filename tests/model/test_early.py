@@ -12,7 +12,6 @@ import torch
 from PIL import Image
 
 import medtokenbudget as mtb
-from medtokenbudget.api.training import train_router
 from medtokenbudget.backbone import FeatureStore, extract
 from medtokenbudget.backbone.backbone import Backbone
 from medtokenbudget.backbone.partial import EarlyBackbone, upsample_scores
@@ -21,8 +20,7 @@ from medtokenbudget.config import BackboneConfig, ExtractConfig
 from medtokenbudget.data import Drawings, Manifest, decode_image, synthetic_manifest
 from medtokenbudget.errors import BudgetError, RequestError
 from medtokenbudget.model import EarlyRouting, MedTokenBudget
-from medtokenbudget.model.early import parse_route
-from medtokenbudget.model.untrained import untrained_router
+from medtokenbudget.model.early import parse_route, untrained_router
 from tests.drawn import quick
 from tests.small_model import draw_images, early_model, small_backbone, small_model
 
@@ -77,7 +75,7 @@ def made(request: pytest.FixtureRequest, world: World) -> Made:
     store = extract(world.manifest, world.folder / f"store-{way}", world.backbone, CONFIG, early=world.early(way))
     run = world.folder / f"run-{way}"
     methods = () if store.fixed_budget is None else ("no-pruning",)
-    train_router(world.manifest_path, store.path, run, quick("lesion-first", *methods, budgets=(0.3,)))
+    mtb.train(world.manifest_path, store.path, run, quick("lesion-first", *methods, budgets=(0.3,)))
     return Made(way, store, mtb.load(run, device="cpu"), run)
 
 

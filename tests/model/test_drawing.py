@@ -1,4 +1,4 @@
-"""How a prediction shows itself: one line of text, a picture in notebooks, overlays from paths, pictures and arrays alike."""
+"""How a prediction shows itself: a picture in notebooks, and overlays from paths, pictures and arrays alike."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import base64
 import doctest
 import io
 import re
-import weakref
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +15,8 @@ from PIL import Image
 import medtokenbudget as mtb
 from medtokenbudget.data import Manifest
 from medtokenbudget.errors import RequestError
-from medtokenbudget.model import MedTokenBudget, Prediction, drawing, overlay, routed
+from medtokenbudget.model import MedTokenBudget, Prediction, drawing, overlay
+from medtokenbudget.model import model as routed
 from medtokenbudget.model.drawing import LESION_EDGE
 from tests.small_model import CLASSES, draw_images, small_model
 
@@ -46,16 +46,6 @@ def lesion_mask() -> np.ndarray:
 
 def amber(picture: Image.Image) -> int:
     return int((np.asarray(picture) == np.array(LESION_EDGE)).all(-1).sum())
-
-
-def test_the_text_of_a_prediction_is_one_line_without_scores(model: MedTokenBudget, images: list[Path]) -> None:
-    (found,) = model.predict(images[0], budget=0.3)
-    share = re.escape(f"{found.probability:.1%}")
-    assert re.fullmatch(rf"Prediction\('{images[0]}', {found.label} {share}, 30 of 100 patches, lats:lesion-first\)", repr(found))
-
-
-def test_the_text_of_a_merger_counts_tokens(model: MedTokenBudget, images: list[Path]) -> None:
-    assert "30 tokens from 100 patches, tome)" in repr(model.predict(images[0], selector="tome")[0])
 
 
 def test_a_notebook_shows_the_image_with_its_kept_patches(model: MedTokenBudget, images: list[Path]) -> None:
@@ -88,17 +78,6 @@ def test_a_notebook_shows_text_when_the_file_is_gone(model: MedTokenBudget, tmp_
     assert "30 of 100 patches" in repr(found)
     with pytest.raises(RequestError, match="does not exist"):
         found.overlay()
-
-
-def test_a_prediction_of_a_file_holds_no_decoded_picture(
-    model: MedTokenBudget, images: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[weakref.ref[Image.Image]] = []
-    prepare = model.backbone.prepare
-    monkeypatch.setattr(model.backbone, "prepare", lambda picture: seen.append(weakref.ref(picture)) or prepare(picture))
-    found = model.predict(images)
-    assert len(found) == len(seen) == 3
-    assert [reference() for reference in seen] == [None, None, None]
 
 
 def test_a_picture_passed_as_an_object_is_shown_again(model: MedTokenBudget, images: list[Path]) -> None:

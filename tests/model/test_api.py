@@ -43,6 +43,34 @@ def test_importing_the_package_stays_light() -> None:
     assert done.stdout.strip() == "[]"
 
 
+ROUTE = """
+import sys
+from medtokenbudget.cli import main
+code = main(["route", sys.argv[1], "--out", sys.argv[2]])
+own = {name.split(".")[1] for name in sys.modules if name.startswith("medtokenbudget.")}
+print(code, sorted(own & {"api", "reporting", "runs", "serve"}), "matplotlib" in sys.modules)
+"""
+SAVE = """
+import sys
+import medtokenbudget as mtb
+mtb.load("dermoscopy", device="cpu").save_pretrained(sys.argv[1])
+print(0, [name for name in sys.modules if name.startswith("medtokenbudget.reporting")], "matplotlib" in sys.modules)
+"""
+
+
+@pytest.mark.slow
+def test_routing_a_photo_loads_no_code_of_runs_and_reports_and_no_plotting_library(tmp_path: Path) -> None:
+    (photo,) = draw_images(tmp_path, 1)
+    command = [sys.executable, "-c", ROUTE, str(photo), str(tmp_path / "routed")]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() == "0 [] False"
+
+
+@pytest.mark.slow
+def test_saving_a_model_loads_no_code_of_reports(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", SAVE, str(tmp_path / "m")], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "0 [] False"
+
+
 def test_report_is_a_verb_even_after_its_room_was_imported() -> None:
     import medtokenbudget.reporting  # noqa: F401
 

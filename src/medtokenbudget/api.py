@@ -1,0 +1,519 @@
+"""The verbs of the package as a researcher calls them: paths or objects alike, presets by name, a `Run` as the answer.
+
+The reports are imported where they are written, so that training and saving a model load no plotting library.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pandas as pd
+
+from medtokenbudget.backbone import FeatureStore
+from medtokenbudget.backbone import extract as run_extraction
+from medtokenbudget.backbone.backbone import located
+from medtokenbudget.config import (
+    BUDGETS,
+    DEFAULT_METHODS,
+    DEFAULT_SELECTOR,
+    HEADLINE_BUDGETS,
+    BackboneConfig,
+    ExtractConfig,
+    TrainConfig,
+    given_settings,
+    preset,
+)
+from medtokenbudget.data import Drawings, Manifest, synthetic_manifest
+from medtokenbudget.errors import RequestError
+from medtokenbudget.locks import exclusive
+from medtokenbudget.model.batch import RouteConfig, route_files
+from medtokenbudget.model.early import EarlyRouting
+from medtokenbudget.model.guarantee import Guarantee, with_guarantee
+from medtokenbudget.model.model import MedTokenBudget, load
+from medtokenbudget.model.saved import ROUTER, resolve, write_guarantees
+from medtokenbudget.progress import say
+from medtokenbudget.routing import selector_class
+from medtokenbudget.routing.conformal import Promise
+from medtokenbudget.runs import Execution, Method, RunInfo, Study
+from medtokenbudget.runs import reproduce as run_reproduction
+from medtokenbudget.runs import sweep as run_sweep
+from medtokenbudget.runs.evaluate import (
+    Evaluation,
+    Part,
+    calibrated,
+    held_out,
+    in_classes_of,
+    own_validation,
+    read_mapping,
+    run_evaluation,
+    run_of,
+)
+from medtokenbudget.runs.method import method_of
+from medtokenbudget.runs.preflight import READS_ROUTED
+from medtokenbudget.runs.run import FILE, headline
+from medtokenbudget.runs.sweep import Sources, Unit, load_unit, run_studies
+from medtokenbudget.training.classifier import RoutedClassifier
+from medtokenbudget.training.familiarity import fit_familiarity
+from medtokenbudget.training.rows import make_parts
+
+AnyManifest = Manifest | Path | str
+AnyStore = FeatureStore | Path | str
+HeadChoice = Literal["auto", "none"]
+CONTROLS = ("center", "random")
+SAMPLES = Drawings(8, seed=5, off_center=True)
+"""Off the center, where keeping the middle of the image does not help."""
+
+
+class Run:
+    """What `mtb.train`, `mtb.sweep` and `mtb.reproduce` leave behind.
+
+    Args:
+        path: The run directory.
+
+    Raises:
+        RequestError: The directory is not a run, or another version wrote it.
+
+    Example:
+        >>> run = mtb.Run("runs/first")
+        >>> run.info.main
+        'lats:lesion-first'
+        >>> sorted(set(run.results["method"]))
+        ['center', 'lats:lesion-first', 'random']
+        >>> run.model.main
+        'lats:lesion-first'
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        self.info = RunInfo.read(self.path)
+
+    def __repr__(self) -> str:
+        methods = ", ".join(self.info.methods)
+        return f"Run({str(self.path)!r}: {methods} on {self.info.dataset}, seeds {', '.join(map(str, self.info.seeds))})"
+
+    def __str__(self) -> str:
+        return f"{self!r}\n{headline(self.results)}"
+
+    def _repr_html_(self) -> str:
+        columns = ["method", "view", "budget", "accuracy", "macro_f1", "retention", "retention_of_ceiling", "n", "n_masked"]
+        html: str = self.results[columns].to_html(index=False, float_format=lambda value: f"{value:.3f}", na_rep="")
+        return html
+
+    @cached_property
+    def results(self) -> pd.DataFrame:
+        """`results.csv`: one row per study, view, method, seed and budget."""
+        return self.info.results()
+
+    @cached_property
+    def predictions(self) -> pd.DataFrame:
+        """`predictions.parquet`: one row per image in each of these cells."""
+        return self.info.predictions()[0]
+
+    @cached_property
+    def model(self) -> MedTokenBudget:
+        """The model of the main method, with the classifiers of the other methods beside it."""
+        return load(self.path)
+
+    def report(self, out: Path | str | None = None, pictures: bool = True) -> Path:
+        """Write the tables, the figures and `report.html`; see `mtb.report`."""
+        return report(self, out=out, pictures=pictures)
+
+
+def extract(
+    manifest: AnyManifest,
+    store: Path | str,
+    backbone: BackboneConfig | str = BackboneConfig.name,
+    config: ExtractConfig | None = None,
+    early: EarlyRouting | None = None,
+    **options: Any,
+) -> FeatureStore:
+    """Run the frozen backbone once over the images of a manifest and fill a store of tokens.
+
+    Args:
+        manifest: The images, as an object or as the path of its file.
+        store: Folder of the store; an extraction that was stopped there resumes.
+        backbone: Name of a timm vision transformer, 'embedded' for the small one in the package, or all settings.
+        config: Batch size, views, number format, ...
+        early: Run the backbone where the lesion is, such as `mtb.EarlyRouting(mtb.load("runs/scout"), "scout", budget=0.3)`.
+        options: Single fields of `ExtractConfig`, such as `views="off-center"`.
+
+    Returns:
+        The open store.
+
+    Example:
+        >>> store = mtb.extract("photos.parquet", "few-tokens", backbone="embedded", views="none")
+        >>> store.grid, store.dim
+        ((16, 16), 192)
+    """
+    settings = backbone if isinstance(backbone, BackboneConfig) else BackboneConfig(name=backbone)
+    return run_extraction(_opened(manifest), store, settings, replace(config or ExtractConfig(), **options), early=early)
+
+
+def train(
+    manifest: AnyManifest,
+    store: AnyStore,
+    out: Path | str,
+    config: TrainConfig | str = "lesion-first",
+    selector: str = DEFAULT_SELECTOR,
+    head: HeadChoice = "auto",
+) -> Run:
+    """Train one router and its head, evaluate it beside the controls `center` and `random`, and save it as a model.
+
+    Args:
+        manifest: The images with their labels, masks and split.
+        store: Their tokens.
+        out: The run directory; a training that was stopped there resumes.
+        config: A preset by name ('lesion-first' or 'paper'), or all settings.
+        selector: Any selector that learns.
+        head: 'none' trains the router from masks alone, without a head; so does 'auto' if no image has a label.
+
+    Returns:
+        The run: `.results`, `.predictions`, `.model`, `.report()`.
+
+    Example:
+        >>> run = mtb.train("photos.parquet", "tokens", "runs/first", config)
+        >>> run.model.predict("photo.jpg", budget=0.3)[0].kept.shape
+        (76,)
+    """
+    if head not in ("auto", "none"):
+        raise RequestError(f"`head` must be 'auto' or 'none', got '{head}'.")
+    opened, settings = _opened(manifest), _settings(config)
+    unlabeled = bool(opened.classes) and (head == "none" or opened.rows["label"].isna().all())
+    # A manifest that came as a path stays one: the run records where it is.
+    sources = Sources.of(opened.without_labels() if unlabeled else manifest, store, out)
+    if sources.store.fixed_budget is None:
+        method = str(method_of(selector, settings))
+        methods: tuple[str, ...] = (method, *CONTROLS)
+    else:  # routed already: only the head is left to train
+        if "budgets" not in given_settings(settings):
+            settings = replace(settings, budgets=(sources.store.fixed_budget,))
+        method, methods = READS_ROUTED, (READS_ROUTED,)
+    study = Study("train", methods, (settings.seed,), settings.budgets)
+    run_studies([study], sources, out, settings, Execution(jobs=1), required=(method,))
+    save_model(out)
+    return Run(out)
+
+
+def sweep(
+    manifest: AnyManifest,
+    store: AnyStore,
+    out: Path | str,
+    methods: Sequence[str] | None = None,
+    budgets: Sequence[float] | None = None,
+    seeds: Sequence[int] | None = None,
+    config: TrainConfig | str = "lesion-first",
+    engine: Literal["local", "ray"] = "local",
+    jobs: int = 0,
+    address: str | None = None,
+    heads: Sequence[str] | None = None,
+) -> Run:
+    """Train and evaluate methods x seeds at many budgets.
+
+    Args:
+        manifest: The images with their labels, masks and split.
+        store: Their tokens.
+        out: The run directory; a sweep that was stopped there resumes.
+        methods: Texts such as 'lats:lesion-first', 'center' or 'tome'. Default: the paper's methods, ours and the controls.
+        budgets: Shares of the patches to keep. Default: those of `config`.
+        seeds: Seeds; each gives one training per method. Default: that of `config`.
+        config: A preset by name, or all settings, such as `mtb.preset("lesion-first", lr=1e-4)`. What differs from the preset
+            reaches every method, whatever its own preset; a setting that no method uses is refused.
+        engine: Local processes, or a Ray cluster.
+        jobs: Trainings at the same time; 0 means one per core. In a script, use `if __name__ == "__main__":` for more than one.
+        address: Address of a running Ray cluster.
+        heads: Heads to combine every method with, such as ['mlp', 'abmil']; a method that names its own ('center+linear') keeps it.
+
+    Returns:
+        The run, with one model of all its methods if one of them learns.
+
+    Example:
+        >>> config = mtb.preset("lesion-first", head_epochs=2)
+        >>> run = mtb.sweep("photos.parquet", "tokens", "runs/sweep", ["center", "norm"], budgets=[0.3], config=config, jobs=1)
+        >>> run.results[["method", "view", "k"]].values.tolist()
+        [['center', 'as-is', 76], ['center', 'off-center', 76], ['norm', 'as-is', 76], ['norm', 'off-center', 76]]
+    """
+    run_sweep(manifest, store, out, methods, budgets, seeds, _settings(config), Execution(engine, jobs, address), heads)
+    save_model(out)
+    return Run(out)
+
+
+def reproduce(
+    manifest: AnyManifest,
+    store: AnyStore,
+    out: Path | str,
+    study: str | Sequence[str] = "all",
+    config: TrainConfig | None = None,
+    engine: Literal["local", "ray"] = "local",
+    jobs: int = 0,
+    address: str | None = None,
+) -> Run:
+    """Run the paper's studies under its own protocol.
+
+    Args:
+        manifest: The images with their labels, masks and split.
+        store: Their tokens.
+        out: The run directory; a reproduction that was stopped there resumes.
+        study: Names of studies, or 'all'.
+        config: Common settings. Default: the paper's.
+        engine: Local processes, or a Ray cluster.
+        jobs: Trainings at the same time; 0 means one per core.
+        address: Address of a running Ray cluster.
+
+    Returns:
+        The run; `run.report()` puts the paper's numbers beside ours.
+
+    Example:
+        >>> config = mtb.preset("paper", head_epochs=2)
+        >>> run = mtb.reproduce("photos.parquet", "tokens", "runs/paper", study="subset", config=config, jobs=1)
+        >>> sorted(set(run.results["method"]))
+        ['center', 'random']
+    """
+    run_reproduction(manifest, store, out, study, config, Execution(engine, jobs, address))
+    save_model(out)
+    return Run(out)
+
+
+def report(run: Run | Path | str, *others: Run | Path | str, out: Path | str | None = None, pictures: bool = True) -> Path:
+    """Write the tables, the figures and the page `report.html` of a run, or compare several runs.
+
+    Args:
+        run: A run, or its directory.
+        others: Further runs to compare it with.
+        out: Where the report goes. Default: into the run directory; required for a comparison.
+        pictures: False leaves images of the data set out of the page.
+
+    Returns:
+        The path of the page.
+
+    Example:
+        >>> mtb.report("runs/first").name
+        'report.html'
+    """
+    from medtokenbudget.reporting.build import report as write_report
+
+    paths = [entry.path if isinstance(entry, Run) else Path(entry) for entry in (run, *others)]
+    return write_report(*paths, out=out, pictures=pictures)
+
+
+def calibrate(
+    model: MedTokenBudget | Path | str,
+    manifest: AnyManifest,
+    retention: float,
+    coverage: float | None = None,
+    cap: float | None = None,
+    store: AnyStore | None = None,
+    selector: str | None = None,
+    part: Part = "auto",
+    out: Path | str | None = None,
+) -> Guarantee:
+    """Calibrate a model on images with masks, so that it keeps a promised share of the lesion.
+
+    Args:
+        model: A run directory, a model folder, a hub id, or a model. The guarantee is saved in the folder (a model that was passed
+            as an object is only changed in memory).
+        manifest: Images with masks that the model was not trained on. Their groups are the exchangeable units.
+        retention: Promised share of the lesion patches, such as 0.95.
+        coverage: None promises it on average. With 0.9, nine of ten images keep at least `retention` of their lesion.
+        cap: Largest share of the patches that an image may keep. The promise holds with it, or is refused.
+        store: Tokens of the images; None extracts them.
+        selector: Method to calibrate; None means the main one.
+        part: Which images of the manifest; 'auto' takes the validation images of the model's own manifest, all of another one.
+        out: Folder for a calibrated copy; None saves the guarantee in the model folder itself.
+
+    Returns:
+        The guarantee. `model.guarantee(retention)` finds it again.
+
+    Raises:
+        RequestError: The images cannot be used, or do not allow this promise.
+
+    Example:
+        >>> guarantee = mtb.calibrate("runs/first", "photos.parquet", retention=0.8, store="tokens")
+        >>> mtb.load("runs/first").predict("photo.jpg", budget=guarantee)[0].guarantee.retention
+        0.8
+    """
+    promise = Promise(retention, coverage)
+    folder = None if isinstance(model, MedTokenBudget) else resolve(model)
+    if folder is not None and out is None and not Path(str(model)).expanduser().is_dir():
+        raise RequestError(
+            f"{model} is not a folder of yours, so nothing can be saved in it. Pass --out DIR for a calibrated copy."
+        )
+    loaded = model if isinstance(model, MedTokenBudget) else load(model)
+    with tempfile.TemporaryDirectory(prefix="mtb-calibrate-") as scratch:
+        run = None if folder is None else run_of(folder)
+        images = held_out(loaded, manifest, store, Path(scratch) / "tokens", part, run)
+        guarantee = calibrated(loaded, images, promise, selector, cap)
+    loaded.guarantees = with_guarantee(loaded.guarantees, guarantee)
+    if out is not None:
+        loaded.save_pretrained(out)
+    elif folder is not None:
+        write_guarantees(folder, loaded.guarantees)
+    return guarantee
+
+
+def evaluate(
+    model: MedTokenBudget | Path | str,
+    manifest: AnyManifest,
+    out: Path | str,
+    store: AnyStore | None = None,
+    budgets: Sequence[float] = HEADLINE_BUDGETS,
+    selector: str | None = None,
+    classes: Mapping[str, str | None] | Path | str | None = None,
+    part: Part = "auto",
+) -> Run:
+    """Evaluate a saved model on a manifest, beside the controls `center`, `darkness`, `random` and `oracle`.
+
+    Args:
+        model: A run directory, a model folder, a hub id, 'dermoscopy', or a model.
+        manifest: The images, with masks, labels, both or neither.
+        out: The run directory to write.
+        store: Tokens of the images; None extracts them into `out/tokens`.
+        budgets: Shares of the patches to keep.
+        selector: Method of the model; None means its main one.
+        classes: Where class names differ: class of the data to class of the model (None leaves it out), or a JSON file of that.
+        part: Which images; 'auto' takes the validation images of the model's own manifest, all images of another one.
+
+    Returns:
+        The run: `.results`, `.predictions`, `.report()`.
+
+    Raises:
+        RequestError: Classes do not match, the images cannot be used, or the model was trained on them.
+        MismatchError: The store is of another backbone or grid.
+
+    Example:
+        >>> run = mtb.evaluate("runs/first", "photos.parquet", "runs/external", store="tokens", budgets=[0.3])
+        >>> sorted(set(run.results["method"]))[:2]
+        ['center', 'context:lesion-first']
+    """
+    target = Path(out)
+    if (target / FILE).exists() and RunInfo.read(target).evaluation is None:
+        raise RequestError(f"{target} is the run of a training. Pass another --out for the evaluation.")
+    folder = None if isinstance(model, MedTokenBudget) else resolve(model)
+    loaded = model if isinstance(model, MedTokenBudget) else load(model)
+    original = _opened(manifest)
+    mapping = read_mapping(classes) if isinstance(classes, (str, Path)) else classes
+    labeled = in_classes_of(original, loaded.classes, mapping)
+    run = None if folder is None else run_of(folder)
+    method = loaded.main if selector is None else selector
+    loaded.classifier(method)
+    with exclusive(target):
+        images = held_out(loaded, labeled, store, target / "tokens", part, run, original.hash)
+        path = target / "manifest.parquet" if isinstance(manifest, Manifest) else Path(manifest).resolve()
+        if isinstance(manifest, Manifest):
+            original.write(path)
+        evaluation = Evaluation(
+            model=loaded,
+            source=str(folder or "a model in memory"),
+            images=images,
+            original=original,
+            manifest=path,
+            budgets=tuple(budgets),
+            selector=selector,
+            own=own_validation(run, method, budgets),
+            mapping=mapping,
+        )
+        run_evaluation(evaluation, target)
+    return Run(target)
+
+
+def demo(out: Path | str = "runs/demo", n: int = 1000, seed: int = 0, epochs: int | None = None) -> Path:
+    """Run the whole product on drawn images: the ready-made router, then a training; a demo that was stopped resumes.
+
+    Args:
+        out: The run directory.
+        n: Number of images.
+        seed: Seed of the drawings.
+        epochs: Fewer epochs for a quick look. Default: those of the presets.
+
+    Returns:
+        The path of the report.
+    """
+    out = Path(out)
+    say(f"1 of 3: the ready-made router on {SAMPLES.n} drawn lesions that are not in the center ...")
+    samples = synthetic_manifest(out / "router" / "samples", SAMPLES)
+    routed = route_files(samples, out / "router" / "routed", config=RouteConfig(overlay=True))
+    shares = {name: f"{retention.of_ceiling:.0%}" for name, retention in routed.retention.items()}
+    say(
+        f"  Of the lesion that fits 76 of 256 patches, the router keeps {shares['router']}, the center of the image "
+        f"{shares['center']}, chance {shares['random']}.\n  Pictures: {out / 'router' / 'routed' / 'overlays'}"
+    )
+    say("2 of 3: a router and heads of our own, trained on drawn images (minutes) ...")
+    manifest, store = out / "data" / "manifest.parquet", out / "tokens"
+    if not manifest.exists():
+        say(f"  Drawing {n} dermoscopic images ...")
+        synthetic_manifest(out / "data", Drawings(n, seed), workers=os.cpu_count() or 1)
+    say("  Extracting tokens with the embedded backbone ...")
+    extract(manifest, store, "embedded", views="off-center")
+    config = preset("paper") if epochs is None else preset("paper", epochs=epochs, head_epochs=epochs, min_steps=0)
+    study = Study("main", DEFAULT_METHODS, (42,), BUDGETS)
+    say(f"  Training {len(study.methods)} methods and evaluating them at {len(study.budgets)} budgets ...")
+    run_studies([study], Sources.of(manifest, store, out), out, config)
+    save_model(out)
+    say("3 of 3: the report ...")
+    return report(out)
+
+
+def save_model(run: Path | str) -> Path | None:
+    """Save the main method of a run and its other classifiers, all of the first seed, as one model folder.
+
+    Returns:
+        The folder, or None if the run has no learned method.
+    """
+    info = RunInfo.read(run)
+    if info.main is None:
+        return None
+    from medtokenbudget.reporting.card import run_card
+
+    with exclusive(info.path):
+        model = _model_of(info, info.main)
+        model.card = run_card(info.path, model)
+        return model.save_pretrained(info.path / "model")
+
+
+def _model_of(info: RunInfo, main: str) -> MedTokenBudget:
+    sources, config = Sources.of(info.manifest_path, info.store_path), info.methods[main].train_config
+    store = sources.store
+    classifiers: dict[str, RoutedClassifier] = {}
+    for method in map(Method.parse, info.methods):
+        unit = Unit(method, info.seeds[0])
+        # A selector that reads masks (the oracle) cannot predict.
+        if unit.name in info.units and "has_mask" not in selector_class(method.selector).requires:
+            classifier = load_unit(info, unit, store.dim)
+            if classifier is not None:
+                classifiers[str(method)] = classifier
+    recorded = ("dataset", "seeds", "versions", "hashes", "studies")
+    about = {name: getattr(info, name) for name in recorded} | {"masks": info.counts["train"]["masks"]}
+    parts = make_parts(sources.manifest, store, config)
+    rows = np.concatenate([parts.train, parts.train_views])
+    # Familiar is what the router has seen: without labels or under lesion-first only images with a mask.
+    trained_on = rows if config.recipe == "joint" else rows[store.has_mask.numpy()[rows]]
+    fingerprint, weights = store.config["backbone"], store.config["weights"]
+    backbone = BackboneConfig(
+        weights=None if weights is None else Path(weights),
+        **{name: fingerprint[name] for name in ("name", "image_size", "layer", "attention")},
+    )
+    return MedTokenBudget(
+        located(backbone, fingerprint["weights"]),
+        fingerprint,
+        info.classes,
+        classifiers,
+        config,
+        main=main,
+        info={"run": about},
+        scout=None if store.early is None else load(store.path / ROUTER),
+        familiarity=fit_familiarity(store, trained_on, info.seeds[0]),
+    )
+
+
+def _opened(manifest: AnyManifest) -> Manifest:
+    return manifest if isinstance(manifest, Manifest) else Manifest.read(manifest)
+
+
+def _settings(config: TrainConfig | str) -> TrainConfig:
+    return preset(config) if isinstance(config, str) else config

@@ -1,0 +1,553 @@
+"""From images to answers: find the images, decode them ahead, run backbone, selector and head, and yield one answer per image.
+
+Everything is lazy: only the names of one folder and the pixels of the next few batches are in memory.
+"""
+
+from __future__ import annotations
+
+import base64
+import glob
+import html
+import io
+import os
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from medtokenbudget.data import Manifest, decode_image, decode_mask, patch_labels
+from medtokenbudget.data.images import require_lesion_values
+from medtokenbudget.data.masks import mask_of
+from medtokenbudget.data.readers import files_below, is_image, kind_of, no_images, report_skipped
+from medtokenbudget.errors import MedTokenBudgetError, RequestError
+from medtokenbudget.model.guarantee import Guarantee
+from medtokenbudget.routing import Ranker, Selector, gather, rank
+from medtokenbudget.tokens import Selection, TokenBatch
+from medtokenbudget.training.classifier import RoutedClassifier
+
+if TYPE_CHECKING:
+    from medtokenbudget.model.model import MedTokenBudget
+
+MANIFEST_SUFFIX = ".parquet"
+SEED = 0
+"""Seed of stochastic selectors. Each image starts from it, so that a prediction does not depend on the rest of its batch."""
+_PLAIN_MODES = ("RGB", "L", "1", "CMYK", "YCbCr")
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class ImageSource:
+    """One image to answer for.
+
+    Attributes:
+        name: Its path, its id in a manifest, or 'image 3' for one that was passed as an object.
+        value: What to open: a path, Pillow picture, uint8 array or the bytes of a file.
+        mask: Path of its lesion mask, if it has one.
+        reason: Why the image could not be read; empty if it could.
+        mask_reason: Why its mask could not be used although the image was read; empty if it could.
+    """
+
+    name: str
+    value: Any
+    mask: Path | None = None
+    reason: str = ""
+    mask_reason: str = ""
+
+    def open(self) -> Image.Image:
+        """Open the picture in RGB; the error for a file that cannot be read names it."""
+        return open_picture(self.value, self.name)
+
+
+def open_picture(value: Any, name: str = "image") -> Image.Image:
+    """Open a path, the bytes of a file, a Pillow picture or a uint8 array [H, W] or [H, W, 3] as an RGB picture."""
+    if isinstance(value, ImageSource):
+        return value.open()
+    if isinstance(value, Image.Image):
+        if value.mode not in _PLAIN_MODES:
+            raise RequestError(
+                f"{name}: a picture of mode {value.mode} cannot be converted to RGB unambiguously. Convert it first."
+            )
+        return value if value.mode == "RGB" else value.convert("RGB")
+    if isinstance(value, (str, os.PathLike)):
+        return decode_image(Path(value))
+    if isinstance(value, (bytes, bytearray)):
+        return decode_image(bytes(value))
+    return _picture_of_array(np.asarray(value), name)
+
+
+def open_mask(value: Any) -> Image.Image | None:
+    """Open a lesion mask in gray (0 to 255): a path, bytes, a Pillow picture, or a bool or uint8 array [H, W]; None stays None."""
+    if value is None:
+        return None
+    if isinstance(value, (str, os.PathLike)):
+        return decode_mask(Path(value))
+    if isinstance(value, (bytes, bytearray)):
+        return decode_mask(bytes(value))
+    if not isinstance(value, Image.Image):
+        array = np.asarray(value)
+        value = _picture_of_array(array.astype(np.uint8) * 255 if array.dtype == bool else array, "mask").convert("L")
+    require_lesion_values("The mask", value)
+    return value
+
+
+def _picture_of_array(array: np.ndarray, name: str) -> Image.Image:
+    # Floats are rejected because their range is unknown: 0 to 1, 0 to 255, or normalized.
+    if array.ndim == 3 and array.shape[2] == 1:
+        array = array[:, :, 0]
+    if array.dtype != np.uint8 or array.ndim not in (2, 3) or (array.ndim == 3 and array.shape[2] != 3):
+        raise RequestError(
+            f"{name}: an array must be uint8 [H, W] or [H, W, 3] with values 0 to 255, got {array.dtype} {list(array.shape)}."
+        )
+    return Image.fromarray(np.ascontiguousarray(array)).convert("RGB")
+
+
+def expand(images: Any) -> Iterator[ImageSource]:
+    """Find the images in one item or an iterable of items: a path, folder, glob, manifest, picture, uint8 array or bytes."""
+    if isinstance(images, torch.Tensor):
+        images = images.numpy(force=True)
+    # An array [B, H, W, 3] is a list of pictures, [H, W, 3] is one.
+    one = isinstance(images, (str, os.PathLike, Image.Image, bytes, bytearray, Manifest, ImageSource))
+    if one or (isinstance(images, np.ndarray) and images.ndim != 4):
+        images = (images,)
+    for number, item in enumerate(images):
+        if isinstance(item, ImageSource):
+            yield item
+        elif isinstance(item, (str, os.PathLike)):
+            yield from _of_path(os.fspath(item))
+        elif isinstance(item, Manifest):
+            yield from _of_manifest(item)
+        else:
+            yield ImageSource(f"image {number}", item)
+
+
+def _of_path(text: str) -> Iterator[ImageSource]:
+    path = Path(text)
+    if path.is_dir():
+        yield from _of_folder(path)
+    elif path.suffix.lower() == MANIFEST_SUFFIX and path.exists():
+        yield from _of_manifest(Manifest.read(path))
+    elif not path.exists() and glob.has_magic(text):
+        matches = sorted(glob.iglob(text, recursive=True))
+        if not matches:
+            raise RequestError(f"No file matches '{text}'.")
+        for match in matches:
+            yield from _of_path(match)
+    else:
+        # A missing file is reported with the failures, like a damaged one.
+        yield ImageSource(text, path)
+
+
+def _of_folder(folder: Path) -> Iterator[ImageSource]:
+    """Find the images that `mtb data folder` would find; other files are counted and reported in one line."""
+    any_image = False
+    skipped: Counter[str] = Counter()
+    for path in files_below(folder):
+        if is_image(path):
+            any_image = True
+            yield ImageSource(str(path), path)
+        else:
+            skipped[kind_of(path)] += 1
+    report_skipped(folder, skipped)
+    if not any_image:
+        raise no_images(folder)
+
+
+def _of_manifest(manifest: Manifest) -> Iterator[ImageSource]:
+    for row, image_id in enumerate(manifest.ids):
+        yield ImageSource(image_id, manifest.image_path(row), manifest.mask_path(row))
+
+
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class Routing:
+    """The patches that a router keeps of one image at one budget.
+
+    In a notebook it is displayed as the image with its kept patches; `repr` is one line.
+
+    Attributes:
+        image: Path of the image, or 'image 3' for one that was passed as an object.
+        scores: float32 [N], what the patches were ranked by (for LATS after smoothing), in raster order. None for mergers.
+        kept: int64 [K], the kept patches, best first. None for mergers, which combine patches instead of keeping them.
+        tokens: float32 [K, D], the tokens in the order of `kept`.
+        assignment: int64 [N], the output token that each patch went to; -1 for dropped patches.
+        budget: Requested share of patches, in (0, 1]; with a guarantee, the share that this image keeps.
+        k: Number of tokens K.
+        grid: (h, w) of the patches, N = h * w.
+        selector: Text of the method, such as 'lats:lesion-first'.
+        unfamiliarity: Distance to the training images of the model in units of its limit: above 1 the image is unlike them, and
+            its kept patches mean little. None if the model cannot tell.
+        lesion: bool [N], lesion patches of the mask, where one was asked for and there is one.
+        guarantee: The guarantee that decided how many patches are kept; None for a budget.
+        source: Where the picture comes from. A file is opened again only when it is shown; a picture passed as an object is
+            referenced, not copied.
+    """
+
+    image: str
+    scores: np.ndarray | None
+    kept: np.ndarray | None
+    tokens: np.ndarray
+    assignment: np.ndarray
+    budget: float
+    k: int
+    grid: tuple[int, int]
+    selector: str
+    unfamiliarity: float | None = None
+    lesion: np.ndarray | None = None
+    guarantee: Guarantee | None = None
+    source: ImageSource | None = None
+
+    @property
+    def unfamiliar(self) -> bool:
+        """Whether the image is unlike the training images of the model."""
+        return self.unfamiliarity is not None and self.unfamiliarity > 1
+
+    @property
+    def kept_lesion(self) -> int | None:
+        """Number of lesion patches that are kept; None without a mask and for mergers."""
+        return None if self.lesion is None or self.kept is None else int(self.lesion[self.kept].sum())
+
+    @property
+    def n_patches(self) -> int:
+        """Number of patches N."""
+        return self.grid[0] * self.grid[1]
+
+    @property
+    def kept_mask(self) -> np.ndarray | None:
+        """bool [h, w], True for kept patches; None for mergers."""
+        if self.kept is None:
+            return None
+        mask = np.zeros(self.n_patches, dtype=bool)
+        mask[self.kept] = True
+        return mask.reshape(self.grid)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON values of everything except the tokens."""
+        return {
+            "image": self.image,
+            "budget": self.budget,
+            "k": self.k,
+            "grid": list(self.grid),
+            "selector": self.selector,
+            "unfamiliarity": self.unfamiliarity,
+            "kept": None if self.kept is None else self.kept.tolist(),
+            "scores": None if self.scores is None else [float(score) for score in self.scores],
+        }
+
+    def overlay(self, mask: Any = None, side: int = 640) -> Image.Image:
+        """Draw the image with kept patches clear and dropped ones dimmed.
+
+        Args:
+            mask: Lesion mask to outline, as a path, picture or array. By default the mask of the manifest row, if there is one.
+            side: Length of the longer side in pixels.
+
+        Returns:
+            An RGB picture with a caption line.
+
+        Raises:
+            RequestError: If this object does not know its picture, or the file can no longer be read.
+        """
+        if self.source is None:
+            what = type(self).__name__.lower()
+            raise RequestError(f"The {what} of {self.image} does not know its picture. Use mtb.overlay(image, {what}).")
+        # Here, because the drawing opens pictures with this module.
+        from medtokenbudget.model.drawing import overlay
+
+        return overlay(self.source, self, mask if mask is not None else self.source.mask, side)
+
+    @property
+    def headline(self) -> str:
+        """What comes first in the caption of an overlay; nothing where no class is predicted."""
+        return ""
+
+    def __repr__(self) -> str:
+        share = f"{self.k} tokens from {self.n_patches} patches" if self.kept is None else f"{self.k} of {self.n_patches} patches"
+        warning = ["unlike the training images"] if self.unfamiliar else []
+        return f"{type(self).__name__}({', '.join([repr(self.image), *self._class_text(), share, self.selector, *warning])})"
+
+    def _class_text(self) -> list[str]:
+        """What `repr` says about the class, between image and patches."""
+        return []
+
+    def _repr_png_(self) -> bytes | None:
+        """The overlay for notebooks; None, so that the text is shown, if the picture cannot be read."""
+        try:
+            picture = self.overlay()
+        except MedTokenBudgetError:
+            return None
+        stream = io.BytesIO()
+        picture.save(stream, format="PNG")
+        return stream.getvalue()
+
+    def _repr_html_(self) -> str | None:
+        png = self._repr_png_()
+        if png is None:
+            return None
+        return f'<img alt="{html.escape(repr(self))}" src="data:image/png;base64,{base64.b64encode(png).decode("ascii")}">'
+
+
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
+class Prediction(Routing):
+    """The prediction for one image at one budget: a routing, and the classes that the head reads from it.
+
+    Attributes:
+        probabilities: Class name to probability, in the order of the model's classes.
+        label: Class with the highest probability.
+    """
+
+    probabilities: dict[str, float]
+    label: str
+
+    @property
+    def probability(self) -> float:
+        """Probability of `label`."""
+        return self.probabilities[self.label]
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON values of everything except the tokens."""
+        first = {"image": self.image, "label": self.label, "probabilities": self.probabilities}
+        return first | super().to_dict()
+
+    @property
+    def headline(self) -> str:
+        """Class and probability, for the caption of an overlay."""
+        return f"{self.label} {self.probability:.0%}   "
+
+    def _class_text(self) -> list[str]:
+        return [f"{self.label} {self.probability:.1%}"]
+
+
+Answer = TypeVar("Answer", bound=Routing)
+
+
+@dataclass(frozen=True)
+class _Decoded:
+    """A source with what the backbone reads (None if it cannot be read) and the lesion patches [N] of its mask, if asked for."""
+
+    source: ImageSource
+    pixels: np.ndarray | None = None
+    lesion: np.ndarray | None = None
+
+
+def answers(
+    model: MedTokenBudget,
+    sources: Iterable[ImageSource],
+    amount: float | Guarantee,
+    method: str,
+    kind: type[Answer],
+    batch_size: int = 16,
+    workers: int = 2,
+    masks: bool = False,
+) -> Iterator[tuple[ImageSource, Answer | None]]:
+    """Yield each source with its answer, in order and in constant memory.
+
+    Args:
+        model: The model.
+        sources: The images.
+        amount: Budget or guarantee, already checked.
+        method: One of the model's methods.
+        kind: `Routing`, or `Prediction` to read the classes too.
+        batch_size: Images per forward pass.
+        workers: Threads that decode images.
+        masks: Whether to read the masks of the sources, for `Routing.lesion`.
+
+    Yields:
+        The source and its answer. The answer is None for an image that could not be read; `source.reason` says why.
+    """
+    decode = partial(_decode, prepare=model.backbone.prepare, grid=model.grid if masks else None)
+    waiting: list[_Decoded] = []
+    readable = 0
+    for item in _in_order(sources, decode, workers, ahead=2 * batch_size):
+        waiting.append(item)
+        readable += item.pixels is not None
+        # In a folder of damaged files a batch would never fill, and the list of failures would grow without end.
+        if readable == batch_size or len(waiting) >= 4 * batch_size:
+            yield from _answered(model, waiting, amount, method, kind)
+            waiting, readable = [], 0
+    yield from _answered(model, waiting, amount, method, kind)
+
+
+def _decode(source: ImageSource, prepare: Callable[[Image.Image], np.ndarray], grid: tuple[int, int] | None) -> _Decoded:
+    try:
+        _require_utf8(source.name)
+        picture = source.open()
+        pixels = prepare(picture)
+    except RequestError as error:
+        return _Decoded(replace(source, reason=str(error)))
+    if grid is None or source.mask is None:
+        return _Decoded(source, pixels)
+    try:
+        return _Decoded(source, pixels, patch_labels(mask_of(picture.size, source.mask), grid))
+    except RequestError as error:
+        return _Decoded(replace(source, mask_reason=str(error)), pixels)
+
+
+def _require_utf8(name: str) -> None:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        printable = name.encode("utf-8", "backslashreplace").decode()
+        raise RequestError(f"The file name {printable} is not valid UTF-8, so no table can name it. Rename the file.") from None
+
+
+def _in_order(items: Iterable[T], function: Callable[[T], R], workers: int, ahead: int) -> Iterator[R]:
+    """Apply `function` in threads that work at most `ahead` items in advance."""
+    waiting: deque[Future[R]] = deque()
+    with ThreadPoolExecutor(max_workers=max(1, workers)) as pool:
+        try:
+            for item in items:
+                waiting.append(pool.submit(function, item))
+                if len(waiting) >= ahead:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            for future in waiting:
+                future.cancel()
+
+
+def _answered(
+    model: MedTokenBudget, items: Sequence[_Decoded], amount: float | Guarantee, method: str, kind: type[Answer]
+) -> Iterator[tuple[ImageSource, Answer | None]]:
+    readable = [item for item in items if item.pixels is not None]
+    batch = iter(_answer_batch(model, readable, amount, method, kind) if readable else [])
+    for item in items:
+        yield item.source, None if item.pixels is None else next(batch)
+
+
+@torch.inference_mode()
+def _answer_batch(
+    model: MedTokenBudget, items: Sequence[_Decoded], amount: float | Guarantee, method: str, kind: type[Answer]
+) -> list[Answer]:
+    """Answer for one batch: one selection of all images at a budget, one of each image with a guarantee, because K differs."""
+    tokens = model.encode(np.stack([item.pixels for item in items if item.pixels is not None]))
+    classifier = model.classifier(method)
+    probabilities: Sequence[np.ndarray | None] = [None] * len(items)
+    with evaluating(classifier):
+        scores: Tensor | None
+        if isinstance(amount, Guarantee):
+            selections, scores = select_above(classifier.selector, tokens, amount)
+        else:
+            selection, scores = select(classifier.selector, tokens, model.k(amount, method))
+            selections = [selection]
+        if issubclass(kind, Prediction):
+            logits = [classifier.required_head.read(selection, tokens.grid) for selection in selections]
+            probabilities = list(torch.cat(logits).softmax(-1).cpu().numpy())
+    kept = [row for one in selections for row in (one.indices.cpu().numpy() if one.indices is not None else [None] * len(one))]
+    gathered = [row for one in selections for row in one.tokens.float().cpu().numpy()]
+    assignment = [row for one in selections for row in one.assignment.cpu().numpy()]
+    score_rows = [None] * len(items) if scores is None else scores.float().cpu().numpy()
+    unfamiliarity = [None] * len(items) if model.familiarity is None else model.familiarity(tokens).cpu().tolist()
+    built = []
+    for row, item in enumerate(items):
+        fields: dict[str, Any] = {
+            "image": item.source.name,
+            "scores": score_rows[row],
+            "kept": kept[row],
+            "tokens": gathered[row],
+            "assignment": assignment[row],
+            "budget": len(gathered[row]) / tokens.n if isinstance(amount, Guarantee) else amount,
+            "k": len(gathered[row]),
+            "grid": tokens.grid,
+            "selector": method,
+            "unfamiliarity": unfamiliarity[row],
+            "lesion": item.lesion,
+            "guarantee": amount if isinstance(amount, Guarantee) else None,
+            "source": item.source,
+        }
+        values = probabilities[row]
+        if values is not None:
+            fields["probabilities"] = {name: float(value) for name, value in zip(model.classes, values)}
+            fields["label"] = model.classes[int(values.argmax())]
+        built.append(kind(**fields))
+    return built
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Switch `module` to evaluation mode inside the block; afterwards every submodule has its own mode again."""
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, training in modes:
+            part.training = training
+
+
+def select(selector: Selector, tokens: TokenBatch, k: int) -> tuple[Selection, Tensor | None]:
+    """Select k tokens; also return the scores [B, N] that the patches were ranked by (None for mergers)."""
+    if selector.stochastic and len(tokens) > 1:
+        each = [select(selector, tokens.take([row]), k) for row in range(len(tokens))]
+        return _joined([selection for selection, _ in each]), _joined_rows([scores for _, scores in each])
+    noise = torch.Generator().manual_seed(SEED) if selector.stochastic else None
+    if isinstance(selector, Ranker) and tokens.places is None:
+        with torch.no_grad():  # a ranking has no gradient
+            scores = selector.score(selector.check(tokens), noise)
+        return gather(tokens.patches, rank(scores)[:, :k]), scores
+    return selector.select(tokens, k, noise), None
+
+
+def select_above(selector: Selector, tokens: TokenBatch, guarantee: Guarantee) -> tuple[list[Selection], Tensor]:
+    """Select what a guarantee keeps of each image; a selection of its own for each, because K differs, and the scores [B, N]."""
+    if not isinstance(selector, Ranker) or selector.stochastic:
+        raise RequestError(
+            f"Selector '{selector.name}' does not rank patches by a score, so it cannot keep those above a threshold."
+        )
+    with torch.no_grad():
+        scores = selector.score(selector.check(tokens))
+    order = rank(scores)
+    counts = guarantee.counts(scores.double().cpu().numpy()).tolist()
+    return [gather(tokens.patches[row : row + 1], order[row : row + 1, :k]) for row, k in enumerate(counts)], scores
+
+
+class Router:
+    """A function from tokens to those that a selector keeps at a budget; `requires` are the signals that it reads."""
+
+    def __init__(self, selector: Selector, budget: float) -> None:
+        self.selector, self.budget = selector, budget
+        self.requires = selector.requires
+
+    @torch.inference_mode()
+    def __call__(self, tokens: TokenBatch) -> Selection:
+        return select(self.selector, tokens, self.selector.count(self.budget, tokens.n))[0]
+
+
+def probabilities(classifier: RoutedClassifier, tokens: TokenBatch, budgets: Sequence[float]) -> Tensor:
+    """Compute class probabilities [B, len(budgets), C]; heads that read the mean do not gather tokens."""
+    selector, head = classifier.selector, classifier.required_head
+    if head.reads == "mean":
+        return head(pooled(selector, tokens, budgets)).softmax(-1)
+    selections = (select(selector, tokens, selector.count(budget, tokens.n))[0] for budget in budgets)
+    return torch.stack([head.read(selection, tokens.grid).softmax(-1) for selection in selections], 1)
+
+
+def pooled(selector: Selector, tokens: TokenBatch, budgets: Sequence[float]) -> Tensor:
+    """Pool the tokens that are kept at each budget, [B, len(budgets), D]."""
+    if selector.stochastic:
+        rows = (tokens.take([row]) for row in range(len(tokens)))
+        return torch.cat([selector.pooled(row, budgets, torch.Generator().manual_seed(SEED)) for row in rows])
+    return selector.pooled(tokens, budgets)
+
+
+def _joined(selections: list[Selection]) -> Selection:
+    return Selection(
+        tokens=torch.cat([s.tokens for s in selections]),
+        weights=torch.cat([s.weights for s in selections]),
+        assignment=torch.cat([s.assignment for s in selections]),
+        kept=_joined_rows([s.kept for s in selections]),
+        indices=_joined_rows([s.indices for s in selections]),
+    )
+
+
+def _joined_rows(values: list[Tensor | None]) -> Tensor | None:
+    present = [value for value in values if value is not None]
+    return torch.cat(present) if len(present) == len(values) else None

@@ -1,0 +1,610 @@
+"""`MedTokenBudget`: frozen backbone, routed classifiers, classes and preprocessing as one module that is saved and loaded whole.
+
+The backbone is named and hashed, not copied. It is loaded when it is first needed, and rejected if it is not the one that the
+classifiers were trained on.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Self, cast
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from medtokenbudget.backbone.backbone import Backbone
+from medtokenbudget.backbone.preprocess import luminance
+from medtokenbudget.backbone.shards import routed_early
+from medtokenbudget.config import BackboneConfig, Count, Parallel, TrainConfig, check_values, to_dict, train_config_from_dict
+from medtokenbudget.data import patch_labels
+from medtokenbudget.devices import resolve_device
+from medtokenbudget.errors import BudgetError, MismatchError, RequestError, ShapeError, UnknownNameError
+from medtokenbudget.locks import exclusive
+from medtokenbudget.model import inference, saved
+from medtokenbudget.model.guarantee import Guarantee, find_guarantee, read_guarantees
+from medtokenbudget.model.inference import Answer, ImageSource, Prediction, Router, Routing, expand
+from medtokenbudget.routing.conformal import Promise
+from medtokenbudget.tokens import SIGNALS, TokenBatch
+from medtokenbudget.training.classifier import RoutedClassifier
+from medtokenbudget.training.familiarity import Familiarity
+
+DEFAULT_BUDGET = 0.3
+DEFAULT_MODEL = "dermoscopy"
+"""The router that comes with the package."""
+
+
+class Classifiers(nn.Module, Mapping[str, RoutedClassifier]):
+    """A read-only mapping from method text to classifier whose values are submodules.
+
+    Not an `nn.ModuleDict`, whose keys may not contain the dot of a method text such as `lats:fixed-0.5`, nor be the name of one of
+    its own methods. In state-dict keys `.` is written as `%2E` and `%` as `%25`; everything else in a method text stays as it is.
+    """
+
+    def __init__(self, classifiers: Mapping[str, RoutedClassifier]) -> None:
+        super().__init__()
+        # Not by add_module, which rejects the same names.
+        self._modules.update({_key(method): classifier for method, classifier in classifiers.items()})
+        self._methods = tuple(classifiers)
+
+    def __getitem__(self, method: str) -> RoutedClassifier:
+        return cast(RoutedClassifier, self._modules[_key(method)])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._methods)
+
+    def __len__(self) -> int:
+        return len(self._methods)
+
+    # A mapping compares by content and has no hash; a module is itself alone.
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+
+def _key(method: str) -> str:
+    return method.replace("%", "%25").replace(".", "%2E")
+
+
+class MedTokenBudget(nn.Module):
+    """A frozen backbone with one or more trained routed classifiers.
+
+    Load one with `mtb.load`. It starts in evaluation mode. `parameters()` and `state_dict()` cover the classifiers; the frozen
+    backbone follows `.to()` but belongs to neither.
+
+    Args:
+        backbone: Name, weights and image size of the backbone.
+        backbone_fingerprint: `Backbone.fingerprint` of the backbone that the classifiers were trained on.
+        classes: Class names in the order of the logits; empty for a router without a head.
+        classifiers: Method text (such as 'lats:lesion-first' or 'center') to its selector and head.
+        train_config: Configuration that the main method was trained with.
+        main: The method that is used unless another one is requested.
+        card: Model card in Markdown.
+        info: What the run recorded about itself, as JSON values.
+        scout: The router of a model whose backbone is routed early (`backbone_fingerprint` has a 'route').
+        familiarity: What tells images that are unlike the training images; None if that was not fitted.
+        guarantees: What was calibrated with `mtb calibrate`.
+        device: 'auto' uses a GPU if there is one.
+
+    Raises:
+        RequestError: If `main` is not one of the classifiers, or only some of them have a head.
+
+    Example:
+        >>> model = mtb.load("runs/demo")
+        >>> model.main
+        'lats:lesion-first'
+        >>> model.predict("photo.jpg", budget=0.3)[0].k
+        30
+    """
+
+    classifiers: Classifiers
+    familiarity: Familiarity | None
+
+    def __init__(
+        self,
+        backbone: BackboneConfig,
+        backbone_fingerprint: dict[str, Any],
+        classes: Sequence[str],
+        classifiers: Mapping[str, RoutedClassifier],
+        train_config: TrainConfig,
+        *,
+        main: str,
+        card: str = "",
+        info: dict[str, Any] | None = None,
+        scout: MedTokenBudget | None = None,
+        familiarity: Familiarity | None = None,
+        guarantees: Sequence[Guarantee] = (),
+        device: str = "auto",
+    ) -> None:
+        super().__init__()
+        if main not in classifiers:
+            methods = ", ".join(classifiers) or "none"
+            raise RequestError(f"The main method '{main}' has no classifier. Methods with a classifier: {methods}.")
+        wrong = [name for name, classifier in classifiers.items() if (classifier.head is None) is bool(classes)]
+        if wrong:
+            has = "has no head, but the model has classes" if classes else "has a head, but the model has no classes"
+            raise RequestError(f"The method '{wrong[0]}' {has}. Give every method a head, or none.")
+        self.backbone_config = backbone
+        self.backbone_fingerprint: dict[str, Any] = json.loads(json.dumps(backbone_fingerprint))
+        self.classes = tuple(classes)
+        self.train_config = train_config
+        self.main = main
+        self.card = card
+        self.info: dict[str, Any] = dict(info or {})
+        self.guarantees = tuple(guarantees)
+        self._backbone: Backbone | None = None
+        if (self.early is None) is not (scout is None):
+            raise RequestError("A model whose backbone is routed early needs its router, and no other model has one.")
+        # Not a submodule: like the backbone it is frozen and no part of `parameters()` and `state_dict()`.
+        self._scout = (scout,)
+        self.classifiers = Classifiers(classifiers)
+        self.familiarity = familiarity
+        self.to(resolve_device(device))
+        self.eval()
+
+    def __repr__(self) -> str:
+        h, w = self.grid
+        rows = {
+            "backbone": f"{Path(self.backbone_fingerprint['name']).name}, {self.backbone_fingerprint['image_size']} pixels",
+            "grid": f"{h} x {w} patches of {self.dim} numbers",
+            "classes": f"{len(self.classes)} ({', '.join(self.classes)})" if self.classes else "none: a router without a head",
+            "main": self.main,
+            "others": ", ".join(self.selectors[1:]) or "none",
+            "device": str(self.device),
+        }
+        if self.guarantees:
+            rows["promises"] = "; ".join(str(guarantee) for guarantee in self.guarantees)
+        return "MedTokenBudget(\n" + "\n".join(f"  {name + ':':<10}{text}" for name, text in rows.items()) + "\n)"
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the parameters; the CPU if no method has any."""
+        first = next(self.parameters(), None)
+        return torch.device("cpu") if first is None else first.device
+
+    @property
+    def has_head(self) -> bool:
+        """Whether the model predicts classes; a router that was trained from masks alone only keeps patches."""
+        return bool(self.classes)
+
+    @property
+    def selectors(self) -> list[str]:
+        """Methods that this model has a trained classifier for: the main one first, then the others by name."""
+        return [self.main, *sorted(name for name in self.classifiers if name != self.main)]
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """(h, w) of the patches."""
+        h, w = self.backbone_fingerprint["grid"]
+        return int(h), int(w)
+
+    @property
+    def dim(self) -> int:
+        """Embedding dimension D."""
+        return int(self.backbone_fingerprint["dim"])
+
+    @property
+    def early(self) -> dict[str, Any] | None:
+        """How the backbone is routed early (way, budget, k, ...); None for a backbone that runs on all patches."""
+        route: dict[str, Any] | None = self.backbone_fingerprint.get("route")
+        return route
+
+    @property
+    def scout(self) -> MedTokenBudget | None:
+        """The router that chooses for the backbone; None for a backbone that runs on all patches."""
+        return self._scout[0]
+
+    @property
+    def fixed_budget(self) -> float | None:
+        """The only budget of a model whose backbone runs on the kept patches alone; None for any other model."""
+        return float(self.early["budget"]) if self.early is not None and routed_early(self.backbone_fingerprint) else None
+
+    def budget(self, asked: float | None) -> float:
+        """The budget that was asked for, by default 0.3 or the model's only one.
+
+        Raises:
+            BudgetError: The model has only one, and it is another.
+        """
+        fixed = self.fixed_budget
+        if fixed is not None and asked not in (None, fixed):
+            raise BudgetError(
+                f"The backbone of this model runs on {self.backbone_fingerprint['route']['k']} patches (budget {fixed:g}), and its "
+                f"head was trained on these, so there is no other budget. Use {fixed:g}, or extract and train at {asked:g}."
+            )
+        return fixed if fixed is not None else DEFAULT_BUDGET if asked is None else asked
+
+    @property
+    def backbone(self) -> Backbone:
+        """The backbone, loaded on first use and compared with the one that the classifiers were trained on."""
+        if self._backbone is None:
+            weights = self.backbone_config.weights
+            if weights is not None and not Path(weights).is_file():
+                raise RequestError(
+                    f"The weights of the backbone are missing: {weights} (SHA-256 {self.backbone_fingerprint['weights']}). "
+                    "Put the file into the folder of the model, or pass --weights FILE."
+                )
+            loaded = Backbone.load(self.backbone_config, self.device)
+            if self.early is not None and self.scout is not None:
+                from medtokenbudget.model.early import EarlyRouting  # here, because a router of early routing is itself a model
+
+                loaded = EarlyRouting.of(self.early, self.scout).wrap(loaded)
+            self.use_backbone(loaded)
+        assert self._backbone is not None
+        return self._backbone
+
+    def use_backbone(self, backbone: Backbone) -> Self:
+        """Use a backbone that is already loaded, for example one for several models; another one is rejected."""
+        expected, given = comparable(self.backbone_fingerprint), comparable(backbone.fingerprint)
+        if expected != given:
+            advice = "The classifiers were trained on tokens of another backbone. Use its weights and image size."
+            raise MismatchError.between("The backbone", expected, given, advice)
+        self._backbone = backbone
+        return self
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Everything that moves a module (`to`, `cuda`, `cpu`) ends here; the backbone is no submodule and follows by hand."""
+        super()._apply(fn, recurse)
+        if self._backbone is not None:
+            self._backbone.to(self.device)
+        if self.scout is not None:
+            self.scout.to(self.device)
+        return self
+
+    def classifier(self, selector: str | None = None) -> RoutedClassifier:
+        """Selector and head of a method (default: the main one)."""
+        method = self.main if selector is None else selector
+        if method not in self.classifiers:
+            raise UnknownNameError.of("selector", method, self.classifiers, "in this model")
+        return self.classifiers[method]
+
+    def k(self, budget: float, selector: str | None = None) -> int:
+        """Number of tokens kept at a budget."""
+        h, w = self.grid
+        n = h * w if self.fixed_budget is None else int(self.backbone_fingerprint["route"]["k"])
+        return self.classifier(selector).selector.count(self.budget(budget), n)
+
+    def amount(self, asked: float | Guarantee | None) -> float | Guarantee:
+        """A guarantee as it is, or the `budget` that was asked for."""
+        return asked if isinstance(asked, Guarantee) else self.budget(asked)
+
+    def guarantee(self, retention: float, coverage: float | None = None, selector: str | None = None) -> Guarantee:
+        """A calibrated promise about the lesion, to be used instead of a budget.
+
+        Args:
+            retention: Promised share of the lesion patches.
+            coverage: None for the promise on average, or the promised share of the images that keep at least `retention`.
+            selector: Method; None means the main one.
+
+        Raises:
+            RequestError: The model was not calibrated for this promise.
+        """
+        method = self.main if selector is None else selector
+        self.classifier(method)
+        return find_guarantee(self.guarantees, Promise(retention, coverage), method, self.fingerprint)
+
+    @property
+    def signals(self) -> tuple[str, ...]:
+        """The default signals of the backbone, and those that a selector of this model reads."""
+        read = [name for method in self.classifiers for name in self.classifiers[method].selector.requires if name in SIGNALS]
+        return tuple(dict.fromkeys([*self.backbone.default_signals, *read]))
+
+    @torch.no_grad()
+    def encode(self, pixels: np.ndarray | Tensor, masks: Sequence[Image.Image | None] | None = None) -> TokenBatch:
+        """Run the backbone on images that are already resized.
+
+        Args:
+            pixels: uint8 [B, S, S, 3] as `backbone.prepare` returns them.
+            masks: One lesion mask per image, None for an image without.
+
+        Returns:
+            Tokens with luminance and, if any image has a mask, with lesion labels.
+        """
+        batch = torch.as_tensor(pixels).to(self.device)
+        size = self.backbone.preprocessing.image_size
+        if batch.dtype != torch.uint8 or batch.ndim != 4 or tuple(batch.shape[1:]) != (size, size, 3):
+            given = f"{str(batch.dtype).removeprefix('torch.')} {list(batch.shape)}"
+            raise ShapeError(f"Images must be uint8 [B, {size}, {size}, 3], got {given}.")
+        # Not through Backbone.__call__: its inference tensors could not be used for training a head.
+        images = self.backbone.normalize(batch).to(self.backbone.device)
+        tokens = self.backbone.tokens(images, self.signals).to(self.device)
+        tokens = replace(tokens, luminance=luminance(batch, tokens.grid))
+        if masks is None or all(mask is None for mask in masks):
+            return tokens
+        empty = np.zeros(tokens.grid[0] * tokens.grid[1], dtype=bool)
+        lesion = np.stack([empty if mask is None else patch_labels(mask, tokens.grid) for mask in masks])
+        known = torch.tensor([mask is not None for mask in masks], device=self.device)
+        return replace(tokens, lesion=torch.from_numpy(lesion).to(self.device), has_mask=known)
+
+    def tokens(self, images: Any) -> TokenBatch:
+        """Tokens of a few images, passed in any form that `predict` takes. A `TokenBatch` is only moved to the model's device."""
+        if isinstance(images, TokenBatch):
+            return images.to(self.device)
+        return self.encode(np.stack([self.backbone.prepare(source.open()) for source in expand(images)]))
+
+    def forward(self, images: Any, budget: float | None = None, selector: str | None = None) -> Tensor:
+        """Class logits at one budget, with gradients for the head.
+
+        Args:
+            images: A `TokenBatch`, or images in any form that `predict` takes.
+            budget: Share of the patches that is kept, in (0, 1]; None means 0.3, or the only one of a model routed early.
+            selector: Method to use; None means the main one.
+
+        Returns:
+            Logits [B, C].
+        """
+        tokens = self.tokens(images)
+        classifier = self.classifier(selector)
+        selection, _ = inference.select(classifier.selector, tokens, classifier.selector.count(self.budget(budget), tokens.n))
+        return classifier.required_head.read(selection, tokens.grid)
+
+    def router(self, budget: float, selector: str | None = None) -> Router:
+        """A function from tokens to the kept ones, for use in other models."""
+        chosen = self.classifier(selector).selector
+        chosen.count(budget, 1)
+        return Router(chosen, budget)
+
+    @torch.inference_mode()
+    def classify(self, images: Any, budgets: Sequence[float], selector: str | None = None) -> np.ndarray:
+        """Class probabilities [B, len(budgets), C] of tokens or images; rankers order the patches only once for all budgets."""
+        classifier = self.classifier(selector)
+        with inference.evaluating(classifier):
+            return inference.probabilities(classifier, self.tokens(images), budgets).cpu().numpy()
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What all files of a saved model must agree on."""
+        return {
+            "backbone": self.backbone_fingerprint,
+            "classes": list(self.classes),
+            "main": self.main,
+            "selectors": {name: saved.describe(self.classifiers[name]) for name in self.selectors},
+        }
+
+    @property
+    def fingerprint(self) -> str:
+        """One hash of the whole model: backbone, preprocessing, classes, methods and every number of the classifiers."""
+        return saved.fingerprint(self.identity, self._tensors())
+
+    def _tensors(self) -> dict[str, dict[str, Tensor]]:
+        return saved.tensors_of(self.classifiers, self.main, self.familiarity)
+
+    def route(
+        self, images: Any, budget: float | Guarantee | None = None, selector: str | None = None, batch_size: int = 16
+    ) -> list[Routing]:
+        """Route images: return the patches that are kept of each, in order, without classes; also for a model without a head.
+
+        Args:
+            images: A path, folder, glob, `Manifest`, Pillow picture, uint8 array [H, W, 3] or [B, H, W, 3], the bytes of a file, or
+                an iterable of these.
+            budget: Share of the patches that is kept, in (0, 1], or a guarantee of the model (`model.guarantee(0.95)`); None means
+                0.3, or the only one of a model routed early.
+            selector: Method to use; None means the main one.
+            batch_size: Images per forward pass.
+
+        Returns:
+            One `Routing` per image.
+
+        Raises:
+            RequestError: If an image cannot be read; use `route_stream` with `on_error` to continue with the others.
+        """
+        return list(self.route_stream(images, budget, selector, batch_size))
+
+    def route_stream(
+        self,
+        images: Any,
+        budget: float | Guarantee | None = None,
+        selector: str | None = None,
+        batch_size: int = 16,
+        on_error: Callable[[ImageSource], None] | None = None,
+    ) -> Iterator[Routing]:
+        """Like `route`, one image at a time in constant memory.
+
+        Images that cannot be read are passed to `on_error`; without it they raise an error.
+        """
+        return _readable(self.route_sources(expand(images), budget, selector, batch_size), on_error)
+
+    def route_sources(
+        self,
+        sources: Iterable[ImageSource],
+        budget: float | Guarantee | None,
+        selector: str | None = None,
+        batch_size: int = 16,
+        workers: int = 2,
+        masks: bool = False,
+    ) -> Iterator[tuple[ImageSource, Routing | None]]:
+        """Yield each source with its routing, or with None if it could not be read (`reason` of the source says why), in order.
+
+        With `masks` each routing knows the lesion patches of its source's mask; where it could not be used, `mask_reason` says why.
+        """
+        method, amount = self._checked(budget, selector, batch_size, workers)
+        return inference.answers(self, sources, amount, method, Routing, batch_size, workers, masks)
+
+    def predict(
+        self, images: Any, budget: float | Guarantee | None = None, selector: str | None = None, batch_size: int = 16
+    ) -> list[Prediction]:
+        """Like `route`, with the classes that the head of the model reads from the kept patches.
+
+        Returns:
+            One `Prediction` per image.
+
+        Raises:
+            RequestError: If an image cannot be read; use `predict_stream` with `on_error` to continue with the others.
+            NoHeadError: If the model is a router without a head; use `route`.
+        """
+        return list(self.predict_stream(images, budget, selector, batch_size))
+
+    def predict_stream(
+        self,
+        images: Any,
+        budget: float | Guarantee | None = None,
+        selector: str | None = None,
+        batch_size: int = 16,
+        on_error: Callable[[ImageSource], None] | None = None,
+    ) -> Iterator[Prediction]:
+        """Like `predict`, one image at a time in constant memory; errors as in `route_stream`."""
+        return _readable(self.predict_sources(expand(images), budget, selector, batch_size), on_error)
+
+    def predict_sources(
+        self,
+        sources: Iterable[ImageSource],
+        budget: float | Guarantee | None,
+        selector: str | None = None,
+        batch_size: int = 16,
+        workers: int = 2,
+    ) -> Iterator[tuple[ImageSource, Prediction | None]]:
+        """Yield each source with its prediction, or with None if it could not be read, in order."""
+        method, amount = self._checked(budget, selector, batch_size, workers)
+        _ = self.classifier(method).required_head
+        return inference.answers(self, sources, amount, method, Prediction, batch_size, workers)
+
+    def _checked(
+        self, budget: float | Guarantee | None, selector: str | None, batch_size: int, workers: int
+    ) -> tuple[str, float | Guarantee]:
+        """Check a request before the first image is opened. Returns its method and amount."""
+        check_values({"batch_size": (batch_size, Count), "workers": (workers, Parallel)})
+        method, amount = self.main if selector is None else selector, self.amount(budget)
+        self.classifier(method)
+        if not isinstance(amount, Guarantee):
+            self.k(amount, method)
+        elif amount.selector != method:
+            raise RequestError(f"This guarantee is for '{amount.selector}', not for '{method}'. Calibrate '{method}' first.")
+        return method, amount
+
+    def save_pretrained(self, path: Path | str) -> Path:
+        """Save the model as a folder without local paths; the weights of the backbone are found by name and hash.
+
+        Args:
+            path: Folder to write.
+
+        Returns:
+            The folder.
+        """
+        target = Path(path)
+        backbone = to_dict(self.backbone_config)
+        if self.backbone_config.weights is not None:
+            backbone["weights"] = Path(self.backbone_config.weights).name
+        backbone["name"] = self.backbone_fingerprint["name"]
+        settings: dict[str, Any] = {
+            "backbone": backbone,
+            "train": to_dict(self.train_config),
+            "info": self.info,
+            "fingerprint": self.fingerprint,
+            "guarantees": [guarantee.to_json() for guarantee in self.guarantees],
+        }
+        with exclusive(target):
+            if self.scout is not None:
+                self.scout.save_pretrained(target / saved.ROUTER)
+            saved.write_folder(target, self.identity, settings, self._tensors(), self.card)
+        return target
+
+    @classmethod
+    def from_pretrained(
+        cls, path: Path | str, revision: str | None = None, weights: Path | str | None = None, device: str = "auto"
+    ) -> MedTokenBudget:
+        """See `mtb.load`."""
+        source = saved.resolve(path, revision)
+        config = saved.read_config(source)
+        identity = config["identity"]
+        tensors = {name: saved.read_tensors(source, name, config) for name in config["files"]}
+        familiarity = saved.take_familiarity(identity, tensors, source)
+        return cls(
+            backbone=saved.backbone_config(config, source, weights),
+            backbone_fingerprint=identity["backbone"],
+            classes=identity["classes"],
+            classifiers=saved.build(identity, tensors, source),
+            train_config=train_config_from_dict(config["train"]),
+            main=identity["main"],
+            card=saved.read_card(source),
+            info=config["info"],
+            scout=cls.from_pretrained(source / saved.ROUTER, device=device) if "route" in identity["backbone"] else None,
+            familiarity=familiarity,
+            guarantees=read_guarantees(config.get("guarantees", [])),
+            device=device,
+        )
+
+    def push_to_hub(self, repo_id: str, private: bool = True, message: str = "Upload model") -> str:
+        """Upload the model to the hub, as a private repository by default, and return its address."""
+        with tempfile.TemporaryDirectory() as folder:
+            return saved.upload(self.save_pretrained(folder), repo_id, private, message)
+
+
+def load(path: Path | str, revision: str | None = None, weights: Path | str | None = None, device: str = "auto") -> MedTokenBudget:
+    """Load a saved model.
+
+    Args:
+        path: A run directory, a model folder, a hub id (`owner/name`), or 'dermoscopy' for the router that comes with the package.
+        revision: Branch, tag or commit on the hub.
+        weights: Safetensors file of the backbone, if it is no longer where it was when the model was saved.
+        device: 'auto' uses a GPU if there is one; otherwise 'cpu', 'cuda', 'cuda:1', ...
+
+    Returns:
+        The model in evaluation mode. Its backbone is loaded when it is first needed.
+
+    Raises:
+        RequestError: If there is no such model, or one of its files is damaged, edited or of another version.
+
+    Example:
+        >>> model = mtb.load("runs/demo")
+        >>> [prediction.label for prediction in model.predict(["photo.jpg"], budget=0.1)]
+        ['NV']
+    """
+    return MedTokenBudget.from_pretrained(path, revision, weights, device)
+
+
+def route(
+    images: Any,
+    budget: float | Guarantee | None = None,
+    model: MedTokenBudget | Path | str = DEFAULT_MODEL,
+    selector: str | None = None,
+    batch_size: int = 16,
+) -> list[Routing]:
+    """Return the patches that a router keeps of images; no training, no labels, no masks.
+
+    Args:
+        images: What `MedTokenBudget.predict` takes: paths, folders, globs, pictures, uint8 arrays, bytes.
+        budget: Share of the patches that is kept, in (0, 1], or a guarantee of the model; None means 0.3, or the only budget of a
+            model that is routed early.
+        model: A model, or what `mtb.load` takes. Default: the router that comes with the package, for dermoscopic images.
+        selector: Method to use; None means the model's main one.
+        batch_size: Images per forward pass.
+
+    Returns:
+        One `Routing` per image: `kept`, `scores`, `tokens`, `unfamiliar`. In a notebook it shows the image with its kept patches.
+
+    Raises:
+        RequestError: If an image cannot be read.
+
+    Example:
+        >>> routing = mtb.route("photo.jpg", budget=0.3)[0]
+        >>> routing.k, routing.tokens.shape, routing.unfamiliar
+        (76, (76, 192), False)
+    """
+    return loaded(model).route(images, budget, selector, batch_size)
+
+
+def loaded(model: MedTokenBudget | Path | str) -> MedTokenBudget:
+    """Return a model as it is, or load what `load` takes."""
+    return model if isinstance(model, MedTokenBudget) else load(model)
+
+
+def _readable(
+    answers: Iterable[tuple[ImageSource, Answer | None]], on_error: Callable[[ImageSource], None] | None
+) -> Iterator[Answer]:
+    """Yield the answers; images that could not be read go to `on_error` or, without it, end the stream with an error."""
+    for source, answer in answers:
+        if answer is not None:
+            yield answer
+        elif on_error is None:
+            raise RequestError(source.reason)
+        else:
+            on_error(source)
+
+
+def comparable(fingerprint: dict[str, Any]) -> dict[str, Any]:
+    """Return a fingerprint without the parent folders of a backbone folder, which may be elsewhere on another machine."""
+    values = json.loads(json.dumps(fingerprint))
+    return {**values, "name": Path(values["name"]).name}
