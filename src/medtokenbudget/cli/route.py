@@ -52,7 +52,7 @@ def main(arguments: list[str]) -> int:
     from medtokenbudget.api.route import RouteConfig, Routed, route_files
     from medtokenbudget.model import load
     from medtokenbudget.progress import say
-    from medtokenbudget.reporting.numbers import plural
+    from medtokenbudget.reporting.text import plural
 
     require_effect(options, options.engine == "ray", "--engine ray", "address")
     require_effect(options, options.tokens, "--tokens", "tokens_dtype")
