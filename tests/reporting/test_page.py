@@ -408,6 +408,15 @@ def test_the_page_works_under_a_policy_that_runs_and_loads_nothing(chromium: Bro
     page.close()
 
 
+def test_names_from_a_data_set_are_text_on_the_page(tmp_path: Path) -> None:
+    strange = "<script>alert('x')</script>"
+    folder = fake_run(tmp_path / "run", n=8, seeds=(42,), studies=("main",), images=False, dataset=strange)
+    edit_run(folder, command=f"mtb sweep {strange}", hashes={strange: strange})
+    text = report(folder).read_text(encoding="utf-8")
+    assert "<script" not in text
+    assert text.count("&lt;script&gt;alert(") >= 5  # title, heading, lead, command, hash
+
+
 @pytest.mark.parametrize("width", [1280, 390])
 def test_no_table_is_wider_than_its_box_on_a_desktop_and_no_page_than_its_window(chromium: Browser, run: Path, width: int) -> None:
     page = chromium.new_page(viewport={"width": width, "height": 900})

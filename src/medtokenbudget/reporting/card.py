@@ -171,7 +171,7 @@ def _results(tables: _Tables, facts: ModelFacts) -> dict[str, Any]:
     images = tables.cells(tables.predictions, facts.main)
     images = images[images["budget"].isin(HEADLINE_BUDGETS)]
     measured = (*CLASSIFICATION, *RETENTION) if facts.classes else RETENTION
-    found = intervals(images, measured, ("budget",), draws=DRAWS).set_index(["budget", "metric"])
+    table = intervals(images, measured, ("budget",), draws=DRAWS).set_index(["budget", "metric"])
     rows = []
     for budget in sorted(images["budget"].unique()):
         cells: dict[str, str] = {}
@@ -179,8 +179,8 @@ def _results(tables: _Tables, facts: ModelFacts) -> dict[str, Any]:
         for metric in measured:
             value = tables.value(facts.main, budget, metric)
             cells[metric] = "–"
-            if (budget, metric) in found.index:
-                row: Any = found.loc[[(budget, metric)]].iloc[0]
+            if (budget, metric) in table.index:
+                row: Any = table.loc[[(budget, metric)]].iloc[0]
                 n[metric] = int(row["n"])
                 if not is_missing(value):
                     cells[metric] = f"{percent(value)} ({percent(row['low'])} to {percent(row['high'])})"

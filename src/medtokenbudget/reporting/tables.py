@@ -465,11 +465,12 @@ def _paired_seeds(run: ReportRun, results: pd.DataFrame, reference: str, file: s
     for budget in sorted(gaps["budget"].unique()):
         for method in others:
             keys = [(budget, method, m) for m in metrics]
-            found: dict[Any, Any] = {k: cells.loc[[k]].iloc[0] for k in keys if k in cells.index}
+            gaps_of: dict[Any, Any] = {k: cells.loc[[k]].iloc[0] for k in keys if k in cells.index}
             texts = [
-                with_spread(points(found[k]["mean"], 2), percent(found[k]["std"], 2)) if k in found else NOT_MEASURED for k in keys
+                with_spread(points(gaps_of[k]["mean"], 2), percent(gaps_of[k]["std"], 2)) if k in gaps_of else NOT_MEASURED
+                for k in keys
             ]
-            seeds = next((str(gap["seeds"]) for gap in found.values()), NOT_MEASURED)
+            seeds = next((str(gap["seeds"]) for gap in gaps_of.values()), NOT_MEASURED)
             rows.append([budget_text(budget), look(method).name, *texts, seeds])
     name = look(reference).name
     return Table(
