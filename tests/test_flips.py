@@ -29,7 +29,7 @@ from medtokenbudget.config import BackboneConfig, train_config_from_dict
 from medtokenbudget.data import Manifest
 from medtokenbudget.errors import MedTokenBudgetError
 from medtokenbudget.files import read_json, sha256_json
-from medtokenbudget.reporting.evidence import Evidence
+from medtokenbudget.reporting.intervals import ReportRun
 from medtokenbudget.runs.method import Method
 from medtokenbudget.runs.run import RunInfo
 from medtokenbudget.runs.sweep import Plan, Sources, Unit, status
@@ -169,7 +169,7 @@ def the_store(world: World, path: Path) -> Any:
 
 def the_run(world: World, path: Path) -> Any:
     """Everything that a report is made of."""
-    found = Evidence.read(path.parent)
+    found = ReportRun.read(path.parent)
     tables = [found.results, found.predictions, found.training.drop(columns="seconds", errors="ignore"), found.attributes]
     orders = None if found.orders is None else [value.tobytes() for _, value in sorted(found.orders.order.items())]
     extra = None if found.orders is None else (found.orders.image_ids, found.orders.lesion.tobytes(), found.orders.grid)

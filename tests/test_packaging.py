@@ -143,7 +143,7 @@ def test_the_wheel_has_everything_that_the_package_reads_and_nothing_else(dist: 
         pytest.skip("not a git checkout")
     wanted = {str((REPOSITORY / name).relative_to(root)) for name in listed.stdout.splitlines() if (REPOSITORY / name).exists()}
     assert inside == wanted
-    assert {"medtokenbudget/py.typed", "medtokenbudget/reporting/page.css"} <= inside
+    assert {"medtokenbudget/py.typed", "medtokenbudget/reporting/templates/page.html"} <= inside
     assert wheel_of(dist).stat().st_size < 10_000_000, "an index takes wheels up to 100 MB; ours should stay small"
 
 

@@ -1,7 +1,7 @@
 """Write docs/results/scorer.md from the CSV files beside it: `python docs/tools/scorer_page.py`.
 
 `scorer.csv` has the rows of results.csv of the compared runs with the backbone in front, `scorer-exploration.csv` the prototypes that
-were compared on an inner split of the training images, `scorer-loss.csv` the table `lost-places` of the reports, `scorer-router.csv` what
+were compared on an inner split of the training images, `scorer-loss.csv` where the lost places went, `scorer-router.csv` what
 the router in the package keeps, with a second seed, its predecessor and the one trained from real masks alone.
 """
 
@@ -103,7 +103,7 @@ quarters:
 {{loss}}
 
 A third of the lost places or less went to ambiguous patches, and the core is kept no better than the whole: **the loss is not the border but a few
-images**. One image in twenty carries half to four fifths of it. `mtb report` shows this table (`lost-places`) for every run.
+images**. One image in twenty carries half to four fifths of it.
 
 What these images have in common was looked at on the training side, on the 16 worst of 167 images that were held out to choose the epoch
 (11 of them below 90 %, with 66 % of the loss): masks drawn well beyond the visible border (basal cell carcinoma, keratosis), a second lesion

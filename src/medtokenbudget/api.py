@@ -296,7 +296,7 @@ def report(run: Run | Path | str, *others: Run | Path | str, out: Path | str | N
         >>> mtb.report("runs/first").name
         'report.html'
     """
-    from medtokenbudget.reporting.build import report as write_report
+    from medtokenbudget.reporting.page import report as write_report
 
     paths = [entry.path if isinstance(entry, Run) else Path(entry) for entry in (run, *others)]
     return write_report(*paths, out=out, pictures=pictures)

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from medtokenbudget.reporting.build import report
-from medtokenbudget.reporting.evidence import Evidence
-from medtokenbudget.reporting.intervals import Intervals
+from medtokenbudget.reporting.intervals import ReportRun
+from medtokenbudget.reporting.page import report
 from tests.reporting.fake_run import fake_run
 
 
@@ -21,7 +20,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def intervals(tmp_path_factory: pytest.TempPathFactory) -> Intervals:
-    """The statistics of a run with the headline study and off-center views, without its report."""
+def read_run(tmp_path_factory: pytest.TempPathFactory) -> ReportRun:
+    """A run with the headline study and off-center views, read but without its report."""
     folder = fake_run(tmp_path_factory.mktemp("statistics") / "run", studies=("main", "center-bias"), images=False)
-    return Intervals(Evidence.read(folder))
+    return ReportRun.read(folder)

@@ -12,8 +12,8 @@ import pytest
 
 from medtokenbudget.cli import main
 from medtokenbudget.errors import RequestError
-from medtokenbudget.reporting.build import report
 from medtokenbudget.reporting.comparison import Comparison, unique_names
+from medtokenbudget.reporting.page import report
 from tests.reporting.fake_run import edit_run, fake_run
 
 pytestmark = pytest.mark.slow

@@ -30,7 +30,7 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
 
     from medtokenbudget.progress import say
-    from medtokenbudget.reporting.build import build
+    from medtokenbudget.reporting.page import build
 
     built = build(options.runs, None if options.out is None else Path(options.out), pictures=options.pictures)
     if options.json:

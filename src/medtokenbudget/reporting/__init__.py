@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-_PUBLIC = {"report": "medtokenbudget.reporting.build"}
+_PUBLIC = {"report": "medtokenbudget.reporting.page"}
 __all__ = ["report"]
 
 

@@ -6,13 +6,14 @@ It is stored with the model, not with the report. Point values come from `result
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
+from markupsafe import Markup
 
 from medtokenbudget import metrics
 from medtokenbudget.backbone.views import OFF_CENTER
@@ -21,7 +22,7 @@ from medtokenbudget.data import Manifest, ManifestError
 from medtokenbudget.escaping import markdown_text
 from medtokenbudget.model import MedTokenBudget
 from medtokenbudget.reporting.looks import PAPER_RECIPE, look
-from medtokenbudget.reporting.numbers import budget_text, is_missing, percent, percentage
+from medtokenbudget.reporting.text import budget_text, is_missing, markdown, percent, percentage, template
 from medtokenbudget.runs.run import AS_IS, RunInfo
 from medtokenbudget.runs.statistics import by_class, by_lesion_size, intervals
 
@@ -31,31 +32,6 @@ RETENTION = ("retention", "retention_of_ceiling")
 BESIDE = (PAPER_RECIPE, "center", "darkness", "random", "no-pruning")
 """What the model is compared with, where the run has it: the paper's recipe and the controls."""
 HEADLINE = 0.3
-
-HEADER = """---
-library_name: medtokenbudget
-pipeline_tag: {task}
-tags: [dermoscopy, token-routing, vision-transformer, research]
----
-
-# {title}
-
-**Research software, not a medical device.** Do not use it to diagnose, triage or treat anyone. It has not been tested on
-patients, and the numbers below apply only to the data named below.
-
-## Intended use
-
-Research on token budgets: which patches of an image a frozen vision transformer needs, how much of a lesion they contain, and
-how well a classifier works on them; compact tokens as input for other research models. Not intended for decisions about a person,
-for other kinds of images than those it was trained on, or for claims about skin types or devices that the data do not cover.
-
-```python
-import medtokenbudget as mtb
-
-model = mtb.load("path/to/this/folder")
-model.{verb}("image.jpg", budget=0.3)
-```
-"""
 
 
 @dataclass(frozen=True)
@@ -92,19 +68,19 @@ class _Tables:
     seed: int | None
 
     def cells(self, frame: pd.DataFrame, method: str, view: str = AS_IS) -> pd.DataFrame:
-        """The rows of one method and view, of the first study that has them."""
+        """Returns the rows of one method and view, of the first study that has them."""
         rows = frame[(frame["method"] == method) & (frame["seed"] == self.seed) & (frame["view"] == view)]
         return rows[rows["study"] == rows["study"].iloc[0]] if len(rows) else rows
 
     def value(self, method: str, budget: float, metric: str, view: str = AS_IS) -> float:
-        """One number of results.csv; NaN where it was not measured."""
+        """Returns one number of results.csv; NaN where it was not measured."""
         rows = self.cells(self.results, method, view)
         rows = rows[np.isclose(rows["budget"].astype(float), budget)]
         return float(rows[metric].iloc[0]) if len(rows) else float("nan")
 
 
 def run_card(run: Path | str, model: MedTokenBudget) -> str:
-    """The card of a model that was saved from a run directory, as Markdown."""
+    """Writes the card of a model that was saved from a run directory, as Markdown."""
     folder = Path(run)
     info = RunInfo.read(folder)
     predictions, _ = info.predictions()
@@ -135,7 +111,7 @@ def _split(folder: Path, info: RunInfo) -> str:
 
 
 def model_card(facts: ModelFacts, info: RunInfo, results: pd.DataFrame, predictions: pd.DataFrame) -> str:
-    """The card as Markdown.
+    """Writes the card as Markdown.
 
     Args:
         facts: What the model knows about itself.
@@ -144,214 +120,144 @@ def model_card(facts: ModelFacts, info: RunInfo, results: pd.DataFrame, predicti
         predictions: `predictions.parquet` of that run.
     """
     tables = _Tables(results, predictions, info.seeds[0] if info.seeds else None)
-    facts = replace(facts, classes=[markdown_text(name) for name in facts.classes])
-    sections = [
-        HEADER.format(
-            title=f"MedTokenBudget on {markdown_text(info.dataset) or 'unnamed data'}",
-            task="image-classification" if facts.classes else "image-feature-extraction",
-            verb="predict" if facts.classes else "route",
-        ),
-        _model(facts),
-        _data(info, facts),
-        _results(tables, facts),
-        _beside(tables, facts),
-        _strata(tables, facts),
-        _calibration(tables, facts) if facts.classes else "",
-        _failures(tables, facts),
-        _provenance(info, facts),
-    ]
-    return "\n".join(section.strip() + "\n" for section in sections if section)
-
-
-def _model(facts: ModelFacts) -> str:
-    backbone = facts.backbone
-    size, (h, w) = backbone["image_size"], backbone["grid"]
-    others = ", ".join(f"`{name}`" for name in facts.selectors if name != facts.main) or "none"
-    return f"""## Model
-
-- main method: `{facts.main}` ({look(facts.main).name}); training recipe `{facts.recipe}`
-- other methods {"with a classifier" if facts.classes else "beside it"}: {others}
-- classes: {", ".join(facts.classes) or "none: a router without a head, trained from lesion masks alone"}
-- backbone (frozen, not in this folder): `{backbone["name"]}`, block {backbone["layer"]}, {backbone["attention"]} attention
-- backbone weights, SHA-256: `{backbone["weights"]}`
-- input: the whole image at {size} x {size} pixels, {h} x {w} patches with {backbone["dim"]} features each"""
-
-
-def _data(info: RunInfo, facts: ModelFacts) -> str:
-    counts = info.counts
-    head = ["part", "images", "masks", *(["classes"] if facts.classes else [])]
-    rows = [
-        [part, f"{values['images']:,}", f"{values['masks']:,}", _classes(values["classes"])][: len(head)]
-        for part, values in counts.items()
-        if values["images"]
-    ]
-    training = sum(counts[part]["masks"] for part in ("train", "select") if part in counts)
-    used = "none were used in training"
-    if facts.lesion_loss:
-        used = f"{training:,} from the training part were used (lesion loss weight {facts.lesion_loss:g})"
-    return f"""## Data
-
-{_table(head, rows) if rows else "The run does not record how many images it used."}
-
-- data set: {markdown_text(info.dataset) or "not recorded"}
-- split: {facts.split}
-- masks: {used}; masks of validation images are used for evaluation only"""
-
-
-def _classes(counts: dict[str, int]) -> str:
-    return ", ".join(f"{markdown_text(name)} {count:,}" for name, count in counts.items() if count)
-
-
-def _results(tables: _Tables, facts: ModelFacts) -> str:
-    title = "## Results on the validation part\n\n"
-    own = tables.cells(tables.predictions, facts.main)
-    own = own[own["budget"].isin(HEADLINE_BUDGETS)]
-    if not len(own):
-        return title + "Not measured."
-    measured = (*CLASSIFICATION, *RETENTION) if facts.classes else RETENTION
-    found = intervals(own, measured, ("budget",), draws=DRAWS).set_index(["budget", "metric"])
-    rows = []
-    for budget in sorted(own["budget"].unique()):
-        n = [int(found.loc[(budget, m), "n"]) if (budget, m) in found.index else 0 for m in ("accuracy", "retention")]
-        cells = {m: _cell(tables.value(facts.main, budget, m), found, (budget, m)) for m in measured}
-        classes = [n[0], *(cells[m] for m in CLASSIFICATION)] if facts.classes else []
-        rows.append([budget_text(budget), *classes, n[1], *(cells[m] for m in RETENTION)])
-    classified = ["n", "accuracy", "balanced accuracy", "macro F1"] if facts.classes else []
-    head = ["budget", *classified, "n with lesion", "retention", "share of ceiling"]
-    note = (
-        f"`{facts.main}`, the seed of this model. Percent, with 95% bootstrap intervals over groups of images ({DRAWS:,} draws). "
-        "Retention: share of lesion patches kept. Share of ceiling: the same relative to what any selector could keep."
+    # Escaped here once, because class names are in many cells.
+    classes = [markdown(name) for name in facts.classes]
+    cell = tables.cells(predictions, facts.main)
+    cell = cell[cell["budget"] == HEADLINE]
+    labeled = cell[cell["label"] >= 0]
+    recalls = pd.Series(metrics.recall(labeled["label"], labeled["predicted"], len(classes)), index=classes, dtype=float)
+    return template("card.md").render(
+        facts=facts,
+        info=info,
+        classes=classes,
+        others=[name for name in facts.selectors if name != facts.main],
+        paper_recipe=PAPER_RECIPE,
+        budget=budget_text(HEADLINE),
+        draws=f"{DRAWS:,}",
+        data=_data(info, facts),
+        results=_results(tables, facts),
+        beside=_beside(tables, facts),
+        recall={
+            "head": ["class", "n", "recall"],
+            "rows": [
+                [name, count, _percentage(recalls.iloc[index])]
+                for index, name in enumerate(classes)
+                if (count := int((labeled["label"] == index).sum()))
+            ],
+        },
+        strata=_strata(cell, classes),
+        calibration=_calibration(tables, facts),
+        failures=_failures(tables, facts, cell, recalls if len(labeled) else recalls.iloc[:0]),
     )
-    return title + _table(head, rows) + f"\n\n{note}"
 
 
-def _cell(value: float, found: pd.DataFrame, key: tuple[float, str]) -> str:
-    if is_missing(value) or key not in found.index:
-        return "–"
-    row: Any = found.loc[[key]].iloc[0]
-    return f"{percent(value)} ({percent(row['low'])} to {percent(row['high'])})"
+def _data(info: RunInfo, facts: ModelFacts) -> dict[str, Any]:
+    head = ["part", "images", "masks", *(["classes"] if facts.classes else [])]
+    rows = []
+    for part, values in info.counts.items():
+        if values["images"]:
+            classes = ", ".join(f"{markdown_text(name)} {count:,}" for name, count in values["classes"].items() if count)
+            rows.append([part, f"{values['images']:,}", f"{values['masks']:,}", Markup(classes)][: len(head)])
+    masks = "none were used in training"
+    if facts.lesion_loss:
+        training = sum(info.counts[part]["masks"] for part in ("train", "select") if part in info.counts)
+        masks = f"{training:,} from the training part were used (lesion loss weight {facts.lesion_loss:g})"
+    return {"head": head, "rows": rows, "masks": masks}
 
 
-def _beside(tables: _Tables, facts: ModelFacts) -> str:
-    recipe = "the paper's recipe and " if facts.classes else ""
-    title = f"### Compared with {recipe}the controls\n\n"
+def _results(tables: _Tables, facts: ModelFacts) -> dict[str, Any]:
+    images = tables.cells(tables.predictions, facts.main)
+    images = images[images["budget"].isin(HEADLINE_BUDGETS)]
+    measured = (*CLASSIFICATION, *RETENTION) if facts.classes else RETENTION
+    table = intervals(images, measured, ("budget",), draws=DRAWS).set_index(["budget", "metric"])
+    rows = []
+    for budget in sorted(images["budget"].unique()):
+        cells: dict[str, str] = {}
+        n = dict.fromkeys(("accuracy", "retention"), 0)
+        for metric in measured:
+            value = tables.value(facts.main, budget, metric)
+            cells[metric] = "–"
+            if (budget, metric) in table.index:
+                row: Any = table.loc[[(budget, metric)]].iloc[0]
+                n[metric] = int(row["n"])
+                if not is_missing(value):
+                    cells[metric] = f"{percent(value)} ({percent(row['low'])} to {percent(row['high'])})"
+        classified = [n["accuracy"], *(cells[m] for m in CLASSIFICATION)] if facts.classes else []
+        rows.append([budget_text(budget), *classified, n["retention"], *(cells[m] for m in RETENTION)])
+    classified = ["n", "accuracy", "balanced accuracy", "macro F1"] if facts.classes else []
+    return {"head": ["budget", *classified, "n with lesion", "retention", "share of ceiling"], "rows": rows}
+
+
+def _beside(tables: _Tables, facts: ModelFacts) -> dict[str, Any]:
     measured = ("accuracy", "macro_f1", "retention", "ceiling") if facts.classes else ("retention", "ceiling")
     rows = []
     for method in dict.fromkeys((facts.main, *BESIDE)):
         cells = tables.cells(tables.results, method)
         cells = cells[cells["budget"] == HEADLINE]
         if len(cells):
-            values = [tables.value(method, HEADLINE, m) for m in measured]
             labeled, masked = (f"{int(cells[name].iloc[0]):,}" for name in ("n", "n_masked"))
             n = f"{labeled} ({masked})" if facts.classes else masked
-            rows.append([f"{look(method).name} `{method}`", n, *map(_percentage, values)])
-    if len(rows) < 2:
-        return title + "Not measured."
+            values = [_percentage(tables.value(method, HEADLINE, m)) for m in measured]
+            rows.append([f"{look(method).name} `{method}`", n, *values])
     counted = "n (masks)" if facts.classes else "n with lesion"
-    head = [f"method, budget {budget_text(HEADLINE)}", counted, *(name.replace("_", " ").replace("f1", "F1") for name in measured)]
-    about = "`center` keeps the middle of the image without looking at it."
-    if facts.classes:
-        about += f" `{PAPER_RECIPE}` is the paper's own training recipe."
-    return title + _table(head, rows) + f"\n\n{about}"
+    names = [name.replace("_", " ").replace("f1", "F1") for name in measured]
+    return {"head": [f"method, budget {budget_text(HEADLINE)}", counted, *names], "rows": rows}
 
 
-def _strata(tables: _Tables, facts: ModelFacts) -> str:
-    cell, labeled = _at_headline(tables, facts)
-    if not facts.classes:
-        text = f"## By lesion size, budget {budget_text(HEADLINE)}"
-        return text + _retention_strata(cell, facts)
-    recalls = metrics.recall(labeled["label"], labeled["predicted"], len(facts.classes))
-    rows = [
-        [name, count, _percentage(recalls[index])]
-        for index, name in enumerate(facts.classes)
-        if (count := int((labeled["label"] == index).sum()))
-    ]
-    text = f"## By class and lesion size, budget {budget_text(HEADLINE)}\n\n"
-    text += _table(["class", "n", "recall"], rows) if rows else "Not measured."
-    return text + _retention_strata(cell, facts)
-
-
-def _retention_strata(cell: pd.DataFrame, facts: ModelFacts) -> str:
+def _strata(cell: pd.DataFrame, classes: Sequence[str]) -> list[dict[str, Any]]:
+    """Returns retention by lesion size and by class; nothing where no image has a mask."""
     if not cell["kept_lesion"].notna().any():
-        return "\n\nRetention was not measured, because no validation image has a mask."
-    text = ""
-    found = {"lesion size": by_lesion_size(cell, draws=DRAWS)}
-    if facts.classes:
-        found["class"] = by_class(cell, facts.classes, draws=DRAWS)
-    for name, strata in found.items():
-        rows = [
-            [
-                row.stratum,
-                f"{row.smallest} to {row.largest}",
-                row.n,
-                f"{percent(row.retention)} ({percent(row.low)} to {percent(row.high)})",
-                _percentage(row.ceiling),
-            ]
-            for row in strata.itertuples()
-        ]
-        text += "\n\n" + _table([name, "lesion patches", "n", "retention", "ceiling"], rows)
-    return text
+        return []
+    tables = {"lesion size": by_lesion_size(cell, draws=DRAWS)}
+    if classes:
+        tables["class"] = by_class(cell, classes, draws=DRAWS)
+    return [
+        {
+            "head": [name, "lesion patches", "n", "retention", "ceiling"],
+            "rows": [
+                [
+                    Markup(row.stratum),
+                    f"{row.smallest} to {row.largest}",
+                    row.n,
+                    f"{percent(row.retention)} ({percent(row.low)} to {percent(row.high)})",
+                    _percentage(row.ceiling),
+                ]
+                for row in table.itertuples()
+            ],
+        }
+        for name, table in tables.items()
+    ]
 
 
-def _at_headline(tables: _Tables, facts: ModelFacts) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Predictions of the main method at the headline budget: all, and those with a label."""
-    own = tables.cells(tables.predictions, facts.main)
-    cell = own[own["budget"] == HEADLINE]
-    return cell, cell[cell["label"] >= 0]
-
-
-def _calibration(tables: _Tables, facts: ModelFacts) -> str:
+def _calibration(tables: _Tables, facts: ModelFacts) -> dict[str, Any]:
     cells = tables.cells(tables.results, facts.main)
     rows = [
         [budget_text(float(budget)), f"{int(n):,}", _percentage(ece)]
         for budget, n, ece in zip(cells["budget"], cells["n"], cells["ece"])
         if budget in HEADLINE_BUDGETS and not is_missing(ece)
     ]
-    if not rows:
-        return "## Calibration\n\nNot measured."
-    note = "Probabilities are the softmax of the head, without recalibration."
-    return f"## Calibration\n\n{_table(['budget', 'n', 'expected calibration error'], rows)}\n\n{note}"
+    return {"head": ["budget", "n", "expected calibration error"], "rows": rows}
 
 
-def _failures(tables: _Tables, facts: ModelFacts) -> str:
-    cell, labeled = _at_headline(tables, facts)
+def _failures(tables: _Tables, facts: ModelFacts, cell: pd.DataFrame, recalls: pd.Series) -> list[str]:
     at = f"at budget {budget_text(HEADLINE)}"
-    lines = []
-    if len(labeled):
-        recalls = pd.Series(metrics.recall(labeled["label"], labeled["predicted"], len(facts.classes)), index=list(facts.classes))
-        worst = ", ".join(f"{name} ({percentage(value)})" for name, value in recalls.dropna().sort_values().head(3).items())
-        lines.append(f"- lowest recall {at}: {worst}")
+    lines: list[str] = []
+    if len(recalls):
+        worst = [f"{name} ({percentage(value)})" for name, value in recalls.dropna().sort_values().head(3).items()]
+        lines.append(Markup(f"lowest recall {at}: {', '.join(worst)}"))
         absent = recalls.index[recalls.isna()].tolist()
         if absent:
-            lines.append(f"- classes without validation images: {', '.join(absent)}")
+            lines.append(Markup(f"classes without validation images: {', '.join(absent)}"))
     masked = cell[cell["kept_lesion"].notna() & (cell["lesion"].fillna(0) > 0)]
     if len(masked):
         reachable = metrics.reachable(masked["lesion"].astype(int), masked["k"])
         lost = int((masked["kept_lesion"].astype(int) < 0.5 * reachable).sum())
-        lines.append(
-            f"- less than half of the reachable lesion patches kept {at}: {lost:,} of {len(masked):,} images with a lesion"
-        )
+        lines.append(f"less than half of the reachable lesion patches kept {at}: {lost:,} of {len(masked):,} images with a lesion")
     share = tables.value(facts.main, HEADLINE, "retention_of_ceiling", OFF_CENTER)
     if not is_missing(share):
         n = int(tables.value(facts.main, HEADLINE, "n_masked", OFF_CENTER))
-        lines.append(f"- lesion off-center, {at}: {percentage(share)} of the ceiling (n = {n:,})")
-    lines.append("- not measured: skin types, devices, hair, ink, rulers, gel bubbles, dark corners, several lesions in one image")
-    return "## Known failures\n\n" + "\n".join(lines)
-
-
-def _provenance(info: RunInfo, facts: ModelFacts) -> str:
-    lines = [f"- model fingerprint: `{facts.fingerprint}`"]
-    lines += [f"- hash of the {name}: `{value}`" for name, value in info.hashes.items()]
-    lines.append(f"- seeds of the run: {', '.join(map(str, info.seeds)) or 'not recorded'}; this model is from the first")
-    if info.command:
-        lines.append(f"- command: `{info.command}`")
-    lines.append("- versions: " + ", ".join(f"{name} {value}" for name, value in info.versions.items()))
-    return "## Versions and hashes\n\n" + "\n".join(lines)
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
+        lines.append(f"lesion off-center, {at}: {percentage(share)} of the ceiling (n = {n:,})")
+    return lines
 
 
 def _percentage(value: Any) -> str:

@@ -6,6 +6,7 @@ retention.
 
 from __future__ import annotations
 
+import base64
 import io
 from dataclasses import dataclass
 
@@ -18,10 +19,8 @@ from PIL import Image, ImageFilter
 from medtokenbudget.data.images import decode_image, decode_mask
 from medtokenbudget.errors import RequestError
 from medtokenbudget.metrics import lesion_retention, ratio, reachable
-from medtokenbudget.reporting.evidence import Evidence
-from medtokenbudget.reporting.looks import look
-from medtokenbudget.reporting.patch_orders import PatchOrders
-from medtokenbudget.reporting.style import LOST
+from medtokenbudget.reporting.intervals import PatchOrders, ReportRun
+from medtokenbudget.reporting.looks import LOST, look
 
 SIDE = 208
 KEPT_TINT = "#3d9be9"
@@ -33,102 +32,84 @@ _ALSO = "attention-entropy"
 
 
 @dataclass(frozen=True)
-class Tile:
-    """One small picture and its caption."""
-
-    title: str
-    caption: str
-    picture: Image.Image
-
-    def jpeg(self) -> bytes:
-        buffer = io.BytesIO()
-        self.picture.save(buffer, "JPEG", quality=84, subsampling=0)
-        return buffer.getvalue()
-
-
-@dataclass(frozen=True)
 class Example:
-    """One image: its id, why it was chosen, a description, and its tiles."""
+    """One image: its id, why it was chosen, a description, and its tiles as (title, caption, picture)."""
 
     image_id: str
     reason: str
     text: str
-    tiles: list[Tile]
+    tiles: list[tuple[str, str, Image.Image]]
 
 
-@dataclass(frozen=True)
-class Gallery:
-    """The example images of a report: typical ones and those with the lowest retention."""
+def examples(run: ReportRun) -> dict[str, list[Example]]:
+    """Chooses the `typical` images and the `worst`: those with the lowest retention.
 
-    typical: list[Example]
-    worst: list[Example]
-    budget: float
-    k: int
-
-
-def gallery(evidence: Evidence) -> Gallery | None:
-    """Chooses the examples; None with a note in `evidence.missing` without masks, patch orders or readable images."""
-    orders, method, k = evidence.orders, evidence.focus, evidence.k
-    if orders is None or evidence.manifest is None:
-        return None
+    Without masks, patch orders or readable images both are empty, with a note in `run.missing`.
+    """
+    none: dict[str, list[Example]] = {"typical": [], "worst": []}
+    orders, method, k = run.orders, run.focus, run.k
+    if orders is None or run.manifest is None:
+        return none
     seed = orders.seed_of(method)
     if seed is None:
-        evidence.missing.append(f"Pictures of kept patches: the run has no patch order of {look(method).name}.")
-        return None
+        run.missing.append(f"Pictures of kept patches: the run has no patch order of {look(method).name}.")
+        return none
     share = orders.share_of_possible(method, seed, k)
     measured = np.flatnonzero(~np.isnan(share))
     if not measured.size:
-        evidence.missing.append("Pictures of kept and lost lesion patches: no image has a lesion mask.")
-        return None
+        run.missing.append("Pictures of kept and lost lesion patches: no image has a lesion mask.")
+        return none
     ranked = measured[np.argsort(share[measured], kind="stable")]
-    worst = [(int(row), "lowest retention") for row in ranked[:_WORST]]
-    chosen = [(int(ranked[round(q * (len(ranked) - 1))]), why) for q, why in _QUANTILES]
-    chosen = [(row, why) for i, (row, why) in enumerate(chosen) if row not in [r for r, _ in [*worst, *chosen[:i]]]]
-    shown = {row: _example(evidence, orders, row, why) for row, why in [*chosen, *worst]}
-    absent = sum(example is None for example in shown.values())
+    worst = dict.fromkeys((int(row) for row in ranked[:_WORST]), "lowest retention")
+    typical: dict[int, str] = {}
+    for quantile, reason in _QUANTILES:
+        row = int(ranked[round(quantile * (len(ranked) - 1))])
+        if row not in worst:
+            typical.setdefault(row, reason)
+    made = {row: _example(run, orders, row, reason) for row, reason in (typical | worst).items()}
+    absent = sum(example is None for example in made.values())
     if absent:
-        evidence.missing.append(f"{absent} of {len(shown)} example pictures: the image files named in the manifest cannot be read.")
-    typical, failed = ([e for row, _ in rows if (e := shown[row]) is not None] for rows in (chosen, worst))
-    return Gallery(typical, failed, evidence.headline, k) if typical or failed else None
+        run.missing.append(f"{absent} of {len(made)} example pictures: the image files named in the manifest cannot be read.")
+    return {name: [e for row in rows if (e := made[row]) is not None] for name, rows in (("typical", typical), ("worst", worst))}
 
 
-def _example(evidence: Evidence, orders: PatchOrders, row: int, reason: str) -> Example | None:
-    name, k = orders.image_ids[row], evidence.k
-    picture, mask = _pictures(evidence, name)
+def _example(run: ReportRun, orders: PatchOrders, row: int, reason: str) -> Example | None:
+    name, k = orders.image_ids[row], run.k
+    picture, mask = _pictures(run, name)
     if picture is None:
         return None
     lesion = orders.lesion[row].reshape(orders.grid)
     outline = _outline(mask if mask is not None else _enlarge(lesion))
-    tiles = [Tile("Image", "mask outlined", _drawn(picture, outline))]
-    first = orders.seed_of(evidence.focus)
-    if first is not None and (evidence.focus, first) in orders.scores:
-        scores = orders.scores[evidence.focus, first][row].reshape(orders.grid)
-        tiles.append(Tile("Scores", "yellow is high", _score_tile(scores, outline)))
-    for method in (*evidence.emphasized, _ALSO):
+    tiles = [("Image", "mask outlined", _with_outline(np.asarray(picture, np.float64), outline))]
+    first = orders.seed_of(run.focus)
+    if first is not None and (run.focus, first) in orders.scores:
+        scores = orders.scores[run.focus, first][row].reshape(orders.grid)
+        tiles.append(("Scores", "yellow is high", _score_tile(scores, outline)))
+    for method in (*run.emphasized, _ALSO):
         seed = orders.seed_of(method)
         if seed is None:
             continue
         kept = orders.kept(method, seed, k)[row].reshape(orders.grid)
         share = f"{100 * lesion_retention(kept.reshape(1, -1), lesion.reshape(1, -1)).pooled:.0f}% of lesion"
-        tiles.append(Tile(look(method).name, share, _kept_tile(picture, kept, lesion, outline)))
+        tiles.append((look(method).name, share, _kept_tile(picture, kept, lesion, outline)))
     size = int(lesion.sum())
     possible = float(ratio(reachable(size, k), size))
-    text = f"{_label(evidence, name)}The lesion covers {size} of {lesion.size} patches; at most {100 * possible:.0f}% can be kept."
+    text = f"{_label(run, name)}The lesion covers {size} of {lesion.size} patches; at most {100 * possible:.0f}% can be kept."
     return Example(name, reason, text, tiles)
 
 
-def _label(evidence: Evidence, name: str) -> str:
-    rows = evidence.main_predictions
-    rows = rows[(rows["image_id"] == name) & (rows["method"] == evidence.focus) & np.isclose(rows["budget"], evidence.headline)]
+def _label(run: ReportRun, name: str) -> str:
+    rows = run.main_predictions
+    rows = rows[(rows["image_id"] == name) & (rows["method"] == run.focus) & np.isclose(rows["budget"], run.headline)]
     if rows.empty or rows["label"].iloc[0] < 0:
         return ""
-    true, said = (str(rows[column].iloc[0]) for column in ("label_name", "predicted_name"))
-    return f"{true}, classified as {said}. " if true != said else f"{true}, classified correctly. "
+    true, predicted = (str(rows[column].iloc[0]) for column in ("label_name", "predicted_name"))
+    return f"{true}, classified as {predicted}. " if true != predicted else f"{true}, classified correctly. "
 
 
-def _pictures(evidence: Evidence, name: str) -> tuple[Image.Image | None, np.ndarray | None]:
+def _pictures(run: ReportRun, name: str) -> tuple[Image.Image | None, np.ndarray | None]:
     """The image as a square of `SIDE` pixels and its mask `[SIDE, SIDE]` bool; None where a file cannot be read."""
-    manifest = evidence.manifest
+    manifest = run.manifest
     if manifest is None or name not in manifest.ids:
         return None, None
     index = manifest.ids.index(name)
@@ -166,10 +147,6 @@ def _with_outline(pixels: np.ndarray, outline: tuple[np.ndarray, np.ndarray]) ->
     return Image.fromarray(np.clip(pixels, 0, 255).round().astype(np.uint8))
 
 
-def _drawn(picture: Image.Image, outline: tuple[np.ndarray, np.ndarray]) -> Image.Image:
-    return _with_outline(np.asarray(picture, np.float64), outline)
-
-
 def _score_tile(scores: np.ndarray, outline: tuple[np.ndarray, np.ndarray]) -> Image.Image:
     low, high = float(scores.min()), float(scores.max())
     scaled = (scores - low) / (high - low) if high > low else np.zeros_like(scores)
@@ -180,26 +157,31 @@ def _kept_tile(picture: Image.Image, kept: np.ndarray, lesion: np.ndarray, outli
     """Kept patches stay clear, dropped ones are faded; lesion patches are blue when kept and orange when lost."""
     pixels = np.asarray(picture, np.float64)
     gray = pixels.mean(2, keepdims=True)
-    shown = np.where(_enlarge(kept)[..., None], pixels, 0.28 * gray + 0.72 * 238)
+    tinted = np.where(_enlarge(kept)[..., None], pixels, 0.28 * gray + 0.72 * 238)
     for where, color, strength in ((kept & lesion, KEPT_TINT, 0.55), (~kept & lesion, LOST, 0.72)):
         tint = 255 * np.array(to_rgb(color))
-        shown = np.where(_enlarge(where)[..., None], (1 - strength) * shown + strength * tint, shown)
-    return _with_outline(shown, outline)
+        tinted = np.where(_enlarge(where)[..., None], (1 - strength) * tinted + strength * tint, tinted)
+    return _with_outline(tinted, outline)
 
 
-def figure(examples: list[Example]) -> Figure | None:
-    """The same tiles as one figure, one row per image."""
-    if not examples:
-        return None
-    columns = max(len(example.tiles) for example in examples)
-    width, height, side, gap = 1.45 * columns, 1.95 * len(examples), 1.36, 0.045
+def jpeg(picture: Image.Image) -> str:
+    """Encodes a picture for the page, as base64."""
+    buffer = io.BytesIO()
+    picture.save(buffer, "JPEG", quality=84, subsampling=0)
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+def figure(rows: list[Example]) -> Figure:
+    """Draws the same tiles as one figure, one row per image."""
+    columns = max(len(example.tiles) for example in rows)
+    width, height, side, gap = 1.45 * columns, 1.95 * len(rows), 1.36, 0.045
     # Placed by hand, because a layout engine takes seconds for this many axes. Set once, so that saving does not bring it back.
     fig = Figure(figsize=(width, height), layout="constrained")
     fig.set_layout_engine("none")
-    for r, example in enumerate(examples):
-        for c, tile in enumerate(example.tiles):
+    for r, example in enumerate(rows):
+        for c, (title, caption, picture) in enumerate(example.tiles):
             axes = fig.add_axes(((1.45 * c + gap) / width, 1 - (1.95 * r + 0.5 + side) / height, side / width, side / height))
             axes.set_axis_off()
-            axes.imshow(np.asarray(tile.picture), interpolation="nearest")
-            axes.set_title(f"{tile.title}\n{tile.caption}", fontsize=8, fontweight="normal", pad=3)
+            axes.imshow(np.asarray(picture), interpolation="nearest")
+            axes.set_title(f"{title}\n{caption}", fontsize=8, fontweight="normal", pad=3)
     return fig

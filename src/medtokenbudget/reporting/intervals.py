@@ -1,27 +1,102 @@
-"""The statistics that tables, figures and sentences share: bootstrap intervals, tests, strata and the retention model.
+"""One run as the report reads it: its files, the order of its methods, and its intervals, tests and strata.
 
-The bootstrap is the only slow part of a report, so each result is computed once and looked up afterwards. Values come from
-results.csv; only intervals, p-values and strata are computed here, from the predictions.
+Tables, figures and sentences all ask `ReportRun` and open no file themselves, so that they show the same numbers. Point values come
+from `results.csv`, as the mean over seeds; intervals, tests and strata are computed here from `predictions.parquet`. The bootstrap
+is the only slow part of a report, so each result is computed once.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from typing import Any
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
+from safetensors import SafetensorError, safe_open
 
+from medtokenbudget.backbone.views import OFF_CENTER
 from medtokenbudget.config import HEADLINE_BUDGETS
+from medtokenbudget.data import Manifest
 from medtokenbudget.data.strata import STRATA
-from medtokenbudget.reporting.evidence import AS_IS, OFF_CENTER, Evidence
+from medtokenbudget.errors import RequestError
+from medtokenbudget.files import read_lines
+from medtokenbudget.measures import shown_in
+from medtokenbudget.metrics import kept_lesion_counts, ratio, reachable
+from medtokenbudget.reporting.looks import CONTROLS, PAPER_RECIPE, is_reference, ordered, selector_of
 from medtokenbudget.runs import statistics
+from medtokenbudget.runs.run import AS_IS, ATTRIBUTES, METRICS, RESULTS, ROUTING, RunInfo
 
-CURVE_METRICS = ("accuracy", "macro_f1", "balanced_accuracy", "retention", "retention_of_ceiling")
-TESTED_METRICS = ("accuracy", "macro_f1", "balanced_accuracy", "retention")
+HEADLINE = 0.3
+"""The budget of the headline numbers, or the measured one nearest to it."""
+MOST_DRAWN = 14
+"""Methods that one figure can show; the tables have all."""
 _STRATA_DRAWS = 2_000
-COLUMNS = ["method", "budget", "value", "low", "high", "n", "seeds"]
+
+
+@dataclass(frozen=True)
+class PatchOrders:
+    """`routing.safetensors`: the order in which each method keeps the patches of the original images, and the scores behind it.
+
+    Attributes:
+        image_ids: Ids of the n images.
+        grid: Rows and columns of the patch grid; N is their product.
+        order: (method, seed) -> `[n, N]` patch numbers, best first.
+        scores: (method, seed) -> `[n, N]` scores; only for methods that learn to score.
+        lesion: `[n, N]` bool, the lesion patches.
+        has_mask: `[n]` bool.
+    """
+
+    image_ids: list[str]
+    grid: tuple[int, int]
+    order: dict[tuple[str, int], np.ndarray]
+    scores: dict[tuple[str, int], np.ndarray]
+    lesion: np.ndarray
+    has_mask: np.ndarray
+
+    @classmethod
+    def read(cls, path: Path) -> PatchOrders:
+        """Reads the file of a run.
+
+        Raises:
+            RequestError: If the file is damaged or has another format.
+        """
+        try:
+            with safe_open(str(path), framework="numpy") as file:
+                about = json.loads((file.metadata() or {})["routing"])
+                names = sorted(file.keys())
+                order = {_unit(k): file.get_tensor(k).astype(np.int64) for k in names if k.startswith("order/")}
+                scores = {_unit(k): file.get_tensor(k).astype(np.float64) for k in names if k.startswith("scores/")}
+                lesion, has_mask = (file.get_tensor(name).astype(bool) for name in ("lesion", "has_mask"))
+            rows, columns = about["grid"]
+            return cls(about["image_ids"][AS_IS], (int(rows), int(columns)), order, scores, lesion, has_mask)
+        except (KeyError, ValueError, TypeError, OSError, RecursionError, SafetensorError) as error:
+            raise RequestError(f"Cannot read {path} ({error}). Create it again with `mtb sweep`.") from None
+
+    def kept(self, method: str, seed: int, k: int) -> np.ndarray:
+        """Returns `[n, N]` bool: the `k` best patches of each image."""
+        order = self.order[method, seed]
+        kept = np.zeros(order.shape, bool)
+        np.put_along_axis(kept, order[:, :k], True, axis=1)
+        return kept
+
+    def share_of_possible(self, method: str, seed: int, k: int) -> np.ndarray:
+        """Returns `[n]` kept lesion patches as a share of what `k` patches could cover; NaN for images without a lesion patch."""
+        lesion = self.lesion & self.has_mask[:, None]
+        kept = kept_lesion_counts(self.order[method, seed], lesion, [k])[:, 0]
+        return ratio(kept, reachable(lesion.sum(1), k))
+
+    def seed_of(self, method: str) -> int | None:
+        """Returns the first seed with a patch order of this method."""
+        return min((seed for name, seed in self.order if name == method), default=None)
+
+
+def _unit(key: str) -> tuple[str, int]:
+    """Splits `order/METHOD/SEED` into (METHOD, SEED)."""
+    _, *method, seed = key.split("/")
+    return "/".join(method), int(seed)
 
 
 @dataclass(frozen=True)
@@ -42,155 +117,330 @@ class Difference:
         return 1 if self.low > 0 else -1 if self.high < 0 else 0
 
 
-class Intervals:
-    """Intervals, tests and strata of one run."""
+@dataclass(frozen=True, eq=False)
+class ReportRun:
+    """One run, read from its directory, with its intervals, tests and strata.
 
-    def __init__(self, evidence: Evidence) -> None:
-        self.evidence = evidence
+    Attributes:
+        name: Name of the run in a report of several runs.
+        path: The run directory.
+        info: `run.json`.
+        results: `results.csv`.
+        predictions: `predictions.parquet`.
+        classes: Class names; labels and predictions are indices into them.
+        training: `metrics.jsonl`, empty when there is none.
+        orders: `routing.safetensors`, or None.
+        manifest: The manifest of the images, or None when it is out of reach.
+        attributes: `attributes.parquet`: the stratum of each image by property, or None.
+        missing: What the report cannot show and why, one sentence each.
+    """
+
+    name: str
+    path: Path
+    info: RunInfo
+    results: pd.DataFrame
+    predictions: pd.DataFrame
+    classes: tuple[str, ...]
+    training: pd.DataFrame
+    orders: PatchOrders | None
+    manifest: Manifest | None
+    attributes: pd.DataFrame | None = None
+    missing: list[str] = field(default_factory=list)
+
+    @classmethod
+    def read(cls, path: Path, name: str = "") -> ReportRun:
+        """Reads a run directory.
+
+        Raises:
+            RequestError: If `path` is not a run directory of this version, or has no results yet.
+        """
+        if not path.is_dir():
+            raise RequestError(
+                f"{path} is not a directory. Pass a run directory written by `mtb sweep`, `mtb train` or `mtb demo`."
+            )
+        info = RunInfo.read(path)
+        results = info.results()
+        if results.empty:
+            raise RequestError(f"{path / RESULTS} has no rows yet. Run the same command again to finish the run.")
+        predictions, classes = info.predictions()
+        for frame in (results, predictions):
+            frame["budget"] = frame["budget"].round(6)
+        missing: list[str] = []
+        training = pd.DataFrame(read_lines(info.file(METRICS))) if (path / METRICS).is_file() else pd.DataFrame()
+        if training.empty and info.evaluation is None:
+            missing.append("Training curves: the run has no metrics.jsonl.")
+        orders = PatchOrders.read(info.file(ROUTING)) if (path / ROUTING).is_file() else None
+        if orders is None:
+            missing.append("Score histograms and pictures of kept patches: the run has no routing.safetensors.")
+        attributes = None
+        if info.evaluation is not None:
+            attributes = pd.read_parquet(info.file(ATTRIBUTES)) if (path / ATTRIBUTES).is_file() else None
+            if not info.evaluation["own"]:
+                missing.append("Comparison with the model's own validation: the model was not loaded from its run directory.")
+        manifest = _manifest(path, info, missing)
+        return cls(name, path, info, results, predictions, classes, training, orders, manifest, attributes, missing)
+
+    @property
+    def dataset(self) -> str:
+        """The user's own name of the data set."""
+        return self.info.dataset
+
+    @property
+    def source(self) -> str:
+        """The kind of source that the images came from, for example `isic`."""
+        return (self.info.source.split() or [""])[0]
+
+    @cached_property
+    def studies(self) -> list[str]:
+        return list(dict.fromkeys(self.results["study"]))
+
+    @cached_property
+    def study(self) -> str:
+        """The study the headline is about: `main`, or else the one with the most rows."""
+        return "main" if "main" in self.studies else str(self.results["study"].value_counts(sort=True).idxmax())
+
+    @cached_property
+    def main(self) -> pd.DataFrame:
+        """Rows of results.csv of the headline study, original images."""
+        return self.cells(self.study, AS_IS)
+
+    @cached_property
+    def main_predictions(self) -> pd.DataFrame:
+        return self.images(self.study, AS_IS)
+
+    @cached_property
+    def methods(self) -> list[str]:
+        """Methods of the headline study, in the order of every table."""
+        return self.ordered(self.main["method"])
+
+    @cached_property
+    def focus(self) -> str:
+        """The method the report is about: the one `mtb predict` uses; without a trained one, the first method with a budget."""
+        return self.focus_of(self.methods)
+
+    def focus_of(self, methods: Iterable[str]) -> str:
+        """Returns the method among `methods` that the report is about."""
+        names = list(methods)
+        preferred = next((m for m in (self.info.main, PAPER_RECIPE, *self._learned) if m in names), None)
+        rules = [m for m in names if not is_reference(m)]
+        return preferred or next((m for m in rules if m not in CONTROLS), (rules or names)[0])
+
+    @cached_property
+    def is_trained(self) -> bool:
+        """Whether the method the report is about was trained."""
+        return self.focus in self._learned
+
+    @cached_property
+    def paper_method(self) -> str | None:
+        """The paper's recipe where the run has it beside the method the report is about."""
+        return PAPER_RECIPE if PAPER_RECIPE in self.methods and self.focus != PAPER_RECIPE else None
+
+    @property
+    def leading(self) -> list[str]:
+        """The method the report is about, then the paper's recipe."""
+        return [self.focus, *([self.paper_method] if self.paper_method else [])]
+
+    @property
+    def emphasized(self) -> list[str]:
+        """Methods that every figure shows and emphasizes: the leading ones and the controls that need no mask."""
+        return [*self.leading, *[m for m in ("center", "darkness", "random") if m in self.methods and m not in self.leading]]
+
+    def drawn(self, methods: Iterable[str]) -> list[str]:
+        """Returns those of `methods` that a figure shows, in the same order: all, or if they are too many the most telling ones.
+
+        These are the emphasized methods and the references, then in turn the highest in share of the ceiling and in macro F1 of
+        those without a variant or a head of their own.
+        """
+        names = list(dict.fromkeys(methods))
+        if len(names) <= MOST_DRAWN:
+            return names
+        chosen = [m for m in names if m in (*self.emphasized, "oracle", "no-pruning")]
+        plain = [m for m in names if m == selector_of(m) and m not in chosen]
+        ranks = [sorted(plain, key=lambda m: -values.get(m, -1.0)) for values in map(self.at, ("retention_of_ceiling", "macro_f1"))]
+        for method in dict.fromkeys(m for pair in zip(*ranks) for m in pair):
+            if len(chosen) < MOST_DRAWN:
+                chosen.append(method)
+        return [m for m in names if m in chosen]
+
+    @cached_property
+    def _learned(self) -> list[str]:
+        """Trained methods: the main one, the paper's recipe, then the others by name."""
+        learned = [name for name, about in self.info.methods.items() if about.learned]
+        first = [m for m in (self.info.main, PAPER_RECIPE) if m in learned]
+        return [*first, *sorted(m for m in learned if m not in first)]
+
+    def ordered(self, methods: Iterable[str]) -> list[str]:
+        """Sorts methods for tables: trained ones first, controls last."""
+        return ordered(methods, self._learned)
+
+    def with_controls(self, methods: Iterable[str]) -> list[str]:
+        """Adds the controls and sorts; a control that was not run becomes a row of dashes."""
+        return self.ordered([*methods, *CONTROLS])
+
+    @cached_property
+    def budgets(self) -> list[float]:
+        return sorted(self.main["budget"].unique())
+
+    @cached_property
+    def headline(self) -> float:
+        """Budget 0.3, or the measured budget nearest to it."""
+        return nearest_headline(self.budgets)
+
+    @cached_property
+    def k(self) -> int:
+        """Number of patches kept at the headline budget."""
+        rows = self.main[(self.main["method"] == self.focus) & np.isclose(self.main["budget"], self.headline)]
+        return int((rows if len(rows) else self.main)["k"].iloc[0])
+
+    @cached_property
+    def seeds(self) -> list[int]:
+        return sorted(int(seed) for seed in self.main["seed"].unique())
+
+    @cached_property
+    def n(self) -> int:
+        """Labeled validation images of the headline study."""
+        return int(self.main["n"].max())
+
+    @cached_property
+    def n_images(self) -> int:
+        """Validation images of the headline study, with or without a label or mask."""
+        return int(self.predictions[self.predictions["study"] == self.study]["image_id"].nunique())
+
+    @cached_property
+    def n_masked(self) -> int:
+        """Validation images that retention is measured on."""
+        return int(self.main["n_masked"].max())
+
+    @cached_property
+    def off_center_study(self) -> str | None:
+        """The study with both the original images and off-center views: `center-bias`, or else the headline study."""
+        both = {AS_IS, OFF_CENTER}
+        return next((s for s in ("center-bias", self.study) if both <= set(self.cells(s)["view"])), None)
+
+    def cells(self, study: str, view: str | None = None) -> pd.DataFrame:
+        """Returns the rows of results.csv of one study (and view)."""
+        rows = self.results[self.results["study"] == study]
+        return rows if view is None else rows[rows["view"] == view]
+
+    def images(self, study: str, view: str) -> pd.DataFrame:
+        """Returns the rows of predictions.parquet of one study and view."""
+        rows = self.predictions
+        return rows[(rows["study"] == study) & (rows["view"] == view)]
+
+    def at(self, metric: str, budget: float | None = None, study: str | None = None, view: str = AS_IS) -> dict[str, float]:
+        """Returns method -> value at one budget (the headline budget by default); only what was measured."""
+        rows = self.cells(study or self.study, view)
+        rows = rows[np.isclose(rows["budget"], self.headline if budget is None else budget)]
+        return {str(m): float(v) for m, v in rows.groupby("method", sort=False)[metric].mean().dropna().items()}
 
     @cached_property
     def curves(self) -> pd.DataFrame:
         """`metric, method, budget, value, low, high, n, seeds` of the headline study."""
+        metrics, keys = shown_in("interval"), ["metric", "method", "budget"]
         # One method at a time: the draws of macro F1 over all methods at once would fill the memory.
         parts = [
-            statistics.intervals(rows, CURVE_METRICS, by=("method", "budget"))
-            for _, rows in self.evidence.main_predictions.groupby("method", sort=False)
+            statistics.intervals(rows, metrics, by=("method", "budget"))
+            for _, rows in self.main_predictions.groupby("method", sort=False)
         ]
-        found = pd.concat(parts, ignore_index=True).drop(columns="value").astype({"budget": float})
-        values = pd.concat([self.evidence.values(metric).assign(metric=metric) for metric in CURVE_METRICS], ignore_index=True)
-        return values.dropna(subset="value").merge(found, on=["metric", "method", "budget"], how="left")[["metric", *COLUMNS]]
+        computed = pd.concat(parts, ignore_index=True).drop(columns="value").astype({"budget": float})
+        means = self.main.groupby(["method", "budget"], sort=False)
+        values = pd.concat(
+            [means[metric].mean().rename("value").reset_index().assign(metric=metric) for metric in metrics], ignore_index=True
+        )
+        table = values.dropna(subset="value").merge(computed, on=keys, how="left")
+        return table[[*keys, "value", "low", "high", "n", "seeds"]]
 
-    def table(self, metric: str) -> pd.DataFrame:
-        """`method, budget, value, low, high, n, seeds` of one metric."""
-        return self.curves.loc[self.curves["metric"] == metric, COLUMNS]
+    def curve(self, metric: str) -> pd.DataFrame:
+        """Returns the rows of `curves` of one metric."""
+        return self.curves[self.curves["metric"] == metric].drop(columns="metric")
 
-    def at(self, metric: str, budget: float) -> pd.DataFrame:
-        """`value, low, high, n, seeds` of one metric at one budget, by method."""
-        rows = self.table(metric)
-        return rows[np.isclose(rows["budget"], budget)].set_index("method")[["value", "low", "high", "n", "seeds"]]
+    def with_intervals(self, metric: str, budget: float) -> pd.DataFrame:
+        """Returns `value, low, high, n, seeds` of one metric at one budget, by method."""
+        rows = self.curve(metric)
+        return rows[np.isclose(rows["budget"], budget)].set_index("method").drop(columns="budget")
 
     def difference(self, method: str, other: str, metric: str) -> Difference | None:
-        """`method` minus `other` at the headline budget of the headline study; None unless both were measured."""
-        evidence = self.evidence
-        rows = evidence.main_predictions
-        rows = rows[rows["method"].isin([method, other]) & np.isclose(rows["budget"], evidence.headline)]
+        """Returns `method` minus `other` at the headline budget of the headline study; None unless both were measured."""
+        rows = self.main_predictions
+        rows = rows[rows["method"].isin([method, other]) & np.isclose(rows["budget"], self.headline)]
         if {method, other} - set(rows["method"]):
             return None
-        found = with_values(statistics.compare(rows, method, (metric,)), evidence.main)
-        if found.empty or np.isnan(found["difference"].iloc[0]):
+        tests = statistics.compare(rows, method, (metric,))
+        if tests.empty or np.isnan(tests["difference"].iloc[0]):
             return None
-        row = found.iloc[0]
-        return Difference(float(row["difference"]), float(row["low"]), float(row["high"]), float(row["p"]), int(row["n"]))
+        test = tests.iloc[0]
+        return Difference(float(test["difference"]), float(test["low"]), float(test["high"]), float(test["p"]), int(test["n"]))
 
-    @lru_cache  # noqa: B019  one object per report
-    def tests(self, reference: str, view: str) -> pd.DataFrame:
-        """`reference` against every other method: difference, interval, p and Holm-corrected p; empty when it was not run.
+    @cached_property
+    def tests(self) -> pd.DataFrame:
+        """Every leading method against every other one, original images and off-center views, with Holm-corrected p."""
+        parts = [self._tests_of(method, view) for view in (AS_IS, OFF_CENTER) for method in self.leading]
+        return pd.concat([part for part in parts if len(part)] or parts[:1], ignore_index=True)
 
-        Images as they are are tested in the study `robustness` when the run has it (it has more seeds), else in the headline study.
-        """
-        evidence = self.evidence
-        study = {AS_IS: _tested_study(evidence, reference), OFF_CENTER: evidence.off_center_study}[view]
-        rows = evidence.images(study, view) if study else evidence.predictions.iloc[:0]
-        if study is None or reference not in set(rows["method"]):
+    def _tests_of(self, reference: str, view: str) -> pd.DataFrame:
+        """Tests original images in the study `robustness` when it has the method (it has more seeds), else in the headline one."""
+        measured = set(self.cells("robustness", AS_IS)["method"])
+        original = "robustness" if reference in measured else self.study
+        study = original if view == AS_IS else self.off_center_study
+        rows = self.images(study, view) if study else self.predictions.iloc[:0]
+        if reference not in set(rows["method"]):
             return pd.DataFrame(columns=["view", *statistics.COMPARISON_COLUMNS])
-        budgets = [b for b in HEADLINE_BUDGETS if b in set(rows["budget"])] or [evidence.headline]
-        found = statistics.compare(rows, reference, TESTED_METRICS, budgets)
-        return with_values(found.assign(view=view), evidence.cells(study, view))
+        budgets = [b for b in HEADLINE_BUDGETS if b in set(rows["budget"])] or [self.headline]
+        return statistics.compare(rows, reference, shown_in("test"), budgets).assign(view=view)
 
     @cached_property
     def by_size(self) -> pd.DataFrame:
         """`stratum, method, value, low, high, n, ...`: share of the ceiling by quartile of lesion size, at the headline budget."""
-        return _strata(statistics.by_lesion_size(self._at_headline), sizes=True)
+        table = _share_of_ceiling(statistics.by_lesion_size(self._at_headline))
+        if len(table):
+            spans = table.groupby("stratum")[["smallest", "largest"]].agg({"smallest": "min", "largest": "max"})
+            names = {s: f"{s}, {int(r.smallest)} to {int(r.largest)} patches" for s, r in spans.iterrows()}
+            table["stratum"] = table["stratum"].map(names)
+        return table
 
     @cached_property
     def by_class(self) -> pd.DataFrame:
         """The same by class."""
-        return _strata(statistics.by_class(self._at_headline, self.evidence.classes), sizes=False)
+        return _share_of_ceiling(statistics.by_class(self._at_headline, self.classes))
 
     @cached_property
     def by_attribute(self) -> pd.DataFrame:
         """The same by every property of `attributes.parquet`, with the column `property`; empty without that file."""
-        found, attributes = [], self.evidence.attributes
-        if attributes is None:
+        if self.attributes is None:
             return pd.DataFrame()
-        for name in [name for name in ("class", *STRATA) if name in attributes]:
-            values = attributes.set_index("image_id")[name].dropna()
+        parts = []
+        for name in [name for name in ("class", *STRATA) if name in self.attributes]:
+            values = self.attributes.set_index("image_id")[name].dropna()
             order = STRATA.get(name) or sorted(values.unique())
             rows = statistics.by_attribute(self._at_headline, values, order, draws=_STRATA_DRAWS)
-            found.append(_strata(rows, sizes=False).assign(property=name))
-        return pd.concat([part for part in found if len(part)], ignore_index=True) if any(map(len, found)) else pd.DataFrame()
+            parts.append(_share_of_ceiling(rows).assign(property=name))
+        parts = [part for part in parts if len(part)]
+        return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
 
     @property
     def _at_headline(self) -> pd.DataFrame:
-        rows = self.evidence.main_predictions
-        return rows[np.isclose(rows["budget"], self.evidence.headline) & (rows["method"] != "no-pruning")]
-
-    @cached_property
-    def model(self) -> Model | None:
-        """The supplement's retention model fitted to the run's main method; None without retention at several budgets."""
-        method = self.evidence.focus
-        rows = self.table("retention")
-        rows = rows[(rows["method"] == method) & rows["value"].notna()].sort_values("budget")
-        images = self.evidence.main_predictions
-        images = statistics.lesion_rows(images[images["method"] == method]).drop_duplicates("image_id")
-        if len(rows) < 3 or images.empty or not (rows["budget"] < 1).any():
-            return None
-        prevalence = images["lesion"].to_numpy(float) / images["n_patches"].to_numpy(float)
-        budgets, measured = rows["budget"].to_numpy(float), rows["value"].to_numpy(float)
-        fitted = statistics.fit_separation(budgets, measured, prevalence, exact=True)
-        fine = np.linspace(0.05, 1, 96)
-        predicted = statistics.mean_predicted_retention(fine, fitted, prevalence, exact=True)
-        approximate = statistics.mean_predicted_retention(fine, fitted, prevalence)
-        return Model(fitted, budgets, measured, fine, predicted, approximate)
+        rows = self.main_predictions
+        return rows[np.isclose(rows["budget"], self.headline) & (rows["method"] != "no-pruning")]
 
 
-@dataclass(frozen=True)
-class Model:
-    """The Gaussian retention model: fitted separation, measured points, and its two predictions over a fine grid of budgets."""
-
-    separation: float
-    budgets: np.ndarray
-    measured: np.ndarray
-    fine: np.ndarray
-    predicted: np.ndarray
-    approximate: np.ndarray
+def nearest_headline(budgets: Iterable[float]) -> float:
+    """Returns the budget nearest to the headline budget."""
+    return float(min(budgets, key=lambda budget: (abs(budget - HEADLINE), budget)))
 
 
-def with_values(tests: pd.DataFrame, results: pd.DataFrame) -> pd.DataFrame:
-    """Takes the differences of `tests` from results.csv where both methods were measured on the same images and seeds.
-
-    A test between methods with different images (Oracle needs masks) covers the images that both have; results.csv has no number
-    for that, so the difference of the test stays.
-    """
-    cells: dict[tuple[str, float], list[dict[Any, Any]]] = {}
-    for row in results.to_dict("records"):
-        cells.setdefault((row["method"], round(row["budget"], 6)), []).append(row)
-    return tests.assign(difference=[_difference(test, cells) for test in tests.to_dict("records")])
+def _share_of_ceiling(table: pd.DataFrame) -> pd.DataFrame:
+    """Renames the columns of a table of strata so that `value, low, high` are the share of the ceiling."""
+    table = table.rename(columns={"low": "pooled_low", "high": "pooled_high"})
+    return table.rename(columns={"retention_of_ceiling": "value", "share_low": "low", "share_high": "high"})
 
 
-def _difference(test: dict[Any, Any], cells: dict[tuple[str, float], list[dict[Any, Any]]]) -> float:
-    metric, budget = test["metric"], round(test["budget"], 6)
-    count = "n_masked" if metric == "retention" else "n"
-    first, second = (cells[test[side], budget] for side in ("method_a", "method_b"))
-    same_seeds = {row["seed"] for row in first} == {row["seed"] for row in second}
-    if not same_seeds or {row[count] for row in (*first, *second)} != {test["n"]}:
-        return float(test["difference"])
-    ours, theirs = (np.mean([row[metric] for row in rows]) for rows in (first, second))
-    return float(ours - theirs)
-
-
-def _tested_study(evidence: Evidence, reference: str) -> str:
-    """`robustness` when it has this method, else the headline study."""
-    measured = set(evidence.cells("robustness", AS_IS)["method"])
-    return "robustness" if reference in measured else evidence.study
-
-
-def _strata(found: pd.DataFrame, sizes: bool) -> pd.DataFrame:
-    """Strata with the share of the ceiling as `value, low, high`; quartiles are named with their range of lesion sizes."""
-    table = found.rename(columns={"low": "pooled_low", "high": "pooled_high"})
-    table = table.rename(columns={"retention_of_ceiling": "value", "share_low": "low", "share_high": "high"})
-    if sizes and len(table):
-        spans = table.groupby("stratum")[["smallest", "largest"]].agg({"smallest": "min", "largest": "max"})
-        names = {s: f"{s}, {int(r.smallest)} to {int(r.largest)} patches" for s, r in spans.iterrows()}
-        table["stratum"] = table["stratum"].map(names)
-    return table
+def _manifest(path: Path, info: RunInfo, missing: list[str]) -> Manifest | None:
+    """Reads the manifest that run.json names; None with a note in `missing` when it cannot."""
+    if not info.manifest:
+        missing.append("Pictures of images: run.json does not name a manifest.")
+        return None
+    try:
+        return Manifest.read(path / info.manifest)
+    except RequestError:
+        missing.append(f"Pictures of images: the manifest {Path(info.manifest).name} cannot be read.")
+        return None

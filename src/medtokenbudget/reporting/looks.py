@@ -14,6 +14,7 @@ from medtokenbudget.config import PAPER_METHODS
 from medtokenbudget.runs import paper
 
 INK = "#1c2733"
+LOST = "#d55e00"
 CONTROLS: tuple[str, ...] = ("center", "darkness", "random", "oracle")
 """Shown in every table, measured or not: a comparison without them proves little."""
 REFERENCES: tuple[str, ...] = ("no-pruning", "oracle", "box-prior")
@@ -77,42 +78,43 @@ LOOKS: dict[str, Look] = {
     "abmil-attention": Look("ABMIL attention", "#5a5a9c", "h", "-", "Keeps the patches that a MIL classifier attends to."),
     "query-pool": Look("Query pool", "#4f6d2f", "8", "-", "Mixes all patches into K tokens by attention of learned queries."),
 }  # fmt: skip
-_OF_CONTEXT: dict[str, Look] = {
-    "lesion-first": Look("Context", "#0b4f8a", "*", "-", "A small network that sees the neighborhood, trained on lesion masks."),
-}
-_OF_LATS: dict[str, Look] = {
-    "lesion-first": Look("LATS lesion-first", "#0072b2", "o", "-", "LATS trained to find the lesion before it classifies."),
-    "mask-free": Look("LATS mask-free", "#8f7cc0", "h", "--", "LATS trained without lesion masks."),
-    "fixed-0.5": Look("LATS fixed 0.5", "#8f7cc0", "p", "--", "LATS trained at a constant budget of 0.5, without curriculum."),
-    "no-attention": Look("LATS − attention", "#009e73", "v", ":", "LATS with its attention signal switched off at inference."),
-    "no-norm": Look("LATS − norm", "#c98a00", "^", ":", "LATS with its norm signal switched off at inference."),
-    "no-contrast": Look("LATS − contrast", "#8c8000", "<", ":", "LATS with its contrast signal switched off at inference."),
-    "no-signals": Look("LATS − all signals", "#a8577e", "X", ":", "LATS with all three signals switched off at inference."),
-    "with-views": Look("LATS + views", "#17558c", "*", "--", "LATS (paper) trained with additional off-center crops."),
+_VARIANT_LOOKS: dict[str, Look] = {
+    "context:lesion-first": Look(
+        "Context", "#0b4f8a", "*", "-", "A small network that sees the neighborhood, trained on lesion masks."
+    ),
+    "lats:lesion-first": Look("LATS lesion-first", "#0072b2", "o", "-", "LATS trained to find the lesion before it classifies."),
+    "lats:mask-free": Look("LATS mask-free", "#8f7cc0", "h", "--", "LATS trained without lesion masks."),
+    "lats:fixed-0.5": Look("LATS fixed 0.5", "#8f7cc0", "p", "--", "LATS trained at a constant budget of 0.5, without curriculum."),
+    "lats:no-attention": Look("LATS − attention", "#009e73", "v", ":", "LATS with its attention signal switched off at inference."),
+    "lats:no-norm": Look("LATS − norm", "#c98a00", "^", ":", "LATS with its norm signal switched off at inference."),
+    "lats:no-contrast": Look("LATS − contrast", "#8c8000", "<", ":", "LATS with its contrast signal switched off at inference."),
+    "lats:no-signals": Look("LATS − all signals", "#a8577e", "X", ":", "LATS with all three signals switched off at inference."),
+    "lats:with-views": Look("LATS + views", "#17558c", "*", "--", "LATS (paper) trained with additional off-center crops."),
 }  # fmt: skip
-_CHANGED_BASELINE = {
+"""Variants with a look of their own; they may share color and marker with a method that no figure shows beside them."""
+_VARIANTS: dict[str, tuple[str, str]] = {
     "epoch-matched": ("epoch-matched", "with a classifier trained for as many epochs as LATS"),
     "matched": ("matched", "with a classifier trained exactly like that of LATS lesion-first"),
     "keys": ("keys", "comparing the keys of the backbone's block instead of the tokens"),
-}
-_CHANGED_LEARNED = {
     "mask-free": ("mask-free", "trained without lesion masks"),
     "lesion-first": ("lesion-first", "trained to find the lesion before it classifies"),
     "fixed-0.5": ("fixed 0.5", "trained at a constant budget of 0.5"),
     "with-views": ("+ views", "trained with additional off-center crops"),
+    # The `recipe` study changes one part of the lesion-first recipe at a time.
+    "lesion-first-without-views": ("without views", "trained on the original images only"),
+    "lesion-first-one-view": ("with one crop", "trained with one off-center crop per image instead of several"),
+    "lesion-first-raster": ("with 1D contrast", "with the paper's local contrast along the raster"),
+    "lesion-first-zero-padding": ("with zero padding", "with the paper's zero-padded smoothing"),
+    "lesion-first-all-patches": (
+        "with all patches",
+        "with every training step using all patches of an image instead of a sample",
+    ),
+    "lesion-first-balanced": ("with class weights", "with a classification loss that gives rare classes more weight"),
+    "lesion-first-joint": ("trained jointly", "with scorer and classifier trained together"),
+    "lesion-first-fixed-grid": ("on a fixed grid", "trained without flips and turns of the token grid"),
+    "lesion-first-smoothed": ("smoothed", "with scores averaged over 3 x 3 patches"),
 }
-_CHANGED_RECIPE = {
-    "without-views": ("without views", "trained on the original images only"),
-    "one-view": ("with one crop", "trained with one off-center crop per image instead of several"),
-    "raster": ("with 1D contrast", "with the paper's local contrast along the raster"),
-    "zero-padding": ("with zero padding", "with the paper's zero-padded smoothing"),
-    "all-patches": ("with all patches", "with every training step using all patches of an image instead of a sample"),
-    "balanced": ("with class weights", "with a classification loss that gives rare classes more weight"),
-    "joint": ("trained jointly", "with scorer and classifier trained together"),
-    "fixed-grid": ("on a fixed grid", "trained without flips and turns of the token grid"),
-    "smoothed": ("smoothed", "with scores averaged over 3 x 3 patches"),
-}
-"""What the `recipe` study changes in the lesion-first recipe, one part at a time."""
+"""Variant -> what follows the name of its method, and what follows its description."""
 _SPARE = ("#b5495b", "#2a7f7f", "#94651f", "#4f6d2f", "#5a5a9c", "#8a3ea0")
 
 
@@ -123,7 +125,7 @@ def look(method: str) -> Look:
     """
     body, _, variant = method.partition(":")
     selector, _, head = body.partition("+")
-    found = _known(selector, variant) or Look(
+    result = _listed(selector, variant) or Look(
         f"{selector}:{variant}" if variant else selector,
         _SPARE[sum(selector.encode()) % len(_SPARE)],
         "d",
@@ -131,31 +133,23 @@ def look(method: str) -> Look:
         "A selector that does not come with this package.",
     )
     if not head:
-        return found
-    return replace(found, name=f"{found.name} + {head}", line=":", about=f"{found.about.rstrip('.')}, with the head `{head}`.")
+        return result
+    return replace(result, name=f"{result.name} + {head}", line=":", about=f"{result.about.rstrip('.')}, with the head `{head}`.")
 
 
-def _known(selector: str, variant: str) -> Look | None:
+def _listed(selector: str, variant: str) -> Look | None:
     if not variant:
         return LOOKS.get(selector)
-    change = variant.partition("lesion-first-")[2]
-    if selector == PAPER_RECIPE:
-        if variant in _OF_LATS:
-            return _OF_LATS[variant]
-        if change not in _CHANGED_RECIPE:
-            return None
-        of, (name, about) = _OF_LATS["lesion-first"], _CHANGED_RECIPE[change]
-        return replace(of, name=f"lesion-first {name}", line=":", about=f"{of.name}, {about}.")
-    if selector == "context" and variant in _OF_CONTEXT:
-        return _OF_CONTEXT[variant]
-    if selector == "context" and change in _CHANGED_RECIPE:
-        of, (name, about) = _OF_CONTEXT["lesion-first"], _CHANGED_RECIPE[change]
-        return replace(of, name=f"{of.name} {name}", line=":", about=f"{of.name}, {about}.")
-    changed = {**_CHANGED_BASELINE, **_CHANGED_LEARNED}
-    if selector in LOOKS and variant in changed:
-        of, (name, about) = LOOKS[selector], changed[variant]
-        return replace(of, name=f"{of.name} {name}", line=":", about=f"{of.name}, {about}.")
-    return None
+    if f"{selector}:{variant}" in _VARIANT_LOOKS:
+        return _VARIANT_LOOKS[f"{selector}:{variant}"]
+    changes_recipe = variant.startswith("lesion-first-")
+    base = _VARIANT_LOOKS.get(f"{selector}:lesion-first") if changes_recipe else LOOKS.get(selector)
+    if base is None or variant not in _VARIANTS:
+        return None
+    suffix, about = _VARIANTS[variant]
+    # Rows of the recipe table are long enough without the name of the selector.
+    name = base.name.removeprefix("LATS ") if changes_recipe else base.name
+    return replace(base, name=f"{name} {suffix}", line=":", about=f"{base.name}, {about}.")
 
 
 def selector_of(method: str) -> str:

@@ -1,196 +1,215 @@
-"""The page of one run. It only arranges: numbers come from the tables, sentences from `story.py`, terms from `glossary.py`."""
+"""`report`: from the files of one or more runs to tables, figures and `templates/page.html`, and its numbers as JSON."""
 
 from __future__ import annotations
 
-import base64
 import json
+import os
 from collections.abc import Sequence
-from html import escape
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from medtokenbudget.files import read_json, sha256_file
-from medtokenbudget.reporting import story
-from medtokenbudget.reporting.document import Parts, Plate, Section, bullets, document, terms, text
-from medtokenbudget.reporting.evidence import Evidence
-from medtokenbudget.reporting.examples import KEPT_TINT, Example, Gallery
-from medtokenbudget.reporting.external_tables import how_measured
-from medtokenbudget.reporting.glossary import TERMS
-from medtokenbudget.reporting.intervals import Intervals
-from medtokenbudget.reporting.looks import CONTROLS, look
-from medtokenbudget.reporting.numbers import budget_text
-from medtokenbudget.reporting.style import LOST
+from markupsafe import Markup
+
+from medtokenbudget import __version__
+from medtokenbudget.data.strata import METHODS, STRATA
+from medtokenbudget.errors import RequestError
+from medtokenbudget.files import read_json, sha256_file, write_text
+from medtokenbudget.locks import exclusive
+from medtokenbudget.measures import GLOSSARY, shown_in
+from medtokenbudget.reporting import text
+from medtokenbudget.reporting.comparison import PAIR_COLUMNS, Comparison
+from medtokenbudget.reporting.examples import KEPT_TINT, Example, examples, figure, jpeg
+from medtokenbudget.reporting.figures import Plate, draw_figures
+from medtokenbudget.reporting.intervals import ReportRun
+from medtokenbudget.reporting.looks import LOST, look
+from medtokenbudget.reporting.style import house_style, save
 from medtokenbudget.reporting.table import Table
+from medtokenbudget.reporting.tables import make_tables
 from medtokenbudget.runs import paper
 
-
-def page(
-    evidence: Evidence, intervals: Intervals, tables: Sequence[Table], plates: Sequence[Plate], gallery: Gallery | None
-) -> str:
-    """The whole HTML file of one run."""
-    sections = _sections(evidence, intervals, Parts(tables, plates), gallery)
-    return document(f"Token selection on {evidence.dataset}", story.measured(evidence), sections)
-
-
-def _sections(evidence: Evidence, intervals: Intervals, made: Parts, gallery: Gallery | None) -> list[Section]:
-    return [
-        Section("summary", "Summary", story.question(), _summary(evidence, intervals)),
-        Section(
-            "external",
-            "Is it as good as on its own validation images?",
-            "This model was trained and validated on other images; nothing was trained for this page.",
-            made.tables("own-validation", "promises"),
-        ),
-        Section(
-            "retention",
-            "Is the lesion kept?",
-            "How much of the lesion is among the kept patches, compared with the highest possible value and with chance."
-            if evidence.n_masked
-            else "",
-            [*made.plates("retention", "share-of-ceiling"), *made.tables("main", "retention-sweep")],
-        ),
-        Section(
-            "center",
-            "Is it better than keeping the image center?",
-            "In dermoscopy the lesion is usually in the middle of the image, so keeping the middle is a strong control. Views with "
-            "the lesion elsewhere separate a selector that finds the lesion from one that keeps the middle.",
-            [*made.plates("center-bias"), *made.tables("center-bias")],
-        ),
-        Section(
-            "classification",
-            "Is the classification still right?" if evidence.classes else "Further measures",
-            "Classification from the kept patches only. Each method has its own classifier, trained on the patches that the "
-            "method keeps."
-            if evidence.classes
-            else "The images have no class labels, so there is no classification to judge: the routers of this run have no head.",
-            [
-                *made.plates("accuracy", "macro-f1", "accuracy-against-retention", "reliability"),
-                *made.tables("accuracy-sweep", "macro-f1-sweep", "further-measures"),
-            ],
-        ),
-        Section(
-            "significance",
-            "Are the differences reliable?",
-            "Paired tests on the same images.",
-            made.tables("significance"),
-        ),
-        Section("failures", "Where it fails", "", _failures(evidence, intervals, made, gallery)),
-        Section("examples", "Examples", "", _typical(evidence, gallery)),
-        Section(
-            "inside",
-            "Inside the selector",
-            f"How {look(evidence.focus).name} was trained, how well its scores separate lesion from skin, and whether that "
-            "explains its retention.",
-            made.plates("curriculum", "scores", "retention-model"),
-        ),
-        Section(
-            "studies",
-            "Further studies",
-            "Variations of the training and of the scorer, each with the controls beside it.",
-            made.tables(
-                "robustness",
-                "paired-seeds",
-                "paired-seeds-paper",
-                "mask-free",
-                "signals",
-                "curriculum",
-                "toggles",
-                "epochs",
-                "kvasir",
-            ),
-        ),
-        Section(
-            "recipe",
-            "What each part of the lesion-first recipe contributes",
-            "The lesion-first recipe with one part changed at a time, beside the paper's own recipe and the controls.",
-            made.tables("recipe"),
-        ),
-        Section(
-            "paper",
-            "Comparison with the paper",
-            f"The paper's numbers are for {paper.DATASETS.get(evidence.source)} with a DINOv2 ViT-B/14. With another backbone or "
-            "another split, different numbers are expected.",
-            made.tables("beside-paper"),
-        ),
-        Section("data", "The images", "", made.tables("subset", "prevalence")),
-        Section("glossary", "Glossary", "", [_glossary(evidence)]),
-        Section("provenance", "Reproducibility", "", _provenance(evidence)),
-    ]
+PAGE = "report.html"
+_PICTURE_KEY = (
+    (KEPT_TINT, "lesion, kept"),
+    (LOST, "lesion, lost"),
+    ("#d9a58f", "skin, kept"),
+    ("#e6e6e6", "skin, dropped (faded)"),
+)
 
 
-def _summary(evidence: Evidence, intervals: Intervals) -> list[str]:
-    facts = "".join(
-        f'<li><span class="value">{escape(f.value)}</span><span class="label">{escape(f.label)}</span>'
-        f'<span class="beside">{text(f.beside)}</span></li>'
-        for f in story.facts(evidence, intervals)
-    )
-    return [f'<ul class="facts">{facts}</ul>' if facts else "", bullets(story.headline(evidence, intervals))]
+class Built(NamedTuple):
+    """What a report wrote: the path of its page, and its headline and comparisons as plain numbers."""
+
+    page: Path
+    numbers: dict[str, Any]
 
 
-def _failures(evidence: Evidence, intervals: Intervals, made: Parts, gallery: Gallery | None) -> list[str]:
-    parts = [bullets(story.failures(evidence, intervals))]
-    parts += [
-        *made.plates("size-strata", "class-strata"),
-        *made.tables("size-strata", "class-strata", "lost-places", "attribute-strata"),
-    ]
-    parts.append(bullets(how_measured(evidence)))
-    if gallery is not None and gallery.worst:
-        intro = (
-            f"The {len(gallery.worst)} images with the lowest retention of {look(evidence.focus).name} at budget "
-            f"{budget_text(gallery.budget)}, measured against what was possible."
+def report(
+    run: str | os.PathLike[str],
+    *others: str | os.PathLike[str],
+    out: str | os.PathLike[str] | None = None,
+    pictures: bool = True,
+) -> Path:
+    """Writes `tables/`, `figures/` and `report.html` for a run, or compares several runs.
+
+    Only the files of the runs are read; nothing is trained or evaluated again.
+
+    Args:
+        run: A run directory.
+        *others: Further run directories to compare with it.
+        out: Where to write. Defaults to the run directory; required for a comparison.
+        pictures: Whether the page shows and names images of the data set. Without them it can be shared where the images cannot.
+
+    Returns:
+        The path of the page.
+
+    Raises:
+        RequestError: If a run cannot be read, or several are given without `out`.
+
+    Example:
+        >>> report("runs/demo")  # doctest: +SKIP
+        PosixPath('runs/demo/report.html')
+    """
+    return build([run, *others], out, pictures).page
+
+
+def build(runs: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str] | None = None, pictures: bool = True) -> Built:
+    """Writes the report like `report`, and also returns the numbers that `mtb report --json` prints."""
+    if len(runs) > 1 and out is None:
+        raise RequestError("A comparison of several runs needs a directory to write to. Add --out DIR.")
+    comparison = Comparison.read([Path(run) for run in runs])
+    folder = Path(runs[0] if out is None else out)
+    with exclusive(folder):
+        tables = make_tables(comparison, named=pictures)
+        for table in tables:
+            table.write(folder / "tables")
+        plates = draw_figures(comparison, folder / "figures")
+        chosen = _examples(comparison, folder / "figures", pictures)
+        write_text(folder / PAGE, _page(comparison, tables, plates, chosen))
+    return Built(folder / PAGE, _numbers(comparison))
+
+
+def _examples(comparison: Comparison, folder: Path, pictures: bool) -> dict[str, list[Example]]:
+    """Chooses the example images of a report of one run and writes them as figures."""
+    if comparison.several:
+        return {"typical": [], "worst": []}
+    if not pictures:
+        comparison.first.missing.append(
+            "Pictures and names of images: left out on request, so that the page can be shared without the data."
         )
-        parts += [f"<p>{escape(intro)}</p>", _key(), *[_example(e) for e in gallery.worst]]
-    return [*parts, *made.tables("worst")]
+        return {"typical": [], "worst": []}
+    chosen = examples(comparison.first)
+    with house_style():
+        for name, images in (("examples", chosen["typical"]), ("worst", chosen["worst"])):
+            if images:
+                save(figure(images), folder, name)
+    return chosen
 
 
-def _typical(evidence: Evidence, gallery: Gallery | None) -> list[str]:
-    if gallery is None or not gallery.typical:
-        return []
-    intro = (
-        f"What each method keeps at budget {budget_text(gallery.budget)} ({gallery.k} patches). The images are chosen by a fixed "
-        f"rule: the 90th, 50th and 25th percentile of retention of {look(evidence.focus).name}, measured against what was possible."
+def _page(comparison: Comparison, tables: Sequence[Table], plates: Sequence[Plate], chosen: dict[str, list[Example]]) -> str:
+    several, first = comparison.several, comparison.first
+    names = [run.name for run in comparison.runs]
+    methods = first.with_controls(comparison.methods if several else first.results["method"])
+    variables: dict[str, Any] = {
+        "run": None,
+        "title": f"Comparison of {text.plural(len(names), 'run')}",
+        "lead": f"{text.plural(len(names), 'run')} side by side: {', '.join(names)}. Differences are relative to {names[0]}.",
+        "facts": [],
+        "findings": text.comparison_findings(comparison) if several else text.findings(first),
+        "provenance": _sources(comparison),
+    }
+    if not several:
+        attributes = first.attributes if first.attributes is not None else ()
+        variables |= {
+            "run": first,
+            "title": f"Token selection on {first.dataset}",
+            "lead": text.lead(first),
+            "facts": text.facts(first),
+            "failures": text.failures(first),
+            "properties": [f"{name.capitalize()}: {METHODS[name]}" for name in STRATA if name in attributes],
+            "budget": text.budget_text(first.headline),
+            "paper_dataset": paper.DATASETS.get(first.source),
+            "provenance": _provenance(first),
+            "configuration": json.dumps(read_json(first.path / "run.json"), indent=1, sort_keys=True, ensure_ascii=False),
+        }
+    return text.template("page.html").render(
+        variables,
+        tables={table.name: table for table in tables},
+        figures={plate.name: plate for plate in plates},
+        examples=chosen,
+        jpeg=jpeg,
+        picture_key=_PICTURE_KEY,
+        methods=[(method, look(method)) for method in methods],
+        glossary=GLOSSARY,
+        version=__version__,
     )
-    return [f"<p>{escape(intro)}</p>", _key(), *[_example(e) for e in gallery.typical]]
 
 
-def _key() -> str:
-    entries = ((KEPT_TINT, "lesion, kept"), (LOST, "lesion, lost"), ("#d9a58f", "skin, kept"), ("#e6e6e6", "skin, dropped (faded)"))
-    return '<ul class="key">' + "".join(f'<li><i style="background:{c}"></i>{t}</li>' for c, t in entries) + "</ul>"
-
-
-def _example(example: Example) -> str:
-    tiles = "".join(
-        f'<figure><img alt="{escape(f"{t.title} of {example.image_id}: {t.caption}", quote=True)}" width="{t.picture.width}" '
-        f'height="{t.picture.height}" src="data:image/jpeg;base64,{base64.b64encode(t.jpeg()).decode()}">'
-        f"<figcaption><b>{escape(t.title)}</b>{escape(t.caption)}</figcaption></figure>"
-        for t in example.tiles
-    )
-    head = f"{escape(example.image_id)} · {escape(example.reason)}"
-    return f'<div class="example"><h3>{head}</h3><p>{escape(example.text)}</p><div class="tiles">{tiles}</div></div>'
-
-
-def _glossary(evidence: Evidence) -> str:
-    methods = evidence.ordered([*evidence.results["method"], *CONTROLS])
-    named = terms((f"{escape(look(m).name)} <code>{escape(m)}</code>", escape(look(m).about)) for m in methods)
-    return f"<h3>Methods</h3>{named}<h3>Measures and terms</h3>{terms((escape(t), escape(what)) for t, what in TERMS.items())}"
-
-
-def _provenance(evidence: Evidence) -> list[str]:
-    info, run = evidence.info, evidence.run
-    rows = {"Data set": f"{evidence.dataset} ({info.source})" if info.source else evidence.dataset}
-    rows["Seeds"] = ", ".join(map(str, info.seeds or evidence.seeds))
+def _provenance(run: ReportRun) -> list[tuple[str, str]]:
+    """Lists what one run was made from."""
+    info = run.info
+    rows = {"Data set": f"{run.dataset} ({info.source})" if info.source else run.dataset}
+    rows["Seeds"] = ", ".join(map(str, info.seeds or run.seeds))
     if info.backbone:
         rows["Backbone"] = ", ".join(f"{k} {v}" for k, v in info.backbone.items() if isinstance(v, (str, int, float)))
     if info.command:
         rows["Command"] = info.command
-    rows["This page"] = f"mtb report {run.name}"
-    rows |= {f"SHA-256 of {name}": sha256_file(run / name) for name in ("results.csv", "predictions.parquet")}
+    rows["This page"] = f"mtb report {run.path.name}"
+    rows |= {f"SHA-256 of {name}": sha256_file(run.path / name) for name in ("results.csv", "predictions.parquet")}
     rows |= {f"Hash of the {name}": str(value) for name, value in info.hashes.items()}
     rows["Versions"] = ", ".join(f"{name} {value}" for name, value in info.versions.items())
-    shown = json.dumps(read_json(run / "run.json"), indent=1, sort_keys=True, ensure_ascii=False)
-    return [
-        "<p>Every number on this page comes from <code>results.csv</code>; intervals, tests and strata are computed from "
-        "<code>predictions.parquet</code>. Both are in the run directory. The folder of this page has all tables as CSV, Markdown "
-        "and LaTeX and all figures as SVG and PNG.</p>",
-        terms((escape(name), escape(value)) for name, value in rows.items()),
-        f"<h3>Not shown</h3>{bullets(evidence.missing)}" if evidence.missing else "",
-        f"<details><summary>run.json: the full configuration</summary><pre>{escape(shown)}</pre></details>",
-    ]
+    return list(rows.items())
+
+
+def _sources(comparison: Comparison) -> list[tuple[str, Markup]]:
+    """Lists the command and the hashes of each run."""
+    rows = []
+    for run in comparison.runs:
+        hashes = ", ".join(f"{name} {str(value)[:12]}" for name, value in run.info.hashes.items())
+        lines = [run.info.command or "", f"hashes: {hashes}" if hashes else ""]
+        rows.append((run.name, Markup("<br>").join(line for line in lines if line)))
+    return rows
+
+
+def _numbers(comparison: Comparison) -> dict[str, Any]:
+    """Returns `runs` with the headline of each run, `comparisons`, and `notes` on what cannot be compared.
+
+    Several runs are compared with the first one; the leading methods of a single run with its other methods.
+    """
+    pairs = comparison.pairs
+    if not comparison.several:
+        name = comparison.first.name
+        pairs = comparison.first.tests.rename(columns={"method_a": "method", "method_b": "minus_method"})
+        pairs = pairs.assign(run=name, minus_run=name)
+    return {
+        "runs": [_headline(run, comparison.budget_of(run)) for run in comparison.runs],
+        "comparisons": [{name: _plain(name, row[name]) for name in PAIR_COLUMNS} for row in pairs.to_dict("records")],
+        "notes": list(comparison.notes),
+    }
+
+
+def _headline(run: ReportRun, budget: float) -> dict[str, Any]:
+    methods: dict[str, Any] = {}
+    for metric in shown_in("interval"):
+        for method, row in run.with_intervals(metric, budget).iterrows():
+            methods.setdefault(str(method), {})[metric] = {c: _plain(c, row[c]) for c in ("value", "low", "high", "n")}
+    return {
+        "name": run.name,
+        "path": str(run.path),
+        "dataset": run.dataset,
+        "main": run.info.main,
+        "study": run.study,
+        "budget": budget,
+        "seeds": run.seeds,
+        "n": run.n,
+        "n_masked": run.n_masked,
+        "methods": {method: methods[method] for method in run.ordered(methods)},
+    }
+
+
+def _plain(name: str, value: Any) -> Any:
+    """Returns a JSON value: None for what was not measured, counts as integers."""
+    if isinstance(value, str):
+        return value
+    if text.is_missing(value):
+        return None
+    return int(value) if name in ("n", "groups", "seeds") else float(value)

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.ticker import FuncFormatter
 
 from medtokenbudget.files import write_encoded
 from medtokenbudget.reporting.looks import INK
@@ -25,7 +27,6 @@ MUTED = "#5b6773"
 GRID = "#dfe4e8"
 PAPER = "#ffffff"
 KEPT = "#0072b2"
-LOST = "#d55e00"
 BACKGROUND = "#8d99a6"
 WIDTH = 4.9
 """Width in inches. Figures are drawn for one column on a phone (about 350 pixels), so that their text stays readable there."""
@@ -86,8 +87,6 @@ def new_figure(height: float = 3.9, width: float = WIDTH, **kwargs: object) -> t
 
 def percent_axis(axes: Axes, which: str = "y", label: str = "") -> None:
     """Formats the ticks of an axis that shows fractions as percent."""
-    from matplotlib.ticker import FuncFormatter
-
     axis = axes.yaxis if which == "y" else axes.xaxis
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{round(100 * value, 2):g}"))
     if label:
@@ -126,8 +125,6 @@ def save(figure: Figure, folder: Path, name: str) -> list[Path]:
 
 def svg_for_page(svg: str, name: str, alt: str) -> str:
     """Turns an SVG file into an element of the page: unique ids, colors that follow light and dark mode, an alternative text."""
-    from html import escape
-
     body = svg[svg.index("<svg") :]
     body = re.sub(r"<metadata>.*?</metadata>", "", body, flags=re.S)
     body = re.sub(r'\bid="', f'id="{name}-', body)

@@ -1,22 +1,28 @@
-"""One table in four formats: raw numbers as CSV, and the same cells as Markdown, LaTeX (booktabs) and HTML.
+"""One table in four formats, and what the tables share: counts, seeds, the best value of a column.
 
-All formats are written from the same `Table`, so that they never disagree.
+Raw numbers go into the CSV, the same cells into Markdown, LaTeX (booktabs) and, by the template of the page, HTML. All formats are
+written from the same `Table`, so that they never disagree.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from html import escape
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from medtokenbudget.escaping import csv_frame, markdown_text
 from medtokenbudget.files import write_text
+from medtokenbudget.reporting.looks import is_reference
+from medtokenbudget.reporting.text import NOT_MEASURED, is_missing
 
-_TALL = 26
-"""Tables with more rows than this scroll inside their box on the page."""
+BOLD_NOTE = "Bold: best value, not counting NoPruning and Oracle."
+INTERVAL_NOTE = "Brackets: 95% bootstrap interval over groups of images."
+_MOST_BOLD = 2
+"""A value that more methods than this share is not marked as the best."""
 _LATEX = {
     "\\": r"\textbackslash{}",
     "&": r"\&",
@@ -124,37 +130,6 @@ class Table:
             ]
         )
 
-    def html(self) -> str:
-        head = "".join(f'<th scope="col"{_side(c < self.labels)}>{escape(text)}</th>' for c, text in enumerate(self.columns))
-        body = []
-        for r, row in enumerate(self.rows):
-            cells = []
-            for c, text in enumerate(row):
-                value, bracket, interval = text.partition(" [")
-                shown = f"<b>{escape(value)}</b>" if (r, c) in self.bold else escape(value)
-                shown += f" <small>[{escape(interval)}</small>" if bracket else ""
-                cells.append(f'<th scope="row">{shown}</th>' if c < self.labels else f"<td>{shown}</td>")
-            rule = ' class="rule"' if r in self.breaks else ""
-            body.append(f"<tr{rule}>{''.join(cells)}</tr>")
-        tall = " tall" if len(self.rows) > _TALL else ""
-        scroll = f'<p class="more" aria-hidden="true">{len(self.rows)} rows; scroll inside this box</p>' if tall else ""
-        note = f'<p class="note">{escape(self.note)} {self._links()}</p>'
-        return (
-            f'<figure class="table" id="table-{self.name}">'
-            f'<p class="title" aria-hidden="true">{escape(self.title)}</p><div class="scroll{tall}" tabindex="0" role="region" '
-            f'aria-label="Table: {escape(self.title, quote=True)}"><table><caption>{escape(self.title)}</caption>'
-            f"<thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table>{scroll}</div>{note}</figure>"
-        )
-
-    def _links(self) -> str:
-        """Links to the files that `write` makes, relative to the page."""
-        files = ", ".join(
-            f'<a href="tables/{self.name}.{ending}">{name}</a>'
-            for ending, name in (("csv", "CSV"), ("md", "Markdown"), ("tex", "LaTeX"))
-        )
-        what = f"Download {escape(self.more)}" if self.more else "Download"
-        return f'<span class="files">{what}: {files}.</span>'
-
 
 def latex_text(text: str) -> str:
     """Escapes everything that LaTeX would read as a command."""
@@ -165,10 +140,49 @@ def _sentence(text: str) -> str:
     return text if text.endswith((".", "?", "!")) else text + "."
 
 
-def _side(label: bool) -> str:
-    return ' class="label"' if label else ""
+def seeds_note(results: pd.DataFrame) -> str:
+    """Names the seeds behind a table."""
+    seeds = sorted(int(seed) for seed in results["seed"].unique())
+    text = ", ".join(map(str, seeds))
+    return f"One training run per method (seed {text})." if len(seeds) == 1 else f"Mean over seeds {text}."
 
 
-def records(frame: pd.DataFrame) -> list[Any]:
-    """The rows of a frame as objects with one field per column."""
-    return list(frame.itertuples(index=False))
+def counts(results: pd.DataFrame, method: str) -> str:
+    """Writes `400 (155)`: labeled images, and images that retention was measured on."""
+    rows = results[results["method"] == method]
+    return f"{int(rows['n'].max()):,} ({int(rows['n_masked'].max()):,})" if len(rows) else NOT_MEASURED
+
+
+def best(methods: Sequence[str], values: Sequence[Sequence[float]], labels: int = 1) -> frozenset[tuple[int, int]]:
+    """Finds (row, column) of the largest value in each column as printed, ties included; references do not compete.
+
+    Args:
+        methods: The method of each row.
+        values: The numbers of each row.
+        labels: Number of columns before the numbers.
+    """
+    cells: set[tuple[int, int]] = set()
+    for column, numbers in enumerate(zip(*values), labels):
+        candidates = {
+            r: round(value, 3)
+            for r, (method, value) in enumerate(zip(methods, numbers))
+            if not is_reference(method) and not is_missing(value)
+        }
+        if len(set(candidates.values())) > 1:
+            top = max(candidates.values())
+            winners = {(r, column) for r, value in candidates.items() if value == top}
+            cells |= winners if len(winners) <= _MOST_BOLD else set()
+    return frozenset(cells)
+
+
+def changes(keys: Sequence[Any]) -> frozenset[int]:
+    """Finds the rows whose key differs from that of the row above: those with a rule above them."""
+    return frozenset(i for i in range(1, len(keys)) if keys[i] != keys[i - 1])
+
+
+def value_and_interval(table: pd.DataFrame, method: str) -> tuple[float, float, float]:
+    """Returns value, low and high of one method in a table of `ReportRun.with_intervals`; NaN where it was not measured."""
+    if method not in table.index:
+        return (np.nan, np.nan, np.nan)
+    row: Any = table.loc[method]
+    return float(row["value"]), float(row["low"]), float(row["high"])

@@ -1,0 +1,65 @@
+"""How numbers are written, how sentences follow the numbers, and how templates escape."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from medtokenbudget.reporting.intervals import Difference, ReportRun
+from medtokenbudget.reporting.text import (
+    budget_text,
+    failures,
+    findings,
+    markdown,
+    percent,
+    points,
+    probability,
+    template,
+    with_interval,
+    with_spread,
+)
+
+
+def test_not_measured_is_a_dash_and_zero_is_zero() -> None:
+    assert percent(np.nan) == percent(None) == "—"
+    assert percent(0.0) == "0.0"
+    assert points(-0.0123) == "−1.2"
+    assert points(0.0) == points(-0.0001) == "0.0"
+    assert with_interval(0.674, 0.65, 0.698) == "67.4 [65.0, 69.8]"
+    assert with_spread("80.38", percent(np.nan)) == "80.38"
+    assert with_spread("80.38", percent(0.0018, 2)) == "80.38 ± 0.18"
+    assert probability(0.0001) == "< 0.001"
+    assert [budget_text(value) for value in (0.3, 1.0, 0.25)] == ["0.3", "1.0", "0.25"]
+
+
+@pytest.mark.parametrize(
+    ("gap", "words"),
+    [
+        (Difference(0.02, 0.01, 0.03, 0.001, 24), "LATS lesion-first is better than simply keeping the image center"),
+        (Difference(0.001, -0.01, 0.012, 0.8, 24), "LATS lesion-first is not clearly better than simply keeping the image center"),
+        (Difference(0.01, 0.001, 0.02, 0.12, 24), "LATS lesion-first is not clearly better than simply keeping the image center"),
+        (Difference(-0.02, -0.03, -0.01, 0.001, 24), "LATS lesion-first is worse than simply keeping the image center"),
+        (None, "did not measure whether LATS lesion-first is better"),
+    ],
+)
+def test_the_sentence_about_the_center_follows_the_interval(
+    read_run: ReportRun, monkeypatch: pytest.MonkeyPatch, gap: Difference | None, words: str
+) -> None:
+    monkeypatch.setattr(ReportRun, "difference", lambda *_: gap)
+    assert any(words in sentence for sentence in findings(read_run))
+
+
+def test_failures_name_the_stratum_that_is_kept_least(read_run: ReportRun) -> None:
+    rows = read_run.by_size[read_run.by_size["method"] == "lats:lesion-first"]
+    worst = rows.loc[rows["value"].idxmin(), "stratum"]
+    assert any(f"“{worst}”" in sentence for sentence in failures(read_run))
+
+
+@pytest.mark.parametrize("name", ["page.html", "card.md"])
+def test_every_template_escapes_what_it_prints(name: str) -> None:
+    environment = template(name).environment
+    assert environment.autoescape is True
+    assert environment.from_string("{{ x }}").render(x="<script>") == "&lt;script&gt;"
+    assert environment.from_string("{{ x | sentence }}").render(x="`<b>` n = 3") == "<code>&lt;b&gt;</code> n&nbsp;=&nbsp;3"
+    assert environment.from_string("{{ x | code }}").render(x="a`b\nc") == "a'b c"
+    assert markdown("<b>|") == "&lt;b>\\|"
