@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from medtokenbudget.measures import GLOSSARY, METRICS, shown_in
-from medtokenbudget.runs.run import METRICS as COLUMNS
+from medtokenbudget.runs.run import MEASURES
 from medtokenbudget.runs.statistics import STATISTICS
 
 
 def test_every_column_of_the_results_has_one_entry_with_a_unique_name() -> None:
-    assert set(METRICS) == set(COLUMNS)
+    assert set(METRICS) == set(MEASURES)
     for names in ([m.title for m in METRICS.values()], [m.term for m in METRICS.values()]):
         assert len(set(names)) == len(names)
 
