@@ -15,8 +15,7 @@ import pytest
 import medtokenbudget as mtb
 from medtokenbudget.cli import COMMANDS, command, main
 from medtokenbudget.cli.data import COMMANDS as DATA
-from medtokenbudget.cli.parsing import parser_of
-from medtokenbudget.cli.values import Kind
+from medtokenbudget.cli.options import Kind, parser_of
 from medtokenbudget.config import BackboneConfig, Range, RouterConfig, Settings, TrainConfig, preset
 from medtokenbudget.data import Drawings, apply_split, synthetic_manifest
 from medtokenbudget.errors import RequestError

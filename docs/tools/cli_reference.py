@@ -6,9 +6,8 @@ import argparse
 from collections.abc import Iterable
 
 from medtokenbudget.cli import COMMANDS
-from medtokenbudget.cli.completion import all_parsers
-from medtokenbudget.cli.help import shown, usage
-from medtokenbudget.cli.parsing import CommandParser
+from medtokenbudget.cli.options import CommandParser, shown, usage
+from medtokenbudget.cli.show import all_parsers
 
 INTRO = """# Commands
 

@@ -15,10 +15,9 @@ import pytest
 
 from medtokenbudget import __version__
 from medtokenbudget.cli import COMMANDS, command, main
-from medtokenbudget.cli.completion import all_parsers, script
-from medtokenbudget.cli.parsing import CommandParser, command_parser, parser_of
-from medtokenbudget.cli.training_options import training_config
-from medtokenbudget.cli.values import Kind, budget
+from medtokenbudget.cli.learn import training_config
+from medtokenbudget.cli.options import CommandParser, Kind, budget, command_parser, parser_of
+from medtokenbudget.cli.show import all_parsers, script
 from medtokenbudget.config import TrainConfig, preset, to_dict
 from medtokenbudget.errors import RequestError
 from tests.conftest import REPOSITORY
@@ -54,7 +53,7 @@ def test_help_and_import_load_nothing_heavy() -> None:
 def test_the_help_of_every_command_loads_nothing_heavy() -> None:
     """One process for all of them: `all_parsers` imports every command and builds its options."""
     code = (
-        "import sys; from medtokenbudget.cli.completion import all_parsers\n"
+        "import sys; from medtokenbudget.cli.show import all_parsers\n"
         "for _, parser in all_parsers(): parser.format_help()\n"
         "print({'torch', 'numpy', 'pandas', 'timm', 'matplotlib'} & set(sys.modules) or 'light')"
     )

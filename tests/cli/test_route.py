@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 
 import medtokenbudget as mtb
 from medtokenbudget.cli import main
-from medtokenbudget.cli.completion import script
+from medtokenbudget.cli.show import script
 from medtokenbudget.data.synthetic import draw
 from medtokenbudget.errors import RequestError
 from medtokenbudget.files import read_json, read_lines

@@ -1,6 +1,6 @@
-"""The command `mtb`. Each command has a thin module that reads its options and calls one public function.
+"""The command `mtb`. Each command is a thin function that reads its options and calls one public function.
 
-`mtb --help` needs only the table below, so that it answers at once. The module of a command is imported when it is called.
+`mtb --help` needs only the table below, so that it answers at once. The chapter of a command is imported when it is called.
 """
 
 from __future__ import annotations
@@ -31,6 +31,13 @@ COMMANDS: dict[str, str] = {
     "export": "export a model as ONNX files, as a static site or as a folder for the hub",
     "completion": "print a script that completes commands and options in the shell",
 }
+CHAPTERS = {
+    "data": ("data",),
+    "learn": ("extract", "train", "sweep", "reproduce", "calibrate"),
+    "use": ("route", "predict", "evaluate", "serve", "explore", "export"),
+    "show": ("demo", "report", "store", "completion"),
+}
+"""Where the function of each command is."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -80,7 +87,8 @@ def command(name: str) -> Callable[[list[str]], int]:
     """
     if name not in COMMANDS:
         raise UnknownNameError.of("command", name, COMMANDS)
-    run: Callable[[list[str]], int] = importlib.import_module(f"{__name__}.{name}").main
+    chapter = next(chapter for chapter, names in CHAPTERS.items() if name in names)
+    run: Callable[[list[str]], int] = getattr(importlib.import_module(f"{__name__}.{chapter}"), name)
     return run
 
 
@@ -126,7 +134,7 @@ def _extra(name: str, packages: Sequence[str]) -> str:
 
 
 def _help() -> str:
-    from medtokenbudget.cli.help import command_list
+    from medtokenbudget.cli.options import command_list
 
     return command_list(
         "mtb COMMAND ...",

@@ -9,8 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from medtokenbudget.cli.help import command_list
-from medtokenbudget.cli.parsing import CommandParser, command_parser, require_effect
+from medtokenbudget.cli.options import CommandParser, command_list, command_parser, require_effect
 from medtokenbudget.config import Count, DrawnSide, Folds, Fraction, Natural, Parallel, Seed
 from medtokenbudget.errors import RequestError, UnknownNameError
 
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 Rule = Literal["paper", "grouped", "kfold"]
 
 
-def main(arguments: list[str]) -> int:
+def data(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         summaries = {name: summary for name, (summary, _, _) in COMMANDS.items()}
         last = "Run `mtb data COMMAND --help` for the options of a command."

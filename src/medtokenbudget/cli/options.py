@@ -1,4 +1,4 @@
-"""What the command modules share: an argparse parser whose options come from type annotations and configuration dataclasses.
+"""The parser of a command: options from type annotations and configuration dataclasses, their values, and how `--help` looks.
 
 Options are spelled with hyphens and accepted with underscores too. A wrong value or an unknown option is a `RequestError`.
 """
@@ -6,17 +6,23 @@ Options are spelled with hyphens and accepted with underscores too. A wrong valu
 from __future__ import annotations
 
 import argparse
+import ast
 import dataclasses
 import difflib
+import functools
+import inspect
 import re
+import shutil
+import textwrap
+import types
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any, NoReturn, get_type_hints
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
 
 from medtokenbudget.cli import config_file
-from medtokenbudget.cli.docstrings import field_docstrings
-from medtokenbudget.cli.help import HelpFormatter, usage
-from medtokenbudget.cli.values import choice, kind_of
+from medtokenbudget.config import BUDGET, Range
 from medtokenbudget.errors import RequestError, UnknownNameError
 
 # What argparse says, and what we say.
@@ -251,3 +257,200 @@ def _spelled(word: str) -> str:
         return word
     name, equals, value = word.partition("=")
     return name.replace("_", "-") + equals + value
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of value: how it is read, what the help calls it and what a message says is allowed.
+
+    `read` raises ValueError for a text that it does not accept. An empty `metavar` means the name of the option.
+    """
+
+    read: Callable[[str], Any]
+    metavar: str
+    allowed: str
+    choices: tuple[str, ...] = ()
+
+    def __call__(self, text: str) -> Any:
+        try:
+            return self.read(text)
+        except ValueError as error:
+            hint = str(error) if isinstance(error, _Hint) else ""
+            raise ValueError(f"cannot be '{text}'. Use {self.allowed}.{hint}") from None
+
+
+class _Hint(ValueError):
+    """A rejected value with a hint for the message."""
+
+
+def kind_of(annotation: Any) -> tuple[Kind, bool]:
+    """The kind of a type annotation, and whether the option takes several values.
+
+    Args:
+        annotation: A `Kind`, `str`, `int`, `float`, `bool`, `Path`, a `Literal` of strings, a number with a `config.Range`, a tuple
+            or list of one of these, or any of them with `| None`.
+
+    Returns:
+        The kind of one value, and True if there may be several.
+    """
+    if isinstance(annotation, Kind):
+        return annotation, False
+    if annotation in _SIMPLE:
+        return _SIMPLE[annotation], False
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        limits = next((argument for argument in arguments if isinstance(argument, Range)), None)
+        if limits is None:
+            return kind_of(arguments[0])
+        return budget if limits is BUDGET else within(kind_of(arguments[0])[0], limits), False
+    if origin is Literal:
+        return choice(arguments), False
+    if origin in (Union, types.UnionType):
+        (inner,) = (argument for argument in arguments if argument is not type(None))
+        return kind_of(inner)
+    if origin in (tuple, list):
+        return kind_of(arguments[0])[0], True
+    raise TypeError(f"options cannot have the type {annotation!r}")
+
+
+def choice(names: tuple[str, ...] | list[str]) -> Kind:
+    """One of several names."""
+
+    def read(text: str) -> str:
+        if text not in names:
+            close = difflib.get_close_matches(text, names, n=1, cutoff=0.5)
+            raise _Hint(f" Did you mean '{close[0]}'?" if close else "")
+        return text
+
+    return Kind(read, "{" + ",".join(names) + "}", _either(list(names)), tuple(names))
+
+
+def within(kind: Kind, limits: Range) -> Kind:
+    """A number of a range."""
+
+    def read(text: str) -> Any:
+        value = kind.read(text)
+        if value not in limits:
+            raise ValueError
+        return value
+
+    return Kind(read, kind.metavar, f"{kind.allowed} that is {limits}")
+
+
+def _either(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]}"
+
+
+def _number(text: str) -> float:
+    value = float(text[:-1]) / 100 if text.endswith("%") else float(text)
+    if value - value != 0:  # NaN or infinity
+        raise ValueError
+    return value
+
+
+def _budget(text: str) -> float:
+    value = _number(text)
+    if 1 < value <= 100 and not text.endswith("%"):
+        raise _Hint(f" Did you mean {text}%?")
+    if not 0 < value <= 1:
+        raise ValueError
+    return value
+
+
+def _flag(text: str) -> bool:
+    if text.lower() not in ("true", "false", "yes", "no"):
+        raise ValueError
+    return text.lower() in ("true", "yes")
+
+
+def _path(text: str) -> Path:
+    if not text:
+        raise ValueError
+    return Path(text)
+
+
+budget = Kind(_budget, "BUDGET", "a share of the patches above 0 and at most 1, such as 0.3 or 30%")
+share = Kind(_budget, "SHARE", "a share above 0 and at most 1, such as 0.95 or 95%")
+_SIMPLE: dict[Any, Kind] = {
+    None: Kind(str, "", "text"),
+    str: Kind(str, "", "text"),
+    int: Kind(int, "N", "a whole number"),
+    float: Kind(_number, "X", "a number"),
+    bool: Kind(_flag, "{true,false}", "true or false", ("true", "false")),
+    Path: Kind(_path, "PATH", "a path"),
+}
+
+
+WIDEST = 110
+
+
+def width() -> int:
+    """Columns of the help."""
+    return min(WIDEST, shutil.get_terminal_size().columns - 2)
+
+
+def usage(prog: str, actions: Iterable[argparse.Action]) -> str:
+    """`Usage: mtb COMMAND ARGUMENTS --required VALUE [options]`."""
+    words = []
+    for action in sorted(actions, key=lambda action: bool(action.option_strings)):
+        value = str(action.metavar) + (" ..." if action.nargs in ("+", "*") else "")
+        if not action.option_strings:
+            words.append(f"[{value}]" if action.nargs in ("?", "*") else value)
+        elif action.required:
+            words.append(f"{action.option_strings[0]} {value}")
+    return f"Usage: {prog} {' '.join([*words, '[options]'])}"
+
+
+def command_list(usage: str, summary: str, commands: Mapping[str, str], last: str) -> str:
+    """The help of a command that has commands of its own."""
+    column = max(map(len, commands)) + 2
+    wrapper = textwrap.TextWrapper(width(), "  ", " " * (column + 2), break_on_hyphens=False)
+    rows = [wrapper.fill(f"{name:<{column}}{text}") for name, text in commands.items()]
+    return "\n".join([f"Usage: {usage}", "", summary, "", "Commands:", *rows, "", last])
+
+
+def shown(value: Any) -> str:
+    """A default as one would type it."""
+    if isinstance(value, (list, tuple)):
+        return " ".join(shown(item) for item in value)
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+class HelpFormatter(argparse.HelpFormatter):
+    """Help with defaults as one would type them, and nothing about types of the language."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=28, width=width())
+
+    def wrapped(self, text: str) -> str:
+        """Text in lines of the right length."""
+        return textwrap.fill(text, width(), break_on_hyphens=False) + "\n"
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text = action.help or ""
+        if action.option_strings and action.required:
+            text += " (required)"
+        elif action.option_strings and action.nargs != 0 and action.default not in (None, argparse.SUPPRESS, "", []):
+            text += f" (default: {shown(action.default)})"
+        return text.replace("%", "%%")
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
+
+    def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
+        metavar = str(action.metavar or default_metavar)
+        return f"{metavar} ..." if action.nargs in ("+", "*") else super()._format_args(action, default_metavar)
+
+
+@functools.cache
+def field_docstrings(config: type) -> dict[str, str]:
+    """The text below each field of a dataclass, by field name."""
+    (body,) = ast.parse(textwrap.dedent(inspect.getsource(config))).body
+    assert isinstance(body, ast.ClassDef)
+    texts = {}
+    for field, below in zip(body.body, body.body[1:]):
+        if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
+            texts[ast.unparse(field.target)] = inspect.cleandoc(str(below.value.value))
+    return texts
