@@ -21,7 +21,7 @@ from medtokenbudget.backbone import partial
 from medtokenbudget.backbone.attention import Inputs
 from medtokenbudget.backbone.backbone import Backbone
 from medtokenbudget.backbone.partial import EarlyBackbone, upsample_scores
-from medtokenbudget.backbone.signals import reduce_attention
+from medtokenbudget.backbone.stored_signals import reduce_attention
 from medtokenbudget.config import BackboneConfig
 from medtokenbudget.model import EarlyRouting, load
 from medtokenbudget.routing import rank

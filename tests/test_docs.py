@@ -24,7 +24,7 @@ import medtokenbudget
 from medtokenbudget.cli import main
 from medtokenbudget.data.manifest import COLUMNS
 from medtokenbudget.data.synthetic import draw
-from medtokenbudget.heads import base as heads
+from medtokenbudget.heads import head as heads
 from medtokenbudget.routing.base import SELECTORS
 from medtokenbudget.runs.run import PREDICTION_COLUMNS, RESULT_COLUMNS
 from tests.conftest import REPOSITORY

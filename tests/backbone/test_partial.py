@@ -141,7 +141,7 @@ def test_a_background_token_for_equal_patches_counts_as_often_as_there_are(model
 def test_the_order_of_the_kept_patches_changes_nothing(model: VisionTransformer, images: Tensor, way: str) -> None:
     indices, shuffle = some(6), torch.tensor([3, 0, 5, 1, 4, 2])
 
-    def patches(kept: Tensor) -> partial.Routed:
+    def patches(kept: Tensor) -> partial.RoutedTokens:
         if way == "scout":
             return partial.before_blocks(model, images, kept, LAYER)
         return partial.inside_blocks(model, images, lambda *_: kept, 2, LAYER)

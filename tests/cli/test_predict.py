@@ -21,7 +21,7 @@ from medtokenbudget.cli import main
 from medtokenbudget.data import Manifest, folder_manifest
 from medtokenbudget.files import read_lines
 from medtokenbudget.model import MedTokenBudget
-from medtokenbudget.model.drawing import LESION_EDGE
+from medtokenbudget.model.overlays import LESION_EDGE
 from tests import processes
 from tests.small_model import CLASSES, draw_images, small_model
 

@@ -21,7 +21,7 @@ from medtokenbudget.errors import RequestError
 from medtokenbudget.files import read_json, read_lines
 from medtokenbudget.model import MedTokenBudget, Routing
 from medtokenbudget.model.batch import RouteConfig, route_files
-from medtokenbudget.model.drawing import LESION_EDGE
+from medtokenbudget.model.overlays import LESION_EDGE
 from medtokenbudget.model.saved import SHIPPED
 from tests import unlike
 

@@ -24,7 +24,7 @@ from medtokenbudget.config import BUDGETS, BackboneConfig
 from medtokenbudget.data import Manifest
 from medtokenbudget.errors import RequestError, UnknownNameError
 from medtokenbudget.files import read_json, read_lines
-from medtokenbudget.heads import base as heads
+from medtokenbudget.heads import head as heads
 from medtokenbudget.model import MedTokenBudget
 from medtokenbudget.routing import Ranker, register_selector
 from medtokenbudget.routing import base as selectors

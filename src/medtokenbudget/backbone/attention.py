@@ -133,7 +133,7 @@ class AttentionTap:
         return seen[0]
 
 
-class Rollout:
+class AttentionRollout:
     """Attention rollout (Abnar and Zuidema, 2020) of the blocks before the chosen one: the product of their `(A + I) / 2`.
 
     It only runs while `collecting`; every thread has its own product.

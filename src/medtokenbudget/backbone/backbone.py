@@ -26,9 +26,9 @@ from timm.models.vision_transformer import Attention, checkpoint_filter_fn
 from torch import Tensor
 
 from medtokenbudget import hub
-from medtokenbudget.backbone.attention import AttentionTap, Rollout
+from medtokenbudget.backbone.attention import AttentionRollout, AttentionTap
 from medtokenbudget.backbone.preprocess import Preprocessing
-from medtokenbudget.backbone.signals import DEFAULT, REGISTRY, check_available, pseudo_signals, reduce_attention
+from medtokenbudget.backbone.stored_signals import DEFAULT, REGISTRY, check_available, pseudo_signals, reduce_attention
 from medtokenbudget.config import BackboneConfig
 from medtokenbudget.devices import resolve_device
 from medtokenbudget.errors import MedTokenBudgetError, RequestError, ShapeError, WorkError, first_line
@@ -77,7 +77,7 @@ class Backbone:
         self.layer = _layer(config.layer, self.depth)
         self.preprocessing = _preprocessing(model, config.image_size)
         self._tap = AttentionTap(model.blocks[self.layer], config.name) if config.attention == "true" else None
-        self._rollout = Rollout(model.blocks[: self.layer], config.name) if self._tap is not None else None
+        self._rollout = AttentionRollout(model.blocks[: self.layer], config.name) if self._tap is not None else None
         self.fingerprint: dict[str, Any] = {
             "name": config.name if find_recipe(config.name) is None else Path(config.name).resolve().name,
             "weights": weights_sha256,
@@ -166,7 +166,7 @@ class Backbone:
 
         Args:
             images: Normalized images, float [B, 3, S, S].
-            signals: Names of the signals to compute, see `backbone/signals.py`; None means `default_signals`.
+            signals: Names of the signals to compute, see `backbone/stored_signals.py`; None means `default_signals`.
 
         Returns:
             The tokens, without luminance and lesion.

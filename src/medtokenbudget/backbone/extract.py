@@ -52,8 +52,8 @@ from medtokenbudget.backbone.shards import (
     write_shard,
     write_signal,
 )
-from medtokenbudget.backbone.signals import DEFAULT, REGISTRY
 from medtokenbudget.backbone.store import FeatureStore, ordered_map
+from medtokenbudget.backbone.stored_signals import DEFAULT, REGISTRY
 from medtokenbudget.config import BackboneConfig, ExtractConfig
 from medtokenbudget.data import Manifest, decode_image, mask_of
 from medtokenbudget.devices import resolve_device

@@ -21,14 +21,14 @@ from torch.nn import functional as F
 
 from medtokenbudget.backbone.attention import AttentionTap
 from medtokenbudget.backbone.backbone import Backbone, Model
-from medtokenbudget.backbone.signals import REGISTRY, reduce_attention
+from medtokenbudget.backbone.stored_signals import REGISTRY, reduce_attention
 from medtokenbudget.errors import RequestError
 from medtokenbudget.tokens import TokenBatch
 
 Way = Literal["scout", "inside"]
 
 
-class Routed(NamedTuple):
+class RoutedTokens(NamedTuple):
     """Normed tokens of the kept patches [B, K, D], the prefix tokens [B, P, D], and the patches' numbers on the grid [B, K]."""
 
     patches: Tensor
@@ -59,7 +59,7 @@ def check_routable(model: Model, name: str) -> None:
         )
 
 
-def before_blocks(model: Model, images: Tensor, indices: Tensor, layer: int) -> Routed:
+def before_blocks(model: Model, images: Tensor, indices: Tensor, layer: int) -> RoutedTokens:
     """Embed the patches `indices` alone and run the blocks 0 to `layer` on them and the prefix tokens.
 
     Args:
@@ -78,7 +78,7 @@ def inside_blocks(
     choose: Callable[[Tensor], Tensor],
     block: int,
     layer: int,
-) -> Routed:
+) -> RoutedTokens:
     """Run all patches through the blocks before `block`, and the chosen ones with a background token through the others.
 
     Args:
@@ -161,10 +161,10 @@ def take(tokens: Tensor, indices: Tensor) -> Tensor:
     return tokens.gather(1, indices.unsqueeze(-1).expand(-1, -1, tokens.shape[-1]))
 
 
-def _finish(model: Model, x: Tensor, indices: Tensor) -> Routed:
+def _finish(model: Model, x: Tensor, indices: Tensor) -> RoutedTokens:
     """Normed tokens without the background token."""
     x, prefix = model.norm(x), int(model.num_prefix_tokens)
-    return Routed(x[:, prefix : prefix + indices.shape[1]], x[:, :prefix], indices)
+    return RoutedTokens(x[:, prefix : prefix + indices.shape[1]], x[:, :prefix], indices)
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ from medtokenbudget.backbone.shards import (
     signal_names,
     signal_path,
 )
-from medtokenbudget.backbone.signals import DEFAULT
+from medtokenbudget.backbone.stored_signals import DEFAULT
 from medtokenbudget.backbone.views import IDENTITY, view_order
 from medtokenbudget.data.manifest import Manifest, listed
 from medtokenbudget.errors import MissingSignalError, RequestError, WorkError
@@ -255,7 +255,7 @@ class FeatureStore:
 
     @cached_property
     def signals(self) -> tuple[str, ...]:
-        """The signals that all rows carry, see `backbone/signals.py`."""
+        """The signals that all rows carry, see `backbone/stored_signals.py`."""
         return tuple(name for name in SIGNALS if self.has(name))
 
     def require_signals(self, names: Sequence[str]) -> None:

@@ -460,7 +460,7 @@ def _loops(lesion: Lesion, n: int) -> Map:
 
 
 @dataclass(frozen=True)
-class Look:
+class LesionLook:
     """How a class is drawn: irregularity of the outline, roughness and width of its border, and the pigment."""
 
     irregularity: tuple[float, float]
@@ -469,15 +469,15 @@ class Look:
     paint: Callable[[Lesion, Pigments], dict[str, Any]]
 
 
-LOOKS: dict[str, Look] = {
-    "MEL": Look((0.35, 1.0), (0.01, 0.05), (0.03, 0.10), melanoma),
-    "NV": Look((0.1, 0.5), (0.005, 0.03), (0.03, 0.13), nevus),
-    "BCC": Look((0.25, 0.8), (0.01, 0.05), (0.05, 0.14), basal_cell_carcinoma),
-    "AK": Look((0.4, 1.0), (0.03, 0.08), (0.10, 0.20), actinic_keratosis),
-    "BKL": Look((0.3, 0.9), (0.02, 0.06), (0.012, 0.05), benign_keratosis),
-    "DF": Look((0.1, 0.4), (0.01, 0.04), (0.08, 0.16), dermatofibroma),
-    "VASC": Look((0.1, 0.6), (0.005, 0.03), (0.012, 0.04), vascular_lesion),
-    "SCC": Look((0.35, 0.9), (0.02, 0.07), (0.06, 0.15), squamous_cell_carcinoma),
+LOOKS: dict[str, LesionLook] = {
+    "MEL": LesionLook((0.35, 1.0), (0.01, 0.05), (0.03, 0.10), melanoma),
+    "NV": LesionLook((0.1, 0.5), (0.005, 0.03), (0.03, 0.13), nevus),
+    "BCC": LesionLook((0.25, 0.8), (0.01, 0.05), (0.05, 0.14), basal_cell_carcinoma),
+    "AK": LesionLook((0.4, 1.0), (0.03, 0.08), (0.10, 0.20), actinic_keratosis),
+    "BKL": LesionLook((0.3, 0.9), (0.02, 0.06), (0.012, 0.05), benign_keratosis),
+    "DF": LesionLook((0.1, 0.4), (0.01, 0.04), (0.08, 0.16), dermatofibroma),
+    "VASC": LesionLook((0.1, 0.6), (0.005, 0.03), (0.012, 0.04), vascular_lesion),
+    "SCC": LesionLook((0.35, 0.9), (0.02, 0.07), (0.06, 0.15), squamous_cell_carcinoma),
 }
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from medtokenbudget.heads.base import TokenHead, register_head, weighted_softmax
+from medtokenbudget.heads.head import TokenHead, register_head, weighted_softmax
 from medtokenbudget.routing.layers import GatedAttention
 from medtokenbudget.routing.layers import dropout as drop
 from medtokenbudget.tokens import TokenSet

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from medtokenbudget.errors import RequestError
-from medtokenbudget.heads.base import TokenHead, register_head, weighted_softmax
+from medtokenbudget.heads.head import TokenHead, register_head, weighted_softmax
 from medtokenbudget.tokens import TokenSet
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from medtokenbudget.model.drawing import overlay
 from medtokenbudget.model.early import EarlyRouting
 from medtokenbudget.model.guarantee import Guarantee
 from medtokenbudget.model.inference import ImageSource, Prediction, Routing, expand
 from medtokenbudget.model.model import MedTokenBudget, load, route
+from medtokenbudget.model.overlays import overlay
 
 __all__ = [
     "EarlyRouting",

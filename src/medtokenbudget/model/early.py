@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from medtokenbudget.backbone.backbone import Backbone
 from medtokenbudget.backbone.partial import EarlyBackbone, EarlyRoute, Way
 from medtokenbudget.backbone.preprocess import REC601
-from medtokenbudget.backbone.signals import REGISTRY
+from medtokenbudget.backbone.stored_signals import REGISTRY
 from medtokenbudget.config import BackboneConfig, TrainConfig
 from medtokenbudget.errors import BudgetError, RequestError
 from medtokenbudget.model.model import MedTokenBudget

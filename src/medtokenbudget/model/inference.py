@@ -259,7 +259,7 @@ class Routing:
             what = type(self).__name__.lower()
             raise RequestError(f"The {what} of {self.image} does not know its picture. Use mtb.overlay(image, {what}).")
         # Here, because the drawing opens pictures with this module.
-        from medtokenbudget.model.drawing import overlay
+        from medtokenbudget.model.overlays import overlay
 
         return overlay(self.source, self, mask if mask is not None else self.source.mask, side)
 

@@ -27,8 +27,8 @@ from medtokenbudget.escaping import csv_cell
 from medtokenbudget.files import append_line, atomic_write, remove, write_encoded
 from medtokenbudget.locks import exclusive
 from medtokenbudget.metrics import Retention, retention_of_counts
-from medtokenbudget.model.drawing import overlay
 from medtokenbudget.model.inference import ImageSource, Prediction, Routing
+from medtokenbudget.model.overlays import overlay
 from medtokenbudget.progress import progress
 from medtokenbudget.routing import create_selector
 from medtokenbudget.tokens import TokenBatch

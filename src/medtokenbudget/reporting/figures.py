@@ -358,7 +358,7 @@ class Plate:
 
 
 @dataclass(frozen=True)
-class Plan:
+class FigurePlan:
     """A figure to draw.
 
     Attributes:
@@ -380,8 +380,8 @@ class Plan:
 
 _BANDS = "Bands: 95% bootstrap intervals over groups of images. Numbers in the legend: budget {budget}."
 
-PLANS: tuple[Plan, ...] = (
-    Plan(
+PLANS: tuple[FigurePlan, ...] = (
+    FigurePlan(
         "retention",
         "Lesion patches kept at each budget",
         "The dashed line is the ceiling: no method can keep more. " + _BANDS + " n = {masks} images with a mask.",
@@ -389,7 +389,7 @@ PLANS: tuple[Plan, ...] = (
         "retention",
         compares=True,
     ),
-    Plan(
+    FigurePlan(
         "share-of-ceiling",
         "Share of the ceiling",
         "Retention divided by the ceiling. At 100%, no patch was spent on skin while lesion patches were dropped. "
@@ -399,7 +399,7 @@ PLANS: tuple[Plan, ...] = (
         "retention_of_ceiling",
         compares=True,
     ),
-    Plan(
+    FigurePlan(
         "accuracy",
         "Accuracy at each budget",
         _BANDS + " n = {n} images.",
@@ -407,7 +407,7 @@ PLANS: tuple[Plan, ...] = (
         "accuracy",
         True,
     ),
-    Plan(
+    FigurePlan(
         "macro-f1",
         "Macro F1 at each budget",
         "Rare classes count as much as common ones. " + _BANDS + " n = {n} images.",
@@ -415,7 +415,7 @@ PLANS: tuple[Plan, ...] = (
         "macro_f1",
         compares=True,
     ),
-    Plan(
+    FigurePlan(
         "accuracy-against-retention",
         "Accuracy against retention",
         "One point per method at budget {budget}; lines are 95% intervals. Methods at the same height classify equally well; the "
@@ -424,14 +424,14 @@ PLANS: tuple[Plan, ...] = (
         "retention",
         compares=True,
     ),
-    Plan(
+    FigurePlan(
         "reliability",
         "Calibration",
         "Accuracy of {name} at budget {budget} by its confidence. Below the dotted line it is overconfident. Lower panel: number "
         "of predictions. n = {n} images per seed.",
         _reliability,
     ),
-    Plan(
+    FigurePlan(
         "center-bias",
         "Original images and off-center views",
         "Share of the ceiling when the lesion is where the photographer put it and when it is away from the center. A method that "
@@ -439,33 +439,33 @@ PLANS: tuple[Plan, ...] = (
         _center_bias,
         compares=True,
     ),
-    Plan(
+    FigurePlan(
         "size-strata",
         "By lesion size",
         "Images in quartiles of lesion size, budget {budget}. Lines: 95% intervals.",
         lambda run: _strata(run, run.by_size),
     ),
-    Plan(
+    FigurePlan(
         "class-strata",
         "By class",
         f"Classes with masks (at most {MOST_STRATA}, those with the most images), budget {{budget}}. Lines: 95% intervals, "
         "wide where there are few images.",
         lambda run: _strata(run, run.by_class),
     ),
-    Plan(
+    FigurePlan(
         "curriculum",
         "Training",
         "Training of {trained}. {panels}",
         _curriculum,
     ),
-    Plan(
+    FigurePlan(
         "scores",
         "Scores of lesion and skin patches",
         "Scores that {name} gives to patches of validation images with a mask (first seed). The less the two overlap, the more of "
         "the lesion survives a small budget.",
         _score_histogram,
     ),
-    Plan(
+    FigurePlan(
         "retention-model",
         "Does the separation of the scores explain retention?",
         "The model of the paper's supplement: scores of lesion and skin patches are two normal distributions, Δ/σ apart, fitted to "
@@ -534,7 +534,7 @@ def _fewer(run: ReportRun) -> str:
     return f" ({', '.join(methods)})" if methods else ""
 
 
-def _alt(plan: Plan, run: ReportRun) -> str:
+def _alt(plan: FigurePlan, run: ReportRun) -> str:
     """Writes the alternative text: the heading and the values at the headline budget."""
     if plan.metric is None:
         return f"Chart: {plan.title}. The numbers are in the tables of this page."

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from medtokenbudget.errors import RequestError
-from medtokenbudget.heads.base import Head, register_head
+from medtokenbudget.heads.head import Head, register_head
 from medtokenbudget.routing.layers import dropout as drop
 
 

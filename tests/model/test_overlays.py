@@ -15,9 +15,9 @@ from PIL import Image
 import medtokenbudget as mtb
 from medtokenbudget.data import Manifest
 from medtokenbudget.errors import RequestError
-from medtokenbudget.model import MedTokenBudget, Prediction, drawing, overlay
+from medtokenbudget.model import MedTokenBudget, Prediction, overlay, overlays
 from medtokenbudget.model import model as routed
-from medtokenbudget.model.drawing import LESION_EDGE
+from medtokenbudget.model.overlays import LESION_EDGE
 from tests.small_model import CLASSES, draw_images, small_model
 
 MAIN = "lats:lesion-first"
@@ -136,7 +136,7 @@ def test_the_examples_in_the_docstrings_run_as_written(
     names = {"mtb": mtb, "model": model}
     finder, runner = doctest.DocTestFinder(recurse=True), doctest.DocTestRunner()
     ran = 0
-    for module in (routed, drawing):
+    for module in (routed, overlays):
         for test in finder.find(module, extraglobs=names):
             ran += len(test.examples)
             report = io.StringIO()

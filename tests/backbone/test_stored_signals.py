@@ -17,7 +17,7 @@ from medtokenbudget.backbone import FeatureStore, extract
 from medtokenbudget.backbone.backbone import Backbone
 from medtokenbudget.backbone.preprocess import Preprocessing
 from medtokenbudget.backbone.shards import signal_path, write_signal
-from medtokenbudget.backbone.signals import DEFAULT, REGISTRY
+from medtokenbudget.backbone.stored_signals import DEFAULT, REGISTRY
 from medtokenbudget.cli import main
 from medtokenbudget.config import BackboneConfig
 from medtokenbudget.data import Manifest

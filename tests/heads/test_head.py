@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from medtokenbudget.errors import CountError, NonFiniteError, RequestError, ShapeError, UnknownNameError
-from medtokenbudget.heads.base import weighted_softmax
+from medtokenbudget.heads.head import weighted_softmax
 from medtokenbudget.routing import create_selector
 from medtokenbudget.runs.method import with_heads
 from medtokenbudget.tokens import TokenSet
