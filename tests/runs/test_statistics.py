@@ -136,6 +136,11 @@ def test_the_difference_is_that_of_the_seed_means() -> None:
         assert row.low <= row.difference <= row.high
 
 
+def test_the_observed_labeling_counts_as_one_of_the_permutations() -> None:
+    assert statistics.permutation_p(5.0, np.zeros(99)) == pytest.approx(1 / 100)
+    assert statistics.permutation_p(-5.0, np.array([5.0, 0.0, -5.0])) == pytest.approx(3 / 4)
+
+
 def test_for_accuracy_exchanging_methods_is_flipping_signs() -> None:
     frame = simulate.sweep({"lats": {"skill": 0.7}, "random": {}}, (42, 43), (0.3,))
     right = frame.assign(right=frame["label"] == frame["predicted"]).pivot_table(index="image_id", columns="method", values="right")
