@@ -18,10 +18,9 @@ from torch.nn import functional as F
 
 from benchmarks.competitors import evit_blocks, tome_every_block
 from medtokenbudget.backbone import partial
-from medtokenbudget.backbone.attention import Inputs
+from medtokenbudget.backbone.attention import Inputs, reduce_attention
 from medtokenbudget.backbone.backbone import Backbone
 from medtokenbudget.backbone.partial import EarlyBackbone, upsample_scores
-from medtokenbudget.backbone.stored_signals import reduce_attention
 from medtokenbudget.config import BackboneConfig
 from medtokenbudget.model import EarlyRouting, load
 from medtokenbudget.routing import rank

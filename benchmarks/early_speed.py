@@ -20,8 +20,8 @@ from torch import Tensor
 from benchmarks.competitors import tome_every_block
 from medtokenbudget.backbone import partial
 from medtokenbudget.backbone.backbone import Backbone
-from medtokenbudget.backbone.extract import cpu_threads
 from medtokenbudget.backbone.preprocess import Preprocessing
+from medtokenbudget.devices import cpu_threads
 from medtokenbudget.model import EarlyRouting, MedTokenBudget, load
 from medtokenbudget.routing import LATSSelector, budget_to_k
 from medtokenbudget.tokens import TokenBatch

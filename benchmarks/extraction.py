@@ -23,7 +23,7 @@ import torch
 
 from benchmarks.reading import private_kib
 from medtokenbudget.backbone import Backbone
-from medtokenbudget.backbone.extract import Item, Work, fill
+from medtokenbudget.backbone.extract import Item, ShardUnit, Work, make_shards
 from medtokenbudget.backbone.views import IDENTITY
 from medtokenbudget.config import BackboneConfig, ExtractConfig
 from medtokenbudget.data import Manifest, decode_image
@@ -59,10 +59,13 @@ def extract_seconds(backbone: Backbone, manifest: Manifest, config: ExtractConfi
         paths = [str(manifest.image_path(i)) for i in range(len(manifest))]
         items = [Item(sha256_file(path), IDENTITY, name, path) for name, path in zip(manifest.ids, paths)]
         size = config.shard_size
-        shards = [tuple(items[first : first + size]) for first in range(0, len(items), size)]
+        units = [
+            ShardUnit(index, tuple(items[first : first + size]), backbone.default_signals)
+            for index, first in enumerate(range(0, len(items), size))
+        ]
         start = time.perf_counter()
-        work = Work(Path(folder), backbone.config, backbone.fingerprint, config, settings="")
-        fill(work, list(enumerate(shards)), backbone)
+        for _ in make_shards(Work(Path(folder), config, settings=""), backbone, units, lambda count: None):
+            pass
         return time.perf_counter() - start
 
 

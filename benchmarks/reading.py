@@ -23,8 +23,17 @@ import numpy as np
 import torch
 
 from medtokenbudget.backbone.extract import settings_of
-from medtokenbudget.backbone.shards import STORE, Row, Shards, settings_hash, write_plan, write_shard
-from medtokenbudget.backbone.store import FeatureStore
+from medtokenbudget.backbone.store import (
+    STORE,
+    FeatureStore,
+    Record,
+    Row,
+    Shards,
+    record_path,
+    settings_hash,
+    write_field,
+    write_plan,
+)
 from medtokenbudget.backbone.views import Geometry
 from medtokenbudget.config import ExtractConfig
 from medtokenbudget.files import write_sealed
@@ -46,8 +55,9 @@ def drawn_store(path: Path, rows: int) -> FeatureStore:
             "cls": random.standard_normal((SHARD, DIM), dtype=np.float32).astype(np.float16),
             **dict.fromkeys(("attention_entropy", "cls_attention", "luminance"), signal),
         }
-        entries = [Row(f"row-{index * SHARD + i:06d}", "identity", (256, 256), Geometry()) for i in range(SHARD)]
-        write_shard(path, index, entries, tensors, [], BATCH, settings_hash(settings))
+        entries = tuple(Row(f"row-{index * SHARD + i:06d}", "identity", (256, 256), Geometry()) for i in range(SHARD))
+        fields = {name: write_field(path, index, name, values) for name, values in tensors.items()}
+        write_sealed(record_path(path, index), Record(entries, (), BATCH, settings_hash(settings), fields).to_json())
         shards[index] = tuple(entry.key for entry in entries)
     write_sealed(path / STORE, settings)
     write_plan(path, shards)

@@ -38,7 +38,7 @@ def _annotated(store: FeatureStore) -> FeatureStore:
         errors=[],
         images={name: name for name in store.ids},
     )
-    return FeatureStore(store.path, store.config, store.shards, store.sidecars, annotation)
+    return FeatureStore(store.path, store.config, store.shards, store.records, annotation)
 
 
 def training_memory(path: Path, name: str) -> dict[str, int]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from medtokenbudget.cli import main
-from medtokenbudget.devices import available_devices, resolve_device
+from medtokenbudget.devices import available_devices, resolve_device, worker_devices
 from medtokenbudget.errors import RequestError
 from tests.drawn import Drawn
 from tests.small_model import draw_images, small_backbone, small_model
@@ -24,6 +24,11 @@ def test_names_become_devices(monkeypatch: pytest.MonkeyPatch) -> None:
         assert resolve_device(name) == torch.device(name)
     with pytest.raises(RequestError, match=r"Device 'cuda:2' is not available on this machine. Available: cpu, cuda:0, cuda:1"):
         resolve_device("cuda:2")
+    assert worker_devices("cuda") == ["cuda:0", "cuda:1"]
+    assert worker_devices("auto", 3) == ["cuda:0", "cuda:1", "cuda:0"]
+    assert worker_devices("cuda:1", 2) == ["cuda:1", "cuda:1"]
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    assert worker_devices("cpu") == ["cpu"] * 4
 
 
 @pytest.mark.parametrize(("gpu", "wanted"), [(True, "cuda"), (False, "cpu")])

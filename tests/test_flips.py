@@ -89,7 +89,7 @@ def kind_of(path: Path) -> str:
         (r"/units/[^/]+/", "/units/*/"),
         (r"(images|masks|overlays|figures|tables)/.*$", r"\1/*"),
         (r"pooled/[\w.-]+\.", "pooled/*."),
-        (r"signal-\d+-\w+", "signal-*"),
+        (r"/\w+-\d{5}\.npy", "/*.npy"),
         (r"/[0-9a-f]{16}\.", "/*."),
         (r"-\d{5,}", "-*"),
         (r"tensorboard/.*", "tensorboard/*"),
@@ -260,12 +260,10 @@ MATRIX: dict[str, Reader | None] = {
     "run/units/*/unit.json": the_unit,
     "store/cache/*.safetensors": the_store,
     "store/cache/files.json": the_store,
-    "store/cache/lock": NOBODY,
     "store/errors.jsonl": NOBODY,
     "store/plan.json": the_store,
     "store/shard-*.json": the_store,
-    "store/shard-*.safetensors": the_store,
-    "store/signal-*.safetensors": the_store,
+    "store/*.npy": the_store,
     "store/store.json": the_store,
 }
 READ = [kind for kind, reader in MATRIX.items() if reader is not None]

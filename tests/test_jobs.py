@@ -1,26 +1,91 @@
-"""Jobs: a worker process that dies and a Ray cluster that cannot be reached are a message."""
+"""The runner: units are made everywhere alike, in order where order counts, and what goes wrong is a message."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from medtokenbudget.cli import main
-from medtokenbudget.errors import WorkError
-from medtokenbudget.jobs import process_pool
+from medtokenbudget.errors import RequestError, WorkError
+from medtokenbudget.jobs import Advance, Execution, ordered_map, process_pool, ray_cluster, run_jobs, run_units
 from tests.drawn import Drawn
 from tests.small_model import small_backbone
 
+UNITS = ["a", "bb", "ccc", "dddd"]
+
+
+def open_state(folder: Path, device: str) -> str:
+    (folder / f"opened-by-{os.getpid()}").write_text(device)
+    return device
+
+
+def lengths(state: str, units: Sequence[str], advance: Advance) -> Iterator[tuple[str, int]]:
+    for unit in units:
+        advance(len(unit))
+        yield state, len(unit)
+
+
+def wrong(unit: str) -> None:
+    raise RequestError("no such thing")
+
+
+def dies(unit: str) -> None:
+    os._exit(1)
+
+
+def test_in_this_process_all_units_are_given_at_once_with_the_state() -> None:
+    counted: list[int] = []
+    given: list[Sequence[str]] = []
+
+    def make(state: str, units: Sequence[str], advance: Advance) -> Iterator[tuple[str, int]]:
+        given.append(units)
+        return lengths(state, units, advance)
+
+    results = list(run_units(UNITS, make, Execution(), state="here", advance=counted.append))
+    assert results == [("here", n) for n in (1, 2, 3, 4)]
+    assert (given, counted) == ([UNITS], [1, 2, 3, 4])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["local", "ray"])
+def test_other_processes_open_their_state_once_and_make_every_unit(tmp_path: Path, engine: Any, request: Any) -> None:
+    if engine == "ray":
+        request.getfixturevalue("ray")
+    counted: list[int] = []
+    results = run_units(
+        UNITS,
+        lengths,
+        Execution(engine),
+        processes=2,
+        device="cpu",
+        open_worker=partial(open_state, tmp_path),
+        advance=counted.append,
+    )
+    assert sorted(results) == [("cpu", n) for n in (1, 2, 3, 4)]
+    assert sorted(counted) == [1, 2, 3, 4]
+    opened = list(tmp_path.iterdir())
+    assert 1 <= len(opened) <= 2
+    assert f"opened-by-{os.getpid()}" not in {path.name for path in opened}
+
+
+@pytest.mark.slow
+def test_an_error_in_a_worker_is_raised_here_and_a_dead_worker_is_a_message() -> None:
+    with pytest.raises(RequestError, match="no such thing"):
+        list(run_jobs(wrong, UNITS, Execution(), 2, "cpu"))
+    with pytest.raises(WorkError, match=r"A worker process died.*`if __name__ == \"__main__\":`.*use fewer"):
+        list(run_jobs(dies, UNITS, Execution(), 2, "cpu"))
+
 
 def test_a_worker_that_dies_is_a_message_that_says_what_to_do() -> None:
-    with (
-        pytest.raises(WorkError, match=r"A worker process died.*`if __name__ == \"__main__\":`.*use fewer"),
-        process_pool(1) as pool,
-    ):
+    with pytest.raises(WorkError, match=r"A worker process died.*use fewer"), process_pool(1) as pool:
         pool.submit(os._exit, 1).result()
 
 
@@ -37,9 +102,18 @@ def test_a_script_without_a_guard_is_told_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "nonsense", "127.0.0.1:99999"])
+def test_a_wrong_address_is_a_message(address: str) -> None:
+    pytest.importorskip("ray")
+    with (
+        pytest.raises(WorkError, match=rf"No Ray cluster answers at '{address}' .*Check `address`.*`engine=.local.`"),
+        ray_cluster(address),
+    ):
+        pass
+
+
 @pytest.mark.parametrize("command", ["extract", "sweep", "route"])
-def test_a_wrong_address_is_a_message_and_not_a_traceback(
-    command: str, address: str, drawn: Drawn, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_every_command_reports_a_wrong_address(
+    command: str, drawn: Drawn, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("ray")
     backbone = small_backbone(drawn.store_path.parent)
@@ -49,8 +123,30 @@ def test_a_wrong_address_is_a_message_and_not_a_traceback(
         "sweep": ["--store", str(drawn.store_path), "--out", out, "--methods", "center"],
         "route": ["--out", out],
     }
-    code = main([command, manifest, *arguments[command], "--engine", "ray", "--address", address, "--device", "cpu"])
-    assert code == 1
-    message = capsys.readouterr().err
-    assert f"No Ray cluster answers at '{address}'" in message
-    assert "Check --address, or run on this machine with --engine local." in message
+    assert main([command, manifest, *arguments[command], "--engine", "ray", "--address", "127.0.0.1:1", "--device", "cpu"]) == 1
+    assert "No Ray cluster answers at '127.0.0.1:1'" in capsys.readouterr().err
+
+
+def test_an_error_ahead_reaches_the_reader_in_its_place() -> None:
+    def broken(part: int) -> int:
+        if part == 2:
+            raise WorkError("the disk is gone")
+        return part
+
+    items = ordered_map(broken, range(6), ahead=3, threads=2)
+    assert [next(items), next(items)] == [0, 1]
+    with pytest.raises(WorkError, match="disk is gone"):
+        next(items)
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_results_keep_their_order_however_long_each_takes(ahead: int) -> None:
+    waits = {part: threading.Event() for part in range(9)}
+
+    def late(part: int) -> int:
+        if ahead and part % 2 == 0:  # an even part ends only after the odd one behind it, computed by the other thread
+            assert waits[min(part + 1, 7)].wait(10)
+        waits[part].set()
+        return part
+
+    assert list(ordered_map(late, range(9), ahead, threads=2)) == list(range(9))

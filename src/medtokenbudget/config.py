@@ -207,6 +207,8 @@ class ExtractConfig(Settings):
     """Device to run on: auto (a GPU if there is one), cpu, cuda, cuda:1, ..."""
     threads: Parallel = 0
     """CPU threads of the forward pass; 0 uses the default of PyTorch."""
+    jobs: Parallel = 1
+    """Processes that share the work; they divide the GPUs of the machine. 0 means one per GPU, or one per core without a GPU."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,10 @@
-"""From a device name to a `torch.device`. The only place that does it, so every command reports a missing GPU the same way."""
+"""From a device name to a `torch.device`, and the devices and threads of worker processes."""
 
 from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -8,7 +12,7 @@ from medtokenbudget.errors import RequestError
 
 
 def available_devices() -> list[str]:
-    """Names of the devices on this machine, such as `['cpu', 'cuda:0', 'cuda:1']`."""
+    """List the devices of this machine, such as `['cpu', 'cuda:0', 'cuda:1']`."""
     names = ["cpu"]
     if torch.cuda.is_available():
         names += [f"cuda:{index}" for index in range(torch.cuda.device_count())]
@@ -48,3 +52,24 @@ def resolve_device(name: str | torch.device) -> torch.device:
     if not wanted.intersection(available):
         raise RequestError(f"Device '{name}' is not available on this machine. {advice}")
     return device
+
+
+def worker_devices(name: str, processes: int = 0) -> list[str]:
+    """Name the device of each worker process: 'cuda' means all GPUs, in turn; 0 processes mean one per GPU, or one per core."""
+    device = resolve_device(name)
+    if device.type == "cuda" and device.index is None:
+        gpus = torch.cuda.device_count()
+        return [f"cuda:{process % gpus}" for process in range(processes or gpus)]
+    return [str(device)] * (processes or (os.cpu_count() or 1 if device.type == "cpu" else 1))
+
+
+@contextmanager
+def cpu_threads(number: int) -> Iterator[None]:
+    """Run a block with this number of torch threads; 0 changes nothing."""
+    before = torch.get_num_threads()
+    if number > 0:
+        torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

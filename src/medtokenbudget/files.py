@@ -16,13 +16,13 @@ import re
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from medtokenbudget.errors import RequestError, WorkError
+from medtokenbudget.errors import MismatchError, RequestError, WorkError
 
 LEFTOVER_SECONDS = 24 * 3600
 """Age at which a temporary file of another machine counts as left behind."""
@@ -43,7 +43,9 @@ def atomic_write(path: Path | str) -> Iterator[Path]:
     target = Path(path)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        _remove_leftovers_once(target.parent)
+        if (key := (os.getpid(), os.path.abspath(target.parent))) not in _cleaned:
+            _cleaned.add(key)
+            remove_leftovers(target.parent)
         prefix = f".{target.name[:_NAME_ROOM]}.{_machine()}-{os.getpid()}-"
         handle, name = tempfile.mkstemp(prefix=prefix, suffix=".part", dir=target.parent)
         os.close(handle)
@@ -54,7 +56,8 @@ def atomic_write(path: Path | str) -> Iterator[Path]:
         yield temporary
         with open(temporary, "rb+") as written:
             os.fsync(written.fileno())
-        os.chmod(temporary, 0o666 & ~_umask())
+        os.umask(mask := os.umask(0))  # the system has no other way to ask for it
+        os.chmod(temporary, 0o666 & ~mask)
         os.replace(temporary, target)
         _sync_folder(target.parent)
     except OSError as error:
@@ -65,7 +68,7 @@ def atomic_write(path: Path | str) -> Iterator[Path]:
 
 
 def write_error(path: Path | str, error: OSError) -> WorkError:
-    """The error for a file that could not be written."""
+    """Return the error for a file that could not be written."""
     if error.errno in _FULL:
         return WorkError(f"No space left while writing {path}. Free some disk space and run the same command again to continue.")
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
@@ -87,18 +90,11 @@ def _sync_folder(folder: Path) -> None:
 
 @lru_cache(maxsize=1)
 def _machine() -> str:
-    """A name for where process ids mean the same: this host since it started, in this container."""
+    """Name where process ids mean the same: this host since it started, in this container."""
     parts = [socket.gethostname()]
     with contextlib.suppress(OSError):
         parts += [Path("/proc/sys/kernel/random/boot_id").read_text(), os.readlink("/proc/self/ns/pid")]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:8]
-
-
-def _remove_leftovers_once(folder: Path) -> None:
-    key = (os.getpid(), os.path.abspath(folder))
-    if key not in _cleaned:
-        _cleaned.add(key)
-        remove_leftovers(folder)
 
 
 def remove_leftovers(folder: Path | str) -> None:
@@ -112,30 +108,19 @@ def remove_leftovers(folder: Path | str) -> None:
 
 
 def _left_behind(entry: os.DirEntry[str]) -> bool:
-    found = entry.stat(follow_symlinks=False)
-    if hasattr(os, "getuid") and found.st_uid != os.getuid():
+    status = entry.stat(follow_symlinks=False)
+    if hasattr(os, "getuid") and status.st_uid != os.getuid():
         return False
     made_by = _PART.search(entry.name)
-    if made_by is not None and made_by["machine"] == _machine():
-        return not process_exists(int(made_by["pid"]))
-    return time.time() - found.st_mtime > LEFTOVER_SECONDS
-
-
-def process_exists(pid: int) -> bool:
-    """Whether a process of this machine is running."""
+    if made_by is None or made_by["machine"] != _machine():
+        return time.time() - status.st_mtime > LEFTOVER_SECONDS
     try:
-        os.kill(pid, 0)
+        os.kill(int(made_by["pid"]), 0)  # asks whether the process exists
     except ProcessLookupError:
-        return False
-    except OSError:
         return True
-    return True
-
-
-def _umask() -> int:
-    current = os.umask(0)
-    os.umask(current)
-    return current
+    except OSError:
+        return False
+    return False
 
 
 def write_text(path: Path | str, text: str) -> None:
@@ -183,14 +168,14 @@ def write_sealed(path: Path | str, values: Mapping[str, Any], compact: bool = Fa
 
 
 def sealed(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The JSON object with a checksum of its own content."""
+    """Return the JSON object with a checksum of its own content."""
     # After a round trip, because JSON turns tuples into lists and the keys into text.
     plain = json.loads(json.dumps(values, default=str))
     return {**plain, _SEAL: sha256_json(plain)}
 
 
 def unsealed(path: Path | str, values: Any, advice: str) -> dict[str, Any]:
-    """What `write_sealed` was given, out of the parsed content of a file; `advice` says how to get a good one.
+    """Return what `write_sealed` was given from the parsed content of a file; `advice` says how to get a good one.
 
     Apart from reading, so that a format without a checksum can be recognized by its number first.
 
@@ -208,6 +193,32 @@ def unsealed(path: Path | str, values: Any, advice: str) -> dict[str, Any]:
 def read_sealed(path: Path | str, advice: str) -> dict[str, Any]:
     """Read what `write_sealed` wrote."""
     return unsealed(path, read_json(path), advice)
+
+
+def claim(path: Path | str, settings: Mapping[str, Any], what: str, advice: str, ignore: Sequence[str] = ()) -> None:
+    """Record the settings that the results in a folder depend on, or refuse to add results of other settings.
+
+    Args:
+        path: The file that records them.
+        settings: JSON values.
+        what: Begins the message, such as "The store tokens".
+        advice: Ends it.
+        ignore: Settings that may differ.
+
+    Raises:
+        MismatchError: The file records other settings; the message shows each difference.
+    """
+    if not Path(path).exists():
+        write_sealed(path, settings)
+    expected = {key: value for key, value in settings.items() if key not in ignore}
+    check_same(what, expected, read_sealed(path, advice), advice)
+
+
+def check_same(what: str, expected: Mapping[str, Any], recorded: Mapping[str, Any], advice: str) -> None:
+    """Raise a MismatchError that shows where `recorded` differs from `expected`; keys that only `recorded` has may differ."""
+    wanted, has = dotted(json.loads(json.dumps(expected, default=str))), dotted(recorded)
+    if any(has.get(key) != value for key, value in wanted.items()):
+        raise MismatchError.between(what, wanted, {key: has.get(key) for key in wanted}, advice)
 
 
 def append_line(path: Path | str, value: Any) -> None:
@@ -263,7 +274,7 @@ def sha256_json(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def dotted(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def dotted(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Flatten nested dictionaries to one with dotted keys: `{"a": {"b": 1}}` becomes `{"a.b": 1}`."""
     flat: dict[str, Any] = {}
     for key, value in values.items():

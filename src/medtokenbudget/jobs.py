@@ -1,6 +1,7 @@
-"""Many jobs at once: in this process, in worker processes, or on a Ray cluster (an optional extra).
+"""One resumable runner for work in units: shards of a store, shards of a table, trainings of a sweep.
 
-Worker processes are spawned, not forked, because the parent may have threads, and they end with it, even if it is killed.
+A unit is made in this process, in worker processes or on a Ray cluster (an optional extra), and leaves the same bytes everywhere.
+Callers leave out finished units; units write their results themselves, so that a stopped command resumes.
 """
 
 from __future__ import annotations
@@ -13,20 +14,29 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from medtokenbudget.config import Parallel, Settings
-from medtokenbudget.errors import RequestError, WorkError, first_line
+from medtokenbudget.devices import worker_devices
+from medtokenbudget.errors import MedTokenBudgetError, RequestError, WorkError, first_line
 
 Engine = Literal["local", "ray"]
-Job = TypeVar("Job")
+Advance = Callable[[int], Any]
+"""Is called with the number of images, or of whatever a unit has, that are done."""
+T = TypeVar("T")
+Unit = TypeVar("Unit")
 Result = TypeVar("Result")
+RETRIES = 10
+"""How often Ray gives out a unit again; one that kills every worker must not keep a cluster busy forever."""
 _PR_SET_PDEATHSIG = 1
 _SECONDS_BETWEEN_LOOKS = 1.0
 _SECONDS_TO_CONNECT = 10
@@ -34,7 +44,7 @@ _SECONDS_TO_CONNECT = 10
 
 @dataclass(frozen=True)
 class Execution(Settings):
-    """How a sweep runs.
+    """How units of work run.
 
     Attributes:
         engine: 'local' processes, or a 'ray' cluster.
@@ -52,64 +62,150 @@ class Execution(Settings):
             raise RequestError("An address is only used with a Ray cluster: choose the engine 'ray', or leave it out.")
 
 
-def run_jobs(work: Callable[[Job], Result], jobs: Sequence[Job], execution: Execution, processes: int = 1) -> Iterator[Result]:
-    """Yield what `work` returns for each job, in the order in which they finish.
+def run_units(
+    units: Sequence[Unit],
+    make: Callable[[Any, Sequence[Unit], Advance], Iterator[Result]],
+    execution: Execution,
+    *,
+    processes: int = 1,
+    device: str = "auto",
+    cores: int = 1,
+    state: Any = None,
+    open_worker: Callable[[str], Any] | None = None,
+    advance: Advance | None = None,
+) -> Iterator[Result]:
+    """Make units, and yield the result of each, in the order in which they finish.
 
     Args:
-        work: A function that other processes can import, with arguments that can be pickled. On a cluster it may run twice for
-            one job, because the jobs of a lost node are repeated.
-        jobs: What it is called with, one after another.
+        units: What to make. With `advance`, `len(unit)` is what a unit counts for.
+        make: Called with the state, units and `advance`; yields one result per unit. In this process it gets all units at once, so
+            that it can read ahead. Other processes import it, so it is a function of a module or a `partial` of one. On a cluster
+            it may run twice for one unit, because the units of a lost node are given out again.
         execution: The engine, and the address of a cluster.
-        processes: Worker processes of the engine 'local'; 1 works in this process.
+        processes: Processes of the engine 'local'; 1 works in this one.
+        device: Device to work on; processes divide the GPUs of 'cuda' among themselves.
+        cores: Cores that a unit takes on a cluster.
+        state: What `make` works with in this process, such as a loaded backbone.
+        open_worker: Gives each other process its state, from the name of its device.
+        advance: Called as the work proceeds.
+
+    Raises:
+        WorkError: A worker died or reported an error. What is finished is kept.
     """
-    if execution.engine == "ray":
-        yield from _run_on_ray(work, jobs, execution.address)
-    elif processes == 1:
-        yield from map(work, jobs)
-    else:
-        with process_pool(processes) as pool:
-            for future in as_completed([pool.submit(work, job) for job in jobs]):
-                yield future.result()
-
-
-def _run_on_ray(work: Callable[[Job], Result], jobs: Sequence[Job], address: str | None) -> Iterator[Result]:
-    if not jobs:
+    if execution.engine == "local" and processes == 1:
+        yield from make(state, units, advance or _ignore)
         return
-    with ray_cluster(address) as ray:
-        gpus = 1 if ray.cluster_resources().get("GPU", 0) >= 1 else 0
-        task: Any = ray.remote(num_cpus=1, num_gpus=gpus, max_retries=5)(_call)
-        pending = [task.remote(work, job) for job in jobs]
-        try:
-            while pending:
-                ready, pending = ray.wait(pending, num_returns=1)
-                yield from ray.get(ready)
-        except ray.exceptions.RayError as error:
-            raise WorkError(f"Ray gave up on a training: {error}. Run the same command again to continue with the rest.") from None
+    call = partial(_call, uuid.uuid4().hex, open_worker, make)
+    if execution.engine == "ray":
+        finished = _on_ray(units, call, execution.address, device, cores)
+    else:
+        finished = _in_processes(units, call, worker_devices(device, processes))
+    for unit, result in finished:
+        if advance is not None:
+            advance(len(unit))  # type: ignore[arg-type]
+        yield result
 
 
-def _call(work: Callable[[Job], Result], job: Job) -> Result:
-    return work(job)
+def run_jobs(
+    work: Callable[[Unit], Result], jobs: Sequence[Unit], execution: Execution, processes: int = 1, device: str = "auto"
+) -> Iterator[Result]:
+    """Yield what `work`, which needs no state, returns for each job, in the order in which they finish; see `run_units`."""
+    return run_units(jobs, partial(_each, work), execution, processes=processes, device=device)
+
+
+def _each(work: Callable[[Unit], Result], state: Any, jobs: Sequence[Unit], advance: Advance) -> Iterator[Result]:
+    return map(work, jobs)
+
+
+def _ignore(count: int) -> None:
+    pass
+
+
+_opened: dict[str, Any] = {}
+"""The state of this worker process, by run; a process of a cluster may serve several runs, one after another."""
+_device = "auto"
+"""The device of this worker process."""
+
+
+def _call(
+    run: str,
+    open_worker: Callable[[str], Any] | None,
+    make: Callable[[Any, Sequence[Unit], Advance], Iterator[Result]],
+    unit: Unit,
+    device: str | None = None,
+) -> Result:
+    """Make one unit in a worker process, which opens its state once."""
+    if run not in _opened:
+        _opened.clear()
+        _opened[run] = None if open_worker is None else open_worker(device or _device)
+    [result] = make(_opened[run], [unit], _ignore)
+    return result
+
+
+def ordered_map(function: Callable[[Unit], T], parts: Iterable[Unit], ahead: int, threads: int) -> Iterator[T]:
+    """Yield `function(part)` in order, computed by threads up to `ahead` parts before they are needed; 0 uses no threads."""
+    if ahead < 1:
+        yield from map(function, parts)
+        return
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="mtb-ahead")
+    waiting: deque[Future[T]] = deque()
+    try:
+        for part in parts:
+            waiting.append(pool.submit(function, part))
+            if len(waiting) > ahead:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 # Worker processes ----------------------------------------------------------------------------------------------------
 
 
+def _in_processes(units: Sequence[Unit], call: Callable[[Unit], Result], devices: Sequence[str]) -> Iterator[tuple[Unit, Result]]:
+    with process_pool(len(devices), devices) as pool:
+        waiting = {pool.submit(call, unit): unit for unit in units}
+        for future in as_completed(waiting):
+            yield waiting[future], future.result()
+
+
 @contextmanager
-def process_pool(workers: int) -> Iterator[ProcessPoolExecutor]:
-    """Open a pool of spawned processes, each of which ends with this one.
+def process_pool(workers: int, devices: Sequence[str] = ()) -> Iterator[ProcessPoolExecutor]:
+    """Open a pool of processes, each with a device of its own if `devices` are given. They end with this process.
 
     Raises:
         WorkError: If one of them dies inside the block.
     """
+    # Spawned, not forked, because this process may have threads.
     context = multiprocessing.get_context("spawn")
+    names = context.SimpleQueue()
+    for name in devices:
+        names.put(name)
+    begin = (os.getpid(), names if devices else None)
     try:
-        with ProcessPoolExecutor(workers, mp_context=context, initializer=end_with_parent, initargs=(os.getpid(),)) as pool:
-            yield pool
+        with ProcessPoolExecutor(workers, context, initializer=_begin_worker, initargs=begin) as pool:
+            try:
+                yield pool
+            except BaseException:
+                pool.shutdown(cancel_futures=True)  # otherwise the pool makes all other units before the error is seen
+                raise
     except BrokenProcessPool:
         raise WorkError(
             'A worker process died. In a Python script, use several processes only below `if __name__ == "__main__":`, or one '
             "(jobs=1, workers=1). Otherwise memory may have run out: use fewer."
         ) from None
+
+
+def _begin_worker(parent: int, names: Any) -> None:
+    global _device
+    end_with_parent(parent)
+    if names is not None:
+        _device = names.get()
+        if _device.startswith("cuda"):
+            import torch
+
+            torch.cuda.set_device(_device)  # what asks for 'cuda' in this process gets its own GPU
 
 
 def end_with_parent(parent: int) -> None:
@@ -131,6 +227,40 @@ def _watch(parent: int) -> None:
 
 
 # Ray -----------------------------------------------------------------------------------------------------------------
+
+
+def _on_ray(
+    units: Sequence[Unit], call: Callable[[Unit, str], Result], address: str | None, device: str, cores: int
+) -> Iterator[tuple[Unit, Result]]:
+    if not units:
+        return
+    kind = device.partition(":")[0]  # a task sees only its own GPU, whatever its number on the node
+    with ray_cluster(address) as ray:
+        task = ray.remote(
+            num_cpus=cores,
+            num_gpus=1 if kind != "cpu" and ray.cluster_resources().get("GPU") else 0,
+            max_retries=RETRIES,  # if a node or a worker dies; an error that a task raises is not retried
+            max_calls=0,  # processes with a GPU stay too, with the model that they have loaded
+        )(_call_on_ray)
+        shared = ray.put(call)
+        waiting = {task.remote(shared, unit, kind): unit for unit in units}
+        try:
+            while waiting:
+                [done], _ = ray.wait(list(waiting), num_returns=1)
+                result = ray.get(done)
+                yield waiting.pop(done), result
+        except ray.exceptions.RayError as error:
+            cause = getattr(error, "cause", None)
+            if isinstance(cause, MedTokenBudgetError):
+                raise WorkError(f"{cause} What is finished is kept; run the same command again to resume.") from None
+            raise WorkError(f"Ray gave up on a part: {first_line(error)}. Run the same command again to resume.") from None
+        finally:
+            for other in waiting:
+                ray.cancel(other, force=True)
+
+
+def _call_on_ray(call: Callable[[Unit, str], Result], unit: Unit, device: str) -> Result:
+    return call(unit, device)
 
 
 @contextmanager
@@ -174,19 +304,12 @@ def _connect(ray: Any, address: str | None) -> None:
     except (OSError, OverflowError, RuntimeError, ValueError) as error:
         where = f"No Ray cluster answers at '{address}'" if address else "Ray does not start on this machine"
         reason = first_line(error).rstrip(".")
-        raise WorkError(f"{where} ({reason}). Check --address, or run on this machine with --engine local.") from None
+        raise WorkError(f'{where} ({reason}). Check `address`, or run on this machine with `engine="local"`.') from None
 
 
-def node() -> str:
-    """Return the name of this machine in messages."""
-    return socket.gethostname()
-
-
-def not_shared(folder: Path) -> str:
-    """Return what a worker says that does not see the folder of the results."""
-    return f"{folder} does not exist on node {node()}. It must be on a file system that all nodes share."
-
-
-def stopped(failure: str) -> WorkError:
-    """Return the error of a command whose worker reported a failure."""
-    return WorkError(f"{failure} Finished shards are kept; run the same command again to resume.")
+def require_shared(folder: Path) -> None:
+    """Raise a WorkError on a node that does not see the folder of the results."""
+    if not folder.exists():
+        raise WorkError(
+            f"{folder} does not exist on node {socket.gethostname()}. It must be on a file system that all nodes share."
+        )

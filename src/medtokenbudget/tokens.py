@@ -16,7 +16,7 @@ from torch import Tensor
 from medtokenbudget.errors import GridError, NonFiniteError, ShapeError
 
 SIGNALS = ("attention_entropy", "cls_attention", "received_attention", "value_norm", "mean_key", "rollout")
-"""Fields of `TokenBatch` that `mtb extract --signals` computes from the attention of the backbone."""
+"""Fields of `TokenBatch` that `mtb extract` computes from the attention of the backbone."""
 PSEUDO_TEMPERATURE = 0.1
 """Scale of pseudo-attention. The paper does not give it; its authors divide the cosines by this."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,9 @@ from medtokenbudget.data import Manifest
 from tests.backbone.tiny import OFF_CENTER, tiny_backbone, tiny_manifest
 
 
-@pytest.fixture
-def backbone(tmp_path: Path) -> BackboneConfig:
-    return tiny_backbone(tmp_path / "backbone")
+@pytest.fixture(scope="session")
+def backbone(tmp_path_factory: pytest.TempPathFactory) -> BackboneConfig:
+    return tiny_backbone(tmp_path_factory.mktemp("tiny") / "backbone")
 
 
 @pytest.fixture
@@ -22,6 +23,14 @@ def manifest(tmp_path: Path) -> Manifest:
     return tiny_manifest(tmp_path / "images", 10, bad=(1, 5))
 
 
+@pytest.fixture(scope="session")
+def extracted(tmp_path_factory: pytest.TempPathFactory, backbone: BackboneConfig) -> Path:
+    """A store of equal images in another folder: images are known by their content."""
+    folder = tmp_path_factory.mktemp("extracted")
+    return extract(tiny_manifest(folder / "images", 10, bad=(1, 5)), folder / "store", backbone, OFF_CENTER).path
+
+
 @pytest.fixture
-def store(tmp_path: Path, backbone: BackboneConfig, manifest: Manifest) -> FeatureStore:
-    return extract(manifest, tmp_path / "store", backbone, OFF_CENTER)
+def store(tmp_path: Path, extracted: Path, manifest: Manifest) -> FeatureStore:
+    shutil.copytree(extracted, tmp_path / "store", ignore=shutil.ignore_patterns("cache"))
+    return FeatureStore.open(tmp_path / "store", manifest)

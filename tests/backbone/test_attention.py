@@ -6,14 +6,16 @@ import math
 import threading
 from typing import Any
 
+import numpy as np
 import pytest
 import timm
 import torch
 from torch import Tensor
 
-from medtokenbudget.backbone.attention import normalized_entropy
+from medtokenbudget.backbone.attention import REGISTRY, normalized_entropy
 from medtokenbudget.backbone.backbone import Backbone
-from medtokenbudget.errors import RequestError
+from medtokenbudget.errors import RequestError, UnknownNameError
+from medtokenbudget.tokens import SIGNALS, TokenBatch
 
 SMALL: dict[str, Any] = {"depth": 3, "embed_dim": 48, "num_heads": 3, "num_classes": 0, "pretrained": False}
 MODELS = {
@@ -144,14 +146,14 @@ def test_a_pass_that_fails_inside_the_block_leaves_nothing_behind() -> None:
         backbone(images(model))
     handle.remove()
     assert backbone._tap is not None
-    assert backbone._tap._local.watch.seen == [], "the memory of the failed pass is still held"
+    assert backbone._tap._local.watch.recorded == [], "the memory of the failed pass is still held"
     assert torch.overrides._get_current_function_mode() is None
     assert torch.equal(backbone(images(model)).attention_entropy, expected)
 
 
 def test_a_block_of_several_attentions_is_rejected_and_served_only_as_pseudo() -> None:
     model = timm.create_model("vit_small_patch16_18x2_224", **SMALL, img_size=64).eval()
-    with pytest.raises(RequestError, match=r"ParallelThingsBlock computes 2. Use --attention pseudo"):
+    with pytest.raises(RequestError, match=r"ParallelThingsBlock computes 2. Use `attention=.pseudo.`"):
         Backbone.from_model(model, "vit_small_patch16_18x2_224")
     tokens = Backbone.from_model(model, "vit_small_patch16_18x2_224", attention="pseudo")(images(model, 2))
     assert tokens.grid == (4, 4)
@@ -184,3 +186,70 @@ def test_two_threads_do_not_see_each_others_attention() -> None:
     for thread in threads:
         thread.join()
     assert wrong == []
+
+
+# Signals -------------------------------------------------------------------------------------------------------------
+
+EXTRA = ("received_attention", "value_norm", "mean_key", "rollout")
+
+
+def qkv(model: Any, x: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+    """Keys and values [B, H, T, d] of a plain block, from its own projection."""
+    seen = []
+    attention = model.blocks[layer].attn
+    handle = attention.qkv.register_forward_hook(lambda module, inputs, output: seen.append(output))
+    with torch.inference_mode():
+        model.forward_features(x)
+    handle.remove()
+    b, t, width = seen[0].shape
+    _, key, value = seen[0].reshape(b, t, 3, attention.num_heads, width // 3 // attention.num_heads).permute(2, 0, 3, 1, 4)
+    return key, value
+
+
+def test_every_signal_is_a_field_of_a_batch_and_in_the_registry() -> None:
+    assert tuple(REGISTRY) == SIGNALS
+    assert set(SIGNALS) <= set(TokenBatch.__dataclass_fields__)
+
+
+@pytest.mark.parametrize("layer", [0, 2])
+@pytest.mark.parametrize("kind", ["plain", "reg4"])
+def test_signals_are_what_the_blocks_compute(kind: str, layer: int) -> None:
+    model = make(kind)
+    x, prefix = images(model, 2), model.num_prefix_tokens
+    weights = [timm_attention(model, x, block).mean(1) for block in range(layer + 1)]
+    key, value = qkv(model, x, layer)
+    tokens = Backbone.from_model(model, kind, layer=layer)(x, EXTRA)
+    t = weights[0].shape[-1]
+    for row in range(2):
+        received = [np.mean([float(weights[layer][row, i, j]) for i in range(prefix, t)]) for j in range(prefix, t)]
+        norms = [sum(float(v) ** 2 for v in value[row, :, j].flatten()) ** 0.5 for j in range(prefix, t)]
+        product = torch.eye(t)
+        for block in weights:
+            product = (0.5 * block[row] + 0.5 * torch.eye(t)) @ product
+        torch.testing.assert_close(tokens.received_attention[row], torch.tensor(received, dtype=torch.float32))
+        torch.testing.assert_close(tokens.value_norm[row], torch.tensor(norms), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(tokens.mean_key[row], key[row].mean(0)[prefix:], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(tokens.rollout[row], product[0, prefix:], rtol=1e-3, atol=1e-6)
+    assert tokens.attention_entropy is None
+    assert tokens.cls_attention is None
+
+
+def test_a_pass_without_rollout_does_not_look_at_the_earlier_blocks() -> None:
+    backbone = Backbone.from_model(make("plain"), "plain")
+    x = images(backbone.model, 1)
+    with_it = backbone(x, ("rollout",)).rollout
+    assert backbone(x).rollout is None
+    assert torch.equal(backbone(x, ("rollout",)).rollout, with_it)
+    assert backbone._rollout.product() is None
+
+
+def test_signals_that_a_backbone_cannot_give_are_rejected_by_name() -> None:
+    without_class_token = Backbone.from_model(make("siglip"), "siglip")
+    with pytest.raises(RequestError, match="cls_attention, rollout needs a class token"):
+        without_class_token(images(without_class_token.model), ("value_norm", "cls_attention", "rollout"))
+    pseudo = Backbone.from_model(make("plain"), "plain", attention="pseudo")
+    with pytest.raises(RequestError, match="value_norm needs the attention of the backbone itself"):
+        pseudo(images(pseudo.model), ("value_norm",))
+    assert pseudo(images(pseudo.model), ("received_attention",)).received_attention.sum(1).tolist() == pytest.approx([1, 1, 1])
+    with pytest.raises(UnknownNameError, match="Did you mean 'rollout'"):
+        pseudo.check_signals(("rolout",))

@@ -141,7 +141,7 @@ def test_weights_are_fetched_from_the_hub_once(weights: Path, tmp_path: Path, hu
 def test_weights_out_of_reach_are_an_error_that_says_how_to_get_them(hub: str, tmp_path: Path, hub_at: Callable[..., None]) -> None:
     with serving(tmp_path, "timm/another") as address:
         hub_at(address if hub == "without the model" else "http://127.0.0.1:9", offline=hub == "offline")
-        with pytest.raises(WorkError, match=r"(?s)Cannot download the weights.*timm/test_vit.*--weights FILE.*--backbone embedded"):
+        with pytest.raises(WorkError, match=r"(?s)Cannot download the weights.*timm/test_vit.*as `weights`.*`backbone=.embedded.`"):
             Backbone.load(BackboneConfig("test_vit.r160_in1k", image_size=64))
 
 
@@ -153,7 +153,7 @@ def test_weights_out_of_reach_are_an_error_that_says_how_to_get_them(hub: str, t
         ({"name": "swin_tiny_patch4_window7_224", "image_size": 224}, "one fixed grid"),
         ({"name": "samvit_base_patch16_224", "image_size": 224}, "one fixed grid"),
         ({"layer": 6}, "the blocks 0 to 5"),
-        ({"image_size": 70}, "--image-size 64 or 80"),
+        ({"image_size": 70}, "`image_size=64` or `image_size=80`"),
     ],
 )
 def test_requests_that_cannot_be_served_are_rejected(weights: Path, changes: dict[str, Any], message: str) -> None:

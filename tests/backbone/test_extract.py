@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -21,13 +22,15 @@ from safetensors.torch import load_file, save_file
 
 from medtokenbudget import files
 from medtokenbudget.backbone import Backbone, FeatureStore, extract, views
-from medtokenbudget.backbone.extract import Work, make_shard, to_device
-from medtokenbudget.backbone.shards import read_sidecar
+from medtokenbudget.backbone.attention import DEFAULT
+from medtokenbudget.backbone.extract import open_backbone, to_device
+from medtokenbudget.backbone.preprocess import Preprocessing
+from medtokenbudget.backbone.store import read_record, write_field
 from medtokenbudget.cli import main
 from medtokenbudget.config import BackboneConfig
 from medtokenbudget.data import Manifest, decode_image, decode_mask
-from medtokenbudget.errors import MismatchError, RequestError, UnknownNameError, WorkError
-from medtokenbudget.tokens import TokenBatch
+from medtokenbudget.errors import MismatchError, MissingSignalError, RequestError, UnknownNameError, WorkError
+from medtokenbudget.tokens import SIGNALS, TokenBatch
 from tests.backbone.tiny import CONFIG, GRID, contents, ended_process, extract_arguments, tiny_backbone, tiny_manifest
 from tests.bad_input.damage import edit_json
 
@@ -47,20 +50,25 @@ def test_a_shard_of_nothing_but_bad_images_is_a_shard_without_rows(
         assert again.label.shape == (len(again),)
 
 
-def test_the_bytes_do_not_depend_on_the_number_of_workers(tmp_path: Path, backbone: BackboneConfig, manifest: Manifest) -> None:
+@pytest.mark.parametrize(
+    "change", [{"workers": 4}, pytest.param({"jobs": 2}, marks=pytest.mark.slow)], ids=["threads", "processes"]
+)
+def test_the_bytes_do_not_depend_on_the_number_of_workers(
+    tmp_path: Path, backbone: BackboneConfig, manifest: Manifest, change: dict[str, Any]
+) -> None:
     one = extract(manifest, tmp_path / "one", backbone, replace(CONFIG, workers=1))
-    four = extract(manifest, tmp_path / "four", backbone, replace(CONFIG, workers=4))
-    assert contents(one.path) == contents(four.path)
+    many = extract(manifest, tmp_path / "many", backbone, replace(CONFIG, **change))
+    assert contents(one.path) == contents(many.path)
     assert len(one) == 8
 
 
 def test_a_second_run_makes_only_what_is_missing(tmp_path: Path, backbone: BackboneConfig, manifest: Manifest) -> None:
     store = extract(manifest, tmp_path / "store", backbone, CONFIG)
     before = contents(store.path)
-    kept = store.path / "shard-00000.safetensors"
+    kept = store.path / "patches-00000.npy"
     written = kept.stat().st_mtime_ns
     (store.path / "shard-00001.json").unlink()
-    (store.path / f".shard-00001.safetensors.{files._machine()}-{ended_process()}-abc.part").write_bytes(b"half")
+    (store.path / f".patches-00001.npy.{files._machine()}-{ended_process()}-abc.part").write_bytes(b"half")
     extract(manifest, tmp_path / "store", backbone, CONFIG)
     assert contents(store.path) == before
     assert kept.stat().st_mtime_ns == written
@@ -74,6 +82,7 @@ def test_a_second_run_makes_only_what_is_missing(tmp_path: Path, backbone: Backb
         ({"views": "off-center", "view_seed": 1}, "view_seed: expected 1, found 0"),
         ({"precision": "bf16"}, "precision: expected 'bf16', found 'fp32'"),
         ({"batch_size": 2}, "batch_size: expected 2, found 3"),
+        ({"layer": 0}, r"backbone\.layer: expected 0, found 1"),
     ],
 )
 def test_a_store_begun_with_other_settings_is_rejected(
@@ -81,8 +90,9 @@ def test_a_store_begun_with_other_settings_is_rejected(
 ) -> None:
     store = extract(manifest, tmp_path / "store", backbone, CONFIG)
     before = contents(store.path)
+    other = replace(backbone, **change) if "layer" in change else backbone
     with pytest.raises(MismatchError, match=shown):
-        extract(manifest, store.path, backbone, replace(CONFIG, **change))
+        extract(manifest, store.path, other, CONFIG if "layer" in change else replace(CONFIG, **change))
     assert contents(store.path) == before
 
 
@@ -99,12 +109,6 @@ def test_a_store_with_another_scale_of_pseudo_attention_is_rejected(
     files.write_sealed(store.path / "store.json", settings)
     with pytest.raises(MismatchError, match="pseudo_temperature"):
         extract(manifest, store.path, pseudo, CONFIG)
-
-
-def test_a_store_of_another_backbone_is_rejected(tmp_path: Path, backbone: BackboneConfig, manifest: Manifest) -> None:
-    extract(manifest, tmp_path / "store", backbone, CONFIG)
-    with pytest.raises(MismatchError, match=r"backbone\.layer: expected 0, found 1"):
-        extract(manifest, tmp_path / "store", replace(backbone, layer=0), CONFIG)
 
 
 def test_a_job_array_makes_the_same_store_in_any_order(tmp_path: Path, backbone: BackboneConfig, manifest: Manifest) -> None:
@@ -302,7 +306,7 @@ def test_a_full_disk_in_the_middle_of_a_shard_is_a_message_and_not_a_loss(
 ) -> None:
     path = manifest.write(tmp_path / "m.parquet")
     assert main(extract_arguments(path, tmp_path / "whole", backbone)) == 0
-    # Files may grow to 2,000 bytes here, less than a shard: the write itself fails, as on a disk that is full.
+    # Files may grow to 2,000 bytes here, less than the patches: the write itself fails, as on a disk that is full.
     script = """
 import resource, signal, sys
 from medtokenbudget.cli import main
@@ -314,9 +318,9 @@ sys.exit(main(sys.argv[1:]))
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 1
     assert "No space left while writing" in ended.stderr
-    assert "shard-00000" in ended.stderr
+    assert "patches-00000" in ended.stderr
     assert "Traceback" not in ended.stderr
-    assert not list((tmp_path / "store").glob("*.safetensors"))
+    assert not list((tmp_path / "store").glob("shard-*"))
     assert main(extract_arguments(path, tmp_path / "store", backbone)) == 0
     assert contents(tmp_path / "store") == contents(tmp_path / "whole")
 
@@ -324,9 +328,9 @@ sys.exit(main(sys.argv[1:]))
 def test_finishing_a_store_leaves_the_temporary_files_of_running_writers_and_other_machines(
     tmp_path: Path, backbone: BackboneConfig, manifest: Manifest
 ) -> None:
-    running = tmp_path / f".shard-00009.safetensors.{files._machine()}-{os.getppid()}-abc.part"
-    elsewhere = tmp_path / ".shard-00009.safetensors.0123abcd-1-abc.part"
-    ended = tmp_path / f".shard-00009.safetensors.{files._machine()}-{ended_process()}-abc.part"
+    running = tmp_path / f".patches-00009.npy.{files._machine()}-{os.getppid()}-abc.part"
+    elsewhere = tmp_path / ".patches-00009.npy.0123abcd-1-abc.part"
+    ended = tmp_path / f".patches-00009.npy.{files._machine()}-{ended_process()}-abc.part"
     for path in (running, elsewhere, ended):
         path.write_bytes(b"half")
     store = extract(manifest, tmp_path, backbone, CONFIG)
@@ -341,16 +345,16 @@ def test_a_full_disk_is_a_clear_message_and_loses_nothing(
     real = os.replace
 
     def full(source: Any, target: Any) -> None:
-        if "shard-00001.safetensors" in str(target):
+        if "patches-00001.npy" in str(target):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         real(source, target)
 
     monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(WorkError, match=r"No space left while writing .*shard-00001.*to continue"):
+    with pytest.raises(WorkError, match=r"No space left while writing .*patches-00001.*to continue"):
         extract(manifest, tmp_path / "store", backbone, CONFIG)
     monkeypatch.undo()
     assert not list((tmp_path / "store").glob(".*.part"))
-    assert read_sidecar(tmp_path / "store", 0) is not None
+    assert read_record(tmp_path / "store", 0) is not None
     again = extract(manifest, tmp_path / "store", backbone, CONFIG)
     assert contents(again.path) == contents(whole.path)
 
@@ -383,9 +387,9 @@ def test_out_of_memory_halves_the_batch_and_goes_on(
     scarce = extract(manifest, tmp_path / "scarce", backbone, config)
     assert scarce.ids == plenty.ids
     torch.testing.assert_close(scarce.read(range(8)).patches, plenty.read(range(8)).patches, atol=2e-3, rtol=2e-3)
-    sidecar = read_sidecar(scarce.path, 0)
-    assert sidecar is not None
-    assert sidecar.batch_size == 1  # six good images in the first shard: 6, 3, 1
+    record = read_record(scarce.path, 0)
+    assert record is not None
+    assert record.batch_size == 1  # six good images in the first shard: 6, 3, 1
     monkeypatch.setattr(Backbone, "__call__", _memory_for(0, Backbone.__call__))
     with pytest.raises(WorkError, match="Not enough memory on cpu for a batch of one"):
         extract(manifest, tmp_path / "none", backbone, config)
@@ -415,7 +419,6 @@ import torch
 torch.set_num_threads(1)
 from medtokenbudget.backbone import extract
 from tests.backbone.tiny import CONFIG, contents, tiny_backbone, tiny_manifest
-from tests.small_model import draw_images, small_model
 from dataclasses import replace
 
 folder = Path(sys.argv[1])
@@ -471,6 +474,126 @@ def test_twelve_kills_lose_and_change_nothing(tmp_path: Path, repository: Path) 
     assert 10 < published < files
 
 
+# Signals that a store gains -------------------------------------------------------------------------------------------
+
+EXTRA = ("received_attention", "value_norm", "mean_key", "rollout")
+ALL = replace(CONFIG, signals=EXTRA, views="off-center")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
+    return tiny_manifest(tmp_path_factory.mktemp("whole"), 10)
+
+
+@pytest.fixture(scope="module")
+def plain_store(tmp_path_factory: pytest.TempPathFactory, backbone: BackboneConfig, whole: Manifest) -> Path:
+    return extract(whole, tmp_path_factory.mktemp("plain") / "store", backbone, replace(ALL, signals=())).path
+
+
+@pytest.fixture
+def plain(tmp_path: Path, plain_store: Path) -> Path:
+    """A store of every image without the further signals."""
+    shutil.copytree(plain_store, tmp_path / "plain")
+    return tmp_path / "plain"
+
+
+def test_signals_added_later_are_those_of_the_first_pass_and_leave_every_other_file(
+    tmp_path: Path, backbone: BackboneConfig, whole: Manifest, plain: Path
+) -> None:
+    before = {name: data for name, data in contents(plain).items() if not name.startswith("shard")}
+    at_once = extract(whole, tmp_path / "at-once", backbone, replace(ALL, signals=(*DEFAULT, *EXTRA)))
+    later = extract(whole, plain, backbone, ALL)
+    after = contents(plain)
+    assert {name: after[name] for name in before} == before
+    assert later.signals == at_once.signals == SIGNALS
+    assert later.identity == at_once.identity
+    rows = range(len(later))
+    one, two = (found.read(rows, signals=EXTRA) for found in (later, at_once))
+    for name in EXTRA:
+        assert torch.equal(getattr(one, name), getattr(two, name)), name
+    assert after == contents(tmp_path / "at-once")
+    later.verify(whole)
+
+
+def test_only_what_is_asked_for_is_computed_and_read(tmp_path: Path, backbone: BackboneConfig, whole: Manifest) -> None:
+    store = extract(whole, tmp_path / "store", backbone, replace(CONFIG, signals=("value_norm",)))
+    assert store.signals == ("value_norm",)
+    assert store.read([0]).value_norm is None
+    assert store.read([0], signals=("value_norm", "lesion")).value_norm.shape == (1, 16)
+    assert store.read([0]).attention_entropy is None
+    with pytest.raises(MissingSignalError, match=r"no rollout for 10 of 10 rows.*with `signals` rollout"):
+        next(iter(store.batches([0], 1, signals=("rollout", "value_norm"))))
+    grown = extract(whole, tmp_path / "store", backbone, replace(CONFIG, signals=("attention_entropy",)))
+    assert grown.signals == ("attention_entropy", "value_norm")
+    assert grown.read([0]).attention_entropy is not None
+    assert grown.attention_entropy.shape == (10, 16)
+
+
+def test_new_images_get_the_signals_that_the_store_has(tmp_path: Path, backbone: BackboneConfig) -> None:
+    few, more = (tiny_manifest(tmp_path / "images", n) for n in (5, 9))
+    extract(few, tmp_path / "store", backbone, replace(CONFIG, signals=("value_norm", "attention_entropy")))
+    store = extract(more, tmp_path / "store", backbone, CONFIG)
+    assert store.signals == ("attention_entropy", "value_norm")
+    assert len(store) == 9
+
+
+def test_images_of_another_manifest_can_be_added_later(backbone: BackboneConfig, whole: Manifest, plain: Path) -> None:
+    half = whole.take(range(5))
+    config = replace(ALL, signals=("rollout",))
+    assert extract(half, plain, backbone, config).has("rollout")
+    opened = FeatureStore.open(plain, whole)
+    with pytest.raises(MissingSignalError, match=r"rollout for \d+ of"):
+        opened.require_signals(("rollout",))
+    first = FeatureStore.open(plain, half).read([0], signals=("rollout",)).rollout
+    assert extract(whole, plain, backbone, config).has("rollout")
+    assert torch.equal(FeatureStore.open(plain, half).read([0], signals=("rollout",)).rollout, first)
+
+
+def test_an_interrupted_addition_resumes(
+    monkeypatch: pytest.MonkeyPatch, backbone: BackboneConfig, whole: Manifest, plain: Path
+) -> None:
+    real, fields = write_field, []
+
+    def stop(*arguments: Any) -> Any:
+        fields.append(arguments[2])
+        if len(fields) == 6:  # in the second shard
+            raise KeyboardInterrupt
+        return real(*arguments)
+
+    monkeypatch.setattr(sys.modules[extract.__module__], "write_field", stop)
+    with pytest.raises(KeyboardInterrupt):
+        extract(whole, plain, backbone, ALL)
+    monkeypatch.undo()
+    assert not FeatureStore.open(plain, whole).has("rollout")
+    done = {path: path.stat().st_mtime_ns for path in plain.glob("*-00000.*")}
+    assert extract(whole, plain, backbone, ALL).signals == SIGNALS
+    assert {path: path.stat().st_mtime_ns for path in done} == done
+
+
+def test_tokens_of_another_origin_gain_no_signals(
+    monkeypatch: pytest.MonkeyPatch, backbone: BackboneConfig, whole: Manifest, plain: Path
+) -> None:
+    monkeypatch.setattr(Preprocessing, "prepare", lambda self, image: np.zeros((32, 32, 3), np.uint8))
+    with pytest.raises(WorkError, match="are not those that the backbone gives now"):
+        extract(whole, plain, backbone, ALL)
+
+
+def test_the_command_adds_signals_and_says_which_a_store_has(
+    tmp_path: Path, backbone: BackboneConfig, whole: Manifest, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole.write(tmp_path / "m.parquet")
+    call = ["extract", str(tmp_path / "m.parquet"), "--store", str(tmp_path / "s"), "--backbone", backbone.name]
+    call += ["--image-size", "32", "--device", "cpu", "--threads", "1"]
+    assert main(call) == 0
+    assert main([*call, "--signals", "rollout", "value_norm"]) == 0
+    assert main(["store", "info", str(tmp_path / "s")]) == 0
+    assert "signals    attention_entropy, cls_attention, value_norm, rollout" in capsys.readouterr().out
+    assert main([*call, "--signals", "valuenorm"]) == 2
+    assert "Did you mean 'value_norm'?" in capsys.readouterr().err
+
+
+# Clusters -------------------------------------------------------------------------------------------------------------
+
 CLUSTER = replace(CONFIG, shard_size=4, batch_size=4, workers=1)
 
 
@@ -479,18 +602,13 @@ def test_an_unknown_engine_is_rejected_with_the_known_ones(tmp_path: Path) -> No
         extract(tiny_manifest(tmp_path, 1), tmp_path / "store", tiny_backbone(tmp_path / "b"), CONFIG, engine="locale")
 
 
-def test_a_task_says_when_its_node_does_not_see_the_store(tmp_path: Path) -> None:
-    work = Work(tmp_path / "elsewhere", tiny_backbone(tmp_path / "b"), {}, CONFIG, "")
-    message = make_shard((0, ()), work)
-    assert message is not None
-    assert "file system that all nodes share" in message
-
-
-def test_a_task_refuses_other_weights_than_the_driver_has(tmp_path: Path) -> None:
-    backbone = tiny_backbone(tmp_path / "b")
-    store = extract(tiny_manifest(tmp_path / "images", 2), tmp_path / "store", backbone, CONFIG)
-    work = Work(store.path, backbone, {**store.config["backbone"], "weights": "other"}, CONFIG, "")
-    assert "weights: expected 'other'" in str(make_shard((7, ()), work))
+def test_a_worker_refuses_another_file_system_or_other_weights_than_the_driver_has(
+    tmp_path: Path, backbone: BackboneConfig, store: FeatureStore
+) -> None:
+    with pytest.raises(WorkError, match="file system that all nodes share"):
+        open_backbone(tmp_path / "elsewhere", backbone, {}, "cpu")
+    with pytest.raises(MismatchError, match="weights: expected 'other'"):
+        open_backbone(store.path, backbone, {**store.config["backbone"], "weights": "other"}, "cpu")
 
 
 @pytest.mark.slow
@@ -498,7 +616,7 @@ def test_a_cluster_that_loses_a_node_makes_the_same_store_as_one_process(tmp_pat
     from ray.cluster_utils import Cluster
 
     backbone = tiny_backbone(tmp_path / "backbone", depth=12)
-    manifest = tiny_manifest(tmp_path / "images", 200, bad=(2, 133))
+    manifest = tiny_manifest(tmp_path / "images", 120, bad=(2, 113))
     local = extract(manifest, tmp_path / "local", backbone, CLUSTER)
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     lost: dict[str, Any] = {}
@@ -530,16 +648,16 @@ def test_a_shard_that_kills_its_workers_ends_with_a_message_and_the_command_then
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ray: Any
 ) -> None:
     extraction = sys.modules[extract.__module__]
-    monkeypatch.setattr(extraction, "RETRIES", 1)
+    monkeypatch.setattr("medtokenbudget.jobs.RETRIES", 1)
     manifest, backbone = tiny_manifest(tmp_path / "images", 6), tiny_backbone(tmp_path / "backbone")
 
-    def deadly(shard: Any, work: Any) -> Any:
+    def deadly(*arguments: Any) -> Any:
         os._exit(1)
 
     ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
     try:
-        monkeypatch.setattr(extraction, "make_shard", deadly)
-        with pytest.raises(WorkError, match="Ray gave up on a shard"):
+        monkeypatch.setattr(extraction, "make_shards", deadly)
+        with pytest.raises(WorkError, match="Ray gave up"):
             extract(manifest, tmp_path / "dead", backbone, CLUSTER, engine="ray")
         monkeypatch.undo()
         local = extract(manifest, tmp_path / "local", backbone, CLUSTER)

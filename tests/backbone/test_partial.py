@@ -244,13 +244,13 @@ def test_attention_inside_is_that_of_the_dense_pass_for_every_family(name: str, 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_family_that_cannot_run_on_a_part_of_its_patches_is_refused_with_the_reason(name: str) -> None:
     model = timm.create_model(name, pretrained=False, num_classes=0, **SHAPE)
-    with pytest.raises(RequestError, match=rf"cannot run on a part of its patches: .*{REFUSED[name]}.*drop --route"):
+    with pytest.raises(RequestError, match=rf"cannot run on a part of its patches: .*{REFUSED[name]}.*leave out `route`"):
         partial.check_routable(model, name)
 
 
 def test_an_embedding_that_mixes_patches_is_refused() -> None:
     name = "vit_small_r26_s32_224"
-    with pytest.raises(RequestError, match=r"its patch embedding is not one linear map per patch.*drop --route"):
+    with pytest.raises(RequestError, match=r"its patch embedding is not one linear map per patch.*leave out `route`"):
         partial.check_routable(timm.create_model(name, pretrained=False, num_classes=0), name)
 
 

@@ -1,4 +1,4 @@
-"""The store: what is read back is what was extracted, fast, and without what a store larger than memory cannot afford."""
+"""The store: what is read back is what was extracted, fast, and nothing half-written, damaged or foreign is ever read."""
 
 from __future__ import annotations
 
@@ -10,33 +10,37 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.numpy import load_file
 
 from medtokenbudget.backbone import Backbone, FeatureStore, extract
-from medtokenbudget.backbone.shards import Row, map_shard, shard_path, write_shard
-from medtokenbudget.backbone.store import BufferPool, Fetching, MappedRows, RowChecks, info, join_large, join_small, ordered_map
-from medtokenbudget.backbone.views import Geometry
+from medtokenbudget.backbone.store import Field, _BufferPool, _join_large, _join_small, _Mapped, field_path, info, write_field
 from medtokenbudget.cli import main
+from medtokenbudget.config import BackboneConfig
 from medtokenbudget.data import Manifest, decode_image
 from medtokenbudget.errors import MismatchError, RequestError, WorkError
-from tests.backbone.tiny import CONFIG, DIM, GRID, tiny_backbone, tiny_manifest
+from medtokenbudget.files import write_sealed
+from tests.backbone.tiny import CONFIG, DIM, GRID, OFF_CENTER, contents, tiny_backbone, tiny_manifest
+from tests.bad_input.damage import edit_json
+
+Made = tuple[FeatureStore, Manifest, Backbone]
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[FeatureStore, Manifest, Backbone]:
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     folder = tmp_path_factory.mktemp("store")
     config = tiny_backbone(folder / "backbone")
     manifest = tiny_manifest(folder / "images", 11, bad=(5,))
     return extract(manifest, folder / "store", config, CONFIG), manifest, Backbone.load(config)
 
 
-def test_rows_are_what_the_backbone_says_of_each_image(made: tuple[FeatureStore, Manifest, Backbone]) -> None:
+def test_rows_are_what_the_backbone_says_of_each_image(made: Made) -> None:
     store, manifest, backbone = made
     assert store.grid == GRID
     assert (store.dim, store.classes) == (DIM, ("MEL", "NV"))
@@ -44,42 +48,29 @@ def test_rows_are_what_the_backbone_says_of_each_image(made: tuple[FeatureStore,
     for row, image in enumerate((3, 0)):
         pixels = torch.from_numpy(backbone.prepare(decode_image(manifest.image_path(image))))[None]
         alone = backbone(backbone.normalize(pixels))
-        torch.testing.assert_close(batch.patches[row], alone.patches[0], atol=2e-3, rtol=2e-3)
-        assert batch.cls is not None
-        assert alone.cls is not None
-        torch.testing.assert_close(batch.cls[row], alone.cls[0], atol=2e-3, rtol=2e-3)
-        assert batch.attention_entropy is not None
-        assert alone.attention_entropy is not None
-        torch.testing.assert_close(batch.attention_entropy[row], alone.attention_entropy[0], atol=1e-5, rtol=1e-4)
-        assert batch.luminance is not None
+        for name, tolerance in (("patches", 2e-3), ("cls", 2e-3), ("attention_entropy", 1e-5)):
+            torch.testing.assert_close(getattr(batch, name)[row], getattr(alone, name)[0], atol=tolerance, rtol=2e-3)
         gray = pixels[0].numpy() @ np.array([0.299, 0.587, 0.114]) / 255
         means = gray.reshape(GRID[0], 8, GRID[1], 8).mean((1, 3)).reshape(-1)
-        np.testing.assert_allclose(batch.luminance[row].numpy(), means, atol=1e-5)
+        np.testing.assert_allclose(batch.luminance[row].numpy(), means, atol=1e-5)  # type: ignore[index]
 
 
-def test_labels_and_masks_come_with_the_tokens(made: tuple[FeatureStore, Manifest, Backbone]) -> None:
+def test_labels_and_masks_come_with_the_tokens(made: Made) -> None:
     store, _, _ = made
     batch = store.read(store.rows(["image-000", "image-001", "image-002", "image-003"]))
-    assert batch.label is not None
-    assert batch.label.tolist() == [0, -1, 0, 1]
-    assert batch.has_mask is not None
-    assert batch.has_mask.tolist() == [True, False, True, False]
-    assert batch.lesion is not None
+    assert batch.label.tolist() == [0, -1, 0, 1]  # type: ignore[union-attr]
+    assert batch.has_mask.tolist() == [True, False, True, False]  # type: ignore[union-attr]
     expected = torch.zeros(GRID, dtype=torch.bool)
     expected[1, 0:2] = True
-    assert torch.equal(batch.lesion[0], expected.flatten())
-    assert not batch.lesion[1].any()
-
-
-def test_small_fields_of_all_rows_agree_with_reading_them(made: tuple[FeatureStore, Manifest, Backbone]) -> None:
-    store, _, _ = made
+    assert torch.equal(batch.lesion[0], expected.flatten())  # type: ignore[index]
+    assert not batch.lesion[1].any()  # type: ignore[index]
     batch = store.read(range(len(store)))
-    for name in ("label", "lesion", "has_mask", "luminance", "attention_entropy", "cls_attention"):
-        assert torch.equal(getattr(store, name), getattr(batch, name)), name
+    for name in ("label", "lesion", "has_mask", "luminance", "attention_entropy", "cls_attention", "cls"):
+        assert torch.equal(getattr(store, name).float(), getattr(batch, name).float()), name
     assert batch.image_id == tuple(store.ids)
 
 
-def test_a_failed_image_is_absent_and_listed_with_its_reason(made: tuple[FeatureStore, Manifest, Backbone]) -> None:
+def test_a_failed_image_is_absent_and_listed_with_its_reason(made: Made) -> None:
     store, _, _ = made
     assert len(store) == 10
     assert "image-005" not in store.ids
@@ -93,7 +84,7 @@ def test_a_failed_image_is_absent_and_listed_with_its_reason(made: tuple[Feature
     assert store.rows(["image-005", "image-001"], strict=False).tolist() == store.rows(["image-001"]).tolist()
 
 
-def test_an_epoch_shows_every_row_once_in_the_order_of_its_seed(made: tuple[FeatureStore, Manifest, Backbone]) -> None:
+def test_an_epoch_shows_every_row_once_in_the_order_of_its_seed(made: Made) -> None:
     store, _, _ = made
     rows = store.rows(store.ids)
 
@@ -102,12 +93,9 @@ def test_an_epoch_shows_every_row_once_in_the_order_of_its_seed(made: tuple[Feat
         batches = list(store.batches(rows, 4, generator, prefetch=prefetch))
         assert [len(batch) for batch in batches] == [4, 4, 2]
         for batch in batches:
-            assert batch.image_id is not None
-            again = store.read(store.rows(batch.image_id))
+            again = store.read(store.rows(batch.image_id))  # type: ignore[arg-type]
             assert torch.equal(batch.patches, again.patches)
-            assert batch.label is not None
-            assert again.label is not None
-            assert torch.equal(batch.label, again.label)
+            assert torch.equal(batch.label, again.label)  # type: ignore[arg-type]
         return [name for batch in batches for name in batch.image_id or ()]
 
     assert epoch(None, 2) == store.ids
@@ -115,21 +103,29 @@ def test_an_epoch_shows_every_row_once_in_the_order_of_its_seed(made: tuple[Feat
     assert epoch(1, 2) == epoch(1, 0) != epoch(2, 2)
 
 
-def test_tokens_come_in_the_number_format_that_is_asked_for(made: tuple[FeatureStore, Manifest, Backbone]) -> None:
+def test_tokens_come_in_the_number_format_that_is_asked_for_and_can_be_written_to(made: Made) -> None:
     store, _, _ = made
-    half = store.read([0, 1], dtype=torch.float16)
-    assert half.patches.dtype == torch.float16
-    assert torch.equal(half.patches.float(), store.read([0, 1]).patches)
+    before = store.read([0, 1])
+    for dtype in (torch.float16, torch.float32):
+        batch = store.read([0, 1], dtype=dtype)
+        assert batch.patches.dtype == dtype
+        assert torch.equal(batch.patches.float(), before.patches)
+        for value in (batch.patches, batch.cls, batch.luminance):
+            value.zero_()  # type: ignore[union-attr]
+    assert torch.equal(store.read([0, 1]).patches, before.patches)
+    assert torch.equal(store.read([0, 1]).luminance, before.luminance)  # type: ignore[arg-type]
+    store.verify()
 
 
-def test_shards_are_mapped_not_loaded(made: tuple[FeatureStore, Manifest, Backbone]) -> None:
+def test_every_field_is_a_file_that_numpy_reads_and_that_starts_on_a_cache_line(made: Made) -> None:
     store, _, _ = made
-    path = store.path / "shard-00000.safetensors"
-    arrays = map_shard(path)
-    for name, expected in load_file(path).items():
-        assert np.array_equal(arrays[name], expected), name
-        assert not arrays[name].flags.owndata
-        assert not arrays[name].flags.writeable
+    for index, record in store.records.items():
+        assert set(record.fields) == {"patches", "cls", "luminance", "attention_entropy", "cls_attention"}
+        for name in record.fields:
+            array = np.load(field_path(store.path, index, name))
+            assert store._map(index, name).rows.data_ptr() % 64 == 0
+            assert array.tobytes() == store._map(index, name).rows.numpy().tobytes()
+            assert array.shape == (len(record.rows), *record.fields[name].shape)
 
 
 def pages_in_memory(path: Path) -> np.ndarray:
@@ -141,68 +137,32 @@ def pages_in_memory(path: Path) -> np.ndarray:
     return (pages & 1).astype(bool)
 
 
-linux = pytest.mark.skipif(sys.platform != "linux", reason="looks at pages of memory as Linux shows them")
-
-
-PAGES = 262_144 // mmap.PAGESIZE
-
-
-def mapped_rows(array: np.ndarray) -> MappedRows:
-    return MappedRows(array, RowChecks(Path(), {}, []))
-
-
-def _row(number: int) -> Row:
-    return Row(str(number), "identity", (1, 1), Geometry())
-
-
-@pytest.fixture
-def on_disk(tmp_path: Path) -> tuple[Path, np.ndarray]:
-    """A shard of 64 rows of 256 KiB, none of it in memory, and the rows."""
-    rows = np.random.default_rng(0).random((64, 65_536), dtype=np.float32)
-    write_shard(tmp_path, 0, [_row(i) for i in range(64)], {"patches": rows}, [], 1, "")
-    path = shard_path(tmp_path, 0)
+@pytest.mark.skipif(sys.platform != "linux", reason="looks at pages of memory as Linux shows them")
+@pytest.mark.parametrize("announced", [True, False])
+def test_a_row_is_read_without_its_neighbors(tmp_path: Path, announced: bool) -> None:
+    """What a store larger than memory depends on: otherwise the kernel reads megabytes around every page that is touched."""
+    rows, pages = np.random.default_rng(0).random((64, 65_536), dtype=np.float32), 262_144 // mmap.PAGESIZE
+    field, path = write_field(tmp_path, 0, "patches", rows), field_path(tmp_path, 0, "patches")
     with path.open("rb") as file:
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     if pages_in_memory(path).any():
         pytest.skip(f"files in {tmp_path} cannot be put out of memory")
-    return path, rows
-
-
-@linux
-@pytest.mark.parametrize("announced", [True, False])
-def test_a_row_is_read_without_its_neighbors(on_disk: tuple[Path, np.ndarray], announced: bool) -> None:
-    """What a store larger than memory depends on: otherwise the kernel reads megabytes around every page that is touched."""
-    path, rows = on_disk
-    mapped = mapped_rows(map_shard(path)["patches"])
-    fetching = Fetching()
-    fetching.from_disk = announced
+    mapped = _Mapped(path, field)
+    if announced:  # it is on its way before it is touched; a busy disk may take its time
+        mapped.announce(40)
+        tries = 0
+        while pages_in_memory(path).sum() < pages and tries < 2000:
+            time.sleep(0.005)
+            tries += 1
+        assert pages_in_memory(path).sum() >= pages
     target = torch.empty(1, 65_536)
-    with fetching.of([mapped], [40]):
-        if announced:  # it is on its way before it is touched; a busy disk may take its time
-            tries = 0
-            while pages_in_memory(path).sum() < PAGES and tries < 2000:
-                time.sleep(0.005)
-                tries += 1
-            assert pages_in_memory(path).sum() >= PAGES
-        join_large([mapped], [40], target)
+    _join_large([mapped], [40], target)
     assert torch.equal(target[0], torch.from_numpy(rows[40]))
-    assert PAGES <= pages_in_memory(path).sum() <= PAGES + 8
+    assert pages <= pages_in_memory(path).sum() <= pages + 8
 
 
-@linux
-def test_rows_are_announced_while_they_come_from_the_disk_and_no_longer(on_disk: tuple[Path, np.ndarray]) -> None:
-    mapped = mapped_rows(map_shard(on_disk[0])["patches"])
-    fetching = Fetching()
-    seen = []
-    for place in (3, 3, 3, 9, 10):
-        with fetching.of([mapped], [place]):
-            join_large([mapped], [place], torch.empty(1, 65_536))
-        seen.append(fetching.from_disk)
-    assert seen == [True, False, False, True, True]
-
-
-def test_an_open_store_keeps_no_file_open(made: tuple[FeatureStore, Manifest, Backbone]) -> None:
+def test_an_open_store_keeps_no_file_open(made: Made) -> None:
     files = Path("/proc/self/fd")
     if not files.is_dir():
         pytest.skip("counts open files in /proc, which this system does not have")
@@ -214,7 +174,7 @@ def test_an_open_store_keeps_no_file_open(made: tuple[FeatureStore, Manifest, Ba
 
 
 def test_a_batch_that_is_kept_is_never_written_over() -> None:
-    pool = BufferPool()
+    pool = _BufferPool()
     first = pool.take((4, 3), torch.float32).fill_(1)
     row = first[2]
     address = first.data_ptr()
@@ -228,7 +188,7 @@ def test_a_batch_that_is_kept_is_never_written_over() -> None:
     assert address in [tensor.data_ptr() for tensor in taken]
 
 
-def test_a_reader_who_stops_early_leaves_no_thread_behind(made: tuple[FeatureStore, Manifest, Backbone]) -> None:
+def test_a_reader_who_stops_early_leaves_no_thread_behind(made: Made) -> None:
     store, _, _ = made
     before = threading.active_count()
     for _ in store.batches(range(len(store)), 1, prefetch=2):
@@ -237,61 +197,20 @@ def test_a_reader_who_stops_early_leaves_no_thread_behind(made: tuple[FeatureSto
     assert threading.active_count() == before
 
 
-def test_an_error_while_reading_ahead_reaches_the_reader_in_its_place() -> None:
-    def broken(part: int) -> int:
-        if part == 2:
-            raise WorkError("the disk is gone")
-        return part
-
-    items = ordered_map(broken, range(6), ahead=3, threads=2)
-    assert [next(items), next(items)] == [0, 1]
-    with pytest.raises(WorkError, match="disk is gone"):
-        next(items)
-
-
-def test_batches_keep_their_order_however_long_each_takes() -> None:
-    waits = {part: threading.Event() for part in range(9)}
-
-    def late(part: int) -> int:
-        if part % 2 == 0:  # an even part ends only after the odd one behind it, read by the other thread
-            assert waits[min(part + 1, 7)].wait(10)
-        waits[part].set()
-        return part
-
-    assert list(ordered_map(late, range(9), ahead=2, threads=2)) == list(range(9))
-
-
 @pytest.mark.parametrize("shape", [(5, 4, 8), (5, 3, 7), (5, 300, 128)], ids=["wide", "odd", "more than one piece"])
-@pytest.mark.parametrize("shift", [0, 8], ids=["aligned", "not aligned"])
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])
-def test_rows_are_joined_to_the_last_bit(shape: tuple[int, ...], shift: int, dtype: type) -> None:
+def test_rows_are_joined_to_the_last_bit(tmp_path: Path, shape: tuple[int, ...], dtype: type) -> None:
     values = np.random.default_rng(0).integers(0, 2**16, shape, np.uint16).view(np.float16)
     values[np.isnan(values)] = -0.0
-    memory = bytearray(64 + values.nbytes)
-    start = -np.frombuffer(memory, np.uint8).ctypes.data % 16 + shift
-    array = np.ndarray(shape, np.float16, buffer=memory, offset=start)
-    array[:] = values
-    rows, places = mapped_rows(array), [3, 0, 3]
-    assert (rows.wide is None) == bool(shift or shape[1] % 4)
+    rows, places = _Mapped(field_path(tmp_path, 0, "x"), write_field(tmp_path, 0, "x", values)), [3, 0, 3]
+    assert (rows.wide is None) == bool(shape[1] % 4)
     target = torch.empty(3, *shape[1:], dtype=torch.from_numpy(np.empty(0, dtype)).dtype)
-    join_large([rows] * 3, places, target)
+    _join_large([rows] * 3, places, target)
     assert target.numpy().tobytes() == values[places].astype(dtype).tobytes()
-    assert join_small([rows] * 3, places).numpy().tobytes() == values[places].tobytes()
+    assert _join_small([rows] * 3, places).numpy().tobytes() == values[places].tobytes()
 
 
-def test_writing_into_a_batch_changes_nothing_else(made: tuple[FeatureStore, Manifest, Backbone]) -> None:
-    store, _, _ = made
-    before = store.read([0, 1])
-    for dtype in (torch.float16, torch.float32):
-        batch = store.read([0, 1], dtype=dtype)
-        for value in (batch.patches, batch.cls, batch.luminance):
-            value.zero_()
-    assert torch.equal(store.read([0, 1]).patches, before.patches)
-    assert torch.equal(store.read([0, 1]).luminance, before.luminance)
-    store.verify()
-
-
-def test_another_configuration_is_rejected_with_the_difference_shown(made: tuple[FeatureStore, Manifest, Backbone]) -> None:
+def test_another_configuration_is_rejected_with_the_difference_shown(made: Made) -> None:
     store, manifest, backbone = made
     FeatureStore.open(store.path, manifest, expect={"backbone": backbone.fingerprint})
     other = {**backbone.fingerprint, "layer": 0}
@@ -302,14 +221,12 @@ def test_another_configuration_is_rejected_with_the_difference_shown(made: tuple
 
 
 @pytest.mark.parametrize("rows", [[-1], [10], [0, 99]])
-def test_a_row_number_that_does_not_exist_is_rejected(made: tuple[FeatureStore, Manifest, Backbone], rows: list[int]) -> None:
+def test_a_row_number_that_does_not_exist_is_rejected(made: Made, rows: list[int]) -> None:
     with pytest.raises(RequestError, match=r"Row numbers must be between 0 and 9"):
         made[0].read(rows)
 
 
 def test_all_views_of_an_image_can_be_had_at_once(tmp_path: Path) -> None:
-    from dataclasses import replace
-
     config = replace(CONFIG, views="flips")
     store = extract(tiny_manifest(tmp_path / "images", 4), tmp_path / "store", tiny_backbone(tmp_path / "backbone"), config)
     rows = store.rows(["image-002", "image-003"], view=None)
@@ -324,10 +241,145 @@ def test_all_views_of_an_image_can_be_had_at_once(tmp_path: Path) -> None:
 def test_info_says_what_is_inside(store: FeatureStore, manifest: Manifest, capsys: pytest.CaptureFixture[str]) -> None:
     FeatureStore.open(store.path, replace(manifest.take(range(3)), name="three"))
     assert main(["store", "info", str(store.path), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found == info(store.path)
-    assert (found["images"], found["rows"], found["views"]) == (8, 13, {"identity": 8, "off-center": 5})
-    assert {(one["name"], one["images"], one["fits"]) for one in found["manifests"]} == {("unnamed", 10, True), ("three", 3, True)}
+    shown = json.loads(capsys.readouterr().out)
+    assert shown == info(store.path)
+    assert (shown["images"], shown["rows"], shown["views"]) == (8, 13, {"identity": 8, "off-center": 5})
+    assert {(one["name"], one["images"], one["fits"]) for one in shown["manifests"]} == {("unnamed", 10, True), ("three", 3, True)}
     assert main(["store", "info", str(store.path)]) == 0
     assert "8 images, 13 rows" in capsys.readouterr().out
     assert main(["store", "inform", str(store.path)]) == 2
+
+
+# Damage --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("field", ["patches", "luminance"])
+def test_a_changed_value_is_noticed_when_it_is_read_and_by_verify(store: FeatureStore, manifest: Manifest, field: str) -> None:
+    _rewrite(field_path(store.path, 1, field), lambda data: data[:-1] + bytes([data[-1] ^ 1]))
+    opened = FeatureStore.open(store.path, manifest)
+    with pytest.raises(WorkError, match=rf"{field}-00001.npy is damaged. Delete it and run"):
+        list(opened.batches(range(len(opened)), 4))
+    with pytest.raises(WorkError, match=rf"Damaged files in .*{field}-00001.npy"):
+        opened.verify()
+    if field == "luminance":
+        with pytest.raises(WorkError, match="is damaged"):
+            FeatureStore.open(store.path, manifest).luminance  # noqa: B018
+
+
+def test_a_header_that_calls_floats_integers_is_damage(store: FeatureStore, manifest: Manifest) -> None:
+    _rewrite(field_path(store.path, 1, "luminance"), lambda data: data.replace(b"<f4", b"<i4"))
+    with pytest.raises(WorkError, match=r"luminance-00001.npy is damaged"):
+        FeatureStore.open(store.path, manifest).luminance  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (lambda s: s["backbone"].update(grid=[2, 8]), WorkError, "was changed after they were made"),
+        (lambda s: s.update(dtype="fp32"), WorkError, "was changed after they were made"),
+        (lambda s: s.update(format=2), RequestError, r"has store format 2, but this version reads format 5. Run `mtb extract"),
+    ],
+)
+def test_a_changed_store_json_is_noticed(
+    store: FeatureStore, manifest: Manifest, change: Callable[[dict[str, Any]], None], error: type[Exception], message: str
+) -> None:
+    edit_json(store.path / "store.json", change)
+    with pytest.raises(error, match=message):
+        FeatureStore.open(store.path, manifest)
+
+
+def _rewrite(path: Path, change: Callable[[bytes], bytes]) -> None:
+    path.write_bytes(change(path.read_bytes()))
+
+
+def _fewer_rows(record: dict[str, Any]) -> None:
+    record["rows"] = record["rows"][:-1]
+    record["fields"] = {name: [dtype, shape, sums[:-1]] for name, (dtype, shape, sums) in record["fields"].items()}
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda store: edit_json(store / "shard-00001.json", _fewer_rows),
+        lambda store: edit_json(store / "shard-00001.json", lambda record: record.update(rows=record["rows"] * 2)),
+        lambda store: _rewrite(store / "shard-00001.json", lambda data: data.replace(b"[48", b"[64", 1)),
+        lambda store: _rewrite(store / "shard-00001.json", lambda data: data[:40]),
+        lambda store: (store / "shard-00001.json").unlink(),
+        lambda store: (store / "patches-00001.npy").unlink(),
+        lambda store: _rewrite(store / "cls-00001.npy", lambda data: data[:-1]),
+    ],
+    ids=["few rows", "many rows", "other size", "half a record", "no record", "no patches", "half a field"],
+)
+def test_a_shard_that_is_not_as_it_was_written_is_never_read_and_made_again(
+    backbone: BackboneConfig,
+    manifest: Manifest,
+    store: FeatureStore,
+    capsys: pytest.CaptureFixture[str],
+    damage: Callable[[Path], object],
+) -> None:
+    before = contents(store.path)
+    damage(store.path)
+    with pytest.raises(RequestError, match=r"1 of 4 shards are missing or damaged \(shard-00001.json\).*to resume"):
+        FeatureStore.open(store.path, manifest)
+    part = FeatureStore.open(store.path, partial=True)
+    assert part.missing == [1]
+    with pytest.raises(RequestError, match="shards are missing"):
+        part.annotated(manifest).rows(["image-004"])
+    if (store.path / "shard-00001.json").exists():
+        assert main(["store", "info", str(store.path)]) == 1
+        assert "-00001." in capsys.readouterr().err
+    extract(manifest, store.path, backbone, OFF_CENTER)
+    assert contents(store.path) == before
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", '{"0": 3}', '{"x": []}', '{"0": [["a"]]}', '{"0": []}', '{"-1": [["a", "identity"]]}', "[" * 100_000]
+)
+def test_a_damaged_plan_is_a_message(store: FeatureStore, text: str) -> None:
+    (store.path / "plan.json").write_text(text)
+    with pytest.raises(RequestError, match=r"plan.json is (damaged|nested too deeply)"):
+        FeatureStore.open(store.path)
+    if text.startswith("{"):
+        write_sealed(store.path / "plan.json", json.loads(text))
+        with pytest.raises(RequestError, match=r"plan.json is damaged"):
+            FeatureStore.open(store.path)
+
+
+def test_a_damaged_plan_can_be_deleted_and_finished_shards_stay(
+    backbone: BackboneConfig, manifest: Manifest, store: FeatureStore
+) -> None:
+    before = contents(store.path)
+    stamps = {file: file.stat().st_mtime_ns for file in store.path.glob("*-0000*")}
+    path = store.path / "plan.json"
+    path.write_bytes(path.read_bytes().replace(b"identity", b"idents", 1))
+    with pytest.raises(RequestError, match=r"plan.json is damaged or was edited.* Delete it and run"):
+        FeatureStore.open(store.path)
+    path.unlink()
+    extract(manifest, store.path, backbone, OFF_CENTER)
+    assert contents(store.path) == before
+    assert {file: file.stat().st_mtime_ns for file in store.path.glob("*-0000*")} == stamps
+
+
+@pytest.mark.parametrize(
+    ("prepare", "message"),
+    [
+        (lambda path: None, "no store.json"),
+        (lambda path: path.mkdir(), "no store.json"),
+        (lambda path: (path.mkdir(), (path / "store.json").write_text("{")), "not valid JSON"),
+        (lambda path: (path.mkdir(), (path / "store.json").write_text('{"format": 99}')), "format 99"),
+    ],
+)
+def test_what_is_no_store_is_rejected_by_name(tmp_path: Path, prepare: Callable[[Path], object], message: str) -> None:
+    prepare(tmp_path / "store")
+    with pytest.raises(RequestError, match=message):
+        FeatureStore.open(tmp_path / "store")
+
+
+def test_a_row_without_values_has_no_checksum_to_compare(tmp_path: Path) -> None:
+    values = np.full((2, 3), np.nan, np.float32)
+    values[1] = 1
+    field = write_field(tmp_path, 0, "rollout", values, missing=[0])
+    assert field == Field("<f4", (3,), (None, field.checksums[1]))
+    mapped = _Mapped(field_path(tmp_path, 0, "rollout"), field)
+    for place in range(2):
+        mapped.check(place)

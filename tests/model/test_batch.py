@@ -71,7 +71,7 @@ def test_shards_hold_the_rows_of_one_table(photos: Path, router: MedTokenBudget,
             pd.testing.assert_series_equal(expected[name], found[name])
     assert many.retention == one.retention
     assert read_lines(tmp_path / "many" / "errors.jsonl") == read_lines(tmp_path / "one" / "errors.jsonl")
-    assert (many.written.done, many.written.failed) == (7, 1)
+    assert (many.done, many.failed) == (7, 1)
     tokens = [load_file(path)["tokens"] for path in sorted((tmp_path / "many" / "tokens").iterdir())]
     assert [len(part) for part in tokens] == [3, 2, 2]
     assert len(list((tmp_path / "many" / "overlays").iterdir())) == 7
@@ -86,20 +86,20 @@ def test_a_stopped_command_goes_on_where_it_was(
     photos: Path, router: MedTokenBudget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = route_files(photos, tmp_path / "whole", router, config=CONFIG)
-    out, real = tmp_path / "stopped", batch.make_shard
+    out, real = tmp_path / "stopped", batch._write_rows
 
-    def stopping(model: MedTokenBudget, shard: Any, *rest: Any) -> None:
-        if shard.index == 1:
+    def stopping(answers: Any, outputs: Any, *rest: Any) -> None:
+        if outputs.table.stem == "part-000001":
             raise KeyboardInterrupt
-        real(model, shard, *rest)
+        real(answers, outputs, *rest)
 
-    monkeypatch.setattr(batch, "make_shard", stopping)
+    monkeypatch.setattr(batch, "_write_rows", stopping)
     with pytest.raises(KeyboardInterrupt):
         route_files(photos, out, router, config=CONFIG)
     before = written(out / "routes")
     assert "part-000000.parquet" in before
     assert "part-000001.parquet" not in before
-    monkeypatch.setattr(batch, "make_shard", real)
+    monkeypatch.undo()
     routed = route_files(photos, out, router, config=CONFIG)
     after = written(out / "routes")
     assert {name: after[name] for name in before} == before, "a finished shard was made again"
@@ -115,7 +115,7 @@ def test_only_what_changed_is_made_again(photos: Path, router: MedTokenBudget, t
     routed = route_files(photos, out, router, config=CONFIG)
     after = written(out / "routes")
     assert {name for name in before if after[name] != before[name]} == {"part-000001.parquet", "_part-000001.json"}
-    assert (routed.written.done, routed.written.failed) == (8, 0)
+    assert (routed.done, routed.failed) == (8, 0)
     assert not (out / "errors.jsonl").exists()
     # A torn shard has no record and is made again; so is one whose file is gone.
     (out / "routes" / "_part-000000.json").unlink()
@@ -133,7 +133,7 @@ def test_only_what_changed_is_made_again(photos: Path, router: MedTokenBudget, t
         (["--shard-size", "3"], [], "has a table in shards"),
         ([], ["--shard-size", "3"], "has a table in one file"),
         ([], ["--shard-size", "-1"], "--shard-size cannot be '-1'"),
-        ([], ["--shard-size", "3", "--table", "csv"], "leave out --table csv"),
+        ([], ["--shard-size", "3", "--table", "csv"], "A table in shards is a Parquet data set"),
         ([], ["--address", "auto"], "--address only matters with --engine ray"),
     ],
 )
@@ -199,7 +199,7 @@ def test_a_cluster_that_loses_a_node_writes_the_same_rows_as_one_process(router:
     pd.testing.assert_frame_equal(pd.read_parquet(routed.table), pd.read_parquet(local.table))
     assert routed.retention == local.retention
     assert not (routed.table / "_model").exists()
-    assert (routed.written.done, routed.written.failed) == (58, 2)
+    assert (routed.done, routed.failed) == (58, 2)
     names = ("summary.json", "errors.jsonl")
     for name in names:
         assert (tmp_path / "cluster" / name).read_text() == (tmp_path / "local" / name).read_text()
@@ -218,20 +218,17 @@ def test_a_shard_that_kills_its_workers_ends_with_a_message_and_the_command_then
     capsys: pytest.CaptureFixture[str],
     ray: Any,
 ) -> None:
-    monkeypatch.setattr("medtokenbudget.model.batch.RETRIES", 1)
+    monkeypatch.setattr("medtokenbudget.jobs.RETRIES", 1)
     out = tmp_path / "out"
 
-    class Deadly:
-        def __init__(self, job: Any) -> None: ...
-
-        def __call__(self, rows: Any) -> Any:
-            os._exit(1)
+    def deadly(*arguments: Any) -> Any:
+        os._exit(1)
 
     ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
     try:
         with monkeypatch.context() as patch:
-            patch.setattr("medtokenbudget.model.batch.Worker", Deadly)
-            with pytest.raises(WorkError, match="Ray gave up on shard 0"):
+            patch.setattr("medtokenbudget.model.batch.make_shards", deadly)
+            with pytest.raises(WorkError, match="Ray gave up"):
                 route_files(photos, out, router, config=CONFIG, engine="ray")
         assert [path.name for path in (out / "routes").iterdir()] == ["_request.json"], "the model of the workers is left behind"
         options = ["--shard-size", "3", "--batch-size", "2", "--workers", "1", "--device", "cpu"]

@@ -231,7 +231,7 @@ def test_commands_extract_train_and_predict(world: World, tmp_path: Path, capsys
     assert main(["extract", manifest, "--store", str(tmp_path / "t"), *common, "--route", "scout"]) == 2
     assert "--route and --router must be used together" in capsys.readouterr().err
     assert main(["extract", manifest, "--store", str(tmp_path / "t"), *common, *route, "--engine", "ray"]) == 2
-    assert "--route runs on this machine, not with --engine ray. Drop one of them." in capsys.readouterr().err
+    assert "runs in one process of this machine. Leave out " in capsys.readouterr().err
     assert not (tmp_path / "t").exists()
 
 

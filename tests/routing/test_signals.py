@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from medtokenbudget.backbone.stored_signals import pseudo_signals
+from medtokenbudget.backbone.attention import pseudo_signals
 from medtokenbudget.errors import GridError, NonFiniteError, RequestError, ShapeError, UnknownNameError
 from medtokenbudget.routing import attention_entropy, feature_norm, local_contrast, pseudo_attention
 

@@ -127,7 +127,7 @@ def test_mergers_compare_keys_where_they_are_asked_to(name):
         for group in range(K):
             members = tokens.patches[row][by_keys.assignment[row] == group]
             torch.testing.assert_close(by_keys.tokens[row, group], members.mean(0))
-    with pytest.raises(MissingSignalError, match="--signals mean_key"):
+    with pytest.raises(MissingSignalError, match="with `signals` mean_key"):
         create_selector(name, compare="keys").select(replace(tokens, mean_key=None), K)
     with pytest.raises(UnknownNameError, match="compare"):
         create_selector(name, compare="values")

@@ -172,6 +172,6 @@ def test_a_store_without_the_signals_of_a_method_is_rejected_before_anything_is_
     for name in ("mean_key", "rollout"):
         for path in (tmp_path / "tokens").glob(f"signal-*-{name}.safetensors"):
             path.unlink()
-    with pytest.raises(MissingSignalError, match=r"has no mean_key, rollout for .* with --signals mean_key rollout"):
+    with pytest.raises(MissingSignalError, match=r"has no mean_key, rollout for .* with `signals` mean_key rollout"):
         sweep(drawn.manifest_path, tmp_path / "tokens", tmp_path / "run", methods=("center", "rollout", "tome:keys"))
     assert not (tmp_path / "run" / "units").exists()

@@ -7,24 +7,27 @@ manifest names, and cached in the store under the manifest's hash; a mask that a
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from medtokenbudget.backbone.shards import FailedRow, Row
 from medtokenbudget.backbone.views import IDENTITY, is_off_center, view_order
 from medtokenbudget.data import Manifest, covered_shares, mask_of, patch_labels
 from medtokenbudget.errors import MedTokenBudgetError, RequestError
 from medtokenbudget.files import read_sealed, sha256_file, sha256_json, write_sealed
 from medtokenbudget.tensor_files import load_tensors, save_tensors
 
-_HASHERS = 4
-"""Threads."""
+if TYPE_CHECKING:
+    from medtokenbudget.backbone.store import FailedRow, Row
+
+_THREADS = 4
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,7 @@ class RowError:
     reason: str
 
     def to_json(self) -> dict[str, str]:
-        return {"image_id": self.image_id, "view": self.view, "reason": self.reason}
+        return dict(vars(self))
 
 
 def reason(error: Exception, file: Path | str) -> str:
@@ -46,7 +49,7 @@ def reason(error: Exception, file: Path | str) -> str:
 
 @dataclass(frozen=True)
 class Annotation:
-    """The rows of a store that belong to a manifest: images in the manifest's order, the views of an image beside each other.
+    """The rows of a store that belong to a manifest: images in the manifest's order, the views of an image next to each other.
 
     Attributes:
         classes: Class names that `label` points to.
@@ -71,20 +74,6 @@ class Annotation:
     images: dict[str, str | None]
 
 
-@dataclass(frozen=True)
-class _Wanted:
-    """A mask as one row sees it: the file, its hash, the size of the image and the view."""
-
-    file: Path
-    mask: str
-    row: Row
-
-    @property
-    def key(self) -> str:
-        width, height = self.row.size
-        return sha256_json([self.mask, width, height, self.row.geometry.to_json()])
-
-
 def annotate(
     store: Path, grid: tuple[int, int], rows: Sequence[Row], failures: Sequence[FailedRow], manifest: Manifest
 ) -> Annotation:
@@ -100,60 +89,59 @@ def annotate(
     Returns:
         The annotation. An image that is neither in the store nor among its failures has no row and no error in it.
     """
-    cache = _Cache(store, manifest, grid[0] * grid[1])
-    images, masks = hashes_of(store, manifest, cache.images, cache.masks)
-    at: dict[str, list[int]] = {}
+    n = grid[0] * grid[1]
+    cache = store / "cache" / f"{manifest.hash[:16]}.safetensors"
+    lesions, about = _read(cache, n) or ({}, {})
+    before = (set(lesions), about.get("images"), about.get("masks"))
+    images, masks = hashes_of(store, manifest, about.get("images", {}), about.get("masks", {}))
+    rows_of: dict[str, list[int]] = defaultdict(list)
     for number, row in enumerate(rows):
-        at.setdefault(row.image, []).append(number)
-    failed: dict[str, list[FailedRow]] = {}
+        rows_of[row.image].append(number)
+    failures_of: dict[str, list[FailedRow]] = defaultdict(list)
     for failure in failures:
-        failed.setdefault(failure.image, []).append(failure)
-    ids: list[str] = []
-    places: list[int] = []
-    source: list[int] = []
-    wanted: list[_Wanted | None] = []
+        failures_of[failure.image].append(failure)
+    taken: list[tuple[int, int, str | None]] = []  # image of the manifest, row of the store, key of the lesion patches
+    wanted: dict[Path, dict[str, Row]] = defaultdict(dict)
     errors: list[RowError] = []
     for i, image_id in enumerate(manifest.ids):
         image, mask, mask_file = images[i], masks[i], manifest.mask_path(i)
         if image is None:
             errors.append(RowError(image_id, IDENTITY, f"{manifest.image_path(i).name} cannot be read."))
             continue
-        found = sorted(at.get(image, []), key=lambda number: view_order(rows[number].view))
-        have = {rows[number].view for number in found}
-        errors += [
-            RowError(image_id, f.view, f.reason)
-            for f in failed.get(image, [])
-            if f.view not in have and not (mask_file is None and is_off_center(f.view))
-        ]
-        if mask_file is not None and mask is None:
-            errors += [RowError(image_id, rows[number].view, f"{mask_file.name} cannot be read.") for number in found]
-            continue
-        for number in found:
-            if mask_file is None and is_off_center(rows[number].view):
-                continue  # made for another manifest, in which the image has a mask
-            ids.append(image_id)
-            places.append(number)
-            source.append(i)
-            wanted.append(None if mask_file is None or mask is None else _Wanted(mask_file, mask, rows[number]))
-    lesion, reasons = cache.lesions([one for one in wanted if one is not None], grid)
-    good = np.array([one is None or one.key not in reasons for one in wanted], bool)
-    errors += [
-        RowError(name, one.row.view, reasons[one.key]) for name, one in zip(ids, wanted) if one is not None and one.key in reasons
-    ]
-    kept = [i for i, fine in enumerate(good) if fine]
-    nothing = np.zeros((2, grid[0] * grid[1]), np.uint8)
-    patches = [nothing if one is None else lesion[one.key] for one in (wanted[i] for i in kept)]
-    both = np.stack(patches) if patches else np.zeros((0, *nothing.shape), np.uint8)
-    cache.save(dict(zip(manifest.ids, zip(images, masks))), manifest)
+        # Off-center rows of an image without a mask were made for another manifest, in which it has one.
+        usable = {rows[number].view: number for number in rows_of[image] if mask_file or not is_off_center(rows[number].view)}
+        for failure in failures_of[image]:
+            if failure.view not in usable and (mask_file or not is_off_center(failure.view)):
+                errors.append(RowError(image_id, failure.view, failure.reason))
+        for view in sorted(usable, key=view_order):
+            if mask_file is None:
+                taken.append((i, usable[view], None))
+            elif mask is None:
+                errors.append(RowError(image_id, view, f"{mask_file.name} cannot be read."))
+            else:
+                row = rows[usable[view]]
+                key = sha256_json([mask, *row.size, row.geometry.to_json()])
+                taken.append((i, usable[view], key))
+                wanted[mask_file][key] = row
+    lesions, reasons = _lesions(cache.parent, lesions, wanted, grid)
+    errors += [RowError(manifest.ids[i], rows[number].view, reasons[key]) for i, number, key in taken if key in reasons]
+    taken = [one for one in taken if one[2] not in reasons]
+    hashes = [{name: one for name, one in zip(manifest.ids, values) if one is not None} for values in (images, masks)]
+    if before != (set(lesions), *hashes):
+        _write(cache, lesions, n, dict(zip(("images", "masks"), hashes)), manifest)
+    nothing = np.zeros((2, n), np.uint8)
+    patches = np.array([nothing if key is None else lesions[key] for _, _, key in taken], np.uint8).reshape(-1, 2, n)
+    order = {name: i for i, name in enumerate(manifest.ids)}
+    unique = {(error.image_id, error.view): error for error in errors}
     return Annotation(
         classes=manifest.classes,
-        ids=[ids[i] for i in kept],
-        tokens=np.asarray(places, np.int64)[kept],
-        label=manifest.label_index[np.asarray(source, np.int64)[kept]],
-        lesion=both[:, 0].astype(bool),
-        covered=np.ascontiguousarray(both[:, 1]),
-        has_mask=np.array([wanted[i] is not None for i in kept], bool),
-        errors=_in_order(errors, manifest.ids),
+        ids=[manifest.ids[i] for i, _, _ in taken],
+        tokens=np.array([number for _, number, _ in taken], np.int64),
+        label=manifest.label_index[np.array([i for i, _, _ in taken], np.int64)],
+        lesion=patches[:, 0].astype(bool),
+        covered=np.ascontiguousarray(patches[:, 1]),
+        has_mask=np.array([key is not None for _, _, key in taken], bool),
+        errors=sorted(unique.values(), key=lambda error: (order[error.image_id], view_order(error.view))),
         images=dict(zip(manifest.ids, images)),
     )
 
@@ -161,95 +149,79 @@ def annotate(
 def hashes_of(
     store: Path, manifest: Manifest, images: Mapping[str, str] | None = None, masks: Mapping[str, str] | None = None
 ) -> tuple[list[str | None], list[str | None]]:
-    """SHA-256 of each image and mask file; for files that are not on this machine, what `images` and `masks` say by image_id."""
-    index = FileIndex(store)
-    numbers = range(len(manifest))
-    found = index.hashes(manifest.image_path(i) for i in numbers)
-    found_masks = index.hashes(manifest.mask_path(i) for i in numbers)
+    """Hash each image and mask file; for files that are not on this machine, take what `images` and `masks` say by image_id."""
+    index, numbers = FileIndex(store), range(len(manifest))
+    image_hashes = index.hashes(manifest.image_path(i) for i in numbers)
+    mask_hashes = index.hashes(manifest.mask_path(i) for i in numbers)
     index.save()
-    named = zip(manifest.ids, found, found_masks, manifest.rows["mask"])
-    both = [
-        (image or (images or {}).get(name), None if path is None else mask or (masks or {}).get(name))
-        for name, image, mask, path in named
-    ]
-    return [image for image, _ in both], [mask for _, mask in both]
+    return (
+        [found or (images or {}).get(name) for name, found in zip(manifest.ids, image_hashes)],
+        [
+            None if path is None else found or (masks or {}).get(name)
+            for name, found, path in zip(manifest.ids, mask_hashes, manifest.rows["mask"])
+        ],
+    )
 
 
-def _in_order(errors: list[RowError], ids: list[str]) -> list[RowError]:
-    place = {name: i for i, name in enumerate(ids)}
-    unique = {(error.image_id, error.view): error for error in errors}
-    return sorted(unique.values(), key=lambda error: (place[error.image_id], view_order(error.view)))
+def _lesions(
+    folder: Path, cached: dict[str, np.ndarray], wanted: Mapping[Path, Mapping[str, Row]], grid: tuple[int, int]
+) -> tuple[dict[str, np.ndarray], dict[str, str]]:
+    """Return lesion patches and covered shares, uint8 [2, N], by key, and the reasons for those that cannot be had.
+
+    Args:
+        folder: The cache, in which other manifests may have the same masks.
+        cached: Those that are known already.
+        wanted: Rows by mask file and key.
+        grid: (h, w) of the tokens.
+    """
+    keys = {key for rows in wanted.values() for key in rows}
+    if not keys <= set(cached):
+        for path in sorted(folder.glob("*.safetensors")):
+            other = _read(path, grid[0] * grid[1])
+            cached = {**(other[0] if other else {}), **cached}
+
+    def compute(job: tuple[Path, Mapping[str, Row]]) -> dict[str, np.ndarray | str]:
+        file, rows = job
+        values: dict[str, np.ndarray | str] = {}
+        for key, row in rows.items():
+            if key not in cached:
+                try:
+                    mask = row.geometry.of(mask_of(row.size, file))
+                    values[key] = np.stack([patch_labels(mask, grid, whole=False).astype(np.uint8), covered_shares(mask, grid)])
+                except RequestError as error:
+                    values[key] = reason(error, file)
+        return values
+
+    lesions: dict[str, np.ndarray] = {key: cached[key] for key in keys & cached.keys()}
+    reasons: dict[str, str] = {}
+    with ThreadPoolExecutor(_THREADS, "mtb-mask") as pool:
+        for values in pool.map(compute, wanted.items()):
+            lesions |= {key: value for key, value in values.items() if not isinstance(value, str)}
+            reasons |= {key: value for key, value in values.items() if isinstance(value, str)}
+    return lesions, reasons
 
 
-class _Cache:
-    """Lesion patches by mask and view, in one file for each manifest."""
-
-    def __init__(self, store: Path, manifest: Manifest, n: int) -> None:
-        self._n = n
-        self._folder = store / "cache"
-        self._file = self._folder / f"{manifest.hash[:16]}.safetensors"
-        found = _read(self._file, n)
-        self._lesions, about = found if found is not None else ({}, {})
-        self._stored = set(self._lesions) if found is not None else None
-        self.images: dict[str, str] = about.get("images", {})
-        self.masks: dict[str, str] = about.get("masks", {})
-        self._used: dict[str, np.ndarray] = {}
-
-    def lesions(self, wanted: Sequence[_Wanted], grid: tuple[int, int]) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-        """Lesion patches and covered shares, uint8 [2, N], by key, and the reasons for those that cannot be had."""
-        keys = {one.key for one in wanted}
-        if not keys <= set(self._lesions):
-            for other in sorted(self._folder.glob("*.safetensors")):
-                found = _read(other, self._n)
-                self._lesions = {**(found[0] if found else {}), **self._lesions}
-        by_mask: dict[tuple[str, Path], dict[str, Row]] = {}
-        for one in wanted:
-            if one.key not in self._lesions:
-                by_mask.setdefault((one.mask, one.file), {})[one.key] = one.row
-        reasons: dict[str, str] = {}
-        with ThreadPoolExecutor(min(4, os.cpu_count() or 1), "mtb-mask") as pool:
-            for made, failed in pool.map(lambda job: _patches(job[0][1], job[1], grid), by_mask.items()):
-                self._lesions |= made
-                reasons |= failed
-        self._used = {key: self._lesions[key] for key in keys if key not in reasons}
-        return self._used, reasons
-
-    def save(self, hashes: Mapping[str, tuple[str | None, str | None]], manifest: Manifest) -> None:
-        """Write the file unless it says the same; a store that cannot be written to is read all the same."""
-        images = {name: image for name, (image, _) in hashes.items() if image is not None}
-        masks = {name: mask for name, (_, mask) in hashes.items() if mask is not None}
-        if self._stored == set(self._used) and images == self.images and masks == self.masks:
-            return
-        keys = sorted(self._used)
-        both = np.stack([self._used[key] for key in keys], axis=1) if keys else np.zeros((2, 0, self._n), np.uint8)
-        about = {
-            "keys": keys,
-            "images": images,
-            "masks": masks,
-            "name": manifest.name,
-            "hash": manifest.hash,
-            "source": manifest.source,
-        }
-        try:
-            save_tensors(self._file, dict(zip(("lesion", "covered"), torch.from_numpy(both))), about)
-        except MedTokenBudgetError:
-            return
+def _write(path: Path, lesions: Mapping[str, np.ndarray], n: int, hashes: Mapping[str, Any], manifest: Manifest) -> None:
+    keys = sorted(lesions)
+    both = np.array([lesions[key] for key in keys], np.uint8).reshape(-1, 2, n)
+    tensors = {name: torch.from_numpy(both[:, i]) for i, name in enumerate(("lesion", "covered"))}
+    about = {"keys": keys, **hashes, "name": manifest.name, "hash": manifest.hash, "source": manifest.source}
+    with suppress(MedTokenBudgetError):  # a store that cannot be written to is read all the same
+        save_tensors(path, tensors, about)
 
 
 def _read(path: Path, n: int) -> tuple[dict[str, np.ndarray], dict[str, Any]] | None:
-    """What `_Cache.lesions` gives, and what else the file says; None for a file that is missing or damaged: it is made again."""
+    """Read lesion patches by key, and what else the file says; None for a file that is missing or damaged: it is made again."""
     try:
         tensors, about = load_tensors(path)
         both = np.stack([tensors[name].numpy() for name in ("lesion", "covered")], axis=1)
-        if both.shape != (len(about["keys"]), 2, n):
-            return None
-        return dict(zip(about["keys"], both)), about
+        return (dict(zip(about["keys"], both)), about) if both.shape == (len(about["keys"]), 2, n) else None
     except (RequestError, ValueError, KeyError, TypeError):
         return None
 
 
 def known_manifests(store: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """Name, source, hash and images (image_id to SHA-256) of the manifests that this store was opened with, and damaged files."""
+    """Return name, source, hash and images (image_id to SHA-256) of the manifests of this store, and the damaged files of them."""
     known: list[dict[str, Any]] = []
     damaged: list[str] = []
     for path in sorted((store / "cache").glob("*.safetensors")):
@@ -260,25 +232,10 @@ def known_manifests(store: Path) -> tuple[list[dict[str, Any]], list[str]]:
     return known, damaged
 
 
-def _patches(file: Path, rows: Mapping[str, Row], grid: tuple[int, int]) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    made: dict[str, np.ndarray] = {}
-    failed: dict[str, str] = {}
-    for key, row in rows.items():
-        try:
-            mask = row.geometry.of(mask_of(row.size, file))
-            made[key] = np.stack([patch_labels(mask, grid, whole=False).astype(np.uint8), covered_shares(mask, grid)])
-        except RequestError as error:
-            failed[key] = reason(error, file)
-    return made, failed
-
-
 class FileIndex:
     """Caches file hashes by path, size and mtime in the store's `cache/files.json`, so that unchanged files are not read again.
 
     The paths themselves are hashed, because stores are shared. The cache can be deleted at any time; it only saves time.
-
-    Args:
-        store: The folder of the store; `cache/files.json` in it is read now and written by `save`.
     """
 
     def __init__(self, store: Path) -> None:
@@ -288,7 +245,7 @@ class FileIndex:
         try:
             values = read_sealed(self._file, "") if self._file.is_file() else {}
             self._known = {str(key): (int(size), int(mtime), str(digest)) for key, (size, mtime, digest) in values.items()}
-        except (MedTokenBudgetError, ValueError, TypeError, AttributeError):
+        except (MedTokenBudgetError, ValueError, TypeError):
             self._changed = self.damaged = True  # a damaged cache is made again
 
     def hashes(self, paths: Iterable[Path | None], again: bool = False) -> list[str | None]:
@@ -299,10 +256,10 @@ class FileIndex:
             again: Read every file, whatever is remembered.
 
         Returns:
-            One hash per path. A file that is not there has the hash that was seen last, or None if it was never seen.
+            One hash per path. A file that does not exist has the hash that was seen last, or None if it was never seen.
         """
         absolute = [None if path is None else os.path.abspath(path) for path in paths]
-        with ThreadPoolExecutor(_HASHERS, "mtb-hash") as pool:
+        with ThreadPoolExecutor(_THREADS, "mtb-hash") as pool:
             hashes = dict(pool.map(lambda path: (path, self._hash(path, again)), {path for path in absolute if path is not None}))
         return [None if path is None else hashes[path] for path in absolute]
 
@@ -323,10 +280,7 @@ class FileIndex:
 
     def save(self) -> None:
         """Write the cache if it changed; a store that cannot be written to is read all the same."""
-        if not self._changed:
-            return
-        try:
-            write_sealed(self._file, self._known)
-            self._changed = False
-        except MedTokenBudgetError:
-            return
+        if self._changed:
+            with suppress(MedTokenBudgetError):
+                write_sealed(self._file, self._known)
+                self._changed = False

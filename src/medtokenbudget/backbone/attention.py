@@ -1,16 +1,21 @@
-"""What a running block passes to its softmax, and its attention of one image at a time, for the signals of `signals.py`.
+"""The attention of a running block, and the signals of patches that are computed from it.
 
 The trap: query and key are projections of `norm1(x)`, and a block may then normalize, rotate or bias them. So they are captured
 where the running block uses them, instead of being computed a second time. The `[B, H, T, T]` weights exist for one image at a time
 and never leave this file.
+
+The signals are one table for extraction, stores and live models. A selector names what it reads in `requires`; nothing else is
+computed.
 """
 
 from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -18,8 +23,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from medtokenbudget.errors import RequestError
+from medtokenbudget.errors import RequestError, UnknownNameError
+from medtokenbudget.tokens import SIGNALS, cosine_attention
 
+DEFAULT = ("attention_entropy", "cls_attention")
+"""What is computed unless something else is requested: the signals of LATS and of its distillation."""
 CHUNK = 1
 """Images whose attention weights exist at the same time; one fits into the CPU cache and is twice as fast as four."""
 
@@ -33,14 +41,14 @@ class Inputs(NamedTuple):
     bias: Tensor | None
 
     def weights(self) -> Tensor:
-        """Attention [B, T, T], the mean over heads: softmax over all T tokens, so that rows sum to one."""
+        """Compute the attention [B, T, T], the mean over heads: softmax over all T tokens, so that rows sum to one."""
         compared = self.query @ self.key.transpose(-2, -1)
         if self.bias is not None:
             compared = compared + self.bias
         return compared.softmax(-1).mean(1)
 
     def parts(self) -> list[Inputs]:
-        """The inputs of a few images at a time; of all at once in a traced graph (ONNX), whose number of images is not fixed."""
+        """Split off a few images at a time; a traced graph (ONNX), whose number of images is not fixed, gets all at once."""
         if torch.compiler.is_compiling():
             return [self]
         chunks = zip(self.query.split(CHUNK), self.key.split(CHUNK), self.value.split(CHUNK))
@@ -52,12 +60,12 @@ class _Watch(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: list[Inputs] = []
+        self.recorded: list[Inputs] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
-            self.seen.append(_inputs(*args, **kwargs))
+            self.recorded.append(_inputs(*args, **kwargs))
         return func(*args, **kwargs)
 
 
@@ -118,19 +126,19 @@ class AttentionTap:
             return
         self._local.watch.__exit__(None, None, None)
         if output is None:  # the pass failed, perhaps out of memory: keep nothing of it
-            self._local.watch.seen.clear()
+            self._local.watch.recorded.clear()
         elif self.done is not None:
             self.done(self.inputs())
 
     def inputs(self) -> Inputs:
-        """The inputs of the attention in the last forward pass of this thread."""
-        seen, self._local.watch = self._local.watch.seen, None
-        if len(seen) != 1:
+        """Return the inputs of the attention in the last forward pass of this thread."""
+        recorded, self._local.watch = self._local.watch.recorded, None
+        if len(recorded) != 1:
             raise RequestError(
-                f"A block of {self.model_name} must compute one attention of query and key, but {self._kind} computes {len(seen)}. "
-                "Use --attention pseudo (cosine similarity of patches), or choose another vision transformer."
+                f"A block of {self.model_name} must compute one attention of query and key, but {self._kind} computes "
+                f'{len(recorded)}. Use `attention="pseudo"` (cosine similarity of patches), or choose another vision transformer.'
             )
-        return seen[0]
+        return recorded[0]
 
 
 class AttentionRollout:
@@ -159,7 +167,7 @@ class AttentionRollout:
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
-        """Around a forward pass whose `product` is wanted."""
+        """Surround a forward pass whose `product` is wanted."""
         self._local.on, self._local.product = True, None
         try:
             yield
@@ -167,19 +175,143 @@ class AttentionRollout:
             self._local.on = False
 
     def product(self) -> Tensor | None:
-        """[B, T, T] of the last pass of this thread; None if there is no block before the chosen one."""
-        found, self._local.product = self._local.product, None
-        return found
+        """Return [B, T, T] of the last pass of this thread; None if there is no block before the chosen one."""
+        product, self._local.product = self._local.product, None
+        return product
 
 
 def mixed(weights: Tensor) -> Tensor:
-    """`(A + I) / 2`: half of a token stays with it through the residual connection."""
+    """Return `(A + I) / 2`: half of a token stays with it through the residual connection."""
     return 0.5 * (weights + torch.eye(weights.shape[-1], dtype=weights.dtype, device=weights.device))
 
 
 def normalized_entropy(weights: Tensor) -> Tensor:
-    """Eq. 1: `1 - H_i / log N` with `H_i = -sum_j w_ij log w_ij`, from weights [B, N, N] to [B, N]."""
+    """Compute Eq. 1, `1 - H_i / log N` with `H_i = -sum_j w_ij log w_ij`, from weights [B, N, N] to [B, N]."""
     n = weights.shape[-1]
     if n < 2:
         raise RequestError("Attention entropy needs at least two patches. Use a larger image or smaller patches.")
     return 1.0 + torch.special.xlogy(weights, weights).sum(-1) / math.log(n)
+
+
+# Signals -------------------------------------------------------------------------------------------------------------
+
+
+class _Block(NamedTuple):
+    """What the signals of a few images are computed from; T = prefix + N tokens."""
+
+    inputs: Inputs
+    weights: Tensor
+    """[b, T, T], the mean over heads; empty if no requested signal reads it."""
+    prefix: int
+    earlier: Tensor | None
+    """[b, T, T] rollout of the blocks before; None if there are none or nobody asked."""
+
+
+@dataclass(frozen=True)
+class Signal:
+    """How one signal is computed, and what it needs."""
+
+    compute: Callable[[_Block], Tensor]
+    """The values of the patches, [b, N] or [b, N, d]."""
+    reads_weights: bool = True
+    needs_cls: bool = False
+    wide: bool = False
+    """Whether it is [N, d]; such a signal is stored in the number format of the tokens, the others in fp32."""
+    pseudo: bool = False
+    """Whether it also exists for pseudo-attention."""
+
+
+def _rollout(block: _Block) -> Tensor:
+    row = mixed(block.weights)[:, :1]
+    return (row if block.earlier is None else row @ block.earlier)[:, 0, block.prefix :].clone()
+
+
+def _value_norm(block: _Block) -> Tensor:
+    value = block.inputs.value[:, :, block.prefix :]
+    return torch.linalg.vector_norm(value.transpose(1, 2).flatten(2), dim=-1)
+
+
+_TABLE = {
+    # The patch weights of a row do not sum to one, because the softmax includes the prefix tokens. Eq. 1 takes them all the same.
+    "attention_entropy": Signal(lambda b: normalized_entropy(b.weights[:, b.prefix :, b.prefix :]), pseudo=True),
+    "cls_attention": Signal(lambda b: b.weights[:, 0, b.prefix :].clone(), needs_cls=True, pseudo=True),
+    "received_attention": Signal(lambda b: b.weights[:, b.prefix :, b.prefix :].mean(1), pseudo=True),
+    "value_norm": Signal(_value_norm, reads_weights=False),
+    "mean_key": Signal(lambda b: b.inputs.key[:, :, b.prefix :].mean(1), reads_weights=False, wide=True),
+    "rollout": Signal(_rollout, needs_cls=True),
+}
+REGISTRY: dict[str, Signal] = {name: _TABLE[name] for name in SIGNALS}
+
+
+def reduce_attention(
+    inputs: Inputs, prefix: int, names: Sequence[str] = DEFAULT, earlier: Tensor | None = None
+) -> dict[str, Tensor]:
+    """Compute signals of the N patches from the inputs of the attention of T = prefix + N tokens.
+
+    Args:
+        inputs: Query, key and value as the block used them.
+        prefix: Number of tokens before the patches.
+        names: Signals to compute.
+        earlier: [B, T, T] rollout of the blocks before, for `rollout`.
+
+    Returns:
+        Tensors [B, N] or [B, N, d] by name.
+    """
+    if not names:
+        return {}
+    weighs = any(REGISTRY[name].reads_weights for name in names)
+    values: dict[str, list[Tensor]] = {name: [] for name in names}
+    # Not the length of the query: a traced graph has no fixed number of images.
+    before: Iterable[Tensor | None] = repeat(None) if earlier is None else earlier.split(CHUNK)
+    for part, rolled in zip(inputs.parts(), before):
+        block = _Block(part, part.weights() if weighs else part.query.new_empty(0), prefix, rolled)
+        for name in names:
+            values[name].append(REGISTRY[name].compute(block))
+    return {name: torch.cat(parts) if len(parts) > 1 else parts[0] for name, parts in values.items()}
+
+
+def pseudo_signals(patches: Tensor, cls: Tensor | None, names: Sequence[str] = DEFAULT) -> dict[str, Tensor]:
+    """Compute signals from `cosine_attention`, for models whose query and key cannot be captured.
+
+    Rows sum to one here, because there are no prefix tokens among the keys.
+
+    Args:
+        patches: Patch tokens [B, N, D].
+        cls: Class tokens [B, D], or None.
+        names: Signals to compute; those that exist for pseudo-attention.
+    """
+    weights = [cosine_attention(part, part) for part in patches.split(CHUNK)]
+    values = {}
+    if "attention_entropy" in names:
+        values["attention_entropy"] = torch.cat([normalized_entropy(part) for part in weights])
+    if "received_attention" in names:
+        values["received_attention"] = torch.cat([part.mean(1) for part in weights])
+    if "cls_attention" in names and cls is not None:
+        values["cls_attention"] = cosine_attention(cls.unsqueeze(1), patches).squeeze(1)
+    return values
+
+
+def check_signals(names: Sequence[str], backbone: str, has_cls: bool, attention: str) -> None:
+    """Reject signals that do not exist or that a backbone cannot give.
+
+    Args:
+        names: Requested signals.
+        backbone: Its name, for the message.
+        has_cls: Whether it has a class token.
+        attention: 'true' or 'pseudo', as in `BackboneConfig`.
+    """
+    for name in names:
+        if name not in REGISTRY:
+            raise UnknownNameError.of("signal", name, REGISTRY)
+    without_cls = [name for name in names if REGISTRY[name].needs_cls and not has_cls]
+    if without_cls:
+        raise RequestError(
+            f"{', '.join(without_cls)} needs a class token, which the backbone '{backbone}' does not have. "
+            "Leave it out of `signals`."
+        )
+    only_true = [name for name in names if attention == "pseudo" and not REGISTRY[name].pseudo]
+    if only_true:
+        raise RequestError(
+            f'{", ".join(only_true)} needs the attention of the backbone itself, but `attention="pseudo"` replaces it. '
+            'Leave it out of `signals`, or use a backbone with `attention="true"`.'
+        )

@@ -26,9 +26,16 @@ from timm.models.vision_transformer import Attention, checkpoint_filter_fn
 from torch import Tensor
 
 from medtokenbudget import hub
-from medtokenbudget.backbone.attention import AttentionRollout, AttentionTap
+from medtokenbudget.backbone.attention import (
+    DEFAULT,
+    REGISTRY,
+    AttentionRollout,
+    AttentionTap,
+    check_signals,
+    pseudo_signals,
+    reduce_attention,
+)
 from medtokenbudget.backbone.preprocess import Preprocessing
-from medtokenbudget.backbone.stored_signals import DEFAULT, REGISTRY, check_available, pseudo_signals, reduce_attention
 from medtokenbudget.config import BackboneConfig
 from medtokenbudget.devices import resolve_device
 from medtokenbudget.errors import MedTokenBudgetError, RequestError, ShapeError, WorkError, first_line
@@ -74,8 +81,12 @@ class Backbone:
         self.prefix = int(getattr(model, "num_prefix_tokens", 0))
         self.has_cls = bool(getattr(model, "has_class_token", getattr(model, "cls_token", None) is not None))
         self.depth = len(model.blocks)
-        self.layer = _layer(config.layer, self.depth)
-        self.preprocessing = _preprocessing(model, config.image_size)
+        if not -self.depth <= config.layer < self.depth:
+            blocks = f"the backbone has the blocks 0 to {self.depth - 1}. Use -1 for the last."
+            raise RequestError(f"`layer` {config.layer} does not exist: {blocks}")
+        self.layer = config.layer % self.depth
+        data = resolve_model_data_config(model)
+        self.preprocessing = Preprocessing(config.image_size, tuple(data["mean"]), tuple(data["std"]), data["interpolation"])
         self._tap = AttentionTap(model.blocks[self.layer], config.name) if config.attention == "true" else None
         self._rollout = AttentionRollout(model.blocks[: self.layer], config.name) if self._tap is not None else None
         self.fingerprint: dict[str, Any] = {
@@ -140,7 +151,7 @@ class Backbone:
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Backbone:
-        """Copies of a model share their backbone: it is frozen."""
+        """Return this backbone: it is frozen, so copies of a model share it."""
         return self
 
     def prepare(self, image: Image.Image) -> np.ndarray:
@@ -158,7 +169,7 @@ class Backbone:
 
     def check_signals(self, names: Sequence[str]) -> None:
         """Raise a RequestError for signals that do not exist or that this backbone cannot give."""
-        check_available(names, self.config.name, self.has_cls, self.config.attention)
+        check_signals(names, self.config.name, self.has_cls, self.config.attention)
 
     @torch.inference_mode()
     def __call__(self, images: Tensor, signals: Sequence[str] | None = None) -> TokenBatch:
@@ -166,7 +177,7 @@ class Backbone:
 
         Args:
             images: Normalized images, float [B, 3, S, S].
-            signals: Names of the signals to compute, see `backbone/stored_signals.py`; None means `default_signals`.
+            signals: Names of the signals to compute, None means `default_signals`.
 
         Returns:
             The tokens, without luminance and lesion.
@@ -177,7 +188,7 @@ class Backbone:
         return self.tokens(images.to(self.device), signals)
 
     def tokens(self, images: Tensor, signals: Sequence[str] | None = None) -> TokenBatch:
-        """The same without checks of the images, and with gradients if the model has any; for training and export."""
+        """Do the same without checks of the images, and with gradients if the model has any; for training and export."""
         names = self.default_signals if signals is None else tuple(signals)
         self.check_signals(names)
         rolls = self._rollout.collecting() if self._rollout is not None and "rollout" in names else nullcontext()
@@ -191,7 +202,7 @@ class Backbone:
         return TokenBatch(patches, self.grid, cls=cls, **values)
 
     def _forward(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Patch tokens [B, N, D] and the class token [B, D], if there is one."""
+        """Return patch tokens [B, N, D] and the class token [B, D], if there is one."""
         output = self.model.forward_intermediates(
             images,
             indices=[self.layer],
@@ -288,7 +299,7 @@ def load_weights(model: Model, path: Path) -> None:
     if path.suffix.lower() in (".pth", ".pt", ".bin", ".pkl", ".ckpt"):
         raise RequestError(f"{path} is a pickle file, which can run code when it is loaded. Convert the weights to .safetensors.")
     if not path.is_file():
-        raise RequestError(f"The weights {path} do not exist. Check --weights.")
+        raise RequestError(f"The weights {path} do not exist. Check `weights`.")
     try:
         state = {key: value.float() for key, value in load_file(path).items()}
     except (SafetensorError, OSError) as error:
@@ -296,7 +307,7 @@ def load_weights(model: Model, path: Path) -> None:
     state = _filtered(model, state, path)
     problems = _differences(model, state)
     if problems:
-        raise RequestError(f"{path} does not contain the weights of this backbone:\n{problems}\nCheck --backbone and --weights.")
+        raise RequestError(f"{path} does not contain the weights of this backbone:\n{problems}\nCheck `backbone` and `weights`.")
     model.load_state_dict(state, strict=True)
 
 
@@ -306,7 +317,7 @@ def _filtered(model: Model, state: dict[str, Tensor], path: Path) -> dict[str, T
         state = filter_fn(state, model)
     except (KeyError, RuntimeError, ValueError, AttributeError, IndexError) as error:
         raise RequestError(
-            f"{path} does not contain the weights of this backbone ({error}). Check --backbone and --weights."
+            f"{path} does not contain the weights of this backbone ({error}). Check `backbone` and `weights`."
         ) from None
     classifier = model.pretrained_cfg.get("classifier") or ()
     heads = (classifier,) if isinstance(classifier, str) else tuple(classifier)
@@ -354,7 +365,7 @@ def _remember(path: Path, sha256: str) -> None:
     """Note where these weights are, before the other places that still have them."""
     place = str(path.absolute())
     others = [str(known) for known in _remembered(sha256) if str(known) != place]
-    with suppress(OSError, MedTokenBudgetError):  # a user without a home directory passes --weights again
+    with suppress(OSError, MedTokenBudgetError):  # a user without a home directory names the weights again
         text = "\n".join([place, *others[:_PLACES]])
         if not _note(sha256).is_file() or _note(sha256).read_text(encoding="utf-8") != text:
             write_text(_note(sha256), text)
@@ -367,22 +378,24 @@ def _remembered(sha256: str) -> list[Path]:
 
 
 def _note(sha256: str) -> Path:
-    """The file in which this user's machine notes where the weights with this hash are."""
+    """Return the file in which this user's machine notes where the weights with this hash are."""
     base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     return Path(base) / "medtokenbudget" / "weights" / sha256
 
 
 def _from_hub(name: str, model: Model) -> Path:
-    """The published safetensors file in the cache of huggingface_hub, downloaded if needed."""
+    """Return the published safetensors file in the cache of huggingface_hub, downloaded if needed."""
     source = model.pretrained_cfg.get("hf_hub_id")
     if not source:
-        raise WorkError(f"No weights are published for '{name}'. Pass --weights FILE.safetensors, or use --backbone embedded.")
+        raise WorkError(
+            f"No weights are published for '{name}'. Pass a safetensors file as `weights`, or use `backbone=\"embedded\"`."
+        )
     try:
         return hub.fetch(source, "model.safetensors")
     except Exception as error:  # errors of the hub's client, of its transport and of the system
         raise WorkError(
             f"Cannot download the weights of '{name}': {first_line(error)} Download {source}/model.safetensors "
-            "elsewhere and pass --weights FILE, or use --backbone embedded, which needs no network."
+            'elsewhere and pass it as `weights`, or use `backbone="embedded"`, which needs no network.'
         ) from None
 
 
@@ -393,20 +406,9 @@ def _grid(model: Model, config: BackboneConfig) -> tuple[int, int]:
     if h * patch[0] != config.image_size or w * patch[1] != config.image_size:
         raise RequestError(
             f"An image of {config.image_size} pixels is not a whole number of {patch[0]} x {patch[1]} patches of '{config.name}'. "
-            f"Use --image-size {h * patch[0]} or {(h + 1) * patch[0]}."
+            f"Use `image_size={h * patch[0]}` or `image_size={(h + 1) * patch[0]}`."
         )
     return int(h), int(w)
-
-
-def _layer(layer: int, depth: int) -> int:
-    if not -depth <= layer < depth:
-        raise RequestError(f"--layer {layer} does not exist: the backbone has the blocks 0 to {depth - 1}. Use -1 for the last.")
-    return layer % depth
-
-
-def _preprocessing(model: Model, image_size: int) -> Preprocessing:
-    data = resolve_model_data_config(model)
-    return Preprocessing(image_size, tuple(data["mean"]), tuple(data["std"]), data["interpolation"])
 
 
 def _sha256_state(model: Model) -> str:

@@ -1,9 +1,8 @@
 """`extract`: run the frozen backbone over what a store does not have of a manifest; called again, it resumes where it stopped.
 
-The plan says which rows belong to which shard, so every worker needs only the number of a shard to know what to do, and a changed
-manifest adds shards for what is not planned yet. Threads decode ahead, the backbone runs, another thread writes finished shards.
-The batches of a shard depend only on the shard, so its bytes do not depend on the number of threads, on interruptions, or on
-whether this process or a Ray cluster made it.
+The plan says which rows belong to which shard, so every worker needs only a shard to know what to do, and a changed manifest adds
+shards for what is not planned yet. Threads decode ahead, the backbone runs, another thread writes finished shards. The batches of a
+shard depend only on the shard, so its bytes do not depend on the number of threads, on interruptions, or on which process made it.
 """
 
 from __future__ import annotations
@@ -11,10 +10,9 @@ from __future__ import annotations
 import itertools
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,51 +22,43 @@ from PIL import Image
 
 from medtokenbudget.backbone import views
 from medtokenbudget.backbone.annotations import hashes_of, reason
+from medtokenbudget.backbone.attention import REGISTRY
 from medtokenbudget.backbone.backbone import Backbone
 from medtokenbudget.backbone.partial import Early
 from medtokenbudget.backbone.preprocess import luminance
-from medtokenbudget.backbone.shards import (
+from medtokenbudget.backbone.store import (
     FORMAT,
     NOT_IDENTITY,
     PLAN,
     STORE,
     FailedRow,
+    FeatureStore,
+    Field,
     Key,
+    Record,
     Row,
     Shards,
-    Sidecar,
-    check_same,
+    field_path,
     finished_shards,
-    map_shard,
+    read_field,
     read_plan,
     read_settings,
-    read_sidecar,
-    read_signal,
-    routed_early,
+    record_path,
     settings_hash,
-    shard_path,
-    signal_names,
+    write_field,
     write_plan,
-    write_shard,
-    write_signal,
 )
-from medtokenbudget.backbone.store import FeatureStore, ordered_map
-from medtokenbudget.backbone.stored_signals import DEFAULT, REGISTRY
 from medtokenbudget.config import BackboneConfig, ExtractConfig
 from medtokenbudget.data import Manifest, decode_image, mask_of
-from medtokenbudget.devices import resolve_device
-from medtokenbudget.errors import MedTokenBudgetError, RequestError, UnknownNameError, WorkError, first_line
-from medtokenbudget.files import remove_leftovers, sha256_file, write_lines, write_sealed
-from medtokenbudget.jobs import node, not_shared, ray_cluster, stopped
+from medtokenbudget.devices import cpu_threads, resolve_device, worker_devices
+from medtokenbudget.errors import RequestError, WorkError
+from medtokenbudget.files import check_same, claim, remove, remove_leftovers, sha256_file, write_lines, write_sealed
+from medtokenbudget.jobs import Advance, Execution, ordered_map, require_shared, run_units
 from medtokenbudget.locks import exclusive
 from medtokenbudget.progress import progress, say
 
 ROUTER = "router"
 """Folder in a store that was routed early: the saved router, which models that are trained on the store carry along."""
-RETRIES = 10
-"""Of a Ray task; an image that kills every worker must not keep a cluster busy forever."""
-Advance = Callable[[int], Any]
-"""Is called with the number of rows that are done."""
 _DTYPES = {"fp16": torch.float16, "fp32": torch.float32}
 _PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """Number formats of a forward pass under autocast; fp32 runs without it."""
@@ -97,7 +87,8 @@ def extract(
         store: Folder of the store; it is made if it does not exist.
         backbone: The frozen backbone.
         config: Views, number format and how to work.
-        engine: 'local', or 'ray' for a cluster.
+        engine: 'local', or 'ray' for a cluster. There, the store must be on a file system that all nodes share, and images and
+            weights on paths that all nodes can read.
         shards: (i, n) makes only the shards whose number leaves the rest i when divided by n, for job arrays; the returned store
             may then be incomplete (`missing`).
         address: Address of a running Ray cluster.
@@ -110,10 +101,12 @@ def extract(
         RequestError: The request cannot be carried out.
         MismatchError: The store was made with other settings.
     """
-    config = config or ExtractConfig()
-    _check_request(manifest, config, engine, shards, early)
-    path = Path(store)
-    loaded = Backbone.load(backbone, resolve_device(config.device))
+    config, path = config or ExtractConfig(), Path(store)
+    execution = Execution(engine, config.jobs, address)  # type: ignore[arg-type]
+    _check_request(manifest, config, execution, shards, early)
+    processes = 1 if config.jobs == 1 else len(worker_devices(config.device, config.jobs))
+    elsewhere = engine == "ray" or processes > 1
+    loaded = Backbone.load(backbone, "cpu" if elsewhere else resolve_device(config.device))
     if early is not None:
         loaded = early.wrap(loaded)
     loaded.check_signals(config.signals)
@@ -121,34 +114,46 @@ def extract(
     i, n = shards or (0, 1)
     # The jobs of an array share the lock: each fills shards of its own.
     with exclusive(path, shared=shards is not None):
-        _begin(path, settings)
+        if (path / STORE).exists():
+            read_settings(path)  # says more about a store of another version than `claim`
+        claim(path / STORE, settings, f"The store {path}", "Use the settings of this store, or another `store`.", NOT_IDENTITY)
         if early is not None and not (path / ROUTER).exists():
             early.save(path / ROUTER)
         items = _items(manifest, config, *hashes_of(path, manifest))
         before = read_plan(path)
         finished = finished_shards(path, before)
-        planned = _extend(path, list(items), config.shard_size, _readable_now(before, finished, items, loaded, config))
+        planned = _extend_plan(path, list(items), config.shard_size, _readable_now(before, finished, items, loaded, config))
         # Once more for shards that are planned only now: the plan may have been lost, and its finished shards stay.
         finished |= finished_shards(path, {index: keys for index, keys in planned.items() if index not in finished})
-        signals = _signals(path, finished, loaded, config)
+        signals = _signals(finished, loaded, config)
+        mine = {index: keys for index, keys in planned.items() if index % n == i and any(key in items for key in keys)}
         todo = [
-            (index, tuple(items.get(key) or Item(key[0], key[1], "", "") for key in keys))
-            for index, keys in sorted(planned.items())
-            if index % n == i and index not in finished and any(key in items for key in keys)
+            ShardUnit(index, tuple(items.get(key) or Item(*key, "", "") for key in keys), signals)
+            for index, keys in sorted(mine.items())
+            if index not in finished
         ]
-        files = {item.image: item.image_file for item in items.values()}
-        mine = {index: sidecar for index, sidecar in sorted(finished.items()) if index % n == i}
-        added = _additions(path, mine, signals, files) if early is None else []
-        left = sum(len(rows) for _, rows in todo) + sum(addition.rows for addition in added)
-        if todo or added:
-            work = Work(path.resolve(), backbone, loaded.fingerprint, config, settings_hash(settings), signals)
-            with progress(total=max(len(items), left), initial=max(0, len(items) - left), what="Extracting", unit="image") as bar:
-                if engine == "ray":
-                    _run_on_ray(work, todo, added, address, bar.update)
-                else:
-                    fill(work, todo, loaded, bar.update)
-                    for addition in added:
-                        _add_signals(work, addition, loaded, bar.update)
+        if early is None:
+            todo += _units_that_gain_signals(
+                {index: finished[index] for index in sorted(mine) if index in finished}, signals, items
+            )
+        count, left = sum(map(len, mine.values())), sum(map(len, todo))
+        with progress(total=max(count, left), initial=max(0, count - left), what="Extracting", unit="image") as bar:
+            if elsewhere:  # a node runs one task per core or GPU, and processes share the cores of this machine
+                threads = config.threads or (0 if engine == "ray" else max(1, (os.cpu_count() or 1) // processes))
+                config = replace(config, threads=threads, workers=config.workers or max(2, threads))
+            work = Work(path.resolve(), config, settings_hash(settings))
+            for _ in run_units(
+                todo,
+                partial(make_shards, work),
+                execution,
+                processes=min(processes, max(1, len(todo))) if elsewhere else 1,
+                device=config.device,
+                cores=max(1, config.threads),
+                state=loaded,
+                open_worker=partial(open_backbone, work.store, backbone, loaded.fingerprint),
+                advance=bar.update,
+            ):
+                pass
         opened = FeatureStore.open(path, manifest, partial=True)
         if not opened.missing:
             write_lines(path / "errors.jsonl", (error.to_json() for error in opened.errors))
@@ -157,15 +162,13 @@ def extract(
 
 
 def _check_request(
-    manifest: Manifest, config: ExtractConfig, engine: str, shards: tuple[int, int] | None, early: Early | None
+    manifest: Manifest, config: ExtractConfig, execution: Execution, shards: tuple[int, int] | None, early: Early | None
 ) -> None:
     """Raise a RequestError for what no extraction of this manifest can follow, before the backbone is loaded."""
-    if early is not None and engine != "local":
-        raise RequestError(f"--route runs on this machine, not with --engine {engine}. Drop one of them.")
+    if early is not None and (execution.engine != "local" or config.jobs != 1):
+        raise RequestError("Early routing (`route`) runs in one process of this machine. Leave out `engine` and `jobs`.")
     if early is not None and config.signals:
-        raise RequestError("--signals are stored with all patches, but routed stores have only some. Drop --signals.")
-    if engine not in ("local", "ray"):
-        raise UnknownNameError.of("engine", engine, ("local", "ray"))
+        raise RequestError("`signals` are stored with all patches, but routed stores have only some. Leave out `signals`.")
     if not len(manifest):
         raise RequestError(f"The manifest '{manifest.name}' contains no images, so there is nothing to extract.")
     if config.views != "off-center" and config.crops != 1:
@@ -181,16 +184,16 @@ def _check_request(
             "Add masks to the manifest, or choose other views."
         )
     if shards is not None and (shards[1] < 1 or not 0 <= shards[0] < shards[1]):
-        raise RequestError(f"--shards {shards[0]}/{shards[1]} does not exist. Use I/N with I from 0 to N - 1.")
+        raise RequestError(f"`shards` {shards[0]}/{shards[1]} does not exist. Use I/N with I from 0 to N - 1.")
 
 
 def settings_of(fingerprint: dict[str, Any], config: ExtractConfig, weights: Path | None = None) -> dict[str, Any]:
-    """The content of `store.json`: everything that the numbers in the store depend on, except the images."""
+    """Return the content of `store.json`: everything that the numbers in the store depend on, except the images."""
     settings = {
         "format": FORMAT,
         "backbone": fingerprint,
         "weights": None if weights is None else weights.name,
-        "keep": "routed" if routed_early(fingerprint) else "patches",
+        "keep": "patches" if fingerprint.get("route") is None else "routed",
         "dtype": config.dtype,
         "precision": config.precision,
         "view_seed": config.view_seed,
@@ -202,16 +205,7 @@ def settings_of(fingerprint: dict[str, Any], config: ExtractConfig, weights: Pat
     return plain
 
 
-def _begin(store: Path, settings: dict[str, Any]) -> None:
-    """Begin a store, or make sure that the one that is there was begun with the same settings."""
-    if not (store / STORE).exists():
-        write_sealed(store / STORE, settings)
-    check_same(
-        f"The store {store}",
-        expected={key: value for key, value in settings.items() if key not in NOT_IDENTITY},
-        found=read_settings(store),
-        advice="Use the settings of this store, or choose another --store.",
-    )
+# What to do ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -219,7 +213,7 @@ class Item:
     """One row to be made: which view of which image file, with the mask for off-center crops.
 
     `image` and `mask` are the SHA-256 of the files, `image_id` seeds the crop. An empty `image_file` means that the image left the
-    manifest before it was extracted.
+    manifest before it was extracted. A row that was made before has its `geometry`, whatever became of its mask.
     """
 
     image: str
@@ -228,14 +222,28 @@ class Item:
     image_file: str
     mask_file: str | None = None
     mask: str | None = None
+    geometry: views.Geometry | None = None
 
     @property
     def key(self) -> Key:
         return self.image, self.view
 
 
+@dataclass(frozen=True)
+class ShardUnit:
+    """A shard to make or, with the record of a finished one, signals to add to some of its rows."""
+
+    index: int
+    items: tuple[Item, ...]
+    signals: tuple[str, ...]
+    record: Record | None = None
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+
 def _items(manifest: Manifest, config: ExtractConfig, images: Sequence[str | None], masks: Sequence[str | None]) -> dict[Key, Item]:
-    """The rows of every image in the manifest's order, the views of an image beside each other, each content once.
+    """List the rows of every image in the manifest's order, the views of an image next to each other, each content once.
 
     `images` and `masks` are the SHA-256 of the files, None for one that cannot be read or does not exist.
     """
@@ -253,11 +261,11 @@ def _items(manifest: Manifest, config: ExtractConfig, images: Sequence[str | Non
 
 
 def _readable_now(
-    planned: Shards, finished: Mapping[int, Sidecar], items: Mapping[Key, Item], backbone: Backbone, config: ExtractConfig
+    planned: Shards, finished: Mapping[int, Record], items: Mapping[Key, Item], backbone: Backbone, config: ExtractConfig
 ) -> set[Key]:
-    """Rows that failed before and can be made now: the image can be read again, or the mask is another one."""
-    failures = {failure.key: failure for sidecar in finished.values() for failure in sidecar.failures}
-    made = {row.key for sidecar in finished.values() for row in sidecar.rows}
+    """Find rows that failed before and can be made now: the image can be read again, or the mask is another one."""
+    failures = {failure.key: failure for record in finished.values() for failure in record.failures}
+    made = {row.key for record in finished.values() for row in record.rows}
     made |= {key for index, keys in planned.items() if index not in finished for key in keys}  # these are made as planned
     candidates = [
         items[key]
@@ -266,12 +274,13 @@ def _readable_now(
         and key not in made
         and (failure.kind == "image" or (failure.kind == "view" and failure.mask != items[key].mask))
     ]
-    return {item.key for item in candidates if isinstance(_decode((item,), backbone, config.view_seed)[0], Decoded)}
+    return {item.key for item in candidates if isinstance(_decode((item,), backbone, config.view_seed)[0], _Decoded)}
 
 
-def _extend(store: Path, keys: Sequence[Key], size: int, again: set[Key]) -> Shards:
+def _extend_plan(store: Path, keys: Sequence[Key], size: int, again: set[Key]) -> Shards:
     """Add shards of `size` rows for keys that are not planned yet or are to be made `again`, and return the whole plan."""
-    with _alone(store):
+    # The jobs of an array extend the plan one after another.
+    with exclusive(store, name=".plan.lock", wait=True):
         shards = read_plan(store)
         planned = {key for rows in shards.values() for key in rows} - again
         missing = [key for key in keys if key not in planned]
@@ -283,153 +292,47 @@ def _extend(store: Path, keys: Sequence[Key], size: int, again: set[Key]) -> Sha
     return shards
 
 
-@contextmanager
-def _alone(store: Path) -> Iterator[None]:
-    """Let one process at a time change the plan; others wait. The system releases the lock of a killed process."""
-    try:
-        (store / "cache").mkdir(exist_ok=True)
-        lock = open(store / "cache" / "lock", "a")  # noqa: SIM115 (closed below, whatever happens)
-    except OSError as error:
-        raise WorkError(f"Cannot write {store}: {error.strerror}.") from None
-    with lock:
-        try:
-            import fcntl
-        except ImportError:  # not on Windows
-            yield
-            return
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
-def _signals(path: Path, finished: Mapping[int, Sidecar], backbone: Backbone, config: ExtractConfig) -> tuple[str, ...]:
-    """The signals of new shards: the requested ones and those that the store has; without either the default ones."""
-    present = {name for names in signal_names(path).values() for name in names}
-    if with_rows := [index for index, sidecar in finished.items() if sidecar.rows]:
-        present |= set(map_shard(shard_path(path, with_rows[0])))  # the shards of a store hold the same fields
+def _signals(finished: Mapping[int, Record], backbone: Backbone, config: ExtractConfig) -> tuple[str, ...]:
+    """Choose the signals of new shards: the requested ones and those that the store has; without either the default ones."""
+    present = {name for record in finished.values() for name in record.fields}
     names = dict.fromkeys([*(name for name in REGISTRY if name in present), *config.signals])
     signals = tuple(names or backbone.default_signals)
     backbone.check_signals(signals)
     return signals
 
 
-@dataclass(frozen=True)
-class Addition:
-    """Signals to add to a finished shard, the image files that its rows were made from, by SHA-256, and how many rows it has."""
+def _units_that_gain_signals(
+    finished: Mapping[int, Record], names: Sequence[str], items: Mapping[Key, Item]
+) -> Iterator[ShardUnit]:
+    """Find what has to be added to these shards, so that every row of an image of the manifest has the signals `names`."""
+    files = {item.image: item.image_file for item in items.values()}
+    for index, record in finished.items():
+        wanted = [place for place, row in enumerate(record.rows) if row.image in files]
+        lacking = tuple(
+            name
+            for name in names
+            if name not in record.fields or any(record.fields[name].checksums[place] is None for place in wanted)
+        )
+        if wanted and lacking:
+            rows = [record.rows[place] for place in wanted]
+            again = tuple(Item(row.image, row.view, "", files[row.image], geometry=row.geometry) for row in rows)
+            yield ShardUnit(index, again, lacking, record)
 
-    index: int
-    names: tuple[str, ...]
-    files: Mapping[str, str]
-    rows: int
 
-
-def _additions(store: Path, finished: Mapping[int, Sidecar], names: Sequence[str], files: Mapping[str, str]) -> list[Addition]:
-    """What has to be added to these shards, so that every row of an image of `files` has the signals `names`."""
-    found = []
-    for index, sidecar in finished.items():
-        wanted = {number for number, row in enumerate(sidecar.rows) if row.image in files}
-        if not wanted:
-            continue
-        in_shard = map_shard(shard_path(store, index))
-        lacking = []
-        for name in names:
-            if name not in in_shard:
-                file = read_signal(store, index, name, sidecar)
-                if file is None or wanted & file.missing:
-                    lacking.append(name)
-        if lacking:
-            images = {sidecar.rows[number].image for number in wanted}
-            found.append(Addition(index, tuple(lacking), {image: files[image] for image in images}, len(sidecar.rows)))
-    return found
+# Doing it ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Work:
-    """Everything that a worker needs to know beside the shard.
-
-    Attributes:
-        store: Folder of the store.
-        backbone: The frozen backbone.
-        fingerprint: What its fingerprint must be.
-        config: Number formats and how to work.
-        settings: Hash of the store's settings, recorded with every shard.
-        signals: Signals of new shards; None means the default ones of the backbone.
-    """
+    """What a worker needs to know apart from the shard: store, settings, and the hash of those that every shard records."""
 
     store: Path
-    backbone: BackboneConfig
-    fingerprint: dict[str, Any]
     config: ExtractConfig
     settings: str
-    signals: tuple[str, ...] | None = None
-
-
-Shard = tuple[int, tuple[Item, ...]]
-
-
-def _nothing(rows: int) -> None:
-    pass
-
-
-def _run_on_ray(work: Work, shards: Sequence[Shard], additions: Sequence[Addition], address: str | None, advance: Advance) -> None:
-    """Run one idempotent Ray task per shard, retried if its node dies; each uses a GPU if the cluster has any.
-
-    The store must be on a file system that all nodes share, and images and weights on paths that all nodes can read.
-    """
-    with ray_cluster(address) as ray:
-        task = ray.remote(
-            num_gpus=1 if ray.cluster_resources().get("GPU") and work.config.device != "cpu" else 0,
-            num_cpus=max(1, work.config.threads),
-            # A task that dies with its node or worker is retried; an error that it raises is not.
-            max_retries=RETRIES,
-            retry_exceptions=False,
-        )(make_shard)
-        # A node runs one task per core or GPU, so each task decodes with few threads.
-        config = replace(work.config, workers=work.config.workers or max(2, work.config.threads))
-        shared = ray.put(replace(work, config=config))
-        rows = {task.remote(shard, shared): len(shard[1]) for shard in shards}
-        rows |= {task.remote(addition, shared): addition.rows for addition in additions}
-        waiting = list(rows)
-        while waiting:
-            done, waiting = ray.wait(waiting, num_returns=1)
-            try:
-                failure = ray.get(done[0])
-            except ray.exceptions.RayError as error:
-                raise WorkError(f"Ray gave up on a shard: {first_line(error)}. Run the same command again to resume.") from None
-            if failure is not None:
-                for other in waiting:
-                    ray.cancel(other, force=True)
-                raise stopped(failure)
-            advance(rows[done[0]])
-
-
-def make_shard(shard: Shard | Addition, work: Work) -> str | None:
-    """Compute one shard unless it exists, or add signals to one, as a Ray task. Returns None, or an error message."""
-    try:
-        if not isinstance(shard, Addition) and read_sidecar(work.store, shard[0], [item.key for item in shard[1]]) is not None:
-            return None
-        if not (work.store / STORE).exists():
-            return not_shared(work.store)
-        with cpu_threads(work.config.threads):
-            backbone = _backbone(work.backbone, resolve_device(work.config.device))
-            advice = "Use the same weights on all nodes."
-            check_same(f"The backbone on node {node()}", work.fingerprint, backbone.fingerprint, advice)
-            if isinstance(shard, Addition):
-                _add_signals(work, shard, backbone)
-            else:
-                fill(work, [shard], backbone)
-    except MedTokenBudgetError as error:
-        return str(error)
-    return None
-
-
-@lru_cache(maxsize=1)
-def _backbone(config: BackboneConfig, device: torch.device) -> Backbone:
-    """Load the backbone once per worker process, which computes many shards."""
-    return Backbone.load(config, device)
 
 
 @dataclass(frozen=True)
-class Decoded:
+class _Decoded:
     """A row that is ready for the forward pass: pixels uint8 [S, S, 3]."""
 
     row: Row
@@ -437,257 +340,202 @@ class Decoded:
 
 
 @dataclass
-class ShardInProgress:
-    """The rows of a shard that are computed so far; `parts` are the tensors of its batches by field."""
+class _Computed:
+    """The rows of a shard that are computed so far; `parts` are the arrays of its batches by field."""
 
-    index: int
     batch_size: int
     rows: list[Row] = field(default_factory=list)
     parts: dict[str, list[np.ndarray]] = field(default_factory=dict)
     failures: list[FailedRow] = field(default_factory=list)
 
-    def take_tensors(self) -> dict[str, np.ndarray]:
-        """Join the parts, which are given up one by one, so that a shard is in memory once."""
-        return {name: np.concatenate(self.parts.pop(name)) for name in list(self.parts)}
+
+def open_backbone(store: Path, config: BackboneConfig, fingerprint: dict[str, Any], device: str) -> Backbone:
+    """Load the backbone of a worker process, which must be the one that the store was begun with."""
+    require_shared(store / STORE)
+    backbone = Backbone.load(config, resolve_device(device))
+    check_same("The backbone of a worker", fingerprint, backbone.fingerprint, "Use the same weights on all nodes.")
+    return backbone
 
 
-def fill(work: Work, shards: Sequence[Shard], backbone: Backbone, advance: Advance = _nothing) -> None:
-    """Make these shards, in order."""
+def make_shards(work: Work, backbone: Backbone, units: Sequence[ShardUnit], advance: Advance) -> Iterator[None]:
+    """Make shards, in order. Images are decoded ahead across the borders of shards."""
+    parts = [(i, tuple(same)) for i, unit in enumerate(units) for _, same in itertools.groupby(unit.items, lambda item: item.image)]
+    # Two batches of rows are decoded ahead; an image may have several views.
+    ahead = max(1, 2 * work.config.batch_size // max((len(items) for _, items in parts), default=1))
+    threads = work.config.workers or min(16, os.cpu_count() or 1)
 
-    def decode(job: tuple[int, tuple[Item, ...]]) -> tuple[int, list[Decoded | FailedRow]]:
-        return job[0], _decode(job[1], backbone, work.config.view_seed)
+    def decode(part: tuple[int, tuple[Item, ...]]) -> tuple[int, list[_Decoded | FailedRow]]:
+        return part[0], _decode(part[1], backbone, work.config.view_seed)
 
-    def computed() -> Iterator[ShardInProgress]:
-        jobs = [(index, tuple(same)) for index, items in shards for _, same in itertools.groupby(items, lambda item: item.image)]
-        # Decoded ahead across the borders of shards.
-        decoded = ordered_map(decode, jobs, *_ahead(work.config, max((len(items) for _, items in jobs), default=1)))
-        for index, images in itertools.groupby(decoded, key=lambda pair: pair[0]):
-            yield _compute(index, (row for _, rows in images for row in rows), backbone, work.config, work.signals, advance)
-
-    def write(shard: ShardInProgress) -> None:
-        tensors = shard.take_tensors()
-        # A shard without the signals that have files of their own is complete but for them, so they come last.
-        extra = {name: tensors.pop(name) for name in list(tensors) if name in REGISTRY and name not in DEFAULT}
-        sidecar = write_shard(work.store, shard.index, shard.rows, tensors, shard.failures, shard.batch_size, work.settings)
-        for name, values in extra.items():
-            write_signal(work.store, shard.index, name, values, sidecar)
+    def computed() -> Iterator[tuple[ShardUnit, _Computed]]:
+        for i, images in itertools.groupby(ordered_map(decode, parts, ahead, threads), key=lambda pair: pair[0]):
+            yield units[i], _compute(units[i], (row for _, rows in images for row in rows), backbone, work.config, advance)
 
     with cpu_threads(work.config.threads):
         # One shard is written while the next is computed, and no more, so that memory stays bounded.
-        for _ in ordered_map(write, computed(), ahead=1, threads=1):
-            pass
+        yield from ordered_map(lambda made: _publish(work, *made), computed(), ahead=1, threads=1)
 
 
-def _ahead(config: ExtractConfig, views_per_image: int) -> tuple[int, int]:
-    """Images to decode ahead, so that two batches of rows are in memory, and threads that decode."""
-    return max(1, 2 * config.batch_size // views_per_image), config.workers or min(16, os.cpu_count() or 1)
-
-
-def _decode(items: tuple[Item, ...], backbone: Backbone, view_seed: int) -> list[Decoded | FailedRow]:
+def _decode(items: tuple[Item, ...], backbone: Backbone, view_seed: int) -> list[_Decoded | FailedRow]:
     """Decode an image once and make its views, or say why a view cannot be had."""
     first = items[0]
     try:
         if not first.image_file:
             raise RequestError("The image left the manifest before it was extracted.")
-        image = _read_image(first.image_file, first.image)
+        image = decode_image(first.image_file)
+        if sha256_file(first.image_file) != first.image:
+            raise RequestError(f"{Path(first.image_file).name} changed while it was extracted. Run `mtb extract` again.")
     except RequestError as error:
         return [FailedRow(item.image, item.view, "image", reason(error, first.image_file)) for item in items]
-    rows: list[Decoded | FailedRow] = []
+    rows: list[_Decoded | FailedRow] = []
     mask: Image.Image | None = None
     for item in items:
         try:
             if mask is None and item.mask_file is not None and views.is_off_center(item.view):
                 mask = mask_of(image.size, item.mask_file)
-            geometry = views.geometry_of(item.view, mask, views.image_seed(view_seed, item.image_id))
+            geometry = item.geometry or views.geometry_of(item.view, mask, views.image_seed(view_seed, item.image_id))
             row = Row(item.image, item.view, image.size, geometry)
-            rows.append(Decoded(row, backbone.prepare(geometry.of(image))))
+            rows.append(_Decoded(row, backbone.prepare(geometry.of(image))))
         except RequestError as error:
             rows.append(FailedRow(item.image, item.view, "view", reason(error, item.mask_file or ""), item.mask))
     return rows
 
 
-def _read_image(file: str, sha256: str) -> Image.Image:
-    image = decode_image(file)
-    if sha256_file(file) != sha256:
-        raise RequestError(f"{Path(file).name} changed while it was extracted. Run `mtb extract` again.")
-    return image
-
-
 def _compute(
-    index: int,
-    rows: Iterable[Decoded | FailedRow],
-    backbone: Backbone,
-    config: ExtractConfig,
-    signals: Sequence[str] | None,
-    advance: Advance,
-) -> ShardInProgress:
-    """Run the backbone over the rows of a shard in batches."""
-    shard = ShardInProgress(index, config.batch_size)
-    batch: list[Decoded] = []
+    unit: ShardUnit, rows: Iterable[_Decoded | FailedRow], backbone: Backbone, config: ExtractConfig, advance: Advance
+) -> _Computed:
+    """Run the backbone over the rows of a shard in batches; if memory runs out, halve the batch size for the rest of it."""
+    made = _Computed(config.batch_size)
 
-    def run_batch() -> None:
-        _forward(shard, batch, backbone, config, signals)
-        advance(len(batch))
-        batch.clear()
+    def readable() -> Iterator[_Decoded]:
+        for row in rows:
+            if isinstance(row, FailedRow):
+                made.failures.append(row)
+                advance(1)
+            else:
+                yield row
 
-    for row in rows:
-        if isinstance(row, FailedRow):
-            shard.failures.append(row)
-            advance(1)
-            continue
-        batch.append(row)
-        if len(batch) == config.batch_size:
-            run_batch()
-    if batch:
-        run_batch()
-    return shard
-
-
-def _forward(
-    shard: ShardInProgress, batch: list[Decoded], backbone: Backbone, config: ExtractConfig, signals: Sequence[str] | None
-) -> None:
-    """Add one batch to the shard; if memory runs out, halve the batch size for the rest of this shard."""
-    start = 0
-    while start < len(batch):
-        part = batch[start : start + shard.batch_size]
-        try:
-            fields = _fields(part, backbone, config, signals)
-        except (MemoryError, RuntimeError) as error:
-            if not _is_out_of_memory(error):
-                raise
-            fields = None
-        if fields is None:
-            # Outside the handler, because the traceback keeps the tensors that filled the memory.
-            _halve(shard, len(part), backbone)
-        else:
-            _add(shard, part, fields)
-            start += len(part)
+    stream = readable()
+    while batch := list(itertools.islice(stream, config.batch_size)):
+        while batch:
+            part = batch[: made.batch_size]
+            fields = _fields_if_they_fit(part, backbone, config, unit.signals)
+            if fields is not None:
+                _add(made, part, fields)
+                advance(len(part))
+                batch = batch[len(part) :]
+                continue
+            if len(part) == 1:
+                raise WorkError(
+                    f"Not enough memory on {backbone.device} for a batch of one image. Close other programs, or use a smaller "
+                    "backbone."
+                )
+            if backbone.device.type == "cuda":
+                torch.cuda.empty_cache()
+            made.batch_size = len(part) // 2
+            say(
+                f"Out of memory with a batch of {len(part)} images. "
+                f"Continuing shard {unit.index} with batches of {made.batch_size}."
+            )
+    return made
 
 
-def _is_out_of_memory(error: Exception) -> bool:
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(text in str(error).lower() for text in _OUT_OF_MEMORY)
-
-
-def _halve(shard: ShardInProgress, size: int, backbone: Backbone) -> None:
-    if size == 1:
-        raise WorkError(
-            f"Not enough memory on {backbone.device} for a batch of one image. Close other programs, or use a smaller backbone."
-        )
-    if backbone.device.type == "cuda":
-        torch.cuda.empty_cache()
-    shard.batch_size = max(1, size // 2)
-    say(f"Out of memory with a batch of {size} images. Continuing shard {shard.index} with batches of {shard.batch_size}.")
+def _fields_if_they_fit(
+    batch: list[_Decoded], backbone: Backbone, config: ExtractConfig, signals: Sequence[str]
+) -> dict[str, np.ndarray] | None:
+    """Compute the fields, or return None if memory ran out: not an error, whose traceback keeps what filled the memory."""
+    try:
+        return _fields(batch, backbone, config, signals)
+    except (MemoryError, RuntimeError) as error:
+        full = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+        if not full and not any(text in str(error).lower() for text in _OUT_OF_MEMORY):
+            raise
+        return None
 
 
 @torch.inference_mode()
-def _fields(
-    batch: list[Decoded], backbone: Backbone, config: ExtractConfig, signals: Sequence[str] | None
-) -> dict[str, np.ndarray]:
-    """The fields of these rows as they are stored: the patches, all of them or those that an early route keeps, and the signals."""
-    names = backbone.default_signals if signals is None else tuple(signals)
+def _fields(batch: list[_Decoded], backbone: Backbone, config: ExtractConfig, signals: Sequence[str]) -> dict[str, np.ndarray]:
+    """Compute the fields of these rows: the patches, all of them or those that an early route keeps, and the signals."""
     dtype, precision = _DTYPES[config.dtype], _PRECISIONS.get(config.precision)
     pixels = to_device(torch.from_numpy(np.stack([row.pixels for row in batch])), backbone.device)
     images = backbone.normalize(pixels)
     with torch.autocast(backbone.device.type, precision, enabled=precision is not None):
-        tokens = backbone(images, names).float()
+        tokens = backbone(images, signals).float()
+    fields = {"patches": tokens.patches.to(dtype)}
     if tokens.places is not None:
-        fields = {"tokens": tokens.patches.to(dtype), "indices": tokens.places.to(torch.int32)}
-    else:
-        fields = {"patches": tokens.patches.to(dtype)}
+        fields["places"] = tokens.places.to(torch.int32)
     if tokens.cls is not None:
         fields["cls"] = tokens.cls.to(dtype)
     fields["luminance"] = luminance(pixels, backbone.grid).float()
-    for name in names:
+    for name in signals:
         fields[name] = getattr(tokens, name).to(dtype if REGISTRY[name].wide else torch.float32)
     # Converted by torch, which is ten times as fast as numpy at half precision.
     return {name: value.cpu().numpy() for name, value in fields.items()}
 
 
 def to_device(pixels: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Move pixels to the device; to a GPU from pinned memory, so that the copy runs beside the forward pass before it."""
+    """Move pixels to the device; to a GPU from pinned memory, so that the copy runs during the forward pass before it."""
     if device.type != "cuda":
         return pixels.to(device)
     return pixels.pin_memory().to(device, non_blocking=True)
 
 
-def _add(shard: ShardInProgress, batch: list[Decoded], fields: dict[str, np.ndarray]) -> None:
+def _add(made: _Computed, batch: list[_Decoded], fields: dict[str, np.ndarray]) -> None:
     """Add the rows whose tokens are finite in the stored format to the shard, the others to its failures."""
-    tokens = fields["patches" if "patches" in fields else "tokens"]
+    tokens = fields["patches"]
     finite = torch.from_numpy(tokens).abs().amax((1, 2)).isfinite().numpy()
     for one, good in zip(batch, finite):
         if good:
-            shard.rows.append(one.row)
+            made.rows.append(one.row)
         else:
             why = f"The tokens of the backbone are not finite in {tokens.dtype}."
-            shard.failures.append(FailedRow(one.row.image, one.row.view, "tokens", why))
+            made.failures.append(FailedRow(one.row.image, one.row.view, "tokens", why))
     for name, value in fields.items():
-        shard.parts.setdefault(name, []).append(value if finite.all() else value[finite])
+        made.parts.setdefault(name, []).append(value if finite.all() else value[finite])
 
 
-def _add_signals(work: Work, addition: Addition, backbone: Backbone, advance: Advance = _nothing) -> None:
-    """Run the backbone again over the images of a finished shard and write the signals; the tokens stay as they are.
+def _publish(work: Work, unit: ShardUnit, made: _Computed) -> None:
+    """Write the fields, then the record: only then the shard counts."""
+    path = record_path(work.store, unit.index)
+    if unit.record is None:
+        remove(path)  # while its files change, the shard does not exist
+        names = sorted(made.parts) if made.rows else []
+        # One array after the other, so that a shard is in memory once.
+        fields = {name: write_field(work.store, unit.index, name, np.concatenate(made.parts.pop(name))) for name in names}
+        record = Record(tuple(made.rows), tuple(made.failures), made.batch_size, work.settings, fields)
+    else:
+        record = replace(unit.record, fields={**unit.record.fields, **_gained(work.store, unit, unit.record, made)})
+    write_sealed(path, record.to_json(), compact=True)
 
-    Every signal is a file of its own and appears whole, so that an interrupted run resumes where it stopped.
+
+def _gained(store: Path, unit: ShardUnit, record: Record, made: _Computed) -> dict[str, Field]:
+    """Write the signals that a finished shard gains; images that cannot be read any more gain none, and the tokens stay.
 
     Raises:
-        WorkError: The backbone gives other tokens than the shard has.
+        WorkError: The backbone gives other tokens than the shard has, so that the signals would not belong to them.
     """
-    store, index = work.store, addition.index
-    sidecar = read_sidecar(store, index)
-    if sidecar is None:
-        return
-
-    def decode(rows: list[Row]) -> list[Decoded | FailedRow]:
-        """The views as they were recorded; none if the image cannot be read any more or is another one by now."""
-        try:
-            image = _read_image(addition.files[rows[0].image], rows[0].image)
-        except RequestError:
-            return []
-        return [Decoded(row, backbone.prepare(row.geometry.of(image))) for row in rows]
-
-    jobs = [list(rows) for image, rows in itertools.groupby(sidecar.rows, lambda row: row.image) if image in addition.files]
-    with cpu_threads(work.config.threads):
-        decoded = ordered_map(decode, jobs, *_ahead(work.config, max(map(len, jobs), default=1)))
-        rows = (row for views_of_image in decoded for row in views_of_image)
-        again = _compute(index, rows, backbone, work.config, addition.names, advance)
-    if again.rows or again.failures:
-        tensors = again.take_tensors()
-        place_of = {row.key: place for place, row in enumerate(sidecar.rows)}
-        places = [place_of[row.key] for row in again.rows]
-        _check_tokens(store, index, places, tensors["patches"], again)
-        for name in addition.names:
-            # NaN where there are no values, now or from before.
-            values = np.full((len(sidecar.rows), *tensors[name].shape[1:]), np.nan, tensors[name].dtype)
-            missing = set(range(len(values))) - set(places)
-            if (before := read_signal(store, index, name, sidecar)) is not None:
-                values[:] = before.map()
-                missing &= before.missing
-            values[places] = tensors[name]
-            write_signal(store, index, name, values, sidecar, sorted(missing))
-    advance(len(sidecar.rows) - len(again.rows))
-
-
-def _check_tokens(store: Path, index: int, places: Sequence[int], tokens: np.ndarray, again: ShardInProgress) -> None:
-    """Make sure that signals are added to the tokens that they belong to."""
-    stored = map_shard(shard_path(store, index))["patches"]
-    same = not again.failures
-    for place, now in zip(places, tokens):
-        one, two = stored[place].astype(np.float32).ravel(), now.astype(np.float32).ravel()
-        same = same and float(one @ two) >= _ALIKE * float(np.linalg.norm(one) * np.linalg.norm(two))
+    place_of = {row.key: place for place, row in enumerate(record.rows)}
+    places = [place_of[row.key] for row in made.rows]
+    same = not any(failure.kind == "tokens" for failure in made.failures)
+    if places:
+        stored = read_field(store, unit.index, "patches", record)
+        for place, now in zip(places, np.concatenate(made.parts["patches"])):
+            one, two = stored[place].astype(np.float32).ravel(), now.astype(np.float32).ravel()
+            same = same and float(one @ two) >= _ALIKE * float(np.linalg.norm(one) * np.linalg.norm(two))
     if not same:
         raise WorkError(
-            f"The tokens of {shard_path(store, index).name} are not those that the backbone gives now, so its signals would not "
-            "belong to them. Extract into a new store."
+            f"The tokens of {field_path(store, unit.index, 'patches').name} are not those that the backbone gives now, so its "
+            "signals would not belong to them. Extract into a new store."
         )
-
-
-@contextmanager
-def cpu_threads(number: int) -> Iterator[None]:
-    """Run a block with this number of torch threads; 0 changes nothing."""
-    before = torch.get_num_threads()
-    if number > 0:
-        torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+    fields = {}
+    for name in unit.signals if places else ():
+        new = np.concatenate(made.parts[name])
+        # NaN where there are no values, now or from before.
+        values = np.full((len(record.rows), *new.shape[1:]), np.nan, new.dtype)
+        missing = set(range(len(values))) - set(places)
+        if name in record.fields:
+            values[:] = read_field(store, unit.index, name, record)
+            missing = {place for place in missing if record.fields[name].checksums[place] is None}
+        values[places] = new
+        fields[name] = write_field(store, unit.index, name, values, sorted(missing))
+    return fields

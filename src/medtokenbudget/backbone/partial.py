@@ -19,9 +19,8 @@ from timm.models.vision_transformer import Attention, VisionTransformer
 from torch import Tensor
 from torch.nn import functional as F
 
-from medtokenbudget.backbone.attention import AttentionTap
+from medtokenbudget.backbone.attention import REGISTRY, AttentionTap, reduce_attention
 from medtokenbudget.backbone.backbone import Backbone, Model
-from medtokenbudget.backbone.stored_signals import REGISTRY, reduce_attention
 from medtokenbudget.errors import RequestError
 from medtokenbudget.tokens import TokenBatch
 
@@ -54,7 +53,7 @@ def check_routable(model: Model, name: str) -> None:
         reasons.append("its patch embedding is not one linear map per patch")
     if reasons:
         raise RequestError(
-            f"'{name}' cannot run on a part of its patches: {'; '.join(reasons)}. Route after the backbone (drop --route), "
+            f"'{name}' cannot run on a part of its patches: {'; '.join(reasons)}. Route after the backbone (leave out `route`), "
             "or choose a plain `vit_...` model of timm with absolute positions."
         )
 
@@ -259,16 +258,16 @@ def _check_route(dense: Backbone, route: EarlyRoute) -> None:
     if route.way == "scout" and (h % sh or w % sw or h // sh != w // sw or size % route.size):
         raise RequestError(
             f"The scout looks at {sh} x {sw} patches of {route.size} pixels, but the backbone has {h} x {w} patches of {size} "
-            f"pixels. Each patch of the scout must cover a whole number of the backbone's: choose a backbone, an --image-size or a "
-            f"--router whose grid fits."
+            f"pixels. Each patch of the scout must cover a whole number of the backbone's: choose a backbone, an `image_size` or a "
+            "`router` whose grid fits."
         )
     if route.way == "inside" and not 1 <= route.block <= dense.layer:
         raise RequestError(
-            f"--route block:{route.block} does not exist: tokens come from block {dense.layer}, so it can be block:1 to "
+            f"`route` block:{route.block} does not exist: tokens come from block {dense.layer}, so it can be block:1 to "
             f"block:{dense.layer}."
         )
     if route.way == "inside" and "rollout" in route.requires:
-        raise RequestError("A router inside the backbone cannot read rollout, which needs all blocks. Use another --router.")
+        raise RequestError("A router inside the backbone cannot read rollout, which needs all blocks. Use another `router`.")
     if route.way == "inside" and route.grid != dense.grid:
         raise RequestError(
             f"The router scores {sh} x {sw} patches, but the backbone has {h} x {w}. Use the router of this backbone."

@@ -51,6 +51,12 @@ def route(arguments: list[str]) -> int:
     )
     many.add_argument("--engine", type=Literal["local", "ray"], default="local", help="Where to run: on this machine or on Ray.")
     many.add_argument("--address", type=str | None, default=None, help="Address of a running Ray cluster: auto or host:port.")
+    many.add_argument(
+        "--jobs",
+        type=Parallel,
+        default=1,
+        help="Processes that share the work, in shards; they divide the GPUs of the machine. 0: one per GPU, or one per core.",
+    )
     options = parser.parse_args(arguments)
 
     from medtokenbudget.model import load
@@ -64,7 +70,7 @@ def route(arguments: list[str]) -> int:
     routed: Routed = route_files(
         options.images, options.out, model, options.masks, pick(options, RouteConfig), options.engine, options.address
     )
-    written = routed.written
+    written = routed
     if written.failed:
         say(f"{written.failed} of {written.done + written.failed} images could not be read. The reasons are in {written.errors}.")
     if written.unfamiliar:

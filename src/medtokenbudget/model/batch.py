@@ -1,20 +1,22 @@
-"""Answers for many images as files: what `mtb predict` and `mtb route` write, in one table or in shards, here or on a Ray cluster.
+"""Answers for many images as files: what `mtb predict` and `mtb route` write, in one table or in shards.
 
-A shard is a run of the images in their order. It has a Parquet file and, beside it, a record of what it was made from, which is
-written last: a shard with a matching record is not computed again. Every engine makes a shard with `make_shard`, so the rows are
-the same everywhere. On a cluster the folder of the results must be on a file system that all nodes share, and images and weights on
-paths that all nodes can read.
+A shard is a run of the images in their order. It has a Parquet file and a record of what it was made from, which is written last:
+a shard with a matching record is not computed again. Every process makes a shard with `make_shards`, so the rows are the same
+everywhere. On a cluster the folder of the results must be on a file system that all nodes share, and images and weights on paths
+that all nodes can read.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import math
 import os
 import shutil
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -23,50 +25,130 @@ import numpy as np
 import torch
 
 from medtokenbudget.config import Count, Natural, Parallel, Settings
+from medtokenbudget.data import decode_mask
 from medtokenbudget.data.readers import MASK_NAMES, MaskFolder
-from medtokenbudget.errors import MedTokenBudgetError, MismatchError, RequestError, UnknownNameError, WorkError, first_line
-from medtokenbudget.files import read_sealed, remove, sha256_file, sha256_json, write_json, write_lines, write_sealed
-from medtokenbudget.jobs import not_shared, ray_cluster, stopped
+from medtokenbudget.devices import worker_devices
+from medtokenbudget.errors import MedTokenBudgetError, RequestError, WorkError
+from medtokenbudget.files import (
+    append_line,
+    claim,
+    read_sealed,
+    remove,
+    sha256_file,
+    sha256_json,
+    write_encoded,
+    write_json,
+    write_lines,
+    write_sealed,
+)
+from medtokenbudget.jobs import Advance, Execution, require_shared, run_units
 from medtokenbudget.locks import exclusive
-from medtokenbudget.metrics import Retention
+from medtokenbudget.metrics import Retention, retention_of_counts
 from medtokenbudget.model.guarantee import Guarantee
 from medtokenbudget.model.inference import ImageSource, Routing, expand
 from medtokenbudget.model.model import DEFAULT_MODEL, MedTokenBudget, load, loaded
+from medtokenbudget.model.overlays import overlay
 from medtokenbudget.model.writers import (
-    Outputs,
-    Summary,
+    Column,
     TokenFormat,
+    center_lesion,
     check_table_path,
+    lesion_patches,
     prediction_columns,
     routing_columns,
-    write_rows,
-    write_table,
+    table_writer,
+    token_writer,
 )
 from medtokenbudget.progress import progress, say
 
 NOTICE = "Research software, not a medical device."
 TABLE, ERRORS, TOKENS, OVERLAYS, SUMMARY = "routes", "errors.jsonl", "tokens", "overlays", "summary.json"
 PACKED_TOKENS = "tokens.safetensors"
-PART = "part-{:06d}"
 REQUEST = "_request.json"
 """Names with an underscore in front are no part of the data set for those who read it (pandas, Arrow, Spark, Ray)."""
-ENGINES = ("local", "ray")
 SHARD_SIZE = 1000
-"""Images per shard on a cluster, unless told otherwise."""
-RETRIES = 10
-"""How often workers may die before the command gives up; an image that kills every worker must not keep a cluster busy forever."""
+"""Images per shard in several processes or on a cluster, unless told otherwise."""
+Answers = Iterable[tuple[ImageSource, Routing | None]]
+"""What `MedTokenBudget.predict_sources` and `route_sources` yield."""
 
 
-def metadata_of(model: MedTokenBudget, method: str, budget: float | Guarantee) -> dict[str, str]:
-    """Say in a table and a token file where they come from."""
-    return {
-        "classes": json.dumps(list(model.classes)),
-        "selector": method,
-        **({"guarantee": json.dumps(budget.to_json())} if isinstance(budget, Guarantee) else {"budget": str(budget)}),
-        "grid": json.dumps(list(model.grid)),
-        "model": model.fingerprint,
-        "notice": NOTICE,
-    }
+@dataclass
+class Routed:
+    """What was written, and how much of the lesion was kept where there is a mask.
+
+    Attributes:
+        table: The table with one row per image, or the folder of its shards.
+        grid: Rows and columns of the patches.
+        done: Number of images in the table.
+        failed: Number of images that could not be read.
+        errors: File with the reasons; None if there were none.
+        unfamiliar: Number of images that are unlike the training images of the model; None if it cannot tell.
+        masks_failed: Number of masks that could not be used; their images are in the table all the same.
+        mask_reason: Why the first of them could not; empty if all could.
+        reason: Why the first image could not be read; empty if all could.
+        masks: Number of masks that could be used, also by methods that merge patches, which measure nothing.
+        measured: Lesion patches, those kept, those that `center` keeps, and K, of each measured image: 16 bytes per image.
+    """
+
+    table: Path
+    grid: tuple[int, int]
+    done: int = 0
+    failed: int = 0
+    errors: Path | None = None
+    unfamiliar: int | None = None
+    masks_failed: int = 0
+    mask_reason: str = ""
+    reason: str = ""
+    masks: int = 0
+    measured: array[int] = field(default_factory=lambda: array("i"))
+
+    def add(self, source: ImageSource, answer: Routing | None) -> None:
+        if answer is None:
+            self.failed += 1
+            self.reason = self.reason or source.reason
+            return
+        self.done += 1
+        if answer.unfamiliarity is not None:
+            self.unfamiliar = (self.unfamiliar or 0) + answer.unfamiliar
+        if source.mask_reason:
+            self.masks_failed += 1
+            self.mask_reason = self.mask_reason or source.mask_reason
+        self.measure(lesion_patches(answer), answer.kept_lesion, center_lesion(answer), answer.k)
+
+    def measure(self, lesion: int | None, kept: int | None, center: int | None, k: int) -> None:
+        """Count the cells of a row, if its image has a mask and its method keeps patches."""
+        self.masks += lesion is not None
+        if lesion is not None and kept is not None and center is not None:
+            self.measured.extend((lesion, kept, center, k))
+
+    @property
+    def retention(self) -> dict[str, Retention]:
+        """How much of the lesion was kept, by the router, `center` and (as expected) `random`; empty without masks."""
+        if not self.measured:
+            return {}
+        lesion, kept, center, k = np.asarray(self.measured).reshape(-1, 4).T
+        n = np.full(len(lesion), self.grid[0] * self.grid[1])
+        counts = {"router": kept, "center": center, "random": lesion * k / n}
+        return {name: retention_of_counts(values, lesion, k, n) for name, values in counts.items()}
+
+    def require_images(self, errors: Path) -> None:
+        """Raise a WorkError if not a single image could be read."""
+        if not self.done:
+            reason = self.reason or "There are no images."
+            raise WorkError(f"No image could be read ({self.failed} failed). First error: {reason} All errors are in {errors}.")
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """The files of one table; tokens and overlays only if they are asked for."""
+
+    table: Path
+    columns: Sequence[Column]
+    metadata: dict[str, str]
+    """What the table and the tokens say about where they come from."""
+    tokens: Path | None = None
+    tokens_dtype: TokenFormat = "fp16"
+    overlays: Path | None = None
 
 
 def predict_files(
@@ -80,7 +162,7 @@ def predict_files(
     overlays: Path | str | None = None,
     batch_size: int = 16,
     workers: int = 2,
-) -> Summary:
+) -> Routed:
     """Predict images and write the results to files, in constant memory.
 
     Args:
@@ -111,13 +193,24 @@ def predict_files(
     outputs = Outputs(
         table=table,
         columns=prediction_columns(model.classes),
-        metadata=metadata_of(model, method, amount),
-        errors=table.with_name(f"{table.stem}.errors.jsonl"),
+        metadata=_metadata(model, method, amount),
         tokens=None if tokens is None else Path(tokens),
         tokens_dtype=tokens_dtype,
         overlays=None if overlays is None else Path(overlays),
     )
-    return write_table(answers, outputs, "Predicting")
+    return _write_table(answers, outputs, model.grid, table.with_name(f"{table.stem}.errors.jsonl"), "Predicting")
+
+
+def _metadata(model: MedTokenBudget, method: str, budget: float | Guarantee) -> dict[str, str]:
+    """Say in a table and a token file where they come from."""
+    return {
+        "classes": json.dumps(list(model.classes)),
+        "selector": method,
+        **({"guarantee": json.dumps(budget.to_json())} if isinstance(budget, Guarantee) else {"budget": str(budget)}),
+        "grid": json.dumps(list(model.grid)),
+        "model": model.fingerprint,
+        "notice": NOTICE,
+    }
 
 
 @dataclass(frozen=True)
@@ -142,94 +235,8 @@ class RouteConfig(Settings):
     """Threads that decode images."""
     shard_size: Natural = 0
     """Images per file of a table in shards, which a stopped command resumes; 0 writes one table."""
-
-
-@dataclass(frozen=True)
-class Routed:
-    """Result of `route_files`.
-
-    Attributes:
-        table: The table with one row per image, or the folder of its shards.
-        written: How many images were routed, could not be read, and are unlike the training images.
-        retention: How much of the lesion was kept, by the router, `center` and (as expected) `random`; empty without masks.
-    """
-
-    table: Path
-    written: Summary
-    retention: dict[str, Retention]
-
-
-@dataclass(frozen=True)
-class Job:
-    """What is asked for of a router, without the router itself, so that the workers of a cluster can be told.
-
-    Attributes:
-        folder: Folder of the results.
-        config: Formats and sizes; its budget and selector are replaced by the two below.
-        method: Selector.
-        budget: Budget or guarantee.
-        metadata: Metadata of every file.
-        device: Device of the workers of a cluster.
-    """
-
-    folder: Path
-    config: RouteConfig
-    method: str
-    budget: float | Guarantee
-    metadata: dict[str, str]
-    device: str
-
-    @property
-    def table(self) -> Path:
-        """Folder of a table in shards."""
-        return self.folder / TABLE
-
-    @property
-    def model(self) -> Path:
-        """Folder of the model, for the workers of a cluster."""
-        return self.table / "_model"
-
-    def request(self) -> dict[str, Any]:
-        """List what the results depend on beside the images."""
-        tokens = self.config.tokens_dtype if self.config.tokens else None
-        return {**self.metadata, "batch_size": self.config.batch_size, "tokens": tokens, "overlay": self.config.overlay}
-
-    def outputs(self, table: Path, tokens: Path) -> Outputs:
-        """Name the files of a table and its tokens."""
-        return Outputs(
-            table=table,
-            columns=routing_columns(),
-            metadata=self.metadata,
-            errors=self.folder / ERRORS,
-            tokens=tokens if self.config.tokens else None,
-            tokens_dtype=self.config.tokens_dtype,
-            overlays=self.folder / OVERLAYS if self.config.overlay else None,
-        )
-
-    def answers(self, model: MedTokenBudget, sources: Iterable[ImageSource]) -> Iterator[tuple[ImageSource, Routing | None]]:
-        """Route images as asked."""
-        return model.route_sources(sources, self.budget, self.method, self.config.batch_size, self.config.workers, masks=True)
-
-    def part(self, index: int) -> Path:
-        """Return the file of a shard."""
-        return self.table / f"{PART.format(index)}.parquet"
-
-    def part_tokens(self, index: int) -> Path:
-        """Return the file of a shard's tokens."""
-        return self.folder / TOKENS / f"{PART.format(index)}.safetensors"
-
-    def record(self, index: int) -> Path:
-        """Return the file that says what a shard was made from; there is one only if the shard is complete."""
-        return self.table / f"_{PART.format(index)}.json"
-
-    def finished(self, shard: Shard) -> bool:
-        """Tell whether the shard is complete, as it was written, and was made from the same files."""
-        part = self.part(shard.index)
-        try:
-            record = read_sealed(self.record(shard.index), "")
-        except RequestError:
-            return False
-        return record["key"] == shard.key and part.exists() and sha256_file(part) == record["sha256"]
+    jobs: Parallel = 1
+    """Processes that share the work, in shards; they divide the GPUs of the machine. 0 means one per GPU, or one per core."""
 
 
 def route_files(
@@ -243,7 +250,8 @@ def route_files(
 ) -> Routed:
     """Route images and write the results to a folder. A second call replaces the results of the first.
 
-    With shards, which a cluster always makes, a second call resumes what the first left, and computes again only what has changed.
+    With shards, which several processes and a cluster always make, a second call resumes what the first left, and computes again
+    only what has changed.
 
     Args:
         images: What `mtb.route` takes, or a manifest.
@@ -259,36 +267,36 @@ def route_files(
         WorkError: If no image could be read, or none of the masks could be used; in the latter case the images are routed.
     """
     config, router, folder = config or RouteConfig(), loaded(model), Path(out)
-    method = router.main if config.selector is None else config.selector
+    execution = Execution(engine, config.jobs, address)  # type: ignore[arg-type]
     budget = router.amount(config.budget)
+    config = replace(config, selector=router.main if config.selector is None else config.selector, budget=budget)
     if folder.exists() and not folder.is_dir():
-        raise RequestError(f"{out} is a file. Pass a folder to write to with --out.")
-    job = Job(folder, config, method, budget, metadata_of(router, method, budget), router.device.type)
-    job.answers(router, [])  # a wrong request is refused before a file is made
+        raise RequestError(f"{out} is a file. Choose a folder to write to as `out`.")
+    # The workers of a cluster have other working directories.
+    request = Request(folder.resolve(), config, _metadata(router, str(config.selector), budget))
+    request.answers(router, [])  # a wrong request is refused before a file is made
     sources = with_masks(expand(images), masks)
-    if engine == "local" and not config.shard_size:
-        table, written = _one_table(job, router, sources)
+    if engine == "local" and config.jobs == 1 and not config.shard_size:
+        routed = _one_table(request, router, sources, folder)
     else:
-        table, written = folder / TABLE, _shards(job, router, sources, engine, address)
-    retention = written.retention(router.grid)
+        routed = _table_in_shards(request, router, sources, execution, folder)
     summary = {
         "model": router.fingerprint,
-        "selector": method,
+        "selector": config.selector,
         "budget": None if isinstance(budget, Guarantee) else budget,
         "guarantee": budget.to_json() if isinstance(budget, Guarantee) else None,
-        "images": written.done,
-        "failed": written.failed,
-        "masks_failed": written.masks_failed,
-        "unfamiliar": written.unfamiliar,
-        "retention": {name: _nan_to_none(asdict(values)) for name, values in retention.items()} or None,
+        "images": routed.done,
+        "failed": routed.failed,
+        "masks_failed": routed.masks_failed,
+        "unfamiliar": routed.unfamiliar,
+        "retention": {name: _nan_to_none(asdict(values)) for name, values in routed.retention.items()} or None,
         "notice": NOTICE,
     }
     write_json(folder / SUMMARY, summary)
-    if written.masks_failed or written.masks:
+    if routed.masks_failed or routed.masks:
         # A manifest may be of images without a lesion: its empty masks are no fault.
-        asked = masks is not None or written.masks_failed > 0
-        _report_masks(table, written, retention, asked)
-    return Routed(table, written, retention)
+        _report_masks(routed, asked=masks is not None or routed.masks_failed > 0)
+    return routed
 
 
 def _nan_to_none(values: dict[str, Any]) -> dict[str, Any]:
@@ -314,47 +322,160 @@ def with_masks(sources: Iterable[ImageSource], masks: Path | str | None) -> Iter
         say(f"{missing:,} of {images:,} images have no mask in {masks}, such as {first}. {MASK_NAMES}")
 
 
-def _report_masks(table: Path, written: Summary, retention: dict[str, Retention], asked: bool) -> None:
+def _report_masks(routed: Routed, asked: bool) -> None:
     """Say which masks could not be used, and fail if that is all of them and a measurement was asked for."""
-    failed, empty = written.masks_failed, retention["router"].empty if retention else 0
-    first = f" The first: {written.mask_reason}" if failed else ""
-    if written.masks > empty:
+    failed, empty = routed.masks_failed, routed.retention["router"].empty if routed.retention else 0
+    first = f" The first: {routed.mask_reason}" if failed else ""
+    if routed.masks > empty:
         if failed:
-            say(f"{failed:,} of {written.masks + failed:,} masks cannot be used; {written.errors} lists them.{first}")
+            say(f"{failed:,} of {routed.masks + failed:,} masks cannot be used; {routed.errors} lists them.{first}")
         if empty:
-            say(f"{empty:,} of {written.masks + failed:,} masks have no lesion patch on the grid and are not counted.")
+            say(f"{empty:,} of {routed.masks + failed:,} masks have no lesion patch on the grid and are not counted.")
         return
     why = [f"{failed:,} cannot be used"] * bool(failed) + [f"{empty:,} have no lesion patch on the grid"] * bool(empty)
-    message = f"Retention cannot be measured with these masks: {', '.join(why)}.{first} The images were routed to {table}."
+    message = f"Retention cannot be measured with these masks: {', '.join(why)}.{first} The images were routed to {routed.table}."
     if asked:
         raise WorkError(message)
     say(message)
 
 
-def _one_table(job: Job, model: MedTokenBudget, sources: Iterable[ImageSource]) -> tuple[Path, Summary]:
+# One table -----------------------------------------------------------------------------------------------------------
+
+
+def _one_table(request: Request, model: MedTokenBudget, sources: Iterable[ImageSource], folder: Path) -> Routed:
     """Write one table, in constant memory; it appears when everything is done."""
-    if job.table.is_dir():
+    if request.table.is_dir():
         raise RequestError(
-            f"{job.folder} has a table in shards ({TABLE}/). Go on with --shard-size or --engine ray, or use another --out."
+            f'{folder} has a table in shards ({TABLE}/). Resume it with `shard_size` or `engine="ray"`, or use another `out`.'
         )
-    outputs = job.outputs(job.folder / f"{TABLE}.{job.config.table}", job.folder / PACKED_TOKENS)
-    written = write_table(job.answers(model, sources), outputs, "Routing")
+    config = request.config
+    outputs = request.outputs(folder / f"{TABLE}.{config.table}", folder / PACKED_TOKENS)
+    routed = _write_table(request.answers(model, sources), outputs, model.grid, folder / ERRORS, "Routing")
     # What an earlier call with other formats left would not belong to this table.
-    remove(job.folder / f"{TABLE}.{'csv' if job.config.table == 'parquet' else 'parquet'}")
+    remove(folder / f"{TABLE}.{'csv' if config.table == 'parquet' else 'parquet'}")
     if outputs.tokens is None:
-        remove(job.folder / PACKED_TOKENS)
-    return outputs.table, written
+        remove(folder / PACKED_TOKENS)
+    return routed
+
+
+def _write_table(answers: Answers, outputs: Outputs, grid: tuple[int, int], errors: Path, what: str) -> Routed:
+    """Write one table with a progress bar named `what`, and list in `errors` what could not be read.
+
+    Raises:
+        WorkError: If no image could be read; no table is written then.
+    """
+    routed = Routed(outputs.table, grid)
+
+    def note(image: str, reason: str) -> None:
+        append_line(errors, {"image": image, "reason": reason})
+        routed.errors = errors
+
+    with exclusive(outputs.table.parent, name=f".{outputs.table.stem}.lock"), progress(what=what, unit="image") as bar:
+        remove(errors)
+        _write_rows(answers, outputs, routed, note, bar.update, must_have_rows=errors)
+    return routed
+
+
+def _write_rows(
+    answers: Answers,
+    outputs: Outputs,
+    routed: Routed,
+    note: Callable[[str, str], None],
+    advance: Advance,
+    first: int = 0,
+    must_have_rows: Path | None = None,
+) -> None:
+    """Write every answer as it comes, and count it. The table appears last, so whoever sees it finds the rest too.
+
+    `note` is called with the name and the reason for each image that could not be read, or whose mask could not; `first` is the
+    number of the first overlay. If no image could be read, that is an error that names `must_have_rows`, or a table without rows.
+    """
+    with ExitStack() as stack:
+        writers = [stack.enter_context(table_writer(outputs.table, outputs.columns, outputs.metadata))]
+        if outputs.tokens is not None:
+            # With a guarantee K differs from image to image.
+            packed = "guarantee" in outputs.metadata
+            writers.append(stack.enter_context(token_writer(outputs.tokens, outputs.metadata, outputs.tokens_dtype, packed)))
+        for source, answer in answers:
+            advance(1)
+            if answer is None:
+                note(source.name, source.reason)
+            else:
+                if outputs.overlays is not None:
+                    path = outputs.overlays / f"{first + routed.done:06d}-{Path(answer.image).stem}.png"
+                    _save_overlay(path, source, answer, note)
+                for add in writers:
+                    add(answer)
+            if source.mask_reason:
+                note(source.name, f"Routed, but its mask cannot be used: {source.mask_reason}")
+            routed.add(source, answer)
+        if must_have_rows is not None:
+            routed.require_images(must_have_rows)
+
+
+def _save_overlay(path: Path, source: ImageSource, answer: Routing, note: Callable[[str, str], None]) -> None:
+    """Draw the kept patches; a mask that cannot be read is reported, and the overlay is drawn without it."""
+    mask = None
+    try:
+        mask = None if source.mask is None else decode_mask(source.mask)
+    except MedTokenBudgetError as error:
+        note(source.name, f"Drawn, but its mask could not be read: {error}")
+    picture = overlay(source, answer, mask)
+    write_encoded(path, lambda stream: picture.save(stream, format="PNG"))
+
+
+# A table in shards ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked for of a router, without the router itself, so that other processes can be told; and the files of it."""
+
+    folder: Path
+    config: RouteConfig
+    metadata: dict[str, str]
+
+    @property
+    def table(self) -> Path:
+        return self.folder / TABLE
+
+    @property
+    def model(self) -> Path:
+        """Folder of the model, for other processes."""
+        return self.table / "_model"
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What the results depend on apart from the images."""
+        tokens = self.config.tokens_dtype if self.config.tokens else None
+        return {**self.metadata, "batch_size": self.config.batch_size, "tokens": tokens, "overlay": self.config.overlay}
+
+    def outputs(self, table: Path, tokens: Path) -> Outputs:
+        overlays = self.folder / OVERLAYS if self.config.overlay else None
+        kept = tokens if self.config.tokens else None
+        return Outputs(table, routing_columns(), self.metadata, kept, self.config.tokens_dtype, overlays)
+
+    def answers(self, model: MedTokenBudget, sources: Iterable[ImageSource]) -> Answers:
+        config = self.config
+        return model.route_sources(sources, config.budget, config.selector, config.batch_size, config.workers, masks=True)
+
+    def part(self, index: int) -> Path:
+        return self.table / f"part-{index:06d}.parquet"
+
+    def part_tokens(self, index: int) -> Path:
+        return self.folder / TOKENS / f"part-{index:06d}.safetensors"
+
+    def record(self, index: int) -> Path:
+        """Return the file that says what a shard was made from; there is one only if the shard is complete."""
+        return self.table / f"_part-{index:06d}.json"
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Images that become one file.
+    """Images, which are files, that become one file.
 
-    Attributes:
-        index: Number of the shard.
-        first: Number of its first image.
-        sources: The images, which are files.
-        key: Hash of the files (path, size and time of change) and of the request; a finished shard with the same key is kept.
+    `first` is the number of the first image. A finished shard is kept if its `key` is the same: the hash of the files (path, size
+    and time of change) and of the request.
     """
 
     index: int
@@ -362,50 +483,71 @@ class Shard:
     sources: tuple[ImageSource, ...]
     key: str
 
+    def __len__(self) -> int:
+        return len(self.sources)
 
-def _shards(job: Job, model: MedTokenBudget, sources: Iterable[ImageSource], engine: str, address: str | None) -> Summary:
+    def is_finished(self, request: Request) -> bool:
+        """Tell whether the shard is complete, as it was written, and was made from the same files."""
+        part = request.part(self.index)
+        try:
+            record = read_sealed(request.record(self.index), "")
+        except RequestError:
+            return False
+        return record["key"] == self.key and part.exists() and sha256_file(part) == record["sha256"]
+
+
+def _table_in_shards(
+    request: Request, model: MedTokenBudget, sources: Iterable[ImageSource], execution: Execution, folder: Path
+) -> Routed:
     """Make the shards that are missing, then list the errors of all of them."""
-    if job.config.table != "parquet":
-        raise RequestError("A table in shards is a Parquet data set: leave out --table csv.")
-    if whole := [path.name for path in (job.folder / f"{TABLE}.parquet", job.folder / f"{TABLE}.csv") if path.exists()]:
-        raise RequestError(f"{job.folder} has a table in one file ({whole[0]}). Delete it, or use another --out.")
-    if engine not in ENGINES:
-        raise UnknownNameError.of("engine", engine, ENGINES)
-    job = replace(job, folder=job.folder.resolve())  # the workers of a cluster have other working directories
-    with exclusive(job.folder, name=".routes.lock"):
-        _claim(job)
-        shards = list(plan(sources, job, job.config.shard_size or SHARD_SIZE))
-        missing = [shard for shard in shards if not job.finished(shard)]
-        total = sum(len(shard.sources) for shard in shards)
-        done = total - sum(len(shard.sources) for shard in missing)
-        with progress(total=total, what="Routing", unit="image", initial=done) as bar:
-            if missing and engine == "ray":
-                _make_on_ray(model, missing, job, bar.update, address)
-            else:
-                for shard in missing:
-                    make_shard(model, shard, job, bar.update)
-        _remove_shards_from(len(shards), job)
-        return _sum_up(job, shards)
+    if request.config.table != "parquet":
+        raise RequestError('A table in shards is a Parquet data set: leave out `table="csv"`.')
+    if whole := [path.name for path in (folder / f"{TABLE}.parquet", folder / f"{TABLE}.csv") if path.exists()]:
+        raise RequestError(f"{folder} has a table in one file ({whole[0]}). Delete it, or use another `out`.")
+    device = model.device.type
+    processes = 1 if execution.jobs == 1 else len(worker_devices(device, execution.jobs))
+    with exclusive(folder, name=".routes.lock"):
+        # Shards of another model or budget are not thrown away without being asked.
+        advice = "It was made by another request, or is damaged. Use another `out`, or delete the folder."
+        claim(request.table / REQUEST, request.identity, f"The table in {request.table}", advice)
+        shards = list(_plan(sources, request))
+        missing = [shard for shard in shards if not shard.is_finished(request)]
+        total, left = sum(map(len, shards)), sum(map(len, missing))
+        elsewhere = bool(missing) and (execution.engine == "ray" or processes > 1)
+        try:
+            if elsewhere:
+                model.save_pretrained(request.model)  # each worker loads it, and compares the backbone
+            with progress(total=total, what="Routing", unit="image", initial=total - left) as bar:
+                for _ in run_units(
+                    missing,
+                    partial(make_shards, request),
+                    execution,
+                    processes=processes if elsewhere else 1,
+                    device=device,
+                    state=model,
+                    open_worker=partial(_open_model, request.model),
+                    advance=bar.update,
+                ):
+                    pass
+        finally:
+            if elsewhere:
+                shutil.rmtree(request.model, ignore_errors=True)
+        _remove_shards_from(len(shards), request)
+        return _sum_up(request, shards, model.grid, folder)
 
 
-def _claim(job: Job) -> None:
-    """Reject a folder with shards of another model or budget: they are not thrown away without being asked."""
-    path = job.table / REQUEST
-    if not path.exists():
-        write_sealed(path, job.request())
-        return
-    recorded = read_sealed(path, "Delete it and run the same command again: shards of this request stay.")
-    if recorded != job.request():
-        advice = "It was made by another request. Use another --out, or delete the folder."
-        raise MismatchError.between(f"The table in {job.table}", job.request(), recorded, advice)
+def _open_model(folder: Path, device: str) -> MedTokenBudget:
+    require_shared(folder)
+    torch.set_num_threads(1)  # there is a process per core or GPU
+    return load(folder, device=device)
 
 
-def plan(sources: Iterable[ImageSource], job: Job, size: int) -> Iterator[Shard]:
+def _plan(sources: Iterable[ImageSource], request: Request) -> Iterator[Shard]:
     """Divide these images into shards, in order."""
-    request, rest, index = sha256_json(job.request()), iter(sources), 0
+    identity, rest, index, size = sha256_json(request.identity), iter(sources), 0, request.config.shard_size or SHARD_SIZE
     while here := tuple(_absolute(source) for source in islice(rest, size)):
         files = [[source.name, _state(source.value), None if source.mask is None else _state(source.mask)] for source in here]
-        yield Shard(index, index * size, here, sha256_json([request, files]))
+        yield Shard(index, index * size, here, sha256_json([identity, files]))
         index += 1
 
 
@@ -419,7 +561,7 @@ def _absolute(source: ImageSource) -> ImageSource:
 
 
 def _state(path: Path) -> list[Any]:
-    """Return path, size and time of change of a file; a file that is not there has neither."""
+    """Return path, size and time of change of a file; a file that does not exist has neither."""
     try:
         state = path.stat()
     except OSError:
@@ -427,149 +569,56 @@ def _state(path: Path) -> list[Any]:
     return [str(path), state.st_size, state.st_mtime_ns]
 
 
-def make_shard(model: MedTokenBudget, shard: Shard, job: Job, advance: Callable[[], Any] = lambda: None) -> None:
-    """Route the images of a shard and publish it: tokens and overlays first, then the table, its record last."""
-    errors: list[dict[str, str]] = []
-    remove(job.record(shard.index))
-    written = write_rows(
-        job.answers(model, shard.sources),
-        job.outputs(job.part(shard.index), job.part_tokens(shard.index)),
-        lambda image, reason: errors.append({"image": image, "reason": reason}),
-        advance,
-        first=shard.first,
-        empty=True,
-    )
-    counts = {name: getattr(written, name) for name in ("done", "failed", "unfamiliar", "masks_failed", "mask_reason")}
-    record = {"key": shard.key, "sha256": sha256_file(job.part(shard.index)), **counts, "errors": errors}
-    write_sealed(job.record(shard.index), record)
+def make_shards(request: Request, model: MedTokenBudget, shards: Sequence[Shard], advance: Advance) -> Iterator[None]:
+    """Route the images of shards and publish each: tokens and overlays first, then the table, its record last."""
+    for shard in shards:
+        part, record = request.part(shard.index), request.record(shard.index)
+        errors: list[dict[str, str]] = []
+
+        def note(image: str, reason: str, errors: list[dict[str, str]] = errors) -> None:
+            errors.append({"image": image, "reason": reason})
+
+        remove(record)
+        routed, outputs = Routed(part, model.grid), request.outputs(part, request.part_tokens(shard.index))
+        _write_rows(request.answers(model, shard.sources), outputs, routed, note, advance, shard.first)
+        counts = {name: getattr(routed, name) for name in ("done", "failed", "unfamiliar", "masks_failed", "mask_reason")}
+        write_sealed(record, {"key": shard.key, "sha256": sha256_file(part), **counts, "errors": errors})
+        yield
 
 
-def _remove_shards_from(index: int, job: Job) -> None:
+def _remove_shards_from(index: int, request: Request) -> None:
     """Remove shards of an earlier request for more images."""
-    while job.part(index).exists() or job.record(index).exists():
+    while request.part(index).exists() or request.record(index).exists():
         # The record first: without one a shard that a crash left half removed is not believed.
-        for path in (job.record(index), job.part(index), job.part_tokens(index)):
+        for path in (request.record(index), request.part(index), request.part_tokens(index)):
             remove(path)
         index += 1
 
 
-def _sum_up(job: Job, shards: Sequence[Shard]) -> Summary:
+def _sum_up(request: Request, shards: Sequence[Shard], grid: tuple[int, int], folder: Path) -> Routed:
     """Add up the records and the rows of all shards, and write the list of errors."""
     import pyarrow.parquet as pq
 
-    records = [read_sealed(job.record(shard.index), "Run the same command again.") for shard in shards]
-    errors, path = [row for record in records for row in record["errors"]], job.folder / ERRORS
+    records = [read_sealed(request.record(shard.index), "Run the same command again.") for shard in shards]
+    errors, path = [row for record in records for row in record["errors"]], folder / ERRORS
     remove(path)
     if errors:
         write_lines(path, errors)
     unfamiliar = [record["unfamiliar"] for record in records if record["unfamiliar"] is not None]
-    written = Summary(
+    routed = Routed(
+        table=folder / TABLE,
+        grid=grid,
         done=sum(record["done"] for record in records),
         failed=sum(record["failed"] for record in records),
         errors=path if errors else None,
         unfamiliar=sum(unfamiliar) if unfamiliar else None,
-        # Records of earlier versions do not count masks.
-        masks_failed=sum(record.get("masks_failed", 0) for record in records),
-        mask_reason=next((record["mask_reason"] for record in records if record.get("mask_reason")), ""),
+        masks_failed=sum(record["masks_failed"] for record in records),
+        mask_reason=next((record["mask_reason"] for record in records if record["mask_reason"]), ""),
         reason=errors[0]["reason"] if errors else "",
     )
-    written.require_images(path)
+    routed.require_images(path)
     for shard in shards:
-        rows = pq.read_table(job.part(shard.index), columns=["lesion", "kept_lesion", "center_lesion", "k"])
+        rows = pq.read_table(request.part(shard.index), columns=["lesion", "kept_lesion", "center_lesion", "k"])
         for cells in zip(*(column.to_pylist() for column in rows.columns)):
-            written.measure(*cells)
-    return written
-
-
-class Worker:
-    """Holds a model and makes shards on a cluster. One for each GPU, or for each core of a cluster without GPUs.
-
-    Args:
-        job: What is asked for, and the folder of the model.
-    """
-
-    def __init__(self, job: Job) -> None:
-        torch.set_num_threads(1)
-        self.job = job
-        self.model = load(job.model, device=job.device) if job.model.is_dir() else None
-
-    def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Make the shards of a batch; `failure` is empty, or says why a shard could not be made."""
-        failures = [self.make(_unpacked(text)) for text in batch["shard"]]
-        return {"index": batch["index"], "failure": np.array(failures, dtype=object)}
-
-    def make(self, shard: Shard) -> str:
-        """Make a shard unless it exists. Returns an error message, or nothing."""
-        try:
-            if self.model is None:
-                return not_shared(self.job.folder)
-            if not self.job.finished(shard):
-                make_shard(self.model, shard, self.job)
-        except MedTokenBudgetError as error:
-            return str(error)
-        return ""
-
-
-def _make_on_ray(
-    model: MedTokenBudget, shards: Sequence[Shard], job: Job, advance: Callable[[int], Any], address: str | None
-) -> None:
-    """Make the shards on a cluster, or on this machine if there is no address.
-
-    A node that is lost takes the shards it was working on with it; these are given out again, the finished ones are not.
-    """
-    model.save_pretrained(job.model)  # a file, not an object: the backbone is loaded by each worker and compared
-    missing, last = {shard.index: shard for shard in shards}, ""
-    try:
-        with ray_cluster(address) as ray:
-            for _ in range(RETRIES + 1):
-                if not missing:
-                    return
-                try:
-                    for index in _ray_pass(ray, list(missing.values()), job):
-                        advance(len(missing.pop(index).sources))
-                except ray.exceptions.RayError as error:
-                    last = first_line(error)
-                for index in [index for index, shard in missing.items() if job.finished(shard)]:
-                    advance(len(missing.pop(index).sources))
-    finally:
-        shutil.rmtree(job.model, ignore_errors=True)
-    if missing:
-        raise WorkError(f"Ray gave up on shard {min(missing)}: {last}. Run the same command again to resume.")
-
-
-def _ray_pass(ray: Any, shards: Sequence[Shard], job: Job) -> Iterator[int]:
-    """Give every shard to a worker once, and yield the finished ones. A worker that dies ends the pass with an error of Ray."""
-    import ray.data
-
-    ray.data.DataContext.get_current().enable_progress_bars = False
-    logging.getLogger("ray.data").setLevel(logging.ERROR)
-    resources = ray.cluster_resources()
-    gpus = int(resources.get("GPU", 0)) if job.device != "cpu" else 0
-    most = max(1, min(len(shards), gpus or int(resources.get("CPU", 1))))
-    rows = [{"index": shard.index, "shard": _packed(shard)} for shard in shards]
-    answers = ray.data.from_items(rows, override_num_blocks=len(rows)).map_batches(
-        Worker,
-        batch_size=1,
-        compute=ray.data.ActorPoolStrategy(min_size=1, max_size=most),
-        fn_constructor_args=(job,),
-        num_gpus=1 if gpus else 0,
-        num_cpus=1,
-        # Not restarted by Ray: an actor of a lost node would wait for a place that the others hold until they are finished.
-        max_restarts=0,
-        max_task_retries=0,
-    )
-    for answer in answers.iter_rows():
-        if answer["failure"]:
-            raise stopped(answer["failure"])
-        yield int(answer["index"])
-
-
-def _packed(shard: Shard) -> str:
-    files = [[source.name, str(source.value), None if source.mask is None else str(source.mask)] for source in shard.sources]
-    return json.dumps([shard.index, shard.first, files, shard.key])
-
-
-def _unpacked(text: str) -> Shard:
-    index, first, files, key = json.loads(text)
-    sources = tuple(ImageSource(name, Path(path), None if mask is None else Path(mask)) for name, path, mask in files)
-    return Shard(index, first, sources, key)
+            routed.measure(*cells)
+    return routed

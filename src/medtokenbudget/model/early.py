@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from medtokenbudget.backbone.attention import REGISTRY
 from medtokenbudget.backbone.backbone import Backbone
 from medtokenbudget.backbone.partial import EarlyBackbone, EarlyRoute, Way
 from medtokenbudget.backbone.preprocess import REC601
-from medtokenbudget.backbone.stored_signals import REGISTRY
 from medtokenbudget.config import BackboneConfig, TrainConfig
 from medtokenbudget.errors import BudgetError, RequestError
 from medtokenbudget.model.model import MedTokenBudget

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from medtokenbudget.backbone.backbone import Backbone
 from medtokenbudget.backbone.preprocess import luminance
-from medtokenbudget.backbone.shards import routed_early
 from medtokenbudget.config import BackboneConfig, Count, Parallel, TrainConfig, check_values, to_dict, train_config_from_dict
 from medtokenbudget.data import patch_labels
 from medtokenbudget.devices import resolve_device
@@ -201,7 +200,7 @@ class MedTokenBudget(nn.Module):
     @property
     def fixed_budget(self) -> float | None:
         """The only budget of a model whose backbone runs on the kept patches alone; None for any other model."""
-        return float(self.early["budget"]) if self.early is not None and routed_early(self.backbone_fingerprint) else None
+        return float(self.early["budget"]) if self.early is not None and self.backbone_fingerprint.get("route") else None
 
     def budget(self, asked: float | None) -> float:
         """The budget that was asked for, by default 0.3 or the model's only one.

@@ -21,7 +21,6 @@ from safetensors import safe_open
 from safetensors.numpy import save
 
 from medtokenbudget.backbone import FeatureStore
-from medtokenbudget.backbone.extract import cpu_threads
 from medtokenbudget.backbone.views import OFF_CENTER
 from medtokenbudget.config import (
     BUDGETS,
@@ -36,7 +35,7 @@ from medtokenbudget.config import (
 )
 from medtokenbudget.data import Manifest
 from medtokenbudget.data.manifest import listed
-from medtokenbudget.devices import resolve_device
+from medtokenbudget.devices import cpu_threads, resolve_device
 from medtokenbudget.errors import MedTokenBudgetError, MismatchError, RequestError, WorkError
 from medtokenbudget.files import (
     dotted,
@@ -319,7 +318,7 @@ def _run(plan: Plan, units: Sequence[Unit], execution: Execution, required: Sequ
     with progress(total=len(units) - len(done), what="Training", unit="unit", pace=False) as bar:
         here = bar if execution.engine == "local" and processes == 1 else None  # a bar cannot be sent to another process
         work = partial(run_training, plan, threads=threads, bar=here)
-        for states in run_jobs(work, trainings, execution, processes):
+        for states in run_jobs(work, trainings, execution, processes, plan.config.device):
             done |= {unit for unit, state in states.items() if state == "done"}
             bar.update(len(states))
     failed = [unit for unit in units if unit not in done]
