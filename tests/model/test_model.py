@@ -70,9 +70,7 @@ def test_the_saved_folder_records_the_main_method_in_format_3(model: MedTokenBud
     assert mtb.load(folder).main == MAIN
 
 
-@pytest.mark.parametrize(
-    ("version", "advice"), [(1, "mtb train MANIFEST --store STORE --out NEW_RUN"), (4, "Install medtokenbudget")]
-)
+@pytest.mark.parametrize(("version", "advice"), [(1, "Train the model again with `mtb train`"), (4, "Install medtokenbudget")])
 def test_a_folder_of_another_format_is_rejected_with_its_version_and_what_to_do(
     model: MedTokenBudget, tmp_path: Path, version: int, advice: str
 ) -> None:
@@ -87,8 +85,8 @@ def test_classifiers_are_submodules_and_the_frozen_backbone_is_not(model: MedTok
     wanted = sum(p.numel() for classifier in model.classifiers.values() for p in classifier.parameters())
     assert sum(p.numel() for p in model.parameters()) == wanted > 0
     assert all(p.requires_grad for p in model.parameters())
-    assert {key.split(".")[0] for key in model.state_dict()} == {"classifiers"}
-    assert f"classifiers.{MAIN}.head.output.bias" in model.state_dict()
+    assert {key.split(".")[0] for key in model.state_dict()} == {"methods"}
+    assert f"methods.method:{MAIN}.head.output.bias" in model.state_dict()
 
 
 def test_method_texts_with_dots_and_signs_are_kept_apart_in_the_state_dict(model: MedTokenBudget, tmp_path: Path) -> None:

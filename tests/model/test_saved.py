@@ -99,7 +99,7 @@ def test_missing_weights_are_named_with_their_hash(
     folder = model.save_pretrained(tmp_path / "portable")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "another machine"))
     found = str(model.backbone_fingerprint["weights"])
-    with pytest.raises(RequestError, match=rf"are missing: vit-0.safetensors \(SHA-256 {found}\).* pass --weights FILE"):
+    with pytest.raises(RequestError, match=rf"are missing: vit-0.safetensors \(SHA-256 {found}\).* pass its path as `weights`"):
         mtb.load(folder).predict(images[0])
 
 

@@ -30,7 +30,7 @@ from medtokenbudget.jobs import not_shared, ray_cluster, stopped
 from medtokenbudget.locks import exclusive
 from medtokenbudget.metrics import Retention
 from medtokenbudget.model.guarantee import Guarantee
-from medtokenbudget.model.inference import ImageSource, Routing, expand
+from medtokenbudget.model.inference import ImageSource, Prediction, Routing, expand
 from medtokenbudget.model.model import DEFAULT_MODEL, MedTokenBudget, load, loaded
 from medtokenbudget.model.writers import (
     Outputs,
@@ -107,7 +107,7 @@ def predict_files(
     check_table_path(table)
     model = loaded(model)
     method, amount = model.main if selector is None else selector, model.amount(budget)
-    answers = model.predict_sources(expand(images), amount, method, batch_size, workers)
+    answers = model.answers(expand(images), amount, method, batch_size, workers, kind=Prediction)
     outputs = Outputs(
         table=table,
         columns=prediction_columns(model.classes),
@@ -208,7 +208,7 @@ class Job:
 
     def answers(self, model: MedTokenBudget, sources: Iterable[ImageSource]) -> Iterator[tuple[ImageSource, Routing | None]]:
         """Route images as asked."""
-        return model.route_sources(sources, self.budget, self.method, self.config.batch_size, self.config.workers, masks=True)
+        return model.answers(sources, self.budget, self.method, self.config.batch_size, self.config.workers, masks=True)
 
     def part(self, index: int) -> Path:
         """Return the file of a shard."""

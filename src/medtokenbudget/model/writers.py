@@ -348,7 +348,7 @@ def write_rows(
     """Write every answer as it comes. The table appears last, so whoever sees it finds the rest too.
 
     Args:
-        answers: What `MedTokenBudget.predict_sources` or `route_sources` yields.
+        answers: What `MedTokenBudget.answers` yields.
         outputs: Where to write; `errors` is only named in the message.
         note: Called with the name and the reason for each image that could not be read, or whose mask could not.
         advance: Called for every image.

@@ -24,12 +24,10 @@ from medtokenbudget.data import decode_image, decode_mask, same_aspect
 from medtokenbudget.errors import BudgetError, RequestError
 from medtokenbudget.metrics import retention_of_counts
 from medtokenbudget.model import Guarantee, MedTokenBudget
-from medtokenbudget.model.guarantee import find_guarantee
 from medtokenbudget.model.inference import select
 from medtokenbudget.model.saved import describe
 from medtokenbudget.reporting.looks import look
 from medtokenbudget.routing import Ranker, Selector
-from medtokenbudget.routing.conformal import Promise
 from medtokenbudget.tokens import Selection, TokenBatch
 
 NOTICE = "Research software, not a medical device. Do not use its output for diagnosis or treatment."
@@ -239,7 +237,7 @@ class Service:
         own = [one for one in self.guarantees if one.selector in names]
         for retention in asked:
             if retention not in [one.retention for one in own]:
-                find_guarantee(self.model.guarantees, Promise(retention), names[0], self.fingerprint)
+                self.model.guarantee(retention, selector=names[0])
         return [one for one in own if not asked or one.retention in asked]
 
     def _mask(self, source: bytes, size: tuple[int, int]) -> Image.Image:
