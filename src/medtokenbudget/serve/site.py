@@ -23,7 +23,7 @@ from medtokenbudget.errors import RequestError, WorkError, first_line
 from medtokenbudget.files import atomic_write, sha256_file, sha256_json, write_json, write_text
 from medtokenbudget.locks import exclusive
 from medtokenbudget.model import MedTokenBudget
-from medtokenbudget.model.web_graphs import HEADS_GRAPH, TOKENS_GRAPH, WebGraphs, write_web_graphs
+from medtokenbudget.model.onnx import HEADS_GRAPH, TOKENS_GRAPH, WebGraphs, write_web_graphs
 from medtokenbudget.progress import say
 from medtokenbudget.serve.samples import image_bytes, mask_bytes, offers
 from medtokenbudget.serve.service import Limits, Service
@@ -104,7 +104,7 @@ def write_site(model: MedTokenBudget, out: Path | str, runtime: WebRuntime, demo
             "model": _describe(model, graphs, demo),
             "preprocessing": preprocessing,
             "graphs": {
-                "files": {"tokens": f"model/{TOKENS_GRAPH}"} | ({"heads": f"model/{HEADS_GRAPH}"} if graphs.has_heads else {}),
+                "files": {"tokens": f"model/{TOKENS_GRAPH}"} | ({"heads": f"model/{HEADS_GRAPH}"} if model.has_head else {}),
                 "ranked": graphs.ranked,
                 "fixed": graphs.fixed,
                 "methods": graphs.methods,
