@@ -76,11 +76,7 @@ class EarlyRouting:
             raise RequestError(f"The early routing of this model is not one of this version: {error}. Train it again.") from None
 
     def wrap(self, backbone: Backbone) -> EarlyBackbone:
-        """Return the backbone with this route; it takes over the network.
-
-        Raises:
-            RequestError: Router, backbone and budget do not fit together.
-        """
+        """Return the backbone with this route; it takes over the network."""
         selector, score = self._selector()
         self.router.to(backbone.device)
         n = backbone.grid[0] * backbone.grid[1]
@@ -182,16 +178,9 @@ def is_untrained_router(name: str) -> bool:
 
 
 def untrained_router(name: str, way: Way, backbone: BackboneConfig, block: int = BLOCK) -> MedTokenBudget:
-    """Make a router by the name of its selector, without a head.
+    """Make a router without a head from a selector that does not learn, such as 'evit', 'frequency' or 'center'.
 
-    Args:
-        name: A selector that does not learn, such as 'class-attention', 'evit', 'frequency' or 'center'.
-        way: 'inside' reads the tokens of the backbone itself; 'scout' looks with the embedded backbone.
-        backbone: The backbone that will be routed.
-        block: The first block that will run on the kept patches ('inside').
-
-    Raises:
-        RequestError: The selector learns, so that it must be trained first.
+    It reads the tokens of the routed backbone itself ('inside'), or looks with the embedded backbone ('scout').
     """
     if selector_class(name).learns:
         store = f"this backbone, extracted with `layer={block - 1}`" if way == "inside" else "a small backbone"

@@ -178,11 +178,7 @@ class MedTokenBudget(nn.Module):
         return float(self.early["budget"]) if self.early is not None and routed_early(self.backbone_fingerprint) else None
 
     def budget(self, asked: float | None) -> float:
-        """The budget that was asked for, by default 0.3 or the model's only one.
-
-        Raises:
-            BudgetError: The model has only one, and it is another.
-        """
+        """Return the budget that was asked for, by default 0.3 or the model's only one; any other is an error then."""
         fixed = self.fixed_budget
         if fixed is not None and asked not in (None, fixed):
             raise BudgetError(
@@ -433,16 +429,8 @@ class MedTokenBudget(nn.Module):
     ) -> Iterator[tuple[ImageSource, Answer | None]]:
         """Yield each source with its answer, or with None if it could not be read (`reason` of the source says why), in order.
 
-        The request is checked at once, before the first image is opened.
-
-        Args:
-            sources: The images, such as from `expand`.
-            budget: Budget or guarantee, as in `route`.
-            selector: Method to use; None means the main one.
-            batch_size: Images per forward pass.
-            workers: Threads that decode images.
-            masks: Whether to read the masks of the sources, for `Routing.lesion`. Where one cannot be used, `mask_reason` says why.
-            kind: `Routing`, or `Prediction` to read the classes too.
+        The request is checked at once, before the first image is opened. `kind` is `Routing`, or `Prediction` to read the classes
+        too. With `masks` each answer has the lesion patches of its source's mask; where it cannot be used, `mask_reason` says why.
         """
         check_values({"batch_size": (batch_size, Count), "workers": (workers, Parallel)})
         method, amount = self.main if selector is None else selector, self.amount(budget)
@@ -456,14 +444,7 @@ class MedTokenBudget(nn.Module):
         return inference.answers(self, sources, amount, method, kind, batch_size, workers, masks)
 
     def save_pretrained(self, path: Path | str) -> Path:
-        """Save the model as a folder without local paths; the weights of the backbone are found by name and hash.
-
-        Args:
-            path: Folder to write.
-
-        Returns:
-            The folder.
-        """
+        """Save the model as a folder without local paths, and return it; the backbone's weights are found by name and hash."""
         target = Path(path)
         backbone = to_dict(self.backbone_config)
         if self.backbone_config.weights is not None:

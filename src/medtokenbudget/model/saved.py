@@ -46,12 +46,7 @@ _COPY_AGAIN = "Copy the model folder again."
 
 
 def resolve(name: str | Path, revision: str | None = None) -> Path:
-    """Find the folder of a saved model.
-
-    Args:
-        name: A model folder, a run directory, a hub id `owner/name` (downloaded into its cache), or the name of a shipped model.
-        revision: Branch, tag or commit on the hub.
-    """
+    """Find the folder of a saved model: a folder, a run, a hub id `owner/name` (downloaded into its cache), or a shipped model."""
     if isinstance(name, str) and name in SHIPPED:
         return SHIPPED[name]
     folder = Path(name).expanduser()
