@@ -15,7 +15,7 @@ import torch
 import medtokenbudget as mtb
 from medtokenbudget.cli import main
 from medtokenbudget.data import Drawings, synthetic_manifest
-from medtokenbudget.serve.site import WebRuntime, write_site
+from medtokenbudget.serve.site import HASHES, write_site
 from tests.small_model import small_backbone
 
 pytestmark = pytest.mark.slow
@@ -43,9 +43,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert main(["report", str(run), str(home / "evaluated"), "--out", str(home / "compared")]) == 0
     for kind in ("onnx", "hub"):
         assert main(["export", str(run / "model"), "--format", kind, "--out", str(home / kind)]) == 0
-    for file in ("runtime.mjs", "runtime.wasm"):
+    for file in HASHES:
         (home / file).write_text("the runtime, which is not ours")
-    write_site(mtb.load(run / "model", device="cpu"), home / "site", WebRuntime(home / "runtime.mjs", home / "runtime.wasm"))
+    write_site(mtb.load(run / "model", device="cpu"), home / "site", home)
     patch.undo()
     return home
 

@@ -9,7 +9,7 @@ import httpx
 import pytest
 from PIL import Image
 
-from medtokenbudget.serve.service import Limits, Service
+from medtokenbudget.serve.service import Service
 from tests.bad_input.damage import CLEAR, FRAMES, PLAIN, claims, cut, encoded
 from tests.serve.server import Server, mask, picture, running_here
 from tests.small_model import small_model
@@ -17,8 +17,8 @@ from tests.small_model import small_model
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    limits = Limits(max_bytes=200_000, max_pixels=1_000_000)
-    service = Service(small_model(tmp_path_factory.mktemp("server"), baselines=("center", "oracle")), limits)
+    model = small_model(tmp_path_factory.mktemp("server"), baselines=("center", "oracle"))
+    service = Service(model, max_bytes=200_000, max_pixels=1_000_000)
     with running_here(service) as running:
         yield running
 

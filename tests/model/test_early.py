@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -14,15 +15,17 @@ from PIL import Image
 import medtokenbudget as mtb
 from medtokenbudget.backbone import FeatureStore, extract
 from medtokenbudget.backbone.backbone import Backbone
-from medtokenbudget.backbone.partial import EarlyBackbone, upsample_scores
+from medtokenbudget.backbone.partial import upsample_scores
 from medtokenbudget.cli import main
 from medtokenbudget.config import BackboneConfig, ExtractConfig
 from medtokenbudget.data import Drawings, Manifest, decode_image, synthetic_manifest
 from medtokenbudget.errors import BudgetError, RequestError
 from medtokenbudget.model import EarlyRouting, MedTokenBudget
 from medtokenbudget.model.early import parse_route, untrained_router
+from medtokenbudget.model.onnx import export_onnx
+from medtokenbudget.serve.service import Question, Service
 from tests.drawn import quick
-from tests.small_model import draw_images, early_model, small_backbone, small_model
+from tests.small_model import small_backbone, small_model
 
 CONFIG = ExtractConfig(views="off-center", threads=1, device="cpu")
 SETTINGS = {"scout": {}, "inside": {"block": 2}}
@@ -86,8 +89,9 @@ def test_a_model_predicts_from_the_very_tokens_that_its_head_was_trained_on(made
     assert stored.places is not None
     assert sorted(prediction.kept.tolist()) == sorted(stored.places[0].tolist())
     torch.testing.assert_close(torch.from_numpy(prediction.tokens), stored.patches[0], rtol=5e-3, atol=5e-3)  # stored in fp16
-    assert prediction.budget == 0.3
-    assert prediction.k == 30
+    assert (prediction.budget, prediction.k) == (0.3, 30)
+    with pytest.raises(BudgetError, match=r"runs on 30 patches \(budget 0\.3\).*no other budget"):
+        made.model.predict(manifest.image_path(0), budget=0.5)
 
 
 def test_the_kept_lesion_is_counted_on_the_whole_grid(made: Made) -> None:
@@ -103,18 +107,12 @@ def test_the_kept_lesion_is_counted_on_the_whole_grid(made: Made) -> None:
     assert made.model.main == "no-pruning"
 
 
-def test_a_model_without_its_router_or_with_another_one_is_rejected(made: Made, world: World, tmp_path: Path) -> None:
+def test_a_model_with_another_router_is_rejected(made: Made, tmp_path: Path) -> None:
     folder = made.model.save_pretrained(tmp_path / "copy")
-    again = mtb.load(folder, device="cpu")
-    assert again.fingerprint == made.model.fingerprint
+    assert mtb.load(folder, device="cpu").fingerprint == made.model.fingerprint
     small_model(tmp_path / "other", (), seed=5).save_pretrained(folder / "router")
     with pytest.raises(RequestError, match="not the one that it was trained with"):
         _ = mtb.load(folder, device="cpu").backbone
-
-
-def test_a_model_of_early_routed_tokens_has_one_budget(made: Made, world: World) -> None:
-    with pytest.raises(BudgetError, match=r"runs on 30 patches \(budget 0\.3\).*no other budget"):
-        made.model.predict(world.manifest.image_path(0), budget=0.5)
 
 
 def test_scores_of_a_coarse_scout_lie_between_the_centers_of_its_patches() -> None:
@@ -132,43 +130,38 @@ def test_the_scout_sees_a_larger_image_reduced(world: World) -> None:
 
 
 def test_routers_backbones_and_budgets_that_do_not_fit_are_rejected(world: World) -> None:
-    def wrap(early: EarlyRouting, **changes: object) -> EarlyBackbone:
-        return early.wrap(Backbone.load(replace(world.backbone, **changes)))  # type: ignore[arg-type]
-
-    with pytest.raises(RequestError, match=r"scout looks at 10 x 10 patches of 160 pixels, but the backbone has 14 x 14"):
-        wrap(world.early("scout"), image_size=224)
-    with pytest.raises(BudgetError, match=r"Budget 0\.05 keeps 5 of 100 patches.*minimum is 8. Use --budget 0\.08"):
-        wrap(world.early("scout", 0.05))
-    with pytest.raises(RequestError, match=r"block:4 scores the tokens of block 3, but the router was trained on those of block 1"):
-        wrap(replace(world.early("inside"), block=4))
-    with pytest.raises(RequestError, match="trained on another backbone"):
-        wrap(replace(world.early("inside"), router=world.routers["scout"]))
-    with pytest.raises(RequestError, match=r"block:2 does not exist: tokens come from block 1"):
-        wrap(world.early("inside"), layer=1)
-    with pytest.raises(RequestError, match=r"block:99 does not exist: tokens come from block 5"):
-        wrap(EarlyRouting(untrained_router("evit", "inside", world.backbone, 99), "inside", block=99))
-    for route in ("block:x", "zoom"):
-        with pytest.raises(RequestError, match="--route must be scout or block:N"):
+    inside, scout = world.early("inside"), world.early("scout")
+    deep = EarlyRouting(untrained_router("evit", "inside", world.backbone, 99), "inside", block=99)
+    cases: list[tuple[EarlyRouting, dict[str, Any], str]] = [
+        (scout, {"image_size": 224}, r"scout looks at 10 x 10 patches of 160 pixels, but the backbone has 14 x 14"),
+        (world.early("scout", 0.05), {}, r"Budget 0\.05 keeps 5 of 100 patches.*minimum is 8. Use `budget=0\.08`"),
+        (replace(inside, block=4), {}, r"block 4 scores the tokens of block 3, but the router was trained on tokens of block 1"),
+        (replace(inside, router=world.routers["scout"]), {}, "trained on another backbone"),
+        (inside, {"layer": 1}, r"block:2.* does not exist: tokens come from block 1"),
+        (deep, {}, r"block:99.* does not exist: tokens come from block 5"),
+    ]
+    for early, changes, message in cases:
+        with pytest.raises(RequestError, match=message):
+            early.wrap(Backbone.load(replace(world.backbone, **changes)))
+    for route in ("block:x", "zoom", "scout:4"):
+        with pytest.raises(RequestError, match="`route` must be scout or block:N"):
             parse_route(route)
 
 
-def test_a_router_that_never_saw_a_mask_is_rejected(world: World, tmp_path: Path) -> None:
-    router = small_model(tmp_path, ())
-    router.train_config = replace(router.train_config, losses=replace(router.train_config.losses, lesion=0.0))
-    with pytest.raises(RequestError, match="trained without lesion masks"):
-        EarlyRouting(router, "scout").wrap(Backbone.load(world.backbone))
-    router = small_model(tmp_path, ())
-    router.info = {"run": {"masks": 0}}
-    with pytest.raises(RequestError, match="trained without lesion masks"):
-        EarlyRouting(router, "scout").wrap(Backbone.load(world.backbone))
-
-
-def test_a_router_that_merges_or_draws_is_rejected(world: World, tmp_path: Path) -> None:
+def test_a_router_that_never_saw_a_mask_or_does_not_rank_is_rejected(world: World, tmp_path: Path) -> None:
     model = small_model(tmp_path, ("tome", "random", "oracle"))
+    backbone = Backbone.load(world.backbone)
     for main_method, reason in (("tome", "merges patches"), ("random", "is random"), ("oracle", "reads lesion")):
         model.main = main_method
         with pytest.raises(RequestError, match=reason):
-            EarlyRouting(model, "scout").wrap(Backbone.load(world.backbone))
+            EarlyRouting(model, "scout").wrap(backbone)
+    model.main = "lats"
+    maskless = replace(model.train_config, losses=replace(model.train_config.losses, lesion=0.0))
+    for config, info in ((maskless, {}), (model.train_config, {"run": {"masks": 0}})):
+        model.train_config, model.info = config, info
+        with pytest.raises(RequestError, match="trained without lesion masks"):
+            EarlyRouting(model, "scout").wrap(backbone)
+        model.train_config = replace(maskless, losses=replace(maskless.losses, lesion=1.0))
 
 
 @pytest.mark.parametrize(("name", "signal"), [("evit", "cls_attention"), ("frequency", "received_attention")])
@@ -239,55 +232,29 @@ def test_commands_extract_train_and_predict(world: World, tmp_path: Path, capsys
 def test_the_exported_graph_routes_like_the_model(made: Made, world: World, tmp_path: Path) -> None:
     """From the file of an image to the same class probabilities, with onnxruntime alone after the resize."""
     onnxruntime = pytest.importorskip("onnxruntime")
-    from medtokenbudget.model.onnx import export_onnx
-
-    image = decode_image(world.manifest.image_path(1))
-    budget = 0.3
+    image, budget = decode_image(world.manifest.image_path(1)), 0.3
     path = export_onnx(made.model, tmp_path, budget)
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     expected = made.model.predict(image, budget)[0]
-    preprocessing = made.model.backbone.preprocessing
-
-    def pixels(picture: Image.Image) -> np.ndarray:
-        return preprocessing.prepare(picture).transpose(2, 0, 1)[None].astype(np.float32) / 255
-
-    logits, indices = session.run(["logits", "indices"], {"image": pixels(image)})
+    pixels = made.model.backbone.prepare(image).transpose(2, 0, 1)[None].astype(np.float32) / 255
+    logits, indices = session.run(["logits", "indices"], {"image": pixels})
     probabilities = torch.from_numpy(logits[0]).softmax(0).numpy()
     np.testing.assert_allclose(probabilities, list(expected.probabilities.values()), atol=1e-4)
     assert sorted(indices[0].tolist()) == sorted(expected.kept.tolist())
-    with pytest.raises(RequestError, match="Use --part whole"):
+    with pytest.raises(RequestError, match='Use `part="whole"`'):
         export_onnx(made.model, tmp_path, budget, "routing")
 
 
-def test_the_service_answers_like_the_model_that_was_trained_each_way(made: Made, world: World) -> None:
-    from medtokenbudget.serve.service import Question, Service
-
-    path = world.manifest.image_path(1)
-    service = Service(made.model)
-    answer = service.answer(Question(path.read_bytes(), budgets=(0.3,)))
-    expected = made.model.predict(path, 0.3)[0]
-    own = next(one for one in answer["selectors"] if one["name"] == made.model.main)
-    assert sorted(own["order"][:30]) == sorted(expected.kept.tolist())
-    probabilities = own["probabilities"][answer["budgets"].index(0.3)]
-    np.testing.assert_allclose(probabilities, list(expected.probabilities.values()), atol=1e-5)
-    route = service.describe()["route"]
-    assert {name: route[name] for name in ("block",) if route.get(name) is not None} == SETTINGS[route["way"]]
-
-
-def test_the_service_answers_with_the_patches_that_the_backbone_ran_on(tmp_path: Path) -> None:
-    from medtokenbudget.serve.service import Question, Service
-
-    path = draw_images(tmp_path, 1)[0]
-    model = early_model(tmp_path, "scout")
-    service = Service(model)
-    answer = service.answer(Question(path.read_bytes()))
-    expected = model.predict(path)[0]
-    assert answer["budgets"] == [0.3]
-    assert answer["n"] == 100
-    assert answer["selectors"][0]["order"] == expected.kept.tolist()
-    np.testing.assert_allclose(answer["selectors"][0]["probabilities"][0], list(expected.probabilities.values()), atol=1e-5)
-    assert service.describe()["budgets"] == [0.3]
-    assert service.describe()["route"] == {"way": "scout", "budget": 0.3, "k": 30}
+def test_the_service_answers_like_the_model(made: Made, world: World) -> None:
+    path, service = world.manifest.image_path(1), Service(made.model)
+    answer, expected = service.answer(Question(path.read_bytes())), made.model.predict(path)[0]
+    (row,) = answer["selectors"]
+    assert (row["name"], answer["budgets"], answer["n"]) == (made.model.main, [0.3], 100)
+    assert row["order"] == expected.kept.tolist()
+    np.testing.assert_allclose(row["probabilities"][0], list(expected.probabilities.values()), atol=1e-5)
+    described = service.describe()
+    assert described["budgets"] == [0.3]
+    assert described["route"] == {"way": made.way, "budget": 0.3, "k": 30, **SETTINGS[made.way]}
     with pytest.raises(BudgetError, match="no other budget"):
         service.answer(Question(path.read_bytes(), budgets=(0.5,)))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -13,9 +14,11 @@ from safetensors.numpy import load_file
 
 import medtokenbudget as mtb
 from medtokenbudget.cli import main
-from medtokenbudget.errors import MismatchError, RequestError
+from medtokenbudget.data import Manifest
+from medtokenbudget.errors import RequestError
 from medtokenbudget.routing.conformal import Promise, group_mean, lesion_kept, pick_threshold
 from medtokenbudget.runs.evaluate import patch_scores
+from medtokenbudget.serve.service import Question, Service
 from tests.bad_input.damage import edit_json
 from tests.drawn import Drawn, drawn_store
 from tests.small_model import small_model
@@ -41,7 +44,7 @@ def images(drawn: Drawn, tmp_path: Path) -> list[Path]:
     return [Path(shutil.copy(drawn.manifest.image_path(i), tmp_path / "images")) for i in range(6)]
 
 
-def test_a_guarantee_is_saved_with_its_evidence_and_found_again(drawn: Drawn, folder: Path) -> None:
+def test_a_guarantee_is_saved_with_its_evidence_and_found_again(drawn: Drawn, folder: Path, tmp_path: Path) -> None:
     before = (folder / "model.safetensors").read_bytes()
     found = mtb.calibrate(folder, drawn.manifest_path, 0.8, store=drawn.store_path)
     model = mtb.load(folder)
@@ -60,6 +63,9 @@ def test_a_guarantee_is_saved_with_its_evidence_and_found_again(drawn: Drawn, fo
     assert (found.threshold, found.bound, found.groups) == (expected.value, expected.bound, expected.groups)
     assert found.kept == pytest.approx(group_mean(lesion_kept(scores, lesion, found.counts(scores)), groups))
     assert 1 - found.kept <= found.bound <= 0.2 + 1e-9
+    # Without a store the tokens are extracted.
+    extracted = mtb.calibrate(folder, drawn.manifest_path, 0.8, out=tmp_path / "copy")
+    assert extracted == found == mtb.load(tmp_path / "copy").guarantee(0.8)
 
 
 def test_calibrating_again_replaces_the_same_promise_and_keeps_others(drawn: Drawn, folder: Path) -> None:
@@ -73,13 +79,6 @@ def test_calibrating_again_replaces_the_same_promise_and_keeps_others(drawn: Dra
         ("lats", None, 0.9),
         ("lats", 0.6, None),
     ]
-
-
-def test_without_a_store_the_tokens_are_extracted_and_give_the_same_guarantee(drawn: Drawn, folder: Path, tmp_path: Path) -> None:
-    stored = mtb.calibrate(folder, drawn.manifest_path, 0.8, store=drawn.store_path)
-    copy = mtb.calibrate(folder, drawn.manifest_path, 0.8, out=tmp_path / "copy")
-    assert copy == stored
-    assert mtb.load(tmp_path / "copy").guarantee(0.8) == copy
 
 
 def test_predictions_with_a_guarantee_keep_what_is_above_its_threshold(drawn: Drawn, folder: Path, images: list[Path]) -> None:
@@ -149,29 +148,29 @@ def test_a_model_that_changed_after_its_calibration_has_no_guarantee(drawn: Draw
 def test_images_that_cannot_be_calibrated_on_are_refused(drawn: Drawn, folder: Path, tmp_path: Path) -> None:
     manifest = drawn.manifest
     bare = manifest.with_columns(mask=[None] * len(manifest))
-    with pytest.raises(RequestError, match="None of the 60 images has a mask"):
-        mtb.calibrate(folder, bare, 0.8, store=drawn.store_path)
-    with pytest.raises(RequestError, match=r"groups cannot promise 99% .* at least 99 are needed"):
-        mtb.calibrate(folder, manifest, 0.99, store=drawn.store_path)
-    with pytest.raises(RequestError, match="The cap does not allow 90%"):
-        mtb.calibrate(folder, manifest, 0.9, cap=0.1, store=drawn.store_path)
-    with pytest.raises(RequestError, match="between 0 and 1"):
-        mtb.calibrate(folder, manifest, 1.0, store=drawn.store_path)
-    for selector in ("tome", "random"):
-        with pytest.raises(RequestError, match="does not rank patches by a score of its own"):
-            mtb.calibrate(folder, manifest, 0.8, store=drawn.store_path, selector=selector)
     other = small_model(tmp_path / "other", baselines=(), seed=1)
-    with pytest.raises(MismatchError, match=r"(?s)The store .* weights"):
-        mtb.calibrate(other, manifest, 0.8, store=drawn.store_path)
-    with pytest.raises(RequestError, match="no images in the part 'select'"):
-        mtb.calibrate(folder, manifest, 0.8, store=drawn.store_path, part="select")
+    scoreless = "does not rank patches by a score of its own"
+    cases: list[tuple[Any, Manifest, dict[str, Any], str]] = [
+        (folder, bare, {}, "None of the 60 images has a mask"),
+        (folder, manifest, {"retention": 0.99}, r"groups cannot promise 99% .* at least 99 are needed"),
+        (folder, manifest, {"retention": 0.9, "cap": 0.1}, "The cap does not allow 90%"),
+        (folder, manifest, {"retention": 1.0}, "between 0 and 1"),
+        (folder, manifest, {"selector": "tome"}, scoreless),
+        (folder, manifest, {"selector": "random"}, scoreless),
+        (folder, manifest, {"part": "select"}, "no images in the part 'select'"),
+        (other, manifest, {}, r"(?s)The store .* weights"),
+    ]
+    for model, images, options, message in cases:
+        with pytest.raises(RequestError, match=message):
+            mtb.calibrate(model, images, **{"retention": 0.8, "store": drawn.store_path, **options})
     assert mtb.load(folder).guarantees == ()
 
 
-def test_a_damaged_guarantee_is_rejected_by_name(drawn: Drawn, folder: Path) -> None:
+def test_a_guarantee_that_was_damaged_or_changed_is_rejected(drawn: Drawn, folder: Path) -> None:
     mtb.calibrate(folder, drawn.manifest_path, 0.8, store=drawn.store_path)
     path = folder / "config.json"
-    good = json.loads(path.read_text())["guarantees"][0]
+    text = path.read_text()
+    good = json.loads(text)["guarantees"][0]
     for name, value in (("threshold", None), ("retention", 2), ("selector", "evit"), ("most", 10_000), ("coverage", "all")):
         edit_json(path, lambda config: config.update(guarantees=[{**good, name: value}]))  # noqa: B023
         with pytest.raises(RequestError, match=rf"guarantees\.0\.{name} must be"):
@@ -179,27 +178,17 @@ def test_a_damaged_guarantee_is_rejected_by_name(drawn: Drawn, folder: Path) -> 
     edit_json(path, lambda config: config.update(guarantees={"0.8": 1}))
     with pytest.raises(RequestError, match="guarantees must be a list"):
         mtb.load(folder)
-
-
-def test_a_promise_whose_threshold_or_cap_was_changed_is_not_believed(drawn: Drawn, folder: Path) -> None:
-    threshold = mtb.calibrate(folder, drawn.manifest_path, 0.8, store=drawn.store_path).threshold
-    path = folder / "config.json"
-    good = path.read_text()
-    for old, new in ((f'"threshold": {threshold}', f'"threshold": {threshold + 0.2}'), ('"most": ', '"most": 1')):
-        assert old in good
-        path.write_text(good.replace(old, new))
+    for old, new in ((f'"threshold": {good["threshold"]}', '"threshold": 0.2'), ('"most": ', '"most": 1')):
+        assert old in text
+        path.write_text(text.replace(old, new))
         with pytest.raises(RequestError, match=r"config.json is damaged or was edited"):
             mtb.load(folder)
-    path.write_text(good)
-    mtb.calibrate(folder, drawn.manifest_path, 0.9, store=drawn.store_path)
-    assert [one.retention for one in mtb.load(folder).guarantees] == [0.8, 0.9]
 
 
 def test_the_service_answers_with_what_keeps_each_promise(drawn: Drawn, folder: Path, images: list[Path]) -> None:
-    service_module = pytest.importorskip("medtokenbudget.serve.service")
     guarantee = mtb.calibrate(folder, drawn.manifest_path, 0.6, store=drawn.store_path)
     model = mtb.load(folder)
-    answer = service_module.Service(model).answer(service_module.Question(images[0].read_bytes()))
+    answer = Service(model).answer(Question(images[0].read_bytes()))
     found = {selector["name"]: selector["promises"] for selector in answer["selectors"]}
     (predicted,) = model.predict(images[0], budget=guarantee)
     (promise,) = found["lats"]
@@ -207,10 +196,10 @@ def test_the_service_answers_with_what_keeps_each_promise(drawn: Drawn, folder: 
     assert promise["probabilities"] == pytest.approx(list(predicted.probabilities.values()), abs=1e-5)
     assert found["center"] == []
     mtb.calibrate(folder, drawn.manifest_path, 0.5, store=drawn.store_path)
-    service = service_module.Service(mtb.load(folder))
+    service = Service(mtb.load(folder))
 
     def promised(*retentions: float, selectors: tuple[str, ...] = ()) -> list[float]:
-        question = service_module.Question(images[0].read_bytes(), selectors=selectors, retentions=retentions)
+        question = Question(images[0].read_bytes(), selectors=selectors, retentions=retentions)
         return [one["retention"] for one in service.answer(question)["selectors"][0]["promises"]]
 
     assert (promised(), promised(0.6), promised(0.6, 0.5)) == ([0.5, 0.6], [0.6], [0.5, 0.6])

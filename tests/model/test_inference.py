@@ -12,94 +12,60 @@ import torch
 from PIL import Image
 
 from medtokenbudget.errors import BudgetError, MissingSignalError, RequestError, UnknownNameError
-from medtokenbudget.model import ImageSource, MedTokenBudget
-from tests.small_model import CLASSES, draw_images, small_model
+from medtokenbudget.model import ImageSource, MedTokenBudget, expand
+from tests.small_model import CLASSES
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("model")
-
-
-@pytest.fixture(scope="module")
-def model(root: Path) -> MedTokenBudget:
-    return small_model(root / "weights")
-
-
-@pytest.fixture(scope="module")
-def images(root: Path) -> list[Path]:
-    return draw_images(root / "images", 5)
-
-
-def test_a_prediction_holds_probabilities_class_scores_kept_patches_and_their_tokens(
+def test_a_prediction_holds_kept_patches_their_tokens_and_the_classes_that_the_head_reads_from_them(
     model: MedTokenBudget, images: list[Path]
 ) -> None:
     (found,) = model.predict(images[0], budget=0.3)
-    assert tuple(found.probabilities) == CLASSES
-    assert sum(found.probabilities.values()) == pytest.approx(1, abs=1e-6)
-    assert found.label == max(found.probabilities, key=found.probabilities.__getitem__)
-    assert found.k == 30
-    assert found.tokens.shape == (30, 64)
-    tokens = model.tokens(images[0])
-    np.testing.assert_allclose(found.tokens, tokens.patches[0][found.kept].numpy(), atol=1e-6)
     # Best first, ties by index: numpy's stable sort is an independent implementation of the rule.
     assert found.kept.tolist() == np.argsort(-found.scores, kind="stable")[:30].tolist()
-
-
-def test_the_probabilities_are_those_of_the_head_on_the_mean_of_the_kept_tokens(model: MedTokenBudget, images: list[Path]) -> None:
-    (found,) = model.predict(images[1], budget=0.2)
+    assert (found.k, found.tokens.shape) == (30, (30, 64))
+    np.testing.assert_allclose(found.tokens, model.tokens(images[0]).patches[0][found.kept].numpy(), atol=1e-6)
     with torch.no_grad():
         logits = model.classifier().head(torch.from_numpy(found.tokens).mean(0, keepdim=True))
+    assert tuple(found.probabilities) == CLASSES
     np.testing.assert_allclose(list(found.probabilities.values()), logits.softmax(-1)[0].numpy(), atol=1e-6)
+    assert found.label == max(found.probabilities, key=found.probabilities.__getitem__)
 
 
 def test_paths_pictures_arrays_bytes_folders_and_globs_give_the_same_answers(model: MedTokenBudget, images: list[Path]) -> None:
     pictures = [Image.open(path).convert("RGB") for path in images]
-    wanted = [found.probabilities for found in model.predict(images)]
-    ways = {
+    stack = np.stack([np.asarray(picture) for picture in pictures])
+    expected = [prediction.probabilities for prediction in model.predict(images)]
+    forms = {
         "folder": images[0].parent,
         "glob": str(images[0].parent / "*.jpg"),
         "strings": [str(path) for path in images],
         "pictures": pictures,
-        "arrays": [np.asarray(picture) for picture in pictures],
-        "stack": np.stack([np.asarray(picture) for picture in pictures]),
+        "arrays": list(stack),
+        "stack": stack,
+        "tensor": torch.from_numpy(stack),
         "bytes": [path.read_bytes() for path in images],
         "generator": (path for path in images),
     }
-    for name, given in ways.items():
-        assert [found.probabilities for found in model.predict(given)] == wanted, name
+    for name, given in forms.items():
+        assert [prediction.probabilities for prediction in model.predict(given)] == expected, name
+    (one,) = model.predict(torch.from_numpy(stack[0]))
+    assert one.probabilities == pytest.approx(expected[0], abs=1e-6)
 
 
-def test_an_answer_does_not_depend_on_the_batch_it_was_in(model: MedTokenBudget, images: list[Path]) -> None:
-    for selector in ("lats", "random", "tome"):
-        together = model.predict(images, selector=selector, batch_size=5)
-        alone = [model.predict(path, selector=selector)[0] for path in images]
-        for one, other in zip(together, alone):
-            assert one.assignment.tolist() == other.assignment.tolist()
-            np.testing.assert_allclose(list(one.probabilities.values()), list(other.probabilities.values()), atol=1e-5)
-
-
-def test_each_selector_answers_with_its_own_head(model: MedTokenBudget, images: list[Path]) -> None:
-    tokens = model.tokens(images)
-    for name in model.selectors:
-        if name == "oracle":
-            continue
-        selection = model.router(0.3, name)(tokens)
-        with torch.no_grad():
-            wanted = model.classifiers[name].head(selection.pooled()).softmax(-1).numpy()
-        found = [list(p.probabilities.values()) for p in model.predict(images, selector=name)]
-        np.testing.assert_allclose(found, wanted, atol=1e-5)
-
-
-def test_all_budgets_at_once_equal_one_at_a_time(model: MedTokenBudget, images: list[Path]) -> None:
-    budgets = (0.1, 0.3, 0.75, 1.0)
-    tokens = model.tokens(images)
-    for name in ("lats", "random", "tome", "no-pruning"):
-        together = model.classify(tokens, budgets, name)
-        assert together.shape == (5, 4, 3)
-        for place, budget in enumerate(budgets):
-            alone = [list(p.probabilities.values()) for p in model.predict(images, budget, name)]
-            np.testing.assert_allclose(together[:, place], alone, atol=1e-5)
+@pytest.mark.parametrize("name", ["lats", "random", "tome", "center", "no-pruning"])
+def test_an_answer_depends_on_neither_the_batch_nor_the_other_budgets(model: MedTokenBudget, images: list[Path], name: str) -> None:
+    budgets, tokens = (0.1, 0.3, 0.75, 1.0), model.tokens(images)
+    together = model.classify(tokens, budgets, name)
+    for place, budget in enumerate(budgets):
+        batch = model.predict(images, budget, name, batch_size=5)
+        np.testing.assert_allclose(together[:, place], [list(p.probabilities.values()) for p in batch], atol=1e-5)
+    with torch.no_grad():
+        routed = model.classifier(name).head(model.router(1.0, name)(tokens).pooled()).softmax(-1).numpy()
+    np.testing.assert_allclose(routed, together[:, -1], atol=1e-5)
+    for path, of_batch in zip(images, batch):
+        (alone,) = model.predict(path, budget, name)
+        assert alone.assignment.tolist() == of_batch.assignment.tolist()
+        assert alone.probabilities == pytest.approx(of_batch.probabilities, abs=1e-5)
 
 
 def test_the_oracle_needs_a_mask_and_takes_one(model: MedTokenBudget, images: list[Path]) -> None:
@@ -107,8 +73,7 @@ def test_the_oracle_needs_a_mask_and_takes_one(model: MedTokenBudget, images: li
         model.predict(images[0], selector="oracle")
     mask = np.zeros((200, 200), dtype=np.uint8)
     mask[:40, :60] = 255
-    pixels = model.backbone.prepare(Image.open(images[0]))[None]
-    tokens = model.encode(pixels, [Image.fromarray(mask)])
+    tokens = model.encode(model.backbone.prepare(Image.open(images[0]))[None], [Image.fromarray(mask)])
     kept = model.router(0.1, "oracle")(tokens).kept
     assert kept is not None
     # 40 x 60 of 200 x 200 pixels are 2 x 3 of the 10 x 10 patches.
@@ -118,13 +83,14 @@ def test_the_oracle_needs_a_mask_and_takes_one(model: MedTokenBudget, images: li
 def test_an_unreadable_image_is_an_error_or_goes_to_the_callback(model: MedTokenBudget, images: list[Path], tmp_path: Path) -> None:
     broken = tmp_path / "broken.jpg"
     broken.write_bytes(images[0].read_bytes()[:2000])
-    given = [images[0], broken, images[1]]
+    given = [images[0], *[broken] * 9, images[1]]
     with pytest.raises(RequestError, match=r"broken\.jpg"):
         model.predict(given)
     failures: list[ImageSource] = []
-    found = list(model.predict_stream(given, on_error=failures.append))
-    assert [p.image for p in found] == [str(images[0]), str(images[1])]
-    assert [(failure.name, "broken.jpg" in failure.reason) for failure in failures] == [(str(broken), True)]
+    # With a batch of two, nine failures in a row are more than are collected before a batch is answered.
+    predicted = list(model.predict_stream(given, batch_size=2, on_error=failures.append))
+    assert [prediction.image for prediction in predicted] == [str(images[0]), str(images[1])]
+    assert [(failure.name, "broken.jpg" in failure.reason) for failure in failures] == [(str(broken), True)] * 9
 
 
 @pytest.mark.parametrize(
@@ -140,11 +106,15 @@ def test_an_array_whose_meaning_would_be_a_guess_is_rejected(model: MedTokenBudg
         model.predict([array])
 
 
-def test_wrong_requests_are_rejected_by_name(model: MedTokenBudget, images: list[Path], tmp_path: Path) -> None:
+def test_wrong_requests_are_rejected_by_name_before_an_image_is_opened(
+    model: MedTokenBudget, images: list[Path], tmp_path: Path
+) -> None:
     with pytest.raises(BudgetError):
-        model.predict(images[0], budget=1.2)
+        model.answers(expand(images), budget=1.2)
     with pytest.raises(UnknownNameError, match=r"Unknown selector 'darknes' in this model\. Did you mean 'darkness'\?"):
-        model.predict(images[0], selector="darknes")
+        model.answers(expand(images), 0.3, selector="darknes")
+    with pytest.raises(RequestError, match="batch_size"):
+        model.answers(expand(images), 0.3, batch_size=0)
     with pytest.raises(RequestError, match="contain no images"):
         model.predict(tmp_path)
     with pytest.raises(RequestError, match="No file matches"):
@@ -155,18 +125,15 @@ def test_the_text_of_a_prediction_is_one_line_without_scores(model: MedTokenBudg
     (found,) = model.predict(images[0], budget=0.3)
     share = re.escape(f"{found.probability:.1%}")
     assert re.fullmatch(rf"Prediction\('{images[0]}', {found.label} {share}, 30 of 100 patches, lats\)", repr(found))
-
-
-def test_the_text_of_a_merger_counts_tokens(model: MedTokenBudget, images: list[Path]) -> None:
     assert "30 tokens from 100 patches, tome)" in repr(model.predict(images[0], selector="tome")[0])
 
 
 def test_a_prediction_of_a_file_holds_no_decoded_picture(
     model: MedTokenBudget, images: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[weakref.ref[Image.Image]] = []
+    pictures: list[weakref.ref[Image.Image]] = []
     prepare = model.backbone.prepare
-    monkeypatch.setattr(model.backbone, "prepare", lambda picture: seen.append(weakref.ref(picture)) or prepare(picture))
-    found = model.predict(images)
-    assert len(found) == len(seen) == 5
-    assert [reference() for reference in seen] == [None] * 5
+    monkeypatch.setattr(model.backbone, "prepare", lambda picture: pictures.append(weakref.ref(picture)) or prepare(picture))
+    predicted = model.predict(images)
+    assert len(predicted) == len(pictures) == 5
+    assert [reference() for reference in pictures] == [None] * 5

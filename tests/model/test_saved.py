@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,22 +21,7 @@ from medtokenbudget.errors import MismatchError, RequestError, WorkError
 from medtokenbudget.model import MedTokenBudget
 from tests.bad_input.damage import edit_json
 from tests.hub import serving
-from tests.small_model import draw_images, early_model, small_backbone, small_model
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("model")
-
-
-@pytest.fixture(scope="module")
-def model(root: Path) -> MedTokenBudget:
-    return small_model(root / "weights")
-
-
-@pytest.fixture(scope="module")
-def images(root: Path) -> list[Path]:
-    return draw_images(root / "images", 5)
+from tests.small_model import early_model, small_backbone, small_model
 
 
 @pytest.fixture
@@ -43,70 +29,56 @@ def saved(model: MedTokenBudget, tmp_path: Path) -> Path:
     return model.save_pretrained(tmp_path / "saved")
 
 
-def test_a_saved_model_is_small_and_comes_back_the_same(model: MedTokenBudget, saved: Path, images: list[Path]) -> None:
+def test_a_saved_model_is_small_comes_back_the_same_and_is_saved_to_the_same_bytes(
+    model: MedTokenBudget, saved: Path, images: list[Path], tmp_path: Path
+) -> None:
     assert {path.name for path in saved.iterdir()} == {"config.json", "model.safetensors", "heads.safetensors", "README.md"}
-    keys = load_file(saved / "model.safetensors")
-    assert {key.split(".")[0] for key in keys} == {"selector", "head"}
+    assert {key.split(".")[0] for key in load_file(saved / "model.safetensors")} == {"selector", "head"}
+    assert json.loads((saved / "config.json").read_text())["identity"]["main"] == "lats"
     again = mtb.load(saved)
     assert again.fingerprint == model.fingerprint
     assert again.selectors == model.selectors
-    for one, other in zip(again.predict(images), model.predict(images)):
-        assert one.probabilities == other.probabilities
-        assert one.tokens.tobytes() == other.tokens.tobytes()
-
-
-def test_saving_twice_gives_the_same_bytes(model: MedTokenBudget, saved: Path, tmp_path: Path) -> None:
-    mtb.load(saved).save_pretrained(tmp_path / "again")
+    (one,), (other,) = again.predict(images[0]), model.predict(images[0])
+    assert one.probabilities == other.probabilities
+    assert one.tokens.tobytes() == other.tokens.tobytes()
+    again.save_pretrained(tmp_path / "again")
     for path in saved.iterdir():
         assert path.read_bytes() == (tmp_path / "again" / path.name).read_bytes(), path.name
 
 
-def test_a_saved_model_names_no_folder_of_this_machine_and_finds_weights_beside_it(
-    model: MedTokenBudget, images: list[Path], tmp_path: Path
-) -> None:
-    folder = model.save_pretrained(tmp_path / "portable")
-    text = (folder / "config.json").read_text()
-    assert str(tmp_path.parent) not in text
-    weights = Path(str(model.backbone_config.weights))
-    (folder / weights.name).write_bytes(weights.read_bytes())
-    assert mtb.load(folder).predict(images[0])[0].probabilities == model.predict(images[0])[0].probabilities
-    (folder / weights.name).rename(tmp_path / "elsewhere.safetensors")
-    moved = mtb.load(folder, weights=tmp_path / "elsewhere.safetensors")
-    assert moved.predict(images[0])[0].probabilities == model.predict(images[0])[0].probabilities
+@pytest.mark.parametrize(("version", "advice"), [(1, "Train the model again with `mtb train`"), (4, "Install medtokenbudget")])
+def test_a_folder_of_another_format_is_rejected_with_its_version_and_what_to_do(saved: Path, version: int, advice: str) -> None:
+    edit_json(saved / "config.json", lambda config: config.update(format_version=version))
+    with pytest.raises(RequestError, match=f"has model format version {version}, but this program reads version 3. .*{advice}"):
+        mtb.load(saved)
 
 
-def test_weights_are_found_by_their_hash_where_this_machine_last_saw_them(
-    model: MedTokenBudget, images: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_weights_are_found_in_the_folder_or_by_their_hash_where_this_machine_last_saw_them(
+    model: MedTokenBudget, saved: Path, images: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    folder = model.save_pretrained(tmp_path / "model")
-    first, second = (tmp_path / name / "renamed.safetensors" for name in ("first", "second"))
+    assert str(tmp_path.parent) not in (saved / "config.json").read_text(), "no folder of this machine"
+    with pytest.raises(RequestError, match=rf"{model.backbone_fingerprint['weights']}\).* pass its path as `weights`"):
+        mtb.load(saved).predict(images[0])
+    expected = model.predict(images[0])[0].probabilities
+    inside, first, second = saved / "vit-0.safetensors", tmp_path / "1" / "renamed.safetensors", tmp_path / "2.safetensors"
+    first.parent.mkdir()
+    inside.write_bytes(Path(str(model.backbone_config.weights)).read_bytes())
+    assert mtb.load(saved).predict(images[0])[0].probabilities == expected
+    first.write_bytes(inside.read_bytes())
+    inside.rename(second)
     for path in (first, second):
-        path.parent.mkdir()
-        path.write_bytes(Path(str(model.backbone_config.weights)).read_bytes())
-        mtb.load(folder, weights=path).predict(images[0])
-    assert mtb.load(folder).backbone_config.weights == second
+        assert mtb.load(saved, weights=path).predict(images[0])[0].probabilities == expected
+    assert mtb.load(saved).backbone_config.weights == second
     second.unlink()
-    assert mtb.load(folder).predict(images[0])[0].probabilities == model.predict(images[0])[0].probabilities
+    assert mtb.load(saved).predict(images[0])[0].probabilities == expected
     first.unlink()
     with pytest.raises(RequestError, match=r"are missing: vit-0\.safetensors"):
-        mtb.load(folder).predict(images[0])
-
-
-def test_missing_weights_are_named_with_their_hash(
-    model: MedTokenBudget, images: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = model.save_pretrained(tmp_path / "portable")
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "another machine"))
-    found = str(model.backbone_fingerprint["weights"])
-    with pytest.raises(RequestError, match=rf"are missing: vit-0.safetensors \(SHA-256 {found}\).* pass --weights FILE"):
-        mtb.load(folder).predict(images[0])
+        mtb.load(saved).predict(images[0])
 
 
 @pytest.mark.slow
-def test_another_folder_and_another_working_directory_give_the_same_bytes(
-    model: MedTokenBudget, saved: Path, images: list[Path], tmp_path: Path
-) -> None:
+def test_another_process_in_another_folder_gives_the_same_bytes(saved: Path, images: list[Path], tmp_path: Path) -> None:
     script = (
         "import sys, hashlib, medtokenbudget as mtb\n"
         "found = mtb.load(sys.argv[1], device='cpu').predict(sys.argv[2:])\n"
@@ -114,15 +86,12 @@ def test_another_folder_and_another_working_directory_give_the_same_bytes(
     )
     moved = tmp_path / "deep" / "moved"
     moved.parent.mkdir()
-    answers = []
-    for folder, cwd in ((saved, Path.cwd()), (moved, moved.parent)):
-        if folder == moved:
-            saved.rename(moved)
-        name = folder.name if cwd == moved.parent else str(folder)
-        command = [sys.executable, "-c", script, name, *map(str, images)]
-        done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=True)
-        answers.append(done.stdout)
-    assert answers[0] == answers[1] != ""
+    predicted = mtb.load(saved, device="cpu").predict(images)
+    expected = hashlib.sha256(b"".join(p.tokens.tobytes() + repr(p.probabilities).encode() for p in predicted)).hexdigest()
+    saved.rename(moved)
+    command = [sys.executable, "-c", script, moved.name, *map(str, images)]
+    done = subprocess.run(command, cwd=moved.parent, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == expected
 
 
 def test_another_backbone_is_rejected_with_the_difference(saved: Path, images: list[Path], tmp_path: Path) -> None:
@@ -218,52 +187,39 @@ def test_a_mistyped_path_below_a_folder_is_not_taken_for_a_hub_id(tmp_path: Path
         mtb.load("runs/nope")
 
 
-@pytest.fixture
-def hub(model: MedTokenBudget, tmp_path: Path) -> Iterator[tuple[str, Path]]:
-    """The address of a hub with the model, and the folder that it serves."""
-    folder = model.save_pretrained(tmp_path / "served")
-    with serving(folder, "someone/router") as address:
-        yield address, folder
-
-
 def test_a_model_that_is_routed_early_is_downloaded_with_its_router(hub_at: Callable[..., None], tmp_path: Path) -> None:
     made = early_model(tmp_path, "scout")
     with serving(made.save_pretrained(tmp_path / "early"), "someone/early") as address:
         hub_at(address)
         found = mtb.load("someone/early", device="cpu")
     assert found.scout is not None
-    assert made.scout is not None
-    assert found.scout.fingerprint == made.scout.fingerprint
+    assert found.scout.fingerprint == found.early["router"]
 
 
 def test_a_hub_id_is_downloaded_cached_and_then_needs_no_network(
-    hub: tuple[str, Path], hub_at: Callable[..., None], model: MedTokenBudget, tmp_path: Path
+    saved: Path, hub_at: Callable[..., None], model: MedTokenBudget, tmp_path: Path
 ) -> None:
-    hub_at(hub[0])
-    assert mtb.load("someone/router").fingerprint == model.fingerprint
+    with serving(saved, "someone/router") as address:
+        hub_at(address)
+        assert mtb.load("someone/router").fingerprint == model.fingerprint
     assert len(list((tmp_path / "cache").rglob("snapshots/*/*"))) == 4
     for offline in (False, True):
         hub_at("http://127.0.0.1:9", offline)
         assert mtb.load("someone/router").fingerprint == model.fingerprint
 
 
-def test_an_unknown_or_unreachable_hub_id_is_a_clear_error(hub: tuple[str, Path], hub_at: Callable[..., None]) -> None:
-    address, folder = hub
-    hub_at(address)
-    with pytest.raises(RequestError, match="There is no folder someone/nothing, and no model someone/nothing on the hub"):
-        mtb.load("someone/nothing")
-    (folder / "model.safetensors").unlink()
-    with pytest.raises(RequestError, match=r"has no model\.safetensors"):
-        mtb.load("someone/router")
-    hub_at("http://127.0.0.1:9")
-    with pytest.raises(WorkError, match=r"The hub cannot be reached, and someone/else/config.json is not in its cache\. Check"):
-        mtb.load("someone/else")
-    hub_at(address, offline=True)
-    with pytest.raises(
-        WorkError,
-        match=r"The hub cannot be reached \(HF_HUB_OFFLINE is set\), and someone/else/config.json is not in its cache\. Check",
-    ):
-        mtb.load("someone/else")
+def test_an_unknown_or_unreachable_hub_id_is_a_clear_error(saved: Path, hub_at: Callable[..., None]) -> None:
+    with serving(saved, "someone/router") as address:
+        hub_at(address)
+        with pytest.raises(RequestError, match="There is no folder someone/nothing, and no model someone/nothing on the hub"):
+            mtb.load("someone/nothing")
+        (saved / "model.safetensors").unlink()
+        with pytest.raises(RequestError, match=r"has no model\.safetensors"):
+            mtb.load("someone/router")
+    for offline, why in ((False, ""), (True, r" \(HF_HUB_OFFLINE is set\)")):
+        hub_at("http://127.0.0.1:9", offline)
+        with pytest.raises(WorkError, match=rf"cannot be reached{why}, and someone/else/config.json is not in its cache\. Check"):
+            mtb.load("someone/else")
 
 
 def test_pushing_creates_the_repository_and_uploads_a_portable_folder(
@@ -288,13 +244,10 @@ def test_pushing_creates_the_repository_and_uploads_a_portable_folder(
         ("someone/router", {"files": wanted, "weights": "vit-0.safetensors"}),
     ]
 
+    def unreachable(*_: object, **__: object) -> str:
+        raise OSError("no route to host")
 
-def test_a_push_that_the_network_rejects_is_a_work_error(model: MedTokenBudget, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Api:
-        def create_repo(self, *_: object, **__: object) -> str:
-            raise OSError("no route to host")
-
-    monkeypatch.setattr("huggingface_hub.HfApi", Api)
+    monkeypatch.setattr(Api, "create_repo", unreachable)
     with pytest.raises(WorkError, match="no route to host"):
         model.push_to_hub("someone/router")
 

@@ -6,7 +6,6 @@ it is a socket on which JSON messages go back and forth.
 
 from __future__ import annotations
 
-import base64
 import json
 import shutil
 import socket
@@ -83,26 +82,19 @@ class Firefox:
                 raise AssertionError(f"not within {seconds} s: {condition}\n{shown}")
             time.sleep(0.1)
 
-    def text(self, selector: str) -> str:
-        return str(self.run("return document.querySelector(args[0]).innerText;", selector))
-
     def choose(self, selector: str, paths: Sequence[Path]) -> None:
         """Choose files in a file input, as a person does in its dialog."""
-        found = self.send("WebDriver:FindElement", {"using": "css selector", "value": selector})
-        self.send("WebDriver:ElementSendKeys", {"id": found[ELEMENT], "text": "\n".join(map(str, paths))})
+        self.press(selector, "\n".join(map(str, paths)))
 
     def press(self, selector: str, keys: str) -> None:
-        found = self.send("WebDriver:FindElement", {"using": "css selector", "value": selector})
-        self.send("WebDriver:ElementSendKeys", {"id": found[ELEMENT], "text": keys})
+        element = self.send("WebDriver:FindElement", {"using": "css selector", "value": selector})
+        self.send("WebDriver:ElementSendKeys", {"id": element[ELEMENT], "text": keys})
 
     def resize(self, width: int, height: int) -> None:
         """Give the page this size, as far as a window can be that small."""
         self.send("WebDriver:SetWindowRect", {"width": width, "height": height})
         edge = self.run("return [outerWidth - innerWidth, outerHeight - innerHeight];")
         self.send("WebDriver:SetWindowRect", {"width": width + edge[0], "height": height + edge[1]})
-
-    def screenshot(self, path: Path, whole: bool = True) -> None:
-        path.write_bytes(base64.b64decode(self.send("WebDriver:TakeScreenshot", {"full": whole, "hash": False})))
 
     def privileged(self, body: str, *arguments: Any) -> Any:
         """Run a script with the rights of the browser itself, for example to go offline."""

@@ -1,4 +1,4 @@
-"""Real servers, in their own process (started by the command) or in a thread, and files to upload."""
+"""A real server in a thread, and files to upload."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import re
 import struct
 import subprocess
-import sys
 import threading
 import time
 import zlib
@@ -17,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import uvicorn
 from PIL import Image
@@ -36,27 +34,8 @@ class Server:
 
 
 @contextmanager
-def running(*arguments: str, browser: Path) -> Iterator[Server]:
-    """Run `mtb explore ARGUMENTS --port 0` until the block ends. The opened address is written to the file `browser`."""
-    script = browser.with_suffix(".sh")
-    script.write_text(f'#!/bin/sh\necho "$1" > {browser}\n')
-    script.chmod(0o755)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "BROWSER": f"{script} %s"}
-    program = "from medtokenbudget.cli import main; raise SystemExit(main())"
-    command = [sys.executable, "-c", program, "explore", *arguments, "--port", "0"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
-    try:
-        url = address_of(process)
-        wait_for(url)
-        yield Server(url, process.pid)
-    finally:
-        process.terminate()
-        process.wait(30)
-
-
-@contextmanager
 def running_here(service: Service, connections: int = 100, **options: Any) -> Iterator[Server]:
-    """Run the same application in a thread of this process, without the start-up time."""
+    """Run the application of `mtb serve` in a thread of this process, without the start-up time."""
     config = server_config(create_app(service, **options), connections)
     config.port = 0
     server = uvicorn.Server(config)
@@ -81,18 +60,6 @@ def address_of(process: subprocess.Popen[str]) -> str:
         if found := re.search(r"Explorer: (http://\S+)", line):
             return found[1]
     raise AssertionError(f"The server did not start:\n{''.join(seen)}")
-
-
-def wait_for(url: str) -> None:
-    """Wait until a server responds."""
-    # The address is printed when the socket is bound; the first answer comes when the loop runs.
-    for _ in range(100):
-        try:
-            httpx.get(f"{url}/healthz", timeout=30, headers={"Host": "localhost"})
-            return
-        except httpx.TransportError:
-            time.sleep(0.1)
-    raise AssertionError(f"{url} does not respond")
 
 
 def saved_model(folder: Path, baselines: tuple[str, ...] = BASELINES) -> Path:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -14,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+from filelock import FileLock
 
 from medtokenbudget.errors import WorkError
-from medtokenbudget.locks import exclusive
 from medtokenbudget.model import MedTokenBudget
 from medtokenbudget.model.guarantee import Guarantee
 from medtokenbudget.serve.site import find_runtime, write_site
@@ -25,18 +24,7 @@ from tests.machine import absent
 from tests.small_model import small_model
 
 MAIN = "lats:lesion-first"
-BASELINES = (
-    "random",
-    "center",
-    "darkness",
-    "norm",
-    "attention-entropy",
-    "local-contrast",
-    "box-prior",
-    "oracle",
-    "no-pruning",
-    "tome",
-)
+BASELINES = ("random", "center", "darkness", "norm", "attention-entropy", "box-prior", "oracle", "no-pruning", "tome")
 
 
 def site_model(folder: Path) -> MedTokenBudget:
@@ -46,9 +34,9 @@ def site_model(folder: Path) -> MedTokenBudget:
         for part in (model.familiarity.image, model.familiarity.patch):
             part.basis[:4] = torch.eye(4)
         model.familiarity.limit.fill_(9)
-    calibrated = {"bound": 0.05, "kept": 0.95, "tokens": 30.0, "images": 9, "groups": 9, "dataset": "drawn", "data": ""}
-    promise = Guarantee(0.95, None, None, 0.5, 8, 60, MAIN, model=model.fingerprint, **calibrated)  # type: ignore[arg-type]
-    model.guarantees = (promise,)
+    rule = {"cap": None, "threshold": 0.5, "minimum": 8, "most": 60, "selector": MAIN, "model": model.fingerprint}
+    evidence = {"bound": 0.05, "kept": 0.95, "tokens": 30.0, "images": 9, "groups": 9, "dataset": "drawn", "data": ""}
+    model.guarantees = (Guarantee(0.95, **rule, **evidence),)  # type: ignore[arg-type]
     return model
 
 
@@ -60,25 +48,10 @@ def built_site(factory: pytest.TempPathFactory) -> Path:
         runtime = find_runtime()
     except WorkError as error:
         absent(str(error))
-    with waiting_for(folder.with_name("site-lock")):
+    with FileLock(folder.with_name("site.lock"), timeout=300):
         if not (folder / "service-worker.js").exists():
             write_site(site_model(folder.with_name("site-weights")), folder, runtime)
     return folder
-
-
-@contextmanager
-def waiting_for(folder: Path, seconds: float = 300) -> Iterator[None]:
-    """The lock of a folder, once the process that holds it is done."""
-    end = time.monotonic() + seconds
-    while True:
-        try:
-            with exclusive(folder):
-                yield
-                return
-        except WorkError:
-            if time.monotonic() > end:
-                raise
-            time.sleep(0.5)
 
 
 class SiteHandler(SimpleHTTPRequestHandler):

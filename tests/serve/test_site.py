@@ -1,286 +1,60 @@
-"""The explorer without a server, in Chromium: its numbers are those of Python, and nothing leaves the page."""
+"""The exported site and its WebAssembly runtime: only pinned bytes are used, and every way to lack them is a message."""
 
 from __future__ import annotations
 
-import base64
-import io
-import json
-from collections.abc import Iterator, Sequence
+import tarfile
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-import pandas as pd
 import pytest
-import torch
-from PIL import Image
-from playwright.sync_api import Browser, Page, expect
 
-from medtokenbudget.data import decode_image
-from medtokenbudget.serve.service import Question, Service
-from tests.serve.server import mask, picture
-from tests.serve.sites import MAIN, SiteHandler, serving, site_model
-
-pytestmark = pytest.mark.slow
-
-STOPS = [round(stop / 100, 2) for stop in range(1, 101)]
-expect.set_options(timeout=60_000)
-
-# The engine of the page, asked as the page asks it.
-ROUTE = """async ([image, mask, budgets]) => {
-    const { engine } = await import(new URL("static/engine.js", document.baseURI).href);
-    const bytes = (data) => data && new Blob([Uint8Array.from(atob(data), (c) => c.charCodeAt(0))]);
-    const answer = await engine.route(bytes(image), bytes(mask), budgets);
-    return { ...answer, image: { ...answer.image, preview: null } };
-}"""
+from medtokenbudget.errors import RequestError, WorkError
+from medtokenbudget.serve import site
+from tests.small_model import small_model
 
 
-@pytest.fixture(scope="module")
-def service(site: Path) -> Service:
-    return Service(site_model(site.with_name("site-weights")))
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return site.cache_folder()
 
 
-@pytest.fixture(scope="module")
-def page(chromium: Browser, site_url: str) -> Iterator[Page]:
-    """A page that is ready; fails if anything was logged as an error."""
-    context = chromium.new_context(viewport={"width": 1200, "height": 900}, reduced_motion="reduce")
-    page = context.new_page()
-    complaints: list[str] = []
-    page.on("pageerror", lambda error: complaints.append(str(error)))
-    page.on("console", lambda message: complaints.append(message.text) if message.type == "error" else None)
-    page.goto(site_url)
-    expect(page.locator(".sample img[src]")).to_have_count(8)
-    expect(page.locator("#k-value")).to_contain_text("30 of 100")
-    yield page
-    context.close()
-    assert complaints == []
+def test_without_npm_the_message_says_how_to_get_the_runtime(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(WorkError, match=r"npm is not installed .* pass `runtime`. Run `npm pack onnxruntime-web@"):
+        site.find_runtime()
+    assert not cache.exists()
 
 
-def ask(page: Page, image: bytes, lesion: bytes | None = None, budgets: Sequence[float] = STOPS) -> dict[str, Any]:
-    encoded = [None if data is None else base64.b64encode(data).decode() for data in (image, lesion)]
-    answer: dict[str, Any] = page.evaluate(ROUTE, [*encoded, list(budgets)])
-    return answer
-
-
-def test_the_resize_of_the_page_is_that_of_pillow_to_the_last_bit(page: Page) -> None:
-    generator = np.random.default_rng(0)
-    filters = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC, "lanczos": Image.Resampling.LANCZOS}
-    sizes = [
-        ((600, 450), (224, 224)),
-        ((97, 331), (224, 224)),
-        ((224, 224), (224, 224)),
-        ((1023, 5), (16, 16)),
-        ((60, 300), (50, 50)),
-        ((60, 70), (50, 50)),
-        ((60, 71), (50, 50)),
-        ((1, 1), (7, 3)),
-    ]
-    for (width, height), (to_width, to_height) in sizes:
-        pixels = generator.integers(0, 256, (height, width, 3), dtype=np.uint8)
-        pixels[: height // 2] = pixels[: height // 2] // 128 * 255  # hard edges, where the filter overshoots
-        rgba = np.dstack([pixels, np.full((height, width), 255, np.uint8)])
-        for name, filter_ in filters.items():
-            found = page.evaluate(
-                """async ([data, width, height, toWidth, toHeight, filter]) => {
-                    const { Resizer } = await import(new URL("static/page/resize.js", document.baseURI).href);
-                    const bytes = Uint8Array.from(atob(data), (c) => c.charCodeAt(0));
-                    return [3, 1].map((channels) => {
-                        const resizer = new Resizer(width, height, toWidth, toHeight, filter, channels);
-                        const cut = 4 * width * Math.floor(height / 3);
-                        resizer.push(bytes.subarray(0, cut));
-                        resizer.push(bytes.subarray(cut));
-                        return btoa(resizer.finish().reduce((text, byte) => text + String.fromCharCode(byte), ""));
-                    });
-                }""",
-                [base64.b64encode(rgba.tobytes()).decode(), width, height, to_width, to_height, name],
-            )
-            for mode, values in zip(("RGB", "L"), found):
-                expected = np.asarray(Image.fromarray(pixels).convert(mode).resize((to_width, to_height), filter_))
-                values = np.frombuffer(base64.b64decode(values), np.uint8)
-                np.testing.assert_array_equal(values, expected.ravel(), err_msg=f"{name} {width} x {height} {mode}")
-
-
-@pytest.mark.parametrize("masked", [False, True])
-def test_the_page_answers_as_the_service_does(page: Page, service: Service, masked: bool) -> None:
-    for seed, (width, height) in enumerate([(240, 180), (150, 150), (97, 331)]):
-        data, lesion = picture(width, height, "PNG", seed), mask(width, height) if masked else None
-        expected = service.answer(Question(data, lesion, budgets=tuple(STOPS)))
-        found = ask(page, data, lesion)
-        assert {key: found[key] for key in found if key not in ("selectors", "model")} == {
-            key: expected[key] for key in expected if key not in ("selectors", "model")
-        }
-        others = [row for row in expected["selectors"] if row["name"] != "tome"]
-        assert [row["name"] for row in found["selectors"]] == [row["name"] for row in others]
-        for mine, theirs in zip(found["selectors"], others):
-            assert mine["k"] == theirs["k"]
-            assert len(mine["promises"]) == len(theirs["promises"]) == (mine["name"] == MAIN)
-            for found_promise, promise in zip(mine["promises"], theirs["promises"]):
-                assert found_promise["k"] == promise["k"]
-                np.testing.assert_allclose(found_promise["probabilities"], promise["probabilities"], atol=5e-3)
-            np.testing.assert_allclose(mine["scores"], theirs["scores"], atol=2e-5, err_msg=mine["name"])
-            assert_same_ranking(mine["order"], theirs["order"], np.array(theirs["scores"]))
-            np.testing.assert_allclose(mine["probabilities"], by_hand(service, data, mine), atol=1e-4, err_msg=mine["name"])
-            for key in ("retention", "ceiling", "retention_of_ceiling"):
-                assert (mine[key] is None) == (theirs[key] is None)
-                if mine["order"] == theirs["order"] and mine[key] is not None:
-                    assert mine[key] == theirs[key]
-
-
-def by_hand(service: Service, image: bytes, row: dict[str, Any]) -> np.ndarray:
-    """Probabilities of the head of a method on the mean of the patches that the page kept, at each K."""
-    model = service.model
-    with torch.inference_mode():
-        patches = model.encode(model.backbone.prepare(decode_image(image))[None]).patches[0]
-        means = torch.stack([patches[row["order"][:k]].mean(0) for k in row["k"]])
-        return model.classifier(row["name"]).head(means).softmax(-1).numpy()
-
-
-def assert_same_ranking(found: list[int], expected: list[int], scores: np.ndarray) -> None:
-    """The same order, but for patches whose scores differ by rounding."""
-    assert sorted(found) == sorted(expected)
-    np.testing.assert_allclose(scores[found], scores[expected], atol=2e-5)
-
-
-def test_a_photo_that_lies_on_its_side_is_turned_by_its_exif_orientation(page: Page, service: Service) -> None:
-    upright = Image.open(io.BytesIO(picture(200, 120, "PNG", 3)))
-    for orientation in range(1, 9):
-        exif = Image.Exif()
-        exif[0x0112] = orientation
-        stream = io.BytesIO()
-        upright.save(stream, format="PNG", exif=exif)
-        expected = service.answer(Question(stream.getvalue(), selectors=("darkness",)))
-        found = ask(page, stream.getvalue())
-        assert found["image"] == expected["image"], orientation
-        darkness = next(row for row in found["selectors"] if row["name"] == "darkness")
-        np.testing.assert_allclose(darkness["scores"], expected["selectors"][0]["scores"], atol=1e-5, err_msg=str(orientation))
-
-
-def test_after_loading_everything_works_without_the_network_and_no_request_leaves_the_page(
-    chromium: Browser, site_url: str, tmp_path: Path
+def test_when_npm_cannot_fetch_it_the_message_has_npm_s_reason(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    context = chromium.new_context(viewport={"width": 1200, "height": 900}, reduced_motion="reduce")
-    page = context.new_page()
-    page.goto(site_url)
-    expect(page.locator(".sample img[src]")).to_have_count(8)
-    expect(page.locator("#k-value")).to_contain_text("30 of 100")
-    page.evaluate("navigator.serviceWorker.ready")
-    context.set_offline(True)
-    requests: list[str] = []
-    context.on("request", lambda request: requests.append(request.url))
-    page.locator(".sample").nth(1).click()
-    expect(page.locator(".sample").nth(1)).to_have_attribute("aria-pressed", "true")
-    (tmp_path / "skin.png").write_bytes(picture(240, 180, "PNG"))
-    (tmp_path / "skin_mask.png").write_bytes(mask(240, 180))
-    page.locator("#image-file").set_input_files(tmp_path / "skin.png")
-    expect(page.locator("#image-line")).to_contain_text("skin.png · 240 × 180 pixels · no mask")
-    page.locator("#mask-file").set_input_files(tmp_path / "skin_mask.png")
-    expect(page.locator("#image-line")).to_contain_text("lesion on")
-    page.get_by_label("Compare").check()
-    page.locator("#selector-b").select_option("oracle")
-    page.locator("#budget").fill("12")
-    expect(page.locator("#k-value")).to_have_text("12 of 100 patches")
-    with page.expect_download() as download:
-        page.get_by_role("button", name="Data (JSON)").click()
-    data = json.loads(Path(download.value.path()).read_text())
-    assert data["shown"] == {"budget": 0.12, "selectors": [MAIN, "oracle"]}
-    with page.expect_download() as download:
-        page.get_by_role("button", name="Image (PNG)").click()
-    assert download.value.suggested_filename == "skin-budget-12.png"
-    assert [address for address in requests if not address.startswith(("blob:", "data:"))] == []
-    context.close()
+    npm = tmp_path / "npm"
+    npm.write_text("#!/bin/sh\necho 'npm error network request failed' >&2\nexit 1\n")
+    npm.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    with pytest.raises(WorkError, match="npm error network request failed"):
+        site.find_runtime()
 
 
-def test_the_policy_of_the_page_stops_requests_to_other_places_from_the_page_and_from_its_worker(
-    chromium: Browser, site_url: str
-) -> None:
-    asked: list[str] = []
-
-    class Elsewhere(SiteHandler):
-        def do_GET(self) -> None:
-            asked.append(self.path)
-            self.send_error(404)
-
-    context = chromium.new_context()
-    page = context.new_page()
-    page.goto(site_url)
-    expect(page.locator("#k-value")).to_contain_text("30 of 100")
-    policy = page.locator('meta[http-equiv="Content-Security-Policy"]').get_attribute("content") or ""
-    assert "default-src 'none'" in policy
-    assert "connect-src 'self';" in policy
-    send = """address => fetch(address, { mode: "no-cors" }).then(() => "sent", () => "blocked")"""
-    with serving(Path(__file__).parent, Elsewhere) as address:
-        (worker,) = page.workers
-        assert page.evaluate(send, address) == "blocked"
-        assert worker.evaluate(send, address) == "blocked"
-        assert asked == []
-    context.close()
+def test_an_archive_with_other_bytes_is_not_used(cache: Path, tmp_path: Path) -> None:
+    archive = tmp_path / "package.tgz"
+    with tarfile.open(archive, "w:gz") as package:
+        package.add(__file__, arcname=f"package/dist/{site.BINARY}")
+    with pytest.raises(WorkError, match="not the pinned one"):
+        site.unpack(archive, cache)
+    assert not cache.exists()
 
 
-def test_a_stack_of_images_becomes_a_contact_sheet_with_a_table(page: Page, tmp_path: Path) -> None:
-    for number in range(3):
-        (tmp_path / f"skin-{number}.png").write_bytes(picture(120, 90, "PNG", number))
-    (tmp_path / "skin-1_mask.png").write_bytes(mask(120, 90))
-    (tmp_path / "cut.jpg").write_bytes(picture(120, 90)[:1500])
-    (tmp_path / "notes.txt").write_text("not an image")
-    page.locator("#image-file").set_input_files(sorted(tmp_path.iterdir()))
-    expect(page.locator("#sheet-line")).to_have_text("4 of 4 images · 1 could not be read · 1 other file left out")
-    rows = page.locator("#sheet-table tr").all_inner_texts()
-    assert [row.split("\t")[0] for row in rows] == ["cut.jpg", "skin-0.png", "skin-1.png", "skin-2.png"]
-    assert "damaged or incomplete" in rows[0]
-    assert rows[1].split("\t")[1] == "30 of 100"
-    page.locator("#budget").fill("50")
-    expect(page.locator("#sheet-table tr").nth(1)).to_contain_text("50 of 100")
-    with page.expect_download() as download:
-        page.get_by_role("button", name="Table (CSV)").click()
-    table = pd.read_csv(download.value.path())
-    assert table["file"].tolist() == ["cut.jpg", "skin-0.png", "skin-1.png", "skin-2.png"]
-    assert table["k"].tolist()[1:] == [50, 50, 50]
-    assert table["retention"].notna().tolist() == [False, False, True, False]
-    shares = table[["p_MEL", "p_NV", "p_BCC"]].dropna()
-    np.testing.assert_allclose(shares.sum(axis=1), 1, atol=1e-5)
-    page.get_by_role("button", name="skin-1.png").click()
-    expect(page.locator("#image-line")).to_contain_text("skin-1.png · 120 × 90 pixels · lesion on")
-    page.get_by_role("button", name="Close the contact sheet").click()
-    expect(page.locator("#sheet")).to_be_hidden()
-    page.locator("#budget").fill("30")
+def test_a_folder_without_the_runtime_or_with_another_version_is_rejected(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="does not have"):
+        site.find_runtime(tmp_path)
+    for name in site.HASHES:
+        (tmp_path / name).write_text("another version")
+    with pytest.raises(RequestError, match="another version of onnxruntime-web"):
+        site.find_runtime(tmp_path)
 
 
-def test_a_pasted_image_is_opened_and_a_phone_offers_its_camera(page: Page, chromium: Browser, site_url: str) -> None:
-    page.evaluate(
-        """data => {
-            const transfer = new DataTransfer();
-            const bytes = Uint8Array.from(atob(data), (c) => c.charCodeAt(0));
-            transfer.items.add(new File([bytes], "pasted.png", { type: "image/png" }));
-            dispatchEvent(new ClipboardEvent("paste", { clipboardData: transfer }));
-        }""",
-        base64.b64encode(picture(80, 60, "PNG")).decode(),
-    )
-    expect(page.locator("#image-line")).to_contain_text("pasted.png · 80 × 60 pixels")
-    expect(page.get_by_text("Take photo…")).to_be_hidden()
-    context = chromium.new_context(viewport={"width": 375, "height": 740}, has_touch=True, is_mobile=True)
-    phone = context.new_page()
-    phone.goto(site_url)
-    expect(phone.get_by_text("Take photo…")).to_be_visible()
-    assert phone.locator("#camera").get_attribute("capture") == "environment"
-    context.close()
-
-
-def test_over_real_images_the_page_keeps_the_same_patches_as_python(page: Page, service: Service, shared: Path) -> None:
-    masks = {path.name.removesuffix("_segmentation.png"): path for path in (shared / "data" / "isic").rglob("*_segmentation.png")}
-    images = sorted((shared / "data" / "isic" / "ISIC_2019_Training_Input").glob("*.jpg"))
-    chosen = [path for path in images if path.stem in masks]
-    chosen = chosen[:: max(1, len(chosen) // 40)][:40]
-    assert len(chosen) == 40
-    same, probabilities, retention = [], [], []
-    for path in chosen:
-        data, lesion = path.read_bytes(), masks[path.stem].read_bytes()
-        expected = service.answer(Question(data, lesion, selectors=(MAIN,)))["selectors"][0]
-        found = next(row for row in ask(page, data, lesion, budgets=[])["selectors"] if row["name"] == MAIN)
-        same.append(len({*found["order"][:30]} & {*expected["order"][:30]}) / 30)
-        probabilities.append(np.abs(np.array(found["probabilities"]) - expected["probabilities"]).max())
-        if expected["retention"] is not None:
-            retention.append(100 * abs(found["retention"][2] - expected["retention"][2]))
-    assert np.mean(same) >= 0.98
-    assert max(probabilities) <= 0.02
-    assert len(retention) > 20
-    assert np.mean(retention) <= 0.5
+def test_a_folder_with_other_files_is_not_written_to(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(RequestError, match=r"has other files \(thesis.tex\). Choose an empty folder.*as `out`"):
+        site.write_site(small_model(tmp_path / ".weights"), tmp_path, tmp_path)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from medtokenbudget.data.checks import Finding, Report, check
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from medtokenbudget.data.duplicates import merged_groups
 from medtokenbudget.data.images import MAX_PIXELS, DecodeError, decode_image, decode_mask
 from medtokenbudget.data.manifest import SPLITS, Manifest, ManifestError
 from medtokenbudget.data.masks import covered_shares, mask_of, patch_labels, prevalence_table, same_aspect
 from medtokenbudget.data.readers import csv_manifest, folder_manifest, isic_manifest, kvasir_manifest, match_masks, open_data
 from medtokenbudget.data.splits import apply_split, cut_selection, keep_split, paper_split
-from medtokenbudget.data.synthetic import Drawings, synthetic_manifest
+
+if TYPE_CHECKING:
+    from medtokenbudget.data.checks import Finding, Report, check
+    from medtokenbudget.data.synthetic import Drawings, synthetic_manifest
 
 __all__ = [
     "MAX_PIXELS",
@@ -41,3 +46,12 @@ __all__ = [
     "same_aspect",
     "synthetic_manifest",
 ]
+
+# Imported when they are first used: reading images needs neither the checks of a data set nor drawn images.
+_LATER = {"Finding": "checks", "Report": "checks", "check": "checks", "Drawings": "synthetic", "synthetic_manifest": "synthetic"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LATER:
+        return getattr(importlib.import_module(f"medtokenbudget.data.{_LATER[name]}"), name)
+    raise AttributeError(f"module 'medtokenbudget.data' has no attribute '{name}'")

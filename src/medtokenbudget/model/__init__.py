@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from medtokenbudget.model.early import EarlyRouting
+from typing import TYPE_CHECKING, Any
+
 from medtokenbudget.model.guarantee import Guarantee
 from medtokenbudget.model.inference import ImageSource, Prediction, Routing, expand
 from medtokenbudget.model.model import MedTokenBudget, load, route
 from medtokenbudget.model.overlays import overlay
+
+if TYPE_CHECKING:
+    from medtokenbudget.model.early import EarlyRouting
 
 __all__ = [
     "EarlyRouting",
@@ -20,3 +24,11 @@ __all__ = [
     "overlay",
     "route",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "EarlyRouting":  # imported when it is first used: most models are not routed early
+        from medtokenbudget.model.early import EarlyRouting
+
+        return EarlyRouting
+    raise AttributeError(f"module 'medtokenbudget.model' has no attribute '{name}'")

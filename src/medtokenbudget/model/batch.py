@@ -45,7 +45,7 @@ from medtokenbudget.jobs import Advance, Execution, require_shared, run_units
 from medtokenbudget.locks import exclusive
 from medtokenbudget.metrics import Retention, retention_of_counts
 from medtokenbudget.model.guarantee import Guarantee
-from medtokenbudget.model.inference import ImageSource, Routing, expand
+from medtokenbudget.model.inference import ImageSource, Prediction, Routing, expand
 from medtokenbudget.model.model import DEFAULT_MODEL, MedTokenBudget, load, loaded
 from medtokenbudget.model.overlays import overlay
 from medtokenbudget.model.writers import (
@@ -189,7 +189,7 @@ def predict_files(
     check_table_path(table)
     model = loaded(model)
     method, amount = model.main if selector is None else selector, model.amount(budget)
-    answers = model.predict_sources(expand(images), amount, method, batch_size, workers)
+    answers = model.answers(expand(images), amount, method, batch_size, workers, kind=Prediction)
     outputs = Outputs(
         table=table,
         columns=prediction_columns(model.classes),

@@ -29,24 +29,24 @@ from medtokenbudget.tokens import TokenBatch
 from medtokenbudget.training.classifier import RoutedClassifier
 
 BLOCK = 4
-"""Where 'inside' prunes unless told otherwise."""
-_INSIDE = tuple(name for name in REGISTRY if name != "rollout")
-_SCOUT = (*REGISTRY, "luminance")
-Score = Callable[[TokenBatch], Tensor]
-"""Scores [B, N] of tokens; the highest are kept."""
+"""Where 'inside' prunes by default."""
+# The rollout multiplies the attention of all blocks, so it is not known inside; luminance is known only to who sees the image.
+_READABLE = {"inside": tuple(name for name in REGISTRY if name != "rollout"), "scout": (*REGISTRY, "luminance")}
 _FREE = ("layer", "attention", "pseudo_temperature", "name")
 """Fields of a fingerprint that may differ between a backbone and the one that an 'inside' router was trained on."""
+Score = Callable[[TokenBatch], Tensor]
+"""From tokens to scores [B, N]; the patches with the highest are kept."""
 
 
 def parse_route(text: str) -> tuple[Way, int]:
-    """Read the way and the block of `--route`: 'scout', 'block:4' or 'inside' (the same as 'block:4')."""
-    name, colon, number = text.partition(":")
+    """Read the way and the block of a route: 'scout', 'block:4' or 'inside' (the same as 'block:4')."""
+    name, _, number = text.partition(":")
     if name == "block" and number.isdecimal():
         return "inside", int(number)
     for way in get_args(Way):
-        if way == name and not colon:
+        if way == text:
             return way, BLOCK
-    raise RequestError(f"--route must be scout or block:N (such as block:{BLOCK}), got '{text}'.")
+    raise RequestError(f"`route` must be scout or block:N (such as block:{BLOCK}), got '{text}'.")
 
 
 @dataclass(frozen=True)
@@ -69,40 +69,33 @@ class EarlyRouting:
     def of(cls, settings: dict[str, Any], router: MedTokenBudget) -> EarlyRouting:
         """Make one from the settings that a store or a model recorded, with the router that they name."""
         if router.fingerprint != settings.get("router"):
-            raise RequestError("The router beside this model is not the one that it was trained with. Copy the whole folder again.")
-        known = {name: value for name, value in settings.items() if name not in ("k", "router")}
+            raise RequestError("The router of this model is not the one that it was trained with. Copy the whole folder again.")
         try:
-            return cls(router, **known)
+            return cls(router, **{name: value for name, value in settings.items() if name not in ("k", "router")})
         except TypeError as error:
             raise RequestError(f"The early routing of this model is not one of this version: {error}. Train it again.") from None
 
-    def settings(self, k: int) -> dict[str, Any]:
-        """Return as JSON values what tokens depend on beside the backbone."""
-        settings: dict[str, Any] = {"way": self.way, "budget": self.budget, "k": k, "router": self.router.fingerprint}
-        return settings | ({"block": self.block} if self.way == "inside" else {})
-
     def wrap(self, backbone: Backbone) -> EarlyBackbone:
-        """Return the backbone with this route; it takes over the network.
-
-        Raises:
-            RequestError: Router, backbone and budget do not go together.
-        """
-        selector, chooses = self._selector()
+        """Return the backbone with this route; it takes over the network."""
+        selector, score = self._selector()
         self.router.to(backbone.device)
-        h, w = backbone.grid
-        k = _count(self.budget, h * w, selector.minimum)
+        n = backbone.grid[0] * backbone.grid[1]
+        k = budget_to_k(self.budget, n, 1)
+        if k < selector.minimum:
+            raise BudgetError(
+                f"Budget {self.budget:g} keeps {k} of {n} patches, but the router's minimum is {selector.minimum}. "
+                f"Use `budget={float(Fraction(selector.minimum, n)):.3g}` or more."
+            )
         if self.way == "inside":
             self._check_inside(backbone, selector)
-            score: Callable[[Any], Tensor] = chooses
-        else:
-            score = _scout(self.router, selector, chooses)
+        settings: dict[str, Any] = {"way": self.way, "budget": self.budget, "k": k, "router": self.router.fingerprint}
         route = EarlyRoute(
             way=self.way,
             k=k,
-            score=score,
+            score=score if self.way == "inside" else self._scout(selector, score),
             grid=self.router.grid,
             size=int(self.router.backbone_fingerprint["image_size"]),
-            settings=self.settings(k),
+            settings=settings | ({"block": self.block} if self.way == "inside" else {}),
             requires=tuple(selector.requires),
             block=self.block,
         )
@@ -118,9 +111,13 @@ class EarlyRouting:
         if "route" in router.backbone_fingerprint:
             raise RequestError("The router is itself routed early. Use a router that was trained on all patches.")
         selector = router.classifier().selector
-        foreign = [field for field in selector.requires if field not in (_INSIDE if self.way == "inside" else _SCOUT)]
-        chooses = _score_of(selector)
-        if chooses is None or selector.stochastic or foreign:
+        foreign = [field for field in selector.requires if field not in _READABLE[self.way]]
+        score: Score | None = selector.score if isinstance(selector, Ranker) else None
+        if isinstance(selector, Merger) and selector.ranks_by is not None:
+            # Such a merger leaves the highest patches unchanged; the pruned network makes the token of the others itself.
+            field = selector.ranks_by
+            score = lambda tokens: getattr(tokens, field).float()  # noqa: E731
+        if score is None or selector.stochastic or foreign:
             kind = f"reads {', '.join(foreign)}" if foreign else "is random" if selector.stochastic else "merges patches"
             raise RequestError(
                 f"The router's method '{name}' {kind}, so it cannot choose patches early. Use one that ranks patches."
@@ -133,65 +130,46 @@ class EarlyRouting:
             )
         if isinstance(selector, torch.nn.Module):
             selector.eval()
-        return selector, chooses
+        return selector, score
+
+    def _scout(self, selector: Selector, score: Score) -> Callable[[Tensor], Tensor]:
+        """Return a function from images [B, 3, s, s], RGB in [0, 1], to scores [B, n]: the router's backbone, then its selector."""
+        backbone = self.router.backbone
+        signals = tuple(name for name in selector.requires if name in REGISTRY)
+
+        def scores(images: Tensor) -> Tensor:
+            mean, std = (
+                torch.tensor(values, device=images.device).view(1, 3, 1, 1)
+                for values in (backbone.preprocessing.mean, backbone.preprocessing.std)
+            )
+            tokens = backbone.tokens((images - mean) / std, signals)
+            if "luminance" in selector.requires:
+                gray = torch.einsum("bchw,c->bhw", images, torch.tensor(REC601, device=images.device))
+                cells = F.avg_pool2d(gray.unsqueeze(1), images.shape[-1] // backbone.grid[0])
+                tokens = replace(tokens, luminance=cells.flatten(1))
+            return score(tokens)
+
+        return scores
 
     def _check_inside(self, backbone: Backbone, selector: Selector) -> None:
-        classless = [name for name in selector.requires if REGISTRY[name].needs_cls and not backbone.has_cls]
-        if classless:
+        if classless := [name for name in selector.requires if REGISTRY[name].needs_cls and not backbone.has_cls]:
             raise RequestError(
                 f"The router's method '{self.router.main}' reads {', '.join(classless)}, but the backbone has no class token. "
-                "Use another --router."
+                "Use another `router`."
             )
         wanted = {key: value for key, value in backbone.fingerprint.items() if key not in _FREE}
-        trained_on = {key: self.router.backbone_fingerprint.get(key) for key in wanted}
-        layer = self.router.backbone_fingerprint["layer"]
-        if trained_on != wanted:
+        trained_on = self.router.backbone_fingerprint
+        before, layer = self.block - 1, trained_on["layer"]
+        if {key: trained_on.get(key) for key in wanted} != wanted:
             raise RequestError(
-                f"--route block:{self.block} scores tokens of the backbone itself, but the router was trained on another backbone "
-                f"or image size. Train one on a store of this backbone, extracted with --layer {self.block - 1}."
+                f"Routing at block {self.block} scores tokens of the backbone itself, but the router was trained on another "
+                f"backbone or image size. Train one on a store of this backbone, extracted with `layer={before}`."
             )
-        if layer != self.block - 1:
+        if layer != before:
             raise RequestError(
-                f"--route block:{self.block} scores the tokens of block {self.block - 1}, but the router was trained on those "
-                f"of block {layer}. Use --route block:{layer + 1}, or train a router on a store with --layer {self.block - 1}."
+                f"Routing at block {self.block} scores the tokens of block {before}, but the router was trained on tokens of block "
+                f"{layer}. Route at block {layer + 1}, or train a router on a store that was extracted with `layer={before}`."
             )
-
-
-def _score_of(selector: Selector) -> Score | None:
-    """Return what the patches are chosen by: the scores of a ranker, or what a merger ranks those by that it leaves as they are."""
-    if isinstance(selector, Ranker):
-        return selector.score
-    field = selector.ranks_by if isinstance(selector, Merger) else None
-    return None if field is None else lambda tokens: getattr(tokens, field).float()
-
-
-def _count(budget: float, n: int, minimum: int) -> int:
-    k = budget_to_k(budget, n, 1)
-    if k < minimum:
-        lowest = float(Fraction(minimum, n))
-        raise BudgetError(
-            f"Budget {budget:g} keeps {k} of {n} patches, but the router's minimum is {minimum}. Use --budget {lowest:.3g} or more."
-        )
-    return k
-
-
-def _scout(router: MedTokenBudget, selector: Selector, chooses: Score) -> Callable[[Tensor], Tensor]:
-    """Return a function from images [B, 3, s, s], RGB in [0, 1], to scores [B, n]: the router's backbone, then its selector."""
-    backbone = router.backbone
-    signals = tuple(name for name in selector.requires if name in REGISTRY)
-    grid, preprocessing = backbone.grid, backbone.preprocessing
-
-    def score(images: Tensor) -> Tensor:
-        mean = torch.tensor(preprocessing.mean, device=images.device).view(1, 3, 1, 1)
-        std = torch.tensor(preprocessing.std, device=images.device).view(1, 3, 1, 1)
-        tokens = backbone.tokens((images - mean) / std, signals)
-        if "luminance" in selector.requires:
-            gray = torch.einsum("bchw,c->bhw", images, torch.tensor(REC601, device=images.device))
-            cells = F.avg_pool2d(gray.unsqueeze(1), images.shape[-1] // grid[0])
-            tokens = replace(tokens, luminance=cells.flatten(1))
-        return chooses(tokens)
-
-    return score
 
 
 def is_untrained_router(name: str) -> bool:
@@ -200,22 +178,15 @@ def is_untrained_router(name: str) -> bool:
 
 
 def untrained_router(name: str, way: Way, backbone: BackboneConfig, block: int = BLOCK) -> MedTokenBudget:
-    """Make a router by the name of its selector, without a head.
+    """Make a router without a head from a selector that does not learn, such as 'evit', 'frequency' or 'center'.
 
-    Args:
-        name: A selector that does not learn, such as 'class-attention', 'evit', 'frequency' or 'center'.
-        way: 'inside' reads the tokens of the backbone itself; 'scout' looks with the embedded backbone.
-        backbone: The backbone that will be routed.
-        block: The first block that will run on the kept patches ('inside').
-
-    Raises:
-        RequestError: The selector learns, so that it must be trained first.
+    It reads the tokens of the routed backbone itself ('inside'), or looks with the embedded backbone ('scout').
     """
     if selector_class(name).learns:
-        store = f"a store of this backbone (mtb extract --layer {block - 1})" if way == "inside" else "a store of a small backbone"
+        store = f"this backbone, extracted with `layer={block - 1}`" if way == "inside" else "a small backbone"
         raise RequestError(
-            f"The selector '{name}' learns, so it cannot choose before it is trained. Train it on {store} with "
-            f"mtb train --selector {name}, and pass the run as --router."
+            f"The selector '{name}' learns, so it cannot choose before it is trained. Train it with `mtb train` on a store of "
+            f"{store}, and pass the run as `router`."
         )
     looks_with = backbone if way == "inside" else BackboneConfig(name="embedded")
     fingerprint = Backbone.load(looks_with).fingerprint

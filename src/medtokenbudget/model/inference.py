@@ -10,12 +10,12 @@ import glob
 import html
 import io
 import os
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
+from itertools import repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -24,6 +24,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from medtokenbudget.backbone.store import ordered_map
 from medtokenbudget.data import Manifest, decode_image, decode_mask, patch_labels
 from medtokenbudget.data.images import require_lesion_values
 from medtokenbudget.data.masks import mask_of
@@ -37,12 +38,9 @@ from medtokenbudget.training.classifier import RoutedClassifier
 if TYPE_CHECKING:
     from medtokenbudget.model.model import MedTokenBudget
 
-MANIFEST_SUFFIX = ".parquet"
 SEED = 0
 """Seed of stochastic selectors. Each image starts from it, so that a prediction does not depend on the rest of its batch."""
 _PLAIN_MODES = ("RGB", "L", "1", "CMYK", "YCbCr")
-T = TypeVar("T")
-R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -78,26 +76,27 @@ def open_picture(value: Any, name: str = "image") -> Image.Image:
                 f"{name}: a picture of mode {value.mode} cannot be converted to RGB unambiguously. Convert it first."
             )
         return value if value.mode == "RGB" else value.convert("RGB")
-    if isinstance(value, (str, os.PathLike)):
-        return decode_image(Path(value))
-    if isinstance(value, (bytes, bytearray)):
-        return decode_image(bytes(value))
-    return _picture_of_array(np.asarray(value), name)
+    file = _file(value)
+    return _picture_of_array(np.asarray(value), name) if file is None else decode_image(file)
 
 
-def open_mask(value: Any) -> Image.Image | None:
-    """Open a lesion mask in gray (0 to 255): a path, bytes, a Pillow picture, or a bool or uint8 array [H, W]; None stays None."""
-    if value is None:
-        return None
-    if isinstance(value, (str, os.PathLike)):
-        return decode_mask(Path(value))
-    if isinstance(value, (bytes, bytearray)):
-        return decode_mask(bytes(value))
+def open_mask(value: Any) -> Image.Image:
+    """Open a lesion mask in gray (0 to 255): a path, bytes, a Pillow picture, or a bool or uint8 array [H, W]."""
+    file = _file(value)
+    if file is not None:
+        return decode_mask(file)
     if not isinstance(value, Image.Image):
         array = np.asarray(value)
         value = _picture_of_array(array.astype(np.uint8) * 255 if array.dtype == bool else array, "mask").convert("L")
     require_lesion_values("The mask", value)
     return value
+
+
+def _file(value: Any) -> Path | bytes | None:
+    """Return the path or the bytes of an image file; None for anything else."""
+    if isinstance(value, (str, os.PathLike)):
+        return Path(value)
+    return bytes(value) if isinstance(value, (bytes, bytearray)) else None
 
 
 def _picture_of_array(array: np.ndarray, name: str) -> Image.Image:
@@ -134,7 +133,7 @@ def _of_path(text: str) -> Iterator[ImageSource]:
     path = Path(text)
     if path.is_dir():
         yield from _of_folder(path)
-    elif path.suffix.lower() == MANIFEST_SUFFIX and path.exists():
+    elif path.suffix.lower() == ".parquet" and path.exists():
         yield from _of_manifest(Manifest.read(path))
     elif not path.exists() and glob.has_magic(text):
         matches = sorted(glob.iglob(text, recursive=True))
@@ -149,8 +148,7 @@ def _of_path(text: str) -> Iterator[ImageSource]:
 
 def _of_folder(folder: Path) -> Iterator[ImageSource]:
     """Find the images that `mtb data folder` would find; other files are counted and reported in one line."""
-    any_image = False
-    skipped: Counter[str] = Counter()
+    any_image, skipped = False, Counter[str]()
     for path in files_below(folder):
         if is_image(path):
             any_image = True
@@ -230,7 +228,7 @@ class Routing:
         return mask.reshape(self.grid)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON values of everything except the tokens."""
+        """Return everything except the tokens as JSON values."""
         return {
             "image": self.image,
             "budget": self.budget,
@@ -265,20 +263,17 @@ class Routing:
 
     @property
     def headline(self) -> str:
-        """What comes first in the caption of an overlay; nothing where no class is predicted."""
+        """The predicted class with its probability; empty where no class is predicted."""
         return ""
 
     def __repr__(self) -> str:
         share = f"{self.k} tokens from {self.n_patches} patches" if self.kept is None else f"{self.k} of {self.n_patches} patches"
-        warning = ["unlike the training images"] if self.unfamiliar else []
-        return f"{type(self).__name__}({', '.join([repr(self.image), *self._class_text(), share, self.selector, *warning])})"
-
-    def _class_text(self) -> list[str]:
-        """What `repr` says about the class, between image and patches."""
-        return []
+        warning = "unlike the training images" if self.unfamiliar else ""
+        parts = (repr(self.image), self.headline, share, self.selector, warning)
+        return f"{type(self).__name__}({', '.join(filter(None, parts))})"
 
     def _repr_png_(self) -> bytes | None:
-        """The overlay for notebooks; None, so that the text is shown, if the picture cannot be read."""
+        """Draw the overlay for notebooks; None, so that the text is displayed, if the picture cannot be read."""
         try:
             picture = self.overlay()
         except MedTokenBudgetError:
@@ -311,30 +306,19 @@ class Prediction(Routing):
         """Probability of `label`."""
         return self.probabilities[self.label]
 
-    def to_dict(self) -> dict[str, Any]:
-        """JSON values of everything except the tokens."""
-        first = {"image": self.image, "label": self.label, "probabilities": self.probabilities}
-        return first | super().to_dict()
-
     @property
     def headline(self) -> str:
-        """Class and probability, for the caption of an overlay."""
-        return f"{self.label} {self.probability:.0%}   "
+        """The predicted class with its probability."""
+        return f"{self.label} {self.probability:.1%}"
 
-    def _class_text(self) -> list[str]:
-        return [f"{self.label} {self.probability:.1%}"]
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything except the tokens as JSON values."""
+        return {"image": self.image, "label": self.label, "probabilities": self.probabilities} | super().to_dict()
 
 
 Answer = TypeVar("Answer", bound=Routing)
-
-
-@dataclass(frozen=True)
-class _Decoded:
-    """A source with what the backbone reads (None if it cannot be read) and the lesion patches [N] of its mask, if asked for."""
-
-    source: ImageSource
-    pixels: np.ndarray | None = None
-    lesion: np.ndarray | None = None
+Decoded = tuple[ImageSource, np.ndarray | None, np.ndarray | None]
+"""A source, the pixels for the backbone (None if it cannot be read), and the lesion patches [N] of its mask, if asked for."""
 
 
 def answers(
@@ -343,51 +327,84 @@ def answers(
     amount: float | Guarantee,
     method: str,
     kind: type[Answer],
-    batch_size: int = 16,
-    workers: int = 2,
-    masks: bool = False,
+    batch_size: int,
+    workers: int,
+    masks: bool,
 ) -> Iterator[tuple[ImageSource, Answer | None]]:
-    """Yield each source with its answer, in order and in constant memory.
+    """Yield each source with its answer, in order and in constant memory; `MedTokenBudget.answers` checks the arguments.
 
-    Args:
-        model: The model.
-        sources: The images.
-        amount: Budget or guarantee, already checked.
-        method: One of the model's methods.
-        kind: `Routing`, or `Prediction` to read the classes too.
-        batch_size: Images per forward pass.
-        workers: Threads that decode images.
-        masks: Whether to read the masks of the sources, for `Routing.lesion`.
-
-    Yields:
-        The source and its answer. The answer is None for an image that could not be read; `source.reason` says why.
+    The answer is None for an image that could not be read; `source.reason` says why.
     """
+    classifier = model.classifier(method)
+    guarantee = amount if isinstance(amount, Guarantee) else None
     decode = partial(_decode, prepare=model.backbone.prepare, grid=model.grid if masks else None)
-    waiting: list[_Decoded] = []
+    decoded = ordered_map(decode, sources, ahead=2 * batch_size, threads=max(1, workers))
+    for batch in _batches(decoded, batch_size):
+        columns: dict[str, Iterable[Any]] = {}
+        readable = [pixels for _, pixels, _ in batch if pixels is not None]
+        if readable:
+            with torch.inference_mode(), evaluating(classifier):
+                tokens = model.encode(np.stack(readable))
+                scores: Tensor | None
+                if isinstance(amount, Guarantee):
+                    selections, scores = select_above(classifier.selector, tokens, amount)
+                else:
+                    selection, scores = select(classifier.selector, tokens, model.k(amount, method))
+                    selections = [selection]
+                unfamiliarity = None if model.familiarity is None else model.familiarity(tokens).cpu().tolist()
+                if issubclass(kind, Prediction):
+                    logits = [classifier.required_head.read(one, tokens.grid) for one in selections]
+                    probabilities = torch.cat(logits).softmax(-1).cpu().numpy()
+                    columns["probabilities"] = [dict(zip(model.classes, row.tolist())) for row in probabilities]
+                    columns["label"] = [model.classes[best] for best in probabilities.argmax(-1)]
+            kept = [row for one in selections for row in one.tokens.float().cpu().numpy()]
+            indices = [row for one in selections if one.indices is not None for row in one.indices.cpu().numpy()]
+            columns |= {
+                "tokens": kept,
+                "k": map(len, kept),
+                "budget": (len(row) / tokens.n for row in kept) if guarantee else repeat(amount),
+                "kept": indices or repeat(None),  # mergers keep no patch
+                "assignment": [row for one in selections for row in one.assignment.cpu().numpy()],
+                "scores": repeat(None) if scores is None else scores.float().cpu().numpy(),
+                "unfamiliarity": repeat(None) if unfamiliarity is None else unfamiliarity,
+            }
+        rows = zip(*columns.values())
+        for source, pixels, lesion in batch:
+            if pixels is None:
+                yield source, None
+                continue
+            values: dict[str, Any] = dict(zip(columns, next(rows)), grid=tokens.grid, selector=method, guarantee=guarantee)
+            yield source, kind(image=source.name, source=source, lesion=lesion, **values)
+
+
+def _batches(items: Iterable[Decoded], size: int) -> Iterator[list[Decoded]]:
+    """Collect items until `size` of them are readable."""
+    batch: list[Decoded] = []
     readable = 0
-    for item in _in_order(sources, decode, workers, ahead=2 * batch_size):
-        waiting.append(item)
-        readable += item.pixels is not None
+    for item in items:
+        batch.append(item)
+        readable += item[1] is not None
         # In a folder of damaged files a batch would never fill, and the list of failures would grow without end.
-        if readable == batch_size or len(waiting) >= 4 * batch_size:
-            yield from _answered(model, waiting, amount, method, kind)
-            waiting, readable = [], 0
-    yield from _answered(model, waiting, amount, method, kind)
+        if readable == size or len(batch) >= 4 * size:
+            yield batch
+            batch, readable = [], 0
+    if batch:
+        yield batch
 
 
-def _decode(source: ImageSource, prepare: Callable[[Image.Image], np.ndarray], grid: tuple[int, int] | None) -> _Decoded:
+def _decode(source: ImageSource, prepare: Callable[[Image.Image], np.ndarray], grid: tuple[int, int] | None) -> Decoded:
     try:
         _require_utf8(source.name)
         picture = source.open()
         pixels = prepare(picture)
     except RequestError as error:
-        return _Decoded(replace(source, reason=str(error)))
+        return replace(source, reason=str(error)), None, None
     if grid is None or source.mask is None:
-        return _Decoded(source, pixels)
+        return source, pixels, None
     try:
-        return _Decoded(source, pixels, patch_labels(mask_of(picture.size, source.mask), grid))
+        return source, pixels, patch_labels(mask_of(picture.size, source.mask), grid)
     except RequestError as error:
-        return _Decoded(replace(source, mask_reason=str(error)), pixels)
+        return replace(source, mask_reason=str(error)), pixels, None
 
 
 def _require_utf8(name: str) -> None:
@@ -398,82 +415,9 @@ def _require_utf8(name: str) -> None:
         raise RequestError(f"The file name {printable} is not valid UTF-8, so no table can name it. Rename the file.") from None
 
 
-def _in_order(items: Iterable[T], function: Callable[[T], R], workers: int, ahead: int) -> Iterator[R]:
-    """Apply `function` in threads that work at most `ahead` items in advance."""
-    waiting: deque[Future[R]] = deque()
-    with ThreadPoolExecutor(max_workers=max(1, workers)) as pool:
-        try:
-            for item in items:
-                waiting.append(pool.submit(function, item))
-                if len(waiting) >= ahead:
-                    yield waiting.popleft().result()
-            while waiting:
-                yield waiting.popleft().result()
-        finally:
-            for future in waiting:
-                future.cancel()
-
-
-def _answered(
-    model: MedTokenBudget, items: Sequence[_Decoded], amount: float | Guarantee, method: str, kind: type[Answer]
-) -> Iterator[tuple[ImageSource, Answer | None]]:
-    readable = [item for item in items if item.pixels is not None]
-    batch = iter(_answer_batch(model, readable, amount, method, kind) if readable else [])
-    for item in items:
-        yield item.source, None if item.pixels is None else next(batch)
-
-
-@torch.inference_mode()
-def _answer_batch(
-    model: MedTokenBudget, items: Sequence[_Decoded], amount: float | Guarantee, method: str, kind: type[Answer]
-) -> list[Answer]:
-    """Answer for one batch: one selection of all images at a budget, one of each image with a guarantee, because K differs."""
-    tokens = model.encode(np.stack([item.pixels for item in items if item.pixels is not None]))
-    classifier = model.classifier(method)
-    probabilities: Sequence[np.ndarray | None] = [None] * len(items)
-    with evaluating(classifier):
-        scores: Tensor | None
-        if isinstance(amount, Guarantee):
-            selections, scores = select_above(classifier.selector, tokens, amount)
-        else:
-            selection, scores = select(classifier.selector, tokens, model.k(amount, method))
-            selections = [selection]
-        if issubclass(kind, Prediction):
-            logits = [classifier.required_head.read(selection, tokens.grid) for selection in selections]
-            probabilities = list(torch.cat(logits).softmax(-1).cpu().numpy())
-    kept = [row for one in selections for row in (one.indices.cpu().numpy() if one.indices is not None else [None] * len(one))]
-    gathered = [row for one in selections for row in one.tokens.float().cpu().numpy()]
-    assignment = [row for one in selections for row in one.assignment.cpu().numpy()]
-    score_rows = [None] * len(items) if scores is None else scores.float().cpu().numpy()
-    unfamiliarity = [None] * len(items) if model.familiarity is None else model.familiarity(tokens).cpu().tolist()
-    built = []
-    for row, item in enumerate(items):
-        fields: dict[str, Any] = {
-            "image": item.source.name,
-            "scores": score_rows[row],
-            "kept": kept[row],
-            "tokens": gathered[row],
-            "assignment": assignment[row],
-            "budget": len(gathered[row]) / tokens.n if isinstance(amount, Guarantee) else amount,
-            "k": len(gathered[row]),
-            "grid": tokens.grid,
-            "selector": method,
-            "unfamiliarity": unfamiliarity[row],
-            "lesion": item.lesion,
-            "guarantee": amount if isinstance(amount, Guarantee) else None,
-            "source": item.source,
-        }
-        values = probabilities[row]
-        if values is not None:
-            fields["probabilities"] = {name: float(value) for name, value in zip(model.classes, values)}
-            fields["label"] = model.classes[int(values.argmax())]
-        built.append(kind(**fields))
-    return built
-
-
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """Switch `module` to evaluation mode inside the block; afterwards every submodule has its own mode again."""
+    """Switch `module` to evaluation mode inside the block; afterwards every submodule is in its earlier mode."""
     modes = [(part, part.training) for part in module.modules()]
     module.eval()
     try:
@@ -486,8 +430,10 @@ def evaluating(module: nn.Module) -> Iterator[None]:
 def select(selector: Selector, tokens: TokenBatch, k: int) -> tuple[Selection, Tensor | None]:
     """Select k tokens; also return the scores [B, N] that the patches were ranked by (None for mergers)."""
     if selector.stochastic and len(tokens) > 1:
+        # One image at a time: in a batch the draws of an image would depend on the images before it.
         each = [select(selector, tokens.take([row]), k) for row in range(len(tokens))]
-        return _joined([selection for selection, _ in each]), _joined_rows([scores for _, scores in each])
+        joined = {field.name: _joined([getattr(one, field.name) for one, _ in each]) for field in fields(Selection)}
+        return Selection(**joined), _joined([scores for _, scores in each])
     noise = torch.Generator().manual_seed(SEED) if selector.stochastic else None
     if isinstance(selector, Ranker) and tokens.places is None:
         with torch.no_grad():  # a ranking has no gradient
@@ -496,58 +442,32 @@ def select(selector: Selector, tokens: TokenBatch, k: int) -> tuple[Selection, T
     return selector.select(tokens, k, noise), None
 
 
+def _joined(values: Sequence[Tensor | None]) -> Any:
+    return None if values[0] is None else torch.cat([value for value in values if value is not None])
+
+
 def select_above(selector: Selector, tokens: TokenBatch, guarantee: Guarantee) -> tuple[list[Selection], Tensor]:
-    """Select what a guarantee keeps of each image; a selection of its own for each, because K differs, and the scores [B, N]."""
+    """Select the patches above the threshold of a guarantee: one selection per image, because K differs, and the scores [B, N]."""
     if not isinstance(selector, Ranker) or selector.stochastic:
         raise RequestError(
-            f"Selector '{selector.name}' does not rank patches by a score, so it cannot keep those above a threshold."
+            f"Selector '{selector.name}' does not rank patches by a score, so it cannot keep the patches above a threshold."
         )
     with torch.no_grad():
         scores = selector.score(selector.check(tokens))
     order = rank(scores)
+    # In double precision, as in the calibration: a score that equals the threshold is kept.
     counts = guarantee.counts(scores.double().cpu().numpy()).tolist()
     return [gather(tokens.patches[row : row + 1], order[row : row + 1, :k]) for row, k in enumerate(counts)], scores
-
-
-class Router:
-    """A function from tokens to those that a selector keeps at a budget; `requires` are the signals that it reads."""
-
-    def __init__(self, selector: Selector, budget: float) -> None:
-        self.selector, self.budget = selector, budget
-        self.requires = selector.requires
-
-    @torch.inference_mode()
-    def __call__(self, tokens: TokenBatch) -> Selection:
-        return select(self.selector, tokens, self.selector.count(self.budget, tokens.n))[0]
 
 
 def probabilities(classifier: RoutedClassifier, tokens: TokenBatch, budgets: Sequence[float]) -> Tensor:
     """Compute class probabilities [B, len(budgets), C]; heads that read the mean do not gather tokens."""
     selector, head = classifier.selector, classifier.required_head
-    if head.reads == "mean":
-        return head(pooled(selector, tokens, budgets)).softmax(-1)
-    selections = (select(selector, tokens, selector.count(budget, tokens.n))[0] for budget in budgets)
-    return torch.stack([head.read(selection, tokens.grid).softmax(-1) for selection in selections], 1)
-
-
-def pooled(selector: Selector, tokens: TokenBatch, budgets: Sequence[float]) -> Tensor:
-    """Pool the tokens that are kept at each budget, [B, len(budgets), D]."""
-    if selector.stochastic:
-        rows = (tokens.take([row]) for row in range(len(tokens)))
-        return torch.cat([selector.pooled(row, budgets, torch.Generator().manual_seed(SEED)) for row in rows])
-    return selector.pooled(tokens, budgets)
-
-
-def _joined(selections: list[Selection]) -> Selection:
-    return Selection(
-        tokens=torch.cat([s.tokens for s in selections]),
-        weights=torch.cat([s.weights for s in selections]),
-        assignment=torch.cat([s.assignment for s in selections]),
-        kept=_joined_rows([s.kept for s in selections]),
-        indices=_joined_rows([s.indices for s in selections]),
-    )
-
-
-def _joined_rows(values: list[Tensor | None]) -> Tensor | None:
-    present = [value for value in values if value is not None]
-    return torch.cat(present) if len(present) == len(values) else None
+    if head.reads != "mean":
+        selections = (select(selector, tokens, selector.count(budget, tokens.n))[0] for budget in budgets)
+        return torch.stack([head.read(selection, tokens.grid).softmax(-1) for selection in selections], 1)
+    if not selector.stochastic:
+        return head(selector.pooled(tokens, budgets)).softmax(-1)
+    rows = (tokens.take([row]) for row in range(len(tokens)))
+    pooled = torch.cat([selector.pooled(row, budgets, torch.Generator().manual_seed(SEED)) for row in rows])
+    return head(pooled).softmax(-1)

@@ -26,47 +26,16 @@ from medtokenbudget.devices import resolve_device
 from medtokenbudget.errors import BudgetError, MismatchError, RequestError, ShapeError, UnknownNameError
 from medtokenbudget.locks import exclusive
 from medtokenbudget.model import inference, saved
-from medtokenbudget.model.guarantee import Guarantee, find_guarantee, read_guarantees
-from medtokenbudget.model.inference import Answer, ImageSource, Prediction, Router, Routing, expand
+from medtokenbudget.model.guarantee import Guarantee
+from medtokenbudget.model.inference import Answer, ImageSource, Prediction, Routing, expand
 from medtokenbudget.routing.conformal import Promise
-from medtokenbudget.tokens import SIGNALS, TokenBatch
+from medtokenbudget.tokens import SIGNALS, Selection, TokenBatch
 from medtokenbudget.training.classifier import RoutedClassifier
 from medtokenbudget.training.familiarity import Familiarity
 
 DEFAULT_BUDGET = 0.3
 DEFAULT_MODEL = "dermoscopy"
 """The router that comes with the package."""
-
-
-class Classifiers(nn.Module, Mapping[str, RoutedClassifier]):
-    """A read-only mapping from method text to classifier whose values are submodules.
-
-    Not an `nn.ModuleDict`, whose keys may not contain the dot of a method text such as `lats:fixed-0.5`, nor be the name of one of
-    its own methods. In state-dict keys `.` is written as `%2E` and `%` as `%25`; everything else in a method text stays as it is.
-    """
-
-    def __init__(self, classifiers: Mapping[str, RoutedClassifier]) -> None:
-        super().__init__()
-        # Not by add_module, which rejects the same names.
-        self._modules.update({_key(method): classifier for method, classifier in classifiers.items()})
-        self._methods = tuple(classifiers)
-
-    def __getitem__(self, method: str) -> RoutedClassifier:
-        return cast(RoutedClassifier, self._modules[_key(method)])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._methods)
-
-    def __len__(self) -> int:
-        return len(self._methods)
-
-    # A mapping compares by content and has no hash; a module is itself alone.
-    __eq__ = object.__eq__
-    __hash__ = object.__hash__
-
-
-def _key(method: str) -> str:
-    return method.replace("%", "%25").replace(".", "%2E")
 
 
 class MedTokenBudget(nn.Module):
@@ -100,7 +69,6 @@ class MedTokenBudget(nn.Module):
         30
     """
 
-    classifiers: Classifiers
     familiarity: Familiarity | None
 
     def __init__(
@@ -140,7 +108,8 @@ class MedTokenBudget(nn.Module):
             raise RequestError("A model whose backbone is routed early needs its router, and no other model has one.")
         # Not a submodule: like the backbone it is frozen and no part of `parameters()` and `state_dict()`.
         self._scout = (scout,)
-        self.classifiers = Classifiers(classifiers)
+        self.methods = nn.ModuleDict({_state_key(method): classifier for method, classifier in classifiers.items()})
+        self._names = tuple(classifiers)
         self.familiarity = familiarity
         self.to(resolve_device(device))
         self.eval()
@@ -164,6 +133,11 @@ class MedTokenBudget(nn.Module):
         """Device of the parameters; the CPU if no method has any."""
         first = next(self.parameters(), None)
         return torch.device("cpu") if first is None else first.device
+
+    @property
+    def classifiers(self) -> dict[str, RoutedClassifier]:
+        """Method text to its selector and head."""
+        return {name: cast(RoutedClassifier, self.methods[_state_key(name)]) for name in self._names}
 
     @property
     def has_head(self) -> bool:
@@ -203,11 +177,7 @@ class MedTokenBudget(nn.Module):
         return float(self.early["budget"]) if self.early is not None and self.backbone_fingerprint.get("route") else None
 
     def budget(self, asked: float | None) -> float:
-        """The budget that was asked for, by default 0.3 or the model's only one.
-
-        Raises:
-            BudgetError: The model has only one, and it is another.
-        """
+        """Return the budget that was asked for, by default 0.3 or the model's only one; any other is an error then."""
         fixed = self.fixed_budget
         if fixed is not None and asked not in (None, fixed):
             raise BudgetError(
@@ -224,7 +194,7 @@ class MedTokenBudget(nn.Module):
             if weights is not None and not Path(weights).is_file():
                 raise RequestError(
                     f"The weights of the backbone are missing: {weights} (SHA-256 {self.backbone_fingerprint['weights']}). "
-                    "Put the file into the folder of the model, or pass --weights FILE."
+                    "Put the file into the folder of the model, or pass its path as `weights`."
                 )
             loaded = Backbone.load(self.backbone_config, self.device)
             if self.early is not None and self.scout is not None:
@@ -254,24 +224,24 @@ class MedTokenBudget(nn.Module):
         return self
 
     def classifier(self, selector: str | None = None) -> RoutedClassifier:
-        """Selector and head of a method (default: the main one)."""
+        """Return selector and head of a method (default: the main one)."""
         method = self.main if selector is None else selector
-        if method not in self.classifiers:
-            raise UnknownNameError.of("selector", method, self.classifiers, "in this model")
+        if method not in self._names:
+            raise UnknownNameError.of("selector", method, self._names, "in this model")
         return self.classifiers[method]
 
     def k(self, budget: float, selector: str | None = None) -> int:
-        """Number of tokens kept at a budget."""
+        """Return the number of tokens that are kept at a budget."""
         h, w = self.grid
         n = h * w if self.fixed_budget is None else int(self.backbone_fingerprint["route"]["k"])
         return self.classifier(selector).selector.count(self.budget(budget), n)
 
     def amount(self, asked: float | Guarantee | None) -> float | Guarantee:
-        """A guarantee as it is, or the `budget` that was asked for."""
+        """Return a guarantee unchanged, or the `budget` that was asked for."""
         return asked if isinstance(asked, Guarantee) else self.budget(asked)
 
     def guarantee(self, retention: float, coverage: float | None = None, selector: str | None = None) -> Guarantee:
-        """A calibrated promise about the lesion, to be used instead of a budget.
+        """Return a calibrated promise about the lesion, to be used instead of a budget.
 
         Args:
             retention: Promised share of the lesion patches.
@@ -279,16 +249,29 @@ class MedTokenBudget(nn.Module):
             selector: Method; None means the main one.
 
         Raises:
-            RequestError: The model was not calibrated for this promise.
+            RequestError: The model was not calibrated for this promise, or was trained again since.
         """
-        method = self.main if selector is None else selector
+        method, promise = self.main if selector is None else selector, Promise(retention, coverage)
         self.classifier(method)
-        return find_guarantee(self.guarantees, Promise(retention, coverage), method, self.fingerprint)
+        settings = f"`retention={retention:g}`" + ("" if coverage is None else f", `coverage={coverage:g}`")
+        for guarantee in self.guarantees:
+            if guarantee.keeps(promise, method):
+                if guarantee.model != self.fingerprint:
+                    raise RequestError(
+                        f"The guarantee of {promise} was calibrated for another version of this model and does not hold. "
+                        f"Calibrate the model again: `mtb calibrate` with {settings}."
+                    )
+                return guarantee
+        known = "; ".join(str(guarantee) for guarantee in self.guarantees if guarantee.selector == method) or "nothing"
+        raise RequestError(
+            f"'{method}' of this model is not calibrated for {promise}. Calibrated: {known}. Use a budget, or calibrate it on "
+            f"images with masks that it was not trained on: `mtb calibrate` with {settings}."
+        )
 
     @property
     def signals(self) -> tuple[str, ...]:
-        """The default signals of the backbone, and those that a selector of this model reads."""
-        read = [name for method in self.classifiers for name in self.classifiers[method].selector.requires if name in SIGNALS]
+        """The default signals of the backbone, and what the selectors of this model read besides."""
+        read = [name for one in self.classifiers.values() for name in one.selector.requires if name in SIGNALS]
         return tuple(dict.fromkeys([*self.backbone.default_signals, *read]))
 
     @torch.no_grad()
@@ -319,13 +302,13 @@ class MedTokenBudget(nn.Module):
         return replace(tokens, lesion=torch.from_numpy(lesion).to(self.device), has_mask=known)
 
     def tokens(self, images: Any) -> TokenBatch:
-        """Tokens of a few images, passed in any form that `predict` takes. A `TokenBatch` is only moved to the model's device."""
+        """Return tokens of a few images in any form that `predict` takes. A `TokenBatch` is only moved to the model's device."""
         if isinstance(images, TokenBatch):
             return images.to(self.device)
         return self.encode(np.stack([self.backbone.prepare(source.open()) for source in expand(images)]))
 
     def forward(self, images: Any, budget: float | None = None, selector: str | None = None) -> Tensor:
-        """Class logits at one budget, with gradients for the head.
+        """Compute class logits at one budget, with gradients for the head.
 
         Args:
             images: A `TokenBatch`, or images in any form that `predict` takes.
@@ -340,15 +323,20 @@ class MedTokenBudget(nn.Module):
         selection, _ = inference.select(classifier.selector, tokens, classifier.selector.count(self.budget(budget), tokens.n))
         return classifier.required_head.read(selection, tokens.grid)
 
-    def router(self, budget: float, selector: str | None = None) -> Router:
-        """A function from tokens to the kept ones, for use in other models."""
+    def router(self, budget: float, selector: str | None = None) -> Callable[[TokenBatch], Selection]:
+        """Return a function from tokens to the kept ones, for use in other models."""
         chosen = self.classifier(selector).selector
-        chosen.count(budget, 1)
-        return Router(chosen, budget)
+        chosen.count(budget, 1)  # a wrong budget is an error here, not at the first batch
+
+        @torch.inference_mode()
+        def routed(tokens: TokenBatch) -> Selection:
+            return inference.select(chosen, tokens, chosen.count(budget, tokens.n))[0]
+
+        return routed
 
     @torch.inference_mode()
     def classify(self, images: Any, budgets: Sequence[float], selector: str | None = None) -> np.ndarray:
-        """Class probabilities [B, len(budgets), C] of tokens or images; rankers order the patches only once for all budgets."""
+        """Compute class probabilities [B, len(budgets), C] of tokens or images; rankers order the patches once for all budgets."""
         classifier = self.classifier(selector)
         with inference.evaluating(classifier):
             return inference.probabilities(classifier, self.tokens(images), budgets).cpu().numpy()
@@ -360,16 +348,13 @@ class MedTokenBudget(nn.Module):
             "backbone": self.backbone_fingerprint,
             "classes": list(self.classes),
             "main": self.main,
-            "selectors": {name: saved.describe(self.classifiers[name]) for name in self.selectors},
+            "selectors": {name: saved.describe(self.classifier(name)) for name in self.selectors},
         }
 
     @property
     def fingerprint(self) -> str:
         """One hash of the whole model: backbone, preprocessing, classes, methods and every number of the classifiers."""
-        return saved.fingerprint(self.identity, self._tensors())
-
-    def _tensors(self) -> dict[str, dict[str, Tensor]]:
-        return saved.tensors_of(self.classifiers, self.main, self.familiarity)
+        return saved.fingerprint(self.identity, saved.tensors_of(self.classifiers, self.main, self.familiarity))
 
     def route(
         self, images: Any, budget: float | Guarantee | None = None, selector: str | None = None, batch_size: int = 16
@@ -404,23 +389,7 @@ class MedTokenBudget(nn.Module):
 
         Images that cannot be read are passed to `on_error`; without it they raise an error.
         """
-        return _readable(self.route_sources(expand(images), budget, selector, batch_size), on_error)
-
-    def route_sources(
-        self,
-        sources: Iterable[ImageSource],
-        budget: float | Guarantee | None,
-        selector: str | None = None,
-        batch_size: int = 16,
-        workers: int = 2,
-        masks: bool = False,
-    ) -> Iterator[tuple[ImageSource, Routing | None]]:
-        """Yield each source with its routing, or with None if it could not be read (`reason` of the source says why), in order.
-
-        With `masks` each routing knows the lesion patches of its source's mask; where it could not be used, `mask_reason` says why.
-        """
-        method, amount = self._checked(budget, selector, batch_size, workers)
-        return inference.answers(self, sources, amount, method, Routing, batch_size, workers, masks)
+        return _readable(self.answers(expand(images), budget, selector, batch_size), on_error)
 
     def predict(
         self, images: Any, budget: float | Guarantee | None = None, selector: str | None = None, batch_size: int = 16
@@ -445,43 +414,36 @@ class MedTokenBudget(nn.Module):
         on_error: Callable[[ImageSource], None] | None = None,
     ) -> Iterator[Prediction]:
         """Like `predict`, one image at a time in constant memory; errors as in `route_stream`."""
-        return _readable(self.predict_sources(expand(images), budget, selector, batch_size), on_error)
+        return _readable(self.answers(expand(images), budget, selector, batch_size, kind=Prediction), on_error)
 
-    def predict_sources(
+    def answers(
         self,
         sources: Iterable[ImageSource],
         budget: float | Guarantee | None,
         selector: str | None = None,
         batch_size: int = 16,
         workers: int = 2,
-    ) -> Iterator[tuple[ImageSource, Prediction | None]]:
-        """Yield each source with its prediction, or with None if it could not be read, in order."""
-        method, amount = self._checked(budget, selector, batch_size, workers)
-        _ = self.classifier(method).required_head
-        return inference.answers(self, sources, amount, method, Prediction, batch_size, workers)
+        masks: bool = False,
+        kind: type[Answer] = Routing,  # type: ignore[assignment]
+    ) -> Iterator[tuple[ImageSource, Answer | None]]:
+        """Yield each source with its answer, or with None if it could not be read (`reason` of the source says why), in order.
 
-    def _checked(
-        self, budget: float | Guarantee | None, selector: str | None, batch_size: int, workers: int
-    ) -> tuple[str, float | Guarantee]:
-        """Check a request before the first image is opened. Returns its method and amount."""
+        The request is checked at once, before the first image is opened. `kind` is `Routing`, or `Prediction` to read the classes
+        too. With `masks` each answer has the lesion patches of its source's mask; where it cannot be used, `mask_reason` says why.
+        """
         check_values({"batch_size": (batch_size, Count), "workers": (workers, Parallel)})
         method, amount = self.main if selector is None else selector, self.amount(budget)
-        self.classifier(method)
+        classifier = self.classifier(method)
         if not isinstance(amount, Guarantee):
             self.k(amount, method)
         elif amount.selector != method:
             raise RequestError(f"This guarantee is for '{amount.selector}', not for '{method}'. Calibrate '{method}' first.")
-        return method, amount
+        if issubclass(kind, Prediction):
+            _ = classifier.required_head
+        return inference.answers(self, sources, amount, method, kind, batch_size, workers, masks)
 
     def save_pretrained(self, path: Path | str) -> Path:
-        """Save the model as a folder without local paths; the weights of the backbone are found by name and hash.
-
-        Args:
-            path: Folder to write.
-
-        Returns:
-            The folder.
-        """
+        """Save the model as a folder without local paths, and return it; the backbone's weights are found by name and hash."""
         target = Path(path)
         backbone = to_dict(self.backbone_config)
         if self.backbone_config.weights is not None:
@@ -497,7 +459,8 @@ class MedTokenBudget(nn.Module):
         with exclusive(target):
             if self.scout is not None:
                 self.scout.save_pretrained(target / saved.ROUTER)
-            saved.write_folder(target, self.identity, settings, self._tensors(), self.card)
+            tensors = saved.tensors_of(self.classifiers, self.main, self.familiarity)
+            saved.write_folder(target, self.identity, settings, tensors, self.card)
         return target
 
     @classmethod
@@ -508,20 +471,19 @@ class MedTokenBudget(nn.Module):
         source = saved.resolve(path, revision)
         config = saved.read_config(source)
         identity = config["identity"]
-        tensors = {name: saved.read_tensors(source, name, config) for name in config["files"]}
-        familiarity = saved.take_familiarity(identity, tensors, source)
+        classifiers, familiarity = saved.read_parts(source, config)
         return cls(
             backbone=saved.backbone_config(config, source, weights),
             backbone_fingerprint=identity["backbone"],
             classes=identity["classes"],
-            classifiers=saved.build(identity, tensors, source),
+            classifiers=classifiers,
             train_config=train_config_from_dict(config["train"]),
             main=identity["main"],
             card=saved.read_card(source),
             info=config["info"],
             scout=cls.from_pretrained(source / saved.ROUTER, device=device) if "route" in identity["backbone"] else None,
             familiarity=familiarity,
-            guarantees=read_guarantees(config.get("guarantees", [])),
+            guarantees=[Guarantee.from_json(values) for values in config.get("guarantees", [])],
             device=device,
         )
 
@@ -586,8 +548,16 @@ def route(
 
 
 def loaded(model: MedTokenBudget | Path | str) -> MedTokenBudget:
-    """Return a model as it is, or load what `load` takes."""
+    """Return a model itself, or load what `load` takes."""
     return model if isinstance(model, MedTokenBudget) else load(model)
+
+
+def _state_key(method: str) -> str:
+    """Return the name of a method among the submodules.
+
+    A dot would split the keys of the state dict, and `nn.ModuleDict` rejects the names of its own functions, such as 'values'.
+    """
+    return "method:" + method.replace("%", "%25").replace(".", "%2E")
 
 
 def _readable(

@@ -1,8 +1,12 @@
-"""ONNX files of a model at one budget: only the routing (tokens to logits and indices) or the whole model (image to the same).
+"""ONNX graphs of a model. Each is compared with PyTorch in onnxruntime before it is written.
 
-A router without a head gives the scores of the patches in place of logits. In a model whose backbone is routed early the router is
-inside the graph: it looks, K patches are chosen, and only those run through the blocks. Before a file is written it is compared
-with the PyTorch model in onnxruntime: same patches, logits or scores within 1e-4.
+`export_onnx` writes one file per budget: only the routing (tokens to logits and indices) or the whole model (image to the same). A
+router without a head gives the scores of the patches in place of logits. In a model whose backbone is routed early the router is
+inside the graph: it looks, K patches are chosen, and only these run through the blocks.
+
+`write_web_graphs` writes the two graphs of the page that runs without a server: one from pixels to tokens and scores, one from
+rankings to logits. They are split where the ranking is: the page sorts the scores itself, so that rankings by the mask of an image
+(the controls) use the same heads. The heads answer for every K at once, so that the page has every budget after one pass.
 """
 
 from __future__ import annotations
@@ -13,25 +17,34 @@ import logging
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from medtokenbudget.backbone.preprocess import luminance
 from medtokenbudget.errors import RequestError, WorkError
 from medtokenbudget.files import atomic_write
+from medtokenbudget.heads import Head
 from medtokenbudget.model.inference import evaluating, select
 from medtokenbudget.model.model import MedTokenBudget
-from medtokenbudget.routing import Ranker
+from medtokenbudget.routing import Ranker, Selector
 from medtokenbudget.tokens import TokenBatch
 
 Part = Literal["routing", "whole"]
 OPSET = 18
 TOLERANCE = 1e-4
+"""Largest difference of logits, tokens and unfamiliarity."""
 ROUNDING = 1e-5
+"""Largest difference of scores: patches whose scores are closer may swap between the two runtimes."""
 SIGNALS = ("attention_entropy", "cls_attention", "received_attention", "value_norm", "luminance")
 """Fields of `TokenBatch` that a graph can take besides the patches."""
+TOKENS_GRAPH, HEADS_GRAPH = "tokens.onnx", "heads.onnx"
+FROM_MASK = ("oracle", "box-prior")
+"""Selectors that rank by the mask, which the page does itself; their heads are in the graph."""
 
 
 def export_onnx(
@@ -55,115 +68,74 @@ def export_onnx(
         RequestError: If the selector cannot be written as a fixed graph, or the extra `onnx` is not installed.
         WorkError: If the exported graph and the PyTorch model disagree; nothing is written then.
     """
-    require_onnx()
+    _require_onnx()
     method = model.main if selector is None else selector
-    with on_cpu(model):
+    with _on_cpu(model):
         graph = _graph(model, budget, part, method)
         # A method text has characters that file systems reject.
         path = Path(out) / f"{part}-{method.replace(':', '-').replace('+', '-')}-{budget:g}.onnx"
         with atomic_write(path) as temporary:
-            inputs = _example(model, part, graph, batch=2, seed=0)
-            names = ["logits" if model.has_head else "scores", "indices"]
-            write_graph(exported(graph, inputs, names, _any_batch(inputs)), temporary, _metadata(model, budget, part, method))
+            inputs = _example(model, graph, batch=2, seed=0)
+            shapes: Any = [{0: torch.export.Dim("batch", min=1, max=1024)} for _ in inputs]
+            # `RoutingGraph.forward` takes its signals as *args, which torch.export sees as one tuple, or as nothing if it is empty.
+            shapes = (shapes[0], tuple(shapes[1:])) if len(shapes) > 1 else (shapes[0],)
+            proto = _exported(graph, inputs, ["logits" if model.has_head else "scores", "indices"], shapes)
+            _write(proto, temporary, _metadata(model, budget, part, method))
             for batch in (1, 2, 3):
-                example = _example(model, part, graph, batch, seed=batch)
-                if isinstance(graph, EarlyGraph):
-                    _check_early(temporary, graph, example, method)
-                else:
-                    _check(temporary, model, example, budget, method)
+                _check(temporary, model, graph, _example(model, graph, batch, seed=batch), method)
     return path
-
-
-@contextmanager
-def on_cpu(model: MedTokenBudget) -> Iterator[None]:
-    """Move a model to the CPU and to evaluation mode inside the block, where graphs are made, and back."""
-    device = model.device
-    model.to("cpu")
-    try:
-        with evaluating(model):
-            yield
-    finally:
-        model.to(device)
-
-
-def require_onnx() -> None:
-    """Raise RequestError with the install command if a package of the extra `onnx` is missing."""
-    missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if importlib.util.find_spec(name) is None]
-    if missing:
-        raise RequestError(f"ONNX export needs {', '.join(missing)}. Run `pip install 'medtokenbudget[onnx]'`.")
 
 
 class RoutingGraph(nn.Module):
     """Tokens to logits (without a head: to scores) and indices at a fixed K, with operations that ONNX has."""
 
-    def __init__(self, selector: Ranker, head: nn.Module | None, grid: tuple[int, int], k: int) -> None:
+    def __init__(self, selector: Ranker, head: Head | None, grid: tuple[int, int], k: int) -> None:
         super().__init__()
         self.selector, self.head, self.grid, self.k = selector, head, grid, k
         self.signals = tuple(name for name in SIGNALS if name in selector.requires)
 
     def forward(self, patches: Tensor, *signals: Tensor) -> tuple[Tensor, Tensor]:
         fields: dict[str, Any] = dict(zip(self.signals, signals))
-        tokens = TokenBatch(patches, self.grid, **fields)
+        scores = self.selector.score(TokenBatch(patches, self.grid, **fields)).float()
         # For equal values ONNX TopK takes the lower index first, as `rank` does; in PyTorch only a stable sort does.
-        scores = self.selector.score(tokens).float()
         indices = torch.topk(scores, self.k, dim=1, sorted=True).indices
-        if self.head is None:
-            return scores, indices
-        kept = torch.gather(patches, 1, indices.unsqueeze(-1).expand(-1, -1, patches.shape[-1]))
-        return self.head(kept.mean(1)), indices
+        return scores if self.head is None else self.head(_mean_of(patches, indices)), indices
 
 
-class _ImageGraph(nn.Module):
-    """Base of the graphs that take images, RGB in [0, 1]: normalization and backbone."""
+class ImageGraph(nn.Module):
+    """Images [B, 3, S, S], RGB in [0, 1], to logits (or scores) and kept patches: normalization, backbone, routing.
+
+    A backbone that is routed early gives only the kept patches; `end` is then the head, otherwise the routing.
+    """
 
     mean: Tensor
     std: Tensor
 
-    def __init__(self, model: MedTokenBudget) -> None:
+    def __init__(self, model: MedTokenBudget, end: RoutingGraph | Head) -> None:
         super().__init__()
-        self.network, self.backbone = model.backbone.model, model.backbone
-        mean, std = _normalization(model)
-        self.register_buffer("mean", mean)
-        self.register_buffer("std", std)
-
-    def tokens(self, image: Tensor, signals: Sequence[str] = ()) -> TokenBatch:
-        """Run the backbone on images [B, 3, S, S]."""
-        return self.backbone.tokens((image - self.mean) / self.std, tuple(signals))
-
-
-def _normalization(model: MedTokenBudget) -> tuple[Tensor, Tensor]:
-    preprocessing = model.backbone.preprocessing
-    return torch.tensor(preprocessing.mean).view(1, 3, 1, 1), torch.tensor(preprocessing.std).view(1, 3, 1, 1)
-
-
-class WholeGraph(_ImageGraph):
-    """Images to logits and indices: normalization, backbone, routing."""
-
-    def __init__(self, model: MedTokenBudget, routing: RoutingGraph) -> None:
-        super().__init__(model)
-        self.routing = routing
-
-    def forward(self, image: Tensor) -> tuple[Tensor, Tensor]:
-        tokens = self.tokens(image, self.routing.signals)
-        return self.routing(tokens.patches, *(getattr(tokens, name) for name in self.routing.signals))
-
-
-class EarlyGraph(_ImageGraph):
-    """Images [B, 3, S, S], RGB in [0, 1], to logits [B, C] and the kept patches [B, K]: router, chosen patches, blocks, head."""
-
-    def __init__(self, model: MedTokenBudget, head: nn.Module) -> None:
-        super().__init__(model)
-        assert model.scout is not None
+        self.backbone, self.network, self.end = model.backbone, model.backbone.model, end
+        for name in ("mean", "std"):
+            self.register_buffer(name, torch.tensor(getattr(model.backbone.preprocessing, name)).view(1, 3, 1, 1))
         # Everything with parameters that the graph runs must be a submodule: also the router's selector and network.
-        parts: list[Any] = [model.scout.classifier().selector]
-        if model.backbone_fingerprint["route"]["way"] != "inside":
+        parts: list[Any] = [] if model.scout is None else [model.scout.classifier().selector]
+        if model.scout is not None and model.backbone_fingerprint["route"]["way"] != "inside":
             parts.append(model.scout.backbone.model)
-        self.head, self.parts = head, nn.ModuleList(part for part in parts if isinstance(part, nn.Module))
+        self.parts = nn.ModuleList(part for part in parts if isinstance(part, nn.Module))
 
     def forward(self, image: Tensor) -> tuple[Tensor, Tensor]:
-        tokens = self.tokens(image)
-        assert tokens.places is not None
-        return self.head(tokens.patches.mean(1)), tokens.places
+        normalized = (image - self.mean) / self.std
+        if not isinstance(self.end, RoutingGraph):
+            tokens = self.backbone.tokens(normalized, ())
+            assert tokens.places is not None
+            return self.end(tokens.patches.mean(1)), tokens.places
+        tokens = self.backbone.tokens(normalized, self.end.signals)
+        logits, indices = self.end(tokens.patches, *(getattr(tokens, name) for name in self.end.signals))
+        return logits, indices
+
+
+def _mean_of(patches: Tensor, indices: Tensor) -> Tensor:
+    """Return the mean [B, D] of the patches [B, N, D] at `indices` [B, K]."""
+    return torch.gather(patches, 1, indices.unsqueeze(-1).expand(-1, -1, patches.shape[-1])).mean(1)
 
 
 def _graph(model: MedTokenBudget, budget: float, part: Part, method: str) -> nn.Module:
@@ -171,7 +143,7 @@ def _graph(model: MedTokenBudget, budget: float, part: Part, method: str) -> nn.
         raise RequestError(f"The part must be 'routing' or 'whole', got '{part}'.")
     early = model.fixed_budget is not None
     if early and part != "whole":
-        raise RequestError("The patches of this model are chosen before or inside the backbone. Use --part whole.")
+        raise RequestError('The patches of this model are chosen before or inside the backbone. Use `part="whole"`.')
     classifier = model.classifier(method)
     selector, head = classifier.selector, classifier.required_head if early else classifier.head
     foreign = [name for name in selector.requires if name not in SIGNALS]
@@ -184,27 +156,32 @@ def _graph(model: MedTokenBudget, budget: float, part: Part, method: str) -> nn.
         )
     if early:
         assert head is not None
-        return EarlyGraph(model, head).eval()
+        return ImageGraph(model, head)
     if part == "whole" and "luminance" in selector.requires:
-        raise RequestError(f"Selector '{method}' reads luminance, which the whole graph does not compute. Use --part routing.")
+        raise RequestError(f"Selector '{method}' reads luminance, which the whole graph does not compute. Use `part=\"routing\"`.")
     assert isinstance(selector, Ranker)
     routing = RoutingGraph(selector, head, model.grid, model.k(budget, method))
-    return (routing if part == "routing" else WholeGraph(model, routing)).eval()
+    return routing if part == "routing" else ImageGraph(model, routing)
 
 
-def _example(model: MedTokenBudget, part: Part, graph: Any, batch: int, seed: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    n = model.grid[0] * model.grid[1]
-    if part != "routing":
-        size = int(model.backbone_fingerprint["image_size"])
-        # Noise and a dark disk: without any structure all scores would be equal up to rounding.
-        y, x = torch.meshgrid(torch.linspace(0, 1, size), torch.linspace(0, 1, size), indexing="ij")
-        center = torch.rand(batch, 2, generator=generator) * 0.4 + 0.3
-        disk = (y - center[:, 0].view(-1, 1, 1)).square() + (x - center[:, 1].view(-1, 1, 1)).square() < 0.04
-        noise = torch.rand(batch, 3, size, size, generator=generator) * 0.2
-        return {"image": 0.75 + noise - 0.5 * disk.unsqueeze(1).float()}
+def _example(model: MedTokenBudget, graph: nn.Module, batch: int, seed: int) -> dict[str, Tensor]:
+    if isinstance(graph, ImageGraph):
+        pictures = _pictures(int(model.backbone_fingerprint["image_size"]), batch, seed)
+        return {"image": pictures.permute(0, 3, 1, 2).float() / 255}
+    assert isinstance(graph, RoutingGraph)
+    generator, n = torch.Generator().manual_seed(seed), model.grid[0] * model.grid[1]
     patches = {"patches": torch.randn(batch, n, model.dim, generator=generator)}
     return patches | {name: torch.rand(batch, n, generator=generator) for name in graph.signals}
+
+
+def _pictures(size: int, count: int, seed: int) -> Tensor:
+    """Make pictures, uint8 [count, S, S, 3]: noise with a dark disk, because without structure all scores would tie."""
+    generator = np.random.default_rng(seed)
+    y, x = np.mgrid[:size, :size] / size
+    pictures = np.array([215, 165, 145]) + generator.normal(0, 12, (count, size, size, 3))
+    for picture, (cy, cx) in zip(pictures, generator.uniform(0.3, 0.7, (count, 2))):
+        picture[(y - cy) ** 2 + (x - cx) ** 2 < 0.04] -= 100
+    return torch.from_numpy(pictures.clip(0, 255).astype(np.uint8))
 
 
 def _metadata(model: MedTokenBudget, budget: float, part: Part, selector: str) -> dict[str, str]:
@@ -228,31 +205,253 @@ def _metadata(model: MedTokenBudget, budget: float, part: Part, selector: str) -
     return {key: value if isinstance(value, str) else json.dumps(value, sort_keys=True) for key, value in values.items()}
 
 
-def exported(graph: nn.Module, inputs: dict[str, Tensor], outputs: list[str], dynamic_shapes: Any = None) -> Any:
-    """Export a graph with these example inputs, as an ONNX message."""
-    with torch.no_grad(), _quiet_exporter():
-        program = torch.onnx.export(
-            graph.eval(),
-            tuple(inputs.values()),
-            dynamo=True,
-            opset_version=OPSET,
-            input_names=list(inputs),
-            output_names=outputs,
-            dynamic_shapes=dynamic_shapes,
-            verbose=False,
+def _check(path: Path, model: MedTokenBudget, graph: nn.Module, inputs: dict[str, Tensor], method: str) -> None:
+    """Raise an error if the file keeps other patches or gives other logits or scores than the PyTorch model."""
+    session = _session(path)
+    if isinstance(session.get_inputs()[0].shape[0], int):
+        raise RequestError(f"Selector '{method}' cannot be exported for any batch size. Export another one.")
+    outputs = session.run(None, {name: value.numpy() for name, value in inputs.items()})
+    values, indices = map(torch.from_numpy, outputs)
+    with torch.inference_mode():
+        if isinstance(graph, ImageGraph) and not isinstance(graph.end, RoutingGraph):
+            # Routed early: the model has no scores of all patches to compare, so the kept ones must be the same.
+            expected, places = graph(inputs["image"])
+            apart = 0.0 if torch.equal(indices.sort(1).values, places.sort(1).values) else float("inf")
+        else:
+            tokens = _tokens(model, graph, inputs)
+            classifier = model.classifier(method)
+            selection, scores = select(classifier.selector, tokens, indices.shape[1])
+            assert scores is not None
+            assert selection.indices is not None
+            apart = (scores.gather(1, indices) - scores.gather(1, selection.indices)).abs().max().item()
+            # Of the patches that the file keeps, which may have swapped.
+            expected = scores if classifier.head is None else classifier.head(_mean_of(tokens.patches, indices))
+        difference = (expected - values).abs().max().item()
+    if apart > ROUNDING or difference > TOLERANCE:
+        what = "logits" if model.has_head else "scores"
+        raise WorkError(
+            f"The exported graph differs from the model ({what} by {difference:.1e}, scores of kept patches by {apart:.1e}), so "
+            "nothing was written."
         )
+
+
+def _tokens(model: MedTokenBudget, graph: nn.Module, inputs: dict[str, Tensor]) -> TokenBatch:
+    if isinstance(graph, ImageGraph):
+        return model.backbone((inputs["image"] - graph.mean) / graph.std, model.signals)
+    fields: dict[str, Any] = inputs
+    return TokenBatch(grid=model.grid, **fields)
+
+
+@dataclass(frozen=True)
+class WebGraphs:
+    """What the graphs of a page hold.
+
+    Attributes:
+        ranked: Methods whose scores the first graph gives, in the order of its rows.
+        fixed: Methods whose scores are the same for every image, with these scores [N].
+        methods: All methods of the page, in the order of the rows of the second graph.
+        left_out: The other methods of the model, each with the reason.
+    """
+
+    ranked: tuple[str, ...]
+    fixed: dict[str, list[float]]
+    methods: tuple[str, ...]
+    left_out: dict[str, str]
+
+
+class TokensGraph(nn.Module):
+    """Pixels uint8 [1, S, S, 3] to patches [1, N, D], the scores [M, N] of M rankers and, if fitted, the unfamiliarity [1]."""
+
+    def __init__(self, model: MedTokenBudget, ranked: tuple[str, ...]) -> None:
+        super().__init__()
+        self.backbone, self.network = model.backbone, model.backbone.model
+        self.rankers: list[Any] = [model.classifier(name).selector for name in ranked]
+        self.parts = nn.ModuleList(ranker for ranker in self.rankers if isinstance(ranker, nn.Module))
+        read = {name for ranker in self.rankers for name in ranker.requires}
+        self.signals = tuple(name for name in SIGNALS if name in read and name != "luminance")
+        self.familiarity = model.familiarity
+
+    def forward(self, pixels: Tensor) -> tuple[Tensor, ...]:
+        tokens = self.backbone.tokens(self.backbone.normalize(pixels), self.signals)
+        fields: dict[str, Any] = {name: getattr(tokens, name) for name in self.signals}
+        batch = TokenBatch(tokens.patches, tokens.grid, luminance=luminance(pixels, tokens.grid), **fields)
+        outputs = (tokens.patches, torch.cat([ranker.score(batch).float() for ranker in self.rankers]))
+        return outputs if self.familiarity is None else (*outputs, self.familiarity(tokens))
+
+
+class HeadsGraph(nn.Module):
+    """Patches [1, N, D] and M rankings [M, N] to logits [M, N, C]: row K - 1 is the head on the mean of the first K patches."""
+
+    def __init__(self, heads: Sequence[Head]) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(heads)
+
+    def forward(self, patches: Tensor, orders: Tensor) -> Tensor:
+        n = patches.shape[1]
+        sums = patches[0][orders].cumsum(1)  # [M, N, D]
+        means = sums / torch.arange(1, n + 1, dtype=torch.float32).view(1, -1, 1)
+        return torch.stack([head(means[row]) for row, head in enumerate(self.heads)])
+
+
+def write_web_graphs(model: MedTokenBudget, out: Path) -> WebGraphs:
+    """Write both graphs of a model to `out` (a router without heads has only the first), each after a comparison with PyTorch."""
+    _require_onnx()
+    if model.early is not None:
+        raise RequestError("The backbone of this model is routed early, which a page cannot do. Export a model that is not.")
+    with _on_cpu(model), torch.no_grad():
+        graphs, pictures = _plan(model), _pictures(model.backbone.preprocessing.image_size, count=3, seed=0).split(1)
+        outputs = ["patches", "scores", *([] if model.familiarity is None else ["unfamiliarity"])]
+        _write_web_graph(
+            out / TOKENS_GRAPH, TokensGraph(model, graphs.ranked), [{"pixels": pixels} for pixels in pictures], outputs
+        )
+        if model.has_head:
+            heads = HeadsGraph([model.classifier(name).required_head for name in graphs.methods])
+            _write_web_graph(out / HEADS_GRAPH, heads, [_ranked(model, graphs, pixels) for pixels in pictures], ["logits"])
+    return graphs
+
+
+def _plan(model: MedTokenBudget) -> WebGraphs:
+    ranked, fixed, left_out = [], {}, {}
+    for name in model.selectors:
+        classifier = model.classifier(name)
+        selector, head = classifier.selector, classifier.head
+        foreign = [field for field in selector.requires if field not in SIGNALS]
+        if head is not None and head.reads == "tokens":
+            left_out[name] = f"its head {head.name} reads tokens"
+        elif not isinstance(selector, Ranker):
+            left_out[name] = "it merges tokens"
+        elif selector.name in FROM_MASK:
+            continue
+        elif foreign:
+            left_out[name] = f"it reads {', '.join(foreign)}"
+        elif not selector.stochastic:
+            ranked.append(name)
+        elif (scores := _drawn_scores(model, selector, seed=0)) == _drawn_scores(model, selector, seed=1):
+            fixed[name] = scores
+        else:
+            left_out[name] = "it draws at random from the tokens"
+    if model.main not in ranked:
+        why = left_out.get(model.main, "it does not rank patches by the image")
+        raise RequestError(f"The main method '{model.main}' cannot run in a page: {why}.")
+    return WebGraphs(tuple(ranked), fixed, tuple(name for name in model.selectors if name not in left_out), left_out)
+
+
+def _drawn_scores(model: MedTokenBudget, selector: Selector, seed: int) -> list[float]:
+    """Return the scores [N] of a ranker that draws; its generator starts anew for every image, so they may be always the same."""
+    n = model.grid[0] * model.grid[1]
+    tokens = TokenBatch(torch.randn(1, n, model.dim, generator=torch.Generator().manual_seed(seed)), model.grid)
+    _, scores = select(selector, tokens, n)
+    assert scores is not None
+    return [float(value) for value in scores[0].tolist()]
+
+
+def _ranked(model: MedTokenBudget, graphs: WebGraphs, pixels: Tensor) -> dict[str, Tensor]:
+    """Return the patches [1, N, D] of one picture and the rankings [M, N] of the methods; a random one where the mask ranks."""
+    tokens = model.encode(pixels)
+    orders: list[Tensor] = []
+    for name in graphs.methods:
+        selector = model.classifier(name).selector
+        if selector.name in FROM_MASK:
+            orders.append(torch.randperm(tokens.n, generator=torch.Generator().manual_seed(len(orders)))[None])
+        else:
+            selection, _ = select(selector, tokens, tokens.n)
+            assert selection.indices is not None
+            orders.append(selection.indices)
+    return {"patches": tokens.patches, "orders": torch.cat(orders)}
+
+
+def _write_web_graph(path: Path, graph: nn.Module, examples: Sequence[dict[str, Tensor]], outputs: list[str]) -> None:
+    with atomic_write(path) as temporary:
+        _write(_halved(_exported(graph, examples[0], outputs)), temporary)
+        for example in examples:
+            _compare(temporary, graph, example)
+
+
+def _compare(path: Path, graph: nn.Module, inputs: dict[str, Tensor]) -> None:
+    """Raise an error if the file gives other numbers than the graph in PyTorch."""
+    session = _session(path)
+    outputs = session.run(None, {name: value.numpy() for name, value in inputs.items()})
+    expected = graph(*inputs.values())
+    for output, values, wanted in zip(session.get_outputs(), outputs, expected if isinstance(expected, tuple) else (expected,)):
+        # Scores decide by their order alone, so their scale is free, but they must be closer.
+        scores = output.name == "scores"
+        scale = wanted.abs().amax(-1, keepdim=True).clamp(min=1) if scores else torch.ones(())
+        difference = ((torch.from_numpy(values) - wanted).abs() / scale).max().item()
+        if difference > (ROUNDING if scores else TOLERANCE):
+            raise WorkError(f"The {output.name} of {path.name} differ from the model by {difference:.1e}, so it was not written.")
+
+
+def _require_onnx() -> None:
+    missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise RequestError(f"ONNX export needs {', '.join(missing)}. Run `pip install 'medtokenbudget[onnx]'`.")
+
+
+@contextmanager
+def _on_cpu(model: MedTokenBudget) -> Iterator[None]:
+    """Move a model to the CPU and to evaluation mode inside the block, where graphs are made, and back."""
+    device = model.device
+    model.to("cpu")
+    try:
+        with evaluating(model):
+            yield
+    finally:
+        model.to(device)
+
+
+def _exported(graph: nn.Module, inputs: dict[str, Tensor], outputs: list[str], dynamic_shapes: Any = None) -> Any:
+    """Export a graph with these example inputs, as an ONNX message."""
+    # The exporter reports its own optimizations at length; what matters is checked afterwards.
+    loggers = [logging.getLogger(name) for name in ("onnxscript", "onnx_ir", "torch.onnx")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            program = torch.onnx.export(
+                graph.eval(),
+                tuple(inputs.values()),
+                dynamo=True,
+                opset_version=OPSET,
+                input_names=list(inputs),
+                output_names=outputs,
+                dynamic_shapes=dynamic_shapes,
+                verbose=False,
+            )
+    finally:
+        for logger, level in zip(loggers, levels):
+            logger.setLevel(level)
     assert program is not None
     return program.model_proto
 
 
-def _any_batch(inputs: dict[str, Tensor]) -> Any:
-    """Return the dynamic shapes of inputs whose first dimension is the batch."""
-    shapes = [{0: torch.export.Dim("batch", min=1, max=1024)} for _ in inputs]
-    # `RoutingGraph.forward` takes its signals as *args, which torch.export sees as one tuple, or not at all if there are none.
-    return (shapes[0], tuple(shapes[1:])) if len(shapes) > 1 else (shapes[0],)
+def _halved(proto: Any) -> Any:
+    """Store weights that half precision holds exactly in half precision: the same numbers in half the bytes.
+
+    The weights of the embedded backbone are of this kind. The runtime casts them back when it loads the graph.
+    """
+    import onnx
+    from onnx import numpy_helper
+
+    kept, casts = [], []
+    for tensor in proto.graph.initializer:
+        values = numpy_helper.to_array(tensor)
+        with np.errstate(over="ignore"):
+            half = values.astype(np.float16) if values.dtype == np.float32 and values.size >= 1024 else None
+        if half is None or not np.array_equal(half.astype(np.float32), values):
+            kept.append(tensor)
+            continue
+        kept.append(numpy_helper.from_array(half, f"{tensor.name}.half"))
+        casts.append(onnx.helper.make_node("Cast", [f"{tensor.name}.half"], [tensor.name], to=onnx.TensorProto.FLOAT))
+    nodes = [*casts, *proto.graph.node]
+    del proto.graph.initializer[:], proto.graph.node[:]
+    proto.graph.initializer.extend(kept)
+    proto.graph.node.extend(nodes)
+    return proto
 
 
-def write_graph(proto: Any, path: Path, metadata: dict[str, str] | None = None) -> None:
+def _write(proto: Any, path: Path, metadata: dict[str, str] | None = None) -> None:
     """Check and write a graph with `metadata` as its only notes.
 
     The exporter notes on every node which line of which source file it came from: paths of this machine, and a user's name.
@@ -275,75 +474,7 @@ def _clear_notes(message: Any) -> None:
                 _clear_notes(part)
 
 
-@contextmanager
-def _quiet_exporter() -> Iterator[None]:
-    """Silence the exporter's notes on its own optimizations; what matters is checked afterwards."""
-    loggers = [logging.getLogger(name) for name in ("onnxscript", "onnx_ir", "torch.onnx")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for logger, level in zip(loggers, levels):
-            logger.setLevel(level)
-
-
-def session(path: Path) -> Any:
-    """Open a graph in onnxruntime."""
+def _session(path: Path) -> Any:
     import onnxruntime
 
     return onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-
-
-def _run(path: Path, inputs: dict[str, Tensor], method: str) -> tuple[Tensor, Tensor]:
-    """Run the file in onnxruntime; return its logits (or scores) and indices."""
-    opened = session(path)
-    if isinstance(opened.get_inputs()[0].shape[0], int):
-        raise RequestError(f"Selector '{method}' cannot be exported for any batch size. Export another one.")
-    values, indices = opened.run(None, {name: value.numpy() for name, value in inputs.items()})
-    return torch.from_numpy(values), torch.from_numpy(indices)
-
-
-def _check(path: Path, model: MedTokenBudget, inputs: dict[str, Tensor], budget: float, method: str) -> None:
-    """Raise an error if the file keeps other patches or gives other logits or scores than the PyTorch model."""
-    values, indices = _run(path, inputs, method)
-    classifier = model.classifier(method)
-    with torch.inference_mode():
-        tokens = _tokens(model, inputs)
-        selection, scores = select(classifier.selector, tokens, model.k(budget, method))
-        assert scores is not None
-        assert selection.indices is not None
-        # Patches whose scores differ only by rounding may swap between the two runtimes; the logits are of the patches kept.
-        apart = (scores.gather(1, indices) - scores.gather(1, selection.indices)).abs().max().item()
-        kept = torch.gather(tokens.patches, 1, indices.unsqueeze(-1).expand(-1, -1, tokens.dim))
-        expected = scores if classifier.head is None else classifier.head(kept.mean(1))
-        difference = (expected - values).abs().max().item()
-    if apart > ROUNDING or difference > TOLERANCE:
-        what = "logits" if model.has_head else "scores"
-        raise WorkError(
-            f"The exported graph differs from the model ({what} by {difference:.1e}, scores of kept patches by {apart:.1e}), so "
-            "nothing was written."
-        )
-
-
-def _tokens(model: MedTokenBudget, inputs: dict[str, Tensor]) -> TokenBatch:
-    if "image" not in inputs:
-        fields: dict[str, Any] = inputs
-        return TokenBatch(grid=model.grid, **fields)
-    mean, std = _normalization(model)
-    return model.backbone((inputs["image"] - mean) / std, model.signals)
-
-
-def _check_early(path: Path, graph: EarlyGraph, inputs: dict[str, Tensor], method: str) -> None:
-    """Raise an error unless the file gives what the graph gives in PyTorch: the same patches, numbers within tolerance."""
-    values, indices = _run(path, inputs, method)
-    with torch.inference_mode():
-        expected, places = graph(*inputs.values())
-    same = bool((indices.sort(1).values == places.sort(1).values).all())
-    difference = (values - expected).abs().max().item()
-    if not same or difference > TOLERANCE:
-        kept = "the same" if same else "other"
-        raise WorkError(f"The exported graph keeps {kept} patches and differs by {difference:.1e}, so nothing was written.")

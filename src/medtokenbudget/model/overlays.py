@@ -13,7 +13,7 @@ from PIL import Image, ImageDraw, ImageFilter, ImageFont
 
 from medtokenbudget.model.inference import Routing, open_mask, open_picture
 
-KEPT_EDGE = (255, 255, 255)
+KEPT_EDGE, INK, PAPER = (255, 255, 255), (20, 20, 24), (235, 235, 235)
 LESION_EDGE = (255, 176, 0)
 """Amber: stands out from skin, lesion and the white patch edges, also for color-blind people."""
 DIM = 0.6
@@ -40,29 +40,28 @@ def overlay(image: Any, prediction: Routing, mask: Any = None, side: int = 640) 
         >>> mtb.overlay("photo.jpg", prediction).size
         (640, 670)
     """
-    picture, outline = _fit(open_picture(image), side), open_mask(mask)
-    rows = _edges(picture.height, prediction.grid[0])
-    columns = _edges(picture.width, prediction.grid[1])
+    picture, outline = open_picture(image), None if mask is None else open_mask(mask)
+    scale = side / max(picture.size)
+    size = (max(1, round(picture.width * scale)), max(1, round(picture.height * scale)))
+    picture = picture.resize(size, Image.Resampling.LANCZOS)
+    # Pixel borders of the patches: the grid need not divide the picture.
+    rows, columns = (
+        [round(i / parts * length) for i in range(parts + 1)]
+        for parts, length in zip(prediction.grid, (picture.height, picture.width))
+    )
     kept = prediction.kept_mask
+    groups = prediction.assignment.reshape(prediction.grid)
     if kept is not None:
-        picture = _dim(picture, kept, rows, columns)
-    groups = prediction.assignment.reshape(prediction.grid) if kept is None else kept.astype(np.int64)
+        picture, groups = _dim(picture, kept, rows, columns), kept
     _draw_borders(ImageDraw.Draw(picture), groups, rows, columns)
     if outline is not None:
         picture = _draw_outline(picture, outline)
-    picture = _with_caption(picture, prediction)
-    return _with_warning(picture) if prediction.unfamiliar else picture
-
-
-def _fit(picture: Image.Image, side: int) -> Image.Image:
-    scale = side / max(picture.size)
-    size = (max(1, round(picture.width * scale)), max(1, round(picture.height * scale)))
-    return picture.resize(size, Image.Resampling.LANCZOS)
-
-
-def _edges(length: int, parts: int) -> list[int]:
-    """Return the pixel borders of `parts` equal strips of the length, including the outer ones."""
-    return [round(i / parts * length) for i in range(parts + 1)]
+    n, k = prediction.n_patches, prediction.k
+    share = f"{k} of {n} patches" if kept is not None else f"{n} patches merged into {k} tokens"
+    amount = f"budget {prediction.budget:g}" if prediction.guarantee is None else str(prediction.guarantee)
+    caption = f"{prediction.selector}, {amount}: {share}   research, not a medical device"
+    picture = _with_line(picture, f"{prediction.headline}   {caption}".strip(), picture.height, PAPER, INK)
+    return _with_line(picture, WARNING, 0, INK, LESION_EDGE) if prediction.unfamiliar else picture
 
 
 def _dim(picture: Image.Image, kept: np.ndarray, rows: list[int], columns: list[int]) -> Image.Image:
@@ -91,28 +90,14 @@ def _draw_outline(picture: Image.Image, mask: Image.Image) -> Image.Image:
     return Image.fromarray(pixels)
 
 
-def _with_caption(picture: Image.Image, prediction: Routing) -> Image.Image:
-    n, k = prediction.n_patches, prediction.k
-    share = f"{k} of {n} patches" if prediction.kept is not None else f"{n} patches merged into {k} tokens"
-    amount = f"budget {prediction.budget:g}" if prediction.guarantee is None else str(prediction.guarantee)
-    text = f"{prediction.headline}{prediction.selector}, {amount}: {share}   research, not a medical device"
-    sheet = Image.new("RGB", (picture.width, picture.height + CAPTION), (20, 20, 24))
-    sheet.paste(picture, (0, 0))
-    _write_line(sheet, text, picture.height, (235, 235, 235))
-    return sheet
-
-
-def _with_warning(picture: Image.Image) -> Image.Image:
-    """Add a band above the picture, for an image that the model does not know anything like."""
-    sheet = Image.new("RGB", (picture.width, picture.height + CAPTION), LESION_EDGE)
-    sheet.paste(picture, (0, CAPTION))
-    _write_line(sheet, WARNING, 0, (20, 20, 24))
-    return sheet
-
-
-def _write_line(sheet: Image.Image, text: str, top: int, color: tuple[int, int, int]) -> None:
-    """Write text in a line that starts at `top`, as large as fits."""
+def _with_line(
+    picture: Image.Image, text: str, top: int, color: tuple[int, int, int], background: tuple[int, int, int]
+) -> Image.Image:
+    """Add a line of text above (`top` 0) or below the picture, in the largest font that fits."""
+    sheet = Image.new("RGB", (picture.width, picture.height + CAPTION), background)
+    sheet.paste(picture, (0, 0 if top else CAPTION))
     size, draw = 15, ImageDraw.Draw(sheet)
     while size > 7 and draw.textlength(text, font=ImageFont.load_default(size)) > sheet.width - 16:
         size -= 1
     draw.text((8, top + CAPTION // 2), text, fill=color, font=ImageFont.load_default(size), anchor="lm")
+    return sheet

@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import safetensors
-import safetensors.torch
 import torch
-from safetensors.torch import save
+from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from medtokenbudget import __version__
@@ -43,17 +42,11 @@ ROUTER = "router"
 """Folder of the router inside the folder of a model that is routed early."""
 SHIPPED = {"dermoscopy": Path(__file__).parent / "dermoscopy"}
 """Models that come with the package. Their names win over a folder of the same name in the working directory (write ./NAME)."""
-_FAMILIARITY = "familiarity."
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_COPY_AGAIN = "Copy the model folder again."
 
 
 def resolve(name: str | Path, revision: str | None = None) -> Path:
-    """Find the folder of a saved model.
-
-    Args:
-        name: A model folder, a run directory, a hub id `owner/name` (downloaded into its cache), or the name of a shipped model.
-        revision: Branch, tag or commit on the hub.
-    """
+    """Find the folder of a saved model: a folder, a run, a hub id `owner/name` (downloaded into its cache), or a shipped model."""
     if isinstance(name, str) and name in SHIPPED:
         return SHIPPED[name]
     folder = Path(name).expanduser()
@@ -70,7 +63,7 @@ def resolve(name: str | Path, revision: str | None = None) -> Path:
     if folder.exists():
         raise RequestError(f"{name} is a file. Pass the folder of a saved model (with {CONFIG}, model.safetensors, README.md).")
     looks_local = str(name).startswith(".") or (folder.parent != Path() and folder.parent.is_dir())
-    if not _HUB_ID.fullmatch(str(name)) or looks_local:
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)) or looks_local:
         raise RequestError(
             f"There is no model folder {name}, and it is neither a hub id such as owner/name nor "
             f"a model of the package ({', '.join(SHIPPED)})."
@@ -78,16 +71,16 @@ def resolve(name: str | Path, revision: str | None = None) -> Path:
     return _download(str(name), revision)
 
 
-def _download(repo_id: str, revision: str | None = None) -> Path:
+def _download(repo_id: str, revision: str | None) -> Path:
     """Download a model's files into the hub's cache; a model that is already there needs no network."""
     folder = _fetch(repo_id, CONFIG, revision).parent
-    contents = read_config(folder)
-    for name in (*contents["files"], CARD):
-        _fetch(repo_id, name, revision)
-    if "route" in contents["identity"]["backbone"]:  # routed early: the router is a model inside the folder
+    config = read_config(folder)
+    names = [*config["files"], CARD]
+    if "route" in config["identity"]["backbone"]:  # routed early: the router is a model inside the folder
         router = _fetch(repo_id, f"{ROUTER}/{CONFIG}", revision).parent
-        for name in (*read_config(router)["files"], CARD):
-            _fetch(repo_id, f"{ROUTER}/{name}", revision)
+        names += [f"{ROUTER}/{name}" for name in (*read_config(router)["files"], CARD)]
+    for name in names:
+        _fetch(repo_id, name, revision)
     return folder
 
 
@@ -128,10 +121,9 @@ def write_folder(
     """Write the folder; `tensors` maps a file name to its tensors, `identity` is what every file must agree on."""
     files = {}
     for name, values in tensors.items():
-        whole = {key: value.detach().cpu().contiguous() for key, value in sorted(values.items())}
         # One key only: safetensors writes several in an order that changes from call to call.
         header = {"medtokenbudget": json.dumps(identity, sort_keys=True)}
-        write_safetensors(folder / name, save(whole, header))
+        write_safetensors(folder / name, save({key: values[key].contiguous() for key in sorted(values)}, header))
         files[name] = sha256_file(folder / name)
     if HEADS not in tensors:
         (folder / HEADS).unlink(missing_ok=True)
@@ -153,7 +145,7 @@ def _short_card(identity: dict[str, Any]) -> str:
 
 
 def write_guarantees(folder: Path, guarantees: Sequence[Guarantee]) -> None:
-    """Write guarantees into the `config.json` of a saved model; the tensors stay as they are."""
+    """Write guarantees into the `config.json` of a saved model; its tensors are not touched."""
     with exclusive(folder):
         write_sealed(folder / CONFIG, {**read_config(folder), "guarantees": [guarantee.to_json() for guarantee in guarantees]})
 
@@ -166,24 +158,18 @@ def describe(classifier: RoutedClassifier) -> dict[str, Any]:
 
 
 def tensors_of(
-    classifiers: Mapping[str, RoutedClassifier], main: str, familiarity: Familiarity | None = None
+    classifiers: Mapping[str, RoutedClassifier], main: str, familiarity: Familiarity | None
 ) -> dict[str, dict[str, Tensor]]:
-    """Collect the tensors of each file: `selector.*` and `head.*` of the main method, those of others after `<method>/`.
-
-    What tells unfamiliar images is in the main file as `familiarity.*`.
-    """
-    files: dict[str, dict[str, Tensor]] = {TENSORS: _cpu_state(classifiers[main])}
-    if familiarity is not None:
-        files[TENSORS] |= {f"{_FAMILIARITY}{name}": value for name, value in _cpu_state(familiarity).items()}
-    for method, classifier in classifiers.items():
-        # A router without parameters and head, such as the control `center`, has no tensors.
-        if method != main and (state := _cpu_state(classifier)):
-            files.setdefault(HEADS, {}).update({f"{method}/{name}": value for name, value in state.items()})
+    """Collect the tensors of each file: `selector.*`, `head.*` of the main method and `familiarity.*`; others after `<method>/`."""
+    parts: list[tuple[str, str, nn.Module]] = [(TENSORS, "", classifiers[main])]
+    parts += [] if familiarity is None else [(TENSORS, "familiarity.", familiarity)]
+    parts += [(HEADS, f"{method}/", classifier) for method, classifier in classifiers.items() if method != main]
+    files: dict[str, dict[str, Tensor]] = {TENSORS: {}}
+    for file, prefix, module in parts:
+        for name, value in module.state_dict().items():
+            # Only now, because controls such as `center` have no tensors, and a file without any is not written.
+            files.setdefault(file, {})[f"{prefix}{name}"] = value.detach().cpu()
     return files
-
-
-def _cpu_state(module: nn.Module) -> dict[str, Tensor]:
-    return {name: value.detach().cpu() for name, value in module.state_dict().items()}
 
 
 def fingerprint(identity: dict[str, Any], tensors: dict[str, dict[str, Tensor]]) -> str:
@@ -192,7 +178,7 @@ def fingerprint(identity: dict[str, Any], tensors: dict[str, dict[str, Tensor]])
     for file in sorted(tensors):
         for name, value in sorted(tensors[file].items()):
             digest.update(f"{file}/{name}{list(value.shape)}".encode())
-            digest.update(value.detach().cpu().contiguous().numpy().tobytes())
+            digest.update(value.contiguous().numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -203,60 +189,90 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise RequestError(f"{folder} is not a saved model: it has no {CONFIG}. The model of a run is in RUN/model.")
     config = read_json(path)
     if not isinstance(config, dict) or config.get("format") != FORMAT:
-        raise RequestError(f"{path} is not the configuration of a MedTokenBudget model. Copy the model folder again.")
-    _check_version(path, config)
+        raise RequestError(f"{path} is not the configuration of a MedTokenBudget model. {_COPY_AGAIN}")
+    version = config.get("format_version")
+    if version != FORMAT_VERSION:
+        newer = isinstance(version, int) and version > FORMAT_VERSION
+        advice = f"Install medtokenbudget {config.get('version')} or newer." if newer else "Train the model again with `mtb train`."
+        raise RequestError(f"{path} has model format version {version}, but this program reads version {FORMAT_VERSION}. {advice}")
     config = unsealed(path, config, "Copy the model folder again, or train the model again.")
-    check_config(path, config)
+    _check_config(path, config)
     return config
 
 
-def _check_version(path: Path, config: dict[str, Any]) -> None:
-    version = config.get("format_version")
-    if version == FORMAT_VERSION:
-        return
-    newer = isinstance(version, int) and version > FORMAT_VERSION
-    advice = (
-        f"Install medtokenbudget {config.get('version')} or newer."
-        if newer
-        else "Train the model again: `mtb train MANIFEST --store STORE --out NEW_RUN`."
-    )
-    raise RequestError(f"{path} has model format version {version}, but this program reads version {FORMAT_VERSION}. {advice}")
+def read_parts(source: Path, config: dict[str, Any]) -> tuple[dict[str, RoutedClassifier], Familiarity | None]:
+    """Build what `config` describes from the tensor files of the folder; every tensor must fit and be used."""
+    identity, files = config["identity"], {name: _read_tensors(source / name, config) for name in config["files"]}
+    dim, classes = identity["backbone"]["dim"], len(identity["classes"])
+
+    def taken(file: str, prefix: str) -> dict[str, Tensor]:
+        names = [name for name in files.get(file, {}) if name.startswith(prefix)]
+        return {name.removeprefix(prefix): files[file].pop(name) for name in names}
+
+    familiarity = None
+    if tensors := taken(TENSORS, "familiarity."):
+        basis = tensors.get("image.basis")
+        familiarity = Familiarity(dim, rank=basis.shape[1] if basis is not None and basis.ndim == 2 else 1)
+        _fill(familiarity, tensors, source / TENSORS, "familiarity")
+    classifiers = {}
+    for method, described in identity["selectors"].items():
+        classifiers[method] = _untrained(described, dim, classes, source)
+        file, prefix = (TENSORS, "") if method == identity["main"] else (HEADS, f"{method}/")
+        _fill(classifiers[method], taken(file, prefix), source / file, method)
+    if unused := sorted(name for values in files.values() for name in values):
+        raise RequestError(f"{source} contains tensors that no method uses: {', '.join(unused[:6])}. {_COPY_AGAIN}")
+    return classifiers, familiarity
 
 
-def read_tensors(folder: Path, name: str, config: dict[str, Any]) -> dict[str, Tensor]:
+def _read_tensors(path: Path, config: dict[str, Any]) -> dict[str, Tensor]:
     """Read the tensors of one file; a file that is missing, damaged, or part of another model is rejected by name."""
-    path = folder / name
     if not path.is_file():
-        raise RequestError(f"{path} is missing. Copy the whole model folder again.")
+        raise RequestError(f"{path} is missing. {_COPY_AGAIN}")
     try:
         with safetensors.safe_open(str(path), framework="pt") as reader:
             header = reader.metadata() or {}
     except (safetensors.SafetensorError, OSError) as error:
-        raise RequestError(f"{path} is damaged or not a safetensors file ({error}). Copy the model folder again.") from None
+        raise RequestError(f"{path} is damaged or not a safetensors file ({error}). {_COPY_AGAIN}") from None
     if "medtokenbudget" not in header:
-        raise RequestError(f"{path} was not written by medtokenbudget. Replace it with the {name} that belongs to this model.")
+        raise RequestError(f"{path} was not written by medtokenbudget. Replace it with the {path.name} that belongs to this model.")
     try:
-        identity = json.loads(header["medtokenbudget"])
-        if not isinstance(identity, dict):
-            raise ValueError
-    except (ValueError, RecursionError):
-        raise RequestError(f"{path} is damaged: its header cannot be read. Copy the model folder again.") from None
-    check_identity(f"{path} and {CONFIG}", identity, config["identity"])
-    if sha256_file(path) != config["files"].get(name):
-        raise RequestError(f"{path} is damaged: its hash is not the one in {CONFIG}. Copy the model folder again.")
-    return safetensors.torch.load_file(str(path))
+        identity = dict(json.loads(header["medtokenbudget"]))
+    except (ValueError, TypeError, RecursionError):
+        raise RequestError(f"{path} is damaged: its header cannot be read. {_COPY_AGAIN}") from None
+    if identity != config["identity"]:
+        advice = "Use the files of one saved model. To change classes, methods or backbone, train again."
+        raise MismatchError.between(f"{path} and {CONFIG}", dotted(identity), dotted(config["identity"]), advice)
+    if sha256_file(path) != config["files"][path.name]:
+        raise RequestError(f"{path} is damaged: its hash is not the one in {CONFIG}. {_COPY_AGAIN}")
+    return load_file(str(path))
 
 
-def check_identity(what: str, expected: dict[str, Any], found: dict[str, Any]) -> None:
-    """Raise an error that shows the difference if backbone, preprocessing, classes or methods do not agree."""
-    if expected == found:
-        return
-    raise MismatchError.between(
-        what,
-        dotted(expected),
-        dotted(found),
-        "Use the files as they were saved. To change classes, methods or backbone, train again.",
-    )
+def _untrained(described: dict[str, Any], dim: int, classes: int, source: Path) -> RoutedClassifier:
+    """Build a classifier with the described architecture and untrained parameters."""
+    name, head = described["selector"], described["head"]
+    try:
+        learned = {"dim": dim} if selector_class(name).learns else {}
+        selector = create_selector(name, **learned, **described["options"])
+        return RoutedClassifier(selector, None if head is None else create_head(head["name"], dim, classes, **head["options"]))
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise RequestError(f"{source / CONFIG} does not describe its methods correctly: {error}. Save the model again.") from None
+
+
+def _fill(module: nn.Module, tensors: dict[str, Tensor], path: Path, what: str) -> None:
+    expected = module.state_dict()
+    faults = [f"{name} is missing" for name in expected if name not in tensors]
+    for name, value in tensors.items():
+        if name not in expected:
+            faults.append(f"{name} is not part of this model")
+        elif value.shape != expected[name].shape:
+            faults.append(f"{name} has shape {list(value.shape)}, expected {list(expected[name].shape)}")
+        elif not value.is_floating_point():
+            faults.append(f"{name} has numbers of type {value.dtype}")
+        elif not bool(torch.isfinite(value).all()):
+            faults.append(f"{name} contains NaN or infinite values")
+    if faults:
+        raise RequestError(f"{path} does not fit '{what}': {'; '.join(faults[:6])}.")
+    module.load_state_dict(tensors, strict=True)
 
 
 def read_card(folder: Path) -> str:
@@ -270,72 +286,12 @@ def read_card(folder: Path) -> str:
 
 def backbone_config(config: dict[str, Any], source: Path, weights: Path | str | None) -> BackboneConfig:
     """Read the settings of the backbone; without `weights` its file is looked for by name and hash."""
-    values = config["backbone"]
-    stored = values.get("weights") if weights is None else weights
+    stored = config["backbone"]["weights"] if weights is None else weights
     try:
-        settings = BackboneConfig(**{**values, "weights": None if stored is None else Path(stored)})
+        settings = BackboneConfig(**{**config["backbone"], "weights": None if stored is None else Path(stored)})
     except TypeError as error:
         raise RequestError(f"{source / CONFIG} does not describe a backbone of this version: {error}.") from None
     return settings if weights is not None else located(settings, config["identity"]["backbone"]["weights"], source)
-
-
-def take_familiarity(identity: dict[str, Any], files: dict[str, dict[str, Tensor]], source: Path) -> Familiarity | None:
-    """Build what tells unfamiliar images and remove its tensors from `files`; None if the model was saved without it."""
-    tensors = {name: files[TENSORS].pop(name) for name in list(files[TENSORS]) if name.startswith(_FAMILIARITY)}
-    if not tensors:
-        return None
-    basis = tensors.get(f"{_FAMILIARITY}image.basis")
-    rank = basis.shape[1] if basis is not None and basis.ndim == 2 else 1
-    built = Familiarity(identity["backbone"]["dim"], rank)
-    _fill(built, {name.removeprefix(_FAMILIARITY): value for name, value in tensors.items()}, source / TENSORS, _FAMILIARITY[:-1])
-    return built
-
-
-def build(identity: dict[str, Any], files: dict[str, dict[str, Tensor]], source: Path) -> dict[str, RoutedClassifier]:
-    """Build the classifiers that `identity` describes from the tensors in `files`; every tensor must fit and be used."""
-    dim, classes = identity["backbone"]["dim"], len(identity["classes"])
-    built: dict[str, RoutedClassifier] = {}
-    unused = {(file, name) for file, values in files.items() for name in values}
-    for method, described in identity["selectors"].items():
-        file, prefix = (TENSORS, "") if method == identity["main"] else (HEADS, f"{method}/")
-        classifier = _empty(described, dim, classes, source)
-        tensors = {name[len(prefix) :]: value for name, value in files.get(file, {}).items() if name.startswith(prefix)}
-        unused -= {(file, prefix + name) for name in tensors}
-        _fill(classifier, tensors, source / file, method)
-        built[method] = classifier
-    if unused:
-        names = ", ".join(sorted(name for _, name in unused)[:6])
-        raise RequestError(f"{source} contains tensors that no method uses: {names}. Copy the whole model folder again.")
-    return built
-
-
-def _empty(described: dict[str, Any], dim: int, classes: int, source: Path) -> RoutedClassifier:
-    """Build a classifier with the described architecture and untrained parameters."""
-    try:
-        name, options, head = described["selector"], described["options"], described["head"]
-        learned = {"dim": dim} if selector_class(name).learns else {}
-        selector = create_selector(name, **learned, **options)
-        return RoutedClassifier(selector, None if head is None else create_head(head["name"], dim, classes, **head["options"]))
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise RequestError(f"{source / CONFIG} does not describe its methods correctly: {error}. Save the model again.") from None
-
-
-def _fill(module: nn.Module, tensors: dict[str, Tensor], path: Path, method: str) -> None:
-    expected = module.state_dict()
-    faults = [f"{name} is missing" for name in expected if name not in tensors]
-    faults += [f"{name} is not part of this model" for name in tensors if name not in expected]
-    faults += [
-        f"{name} has shape {list(tensors[name].shape)}, expected {list(value.shape)}"
-        for name, value in expected.items()
-        if name in tensors and tensors[name].shape != value.shape
-    ]
-    faults += [f"{name} has numbers of type {value.dtype}" for name, value in tensors.items() if not value.is_floating_point()]
-    faults += [
-        f"{name} contains NaN or infinite values" for name, value in tensors.items() if not bool(torch.isfinite(value).all())
-    ]
-    if faults:
-        raise RequestError(f"{path} does not fit '{method}': {'; '.join(faults[:6])}.")
-    module.load_state_dict(tensors, strict=True)
 
 
 # The configuration may come from anywhere, so every value is checked before a model is built from it.
@@ -360,103 +316,83 @@ def _is_share(value: Any) -> bool:
     return _is_finite(value) and 0 < value < 1
 
 
-def _are_names(value: Any) -> bool:
-    return _is(list)(value) and all(isinstance(name, str) and name for name in value)
-
-
-def _is_grid(value: Any) -> bool:
-    return _is(list)(value) and len(value) == 2 and all(map(_is_count, value))
-
-
 def _are_files(value: Any) -> bool:
     return _is(dict)(value) and TENSORS in value and all(n in (TENSORS, HEADS) and _is(str)(h) for n, h in value.items())
 
 
-OBJECT: Check = (_is(dict), "an object")
-NAME: Check = (_is(str), "a name")
-HASH: Check = (_is(str), "a hash")
-METHOD: Check = (_is(str), "a method")
-COUNT: Check = (_is_count, "a positive number")
-FINITE: Check = (_is_finite, "a finite number")
-_CONFIG: dict[str, Check] = {
-    **dict.fromkeys(("identity", "backbone", "train", "info"), OBJECT),
+_OBJECT: Check = (_is(dict), "an object")
+_NAME: Check = (_is(str), "a name")
+_HASH: Check = (_is(str), "a hash")
+_COUNT: Check = (_is_count, "a positive number")
+_CONFIG: dict[str, Any] = {
+    "identity": {
+        "backbone": {
+            **{"name": _NAME, "weights": _HASH, "dim": _COUNT, "image_size": _COUNT},
+            "grid": (lambda value: _is(list)(value) and len(value) == 2 and all(map(_is_count, value)), "two positive numbers"),
+        },
+        "classes": (lambda value: _is(list)(value) and all(isinstance(n, str) and n for n in value), "a list of names"),
+        "main": (_is(str), "a method"),
+        "selectors": (lambda value: _is(dict)(value) and bool(value), "an object with at least one method"),
+    },
+    "backbone": {"name": _NAME, "weights": (_is(str, type(None)), "a path or null"), "image_size": _COUNT},
+    "train": _OBJECT,
+    "info": _OBJECT,
     "files": (_are_files, "the hashes of model.safetensors and, if there are other methods, heads.safetensors"),
 }
-_IDENTITY: dict[str, Check] = {
-    "backbone": OBJECT,
-    "classes": (_are_names, "a list of names"),
-    "main": METHOD,
-    "selectors": (lambda value: _is(dict)(value) and bool(value), "an object with at least one method"),
-}
-_FINGERPRINT: dict[str, Check] = {
-    **{"name": NAME, "weights": HASH, "dim": COUNT, "image_size": COUNT},
-    "grid": (_is_grid, "two positive numbers"),
-}
-_BACKBONE: dict[str, Check] = {"name": NAME, "weights": (_is(str, type(None)), "a path or null"), "image_size": COUNT}
-_METHOD: dict[str, Check] = {
-    **{"selector": NAME, "options": OBJECT},
+_METHOD: dict[str, Any] = {
+    **{"selector": _NAME, "options": _OBJECT},
     "head": (_is(dict, type(None)), "an object, or null for a router without a head"),
 }
-_HEAD: dict[str, Check] = {"name": NAME, "options": OBJECT}
-_GUARANTEE: dict[str, Check] = {
+_GUARANTEE: dict[str, Any] = {
     "retention": (_is_share, "a number between 0 and 1"),
     "coverage": (lambda value: value is None or _is_share(value), "a number between 0 and 1, or null"),
     "cap": (lambda value: value is None or value == 1 or _is_share(value), "a number in (0, 1], or null"),
-    **dict.fromkeys(("threshold", "bound", "kept", "tokens"), FINITE),
-    **dict.fromkeys(("minimum", "most", "images", "groups"), COUNT),
-    **{"selector": METHOD, "dataset": NAME, "data": HASH, "model": HASH},
+    **dict.fromkeys(("threshold", "bound", "kept", "tokens"), (_is_finite, "a finite number")),
+    **dict.fromkeys(("minimum", "most", "images", "groups"), _COUNT),
+    **{"selector": (_is(str), "a method"), "dataset": _NAME, "data": _HASH, "model": _HASH},
 }
 
 
-def check_config(path: Path, config: dict[str, Any]) -> None:
-    """Check the types of everything that a model is built from.
-
-    Raises:
-        RequestError: A value is missing or of the wrong type; the message names the file and the value.
-    """
+def _check_config(path: Path, config: dict[str, Any]) -> None:
+    """Raise a RequestError that names the file and the value if something that a model is built from is missing or wrong."""
     _check(path, config, _CONFIG)
-    identity = config["identity"]
-    _check(path, identity, _IDENTITY, "identity.")
-    _check(path, identity["backbone"], _FINGERPRINT, "identity.backbone.")
-    _check(path, config["backbone"], _BACKBONE, "backbone.")
-    for method, described in identity["selectors"].items():
+    identity, guarantees = config["identity"], config.get("guarantees", [])
+    classes, methods, (h, w) = identity["classes"], identity["selectors"], identity["backbone"]["grid"]
+    for method, described in methods.items():
         where = f"identity.selectors.{method}"
-        if not isinstance(described, dict):
-            raise _wrong(path, where, "an object")
-        _check(path, described, _METHOD, f"{where}.")
+        _check(path, described, _METHOD, where)
         if described["head"] is not None:
-            _check(path, described["head"], _HEAD, f"{where}.head.")
-        if (described["head"] is None) is bool(identity["classes"]):
+            _check(path, described["head"], {"name": _NAME, "options": _OBJECT}, f"{where}.head")
+        if (described["head"] is None) is bool(classes):
             raise _wrong(path, f"{where}.head", "null exactly if identity.classes is empty")
-    _check_guarantees(path, config.get("guarantees", []), identity)
-    if len(set(identity["classes"])) < len(identity["classes"]):
-        repeated = sorted({name for name in identity["classes"] if identity["classes"].count(name) > 1})
+    if not isinstance(guarantees, list):
+        raise _wrong(path, "guarantees", "a list of objects")
+    for number, value in enumerate(guarantees):
+        where = f"guarantees.{number}"
+        _check(path, value, _GUARANTEE, where)
+        if value["selector"] not in methods:
+            raise _wrong(path, f"{where}.selector", "one of the model's methods")
+        if not value["minimum"] <= value["most"] <= h * w:
+            raise _wrong(path, f"{where}.most", f"between {value['minimum']} and {h * w} patches")
+    if repeated := sorted({name for name in classes if classes.count(name) > 1}):
         raise RequestError(f"{path} names classes more than once: {', '.join(repeated)}. Train the model again with unique names.")
-    if identity["main"] not in identity["selectors"]:
+    if identity["main"] not in methods:
         raise RequestError(f"{path} is damaged: the main method '{identity['main']}' is not one of its methods. Save it again.")
 
 
-def _check_guarantees(path: Path, values: Any, identity: dict[str, Any]) -> None:
-    """Models that were never calibrated have no guarantees."""
-    if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
-        raise _wrong(path, "guarantees", "a list of objects")
-    h, w = identity["backbone"]["grid"]
-    for number, value in enumerate(values):
-        where = f"guarantees.{number}."
-        _check(path, value, _GUARANTEE, where)
-        if value["selector"] not in identity["selectors"]:
-            raise _wrong(path, f"{where}selector", "one of the model's methods")
-        if not value["minimum"] <= value["most"] <= h * w:
-            raise _wrong(path, f"{where}most", f"between {value['minimum']} and {h * w} patches")
-
-
-def _check(path: Path, values: dict[str, Any], checks: dict[str, Check], prefix: str = "") -> None:
-    missing = [f"{prefix}{name}" for name in checks if name not in values]
-    if missing:
+def _check(path: Path, value: Any, expected: Any, where: str = "") -> None:
+    if not isinstance(expected, dict):
+        valid, text = expected
+        if not valid(value):
+            raise _wrong(path, where, text)
+        return
+    if not isinstance(value, dict):
+        raise _wrong(path, where, "an object")
+    places = {name: f"{where}.{name}".lstrip(".") for name in expected}
+    if missing := [places[name] for name in expected if name not in value]:
         raise RequestError(f"{path} is damaged: it has no {', '.join(missing)}. Save the model again.")
-    for name, (valid, expected) in checks.items():
-        if not valid(values[name]):
-            raise _wrong(path, f"{prefix}{name}", expected)
+    for name, inner in expected.items():
+        _check(path, value[name], inner, places[name])
 
 
 def _wrong(path: Path, name: str, expected: str) -> RequestError:

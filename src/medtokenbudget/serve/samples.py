@@ -6,11 +6,12 @@ import io
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from PIL import Image
 
-from medtokenbudget.data.synthetic import Drawing, draw
+from medtokenbudget.data.synthetic import draw
 from medtokenbudget.errors import UnknownNameError
 
 SIZE = 448
@@ -20,65 +21,44 @@ FIRST_SEED = 900_000_000
 
 @dataclass(frozen=True)
 class Sample:
-    """One synthetic image.
+    """One synthetic image: the class that it is drawn as, its seed after `FIRST_SEED`, and whether the lesion is off the center."""
 
-    Attributes:
-        id: Name in URLs.
-        drawn_as: Class that the lesion is drawn as.
-        seed: Seed of the drawing, relative to `FIRST_SEED`.
-        off_center: Whether the lesion is away from the image center.
-    """
-
-    id: str
     drawn_as: str
     seed: int
     off_center: bool = False
 
 
-@dataclass(frozen=True)
-class Offer:
-    """A sample as shown for one model; `label` is None if the model does not have the class."""
-
-    sample: Sample
-    label: str | None
-    title: str
-
-
-SAMPLES: dict[str, Sample] = {
-    sample.id: sample
-    for sample in (
-        Sample("mel", "MEL", 1),
-        Sample("nv-off-center", "NV", 6, off_center=True),
-        Sample("bcc", "BCC", 2),
-        Sample("mel-off-center", "MEL", 4, off_center=True),
-        Sample("bkl", "BKL", 2),
-        Sample("vasc-off-center", "VASC", 7, off_center=True),
-        Sample("df", "DF", 1),
-        Sample("scc", "SCC", 1),
-    )
+SAMPLES = {
+    "mel": Sample("MEL", 1),
+    "nv-off-center": Sample("NV", 6, off_center=True),
+    "bcc": Sample("BCC", 2),
+    "mel-off-center": Sample("MEL", 4, off_center=True),
+    "bkl": Sample("BKL", 2),
+    "vasc-off-center": Sample("VASC", 7, off_center=True),
+    "df": Sample("DF", 1),
+    "scc": Sample("SCC", 1),
 }
+"""By their names in URLs."""
 
 
-def offers(classes: Collection[str]) -> list[Offer]:
-    """Return the samples for a model with these classes.
+def offers(classes: Collection[str]) -> list[dict[str, Any]]:
+    """Describe the samples for a model with these classes, as JSON values.
 
-    Samples of a class that the model has come first and keep their class. The others are shown without one ("Lesion 1", ...):
+    Samples of a class that the model has come first and keep their class. The others are offered without one ("Lesion 1", ...):
     which patches a method keeps is worth seeing for them too, but the model cannot get their class right.
 
     Example:
-        >>> [offer.title for offer in offers(["NV"])][:3]
+        >>> [offer["title"] for offer in offers(["NV"])][:3]
         ['NV, off-center', 'Lesion 1', 'Lesion 2']
     """
-    known = [sample for sample in SAMPLES.values() if sample.drawn_as in classes]
-    others = [sample for sample in SAMPLES.values() if sample.drawn_as not in classes]
-    return [
-        *(Offer(sample, sample.drawn_as, _title(sample.drawn_as, sample)) for sample in known),
-        *(Offer(sample, None, _title(f"Lesion {number}", sample)) for number, sample in enumerate(others, start=1)),
-    ]
-
-
-def _title(name: str, sample: Sample) -> str:
-    return f"{name}, off-center" if sample.off_center else name
+    rows: list[dict[str, Any]] = []
+    unnamed = 0
+    for name, sample in sorted(SAMPLES.items(), key=lambda item: item[1].drawn_as not in classes):
+        label = sample.drawn_as if sample.drawn_as in classes else None
+        unnamed += label is None
+        title = (label or f"Lesion {unnamed}") + (", off-center" if sample.off_center else "")
+        rows.append({"id": name, "title": title, "label": label, "off_center": sample.off_center})
+    return rows
 
 
 def image_bytes(name: str) -> bytes:
@@ -95,18 +75,8 @@ def mask_bytes(name: str) -> bytes:
 def _files(name: str) -> tuple[bytes, bytes]:
     if name not in SAMPLES:
         raise UnknownNameError.of("sample", name, SAMPLES)
-    sample = SAMPLES[name]
+    sample, image, mask = SAMPLES[name], io.BytesIO(), io.BytesIO()
     drawing = draw(sample.drawn_as, FIRST_SEED + sample.seed, SIZE, sample.off_center)
-    return _image_file(drawing), _mask_file(drawing)
-
-
-def _image_file(drawing: Drawing) -> bytes:
-    stream = io.BytesIO()
-    Image.fromarray(drawing.image).save(stream, format="JPEG", quality=90)
-    return stream.getvalue()
-
-
-def _mask_file(drawing: Drawing) -> bytes:
-    stream = io.BytesIO()
-    Image.fromarray(drawing.mask.astype(np.uint8) * 255).save(stream, format="PNG", optimize=True)
-    return stream.getvalue()
+    Image.fromarray(drawing.image).save(image, format="JPEG", quality=90)
+    Image.fromarray(drawing.mask.astype(np.uint8) * 255).save(mask, format="PNG", optimize=True)
+    return image.getvalue(), mask.getvalue()

@@ -142,8 +142,36 @@ def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
     return {status: {"model": Error, "description": texts[status]} for status in (*statuses, 400, 401, 403)}
 
 
-def route_body(selectors: list[str]) -> dict[str, Any]:
-    """Return the OpenAPI description of the multipart body of /v1/route."""
+ROUTE_EXAMPLE: dict[str, Any] = {
+    "model": "9f2c…",
+    "notice": NOTICE,
+    "image": {"width": 600, "height": 450, "preview": None},
+    "grid": [2, 2],
+    "n": 4,
+    "classes": ["MEL", "NV"],
+    "budgets": [0.5, 1.0],
+    "lesion": [1, 3],
+    "unfamiliarity": 0.62,
+    "selectors": [
+        {
+            "name": "lats:lesion-first",
+            "kind": "ranker",
+            "k": [2, 4],
+            "order": [3, 1, 0, 2],
+            "scores": [0.2, 0.7, 0.1, 0.9],
+            "groups": None,
+            "retention": [1.0, 1.0],
+            "ceiling": [1.0, 1.0],
+            "retention_of_ceiling": [1.0, 1.0],
+            "promises": [],
+            "probabilities": [[0.8, 0.2], [0.7, 0.3]],
+        }
+    ],
+}
+
+
+def route_description(selectors: list[str]) -> dict[str, Any]:
+    """Return the OpenAPI description of /v1/route: its multipart body, with the methods of the model, and its responses."""
     picture = {"type": "string", "format": "binary"}
     fields = {
         "image": {**picture, "description": "JPEG, PNG, TIFF, BMP, WebP, GIF, PPM or JPEG 2000."},
@@ -174,31 +202,7 @@ def route_body(selectors: list[str]) -> dict[str, Any]:
     files = {"contentType": "image/png, image/jpeg"}
     example = {"selectors": ["lats:lesion-first"], "budgets": [0.25], "preview": False}
     content = {"schema": schema, "encoding": {"image": files, "mask": files}, "examples": {"one method": {"value": example}}}
-    return {"requestBody": {"required": True, "content": {"multipart/form-data": content}}}
-
-
-ROUTE_EXAMPLE: dict[str, Any] = {
-    "model": "9f2c…",
-    "notice": NOTICE,
-    "image": {"width": 600, "height": 450, "preview": None},
-    "grid": [2, 2],
-    "n": 4,
-    "classes": ["MEL", "NV"],
-    "budgets": [0.5, 1.0],
-    "lesion": [1, 3],
-    "unfamiliarity": 0.62,
-    "selectors": [
-        {
-            "name": "lats:lesion-first",
-            "kind": "ranker",
-            "k": [2, 4],
-            "order": [3, 1, 0, 2],
-            "scores": [0.2, 0.7, 0.1, 0.9],
-            "groups": None,
-            "retention": [1.0, 1.0],
-            "ceiling": [1.0, 1.0],
-            "retention_of_ceiling": [1.0, 1.0],
-            "probabilities": [[0.8, 0.2], [0.7, 0.3]],
-        }
-    ],
-}
+    responses = {200: {"content": {"application/json": {"example": ROUTE_EXAMPLE}}}, **errors(413, 415, 422, 503)}
+    responses[503]["headers"] = {"Retry-After": {"schema": {"type": "integer"}, "description": "Seconds until the next attempt."}}
+    request = {"requestBody": {"required": True, "content": {"multipart/form-data": content}}}
+    return {"responses": responses, "openapi_extra": request}

@@ -15,18 +15,17 @@ import shutil
 import subprocess
 import tarfile
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from medtokenbudget.errors import RequestError, WorkError, first_line
+from medtokenbudget.errors import RequestError, WorkError
 from medtokenbudget.files import atomic_write, sha256_file, sha256_json, write_json, write_text
 from medtokenbudget.locks import exclusive
 from medtokenbudget.model import MedTokenBudget
-from medtokenbudget.model.web_graphs import HEADS_GRAPH, TOKENS_GRAPH, WebGraphs, write_web_graphs
+from medtokenbudget.model.onnx import HEADS_GRAPH, TOKENS_GRAPH, WebGraphs, write_web_graphs
 from medtokenbudget.progress import say
 from medtokenbudget.serve.samples import image_bytes, mask_bytes, offers
-from medtokenbudget.serve.service import Limits, Service
+from medtokenbudget.serve.service import Service
 
 STATIC = Path(__file__).parent / "static"
 DESCRIPTION = "site.json"
@@ -34,8 +33,8 @@ WORKER = "service-worker.js"
 INTERPOLATIONS = ("bilinear", "bicubic", "lanczos")
 """Filters that the page has; they equal Pillow's to the last bit."""
 PARTS = ("index.html", "static", "model", "runtime", "samples")
-"""What a site consists of, beside its description and the service worker."""
-LIMITS = Limits(max_bytes=100_000_000, max_pixels=50_000_000)
+"""What a site consists of, besides its description and the service worker."""
+MAX_BYTES = 100_000_000
 
 PACKAGE = "onnxruntime-web"
 VERSION = "1.30.0"
@@ -48,6 +47,7 @@ HASHES = {
     BINARY: "3398c10d07d229bd91b364548e130e0e51a8e5704b88c7c083ebbeb78842dee2",
 }
 """SHA-256 of the two files of the package that a site needs."""
+ADVICE = f"Run `npm pack {PACKAGE}@{VERSION}`, unpack the file and pass its folder `package`."
 
 SERVICE_ENGINE = '<meta name="mtb-engine" content="service">'
 CONTENT_SECURITY_POLICY = "; ".join(
@@ -70,24 +70,18 @@ PAGE_ENGINE = (
 )
 
 
-def write_site(model: MedTokenBudget, out: Path | str, runtime: WebRuntime, demo: bool = False) -> WebGraphs:
-    """Write the site of a model to a folder; files of an earlier site in it are replaced.
+def write_site(model: MedTokenBudget, out: Path | str, runtime: Path, demo: bool = False) -> WebGraphs:
+    """Write the site of a model to a folder that is empty, new, or has an earlier site, which is replaced.
 
-    Args:
-        model: The model; methods that cannot run in a page are left out.
-        out: Folder to write to: empty, new, or with an earlier site.
-        runtime: Files of the WebAssembly runtime.
-        demo: Whether the page says that the model was trained on synthetic images.
-
-    Returns:
-        What the graphs hold, with the methods that were left out.
-
-    Raises:
-        RequestError: If the folder has other files, or the model cannot run in a page.
-        WorkError: If a graph differs from the model.
+    `runtime` is the folder from `find_runtime`; with `demo` the page says that the model was trained on synthetic images. The
+    result says which methods were left out because they cannot run in a page.
     """
     folder = Path(out)
-    _check_folder(folder)
+    ours = {*PARTS, DESCRIPTION, WORKER}
+    foreign = [path.name for path in folder.iterdir() if path.name not in ours and path.name[0] != "."] if folder.is_dir() else []
+    if foreign or folder.is_file():
+        what = f"has other files ({', '.join(sorted(foreign)[:3])})" if foreign else "is a file"
+        raise RequestError(f"{folder} {what}. Choose an empty folder, or one with an earlier site, as `out`.")
     preprocessing = model.backbone.preprocessing.to_dict()
     if preprocessing["interpolation"] not in INTERPOLATIONS:
         known = ", ".join(INTERPOLATIONS)
@@ -96,33 +90,29 @@ def write_site(model: MedTokenBudget, out: Path | str, runtime: WebRuntime, demo
         for name in ("static", "samples", "model"):
             shutil.rmtree(folder / name, ignore_errors=True)
         graphs = write_web_graphs(model, folder / "model")
-        _copy(runtime.script, folder / "runtime" / SCRIPT)
-        _copy(runtime.binary, folder / "runtime" / BINARY)
-        samples = _write_samples(model, folder)
-        _write_page(folder)
+        for name in HASHES:
+            _copy(runtime / name, folder / "runtime" / name)
+        for source in STATIC.rglob("*"):
+            if source.is_file() and source.name not in ("index.html", WORKER):
+                _copy(source, folder / "static" / source.relative_to(STATIC))
+        page = (STATIC / "index.html").read_text(encoding="utf-8")
+        assert page.count(SERVICE_ENGINE) == 1, "the page names its engine once"
+        write_text(folder / "index.html", page.replace(SERVICE_ENGINE, PAGE_ENGINE))
         values = {
-            "model": _describe(model, graphs, demo),
+            "model": _described(model, graphs, demo),
             "preprocessing": preprocessing,
             "graphs": {
-                "files": {"tokens": f"model/{TOKENS_GRAPH}"} | ({"heads": f"model/{HEADS_GRAPH}"} if graphs.has_heads else {}),
+                "files": {"tokens": f"model/{TOKENS_GRAPH}"} | ({"heads": f"model/{HEADS_GRAPH}"} if model.has_head else {}),
                 "ranked": graphs.ranked,
                 "fixed": graphs.fixed,
                 "methods": graphs.methods,
                 "promises": _promises(model),
             },
             "runtime": {"script": f"runtime/{SCRIPT}", "binary": f"runtime/{BINARY}"},
-            "samples": samples,
+            "samples": [_write_sample(folder, offer) for offer in offers(model.classes)],
         }
-        _finish(folder, values)
+        write_description(folder, values)
     return graphs
-
-
-def _check_folder(folder: Path) -> None:
-    ours = {*PARTS, DESCRIPTION, WORKER}
-    foreign = [path.name for path in folder.iterdir() if path.name not in ours and path.name[0] != "."] if folder.is_dir() else []
-    if foreign or folder.is_file():
-        what = f"has other files ({', '.join(sorted(foreign)[:3])})" if foreign else "is a file"
-        raise RequestError(f"{folder} {what}. Choose an empty folder, or one with an earlier site, for --out.")
 
 
 def _copy(source: Path, target: Path) -> None:
@@ -130,50 +120,39 @@ def _copy(source: Path, target: Path) -> None:
         shutil.copyfile(source, temporary)
 
 
-def _write_samples(model: MedTokenBudget, folder: Path) -> list[dict[str, Any]]:
-    rows = []
-    for offer in offers(model.classes):
-        name = offer.sample.id
-        files = {"image": (f"samples/{name}.jpg", image_bytes(name)), "mask": (f"samples/{name}_mask.png", mask_bytes(name))}
-        for path, data in files.values():
-            with atomic_write(folder / path) as temporary:
-                temporary.write_bytes(data)
-        row = {"id": name, "title": offer.title, "label": offer.label, "off_center": offer.sample.off_center}
-        rows.append(row | {what: path for what, (path, _) in files.items()})
-    return rows
+def _write_sample(folder: Path, offer: dict[str, Any]) -> dict[str, Any]:
+    """Write the image and the mask of a sample, and add their paths to its description."""
+    name = offer["id"]
+    paths = {"image": f"samples/{name}.jpg", "mask": f"samples/{name}_mask.png"}
+    for path, data in zip(paths.values(), (image_bytes(name), mask_bytes(name))):
+        with atomic_write(folder / path) as temporary:
+            temporary.write_bytes(data)
+    return offer | paths
 
 
-def _write_page(folder: Path) -> None:
-    for source in sorted(path for path in STATIC.rglob("*") if path.is_file()):
-        if source.name not in ("index.html", WORKER):
-            _copy(source, folder / "static" / source.relative_to(STATIC))
-    page = (STATIC / "index.html").read_text(encoding="utf-8")
-    assert page.count(SERVICE_ENGINE) == 1, "the page names its engine once"
-    write_text(folder / "index.html", page.replace(SERVICE_ENGINE, PAGE_ENGINE))
-
-
-def _describe(model: MedTokenBudget, graphs: WebGraphs, demo: bool) -> dict[str, Any]:
-    described = Service(model, LIMITS, demo).describe()
-    shown = [row for row in described["selectors"] if row["name"] in graphs.methods]
-    for row in shown:
+def _described(model: MedTokenBudget, graphs: WebGraphs, demo: bool) -> dict[str, Any]:
+    described = Service(model, MAX_BYTES, demo=demo).describe()
+    described["selectors"] = [row for row in described["selectors"] if row["name"] in graphs.methods]
+    for row in described["selectors"]:
         selector = model.classifier(row["name"]).selector
         row["selector"] = selector.name
         row["keeps_all"] = selector.count(0.5, 10_000) == 10_000
-    return {**described, "selectors": shown}
+    return described
 
 
 def _promises(model: MedTokenBudget) -> list[dict[str, Any]]:
-    """What was calibrated for this model: the threshold on the scores that keeps each promise."""
-    names = ("selector", "retention", "coverage", "threshold", "minimum", "most")
-    fingerprint = model.fingerprint
+    """List what was calibrated for this model: the threshold on the scores that keeps each promise."""
+    names, fingerprint = ("selector", "retention", "coverage", "threshold", "minimum", "most"), model.fingerprint
     return [{name: getattr(one, name) for name in names} for one in model.guarantees if one.model == fingerprint]
 
 
-def _finish(folder: Path, values: dict[str, Any]) -> None:
-    """Write the description with the hash of every file, then the service worker that keeps them; the version is of them all."""
-    found = [path for name in PARTS for path in _files(folder / name)]
+def write_description(folder: Path, values: dict[str, Any]) -> None:
+    """Write the description with the hash of every file, then the service worker that caches them; the version covers them all."""
+    paths = [path for name in PARTS for path in (folder / name, *(folder / name).rglob("*"))]
     files = {
-        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": sha256_file(path)} for path in sorted(found)
+        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
+        for path in sorted(paths)
+        if path.is_file() and path.name[0] != "."
     }
     worker = (STATIC / "page" / WORKER).read_text(encoding="utf-8")
     version = sha256_json({"files": files, "values": values, "worker": worker})[:16]
@@ -182,50 +161,25 @@ def _finish(folder: Path, values: dict[str, Any]) -> None:
     write_text(folder / WORKER, f"const SITE = {listed};\n{worker}")
 
 
-def _files(path: Path) -> list[Path]:
-    return [path] if path.is_file() else [entry for entry in path.rglob("*") if entry.is_file() and entry.name[0] != "."]
-
-
-@dataclass(frozen=True)
-class WebRuntime:
-    """Where the two files are."""
-
-    script: Path
-    binary: Path
-
-
-def find_runtime(folder: Path | None = None) -> WebRuntime:
-    """Return the runtime in `folder` (the unpacked package or its `dist`), or else from the cache, which npm fills if needed.
-
-    Raises:
-        RequestError: If the folder does not have it, or has another version.
-        WorkError: If it is not in the cache and npm cannot fetch it.
-    """
-    if folder is not None:
-        return _given(folder)
-    cache = cache_folder()
-    if not _complete(cache):
-        _fetch(cache)
-    return WebRuntime(cache / SCRIPT, cache / BINARY)
-
-
-def cache_folder() -> Path:
-    """Folder of the runtime in the cache of this user."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "medtokenbudget" / f"{PACKAGE}-{VERSION}"
-
-
-def _given(folder: Path) -> WebRuntime:
+def find_runtime(folder: Path | None = None) -> Path:
+    """Find the folder of the runtime: in `folder` (the unpacked package or its `dist`), or the cache, which npm fills if needed."""
+    if folder is None:
+        cache = cache_folder()
+        if not _complete(cache):
+            _fetch(cache)
+        return cache
     for place in (folder, folder / "dist", folder / "package" / "dist", folder / PACKAGE / "dist"):
         if all((place / name).is_file() for name in HASHES):
             if not _complete(place):
-                raise RequestError(f"{place} has another version of {PACKAGE} than {VERSION}, or a damaged one. {_advice()}")
-            return WebRuntime(place / SCRIPT, place / BINARY)
-    raise RequestError(f"--runtime {folder} does not have {SCRIPT} and {BINARY} of {PACKAGE} {VERSION}. {_advice()}")
+                raise RequestError(f"{place} has another version of {PACKAGE} than {VERSION}, or a damaged one. {ADVICE}")
+            return place
+    raise RequestError(f"The `runtime` folder {folder} does not have {SCRIPT} and {BINARY} of {PACKAGE} {VERSION}. {ADVICE}")
 
 
-def _advice() -> str:
-    return f"Run `npm pack {PACKAGE}@{VERSION}`, unpack the file and pass its folder `package`."
+def cache_folder() -> Path:
+    """Return the folder of the runtime in the cache of this user."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "medtokenbudget" / f"{PACKAGE}-{VERSION}"
 
 
 def _complete(folder: Path) -> bool:
@@ -233,29 +187,27 @@ def _complete(folder: Path) -> bool:
 
 
 def _fetch(cache: Path) -> None:
-    npm = shutil.which("npm")
     needs = f"A page without a server needs {PACKAGE} {VERSION}, which is not in {cache}"
+    npm = shutil.which("npm")
     if npm is None:
-        raise WorkError(f"{needs}, and npm is not installed to fetch it. Install npm, or pass --runtime DIR. {_advice()}")
+        raise WorkError(f"{needs}, and npm is not installed to fetch it. Install npm, or pass `runtime`. {ADVICE}")
     say(f"Fetching {PACKAGE} {VERSION} with npm (33 MB, once) ...")
     with tempfile.TemporaryDirectory() as folder:
         command = [npm, "pack", f"{PACKAGE}@{VERSION}", "--pack-destination", folder, "--silent"]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=folder)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise WorkError(f"{needs}, and npm did not fetch it: {first_line(error)} Pass --runtime DIR. {_advice()}") from None
-        archives = list(Path(folder).glob("*.tgz"))
-        if done.returncode or len(archives) != 1:
-            why = (done.stderr or done.stdout).strip().splitlines()[-1:] or ["no archive"]
-            raise WorkError(f"{needs}, and npm did not fetch it: {why[0]}. Connect, or pass --runtime DIR. {_advice()}")
-        unpack(archives[0], cache)
+            subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=folder, check=True)
+            (archive,) = Path(folder).glob("*.tgz")
+        except (OSError, ValueError, subprocess.SubprocessError) as error:
+            output = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
+            raise WorkError(f"{needs}, and npm did not fetch it: {output[-1]}. Connect, or pass `runtime`. {ADVICE}") from None
+        unpack(archive, cache)
 
 
 def unpack(archive: Path, folder: Path) -> None:
     """Check the package archive and write its two files to `folder`."""
-    found = base64.b64encode(hashlib.sha512(archive.read_bytes()).digest()).decode("ascii")
-    if found != INTEGRITY:
-        raise WorkError(f"The archive of {PACKAGE} {VERSION} has SHA-512 {found}, not the pinned one, so it is not used.")
+    digest = base64.b64encode(hashlib.sha512(archive.read_bytes()).digest()).decode("ascii")
+    if digest != INTEGRITY:
+        raise WorkError(f"The archive of {PACKAGE} {VERSION} has SHA-512 {digest}, not the pinned one, so it is not used.")
     with tarfile.open(archive) as package:
         for name in HASHES:
             member = package.extractfile(f"package/dist/{name}")

@@ -69,12 +69,16 @@ def downloaded(path: Path, seconds: float = 30) -> Any:
     raise AssertionError(f"{path.name} was not downloaded")
 
 
-def test_in_firefox_files_masks_and_the_slider_work_without_a_network(page: Firefox, tmp_path: Path) -> None:
+def test_in_firefox_the_page_opens_and_works_without_a_network(page: Firefox, site_url: str, tmp_path: Path) -> None:
     (tmp_path / "skin.png").write_bytes(picture(120, 90, "PNG"))
     (tmp_path / "skin_mask.png").write_bytes(mask(120, 90))
     (tmp_path / "cut.jpg").write_bytes(picture(120, 90)[:1500])
+    page.run("await navigator.serviceWorker.ready; return true;")
     page.offline(True)
     try:
+        page.open("about:blank")
+        page.open(site_url)
+        page.wait(READY)
         page.choose("#image-file", [tmp_path / "skin.png"])
         page.wait("document.querySelector('#image-line').textContent.includes('skin.png · 120 × 90 pixels · no mask')")
         page.choose("#mask-file", [tmp_path / "skin_mask.png"])
@@ -105,14 +109,3 @@ def test_in_firefox_axe_finds_nothing_serious_in_the_dark_and_on_a_narrow_screen
     assert page.run("return document.documentElement.scrollWidth <= innerWidth;") is True
     page.send("WebDriver:ExecuteScript", {"script": axe + "\nwindow.axe = axe;", "args": [], "sandbox": None})
     assert checks.told(page.run(f"return {checks.RUN.replace('axe.run', 'window.axe.run')};")) == []
-
-
-def test_in_firefox_the_page_opens_without_a_network_after_the_first_visit(page: Firefox, site_url: str) -> None:
-    page.run("await navigator.serviceWorker.ready; return true;")
-    page.offline(True)
-    try:
-        page.open("about:blank")
-        page.open(site_url)
-        page.wait(READY)
-    finally:
-        page.offline(False)
