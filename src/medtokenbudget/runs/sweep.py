@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
@@ -145,10 +145,16 @@ class Training:
 
 @dataclass(frozen=True)
 class Study:
-    """A named set of cells: every method with every seed, at the given budgets.
+    """A named set of cells: every method with every seed, at the given budgets; and how a report shows it.
 
     Attributes:
         off_center: Also evaluate on the off-center crops of the validation images.
+        title: Heading of its table; empty for a sweep of the user's own.
+        section: Id of the section of the report that it belongs to.
+        form: Shape of its table. 'budgets': mean and deviation over seeds, one row per budget and method; 'sweep': accuracy, one
+            column per budget; 'special': a table that the report makes for this study alone.
+        tables: Names of the tables that are made from it, in the order of the report.
+        metrics: Further columns of its table, beside those that every table of this form has.
     """
 
     name: str
@@ -156,6 +162,11 @@ class Study:
     seeds: tuple[int, ...] = (42,)
     budgets: tuple[float, ...] = BUDGETS
     off_center: bool = True
+    title: str = ""
+    section: str = "studies"
+    form: Literal["budgets", "sweep", "special"] = "budgets"
+    tables: tuple[str, ...] = ()
+    metrics: tuple[str, ...] = ()
 
     def units(self) -> list[Unit]:
         """Return every method with every seed."""
