@@ -224,7 +224,7 @@ def train_head(
     head = new_head(name, store.dim, len(store.classes), config)
     judge = _epoch_judge(store, with_masks(store, rows.select, selector), selector, config)
     if selector.stochastic or head.reads == "tokens":
-        batches = _batches_of_store(store, trained_on, label, selector, head, config)
+        batches = batches_of_store(store, trained_on, label, selector, head, config)
         return head, fit_head(head, batches, label, config, judge, on_epoch)
     if shared is not None:
         key = sha256_json([store.identity, selector.name, selector.options(), trained_on.tolist(), list(config.budgets)])[:16]
@@ -285,7 +285,7 @@ def batches_of_pooled(pooled: np.ndarray, label: np.ndarray, config: TrainConfig
     return batches
 
 
-def _batches_of_store(
+def batches_of_store(
     store: FeatureStore, rows: np.ndarray, label: np.ndarray, selector: Selector, head: Head, config: TrainConfig
 ) -> Batches:
     """Select tokens again in every epoch, for selectors that draw and for heads that read tokens."""
