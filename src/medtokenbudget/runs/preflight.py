@@ -134,8 +134,7 @@ def _check_needs(run: Run, methods: Sequence[Method]) -> None:
     store, config, masks = run.store, run.config, _has_training_masks(run)
     if config.router.minimum > store.n:
         raise RequestError(
-            f"`router.minimum` must be at most {store.n}, the patches of an image in store {store.path}, "
-            f"got {config.router.minimum}."
+            f"router.minimum must be at most {store.n}, the patches of an image in store {store.path}, got {config.router.minimum}."
         )
     if store.fixed_budget is not None:
         _check_routed(run, store.fixed_budget, methods)
