@@ -16,7 +16,7 @@ from sklearn.model_selection import StratifiedGroupKFold
 from medtokenbudget.config import preset
 from medtokenbudget.data import Manifest
 from medtokenbudget.metrics import accuracy, balanced_accuracy, macro_f1, retention_of_counts
-from medtokenbudget.training.pooled import PooledHead, probabilities
+from medtokenbudget.training.pooled import batches_of_pooled, fit_head, new_head
 
 FOLDS = 3
 DRAWS = 500
@@ -58,10 +58,12 @@ class Task:
 
     def answers(self, means: np.ndarray, learn: np.ndarray, test: np.ndarray, seed: int) -> np.ndarray:
         """Classes that a head which learned on the means of `learn` gives the means `test`."""
-        head = PooledHead("mlp", means.shape[1], self.classes, preset("lesion-first", seed=seed, device="cpu"))
-        head.train_on_file(means[learn][:, None].astype(np.float32), self.label[learn])
-        found: np.ndarray = probabilities(head.head, test[:, None].astype(np.float32))[:, 0].argmax(-1)
-        return found
+        config, label = preset("lesion-first", seed=seed, device="cpu"), self.label[learn]
+        head = new_head("mlp", means.shape[1], self.classes, config)
+        fit_head(head, batches_of_pooled(means[learn][:, None].astype(np.float32), label, config, self.classes), label, config)
+        with torch.no_grad():
+            answers: np.ndarray = head(torch.from_numpy(test.astype(np.float32))).argmax(-1).numpy()
+        return answers
 
 
 def scores_of(label: np.ndarray, answers: np.ndarray, classes: int) -> np.ndarray:

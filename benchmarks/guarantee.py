@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from medtokenbudget.data import Manifest
 from medtokenbudget.model import load
 from medtokenbudget.model.saved import resolve
 from medtokenbudget.routing import create_selector
@@ -80,11 +81,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("guarantee.csv"))
     options = parser.parse_args(arguments)
     model, folder = load(options.model, device="cpu"), resolve(options.model)
-    found = held_out(model, options.manifest, options.store, Path("unused"), run=run_of(folder))
+    found = held_out(model, Manifest.read(options.manifest), options.store, Path("unused"), run=run_of(folder))
     lesion = found.store.lesion.numpy()[found.rows]
     measured = lesion.any(1)
     selector = model.classifier().selector
-    images = Images(lesion[measured], np.array(found.groups)[measured], selector.minimum)
+    images = Images(lesion[measured], np.array(found.groups_of(found.rows))[measured], selector.minimum)
     rows = []
     for name, ranker in {"router": selector, **{name: create_selector(name) for name in CONTROLS}}.items():
         scores = patch_scores(found.store, found.rows[measured], ranker)

@@ -27,7 +27,7 @@ from medtokenbudget.data.images import decode_image
 from medtokenbudget.routing import LATSSelector, create_selector
 from medtokenbudget.tokens import TokenBatch
 from medtokenbudget.training import MLPHead, RoutedClassifier, classification_loss, total_loss
-from medtokenbudget.training.pooled import PooledHead, pool_and_judge, pool_to_file
+from medtokenbudget.training.pooled import batches_of_pooled, batches_of_store, fit_head, new_head, pool_and_judge, pool_to_file
 from medtokenbudget.training.rows import generator
 
 CLASSES = 8
@@ -168,11 +168,11 @@ def measure(name: str, weights: Path | None, images: list[Path], folder: Path, r
             )
     one = preset("paper", head_epochs=1)
     pooled, label = np.load(folder / f"{name}-norm.npy"), store.label.numpy()
-    parts["head epoch"] = seconds(lambda: PooledHead("mlp", store.dim, CLASSES, one).train_on_file(pooled, label), n, rounds + 1)
-    trainer = PooledHead("mlp", store.dim, CLASSES, one)
-    parts["random epoch"] = seconds(
-        lambda: trainer.train_on_store(store, rows, label, create_selector("random"), BUDGETS), n, rounds
-    )
+    trained = new_head("mlp", store.dim, CLASSES, one)
+    from_pooled = batches_of_pooled(pooled, label, one, CLASSES)
+    from_store = batches_of_store(store, rows, label, create_selector("random"), trained, one)
+    parts["head epoch"] = seconds(lambda: fit_head(trained, from_pooled, label, one), n, rounds + 1)
+    parts["random epoch"] = seconds(lambda: fit_head(trained, from_store, label, one), n, rounds)
     return parts
 
 

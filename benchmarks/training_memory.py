@@ -20,7 +20,8 @@ from medtokenbudget.backbone import FeatureStore
 from medtokenbudget.backbone.annotations import Annotation
 from medtokenbudget.config import LATSConfig, preset
 from medtokenbudget.data import Manifest
-from medtokenbudget.training.trainer import train_selector
+from medtokenbudget.training.rows import TrainingRows
+from medtokenbudget.training.trainer import train
 
 
 def _annotated(store: FeatureStore) -> FeatureStore:
@@ -52,7 +53,8 @@ def training_memory(path: Path, name: str) -> dict[str, int]:
     manifest = Manifest.from_records(records, store.classes)
     config = preset(name, epochs=1, head_epochs=1, lats=LATSConfig(hidden=64, layers=1))
     with tempfile.TemporaryDirectory() as out:
-        work = threading.Thread(target=train_selector, args=(manifest, store, Path(out), config))
+        rows = TrainingRows.of(manifest, store, config)
+        work = threading.Thread(target=train, args=(store, rows, config), kwargs={"folder": Path(out)})
         before, peak = private_kib(), 0
         work.start()
         while work.is_alive():

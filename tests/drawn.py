@@ -8,8 +8,12 @@ from pathlib import Path
 from medtokenbudget.backbone import FeatureStore, extract
 from medtokenbudget.config import ExtractConfig, TrainConfig, preset, with_settings
 from medtokenbudget.data import Drawings, Manifest, synthetic_manifest
+from medtokenbudget.routing import Selector
 from medtokenbudget.runs.method import Method
 from medtokenbudget.tokens import SIGNALS
+from medtokenbudget.training import RoutedClassifier
+from medtokenbudget.training.rows import TrainingRows
+from medtokenbudget.training.trainer import train
 from tests.small_model import small_backbone
 
 
@@ -51,3 +55,11 @@ def quick(name: str, *methods: str, labels: bool = True, **changes: object) -> T
     values = {setting: value for setting, value in SMALL.items() if setting in read}
     given = frozenset({*values, *changes})
     return replace(with_settings(base, {**values, "given": given}), **changes)  # type: ignore[arg-type]
+
+
+def fit(
+    drawn: Drawn, config: TrainConfig, selector: str | Selector = "lats", head: str = "mlp", folder: Path | None = None
+) -> RoutedClassifier:
+    """Train on the drawings, in memory unless there is a folder."""
+    store = drawn.store
+    return train(store, TrainingRows.of(drawn.manifest, store, config), config, selector, head, folder)

@@ -25,15 +25,16 @@ import medtokenbudget as mtb
 from medtokenbudget.backbone import FeatureStore
 from medtokenbudget.backbone.backbone import Backbone
 from medtokenbudget.cli import main
-from medtokenbudget.config import BackboneConfig, train_config_from_dict
+from medtokenbudget.config import BackboneConfig
 from medtokenbudget.data import Manifest
 from medtokenbudget.errors import MedTokenBudgetError
 from medtokenbudget.files import read_json, sha256_json
 from medtokenbudget.reporting.intervals import ReportRun
 from medtokenbudget.runs.method import Method
-from medtokenbudget.runs.run import RunInfo
-from medtokenbudget.runs.sweep import Plan, Sources, Unit, status
-from medtokenbudget.training.pooled import _is_whole
+from medtokenbudget.runs.run import Run
+from medtokenbudget.runs.studies import Unit
+from medtokenbudget.runs.sweep import is_done
+from medtokenbudget.training.pooled import is_whole
 from tests.backbone.tiny import SIZE, tiny_backbone
 
 pytestmark = pytest.mark.slow
@@ -61,9 +62,8 @@ class World:
         return ["data", "synthetic", "--out", self / "data", "--n", 24, "--size", 48, "--workers", 1]
 
     @cached_property
-    def plan(self) -> Plan:
-        config = train_config_from_dict(RunInfo.read(self / "run").config)
-        return Plan(Sources.of(self / "data/manifest.parquet", self / "store"), self / "run", config)
+    def begun(self) -> Run:
+        return Run.begin(self / "run", self / "data/manifest.parquet", self / "store", Run(self / "run").config)
 
     def files(self) -> dict[str, list[Path]]:
         """Every file by its kind."""
@@ -179,14 +179,14 @@ def the_run(world: World, path: Path) -> Any:
 def the_unit(world: World, path: Path) -> Any:
     """A unit that is not done runs again, and takes nothing from a damaged file: see tests/runs/test_sweep.py."""
     name, _, seed = path.parent.name.rpartition("-")
-    state = status(world.plan, Unit(Method.parse(name.replace("~", ":")), int(seed)))
+    state = "done" if is_done(world.begun, Unit(Method.parse(name.replace("~", ":")), int(seed))) else "missing"
     if state != "done":
         raise Noticed(f"{path.name}: {state}, run again")
     return None if path.name in ("unit.json", "metrics.jsonl") else path.read_bytes()
 
 
 def the_pooled_tokens(world: World, path: Path) -> Any:
-    if not _is_whole(path.with_suffix(".npy"), path.with_suffix(".json")):
+    if not is_whole(path.with_suffix(".npy")):
         raise Noticed(f"{path.name}: run again")
     return path.with_suffix(".npy").read_bytes()
 

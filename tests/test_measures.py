@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from medtokenbudget.measures import GLOSSARY, METRICS, shown_in
-from medtokenbudget.runs.run import MEASURES
+from medtokenbudget.runs.run import RESULT_COLUMNS, summarize
 from medtokenbudget.runs.statistics import STATISTICS
+from tests.runs import simulate
 
 
 def test_every_column_of_the_results_has_one_entry_with_a_unique_name() -> None:
-    assert set(METRICS) == set(MEASURES)
+    assert RESULT_COLUMNS[9:] == tuple(METRICS)
+    measured = summarize(simulate.sweep({"lats": {}, "tome": {"merger": True}}, (42,), (0.3,), n=20), simulate.CLASSES)
+    assert measured[list(METRICS)].notna().any().drop("lesion_mass").all(), "computed, too"
     for names in ([m.title for m in METRICS.values()], [m.term for m in METRICS.values()]):
         assert len(set(names)) == len(names)
 

@@ -14,13 +14,13 @@ import pandas as pd
 import torch
 
 from medtokenbudget.backbone import FeatureStore
-from medtokenbudget.data import Manifest
+from medtokenbudget.config import train_config_from_dict
 from medtokenbudget.heads import create_head
 from medtokenbudget.routing import create_selector, selector_class
 from medtokenbudget.runs.method import Method
-from medtokenbudget.runs.run import RunInfo, read_predictions
+from medtokenbudget.runs.run import Run
 from medtokenbudget.runs.statistics import intervals
-from medtokenbudget.runs.sweep import Unit
+from medtokenbudget.runs.studies import Unit
 from medtokenbudget.tensor_files import load_tensors
 
 METRICS = ("retention_of_ceiling", "accuracy", "macro_f1", "balanced_accuracy")
@@ -31,8 +31,8 @@ BATCH, BUDGET, REPEATS = 16, 0.3, 5
 
 def collected(runs: list[Path], backbone: str) -> pd.DataFrame:
     """One row per method, view and budget: the mean over seeds, its bootstrap interval and the deviation between seeds."""
-    infos = [RunInfo.read(run) for run in runs]
-    predictions = _latest([read_predictions(run / "predictions.parquet")[0] for run in runs])
+    infos = [Run(run) for run in runs]
+    predictions = _latest([info.predictions for info in infos])
     results = _latest([pd.read_csv(run / "results.csv") for run in runs]).drop_duplicates([*CELL, "seed"])
     found = intervals(predictions, METRICS)
     wide = found.pivot_table(index=[*CELL, "seeds"], columns="metric", values=["value", "low", "high"], sort=False)
@@ -41,7 +41,7 @@ def collected(runs: list[Path], backbone: str) -> pd.DataFrame:
     cells = results.groupby(CELL, sort=False)
     spread = cells[[*METRICS, *MERGED]].std(ddof=1).add_suffix("_spread").reset_index()
     wide = wide.merge(cells[["n", "k", *MERGED]].mean().reset_index(), on=CELL).merge(spread, on=CELL)
-    store = FeatureStore.open(infos[0].store_path, Manifest.read(infos[0].manifest_path))
+    store = infos[0].store
     torch.set_num_threads(1)
     times, counts, epochs = {}, {}, {}
     for text in wide["method"].unique():
@@ -80,16 +80,16 @@ def milliseconds(method: Method, store: FeatureStore) -> float:
     return 1000 * min(taken) / BATCH
 
 
-def trained(method: Method, info: RunInfo, dim: int) -> int:
+def trained(method: Method, info: Run, dim: int) -> int:
     """Trained parameters of selector and head."""
     modules: list[Any] = [create_head(method.head, dim, len(info.classes))]
     if method.learned:
         kind: Any = selector_class(method.selector)
-        modules.append(kind.from_config(dim, info.methods[str(method)].train_config, len(info.classes)))
+        modules.append(kind.from_config(dim, train_config_from_dict(info.methods[str(method)]["config"]), len(info.classes)))
     return sum(parameter.numel() for module in modules for parameter in module.parameters())
 
 
-def kept_epochs(method: Method, infos: list[RunInfo]) -> str:
+def kept_epochs(method: Method, infos: list[Run]) -> str:
     """The epoch that the training of each seed kept, in the order of the seeds; empty for what does not learn."""
     found = {}
     for info in infos if method.learned else []:

@@ -1,6 +1,6 @@
 """The verbs of the package as a researcher calls them: paths or objects alike, presets by name, a `Run` as the answer.
 
-The reports are imported where they are written, so that training and saving a model load no plotting library.
+The report is imported where it is written, so that training and saving a model load no plotting library.
 """
 
 from __future__ import annotations
@@ -9,16 +9,16 @@ import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
-import pandas as pd
 
 from medtokenbudget.backbone import FeatureStore
 from medtokenbudget.backbone import extract as run_extraction
 from medtokenbudget.backbone.backbone import located
+from medtokenbudget.backbone.views import OFF_CENTER
 from medtokenbudget.config import (
     BUDGETS,
     DEFAULT_METHODS,
@@ -26,12 +26,16 @@ from medtokenbudget.config import (
     HEADLINE_BUDGETS,
     BackboneConfig,
     ExtractConfig,
+    Seed,
     TrainConfig,
+    check_values,
     given_settings,
     preset,
+    train_config_from_dict,
 )
 from medtokenbudget.data import Drawings, Manifest, synthetic_manifest
-from medtokenbudget.errors import RequestError
+from medtokenbudget.errors import RequestError, WorkError
+from medtokenbudget.jobs import Execution
 from medtokenbudget.locks import exclusive
 from medtokenbudget.model.batch import RouteConfig, route_files
 from medtokenbudget.model.early import EarlyRouting
@@ -41,27 +45,35 @@ from medtokenbudget.model.saved import ROUTER, resolve, write_guarantees
 from medtokenbudget.progress import say
 from medtokenbudget.routing import selector_class
 from medtokenbudget.routing.conformal import Promise
-from medtokenbudget.runs import Execution, Method, RunInfo, Study
-from medtokenbudget.runs import reproduce as run_reproduction
-from medtokenbudget.runs import sweep as run_sweep
+from medtokenbudget.runs.card import card_text
 from medtokenbudget.runs.evaluate import (
-    Evaluation,
     Part,
     calibrated,
+    evaluate_model,
     held_out,
     in_classes_of,
     own_validation,
     read_mapping,
-    run_evaluation,
     run_of,
 )
-from medtokenbudget.runs.method import method_of
-from medtokenbudget.runs.preflight import READS_ROUTED
-from medtokenbudget.runs.run import FILE, headline
-from medtokenbudget.runs.sweep import Sources, Unit, load_unit, run_studies
+from medtokenbudget.runs.method import Method, method_of, with_heads
+from medtokenbudget.runs.preflight import READS_ROUTED, supported_methods
+from medtokenbudget.runs.run import FILE, Run
+from medtokenbudget.runs.studies import Study, Unit, chosen_studies
+from medtokenbudget.runs.sweep import (
+    begun,
+    collect,
+    failure,
+    load_unit,
+    run_studies,
+    run_unit,
+    say_failed,
+    show_epochs,
+    training_bar,
+)
 from medtokenbudget.training.classifier import RoutedClassifier
 from medtokenbudget.training.familiarity import fit_familiarity
-from medtokenbudget.training.rows import make_parts
+from medtokenbudget.training.rows import TrainingRows
 
 AnyManifest = Manifest | Path | str
 AnyStore = FeatureStore | Path | str
@@ -69,61 +81,6 @@ HeadChoice = Literal["auto", "none"]
 CONTROLS = ("center", "random")
 SAMPLES = Drawings(8, seed=5, off_center=True)
 """Off the center, where keeping the middle of the image does not help."""
-
-
-class Run:
-    """What `mtb.train`, `mtb.sweep` and `mtb.reproduce` leave behind.
-
-    Args:
-        path: The run directory.
-
-    Raises:
-        RequestError: The directory is not a run, or another version wrote it.
-
-    Example:
-        >>> run = mtb.Run("runs/first")
-        >>> run.info.main
-        'lats:lesion-first'
-        >>> sorted(set(run.results["method"]))
-        ['center', 'lats:lesion-first', 'random']
-        >>> run.model.main
-        'lats:lesion-first'
-    """
-
-    def __init__(self, path: Path | str) -> None:
-        self.path = Path(path)
-        self.info = RunInfo.read(self.path)
-
-    def __repr__(self) -> str:
-        methods = ", ".join(self.info.methods)
-        return f"Run({str(self.path)!r}: {methods} on {self.info.dataset}, seeds {', '.join(map(str, self.info.seeds))})"
-
-    def __str__(self) -> str:
-        return f"{self!r}\n{headline(self.results)}"
-
-    def _repr_html_(self) -> str:
-        columns = ["method", "view", "budget", "accuracy", "macro_f1", "retention", "retention_of_ceiling", "n", "n_masked"]
-        html: str = self.results[columns].to_html(index=False, float_format=lambda value: f"{value:.3f}", na_rep="")
-        return html
-
-    @cached_property
-    def results(self) -> pd.DataFrame:
-        """`results.csv`: one row per study, view, method, seed and budget."""
-        return self.info.results()
-
-    @cached_property
-    def predictions(self) -> pd.DataFrame:
-        """`predictions.parquet`: one row per image in each of these cells."""
-        return self.info.predictions()[0]
-
-    @cached_property
-    def model(self) -> MedTokenBudget:
-        """The model of the main method, with the classifiers of the other methods beside it."""
-        return load(self.path)
-
-    def report(self, out: Path | str | None = None, pictures: bool = True) -> Path:
-        """Write the tables, the figures and `report.html`; see `mtb.report`."""
-        return report(self, out=out, pictures=pictures)
 
 
 def extract(
@@ -187,18 +144,33 @@ def train(
     opened, settings = _opened(manifest), _settings(config)
     unlabeled = bool(opened.classes) and (head == "none" or opened.rows["label"].isna().all())
     # A manifest that came as a path stays one: the run records where it is.
-    sources = Sources.of(opened.without_labels() if unlabeled else manifest, store, out)
-    if sources.store.fixed_budget is None:
-        method = str(method_of(selector, settings))
-        methods: tuple[str, ...] = (method, *CONTROLS)
+    run = Run.begin(out, opened.without_labels() if unlabeled else manifest, store, settings)
+    if run.store.fixed_budget is None:
+        methods: tuple[str, ...] = (str(method_of(selector, settings)), *CONTROLS)
     else:  # routed already: only the head is left to train
-        if "budgets" not in given_settings(settings):
-            settings = replace(settings, budgets=(sources.store.fixed_budget,))
-        method, methods = READS_ROUTED, (READS_ROUTED,)
-    study = Study("train", methods, (settings.seed,), settings.budgets)
-    run_studies([study], sources, out, settings, Execution(jobs=1), required=(method,))
-    save_model(out)
-    return Run(out)
+        methods, run.config = (READS_ROUTED,), _at_fixed_budget(run)
+    study = Study("train", methods, (settings.seed,), run.config.budgets)
+    trained: dict[Unit, RoutedClassifier] = {}
+    with begun(run, [study]) as (units, done):
+        with training_bar(len(units) - len(done)) as bar:
+            for unit in units:
+                classifier = None if unit in done else run_unit(run, unit, on_epoch=show_epochs(bar, unit))
+                if classifier is not None:
+                    trained[unit] = classifier
+                elif unit == units[0] and unit not in done:
+                    raise WorkError(failure(run, unit))  # without the router the run is worthless
+                bar.update(unit not in done)
+        done |= trained.keys()
+        say_failed(run, units, done)
+        collect(run, [study], [unit for unit in units if unit in done])
+        save_model(run, trained)
+    return run
+
+
+def _at_fixed_budget(run: Run) -> TrainConfig:
+    """Return the settings of a run whose tokens were routed at one budget, which is then the only one."""
+    budget = run.store.fixed_budget
+    return run.config if budget is None or "budgets" in given_settings(run.config) else replace(run.config, budgets=(budget,))
 
 
 def sweep(
@@ -239,9 +211,22 @@ def sweep(
         >>> run.results[["method", "view", "k"]].values.tolist()
         [['center', 'as-is', 76], ['center', 'off-center', 76], ['norm', 'as-is', 76], ['norm', 'off-center', 76]]
     """
-    run_sweep(manifest, store, out, methods, budgets, seeds, _settings(config), Execution(engine, jobs, address), heads)
-    save_model(out)
-    return Run(out)
+    run = Run.begin(out, manifest, store, _settings(config))
+    given_budgets = given_settings(run.config).get("budgets")
+    if budgets is not None:
+        if given_budgets is not None and tuple(budgets) != tuple(given_budgets):
+            raise RequestError("The budgets were given twice, in config and as an argument. Leave out one of them.")
+        run.config = replace(run.config, budgets=tuple(budgets))
+    elif run.store.fixed_budget is not None:
+        run.config = _at_fixed_budget(run)
+    seeds = (run.config.seed,) if seeds is None else tuple(seeds)
+    check_values({"seeds": (seeds, tuple[Seed, ...])})
+    if methods is None:
+        methods = supported_methods(run, DEFAULT_METHODS if run.store.fixed_budget is None else (READS_ROUTED,))
+    study = Study("sweep", with_heads(methods, heads), seeds, tuple(run.config.budgets))
+    run_studies(run, [study], Execution(engine, jobs, address))
+    save_model(run)
+    return run
 
 
 def reproduce(
@@ -275,9 +260,22 @@ def reproduce(
         >>> sorted(set(run.results["method"]))
         ['center', 'random']
     """
-    run_reproduction(manifest, store, out, study, config, Execution(engine, jobs, address))
-    save_model(out)
-    return Run(out)
+    config = config or preset("paper")
+    if "protocol" not in given_settings(config):
+        config = replace(config, protocol="paper")
+    run = Run.begin(out, manifest, store, config)
+    names = [study] if isinstance(study, str) else list(study)
+    studies = chosen_studies(names, run.manifest.source.split()[0])
+    if OFF_CENTER not in run.store.views and any(one.name == "center-bias" for one in studies):
+        advice = 'Extract them with `mtb extract` and `views="off-center"`.'
+        if "center-bias" in names:
+            raise RequestError(f"Study 'center-bias' needs off-center views. {advice}")
+        say(f"Skipping study 'center-bias': the store has no off-center views. {advice}")
+        studies = [one for one in studies if one.name != "center-bias"]
+    studies = [replace(one, methods=supported_methods(run, one.methods)) for one in studies]
+    run_studies(run, [one for one in studies if one.methods], Execution(engine, jobs, address), chosen_for_user=("protocol",))
+    save_model(run)
+    return run
 
 
 def report(run: Run | Path | str, *others: Run | Path | str, out: Path | str | None = None, pictures: bool = True) -> Path:
@@ -341,13 +339,11 @@ def calibrate(
     promise = Promise(retention, coverage)
     folder = None if isinstance(model, MedTokenBudget) else resolve(model)
     if folder is not None and out is None and not Path(str(model)).expanduser().is_dir():
-        raise RequestError(
-            f"{model} is not a folder of yours, so nothing can be saved in it. Pass --out DIR for a calibrated copy."
-        )
+        raise RequestError(f"{model} is not a folder of yours, so nothing can be saved in it. Pass `out` for a calibrated copy.")
     loaded = model if isinstance(model, MedTokenBudget) else load(model)
     with tempfile.TemporaryDirectory(prefix="mtb-calibrate-") as scratch:
         run = None if folder is None else run_of(folder)
-        images = held_out(loaded, manifest, store, Path(scratch) / "tokens", part, run)
+        images = held_out(loaded, _opened(manifest), store, Path(scratch) / "tokens", part, run)
         guarantee = calibrated(loaded, images, promise, selector, cap)
     loaded.guarantees = with_guarantee(loaded.guarantees, guarantee)
     if out is not None:
@@ -392,34 +388,37 @@ def evaluate(
         ['center', 'context:lesion-first']
     """
     target = Path(out)
-    if (target / FILE).exists() and RunInfo.read(target).evaluation is None:
-        raise RequestError(f"{target} is the run of a training. Pass another --out for the evaluation.")
+    if (target / FILE).exists() and Run(target).evaluation is None:
+        raise RequestError(f"{target} is the run of a training. Pass another `out` for the evaluation.")
     folder = None if isinstance(model, MedTokenBudget) else resolve(model)
     loaded = model if isinstance(model, MedTokenBudget) else load(model)
     original = _opened(manifest)
     mapping = read_mapping(classes) if isinstance(classes, (str, Path)) else classes
     labeled = in_classes_of(original, loaded.classes, mapping)
-    run = None if folder is None else run_of(folder)
+    trained_in = None if folder is None else run_of(folder)
     method = loaded.main if selector is None else selector
     loaded.classifier(method)
     with exclusive(target):
-        images = held_out(loaded, labeled, store, target / "tokens", part, run, original.hash)
-        path = target / "manifest.parquet" if isinstance(manifest, Manifest) else Path(manifest).resolve()
+        images = held_out(loaded, labeled, store, target / "tokens", part, trained_in, original.hash)
+        run = Run.begin(target, images.manifest, images.store, loaded.train_config)
         if isinstance(manifest, Manifest):
-            original.write(path)
-        evaluation = Evaluation(
-            model=loaded,
-            source=str(folder or "a model in memory"),
-            images=images,
-            original=original,
-            manifest=path,
-            budgets=tuple(budgets),
-            selector=selector,
-            own=own_validation(run, method, budgets),
-            mapping=mapping,
+            original.write(run.manifest_path)
+        else:
+            run.manifest_path = Path(manifest).resolve()
+        evaluate_model(
+            run,
+            loaded,
+            images,
+            original,
+            method,
+            budgets,
+            {
+                "model": "a model in memory" if folder is None else os.path.relpath(folder, target),
+                "mapping": None if mapping is None else dict(mapping),
+                "own": own_validation(trained_in, method, budgets),
+            },
         )
-        run_evaluation(evaluation, target)
-    return Run(target)
+    return run
 
 
 def demo(out: Path | str = "runs/demo", n: int = 1000, seed: int = 0, epochs: int | None = None) -> Path:
@@ -453,61 +452,58 @@ def demo(out: Path | str = "runs/demo", n: int = 1000, seed: int = 0, epochs: in
     config = preset("paper") if epochs is None else preset("paper", epochs=epochs, head_epochs=epochs, min_steps=0)
     study = Study("main", DEFAULT_METHODS, (42,), BUDGETS)
     say(f"  Training {len(study.methods)} methods and evaluating them at {len(study.budgets)} budgets ...")
-    run_studies([study], Sources.of(manifest, store, out), out, config)
-    save_model(out)
+    run = Run.begin(out, manifest, store, config)
+    run_studies(run, [study])
+    save_model(run)
     say("3 of 3: the report ...")
     return report(out)
 
 
-def save_model(run: Path | str) -> Path | None:
+def save_model(run: Run, trained: Mapping[Unit, RoutedClassifier] = MappingProxyType({})) -> Path | None:
     """Save the main method of a run and its other classifiers, all of the first seed, as one model folder.
+
+    Args:
+        run: The run.
+        trained: Its classifiers that are in memory; the others are read from their units.
 
     Returns:
         The folder, or None if the run has no learned method.
     """
-    info = RunInfo.read(run)
-    if info.main is None:
+    if run.main is None:
         return None
-    from medtokenbudget.reporting.card import run_card
-
-    with exclusive(info.path):
-        model = _model_of(info, info.main)
-        model.card = run_card(info.path, model)
-        return model.save_pretrained(info.path / "model")
+    with exclusive(run.path):
+        model = _model_of(run, run.main, trained)
+        model.card = card_text(run, model)
+        return model.save_pretrained(run.path / "model")
 
 
-def _model_of(info: RunInfo, main: str) -> MedTokenBudget:
-    sources, config = Sources.of(info.manifest_path, info.store_path), info.methods[main].train_config
-    store = sources.store
+def _model_of(run: Run, main: str, trained: Mapping[Unit, RoutedClassifier]) -> MedTokenBudget:
     classifiers: dict[str, RoutedClassifier] = {}
-    for method in map(Method.parse, info.methods):
-        unit = Unit(method, info.seeds[0])
-        # A selector that reads masks (the oracle) cannot predict.
-        if unit.name in info.units and "has_mask" not in selector_class(method.selector).requires:
-            classifier = load_unit(info, unit, store.dim)
-            if classifier is not None:
-                classifiers[str(method)] = classifier
-    recorded = ("dataset", "seeds", "versions", "hashes", "studies")
-    about = {name: getattr(info, name) for name in recorded} | {"masks": info.counts["train"]["masks"]}
-    parts = make_parts(sources.manifest, store, config)
-    rows = np.concatenate([parts.train, parts.train_views])
-    # Familiar is what the router has seen: without labels or under lesion-first only images with a mask.
-    trained_on = rows if config.recipe == "joint" else rows[store.has_mask.numpy()[rows]]
+    for method in map(Method.parse, run.methods):
+        unit = Unit(method, run.seeds[0])
+        # An ablation has no training of its own, and a selector that reads masks (the oracle) cannot predict.
+        usable = method.ablation is None and "has_mask" not in selector_class(method.selector).requires
+        if usable and unit.name in run.units:
+            classifiers[str(method)] = trained.get(unit) or load_unit(run, unit)
+    store, config = run.store, train_config_from_dict(run.methods[main]["config"])
+    rows = TrainingRows.of(run.manifest, store, config)
     fingerprint, weights = store.config["backbone"], store.config["weights"]
     backbone = BackboneConfig(
         weights=None if weights is None else Path(weights),
         **{name: fingerprint[name] for name in ("name", "image_size", "layer", "attention")},
     )
+    about = {name: getattr(run, name) for name in ("dataset", "seeds", "versions", "hashes", "studies")}
     return MedTokenBudget(
         located(backbone, fingerprint["weights"]),
         fingerprint,
-        info.classes,
+        run.classes,
         classifiers,
         config,
         main=main,
-        info={"run": about},
+        info={"run": about | {"masks": run.counts["train"]["masks"]}},
         scout=None if store.early is None else load(store.path / ROUTER),
-        familiarity=fit_familiarity(store, trained_on, info.seeds[0]),
+        # Familiar is what the router has seen.
+        familiarity=fit_familiarity(store, np.concatenate([rows.train, rows.views]), run.seeds[0]),
     )
 
 

@@ -6,7 +6,7 @@ functions return fractions (enrichment is a ratio of two), and NaN where there i
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ _SHAPES = "Pass one image as [N] or [1, h, w], and a batch as [B, N] or [B, h, w
 
 
 def ratio(numerator: ArrayLike, denominator: ArrayLike) -> Floats:
-    """Elementwise quotient; NaN where the denominator is 0: not measured is not zero."""
+    """Divide elementwise; NaN where the denominator is 0: not measured is not zero."""
     numerator, denominator = np.broadcast_arrays(np.asarray(numerator, float), np.asarray(denominator, float))
     return np.divide(numerator, denominator, out=np.full(numerator.shape, np.nan), where=denominator != 0)
 
@@ -82,7 +82,7 @@ def lesion_retention(kept: Tensor | ArrayLike, lesion: Tensor | ArrayLike, has_m
         >>> retention.pooled, retention.ceiling, retention.of_ceiling  # 3 of 4 lesion patches; no other choice has more
         (0.75, 0.75, 1.0)
     """
-    return _Sums.of_masks(kept, lesion, has_mask).retention()
+    return _retention(_sums_of_masks(kept, lesion, has_mask))
 
 
 def retention_of_counts(kept_lesion: ArrayLike | None, lesion: ArrayLike, k: ArrayLike, n_patches: ArrayLike) -> Retention:
@@ -94,36 +94,23 @@ def retention_of_counts(kept_lesion: ArrayLike | None, lesion: ArrayLike, k: Arr
         k: `[n]` kept patches, or one number for all images.
         n_patches: `[n]` patches, or one number for all images.
 
-    Returns:
-        The retention over all images.
-
-    Raises:
-        ShapeError: The arrays are not `[n]`.
-        RequestError: An image kept more lesion patches than min(k, lesion).
-
     Example:
         >>> retention = retention_of_counts(kept_lesion=[8, 40, 0], lesion=[10, 100, 0], k=50, n_patches=256)
         >>> round(retention.pooled, 3), round(retention.of_ceiling, 3), retention.n, retention.empty
         (0.436, 0.8, 2, 1)
     """
-    return _Sums.of_counts(kept_lesion, lesion, k, n_patches).retention()
+    return _retention(_sums_of_counts(kept_lesion, lesion, k, n_patches))
 
 
 def reachable(lesion: ArrayLike, k: ArrayLike) -> NDArray[Any]:
-    """The most lesion patches that `k` kept patches can contain, elementwise: min(k, lesion)."""
+    """Return the most lesion patches that `k` kept patches can contain, elementwise: min(k, lesion)."""
     return np.minimum(np.asarray(lesion), np.asarray(k))
 
 
 def share_of_ceiling(kept_lesion: ArrayLike, lesion: ArrayLike, k: ArrayLike) -> Floats:
-    """Pooled retention as a share of the ceiling, for several budgets at once.
+    """Measure pooled retention as a share of the ceiling `[T]`, of `[n, T]` lesion patches kept at T budgets of `k` `[T]` patches.
 
-    Args:
-        kept_lesion: `[n, T]` lesion patches kept of n images at T budgets, or `[n]` at one.
-        lesion: `[n]` lesion patches; NaN for images without a mask, which are left out.
-        k: `[T]` kept patches at each budget, or one number.
-
-    Returns:
-        `[T]` shares, or a scalar array for `[n]` counts; NaN where no image has a lesion patch.
+    Also of counts `[n]` at one budget. Images whose `[n]` lesion patches are NaN have no mask and are left out.
 
     Example:
         >>> share_of_ceiling([[4, 5], [5, 10]], lesion=[5, 20], k=[5, 10]).tolist()
@@ -139,15 +126,7 @@ def share_of_ceiling(kept_lesion: ArrayLike, lesion: ArrayLike, k: ArrayLike) ->
 
 
 def kept_lesion_counts(order: Tensor | ArrayLike, lesion: Tensor | ArrayLike, k: ArrayLike) -> NDArray[np.int64]:
-    """Count the lesion patches among the first K of a ranking, for several K in one pass.
-
-    Args:
-        order: `[B, N]` patch indices, best first.
-        lesion: `[B, N]` lesion patches, boolean or 0/1 integers.
-        k: `[T]` numbers of kept patches, each in 1..N.
-
-    Returns:
-        `[B, T]` kept lesion patches.
+    """Count the lesion patches `[B, T]` among the first `k` `[T]` of a ranking `[B, N]`, best first, in one pass.
 
     Example:
         >>> kept_lesion_counts(order=[[2, 0, 1, 3]], lesion=[[0, 1, 1, 0]], k=[1, 2, 4]).tolist()
@@ -189,106 +168,84 @@ class LesionRetention:
     """
 
     def __init__(self) -> None:
-        self._sums = _Sums()
+        self.reset()
 
     def update(self, kept: Tensor | ArrayLike, lesion: Tensor | ArrayLike, has_mask: Tensor | ArrayLike | None = None) -> None:
         """Add a batch; the arguments are those of `lesion_retention`."""
-        self._sums += _Sums.of_masks(kept, lesion, has_mask)
+        self._sums = self._sums + _sums_of_masks(kept, lesion, has_mask)
 
     def compute(self) -> Retention:
         """Return the retention over everything since the last `reset`; NaN with `n=0` when nothing was measured."""
-        return self._sums.retention()
+        return _retention(self._sums)
 
     def reset(self) -> None:
         """Forget everything."""
-        self._sums = _Sums()
+        self._sums: Floats = np.zeros(8)
 
     def __repr__(self) -> str:
         total = self.compute()
         return f"LesionRetention(pooled={total.pooled:.4f}, of_ceiling={total.of_ceiling:.4f}, n={total.n}, empty={total.empty})"
 
 
-@dataclass(frozen=True)
-class _Sums:
-    """What retention is a function of, summed over images; the only place where it is computed."""
-
-    kept_lesion: float = 0.0
-    lesion: float = 0.0
-    reachable: float = 0.0
-    kept: float = 0.0
-    patches: float = 0.0
-    shares: float = 0.0
-    n: float = 0.0
-    empty: float = 0.0
-
-    @classmethod
-    def of_masks(cls, kept: Any, lesion: Any, has_mask: Any) -> _Sums:
-        if kept is None:
-            raise RequestError("`kept` is None: mergers such as tome keep no single patches. Measure them with `group_purity`.")
-        kept, lesion = _mask("kept", kept), _mask("lesion", lesion)
-        if kept.ndim not in (1, 2, 3) or kept.shape != lesion.shape:
-            raise ShapeError(
-                f"`kept` and `lesion` must have the same shape [B, N], got {list(kept.shape)} and {list(lesion.shape)}. {_SHAPES}"
-            )
-        if kept.ndim == 2 and kept.shape[0] == kept.shape[1] and kept.shape[0] in _GRID_SIDES:
-            raise ShapeError(f"{list(kept.shape)} looks like the grid of one image, not like a batch [B, N]. {_SHAPES}")
-        kept, lesion = (mask.reshape(1 if mask.ndim == 1 else len(mask), -1) for mask in (kept, lesion.to(kept.device)))
-        counts = torch.stack([(kept & lesion).sum(1), lesion.sum(1), kept.sum(1)]).cpu().numpy()
-        if has_mask is not None:
-            known = _mask("has_mask", has_mask).cpu().numpy()
-            if known.shape != (len(kept),):
-                raise ShapeError(f"`has_mask` must be [B] = [{len(kept)}], got {list(known.shape)}.")
-            counts = counts[:, known]
-        return cls.of_counts(counts[0], counts[1], counts[2], kept.shape[1])
-
-    @classmethod
-    def of_counts(cls, kept_lesion: ArrayLike | None, lesion: ArrayLike, k: ArrayLike, n_patches: ArrayLike) -> _Sums:
-        sizes = np.asarray(lesion, float)
-        kept = np.full(sizes.shape, np.nan) if kept_lesion is None else np.asarray(kept_lesion, float)
-        counts, patches = np.asarray(k, float), np.asarray(n_patches, float)
-        if sizes.ndim != 1 or kept.shape != sizes.shape or any(v.shape not in ((), sizes.shape) for v in (counts, patches)):
-            shapes = ", ".join(str(list(v.shape)) for v in (kept, sizes, counts, patches))
-            raise ShapeError(f"`kept_lesion` and `lesion` must be [n], `k` and `n_patches` [n] or numbers, got {shapes}.")
-        counts, patches = np.broadcast_to(counts, sizes.shape), np.broadcast_to(patches, sizes.shape)
-        best = reachable(sizes, counts)
-        if (wrong := np.flatnonzero(kept > best)).size:
-            row = wrong[0]
-            raise RequestError(
-                f"Image {row} kept {kept[row]:g} lesion patches, but at most min(k, lesion) = {best[row]:g} are possible. "
-                "Check that all arrays are in the same order."
-            )
-        measured = sizes > 0  # False for NaN: no mask
-        kept, sizes = kept[measured], sizes[measured]
-        return cls(
-            kept_lesion=float(kept.sum()),
-            lesion=float(sizes.sum()),
-            reachable=float(best[measured].sum()),
-            kept=float(counts[measured].sum()),
-            patches=float(patches[measured].sum()),
-            shares=float((kept / sizes).sum()),
-            n=float(len(sizes)),
-            empty=float((np.asarray(lesion, float) == 0).sum()),
+def _sums_of_masks(kept: Any, lesion: Any, has_mask: Any) -> Floats:
+    if kept is None:
+        raise RequestError("`kept` is None: mergers such as tome keep no single patches. Measure them with `group_purity`.")
+    kept, lesion = _mask("kept", kept), _mask("lesion", lesion)
+    if kept.ndim not in (1, 2, 3) or kept.shape != lesion.shape:
+        raise ShapeError(
+            f"`kept` and `lesion` must have the same shape [B, N], got {list(kept.shape)} and {list(lesion.shape)}. {_SHAPES}"
         )
+    if kept.ndim == 2 and kept.shape[0] == kept.shape[1] and kept.shape[0] in _GRID_SIDES:
+        raise ShapeError(f"{list(kept.shape)} looks like the grid of one image, not like a batch [B, N]. {_SHAPES}")
+    kept, lesion = (mask.reshape(1 if mask.ndim == 1 else len(mask), -1) for mask in (kept, lesion.to(kept.device)))
+    counts = torch.stack([(kept & lesion).sum(1), lesion.sum(1), kept.sum(1)]).cpu().numpy()
+    if has_mask is not None:
+        known = _mask("has_mask", has_mask).cpu().numpy()
+        if known.shape != (len(kept),):
+            raise ShapeError(f"`has_mask` must be [B] = [{len(kept)}], got {list(known.shape)}.")
+        counts = counts[:, known]
+    return _sums_of_counts(counts[0], counts[1], counts[2], kept.shape[1])
 
-    def __add__(self, other: _Sums) -> _Sums:
-        return _Sums(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
 
-    def retention(self) -> Retention:
-        precision = ratio(self.kept_lesion, self.kept)
-        return Retention(
-            pooled=float(ratio(self.kept_lesion, self.lesion)),
-            mean=float(ratio(self.shares, self.n)),
-            ceiling=float(ratio(self.reachable, self.lesion)),
-            of_ceiling=float(ratio(self.kept_lesion, self.reachable)),
-            precision=float(precision),
-            enrichment=float(ratio(precision, ratio(self.lesion, self.patches))),
-            n=int(self.n),
-            empty=int(self.empty),
+def _sums_of_counts(kept_lesion: ArrayLike | None, lesion: ArrayLike, k: ArrayLike, n_patches: ArrayLike) -> Floats:
+    """Sum what retention is a function of over the images: the order is that of `_retention`."""
+    sizes = np.asarray(lesion, float)
+    kept = np.full(sizes.shape, np.nan) if kept_lesion is None else np.asarray(kept_lesion, float)
+    counts, patches = np.asarray(k, float), np.asarray(n_patches, float)
+    if sizes.ndim != 1 or kept.shape != sizes.shape or any(v.shape not in ((), sizes.shape) for v in (counts, patches)):
+        shapes = ", ".join(str(list(v.shape)) for v in (kept, sizes, counts, patches))
+        raise ShapeError(f"`kept_lesion` and `lesion` must be [n], `k` and `n_patches` [n] or numbers, got {shapes}.")
+    counts, patches = np.broadcast_to(counts, sizes.shape), np.broadcast_to(patches, sizes.shape)
+    best = reachable(sizes, counts)
+    if (wrong := np.flatnonzero(kept > best)).size:
+        row = wrong[0]
+        raise RequestError(
+            f"Image {row} kept {kept[row]:g} lesion patches, but at most min(k, lesion) = {best[row]:g} are possible. "
+            "Check that all arrays are in the same order."
         )
+    measured = sizes > 0  # False for NaN: no mask
+    summed = (values[measured].sum() for values in (kept, sizes, best, counts, patches, ratio(kept, sizes)))
+    return np.array([*summed, measured.sum(), (sizes == 0).sum()], float)
+
+
+def _retention(sums: Floats) -> Retention:
+    """Compute every measure from sums over images; the only place where they are defined."""
+    kept_lesion, lesion, best, kept, patches, shares, n, empty = sums
+    precision = ratio(kept_lesion, kept)
+    return Retention(
+        pooled=float(ratio(kept_lesion, lesion)),
+        mean=float(ratio(shares, n)),
+        ceiling=float(ratio(best, lesion)),
+        of_ceiling=float(ratio(kept_lesion, best)),
+        precision=float(precision),
+        enrichment=float(ratio(precision, ratio(lesion, patches))),
+        n=int(n),
+        empty=int(empty),
+    )
 
 
 def _mask(name: str, value: Any) -> Tensor:
-    """A boolean tensor of boolean or 0/1 integer input."""
+    """Return a boolean tensor of boolean or 0/1 integer input."""
     if not isinstance(value, Tensor):
         try:
             array = np.asarray(value)
@@ -312,15 +269,10 @@ def _not_boolean(name: str, given: str) -> RequestError:
 
 
 def group_purity(assignment: Tensor, lesion: Tensor) -> Tensor:
-    """Measure how little a merger's groups mix lesion and background; the counterpart of retention for merged tokens.
+    """Measure how little a merger's groups mix lesion and background `[B]`; the counterpart of retention for merged tokens.
 
-    Args:
-        assignment: `[B, N]` integers, the group that each patch went to, -1 for dropped patches (`Selection.assignment`).
-        lesion: `[B, N]` lesion patches.
-
-    Returns:
-        `[B]` share of the patches that are in the majority of their group (lesion or background): 1 when no group mixes them. NaN
-        for an image whose patches were all dropped.
+    It is the share of the patches that are in the majority of their group (lesion or background): 1 when no group mixes them, NaN
+    for an image whose patches were all dropped. `assignment` `[B, N]` is the group of each patch, -1 for dropped ones.
 
     Example:
         >>> import torch
@@ -332,17 +284,9 @@ def group_purity(assignment: Tensor, lesion: Tensor) -> Tensor:
 
 
 def lesion_dominated(assignment: Tensor, lesion: Tensor) -> Tensor:
-    """Measure how much of the lesion is still in tokens of its own: the retention of mergers.
+    """Measure the share of the lesion patches `[B]` in tokens of which more than half is lesion: the retention of mergers.
 
-    A token is dominated by lesion if more than half of its patches are lesion patches. Where patches are kept as they are, every
-    kept patch is a token of its own, and this is the retention.
-
-    Args:
-        assignment: `[B, N]` integers, the group that each patch went to, -1 for dropped patches (`Selection.assignment`).
-        lesion: `[B, N]` lesion patches.
-
-    Returns:
-        `[B]` share of the lesion patches that are in a token dominated by lesion. NaN for an image without lesion patches.
+    Where every kept patch is a token of its own, this is the retention. NaN for an image without lesion patches.
 
     Example:
         >>> import torch
@@ -357,16 +301,9 @@ def lesion_dominated(assignment: Tensor, lesion: Tensor) -> Tensor:
 
 
 def lesion_mass(attention: Tensor, lesion: Tensor) -> Tensor:
-    """Measure how much of the tokens of a soft merger comes from the lesion.
+    """Measure how much of a soft merger's tokens comes from the lesion `[B]`: attention `[B, K, N]` on it, averaged over tokens.
 
-    For a selector that keeps patches as they are, this is the precision: the share of the kept patches that are lesion.
-
-    Args:
-        attention: `[B, K, N]` share of each patch in each token, rows sum to 1 (`Selection.attention`).
-        lesion: `[B, N]` lesion patches.
-
-    Returns:
-        `[B]` attention on lesion patches, averaged over the tokens. NaN for an image without lesion patches.
+    For a selector that keeps single patches this is the precision. NaN for an image without lesion patches.
 
     Example:
         >>> import torch
@@ -383,7 +320,7 @@ def lesion_mass(attention: Tensor, lesion: Tensor) -> Tensor:
 
 
 def _group_sizes(assignment: Tensor, lesion: Tensor) -> tuple[Tensor, Tensor]:
-    """Patches and lesion patches of each group, [B, groups] each."""
+    """Count patches and lesion patches of each group, [B, groups] each."""
     if assignment.ndim != 2 or assignment.shape != lesion.shape:
         raise ShapeError(f"`assignment` and `lesion` must be [B, N], got {list(assignment.shape)} and {list(lesion.shape)}.")
     n, last = assignment.shape[1], int(assignment.max()) if assignment.numel() else -1
@@ -397,7 +334,7 @@ def _group_sizes(assignment: Tensor, lesion: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def correct(label: ArrayLike, predicted: ArrayLike) -> NDArray[np.bool_]:
-    """`[n]` True where the predicted class is the label."""
+    """Return `[n]` True where the predicted class is the label."""
     label, predicted = np.asarray(label), np.asarray(predicted)
     if label.shape != predicted.shape:
         raise ShapeError(f"`label` and `predicted` must have the same shape, got {list(label.shape)} and {list(predicted.shape)}.")
@@ -405,62 +342,42 @@ def correct(label: ArrayLike, predicted: ArrayLike) -> NDArray[np.bool_]:
 
 
 def accuracy(label: ArrayLike, predicted: ArrayLike) -> float:
-    """Share of the images whose predicted class is the label.
-
-    Example:
-        >>> accuracy([0, 1, 2, 2], [0, 1, 2, 0])
-        0.75
-    """
+    """Compute the share of the images whose predicted class is the label."""
     hits = correct(label, predicted)
     return float(hits.mean()) if hits.size else float("nan")
 
 
 def class_counts(label: ArrayLike, predicted: ArrayLike, classes: int) -> Floats:
-    """`[3, C]`: for each class its true positives, the images of the class, and the images predicted as the class."""
+    """Count `[3, C]`: for each class its true positives, the images of the class, and the images predicted as the class."""
     label, predicted = np.asarray(label, int), np.asarray(predicted, int)
     hits = np.bincount(label[correct(label, predicted)], minlength=classes)
     return np.stack([hits, np.bincount(label, minlength=classes), np.bincount(predicted, minlength=classes)]).astype(float)
 
 
 def recall(label: ArrayLike, predicted: ArrayLike, classes: int) -> Floats:
-    """`[C]` share of each class's images that were predicted as the class; NaN for classes without an image.
-
-    Example:
-        >>> recall([0, 0, 1], [0, 1, 1], classes=3).tolist()
-        [0.5, 1.0, nan]
-    """
+    """Compute `[C]` the share of each class's images that were predicted as the class; NaN for classes without an image."""
     hits, true, _ = class_counts(label, predicted, classes)
     return ratio(hits, true)
 
 
 def macro_f1(label: ArrayLike, predicted: ArrayLike, classes: int) -> float:
-    """Unweighted mean of the F1 of each class that occurs as label or as prediction (scikit-learn's default).
-
-    Example:
-        >>> round(macro_f1([0, 0, 1], [0, 1, 1], classes=2), 4)  # both classes have an F1 of 2/3
-        0.6667
-    """
+    """Average the F1 of each class that occurs as label or as prediction (scikit-learn's default)."""
     return float(macro_f1_of_counts(class_counts(label, predicted, classes)))
 
 
 def macro_f1_of_counts(counts: Floats) -> Floats:
-    """Macro F1 from `class_counts` of shape `[..., 3, C]`."""
+    """Compute macro F1 from `class_counts` of shape `[..., 3, C]`."""
     hits, true, predicted = counts[..., 0, :], counts[..., 1, :], counts[..., 2, :]
     return _mean_where(ratio(2 * hits, true + predicted), true + predicted > 0)
 
 
 def balanced_accuracy(label: ArrayLike, predicted: ArrayLike, classes: int) -> float:
-    """Mean recall over the classes that occur as label.
-
-    Example:
-        >>> balanced_accuracy([0, 0, 1], [0, 1, 1], classes=2)
-        0.75
-    """
+    """Average the recall over the classes that occur as label."""
     return float(balanced_accuracy_of_counts(class_counts(label, predicted, classes)))
 
 
 def balanced_accuracy_of_counts(counts: Floats) -> Floats:
-    """Balanced accuracy from `class_counts` of shape `[..., 3, C]`."""
+    """Compute balanced accuracy from `class_counts` of shape `[..., 3, C]`."""
     hits, true = counts[..., 0, :], counts[..., 1, :]
     return _mean_where(ratio(hits, true), true > 0)
 
@@ -470,15 +387,7 @@ def _mean_where(values: Floats, valid: NDArray[np.bool_]) -> Floats:
 
 
 def macro_auroc(label: ArrayLike, probabilities: ArrayLike) -> float:
-    """Mean one-vs-rest area under the ROC curve over the classes that have both positives and negatives.
-
-    Args:
-        label: `[n]` class indices.
-        probabilities: `[n, C]`.
-
-    Returns:
-        The mean area; NaN when no class has both.
-    """
+    """Average the one-vs-rest area under the ROC curve over the classes that have positives and negatives; NaN without any."""
     label, probabilities = np.asarray(label, int), np.asarray(probabilities, float)
     if label.size and (probabilities.ndim != 2 or label.shape != probabilities.shape[:1]):
         raise ShapeError(
@@ -495,21 +404,21 @@ def macro_auroc(label: ArrayLike, probabilities: ArrayLike) -> float:
 
 
 def confidence_bins(probabilities: ArrayLike, bins: int = ECE_BINS) -> tuple[Floats, NDArray[np.int64]]:
-    """`[n]` confidence (the largest probability) and `[n]` its equal-width bin; bins are (0, 1/15], (1/15, 2/15], ..."""
+    """Return `[n]` confidence (the largest probability) and `[n]` its equal-width bin; bins are (0, 1/15], (1/15, 2/15], ..."""
     probabilities = np.asarray(probabilities, float)
     confidence = probabilities.max(1) if len(probabilities) else np.zeros(0)
     return confidence, np.clip(np.ceil(confidence * bins).astype(int) - 1, 0, bins - 1)
 
 
 def calibration_bins(label: ArrayLike, predicted: ArrayLike, probabilities: ArrayLike, bins: int = ECE_BINS) -> Floats:
-    """`[n, bins]`: each image's (correct - confidence) in the bin of its confidence, 0 elsewhere; ECE sums these."""
+    """Return `[n, bins]`: each image's (correct - confidence) in the bin of its confidence, 0 elsewhere; ECE sums these."""
     confidence, index = confidence_bins(probabilities, bins)
     gap = correct(label, predicted) - confidence
     return np.where(index[:, None] == np.arange(bins), gap[:, None], 0.0)
 
 
 def expected_calibration_error(label: ArrayLike, predicted: ArrayLike, probabilities: ArrayLike, bins: int = ECE_BINS) -> float:
-    """Mean over images of |accuracy - mean confidence| of their bin; equal-width bins of the largest probability."""
+    """Average over images |accuracy - mean confidence| of their bin; equal-width bins of the largest probability."""
     gaps = calibration_bins(label, predicted, probabilities, bins)
     return float(np.abs(gaps.sum(0)).sum() / len(gaps)) if len(gaps) else float("nan")
 
@@ -517,7 +426,7 @@ def expected_calibration_error(label: ArrayLike, predicted: ArrayLike, probabili
 def reliability(
     label: ArrayLike, predicted: ArrayLike, probabilities: ArrayLike, bins: int = ECE_BINS
 ) -> tuple[Floats, Floats, NDArray[np.int64]]:
-    """`[bins]` mean confidence, accuracy and number of images of each bin; NaN in the first two for empty bins."""
+    """Return `[bins]` mean confidence, accuracy and number of images of each bin; NaN in the first two for empty bins."""
     confidence, index = confidence_bins(probabilities, bins)
     counts = np.bincount(index, minlength=bins)
     hits = correct(label, predicted).astype(float)

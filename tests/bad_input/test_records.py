@@ -15,7 +15,7 @@ from medtokenbudget.cli import main
 from medtokenbudget.data import Manifest
 from medtokenbudget.data.readers import csv_manifest
 from medtokenbudget.errors import MedTokenBudgetError
-from medtokenbudget.runs.run import RunInfo
+from medtokenbudget.runs.run import Run
 from medtokenbudget.tensor_files import load_tensors, save_tensors
 from tests.bad_input.damage import NESTED, cut, damage, edit_json, flip, write
 from tests.reporting.fake_run import fake_run
@@ -133,10 +133,10 @@ def test_damaged_results_are_made_again_from_the_predictions(
 ) -> None:
     run = Path(shutil.copytree(good_run, tmp_path / "run"))
     RESULTS[case](run)
-    table = RunInfo.read(run).results()
+    table = Run(run).results
     assert "results.csv is missing or damaged. It is made again" in capsys.readouterr().err
     assert (run / "results.csv").read_bytes() == (good_run / "results.csv").read_bytes()
-    pd.testing.assert_frame_equal(table, RunInfo.read(good_run).results())
+    pd.testing.assert_frame_equal(table, Run(good_run).results)
     assert capsys.readouterr().err == ""
 
 

@@ -15,9 +15,6 @@ import torch
 
 import medtokenbudget as mtb
 from medtokenbudget.config import BackboneConfig, ExtractConfig
-from medtokenbudget.files import write_json
-from medtokenbudget.runs.run import RunInfo
-from tests.bad_input.damage import edit_json
 from tests.drawn import Drawn, quick
 from tests.small_model import draw_images
 
@@ -50,11 +47,12 @@ code = main(["route", sys.argv[1], "--out", sys.argv[2]])
 own = {name.split(".")[1] for name in sys.modules if name.startswith("medtokenbudget.")}
 print(code, sorted(own & {"api", "reporting", "runs", "serve"}), "matplotlib" in sys.modules)
 """
-SAVE = """
+TRAIN = """
 import sys
-import medtokenbudget as mtb
-mtb.load("dermoscopy", device="cpu").save_pretrained(sys.argv[1])
-print(0, [name for name in sys.modules if name.startswith("medtokenbudget.reporting")], "matplotlib" in sys.modules)
+from medtokenbudget.cli import main
+small = ["--epochs", "1", "--head-epochs", "1", "--min-steps", "0", "--lats.hidden", "8", "--budgets", "0.3"]
+code = main(["train", sys.argv[1], "--store", sys.argv[2], "--out", sys.argv[3], *small])
+print(code, [name for name in sys.modules if name.startswith("medtokenbudget.reporting")], "matplotlib" in sys.modules)
 """
 
 
@@ -66,9 +64,10 @@ def test_routing_a_photo_loads_no_code_of_runs_and_reports_and_no_plotting_libra
 
 
 @pytest.mark.slow
-def test_saving_a_model_loads_no_code_of_reports(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", SAVE, str(tmp_path / "m")], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "0 [] False"
+def test_training_and_saving_a_model_loads_no_code_of_reports(drawn: Drawn, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", TRAIN, str(drawn.manifest_path), str(drawn.store_path), str(tmp_path / "run")]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() == "0 [] False"
+    assert "Known failures" in (tmp_path / "run" / "model" / "README.md").read_text(encoding="utf-8")
 
 
 def test_report_is_a_verb_even_after_its_room_was_imported() -> None:
@@ -122,8 +121,8 @@ def test_verbs_take_objects_as_well_as_paths(drawn: Drawn, tmp_path: Path) -> No
     run = mtb.train(drawn.manifest, drawn.store, tmp_path / "objects", quick("lesion-first"))
     other = mtb.train(str(drawn.manifest_path), drawn.store_path, tmp_path / "paths", quick("lesion-first"))
     assert run.results.equals(other.results)
-    assert (run.info.main, run.model.main) == ("lats:lesion-first", "lats:lesion-first")
-    assert set(run.predictions["predicted_name"]) <= set(run.info.classes)
+    assert (run.main, run.model.main) == ("lats:lesion-first", "lats:lesion-first")
+    assert set(run.predictions["predicted_name"]) <= set(run.classes)
     assert "center, lats:lesion-first, random on drawn dermoscopy, seeds 42" in repr(run)
     count = len(drawn.manifest.part("val"))
     assert f"n = {count} images, {count} with a lesion mask" in str(run)
@@ -131,33 +130,6 @@ def test_verbs_take_objects_as_well_as_paths(drawn: Drawn, tmp_path: Path) -> No
     assert run.report(pictures=False).is_file()
     few = mtb.extract(drawn.manifest.take(range(2)), tmp_path / "tokens", BackboneConfig("embedded"), ExtractConfig(dtype="fp32"))
     assert len(few) == 2
-
-
-def test_a_run_of_another_format_names_its_version_and_the_command(tmp_path: Path) -> None:
-    write_json(tmp_path / "run.json", {"dataset": "old", "command": "mtb train m.parquet --store s --out r"})
-    with pytest.raises(mtb_error(), match=r"run format version 1; this version reads 3. Run `mtb train m.parquet .*` again with"):
-        mtb.Run(tmp_path)
-
-
-@pytest.mark.slow
-def test_a_damaged_run_json_is_named_with_what_is_wrong(drawn: Drawn, tmp_path: Path) -> None:
-    mtb.sweep(drawn.manifest, drawn.store, tmp_path, ["center"], config=quick("paper", "center"), jobs=1)
-    good = (tmp_path / "run.json").read_bytes()
-    changes = ({"units": "all"}, {"methods": {"center": {"selector": "center"}}}, {"seeds": None}, {"surprise": 1})
-    for change in changes:
-        (tmp_path / "run.json").write_bytes(good)
-        edit_json(tmp_path / "run.json", lambda info: info.update(change))  # noqa: B023
-        with pytest.raises(mtb_error(), match=rf"run.json is damaged: check {next(iter(change))}"):
-            RunInfo.read(tmp_path)
-    write_json(tmp_path / "run.json", [])
-    with pytest.raises(mtb_error(), match="expected a JSON object"):
-        RunInfo.read(tmp_path)
-
-
-def mtb_error() -> type[Exception]:
-    from medtokenbudget.errors import RequestError
-
-    return RequestError
 
 
 SCRIPT = """

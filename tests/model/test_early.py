@@ -97,7 +97,7 @@ def test_a_model_predicts_from_the_very_tokens_that_its_head_was_trained_on(made
 def test_the_kept_lesion_is_counted_on_the_whole_grid(made: Made) -> None:
     results = mtb.Run(made.run).results
     row = results[(results["method"] == made.model.main) & (results["view"] == "as-is")].iloc[0]
-    rows = made.store.rows(Manifest.read(mtb.Run(made.run).info.manifest_path).part("val").ids)
+    rows = made.store.rows(mtb.Run(made.run).manifest.part("val").ids)
     lesion = made.store.lesion[rows]
     batch = made.store.read(rows)
     assert batch.places is not None

@@ -50,25 +50,25 @@ def test_an_evaluation_on_its_own_validation_images_repeats_the_numbers_of_the_t
     columns = ["view", "method", "budget"]
     both = before.results.merge(now.results, on=columns, suffixes=("", "_now"))
     both = both[both["method"] != "random"]
-    assert set(both["method"]) == {before.info.main, "center"}
+    assert set(both["method"]) == {before.main, "center"}
     assert set(both["view"]) == {"as-is", "off-center"}
     for metric in ("retention", "retention_of_ceiling", "accuracy", "macro_f1", "ece"):
         np.testing.assert_allclose(both[metric], both[f"{metric}_now"], atol=2e-3)
-    assert now.info.evaluation is not None
-    assert [row["budget"] for row in now.info.evaluation["own"]] == list(BUDGETS)
-    assert now.info.evaluation["part"] == "val"
+    assert now.evaluation is not None
+    assert [row["budget"] for row in now.evaluation["own"]] == list(BUDGETS)
+    assert now.evaluation["part"] == "val"
 
 
 @pytest.mark.slow
 def test_the_controls_stand_beside_the_model_on_the_same_images(external: Path) -> None:
     run = mtb.Run(external)
     rows = run.results[(run.results["view"] == "as-is") & (run.results["budget"] == 0.3)].set_index("method")
-    assert set(rows.index) == {run.info.main, *CONTROLS}
+    assert set(rows.index) == {run.main, *CONTROLS}
     assert rows["n_masked"].nunique() == 1
     assert rows.loc["oracle", "retention_of_ceiling"] == 1
     # No head was trained for these two, so nothing is said about their accuracy.
     assert rows.loc[["darkness", "oracle"], "accuracy"].isna().all()
-    assert rows.loc[[run.info.main, "center"], "accuracy"].notna().all()
+    assert rows.loc[[run.main, "center"], "accuracy"].notna().all()
 
 
 @pytest.mark.slow
@@ -97,7 +97,7 @@ def test_without_masks_or_labels_what_is_left_is_measured(drawn: Drawn, trained:
     nothing = manifest.with_columns(mask=[None] * len(manifest), label=[None] * len(manifest))
     run = mtb.evaluate(trained, nothing, tmp_path / "neither", store=drawn.store_path, budgets=[0.3])
     assert run.results[["retention", "accuracy"]].isna().all(axis=None)
-    assert len(run.predictions[run.predictions["method"] == run.info.main]) == len(manifest)
+    assert len(run.predictions[run.predictions["method"] == run.main]) == len(manifest)
     assert "none with a lesion mask" in run.report(pictures=False).read_text()
     masks = mtb.evaluate(
         trained, manifest.with_columns(label=[None] * len(manifest)), tmp_path / "masks", store=drawn.store_path, budgets=[0.3]
@@ -118,8 +118,8 @@ def test_tokens_are_extracted_and_images_that_cannot_be_read_are_counted(
     labels = dict.fromkeys(manifest.classes, "MEL")
     broken = manifest.with_columns(image=images, mask=[str(manifest.mask_path(i)) for i in range(6)])
     run = mtb.evaluate(model, broken, tmp_path / "out", budgets=[0.3], classes=labels)
-    assert run.info.evaluation is not None
-    assert (run.info.evaluation["images"], run.info.evaluation["unreadable"]) == (6, 1)
+    assert run.evaluation is not None
+    assert (run.evaluation["images"], run.evaluation["unreadable"]) == (6, 1)
     assert (
         f"1 of 6 images are left out, they or their masks cannot be used. The first: {Path(images[2]).name} is not an image"
         in capsys.readouterr().err

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
-import numpy as np
 import pytest
-from safetensors.numpy import load_file
+import torch
 
 import medtokenbudget as mtb
 from medtokenbudget.cli import main
 from medtokenbudget.config import PRESETS, Range, TrainConfig, preset, settings_of, with_settings
 from medtokenbudget.errors import RequestError, UnknownNameError
+from medtokenbudget.routing import create_selector
 from medtokenbudget.runs.method import FIXED, LEARNED, Method, method_of, unused_settings
-from medtokenbudget.runs.sweep import Plan, Sources, Training, Unit, run_training
-from tests.drawn import Drawn, quick
-
-# By its full name: the package has a function of the same name.
-sweep_module = importlib.import_module("medtokenbudget.runs.sweep")
+from medtokenbudget.runs.run import Run
+from medtokenbudget.runs.studies import Unit
+from medtokenbudget.runs.sweep import config_of
+from tests.drawn import Drawn, fit, quick
 
 
 def another(value: Any, kind: Any) -> Any:
@@ -92,46 +90,38 @@ def test_a_choice_that_is_the_default_of_its_preset_still_reaches_the_other_reci
             assert settings_of(method.config(config))[name] == settings_of(config)[name]
 
 
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> dict[str, TrainConfig]:
+    """The settings that each method would be trained with; nothing is trained."""
+    configs: dict[str, TrainConfig] = {}
+
+    def record(run: Run, units: list[Unit], *_: object) -> None:
+        configs.update({str(unit.method): config_of(run, unit) for unit in units})
+        raise RequestError("enough")
+
+    monkeypatch.setattr("medtokenbudget.runs.sweep._run_units", record)
+    return configs
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_a_sweep_of_both_recipes_trains_with_what_was_given_or_names_it(
-    drawn: Drawn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+    drawn: Drawn, tmp_path: Path, trained: dict[str, TrainConfig], name: str
 ) -> None:
-    trained: dict[str, TrainConfig] = {}
-
-    def record(plan: Plan, units: list[Unit], *_: object) -> list[Unit]:
-        trained.update({str(unit.method): plan.unit_config(unit) for unit in units})
-        return []
-
-    monkeypatch.setattr(sweep_module, "_run", record)
-    monkeypatch.setattr(sweep_module, "_collect", lambda *_: None)
     methods, config = ["lats", "lats:lesion-first", "center"], changed(preset("lesion-first"), name)
-    wanted = settings_of(config)[name]
-    if name in unused_settings([Method.parse(text) for text in methods], config):
-        with pytest.raises(RequestError, match=name):
-            sweep_module.sweep(drawn.manifest_path, drawn.store_path, tmp_path, methods, config=config)
-        assert not trained
-    else:
-        sweep_module.sweep(drawn.manifest_path, drawn.store_path, tmp_path, methods, config=config)
-        reading = [text for text in methods if name in Method.parse(text).reads(config)]
-        fixing = {
-            "recipe": "lats:lesion-first",
-            "protocol": "lats:lesion-first",
-            "selection_metric": "lats:lesion-first",
-            "patches": "lats",
-        }
-        assert {text for text in reading if settings_of(trained[text])[name] == wanted} == set(reading) - {fixing.get(name)}
+    refused = name in unused_settings([Method.parse(text) for text in methods], config)
+    with pytest.raises(RequestError, match=name if refused else "enough"):
+        mtb.sweep(drawn.manifest_path, drawn.store_path, tmp_path, methods, config=config)
+    assert bool(trained) is not refused
+    if not refused:
+        reading = {text for text in methods if name in Method.parse(text).reads(config)}
+        fixing = {"patches": "lats"} | dict.fromkeys(("recipe", "protocol", "selection_metric"), "lats:lesion-first")
+        wanted = settings_of(config)[name]
+        assert {text for text in reading if settings_of(trained[text])[name] == wanted} == reading - {fixing.get(name)}
 
 
 def test_what_was_given_on_the_command_line_reaches_every_method(
-    drawn: Drawn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    drawn: Drawn, tmp_path: Path, trained: dict[str, TrainConfig]
 ) -> None:
-    trained: dict[str, TrainConfig] = {}
-
-    def record(plan: Plan, units: list[Unit], *_: object) -> list[Unit]:
-        trained.update({str(unit.method): plan.unit_config(unit) for unit in units})
-        raise RequestError("enough")
-
-    monkeypatch.setattr(sweep_module, "_run", record)
     paths = [str(drawn.manifest_path), "--store", str(drawn.store_path), "--out", str(tmp_path)]
     given = ["--lr", "5e-5", "--class-balance", "loss", "--epochs", "8"]
     assert main(["sweep", *paths, "--methods", "lats", "lats:lesion-first", *given]) == 2
@@ -187,8 +177,8 @@ def test_seeds_and_budgets_come_from_the_settings_unless_they_are_given(drawn: D
         *("sparselearn:lesion-first", "query-pool:lesion-first", "abmil-attention:lesion-first", "random:epoch-matched"),
     ],
 )
-def test_settings_that_are_refused_change_nothing(drawn: Drawn, tmp_path: Path, text: str) -> None:
-    method, unit = Method.parse(text), Unit(Method.parse(text), 42)
+def test_settings_that_are_refused_change_nothing(drawn: Drawn, text: str) -> None:
+    method = Method.parse(text)
     base = quick("lesion-first" if "lesion-first" in text else "paper", text, budgets=(0.3, 0.5))
     # A head without a learned selector chooses no epoch; what is held out for that only changes the order of its images.
     order = () if method.learned else ("protocol", "selection_fraction", "selection_metric")
@@ -197,15 +187,11 @@ def test_settings_that_are_refused_change_nothing(drawn: Drawn, tmp_path: Path, 
     other = base
     for name in ignored:
         other = changed(other, name)
-    found = []
-    for folder, config in (("base", base), ("other", other)):
-        plan = Plan(Sources.of(drawn.manifest_path, drawn.store_path), tmp_path / folder, config)
-        assert run_training(plan, Training(unit, (unit,)), threads=1) == {unit: "done"}
-        found.append({name: load_file(plan.folder(unit) / name) for name in ("head.safetensors", "routing.safetensors")})
-    for name, tensors in found[0].items():
-        assert tensors.keys() == found[1][name].keys()
-        for key, value in tensors.items():
-            assert np.array_equal(value, found[1][name][key]), (name, key)
+    selector = method.selector if method.learned else create_selector(method.selector)
+    torch.set_num_threads(1)
+    first, second = (fit(drawn, method.config(config), selector, method.head) for config in (base, other))
+    assert first.state_dict().keys() == second.state_dict().keys()
+    assert all(torch.equal(value, second.state_dict()[name]) for name, value in first.state_dict().items())
 
 
 def test_a_variant_of_another_preset_keeps_the_size_of_the_sweep() -> None:

@@ -8,36 +8,30 @@ import pandas as pd
 import pytest
 from safetensors import safe_open
 
+import medtokenbudget as mtb
 from medtokenbudget.backbone import extract
 from medtokenbudget.config import TrainConfig, preset
 from medtokenbudget.errors import MedTokenBudgetError, RequestError, UnknownNameError
 from medtokenbudget.heads import list_heads
+from medtokenbudget.measures import METRICS
 from medtokenbudget.routing import list_selectors
-from medtokenbudget.runs import Execution, Method, paper, reproduce, studies
-from medtokenbudget.runs.run import RESULT_COLUMNS, headline, read_predictions, read_results, summarize
+from medtokenbudget.runs import Method, Run, paper
+from medtokenbudget.runs.run import RESULT_COLUMNS, headline, summarize
 from medtokenbudget.runs.studies import STUDIES, chosen_studies
 from tests.backbone.tiny import CONFIG, tiny_backbone, tiny_manifest
 from tests.drawn import Drawn, quick
 
 
 @pytest.fixture(scope="module")
-def everything(drawn: Drawn, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def everything(drawn: Drawn, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Every study of the paper and ours, once."""
-    out = tmp_path_factory.mktemp("reproduce")
-    reproduce(
-        drawn.manifest_path,
-        drawn.store_path,
-        out,
-        "all",
-        quick("paper", "lats", "context", "center", protocol="paper"),
-        Execution(jobs=1),
-    )
-    return out
+    config = quick("paper", "lats", "context", "center", protocol="paper", epochs=1, head_epochs=1)
+    return mtb.reproduce(drawn.manifest_path, drawn.store_path, tmp_path_factory.mktemp("reproduce"), "all", config, jobs=1)
 
 
 @pytest.mark.slow
-def test_every_study_runs_and_has_the_shape_of_the_papers_table(everything: Path) -> None:
-    results = read_results(everything / "results.csv")
+def test_every_study_runs_and_has_the_shape_of_the_papers_table(everything: Run) -> None:
+    results = everything.results
     assert list(results.columns) == list(RESULT_COLUMNS)
     assert set(results["study"]) == set(STUDIES) - {"kvasir"}
     for study in set(results["study"]) & set(paper.STUDIES):
@@ -47,31 +41,19 @@ def test_every_study_runs_and_has_the_shape_of_the_papers_table(everything: Path
         assert theirs["ours"].notna().all(), study
     assert "robustness on drawn dermoscopy" in paper.comparison(results)
     assert "lats:lesion-first" in headline(results)
-
-
-@pytest.mark.slow
-def test_every_study_shows_the_controls(everything: Path) -> None:
-    results = read_results(everything / "results.csv")
     for study, rows in results.groupby("study"):
-        if study != "subset":
-            assert {"center", "darkness", "oracle"} <= set(rows["method"]), study
+        assert study == "subset" or {"center", "darkness", "oracle"} <= set(rows["method"]), "every study shows the controls"
 
 
 @pytest.mark.slow
-def test_results_are_the_summary_of_the_predictions_and_nothing_else(everything: Path) -> None:
-    predictions, classes = read_predictions(everything / "predictions.parquet")
-    pd.testing.assert_frame_equal(
-        summarize(predictions, classes).astype({"seed": "int64"}),
-        read_results(everything / "results.csv"),
-        rtol=1e-8,
-        check_dtype=False,
-    )
+def test_results_are_the_summary_of_the_predictions_and_nothing_else(everything: Run) -> None:
+    summary = summarize(everything.predictions, everything.classes).astype({"seed": "int64"})
+    pd.testing.assert_frame_equal(summary, everything.results, rtol=1e-8, check_dtype=False)
 
 
 @pytest.mark.slow
-def test_off_center_views_are_rows_of_their_own(everything: Path) -> None:
-    results = read_results(everything / "results.csv")
-    assert set(results["dataset"]) == {"drawn dermoscopy"}
+def test_off_center_views_are_rows_of_their_own(everything: Run) -> None:
+    results = everything.results
     off = results[results["view"] == "off-center"]
     assert set(off["study"]) == {"center-bias", "recipe"}
     center = results[(results["study"] == "center-bias") & (results["method"] == "center") & (results["budget"] == 0.3)]
@@ -80,8 +62,8 @@ def test_off_center_views_are_rows_of_their_own(everything: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_oracle_reaches_the_ceiling_and_no_method_passes_it(everything: Path) -> None:
-    results = read_results(everything / "results.csv")
+def test_the_oracle_reaches_the_ceiling_and_no_method_passes_it(everything: Run) -> None:
+    results = everything.results
     oracle = results[results["method"] == "oracle"]
     assert oracle["retention_of_ceiling"].to_numpy() == pytest.approx(1.0)
     others = results[(results["method"] != "no-pruning") & results["retention"].notna()]
@@ -89,18 +71,21 @@ def test_the_oracle_reaches_the_ceiling_and_no_method_passes_it(everything: Path
 
 
 @pytest.mark.slow
-def test_patch_orders_of_all_rankers_are_kept_for_the_report(everything: Path) -> None:
-    with safe_open(str(everything / "routing.safetensors"), framework="numpy") as stream:
+def test_patch_orders_are_kept_for_the_report_and_a_toggle_uses_the_training_of_lats(everything: Run) -> None:
+    with safe_open(str(everything.path / "routing.safetensors"), framework="numpy") as stream:
         names = set(stream.keys())
         order = stream.get_tensor("order/lats/42")
     assert {"order/center/42", "scores/lats/42", "lesion", "covered", "off-center/order/lats/42"} <= names
     assert (order[:, :1] != order[:, 1:2]).all()
+    assert not (everything.path / "units" / "lats~no-norm-42" / "checkpoint.safetensors").exists()
+    assert (everything.path / "units" / "lats-42" / "checkpoint.safetensors").exists()
 
 
-@pytest.mark.slow
-def test_a_toggle_uses_the_training_of_lats(everything: Path) -> None:
-    assert not (everything / "units" / "lats~no-norm-42" / "checkpoint.safetensors").exists()
-    assert (everything / "units" / "lats-42" / "checkpoint.safetensors").exists()
+def test_every_study_says_how_a_report_shows_it() -> None:
+    for study in STUDIES.values():
+        assert study.title, study.name
+        assert study.tables, study.name
+        assert set(study.metrics) <= set(METRICS)
 
 
 def test_all_means_the_studies_that_fit_the_data_set() -> None:
@@ -124,14 +109,14 @@ def test_the_zoo_has_every_selector_every_head_and_masks_against_no_masks() -> N
 
 def test_a_study_that_does_not_fit_the_data_is_refused(drawn: Drawn, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(RequestError, match="about Kvasir v2, but this manifest comes from synthetic"):
-        reproduce(drawn.manifest_path, drawn.store_path, tmp_path / "run", "kvasir", quick("paper"))
+        mtb.reproduce(drawn.manifest_path, drawn.store_path, tmp_path / "run", "kvasir", quick("paper"))
     manifest = tiny_manifest(tmp_path / "images", 12)
     extract(manifest, tmp_path / "tokens", tiny_backbone(tmp_path / "backbone"), CONFIG)
     path = manifest.write(tmp_path / "m.parquet")
-    with pytest.raises(RequestError, match=r"needs off-center views.*--views off-center"):
-        reproduce(path, tmp_path / "tokens", tmp_path / "run", ["center-bias"], quick("paper"))
+    with pytest.raises(RequestError, match=r'needs off-center views.*`views="off-center"`'):
+        mtb.reproduce(path, tmp_path / "tokens", tmp_path / "run", ["center-bias"], quick("paper"))
     with pytest.raises(MedTokenBudgetError):
-        reproduce(path, tmp_path / "tokens", tmp_path / "run", "all", quick("paper", device="cuda:99"))
+        mtb.reproduce(path, tmp_path / "tokens", tmp_path / "run", "all", quick("paper", device="cuda:99"))
     assert "Skipping study 'center-bias'" in capsys.readouterr().err
 
 
@@ -154,6 +139,7 @@ def test_a_reproduction_follows_the_protocol_of_the_paper_unless_another_is_give
     drawn: Drawn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: TrainConfig | None, protocol: str
 ) -> None:
     used: list[TrainConfig] = []
-    monkeypatch.setattr(studies, "run_studies", lambda chosen, sources, out, config, *rest, **more: used.append(config))
-    reproduce(drawn.manifest_path, drawn.store_path, tmp_path, "subset", config)
+    monkeypatch.setattr("medtokenbudget.api.run_studies", lambda run, *rest, **more: used.append(run.config))
+    monkeypatch.setattr("medtokenbudget.api.save_model", lambda run: None)
+    mtb.reproduce(drawn.manifest_path, drawn.store_path, tmp_path, "subset", config)
     assert [settings.protocol for settings in used] == [protocol]

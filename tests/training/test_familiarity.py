@@ -12,7 +12,7 @@ import torch
 import medtokenbudget as mtb
 from medtokenbudget.errors import RequestError
 from medtokenbudget.tokens import TokenBatch
-from medtokenbudget.training.familiarity import Familiarity, Gaussian, Moments, fit_familiarity
+from medtokenbudget.training.familiarity import Familiarity, Gaussian, add_moments, fit_familiarity, moments_of
 from tests import unlike
 from tests.drawn import Drawn
 from tests.small_model import small_model
@@ -26,7 +26,7 @@ def batch(n: int, seed: int = 0) -> TokenBatch:
 def test_the_distance_is_that_of_mahalanobis_under_the_written_covariance() -> None:
     values = batch(40).patches[:, 0]
     # In two parts: moments add up.
-    fitted = Gaussian(5, rank=3).fit(Moments.of(values[:15]) + Moments.of(values[15:]))
+    fitted = Gaussian(5, rank=3).fit(add_moments([moments_of(values[:15]), moments_of(values[15:])]))
     found = fitted(values).double().numpy()
     # Independently: the covariance of probabilistic PCA, inverted as a matrix.
     x = values.double().numpy()

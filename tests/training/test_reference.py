@@ -10,7 +10,6 @@ import copy
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,17 +20,13 @@ from torch.nn import functional as F
 
 from medtokenbudget.backbone import FeatureStore
 from medtokenbudget.config import CurriculumConfig, LATSConfig, TrainConfig
-from medtokenbudget.files import read_lines
 from medtokenbudget.heads import create_head
-from medtokenbudget.jobs import Execution
+from medtokenbudget.metrics import accuracy
 from medtokenbudget.routing import create_selector
-from medtokenbudget.runs import sweep
-from medtokenbudget.runs.run import read_results
-from medtokenbudget.tensor_files import load_tensors
+from medtokenbudget.runs.method import Method
 from medtokenbudget.tokens import TokenBatch
-from medtokenbudget.training.rows import generator, make_parts
-from medtokenbudget.training.trainer import train_selector
-from tests.drawn import Drawn, quick
+from medtokenbudget.training.rows import TrainingRows, generator
+from tests.drawn import Drawn, fit, quick
 
 K_MIN, TAU = 16, 0.5
 
@@ -185,14 +180,12 @@ def assert_same_rows(rows: list[dict[str, Any]], expected: list[dict[str, float]
             assert row[name] == pytest.approx(value, rel=1e-3, abs=1e-6), (row["epoch"], name)
 
 
-def test_the_joint_recipe_ends_with_the_weights_of_a_plain_loop(drawn: Drawn, tmp_path: Path) -> None:
+def test_the_joint_recipe_ends_with_the_weights_of_a_plain_loop(drawn: Drawn) -> None:
     config = joint_config()
     expected = train_jointly(drawn, config)
     assert expected.best_epoch + 1 < len(expected.rows) < config.epochs, "the loop stops early and keeps an earlier epoch"
-    trained = train_selector(drawn.manifest, drawn.store, tmp_path, config, head="linear")
-    assert_same_rows(read_lines(tmp_path / "metrics.jsonl"), expected.rows)
-    assert trained.best_epoch == expected.best_epoch
-    assert trained.head is not None
+    trained = fit(drawn, config, head="linear")
+    assert_same_rows(trained.history, expected.rows)
     assert_same_weights(trained.selector, expected.kept["selector"])
     assert_same_weights(trained.head, expected.kept["head"])
 
@@ -239,65 +232,51 @@ def head_config(name: str, *methods: str, **changes: Any) -> TrainConfig:
     return quick(name, *methods, **{"head_epochs": 5, "lr": 0.01, "clip": 0.05, "weight_decay": 0.1, "views": "none", **changes})
 
 
-def test_the_head_of_the_lesion_first_recipe_ends_with_the_weights_of_a_plain_loop(drawn: Drawn, tmp_path: Path) -> None:
+def pooled_by(selector: Any) -> Callable[[TokenBatch, float, torch.Generator], Tensor]:
+    return lambda batch, budget, noise: selector.select_budget(batch, budget, noise).pooled()
+
+
+def test_the_head_of_the_lesion_first_recipe_ends_with_the_weights_of_a_plain_loop(drawn: Drawn) -> None:
     config = head_config("lesion-first", epochs=1)
-    trained = train_selector(drawn.manifest, drawn.store, tmp_path, config, head="linear")
-    expected = train_head(
-        drawn.store, trained.parts.head, config, lambda batch, budget, _: trained.selector.select_budget(batch, budget).pooled()
-    )
-    assert_same_rows([row for row in read_lines(tmp_path / "metrics.jsonl") if row["stage"] == "head"], expected.rows)
-    assert trained.head is not None
+    trained, rows = fit(drawn, config, head="linear"), TrainingRows.of(drawn.manifest, drawn.store, config)
+    expected = train_head(drawn.store, rows.head, config, pooled_by(trained.selector))
+    assert_same_rows([row for row in trained.history if row["stage"] == "head"], expected.rows)
     assert_same_weights(trained.head, expected.kept["head"])
 
 
 @pytest.mark.parametrize("name", ["center", "random"])
-def test_the_head_of_a_baseline_learns_as_a_plain_loop_does(drawn: Drawn, tmp_path: Path, name: str) -> None:
-    config = head_config("paper", f"{name}+linear")
-    selector = create_selector(name)
-    rows = make_parts(drawn.manifest, drawn.store, config).head
-    expected = train_head(
-        drawn.store, rows, config, lambda batch, budget, noise: selector.select_budget(batch, budget, noise).pooled()
-    )
-    sweep(drawn.manifest_path, drawn.store_path, tmp_path, (f"{name}+linear",), config=config, execution=Execution(jobs=1))
-    assert_same_rows(read_lines(tmp_path / "units" / f"{name}+linear-42" / "metrics.jsonl"), expected.rows)
+def test_the_head_of_a_baseline_learns_as_a_plain_loop_does(drawn: Drawn, name: str) -> None:
+    config, selector = head_config("paper", f"{name}+linear"), create_selector(name)
+    rows = TrainingRows.of(drawn.manifest, drawn.store, config).head
+    expected = train_head(drawn.store, rows, config, pooled_by(selector))
+    assert_same_rows(fit(drawn, config, selector, "linear").history, expected.rows)
 
 
 @pytest.mark.parametrize("name", ["center", "random"])
-def test_under_the_papers_protocol_a_baseline_keeps_its_best_epoch_of_a_constant_rate(
-    drawn: Drawn, tmp_path: Path, name: str
-) -> None:
+def test_under_the_papers_protocol_a_baseline_keeps_its_best_epoch_of_a_constant_rate(drawn: Drawn, name: str) -> None:
     config = head_config("paper", f"{name}+linear", protocol="paper", evaluate_every=2, head_epochs=9, lr=0.05, clip=1.0)
     selector = create_selector(name)
-    rows, validation = rows_of(drawn, "train"), rows_of(drawn, "val")
-    expected = train_head(
-        drawn.store, rows, config, lambda batch, budget, noise: selector.select_budget(batch, budget, noise).pooled(), validation
-    )
+    expected = train_head(drawn.store, rows_of(drawn, "train"), config, pooled_by(selector), rows_of(drawn, "val"))
     assert expected.best_epoch + 1 < config.head_epochs, "the accuracy has its peak before the last epoch"
-    sweep(drawn.manifest_path, drawn.store_path, tmp_path, (f"{name}+linear",), config=config, execution=Execution(jobs=1))
-    assert_same_rows(read_lines(tmp_path / "units" / f"{name}+linear-42" / "metrics.jsonl"), expected.rows)
-    kept, _ = load_tensors(tmp_path / "units" / f"{name}+linear-42" / "head.safetensors")
-    for key, value in expected.kept["head"].items():
-        torch.testing.assert_close(kept[f"head.{key}"], value, atol=5e-4, rtol=1e-3)
-    results = read_results(tmp_path / "results.csv").query("budget == 0.5 and view == 'as-is'")
-    assert results["accuracy"].tolist() == pytest.approx([expected.rows[expected.best_epoch]["selection"]])
+    trained = fit(drawn, config, selector, "linear")
+    assert_same_rows(trained.history, expected.rows)
+    assert_same_weights(trained.head, expected.kept["head"])
 
 
-@pytest.mark.parametrize("method", ["center+abmil", "oracle"])
-def test_heads_that_read_tokens_and_selectors_that_need_masks_keep_their_best_epoch_too(
-    drawn: Drawn, tmp_path: Path, method: str
-) -> None:
-    config = head_config("paper", method, protocol="paper", evaluate_every=1, head_epochs=3)
-    sweep(drawn.manifest_path, drawn.store_path, tmp_path, (method,), config=config, execution=Execution(jobs=1))
-    rows = read_lines(tmp_path / "units" / f"{method}-42" / "metrics.jsonl")
-    results = read_results(tmp_path / "results.csv").query("budget == 0.5 and view == 'as-is'")
-    assert results["accuracy"].tolist() == pytest.approx([max(row["selection"] for row in rows)])
-    assert [row["lr"] for row in rows] == [config.lr] * 3
+@pytest.mark.parametrize(("name", "head"), [("center", "abmil"), ("oracle", "mlp")])
+def test_heads_that_read_tokens_and_selectors_that_need_masks_keep_their_best_epoch_too(drawn: Drawn, name: str, head: str) -> None:
+    config = head_config("paper", f"{name}+{head}", protocol="paper", evaluate_every=1, head_epochs=3)
+    trained = fit(drawn, config, create_selector(name), head)
+    batch = drawn.store.read(rows_of(drawn, "val"))
+    with torch.no_grad():
+        predicted = trained(batch, 0.5).argmax(1)
+    assert accuracy(batch.label, predicted) == pytest.approx(max(row["selection"] for row in trained.history))
+    assert [row["lr"] for row in trained.history] == [config.lr] * 3
 
 
-def test_the_curriculum_ablation_differs_from_lats_in_the_budget_alone(drawn: Drawn, tmp_path: Path) -> None:
+def test_the_curriculum_ablation_differs_from_lats_in_the_budget_alone(drawn: Drawn) -> None:
     config = quick("paper", "lats", epochs=3, curriculum=CurriculumConfig(epochs=2))
-    sweep(drawn.manifest_path, drawn.store_path, tmp_path, ("lats", "lats:fixed-0.5"), config=config, execution=Execution(jobs=1))
-    lats, fixed = (read_lines(tmp_path / "units" / f"{name}-42" / "metrics.jsonl") for name in ("lats", "lats~fixed-0.5"))
+    lats, fixed = (fit(drawn, Method.parse(text).config(config)).history for text in ("lats", "lats:fixed-0.5"))
     assert [row["budget"] for row in lats] == [0.5, 0.375, 0.25]
     assert [row["budget"] for row in fixed] == [0.5, 0.5, 0.5]
     assert [row["lr"] for row in lats] == [row["lr"] for row in fixed]

@@ -1,4 +1,4 @@
-"""The trainer: what it learns, what it refuses, and that a killed run goes on to the same bytes."""
+"""The trainer: what it learns, what it refuses, and that a killed training resumes to the same bytes."""
 
 from __future__ import annotations
 
@@ -8,53 +8,51 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from medtokenbudget.backbone import extract
-from medtokenbudget.config import ExtractConfig, LossWeights, TrainConfig
-from medtokenbudget.data import Drawings, Manifest, synthetic_manifest
-from medtokenbudget.errors import MismatchError, RequestError, WorkError
+from medtokenbudget.config import CurriculumConfig, LossWeights, TrainConfig
+from medtokenbudget.errors import BudgetError, MismatchError, RequestError, UnknownNameError, WorkError
 from medtokenbudget.files import read_lines, write_lines
 from medtokenbudget.tensor_files import load_tensors, save_tensors
 from medtokenbudget.training import trainer
-from medtokenbudget.training.rows import ViewDraw, generator, make_parts
-from medtokenbudget.training.trainer import optimizer_tensors, restore_optimizer, train_selector
-from tests.drawn import Drawn, quick
-from tests.small_model import small_backbone
+from medtokenbudget.training.trainer import curriculum_budget, epochs_for, optimizer_tensors, restore_optimizer
+from tests.drawn import Drawn, fit, quick
+
+CHECKPOINT, METRICS = "checkpoint.safetensors", "metrics.jsonl"
 
 
-def _train_and_stall(drawn: Drawn, out: Path, config: TrainConfig, stalled: Event) -> None:
+def train_and_stall(drawn: Drawn, out: Path, config: TrainConfig, stalled: Event) -> None:
     """Train up to a step after the checkpoint of epoch 2, and wait there to be killed."""
     torch.set_num_threads(1)
     step = torch.optim.AdamW.step
 
     def stall(self: torch.optim.AdamW, closure: None = None) -> None:
-        checkpoint = out / "checkpoint.safetensors"
-        if checkpoint.exists() and load_tensors(checkpoint)[1]["epoch"] >= 2:
+        if (out / CHECKPOINT).exists() and load_tensors(out / CHECKPOINT)[1]["epoch"] >= 2:
             stalled.set()
             time.sleep(600)
         step(self, closure)
 
     torch.optim.AdamW.step = stall  # type: ignore[assignment,method-assign]
-    train_selector(drawn.manifest, drawn.store, out, config)
+    fit(drawn, config, folder=out)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", ["paper", "lesion-first"])
-def test_a_killed_training_goes_on_to_the_same_bytes(drawn: Drawn, tmp_path: Path, preset: str) -> None:
-    config = quick(preset, epochs=4, patience=9)
+def test_a_killed_training_resumes_to_the_same_bytes_as_one_in_memory(drawn: Drawn, tmp_path: Path, preset: str) -> None:
+    config = quick(preset, epochs=3, patience=9)
     torch.set_num_threads(1)
-    whole = train_selector(drawn.manifest, drawn.store, tmp_path / "whole", config)
+    in_memory = fit(drawn, config)
+    fit(drawn, config, folder=tmp_path / "whole")
     # Not forked: PyTorch refuses backward passes in the fork of a process that has made one with several threads.
     context = multiprocessing.get_context("spawn")
-    stalled = context.Event()
-    child = context.Process(target=_train_and_stall, args=(drawn, tmp_path / "killed", config, stalled))
+    stalled, killed = context.Event(), tmp_path / "killed"
+    child = context.Process(target=train_and_stall, args=(drawn, killed, config, stalled))
     child.start()
     while child.is_alive() and not stalled.wait(0.05):
         pass
@@ -62,135 +60,70 @@ def test_a_killed_training_goes_on_to_the_same_bytes(drawn: Drawn, tmp_path: Pat
     child.kill()
     child.join()
     assert child.exitcode == -signal.SIGKILL
-    checkpoint = tmp_path / "killed" / "checkpoint.safetensors"
-    assert load_tensors(checkpoint)[1]["epoch"] == 2, "killed in the middle of the training"
-    resumed = train_selector(drawn.manifest, drawn.store, tmp_path / "killed", config)
-    assert checkpoint.read_bytes() == (tmp_path / "whole" / "checkpoint.safetensors").read_bytes()
-    for name, value in whole.head.state_dict().items():
-        assert torch.equal(value, resumed.head.state_dict()[name]), name
-    epochs = [row["epoch"] for row in read_lines(tmp_path / "killed" / "metrics.jsonl") if row["stage"] == "selector"]
-    assert epochs == [0, 1, 2, 3]
+    assert load_tensors(killed / CHECKPOINT)[1]["epoch"] == 2, "killed in the middle of the training"
+    resumed = fit(drawn, config, folder=killed)
+    assert (killed / CHECKPOINT).read_bytes() == (tmp_path / "whole" / CHECKPOINT).read_bytes()
+    for name, value in in_memory.state_dict().items():
+        assert torch.equal(value, resumed.state_dict()[name]), name
+    logged = [{key: value for key, value in row.items() if key != "seconds"} for row in read_lines(killed / METRICS)]
+    assert logged == [{key: value for key, value in row.items() if key != "seconds"} for row in in_memory.history]
 
 
 @pytest.mark.parametrize("moment", ["before", "after"])
 def test_a_stop_around_a_checkpoint_neither_loses_nor_repeats_a_row_of_metrics(
     drawn: Drawn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
-    config = quick("paper", epochs=3, patience=9)
-    save = trainer._Trainer._save
+    config, save = quick("paper", epochs=3, patience=9), trainer.save_tensors
 
-    def stopped(self: trainer._Trainer) -> None:
+    def stopped(*arguments: Any) -> None:
         if moment == "after":
-            save(self)
+            save(*arguments)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(trainer._Trainer, "_save", stopped)
+    monkeypatch.setattr(trainer, "save_tensors", stopped)
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
-            train_selector(drawn.manifest, drawn.store, tmp_path, config)
+            fit(drawn, config, folder=tmp_path)
     monkeypatch.undo()
-    train_selector(drawn.manifest, drawn.store, tmp_path, config)
-    assert [row["epoch"] for row in read_lines(tmp_path / "metrics.jsonl")] == [0, 1, 2]
+    fit(drawn, config, folder=tmp_path)
+    assert [row["epoch"] for row in read_lines(tmp_path / METRICS)] == [0, 1, 2]
 
 
-def test_a_log_with_another_number_is_not_believed_when_a_training_resumes(
+def test_a_finished_training_is_read_again_but_no_edited_log_and_no_other_options(
     drawn: Drawn, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config, log = quick("paper", epochs=2, patience=9), tmp_path / "metrics.jsonl"
-    train_selector(drawn.manifest, drawn.store, tmp_path, config)
+    config, log = quick("paper", epochs=2, patience=9), tmp_path / METRICS
+    fit(drawn, config, folder=tmp_path)
     rows = read_lines(log)
     for change, kept in (({"seconds": 99.0}, 2), ({"loss": 0.1}, 0)):
         write_lines(log, [rows[0] | change, *rows[1:]])
         capsys.readouterr()
-        train_selector(drawn.manifest, drawn.store, tmp_path, config)
+        fit(drawn, config, folder=tmp_path)
         assert len(read_lines(log)) == kept
         assert ("metrics.jsonl is missing or damaged; it starts anew" in capsys.readouterr().err) is (kept == 0)
+    with pytest.raises(MismatchError, match=r"config\.lr: .*\n.*another `out`"):
+        fit(drawn, replace(config, lr=5e-4), folder=tmp_path)
 
 
-def test_the_metrics_file_has_every_term_budget_rate_and_score_spread(drawn: Drawn, tmp_path: Path) -> None:
-    train_selector(drawn.manifest, drawn.store, tmp_path, quick("paper"))
-    rows = read_lines(tmp_path / "metrics.jsonl")
-    terms = {"loss", "classification", "budget_deviation", "diversity", "lesion", "distillation"}
-    assert terms | {"budget", "lr", "score_mean", "score_std", "selection"} <= set(rows[0])
-    weights = LossWeights()
-    expected = (
-        rows[0]["classification"]
-        + weights.budget * rows[0]["budget_deviation"]
-        + weights.diversity * rows[0]["diversity"]
-        + weights.lesion * rows[0]["lesion"]
-        + weights.distillation * rows[0]["distillation"]
-    )
-    assert rows[0]["loss"] == pytest.approx(expected, rel=1e-5)
+def test_a_checkpoint_of_another_version_of_the_training_is_refused(
+    drawn: Drawn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = quick("paper", epochs=1)
+    fit(drawn, config, folder=tmp_path)
+    monkeypatch.setattr(trainer, "TRAINING_VERSION", trainer.TRAINING_VERSION + 1)
+    with pytest.raises(MismatchError, match=r"version: expected 2, found 1"):
+        fit(drawn, config, folder=tmp_path)
 
 
-def test_the_strict_protocol_selects_on_images_that_are_neither_trained_nor_reported_on(drawn: Drawn) -> None:
-    parts = make_parts(drawn.manifest, drawn.store, quick("lesion-first"))
-    trained = np.concatenate([parts.train, parts.train_views])
-    sets = [set(np.array(drawn.store.ids)[rows]) for rows in (trained, parts.select, parts.validation)]
-    assert all(sets)
-    assert not sets[0] & sets[1]
-    assert not sets[0] & sets[2]
-    assert not sets[1] & sets[2]
+def test_a_row_of_the_history_has_every_term_budget_rate_and_score_spread(drawn: Drawn) -> None:
+    row, weights = fit(drawn, quick("paper", epochs=1)).history[0], LossWeights()
+    assert {"budget", "lr", "score_mean", "score_std", "selection"} <= set(row)
+    named = {"budget": "budget_deviation"}
+    terms = {name: row[named.get(name, name)] for name in vars(weights)}
+    assert row["loss"] == pytest.approx(sum(getattr(weights, name) * value for name, value in terms.items()), rel=1e-5)
 
 
-@pytest.mark.parametrize("preset", ["paper", "lesion-first"])
-@pytest.mark.parametrize("protocol", ["paper", "strict"])
-def test_no_head_ever_learns_from_a_validation_image(drawn: Drawn, preset: str, protocol: str) -> None:
-    config = quick(preset, protocol=protocol, selection_metric="accuracy")
-    learned = set(np.array(drawn.store.ids)[make_parts(drawn.manifest, drawn.store, config).head])
-    assert learned == set(drawn.manifest.part("train").ids)
-
-
-def test_the_paper_protocol_selects_on_validation_and_trains_on_all_of_training(drawn: Drawn) -> None:
-    parts = make_parts(drawn.manifest, drawn.store, quick("paper", protocol="paper"))
-    assert parts.select.tolist() == parts.validation.tolist()
-    assert len(parts.train) == len(drawn.manifest.part("train"))
-
-
-def test_validation_masks_never_pick_an_epoch(drawn: Drawn, tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match="evaluation only"):
-        train_selector(drawn.manifest, drawn.store, tmp_path, quick("paper", protocol="paper", selection_metric="retention"))
-
-
-def test_views_of_validation_images_are_never_trained_on(drawn: Drawn) -> None:
-    parts = make_parts(drawn.manifest, drawn.store, quick("lesion-first"))
-    trained = set(np.array(drawn.store.ids)[parts.train_views])
-    assert trained
-    assert trained <= set(drawn.manifest.part("train").ids)
-    assert len(make_parts(drawn.manifest, drawn.store, quick("paper")).train_views) == 0
-
-
-def test_an_epoch_draws_one_view_of_each_image_that_has_any() -> None:
-    class Store:
-        ids = ("b", "a", "b", "c", "b", "a")
-
-    rows = np.array([5, 4, 2, 1, 0])
-    draw = ViewDraw(Store(), rows)  # type: ignore[arg-type]
-    assert (len(draw), draw.rows) == (2, 5)
-    seen = [draw.draw(generator(0, "views", epoch)) for epoch in range(40)]
-    assert {int(row) for row, _ in seen} == {1, 5}
-    assert {int(row) for _, row in seen} == {0, 2, 4}
-    assert len(ViewDraw(Store(), rows[:0]).draw(generator(0, "views", 0))) == 0  # type: ignore[arg-type]
-
-
-def test_views_may_be_one_crop_and_retention_is_picked_on_views_too(tmp_path: Path) -> None:
-    folder = tmp_path / "crops"
-    manifest = synthetic_manifest(folder / "data", Drawings(24, seed=3, size=96))
-    options = ExtractConfig(views="off-center", crops=3, threads=1)
-    store = extract(Manifest.read(manifest), folder / "tokens", small_backbone(folder), options)
-    seen = {}
-    for views in ("none", "off-center", "all"):
-        parts = make_parts(Manifest.read(manifest), store, quick("lesion-first", views=views))
-        seen[views] = [set(np.array(store.views)[rows]) for rows in (parts.train_views, parts.select, parts.off_center)]
-    every = {"off-center", "off-center-2", "off-center-3"}
-    assert seen["none"] == [set(), {"identity"}, {"off-center"}]
-    assert seen["off-center"] == [{"off-center"}, {"identity", "off-center"}, {"off-center"}]
-    assert seen["all"] == [every, {"identity", *every}, {"off-center"}]
-    by_accuracy = make_parts(Manifest.read(manifest), store, quick("lesion-first", selection_metric="accuracy"))
-    assert set(np.array(store.views)[by_accuracy.select]) == {"identity"}
-
-
-def _watch_terms(monkeypatch: pytest.MonkeyPatch, change: Callable[[dict[str, Any]], None]) -> None:
+def watch_terms(monkeypatch: pytest.MonkeyPatch, change: Callable[[dict[str, Any]], None]) -> None:
     """Let `change` see, and alter, what every step hands to the losses of the scorer."""
     module = sys.modules["medtokenbudget.routing.trainable"]
     real = module.scorer_terms
@@ -202,84 +135,81 @@ def _watch_terms(monkeypatch: pytest.MonkeyPatch, change: Callable[[dict[str, An
     monkeypatch.setattr(module, "scorer_terms", watched)
 
 
-def test_a_step_learns_from_as_many_patches_as_it_is_told(drawn: Drawn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_learns_from_as_many_patches_as_it_is_told(drawn: Drawn, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = set()
-    _watch_terms(monkeypatch, lambda options: sizes.add(tuple(options["lesion"].shape[1:])))
+    watch_terms(monkeypatch, lambda options: sizes.add(tuple(options["lesion"].shape[1:])))
     for patches in (7, 0):
-        train_selector(drawn.manifest, drawn.store, tmp_path / str(patches), quick("lesion-first", epochs=1, patches=patches))
+        fit(drawn, quick("lesion-first", epochs=1, head_epochs=1, patches=patches))
     assert sizes == {(7,), (100,)}
     with pytest.raises(RequestError, match="whole images"):
-        train_selector(drawn.manifest, drawn.store, tmp_path / "joint", quick("paper", patches=7))
+        fit(drawn, quick("paper", patches=7))
 
 
-def test_lesion_first_learns_where_the_lesion_is(drawn: Drawn, tmp_path: Path) -> None:
-    trained = train_selector(drawn.manifest, drawn.store, tmp_path, quick("lesion-first", epochs=8, patience=20))
-    first, last = read_lines(tmp_path / "metrics.jsonl")[0], trained.best_value
-    assert last > 0.7, "share of the ceiling on the selection part; drawing patches at random gives about 0.45"
-    assert [row["lesion"] for row in read_lines(tmp_path / "metrics.jsonl") if row["stage"] == "selector"][-1] < first["lesion"]
+def test_lesion_first_learns_where_the_lesion_is(drawn: Drawn) -> None:
+    history = fit(drawn, quick("lesion-first", epochs=8, patience=20)).history
+    rows = [row for row in history if row["stage"] == "selector"]
+    best = max(row["selection"] for row in rows)
+    assert best > 0.7, "share of the ceiling on the selection part; drawing patches at random gives about 0.45"
+    assert rows[-1]["lesion"] < rows[0]["lesion"]
 
 
-@pytest.mark.parametrize("difference", ["joint recipe", "unfinished", "learning rate"])
-def test_a_sibling_that_trained_another_selector_is_left_alone(drawn: Drawn, tmp_path: Path, difference: str) -> None:
-    config = quick("paper" if difference == "joint recipe" else "lesion-first", epochs=1)
-    there = replace(config, lr=5e-4) if difference == "learning rate" else config
-    train_selector(drawn.manifest, drawn.store, tmp_path / "a", there)
-    if difference == "unfinished":
-        tensors, state = load_tensors(tmp_path / "a" / "checkpoint.safetensors")
-        save_tensors(tmp_path / "a" / "checkpoint.safetensors", tensors, {**state, "finished": False})
-    before = (tmp_path / "a" / "checkpoint.safetensors").read_bytes()
-    stages: list[str] = []
-    train_selector(
-        *(drawn.manifest, drawn.store, tmp_path / "b", config),
-        head="linear",
-        on_epoch=lambda stage, *_: stages.append(stage),
-        sibling=tmp_path / "a",
-    )
-    assert "selector" in stages, "the selector is trained, not taken over"
-    train_selector(drawn.manifest, drawn.store, tmp_path / "c", config, head="linear")
-    assert (tmp_path / "b" / "checkpoint.safetensors").read_bytes() == (tmp_path / "c" / "checkpoint.safetensors").read_bytes()
-    assert (tmp_path / "a" / "checkpoint.safetensors").read_bytes() == before
+def test_without_the_lesion_loss_masks_change_nothing(drawn: Drawn, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = quick("paper", epochs=1, losses=LossWeights(lesion=0.0))
+    plain = fit(drawn, config).state_dict()
+    watch_terms(monkeypatch, lambda options: options.update(lesion=~options["lesion"]))
+    inverted = fit(drawn, config).state_dict()
+    assert all(torch.equal(plain[name], inverted[name]) for name in plain)
 
 
-def test_without_the_lesion_loss_masks_change_nothing(drawn: Drawn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = quick("paper", losses=LossWeights(lesion=0.0))
-    free = train_selector(drawn.manifest, drawn.store, tmp_path / "a", config).selector.scorer.state_dict()
-    _watch_terms(monkeypatch, lambda options: options.update(lesion=~options["lesion"]))
-    inverted = train_selector(drawn.manifest, drawn.store, tmp_path / "b", config).selector.scorer.state_dict()
-    assert all(torch.equal(free[name], inverted[name]) for name in free)
-
-
-def test_a_loss_that_is_not_finite_stops_with_the_batch_named(
-    drawn: Drawn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_loss_that_is_not_finite_stops_with_the_batch_named(drawn: Drawn, monkeypatch: pytest.MonkeyPatch) -> None:
     real = trainer.total_loss
-
     monkeypatch.setattr(trainer, "total_loss", lambda *arguments: real(*arguments) * float("nan"))
-    with pytest.raises(WorkError, match=r"not finite in epoch 0 \(images SYN_"):
-        train_selector(drawn.manifest, drawn.store, tmp_path, quick("paper"))
+    with pytest.raises(WorkError, match=r"not finite in epoch 0 \(images SYN_.*Lower `lr`"):
+        fit(drawn, quick("paper"))
 
 
-def test_lesion_first_without_masks_says_what_to_do(drawn: Drawn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = drawn.store
-    monkeypatch.setattr(store, "has_mask", torch.zeros(len(store), dtype=torch.bool), raising=False)
-    without = drawn.manifest.with_columns(mask=[None] * len(drawn.manifest))
-    with pytest.raises(RequestError, match="no training image has one"):
-        train_selector(without, store, tmp_path, quick("lesion-first"))
+def test_lesion_first_without_masks_says_what_to_do(drawn: Drawn, tmp_path: Path) -> None:
+    manifest = drawn.manifest.with_columns(mask=[None] * len(drawn.manifest))
+    path = manifest.write(tmp_path / "m.parquet")
+    with pytest.raises(RequestError, match=r'no training image has one.*`preset="paper"` with `losses.lesion=0`'):
+        fit(Drawn(path, drawn.store_path), quick("lesion-first"))
 
 
-def test_going_on_with_other_options_is_refused_with_the_difference(drawn: Drawn, tmp_path: Path) -> None:
-    config = quick("paper")
-    train_selector(drawn.manifest, drawn.store, tmp_path, config)
-    with pytest.raises(MismatchError, match=r"config\.lr"):
-        train_selector(drawn.manifest, drawn.store, tmp_path, replace(config, lr=5e-4))
+def test_bf16_autocast_trains_and_differs_from_fp32(drawn: Drawn) -> None:
+    plain, half = (fit(drawn, quick("paper", epochs=1, precision=precision)).state_dict() for precision in ("fp32", "bf16"))
+    name = "selector.scorer.output.weight"
+    assert not torch.equal(plain[name], half[name])
+    assert torch.allclose(plain[name], half[name], atol=0.05)
 
 
-def test_bf16_autocast_trains_and_differs_from_fp32(drawn: Drawn, tmp_path: Path) -> None:
-    plain = train_selector(drawn.manifest, drawn.store, tmp_path / "a", quick("paper", epochs=1))
-    half = train_selector(drawn.manifest, drawn.store, tmp_path / "b", quick("paper", epochs=1, precision="bf16"))
-    a, b = plain.selector.scorer.output.weight, half.selector.scorer.output.weight
-    assert not torch.equal(a, b)
-    assert torch.allclose(a, b, atol=0.05)
+# Schedules
+
+
+@pytest.mark.parametrize(("images", "expected"), [(10_000, 8), (3200, 10), (640, 40), (64, 40), (10, 40)])
+def test_small_data_sets_get_more_epochs_up_to_five_times_as_many(images: int, expected: int) -> None:
+    # 640 images are 10 steps of 64: 500 steps would be 50 epochs, five times 8 is 40.
+    assert epochs_for(images, 64, 8, 500) == expected
+    assert epochs_for(images, 64, 50, 0) == 50
+
+
+def test_the_paper_anneals_from_a_half_to_a_quarter_over_20_epochs_and_stays() -> None:
+    budgets = [curriculum_budget(CurriculumConfig(), epoch) for epoch in range(50)]
+    assert budgets[0] == 0.5
+    assert budgets[5] == pytest.approx(0.25 + 0.125 * (1 + 2**-0.5))
+    assert budgets[10] == 0.375
+    assert budgets[20:] == [0.25] * 30
+    assert all(a > b for a, b in pairwise(budgets[:21]))
+
+
+def test_settings_change_the_curriculum_and_bad_ones_are_refused() -> None:
+    assert [curriculum_budget(CurriculumConfig(start=1.0, end=0.1, epochs=2), epoch) for epoch in range(3)] == [1.0, 0.55, 0.1]
+    assert {curriculum_budget(CurriculumConfig(kind="fixed", start=0.3), epoch) for epoch in range(50)} == {0.3}
+    for change, error in (({"start": 1.5}, BudgetError), ({"kind": "linear"}, UnknownNameError), ({"epochs": 0}, RequestError)):
+        with pytest.raises(error):
+            CurriculumConfig(**change)  # type: ignore[arg-type]
+
+
+# Checkpoints
 
 
 def test_a_checkpoint_comes_back_whole_and_a_damaged_one_is_refused_by_name(tmp_path: Path) -> None:
@@ -297,20 +227,16 @@ def test_a_checkpoint_comes_back_whole_and_a_damaged_one_is_refused_by_name(tmp_
 
 
 def test_an_optimizer_comes_back_from_its_tensors() -> None:
-    def made() -> tuple[torch.nn.Parameter, torch.optim.AdamW]:
-        parameter = torch.nn.Parameter(torch.ones(3))
-        return parameter, torch.optim.AdamW([parameter], lr=0.1)
-
     def step(parameter: torch.nn.Parameter, optimizer: torch.optim.AdamW) -> None:
         (parameter**2).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
 
-    parameter, optimizer = made()
-    step(parameter, optimizer)
-    other, restored = made()
-    other.data.copy_(parameter.data)
-    restore_optimizer(restored, optimizer_tensors(optimizer))
-    step(parameter, optimizer)
-    step(other, restored)
-    assert torch.equal(parameter, other)
+    parameters = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
+    optimizers = [torch.optim.AdamW([parameter], lr=0.1) for parameter in parameters]
+    step(parameters[0], optimizers[0])
+    parameters[1].data.copy_(parameters[0].data)
+    restore_optimizer(optimizers[1], optimizer_tensors(optimizers[0]))
+    for parameter, optimizer in zip(parameters, optimizers):
+        step(parameter, optimizer)
+    assert torch.equal(*parameters)

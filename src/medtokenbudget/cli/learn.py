@@ -179,24 +179,24 @@ def train(arguments: list[str]) -> int:
 
     from medtokenbudget.api import train
     from medtokenbudget.progress import say
-    from medtokenbudget.runs.run import AS_IS, record_command
+    from medtokenbudget.runs.run import AS_IS
     from medtokenbudget.runs.sweep import require_complete
 
     config = training_config(options)
     run = train(options.manifest, options.store, options.out, config, options.selector, options.head)
-    record_command(options.out, "train", arguments)
-    ours = run.results[(run.results["method"] == run.info.main) & (run.results["view"] == AS_IS)]
+    run.record_command("train", arguments)
+    ours = run.results[(run.results["method"] == run.main) & (run.results["view"] == AS_IS)]
     row = ours.iloc[int((ours["budget"] - 0.3).abs().to_numpy().argmin())]
     found = []
     if row["n"]:
         found.append(f"accuracy {row['accuracy']:.1%} (n = {row['n']})")
     if row["n_masked"]:
         found.append(f"{row['retention_of_ceiling']:.1%} of the lesion that fits the budget kept (n = {row['n_masked']})")
-    say(f"{run.info.main} at budget {row['budget']:g}: {', '.join(found) or 'nothing to measure it on'}.")
+    say(f"{run.main} at budget {row['budget']:g}: {', '.join(found) or 'nothing to measure it on'}.")
     model = options.out / "model"
-    following = f"mtb explore {model}" if run.info.classes else f"mtb route IMAGES --model {model} --out routed"
+    following = f"mtb explore {model}" if run.classes else f"mtb route IMAGES --model {model} --out routed"
     say(f"Model saved in {model}. Next: mtb report {options.out} or {following}")
-    require_complete(run.info)
+    require_complete(run)
     return 0
 
 
@@ -231,7 +231,6 @@ def sweep(arguments: list[str]) -> int:
 
     from medtokenbudget.api import sweep
     from medtokenbudget.progress import say
-    from medtokenbudget.runs.run import record_command
     from medtokenbudget.runs.sweep import require_complete
 
     config = training_config(options)
@@ -247,9 +246,9 @@ def sweep(arguments: list[str]) -> int:
         address=options.address,
         heads=options.heads,
     )
-    record_command(options.out, "sweep", arguments)
+    run.record_command("sweep", arguments)
     say(f"{len(run.results)} rows in {options.out / 'results.csv'}. Next: mtb report {options.out}")
-    require_complete(run.info)
+    require_complete(run)
     return 0
 
 
@@ -275,7 +274,6 @@ def reproduce(arguments: list[str]) -> int:
     from medtokenbudget.api import reproduce
     from medtokenbudget.progress import say
     from medtokenbudget.runs.paper import comparison
-    from medtokenbudget.runs.run import record_command
     from medtokenbudget.runs.sweep import require_complete
 
     run = reproduce(
@@ -288,10 +286,10 @@ def reproduce(arguments: list[str]) -> int:
         jobs=options.jobs,
         address=options.address,
     )
-    record_command(options.out, "reproduce", arguments)
+    run.record_command("reproduce", arguments)
     print(comparison(run.results))
     say(f"{len(run.results)} rows in {options.out / 'results.csv'}. Next: mtb report {options.out}")
-    require_complete(run.info)
+    require_complete(run)
     return 0
 
 

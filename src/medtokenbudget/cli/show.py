@@ -68,10 +68,10 @@ def demo(arguments: list[str]) -> int:
 
     from medtokenbudget.api import demo
     from medtokenbudget.progress import say
-    from medtokenbudget.runs.run import RunInfo, headline
+    from medtokenbudget.runs.run import Run, headline
 
     page = demo(options.out, options.n, options.seed, options.epochs)
-    print(headline(RunInfo.read(options.out).results()))
+    print(headline(Run(options.out).results))
     say(
         f"Report: {page}. Next:\n"
         f"  open {page} in a browser: what was kept, at every budget, beside the controls\n"

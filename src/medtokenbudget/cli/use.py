@@ -182,7 +182,7 @@ def evaluate(arguments: list[str]) -> int:
 
     from medtokenbudget.api import evaluate
     from medtokenbudget.progress import say
-    from medtokenbudget.runs.run import headline, record_command
+    from medtokenbudget.runs.run import headline
 
     run = evaluate(
         options.model,
@@ -194,7 +194,7 @@ def evaluate(arguments: list[str]) -> int:
         classes=options.classes,
         part=options.part,
     )
-    record_command(options.out, "evaluate", arguments)
+    run.record_command("evaluate", arguments)
     print(headline(run.results))
     say(f"Wrote {run.report(pictures=options.pictures)}.")
     return 0

@@ -69,7 +69,7 @@ REQUEST = "_request.json"
 SHARD_SIZE = 1000
 """Images per shard in several processes or on a cluster, unless told otherwise."""
 Answers = Iterable[tuple[ImageSource, Routing | None]]
-"""What `MedTokenBudget.predict_sources` and `route_sources` yield."""
+"""What `MedTokenBudget.answers` yields."""
 
 
 @dataclass
@@ -457,7 +457,7 @@ class Request:
 
     def answers(self, model: MedTokenBudget, sources: Iterable[ImageSource]) -> Answers:
         config = self.config
-        return model.route_sources(sources, config.budget, config.selector, config.batch_size, config.workers, masks=True)
+        return model.answers(sources, config.budget, config.selector, config.batch_size, config.workers, masks=True)
 
     def part(self, index: int) -> Path:
         return self.table / f"part-{index:06d}.parquet"

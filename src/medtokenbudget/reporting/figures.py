@@ -205,7 +205,7 @@ def _training_of(run: ReportRun) -> pd.DataFrame:
 def _active_losses(run: ReportRun) -> list[str]:
     """Returns the losses with a weight above 0 in the training that `_training_of` shows."""
     rows = _training_of(run)
-    weights = run.info.methods[str(rows["method"].iloc[0])].config.get("losses", {}) if len(rows) else {}
+    weights = run.info.methods[str(rows["method"].iloc[0])]["config"].get("losses", {}) if len(rows) else {}
     return [name for name in _LOSSES if weights.get(name, 1) > 0]
 
 

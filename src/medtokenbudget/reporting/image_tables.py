@@ -184,7 +184,7 @@ def subset(run: ReportRun) -> Table | None:
             ("paper_validation_masks", "Paper: val. masks"),
             ("paper_training_masks", "Paper: train masks"),
         )
-        parts |= {column: dict(zip(paper.CLASSES, row)) for column, row in zip(columns, paper.SUBSETS.values())}
+        parts |= dict(zip(columns, paper.subsets().values()))
     rows = [[name, *[f"{part.get(name, 0):,}" for part in parts.values()]] for name in classes]
     rows.append(["All classes", *[f"{sum(part.values()):,}" for part in parts.values()]])
     data = pd.DataFrame([{"class": name} | {column: part.get(name, 0) for (column, _), part in parts.items()} for name in classes])

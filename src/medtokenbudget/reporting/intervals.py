@@ -27,7 +27,7 @@ from medtokenbudget.measures import shown_in
 from medtokenbudget.metrics import kept_lesion_counts, ratio, reachable
 from medtokenbudget.reporting.looks import CONTROLS, PAPER_RECIPE, is_reference, ordered, selector_of
 from medtokenbudget.runs import statistics
-from medtokenbudget.runs.run import AS_IS, ATTRIBUTES, METRICS, RESULTS, ROUTING, RunInfo
+from medtokenbudget.runs.run import AS_IS, ATTRIBUTES, METRICS, RESULTS, ROUTING, Run
 
 HEADLINE = 0.3
 """The budget of the headline numbers, or the measured one nearest to it."""
@@ -137,7 +137,7 @@ class ReportRun:
 
     name: str
     path: Path
-    info: RunInfo
+    info: Run
     results: pd.DataFrame
     predictions: pd.DataFrame
     classes: tuple[str, ...]
@@ -158,11 +158,11 @@ class ReportRun:
             raise RequestError(
                 f"{path} is not a directory. Pass a run directory written by `mtb sweep`, `mtb train` or `mtb demo`."
             )
-        info = RunInfo.read(path)
-        results = info.results()
+        info = Run(path)
+        results = info.results
         if results.empty:
             raise RequestError(f"{path / RESULTS} has no rows yet. Run the same command again to finish the run.")
-        predictions, classes = info.predictions()
+        predictions, classes = info.predictions, info.classes
         for frame in (results, predictions):
             frame["budget"] = frame["budget"].round(6)
         missing: list[str] = []
@@ -177,7 +177,7 @@ class ReportRun:
             attributes = pd.read_parquet(info.file(ATTRIBUTES)) if (path / ATTRIBUTES).is_file() else None
             if not info.evaluation["own"]:
                 missing.append("Comparison with the model's own validation: the model was not loaded from its run directory.")
-        manifest = _manifest(path, info, missing)
+        manifest = _manifest(info, missing)
         return cls(name, path, info, results, predictions, classes, training, orders, manifest, attributes, missing)
 
     @property
@@ -265,7 +265,7 @@ class ReportRun:
     @cached_property
     def _learned(self) -> list[str]:
         """Trained methods: the main one, the paper's recipe, then the others by name."""
-        learned = [name for name, about in self.info.methods.items() if about.learned]
+        learned = [name for name, about in self.info.methods.items() if about["learned"]]
         first = [m for m in (self.info.main, PAPER_RECIPE) if m in learned]
         return [*first, *sorted(m for m in learned if m not in first)]
 
@@ -434,13 +434,10 @@ def _share_of_ceiling(table: pd.DataFrame) -> pd.DataFrame:
     return table.rename(columns={"retention_of_ceiling": "value", "share_low": "low", "share_high": "high"})
 
 
-def _manifest(path: Path, info: RunInfo, missing: list[str]) -> Manifest | None:
+def _manifest(info: Run, missing: list[str]) -> Manifest | None:
     """Reads the manifest that run.json names; None with a note in `missing` when it cannot."""
-    if not info.manifest:
-        missing.append("Pictures of images: run.json does not name a manifest.")
-        return None
     try:
-        return Manifest.read(path / info.manifest)
+        return info.manifest
     except RequestError:
-        missing.append(f"Pictures of images: the manifest {Path(info.manifest).name} cannot be read.")
+        missing.append(f"Pictures of images: the manifest {info.manifest_path.name} cannot be read.")
         return None

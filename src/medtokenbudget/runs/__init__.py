@@ -2,8 +2,7 @@
 
 from medtokenbudget.jobs import Execution
 from medtokenbudget.runs.method import Method
-from medtokenbudget.runs.run import RunInfo
-from medtokenbudget.runs.studies import STUDIES, reproduce
-from medtokenbudget.runs.sweep import Study, sweep
+from medtokenbudget.runs.run import Run
+from medtokenbudget.runs.studies import STUDIES, Study
 
-__all__ = ["STUDIES", "Execution", "Method", "RunInfo", "Study", "reproduce", "sweep"]
+__all__ = ["STUDIES", "Execution", "Method", "Run", "Study"]

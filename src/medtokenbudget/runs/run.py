@@ -1,4 +1,4 @@
-"""A run directory: the two tables that every number comes from, and `run.json`, which says what they were made from.
+"""`Run`: a run directory, the two tables that every number comes from, and `run.json`, which says what they were made from.
 
 `predictions.parquet` has one row per image and cell, `results.csv` one row per cell; a cell is one (study, dataset, view, method,
 seed, budget). `summarize` turns the first table into the second. `run.json` holds settings, versions, seeds and hashes but no
@@ -12,11 +12,11 @@ import os
 import platform
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cached_property, lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from types import NoneType
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -27,12 +27,14 @@ from safetensors.numpy import save
 
 from medtokenbudget import metrics
 from medtokenbudget.backbone import FeatureStore
-from medtokenbudget.config import TrainConfig, train_config_from_dict
+from medtokenbudget.config import TrainConfig, to_dict, train_config_from_dict
 from medtokenbudget.data import Manifest
 from medtokenbudget.data.manifest import listed
 from medtokenbudget.errors import RequestError
 from medtokenbudget.escaping import csv_frame, from_csv_cell
 from medtokenbudget.files import atomic_write, read_json, read_lines, sha256_file, unsealed, write_safetensors, write_sealed
+from medtokenbudget.measures import METRICS as MEASURES
+from medtokenbudget.model.model import MedTokenBudget, load
 from medtokenbudget.progress import say
 from medtokenbudget.training.trainer import log_hash
 
@@ -48,30 +50,276 @@ RESULTS, PREDICTIONS, ROUTING, METRICS, ATTRIBUTES = FILES = (
 """What a report reads; `run.json` has the hashes."""
 PACKAGES = ("medtokenbudget", "torch", "timm", "numpy", "pandas", "pyarrow", "scipy", "safetensors", "pillow")
 _AGAIN = "Delete it and run the command that made the run again; finished trainings are kept."
+_FACTS: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("dataset", "source", "manifest", "store"), (str,)),
+    **dict.fromkeys(("classes", "studies", "units", "seeds"), (list,)),
+    **dict.fromkeys(("config", "methods", "versions", "hashes", "backbone", "counts", "files"), (dict,)),
+    **dict.fromkeys(("main", "command"), (str, NoneType)),
+    "evaluation": (dict, NoneType),
+}
+"""What `run.json` holds, and of which JSON type it is."""
+_OF_A_METHOD = {"selector", "head", "variant", "learned", "config"}
+
+
+class Run:
+    """What `mtb.train`, `mtb.sweep`, `mtb.reproduce` and `mtb.evaluate` leave behind.
+
+    Args:
+        path: The run directory.
+
+    Attributes:
+        dataset: Name of the data set, as the user calls it.
+        source: Kind of source that the manifest came from (isic, kvasir, folder, csv, synthetic).
+        classes: Class names in the order of the logits.
+        settings: Common training settings; `config` has them as a `TrainConfig`.
+        methods: Each method by its text: selector, head, variant, whether it learned, and its own settings.
+        main: The method that becomes the saved model and the headline of the report; None if no selector was trained.
+        studies: Name, methods, seeds and budgets of each study.
+        units: Finished units (a method with a seed).
+        seeds: Seeds of the finished units.
+        versions: Versions of Python and the packages that results depend on.
+        hashes: Of the manifest, the split and the store.
+        backbone: What the tokens came from.
+        counts: Images, masks and classes of each part.
+        files: Hash of each file that a report reads.
+        command: The command line that made the run, if it was made from the command line.
+        evaluation: Of `mtb evaluate`: the model, its own validation, how classes were matched. None for a run that trained.
+
+    Raises:
+        RequestError: The directory is not a run, another version wrote it, or `run.json` is damaged.
+
+    Example:
+        >>> run = mtb.Run("runs/first")
+        >>> run.main
+        'lats:lesion-first'
+        >>> sorted(set(run.results["method"]))
+        ['center', 'lats:lesion-first', 'random']
+        >>> run.model.main
+        'lats:lesion-first'
+    """
+
+    path: Path
+    manifest_path: Path
+    store_path: Path
+    in_memory: bool = False
+    dataset: str
+    source: str
+    classes: tuple[str, ...]
+    settings: dict[str, Any]
+    methods: dict[str, dict[str, Any]]
+    main: str | None
+    studies: list[dict[str, Any]]
+    units: list[str]
+    seeds: list[int]
+    versions: dict[str, str]
+    hashes: dict[str, str]
+    backbone: dict[str, Any]
+    counts: dict[str, Any]
+    files: dict[str, str]
+    command: str | None
+    evaluation: dict[str, Any] | None
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        facts = _read_facts(self.path)
+        self.manifest_path, self.store_path = ((self.path / facts.pop(name)).resolve() for name in ("manifest", "store"))
+        self._take(facts)
+
+    @classmethod
+    def begin(cls, path: Path | str, manifest: Manifest | Path | str, store: FeatureStore | Path | str, config: TrainConfig) -> Run:
+        """Open what a run is made from; nothing is written. A manifest in memory belongs into the run directory."""
+        opened = manifest if isinstance(manifest, Manifest) else Manifest.read(manifest)
+        tokens = store.annotated(opened) if isinstance(store, FeatureStore) else FeatureStore.open(Path(store).resolve(), opened)
+        run = cls.__new__(cls)
+        run.path, run.manifest, run.store, run.config = Path(path).resolve(), opened, tokens, config
+        at = run.path / "manifest.parquet" if isinstance(manifest, Manifest) else Path(manifest)
+        run.manifest_path, run.store_path, run.in_memory = at.resolve(), tokens.path.resolve(), isinstance(manifest, Manifest)
+        return run
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Send a run to a worker process as its paths."""
+        content = self.manifest.hash, self.store.identity
+        return _begin_once, (self.path, self.manifest_path, self.store_path, self.config, *content)
+
+    def __repr__(self) -> str:
+        seeds = ", ".join(map(str, self.seeds))
+        return f"Run({str(self.path)!r}: {', '.join(self.methods)} on {self.dataset}, seeds {seeds})"
+
+    def __str__(self) -> str:
+        return f"{self!r}\n{headline(self.results)}"
+
+    def _repr_html_(self) -> str:
+        columns = ["method", "view", "budget", "accuracy", "macro_f1", "retention", "retention_of_ceiling", "n", "n_masked"]
+        html: str = self.results[columns].to_html(index=False, float_format=lambda value: f"{value:.3f}", na_rep="")
+        return html
+
+    @cached_property
+    def manifest(self) -> Manifest:
+        """The manifest of its images."""
+        return Manifest.read(self.manifest_path)
+
+    @cached_property
+    def store(self) -> FeatureStore:
+        """The tokens of its images."""
+        return FeatureStore.open(self.store_path, self.manifest)
+
+    @cached_property
+    def config(self) -> TrainConfig:
+        """The common training settings."""
+        return train_config_from_dict(self.settings)
+
+    @cached_property
+    def results(self) -> pd.DataFrame:
+        """`results.csv`: one row per study, view, method, seed and budget."""
+        path = self.path / RESULTS
+        if not path.is_file() or content_hash(path) != self.files.get(RESULTS):
+            table = summarize(self.predictions, self.classes)
+            say(f"{path} is missing or damaged. It is made again from {PREDICTIONS}.")
+            write_results(path, table)
+        return read_results(path)
+
+    @cached_property
+    def predictions(self) -> pd.DataFrame:
+        """`predictions.parquet`: one row per image in each of these cells."""
+        return read_predictions(self.file(PREDICTIONS))[0]
+
+    @cached_property
+    def model(self) -> MedTokenBudget:
+        """The model of the main method, with the classifiers of the other methods."""
+        return load(self.path)
+
+    def report(self, out: Path | str | None = None, pictures: bool = True) -> Path:
+        """Write the tables, the figures and `report.html`; see `mtb.report`."""
+        from medtokenbudget.reporting.page import report
+
+        return report(self.path, out=out, pictures=pictures)
+
+    def file(self, name: str) -> Path:
+        """Return the path of one of `FILES`.
+
+        Raises:
+            RequestError: The file is missing, or its content is not what the run wrote.
+        """
+        path = self.path / name
+        if not path.is_file() or content_hash(path) != self.files.get(name):
+            what = "is damaged: its content does not match its hash in run.json" if path.is_file() else "does not exist"
+            made = f"`{self.command}`" if self.command else "the command that made the run"
+            raise RequestError(f"{path} {what}. Run {made} again; finished trainings are kept.")
+        return path
+
+    def finish(self, **facts: Any) -> None:
+        """Write `run.json` of a run whose tables are written: what follows from images and tokens, and the other `facts`."""
+        facts |= {
+            "dataset": self.manifest.name,
+            "source": self.manifest.source.split()[0],
+            "classes": self.manifest.classes,
+            "config": to_dict(self.config),
+            "backbone": self.store.config["backbone"],
+            "versions": versions(),
+            "counts": counts(self.manifest, self.store),
+            "files": hashes(self.path),
+        }
+        # Through JSON, so that a run in memory is the same as one that was read.
+        self._take(json.loads(json.dumps(facts, sort_keys=True, default=str)))
+        self._write()
+
+    def _take(self, facts: Mapping[str, Any]) -> None:
+        vars(self).update({"command": None, "evaluation": None} | {name: facts[name] for name in _FACTS if name in facts})
+        self.settings, self.classes = vars(self).pop("config"), tuple(self.classes)
+
+    def record_command(self, name: str, arguments: Sequence[str]) -> None:
+        """Record in `run.json` the command line that made the run, of paths elsewhere only the last name: runs are shared."""
+        self.command = shlex.join(["mtb", name, *map(_short, arguments)])
+        self._write()
+
+    def _write(self) -> None:
+        here = self.path.resolve()
+        facts = {name: vars(self)[name] for name in _FACTS if name not in ("config", "manifest", "store")}
+        facts |= {"config": self.settings, "format_version": FORMAT_VERSION}
+        facts |= {"manifest": os.path.relpath(self.manifest_path, here), "store": os.path.relpath(self.store_path, here)}
+        write_sealed(self.path / FILE, facts)
+
+
+@lru_cache(maxsize=1)
+def _begin_once(path: Path, manifest: Path, store: Path, config: TrainConfig, *content: str) -> Run:
+    """Open a run in a worker process once. The content is part of the key: a worker may outlive a sweep."""
+    return Run.begin(path, manifest, store, config)
+
+
+def _read_facts(path: Path) -> dict[str, Any]:
+    """Read and check `run.json`; what a later version added is left out."""
+    if not (path / FILE).is_file():
+        what = "does not exist" if not path.exists() else f"is not a run directory: it has no {FILE}"
+        raise RequestError(f"{path} {what}. Make a run with `mtb train`, `mtb sweep` or `mtb reproduce`.")
+    values = read_json(path / FILE)
+    if not isinstance(values, dict):
+        raise RequestError(f"{path / FILE} is damaged: expected a JSON object. {_AGAIN}")
+    written_by = values.get("format_version", 1)
+    if written_by != FORMAT_VERSION:
+        made = f"`{values['command']}`" if isinstance(values.get("command"), str) else "the command that made it"
+        raise RequestError(
+            f"{path} has run format version {written_by}; this version reads {FORMAT_VERSION}. Run {made} again with a new `out`."
+        )
+    values = unsealed(path / FILE, values, _AGAIN)
+    facts = {name: values.get(name) for name in _FACTS}
+    wrong = [name for name, allowed in _FACTS.items() if not isinstance(facts[name], allowed)]
+    entries = facts["methods"].values() if isinstance(facts["methods"], dict) else ()
+    if not all(isinstance(entry, dict) and entry.keys() >= _OF_A_METHOD for entry in entries):
+        wrong.append("methods")
+    if wrong:
+        raise RequestError(f"{path / FILE} is damaged: check {', '.join(wrong)}. {_AGAIN}")
+    return facts
+
+
+def content_hash(path: Path) -> str:
+    """Hash a file of a run or of a unit; that of a log leaves out the clock, so that equal runs have equal hashes."""
+    return log_hash(read_lines(path)) if path.suffix == ".jsonl" else sha256_file(path)
+
+
+def hashes(run: Path) -> dict[str, str]:
+    """Hash each of `FILES` that a run has."""
+    return {name: content_hash(run / name) for name in FILES if (run / name).is_file()}
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages that a result depends on."""
+    installed = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            installed[name] = version(name)
+        except PackageNotFoundError:
+            installed[name] = "not installed"
+    return installed
+
+
+def counts(manifest: Manifest, store: FeatureStore) -> dict[str, Any]:
+    """Count images, masks and classes of each part, and the lesion sizes of the validation masks: the supplement's two tables."""
+    parts: dict[str, Any] = {}
+    for part in ("train", "select", "val"):
+        rows = store.rows(manifest.part(part).ids, strict=False)
+        label, masked = store.label.numpy()[rows], store.has_mask.numpy()[rows]
+        parts[part] = {
+            "images": len(rows),
+            "masks": int(masked.sum()),
+            "classes": {name: int((label == index).sum()) for index, name in enumerate(manifest.classes)},
+            "masked_classes": {name: int((label[masked] == index).sum()) for index, name in enumerate(manifest.classes)},
+            "lesion_patches": store.lesion.numpy()[rows[masked]].sum(1).astype(int).tolist() if part == "val" else None,
+        }
+    return parts
+
+
+def _short(argument: str) -> str:
+    option, equals, value = argument.partition("=") if argument.startswith("--") else ("", "", argument)
+    path = Path(value)
+    return f"{option}{equals}{path.name}" if path.is_absolute() or ".." in path.parts else argument
+
 
 # The two tables ------------------------------------------------------------------------------------------------------
 
 AS_IS = "as-is"
 """The value of `view` for original images; off-center crops of the same images have `backbone.views.OFF_CENTER`."""
 CELL: tuple[str, ...] = ("study", "dataset", "view", "method", "seed", "budget")
-MEASURES: tuple[str, ...] = (
-    "accuracy",
-    "macro_f1",
-    "balanced_accuracy",
-    "retention",
-    "retention_mean",
-    "retention_of_ceiling",
-    "precision",
-    "enrichment",
-    "ceiling",
-    "macro_auroc",
-    "ece",
-    "purity",
-    "lesion_dominated",
-    "lesion_mass",
-)
 RESULT_COLUMNS: tuple[str, ...] = (*CELL, "k", "n", "n_masked", *MEASURES)
-
 SCHEMA = pa.schema(
     [
         ("study", pa.string()),
@@ -134,7 +382,10 @@ def _to_arrow(column: pd.Series[Any], entry: pa.Field) -> pa.Array:
 
 
 def read_predictions(path: Path | str) -> tuple[pd.DataFrame, tuple[str, ...]]:
-    """Read the predictions and the class names; counts that may be missing come as nullable integers."""
+    """Read the predictions and the class names; counts that may be missing come as nullable integers.
+
+    A column that the version which wrote the file did not have is empty; one that this version does not know is kept.
+    """
     try:
         table = pq.read_table(path)
     except FileNotFoundError:
@@ -142,12 +393,13 @@ def read_predictions(path: Path | str) -> tuple[pd.DataFrame, tuple[str, ...]]:
     except (pa.ArrowInvalid, OSError) as error:
         raise RequestError(f"{path} is not a readable Parquet file ({error}). Run `mtb sweep` again.") from None
     metadata = table.schema.metadata or {}
-    missing = [name for name in PREDICTION_COLUMNS if name not in table.column_names]
-    if missing or b"classes" not in metadata:
-        what = f"columns {', '.join(missing)}" if missing else "class names in its metadata"
-        raise RequestError(f"{path} has no {what}: another version wrote it. Repeat the run.")
-    frame = pd.DataFrame({name: _from_arrow(table.column(name), name) for name in PREDICTION_COLUMNS})
-    return frame, tuple(json.loads(metadata[b"classes"]))
+    if b"classes" not in metadata:
+        raise RequestError(f"{path} has no class names in its metadata, so it is not a table of predictions. Repeat the run.")
+    for entry in SCHEMA:
+        if entry.name not in table.column_names:
+            table = table.append_column(entry, pa.nulls(len(table), entry.type))
+    names = dict.fromkeys((*PREDICTION_COLUMNS, *table.column_names))
+    return pd.DataFrame({name: _from_arrow(table.column(name), name) for name in names}), tuple(json.loads(metadata[b"classes"]))
 
 
 def _from_arrow(column: pa.ChunkedArray, name: str) -> Any:
@@ -211,15 +463,12 @@ def _summarize_cell(cell: pd.DataFrame, classes: int) -> dict[str, float | int]:
 
 def write_results(path: Path | str, frame: pd.DataFrame) -> None:
     """Write the tidy table; what was not measured is an empty field."""
-    missing = [name for name in RESULT_COLUMNS if name not in frame.columns]
-    if missing:
-        raise RequestError(f"Results lack the columns {', '.join(missing)}; expected {', '.join(RESULT_COLUMNS)}.")
     with atomic_write(path) as temporary:
-        csv_frame(frame[list(RESULT_COLUMNS)]).to_csv(temporary, index=False, float_format="%.10g", lineterminator="\n")
+        csv_frame(frame).to_csv(temporary, index=False, float_format="%.10g", lineterminator="\n")
 
 
 def read_results(path: Path | str) -> pd.DataFrame:
-    """Read the tidy table, empty fields as NaN."""
+    """Read the tidy table, empty fields and columns of later versions as NaN; unknown columns are kept."""
     try:
         # A method or a data set may be called "NA" or "nan": only an empty field is missing.
         frame = pd.read_csv(path, dtype=dict.fromkeys(_TEXTS, str), keep_default_na=False, na_values=[""])
@@ -227,12 +476,11 @@ def read_results(path: Path | str) -> pd.DataFrame:
         raise RequestError(f"{path} does not exist. Run `mtb sweep` or `mtb reproduce` first.") from None
     except (pd.errors.ParserError, pd.errors.EmptyDataError, UnicodeDecodeError) as error:
         raise RequestError(f"{path} is not a readable CSV file ({error}).") from None
-    missing = [name for name in RESULT_COLUMNS if name not in frame.columns]
-    if missing:
-        raise RequestError(f"{path} lacks the columns {', '.join(missing)}: another version wrote it. Repeat the run.")
-    texts = {name: frame[name].map(from_csv_cell) for name in _TEXTS}
+    if missing := [name for name in CELL if name not in frame.columns]:
+        raise RequestError(f"{path} has no {', '.join(missing)}, so it is not a table of results. Repeat the run.")
+    frame = frame.reindex(columns=list(dict.fromkeys((*RESULT_COLUMNS, *frame.columns))))
     try:
-        return frame.assign(**texts)[list(RESULT_COLUMNS)].astype(dict.fromkeys(MEASURES, float))
+        return frame.assign(**{name: frame[name].map(from_csv_cell) for name in _TEXTS}).astype(dict.fromkeys(MEASURES, float))
     except ValueError as error:
         raise RequestError(f"{path} has a cell that is not a number ({error}). Repeat the run.") from None
 
@@ -242,12 +490,7 @@ _HEADLINE = {"accuracy": "accuracy", "macro_f1": "macro F1", "retention": "reten
 
 
 def headline(results: pd.DataFrame, budget: float = 0.3) -> str:
-    """Write every method on the original images at one budget as lines of plain text, as the mean over seeds.
-
-    Args:
-        results: `results.csv` as a table.
-        budget: Token budget; if it was not measured, the nearest one is shown.
-    """
+    """Write every method on the original images at the measured budget nearest to `budget` as plain text, mean over seeds."""
     rows = results[results["view"] == AS_IS]
     if rows.empty:
         return "No results."
@@ -284,240 +527,15 @@ def write_tables(
     routing: dict[str, np.ndarray],
     image_ids: Mapping[str, Sequence[str]],
     grid: Sequence[int],
-) -> pd.DataFrame:
-    """Write `predictions.parquet`, `results.csv` and `routing.safetensors` of a run, and return the results.
+) -> None:
+    """Write `predictions.parquet`, `results.csv` and `routing.safetensors` of a run.
 
     Args:
         routing: Patch orders and scores by `routing_name`.
         image_ids: The images of their rows, by view.
     """
     write_predictions(out / PREDICTIONS, predictions, classes)
-    results = summarize(predictions, classes)
-    write_results(out / RESULTS, results)
+    write_results(out / RESULTS, summarize(predictions, classes))
     # One key: safetensors does not keep the order of several.
     about = {"routing": json.dumps({"image_ids": image_ids, "grid": list(grid)})}
     write_safetensors(out / ROUTING, save(routing, about))
-    return results
-
-
-# run.json ------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class MethodInfo:
-    """One method of a run: its parts and the settings it was trained with."""
-
-    selector: str
-    head: str
-    variant: str
-    learned: bool
-    config: dict[str, Any]
-
-    @property
-    def train_config(self) -> TrainConfig:
-        """Return the settings as a typed configuration."""
-        return train_config_from_dict(self.config)
-
-
-@dataclass(frozen=True)
-class RunInfo:
-    """The content of a run's `run.json`.
-
-    Attributes:
-        path: The run directory (not stored).
-        dataset: Name of the data set, as the user calls it.
-        source: Kind of source that the manifest came from (isic, kvasir, folder, csv, synthetic).
-        classes: Class names in the order of the logits.
-        manifest: Path of the manifest, relative to the run directory.
-        store: Path of the token store, relative to the run directory.
-        config: Common training settings.
-        methods: Method text to its parts and settings.
-        main: The method that becomes the saved model and the headline of the report; None if no selector was trained.
-        studies: Name, methods, seeds and budgets of each study.
-        units: Finished units (a method with a seed).
-        seeds: Seeds of the finished units.
-        versions: Versions of Python and the packages that results depend on.
-        hashes: Of the manifest, the split and the store.
-        backbone: What the tokens came from.
-        counts: Images, masks and classes of each part.
-        files: Hash of each file that a report reads.
-        command: The command line that made the run, if it was made from the command line.
-        evaluation: Of `mtb evaluate`: the model, its own validation, how classes were matched. None for a run that trained.
-    """
-
-    path: Path
-    dataset: str
-    source: str
-    classes: tuple[str, ...]
-    manifest: str
-    store: str
-    config: dict[str, Any]
-    methods: dict[str, MethodInfo]
-    main: str | None
-    studies: tuple[dict[str, Any], ...]
-    units: tuple[str, ...]
-    seeds: tuple[int, ...]
-    versions: dict[str, str]
-    hashes: dict[str, str]
-    backbone: dict[str, Any]
-    counts: dict[str, Any]
-    files: dict[str, str]
-    command: str | None = None
-    evaluation: dict[str, Any] | None = None
-    format_version: int = field(default=FORMAT_VERSION)
-
-    @classmethod
-    def of(cls, out: Path, manifest: Manifest, manifest_path: Path, store: FeatureStore, **facts: Any) -> RunInfo:
-        """Describe a run whose tables are written: what follows from the images and their tokens, and the other `facts`."""
-        return cls(
-            path=out,
-            dataset=manifest.name,
-            source=manifest.source.split()[0],
-            classes=manifest.classes,
-            manifest=os.path.relpath(manifest_path.resolve(), out.resolve()),
-            store=os.path.relpath(store.path.resolve(), out.resolve()),
-            versions=versions(),
-            backbone=store.config["backbone"],
-            counts=counts(manifest, store),
-            files=hashes(out),
-            **facts,
-        )
-
-    @classmethod
-    def read(cls, run: Path | str) -> RunInfo:
-        """Read and check `run.json` of a run directory.
-
-        Raises:
-            RequestError: There is no such file, another version wrote it, or it is damaged.
-        """
-        path = Path(run)
-        if not (path / FILE).is_file():
-            what = "does not exist" if not path.exists() else f"is not a run directory: it has no {FILE}"
-            raise RequestError(f"{path} {what}. Make a run with `mtb train`, `mtb sweep` or `mtb reproduce`.")
-        values = read_json(path / FILE)
-        if not isinstance(values, dict):
-            raise RequestError(f"{path / FILE} is damaged: expected a JSON object. {_AGAIN}")
-        written_by = values.get("format_version", 1)
-        if written_by != FORMAT_VERSION:
-            made = f"`{values['command']}`" if isinstance(values.get("command"), str) else "the command that made it"
-            raise RequestError(
-                f"{path} has run format version {written_by}; this version reads {FORMAT_VERSION}. "
-                f"Run {made} again with a new --out."
-            )
-        return cls(path=path, **_checked(path / FILE, unsealed(path / FILE, values, _AGAIN)))
-
-    def write(self) -> None:
-        """Write `run.json`; equal content gives equal bytes."""
-        values = asdict(self)
-        del values["path"]
-        write_sealed(self.path / FILE, values)
-
-    def file(self, name: str) -> Path:
-        """Return the path of one of `FILES`.
-
-        Raises:
-            RequestError: The file is missing, or its content is not what the run wrote.
-        """
-        path = self.path / name
-        if not path.is_file() or content_hash(path) != self.files.get(name):
-            what = "is damaged: its content does not match its hash in run.json" if path.is_file() else "does not exist"
-            made = f"`{self.command}`" if self.command else "the command that made the run"
-            raise RequestError(f"{path} {what}. Run {made} again; finished trainings are kept.")
-        return path
-
-    def predictions(self) -> tuple[pd.DataFrame, tuple[str, ...]]:
-        """Read `predictions.parquet`, and the class names."""
-        return read_predictions(self.file(PREDICTIONS))
-
-    def results(self) -> pd.DataFrame:
-        """Read `results.csv`, which is made again from the predictions if it is missing or damaged."""
-        path = self.path / RESULTS
-        if not path.is_file() or content_hash(path) != self.files.get(RESULTS):
-            table = summarize(*self.predictions())
-            say(f"{path} is missing or damaged. It is made again from {PREDICTIONS}.")
-            write_results(path, table)
-        return read_results(path)
-
-    @property
-    def manifest_path(self) -> Path:
-        """Return where the manifest is, seen from anywhere."""
-        return (self.path / self.manifest).resolve()
-
-    @property
-    def store_path(self) -> Path:
-        """Return where the token store is, seen from anywhere."""
-        return (self.path / self.store).resolve()
-
-
-def _json_types() -> dict[str, tuple[type, ...]]:
-    """Return what JSON makes of each field of `RunInfo`, from its annotation: of a tuple a list, of a mapping a dict."""
-    types = {}
-    for name, hint in get_type_hints(RunInfo).items():
-        choices = get_args(hint) if isinstance(hint, UnionType) else (hint,)
-        origins = [get_origin(choice) or choice for choice in choices]
-        types[name] = tuple(list if origin is tuple else origin for origin in origins)
-    del types["path"]
-    return types
-
-
-def _checked(file: Path, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of `RunInfo` out of parsed JSON."""
-    types = _json_types()
-    wrong = [name for name, allowed in types.items() if not isinstance(values.get(name), allowed)]
-    unknown = [name for name in values if name not in types]
-    parts = {entry.name for entry in fields(MethodInfo)}
-    methods = values.get("methods")
-    if isinstance(methods, dict) and any(not isinstance(m, dict) or set(m) != parts for m in methods.values()):
-        wrong.append("methods")
-    if wrong or unknown:
-        raise RequestError(f"{file} is damaged: check {', '.join(dict.fromkeys([*wrong, *unknown]))}. {_AGAIN}")
-    tuples = {name: tuple(values[name]) for name, allowed in types.items() if list in allowed}
-    return {**values, **tuples, "methods": {text: MethodInfo(**entry) for text, entry in values["methods"].items()}}
-
-
-def content_hash(path: Path) -> str:
-    """Hash a file of a run or of a unit; that of a log leaves out the clock, so that equal runs have equal hashes."""
-    return log_hash(read_lines(path)) if path.suffix == ".jsonl" else sha256_file(path)
-
-
-def hashes(run: Path) -> dict[str, str]:
-    """Hash each of `FILES` that a run has."""
-    return {name: content_hash(run / name) for name in FILES if (run / name).is_file()}
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of Python and of the packages that a result depends on."""
-    installed = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            installed[name] = version(name)
-        except PackageNotFoundError:
-            installed[name] = "not installed"
-    return installed
-
-
-def counts(manifest: Manifest, store: FeatureStore) -> dict[str, Any]:
-    """Count images, masks and classes of each part, and the lesion sizes of the validation masks: the supplement's two tables."""
-    parts: dict[str, Any] = {}
-    for part in ("train", "select", "val"):
-        rows = store.rows(manifest.part(part).ids, strict=False)
-        label, masked = store.label.numpy()[rows], store.has_mask.numpy()[rows]
-        parts[part] = {
-            "images": len(rows),
-            "masks": int(masked.sum()),
-            "classes": {name: int((label == index).sum()) for index, name in enumerate(manifest.classes)},
-            "masked_classes": {name: int((label[masked] == index).sum()) for index, name in enumerate(manifest.classes)},
-            "lesion_patches": store.lesion.numpy()[rows[masked]].sum(1).astype(int).tolist() if part == "val" else None,
-        }
-    return parts
-
-
-def record_command(run: Path, name: str, arguments: Sequence[str]) -> None:
-    """Record in `run.json` the command line that made the run, of paths elsewhere only the last name: runs are shared."""
-    replace(RunInfo.read(run), command=shlex.join(["mtb", name, *map(_short, arguments)])).write()
-
-
-def _short(argument: str) -> str:
-    option, equals, value = argument.partition("=") if argument.startswith("--") else ("", "", argument)
-    path = Path(value)
-    return f"{option}{equals}{path.name}" if path.is_absolute() or ".." in path.parts else argument

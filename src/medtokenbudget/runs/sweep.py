@@ -8,10 +8,12 @@ finished units are kept, units that failed run again.
 from __future__ import annotations
 
 import os
+import shutil
 import traceback
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,24 +22,13 @@ import pandas as pd
 from safetensors import safe_open
 from safetensors.numpy import save
 
-from medtokenbudget.backbone import FeatureStore
 from medtokenbudget.backbone.views import OFF_CENTER
-from medtokenbudget.config import (
-    BUDGETS,
-    DEFAULT_METHODS,
-    HEADLINE_METHODS,
-    Seed,
-    TrainConfig,
-    check_values,
-    given_settings,
-    preset,
-    to_dict,
-)
-from medtokenbudget.data import Manifest
+from medtokenbudget.config import HEADLINE_METHODS, TrainConfig, to_dict, train_config_from_dict
 from medtokenbudget.data.manifest import listed
-from medtokenbudget.devices import cpu_threads, resolve_device
+from medtokenbudget.devices import cpu_threads
 from medtokenbudget.errors import MedTokenBudgetError, MismatchError, RequestError, WorkError
 from medtokenbudget.files import (
+    atomic_write,
     dotted,
     read_json,
     read_lines,
@@ -48,85 +39,37 @@ from medtokenbudget.files import (
     write_safetensors,
     write_sealed,
 )
-from medtokenbudget.heads import Head, create_head
+from medtokenbudget.heads import create_head
 from medtokenbudget.jobs import Execution, run_jobs
 from medtokenbudget.locks import exclusive
 from medtokenbudget.progress import progress, say
 from medtokenbudget.routing import LearnedSelector, Selector, create_selector, selector_class
 from medtokenbudget.runs import preflight
 from medtokenbudget.runs.evaluate import evaluate_rows
-from medtokenbudget.runs.method import Method, with_heads
+from medtokenbudget.runs.method import Method
 from medtokenbudget.runs.run import (
     AS_IS,
     FILE,
     METRICS,
     PREDICTIONS,
     ROUTING,
-    MethodInfo,
-    RunInfo,
+    Run,
     content_hash,
     read_predictions,
     routing_name,
     write_predictions,
     write_tables,
 )
+from medtokenbudget.runs.studies import Study, Unit
 from medtokenbudget.tensor_files import load_tensors, save_tensors
 from medtokenbudget.training.classifier import RoutedClassifier
-from medtokenbudget.training.pooled import OnEpoch, PooledHead, epoch_judge, pool_to_file
-from medtokenbudget.training.rows import Parts, make_parts
-from medtokenbudget.training.trainer import module_tensors, split_prefix, train_selector
+from medtokenbudget.training.pooled import OnEpoch, with_masks
+from medtokenbudget.training.rows import TrainingRows
+from medtokenbudget.training.trainer import CHECKPOINT, TRAINING_VERSION, module_tensors, split_prefix, train
 
-UNIT, HEAD, IMAGES, CHECKPOINT = "unit.json", "head.safetensors", "images.json", "checkpoint.safetensors"
+UNIT, HEAD, IMAGES = "unit.json", "head.safetensors", "images.json"
 UNIT_FILES = (HEAD, IMAGES, PREDICTIONS, ROUTING)
 """What a finished unit leaves in its folder. `unit.json` has their hashes, and those of checkpoint and metrics if it trained."""
-
-# What a sweep is made of ---------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Sources:
-    """A manifest and the token store of its images. Sent to another process, it is its paths, and opened there once."""
-
-    manifest: Manifest
-    store: FeatureStore
-    manifest_path: Path
-    in_memory: bool = False
-
-    @classmethod
-    def of(cls, manifest: Manifest | Path | str, store: FeatureStore | Path | str, out: Path | str = ".") -> Sources:
-        """Open what paths stand for; a manifest that is only in memory belongs into the run directory `out`."""
-        in_memory = isinstance(manifest, Manifest)
-        opened = manifest if isinstance(manifest, Manifest) else Manifest.read(manifest)
-        path = Path(out) / "manifest.parquet" if isinstance(manifest, Manifest) else Path(manifest)
-        tokens = store.annotated(opened) if isinstance(store, FeatureStore) else FeatureStore.open(Path(store).resolve(), opened)
-        return cls(opened, tokens, path.resolve(), in_memory)
-
-    def ensure_written(self) -> None:
-        """Write a manifest that is only in memory to its path, where worker processes read it."""
-        if self.in_memory:
-            self.manifest.write(self.manifest_path)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _open_once, (self.manifest_path, self.store.path.resolve(), self.manifest.hash, self.store.identity)
-
-
-@lru_cache(maxsize=1)
-def _open_once(manifest: Path, store: Path, *content: str) -> Sources:
-    """Open the files of a sweep in a worker process. Their content is part of the key: a worker may outlive a sweep."""
-    return Sources.of(manifest, store)
-
-
-@dataclass(frozen=True)
-class Unit:
-    """A method and a seed."""
-
-    method: Method
-    seed: int
-
-    @property
-    def name(self) -> str:
-        """Return the name of the unit's folder."""
-        return f"{str(self.method).replace(':', '~')}-{self.seed}"
 
 
 @dataclass(frozen=True)
@@ -142,223 +85,154 @@ class Training:
     units: tuple[Unit, ...]
 
 
-@dataclass(frozen=True)
-class Study:
-    """A named set of cells: every method with every seed, at the given budgets.
-
-    Attributes:
-        off_center: Also evaluate on the off-center crops of the validation images.
-    """
-
-    name: str
-    methods: tuple[str, ...]
-    seeds: tuple[int, ...] = (42,)
-    budgets: tuple[float, ...] = BUDGETS
-    off_center: bool = True
-
-    def units(self) -> list[Unit]:
-        """Return every method with every seed."""
-        return [Unit(Method.parse(method), seed) for seed in self.seeds for method in self.methods]
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What every unit of a run shares."""
-
-    sources: Sources
-    out: Path
-    config: TrainConfig
-
-    def folder(self, unit: Unit) -> Path:
-        """Return where the unit keeps its files."""
-        return self.out / "units" / unit.name
-
-    def unit_config(self, unit: Unit) -> TrainConfig:
-        """Return the training settings of the unit."""
-        return unit.method.config(replace(self.config, seed=unit.seed))
-
-    def identity(self, unit: Unit) -> str:
-        """Hash everything that decides the unit's result."""
-        config = to_dict(self.unit_config(unit))
-        config.pop("device")
-        manifest, store = self.sources.manifest, self.sources.store
-        return sha256_json([config, str(unit.method), manifest.name, manifest.hash, store.identity])
-
-    def trainings(self, units: Iterable[Unit], done: Collection[Unit] = ()) -> list[Training]:
-        """Group the units that are not done by the selector that they train or use."""
-        groups: dict[Unit, list[Unit]] = {}
-        for unit in units:
-            method = unit.method.trained_as
-            if method.learned and self.unit_config(unit).recipe != "joint":
-                method = replace(method, head="")  # the selector does not depend on the head
-            groups.setdefault(Unit(method, unit.seed), []).append(unit)
-        jobs = [Training(group[0], tuple(unit for unit in group if unit not in done)) for group in groups.values()]
-        return [job for job in jobs if job.units]
-
-
-# Sweep and run -------------------------------------------------------------------------------------------------------
-
-
-def sweep(
-    manifest: Manifest | Path | str,
-    store: FeatureStore | Path | str,
-    out: Path | str,
-    methods: Sequence[str] | None = None,
-    budgets: Sequence[float] | None = None,
-    seeds: Sequence[int] | None = None,
-    config: TrainConfig | None = None,
-    execution: Execution | None = None,
-    heads: Sequence[str] | None = None,
-) -> pd.DataFrame:
-    """Train and evaluate every method with every seed.
-
-    Args:
-        methods: Texts such as 'lats:lesion-first' or 'center'. Default: every method of the paper, our recipe and the controls,
-            without those that need masks where no image has one.
-        budgets: Shares of the patches to keep. Default: those of `config`.
-        seeds: Every method is trained once per seed. Default: that of `config`.
-        heads: Heads to combine every method with; a method that names its head, such as 'center+linear', keeps it.
-
-    Returns:
-        The tidy results, also written to `out/results.csv`.
-    """
-    sources = Sources.of(manifest, store, out)
-    usual: Sequence[str] = DEFAULT_METHODS
-    config = config or preset("lesion-first")
-    seeds = (config.seed,) if seeds is None else tuple(seeds)
-    check_values({"seeds": (seeds, tuple[Seed, ...])})
-    if sources.store.fixed_budget is not None:
-        usual = (preflight.READS_ROUTED,)
-        if budgets is None and "budgets" not in given_settings(config):
-            budgets = (sources.store.fixed_budget,)
-    if budgets is not None:
-        if tuple(budgets) != tuple(given_settings(config).get("budgets", budgets)):
-            raise RequestError("The budgets were given twice, in config and as an argument. Leave out one of them.")
-        config = replace(config, budgets=tuple(budgets))
-    chosen = preflight.supported_methods(sources, usual, config) if methods is None else tuple(methods)
-    study = Study("sweep", with_heads(chosen, heads), seeds, tuple(config.budgets))
-    return run_studies([study], sources, out, config, execution)
-
-
 def run_studies(
-    studies: Sequence[Study],
-    sources: Sources,
-    out: Path | str,
-    config: TrainConfig,
-    execution: Execution | None = None,
-    required: Sequence[str] = (),
-    own: Collection[str] = (),
-) -> pd.DataFrame:
+    run: Run, studies: Sequence[Study], execution: Execution | None = None, chosen_for_user: Collection[str] = ()
+) -> None:
     """Run the units that the studies need, each once, and collect their predictions under the studies' names.
 
     Args:
-        required: Methods without which the run is worthless: if one of them fails, the whole run fails.
-        own: Settings of `config` that the caller chose, not the user: they may go unused.
-
-    Returns:
-        The tidy results, also written to `out/results.csv`.
+        chosen_for_user: Settings that the caller chose, not the user: they may go unused.
     """
-    units = _unique_units(studies)
-    resolve_device(config.device)
-    for method in dict.fromkeys(unit.method for unit in units if unit.method.learned):
-        preflight.check_config(method.config(config))
-    preflight.check_data(sources.manifest, sources.store)
-    preflight.check_needs(sources, units, config)
-    preflight.check_given(studies, sources, config, own)
-    plan = Plan(sources, Path(out).resolve(), config)
-    with exclusive(plan.out):
-        _check_same_options(plan, units)
-        sources.ensure_written()
-        done = _run(plan, units, execution or Execution(), required)
-        return _collect(plan, studies, done)
+    with begun(run, studies, chosen_for_user) as (units, done):
+        _run_units(run, units, done, execution or Execution())
+        collect(run, studies, [unit for unit in units if unit in done])
 
 
-def _unique_units(studies: Iterable[Study]) -> list[Unit]:
-    """Return every unit once, trainings before the ablations that use them; names are checked here, before hours of work."""
-    units: dict[Unit, None] = {}
-    for study in studies:
-        for unit in study.units():
-            units |= {Unit(unit.method.trained_as, unit.seed): None, unit: None}
-    return list(units)
+@contextmanager
+def begun(run: Run, studies: Sequence[Study], chosen_for_user: Collection[str] = ()) -> Iterator[tuple[list[Unit], set[Unit]]]:
+    """Check a request and lock its run directory; yield all units of the studies, and those that are done already."""
+    preflight.check(run, studies, chosen_for_user)
+    # Every unit once, trainings before the ablations that use them.
+    wanted = (unit for study in studies for unit in study.units())
+    units = list(dict.fromkeys(unit for one in wanted for unit in (Unit(one.method.trained_as, one.seed), one)))
+    with exclusive(run.path):
+        _check_same_options(run, units)
+        if run.in_memory:
+            run.manifest.write(run.manifest_path)  # worker processes read it there
+        yield units, {unit for unit in units if is_done(run, unit)}
 
 
-def _check_same_options(plan: Plan, units: Sequence[Unit]) -> None:
+def _check_same_options(run: Run, units: Sequence[Unit]) -> None:
     """Reject a run directory whose results were made with other options, or with units that this command leaves out."""
-    info = RunInfo.read(plan.out) if (plan.out / FILE).exists() else None
-    dropped = sorted(set(info.units if info else ()) - {unit.name for unit in units})
+    earlier = Run(run.path) if (run.path / FILE).exists() else None
+    dropped = sorted(set(earlier.units if earlier else ()) - {unit.name for unit in units})
     if dropped:
         raise RequestError(
-            f"{plan.out} contains results of {listed(dropped)}, which this command leaves out. Add them, or use another --out."
+            f"{run.path} contains results of {listed(dropped)}, which this command leaves out. Add them, or use another `out`."
         )
     for unit in units:
-        state = _read_state(plan.folder(unit))
-        if state.get("status") == "done" and state.get("identity") != plan.identity(unit):
-            advice = "Use the same options to resume, or another --out."
-            expected, recorded = dotted(to_dict(plan.config)), dotted(info.config if info else {})
-            if not info or expected == recorded:
+        state = _read_state(folder_of(run, unit))
+        if state.get("status") == "done" and state.get("identity") != identity(run, unit):
+            advice = "Use the same options to resume, or another `out`."
+            expected, recorded = dotted(to_dict(run.config)), dotted(earlier.settings if earlier else {})
+            if not earlier or expected == recorded:
                 raise MismatchError(
-                    f"{unit.method} with seed {unit.seed} in {plan.out} was made with other data or options. {advice}"
+                    f"{unit.method} with seed {unit.seed} in {run.path} was made with other data, options or another version of "
+                    f"the training. {advice}"
                 )
             recorded = {name: recorded.get(name) for name in expected}
-            raise MismatchError.between(f"The run in {plan.out}", expected, recorded, advice)
+            raise MismatchError.between(f"The run in {run.path}", expected, recorded, advice)
 
 
-def _run(plan: Plan, units: Sequence[Unit], execution: Execution, required: Sequence[str]) -> list[Unit]:
-    """Run the units that are not done, side by side, and return those that are done then."""
-    done = {unit for unit in units if status(plan, unit) == "done"}
-    trainings = plan.trainings(units, done)
+def trainings(run: Run, units: Iterable[Unit], done: Collection[Unit] = ()) -> list[Training]:
+    """Group the units that are not done by the selector that they train or use."""
+    groups: dict[Unit, list[Unit]] = {}
+    for unit in units:
+        method = unit.method.trained_as
+        if method.learned and config_of(run, unit).recipe != "joint":
+            method = replace(method, head="")  # the selector does not depend on the head
+        groups.setdefault(Unit(method, unit.seed), []).append(unit)
+    jobs = [Training(group[0], tuple(unit for unit in group if unit not in done)) for group in groups.values()]
+    return [job for job in jobs if job.units]
+
+
+def _run_units(run: Run, units: Sequence[Unit], done: set[Unit], execution: Execution) -> None:
+    """Run the units that are not done, side by side, and add those that are done then."""
+    jobs = trainings(run, units, done)
     # Counted over the whole run, not over what is left of it: the number of threads of a unit follows from the number of processes
     # and changes the last bit of a training. A resumed run must end in the same bytes as one that never stopped.
     cores = os.cpu_count() or 1
     processes = min(execution.jobs or cores, len(units))
     # Processes with one thread each beat one process with many threads here: the tensors of a step are small.
     threads = 1 if execution.engine == "ray" else 0 if processes == 1 else max(1, cores // processes)
-    processes = min(processes, max(1, len(trainings)))
-    # Units differ in length by orders of magnitude: a rate over them would be no estimate.
-    with progress(total=len(units) - len(done), what="Training", unit="unit", pace=False) as bar:
+    processes = min(processes, max(1, len(jobs)))
+    with training_bar(len(units) - len(done)) as bar:
         here = bar if execution.engine == "local" and processes == 1 else None  # a bar cannot be sent to another process
-        work = partial(run_training, plan, threads=threads, bar=here)
-        for states in run_jobs(work, trainings, execution, processes, plan.config.device):
-            done |= {unit for unit, state in states.items() if state == "done"}
-            bar.update(len(states))
-    failed = [unit for unit in units if unit not in done]
-    for unit in failed:
-        reason = _read_state(plan.folder(unit)).get("error", "it was not run.")
-        if str(unit.method) in required:
-            raise WorkError(reason)
-        say(f"No results for {unit.method} with seed {unit.seed}: {reason}")
+        work = partial(run_training, run, threads=threads, bar=here)
+        for finished in run_jobs(work, jobs, execution, processes, run.config.device):
+            done |= {unit for unit, is_finished in finished.items() if is_finished}
+            bar.update(len(finished))
+    say_failed(run, units, done)
     if not done:
         raise WorkError("No method of the sweep finished; the reasons are above. Run the same command to try again.")
-    return [unit for unit in units if unit in done]
 
 
-def require_complete(info: RunInfo) -> None:
+def training_bar(units: int) -> Any:
+    """Return a progress bar. Units differ in length by orders of magnitude: a rate over them would be no estimate."""
+    return progress(total=units, what="Training", unit="unit", pace=False)
+
+
+def show_epochs(bar: Any, unit: Unit) -> OnEpoch:
+    """Return what shows the epochs of a unit in a bar."""
+    return lambda stage, done, total: bar.set_postfix_str(f"{unit.method} (seed {unit.seed}), {stage} epoch {done}/{total}")
+
+
+def say_failed(run: Run, units: Sequence[Unit], done: Collection[Unit]) -> None:
+    """Say why units have no results."""
+    for unit in units:
+        if unit not in done:
+            say(f"No results for {unit.method} with seed {unit.seed}: {failure(run, unit)}")
+
+
+def failure(run: Run, unit: Unit) -> str:
+    """Return why a unit has no results."""
+    return str(_read_state(folder_of(run, unit)).get("error", "it was not run."))
+
+
+def require_complete(run: Run) -> None:
     """Raise a WorkError that lists the units without results; those of the other units are in the run directory."""
-    wanted = [(Method.parse(text), seed) for study in info.studies for seed in study["seeds"] for text in study["methods"]]
-    failed = [f"{method} (seed {seed})" for method, seed in dict.fromkeys(wanted) if Unit(method, seed).name not in info.units]
+    wanted = [(Method.parse(text), seed) for study in run.studies for seed in study["seeds"] for text in study["methods"]]
+    failed = [f"{method} (seed {seed})" for method, seed in dict.fromkeys(wanted) if Unit(method, seed).name not in run.units]
     if failed:
         raise WorkError(
             f"{len(failed)} of {len(set(wanted))} trainings failed: {', '.join(failed)}. The reasons are above and in "
-            f"{info.path / 'units'}. The other results are in {info.path}. Run the same command again to retry."
+            f"{run.path / 'units'}. The other results are in {run.path}. Run the same command again to retry."
         )
 
 
 # One unit ------------------------------------------------------------------------------------------------------------
 
 
-def status(plan: Plan, unit: Unit) -> str:
-    """Return 'done', 'failed' or 'missing'; a unit of another configuration, or with a damaged file, counts as missing."""
-    folder = plan.folder(unit)
+def folder_of(run: Run, unit: Unit) -> Path:
+    """Return where a unit keeps its files."""
+    return run.path / "units" / unit.name
+
+
+def config_of(run: Run, unit: Unit) -> TrainConfig:
+    """Return the training settings of a unit."""
+    return unit.method.config(replace(run.config, seed=unit.seed))
+
+
+def identity(run: Run, unit: Unit) -> str:
+    """Hash everything that decides the result of a unit."""
+    settings = to_dict(config_of(run, unit))
+    del settings["device"]
+    data = [run.manifest.name, run.manifest.hash, run.store.identity]
+    return sha256_json([TRAINING_VERSION, settings, str(unit.method), *data])
+
+
+def is_done(run: Run, unit: Unit) -> bool:
+    """Tell whether a unit is finished; one of another configuration, or with a damaged file, is not."""
+    folder = folder_of(run, unit)
     state = _read_state(folder)
-    if state.get("identity") != plan.identity(unit):
-        return "missing"
+    if state.get("identity") != identity(run, unit) or state.get("status") != "done":
+        return False
     hashes = state.get("files", {})
-    if state.get("status") == "done":
-        for path in (folder / name for name in dict.fromkeys((*UNIT_FILES, *hashes))):
-            if not path.is_file() or content_hash(path) != hashes.get(path.name):
-                say(f"{path} is missing or damaged; {unit.method} with seed {unit.seed} runs again.")
-                return "missing"
-    return str(state.get("status", "missing"))
+    for path in (folder / name for name in dict.fromkeys((*UNIT_FILES, *hashes))):
+        if not path.is_file() or content_hash(path) != hashes.get(path.name):
+            say(f"{path} is missing or damaged; {unit.method} with seed {unit.seed} runs again.")
+            return False
+    return True
 
 
 def _read_state(folder: Path) -> dict[str, Any]:
@@ -369,122 +243,105 @@ def _read_state(folder: Path) -> dict[str, Any]:
         return {}
 
 
-def run_training(plan: Plan, training: Training, threads: int = 0, bar: Any = None) -> dict[Unit, str]:
-    """Run the units of one training one after another, and return the status of each."""
-    states = {}
+def run_training(run: Run, training: Training, threads: int = 0, bar: Any = None) -> dict[Unit, bool]:
+    """Run the units of one training one after another, and tell which of them finished."""
     with cpu_threads(threads):
-        for unit in training.units:
-            on_epoch = None if bar is None else partial(_show_epoch, bar, unit)
-            states[unit] = run_unit(plan, unit, training.first, on_epoch)
-    return states
+        return {
+            unit: run_unit(run, unit, training.first, None if bar is None else show_epochs(bar, unit)) is not None
+            for unit in training.units
+        }
 
 
-def _show_epoch(bar: Any, unit: Unit, stage: str, done: int, total: int) -> None:
-    bar.set_postfix_str(f"{unit.method} (seed {unit.seed}), {stage} epoch {done}/{total}")
-
-
-def run_unit(plan: Plan, unit: Unit, first: Unit | None = None, on_epoch: OnEpoch | None = None) -> str:
-    """Run one unit unless it is done; a failure is recorded with its reason and does not stop the other units.
+def run_unit(run: Run, unit: Unit, first: Unit | None = None, on_epoch: OnEpoch | None = None) -> RoutedClassifier | None:
+    """Train and evaluate one unit; a failure is recorded with its reason and does not stop the other units.
 
     Args:
-        first: The unit whose folder may hold a trained selector for this one.
+        first: The unit whose folder has the selector of this one, trained or under way.
+
+    Returns:
+        The trained classifier; None if it failed.
     """
-    if status(plan, unit) == "done":  # a cluster repeats the jobs of a lost node
-        return "done"
-    folder = plan.folder(unit)
-    state: dict[str, Any] = {"method": str(unit.method), "seed": unit.seed, "identity": plan.identity(unit)}
+    method, folder, config = unit.method, folder_of(run, unit), config_of(run, unit)
+    state: dict[str, Any] = {"method": str(method), "seed": unit.seed, "identity": identity(run, unit)}
+    classifier = None
     try:
-        _train_and_evaluate(plan, unit, first or unit, on_epoch)
+        rows = TrainingRows.of(run.manifest, run.store, config)
+        # An ablation uses the folder of its training, where it finds a finished checkpoint.
+        trained_in = folder_of(run, Unit(method.trained_as, unit.seed))
+        selector: str | Selector = method.selector
+        if not method.learned:
+            selector = create_selector(method.selector, minimum=config.router.minimum, **method.options)
+        elif first is not None and config.recipe != "joint":
+            _copy_training(folder_of(run, first), trained_in)
+        classifier = train(run.store, rows, config, selector, method.head, trained_in, run.path / "pooled", on_epoch)
+        if isinstance(classifier.selector, LearnedSelector):
+            classifier.selector.ablate(method.ablation)
+        _evaluate(run, unit, classifier, rows)
         written = [*UNIT_FILES, *(name for name in (CHECKPOINT, METRICS) if (folder / name).is_file())]
         state |= {"status": "done", "files": {name: content_hash(folder / name) for name in written}}
     except MedTokenBudgetError as error:
         state |= {"status": "failed", "error": str(error)}
     except MemoryError:
-        state |= {"status": "failed", "error": "Out of memory. Run the same command again with fewer --jobs."}
+        state |= {"status": "failed", "error": "Out of memory. Run the same command again with fewer `jobs`."}
     except Exception as error:  # a third-party selector may raise anything; the other units still run
         state |= {"status": "failed", "error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
     write_sealed(folder / UNIT, state)
-    return str(state["status"])
+    return classifier if state["status"] == "done" else None
 
 
-def _train_and_evaluate(plan: Plan, unit: Unit, first: Unit, on_epoch: OnEpoch | None) -> None:
-    manifest, store, config = plan.sources.manifest, plan.sources.store, plan.unit_config(unit)
-    method, folder = unit.method, plan.folder(unit)
-    selector: Selector
-    if method.learned:
-        # An ablation uses the folder of its training; a finished checkpoint there is taken as it is.
-        trained_in = plan.folder(Unit(method.trained_as, unit.seed))
-        names = method.selector, method.head
-        trained = train_selector(manifest, store, trained_in, config, *names, on_epoch, plan.folder(first))
-        selector, head, parts = trained.selector.ablate(method.ablation), trained.head, trained.parts
-    else:
-        parts = make_parts(manifest, store, config)
-        selector = create_selector(method.selector, minimum=config.router.minimum, **method.options)
-        head = _train_head(plan, unit, selector, parts, on_epoch) if manifest.classes else None
-    save_tensors(folder / HEAD, {} if head is None else module_tensors(head, "head."), {"method": str(method)})
+def _copy_training(source: Path, folder: Path) -> None:
+    """Begin with the selector of another unit: under lesion-first it is trained without the head."""
+    if (folder / CHECKPOINT).exists() or not (source / CHECKPOINT).exists():
+        return
+    for name in (METRICS, CHECKPOINT):  # the checkpoint last: without it the training starts anew
+        if (source / name).exists():
+            with atomic_write(folder / name) as temporary:
+                shutil.copyfile(source / name, temporary)
+
+
+def _evaluate(run: Run, unit: Unit, classifier: RoutedClassifier, rows: TrainingRows) -> None:
+    """Evaluate a unit on every view of the validation images and write its files."""
+    folder, config, head = folder_of(run, unit), config_of(run, unit), classifier.head
+    save_tensors(folder / HEAD, {} if head is None else module_tensors(head, "head."), {"method": str(unit.method)})
     frames: list[pd.DataFrame] = []
     tensors: dict[str, np.ndarray] = {}
     ids: dict[str, list[str]] = {}
-    for view, rows in {AS_IS: parts.validation, OFF_CENTER: parts.off_center}.items():
-        if "has_mask" in selector.requires:
-            rows = rows[store.has_mask.numpy()[rows]]
-        if not len(rows):
+    for view, of_view in {AS_IS: rows.validation, OFF_CENTER: rows.off_center}.items():
+        measured = with_masks(run.store, of_view, classifier.selector)
+        if not len(measured):
             continue
-        frame, routing = evaluate_rows(rows, store, selector, head, config.budgets, config.seed, manifest)
-        frames.append(frame.assign(study="", dataset=manifest.name, view=view, method=str(method), seed=unit.seed))
+        frame, routing = evaluate_rows(measured, run.store, classifier, config.budgets, config.seed, run.manifest)
+        frames.append(frame.assign(study="", dataset=run.manifest.name, view=view, method=str(unit.method), seed=unit.seed))
         tensors |= {f"{view}|{name}": value for name, value in routing.items()}
-        ids[view] = [store.ids[row] for row in rows]
-    write_predictions(folder / PREDICTIONS, pd.concat(frames, ignore_index=True), manifest.classes)
+        ids[view] = [run.store.ids[row] for row in measured]
+    write_predictions(folder / PREDICTIONS, pd.concat(frames, ignore_index=True), run.manifest.classes)
     write_json(folder / IMAGES, ids)
     write_safetensors(folder / ROUTING, save(tensors))
 
 
-def _train_head(plan: Plan, unit: Unit, selector: Selector, parts: Parts, on_epoch: OnEpoch | None) -> Head:
-    """Train the head of a selector that does not learn, on the tokens that it keeps at all budgets."""
-    store, config = plan.sources.store, plan.unit_config(unit)
-    judge = epoch_judge(store, parts.select, selector, config)
-    trainer = PooledHead(unit.method.head, store.dim, len(plan.sources.manifest.classes), config, on_epoch, judge)
-    rows = parts.head
-    if "has_mask" in selector.requires:
-        rows = rows[store.has_mask.numpy()[rows]]
-    label = store.label.numpy()[rows]
-    if selector.stochastic or trainer.head.reads == "tokens":
-        history = trainer.train_on_store(store, rows, label, selector, config.budgets)
-    else:
-        # One file for all heads and seeds: what such a selector keeps depends on neither.
-        key = sha256_json([store.identity, selector.name, selector.options(), rows.tolist(), list(config.budgets)])[:16]
-        pooled = pool_to_file(plan.out / "pooled" / f"{selector.name}-{key}.npy", store, rows, selector, config.budgets)
-        history = trainer.train_on_file(pooled, label)
-    write_lines(plan.folder(unit) / METRICS, history)
-    return trainer.head
-
-
-def load_unit(info: RunInfo, unit: Unit, dim: int) -> RoutedClassifier | None:
-    """Load selector and head (none without class labels) of a finished unit; None for an ablation, which has no training."""
-    if unit.method.ablation is not None:
-        return None
-    folder, method = info.path / "units" / unit.name, info.methods[str(unit.method)]
-    config, kind = method.train_config, selector_class(method.selector)
+def load_unit(run: Run, unit: Unit) -> RoutedClassifier:
+    """Load selector and head (none without class labels) of a finished unit that is not an ablation."""
+    folder, entry = run.path / "units" / unit.name, run.methods[str(unit.method)]
+    config, kind = train_config_from_dict(entry["config"]), selector_class(entry["selector"])
+    dim, classes = run.backbone["dim"], len(run.classes)
     selector: Selector
     if issubclass(kind, LearnedSelector):
-        tensors, _ = load_tensors(folder / CHECKPOINT)
-        selector = kind.from_config(dim, config, len(info.classes))
-        selector.load_state_dict(split_prefix(tensors, "best/selector."))
+        selector = kind.from_config(dim, config, classes)
+        selector.load_state_dict(split_prefix(load_tensors(folder / CHECKPOINT)[0], "best/selector."))
     else:
-        selector = create_selector(method.selector, minimum=config.router.minimum, **unit.method.options)
-    if not info.classes:
-        return RoutedClassifier(selector, None).eval()
-    head = create_head(method.head, dim, len(info.classes))
-    head.load_state_dict(split_prefix(load_tensors(folder / HEAD)[0], "head."))
+        selector = create_selector(entry["selector"], minimum=config.router.minimum, **unit.method.options)
+    head = create_head(entry["head"], dim, classes) if classes else None
+    if head is not None:
+        head.load_state_dict(split_prefix(load_tensors(folder / HEAD)[0], "head."))
     return RoutedClassifier(selector, head).eval()
 
 
 # From finished units to the files of a run ---------------------------------------------------------------------------
 
 
-def _collect(plan: Plan, studies: Sequence[Study], done: Sequence[Unit]) -> pd.DataFrame:
-    """Write the files of the run from its finished units and return the tidy results."""
-    frames = {unit: read_predictions(plan.folder(unit) / PREDICTIONS)[0] for unit in done}
+def collect(run: Run, studies: Sequence[Study], done: Sequence[Unit]) -> None:
+    """Write the files of the run from its finished units."""
+    frames = {unit: read_predictions(folder_of(run, unit) / PREDICTIONS)[0] for unit in done}
     parts = []
     for study in studies:
         for unit in study.units():
@@ -492,24 +349,42 @@ def _collect(plan: Plan, studies: Sequence[Study], done: Sequence[Unit]) -> pd.D
                 frame = frames[unit]
                 wanted = frame["budget"].isin(study.budgets) & (study.off_center | (frame["view"] == AS_IS))
                 parts.append(frame[wanted].assign(study=study.name))
-    classes, grid = plan.sources.manifest.classes, plan.sources.store.grid
-    results = write_tables(plan.out, pd.concat(parts, ignore_index=True), classes, *_collect_routing(plan, done), grid)
+    routing, images = _collect_routing(run, done)
+    write_tables(run.path, pd.concat(parts, ignore_index=True), run.manifest.classes, routing, images, run.store.grid)
+    logs = {unit: folder_of(run, unit) / METRICS for unit in done}
     write_lines(
-        plan.out / METRICS,
+        run.path / METRICS,
         [
             {"unit": unit.name, "method": str(unit.method), "seed": unit.seed, **row}
-            for unit in done
-            if (plan.folder(unit) / METRICS).exists()
-            for row in read_lines(plan.folder(unit) / METRICS)
+            for unit, log in logs.items()
+            if log.exists()
+            for row in read_lines(log)
         ],
     )
-    _describe(plan, studies, done).write()
-    return results
+    run.finish(
+        methods={
+            str(unit.method): {
+                "selector": unit.method.selector,
+                "head": unit.method.head if run.manifest.classes else "none",
+                "variant": unit.method.variant,
+                "learned": unit.method.learned,
+                "config": to_dict(unit.method.config(run.config)),
+            }
+            for unit in done
+        },
+        main=_main_method(done, run.store.fixed_budget is not None),
+        studies=[
+            {"name": study.name, "methods": study.methods, "seeds": study.seeds, "budgets": study.budgets} for study in studies
+        ],
+        units=[unit.name for unit in done],
+        seeds=sorted({unit.seed for unit in done}),
+        hashes={"manifest": run.manifest.hash, "split": run.manifest.split_hash, "store": run.store.identity},
+    )
 
 
-def _collect_routing(plan: Plan, done: Sequence[Unit]) -> tuple[dict[str, np.ndarray], dict[str, list[str]]]:
+def _collect_routing(run: Run, done: Sequence[Unit]) -> tuple[dict[str, np.ndarray], dict[str, list[str]]]:
     """Return patch orders and scores of all units, and the images of each view: those of the first unit that saw all of them."""
-    images: dict[Unit, dict[str, list[str]]] = {unit: read_json(plan.folder(unit) / IMAGES) for unit in done}
+    images: dict[Unit, dict[str, list[str]]] = {unit: read_json(folder_of(run, unit) / IMAGES) for unit in done}
     ids: dict[str, list[str]] = {}
     for by_view in images.values():
         for view, names in by_view.items():
@@ -517,37 +392,12 @@ def _collect_routing(plan: Plan, done: Sequence[Unit]) -> tuple[dict[str, np.nda
                 ids[view] = names
     tensors: dict[str, np.ndarray] = {}
     for unit, by_view in images.items():
-        with safe_open(str(plan.folder(unit) / ROUTING), framework="numpy") as stream:
+        with safe_open(str(folder_of(run, unit) / ROUTING), framework="numpy") as stream:
             for key in stream.keys():  # noqa: SIM118
                 view, name = key.split("|")
                 if by_view[view] == ids[view]:
                     tensors.setdefault(routing_name(view, name, str(unit.method), unit.seed), stream.get_tensor(key))
     return tensors, ids
-
-
-def _describe(plan: Plan, studies: Sequence[Study], done: Sequence[Unit]) -> RunInfo:
-    manifest, store = plan.sources.manifest, plan.sources.store
-    methods = {}
-    for method in (unit.method for unit in done):
-        head = method.head if manifest.classes else "none"
-        settings = to_dict(method.config(plan.config))
-        methods[str(method)] = MethodInfo(method.selector, head, method.variant, method.learned, settings)
-    return RunInfo.of(
-        plan.out,
-        manifest,
-        plan.sources.manifest_path,
-        store,
-        config=to_dict(plan.config),
-        methods=methods,
-        main=_main_method(done, store.fixed_budget is not None),
-        studies=tuple(
-            {"name": study.name, "methods": list(study.methods), "seeds": list(study.seeds), "budgets": list(study.budgets)}
-            for study in studies
-        ),
-        units=tuple(unit.name for unit in done),
-        seeds=tuple(sorted({unit.seed for unit in done})),
-        hashes={"manifest": manifest.hash, "split": manifest.split_hash, "store": store.identity},
-    )
 
 
 def _main_method(done: Sequence[Unit], routed: bool) -> str | None:

@@ -1,4 +1,4 @@
-"""Training: rows, schedule, heads behind a fixed selector, and the trainer of learned selectors."""
+"""Training: rows of a store, heads behind a fixed selector, and the trainer of learned selectors."""
 
 from __future__ import annotations
 

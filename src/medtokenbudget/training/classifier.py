@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,14 +27,12 @@ class RoutedClassifier(nn.Module):
         super().__init__()
         self.selector = selector
         self.head = head
+        self.history: list[dict[str, Any]] = []
+        """One row per epoch of its training, as in `metrics.jsonl`; empty for a classifier that was loaded."""
 
     @property
     def required_head(self) -> Head:
-        """The head, for those who need class logits.
-
-        Raises:
-            NoHeadError: This router has none.
-        """
+        """The head, for those who need class logits; a router without one raises a NoHeadError."""
         if self.head is None:
             raise NoHeadError(
                 f"The router '{self.selector.name}' has no head, because it was trained without class labels: it keeps patches, "
@@ -42,18 +41,18 @@ class RoutedClassifier(nn.Module):
         return self.head
 
     def forward(self, tokens: TokenBatch, budget: float, generator: torch.Generator | None = None) -> Tensor:
-        """Class logits [B, C] of the kept tokens at a budget."""
+        """Return class logits [B, C] of the kept tokens at a budget."""
         return self.route(tokens, budget, generator)[0]
 
     def route(self, tokens: TokenBatch, budget: float, generator: torch.Generator | None = None) -> tuple[Tensor, Selection]:
-        """Class logits [B, C] and the selection behind them; `generator` is for selectors that draw."""
+        """Return class logits [B, C] and the selection behind them; `generator` is for selectors that draw."""
         selection = self.selector.select_budget(tokens, budget, generator)
         return self.required_head.read(selection, tokens.grid), selection
 
     def training_pass(
         self, tokens: TokenBatch, budget: float, config: TrainConfig, generator: torch.Generator | None = None
     ) -> tuple[Tensor, TrainingPass]:
-        """Class logits [B, C] and the selector's training pass; dropout and noise come from `generator`."""
+        """Return class logits [B, C] and the selector's training pass; dropout and noise come from `generator`."""
         if not isinstance(self.selector, LearnedSelector):
             raise RequestError(f"Selector '{self.selector.name}' does not learn. Train a head on its pooled tokens instead.")
         step = self.selector.training_pass(tokens.float(), budget, config, generator)
@@ -67,5 +66,5 @@ class RoutedClassifier(nn.Module):
                 "which reads tokens, cannot be trained with it. Use a head that reads the mean, such as mlp."
             )
         label = tokens.label if tokens.label is not None else torch.full((len(tokens),), -1, device=tokens.patches.device)
-        logits, own = head.training_step(kept, label, generator)
-        return logits, step if own is None else replace(step, terms={**step.terms, "head": own})
+        logits, term = head.training_step(kept, label, generator)
+        return logits, step if term is None else replace(step, terms={**step.terms, "head": term})

@@ -1,4 +1,4 @@
-"""`Familiarity`: how far an image's tokens are from those of the training images, with a limit that held-out training images set.
+"""`Familiarity`: the distance of an image's tokens to the training images, with a limit that held-out training images set.
 
 A router gives scores to anything. This is what lets a model say that an image is unlike all that it was trained on.
 """
@@ -6,6 +6,7 @@ A router gives scores to anything. This is what lets a model say that an image i
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -28,12 +29,7 @@ _BATCH = 64
 
 
 class Gaussian(nn.Module):
-    """Mean and covariance of vectors [D], the covariance as in probabilistic PCA: a few directions, and one variance for the rest.
-
-    Args:
-        dim: Dimension D.
-        rank: Number of directions.
-    """
+    """Mean and covariance of vectors [D], the covariance as in probabilistic PCA: `rank` directions, one variance for the rest."""
 
     center: Tensor
     basis: Tensor
@@ -48,56 +44,48 @@ class Gaussian(nn.Module):
         self.register_buffer("rest", torch.ones(1))
 
     def forward(self, values: Tensor) -> Tensor:
-        """Mahalanobis distance [...] of vectors [..., D]."""
+        """Return the Mahalanobis distance [...] of vectors [..., D]."""
         offset = values - self.center
         inside = offset @ self.basis
         # The basis is orthonormal, so what it leaves out is the difference of the squared lengths.
         outside = (offset.square().sum(-1) - inside.square().sum(-1)).clamp(min=0)
         return ((inside / self.deviation).square().sum(-1) + outside / self.rest.square()).sqrt()
 
-    def fit(self, moments: Moments) -> Gaussian:
-        """Take mean and covariance from moments."""
-        center, covariance = moments.mean_and_covariance()
+    def fit(self, moments: Sequence[Tensor]) -> Gaussian:
+        """Take mean and covariance from `moments_of` vectors."""
+        n, total, products = moments
+        center = total / n
+        covariance = (products - n * center.outer(center)) / (n - 1).clamp(min=1)
         variance, directions = torch.linalg.eigh(covariance)
         variance, directions = variance.flip(0).clamp(min=1e-12), directions.flip(1)
         rank = self.basis.shape[1]
         rest = variance[rank:].mean() if rank < len(variance) else variance.min()
-        for name, found in {
-            "center": center,
-            "basis": directions[:, :rank],
-            "deviation": variance[:rank].sqrt(),
-            "rest": rest.sqrt().view(1),
-        }.items():
-            getattr(self, name).copy_(found)
+        self.center.copy_(center)
+        self.basis.copy_(directions[:, :rank])
+        self.deviation.copy_(variance[:rank].sqrt())
+        self.rest.copy_(rest.sqrt().view(1))
         return self
 
 
-class Moments:
-    """Number, sum and sum of products of vectors, in double precision: what a covariance needs, whatever the number of vectors."""
+def moments_of(values: Tensor) -> list[Tensor]:
+    """Return number, sum and sum of products of vectors [n, D]: what a covariance needs, whatever the number of vectors.
 
-    def __init__(self, n: float, total: Tensor, products: Tensor) -> None:
-        self.n, self.total, self.products = n, total, products
+    In double precision: the covariance is a small difference of large sums.
+    """
+    values = values.double()
+    return [torch.tensor(float(len(values)), dtype=torch.float64), values.sum(0), values.T @ values]
 
-    @classmethod
-    def of(cls, values: Tensor) -> Moments:
-        """Moments of vectors [n, D]."""
-        values = values.double()
-        return cls(len(values), values.sum(0), values.T @ values)
 
-    def __add__(self, other: Moments) -> Moments:
-        return Moments(self.n + other.n, self.total + other.total, self.products + other.products)
-
-    def mean_and_covariance(self) -> tuple[Tensor, Tensor]:
-        """Mean [D] and covariance [D, D]."""
-        mean = self.total / self.n
-        return mean, (self.products - self.n * mean.outer(mean)) / max(1.0, self.n - 1)
+def add_moments(parts: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """Add up moments, entry by entry."""
+    return [sum(entries[1:], entries[0]) for entries in zip(*parts)]
 
 
 class Familiarity(nn.Module):
     """Distance of an image to the training images in units of its limit: above 1 the image is unlike them.
 
-    Two Mahalanobis distances are combined as a weighted geometric mean: that of the whole image (its class token; without one, the
-    mean of its patches), and that of its strangest patches (the 90th percentile over the patches).
+    Two Mahalanobis distances are combined as a weighted geometric mean: of the whole image (its class token; without one, the mean
+    of its patches), and of its strangest patches (the 90th percentile over the patches).
 
     Args:
         dim: Embedding dimension D of the tokens.
@@ -120,23 +108,23 @@ class Familiarity(nn.Module):
 
     @torch.no_grad()
     def forward(self, tokens: TokenBatch) -> Tensor:
-        """Unfamiliarity [B]: above 1 for images that are unlike the training images."""
+        """Return the unfamiliarity [B]: above 1 for images that are unlike the training images."""
         return self.combined(self.distances(tokens)) / self.limit
 
     def distances(self, tokens: TokenBatch) -> Tensor:
-        """Distances [B, 2] of the whole image and of its strangest patches."""
+        """Return the distances [B, 2] of the whole image and of its strangest patches."""
         patches = self.patch(tokens.patches.float())
         # Not `quantile`, which exported graphs do not have.
         strangest = patches.topk(max(1, math.ceil(STRANGEST * tokens.n)), dim=1).values[:, -1]
         return torch.stack([self.image(whole(tokens)), strangest], -1)
 
     def combined(self, distances: Tensor) -> Tensor:
-        """Weighted geometric mean [B] of distances [B, 2]."""
+        """Return the weighted geometric mean [B] of distances [B, 2]."""
         return (distances.clamp(min=1e-6).log() * self.weight).sum(-1).exp()
 
 
 def whole(tokens: TokenBatch) -> Tensor:
-    """What stands for a whole image, [B, D]: its class token, or the mean of its patches for backbones without one."""
+    """Return what stands for a whole image, [B, D]: its class token, or the mean of its patches for backbones without one."""
     return tokens.patches.float().mean(1) if tokens.cls is None else tokens.cls.float()
 
 
@@ -158,8 +146,8 @@ def fit_familiarity(store: FeatureStore, rows: np.ndarray, seed: int = 0) -> Fam
     rank = min(RANK, (len(images) - math.ceil(len(images) / FOLDS)) // 2, store.dim)
     held_out = []
     for fold, part in enumerate(folds):
-        fitted = _fitted(store.dim, rank, [found for other, found in enumerate(moments) if other != fold])
-        held_out.append(torch.cat([fitted.distances(batch) for batch in store.batches(part, _BATCH)]))
+        fitted = _fitted(store.dim, rank, [*moments[:fold], *moments[fold + 1 :]])
+        held_out += [fitted.distances(batch) for batch in store.batches(part, _BATCH)]
     distances = torch.cat(held_out)
     fitted = _fitted(store.dim, rank, moments)
     # Each distance counts by how little it varies among images that are like the training images.
@@ -169,23 +157,18 @@ def fit_familiarity(store: FeatureStore, rows: np.ndarray, seed: int = 0) -> Fam
     return fitted
 
 
-def _moments(store: FeatureStore, rows: np.ndarray) -> tuple[Moments, Moments]:
-    """Moments of the images and of their patches."""
-    found: list[tuple[Moments, Moments]] = []
+def _moments(store: FeatureStore, rows: np.ndarray) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the moments of the images and of their patches."""
+    images, patches = [], []
     for batch in store.batches(rows, _BATCH):
-        found.append((Moments.of(whole(batch)), Moments.of(batch.patches.float().flatten(0, 1))))
-    return _total([image for image, _ in found]), _total([patch for _, patch in found])
+        images.append(moments_of(whole(batch)))
+        patches.append(moments_of(batch.patches.float().flatten(0, 1)))
+    return add_moments(images), add_moments(patches)
 
 
-def _total(parts: list[Moments]) -> Moments:
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total
-
-
-def _fitted(dim: int, rank: int, moments: list[tuple[Moments, Moments]]) -> Familiarity:
-    made = Familiarity(dim, rank)
-    made.image.fit(_total([image for image, _ in moments]))
-    made.patch.fit(_total([patch for _, patch in moments]))
-    return made
+def _fitted(dim: int, rank: int, moments: Sequence[tuple[list[Tensor], list[Tensor]]]) -> Familiarity:
+    fitted = Familiarity(dim, rank)
+    images, patches = zip(*moments)
+    fitted.image.fit(add_moments(images))
+    fitted.patch.fit(add_moments(patches))
+    return fitted

@@ -1,4 +1,4 @@
-"""Which rows of a store are for what (training, choosing the epoch, reporting), their order in an epoch, and the seeded noise.
+"""Which rows of a store a training uses for what, their order in an epoch, and the seeded noise.
 
 Views are used for training images only; the off-center views of validation images are evaluated on their own.
 """
@@ -25,101 +25,98 @@ from medtokenbudget.progress import say
 SPLIT_SEED = 42
 
 
-def generator(seed: int, purpose: str, *steps: int, device: torch.device | str = "cpu") -> torch.Generator:
+def generator(seed: int, purpose: str, *steps: int) -> torch.Generator:
     """Create a generator that depends only on its arguments, so that a resumed run needs no saved generator state."""
     text = f"{seed}/{purpose}/{'/'.join(map(str, steps))}"
     value = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
-    return torch.Generator(device=device).manual_seed(value)
+    return torch.Generator().manual_seed(value)
 
 
 @dataclass(frozen=True)
-class Parts:
+class TrainingRows:
     """Row numbers of a store.
 
     Attributes:
-        train: Original training images.
-        train_views: Their further views.
-        head: What heads on pooled tokens learn from. No epoch is chosen there, so the selection part cut from training is included.
+        train: Original images that a selector learns from: under lesion-first only those with a mask.
+        views: Their further views.
+        head: What heads behind a fixed selector learn from. No epoch is chosen there, so the selection part cut from training is
+            included.
         select: What the epoch is chosen on: original images and, for retention, also the views that are trained on.
         validation: What is reported.
         off_center: The off-center views of the validation images.
     """
 
     train: np.ndarray
-    train_views: np.ndarray
+    views: np.ndarray
     head: np.ndarray
     select: np.ndarray
     validation: np.ndarray
     off_center: np.ndarray
 
+    @classmethod
+    def of(cls, manifest: Manifest, store: FeatureStore, config: TrainConfig) -> TrainingRows:
+        """Find the rows of a training under `config.protocol`; the strict one cuts its selection part from training, by group."""
+        check_fits(manifest, store)
+        if not len(manifest.part("train")):
+            raise RequestError("The manifest has no training images. Split it with `mtb data split`.")
+        if config.protocol == "strict" and not len(manifest.part("select")):
+            manifest = cut_selection(manifest, config.selection_fraction, SPLIT_SEED, balanced=True)
+        train, select, validation = (manifest.part(name).ids for name in ("train", "select", "val"))
+        head = [*train, *select]
+        if config.protocol == "paper":
+            if config.selection_metric == "retention":
+                raise RequestError(
+                    "The paper's protocol chooses the epoch on validation images, whose masks are for evaluation only. "
+                    'Use `selection_metric="accuracy"` or `protocol="strict"`.'
+                )
+            train, select = head, validation
+        kinds: set[str] = {OFF_CENTER} if config.views == "off-center" else set()
+        if config.views == "all":
+            kinds = set(store.views) - {IDENTITY}
+        usable = np.ones(len(store), bool) if config.recipe == "joint" else store.has_mask.numpy()
+        original, views = _originals(store, train), _views(store, train, kinds)
+        return cls(
+            train=original[usable[original]],
+            views=views[usable[views]],
+            head=np.concatenate([_originals(store, head), _views(store, head, kinds)]),
+            select=np.concatenate(
+                [_originals(store, select), _views(store, select, kinds if config.selection_metric == "retention" else set())]
+            ),
+            validation=_originals(store, validation),
+            off_center=_views(store, validation, {OFF_CENTER}),
+        )
 
-class ViewDraw:
-    """Draws one view of each image that has any: each epoch sees every image once unchanged and once as a random view."""
-
-    def __init__(self, store: FeatureStore, rows: np.ndarray) -> None:
-        names = np.asarray(store.ids)[rows]
-        order = np.argsort(names, kind="stable")
-        self.rows = len(rows)
-        self._sorted = rows[order]
-        _, self._first, self._count = np.unique(names[order], return_index=True, return_counts=True)
-
-    def __len__(self) -> int:
-        return len(self._first)
-
-    def draw(self, noise: torch.Generator) -> np.ndarray:
-        """A row for each image."""
-        shares = torch.rand(len(self), generator=noise, dtype=torch.float64).numpy()
-        return self._sorted[self._first + (shares * self._count).astype(np.int64)]
+    def of_epoch(self, store: FeatureStore, config: TrainConfig, epoch: int) -> np.ndarray:
+        """Return every image once unchanged and, where it has views, once in one of them, shuffled anew for the epoch."""
+        drawn = draw_views(np.asarray(store.ids)[self.views], generator(config.seed, "views", epoch))
+        rows = np.concatenate([self.train, self.views[drawn]])
+        return rows[epoch_order(store.label.numpy()[rows], config, epoch, len(store.classes)).numpy()]
 
 
-def make_parts(manifest: Manifest, store: FeatureStore, config: TrainConfig) -> Parts:
-    """Rows for a training under `config.protocol`; the strict protocol cuts its selection part from training, by group."""
-    check_fits(manifest, store)
-    if not len(manifest.part("train")):
-        raise RequestError("The manifest has no training images. Split it with `mtb data split`.")
-    if config.protocol == "strict" and not len(manifest.part("select")):
-        manifest = cut_selection(manifest, config.selection_fraction, SPLIT_SEED, balanced=True)
-    train, select, validation = (manifest.part(name) for name in ("train", "select", "val"))
-    if config.protocol == "paper":
-        train_ids, select_ids = train.ids + select.ids, validation.ids
-        if config.selection_metric == "retention":
-            raise RequestError(
-                "The paper's protocol chooses the epoch on validation images, whose masks are for evaluation only. "
-                "Use --selection-metric accuracy or --protocol strict."
-            )
-    else:
-        train_ids, select_ids = train.ids, select.ids
-    kinds = _kinds(store, config)
-    select_kinds = kinds if config.selection_metric == "retention" else ()
-    head_ids = [*train_ids, *select_ids] if config.protocol == "strict" else train_ids
-    return Parts(
-        train=_rows(store, train_ids, IDENTITY),
-        train_views=_present(store, train_ids, kinds),
-        head=np.concatenate([_rows(store, head_ids, IDENTITY), _present(store, head_ids, kinds)]),
-        select=np.concatenate([_rows(store, select_ids, IDENTITY), _present(store, select_ids, select_kinds)]),
-        validation=_rows(store, validation.ids, IDENTITY),
-        off_center=_present(store, validation.ids, (OFF_CENTER,)),
-    )
+def draw_views(names: np.ndarray, noise: torch.Generator) -> np.ndarray:
+    """Draw one of the places at which each name occurs; `names` are the images of all views."""
+    order = np.argsort(names, kind="stable")
+    _, first, count = np.unique(names[order], return_index=True, return_counts=True)
+    shares = torch.rand(len(first), generator=noise, dtype=torch.float64).numpy()
+    return order[first + (shares * count).astype(np.int64)]
 
 
 def check_fits(manifest: Manifest, store: FeatureStore) -> None:
     """Reject a store that was opened with other classes, labels or masks than the manifest's; it may hold more images."""
     advice = f"Open it with this manifest: FeatureStore.open({str(store.path)!r}, manifest)."
     if store.classes != manifest.classes:
-        wanted, found = {"classes": manifest.classes}, {"classes": store.classes}
-        raise MismatchError.between(f"Store {store.path}", wanted, found, advice)
+        raise MismatchError.between(f"Store {store.path}", {"classes": manifest.classes}, {"classes": store.classes}, advice)
     place = {name: index for index, name in enumerate(manifest.ids)}
     rows = [(row, place[name]) for row, name in enumerate(store.ids) if name in place and store.views[row] == IDENTITY]
     if not rows:
         raise RequestError(
             f"Store {store.path} has none of the images of this manifest. "
-            f"Run `mtb extract MANIFEST --store {store.path}` to add them."
+            f"Add them with `mtb extract` and {store.path} as its `store`."
         )
     row, at = np.asarray(rows).T
-    masked = manifest.rows["mask"].notna().to_numpy()[at]
     for what, differs in (
         ("labels", store.label.numpy()[row] != manifest.label_index[at]),
-        ("masks", store.has_mask.numpy()[row] != masked),
+        ("masks", store.has_mask.numpy()[row] != manifest.rows["mask"].notna().to_numpy()[at]),
     ):
         if differs.any():
             names = listed([manifest.ids[i] for i in at[differs]], 3)
@@ -128,34 +125,26 @@ def check_fits(manifest: Manifest, store: FeatureStore) -> None:
 
 @lru_cache
 def _say_left_out(store: Path, count: int, reason: str) -> None:
-    """Once for a store: every part of every training asks."""
+    """Say it once for a store: every part of every training asks."""
     say(f"{count} images could not be extracted and are skipped (see {store / 'errors.jsonl'}). The first: {reason}")
 
 
-def _rows(store: FeatureStore, ids: list[str], view: str) -> np.ndarray:
-    """Rows of the images; those whose extraction failed are left out and counted aloud."""
-    failed = {error.image_id: error.reason for error in store.errors if error.view == view}
-    left_out = [name for name in ids if name in failed]
-    if left_out:
+def _originals(store: FeatureStore, ids: list[str]) -> np.ndarray:
+    """Return the rows of the original images, without those whose extraction failed."""
+    failed = {error.image_id: error.reason for error in store.errors if error.view == IDENTITY}
+    if any(name in failed for name in ids):
         _say_left_out(store.path, len(failed), next(iter(failed.values())))
-    return np.asarray(store.rows([name for name in ids if name not in failed], view), dtype=np.int64)
+    return np.asarray(store.rows([name for name in ids if name not in failed]), dtype=np.int64)
 
 
-def _present(store: FeatureStore, ids: list[str], views: tuple[str, ...]) -> np.ndarray:
-    wanted, kinds = set(ids), set(views)
+def _views(store: FeatureStore, ids: list[str], kinds: set[str]) -> np.ndarray:
+    wanted = set(ids)
     rows = [i for i, (name, view) in enumerate(zip(store.ids, store.views)) if view in kinds and name in wanted]
     return np.asarray(rows, dtype=np.int64)
 
 
-def _kinds(store: FeatureStore, config: TrainConfig) -> tuple[str, ...]:
-    """Return the views that a training uses beside the original images."""
-    if config.views == "all":
-        return tuple(sorted(set(store.views) - {IDENTITY}))
-    return (OFF_CENTER,) if config.views == "off-center" else ()
-
-
 def class_weights(label: np.ndarray, classes: int) -> Tensor:
-    """Weights inverse to the class frequencies, mean 1 over the images; classes that do not occur get 0."""
+    """Compute weights inverse to the class frequencies, mean 1 over the images; classes that do not occur get 0."""
     counts = np.bincount(label, minlength=classes).astype(np.float64)
     present = counts > 0
     weights = np.where(present, len(label) / (present.sum() * np.maximum(counts, 1)), 0.0)
@@ -163,7 +152,7 @@ def class_weights(label: np.ndarray, classes: int) -> Tensor:
 
 
 def epoch_order(label: np.ndarray, config: TrainConfig, epoch: int, classes: int) -> Tensor:
-    """Positions of one epoch's images: shuffled, or drawn so that the classes come equally often."""
+    """Order the images of one epoch: shuffled, or drawn so that the classes come equally often."""
     noise = generator(config.seed, "order", epoch)
     if config.class_balance == "sampler":
         weights = class_weights(label, classes)[torch.from_numpy(label)]
@@ -171,8 +160,7 @@ def epoch_order(label: np.ndarray, config: TrainConfig, epoch: int, classes: int
     return torch.randperm(len(label), generator=noise)
 
 
-def require_labels(label: np.ndarray, what: str) -> None:
-    """Reject images without a label."""
-    if len(label) and int(label.min()) < 0:
-        count = int((label < 0).sum())
-        raise RequestError(f"{count} {what} images have no label. Label them in the manifest, or remove them.")
+def require_labels(label: np.ndarray) -> None:
+    """Reject training images without a label."""
+    if (missing := int((label < 0).sum())) > 0:
+        raise RequestError(f"{missing} training images have no label. Label them in the manifest, or remove them.")

@@ -3,54 +3,65 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from medtokenbudget.config import LossWeights, preset
 from medtokenbudget.data.readers import ISIC_CLASSES as CLASSES
-from medtokenbudget.reporting.card import ModelFacts, model_card
-from medtokenbudget.runs.run import RunInfo, read_predictions, read_results
+from medtokenbudget.runs.card import card_text
+from medtokenbudget.runs.run import Run
 from tests.reporting.fake_run import fake_run
 
-FACTS = ModelFacts(
-    main="lats:lesion-first",
-    selectors=["lats:lesion-first", "center", "lats"],
-    classes=CLASSES,
-    backbone={
-        "name": "embedded",
-        "weights": "a" * 64,
-        "layer": 5,
-        "attention": "true",
-        "grid": [16, 16],
-        "dim": 192,
-        "image_size": 224,
-    },
-    fingerprint="f" * 64,
-    recipe="lesion-first",
-    lesion_loss=1.0,
-    split="paper; groups are not known",
-)
+BACKBONE = {
+    "name": "embedded",
+    "weights": "a" * 64,
+    "layer": 5,
+    "attention": "true",
+    "grid": [16, 16],
+    "dim": 192,
+    "image_size": 224,
+}
 PART = {"classes": {"NV": 80, "MEL": 16}, "masked_classes": {}, "lesion_patches": None}
 COUNTS = {"train": {"images": 96, "masks": 40, **PART}, "val": {"images": 24, "masks": 24, **PART}}
 
 
+def model(**changes: Any) -> Any:
+    """What a card asks a model."""
+    facts = {
+        "main": "lats:lesion-first",
+        "selectors": ["lats:lesion-first", "center", "lats"],
+        "classes": CLASSES,
+        "backbone_fingerprint": BACKBONE,
+        "fingerprint": "f" * 64,
+        "train_config": preset("lesion-first"),
+    }
+    return SimpleNamespace(**{**facts, **changes})
+
+
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return fake_run(tmp_path_factory.mktemp("card"), studies=("main", "center-bias"), images=False)
 
 
-@pytest.fixture(scope="module")
-def card(run: Path) -> str:
-    info = replace(RunInfo.read(run), counts=COUNTS)
-    return model_card(FACTS, info, read_results(run / "results.csv"), read_predictions(run / "predictions.parquet")[0])
+@pytest.fixture
+def run(folder: Path) -> Run:
+    opened = Run(folder)
+    opened.counts = COUNTS
+    return opened
 
 
-def test_odd_class_names_leave_the_tables_of_a_card_whole(run: Path) -> None:
+@pytest.fixture
+def card(run: Run) -> str:
+    return card_text(run, model())
+
+
+def test_odd_class_names_leave_the_tables_of_a_card_whole(run: Run) -> None:
     odd = ["a|b", "c\nd", "<b>e</b>", "f\r|\n|g", *CLASSES[4:]]
-    results, predictions = read_results(run / "results.csv"), read_predictions(run / "predictions.parquet")[0]
-    counts = {"val": {"images": 24, "masks": 24, "classes": dict.fromkeys(odd, 3), "masked_classes": {}, "lesion_patches": None}}
-    card = model_card(replace(FACTS, classes=odd), replace(RunInfo.read(run), counts=counts), results, predictions)
+    run.counts = {"val": {**COUNTS["val"], "classes": dict.fromkeys(odd, 3)}}
+    card = card_text(run, model(classes=odd))
     widths: list[int] = []
     for line in card.splitlines():
         cells = len(re.findall(r"(?<!\\)\|", line))  # unescaped bars
@@ -77,12 +88,12 @@ def test_every_section_of_a_card_is_there_in_order(card: str) -> None:
         "Versions and hashes",
     ]
     assert "not a medical device" in card.splitlines()[8]
-    for fact in ("a" * 64, "f" * 64, "2" * 64, "40 from the training part were used", "paper; groups are not known", "torch 2.0"):
+    for fact in ("a" * 64, "f" * 64, "2" * 64, "40 from the training part were used", "torch 2.0"):
         assert fact in card, fact
 
 
-def test_the_numbers_are_those_of_the_results(card: str, run: Path) -> None:
-    results = read_results(run / "results.csv")
+def test_the_numbers_are_those_of_the_results(card: str, run: Run) -> None:
+    results = run.results
     rows = results[(results["study"] == "main") & (results["method"] == "lats:lesion-first") & (results["seed"] == 42)].set_index(
         "budget"
     )
@@ -90,8 +101,8 @@ def test_the_numbers_are_those_of_the_results(card: str, run: Path) -> None:
         cells = [cell.strip() for cell in _line(card, f"| {budget:g} | 24 |").split("|")]
         assert cells[3].startswith(f"{100 * rows.loc[budget, 'accuracy']:.1f} (")
         assert cells[7].startswith(f"{100 * rows.loc[budget, 'retention']:.1f} (")
-    beside = _line(card, "| Center `center` | 24 (24) |")
-    assert _line(card, "| LATS (paper) `lats` | 24 (24) |")
+    beside = _line(card, "| `center` | 24 (24) |")
+    assert _line(card, "| `lats` | 24 (24) |")
     center = results[(results["method"] == "center") & (results["seed"] == 42) & (results["budget"] == 0.3)].iloc[0]
     assert f"{100 * center['retention']:.1f}%" in beside
 
@@ -104,8 +115,8 @@ def test_each_interval_holds_its_value(card: str) -> None:
             assert low <= value <= high
 
 
-def test_recall_is_counted_from_the_predictions(card: str, run: Path) -> None:
-    frame = read_predictions(run / "predictions.parquet")[0]
+def test_recall_is_counted_from_the_predictions(card: str, run: Run) -> None:
+    frame = run.predictions
     cell = frame[
         (frame.study == "main")
         & (frame.method == "lats:lesion-first")
@@ -120,21 +131,21 @@ def test_recall_is_counted_from_the_predictions(card: str, run: Path) -> None:
             assert f"| {name} | {len(rows)} | {100 * recall:.1f}% |" in card
 
 
-def test_point_values_come_from_results_csv(run: Path) -> None:
-    results = read_results(run / "results.csv")
+def test_point_values_come_from_results_csv(run: Run) -> None:
+    results = run.results
     cell = (results["method"] == "lats:lesion-first") & (results["budget"] == 0.3) & (results["seed"] == 42)
     results.loc[cell, "accuracy"] = 0.12345
-    card = model_card(FACTS, RunInfo.read(run), results, read_predictions(run / "predictions.parquet")[0])
+    card = card_text(run, model())
     assert "| 12.3 (" in _line(card, "| 0.3 | 24 |")
-    assert "| 12.3% |" in _line(card, "| LATS lesion-first `lats:lesion-first` |")
+    assert "| 12.3% |" in _line(card, "| `lats:lesion-first` |")
 
 
-def test_what_was_not_measured_is_said_to_be_so(run: Path) -> None:
-    info = replace(RunInfo.read(run), counts={})
-    results, predictions = read_results(run / "results.csv").iloc[:0], read_predictions(run / "predictions.parquet")[0].iloc[:0]
-    card = model_card(replace(FACTS, lesion_loss=0.0), info, results, predictions)
+def test_what_was_not_measured_is_said_to_be_so(run: Run) -> None:
+    run.counts, run.results, run.predictions = {}, run.results.iloc[:0], run.predictions.iloc[:0]
+    card = card_text(run, model(train_config=preset("paper", losses=LossWeights(lesion=0.0))))
     assert card.count("Not measured.") == 4
     assert "none were used in training" in card
+    assert "unknown, because the manifest is no longer where the run found it" in card
 
 
 def _line(card: str, start: str) -> str:
