@@ -23,7 +23,7 @@ CONFIGS: dict[str, tuple[bytes, str]] = {
     "too long": (b"# " + bytes([120]) * 1_100_000, "more than 1,000,000 bytes"),
     "an unknown option": (b"budgetz: 3\n", "budgetz"),
     "a wrong type": (b"batch_size: many\n", "batch"),
-    "nested": (b"[" * 500_000, "nested too deeply"),
+    "nested": (b"[" * 500_000, "neither YAML nor JSON"),
 }
 
 
@@ -44,7 +44,7 @@ def test_a_bad_configuration_file_is_named(saved: Path, tmp_path: Path, capsys: 
         (["--device", "cuda:99"], "not available on this machine"),
         (["--budget", "0"], "above 0"),
         (["--budget", "1.5"], "at most 1"),
-        (["--budget", "nan"], "nan"),
+        (["--budget", "nan"], "is not a number"),
         (["--batch-size", "0"], "at least 1"),
         (["--batch-size", "x"], "batch"),
         (["--selector", "nothing"], "Unknown"),
@@ -75,10 +75,10 @@ COMMANDS: dict[str, str] = {
     "route IMAGE --model MODEL --out TEXT --device cpu": "is a file",
     f"{ROUTE} --masks NOTHING": "NOTHING",
     f"{ROUTE} --budget 0.3 --retention 0.9": "exclude each other",
-    f"{ROUTE} --coverage 0.9": "belongs to --retention",
+    f"{ROUTE} --coverage 0.9": "--coverage belongs to --retention",
     f"{ROUTE} --retention 0.9": "mtb calibrate",
     f"{ROUTE} --retention 2": "at most 1",
-    f"{ROUTE} --table xlsx": "Use parquet or csv",
+    f"{ROUTE} --table xlsx": "invalid choice 'xlsx'",
     f"{ROUTE} --batch-size 0": "at least 1",
     f"{ROUTE} --selector nothing": "Unknown",
     f"{ROUTE} --device cuda:99": "not available on this machine",
@@ -89,7 +89,7 @@ COMMANDS: dict[str, str] = {
     f"{EVALUATE} --classes NOTHING": "NOTHING",
     f"{EVALUATE} --classes TEXT": "TEXT",
     f"{EVALUATE} --budgets 0": "above 0",
-    f"{EVALUATE} --part test": "Use auto, val, select, train or all",
+    f"{EVALUATE} --part test": "invalid choice 'test'",
     f"{EVALUATE} --selector nothing": "Unknown",
     "calibrate MODEL NOTHING --retention 0.5": "NOTHING",
     "calibrate MODEL TEXT --retention 0.5": "TEXT",
@@ -97,11 +97,11 @@ COMMANDS: dict[str, str] = {
     f"{CALIBRATE} --retention 0.5": "mask",
     f"{CALIBRATE} --retention 0": "above 0",
     f"{CALIBRATE} --retention 0.5 --store NOTHING": "NOTHING",
-    f"{CALIBRATE} --retention 0.5 --part test": "Use auto, val, select, train or all",
+    f"{CALIBRATE} --retention 0.5 --part test": "invalid choice 'test'",
     f"{CALIBRATE} --retention 0.5 --selector nothing": "Unknown",
     f"{WEB} --format web --runtime NOTHING": "NOTHING",
-    f"{WEB} --format paper": "Use onnx, web or hub",
-    f"{WEB} --format hub --runtime OUT": "needs --format web",
+    f"{WEB} --format paper": "invalid choice 'paper'",
+    f"{WEB} --format hub --runtime OUT": "--runtime only matters with --format web",
 }
 
 

@@ -48,7 +48,7 @@ def test_an_onnx_file_is_written_and_reported_as_checked(
     ("arguments", "words"),
     [
         (("--selector", "random"), "is random"),
-        (("--push", "someone/router"), "--push needs --format hub"),
+        (("--push", "someone/router"), "--push only matters with --format hub"),
         (("--budget", "0"), "above 0 and at most 1"),
     ],
 )

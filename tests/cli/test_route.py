@@ -15,7 +15,6 @@ from safetensors.numpy import load_file
 
 import medtokenbudget as mtb
 from medtokenbudget.cli import main
-from medtokenbudget.cli.show import script
 from medtokenbudget.data.synthetic import draw
 from medtokenbudget.errors import RequestError
 from medtokenbudget.files import read_json, read_lines
@@ -203,14 +202,14 @@ def test_masks_without_any_lesion_are_said_instead_of_a_table_of_nothing(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--budget", "0"], "share of the patches above 0"),
-        (["--retention", "1.5"], "Use a share above 0 and at most 1"),
+        (["--budget", "0"], "--budget must be above 0"),
+        (["--retention", "1.5"], "--retention must be above 0 and at most 1, got 1.5"),
         (["--masks", "nowhere"], "nowhere does not exist"),
         (["--masks", "empty"], "No mask in empty belongs to an image"),
         (["--model", "nowhere"], "no model folder nowhere"),
         (["--selector", "lats"], "Unknown selector 'lats' in this model"),
-        (["--table", "xlsx"], "Use parquet or csv"),
-        (["--batch-size", "0"], "--batch-size cannot be '0'. Use a whole number that is at least 1"),
+        (["--table", "xlsx"], "invalid choice 'xlsx'"),
+        (["--batch-size", "0"], "--batch-size must be at least 1, got 0."),
     ],
 )
 def test_wrong_requests_are_refused_and_leave_no_table(
@@ -255,9 +254,3 @@ def test_a_routing_shows_itself_and_warns_of_what_the_router_does_not_know(route
     assert warned.getpixel((warned.width - 2, 2)) == LESION_EDGE, "a band above the picture"
     assert plain.getpixel((plain.width - 2, 2)) != LESION_EDGE
     assert scene.to_dict()["unfamiliarity"] > 1
-
-
-def test_the_shell_completes_the_command() -> None:
-    assert 'words="parquet csv"' in script("bash")
-    (options,) = (line for line in script("bash").splitlines() if line.strip().startswith('"route")'))
-    assert {"--out", "--budget", "--model", "--masks", "--overlay", "--tokens"} <= set(options.replace('"', " ").split())
