@@ -20,15 +20,7 @@ from medtokenbudget.errors import BudgetError, RequestError, UnknownNameError
 
 @dataclass(frozen=True)
 class Range:
-    """The finite numbers that a setting accepts.
-
-    Attributes:
-        low: The smallest one.
-        high: The largest one.
-        above: Whether `low` itself is too small.
-        below: Whether `high` itself is too large.
-        odd: Whether only odd numbers are accepted.
-    """
+    """The finite numbers that a setting accepts: from `low` (or above it) to `high` (or below it), perhaps only odd ones."""
 
     low: float
     high: float = math.inf
@@ -37,10 +29,9 @@ class Range:
     odd: bool = False
 
     def __contains__(self, value: float) -> bool:
-        inside = (value > self.low if self.above else value >= self.low) and (
-            value < self.high if self.below else value <= self.high
-        )
-        return math.isfinite(value) and inside and (not self.odd or value % 2 == 1)
+        high_enough = value > self.low if self.above else value >= self.low
+        low_enough = value < self.high if self.below else value <= self.high
+        return math.isfinite(value) and high_enough and low_enough and (not self.odd or value % 2 == 1)
 
     def __str__(self) -> str:
         bounds = [f"{'above' if self.above else 'at least'} {self.low:g}"]
@@ -459,6 +450,7 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
+    """Return a value as JSON and YAML have it: lists for tuples, text for paths."""
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
     if isinstance(value, (tuple, list)):
@@ -472,19 +464,13 @@ def train_config_from_dict(values: dict[str, Any]) -> TrainConfig:
     Raises:
         RequestError: A key is unknown, because the values come from another version.
     """
-    parts: dict[str, Any] = {
-        "lats": LATSConfig,
-        "context": ContextConfig,
-        "router": RouterConfig,
-        "curriculum": CurriculumConfig,
-        "losses": LossWeights,
-    }
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= {f"{key}.{name}": inner for name, inner in value.items()} if isinstance(value, dict) else {key: value}
     try:
-        flat = {key: parts[key](**_tuples(value)) if key in parts else value for key, value in values.items()}
-        return TrainConfig(**_tuples(flat))
-    except (TypeError, AttributeError) as error:
-        raise RequestError(f"Not a training configuration of this version: {error}. Train the model again.") from None
-
-
-def _tuples(values: dict[str, Any]) -> dict[str, Any]:
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+        return with_settings(
+            TrainConfig(), {key: tuple(value) if isinstance(value, list) else value for key, value in flat.items()}
+        )
+    except (TypeError, AttributeError, RequestError) as error:
+        why = str(error).rstrip(".")
+        raise RequestError(f"Not a training configuration of this version: {why}. Train the model again.") from None

@@ -70,10 +70,13 @@ EVALUATE, ROUTE, CALIBRATE, WEB = (
 )
 COMMANDS: dict[str, str] = {
     "route NOTHING --model MODEL --out OUT": "NOTHING",
+    "route EMPTY --model MODEL --out OUT": "contain no images",
     "route TEXT --model MODEL --out OUT --device cpu": "No image could be read",
     "route IMAGE --model NOTHING --out OUT": "NOTHING",
     "route IMAGE --model MODEL --out TEXT --device cpu": "is a file",
     f"{ROUTE} --masks NOTHING": "NOTHING",
+    f"{ROUTE} --masks EMPTY": "No mask in",
+    f"{ROUTE} --budget 0": "--budget must be above 0 and at most 1",
     f"{ROUTE} --budget 0.3 --retention 0.9": "exclude each other",
     f"{ROUTE} --coverage 0.9": "--coverage belongs to --retention",
     f"{ROUTE} --retention 0.9": "mtb calibrate",
@@ -109,10 +112,11 @@ COMMANDS: dict[str, str] = {
 def test_a_command_on_a_model_names_what_is_wrong_and_writes_nothing(
     saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: str
 ) -> None:
-    places = {name: tmp_path / name for name in ("IMAGE", "TEXT", "PLAIN", "OUT", "NOTHING")} | {"MODEL": saved}
+    places = {name: tmp_path / name for name in ("IMAGE", "TEXT", "PLAIN", "OUT", "NOTHING", "EMPTY")} | {"MODEL": saved}
     places["IMAGE"], places["PLAIN"] = tmp_path / "image.jpg", tmp_path / "plain.parquet"
     places["IMAGE"].write_bytes(encoded(PLAIN, "JPEG"))
     places["TEXT"].write_text("hello")
+    places["EMPTY"].mkdir()
     records = [{"image_id": "a", "image": str(places["IMAGE"]), "label": "NV", "split": "val"}]
     Manifest.from_records(records, ("NV", "MEL")).write(places["PLAIN"])
     assert main([str(places.get(word, word)) for word in words.split()]) in (1, 2)

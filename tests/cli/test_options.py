@@ -110,8 +110,6 @@ def test_options_come_from_a_file_and_the_command_line_overrides_them(tmp_path: 
     [
         ("epoch: 3", "Did you mean 'epochs'?"),
         ("epochs: null", "epochs has no value. Give it one, or leave it out."),
-        ("[1, 2]", "has no options"),
-        ("a: [", "neither YAML nor JSON"),
     ],
 )
 def test_a_wrong_file_of_options_is_named(text: str, message: str, tmp_path: Path) -> None:

@@ -199,44 +199,6 @@ def test_masks_without_any_lesion_are_said_instead_of_a_table_of_nothing(
     assert "nan" not in said.out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--budget", "0"], "--budget must be above 0"),
-        (["--retention", "1.5"], "--retention must be above 0 and at most 1, got 1.5"),
-        (["--masks", "nowhere"], "nowhere does not exist"),
-        (["--masks", "empty"], "No mask in empty belongs to an image"),
-        (["--model", "nowhere"], "no model folder nowhere"),
-        (["--selector", "lats"], "Unknown selector 'lats' in this model"),
-        (["--table", "xlsx"], "invalid choice 'xlsx'"),
-        (["--batch-size", "0"], "--batch-size must be at least 1, got 0."),
-    ],
-)
-def test_wrong_requests_are_refused_and_leave_no_table(
-    root: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    arguments: list[str],
-    words: str,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "empty").mkdir()
-    assert main(["route", str(root / "photos"), "--out", "routed", *arguments]) == 2
-    assert words in capsys.readouterr().err
-    assert not list(tmp_path.rglob("routes.*"))
-
-
-def test_nothing_to_route_and_nowhere_to_write_are_said(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "notes.txt").write_text("x")
-    assert main(["route", str(tmp_path), "--out", str(tmp_path / "out")]) == 2
-    assert "contain no images" in capsys.readouterr().err
-    assert main(["route", str(tmp_path / "absent.jpg"), "--out", str(tmp_path / "out")]) == 1
-    assert "No image could be read (1 failed)" in capsys.readouterr().err
-    assert main(["route", str(root / "photos"), "--out", str(tmp_path / "notes.txt")]) == 2
-    assert "notes.txt is a file" in capsys.readouterr().err
-
-
 def test_a_manifest_brings_its_masks(root: Path, tmp_path: Path) -> None:
     manifest = mtb.data.folder_manifest(root / "photos", root / "masks")
     assert route_files(manifest, tmp_path / "out").retention["center"].n == 6
