@@ -119,7 +119,7 @@ def test_a_value_that_does_not_parse_is_named_with_its_option(name: str, capsys:
         (["demo", "--n", "0"], "mtb: --n must be at least 1, got 0."),
         (["train", "m", "--store", "s", "--out", "o", "--lr", "fast"], "Error parsing --lr: 'fast' is not a number."),
         (["route", "a", "--out", "o", "--budget", "30"], "--budget must be above 0 and at most 1, got 30.0. Did you mean 0.3?"),
-        (["report", "a", "--pictures", "perhaps"], "'perhaps' is neither true nor false."),
+        (["report", "a", "--pictures", "perhaps"], "'perhaps' is not true or false."),
         (["trian"], "Did you mean 'train'?"),
         (["data", "isik"], "Unknown command of mtb data 'isik'. Did you mean 'isic'?"),
         (["train", "none.parquet", "--store", "s", "--out", "r"], "none.parquet"),

@@ -109,6 +109,8 @@ def test_options_come_from_a_file_and_the_command_line_overrides_them(tmp_path: 
     ("text", "message"),
     [
         ("epoch: 3", "Did you mean 'epochs'?"),
+        ("epochs: many", "epochs cannot be read: 'many' is not a whole number."),
+        ("head: nothing", "head cannot be read: 'nothing' is not one of auto, none."),
         ("epochs: null", "epochs has no value. Give it one, or leave it out."),
     ],
 )
@@ -119,12 +121,7 @@ def test_a_wrong_file_of_options_is_named(text: str, message: str, tmp_path: Pat
     assert file in str(raised.value)
 
 
-def test_a_wrong_value_in_a_file_is_named_with_its_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = write(tmp_path / "options.yaml", "epochs: many")
-    assert main(["train", *REQUIRED, "--config", file]) == 2
-    message = capsys.readouterr().err
-    assert "Error parsing --epochs: 'many' is not a whole number." in message
-    assert f"Options were also read from {file}." in message
+def test_a_number_in_a_file_out_of_its_range_is_named_as_an_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = write(tmp_path / "options.yaml", "router: {minimum: 0}")
     assert main(["train", *REQUIRED, "--config", file]) == 2
     assert "--router.minimum must be at least 1, got 0." in capsys.readouterr().err
@@ -149,6 +146,14 @@ def test_options_are_printed_without_what_is_required(capsys: pytest.CaptureFixt
     for name in COMMANDS:
         assert main([*name.split(), "--print-config"]) == 0
     assert "manifest: null" in capsys.readouterr().out
+
+
+def test_a_flag_and_a_number_in_a_file_arrive_exactly(tmp_path: Path) -> None:
+    file = write(tmp_path / "options.json", '{"images": ["a", "b"], "out": "o", "overlay": true, "budget": 0.123456789012}')
+    for words in ([], ["--overlay"]):
+        command = parse(Route, "route", ["--config", file, *words])
+        assert command is not None
+        assert (command.images, command.overlay, command.tokens, command.budget) == (("a", "b"), True, False, 0.123456789012)
 
 
 @pytest.mark.parametrize(

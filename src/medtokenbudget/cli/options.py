@@ -107,7 +107,7 @@ class Option:
 
     @property
     def metavar(self) -> str:
-        one = self.spelling if self.positional else _metavar(self.kind)
+        one = self.spelling if self.positional else _kind(self.kind)[0]
         return f"{one} [{one} ...]" if self.several else one
 
     def hint(self, default: Any) -> str:
@@ -120,9 +120,15 @@ class Option:
         return f"({'; '.join(hints)})" if hints else ""
 
     def read(self, words: Sequence[str]) -> Any:
-        """Return the value that the words say; ValueError if they say none."""
-        values = tuple(_READ.get(self.kind, str)(word) for word in words)
-        return values if self.several else values[0]
+        """Return the value that the words say; a ValueError names the one that says none."""
+        _, allowed, read = _kind(self.kind)
+        values = []
+        for word in words:
+            try:
+                values.append(read(word))
+            except ValueError:
+                raise ValueError(f"'{word}' is not {allowed}.") from None
+        return tuple(values) if self.several else values[0]
 
 
 def options(command: type[Command]) -> dict[str, Option]:
@@ -169,10 +175,8 @@ def _docstrings(module: str) -> dict[str, dict[str, str]]:
     """The text below each field of the classes in a module. One parse: `inspect` parses the module again for each class."""
     texts: dict[str, dict[str, str]] = {}
     file = getattr(sys.modules[module], "__file__", None)
-    classes = (
-        [node for node in ast.parse(Path(file).read_text(encoding="utf-8")).body if isinstance(node, ast.ClassDef)] if file else []
-    )
-    for node in classes:
+    body = ast.parse(Path(file).read_text(encoding="utf-8")).body if file else []
+    for node in (node for node in body if isinstance(node, ast.ClassDef)):
         for entry, below in zip(node.body, node.body[1:]):
             if isinstance(entry, ast.AnnAssign) and isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
                 texts.setdefault(node.name, {})[ast.unparse(entry.target)] = " ".join(str(below.value.value).split())
@@ -195,25 +199,12 @@ def parse(command: type[C], name: str, words: Sequence[str]) -> C | None:
     filed = {} if file is None else _read_file(file, known)
     defaults = {option.name: option.default for option in known.values()}
     defaults |= command.defaults(_value_of("--preset", words) or filed.get("preset"))
-    # A positional argument in a file is a default, because only tyro can tell whether another one was typed.
-    starting = defaults | {key: value for key, value in filed.items() if known[key].positional}
+    starting = defaults | filed
     if "print_config" in typed:
         starting |= {key: None for key, value in starting.items() if value is REQUIRED}
-    # The file's options follow the typed words: a list at the end of the file's would swallow a positional argument.
-    further = [word for key, value in filed.items() if key not in typed for word in _words(known[key], value)]
-    try:
-        read = tyro.cli(
-            _parser(command, starting),
-            prog=f"mtb {name}",
-            description=_description(command),
-            args=[*words, *further],
-            config=MARKERS,
-        )
-    except SystemExit as stop:
-        if stop.code and file:
-            print(f"mtb: Options were also read from {file}.", file=sys.stderr)
-        raise
+    read = tyro.cli(_parser(command, starting), prog=f"mtb {name}", description=_description(command), args=words, config=MARKERS)
     values = {key: getattr(getattr(read, option.section.__name__, read), option.field) for key, option in known.items()}
+    values |= {key: values[key] or starting[key] for key, option in known.items() if option.flag}
     if values.pop("print_config"):
         print(_yaml({key: value for key, value in values.items() if key != "config"}), end="")
         return None
@@ -277,7 +268,9 @@ def _parser(command: type[Command], defaults: Mapping[str, Any]) -> Any:
             help_behavior_hint=option.hint(default),
         )
         kind = bool if option.flag else Annotated[(object, _constructor(option), *option.notes)]
-        members.setdefault(option.section, []).append((option.field, Annotated[kind, shown], dataclasses.field(default=default)))
+        # A flag is always off at first: tyro would turn one that a file sets into --no-flag.
+        entry = dataclasses.field(default=False if option.flag else default)
+        members.setdefault(option.section, []).append((option.field, Annotated[kind, shown], entry))
     entries = members.pop(command)
     for section, inner in members.items():
         made = dataclasses.make_dataclass(section.__name__, inner, kw_only=True)
@@ -318,42 +311,40 @@ def _constructor(option: Option) -> PrimitiveConstructorSpec[Any]:
     )
 
 
-def _metavar(kind: Any) -> str:
-    if get_args(kind):
-        return "{" + ",".join(get_args(kind)) + "}"
-    return {int: "N", float: "X", bool: "{true,false}", Path: "PATH"}.get(kind, "TEXT")
-
-
-def _whole(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise ValueError(f"'{text}' is not a whole number.") from None
-
-
 def _number(text: str) -> float:
-    try:
-        value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-    except ValueError:
-        value = math.nan
+    value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     if not math.isfinite(value):
-        raise ValueError(f"'{text}' is not a number.")
+        raise ValueError
     return value
 
 
 def _truth(text: str) -> bool:
     if text.lower() not in ("true", "yes", "false", "no"):
-        raise ValueError(f"'{text}' is neither true nor false.")
+        raise ValueError
     return text.lower() in ("true", "yes")
 
 
 def _path(text: str) -> Path:
     if not text:
-        raise ValueError("a path cannot be empty.")
+        raise ValueError
     return Path(text)
 
 
-_READ: dict[Any, Callable[[str], Any]] = {int: _whole, float: _number, bool: _truth, Path: _path}
+_KINDS: dict[Any, tuple[str, str, Callable[[str], Any]]] = {
+    int: ("N", "a whole number", int),
+    float: ("X", "a number", _number),
+    bool: ("{true,false}", "true or false", _truth),
+    Path: ("PATH", "a path", _path),
+    str: ("TEXT", "text", str),
+}
+
+
+def _kind(kind: Any) -> tuple[str, str, Callable[[str], Any]]:
+    """What the help shows for a value, what a message says is allowed, and how a word is read."""
+    choices = get_args(kind)
+    if choices:  # a `Literal`
+        return "{" + ",".join(choices) + "}", f"one of {', '.join(choices)}", lambda word: choices[choices.index(word)]
+    return _KINDS[kind]
 
 
 def _typed(value: Any) -> str:
@@ -374,14 +365,6 @@ def _value_of(option: str, words: Sequence[str]) -> str | None:
     return None
 
 
-def _words(option: Option, value: Any) -> list[str]:
-    if option.positional:
-        return []
-    if option.flag:
-        return [option.spelling] if value else []
-    return [option.spelling, *map(_typed, value)] if isinstance(value, list) else [f"{option.spelling}={_typed(value)}"]
-
-
 def _read_file(file: str, known: Mapping[str, Option]) -> dict[str, Any]:
     """Read the options in a file, by dotted name."""
     values = {}
@@ -389,14 +372,14 @@ def _read_file(file: str, known: Mapping[str, Option]) -> dict[str, Any]:
         name = written.replace("-", "_")
         if name not in known:
             raise RequestError(f"{file}: {UnknownNameError.of('option', written, known)}")
-        option = known[name]
-        if value is None and option.default not in (None, REQUIRED):
+        if value is None and known[name].default not in (None, REQUIRED):
             raise RequestError(f"{file}: {name} has no value. Give it one, or leave it out.")
-        if option.flag and not isinstance(value, bool):
-            raise RequestError(f"{file}: {name} cannot be '{value}'. Use true or false.")
         if value is not None:
-            texts = [_typed(item) for item in (value if isinstance(value, list) else [value])]
-            values[name] = option.read(texts) if option.positional else value
+            words = [str(item) for item in (value if isinstance(value, list) else [value])]
+            try:
+                values[name] = known[name].read(words)
+            except (ValueError, IndexError) as error:
+                raise RequestError(f"{file}: {name} cannot be read: {error}") from None
     return values
 
 
