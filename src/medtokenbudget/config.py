@@ -20,15 +20,7 @@ from medtokenbudget.errors import BudgetError, RequestError, UnknownNameError
 
 @dataclass(frozen=True)
 class Range:
-    """The finite numbers that a setting accepts.
-
-    Attributes:
-        low: The smallest one.
-        high: The largest one.
-        above: Whether `low` itself is too small.
-        below: Whether `high` itself is too large.
-        odd: Whether only odd numbers are accepted.
-    """
+    """The finite numbers that a setting accepts: from `low` (or above it) to `high` (or below it), perhaps only odd ones."""
 
     low: float
     high: float = math.inf
@@ -37,10 +29,9 @@ class Range:
     odd: bool = False
 
     def __contains__(self, value: float) -> bool:
-        inside = (value > self.low if self.above else value >= self.low) and (
-            value < self.high if self.below else value <= self.high
-        )
-        return math.isfinite(value) and inside and (not self.odd or value % 2 == 1)
+        high_enough = value > self.low if self.above else value >= self.low
+        low_enough = value < self.high if self.below else value <= self.high
+        return math.isfinite(value) and high_enough and low_enough and (not self.odd or value % 2 == 1)
 
     def __str__(self) -> str:
         bounds = [f"{'above' if self.above else 'at least'} {self.low:g}"]
@@ -61,6 +52,8 @@ Seed = Annotated[int, Range(0, 2**32 - 1)]
 """A random seed; NumPy accepts no others."""
 Parallel = Annotated[int, Range(0, 1024)]
 """Threads or processes; 0 leaves the number to the program. Operating systems refuse to start many more."""
+Share = Annotated[float, Range(0, 1, above=True)]
+"""A share in (0, 1] of something else than patches."""
 Folds = Annotated[int, Range(2)]
 Side = Annotated[int, Range(1, 8192)]
 """Side of a square image, in pixels."""
@@ -76,12 +69,12 @@ Port = Annotated[int, Range(0, 65535)]
 class Settings:
     """Base of configuration dataclasses: every value is checked against the type of its field when one is made."""
 
-    part: ClassVar[str] = ""
+    prefix: ClassVar[str] = ""
     """What the names of the fields start with in messages, for settings that are part of others: 'router.'."""
 
     def __post_init__(self) -> None:
         own: type = type(self)
-        check_values({f"{self.part}{name}": (getattr(self, name), kind) for name, kind in _annotations(own).items()})
+        check_values({f"{self.prefix}{name}": (getattr(self, name), kind) for name, kind in _annotations(own).items()})
 
 
 @cache
@@ -121,21 +114,22 @@ def _faults(name: str, value: Any, kind: Any, limits: Range | None = None) -> It
             yield UnknownNameError.of(name, str(value), arguments)
     elif origin is tuple:
         if isinstance(value, (str, bytes)) or not isinstance(value, (tuple, list)):
-            yield RequestError(f"{name} must be several values, got {value!r}.")
+            yield RequestError(f"`{name}` must be several values, got {value!r}.")
         elif not value and arguments[0] == Budget:
-            yield BudgetError(f"{name} must have at least one value, got none.")
+            yield BudgetError(f"`{name}` must have at least one value, got none.")
         else:
             yield from (fault for item in value for fault in _faults(name, item, arguments[0]))
     elif kind in (int, float):
         if isinstance(value, bool) or not isinstance(value, Integral if kind is int else Real):
-            yield RequestError(f"{name} must be a {'whole ' if kind is int else ''}number, got {value!r}.")
+            yield RequestError(f"`{name}` must be a {'whole ' if kind is int else ''}number, got {value!r}.")
         elif limits is not None and float(value) not in limits:
+            hint = f" Did you mean {float(value) / 100:g}?" if limits.high == 1 < float(value) <= 100 else ""
             kind_of_error = BudgetError if limits is BUDGET else RequestError
-            yield kind_of_error(f"{name} must be {limits}, got {value}.")
+            yield kind_of_error(f"`{name}` must be {limits}, got {value}.{hint}")
     elif kind is bool and not isinstance(value, bool):
-        yield RequestError(f"{name} must be True or False, got {value!r}.")
+        yield RequestError(f"`{name}` must be True or False, got {value!r}.")
     elif isinstance(kind, type) and (kind is str or is_dataclass(kind)) and not isinstance(value, kind):
-        yield RequestError(f"{name} must be {'text' if kind is str else f'a {kind.__name__}'}, got {value!r}.")
+        yield RequestError(f"`{name}` must be {'text' if kind is str else f'a {kind.__name__}'}, got {value!r}.")
 
 
 BUDGETS: tuple[float, ...] = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
@@ -194,7 +188,7 @@ class ExtractConfig(Settings):
     views: Literal["none", "flips", "dihedral", "off-center"] = "none"
     """Extra views to store with each image and its mask: flipped and rotated copies, or crops with the lesion off-center."""
     crops: Count = 1
-    """With --views off-center: number of crops per training image with a mask; the second and later ones are also rotated or
+    """With `views="off-center"`: number of crops per training image with a mask; the second and later ones are also rotated or
     flipped. Other images with a mask get one."""
     view_seed: Seed = 0
     """Random seed of the off-center crops."""
@@ -215,7 +209,7 @@ class ExtractConfig(Settings):
 class LATSConfig(Settings):
     """The LATS scorer: an MLP that gives each patch a score."""
 
-    part = "lats."
+    prefix = "lats."
 
     hidden: Count = 256
     """Width of the hidden layers."""
@@ -234,7 +228,7 @@ class LATSConfig(Settings):
 class ContextConfig(Settings):
     """The context scorer: a small convolutional network over the token grid."""
 
-    part = "context."
+    prefix = "context."
 
     channels: Count = 128
     """Width of the blocks."""
@@ -251,14 +245,14 @@ class ContextConfig(Settings):
     smooth: OddSide = 1
     """Smooth the score map of this scorer with an average filter of this size before selection; 1 turns it off."""
     min_steps: Natural = 400
-    """Train this scorer for at least this many steps, where --min-steps asks for more: it learns from all patches of an image."""
+    """Train this scorer for at least this many steps, where `min_steps` asks for more: it learns from all patches of an image."""
 
 
 @dataclass(frozen=True)
 class RouterConfig(Settings):
     """The router: from scores to kept patches."""
 
-    part = "router."
+    prefix = "router."
 
     minimum: Count = 16
     """Keep at least this many patches at any budget."""
@@ -275,7 +269,7 @@ class RouterConfig(Settings):
 class CurriculumConfig(Settings):
     """The budget curriculum: which budget is used in which epoch of training."""
 
-    part = "curriculum."
+    prefix = "curriculum."
 
     kind: Literal["cosine", "fixed"] = "cosine"
     """'cosine' anneals the budget from start to end, 'fixed' keeps it at start."""
@@ -291,7 +285,7 @@ class CurriculumConfig(Settings):
 class LossWeights(Settings):
     """Weights of the loss terms."""
 
-    part = "losses."
+    prefix = "losses."
 
     classification: Weight = 1.0
     """Weight of the cross-entropy of the classification head."""
@@ -454,14 +448,15 @@ def given_settings(config: TrainConfig) -> dict[str, Any]:
 
 def to_dict(config: Any) -> dict[str, Any]:
     """Return a configuration as plain JSON values."""
-    return {key: _plain(value) for key, value in asdict(config).items() if key != "given"}
+    return {key: plain(value) for key, value in asdict(config).items() if key != "given"}
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """Return a value as JSON and YAML have it: lists for tuples, text for paths."""
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: plain(item) for key, item in value.items()}
     if isinstance(value, (tuple, list)):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     return str(value) if isinstance(value, Path) else value
 
 
@@ -471,19 +466,13 @@ def train_config_from_dict(values: dict[str, Any]) -> TrainConfig:
     Raises:
         RequestError: A key is unknown, because the values come from another version.
     """
-    parts: dict[str, Any] = {
-        "lats": LATSConfig,
-        "context": ContextConfig,
-        "router": RouterConfig,
-        "curriculum": CurriculumConfig,
-        "losses": LossWeights,
-    }
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= {f"{key}.{name}": inner for name, inner in value.items()} if isinstance(value, dict) else {key: value}
     try:
-        flat = {key: parts[key](**_tuples(value)) if key in parts else value for key, value in values.items()}
-        return TrainConfig(**_tuples(flat))
-    except (TypeError, AttributeError) as error:
-        raise RequestError(f"Not a training configuration of this version: {error}. Train the model again.") from None
-
-
-def _tuples(values: dict[str, Any]) -> dict[str, Any]:
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+        return with_settings(
+            TrainConfig(), {key: tuple(value) if isinstance(value, list) else value for key, value in flat.items()}
+        )
+    except (TypeError, AttributeError, RequestError) as error:
+        why = str(error).rstrip(".")
+        raise RequestError(f"Not a training configuration of this version: {why}. Train the model again.") from None

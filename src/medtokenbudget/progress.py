@@ -27,34 +27,24 @@ _Bar.set_lock(threading.RLock())
 class _Lines(_Bar):
     """Lines of text for logs, where a bar that overwrites itself would become one endless line."""
 
-    told: int | float | None = None
-    told_at = 0.0
     pace = True
+    last_n: int | float | None = None
+    last_elapsed = 0.0
 
     def display(self, msg: str | None = None, pos: int | None = None) -> None:
-        state = self.format_dict
-        if not self.pace:
-            self._display_without_pace(state["elapsed"])
+        elapsed = self.format_dict["elapsed"]
+        # Without a pace, a line is due even if no unit has ended: the postfix shows the progress inside the units.
+        due = elapsed >= _SECONDS and self.n != self.last_n if self.pace else elapsed - self.last_elapsed >= _SECONDS
+        if not due:
             return
-        if state["elapsed"] < _SECONDS or self.n == self.told:
-            return
-        self.told = self.n
-        pace = (self.n - self.initial) / state["elapsed"]
-        line = f"{self.desc}: {self.n:,} {self.unit}s"
-        if self.total is not None:
-            line = f"{self.desc}: {self.n:,} of {self.total:,} {self.unit}s"
-        line += f", {pace:,.1f} per second" if pace >= 1 else f", {pace:.2g} per second"
-        if self.total is not None and 0 < self.n < self.total and pace > 0:
-            line += f", {self.format_interval((self.total - self.n) / pace)} left"
-        say(f"{line}, {self.postfix}" if self.postfix else line)
-
-    def _display_without_pace(self, elapsed: float) -> None:
-        """A line every 30 seconds, also while no unit has ended: the postfix shows the progress inside the units."""
-        if elapsed - self.told_at < _SECONDS:
-            return
-        self.told_at = elapsed
-        line = f"{self.desc}: {self.n:,} of {self.total:,} {self.unit}s"
-        say(f"{line}, {self.postfix}" if self.postfix else line)
+        self.last_n, self.last_elapsed = self.n, elapsed
+        parts = [f"{self.desc}: {self.n:,} {'' if self.total is None else f'of {self.total:,} '}{self.unit}s"]
+        if self.pace:
+            pace = (self.n - self.initial) / elapsed
+            parts.append(f"{pace:,.1f} per second" if pace >= 1 else f"{pace:.2g} per second")
+            if self.total is not None and 0 < self.n < self.total and pace > 0:
+                parts.append(f"{self.format_interval((self.total - self.n) / pace)} left")
+        say(", ".join(parts + [self.postfix] * bool(self.postfix)))
 
 
 def progress(
@@ -66,7 +56,7 @@ def progress(
     initial: int = 0,
     pace: bool = True,
 ) -> Any:
-    """A tqdm bar on standard error, or lines of text if that is not a terminal; nothing in a worker process.
+    """Return a tqdm bar on standard error, or lines of text if that is not a terminal; nothing in a worker process.
 
     Args:
         iterable: What to iterate over; without it, call `update` on the bar.

@@ -263,10 +263,10 @@ def test_masks_of_zeros_and_ones_are_left_out_aloud_and_not_read_as_empty(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--crops", "0"], "--crops cannot be '0'. Use a whole number that is at least 1"),
+        (["--crops", "0"], "--crops must be at least 1, got 0."),
         (["--crops", "3"], "--crops only matters with --views off-center. Add that, or leave out --crops."),
         (["--crops", "2", "--views", "flips"], "--crops only matters with --views off-center."),
-        (["--workers", "-1"], "Use a whole number that is at least 0"),
+        (["--workers", "-1"], "--workers must be at least 0"),
         (["--shards", "3"], "I/N"),
         (["--shards", "4/2"], "4/2 does not exist"),
         (["--address", "auto"], "--address only matters with --engine ray"),

@@ -23,7 +23,7 @@ CONFIGS: dict[str, tuple[bytes, str]] = {
     "too long": (b"# " + bytes([120]) * 1_100_000, "more than 1,000,000 bytes"),
     "an unknown option": (b"budgetz: 3\n", "budgetz"),
     "a wrong type": (b"batch_size: many\n", "batch"),
-    "nested": (b"[" * 500_000, "nested too deeply"),
+    "nested": (b"[" * 500_000, "neither YAML nor JSON"),
 }
 
 
@@ -44,7 +44,7 @@ def test_a_bad_configuration_file_is_named(saved: Path, tmp_path: Path, capsys: 
         (["--device", "cuda:99"], "not available on this machine"),
         (["--budget", "0"], "above 0"),
         (["--budget", "1.5"], "at most 1"),
-        (["--budget", "nan"], "nan"),
+        (["--budget", "nan"], "is not a number"),
         (["--batch-size", "0"], "at least 1"),
         (["--batch-size", "x"], "batch"),
         (["--selector", "nothing"], "Unknown"),
@@ -70,15 +70,18 @@ EVALUATE, ROUTE, CALIBRATE, WEB = (
 )
 COMMANDS: dict[str, str] = {
     "route NOTHING --model MODEL --out OUT": "NOTHING",
+    "route EMPTY --model MODEL --out OUT": "contain no images",
     "route TEXT --model MODEL --out OUT --device cpu": "No image could be read",
     "route IMAGE --model NOTHING --out OUT": "NOTHING",
     "route IMAGE --model MODEL --out TEXT --device cpu": "is a file",
     f"{ROUTE} --masks NOTHING": "NOTHING",
+    f"{ROUTE} --masks EMPTY": "No mask in",
+    f"{ROUTE} --budget 0": "--budget must be above 0 and at most 1",
     f"{ROUTE} --budget 0.3 --retention 0.9": "exclude each other",
-    f"{ROUTE} --coverage 0.9": "belongs to --retention",
+    f"{ROUTE} --coverage 0.9": "--coverage belongs to --retention",
     f"{ROUTE} --retention 0.9": "mtb calibrate",
     f"{ROUTE} --retention 2": "at most 1",
-    f"{ROUTE} --table xlsx": "Use parquet or csv",
+    f"{ROUTE} --table xlsx": "invalid choice 'xlsx'",
     f"{ROUTE} --batch-size 0": "at least 1",
     f"{ROUTE} --selector nothing": "Unknown",
     f"{ROUTE} --device cuda:99": "not available on this machine",
@@ -89,7 +92,7 @@ COMMANDS: dict[str, str] = {
     f"{EVALUATE} --classes NOTHING": "NOTHING",
     f"{EVALUATE} --classes TEXT": "TEXT",
     f"{EVALUATE} --budgets 0": "above 0",
-    f"{EVALUATE} --part test": "Use auto, val, select, train or all",
+    f"{EVALUATE} --part test": "invalid choice 'test'",
     f"{EVALUATE} --selector nothing": "Unknown",
     "calibrate MODEL NOTHING --retention 0.5": "NOTHING",
     "calibrate MODEL TEXT --retention 0.5": "TEXT",
@@ -97,11 +100,11 @@ COMMANDS: dict[str, str] = {
     f"{CALIBRATE} --retention 0.5": "mask",
     f"{CALIBRATE} --retention 0": "above 0",
     f"{CALIBRATE} --retention 0.5 --store NOTHING": "NOTHING",
-    f"{CALIBRATE} --retention 0.5 --part test": "Use auto, val, select, train or all",
+    f"{CALIBRATE} --retention 0.5 --part test": "invalid choice 'test'",
     f"{CALIBRATE} --retention 0.5 --selector nothing": "Unknown",
     f"{WEB} --format web --runtime NOTHING": "NOTHING",
-    f"{WEB} --format paper": "Use onnx, web or hub",
-    f"{WEB} --format hub --runtime OUT": "needs --format web",
+    f"{WEB} --format paper": "invalid choice 'paper'",
+    f"{WEB} --format hub --runtime OUT": "--runtime only matters with --format web",
 }
 
 
@@ -109,10 +112,11 @@ COMMANDS: dict[str, str] = {
 def test_a_command_on_a_model_names_what_is_wrong_and_writes_nothing(
     saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: str
 ) -> None:
-    places = {name: tmp_path / name for name in ("IMAGE", "TEXT", "PLAIN", "OUT", "NOTHING")} | {"MODEL": saved}
+    places = {name: tmp_path / name for name in ("IMAGE", "TEXT", "PLAIN", "OUT", "NOTHING", "EMPTY")} | {"MODEL": saved}
     places["IMAGE"], places["PLAIN"] = tmp_path / "image.jpg", tmp_path / "plain.parquet"
     places["IMAGE"].write_bytes(encoded(PLAIN, "JPEG"))
     places["TEXT"].write_text("hello")
+    places["EMPTY"].mkdir()
     records = [{"image_id": "a", "image": str(places["IMAGE"]), "label": "NV", "split": "val"}]
     Manifest.from_records(records, ("NV", "MEL")).write(places["PLAIN"])
     assert main([str(places.get(word, word)) for word in words.split()]) in (1, 2)

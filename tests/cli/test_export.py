@@ -44,23 +44,15 @@ def test_an_onnx_file_is_written_and_reported_as_checked(
     assert capsys.readouterr().err.count("checked against PyTorch") == 1
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (("--selector", "random"), "is random"),
-        (("--push", "someone/router"), "--push needs --format hub"),
-        (("--budget", "0"), "above 0 and at most 1"),
-    ],
-)
-def test_what_cannot_be_exported_exits_with_2(
-    root: Path, model: MedTokenBudget, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], words: str
+def test_a_method_that_draws_at_random_is_not_exported(
+    root: Path, model: MedTokenBudget, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["export", str(root / "model"), "--out", str(tmp_path), *arguments]) == 2
-    assert words in capsys.readouterr().err
+    assert main(["export", str(root / "model"), "--out", str(tmp_path), "--selector", "random"]) == 2
+    assert "is random" in capsys.readouterr().err
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("format", ["hub", pytest.param("onnx", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("format", ["hub", "onnx"])
 def test_a_full_disk_or_a_read_only_folder_is_a_message(root: Path, model: MedTokenBudget, tmp_path: Path, format: str) -> None:
     if format == "onnx":
         pytest.importorskip("onnxruntime", reason="needs the extra 'onnx'")

@@ -144,30 +144,6 @@ def test_when_no_image_can_be_read_the_work_has_failed_and_no_table_appears(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["p.errors.jsonl"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (("--out", "p.txt"), "must end in .csv or .parquet"),
-        (("--out", "p.csv", "--budget", "1.5"), "above 0 and at most 1"),
-        (("--out", "p.csv", "--selector", "centre"), "Did you mean 'center'?"),
-    ],
-)
-def test_a_wrong_request_exits_with_2_and_says_why(
-    root: Path,
-    model: MedTokenBudget,
-    images: list[Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    arguments: tuple[str, ...],
-    words: str,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert run(root, images[0], *arguments) == 2
-    assert words in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_overlays_dim_what_was_dropped_and_outline_the_mask_of_a_manifest(
     root: Path, model: MedTokenBudget, images: list[Path], tmp_path: Path
 ) -> None:

@@ -15,7 +15,6 @@ from safetensors.numpy import load_file
 
 import medtokenbudget as mtb
 from medtokenbudget.cli import main
-from medtokenbudget.cli.show import script
 from medtokenbudget.data.synthetic import draw
 from medtokenbudget.errors import RequestError
 from medtokenbudget.files import read_json, read_lines
@@ -200,44 +199,6 @@ def test_masks_without_any_lesion_are_said_instead_of_a_table_of_nothing(
     assert "nan" not in said.out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--budget", "0"], "share of the patches above 0"),
-        (["--retention", "1.5"], "Use a share above 0 and at most 1"),
-        (["--masks", "nowhere"], "nowhere does not exist"),
-        (["--masks", "empty"], "No mask in empty belongs to an image"),
-        (["--model", "nowhere"], "no model folder nowhere"),
-        (["--selector", "lats"], "Unknown selector 'lats' in this model"),
-        (["--table", "xlsx"], "Use parquet or csv"),
-        (["--batch-size", "0"], "--batch-size cannot be '0'. Use a whole number that is at least 1"),
-    ],
-)
-def test_wrong_requests_are_refused_and_leave_no_table(
-    root: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    arguments: list[str],
-    words: str,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "empty").mkdir()
-    assert main(["route", str(root / "photos"), "--out", "routed", *arguments]) == 2
-    assert words in capsys.readouterr().err
-    assert not list(tmp_path.rglob("routes.*"))
-
-
-def test_nothing_to_route_and_nowhere_to_write_are_said(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "notes.txt").write_text("x")
-    assert main(["route", str(tmp_path), "--out", str(tmp_path / "out")]) == 2
-    assert "contain no images" in capsys.readouterr().err
-    assert main(["route", str(tmp_path / "absent.jpg"), "--out", str(tmp_path / "out")]) == 1
-    assert "No image could be read (1 failed)" in capsys.readouterr().err
-    assert main(["route", str(root / "photos"), "--out", str(tmp_path / "notes.txt")]) == 2
-    assert "notes.txt is a file" in capsys.readouterr().err
-
-
 def test_a_manifest_brings_its_masks(root: Path, tmp_path: Path) -> None:
     manifest = mtb.data.folder_manifest(root / "photos", root / "masks")
     assert route_files(manifest, tmp_path / "out").retention["center"].n == 6
@@ -255,9 +216,3 @@ def test_a_routing_shows_itself_and_warns_of_what_the_router_does_not_know(route
     assert warned.getpixel((warned.width - 2, 2)) == LESION_EDGE, "a band above the picture"
     assert plain.getpixel((plain.width - 2, 2)) != LESION_EDGE
     assert scene.to_dict()["unfamiliarity"] > 1
-
-
-def test_the_shell_completes_the_command() -> None:
-    assert 'words="parquet csv"' in script("bash")
-    (options,) = (line for line in script("bash").splitlines() if line.strip().startswith('"route")'))
-    assert {"--out", "--budget", "--model", "--masks", "--overlay", "--tokens"} <= set(options.replace('"', " ").split())

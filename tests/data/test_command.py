@@ -27,7 +27,7 @@ WRONG = {
     "a manifest by another name": (("folder", "photos", "--out", "m.csv"), "must end in .parquet"),
     "a negative seed": (
         ("folder", "photos", "--seed", -1, "--out", "m.parquet"),
-        "--seed cannot be '-1'. Use a whole number that is at least 0",
+        "--seed must be at least 0",
     ),
     "a fold that does not exist": (
         ("folder", "photos", "--split", "kfold", "--fold", 5, "--out", "m.parquet"),
@@ -35,11 +35,11 @@ WRONG = {
     ),
     "more than all for selection": (
         ("folder", "photos", "--select", 1, "--out", "m.parquet"),
-        "Use a number that is at least 0 and below 1",
+        "--select must be at least 0 and below 1",
     ),
     "a fold of drawings": (
         ("synthetic", "--n", 50, "--split", "kfold", "--folds", 1, "--out", "drawn"),
-        "Use a whole number that is at least 2",
+        "--folds must be at least 2",
     ),
     "no ISIC folder": (
         ("isic", "photos", "--out", "m.parquet"),
@@ -50,9 +50,9 @@ WRONG = {
     "nothing to check": (("check", "/nowhere.parquet"), "does not exist"),
     "nothing to split": (("split", "/nowhere.parquet", "--out", "m"), "does not exist"),
     "an unknown way to match masks": (("isic", "/nowhere", "--masks", "fuzzy", "--out", "m"), "exact"),
-    "no place for the manifest": (("folder", "/nowhere"), "Missing: --out"),
+    "no place for the manifest": (("folder", "/nowhere"), "--out PATH"),
     "an unknown command": (("sideways",), "command of mtb data 'sideways'"),
-    "no drawings": (("synthetic", "--n", 0, "--out", "drawn"), "--n cannot be '0'. Use a whole number that is at least 1"),
+    "no drawings": (("synthetic", "--n", 0, "--out", "drawn"), "--n must be at least 1, got 0."),
     "several faults of a CSV": (("csv", "t.csv", "--out", "m.parquet"), "unknown columns: lable"),
     "a CSV with semicolons": (
         ("csv", "semicolons.csv", "--out", "m.parquet"),

@@ -182,10 +182,10 @@ def test_a_selection_part_comes_from_training_alone_and_can_be_undone() -> None:
     ("call", "message"),
     [
         (lambda m: apply_split(m, "random"), "Unknown split 'random'"),
-        (lambda m: apply_split(m, "kfold", folds=1), "folds must be at least 2"),
+        (lambda m: apply_split(m, "kfold", folds=1), "`folds` must be at least 2"),
         (lambda m: apply_split(m, "kfold", folds=5, fold=5), "fold must be below the number of folds"),
         (lambda m: apply_split(m, "kfold", folds=50), "Cannot split 20 groups into 50 parts"),
-        (lambda m: apply_split(m, "grouped", select=1.0), "select must be at least 0 and below 1"),
+        (lambda m: apply_split(m, "grouped", select=1.0), "`select` must be at least 0 and below 1"),
         (lambda m: apply_split(m.with_columns(group=["one"] * len(m)), "grouped"), "Cannot split 1 groups"),
     ],
 )

@@ -160,9 +160,9 @@ def test_options_build_the_same_selector_again():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kernel": 4}, "context.kernel must be odd and at least 1, got 4"),
-        ({"blocks": 0}, "context.blocks must be at least 1, got 0"),
-        ({"dropout": 1.0}, "context.dropout must be at least 0 and below 1, got 1.0"),
+        ({"kernel": 4}, "`context.kernel` must be odd and at least 1, got 4"),
+        ({"blocks": 0}, "`context.blocks` must be at least 1, got 0"),
+        ({"dropout": 1.0}, "`context.dropout` must be at least 0 and below 1, got 1.0"),
         ({"color": "red"}, "Selector 'context' cannot be created with color: its options are blocks, channels, "),
     ],
 )

@@ -21,9 +21,9 @@ from tests.backbone.tiny import CONFIG, tiny_backbone, tiny_manifest
 from tests.drawn import Drawn, quick
 
 BAD = {
-    "no epochs": ({"epochs": 0}, "epochs must be at least 1, got 0"),
-    "no head epochs and no batch": ({"head_epochs": 0, "batch_size": 0}, "head_epochs must be .* batch_size must be"),
-    "a budget in percent": ({"budgets": (0.3, 30.0)}, "budgets must be above 0 and at most 1, got 30"),
+    "no epochs": ({"epochs": 0}, "`epochs` must be at least 1, got 0"),
+    "no head epochs and no batch": ({"head_epochs": 0, "batch_size": 0}, "`head_epochs` must be .* `batch_size` must be"),
+    "a budget in percent": ({"budgets": (0.3, 30.0)}, "`budgets` must be above 0 and at most 1, got 30"),
     "no budget": ({"budgets": ()}, "got none"),
     "a signal with a typing error": ({"lats": LATSConfig(signals=("attention", "nrom"))}, "nrom.*norm"),
     "a device that is not there": ({"device": "cuda:99"}, "Device 'cuda:99' is not available"),

@@ -1,43 +1,45 @@
-"""The command `mtb`. Each command is a thin function that reads its options and calls one public function.
+"""The command `mtb`. Each command is a dataclass of options whose `run` calls one public function.
 
-`mtb --help` needs only the table below, so that it answers at once. The chapter of a command is imported when it is called.
+Nothing heavy is imported before a command runs, so that `--help` answers at once.
 """
 
 from __future__ import annotations
 
-import importlib
-import importlib.metadata
 import os
+import shutil
 import sys
-from collections.abc import Callable, Sequence
+import textwrap
+from collections.abc import Sequence
 
+from medtokenbudget.cli.data import DATA
+from medtokenbudget.cli.learn import Calibrate, Extract, Reproduce, Sweep, Train
+from medtokenbudget.cli.options import Command, options, paragraphs, parse, print_completion, spelled
+from medtokenbudget.cli.show import Demo, Report, StoreInfo
+from medtokenbudget.cli.use import Evaluate, Explore, Export, Predict, Route, Serve
 from medtokenbudget.errors import MedTokenBudgetError, UnknownNameError
 
-COMMANDS: dict[str, str] = {
-    "demo": "take a tour on drawn images, offline and on a CPU: ready-made router, training, sweep, report",
-    "data": "make a manifest of a data set (ISIC 2019, Kvasir v2, folders, CSV, drawn images), split it, check it",
-    "extract": "run the frozen backbone once and store the patch tokens",
-    "store": "show what is inside a store of tokens",
-    "train": "train a router and its head, and save them as a model",
-    "sweep": "train and evaluate several methods at several budgets and seeds",
-    "reproduce": "run the paper's studies and compare with its numbers",
-    "report": "write the tables, figures and report.html of a run, or compare several runs",
-    "route": "write which patches of images a router keeps, with no training at all",
-    "evaluate": "evaluate a saved model on other images: external validation with a report",
-    "calibrate": "let a model keep a promised share of the lesion instead of a share of the patches",
-    "predict": "write class probabilities and kept patches of images to a table",
-    "serve": "serve a model: JSON API and explorer page",
-    "explore": "serve a model and open the explorer in the browser",
-    "export": "export a model as ONNX files, as a static site or as a folder for the hub",
-    "completion": "print a script that completes commands and options in the shell",
+COMMANDS: dict[str, type[Command]] = {
+    "demo": Demo,
+    **{f"data {name}": command for name, command in DATA.items()},
+    "extract": Extract,
+    "store info": StoreInfo,
+    "train": Train,
+    "sweep": Sweep,
+    "reproduce": Reproduce,
+    "report": Report,
+    "route": Route,
+    "evaluate": Evaluate,
+    "calibrate": Calibrate,
+    "predict": Predict,
+    "serve": Serve,
+    "explore": Explore,
+    "export": Export,
 }
-CHAPTERS = {
-    "data": ("data",),
-    "learn": ("extract", "train", "sweep", "reproduce", "calibrate"),
-    "use": ("route", "predict", "evaluate", "serve", "explore", "export"),
-    "show": ("demo", "report", "store", "completion"),
+GROUPS = {
+    "data": "Make a manifest of a data set (ISIC 2019, Kvasir v2, folders, CSV, drawn images), split it, check it.",
+    "store": "Show what is inside a store of tokens.",
 }
-"""Where the function of each command is."""
+"""Commands that have commands of their own."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,10 +51,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0 for success, 1 if the work failed, 2 if the request was wrong.
     """
+    words = list(sys.argv[1:] if argv is None else argv)
+    command: type[Command] = Command
     try:
-        return _run(list(sys.argv[1:] if argv is None else argv))
+        group = words.pop(0) if words and words[0] in GROUPS else ""
+        first = words[0] if words else "--help"
+        if first in ("-h", "--help"):
+            print(_help(group), flush=True)
+            return 0
+        if first == "--version":
+            print(_version(), flush=True)
+            return 0
+        if first in ("--tyro-print-completion", "--tyro-write-completion"):
+            print_completion(COMMANDS, words)
+            return 0
+        name = f"{group} {first}".strip()
+        if name not in COMMANDS:
+            raise UnknownNameError.of(f"command{group and ' of mtb ' + group}", first, _members(group))
+        command = COMMANDS[name]
+        request = parse(command, name, words[1:])
+        return 0 if request is None else request.run() or 0
+    except SystemExit as stop:  # tyro showed the help, or what is wrong
+        return int(stop.code or 0)
     except MedTokenBudgetError as error:
-        print(f"mtb: {error}", file=sys.stderr)
+        print(f"mtb: {spelled(str(error), options(command))}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("\nmtb: Stopped. Run the same command again to continue.", file=sys.stderr)
@@ -69,27 +91,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _run(arguments: list[str]) -> int:
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(_help(), flush=True)
-        return 0
-    if arguments[0] == "--version":
-        print(_version(), flush=True)
-        return 0
-    return int(command(arguments[0])(arguments[1:]) or 0)
+def _members(group: str) -> dict[str, str]:
+    """What each command of a group does; without a group, of `mtb` itself."""
+    summaries = {name: paragraphs(command)[0] for name, command in COMMANDS.items()}
+    if group:
+        return {name.split()[1]: text for name, text in summaries.items() if name.startswith(f"{group} ")}
+    return {name.split()[0]: GROUPS.get(name.split()[0], text) for name, text in summaries.items()}
 
 
-def command(name: str) -> Callable[[list[str]], int]:
-    """The function that runs a command.
-
-    Raises:
-        UnknownNameError: There is no such command.
-    """
-    if name not in COMMANDS:
-        raise UnknownNameError.of("command", name, COMMANDS)
-    chapter = next(chapter for chapter, names in CHAPTERS.items() if name in names)
-    run: Callable[[list[str]], int] = getattr(importlib.import_module(f"{__name__}.{chapter}"), name)
-    return run
+def _help(group: str) -> str:
+    program = f"mtb {group}".strip()
+    commands = _members(group)
+    column = max(map(len, commands)) + 2
+    wrapper = textwrap.TextWrapper(min(110, shutil.get_terminal_size().columns), "  ", " " * (column + 2), break_on_hyphens=False)
+    summary = GROUPS.get(group, "Lesion-preserving token routing for dermoscopic images.")
+    last = f"Run `{program} COMMAND --help` for the options of a command. Research software, not a medical device."
+    rows = [wrapper.fill(f"{name:<{column}}{text}") for name, text in commands.items()]
+    return "\n".join([f"Usage: {program} COMMAND ...", "", summary, "", "Commands:", *rows, "", last])
 
 
 def _version() -> str:
@@ -107,7 +125,7 @@ def _version() -> str:
         "python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
         "torch": torch.__version__,
         "devices": ", ".join([*devices, f"{os.cpu_count()} CPU cores"]),
-        **{f"extra {name}": _extra(name, packages) for name, packages in _extras().items()},
+        **{f"extra {name}": _installed(name, packages) for name, packages in _extras().items()},
     }
     column = max(map(len, rows)) + 2
     return "\n".join([f"mtb {__version__}", *(f"  {name:<{column}}{text}" for name, text in rows.items())])
@@ -115,6 +133,8 @@ def _version() -> str:
 
 def _extras() -> dict[str, list[str]]:
     """The packages of every extra that users install, from the metadata of this installation."""
+    import importlib.metadata
+
     from packaging.requirements import Requirement
 
     extras: dict[str, list[str]] = {}
@@ -126,19 +146,10 @@ def _extras() -> dict[str, list[str]]:
     return extras
 
 
-def _extra(name: str, packages: Sequence[str]) -> str:
+def _installed(extra: str, packages: Sequence[str]) -> str:
+    import importlib.metadata
+
     try:
         return ", ".join(f"{package} {importlib.metadata.version(package)}" for package in packages)
     except importlib.metadata.PackageNotFoundError:
-        return f"not installed: pip install 'medtokenbudget[{name}]'"
-
-
-def _help() -> str:
-    from medtokenbudget.cli.options import command_list
-
-    return command_list(
-        "mtb COMMAND ...",
-        "Lesion-preserving token routing for dermoscopic images.",
-        COMMANDS,
-        "Run `mtb COMMAND --help` for the options of a command. Research software, not a medical device.",
-    )
+        return f"not installed: pip install 'medtokenbudget[{extra}]'"

@@ -1,289 +1,295 @@
-"""`mtb data`: create, split and check manifests. One subcommand per source; the work is done in `medtokenbudget.data`."""
+"""`mtb data`: create, split and check manifests. One command per source; the work is done in `medtokenbudget.data`."""
 
 from __future__ import annotations
 
 import json
 import os
-from argparse import Namespace
-from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from medtokenbudget.cli.options import CommandParser, command_list, command_parser, require_effect
+from tyro.conf import Positional
+
+from medtokenbudget.cli.options import Command
 from medtokenbudget.config import Count, DrawnSide, Folds, Fraction, Natural, Parallel, Seed
-from medtokenbudget.errors import RequestError, UnknownNameError
+from medtokenbudget.errors import RequestError
 
 if TYPE_CHECKING:
     from medtokenbudget.data.manifest import Manifest
 
 Rule = Literal["paper", "grouped", "kfold"]
+WORKERS = min(4, os.cpu_count() or 1)
 
 
-def data(arguments: list[str]) -> int:
-    if not arguments or arguments[0] in ("-h", "--help"):
-        summaries = {name: summary for name, (summary, _, _) in COMMANDS.items()}
-        last = "Run `mtb data COMMAND --help` for the options of a command."
-        print(
-            command_list(
-                "mtb data COMMAND ...", "Create, split and check manifests: tables with one row per image.", summaries, last
+@dataclass(frozen=True, kw_only=True)
+class WriteManifest(Command):
+    """Base of the commands that split images and write a manifest."""
+
+    out: Path
+    """Manifest file to write (.parquet)."""
+    overwrite: bool = False
+    """Replace a different manifest at `out`."""
+    workers: Parallel = WORKERS
+    """Number of images to read or draw at once."""
+    split: Rule | None = "grouped"
+    """How to split. grouped: 80/20, with no lesion, patient or duplicate in two parts. kfold: the same, in folds. paper: the
+    paper's 80/20 of single images."""
+    folds: Folds = 5
+    """Number of folds for `split="kfold"`."""
+    fold: Natural = 0
+    """Fold to validate on, counted from 0."""
+    select: Fraction = 0.0
+    """Share of the training part to set aside for model selection, in whole groups."""
+
+    def check_split(self, seed: str) -> None:
+        """Reject options that the chosen split does not read; `seed` is the option that seeds it."""
+        self.require_effect(self.split == "kfold", '`split="kfold"`', "folds", "fold")
+        self.require_effect(self.split != "paper" or self.select > 0, "`select` or another split than the paper's", seed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FromSource(WriteManifest):
+    """Base of the commands that read the images of a source."""
+
+    keep_split: Path | None = None
+    """Older manifest whose images keep the part they have there."""
+    seed: Seed = 42
+    """Random seed of the split. The paper's split always uses 42."""
+
+    def read(self) -> Manifest:
+        """Return the manifest of the source."""
+        raise NotImplementedError
+
+    def run(self) -> None:
+        manifest = self.resplit(self.read())
+        _summarize(manifest, manifest.write(self.out, self.overwrite))
+
+    def resplit(self, manifest: Manifest, again: bool = False) -> Manifest:
+        """Apply the requested split; the split of the data itself stays if it is the same one, or if none was requested."""
+        from medtokenbudget.data.manifest import Manifest
+        from medtokenbudget.data.splits import apply_split, check_request, cut_selection, keep_split
+
+        self.check_split("seed")
+        rule = self.split or "grouped"
+        # Checked first, because finding duplicates below reads every image.
+        if self.out.suffix != ".parquet":
+            raise RequestError(f"`out` must end in .parquet, got {self.out}.")
+        check_request(rule, self.folds, self.fold, self.select, self.seed)
+        if self.keep_split is not None and self.split == "paper":
+            raise RequestError("`keep_split` cannot be combined with the paper's split, which is the same for every manifest.")
+        old = None if self.keep_split is None else Manifest.read(self.keep_split)
+        came_with = manifest.split_rule.split(",")[0]
+        if self.split == came_with == "paper" or (self.split is None and came_with == "given"):
+            self.require_effect(self.select > 0, "`select` or `split`", "seed")
+            split = cut_selection(manifest, self.select, self.seed) if self.select or again else manifest
+        else:
+            split = apply_split(
+                manifest,
+                rule,
+                folds=self.folds,
+                fold=self.fold,
+                select=self.select,
+                seed=self.seed,
+                workers=self.workers,
             )
+        return split if old is None else keep_split(split, old)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Isic(FromSource):
+    """Create a manifest of ISIC 2019 with the masks of ISIC 2018 and HAM10000."""
+
+    example = "mtb data isic data/isic --masks by-id --split grouped --out isic.parquet"
+
+    root: Positional[Path]
+    """Folder with the official ISIC 2019 files. The images may be incomplete."""
+    masks: Literal["exact", "by-id", "none"] = "by-id"
+    """How masks are matched to images: by-id ignores the suffix _downsampled, exact (as in the paper) does not."""
+    mask_sources: str | None = None
+    """Sources of masks: isic2018, ham10000 or both, separated by a comma; the first one that has a mask is used. Default: isic2018
+    for exact, all available for by-id."""
+    ignore_unlabeled: bool = False
+    """Skip images that have no row in the CSV."""
+    name: str = "ISIC 2019"
+    """Name of the data set in results and reports."""
+
+    def read(self) -> Manifest:
+        from medtokenbudget.data.readers import isic_manifest
+
+        self.require_effect(self.masks != "none", '`masks="exact"` or `masks="by-id"`', "mask_sources")
+        return isic_manifest(
+            self.root, self.masks, _names(self.mask_sources), ignore_unlabeled=self.ignore_unlabeled, name=self.name
         )
-        return 0
-    name = arguments[0]
-    if name not in COMMANDS:
-        raise UnknownNameError.of("command of mtb data", name, COMMANDS)
-    summary, build, run = COMMANDS[name]
-    parser = command_parser(f"data {name}", f"{summary[0].upper()}{summary[1:]}.", f"mtb data {name} {EXAMPLES[name]}")
-    build(parser)
-    return run(parser.parse_args(arguments[1:]))
 
 
-def _split_options(parser: CommandParser, default: str | None, seed: str = "--seed", keep: bool = True) -> None:
-    parser.add_argument(
-        "--split",
-        type=Rule if default else Rule | None,
-        default=default,
-        help="How to split. grouped: 80/20, with no lesion, patient or duplicate in two parts. kfold: the same, in folds. "
-        "paper: the paper's 80/20 of single images." + ("" if default else " Default: the split of the data itself, or grouped."),
-    )
-    parser.add_argument(
-        "--workers", type=Parallel, default=min(4, os.cpu_count() or 1), help="Number of images to read or draw at once."
-    )
-    section = parser.section("Split")
-    section.add_argument("--folds", type=Folds, default=5, help="Number of folds for --split kfold.")
-    section.add_argument("--fold", type=Natural, default=0, help="Fold to validate on, counted from 0.")
-    section.add_argument(
-        "--select", type=Fraction, default=0.0, help="Share of the training part to set aside for model selection, in whole groups."
-    )
-    if keep:
-        section.add_argument(
-            "--keep-split", type=Path | None, default=None, help="Older manifest whose images keep the part they have there."
+@dataclass(frozen=True, kw_only=True)
+class Kvasir(FromSource):
+    """Create a manifest of Kvasir v2."""
+
+    example = "mtb data kvasir data/kvasir-dataset-v2 --out kvasir.parquet"
+
+    root: Positional[Path]
+    """Folder with the eight class folders of Kvasir v2."""
+    split: Rule | None = "paper"
+    name: str = "Kvasir v2"
+    """Name of the data set in results and reports."""
+
+    def read(self) -> Manifest:
+        from medtokenbudget.data.readers import kvasir_manifest
+
+        return kvasir_manifest(self.root, name=self.name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnImages(FromSource):
+    """Base of the commands for your own images, which may come with a split."""
+
+    split: Rule | None = None
+    """How to split. grouped: 80/20, with no lesion, patient or duplicate in two parts. kfold: the same, in folds. paper: the
+    paper's 80/20 of single images. Default: the split of the data itself, or grouped."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Folder(OwnImages):
+    """Create a manifest of your own images, one folder per class."""
+
+    example = "mtb data folder photos --masks photo-masks --out photos.parquet"
+
+    root: Positional[Path]
+    """Folder with one folder per class, with train/ and val/ that contain class folders, or with images."""
+    masks: Path | None = None
+    """Folder with the masks: a.png, a_segmentation.png or a_mask.png for a.jpg. Where an image has several (a_mask.png,
+    a_mask_1.png), their union is written to a folder next to the manifest."""
+    name: str | None = None
+    """Name of the data set in results and reports. Default: the folder's name."""
+
+    def read(self) -> Manifest:
+        from medtokenbudget.data.readers import folder_manifest
+
+        merged = self.out.with_name(f"{self.out.stem}-masks")
+        return folder_manifest(self.root, self.masks, name=self.name, merged=merged if self.masks else None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Csv(OwnImages):
+    """Create a manifest of your own images, listed in a CSV file."""
+
+    example = "mtb data csv photos.csv --out photos.parquet"
+
+    file: Positional[Path]
+    """CSV or Parquet file with a column image, and optionally image_id, label, mask, group, split."""
+    classes: str | None = None
+    """Class names in order, separated by commas. Default: the sorted labels."""
+    allow_unlabeled: bool = False
+    """Accept rows without a label."""
+    name: str | None = None
+    """Name of the data set in results and reports. Default: the file's name."""
+
+    def read(self) -> Manifest:
+        from medtokenbudget.data.readers import csv_manifest
+
+        return csv_manifest(self.file, _names(self.classes), allow_unlabeled=self.allow_unlabeled, name=self.name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split(FromSource):
+    """Split a manifest again."""
+
+    example = "mtb data split isic.parquet --split kfold --folds 5 --fold 0 --out isic-fold0.parquet"
+
+    manifest: Positional[Path]
+    """Manifest to split again."""
+
+    def read(self) -> Manifest:
+        from medtokenbudget.data.manifest import Manifest
+
+        manifest = Manifest.read(self.manifest)
+        if self.split == "paper" and manifest.source.startswith("isic") and not manifest.split_rule.startswith("paper"):
+            raise RequestError(
+                "The paper's split of ISIC needs all rows of the official CSV, which a manifest does not have. "
+                "Run `mtb data isic ROOT --split paper` instead."
+            )
+        return manifest
+
+    def resplit(self, manifest: Manifest, again: bool = True) -> Manifest:
+        return super().resplit(manifest, again)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Synthetic(WriteManifest):
+    """Draw dermoscopic images with masks and create a manifest of them."""
+
+    example = "mtb data synthetic --n 1000 --seed 0 --out drawn"
+
+    out: Path
+    """Folder to write to, or NAME.parquet to put the images into the folder NAME."""
+    n: Count = 1000
+    """Number of images."""
+    seed: Seed = 0
+    """Random seed of the drawings."""
+    size: DrawnSide = 256
+    """Side of the square images, in pixels."""
+    off_center: bool = False
+    """Move the lesions away from the center."""
+    split_seed: Seed = 42
+    """Random seed of the split. The paper's split always uses 42."""
+    name: str = "drawn dermoscopy"
+    """Name of the data set in results and reports."""
+
+    def run(self) -> None:
+        from medtokenbudget.data.manifest import Manifest
+        from medtokenbudget.data.synthetic import Drawings, synthetic_manifest
+
+        self.check_split("split_seed")
+        out = synthetic_manifest(
+            self.out,
+            Drawings(n=self.n, seed=self.seed, size=self.size, off_center=self.off_center),
+            split=self.split or "grouped",
+            folds=self.folds,
+            fold=self.fold,
+            select=self.select,
+            split_seed=self.split_seed,
+            workers=self.workers,
+            overwrite=self.overwrite,
+            name=self.name,
         )
-    section.add_argument(seed, type=Seed, default=42, help="Random seed of the split. The paper's split always uses 42.")
+        _summarize(Manifest.read(out), out)
 
 
-def _name(parser: CommandParser, default: str) -> None:
-    parser.add_argument(
-        "--name", type=str | None, default=None, help=f"Name of the data set in results and reports. Default: {default}."
-    )
+@dataclass(frozen=True, kw_only=True)
+class Check(Command):
+    """Find all problems of a data set."""
+
+    example = "mtb data check isic.parquet"
+
+    data: Positional[Path]
+    """Manifest, or folder with ISIC 2019, Kvasir v2 or class folders."""
+    json: bool = False
+    """Print the full report as JSON."""
+    all: bool = False
+    """List every item of every finding instead of the first few."""
+    workers: Parallel = WORKERS
+    """Number of images to read at once."""
+
+    def run(self) -> int:
+        from medtokenbudget.data.checks import check, to_text
+        from medtokenbudget.data.readers import open_data
+
+        report = check(open_data(self.data), workers=self.workers)
+        if self.json:
+            print(json.dumps(report.to_dict(), indent=2, ensure_ascii=False))
+        else:
+            print(to_text(report, limit=0 if self.all else 8))
+            print(f"Next: {'fix the fatal problems and run the check again.' if report.fatal else self._next()}")
+        return 1 if report.fatal else 0
+
+    def _next(self) -> str:
+        if self.data.suffix == ".parquet":
+            return f"mtb extract {self.data} --store STORE"
+        return f"create a manifest of {self.data} with `mtb data`."
 
 
-def _out(parser: CommandParser) -> None:
-    parser.add_argument("--out", type=Path, required=True, help="Manifest file to write (.parquet).")
-    _overwrite(parser)
-
-
-def _overwrite(parser: CommandParser) -> None:
-    parser.add_argument("--overwrite", action="store_true", help="Replace a different manifest at --out.")
-
-
-def _isic_options(parser: CommandParser) -> None:
-    parser.add_argument("root", type=Path, help="Folder with the official ISIC 2019 files. The images may be incomplete.")
-    _out(parser)
-    parser.add_argument(
-        "--masks",
-        type=Literal["exact", "by-id", "none"],
-        default="by-id",
-        help="How masks are matched to images: by-id ignores the suffix _downsampled, exact (as in the paper) does not.",
-    )
-    parser.add_argument(
-        "--mask-sources",
-        metavar="NAMES",
-        type=str | None,
-        default=None,
-        help="Sources of masks: isic2018, ham10000 or both, separated by a comma; the first one that has a mask is used. "
-        "Default: isic2018 for exact, all available for by-id.",
-    )
-    parser.add_argument("--ignore-unlabeled", action="store_true", help="Skip images that have no row in the CSV.")
-    _name(parser, "ISIC 2019")
-    _split_options(parser, "grouped")
-
-
-def _kvasir_options(parser: CommandParser) -> None:
-    parser.add_argument("root", type=Path, help="Folder with the eight class folders of Kvasir v2.")
-    _out(parser)
-    _name(parser, "Kvasir v2")
-    _split_options(parser, "paper")
-
-
-def _folder_options(parser: CommandParser) -> None:
-    parser.add_argument(
-        "root", type=Path, help="Folder with one folder per class, with train/ and val/ that contain class folders, or with images."
-    )
-    _out(parser)
-    parser.add_argument(
-        "--masks",
-        type=Path | None,
-        default=None,
-        help="Folder with the masks: a.png, a_segmentation.png or a_mask.png for a.jpg. Where an image has several (a_mask.png, "
-        "a_mask_1.png), their union is written to a folder beside the manifest.",
-    )
-    _name(parser, "the folder's name")
-    _split_options(parser, None)
-
-
-def _csv_options(parser: CommandParser) -> None:
-    parser.add_argument(
-        "file",
-        type=Path,
-        help="CSV or Parquet file with a column image, and optionally image_id, label, mask, group, split.",
-    )
-    _out(parser)
-    parser.add_argument(
-        "--classes",
-        type=str | None,
-        metavar="NAMES",
-        default=None,
-        help="Class names in order, separated by commas. Default: the sorted labels.",
-    )
-    parser.add_argument("--allow-unlabeled", action="store_true", help="Accept rows without a label.")
-    _name(parser, "the file's name")
-    _split_options(parser, None)
-
-
-def _synthetic_options(parser: CommandParser) -> None:
-    parser.add_argument(
-        "--out", type=Path, required=True, help="Folder to write to, or NAME.parquet to put the images into the folder NAME."
-    )
-    parser.add_argument("--n", type=Count, default=1000, help="Number of images.")
-    parser.add_argument("--seed", type=Seed, default=0, help="Random seed of the drawings.")
-    parser.add_argument("--size", type=DrawnSide, default=256, help="Side of the square images, in pixels.")
-    parser.add_argument("--off-center", action="store_true", help="Move the lesions away from the center.")
-    _name(parser, "drawn dermoscopy")
-    _split_options(parser, "grouped", seed="--split-seed", keep=False)
-    _overwrite(parser)
-
-
-def _split_command_options(parser: CommandParser) -> None:
-    parser.add_argument("manifest", type=Path, help="Manifest to split again.")
-    _out(parser)
-    _split_options(parser, "grouped")
-
-
-def _check_options(parser: CommandParser) -> None:
-    parser.add_argument("data", type=Path, help="Manifest, or folder with ISIC 2019, Kvasir v2 or class folders.")
-    parser.add_argument("--json", action="store_true", help="Print the full report as JSON.")
-    parser.add_argument("--all", action="store_true", help="List every item of every finding instead of the first few.")
-    parser.add_argument("--workers", type=Parallel, default=min(4, os.cpu_count() or 1), help="Number of images to read at once.")
-
-
-def _isic(options: Namespace) -> int:
-    from medtokenbudget.data.readers import isic_manifest
-
-    require_effect(options, options.masks != "none", "--masks exact or by-id", "mask_sources")
-    sources = _names(options.mask_sources)
-    manifest = isic_manifest(options.root, options.masks, sources, ignore_unlabeled=options.ignore_unlabeled, **_named(options))
-    return _write(_resplit(manifest, options), options)
-
-
-def _kvasir(options: Namespace) -> int:
-    from medtokenbudget.data.readers import kvasir_manifest
-
-    return _write(_resplit(kvasir_manifest(options.root, **_named(options)), options), options)
-
-
-def _folder(options: Namespace) -> int:
-    from medtokenbudget.data.readers import folder_manifest
-
-    merged = options.out.with_name(f"{options.out.stem}-masks")
-    manifest = folder_manifest(options.root, options.masks, name=options.name, merged=merged if options.masks else None)
-    return _write(_resplit(manifest, options), options)
-
-
-def _csv(options: Namespace) -> int:
-    from medtokenbudget.data.readers import csv_manifest
-
-    manifest = csv_manifest(options.file, _names(options.classes), allow_unlabeled=options.allow_unlabeled, name=options.name)
-    return _write(_resplit(manifest, options), options)
-
-
-def _check_split(options: Namespace, seed: str = "seed") -> None:
-    """Reject options that the chosen split does not read."""
-    require_effect(options, options.split == "kfold", "--split kfold", "folds", "fold")
-    require_effect(options, options.split != "paper" or options.select > 0, "--select or another split than the paper's", seed)
-
-
-def _synthetic(options: Namespace) -> int:
-    _check_split(options, "split_seed")
-    from medtokenbudget.data.manifest import Manifest
-    from medtokenbudget.data.synthetic import Drawings, synthetic_manifest
-
-    request = Drawings(n=options.n, seed=options.seed, size=options.size, off_center=options.off_center)
-    out = synthetic_manifest(
-        options.out,
-        request,
-        split=options.split or "grouped",
-        folds=options.folds,
-        fold=options.fold,
-        select=options.select,
-        split_seed=options.split_seed,
-        workers=options.workers,
-        overwrite=options.overwrite,
-        **_named(options),
-    )
-    return _summarize(Manifest.read(out), out)
-
-
-def _split(options: Namespace) -> int:
-    from medtokenbudget.data.manifest import Manifest
-
-    manifest = Manifest.read(options.manifest)
-    if options.split == "paper" and manifest.source.startswith("isic") and not manifest.split_rule.startswith("paper"):
-        raise RequestError(
-            "The paper's split of ISIC needs all rows of the official CSV, which a manifest does not have. "
-            "Run `mtb data isic ROOT --split paper` instead."
-        )
-    return _write(_resplit(manifest, options, again=True), options)
-
-
-def _check(options: Namespace) -> int:
-    from medtokenbudget.data.checks import check, to_text
-    from medtokenbudget.data.readers import open_data
-
-    report = check(open_data(options.data), workers=options.workers)
-    if options.json:
-        print(json.dumps(report.to_dict(), indent=2, ensure_ascii=False))
-    else:
-        print(to_text(report, limit=0 if options.all else 8))
-        print(f"Next: {'fix the fatal problems and run the check again.' if report.fatal else _next(options.data)}")
-    return 1 if report.fatal else 0
-
-
-def _resplit(manifest: Manifest, options: Namespace, again: bool = False) -> Manifest:
-    """Apply the requested split; the split of the data itself stays if it is the same one, or if none was requested."""
-    from medtokenbudget.data.manifest import Manifest
-    from medtokenbudget.data.splits import apply_split, check_request, cut_selection, keep_split
-
-    _check_split(options)
-    # Checked first, because finding duplicates below reads every image.
-    if options.out.suffix != ".parquet":
-        raise RequestError(f"--out must end in .parquet, got {options.out}.")
-    check_request(options.split or "grouped", options.folds, options.fold, options.select, options.seed)
-    if options.keep_split is not None and options.split == "paper":
-        raise RequestError("--keep-split cannot be combined with the paper's split, which is the same for every manifest.")
-    old = None if options.keep_split is None else Manifest.read(options.keep_split)
-    came_with = manifest.split_rule.split(",")[0]
-    if options.split == came_with == "paper" or (options.split is None and came_with == "given"):
-        require_effect(options, options.select > 0, "--select or --split", "seed")
-        split = cut_selection(manifest, options.select, options.seed) if options.select or again else manifest
-    else:
-        split = apply_split(
-            manifest,
-            options.split or "grouped",
-            folds=options.folds,
-            fold=options.fold,
-            select=options.select,
-            seed=options.seed,
-            workers=options.workers,
-        )
-    return split if old is None else keep_split(split, old)
-
-
-def _write(manifest: Manifest, options: Namespace) -> int:
-    return _summarize(manifest, manifest.write(options.out, options.overwrite))
-
-
-def _summarize(manifest: Manifest, out: Path) -> int:
+def _summarize(manifest: Manifest, out: Path) -> None:
     from medtokenbudget.data.splits import balance_text
 
     counts = manifest.rows["split"].value_counts()
@@ -291,37 +297,18 @@ def _summarize(manifest: Manifest, out: Path) -> int:
     masks = int(manifest.rows["mask"].notna().sum())
     print(balance_text(manifest))
     print(f"Wrote {out}: {len(manifest):,} images ({parts}; {masks:,} with a mask). Next: mtb data check {out}")
-    return 0
-
-
-def _next(data: Path) -> str:
-    return f"mtb extract {data} --store STORE" if data.suffix == ".parquet" else f"create a manifest of {data} with `mtb data`."
-
-
-def _named(options: Namespace) -> dict[str, str]:
-    """The given name as a keyword, or nothing so that the default of the source applies."""
-    return {} if options.name is None else {"name": options.name}
 
 
 def _names(value: str | None) -> list[str] | None:
     return None if value is None else [name.strip() for name in value.split(",") if name.strip()]
 
 
-COMMANDS: dict[str, tuple[str, Callable[[CommandParser], None], Callable[[Namespace], int]]] = {
-    "isic": ("create a manifest of ISIC 2019 with the masks of ISIC 2018 and HAM10000", _isic_options, _isic),
-    "kvasir": ("create a manifest of Kvasir v2", _kvasir_options, _kvasir),
-    "folder": ("create a manifest of your own images, one folder per class", _folder_options, _folder),
-    "csv": ("create a manifest of your own images, listed in a CSV file", _csv_options, _csv),
-    "synthetic": ("draw dermoscopic images with masks and create a manifest of them", _synthetic_options, _synthetic),
-    "split": ("split a manifest again", _split_command_options, _split),
-    "check": ("find all problems of a data set", _check_options, _check),
-}
-EXAMPLES: dict[str, str] = {
-    "isic": "data/isic --masks by-id --split grouped --out isic.parquet",
-    "kvasir": "data/kvasir-dataset-v2 --out kvasir.parquet",
-    "folder": "photos --masks photo-masks --out photos.parquet",
-    "csv": "photos.csv --out photos.parquet",
-    "synthetic": "--n 1000 --seed 0 --out drawn",
-    "split": "isic.parquet --split kfold --folds 5 --fold 0 --out isic-fold0.parquet",
-    "check": "isic.parquet",
+DATA: dict[str, type[Command]] = {
+    "isic": Isic,
+    "kvasir": Kvasir,
+    "folder": Folder,
+    "csv": Csv,
+    "synthetic": Synthetic,
+    "split": Split,
+    "check": Check,
 }

@@ -1,364 +1,325 @@
-"""The parser of a command: options from type annotations and configuration dataclasses, their values, and how `--help` looks.
+"""Commands as data: a frozen dataclass whose fields are the options and whose docstrings are the help. tyro reads the words.
 
-Options are spelled with hyphens and accepted with underscores too. A wrong value or an unknown option is a `RequestError`.
+What tyro leaves to us: percentages, ranges in the help, values from a preset or a file (`--config`), and which options were given.
 """
 
 from __future__ import annotations
 
-import argparse
 import ast
 import dataclasses
-import difflib
 import functools
-import inspect
+import math
+import operator
 import re
 import shutil
+import sys
 import textwrap
 import types
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from medtokenbudget.cli import config_file
-from medtokenbudget.config import BUDGET, Range
-from medtokenbudget.errors import RequestError, UnknownNameError
+import tyro
+from tyro.constructors import PrimitiveConstructorSpec
 
-# What argparse says, and what we say.
-_MESSAGES = (
-    (r"^the following arguments are required: (.*)$", r"Missing: \1."),
-    (r"^argument (\S+): expected (?:one|at least one) argument$", r"Option \1 needs a value."),
-    (r"^argument (\S+): ignored explicit argument .*$", r"Option \1 takes no value."),
-)
-_capturing: ContextVar[bool] = ContextVar("capturing", default=False)
+from medtokenbudget.config import Range, Settings, plain
+from medtokenbudget.errors import RequestError, UnknownNameError, first_line
+from medtokenbudget.files import dotted
 
-
-class _Captured(BaseException):
-    def __init__(self, parser: CommandParser) -> None:
-        self.parser = parser
-
-
-class _Container(argparse._ActionsContainer):
-    """Adds options by type annotation: `type=Path | None`, `type=Literal["a", "b"]`, `type=tuple[int, ...]`."""
-
-    def add_argument(self, *names: str, **options: Any) -> argparse.Action:
-        if names[0].startswith("--"):
-            options.setdefault("dest", names[0][2:].replace("-", "_"))
-            names = tuple(name.replace("_", "-") for name in names)
-        if options.get("action") is None:
-            if "choices" in options:
-                options["type"] = choice(list(options.pop("choices")))
-            kind, several = kind_of(options.get("type"))
-            options["type"] = kind
-            options.setdefault("metavar", kind.metavar if kind.metavar and names[0].startswith("-") else _shout(names[0]))
-            if several:
-                options.setdefault("nargs", "+")
-        return super().add_argument(*names, **options)
-
-
-class Section(_Container, argparse._ArgumentGroup):
-    """A group of options with a heading."""
-
-
-class CommandParser(_Container, argparse.ArgumentParser):
-    """The parser of one command."""
-
-    def __init__(self, prog: str, description: str, example: str) -> None:
-        super().__init__(prog=prog, description=description, formatter_class=HelpFormatter, add_help=False, allow_abbrev=False)
-        self.example = example
-        self._positionals.title, self._optionals.title = "Arguments", "Options"
-        self._general = Section(self, "General")
-        self._general.add_argument("--config", metavar="FILE", help="Read options from a YAML or JSON file.")
-        self._general.add_argument("--print-config", action="store_true", help="Print all options as YAML and exit.")
-        self._general.add_argument("-h", "--help", action="help", help="Show this help and exit.")
-
-    def section(self, title: str) -> Section:
-        """A new group of options with a heading in the help."""
-        return self.add_argument_group(title)
-
-    def add_argument_group(self, title: str, *_: Any, **options: Any) -> Section:  # type: ignore[override]
-        group = Section(self, title, **options)
-        self._action_groups.append(group)
-        return group
-
-    def options(self) -> dict[str, argparse.Action]:
-        """Every option and positional argument by its name in the parsed namespace, those for all commands excluded."""
-        return {action.dest: action for action in self._actions if action not in self._general._group_actions}
-
-    def parse_args(self, arguments: Sequence[str]) -> argparse.Namespace:  # type: ignore[override]
-        """Parse the words after the command.
-
-        Raises:
-            RequestError: A value, an option or the configuration file is wrong, or something required is missing.
-        """
-        if _capturing.get():
-            raise _Captured(self)
-        words = [_spelled(word) for word in arguments]
-        file = config_file.named(words)
-        given = set() if file is None else self._apply(config_file.read(file), file)
-        if "--print-config" in words:
-            self._require_nothing(self.options())
-        self._check_names(words)
-        parsed, further = self.parse_known_args(words)
-        if further:
-            self.error(f"Unexpected argument '{further[0]}'.")
-        if parsed.print_config:
-            print(config_file.dump({name: getattr(parsed, name) for name in self.options()}), end="")
-            raise SystemExit(0)
-        named = (self._option_string_actions[word.split("=")[0]] for word in words if word.startswith("--"))
-        parsed.given = frozenset(given | {action.dest for action in named})
-        return parsed
-
-    def error(self, message: str) -> NoReturn:
-        for pattern, plain in _MESSAGES:
-            message = re.sub(pattern, plain, message)
-        raise RequestError(f"{message}\nRun `{self.prog} --help` to see all options.")
-
-    def format_usage(self) -> str:
-        return usage(self.prog, self.options().values()) + "\n"
-
-    def format_help(self) -> str:
-        formatter = self._get_formatter()
-        parts = [self.format_usage(), formatter.wrapped(self.description or ""), f"Example:\n  {self.example}\n"]
-        for group in [*self._action_groups, self._general]:
-            if group._group_actions:
-                formatter.start_section(group.title)
-                formatter.add_text(group.description)
-                formatter.add_arguments(sorted(group._group_actions, key=lambda action: not action.required))
-                formatter.end_section()
-        return "\n".join([*parts, formatter.format_help().rstrip()]) + "\n"
-
-    def _get_formatter(self) -> HelpFormatter:
-        return HelpFormatter(self.prog)
-
-    def _get_value(self, action: argparse.Action, text: str) -> Any:
-        try:
-            return action.type(text) if callable(action.type) else text
-        except ValueError as error:
-            self.error(f"{_label(action)} {error}")
-
-    def _check_names(self, words: Sequence[str]) -> None:
-        known = [name for name in self._option_string_actions if name.startswith("--")]
-        for name in (word.split("=")[0] for word in words if word.startswith("--")):
-            if name not in known:
-                close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-                self.error(f"Unknown option {name}." + (f" Did you mean {close[0]}?" if close else ""))
-
-    def _apply(self, values: Mapping[str, Any], file: str) -> set[str]:
-        """Take options from a file and return those that it changes: a file of `--print-config` has all of them."""
-        known, changed, there = self.options(), set(), []
-        for name, value in values.items():
-            dest = name.replace("-", "_")
-            if dest not in known:
-                raise RequestError(f"{file}: {UnknownNameError.of('option', name, known)}")
-            action = known[dest]
-            if value is None and (action.required or not action.option_strings):
-                continue  # printed before it was given
-            try:
-                read = config_file.convert(action, value)
-            except ValueError as error:
-                raise RequestError(f"{file}: {dest} {error}") from None
-            if _tuple(read) != _tuple(action.default):
-                changed.add(dest)
-            self.set_defaults(**{dest: read})
-            there.append(dest)
-        self._require_nothing(there)
-        return changed
-
-    def _require_nothing(self, names: Iterable[str]) -> None:
-        known = self.options()
-        for action in (known[name.replace("-", "_")] for name in names):
-            action.required = False
-            if not action.option_strings:
-                action.nargs = "*" if action.nargs == "+" else "?"
-
-
-def command_parser(name: str, summary: str, example: str) -> CommandParser:
-    """A parser for `mtb NAME` whose help has an example."""
-    return CommandParser(f"mtb {name}", summary, example)
-
-
-def parser_of(main: Callable[[list[str]], object], words: Sequence[str] = ()) -> CommandParser:
-    """The parser that a command builds, without running the command."""
-    token = _capturing.set(True)
-    try:
-        main(list(words))
-    except _Captured as captured:
-        return captured.parser
-    finally:
-        _capturing.reset(token)
-    raise AssertionError("the command parsed no options")
-
-
-def add_config(
-    parser: CommandParser, config: type, title: str | None = None, first: Collection[str] = (), skip: Collection[str] = ()
-) -> None:
-    """Add the fields of a configuration dataclass as options, their docstrings as help.
-
-    Args:
-        parser: Where to add them.
-        config: The dataclass. A field that is itself a dataclass is left out: add it with `add_part`.
-        title: Heading of the group; None puts all options at the top.
-        first: Names of fields that are shown at the top, before all groups.
-        skip: Names of fields to leave out.
-    """
-    section = parser if title is None else parser.section(title)
-    for field, annotation, text in _fields(config):
-        if field.name not in skip and not dataclasses.is_dataclass(annotation):
-            container = parser if field.name in first else section
-            container.add_argument(f"--{field.name}", type=annotation, default=_default(field), help=text)
-
-
-def add_part(parser: CommandParser, config: type, key: str, title: str) -> None:
-    """Add the fields of a dataclass that is part of another as `--key.field`, in a group of their own."""
-    section = parser.section(title)
-    for field, annotation, text in _fields(config):
-        section.add_argument(f"--{key}.{field.name}", type=annotation, default=_default(field), help=text)
-
-
-def pick(options: argparse.Namespace, config: type) -> Any:
-    """Build a configuration dataclass from parsed options."""
-    values = vars(options)
-    return config(**{f.name: _tuple(values[f.name]) for f in dataclasses.fields(config) if f.name in values})
-
-
-def require_effect(options: argparse.Namespace, condition: bool, needed: str, *names: str) -> None:
-    """Reject options that were given although they change nothing: they need `needed`, text such as '--split kfold'."""
-    idle = [f"--{name.replace('_', '-')}" for name in names if name in options.given]
-    if idle and not condition:
-        said = " and ".join(idle)
-        raise RequestError(f"{said} only matter{'s' * (len(idle) == 1)} with {needed}. Add that, or leave out {said}.")
-
-
-def _fields(config: type) -> Iterable[tuple[dataclasses.Field[Any], Any, str]]:
-    annotations, texts = get_type_hints(config, include_extras=True), field_docstrings(config)
-    return [(field, annotations[field.name], texts.get(field.name, "")) for field in dataclasses.fields(config)]
-
-
-def _default(field: dataclasses.Field[Any]) -> Any:
-    return field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
-
-
-def _tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
-
-
-def _label(action: argparse.Action) -> str:
-    return f"Option {action.option_strings[0]}" if action.option_strings else f"Argument {action.metavar}"
-
-
-def _shout(name: str) -> str:
-    return name.lstrip("-").rsplit(".")[-1].replace("-", "_").upper()
-
-
-def _spelled(word: str) -> str:
-    if not word.startswith("--"):
-        return word
-    name, equals, value = word.partition("=")
-    return name.replace("_", "-") + equals + value
+C = TypeVar("C", bound="Command")
+REQUIRED = dataclasses.MISSING
+MAX_BYTES = 1_000_000
+MARKERS = (tyro.conf.FlagCreatePairsOff,)
 
 
 @dataclass(frozen=True)
-class Kind:
-    """One kind of value: how it is read, what the help calls it and what a message says is allowed.
+class General(Settings):
+    """For every command."""
 
-    `read` raises ValueError for a text that it does not accept. An empty `metavar` means the name of the option.
-    """
-
-    read: Callable[[str], Any]
-    metavar: str
-    allowed: str
-    choices: tuple[str, ...] = ()
-
-    def __call__(self, text: str) -> Any:
-        try:
-            return self.read(text)
-        except ValueError as error:
-            hint = str(error) if isinstance(error, _Hint) else ""
-            raise ValueError(f"cannot be '{text}'. Use {self.allowed}.{hint}") from None
+    config: Path | None = None
+    """Read options from a YAML or JSON file. Options on the command line override it."""
+    print_config: bool = False
+    """Print all options as YAML, which --config reads, and exit."""
 
 
-class _Hint(ValueError):
-    """A rejected value with a hint for the message."""
+@dataclass(frozen=True, kw_only=True)
+class Command(Settings):
+    """Base of commands. A field that is a dataclass is a section of the help, whose fields are options too."""
+
+    example: ClassVar[str]
+    hidden: ClassVar[frozenset[str]] = frozenset()
+    """Settings of a section that are no options of this command."""
+
+    general: General = General()
+    given: frozenset[str] = frozenset()
+    """The options that the user chose: those typed, and those that the file of `--config` changes."""
+    words: tuple[str, ...] = ()
+    """The words after the command, as typed."""
+
+    @classmethod
+    def defaults(cls, named: str | None) -> dict[str, Any]:
+        """Return the defaults that differ from the fields', by dotted name, for the preset that the user named."""
+        return {}
+
+    def run(self) -> int | None:
+        """Do the work and return the exit code; None is success."""
+        raise NotImplementedError
+
+    def require_effect(self, condition: bool, needed: str, *names: str) -> None:
+        """Reject options that were given although they change nothing without `needed`, text such as '`split="kfold"`'."""
+        idle = [f"`{name}`" for name in names if name in self.given]
+        if idle and not condition:
+            listed = " and ".join(idle)
+            raise RequestError(f"{listed} only matter{'s' * (len(idle) == 1)} with {needed}. Add that, or leave out {listed}.")
 
 
-def kind_of(annotation: Any) -> tuple[Kind, bool]:
-    """The kind of a type annotation, and whether the option takes several values.
+@dataclass(frozen=True)
+class Option:
+    """One option of a command."""
 
-    Args:
-        annotation: A `Kind`, `str`, `int`, `float`, `bool`, `Path`, a `Literal` of strings, a number with a `config.Range`, a tuple
-            or list of one of these, or any of them with `| None`.
+    name: str
+    """As Python users know it: 'batch_size', 'lats.hidden'."""
+    field: str
+    section: type[Settings]
+    """The dataclass that has the field."""
+    kind: Any
+    """The type of one value: `int`, `Path`, a `Literal`, ..."""
+    several: bool
+    notes: tuple[Any, ...]
+    """What the annotation adds to the type: a `Range`, or that the option is positional."""
+    default: Any
+    """`REQUIRED` if it has none."""
+    help: str
+
+    @property
+    def positional(self) -> bool:
+        return tyro.conf.Positional in self.notes
+
+    @property
+    def flag(self) -> bool:
+        """Whether the option takes no value."""
+        return self.kind is bool and self.default is False
+
+    @property
+    def spelling(self) -> str:
+        return self.name.upper() if self.positional else f"--{self.name.replace('_', '-')}"
+
+    @property
+    def metavar(self) -> str:
+        one = self.spelling if self.positional else _kind(self.kind)[0]
+        return f"{one} [{one} ...]" if self.several else one
+
+    def hint(self, default: Any) -> str:
+        """Return the range and the default, as one would type it."""
+        if default is REQUIRED:
+            return "(required)"
+        hints = [str(note) for note in self.notes if isinstance(note, Range)]
+        if default not in (None, ()) and not self.flag:
+            hints.append(f"default: {_typed(default)}")
+        return f"({'; '.join(hints)})" if hints else ""
+
+    def read(self, words: Sequence[str]) -> Any:
+        """Return the value that the words say; a ValueError names the one that says none."""
+        _, allowed, read = _kind(self.kind)
+        values = []
+        for word in words:
+            try:
+                values.append(read(word))
+            except ValueError:
+                raise ValueError(f"'{word}' is not {allowed}.") from None
+        return tuple(values) if self.several else values[0]
+
+
+def options(command: type[Command]) -> dict[str, Option]:
+    """Return every option of a command by its name, in the order of the help."""
+    return {option.name: option for option in _walk(command, command.hidden | {"given", "words"})}
+
+
+def _walk(settings: type[Any], hidden: frozenset[str]) -> Iterator[Option]:
+    kinds = get_type_hints(settings, include_extras=True)
+    texts = {
+        name: text
+        for base in reversed(settings.__mro__)
+        for name, text in _docstrings(base.__module__).get(base.__name__, {}).items()
+    }
+
+    def order(entry: dataclasses.Field[Any]) -> tuple[bool, bool, bool]:
+        """Required options first, then the others, then sections, the one that all commands have last."""
+        return entry.name == "general", dataclasses.is_dataclass(kinds[entry.name]), entry.default is not REQUIRED
+
+    for entry in sorted(dataclasses.fields(settings), key=order):
+        if dataclasses.is_dataclass(kinds[entry.name]):
+            yield from _walk(kinds[entry.name], hidden)
+        elif entry.name not in hidden:
+            name = f"{settings.prefix}{entry.name}"
+            yield Option(name, entry.name, settings, *_unwrap(kinds[entry.name]), entry.default, texts[entry.name])
+
+
+def _unwrap(kind: Any) -> tuple[Any, bool, tuple[Any, ...]]:
+    """Split an annotation into the type of one value, whether there are several, and what is noted about it."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        inner, several, notes = _unwrap(arguments[0])
+        return inner, several, (*arguments[1:], *notes)
+    if origin in (Union, types.UnionType):
+        return _unwrap(next(argument for argument in arguments if argument is not types.NoneType))
+    if origin is tuple:
+        inner, _, notes = _unwrap(arguments[0])
+        return inner, True, notes
+    return kind, False, ()
+
+
+@functools.cache
+def _docstrings(module: str) -> dict[str, dict[str, str]]:
+    """The text below each field of the classes in a module. One parse: `inspect` parses the module again for each class."""
+    texts: dict[str, dict[str, str]] = {}
+    file = getattr(sys.modules[module], "__file__", None)
+    body = ast.parse(Path(file).read_text(encoding="utf-8")).body if file else []
+    for node in (node for node in body if isinstance(node, ast.ClassDef)):
+        for entry, below in zip(node.body, node.body[1:]):
+            if isinstance(entry, ast.AnnAssign) and isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
+                texts.setdefault(node.name, {})[ast.unparse(entry.target)] = " ".join(str(below.value.value).split())
+    return texts
+
+
+def parse(command: type[C], name: str, words: Sequence[str]) -> C | None:
+    """Read the words after a command, and the file and the preset that they name.
 
     Returns:
-        The kind of one value, and True if there may be several.
+        The command, or None after `--print-config`.
+
+    Raises:
+        RequestError: A value or the configuration file is wrong.
+        SystemExit: tyro showed the help (0), or what it could not read (2).
     """
-    if isinstance(annotation, Kind):
-        return annotation, False
-    if annotation in _SIMPLE:
-        return _SIMPLE[annotation], False
-    origin, arguments = get_origin(annotation), get_args(annotation)
-    if origin is Annotated:
-        limits = next((argument for argument in arguments if isinstance(argument, Range)), None)
-        if limits is None:
-            return kind_of(arguments[0])
-        return budget if limits is BUDGET else within(kind_of(arguments[0])[0], limits), False
-    if origin is Literal:
-        return choice(arguments), False
-    if origin in (Union, types.UnionType):
-        (inner,) = (argument for argument in arguments if argument is not type(None))
-        return kind_of(inner)
-    if origin in (tuple, list):
-        return kind_of(arguments[0])[0], True
-    raise TypeError(f"options cannot have the type {annotation!r}")
+    known = options(command)
+    typed = {word[2:].split("=")[0].replace("-", "_") for word in words if word.startswith("--")}
+    file = _value_of("--config", words)
+    filed = {} if file is None else _read_file(file, known)
+    defaults = {option.name: option.default for option in known.values()}
+    defaults |= command.defaults(_value_of("--preset", words) or filed.get("preset"))
+    starting = defaults | filed
+    if "print_config" in typed:
+        starting |= {key: None for key, value in starting.items() if value is REQUIRED}
+    read = tyro.cli(_parser(command, starting), prog=f"mtb {name}", description=_description(command), args=words, config=MARKERS)
+    values = {key: getattr(getattr(read, option.section.__name__, read), option.field) for key, option in known.items()}
+    values |= {key: values[key] or starting[key] for key, option in known.items() if option.flag}
+    if values.pop("print_config"):
+        print(_yaml({key: value for key, value in values.items() if key != "config"}), end="")
+        return None
+    for key, value in values.items():
+        if value == () and (key in typed or defaults[key] is REQUIRED):
+            raise RequestError(f"`{key}` needs a value. Run `mtb {name} --help` to see all options.")
+    chosen = typed & known.keys() | {key for key in filed if values[key] != defaults[key]}
+    made: C = _build(command, values, given=frozenset(chosen), words=tuple(words))
+    return made
 
 
-def choice(names: tuple[str, ...] | list[str]) -> Kind:
-    """One of several names."""
+def spelled(message: str, known: Mapping[str, Option]) -> str:
+    """Return a text with its settings as one types them: `lr` is --lr, `losses.lesion=0` is --losses.lesion 0."""
 
-    def read(text: str) -> str:
-        if text not in names:
-            close = difflib.get_close_matches(text, names, n=1, cutoff=0.5)
-            raise _Hint(f" Did you mean '{close[0]}'?" if close else "")
-        return text
+    def spell(match: re.Match[str]) -> str:
+        option, value = known.get(match["name"]), match["value"]
+        if option is None:
+            return match[0]
+        if value is None or option.flag:
+            return option.spelling
+        return f"{option.spelling} {value.lower() if value in ('True', 'False') else value}"
 
-    return Kind(read, "{" + ",".join(names) + "}", _either(list(names)), tuple(names))
-
-
-def within(kind: Kind, limits: Range) -> Kind:
-    """A number of a range."""
-
-    def read(text: str) -> Any:
-        value = kind.read(text)
-        if value not in limits:
-            raise ValueError
-        return value
-
-    return Kind(read, kind.metavar, f"{kind.allowed} that is {limits}")
+    return re.sub(r"`(?P<name>[a-z_][\w.]*)(=(?P<quote>[\"']?)(?P<value>[^`\"']*)(?P=quote))?`", spell, message)
 
 
-def _either(names: list[str]) -> str:
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]}"
+def paragraphs(command: type[Command]) -> list[str]:
+    """Return what the help says about a command: a sentence, and perhaps more."""
+    return [" ".join(text.split()) for text in (command.__doc__ or "").split("\n\n")]
+
+
+def print_completion(commands: Mapping[str, type[Command]], words: Sequence[str]) -> None:
+    """Print or write the script that completes `mtb` in a shell, as tyro's option at the start of `words` says."""
+
+    def union(group: str) -> Any:
+        members: dict[str, Any] = {}
+        for name, command in commands.items():
+            first, _, rest = name.removeprefix(group).partition(" ")
+            if name.startswith(group) and rest:
+                members[first] = dataclasses.make_dataclass(
+                    first, [("command", Annotated[union(f"{first} "), tyro.conf.arg(name="")])]
+                )
+            elif name.startswith(group):
+                members[first] = _parser(command, {})
+        chosen = tuple(Annotated[kind, tyro.conf.subcommand(name, prefix_name=False)] for name, kind in members.items())
+        return functools.reduce(operator.or_, chosen, None)
+
+    tyro.cli(union(""), prog="mtb", args=words, config=MARKERS)
+
+
+def _parser(command: type[Command], defaults: Mapping[str, Any]) -> Any:
+    """Return the dataclass that tyro reads: the options of the command, with one dataclass for each section."""
+    members: dict[type[Settings], list[tuple[str, Any, Any]]] = {command: []}
+    known = options(command)
+    for option in known.values():
+        default = defaults.get(option.name, option.default)
+        shown = tyro.conf.arg(
+            name=option.name,
+            prefix_name=False,
+            metavar=None if option.flag else option.metavar,
+            help=spelled(option.help, known),
+            help_behavior_hint=option.hint(default),
+        )
+        kind = bool if option.flag else Annotated[(object, _constructor(option), *option.notes)]
+        # A flag is always off at first: tyro would turn one that a file sets into --no-flag.
+        entry = dataclasses.field(default=False if option.flag else default)
+        members.setdefault(option.section, []).append((option.field, Annotated[kind, shown], entry))
+    entries = members.pop(command)
+    for section, inner in members.items():
+        made = dataclasses.make_dataclass(section.__name__, inner, kw_only=True)
+        title = section.prefix.rstrip(".") or re.sub(r"(?<=[a-z])(?=[A-Z])", " ", section.__name__.removesuffix("Config")).lower()
+        heading = tyro.conf.arg(name=title, prefix_name=False, help=section.__doc__)
+        entries.append((section.__name__, Annotated[made, heading], dataclasses.field()))
+    return dataclasses.make_dataclass(command.__name__, entries, kw_only=True)
+
+
+def _description(command: type[Command]) -> str:
+    width = min(110, shutil.get_terminal_size().columns)
+    # Indented, because tyro joins lines that begin with a letter.
+    about = textwrap.fill(" ".join(paragraphs(command)), width, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
+    return f"{about}\n\nExample:\n  {command.example}"
+
+
+def _build(settings: type[Any], values: Mapping[str, Any], **further: Any) -> Any:
+    """Make a dataclass and its sections from the values of options; hidden settings keep their defaults."""
+    kinds = get_type_hints(settings)
+    for entry in dataclasses.fields(settings):
+        name = f"{settings.prefix}{entry.name}"
+        if dataclasses.is_dataclass(kinds[entry.name]):
+            further[entry.name] = _build(kinds[entry.name], values)
+        elif name in values:
+            further[entry.name] = values[name]
+    return settings(**further)
+
+
+def _constructor(option: Option) -> PrimitiveConstructorSpec[Any]:
+    """Return how tyro reads an option. Its own way knows no percentages and no `true`, and its messages have terms of Python."""
+    return PrimitiveConstructorSpec(
+        nargs="*" if option.several else 1,
+        metavar=option.metavar,
+        instance_from_str=option.read,
+        is_instance=lambda value: True,
+        str_from_instance=lambda value: [_typed(value)],
+        choices=get_args(option.kind) or None,
+    )
 
 
 def _number(text: str) -> float:
-    value = float(text[:-1]) / 100 if text.endswith("%") else float(text)
-    if value - value != 0:  # NaN or infinity
+    value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    if not math.isfinite(value):
         raise ValueError
     return value
 
 
-def _budget(text: str) -> float:
-    value = _number(text)
-    if 1 < value <= 100 and not text.endswith("%"):
-        raise _Hint(f" Did you mean {text}%?")
-    if not 0 < value <= 1:
-        raise ValueError
-    return value
-
-
-def _flag(text: str) -> bool:
-    if text.lower() not in ("true", "false", "yes", "no"):
+def _truth(text: str) -> bool:
+    if text.lower() not in ("true", "yes", "false", "no"):
         raise ValueError
     return text.lower() in ("true", "yes")
 
@@ -369,88 +330,91 @@ def _path(text: str) -> Path:
     return Path(text)
 
 
-budget = Kind(_budget, "BUDGET", "a share of the patches above 0 and at most 1, such as 0.3 or 30%")
-share = Kind(_budget, "SHARE", "a share above 0 and at most 1, such as 0.95 or 95%")
-_SIMPLE: dict[Any, Kind] = {
-    None: Kind(str, "", "text"),
-    str: Kind(str, "", "text"),
-    int: Kind(int, "N", "a whole number"),
-    float: Kind(_number, "X", "a number"),
-    bool: Kind(_flag, "{true,false}", "true or false", ("true", "false")),
-    Path: Kind(_path, "PATH", "a path"),
+_KINDS: dict[Any, tuple[str, str, Callable[[str], Any]]] = {
+    int: ("N", "a whole number", int),
+    float: ("X", "a number", _number),
+    bool: ("{true,false}", "true or false", _truth),
+    Path: ("PATH", "a path", _path),
+    str: ("TEXT", "text", str),
 }
 
 
-WIDEST = 110
+def _kind(kind: Any) -> tuple[str, str, Callable[[str], Any]]:
+    """What the help shows for a value, what a message says is allowed, and how a word is read."""
+    choices = get_args(kind)
+    if choices:  # a `Literal`
+        return "{" + ",".join(choices) + "}", f"one of {', '.join(choices)}", lambda word: choices[choices.index(word)]
+    return _KINDS[kind]
 
 
-def width() -> int:
-    """Columns of the help."""
-    return min(WIDEST, shutil.get_terminal_size().columns - 2)
-
-
-def usage(prog: str, actions: Iterable[argparse.Action]) -> str:
-    """`Usage: mtb COMMAND ARGUMENTS --required VALUE [options]`."""
-    words = []
-    for action in sorted(actions, key=lambda action: bool(action.option_strings)):
-        value = str(action.metavar) + (" ..." if action.nargs in ("+", "*") else "")
-        if not action.option_strings:
-            words.append(f"[{value}]" if action.nargs in ("?", "*") else value)
-        elif action.required:
-            words.append(f"{action.option_strings[0]} {value}")
-    return f"Usage: {prog} {' '.join([*words, '[options]'])}"
-
-
-def command_list(usage: str, summary: str, commands: Mapping[str, str], last: str) -> str:
-    """The help of a command that has commands of its own."""
-    column = max(map(len, commands)) + 2
-    wrapper = textwrap.TextWrapper(width(), "  ", " " * (column + 2), break_on_hyphens=False)
-    rows = [wrapper.fill(f"{name:<{column}}{text}") for name, text in commands.items()]
-    return "\n".join([f"Usage: {usage}", "", summary, "", "Commands:", *rows, "", last])
-
-
-def shown(value: Any) -> str:
-    """A default as one would type it."""
+def _typed(value: Any) -> str:
+    """A value as one would type it."""
     if isinstance(value, (list, tuple)):
-        return " ".join(shown(item) for item in value)
+        return " ".join(map(_typed, value))
     if isinstance(value, bool):
         return str(value).lower()
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-class HelpFormatter(argparse.HelpFormatter):
-    """Help with defaults as one would type them, and nothing about types of the language."""
-
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=28, width=width())
-
-    def wrapped(self, text: str) -> str:
-        """Text in lines of the right length."""
-        return textwrap.fill(text, width(), break_on_hyphens=False) + "\n"
-
-    def _get_help_string(self, action: argparse.Action) -> str:
-        text = action.help or ""
-        if action.option_strings and action.required:
-            text += " (required)"
-        elif action.option_strings and action.nargs != 0 and action.default not in (None, argparse.SUPPRESS, "", []):
-            text += f" (default: {shown(action.default)})"
-        return text.replace("%", "%%")
-
-    def _split_lines(self, text: str, width: int) -> list[str]:
-        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
-
-    def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
-        metavar = str(action.metavar or default_metavar)
-        return f"{metavar} ..." if action.nargs in ("+", "*") else super()._format_args(action, default_metavar)
+def _value_of(option: str, words: Sequence[str]) -> str | None:
+    """The value of an option, before anything is parsed."""
+    for word, following in zip(words, [*words[1:], None]):
+        name, equals, value = word.partition("=")
+        if name == option:
+            return value if equals else following
+    return None
 
 
-@functools.cache
-def field_docstrings(config: type) -> dict[str, str]:
-    """The text below each field of a dataclass, by field name."""
-    (body,) = ast.parse(textwrap.dedent(inspect.getsource(config))).body
-    assert isinstance(body, ast.ClassDef)
-    texts = {}
-    for field, below in zip(body.body, body.body[1:]):
-        if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
-            texts[ast.unparse(field.target)] = inspect.cleandoc(str(below.value.value))
-    return texts
+def _read_file(file: str, known: Mapping[str, Option]) -> dict[str, Any]:
+    """Read the options in a file, by dotted name."""
+    values = {}
+    for written, value in dotted(_load(file)).items():
+        name = written.replace("-", "_")
+        if name not in known:
+            raise RequestError(f"{file}: {UnknownNameError.of('option', written, known)}")
+        if value is None and known[name].default not in (None, REQUIRED):
+            raise RequestError(f"{file}: {name} has no value. Give it one, or leave it out.")
+        if value is not None:
+            words = [str(item) for item in (value if isinstance(value, list) else [value])]
+            try:
+                values[name] = known[name].read(words)
+            except (ValueError, IndexError) as error:
+                raise RequestError(f"{file}: {name} cannot be read: {error}") from None
+    return values
+
+
+def _load(file: str) -> dict[str, Any]:
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        """Without aliases: a few of them, nested, stand for more values than memory has."""
+
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            if self.check_event(yaml.AliasEvent):
+                raise RequestError(f"{file} uses YAML aliases (*name), which are not supported. Write the values out.")
+            return super().compose_node(parent, index)
+
+    try:
+        if Path(file).stat().st_size > MAX_BYTES:
+            raise RequestError(f"{file} has more than {MAX_BYTES:,} bytes, too many for a configuration file.")
+        values = yaml.load(Path(file).read_text(encoding="utf-8"), Loader)
+    except OSError as error:
+        raise RequestError(f"Cannot read the configuration file {file}: {error.strerror}.") from None
+    except RequestError:
+        raise
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise RequestError(f"{file} is neither YAML nor JSON: {first_line(error)}.") from None
+    if not isinstance(values, dict):
+        raise RequestError(f"{file} has no options. Write one per line, such as `epochs: 8`.")
+    return values
+
+
+def _yaml(values: Mapping[str, Any]) -> str:
+    """Write options as YAML, those with dots nested."""
+    import yaml
+
+    nested: dict[str, Any] = {}
+    for name, value in values.items():
+        part, _, last = name.rpartition(".")
+        (nested.setdefault(part, {}) if part else nested)[last] = plain(value)
+    return str(yaml.safe_dump(nested, sort_keys=False, default_flow_style=None))

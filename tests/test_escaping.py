@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from medtokenbudget.escaping import csv_cell, from_csv_cell
+from medtokenbudget.reporting.table import Table
+from medtokenbudget.runs.run import RESULT_COLUMNS, read_results, write_results
+
 
 def test_names_that_spreadsheets_and_pages_would_run_are_only_names(tmp_path: Path) -> None:
-    from medtokenbudget.escaping import csv_cell, from_csv_cell
-    from medtokenbudget.reporting.table import Table
-    from medtokenbudget.runs.run import RESULT_COLUMNS, read_results, write_results
-
     evil = ("=HYPERLINK(1)", "+1", "-1+1", "@SUM(A1)", "\t=1")
     assert [from_csv_cell(csv_cell(name)) for name in (*evil, "NV", "'x")] == [*evil, "NV", "'x"]
     row: dict[str, Any] = dict.fromkeys(RESULT_COLUMNS, -0.5)

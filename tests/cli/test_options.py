@@ -1,0 +1,170 @@
+"""Options of commands: from words, from a file, from a preset; which were given; and how messages spell them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from medtokenbudget.cli import COMMANDS, main
+from medtokenbudget.cli.learn import Extract, Reproduce, Sweep, Train
+from medtokenbudget.cli.options import Command, Option, options, parse, spelled
+from medtokenbudget.cli.use import Route
+from medtokenbudget.config import BUDGET, TrainConfig, preset, to_dict
+from medtokenbudget.errors import RequestError
+
+REQUIRED = ["m.parquet", "--store", "s", "--out", "o"]
+
+
+def parsed(words: list[str]) -> Train:
+    """What `mtb train WORDS` is asked to do."""
+    command = parse(Train, "train", words)
+    assert command is not None
+    return command
+
+
+def read_budget(text: str) -> float:
+    option: Option = options(Route)["budget"]
+    return float(option.read([text]))
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("30%", 0.3), ("0.3", 0.3), ("1", 1.0), ("100%", 1.0), ("12.5%", 0.125), (".5", 0.5), ("1e-1", 0.1)]
+)
+def test_a_budget_is_a_share_or_a_percentage(text: str, value: float) -> None:
+    assert read_budget(text) == pytest.approx(value, abs=1e-12)
+
+
+@pytest.mark.parametrize("text", ["30 %%", "nan", "inf", "a third", ""])
+def test_a_budget_that_is_no_number_is_rejected(text: str) -> None:
+    with pytest.raises(ValueError, match=f"'{text}' is not a number"):
+        read_budget(text)
+
+
+@pytest.mark.parametrize("text", ["0", "0%", "101%", "-0.3", "1000"])
+def test_a_budget_outside_0_to_1_is_rejected(text: str) -> None:
+    with pytest.raises(RequestError, match=r"`selection_budget` must be above 0 and at most 1, got"):
+        parsed([*REQUIRED, "--selection-budget", text])
+
+
+def test_every_option_called_budget_takes_a_share_of_the_patches() -> None:
+    budgets = {
+        f"{name} {key}": option
+        for name, command in COMMANDS.items()
+        for key, option in options(command).items()
+        if key.rsplit(".")[-1].rsplit("_")[-1] in ("budget", "budgets") and not key.startswith("losses.")
+    }
+    assert {"predict budget", "export budget", "extract budget", "sweep budgets", "train selection_budget"} <= budgets.keys()
+    assert all(BUDGET in option.notes for option in budgets.values())
+
+
+@pytest.mark.parametrize("words", [["--image-size", "112"], ["--image_size", "112"], ["--image-size=112"], ["--image_size=112"]])
+def test_options_are_accepted_with_hyphens_and_with_underscores(words: list[str]) -> None:
+    command = parse(Extract, "extract", ["m.parquet", "--store", "s", *words])
+    assert command is not None
+    assert command.transformer.image_size == 112
+    assert "image_size" in command.given
+
+
+def test_the_options_of_a_training_are_its_configuration() -> None:
+    assert parsed(REQUIRED).config == preset("lesion-first")
+    assert parsed([*REQUIRED, "--preset", "paper"]).config == TrainConfig()
+    changed = parsed(
+        [*REQUIRED, "--budgets", "10%", "0.5", "--lats.signals", "norm", "--losses.lesion", "0", "--context.turns", "no"]
+    )
+    config = changed.config
+    assert (config.budgets, config.lats.signals, config.losses.lesion, config.context.turns) == ((0.1, 0.5), ("norm",), 0.0, False)
+    assert config.given == {"budgets", "lats.signals", "losses.lesion", "context.turns"}
+
+
+@pytest.mark.parametrize(("command", "name"), [(Sweep, "sweep"), (Reproduce, "reproduce")])
+def test_commands_of_many_trainings_have_seeds_of_their_own(command: type[Command], name: str) -> None:
+    assert "seed" not in options(command)
+    made = parse(command, name, REQUIRED)
+    assert isinstance(made, (Sweep, Reproduce))
+    assert made.config == (preset("lesion-first") if name == "sweep" else preset("paper", protocol="paper"))
+    assert made.config.given == frozenset()
+
+
+def write(path: Path, text: str) -> str:
+    path.write_text(text)
+    return str(path)
+
+
+def test_options_come_from_a_file_and_the_command_line_overrides_them(tmp_path: Path) -> None:
+    text = (
+        "preset: paper\nstore: s\nout: o\nmanifest: x\nepochs: 50\nbatch-size: 32\nlr: 1e-4\nlats: {hidden: 8}\nbudgets: [30%, 0.5]"
+    )
+    file = write(tmp_path / "options.yaml", text)
+    command = parsed(["m.parquet", "--config", file, "--batch-size", "16"])
+    config = command.config
+    assert (command.store, command.manifest) == (Path("s"), Path("m.parquet"))
+    assert (config.recipe, config.batch_size, config.lr, config.lats.hidden) == ("joint", 16, 1e-4, 8)
+    assert config.budgets == (0.3, 0.5)
+    assert config.given == {"batch_size", "lr", "lats.hidden", "budgets"}, "what the file repeats of the preset was not chosen"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("epoch: 3", "Did you mean 'epochs'?"),
+        ("epochs: many", "epochs cannot be read: 'many' is not a whole number."),
+        ("head: nothing", "head cannot be read: 'nothing' is not one of auto, none."),
+        ("epochs: null", "epochs has no value. Give it one, or leave it out."),
+    ],
+)
+def test_a_wrong_file_of_options_is_named(text: str, message: str, tmp_path: Path) -> None:
+    file = write(tmp_path / "options.yaml", text)
+    with pytest.raises(RequestError, match=re.escape(message)) as raised:
+        parsed([*REQUIRED, "--config", file])
+    assert file in str(raised.value)
+
+
+def test_a_number_in_a_file_out_of_its_range_is_named_as_an_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write(tmp_path / "options.yaml", "router: {minimum: 0}")
+    assert main(["train", *REQUIRED, "--config", file]) == 2
+    assert "--router.minimum must be at least 1, got 0." in capsys.readouterr().err
+
+
+def test_a_file_of_options_that_does_not_exist_is_named() -> None:
+    with pytest.raises(RequestError, match=r"Cannot read the configuration file none\.yaml: No such file"):
+        parsed([*REQUIRED, "--config", "none.yaml"])
+
+
+def test_printed_options_can_be_read_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", *REQUIRED, "--preset", "paper", "--lats.hidden", "8", "--budgets", "30%", "--print-config"]) == 0
+    command = parsed(["--config", write(tmp_path / "options.yaml", capsys.readouterr().out)])
+    wanted = to_dict(TrainConfig()) | {"budgets": [0.3]}
+    wanted["lats"]["hidden"] = 8
+    assert to_dict(command.config) == wanted
+    assert (command.manifest, command.out) == (Path("m.parquet"), Path("o"))
+    assert command.config.given == {"lats.hidden", "budgets"}
+
+
+def test_options_are_printed_without_what_is_required(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in COMMANDS:
+        assert main([*name.split(), "--print-config"]) == 0
+    assert "manifest: null" in capsys.readouterr().out
+
+
+def test_a_flag_and_a_number_in_a_file_arrive_exactly(tmp_path: Path) -> None:
+    file = write(tmp_path / "options.json", '{"images": ["a", "b"], "out": "o", "overlay": true, "budget": 0.123456789012}')
+    for words in ([], ["--overlay"]):
+        command = parse(Route, "route", ["--config", file, *words])
+        assert command is not None
+        assert (command.images, command.overlay, command.tokens, command.budget) == (("a", "b"), True, False, 0.123456789012)
+
+
+@pytest.mark.parametrize(
+    ("message", "text"),
+    [
+        ("Lower `lr`, or extract again.", "Lower --lr, or extract again."),
+        ('Use `preset="paper"` with `losses.lesion=0`.', "Use --preset paper with --losses.lesion 0."),
+        ("Drop `batch_size` or set `context.turns=False`.", "Drop --batch-size or set --context.turns false."),
+        ("Split `manifest` again (`mtb data split`, `select`).", "Split MANIFEST again (`mtb data split`, `select`)."),
+    ],
+)
+def test_messages_spell_settings_as_options_of_the_running_command(message: str, text: str) -> None:
+    assert spelled(message, options(Train)) == text
+    assert spelled("Set `overlay=True`.", options(Route)) == "Set --overlay."
