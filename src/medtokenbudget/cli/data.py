@@ -228,7 +228,7 @@ def _split(options: Namespace) -> int:
     from medtokenbudget.data.manifest import Manifest
 
     manifest = Manifest.read(options.manifest)
-    if options.split == "paper" and manifest.source.startswith("isic") and not manifest.split_rule.startswith("paper"):
+    if options.split == "paper" and manifest.source.startswith("isic") and manifest.split_rule.kind != "paper":
         raise RequestError(
             "The paper's split of ISIC needs all rows of the official CSV, which a manifest does not have. "
             "Run `mtb data isic ROOT --split paper` instead."
@@ -262,7 +262,7 @@ def _resplit(manifest: Manifest, options: Namespace, again: bool = False) -> Man
     if options.keep_split is not None and options.split == "paper":
         raise RequestError("--keep-split cannot be combined with the paper's split, which is the same for every manifest.")
     old = None if options.keep_split is None else Manifest.read(options.keep_split)
-    came_with = manifest.split_rule.split(",")[0]
+    came_with = manifest.split_rule.kind
     if options.split == came_with == "paper" or (options.split is None and came_with == "given"):
         require_effect(options, options.select > 0, "--select or --split", "seed")
         split = cut_selection(manifest, options.select, options.seed) if options.select or again else manifest

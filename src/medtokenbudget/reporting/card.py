@@ -102,7 +102,7 @@ def _split(folder: Path, info: RunInfo) -> str:
         manifest = Manifest.read(folder / info.manifest)
     except ManifestError:
         return "unknown, because the manifest is no longer where the run found it"
-    rule = manifest.split_rule or "as in the manifest"
+    rule = str(manifest.split_rule)
     known = manifest.rows[manifest.rows["group"].notna()]
     if not len(known):
         return f"{rule}; groups of images of the same lesion or patient are not known"
