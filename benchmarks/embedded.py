@@ -25,7 +25,16 @@ from torch import Tensor
 from medtokenbudget import metrics
 from medtokenbudget.backbone import Backbone, FeatureStore, extract
 from medtokenbudget.config import HEADLINE_BUDGETS, BackboneConfig, ExtractConfig, preset
-from medtokenbudget.data import Drawings, Manifest, decode_image, decode_mask, paper_split, patch_labels, synthetic_manifest
+from medtokenbudget.data import (
+    Drawings,
+    Manifest,
+    SplitRule,
+    decode_image,
+    decode_mask,
+    paper_split,
+    patch_labels,
+    synthetic_manifest,
+)
 from medtokenbudget.data.readers import GROUND_TRUTH, isic_manifest, read_ground_truth
 from medtokenbudget.routing import LATSSelector, budget_to_k
 from medtokenbudget.routing.losses import lesion_loss
@@ -147,7 +156,7 @@ def training_manifest(shared: Path, out: Path, drawings: int) -> Manifest:
     images = {name: path for name, path in images.items() if name.removesuffix("_downsampled") not in held_out}
     records = [{"image_id": name, "image": str(path)} for name, path in images.items()]
     source = "ISIC 2017/2018 images of the training side of the paper split, and drawings"
-    manifest = Manifest.from_records(records, (), source=source, split_rule="none")
+    manifest = Manifest.from_records(records, (), source=source, split_rule=SplitRule("none"))
     manifest.write(out)
     return manifest
 

@@ -74,7 +74,6 @@ BAD: dict[str, tuple[object, str, str]] = {
     "folder": ("folder", "folder", "is a folder"),
     "empty": (b"", "empty", "0 bytes"),
     "text": (b"image,label\na.jpg,MEL\n", "not-an-image", "not an image"),
-    "html page saved as jpg": (b"<!DOCTYPE html><html>404</html>", "not-an-image", "not an image"),
     "postscript": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "not-an-image", "not an image"),
     "jpeg cut in the middle": (half("JPEG"), "damaged", "damaged or incomplete"),
     "png cut in the middle": (half("PNG"), "damaged", "damaged or incomplete"),
@@ -120,23 +119,12 @@ def test_a_bad_file_is_rejected_by_name(tmp_path: Path, case: str, decode: objec
     assert caught.value.exit_code == 2
 
 
-def test_a_bomb_is_rejected_from_its_header_without_a_look_at_its_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
-    def explode(*_: object) -> None:
-        raise AssertionError("the pixels were decoded")
-
-    monkeypatch.setattr(ImageFile.ImageFile, "load", explode)
-    monkeypatch.setattr(ImageFile.ImageFile, "verify", explode)
-    with pytest.raises(DecodeError) as caught:
-        decode_image(png_header(30_000, 30_000))
-    assert caught.value.kind == "too-large"
-
-
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
 def test_no_cut_of_a_file_is_taken_for_the_picture(kind: str) -> None:
     options = {"lossless": True} if kind == "WEBP" else {}
     whole = encoded(lesion_picture(3), kind, **options)
     expected = np.asarray(decode_image(whole))
-    for cut in np.linspace(1, len(whole) - 40, 40).astype(int):
+    for cut in np.linspace(1, len(whole) - 40, 20).astype(int):
         try:
             decoded = np.asarray(decode_image(whole[:cut]))
         except DecodeError:
@@ -169,15 +157,13 @@ def test_a_photo_whose_camera_wrote_a_wrong_tag_is_read_and_turned() -> None:
     np.testing.assert_array_equal(np.asarray(decode_image(wrong)), np.rot90(np.asarray(upright), -1))
 
 
-def test_sixteen_bit_grey_is_scaled_by_its_range() -> None:
+def test_sixteen_bit_gray_is_scaled_by_its_range() -> None:
     values = np.array([[0, 128, 129, 257, 32768, 65278, 65535]], dtype=np.uint16)
     decoded = np.asarray(decode_mask(encoded(Image.fromarray(values), "PNG")))
     np.testing.assert_array_equal(decoded, np.round(values / 257).astype(np.uint8))
     colors = np.asarray(decode_image(encoded(Image.fromarray(values), "PNG")))
     np.testing.assert_array_equal(colors[..., 0], decoded)
-
-
-def test_sixteen_bit_grey_whose_transparent_value_no_pixel_has_is_scaled_too() -> None:
+    # No pixel has the value that is declared transparent.
     np.testing.assert_array_equal(np.asarray(decode_mask(sixteen_bit(77))), [[0, 4, 117, 255]])
 
 
@@ -238,37 +224,37 @@ def test_paths_bytes_and_streams_give_the_same_pixels(tmp_path: Path) -> None:
         np.testing.assert_array_equal(np.asarray(decode_image(stream)), expected)
 
 
-def test_running_out_of_memory_is_not_the_fault_of_the_image(monkeypatch: pytest.MonkeyPatch) -> None:
-    data = io.BytesIO()
-    Image.new("RGB", (8, 8)).save(data, format="PNG")
+def test_too_little_memory_and_too_few_file_handles_are_not_the_fault_of_the_image(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = save(lesion_picture(0), tmp_path / "a.png")
 
-    def no_memory(self: object) -> None:
-        raise MemoryError
+    def failing(error: Exception) -> object:
+        def fail(*_: object) -> None:
+            raise error
 
-    monkeypatch.setattr(ImageFile.ImageFile, "load", no_memory)
+        return fail
+
+    monkeypatch.setattr(ImageFile.ImageFile, "load", failing(MemoryError()))
     with pytest.raises(MemoryError):
-        decode_image(data.getvalue())
-
-
-def test_too_few_file_handles_are_not_the_fault_of_the_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "a.png"
-    Image.new("RGB", (8, 8)).save(path)
-
-    def no_handles(self: Path, *_: object) -> None:
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
-    monkeypatch.setattr(Path, "open", no_handles)
+        decode_image(path)
+    monkeypatch.setattr(Path, "open", failing(OSError(errno.EMFILE, os.strerror(errno.EMFILE))))
     with pytest.raises(WorkError, match=r"a\.png: Too many open files"):
         decode_image(path)
 
 
-def test_a_jpeg_of_thousands_of_scans_is_rejected_before_it_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bombs_of_scans_or_pixels_are_rejected_before_they_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, bomb = many_scans(256, 1), many_scans(256, 3000)
     assert decode_image(plain).size == (256, 256)
-    monkeypatch.setattr(ImageFile.ImageFile, "load", lambda self: pytest.fail("decoded"))
-    with pytest.raises(DecodeError, match=r"3,0\d\d scans, more than the 500") as caught:
-        decode_image(bomb)
-    assert caught.value.kind == "too-many-scans"
+    for method in ("load", "verify"):
+        monkeypatch.setattr(ImageFile.ImageFile, method, lambda self: pytest.fail("decoded"))
+    for data, kind, message in (
+        (bomb, "too-many-scans", r"3,0\d\d scans, more than the 500"),
+        (png_header(30_000, 30_000), "too-large", "pixels"),
+    ):
+        with pytest.raises(DecodeError, match=message) as caught:
+            decode_image(data)
+        assert caught.value.kind == kind
 
 
 @pytest.mark.parametrize("kind", ["GIF", "TIFF"])
@@ -284,9 +270,8 @@ def test_a_second_frame_is_noticed_without_reading_thousands_of_them(monkeypatch
 
 
 def test_a_large_progressive_photo_is_an_ordinary_image() -> None:
-    stream = io.BytesIO()
-    Image.new("RGB", (6000, 5000), (200, 150, 120)).save(stream, format="JPEG", progressive=True)
-    assert decode_image(stream.getvalue()).size == (6000, 5000)
+    photo = Image.new("RGB", (6000, 5000), (200, 150, 120))
+    assert decode_image(encoded(photo, "JPEG", progressive=True)).size == (6000, 5000)
 
 
 SECRETS = ("Doe^Jane", "MRN-4711", "19610203")
@@ -319,16 +304,10 @@ def pixels(path: Path) -> np.ndarray:
     return np.asarray(decode_image(path))
 
 
-def test_rgb_pixels_are_read_as_they_are(tmp_path: Path) -> None:
-    assert (pixels(write_dicom(tmp_path / "a.dcm", COLORS, "RGB")) == COLORS).all()
-
-
-def test_a_dicom_file_is_known_by_its_content_and_read_from_bytes(tmp_path: Path) -> None:
+def test_a_dicom_file_is_known_by_its_content_and_its_colors_become_rgb(tmp_path: Path) -> None:
     path = write_dicom(tmp_path / "without-ending", COLORS, "RGB")
     assert (np.asarray(decode_image(path.read_bytes())) == COLORS).all()
-
-
-def test_full_range_ybr_becomes_rgb(tmp_path: Path) -> None:
+    assert (pixels(path) == COLORS).all()
     ybr = np.asarray(Image.fromarray(COLORS).convert("YCbCr"))
     difference = np.abs(pixels(write_dicom(tmp_path / "a.dcm", ybr, "YBR_FULL")).astype(int) - COLORS)
     assert difference.max() <= 3
@@ -337,9 +316,6 @@ def test_full_range_ybr_becomes_rgb(tmp_path: Path) -> None:
 def test_monochrome_2_is_bright_where_values_are_high_and_monochrome_1_where_they_are_low(tmp_path: Path) -> None:
     assert (np.asarray(decode_mask(write_dicom(tmp_path / "a.dcm", GRAYS, "MONOCHROME2"))) == GRAYS).all()
     assert (np.asarray(decode_mask(write_dicom(tmp_path / "b.dcm", GRAYS, "MONOCHROME1"))) == 255 - GRAYS).all()
-
-
-def test_gray_values_of_twelve_bits_are_scaled_to_eight(tmp_path: Path) -> None:
     values = np.array([[0, 2048, 4095]], dtype=np.uint16)
     path = write_dicom(tmp_path / "a.dcm", values, "MONOCHROME2", BitsStored=12, HighBit=11)
     assert np.asarray(decode_mask(path)).tolist() == [[0, 128, 255]]
@@ -348,9 +324,9 @@ def test_gray_values_of_twelve_bits_are_scaled_to_eight(tmp_path: Path) -> None:
 def test_a_window_decides_what_is_black_and_white(tmp_path: Path) -> None:
     values = np.array([[0, 1000, 1500, 2000, 4095]], dtype=np.uint16)
     window = {"WindowCenter": 1500, "WindowWidth": 1001, "BitsStored": 12, "HighBit": 11}
-    found = np.asarray(decode_mask(write_dicom(tmp_path / "a.dcm", values, "MONOCHROME2", **window))).tolist()[0]
-    assert (found[0], found[1], found[3], found[4]) == (0, 0, 255, 255)
-    assert abs(found[2] - 128) <= 1
+    (row,) = np.asarray(decode_mask(write_dicom(tmp_path / "a.dcm", values, "MONOCHROME2", **window))).tolist()
+    assert (row[0], row[1], row[3], row[4]) == (0, 0, 255, 255)
+    assert abs(row[2] - 128) <= 1
 
 
 def test_a_palette_gives_its_colors(tmp_path: Path) -> None:
@@ -358,58 +334,47 @@ def test_a_palette_gives_its_colors(tmp_path: Path) -> None:
     table = np.arange(256, dtype=np.uint16) * 257
     tables = {f"{name}PaletteColorLookupTableDescriptor": [256, 0, 16] for name in names}
     shifted = {f"{name}PaletteColorLookupTableData": np.roll(table, shift).tobytes() for name, shift in zip(names, (0, 1, 2))}
-    found = pixels(write_dicom(tmp_path / "a.dcm", GRAYS, "PALETTE COLOR", **tables, **shifted))
+    colors = pixels(write_dicom(tmp_path / "a.dcm", GRAYS, "PALETTE COLOR", **tables, **shifted))
     expected = np.stack([np.roll(np.arange(256), shift)[GRAYS] for shift in (0, 1, 2)], axis=-1)
-    assert (found == expected).all()
+    assert (colors == expected).all()
 
 
 def test_a_jpeg_inside_is_decoded(tmp_path: Path) -> None:
     smooth = np.full((16, 16, 3), (180, 120, 90), dtype=np.uint8)
-    buffer = io.BytesIO()
-    Image.fromarray(smooth).save(buffer, "JPEG", quality=95)
-    data = {"syntax": JPEGBaseline8Bit, "PixelData": encapsulate([buffer.getvalue()])}
-    found = pixels(write_dicom(tmp_path / "a.dcm", smooth, "YBR_FULL_422", **data))
-    assert np.abs(found.astype(int) - smooth).max() <= 4
+    data = {"syntax": JPEGBaseline8Bit, "PixelData": encapsulate([encoded(Image.fromarray(smooth), "JPEG", quality=95)])}
+    colors = pixels(write_dicom(tmp_path / "a.dcm", smooth, "YBR_FULL_422", **data))
+    assert np.abs(colors.astype(int) - smooth).max() <= 4
 
 
-def test_pixels_that_no_decoder_reads_are_named_by_their_compression(tmp_path: Path) -> None:
-    path = write_dicom(tmp_path / "a.dcm", GRAYS, "MONOCHROME2", syntax=JPEGLSLossless, PixelData=encapsulate([b"\0" * 20]))
-    with pytest.raises(DecodeError, match=r"compressed as JPEG-LS .* no decoder is installed"):
+BAD_DICOM = {
+    "a compression that no decoder reads": (
+        {"syntax": JPEGLSLossless, "PixelData": encapsulate([b"\0" * 20])},
+        "mode",
+        "compressed as JPEG-LS .* no decoder is installed",
+    ),
+    "several frames": ({"NumberOfFrames": 2, "PixelData": GRAYS.tobytes() * 2}, "frames", "several frames"),
+    "too large, before the pixels are read": ({"Rows": 60_000, "Columns": 60_000}, "too-large", "60000 x 60000 pixels"),
+    "cut short": ({"PixelData": GRAYS.tobytes()[:-20]}, "damaged", "damaged or incomplete"),
+    "an unknown pixel format": ({"PhotometricInterpretation": "CMYK"}, "mode", "DICOM pixel format 'CMYK'"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_DICOM)
+def test_a_bad_dicom_file_is_rejected_by_name(tmp_path: Path, case: str) -> None:
+    attributes, kind, message = BAD_DICOM[case]
+    path = write_dicom(tmp_path / "a.dcm", GRAYS, "MONOCHROME2", **attributes)
+    with pytest.raises(DecodeError, match=message) as caught:
         decode_image(path)
+    assert caught.value.kind == kind
 
 
-def test_several_frames_are_rejected(tmp_path: Path) -> None:
-    path = write_dicom(tmp_path / "a.dcm", GRAYS, "MONOCHROME2", NumberOfFrames=2, PixelData=GRAYS.tobytes() * 2)
-    with pytest.raises(DecodeError, match="several frames") as caught:
-        decode_image(path)
-    assert caught.value.kind == "frames"
-
-
-def test_a_report_without_an_image_says_what_it_lacks(tmp_path: Path) -> None:
+def test_a_report_without_an_image_and_a_lack_of_pydicom_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_dicom(tmp_path / "a.dcm", GRAYS, "MONOCHROME2")
     data = pydicom.dcmread(path)
     del data.PixelData
     data.save_as(path)
     with pytest.raises(DecodeError, match=r"without an image .it has no PixelData"):
         decode_image(path)
-
-
-def test_a_file_that_is_cut_short_is_damaged(tmp_path: Path) -> None:
-    path = write_dicom(tmp_path / "a.dcm", COLORS, "RGB")
-    path.write_bytes(path.read_bytes()[:-60])
-    with pytest.raises(DecodeError) as caught:
-        decode_image(path)
-    assert caught.value.kind == "damaged"
-
-
-def test_the_size_is_checked_before_the_pixels_are_read(tmp_path: Path) -> None:
-    path = write_dicom(tmp_path / "a.dcm", COLORS, "RGB", Rows=60_000, Columns=60_000)
-    with pytest.raises(DecodeError, match="60000 x 60000 pixels"):
-        decode_image(path)
-
-
-def test_without_pydicom_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write_dicom(tmp_path / "a.dcm", COLORS, "RGB")
     monkeypatch.setitem(sys.modules, "pydicom", None)
     with pytest.raises(DecodeError, match=r"pip install 'medtokenbudget\[dicom\]'"):
         decode_image(path)
@@ -425,10 +390,10 @@ def test_patient_fields_reach_neither_outputs_nor_messages(tmp_path: Path, capfd
     cut.write_bytes(cut.read_bytes()[:-600])
     assert [path.name for path in image_files(folder)] == ["cut.dcm", "good.dcm"]
     assert main(["route", str(folder), "--out", str(tmp_path / "routed"), "--overlay", "--tokens", "--table", "csv"]) in (0, 1)
-    said = "".join(capfd.readouterr())
+    printed = "".join(capfd.readouterr())
     written = [path for path in (tmp_path / "routed").rglob("*") if path.is_file()]
     assert any(path.suffix == ".csv" and "good.dcm" in path.read_text() for path in written)
     assert "cut.dcm" in (tmp_path / "routed" / "errors.jsonl").read_text()
     for secret in SECRETS:
-        assert secret not in said
+        assert secret not in printed
         assert not [path for path in written if secret.encode() in path.read_bytes()]

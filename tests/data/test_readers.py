@@ -43,38 +43,32 @@ def real(shared: Path) -> Path:
     return shared / "data" / "isic"
 
 
-def test_the_paper_split_has_the_papers_sizes_and_class_counts(real: Path) -> None:
+def test_the_paper_split_has_the_papers_counts_and_a_partial_download_stays_on_its_side(real: Path) -> None:
     truth = read_ground_truth(real / GROUND_TRUTH)
     split = paper_split(len(truth))
     assert Counter(split) == {"train": 20_264, "val": 5_067}
     validation = Counter(truth["label"][split == "val"])
     assert [validation[name] for name in ISIC_CLASSES] == [910, 2568, 673, 167, 516, 45, 60, 128]
     assert truth["image"].str.endswith("_downsampled").sum() == 2_074
-
-
-def test_images_of_a_partial_download_stay_on_their_side(real: Path) -> None:
     manifest = isic_manifest(real)
     assert Counter(manifest.rows["split"]) == {"train": 1_663, "val": 405}
-    truth = read_ground_truth(real / GROUND_TRUTH)
-    side = dict(zip(truth["image"], paper_split(len(truth))))
+    side = dict(zip(truth["image"], split))
     assert all(side[image] == split for image, split in zip(manifest.ids, manifest.rows["split"]))
     order = {image: place for place, image in enumerate(truth["image"])}
     assert manifest.ids == sorted(manifest.ids, key=order.__getitem__)
     assert all(manifest.image_path(i).is_file() for i in range(0, len(manifest), 100))
+    lesions = read_lesions(real / METADATA)
+    assert 25_331 - len(lesions) == 2_084
+    assert all(group == lesions.get(image, image) for image, group in zip(manifest.ids, manifest.rows["group"]))
 
 
-def test_exact_names_find_136_masks_and_none_in_validation(real: Path) -> None:
+def test_exact_names_find_136_masks_and_ids_all_of_both_sources(real: Path) -> None:
     manifest = isic_manifest(real, "exact")
     masked = manifest.rows[manifest.rows["mask"].notna()]
     assert Counter(masked["split"]) == {"train": 136}
     assert not masked["image_id"].str.endswith("_downsampled").any()
-
-
-def test_ids_find_all_masks_of_both_sources(real: Path) -> None:
     both = isic_manifest(real, "by-id", ["isic2018", "ham10000"])
     assert both.rows["mask"].notna().all()
-    alone = isic_manifest(real, "by-id", ["isic2018"])
-    assert alone.rows["mask"].notna().sum() == 675
     folders = Counter(Path(mask).parent.name for mask in both.rows["mask"])
     assert folders == {MASK_FOLDERS["isic2018"]: 675, MASK_FOLDERS["ham10000"]: 1_393}
 
@@ -105,27 +99,15 @@ def whole(real: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_the_complete_files_give_the_papers_counts_of_masks(
-    whole: Path, how: str, training: dict[str, int], validation: dict[str, int]
+    real: Path, whole: Path, how: str, training: dict[str, int], validation: dict[str, int]
 ) -> None:
     manifest = isic_manifest(whole, how, ["isic2018"])
     assert len(manifest) == 25_331
     masked = manifest.rows[manifest.rows["mask"].notna()]
     assert Counter(masked["label"][masked["split"] == "train"]) == training
     assert Counter(masked["label"][masked["split"] == "val"]) == validation
-    assert sum(training.values()) + sum(validation.values()) == {"exact": 617 + 155, "by-id": 2_073 + 520}[how]
-
-
-def test_every_mask_at_hand_is_in_the_list_of_all(real: Path, whole: Path) -> None:
     folder = MASK_FOLDERS["isic2018"]
     assert {path.name for path in (real / folder).glob("*.png")} < {path.name for path in (whole / folder).iterdir()}
-
-
-def test_a_group_is_a_lesion_or_the_image_itself(real: Path) -> None:
-    lesions = read_lesions(real / METADATA)
-    manifest = isic_manifest(real, "none")
-    assert 25_331 - len(lesions) == 2_084
-    assert all(group == lesions.get(image, image) for image, group in zip(manifest.ids, manifest.rows["group"]))
-    assert manifest.rows["group"].notna().all()
 
 
 def test_matching_by_id_looks_through_the_suffix_and_exact_does_not() -> None:
@@ -155,13 +137,11 @@ def official(tmp_path: Path) -> Path:
     return root
 
 
-def test_the_first_named_source_of_a_mask_wins(official: Path) -> None:
+def test_the_first_source_of_a_mask_wins_and_folders_unpacked_inside_themselves_are_read(official: Path) -> None:
     for order in (["isic2018", "ham10000"], ["ham10000", "isic2018"]):
         mask = isic_manifest(official, "by-id", order).rows["mask"][1]
         assert MASK_FOLDERS[order[0]] in mask
 
-
-def test_folders_unpacked_inside_themselves_are_read_too(official: Path) -> None:
     def masks() -> list[str]:
         return [Path(mask).name for mask in isic_manifest(official).rows["mask"].dropna()]
 
@@ -180,6 +160,8 @@ def test_masks_of_other_images_are_said_to_be_of_no_use(official: Path, capsys: 
     assert f"None of the 2 images has a mask in {MASK_FOLDERS['isic2018']}." in capsys.readouterr().err
     isic_manifest(official, "none")
     assert capsys.readouterr().err == ""
+    (official / GROUND_TRUTH).write_text(TRUTH + ROWS[0])
+    assert isic_manifest(official, ignore_unlabeled=True).ids == ["ISIC_1"]
 
 
 def write_truth(*rows: str, header: str = TRUTH) -> object:
@@ -203,7 +185,7 @@ ISIC_BAD = {
     "image twice": (write_truth(ROWS[0], ROWS[0]), {}, "more than one row for ISIC_1"),
     "empty csv": (lambda root: (root / GROUND_TRUTH).write_text(""), {}, "not a CSV file"),
     "binary csv": (lambda root: (root / GROUND_TRUTH).write_bytes(b"\xff\xfe\x00\x80image"), {}, "not a CSV file"),
-    "image without a row": (write_truth(ROWS[0]), {}, "no row.*ISIC_2_downsampled.jpg.*--ignore-unlabeled"),
+    "image without a row": (write_truth(ROWS[0]), {}, "no row.*ISIC_2_downsampled.jpg.*`ignore_unlabeled`"),
     "lesion ids missing": (lambda root: (root / METADATA).write_text("image\nISIC_1\n"), {}, "lacks the columns lesion_id"),
     "unknown mask source": (lambda root: None, {"mask_sources": ["isic2081"]}, "Did you mean 'isic2018'"),
     "mask source not there": (
@@ -216,7 +198,7 @@ ISIC_BAD = {
         {},
         f"{MASK_FOLDERS['isic2018']} contains no masks. Unpack",
     ),
-    "no mask folder at all": (lambda root: [shutil.rmtree(root / f) for f in MASK_FOLDERS.values()], {}, "--masks none"),
+    "no mask folder at all": (lambda root: [shutil.rmtree(root / f) for f in MASK_FOLDERS.values()], {}, '`masks="none"`'),
     "unknown matching": (lambda root: None, {"masks": "fuzzy"}, "Unknown mask matching 'fuzzy'"),
 }
 
@@ -229,42 +211,36 @@ def test_a_layout_that_is_wrong_is_rejected_with_what_to_do(official: Path, case
         isic_manifest(official, **options)
 
 
-def test_files_without_a_row_are_left_out_when_asked(official: Path) -> None:
-    (official / GROUND_TRUTH).write_text(TRUTH + ROWS[0])
-    assert isic_manifest(official, ignore_unlabeled=True).ids == ["ISIC_1"]
-
-
-def test_a_folder_is_recognised_by_its_layout(shared: Path, tmp_path: Path) -> None:
+def test_a_folder_is_recognized_by_its_layout(shared: Path, tmp_path: Path) -> None:
     assert open_data(shared / "data" / "kvasir-dataset-v2").source == "kvasir v2"
     assert open_data(shared / "data" / "isic").source == "isic 2019, masks by-id from isic2018+ham10000"
     assert open_data(class_folders(tmp_path / "photos", 1)).source == "folder photos"
 
 
-def test_kvasir_is_split_80_to_20_over_the_sorted_files(shared: Path) -> None:
+def test_kvasir_is_split_80_to_20_over_the_sorted_files(shared: Path, tmp_path: Path) -> None:
     root = shared / "data" / "kvasir-dataset-v2"
     manifest = kvasir_manifest(root)
     assert Counter(manifest.rows["label"]) == dict.fromkeys(KVASIR_CLASSES, 40)
     assert Counter(manifest.rows["split"]) == {"train": 256, "val": 64}
     files = sorted(path.relative_to(root).as_posix() for path in root.glob("*/*.jpg"))
     trained = {files[i] for i in np.random.RandomState(42).permutation(320)[:256]}
-    found = {manifest.image_path(i).relative_to(root).as_posix() for i in np.flatnonzero(manifest.rows["split"] == "train")}
-    assert found == trained
+    part = manifest.part("train")
+    assert {part.image_path(i).relative_to(root).as_posix() for i in range(len(part))} == trained
     assert manifest.rows["mask"].isna().all()
     assert kvasir_manifest(root.parent).hash == manifest.hash, "the folder that the archive was unpacked in will do"
-
-
-def test_kvasir_with_a_class_missing_is_rejected(tmp_path: Path) -> None:
     class_folders(tmp_path, 1, KVASIR_CLASSES[:-1])
     with pytest.raises(RequestError, match=r"lacks the class folders ulcerative-colitis\..*mtb data folder"):
         kvasir_manifest(tmp_path)
 
 
-def test_class_folders_give_labels_and_ids(tmp_path: Path) -> None:
-    manifest = folder_manifest(class_folders(tmp_path, 2))
+def test_class_folders_give_labels_and_ids_at_any_depth(tmp_path: Path) -> None:
+    root = class_folders(tmp_path, 1)
+    save(lesion_picture(5), root / "MEL" / "patient_7" / "left" / "x.png")
+    manifest = folder_manifest(root)
     assert manifest.classes == ("MEL", "NV")
-    assert manifest.ids == ["MEL/MEL_0", "MEL/MEL_1", "NV/NV_0", "NV/NV_1"]
-    assert manifest.rows["label"].tolist() == ["MEL", "MEL", "NV", "NV"]
-    assert manifest.split_rule == "none"
+    assert manifest.ids == ["MEL/MEL_0", "MEL/patient_7/left/x", "NV/NV_0"]
+    assert manifest.rows["label"].tolist() == ["MEL", "MEL", "NV"]
+    assert manifest.split_rule.kind == "none"
 
 
 def test_folders_called_train_and_val_give_the_split(tmp_path: Path) -> None:
@@ -273,36 +249,44 @@ def test_folders_called_train_and_val_give_the_split(tmp_path: Path) -> None:
     manifest = folder_manifest(tmp_path)
     assert manifest.classes == ("MEL", "NV")
     assert Counter(manifest.rows["split"]) == {"train": 4, "val": 2}
-    assert manifest.split_rule == "given"
+    assert manifest.split_rule.kind == "given"
 
 
-def test_a_flat_folder_has_no_labels_and_other_files_are_left_out(tmp_path: Path) -> None:
+def test_a_flat_folder_has_no_labels_and_other_files_are_counted_aloud(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save(lesion_picture(0), tmp_path / "b.PNG")
     save(lesion_picture(1), tmp_path / "a.jpg")
-    (tmp_path / "notes.txt").write_text("x")
     save(lesion_picture(1), tmp_path / ".hidden.jpg")
+    for name in ("a.heic", "b.heic", "deeper/c.svg", ".DS_Store"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"x")
     manifest = folder_manifest(tmp_path)
+    assert f"Skipped 3 files in {tmp_path} that cannot be read as images: 2 .heic, 1 .svg." in capsys.readouterr().err
     assert manifest.ids == ["a", "b"]
     assert manifest.rows["label"].tolist() == [None, None]
     assert manifest.classes == ()
 
 
-def test_masks_are_found_by_the_name_of_the_image(tmp_path: Path) -> None:
-    class_folders(tmp_path / "images", 2)
-    save(disc_mask(), tmp_path / "masks" / "MEL" / "MEL_0.png")
-    save(disc_mask(), tmp_path / "masks" / "MEL_1_segmentation.png")
-    save(disc_mask(), tmp_path / "masks" / "NV_1_mask.png")
-    manifest = folder_manifest(tmp_path / "images", tmp_path / "masks")
-    found = [None if mask is None else Path(mask).name for mask in manifest.rows["mask"]]
-    assert found == ["MEL_0.png", "MEL_1_segmentation.png", None, "NV_1_mask.png"]
-
-
-def test_images_of_a_class_may_lie_in_folders_of_their_own(tmp_path: Path) -> None:
-    root = class_folders(tmp_path, 1)
-    save(lesion_picture(5), root / "MEL" / "patient_7" / "left" / "x.png")
-    manifest = folder_manifest(root)
-    assert manifest.ids == ["MEL/MEL_0", "MEL/patient_7/left/x", "NV/NV_0"]
-    assert manifest.rows["label"].tolist() == ["MEL", "MEL", "NV"]
+@pytest.mark.parametrize("inside", [False, True])
+def test_masks_are_found_by_name_and_their_folder_inside_is_no_class(
+    tmp_path: Path, inside: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = class_folders(tmp_path / "images", 2)
+    save(lesion_picture(9), root / "NV" / "ISIC_1_downsampled.jpg")
+    masks = (root if inside else tmp_path) / "masks"
+    for name in ("MEL/MEL_0.png", "MEL_1_segmentation.png", "NV_1_mask.png", "ISIC_1_segmentation.png", "c_mask.png"):
+        save(disc_mask(), masks / name)
+    manifest = folder_manifest(root, masks)
+    assert dict(zip(manifest.ids, [mask and Path(mask).name for mask in manifest.rows["mask"]])) == {
+        "MEL/MEL_0": "MEL_0.png",
+        "MEL/MEL_1": "MEL_1_segmentation.png",
+        "NV/ISIC_1_downsampled": "ISIC_1_segmentation.png",
+        "NV/NV_0": None,
+        "NV/NV_1": "NV_1_mask.png",
+    }
+    assert manifest.classes == ("MEL", "NV")
+    message = capsys.readouterr().err
+    assert "1 of 5 files in" in message
+    assert "c_mask.png" in message
 
 
 def test_a_link_that_leads_back_is_not_followed(tmp_path: Path) -> None:
@@ -324,62 +308,22 @@ def test_links_to_folders_elsewhere_are_followed_also_in_circles(tmp_path: Path)
     assert folder_manifest(root).ids == ["MEL/MEL_0", "MEL/to/NV_0", "NV/NV_0", "NV/fro/MEL_0"]
 
 
-def test_a_mask_folder_inside_is_no_class(tmp_path: Path) -> None:
-    root = class_folders(tmp_path, 2)
-    save(disc_mask(), root / "masks" / "NV_1.png")
-    manifest = folder_manifest(root, root / "masks")
-    assert manifest.classes == ("MEL", "NV")
-    assert len(manifest) == 4
-    assert manifest.rows["mask"].notna().tolist() == [False, False, False, True]
-
-
-def test_files_that_are_left_out_are_counted_aloud(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    root = class_folders(tmp_path, 1)
-    for name in ("MEL/a.heic", "NV/b.heic", "NV/deeper/c.svg", ".DS_Store"):
-        (root / name).parent.mkdir(exist_ok=True)
-        (root / name).write_bytes(b"x")
-    assert len(folder_manifest(root)) == 2
-    assert f"Skipped 3 files in {root} that cannot be read as images: 2 .heic, 1 .svg." in capsys.readouterr().err
-
-
-def test_masks_beside_their_images_are_masks(tmp_path: Path) -> None:
+def test_masks_next_to_their_images_are_masks_however_the_folder_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     root = class_folders(tmp_path, 2)
     save(disc_mask(), root / "MEL" / "MEL_0_segmentation.png")
-    manifest = folder_manifest(root, root)
+    monkeypatch.chdir(tmp_path)
+    manifest = folder_manifest(".", root)
+    assert "mask of no image" not in capsys.readouterr().err
     assert manifest.ids == ["MEL/MEL_0", "MEL/MEL_1", "NV/NV_0", "NV/NV_1"]
     assert [mask and Path(mask).name for mask in manifest.rows["mask"]] == ["MEL_0_segmentation.png", None, None, None]
-    with pytest.raises(RequestError, match=r"look like masks.*: MEL_0_segmentation.png.*--masks"):
+    with pytest.raises(RequestError, match=r"look like masks.*: MEL_0_segmentation.png.*`masks`"):
         folder_manifest(root)
     (root / "MEL" / "MEL_0_segmentation.png").unlink()
     save(disc_mask(), root / "masks" / "a.png")
     with pytest.raises(RequestError, match="folder 'masks' would become a class"):
         folder_manifest(root)
-
-
-def test_masks_of_no_image_are_named_and_smaller_images_of_isic_have_theirs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name in ("NV/a.jpg", "NV/ISIC_1_downsampled.jpg", "NV/b.jpg"):
-        save(lesion_picture(len(name)), tmp_path / "photos" / name)
-    for name in ("a.png", "ISIC_1_segmentation.png", "c_mask.png"):
-        save(disc_mask(), tmp_path / "masks" / name)
-    manifest = folder_manifest(tmp_path / "photos", masks=tmp_path / "masks")
-    masks = [mask and Path(mask).name for mask in manifest.rows["mask"]]
-    assert dict(zip(manifest.ids, masks)) == {"NV/ISIC_1_downsampled": "ISIC_1_segmentation.png", "NV/a": "a.png", "NV/b": None}
-    assert "1 of 3 files in" in (said := capsys.readouterr().err)
-    assert "c_mask.png" in said
-
-
-def test_an_image_is_never_its_own_mask_however_its_folder_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name in ("a", "b"):
-        save(lesion_picture(1), tmp_path / "NV" / f"{name}.jpg")
-    save(disc_mask(), tmp_path / "NV" / "a_mask.png")
-    monkeypatch.chdir(tmp_path)
-    manifest = folder_manifest(".", masks=tmp_path)
-    assert [mask and Path(mask).name for mask in manifest.rows["mask"]] == ["a_mask.png", None]
-    assert "mask of no image" not in capsys.readouterr().err
 
 
 def test_several_masks_of_one_image_become_their_union_and_that_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -394,12 +338,12 @@ def test_several_masks_of_one_image_become_their_union_and_that_is_said(tmp_path
     for part, ending in zip(parts, ("", "_1", "_2")):
         save(Image.fromarray(part), root / "benign" / f"benign (2)_mask{ending}.png")
     assert main(["data", "folder", str(root), "--masks", str(root), "--out", str(tmp_path / "m.parquet")]) == 0
-    said = capsys.readouterr().err
+    message = capsys.readouterr().err
     assert (
         "1 of 3 images have several masks, such as benign (2).png. Each gets their union: they are taken as several lesions."
-        in said
+        in message
     )
-    assert "If they are by several annotators, pass the folder of one of them as --masks." in said
+    assert "If they are by several annotators, pass the folder of one of them as `masks`." in message
     manifest = Manifest.read(tmp_path / "m.parquet")
     assert manifest.ids == ["benign/benign (1)", "benign/benign (2)", "normal/normal (1)"]
     assert manifest.classes == ("benign", "normal")
@@ -481,11 +425,11 @@ def test_a_csv_keeps_its_text_as_it_is(table: Path) -> None:
     assert manifest.rows["split"].tolist() == ["train", "train", "val"]
 
 
-@pytest.mark.parametrize("missing", ["NaN", "nan", "NAN", "<NA>", ""])
+@pytest.mark.parametrize("missing", ["NaN", "<NA>", ""])
 def test_nan_is_no_label_no_group_and_no_mask(table: Path, missing: str, capsys: pytest.CaptureFixture[str]) -> None:
     rows = f"pictures/0.png,{missing},{missing},{missing}\npictures/1.png,MEL,mask.png,p1\npictures/2.png,{missing},,\n"
     table.write_text(f"image,label,mask,group\n{rows}")
-    with pytest.raises(RequestError, match=r"label is empty or NaN.*--allow-unlabeled.*: row 2, row 4"):
+    with pytest.raises(RequestError, match=r"label is empty or NaN.*`allow_unlabeled`.*: row 2, row 4"):
         csv_manifest(table)
     capsys.readouterr()
     manifest = csv_manifest(table, allow_unlabeled=True)
@@ -493,8 +437,7 @@ def test_nan_is_no_label_no_group_and_no_mask(table: Path, missing: str, capsys:
     for column, values in {"label": [None, "MEL", None], "group": [None, "p1", None]}.items():
         assert manifest.rows[column].tolist() == values
     assert [manifest.mask_path(i) is None for i in range(3)] == [True, False, True]
-    said = capsys.readouterr().err
-    assert ("2 of 3 rows have NaN as their label: taken as no label." in said) == bool(missing)
+    assert ("2 of 3 rows have NaN as their label: taken as no label." in capsys.readouterr().err) == bool(missing)
 
 
 def test_a_float_nan_in_a_parquet_table_is_no_label(table: Path) -> None:
@@ -504,7 +447,7 @@ def test_a_float_nan_in_a_parquet_table_is_no_label(table: Path) -> None:
     assert (manifest.classes, manifest.rows["label"].tolist()) == (("1.5",), ["1.5", None])
 
 
-@pytest.mark.parametrize("name", ["NA", "None", "null", "n/a"])
+@pytest.mark.parametrize("name", ["NA", "None"])
 def test_a_class_may_be_called_like_nothing_and_that_is_said(table: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     table.write_text(f"image,label\npictures/0.png,{name}\npictures/1.png,MEL\npictures/2.png,{name}\n")
     message = f"2 rows have the label {name}: taken as the name of a class. Leave the cell empty for no label."
@@ -512,9 +455,6 @@ def test_a_class_may_be_called_like_nothing_and_that_is_said(table: Path, name: 
     assert message in capsys.readouterr().err
     assert csv_manifest(table, [name, "MEL"]).classes == (name, "MEL")
     assert message not in capsys.readouterr().err
-
-
-def test_a_class_that_is_named_in_the_request_is_a_class_whatever_its_name(table: Path) -> None:
     table.write_text("image,label\npictures/0.png,nan\npictures/1.png,MEL\n")
     assert csv_manifest(table, ["nan", "MEL"]).rows["label"].tolist() == ["nan", "MEL"]
 
@@ -526,9 +466,9 @@ def test_a_link_in_a_circle_is_named_and_the_other_images_are_read(tmp_path: Pat
     expected = folder_manifest(class_folders(tmp_path / "plain", 2)).ids
     capsys.readouterr()
     assert folder_manifest(root).ids == expected
-    said = capsys.readouterr().err
+    message = capsys.readouterr().err
     for path in (root / "circle", root / "MEL" / "circle.png"):
-        assert said.count(f"Skipped {path}: Too many levels of symbolic links.") == 1
+        assert message.count(f"Skipped {path}: Too many levels of symbolic links.") == 1
     assert [Path(source.name).stem for source in expand(root)] == [Path(name).name for name in expected]
     with pytest.raises(RequestError, match="Pass the folder that contains the masks"):
         folder_manifest(root, root / "circle")
@@ -550,7 +490,7 @@ CSV_BAD = {
     "image missing": ("image\npictures/9.png\n", {}, r"images that do not exist: row 2 \(pictures/9.png\)"),
     "image cell empty": ("image,label\n,MEL\n", {}, "image is empty: row 2"),
     "mask missing": ("image,mask\npictures/0.png,m.png\n", {}, r"masks that do not exist: row 2 \(m.png\)"),
-    "label empty": ("image,label\npictures/0.png,\n", {}, "label is empty.*--allow-unlabeled.*row 2"),
+    "label empty": ("image,label\npictures/0.png,\n", {}, "label is empty.*`allow_unlabeled`.*row 2"),
     "label unknown": ("image,label\npictures/0.png,XYZ\n", {"classes": ["MEL", "NV"]}, r"other than MEL, NV: row 2 \(XYZ\)"),
     "split unknown": ("image,split\npictures/0.png,test\n", {}, r"other than train, select, val: row 2 \(test\)"),
     "split empty": ("image,split\npictures/0.png,\n", {}, "other than train, select, val: row 2"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import subprocess
 import sys
@@ -26,7 +27,7 @@ from medtokenbudget.errors import RequestError
 @pytest.fixture(scope="module")
 def many() -> list[Drawing]:
     """400 drawings at the frequencies of ISIC 2019; small, since outlines do not depend on the number of pixels."""
-    return [draw(label, seed, size=128) for seed, label in enumerate(sample_labels(400, seed=5))]
+    return [draw(label, seed, size=96) for seed, label in enumerate(sample_labels(400, seed=5))]
 
 
 def lesion_patches(mask: np.ndarray) -> np.ndarray:
@@ -39,22 +40,16 @@ def checksum(drawing: Drawing) -> str:
     return hashlib.sha256(drawing.image.tobytes() + drawing.mask.tobytes()).hexdigest()
 
 
-@pytest.mark.parametrize("label", CLASSES)
-def test_every_class_is_drawn_with_its_mask(label: str) -> None:
-    drawing = draw(label, seed=3, size=96)
-    assert drawing.image.shape == (96, 96, 3)
-    assert drawing.image.dtype == np.uint8
-    assert drawing.mask.shape == (96, 96)
-    assert drawing.mask.dtype == bool
-    assert drawing.mask.any()
-    assert drawing.label == label
-    assert drawing.traits["prevalence"] == drawing.mask.mean()
-
-
 @pytest.mark.parametrize("off_center", [False, True])
 @pytest.mark.parametrize("label", CLASSES)
-def test_the_same_arguments_give_the_same_bytes(label: str, off_center: bool) -> None:
+def test_every_class_is_drawn_with_its_mask_and_twice_the_same(label: str, off_center: bool) -> None:
     first, second = (draw(label, 11, 64, off_center) for _ in range(2))
+    assert (first.image.shape, first.image.dtype) == ((64, 64, 3), np.uint8)
+    assert (first.mask.shape, first.mask.dtype) == ((64, 64), bool)
+    assert first.mask.any()
+    assert first.label == label
+    assert first.traits["prevalence"] == first.mask.mean()
+    assert json.loads(json.dumps(first.traits)).keys() == first.traits.keys()
     assert checksum(first) == checksum(second)
     assert first.traits == second.traits
 
@@ -81,19 +76,6 @@ def test_the_version_of_the_renderer_changes_with_its_pixels() -> None:
     np.testing.assert_allclose(sums, [21528, 17173, 13473, 10358, 12501, 6915, 18799, 18694], atol=8)
 
 
-def test_seeds_and_classes_give_different_pictures() -> None:
-    pictures = {checksum(draw(label, seed, 64)) for label in CLASSES for seed in range(5)}
-    assert len(pictures) == 5 * len(CLASSES)
-
-
-def test_traits_are_plain_values_that_json_can_hold() -> None:
-    import json
-
-    for label in CLASSES:
-        traits = draw(label, 2, 64).traits
-        assert json.loads(json.dumps(traits)).keys() == traits.keys()
-
-
 @pytest.mark.slow
 def test_prevalence_follows_the_paper(many: list[Drawing]) -> None:
     share = np.array([100 * lesion_patches(drawing.mask).mean() for drawing in many])
@@ -110,8 +92,8 @@ def test_the_mask_is_where_the_lesion_was_painted(many: list[Drawing]) -> None:
     """Inside and just outside must differ by more than two such parts of plain skin do, in nearly every picture."""
     contrasts = []
     for drawing in many[:200]:
-        inside = ndimage.binary_erosion(drawing.mask, iterations=3)
-        ring = ndimage.binary_dilation(drawing.mask, iterations=12) & ~ndimage.binary_dilation(drawing.mask, iterations=5)
+        inside = ndimage.binary_erosion(drawing.mask, iterations=2)
+        ring = ndimage.binary_dilation(drawing.mask, iterations=9) & ~ndimage.binary_dilation(drawing.mask, iterations=4)
         ring &= drawing.image.sum(2) > 120
         if inside.sum() > 30 and ring.sum() > 30:
             contrasts.append(np.abs(np.median(drawing.image[inside], 0) - np.median(drawing.image[ring], 0)).max())
@@ -176,7 +158,7 @@ def test_the_lesion_is_not_simply_the_darkest_part(many: list[Drawing]) -> None:
     kept = ceiling = 0
     for drawing in many:
         lesion = lesion_patches(drawing.mask).ravel()
-        luminance = drawing.image.mean(2).reshape(16, 8, 16, 8).mean((1, 3)).ravel()
+        luminance = drawing.image.mean(2).reshape(16, 6, 16, 6).mean((1, 3)).ravel()
         kept += lesion[np.argsort(luminance, kind="stable")[:76]].sum()
         ceiling += min(76, lesion.sum())
     assert 0.7 < kept / ceiling < 0.92
@@ -214,7 +196,7 @@ def test_class_frequencies_are_those_of_isic_2019() -> None:
     assert counts == pytest.approx(published, abs=1)
 
 
-@pytest.mark.parametrize("n", [0, 1, 7, 8, 9, 40, 100, 1000])
+@pytest.mark.parametrize("n", [0, 1, 7, 8, 9, 40, 1000])
 def test_labels_are_as_many_as_asked_and_hold_every_class_from_eight_on(n: int) -> None:
     labels = sample_labels(n, seed=4)
     assert len(labels) == n
@@ -229,18 +211,14 @@ def test_labels_are_as_many_as_asked_and_hold_every_class_from_eight_on(n: int) 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("MELANOMA", 0), "MEL, NV, BCC, AK, BKL, DF, VASC, SCC"),
-        (("mel", 0), "'mel'"),
-        (("NV", 0, 16), "32 or more"),
-        (("NV", -1), "seed"),
+        (("MELANOMA", 0), "'MELANOMA'.* Available: AK, BCC, BKL, DF, MEL, NV, SCC, VASC"),
+        (("NV", 0, 16), "size must be at least 32"),
+        (("NV", -1), "seed must be at least 0"),
     ],
 )
 def test_a_wrong_request_is_rejected_with_what_to_do(arguments: tuple, says: str) -> None:
     with pytest.raises(RequestError, match=says):
         draw(*arguments)
-
-
-def test_a_negative_number_of_labels_is_rejected() -> None:
     with pytest.raises(RequestError, match="-3"):
         sample_labels(-3, seed=0)
 
@@ -274,7 +252,7 @@ def test_the_same_request_is_the_same_bytes_whatever_the_workers(tmp_path: Path)
     assert content(tmp_path / "a")["images/SYN_000000.jpg"] != content(tmp_path / "c")["images/SYN_000000.jpg"]
 
 
-def test_an_interrupted_drawing_goes_on(tmp_path: Path) -> None:
+def test_an_interrupted_drawing_resumes_and_another_request_does_not_mix_in(tmp_path: Path) -> None:
     synthetic_manifest(tmp_path / "a", REQUEST)
     whole = content(tmp_path / "a")
     kept = tmp_path / "a" / "images" / "SYN_000001.jpg"
@@ -284,25 +262,16 @@ def test_an_interrupted_drawing_goes_on(tmp_path: Path) -> None:
     synthetic_manifest(tmp_path / "a", REQUEST)
     assert content(tmp_path / "a") == whole
     assert kept.stat().st_mtime_ns == before
+    with pytest.raises(RequestError, match="seed: expected 9, found 3"):
+        synthetic_manifest(tmp_path / "a", Drawings(n=12, seed=9, size=64))
 
 
-def test_a_named_manifest_has_its_files_in_a_folder_of_its_name(tmp_path: Path) -> None:
-    path = synthetic_manifest(tmp_path / "x.parquet", REQUEST)
-    assert path == tmp_path / "x.parquet"
-    assert Manifest.read(path).image_path(0) == tmp_path / "x" / "images" / "SYN_000000.jpg"
-
-
-@pytest.mark.parametrize("n", [1, 2, 4, 5])
+@pytest.mark.parametrize("n", [1, 4, 5])
 def test_a_few_images_are_a_data_set_too(tmp_path: Path, n: int) -> None:
     manifest = Manifest.read(synthetic_manifest(tmp_path / "few.parquet", Drawings(n=n, size=64)))
     assert len(manifest) == n
+    assert manifest.image_path(0) == tmp_path / "few" / "images" / "SYN_000000.jpg"
     assert set(manifest.rows["split"]) == ({"train"} if n < 5 else {"train", "val"})
-
-
-def test_two_requests_do_not_mix_in_one_folder(tmp_path: Path) -> None:
-    synthetic_manifest(tmp_path, REQUEST)
-    with pytest.raises(RequestError, match="seed: expected 9, found 3"):
-        synthetic_manifest(tmp_path, Drawings(n=12, seed=9, size=64))
 
 
 @pytest.mark.parametrize(

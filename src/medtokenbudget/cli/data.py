@@ -78,7 +78,7 @@ class FromSource(WriteManifest):
         if self.keep_split is not None and self.split == "paper":
             raise RequestError("`keep_split` cannot be combined with the paper's split, which is the same for every manifest.")
         old = None if self.keep_split is None else Manifest.read(self.keep_split)
-        came_with = manifest.split_rule.split(",")[0]
+        came_with = manifest.split_rule.kind
         if self.split == came_with == "paper" or (self.split is None and came_with == "given"):
             self.require_effect(self.select > 0, "`select` or `split`", "seed")
             split = cut_selection(manifest, self.select, self.seed) if self.select or again else manifest
@@ -204,7 +204,7 @@ class Split(FromSource):
         from medtokenbudget.data.manifest import Manifest
 
         manifest = Manifest.read(self.manifest)
-        if self.split == "paper" and manifest.source.startswith("isic") and not manifest.split_rule.startswith("paper"):
+        if self.split == "paper" and manifest.source.startswith("isic") and manifest.split_rule.kind != "paper":
             raise RequestError(
                 "The paper's split of ISIC needs all rows of the official CSV, which a manifest does not have. "
                 "Run `mtb data isic ROOT --split paper` instead."

@@ -106,17 +106,16 @@ class Route(Infer):
         settings = {entry.name: getattr(self, entry.name) for entry in fields(RouteConfig) if hasattr(self, entry.name)}
         config = RouteConfig(**{**settings, "budget": amount, "shard_size": self.many.shard_size, "jobs": self.many.jobs})
         routed = route_files(list(self.images), self.out, model, self.masks, config, self.many.engine, self.many.address)
-        written = routed
-        if written.failed:
-            say(_failures(written))
-        if written.unfamiliar:
+        if routed.failed:
+            say(_failures(routed))
+        if routed.unfamiliar:
             say(
-                f"{written.unfamiliar} of {written.done} images are unlike the training images of this model (column "
+                f"{routed.unfamiliar} of {routed.done} images are unlike the training images of this model (column "
                 "`unfamiliar`): do not rely on what was kept of them."
             )
         if routed.retention and routed.retention["router"].n:
             print(_retention_table(routed, f"budget {amount:g}" if isinstance(amount, float) else f"promised {amount.retention:g}"))
-        say(f"Routed {written.done:,} image{'' if written.done == 1 else 's'} to {routed.table}.")
+        say(f"Routed {routed.done:,} image{'' if routed.done == 1 else 's'} to {routed.table}.")
 
 
 def _failures(counts: Any) -> str:
@@ -270,7 +269,7 @@ class Explore(Serve):
 class Export(Command):
     """Export a model as ONNX files, as a static site or as a folder for the hub.
 
-    ONNX: one file per budget, compared with PyTorch before it is written. The static site runs the model in the browser. The folder
+    ONNX: one file per budget, compared with PyTorch before it is routed. The static site runs the model in the browser. The folder
     for the hub has no local paths.
     """
 

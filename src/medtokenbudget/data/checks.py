@@ -7,13 +7,13 @@ or duplicates in two parts of the split. The paper's split leaks by design, so t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import numpy as np
-from PIL import Image
+import pandas as pd
 
 from medtokenbudget.config import Parallel, check_values
 from medtokenbudget.data.duplicates import Fingerprint, duplicate_pairs, fingerprint
@@ -23,6 +23,7 @@ from medtokenbudget.data.masks import patch_labels, prevalence_table, same_aspec
 from medtokenbudget.progress import progress
 
 GRID = (16, 16)
+PARTS = ("all", *SPLITS)
 GRAY_TOLERANCE = 0.02
 """Share of gray pixels that a binary mask may have: JPEG and resizing blur its border."""
 Severity = Literal["fatal", "warning"]
@@ -110,12 +111,11 @@ class Report:
 
 
 @dataclass(frozen=True)
-class _Row:
-    """What was read of one row: its problems as (kind, text), the image's fingerprint, and the lesion patches of its mask."""
+class _Problem:
+    """One problem of one image, pair or group."""
 
-    problems: list[tuple[str, str]]
-    fingerprint: Fingerprint | None
-    lesion_patches: int
+    kind: str
+    item: str
 
 
 def check(manifest: Manifest, workers: int = 4) -> Report:
@@ -124,114 +124,99 @@ def check(manifest: Manifest, workers: int = 4) -> Report:
     Args:
         manifest: The data set.
         workers: Threads that read images.
-
-    Returns:
-        The findings and the tables that describe the data set.
     """
     check_values({"workers": (workers, Parallel)})
     with ThreadPoolExecutor(max(1, workers)) as pool:
         results = pool.map(lambda index: _read(manifest, index), range(len(manifest)))
-        rows = list(progress(results, total=len(manifest), what="Checking", unit="image"))
-    items: dict[str, list[str]] = {kind: [] for kind in _KINDS}
-    for image_id, row in zip(manifest.ids, rows):
-        for kind, text in row.problems:
-            items[kind].append(f"{image_id}: {text}" if text else image_id)
-    items |= _duplicates(manifest, rows) | _split_problems(manifest)
+        read = list(progress(results, total=len(manifest), what="Checking", unit="image"))
+    problems = [problem for of_image, _, _ in read for problem in of_image]
+    problems += [*_duplicates(manifest, [print_ for _, print_, _ in read]), *_split_problems(manifest)]
     split = manifest.rows["split"].tolist()
-    patches = {part: [row.lesion_patches for row, of in zip(rows, split) if part in ("all", of)] for part in ("all", *SPLITS)}
-    with_lesion = {part: [count for count in counts if count] for part, counts in patches.items() if any(counts)}
+    patches = {part: [count for (_, _, count), of in zip(read, split) if count and part in ("all", of)] for part in PARTS}
     return Report(
         name=manifest.name,
         source=manifest.source,
-        split_rule=manifest.split_rule,
+        split_rule=str(manifest.split_rule),
         images=len(manifest),
-        findings=[_finding(kind, names, manifest.split_rule) for kind, names in items.items() if names],
-        classes=_by_class(manifest, np.ones(len(manifest), dtype=bool)),
-        masks=_by_class(manifest, manifest.rows["mask"].notna().to_numpy()),
-        prevalence={part: prevalence_table(counts, GRID[0] * GRID[1]) for part, counts in with_lesion.items()},
-        prevalence_images={part: len(counts) for part, counts in with_lesion.items()},
+        findings=_findings(problems, leaks_allowed=manifest.split_rule.kind == "paper"),
+        classes=_by_class(manifest, manifest.rows),
+        masks=_by_class(manifest, manifest.rows[manifest.rows["mask"].notna()]),
+        prevalence={part: prevalence_table(counts, GRID[0] * GRID[1]) for part, counts in patches.items() if counts},
+        prevalence_images={part: len(counts) for part, counts in patches.items() if counts},
     )
 
 
-def _read(manifest: Manifest, index: int) -> _Row:
+def _read(manifest: Manifest, index: int) -> tuple[list[_Problem], Fingerprint | None, int]:
+    """Read one row: its problems, the fingerprint of its image, and the lesion patches of its mask."""
     path, mask_path = manifest.image_path(index), manifest.mask_path(index)
     image, patches = None, 0
-    problems: list[tuple[str, str]] = []
+    problems: list[_Problem] = []
+
+    def add(kind: str, detail: object = "") -> None:
+        image_id = str(manifest.rows["image_id"].iat[index])
+        problems.append(_Problem(kind, f"{image_id}: {detail}" if detail else image_id))
+
     try:
         image = decode_image(path)
     except DecodeError as error:
-        problems.append((f"image-{error.kind}" if error.kind in ("missing", "damaged") else "image-unreadable", str(error)))
+        add(f"image-{error.kind}" if error.kind in ("missing", "damaged") else "image-unreadable", error)
     if manifest.rows["label"].iat[index] is None:
-        problems.append(("unlabeled", ""))
+        add("unlabeled")
     if mask_path is not None:
         try:
             mask = decode_mask(mask_path)
             patches = int(patch_labels(mask, GRID).sum())
-            problems += _mask_problems(mask, image, patches)
+            values = np.asarray(mask)
+            if image is not None and not same_aspect(mask.size, image.size):
+                add("mask-aspect", f"mask {mask.width} x {mask.height}, image {image.width} x {image.height}")
+            if values.max() == 0:
+                add("mask-empty")
+            elif patches == 0:
+                add("mask-no-patch")
+            if values.max() not in (0, 255) or ((values > 15) & (values < 240)).mean() > GRAY_TOLERANCE:
+                add("mask-not-binary", f"values {values.min()} to {values.max()}")
         except DecodeError as error:
-            kinds = {"missing": "mask-missing", "mask-values": "mask-values"}
-            problems.append((kinds.get(error.kind, "mask-unreadable"), str(error)))
-    return _Row(problems, None if image is None else fingerprint(path, image), patches)
+            add({"missing": "mask-missing", "mask-values": "mask-values"}.get(error.kind, "mask-unreadable"), error)
+    return problems, None if image is None else fingerprint(path, image), patches
 
 
-def _mask_problems(mask: Image.Image, image: Image.Image | None, patches: int) -> list[tuple[str, str]]:
-    values = np.asarray(mask)
-    problems = []
-    if image is not None and not same_aspect(mask.size, image.size):
-        problems.append(("mask-aspect", f"mask {mask.width} x {mask.height}, image {image.width} x {image.height}"))
-    if values.max() == 0:
-        problems.append(("mask-empty", ""))
-    elif patches == 0:
-        problems.append(("mask-no-patch", ""))
-    if values.max() not in (0, 255) or ((values > 15) & (values < 240)).mean() > GRAY_TOLERANCE:
-        problems.append(("mask-not-binary", f"values {values.min()} to {values.max()}"))
-    return problems
-
-
-def _duplicates(manifest: Manifest, rows: Sequence[_Row]) -> dict[str, list[str]]:
-    exact, near = duplicate_pairs([row.fingerprint for row in rows])
+def _duplicates(manifest: Manifest, prints: Sequence[Fingerprint | None]) -> Iterator[_Problem]:
+    exact, near = duplicate_pairs(prints)
     ids = manifest.ids
-
-    def differing(column: str) -> list[str]:
+    for kind, pairs in (("duplicate-exact", exact), ("duplicate-near", near)):
+        yield from (_Problem(kind, f"{ids[i]} = {ids[j]}") for i, j in pairs)
+    for kind, column in (("duplicate-labels", "label"), ("duplicate-crosses", "split")):
         values = manifest.rows[column].tolist()
-        pairs = [(i, j) for i, j in (*exact, *near) if values[i] != values[j]]
-        return [f"{ids[i]} ({values[i]}) = {ids[j]} ({values[j]})" for i, j in pairs]
-
-    return {
-        "duplicate-exact": [f"{ids[i]} = {ids[j]}" for i, j in exact],
-        "duplicate-near": [f"{ids[i]} = {ids[j]}" for i, j in near],
-        "duplicate-labels": differing("label"),
-        "duplicate-crosses": differing("split"),
-    }
+        for i, j in (*exact, *near):
+            if values[i] != values[j]:
+                yield _Problem(kind, f"{ids[i]} ({values[i]}) = {ids[j]} ({values[j]})")
 
 
-def _split_problems(manifest: Manifest) -> dict[str, list[str]]:
-    parts: dict[str, set[str]] = {}
-    for group, part in zip(manifest.rows["group"], manifest.rows["split"]):
-        if group is not None:
-            parts.setdefault(group, set()).add(part)
-    expected = [] if manifest.split_rule == "none" else ["train", "val"]
-    present = set(manifest.rows["split"])
+def _split_problems(manifest: Manifest) -> Iterator[_Problem]:
+    for group, parts in manifest.rows.groupby("group", sort=False)["split"].unique().items():
+        if len(parts) > 1:
+            yield _Problem("group-crosses", f"{group} ({', '.join(sorted(parts))})")
+    if manifest.split_rule.kind != "none":
+        yield from (_Problem("part-empty", part) for part in ("train", "val") if part not in set(manifest.rows["split"]))
     trained, validated = (set(manifest.part(part).rows["label"].dropna()) for part in ("train", "val"))
-    return {
-        "group-crosses": [f"{group} ({', '.join(sorted(of))})" for group, of in parts.items() if len(of) > 1],
-        "part-empty": [part for part in expected if part not in present],
-        "class-unseen": sorted(validated - trained),
-    }
+    yield from (_Problem("class-unseen", label) for label in sorted(validated - trained))
 
 
-def _finding(kind: str, items: list[str], split_rule: str) -> Finding:
-    severity, message = _KINDS[kind]
-    if kind in ("duplicate-crosses", "group-crosses") and split_rule.startswith("paper"):
-        return Finding(kind, "warning", f"{message} (the paper's split allows this; `--split grouped` does not)", items)
-    return Finding(kind, severity, message, items)
+def _findings(problems: Sequence[_Problem], leaks_allowed: bool) -> list[Finding]:
+    """Gather problems by their kind, in the order of the report."""
+    findings = []
+    for kind, (severity, message) in _KINDS.items():
+        if leaks_allowed and kind in ("duplicate-crosses", "group-crosses"):
+            severity, message = "warning", f"{message} (the paper's split allows this; the split 'grouped' does not)"
+        if items := [problem.item for problem in problems if problem.kind == kind]:
+            findings.append(Finding(kind, severity, message, items))
+    return findings
 
 
-def _by_class(manifest: Manifest, chosen: np.ndarray) -> dict[str, dict[str, int]]:
-    """Count the images per class, for each part and for all: `{part: {class: n}}`; '-' counts images without a label."""
-    rows = manifest.rows[chosen]
+def _by_class(manifest: Manifest, rows: pd.DataFrame) -> dict[str, dict[str, int]]:
+    """Count rows per class, for each part and for all: `{part: {class: n}}`; '-' counts images without a label."""
     table = {}
-    for part in ("all", *SPLITS):
+    for part in PARTS:
         counts = Counter("-" if label is None else label for label, of in zip(rows["label"], rows["split"]) if part in ("all", of))
         table[part] = {name: counts[name] for name in (*manifest.classes, "-") if name != "-" or counts["-"]}
     return table
@@ -248,7 +233,7 @@ def to_text(report: Report, limit: int = 8) -> str:
         lines = [f"{finding.severity.upper()} {finding.kind} ({len(finding.items):,}): {finding.message}"]
         lines += [f"  {item}" for item in items]
         if more := len(finding.items) - len(items):
-            lines.append(f"  and {more:,} more (use --all to list them)")
+            lines.append(f"  and {more:,} more (the option `all` lists them)")
         blocks.append("\n".join(lines))
     fatal = sum(finding.severity == "fatal" for finding in report.findings)
     warnings = len(report.findings) - fatal

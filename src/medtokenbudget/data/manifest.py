@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -24,14 +24,42 @@ from medtokenbudget.files import atomic_write, sha256_json
 COLUMNS = ("image_id", "image", "label", "mask", "group", "split")
 SPLITS = ("train", "select", "val")
 SOURCES = ("isic", "kvasir", "folder", "csv", "synthetic")
-Split = Literal["train", "select", "val"]
 METADATA_KEY = b"medtokenbudget"
 """Where the Parquet file stores what is not a column."""
-_VERSION = 2
+_VERSION = 3
 
 
 class ManifestError(RequestError):
     """The rows or the file are not a valid manifest."""
+
+
+@dataclass(frozen=True)
+class SplitRule:
+    """How the rows of a manifest were split.
+
+    Attributes:
+        kind: The rule; 'given' if the data came with a split, 'none' if they have none.
+        fold: The validation fold of 'kfold', counted from 0.
+        folds: Number of folds of 'kfold'.
+        select: Share of the training part that was set aside for model selection.
+        kept: Whether images kept the part that they have in an older manifest.
+
+    Example:
+        >>> str(SplitRule("kfold", fold=2, folds=4, select=0.1))
+        'kfold 2/4, select 0.1'
+    """
+
+    kind: Literal["paper", "grouped", "kfold", "given", "none"]
+    fold: int = 0
+    folds: int = 0
+    select: float = 0.0
+    kept: bool = False
+
+    def __str__(self) -> str:
+        notes = [f"kfold {self.fold}/{self.folds}" if self.kind == "kfold" else self.kind]
+        notes += [f"select {self.select:g}"] if self.select else []
+        notes += ["kept from an older manifest"] if self.kept else []
+        return ", ".join(notes)
 
 
 @dataclass(frozen=True)
@@ -44,8 +72,8 @@ class Manifest:
         classes: Class names, in the order of the class indices.
         root: Folder that relative paths start from; None for the working directory.
         source: Where the rows come from, such as 'isic 2019, masks by-id from isic2018'.
-        split_rule: How the rows were split, such as 'grouped'.
-        name: The user's own name of the data set, shown in results and reports.
+        split_rule: How the rows were split.
+        name: The user's name of the data set, shown in results and reports.
 
     Example:
         >>> manifest = Manifest.from_records([{"image_id": "a", "image": "a.jpg", "label": "MEL"}], ["MEL", "NV"])
@@ -57,12 +85,11 @@ class Manifest:
     classes: tuple[str, ...]
     root: Path | None = None
     source: str = "unknown"
-    split_rule: str = "given"
+    split_rule: SplitRule = SplitRule("given")
     name: str = "unnamed"
 
     def __post_init__(self) -> None:
-        missing = [name for name in COLUMNS if name not in self.rows.columns]
-        if missing:
+        if missing := [name for name in COLUMNS if name not in self.rows.columns]:
             raise ManifestError(f"A manifest needs the columns {', '.join(COLUMNS)}. Missing: {', '.join(missing)}.")
         rows = self.rows.loc[:, list(COLUMNS)].reset_index(drop=True).astype(object)
         rows = rows.where(rows.notna(), None)
@@ -72,8 +99,7 @@ class Manifest:
         object.__setattr__(self, "classes", tuple(str(name) for name in self.classes))
         object.__setattr__(self, "name", " ".join(self.name.split()))
         check_name(self.name)
-        faults = _faults(rows, self.classes)
-        if faults:
+        if faults := _faults(rows, self.classes):
             raise ManifestError("These rows are not a valid manifest:\n" + "\n".join(f"  {fault}" for fault in faults))
 
     @classmethod
@@ -86,8 +112,7 @@ class Manifest:
             classes: Class names, in the order of the class indices.
             **fields: Other fields of the manifest, such as `name` and `root`.
         """
-        blank = {"label": None, "mask": None, "group": None, "split": "train"}
-        rows = [{**blank, **record} for record in records]
+        rows = [{"split": "train", **record} for record in records]
         return cls(pd.DataFrame(rows, columns=list(COLUMNS), dtype=object), tuple(classes), **fields)
 
     def __len__(self) -> int:
@@ -100,7 +125,7 @@ class Manifest:
 
     @property
     def groups(self) -> list[str]:
-        """The group of each image; an image without one is a group of its own."""
+        """The group of each image; an image without one is a group by itself."""
         return [image_id if group is None else group for image_id, group in zip(self.ids, self.rows["group"])]
 
     @cached_property
@@ -135,7 +160,7 @@ class Manifest:
         """Take the rows with these numbers, in this order."""
         return replace(self, rows=self.rows.iloc[np.asarray(rows, dtype=np.int64)])
 
-    def with_columns(self, split_rule: str | None = None, **columns: Sequence[str | None]) -> Manifest:
+    def with_columns(self, split_rule: SplitRule | None = None, **columns: Iterable[str | None]) -> Manifest:
         """Copy the manifest with other values in the given columns."""
         changed = self.rows.assign(**{name: pd.Series(list(values), dtype=object) for name, values in columns.items()})
         return replace(self, rows=changed, split_rule=split_rule or self.split_rule)
@@ -167,7 +192,7 @@ class Manifest:
         return [None if path is None else Path(path).relative_to(common).as_posix() for path in paths]
 
     def write(self, path: Path | str, overwrite: bool = True) -> Path:
-        """Write the manifest to a Parquet file.
+        """Write the manifest to a Parquet file and return its path.
 
         Paths inside the folder of the file are stored relative to it, all others as absolute paths.
 
@@ -175,37 +200,37 @@ class Manifest:
             path: The file to write.
             overwrite: Whether a different manifest at `path` may be replaced.
 
-        Returns:
-            The path.
-
         Raises:
             ManifestError: The file exists with another content and `overwrite` is False.
         """
         target = Path(path)
         folder = Path(os.path.abspath(target.parent))
+
+        def stored(value: str | None) -> str | None:
+            if value is None:
+                return None
+            absolute = Path(os.path.abspath(self._path(value)))
+            return absolute.relative_to(folder).as_posix() if absolute.is_relative_to(folder) else str(absolute)
+
         columns = {name: self.rows[name].tolist() for name in COLUMNS}
-        for name in ("image", "mask"):
-            columns[name] = [None if value is None else _relative(self._path(value), folder) for value in columns[name]]
-        metadata = {
+        columns |= {name: [stored(value) for value in columns[name]] for name in ("image", "mask")}
+        metadata: dict[str, Any] = {
             "version": _VERSION,
             "classes": list(self.classes),
             "name": self.name,
             "source": self.source,
-            "split_rule": self.split_rule,
+            "split_rule": asdict(self.split_rule),
             "hash": self.hash,
         }
         metadata["file_hash"] = _file_hash(columns, metadata)
         if not overwrite and target.exists() and _stored_hash(target) != metadata["file_hash"]:
             raise ManifestError(
-                f"{target} already exists and is different. Pass --overwrite to replace it (with --keep-split {target} its images "
-                "keep their part), or choose another --out."
+                f"{target} already exists and is different. Pass `overwrite` to replace it (with `keep_split` its images keep "
+                "their part), or choose another `out`."
             )
-        schema = pa.schema(
-            [pa.field(name, pa.string()) for name in COLUMNS], metadata={METADATA_KEY: json.dumps(metadata).encode()}
-        )
-        table = pa.table([pa.array(columns[name], pa.string()) for name in COLUMNS], schema=schema)
+        schema = pa.schema([(name, pa.string()) for name in COLUMNS], metadata={METADATA_KEY: json.dumps(metadata).encode()})
         with atomic_write(target) as temporary:
-            pq.write_table(table, temporary)
+            pq.write_table(pa.table(columns, schema=schema), temporary)
         return target
 
     @classmethod
@@ -218,32 +243,35 @@ class Manifest:
         source = Path(path)
         columns, metadata = _read_table(source)
         if _file_hash(columns, metadata) != metadata.get("file_hash"):
-            raise ManifestError(f"{source} was edited or damaged after `mtb data` wrote it. {_valid_again(source)}")
+            raise ManifestError(f"{source} was edited or damaged after `mtb data` wrote it. {_VALID_AGAIN}")
         rows = pd.DataFrame({name: pd.Series(values, dtype=object) for name, values in columns.items()})
-        root = Path(os.path.abspath(source.parent))
-        return cls(rows, tuple(metadata["classes"]), root, metadata["source"], metadata["split_rule"], metadata["name"])
+        return cls(
+            rows,
+            tuple(metadata["classes"]),
+            root=Path(os.path.abspath(source.parent)),
+            source=metadata["source"],
+            split_rule=SplitRule(**metadata["split_rule"]),
+            name=metadata["name"],
+        )
+
+
+_VALID_AGAIN = "If you edited it on purpose, read it with `mtb data csv`, which checks it and makes it valid again."
 
 
 def _read_table(source: Path) -> tuple[dict[str, list[str | None]], dict[str, Any]]:
     if not source.exists():
-        raise ManifestError(f"{source} does not exist. Create a manifest with `mtb data {'|'.join(SOURCES)} ... --out {source}`.")
+        raise ManifestError(f"{source} does not exist. Create a manifest with `mtb data {'|'.join(SOURCES)}`.")
     if source.is_dir():
-        raise ManifestError(
-            f"{source} is a folder, but a manifest is a file. Create one with `mtb data folder {source} --out M.parquet`."
-        )
+        raise ManifestError(f"{source} is a folder, but a manifest is a file. Create one with `mtb data folder`.")
     try:
         table = pq.read_table(source)
         metadata = json.loads((table.schema.metadata or {})[METADATA_KEY])
-        # Here, because text that is not UTF-8 is noticed only now.
+        # Inside the `try`, because text that is not UTF-8 is noticed only when it becomes Python's.
         columns = {name: table.column(name).to_pylist() for name in table.column_names if name in COLUMNS}
     except KeyError:
         if "image" in table.column_names:
-            raise ManifestError(
-                f"{source} was written by another program and is not a manifest yet. {_valid_again(source)}"
-            ) from None
-        raise ManifestError(
-            f"{source} is a Parquet file, but not a manifest. Create one with `mtb data ... --out M.parquet`."
-        ) from None
+            raise ManifestError(f"{source} was written by another program and is not a manifest yet. {_VALID_AGAIN}") from None
+        raise ManifestError(f"{source} is a Parquet file, but not a manifest. Create one with `mtb data`.") from None
     except (pa.ArrowException, OSError, ValueError) as error:
         reason = first_line(error).rstrip(".")
         raise ManifestError(f"{source} is not a manifest or is damaged ({reason}). Create it again with `mtb data`.") from None
@@ -251,12 +279,12 @@ def _read_table(source: Path) -> tuple[dict[str, list[str | None]], dict[str, An
         raise ManifestError(f"{source} is damaged. Create it again with `mtb data`.")
     if (version := metadata.get("version")) != _VERSION:
         kind = str(metadata.get("source", "")).split(" ")[0]
-        command = f"mtb data {kind if kind in SOURCES else '|'.join(SOURCES)} ... --out {source}"
+        command = f"mtb data {kind if kind in SOURCES else '|'.join(SOURCES)}"
         raise ManifestError(
             f"{source} has manifest format {version}, but this version reads format {_VERSION}. Run `{command}` again."
         )
     if missing := [name for name in COLUMNS if name not in columns]:
-        raise ManifestError(f"{source} lacks the columns {', '.join(missing)}. {_valid_again(source)}")
+        raise ManifestError(f"{source} lacks the columns {', '.join(missing)}. {_VALID_AGAIN}")
     return columns, metadata
 
 
@@ -272,48 +300,31 @@ def _stored_hash(path: Path) -> str | None:
         return None
 
 
-def _valid_again(path: Path) -> str:
-    return f"If you edited it on purpose, run `mtb data csv {path} --out {path} --overwrite` to check it and make it valid again."
-
-
 def check_name(name: str) -> None:
     """Reject a name that a table or a file cannot show; sources that take long call this first."""
     if not name or not name.isprintable() or "|" in name:
-        raise ManifestError(f"{name!r} cannot be the name of a data set. Pass a --name that is not empty and has no '|'.")
+        raise ManifestError(f"{name!r} cannot be the name of a data set. Choose a `name` that is not empty and has no '|'.")
 
 
 def _faults(rows: pd.DataFrame, classes: tuple[str, ...]) -> list[str]:
     ids = rows["image_id"]
-    known = set(classes)
     wrong: list[tuple[str, list[Any]]] = [
         ("image_id is empty in the rows", [i for i, value in enumerate(ids) if not value]),
         ("image is empty in the rows", [i for i, value in enumerate(rows["image"]) if not value]),
-        ("image_id used more than once", sorted({str(value) for value in ids[ids.duplicated()] if value})),
-        (f"labels other than {', '.join(classes)}", sorted({v for v in rows["label"] if v is not None and v not in known})),
-        (f"values of split other than {', '.join(SPLITS)}", sorted({str(v) for v in rows["split"] if v not in SPLITS})),
+        ("image_id used more than once", sorted({value for value in ids[ids.duplicated()] if value})),
+        (f"labels other than {', '.join(classes)}", sorted(set(rows["label"].dropna()) - set(classes))),
+        (f"values of split other than {', '.join(SPLITS)}", sorted(map(str, set(rows["split"]) - set(SPLITS)))),
+        (
+            "file names that are not valid UTF-8 (rename these files)",
+            # Python holds bytes of a file name that are not text as lone surrogates, which no Parquet file can store.
+            [repr(value) for name in COLUMNS for value in rows[name].dropna() if value != value.encode(errors="ignore").decode()],
+        ),
+        ("class names used more than once", sorted({name for name in classes if classes.count(name) > 1})),
     ]
-    unwritable = [repr(v) for name in COLUMNS for v in rows[name] if v is not None and not _is_utf8(v)]
-    wrong.append(("file names that are not valid UTF-8 (rename these files)", unwritable))
-    faults = [f"{what}: {listed(values)}" for what, values in wrong if values]
-    if len(known) != len(classes):
-        faults.append(f"class names used more than once: {listed(sorted({name for name in classes if classes.count(name) > 1}))}")
-    return faults
+    return [f"{what}: {listed(values)}" for what, values in wrong if values]
 
 
 def listed(values: Sequence[Any], limit: int = 5) -> str:
     """List the first few values as text, and the number of the others: 'a, b and 3 more'."""
     text = ", ".join(str(value) for value in values[:limit])
     return text if len(values) <= limit else f"{text} and {len(values) - limit:,} more"
-
-
-def _is_utf8(value: str) -> bool:
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _relative(path: Path, folder: Path) -> str:
-    absolute = Path(os.path.abspath(path))
-    return absolute.relative_to(folder).as_posix() if absolute.is_relative_to(folder) else str(absolute)

@@ -18,10 +18,10 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
-from PIL import Image, ImageChops
+from PIL import ImageChops
 
 from medtokenbudget.data.images import SUFFIXES, decode_mask
-from medtokenbudget.data.manifest import COLUMNS, METADATA_KEY, SPLITS, Manifest, listed
+from medtokenbudget.data.manifest import COLUMNS, METADATA_KEY, SPLITS, Manifest, SplitRule, listed
 from medtokenbudget.data.splits import paper_split
 from medtokenbudget.errors import RequestError, UnknownNameError, first_line
 from medtokenbudget.files import write_encoded
@@ -34,7 +34,7 @@ METADATA = "ISIC_2019_Training_Metadata.csv"
 MASK_FOLDERS = {"isic2018": "ISIC2018_Task1_Training_GroundTruth", "ham10000": "HAM10000_segmentations_lesion_tschandl"}
 Matching = Literal["exact", "by-id", "none"]
 DOWNSAMPLED = "_downsampled"
-"""How ISIC 2019 ends the name of an image that it has made smaller; the mask is called as the original."""
+"""Suffix of images that ISIC 2019 has made smaller; the mask has the name of the original."""
 
 KVASIR_CLASSES = (
     "dyed-lifted-polyps",
@@ -53,14 +53,13 @@ MASK_NAMES = "The mask of a.jpg must be called a.png, a_segmentation.png or a_ma
 _MASK_ENDING = re.compile(r"(_mask|_segmentation)(_[0-9]+)?$")
 """How the name of a mask ends where it is not that of its image, with a number where the image has several."""
 _MASK_FOLDER_NAMES = {"mask", "masks", "segmentation", "segmentations"}
-_PASS_MASKS = "Pass the folder that contains the masks."
 _PART_NAMES = {"train", "training", "val", "valid", "validation", "test", "testing", "select"}
 """Folder names that mean a part of the split and not a class."""
 
 _NOT_A_NUMBER = {"nan", "<na>"}
 """What programs write into the cell of a missing value; no class, group or file is called so."""
 _LIKE_NOTHING = {"na", "n/a", "none", "null"}
-"""What may be the name of a class (no abnormality, North America) or a missing value: taken as a name, and said."""
+"""Either the name of a class (no abnormality, North America) or a missing value: taken as a name, with a message."""
 _TABLE_COLUMNS = "image (required), image_id, label, mask, group and split"
 
 
@@ -70,9 +69,6 @@ def open_data(target: Path | str) -> Manifest:
     Args:
         target: A manifest file, or a folder with the layout of ISIC 2019 or Kvasir v2 (both get the paper's split) or with class
             folders.
-
-    Returns:
-        The manifest.
     """
     path = Path(target)
     if not path.is_dir():
@@ -102,7 +98,7 @@ def isic_manifest(
         ROOT/ISIC_2019_Training_Metadata.csv
 
     The split is drawn over all rows of the CSV, so an image is in the same part however many images were downloaded. A group is a
-    lesion; an image without a lesion_id is its own group.
+    lesion; an image without a lesion_id is a group by itself.
 
     Args:
         root: Folder with the official files.
@@ -111,9 +107,6 @@ def isic_manifest(
             ISIC 2018 alone, like the paper, and 'by-id' every mask folder in `root`.
         ignore_unlabeled: Leave out images that have no row in the CSV, instead of raising an error.
         name: Name of the data set.
-
-    Returns:
-        The manifest, with the `split_rule` 'paper'.
 
     Raises:
         RequestError: Files are missing or not as in the official download.
@@ -129,7 +122,7 @@ def isic_manifest(
     if unlabeled and not ignore_unlabeled:
         names = listed([files[image].name for image in unlabeled], 3)
         raise RequestError(
-            f"These images in {folder} have no row in {GROUND_TRUTH}: {names}. Remove them, or pass --ignore-unlabeled."
+            f"These images in {folder} have no row in {GROUND_TRUTH}: {names}. Remove them, or pass `ignore_unlabeled`."
         )
     sources = _mask_sources(top, masks, mask_sources)
     mask_files: dict[str, Path] = {}
@@ -139,15 +132,15 @@ def isic_manifest(
         if not by_id:
             raise RequestError(
                 f"{top / MASK_FOLDERS[kind]} contains no masks. Unpack the archive of that name there, "
-                "or choose another source with --mask-sources."
+                "or choose other `mask_sources`."
             )
         mask_files |= {image: by_id[mask] for image, mask in match_masks(truth["image"], by_id, masks).items()}
     records = [
         {
             "image_id": image,
-            "image": str(files[image]),
+            "image": files[image],
             "label": label,
-            "mask": str(mask_files[image]) if image in mask_files else None,
+            "mask": mask_files.get(image),
             "group": lesions.get(image, image),
             "split": split,
         }
@@ -157,20 +150,17 @@ def isic_manifest(
     if sources and not any(record["mask"] for record in records):
         say(f"None of the {len(records):,} images has a mask in {' or '.join(MASK_FOLDERS[kind] for kind in sources)}.")
     source = f"isic 2019, masks {masks} from {'+'.join(sources) or 'nowhere'}"
-    return Manifest.from_records(records, ISIC_CLASSES, source=source, split_rule="paper", name=name)
+    return Manifest.from_records(records, ISIC_CLASSES, source=source, split_rule=SplitRule("paper"), name=name)
 
 
 def match_masks(image_ids: Iterable[str], mask_ids: Iterable[str], how: str) -> dict[str, str]:
-    """Find the mask of each image by name.
+    """Find the mask id of each image that has a mask, by name.
 
     Args:
         image_ids: Names of the images, without their ending.
         mask_ids: Names of the masks, without `_segmentation.png`.
-        how: 'exact' compares the names as they are, like the paper, so images called `..._downsampled` have no mask. 'by-id'
-            ignores this suffix. 'none' matches nothing.
-
-    Returns:
-        The mask id of each image that has a mask.
+        how: 'exact' compares the full names, like the paper, so images called `..._downsampled` have no mask. 'by-id' ignores
+            this suffix. 'none' matches nothing.
     """
     if how not in get_args(Matching):
         raise UnknownNameError.of("mask matching", how, get_args(Matching))
@@ -181,40 +171,34 @@ def match_masks(image_ids: Iterable[str], mask_ids: Iterable[str], how: str) -> 
 
 def read_ground_truth(path: Path) -> pd.DataFrame:
     """Read the one-hot CSV to a table with the columns `image, label`, in file order."""
-    if not path.exists():
-        raise RequestError(
-            f"{path} does not exist. Pass the folder that contains {path.name} and {IMAGES}, the layout of the official download."
-        )
-    table = _read_official(path, ("image", *ISIC_CLASSES))
+    table = _read_official(path, ("image", *ISIC_CLASSES), f"Pass the folder that contains {path.name} and {IMAGES}.")
     names = [name for name in (*ISIC_CLASSES, "UNK") if name in table.columns]
     values = table[names].apply(pd.to_numeric, errors="coerce").to_numpy(dtype=np.float64)
-    bad = ~(np.isin(values, (0.0, 1.0)).all(1) & (values.sum(1) == 1))
-    if bad.any():
-        rows = listed(table["image"][bad].tolist())
+    one_class = np.isin(values, (0.0, 1.0)).all(1) & (values.sum(1) == 1)
+    if not one_class.all():
+        rows = table["image"][~one_class].tolist()
         raise RequestError(
-            f"{path}: {bad.sum()} rows do not have exactly one 1 among {', '.join(names)}: {rows}. "
+            f"{path}: {len(rows)} rows do not have exactly one 1 among {', '.join(names)}: {listed(rows)}. "
             "Download the official file again."
         )
     labels = np.array(names, dtype=object)[values.argmax(1)]
-    if (unknown := labels == "UNK").any():
-        rows = listed(table["image"][unknown].tolist())
+    if rows := table["image"][labels == "UNK"].tolist():
         raise RequestError(
-            f"{path}: {unknown.sum()} rows have the class UNK, which is not one of the eight classes: {rows}. Remove them."
+            f"{path}: {len(rows)} rows have the class UNK, which is not one of the eight classes: {listed(rows)}. Remove them."
         )
     return pd.DataFrame({"image": table["image"], "label": labels})
 
 
 def read_lesions(path: Path) -> dict[str, str]:
     """Read the lesion id of each image that has one from the metadata CSV."""
-    if not path.exists():
-        raise RequestError(
-            f"{path} does not exist. Download it to the folder of {GROUND_TRUTH}: it says which images show the same lesion."
-        )
-    table = _read_official(path, ("image", "lesion_id"))
+    advice = f"Download it to the folder of {GROUND_TRUTH}: it says which images show the same lesion."
+    table = _read_official(path, ("image", "lesion_id"), advice)
     return {image: lesion for image, lesion in zip(table["image"], table["lesion_id"]) if lesion}
 
 
-def _read_official(path: Path, columns: Sequence[str]) -> pd.DataFrame:
+def _read_official(path: Path, columns: Sequence[str], advice: str) -> pd.DataFrame:
+    if not path.exists():
+        raise RequestError(f"{path} does not exist. {advice}")
     table = _read_csv(path)
     if missing := [name for name in columns if name not in table.columns]:
         raise RequestError(f"{path} lacks the columns {', '.join(missing)}. Download the official file again.")
@@ -240,26 +224,23 @@ def _mask_sources(top: Path, how: str, asked: Sequence[str] | None) -> list[str]
         wanted = [name for name, folder in MASK_FOLDERS.items() if (top / folder).is_dir()]
         if not wanted:
             raise RequestError(
-                f"{top} contains no mask folder ({' or '.join(MASK_FOLDERS.values())}). Download one, or pass --masks none."
+                f'{top} contains no mask folder ({" or ".join(MASK_FOLDERS.values())}). Download one, or pass `masks="none"`.'
             )
     for name in wanted:
         if name not in MASK_FOLDERS:
             raise UnknownNameError.of("mask source", name, MASK_FOLDERS)
-        require_folder(top / MASK_FOLDERS[name], f"Download it, or leave '{name}' out of --mask-sources.")
+        require_folder(top / MASK_FOLDERS[name], f"Download it, or leave '{name}' out of `mask_sources`.")
     return wanted
 
 
 def kvasir_manifest(root: Path | str, *, name: str = "Kvasir v2") -> Manifest:
     """Make a manifest of Kvasir v2, sorted by class and file name, with the paper's 80/20 split of that order.
 
-    It has one folder for each of its eight classes and no masks: the paper measures only accuracy on it.
+    It has one folder for each of its eight classes, no masks and no groups: the paper measures only accuracy on it.
 
     Args:
         root: Folder with the eight class folders, or the folder in which the official archive was unpacked.
         name: Name of the data set.
-
-    Returns:
-        The manifest, without masks and groups.
 
     Raises:
         RequestError: A class folder is missing, or there are no images.
@@ -273,10 +254,10 @@ def kvasir_manifest(root: Path | str, *, name: str = "Kvasir v2") -> Manifest:
     if not files:
         raise RequestError(f"The class folders in {top} contain no images.")
     records = [
-        {"image_id": f"{label}/{path.stem}", "image": str(path), "label": label, "split": split}
+        {"image_id": f"{label}/{path.stem}", "image": path, "label": label, "split": split}
         for (path, label), split in zip(files, paper_split(len(files)))
     ]
-    return Manifest.from_records(records, KVASIR_CLASSES, source="kvasir v2", split_rule="paper", name=name)
+    return Manifest.from_records(records, KVASIR_CLASSES, source="kvasir v2", split_rule=SplitRule("paper"), name=name)
 
 
 def folder_manifest(
@@ -307,25 +288,24 @@ def folder_manifest(
         >>> manifest = folder_manifest("photos", masks="photo-masks", name="Clinic A")  # doctest: +SKIP
     """
     top = require_folder(Path(root), "Pass the folder that contains the images or the class folders.")
-    mask_folder = None if masks is None else require_folder(Path(masks), _PASS_MASKS)
-    parts = _given_parts(top, mask_folder)
+    mask_files = None if masks is None else MaskFolder(Path(masks), None if merged is None else Path(merged), top)
+    files = list(files_below(top, None if masks is None else Path(masks)))
+    report_skipped(top, Counter(kind_of(path) for path in files if not is_image(path) and path.is_file()))
+    parts = _given_parts(top, files)
     images = [
         (path, label, part)
         for part in parts or ["train"]
-        for path, label in _labeled(top / part if parts else top, mask_folder)
-        if mask_folder is None or not _is_mask(path)
+        for path, label in _labeled(top / part if parts else top, files)
+        if mask_files is None or not _is_mask(path)
     ]
-    if mask_folder is None:
-        _reject_masks([(path, label) for path, label, _ in images])
-    others = (path for path in files_below(top, mask_folder) if path.is_file() and not is_image(path))
-    report_skipped(top, Counter(kind_of(path) for path in others))
+    if mask_files is None:
+        _reject_masks(images)
     if not images:
         raise no_images(top)
-    mask_files = None if mask_folder is None else MaskFolder(mask_folder, None if merged is None else Path(merged), top)
     records = [
         {
             "image_id": path.relative_to(top).with_suffix("").as_posix(),
-            "image": str(path),
+            "image": path,
             "label": label,
             "mask": mask_files.of(path) if mask_files else None,
             "split": part,
@@ -333,21 +313,20 @@ def folder_manifest(
         for path, label, part in images
     ]
     if mask_files:
-        _report_masks(mask_files, len(records))
-    classes = sorted({label for _, label, _ in images if label is not None})
+        mask_files.report(len(records))
     folder_name = Path(os.path.abspath(top)).name or "folder"
     return Manifest.from_records(
         records,
-        classes,
+        sorted({label for _, label, _ in images if label is not None}),
         source=f"folder {folder_name}",
-        split_rule="given" if parts else "none",
+        split_rule=SplitRule("given" if parts else "none"),
         name=folder_name if name is None else name,
     )
 
 
-def _given_parts(top: Path, mask_folder: Path | None) -> list[str]:
+def _given_parts(top: Path, files: Sequence[Path]) -> list[str]:
     """List the parts of a split that is given as folders; a mixture of parts and classes is an error."""
-    names = {folder.name for folder in _subfolders(top, mask_folder)}
+    names = {path.relative_to(top).parts[0] for path in files if path.parent != top}
     if not {name.lower() for name in names} & _PART_NAMES:
         return []
     if names <= set(SPLITS):
@@ -358,17 +337,16 @@ def _given_parts(top: Path, mask_folder: Path | None) -> list[str]:
     )
 
 
-def _labeled(folder: Path, mask_folder: Path | None) -> list[tuple[Path, str | None]]:
-    loose = image_files(folder)
-    inside: list[tuple[Path, str | None]] = [
-        (path, sub.name) for sub in _subfolders(folder, mask_folder) for path in files_below(sub, mask_folder) if is_image(path)
-    ]
-    if loose and inside:
+def _labeled(folder: Path, files: Sequence[Path]) -> list[tuple[Path, str | None]]:
+    """List the images below a folder with their label, the name of the folder directly in it; None for loose images."""
+    images = [path for path in files if is_image(path) and path.is_relative_to(folder)]
+    loose = [path for path in images if path.parent == folder]
+    if loose and len(loose) < len(images):
         raise RequestError(
             f"{folder} contains both class folders and images outside of them ({listed([path.name for path in loose], 3)}). "
             "Move these images into the folder of their class, or away."
         )
-    return inside or [(path, None) for path in loose]
+    return [(path, None if loose else path.relative_to(folder).parts[0]) for path in images]
 
 
 def _is_mask(path: Path) -> bool:
@@ -377,32 +355,15 @@ def _is_mask(path: Path) -> bool:
     return stem != path.stem and any(path.with_name(stem + suffix).exists() for suffix in SUFFIXES)
 
 
-def _reject_masks(images: Sequence[tuple[Path, str | None]]) -> None:
+def _reject_masks(images: Sequence[tuple[Path, str | None, str]]) -> None:
     """Raise an error where masks would be read as images, or their folder as a class."""
-    folders = sorted({label for _, label in images if label is not None and label.lower() in _MASK_FOLDER_NAMES})
+    folders = sorted({label for _, label, _ in images if label is not None and label.lower() in _MASK_FOLDER_NAMES})
     if folders:
-        raise RequestError(f"The folder '{folders[0]}' would become a class. Pass it as --masks, or move it away.")
-    if masks := [path for path, _ in images if _is_mask(path)]:
+        raise RequestError(f"The folder '{folders[0]}' would become a class. Pass it as `masks`, or move it away.")
+    if masks := [path.name for path, _, _ in images if _is_mask(path)]:
         raise RequestError(
-            f"These files look like masks of the images next to them: {listed([path.name for path in masks], 3)}. "
-            "Pass their folder as --masks (it may be the folder of the images)."
-        )
-
-
-def _report_masks(masks: MaskFolder, images: int) -> None:
-    """Say which masks were not used and which were merged; no mask at all is an error."""
-    if not masks.matched:
-        raise RequestError(f"No mask in {masks.folder} belongs to an image. {MASK_NAMES}")
-    if left := [path for path in masks.paths if os.path.abspath(path) not in masks.used]:
-        say(
-            f"{len(left):,} of {len(masks.paths):,} files in {masks.folder} are the mask of no image: "
-            f"{listed([path.name for path in left], 3)}. {MASK_NAMES}"
-        )
-    if masks.unions:
-        say(
-            f"{len(masks.unions):,} of {images:,} images have several masks, such as {masks.unions[0].name}. "
-            "Each gets their union: they are taken as several lesions. If they are by several annotators, "
-            "pass the folder of one of them as --masks."
+            f"These files look like masks of the images next to them: {listed(masks, 3)}. "
+            "Pass their folder as `masks` (it may be the folder of the images)."
         )
 
 
@@ -413,21 +374,15 @@ class MaskFolder:
         folder: Folder with the masks, at any depth.
         merged: Folder to write the union of several masks of one image to.
         images: Folder of the images, in which `merged` must not be, because it would become a class there.
-
-    Attributes:
-        paths: All mask files.
-        used: Absolute paths of masks that belong to an image, and of the images.
-        matched: Number of images that have a mask.
-        unions: Images that have several masks.
     """
 
     def __init__(self, folder: Path, merged: Path | None = None, images: Path | None = None) -> None:
-        require_folder(folder, _PASS_MASKS)
-        self.folder, self.merged, self.images = folder, merged, images
+        self.folder = require_folder(folder, "Pass the folder that contains the masks.")
+        self.merged, self.images = merged, images
         self.paths = [path for path in files_below(folder) if is_image(path)]
-        self.used: set[str] = set()
-        self.matched = 0
-        self.unions: list[Path] = []
+        self.used: set[str] = set()  # absolute paths of masks that belong to an image, and of the images
+        self.matched = 0  # images that have a mask
+        self.unions: list[Path] = []  # images that have several
         self._by_stem: dict[str, list[Path]] = {}
         for path in self.paths:
             for stem in {path.stem, _MASK_ENDING.sub("", path.stem)}:
@@ -438,7 +393,7 @@ class MaskFolder:
         itself = os.path.abspath(image)
         candidates: list[Path] = []
         for stem in (image.stem, image.stem.removesuffix(DOWNSAMPLED)):
-            # Where masks lie beside the images, an image has its own stem but is not its own mask.
+            # Where masks are next to the images, an image has its own stem but is not its own mask.
             candidates = candidates or [path for path in self._by_stem.get(stem, []) if os.path.abspath(path) != itself]
         masks = [path for path in candidates if path.parent.name == image.parent.name] or candidates
         self.used.update([itself, *map(os.path.abspath, masks)])
@@ -448,6 +403,7 @@ class MaskFolder:
         return str(masks[0]) if masks else None
 
     def _union(self, image: Path, parts: Sequence[Path]) -> str:
+        """Write the union of several masks: every pixel is as bright as in the brightest of them."""
         names = listed([path.relative_to(self.folder).as_posix() for path in parts], 3)
         endings = [_MASK_ENDING.search(path.stem) for path in parts]
         kinds = {(path.parent, ending and ending[1]) for path, ending in zip(parts, endings)}
@@ -464,23 +420,34 @@ class MaskFolder:
                 f"{image.name} has several masks, and the folder of their union, {self.merged}, would become a class of "
                 f"{self.images}. Write the manifest to another folder."
             )
+        union = decode_mask(parts[0])
+        for path in parts[1:]:
+            other = decode_mask(path)
+            if other.size != union.size:
+                sizes = f"{other.width} x {other.height} pixels, {parts[0].name} {union.width} x {union.height}"
+                raise RequestError(f"Masks of one image must be of one size, but {path.name} has {sizes}.")
+            union = ImageChops.lighter(union, other)
         self.unions.append(image)
-        path = self.merged / image.parent.name / f"{image.stem}.png"
-        union = _brightest(parts)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_encoded(path, lambda stream: union.save(stream, format="PNG"))
-        return str(path)
+        target = self.merged / image.parent.name / f"{image.stem}.png"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        write_encoded(target, lambda stream: union.save(stream, format="PNG"))
+        return str(target)
 
-
-def _brightest(parts: Sequence[Path]) -> Image.Image:
-    """Merge masks: every pixel is as bright as in the brightest of them."""
-    first, *others = (decode_mask(path) for path in parts)
-    for path, other in zip(parts[1:], others):
-        if other.size != first.size:
-            sizes = f"{other.width} x {other.height} pixels, {parts[0].name} {first.width} x {first.height}"
-            raise RequestError(f"Masks of one image must be of one size, but {path.name} has {sizes}.")
-        first = ImageChops.lighter(first, other)
-    return first
+    def report(self, images: int) -> None:
+        """Say which masks were not used and which were merged; no mask at all is an error."""
+        if not self.matched:
+            raise RequestError(f"No mask in {self.folder} belongs to an image. {MASK_NAMES}")
+        if unused := [path.name for path in self.paths if os.path.abspath(path) not in self.used]:
+            say(
+                f"{len(unused):,} of {len(self.paths):,} files in {self.folder} are the mask of no image: "
+                f"{listed(unused, 3)}. {MASK_NAMES}"
+            )
+        if self.unions:
+            say(
+                f"{len(self.unions):,} of {images:,} images have several masks, such as {self.unions[0].name}. "
+                "Each gets their union: they are taken as several lesions. If they are by several annotators, "
+                "pass the folder of one of them as `masks`."
+            )
 
 
 def csv_manifest(
@@ -513,7 +480,7 @@ def csv_manifest(
     if classes is None and isinstance(stored.get("classes"), list):
         known = list(map(str, stored["classes"]))
         # A label that was typed in by hand is a new class after the old ones.
-        classes = [*known, *sorted({str(label) for label in table.get("label", []) if label} - set(known))]
+        classes = [*known, *sorted({label for label in table.get("label", []) if label} - set(known))]
     if name is None:
         name = stored["name"] if isinstance(stored.get("name"), str) else source.stem
     table = _without_nan(table, classes or ())
@@ -524,9 +491,9 @@ def csv_manifest(
     records = [
         {
             "image_id": image_id or Path(image).stem,
-            "image": str(folder / image),
+            "image": folder / image,
             "label": label or None,
-            "mask": str(folder / mask) if mask else None,
+            "mask": folder / mask if mask else None,
             "group": group or None,
             "split": split or "train",
         }
@@ -536,7 +503,7 @@ def csv_manifest(
         records,
         list(classes or sorted({label for label in rows["label"] if label})),
         source=f"csv {source.name}",
-        split_rule="given" if "split" in table.columns else "none",
+        split_rule=SplitRule("given" if "split" in table.columns else "none"),
         name=name,
     )
 
@@ -556,36 +523,32 @@ def _read_csv(path: Path) -> pd.DataFrame:
 
 
 def _read_parquet(path: Path) -> tuple[pd.DataFrame, dict[str, Any]]:
-    """Read a table as stripped text, and what a manifest's file stores beside its rows (empty if it was lost in editing)."""
+    """Read a table as stripped text, and what a manifest's file stores about its rows (empty if it was lost in editing)."""
     try:
         table = pq.read_table(path)
         columns = {
             name: ["" if value is None else str(value).strip() for value in table.column(name).to_pylist()]
             for name in table.column_names
         }
+        stored = json.loads((table.schema.metadata or {}).get(METADATA_KEY, b"{}"))
     except FileNotFoundError:
         raise RequestError(f"{path} does not exist.") from None
     except (pa.ArrowException, OSError, ValueError) as error:
         raise RequestError(f"{path} is not a readable Parquet file: {first_line(error)}.") from None
-    try:
-        stored = json.loads((table.schema.metadata or {}).get(METADATA_KEY, b"{}"))
-    except ValueError:
-        stored = {}
     return pd.DataFrame(columns, dtype=object), stored if isinstance(stored, dict) else {}
 
 
 def _without_nan(table: pd.DataFrame, classes: Sequence[str]) -> pd.DataFrame:
-    """Empty the cells that say NaN, aloud; a class that is named in `classes` is a class, whatever its name."""
-    for column in ("label", "mask", "group"):
-        if column in table.columns:
-            missing = table[column].str.lower().isin(_NOT_A_NUMBER) & ~table[column].isin([*classes])
-            table[column] = table[column].mask(missing, "")
-            if count := int(missing.sum()):
-                say(f"{count:,} of {len(table):,} rows have NaN as their {column}: taken as no {column}.")
-    labels = table["label"] if "label" in table.columns else pd.Series([], dtype=object)
-    if like := sorted({label for label in labels if label.lower() in _LIKE_NOTHING and label not in classes}):
-        count = int(labels.isin(like).sum())
-        say(f"{count:,} rows have the label {listed(like)}: taken as the name of a class. Leave the cell empty for no label.")
+    """Empty the cells that say NaN, with a message; a class that is named in `classes` is a class, whatever its name."""
+    for column in [name for name in ("label", "mask", "group") if name in table.columns]:
+        missing = table[column].str.lower().isin(_NOT_A_NUMBER) & ~table[column].isin([*classes])
+        table[column] = table[column].mask(missing, "")
+        if count := int(missing.sum()):
+            say(f"{count:,} of {len(table):,} rows have NaN as their {column}: taken as no {column}.")
+    like = [label for label in table.get("label", []) if label.lower() in _LIKE_NOTHING and label not in classes]
+    if like:
+        names = listed(sorted(set(like)))
+        say(f"{len(like):,} rows have the label {names}: taken as the name of a class. Leave the cell empty for no label.")
     return table
 
 
@@ -599,11 +562,7 @@ def _table_faults(table: pd.DataFrame, folder: Path, classes: Sequence[str], all
         ("image", "image is empty", lambda image: not image),
         ("image", "images that do not exist", lacks_file),
         ("mask", "masks that do not exist", lacks_file),
-        (
-            "label",
-            "label is empty or NaN (fill it in, or pass --allow-unlabeled)",
-            lambda label: not label and not allow_unlabeled,
-        ),
+        ("label", "label is empty or NaN (fill it in, or pass `allow_unlabeled`)", lambda label: not label and not allow_unlabeled),
         ("label", f"labels other than {', '.join(classes)}", lambda label: bool(label and classes) and label not in classes),
         ("split", f"values of split other than {', '.join(SPLITS)}", lambda split: split not in SPLITS),
     ]
@@ -613,7 +572,7 @@ def _table_faults(table: pd.DataFrame, folder: Path, classes: Sequence[str], all
         values: list[str] = table[column].tolist() if column in table.columns else []
         if wrong := [f"row {row}" + (f" ({value})" if value else "") for row, value in enumerate(values, 2) if is_wrong(value)]:
             faults.append(f"{problem}: {listed(wrong)}")
-    given = table["image_id"] if "image_id" in table.columns else [""] * len(table)
+    given = table.get("image_id", [""] * len(table))
     ids = pd.Series([image_id or Path(image).stem for image_id, image in zip(given, table["image"])])
     if twice := sorted(set(ids[ids.duplicated()])):
         advice = "" if "image_id" in table.columns else " (add a column image_id; without it the file name is the id)"
@@ -641,11 +600,44 @@ def files_below(folder: Path, ignore: Path | None = None) -> Iterator[Path]:
         folder: Where to start.
         ignore: A folder to leave out, for example the one with the masks.
     """
-    yield from _walk(folder, ignore, (folder.resolve(),))
+    yield from _walk(folder, None if ignore is None else ignore.resolve(), (folder.resolve(),))
+
+
+def _walk(folder: Path, ignore: Path | None, open_folders: tuple[Path, ...]) -> Iterator[Path]:
+    files, folders = _entries(folder)
+    yield from files
+    for sub in folders:
+        target = sub.resolve()
+        # A link to a folder that is being read, or to one around it, would be read without end.
+        if target != ignore and not any(opened.is_relative_to(target) for opened in open_folders):
+            yield from _walk(sub, ignore, (*open_folders, target))
+
+
+def _entries(folder: Path) -> tuple[list[Path], list[Path]]:
+    """List the files and the folders in a folder, sorted, without hidden ones and links in a circle."""
+    files: list[Path] = []
+    folders: list[Path] = []
+    try:
+        with os.scandir(folder) as entries:
+            visible = sorted((entry for entry in entries if not entry.name.startswith(".")), key=lambda entry: entry.name)
+    except OSError as error:
+        raise RequestError(f"Cannot read the folder {folder}: {error.strerror or error}.") from None
+    for entry in visible:
+        try:
+            (folders if entry.is_dir() else files).append(folder / entry.name)
+        except OSError as error:
+            _say_skipped(entry.path, error.strerror or str(error))
+    return files, folders
+
+
+@lru_cache
+def _say_skipped(path: str, reason: str) -> None:
+    """Say it once: a folder is read several times."""
+    say(f"Skipped {path}: {reason}.")
 
 
 def kind_of(path: Path) -> str:
-    """Return the ending of a file, or its name if it has none; what skipped files are counted by."""
+    """Return the ending of a file, or its name if it has none; skipped files are counted by it."""
     return path.suffix.lower() or path.name
 
 
@@ -668,50 +660,3 @@ def require_folder(folder: Path, advice: str) -> Path:
         what = "is a file, not a folder" if folder.exists() else "does not exist"
         raise RequestError(f"{folder} {what}. {advice}")
     return folder
-
-
-def _subfolders(folder: Path, ignore: Path | None) -> list[Path]:
-    return _followed(_entries(folder)[1], ignore, (folder.resolve(),))
-
-
-def _walk(folder: Path, ignore: Path | None, open_folders: tuple[Path, ...]) -> Iterator[Path]:
-    files, folders = _entries(folder)
-    yield from files
-    for sub in _followed(folders, ignore, open_folders):
-        yield from _walk(sub, ignore, (*open_folders, sub.resolve()))
-
-
-def _entries(folder: Path) -> tuple[list[Path], list[Path]]:
-    """List the files and the folders in a folder, sorted, without hidden ones."""
-    try:
-        with os.scandir(folder) as entries:
-            visible = sorted((entry.name, _is_dir(entry)) for entry in entries if not entry.name.startswith("."))
-    except OSError as error:
-        raise RequestError(f"Cannot read the folder {folder}: {error.strerror or error}.") from None
-    return [folder / name for name, is_dir in visible if is_dir is False], [folder / name for name, is_dir in visible if is_dir]
-
-
-def _is_dir(entry: os.DirEntry[str]) -> bool | None:
-    """Tell whether an entry is a folder; None, with a message, for one that cannot be looked at, such as a link in a circle."""
-    try:
-        return entry.is_dir()
-    except OSError as error:
-        _say_skipped(entry.path, error.strerror or str(error))
-        return None
-
-
-@lru_cache
-def _say_skipped(path: str, reason: str) -> None:
-    """Say it once: a folder is looked at several times."""
-    say(f"Skipped {path}: {reason}.")
-
-
-def _followed(folders: list[Path], ignore: Path | None, open_folders: tuple[Path, ...]) -> list[Path]:
-    """List the folders to read: not `ignore`, and no link back to one of the folders that are being read or to one around them."""
-    left_out = None if ignore is None else ignore.resolve()
-    targets = [(folder, folder.resolve()) for folder in folders]
-    return [
-        folder
-        for folder, target in targets
-        if target != left_out and not any(opened.is_relative_to(target) for opened in open_folders)
-    ]

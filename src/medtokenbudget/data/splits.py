@@ -7,25 +7,25 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Literal, get_args
+from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 
 from medtokenbudget.config import Folds, Fraction, Natural, Parallel, Seed, check_values
 from medtokenbudget.data.duplicates import merged_groups
-from medtokenbudget.data.manifest import Manifest, listed
-from medtokenbudget.errors import RequestError, UnknownNameError
+from medtokenbudget.data.manifest import Manifest, SplitRule, listed
+from medtokenbudget.errors import RequestError
 from medtokenbudget.progress import say
 
-SplitRule = Literal["paper", "grouped", "kfold"]
 PAPER_SEED = 42
 PAPER_SHARE = 0.8
 VALIDATION_SHARE = 0.2
-_KEPT = "kept from an older manifest"
 
 
 def paper_split(n: int) -> np.ndarray:
     """Split `n` rows in file order 80/20 as the paper does: `[n]` of 'train' and 'val'."""
+    # The paper's figures need this generator: `default_rng(42)` permutes differently.
     order = np.random.RandomState(PAPER_SEED).permutation(n)
     parts = np.full(n, "val", dtype=object)
     parts[order[: int(PAPER_SHARE * n)]] = "train"
@@ -60,6 +60,7 @@ def stratified_group_parts(labels: np.ndarray, groups: Sequence[str], shares: Se
         held = counts[group]
         need = ((target - filled) / target) @ held
         room = (target - filled).sum(1)
+        # Rounded, because sums in another order must not decide between parts that need a group equally.
         part = max(range(len(target)), key=lambda p: (round(need[p], 9), room[p]))
         filled[part] += held
         part_of_group[group] = part
@@ -68,10 +69,9 @@ def stratified_group_parts(labels: np.ndarray, groups: Sequence[str], shares: Se
 
 def check_request(rule: str, folds: int, fold: int, select: float, seed: int, workers: int = 1) -> None:
     """Raise a RequestError for a split that is impossible for any data; called before images are read or drawn."""
-    if rule not in get_args(SplitRule):
-        raise UnknownNameError.of("split", rule, get_args(SplitRule))
     check_values(
         {
+            "split": (rule, Literal["paper", "grouped", "kfold"]),
             "folds": (folds, Folds),
             "fold": (fold, Natural),
             "select": (select, Fraction),
@@ -103,13 +103,13 @@ def apply_split(
         folds: Number of folds for 'kfold'.
         fold: The fold that becomes the validation part, counted from 0.
         select: Share of the training part to set aside as 'select', whole groups at a time.
-        seed: Seed of 'grouped', 'kfold' and `select`. The paper's split has its own.
+        seed: Seed of 'grouped', 'kfold' and `select`. The paper's split has a fixed one.
         merge_duplicates: Read every image and put duplicates into one group, so that no picture is in two parts. Only for
             'grouped' and 'kfold'. The merged groups become the manifest's groups.
         workers: Threads that read images.
 
     Returns:
-        The same images with a new split, and its name in `split_rule`.
+        The same images with a new split and its `split_rule`.
 
     Raises:
         RequestError: The split is impossible, for example because there are fewer groups than parts.
@@ -119,8 +119,7 @@ def apply_split(
     """
     check_request(rule, folds, fold, select, seed)
     if rule == "paper":
-        parts = paper_split(len(manifest)).tolist()
-        return cut_selection(manifest.with_columns(split=parts, split_rule="paper"), select, seed)
+        return cut_selection(manifest.with_columns(SplitRule("paper"), split=paper_split(len(manifest))), select, seed)
     groups, unreadable = merged_groups(manifest, workers) if merge_duplicates else (manifest.groups, [])
     if unreadable:
         say(
@@ -130,50 +129,42 @@ def apply_split(
     least = 2 if rule == "grouped" else folds
     if (count := len(set(groups))) < least:
         raise RequestError(f"Cannot split {count} groups into {least} parts. Add images, or use fewer folds.")
-    start, share = (0.0, VALIDATION_SHARE) if rule == "grouped" else (fold / folds, 1 / folds)
-    validation = _taken(groups, start, share, seed, "split")
-    return cut_selection(
-        manifest.with_columns(
-            split=np.where(validation, "val", "train").tolist(),
-            group=groups,
-            split_rule="grouped" if rule == "grouped" else f"kfold {fold}/{folds}",
-        ),
-        select,
-        seed,
-    )
+    if rule == "grouped":
+        made, start, share = SplitRule("grouped"), 0.0, VALIDATION_SHARE
+    else:
+        made, start, share = SplitRule("kfold", fold, folds), fold / folds, 1 / folds
+    validation = _hashed_into(groups, start, share, seed, "split")
+    parts = np.where(validation, "val", "train")
+    return cut_selection(manifest.with_columns(made, split=parts.tolist(), group=groups), select, seed)
 
 
-def _group_hashes(groups: Sequence[str], seed: int, purpose: str) -> np.ndarray:
-    """Give each image a number in [0, 1), `[n]` float64: a hash of the seed and the name of its group, and of nothing else."""
+def _hashed_into(groups: Sequence[str], start: float, share: float, seed: int, purpose: Literal["split", "select"]) -> np.ndarray:
+    """Choose the images whose group hashes into [start, start + share) of [0, 1), `[n]` bool.
+
+    With few groups that may be none or all; then the nearest group decides.
+    """
+    # A hash of the seed and the group's name and of nothing else: that is why images keep their part when others are added.
     place = {
         group: int.from_bytes(hashlib.sha256(f"{purpose}/{seed}/{group}".encode()).digest()[:8], "big") / 2**64
         for group in set(groups)
     }
-    return np.array([place[group] for group in groups], dtype=np.float64)
-
-
-def _taken(groups: Sequence[str], start: float, share: float, seed: int, purpose: Literal["split", "select"]) -> np.ndarray:
-    """Choose the images whose group's hash is in [start, start + share), `[n]` bool.
-
-    With few groups that may be none or all; then the nearest group decides.
-    """
-    hashes = _group_hashes(groups, seed, purpose)
-    taken = (hashes >= start) & (hashes < start + share)
-    if taken.all() or not taken.any():
+    hashes = np.array([place[group] for group in groups], dtype=np.float64)
+    chosen = (hashes >= start) & (hashes < start + share)
+    if chosen.all() or not chosen.any():
         distance = np.abs(hashes - (start + share / 2))
-        taken = (distance != distance.max()) if taken.all() else (distance == distance.min())
+        chosen = (distance != distance.max()) if chosen.all() else (distance == distance.min())
         say(
-            f"With only {len(set(groups))} groups, one group was moved so that neither training nor "
+            f"With only {len(place)} groups, one group was moved so that neither training nor "
             f"{'validation' if purpose == 'split' else 'selection'} is empty. "
-            "Pass --keep-split with this manifest when you add images: the split may change otherwise."
+            "Pass this manifest as `keep_split` when you add images: the split may change otherwise."
         )
-    return taken
+    return chosen
 
 
 def cut_selection(manifest: Manifest, share: float, seed: int, balanced: bool = False) -> Manifest:
     """Move a share of the training part to the part 'select', for early stopping without validation labels.
 
-    Whole groups move. An earlier selection part goes back to training first.
+    Whole groups move. An earlier selection part returns to training first.
 
     Args:
         manifest: A manifest with a split.
@@ -189,24 +180,20 @@ def cut_selection(manifest: Manifest, share: float, seed: int, balanced: bool = 
         RequestError: The share is not in [0, 1), or training has fewer than two groups.
     """
     check_values({"share": (share, Fraction)})
-    split = manifest.rows["split"].to_numpy(dtype=object).copy()
-    split[split == "select"] = "train"
-    rule = manifest.split_rule.split(",")[0]
-    if share == 0:
-        return manifest.with_columns(split=split.tolist(), split_rule=rule)
-    train = np.flatnonzero(split == "train")
-    all_groups = manifest.groups
-    groups = [all_groups[row] for row in train]
-    if len(set(groups)) < 2:
-        raise RequestError(
-            "Cannot cut a selection part: the training part has fewer than two groups. Add images, or set nothing aside."
-        )
-    if balanced:
-        cut = stratified_group_parts(manifest.label_index[train], groups, [1 - share, share], seed) == 1
-    else:
-        cut = _taken(groups, 0.0, share, seed, "select")
-    split[train[cut]] = "select"
-    return manifest.with_columns(split=split.tolist(), split_rule=f"{rule}, select {share:g}")
+    split = manifest.rows["split"].replace("select", "train").to_numpy(dtype=object, copy=True)
+    if share:
+        train = np.flatnonzero(split == "train")
+        groups = np.asarray(manifest.groups, dtype=object)[train].tolist()
+        if len(set(groups)) < 2:
+            raise RequestError(
+                "Cannot cut a selection part: the training part has fewer than two groups. Add images, or set nothing aside."
+            )
+        if balanced:
+            cut = stratified_group_parts(manifest.label_index[train], groups, [1 - share, share], seed) == 1
+        else:
+            cut = _hashed_into(groups, 0.0, share, seed, "select")
+        split[train[cut]] = "select"
+    return manifest.with_columns(replace(manifest.split_rule, select=share, kept=False), split=split)
 
 
 def keep_split(manifest: Manifest, old: Manifest) -> Manifest:
@@ -218,9 +205,6 @@ def keep_split(manifest: Manifest, old: Manifest) -> Manifest:
     Args:
         manifest: The images with a new split.
         old: The earlier manifest; its images are found by `image_id`.
-
-    Returns:
-        `manifest` with the parts of `old`, and a note in `split_rule`.
 
     Raises:
         RequestError: `old` has none of the images.
@@ -240,18 +224,7 @@ def keep_split(manifest: Manifest, old: Manifest) -> Manifest:
             f"{moved:,} {'image moves' if moved == 1 else 'images move'} to training: duplicates found since then "
             "put groups of several parts into one. All other images keep their part."
         )
-    return manifest.with_columns(split=split, split_rule=f"{manifest.split_rule}, {_KEPT}")
-
-
-def _aim(split_rule: str, share: float) -> str:
-    """Say which share of validation images a hashed split was to give, if it is far off: with few groups it may be."""
-    rule, _, note = split_rule.partition(", ")
-    if rule != "grouped" and not rule.startswith("kfold"):
-        return ""
-    aim = VALIDATION_SHARE if rule == "grouped" else 1 / int(rule.partition("/")[2])
-    if abs(share - aim) <= aim / 4:
-        return ""
-    return f" ({aim:.0%} {'is the aim for new images' if note.endswith(_KEPT) else 'was the aim'})"
+    return manifest.with_columns(replace(manifest.split_rule, kept=True), split=split)
 
 
 def balance_text(manifest: Manifest) -> str:
@@ -259,14 +232,19 @@ def balance_text(manifest: Manifest) -> str:
     validation = (manifest.rows["split"] == "val").to_numpy(dtype=bool)
     if not validation.any():
         return "No validation images."
-    text = f"Validation has {validation.mean():.1%} of the images{_aim(manifest.split_rule, validation.mean())}"
+    text = f"Validation has {validation.mean():.1%} of the images"
+    rule = manifest.split_rule
+    aim = {"grouped": VALIDATION_SHARE, "kfold": 1 / max(rule.folds, 1)}.get(rule.kind)
+    if aim is not None and abs(validation.mean() - aim) > aim / 4:
+        # Hashes of a few groups may fall far from the share.
+        text += f" ({aim:.0%} {'is the aim for new images' if rule.kept else 'was the aim'})"
     labels = manifest.label_index
-    present = [label for label in range(len(manifest.classes)) if (labels == label).any()]
-    shares = {manifest.classes[label]: float(validation[labels == label].mean()) for label in present}
+    shares = {
+        name: float(validation[labels == label].mean()) for label, name in enumerate(manifest.classes) if (labels == label).any()
+    }
     if len(shares) > 1:
         low, high = min(shares, key=shares.__getitem__), max(shares, key=shares.__getitem__)
         text += f"; by class, from {shares[low]:.1%} ({low}) to {shares[high]:.1%} ({high})"
-    never = [name for name in shares if shares[name] == 0]
-    always = [name for name in shares if shares[name] == 1]
+    never, always = ([name for name in shares if shares[name] == extreme] for extreme in (0, 1))
     without = [f"no {part} images of {listed(names)}" for part, names in (("validation", never), ("training", always)) if names]
     return f"{text}." + (f" There are {' and '.join(without)}." if without else "")

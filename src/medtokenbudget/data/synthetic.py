@@ -5,8 +5,10 @@ The statistics follow ISIC 2019 (classes) and the paper (lesion sizes); what is 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +16,13 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from medtokenbudget.config import Count, DrawnSide, Seed, Settings
+from medtokenbudget.config import Count, DrawnSide, Natural, Seed, Settings, check_values
 from medtokenbudget.data import drawing
 from medtokenbudget.data.drawing import LOOKS, Canvas, Lesion, Map, Outline, Pigments, smoothstep
-from medtokenbudget.data.manifest import Manifest, check_name
+from medtokenbudget.data.manifest import Manifest, SplitRule, check_name
 from medtokenbudget.data.readers import ISIC_CLASSES
 from medtokenbudget.data.splits import apply_split, check_request
-from medtokenbudget.errors import MismatchError, RequestError
+from medtokenbudget.errors import MismatchError, UnknownNameError
 from medtokenbudget.files import read_sealed, write_encoded, write_sealed
 from medtokenbudget.jobs import process_pool
 from medtokenbudget.locks import exclusive
@@ -125,10 +127,8 @@ def draw(label: str, seed: int, size: int = 256, off_center: bool = False) -> Dr
         RequestError: The class is unknown, the seed is negative, or the image is too small.
     """
     if label not in ISIC_CLASSES:
-        raise RequestError(f"Unknown class {label!r} for a drawn image. The classes are {', '.join(ISIC_CLASSES)}.")
-    _check_not_negative("seed", seed)
-    if size < 32:
-        raise RequestError(f"A drawn image of {size} pixels is too small to show a lesion. Use 32 or more.")
+        raise UnknownNameError.of("class", label, ISIC_CLASSES)
+    check_values({"seed": (seed, Natural), "size": (size, DrawnSide)})
     streams = [np.random.default_rng([seed, ISIC_CLASSES.index(label), purpose]) for purpose in range(5)]
     shape_rng, lesion_rng, skin_rng, things_rng, camera_rng = streams
     canvas, around = Canvas(size), _AROUND[label]
@@ -148,8 +148,7 @@ def draw(label: str, seed: int, size: int = 256, off_center: bool = False) -> Dr
 
 def sample_labels(n: int, seed: int) -> list[str]:
     """`n` class names at the frequencies of ISIC 2019; with 8 or more, every class occurs at least once."""
-    _check_not_negative("number of images", n)
-    _check_not_negative("seed", seed)
+    check_values({"n": (n, Natural), "seed": (seed, Natural)})
     rng = np.random.default_rng([seed, n])
     # Quotas instead of random draws, so that rare classes keep their share in small sets; the largest remainders are rounded up.
     shares = np.array([CLASS_FREQUENCIES[name] for name in ISIC_CLASSES])
@@ -160,11 +159,6 @@ def sample_labels(n: int, seed: int) -> list[str]:
     counts[np.argsort(counts - quotas, kind="stable")[: free - counts.sum()]] += 1
     labels = np.repeat(np.arange(len(ISIC_CLASSES)), counts + (n >= len(ISIC_CLASSES)))
     return [ISIC_CLASSES[index] for index in rng.permutation(labels)]
-
-
-def _check_not_negative(name: str, value: int) -> None:
-    if value < 0:
-        raise RequestError(f"The {name} of drawn dermoscopy must be 0 or more, got {value}.")
 
 
 def _place(canvas: Canvas, rng: np.random.Generator, label: str, seed: int, off_center: bool) -> tuple[Map, float, dict[str, Any]]:
@@ -332,18 +326,6 @@ class Drawings(Settings):
     off_center: bool = False
 
 
-@dataclass(frozen=True)
-class _Job:
-    """One image to draw, and its two files."""
-
-    image: Path
-    mask: Path
-    label: str
-    seed: int
-    size: int
-    off_center: bool
-
-
 def synthetic_manifest(
     out: Path | str,
     request: Drawings,
@@ -380,35 +362,22 @@ def synthetic_manifest(
     """
     check_request(split, folds, fold, select, split_seed, workers)
     check_name(name)
-    is_file = Path(out).suffix == ".parquet"
-    folder = Path(out).with_suffix("") if is_file else Path(out)
-    target = Path(out) if is_file else folder / "manifest.parquet"
-    jobs = {
-        f"SYN_{index:06d}": _Job(
-            folder / "images" / f"SYN_{index:06d}.jpg",
-            folder / "masks" / f"SYN_{index:06d}.png",
-            label,
-            # Consecutive seeds, over which the lesion sizes fill the prevalence table evenly.
-            request.seed * 10_000_000 + index,
-            request.size,
-            request.off_center,
-        )
-        for index, label in enumerate(sample_labels(request.n, request.seed))
-    }
+    target = Path(out) if Path(out).suffix == ".parquet" else Path(out) / "manifest.parquet"
+    folder = target.with_suffix("") if target == Path(out) else target.parent
+    labels = sample_labels(request.n, request.seed)
     with exclusive(folder):
         _claim(folder, request)
-        _draw_all([job for job in jobs.values() if not (job.image.exists() and job.mask.exists())], request.n, workers)
-    records = [
-        {"image_id": image_id, "image": str(job.image), "mask": str(job.mask), "label": job.label, "group": image_id}
-        for image_id, job in jobs.items()
-    ]
+        _draw_missing(folder, request, labels, workers)
+    records = []
+    for index, label in enumerate(labels):
+        image, mask = _paths(folder, index)
+        records.append({"image_id": image.stem, "image": image, "mask": mask, "label": label, "group": image.stem})
     view = " off-center" if request.off_center else ""
     source = f"synthetic n={request.n} seed={request.seed} size={request.size}{view}"
-    manifest = Manifest.from_records(records, ISIC_CLASSES, source=source, name=name)
-    if request.n < _TO_SPLIT:
-        return replace(manifest, split_rule="none").write(target, overwrite)
-    # No drawing is a copy of another, so there are no duplicates to look for.
-    manifest = apply_split(manifest, split, folds=folds, fold=fold, select=select, seed=split_seed, merge_duplicates=False)
+    manifest = Manifest.from_records(records, ISIC_CLASSES, source=source, split_rule=SplitRule("none"), name=name)
+    if request.n >= _TO_SPLIT:
+        # No drawing is a copy of another, so there are no duplicates to look for.
+        manifest = apply_split(manifest, split, folds=folds, fold=fold, select=select, seed=split_seed, merge_duplicates=False)
     return manifest.write(target, overwrite)
 
 
@@ -422,22 +391,27 @@ def _claim(folder: Path, request: Drawings) -> None:
         raise MismatchError.between(f"The request of the drawings in {folder}", wanted, existing, advice)
 
 
-def _draw_all(jobs: list[_Job], total: int, workers: int) -> None:
-    def show(done: Iterable[None]) -> None:
-        for _ in progress(done, total=total, initial=total - len(jobs), what="Drawing", unit="image"):
+def _paths(folder: Path, index: int) -> tuple[Path, Path]:
+    """Return where an image and its mask are."""
+    return folder / "images" / f"SYN_{index:06d}.jpg", folder / "masks" / f"SYN_{index:06d}.png"
+
+
+def _draw_missing(folder: Path, request: Drawings, labels: Sequence[str], workers: int) -> None:
+    missing = [index for index in range(request.n) if not all(path.exists() for path in _paths(folder, index))]
+    wanted = [labels[index] for index in missing]
+    draw_files = partial(_draw_files, folder, request)
+    with nullcontext() if workers <= 1 or len(missing) < 2 * workers else process_pool(workers) as pool:
+        drawn = map(draw_files, missing, wanted) if pool is None else pool.map(draw_files, missing, wanted, chunksize=8)
+        for _ in progress(drawn, total=request.n, initial=request.n - len(missing), what="Drawing", unit="image"):
             pass
 
-    if workers <= 1 or len(jobs) < 2 * workers:
-        show(map(_draw_files, jobs))
-    else:
-        with process_pool(workers) as pool:
-            show(pool.map(_draw_files, jobs, chunksize=8))
 
-
-def _draw_files(job: _Job) -> None:
-    drawn = draw(job.label, job.seed, size=job.size, off_center=job.off_center)
+def _draw_files(folder: Path, request: Drawings, index: int, label: str) -> None:
+    # Consecutive seeds, over which the lesion sizes fill the prevalence table evenly.
+    drawn = draw(label, request.seed * 10_000_000 + index, size=request.size, off_center=request.off_center)
+    image_path, mask_path = _paths(folder, index)
     mask = Image.fromarray(np.where(drawn.mask, 255, 0).astype(np.uint8))
-    write_encoded(job.mask, lambda stream: mask.save(stream, format="PNG", optimize=True))
+    write_encoded(mask_path, lambda stream: mask.save(stream, format="PNG", optimize=True))
     # The image is written last: if it exists, so does its mask.
     image = Image.fromarray(drawn.image)
-    write_encoded(job.image, lambda stream: image.save(stream, format="JPEG", quality=95, subsampling=0))
+    write_encoded(image_path, lambda stream: image.save(stream, format="JPEG", quality=95, subsampling=0))

@@ -112,7 +112,7 @@ def _split(run: Run) -> str:
         manifest = run.manifest
     except RequestError:
         return "unknown, because the manifest is no longer where the run found it"
-    rule = manifest.split_rule or "as in the manifest"
+    rule = str(manifest.split_rule)
     known = manifest.rows[manifest.rows["group"].notna()]
     if not len(known):
         return f"{rule}; groups of images of the same lesion or patient are not known"
