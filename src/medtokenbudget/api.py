@@ -21,7 +21,7 @@ from medtokenbudget.backbone import extract as run_extraction
 from medtokenbudget.backbone.backbone import located
 from medtokenbudget.config import (
     BUDGETS,
-    DEFAULT_METHODS,
+    CONTROLS,
     DEFAULT_SELECTOR,
     HEADLINE_BUDGETS,
     BackboneConfig,
@@ -39,7 +39,7 @@ from medtokenbudget.model.guarantee import Guarantee, with_guarantee
 from medtokenbudget.model.model import MedTokenBudget, load
 from medtokenbudget.model.saved import ROUTER, resolve, write_guarantees
 from medtokenbudget.progress import say
-from medtokenbudget.routing import selector_class
+from medtokenbudget.routing import default_methods, selector_class
 from medtokenbudget.routing.conformal import Promise
 from medtokenbudget.runs import Execution, Method, RunInfo, Study
 from medtokenbudget.runs import reproduce as run_reproduction
@@ -66,7 +66,6 @@ from medtokenbudget.training.rows import make_parts
 AnyManifest = Manifest | Path | str
 AnyStore = FeatureStore | Path | str
 HeadChoice = Literal["auto", "none"]
-CONTROLS = ("center", "random")
 SAMPLES = Drawings(8, seed=5, off_center=True)
 """Off the center, where keeping the middle of the image does not help."""
 
@@ -190,7 +189,7 @@ def train(
     sources = Sources.of(opened.without_labels() if unlabeled else manifest, store, out)
     if sources.store.fixed_budget is None:
         method = str(method_of(selector, settings))
-        methods: tuple[str, ...] = (method, *CONTROLS)
+        methods: tuple[str, ...] = (method, *(name for name in CONTROLS if not selector_class(name).requires))
     else:  # routed already: only the head is left to train
         if "budgets" not in given_settings(settings):
             settings = replace(settings, budgets=(sources.store.fixed_budget,))
@@ -451,7 +450,7 @@ def demo(out: Path | str = "runs/demo", n: int = 1000, seed: int = 0, epochs: in
     say("  Extracting tokens with the embedded backbone ...")
     extract(manifest, store, "embedded", views="off-center")
     config = preset("paper") if epochs is None else preset("paper", epochs=epochs, head_epochs=epochs, min_steps=0)
-    study = Study("main", DEFAULT_METHODS, (42,), BUDGETS)
+    study = Study("main", default_methods(), budgets=BUDGETS)
     say(f"  Training {len(study.methods)} methods and evaluating them at {len(study.budgets)} budgets ...")
     run_studies([study], Sources.of(manifest, store, out), out, config)
     save_model(out)

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 from playwright.sync_api import Browser, Page, expect
 
-from medtokenbudget.reporting.looks import look
+from medtokenbudget.model.looks import look
 from medtokenbudget.serve.service import Service
 from tests.serve.axe import serious
 from tests.serve.server import Server, huge_png, mask, picture, running_here
@@ -122,7 +122,7 @@ def test_a_sample_and_the_slider_change_k_the_picture_and_the_numbers_without_a_
     expect(page.locator("#k-value")).to_have_text("100 of 100 patches")
     assert stat(page, "Retention").startswith("100%")
     assert stat(page, "Lesion lost").startswith("0")
-    expect(page.locator("#summary")).to_contain_text(f"Budget 100%. {look(MAIN).name}: 100 of 100 patches kept; retention 100%")
+    expect(page.locator("#summary")).to_contain_text(f"Budget 100%. {look(MAIN).title}: 100 of 100 patches kept; retention 100%")
 
 
 def test_the_numbers_of_the_page_are_those_of_the_answer(opened: Open) -> None:
@@ -147,13 +147,13 @@ def test_the_page_opens_with_the_main_method_and_shows_methods_by_their_names_in
     page = opened()
     assert page.locator("#selector-a").input_value() == MAIN
     names = page.locator("#selector-a option").evaluate_all("options => options.map(option => [option.value, option.text])")
-    assert names[0] == [MAIN, look(MAIN).name]
-    assert all(title == look(method).name for method, title in names)
-    expect(page.locator(".about")).to_have_text(look(MAIN).about)
+    assert names[0] == [MAIN, look(MAIN).title]
+    assert all(title == look(method).title for method, title in names)
+    expect(page.locator(".about")).to_have_text(look(MAIN).description)
     page.locator("#selector-a").select_option("center")
-    expect(page.locator(".about")).to_have_text(look("center").about)
+    expect(page.locator(".about")).to_have_text(look("center").description)
     page.get_by_label("Compare").check()
-    expect(page.locator("#chart")).to_contain_text(look("center").name)
+    expect(page.locator("#chart")).to_contain_text(look("center").title)
 
 
 def test_two_methods_are_compared_side_by_side_each_with_its_own_head(opened: Open) -> None:

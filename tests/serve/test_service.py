@@ -27,7 +27,7 @@ from medtokenbudget.config import BUDGETS, ServeConfig
 from medtokenbudget.data import patch_labels
 from medtokenbudget.errors import RequestError
 from medtokenbudget.model import MedTokenBudget
-from medtokenbudget.reporting.looks import look
+from medtokenbudget.model.looks import look
 from medtokenbudget.serve.samples import offers
 from medtokenbudget.serve.server import find_service, serve
 from medtokenbudget.serve.service import Question, Service, retention
@@ -69,7 +69,7 @@ def test_the_model_describes_itself(server: Server, model: MedTokenBudget) -> No
     assert [row["name"] for row in info["selectors"]] == model.selectors
     assert info["main"] == model.main
     titles = {row["name"]: row["title"] for row in info["selectors"]}
-    assert titles == {name: look(name).name for name in model.selectors}
+    assert titles == {name: look(name).title for name in model.selectors}
     assert all(row["about"].endswith(".") for row in info["selectors"])
     assert info["grid"] == [10, 10]
     assert info["budgets"] == list(BUDGETS)

@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
+from medtokenbudget.config import NOTICE
 from medtokenbudget.errors import MedTokenBudgetError, UnknownNameError
 
 COMMANDS: dict[str, str] = {
@@ -140,5 +141,5 @@ def _help() -> str:
         "mtb COMMAND ...",
         "Lesion-preserving token routing for dermoscopic images.",
         COMMANDS,
-        "Run `mtb COMMAND --help` for the options of a command. Research software, not a medical device.",
+        f"Run `mtb COMMAND --help` for the options of a command. {NOTICE}",
     )

@@ -11,9 +11,12 @@ from typing import Any, Literal
 from medtokenbudget.cli import config_file
 from medtokenbudget.cli.options import CommandParser, add_config, add_part, command_parser, pick, require_effect, share
 from medtokenbudget.config import (
+    DEFAULT_BUDGET,
     DEFAULT_METHODS,
     DEFAULT_SELECTOR,
+    HEADLINE_BUDGET,
     PRESETS,
+    SEEDS,
     BackboneConfig,
     Budget,
     ContextConfig,
@@ -78,7 +81,10 @@ def extract(arguments: list[str]) -> int:
         "needs no training, such as evit, frequency or center.",
     )
     early.add_argument(
-        "--budget", type=Budget | None, default=None, help="With --route: share of the patches to keep, 0.3 or 30%. Default: 0.3."
+        "--budget",
+        type=Budget | None,
+        default=None,
+        help=f"With --route: share of the patches to keep. Default: {DEFAULT_BUDGET}.",
     )
     parser.add_argument("--verify", action="store_true", help="Compare all shards and images with their stored hashes at the end.")
     given = parser.parse_args(arguments)
@@ -133,7 +139,7 @@ def _early(given: Any) -> Any:
         router = untrained_router(given.router, way, replace(pick(given, BackboneConfig), name=given.backbone), block)
     else:
         router = load(given.router, device=given.device)
-    budget = 0.3 if given.budget is None else given.budget
+    budget = DEFAULT_BUDGET if given.budget is None else given.budget
     return EarlyRouting(router, way, budget, block)
 
 
@@ -186,7 +192,7 @@ def train(arguments: list[str]) -> int:
     run = train(options.manifest, options.store, options.out, config, options.selector, options.head)
     record_command(options.out, "train", arguments)
     ours = run.results[(run.results["method"] == run.info.main) & (run.results["view"] == AS_IS)]
-    row = ours.iloc[int((ours["budget"] - 0.3).abs().to_numpy().argmin())]
+    row = ours.iloc[int((ours["budget"] - HEADLINE_BUDGET).abs().to_numpy().argmin())]
     found = []
     if row["n"]:
         found.append(f"accuracy {row['accuracy']:.1%} (n = {row['n']})")
@@ -223,7 +229,7 @@ def sweep(arguments: list[str]) -> int:
         default=None,
         help="Heads to combine every method with, such as mlp abmil. A method that names its head, as selector+head, keeps it.",
     )
-    parser.add_argument("--seeds", nargs="+", type=Seed, default=[42], help="Random seeds. Every method is trained once per seed.")
+    parser.add_argument("--seeds", nargs="+", type=Seed, default=[SEEDS[0]], help="Random seeds: one training per method and seed.")
     add_engine(parser)
     add_training(parser, arguments, "lesion-first", skip={"seed"})
     options = parser.parse_args(arguments)

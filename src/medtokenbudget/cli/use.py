@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from medtokenbudget.cli.options import CommandParser, add_config, command_parser, pick, require_effect, share
-from medtokenbudget.config import HEADLINE_BUDGETS, Budget, Count, Natural, Parallel, ServeConfig
+from medtokenbudget.config import DEFAULT_BUDGET, HEADLINE_BUDGETS, Budget, Count, Natural, Parallel, ServeConfig
 from medtokenbudget.errors import RequestError
 
 if TYPE_CHECKING:
@@ -244,7 +244,11 @@ def export(arguments: list[str]) -> int:
         help="ONNX files, the explorer as a static site, or a model folder for the hub.",
     )
     parser.add_argument(
-        "--budget", type=Budget, nargs="+", default=None, help="Budgets, one ONNX file each. Default: 0.3, or that of the model."
+        "--budget",
+        type=Budget,
+        nargs="+",
+        default=None,
+        help=f"Budgets, one ONNX file each. Default: {DEFAULT_BUDGET} or the model's.",
     )
     parser.add_argument(
         "--part",
@@ -322,7 +326,10 @@ def _web(model: MedTokenBudget, name: str | None, out: Path, runtime: Path | Non
 def add_amount(parser: CommandParser) -> None:
     """Add --budget, --retention and --coverage."""
     parser.add_argument(
-        "--budget", type=Budget | None, default=None, help="Share of the patches to keep, such as 0.3 or 30%. Default: 0.3."
+        "--budget",
+        type=Budget | None,
+        default=None,
+        help=f"Share of the patches to keep, as 0.3 or 30%. Default: {DEFAULT_BUDGET}.",
     )
     parser.add_argument(
         "--retention",

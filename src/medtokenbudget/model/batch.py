@@ -22,7 +22,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from medtokenbudget.config import Count, Natural, Parallel, Settings
+from medtokenbudget.config import NOTICE, Count, Natural, Parallel, Settings
 from medtokenbudget.data.readers import MASK_NAMES, MaskFolder
 from medtokenbudget.errors import MedTokenBudgetError, MismatchError, RequestError, UnknownNameError, WorkError, first_line
 from medtokenbudget.files import read_sealed, remove, sha256_file, sha256_json, write_json, write_lines, write_sealed
@@ -44,7 +44,6 @@ from medtokenbudget.model.writers import (
 )
 from medtokenbudget.progress import progress, say
 
-NOTICE = "Research software, not a medical device."
 TABLE, ERRORS, TOKENS, OVERLAYS, SUMMARY = "routes", "errors.jsonl", "tokens", "overlays", "summary.json"
 PACKED_TOKENS = "tokens.safetensors"
 PART = "part-{:06d}"

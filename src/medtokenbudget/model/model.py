@@ -21,7 +21,16 @@ from torch import Tensor, nn
 from medtokenbudget.backbone.backbone import Backbone
 from medtokenbudget.backbone.preprocess import luminance
 from medtokenbudget.backbone.shards import routed_early
-from medtokenbudget.config import BackboneConfig, Count, Parallel, TrainConfig, check_values, to_dict, train_config_from_dict
+from medtokenbudget.config import (
+    DEFAULT_BUDGET,
+    BackboneConfig,
+    Count,
+    Parallel,
+    TrainConfig,
+    check_values,
+    to_dict,
+    train_config_from_dict,
+)
 from medtokenbudget.data import patch_labels
 from medtokenbudget.devices import resolve_device
 from medtokenbudget.errors import BudgetError, MismatchError, RequestError, ShapeError, UnknownNameError
@@ -34,7 +43,6 @@ from medtokenbudget.tokens import SIGNALS, TokenBatch
 from medtokenbudget.training.classifier import RoutedClassifier
 from medtokenbudget.training.familiarity import Familiarity
 
-DEFAULT_BUDGET = 0.3
 DEFAULT_MODEL = "dermoscopy"
 """The router that comes with the package."""
 

@@ -17,12 +17,14 @@ from markupsafe import Markup
 
 from medtokenbudget import metrics
 from medtokenbudget.backbone.views import OFF_CENTER
-from medtokenbudget.config import HEADLINE_BUDGETS
+from medtokenbudget.config import HEADLINE_BUDGET as HEADLINE
+from medtokenbudget.config import HEADLINE_BUDGETS, NOTICE, PAPER_RECIPE, USE_NOTICE
 from medtokenbudget.data import Manifest, ManifestError
 from medtokenbudget.escaping import markdown_text
+from medtokenbudget.measures import budget_text, is_missing, percent, percentage
 from medtokenbudget.model import MedTokenBudget
-from medtokenbudget.reporting.looks import PAPER_RECIPE, look
-from medtokenbudget.reporting.text import budget_text, is_missing, markdown, percent, percentage, template
+from medtokenbudget.model.looks import look
+from medtokenbudget.reporting.text import markdown, template
 from medtokenbudget.runs.run import AS_IS, RunInfo
 from medtokenbudget.runs.statistics import by_class, by_lesion_size, intervals
 
@@ -31,7 +33,6 @@ CLASSIFICATION = ("accuracy", "balanced_accuracy", "macro_f1")
 RETENTION = ("retention", "retention_of_ceiling")
 BESIDE = (PAPER_RECIPE, "center", "darkness", "random", "no-pruning")
 """What the model is compared with, where the run has it: the paper's recipe and the controls."""
-HEADLINE = 0.3
 
 
 @dataclass(frozen=True)
@@ -128,6 +129,8 @@ def model_card(facts: ModelFacts, info: RunInfo, results: pd.DataFrame, predicti
     recalls = pd.Series(metrics.recall(labeled["label"], labeled["predicted"], len(classes)), index=classes, dtype=float)
     return template("card.md").render(
         facts=facts,
+        notice=NOTICE,
+        use_notice=USE_NOTICE,
         info=info,
         classes=classes,
         others=[name for name in facts.selectors if name != facts.main],
@@ -198,7 +201,7 @@ def _beside(tables: _Tables, facts: ModelFacts) -> dict[str, Any]:
             labeled, masked = (f"{int(cells[name].iloc[0]):,}" for name in ("n", "n_masked"))
             n = f"{labeled} ({masked})" if facts.classes else masked
             values = [_percentage(tables.value(method, HEADLINE, m)) for m in measured]
-            rows.append([f"{look(method).name} `{method}`", n, *values])
+            rows.append([f"{look(method).title} `{method}`", n, *values])
     counted = "n (masks)" if facts.classes else "n with lesion"
     names = [name.replace("_", " ").replace("f1", "F1") for name in measured]
     return {"head": [f"method, budget {budget_text(HEADLINE)}", counted, *names], "rows": rows}

@@ -28,7 +28,6 @@ METHOD_NAMES: dict[str, str] = {
 }
 """The paper's name of a method -> ours. AttentionEntropy and LocalContrast are AttnEnt and LocalCtr in most tables."""
 
-SEEDS: tuple[int, ...] = (42, 43, 44)
 MAIN_BUDGETS: tuple[float, ...] = (0.1, 0.2, 0.3, 0.5, 1.0)
 
 # Table "main": accuracy at MAIN_BUDGETS, then retention at 0.3.

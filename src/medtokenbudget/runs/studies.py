@@ -15,6 +15,7 @@ from medtokenbudget.config import (
     HEADLINE_BUDGETS,
     HEADLINE_SELECTORS,
     PAPER_METHODS,
+    SEEDS,
     TrainConfig,
     given_settings,
     preset,
@@ -26,7 +27,7 @@ from medtokenbudget.jobs import Execution
 from medtokenbudget.progress import say
 from medtokenbudget.routing import list_selectors, selector_class
 from medtokenbudget.runs.method import with_heads
-from medtokenbudget.runs.paper import MAIN_BUDGETS, SEEDS
+from medtokenbudget.runs.paper import MAIN_BUDGETS
 from medtokenbudget.runs.preflight import supported_methods
 from medtokenbudget.runs.sweep import Sources, Study, run_studies
 
@@ -94,7 +95,7 @@ STUDIES: dict[str, Study] = {
         ),
         Study(
             "epochs",
-            ("lats", "random:epoch-matched", "tome:epoch-matched", "no-pruning:epoch-matched", *CONTROLS),
+            ("lats", "random:epoch-matched", "tome:epoch-matched", "no-pruning:epoch-matched", "center", "darkness", "oracle"),
             off_center=False,
             title="Baselines trained for as many epochs as LATS",
             tables=("epochs",),

@@ -25,8 +25,8 @@ from medtokenbudget.backbone.extract import cpu_threads
 from medtokenbudget.backbone.views import OFF_CENTER
 from medtokenbudget.config import (
     BUDGETS,
-    DEFAULT_METHODS,
     HEADLINE_METHODS,
+    SEEDS,
     Seed,
     TrainConfig,
     check_values,
@@ -53,7 +53,7 @@ from medtokenbudget.heads import Head, create_head
 from medtokenbudget.jobs import Execution, run_jobs
 from medtokenbudget.locks import exclusive
 from medtokenbudget.progress import progress, say
-from medtokenbudget.routing import LearnedSelector, Selector, create_selector, selector_class
+from medtokenbudget.routing import LearnedSelector, Selector, create_selector, default_methods, selector_class
 from medtokenbudget.runs import preflight
 from medtokenbudget.runs.evaluate import evaluate_rows
 from medtokenbudget.runs.method import Method, with_heads
@@ -159,7 +159,7 @@ class Study:
 
     name: str
     methods: tuple[str, ...]
-    seeds: tuple[int, ...] = (42,)
+    seeds: tuple[int, ...] = (SEEDS[0],)
     budgets: tuple[float, ...] = BUDGETS
     off_center: bool = True
     title: str = ""
@@ -167,6 +167,10 @@ class Study:
     form: Literal["budgets", "sweep", "special"] = "budgets"
     tables: tuple[str, ...] = ()
     metrics: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        # Some controls are also methods of the paper.
+        object.__setattr__(self, "methods", tuple(dict.fromkeys(self.methods)))
 
     def units(self) -> list[Unit]:
         """Return every method with every seed."""
@@ -235,7 +239,7 @@ def sweep(
         The tidy results, also written to `out/results.csv`.
     """
     sources = Sources.of(manifest, store, out)
-    usual: Sequence[str] = DEFAULT_METHODS
+    usual: Sequence[str] = default_methods()
     config = config or preset("lesion-first")
     seeds = (config.seed,) if seeds is None else tuple(seeds)
     check_values({"seeds": (seeds, tuple[Seed, ...])})

@@ -22,7 +22,7 @@ import uvicorn
 from anyio import CapacityLimiter, Lock, WouldBlock, fail_after, move_on_after, to_thread
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import FileResponse, JSONResponse
+from fastapi.responses import HTMLResponse, JSONResponse
 from starlette.datastructures import Headers, MutableHeaders, UploadFile
 from starlette.exceptions import HTTPException
 from starlette.formparsers import MultiPartException, MultiPartParser
@@ -40,9 +40,8 @@ from medtokenbudget.model import load
 from medtokenbudget.progress import say
 from medtokenbudget.serve import schemas
 from medtokenbudget.serve.samples import SAMPLES, image_bytes, mask_bytes, offers
-from medtokenbudget.serve.service import FILES, NOTICE, FieldError, Limits, Question, Service, is_demo
+from medtokenbudget.serve.service import FILES, NOTICE, STATIC, FieldError, Limits, Question, Service, index_page, is_demo
 
-STATIC = Path(__file__).parent / "static"
 TOKEN_VARIABLE = "MTB_TOKEN"
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 RETRY_SECONDS = "5"
@@ -337,7 +336,7 @@ async def _drain(request: Request, most: int) -> None:
 def _add_page(app: FastAPI) -> None:
     @app.get("/", include_in_schema=False)
     async def page() -> Response:
-        return FileResponse(STATIC / "index.html", headers={"Cache-Control": "no-cache"})
+        return HTMLResponse(index_page(), headers={"Cache-Control": "no-cache"})
 
     app.mount("/static", StaticFiles(directory=STATIC), name="static")
 

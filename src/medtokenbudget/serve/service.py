@@ -19,24 +19,32 @@ from PIL import Image
 from torch import Tensor
 
 from medtokenbudget import __version__
-from medtokenbudget.config import BUDGETS
+from medtokenbudget.config import BUDGETS, USE_NOTICE
+from medtokenbudget.config import NOTICE as SHORT_NOTICE
 from medtokenbudget.data import decode_image, decode_mask, same_aspect
 from medtokenbudget.errors import BudgetError, RequestError
 from medtokenbudget.metrics import retention_of_counts
 from medtokenbudget.model import Guarantee, MedTokenBudget
 from medtokenbudget.model.guarantee import find_guarantee
 from medtokenbudget.model.inference import select
+from medtokenbudget.model.looks import look
 from medtokenbudget.model.saved import describe
-from medtokenbudget.reporting.looks import look
 from medtokenbudget.routing import Ranker, Selector
 from medtokenbudget.routing.conformal import Promise
 from medtokenbudget.tokens import Selection, TokenBatch
 
-NOTICE = "Research software, not a medical device. Do not use its output for diagnosis or treatment."
+NOTICE = f"{SHORT_NOTICE} {USE_NOTICE}"
+STATIC = Path(__file__).parent / "static"
 FILES, FIELDS = ("image", "mask"), ("selectors", "budgets", "retention", "preview")
 DEMO_MODEL = Path("runs/demo/model")
 MAX_BUDGETS = 128
 PREVIEW_SIDE = 1024
+
+
+def index_page() -> str:
+    """Return the page of the explorer."""
+    page = (STATIC / "index.html").read_text(encoding="utf-8")
+    return page.replace("{{ notice }}", SHORT_NOTICE).replace("{{ use_notice }}", USE_NOTICE)
 
 
 @dataclass(frozen=True)
@@ -176,9 +184,12 @@ class Service:
 
     def _described(self, name: str) -> dict[str, Any]:
         selector, shown = self.model.classifier(name).selector, look(name)
-        title, about = shown.name, shown.about
+        title, about = shown.title, shown.description
         if self.model.fixed_budget is not None:
-            title, about = f"Routed early, {shown.name}", "The backbone ran on these patches alone, and the head reads all of them."
+            title, about = (
+                f"Routed early, {shown.title}",
+                "The backbone ran on these patches alone, and the head reads all of them.",
+            )
         return {
             "name": name,
             "title": title,

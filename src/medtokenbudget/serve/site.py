@@ -26,9 +26,8 @@ from medtokenbudget.model import MedTokenBudget
 from medtokenbudget.model.web_graphs import HEADS_GRAPH, TOKENS_GRAPH, WebGraphs, write_web_graphs
 from medtokenbudget.progress import say
 from medtokenbudget.serve.samples import image_bytes, mask_bytes, offers
-from medtokenbudget.serve.service import Limits, Service
+from medtokenbudget.serve.service import STATIC, Limits, Service, index_page
 
-STATIC = Path(__file__).parent / "static"
 DESCRIPTION = "site.json"
 WORKER = "service-worker.js"
 INTERPOLATIONS = ("bilinear", "bicubic", "lanczos")
@@ -147,7 +146,7 @@ def _write_page(folder: Path) -> None:
     for source in sorted(path for path in STATIC.rglob("*") if path.is_file()):
         if source.name not in ("index.html", WORKER):
             _copy(source, folder / "static" / source.relative_to(STATIC))
-    page = (STATIC / "index.html").read_text(encoding="utf-8")
+    page = index_page()
     assert page.count(SERVICE_ENGINE) == 1, "the page names its engine once"
     write_text(folder / "index.html", page.replace(SERVICE_ENGINE, PAGE_ENGINE))
 
