@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from medtokenbudget.measures import GLOSSARY, METRICS, shown_in
-from medtokenbudget.runs.run import RESULT_COLUMNS, summarize
+import numpy as np
+
+from medtokenbudget.measures import (
+    GLOSSARY,
+    METRICS,
+    budget_text,
+    percent,
+    points,
+    probability,
+    shown_in,
+    with_interval,
+    with_spread,
+)
+from medtokenbudget.runs.run import RESULT_COLUMNS
 from medtokenbudget.runs.statistics import STATISTICS
-from tests.runs import simulate
 
 
 def test_every_column_of_the_results_has_one_entry_with_a_unique_name() -> None:
-    assert RESULT_COLUMNS[9:] == tuple(METRICS)
-    measured = summarize(simulate.sweep({"lats": {}, "tome": {"merger": True}}, (42,), (0.3,), n=20), simulate.CLASSES)
-    assert measured[list(METRICS)].notna().any().drop("lesion_mass").all(), "computed, too"
+    assert RESULT_COLUMNS[-len(METRICS) :] == tuple(METRICS)
     for names in ([m.title for m in METRICS.values()], [m.term for m in METRICS.values()]):
         assert len(set(names)) == len(names)
 
@@ -30,3 +39,15 @@ def test_what_is_shown_with_intervals_or_tests_has_them() -> None:
 def test_a_heading_has_its_unit() -> None:
     assert METRICS["accuracy"].heading == "Accuracy (%)"
     assert METRICS["enrichment"].heading == "Enrichment (×)"
+
+
+def test_not_measured_is_a_dash_and_zero_is_zero() -> None:
+    assert percent(np.nan) == percent(None) == "—"
+    assert percent(0.0) == "0.0"
+    assert points(-0.0123) == "−1.2"
+    assert points(0.0) == points(-0.0001) == "0.0"
+    assert with_interval(0.674, 0.65, 0.698) == "67.4 [65.0, 69.8]"
+    assert with_spread("80.38", percent(np.nan)) == "80.38"
+    assert METRICS["enrichment"].text(1.571, 0.98) == "1.57 ± 0.98"
+    assert probability(0.0001) == "< 0.001"
+    assert [budget_text(value) for value in (0.3, 1.0, 0.25)] == ["0.3", "1.0", "0.25"]

@@ -6,7 +6,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 from results_tables import BUDGETS, METRICS, facts, number, read, table
 
-from medtokenbudget.reporting.looks import look
+from medtokenbudget.model.looks import look
 from medtokenbudget.reporting.style import legend_below, new_figure, percent_axis
 
 COMMIT = "e3ff12d"
@@ -120,7 +120,7 @@ def external_figure() -> Figure:
             linestyle="",
             marker=style.marker,
             color=style.color,
-            label=style.name,
+            label=style.title,
         )
     axes.set_yticks(range(len(classes)), [f"{name}, n = {n}" for name, n in zip(classes["stratum"], classes["n"], strict=True)])
     percent_axis(axes, "x", "share of the ceiling (%)")

@@ -6,7 +6,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 from results_tables import facts, read, table
 
-from medtokenbudget.reporting.looks import look
+from medtokenbudget.model.looks import look
 from medtokenbudget.reporting.style import legend_below, new_figure, percent_axis
 
 COMMIT = "3c82a77"

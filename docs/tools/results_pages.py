@@ -29,7 +29,7 @@ from results_tables import (
     table,
 )
 
-from medtokenbudget.reporting.looks import look
+from medtokenbudget.model.looks import look
 from medtokenbudget.reporting.style import house_style, save
 from medtokenbudget.runs import paper
 
@@ -94,7 +94,7 @@ def robustness_page() -> str:
     for budget in BUDGETS:
         rows = []
         for method in dict.fromkeys(frame["method"]):
-            cells = [look(method).name]
+            cells = [look(method).title]
             for metric in ("accuracy", "macro_f1", "retention_of_ceiling"):
                 part = frame[(frame["method"] == method) & (frame["budget"].round(6) == budget)][metric]
                 hidden = metric == "retention_of_ceiling" and (method in ("no-pruning", "tome") or method.endswith(":matched"))
@@ -233,7 +233,7 @@ def strata_page() -> str:
         for stratum, part in frame[frame["by"] == kind].groupby("stratum", sort=False):
             of = part.set_index("method")["value"]
             rows.append([str(stratum), str(part["n"].iloc[0]), *(number(of.get(m, float("nan"))) for m in shown)])
-        head = ["stratum", "n", *(look(m).name for m in shown)]
+        head = ["stratum", "n", *(look(m).title for m in shown)]
         parts.append(f"## {title}\n\n{table(rows, head)}\n\n![{title}](figures/{figure}.svg)")
     tables = "\n\n".join(parts)
     return f"""# By lesion size and class
@@ -264,11 +264,11 @@ def significance_page() -> str:
                 continue
             p = "< 0.001" if row["p"] < 0.001 else f"{row['p']:.3f}"
             cells = [number(row[x], sign=True) for x in ("difference", "low", "high")]
-            rows.append([look(row["method_b"]).name, METRICS[row["metric"]], *cells, p])
+            rows.append([look(row["method_b"]).title, METRICS[row["metric"]], *cells, p])
         where = "images as they are" if view == "as-is" else "off-center crops"
         n = int(part["n"].max())
         head = ["against", "measure", "difference", "low", "high", "p"]
-        parts.append(f"## {look(method).name}, {where}, n = {n}\n\n{table(rows, head)}")
+        parts.append(f"## {look(method).title}, {where}, n = {n}\n\n{table(rows, head)}")
     tables = "\n\n".join(parts)
     return f"""# Significance
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from medtokenbudget.reporting.looks import look
+from medtokenbudget.model.looks import look
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 BUDGETS = (0.1, 0.3, 0.5)
@@ -57,13 +57,13 @@ def over_budgets(frame: pd.DataFrame, metric: str, budgets: Sequence[float]) -> 
     methods = list(dict.fromkeys(frame["method"]))
     if metric != "accuracy":  # what keeps everything, or merges, has nothing to show here
         methods = [m for m in methods if m not in ("no-pruning", "tome") and not m.endswith(":matched")]
-    rows = [[look(m).name, *(number(mean(frame, m, b, metric)) for b in budgets)] for m in methods]
+    rows = [[look(m).title, *(number(mean(frame, m, b, metric)) for b in budgets)] for m in methods]
     return table(rows, ["method", *(f"{b:g}" for b in budgets)])
 
 
 def at_budget(frame: pd.DataFrame, budget: float, metrics: Sequence[str] = tuple(METRICS)) -> str:
     """A row per method, a column per metric, at one budget."""
-    rows = [[look(m).name, *(number(mean(frame, m, budget, x)) for x in metrics)] for m in dict.fromkeys(frame["method"])]
+    rows = [[look(m).title, *(number(mean(frame, m, budget, x)) for x in metrics)] for m in dict.fromkeys(frame["method"])]
     return table(rows, ["method", *(METRICS[x] for x in metrics)])
 
 
@@ -75,7 +75,7 @@ def both_views(frame: pd.DataFrame, methods: Sequence[str], budget: float = 0.3)
     for method in methods:
         cells = [number(mean(frame, method, budget, x, v) if x != metrics[0] or method in keeps else float("nan"))
                  for x in metrics for v in views]  # fmt: skip
-        rows.append([look(method).name, *cells])
+        rows.append([look(method).title, *cells])
     return table(rows, ["method", *(f"{METRICS[x]}, {v}" for x in metrics for v in views)])
 
 

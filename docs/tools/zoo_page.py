@@ -19,7 +19,7 @@ from results_tables import RESULTS, number, read, table
 from zoo_rows import BUDGET, collected
 from zoo_text import TEXT
 
-from medtokenbudget.reporting.looks import REFERENCES, look
+from medtokenbudget.model.looks import is_reference, look
 from medtokenbudget.reporting.style import house_style, legend_below, percent_axis, save
 from medtokenbudget.routing import selector_class
 from medtokenbudget.runs.method import Method
@@ -87,7 +87,7 @@ def methods_table(frame: pd.DataFrame) -> str:
         for text in sorted(methods, key=lambda text: -float(kept(found[text][0]).strip("*–") or 0)):
             here, off = found[text]
             spread = f" ({number(here['macro_f1_spread'])})" if here["seeds"] > 1 else ""
-            line = [look(text).name, kept(here), kept(off), with_interval(here, "accuracy")]
+            line = [look(text).title, kept(here), kept(off), with_interval(here, "accuracy")]
             line += [number(here["macro_f1"]) + spread, with_interval(here, "balanced_accuracy")]
             line += [off_center(off, "balanced_accuracy"), f"{here['parameters'] / 1000:.0f}k", f"{here['ms']:.2f}"]
             lines.append(line)
@@ -102,7 +102,7 @@ def heads_table(frame: pd.DataFrame) -> str:
     rows: dict[str, dict[str, str]] = {}
     for method in methods:
         here, off = views(at, str(method))
-        name = look(str(Method(method.selector, variant=method.variant))).name
+        name = look(str(Method(method.selector, variant=method.variant))).title
         both = f"{number(here['balanced_accuracy'])} / {off_center(off, 'balanced_accuracy')}"
         rows.setdefault(name, {})[method.head] = both
     return table([[name, *[cells.get(head, "–") for head in heads]] for name, cells in rows.items()], ["selector", *heads])
@@ -133,7 +133,7 @@ def _scatter(axes: Axes, rows: pd.DataFrame) -> None:
     for method in NAMED:
         row, style = rows[rows["method"] == method], look(method)
         points = {"marker": style.marker, "color": style.color, "markersize": 9, "markeredgewidth": 2}
-        axes.plot(row["retention_of_ceiling"], row["macro_f1"], linestyle="", label=style.name, **points)
+        axes.plot(row["retention_of_ceiling"], row["macro_f1"], linestyle="", label=style.title, **points)
     axes.margins(0.08)
 
 
@@ -164,7 +164,7 @@ def value(tables: dict[str, pd.DataFrame], name: str, method: str, view: str, me
 
 def ranked(at: pd.DataFrame, metric: str) -> str:
     """Methods that keep patches, without references: their number, or the rank correlation of a metric with what is kept."""
-    rows = at[at["retention_of_ceiling"].notna() & ~at["method"].isin(REFERENCES)]
+    rows = at[at["retention_of_ceiling"].notna() & ~at["method"].map(is_reference)]
     if metric == "count":
         return str(len(rows))
     return f"{rows['retention_of_ceiling'].rank().corr(rows[metric].rank()):.2f}".replace("-", "−")
@@ -174,7 +174,7 @@ def widest(at: pd.DataFrame, learned: bool, metric: str) -> str:
     """The largest deviation between seeds among methods that learn, or that do not, and whose it is."""
     rows = at[[Method.parse(text).learned == learned for text in at["method"]]]
     row = rows.loc[rows[metric].idxmax()]
-    return f"{number(row[metric])} points ({look(row['method']).name})"
+    return f"{number(row[metric])} points ({look(row['method']).title})"
 
 
 def seeds(frame: pd.DataFrame) -> str:
@@ -183,7 +183,7 @@ def seeds(frame: pd.DataFrame) -> str:
     for backbone, rows in frame.groupby("backbone", sort=False):
         counts = rows.groupby("method", sort=False)["seeds"].first()
         usual = int(counts.mode().iloc[0])
-        others = [f"{look(method).name} ({count})" for method, count in counts.items() if count != usual]
+        others = [f"{look(method).title} ({count})" for method, count in counts.items() if count != usual]
         but = f" but {in_words(others)}" if others else ""
         parts.append(f"{usual} for each row of {BACKBONES[backbone]}{but}")
     return "; ".join(parts)

@@ -21,7 +21,7 @@ from medtokenbudget.backbone.backbone import located
 from medtokenbudget.backbone.views import OFF_CENTER
 from medtokenbudget.config import (
     BUDGETS,
-    DEFAULT_METHODS,
+    CONTROLS,
     DEFAULT_SELECTOR,
     HEADLINE_BUDGETS,
     BackboneConfig,
@@ -43,7 +43,7 @@ from medtokenbudget.model.guarantee import Guarantee, with_guarantee
 from medtokenbudget.model.model import MedTokenBudget, load
 from medtokenbudget.model.saved import ROUTER, resolve, write_guarantees
 from medtokenbudget.progress import say
-from medtokenbudget.routing import selector_class
+from medtokenbudget.routing import default_methods, selector_class
 from medtokenbudget.routing.conformal import Promise
 from medtokenbudget.runs.card import card_text
 from medtokenbudget.runs.evaluate import (
@@ -78,7 +78,6 @@ from medtokenbudget.training.rows import TrainingRows
 AnyManifest = Manifest | Path | str
 AnyStore = FeatureStore | Path | str
 HeadChoice = Literal["auto", "none"]
-CONTROLS = ("center", "random")
 SAMPLES = Drawings(8, seed=5, off_center=True)
 """Off the center, where keeping the middle of the image does not help."""
 
@@ -146,7 +145,10 @@ def train(
     # A manifest that came as a path stays one: the run records where it is.
     run = Run.begin(out, opened.without_labels() if unlabeled else manifest, store, settings)
     if run.store.fixed_budget is None:
-        methods: tuple[str, ...] = (str(method_of(selector, settings)), *CONTROLS)
+        methods: tuple[str, ...] = (
+            str(method_of(selector, settings)),
+            *(name for name in CONTROLS if not selector_class(name).requires),
+        )
     else:  # routed already: only the head is left to train
         methods, run.config = (READS_ROUTED,), _at_fixed_budget(run)
     study = Study("train", methods, (settings.seed,), run.config.budgets)
@@ -222,7 +224,7 @@ def sweep(
     seeds = (run.config.seed,) if seeds is None else tuple(seeds)
     check_values({"seeds": (seeds, tuple[Seed, ...])})
     if methods is None:
-        methods = supported_methods(run, DEFAULT_METHODS if run.store.fixed_budget is None else (READS_ROUTED,))
+        methods = supported_methods(run, default_methods() if run.store.fixed_budget is None else (READS_ROUTED,))
     study = Study("sweep", with_heads(methods, heads), seeds, tuple(run.config.budgets))
     run_studies(run, [study], Execution(engine, jobs, address))
     save_model(run)
@@ -450,7 +452,7 @@ def demo(out: Path | str = "runs/demo", n: int = 1000, seed: int = 0, epochs: in
     say("  Extracting tokens with the embedded backbone ...")
     extract(manifest, store, "embedded", views="off-center")
     config = preset("paper") if epochs is None else preset("paper", epochs=epochs, head_epochs=epochs, min_steps=0)
-    study = Study("main", DEFAULT_METHODS, (42,), BUDGETS)
+    study = Study("main", default_methods(), budgets=BUDGETS)
     say(f"  Training {len(study.methods)} methods and evaluating them at {len(study.budgets)} budgets ...")
     run = Run.begin(out, manifest, store, config)
     run_studies(run, [study])

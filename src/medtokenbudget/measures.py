@@ -1,12 +1,19 @@
-"""Every metric of `results.csv` once: its titles, unit and definition, and where a report shows it.
+"""Every metric of `results.csv` once: its formula, titles, unit and definition, where it is shown; and how numbers are written.
 
-A new metric is one entry of `METRICS`; headings, glossary, tables and figures of the report are made from this list.
+A new metric is one entry of `METRICS`; columns, headings, glossary, tables and figures are made from this list.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+
+import numpy as np
+import pandas as pd
+
+from medtokenbudget import metrics
 
 Place = Literal["interval", "test", "sweep", "further"]
 """Where a report shows a metric.
@@ -16,6 +23,39 @@ further measures.
 """
 
 
+class Cell:
+    """The predictions of one method, seed and budget, from which every metric is computed.
+
+    Args:
+        rows: Rows of `predictions.parquet`.
+        classes: Number of classes.
+
+    Attributes:
+        label: `[n]` class indices of the labeled images.
+        predicted: `[n]` predicted classes of the same images.
+        probabilities: `[n, C]` of the same images.
+        retention: Of the images with a mask.
+    """
+
+    def __init__(self, rows: pd.DataFrame, classes: int) -> None:
+        labeled, masked = rows[rows["label"] >= 0], rows[rows["lesion"].notna()]
+        self.rows, self.classes = rows, classes
+        self.label, self.predicted = labeled["label"].to_numpy(), labeled["predicted"].to_numpy()
+        self.probabilities = probability_matrix(labeled)
+        keeps_patches = bool(masked["kept_lesion"].notna().any())  # a merger has no retention
+        self.retention = metrics.retention_of_counts(
+            masked["kept_lesion"].to_numpy(dtype=float, na_value=np.nan) if keeps_patches else None,
+            masked["lesion"].to_numpy(dtype=float),
+            masked["k"].to_numpy(),
+            masked["n_patches"].to_numpy(),
+        )
+
+
+def probability_matrix(frame: pd.DataFrame) -> np.ndarray:
+    """Return the probabilities of all rows as one [n, C] array."""
+    return np.stack([np.asarray(row, float) for row in frame["probabilities"]]) if len(frame) else np.zeros((0, 0))
+
+
 @dataclass(frozen=True)
 class Metric:
     """One column of `results.csv`.
@@ -23,10 +63,11 @@ class Metric:
     Attributes:
         name: The column.
         title: Heading in tables, without the unit.
-        term: Full name, as in the glossary.
         definition: One or two sentences for readers who do not know the paper.
+        formula: Computes it from one cell.
         scope: Whether it needs class labels or lesion masks.
         places: Where a report shows it.
+        term: Full name, as in the glossary; by default the title.
         unit: `%` for fractions, which are shown in percent; `×` for ratios.
         short: Heading where several measures share a narrow table.
         axis: Label of the axis in figures; only metrics that have a curve over the budget need one.
@@ -35,19 +76,28 @@ class Metric:
 
     name: str
     title: str
-    term: str
     definition: str
+    formula: Callable[[Cell], float]
     scope: Literal["labels", "masks"]
     places: tuple[Place, ...] = ()
+    term: str = ""
     unit: Literal["%", "×"] = "%"
     short: str = ""
     axis: str = ""
     fact: str = ""
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "term", self.term or self.title)
+
     @property
     def heading(self) -> str:
         """The title with the unit, for example `Accuracy (%)`."""
         return f"{self.title} ({self.unit})"
+
+    def text(self, value: Any, deviation: Any = None) -> str:
+        """Write a value in this unit, with its deviation over seeds where there is one."""
+        write = percent if self.unit == "%" else number
+        return with_spread(write(value), write(deviation))
 
 
 METRICS: dict[str, Metric] = {
@@ -56,8 +106,8 @@ METRICS: dict[str, Metric] = {
         Metric(
             "accuracy",
             "Accuracy",
-            "Accuracy",
             "The share of images that were classified correctly.",
+            lambda cell: metrics.accuracy(cell.label, cell.predicted),
             "labels",
             ("interval", "test", "sweep"),
             short="Acc.",
@@ -67,8 +117,8 @@ METRICS: dict[str, Metric] = {
         Metric(
             "macro_f1",
             "Macro F1",
-            "Macro F1",
             "The F1 score of each class, averaged with equal weight for rare and common classes.",
+            lambda cell: metrics.macro_f1(cell.label, cell.predicted, cell.classes),
             "labels",
             ("interval", "test", "sweep"),
             short="F1",
@@ -78,36 +128,22 @@ METRICS: dict[str, Metric] = {
         Metric(
             "balanced_accuracy",
             "Bal. acc.",
-            "Balanced accuracy",
             "The recall of each class, averaged with equal weight for rare and common classes.",
+            lambda cell: metrics.balanced_accuracy(cell.label, cell.predicted, cell.classes),
             "labels",
             ("interval", "test", "further"),
+            term="Balanced accuracy",
             short="Bal.",
-        ),
-        Metric(
-            "macro_auroc",
-            "AUROC",
-            "AUROC",
-            "Area under the ROC curve, one class against the rest, averaged over classes.",
-            "labels",
-            ("further",),
-        ),
-        Metric(
-            "ece",
-            "ECE",
-            "ECE",
-            "Expected calibration error: the average gap between the model's confidence and its accuracy. Lower is better.",
-            "labels",
-            ("further",),
         ),
         Metric(
             "retention",
             "Retention",
-            "Lesion retention",
             "The share of lesion patches (according to the mask) that were kept, pooled over images as in the paper. At 100% no "
             "lesion patch was lost.",
+            lambda cell: cell.retention.pooled,
             "masks",
             ("interval", "test", "sweep"),
+            term="Lesion retention",
             short="Ret.",
             axis="lesion patches kept (%)",
             fact="of the lesion kept by {name}",
@@ -115,61 +151,86 @@ METRICS: dict[str, Metric] = {
         Metric(
             "retention_mean",
             "Per image",
-            "Retention per image",
             "Retention computed for each image and then averaged, so that small lesions count as much as large ones.",
+            lambda cell: cell.retention.mean,
             "masks",
             ("further",),
-        ),
-        Metric(
-            "ceiling",
-            "Ceiling",
-            "Ceiling",
-            "The highest retention any selector can reach. A lesion that covers 100 patches cannot be kept whole when K is 76.",
-            "masks",
+            term="Retention per image",
         ),
         Metric(
             "retention_of_ceiling",
             "Of ceiling",
-            "Share of the ceiling",
             "Retention divided by the ceiling. At 100% no patch was spent on skin while lesion patches were dropped.",
+            lambda cell: cell.retention.of_ceiling,
             "masks",
             ("interval",),
+            term="Share of the ceiling",
             short="Ceil.",
             axis="share of the ceiling (%)",
             fact="of what is possible, by {name}",
         ),
-        Metric("precision", "Precision", "Precision", "The share of kept patches that are lesion.", "masks", ("further",)),
+        Metric(
+            "precision",
+            "Precision",
+            "The share of kept patches that are lesion.",
+            lambda cell: cell.retention.precision,
+            "masks",
+            ("further",),
+        ),
         Metric(
             "enrichment",
             "Enrichment",
-            "Enrichment",
             "Precision divided by the share of lesion patches in the image. Random selection has an enrichment of 1.",
+            lambda cell: cell.retention.enrichment,
             "masks",
             ("further",),
             unit="×",
         ),
         Metric(
+            "ceiling",
+            "Ceiling",
+            "The highest retention any selector can reach. A lesion that covers 100 patches cannot be kept whole when K is 76.",
+            lambda cell: cell.retention.ceiling,
+            "masks",
+        ),
+        Metric(
+            "macro_auroc",
+            "AUROC",
+            "Area under the ROC curve, one class against the rest, averaged over classes.",
+            lambda cell: metrics.macro_auroc(cell.label, cell.probabilities),
+            "labels",
+            ("further",),
+        ),
+        Metric(
+            "ece",
+            "ECE",
+            "Expected calibration error: the average gap between the model's confidence and its accuracy. Lower is better.",
+            lambda cell: metrics.expected_calibration_error(cell.label, cell.predicted, cell.probabilities),
+            "labels",
+            ("further",),
+        ),
+        Metric(
             "purity",
             "Purity",
-            "Purity",
-            "For methods that merge patches (ToMe): how little the merged tokens mix lesion and skin. Such methods have no "
-            "retention.",
+            "For methods that merge patches (ToMe), which have no retention: how little the merged tokens mix lesion and skin.",
+            lambda cell: float(cell.rows["purity"].mean()),
             "masks",
             ("further",),
         ),
         Metric(
             "lesion_dominated",
             "Domin.",
-            "Dominated",
             "For methods that merge patches: the share of lesion patches in tokens of which more than half is lesion.",
+            lambda cell: float(cell.rows["lesion_dominated"].mean()),
             "masks",
             ("further",),
+            term="Dominated",
         ),
         Metric(
             "lesion_mass",
             "Mass",
-            "Mass",
             "For methods whose tokens mix all patches: the share of the tokens that comes from lesion patches.",
+            lambda cell: float(cell.rows["lesion_mass"].mean()),
             "masks",
             ("further",),
         ),
@@ -178,19 +239,14 @@ METRICS: dict[str, Metric] = {
 
 
 def shown_in(place: Place) -> tuple[str, ...]:
-    """Returns the metrics that a report shows in one place, in the order of the list."""
+    """Return the metrics that a report shows in one place, in the order of the list."""
     return tuple(name for name, metric in METRICS.items() if place in metric.places)
-
-
-def _entries(scope: str) -> dict[str, str]:
-    return {metric.term: metric.definition for metric in METRICS.values() if metric.scope == scope}
 
 
 GLOSSARY: dict[str, str] = {
     "Patch, token": "A square piece of the image, and the vector that the vision transformer computes for it.",
     "Token budget": "The share of patches that may be kept, written β in the paper. Of N patches, K = max(16, ⌊β N⌋) are kept.",
-    **_entries("masks"),
-    **_entries("labels"),
+    **{metric.term: metric.definition for scope in ("masks", "labels") for metric in METRICS.values() if metric.scope == scope},
     "95% interval": "A bootstrap interval over groups of images (images of the same lesion are drawn together). It shows how much "
     "a number depends on which images happen to be in the validation set.",
     "± over seeds": "The standard deviation over repeated training runs. It shows how much a number depends on chance in training.",
@@ -203,3 +259,62 @@ GLOSSARY: dict[str, str] = {
     "—": "Not measured, which is different from zero.",
 }
 """The terms of a report, explained for readers who do not know the paper."""
+
+
+# How numbers are written. A value that was not measured is a dash, never a zero.
+
+NOT_MEASURED = "—"
+
+
+def is_missing(value: Any) -> bool:
+    """Check whether a value was not measured (None, NaN, infinite)."""
+    return value is None or pd.isna(value) or not math.isfinite(float(value))
+
+
+def number(value: Any, digits: int = 2) -> str:
+    """Write a plain number, for example `1.85`."""
+    return NOT_MEASURED if is_missing(value) else f"{float(value):.{digits}f}"
+
+
+def percent(value: Any, digits: int = 1) -> str:
+    """Write a fraction in percent without the sign, for example `67.4`; the unit belongs in the heading."""
+    return NOT_MEASURED if is_missing(value) else f"{100 * float(value):.{digits}f}"
+
+
+def percentage(value: Any, digits: int = 1) -> str:
+    """Write a fraction in percent with the sign, for example `67.4%`; for sentences."""
+    return NOT_MEASURED if is_missing(value) else f"{percent(value, digits)}%"
+
+
+def points(value: Any, digits: int = 1) -> str:
+    """Write a difference of fractions in percentage points with its sign, for example `−1.2`."""
+    if is_missing(value):
+        return NOT_MEASURED
+    text = f"{100 * float(value):+.{digits}f}"
+    return text[1:] if float(text) == 0 else text.replace("-", "−")
+
+
+def with_interval(value: Any, low: Any, high: Any) -> str:
+    """Write a percentage with its 95% interval, for example `67.4 [65.0, 69.8]`."""
+    text = percent(value)
+    return text if is_missing(value) or is_missing(low) or is_missing(high) else f"{text} [{percent(low)}, {percent(high)}]"
+
+
+def with_spread(text: str, deviation: str) -> str:
+    """Join a mean over seeds and its standard deviation, for example `67.40 ± 0.20`; a single seed has no deviation."""
+    return text if NOT_MEASURED in (text, deviation) else f"{text} ± {deviation}"
+
+
+def probability(value: Any) -> str:
+    """Write a p-value; very small ones as `< 0.001`."""
+    return "< 0.001" if not is_missing(value) and float(value) < 0.001 else number(value, 3)
+
+
+def plural(count: int, word: str) -> str:
+    """Write a count with its noun, for example `1 image` or `1,200 images`."""
+    return f"{count:,} {word}" if count == 1 else f"{count:,} {word}s"
+
+
+def budget_text(value: float) -> str:
+    """Write a token budget, for example `0.3`, `1.0` or `0.25`."""
+    return f"{value:.1f}" if abs(10 * value - round(10 * value)) < 1e-9 else f"{value:g}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from medtokenbudget.cli import main
 from medtokenbudget.errors import RequestError
 from medtokenbudget.reporting.comparison import Comparison, unique_names
 from medtokenbudget.reporting.page import report
+from medtokenbudget.runs.run import read_predictions, write_predictions
 from tests.reporting.fake_run import edit_run, fake_run
 
 pytestmark = pytest.mark.slow
@@ -33,9 +35,13 @@ def second(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return fake_run(folder, seeds=(43,), studies=("main",), images=False, methods=("random", "lats", "center"), learned=("lats",))
 
 
-def edited(run: Path, out: Path, **changes: object) -> Path:
-    """A copy of a run with other entries in its run.json."""
-    return edit_run(Path(shutil.copytree(run, out)), **changes)
+def changed(run: Path, out: Path, change: Callable[[pd.DataFrame, tuple[str, ...]], pd.DataFrame], **info: object) -> Path:
+    """A copy of a run with other predictions, and other entries in its run.json."""
+    shutil.copytree(run, out)
+    frame, classes = read_predictions(out / "predictions.parquet")
+    frame = change(frame, classes)
+    write_predictions(out / "predictions.parquet", frame, frame.attrs.get("classes", classes))
+    return edit_run(out, **info)
 
 
 def test_runs_are_named_by_their_directories_with_parents_where_needed(tmp_path: Path) -> None:
@@ -51,7 +57,7 @@ def test_every_table_has_a_row_per_run_with_the_numbers_of_its_results(first: Pa
     for folder in (first, second):
         name = f"{folder.parent.name}/isic"
         results = pd.read_csv(folder / "results.csv").set_index(["method", "budget"])
-        rows = table[(table["run"] == name) & (table["metric"] == "accuracy")]
+        rows = table[(table["run"] == name) & (table["metric"] == "accuracy") & (table["budget"] == 0.3)]
         assert set(rows["method"]) == set(results.index.get_level_values(0))
         for row in rows.itertuples():
             assert row.value == pytest.approx(results.loc[(row.method, 0.3), "accuracy"], abs=1e-5)
@@ -64,7 +70,7 @@ def test_every_table_has_a_row_per_run_with_the_numbers_of_its_results(first: Pa
 
 def test_differences_are_paired_by_image_and_are_those_of_the_results(first: Path, second: Path) -> None:
     comparison = Comparison.read([first, second])
-    pairs = comparison.pairs
+    pairs = comparison.tests
     row = pairs[(pairs["method"] == "lats") & (pairs["minus_method"] == "lats") & (pairs["metric"] == "accuracy")]
     row = row[np.isclose(row["budget"], 0.3)].iloc[0]
     ours, theirs = (
@@ -79,46 +85,29 @@ def test_differences_are_paired_by_image_and_are_those_of_the_results(first: Pat
 
 
 def test_a_run_compared_with_itself_under_another_class_order_does_not_differ(first: Path, tmp_path: Path) -> None:
-    from medtokenbudget.runs.run import read_predictions, write_predictions
+    def reverse(frame: pd.DataFrame, classes: tuple[str, ...]) -> pd.DataFrame:
+        frame = frame.assign(**(len(classes) - 1 - frame[["label", "predicted"]]))
+        frame.attrs["classes"] = tuple(reversed(classes))
+        return frame
 
-    other = edited(first, tmp_path / "reordered", hashes={"split": "9"})
-    frame, classes = read_predictions(other / "predictions.parquet")
-    turned = len(classes) - 1 - frame[["label", "predicted"]]
-    write_predictions(other / "predictions.parquet", frame.assign(**turned), tuple(reversed(classes)))
-    edit_run(other)
-    comparison = Comparison.read([first, other])
-    pairs = comparison.pairs
-    assert len(pairs) > 0
-    assert (pairs["difference"].abs() < 1e-12).all()
-    assert (pairs[["low", "high"]].abs() < 1e-12).all().all()
+    comparison = Comparison.read([first, changed(first, tmp_path / "reordered", reverse, hashes={"split": "9"})])
+    tests = comparison.tests
+    assert len(tests) > 0
+    assert (tests[["difference", "low", "high"]].abs() < 1e-12).all().all()
     assert any("different splits" in note for note in comparison.notes)
 
 
 def test_runs_on_other_images_are_shown_side_by_side_with_a_note(first: Path, tmp_path: Path) -> None:
-    from medtokenbudget.runs.run import read_predictions, write_predictions
-
-    other = edited(first, tmp_path / "elsewhere")
-    frame, classes = read_predictions(other / "predictions.parquet")
-    write_predictions(other / "predictions.parquet", frame.assign(image_id="x" + frame["image_id"]), classes)
-    edit_run(other)
-    comparison = Comparison.read([first, other])
-    assert comparison.pairs.empty
-    assert any("share no validation images" in note for note in comparison.notes)
+    other = changed(first, tmp_path / "elsewhere", lambda frame, _: frame.assign(image_id="x" + frame["image_id"]))
     text = report(first, other, out=tmp_path / "out").read_text(encoding="utf-8")
     assert "share no validation images" in text
     assert "Are the differences reliable?" not in text
 
 
 def test_equal_ids_with_other_labels_are_other_images(first: Path, tmp_path: Path) -> None:
-    from medtokenbudget.runs.run import read_predictions, write_predictions
-
-    other = edited(first, tmp_path / "relabeled")
-    frame, classes = read_predictions(other / "predictions.parquet")
-    label = (frame["label"] + 1) % len(classes)
-    write_predictions(other / "predictions.parquet", frame.assign(label=label, label_name=[classes[i] for i in label]), classes)
-    edit_run(other)
+    other = changed(first, tmp_path / "relabeled", lambda frame, classes: frame.assign(label=(frame["label"] + 1) % len(classes)))
     comparison = Comparison.read([first, other])
-    assert comparison.pairs.empty
+    assert comparison.tests.empty
     assert any("with different labels" in note for note in comparison.notes)
 
 
@@ -138,4 +127,4 @@ def test_the_command_prints_json_and_nothing_else(
 
 def test_several_runs_need_an_output_directory(first: Path, second: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(first), str(second)]) == 2
-    assert "Add --out DIR" in capsys.readouterr().err
+    assert "choose" in capsys.readouterr().err

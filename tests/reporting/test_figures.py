@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from medtokenbudget.reporting.figures import PLANS, house_style
+from medtokenbudget.model.looks import look
+from medtokenbudget.reporting.figures import DRAWN, house_style
 from medtokenbudget.reporting.intervals import ReportRun
-from medtokenbudget.reporting.looks import look
-
-DRAW = {plan.name: plan.draw for plan in PLANS}
 
 
 def legend(run: ReportRun, name: str) -> list[str]:
     with house_style():
-        figure = DRAW[name](run)
+        figure = DRAWN[name](run)
     assert figure is not None
     return [text.get_text() for legend in figure.legends for text in legend.get_texts()]
 
 
 def test_the_figure_of_the_training_shows_only_losses_that_were_trained_with(read_run: ReportRun) -> None:
     with house_style():
-        figure = DRAW["curriculum"](read_run)
+        figure = DRAWN["curriculum"](read_run)
     assert figure is not None
     assert legend(read_run, "curriculum") == ["lesion"]
     assert len(figure.axes) == 1  # the lesion loss alone does not depend on the budget
@@ -29,7 +27,7 @@ def test_the_figure_of_the_training_shows_only_losses_that_were_trained_with(rea
 @pytest.mark.slow
 def test_every_point_and_line_has_its_method_in_the_legend(read_run: ReportRun) -> None:
     both = [m for m in read_run.at("retention") if m in read_run.at("accuracy") and m != "no-pruning"]
-    assert sorted(legend(read_run, "accuracy-against-retention")) == sorted(look(m).name for m in both)
+    assert sorted(legend(read_run, "accuracy-against-retention")) == sorted(look(m).title for m in both)
     values = read_run.at("retention_of_ceiling", 0.3, "center-bias", "off-center")
     ranked = sorted(values, key=lambda m: -values[m])
-    assert legend(read_run, "center-bias") == [f"{look(m).name} {100 * values[m]:.1f}" for m in ranked]
+    assert legend(read_run, "center-bias") == [f"{look(m).title} {100 * values[m]:.1f}" for m in ranked]

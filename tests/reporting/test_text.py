@@ -1,35 +1,11 @@
-"""How numbers are written, how sentences follow the numbers, and how templates escape."""
+"""How sentences follow the numbers, and how templates escape."""
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from medtokenbudget.reporting.intervals import Difference, ReportRun
-from medtokenbudget.reporting.text import (
-    budget_text,
-    failures,
-    findings,
-    markdown,
-    percent,
-    points,
-    probability,
-    template,
-    with_interval,
-    with_spread,
-)
-
-
-def test_not_measured_is_a_dash_and_zero_is_zero() -> None:
-    assert percent(np.nan) == percent(None) == "—"
-    assert percent(0.0) == "0.0"
-    assert points(-0.0123) == "−1.2"
-    assert points(0.0) == points(-0.0001) == "0.0"
-    assert with_interval(0.674, 0.65, 0.698) == "67.4 [65.0, 69.8]"
-    assert with_spread("80.38", percent(np.nan)) == "80.38"
-    assert with_spread("80.38", percent(0.0018, 2)) == "80.38 ± 0.18"
-    assert probability(0.0001) == "< 0.001"
-    assert [budget_text(value) for value in (0.3, 1.0, 0.25)] == ["0.3", "1.0", "0.25"]
+from medtokenbudget.reporting.text import failures, findings, markdown, template
 
 
 @pytest.mark.parametrize(

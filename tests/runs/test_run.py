@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from sklearn import metrics as sklearn
 
+from medtokenbudget import measures
 from medtokenbudget.errors import RequestError
 from medtokenbudget.files import write_json
 from medtokenbudget.measures import METRICS
@@ -32,7 +33,7 @@ def test_predictions_come_back_as_written_and_twice_the_same_bytes(tmp_path: Pat
     assert back["lesion"].isna().sum() == frame["lesion"].isna().sum() > 0
     assert back["kept_lesion"].sum() == frame["kept_lesion"].sum()
     assert back["group"].isna().tolist() == frame["group"].isna().tolist()
-    np.testing.assert_array_equal(run.probability_matrix(back), run.probability_matrix(frame))
+    np.testing.assert_array_equal(measures.probability_matrix(back), measures.probability_matrix(frame))
     pd.testing.assert_frame_equal(run.summarize(back, classes), run.summarize(frame, classes), check_dtype=False)
 
 

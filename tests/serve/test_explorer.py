@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 from playwright.sync_api import Browser, Page, expect
 
-from medtokenbudget.reporting.looks import look
+from medtokenbudget.model.looks import look
 from medtokenbudget.serve.service import Service
 from tests.serve.axe import serious
 from tests.serve.server import Server, huge_png, mask, picture, running_here
@@ -117,7 +117,7 @@ def test_a_sample_and_the_slider_change_k_the_picture_and_the_numbers_without_a_
     expect(page.locator("#k-value")).to_have_text("100 of 100 patches")
     assert stat(page, "Retention").startswith("100%")
     assert stat(page, "Lesion lost").startswith("0")
-    expect(page.locator("#summary")).to_contain_text(f"Budget 100%. {look(MAIN).name}: 100 of 100 patches kept; retention 100%")
+    expect(page.locator("#summary")).to_contain_text(f"Budget 100%. {look(MAIN).title}: 100 of 100 patches kept; retention 100%")
 
 
 def test_the_numbers_of_the_page_are_those_of_the_answer(opened: Open) -> None:
@@ -143,12 +143,12 @@ def test_methods_have_their_names_in_the_report_and_are_compared_side_by_side_ea
     assert page.locator("#selector-a").input_value() == MAIN
     names = page.locator("#selector-a option").evaluate_all("options => options.map(option => [option.value, option.text])")
     assert names[0][0] == MAIN
-    assert all(title == look(method).name for method, title in names)
-    expect(page.locator(".about")).to_have_text(look(MAIN).about)
+    assert all(title == look(method).title for method, title in names)
+    expect(page.locator(".about")).to_have_text(look(MAIN).description)
     page.get_by_label("Compare").check()
     page.get_by_label("Second method", exact=True).locator("select").select_option("center")
-    expect(page.locator("[data-side=b] .about")).to_have_text(look("center").about)
-    expect(page.locator("#chart")).to_contain_text(look("center").name)
+    expect(page.locator("[data-side=b] .about")).to_have_text(look("center").description)
+    expect(page.locator("#chart")).to_contain_text(look("center").title)
     settle(page)
     assert painted(page, "a") != painted(page, "b")
     page.locator("#budget").focus()

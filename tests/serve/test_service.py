@@ -14,7 +14,7 @@ from medtokenbudget.config import BUDGETS, ServeConfig
 from medtokenbudget.data import patch_labels
 from medtokenbudget.errors import RequestError
 from medtokenbudget.model import MedTokenBudget
-from medtokenbudget.reporting.looks import look
+from medtokenbudget.model.looks import look
 from medtokenbudget.routing import selector_class
 from medtokenbudget.routing.base import SELECTORS
 from medtokenbudget.serve.samples import SAMPLES, image_bytes, mask_bytes, offers
@@ -43,7 +43,7 @@ def test_the_model_describes_itself(service: Service, model: MedTokenBudget) -> 
     assert (info["main"], info["grid"], info["budgets"]) == ("lats", [10, 10], list(BUDGETS))
     assert info["fingerprint"] == model.fingerprint
     assert "not a medical device" in info["notice"]
-    assert {row["name"]: row["title"] for row in info["selectors"]} == {name: look(name).name for name in model.selectors}
+    assert {row["name"]: row["title"] for row in info["selectors"]} == {name: look(name).title for name in model.selectors}
     assert all(row["about"].endswith(".") for row in info["selectors"])
 
 

@@ -16,6 +16,7 @@ from medtokenbudget.cli.learn import Calibrate, Extract, Reproduce, Sweep, Train
 from medtokenbudget.cli.options import Command, options, paragraphs, parse, print_completion, spelled
 from medtokenbudget.cli.show import Demo, Report, StoreInfo
 from medtokenbudget.cli.use import Evaluate, Explore, Export, Predict, Route, Serve
+from medtokenbudget.config import NOTICE
 from medtokenbudget.errors import MedTokenBudgetError, UnknownNameError
 
 COMMANDS: dict[str, type[Command]] = {
@@ -105,7 +106,7 @@ def _help(group: str) -> str:
     column = max(map(len, commands)) + 2
     wrapper = textwrap.TextWrapper(min(110, shutil.get_terminal_size().columns), "  ", " " * (column + 2), break_on_hyphens=False)
     summary = GROUPS.get(group, "Lesion-preserving token routing for dermoscopic images.")
-    last = f"Run `{program} COMMAND --help` for the options of a command. Research software, not a medical device."
+    last = f"Run `{program} COMMAND --help` for the options of a command. {NOTICE}"
     rows = [wrapper.fill(f"{name:<{column}}{text}") for name, text in commands.items()]
     return "\n".join([f"Usage: {program} COMMAND ...", "", summary, "", "Commands:", *rows, "", last])
 

@@ -10,9 +10,12 @@ from tyro.conf import Positional
 
 from medtokenbudget.cli.options import Command
 from medtokenbudget.config import (
+    DEFAULT_BUDGET,
     DEFAULT_METHODS,
     DEFAULT_SELECTOR,
+    HEADLINE_BUDGET,
     PRESETS,
+    SEEDS,
     BackboneConfig,
     Budget,
     ExtractConfig,
@@ -122,7 +125,7 @@ class Extract(Command):
             router = untrained_router(self.early.router, way, backbone, block)
         else:
             router = load(self.early.router, device=self.extraction.device)
-        return EarlyRouting(router, way, 0.3 if self.early.budget is None else self.early.budget, block)
+        return EarlyRouting(router, way, DEFAULT_BUDGET if self.early.budget is None else self.early.budget, block)
 
 
 def parse_shards(text: str) -> tuple[int, int]:
@@ -205,7 +208,7 @@ class Train(TrainingCommand):
         run = train(self.manifest, self.store, self.out, self.config, self.selector, self.head)
         run.record_command("train", self.words)
         ours = run.results[(run.results["method"] == run.main) & (run.results["view"] == AS_IS)]
-        row = ours.iloc[int((ours["budget"] - 0.3).abs().to_numpy().argmin())]
+        row = ours.iloc[int((ours["budget"] - HEADLINE_BUDGET).abs().to_numpy().argmin())]
         measured = []
         if row["n"]:
             measured.append(f"accuracy {row['accuracy']:.1%} (n = {row['n']})")
@@ -257,7 +260,7 @@ class Sweep(ManyTrainings):
     """Methods as selector, selector:variant or selector+head:variant, such as lats:lesion-first."""
     heads: tuple[str, ...] | None = None
     """Heads to combine every method with, such as mlp abmil. A method that names its head, as selector+head, keeps it."""
-    seeds: tuple[Seed, ...] = (42,)
+    seeds: tuple[Seed, ...] = (SEEDS[0],)
     """Random seeds. Every method is trained once per seed."""
 
     def run(self) -> None:

@@ -61,7 +61,6 @@ from medtokenbudget.model.writers import (
 )
 from medtokenbudget.progress import progress, say
 
-NOTICE = "Research software, not a medical device."
 TABLE, ERRORS, TOKENS, OVERLAYS, SUMMARY = "routes", "errors.jsonl", "tokens", "overlays", "summary.json"
 PACKED_TOKENS = "tokens.safetensors"
 REQUEST = "_request.json"

@@ -62,7 +62,7 @@ class EarlyRouting:
 
     router: MedTokenBudget
     way: Way
-    budget: float = 0.3
+    budget: float = DEFAULT_BUDGET
     block: int = BLOCK
 
     @classmethod

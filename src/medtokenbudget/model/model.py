@@ -33,7 +33,6 @@ from medtokenbudget.tokens import SIGNALS, Selection, TokenBatch
 from medtokenbudget.training.classifier import RoutedClassifier
 from medtokenbudget.training.familiarity import Familiarity
 
-DEFAULT_BUDGET = 0.3
 DEFAULT_MODEL = "dermoscopy"
 """The router that comes with the package."""
 

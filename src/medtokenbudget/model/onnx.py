@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from medtokenbudget.backbone.preprocess import luminance
+from medtokenbudget.config import DEFAULT_BUDGET, NOTICE
 from medtokenbudget.errors import RequestError, WorkError
 from medtokenbudget.files import atomic_write
 from medtokenbudget.heads import Head
@@ -48,7 +49,7 @@ FROM_MASK = ("oracle", "box-prior")
 
 
 def export_onnx(
-    model: MedTokenBudget, out: Path | str, budget: float = 0.3, part: Part = "whole", selector: str | None = None
+    model: MedTokenBudget, out: Path | str, budget: float = DEFAULT_BUDGET, part: Part = "whole", selector: str | None = None
 ) -> Path:
     """Write `<part>-<selector>-<budget>.onnx` with a fixed K and any batch size, checked against PyTorch.
 
@@ -200,7 +201,7 @@ def _metadata(model: MedTokenBudget, budget: float, part: Part, selector: str) -
         "backbone": model.backbone_fingerprint,
         "fingerprint": model.fingerprint,
         "ties": "equal scores: the lower patch index first",
-        "notice": "Research software, not a medical device.",
+        "notice": NOTICE,
     }
     return {key: value if isinstance(value, str) else json.dumps(value, sort_keys=True) for key, value in values.items()}
 

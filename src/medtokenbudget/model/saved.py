@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from medtokenbudget import __version__
 from medtokenbudget.backbone.backbone import located
-from medtokenbudget.config import BackboneConfig
+from medtokenbudget.config import NOTICE, BackboneConfig
 from medtokenbudget.errors import MismatchError, RequestError, WorkError, first_line
 from medtokenbudget.escaping import markdown_text
 from medtokenbudget.files import dotted, read_json, sha256_file, sha256_json, unsealed, write_safetensors, write_sealed, write_text
@@ -136,7 +136,7 @@ def write_folder(
 def _short_card(identity: dict[str, Any]) -> str:
     """Write the card of a model that was not saved from a run and so has no results to show."""
     return (
-        "# MedTokenBudget model\n\nResearch software, not a medical device. This model was not evaluated in a run.\n\n"
+        f"# MedTokenBudget model\n\n{NOTICE} This model was not evaluated in a run.\n\n"
         f"- backbone: {identity['backbone']['name']}, weights sha256 {identity['backbone']['weights']}\n"
         f"- classes: {', '.join(map(markdown_text, identity['classes'])) or 'none: a router without a head'}\n"
         f"- main method: {identity['main']}\n"

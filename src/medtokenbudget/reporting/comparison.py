@@ -1,4 +1,4 @@
-"""The runs of a report, one or several: unique names, which images they share, and paired differences to the first run."""
+"""The runs of a report, one or several: unique names, which images they share, and the paired tests."""
 
 from __future__ import annotations
 
@@ -13,25 +13,26 @@ import pandas as pd
 from medtokenbudget.backbone.views import OFF_CENTER
 from medtokenbudget.config import HEADLINE_BUDGETS
 from medtokenbudget.errors import RequestError
-from medtokenbudget.measures import shown_in
+from medtokenbudget.measures import plural, shown_in
 from medtokenbudget.reporting.intervals import Difference, ReportRun, nearest_headline
-from medtokenbudget.reporting.text import plural
 from medtokenbudget.runs import statistics
 from medtokenbudget.runs.run import AS_IS
 
-PAIR_COLUMNS: tuple[str, ...] = ("run", "method", "minus_run", "minus_method", "view", "budget", "metric")
-PAIR_COLUMNS += ("difference", "low", "high", "p", "p_holm", "n", "groups", "seeds")
+TEST_COLUMNS: tuple[str, ...] = (
+    *("run", "method", "minus_run", "minus_method", "view", "budget", "metric"),
+    *("difference", "low", "high", "p", "p_holm", "n", "groups", "seeds"),
+)
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The runs of a report, one or more; the first is the reference of every paired difference.
+    """The runs of a report, one or more; of several, the first is the reference of every paired difference.
 
     Runs are paired where they evaluated the same images; where they did not, a note says why there is no difference.
 
     Attributes:
         runs: The runs in the order given.
-        notes: What cannot be compared and why, one sentence each; complete after `pairs` was computed.
+        notes: What cannot be compared and why, one sentence each; complete after `tests` was computed.
     """
 
     runs: tuple[ReportRun, ...]
@@ -39,11 +40,7 @@ class Comparison:
 
     @classmethod
     def read(cls, paths: Sequence[Path]) -> Comparison:
-        """Reads the run directories.
-
-        Raises:
-            RequestError: If a directory is given twice or is not a run directory.
-        """
+        """Read the run directories."""
         return cls(tuple(ReportRun.read(path, name) for path, name in zip(paths, unique_names(paths))))
 
     @property
@@ -63,29 +60,44 @@ class Comparison:
     def budgets(self) -> list[float]:
         return sorted({b for run in self.runs for b in run.budgets})
 
+    @cached_property
+    def headline(self) -> float | None:
+        """The common budget of all runs that is nearest to 0.3; None when they have none in common."""
+        common = set.intersection(*(set(run.budgets) for run in self.runs))
+        return nearest_headline(common) if common else None
+
     def budget_of(self, run: ReportRun) -> float:
-        """Returns the budget of the headline numbers: the common budget nearest 0.3, or the run's own when there is none."""
-        common = set.intersection(*(set(r.budgets) for r in self.runs))
-        return nearest_headline(common) if common else run.headline
+        """Return the budget of a run's headline numbers."""
+        return run.headline if self.headline is None else self.headline
 
     @cached_property
-    def pairs(self) -> pd.DataFrame:
-        """Every other run minus the first, for methods that both have and for their main methods; columns `PAIR_COLUMNS`."""
-        parts = [part for run in self.runs[1:] for part in self._pair(self.first, run)]
-        table = pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=list(PAIR_COLUMNS))
-        if len(table):
-            table["p_holm"] = table.groupby(["view", "metric"], sort=False)["p"].transform(lambda p: statistics.holm(p.to_numpy()))
-        return table[list(PAIR_COLUMNS)]
+    def tests(self) -> pd.DataFrame:
+        """Every other run minus the first, for methods that both have and for their main methods; columns `TEST_COLUMNS`.
 
-    def at_headline(self, pairs: pd.DataFrame) -> pd.DataFrame:
-        """Returns the rows of `pairs` at the budget of the headline numbers."""
+        Of a single run, its leading methods minus each other method.
+        """
+        if self.several:
+            parts = [part for run in self.runs[1:] for part in self._pair(self.first, run)]
+        else:
+            names = {"run": self.first.name, "minus_run": self.first.name}
+            columns = {"method_a": "method", "method_b": "minus_method"}
+            parts = [part.rename(columns=columns).assign(**names) for part in self.first.tests()]
+        parts = [part for part in parts if len(part)]
+        table = pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=list(TEST_COLUMNS))
+        if self.several and len(table):
+            table["p_holm"] = table.groupby(["view", "metric"], sort=False)["p"].transform(lambda p: statistics.holm(p.to_numpy()))
+        return table[list(TEST_COLUMNS)]
+
+    @cached_property
+    def headline_tests(self) -> pd.DataFrame:
+        """The rows of `tests` at the budget of the headline numbers."""
         budgets = {run.name: self.budget_of(run) for run in self.runs}
-        return pairs[np.isclose(pairs["budget"].astype(float), pairs["run"].map(budgets).astype(float))]
+        return self.tests[np.isclose(self.tests["budget"].astype(float), self.tests["run"].map(budgets).astype(float))]
 
     def main_differences(self, metric: str, view: str = AS_IS) -> dict[str, Difference]:
-        """Returns run -> its main method minus that of the first run, at the headline budget; only what was paired."""
-        pairs, mains = self.at_headline(self.pairs), {run.name: run.focus for run in self.runs}
-        rows = pairs[(pairs["metric"] == metric) & (pairs["view"] == view) & (pairs["minus_method"] == self.first.focus)]
+        """Return run -> its main method minus that of the first run, at the headline budget; only what was paired."""
+        tests, mains = self.headline_tests, {run.name: run.focus for run in self.runs}
+        rows = tests[(tests["metric"] == metric) & (tests["view"] == view) & (tests["minus_method"] == self.first.focus)]
         rows = rows[rows["method"] == rows["run"].map(mains)]
         return {r["run"]: Difference(r["difference"], r["low"], r["high"], r["p"], r["n"]) for r in rows.to_dict("records")}
 
@@ -108,10 +120,10 @@ class Comparison:
                 tests = _paired(left[left["method"] == method], right[right["method"] == other_method], metrics)
                 names = {"run": other.name, "method": other_method, "minus_run": first.name, "minus_method": method, "view": view}
                 parts.append(tests.assign(**names))
-        return [part for part in parts if len(part)]
+        return parts
 
     def _comparable(self, first: ReportRun, other: ReportRun) -> tuple[str, ...]:
-        """Returns the measures that can be paired; says in `notes` what cannot and why."""
+        """Return the measures that can be paired; say in `notes` what cannot and why."""
         pair = f"`{first.name}` and `{other.name}`"
         left, right = (run.main_predictions.drop_duplicates("image_id").set_index("image_id") for run in (first, other))
         shared = left.index.intersection(right.index)
@@ -120,10 +132,10 @@ class Comparison:
         if not len(shared):
             self.notes.append(f"{pair} share no validation images: their numbers stand side by side, without paired differences.")
             return ()
-        labels = [
-            frame.loc[shared, "label_name"].astype(object).where(frame.loc[shared, "label"] >= 0, None) for frame in (left, right)
-        ]
-        changed = int((labels[0].to_numpy() != labels[1].to_numpy()).sum())
+        # As objects, because a missing string differs from itself.
+        shown = [frame.loc[shared] for frame in (left, right)]
+        labels = [frame["label_name"].astype(object).where(frame["label"] >= 0, None).to_numpy() for frame in shown]
+        changed = int((labels[0] != labels[1]).sum())
         same_classes = set(first.classes) == set(other.classes)
         if same_classes and changed:
             self.notes.append(
@@ -148,10 +160,7 @@ class Comparison:
 
 
 def unique_names(paths: Sequence[Path]) -> list[str]:
-    """Names the directories by their last part, with as many parents as it takes to tell them apart.
-
-    Raises:
-        RequestError: If a directory is given twice.
+    """Name the directories by their last part, with as many parents as it takes to tell them apart.
 
     Example:
         >>> unique_names([Path("/a/isic"), Path("/b/isic"), Path("/b/demo")])
@@ -172,7 +181,7 @@ def unique_names(paths: Sequence[Path]) -> list[str]:
 
 
 def _same_crops(left: pd.DataFrame, right: pd.DataFrame) -> bool:
-    """Checks whether two sets of off-center views show the lesions alike: the same lesion patches on the same grid."""
+    """Check whether two sets of off-center views show the lesions alike: the same lesion patches on the same grid."""
     columns = ["lesion", "n_patches"]
     a, b = (f.drop_duplicates("image_id").set_index("image_id")[columns] for f in (left, right))
     shared = a.index.intersection(b.index)
@@ -180,7 +189,7 @@ def _same_crops(left: pd.DataFrame, right: pd.DataFrame) -> bool:
 
 
 def _aligned(frame: pd.DataFrame, to: pd.DataFrame, classes: Sequence[str], to_classes: Sequence[str]) -> pd.DataFrame:
-    """Gives `frame` the images and groups of `to` and numbers its classes like `to_classes`."""
+    """Give `frame` the images and groups of `to` and number its classes like `to_classes`."""
     groups = to.drop_duplicates("image_id").set_index("image_id")["group"]
     frame = frame[frame["image_id"].isin(groups.index)]
     frame = frame.assign(group=frame["image_id"].map(groups))
@@ -192,7 +201,7 @@ def _aligned(frame: pd.DataFrame, to: pd.DataFrame, classes: Sequence[str], to_c
 
 
 def _paired(first: pd.DataFrame, other: pd.DataFrame, metrics: tuple[str, ...]) -> pd.DataFrame:
-    """Tests `other` minus `first`, one method each; empty when they share no budget or image."""
+    """Test `other` minus `first`, one method each; empty when they share no budget or image."""
     common = set(first["budget"]) & set(other["budget"])
     budgets = [budget for budget in HEADLINE_BUDGETS if budget in common] or sorted(common)
     if not budgets:
@@ -202,4 +211,4 @@ def _paired(first: pd.DataFrame, other: pd.DataFrame, metrics: tuple[str, ...]) 
         first, other = (frame.assign(seed=frame["seed"].rank(method="dense").astype(int)) for frame in (first, other))
     same = {"study": "comparison", "dataset": "comparison", "view": AS_IS}
     rows = pd.concat([first.assign(method="first", **same), other.assign(method="other", **same)], ignore_index=True)
-    return statistics.compare(rows, "other", metrics, budgets).drop(columns=["study", "dataset", "method_a", "method_b"])
+    return statistics.compare(rows, "other", metrics, budgets)

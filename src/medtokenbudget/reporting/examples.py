@@ -19,8 +19,9 @@ from PIL import Image, ImageFilter
 from medtokenbudget.data.images import decode_image, decode_mask
 from medtokenbudget.errors import RequestError
 from medtokenbudget.metrics import lesion_retention, ratio, reachable
+from medtokenbudget.model.looks import look
 from medtokenbudget.reporting.intervals import PatchOrders, ReportRun
-from medtokenbudget.reporting.looks import LOST, look
+from medtokenbudget.reporting.style import LOST
 
 SIDE = 208
 KEPT_TINT = "#3d9be9"
@@ -28,7 +29,7 @@ KEPT_TINT = "#3d9be9"
 _QUANTILES = ((0.9, "90th percentile"), (0.5, "median"), (0.25, "25th percentile"))
 _WORST = 4
 _ALSO = "attention-entropy"
-"""Shown beside the leading methods and the controls."""
+"""Shown next to the leading methods and the controls."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Example:
 
 
 def examples(run: ReportRun) -> dict[str, list[Example]]:
-    """Chooses the `typical` images and the `worst`: those with the lowest retention.
+    """Choose the `typical` images and the `worst`: those with the lowest retention.
 
     Without masks, patch orders or readable images both are empty, with a note in `run.missing`.
     """
@@ -52,7 +53,7 @@ def examples(run: ReportRun) -> dict[str, list[Example]]:
         return none
     seed = orders.seed_of(method)
     if seed is None:
-        run.missing.append(f"Pictures of kept patches: the run has no patch order of {look(method).name}.")
+        run.missing.append(f"Pictures of kept patches: the run has no patch order of {look(method).title}.")
         return none
     share = orders.share_of_possible(method, seed, k)
     measured = np.flatnonzero(~np.isnan(share))
@@ -91,7 +92,7 @@ def _example(run: ReportRun, orders: PatchOrders, row: int, reason: str) -> Exam
             continue
         kept = orders.kept(method, seed, k)[row].reshape(orders.grid)
         share = f"{100 * lesion_retention(kept.reshape(1, -1), lesion.reshape(1, -1)).pooled:.0f}% of lesion"
-        tiles.append((look(method).name, share, _kept_tile(picture, kept, lesion, outline)))
+        tiles.append((look(method).title, share, _kept_tile(picture, kept, lesion, outline)))
     size = int(lesion.sum())
     possible = float(ratio(reachable(size, k), size))
     text = f"{_label(run, name)}The lesion covers {size} of {lesion.size} patches; at most {100 * possible:.0f}% can be kept."
@@ -126,7 +127,7 @@ def _pictures(run: ReportRun, name: str) -> tuple[Image.Image | None, np.ndarray
 
 
 def _enlarge(patches: np.ndarray) -> np.ndarray:
-    """Enlarges a grid `[h, w]` to pixels `[SIDE, SIDE]`."""
+    """Enlarge a grid `[h, w]` to pixels `[SIDE, SIDE]`."""
     rows, columns = (np.arange(SIDE) * count // SIDE for count in patches.shape)
     return patches[np.ix_(rows, columns)]
 
@@ -165,14 +166,14 @@ def _kept_tile(picture: Image.Image, kept: np.ndarray, lesion: np.ndarray, outli
 
 
 def jpeg(picture: Image.Image) -> str:
-    """Encodes a picture for the page, as base64."""
+    """Encode a picture for the page, as base64."""
     buffer = io.BytesIO()
     picture.save(buffer, "JPEG", quality=84, subsampling=0)
     return base64.b64encode(buffer.getvalue()).decode()
 
 
 def figure(rows: list[Example]) -> Figure:
-    """Draws the same tiles as one figure, one row per image."""
+    """Draw the same tiles as one figure, one row per image."""
     columns = max(len(example.tiles) for example in rows)
     width, height, side, gap = 1.45 * columns, 1.95 * len(rows), 1.36, 0.045
     # Placed by hand, because a layout engine takes seconds for this many axes. Set once, so that saving does not bring it back.

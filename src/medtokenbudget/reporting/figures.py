@@ -1,12 +1,11 @@
-"""Every figure of a report: the functions that draw them, and the list with their headings and captions.
-
-A function that draws returns a figure, or None when the run has nothing to show in it.
+"""Every figure of a report. A function that draws returns a figure, or None when the runs have nothing to show in it; headings and
+captions are in the template of the page.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,19 +13,20 @@ from typing import Any
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from medtokenbudget import metrics
 from medtokenbudget.backbone.views import OFF_CENTER
-from medtokenbudget.measures import METRICS
+from medtokenbudget.measures import METRICS, budget_text, probability_matrix
+from medtokenbudget.model.looks import Look, is_reference, look
 from medtokenbudget.reporting.comparison import Comparison
-from medtokenbudget.reporting.intervals import MOST_DRAWN, ReportRun
-from medtokenbudget.reporting.looks import INK, LOST, is_reference, look
+from medtokenbudget.reporting.intervals import ReportRun
 from medtokenbudget.reporting.style import (
     BACKGROUND,
+    INK,
     KEPT,
+    LOST,
     MUTED,
     WIDTH,
     budget_axis,
@@ -37,15 +37,13 @@ from medtokenbudget.reporting.style import (
     save,
     svg_for_page,
 )
-from medtokenbudget.reporting.text import budget_text
 from medtokenbudget.runs import statistics
-from medtokenbudget.runs.run import AS_IS, probability_matrix
+from medtokenbudget.runs.run import AS_IS
 from medtokenbudget.runs.statistics import lesion_rows
 
 MOST_STRATA = 12
 """Classes with the most images that the figure shows; the table has all."""
-_CEILING = "Ceiling (Oracle)"
-_CEILING_LINE: dict[str, Any] = {"color": INK, "linestyle": (0, (4, 2)), "linewidth": 1.4, "label": _CEILING}
+_CEILING_LINE: dict[str, Any] = {"color": INK, "linestyle": (0, (4, 2)), "linewidth": 1.4, "label": "Ceiling (Oracle)"}
 _LOSSES = {
     "classification": ("#0072b2", "o"),
     "lesion": ("#d55e00", "s"),
@@ -56,90 +54,122 @@ _RUN_COLORS = ("#0072b2", "#d55e00", "#009e73", "#a8577e", "#c98a00", "#6a51a3",
 _RUN_MARKERS = "osv^DPXH"
 
 
+def draw_figures(comparison: Comparison, folder: Path) -> dict[str, dict[str, str]]:
+    """Write every figure that the runs have data for as SVG and PNG; return `svg` and `alt`, the values in words, by name."""
+    run, figures = comparison.first, {}
+    curves: dict[str, Callable[[], Figure | None]] = {
+        name: partial(_over_budgets, comparison, metric) for name, metric in CURVES.items()
+    }
+    of_one_run: dict[str, Callable[[], Figure | None]] = {name: partial(draw, run) for name, draw in DRAWN.items()}
+    with house_style():
+        for name, draw in (curves | ({} if comparison.several else of_one_run)).items():
+            figure = draw()
+            if figure is not None:
+                svg = save(figure, folder, name)[0].read_text(encoding="utf-8")
+                figures[name] = {"svg": svg_for_page(svg, name), "alt": "" if comparison.several else _in_words(name, run)}
+    return figures
+
+
+def _in_words(name: str, run: ReportRun) -> str:
+    """Write the values at the headline budget for readers who do not see the figure; empty for figures without a measure."""
+    metric = {**CURVES, "accuracy-against-retention": "retention"}.get(name)
+    if metric is None:
+        return ""
+    values = run.at(metric)
+    ranked = sorted(((m, values[m]) for m in run.drawn(run.methods) if m in values), key=lambda item: -item[1])
+    counts = run.with_intervals(metric, run.headline)["n"]
+    listed = ", ".join(f"{look(m).title} {100 * v:.1f}%{_other_n(counts, m)}" for m, v in ranked)
+    return f"At budget {budget_text(run.headline)}: {listed}."
+
+
 # Curves over the token budget.
 
 
-def _over_budgets(run: ReportRun, metric: str) -> Figure | None:
-    """Draws one measure over the budget, a line per method; retention with its ceiling and what chance would keep."""
-    table, needs_masks = run.curve(metric), METRICS[metric].scope == "masks"
-    if table["value"].isna().all() or (needs_masks and not run.n_masked):
+def _over_budgets(comparison: Comparison, metric: str) -> Figure | None:
+    """Draw one measure over the budget: of one run a line per method, of several the main method of each."""
+    lines = _run_lines(comparison, metric) if comparison.several else _method_lines(comparison.first, metric)
+    needs_masks = METRICS[metric].scope == "masks"
+    if not lines or (needs_masks and not any(run.n_masked for run in comparison.runs)):
         return None
-    figure, axes = new_figure(4.7 if metric == "retention_of_ceiling" else 4.9)
-    if metric == "retention":
+    figure, axes = new_figure(4.9)
+    if metric == "retention" and not comparison.several:
         # NoPruning ignores the budget, so it has another ceiling than the rest.
-        rows = run.main[(run.main["method"] != "no-pruning") & run.main["ceiling"].notna()]
-        ceiling = rows.groupby("budget")["ceiling"].mean()
+        cells = comparison.first.main
+        ceiling = cells[(cells["method"] != "no-pruning") & cells["ceiling"].notna()].groupby("budget")["ceiling"].mean()
         axes.plot(ceiling.index, ceiling, **_CEILING_LINE)
         axes.fill_between(ceiling.index, ceiling, 1.03, color=MUTED, alpha=0.08, linewidth=0)
         axes.plot([0, 1], [0, 1], color=MUTED, linewidth=0.9, linestyle=":", label="Expected by chance")
         axes.set_ylim(0, 1.03)
     elif metric == "retention_of_ceiling":
         axes.axhline(1, **_CEILING_LINE)
-    _method_lines(axes, run, table, [m for m in run.drawn(run.methods) if not (needs_masks and is_reference(m))])
-    if metric == "retention_of_ceiling":
-        axes.set_ylim(None, 1.02)
-    low, high = min(run.budgets), max(run.budgets)
-    axes.set_xlim(low - 0.04, high + 0.02) if high > low else axes.set_xlim(low - 0.1, low + 0.1)
-    budget_axis(axes, run.budgets)
-    percent_axis(axes, label=METRICS[metric].axis)
-    legend_below(figure, axes)
-    return figure
-
-
-def _method_lines(axes: Axes, run: ReportRun, table: pd.DataFrame, methods: Sequence[str]) -> None:
-    """Draws a line per method and a band for the emphasized ones; the legend is sorted by the values at the headline budget."""
-    headline = table[np.isclose(table["budget"], run.headline)].set_index("method")
-    measured = [m for m in methods if table.loc[table["method"] == m, "value"].notna().any()]
-    for method in sorted(measured, key=lambda m: -np.nan_to_num(headline["value"].get(m, np.nan), nan=-1)):
-        rows = table[table["method"] == method].sort_values("budget")
-        style, value = look(method), headline["value"].get(method, np.nan)
-        is_focus, strong = method == run.focus, method in run.emphasized
+    for rows, style, width, band in lines:
         axes.plot(
             rows["budget"],
             rows["value"],
             color=style.color,
             marker=style.marker or None,
             linestyle=style.line,
-            linewidth=2.6 if is_focus else 1.8 if strong else 1.2,
-            markersize=6 if is_focus else 4.5,
-            label=style.name if np.isnan(value) else f"{style.name} {100 * value:.1f}{_other_n(headline['n'], method)}",
-            zorder=4 if is_focus else 3 if strong else 2,
+            linewidth=width,
+            markersize=6 if width > 2 else 4.5,
+            label=style.title,
+            zorder=1 + width,
         )
-        if strong and rows["low"].notna().any():
+        if band and rows["low"].notna().any():
             axes.fill_between(rows["budget"], rows["low"], rows["high"], color=style.color, alpha=0.13, linewidth=0, zorder=1)
+    if metric == "retention_of_ceiling":
+        axes.set_ylim(None, 1.02)
+    low, high = min(comparison.budgets), max(comparison.budgets)
+    axes.set_xlim(low - 0.04, high + 0.02) if high > low else axes.set_xlim(low - 0.1, low + 0.1)
+    budget_axis(axes, comparison.budgets)
+    percent_axis(axes, label=METRICS[metric].axis)
+    legend_below(figure, axes, 1 if comparison.several else 2)
+    return figure
+
+
+Line = tuple[pd.DataFrame, Look, float, bool]
+"""Rows of a curve, its look, the width of the line, and whether its interval is drawn."""
+
+
+def _method_lines(run: ReportRun, metric: str) -> list[Line]:
+    """Return a line per method with its value at the headline budget in the legend, highest first."""
+    table = run.curve(metric)
+    headline = table[np.isclose(table["budget"], run.headline)].set_index("method")
+    methods = [m for m in run.drawn(run.methods) if not (METRICS[metric].scope == "masks" and is_reference(m))]
+    measured = [m for m in methods if table.loc[table["method"] == m, "value"].notna().any()]
+    lines = []
+    for method in sorted(measured, key=lambda m: -np.nan_to_num(headline["value"].get(m, np.nan), nan=-1)):
+        style, value = look(method), headline["value"].get(method, np.nan)
+        title = style.title if np.isnan(value) else f"{style.title} {100 * value:.1f}{_other_n(headline['n'], method)}"
+        strong = method in run.emphasized
+        width = 2.6 if method == run.focus else 1.8 if strong else 1.2
+        rows = table[table["method"] == method].sort_values("budget")
+        lines.append((rows, replace(style, title=title), width, strong))
+    return lines
+
+
+def _run_lines(comparison: Comparison, metric: str) -> list[Line]:
+    """Return a line for the main method of each run."""
+    lines = []
+    for i, run in enumerate(comparison.runs):
+        table = run.curve(metric)
+        rows = table[table["method"] == run.focus].sort_values("budget")
+        color, marker = _RUN_COLORS[i % len(_RUN_COLORS)], _RUN_MARKERS[i % len(_RUN_MARKERS)]
+        if rows["value"].notna().any():
+            lines.append((rows, Look(f"{run.name}: {look(run.focus).title}", "", color, marker), 2.0, True))
+    return lines
 
 
 def _other_n(counts: pd.Series, method: str) -> str:
-    """Writes ` (n = 155)` for a method that was measured on fewer images than the others, else nothing."""
+    """Write ` (n = 155)` for a method that was measured on fewer images than the others, else nothing."""
     n = counts.get(method, np.nan)
     return "" if np.isnan(n) or n == counts.max() else f" (n = {int(n):,})"
-
-
-def _main_methods(comparison: Comparison, metric: str) -> Figure | None:
-    """Draws one measure over the budget, a line for the main method of each run."""
-    tables = [run.curve(metric) for run in comparison.runs]
-    tables = [table[table["method"] == run.focus].sort_values("budget") for run, table in zip(comparison.runs, tables)]
-    if all(table["value"].isna().all() for table in tables):
-        return None
-    figure, axes = new_figure(4.2)
-    if metric == "retention_of_ceiling":
-        axes.axhline(1, **_CEILING_LINE)
-    for i, (run, rows) in enumerate(zip(comparison.runs, tables)):
-        color, marker = _RUN_COLORS[i % len(_RUN_COLORS)], _RUN_MARKERS[i % len(_RUN_MARKERS)]
-        label = f"{run.name}: {look(run.focus).name}"
-        axes.plot(rows["budget"], rows["value"], color=color, marker=marker, linewidth=2, label=label)
-        axes.fill_between(rows["budget"], rows["low"], rows["high"], color=color, alpha=0.13, linewidth=0)
-    budget_axis(axes, comparison.budgets)
-    percent_axis(axes, label=METRICS[metric].axis)
-    legend_below(figure, axes, 1)
-    return figure
 
 
 # Figures that explain the curves.
 
 
 def _accuracy_against_retention(run: ReportRun) -> Figure | None:
-    """Draws one point per method at the headline budget: accuracy does not show how much of the lesion was kept."""
+    """Draw one point per method at the headline budget: accuracy does not show how much of the lesion was kept."""
     retention, accuracy = (run.with_intervals(metric, run.headline) for metric in ("retention", "accuracy"))
     both = retention.join(accuracy, lsuffix="_x", rsuffix="_y", how="inner").dropna(subset=["value_x", "value_y"])
     both = both.drop(index="no-pruning", errors="ignore")
@@ -152,14 +182,8 @@ def _accuracy_against_retention(run: ReportRun) -> Figure | None:
         style = look(str(method))
         axes.plot([row.low_x, row.high_x], [row.value_y] * 2, color=style.color, alpha=0.35, linewidth=1.2)
         axes.plot([row.value_x] * 2, [row.low_y, row.high_y], color=style.color, alpha=0.35, linewidth=1.2)
-        mark: dict[str, Any] = {
-            "marker": style.marker,
-            "color": style.color,
-            "markersize": 8,
-            "linestyle": "",
-            "markeredgewidth": 1.8,
-        }
-        axes.plot(row.value_x, row.value_y, label=style.name, **mark)
+        mark: dict[str, Any] = {"marker": style.marker, "markersize": 8, "markeredgewidth": 1.8, "linestyle": ""}
+        axes.plot(row.value_x, row.value_y, label=style.title, color=style.color, **mark)
     axes.margins(0.08)
     percent_axis(axes, "x", f"lesion patches kept at budget {run.headline:g} (%)")
     percent_axis(axes, "y", METRICS["accuracy"].axis)
@@ -168,11 +192,11 @@ def _accuracy_against_retention(run: ReportRun) -> Figure | None:
 
 
 def _curriculum(run: ReportRun) -> Figure | None:
-    """Draws the losses over the epochs in the first training of the main method, below the budget where training follows one."""
-    rows = _training_of(run)
+    """Draw the losses over the epochs in the first training of the main method, below the budget where training follows one."""
+    rows = training_of(run)
     if rows.empty:
         return None
-    if _follows_budget(run):
+    if follows_budget(run):
         figure, (top, axes) = plt.subplots(2, 1, figsize=(WIDTH, 5.0), sharex=True, height_ratios=[1, 1.7])
         top.plot(rows["epoch"], rows["budget"], color=KEPT, linewidth=2.2)
         top.set(ylabel="budget", ylim=(0, max(0.55, 1.08 * float(rows["budget"].max()))))
@@ -191,8 +215,8 @@ def _curriculum(run: ReportRun) -> Figure | None:
     return figure
 
 
-def _training_of(run: ReportRun) -> pd.DataFrame:
-    """Returns the epochs of the first training of the main method that has a budget; empty when there is none."""
+def training_of(run: ReportRun) -> pd.DataFrame:
+    """Return the epochs of the first training of the main method that has a budget; empty when there is none."""
     training = run.training
     if {"budget", "method", "seed"} <= set(training):
         for method in run.leading:
@@ -203,19 +227,19 @@ def _training_of(run: ReportRun) -> pd.DataFrame:
 
 
 def _active_losses(run: ReportRun) -> list[str]:
-    """Returns the losses with a weight above 0 in the training that `_training_of` shows."""
-    rows = _training_of(run)
+    """Return the losses with a weight above 0 in the training that `training_of` shows."""
+    rows = training_of(run)
     weights = run.info.methods[str(rows["method"].iloc[0])]["config"].get("losses", {}) if len(rows) else {}
     return [name for name in _LOSSES if weights.get(name, 1) > 0]
 
 
-def _follows_budget(run: ReportRun) -> bool:
-    """Checks whether that training depends on the token budget: only if it classifies what it keeps."""
+def follows_budget(run: ReportRun) -> bool:
+    """Check whether that training depends on the token budget: only if it classifies what it keeps."""
     return "classification" in _active_losses(run)
 
 
 def _score_histogram(run: ReportRun) -> Figure | None:
-    """Draws the scores of the main method on lesion and background patches."""
+    """Draw the scores of the main method on lesion and background patches."""
     orders = run.orders
     seeds = [] if orders is None else [seed for method, seed in orders.scores if method == run.focus]
     if orders is None or not seeds or not orders.has_mask.any():
@@ -237,7 +261,7 @@ def _score_histogram(run: ReportRun) -> Figure | None:
 
 
 def _strata(run: ReportRun, strata: pd.DataFrame) -> Figure | None:
-    """Draws one row per stratum and one dot per method; only the leading methods and the controls, so that rows stay readable."""
+    """Draw one row per stratum and one dot per method; only the leading methods and the controls, so that rows stay readable."""
     if strata.empty:
         return None
     counts = strata.drop_duplicates("stratum").set_index("stratum")["n"]
@@ -252,7 +276,7 @@ def _strata(run: ReportRun, strata: pd.DataFrame) -> Figure | None:
         at = np.arange(len(names)) + 0.13 * (offset - (len(methods) - 1) / 2)
         style = look(method)
         axes.hlines(at, rows["low"], rows["high"], color=style.color, alpha=0.4, linewidth=1.6)
-        axes.plot(rows["value"], at, linestyle="", marker=style.marker, color=style.color, markersize=6.5, label=style.name)
+        axes.plot(rows["value"], at, linestyle="", marker=style.marker, color=style.color, markersize=6.5, label=style.title)
     axes.set_yticks(range(len(names)), [f"{str(name).replace(', ', chr(10))}\nn = {int(counts[name])}" for name in names])
     axes.set(ylim=(len(names) - 0.5, -0.5))
     percent_axis(axes, "x", "share of the ceiling (%)")
@@ -261,7 +285,7 @@ def _strata(run: ReportRun, strata: pd.DataFrame) -> Figure | None:
 
 
 def _retention_model(run: ReportRun) -> Figure | None:
-    """Draws the supplement's Gaussian model, fitted to the main method, beside the measured values at several budgets."""
+    """Draw the supplement's Gaussian model, fitted to the main method, with the measured values at several budgets."""
     table, images = run.curve("retention"), run.main_predictions
     rows = table[(table["method"] == run.focus) & table["value"].notna()].sort_values("budget")
     images = lesion_rows(images[images["method"] == run.focus]).drop_duplicates("image_id")
@@ -279,7 +303,7 @@ def _retention_model(run: ReportRun) -> Figure | None:
     ):
         predicted = statistics.mean_predicted_retention(fine, separation, prevalence, exact=exact)
         axes.plot(fine, predicted, color=color, linewidth=width, linestyle=dash, label=label)
-    axes.plot(budgets, measured, color=KEPT, marker="o", linestyle="", markersize=6.5, label=f"{look(run.focus).name}, measured")
+    axes.plot(budgets, measured, color=KEPT, marker="o", linestyle="", markersize=6.5, label=f"{look(run.focus).title}, measured")
     axes.set(xlim=(0.06, 1.02), ylim=(0, 1.03), xlabel="token budget (share of patches kept)")
     percent_axis(axes, label=METRICS["retention"].axis)
     legend_below(figure, axes, 1)
@@ -287,7 +311,7 @@ def _retention_model(run: ReportRun) -> Figure | None:
 
 
 def _center_bias(run: ReportRun) -> Figure | None:
-    """Draws the share of the ceiling on the original images and on off-center views, one line per method."""
+    """Draw the share of the ceiling on the original images and on off-center views, one line per method."""
     study = run.off_center_study
     if study is None:
         return None
@@ -311,7 +335,7 @@ def _center_bias(run: ReportRun) -> Figure | None:
             marker=style.marker,
             linestyle=style.line,
             linewidth=2.6 if method == run.focus else 1.6,
-            label=f"{style.name} {100 * values[1][method]:.1f}",
+            label=f"{style.title} {100 * values[1][method]:.1f}",
         )
     axes.set_xticks([0, 1], ["original images", "off-center views"])
     axes.set_xlim(-0.12, 1.12)
@@ -321,7 +345,7 @@ def _center_bias(run: ReportRun) -> Figure | None:
 
 
 def _reliability(run: ReportRun) -> Figure | None:
-    """Draws confidence against accuracy of the main method at the headline budget, all seeds together."""
+    """Draw confidence against accuracy of the main method at the headline budget, all seeds together."""
     rows, method = run.main_predictions, run.focus
     rows = rows[(rows["method"] == method) & np.isclose(rows["budget"], run.headline) & (rows["label"] >= 0)]
     error = run.at("ece").get(method)
@@ -332,7 +356,7 @@ def _reliability(run: ReportRun) -> Figure | None:
     figure, (axes, below) = plt.subplots(2, 1, figsize=(WIDTH, 4.9), sharex=True, height_ratios=[3, 1])
     axes.plot([0, 1], [0, 1], color=MUTED, linewidth=0.9, linestyle=":", label="perfectly calibrated")
     axes.vlines(confidence, np.minimum(confidence, accuracy), np.maximum(confidence, accuracy), color=BACKGROUND)
-    label = f"{look(method).name}, ECE {100 * error:.1f}%"
+    label = f"{look(method).title}, ECE {100 * error:.1f}%"
     axes.plot(confidence, accuracy, color=KEPT, marker="o", linewidth=2.0, label=label)
     axes.set(xlim=(0, 1), ylim=(0, 1.02))
     percent_axis(axes, label="accuracy (%)")
@@ -343,203 +367,23 @@ def _reliability(run: ReportRun) -> Figure | None:
     return figure
 
 
-# The list of figures.
-
-
-@dataclass(frozen=True)
-class Plate:
-    """One figure on the page: file name, heading, caption, alternative text and the SVG element."""
-
-    name: str
-    title: str
-    caption: str
-    alt: str
-    svg: str
-
-
-@dataclass(frozen=True)
-class FigurePlan:
-    """A figure to draw.
-
-    Attributes:
-        name: File name.
-        title: Heading.
-        caption: Text under the figure; it may use {name} (of the main method), {budget}, {n}, {masks}, {trained} and {panels}.
-        draw: Draws the figure, or returns None when there is nothing to show.
-        metric: The measure whose values the alternative text lists.
-        compares: Whether it has a mark for each method, so that a run with many methods shows only some of them.
-    """
-
-    name: str
-    title: str
-    caption: str
-    draw: Callable[[ReportRun], Figure | None]
-    metric: str | None = None
-    compares: bool = False
-
-
-_BANDS = "Bands: 95% bootstrap intervals over groups of images. Numbers in the legend: budget {budget}."
-
-PLANS: tuple[FigurePlan, ...] = (
-    FigurePlan(
-        "retention",
-        "Lesion patches kept at each budget",
-        "The dashed line is the ceiling: no method can keep more. " + _BANDS + " n = {masks} images with a mask.",
-        partial(_over_budgets, metric="retention"),
-        "retention",
-        compares=True,
-    ),
-    FigurePlan(
-        "share-of-ceiling",
-        "Share of the ceiling",
-        "Retention divided by the ceiling. At 100%, no patch was spent on skin while lesion patches were dropped. "
-        + _BANDS
-        + " n = {masks} images with a mask.",
-        partial(_over_budgets, metric="retention_of_ceiling"),
-        "retention_of_ceiling",
-        compares=True,
-    ),
-    FigurePlan(
-        "accuracy",
-        "Accuracy at each budget",
-        _BANDS + " n = {n} images.",
-        partial(_over_budgets, metric="accuracy"),
-        "accuracy",
-        True,
-    ),
-    FigurePlan(
-        "macro-f1",
-        "Macro F1 at each budget",
-        "Rare classes count as much as common ones. " + _BANDS + " n = {n} images.",
-        partial(_over_budgets, metric="macro_f1"),
-        "macro_f1",
-        compares=True,
-    ),
-    FigurePlan(
-        "accuracy-against-retention",
-        "Accuracy against retention",
-        "One point per method at budget {budget}; lines are 95% intervals. Methods at the same height classify equally well; the "
-        "further right, the more of the lesion they kept. n = {n} images for accuracy, {masks} for retention.",
-        _accuracy_against_retention,
-        "retention",
-        compares=True,
-    ),
-    FigurePlan(
-        "reliability",
-        "Calibration",
-        "Accuracy of {name} at budget {budget} by its confidence. Below the dotted line it is overconfident. Lower panel: number "
-        "of predictions. n = {n} images per seed.",
-        _reliability,
-    ),
-    FigurePlan(
-        "center-bias",
-        "Original images and off-center views",
-        "Share of the ceiling when the lesion is where the photographer put it and when it is away from the center. A method that "
-        "only keeps the middle of the image drops. Numbers in the legend: off-center views. Mean over seeds.",
-        _center_bias,
-        compares=True,
-    ),
-    FigurePlan(
-        "size-strata",
-        "By lesion size",
-        "Images in quartiles of lesion size, budget {budget}. Lines: 95% intervals.",
-        lambda run: _strata(run, run.by_size),
-    ),
-    FigurePlan(
-        "class-strata",
-        "By class",
-        f"Classes with masks (at most {MOST_STRATA}, those with the most images), budget {{budget}}. Lines: 95% intervals, "
-        "wide where there are few images.",
-        lambda run: _strata(run, run.by_class),
-    ),
-    FigurePlan(
-        "curriculum",
-        "Training",
-        "Training of {trained}. {panels}",
-        _curriculum,
-    ),
-    FigurePlan(
-        "scores",
-        "Scores of lesion and skin patches",
-        "Scores that {name} gives to patches of validation images with a mask (first seed). The less the two overlap, the more of "
-        "the lesion survives a small budget.",
-        _score_histogram,
-    ),
-    FigurePlan(
-        "retention-model",
-        "Does the separation of the scores explain retention?",
-        "The model of the paper's supplement: scores of lesion and skin patches are two normal distributions, Δ/σ apart, fitted to "
-        "the measured points. The closed-form approximation uses the same Δ/σ.",
-        _retention_model,
-    ),
-)
-
-
-def draw_figures(comparison: Comparison, folder: Path) -> list[Plate]:
-    """Writes every figure that the runs have data for as SVG and PNG, and returns those of the page."""
-    with house_style():
-        return _figures_of_runs(comparison, folder) if comparison.several else _figures_of_run(comparison.first, folder)
-
-
-def _plate(figure: Figure, folder: Path, name: str, title: str, caption: str, alt: str) -> Plate:
-    svg = save(figure, folder, name)[0].read_text(encoding="utf-8")
-    return Plate(name, title, caption, alt, svg_for_page(svg, name, alt))
-
-
-def _figures_of_runs(comparison: Comparison, folder: Path) -> list[Plate]:
-    plates = []
-    for metric in ("retention_of_ceiling", "accuracy", "macro_f1"):
-        figure = _main_methods(comparison, metric)
-        if figure is not None:
-            title = f"{METRICS[metric].term} at each budget"
-            caption = "The main method of each run. Bands: 95% bootstrap intervals over groups of images."
-            alt = f"Chart: {title}. The numbers are in the tables of this page."
-            plates.append(_plate(figure, folder, metric.replace("_", "-"), title, caption, alt))
-    return plates
-
-
-def _figures_of_run(run: ReportRun, folder: Path) -> list[Plate]:
-    training = _training_of(run)
-    words = {
-        "name": look(run.focus).name,
-        "panels": (
-            "Above: the token budget in each epoch. Below: the losses before weighting."
-            if _follows_budget(run)
-            else "The losses that the scorer is trained with, before weighting."
-        ),
-        "trained": look(str(training["method"].iloc[0])).name if len(training) else "",
-        "budget": budget_text(run.headline),
-        "n": f"{run.n:,}{_fewer(run)}",
-        "masks": f"{run.n_masked:,}",
-    }
-    some = ""
-    if len(run.methods) > MOST_DRAWN:
-        some = (
-            f" Of {len(run.methods)} methods at most {MOST_DRAWN} are shown: the main ones, the controls, and those with the "
-            "highest share of the ceiling or macro F1. The tables have all."
-        )
-    plates = []
-    for plan in PLANS:
-        figure = plan.draw(run)
-        if figure is not None:
-            caption = plan.caption.format(**words) + (some if plan.compares else "")
-            plates.append(_plate(figure, folder, plan.name, plan.title, caption, _alt(plan, run)))
-    return plates
-
-
-def _fewer(run: ReportRun) -> str:
-    """Writes ` (Oracle: 155)`: the methods that classified fewer images than the others, because they need a mask."""
+def fewer_images(run: ReportRun) -> str:
+    """Write ` (Oracle: 155)`: the methods that classified fewer images than the others, because they need a mask."""
     counts = run.main.groupby("method")["n"].max()
-    methods = [f"{look(m).name}: {counts[m]:,}" for m in run.ordered(counts.index) if 0 < counts[m] < run.n]
+    methods = [f"{look(m).title}: {counts[m]:,}" for m in run.ordered(counts.index) if 0 < counts[m] < run.n]
     return f" ({', '.join(methods)})" if methods else ""
 
 
-def _alt(plan: FigurePlan, run: ReportRun) -> str:
-    """Writes the alternative text: the heading and the values at the headline budget."""
-    if plan.metric is None:
-        return f"Chart: {plan.title}. The numbers are in the tables of this page."
-    values = run.at(plan.metric)
-    ranked = sorted(((m, values[m]) for m in run.drawn(run.methods) if m in values), key=lambda item: -item[1])
-    counts = run.with_intervals(plan.metric, run.headline)["n"]
-    listed = ", ".join(f"{look(m).name} {100 * v:.1f}%{_other_n(counts, m)}" for m, v in ranked)
-    return f"Chart: {plan.title}. At budget {budget_text(run.headline)}: {listed}."
+CURVES = {"retention": "retention", "share-of-ceiling": "retention_of_ceiling", "accuracy": "accuracy", "macro-f1": "macro_f1"}
+"""Figures over the budget -> their measure."""
+DRAWN: dict[str, Callable[[ReportRun], Figure | None]] = {
+    "accuracy-against-retention": _accuracy_against_retention,
+    "reliability": _reliability,
+    "center-bias": _center_bias,
+    "size-strata": lambda run: _strata(run, run.by_size),
+    "class-strata": lambda run: _strata(run, run.by_class),
+    "curriculum": _curriculum,
+    "scores": _score_histogram,
+    "retention-model": _retention_model,
+}
+"""Figures of a report of one run."""

@@ -12,28 +12,29 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 from safetensors import SafetensorError, safe_open
 
 from medtokenbudget.backbone.views import OFF_CENTER
-from medtokenbudget.config import HEADLINE_BUDGETS
+from medtokenbudget.config import CONTROLS, HEADLINE_BUDGET, HEADLINE_BUDGETS, PAPER_METHODS, PAPER_RECIPE
 from medtokenbudget.data import Manifest
 from medtokenbudget.data.strata import STRATA
 from medtokenbudget.errors import RequestError
 from medtokenbudget.files import read_lines
-from medtokenbudget.measures import shown_in
+from medtokenbudget.measures import METRICS, shown_in
 from medtokenbudget.metrics import kept_lesion_counts, ratio, reachable
-from medtokenbudget.reporting.looks import CONTROLS, PAPER_RECIPE, is_reference, ordered, selector_of
+from medtokenbudget.model.looks import is_reference
 from medtokenbudget.runs import statistics
-from medtokenbudget.runs.run import AS_IS, ATTRIBUTES, METRICS, RESULTS, ROUTING, Run
+from medtokenbudget.runs.run import AS_IS, ATTRIBUTES, RESULTS, ROUTING, Run
+from medtokenbudget.runs.run import METRICS as LOG
 
-HEADLINE = 0.3
-"""The budget of the headline numbers, or the measured one nearest to it."""
 MOST_DRAWN = 14
 """Methods that one figure can show; the tables have all."""
 _STRATA_DRAWS = 2_000
+NO_VALUE = (np.nan, np.nan, 0)
 
 
 @dataclass(frozen=True)
@@ -58,11 +59,7 @@ class PatchOrders:
 
     @classmethod
     def read(cls, path: Path) -> PatchOrders:
-        """Reads the file of a run.
-
-        Raises:
-            RequestError: If the file is damaged or has another format.
-        """
+        """Read the file of a run."""
         try:
             with safe_open(str(path), framework="numpy") as file:
                 about = json.loads((file.metadata() or {})["routing"])
@@ -76,31 +73,30 @@ class PatchOrders:
             raise RequestError(f"Cannot read {path} ({error}). Create it again with `mtb sweep`.") from None
 
     def kept(self, method: str, seed: int, k: int) -> np.ndarray:
-        """Returns `[n, N]` bool: the `k` best patches of each image."""
+        """Return `[n, N]` bool: the `k` best patches of each image."""
         order = self.order[method, seed]
         kept = np.zeros(order.shape, bool)
         np.put_along_axis(kept, order[:, :k], True, axis=1)
         return kept
 
     def share_of_possible(self, method: str, seed: int, k: int) -> np.ndarray:
-        """Returns `[n]` kept lesion patches as a share of what `k` patches could cover; NaN for images without a lesion patch."""
+        """Return `[n]` kept lesion patches as a share of what `k` patches could cover; NaN for images without a lesion patch."""
         lesion = self.lesion & self.has_mask[:, None]
         kept = kept_lesion_counts(self.order[method, seed], lesion, [k])[:, 0]
         return ratio(kept, reachable(lesion.sum(1), k))
 
     def seed_of(self, method: str) -> int | None:
-        """Returns the first seed with a patch order of this method."""
+        """Return the first seed with a patch order of this method."""
         return min((seed for name, seed in self.order if name == method), default=None)
 
 
 def _unit(key: str) -> tuple[str, int]:
-    """Splits `order/METHOD/SEED` into (METHOD, SEED)."""
+    """Split `order/METHOD/SEED` into (METHOD, SEED)."""
     _, *method, seed = key.split("/")
     return "/".join(method), int(seed)
 
 
-@dataclass(frozen=True)
-class Difference:
+class Difference(NamedTuple):
     """One method minus another on the same images, as fractions."""
 
     value: float
@@ -123,10 +119,6 @@ class ReportRun:
 
     Attributes:
         name: Name of the run in a report of several runs.
-        path: The run directory.
-        info: `run.json`.
-        results: `results.csv`.
-        predictions: `predictions.parquet`.
         classes: Class names; labels and predictions are indices into them.
         training: `metrics.jsonl`, empty when there is none.
         orders: `routing.safetensors`, or None.
@@ -149,7 +141,7 @@ class ReportRun:
 
     @classmethod
     def read(cls, path: Path, name: str = "") -> ReportRun:
-        """Reads a run directory.
+        """Read a run directory.
 
         Raises:
             RequestError: If `path` is not a run directory of this version, or has no results yet.
@@ -166,7 +158,7 @@ class ReportRun:
         for frame in (results, predictions):
             frame["budget"] = frame["budget"].round(6)
         missing: list[str] = []
-        training = pd.DataFrame(read_lines(info.file(METRICS))) if (path / METRICS).is_file() else pd.DataFrame()
+        training = pd.DataFrame(read_lines(info.file(LOG))) if (path / LOG).is_file() else pd.DataFrame()
         if training.empty and info.evaluation is None:
             missing.append("Training curves: the run has no metrics.jsonl.")
         orders = PatchOrders.read(info.file(ROUTING)) if (path / ROUTING).is_file() else None
@@ -190,6 +182,8 @@ class ReportRun:
         """The kind of source that the images came from, for example `isic`."""
         return (self.info.source.split() or [""])[0]
 
+    # Which study, methods and budgets the report is about.
+
     @cached_property
     def studies(self) -> list[str]:
         return list(dict.fromkeys(self.results["study"]))
@@ -200,6 +194,12 @@ class ReportRun:
         return "main" if "main" in self.studies else str(self.results["study"].value_counts(sort=True).idxmax())
 
     @cached_property
+    def off_center_study(self) -> str | None:
+        """The study with both the original images and off-center views: `center-bias`, or else the headline study."""
+        both = {AS_IS, OFF_CENTER}
+        return next((s for s in ("center-bias", self.study) if both <= set(self.cells(s)["view"])), None)
+
+    @cached_property
     def main(self) -> pd.DataFrame:
         """Rows of results.csv of the headline study, original images."""
         return self.cells(self.study, AS_IS)
@@ -207,75 +207,6 @@ class ReportRun:
     @cached_property
     def main_predictions(self) -> pd.DataFrame:
         return self.images(self.study, AS_IS)
-
-    @cached_property
-    def methods(self) -> list[str]:
-        """Methods of the headline study, in the order of every table."""
-        return self.ordered(self.main["method"])
-
-    @cached_property
-    def focus(self) -> str:
-        """The method the report is about: the one `mtb predict` uses; without a trained one, the first method with a budget."""
-        return self.focus_of(self.methods)
-
-    def focus_of(self, methods: Iterable[str]) -> str:
-        """Returns the method among `methods` that the report is about."""
-        names = list(methods)
-        preferred = next((m for m in (self.info.main, PAPER_RECIPE, *self._learned) if m in names), None)
-        rules = [m for m in names if not is_reference(m)]
-        return preferred or next((m for m in rules if m not in CONTROLS), (rules or names)[0])
-
-    @cached_property
-    def is_trained(self) -> bool:
-        """Whether the method the report is about was trained."""
-        return self.focus in self._learned
-
-    @cached_property
-    def paper_method(self) -> str | None:
-        """The paper's recipe where the run has it beside the method the report is about."""
-        return PAPER_RECIPE if PAPER_RECIPE in self.methods and self.focus != PAPER_RECIPE else None
-
-    @property
-    def leading(self) -> list[str]:
-        """The method the report is about, then the paper's recipe."""
-        return [self.focus, *([self.paper_method] if self.paper_method else [])]
-
-    @property
-    def emphasized(self) -> list[str]:
-        """Methods that every figure shows and emphasizes: the leading ones and the controls that need no mask."""
-        return [*self.leading, *[m for m in ("center", "darkness", "random") if m in self.methods and m not in self.leading]]
-
-    def drawn(self, methods: Iterable[str]) -> list[str]:
-        """Returns those of `methods` that a figure shows, in the same order: all, or if they are too many the most telling ones.
-
-        These are the emphasized methods and the references, then in turn the highest in share of the ceiling and in macro F1 of
-        those without a variant or a head of their own.
-        """
-        names = list(dict.fromkeys(methods))
-        if len(names) <= MOST_DRAWN:
-            return names
-        chosen = [m for m in names if m in (*self.emphasized, "oracle", "no-pruning")]
-        plain = [m for m in names if m == selector_of(m) and m not in chosen]
-        ranks = [sorted(plain, key=lambda m: -values.get(m, -1.0)) for values in map(self.at, ("retention_of_ceiling", "macro_f1"))]
-        for method in dict.fromkeys(m for pair in zip(*ranks) for m in pair):
-            if len(chosen) < MOST_DRAWN:
-                chosen.append(method)
-        return [m for m in names if m in chosen]
-
-    @cached_property
-    def _learned(self) -> list[str]:
-        """Trained methods: the main one, the paper's recipe, then the others by name."""
-        learned = [name for name, about in self.info.methods.items() if about["learned"]]
-        first = [m for m in (self.info.main, PAPER_RECIPE) if m in learned]
-        return [*first, *sorted(m for m in learned if m not in first)]
-
-    def ordered(self, methods: Iterable[str]) -> list[str]:
-        """Sorts methods for tables: trained ones first, controls last."""
-        return ordered(methods, self._learned)
-
-    def with_controls(self, methods: Iterable[str]) -> list[str]:
-        """Adds the controls and sorts; a control that was not run becomes a row of dashes."""
-        return self.ordered([*methods, *CONTROLS])
 
     @cached_property
     def budgets(self) -> list[float]:
@@ -312,26 +243,111 @@ class ReportRun:
         return int(self.main["n_masked"].max())
 
     @cached_property
-    def off_center_study(self) -> str | None:
-        """The study with both the original images and off-center views: `center-bias`, or else the headline study."""
-        both = {AS_IS, OFF_CENTER}
-        return next((s for s in ("center-bias", self.study) if both <= set(self.cells(s)["view"])), None)
+    def methods(self) -> list[str]:
+        """Methods of the headline study, in the order of every table."""
+        return self.ordered(self.main["method"])
+
+    @cached_property
+    def _learned(self) -> list[str]:
+        """Trained methods: the main one, the paper's recipe, then the others by name."""
+        learned = [name for name, about in self.info.methods.items() if about["learned"]]
+        first = [m for m in (self.info.main, PAPER_RECIPE) if m in learned]
+        return [*first, *sorted(m for m in learned if m not in first)]
+
+    def ordered(self, methods: Iterable[str]) -> list[str]:
+        """Sort methods for tables: trained ones, the paper's baselines, other methods, then the controls."""
+        known = list(dict.fromkeys(methods))
+        baselines = [m for m in PAPER_METHODS if m not in self._learned]
+        controls = [m for m in CONTROLS if m not in (*self._learned, *baselines)]
+        others = sorted(m for m in known if m not in {*self._learned, *baselines, *controls})
+        return [m for m in [*self._learned, *baselines, *others, *controls] if m in known]
+
+    def with_controls(self, methods: Iterable[str]) -> list[str]:
+        """Add the controls and sort; a control that was not run becomes a row of dashes."""
+        return self.ordered([*methods, *CONTROLS])
+
+    @cached_property
+    def focus(self) -> str:
+        """The method the report is about: the one `mtb predict` uses; without a trained one, the first method with a budget."""
+        return self.focus_of(self.methods)
+
+    def focus_of(self, methods: Iterable[str]) -> str:
+        """Return the method among `methods` that the report is about."""
+        names = list(methods)
+        preferred = next((m for m in (self.info.main, PAPER_RECIPE, *self._learned) if m in names), None)
+        rules = [m for m in names if not is_reference(m)]
+        return preferred or next((m for m in rules if m not in CONTROLS), (rules or names)[0])
+
+    @cached_property
+    def is_trained(self) -> bool:
+        """Whether the method the report is about was trained."""
+        return self.focus in self._learned
+
+    @cached_property
+    def paper_method(self) -> str | None:
+        """The paper's recipe where the run has it next to the method the report is about."""
+        return PAPER_RECIPE if PAPER_RECIPE in self.methods and self.focus != PAPER_RECIPE else None
+
+    @property
+    def leading(self) -> list[str]:
+        """The method the report is about, then the paper's recipe."""
+        return [self.focus, *([self.paper_method] if self.paper_method else [])]
+
+    @property
+    def emphasized(self) -> list[str]:
+        """Methods that every figure shows and emphasizes: the leading ones and the controls that need no mask."""
+        controls = [m for m in CONTROLS if m in self.methods and not is_reference(m)]
+        return list(dict.fromkeys([*self.leading, *controls]))
+
+    def drawn(self, methods: Iterable[str]) -> list[str]:
+        """Return those of `methods` that a figure shows, in the same order: all, or if they are too many the most telling ones.
+
+        These are the emphasized methods and the references, then in turn the highest in share of the ceiling and in macro F1 of
+        those without a variant or another head.
+        """
+        names = list(dict.fromkeys(methods))
+        if len(names) <= MOST_DRAWN:
+            return names
+        chosen = [m for m in names if m in (*self.emphasized, "oracle", "no-pruning")]
+        plain = [m for m in names if not {":", "+"} & set(m) and m not in chosen]
+        ranks = [sorted(plain, key=lambda m: -values.get(m, -1.0)) for values in map(self.at, ("retention_of_ceiling", "macro_f1"))]
+        ranked = dict.fromkeys(m for pair in zip(*ranks) for m in pair)
+        chosen += list(ranked)[: MOST_DRAWN - len(chosen)]
+        return [m for m in names if m in chosen]
+
+    # Values, intervals and tests.
 
     def cells(self, study: str, view: str | None = None) -> pd.DataFrame:
-        """Returns the rows of results.csv of one study (and view)."""
+        """Return the rows of results.csv of one study (and view)."""
         rows = self.results[self.results["study"] == study]
         return rows if view is None else rows[rows["view"] == view]
 
     def images(self, study: str, view: str) -> pd.DataFrame:
-        """Returns the rows of predictions.parquet of one study and view."""
+        """Return the rows of predictions.parquet of one study and view."""
         rows = self.predictions
         return rows[(rows["study"] == study) & (rows["view"] == view)]
 
+    @cached_property
+    def values(self) -> pd.DataFrame:
+        """`value, sd, seeds` over the seeds by study, view, method, budget and metric; only what was measured."""
+        keys = ["study", "view", "method", "budget", "metric"]
+        long = self.results.melt(id_vars=keys[:-1], value_vars=list(METRICS), var_name="metric").dropna(subset="value")
+        return long.groupby(keys, sort=False).agg(value=("value", "mean"), sd=("value", "std"), seeds=("value", "count"))
+
+    @cached_property
+    def _by_cell(self) -> dict[Any, tuple[float, float, int]]:
+        return dict(zip(self.values.index, self.values.itertuples(index=False, name=None)))
+
+    def value(self, study: str, view: str, method: str, budget: float, metric: str) -> tuple[float, float, int]:
+        """Return mean and deviation over the seeds, and their number; NaN and 0 where nothing was measured."""
+        return self._by_cell.get((study, view, method, budget, metric), NO_VALUE)
+
     def at(self, metric: str, budget: float | None = None, study: str | None = None, view: str = AS_IS) -> dict[str, float]:
-        """Returns method -> value at one budget (the headline budget by default); only what was measured."""
-        rows = self.cells(study or self.study, view)
-        rows = rows[np.isclose(rows["budget"], self.headline if budget is None else budget)]
-        return {str(m): float(v) for m, v in rows.groupby("method", sort=False)[metric].mean().dropna().items()}
+        """Return method -> value at one budget (the headline budget by default); only what was measured."""
+        budget, study = self.headline if budget is None else budget, study or self.study
+        methods = dict.fromkeys(self.cells(study, view)["method"])
+        values = {m: self.value(study, view, m, round(budget, 6), metric)[0] for m in methods}
+        return {m: value for m, value in values.items() if not np.isnan(value)}
 
     @cached_property
     def curves(self) -> pd.DataFrame:
@@ -351,16 +367,16 @@ class ReportRun:
         return table[[*keys, "value", "low", "high", "n", "seeds"]]
 
     def curve(self, metric: str) -> pd.DataFrame:
-        """Returns the rows of `curves` of one metric."""
+        """Return the rows of `curves` of one metric."""
         return self.curves[self.curves["metric"] == metric].drop(columns="metric")
 
     def with_intervals(self, metric: str, budget: float) -> pd.DataFrame:
-        """Returns `value, low, high, n, seeds` of one metric at one budget, by method."""
+        """Return `value, low, high, n, seeds` of one metric at one budget, by method."""
         rows = self.curve(metric)
         return rows[np.isclose(rows["budget"], budget)].set_index("method").drop(columns="budget")
 
     def difference(self, method: str, other: str, metric: str) -> Difference | None:
-        """Returns `method` minus `other` at the headline budget of the headline study; None unless both were measured."""
+        """Return `method` minus `other` at the headline budget of the headline study; None unless both were measured."""
         rows = self.main_predictions
         rows = rows[rows["method"].isin([method, other]) & np.isclose(rows["budget"], self.headline)]
         if {method, other} - set(rows["method"]):
@@ -368,29 +384,33 @@ class ReportRun:
         tests = statistics.compare(rows, method, (metric,))
         if tests.empty or np.isnan(tests["difference"].iloc[0]):
             return None
-        test = tests.iloc[0]
-        return Difference(float(test["difference"]), float(test["low"]), float(test["high"]), float(test["p"]), int(test["n"]))
+        return Difference(*(tests[name].iloc[0].item() for name in ("difference", "low", "high", "p", "n")))
 
-    @cached_property
-    def tests(self) -> pd.DataFrame:
-        """Every leading method against every other one, original images and off-center views, with Holm-corrected p."""
-        parts = [self._tests_of(method, view) for view in (AS_IS, OFF_CENTER) for method in self.leading]
-        return pd.concat([part for part in parts if len(part)] or parts[:1], ignore_index=True)
+    def tests(self) -> list[pd.DataFrame]:
+        """Test every leading method against every other one, original images and off-center views, with Holm-corrected p."""
+        parts = []
+        for view in (AS_IS, OFF_CENTER):
+            for reference in self.leading:
+                # The study `robustness` has more seeds than the headline study.
+                repeated = reference in set(self.cells("robustness", AS_IS)["method"])
+                original = "robustness" if repeated else self.study
+                study = original if view == AS_IS else self.off_center_study
+                rows = self.images(study, view) if study else self.predictions.iloc[:0]
+                if reference in set(rows["method"]):
+                    budgets = [b for b in HEADLINE_BUDGETS if b in set(rows["budget"])] or [self.headline]
+                    parts.append(statistics.compare(rows, reference, shown_in("test"), budgets))
+        return parts
 
-    def _tests_of(self, reference: str, view: str) -> pd.DataFrame:
-        """Tests original images in the study `robustness` when it has the method (it has more seeds), else in the headline one."""
-        measured = set(self.cells("robustness", AS_IS)["method"])
-        original = "robustness" if reference in measured else self.study
-        study = original if view == AS_IS else self.off_center_study
-        rows = self.images(study, view) if study else self.predictions.iloc[:0]
-        if reference not in set(rows["method"]):
-            return pd.DataFrame(columns=["view", *statistics.COMPARISON_COLUMNS])
-        budgets = [b for b in HEADLINE_BUDGETS if b in set(rows["budget"])] or [self.headline]
-        return statistics.compare(rows, reference, shown_in("test"), budgets).assign(view=view)
+    # Strata: `stratum, method, value, low, high, n, ...`, the share of the ceiling at the headline budget.
+
+    @property
+    def _at_headline(self) -> pd.DataFrame:
+        rows = self.main_predictions
+        return rows[np.isclose(rows["budget"], self.headline) & (rows["method"] != "no-pruning")]
 
     @cached_property
     def by_size(self) -> pd.DataFrame:
-        """`stratum, method, value, low, high, n, ...`: share of the ceiling by quartile of lesion size, at the headline budget."""
+        """The share of the ceiling by quartile of lesion size."""
         table = _share_of_ceiling(statistics.by_lesion_size(self._at_headline))
         if len(table):
             spans = table.groupby("stratum")[["smallest", "largest"]].agg({"smallest": "min", "largest": "max"})
@@ -400,42 +420,35 @@ class ReportRun:
 
     @cached_property
     def by_class(self) -> pd.DataFrame:
-        """The same by class."""
+        """The share of the ceiling by class."""
         return _share_of_ceiling(statistics.by_class(self._at_headline, self.classes))
 
     @cached_property
     def by_attribute(self) -> pd.DataFrame:
         """The same by every property of `attributes.parquet`, with the column `property`; empty without that file."""
-        if self.attributes is None:
-            return pd.DataFrame()
         parts = []
-        for name in [name for name in ("class", *STRATA) if name in self.attributes]:
-            values = self.attributes.set_index("image_id")[name].dropna()
+        attributes = pd.DataFrame() if self.attributes is None else self.attributes
+        for name in [name for name in ("class", *STRATA) if name in attributes]:
+            values = attributes.set_index("image_id")[name].dropna()
             order = STRATA.get(name) or sorted(values.unique())
             rows = statistics.by_attribute(self._at_headline, values, order, draws=_STRATA_DRAWS)
-            parts.append(_share_of_ceiling(rows).assign(property=name))
-        parts = [part for part in parts if len(part)]
+            parts += [_share_of_ceiling(rows).assign(property=name)] if len(rows) else []
         return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
-
-    @property
-    def _at_headline(self) -> pd.DataFrame:
-        rows = self.main_predictions
-        return rows[np.isclose(rows["budget"], self.headline) & (rows["method"] != "no-pruning")]
 
 
 def nearest_headline(budgets: Iterable[float]) -> float:
-    """Returns the budget nearest to the headline budget."""
-    return float(min(budgets, key=lambda budget: (abs(budget - HEADLINE), budget)))
+    """Return the budget nearest to the headline budget."""
+    return float(min(budgets, key=lambda budget: (abs(budget - HEADLINE_BUDGET), budget)))
 
 
 def _share_of_ceiling(table: pd.DataFrame) -> pd.DataFrame:
-    """Renames the columns of a table of strata so that `value, low, high` are the share of the ceiling."""
+    """Rename the columns of a table of strata so that `value, low, high` are the share of the ceiling."""
     table = table.rename(columns={"low": "pooled_low", "high": "pooled_high"})
     return table.rename(columns={"retention_of_ceiling": "value", "share_low": "low", "share_high": "high"})
 
 
 def _manifest(info: Run, missing: list[str]) -> Manifest | None:
-    """Reads the manifest that run.json names; None with a note in `missing` when it cannot."""
+    """Read the manifest that run.json names; None with a note in `missing` when it cannot."""
     try:
         return info.manifest
     except RequestError:

@@ -1,4 +1,4 @@
-"""The style of all figures, and saving them so that equal figures are equal bytes. Methods get their colors in `looks.py`."""
+"""The style of all figures, and saving them so that equal figures are equal bytes. Methods have the colors of `look`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,9 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter
 
 from medtokenbudget.files import write_encoded
-from medtokenbudget.reporting.looks import INK
 
+INK = "#1c2733"
+LOST = "#d55e00"
 MUTED = "#5b6773"
 GRID = "#dfe4e8"
 PAPER = "#ffffff"
@@ -74,19 +74,19 @@ _RC: dict[Any, Any] = {
 
 @contextmanager
 def house_style() -> Iterator[None]:
-    """Applies the settings of this file to Matplotlib and restores the previous ones afterwards."""
+    """Apply the settings of this file to Matplotlib and restore the previous ones afterwards."""
     with matplotlib.rc_context({**matplotlib.rcParamsDefault, "backend": "Agg", **_RC}):
         yield
 
 
 def new_figure(height: float = 3.9, width: float = WIDTH, **kwargs: object) -> tuple[Figure, Axes]:
-    """Creates a figure with a single pair of axes."""
+    """Create a figure with a single pair of axes."""
     figure, axes = plt.subplots(figsize=(width, height), **kwargs)  # type: ignore[call-overload]
     return figure, axes
 
 
 def percent_axis(axes: Axes, which: str = "y", label: str = "") -> None:
-    """Formats the ticks of an axis that shows fractions as percent."""
+    """Format the ticks of an axis that shows fractions as percent."""
     axis = axes.yaxis if which == "y" else axes.xaxis
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{round(100 * value, 2):g}"))
     if label:
@@ -94,14 +94,14 @@ def percent_axis(axes: Axes, which: str = "y", label: str = "") -> None:
 
 
 def budget_axis(axes: Axes, budgets: Sequence[float]) -> None:
-    """Labels the x axis as the token budget, with ticks at measured budgets."""
+    """Label the x axis as the token budget, with ticks at measured budgets."""
     axes.set_xlabel("token budget (share of patches kept)")
     axes.set_xticks([b for b in (0.1, 0.3, 0.5, 0.7, 0.9) if min(budgets) <= b <= max(budgets)] or list(budgets))
     axes.tick_params(axis="x", length=3)
 
 
 def legend_below(figure: Figure, axes: Axes, columns: int = 2) -> None:
-    """Places the legend below the axes, so that the data use the full width."""
+    """Place the legend below the axes, so that the data use the full width."""
     handles, labels = axes.get_legend_handles_labels()
     if handles:
         figure.legend(
@@ -110,7 +110,7 @@ def legend_below(figure: Figure, axes: Axes, columns: int = 2) -> None:
 
 
 def save(figure: Figure, folder: Path, name: str) -> list[Path]:
-    """Writes `name.svg` and `name.png` (equal figures give equal bytes), closes the figure and returns both paths."""
+    """Write `name.svg` and `name.png` (equal figures give equal bytes), close the figure and return both paths."""
     paths = []
     if isinstance(figure.get_layout_engine(), ConstrainedLayoutEngine):
         figure.draw_without_rendering()
@@ -123,8 +123,8 @@ def save(figure: Figure, folder: Path, name: str) -> list[Path]:
     return paths
 
 
-def svg_for_page(svg: str, name: str, alt: str) -> str:
-    """Turns an SVG file into an element of the page: unique ids, colors that follow light and dark mode, an alternative text."""
+def svg_for_page(svg: str, name: str) -> str:
+    """Turn an SVG file into an element of the page: unique ids, and colors that follow light and dark mode."""
     body = svg[svg.index("<svg") :]
     body = re.sub(r"<metadata>.*?</metadata>", "", body, flags=re.S)
     body = re.sub(r'\bid="', f'id="{name}-', body)
@@ -132,5 +132,4 @@ def svg_for_page(svg: str, name: str, alt: str) -> str:
     body = re.sub(r"url\(#", f"url(#{name}-", body)
     for color, variable in ((INK, "ink"), (MUTED, "muted"), (GRID, "grid"), (PAPER, "paper"), ("#3d4a57", "soft-ink")):
         body = body.replace(color, f"var(--{variable})")
-    head = re.compile(r'<svg [^>]*?viewBox="([^"]+)"[^>]*>')
-    return head.sub(lambda m: f'<svg viewBox="{m.group(1)}" role="img" aria-label="{escape(alt, quote=True)}">', body, count=1)
+    return re.sub(r'<svg [^>]*?viewBox="([^"]+)"[^>]*>', r'<svg viewBox="\1" aria-hidden="true">', body, count=1)

@@ -1,8 +1,5 @@
-"""One table in four formats, and what the tables share: counts, seeds, the best value of a column.
-
-Raw numbers go into the CSV, the same cells into Markdown, LaTeX (booktabs) and, by the template of the page, HTML. All formats are
-written from the same `Table`, so that they never disagree.
-"""
+"""One table in four formats, so that they never disagree: CSV with the raw numbers, Markdown, LaTeX (booktabs) and, by the
+template of the page, HTML."""
 
 from __future__ import annotations
 
@@ -11,45 +8,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from medtokenbudget.escaping import csv_frame, markdown_text
 from medtokenbudget.files import write_text
-from medtokenbudget.reporting.looks import is_reference
-from medtokenbudget.reporting.text import NOT_MEASURED, is_missing
+from medtokenbudget.measures import is_missing
+from medtokenbudget.model.looks import is_reference
 
-BOLD_NOTE = "Bold: best value, not counting NoPruning and Oracle."
-INTERVAL_NOTE = "Brackets: 95% bootstrap interval over groups of images."
 _MOST_BOLD = 2
 """A value that more methods than this share is not marked as the best."""
-_LATEX = {
-    "\\": r"\textbackslash{}",
-    "&": r"\&",
-    "%": r"\%",
-    "$": r"\$",
-    "#": r"\#",
-    "_": r"\_",
-    "{": r"\{",
-    "}": r"\}",
-    "~": r"\textasciitilde{}",
-    "^": r"\textasciicircum{}",
-    "<": r"\textless{}",
-    ">": r"\textgreater{}",
-    "|": r"\textbar{}",
-    "—": "---",
-    "–": "--",
-    "−": r"$-$",
-    "±": r"$\pm$",
-    "×": r"$\times$",
-    "≤": r"$\leq$",
-    "≥": r"$\geq$",
-    "Δ": r"$\Delta$",
-    "β": r"$\beta$",
-    "σ": r"$\sigma$",
-    "·": r"$\cdot$",
-    "“": "``",
-    "”": "''",
+_COMMANDS = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+_COMMANDS |= {"<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}"}
+_SYMBOLS = {"−": "-", "±": r"\pm", "×": r"\times", "≤": r"\leq", "≥": r"\geq", "Δ": r"\Delta", "β": r"\beta", "σ": r"\sigma"}
+_LATEX: dict[str, str | int | None] = {
+    **{character: f"\\{character}" for character in "&%$#_{}"},
+    **_COMMANDS,
+    **{character: f"${command}$" for character, command in _SYMBOLS.items()},
+    **{"·": r"$\cdot$", "—": "---", "–": "--", "“": "``", "”": "''"},
 }
 
 
@@ -64,10 +39,10 @@ class Table:
         rows: One text per column; a dash where nothing was measured.
         data: The raw numbers as written to CSV. They may include rows or columns that the page leaves out.
         note: How to read the table, with its n.
-        labels: Number of leading columns that name the row.
         bold: (row, column) of the best value in each column.
         breaks: Rows with a rule above them.
         more: What the CSV contains beyond the table, for example `all 117 tests`; shown with the link to it.
+        section: Id of the section of the page that shows it.
     """
 
     name: str
@@ -80,36 +55,35 @@ class Table:
     bold: frozenset[tuple[int, int]] = field(default_factory=frozenset)
     breaks: frozenset[int] = field(default_factory=frozenset)
     more: str = ""
+    section: str = ""
 
     def write(self, folder: Path) -> None:
-        """Writes `name.csv`, `name.md` and `name.tex` into `folder`."""
+        """Write `name.csv`, `name.md` and `name.tex` into `folder`."""
         csv = csv_frame(self.data).to_csv(index=False, float_format="%.6g", lineterminator="\n")
         write_text(folder / f"{self.name}.csv", csv)
         write_text(folder / f"{self.name}.md", self.markdown())
         write_text(folder / f"{self.name}.tex", self.latex())
 
     def markdown(self) -> str:
-        def line(cells: list[str]) -> str:
-            return "| " + " | ".join(markdown_text(cell) for cell in cells) + " |"
-
+        """Return the title, the table and the note."""
         rule = ["---" if c < self.labels else "---:" for c in range(len(self.columns))]
-        body = [
-            line([f"**{cell}**" if (r, c) in self.bold else cell for c, cell in enumerate(row)]) for r, row in enumerate(self.rows)
-        ]
-        parts = [f"**{markdown_text(self.title)}**", "", line(self.columns), line(rule), *body]
-        return "\n".join([*parts, *(["", markdown_text(self.note)] if self.note else [])]) + "\n"
+        lines = [self.columns, rule]
+        lines += [[f"**{cell}**" if (r, c) in self.bold else cell for c, cell in enumerate(row)] for r, row in enumerate(self.rows)]
+        body = [f"| {' | '.join(map(markdown_text, line))} |" for line in lines]
+        return "\n".join(
+            [f"**{markdown_text(self.title)}**", "", *body, *(["", markdown_text(self.note)] if self.note else []), ""]
+        )
 
     def latex(self) -> str:
-        def line(cells: list[str]) -> str:
-            return " & ".join(cells) + r" \\"
-
-        body = []
+        """Return a floating table with a caption."""
+        body: list[str | list[str]] = []
         for r, row in enumerate(self.rows):
-            if r in self.breaks:
-                body.append(r"\midrule")
-            texts = [latex_text(cell) for cell in row]
-            body.append(line([rf"\textbf{{{cell}}}" if (r, c) in self.bold else cell for c, cell in enumerate(texts)]))
-        caption = latex_text(" ".join(filter(None, [_sentence(self.title), self.note])))
+            body += [r"\midrule"] if r in self.breaks else []
+            body.append(
+                [rf"\textbf{{{latex_text(cell)}}}" if (r, c) in self.bold else latex_text(cell) for c, cell in enumerate(row)]
+            )
+        lines = [[latex_text(column) for column in self.columns], r"\midrule", *body]
+        title = self.title if self.title.endswith((".", "?", "!")) else f"{self.title}."
         layout = "l" * self.labels + "r" * (len(self.columns) - self.labels)
         return "\n".join(
             [
@@ -118,12 +92,10 @@ class Table:
                 r"\centering",
                 rf"\begin{{tabular}}{{{layout}}}",
                 r"\toprule",
-                line([latex_text(column) for column in self.columns]),
-                r"\midrule",
-                *body,
+                *(line if isinstance(line, str) else rf"{' & '.join(line)} \\" for line in lines),
                 r"\bottomrule",
                 r"\end{tabular}",
-                rf"\caption{{{caption}}}",
+                rf"\caption{{{latex_text(f'{title} {self.note}'.strip())}}}",
                 rf"\label{{tab:{self.name}}}",
                 r"\end{table}",
                 "",
@@ -132,29 +104,12 @@ class Table:
 
 
 def latex_text(text: str) -> str:
-    """Escapes everything that LaTeX would read as a command."""
-    return "".join(_LATEX.get(character, character) for character in text)
-
-
-def _sentence(text: str) -> str:
-    return text if text.endswith((".", "?", "!")) else text + "."
-
-
-def seeds_note(results: pd.DataFrame) -> str:
-    """Names the seeds behind a table."""
-    seeds = sorted(int(seed) for seed in results["seed"].unique())
-    text = ", ".join(map(str, seeds))
-    return f"One training run per method (seed {text})." if len(seeds) == 1 else f"Mean over seeds {text}."
-
-
-def counts(results: pd.DataFrame, method: str) -> str:
-    """Writes `400 (155)`: labeled images, and images that retention was measured on."""
-    rows = results[results["method"] == method]
-    return f"{int(rows['n'].max()):,} ({int(rows['n_masked'].max()):,})" if len(rows) else NOT_MEASURED
+    """Escape everything that LaTeX would read as a command."""
+    return text.translate(str.maketrans(_LATEX))
 
 
 def best(methods: Sequence[str], values: Sequence[Sequence[float]], labels: int = 1) -> frozenset[tuple[int, int]]:
-    """Finds (row, column) of the largest value in each column as printed, ties included; references do not compete.
+    """Find (row, column) of the largest value in each column as printed, ties included; references do not compete.
 
     Args:
         methods: The method of each row.
@@ -176,13 +131,5 @@ def best(methods: Sequence[str], values: Sequence[Sequence[float]], labels: int 
 
 
 def changes(keys: Sequence[Any]) -> frozenset[int]:
-    """Finds the rows whose key differs from that of the row above: those with a rule above them."""
+    """Find the rows whose key differs from that of the row above: a rule goes above them."""
     return frozenset(i for i in range(1, len(keys)) if keys[i] != keys[i - 1])
-
-
-def value_and_interval(table: pd.DataFrame, method: str) -> tuple[float, float, float]:
-    """Returns value, low and high of one method in a table of `ReportRun.with_intervals`; NaN where it was not measured."""
-    if method not in table.index:
-        return (np.nan, np.nan, np.nan)
-    row: Any = table.loc[method]
-    return float(row["value"]), float(row["low"]), float(row["high"])

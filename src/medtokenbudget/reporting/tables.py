@@ -1,11 +1,12 @@
-"""Every table of a report in its order: all methods of one run or of several side by side, studies and tests; see `image_tables`.
+"""Every table of a report of one or more runs, in its order.
 
-Each function returns a table, or None when the runs have nothing to show in it.
+Tables of values (all methods, sweeps, studies) are one `_pivot`: a row per method, run and budget, a column per measure, view and
+budget. Each function returns a table, or None when the runs have nothing to show in it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,299 +14,183 @@ import numpy as np
 import pandas as pd
 
 from medtokenbudget.backbone.views import OFF_CENTER
-from medtokenbudget.config import HEADLINE_BUDGETS
-from medtokenbudget.measures import METRICS, shown_in
-from medtokenbudget.reporting import image_tables as images
-from medtokenbudget.reporting.comparison import Comparison
-from medtokenbudget.reporting.intervals import HEADLINE, ReportRun
-from medtokenbudget.reporting.looks import PAPER_RECIPE, look
-from medtokenbudget.reporting.table import BOLD_NOTE, INTERVAL_NOTE, Table, best, changes, counts, seeds_note, value_and_interval
-from medtokenbudget.reporting.text import (
+from medtokenbudget.config import HEADLINE_BUDGET, HEADLINE_BUDGETS, PAPER_RECIPE
+from medtokenbudget.data.masks import prevalence_table
+from medtokenbudget.measures import (
+    METRICS,
     NOT_MEASURED,
     budget_text,
+    is_missing,
     number,
     percent,
     plural,
     points,
     probability,
+    shown_in,
     with_interval,
     with_spread,
 )
+from medtokenbudget.metrics import ratio, reachable
+from medtokenbudget.model.looks import look
+from medtokenbudget.reporting.comparison import Comparison
+from medtokenbudget.reporting.intervals import ReportRun
+from medtokenbudget.reporting.table import Table, best, changes
 from medtokenbudget.runs import paper
 from medtokenbudget.runs.run import AS_IS
-from medtokenbudget.runs.statistics import paired_seed_table
+from medtokenbudget.runs.statistics import lesion_rows, paired_seed_table
+from medtokenbudget.runs.studies import STUDIES
+from medtokenbudget.runs.sweep import Study
 
-VIEW_NAMES = {AS_IS: "as is", OFF_CENTER: "off-center"}
-_SEEDS_NOTE = "Mean over the seeds of each run."
-_MASK_FREE_METRICS = (*shown_in("interval"), "precision", "enrichment")
-_RECIPE = (("retention_of_ceiling", ()), ("macro_f1", (0.3,)), ("balanced_accuracy", (0.3,)))
-"""Measures of the recipe table with their budgets; () means all that were run."""
-_STUDY_TITLES = {
-    "robustness": "Robustness over seeds",
-    "mask-free": "Training without lesion masks",
-    "signals": "Single signals as selectors",
-    "toggles": "Signals switched off at inference",
-    "epochs": "Baselines trained for as many epochs as LATS",
-}
-_OWN_TABLE = {"main", "curriculum", "kvasir", "subset", "center-bias", "recipe"}
-"""Studies that have a table of another form than `by_budget`."""
-_COMPARED = ("center", "random", "no-pruning")
-"""What the page compares the run's main method with, beside the paper's recipe."""
+VIEW_NAMES = {AS_IS: "original", OFF_CENTER: "off-center"}
+_VIEW_HEADS = {AS_IS: "orig.", OFF_CENTER: "off"}
+_BOLD = "Bold: best value, not counting NoPruning and Oracle."
+_BRACKETS = "Brackets: 95% bootstrap interval over groups of images."
+_DASH = f"{NOT_MEASURED}: not measured."
+_TESTED = ("retention", "accuracy", "macro_f1")
+"""Measures of the tests on the page; the CSV has all."""
+_TEST_COLUMNS = ("Measure", "Images", "Difference (points)", "95% interval", "p", "p (Holm)", "n", "Seeds")
+_MOST_WORST = 10
+
+Column = tuple[str, str, str, float | None]
+"""Heading, metric, view and budget of a column; the budget is None where each row has its own."""
 
 
 def make_tables(comparison: Comparison, named: bool = True) -> list[Table]:
-    """Makes every table that the runs have numbers for; unless `named`, images have numbers in place of their names."""
+    """Make every table that the runs have numbers for; unless `named`, images have numbers in place of their names."""
+    run, sweeps = comparison.first, shown_in("sweep")
     tables = [
-        *([runs(comparison)] if comparison.several else []),
+        runs(comparison) if comparison.several else None,
         main(comparison),
-        *[sweep(comparison, metric) for metric in ("retention", *[m for m in shown_in("sweep") if m != "retention"])],
+        *[sweep(comparison, metric) for metric in sorted(sweeps, key=lambda metric: metric != "retention")],
         further_measures(comparison),
         center_bias(comparison),
-        *([differences(comparison)] if comparison.several else _of_one_run(comparison, named)),
+        significance(comparison),
+        *study_tables(comparison),
+        recipe(comparison),
     ]
+    if not comparison.several:
+        tables += [
+            strata(run, run.by_size, "size-strata", "Retention by lesion size", "Lesion size"),
+            strata(run, run.by_class, "class-strata", "Retention by class", "Class"),
+            strata(run, run.by_attribute, "attribute-strata", "Share of the ceiling (%) by what the images show", "Stratum"),
+            own_validation(run),
+            promises(run),
+            worst(run, named),
+            beside_paper(run),
+            subset(run),
+            prevalence(run),
+        ]
     return [table for table in tables if table is not None]
 
 
-def _of_one_run(comparison: Comparison, named: bool) -> list[Table | None]:
-    run = comparison.first
-    return [
-        *[by_budget(run, study) for study in run.studies if study not in {*_OWN_TABLE, run.study}],
-        *paired_seeds(run),
-        sweep(comparison, "accuracy", "curriculum", "Curriculum against a fixed training budget: accuracy (%)"),
-        sweep(comparison, "accuracy", "kvasir", "Kvasir v2: accuracy (%) over all budgets"),
-        recipe(comparison),
-        images.strata(run, run.by_size, "size-strata", "Retention by lesion size", "Lesion size"),
-        images.strata(run, run.by_class, "class-strata", "Retention by class", "Class"),
-        images.own_validation(run),
-        images.promises(run),
-        images.attribute_strata(run),
-        images.worst(run, named),
-        significance(run),
-        beside_paper(run),
-        images.subset(run),
-        images.prevalence(run),
-    ]
-
-
-# All methods, of one run or of several.
-
-
-def _rows(comparison: Comparison, methods: dict[str, Collection[str]]) -> list[tuple[str, ReportRun]]:
-    """Returns (method, run) of every row, from the `methods` of each run: the runs of one method below each other.
-
-    A report of one run has a row for every control, measured or not.
-    """
-    if not comparison.several:
-        run = comparison.first
-        return [(method, run) for method in run.with_controls(methods[run.name])]
-    return [(method, run) for method in comparison.methods for run in comparison.runs if method in methods[run.name]]
-
-
-def _names(comparison: Comparison, method: str, run: ReportRun) -> dict[str, Any]:
-    """Returns the columns of a CSV that name a row."""
-    return {"run": run.name, "method": method} if comparison.several else {"method": method}
+# Tables of values.
 
 
 def _pivot(
     comparison: Comparison,
     name: str,
     title: str,
-    rows: Sequence[tuple[str, ReportRun]],
-    columns: Sequence[str],
-    texts: Sequence[Sequence[str]],
-    data: pd.DataFrame,
+    columns: Sequence[Column],
     note: str,
-    values: Sequence[Sequence[float]] | None = None,
+    study: str | dict[str, str] | None = None,
+    budgets: Sequence[float] = (),
+    intervals: bool = False,
+    also: Sequence[str] = (),
     more: str = "",
-) -> Table:
-    """Makes a table with one row per method, or per method and run; the best of `values` are bold where one run is shown."""
-    several, methods = comparison.several, [method for method, _ in rows]
+    section: str = "",
+) -> Table | None:
+    """Make a table of values; None where no run has any.
+
+    Args:
+        columns: What to show; values of `METRICS`, mean over seeds.
+        study: Name of the study, or run -> study; by default the headline study of each run.
+        budgets: Repeat the rows for each of these budgets, with the deviation over seeds.
+        intervals: Show bootstrap intervals, which only the headline study has.
+        also: Further measures of the CSV.
+    """
+    if study is None:
+        study = {run.name: run.study for run in comparison.runs}
+    studies = {run.name: study if isinstance(study, str) else study.get(run.name, "") for run in comparison.runs}
+    views, metrics = list(dict.fromkeys(column[2] for column in columns)), list(dict.fromkeys(column[1] for column in columns))
+    data = [_measured(run, studies[run.name], views, {*metrics, *also}, intervals) for run in comparison.runs]
+    if not any(frame["metric"].isin(metrics).any() for frame in data):
+        return None
+    results = {run.name: run.cells(studies[run.name]) for run in comparison.runs}
+    pairs = _rows(comparison, {name: frame["method"] for name, frame in results.items()})
+    rows, values = [], []
+    for budget in budgets or (None,):
+        for method, run in pairs:
+            texts, numbers, seeds = [], [], 0
+            for _, metric, view, at in columns:
+                chosen = at if at is not None else budget if budget is not None else comparison.budget_of(run)
+                value, deviation, count = run.value(studies[run.name], view, method, chosen, metric)
+                numbers.append(value)
+                seeds = max(seeds, count)
+                if intervals and not is_missing(value):
+                    row: Any = run.with_intervals(metric, chosen).loc[method]
+                    texts.append(with_interval(value, row["low"], row["high"]))
+                else:
+                    texts.append(METRICS[metric].text(value, deviation if budgets else None))
+            cells = results[run.name] if budget is None else results[run.name][np.isclose(results[run.name]["budget"], budget)]
+            texts += [_counts(cells[cells["view"] == view], method) for view in views]
+            texts += [str(seeds or NOT_MEASURED)] if budgets else []
+            block = [budget_text(budget)] if budget is not None else []
+            rows.append([*block, look(method).title, *([run.name] if comparison.several else []), *texts])
+            values.append(numbers)
+    labels = 1 + bool(budgets) + comparison.several
+    bold: set[tuple[int, int]] = set()
+    for start in range(0, len(rows), len(pairs)) if not comparison.several else ():
+        winners = best([method for method, _ in pairs], values[start : start + len(pairs)], labels)
+        bold |= {(start + r, c) for r, c in winners}
+    counted = [f"n (masks) {VIEW_NAMES[view]}" if len(views) > 1 else "n (masks)" for view in views]
+    heads = [*(["Budget"] if budgets else []), "Method", *(["Run"] if comparison.several else [])]
+    first = results[comparison.first.name]
     return Table(
         name,
         title,
-        ["Method", *(["Run"] if several else []), *columns],
-        [[look(method).name, *([run.name] if several else []), *line] for (method, run), line in zip(rows, texts)],
-        data,
-        note,
-        labels=2 if several else 1,
-        bold=best(methods, values) if values and not several else frozenset(),
-        breaks=changes(methods) if several else frozenset(),
-        more=more,
-    )
-
-
-def main(comparison: Comparison) -> Table:
-    """Shows every method at the main budgets (one run) or at the headline budget (several), with intervals."""
-    first, several = comparison.first, comparison.several
-    if several:
-        wanted = {run.name: [(m, comparison.budget_of(run)) for m in shown_in("interval")] for run in comparison.runs}
-        columns = ["Budget", *[METRICS[m].heading for m in shown_in("interval")], "n (masks)"]
-        title, note = "All methods of all runs", f"{INTERVAL_NOTE} {_SEEDS_NOTE}"
-    else:
-        budgets = [b for b in paper.MAIN_BUDGETS if b in first.budgets] or first.budgets[:5]
-        at = f"at {budget_text(first.headline)}"
-        wanted = {first.name: [("accuracy", b) for b in budgets]}
-        wanted[first.name] += [(m, first.headline) for m in ("macro_f1", "retention", "retention_of_ceiling")]
-        columns = [*[f"Acc. at {budget_text(b)}" for b in budgets], f"F1 {at}", f"Ret. {at}", f"Of ceiling {at}", "n (masks)"]
-        title = "Accuracy and lesion retention (%) by method and token budget"
-        note = (
-            f"{INTERVAL_NOTE} {seeds_note(first.main)} Ret.: share of lesion patches kept, pooled over images. Of ceiling: the "
-            f"same as a share of what any selector could keep. {BOLD_NOTE} {NOT_MEASURED}: not measured."
-        )
-    tables = {run.name: {key: run.with_intervals(*key) for key in wanted[run.name]} for run in comparison.runs}
-    rows = _rows(comparison, {run.name: run.methods for run in comparison.runs})
-    texts, values, data = [], [], []
-    for method, run in rows:
-        cells = [value_and_interval(table, method) for table in tables[run.name].values()]
-        budget = [budget_text(comparison.budget_of(run))] if several else []
-        texts.append([*budget, *[with_interval(*cell) for cell in cells], counts(run.main, method)])
-        values.append([value for value, _, _ in cells])
-        data += [
-            {**_names(comparison, method, run), "budget": budget, "metric": metric, "value": value, "low": low, "high": high}
-            for (metric, budget), (value, low, high) in zip(wanted[run.name], cells)
-        ]
-    return _pivot(comparison, "main", title, rows, columns, texts, pd.DataFrame(data), note, values)
-
-
-def sweep(comparison: Comparison, metric: str, study: str | None = None, title: str = "") -> Table | None:
-    """Shows one measure over all budgets of the headline study, or of another `study`."""
-    cells = {run.name: run.cells(study or run.study, AS_IS) for run in comparison.runs}
-    if all(table[metric].isna().all() for table in cells.values()):
-        return None
-    budgets = sorted({budget for table in cells.values() for budget in table["budget"]})
-    means = {name: table.groupby(["method", "budget"])[metric].mean() for name, table in cells.items()}
-    rows = _rows(comparison, {name: set(table["method"]) for name, table in cells.items()})
-    values = [[float(means[run.name].get((method, b), np.nan)) for b in budgets] for method, run in rows]
-    texts = [[*map(percent, line), counts(cells[run.name], method)] for (method, run), line in zip(rows, values)]
-    data = [
-        {**_names(comparison, method, run), "budget": b, metric: value}
-        for (method, run), line in zip(rows, values)
-        for b, value in zip(budgets, line)
-    ]
-    results = cells[comparison.first.name]
-    note = f"Columns: token budgets. {_SEEDS_NOTE if comparison.several else f'{seeds_note(results)} {BOLD_NOTE}'}"
-    name = study or f"{metric.replace('_', '-')}-sweep"
-    title = title or f"{METRICS[metric].term} ({METRICS[metric].unit}) at all budgets"
-    columns = [*map(budget_text, budgets), "n (masks)"]
-    if metric != "retention" or comparison.several:
-        return _pivot(comparison, name, title, rows, columns, texts, pd.DataFrame(data), note, values)
-    # NoPruning ignores the budget, so it has another ceiling than the rest.
-    ceiling = results[results["method"] != "no-pruning"].groupby("budget")["ceiling"].mean().reindex(budgets)
-    data += [{"method": "ceiling", "budget": b, metric: float(value)} for b, value in ceiling.items()]
-    table = _pivot(comparison, name, title, rows, columns, texts, pd.DataFrame(data), note, values)
-    return replace(table, rows=[*table.rows, ["Ceiling", *map(percent, ceiling), ""]], breaks=frozenset({len(rows)}))
-
-
-def further_measures(comparison: Comparison) -> Table:
-    """Shows the remaining columns of results.csv at the headline budget."""
-    metrics, first = shown_in("further"), comparison.first
-    at = {run.name: run.main[np.isclose(run.main["budget"], comparison.budget_of(run))] for run in comparison.runs}
-    means = {name: cells.groupby("method")[list(metrics)].mean() for name, cells in at.items()}
-    rows = _rows(
-        comparison, {run.name: run.methods if comparison.several else set(means[run.name].index) for run in comparison.runs}
-    )
-    values = [means[run.name].reindex([method]).iloc[0] for method, run in rows]
-    texts = [[*[_text(m, line[m]) for m in metrics], counts(at[run.name], method)] for (method, run), line in zip(rows, values)]
-    data = [
-        {
-            **_names(comparison, method, run),
-            **({"budget": comparison.budget_of(run)} if comparison.several else {}),
-            **line.to_dict(),
-        }
-        for (method, run), line in zip(rows, values)
-    ]
-    title, note = "Further measures at the headline budget", _SEEDS_NOTE
-    if not comparison.several:
-        title = f"Further measures at budget {budget_text(first.headline)}"
-        note = (
-            f"{seeds_note(at[first.name])} AUROC: one class against the rest, averaged over classes. ECE: lower is better. Per "
-            "image: retention averaged over images. Purity, dominated and mass apply to methods that merge patches; precision and "
-            "enrichment to methods that keep them."
-        )
-    columns = [*[METRICS[m].heading for m in metrics], "n (masks)"]
-    return _pivot(comparison, "further-measures", title, rows, columns, texts, pd.DataFrame(data), note)
-
-
-def _text(metric: str, value: Any) -> str:
-    return percent(value) if METRICS[metric].unit == "%" else number(value)
-
-
-def center_bias(comparison: Comparison) -> Table | None:
-    """Shows the share of the ceiling on the original images and on off-center views."""
-    metric, first = "retention_of_ceiling", comparison.first
-    if not comparison.several:
-        study = first.off_center_study
-        if study is None:
-            return None
-        results = first.cells(study)
-        wanted = [(metric, view, b) for view in VIEW_NAMES for b in _headline_budgets(results)]
-        title = "Share of the ceiling (%), original images and off-center views"
-        note = "As is: original images. Off: views with the lesion away from the center. The number is the token budget."
-        return _by_view(comparison, results, wanted, "center-bias", title, note)
-    values = {
-        run.name: {view: run.at(metric, comparison.budget_of(run), run.off_center_study, view) for view in VIEW_NAMES}
-        for run in comparison.runs
-        if run.off_center_study is not None
-    }
-    if not values:
-        return None
-    rows = _rows(comparison, {run.name: values.get(run.name, {}).get(OFF_CENTER, {}) for run in comparison.runs})
-    texts, data = [], []
-    for method, run in rows:
-        shares = [values[run.name][view].get(method, np.nan) for view in VIEW_NAMES]
-        texts.append([*map(percent, shares), counts(run.cells(str(run.off_center_study), OFF_CENTER), method)])
-        data.append({"run": run.name, "method": method, "as_is": shares[0], "off_center": shares[1]})
-    title = "Share of the ceiling, original images and off-center views"
-    columns = ["As is (%)", "Off-center (%)", "n (masks), off-center"]
-    return _pivot(comparison, "center-bias", title, rows, columns, texts, pd.DataFrame(data), _SEEDS_NOTE)
-
-
-def recipe(comparison: Comparison) -> Table | None:
-    """Shows one row per change to the lesion-first recipe."""
-    results = comparison.first.cells("recipe")
-    if results.empty:
-        return None
-    budgets = _headline_budgets(results)
-    views = [view for view in VIEW_NAMES if view in set(results["view"])]
-    wanted = [(m, view, b) for m, only in _RECIPE for view in views for b in (only or budgets) if b in budgets]
-    note = (
-        "Ceil.: share of the ceiling (%). F1: macro F1 (%). Bal.: balanced accuracy (%). As is: original images. Off: off-center "
-        "views. The number is the token budget."
-    )
-    return _by_view(comparison, results, wanted, "recipe", "The lesion-first recipe with one part changed at a time", note)
-
-
-def _by_view(
-    comparison: Comparison, results: pd.DataFrame, wanted: list[tuple[str, str, float]], name: str, title: str, note: str
-) -> Table:
-    """Makes one row per method, one column per (metric, view, budget) of `wanted`; the CSV has every measure of these cells."""
-    keys, metrics = ["view", "budget", "method", "metric"], list(shown_in("interval"))
-    rows = _rows(comparison, {comparison.first.name: set(results["method"])})
-    means = results.groupby(["method", "view", "budget"])[metrics].mean()
-    values = [[float(means[m].get((method, view, b), np.nan)) for m, view, b in wanted] for method, _ in rows]
-    several = len({metric for metric, _, _ in wanted}) > 1
-    heads = [
-        f"{METRICS[metric].short + ' ' if several else ''}{'off' if view == OFF_CENTER else 'as is'} {budget_text(budget)}"
-        for metric, view, budget in wanted
-    ]
-    views = list(dict.fromkeys(view for _, view, _ in wanted))
-    texts = [
-        [*map(percent, line), *[counts(results[results["view"] == view], method) for view in views]]
-        for (method, _), line in zip(rows, values)
-    ]
-    long = results.melt(id_vars=keys[:3], value_vars=metrics, var_name="metric")
-    return _pivot(
-        comparison,
-        name,
-        title,
+        [*heads, *[column[0] for column in columns], *counted, *(["Seeds"] if budgets else [])],
         rows,
-        [*heads, *[f"n (masks) {VIEW_NAMES[view]}" for view in views]],
-        texts,
-        long.groupby(keys, sort=False)["value"].agg(value="mean", sd="std", seeds="count").reset_index(),
-        f"{note} {seeds_note(results)} {BOLD_NOTE}",
-        values,
-        more="accuracy, macro F1 and retention of both views too",
+        pd.concat(data, ignore_index=True).drop(columns=[] if comparison.several else "run"),
+        f"{note} {'Mean over the seeds of each run.' if comparison.several else f'{_seeds(first)} {_BOLD}'} {_DASH}",
+        labels=labels,
+        bold=frozenset(bold),
+        breaks=changes([row[0] for row in rows] if budgets else [method for method, _ in pairs] if comparison.several else []),
+        more=more,
+        section=section,
     )
+
+
+def _measured(run: ReportRun, study: str, views: Sequence[str], metrics: set[str], intervals: bool) -> pd.DataFrame:
+    """Return every value of these measures in a study, one per row: the CSV of a table."""
+    rows = run.values.reset_index()
+    rows = rows[(rows["study"] == study) & rows["view"].isin(views) & rows["metric"].isin(metrics)].drop(columns="study")
+    if intervals:
+        rows = rows.merge(run.curves.drop(columns=["value", "seeds"]), on=["method", "budget", "metric"], how="left")
+    return rows.assign(run=run.name)[["run", *rows.columns]]
+
+
+def _rows(comparison: Comparison, methods: dict[str, Any]) -> list[tuple[str, ReportRun]]:
+    """Return (method, run) of every row, from the `methods` of each run: the runs of one method below each other.
+
+    A report of one run has a row for every control, measured or not: a comparison without them proves little.
+    """
+    if not comparison.several:
+        return [(method, comparison.first) for method in comparison.first.with_controls(methods[comparison.first.name])]
+    every = comparison.first.ordered(method for names in methods.values() for method in names)
+    return [(method, run) for method in every for run in comparison.runs if method in set(methods[run.name])]
+
+
+def _counts(results: pd.DataFrame, method: str) -> str:
+    """Write `400 (155)`: labeled images, and images that retention was measured on."""
+    rows = results[results["method"] == method]
+    return f"{int(rows['n'].max()):,} ({int(rows['n_masked'].max()):,})" if len(rows) else NOT_MEASURED
+
+
+def _seeds(results: pd.DataFrame) -> str:
+    """Name the seeds behind a table."""
+    seeds = sorted(int(seed) for seed in results["seed"].unique())
+    text = ", ".join(map(str, seeds))
+    return f"One training run per method (seed {text})." if len(seeds) == 1 else f"Mean over seeds {text}."
 
 
 def _headline_budgets(results: pd.DataFrame) -> list[float]:
@@ -313,12 +198,178 @@ def _headline_budgets(results: pd.DataFrame) -> list[float]:
     return [b for b in HEADLINE_BUDGETS if b in measured] or sorted(measured)[:3]
 
 
-# Several runs: what they are, and how they differ.
+def _at_headline(comparison: Comparison) -> str:
+    return "headline" if comparison.headline is None else budget_text(comparison.headline)
+
+
+def main(comparison: Comparison) -> Table | None:
+    """Show every method at the main budgets, with intervals."""
+    budgets = [b for b in paper.MAIN_BUDGETS if b in comparison.budgets] or comparison.budgets[:5]
+    columns: list[Column] = [(f"Acc. at {budget_text(b)}", "accuracy", AS_IS, b) for b in budgets]
+    for heading, metric in (("F1", "macro_f1"), ("Ret.", "retention"), ("Of ceiling", "retention_of_ceiling")):
+        columns.append((f"{heading} at {_at_headline(comparison)}", metric, AS_IS, comparison.headline))
+    note = (
+        f"{_BRACKETS} Ret.: share of lesion patches kept, pooled over images. Of ceiling: the same as a share of what any selector "
+        "could keep."
+    )
+    title = "Accuracy and lesion retention (%) by method and token budget"
+    also = shown_in("interval")
+    return _pivot(comparison, "main", title, columns, note, intervals=True, also=also, more="all budgets and measures")
+
+
+def sweep(comparison: Comparison, metric: str, study: Study | None = None) -> Table | None:
+    """Show one measure over all budgets of the headline study, or of another `study`."""
+    cells = [run.cells(study.name if study else run.study, AS_IS) for run in comparison.runs]
+    budgets = sorted({budget for table in cells for budget in table["budget"]})
+    name = study.name if study else f"{metric.replace('_', '-')}-sweep"
+    title = study.title if study else f"{METRICS[metric].term} ({METRICS[metric].unit}) at all budgets"
+    columns: list[Column] = [(budget_text(b), metric, AS_IS, b) for b in budgets]
+    of_study, section = (study.name, study.section) if study else (None, "")
+    table = _pivot(comparison, name, title, columns, "Columns: token budgets.", of_study, section=section)
+    if table is None or metric != "retention" or comparison.several:
+        return table
+    # NoPruning ignores the budget, so it has another ceiling than the rest.
+    ceiling = cells[0][cells[0]["method"] != "no-pruning"].groupby("budget")["ceiling"].mean().reindex(budgets)
+    entry = {"method": "ceiling", "view": AS_IS, "metric": metric}
+    data = pd.DataFrame([{**entry, "budget": budget, "value": float(value)} for budget, value in ceiling.items()])
+    return replace(
+        table,
+        rows=[*table.rows, ["Ceiling", *map(percent, ceiling), ""]],
+        data=pd.concat([table.data, data], ignore_index=True),
+        breaks=frozenset({len(table.rows)}),
+    )
+
+
+def further_measures(comparison: Comparison) -> Table | None:
+    """Show the remaining columns of results.csv at the headline budget."""
+    columns: list[Column] = [(METRICS[m].heading, m, AS_IS, comparison.headline) for m in shown_in("further")]
+    note = (
+        "AUROC: one class against the rest, averaged over classes. ECE: lower is better. Per image: retention averaged over "
+        "images. Purity, dominated and mass apply to methods that merge patches; precision and enrichment to those that keep them."
+    )
+    title = f"Further measures at budget {_at_headline(comparison)}"
+    table = _pivot(comparison, "further-measures", title, columns, note, more="all budgets")
+    # Not every one of these measures is better the higher it is.
+    return None if table is None else replace(table, bold=frozenset(), note=table.note.replace(f" {_BOLD}", ""))
+
+
+def center_bias(comparison: Comparison) -> Table | None:
+    """Show the share of the ceiling on the original images and on off-center views."""
+    studies = {run.name: run.off_center_study for run in comparison.runs if run.off_center_study is not None}
+    results = [run.cells(studies[run.name]) for run in comparison.runs if run.name in studies]
+    if not results:
+        return None
+    title = "Share of the ceiling (%), original images and off-center views"
+    columns = _by_view(["retention_of_ceiling"], _headline_budgets(pd.concat(results)), list(VIEW_NAMES))
+    note = "Orig.: original images. Off: views with the lesion away from the center. The number is the token budget."
+    also, more = shown_in("interval"), "accuracy, macro F1 and retention of both views too"
+    return _pivot(comparison, "center-bias", title, columns, note, studies, also=also, more=more)
+
+
+def recipe(comparison: Comparison) -> Table | None:
+    """Show one row per change to the lesion-first recipe."""
+    results = pd.concat([run.cells("recipe") for run in comparison.runs])
+    views = [view for view in VIEW_NAMES if view in set(results["view"])]
+    if results.empty:
+        return None
+    columns = _by_view(["retention_of_ceiling"], _headline_budgets(results), views, short=True)
+    columns += _by_view(["macro_f1", "balanced_accuracy"], [HEADLINE_BUDGET], views, short=True)
+    note = (
+        "Ceil.: share of the ceiling (%). F1: macro F1 (%). Bal.: balanced accuracy (%). Orig.: original images. Off: off-center "
+        "views. The number is the token budget."
+    )
+    title, also = "The lesion-first recipe with one part changed at a time", shown_in("interval")
+    more = "accuracy, macro F1 and retention of both views too"
+    return _pivot(comparison, "recipe", title, columns, note, "recipe", also=also, more=more)
+
+
+def _by_view(metrics: Sequence[str], budgets: Sequence[float], views: Sequence[str], short: bool = False) -> list[Column]:
+    return [
+        (f"{METRICS[metric].short + ' ' if short else ''}{_VIEW_HEADS[view]} {budget_text(budget)}", metric, view, budget)
+        for metric in metrics
+        for view in views
+        for budget in budgets
+    ]
+
+
+def study_tables(comparison: Comparison) -> list[Table | None]:
+    """Make the tables of every study, each in the form that it asks for; those of the headline study are above."""
+    names = dict.fromkeys(name for run in comparison.runs for name in run.studies)
+    known = [*(name for name in STUDIES if name in names), *(name for name in names if name not in STUDIES)]
+    tables: list[Table | None] = []
+    for study in (STUDIES.get(name) or Study(name, ()) for name in known):
+        if study.form == "sweep":
+            tables.append(sweep(comparison, "accuracy", study))
+        elif study.form == "budgets" and study.name != comparison.first.study:
+            tables.append(by_budget(comparison, study))
+        if "paired-seeds" in study.tables and not comparison.several:
+            tables += paired_seeds(comparison.first, study)
+    return tables
+
+
+def by_budget(comparison: Comparison, study: Study) -> Table | None:
+    """Show mean and deviation over seeds with one row per budget and method, like the paper's robustness table."""
+    results = pd.concat([run.cells(study.name, AS_IS) for run in comparison.runs])
+    columns: list[Column] = [(METRICS[m].heading, m, AS_IS, None) for m in (*shown_in("interval"), *study.metrics)]
+    note = (
+        "Mean ± standard deviation over seeds, which is the spread between training runs and not between images; a single seed has "
+        "no deviation."
+    )
+    title, budgets = study.title or f"Study “{study.name}”", _headline_budgets(results)
+    return _pivot(comparison, study.name, title, columns, note, study.name, budgets, more="all budgets", section=study.section)
+
+
+def paired_seeds(run: ReportRun, study: Study) -> list[Table | None]:
+    """Show the study's main method, and the paper's recipe next to it, minus each other method seed by seed."""
+    results = run.cells(study.name, AS_IS)
+    methods = run.ordered(results["method"])
+    references = {"paired-seeds": run.focus_of(methods)}
+    if PAPER_RECIPE in methods and references["paired-seeds"] != PAPER_RECIPE:
+        references["paired-seeds-paper"] = PAPER_RECIPE
+    return [_paired_seeds(run, results, method, name, study.section) for name, method in references.items()]
+
+
+def _paired_seeds(run: ReportRun, results: pd.DataFrame, reference: str, name: str, section: str) -> Table | None:
+    metrics = ("accuracy", "macro_f1", "retention")
+    gaps = paired_seed_table(results, reference, metrics)
+    if gaps.empty:
+        return None
+    cells: dict[Any, Any] = {(r["budget"], r["method_b"], r["metric"]): r for r in gaps.to_dict("records")}
+    others = [m for m in run.with_controls(results["method"]) if m != reference]
+    rows = []
+    for budget in sorted(gaps["budget"].unique()):
+        for method in others:
+            gap_of = [cells.get((budget, method, metric)) for metric in metrics]
+            texts = [NOT_MEASURED if g is None else with_spread(points(g["mean"], 2), percent(g["std"], 2)) for g in gap_of]
+            seeds = next((str(gap["seeds"]) for gap in gap_of if gap is not None), NOT_MEASURED)
+            rows.append([budget_text(budget), look(method).title, *texts, seeds])
+    title = look(reference).title
+    return Table(
+        name,
+        f"{title} minus each other method, seed by seed (percentage points)",
+        ["Budget", f"{title} minus", *[f"Δ {METRICS[metric].term.lower().replace('f1', 'F1')}" for metric in metrics], "Seeds"],
+        rows,
+        gaps,
+        "Mean of the differences between runs with the same seed, ± their standard deviation; n (masks) = "
+        f"{_counts(results, reference)}. {NOT_MEASURED}: not measured on the same images. ToMe has no retention.",
+        labels=2,
+        breaks=changes([row[0] for row in rows]),
+        section=section,
+    )
+
+
+# Tables that list a frame: several runs, tests, the paper, and the images of one run.
+
+
+def _listing(name: str, title: str, data: pd.DataFrame, columns: dict[str, Callable[[Any], str]], note: str, labels: int) -> Table:
+    """Make a table with one row per row of `data`; `columns` are headings -> how a row is written below them."""
+    rows = [[write(row) for write in columns.values()] for row in data.to_dict("records")]
+    return Table(name, title, list(columns), rows, data, note, labels)
 
 
 def runs(comparison: Comparison) -> Table:
-    """Shows what each run is made of."""
-    data = [
+    """Show what each run is made of."""
+    data = pd.DataFrame(
         {
             "run": run.name,
             "dataset": run.dataset,
@@ -329,172 +380,86 @@ def runs(comparison: Comparison) -> Table:
             "n": run.n,
             "n_masked": run.n_masked,
             "seeds": " ".join(map(str, run.seeds)),
+            "headline": comparison.budget_of(run),
         }
         for run in comparison.runs
-    ]
-    rows = [
-        [
-            *(str(entry[name]) for name in ("run", "dataset", "backbone")),
-            look(run.focus).name,
-            *(str(entry[name]) for name in ("methods", "classes")),
-            f"{run.n:,} ({run.n_masked:,})",
-            ", ".join(map(str, run.seeds)),
-        ]
-        for run, entry in zip(comparison.runs, data)
-    ]
-    columns = ["Run", "Data set", "Backbone", "Main method", "Methods", "Classes", "n (masks)", "Seeds"]
+    )
+    columns: dict[str, Callable[[Any], str]] = {
+        "Run": lambda row: row["run"],
+        "Data set": lambda row: row["dataset"],
+        "Backbone": lambda row: row["backbone"],
+        "Main method": lambda row: look(row["main"]).title,
+        "Methods": lambda row: str(row["methods"]),
+        "Classes": lambda row: str(row["classes"]),
+        "n (masks)": lambda row: f"{row['n']:,} ({row['n_masked']:,})",
+        "Seeds": lambda row: row["seeds"],
+    }
     note = "Main method: the one that is saved as the model. n (masks): validation images, and those with a lesion mask."
-    return Table("runs", "The runs", columns, rows, pd.DataFrame(data), note, labels=4)
+    if comparison.headline is None:
+        note += " The runs have no budget in common: headline numbers are those of the budget nearest to 0.3 of each run."
+    return _listing("runs", "The runs", data, columns, note, labels=4)
 
 
-_TEST_COLUMNS = ["Difference (points)", "95% interval", "p", "p (Holm)", "n", "Seeds"]
+def significance(comparison: Comparison) -> Table | None:
+    """Show tests at the headline budget: each run minus the first, or the main method minus the main alternatives.
 
-
-def _test_cells(test: dict[Any, Any]) -> list[str]:
-    interval = f"{points(test['low'])} to {points(test['high'])}"
-    numbers = [points(test["difference"]), interval, probability(test["p"]), probability(test["p_holm"])]
-    return [*numbers, f"{test['n']:,}", str(test["seeds"])]
-
-
-def differences(comparison: Comparison) -> Table | None:
-    """Shows each run minus the first at the headline budget; the CSV has every budget and test."""
-    pairs = comparison.pairs
-    if pairs.empty:
+    The CSV has every budget and test.
+    """
+    run, several, many = comparison.first, comparison.several, len(comparison.runs) > 2
+    tests = comparison.headline_tests
+    tests = tests[tests["metric"].isin(_TESTED) & ((tests["view"] == AS_IS) | (tests["metric"] == "retention"))]
+    opponents = [m for m in run.emphasized if m != "darkness"]
+    if not several:
+        opponents = [m for m in (run.paper_method, "center", "random", "no-pruning") if m]
+        # Keeping everything is no opponent in a contest about what to keep.
+        tests = tests[(tests["method"] == run.focus) & ((tests["metric"] != "retention") | (tests["minus_method"] != "no-pruning"))]
+    tests = tests[tests["minus_method"].isin(opponents)]
+    if tests.empty:
         return None
-    shown = comparison.at_headline(pairs)
-    shown = shown[(shown["view"] == AS_IS) | (shown["metric"] == "retention")]
-    shown = shown[shown["metric"].isin(("retention", "accuracy", "macro_f1"))]
-    shown = shown[shown["minus_method"].isin([m for m in comparison.first.emphasized if m != "darkness"])]
-    tests = shown.to_dict("records")
-    keys = [(test["run"], test["method"], test["minus_method"]) for test in tests]
-    order = sorted(range(len(tests)), key=lambda i: keys.index(keys[i]))  # the tests of one pair of methods below each other
-    first, many = comparison.first.name, len(comparison.runs) > 2
+    # Rules separate pairs of methods in a comparison of runs, and measures in a report of one run.
+    blocks = ["run", "method", "minus_method"] if several else ["view", "metric"]
+    ranks = {"metric": list(_TESTED), "minus_method": opponents, "view": list(VIEW_NAMES)}
+    ranks |= {column: list(dict.fromkeys(tests[column])) for column in ("run", "method")}
+    records: list[dict[Any, Any]] = sorted(
+        tests.to_dict("records"),
+        key=lambda test: [ranks[column].index(test[column]) for column in (*blocks, "view", "metric", "minus_method")],
+    )
     rows = []
-    for test in (tests[i] for i in order):
-        method, other = look(test["method"]).name, look(test["minus_method"]).name
-        names = [method if test["method"] == test["minus_method"] else f"{method} − {other}"]
-        names += [METRICS[test["metric"]].title, VIEW_NAMES[test["view"]]]
-        rows.append([*([test["run"]] if many else []), *names, *_test_cells(test)])
-    columns = [*(["Run"] if many else []), "Method", "Measure", "Images", *_TEST_COLUMNS]
+    for test in records:
+        title, other = look(test["method"]).title, look(test["minus_method"]).title
+        pair = other if not several else title if test["method"] == test["minus_method"] else f"{title} − {other}"
+        interval = f"{points(test['low'])} to {points(test['high'])}"
+        numbers = [points(test["difference"]), interval, probability(test["p"]), probability(test["p_holm"])]
+        names = [*([test["run"]] if many else []), pair, METRICS[test["metric"]].title, VIEW_NAMES[test["view"]]]
+        rows.append([*names, *numbers, f"{test['n']:,}", str(test["seeds"])])
+    name = look(run.focus).title
+    title = f"{name} against the main alternatives at budget {budget_text(run.headline)}"
+    if several:
+        title = f"{'Each run' if many else comparison.runs[1].name} minus {run.name}, on the same images"
+    higher = f"higher than {run.name}" if several else f"{name} is higher"
     return Table(
-        "differences",
-        f"{'Each run' if many else comparison.runs[1].name} minus {first}, on the same images",
-        columns,
+        "differences" if several else "significance",
+        title,
+        [*(["Run"] if many else []), "Method" if several else f"{name} minus", *_TEST_COLUMNS],
         rows,
-        pairs,
-        f"Positive: higher than {first}. Paired permutation tests on the images that both runs have; Holm's correction covers all "
-        "tests of a measure in the CSV.",
+        comparison.tests,
+        f"Positive: {higher}. Paired permutation tests on the images that both have; groups of images are exchanged as a whole, "
+        "all seeds together. Holm's correction covers all tests of a measure in the CSV, not only those shown.",
         labels=4 if many else 3,
-        breaks=changes([keys[i] for i in order]),
-        more="all methods, budgets and measures",
-    )
-
-
-# One run: its studies.
-
-
-def by_budget(run: ReportRun, study: str) -> Table | None:
-    """Shows mean and deviation over seeds with one row per budget and method, like the paper's robustness table."""
-    results = run.cells(study, AS_IS)
-    if results.empty:
-        return None
-    metrics = _MASK_FREE_METRICS if study == "mask-free" else shown_in("interval")
-    methods = run.with_controls(results["method"])
-    rows: list[list[str]] = []
-    data: list[dict[str, object]] = []
-    bold: set[tuple[int, int]] = set()
-    breaks: set[int] = set()
-    for budget in sorted(results["budget"].unique()):
-        cells = results[np.isclose(results["budget"], budget)]
-        grouped = cells.groupby("method")[list(metrics)]
-        means, deviations = (table.reindex(methods) for table in (grouped.mean(), grouped.std()))
-        seeds = cells["method"].value_counts().reindex(methods, fill_value=0)
-        for m in methods:
-            numbers = {name: v for c in metrics for name, v in ((c, means.loc[m, c]), (f"{c}_sd", deviations.loc[m, c]))}
-            data.append({"budget": budget, "method": m, "seeds": int(seeds[m]), **numbers})
-        if budget not in _headline_budgets(results):
-            continue
-        breaks.add(len(rows))
-        bold |= {(len(rows) + r, c) for r, c in best(methods, means.to_numpy().tolist(), labels=2)}
-        for m in methods:
-            texts = [_mean_text(c, means.loc[m, c], deviations.loc[m, c]) for c in metrics]
-            ends = [counts(cells, m), str(seeds[m]) if seeds[m] else NOT_MEASURED]
-            rows.append([budget_text(budget), look(m).name, *texts, *ends])
-    return Table(
-        study,
-        _STUDY_TITLES.get(study, f"Study “{study}”"),
-        ["Budget", "Method", *[METRICS[m].heading for m in metrics], "n (masks)", "Seeds"],
-        rows,
-        pd.DataFrame(data),
-        "Mean ± standard deviation over seeds, which is the spread between training runs and not between images; a single seed has "
-        f"no deviation. {BOLD_NOTE} {NOT_MEASURED}: not measured.",
-        labels=2,
-        bold=frozenset(bold),
-        breaks=frozenset(breaks - {0}),
-        more="all budgets",
-    )
-
-
-def _mean_text(metric: str, mean: Any, deviation: Any) -> str:
-    if METRICS[metric].unit == "%":
-        return with_spread(percent(mean), percent(deviation))
-    return with_spread(number(mean), number(deviation))
-
-
-def paired_seeds(run: ReportRun) -> list[Table | None]:
-    """Shows the study's main method, and the paper's recipe beside it, minus each other method seed by seed."""
-    results = run.cells("robustness", AS_IS)
-    if results.empty:
-        return []
-    methods = run.ordered(results["method"])
-    main_method = run.focus_of(methods)
-    tables = [_paired_seeds(run, results, main_method, "paired-seeds")]
-    if PAPER_RECIPE in methods and main_method != PAPER_RECIPE:
-        tables.append(_paired_seeds(run, results, PAPER_RECIPE, "paired-seeds-paper"))
-    return tables
-
-
-def _paired_seeds(run: ReportRun, results: pd.DataFrame, reference: str, file: str) -> Table | None:
-    metrics = ("accuracy", "macro_f1", "retention")
-    gaps = paired_seed_table(results, reference, metrics)
-    if gaps.empty:
-        return None
-    cells = gaps.set_index(["budget", "method_b", "metric"])
-    others = [m for m in run.with_controls(results["method"]) if m != reference]
-    rows = []
-    for budget in sorted(gaps["budget"].unique()):
-        for method in others:
-            keys = [(budget, method, m) for m in metrics]
-            gaps_of: dict[Any, Any] = {k: cells.loc[[k]].iloc[0] for k in keys if k in cells.index}
-            texts = [
-                with_spread(points(gaps_of[k]["mean"], 2), percent(gaps_of[k]["std"], 2)) if k in gaps_of else NOT_MEASURED
-                for k in keys
-            ]
-            seeds = next((str(gap["seeds"]) for gap in gaps_of.values()), NOT_MEASURED)
-            rows.append([budget_text(budget), look(method).name, *texts, seeds])
-    name = look(reference).name
-    return Table(
-        file,
-        f"{name} minus each other method, seed by seed (percentage points)",
-        ["Budget", f"{name} minus", "Δ accuracy", "Δ macro F1", "Δ retention", "Seeds"],
-        rows,
-        gaps,
-        "Mean of the differences between runs with the same seed, ± their standard deviation; n (masks) = "
-        f"{counts(results, reference)}. {NOT_MEASURED}: not measured on the same images. ToMe merges patches and has no retention.",
-        labels=2,
-        breaks=frozenset(range(len(others), len(rows), len(others))),
+        breaks=changes([[test[column] for column in blocks] for test in records]),
+        more=f"all {plural(len(comparison.tests), 'test')}",
     )
 
 
 def beside_paper(run: ReportRun) -> Table | None:
-    """Shows the paper's number, this run's number and the difference, for every study that both have on the same data set."""
+    """Show the paper's number, this run's number and the difference, for every study that both have on the same data set."""
     original = run.results[run.results["view"] == AS_IS]
     parts = [paper.beside_paper(original, s).assign(study=s) for s in paper.studies_of(run.source) if s in run.studies]
     if not parts:
         return None
     data = pd.concat(parts, ignore_index=True)
     data = data[data["ours"].notna()]
-    shown = data[np.isclose(data["budget"], HEADLINE) & data["paper"].notna()]
+    shown = data[np.isclose(data["budget"], HEADLINE_BUDGET) & data["paper"].notna()]
     # Studies share trainings: a row that says the same again is left out, one with other seeds is another number.
     shown = shown.drop_duplicates(["method", "metric", "paper", "ours", "seeds"])
     if shown.empty:
@@ -504,53 +469,189 @@ def beside_paper(run: ReportRun) -> Table | None:
         digits = 1 if METRICS[r["metric"]].unit == "%" else 2
         theirs, ours = (with_spread(number(r[c], digits), number(r[f"{c}_sd"], digits)) for c in ("paper", "ours"))
         difference = f"{r['difference']:+.{digits}f}".replace("-", "−")
-        rows.append([r["study"], METRICS[r["metric"]].heading, look(r["method"]).name, theirs, ours, difference, str(r["seeds"])])
+        rows.append([r["study"], METRICS[r["metric"]].heading, look(r["method"]).title, theirs, ours, difference, str(r["seeds"])])
     return Table(
         "beside-paper",
-        f"The paper's numbers and those of this run at budget {budget_text(HEADLINE)}",
+        f"The paper's numbers and those of this run at budget {budget_text(HEADLINE_BUDGET)}",
         ["Study", "Measure", "Method", "Paper", "This run", "Difference", "Seeds"],
         rows,
         data[["study", "method", "budget", "metric", "paper", "paper_sd", "ours", "ours_sd", "seeds", "difference"]],
         "± standard deviation over seeds, where there are several. "
         f"This run: {plural(run.n, 'image')} ({run.n_masked:,} with a mask)"
-        + ("; the paper: 5,067 (155)." if run.source == "isic" else "."),
+        + (f"; the paper: {sum(paper.subsets()['Full validation'].values()):,} (155)." if run.source == "isic" else "."),
         labels=3,
         breaks=changes(list(zip(shown["study"], shown["metric"]))),
         more=f"all {len(data):,} values, with every budget and the controls",
     )
 
 
-# One run: tests.
+# The images of one run.
 
 
-def significance(run: ReportRun) -> Table | None:
-    """Shows tests of the run's main method against the paper's recipe and the controls; the CSV has every test of the run."""
-    tests = run.tests
-    shown = tests[(tests["method_a"] == run.focus) & np.isclose(tests["budget"], run.headline)]
-    rows, keys = [], []
-    for view, metrics in ((AS_IS, ("retention", "accuracy", "macro_f1")), (OFF_CENTER, ("retention",))):
-        for metric in metrics:
-            of_metric = shown[(shown["view"] == view) & (shown["metric"] == metric)]
-            by_method = {test["method_b"]: test for test in of_metric.to_dict("records")}
-            for other in (run.paper_method, *_COMPARED):
-                # Keeping everything is no opponent in a contest about what to keep.
-                if other in by_method and (metric, other) != ("retention", "no-pruning"):
-                    keys.append((view, metric))
-                    names = [METRICS[metric].title, VIEW_NAMES[view], look(str(other)).name]
-                    rows.append([*names, *_test_cells(by_method[other])])
-    if not rows:
+def strata(run: ReportRun, data: pd.DataFrame, name: str, title: str, first: str) -> Table | None:
+    """Show retention as a share of the ceiling with one row per stratum; the CSV has every method."""
+    if data.empty:
         return None
-    name = look(run.focus).name
+    methods = [m for m in run.emphasized if m in set(data["method"])]
+    kinds = ["property"] if "property" in data else []
+    rows, keys = [], []
+    for key, cells in data.groupby([*kinds, "stratum"], sort=False):
+        by_method, names = cells.set_index("method"), [str(part) for part in key]
+        if kinds and names[0] in keys:
+            names[0] = ""
+        keys.append(str(key[0]) if kinds else "")
+        values = [with_interval(*row) for row in by_method.reindex(methods)[["value", "low", "high"]].to_numpy(float)]
+        rows.append([*names, str(int(cells["n"].max())), percent(cells["ceiling"].iloc[0]), *values])
     return Table(
-        "significance",
-        f"{name} against the main alternatives at budget {budget_text(run.headline)}",
-        ["Measure", "Images", f"{name} minus", *_TEST_COLUMNS],
+        name,
+        title,
+        [*[kind.capitalize() for kind in kinds], first, "n", "Ceiling (%)", *[look(m).title for m in methods]],
         rows,
-        tests,
-        f"Positive: {name} is higher. Paired permutation tests on the images that both methods have; groups of images are "
-        "exchanged as a whole, all seeds together. Holm's correction covers all comparisons of a measure in the CSV, not only "
-        "those shown.",
-        labels=3,
+        data.drop(columns=["study", "dataset", "view"], errors="ignore"),
+        f"Share of the ceiling (%) at budget {budget_text(run.headline)}. {_BRACKETS} {_seeds(run.main)} A stratum with few images "
+        "has a wide interval.",
+        labels=1 + len(kinds),
         breaks=changes(keys),
-        more=f"all {plural(len(tests), 'test')}",
+        more="all methods",
     )
+
+
+def worst(run: ReportRun, named: bool = True) -> Table | None:
+    """Show the images with the lowest retention of the run's main method, by name or by their place in the table."""
+    rows = run.main_predictions
+    rows = lesion_rows(rows[(rows["method"] == run.focus) & np.isclose(rows["budget"], run.headline)])
+    if rows.empty:
+        return None
+    data = rows[rows["seed"] == rows["seed"].min()].copy()
+    kept, lesion = (data[name].to_numpy(float) for name in ("kept_lesion", "lesion"))
+    data["share"], data["of_possible"] = ratio(kept, lesion), ratio(kept, reachable(lesion, data["k"]))
+    data = data.sort_values(["of_possible", "image_id"], kind="stable").head(_MOST_WORST)
+    data = data[["image_id", "label_name", "predicted_name", "lesion", "kept_lesion", "k", "share", "of_possible"]]
+    if not named:
+        data["image_id"] = range(1, len(data) + 1)
+    data = data.rename(columns={"label_name": "label", "predicted_name": "predicted"})
+    columns: dict[str, Callable[[Any], str]] = {
+        "Image": lambda row: str(row["image_id"]),
+        "Class": lambda row: row["label"] if isinstance(row["label"], str) else NOT_MEASURED,
+        "Predicted": lambda row: str(row["predicted"]),
+        "Lesion patches kept": lambda row: f"{int(row['kept_lesion'])} of {int(row['lesion'])}",
+        "Retention (%)": lambda row: percent(row["share"]),
+        "Of ceiling (%)": lambda row: percent(row["of_possible"]),
+    }
+    title = f"Images with the lowest retention of {look(run.focus).title} at budget {budget_text(run.headline)}"
+    return _listing("worst", title, data, columns, f"Seed {rows['seed'].min()}; one image per row, lowest first.", labels=1)
+
+
+def own_validation(run: ReportRun) -> Table | None:
+    """Show every measure on these images next to the model's own validation, and the difference; None if that is not known."""
+    own = (run.info.evaluation or {}).get("own") or []
+    data = []
+    for metric in shown_in("interval"):
+        for before in own:
+            table, budget = run.with_intervals(metric, before["budget"]), before["budget"]
+            if before.get(metric) is not None and run.focus in table.index:
+                value, low, high = (float(table[name][run.focus]) for name in ("value", "low", "high"))
+                values = {"own": before[metric], "here": value, "low": low, "high": high, "lost": before[metric] - value}
+                data.append({"metric": metric, "budget": budget, **values})
+    if not data:
+        return None
+    columns: dict[str, Callable[[Any], str]] = {
+        "Measure": lambda row: METRICS[row["metric"]].heading,
+        "Budget": lambda row: budget_text(row["budget"]),
+        "Own validation": lambda row: percent(row["own"]),
+        "These images": lambda row: with_interval(row["here"], row["low"], row["high"]),
+        "Lost (points)": lambda row: points(row["lost"]),
+    }
+    note = (
+        f"{look(run.focus).title}. Own validation: {own[0]['n']:,} images ({own[0]['n_masked']:,} with a mask). Positive: worse "
+        f"here. Retention also depends on the size of the lesions, its share of the ceiling does not. {_BRACKETS}"
+    )
+    title = "How much was lost against the model's own validation"
+    return _listing("own-validation", title, pd.DataFrame(data), columns, note, labels=2)
+
+
+def promises(run: ReportRun) -> Table | None:
+    """Show what the guarantees of the model keep on these images."""
+    guarantees = (run.info.evaluation or {}).get("guarantees") or []
+    if not guarantees:
+        return None
+    columns: dict[str, Callable[[Any], str]] = {
+        "Promised (%)": lambda row: percent(row["retention"], 0),
+        "How": lambda row: "on average" if is_missing(row["coverage"]) else f"in {percent(row['coverage'], 0)}% of the images",
+        "Cap (%)": lambda row: percent(row["cap"], 0),
+        "Kept (%)": lambda row: percent(row["kept"]),
+        "Images that reach it (%)": lambda row: percent(row["reached"]),
+        "Patches": lambda row: number(row["tokens"], 1),
+        "Patches in calibration": lambda row: number(row["own_tokens"], 1),
+    }
+    note = (
+        f"Means over {guarantees[0]['groups']:,} groups of {guarantees[0]['n']:,} images with a lesion. A guarantee holds for "
+        "images like those of its calibration; here it is checked, not promised."
+    )
+    return _listing("promises", "Guarantees of the model on these images", pd.DataFrame(guarantees), columns, note, labels=2)
+
+
+def subset(run: ReportRun) -> Table | None:
+    """Show images per class: validation and training, all and with a mask, with the paper's counts for its own data set."""
+    images = _images(run)
+    images = images[images["label"] >= 0]
+    if images.empty:
+        return None
+    parts: dict[tuple[str, str], dict[str, int]] = {
+        ("validation", "Validation"): _by_class(images, run),
+        ("validation_masks", "with mask"): _by_class(images[(images["lesion"].fillna(0) > 0).to_numpy(bool)], run),
+    }
+    training = run.info.counts.get("train") or {}
+    for column, heading, key in (("training", "Training", "classes"), ("training_masks", "with mask", "masked_classes")):
+        if isinstance(training.get(key), dict):
+            parts[column, heading] = training[key]
+    classes = list(run.classes)
+    if run.source == "isic" and set(classes) == set(paper.CLASSES):
+        columns = (
+            ("paper_validation", "Paper: validation"),
+            ("paper_validation_masks", "Paper: val. masks"),
+            ("paper_training_masks", "Paper: train masks"),
+        )
+        parts |= dict(zip(columns, paper.subsets().values()))
+    rows = [[name, *[f"{part.get(name, 0):,}" for part in parts.values()]] for name in classes]
+    rows.append(["All classes", *[f"{sum(part.values()):,}" for part in parts.values()]])
+    data = pd.DataFrame([{"class": name} | {column: part.get(name, 0) for (column, _), part in parts.items()} for name in classes])
+    heads = ["Class", *[heading for _, heading in parts]]
+    return Table("subset", "Images per class", heads, rows, data, breaks=frozenset({len(classes)}))
+
+
+def _images(run: ReportRun) -> pd.DataFrame:
+    return run.main_predictions.sort_values("lesion", na_position="last").drop_duplicates("image_id")
+
+
+def _by_class(images: pd.DataFrame, run: ReportRun) -> dict[str, int]:
+    numbers = np.bincount(images["label"].to_numpy(int), minlength=len(run.classes))
+    return dict(zip(run.classes, numbers.tolist()))
+
+
+def prevalence(run: ReportRun) -> Table | None:
+    """Show lesion sizes on the patch grid, next to the paper's for its own data set."""
+    images = _images(run)
+    images = images[(images["lesion"].fillna(0) > 0).to_numpy(bool)]
+    if images.empty:
+        return None
+    sizes, patches = images["lesion"].to_numpy(int), int(images["n_patches"].iloc[0])
+    data = pd.DataFrame(
+        [
+            {"statistic": name.capitalize(), "patches": row["patches"], "prevalence": row["prevalence"]}
+            for name, row in prevalence_table(sizes, patches).items()
+        ]
+    )
+    columns: dict[str, Callable[[Any], str]] = {
+        "Statistic": lambda row: row["statistic"],
+        "Patches": lambda row: number(row["patches"], 1),
+        "Of the image (%)": lambda row: percent(row["prevalence"]),
+    }
+    note = f"{plural(len(sizes), 'validation image')} with a mask on a grid of {patches} patches"
+    if run.source == "isic":
+        theirs = paper.prevalence_table().set_index("statistic")
+        data = data.join((theirs / [1, 100]).add_prefix("paper_"), on="statistic")
+        columns["Paper: patches"] = lambda row: number(row["paper_patches"], 1)
+        columns["Paper: of the image (%)"] = lambda row: percent(row["paper_prevalence"])
+        note += "; the paper: 155 images, 256 patches"
+    return _listing("prevalence", "Lesion size on the patch grid", data, columns, f"{note}.", labels=1)

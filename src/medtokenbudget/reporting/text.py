@@ -1,99 +1,30 @@
-"""How numbers are written, and the sentences of the page: what was measured, what was found, and where it fails.
-
-A value that was not measured is a dash, never a zero. A sentence is a claim, so each function looks at the numbers first and says
-the opposite when they do.
-"""
+"""The sentences of the page that are claims: each function looks at the numbers first and says the opposite when they do."""
 
 from __future__ import annotations
 
-import math
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jinja2
-import pandas as pd
 from markupsafe import Markup, escape
 
 from medtokenbudget.backbone.views import OFF_CENTER
 from medtokenbudget.escaping import markdown_text
-from medtokenbudget.measures import METRICS
-from medtokenbudget.reporting.looks import is_reference, look
+from medtokenbudget.measures import METRICS, budget_text, is_missing, percentage, plural, points, probability
+from medtokenbudget.model.looks import is_reference, look
+from medtokenbudget.reporting.comparison import Comparison
+from medtokenbudget.reporting.intervals import Difference, ReportRun
 from medtokenbudget.runs.run import AS_IS
 
-if TYPE_CHECKING:
-    from medtokenbudget.reporting.comparison import Comparison
-    from medtokenbudget.reporting.intervals import Difference, ReportRun
-
-NOT_MEASURED = "—"
-
-
-def is_missing(value: Any) -> bool:
-    """Checks whether a value was not measured (None, NaN, infinite)."""
-    return value is None or pd.isna(value) or not math.isfinite(float(value))
-
-
-def number(value: Any, digits: int = 2) -> str:
-    """Writes a plain number, for example `1.85`."""
-    return NOT_MEASURED if is_missing(value) else f"{float(value):.{digits}f}"
-
-
-def percent(value: Any, digits: int = 1) -> str:
-    """Writes a fraction in percent without the sign, for example `67.4`; the unit belongs in the heading."""
-    return NOT_MEASURED if is_missing(value) else f"{100 * float(value):.{digits}f}"
-
-
-def percentage(value: Any, digits: int = 1) -> str:
-    """Writes a fraction in percent with the sign, for example `67.4%`; for sentences."""
-    return NOT_MEASURED if is_missing(value) else f"{percent(value, digits)}%"
-
-
-def points(value: Any, digits: int = 1) -> str:
-    """Writes a difference of fractions in percentage points with its sign, for example `−1.2`."""
-    if is_missing(value):
-        return NOT_MEASURED
-    text = f"{100 * float(value):+.{digits}f}"
-    return text[1:] if float(text) == 0 else text.replace("-", "−")
-
-
-def with_interval(value: Any, low: Any, high: Any, digits: int = 1) -> str:
-    """Writes a percentage with its 95% interval, for example `67.4 [65.0, 69.8]`."""
-    text = percent(value, digits)
-    if text == NOT_MEASURED or is_missing(low) or is_missing(high):
-        return text
-    return f"{text} [{percent(low, digits)}, {percent(high, digits)}]"
-
-
-def with_spread(text: str, deviation: str) -> str:
-    """Joins a mean over seeds and its standard deviation, for example `67.40 ± 0.20`; a single seed has no deviation."""
-    return text if NOT_MEASURED in (text, deviation) else f"{text} ± {deviation}"
-
-
-def probability(value: Any) -> str:
-    """Writes a p-value; very small ones as `< 0.001`."""
-    if is_missing(value):
-        return NOT_MEASURED
-    return "< 0.001" if float(value) < 0.001 else f"{float(value):.3f}"
-
-
-def p_text(value: Any) -> str:
-    """Writes a p-value for a sentence, for example `p = 0.012` or `p < 0.001`."""
-    text = probability(value)
-    return f"p {text}" if text.startswith("<") else f"p = {text}"
-
-
-def plural(count: int, word: str) -> str:
-    """Writes a count with its noun, for example `1 image` or `1,200 images`."""
-    return f"{count:,} {word}" if count == 1 else f"{count:,} {word}s"
-
-
-def budget_text(value: float) -> str:
-    """Writes a token budget, for example `0.3`, `1.0` or `0.25`."""
-    return f"{value:.1f}" if abs(10 * value - round(10 * value)) < 1e-9 else f"{value:g}"
+_SMALL = 100
+"""Below this number of images the page warns that differences may be noise."""
+_CLEAR = 0.02
+"""How much more of the ceiling a method must keep off-center to be called better than the center."""
 
 
 @lru_cache
 def template(name: str) -> jinja2.Template:
-    """Loads a file of `templates`: every variable is escaped where it is printed, and a missing one is an error."""
+    """Load a file of `templates`: every variable is escaped where it is printed, and a missing one is an error."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("medtokenbudget.reporting"),
         autoescape=True,
@@ -102,77 +33,30 @@ def template(name: str) -> jinja2.Template:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    filters = {"sentence": _sentence, "md": markdown, "code": _code, "method_name": lambda method: look(method).name}
-    environment.filters.update(filters)
+    words = {"budget_text": budget_text, "plural": plural, "method_name": lambda method: look(method).title}
+    environment.filters.update({"sentence": _sentence, "md": markdown, "code": _code, **words})
     return environment.get_template(name)
 
 
 def _sentence(sentence: str) -> Markup:
-    """Turns a sentence into HTML, with `code` between backticks and counts that stay on one line."""
+    """Turn a sentence into HTML, with `code` between backticks and counts that stay on one line."""
     parts = str(escape(sentence)).replace("n = ", "n&nbsp;=&nbsp;").split("`")
     return Markup("".join(f"<code>{part}</code>" if i % 2 else part for i, part in enumerate(parts)))
 
 
 def markdown(value: str) -> Markup:
-    """Escapes a name for Markdown, where the entities of HTML would be too many."""
+    """Escape a name for Markdown, where the entities of HTML would be too many."""
     return Markup(markdown_text(value))
 
 
 def _code(value: str) -> Markup:
-    """Prepares a text for a code span of Markdown, which shows entities as they are and ends at a backtick or a blank line."""
+    """Prepare a text for a code span of Markdown, which shows entities literally and ends at a backtick or a blank line."""
     return Markup(value.replace("`", "'").replace("\r", " ").replace("\n", " "))
 
 
-_SMALL = 100
-"""Below this number of images the page warns that differences may be noise."""
-_CLEAR = 0.02
-"""How much more of the ceiling a method must keep off-center to be called better than the center."""
-
-
-def lead(run: ReportRun) -> str:
-    """Says what was measured, on how many images."""
-    budgets = run.budgets
-    at = (
-        f"at {len(budgets)} token budgets from {budget_text(budgets[0])} to {budget_text(budgets[-1])}"
-        if len(budgets) > 1
-        else f"at token budget {budget_text(budgets[0])}"
-    )
-    masks = f"{run.n_masked:,} with a lesion mask" if run.n_masked else "none with a lesion mask, so retention is not measured"
-    about = run.info.evaluation
-    if about is not None:
-        gone = f"; {about['unreadable']:,} could not be read" if about["unreadable"] else ""
-        return (
-            f"External validation of {look(run.focus).name} on {plural(run.n_images, 'image')} of “{run.dataset}” "
-            f"({masks}{gone}), {at}, beside controls that need no training."
-        )
-    numbers = ", ".join(map(str, run.seeds))
-    seeds = (
-        f"{len(run.seeds)} training runs each (seeds {numbers})"
-        if len(run.seeds) > 1
-        else f"one training run each (seed {numbers})"
-    )
-    return (
-        f"{plural(len(run.methods), 'way')} of selecting image patches, compared on "
-        f"{plural(run.n_images, 'validation image')} of “{run.dataset}” ({masks}), {at}, with {seeds}."
-    )
-
-
-def _subject(run: ReportRun) -> str:
-    """Says which method the page is about, and why."""
-    name = look(run.focus).name
-    if not run.is_trained:
-        return f"No selector was trained in this run, so the text follows {name}, the first method with a budget."
-    text = f"The text follows {name} (`{run.focus}`), "
-    used_by = f"the model that `mtb {'predict' if run.classes else 'route'}` uses"
-    text += used_by if run.focus == run.info.main else "the trained method of the headline study"
-    if run.paper_method:
-        return f"{text}; {look(run.paper_method).name} is the paper's own training recipe, for comparison."
-    return f"{text}."
-
-
 def facts(run: ReportRun) -> list[dict[str, str]]:
-    """Returns the headline numbers as `label, value, beside`: each with its interval and what to compare it with."""
-    name, budget = look(run.focus).name, run.headline
+    """Return the headline numbers as `label, value, others`: each with its interval and what to compare it with."""
+    name, budget = look(run.focus).title, run.headline
     entries = []
     # Masks first: what was kept is what the page is about.
     for metric in sorted((m for m in METRICS.values() if m.fact), key=lambda m: m.scope != "masks"):
@@ -180,13 +64,13 @@ def facts(run: ReportRun) -> list[dict[str, str]]:
         if run.focus not in table.index:
             continue
         methods = [*run.leading[1:], "center", "random", *(["no-pruning"] if metric.scope == "labels" else [])]
-        others = [f"{look(m).name} {percentage(table.loc[m, 'value'])}" for m in methods if m in table.index and m != run.focus]
+        others = [f"{look(m).title} {percentage(table.loc[m, 'value'])}" for m in methods if m in table.index and m != run.focus]
         row: Any = table.loc[run.focus]
         entries.append(
             {
                 "label": f"{metric.fact.format(name=name)} at budget {budget_text(budget)}",
                 "value": percentage(row["value"]),
-                "beside": ". ".join(filter(None, [_interval(row), ", ".join(others)])),
+                "others": ". ".join(filter(None, [_interval(row), ", ".join(others)])),
             }
         )
     return entries
@@ -199,8 +83,8 @@ def _interval(row: Any) -> str:
 
 
 def findings(run: ReportRun) -> list[str]:
-    """Says what was found, in one sentence or two each."""
-    sentences = [_subject(run), _kept(run)]
+    """Say what was found, in one sentence or two each."""
+    sentences = [_kept(run)]
     sentences += [_against_center(run, method) for method in run.leading]
     sentences += [_recipes(run), _off_center(run), _accuracy_hides(run)]
     n = run.n_masked or run.n
@@ -210,14 +94,14 @@ def findings(run: ReportRun) -> list[str]:
 
 
 def _kept(run: ReportRun) -> str:
-    """Says how much of the lesion the main method keeps, beside chance and the ceiling."""
+    """Say how much of the lesion the main method keeps, next to chance and the ceiling."""
     table, method = run.with_intervals("retention", run.headline), run.focus
     if method not in table.index:
         return ""
     images = run.main_predictions.drop_duplicates("image_id")
     patches, sizes = int(images["n_patches"].iloc[0]), images["lesion"].dropna()
     text = (
-        f"With {run.k} of {patches} patches (budget {budget_text(run.headline)}), {look(method).name} keeps "
+        f"With {run.k} of {patches} patches (budget {budget_text(run.headline)}), {look(method).title} keeps "
         f"{percentage(table.loc[method, 'value'])} ({_interval(table.loc[method])}) of the lesion patches."
     )
     if "random" in table.index and method != "random":
@@ -230,10 +114,10 @@ def _kept(run: ReportRun) -> str:
 
 
 def _against_center(run: ReportRun, method: str) -> str:
-    """Says whether the method is better than keeping the middle of the image."""
+    """Say whether the method is better than keeping the middle of the image."""
     if not run.n_masked or method == "center" or method not in run.at("retention"):
         return ""
-    name, gap = look(method).name, run.difference(method, "center", "retention")
+    name, gap = look(method).title, run.difference(method, "center", "retention")
     if gap is None:
         return f"This run did not measure whether {name} is better than simply keeping the image center."
     return {
@@ -245,21 +129,26 @@ def _against_center(run: ReportRun, method: str) -> str:
 
 def _gap(gap: Difference, signed: bool = True) -> str:
     value = points(gap.value) if signed else points(gap.value).lstrip("+")
-    return f"{value} points (95% interval {points(gap.low)} to {points(gap.high)}, {p_text(gap.p)}, n = {gap.n:,})"
+    return f"{value} points (95% interval {points(gap.low)} to {points(gap.high)}, {_p(gap.p)}, n = {gap.n:,})"
+
+
+def _p(value: float) -> str:
+    text = probability(value)
+    return f"p {text}" if text.startswith("<") else f"p = {text}"
 
 
 def _recipes(run: ReportRun) -> str:
-    """Compares the run's own model with the paper's recipe."""
+    """Compare the run's own model with the paper's recipe."""
     theirs = run.paper_method
     values = run.at("retention_of_ceiling")
     if theirs is None or not {run.focus, theirs} <= set(values):
         return ""
     ours, paper = (percentage(values[m]) for m in (run.focus, theirs))
-    return f"Measured against the ceiling, {look(run.focus).name} reaches {ours} and the paper's recipe {paper}."
+    return f"Measured against the ceiling, {look(run.focus).title} reaches {ours} and the paper's recipe {paper}."
 
 
 def _off_center(run: ReportRun) -> str:
-    """Says what happens off-center, where a selector that finds the lesion beats one that keeps the middle."""
+    """Say what happens off-center, where a selector that finds the lesion beats one that keeps the middle."""
     study, method = run.off_center_study, run.focus
     if study is None:
         return ""
@@ -269,25 +158,25 @@ def _off_center(run: ReportRun) -> str:
     rows = run.cells(study, OFF_CENTER)
     n = int(rows.loc[rows["method"] == method, "n_masked"].max())
     others = ", ".join(
-        f"{look(m).name} {percentage(values[m])}"
+        f"{look(m).title} {percentage(values[m])}"
         for m in (run.paper_method, "center", "darkness", "random")
         if m in values and m != method
     )
-    kept = f"{look(method).name} keeps {percentage(values[method])} of what is possible ({others}; n = {n:,})"
+    kept = f"{look(method).title} keeps {percentage(values[method])} of what is possible ({others}; n = {n:,})"
     if values[method] > values["center"] + _CLEAR:
         return f"When the lesion is off-center, it still finds it: {kept}."
     return f"When the lesion is off-center, it is no better than keeping the center: {kept}."
 
 
 def _accuracy_hides(run: ReportRun) -> str:
-    """Checks the paper's point: similar accuracy, very different retention."""
+    """Check the paper's point: similar accuracy, very different retention."""
     retentions, accuracies = run.at("retention"), run.at("accuracy")
     method = run.focus
     if method == "random" or not {method, "random"} <= set(retentions) & set(accuracies):
         return ""
     retention, accuracy = (values[method] - values["random"] for values in (retentions, accuracies))
     differs = (
-        f"{look(method).name} differs from Random by {points(accuracy)} points in accuracy and by {points(retention)} in retention"
+        f"{look(method).title} differs from Random by {points(accuracy)} points in accuracy and by {points(retention)} in retention"
     )
     if abs(accuracy) < abs(retention) / 2:
         return f"Accuracy does not show what happened to the lesion: {differs}."
@@ -295,9 +184,9 @@ def _accuracy_hides(run: ReportRun) -> str:
 
 
 def failures(run: ReportRun) -> list[str]:
-    """Says where the main method fails, from the numbers."""
+    """Say where the main method fails, from the numbers."""
     sentences, method = [], run.focus
-    name = look(method).name
+    name = look(method).title
     for strata, what in ((run.by_size, "lesion size"), (run.by_class, "class")):
         rows = strata[strata["method"] == method].dropna(subset=["value"]) if not strata.empty else strata
         if len(rows) > 1:
@@ -312,7 +201,7 @@ def failures(run: ReportRun) -> list[str]:
         values = {m: v for m, v in run.at(metric).items() if m == method or m == "no-pruning" or not is_reference(m)}
         better = sorted((m for m in values if method in values and values[m] > values[method]), key=lambda m: -values[m])
         if better:
-            names = ", ".join(f"{look(m).name} {percentage(values[m])}" for m in better[:3])
+            names = ", ".join(f"{look(m).title} {percentage(values[m])}" for m in better[:3])
             sentences.append(
                 f"{METRICS[metric].term} at budget {budget_text(run.headline)} is higher for {plural(len(better), 'method')} than "
                 f"for {name} ({percentage(values[method])}, n = {run.n:,}): {names}{', …' if len(better) > 3 else ''}."
@@ -327,7 +216,7 @@ def failures(run: ReportRun) -> list[str]:
 
 
 def comparison_findings(comparison: Comparison) -> list[str]:
-    """Says how each run's main method does, how it differs from that of the first run, and what cannot be compared."""
+    """Say how each run's main method does, how it differs from that of the first run, and what cannot be compared."""
     first, sentences = comparison.first.name, [_main_method(comparison, run) for run in comparison.runs]
     for metric, view, what in (
         ("retention", AS_IS, "retention"),
@@ -352,6 +241,6 @@ def _main_method(comparison: Comparison, run: ReportRun) -> str:
         kept = f"keeps {percentage(retention)} of the lesion ({percentage(share)} of what is possible) and "
     n = f"n = {run.n:,}" + (f", {run.n_masked:,} with a mask" if run.n_masked else "")
     return (
-        f"`{run.name}` (“{run.dataset}”): at budget {budget_text(budget)}, {look(run.focus).name} {kept}classifies "
+        f"`{run.name}` (“{run.dataset}”): at budget {budget_text(budget)}, {look(run.focus).title} {kept}classifies "
         f"{percentage(accuracy)} of the images correctly ({n})."
     )

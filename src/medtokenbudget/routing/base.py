@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from medtokenbudget.config import DEFAULT_METHODS
 from medtokenbudget.errors import CountError, MissingSignalError, RequestError, ShapeError
 from medtokenbudget.registry import Registry
 from medtokenbudget.routing.topk import budget_to_k, check_k, rank
@@ -32,6 +33,11 @@ class Selector(ABC):
         name: Set by `register_selector`.
         title: Name in tables, figures and text; empty means `name`.
         description: What it does, in one sentence.
+        color: Color in figures as `#rrggbb`; empty means one that follows from the name.
+        marker: Matplotlib marker in figures.
+        line: Matplotlib line style in figures.
+        reference: Whether it is no competitor: it has no budget, or it sees the mask.
+        in_default_sweep: Whether a sweep that names no methods includes it, for selectors of other packages.
         kind: A 'ranker' keeps the K best patches of one ranking. A 'sampler' keeps K patches as they are, but those of a small K
             need not be among those of a larger one. A 'merger' makes K new tokens.
         learns: Whether it has parameters to train; see `LearnedSelector`.
@@ -46,6 +52,11 @@ class Selector(ABC):
     name: ClassVar[str] = ""
     title: ClassVar[str] = ""
     description: ClassVar[str] = ""
+    color: ClassVar[str] = ""
+    marker: ClassVar[str] = "d"
+    line: ClassVar[str] = "-"
+    reference: ClassVar[bool] = False
+    in_default_sweep: ClassVar[bool] = False
     kind: ClassVar[Kind]
     learns: ClassVar[bool] = False
     stochastic: ClassVar[bool] = False
@@ -203,6 +214,11 @@ SELECTORS: Registry[Selector] = Registry("selector", Selector, ENTRY_POINT_GROUP
 register_selector = SELECTORS.register
 list_selectors = SELECTORS.names
 selector_class = SELECTORS.get
+
+
+def default_methods() -> tuple[str, ...]:
+    """Return what a sweep compares unless told otherwise: the methods of the paper, ours, the controls, and who asked for it."""
+    return tuple(dict.fromkeys([*DEFAULT_METHODS, *(n for n in list_selectors() if selector_class(n).in_default_sweep)]))
 
 
 def create_selector(name: str, **options: Any) -> Selector:

@@ -19,7 +19,8 @@ from markupsafe import Markup
 
 from medtokenbudget import metrics
 from medtokenbudget.backbone.views import OFF_CENTER
-from medtokenbudget.config import HEADLINE_BUDGETS
+from medtokenbudget.config import HEADLINE_BUDGET as BUDGET
+from medtokenbudget.config import HEADLINE_BUDGETS, NOTICE, PAPER_RECIPE, USE_NOTICE
 from medtokenbudget.errors import RequestError
 from medtokenbudget.escaping import markdown_text
 from medtokenbudget.model.model import MedTokenBudget
@@ -27,10 +28,8 @@ from medtokenbudget.runs.run import AS_IS, Run
 from medtokenbudget.runs.statistics import by_class, by_lesion_size, intervals, lesion_rows
 
 DRAWS = 2000
-BUDGET = 0.3
 CLASSIFICATION = {"accuracy": "accuracy", "balanced_accuracy": "balanced accuracy", "macro_f1": "macro F1"}
 RETENTION = {"retention": "retention", "retention_of_ceiling": "share of ceiling"}
-PAPER_RECIPE = "lats"
 COMPARED = (PAPER_RECIPE, "center", "darkness", "random", "no-pruning")
 """What the model is compared with, where the run has it: the paper's recipe and the controls."""
 
@@ -72,6 +71,8 @@ def card_text(run: Run, model: MedTokenBudget) -> str:
         model=model,
         classes=classes,
         others=[name for name in model.selectors if name != model.main],
+        notice=NOTICE,
+        use_notice=USE_NOTICE,
         paper_recipe=PAPER_RECIPE,
         budget=f"{BUDGET:g}",
         draws=f"{DRAWS:,}",

@@ -20,7 +20,7 @@ import torch
 from medtokenbudget.backbone import FeatureStore, extract
 from medtokenbudget.backbone.annotations import hashes_of, known_manifests
 from medtokenbudget.backbone.views import IDENTITY, OFF_CENTER
-from medtokenbudget.config import ExtractConfig, to_dict
+from medtokenbudget.config import CONTROLS, ExtractConfig, to_dict
 from medtokenbudget.data import Manifest, decode_image, decode_mask
 from medtokenbudget.data.manifest import listed
 from medtokenbudget.data.strata import measure
@@ -41,7 +41,6 @@ Part = Literal["auto", "val", "select", "train", "all"]
 STUDY = "evaluate"
 SEED = 0
 """Seed of the control `random`."""
-CONTROLS = ("center", "darkness", "random", "oracle")
 _OPTIONAL_SIGNALS = ("luminance", "attention_entropy", "cls_attention")
 """A control that reads one of these is left out where the store does not have it."""
 OWN_METRICS = ("retention", "retention_of_ceiling", "accuracy", "macro_f1", "balanced_accuracy", "ece")

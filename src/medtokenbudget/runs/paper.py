@@ -27,7 +27,6 @@ METHOD_NAMES: dict[str, str] = {
     "Fixed": "lats:fixed-0.5",
 }
 """The paper's name of a method -> ours. AttentionEntropy and LocalContrast are AttnEnt and LocalCtr in most tables."""
-SEEDS: tuple[int, ...] = (42, 43, 44)
 MAIN_BUDGETS: tuple[float, ...] = (0.1, 0.2, 0.3, 0.5, 1.0)
 CLASSES: tuple[str, ...] = ("MEL", "NV", "BCC", "AK", "BKL", "DF", "VASC", "SCC")
 STUDIES: tuple[str, ...] = ("main", "robustness", "mask-free", "signals", "curriculum", "kvasir")

@@ -22,18 +22,17 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
-from numpy.typing import NDArray
 from safetensors.numpy import save
 
-from medtokenbudget import metrics
+from medtokenbudget import measures
 from medtokenbudget.backbone import FeatureStore
-from medtokenbudget.config import TrainConfig, to_dict, train_config_from_dict
+from medtokenbudget.config import HEADLINE_BUDGET, TrainConfig, to_dict, train_config_from_dict
 from medtokenbudget.data import Manifest
 from medtokenbudget.data.manifest import listed
 from medtokenbudget.errors import RequestError
 from medtokenbudget.escaping import csv_frame, from_csv_cell
 from medtokenbudget.files import atomic_write, read_json, read_lines, sha256_file, unsealed, write_safetensors, write_sealed
-from medtokenbudget.measures import METRICS as MEASURES
+from medtokenbudget.measures import NOT_MEASURED, Cell
 from medtokenbudget.model.model import MedTokenBudget, load
 from medtokenbudget.progress import say
 from medtokenbudget.training.trainer import log_hash
@@ -319,7 +318,7 @@ def _short(argument: str) -> str:
 AS_IS = "as-is"
 """The value of `view` for original images; off-center crops of the same images have `backbone.views.OFF_CENTER`."""
 CELL: tuple[str, ...] = ("study", "dataset", "view", "method", "seed", "budget")
-RESULT_COLUMNS: tuple[str, ...] = (*CELL, "k", "n", "n_masked", *MEASURES)
+RESULT_COLUMNS: tuple[str, ...] = (*CELL, "k", "n", "n_masked", *measures.METRICS)
 SCHEMA = pa.schema(
     [
         ("study", pa.string()),
@@ -409,11 +408,6 @@ def _from_arrow(column: pa.ChunkedArray, name: str) -> Any:
     return pd.arrays.IntegerArray(np.asarray(column.fill_null(0).to_numpy(), np.int32).copy(), np.asarray(missing, bool).copy())
 
 
-def probability_matrix(frame: pd.DataFrame) -> NDArray[np.float64]:
-    """Return the probabilities of all rows as one [n, C] array."""
-    return np.stack([np.asarray(row, float) for row in frame["probabilities"]]) if len(frame) else np.zeros((0, 0))
-
-
 def summarize(predictions: pd.DataFrame, classes: Sequence[str]) -> pd.DataFrame:
     """Summarize each cell in one row, in order of first appearance, with every column of `results.csv`.
 
@@ -431,34 +425,9 @@ def _summarize_cell(cell: pd.DataFrame, classes: int) -> dict[str, float | int]:
             f"Images of one method and budget keep different numbers of patches ({kept}), so "
             "they cannot be in one row of results. Put images with another token grid into a data set of their own."
         )
-    labeled = cell[cell["label"] >= 0]
-    label, predicted = labeled["label"].to_numpy(), labeled["predicted"].to_numpy()
-    probabilities = probability_matrix(labeled)
-    masked = cell[cell["lesion"].notna()]
-    ranker = bool(masked["kept_lesion"].notna().any())
-    retention = metrics.retention_of_counts(
-        masked["kept_lesion"].to_numpy(dtype=float, na_value=np.nan) if ranker else None,
-        masked["lesion"].to_numpy(dtype=float),
-        masked["k"].to_numpy(),
-        masked["n_patches"].to_numpy(),
-    )
-    return {
-        "k": int(cell["k"].iloc[0]),
-        "n": len(labeled),
-        "n_masked": retention.n,
-        "accuracy": metrics.accuracy(label, predicted),
-        "macro_f1": metrics.macro_f1(label, predicted, classes),
-        "balanced_accuracy": metrics.balanced_accuracy(label, predicted, classes),
-        "retention": retention.pooled,
-        "retention_mean": retention.mean,
-        "retention_of_ceiling": retention.of_ceiling,
-        "precision": retention.precision,
-        "enrichment": retention.enrichment,
-        "ceiling": retention.ceiling,
-        "macro_auroc": metrics.macro_auroc(label, probabilities),
-        "ece": metrics.expected_calibration_error(label, predicted, probabilities),
-        **{name: float(cell[name].mean()) for name in ("purity", "lesion_dominated", "lesion_mass")},
-    }
+    measured = Cell(cell, classes)
+    counts = {"k": int(cell["k"].iloc[0]), "n": len(measured.label), "n_masked": measured.retention.n}
+    return counts | {name: metric.formula(measured) for name, metric in measures.METRICS.items()}
 
 
 def write_results(path: Path | str, frame: pd.DataFrame) -> None:
@@ -480,16 +449,16 @@ def read_results(path: Path | str) -> pd.DataFrame:
         raise RequestError(f"{path} has no {', '.join(missing)}, so it is not a table of results. Repeat the run.")
     frame = frame.reindex(columns=list(dict.fromkeys((*RESULT_COLUMNS, *frame.columns))))
     try:
-        return frame.assign(**{name: frame[name].map(from_csv_cell) for name in _TEXTS}).astype(dict.fromkeys(MEASURES, float))
+        texts = {name: frame[name].map(from_csv_cell) for name in _TEXTS}
+        return frame.assign(**texts).astype(dict.fromkeys(measures.METRICS, float))
     except ValueError as error:
         raise RequestError(f"{path} has a cell that is not a number ({error}). Repeat the run.") from None
 
 
-NOT_MEASURED = "—"
 _HEADLINE = {"accuracy": "accuracy", "macro_f1": "macro F1", "retention": "retention", "retention_of_ceiling": "of ceiling"}
 
 
-def headline(results: pd.DataFrame, budget: float = 0.3) -> str:
+def headline(results: pd.DataFrame, budget: float = HEADLINE_BUDGET) -> str:
     """Write every method on the original images at the measured budget nearest to `budget` as plain text, mean over seeds."""
     rows = results[results["view"] == AS_IS]
     if rows.empty:

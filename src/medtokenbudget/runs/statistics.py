@@ -20,8 +20,8 @@ from scipy.special import ndtr, ndtri
 
 from medtokenbudget import metrics
 from medtokenbudget.errors import RequestError, UnknownNameError
+from medtokenbudget.measures import probability_matrix
 from medtokenbudget.metrics import Floats, ratio, reachable
-from medtokenbudget.runs.run import probability_matrix
 
 DRAWS = 10_000
 LEVEL = 0.95

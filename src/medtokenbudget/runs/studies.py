@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from medtokenbudget.config import BUDGETS, CONTROLS, HEADLINE_BUDGETS, HEADLINE_SELECTORS, PAPER_METHODS
+from medtokenbudget.config import BUDGETS, CONTROLS, HEADLINE_BUDGETS, HEADLINE_SELECTORS, PAPER_METHODS, SEEDS
 from medtokenbudget.errors import RequestError, UnknownNameError
 from medtokenbudget.heads import list_heads
 from medtokenbudget.routing import list_selectors, selector_class
 from medtokenbudget.runs.method import Method, with_heads
-from medtokenbudget.runs.paper import MAIN_BUDGETS, SEEDS
+from medtokenbudget.runs.paper import MAIN_BUDGETS
 
 OURS = "lats:lesion-first"
 IN_CONTEXT = "context:lesion-first"
@@ -52,7 +52,7 @@ class Study:
 
     name: str
     methods: tuple[str, ...]
-    seeds: tuple[int, ...] = (42,)
+    seeds: tuple[int, ...] = (SEEDS[0],)
     budgets: tuple[float, ...] = BUDGETS
     off_center: bool = True
     title: str = ""
@@ -124,7 +124,7 @@ STUDIES: dict[str, Study] = {
         ),
         Study(
             "epochs",
-            ("lats", "random:epoch-matched", "tome:epoch-matched", "no-pruning:epoch-matched", *CONTROLS),
+            ("lats", "random:epoch-matched", "tome:epoch-matched", "no-pruning:epoch-matched", "center", "darkness", "oracle"),
             off_center=False,
             title="Baselines trained for as many epochs as LATS",
             tables=("epochs",),

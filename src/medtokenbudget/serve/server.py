@@ -22,7 +22,7 @@ import uvicorn
 from anyio import CapacityLimiter, Lock, fail_after, move_on_after, to_thread
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import FileResponse, JSONResponse
+from fastapi.responses import HTMLResponse, JSONResponse
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from starlette.datastructures import Headers, MutableHeaders, UploadFile
 from starlette.exceptions import HTTPException
@@ -40,9 +40,8 @@ from medtokenbudget.model import load
 from medtokenbudget.progress import say
 from medtokenbudget.serve import schemas
 from medtokenbudget.serve.samples import SAMPLES, image_bytes, mask_bytes, offers
-from medtokenbudget.serve.service import FILES, NOTICE, FieldError, Question, Service, is_demo
+from medtokenbudget.serve.service import FILES, NOTICE, STATIC, FieldError, Question, Service, index_page, is_demo
 
-STATIC = Path(__file__).parent / "static"
 TOKEN_VARIABLE = "MTB_TOKEN"
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 RETRY_SECONDS = "5"
@@ -166,7 +165,7 @@ def create_app(
 
     @app.get("/", include_in_schema=False)
     async def page() -> Response:
-        return FileResponse(STATIC / "index.html", headers={"Cache-Control": "no-cache"})
+        return HTMLResponse(index_page(), headers={"Cache-Control": "no-cache"})
 
     app.mount("/static", StaticFiles(directory=STATIC), name="static")
     app.include_router(_api(service, turns), dependencies=[] if token is None else [Depends(_token_check(token))])

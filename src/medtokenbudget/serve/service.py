@@ -18,21 +18,29 @@ import torch
 from PIL import Image
 
 from medtokenbudget import __version__
-from medtokenbudget.config import BUDGETS
+from medtokenbudget.config import BUDGETS, USE_NOTICE
+from medtokenbudget.config import NOTICE as SHORT_NOTICE
 from medtokenbudget.data import decode_image, decode_mask, same_aspect
 from medtokenbudget.errors import BudgetError, RequestError
 from medtokenbudget.metrics import retention_of_counts
 from medtokenbudget.model import Guarantee, MedTokenBudget
 from medtokenbudget.model.inference import select
-from medtokenbudget.reporting.looks import look
+from medtokenbudget.model.looks import look
 from medtokenbudget.routing import Ranker
 from medtokenbudget.tokens import Selection, TokenBatch
 
-NOTICE = "Research software, not a medical device. Do not use its output for diagnosis or treatment."
+NOTICE = f"{SHORT_NOTICE} {USE_NOTICE}"
+STATIC = Path(__file__).parent / "static"
 FILES, FIELDS = ("image", "mask"), ("selectors", "budgets", "retention", "preview")
 DEMO_MODEL = Path("runs/demo/model")
 MAX_BUDGETS = 128
 PREVIEW_SIDE = 1024
+
+
+def index_page() -> str:
+    """Return the page of the explorer."""
+    page = (STATIC / "index.html").read_text(encoding="utf-8")
+    return page.replace("{{ notice }}", SHORT_NOTICE).replace("{{ use_notice }}", USE_NOTICE)
 
 
 class FieldError(RequestError):
@@ -135,7 +143,7 @@ class Service:
         }
 
     def _described(self, name: str) -> dict[str, Any]:
-        selector, title, about = self.model.classifier(name).selector, look(name).name, look(name).about
+        selector, title, about = self.model.classifier(name).selector, look(name).title, look(name).description
         if self.model.fixed_budget is not None:
             title, about = f"Routed early, {title}", "The backbone ran on these patches alone, and the head reads all of them."
         return {

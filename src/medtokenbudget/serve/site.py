@@ -25,9 +25,8 @@ from medtokenbudget.model import MedTokenBudget
 from medtokenbudget.model.onnx import HEADS_GRAPH, TOKENS_GRAPH, WebGraphs, write_web_graphs
 from medtokenbudget.progress import say
 from medtokenbudget.serve.samples import image_bytes, mask_bytes, offers
-from medtokenbudget.serve.service import Service
+from medtokenbudget.serve.service import STATIC, Service, index_page
 
-STATIC = Path(__file__).parent / "static"
 DESCRIPTION = "site.json"
 WORKER = "service-worker.js"
 INTERPOLATIONS = ("bilinear", "bicubic", "lanczos")
@@ -95,7 +94,7 @@ def write_site(model: MedTokenBudget, out: Path | str, runtime: Path, demo: bool
         for source in STATIC.rglob("*"):
             if source.is_file() and source.name not in ("index.html", WORKER):
                 _copy(source, folder / "static" / source.relative_to(STATIC))
-        page = (STATIC / "index.html").read_text(encoding="utf-8")
+        page = index_page()
         assert page.count(SERVICE_ENGINE) == 1, "the page names its engine once"
         write_text(folder / "index.html", page.replace(SERVICE_ENGINE, PAGE_ENGINE))
         values = {

@@ -33,6 +33,7 @@ class ATC(ComparingMerger):
 
     title = "ATC"
     description = "Merges the closest pair of clusters until K are left."
+    color, marker = "#8a3ea0", "*"
 
     def __init__(self, linkage: Linkage = "average", compare: Compared = "patches", minimum: int = 16) -> None:
         super().__init__(compare, minimum)

@@ -31,6 +31,7 @@ class ATS(Selector):
 
     title = "ATS"
     description = "Samples patches in proportion to class attention times the norm of their values."
+    color, marker = "#2a7f7f", "X"
     kind: ClassVar[Kind] = "sampler"
     requires = ("cls_attention", "value_norm")
 

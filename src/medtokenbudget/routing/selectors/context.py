@@ -107,6 +107,8 @@ class ContextSelector(ScoredRanker):
 
     title = "Context (joint)"
     description = "A small network scores every patch by its neighborhood."
+    color, marker = "#cc79a7", "H"
+    line = "--"
 
     def __init__(self, dim: int, config: ContextConfig | None = None, router: RouterConfig | None = None, **options: Any) -> None:
         config = config or ContextConfig()

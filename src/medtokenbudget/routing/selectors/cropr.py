@@ -31,6 +31,7 @@ class Cropr(Probe):
 
     title = "Cropr"
     description = "Learned queries, trained by an auxiliary classifier, score the patches."
+    color, marker = "#94651f", "h"
     term = "auxiliary"
 
     def __init__(self, dim: int, classes: int = 2, queries: int = 1, ratio: int = 4, minimum: int = 16) -> None:

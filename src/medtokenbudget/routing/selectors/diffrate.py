@@ -26,6 +26,7 @@ class DiffRate(Merger):
 
     title = "DiffRate"
     description = "Drops the least attended patches, merges the next into the kept ones."
+    color, marker = "#b5495b", "P"
     requires = ("cls_attention",)
 
     def __init__(self, dropped: float = 0.5, minimum: int = 16) -> None:

@@ -27,6 +27,7 @@ class DPCKNN(Merger):
 
     title = "DPC-KNN"
     description = "Merges patches into clusters around density peaks."
+    color, marker = "#94651f", "*"
 
     def __init__(self, neighbors: int = 5, minimum: int = 16) -> None:
         super().__init__(minimum)

@@ -100,6 +100,7 @@ class DynamicViT(_Pruner, Ranker):
 
     title = "DynamicViT"
     description = "A prediction module learns which patches to keep."
+    color, marker = "#b5495b", "h"
 
     def score(self, tokens: TokenBatch, generator: torch.Generator | None = None) -> Tensor:
         return torch.sigmoid(self.predictor(tokens.patches.float()))
@@ -116,6 +117,7 @@ class DynamicViTPackage(_Pruner, Merger):
 
     title = "DynamicViT + package"
     description = "DynamicViT with the others in one package token."
+    color, marker = "#b5495b", "p"
 
     def select(self, tokens: TokenBatch, k: int, generator: torch.Generator | None = None) -> Selection:
         k = check_k(k, tokens.n)

@@ -20,6 +20,7 @@ class EViT(Merger):
 
     title = "EViT"
     description = "Keeps the most attended patches, fuses all others into one token."
+    color, marker = "#2a7f7f", "P"
     requires = ("cls_attention",)
     ranks_by = "cls_attention"
 

@@ -22,6 +22,7 @@ class Frequency(Merger):
 
     title = "Frequency"
     description = "Keeps the patches that receive the most attention, averages all others."
+    color, marker = "#94651f", "P"
     requires = ("received_attention",)
     ranks_by = "received_attention"
 

@@ -30,6 +30,7 @@ class KMedoids(Merger):
 
     title = "K-medoids"
     description = "Represents clusters of patches by their medoids."
+    color, marker = "#5a5a9c", "*"
     requires = ("cls_attention",)
 
     def __init__(self, iterations: int = 5, minimum: int = 16) -> None:

@@ -161,6 +161,8 @@ class LATSSelector(ScoredRanker):
 
     title = "LATS (paper)"
     description = "The paper's method: a small network scores every patch."
+    color, marker = "#3a9bd0", "H"
+    line = "--"
     ablations = ("no-attention", "no-norm", "no-contrast", "no-signals")
 
     def __init__(self, dim: int, config: LATSConfig | None = None, router: RouterConfig | None = None, **options: Any) -> None:

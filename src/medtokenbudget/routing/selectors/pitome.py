@@ -27,6 +27,7 @@ class PiToMe(RoundMerger):
 
     title = "PiToMe"
     description = "Merges patches of large similar groups first, protects isolated ones."
+    color, marker = "#5a5a9c", "P"
 
     def __init__(self, margin: float = 0.45, compare: Compared = "patches", minimum: int = 16) -> None:
         super().__init__(compare, minimum)

@@ -62,6 +62,7 @@ class GradToken(Probe):
 
     title = "Gradient x token"
     description = "Keeps the patches that raise the predicted class of a probe."
+    color, marker = "#2a7f7f", "h"
 
     def __init__(self, dim: int, classes: int = 2, width: int = 128, minimum: int = 16) -> None:
         super().__init__(minimum)
@@ -86,6 +87,7 @@ class ABMILAttention(Probe):
 
     title = "ABMIL attention"
     description = "Keeps the patches that a MIL classifier attends to."
+    color, marker = "#5a5a9c", "h"
 
     def __init__(self, dim: int, classes: int = 2, width: int = 128, minimum: int = 16) -> None:
         super().__init__(minimum)
@@ -162,6 +164,7 @@ class GradCAMNorm1(AttentionProbe):
 
     title = "Grad-CAM at norm1"
     description = "Keeps the patches that Grad-CAM shows in a probe's block."
+    color, marker = "#3f6f9f", "1"
 
     def attribute(self, patches: Tensor) -> tuple[Tensor, Tensor]:
         attended = self.attend(patches)
@@ -182,6 +185,7 @@ class Relevance(AttentionProbe):
 
     title = "Relevance"
     description = "Keeps the patches with the largest relevance in a probe's attention."
+    color, marker = "#9f3f6f", "2"
 
     def attribute(self, patches: Tensor) -> tuple[Tensor, Tensor]:
         attended = self.attend(patches)

@@ -29,6 +29,7 @@ class QueryPool(SoftMerger):
 
     title = "Query pool"
     description = "Mixes all patches into K tokens by attention of learned queries."
+    color, marker = "#4f6d2f", "8"
 
     def __init__(self, dim: int, width: int = 64, slots: int = 256, minimum: int = 16) -> None:
         super().__init__(slots, minimum)

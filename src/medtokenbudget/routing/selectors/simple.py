@@ -32,6 +32,9 @@ class NoPruning(Ranker):
 
     title = "NoPruning"
     description = "Keeps all patches: the reference without a budget."
+    color, marker = "#3d4a57", ""
+    line = "-."
+    reference = True
     reads_routed = True
 
     def count(self, budget: float, n: int) -> int:
@@ -59,6 +62,8 @@ class Random(Ranker):
 
     title = "Random"
     description = "Keeps randomly drawn patches."
+    color, marker = "#7a828a", "x"
+    line = "--"
     stochastic = True
 
     def __init__(self, seed: int = 0, minimum: int = 16) -> None:
@@ -78,6 +83,7 @@ class Norm(Ranker):
 
     title = "NormBased"
     description = "Keeps the patches with the largest feature norm."
+    color, marker = "#c98a00", "^"
 
     def score(self, tokens: TokenBatch, generator: torch.Generator | None = None) -> Tensor:
         return feature_norm(tokens.patches)
@@ -89,6 +95,7 @@ class AttentionEntropy(StoredSignal):
 
     title = "AttnEntropy"
     description = "Keeps the patches with the most focused attention."
+    color, marker = "#009e73", "v"
     requires = ("attention_entropy",)
 
 
@@ -98,6 +105,7 @@ class LocalContrast(Ranker):
 
     title = "LocalContrast"
     description = "Keeps the patches that differ most from their neighbors."
+    color, marker = "#8c8000", "<"
 
     def __init__(self, neighborhood: Neighborhood = "raster", minimum: int = 16) -> None:
         super().__init__(minimum)
@@ -113,6 +121,7 @@ class ClassAttention(StoredSignal):
 
     title = "ClassAttention"
     description = "Keeps the patches that the class token attends to most."
+    color, marker = "#2a7f7f", ">"
     requires = ("cls_attention",)
 
 
@@ -126,6 +135,7 @@ class Rollout(StoredSignal):
 
     title = "Rollout"
     description = "Keeps what the class token attends to, followed back through all blocks."
+    color, marker = "#8a6d3b", "4"
     requires = ("rollout",)
 
 
@@ -138,6 +148,7 @@ class Center(Ranker):
 
     title = "Center"
     description = "Keeps the patches nearest the image center, without looking at the image."
+    color, marker = "#d55e00", "s"
 
     def score(self, tokens: TokenBatch, generator: torch.Generator | None = None) -> Tensor:
         h, w = tokens.grid
@@ -154,6 +165,7 @@ class Darkness(StoredSignal):
 
     title = "Darkness"
     description = "Keeps the darkest patches. No model."
+    color, marker = "#a8577e", "D"
     requires = ("luminance",)
 
     def score(self, tokens: TokenBatch, generator: torch.Generator | None = None) -> Tensor:
@@ -166,6 +178,9 @@ class Oracle(StoredSignal):
 
     title = "Oracle"
     description = "Keeps the true lesion patches first, using the mask: the ceiling."
+    color, marker = "#1c2733", "_"
+    line = "--"
+    reference = True
     requires = ("lesion", "has_mask")
 
 
@@ -181,6 +196,9 @@ class BoxPrior(Ranker):
 
     title = "Box prior"
     description = "Keeps the patches nearest the lesion's bounding box, using the mask."
+    color, marker = "#1c2733", "s"
+    line = ":"
+    reference = True
     requires = ("lesion", "has_mask")
 
     def score(self, tokens: TokenBatch, generator: torch.Generator | None = None) -> Tensor:

@@ -36,6 +36,7 @@ class SparseLearn(LearnedSelector, Ranker):
 
     title = "SparseLearn"
     description = "Learns scores through a soft top-K gate with noise."
+    color, marker = "#4f6d2f", "h"
 
     def __init__(self, dim: int, hidden: int = 128, temperature: float = 0.5, minimum: int = 16) -> None:
         super().__init__(minimum)

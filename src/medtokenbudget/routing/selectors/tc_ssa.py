@@ -36,6 +36,7 @@ class TCSSA(SoftMerger):
 
     title = "TC-SSA"
     description = "Routes every patch to two of K learned slots."
+    color, marker = "#5a5a9c", "8"
 
     def __init__(self, dim: int, routes: int = 2, slots: int = 256, minimum: int = 16) -> None:
         super().__init__(slots, minimum)

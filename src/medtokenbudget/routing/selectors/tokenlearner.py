@@ -26,6 +26,7 @@ class TokenLearner(SoftMerger):
 
     title = "TokenLearner"
     description = "Mixes all patches into K tokens by learned attention maps."
+    color, marker = "#8a3ea0", "8"
 
     def __init__(self, dim: int, hidden: int = 64, slots: int = 256, minimum: int = 16) -> None:
         super().__init__(slots, minimum)

@@ -25,6 +25,7 @@ class ToMe(RoundMerger):
 
     title = "ToMe"
     description = "Merges similar patches instead of dropping any, so it has purity but no retention."
+    color, marker = "#6a51a3", "P"
 
     def merge_round(self, x: Tensor, size: Tensor, r: int, first: int) -> tuple[Tensor, Tensor, Tensor]:
         return merge_round(x, size, r, first)

@@ -23,6 +23,7 @@ class TPS(Merger):
 
     title = "TPS"
     description = "Keeps the most attended patches, squeezes the others into the most similar of them."
+    color, marker = "#4f6d2f", "P"
     requires = ("cls_attention",)
 
     def select(self, tokens: TokenBatch, k: int, generator: torch.Generator | None = None) -> Selection:
