@@ -24,7 +24,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from medtokenbudget.config import Count, Natural, Parallel, Settings
+from medtokenbudget.config import NOTICE, Count, Natural, Parallel, Settings
 from medtokenbudget.data import decode_mask
 from medtokenbudget.data.readers import MASK_NAMES, MaskFolder
 from medtokenbudget.devices import worker_devices

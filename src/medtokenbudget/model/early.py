@@ -20,7 +20,7 @@ from medtokenbudget.backbone.attention import REGISTRY
 from medtokenbudget.backbone.backbone import Backbone
 from medtokenbudget.backbone.partial import EarlyBackbone, EarlyRoute, Way
 from medtokenbudget.backbone.preprocess import REC601
-from medtokenbudget.config import BackboneConfig, TrainConfig
+from medtokenbudget.config import DEFAULT_BUDGET, BackboneConfig, TrainConfig
 from medtokenbudget.errors import BudgetError, RequestError
 from medtokenbudget.model.model import MedTokenBudget
 from medtokenbudget.model.saved import SHIPPED

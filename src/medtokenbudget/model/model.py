@@ -20,7 +20,16 @@ from torch import Tensor, nn
 
 from medtokenbudget.backbone.backbone import Backbone
 from medtokenbudget.backbone.preprocess import luminance
-from medtokenbudget.config import BackboneConfig, Count, Parallel, TrainConfig, check_values, to_dict, train_config_from_dict
+from medtokenbudget.config import (
+    DEFAULT_BUDGET,
+    BackboneConfig,
+    Count,
+    Parallel,
+    TrainConfig,
+    check_values,
+    to_dict,
+    train_config_from_dict,
+)
 from medtokenbudget.data import patch_labels
 from medtokenbudget.devices import resolve_device
 from medtokenbudget.errors import BudgetError, MismatchError, RequestError, ShapeError, UnknownNameError
