@@ -23,7 +23,7 @@ import torch
 
 from benchmarks.reading import private_kib
 from medtokenbudget.backbone import Backbone
-from medtokenbudget.backbone.extract import Item, ShardUnit, Work, make_shards
+from medtokenbudget.backbone.extract import Item, ShardUnit, make_shards
 from medtokenbudget.backbone.views import IDENTITY
 from medtokenbudget.config import BackboneConfig, ExtractConfig
 from medtokenbudget.data import Manifest, decode_image
@@ -64,7 +64,7 @@ def extract_seconds(backbone: Backbone, manifest: Manifest, config: ExtractConfi
             for index, first in enumerate(range(0, len(items), size))
         ]
         start = time.perf_counter()
-        for _ in make_shards(Work(Path(folder), config, settings=""), backbone, units, lambda count: None):
+        for _ in make_shards(Path(folder), config, "", backbone, units, lambda count: None):
             pass
         return time.perf_counter() - start
 

@@ -30,8 +30,9 @@ from medtokenbudget.cli import main
 from medtokenbudget.config import BackboneConfig
 from medtokenbudget.data import Manifest, decode_image, decode_mask
 from medtokenbudget.errors import MismatchError, MissingSignalError, RequestError, UnknownNameError, WorkError
+from medtokenbudget.progress import progress
 from medtokenbudget.tokens import SIGNALS, TokenBatch
-from tests.backbone.tiny import CONFIG, GRID, contents, ended_process, extract_arguments, tiny_backbone, tiny_manifest
+from tests.backbone.tiny import CONFIG, GRID, OFF_CENTER, contents, ended_process, extract_arguments, tiny_backbone, tiny_manifest
 from tests.bad_input.damage import edit_json
 
 
@@ -76,45 +77,36 @@ def test_a_second_run_makes_only_what_is_missing(tmp_path: Path, backbone: Backb
 
 
 @pytest.mark.parametrize(
-    ("change", "shown"),
+    ("of_backbone", "change", "shown"),
     [
-        ({"dtype": "fp32"}, "dtype: expected 'fp32', found 'fp16'"),
-        ({"views": "off-center", "view_seed": 1}, "view_seed: expected 1, found 0"),
-        ({"precision": "bf16"}, "precision: expected 'bf16', found 'fp32'"),
-        ({"batch_size": 2}, "batch_size: expected 2, found 3"),
-        ({"layer": 0}, r"backbone\.layer: expected 0, found 1"),
+        (False, {"dtype": "fp32"}, "dtype: expected 'fp32', found 'fp16'"),
+        (False, {"view_seed": 1}, "view_seed: expected 1, found 0"),
+        (False, {"precision": "bf16"}, "precision: expected 'bf16', found 'fp32'"),
+        (False, {"batch_size": 2}, "batch_size: expected 2, found 3"),
+        (True, {"layer": 0}, r"backbone\.layer: expected 0, found 1"),
+        (True, {"attention": "pseudo"}, r"backbone\.pseudo_temperature: expected 0.1, found None"),
     ],
 )
 def test_a_store_begun_with_other_settings_is_rejected(
-    tmp_path: Path, backbone: BackboneConfig, manifest: Manifest, change: dict[str, Any], shown: str
+    backbone: BackboneConfig, manifest: Manifest, store: FeatureStore, of_backbone: bool, change: dict[str, Any], shown: str
 ) -> None:
-    store = extract(manifest, tmp_path / "store", backbone, CONFIG)
     before = contents(store.path)
-    other = replace(backbone, **change) if "layer" in change else backbone
+    view, config = (replace(backbone, **change), OFF_CENTER) if of_backbone else (backbone, replace(OFF_CENTER, **change))
     with pytest.raises(MismatchError, match=shown):
-        extract(manifest, store.path, other, CONFIG if "layer" in change else replace(CONFIG, **change))
+        extract(manifest, store.path, view, config)
     assert contents(store.path) == before
 
 
-def test_a_store_with_another_scale_of_pseudo_attention_is_rejected(
-    tmp_path: Path, backbone: BackboneConfig, manifest: Manifest
+def test_a_job_array_makes_the_same_store_in_any_order(
+    tmp_path: Path, backbone: BackboneConfig, manifest: Manifest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pseudo = replace(backbone, attention="pseudo")
-    store = extract(manifest, tmp_path / "store", pseudo, CONFIG)
-    assert store.config["backbone"]["pseudo_temperature"] == 0.1
-    assert "pseudo_temperature" not in Backbone.load(backbone).fingerprint
-    # As stores were made before the scale was part of their identity: with the softmax of the cosines themselves.
-    settings = files.read_sealed(store.path / "store.json", "")
-    del settings["backbone"]["pseudo_temperature"]
-    files.write_sealed(store.path / "store.json", settings)
-    with pytest.raises(MismatchError, match="pseudo_temperature"):
-        extract(manifest, store.path, pseudo, CONFIG)
-
-
-def test_a_job_array_makes_the_same_store_in_any_order(tmp_path: Path, backbone: BackboneConfig, manifest: Manifest) -> None:
+    totals: list[int] = []
+    real = progress
+    monkeypatch.setattr(sys.modules[extract.__module__], "progress", lambda **named: totals.append(named["total"]) or real(**named))
     whole = extract(manifest, tmp_path / "whole", backbone, CONFIG)
     first = extract(manifest, tmp_path / "jobs", backbone, CONFIG, shards=(1, 2))
     assert first.missing == [0, 2]
+    assert totals == [9, 4], "a job counts its own images"  # the two bad ones have the same content
     last = extract(manifest, tmp_path / "jobs", backbone, CONFIG, shards=(0, 2))
     assert last.missing == []
     assert contents(whole.path) == contents(last.path)
@@ -208,14 +200,6 @@ def test_pixels_go_to_a_gpu_from_pinned_memory_without_waiting() -> None:
     assert calls == ["pinned", ("cuda", True), ("cpu", False)]
 
 
-@pytest.mark.parametrize(("device", "message"), [("gpu", "not a device"), ("cuda:97", "not available")])
-def test_a_device_that_is_not_there_is_rejected(
-    tmp_path: Path, backbone: BackboneConfig, manifest: Manifest, device: str, message: str
-) -> None:
-    with pytest.raises(RequestError, match=message):
-        extract(manifest, tmp_path / "store", backbone, replace(CONFIG, device=device))
-
-
 def _command(manifest: Path, store: Path, backbone: BackboneConfig, *more: str) -> int:
     return main(extract_arguments(manifest, store, backbone, *more))
 
@@ -298,44 +282,6 @@ def test_off_center_views_without_any_mask_are_rejected_before_the_backbone_is_l
     assert code == 2
     assert "no image of 'Clinic A' has a mask. Add masks to the manifest, or choose other views." in capsys.readouterr().err
     assert not (tmp_path / "store").exists()
-
-
-@pytest.mark.slow
-def test_a_full_disk_in_the_middle_of_a_shard_is_a_message_and_not_a_loss(
-    tmp_path: Path, backbone: BackboneConfig, manifest: Manifest
-) -> None:
-    path = manifest.write(tmp_path / "m.parquet")
-    assert main(extract_arguments(path, tmp_path / "whole", backbone)) == 0
-    # Files may grow to 2,000 bytes here, less than the patches: the write itself fails, as on a disk that is full.
-    script = """
-import resource, signal, sys
-from medtokenbudget.cli import main
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
-sys.exit(main(sys.argv[1:]))
-"""
-    command = [sys.executable, "-c", script, *extract_arguments(path, tmp_path / "store", backbone)]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert ended.returncode == 1
-    assert "No space left while writing" in ended.stderr
-    assert "patches-00000" in ended.stderr
-    assert "Traceback" not in ended.stderr
-    assert not list((tmp_path / "store").glob("shard-*"))
-    assert main(extract_arguments(path, tmp_path / "store", backbone)) == 0
-    assert contents(tmp_path / "store") == contents(tmp_path / "whole")
-
-
-def test_finishing_a_store_leaves_the_temporary_files_of_running_writers_and_other_machines(
-    tmp_path: Path, backbone: BackboneConfig, manifest: Manifest
-) -> None:
-    running = tmp_path / f".patches-00009.npy.{files._machine()}-{os.getppid()}-abc.part"
-    elsewhere = tmp_path / ".patches-00009.npy.0123abcd-1-abc.part"
-    ended = tmp_path / f".patches-00009.npy.{files._machine()}-{ended_process()}-abc.part"
-    for path in (running, elsewhere, ended):
-        path.write_bytes(b"half")
-    store = extract(manifest, tmp_path, backbone, CONFIG)
-    assert not store.missing
-    assert sorted(tmp_path.glob(".*.part")) == sorted([running, elsewhere])
 
 
 def test_a_full_disk_is_a_clear_message_and_loses_nothing(

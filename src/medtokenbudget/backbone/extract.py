@@ -63,6 +63,8 @@ _DTYPES = {"fp16": torch.float16, "fp32": torch.float32}
 _PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """Number formats of a forward pass under autocast; fp32 runs without it."""
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
+_Decoded = tuple[Row, np.ndarray]
+"""A row that is ready for the forward pass, with its pixels, uint8 [S, S, 3]."""
 _ALIKE = 0.99
 """Smallest cosine similarity of stored tokens and those of the pass that adds signals; another machine only rounds differently."""
 
@@ -111,7 +113,6 @@ def extract(
         loaded = early.wrap(loaded)
     loaded.check_signals(config.signals)
     settings = settings_of(loaded.fingerprint, config, backbone.weights)
-    i, n = shards or (0, 1)
     # The jobs of an array share the lock: each fills shards of its own.
     with exclusive(path, shared=shards is not None):
         if (path / STORE).exists():
@@ -119,38 +120,22 @@ def extract(
         claim(path / STORE, settings, f"The store {path}", "Use the settings of this store, or another `store`.", NOT_IDENTITY)
         if early is not None and not (path / ROUTER).exists():
             early.save(path / ROUTER)
-        items = _items(manifest, config, *hashes_of(path, manifest))
-        before = read_plan(path)
-        finished = finished_shards(path, before)
-        planned = _extend_plan(path, list(items), config.shard_size, _readable_now(before, finished, items, loaded, config))
-        # Once more for shards that are planned only now: the plan may have been lost, and its finished shards stay.
-        finished |= finished_shards(path, {index: keys for index, keys in planned.items() if index not in finished})
-        signals = _signals(finished, loaded, config)
-        mine = {index: keys for index, keys in planned.items() if index % n == i and any(key in items for key in keys)}
-        todo = [
-            ShardUnit(index, tuple(items.get(key) or Item(*key, "", "") for key in keys), signals)
-            for index, keys in sorted(mine.items())
-            if index not in finished
-        ]
-        if early is None:
-            todo += _units_that_gain_signals(
-                {index: finished[index] for index in sorted(mine) if index in finished}, signals, items
-            )
-        count, left = sum(map(len, mine.values())), sum(map(len, todo))
-        with progress(total=max(count, left), initial=max(0, count - left), what="Extracting", unit="image") as bar:
-            if elsewhere:  # a node runs one task per core or GPU, and processes share the cores of this machine
-                threads = config.threads or (0 if engine == "ray" else max(1, (os.cpu_count() or 1) // processes))
-                config = replace(config, threads=threads, workers=config.workers or max(2, threads))
-            work = Work(path.resolve(), config, settings_hash(settings))
+        units, rows = _plan_units(path, manifest, loaded, config, shards or (0, 1))
+        left = sum(map(len, units))
+        if elsewhere:  # a node runs one task per core or GPU, and processes share the cores of this machine
+            threads = config.threads or (0 if engine == "ray" else max(1, (os.cpu_count() or 1) // processes))
+            config = replace(config, threads=threads, workers=config.workers or max(2, threads))
+        absolute = path.resolve()  # the workers of a cluster have other working directories
+        with progress(total=max(rows, left), initial=max(0, rows - left), what="Extracting", unit="image") as bar:
             for _ in run_units(
-                todo,
-                partial(make_shards, work),
+                units,
+                partial(make_shards, absolute, config, settings_hash(settings)),
                 execution,
-                processes=min(processes, max(1, len(todo))) if elsewhere else 1,
+                processes=processes,
                 device=config.device,
                 cores=max(1, config.threads),
                 state=loaded,
-                open_worker=partial(open_backbone, work.store, backbone, loaded.fingerprint),
+                open_worker=partial(open_backbone, absolute, backbone, loaded.fingerprint),
                 advance=bar.update,
             ):
                 pass
@@ -242,6 +227,32 @@ class ShardUnit:
         return len(self.items)
 
 
+def _plan_units(
+    store: Path, manifest: Manifest, backbone: Backbone, config: ExtractConfig, shards: tuple[int, int]
+) -> tuple[list[ShardUnit], int]:
+    """Plan what is not planned yet, and return what is left to do, and how many rows there are in all."""
+    items = _items(manifest, config, *hashes_of(store, manifest))
+    before = read_plan(store)
+    finished = finished_shards(store, before)
+    planned = _extend_plan(store, list(items), config.shard_size, _readable_now(before, finished, items, backbone, config))
+    # Once more for shards that are planned only now: the plan may have been lost, and its finished shards stay.
+    finished |= finished_shards(store, {index: keys for index, keys in planned.items() if index not in finished})
+    signals = _signals(finished, backbone, config)
+    files = {item.image: item.image_file for item in items.values()}
+    units: list[ShardUnit] = []
+    rows = 0
+    for index, keys in sorted(planned.items()):
+        if index % shards[1] != shards[0]:
+            continue
+        if index in finished:
+            rows += sum(image in files for image, _ in keys)
+            units += _units_that_gain(index, finished[index], signals, files)
+        elif any(key in items for key in keys):
+            rows += len(keys)
+            units.append(ShardUnit(index, tuple(items.get(key) or Item(*key, "", "") for key in keys), signals))
+    return units, rows
+
+
 def _items(manifest: Manifest, config: ExtractConfig, images: Sequence[str | None], masks: Sequence[str | None]) -> dict[Key, Item]:
     """List the rows of every image in the manifest's order, the views of an image next to each other, each content once.
 
@@ -274,7 +285,7 @@ def _readable_now(
         and key not in made
         and (failure.kind == "image" or (failure.kind == "view" and failure.mask != items[key].mask))
     ]
-    return {item.key for item in candidates if isinstance(_decode((item,), backbone, config.view_seed)[0], _Decoded)}
+    return {item.key for item in candidates if not isinstance(_decode((item,), backbone, config.view_seed)[0], FailedRow)}
 
 
 def _extend_plan(store: Path, keys: Sequence[Key], size: int, again: set[Key]) -> Shards:
@@ -301,42 +312,19 @@ def _signals(finished: Mapping[int, Record], backbone: Backbone, config: Extract
     return signals
 
 
-def _units_that_gain_signals(
-    finished: Mapping[int, Record], names: Sequence[str], items: Mapping[Key, Item]
-) -> Iterator[ShardUnit]:
-    """Find what has to be added to these shards, so that every row of an image of the manifest has the signals `names`."""
-    files = {item.image: item.image_file for item in items.values()}
-    for index, record in finished.items():
-        wanted = [place for place, row in enumerate(record.rows) if row.image in files]
-        lacking = tuple(
-            name
-            for name in names
-            if name not in record.fields or any(record.fields[name].checksums[place] is None for place in wanted)
-        )
-        if wanted and lacking:
-            rows = [record.rows[place] for place in wanted]
-            again = tuple(Item(row.image, row.view, "", files[row.image], geometry=row.geometry) for row in rows)
-            yield ShardUnit(index, again, lacking, record)
+def _units_that_gain(index: int, record: Record, names: Sequence[str], files: Mapping[str, str]) -> Iterator[ShardUnit]:
+    """Find what has to be added to a shard, so that every row of an image of the manifest has the signals `names`."""
+    places = [place for place, row in enumerate(record.rows) if row.image in files]
+    lacking = tuple(
+        name for name in names if name not in record.fields or any(record.fields[name].checksums[place] is None for place in places)
+    )
+    if places and lacking:
+        rows = [record.rows[place] for place in places]
+        again = tuple(Item(row.image, row.view, "", files[row.image], geometry=row.geometry) for row in rows)
+        yield ShardUnit(index, again, lacking, record)
 
 
 # Doing it ------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Work:
-    """What a worker needs to know apart from the shard: store, settings, and the hash of those that every shard records."""
-
-    store: Path
-    config: ExtractConfig
-    settings: str
-
-
-@dataclass(frozen=True)
-class _Decoded:
-    """A row that is ready for the forward pass: pixels uint8 [S, S, 3]."""
-
-    row: Row
-    pixels: np.ndarray
 
 
 @dataclass
@@ -357,23 +345,25 @@ def open_backbone(store: Path, config: BackboneConfig, fingerprint: dict[str, An
     return backbone
 
 
-def make_shards(work: Work, backbone: Backbone, units: Sequence[ShardUnit], advance: Advance) -> Iterator[None]:
-    """Make shards, in order. Images are decoded ahead across the borders of shards."""
+def make_shards(
+    store: Path, config: ExtractConfig, settings: str, backbone: Backbone, units: Sequence[ShardUnit], advance: Advance
+) -> Iterator[None]:
+    """Make shards, in order; each records the hash `settings`. Images are decoded ahead across the borders of shards."""
     parts = [(i, tuple(same)) for i, unit in enumerate(units) for _, same in itertools.groupby(unit.items, lambda item: item.image)]
     # Two batches of rows are decoded ahead; an image may have several views.
-    ahead = max(1, 2 * work.config.batch_size // max((len(items) for _, items in parts), default=1))
-    threads = work.config.workers or min(16, os.cpu_count() or 1)
+    ahead = max(1, 2 * config.batch_size // max((len(items) for _, items in parts), default=1))
+    threads = config.workers or min(16, os.cpu_count() or 1)
 
     def decode(part: tuple[int, tuple[Item, ...]]) -> tuple[int, list[_Decoded | FailedRow]]:
-        return part[0], _decode(part[1], backbone, work.config.view_seed)
+        return part[0], _decode(part[1], backbone, config.view_seed)
 
     def computed() -> Iterator[tuple[ShardUnit, _Computed]]:
         for i, images in itertools.groupby(ordered_map(decode, parts, ahead, threads), key=lambda pair: pair[0]):
-            yield units[i], _compute(units[i], (row for _, rows in images for row in rows), backbone, work.config, advance)
+            yield units[i], _compute(units[i], (row for _, rows in images for row in rows), backbone, config, advance)
 
-    with cpu_threads(work.config.threads):
+    with cpu_threads(config.threads):
         # One shard is written while the next is computed, and no more, so that memory stays bounded.
-        yield from ordered_map(lambda made: _publish(work, *made), computed(), ahead=1, threads=1)
+        yield from ordered_map(lambda made: _publish(store, settings, *made), computed(), ahead=1, threads=1)
 
 
 def _decode(items: tuple[Item, ...], backbone: Backbone, view_seed: int) -> list[_Decoded | FailedRow]:
@@ -394,8 +384,7 @@ def _decode(items: tuple[Item, ...], backbone: Backbone, view_seed: int) -> list
             if mask is None and item.mask_file is not None and views.is_off_center(item.view):
                 mask = mask_of(image.size, item.mask_file)
             geometry = item.geometry or views.geometry_of(item.view, mask, views.image_seed(view_seed, item.image_id))
-            row = Row(item.image, item.view, image.size, geometry)
-            rows.append(_Decoded(row, backbone.prepare(geometry.of(image))))
+            rows.append((Row(item.image, item.view, image.size, geometry), backbone.prepare(geometry.of(image))))
         except RequestError as error:
             rows.append(FailedRow(item.image, item.view, "view", reason(error, item.mask_file or ""), item.mask))
     return rows
@@ -457,7 +446,7 @@ def _fields_if_they_fit(
 def _fields(batch: list[_Decoded], backbone: Backbone, config: ExtractConfig, signals: Sequence[str]) -> dict[str, np.ndarray]:
     """Compute the fields of these rows: the patches, all of them or those that an early route keeps, and the signals."""
     dtype, precision = _DTYPES[config.dtype], _PRECISIONS.get(config.precision)
-    pixels = to_device(torch.from_numpy(np.stack([row.pixels for row in batch])), backbone.device)
+    pixels = to_device(torch.from_numpy(np.stack([pixels for _, pixels in batch])), backbone.device)
     images = backbone.normalize(pixels)
     with torch.autocast(backbone.device.type, precision, enabled=precision is not None):
         tokens = backbone(images, signals).float()
@@ -484,27 +473,27 @@ def _add(made: _Computed, batch: list[_Decoded], fields: dict[str, np.ndarray]) 
     """Add the rows whose tokens are finite in the stored format to the shard, the others to its failures."""
     tokens = fields["patches"]
     finite = torch.from_numpy(tokens).abs().amax((1, 2)).isfinite().numpy()
-    for one, good in zip(batch, finite):
+    for (row, _), good in zip(batch, finite):
         if good:
-            made.rows.append(one.row)
+            made.rows.append(row)
         else:
             why = f"The tokens of the backbone are not finite in {tokens.dtype}."
-            made.failures.append(FailedRow(one.row.image, one.row.view, "tokens", why))
+            made.failures.append(FailedRow(row.image, row.view, "tokens", why))
     for name, value in fields.items():
         made.parts.setdefault(name, []).append(value if finite.all() else value[finite])
 
 
-def _publish(work: Work, unit: ShardUnit, made: _Computed) -> None:
+def _publish(store: Path, settings: str, unit: ShardUnit, made: _Computed) -> None:
     """Write the fields, then the record: only then the shard counts."""
-    path = record_path(work.store, unit.index)
+    path = record_path(store, unit.index)
     if unit.record is None:
         remove(path)  # while its files change, the shard does not exist
         names = sorted(made.parts) if made.rows else []
         # One array after the other, so that a shard is in memory once.
-        fields = {name: write_field(work.store, unit.index, name, np.concatenate(made.parts.pop(name))) for name in names}
-        record = Record(tuple(made.rows), tuple(made.failures), made.batch_size, work.settings, fields)
+        fields = {name: write_field(store, unit.index, name, np.concatenate(made.parts.pop(name))) for name in names}
+        record = Record(tuple(made.rows), tuple(made.failures), made.batch_size, settings, fields)
     else:
-        record = replace(unit.record, fields={**unit.record.fields, **_gained(work.store, unit, unit.record, made)})
+        record = replace(unit.record, fields={**unit.record.fields, **_gained(store, unit, unit.record, made)})
     write_sealed(path, record.to_json(), compact=True)
 
 

@@ -87,12 +87,12 @@ def read_plan(store: Path) -> Shards:
     values = read_sealed(store / PLAN, "Delete it and run the same `mtb extract` command again.")
     try:
         shards = {int(number): tuple((str(image), str(view)) for image, view in rows) for number, rows in values.items()}
+        # A shard has rows, so the file, which was just read, bounds the number of shards to look for.
+        if not all(shards.values()) or min(shards, default=0) < 0:
+            raise ValueError("a shard without rows")
+        return shards
     except (TypeError, ValueError):
-        shards = {-1: ()}
-    # A shard has rows, so the file, which was just read, bounds the number of shards to look for.
-    if not all(shards.values()) or min(shards, default=0) < 0:
-        raise RequestError(f"{store / PLAN} is damaged. Extract into another folder, or restore the file.")
-    return shards
+        raise RequestError(f"{store / PLAN} is damaged. Extract into another folder, or restore the file.") from None
 
 
 def write_plan(store: Path, shards: Shards) -> None:
