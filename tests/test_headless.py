@@ -36,15 +36,12 @@ def images(root: Path) -> list[Path]:
     return draw_images(root / "images", 3)
 
 
+SETTINGS = quick("lesion-first", labels=False, budgets=(0.1, 0.3))
+
+
 @pytest.fixture(scope="module")
 def trained(drawn: Drawn, root: Path) -> mtb.Run:
-    return mtb.train(
-        drawn.manifest_path,
-        drawn.store_path,
-        root / "run",
-        quick("lesion-first", labels=False, budgets=(0.1, 0.3, 0.5)),
-        head="none",
-    )
+    return mtb.train(drawn.manifest_path, drawn.store_path, root / "run", SETTINGS, head="none")
 
 
 def test_a_router_routes_as_the_same_router_with_a_head_does(root: Path, model: MedTokenBudget, images: list[Path]) -> None:
@@ -131,8 +128,7 @@ def test_training_from_masks_alone_measures_retention_and_no_accuracy(trained: m
 def test_a_manifest_without_labels_gives_the_router_of_one_whose_labels_are_left_out(
     trained: mtb.Run, drawn: Drawn, tmp_path: Path
 ) -> None:
-    config = quick("lesion-first", labels=False, budgets=(0.1, 0.3, 0.5))
-    again = mtb.train(drawn.manifest.without_labels(), drawn.store_path, tmp_path / "run", config)
+    again = mtb.train(drawn.manifest.without_labels(), drawn.store_path, tmp_path / "run", SETTINGS)
     assert not again.model.has_head
     assert again.model.fingerprint == trained.model.fingerprint
     assert again.results.equals(trained.results)
@@ -150,29 +146,19 @@ def test_the_card_and_the_report_of_a_router_speak_of_retention_alone(trained: m
     assert "<code>mtb route</code>" in page
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"selection_metric": "accuracy"}, "uses selection_metric = 'accuracy'"),
-        ({"class_balance": "loss"}, "uses class_balance = 'loss'"),
-        ({"head_epochs": 3}, "uses head_epochs = 3"),
-        ({"class_balance": "sampler"}, "no classes to balance"),
-    ],
-)
-def test_settings_that_need_labels_are_refused(drawn: Drawn, tmp_path: Path, changes: dict[str, object], words: str) -> None:
-    with pytest.raises(RequestError, match=words):
-        mtb.train(
-            drawn.manifest_path, drawn.store_path, tmp_path / "run", quick("lesion-first", labels=False, **changes), head="none"
-        )
-
-
-def test_recipes_and_selectors_that_need_labels_are_refused(drawn: Drawn, tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match="lats needs class labels"):
-        mtb.train(drawn.manifest_path, drawn.store_path, tmp_path / "a", quick("paper"), head="none")
-    with pytest.raises(RequestError, match="cropr:lesion-first needs class labels"):
-        mtb.train(drawn.manifest_path, drawn.store_path, tmp_path / "b", quick("lesion-first"), "cropr", head="none")
+def test_settings_recipes_and_selectors_that_need_labels_are_refused(drawn: Drawn, tmp_path: Path) -> None:
+    for config, selector, words in (
+        (quick("lesion-first", labels=False, selection_metric="accuracy"), "lats", "uses selection_metric = 'accuracy'"),
+        (quick("lesion-first", labels=False, class_balance="loss"), "lats", "uses class_balance = 'loss'"),
+        (quick("lesion-first", labels=False, head_epochs=3), "lats", "uses head_epochs = 3"),
+        (quick("lesion-first", labels=False, class_balance="sampler"), "lats", "no classes to balance"),
+        (quick("paper"), "lats", "lats needs class labels"),
+        (quick("lesion-first"), "cropr", "cropr:lesion-first needs class labels"),
+    ):
+        with pytest.raises(RequestError, match=words):
+            mtb.train(drawn.manifest_path, drawn.store_path, tmp_path / "run", config, selector, head="none")
     with pytest.raises(RequestError, match="'auto' or 'none'"):
-        mtb.train(drawn.manifest_path, drawn.store_path, tmp_path / "c", quick("lesion-first"), head="mlp")  # type: ignore[arg-type]
+        mtb.train(drawn.manifest_path, drawn.store_path, tmp_path / "run", SETTINGS, head="mlp")  # type: ignore[arg-type]
 
 
 def test_images_with_neither_labels_nor_masks_are_refused_and_route_is_named(

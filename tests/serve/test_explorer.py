@@ -219,17 +219,6 @@ def test_an_image_and_its_mask_can_be_dropped_together_or_one_after_the_other(op
     expect(page.locator("#image-line")).to_contain_text(with_lesion)
 
 
-def test_several_images_become_a_contact_sheet_each_with_its_mask(opened: Open) -> None:
-    page = opened()
-    contents = {"b.png": picture(100, 100, "PNG", 1), "a.png": picture(100, 100, "PNG"), "a_mask.png": mask(100, 100)}
-    drop(page, contents)
-    expect(page.locator("#sheet-line")).to_have_text("2 of 2 images")
-    rows = [row.split("\t") for row in page.locator("#sheet-table tr").all_inner_texts()]
-    assert [row[0] for row in rows] == ["a.png", "b.png"]
-    assert [row[4] == "–" for row in rows] == [False, True]
-    expect(page.locator(".thumb canvas")).to_have_count(2)
-
-
 def test_a_sample_shows_a_class_only_if_the_model_has_it(opened: Open) -> None:
     page = opened()
     titles = [" ".join(text.split()) for text in page.locator(".sample").all_inner_texts()]

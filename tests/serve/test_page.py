@@ -424,21 +424,18 @@ def test_a_new_version_of_the_site_replaces_the_old_one_in_the_cache(chromium: B
         expect(page.locator("#k-value")).to_contain_text("30 of 100")
 
 
-@pytest.mark.parametrize(("width", "dark"), [(1200, False), (375, True)])
-def test_axe_finds_nothing_serious_and_nothing_sticks_out(
-    chromium: Browser, site_url: str, axe: str, tmp_path: Path, width: int, dark: bool
+def test_axe_finds_nothing_serious_and_nothing_sticks_out_on_a_dark_phone(
+    chromium: Browser, site_url: str, axe: str, tmp_path: Path
 ) -> None:
     for number in range(2):
         (tmp_path / f"skin-{number}.png").write_bytes(picture(120, 90, "PNG", number))
     (tmp_path / "broken.png").write_bytes(b"no image")
-    scheme = "dark" if dark else "light"
-    with new_page(chromium, site_url, viewport={"width": width, "height": 900}, color_scheme=scheme) as page:
-        expect(page.locator(".sample img[src]")).to_have_count(8)
+    with new_page(chromium, site_url, viewport={"width": 375, "height": 900}, color_scheme="dark") as page:
         page.get_by_label("Compare").check()
         page.locator("#image-file").set_input_files(sorted(tmp_path.iterdir()))
         expect(page.locator("#sheet-line")).to_contain_text("3 of 3 images")
         assert serious(page, axe) == []
-        assert page.evaluate("document.documentElement.scrollWidth") == width
+        assert page.evaluate("document.documentElement.scrollWidth") == 375
 
 
 def test_the_progress_of_loading_is_shown_and_can_be_read_aloud(chromium: Browser, site: Path) -> None:
@@ -463,13 +460,3 @@ def test_the_progress_of_loading_is_shown_and_can_be_read_aloud(chromium: Browse
         going.set()
         expect(page.locator("#k-value")).to_contain_text("30 of 100")
         expect(page.locator("#loading")).to_be_hidden()
-
-
-def test_the_keyboard_reaches_the_slider_and_moves_it(chromium: Browser, site_url: str) -> None:
-    with new_page(chromium, site_url) as page:
-        page.keyboard.press("Tab")
-        page.keyboard.press("Enter")
-        expect(page.locator("#budget")).to_be_focused()
-        page.keyboard.press("ArrowRight")
-        expect(page.locator("#k-value")).to_have_text("31 of 100 patches")
-        expect(page.locator("#summary")).to_contain_text("31 of 100 patches kept")

@@ -76,11 +76,6 @@ def test_every_address_answers(server: Server, service: Service) -> None:
     assert code(httpx.get(f"{server.url}/v1/samples/nothing/image")) == (404, "unknown_sample")
 
 
-@pytest.mark.parametrize("kind", ["TIFF", "GIF", "WEBP", "JPEG2000", "PPM", "BMP"])
-def test_the_rarer_formats_are_answered_too(server: Server, kind: str) -> None:
-    assert ask(server, picture(kind=kind), selectors="lats").status_code == 200
-
-
 def test_an_upload_up_to_the_limit_is_read_never_to_disk_and_one_byte_more_is_not(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
