@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from medtokenbudget.backbone.partial import embed, take
-from medtokenbudget.routing.selectors.tome import merge_round
+from medtokenbudget.routing.selectors.tome import ToMe
 
 Model = Any
 """A plain timm vision transformer, as `backbone.partial.check_routable` accepts it."""
@@ -52,7 +52,7 @@ def tome_every_block(model: Model, images: Tensor, k: int, layer: int) -> Tensor
 
 def _merged(patches: Tensor, metric: Tensor, size: Tensor, r: int) -> tuple[Tensor, Tensor, Tensor]:
     """One round of ToMe: pairs are found by `metric`, patches and metric merge to means weighted by size."""
-    _, after, moved = merge_round(metric, size, r)
+    _, after, moved = ToMe().merge_round(metric, size, r)
     member = torch.nn.functional.one_hot(moved, after.shape[1]).to(patches.dtype).transpose(1, 2)  # [B, n - r, n]
     shares = member * size.unsqueeze(1) / after.unsqueeze(-1)
     return shares @ patches, shares @ metric, after

@@ -52,7 +52,7 @@ EDITS: dict[str, list[tuple[str, str, str, str]]] = {
         ("dropout changes the mean", "routing/layers.py", "keep.mul_(_LEVELS / (_LEVELS - dropped))", "keep"),
         ("dropout never sets the sign bit", "routing/layers.py", "words.random_(-(1 << 63), None, generator=generator)", "words.random_(generator=generator)"),
     ],
-    "tests/routing/test_selectors.py": [
+    "tests/routing/test_simple.py": [
         ("norm keeps the shortest", "routing/selectors/simple.py", "return feature_norm(tokens.patches)", "return -feature_norm(tokens.patches)"),
         ("darkness keeps the brightest", "routing/selectors/simple.py", "return -super().score(tokens, generator)", "return super().score(tokens, generator)"),
         ("stored signals keep the least", "routing/selectors/simple.py", "return getattr(tokens, self.requires[0]).float()", "return -getattr(tokens, self.requires[0]).float()"),
@@ -61,6 +61,8 @@ EDITS: dict[str, list[tuple[str, str, str, str]]] = {
         ("center measures city blocks", "routing/selectors/simple.py", "rows.square().unsqueeze(1) + columns.square().unsqueeze(0)", "rows.abs().unsqueeze(1) + columns.abs().unsqueeze(0)"),
         ("random ignores its generator", "routing/selectors/simple.py", "if generator is None else generator", "if True else generator"),
         ("local contrast keeps the smooth", "routing/selectors/simple.py", "return local_contrast(tokens.patches, tokens.grid, self.neighborhood)", "return -local_contrast(tokens.patches, tokens.grid, self.neighborhood)"),
+    ],
+    "tests/routing/test_selectors.py": [
         ("pooling one patch too few", "routing/base.py", "torch.bucketize(ranks, ends, right=True)", "torch.bucketize(ranks, ends)"),
     ],
     "tests/routing/test_tome.py": [
@@ -69,16 +71,28 @@ EDITS: dict[str, list[tuple[str, str, str, str]]] = {
         ("ToMe compares by dot product", "routing/selectors/tome.py", "unit = F.normalize(x[..., first:], dim=-1)", "unit = x[..., first:]"),
         ("ToMe forgets where patches went", "routing/selectors/tome.py", "moved_a.scatter_(1, merged, kept + target)", "moved_a.scatter_(1, merged, target)"),
     ],
-    "tests/routing/test_training_free.py": [
+    "tests/routing/test_evit.py": [
         ("EViT fuses without weights", "routing/selectors/evit.py", "order[:, : k - 1], weights)", "order[:, : k - 1])"),
         ("EViT keeps the least attended", "routing/selectors/evit.py", "order = rank(attention)", "order = rank(-attention)"),
-        ("Frequency has no DC token", "routing/selectors/frequency.py", "rank(received)[:, : k - 1]", "rank(-received)[:, : k - 1]"),
-        ("TPS weighs all alike", "routing/selectors/tps.py", "torch.ones_like(similarity)).exp()", "torch.ones_like(similarity)).exp() * 0 + 1"),
-        ("ATS ignores the value norm", "routing/selectors/ats.py", "significance = attention.double() * tokens.value_norm.double()", "significance = attention.double()"),
-        ("PiToMe protects the crowd", "routing/selectors/pitome.py", "order = rank(energy(similarity, margin))", "order = rank(-energy(similarity, margin))"),
-        ("DPC-KNN ignores separation", "routing/selectors/dpc_knn.py", "return density * torch.where", "return density + 0 * torch.where"),
-        ("K-medoids ignores attention", "routing/selectors/k_medoids.py", "torch.bmm(distances * weights.unsqueeze(1), member)", "torch.bmm(distances, member)"),
         ("group means ignore weights", "routing/merging.py", "shares = member if weights is None else", "shares = member if True else"),
+    ],
+    "tests/routing/test_frequency.py": [
+        ("Frequency has no DC token", "routing/selectors/frequency.py", "rank(tokens.received_attention.float())[:, : k - 1]", "rank(-tokens.received_attention.float())[:, : k - 1]"),
+    ],
+    "tests/routing/test_tps.py": [
+        ("TPS weighs all alike", "routing/selectors/tps.py", "torch.ones_like(similarity)).exp()", "torch.ones_like(similarity)).exp() * 0 + 1"),
+    ],
+    "tests/routing/test_ats.py": [
+        ("ATS ignores the value norm", "routing/selectors/ats.py", "significance = tokens.cls_attention.double() * tokens.value_norm.double()", "significance = tokens.cls_attention.double()"),
+    ],
+    "tests/routing/test_pitome.py": [
+        ("PiToMe protects the crowd", "routing/selectors/pitome.py", "order = rank(energy(similarity, self.margin))", "order = rank(-energy(similarity, self.margin))"),
+    ],
+    "tests/routing/test_dpc_knn.py": [
+        ("DPC-KNN ignores separation", "routing/selectors/dpc_knn.py", "return density * torch.where", "return density + 0 * torch.where"),
+    ],
+    "tests/routing/test_k_medoids.py": [
+        ("K-medoids ignores attention", "routing/selectors/k_medoids.py", "torch.bmm(distances * weights.unsqueeze(1), member)", "torch.bmm(distances, member)"),
     ],
     "tests/routing/test_losses.py": [
         ("diversity counts an image with itself", "routing/losses.py", "(similarity.sum() - similarity.diagonal().sum())", "similarity.sum()"),

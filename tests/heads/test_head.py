@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -15,33 +13,18 @@ from medtokenbudget.routing import create_selector
 from medtokenbudget.runs.method import with_heads
 from medtokenbudget.tokens import TokenSet
 from medtokenbudget.training import create_head, list_heads
-from tests.routing.batches import tokens_of
+from tests.heads.kept import head_of, kept_of
+from tests.routing.batches import seeded, softmax, tokens_of
 
 READ_TOKENS = ["abmil", "attentive-probe", "clam-mb", "clam-sb", "transmil"]
-
-
-def seeded(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-def head_of(name: str, classes: int = 3, **options: Any) -> Any:
-    torch.manual_seed(0)
-    return create_head(name, dim=32, classes=classes, **options).eval()
-
-
-def kept_of(k: int = 20, batch: int = 3) -> TokenSet:
-    tokens = tokens_of(batch)
-    return TokenSet.of(create_selector("norm").select(tokens, k), tokens.grid)
-
-
-def softmax(values: list[float]) -> list[float]:
-    shares = [math.exp(value) for value in values]
-    return [share / sum(shares) for share in shares]
 
 
 @pytest.mark.parametrize("name", list_heads())
 def test_every_head_gives_logits_for_any_shape_and_is_built_again_from_its_options(name):
     head = create_head(name, dim=32, classes=5).eval()
+    assert head.description.endswith(".")
+    assert "\n" not in head.description
+    assert (head.reads == "tokens") == (name in READ_TOKENS)
     again = create_head(head.name, dim=32, classes=5, **head.options()).eval()
     again.load_state_dict(head.state_dict())
     if head.reads == "tokens":
@@ -60,17 +43,6 @@ def test_a_head_that_does_not_exist_is_an_error_with_the_closest_name():
         create_head("linea", dim=4, classes=2)
     with pytest.raises(RequestError, match="Head 'mlp' cannot be created"):
         create_head("mlp", dim=4, classes=2, color="red")
-
-
-def test_every_head_says_what_it_does_in_one_sentence():
-    for name in list_heads():
-        description = type(create_head(name, dim=4, classes=2)).description
-        assert description.endswith("."), name
-        assert "\n" not in description, name
-
-
-def test_the_heads_that_read_tokens_are_there():
-    assert [name for name in list_heads() if create_head(name, dim=4, classes=2).reads == "tokens"] == READ_TOKENS
 
 
 @torch.no_grad()

@@ -1,7 +1,9 @@
-"""Small batches of tokens with every field, from a seed."""
+"""Small batches of tokens with every field, from a seed, and the plain arithmetic that published formulas are checked with."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -39,3 +41,47 @@ def tokens_of(batch: int = 3, grid: tuple[int, int] = (5, 7), dim: int = 32, see
 def selector_of(name: str, dim: int = 32) -> Selector:
     torch.manual_seed(0)
     return create_selector(name, dim=dim) if selector_class(name).learns else create_selector(name)
+
+
+def seeded(seed: int = 1) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def clustered() -> TokenBatch:
+    """Two images of 4 x 5 patches, each near one of five centers."""
+    noise, n = seeded(3), 20
+    centers = torch.randn(2, 5, 6, generator=noise)[:, torch.arange(n) % 5]
+    return replace(tokens_of(2, (4, 5), 6), patches=centers + 0.4 * torch.randn(2, n, 6, generator=noise))
+
+
+def each(tokens: TokenBatch) -> Iterator[tuple[int, list[torch.Tensor], list[float]]]:
+    """Row, patches and class attention of each image."""
+    for row in range(len(tokens)):
+        yield row, list(tokens.patches[row]), tokens.cls_attention[row].tolist()
+
+
+def mean(vectors: list[torch.Tensor], weights: list[float] | None = None) -> torch.Tensor:
+    weights = weights or [1.0] * len(vectors)
+    return sum(w * v for w, v in zip(weights, vectors)) / sum(weights)
+
+
+def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float(a @ b) / float(a.norm() * b.norm())
+
+
+def ranked(values: list[float]) -> list[int]:
+    return sorted(range(len(values)), key=lambda i: (-values[i], i))
+
+
+def same_groups(assignment: torch.Tensor, groups: list[set[int]]) -> bool:
+    members: dict[int, set[int]] = {}
+    for patch, group in enumerate(assignment.tolist()):
+        if group >= 0:
+            members.setdefault(group, set()).add(patch)
+    return sorted(map(sorted, members.values())) == sorted(map(sorted, groups))
+
+
+def softmax(values: list[float]) -> list[float]:
+    top = max(values)
+    shares = [math.exp(value - top) for value in values]
+    return [share / sum(shares) for share in shares]

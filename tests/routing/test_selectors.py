@@ -1,4 +1,4 @@
-"""One matrix over every registered selector, then what is particular to each."""
+"""One matrix over every registered selector: what all of them promise. What is particular to one is in the file of its name."""
 
 from __future__ import annotations
 
@@ -13,16 +13,12 @@ from medtokenbudget.config import BUDGETS, CONTROLS, PAPER_METHODS, TrainConfig
 from medtokenbudget.errors import BudgetError, CountError, MissingSignalError, NonFiniteError
 from medtokenbudget.routing import Ranker, TokenBatch, budget_to_k, create_selector, list_selectors
 from medtokenbudget.runs.method import Method
-from tests.routing.batches import selector_of, tokens_of
+from tests.routing.batches import seeded, selector_of, tokens_of
 
 NAMES = list_selectors()
-RANKERS = [name for name in NAMES if selector_of(name).kind == "ranker"]
+LEARNED = [name for name in NAMES if selector_of(name).learns]
 # Those that look at each patch alone: shuffled patches give the same patches, shuffled.
 EQUIVARIANT = ["attention-entropy", "class-attention", "darkness", "norm", "oracle"]
-
-
-def seeded(seed: int = 7) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def shuffled(tokens: TokenBatch, order: torch.Tensor) -> TokenBatch:
@@ -35,7 +31,7 @@ def test_the_papers_seven_and_the_controls_are_there():
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("grid", [(16, 16), (5, 7), (1, 20)])
+@pytest.mark.parametrize("grid", [(8, 8), (5, 7), (1, 20)])
 def test_exactly_k_tokens_at_every_budget(name, grid):
     tokens = tokens_of(2, grid)
     selector = selector_of(name)
@@ -61,19 +57,12 @@ def test_exactly_k_tokens_at_every_budget(name, grid):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_same_seed_gives_the_same_selection(name):
-    tokens = tokens_of()
-    first, second = (selector_of(name).select(tokens, 9, seeded()) for _ in range(2))
-    assert torch.equal(first.tokens, second.tokens)
-    assert torch.equal(first.assignment, second.assignment)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_only_stochastic_selectors_listen_to_the_generator(name):
-    tokens = tokens_of()
-    selector = selector_of(name)
-    first, second = (selector.select(tokens, 9, seeded(seed)).assignment for seed in (1, 2))
-    assert torch.equal(first, second) != selector.stochastic
+def test_the_generator_decides_for_stochastic_selectors_alone(name):
+    tokens, selector = tokens_of(), selector_of(name)
+    first, again, other = (selector.select(tokens, 9, seeded(seed)) for seed in (1, 1, 2))
+    assert torch.equal(first.tokens, again.tokens)
+    assert torch.equal(first.assignment, again.assignment)
+    assert torch.equal(first.assignment, other.assignment) != selector.stochastic
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -88,7 +77,7 @@ def test_an_image_is_selected_alike_alone_and_in_a_batch(name):
 
 
 @pytest.mark.parametrize("name", EQUIVARIANT)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(seed=st.integers(0, 999))
 def test_shuffled_patches_give_the_shuffled_selection(name, seed):
     tokens = tokens_of()
@@ -103,14 +92,6 @@ def test_shuffled_patches_give_the_shuffled_selection(name, seed):
         assert torch.equal(again, kept[:, order])
 
 
-@pytest.mark.parametrize("name", ["center", "no-pruning", "random"])
-def test_selectors_that_do_not_look_keep_the_same_places(name):
-    tokens = tokens_of()
-    order = torch.randperm(tokens.n, generator=seeded())
-    kept = selector_of(name).select(tokens, 9, seeded()).kept
-    assert torch.equal(selector_of(name).select(shuffled(tokens, order), 9, seeded()).kept, kept)
-
-
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_patches_stay_half_precision_and_pool_in_fp32(name, dtype):
@@ -123,8 +104,8 @@ def test_half_precision_patches_stay_half_precision_and_pool_in_fp32(name, dtype
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_all_budgets_at_once_equal_one_at_a_time(name):
-    tokens = tokens_of(2, (16, 16))
+def test_all_budgets_at_once_equal_one_at_a_time_and_those_of_a_ranker_are_nested(name):
+    tokens = tokens_of(2, (8, 9))
     selector = selector_of(name)
     budgets = [*BUDGETS, 0.3, 0.01]
     together = selector.pooled(tokens, budgets, seeded())
@@ -132,12 +113,8 @@ def test_all_budgets_at_once_equal_one_at_a_time(name):
     # A merger or a shuffled draw consumes the generator, so each budget starts from its own.
     singly = torch.stack([selector.select_budget(tokens, budget, seeded()).pooled() for budget in budgets], 1)
     torch.testing.assert_close(together, singly, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("name", RANKERS)
-def test_a_larger_budget_keeps_what_the_smaller_kept(name):
-    tokens = tokens_of()
-    selector = selector_of(name)
+    if selector.kind != "ranker":
+        return
     smaller, larger = (selector.select(tokens, k, seeded()).kept for k in (6, 20))
     assert bool((smaller <= larger).all())
 
@@ -158,7 +135,7 @@ def test_gradient_reaches_the_scorer_where_there_is_one(name):
             assert bool(parameter.grad[:used].abs().sum() > 0), parameter_name
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if selector_of(name).learns])
+@pytest.mark.parametrize("name", LEARNED)
 @pytest.mark.parametrize("variant", ["", "mask-free", "lesion-first"])
 def test_every_learned_selector_trains_with_and_without_masks(name, variant):
     config = Method(name, variant=variant).config(TrainConfig())
@@ -173,9 +150,9 @@ def test_every_learned_selector_trains_with_and_without_masks(name, variant):
     assert without.terms["lesion"].item() == 0
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if selector_of(name).learns])
+@pytest.mark.parametrize("name", LEARNED)
 def test_a_learned_selector_learns_the_lesion_from_masks(name):
-    tokens = tokens_of(8, (4, 4), 16)
+    tokens = tokens_of(6, (4, 4), 16)
     patches = tokens.patches + 4.0 * tokens.lesion.unsqueeze(-1) * torch.linspace(-1, 1, 16)
     tokens, config = replace(tokens, patches=patches), Method(name, variant="lesion-first").config(TrainConfig())
     config = replace(config, patches=0)
@@ -193,7 +170,7 @@ def test_a_learned_selector_learns_the_lesion_from_masks(name):
     assert losses[-1] < 0.5 * losses[0]
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if selector_of(name).learns])
+@pytest.mark.parametrize("name", LEARNED)
 def test_a_learned_selector_is_built_again_from_its_options(name):
     selector = selector_of(name)
     again = create_selector(name, dim=32, **selector.options())
@@ -224,61 +201,6 @@ def test_bad_input_is_one_clear_error(name):
             values[2, 4] = float("nan")
             with pytest.raises(NonFiniteError, match=f"{field} of image-2"):
                 selector.select(replace(tokens, **{field: values}), 9)
-
-
-def test_norm_keeps_the_longest_patches():
-    patches = torch.tensor([[[1.0], [-5.0], [3.0], [0.0]]])
-    assert create_selector("norm").order(TokenBatch(patches, (2, 2))).tolist() == [[1, 2, 0, 3]]
-
-
-def test_local_contrast_keeps_the_patches_that_are_least_like_their_neighbors():
-    # Directions in the plane: 0, 0, 90 and 0 degrees. Dissimilarities of neighbors: 0, 1, 1; their means: 0, 1/2, 1, 1.
-    patches = torch.tensor([[[1.0, 0.0], [2.0, 0.0], [0.0, 3.0], [1.0, 0.0]]])
-    assert create_selector("local-contrast").order(TokenBatch(patches, (2, 2))).tolist() == [[2, 3, 1, 0]]
-
-
-def test_entropy_class_attention_and_darkness_rank_by_their_field():
-    tokens = tokens_of(1, (2, 3))
-    for name, field, sign in (
-        ("attention-entropy", "attention_entropy", -1),
-        ("class-attention", "cls_attention", -1),
-        ("darkness", "luminance", 1),
-    ):
-        values = getattr(tokens, field)[0].tolist()
-        assert create_selector(name).order(tokens)[0].tolist() == sorted(range(6), key=lambda i, v=values, s=sign: s * v[i])
-
-
-@pytest.mark.parametrize("grid", [(4, 4), (3, 5), (2, 7), (1, 6)])
-def test_center_ranks_by_distance_to_the_middle_of_the_grid(grid):
-    h, w = grid
-    distance = [((i // w + 0.5 - h / 2) ** 2 + (i % w + 0.5 - w / 2) ** 2, i) for i in range(h * w)]
-    order = create_selector("center").order(tokens_of(2, grid))
-    assert order.tolist() == [[i for _, i in sorted(distance)]] * 2
-
-
-def test_oracle_keeps_lesion_patches_first_and_refuses_images_without_masks():
-    tokens = tokens_of()
-    order = create_selector("oracle").order(tokens)
-    for row, places in enumerate(order.tolist()):
-        lesion = tokens.lesion[row].nonzero().flatten().tolist()
-        assert places[: len(lesion)] == lesion
-    with pytest.raises(MissingSignalError, match="1 of 3"):
-        create_selector("oracle").select(replace(tokens, has_mask=torch.tensor([True, False, True])), 9)
-
-
-def test_random_is_uniform_over_the_patches_and_repeatable_without_a_generator():
-    tokens = tokens_of(2000, (2, 5), 1)
-    kept = create_selector("random").select(tokens, 3, seeded()).kept.float().mean(0)
-    torch.testing.assert_close(kept, torch.full((10,), 0.3), atol=0.04, rtol=0)
-    assert torch.equal(create_selector("random", seed=4).order(tokens), create_selector("random", seed=4).order(tokens))
-    assert not torch.equal(create_selector("random", seed=4).order(tokens), create_selector("random", seed=5).order(tokens))
-
-
-def test_no_pruning_keeps_all_at_every_budget():
-    tokens = tokens_of()
-    selection = create_selector("no-pruning").select(tokens, 3)
-    assert torch.equal(selection.tokens, tokens.patches)
-    torch.testing.assert_close(create_selector("no-pruning").pooled(tokens, [0.1, 1.0])[:, 0], tokens.patches.mean(1))
 
 
 def test_the_minimum_can_be_set():

@@ -49,9 +49,6 @@ def test_entropy_of_heads_equals_the_formula_on_their_mean():
     expected = torch.tensor(entropy_by_hand(attention.mean(1)))
     torch.testing.assert_close(attention_entropy(attention), expected)
     torch.testing.assert_close(attention_entropy(attention.mean(1)), expected)
-
-
-def test_entropy_is_zero_for_uniform_attention_and_one_for_attention_to_a_single_patch():
     torch.testing.assert_close(attention_entropy(torch.full((1, 4, 4), 0.25)), torch.zeros(1, 4))
     torch.testing.assert_close(attention_entropy(torch.eye(4).unsqueeze(0)), torch.ones(1, 4))
 
@@ -74,13 +71,8 @@ def test_entropy_refuses_what_is_not_attention(attention, error):
 def test_norm_is_divided_by_the_largest_of_the_image():
     patches = torch.tensor([[[3.0, 4.0], [0.0, 1.0]], [[0.0, 0.0], [6.0, 8.0]]])
     torch.testing.assert_close(feature_norm(patches), torch.tensor([[1.0, 0.2], [0.0, 1.0]]))
-
-
-def test_norm_of_an_all_zero_image_is_zero():
     assert feature_norm(torch.zeros(1, 3, 2)).tolist() == [[0.0, 0.0, 0.0]]
-
-
-def test_norm_of_large_half_precision_patches_does_not_overflow():
+    # The squares of these overflow in half precision.
     patches = torch.full((1, 2, 64), 3e4, dtype=torch.float16)
     assert feature_norm(patches).tolist() == [[1.0, 1.0]]
 
@@ -93,13 +85,7 @@ def test_contrast_equals_a_loop_over_the_neighbors(neighborhood, grid):
     torch.testing.assert_close(local_contrast(patches, grid, neighborhood), expected, atol=1e-6, rtol=1e-5)
 
 
-def test_grid_neighborhoods_do_not_wrap_at_row_ends_and_raster_does():
-    patches = torch.tensor([[[1.0, 0.0], [1.0, 0.0], [0.0, 1.0], [0.0, 1.0]]])
-    assert local_contrast(patches, (2, 2), "grid4").tolist() == [[0.5, 0.5, 0.5, 0.5]]
-    assert local_contrast(patches, (2, 2), "raster").tolist() == [[0.0, 0.5, 0.5, 0.0]]
-
-
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(h=st.integers(1, 5), w=st.integers(1, 5), scale=st.floats(0.01, 100), seed=st.integers(0, 99))
 def test_contrast_does_not_depend_on_the_length_of_the_patches(h, w, scale, seed):
     patches = torch.randn(1, h * w, 4, generator=torch.Generator().manual_seed(seed))
@@ -116,14 +102,6 @@ def test_contrast_refuses_a_wrong_grid_and_an_unknown_neighborhood():
         local_contrast(torch.ones(1, 6, 2), (2, 3), "grid9")  # type: ignore[arg-type]
     with pytest.raises(ShapeError):
         local_contrast(torch.ones(6, 2), (2, 3))
-
-
-def test_pseudo_attention_is_the_softmax_of_cosines():
-    patches = torch.tensor([[[2.0, 0.0], [0.0, 3.0], [1.0, 0.0]]])
-    same, other = math.exp(1 / 0.5), math.exp(0)
-    row = [same / (2 * same + other), other / (2 * same + other), same / (2 * same + other)]
-    torch.testing.assert_close(pseudo_attention(patches, temperature=0.5)[0, 0], torch.tensor(row))
-    torch.testing.assert_close(pseudo_attention(patches).sum(-1), torch.ones(1, 3))
 
 
 def test_pseudo_attention_is_the_same_for_selectors_and_for_stores_and_equals_a_plain_loop():
@@ -144,3 +122,4 @@ def test_pseudo_attention_is_the_same_for_selectors_and_for_stores_and_equals_a_
         torch.testing.assert_close(stored["cls_attention"][b], torch.tensor(row(cls[b].tolist(), image)), rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(stored["attention_entropy"], attention_entropy(weights))
     torch.testing.assert_close(stored["received_attention"], weights.mean(1))
+    torch.testing.assert_close(weights.sum(-1), torch.ones(2, 9))

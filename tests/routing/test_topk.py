@@ -21,24 +21,18 @@ def test_the_paper_keeps_these_many_of_256():
     assert [budget_to_k(float(f"0.{i}") if i < 10 else 1.0, 256) for i in range(1, 11)] == ks
     assert [budget_to_k(b, 256) for b in np.round(np.arange(1, 11) / 10, 1)] == ks
     assert [budget_to_k(b, 256) for b in (np.arange(1, 11) / 10).astype(np.float32)] == ks
+    # In floats the product falls short of 29.
+    assert math.floor(0.29 * 100) == 28
+    assert budget_to_k(0.29, 100) == 29
+    assert (budget_to_k(0.01, 256), budget_to_k(0.01, 9)) == (16, 9)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(hundredths=st.integers(1, 100), n=st.integers(1, 2000), minimum=st.integers(1, 50))
 def test_k_is_exact_for_every_budget_of_two_decimals(hundredths, n, minimum):
     expected = min(n, max(minimum, hundredths * n // 100))
     for budget in (hundredths / 100, Decimal(hundredths) / 100, Fraction(hundredths, 100), np.float64(hundredths / 100)):
         assert budget_to_k(budget, n, minimum) == expected
-
-
-def test_a_budget_whose_product_with_n_falls_short_in_floats_keeps_its_patch():
-    assert math.floor(0.29 * 100) == 28
-    assert budget_to_k(0.29, 100) == 29
-
-
-def test_no_budget_keeps_fewer_than_the_minimum_or_more_than_there_are():
-    assert budget_to_k(0.01, 256) == 16
-    assert budget_to_k(0.01, 9) == 9
 
 
 @pytest.mark.parametrize("budget", [0, 0.0, -0.1, 1.2, float("nan"), float("inf"), "much", None, True])
@@ -47,7 +41,7 @@ def test_a_budget_outside_0_to_1_is_refused(budget):
         budget_to_k(budget, 256)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.lists(st.sampled_from([0.0, -0.0, 0.1, 0.5, 1.0]), min_size=1, max_size=12), st.data())
 def test_topk_keeps_exactly_k_and_breaks_ties_by_index(values, data):
     k = data.draw(st.integers(1, len(values)))
@@ -59,7 +53,7 @@ def test_topk_keeps_exactly_k_and_breaks_ties_by_index(values, data):
     assert mask[0].nonzero().flatten().tolist() == sorted(expected[:k])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 999), n=st.integers(1, 20), data=st.data())
 def test_straight_through_keeps_exactly_k_in_the_forward_pass(seed, n, data):
     k = data.draw(st.integers(1, n))
@@ -99,15 +93,12 @@ def test_the_mean_under_a_mask_has_a_gradient_through_sum_and_mass():
     torch.testing.assert_close(mask.grad, torch.tensor([[-1.375, 0.125, 1.125, 2.625]]))
 
 
-def test_noise_comes_from_the_generator_alone():
+def test_noise_comes_from_the_generator_alone_and_scores_of_0_and_1_stay_finite():
     scores = torch.full((4, 30), 0.5)
     draws = [straight_through_topk(scores, 10, 0.5, torch.Generator().manual_seed(seed)) for seed in (1, 1, 2)]
     assert torch.equal(draws[0], draws[1])
     assert not torch.equal(draws[0], draws[2])
     assert torch.equal(straight_through_topk(scores, 10).bool(), hard_topk(scores, 10))
-
-
-def test_scores_of_0_and_1_stay_finite():
     scores = torch.tensor([[0.0, 1.0, 0.5]], requires_grad=True)
     mask = straight_through_topk(scores, 1, 0.5, torch.Generator().manual_seed(0))
     mask.sum().backward()
@@ -158,12 +149,6 @@ def test_smoothing_equals_a_loop_over_the_window(padding, grid, kernel):
     scores = torch.rand(2, grid[0] * grid[1], generator=torch.Generator().manual_seed(0))
     expected = torch.tensor([smooth_by_hand(row, grid, kernel, padding) for row in scores.tolist()])
     torch.testing.assert_close(smooth_scores(scores, grid, kernel, padding), expected)
-
-
-def test_border_patches_are_pulled_down_by_zero_padding_only():
-    ones = torch.ones(1, 12)
-    torch.testing.assert_close(smooth_scores(ones, (3, 4)), ones)
-    assert smooth_scores(ones, (3, 4), padding="zero")[0, 0].item() == pytest.approx(4 / 9)
 
 
 def test_bad_smoothing_is_refused():

@@ -17,8 +17,6 @@ class ABMIL(TokenHead):
     """One gated attention over the tokens, then a linear layer.
 
     Args:
-        dim: Embedding dimension D of the tokens.
-        classes: Number of classes.
         width: Width of the features.
         attention: Width of the attention.
         dropout: Dropout of the features.

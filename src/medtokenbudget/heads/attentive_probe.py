@@ -17,8 +17,6 @@ class AttentiveProbe(TokenHead):
     """Multi-head cross-attention of a learned query, LayerNorm and a linear layer.
 
     Args:
-        dim: Embedding dimension D of the tokens.
-        classes: Number of classes.
         width: Width of the attention.
         heads: Attention heads.
     """

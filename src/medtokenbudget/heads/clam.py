@@ -20,7 +20,7 @@ from medtokenbudget.routing.layers import dropout as drop
 from medtokenbudget.tokens import TokenSet
 
 BAG_WEIGHT = 0.7
-"""Weight of the bag loss in the publication; the instance loss has the rest, so here `0.3 / 0.7` beside a weight of 1."""
+"""Weight of the bag loss in the publication; the instance loss has the rest, so here `0.3 / 0.7` relative to a weight of 1."""
 
 
 class _CLAM(TokenHead):
@@ -41,7 +41,7 @@ class _CLAM(TokenHead):
 
     @abstractmethod
     def bag(self, pooled: Tensor) -> Tensor:
-        """Logits [B, C] of the pooled features [B, branches, width]."""
+        """Compute logits [B, C] of the pooled features [B, branches, width]."""
 
     def _attended(self, kept: TokenSet, generator: torch.Generator | None) -> tuple[Tensor, Tensor, Tensor]:
         features = drop(F.relu(self.features(kept.tokens)), self.dropout if self.training else 0.0, generator)
@@ -53,21 +53,16 @@ class _CLAM(TokenHead):
         return self._attended(kept, generator)[2]
 
     def training_step(self, kept: Any, label: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor | None]:
-        """Logits, and the instance loss weighted beside a bag loss of weight 1."""
+        """Compute the logits, and the instance loss weighted relative to a bag loss of weight 1."""
         features, attention, logits = self._attended(self.check(kept), generator)
         return logits, (1 - BAG_WEIGHT) / BAG_WEIGHT * self.instance_loss(features, attention, kept.padding, label)
 
     def instance_loss(self, features: Tensor, attention: Tensor, padding: Tensor, label: Tensor) -> Tensor:
-        """Mean over the images and classes of the cross-entropy of the instance classifiers.
+        """Average the cross-entropy of the instance classifiers over the images and classes.
 
         For the class of an image its most attended tokens are positive and its least attended negative; for every other class its
-        most attended tokens are negative.
-
-        Args:
-            features: [B, K, width].
-            attention: [B, branches, K] attention logits.
-            padding: [B, K] tokens that do not count.
-            label: [B] classes, -1 where unknown.
+        most attended tokens are negative. Features are [B, K, width], attention logits [B, branches, K], padding [B, K] marks
+        tokens that do not count, and labels [B] are -1 where unknown.
         """
         known = label >= 0
         if not bool(known.any()):
@@ -89,7 +84,7 @@ class _CLAM(TokenHead):
 
 
 def _instance_losses(classify: nn.Module, features: Tensor, wanted: list[tuple[Tensor, int]]) -> Tensor:
-    """Cross-entropy [B] of the tokens `chosen` [B, instances] as examples of their target, the mean over those of an image."""
+    """Average the cross-entropy of the tokens `chosen` [B, instances] as examples of their target over each image, [B]."""
     losses = []
     for chosen, target in wanted:
         logits = classify(features.take_along_dim(chosen.unsqueeze(-1), 1))
@@ -102,8 +97,6 @@ class CLAMSB(_CLAM):
     """One attention branch for all classes.
 
     Args:
-        dim: Embedding dimension D of the tokens.
-        classes: Number of classes.
         width: Width of the features.
         attention: Width of the attention.
         dropout: Dropout of the features.

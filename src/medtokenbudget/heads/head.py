@@ -46,33 +46,29 @@ class Head(nn.Module, ABC):
 
     @abstractmethod
     def logits(self, pooled: Any, generator: torch.Generator | None = None) -> Tensor:
-        """Logits [..., C] of pooled tokens [..., D]; `generator` feeds the dropout in training mode."""
+        """Compute logits [..., C] of pooled tokens [..., D]; `generator` feeds the dropout in training mode."""
 
     def forward(self, pooled: Any, generator: torch.Generator | None = None) -> Tensor:
-        """Logits [..., C] of pooled tokens [..., D]."""
+        """Check the tokens and compute their logits."""
         if pooled.shape[-1] != self.dim:
             raise ShapeError(f"This head reads tokens of dimension {self.dim}, got {pooled.shape[-1]}.")
         return self.logits(pooled.to(next(self.parameters()).dtype), generator)
 
     def read(self, selection: Selection, grid: tuple[int, int]) -> Tensor:
-        """Logits [B, C] of a selection on a grid of patches."""
+        """Compute the logits [B, C] of a selection on a grid of patches."""
         return self(selection.pooled())
 
     def training_step(self, kept: Any, label: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor | None]:
-        """Logits [B, C] of what the head reads, and the head's own loss beside the classification, or None.
+        """Compute the logits [B, C] of what the head reads, and the head's own loss in addition to the classification, or None.
 
-        Args:
-            kept: Pooled tokens [B, D], or a `TokenSet` for heads that read tokens.
-            label: [B] class indices, -1 where unknown.
-            generator: Source of the dropout noise.
+        Labels [B] are class indices, -1 where unknown.
         """
         return self(kept, generator), None
 
     def options(self) -> dict[str, Any]:
-        """Arguments that build this head again beside `dim` and `classes`, as JSON values."""
+        """Return the arguments that build this head again, all but `dim` and `classes`, as JSON values."""
         names = [name for name in inspect.signature(type(self)).parameters if name not in ("dim", "classes")]
-        lost = [name for name in names if not hasattr(self, name)]
-        if lost:
+        if lost := [name for name in names if not hasattr(self, name)]:
             raise RequestError(f"Head '{self.name}' must keep its options as attributes to be saved; missing: {', '.join(lost)}.")
         return {name: list(value) if isinstance(value := getattr(self, name), tuple) else value for name in names}
 
@@ -84,18 +80,16 @@ class TokenHead(Head):
 
     @abstractmethod
     def logits(self, kept: TokenSet, generator: torch.Generator | None = None) -> Tensor:
-        """Logits [B, C] of the tokens; one with weight 0 must not count."""
+        """Compute logits [B, C] of the tokens; one with weight 0 must not count."""
 
     def forward(self, kept: TokenSet, generator: torch.Generator | None = None) -> Tensor:
-        """Logits [B, C] of the tokens."""
         return self.logits(self.check(kept), generator)
 
     def read(self, selection: Selection, grid: tuple[int, int]) -> Tensor:
-        """Logits [B, C] of a selection on a grid of patches."""
         return self(TokenSet.of(selection, grid))
 
     def check(self, kept: TokenSet) -> TokenSet:
-        """The tokens, if this head can read them."""
+        """Return the tokens, if this head can read them."""
         if not isinstance(kept, TokenSet):
             raise ShapeError(
                 f"Head '{self.name}' reads tokens, not their mean. Pass a TokenSet, for example TokenSet.of(selection, grid)."
@@ -112,11 +106,9 @@ class TokenHead(Head):
 
 
 def weighted_softmax(logits: Tensor, weights: Tensor) -> Tensor:
-    """`w_i exp(l_i) / sum_j w_j exp(l_j)` over the last dimension, also differentiable where a weight is 0.
+    """Compute `w_i exp(l_i) / sum_j w_j exp(l_j)` of logits [..., K], also differentiable where a weight is 0.
 
-    Args:
-        logits: [..., K].
-        weights: [..., K], broadcast to the logits; at least one above 0 in each row.
+    The weights [..., K] are broadcast to the logits; at least one is above 0 in each row.
     """
     weights = weights.expand_as(logits)
     top = logits.detach().masked_fill(weights <= 0, -torch.inf).amax(-1, keepdim=True)

@@ -61,8 +61,6 @@ class TransMIL(TokenHead):
     """Linear, ReLU, class token, attention, position encoding, attention, LayerNorm and a linear layer on the class token.
 
     Args:
-        dim: Embedding dimension D of the tokens.
-        classes: Number of classes.
         width: Width of the transformer.
         heads: Attention heads.
         dropout: Dropout of the features.

@@ -1,6 +1,6 @@
-"""The base of every selector and selectors by name. Rankers only write `score`; mergers write `select`; the rest is inherited.
+"""The contract of a selector, and selectors by name. Rankers write `score`, all others write `choose`; the rest is inherited.
 
-Other packages build on this file: it is the contract of a selector, with all checks of its input.
+Other packages build on this file. `select` checks what it is given, so `score` and `choose` never need to.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ class Selector(ABC):
         line: Matplotlib line style in figures.
         reference: Whether it is no competitor: it has no budget, or it sees the mask.
         in_default_sweep: Whether a sweep that names no methods includes it, for selectors of other packages.
-        kind: A 'ranker' keeps the K best patches of one ranking. A 'sampler' keeps K patches as they are, but those of a small K
-            need not be among those of a larger one. A 'merger' makes K new tokens.
+        kind: A 'ranker' keeps the K best patches of one ranking. A 'sampler' keeps K unchanged patches, but those of a small K
+            need not be kept at a larger one. A 'merger' makes K new tokens.
         learns: Whether it has parameters to train; see `LearnedSelector`.
         stochastic: Whether it draws from the generator that it is given.
         reads_routed: Whether it also reads tokens that were routed before or inside the backbone, which have no whole grid.
         ablations: Names of parts that can be switched off after training, with `ablate`.
         variants: Options by name, for selectors that do not learn: `tome:keys` is `tome` with the options of its variant 'keys'.
-        requires: Fields of `TokenBatch` that it reads beside the patches. With `has_mask`, every image needs a mask. An instance
-            may read more than its class, by its options.
+        requires: Fields of `TokenBatch` that it reads in addition to the patches. With `has_mask`, every image needs a mask. An
+            instance may read more than its class, by its options.
     """
 
     name: ClassVar[str] = ""
@@ -71,13 +71,12 @@ class Selector(ABC):
         self.minimum = minimum
 
     def options(self) -> dict[str, Any]:
-        """Constructor options (all but `dim`) as JSON values, so that a saved model can build this selector again.
+        """Return the constructor options (all but `dim`) as JSON values, so that a saved model can build this selector again.
 
         The default reads the attributes with the names of the options; a selector that stores them elsewhere overrides this.
         """
         names = [name for name in inspect.signature(type(self)).parameters if name != "dim"]
-        missing = [name for name in names if not hasattr(self, name)]
-        if missing:
+        if missing := [name for name in names if not hasattr(self, name)]:
             raise RequestError(
                 f"Selector '{self.name}' does not store its option(s) {', '.join(missing)}, so it cannot be saved. "
                 "Keep each option as an attribute of the same name, or override options()."
@@ -85,32 +84,36 @@ class Selector(ABC):
         return {name: getattr(self, name) for name in names}
 
     @abstractmethod
+    def choose(self, tokens: TokenBatch, k: int, generator: torch.Generator | None = None) -> Selection:
+        """Give k tokens of each image of a batch that was checked, with k from 1 to N."""
+
     def select(self, tokens: TokenBatch, k: int, generator: torch.Generator | None = None) -> Selection:
-        """K tokens of each image."""
+        """Give exactly k tokens of each image; `generator` is the source of all randomness."""
+        k = check_k(k, tokens.n)
+        return self.choose(self.check(tokens), k, generator)
 
     def count(self, budget: float, n: int) -> int:
-        """Tokens given for n patches at a budget."""
+        """Return the number of tokens given for n patches at a budget."""
         return budget_to_k(budget, n, self.minimum)
 
     def select_budget(self, tokens: TokenBatch, budget: float, generator: torch.Generator | None = None) -> Selection:
-        """`select` with the K of a budget."""
+        """Select with the K of a budget."""
         return self.select(tokens, self.count(budget, tokens.n), generator)
 
     def pooled(self, tokens: TokenBatch, budgets: Sequence[float], generator: torch.Generator | None = None) -> Tensor:
-        """Pooled means at each budget, [B, len(budgets), D] in fp32."""
+        """Return the pooled means at each budget, [B, len(budgets), D] in fp32."""
         return torch.stack([self.select_budget(tokens, budget, generator).pooled() for budget in budgets], dim=1)
 
     def check(self, tokens: TokenBatch) -> TokenBatch:
-        """The batch itself, if it has what this selector reads, and that and its patches are finite."""
+        """Return the batch itself, if it has what this selector reads, and that and its patches are finite."""
         if tokens.places is not None and not self.reads_routed:
             raise RequestError(
                 f"Selector '{self.name}' chooses among all patches, but these tokens were routed before or inside the backbone. "
                 "Use no-pruning, which reads them all."
             )
-        missing = [field for field in self.requires if getattr(tokens, field) is None]
-        if missing:
+        if missing := [field for field in self.requires if getattr(tokens, field) is None]:
             stored = [field for field in missing if field in SIGNALS]
-            advice = f"with --signals {' '.join(stored)}" if stored else "with it"
+            advice = f"with the `signals` {' '.join(stored)}" if stored else "with it"
             raise MissingSignalError(
                 f"Selector '{self.name}' reads {', '.join(missing)}, which this batch does not have. "
                 f"Extract the tokens {advice}, or choose another selector."
@@ -122,10 +125,6 @@ class Selector(ABC):
             )
         return tokens.require_finite(self.requires)
 
-    def read(self, tokens: TokenBatch, field: str) -> Tensor:
-        """Return a field that this selector requires, [B, N] in fp32, after `check`."""
-        return getattr(self.check(tokens), field).float()
-
 
 class Ranker(Selector):
     """Keeps the K patches with the highest score; ties are broken by index."""
@@ -134,30 +133,32 @@ class Ranker(Selector):
 
     @abstractmethod
     def score(self, tokens: TokenBatch, generator: torch.Generator | None = None) -> Tensor:
-        """One finite number per patch, [B, N]; the highest are kept first."""
+        """Give one finite number per patch, [B, N]; the highest are kept first."""
 
     def order(self, tokens: TokenBatch, generator: torch.Generator | None = None) -> Tensor:
-        """Patches from best to worst, int64 [B, N]."""
-        scores = self.score(self.check(tokens), generator)
+        """Order the patches from best to worst, int64 [B, N]."""
+        return self._ranked(self.check(tokens), generator)
+
+    def _ranked(self, tokens: TokenBatch, generator: torch.Generator | None) -> Tensor:
+        scores = self.score(tokens, generator)
         if tuple(scores.shape) != (len(tokens), tokens.n):
             raise ShapeError(f"Selector '{self.name}' must return scores {[len(tokens), tokens.n]}, got {list(scores.shape)}.")
         return rank(scores.detach())
 
-    def select(self, tokens: TokenBatch, k: int, generator: torch.Generator | None = None) -> Selection:
-        k = check_k(k, tokens.n)
-        return gather(tokens.patches, self.order(tokens, generator)[:, :k])
+    def choose(self, tokens: TokenBatch, k: int, generator: torch.Generator | None = None) -> Selection:
+        return gather(tokens.patches, self._ranked(tokens, generator)[:, :k])
 
     def pooled(self, tokens: TokenBatch, budgets: Sequence[float], generator: torch.Generator | None = None) -> Tensor:
-        """Pooled means at each budget from one ordering, [B, len(budgets), D] in fp32."""
+        """Return the pooled means at each budget from one ordering, [B, len(budgets), D] in fp32."""
         counts = [self.count(budget, tokens.n) for budget in budgets]
         return pooled_means(tokens.patches, self.order(tokens, generator), counts)
 
 
 class Merger(Selector):
-    """Makes K new tokens from the patches. Subclasses write `select`, which gives a `Selection` with `kept` None.
+    """Makes K new tokens from the patches. Subclasses write `choose`, which gives a `Selection` with `kept` None.
 
     Attributes:
-        ranks_by: The field of `TokenBatch` whose highest patches stay as they are; None if every patch may merge. Early routing
+        ranks_by: The field of `TokenBatch` whose highest patches stay unchanged; None if every patch may merge. Early routing
             chooses by it, and makes the token of the others itself.
     """
 
@@ -166,7 +167,7 @@ class Merger(Selector):
 
 
 def routed_before(tokens: TokenBatch) -> Selection:
-    """All tokens of a batch that was routed before or inside the backbone, as a selection of its grid."""
+    """Return all tokens of a batch that was routed before or inside the backbone, as a selection of its grid."""
     assert tokens.places is not None
     b, k = tokens.places.shape
     order = torch.arange(k, device=tokens.places.device).expand(b, k)
@@ -177,7 +178,7 @@ def routed_before(tokens: TokenBatch) -> Selection:
 
 
 def gather(patches: Tensor, indices: Tensor) -> Selection:
-    """The patches at `indices` [B, K] as a selection, in that order."""
+    """Return the patches at `indices` [B, K] as a selection, in that order."""
     b, n, d = patches.shape
     k = indices.shape[1]
     rows = (indices + n * torch.arange(b, device=indices.device).unsqueeze(1)).flatten()
@@ -193,7 +194,7 @@ def gather(patches: Tensor, indices: Tensor) -> Selection:
 
 
 def pooled_means(patches: Tensor, order: Tensor, counts: Sequence[int]) -> Tensor:
-    """Means of the first K patches of `order` [B, N] for each K of `counts`, [B, len(counts), D] in fp32.
+    """Compute the means of the first K patches of `order` [B, N] for each K of `counts`, [B, len(counts), D] in fp32.
 
     The patches between two successive K are summed first (one product with a 0/1 matrix), then those few sums cumulatively.
     """

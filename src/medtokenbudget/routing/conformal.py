@@ -52,7 +52,7 @@ class Promise:
         return float(1 - Fraction(str(level)))
 
     def allowed_losses(self, lesion: ArrayLike) -> Counts:
-        """`[n]` lesion patches that images with `lesion` [n] lesion patches may lose and still keep `retention` of them."""
+        """Return how many of `lesion` [n] lesion patches each image may lose and still keep `retention` of them, `[n]`."""
         loss = 1 - Fraction(str(self.retention))
         return np.array([int(loss * int(size)) for size in np.asarray(lesion).reshape(-1)], np.int64)
 
@@ -81,16 +81,9 @@ class Threshold:
 
 
 def kept_counts(scores: ArrayLike, threshold: float, minimum: int = 1, most: int | None = None) -> Counts:
-    """Patches that each image keeps: those with `threshold` or a higher score, at least `minimum` and at most `most` of the best.
+    """Count the patches that each image keeps, scores `[n, N]` to `[n]`: the first of the ranking of its scores.
 
-    Args:
-        scores: `[n, N]`.
-        threshold: Lowest score that is kept.
-        minimum: Fewest patches of an image.
-        most: Most patches of an image; None means N.
-
-    Returns:
-        `[n]` counts; the patches are the first of the ranking of the scores.
+    They are those with `threshold` or a higher score, at least `minimum` and at most `most` (None means N) of the best.
 
     Example:
         >>> kept_counts([[0.9, 0.8, 0.1], [0.3, 0.2, 0.1]], threshold=0.5).tolist()
@@ -102,7 +95,7 @@ def kept_counts(scores: ArrayLike, threshold: float, minimum: int = 1, most: int
 
 
 def lesion_kept(scores: ArrayLike, lesion: ArrayLike, counts: ArrayLike) -> Floats:
-    """Share of each image's lesion among its `counts` [n] best patches, `[n]`; NaN without a lesion patch."""
+    """Measure the share of each image's lesion among its `counts` [n] best patches, `[n]`; NaN without a lesion patch."""
     values, inside = _scores(scores), np.asarray(lesion, bool)
     kept = (_ranks(values) < np.asarray(counts).reshape(-1, 1)) & inside
     sizes = inside.sum(1)
@@ -110,7 +103,7 @@ def lesion_kept(scores: ArrayLike, lesion: ArrayLike, counts: ArrayLike) -> Floa
 
 
 def group_mean(values: ArrayLike, groups: Sequence[str]) -> float:
-    """Mean over groups of the mean over the images of each group; NaN values are left out.
+    """Average over groups the mean over the images of each group; NaN values are left out.
 
     Example:
         >>> group_mean([1.0, 0.0, 0.5], ["a", "b", "b"])
@@ -130,7 +123,7 @@ def pick_threshold(
     minimum: int = 1,
     most: int | None = None,
 ) -> Threshold:
-    """The highest threshold that keeps a promise on calibration images, by conformal risk control.
+    """Pick the highest threshold that keeps a promise on calibration images, by conformal risk control.
 
     The exchangeable units are groups (lesions, patients): the loss of a group is the mean over its images. Images without a lesion
     patch cannot lose any and are left out.
@@ -143,9 +136,6 @@ def pick_threshold(
         minimum: Fewest patches of an image.
         most: Most patches of an image (a cap); it is part of the rule, so the promise holds with it or is refused.
 
-    Returns:
-        The threshold.
-
     Raises:
         RequestError: There are too few groups for this promise, or the cap does not allow it.
 
@@ -153,45 +143,6 @@ def pick_threshold(
         >>> scores, lesion = [[0.9, 0.6, 0.2]] * 9, [[1, 1, 0]] * 9
         >>> pick_threshold(Promise(0.5), scores, lesion).value  # losing 0.6 everywhere would be a corrected risk of 0.55
         0.6
-    """
-    at, weight, units, images = _events(promise, scores, lesion, groups, minimum, most)
-    order = np.argsort(at, kind="stable")
-    at, weight = at[order], weight[order]
-    # The risk at a threshold is the weight of the events below it; it grows with the threshold.
-    finite = np.isfinite(at)
-    lowest = float(weight[at == -np.inf].sum())
-    _check_possible(promise, lowest, units)
-    if not finite.any():  # whatever the threshold is, each image keeps its fewest or its most patches
-        return Threshold(float(_scores(scores).max()), lowest, corrected_risk(lowest, units), units, images)
-    candidates, first = np.unique(at[finite], return_index=True)
-    total = lowest + np.concatenate([[0.0], np.cumsum(weight[finite])])
-    candidates, below = np.append(candidates, np.nextafter(candidates[-1], np.inf)), total[np.append(first, -1)]
-    bounds = corrected_risk(below, units)
-    best = int(np.flatnonzero(bounds <= promise.alpha + _SLACK)[-1])
-    return Threshold(float(candidates[best]), float(below[best]), float(bounds[best]), units, images)
-
-
-def corrected_risk(risk: ArrayLike, groups: int) -> Any:
-    """`n / (n + 1) * risk + 1 / (n + 1)`: the risk as if one more group had lost everything."""
-    return (groups * np.asarray(risk, float) + 1) / (groups + 1)
-
-
-def groups_needed(promise: Promise) -> int:
-    """Fewest calibration groups with which a promise can be kept at all: `1 / (n + 1) <= alpha`."""
-    return -(-1 // (1 - Fraction(str(promise.retention if promise.coverage is None else promise.coverage)))) - 1
-
-
-def _events(
-    promise: Promise,
-    scores: ArrayLike,
-    lesion: ArrayLike,
-    groups: Sequence[str] | None,
-    minimum: int,
-    most: int | None,
-) -> tuple[Floats, Floats, int, int]:
-    """Scores above which a threshold loses something, what each of them adds to the risk, and the numbers of groups and images.
-
-    For the mean, every lesion patch is an event; for the coverage, the one patch of each image whose loss is one too many.
     """
     values, inside = _scores(scores), np.asarray(lesion, bool)
     if inside.shape != values.shape:
@@ -203,17 +154,52 @@ def _events(
     measured = inside.any(1)
     if not measured.any():
         raise RequestError("No calibration image has a lesion patch, so nothing can be promised about the lesion.")
-    values, inside, named = values[measured], inside[measured], named[measured]
+    at, weight, units = _losses(promise, values[measured], inside[measured], named[measured], (lowest, highest))
+    order = np.argsort(at, kind="stable")
+    at, weight, images = at[order], weight[order], int(measured.sum())
+    # The risk at a threshold is the weight of the losses below it; it grows with the threshold.
+    finite = np.isfinite(at)
+    unavoidable = float(weight[at == -np.inf].sum())
+    _check_possible(promise, unavoidable, units)
+    if not finite.any():  # whatever the threshold is, each image keeps its fewest or its most patches
+        return Threshold(float(values.max()), unavoidable, corrected_risk(unavoidable, units), units, images)
+    candidates, first = np.unique(at[finite], return_index=True)
+    total = unavoidable + np.concatenate([[0.0], np.cumsum(weight[finite])])
+    candidates, below = np.append(candidates, np.nextafter(candidates[-1], np.inf)), total[np.append(first, -1)]
+    bounds = corrected_risk(below, units)
+    best = int(np.flatnonzero(bounds <= promise.alpha + _SLACK)[-1])
+    return Threshold(float(candidates[best]), float(below[best]), float(bounds[best]), units, images)
+
+
+def _losses(
+    promise: Promise, values: Floats, inside: NDArray[np.bool_], groups: NDArray[np.str_], limits: tuple[int, int]
+) -> tuple[Floats, Floats, int]:
+    """Find the scores above which a threshold loses something, what each of them adds to the risk, and the number of groups.
+
+    For the mean, every lesion patch is a loss; for the coverage, the one patch of each image whose loss is one too many.
+    """
+    lowest, highest = limits
     ranks = _ranks(values)
+    # What the minimum keeps is never lost, what the cap drops always is.
     values = np.where(ranks < lowest, np.inf, np.where(ranks >= highest, -np.inf, values))
-    _, member, sizes = np.unique(named, return_inverse=True, return_counts=True)
+    _, member, sizes = np.unique(groups, return_inverse=True, return_counts=True)
     share = 1 / (len(sizes) * sizes[member])
     if promise.coverage is None:
         rows, columns = np.nonzero(inside)
-        return values[rows, columns], (share / inside.sum(1))[rows], len(sizes), len(values)
+        return values[rows, columns], (share / inside.sum(1))[rows], len(sizes)
     ascending = np.sort(np.where(inside, values, np.inf), axis=1)
-    critical = ascending[np.arange(len(values)), promise.allowed_losses(inside.sum(1))]
-    return critical, share, len(sizes), len(values)
+    return ascending[np.arange(len(values)), promise.allowed_losses(inside.sum(1))], share, len(sizes)
+
+
+def corrected_risk(risk: ArrayLike, groups: int) -> Any:
+    """Compute `n / (n + 1) * risk + 1 / (n + 1)`: the risk as if one more group had lost everything."""
+    return (groups * np.asarray(risk, float) + 1) / (groups + 1)
+
+
+def groups_needed(promise: Promise) -> int:
+    """Return the fewest calibration groups with which a promise can be kept at all: `1 / (n + 1) <= alpha`."""
+    # In fractions, because 1 - 0.9 is less than a tenth in floats, which would ask for one group too many.
+    return -(-1 // (1 - Fraction(str(promise.retention if promise.coverage is None else promise.coverage)))) - 1
 
 
 def _check_possible(promise: Promise, lowest: float, groups: int) -> None:
@@ -241,7 +227,7 @@ def _limits(n: int, minimum: int, most: int | None) -> tuple[int, int]:
 
 
 def _ranks(scores: Floats) -> Counts:
-    """Place of each patch in the ranking of its image, best first, ties by index: as `topk.rank`."""
+    """Number each patch by its place in the ranking of its image, best first, ties by index: as `topk.rank`."""
     order = np.argsort(-scores, axis=1, kind="stable")
     ranks = np.empty_like(order)
     np.put_along_axis(ranks, order, np.broadcast_to(np.arange(scores.shape[1]), order.shape), axis=1)

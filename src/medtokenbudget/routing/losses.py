@@ -21,7 +21,7 @@ _UNLABELED = -1
 
 
 def classification_loss(logits: Tensor, label: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Cross-entropy of logits [B, C] and labels [B], with optional class weights [C]; images labelled -1 do not count."""
+    """Compute the cross-entropy of logits [B, C] and labels [B], with class weights [C]; images labeled -1 do not count."""
     if logits.ndim != 2 or label.shape != logits.shape[:1]:
         raise ShapeError(f"Logits must be [B, C] and label [B], got {list(logits.shape)} and {list(label.shape)}.")
     if not bool((label != _UNLABELED).any()):
@@ -30,12 +30,12 @@ def classification_loss(logits: Tensor, label: Tensor, weights: Tensor | None = 
 
 
 def budget_deviation(k: int, n: int, budget: float) -> float:
-    """|K / N - budget|: what rounding and the minimum K add. A diagnostic without gradient."""
+    """Compute |K / N - budget|: what rounding and the minimum K add. A diagnostic without gradient."""
     return abs(k / n - float(budget))
 
 
 def diversity_loss(scores: Tensor) -> Tensor:
-    """Mean of max(0, cosine) over pairs of different images (Eq. 5), scores [B, N]; zero for a batch of one."""
+    """Average max(0, cosine) over pairs of different images (Eq. 5), scores [B, N]; zero for a batch of one."""
     b = _checked(scores).shape[0]
     if b < 2:
         return scores.sum() * 0.0
@@ -46,9 +46,9 @@ def diversity_loss(scores: Tensor) -> Tensor:
 
 
 def lesion_loss(scores: Tensor, lesion: Tensor, has_mask: Tensor, from_logits: bool = False) -> Tensor:
-    """Binary cross-entropy of scores [B, N] and lesion patches [B, N] (Eq. 6), over the patches of the images with a mask [B].
+    """Compute the binary cross-entropy of scores and lesion patches, both [B, N] (Eq. 6), over the images with a mask [B].
 
-    from_logits  `scores` are logits, which is the stable way; scores in [0, 1] are held off 0 and 1
+    With `from_logits` the scores are logits, which is the stable way; scores in [0, 1] are held off 0 and 1.
     """
     _check_agree("Scores", scores, lesion, has_mask)
     rows = has_mask.bool()
@@ -62,7 +62,7 @@ def lesion_loss(scores: Tensor, lesion: Tensor, has_mask: Tensor, from_logits: b
 
 
 def lesion_mass_loss(attention: Tensor, lesion: Tensor, has_mask: Tensor) -> Tensor:
-    """Mean of `-log(attention on lesion patches)`: the lesion loss of tokens that are mixtures of all patches.
+    """Average `-log(attention on lesion patches)`: the lesion loss of tokens that are mixtures of all patches.
 
     Args:
         attention: [B, N] share of each patch in the mean of the tokens; rows sum to 1.
@@ -78,7 +78,7 @@ def lesion_mass_loss(attention: Tensor, lesion: Tensor, has_mask: Tensor) -> Ten
 
 
 def lesion_term(logits: Tensor, tokens: TokenBatch, weight: float) -> Tensor:
-    """The lesion loss of score logits [B, N] on a batch: zero without masks, without gradient if its weight is 0."""
+    """Compute the lesion loss of score logits [B, N] on a batch: zero without masks, without gradient if its weight is 0."""
     with _graph_if(weight):
         if tokens.lesion is None or tokens.has_mask is None:
             return logits.sum() * 0.0
@@ -86,7 +86,7 @@ def lesion_term(logits: Tensor, tokens: TokenBatch, weight: float) -> Tensor:
 
 
 def lesion_mass_term(attention: Tensor, tokens: TokenBatch, weight: float) -> Tensor:
-    """The lesion loss of attention [B, N] on a batch: zero without masks, without gradient if its weight is 0."""
+    """Compute the lesion loss of attention [B, N] on a batch: zero without masks, without gradient if its weight is 0."""
     with _graph_if(weight):
         if tokens.lesion is None or tokens.has_mask is None:
             return attention.sum() * 0.0
@@ -94,7 +94,7 @@ def lesion_mass_term(attention: Tensor, tokens: TokenBatch, weight: float) -> Te
 
 
 def distillation_loss(scores: Tensor, cls_attention: Tensor) -> Tensor:
-    """Mean squared distance of scores [B, N] from the max-normalized class attention [B, N] (Eq. 7)."""
+    """Compute the mean squared distance of scores [B, N] from the max-normalized class attention [B, N] (Eq. 7)."""
     if cls_attention.shape != _checked(scores).shape:
         raise ShapeError(f"Scores {list(scores.shape)} and cls_attention {list(cls_attention.shape)} must agree.")
     attention = cls_attention.float()
@@ -113,7 +113,7 @@ def scorer_terms(
     cls_attention: Tensor | None = None,
     score_logits: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """The terms of the paper's objective that depend on the scores alone, unweighted.
+    """Compute the terms of the paper's objective that depend on the scores alone, unweighted.
 
     Args:
         scores: [B, N] raw scores in [0, 1].
@@ -144,13 +144,13 @@ def scorer_terms(
     elif weights.distillation:
         raise MissingSignalError(
             "The distillation loss needs the attention of a class token, which this store does not have. "
-            "Set --losses.distillation 0 to train without it."
+            "Set `losses.distillation=0` to train without it."
         )
     return terms
 
 
 def total_loss(terms: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
-    """Weighted sum of the terms; a term without a weight counts once."""
+    """Sum the weighted terms; a term without a weight counts once."""
     return torch.stack([weights.get(name, 1.0) * term for name, term in terms.items()]).sum()
 
 

@@ -15,7 +15,6 @@ from torch.nn import functional as F
 
 from medtokenbudget.errors import UnknownNameError
 from medtokenbudget.routing.base import Merger
-from medtokenbudget.routing.topk import check_k
 from medtokenbudget.tokens import Selection, TokenBatch
 
 Compared = Literal["patches", "keys"]
@@ -23,12 +22,7 @@ Compared = Literal["patches", "keys"]
 
 
 class ComparingMerger(Merger):
-    """A merger that compares the patches or, with `compare='keys'`, the mean keys of the block that they come from.
-
-    Args:
-        compare: 'patches' or 'keys'.
-        minimum: Fewest tokens kept at any budget.
-    """
+    """A merger that compares the patches or, with `compare='keys'`, the mean keys of the block that they come from."""
 
     variants = MappingProxyType({"keys": {"compare": "keys"}})
 
@@ -41,33 +35,29 @@ class ComparingMerger(Merger):
             self.requires = ("mean_key",)
 
     def compared(self, tokens: TokenBatch) -> Tensor:
-        """What is compared, [B, N, D] or [B, N, d] in fp32."""
+        """Return what is compared, [B, N, D] or [B, N, d] in fp32."""
         if self.compare == "patches":
             return tokens.patches.float()
         assert tokens.mean_key is not None
         return tokens.mean_key.float()
-
-    def with_compared(self, tokens: TokenBatch) -> tuple[Tensor, int]:
-        """The patches with what is compared beside them, so that both are merged, and the feature where it begins."""
-        if self.compare == "patches":
-            return tokens.patches.float(), 0
-        return torch.cat([tokens.patches.float(), self.compared(tokens)], -1), tokens.dim
 
 
 class RoundMerger(ComparingMerger):
     """A merger that removes up to half of the tokens in each round until K are left; `weights` are the group sizes."""
 
     @abstractmethod
-    def merge_round(self, x: Tensor, size: Tensor, r: int, first: int) -> tuple[Tensor, Tensor, Tensor]:
+    def merge_round(self, x: Tensor, size: Tensor, r: int, first: int = 0) -> tuple[Tensor, Tensor, Tensor]:
         """Merge r of the tokens x [B, n, D] with sizes [B, n], comparing the features from `first` on.
 
         Returns:
             The n - r tokens, their sizes, and where each of the n tokens went, int64 [B, n].
         """
 
-    def select(self, tokens: TokenBatch, k: int, generator: torch.Generator | None = None) -> Selection:
-        k = check_k(k, tokens.n)
-        x, first = self.with_compared(self.check(tokens))
+    def choose(self, tokens: TokenBatch, k: int, generator: torch.Generator | None = None) -> Selection:
+        x, first = tokens.patches.float(), 0
+        if self.compare == "keys":
+            # Keys as further features of the patches: the keys of merged tokens are then merged like the tokens.
+            x, first = torch.cat([x, self.compared(tokens)], -1), tokens.dim
         size = torch.ones(x.shape[:2], device=x.device)
         assignment = torch.arange(tokens.n, device=x.device).repeat(len(x), 1)
         while x.shape[1] > k:
@@ -78,7 +68,7 @@ class RoundMerger(ComparingMerger):
 
 
 def group_means(patches: Tensor, assignment: Tensor, k: int, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Weighted mean of the patches in each group.
+    """Compute the weighted mean of the patches in each group.
 
     Args:
         patches: `[B, N, D]`.
@@ -96,13 +86,13 @@ def group_means(patches: Tensor, assignment: Tensor, k: int, weights: Tensor | N
 
 
 def merge(patches: Tensor, assignment: Tensor, k: int, weights: Tensor | None = None) -> Selection:
-    """The selection whose tokens are the group means; arguments as in `group_means`."""
+    """Return the selection whose tokens are the group means; arguments as in `group_means`."""
     means, sizes = group_means(patches, assignment, k, weights)
     return Selection(tokens=means.to(patches.dtype), weights=sizes, assignment=assignment)
 
 
 def squared_distances(patches: Tensor) -> Tensor:
-    """Squared Euclidean distances between the patches of each image, `[B, N, D]` to `[B, N, N]`; zero on the diagonal."""
+    """Compute squared Euclidean distances between the patches of each image, `[B, N, D]` to `[B, N, N]`; zero on the diagonal."""
     x = patches.float()
     x = x - x.mean(1, keepdim=True)  # the same distances from smaller numbers
     squared = x.square().sum(-1)
@@ -112,30 +102,31 @@ def squared_distances(patches: Tensor) -> Tensor:
 
 
 def cosine_similarities(patches: Tensor) -> Tensor:
-    """Cosine similarities between the patches of each image, `[B, N, D]` to `[B, N, N]`."""
+    """Compute cosine similarities between the patches of each image, `[B, N, D]` to `[B, N, N]`."""
     unit = F.normalize(patches.float(), dim=-1)
     return torch.bmm(unit, unit.transpose(1, 2))
 
 
 def nearest_center(distances: Tensor, centers: Tensor) -> Tensor:
-    """Which of the centers each patch is nearest to.
+    """Number the nearest of the centers [B, K] for each patch, from distances `[B, N, N]` to `[B, N]`; ties go to the first."""
+    return _leading(distances.take_along_dim(centers.unsqueeze(1), 2).argmin(2), centers)
 
-    Args:
-        distances: `[B, N, N]` distances between the patches.
-        centers: `[B, K]` patch indices of the centers.
 
-    Returns:
-        `[B, N]` numbers of the centers; a center belongs to itself, ties go to the first center.
-    """
-    to_centers = distances.take_along_dim(centers.unsqueeze(1), 2)  # [B, N, K]
-    numbers = torch.arange(centers.shape[1], device=centers.device).expand_as(centers)
-    # Identical patches are at distance zero from one another's center: only this keeps every group non-empty.
-    return to_centers.argmin(2).scatter(1, centers, numbers)
+def most_similar(patches: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
+    """Find the most similar of the patches `kept` [B, K] for each patch: its cosine similarity and its number, both `[B, N]`."""
+    similarity, host = cosine_similarities(patches).take_along_dim(kept.unsqueeze(1), 2).max(2)
+    return similarity, _leading(host, kept)
 
 
 def with_rest(patches: Tensor, kept: Tensor, weights: Tensor | None = None) -> Selection:
-    """The patches `kept` [B, K - 1] as they are, then one token that is the mean of all others, weighted by `weights` [B, N]."""
-    b, n, _ = patches.shape
-    places = torch.arange(kept.shape[1], device=patches.device).expand_as(kept)
-    rest = torch.full((b, n), kept.shape[1], device=patches.device)
-    return merge(patches, rest.scatter(1, kept, places), kept.shape[1] + 1, weights)
+    """Return the unchanged patches `kept` [B, K - 1], then the mean of all others, weighted by `weights` [B, N]."""
+    rest = torch.full(patches.shape[:2], kept.shape[1], device=patches.device)
+    return merge(patches, _leading(rest, kept), kept.shape[1] + 1, weights)
+
+
+def _leading(assignment: Tensor, leaders: Tensor) -> Tensor:
+    """Put each of the leaders [B, K] into the group of its number.
+
+    Identical patches are equally near to all leaders among them: only this keeps every group non-empty.
+    """
+    return assignment.scatter(1, leaders, torch.arange(leaders.shape[1], device=leaders.device).expand_as(leaders))

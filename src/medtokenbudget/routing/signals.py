@@ -24,12 +24,10 @@ _PAIRS: dict[str, tuple[tuple[int, int], ...]] = {
 
 
 def attention_entropy(attention: Tensor) -> Tensor:
-    """Focus of each patch's attention, `1 - H / log N` (Eq. 1).
+    """Compute the focus of each patch's attention, `1 - H / log N` (Eq. 1), [B, N].
 
-    attention  [B, H, N, N] or its head mean [B, N, N], weights from patch i (row) to patch j, each in [0, 1]
-    returns    [B, N]
-
-    The sum runs over the patches alone. Rows need not sum to one: the softmax also saw the prefix tokens.
+    `attention` is [B, H, N, N] or its head mean [B, N, N]: weights from patch i (row) to patch j, each in [0, 1]. The
+    sum runs over the patches alone. Rows need not sum to one: the softmax also saw the prefix tokens.
     """
     if attention.ndim not in (3, 4) or attention.shape[-1] != attention.shape[-2]:
         raise ShapeError(f"Attention must be [B, H, N, N] or [B, N, N], got {list(attention.shape)}.")
@@ -46,14 +44,14 @@ def attention_entropy(attention: Tensor) -> Tensor:
 
 
 def feature_norm(patches: Tensor) -> Tensor:
-    """L2 norm of each patch over the largest norm of its image (Eq. 2): [B, N, D] to [B, N] in [0, 1]."""
+    """Divide the L2 norm of each patch by the largest norm of its image (Eq. 2): [B, N, D] to [B, N] in [0, 1]."""
     norms = torch.linalg.vector_norm(_patches(patches), dim=-1, dtype=torch.float32)
     largest = norms.amax(1, keepdim=True)
     return norms / largest.clamp_min(torch.finfo(norms.dtype).tiny)
 
 
 def local_contrast(patches: Tensor, grid: tuple[int, int], neighborhood: Neighborhood = "raster") -> Tensor:
-    """Mean cosine dissimilarity of each patch to its neighbors (Eq. 3, 4): [B, N, D] to [B, N] in [0, 2].
+    """Average the cosine dissimilarity of each patch to its neighbors (Eq. 3, 4): [B, N, D] to [B, N] in [0, 2].
 
     'raster' is the paper's 1D order, in which the end of a row touches the start of the next. 'grid4' and 'grid8' are the true
     2D neighborhoods, which end at the border. A patch without neighbors has contrast 0; a zero patch is dissimilar (1) to all.
@@ -77,16 +75,16 @@ def local_contrast(patches: Tensor, grid: tuple[int, int], neighborhood: Neighbo
 
 
 def _shifted(h: int, w: int, down: int, right: int) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
-    """The two windows of a [B, h, w, ...] field that lie (down, right) apart."""
+    """Return the two windows of a [B, h, w, ...] field that lie (down, right) apart."""
     here = slice(None), slice(0, max(h - down, 0)), slice(max(-right, 0), max(w - max(right, 0), 0))
     there = slice(None), slice(down, h), slice(max(right, 0), max(w - max(-right, 0), 0))
     return here, there
 
 
 def pseudo_attention(patches: Tensor, temperature: float = PSEUDO_TEMPERATURE) -> Tensor:
-    """Attention made up from cosine similarity, for backbones without query and key: [B, N, D] to [B, N, N], rows sum to one.
+    """Make up attention from cosine similarity, for backbones without query and key: [B, N, D] to [B, N, N], rows sum to one.
 
-    Never used unless it is asked for by name. `mtb extract --attention pseudo` computes its signals from the same weights.
+    Never used unless it is asked for by name: extraction with `attention="pseudo"` computes its signals from the same weights.
     """
     if not temperature > 0:
         raise RequestError(f"The temperature must be above 0, got {temperature}.")

@@ -20,7 +20,7 @@ LOGIT_MARGIN = 1e-6
 
 
 def budget_to_k(budget: float, n: int, minimum: int = 16) -> int:
-    """Patches kept at a budget: K = min(n, max(minimum, floor(budget n))), exact for the decimal that was written."""
+    """Count the patches kept at a budget: K = min(n, max(minimum, floor(budget n))), exact for the decimal that was written."""
     try:
         # The shortest decimal of a float is what its author meant: 0.3 is 3/10, not 0.299999999999999988898.
         share = Fraction(str(budget))
@@ -34,25 +34,25 @@ def budget_to_k(budget: float, n: int, minimum: int = 16) -> int:
 
 
 def check_k(k: int, n: int) -> int:
-    """k, if k of n patches can be kept."""
+    """Return k, if k of n patches can be kept."""
     if isinstance(k, bool) or int(k) != k or not 1 <= k <= n:
         raise CountError(f"Cannot keep {k} of {n} patches. Choose a number from 1 to {n}.")
     return int(k)
 
 
 def rank(scores: Tensor) -> Tensor:
-    """Patches from best to worst, ties by index: [B, N] to int64 [B, N]."""
+    """Order patches from best to worst, ties by index: [B, N] to int64 [B, N]."""
     return torch.argsort(_scores(scores), dim=1, descending=True, stable=True)
 
 
 def hard_topk(scores: Tensor, k: int) -> Tensor:
-    """The k best patches of each image as a bool mask: [B, N] to [B, N], exactly k True in a row, ties by index."""
+    """Mark the k best patches of each image: [B, N] to [B, N], a bool mask with exactly k True in a row, ties by index."""
     best = rank(scores)[:, : check_k(k, scores.shape[1])]
     return torch.zeros_like(scores, dtype=torch.bool).scatter_(1, best, True)
 
 
 def straight_through_topk(scores: Tensor, k: int, temperature: float = 0.5, generator: torch.Generator | None = None) -> Tensor:
-    """Differentiable top-K of the training pass: scores in [0, 1], [B, N], to a mask [B, N] of exactly k ones an image.
+    """Take the top-K of the training pass, differentiably: scores [B, N] in [0, 1] to a mask [B, N] of exactly k ones an image.
 
     Forward: the hard top-K of `(logit(s) + g) / temperature` with Gumbel noise g from `generator` (no generator, no noise).
     Backward: the gradient of `clip(k softmax(...), 0, 1)`.
@@ -70,23 +70,23 @@ def straight_through_topk(scores: Tensor, k: int, temperature: float = 0.5, gene
 
 
 def masked_mean(patches: Tensor, mask: Tensor) -> Tensor:
-    """Sum of the patches [B, N, D] under a mask [B, N] divided by the mass of the mask: [B, D] in fp32."""
+    """Divide the sum of the patches [B, N, D] under a mask [B, N] by the mass of the mask: [B, D] in fp32."""
     with torch.autocast(patches.device.type, enabled=False):
         total = torch.bmm(mask.float().unsqueeze(1), patches.float()).squeeze(1)
         return total / mask.float().sum(1, keepdim=True)
 
 
 def gumbel_noise(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Standard Gumbel noise, drawn on the generator's device, so that a CPU generator gives a GPU run the same noise."""
+    """Draw standard Gumbel noise on the generator's device, so that a CPU generator gives a GPU run the same noise."""
     exponential = torch.empty(shape, device=generator.device).exponential_(generator=generator)
     return -exponential.clamp_min(torch.finfo(torch.float32).tiny).log()
 
 
 def smooth_scores(scores: Tensor, grid: tuple[int, int], kernel: int = 3, padding: Padding = "exclude") -> Tensor:
-    """Average filter over the score grid, [B, N] to [B, N].
+    """Apply an average filter to the score grid, [B, N] to [B, N].
 
-    padding  'exclude' averages over the patches that exist; 'zero' counts zeros beyond the border, as plain pooling does,
-             and so pulls border patches down
+    The padding 'exclude' averages over the patches that exist; 'zero' counts zeros beyond the border, as plain pooling does, and so
+    pulls border patches down.
     """
     if scores.ndim != 2:
         raise ShapeError(f"Scores must be [B, N], got {list(scores.shape)}.")

@@ -18,7 +18,7 @@ from medtokenbudget.config import RouterConfig, TrainConfig
 from medtokenbudget.errors import CountError, MissingSignalError, RequestError, UnknownNameError
 from medtokenbudget.routing.base import Merger, Ranker, Selector
 from medtokenbudget.routing.losses import classification_loss, lesion_mass_term, lesion_term, scorer_terms
-from medtokenbudget.routing.topk import check_k, hard_topk, masked_mean, smooth_scores, straight_through_topk
+from medtokenbudget.routing.topk import hard_topk, masked_mean, smooth_scores, straight_through_topk
 from medtokenbudget.tokens import Selection, TokenBatch, TokenSet
 
 Config = TypeVar("Config", bound=Any)
@@ -47,7 +47,7 @@ class TrainingPass:
     positions: Tensor | None = None
 
     def token_set(self, tokens: TokenBatch) -> TokenSet | None:
-        """What heads that read tokens see of the batch `tokens`; None if this pass does not say."""
+        """Return what heads that read tokens see of the batch `tokens`; None if this pass does not say."""
         if self.tokens is not None and self.positions is not None:
             return TokenSet(self.tokens, torch.ones_like(self.tokens[..., 0]), self.positions, tokens.grid)
         return None if self.mask is None else TokenSet.under(self.mask, tokens.patches, tokens.grid)
@@ -72,26 +72,21 @@ class LearnedSelector(Selector, nn.Module):
 
     @classmethod
     def settings(cls, config: TrainConfig) -> tuple[str, ...]:
-        """Dotted names of what it reads of `config` beside what every training does; 'router' stands for all of that part.
+        """Return dotted names of what it reads of `config` in addition to what every training does; 'router' is all of that part.
 
         A setting that no method of a run reads is refused. Override this to have more refused than `lats` and `context`.
         """
         return ("patches", "router", "curriculum", "losses")
 
     def min_steps(self, config: TrainConfig) -> int:
-        """Fewest steps that its training takes on small data sets."""
+        """Return the fewest steps that its training takes on small data sets."""
         return config.min_steps
 
     @abstractmethod
     def training_pass(
-        self,
-        tokens: TokenBatch,
-        budget: float,
-        config: TrainConfig,
-        generator: torch.Generator | None = None,
-        route: bool = True,
+        self, tokens: TokenBatch, budget: float, config: TrainConfig, generator: torch.Generator | None = None, route: bool = True
     ) -> TrainingPass:
-        """The differentiable pass of a training step.
+        """Run the differentiable pass of a training step.
 
         Args:
             tokens: A batch in fp32, with labels and lesion patches where known.
@@ -128,42 +123,37 @@ class ScoredRanker(LearnedSelector, Ranker):
 
     @abstractmethod
     def logits(self, tokens: TokenBatch, generator: torch.Generator | None = None, at: Tensor | None = None) -> Tensor:
-        """Raw score logits [B, N] (or [B, T] at the patches `at`), with noise in training mode: what the losses see."""
+        """Give raw score logits [B, N] (or [B, T] at the patches `at`), with noise in training mode: what the losses see."""
 
     @abstractmethod
     def score_logits(self, tokens: TokenBatch) -> Tensor:
-        """Raw score logits [B, N] without noise whatever the mode."""
+        """Give raw score logits [B, N] without noise whatever the mode."""
 
     def sample(self, tokens: TokenBatch, patches: int, generator: torch.Generator | None) -> Tensor | None:
-        """Numbers [B, T] of the patches that a step learns from, drawn without replacement; None means all."""
+        """Draw the numbers [B, T] of the patches that a step learns from, without replacement; None means all."""
         if not 0 < patches < tokens.n:
             return None
         draw = torch.rand(len(tokens), tokens.n, generator=generator)
         return draw.argsort(1)[:, :patches].to(tokens.patches.device)
 
     def score(self, tokens: TokenBatch, generator: torch.Generator | None = None) -> Tensor:
-        """Smoothed scores [B, N] in [0, 1], without dropout and noise whatever the mode."""
+        """Score the patches, [B, N] in [0, 1], smoothed, without dropout and noise whatever the mode."""
         return self.smoothed(torch.sigmoid(self.score_logits(tokens)), tokens.grid)
 
     def smoothed(self, scores: Tensor, grid: tuple[int, int]) -> Tensor:
-        """Scores [B, N] after the average filter."""
+        """Smooth scores [B, N] with the average filter."""
         return smooth_scores(scores, grid, self.router.smooth, self.router.padding)
 
     def training_pass(
-        self,
-        tokens: TokenBatch,
-        budget: float,
-        config: TrainConfig,
-        generator: torch.Generator | None = None,
-        route: bool = True,
+        self, tokens: TokenBatch, budget: float, config: TrainConfig, generator: torch.Generator | None = None, route: bool = True
     ) -> TrainingPass:
-        """Raw scores, the mean under the straight-through mask, and the paper's scorer losses.
+        """Give raw scores, the mean under the straight-through mask, and the paper's scorer losses.
 
         With `route` False the scorer may learn from a sample of `config.patches` patches of each image. Without a generator there
         is no Gumbel noise.
         """
         if route and config.patches:
-            raise RequestError("The joint recipe routes whole images, so it learns from all patches: patches must be 0.")
+            raise RequestError("The joint recipe routes whole images, so it learns from all patches: `patches` must be 0.")
         tokens = tokens.float()
         k = self.count(budget, tokens.n)
         at = None if route else self.sample(tokens, config.patches, generator)
@@ -172,6 +162,7 @@ class ScoredRanker(LearnedSelector, Ranker):
         mask = None
         if route:
             mask = straight_through_topk(self.smoothed(scores, tokens.grid), k, self.router.temperature, generator)
+        # As in the paper, the losses see the raw scores and the selection the smoothed ones.
         with torch.autocast(scores.device.type, enabled=False):
             terms = scorer_terms(
                 scores,
@@ -184,8 +175,7 @@ class ScoredRanker(LearnedSelector, Ranker):
                 score_logits=score_logits,
             )
         pooled = None if mask is None else masked_mean(tokens.patches, mask)
-        weights = {name: getattr(config.losses, name) for name in terms}
-        return TrainingPass(pooled, terms, scores, weights, mask)
+        return TrainingPass(pooled, terms, scores, {name: getattr(config.losses, name) for name in terms}, mask)
 
 
 def _at(values: Tensor | None, at: Tensor | None) -> Tensor | None:
@@ -193,7 +183,7 @@ def _at(values: Tensor | None, at: Tensor | None) -> Tensor | None:
 
 
 class SoftMerger(LearnedSelector, Merger):
-    """K tokens `sum_n A[k, n] x_n`, whose weights A sum to one over the patches.
+    """K tokens `sum_n A[k, n] x_n`, whose weights A sum to one over the patches. Subclasses write `attention`.
 
     The published methods have a fixed number of tokens. Here the tokens are ordered: at a budget of K tokens the first K of `slots`
     are used. A slot that no training budget reached is as it was initialized.
@@ -216,15 +206,15 @@ class SoftMerger(LearnedSelector, Merger):
 
     @abstractmethod
     def attention(self, tokens: TokenBatch, k: int) -> Tensor:
-        """Share of each patch in each of the first k tokens, [B, k, N] in fp32; rows sum to one."""
+        """Give the share of each patch in each of the first k tokens, [B, k, N] in fp32; rows sum to one."""
 
     def extra_terms(self, tokens: TokenBatch, k: int) -> dict[str, Tensor]:
-        """Own loss terms beside the lesion loss."""
+        """Return loss terms of its own in addition to the lesion loss."""
         return {}
 
-    def select(self, tokens: TokenBatch, k: int, generator: torch.Generator | None = None) -> Selection:
-        k = self.count_slots(check_k(k, tokens.n))
-        attention = self.attention(self.check(tokens).float(), k)
+    def choose(self, tokens: TokenBatch, k: int, generator: torch.Generator | None = None) -> Selection:
+        attention = self._attention(tokens.float(), k)
+        # A patch stands for as many tokens as it takes part in: its shares, normalized over the tokens.
         shares = attention / attention.sum(1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
         return Selection(
             tokens=torch.bmm(attention, tokens.patches.float()).to(tokens.patches.dtype),
@@ -233,27 +223,21 @@ class SoftMerger(LearnedSelector, Merger):
             attention=attention,
         )
 
-    def count_slots(self, k: int) -> int:
-        """k, if there are as many slots."""
+    def _attention(self, tokens: TokenBatch, k: int) -> Tensor:
         if k > self.slots:
             raise CountError(
                 f"Selector '{self.name}' has {self.slots} slots, so it cannot give {k} tokens. "
                 f"Create it with slots={k} or more, or use a smaller budget."
             )
-        return k
+        return self.attention(tokens, k)
 
     def training_pass(
-        self,
-        tokens: TokenBatch,
-        budget: float,
-        config: TrainConfig,
-        generator: torch.Generator | None = None,
-        route: bool = True,
+        self, tokens: TokenBatch, budget: float, config: TrainConfig, generator: torch.Generator | None = None, route: bool = True
     ) -> TrainingPass:
-        """The K tokens' mean, the lesion loss on its attention, and the selector's own terms."""
+        """Give the K tokens' mean, the lesion loss on its attention, and the selector's own terms."""
         tokens = tokens.float()
-        k = self.count_slots(self.count(budget, tokens.n))
-        attention = self.attention(tokens, k)
+        k = self.count(budget, tokens.n)
+        attention = self._attention(tokens, k)
         mean = attention.mean(1)
         terms = {"lesion": lesion_mass_term(mean, tokens, config.losses.lesion), **self.extra_terms(tokens, k)}
         weights = {"lesion": config.losses.lesion}
@@ -285,7 +269,7 @@ class Probe(LearnedSelector, Ranker):
 
     @abstractmethod
     def attribute(self, patches: Tensor) -> tuple[Tensor, Tensor]:
-        """Attribution of each patch [B, N], of any scale, and the probe's class logits [B, C], for patches [B, N, D] in fp32."""
+        """Give the attribution of each patch [B, N], of any scale, and the probe's class logits [B, C], for patches [B, N, D]."""
 
     def relative(self, scores: Tensor) -> Tensor:
         """Return what the lesion loss sees as logits [B, N]: attributions have no natural zero, so their mean takes its place."""
@@ -295,14 +279,9 @@ class Probe(LearnedSelector, Ranker):
         return self.attribute(tokens.patches.float())[0]
 
     def training_pass(
-        self,
-        tokens: TokenBatch,
-        budget: float,
-        config: TrainConfig,
-        generator: torch.Generator | None = None,
-        route: bool = True,
+        self, tokens: TokenBatch, budget: float, config: TrainConfig, generator: torch.Generator | None = None, route: bool = True
     ) -> TrainingPass:
-        """The mean of the hard top-K, through which no gradient reaches the probe, the probe's own loss, and the lesion loss."""
+        """Give the mean of the hard top-K, through which no gradient reaches the probe, the probe's loss, and the lesion loss."""
         tokens = tokens.float()
         scores, logits = self.attribute(tokens.patches)
         relative = self.relative(scores)
@@ -319,13 +298,17 @@ class Probe(LearnedSelector, Ranker):
         return TrainingPass(pooled, terms, torch.sigmoid(relative), weights, mask)
 
 
-def with_options(selector: str, options: Mapping[str, Any], scorer: Config, router: RouterConfig) -> tuple[Config, RouterConfig]:
-    """Return the settings of a scorer and of its router with some of their fields replaced; the scorer's own come first.
+def with_options(
+    selector: str, options: Mapping[str, Any], scorer: Config, router: RouterConfig, training_only: tuple[str, ...] = ()
+) -> tuple[Config, RouterConfig]:
+    """Return the settings of a scorer and of its router with some of their fields replaced; a name that both have is the scorer's.
+
+    Fields in `training_only` are read by the trainer, not by a selector, so that as options they would have no effect.
 
     Raises:
         RequestError: Neither has such a field.
     """
-    of_scorer, of_router = ({entry.name for entry in fields(config)} for config in (scorer, router))
+    of_scorer, of_router = ({entry.name for entry in fields(config)} - set(training_only) for config in (scorer, router))
     if unknown := [name for name in options if name not in of_scorer | of_router]:
         raise RequestError(
             f"Selector '{selector}' cannot be created with {', '.join(unknown)}: "

@@ -15,7 +15,6 @@ from torch import Tensor
 from medtokenbudget.errors import UnknownNameError
 from medtokenbudget.routing.base import register_selector
 from medtokenbudget.routing.merging import Compared, ComparingMerger, cosine_similarities, merge
-from medtokenbudget.routing.topk import check_k
 from medtokenbudget.tokens import Selection, TokenBatch
 
 Linkage = Literal["average", "complete", "single"]
@@ -28,7 +27,6 @@ class ATC(ComparingMerger):
     Args:
         linkage: Distance of two clusters: mean, largest or smallest distance between their patches.
         compare: Compare the 'patches' or, as published, the 'keys' of their block.
-        minimum: Fewest tokens kept at any budget.
     """
 
     title = "ATC"
@@ -41,31 +39,30 @@ class ATC(ComparingMerger):
             raise UnknownNameError.of("linkage", str(linkage), get_args(Linkage))
         self.linkage = linkage
 
-    def select(self, tokens: TokenBatch, k: int, generator: torch.Generator | None = None) -> Selection:
+    def choose(self, tokens: TokenBatch, k: int, generator: torch.Generator | None = None) -> Selection:
         return self._selections(tokens, [k])[0]
 
     def pooled(self, tokens: TokenBatch, budgets: Sequence[float], generator: torch.Generator | None = None) -> Tensor:
-        """Pooled means at each budget from one agglomeration, [B, len(budgets), D] in fp32."""
-        selections = self._selections(tokens, [self.count(budget, tokens.n) for budget in budgets])
+        """Return the pooled means at each budget from one agglomeration, [B, len(budgets), D] in fp32."""
+        selections = self._selections(self.check(tokens), [self.count(budget, tokens.n) for budget in budgets])
         return torch.stack([selection.pooled() for selection in selections], dim=1)
 
     def _selections(self, tokens: TokenBatch, counts: Sequence[int]) -> list[Selection]:
-        wanted = [check_k(k, tokens.n) for k in counts]
-        distances = 1 - cosine_similarities(self.compared(self.check(tokens)))
-        leaders = agglomerate(distances, wanted, self.linkage)
-        return [merge(tokens.patches, numbered(leaders[k]), k) for k in wanted]
+        leaders = agglomerate(1 - cosine_similarities(self.compared(tokens)), counts, self.linkage)
+        return [merge(tokens.patches, numbered(leaders[k]), k) for k in counts]
 
 
 def numbered(leaders: Tensor) -> Tensor:
-    """Clusters [B, N], named by their first patch, numbered in the order of it."""
+    """Number clusters [B, N], which are named by their first patch, in the order of it."""
     leads = torch.zeros_like(leaders).scatter_(1, leaders, 1)
     return (leads.cumsum(1) - 1).gather(1, leaders)
 
 
 def agglomerate(distances: Tensor, counts: Sequence[int], linkage: Linkage) -> dict[int, Tensor]:
-    """The first patch of the cluster of each patch `[B, N]`, with K clusters left, for each K of `counts`: distances `[B, N, N]`.
+    """Find the first patch of each patch's cluster `[B, N]` with K clusters left, for each K of `counts`: distances `[B, N, N]`.
 
-    Every step merges one pair in each image of the batch and updates the distances to the new cluster (Lance and Williams).
+    Every step merges one pair in each image of the batch, so that all images end at the same step, and updates the distances to
+    the new cluster by the recurrence of Lance and Williams instead of computing them again.
     """
     b, n, _ = distances.shape
     image = torch.arange(b, device=distances.device)
@@ -73,7 +70,7 @@ def agglomerate(distances: Tensor, counts: Sequence[int], linkage: Linkage) -> d
     distances.diagonal(dim1=1, dim2=2).fill_(torch.inf)
     size = torch.ones(b, n, device=distances.device)
     leader = torch.arange(n, device=distances.device).repeat(b, 1)
-    found = {n: leader}
+    leaders = {n: leader}
     for left in range(n - 1, min(counts) - 1, -1):
         first = distances.amin(2).argmin(1)
         second = distances[image, first].argmin(1)
@@ -93,5 +90,5 @@ def agglomerate(distances: Tensor, counts: Sequence[int], linkage: Linkage) -> d
         size[image, first] += size[image, second]
         leader = torch.where(leader == second.unsqueeze(1), first.unsqueeze(1), leader)
         if left in counts:
-            found[left] = leader
-    return found
+            leaders[left] = leader
+    return leaders

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from medtokenbudget.routing.base import Kind, Selector, gather, register_selector
-from medtokenbudget.routing.topk import check_k, rank
+from medtokenbudget.routing.topk import rank
 from medtokenbudget.tokens import Selection, TokenBatch
 
 _STEPS = 14
@@ -26,7 +26,7 @@ class ATS(Selector):
 
     a is the class attention and v the value vector of a patch; the cumulative sum runs from the least significant patch to the
     most significant one, as in the published code, and a sample hits the patch whose sum is nearest. Unlike the K highest, the
-    samples also reach less attended parts of the image. The patches at a small budget need not be among those at a larger one.
+    samples also reach less attended parts of the image. A patch kept at a small budget need not be kept at a larger one.
     """
 
     title = "ATS"
@@ -35,11 +35,11 @@ class ATS(Selector):
     kind: ClassVar[Kind] = "sampler"
     requires = ("cls_attention", "value_norm")
 
-    def select(self, tokens: TokenBatch, k: int, generator: torch.Generator | None = None) -> Selection:
-        k = check_k(k, tokens.n)
-        attention = self.read(tokens, "cls_attention")
+    def choose(self, tokens: TokenBatch, k: int, generator: torch.Generator | None = None) -> Selection:
+        assert tokens.cls_attention is not None
         assert tokens.value_norm is not None
-        significance = attention.double() * tokens.value_norm.double()
+        # In float64: cumulative sums of some hundred small numbers decide which patch a sample hits.
+        significance = tokens.cls_attention.double() * tokens.value_norm.double()
         ascending, places = significance.sort(dim=1, stable=True)
         hit = torch.zeros_like(places, dtype=torch.bool).scatter_(1, places, sampled(ascending, k))
         # Hit patches first, then by significance: exactly K, also where samples hit some more or fewer.
@@ -48,7 +48,7 @@ class ATS(Selector):
 
 
 def sampled(significance: Tensor, k: int) -> Tensor:
-    """Patches hit by the fewest evenly spaced samples that hit at least k, `[B, N]` to bool `[B, N]`.
+    """Mark the patches hit by the fewest evenly spaced samples that hit at least k, `[B, N]` to bool `[B, N]`.
 
     With M samples at `(i + 1/2) / M`, a patch is hit if its value of the cumulative distribution is the nearest to one of them.
     """
@@ -67,6 +67,6 @@ def sampled(significance: Tensor, k: int) -> Tensor:
 
 
 def _hits(upper: Tensor, samples: Tensor) -> Tensor:
-    """Whether one of M samples is in (upper[i - 1], upper[i]]: the number of samples below rises there."""
+    """Tell whether one of M samples is in (upper[i - 1], upper[i]]: the number of samples below rises there."""
     below = (upper * samples + 0.5).floor()
     return torch.diff(below, dim=1, prepend=torch.zeros_like(below[:, :1])) > 0

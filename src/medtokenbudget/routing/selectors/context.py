@@ -31,6 +31,7 @@ class ContextBlock(nn.Module):
 
     def __init__(self, channels: int, kernel: int, expansion: int) -> None:
         super().__init__()
+        # Names of parameters are part of saved models.
         self.look = nn.Conv2d(channels, channels, kernel, padding=kernel // 2, groups=channels)
         self.norm = nn.LayerNorm(channels)
         self.up = nn.Linear(channels, expansion * channels)
@@ -38,9 +39,9 @@ class ContextBlock(nn.Module):
         self.scale = nn.Parameter(torch.full((channels,), INITIAL_SCALE))
 
     def forward(self, x: Tensor, dropout: float = 0.0, generator: torch.Generator | None = None) -> Tensor:
-        seen = self.look(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
-        made = self.down(F.gelu(self.up(self.norm(seen))))
-        return x + self.scale * drop(made, dropout, generator)
+        context = self.look(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
+        change = self.down(F.gelu(self.up(self.norm(context))))
+        return x + self.scale * drop(change, dropout, generator)
 
 
 class ContextScorer(nn.Module):
@@ -62,7 +63,7 @@ class ContextScorer(nn.Module):
         self.output = nn.Linear(config.channels, 1)
 
     def logits(self, tokens: TokenBatch, generator: torch.Generator | None = None, dropout: float = 0.0, turn: int = 0) -> Tensor:
-        """Scores before the sigmoid, [B, N] in fp32.
+        """Compute the scores before the sigmoid, [B, N] in fp32.
 
         Args:
             tokens: The batch.
@@ -73,22 +74,21 @@ class ContextScorer(nn.Module):
         """
         if tokens.dim != self.dim:
             raise ShapeError(f"This scorer reads tokens of dimension {self.dim}, but the batch has {tokens.dim}.")
-        x = self.input(tokens.patches.float()).unflatten(1, tokens.grid)
-        x = turned(x, turn)
+        x = turned(self.input(tokens.patches.float()).unflatten(1, tokens.grid), turn)
         for block in self.blocks:
             x = block(x, dropout, generator)
         return turned_back(self.output(x), turn).flatten(1).float()
 
 
 def turned(field: Tensor, turn: int) -> Tensor:
-    """A field [B, h, w, C] flipped upside down (bit 0 of `turn`), left to right (bit 1), then transposed (bit 2)."""
+    """Return a field [B, h, w, C] flipped upside down (bit 0 of `turn`), left to right (bit 1), then transposed (bit 2)."""
     flips = [axis for bit, axis in ((1, 1), (2, 2)) if turn & bit]
     field = field.flip(flips) if flips else field
     return field.transpose(1, 2) if turn & 4 else field
 
 
 def turned_back(field: Tensor, turn: int) -> Tensor:
-    """The inverse of `turned`."""
+    """Undo `turned`."""
     field = field.transpose(1, 2) if turn & 4 else field
     flips = [axis for bit, axis in ((1, 1), (2, 2)) if turn & bit]
     return field.flip(flips) if flips else field
@@ -99,7 +99,6 @@ class ContextSelector(ScoredRanker):
     """Keeps the patches with the highest score of a small convolutional network over the token grid.
 
     Args:
-        dim: Embedding dimension D of the tokens.
         config: Settings of the scorer, with a smoothing of their own: the blocks see the neighborhood themselves.
         router: Padding of the smoothing, Gumbel temperature and fewest patches.
         options: Fields of either to replace: `create_selector("context", dim=384, blocks=2)`.
@@ -112,7 +111,8 @@ class ContextSelector(ScoredRanker):
 
     def __init__(self, dim: int, config: ContextConfig | None = None, router: RouterConfig | None = None, **options: Any) -> None:
         config = config or ContextConfig()
-        scorer, smoothing = with_options(self.name, options, config, router or RouterConfig(padding="exclude"))
+        router = router or RouterConfig(padding="exclude")
+        scorer, smoothing = with_options(self.name, options, config, router, training_only=("min_steps",))
         super().__init__(replace(smoothing, smooth=scorer.smooth))
         self.scorer = ContextScorer(dim, scorer)
 
@@ -133,11 +133,11 @@ class ContextSelector(ScoredRanker):
         return {**scorer, **vars(self.router)}
 
     def sample(self, tokens: TokenBatch, patches: int, generator: torch.Generator | None) -> Tensor | None:
-        """All patches: the blocks need every neighbor, so a sample would save nothing."""
+        """Take all patches: the blocks need every neighbor, so a sample would save nothing."""
         return None
 
     def logits(self, tokens: TokenBatch, generator: torch.Generator | None = None, at: Tensor | None = None) -> Tensor:
-        """Raw score logits [B, N] (or [B, T] at the patches `at`); in training mode with dropout and a random turn of the grid."""
+        """Give raw score logits [B, N] (or [B, T] at the patches `at`); in training mode with dropout and a random turn."""
         turn = int(torch.randint(TURNS, (1,), generator=generator)) if self.scorer.config.turns and self.training else 0
         logits = self.scorer.logits(tokens, generator, self.scorer.config.dropout if self.training else 0.0, turn)
         return logits if at is None else logits.take_along_dim(at, 1)

@@ -22,11 +22,9 @@ class Cropr(Probe):
     """The K patches with the largest dot product with the query (the sum over queries), as in the publication at inference.
 
     Args:
-        dim: Embedding dimension D of the tokens.
         classes: Classes of the auxiliary head.
         queries: Learned queries; the publication has one for classification.
         ratio: Width of the MLP behind the attention, times D.
-        minimum: Fewest patches kept at any budget.
     """
 
     title = "Cropr"

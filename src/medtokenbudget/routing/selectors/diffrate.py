@@ -10,8 +10,8 @@ import torch
 
 from medtokenbudget.errors import RequestError
 from medtokenbudget.routing.base import Merger, register_selector
-from medtokenbudget.routing.merging import cosine_similarities, merge
-from medtokenbudget.routing.topk import check_k, rank
+from medtokenbudget.routing.merging import merge, most_similar
+from medtokenbudget.routing.topk import rank
 from medtokenbudget.tokens import Selection, TokenBatch
 
 
@@ -21,7 +21,6 @@ class DiffRate(Merger):
 
     Args:
         dropped: Share of the N - K patches that is dropped.
-        minimum: Fewest tokens kept at any budget.
     """
 
     title = "DiffRate"
@@ -35,11 +34,9 @@ class DiffRate(Merger):
             raise RequestError(f"dropped must be in [0, 1], got {dropped}.")
         self.dropped = dropped
 
-    def select(self, tokens: TokenBatch, k: int, generator: torch.Generator | None = None) -> Selection:
-        k = check_k(k, tokens.n)
-        attention = self.read(tokens, "cls_attention")
-        order = rank(attention)
-        kept, gone = order[:, :k], order[:, tokens.n - int(self.dropped * (tokens.n - k)) :]
-        host = cosine_similarities(tokens.patches).take_along_dim(kept.unsqueeze(1), 2).argmax(2)
-        numbers = torch.arange(k, device=kept.device).expand_as(kept)
-        return merge(tokens.patches, host.scatter(1, kept, numbers).scatter(1, gone, -1), k)
+    def choose(self, tokens: TokenBatch, k: int, generator: torch.Generator | None = None) -> Selection:
+        assert tokens.cls_attention is not None
+        order = rank(tokens.cls_attention.float())
+        kept, dropped = order[:, :k], order[:, tokens.n - int(self.dropped * (tokens.n - k)) :]
+        _, host = most_similar(tokens.patches, kept)
+        return merge(tokens.patches, host.scatter(1, dropped, -1), k)

@@ -12,7 +12,7 @@ from torch import Tensor
 from medtokenbudget.errors import CountError
 from medtokenbudget.routing.base import Merger, register_selector
 from medtokenbudget.routing.merging import merge, nearest_center, squared_distances
-from medtokenbudget.routing.topk import check_k, rank
+from medtokenbudget.routing.topk import rank
 from medtokenbudget.tokens import Selection, TokenBatch
 
 
@@ -22,7 +22,6 @@ class DPCKNN(Merger):
 
     Args:
         neighbors: Nearest neighbors that the density of a patch is computed from.
-        minimum: Fewest tokens kept at any budget.
     """
 
     title = "DPC-KNN"
@@ -35,15 +34,15 @@ class DPCKNN(Merger):
             raise CountError(f"neighbors must be at least 1, got {neighbors}.")
         self.neighbors = neighbors
 
-    def select(self, tokens: TokenBatch, k: int, generator: torch.Generator | None = None) -> Selection:
-        k = check_k(k, tokens.n)
-        squared = squared_distances(self.check(tokens).patches) / tokens.dim
+    def choose(self, tokens: TokenBatch, k: int, generator: torch.Generator | None = None) -> Selection:
+        # As in TCFormer's code, over the dimension: else the densities `exp(-d^2)` vanish where tokens are long.
+        squared = squared_distances(tokens.patches) / tokens.dim
         centers = rank(peaks(squared, self.neighbors))[:, :k]
         return merge(tokens.patches, nearest_center(squared, centers), k)
 
 
 def peaks(squared: Tensor, neighbors: int) -> Tensor:
-    """Density times separation of each patch, from squared distances `[B, N, N]` to `[B, N]`.
+    """Multiply density and separation of each patch, from squared distances `[B, N, N]` to `[B, N]`.
 
     The density is `exp(-mean of the squared distances to the nearest neighbors)`, the separation the distance to the nearest denser
     patch (for the densest: to the farthest patch). Of two equally dense patches the first counts as denser.

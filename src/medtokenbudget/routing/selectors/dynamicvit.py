@@ -7,7 +7,7 @@ one token that packages the pruned ones, weighted with their scores; its multi-h
 
 from __future__ import annotations
 
-from dataclasses import replace
+from abc import abstractmethod
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from medtokenbudget.config import TrainConfig
 from medtokenbudget.routing.base import Merger, Ranker, register_selector
 from medtokenbudget.routing.losses import lesion_term
 from medtokenbudget.routing.merging import with_rest
-from medtokenbudget.routing.topk import check_k, gumbel_noise, masked_mean, rank
+from medtokenbudget.routing.topk import gumbel_noise, masked_mean, rank
 from medtokenbudget.routing.trainable import LearnedSelector, TrainingPass
 from medtokenbudget.tokens import Selection, TokenBatch
 
@@ -26,7 +26,7 @@ RATIO_WEIGHT = 2.0
 
 
 class Predictor(nn.Module):
-    """Keep logits [B, N]: local features of each patch beside the mean of global features, through a three-layer MLP."""
+    """Keep logits [B, N]: local features of each patch and the mean of global features, through a three-layer MLP."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class _Pruner(LearnedSelector):
         return ("losses.lesion",)
 
     def decisions(self, logits: Tensor, generator: torch.Generator | None) -> Tensor:
-        """Keep decisions [B, N], 0 or 1, by the straight-through Gumbel-softmax of keep and drop; no noise without a generator."""
+        """Decide which patches to keep, [B, N] of 0 or 1, by the straight-through Gumbel-softmax; no generator, no noise."""
         noisy = logits
         if generator is not None:
             pair = gumbel_noise((2, *logits.shape), generator).to(logits.device)
@@ -63,15 +63,14 @@ class _Pruner(LearnedSelector):
         soft = torch.sigmoid(noisy)
         return (noisy > 0).float() + (soft - soft.detach())
 
+    @abstractmethod
+    def pool(self, tokens: TokenBatch, mask: Tensor, logits: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return what heads read under the keep decisions: the mean [B, D], and the mask [B, N] for heads that read tokens."""
+
     def training_pass(
-        self,
-        tokens: TokenBatch,
-        budget: float,
-        config: TrainConfig,
-        generator: torch.Generator | None = None,
-        route: bool = True,
+        self, tokens: TokenBatch, budget: float, config: TrainConfig, generator: torch.Generator | None = None, route: bool = True
     ) -> TrainingPass:
-        """The mean under the keep decisions, the lesion loss and, when routing, the ratio loss `(mean(keep) - budget)^2`."""
+        """Give the mean under the keep decisions, the lesion loss and, when routing, the ratio loss `(mean(keep) - budget)^2`."""
         tokens = tokens.float()
         logits = self.predictor(tokens.patches)
         terms = {"lesion": lesion_term(logits, tokens, config.losses.lesion)}
@@ -80,23 +79,13 @@ class _Pruner(LearnedSelector):
             return TrainingPass(None, terms, torch.sigmoid(logits), weights)
         mask = self.decisions(logits, generator)
         terms["ratio"] = (mask.mean(1) - self.count(budget, tokens.n) / tokens.n).square().mean()
-        return self.routed(tokens, mask, logits, TrainingPass(None, terms, torch.sigmoid(logits), weights))
-
-    def routed(self, tokens: TokenBatch, mask: Tensor, logits: Tensor, step: TrainingPass) -> TrainingPass:
-        """The training pass with what heads read. An image of which nothing is kept counts its best patch."""
-        best = F.one_hot(logits.argmax(1), logits.shape[1]) * (mask.detach().sum(1, keepdim=True) == 0)
-        mask = mask + best
-        return replace(step, pooled=masked_mean(tokens.patches, mask), mask=mask)
+        pooled, read = self.pool(tokens, mask, logits)
+        return TrainingPass(pooled, terms, torch.sigmoid(logits), weights, read)
 
 
 @register_selector("dynamicvit")
 class DynamicViT(_Pruner, Ranker):
-    """The K patches with the highest probability to be kept.
-
-    Args:
-        dim: Embedding dimension D of the tokens.
-        minimum: Fewest patches kept at any budget.
-    """
+    """The K patches with the highest probability to be kept."""
 
     title = "DynamicViT"
     description = "A prediction module learns which patches to keep."
@@ -105,28 +94,27 @@ class DynamicViT(_Pruner, Ranker):
     def score(self, tokens: TokenBatch, generator: torch.Generator | None = None) -> Tensor:
         return torch.sigmoid(self.predictor(tokens.patches.float()))
 
+    def pool(self, tokens: TokenBatch, mask: Tensor, logits: Tensor) -> tuple[Tensor, Tensor | None]:
+        # Decisions may drop every patch of an image, whose mean would be 0 / 0: its best patch counts then.
+        mask = mask + F.one_hot(logits.argmax(1), logits.shape[1]) * (mask.detach().sum(1, keepdim=True) == 0)
+        return masked_mean(tokens.patches, mask), mask
+
 
 @register_selector("dynamicvit-package")
 class DynamicViTPackage(_Pruner, Merger):
-    """The K - 1 patches with the highest probability p to be kept, and the package token `sum(p_i x_i) / sum(p_i)` of the others.
-
-    Args:
-        dim: Embedding dimension D of the tokens.
-        minimum: Fewest tokens kept at any budget.
-    """
+    """The K - 1 patches with the highest keep probability p, and the package token `sum(p_i x_i) / sum(p_i)` of the others."""
 
     title = "DynamicViT + package"
     description = "DynamicViT with the others in one package token."
     color, marker = "#b5495b", "p"
 
-    def select(self, tokens: TokenBatch, k: int, generator: torch.Generator | None = None) -> Selection:
-        k = check_k(k, tokens.n)
-        keep = torch.sigmoid(self.predictor(self.check(tokens).patches.float()))
+    def choose(self, tokens: TokenBatch, k: int, generator: torch.Generator | None = None) -> Selection:
+        keep = torch.sigmoid(self.predictor(tokens.patches.float()))
         return with_rest(tokens.patches, rank(keep.detach())[:, : k - 1], keep.clamp_min(1e-12))
 
-    def routed(self, tokens: TokenBatch, mask: Tensor, logits: Tensor, step: TrainingPass) -> TrainingPass:
-        """The mean of the kept patches and of the package of the others; no tokens, whose number differs between images."""
+    def pool(self, tokens: TokenBatch, mask: Tensor, logits: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the mean of the kept patches and the package of the others; no tokens, whose number differs between images."""
         rest = (1 - mask) * torch.sigmoid(logits)
         package = rest / rest.sum(1, keepdim=True).clamp_min(1e-6)
         total = torch.bmm((mask + package).unsqueeze(1), tokens.patches).squeeze(1)
-        return replace(step, pooled=total / (mask.sum(1, keepdim=True) + 1))
+        return total / (mask.sum(1, keepdim=True) + 1), None

@@ -10,7 +10,7 @@ import torch
 
 from medtokenbudget.routing.base import Merger, register_selector
 from medtokenbudget.routing.merging import with_rest
-from medtokenbudget.routing.topk import check_k, rank
+from medtokenbudget.routing.topk import rank
 from medtokenbudget.tokens import Selection, TokenBatch
 
 
@@ -24,9 +24,9 @@ class EViT(Merger):
     requires = ("cls_attention",)
     ranks_by = "cls_attention"
 
-    def select(self, tokens: TokenBatch, k: int, generator: torch.Generator | None = None) -> Selection:
-        k = check_k(k, tokens.n)
-        attention = self.read(tokens, "cls_attention")
+    def choose(self, tokens: TokenBatch, k: int, generator: torch.Generator | None = None) -> Selection:
+        assert tokens.cls_attention is not None
+        attention = tokens.cls_attention.float()
         order = rank(attention)
         # Weights far below fp32's precision would make a group of zero mass.
         weights = attention.clamp_min(torch.finfo(torch.float32).tiny ** 0.5)

@@ -12,7 +12,7 @@ import torch
 
 from medtokenbudget.routing.base import Merger, register_selector
 from medtokenbudget.routing.merging import with_rest
-from medtokenbudget.routing.topk import check_k, rank
+from medtokenbudget.routing.topk import rank
 from medtokenbudget.tokens import Selection, TokenBatch
 
 
@@ -26,7 +26,6 @@ class Frequency(Merger):
     requires = ("received_attention",)
     ranks_by = "received_attention"
 
-    def select(self, tokens: TokenBatch, k: int, generator: torch.Generator | None = None) -> Selection:
-        k = check_k(k, tokens.n)
-        received = self.read(tokens, "received_attention")
-        return with_rest(tokens.patches, rank(received)[:, : k - 1])
+    def choose(self, tokens: TokenBatch, k: int, generator: torch.Generator | None = None) -> Selection:
+        assert tokens.received_attention is not None
+        return with_rest(tokens.patches, rank(tokens.received_attention.float())[:, : k - 1])

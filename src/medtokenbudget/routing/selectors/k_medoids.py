@@ -1,7 +1,7 @@
 """K-medoids token clustering (Marin et al., "Token Pooling in Vision Transformers", WACV 2023).
 
 Post-backbone form: one clustering of the final tokens, where the paper downsamples after every block. As there, it starts from the
-K most significant tokens (class attention) and each cluster is represented by its medoid, a patch as it is.
+K most significant tokens (class attention) and each cluster is represented by its medoid, an unchanged patch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from medtokenbudget.errors import CountError
 from medtokenbudget.routing.base import Merger, gather, register_selector
 from medtokenbudget.routing.merging import nearest_center, squared_distances
-from medtokenbudget.routing.topk import check_k, rank
+from medtokenbudget.routing.topk import rank
 from medtokenbudget.tokens import Selection, TokenBatch
 
 
@@ -25,7 +25,6 @@ class KMedoids(Merger):
 
     Args:
         iterations: Alternations of the two steps.
-        minimum: Fewest tokens kept at any budget.
     """
 
     title = "K-medoids"
@@ -39,9 +38,9 @@ class KMedoids(Merger):
             raise CountError(f"iterations must be at least 1, got {iterations}.")
         self.iterations = iterations
 
-    def select(self, tokens: TokenBatch, k: int, generator: torch.Generator | None = None) -> Selection:
-        k = check_k(k, tokens.n)
-        attention = self.read(tokens, "cls_attention")
+    def choose(self, tokens: TokenBatch, k: int, generator: torch.Generator | None = None) -> Selection:
+        assert tokens.cls_attention is not None
+        attention = tokens.cls_attention.float()
         distances = squared_distances(tokens.patches)
         medoids = rank(attention)[:, :k]
         for _ in range(self.iterations):

@@ -52,7 +52,7 @@ class LATS(nn.Module):
         self.output = nn.Linear(hidden, 1)
 
     def forward(self, tokens: TokenBatch, generator: torch.Generator | None = None) -> Tensor:
-        """Scores [B, N] in [0, 1], as the paper writes them."""
+        """Compute the scores [B, N] in [0, 1], as the paper writes them."""
         self._check(tokens)
         tokens = tokens.float()
         z = tokens.patches  # [B, N, D]
@@ -77,7 +77,7 @@ class LATS(nn.Module):
         dropout: float | None = None,
         at: Tensor | None = None,
     ) -> Tensor:
-        """Scores before the sigmoid, [B, N] in fp32: the fused form of `forward`.
+        """Compute the scores before the sigmoid, [B, N] in fp32: the fused form of `forward`.
 
         Args:
             generator: Source of the dropout noise; torch's own if None.
@@ -101,7 +101,7 @@ class LATS(nn.Module):
             raise ShapeError(f"This scorer reads tokens of dimension {self.dim}, but the batch has {tokens.dim}.")
 
     def _first_layer(self, tokens: TokenBatch, active: Sequence[str], at: Tensor | None) -> Tensor:
-        """The first hidden linear layer of the input layer of [z; attention; norm; contrast], [B, N, hidden] or [B, T, hidden]."""
+        """Apply input and first hidden layer, multiplied into one, to [z; attention; norm; contrast]: [B, N or T, hidden]."""
         first: nn.Linear = self.hidden[0]  # type: ignore[assignment]
         with torch.autocast(tokens.patches.device.type, enabled=False):
             weight = first.weight @ self.input.weight
@@ -136,7 +136,7 @@ class LATS(nn.Module):
 
 
 def _taken(values: Tensor, at: Tensor | None) -> Tensor:
-    """[B, N, D] at the patches [B, T]: [B, T, D]."""
+    """Take the patches `at` [B, T] of [B, N, D]: [B, T, D]."""
     return values if at is None else values.take_along_dim(at.unsqueeze(-1), 1)
 
 
@@ -153,7 +153,6 @@ class LATSSelector(ScoredRanker):
     """Keeps the patches with the highest smoothed LATS score.
 
     Args:
-        dim: Embedding dimension D of the tokens.
         config: Settings of the scorer.
         router: Settings of smoothing, noise and the fewest patches; the paper pads with zeros.
         options: Fields of either to replace: `create_selector("lats", dim=384, neighborhood="grid8", smooth=1)`.
@@ -199,7 +198,6 @@ class LATSSelector(ScoredRanker):
         return self.toggle([signal for signal in self.scorer.signals if off not in (signal, "signals")])
 
     def logits(self, tokens: TokenBatch, generator: torch.Generator | None = None, at: Tensor | None = None) -> Tensor:
-        """Raw score logits [B, N] (or [B, T] at the patches `at`), with dropout in training mode: what the losses see."""
         return self.scorer.logits(tokens, generator, self.active, at=at)
 
     def score_logits(self, tokens: TokenBatch) -> Tensor:

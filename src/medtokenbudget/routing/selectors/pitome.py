@@ -22,7 +22,6 @@ class PiToMe(RoundMerger):
     Args:
         margin: Similarity above which a neighbor counts in full; the middle of the published range.
         compare: Compare the 'patches' or, as published, the 'keys' of their block.
-        minimum: Fewest tokens kept at any budget.
     """
 
     title = "PiToMe"
@@ -33,31 +32,23 @@ class PiToMe(RoundMerger):
         super().__init__(compare, minimum)
         self.margin = margin
 
-    def merge_round(self, x: Tensor, size: Tensor, r: int, first: int) -> tuple[Tensor, Tensor, Tensor]:
-        return energy_round(x, size, r, self.margin, first)
+    def merge_round(self, x: Tensor, size: Tensor, r: int, first: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+        """Of the 2r tokens with the highest energy, merge every second one into its most similar of the other r."""
+        b, n, _ = x.shape
+        similarity = cosine_similarities(x[..., first:])
+        order = rank(energy(similarity, self.margin))
+        source, target, stay = order[:, : 2 * r : 2], order[:, 1 : 2 * r : 2], order[:, 2 * r :]
+        pairs = similarity.take_along_dim(source.unsqueeze(2), 1).take_along_dim(target.unsqueeze(1), 2)  # [B, r, r]
+        keep = torch.cat([target, stay], 1).sort(1).values
+        place = torch.full((b, n), -1, device=x.device).scatter_(1, keep, torch.arange(n - r, device=x.device).expand(b, n - r))
+        moved = place.scatter(1, source, place.gather(1, target.gather(1, pairs.argmax(2))))
+        member = F.one_hot(moved, n - r).to(x.dtype).transpose(1, 2) * size.unsqueeze(1)
+        total = member.sum(2)
+        return torch.bmm(member, x) / total.unsqueeze(-1), total, moved
 
 
 def energy(similarity: Tensor, margin: float) -> Tensor:
-    """Mean over the other tokens of `s` if `s >= margin`, else `exp(s - margin) - 1`: `[B, n, n]` to `[B, n]`."""
+    """Average `s` if `s >= margin`, else `exp(s - margin) - 1`, over the other tokens: `[B, n, n]` to `[B, n]`."""
     counted = torch.where(similarity >= margin, similarity, F.elu(similarity - margin))
-    own = torch.eye(similarity.shape[1], dtype=torch.bool, device=similarity.device)
-    return counted.masked_fill(own, 0).sum(2) / max(similarity.shape[1] - 1, 1)
-
-
-def energy_round(x: Tensor, size: Tensor, r: int, margin: float, first: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """One round: of the 2r tokens with the highest energy, every second one merges into its most similar of the other r.
-
-    x [B, n, D], of which the features from `first` on are compared; size [B, n]
-    returns the n - r tokens, their sizes, and where each of the n tokens went, int64 [B, n]
-    """
-    b, n, _ = x.shape
-    similarity = cosine_similarities(x[..., first:])
-    order = rank(energy(similarity, margin))
-    source, target, stay = order[:, : 2 * r : 2], order[:, 1 : 2 * r : 2], order[:, 2 * r :]
-    pairs = similarity.take_along_dim(source.unsqueeze(2), 1).take_along_dim(target.unsqueeze(1), 2)  # [B, r, r]
-    keep = torch.cat([target, stay], 1).sort(1).values
-    place = torch.full((b, n), -1, device=x.device).scatter_(1, keep, torch.arange(n - r, device=x.device).expand(b, n - r))
-    moved = place.scatter(1, source, place.gather(1, target.gather(1, pairs.argmax(2))))
-    member = F.one_hot(moved, n - r).to(x.dtype).transpose(1, 2) * size.unsqueeze(1)
-    total = member.sum(2)
-    return torch.bmm(member, x) / total.unsqueeze(-1), total, moved
+    itself = torch.eye(similarity.shape[1], dtype=torch.bool, device=similarity.device)
+    return counted.masked_fill(itself, 0).sum(2) / max(similarity.shape[1] - 1, 1)

@@ -54,10 +54,8 @@ class GradToken(Probe):
     """Largest `g . x_i`, with g the gradient of the predicted class's logit at the mean patch.
 
     Args:
-        dim: Embedding dimension D of the tokens.
         classes: Classes of the probe.
         width: Width of the probe.
-        minimum: Fewest patches kept at any budget.
     """
 
     title = "Gradient x token"
@@ -79,10 +77,8 @@ class ABMILAttention(Probe):
     """Largest gated attention of an attention-based MIL classifier (Ilse et al., ICML 2018) first.
 
     Args:
-        dim: Embedding dimension D of the tokens.
         classes: Classes of the probe.
         width: Width of the features and of the attention.
-        minimum: Fewest patches kept at any budget.
     """
 
     title = "ABMIL attention"
@@ -126,11 +122,9 @@ class AttentionProbe(Probe):
     The class token is learned and the same for all images, so its query is a parameter.
 
     Args:
-        dim: Embedding dimension D of the tokens.
         classes: Classes of the probe.
         heads: Heads of the attention.
         width: Width of all heads together, and of the classifier.
-        minimum: Fewest patches kept at any budget.
     """
 
     def __init__(self, dim: int, classes: int = 2, heads: int = 4, width: int = 128, minimum: int = 16) -> None:

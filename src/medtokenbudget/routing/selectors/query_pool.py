@@ -21,10 +21,8 @@ class QueryPool(SoftMerger):
     """Tokens `sum_n softmax_n(q_k . W x_n / sqrt(width)) x_n` with learned queries q.
 
     Args:
-        dim: Embedding dimension D of the tokens.
         width: Dimension of queries and keys.
         slots: Largest number of tokens.
-        minimum: Fewest tokens kept at any budget.
     """
 
     title = "Query pool"

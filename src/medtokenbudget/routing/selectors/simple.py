@@ -12,7 +12,7 @@ from torch import Tensor
 from medtokenbudget.config import Neighborhood
 from medtokenbudget.routing.base import Ranker, register_selector, routed_before
 from medtokenbudget.routing.signals import feature_norm, local_contrast
-from medtokenbudget.routing.topk import budget_to_k, check_k
+from medtokenbudget.routing.topk import budget_to_k
 from medtokenbudget.tokens import Selection, TokenBatch
 
 
@@ -44,11 +44,8 @@ class NoPruning(Ranker):
     def score(self, tokens: TokenBatch, generator: torch.Generator | None = None) -> Tensor:
         return torch.zeros(len(tokens), tokens.n, device=tokens.patches.device)
 
-    def select(self, tokens: TokenBatch, k: int, generator: torch.Generator | None = None) -> Selection:
-        check_k(k, tokens.n)
-        if tokens.places is not None:
-            return routed_before(self.check(tokens))
-        return super().select(tokens, tokens.n, generator)
+    def choose(self, tokens: TokenBatch, k: int, generator: torch.Generator | None = None) -> Selection:
+        return super().choose(tokens, tokens.n, generator) if tokens.places is None else routed_before(tokens)
 
 
 @register_selector("random")
@@ -57,7 +54,6 @@ class Random(Ranker):
 
     Args:
         seed: Seed of the generator that each call makes for itself when it is given none.
-        minimum: Fewest patches kept at any budget.
     """
 
     title = "Random"
@@ -129,7 +125,7 @@ class ClassAttention(StoredSignal):
 class Rollout(StoredSignal):
     """Largest rolled-out attention of the class token first (Abnar and Zuidema, ACL 2020).
 
-    Computed when the tokens are extracted (`mtb extract --signals rollout`): the attention of the heads is averaged, half of it is
+    Computed when the tokens are extracted with the signal `rollout`: the attention of the heads is averaged, half of it is
     replaced by the identity for the residual connection, and the matrices of all blocks up to the chosen one are multiplied.
     """
 
@@ -210,7 +206,7 @@ class BoxPrior(Ranker):
 
 
 def _offset(inside: Tensor) -> Tensor:
-    """Distance of each place from the middle of the interval that spans `inside` [B, n], in half lengths of it."""
+    """Measure the distance of each place from the middle of the interval that spans `inside` [B, n], in half lengths of it."""
     n = inside.shape[1]
     inside = inside | ~inside.any(1, keepdim=True)
     places = torch.arange(n, device=inside.device, dtype=torch.float64)

@@ -28,10 +28,8 @@ class SparseLearn(LearnedSelector, Ranker):
     """The K patches with the highest learned score; gate and denoiser are used in training only.
 
     Args:
-        dim: Embedding dimension D of the tokens.
         hidden: Width of scorer and denoiser.
         temperature: Softness of the top-K gate.
-        minimum: Fewest patches kept at any budget.
     """
 
     title = "SparseLearn"
@@ -56,14 +54,9 @@ class SparseLearn(LearnedSelector, Ranker):
         return self.scorer(tokens.patches.float()).squeeze(-1).float()
 
     def training_pass(
-        self,
-        tokens: TokenBatch,
-        budget: float,
-        config: TrainConfig,
-        generator: torch.Generator | None = None,
-        route: bool = True,
+        self, tokens: TokenBatch, budget: float, config: TrainConfig, generator: torch.Generator | None = None, route: bool = True
     ) -> TrainingPass:
-        """The gate-weighted mean of noisy, denoised patches, and the lesion loss of the scores."""
+        """Give the gate-weighted mean of noisy, denoised patches, and the lesion loss of the scores."""
         tokens = tokens.float()
         score = self.score(tokens)
         terms = {"lesion": lesion_term(score, tokens, config.losses.lesion)}
@@ -77,7 +70,7 @@ class SparseLearn(LearnedSelector, Ranker):
 
 
 def soft_topk(scores: Tensor, k: int, temperature: float) -> Tensor:
-    """Gates `sigmoid((s - t) / temperature)` in [0, 1] that sum to k, [B, N]; the threshold t is differentiated too."""
+    """Compute gates `sigmoid((s - t) / temperature)` in [0, 1] that sum to k, [B, N]; the threshold t is differentiated too."""
     n = scores.shape[1]
     k = check_k(k, n)
     if k == n:
@@ -98,7 +91,7 @@ def soft_topk(scores: Tensor, k: int, temperature: float) -> Tensor:
 
 
 def noise_gate(patches: Tensor, gate: Tensor, generator: torch.Generator | None) -> Tensor:
-    """`sqrt(g) x + sqrt(1 - g) e` with noise e of each feature's mean and variance in the image; no noise without a generator."""
+    """Compute `sqrt(g) x + sqrt(1 - g) e` with noise e of each feature's mean and variance in the image; no generator, no noise."""
     open_, closed = gate.clamp(1e-6, 1).sqrt().unsqueeze(-1), (1 - gate).clamp(1e-6, 1).sqrt().unsqueeze(-1)
     mean, deviation = patches.mean(1, keepdim=True), patches.std(1, keepdim=True, correction=0)
     centered = patches - mean

@@ -28,10 +28,8 @@ class TCSSA(SoftMerger):
     A slot that no patch is routed to takes the patch with its largest gate probability.
 
     Args:
-        dim: Embedding dimension D of the tokens.
         routes: Slots that a patch goes to.
         slots: Largest number of tokens.
-        minimum: Fewest tokens kept at any budget.
     """
 
     title = "TC-SSA"

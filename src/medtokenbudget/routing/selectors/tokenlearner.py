@@ -18,10 +18,8 @@ class TokenLearner(SoftMerger):
     """Tokens `sum_n softmax_n(MLP_k(x_n)) x_n`.
 
     Args:
-        dim: Embedding dimension D of the tokens.
         hidden: Width of the MLP.
         slots: Largest number of tokens.
-        minimum: Fewest tokens kept at any budget.
     """
 
     title = "TokenLearner"

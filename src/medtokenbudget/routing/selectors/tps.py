@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 
 from medtokenbudget.routing.base import Merger, register_selector
-from medtokenbudget.routing.merging import cosine_similarities, merge
-from medtokenbudget.routing.topk import check_k, rank
+from medtokenbudget.routing.merging import merge, most_similar
+from medtokenbudget.routing.topk import rank
 from medtokenbudget.tokens import Selection, TokenBatch
 
 
@@ -26,15 +26,9 @@ class TPS(Merger):
     color, marker = "#4f6d2f", "P"
     requires = ("cls_attention",)
 
-    def select(self, tokens: TokenBatch, k: int, generator: torch.Generator | None = None) -> Selection:
-        k = check_k(k, tokens.n)
-        attention = self.read(tokens, "cls_attention")
-        kept = rank(attention)[:, :k]
-        similarity, host = cosine_similarities(tokens.patches).take_along_dim(kept.unsqueeze(1), 2).max(2)
-        numbers = torch.arange(k, device=kept.device).expand_as(kept)
-        return merge(
-            tokens.patches,
-            host.scatter(1, kept, numbers),
-            k,
-            similarity.scatter(1, kept, torch.ones_like(similarity)).exp(),
-        )
+    def choose(self, tokens: TokenBatch, k: int, generator: torch.Generator | None = None) -> Selection:
+        assert tokens.cls_attention is not None
+        kept = rank(tokens.cls_attention.float())[:, :k]
+        similarity, host = most_similar(tokens.patches, kept)
+        weights = similarity.scatter(1, kept, torch.ones_like(similarity)).exp()
+        return merge(tokens.patches, host, k, weights)
