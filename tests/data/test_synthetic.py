@@ -306,7 +306,7 @@ def test_two_requests_do_not_mix_in_one_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "message"), [({"n": 0}, "^n must"), ({"n": 1, "size": 8}, "^size must"), ({"n": 1, "seed": -1}, "^seed must")]
+    ("values", "message"), [({"n": 0}, "^`n` must"), ({"n": 1, "size": 8}, "^`size` must"), ({"n": 1, "seed": -1}, "^`seed` must")]
 )
 def test_an_impossible_request_is_rejected(values: dict[str, int], message: str) -> None:
     with pytest.raises(RequestError, match=message):
