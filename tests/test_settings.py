@@ -13,7 +13,7 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 import pytest
 
 import medtokenbudget as mtb
-from medtokenbudget.cli import COMMANDS, main
+from medtokenbudget.cli import COMMANDS, command, main
 from medtokenbudget.cli.options import Command, options
 from medtokenbudget.config import BackboneConfig, Range, RouterConfig, Settings, TrainConfig, preset
 from medtokenbudget.data import Drawings, apply_split, synthetic_manifest
@@ -109,7 +109,7 @@ def test_many_faults_are_told_at_once() -> None:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_number_on_the_command_line_has_a_range(name: str) -> None:
-    for option in options(COMMANDS[name]).values():
+    for option in options(command(name)).values():
         if option.kind in (int, float):
             assert any(isinstance(note, Range) for note in option.notes), f"mtb {name} {option.spelling}"
 

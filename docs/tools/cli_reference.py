@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from itertools import groupby
 
-from medtokenbudget.cli import COMMANDS
-from medtokenbudget.cli.options import Command, options, paragraphs, spelled
+from medtokenbudget.cli import COMMANDS, command
+from medtokenbudget.cli.options import options, paragraphs, spelled
 
 INTRO = """# Commands
 
@@ -27,14 +27,15 @@ mtb --tyro-write-completion bash ~/.mtb-completion.sh
 
 def page() -> str:
     """The page as Markdown."""
-    rows = [f"| [`mtb {name}`](#{_anchor(name)}) | {_escape(paragraphs(command)[0])} |\n" for name, command in COMMANDS.items()]
-    return INTRO + "".join(rows) + "\n" + "\n".join(_command(name, command) for name, command in COMMANDS.items())
+    rows = [f"| [`mtb {name}`](#{_anchor(name)}) | {_escape(paragraphs(command(name))[0])} |\n" for name in COMMANDS]
+    return INTRO + "".join(rows) + "\n" + "\n".join(map(_command, COMMANDS))
 
 
-def _command(name: str, command: type[Command]) -> str:
-    parts = [f"## mtb {name} {{#{_anchor(name)}}}\n", *(f"{_escape(text)}\n" for text in paragraphs(command))]
-    parts.append(f"```text\n{command.example}\n```\n")
-    known, defaults = options(command), command.defaults(None)
+def _command(name: str) -> str:
+    made = command(name)
+    parts = [f"## mtb {name} {{#{_anchor(name)}}}\n", *(f"{_escape(text)}\n" for text in paragraphs(made))]
+    parts.append(f"```text\n{made.example}\n```\n")
+    known, defaults = options(made), made.defaults(None)
     for section, members in groupby(known.values(), key=lambda option: option.section):
         rows = ["| option | value | meaning |", "|---|---|---|"]
         for option in members:
@@ -42,7 +43,7 @@ def _command(name: str, command: type[Command]) -> str:
             text = f"{spelled(option.help, known)} {option.hint(defaults.get(option.name, option.default))}".strip()
             rows.append(f"| `{option.spelling}` | {value} | {_escape(text)} |")
         if section.__name__ != "General":
-            parts += [f"**{_escape(section.__doc__ or '')}**\n"] * (section is not command) + ["\n".join(rows) + "\n"]
+            parts += [f"**{_escape(section.__doc__ or '')}**\n"] * (section is not made) + ["\n".join(rows) + "\n"]
     return "\n".join(parts)
 
 

@@ -73,8 +73,8 @@ class Settings:
     """What the names of the fields start with in messages, for settings that are part of others: 'router.'."""
 
     def __post_init__(self) -> None:
-        own: type = type(self)
-        check_values({f"{self.prefix}{name}": (getattr(self, name), kind) for name, kind in _annotations(own).items()})
+        settings: type = type(self)
+        check_values({f"{self.prefix}{name}": (getattr(self, name), kind) for name, kind in _annotations(settings).items()})
 
 
 @cache

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of another library's error message."""
+    """Return the first line of another library's error message."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
@@ -69,7 +69,7 @@ class UnknownNameError(RequestError):
 
     @classmethod
     def of(cls, kind: str, name: str, known: Iterable[str], where: str = "") -> UnknownNameError:
-        """The error for `name`; `where` is text such as 'in this model'."""
+        """Return the error for `name`; `where` is text such as 'in this model'."""
         names = sorted(known)
         close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
         hint = f" Did you mean '{close[0]}'?" if close else ""
@@ -81,6 +81,7 @@ class MismatchError(RequestError):
 
     @classmethod
     def between(cls, what: str, expected: Mapping[str, object], found: Mapping[str, object], advice: str) -> MismatchError:
+        """Return the error with one line for each difference."""
         keys = [key for key in {**expected, **found} if expected.get(key) != found.get(key)]
         rows = "\n".join(f"  {key}: expected {expected.get(key)!r}, found {found.get(key)!r}" for key in keys)
         return cls(f"{what} does not match:\n{rows}\n{advice}")

@@ -10,7 +10,7 @@ _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 
 def csv_cell(value: Any) -> Any:
-    """A text that a spreadsheet would run as a formula, with an apostrophe before it; everything else as it is.
+    """Return a text that a spreadsheet would run as a formula with an apostrophe before it, and everything else unchanged.
 
     Example:
         >>> csv_cell("=1+1"), csv_cell("NV"), csv_cell(-1.5)
@@ -20,12 +20,12 @@ def csv_cell(value: Any) -> Any:
 
 
 def from_csv_cell(value: Any) -> Any:
-    """The inverse of `csv_cell`."""
+    """Return what `csv_cell` was given."""
     return value[1:] if isinstance(value, str) and value.startswith(tuple(f"'{start}" for start in _FORMULA)) else value
 
 
 def csv_frame(frame: pd.DataFrame) -> pd.DataFrame:
-    """A table whose texts and headings are harmless in a spreadsheet."""
+    """Return a table whose texts and headings are harmless in a spreadsheet."""
     safe = frame.rename(columns=csv_cell)
     for position, kind in enumerate(frame.dtypes):
         if not pd.api.types.is_numeric_dtype(kind):
@@ -34,12 +34,12 @@ def csv_frame(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def markdown_text(text: str) -> str:
-    """A text without HTML, links, line breaks and table cells in Markdown.
+    """Return a text without HTML, links, line breaks and table cells in Markdown.
 
     Example:
         >>> markdown_text("<b>x</b> [y](z)")
         '&lt;b>x&lt;/b> [y]\\\\(z)'
     """
-    for found, put in (("&", "&amp;"), ("<", "&lt;"), ("](", "]\\("), ("|", "\\|"), ("\r", " "), ("\n", " ")):
-        text = text.replace(found, put)
+    for special, harmless in (("&", "&amp;"), ("<", "&lt;"), ("](", "]\\("), ("|", "\\|"), ("\r", " "), ("\n", " ")):
+        text = text.replace(special, harmless)
     return text

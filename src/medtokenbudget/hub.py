@@ -15,23 +15,23 @@ _reached: set[str] = set()
 
 
 def fetch(repo_id: str, name: str, revision: str | None = None) -> Path:
-    """Path of a repository's file in the cache, downloaded if the hub can be reached; a WorkError if it is in neither.
+    """Return the path of a repository's file in the cache, downloaded if the hub can be reached.
 
-    Other errors are those of the hub's client.
+    A WorkError says that it is in neither; other errors come from the hub's client.
     """
     from huggingface_hub import constants, hf_hub_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    away = unreachable() is not None
+    offline = unreachable() is not None
     try:
-        return Path(hf_hub_download(repo_id, name, revision=revision, local_files_only=away))
+        return Path(hf_hub_download(repo_id, name, revision=revision, local_files_only=offline))
     except LocalEntryNotFoundError:
         why = f" ({OFFLINE})" if constants.HF_HUB_OFFLINE else ""
         raise WorkError(f"The hub cannot be reached{why}, and {repo_id}/{name} is not in its cache.") from None
 
 
 def unreachable(seconds: float = 5.0) -> str | None:
-    """Why the hub does not answer, or None if it does; after the first answer it is not asked again."""
+    """Return why the hub does not answer, or None if it does; after the first answer it is not asked again."""
     from huggingface_hub import constants
     from huggingface_hub.utils import get_session
 

@@ -1,4 +1,4 @@
-"""Classes by name, for selectors and heads: those of this package, and those of other packages through an entry-point group.
+"""Classes by name, for selectors and heads: from this package, and from other packages through an entry-point group.
 
 A plug-in that fails to load is named in a warning and skipped; it never stops the others.
 """
@@ -34,7 +34,7 @@ class Registry(Generic[T]):
         self._scanned: list[str] = []
 
     def register(self, name: str) -> Callable[[C], C]:
-        """Class decorator that makes a class known as `name`."""
+        """Return a class decorator that makes a class known as `name`."""
 
         def decorate(entry: C) -> C:
             if not (isinstance(entry, type) and issubclass(entry, self.base)):
@@ -56,12 +56,12 @@ class Registry(Generic[T]):
         self._classes.pop(name, None)
 
     def names(self) -> list[str]:
-        """All registered names, sorted."""
+        """Return all registered names, sorted."""
         self._load_entry_points()
         return sorted(self._classes)
 
     def get(self, name: str) -> type[T]:
-        """The class registered as `name`."""
+        """Return the class registered as `name`."""
         if name not in self._classes:
             self._load_entry_points()
         if name not in self._classes:
@@ -69,7 +69,7 @@ class Registry(Generic[T]):
         return self._classes[name]
 
     def create(self, name: str, **options: Any) -> T:
-        """An instance of the class registered as `name`."""
+        """Return an instance of the class registered as `name`."""
         entry = self.get(name)
         try:
             inspect.signature(entry).bind(**options)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from medtokenbudget.cli import COMMANDS, main
+from medtokenbudget.cli import COMMANDS, command, main
 from medtokenbudget.cli.learn import Extract, Reproduce, Sweep, Train
 from medtokenbudget.cli.options import Command, Option, options, parse, spelled
 from medtokenbudget.cli.use import Route
@@ -51,8 +51,8 @@ def test_a_budget_outside_0_to_1_is_rejected(text: str) -> None:
 def test_every_option_called_budget_takes_a_share_of_the_patches() -> None:
     budgets = {
         f"{name} {key}": option
-        for name, command in COMMANDS.items()
-        for key, option in options(command).items()
+        for name in COMMANDS
+        for key, option in options(command(name)).items()
         if key.rsplit(".")[-1].rsplit("_")[-1] in ("budget", "budgets") and not key.startswith("losses.")
     }
     assert {"predict budget", "export budget", "extract budget", "sweep budgets", "train selection_budget"} <= budgets.keys()

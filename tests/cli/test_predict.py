@@ -20,7 +20,7 @@ from safetensors.numpy import load_file
 from medtokenbudget.cli import main
 from medtokenbudget.data import Manifest, folder_manifest
 from medtokenbudget.files import read_lines
-from medtokenbudget.model import MedTokenBudget
+from medtokenbudget.model import MedTokenBudget, load
 from medtokenbudget.model.overlays import LESION_EDGE
 from tests import processes
 from tests.small_model import CLASSES, draw_images, small_model
@@ -28,14 +28,15 @@ from tests.small_model import CLASSES, draw_images, small_model
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("predict")
+    """A folder with a saved model."""
+    folder = tmp_path_factory.mktemp("predict")
+    small_model(folder / "weights", baselines=("tome", "center")).save_pretrained(folder / "model")
+    return folder
 
 
 @pytest.fixture(scope="module")
 def model(root: Path) -> MedTokenBudget:
-    made = small_model(root / "weights", baselines=("tome", "center"))
-    made.save_pretrained(root / "model")
-    return made
+    return load(root / "model", device="cpu")
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +69,7 @@ def test_csv_and_parquet_hold_the_model_s_own_answers(
             assert getattr(row, f"p_{name}") == pytest.approx(found.probabilities[name], abs=1e-6)
 
 
-def test_files_globs_and_folders_can_be_mixed(root: Path, model: MedTokenBudget, images: list[Path], tmp_path: Path) -> None:
+def test_files_globs_and_folders_can_be_mixed(root: Path, images: list[Path], tmp_path: Path) -> None:
     given = (images[5], str(images[0].parent / "image-00[12].jpg"))
     assert run(root, *given, "--out", tmp_path / "p.csv") == 0
     assert pd.read_csv(tmp_path / "p.csv")["image"].tolist() == [str(images[i]) for i in (5, 1, 2)]
@@ -110,7 +111,7 @@ def test_the_token_file_has_a_row_for_each_row_of_the_table(
             assert reader.metadata()["model"] == model.fingerprint
 
 
-def test_a_merger_has_tokens_but_no_kept_patches(root: Path, model: MedTokenBudget, images: list[Path], tmp_path: Path) -> None:
+def test_a_merger_has_tokens_but_no_kept_patches(root: Path, images: list[Path], tmp_path: Path) -> None:
     out = tmp_path / "p.parquet"
     assert run(root, images[0], "--out", out, "--selector", "tome", "--tokens", tmp_path / "t.safetensors") == 0
     assert pd.read_parquet(out)["kept"].isna().all()
@@ -118,7 +119,7 @@ def test_a_merger_has_tokens_but_no_kept_patches(root: Path, model: MedTokenBudg
 
 
 def test_bad_files_are_listed_and_the_others_are_predicted(
-    root: Path, model: MedTokenBudget, images: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    root: Path, images: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "text.png").write_text("hello")
     (tmp_path / "cut.jpg").write_bytes(images[0].read_bytes()[:1500])
@@ -135,7 +136,7 @@ def test_bad_files_are_listed_and_the_others_are_predicted(
 
 
 def test_when_no_image_can_be_read_the_work_has_failed_and_no_table_appears(
-    root: Path, model: MedTokenBudget, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(root, tmp_path / "absent.jpg", "--out", tmp_path / "p.csv", "--tokens", tmp_path / "t.safetensors") == 1
     said = capsys.readouterr().err
@@ -144,9 +145,7 @@ def test_when_no_image_can_be_read_the_work_has_failed_and_no_table_appears(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["p.errors.jsonl"]
 
 
-def test_overlays_dim_what_was_dropped_and_outline_the_mask_of_a_manifest(
-    root: Path, model: MedTokenBudget, images: list[Path], tmp_path: Path
-) -> None:
+def test_overlays_dim_what_was_dropped_and_outline_the_mask_of_a_manifest(root: Path, images: list[Path], tmp_path: Path) -> None:
     mask = np.zeros((200, 200), np.uint8)
     mask[60:140, 60:140] = 255
     Image.fromarray(mask).save(tmp_path / "mask.png")
@@ -199,7 +198,7 @@ print(sizes[2] - sizes[1], os.path.getsize(Path(out) / "2.safetensors") / 2**20)
 
 
 def test_a_file_name_that_is_not_utf8_is_listed_and_the_others_are_predicted(
-    root: Path, model: MedTokenBudget, images: list[Path], tmp_path: Path
+    root: Path, images: list[Path], tmp_path: Path
 ) -> None:
     folder = tmp_path / "mixed"
     folder.mkdir()
@@ -217,9 +216,7 @@ def test_a_file_name_that_is_not_utf8_is_listed_and_the_others_are_predicted(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("table", ["p.csv", "p.parquet"])
-def test_a_full_disk_or_a_read_only_folder_is_a_message(
-    root: Path, model: MedTokenBudget, images: list[Path], tmp_path: Path, table: str
-) -> None:
+def test_a_full_disk_or_a_read_only_folder_is_a_message(root: Path, images: list[Path], tmp_path: Path, table: str) -> None:
     closed = tmp_path / "closed"
     closed.mkdir()
     (closed / "p.errors.jsonl").write_text("of an earlier call")

@@ -13,16 +13,7 @@ from medtokenbudget.files import read_json, sha256_file
 from medtokenbudget.runs.run import read_results
 from tests.drawn import Drawn
 
-SMALL = [
-    "--epochs",
-    "1",
-    "--head_epochs",
-    "1",
-    "--batch_size",
-    "16",
-    "--device",
-    "cpu",
-]
+SMALL = ["--epochs", "1", "--head_epochs", "1", "--batch_size", "16", "--device", "cpu"]
 
 
 def test_train_leaves_a_run_directory_and_a_model_that_loads(
@@ -71,14 +62,6 @@ def test_a_selector_is_trained_by_name(drawn: Drawn, tmp_path: Path) -> None:
     assert main([*arguments, "--selector", "context", "--context.channels", "8", "--context.blocks", "1"]) == 0
     assert set(read_results(out / "results.csv")["method"]) == {"context:lesion-first", "center", "random"}
     assert mtb.load(out / "model", device="cpu").main == "context:lesion-first"
-
-
-def test_a_preset_sets_the_defaults_and_options_change_them(drawn: Drawn, tmp_path: Path) -> None:
-    out = tmp_path / "run"
-    arguments = ["train", str(drawn.manifest_path), "--store", str(drawn.store_path), "--out", str(out), "--preset", "paper"]
-    assert main([*arguments, *SMALL, "--losses.lesion", "0"]) == 0
-    config = read_json(out / "run.json")["config"]
-    assert (config["recipe"], config["losses"]["lesion"], config["losses"]["diversity"]) == ("joint", 0.0, 0.05)
 
 
 @pytest.mark.slow

@@ -275,7 +275,7 @@ def test_a_few_images_are_a_data_set_too(tmp_path: Path, n: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "message"), [({"n": 0}, "^n must"), ({"n": 1, "size": 8}, "^size must"), ({"n": 1, "seed": -1}, "^seed must")]
+    ("values", "message"), [({"n": 0}, "^`n` must"), ({"n": 1, "size": 8}, "^`size` must"), ({"n": 1, "seed": -1}, "^`seed` must")]
 )
 def test_an_impossible_request_is_rejected(values: dict[str, int], message: str) -> None:
     with pytest.raises(RequestError, match=message):

@@ -5,42 +5,53 @@ Nothing heavy is imported before a command runs, so that `--help` answers at onc
 
 from __future__ import annotations
 
+import importlib
 import os
 import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
 
-from medtokenbudget.cli.data import DATA
-from medtokenbudget.cli.learn import Calibrate, Extract, Reproduce, Sweep, Train
 from medtokenbudget.cli.options import Command, options, paragraphs, parse, print_completion, spelled
-from medtokenbudget.cli.show import Demo, Report, StoreInfo
-from medtokenbudget.cli.use import Evaluate, Explore, Export, Predict, Route, Serve
 from medtokenbudget.config import NOTICE
 from medtokenbudget.errors import MedTokenBudgetError, UnknownNameError
 
-COMMANDS: dict[str, type[Command]] = {
-    "demo": Demo,
-    **{f"data {name}": command for name, command in DATA.items()},
-    "extract": Extract,
-    "store info": StoreInfo,
-    "train": Train,
-    "sweep": Sweep,
-    "reproduce": Reproduce,
-    "report": Report,
-    "route": Route,
-    "evaluate": Evaluate,
-    "calibrate": Calibrate,
-    "predict": Predict,
-    "serve": Serve,
-    "explore": Explore,
-    "export": Export,
+COMMANDS: dict[str, str] = {
+    "demo": "show.Demo",
+    "data isic": "data.Isic",
+    "data kvasir": "data.Kvasir",
+    "data folder": "data.Folder",
+    "data csv": "data.Csv",
+    "data synthetic": "data.Synthetic",
+    "data split": "data.SplitAgain",
+    "data check": "data.CheckData",
+    "extract": "learn.Extract",
+    "store info": "show.StoreInfo",
+    "train": "learn.Train",
+    "sweep": "learn.Sweep",
+    "reproduce": "learn.Reproduce",
+    "report": "show.WriteReport",
+    "route": "use.Route",
+    "evaluate": "use.Evaluate",
+    "calibrate": "learn.Calibrate",
+    "predict": "use.Predict",
+    "serve": "use.Serve",
+    "explore": "use.Explore",
+    "export": "use.Export",
 }
+"""Chapter and class of each command."""
 GROUPS = {
     "data": "Make a manifest of a data set (ISIC 2019, Kvasir v2, folders, CSV, drawn images), split it, check it.",
     "store": "Show what is inside a store of tokens.",
 }
 """Commands that have commands of their own."""
+
+
+def command(name: str) -> type[Command]:
+    """Return the class of a command; only its chapter is imported."""
+    chapter, _, kind = COMMANDS[name].partition(".")
+    made: type[Command] = getattr(importlib.import_module(f"{__name__}.{chapter}"), kind)
+    return made
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 0 for success, 1 if the work failed, 2 if the request was wrong.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    command: type[Command] = Command
+    asked: type[Command] = Command
     try:
         group = words.pop(0) if words and words[0] in GROUPS else ""
         first = words[0] if words else "--help"
@@ -64,18 +75,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(_version(), flush=True)
             return 0
         if first in ("--tyro-print-completion", "--tyro-write-completion"):
-            print_completion(COMMANDS, words)
+            print_completion({name: command(name) for name in COMMANDS}, words)
             return 0
         name = f"{group} {first}".strip()
         if name not in COMMANDS:
             raise UnknownNameError.of(f"command{group and ' of mtb ' + group}", first, _members(group))
-        command = COMMANDS[name]
-        request = parse(command, name, words[1:])
+        asked = command(name)
+        request = parse(asked, name, words[1:])
         return 0 if request is None else request.run() or 0
     except SystemExit as stop:  # tyro showed the help, or what is wrong
         return int(stop.code or 0)
     except MedTokenBudgetError as error:
-        print(f"mtb: {spelled(str(error), options(command))}", file=sys.stderr)
+        print(f"mtb: {spelled(str(error), options(asked))}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("\nmtb: Stopped. Run the same command again to continue.", file=sys.stderr)
@@ -94,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _members(group: str) -> dict[str, str]:
     """What each command of a group does; without a group, of `mtb` itself."""
-    summaries = {name: paragraphs(command)[0] for name, command in COMMANDS.items()}
+    summaries = {name: paragraphs(command(name))[0] for name in COMMANDS}
     if group:
         return {name.split()[1]: text for name, text in summaries.items() if name.startswith(f"{group} ")}
     return {name.split()[0]: GROUPS.get(name.split()[0], text) for name, text in summaries.items()}

@@ -192,7 +192,7 @@ class Csv(OwnImages):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Split(FromSource):
+class SplitAgain(FromSource):
     """Split a manifest again."""
 
     example = "mtb data split isic.parquet --split kfold --folds 5 --fold 0 --out isic-fold0.parquet"
@@ -257,7 +257,7 @@ class Synthetic(WriteManifest):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Check(Command):
+class CheckData(Command):
     """Find all problems of a data set."""
 
     example = "mtb data check isic.parquet"
@@ -301,14 +301,3 @@ def _summarize(manifest: Manifest, out: Path) -> None:
 
 def _names(value: str | None) -> list[str] | None:
     return None if value is None else [name.strip() for name in value.split(",") if name.strip()]
-
-
-DATA: dict[str, type[Command]] = {
-    "isic": Isic,
-    "kvasir": Kvasir,
-    "folder": Folder,
-    "csv": Csv,
-    "synthetic": Synthetic,
-    "split": Split,
-    "check": Check,
-}

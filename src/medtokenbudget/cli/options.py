@@ -108,13 +108,20 @@ class Option:
     @property
     def metavar(self) -> str:
         one = self.spelling if self.positional else _kind(self.kind)[0]
-        return f"{one} [{one} ...]" if self.several else one
+        if self.several:
+            return f"{one} [{one} ...]"
+        return f"[{one}]" if self.positional and self.default is not REQUIRED else one
 
     def hint(self, default: Any) -> str:
         """Return the range and the default, as one would type it."""
         if default is REQUIRED:
             return "(required)"
-        hints = [str(note) for note in self.notes if isinstance(note, Range)]
+        # That a count is at least 0 or 1 goes without saying.
+        hints = [
+            str(note)
+            for note in self.notes
+            if isinstance(note, Range) and (self.kind is float or note.low not in (0, 1) or note.odd)
+        ]
         if default not in (None, ()) and not self.flag:
             hints.append(f"default: {_typed(default)}")
         return f"({'; '.join(hints)})" if hints else ""

@@ -15,7 +15,7 @@ from medtokenbudget.errors import WorkError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report(Command):
+class WriteReport(Command):
     """Write the tables, figures and report.html of a run, or compare several runs.
 
     Several runs are compared in the same tables with one row per run, and with paired differences where the runs evaluated the same
