@@ -168,7 +168,7 @@ class LesionRetention:
     """
 
     def __init__(self) -> None:
-        self.reset()
+        self._sums: Floats = np.zeros(8)
 
     def update(self, kept: Tensor | ArrayLike, lesion: Tensor | ArrayLike, has_mask: Tensor | ArrayLike | None = None) -> None:
         """Add a batch; the arguments are those of `lesion_retention`."""
@@ -180,7 +180,7 @@ class LesionRetention:
 
     def reset(self) -> None:
         """Forget everything."""
-        self._sums: Floats = np.zeros(8)
+        self._sums = np.zeros(8)
 
     def __repr__(self) -> str:
         total = self.compute()
