@@ -43,8 +43,8 @@ class Variant:
 
 RECIPES: dict[str, dict[str, Any]] = {
     "paper": {"recipe": "joint", "patches": 0},
-    # The head is not trained yet when the epoch is chosen, so masks must choose it; those of validation images are used only for
-    # evaluation, so it is chosen on training images.
+    # The head is not trained yet when the epoch is chosen, so masks must choose it. Validation masks are used only for evaluation,
+    # so it is chosen on training images.
     "lesion-first": {"recipe": "lesion-first", "protocol": "strict", "selection_metric": "retention"},
 }
 """What a recipe fixes, by the name of its preset."""
@@ -175,12 +175,12 @@ class Method:
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """Return the options that a selector which does not learn is created with: those of its variant."""
+        """Return the options that a selector which does not learn is created with, by its variant."""
         return selector_class(self.selector).variants.get(self.variant, {})
 
     @property
     def requires(self) -> tuple[str, ...]:
-        """Return the fields of a batch that the selector reads beside the patches, as far as they are known before training."""
+        """Return the fields of a batch, besides the patches, that the selector reads, as far as known before training."""
         if self.learned:
             return tuple(selector_class(self.selector).requires)
         return create_selector(self.selector, **self.options).requires

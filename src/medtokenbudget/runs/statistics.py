@@ -145,6 +145,7 @@ def _bootstrap(tables: Sequence[Floats], draws: int, seed: int) -> list[Floats]:
 
 def _interval(values: Floats, level: float) -> tuple[float, float]:
     """Return the percentile interval; a draw in which nothing could be measured is left out."""
+    # Such draws come up where few images have a lesion: a group sample without any of them has no retention.
     values = values[~np.isnan(values)]
     if not len(values):
         return float("nan"), float("nan")
