@@ -99,11 +99,7 @@ class Method:
 
     @classmethod
     def parse(cls, text: str | Method) -> Method:
-        """Parse `selector`, `selector:variant`, `selector+head` or `selector+head:variant`, checking every part.
-
-        Raises:
-            UnknownNameError: A part is not registered; the message suggests the closest name.
-        """
+        """Parse `selector`, `selector:variant`, `selector+head` or `selector+head:variant`, checking every part."""
         if isinstance(text, Method):
             return text
         left, _, variant = text.partition(":")
@@ -148,12 +144,7 @@ class Method:
         return replace(config, head_epochs=base.epochs) if self.variant == EPOCH_MATCHED and not self.learned else config
 
     def reads(self, base: TrainConfig, labels: bool = True) -> set[str]:
-        """Return the dotted names of the settings that training and evaluation of this method depend on.
-
-        Args:
-            base: The common settings of the run.
-            labels: Whether the images have class labels; without them there is no head to train.
-        """
+        """Return the dotted names of the settings that this method depends on; without `labels` there is no head to train."""
         config, names, kind = self.config(base), set(_ALWAYS), selector_class(self.selector)
         if issubclass(kind, LearnedSelector):
             names |= _SELECTOR | (_JOINT if config.recipe == "joint" else set())
