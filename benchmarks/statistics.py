@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 from sklearn.metrics import f1_score
 
-from medtokenbudget.runs.statistics import confidence_interval
+from medtokenbudget.runs.statistics import intervals
 
 IMAGES, CLASSES, DRAWS, LOOP_DRAWS = 5067, 8, 10_000, 40
 
@@ -62,7 +62,7 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
     ratios = {}
     for metric in ("macro_f1", "retention"):
         start = time.process_time()
-        low, high = confidence_interval(frame, metric, draws=DRAWS)
+        low, high = intervals(frame, (metric,), ("dataset",), draws=DRAWS).iloc[0][["low", "high"]]
         ours = (time.process_time() - start) / DRAWS
         start = time.process_time()
         values = plain_loop(frame, metric, LOOP_DRAWS, seed=0)

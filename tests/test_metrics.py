@@ -128,13 +128,6 @@ def test_the_oracle_reaches_the_ceiling(seed: int, k: int) -> None:
     assert found.of_ceiling == 1.0
 
 
-def test_keeping_everything_retains_everything_and_enriches_nothing() -> None:
-    _, lesion, _ = draw(3, images=5, n=20)
-    found = lesion_retention(np.ones_like(lesion), lesion)
-    assert (found.pooled, found.mean, found.ceiling, found.of_ceiling) == (1.0, 1.0, 1.0, 1.0)
-    assert found.enrichment == pytest.approx(1.0)
-
-
 def test_retention_of_images_with_different_k_by_hand() -> None:
     # Image 1 keeps 3 of 6 patches, 1 of its 2 lesion patches; image 2 keeps 1, of its 4 lesion patches one.
     kept = np.array([[1, 1, 1, 0, 0, 0], [0, 0, 0, 0, 0, 1]])
@@ -149,18 +142,6 @@ def test_retention_of_images_with_different_k_by_hand() -> None:
     assert (found.n, found.empty) == (2, 0)
 
 
-def test_retention_of_counts_by_hand() -> None:
-    # Lesions of 10, 100 and 0 patches, 50 kept of 256; 8, 40 and 0 lesion patches kept. The third is left out and counted.
-    found = retention_of_counts([8, 40, 0], [10, 100, 0], 50, 256)
-    assert found.pooled == pytest.approx(48 / 110)
-    assert found.mean == pytest.approx((0.8 + 0.4) / 2)
-    assert found.ceiling == pytest.approx(60 / 110)
-    assert found.of_ceiling == pytest.approx(48 / 60)
-    assert found.precision == pytest.approx(48 / 100)
-    assert found.enrichment == pytest.approx((48 / 100) / (110 / 512))
-    assert (found.n, found.empty) == (2, 1)
-
-
 def test_an_image_without_a_mask_is_neither_measured_nor_empty() -> None:
     lesion = np.array([[1, 0], [0, 0], [0, 0]], bool)
     kept = np.array([[1, 0], [1, 0], [1, 0]], bool)
@@ -170,42 +151,49 @@ def test_an_image_without_a_mask_is_neither_measured_nor_empty() -> None:
     assert (found.n, found.empty, found.pooled) == (1, 1, 1.0)
 
 
-def test_an_image_that_keeps_nothing_counts_as_nothing_kept() -> None:
-    found = lesion_retention([[0, 0, 0]], [[1, 1, 0]])
-    assert (found.pooled, found.mean, found.ceiling, found.n) == (0.0, 0.0, 0.0, 1)
-    assert np.isnan([found.of_ceiling, found.precision, found.enrichment]).all()
-
-
-def test_without_kept_patches_only_the_ceiling_is_measured() -> None:
-    found = retention_of_counts(None, [10, 100], 50, 256)
-    assert found.ceiling == pytest.approx(60 / 110)
-    assert np.isnan([found.pooled, found.mean, found.of_ceiling, found.precision, found.enrichment]).all()
-
-
-@pytest.mark.parametrize(
-    "found", [retention_of_counts([], [], 50, 256), lesion_retention(np.zeros((2, 4), bool), np.zeros((2, 4), bool))]
-)
-def test_nothing_measured_is_not_zero(found: Retention) -> None:
-    assert np.isnan([getattr(found, name) for name in MEASURED]).all()
-    assert found.n == 0
-    assert np.isnan(metrics.accuracy([], []))
-    assert np.isnan(metrics.macro_f1([], [], 3))
-    assert np.isnan(metrics.balanced_accuracy([], [], 3))
+def test_what_cannot_be_measured_is_not_zero() -> None:
+    nothing_kept = lesion_retention([[0, 0, 0]], [[1, 1, 0]])
+    assert (nothing_kept.pooled, nothing_kept.mean, nothing_kept.ceiling, nothing_kept.n) == (0.0, 0.0, 0.0, 1)
+    assert np.isnan([nothing_kept.of_ceiling, nothing_kept.precision, nothing_kept.enrichment]).all()
+    merged = retention_of_counts(None, [10, 100], 50, 256)
+    assert merged.ceiling == pytest.approx(60 / 110)
+    assert np.isnan([getattr(merged, name) for name in MEASURED if name != "ceiling"]).all()
+    empty = np.zeros((2, 4), bool)
+    for nothing in (retention_of_counts([], [], 50, 256), lesion_retention(empty, empty)):
+        assert np.isnan([getattr(nothing, name) for name in MEASURED]).all()
+        assert nothing.n == 0
+    assert np.isnan([metrics.accuracy([], []), metrics.macro_f1([], [], 3), metrics.balanced_accuracy([], [], 3)]).all()
     assert np.isnan(metrics.share_of_ceiling(np.zeros((0, 2)), [], [1, 2])).all()
 
 
-def test_scores_counts_and_soft_masks_are_rejected_with_advice() -> None:
-    mask = np.zeros((2, 4), bool)
-    with pytest.raises(RequestError, match=r"`kept` must be boolean or 0/1 integers, got float64\. Apply a threshold"):
-        lesion_retention(mask.astype(float), mask)
-    with pytest.raises(RequestError, match=r"`lesion` must be boolean or 0/1 integers, got torch.float16"):
-        lesion_retention(mask, torch.zeros(2, 4).half())
-    with pytest.raises(RequestError, match=r"integers other than 0 and 1 \(largest 255\)"):
-        lesion_retention(mask, mask.astype(np.uint8) + 255)
-    with pytest.raises(RequestError, match=r"`has_mask` must be boolean"):
-        lesion_retention(mask, mask, ["yes", "no"])
-    with pytest.raises(RequestError, match="mergers such as tome"):
-        lesion_retention(None, mask)  # type: ignore[arg-type]
+MASK = np.zeros((2, 4), bool)
+REJECTED = {
+    "scores": (lambda: lesion_retention(MASK.astype(float), MASK), r"`kept` must be boolean .*, got float64\. Apply a threshold"),
+    "half precision": (lambda: lesion_retention(MASK, torch.zeros(2, 4).half()), "`lesion` must be boolean .* torch.float16"),
+    "gray values": (lambda: lesion_retention(MASK, MASK.astype(np.uint8) + 255), r"other than 0 and 1 \(largest 255\)"),
+    "words": (lambda: lesion_retention(MASK, MASK, ["yes", "no"]), "`has_mask` must be boolean"),
+    "a merger": (lambda: lesion_retention(None, MASK), "mergers such as tome"),  # type: ignore[arg-type]
+    "two shapes": (lambda: lesion_retention(MASK, MASK[:, :3]), r"same shape \[B, N\], got \[2, 4\] and \[2, 3\]"),
+    "four axes": (lambda: lesion_retention(MASK.reshape(2, 2, 2, 1), MASK.reshape(2, 2, 2, 1)), r"Pass one image as \[N\]"),
+    "too many images": (lambda: lesion_retention(MASK, MASK, [True] * 3), r"`has_mask` must be \[B\] = \[2\], got \[3\]"),
+    "ragged": (lambda: lesion_retention([[True], [True, False]], MASK), "ragged"),
+    "counts of two lengths": (lambda: retention_of_counts([1, 2], [1, 2, 3], 5, 16), r"must be \[n\]"),
+    "k of another length": (lambda: retention_of_counts([1, 2], [1, 2], [5, 5, 5], 16), r"must be \[n\]"),
+    "more than k": (lambda: retention_of_counts([1, 6], [3, 9], 5, 16), r"Image 1 kept 6 .* min\(k, lesion\) = 5"),
+    "more than the lesion": (lambda: retention_of_counts([4, 1], [3, 9], 5, 16), "same order"),
+    "shares of other images": (lambda: metrics.share_of_ceiling([[1], [2]], [1, 2, 3], 4), r"\[n, T\]"),
+    "labels of another length": (lambda: metrics.accuracy([0, 1], [0, 1, 1]), r"got \[2\] and \[3\]"),
+    "no probabilities": (lambda: metrics.macro_auroc([0, 1, 1], [0.2, 0.9, 0.8]), r"`probabilities` \[n, C\]"),
+    "groups of other images": (lambda: metrics.group_purity(torch.zeros(1, 4).long(), torch.ones(1, 3)), "must be"),
+    "attention of tokens": (lambda: metrics.lesion_mass(torch.ones(1, 4), torch.zeros(1, 4)), "must be"),
+}
+
+
+@pytest.mark.parametrize("case", REJECTED)
+def test_what_cannot_be_a_mask_or_its_counts_is_rejected_with_advice(case: str) -> None:
+    measure, message = REJECTED[case]
+    with pytest.raises(RequestError, match=message):
+        measure()
 
 
 @pytest.mark.parametrize("grid", [(16, 16), (7, 7), (10, 14), (37, 37)])
@@ -236,31 +224,6 @@ def test_rankings_and_groups_of_a_grid_are_not_read_as_several_images() -> None:
     for measure in (metrics.group_purity, metrics.lesion_dominated):
         with pytest.raises(ShapeError, match=r"names group 85, but there are only 16 patches.*Flatten grids"):
             measure(torch.from_numpy(order) // 3, torch.from_numpy(lesion))
-    with pytest.raises(ShapeError, match=r"`label` must be \[n\] and `probabilities` \[n, C\]"):
-        metrics.macro_auroc([0, 1, 1], [0.2, 0.9, 0.8])
-
-
-def test_wrong_shapes_are_rejected_with_both_shapes() -> None:
-    mask = np.zeros((2, 4), bool)
-    with pytest.raises(ShapeError, match=r"same shape \[B, N\], got \[2, 4\] and \[2, 3\]"):
-        lesion_retention(mask, mask[:, :3])
-    with pytest.raises(ShapeError, match=r"Pass one image as \[N\] or \[1, h, w\]"):
-        lesion_retention(mask.reshape(2, 2, 2, 1), mask.reshape(2, 2, 2, 1))
-    with pytest.raises(ShapeError, match=r"`has_mask` must be \[B\] = \[2\], got \[3\]"):
-        lesion_retention(mask, mask, [True, True, True])
-    with pytest.raises(ShapeError, match="ragged"):
-        lesion_retention([[True], [True, False]], mask)
-    with pytest.raises(ShapeError, match=r"must be \[n\]"):
-        retention_of_counts([1, 2], [1, 2, 3], 5, 16)
-    with pytest.raises(ShapeError, match=r"must be \[n\]"):
-        retention_of_counts([1, 2], [1, 2], [5, 5, 5], 16)
-
-
-def test_counts_that_no_selection_can_have_are_rejected() -> None:
-    with pytest.raises(RequestError, match=r"Image 1 kept 6 lesion patches, but at most min\(k, lesion\) = 5"):
-        retention_of_counts([1, 6], [3, 9], 5, 16)
-    with pytest.raises(RequestError, match="same order"):
-        retention_of_counts([4, 1], [3, 9], 5, 16)
 
 
 @examples
@@ -276,19 +239,14 @@ def test_accumulating_equals_all_at_once(seed: int, size: int) -> None:
         np.testing.assert_equal(getattr(found, name), getattr(expected, name))
 
 
-def test_batches_of_different_grids_accumulate() -> None:
+def test_grids_may_differ_a_reset_metric_is_as_new_and_a_failed_update_changes_nothing() -> None:
     metric = LesionRetention()
     metric.update([[1, 0, 0]], [[1, 1, 0]])
-    metric.update([[1, 1, 0, 0, 0]], [[1, 1, 1, 1, 0]])
-    same(metric.compute(), retention_of_counts([1, 2], [2, 4], [1, 2], [3, 5]))
-
-
-def test_a_reset_metric_is_as_new_and_a_failed_update_changes_nothing() -> None:
-    metric = LesionRetention()
-    metric.update([[1, 0]], [[1, 1]])
     with pytest.raises(ShapeError):
         metric.update([[1, 0]], [[1, 1, 1]])
-    assert repr(metric) == "LesionRetention(pooled=0.5000, of_ceiling=1.0000, n=1, empty=0)"
+    metric.update([[1, 1, 0, 0, 0]], [[1, 1, 1, 1, 0]])
+    same(metric.compute(), retention_of_counts([1, 2], [2, 4], [1, 2], [3, 5]))
+    assert repr(metric) == "LesionRetention(pooled=0.5000, of_ceiling=1.0000, n=2, empty=0)"
     metric.reset()
     assert metric.compute().n == 0
     assert math.isnan(metric.compute().pooled)
@@ -331,8 +289,6 @@ def test_share_of_ceiling_at_several_budgets_equals_one_budget_at_a_time(seed: i
 
 def test_share_of_ceiling_leaves_out_images_without_a_mask() -> None:
     assert metrics.share_of_ceiling([[2.0], [math.nan]], [4, math.nan], [4]).tolist() == [0.5]
-    with pytest.raises(ShapeError, match=r"\[n, T\]"):
-        metrics.share_of_ceiling([[1], [2]], [1, 2, 3], 4)
 
 
 def test_counting_along_a_ranking_is_the_same_in_torch_and_rejects_what_it_cannot_count() -> None:
@@ -350,7 +306,7 @@ def test_counting_along_a_ranking_is_the_same_in_torch_and_rejects_what_it_canno
 
 def test_the_examples_in_the_docstrings_hold() -> None:
     results = doctest.testmod(metrics)
-    assert results.attempted >= 15
+    assert results.attempted >= 12
     assert results.failed == 0
 
 
@@ -364,13 +320,6 @@ def test_read_only_and_broadcast_arrays_are_measured_without_a_warning() -> None
         assert metrics.kept_lesion_counts(order, lesion, [1, 3]).tolist() == [[1, 2]]
 
 
-def test_group_purity_worked_by_hand() -> None:
-    # Three groups of sizes 3, 2, 1: lesion patches 2 of 3, 0 of 2, 1 of 1 -> (2 + 2 + 1) / 6; a dropped patch does not count.
-    assignment = torch.tensor([[0, 0, 0, 1, 1, 2, -1]])
-    lesion = torch.tensor([[True, True, False, False, False, True, True]])
-    assert metrics.group_purity(assignment, lesion).tolist() == pytest.approx([5 / 6])
-
-
 @examples
 @given(SEEDS)
 def test_group_purity_equals_a_plain_loop(seed: int) -> None:
@@ -382,12 +331,6 @@ def test_group_purity_equals_a_plain_loop(seed: int) -> None:
         expected.append(right / (groups >= 0).sum() if (groups >= 0).any() else math.nan)
     found = metrics.group_purity(torch.from_numpy(assignment), torch.from_numpy(lesion))
     assert found.tolist() == pytest.approx(expected, nan_ok=True)
-
-
-def test_group_purity_of_nothing_kept_is_not_measured() -> None:
-    assert math.isnan(metrics.group_purity(torch.full((1, 4), -1), torch.ones(1, 4, dtype=torch.bool)).item())
-    with pytest.raises(ShapeError):
-        metrics.group_purity(torch.zeros(1, 4).long(), torch.ones(1, 3, dtype=torch.bool))
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -420,14 +363,11 @@ def test_lesion_mass_is_the_mean_attention_on_the_lesion_and_the_precision_of_ke
     assert metrics.lesion_mass(one_hot, lesion[:1]).item() == pytest.approx(lesion[0, :4].float().mean().item())
 
 
-def test_what_mergers_lose_is_not_measured_without_a_lesion() -> None:
+def test_what_mergers_lose_is_not_measured_without_a_lesion_or_a_token() -> None:
     nothing = torch.zeros(1, 4, dtype=torch.bool)
     assert math.isnan(metrics.lesion_dominated(torch.zeros(1, 4).long(), nothing).item())
     assert math.isnan(metrics.lesion_mass(torch.full((1, 2, 4), 0.25), nothing).item())
-    with pytest.raises(ShapeError, match="must be"):
-        metrics.lesion_mass(torch.ones(1, 4), nothing)
-    with pytest.raises(ShapeError, match="must be"):
-        metrics.lesion_dominated(torch.zeros(1, 3).long(), nothing)
+    assert math.isnan(metrics.group_purity(torch.full((1, 4), -1), ~nothing).item())
 
 
 @examples
@@ -460,29 +400,12 @@ def test_macro_auroc_leaves_out_classes_that_do_not_occur() -> None:
     assert np.isnan(metrics.macro_auroc(np.zeros(4, int), probabilities[:, :1]))
 
 
-def test_calibration_error_by_hand() -> None:
-    # Confidences 0.9 (right), 0.9 (wrong), 0.6 (right): bins hold {0.9, 0.9} and {0.6}.
-    probabilities = np.array([[0.9, 0.1], [0.9, 0.1], [0.4, 0.6]])
-    error = metrics.expected_calibration_error([0, 1, 1], [0, 0, 1], probabilities)
-    assert error == pytest.approx(2 / 3 * abs(0.5 - 0.9) + 1 / 3 * abs(1 - 0.6))
-
-
 def test_a_confidence_on_the_border_of_two_bins_is_in_the_lower_one() -> None:
     # Four bins: (0, 0.25], (0.25, 0.5], (0.5, 0.75], (0.75, 1].
     probabilities = np.array([[0.5, 0.5], [0.25, 0.75], [0.2, 0.8], [1.0, 0.0]])
     confidence, index = metrics.confidence_bins(probabilities, bins=4)
     assert confidence.tolist() == [0.5, 0.75, 0.8, 1.0]
     assert index.tolist() == [1, 2, 3, 3]
-
-
-def test_a_calibrated_classifier_has_a_small_calibration_error_and_a_boastful_one_a_large() -> None:
-    rng = np.random.default_rng(1)
-    confidence = rng.uniform(0.5, 1, 20_000)
-    probabilities = np.stack([confidence, 1 - confidence], 1)
-    label = (rng.random(20_000) > confidence).astype(int)
-    assert metrics.expected_calibration_error(label, np.zeros(20_000), probabilities) < 0.02
-    sure = np.tile([0.999, 0.001], (20_000, 1))
-    assert metrics.expected_calibration_error(label, np.zeros(20_000), sure) == pytest.approx(0.249, abs=0.01)
 
 
 @examples
@@ -494,12 +417,7 @@ def test_recall_equals_scikit_learn_and_is_not_measured_for_absent_classes(seed:
     np.testing.assert_allclose(metrics.recall(label, predicted, classes), expected)
 
 
-def test_labels_and_predictions_of_different_length_are_rejected() -> None:
-    with pytest.raises(ShapeError, match=r"got \[2\] and \[3\]"):
-        metrics.accuracy([0, 1], [0, 1, 1])
-
-
-def test_reliability_curve_by_hand_and_its_weighted_gap_is_the_calibration_error() -> None:
+def test_reliability_curve_and_calibration_error_by_hand() -> None:
     probabilities = np.array([[0.9, 0.1], [0.9, 0.1], [0.4, 0.6]])
     label, predicted = [0, 1, 1], [0, 0, 1]
     confidence, accuracy, counts = metrics.reliability(label, predicted, probabilities)
@@ -507,5 +425,6 @@ def test_reliability_curve_by_hand_and_its_weighted_gap_is_the_calibration_error
     assert confidence[used].tolist() == pytest.approx([0.6, 0.9])
     assert accuracy[used].tolist() == pytest.approx([1.0, 0.5])
     assert np.isnan(confidence[~used]).all()
-    gap = np.abs(confidence - accuracy)[used] @ counts[used] / counts.sum()
-    assert gap == pytest.approx(metrics.expected_calibration_error(label, predicted, probabilities))
+    # Confidences 0.9 (right), 0.9 (wrong), 0.6 (right): bins hold {0.9, 0.9} and {0.6}.
+    error = metrics.expected_calibration_error(label, predicted, probabilities)
+    assert error == pytest.approx(2 / 3 * abs(0.5 - 0.9) + 1 / 3 * abs(1 - 0.6))

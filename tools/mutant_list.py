@@ -215,8 +215,8 @@ EDITS: dict[str, list[tuple[str, str, str, str]]] = {
         ("the mean over images, not groups", "routing/conformal.py", "np.average(numbers[measured], weights=1 / sizes[member])", "np.average(numbers[measured])"),
     ],
     "tests/runs/test_statistics.py": [
-        ("images are drawn, not groups", "runs/statistics.py", 'np.where(predictions["group"].isna(), own, named)', "own"),
-        ("images without a group are one", "runs/statistics.py", 'np.where(predictions["group"].isna(), own, named)', "named"),
+        ("images are drawn, not groups", "runs/statistics.py", 'np.where(predictions["group"].isna(), alone, named)', "alone"),
+        ("images without a group are one", "runs/statistics.py", 'np.where(predictions["group"].isna(), alone, named)', "named"),
         ("draws without replacement", "runs/statistics.py", "picks = rng.integers(0, groups, (rows, groups))", "picks = np.tile(np.arange(groups), (rows, 1))"),
         ("a one-sided interval", "runs/statistics.py", "[(1 - level) / 2, (1 + level) / 2]", "[1 - level, level]"),
         ("p without the plus one", "runs/statistics.py", "(1 + (np.abs(permuted) >= abs(observed) - slack).sum()) / (1 + len(permuted))", "(np.abs(permuted) >= abs(observed) - slack).sum() / len(permuted)"),

@@ -120,7 +120,7 @@ def train(
     selector: str = DEFAULT_SELECTOR,
     head: HeadChoice = "auto",
 ) -> Run:
-    """Train one router and its head, evaluate it beside the controls `center` and `random`, and save it as a model.
+    """Train one router and its head, compare it with the controls `center` and `random`, and save it as a model.
 
     Args:
         manifest: The images with their labels, masks and split.
@@ -195,7 +195,7 @@ def sweep(
         store: Their tokens.
         out: The run directory; a sweep that was stopped there resumes.
         methods: Texts such as 'lats:lesion-first', 'center' or 'tome'. Default: the paper's methods, ours and the controls.
-        budgets: Shares of the patches to keep. Default: those of `config`.
+        budgets: Shares of the patches to keep. Default: the budgets of `config`.
         seeds: Seeds; each gives one training per method. Default: that of `config`.
         config: A preset by name, or all settings, such as `mtb.preset("lesion-first", lr=1e-4)`. What differs from the preset
             reaches every method, whatever its own preset; a setting that no method uses is refused.
@@ -254,7 +254,7 @@ def reproduce(
         address: Address of a running Ray cluster.
 
     Returns:
-        The run; `run.report()` puts the paper's numbers beside ours.
+        The run; `run.report()` puts the paper's numbers next to ours.
 
     Example:
         >>> config = mtb.preset("paper", head_epochs=2)
@@ -365,7 +365,7 @@ def evaluate(
     classes: Mapping[str, str | None] | Path | str | None = None,
     part: Part = "auto",
 ) -> Run:
-    """Evaluate a saved model on a manifest, beside the controls `center`, `darkness`, `random` and `oracle`.
+    """Evaluate a saved model on a manifest, next to the controls `center`, `darkness`, `random` and `oracle`.
 
     Args:
         model: A run directory, a model folder, a hub id, 'dermoscopy', or a model.
@@ -430,7 +430,7 @@ def demo(out: Path | str = "runs/demo", n: int = 1000, seed: int = 0, epochs: in
         out: The run directory.
         n: Number of images.
         seed: Seed of the drawings.
-        epochs: Fewer epochs for a quick look. Default: those of the presets.
+        epochs: Fewer epochs for a quick look. Default: as in the presets.
 
     Returns:
         The path of the report.

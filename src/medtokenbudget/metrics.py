@@ -72,7 +72,7 @@ def lesion_retention(kept: Tensor | ArrayLike, lesion: Tensor | ArrayLike, has_m
         The retention of this batch.
 
     Raises:
-        ShapeError: The shapes are others, or those of the grid of one image, `[h, w]`, which could also be h images.
+        ShapeError: The shapes differ, or look like the grid of one image, `[h, w]`, which could also be h images.
         RequestError: The values are not boolean, for example scores that were not thresholded.
 
     Example:
@@ -168,10 +168,10 @@ class LesionRetention:
     """
 
     def __init__(self) -> None:
-        self.reset()
+        self._sums: Floats = np.zeros(8)
 
     def update(self, kept: Tensor | ArrayLike, lesion: Tensor | ArrayLike, has_mask: Tensor | ArrayLike | None = None) -> None:
-        """Add a batch; the arguments are those of `lesion_retention`."""
+        """Add a batch, with the arguments of `lesion_retention`."""
         self._sums = self._sums + _sums_of_masks(kept, lesion, has_mask)
 
     def compute(self) -> Retention:
@@ -180,7 +180,7 @@ class LesionRetention:
 
     def reset(self) -> None:
         """Forget everything."""
-        self._sums: Floats = np.zeros(8)
+        self._sums = np.zeros(8)
 
     def __repr__(self) -> str:
         total = self.compute()

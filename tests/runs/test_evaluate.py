@@ -149,7 +149,7 @@ def test_requests_that_cannot_be_served_are_refused_with_a_reason(
         assert main([*command, *options]) == 2
         assert message in capsys.readouterr().err
     other = small_model(tmp_path / "other", baselines=(), seed=1)
-    with pytest.raises(MismatchError, match=r"(?s)The store .* leave out --store"):
+    with pytest.raises(MismatchError, match=r"(?s)The store .* leave out `store`"):
         mtb.evaluate(other, drawn.manifest.take(range(4)), tmp_path / "out", store=store, classes={"MEL": "MEL"} | named(drawn))
 
 

@@ -26,6 +26,11 @@ def binary(correct: np.ndarray, **columns: object) -> pd.DataFrame:
     return frame.assign(predicted=np.where(correct, 0, 1), **columns)
 
 
+def interval(cell: pd.DataFrame, metric: str, draws: int, seed: int = 0) -> tuple[float, float]:
+    row = statistics.intervals(cell, (metric,), ("dataset",), draws, seed).iloc[0]
+    return row["low"], row["high"]
+
+
 def test_every_statistic_equals_the_metric_of_the_results() -> None:
     frame = simulate.sweep({"lats": {"keep": 0.8}}, (42,), (0.3,))
     row = summarize(frame, simulate.CLASSES).iloc[0]
@@ -38,7 +43,7 @@ def test_every_statistic_equals_the_metric_of_the_results() -> None:
 
 def test_the_interval_of_an_accuracy_is_the_binomial_one() -> None:
     correct = np.arange(400) < 300
-    low, high = statistics.confidence_interval(binary(correct), "accuracy", draws=10_000, seed=3)
+    low, high = interval(binary(correct), "accuracy", draws=10_000, seed=3)
     width = stats.norm.ppf(0.975) * np.sqrt(0.75 * 0.25 / 400)
     assert low == pytest.approx(0.75 - width, abs=0.004)
     assert high == pytest.approx(0.75 + width, abs=0.004)
@@ -55,23 +60,21 @@ def test_the_vectorised_bootstrap_equals_a_plain_loop_over_the_same_draws() -> N
     loop = pd.DataFrame(values).astype(float)
     for metric in loop:
         expected = np.quantile(loop[metric], [0.025, 0.975])
-        found = statistics.confidence_interval(frame, str(metric), draws=60, seed=7)
+        found = interval(frame, str(metric), draws=60, seed=7)
         np.testing.assert_allclose(found, expected, rtol=1e-9)
 
 
 def test_groups_of_duplicates_make_the_interval_wider() -> None:
     correct = np.repeat(np.random.default_rng(1).random(100) < 0.7, 4)
-    alone = statistics.confidence_interval(binary(correct), "accuracy", draws=4000)
+    alone = interval(binary(correct), "accuracy", draws=4000)
     groups = [f"lesion-{i // 4}" for i in range(400)]
-    together = statistics.confidence_interval(binary(correct, group=groups), "accuracy", draws=4000)
+    together = interval(binary(correct, group=groups), "accuracy", draws=4000)
     assert (together[1] - together[0]) / (alone[1] - alone[0]) == pytest.approx(2.0, abs=0.15)
 
 
 def test_an_image_without_a_group_is_a_group_of_its_own() -> None:
     correct = np.arange(100) < 60
-    own = statistics.confidence_interval(binary(correct), "accuracy", draws=500)
-    none = statistics.confidence_interval(binary(correct, group=None), "accuracy", draws=500)
-    assert own == none
+    assert interval(binary(correct), "accuracy", draws=500) == interval(binary(correct, group=None), "accuracy", draws=500)
 
 
 def test_one_cell_and_many_cells_at_once_have_the_same_interval() -> None:
@@ -81,7 +84,7 @@ def test_one_cell_and_many_cells_at_once_have_the_same_interval() -> None:
     assert set(table["seeds"]) == {2}
     part = frame.query("method == 'random' and budget == 0.3")
     row = table.query("method == 'random' and budget == 0.3 and metric == 'retention'").iloc[0]
-    assert statistics.confidence_interval(part, "retention", draws=300, seed=5) == (row["low"], row["high"])
+    assert interval(part, "retention", draws=300, seed=5) == (row["low"], row["high"])
 
 
 def test_the_same_seed_gives_the_same_table() -> None:
@@ -93,7 +96,6 @@ def test_the_same_seed_gives_the_same_table() -> None:
 def test_what_is_not_measured_has_no_interval() -> None:
     frame = simulate.sweep({"tome": {"merger": True}}, (42,), (0.3,))
     assert statistics.intervals(frame, ("retention",), draws=50).empty
-    assert np.isnan(statistics.confidence_interval(frame, "retention", draws=50)).all()
 
 
 @pytest.mark.slow
@@ -184,7 +186,7 @@ def test_paired_seed_differences_are_taken_seed_by_seed() -> None:
 def test_wrong_requests_say_what_is_possible() -> None:
     frame = simulate.sweep({"lats": {}}, (42,), (0.3,), n=10)
     with pytest.raises(UnknownNameError, match="retention"):
-        statistics.confidence_interval(frame, "retentoin")
+        statistics.intervals(frame, ("retentoin",))
     with pytest.raises(UnknownNameError, match="'lats'"):
         statistics.compare(frame, reference="lat")
     with pytest.raises(RequestError, match="draws"):
@@ -197,14 +199,6 @@ STRATA_DRAWS = 300
 @pytest.fixture(scope="module")
 def predictions() -> pd.DataFrame:
     return simulate.sweep({"lats": {"keep": 0.7}, "random": {"keep": 0.3}, "tome": {"merger": True}}, (42, 43), (0.1, 0.3), n=100)
-
-
-def test_quartiles_hold_about_a_quarter_of_the_images_each_and_do_not_overlap(predictions: pd.DataFrame) -> None:
-    table = statistics.by_lesion_size(predictions, draws=STRATA_DRAWS).query("method == 'lats' and budget == 0.3")
-    assert tuple(table["stratum"]) == statistics.QUARTILES
-    assert table["n"].sum() == 80
-    assert table["n"].between(17, 23).all()
-    assert (table["largest"].to_numpy()[:-1] < table["smallest"].to_numpy()[1:]).all()
 
 
 def test_the_numbers_of_a_stratum_are_its_sums(predictions: pd.DataFrame) -> None:
@@ -225,31 +219,30 @@ def test_the_numbers_of_a_stratum_are_its_sums(predictions: pd.DataFrame) -> Non
     assert row["seeds"] == 2
 
 
-def test_the_ceiling_falls_with_lesion_size(predictions: pd.DataFrame) -> None:
-    table = statistics.by_lesion_size(predictions, draws=STRATA_DRAWS).query("method == 'random' and budget == 0.1")
-    assert (np.diff(table["ceiling"]) <= 0).all()
+def test_quartiles_and_classes_share_out_the_images_that_retention_is_measured_on(predictions: pd.DataFrame) -> None:
+    sizes = statistics.by_lesion_size(predictions, draws=STRATA_DRAWS)
+    assert "tome" not in set(sizes["method"]), "mergers have no strata"
+    table = sizes.query("method == 'lats' and budget == 0.3")
+    assert tuple(table["stratum"]) == statistics.QUARTILES
+    assert table["n"].sum() == 80
+    assert table["n"].between(17, 23).all()
+    assert (table["largest"].to_numpy()[:-1] < table["smallest"].to_numpy()[1:]).all()
+    assert (np.diff(sizes.query("method == 'random' and budget == 0.1")["ceiling"]) <= 0).all(), "it falls with lesion size"
+    classes = statistics.by_class(predictions, simulate.CLASSES, draws=STRATA_DRAWS).query("method == 'random' and budget == 0.3")
+    assert tuple(classes["stratum"]) == simulate.CLASSES
+    assert classes["n"].sum() == 80
+    changed = predictions.copy()
+    changed.loc[changed["image_id"] == "image-0000", ["lesion", "kept_lesion"]] = 0
+    emptied = statistics.by_lesion_size(changed, draws=STRATA_DRAWS).query("method == 'lats' and budget == 0.3")
+    assert emptied["n"].sum() == 79, "an empty mask is in no stratum"
 
 
-def test_mergers_have_no_strata(predictions: pd.DataFrame) -> None:
-    assert "tome" not in set(statistics.by_lesion_size(predictions, draws=STRATA_DRAWS)["method"])
+def test_without_retention_there_are_no_strata(predictions: pd.DataFrame) -> None:
     only = predictions[predictions["method"] == "tome"]
     assert statistics.by_lesion_size(only, draws=STRATA_DRAWS).empty
     assert statistics.by_class(only, simulate.CLASSES, draws=STRATA_DRAWS).empty
     with pytest.raises(RequestError, match="nothing to stratify"):
         statistics.quartile_edges(only)
-
-
-def test_classes_are_named_and_add_up(predictions: pd.DataFrame) -> None:
-    table = statistics.by_class(predictions, simulate.CLASSES, draws=STRATA_DRAWS).query("method == 'random' and budget == 0.3")
-    assert tuple(table["stratum"]) == simulate.CLASSES
-    assert table["n"].sum() == 80
-
-
-def test_an_empty_mask_is_in_no_stratum(predictions: pd.DataFrame) -> None:
-    changed = predictions.copy()
-    changed.loc[changed["image_id"] == "image-0000", ["lesion", "kept_lesion"]] = 0
-    table = statistics.by_lesion_size(changed, draws=STRATA_DRAWS).query("method == 'lats' and budget == 0.3")
-    assert table["n"].sum() == 79
 
 
 unit = st.floats(0.001, 0.999)

@@ -272,7 +272,7 @@ def evaluate_model(
     Args:
         images: With labels in the classes of the model.
         original: The manifest with its own labels.
-        about: What `run.json` records of the evaluation beside the images.
+        about: What `run.json` records of the evaluation in addition to the images.
     """
     wrong = [budget for budget in budgets if not 0 < budget <= 1]
     if wrong or not budgets:

@@ -43,8 +43,8 @@ class Variant:
 
 RECIPES: dict[str, dict[str, Any]] = {
     "paper": {"recipe": "joint", "patches": 0},
-    # The head is not trained yet when the epoch is chosen, so masks must choose it; those of validation images are used only for
-    # evaluation, so it is chosen on training images.
+    # The head is not trained yet when the epoch is chosen, so masks must choose it. Validation masks are used only for evaluation,
+    # so it is chosen on training images.
     "lesion-first": {"recipe": "lesion-first", "protocol": "strict", "selection_metric": "retention"},
 }
 """What a recipe fixes, by the name of its preset."""
@@ -99,11 +99,7 @@ class Method:
 
     @classmethod
     def parse(cls, text: str | Method) -> Method:
-        """Parse `selector`, `selector:variant`, `selector+head` or `selector+head:variant`, checking every part.
-
-        Raises:
-            UnknownNameError: A part is not registered; the message suggests the closest name.
-        """
+        """Parse `selector`, `selector:variant`, `selector+head` or `selector+head:variant`, checking every part."""
         if isinstance(text, Method):
             return text
         left, _, variant = text.partition(":")
@@ -148,12 +144,7 @@ class Method:
         return replace(config, head_epochs=base.epochs) if self.variant == EPOCH_MATCHED and not self.learned else config
 
     def reads(self, base: TrainConfig, labels: bool = True) -> set[str]:
-        """Return the dotted names of the settings that training and evaluation of this method depend on.
-
-        Args:
-            base: The common settings of the run.
-            labels: Whether the images have class labels; without them there is no head to train.
-        """
+        """Return the dotted names of the settings that this method depends on; without `labels` there is no head to train."""
         config, names, kind = self.config(base), set(_ALWAYS), selector_class(self.selector)
         if issubclass(kind, LearnedSelector):
             names |= _SELECTOR | (_JOINT if config.recipe == "joint" else set())
@@ -175,12 +166,12 @@ class Method:
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """Return the options that a selector which does not learn is created with: those of its variant."""
+        """Return the options that a selector which does not learn is created with, by its variant."""
         return selector_class(self.selector).variants.get(self.variant, {})
 
     @property
     def requires(self) -> tuple[str, ...]:
-        """Return the fields of a batch that the selector reads beside the patches, as far as they are known before training."""
+        """Return the fields of a batch, besides the patches, that the selector reads, as far as known before training."""
         if self.learned:
             return tuple(selector_class(self.selector).requires)
         return create_selector(self.selector, **self.options).requires

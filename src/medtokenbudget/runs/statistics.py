@@ -1,4 +1,5 @@
 """How sure the numbers are: bootstrap over groups, paired permutation tests with Holm's correction, deviation over seeds.
+
 Then retention by stratum, and the supplement's model of it.
 
 Every metric here is a function of sums over images, so a draw is a row of group weights times a table of group sums, and ten
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, Literal
 
 import numpy as np
@@ -45,8 +47,8 @@ def _class_terms(frame: pd.DataFrame, classes: int) -> Floats:
     return np.concatenate([true * predicted, true, predicted], 1)
 
 
-def _counts(sums: Floats) -> Floats:
-    return sums.reshape(*sums.shape[:-1], 3, -1)
+def _of_classes(value: Callable[[Floats], Floats]) -> Callable[[Floats], Floats]:
+    return lambda sums: value(sums.reshape(*sums.shape[:-1], 3, -1))
 
 
 def _accuracy_terms(frame: pd.DataFrame, classes: int) -> Floats:
@@ -59,36 +61,31 @@ def _calibration_terms(frame: pd.DataFrame, classes: int) -> Floats:
     return np.concatenate([gaps, np.ones((len(frame), 1))], 1)
 
 
-def _kept_over(denominator: Callable[[pd.DataFrame], Any]) -> Callable[[pd.DataFrame, int], Floats]:
-    def terms(frame: pd.DataFrame, classes: int) -> Floats:
-        return np.stack([frame["kept_lesion"].to_numpy(float), np.asarray(denominator(frame), float)], 1)
-
-    return terms
-
-
-def _mean_retention_terms(frame: pd.DataFrame, classes: int) -> Floats:
-    share = ratio(frame["kept_lesion"].to_numpy(float), frame["lesion"].to_numpy(float))
-    return np.stack([share, np.ones(len(frame))], 1)
-
-
-def _enrichment_terms(frame: pd.DataFrame, classes: int) -> Floats:
-    return frame[["kept_lesion", "k", "lesion", "n_patches"]].to_numpy(dtype=float)
+def _lesion_terms(*columns: Callable[[pd.DataFrame], Any]) -> Callable[[pd.DataFrame, int], Floats]:
+    return lambda frame, classes: np.stack([np.asarray(column(frame), float) for column in columns], 1)
 
 
 def _quotient(sums: Floats) -> Floats:
     return ratio(sums[..., 0], sums[..., 1])
 
 
+_KEPT, _LESION, _K = itemgetter("kept_lesion"), itemgetter("lesion"), itemgetter("k")
 STATISTICS: dict[str, Statistic] = {
     "accuracy": Statistic("labeled", _accuracy_terms, _quotient),
-    "macro_f1": Statistic("labeled", _class_terms, lambda s: metrics.macro_f1_of_counts(_counts(s))),
-    "balanced_accuracy": Statistic("labeled", _class_terms, lambda s: metrics.balanced_accuracy_of_counts(_counts(s))),
+    "macro_f1": Statistic("labeled", _class_terms, _of_classes(metrics.macro_f1_of_counts)),
+    "balanced_accuracy": Statistic("labeled", _class_terms, _of_classes(metrics.balanced_accuracy_of_counts)),
     "ece": Statistic("labeled", _calibration_terms, lambda s: ratio(np.abs(s[..., :-1]).sum(-1), s[..., -1])),
-    "retention": Statistic("lesion", _kept_over(lambda f: f["lesion"]), _quotient),
-    "retention_mean": Statistic("lesion", _mean_retention_terms, _quotient),
-    "retention_of_ceiling": Statistic("lesion", _kept_over(lambda f: reachable(f["lesion"], f["k"])), _quotient),
-    "precision": Statistic("lesion", _kept_over(lambda f: f["k"]), _quotient),
-    "enrichment": Statistic("lesion", _enrichment_terms, lambda s: ratio(ratio(s[..., 0], s[..., 1]), ratio(s[..., 2], s[..., 3]))),
+    "retention": Statistic("lesion", _lesion_terms(_KEPT, _LESION), _quotient),
+    "retention_mean": Statistic(
+        "lesion", _lesion_terms(lambda f: ratio(f["kept_lesion"], f["lesion"]), lambda f: np.ones(len(f))), _quotient
+    ),
+    "retention_of_ceiling": Statistic("lesion", _lesion_terms(_KEPT, lambda f: reachable(f["lesion"], f["k"])), _quotient),
+    "precision": Statistic("lesion", _lesion_terms(_KEPT, _K), _quotient),
+    "enrichment": Statistic(
+        "lesion",
+        _lesion_terms(_KEPT, _K, _LESION, itemgetter("n_patches")),
+        lambda s: ratio(ratio(s[..., 0], s[..., 1]), ratio(s[..., 2], s[..., 3])),
+    ),
 }
 """The metrics that have intervals and tests; the area under the ROC curve is no function of sums and has none."""
 
@@ -99,13 +96,6 @@ def statistic(metric: str) -> Statistic:
     return STATISTICS[metric]
 
 
-def _measured(frame: pd.DataFrame, scope: str) -> pd.DataFrame:
-    """Return the rows that a metric of this scope is measured on."""
-    if scope == "labeled":
-        return frame[frame["label"] >= 0]
-    return lesion_rows(frame)
-
-
 def lesion_rows(predictions: pd.DataFrame) -> pd.DataFrame:
     """Return the rows that retention is measured on: kept patches known, at least one lesion patch; lesion counts as integers."""
     rows = predictions[predictions["kept_lesion"].notna().to_numpy() & (predictions["lesion"].fillna(0) > 0).to_numpy(bool)]
@@ -114,8 +104,8 @@ def lesion_rows(predictions: pd.DataFrame) -> pd.DataFrame:
 
 def _with_groups(predictions: pd.DataFrame) -> pd.DataFrame:
     """Number the group of each row, in the order of names; an image without a group is a group of its own."""
-    own, named = "image:" + predictions["image_id"].astype(str), "group:" + predictions["group"].astype(str)
-    names = np.where(predictions["group"].isna(), own, named).astype(np.str_)
+    alone, named = "image:" + predictions["image_id"].astype(str), "group:" + predictions["group"].astype(str)
+    names = np.where(predictions["group"].isna(), alone, named).astype(np.str_)
     return predictions.assign(**{_GROUP: np.unique(names, return_inverse=True)[1]})
 
 
@@ -155,6 +145,7 @@ def _bootstrap(tables: Sequence[Floats], draws: int, seed: int) -> list[Floats]:
 
 def _interval(values: Floats, level: float) -> tuple[float, float]:
     """Return the percentile interval; a draw in which nothing could be measured is left out."""
+    # Such draws come up where few images have a lesion: a group sample without any of them has no retention.
     values = values[~np.isnan(values)]
     if not len(values):
         return float("nan"), float("nan")
@@ -197,7 +188,7 @@ def intervals(
     grouped = _with_groups(predictions)
     rows: list[dict[str, Any]] = []
     for family in _families(metrics):
-        measured = _measured(grouped, statistic(family[0]).scope)
+        measured = grouped[grouped["label"] >= 0] if statistic(family[0]).scope == "labeled" else lesion_rows(grouped)
         for _, dataset in measured.groupby(["dataset", "view"], sort=False):
             rows += _cell_intervals(dataset, family, by, classes, draws, seed, level)
     columns = [*by, "metric", "value", "low", "high", "n", "groups", "seeds"]
@@ -221,21 +212,13 @@ def _cell_intervals(
     rows = []
     for metric in family:
         value_of = statistic(metric).value
-        for key, own in cells.items():
-            low, high = _interval(np.mean([value_of(drawn[i]) for i in own], axis=0), level)
-            value = float(np.mean([value_of(tables[i].sum(0)) for i in own]))
-            first = parts[own[0]]
-            count = {"n": len(first), "groups": len(np.unique(_groups(first))), "seeds": len(own)}
+        for key, seeds in cells.items():
+            low, high = _interval(np.mean([value_of(drawn[i]) for i in seeds], axis=0), level)
+            value = float(np.mean([value_of(tables[i].sum(0)) for i in seeds]))
+            first = parts[seeds[0]]
+            count = {"n": len(first), "groups": len(np.unique(_groups(first))), "seeds": len(seeds)}
             rows.append(dict(zip(by, key)) | {"metric": metric, "value": value, "low": low, "high": high} | count)
     return rows
-
-
-def confidence_interval(
-    cell: pd.DataFrame, metric: str, draws: int = DRAWS, seed: int = 0, level: float = LEVEL
-) -> tuple[float, float]:
-    """Compute the bootstrap interval of one cell (one method at one budget, any seeds); NaN where nothing was measured."""
-    found = intervals(cell.assign(dataset="one", view="one"), (metric,), ("dataset",), draws, seed, level)
-    return (float(found["low"].iloc[0]), float(found["high"].iloc[0])) if len(found) else (float("nan"), float("nan"))
 
 
 def permutation_p(observed: float, permuted: Floats) -> float:
@@ -292,7 +275,7 @@ def compare(
     grouped = _with_groups(predictions)
     rows: list[dict[str, Any]] = []
     for family in _families(metrics):
-        measured = _measured(grouped, statistic(family[0]).scope)
+        measured = grouped[grouped["label"] >= 0] if statistic(family[0]).scope == "labeled" else lesion_rows(grouped)
         for key, cell in measured.groupby(["study", "dataset", "view", "budget"], sort=False):
             where = dict(zip(("study", "dataset", "view", "budget"), key)) | {"method_a": reference}
             rows += [where | row for row in _compare_cell(cell, reference, family, classes, draws, seed, level)]
@@ -325,14 +308,14 @@ def _compare_cell(
             parts = [frame[frame["seed"] == number] for number in seeds]
             tables.append(np.stack([_group_sums(part, terms(part, classes), groups) for part in parts], 1))  # [G, seeds, S]
         drawn = [d.reshape(draws, len(seeds), -1) for d in _bootstrap([t.reshape(len(groups), -1) for t in tables], draws, seed)]
-        own = {metric: statistic(metric).value(drawn[0]) for metric in family}
+        of_reference = {metric: statistic(metric).value(drawn[0]) for metric in family}
         count = {"n": len(images), "groups": len(groups), "seeds": len(seeds)}
         for index, name in enumerate(opponents, start=1):
             permuted = _exchange(tables[0], tables[index], draws, seed + 1)
             for metric in family:
                 value = statistic(metric).value
                 difference = float((value(tables[0].sum(0)) - value(tables[index].sum(0))).mean())
-                low, high = _interval((own[metric] - value(drawn[index])).mean(1), level)
+                low, high = _interval((of_reference[metric] - value(drawn[index])).mean(1), level)
                 p = permutation_p(difference, (value(permuted[0]) - value(permuted[1])).mean(1))
                 numbers = {"difference": difference, "low": low, "high": high, "p": p}
                 yield {"method_b": name, "metric": metric} | numbers | count
@@ -382,7 +365,7 @@ def quartile_edges(predictions: pd.DataFrame) -> np.ndarray:
     return np.quantile(sizes, [0, 0.25, 0.5, 0.75, 1])
 
 
-def by_lesion_size(predictions: pd.DataFrame, draws: int = DRAWS, seed: int = 0, level: float = LEVEL) -> pd.DataFrame:
+def by_lesion_size(predictions: pd.DataFrame, draws: int = DRAWS) -> pd.DataFrame:
     """Compute retention in the four quartiles of lesion size, with the edges of each dataset's images.
 
     A quartile holds the sizes above its lower edge up to its upper edge; the first holds the minimum too. Lesions of one size
@@ -393,34 +376,25 @@ def by_lesion_size(predictions: pd.DataFrame, draws: int = DRAWS, seed: int = 0,
         edges = quartile_edges(dataset)
         index = np.searchsorted(edges[1:-1], dataset["lesion"].to_numpy(float), side="left")
         parts.append(dataset.assign(stratum=np.asarray(QUARTILES)[index]))
-    return _by_stratum(parts, QUARTILES, draws, seed, level)
+    return _by_stratum(parts, QUARTILES, draws)
 
 
-def by_class(
-    predictions: pd.DataFrame, classes: Sequence[str], draws: int = DRAWS, seed: int = 0, level: float = LEVEL
-) -> pd.DataFrame:
+def by_class(predictions: pd.DataFrame, classes: Sequence[str], draws: int = DRAWS) -> pd.DataFrame:
     """Compute retention in each class that has masks. Columns: `STRATUM_COLUMNS`."""
     rows = lesion_rows(predictions)
     rows = rows[rows["label"] >= 0]
     named = rows.assign(stratum=np.asarray(classes, dtype=object)[rows["label"].to_numpy(int)])
-    return _by_stratum([named], classes, draws, seed, level)
+    return _by_stratum([named], classes, draws)
 
 
-def by_attribute(
-    predictions: pd.DataFrame,
-    attribute: pd.Series[Any],
-    order: Sequence[str],
-    draws: int = DRAWS,
-    seed: int = 0,
-    level: float = LEVEL,
-) -> pd.DataFrame:
+def by_attribute(predictions: pd.DataFrame, attribute: pd.Series[Any], order: Sequence[str], draws: int = DRAWS) -> pd.DataFrame:
     """Compute retention by a property of the images: `attribute` maps `image_id` to a stratum, None to leave the image out."""
     rows = lesion_rows(predictions)
     named = rows.assign(stratum=rows["image_id"].map(attribute))
-    return _by_stratum([named[named["stratum"].notna()]], order, draws, seed, level)
+    return _by_stratum([named[named["stratum"].notna()]], order, draws)
 
 
-def _by_stratum(parts: list[pd.DataFrame], order: Sequence[str], draws: int, seed: int, level: float) -> pd.DataFrame:
+def _by_stratum(parts: list[pd.DataFrame], order: Sequence[str], draws: int) -> pd.DataFrame:
     if not parts or not any(len(part) for part in parts):
         return pd.DataFrame(columns=list(STRATUM_COLUMNS))
     rows = pd.concat(parts, ignore_index=True)
@@ -430,20 +404,20 @@ def _by_stratum(parts: list[pd.DataFrame], order: Sequence[str], draws: int, see
         smallest=("lesion", "min"), largest=("lesion", "max"), _best=("_best", "sum"), _lesion=("lesion", "sum")
     )
     facts["ceiling"] = ratio(facts["_best"], facts["_lesion"])
-    pieces = []
     # Each stratum is resampled on its own: its size is a fact of the cut, not of the draw.
-    for _, stratum in rows.groupby("stratum", sort=False):
-        pieces.append(intervals(stratum, ("retention", "retention_of_ceiling"), keys, draws, seed, level))
-    found = pd.concat(pieces, ignore_index=True)
-    pooled = found[found["metric"] == "retention"].rename(columns={"value": "retention"})
-    share = found[found["metric"] == "retention_of_ceiling"]
+    pieces = [
+        intervals(stratum, ("retention", "retention_of_ceiling"), keys, draws) for _, stratum in rows.groupby("stratum", sort=False)
+    ]
+    computed = pd.concat(pieces, ignore_index=True)
+    pooled = computed[computed["metric"] == "retention"].rename(columns={"value": "retention"})
+    share = computed[computed["metric"] == "retention_of_ceiling"]
     share = share.rename(columns={"value": "retention_of_ceiling", "low": "share_low", "high": "share_high"})
     table = pooled.merge(share[[*keys, "retention_of_ceiling", "share_low", "share_high"]], on=keys)
     table = table.merge(facts.reset_index(), on=keys)
+    # The cells in their first order, and in each of them the strata in theirs.
     first = {key: i for i, key in enumerate(rows[list(METHOD_KEYS)].drop_duplicates().itertuples(index=False, name=None))}
-    rank = {name: i for i, name in enumerate(order)}
     table["_cell"] = [first[key] for key in table[list(METHOD_KEYS)].itertuples(index=False, name=None)]
-    table["_rank"] = table["stratum"].map(rank)
+    table["_rank"] = table["stratum"].map({name: i for i, name in enumerate(order)})
     return table.sort_values(["_cell", "_rank"], ignore_index=True)[list(STRATUM_COLUMNS)]
 
 

@@ -47,7 +47,7 @@ class Study:
         form: Shape of its table. 'budgets': mean and deviation over seeds, one row per budget and method; 'sweep': accuracy, one
             column per budget; 'special': a table that the report makes for this study alone.
         tables: Names of the tables that are made from it, in the order of the report.
-        metrics: Further columns of its table, beside those that every table of this form has.
+        metrics: Columns of its table in addition to what every table of this form has.
     """
 
     name: str

@@ -216,7 +216,7 @@ def config_of(run: Run, unit: Unit) -> TrainConfig:
 def identity(run: Run, unit: Unit) -> str:
     """Hash everything that decides the result of a unit."""
     settings = to_dict(config_of(run, unit))
-    del settings["device"]
+    del settings["device"]  # a run may move to another machine
     data = [run.manifest.name, run.manifest.hash, run.store.identity]
     return sha256_json([TRAINING_VERSION, settings, str(unit.method), *data])
 
@@ -285,6 +285,7 @@ def run_unit(run: Run, unit: Unit, first: Unit | None = None, on_epoch: OnEpoch 
         state |= {"status": "failed", "error": "Out of memory. Run the same command again with fewer `jobs`."}
     except Exception as error:  # a third-party selector may raise anything; the other units still run
         state |= {"status": "failed", "error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
+    # Last: a unit that was killed before has no state, or an old one, and runs again.
     write_sealed(folder / UNIT, state)
     return classifier if state["status"] == "done" else None
 

@@ -82,7 +82,7 @@ def add_moments(parts: Sequence[Sequence[Tensor]]) -> list[Tensor]:
 
 
 class Familiarity(nn.Module):
-    """Distance of an image to the training images in units of its limit: above 1 the image is unlike them.
+    """Distance of an image to the training images in units of a limit: above 1 the image is unlike them.
 
     Two Mahalanobis distances are combined as a weighted geometric mean: of the whole image (its class token; without one, the mean
     of its patches), and of its strangest patches (the 90th percentile over the patches).
@@ -100,11 +100,6 @@ class Familiarity(nn.Module):
         self.image, self.patch = Gaussian(dim, rank), Gaussian(dim, rank)
         self.register_buffer("weight", torch.full((2,), 0.5))
         self.register_buffer("limit", torch.ones(1))
-
-    @property
-    def rank(self) -> int:
-        """Number of directions."""
-        return self.image.basis.shape[1]
 
     @torch.no_grad()
     def forward(self, tokens: TokenBatch) -> Tensor:

@@ -73,6 +73,7 @@ def pool_and_judge(
     """Compute the pooled tokens `[n, T, D]` and the evidence kept, in one pass; `seed` is for selectors that draw."""
     counts = tuple(selector.count(budget, store.per_image) for budget in budgets)
     pooled, measures, orders, scores = [], [], [], []
+    # Noise by batch: the same images in the same batches draw the same patches, whatever was evaluated before.
     for index, batch in enumerate(store.batches(rows, BATCH, signals=selector.requires)):
         batch, noise = batch.to(device), _evaluation_noise(selector, seed, index)
         if isinstance(selector, Ranker) and batch.places is None:
@@ -81,6 +82,7 @@ def pool_and_judge(
             order = rank(score)
             pooled.append(pooled_means(batch.patches, order, counts).cpu().numpy())
             measures.append(_measures(batch, counts, order=order))
+            # Compact, because a run keeps them for every method: 16 bits hold any patch number and a score for a histogram.
             orders.append(order.to(torch.int16).cpu().numpy())
             scores.append(score.half().cpu().numpy())
         else:

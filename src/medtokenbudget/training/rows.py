@@ -28,6 +28,7 @@ SPLIT_SEED = 42
 def generator(seed: int, purpose: str, *steps: int) -> torch.Generator:
     """Create a generator that depends only on its arguments, so that a resumed run needs no saved generator state."""
     text = f"{seed}/{purpose}/{'/'.join(map(str, steps))}"
+    # Hashed, because seeds that differ in few bits would give streams that look alike. 63 bits: torch takes signed numbers.
     value = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
     return torch.Generator().manual_seed(value)
 
@@ -79,6 +80,7 @@ class TrainingRows:
             train=original[usable[original]],
             views=views[usable[views]],
             head=np.concatenate([_originals(store, head), _views(store, head, kinds)]),
+            # Where retention chooses the epoch, views count too: else it would prefer scorers that keep the image center.
             select=np.concatenate(
                 [_originals(store, select), _views(store, select, kinds if config.selection_metric == "retention" else set())]
             ),
@@ -95,6 +97,7 @@ class TrainingRows:
 
 def draw_views(names: np.ndarray, noise: torch.Generator) -> np.ndarray:
     """Draw one of the places at which each name occurs; `names` are the images of all views."""
+    # Places of one name are next to each other in this order, so a draw is a start and an offset.
     order = np.argsort(names, kind="stable")
     _, first, count = np.unique(names[order], return_index=True, return_counts=True)
     shares = torch.rand(len(first), generator=noise, dtype=torch.float64).numpy()

@@ -73,6 +73,8 @@ def train(
         if folder is not None and classifier.history:
             write_lines(folder / METRICS, classifier.history)
         return classifier.eval()
+    # The paper's recipe (joint) trains scorer and head with one loss. Lesion-first trains the scorer on masks alone, so that
+    # classification cannot pull it away from the lesion, and the head afterwards.
     device, joint = resolve_device(config.device), config.recipe == "joint"
     if not len(rows.train):
         raise RequestError(
@@ -100,6 +102,7 @@ def train(
         order = rows.of_epoch(store, config, epoch)
         for batch in store.batches(order, config.batch_size, signals=scorer.requires):
             batch = batch.to(device, non_blocking=True)
+            # Only the passes run in bf16: the losses below take logarithms of scores near 0 and 1.
             with torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bf16"):
                 if joint:
                     logits, step = classifier.training_pass(batch, budget, config, noise)
@@ -151,6 +154,7 @@ def _untrained(store: FeatureStore, config: TrainConfig, selector: str, head: st
         raise RequestError(f"Selector '{selector}' does not learn. Train a head on its pooled tokens instead.")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
+        # The selector first: its weights must not depend on the head.
         made = kind.from_config(store.dim, config, classes)
         return RoutedClassifier(made, create_head(head, store.dim, classes) if head and classes else None)
 
@@ -175,6 +179,7 @@ def _loss(
     """Return the loss of a step and what is logged of it: every term, mean and deviation of the scores."""
     terms, weights = dict(step.terms), dict(step.weights)
     if logits is not None and batch.label is not None:
+        # A weight of 0 logs the term without a graph: its gradient would be zero anyway, at full price.
         with torch.set_grad_enabled(config.losses.classification != 0):
             term = classification_loss(logits, batch.label, class_weight)
         terms, weights = {"classification": term, **terms}, {"classification": config.losses.classification, **weights}
@@ -207,6 +212,7 @@ def _selection_value(
     # Original images and views count equally, however many of each there are.
     straight = np.array([store.views[row] == IDENTITY for row in rows])
     groups = [group for group in (straight, ~straight) if group.any()]
+    # Mergers keep no single patches: what is left of the lesion in their tokens takes the place of retention.
     if not isinstance(selector, Ranker):
         merged = evidence.dominated if np.isnan(evidence.mass).all() else evidence.mass
         return float(np.mean([np.nanmean(merged[group]) for group in groups]))
