@@ -574,7 +574,7 @@ def test_a_shard_that_kills_its_workers_ends_with_a_message_and_the_command_then
 
     ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
     try:
-        monkeypatch.setattr(extraction, "make_shards", deadly)
+        monkeypatch.setattr(extraction, "open_backbone", deadly)
         with pytest.raises(WorkError, match="Ray gave up"):
             extract(manifest, tmp_path / "dead", backbone, CLUSTER, engine="ray")
         monkeypatch.undo()
