@@ -160,18 +160,13 @@ def read_json(path: Path | str) -> Any:
 
 def write_sealed(path: Path | str, values: Mapping[str, Any], compact: bool = False) -> None:
     """Write a JSON object that results depend on, with a checksum of its own content; `unsealed` checks it."""
-    whole = sealed(values)
+    # After a round trip, because JSON turns tuples into lists and the keys into text.
+    plain = json.loads(json.dumps(values, default=str))
+    whole = {**plain, _SEAL: sha256_json(plain)}
     if compact:
         write_text(path, json.dumps(whole, separators=(",", ":")) + "\n")
     else:
         write_json(path, whole)
-
-
-def sealed(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the JSON object with a checksum of its own content."""
-    # After a round trip, because JSON turns tuples into lists and the keys into text.
-    plain = json.loads(json.dumps(values, default=str))
-    return {**plain, _SEAL: sha256_json(plain)}
 
 
 def unsealed(path: Path | str, values: Any, advice: str) -> dict[str, Any]:
@@ -270,7 +265,7 @@ def sha256_file(path: Path | str) -> str:
 
 
 def sha256_json(value: Any) -> str:
-    """SHA-256 of a JSON value, independent of the order of keys."""
+    """Hash a JSON value (SHA-256), independent of the order of keys."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
 
 

@@ -29,7 +29,7 @@ def save_tensors(path: Path, tensors: dict[str, Tensor], state: dict[str, Any]) 
 
 
 def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors and JSON state of a file written by `save_tensors`.
+    """Read tensors and JSON state of a file written by `save_tensors`.
 
     Raises:
         RequestError: The file is missing, damaged, or was written by something else.

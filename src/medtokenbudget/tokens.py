@@ -115,11 +115,11 @@ class TokenBatch:
         return self._map(lambda t: t.to(device, non_blocking=non_blocking))
 
     def float(self) -> TokenBatch:
-        """Floating tensors in fp32."""
+        """Convert floating tensors to fp32."""
         return self._map(lambda t: t.float() if t.is_floating_point() else t)
 
     def take(self, rows: Tensor | Sequence[int] | slice) -> TokenBatch:
-        """The images at `rows`."""
+        """Return the images at `rows`."""
         if isinstance(rows, slice):
             rows = range(len(self))[rows]
         index = torch.as_tensor(list(rows) if not isinstance(rows, Tensor) else rows, dtype=torch.long)
@@ -127,7 +127,7 @@ class TokenBatch:
         return replace(replace(self, image_id=None)._map(lambda t: t[index.to(t.device)]), image_id=ids)
 
     def require_finite(self, fields: Sequence[str] = ()) -> TokenBatch:
-        """Self, or an error that names the first image whose patches, or whose `fields`, hold NaN or infinity."""
+        """Return self, or raise an error that names the first image whose patches, or whose `fields`, are not finite."""
         for field in ("patches", *fields):
             values = getattr(self, field)
             if not isinstance(values, Tensor) or not values.is_floating_point():
@@ -141,7 +141,7 @@ class TokenBatch:
 
     @staticmethod
     def cat(batches: Sequence[TokenBatch]) -> TokenBatch:
-        """Batches one after the other; a field that one of them lacks must be lacking in all."""
+        """Join batches one after the other; a field that one of them lacks must be lacking in all."""
         first = batches[0]
         values: dict[str, Any] = {"grid": first.grid}
         for f in fields(first):
@@ -200,7 +200,7 @@ class Selection:
         return self.tokens.shape[1]
 
     def pooled(self, weighted: bool = False) -> Tensor:
-        """Mean of the K tokens, [B, D], in fp32.
+        """Average the K tokens, [B, D], in fp32.
 
         `weighted` lets a merged token count for each of its patches. Since merging conserves the mass, that is the mean of all
         patches at every budget; the head therefore sees the plain mean.
@@ -252,7 +252,7 @@ class TokenSet:
 
     @classmethod
     def of(cls, selection: Selection, grid: tuple[int, int]) -> TokenSet:
-        """The tokens of a selection; each counts once, merged or not."""
+        """Take the tokens of a selection; each counts once, merged or not."""
         places = _places(grid, selection.tokens.device)
         if selection.indices is not None:
             positions = places[selection.indices]
@@ -265,25 +265,25 @@ class TokenSet:
 
     @classmethod
     def under(cls, mask: Tensor, patches: Tensor, grid: tuple[int, int]) -> TokenSet:
-        """All patches [B, N, D], weighted with a differentiable mask [B, N]."""
+        """Take all patches [B, N, D], weighted with a differentiable mask [B, N]."""
         positions = _places(grid, patches.device).expand(len(patches), -1, -1)
         return cls(patches.float(), mask.float(), positions, grid)
 
 
 def _places(grid: tuple[int, int], device: torch.device) -> Tensor:
-    """Row and column of each patch, [N, 2]."""
+    """Return row and column of each patch, [N, 2]."""
     rows, columns = torch.arange(grid[0], device=device), torch.arange(grid[1], device=device)
     return torch.cartesian_prod(rows, columns).float().view(-1, 2)
 
 
 def check_grid(grid: tuple[int, int], n: int) -> None:
-    """A grid must multiply to the number of patches."""
+    """Raise a GridError unless a grid multiplies to the number of patches."""
     if len(grid) != 2 or grid[0] < 1 or grid[1] < 1 or grid[0] * grid[1] != n:
         raise GridError(f"A grid of {' x '.join(map(str, grid))} does not have {n} patches.")
 
 
 def cosine_attention(queries: Tensor, keys: Tensor, temperature: float = PSEUDO_TEMPERATURE) -> Tensor:
-    """Pseudo-attention: softmax over the keys of `cosine / temperature`, from [B, M, D] and [B, N, D] to [B, M, N] in fp32.
+    """Compute pseudo-attention: softmax over the keys of `cosine / temperature`, from [B, M, D] and [B, N, D] to [B, M, N] in fp32.
 
     In this file because backbones and routing both compute it, and neither imports the other.
     """

@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from medtokenbudget import files
 from medtokenbudget.backbone import Backbone, FeatureStore, extract, views
 from medtokenbudget.backbone.attention import DEFAULT
-from medtokenbudget.backbone.extract import open_backbone, to_device
+from medtokenbudget.backbone.extract import open_backbone
 from medtokenbudget.backbone.preprocess import Preprocessing
 from medtokenbudget.backbone.store import read_record, write_field
 from medtokenbudget.cli import main
@@ -181,23 +181,6 @@ def test_a_lower_precision_gives_nearly_the_same_tokens_and_signals(
     for name in ("attention_entropy", "cls_attention"):
         torch.testing.assert_close(getattr(right, name), getattr(left, name), atol=0.02, rtol=0.02)
     assert torch.equal(left.luminance, right.luminance)  # type: ignore[arg-type]
-
-
-def test_pixels_go_to_a_gpu_from_pinned_memory_without_waiting() -> None:
-    calls: list[Any] = []
-
-    class Pixels:
-        def pin_memory(self) -> Pixels:
-            calls.append("pinned")
-            return self
-
-        def to(self, device: torch.device, non_blocking: bool = False) -> Pixels:
-            calls.append((device.type, non_blocking))
-            return self
-
-    to_device(Pixels(), torch.device("cuda"))  # type: ignore[arg-type]
-    to_device(Pixels(), torch.device("cpu"))  # type: ignore[arg-type]
-    assert calls == ["pinned", ("cuda", True), ("cpu", False)]
 
 
 def _command(manifest: Path, store: Path, backbone: BackboneConfig, *more: str) -> int:
@@ -360,48 +343,41 @@ def test_tokens_that_overflow_the_stored_format_are_errors_not_infinities(tmp_pa
 
 _KILLER = """
 import os, random, signal, sys, time
+from dataclasses import replace
 from pathlib import Path
 import torch
 torch.set_num_threads(1)
 from medtokenbudget.backbone import extract
 from tests.backbone.tiny import CONFIG, contents, tiny_backbone, tiny_manifest
-from dataclasses import replace
 
 folder = Path(sys.argv[1])
 backbone = tiny_backbone(folder / "backbone")
-manifest = tiny_manifest(folder / "images", 120, bad=(3, 40))
+manifest = tiny_manifest(folder / "images", 60, bad=(3, 40))
 config = replace(CONFIG, shard_size=2, batch_size=2)
-start = time.monotonic()
 extract(manifest, folder / "whole", backbone, config)
-of_one_shard = min((time.monotonic() - start) / 60, 0.03)  # not longer, should the machine have been busy just now
 whole = contents(folder / "whole")
-start = time.monotonic()
-extract(manifest, folder / "whole", backbone, config)
-of_the_start = (time.monotonic() - start) / 4  # the rest is opening the finished store
-
-store, seen, killed = folder / "store", set(), 0
+store, published, killed = folder / "store", set(), 0
 random.seed(0)
-while killed < 12:
+while killed < 8:
     # One to three further shards, or none: then the kill falls into the start. And then at any moment of making the next one.
     goal = len(list(store.glob("shard-*.json"))) + random.randint(0, 3)
     child = os.fork()
     if child == 0:
         extract(manifest, store, backbone, config)
         os._exit(0)
-    time.sleep(random.uniform(0, of_the_start))
     while len(list(store.glob("shard-*.json"))) < goal and os.waitpid(child, os.WNOHANG) == (0, 0):
         time.sleep(0.001)
-    time.sleep(random.uniform(0, of_one_shard))
+    time.sleep(random.uniform(0, 0.03))
     os.kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
     if not os.WIFSIGNALED(status):
         sys.exit(f"the extraction was over after {killed} kills: nothing left to interrupt")
     killed += 1
     found = contents(store) if store.exists() else {}
-    assert seen <= set(found), "a published file is gone"
+    assert published <= set(found), "a published file is gone"
     assert all(whole[name] == data for name, data in found.items()), "a published file differs"
-    seen = set(found)
-print(killed, len(seen), len(whole))
+    published = {name for name in found if name.startswith("shard")}
+assert 5 < len(published) < 30
 extract(manifest, store, backbone, config)
 assert contents(store) == whole
 assert not list(store.glob(".*")), "leftovers"
@@ -409,15 +385,11 @@ assert not list(store.glob(".*")), "leftovers"
 
 
 @pytest.mark.slow
-def test_twelve_kills_lose_and_change_nothing(tmp_path: Path, repository: Path) -> None:
+def test_many_kills_lose_and_change_nothing(tmp_path: Path, repository: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", _KILLER, str(tmp_path)], cwd=repository, env=environment, capture_output=True, text=True, timeout=300
-    )
+    command = [sys.executable, "-c", _KILLER, str(tmp_path)]
+    done = subprocess.run(command, cwd=repository, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    killed, published, files = (int(value) for value in done.stdout.split())
-    assert killed == 12
-    assert 10 < published < files
 
 
 # Signals that a store gains -------------------------------------------------------------------------------------------
@@ -602,7 +574,7 @@ def test_a_shard_that_kills_its_workers_ends_with_a_message_and_the_command_then
 
     ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
     try:
-        monkeypatch.setattr(extraction, "make_shards", deadly)
+        monkeypatch.setattr(extraction, "open_backbone", deadly)
         with pytest.raises(WorkError, match="Ray gave up"):
             extract(manifest, tmp_path / "dead", backbone, CLUSTER, engine="ray")
         monkeypatch.undo()

@@ -74,18 +74,6 @@ def test_the_reference_of_these_tests_is_timms_own_pass(model: VisionTransformer
     close(dense(model, images), model.forward_features(images))
 
 
-@pytest.mark.parametrize("way", ["scout", "inside"])
-def test_keeping_all_patches_is_the_dense_pass(model: VisionTransformer, images: Tensor, way: str) -> None:
-    indices = some(N)
-    if way == "scout":
-        routed = partial.before_blocks(model, images, indices, LAYER)
-    else:
-        routed = partial.inside_blocks(model, images, lambda *_: indices, 2, LAYER)
-    expected = model.forward_features(images)
-    close(routed.patches, patches_of(model, expected, indices))
-    close(routed.prefix, expected[:, : model.num_prefix_tokens])
-
-
 def test_a_scout_pass_is_the_dense_pass_with_dropped_keys_masked_from_the_first_block(
     model: VisionTransformer, images: Tensor
 ) -> None:
@@ -252,10 +240,6 @@ def test_an_embedding_that_mixes_patches_is_refused() -> None:
     name = "vit_small_r26_s32_224"
     with pytest.raises(RequestError, match=r"its patch embedding is not one linear map per patch.*leave out `route`"):
         partial.check_routable(timm.create_model(name, pretrained=False, num_classes=0), name)
-
-
-def test_plain_vision_transformers_are_routable(model: VisionTransformer) -> None:
-    partial.check_routable(model, "tiny")
 
 
 @pytest.mark.slow

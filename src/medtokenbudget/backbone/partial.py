@@ -94,7 +94,7 @@ def inside_blocks(
 
 
 def embed(model: Model, images: Tensor, indices: Tensor | None = None) -> Tensor:
-    """Prefix tokens and embedded patches with their positions, [B, P + K, D]; only the patches `indices` [B, K] are computed."""
+    """Return prefix tokens and embedded patches with their positions, [B, P + K, D]; only `indices` [B, K] are computed."""
     if indices is None:
         x = model._pos_embed(model.patch_embed(images))
     else:
@@ -105,7 +105,7 @@ def embed(model: Model, images: Tensor, indices: Tensor | None = None) -> Tensor
 
 
 def _embedded(patch_embed: Any, images: Tensor, indices: Tensor) -> Tensor:
-    """What the convolution gives at the patches `indices`, as a product with its weights."""
+    """Compute what the convolution gives at the patches `indices`, as a product with its weights."""
     (height, width), (h, w) = patch_embed.patch_size, patch_embed.grid_size
     b, c = images.shape[:2]
     cut = images.reshape(b, c, h, height, w, width).permute(0, 2, 4, 1, 3, 5).reshape(b, h * w, c * height * width)
@@ -115,7 +115,7 @@ def _embedded(patch_embed: Any, images: Tensor, indices: Tensor) -> Tensor:
 
 
 def _positioned(model: Model, patches: Tensor, indices: Tensor) -> Tensor:
-    """Prefix tokens, then the patches, each with the position embedding that it has in the dense pass."""
+    """Join the prefix tokens and the patches, each with the position embedding that it has in the dense pass."""
     (h, w), (b, _, d), prefix = model.patch_embed.grid_size, patches.shape, int(model.num_prefix_tokens)
     # Which prefix tokens there are, in which order and with which positions differs between families, so the model itself says it.
     nothing = patches.new_zeros((1, h, w, d) if model.dynamic_img_size else (1, h * w, d))
@@ -149,19 +149,19 @@ def prune(x: Tensor, indices: Tensor, prefix: int) -> tuple[Tensor, Tensor | Non
 
 
 def run_blocks(model: Model, x: Tensor, first: int, end: int, bias: Tensor | None = None) -> Tensor:
-    """The model's own blocks `first` to `end` - 1; `bias` is added to the attention logits of each."""
+    """Run the model's own blocks `first` to `end` - 1; `bias` is added to the attention logits of each."""
     for block in model.blocks[first:end]:
         x = block(x) if bias is None else block(x, attn_mask=bias)
     return x
 
 
 def take(tokens: Tensor, indices: Tensor) -> Tensor:
-    """The tokens [B, N, D] at `indices` [B, K], in that order: [B, K, D]."""
+    """Gather the tokens [B, N, D] at `indices` [B, K], in that order: [B, K, D]."""
     return tokens.gather(1, indices.unsqueeze(-1).expand(-1, -1, tokens.shape[-1]))
 
 
 def _finish(model: Model, x: Tensor, indices: Tensor) -> RoutedTokens:
-    """Normed tokens without the background token."""
+    """Return normed tokens without the background token."""
     x, prefix = model.norm(x), int(model.num_prefix_tokens)
     return RoutedTokens(x[:, prefix : prefix + indices.shape[1]], x[:, :prefix], indices)
 
@@ -225,7 +225,7 @@ class EarlyBackbone(Backbone):
         return ()
 
     def tokens(self, images: Tensor, *arguments: Any, **options: Any) -> TokenBatch:
-        """Tokens of normalized images [B, 3, S, S], without checks: those of the kept patches with their places on the grid."""
+        """Compute the tokens of the kept patches of normalized images [B, 3, S, S], with their places on the grid; no checks."""
         if self.route.way == "scout":
             kept = self._score_by_scout(images).topk(self.route.k, dim=1).indices
             routed = before_blocks(self.model, images, kept, self.layer)

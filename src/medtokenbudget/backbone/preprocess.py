@@ -47,12 +47,12 @@ class Preprocessing:
             raise RequestError(f"Unknown interpolation '{self.interpolation}' of the backbone. Available: {known}.")
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON values, to be recorded in a store or model."""
+        """Return JSON values, to be recorded in a store or model."""
         return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Preprocessing:
-        """The inverse of `to_dict`."""
+        """Invert `to_dict`."""
         return cls(int(values["image_size"]), tuple(values["mean"]), tuple(values["std"]), str(values["interpolation"]))
 
     def prepare(self, image: Image.Image) -> np.ndarray:
@@ -81,7 +81,7 @@ class Preprocessing:
 
 
 def luminance(images: Tensor, grid: tuple[int, int]) -> Tensor:
-    """Mean gray value (Rec. 601) of each patch.
+    """Compute the mean gray value (Rec. 601) of each patch.
 
     Args:
         images: uint8 [B, S, S, 3].

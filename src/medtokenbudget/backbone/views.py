@@ -47,7 +47,7 @@ class ViewError(RequestError):
 
 
 def views_of(name: str, split: str | None, has_mask: bool, crops: int = 1) -> Sequence[str]:
-    """The views of an image.
+    """List the views of an image.
 
     Flips and dihedral views are for training images only. Every image with a mask gets an off-center crop, because the center-bias
     study evaluates those of validation images; training images get `crops` of them.
@@ -67,7 +67,7 @@ def views_of(name: str, split: str | None, has_mask: bool, crops: int = 1) -> Se
 
 
 def image_seed(seed: int, image_id: str) -> int:
-    """The seed of the crops of an image; it does not depend on the other images and their order."""
+    """Return the seed of the crops of an image; it does not depend on the other images and their order."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{image_id}".encode()).digest()[:8], "little")
 
 
@@ -79,7 +79,7 @@ class Geometry:
     turn: str = IDENTITY
 
     def of(self, picture: Image.Image) -> Image.Image:
-        """The view of an image, or of a mask that shows the same frame at any size."""
+        """Return the view of an image, or of a mask that shows the same frame at any size."""
         if self.box is not None:
             picture = _crop(picture, self.box)
         return picture if self.turn == IDENTITY else picture.transpose(_TRANSPOSE[self.turn])
@@ -96,7 +96,7 @@ class Geometry:
 
 
 def geometry_of(view: str, mask: Image.Image | None, seed: int) -> Geometry:
-    """The geometry of a view; only an off-center crop depends on the mask and on the seed.
+    """Return the geometry of a view; only an off-center crop depends on the mask and on the seed.
 
     Args:
         view: Name of the view.
@@ -119,19 +119,19 @@ def geometry_of(view: str, mask: Image.Image | None, seed: int) -> Geometry:
 
 
 def view_order(view: str) -> int:
-    """Sorts the views of an image: as it is, flips and turns, then off-center crops by number."""
+    """Sort the views of an image: the original, flips and turns, then off-center crops by number."""
     if is_off_center(view):
         return len(_TRANSPOSE) + int(view[len(OFF_CENTER) + 1 :] or 1)
     return 0 if view == IDENTITY else 1 + list(_TRANSPOSE).index(view)
 
 
 def is_off_center(view: str) -> bool:
-    """Whether a view is an off-center crop."""
+    """Tell whether a view is an off-center crop."""
     return view == OFF_CENTER or (view.startswith(f"{OFF_CENTER}-") and view[len(OFF_CENTER) + 1 :].isdecimal())
 
 
 def off_center_box(mask: Image.Image, seed: int) -> Box:
-    """Left, top, right, bottom in [0, 1] of the crop, of 60 drawn, that holds 60 % of the lesion and shows it farthest off.
+    """Find the crop, of 60 drawn, that holds 60 % of the lesion and shows it farthest off the center.
 
     Each side of a crop is half to three quarters of that of the image. The distance is measured from the center of the crop to the
     centroid of the lesion inside it, in sides of the crop. Masks larger than 256 pixels are reduced to 256 first.
@@ -169,7 +169,7 @@ def off_center_box(mask: Image.Image, seed: int) -> Box:
 
 
 def _reduced(mask: Image.Image) -> np.ndarray:
-    """Lesion pixels, bool, with at most 256 per side."""
+    """Return lesion pixels, bool, with at most 256 per side."""
     scale = _SEARCH_SIZE / max(mask.size)
     gray = mask.convert("L")
     if scale < 1:

@@ -271,14 +271,13 @@ def route_files(
     config = replace(config, selector=router.main if config.selector is None else config.selector, budget=budget)
     if folder.exists() and not folder.is_dir():
         raise RequestError(f"{out} is a file. Choose a folder to write to as `out`.")
-    # The workers of a cluster have other working directories.
-    request = Request(folder.resolve(), config, _metadata(router, str(config.selector), budget))
+    request = Request(folder, config, _metadata(router, str(config.selector), budget))
     request.answers(router, [])  # a wrong request is refused before a file is made
     sources = with_masks(expand(images), masks)
     if engine == "local" and config.jobs == 1 and not config.shard_size:
-        routed = _one_table(request, router, sources, folder)
+        routed = _one_table(request, router, sources)
     else:
-        routed = _table_in_shards(request, router, sources, execution, folder)
+        routed = _table_in_shards(request, router, sources, execution)
     summary = {
         "model": router.fingerprint,
         "selector": config.selector,
@@ -341,13 +340,13 @@ def _report_masks(routed: Routed, asked: bool) -> None:
 # One table -----------------------------------------------------------------------------------------------------------
 
 
-def _one_table(request: Request, model: MedTokenBudget, sources: Iterable[ImageSource], folder: Path) -> Routed:
+def _one_table(request: Request, model: MedTokenBudget, sources: Iterable[ImageSource]) -> Routed:
     """Write one table, in constant memory; it appears when everything is done."""
+    folder, config = request.folder, request.config
     if request.table.is_dir():
         raise RequestError(
             f'{folder} has a table in shards ({TABLE}/). Resume it with `shard_size` or `engine="ray"`, or use another `out`.'
         )
-    config = request.config
     outputs = request.outputs(folder / f"{TABLE}.{config.table}", folder / PACKED_TOKENS)
     routed = _write_table(request.answers(model, sources), outputs, model.grid, folder / ERRORS, "Routing")
     # What an earlier call with other formats left would not belong to this table.
@@ -495,10 +494,9 @@ class Shard:
         return record["key"] == self.key and part.exists() and sha256_file(part) == record["sha256"]
 
 
-def _table_in_shards(
-    request: Request, model: MedTokenBudget, sources: Iterable[ImageSource], execution: Execution, folder: Path
-) -> Routed:
+def _table_in_shards(request: Request, model: MedTokenBudget, sources: Iterable[ImageSource], execution: Execution) -> Routed:
     """Make the shards that are missing, then list the errors of all of them."""
+    folder = request.folder
     if request.config.table != "parquet":
         raise RequestError('A table in shards is a Parquet data set: leave out `table="csv"`.')
     if whole := [path.name for path in (folder / f"{TABLE}.parquet", folder / f"{TABLE}.csv") if path.exists()]:
@@ -516,15 +514,17 @@ def _table_in_shards(
         try:
             if elsewhere:
                 model.save_pretrained(request.model)  # each worker loads it, and compares the backbone
+            # The workers of a cluster have other working directories.
+            absolute = replace(request, folder=folder.resolve())
             with progress(total=total, what="Routing", unit="image", initial=total - left) as bar:
                 for _ in run_units(
                     missing,
-                    partial(make_shards, request),
+                    partial(make_shards, absolute),
                     execution,
                     processes=processes if elsewhere else 1,
                     device=device,
                     state=model,
-                    open_worker=partial(_open_model, request.model),
+                    open_worker=partial(_open_model, absolute.model),
                     advance=bar.update,
                 ):
                     pass
@@ -532,7 +532,7 @@ def _table_in_shards(
             if elsewhere:
                 shutil.rmtree(request.model, ignore_errors=True)
         _remove_shards_from(len(shards), request)
-        return _sum_up(request, shards, model.grid, folder)
+        return _sum_up(request, shards, model.grid)
 
 
 def _open_model(folder: Path, device: str) -> MedTokenBudget:
@@ -594,18 +594,18 @@ def _remove_shards_from(index: int, request: Request) -> None:
         index += 1
 
 
-def _sum_up(request: Request, shards: Sequence[Shard], grid: tuple[int, int], folder: Path) -> Routed:
+def _sum_up(request: Request, shards: Sequence[Shard], grid: tuple[int, int]) -> Routed:
     """Add up the records and the rows of all shards, and write the list of errors."""
     import pyarrow.parquet as pq
 
     records = [read_sealed(request.record(shard.index), "Run the same command again.") for shard in shards]
-    errors, path = [row for record in records for row in record["errors"]], folder / ERRORS
+    errors, path = [row for record in records for row in record["errors"]], request.folder / ERRORS
     remove(path)
     if errors:
         write_lines(path, errors)
     unfamiliar = [record["unfamiliar"] for record in records if record["unfamiliar"] is not None]
     routed = Routed(
-        table=folder / TABLE,
+        table=request.table,
         grid=grid,
         done=sum(record["done"] for record in records),
         failed=sum(record["failed"] for record in records),
