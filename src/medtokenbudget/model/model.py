@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from medtokenbudget.backbone.backbone import Backbone
 from medtokenbudget.backbone.preprocess import luminance
-from medtokenbudget.backbone.shards import routed_early
 from medtokenbudget.config import BackboneConfig, Count, Parallel, TrainConfig, check_values, to_dict, train_config_from_dict
 from medtokenbudget.data import patch_labels
 from medtokenbudget.devices import resolve_device
@@ -174,8 +173,8 @@ class MedTokenBudget(nn.Module):
 
     @property
     def fixed_budget(self) -> float | None:
-        """The only budget of a model whose backbone runs on the kept patches alone; None for any other model."""
-        return float(self.early["budget"]) if self.early is not None and routed_early(self.backbone_fingerprint) else None
+        """The only budget of a model whose backbone is routed early; None for any other model."""
+        return None if self.early is None else float(self.early["budget"])
 
     def budget(self, asked: float | None) -> float:
         """Return the budget that was asked for, by default 0.3 or the model's only one; any other is an error then."""
