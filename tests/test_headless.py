@@ -120,7 +120,7 @@ def test_training_from_masks_alone_measures_retention_and_no_accuracy(trained: m
     assert ",," in (trained.path / "results.csv").read_text(), "what was not measured is an empty cell"
     assert (trained.predictions["predicted"] == -1).all()
     assert not trained.model.has_head
-    assert trained.methods["center"]["head"] == "none"
+    assert trained.model.classifier("center").head is None
     assert [row["stage"] for row in map(json.loads, (trained.path / "metrics.jsonl").read_text().splitlines())] == ["selector"] * 2
     assert trained.model.route(drawn.manifest.image_path(0))[0].k == 30
 

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 import medtokenbudget as mtb
 from medtokenbudget.errors import MismatchError, RequestError, WorkError
@@ -134,34 +133,6 @@ def test_a_backbone_setting_that_was_edited_is_rejected_when_the_backbone_is_loa
         mtb.load(saved).predict(images[0])
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "heads.safetensors"])
-def test_a_damaged_file_is_rejected_by_name(saved: Path, name: str) -> None:
-    whole = (saved / name).read_bytes()
-    flipped = bytearray(whole)
-    flipped[-100] ^= 1
-    for broken in (whole[:-200], bytes(flipped), b"", b"not a tensor file at all"):
-        (saved / name).write_bytes(broken)
-        with pytest.raises(RequestError, match=re.escape(name)):
-            mtb.load(saved)
-    (saved / name).unlink()
-    with pytest.raises(RequestError, match=re.escape(name)):
-        mtb.load(saved)
-
-
-def test_a_foreign_file_is_rejected_by_name(saved: Path, model: MedTokenBudget, tmp_path: Path) -> None:
-    save_file({"weight": torch.zeros(3)}, saved / "model.safetensors")
-    with pytest.raises(RequestError, match=r"model\.safetensors was not written by medtokenbudget"):
-        mtb.load(saved)
-    with pytest.raises(RequestError, match=r"has no config\.json"):
-        mtb.load(tmp_path)
-    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
-    with pytest.raises(RequestError, match="is not the configuration of a MedTokenBudget model"):
-        mtb.load(tmp_path)
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(RequestError, match="not valid JSON"):
-        mtb.load(tmp_path)
-
-
 def test_files_of_two_models_do_not_mix(saved: Path, tmp_path: Path) -> None:
     other = small_model(tmp_path / "other-weights", seed=1).save_pretrained(tmp_path / "other")
     (saved / "model.safetensors").write_bytes((other / "model.safetensors").read_bytes())
@@ -169,22 +140,20 @@ def test_files_of_two_models_do_not_mix(saved: Path, tmp_path: Path) -> None:
         mtb.load(saved)
 
 
-def test_a_run_directory_loads_its_model(model: MedTokenBudget, tmp_path: Path) -> None:
-    model.save_pretrained(tmp_path / "run" / "model")
-    assert mtb.load(tmp_path / "run").fingerprint == model.fingerprint
-
-
-def test_a_run_without_a_model_says_what_to_do(tmp_path: Path) -> None:
-    (tmp_path / "run.json").write_text("{}")
-    with pytest.raises(RequestError, match=r"has no saved model.*Run its command again, or train a model with `mtb train`\."):
-        mtb.load(tmp_path)
-
-
-def test_a_mistyped_path_below_a_folder_is_not_taken_for_a_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_is_found_in_its_run_and_a_path_that_is_none_is_an_error(
+    model: MedTokenBudget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "runs").mkdir()
-    with pytest.raises(RequestError, match="There is no model folder runs/nope"):
-        mtb.load("runs/nope")
+    Path("runs").mkdir()
+    # Below a folder, a mistyped path is not taken for a hub id.
+    with pytest.raises(RequestError, match="There is no model folder runs/first"):
+        mtb.load("runs/first")
+    Path("runs/first").mkdir()
+    Path("runs/first/run.json").write_text("{}")
+    with pytest.raises(RequestError, match=r"has no saved model.*Run its command again, or train a model with `mtb train`\."):
+        mtb.load("runs/first")
+    model.save_pretrained("runs/first/model")
+    assert mtb.load("runs/first").fingerprint == model.fingerprint
 
 
 def test_a_model_that_is_routed_early_is_downloaded_with_its_router(hub_at: Callable[..., None], tmp_path: Path) -> None:

@@ -181,8 +181,8 @@ class MedTokenBudget(nn.Module):
 
     @property
     def fixed_budget(self) -> float | None:
-        """The only budget of a model whose backbone runs on the kept patches alone; None for any other model."""
-        return float(self.early["budget"]) if self.early is not None and self.backbone_fingerprint.get("route") else None
+        """The only budget of a model whose backbone is routed early; None for any other model."""
+        return None if self.early is None else float(self.early["budget"])
 
     def budget(self, asked: float | None) -> float:
         """Return the budget that was asked for, by default 0.3 or the model's only one; any other is an error then."""
