@@ -90,9 +90,8 @@ def verdict(results: pd.DataFrame) -> str:
             for method in list(NAMES)[:2]
         )
         lines.append(
-            f"- **{name}**, {seeds} seed{'s' if seeds > 1 else ''}: ahead in {(gain > 0).sum()} and behind in {(gain < 0).sum()} of "
-            "six "
-            f"cells, from {gain.min():+.2f} to {gain.max():+.2f} points".replace("-0.", "−0.")
+            f"- **{name}**, {seeds} seed{'s' if seeds > 1 else ''}: ahead in {(gain > 0).sum()} and behind in "
+            f"{(gain < 0).sum()} of six cells, from {gain.min():+.2f} to {gain.max():+.2f} points".replace("-0.", "−0.")
         )
     return "\n".join([lines[0], "", *lines[1:]])
 
