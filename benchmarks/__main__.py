@@ -5,10 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Sequence
 
-ALL = (
-    *("routing", "statistics", "reading", "training_memory", "extraction", "overhead", "selectors", "embedded", "paper_flow"),
-    "web",
-)
+ALL = ("routing", "reading", "extraction", "selectors", "embedded", "paper_flow", "web")
 ARGUMENTS = {"embedded": ["speed"]}
 
 

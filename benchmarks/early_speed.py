@@ -7,20 +7,19 @@ packaged router.
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
-import timm
 import torch
 from torch import Tensor
 
 from benchmarks.competitors import tome_every_block
+from benchmarks.measuring import in_turns, random_vit, ratio
 from medtokenbudget.backbone import partial
 from medtokenbudget.backbone.backbone import Backbone
 from medtokenbudget.backbone.preprocess import Preprocessing
+from medtokenbudget.config import DEFAULT_BUDGET
 from medtokenbudget.devices import cpu_threads
 from medtokenbudget.model import EarlyRouting, MedTokenBudget, load
 from medtokenbudget.routing import LATSSelector, budget_to_k
@@ -33,71 +32,20 @@ SMALLER = (112, 126, 140, 154, 168)
 """Sides of smaller dense images, of which the one whose time is nearest to that of the scout is shown."""
 
 
-@dataclass(frozen=True)
-class Speed:
-    """One way on one shape at one batch size.
-
-    Attributes:
-        way: Name of the way.
-        shape: Name of the backbone's shape.
-        batch: Images per pass.
-        milliseconds: Per image, the median over the rounds.
-        ratio: Speed over that of the dense pass, the median of the ratios within each round.
-    """
-
-    way: str
-    shape: str
-    batch: int
-    milliseconds: float
-    ratio: float
-
-    def __str__(self) -> str:
-        return f"{self.way:<14}{self.shape:<10}batch {self.batch:<4}{self.ratio:5.2f}x{self.milliseconds:10.1f} ms per image"
-
-
-def early_speed(budget: float = 0.3, rounds: int = 5, batches: Sequence[int] = BATCHES) -> Iterator[Speed]:
-    """Measure every way on ViT-S/14 and ViT-B/14 shapes at 224 pixels, the dense pass first of each.
-
-    Args:
-        budget: Share of the patches that is kept.
-        rounds: Rounds that are measured after one to warm up; all ways take turns in each.
-        batches: Images per pass.
-    """
+def early_speed(rounds: int, budget: float = DEFAULT_BUDGET) -> Iterator[str]:
+    """Measure every way on ViT-S/14 and ViT-B/14 shapes at 224 pixels; a line for each, the dense pass first."""
     scout = load("dermoscopy", device="cpu")
     for shape, name in SHAPES.items():
-        models = {
-            side: timm.create_model(name, pretrained=False, num_classes=0, img_size=side).eval().requires_grad_(False)
-            for side in (224, *SMALLER)
-        }
-        for batch in batches:
-            yield from measure(models, shape, scout, budget, batch, rounds)
-
-
-@torch.inference_mode()
-def measure(models: dict[int, Any], shape: str, scout: MedTokenBudget, budget: float, batch: int, rounds: int) -> Iterator[Speed]:
-    """Measure every way on the models of one shape; `models` has one for 224 pixels and others for smaller images."""
-    ways = passes(models, scout, budget, batch)
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    for number in range(rounds + 1):
-        for name, run in ways.items():
-            start = time.perf_counter()
-            run()
-            if number:
-                times[name].append(time.perf_counter() - start)
-    speeds = [
-        Speed(
-            name,
-            shape,
-            batch,
-            1000 * statistics.median(own) / batch,
-            statistics.median(dense / mine for dense, mine in zip(times["dense"], own)),
-        )
-        for name, own in times.items()
-    ]
-    target = next(speed.ratio for speed in speeds if speed.way == "scout")
-    smaller = [speed for speed in speeds if speed.way.endswith("px")]
-    nearest = min(smaller, key=lambda speed: abs(speed.ratio - target), default=None)
-    yield from (speed for speed in speeds if speed not in smaller or speed is nearest)
+        models = {side: random_vit(name, side) for side in (224, *SMALLER)}
+        for batch in BATCHES:
+            with torch.inference_mode():
+                seconds = in_turns(passes(models, scout, budget, batch), rounds)
+            ratios = {way: ratio(seconds, "dense", way) for way in seconds}
+            smaller = [way for way in ratios if way.endswith("px")]
+            nearest = min(smaller, key=lambda way: abs(ratios[way] - ratios["scout"]))
+            for way in (way for way in ratios if way not in smaller or way == nearest):
+                milliseconds = 1000 * median(seconds[way]) / batch
+                yield f"{way:<14}{shape:<10}batch {batch:<4}{ratios[way]:5.2f}x{milliseconds:10.1f} ms per image"
 
 
 def passes(models: dict[int, Any], scout: MedTokenBudget, budget: float, batch: int) -> dict[str, Callable[[], Any]]:
@@ -145,9 +93,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=5, help="Measured rounds.")
     options = parser.parse_args(arguments)
     with cpu_threads(options.threads):
-        print(f"Early routing at budget 0.3, 224 pixels, {torch.get_num_threads()} CPU threads; x: speed over the dense pass.")
-        for speed in early_speed(rounds=options.rounds):
-            print(speed, flush=True)
+        threads = torch.get_num_threads()
+        print(f"Early routing at budget {DEFAULT_BUDGET}, 224 pixels, {threads} CPU threads; x: speed over the dense pass.")
+        for line in early_speed(options.rounds):
+            print(line, flush=True)
 
 
 if __name__ == "__main__":

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
 from collections.abc import Callable
+from statistics import median
 from typing import Any
 
 import pandas as pd
@@ -15,6 +15,7 @@ from torch import Tensor
 from benchmarks.competitors import evit_blocks, tome_every_block
 from benchmarks.early_passes import FINE, GRID, MORE, K, N, Passes, attention_of, dropped, from_center
 from benchmarks.early_speed import scout_score
+from benchmarks.measuring import in_turns
 from medtokenbudget.backbone import partial
 from medtokenbudget.backbone.partial import upsample_scores
 from medtokenbudget.model import load
@@ -35,17 +36,11 @@ def run(arguments: argparse.Namespace) -> None:
         lines = pd.read_csv(arguments.out / "validation.csv").query("view == 'as-is'")
         arguments.ways = [f"{line.way}@{line.block}" for line in lines.itertuples() if line.way not in NOT_TIMED]
     ways = {name: way(name, passes, score, arguments.batch) for name in arguments.ways}
-    spent: dict[str, list[float]] = {name: [] for name in ways}
-    for number in range(arguments.rounds + 1):
-        for name, one in ways.items():
-            start = time.process_time()
-            one()
-            if number:
-                spent[name].append(time.process_time() - start)
+    spent = in_turns(ways, arguments.rounds, time.process_time)
     measured = []
-    for name, own in spent.items():
+    for name, seconds in spent.items():
         kind, _, block = name.partition("@")
-        milliseconds = 1000 * statistics.median(own) / arguments.batch
+        milliseconds = 1000 * median(seconds) / arguments.batch
         measured.append({"way": kind, "block": int(block), "batch": arguments.batch, "milliseconds": milliseconds})
         print(f"{name:<26}{milliseconds:8.1f} ms", flush=True)
     pd.DataFrame(measured).round(2).to_csv(arguments.out / "time.csv", index=False)

@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,7 @@ import torch
 from sklearn.metrics import roc_auc_score
 from torch import Tensor
 
+from benchmarks.measuring import VIT_B, VIT_S, in_turns, random_vit
 from medtokenbudget import metrics
 from medtokenbudget.backbone import Backbone, FeatureStore, extract
 from medtokenbudget.config import HEADLINE_BUDGETS, BackboneConfig, ExtractConfig, preset
@@ -40,10 +42,8 @@ from medtokenbudget.routing import LATSSelector, budget_to_k
 from medtokenbudget.routing.losses import lesion_loss
 from medtokenbudget.tokens import TokenBatch
 
-TEACHER = "vit_small_patch14_dinov2.lvd142m"
 TEACHER_FILE = "weights/vit_small_patch14_dinov2_saliency.safetensors"
 TEACHER_BLOCK = 5
-REFERENCE = "vit_base_patch14_dinov2.lvd142m"
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ def training_manifest(shared: Path, out: Path, drawings: int) -> Manifest:
 
 
 def teacher_config(shared: Path, layer: int = TEACHER_BLOCK) -> BackboneConfig:
-    return BackboneConfig(TEACHER, shared / TEACHER_FILE, layer=layer)
+    return BackboneConfig(VIT_S, shared / TEACHER_FILE, layer=layer)
 
 
 def prepared(backbone: Backbone, manifest: Manifest, batch: int = 8) -> Iterator[tuple[Tensor, range]]:
@@ -248,26 +248,17 @@ def speed(shared: Path, batch: int = 16, rounds: int = 5) -> dict[str, float]:
 
     CPU time and the best round, because other work on the machine should not count. The reference has random weights.
     """
-    import timm
-
     manifest = isic_manifest(shared / "data" / "isic").part("val").take(range(batch))
-    reference = timm.create_model(REFERENCE, pretrained=False, num_classes=0, img_size=224)
     backbones = {
         "embedded": Backbone.load(BackboneConfig("embedded")),
         "teacher": Backbone.load(teacher_config(shared, -1)),
         f"teacher to block {TEACHER_BLOCK}": Backbone.load(teacher_config(shared)),
-        REFERENCE: Backbone.from_model(reference, REFERENCE),
+        VIT_B: Backbone.from_model(random_vit(VIT_B), VIT_B),
     }
     pixels = next(prepared(backbones["embedded"], manifest, batch))[0]
-    seconds: dict[str, list[float]] = {name: [] for name in backbones}
-    for repeat in range(rounds + 1):
-        for name, backbone in backbones.items():
-            images = backbone.normalize(pixels)
-            started = time.process_time()
-            backbone(images)
-            if repeat:
-                seconds[name].append(time.process_time() - started)
-    return {name: batch / min(values) for name, values in seconds.items()}
+    images = {name: backbone.normalize(pixels) for name, backbone in backbones.items()}
+    calls = {name: partial(backbone, images[name]) for name, backbone in backbones.items()}
+    return {name: batch / min(taken) for name, taken in in_turns(calls, rounds, time.process_time).items()}
 
 
 def overhead(shared: Path, batch: int = 16, rounds: int = 10) -> float:
@@ -276,13 +267,8 @@ def overhead(shared: Path, batch: int = 16, rounds: int = 10) -> float:
     manifest = isic_manifest(shared / "data" / "isic").part("val").take(range(batch))
     images = backbone.normalize(next(prepared(backbone, manifest, batch))[0])
     calls = {"bare": backbone.model.forward_features, "whole": backbone}
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
     with torch.inference_mode():
-        for _ in range(rounds):
-            for name, call in calls.items():
-                started = time.process_time()
-                call(images)
-                seconds[name].append(time.process_time() - started)
+        seconds = in_turns({name: partial(call, images) for name, call in calls.items()}, rounds, time.process_time)
     return min(seconds["bare"]) / min(seconds["whole"])
 
 

@@ -14,14 +14,12 @@ import json
 import subprocess
 import sys
 import tempfile
-import threading
-import time
 from pathlib import Path
 from statistics import median
 
 import torch
 
-from benchmarks.reading import private_kib
+from benchmarks.measuring import IMAGES, VIT_S, VIT_S_WEIGHTS, in_turns, peak_growth, ratio
 from medtokenbudget.backbone import Backbone
 from medtokenbudget.backbone.extract import Item, ShardUnit, make_shards
 from medtokenbudget.backbone.views import IDENTITY
@@ -29,8 +27,6 @@ from medtokenbudget.config import BackboneConfig, ExtractConfig
 from medtokenbudget.data import Manifest, decode_image
 from medtokenbudget.files import sha256_file
 
-SHARED = Path(__file__).resolve().parents[2] / "shared"
-NAME = "vit_small_patch14_dinov2.lvd142m"
 MEMORY_OF = (1024, 8192)
 
 
@@ -45,15 +41,14 @@ def manifest_of(images: Path, n: int) -> Manifest:
 
 
 @torch.inference_mode()
-def bare_seconds(backbone: Backbone, batches: list[torch.Tensor]) -> float:
-    start = time.perf_counter()
+def bare(backbone: Backbone, batches: list[torch.Tensor]) -> None:
+    """Run the network alone."""
     for batch in batches:
         backbone.model.forward_features(batch)
-    return time.perf_counter() - start
 
 
-def extract_seconds(backbone: Backbone, manifest: Manifest, config: ExtractConfig) -> float:
-    """Everything from files on disk to a finished shard, with a backbone that is already loaded."""
+def extraction(backbone: Backbone, manifest: Manifest, config: ExtractConfig) -> None:
+    """Run everything from files on disk to a finished shard, with a backbone that is already loaded."""
     with tempfile.TemporaryDirectory() as folder:
         # Not `extract`: it makes equal images once, and the memory is measured on more images than the folder has.
         paths = [str(manifest.image_path(i)) for i in range(len(manifest))]
@@ -63,26 +58,14 @@ def extract_seconds(backbone: Backbone, manifest: Manifest, config: ExtractConfi
             ShardUnit(index, tuple(items[first : first + size]), backbone.default_signals)
             for index, first in enumerate(range(0, len(items), size))
         ]
-        start = time.perf_counter()
         for _ in make_shards(Path(folder), config, "", backbone, units, lambda count: None):
             pass
-        return time.perf_counter() - start
-
-
-def peak_growth(work: threading.Thread) -> int:
-    """Largest private memory while `work` runs, over the one before, in KiB."""
-    before, peak = private_kib(), 0
-    work.start()
-    while work.is_alive():
-        peak = max(peak, private_kib())
-        work.join(0.01)
-    return peak - before
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--images", type=Path, default=SHARED / "data/isic/ISIC_2019_Training_Input")
-    parser.add_argument("--weights", type=Path, default=SHARED / "weights/vit_small_patch14_dinov2_saliency.safetensors")
+    parser.add_argument("--images", type=Path, default=IMAGES)
+    parser.add_argument("--weights", type=Path, default=VIT_S_WEIGHTS)
     parser.add_argument("--n", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--batch", type=int, default=16)
@@ -90,13 +73,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--memory-of", type=int, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     small = BackboneConfig(name="embedded")
-    backbone = Backbone.load(small if given.memory_of else BackboneConfig(name=NAME, weights=given.weights))
+    backbone = Backbone.load(small if given.memory_of else BackboneConfig(name=VIT_S, weights=given.weights))
     config = ExtractConfig(batch_size=given.batch, shard_size=given.batch, device="cpu", threads=given.threads)
     if given.threads:
         torch.set_num_threads(given.threads)
     if given.memory_of is not None:
         manifest = manifest_of(given.images, given.memory_of)
-        growth = peak_growth(threading.Thread(target=extract_seconds, args=(backbone, manifest, config)))
+        growth = peak_growth(extraction, backbone, manifest, config)
         print(json.dumps({"images": given.memory_of, "growth_kib": growth}))
         return 0
     _speed(backbone, manifest_of(given.images, given.n), config, given.rounds)
@@ -107,18 +90,13 @@ def main(arguments: list[str] | None = None) -> int:
 def _speed(backbone: Backbone, manifest: Manifest, config: ExtractConfig, rounds: int) -> None:
     pixels = [torch.from_numpy(backbone.prepare(decode_image(manifest.image_path(i)))) for i in range(len(manifest))]
     batches = [backbone.normalize(torch.stack(pixels[i : i + config.batch_size])) for i in range(0, len(pixels), config.batch_size)]
-    bare_seconds(backbone, batches[:1])
-    bare, ours = [], []
-    for _ in range(rounds):
-        bare.append(bare_seconds(backbone, batches))
-        ours.append(extract_seconds(backbone, manifest, config))
-    ratios = sorted(b / o for b, o in zip(bare, ours))
-    print(
-        f"{NAME}, {len(manifest)} images, batch {config.batch_size}, {torch.get_num_threads()} threads, {rounds} rounds in turns:"
-    )
-    print(f"  bare forward pass   {len(manifest) / median(bare):7.2f} images/s")
-    print(f"  extraction          {len(manifest) / median(ours):7.2f} images/s")
-    print(f"  ratio               {median(ratios):7.3f}   (rounds: {', '.join(f'{ratio:.3f}' for ratio in ratios)})")
+    calls = {"bare forward pass": lambda: bare(backbone, batches), "extraction": lambda: extraction(backbone, manifest, config)}
+    seconds = in_turns(calls, rounds)
+    threads = torch.get_num_threads()
+    print(f"{VIT_S}, {len(manifest)} images, batch {config.batch_size}, {threads} threads, {rounds} rounds in turns:")
+    for name, taken in seconds.items():
+        print(f"  {name:<20}{len(manifest) / median(taken):7.2f} images/s")
+    print(f"  ratio               {ratio(seconds, 'bare forward pass', 'extraction'):7.3f}")
 
 
 def _memory(given: argparse.Namespace) -> None:

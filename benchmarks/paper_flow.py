@@ -15,10 +15,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import timm
 import torch
 from safetensors.torch import save_file
 
+from benchmarks.measuring import IMAGES, VIT_B, VIT_S, VIT_S_WEIGHTS, in_turns, random_vit
 from medtokenbudget.backbone import Backbone, FeatureStore, extract
 from medtokenbudget.backbone.preprocess import luminance
 from medtokenbudget.config import BUDGETS, BackboneConfig, ExtractConfig, preset
@@ -96,13 +96,8 @@ class Loop:
 
 
 def seconds(work: Callable[[], object], images: int, rounds: int) -> float:
-    """Least seconds an image over some rounds; the first call is a warm-up."""
-    times = []
-    for _ in range(rounds):
-        start = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - start)
-    return min(times) / images
+    """Return the least seconds per image over some rounds."""
+    return min(in_turns({"": work}, rounds, warm_up=False)[""]) / images
 
 
 def same_results(loop: Loop, store: FeatureStore, rows: np.ndarray) -> float:
@@ -132,9 +127,8 @@ def study(parts: dict[str, float]) -> dict[str, float]:
 
 def measure(name: str, weights: Path | None, images: list[Path], folder: Path, rounds: int) -> dict[str, float]:
     if weights is None:  # timing needs no trained weights
-        torch.manual_seed(0)
         weights = folder / f"{name}.safetensors"
-        save_file(timm.create_model(name, pretrained=False, num_classes=0, img_size=224).state_dict(), weights)
+        save_file(random_vit(name).state_dict(), weights)
     config = BackboneConfig(name=name, weights=weights)
     backbone = Backbone.load(config)
     records = [{"image_id": path.stem, "image": str(path), "label": str(i % CLASSES)} for i, path in enumerate(images)]
@@ -178,8 +172,8 @@ def measure(name: str, weights: Path | None, images: list[Path], folder: Path, r
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--images", type=Path, default=Path("../shared/data/isic/ISIC_2019_Training_Input"))
-    parser.add_argument("--weights", type=Path, default=Path("../shared/weights/vit_small_patch14_dinov2_saliency.safetensors"))
+    parser.add_argument("--images", type=Path, default=IMAGES)
+    parser.add_argument("--weights", type=Path, default=VIT_S_WEIGHTS)
     parser.add_argument("--n", type=int, default=128, help="images")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--only", choices=("vit_small", "vit_base"), help="one of the two backbones")
@@ -190,8 +184,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
     with tempfile.TemporaryDirectory() as folder:
         for name, weights in (
-            ("vit_small_patch14_dinov2.lvd142m", options.weights if options.weights.exists() else None),
-            ("vit_base_patch14_dinov2.lvd142m", None),
+            (VIT_S, options.weights if options.weights.exists() else None),
+            (VIT_B, None),
         ):
             if options.only and not name.startswith(options.only):
                 continue

@@ -5,13 +5,13 @@
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from statistics import median
 
 import torch
 from torch import Tensor, nn
 
+from benchmarks.measuring import in_turns, ratio
 from medtokenbudget.config import BUDGETS, LossWeights, TrainConfig
 from medtokenbudget.routing import TokenBatch, budget_to_k, create_selector
 from medtokenbudget.routing.losses import scorer_terms
@@ -47,7 +47,7 @@ class PlainLATS(nn.Module):
         return self.mlp(torch.cat([z, *signals], dim=-1)).squeeze(-1)
 
     def load_from(self, state: dict[str, Tensor]) -> PlainLATS:
-        """Takes the weights of a `routing.LATS`."""
+        """Take the weights of a `routing.LATS`."""
         layers = sum(isinstance(part, nn.LayerNorm) for part in self.mlp)
         places = {"input": 0, "output": len(self.mlp) - 2}
         places |= {f"hidden.{i}": 1 + 4 * i for i in range(layers)} | {f"norms.{i}": 2 + 4 * i for i in range(layers)}
@@ -110,52 +110,30 @@ def random_tokens(batch: int = 64, side: int = 16, dim: int = 768, seed: int = 0
     )
 
 
-def alternating(first: Callable[[], object], second: Callable[[], object], repeats: int) -> tuple[float, float]:
-    """Median seconds of two functions, run in turns so that a busy machine slows both alike."""
-    times: tuple[list[float], list[float]] = ([], [])
-    for turn in range(repeats + 1):
-        for function, taken in zip((first, second), times):
-            start = time.perf_counter()
-            function()
-            if turn:
-                taken.append(time.perf_counter() - start)
-    return statistics.median(times[0]), statistics.median(times[1])
-
-
-def measure_step(tokens: TokenBatch, repeats: int = 7) -> tuple[float, float]:
-    """Seconds of one training step: plain, ours."""
-    torch.manual_seed(0)
-    model = RoutedClassifier(create_selector("lats", dim=tokens.dim), MLPHead(tokens.dim, 8))
-    plain = PlainLATS(tokens.dim).load_from(model.selector.scorer.state_dict())  # type: ignore[attr-defined]
-    head = MLPHead(tokens.dim, 8)
-    plain_optimizer = torch.optim.AdamW([*plain.parameters(), *head.parameters()], lr=1e-3)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    return alternating(
-        lambda: plain_step(plain, head, plain_optimizer, tokens, 0.3),
-        lambda: routed_step(model, optimizer, tokens, 0.3),
-        repeats,
-    )
-
-
-def measure_budgets(tokens: TokenBatch, name: str = "norm", repeats: int = 7) -> tuple[float, float]:
-    """Seconds of the pooled tokens of ten budgets: one selection a budget, all at once."""
-    selector = create_selector(name)
-    return alternating(
-        lambda: [selector.select_budget(tokens, budget).pooled() for budget in BUDGETS],
-        lambda: selector.pooled(tokens, BUDGETS),
-        repeats,
-    )
-
-
 def main(arguments: list[str] | None = None) -> None:
-    """Prints seconds and ratios, and what they were measured on."""
+    """Print seconds and ratios, and what they were measured on."""
     tokens = random_tokens()
     shape = " x ".join(map(str, tokens.patches.shape))
     print(f"routing on tokens {shape}, {torch.get_num_threads()} threads, torch {torch.__version__}, medians")
-    plain, ours = measure_step(tokens)
-    print(f"LATS training step:        plain {plain:.3f} s, ours {ours:.3f} s: {plain / ours:.2f}x")
-    single, together = measure_budgets(tokens)
-    print(f"ten budgets, one ranking:  singly {single:.3f} s, together {together:.3f} s: {single / together:.2f}x")
+    torch.manual_seed(0)
+    model = RoutedClassifier(create_selector("lats", dim=tokens.dim), MLPHead(tokens.dim, 8))
+    plain = PlainLATS(tokens.dim).load_from(model.selector.scorer.state_dict())  # type: ignore[attr-defined]
+    head, norm = MLPHead(tokens.dim, 8), create_selector("norm")
+    plain_optimizer = torch.optim.AdamW([*plain.parameters(), *head.parameters()], lr=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for what, calls in {
+        "LATS training step, as the paper writes it": {
+            "plain": lambda: plain_step(plain, head, plain_optimizer, tokens, 0.3),
+            "ours": lambda: routed_step(model, optimizer, tokens, 0.3),
+        },
+        "ten budgets, one selection each": {
+            "plain": lambda: [norm.select_budget(tokens, budget).pooled() for budget in BUDGETS],
+            "ours": lambda: norm.pooled(tokens, BUDGETS),
+        },
+    }.items():
+        seconds = in_turns(calls, rounds=7)
+        plain_seconds, our_seconds = (median(seconds[name]) for name in ("plain", "ours"))
+        print(f"{what}: {plain_seconds:.3f} s, ours {our_seconds:.3f} s: {ratio(seconds, 'plain', 'ours'):.2f}x")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What selecting costs beside the backbone: every selector against the forward pass of a ViT-S/14, batch 16, one thread.
+"""What selecting costs next to the backbone: every selector against the forward pass of a ViT-S/14, batch 16, one thread, CPU time.
 
 Weights do not change the time, so backbone and learned selectors are as they were initialized. Masks are drawn.
 """
@@ -6,54 +6,40 @@ Weights do not change the time, so backbone and learned selectors are as they we
 from __future__ import annotations
 
 import sys
+import time
 from dataclasses import replace
 
-import timm
 import torch
 
-from benchmarks.overhead import BATCH, BUDGET, fastest
+from benchmarks.measuring import VIT_S, in_turns, random_vit
 from medtokenbudget.backbone.backbone import Backbone
-from medtokenbudget.routing import Selector, TokenBatch, create_selector, list_selectors, selector_class
+from medtokenbudget.backbone.extract import cpu_threads
+from medtokenbudget.config import DEFAULT_BUDGET
+from medtokenbudget.routing import create_selector, list_selectors, selector_class
 from medtokenbudget.tokens import SIGNALS
 
-NAME = "vit_small_patch14_dinov2.lvd142m"
+BATCH, ROUNDS = 16, 3
 MOST, MOST_LATS = 0.15, 0.03
 """Largest share of the backbone's time that a selector, and LATS, may take."""
 
 
-def tokens_of(backbone: Backbone, images: torch.Tensor) -> TokenBatch:
-    """Tokens of the images with every field that a selector reads."""
-    tokens = backbone(images, SIGNALS)
-    noise = torch.Generator().manual_seed(0)
-    drawn = torch.rand(BATCH, tokens.n, generator=noise)
-    return replace(tokens, luminance=drawn, lesion=drawn > 0.7, has_mask=torch.ones(BATCH, dtype=torch.bool))
-
-
-def built(name: str, dim: int) -> Selector:
-    return create_selector(name, dim=dim) if selector_class(name).learns else create_selector(name)
-
-
 @torch.inference_mode()
 def shares(names: list[str]) -> dict[str, float]:
-    """Time of each selector as a share of the backbone's."""
-    torch.manual_seed(0)
-    backbone = Backbone.from_model(timm.create_model(NAME, pretrained=False, num_classes=0, img_size=224), NAME)
+    """Return the time of each selector as a share of the backbone's."""
+    backbone = Backbone.from_model(random_vit(VIT_S), VIT_S)
     images = torch.randn(BATCH, 3, 224, 224)
-    tokens = tokens_of(backbone, images)
-    calls = []
+    tokens = backbone(images, SIGNALS)
+    drawn = torch.rand(BATCH, tokens.n, generator=torch.Generator().manual_seed(0))
+    tokens = replace(tokens, luminance=drawn, lesion=drawn > 0.7, has_mask=torch.ones(BATCH, dtype=torch.bool))
+    calls = {"backbone": lambda: backbone(images)}
     for name in names:
-        selector = built(name, tokens.dim)
-        if selector.learns:
-            selector.eval()  # type: ignore[attr-defined]
-        calls.append(lambda chosen=selector: chosen.select(tokens, chosen.count(BUDGET, tokens.n)))
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        whole, *times = fastest([lambda: backbone(images), *calls])
-    finally:
-        torch.set_num_threads(threads)
-    print(f"ViT-S/14, batch {BATCH}, one thread: backbone {1000 * whole / BATCH:.0f} ms per image; budget {BUDGET}")
-    return {name: taken / whole for name, taken in zip(names, times)}
+        selector = create_selector(name, dim=tokens.dim).eval() if selector_class(name).learns else create_selector(name)
+        calls[name] = lambda chosen=selector: chosen.select(tokens, chosen.count(DEFAULT_BUDGET, tokens.n))
+    with cpu_threads(1):
+        least = {name: min(taken) for name, taken in in_turns(calls, ROUNDS, time.process_time).items()}
+    whole = least.pop("backbone")
+    print(f"ViT-S/14, batch {BATCH}, one thread: backbone {1000 * whole / BATCH:.0f} ms per image; budget {DEFAULT_BUDGET}")
+    return {name: taken / whole for name, taken in least.items()}
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -116,7 +116,7 @@ def test_every_page_of_results_says_where_it_comes_from() -> None:
 
 
 def test_the_table_of_the_readme_is_made_from_the_same_csv() -> None:
-    assert tool("results_index").readme_table() in (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    assert tool("results_pages").readme_table() in (REPOSITORY / "README.md").read_text(encoding="utf-8")
 
 
 def test_the_saving_in_the_readme_is_that_of_the_measured_guarantee() -> None:

@@ -14,14 +14,59 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from early_text import CHOICES, FAMILIES, GOALS, NAMES, TEXT
 from matplotlib.figure import Figure
-from results_tables import RESULTS, number, read, smaller_image, table
+from results_tables import RESULTS, number, read, render, smaller_image, table, write_figure, write_page
 
-from medtokenbudget.reporting.style import house_style, save
+from medtokenbudget.reporting.style import house_style
 
 TABLES = ("inner", "validation", "retention", "time", "speed")
 COLORS = ("#444444", "#0072b2", "#d55e00", "#009e73", "#aa3377", "#cc79a7", "#999999", "#e69f00", "#56b4e9", "#000000")
+
+
+NAMES = {
+    "dense": "dense, all 256 patches",
+    "after": "routed after the backbone, 76 of 256 (the paper's way)",
+    "after-0.5": "routed after the backbone, 128 of 256",
+    "after-center": "control: the 76 patches in the middle, after the backbone",
+    "after-masks": "control: the lesion masks choose 76, after the backbone",
+    "scout-0.3": "scout, 76 from block 0",
+    "scout-0.5": "scout, 128 from block 0",
+    "scout-ring": "scout, 51 and a ring of 25 around them, from block 0",
+    "scout-center": "control: the 76 patches in the middle, from block 0",
+    "inside-2-token": "inside, before block 2, one background token",
+    "inside-4-token": "inside, before block 4, one background token",
+    "inside-6-token": "inside, before block 6, one background token",
+    "inside-4-own-token": "inside, before block 4, own scorer, one background token",
+    "inside-4-evit": "inside, before block 4, by class attention, dropped",
+    "inside-4-frequency": "inside, before block 4, by received attention, dropped",
+    "inside-4-center": "control: inside, before block 4, the 76 in the middle, dropped",
+    "tome": "ToMe in every block, down to 76",
+    "evit": "EViT at blocks 3 and 6, down to 76",
+    "dense-140px": "a smaller dense image, 140 pixels",
+    "dense-154px": "a smaller dense image, 154 pixels",
+    "dense-308px": "a larger dense image, 308 pixels",
+    "embedded": "the embedded backbone alone, dense",
+    "embedded-after": "the embedded backbone alone, routed after it",
+}
+CHOICES = {
+    "scout": "the scout",
+    "scout-ring": "the scout, with a ring",
+    "inside-4-evit": "class attention of block 3",
+    "inside-4-frequency": "received attention of block 3",
+    "inside-4-center": "the middle of the image",
+    "inside-4-own": "a scorer of its own on the tokens of block 3",
+    "evit": "class attention of blocks 3 and 6 (EViT)",
+}
+FAMILIES = {
+    "dense": ("dense", "dense-140px", "dense-154px", "dense-308px"),
+    "after the backbone": ("after", "after-0.5"),
+    "scout": ("scout-0.3", "scout-0.5", "scout-ring"),
+    "inside": tuple(name for name in NAMES if name.startswith("inside") and name != "inside-4-center"),
+    "the middle, early": ("scout-center", "inside-4-center"),
+    "ToMe": ("tome",),
+    "EViT": ("evit",),
+    "embedded backbone": ("embedded", "embedded-after"),
+}
 
 
 def collect(study: Path, speeds: list[Path]) -> pd.DataFrame:
@@ -192,12 +237,9 @@ def figure() -> Figure:
 
 
 def page() -> str:
-    """`early-routing.md`, from the CSV beside it."""
-    text = TEXT
-    text = text.replace("<blocks>", blocks_table()).replace("<ways>", ways_table()).replace("<off-center>", off_center_table())
-    text = text.replace("<retention>", retention_table()).replace("<speed>", speed_table())
-    text = text.replace("<goals>", table(GOALS, ["goal", "found"], text=True))
-    return re.sub(r"\[([a-z-]+)\|([\w@.-]+)\|([\w@.-]+)\]", lambda found: value(found[1], found[2], found[3]), text)
+    """Return `early-routing.md`, from the CSV next to it."""
+    tables = {"blocks": blocks_table(), "ways": ways_table(), "off_center": off_center_table()}
+    return render("early-routing", value, **tables, retention=retention_table(), speed=speed_table())
 
 
 def value(name: str, way: str, column: str) -> str:
@@ -248,10 +290,8 @@ def main(arguments: list[str]) -> None:
         frame = collect(Path(arguments[0]), [Path(path) for path in arguments[1:]])
         frame.to_csv(RESULTS / "early-routing.csv", index=False, float_format="%.5g")
         numbers.cache_clear()
-    for path in save(figure(), RESULTS / "figures", "early-routing"):
-        if path.suffix == ".png":
-            path.unlink()
-    (RESULTS / "early-routing.md").write_text(page(), encoding="utf-8")
+    write_figure("early-routing", figure)
+    write_page("early-routing", page())
 
 
 if __name__ == "__main__":

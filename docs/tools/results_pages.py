@@ -1,7 +1,6 @@
-"""Write the pages of docs/results/ from the CSV files beside them: `python docs/tools/results_pages.py`.
+"""Write the pages of docs/results/ from the CSV files next to them: `python docs/tools/results_pages.py`.
 
-Every number on these pages is computed here from a CSV that the page links to, so that none is typed. A test runs this again and
-compares. Pages of results that other scripts make (`zoo.md`, `scorer.md`, ...) are not touched.
+A test runs this again and compares. `scorer.md`, `zoo.md` and `early-routing.md` have scripts of their own.
 """
 
 from __future__ import annotations
@@ -9,83 +8,37 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pandas as pd
-from external_page import external_figure, external_page
-from guarantee_page import guarantee_figure, guarantee_page
 from matplotlib.figure import Figure
-from results_index import index_page
-from results_tables import (
-    BUDGETS,
-    HEADLINE,
-    METRICS,
-    NOTE,
-    RESULTS,
-    about,
-    at_budget,
-    both_views,
-    mean,
-    number,
-    over_budgets,
-    read,
-    table,
-)
+from results_tables import BUDGETS, HEADLINE, METRICS, mean, number, read, render, smaller_image, table, write_figure, write_page
 
 from medtokenbudget.model.looks import look
-from medtokenbudget.reporting.style import house_style, save
+from medtokenbudget.reporting.style import legend_below, new_figure, percent_axis
 from medtokenbudget.runs import paper
+
+README_ROWS = (
+    ("**LATS, `lesion-first`**", "lats:lesion-first", "lats:lesion-first"),
+    ("LATS, the paper's recipe", "lats", "lats"),
+    ("the same, with our off-center crops (one seed)", "lats:with-views", "lats:with-views"),
+    ("center of the image, no model", "center", "center:matched"),
+    ("random", "random", "random:matched"),
+    ("ToMe (merges, keeps no patch)", "", "tome:matched"),
+    ("all 256 tokens", "", "no-pruning:matched"),
+)
+"""Name, method whose retention is shown, method whose head is shown."""
+
+
+SHOWN = ("lats:lesion-first", "center", "darkness", "random")
+"""Methods of the page about another archive."""
+SCORES = {"router": "lats:lesion-first", "center": "center", "darkness": "darkness"}
+"""Scores of the page about guarantees, and the methods whose look they have."""
 
 
 def main_page() -> str:
     frame = read("main")
-    return f"""# Eleven selectors at ten budgets
-
-The paper's main study: its seven methods, our preset `lesion-first` and the controls, one training of each.
-
-![Lesion patches kept, over the budget](figures/retention.svg)
-
-The dashed line is the ceiling: with K patches no selector can keep more. Bands are 95 % intervals.
-
-**Accuracy** over the budget:
-
-{over_budgets(frame, "accuracy", paper.MAIN_BUDGETS)}
-
-**Lesion retention** over the budget, pooled over the images. The oracle is the ceiling:
-
-{over_budgets(frame, "retention", paper.MAIN_BUDGETS)}
-
-**As a share of the ceiling**:
-
-![Retention as a share of what is possible](figures/share-of-ceiling.svg)
-
-{over_budgets(frame, "retention_of_ceiling", paper.MAIN_BUDGETS)}
-
-![Accuracy against retention](figures/accuracy-against-retention.svg)
-
-Read from it: accuracy at 0.3 lies between {lowest(frame, "accuracy")} and {highest(frame, "accuracy")} % for every method,
-a spread that 405 images cannot resolve; retention lies between {lowest(frame, "retention")} and {highest(frame, "retention")} %.
-Accuracy does not show what was kept. The center, without a model, comes close to the learned scorers as long as
-lesions lie in the middle; [center bias](center-bias.md) shows what happens when they do not.
-
-![Accuracy over the budget](figures/accuracy.svg)
-
-![Macro F1 over the budget](figures/macro-f1.svg)
-
-{about("main", frame, "main")}
-
-{NOTE}
-"""
-
-
-def lowest(frame: pd.DataFrame, metric: str) -> str:
-    return number(min(_competitors(frame, metric)))
-
-
-def highest(frame: pd.DataFrame, metric: str) -> str:
-    return number(max(_competitors(frame, metric)))
-
-
-def _competitors(frame: pd.DataFrame, metric: str) -> list[float]:
     methods = [m for m in dict.fromkeys(frame["method"]) if m not in ("oracle", "no-pruning")]
-    return [v for v in (mean(frame, m, 0.3, metric) for m in methods) if not pd.isna(v)]
+    values = {metric: [mean(frame, m, 0.3, metric) for m in methods] for metric in ("accuracy", "retention")}
+    between = {metric: [number(end(v for v in of if not pd.isna(v))) for end in (min, max)] for metric, of in values.items()}
+    return render("main", frame=frame, between=between, MAIN_BUDGETS=paper.MAIN_BUDGETS)
 
 
 def robustness_page() -> str:
@@ -103,23 +56,7 @@ def robustness_page() -> str:
         head = ["method", "accuracy", "sd", "macro F1", "sd", "share of the ceiling", "sd"]
         parts.append(f"**Budget {budget:g}**\n\n{table(rows, head)}")
     tables = "\n\n".join(parts)
-    return f"""# Three seeds at the headline budgets
-
-Mean and standard deviation over three trainings. This is the spread of the training, not of the images:
-[significance](significance.md) has intervals over the images. *Matched* heads are trained exactly as the head of `lesion-first`.
-
-**Training differs between machines.** The same code and seeds on another machine gave macro F1 51.2 ± 5.5 for the paper's
-recipe at 0.3, not 55.5 ± 0.5; retention agreed within 0.6 points. So read its F1 as uncertain by several points, whatever the
-deviation below says. The cause is rounding: on one machine a training repeats bit by bit, but after four epochs one thread
-and two differ by 1e-7 of the weights, AVX2 and AVX-512 instructions by 2e-7. Noise in the choice of patches and the choice of
-one epoch on 405 images make different models of it.
-
-{tables}
-
-{about("robustness", frame, "robustness")}
-
-{NOTE}
-"""
+    return render("robustness", frame=frame, tables=tables)
 
 
 def center_bias_page() -> str:
@@ -131,97 +68,18 @@ def center_bias_page() -> str:
     def falls(method: str) -> str:
         return " to ".join(number(mean(frame, method, 0.3, "retention_of_ceiling", view)) for view in ("as-is", "off-center"))
 
-    return f"""# Center bias
-
-Every method on the images as they are, and on crops of the same images whose lesion is not in the middle. Mean over three seeds
-at budget 0.3.
-
-![Share of the ceiling, images as they are and off-center](figures/center-bias.svg)
-
-{both_views(frame, shown)}
-
-*Matched* heads are trained exactly as the head of `lesion-first`, off-center crops included; a dash stands where a method has no
-retention, or the same as without *matched*. The rows *+ views* and *without views* are seed 42 alone.
-
-Share of the ceiling off-center over the budgets:
-
-{over_budgets(off, "retention_of_ceiling", BUDGETS)}
-
-Read from it: what tells a router from a center prior is a lesion that is not in the center. `center` falls from
-{falls("center")} % of the ceiling, `lesion-first` from {falls("lats:lesion-first")} %. In macro F1
-the head matters as much as the selector: a center crop with a matched head is within the noise of 399 images
-([significance](significance.md)). More about this control: [the center prior](../explanation/center-prior.md).
-
-{about("center-bias", frame, "center-bias")}
-
-{NOTE}
-"""
+    return render("center-bias", frame=frame, shown=shown, off=off, falls=falls)
 
 
 def recipe_page() -> str:
     frame = read("recipe")
-    methods = list(dict.fromkeys(frame["method"]))
     off = frame[frame["view"] == "off-center"].assign(view="as-is")
-    return f"""# What each part of the preset brings
-
-Our preset `lesion-first`, one part taken back at a time, at budget 0.3. One seed: two rows that differ by less than a point of F1
-are not different.
-
-{both_views(frame, methods)}
-
-Share of the ceiling off-center over the budgets:
-
-{over_budgets(off, "retention_of_ceiling", BUDGETS)}
-
-How to read it: [reproduce the paper](../reproduce.md#what-was-measured-on-real-images).
-
-{about("recipe", frame, "recipe")}
-
-{NOTE}
-"""
+    return render("recipe", frame=frame, methods=list(dict.fromkeys(frame["method"])), off=off)
 
 
 def ablations_page() -> str:
     frame = read("ablations")
-    part = dict(iter(frame.groupby("study")))
-    return f"""# The paper's ablations
-
-## Without lesion masks
-
-LATS with the lesion loss switched off, mean over three seeds at budget 0.3:
-
-{at_budget(part["mask-free"], 0.3)}
-
-## One signal alone
-
-Single signals as selectors, budget 0.3, one seed:
-
-{at_budget(part["signals"], 0.3)}
-
-## Curriculum against a fixed budget
-
-Accuracy over the budget of evaluation, one seed:
-
-{over_budgets(part["curriculum"], "accuracy", paper.MAIN_BUDGETS)}
-
-![Curriculum and fixed budget](figures/curriculum.svg)
-
-## Signals switched off in a finished scorer
-
-Budget 0.3, one seed. The tokens carry the lesion; the signals hardly matter once they are there:
-
-{at_budget(part["toggles"], 0.3)}
-
-## Baselines trained as long as LATS
-
-Accuracy over the budget, one seed:
-
-{over_budgets(part["epochs"], "accuracy", paper.MAIN_BUDGETS)}
-
-{about("ablations", frame, "mask-free signals curriculum toggles epochs")}
-
-{NOTE}
-"""
+    return render("ablations", frame=frame, part=dict(iter(frame.groupby("study"))), MAIN_BUDGETS=paper.MAIN_BUDGETS)
 
 
 def strata_page() -> str:
@@ -236,21 +94,7 @@ def strata_page() -> str:
         head = ["stratum", "n", *(look(m).title for m in shown)]
         parts.append(f"## {title}\n\n{table(rows, head)}\n\n![{title}](figures/{figure}.svg)")
     tables = "\n\n".join(parts)
-    return f"""# By lesion size and class
-
-Share of the retention ceiling at budget 0.3, seed 42. The CSV has the 95 % bootstrap intervals; with few images in a stratum they
-are wide.
-
-{tables}
-
-## Calibration
-
-![Reliability](figures/reliability.svg)
-
-{about("strata", frame.assign(seed=42).drop(columns="n"), "main")}
-
-{NOTE}
-"""
+    return render("strata", frame=frame, tables=tables)
 
 
 def significance_page() -> str:
@@ -270,15 +114,228 @@ def significance_page() -> str:
         head = ["against", "measure", "difference", "low", "high", "p"]
         parts.append(f"## {look(method).title}, {where}, n = {n}\n\n{table(rows, head)}")
     tables = "\n\n".join(parts)
-    return f"""# Significance
+    return render("significance", frame=frame, tables=tables)
 
-Differences at budget 0.3 in points, with 95 % intervals from a bootstrap over groups of images and p from a paired permutation
-test, over three seeds. The CSV has all budgets and Holm-corrected p. A difference whose interval contains 0 is not shown to be one.
 
-{tables}
+def paper_rows() -> list[list[str]]:
+    """Headline numbers beside the paper's: three seeds, budgets 0.1, 0.3 and 0.5."""
+    frame = read("robustness")
+    rows = []
+    for metric in ("accuracy", "macro_f1", "balanced_accuracy", "retention"):
+        theirs = paper.table("robustness").query("metric == @metric").set_index(["method", "budget"])["paper"]
+        for budget in BUDGETS:
+            published = [theirs.get((m, budget), float("nan")) / 100 for m in ("lats", "random", "tome")]
+            ours = [mean(frame, m, budget, metric) for m in ("lats:lesion-first", "lats", "center", "random", "tome")]
+            rows.append([f"{METRICS[metric]}, {budget:g}", *map(number, (*published, *ours))])
+    return rows
 
-{about("significance", frame, "robustness center-bias")}
-"""
+
+def ceiling_rows() -> list[list[str]]:
+    """Share of the ceiling: the paper's retention over the ceiling of its 155 masks, and ours."""
+    frame = read("robustness")
+    theirs = paper.table("robustness").query("metric == 'retention'").set_index(["method", "budget"])["paper"]
+    rows = []
+    for budget in BUDGETS:
+        ceiling = paper.CEILING[budget]
+        center = paper.CONTROL_RETENTION["center"][budget]
+        shares = [f"{100 * value / ceiling:.1f}" for value in (theirs["lats", budget], theirs["random", budget], center)]
+        ours = [number(mean(frame, m, budget, "retention_of_ceiling")) for m in ("lats:lesion-first", "lats", "random", "center")]
+        rows.append([f"{budget:g}", *shares, *ours])
+    return rows
+
+
+def beyond_rows() -> list[list[str]]:
+    """What the paper does not have: one line per question, its number, the control beside it, and where it stands."""
+    rows = []
+    promised = read("guarantee").query("coverage.isna() and retention == 0.95").set_index("scores")
+    router, center = promised.loc["router"], promised.loc["center"]
+    rows.append(
+        [
+            "tokens to keep 95 % of the lesion on average, guaranteed",
+            f"{router['tokens']:.1f}",
+            f"{router['fixed']:.0f} with one budget for all; center {center['tokens']:.1f}",
+            f"{int(router['images']):,}",
+            "[what a guarantee costs](guarantee.md)",
+        ]
+    )
+    outside = read("external").query("metric == 'retention_of_ceiling' and budget == 0.3").iloc[0]
+    rows.append(
+        [
+            "share of the ceiling on another archive, budget 0.3",
+            number(outside["here"]),
+            f"{number(outside['own'])} on its own validation images",
+            str(int(read("external-results")["n"].max())),
+            "[from one archive to another](external.md)",
+        ]
+    )
+    zoo = read("zoo").query("backbone == 'embedded' and view == 'as-is' and budget == 0.3").set_index("method")
+    kept = zoo["retention_of_ceiling"]
+    rows.append(
+        [
+            "share of the ceiling by class attention, budget 0.3",
+            number(kept["class-attention"]),
+            f"center {number(kept['center'])}, darkness {number(kept['darkness'])}",
+            str(int(zoo["n"].max())),
+            "[every selector](zoo.md)",
+        ]
+    )
+    speeds = (
+        read("early-routing")
+        .query("table == 'speed' and shape == 'ViT-S/14' and batch == 16 and threads == 1")
+        .set_index("way")["ratio"]
+    )
+    rows.append(
+        [
+            "speed of a ViT-S/14 that runs where a scout says, over the dense pass (batch 16)",
+            f"{speeds['scout']:.2f}x",
+            f"ToMe in every block {speeds['tome']:.2f}x, a smaller dense image {speeds[smaller_image(speeds.index)]:.2f}x",
+            "–",
+            "[early routing](early-routing.md)",
+        ]
+    )
+    return rows
+
+
+def index_page() -> str:
+    return render("index", paper_rows=paper_rows(), ceiling_rows=ceiling_rows(), beyond_rows=beyond_rows())
+
+
+def readme_table() -> str:
+    """The table of the README: budget 0.3, mean over seeds, every baseline with a head that is trained as ours."""
+    frame = read("center-bias")
+    rows = []
+    for name, method, head in README_ROWS:
+        kept = [number(mean(frame, method, 0.3, "retention_of_ceiling", v)) if method else "–" for v in ("as-is", "off-center")]
+        scores = [number(mean(frame, head, 0.3, x, v)) for x, v in (("accuracy", "as-is"), ("macro_f1", "off-center"))]
+        rows.append([name, scores[0], *kept, scores[1]])
+    head_row = ["at 76 of 256 tokens", "accuracy", "lesion kept", "lesion kept, off-center", "macro F1, off-center"]
+    return table(rows, head_row)
+
+
+def guarantee_page() -> str:
+    frame = read("guarantee")
+    expected, covered = frame[frame["coverage"].isna()], frame[frame["coverage"].notna()]
+    first = frame.iloc[0]
+
+    rows = [
+        [row["scores"], f"{100 * row['retention']:.0f} %", *_measured(row)]
+        for _, row in pd.concat([expected[expected["scores"] == s] for s in SCORES]).iterrows()
+    ]
+    strict = [
+        [row["scores"], f"{100 * row['retention']:.0f} %", f"{100 * row['coverage']:.0f} %", *_measured(row)]
+        for _, row in pd.concat([covered[covered["scores"] == s] for s in SCORES]).iterrows()
+    ]
+    return render(
+        "guarantee", first={key: int(first[key]) for key in ("images", "groups", "splits", "calibration")}, rows=rows, strict=strict
+    )
+
+
+def _measured(row: pd.Series) -> list[str]:
+    saved = f"{round(100 * row['saving']) + 0:.0f} %".replace("-", "−")
+    return [f"{100 * row['reached']:.2f}", f"{100 * row['error']:.2f}", f"{row['tokens']:.1f}", f"{row['fixed']:.0f}", saved]
+
+
+def guarantee_figure() -> Figure:
+    """Mean tokens over the promised share: filled with a threshold, hollow with one budget for all images."""
+    frame = read("guarantee").query("coverage.isna()")
+    figure, axes = new_figure(4.0)
+    for scores in SCORES:
+        rows, style = frame[frame["scores"] == scores], look(SCORES[scores])
+        axes.plot(
+            rows["retention"], rows["tokens"], color=style.color, marker=style.marker, markersize=7, label=f"{scores}, threshold"
+        )
+        axes.plot(
+            rows["retention"],
+            rows["fixed"],
+            color=style.color,
+            marker=style.marker,
+            markersize=7,
+            markerfacecolor="none",
+            linestyle=":",
+            label=f"{scores}, one budget",
+        )
+    axes.set(ylim=(0, 256), ylabel="tokens of 256, on average", xticks=sorted(set(frame["retention"])))
+    percent_axis(axes, "x", "promised share of the lesion (%)")
+    legend_below(figure, axes)
+    return figure
+
+
+def external_page() -> str:
+    own = read("external").set_index(["metric", "budget"])
+    results, strata = read("external-results"), read("external-strata")
+
+    def here(method: str, budget: float, view: str = "as-is", metric: str = "retention_of_ceiling") -> str:
+        found = results.query("method == @method and view == @view and budget == @budget")
+        return number(float(found[metric].iloc[0]))
+
+    ceiling = []
+    for budget in BUDGETS:
+        row = own.loc["retention_of_ceiling", budget]
+        interval = f"{number(row['low'])} to {number(row['high'])}"
+        controls = [here(m, budget) for m in SHOWN[1:]]
+        ceiling.append(
+            [f"{budget:g}", number(row["own"]), number(row["here"]), interval, number(row["lost"], sign=True), *controls]
+        )
+    off = [[f"{b:g}", *(here(m, b, "off-center") for m in SHOWN)] for b in BUDGETS]
+    scores = []
+    for metric in ("accuracy", "macro_f1", "balanced_accuracy"):
+        row = own.loc[metric, 0.3]
+        scores.append(
+            [
+                METRICS[metric],
+                number(row["own"]),
+                number(row["here"]),
+                here("center", 0.3, metric=metric),
+                here("random", 0.3, metric=metric),
+            ]
+        )
+    n = {view: int(part["n"].max()) for view, part in results.groupby("view")}
+    lost = number(own.loc["retention_of_ceiling", 0.3]["lost"])
+    values = {"ceiling": ceiling, "off": off, "scores": scores, "strata": _strata(strata), "lost": lost, "below": _below(strata)}
+    return render("external", n=n, controls=SHOWN[1:], **values)
+
+
+def _strata(frame: pd.DataFrame) -> list[list[str]]:
+    rows = []
+    for (kind, stratum), part in frame.groupby(["property", "stratum"], sort=False):
+        of = part.set_index("method")
+        rows.append(
+            [str(kind), str(stratum), str(int(part["n"].iloc[0])), *(number(of["value"].get(m, float("nan"))) for m in SHOWN)]
+        )
+    return rows
+
+
+def _below(strata: pd.DataFrame) -> str:
+    """Classes in which the center keeps more than the router."""
+    of = strata[strata["property"] == "class"].pivot_table(index="stratum", columns="method", values="value")
+    worse = of[of["lats:lesion-first"] < of["center"]]
+    return ", ".join(
+        f"{name} ({number(row['lats:lesion-first'])} against {number(row['center'])})" for name, row in worse.iterrows()
+    )
+
+
+def external_figure() -> Figure:
+    """Share of the ceiling of each class with its interval, router and controls."""
+    frame = read("external-strata").query("property == 'class'")
+    classes = frame[frame["method"] == SHOWN[0]].sort_values("value")
+    figure, axes = new_figure(5.2)
+    axes.grid(True, axis="x")
+    for offset, method in zip((0.24, 0.08, -0.08, -0.24), SHOWN, strict=True):
+        rows, style = frame[frame["method"] == method].set_index("stratum").loc[classes["stratum"]], look(method)
+        for place, (_, row) in enumerate(rows.iterrows()):
+            axes.plot([row["low"], row["high"]], [place + offset] * 2, color=style.color, alpha=0.4, linewidth=1.2)
+        axes.plot(
+            rows["value"],
+            [place + offset for place in range(len(rows))],
+            linestyle="",
+            marker=style.marker,
+            color=style.color,
+            label=style.title,
+        )
+    axes.set_yticks(range(len(classes)), [f"{name}, n = {n}" for name, n in zip(classes["stratum"], classes["n"], strict=True)])
+    percent_axis(axes, "x", "share of the ceiling (%)")
+    legend_below(figure, axes)
+    return figure
 
 
 PAGES: dict[str, Callable[[], str]] = {
@@ -298,10 +355,7 @@ FIGURES: dict[str, Callable[[], Figure]] = {"guarantee": guarantee_figure, "exte
 
 
 if __name__ == "__main__":
-    with house_style():
-        for name, draw in FIGURES.items():
-            save(draw(), RESULTS / "figures", name)
-            (RESULTS / "figures" / f"{name}.png").unlink()
+    for name, draw in FIGURES.items():
+        write_figure(name, draw)
     for name, write in PAGES.items():
-        (RESULTS / f"{name}.md").write_text(write(), encoding="utf-8")
-        print(f"docs/results/{name}.md")
+        write_page(name, write())

@@ -1,13 +1,21 @@
-"""Tables of the results pages: cells of a CSV in docs/results/ as Markdown, and where a page comes from."""
+"""What the results pages share: templates of `pages/`, cells of a CSV in docs/results/ as Markdown, where a page comes from.
+
+A page is a template with the words; every number is computed from a CSV that the page links to, so that none is typed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
+import jinja2
 import pandas as pd
+from matplotlib.figure import Figure
 
 from medtokenbudget.model.looks import look
+from medtokenbudget.reporting.style import house_style, save
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 BUDGETS = (0.1, 0.3, 0.5)
@@ -21,6 +29,33 @@ METRICS = {
     "retention_of_ceiling": "share of the ceiling",
 }
 NOTE = "All numbers in percent. What the columns of the CSV mean: [file formats](../reference/formats.md#resultscsv)."
+
+
+def render(name: str, number_of: Callable[..., str] | None = None, **values: Any) -> str:
+    """Fill in a template of `pages/`; `number_of` also answers numbers that it writes as `[table|row|column]`."""
+    folder = Path(__file__).parent / "pages"
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(folder), undefined=jinja2.StrictUndefined, trim_blocks=True, keep_trailing_newline=True
+    )
+    shared = {"read": read, "table": table, "number": number, "mean": mean, "about": about, "facts": facts, "BUDGETS": BUDGETS}
+    tables = {"over_budgets": over_budgets, "at_budget": at_budget, "both_views": both_views, "NOTE": NOTE}
+    text = environment.get_template(f"{name}.md").render(**shared, **tables, **values)
+    if number_of is None:
+        return text
+    return re.sub(r"\[([\w-]+(?:\|[^\[\]|]+)+)\]", lambda match: number_of(*match[1].split("|")), text)
+
+
+def write_page(name: str, text: str) -> None:
+    """Write a page of docs/results/."""
+    (RESULTS / f"{name}.md").write_text(text, encoding="utf-8")
+    print(f"docs/results/{name}.md")
+
+
+def write_figure(name: str, draw: Callable[[], Figure]) -> None:
+    """Draw a figure of docs/results/ as SVG."""
+    with house_style():
+        save(draw(), RESULTS / "figures", name)
+    (RESULTS / "figures" / f"{name}.png").unlink()
 
 
 def read(name: str) -> pd.DataFrame:

@@ -7,20 +7,19 @@ does the same and compares.
 
 from __future__ import annotations
 
-import re
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from results_tables import RESULTS, number, read, table
+from results_tables import RESULTS, number, read, render, table, write_figure, write_page
 from zoo_rows import BUDGET, collected
-from zoo_text import TEXT
 
 from medtokenbudget.model.looks import is_reference, look
-from medtokenbudget.reporting.style import house_style, legend_below, percent_axis, save
+from medtokenbudget.reporting.style import legend_below, percent_axis
 from medtokenbudget.routing import selector_class
 from medtokenbudget.runs.method import Method
 from medtokenbudget.runs.studies import zoo
@@ -138,15 +137,12 @@ def _scatter(axes: Axes, rows: pd.DataFrame) -> None:
 
 
 def page() -> str:
-    """`zoo.md`, from the CSV files beside it."""
+    """Return `zoo.md`, from the CSV files next to it."""
     frame, heads = read("zoo"), read("zoo-heads")
     tables = {name: frame[frame["backbone"] == name] for name in dict.fromkeys(frame["backbone"])}
-    text = TEXT.replace("<heads>", heads_table(heads)).replace("<seeds>", seeds(frame))
-    text = text.replace("<trainings>", str(len(zoo().units())))
-    for name, rows in tables.items():
-        text = text.replace(f"<{name}>", methods_table(rows))
-    tables["heads"] = heads
-    return re.sub(r"\[([\w-]+)\|([^\[\]|]+)\|([a-z-]+)\|([a-z_0-9]+)\]", lambda found: value(tables, *found.groups()), text)
+    shown = {name.replace("-", "_"): methods_table(rows) for name, rows in tables.items()}
+    values = {"heads": heads_table(heads), "seeds": seeds(frame), "trainings": len(zoo().units())}
+    return render("zoo", partial(value, {**tables, "heads": heads}), **shown, **values)
 
 
 def value(tables: dict[str, pd.DataFrame], name: str, method: str, view: str, metric: str) -> str:
@@ -207,10 +203,8 @@ def main(runs: list[str]) -> None:
             frame = pd.concat([collected(named[name], "embedded" if name == "heads" else name) for name in names])
             columns = [*first, *(name for name in frame.columns if name not in first)]
             frame[columns].to_csv(RESULTS / f"{file}.csv", index=False, float_format="%.5g")
-    (RESULTS / "zoo.md").write_text(page(), encoding="utf-8")
-    with house_style():
-        save(draw(read("zoo").query("backbone == 'embedded'")), RESULTS / "figures", "zoo")
-    (RESULTS / "figures" / "zoo.png").unlink()
+    write_page("zoo", page())
+    write_figure("zoo", lambda: draw(read("zoo").query("backbone == 'embedded'")))
 
 
 if __name__ == "__main__":
