@@ -20,7 +20,7 @@ from sklearn.preprocessing import StandardScaler
 
 from medtokenbudget.data import Drawings, Manifest, decode_image, decode_mask, synthetic_manifest
 from medtokenbudget.data.readers import ISIC_CLASSES as CLASSES
-from medtokenbudget.data.synthetic import CLASS_FREQUENCIES, RENDERER, Drawing, draw, sample_labels
+from medtokenbudget.data.synthetic import RENDERER, Drawing, draw, sample_labels
 from medtokenbudget.errors import RequestError
 
 
@@ -188,8 +188,6 @@ def test_the_background_alone_tells_something_of_the_class_but_not_all() -> None
 
 
 def test_class_frequencies_are_those_of_isic_2019() -> None:
-    assert sum(CLASS_FREQUENCIES.values()) == pytest.approx(1)
-    assert CLASS_FREQUENCIES["NV"] == pytest.approx(12875 / 25331)
     labels = sample_labels(25331, seed=0)
     counts = {name: labels.count(name) for name in CLASSES}
     published = {"MEL": 4522, "NV": 12875, "BCC": 3323, "AK": 867, "BKL": 2624, "DF": 239, "VASC": 253, "SCC": 628}
