@@ -118,12 +118,6 @@ def draw(label: str, seed: int, size: int = 256, off_center: bool = False) -> Dr
         size: Side of the square image, in pixels.
         off_center: Put the lesion 0.25 to 0.33 image widths away from the center, with at least 60 % of its area inside. Large
             lesions are made smaller until this holds and their visible part is off-center too. Otherwise it is near the center.
-
-    Returns:
-        The image, its mask and what was drawn.
-
-    Raises:
-        RequestError: The class is unknown, the seed is negative, or the image is too small.
     """
     if label not in ISIC_CLASSES:
         raise UnknownNameError.of("class", label, ISIC_CLASSES)
