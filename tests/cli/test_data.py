@@ -205,13 +205,10 @@ def test_isic_from_the_command_line(shared: Path, tmp_path: Path, capsys: pytest
     assert "all rows of the official CSV" in capsys.readouterr().err
 
 
-def test_drawn_images_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_drawn_images_and_a_csv_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("synthetic", "--n", 10, "--seed", 1, "--size", 64, "--off-center", "--workers", 1, "--out", tmp_path / "drawn") == 0
     assert "10 images" in capsys.readouterr().out
     assert "off-center" in Manifest.read(tmp_path / "drawn" / "manifest.parquet").source
-
-
-def test_a_csv_from_the_command_line(tmp_path: Path) -> None:
     class_folders(tmp_path / "photos", 6)
     lines = [f"photos/{c}/{c}_{k}.png,{c},p{k}" for c in ("MEL", "NV") for k in range(6)]
     (tmp_path / "t.csv").write_text("image,label,group\n" + "\n".join(lines))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,12 +16,20 @@ from medtokenbudget.data import Manifest, merged_groups
 from medtokenbudget.data.duplicates import Fingerprint, _close_hashes, exact_pairs, fingerprint, merge, near_pairs, perceptual_hash
 from tests.data.pictures import lesion_picture, save
 
+
+def compressed(image: Image.Image) -> bytes:
+    stream = io.BytesIO()
+    image.save(stream, "JPEG", quality=15)
+    return stream.getvalue()
+
+
 CHANGES: dict[str, Callable[[Image.Image], Image.Image]] = {
     "half the size": lambda image: image.resize((image.width // 2, image.height // 2)),
     "another shape": lambda image: image.resize((200, 200)),
     "brighter": lambda image: ImageEnhance.Brightness(image).enhance(1.2),
     "less contrast": lambda image: ImageEnhance.Contrast(image).enhance(0.6),
     "gray": lambda image: image.convert("L").convert("RGB"),
+    "strongly compressed": lambda image: Image.open(io.BytesIO(compressed(image))).convert("RGB"),
 }
 
 
@@ -33,13 +42,6 @@ def prints(folder: Path, *images: Image.Image) -> list[Fingerprint]:
 def test_a_changed_copy_is_found(tmp_path: Path, change: str) -> None:
     images = [lesion_picture(k, 192, 144) for k in range(5)]
     assert near_pairs(prints(tmp_path, *images, CHANGES[change](images[3]))) == [(3, 5)]
-
-
-def test_a_strongly_compressed_copy_is_found(tmp_path: Path) -> None:
-    image = lesion_picture(1, 192, 144)
-    path = save(image, tmp_path / "low.jpg", quality=15)
-    copy = fingerprint(path, Image.open(path).convert("RGB"))
-    assert near_pairs([*prints(tmp_path, image, lesion_picture(2)), copy]) == [(0, 2)]
 
 
 def test_different_lesions_under_the_same_dark_rim_are_not_duplicates(tmp_path: Path) -> None:
@@ -65,12 +67,10 @@ def test_the_same_middle_in_other_surroundings_is_not_a_duplicate() -> None:
 
 def test_the_same_bytes_are_exact_and_not_near(tmp_path: Path) -> None:
     image = lesion_picture(0)
-    found = prints(tmp_path, image, lesion_picture(1), image, image)
-    assert exact_pairs(found) == [(0, 2), (0, 3)]
-    assert near_pairs(found) == []
-
-
-def test_blank_pictures_are_compared_by_value(tmp_path: Path) -> None:
+    same = prints(tmp_path, image, lesion_picture(1), image, image)
+    assert exact_pairs(same) == [(0, 2), (0, 3)]
+    assert near_pairs(same) == []
+    # Pictures of one color are compared by value.
     white, black, small = Image.new("RGB", (64, 64), "white"), Image.new("RGB", (64, 64)), Image.new("RGB", (32, 32), "white")
     assert near_pairs(prints(tmp_path, white, black, small)) == [(0, 2)]
     assert near_pairs([]) == []
@@ -108,13 +108,13 @@ def test_close_hashes_are_all_pairs_of_a_plain_comparison_in_order() -> None:
     assert list(zip(left.tolist(), right.tolist())) == plain
 
 
-def test_a_copy_is_found_among_ten_thousand_images() -> None:
+def test_a_copy_is_found_among_thousands_of_images() -> None:
     rng = np.random.default_rng(0)
-    thumbnails = rng.integers(0, 256, (10_000, 32, 32)).astype(np.uint8)
-    hashes = rng.integers(0, 1 << 63, 10_000)
+    thumbnails = rng.integers(0, 256, (3_000, 32, 32)).astype(np.uint8)
+    hashes = rng.integers(0, 1 << 63, 3_000)
     many = [Fingerprint(str(k), int(h), t) for k, (h, t) in enumerate(zip(hashes, thumbnails))]
-    many[9_000] = Fingerprint("copy", many[77].phash ^ 0b110, many[77].thumbnail)
-    assert near_pairs(many) == [(77, 9_000)]
+    many[2_900] = Fingerprint("copy", many[77].phash ^ 0b110, many[77].thumbnail)
+    assert near_pairs(many) == [(77, 2_900)]
 
 
 @pytest.mark.slow

@@ -21,6 +21,10 @@ def test_a_patch_is_lesion_when_more_than_half_of_it_is() -> None:
     labels = patch_labels(Image.fromarray(mask), (4, 4))
     assert labels.dtype == bool
     assert labels.reshape(4, 4).tolist() == [[True, False, False, False]] * 2 + [[False] * 4] * 2
+    # In raster order, also on a grid that is not square.
+    mask = np.zeros((20, 60), np.uint8)
+    mask[10:, 40:] = 255
+    assert np.flatnonzero(patch_labels(Image.fromarray(mask), (2, 3))).tolist() == [5]
 
 
 def test_the_threshold_is_half_of_the_range_of_gray_levels() -> None:
@@ -39,16 +43,12 @@ def test_a_mask_of_zeros_and_ones_is_rejected_and_not_read_as_empty(tmp_path: Pa
         model.encode(torch.zeros(1, 160, 160, 3, dtype=torch.uint8), [ones])
 
 
-def test_an_empty_mask_and_part_of_a_mask_with_faint_pixels_alone_have_no_lesion_patch() -> None:
+def test_empty_masks_specks_and_faint_pixels_have_no_lesion_patch_and_a_full_mask_all() -> None:
     assert not patch_labels(Image.new("L", (50, 40)), (16, 16)).any()
+    assert not patch_labels(disc_mask(200, 200, radius=3), (16, 16)).any()
+    assert patch_labels(Image.new("L", (50, 40), 255), (16, 16)).all()
     # JPEG leaves such pixels around a lesion; a crop may show nothing else.
     assert not patch_labels(Image.new("L", (50, 40), 3), (16, 16), whole=False).any()
-
-
-def test_raster_order_on_a_grid_that_is_not_square() -> None:
-    mask = np.zeros((20, 60), np.uint8)
-    mask[10:, 40:] = 255
-    assert np.flatnonzero(patch_labels(Image.fromarray(mask), (2, 3))).tolist() == [5]
 
 
 def test_labels_equal_a_plain_triangle_filter_not_the_mean_over_the_patch() -> None:
@@ -72,11 +72,6 @@ def test_labels_equal_a_plain_triangle_filter_not_the_mean_over_the_patch() -> N
         np.testing.assert_array_equal(labels[clear], (triangle > 0.5)[clear])
         told_apart += int(((box > 0.5) != (triangle > 0.5))[clear].sum())
     assert told_apart, "some patch of these masks is lesion by one filter alone"
-
-
-def test_a_speck_leaves_no_patch_and_a_full_mask_all() -> None:
-    assert patch_labels(disc_mask(200, 200, radius=3), (16, 16)).sum() == 0
-    assert patch_labels(Image.new("L", (50, 40), 255), (16, 16)).all()
 
 
 def test_an_impossible_grid_is_rejected() -> None:

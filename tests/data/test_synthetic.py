@@ -20,7 +20,7 @@ from sklearn.preprocessing import StandardScaler
 
 from medtokenbudget.data import Drawings, Manifest, decode_image, decode_mask, synthetic_manifest
 from medtokenbudget.data.readers import ISIC_CLASSES as CLASSES
-from medtokenbudget.data.synthetic import CLASS_FREQUENCIES, RENDERER, Drawing, draw, sample_labels
+from medtokenbudget.data.synthetic import RENDERER, Drawing, draw, sample_labels
 from medtokenbudget.errors import RequestError
 
 
@@ -123,27 +123,6 @@ def test_off_center_lesions_are_away_from_the_center_and_mostly_inside() -> None
     assert np.histogram(headings, bins=4, range=(-np.pi, np.pi))[0].min() >= 6
 
 
-def test_off_center_lesions_keep_sixty_percent_inside_by_a_wider_drawing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draws the same outline on a canvas three images wide and counts, independently of what `traits` says."""
-    from medtokenbudget.data import synthetic
-
-    kept = []
-    original = synthetic.Outline.random.__func__  # type: ignore[attr-defined]
-
-    def remember(cls, *arguments):  # type: ignore[no-untyped-def]
-        kept.append(original(cls, *arguments))
-        return kept[-1]
-
-    monkeypatch.setattr(synthetic.Outline, "random", classmethod(remember))
-    axis = ((np.arange(-100, 200) + 0.5) / 100).astype(np.float32)
-    for seed in range(24):
-        drawing = draw(CLASSES[seed % 8], seed, 100, off_center=True)
-        whole = kept[-1].distance(axis[None, :], axis[:, None])
-        middle = whole[100:200, 100:200]
-        border = np.quantile(middle, drawing.mask.mean())
-        assert (middle < border).sum() / (whole < border).sum() >= 0.6
-
-
 def test_skin_hair_and_things_on_it_vary(many: list[Drawing]) -> None:
     traits = [drawing.traits for drawing in many]
     assert {t["fitzpatrick"] for t in traits} == {1, 2, 3, 4, 5, 6}
@@ -188,8 +167,6 @@ def test_the_background_alone_tells_something_of_the_class_but_not_all() -> None
 
 
 def test_class_frequencies_are_those_of_isic_2019() -> None:
-    assert sum(CLASS_FREQUENCIES.values()) == pytest.approx(1)
-    assert CLASS_FREQUENCIES["NV"] == pytest.approx(12875 / 25331)
     labels = sample_labels(25331, seed=0)
     counts = {name: labels.count(name) for name in CLASSES}
     published = {"MEL": 4522, "NV": 12875, "BCC": 3323, "AK": 867, "BKL": 2624, "DF": 239, "VASC": 253, "SCC": 628}

@@ -37,13 +37,10 @@ def test_the_linear_head_is_one_weighted_sum_of_the_mean_for_each_class():
     torch.testing.assert_close(head(pooled), torch.tensor(expected))
 
 
-def test_head_dropout_follows_the_generator():
+def test_head_dropout_follows_the_generator_and_another_dimension_is_refused():
     head, x = MLPHead(32, 5), torch.randn(4, 32)
     draws = [head(x, torch.Generator().manual_seed(seed)) for seed in (0, 0, 1)]
     assert torch.equal(draws[0], draws[1])
     assert not torch.equal(draws[0], draws[2])
-
-
-def test_a_head_refuses_tokens_of_another_dimension():
     with pytest.raises(ShapeError, match="dimension 32"):
         MLPHead(32, 8)(torch.rand(2, 16))

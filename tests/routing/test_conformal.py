@@ -28,7 +28,7 @@ def images(n: int, seed: int, noise: float = 0.6) -> tuple[np.ndarray, np.ndarra
 def loss_by_loop(
     promise: Promise, scores: np.ndarray, lesion: np.ndarray, groups: list[str], t: float, least: int, most: int
 ) -> float:
-    """The mean loss over groups, image by image, with the rule as it is written in the docstrings."""
+    """The mean loss over groups, image by image, by the rule of the docstrings."""
     losses: dict[str, list[float]] = {}
     for row, inside, group in zip(scores, lesion, groups):
         if not inside.any():
@@ -173,7 +173,7 @@ def test_too_few_groups_are_refused_with_the_number_that_is_needed(promise: Prom
     )
 
 
-def test_wrong_input_is_rejected_by_name() -> None:
+def test_wrong_input_is_rejected_by_name_and_the_examples_are_right() -> None:
     scores, lesion = images(30, seed=0)
     for wrong in (0.0, 1.0, 1.5, -0.1, float("nan")):
         with pytest.raises(RequestError, match="promised retention must be between 0 and 1"):
@@ -190,7 +190,4 @@ def test_wrong_input_is_rejected_by_name() -> None:
         pick_threshold(Promise(0.5), scores, np.zeros_like(lesion))
     with pytest.raises(CountError, match="at most 13"):
         kept_counts(scores, 0.5, most=13)
-
-
-def test_the_examples_in_the_docstrings_are_right() -> None:
     assert doctest.testmod(conformal).failed == 0

@@ -15,18 +15,14 @@ from medtokenbudget.routing import ContextScorer, create_selector, smooth_scores
 from medtokenbudget.routing.selectors import ContextSelector
 from medtokenbudget.routing.selectors.context import ContextBlock, turned, turned_back
 from medtokenbudget.runs.method import Method
-from tests.routing.batches import selector_of, tokens_of
-
-
-def noise(seed: int = 3) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
+from tests.routing.batches import seeded, selector_of, tokens_of
 
 
 def mixed(module: nn.Module) -> nn.Module:
     """The module with parameters that are all different from zero and one."""
     with torch.no_grad():
         for parameter in module.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=noise()) * 0.4)
+            parameter.copy_(torch.randn(parameter.shape, generator=seeded()) * 0.4)
     return module
 
 
@@ -34,7 +30,7 @@ def mixed(module: nn.Module) -> nn.Module:
 def test_a_block_is_its_formula():
     h, w, c, side = 3, 4, 2, 3
     block = mixed(ContextBlock(c, side, 2))
-    x = torch.randn(1, h, w, c, generator=noise(1))
+    x = torch.randn(1, h, w, c, generator=seeded(1))
     padded = torch.nn.functional.pad(x, (0, 0, 1, 1, 1, 1))  # zeros beyond the border
     windows = [(down, right, padded[:, down : down + h, right : right + w]) for down in range(side) for right in range(side)]
     context = block.look.bias + sum(block.look.weight[:, 0, down, right] * window for down, right, window in windows)
@@ -88,17 +84,17 @@ def test_a_turned_grid_gives_the_scores_of_the_turned_image(turn):
 def test_training_turns_the_grid_and_evaluation_does_not():
     selector, tokens = selector_of("context"), tokens_of()
     selector.train()
-    drawn = {tuple(selector.logits(tokens, noise(seed))[0].tolist()) for seed in range(12)}
+    drawn = {tuple(selector.logits(tokens, seeded(seed))[0].tolist()) for seed in range(12)}
     assert len(drawn) > 3
-    assert torch.equal(selector.logits(tokens, noise(1)), selector.logits(tokens, noise(1)))
+    assert torch.equal(selector.logits(tokens, seeded(1)), selector.logits(tokens, seeded(1)))
     assert torch.equal(selector.score(tokens), selector.eval().score(tokens))
     still = ContextSelector(32, turns=False).train()
-    assert torch.equal(still.logits(tokens, noise(1)), still.logits(tokens, noise(2)))
+    assert torch.equal(still.logits(tokens, seeded(1)), still.logits(tokens, seeded(2)))
 
 
 def test_a_step_learns_from_all_patches_whatever_the_sample():
     selector, tokens = selector_of("context").eval(), tokens_of()
-    step = selector.training_pass(tokens, 0.3, preset("lesion-first", patches=5), noise(), route=False)
+    step = selector.training_pass(tokens, 0.3, preset("lesion-first", patches=5), seeded(), route=False)
     assert step.pooled is None
     assert step.scores.shape == tokens.lesion.shape
     expected = torch.nn.functional.binary_cross_entropy(step.scores, tokens.lesion.float())

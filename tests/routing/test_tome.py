@@ -30,7 +30,7 @@ def tome_by_hand(image: list[list[float]], k: int) -> list[tuple[list[float], li
     return [(torch.stack([patches[i] for i in group]).mean(0).tolist(), sorted(group)) for group in groups]
 
 
-@pytest.mark.parametrize(("n", "k"), [(12, 12), (12, 11), (12, 6), (12, 5), (13, 3), (9, 1), (7, 4)])
+@pytest.mark.parametrize(("n", "k"), [(12, 12), (12, 11), (12, 6), (13, 3), (9, 1)])
 def test_merging_equals_a_loop_over_images_and_tokens(n, k):
     patches = torch.randn(3, n, 6, generator=torch.Generator().manual_seed(n + k))
     selection = create_selector("tome").select(TokenBatch(patches, (1, n)), k)
@@ -53,13 +53,6 @@ def test_mass_is_conserved_and_every_patch_goes_somewhere(h, w, seed, data):
     assert bool((selection.assignment >= 0).all())
     assert selection.weights.sum(1).tolist() == [h * w, h * w]
     torch.testing.assert_close(selection.pooled(weighted=True), tokens.patches.mean(1), atol=1e-5, rtol=1e-4)
-
-
-def test_keeping_all_is_the_identity():
-    tokens = tokens_of()
-    selection = create_selector("tome").select(tokens, tokens.n)
-    assert torch.equal(selection.tokens, tokens.patches)
-    assert selection.assignment[0].tolist() == list(range(tokens.n))
 
 
 def test_the_head_sees_the_plain_mean_of_the_merged_tokens():

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +22,7 @@ _SUPERSAMPLING = 3
 
 
 def smoothstep(low: float, high: float, value: Map) -> Map:
-    """0 below `low`, 1 above `high` (the reverse if `low > high`), and smooth in between."""
+    """Rise from 0 below `low` to 1 above `high` (the reverse if `low > high`), smoothly in between."""
     ramp = np.clip((value - np.float32(low)) * np.float32(1 / (high - low)), 0, 1)
     return ramp * ramp * (3 - 2 * ramp)
 
@@ -40,7 +39,7 @@ class Canvas:
         return np.zeros((self.size, self.size), np.float32)
 
     def noise(self, rng: np.random.Generator, cells: float, stretch: float = 1.0) -> Map:
-        """Smooth noise of mean 0 and deviation 1 with about `cells` cells across and `cells / stretch` down, `[H, W]`."""
+        """Draw smooth noise of mean 0 and deviation 1 with about `cells` cells across and `cells / stretch` down, `[H, W]`."""
         shape = (max(4, round(cells / stretch) + 2), max(4, round(cells) + 2))
         grid = rng.standard_normal(shape, dtype=np.float32)
         # Interpolation between independent values reduces their deviation by a fifth; the factor restores it.
@@ -48,7 +47,7 @@ class Canvas:
         return np.asarray(Image.fromarray(grid).resize((self.size, self.size), Image.Resampling.BICUBIC))
 
     def blobs(self, spots: Iterable[Sequence[float]], edge: float = 0.5) -> Map:
-        """Soft ellipses, each `(x, y, radius, aspect, angle, strength)`. Overlaps take the maximum; `edge` in (0, 1] blurs."""
+        """Draw soft ellipses, each `(x, y, radius, aspect, angle, strength)`. Overlaps take the maximum; `edge` in (0, 1] blurs."""
         out = self.zeros()
         for cx, cy, radius, aspect, angle, strength in spots:
             reach = radius * max(aspect, 1.0) * (1 + edge)
@@ -65,7 +64,7 @@ class Canvas:
         return out
 
     def strokes(self, lines: Iterable[tuple[npt.NDArray[np.float64], float, float]]) -> Map:
-        """Anti-aliased polylines, each `(points [P, 2], width, strength in (0, 1])`, drawn as coverage in [0, 1]."""
+        """Draw anti-aliased polylines, each `(points [P, 2], width, strength in (0, 1])`, as coverage in [0, 1]."""
         fine = self.size * _SUPERSAMPLING
         image = Image.new("L", (fine, fine))
         pen = ImageDraw.Draw(image)
@@ -75,7 +74,7 @@ class Canvas:
         return np.asarray(image.reduce(_SUPERSAMPLING), np.float32) / np.float32(255)
 
     def honeycomb(self, rng: np.random.Generator, period: float, wobble: float) -> tuple[Map, Map]:
-        """A bent hexagonal lattice: its lines and its holes, both in [0, 1]."""
+        """Draw a bent hexagonal lattice: its lines and its holes, both in [0, 1]."""
         bend = np.float32(wobble * period)
         x = self.x + bend * 1.6 * self.noise(rng, 0.22 / period)
         y = self.y + bend * 1.6 * self.noise(rng, 0.22 / period)
@@ -97,7 +96,7 @@ class Outline:
 
     @classmethod
     def random(cls, rng: np.random.Generator, center: tuple[float, float], irregularity: float) -> Outline:
-        """A random outline: irregularity 0 is an ellipse, 1 the most irregular melanoma."""
+        """Draw a random outline: irregularity 0 is an ellipse, 1 the most irregular melanoma."""
         orders = np.arange(2, 8)
         size = irregularity * 0.28 * rng.standard_normal(orders.size) / orders
         waves = np.column_stack(
@@ -112,7 +111,7 @@ class Outline:
         return cls(center, aspect, float(rng.uniform(0, np.pi)), bumps, waves)
 
     def distance(self, x: Map, y: Map) -> Map:
-        """`[H, W]` for `x [1, W]` and `y [H, 1]`, also outside the image; the border of the shape is a level line."""
+        """Compute `[H, W]` for `x [1, W]` and `y [H, 1]`, also outside the image; the border of the shape is a level line."""
         dx, dy = x - np.float32(self.center[0]), y - np.float32(self.center[1])
         px, py = np.broadcast_to(dx, (y.size, x.size)).copy(), np.broadcast_to(dy, (y.size, x.size)).copy()
         for kx, ky, phase, ax, ay in self.waves.astype(np.float32):
@@ -164,7 +163,7 @@ class Lesion:
         return bool(self.rng.random() < probability)
 
     def points(self, n: int, low: float = 0.0, high: float = 0.95) -> np.ndarray:
-        """`n` random places `[n, 2]` with a reach between `low` and `high`; empty if the lesion has no such place."""
+        """Draw `n` random places `[n, 2]` with a reach between `low` and `high`; empty if the lesion has no such place."""
         places = np.flatnonzero((self.reach >= low) & (self.reach < high))
         if places.size == 0:
             return np.empty((0, 2))
@@ -173,18 +172,11 @@ class Lesion:
         return np.column_stack([chosen % size, chosen // size]) / size + self.rng.uniform(0, 1 / size, (n, 2))
 
     def spots(
-        self,
-        n: int,
-        radius: tuple[float, float],
-        low: float = 0.0,
-        high: float = 0.95,
-        aspect: float = 1.3,
-        edge: float = 0.5,
+        self, n: int, radius: tuple[float, float], low: float = 0.0, high: float = 0.95, aspect: float = 1.3, edge: float = 0.5
     ) -> Map:
-        """`n` soft round or oval spots inside the lesion; radii are in image widths."""
+        """Draw `n` soft round or oval spots inside the lesion; radii are in image widths."""
         places = self.points(n, low, high)
-        m = len(places)
-        scale = self.detail
+        m, scale = len(places), self.detail
         rows = np.column_stack(
             [
                 places,
@@ -197,7 +189,7 @@ class Lesion:
         return self.canvas.blobs(rows.tolist(), edge)
 
     def side(self) -> Map:
-        """A gradient across the lesion, about -1 to 1, which makes its halves different."""
+        """Draw a gradient across the lesion, about -1 to 1, which makes its halves different."""
         angle = self.rng.uniform(0, 2 * np.pi)
         x, y = self.canvas.x - np.float32(0.5), self.canvas.y - np.float32(0.5)
         slope = (x * np.float32(np.cos(angle)) + y * np.float32(np.sin(angle))) / np.float32(max(self.radius, 0.1))
@@ -207,13 +199,13 @@ class Lesion:
         return self.canvas.honeycomb(self.rng, self.rng.uniform(*period) * self.detail, wobble)
 
     def region(self, low: float, high: float, cells: float) -> Map:
-        """A smooth part of the lesion: noise between the levels `low` and `high`, in [0, 1]."""
+        """Draw a smooth part of the lesion: noise between the levels `low` and `high`, in [0, 1]."""
         scale = cells / max(self.radius * 2, 0.2)
         return smoothstep(low, high, self.noise(scale) * 0.85 + self.noise(scale * 4) * 0.35)
 
 
 def vessels(lesion: Lesion, trees: int, length: float, width: float, low: float, high: float) -> Map:
-    """Arborizing vessels: stems that fork into finer and finer branches, as coverage in [0, 1]."""
+    """Draw arborizing vessels: stems that fork into finer and finer branches, as coverage in [0, 1]."""
     rng, lines = lesion.rng, []
     todo = [(p, rng.uniform(0, 2 * np.pi), length * rng.uniform(0.6, 1.3), width, 0) for p in lesion.points(trees, low, high)]
     while todo:
@@ -229,7 +221,7 @@ def vessels(lesion: Lesion, trees: int, length: float, width: float, low: float,
     return lesion.canvas.strokes(lines)
 
 
-def melanoma(lesion: Lesion, skin: Pigments) -> dict[str, Any]:
+def melanoma(lesion: Lesion, skin: Pigments) -> None:
     """Asymmetric, several colors: browns, black, blue-gray veil, white regression, streaks, irregular dots; some amelanotic."""
     rng, reach = lesion.rng, lesion.reach
     amelanotic, early = lesion.chance(0.12), lesion.chance(0.30)
@@ -242,33 +234,28 @@ def melanoma(lesion: Lesion, skin: Pigments) -> dict[str, Any]:
     skin.blood += (
         rng.uniform(0.3, 0.65) * (1 + 0.25 * lesion.noise(6)) if amelanotic else rng.uniform(0.05, 0.4) * lesion.region(-1, 1.5, 3)
     )
-    traits: dict[str, Any] = {"amelanotic": amelanotic, "early": early}
     if not amelanotic and lesion.chance(0.45 if early else 0.8):
         blotch = lesion.region(0.3, 1.3, 4) * smoothstep(1.0, 0.8, reach)
         skin.melanin += rng.uniform(0.7, 1.5) * blotch
         skin.blue += rng.uniform(0.2, 0.6) * blotch
-    traits["veil"] = lesion.chance(0.15 if early or amelanotic else 0.6)
-    if traits["veil"]:
+    if lesion.chance(0.15 if early or amelanotic else 0.6):
         veil = lesion.region(-0.2, 1.5, 2.5) * smoothstep(1.0, 0.7, reach)
         skin.blue += (0.3 if amelanotic else rng.uniform(0.35, 0.85)) * veil
         skin.melanin *= 1 - 0.5 * veil
         skin.white += 0.10 * veil
-    traits["regression"] = lesion.chance(0.1 if early else 0.4)
-    if traits["regression"]:
+    if lesion.chance(0.1 if early else 0.4):
         scar = lesion.region(0.3, 1.7, 3) * smoothstep(1.0, 0.75, reach)
         skin.melanin *= 1 - 0.8 * scar
         skin.white += 0.28 * scar
         skin.blue += 0.35 * scar * lesion.spots(70, (0.003, 0.006))
-    traits["streaks"] = not amelanotic and lesion.chance(0.2 if early else 0.5)
-    if traits["streaks"]:
+    if not amelanotic and lesion.chance(0.2 if early else 0.5):
         skin.melanin += rng.uniform(0.5, 1.0) * _rim_streaks(lesion)
     dots = lesion.spots(int(rng.integers(6, 45)), (0.004, 0.013), high=1.0, aspect=1.6)
     skin.melanin += (0.3 if amelanotic else rng.uniform(0.5, 1.3)) * dots * (0.3 + 0.7 * where)
-    return traits
 
 
 def _rim_streaks(lesion: Lesion) -> Map:
-    """Short radial lines over part of the border."""
+    """Draw short radial lines over part of the border."""
     rng = lesion.rng
     places, middle = lesion.points(46, 0.84, 0.98), lesion.points(200, 0.0, 0.3)
     if not len(places) or not len(middle):
@@ -285,7 +272,7 @@ def _rim_streaks(lesion: Lesion) -> Map:
     return lesion.canvas.strokes(lines)
 
 
-def nevus(lesion: Lesion, skin: Pigments) -> dict[str, Any]:
+def nevus(lesion: Lesion, skin: Pigments) -> None:
     """Symmetric, one or two browns, with a regular network, even globules or no structure; some atypical, some pink."""
     rng, reach = lesion.rng, lesion.reach
     kind = str(rng.choice(["reticular", "globular", "homogeneous"], p=[0.48, 0.2, 0.32]))
@@ -308,10 +295,9 @@ def nevus(lesion: Lesion, skin: Pigments) -> dict[str, Any]:
     skin.blood += rng.uniform(0.35, 0.7) if pink else rng.uniform(0.0, 0.22)
     if lesion.chance(0.06):
         skin.blue += rng.uniform(0.4, 0.8) * core
-    return {"pattern": kind, "atypical": atypical, "pink": pink}
 
 
-def basal_cell_carcinoma(lesion: Lesion, skin: Pigments) -> dict[str, Any]:
+def basal_cell_carcinoma(lesion: Lesion, skin: Pigments) -> None:
     """Pink and translucent, arborizing vessels, blue-gray ovoid nests, shiny white strands, sometimes an ulcer."""
     rng = lesion.rng
     skin.blood += rng.uniform(0.25, 0.75) * np.maximum(1 + 0.3 * lesion.noise(5) + 0.12 * lesion.noise(20), 0.1)
@@ -333,15 +319,13 @@ def basal_cell_carcinoma(lesion: Lesion, skin: Pigments) -> dict[str, Any]:
     if lesion.chance(0.5):
         strands = smoothstep(1.1, 1.9, np.abs(lesion.noise(10, 3.0))) * lesion.region(0.0, 1.0, 3)
         skin.white += 0.35 * strands
-    ulcer = lesion.chance(0.3)
-    if ulcer:
+    if lesion.chance(0.3):
         sore = lesion.spots(int(rng.integers(1, 4)), (0.015, 0.045), high=0.6, aspect=1.8, edge=0.35)
         skin.blood += 1.1 * sore
         skin.melanin += rng.uniform(0.3, 1.0) * sore
-    return {"pigmented": pigmented, "arborising_vessels": trees, "ulcer": ulcer}
 
 
-def actinic_keratosis(lesion: Lesion, skin: Pigments) -> dict[str, Any]:
+def actinic_keratosis(lesion: Lesion, skin: Pigments) -> None:
     """Strawberry pattern: a red net between pale follicles, with scale and a fuzzy border; some pigmented."""
     rng, pigmented = lesion.rng, lesion.chance(0.35)
     lines, follicles = lesion.network((0.036, 0.06), wobble=0.26)
@@ -351,19 +335,17 @@ def actinic_keratosis(lesion: Lesion, skin: Pigments) -> dict[str, Any]:
     skin.keratin += rng.uniform(0.05, 0.26) * follicles * patchy
     if pigmented:
         skin.melanin += rng.uniform(0.25, 0.65) * lesion.region(-0.4, 1.0, 5) * (0.7 + 0.35 * lines)
-    scaly = lesion.chance(0.65)
-    if scaly:
+    if lesion.chance(0.65):
         _scale(lesion, skin, rng.uniform(0.35, 0.8), rng.uniform(0.7, 1.3))
-    return {"pigmented": pigmented, "scale": scaly}
 
 
 def _scale(lesion: Lesion, skin: Pigments, strength: float, threshold: float) -> None:
-    """Flakes of loose keratin: sharp-edged, bright, in groups."""
+    """Draw flakes of loose keratin: sharp-edged, bright, in groups."""
     flakes = smoothstep(threshold, threshold + 0.5, lesion.noise(34) * 0.6 + lesion.noise(9) * 0.8)
     skin.white += strength * flakes * (0.8 + 0.25 * lesion.noise(60))
 
 
-def benign_keratosis(lesion: Lesion, skin: Pigments) -> dict[str, Any]:
+def benign_keratosis(lesion: Lesion, skin: Pigments) -> None:
     """Stuck-on and waxy: ridges, milia-like cysts, comedo openings; or a flat lentigo, or a grayish regressing one."""
     rng = lesion.rng
     kind = str(rng.choice(["seborrheic", "lentigo", "regressing"], p=[0.55, 0.28, 0.17]))
@@ -374,12 +356,12 @@ def benign_keratosis(lesion: Lesion, skin: Pigments) -> dict[str, Any]:
         skin.melanin += rng.uniform(0.15, 0.5) * wax
         skin.blue += rng.uniform(0.2, 0.6) * gray * (0.4 + 0.9 * lesion.spots(120, (0.004, 0.008)))
         skin.blood += rng.uniform(0.1, 0.4)
-        return {"pattern": kind}
+        return
     strength = rng.uniform(0.3, 1.1) if kind == "seborrheic" else rng.uniform(0.25, 0.65)
     skin.melanin += strength * wax * (0.7 + rng.uniform(0.1, 0.55) * (1 - ridges))
     skin.blood += rng.uniform(0.0, 0.2)
     if kind == "lentigo":
-        return {"pattern": kind}
+        return
     skin.keratin += rng.uniform(0.0, 0.3) * lesion.region(-0.8, 1.2, 3)
     cysts, comedones = int(rng.integers(3, 22)), int(rng.integers(0, 18))
     milia = lesion.spots(cysts, (0.005, 0.012), edge=0.6)
@@ -388,10 +370,9 @@ def benign_keratosis(lesion: Lesion, skin: Pigments) -> dict[str, Any]:
     skin.melanin += rng.uniform(0.8, 1.6) * lesion.spots(comedones, (0.006, 0.014), aspect=1.7, edge=0.4)
     if lesion.chance(0.25):
         _scale(lesion, skin, 0.4, 1.2)
-    return {"pattern": kind, "milia_like_cysts": cysts, "comedo_like_openings": comedones}
 
 
-def dermatofibroma(lesion: Lesion, skin: Pigments) -> dict[str, Any]:
+def dermatofibroma(lesion: Lesion, skin: Pigments) -> None:
     """A white scar-like center, surrounded by a delicate network that fades into the skin; often pink."""
     rng, reach = lesion.rng, lesion.reach
     lines, _ = lesion.network((0.024, 0.034), wobble=0.2)
@@ -401,18 +382,17 @@ def dermatofibroma(lesion: Lesion, skin: Pigments) -> dict[str, Any]:
     skin.blood += rng.uniform(0.1, 0.55) * (0.6 + 0.5 * smoothstep(0.9, 0.3, reach))
     scar = smoothstep(start + 0.25, start - 0.2, reach * fade + 0.05 * lesion.noise(14))
     skin.melanin *= 1 - rng.uniform(0.35, 0.75) * scar
-    strength = rng.uniform(0.15, 0.6)
-    skin.white += strength * scar * (0.85 + 0.2 * lesion.noise(24, 2.0))
-    return {"scar": round(float(strength), 2)}
+    skin.white += rng.uniform(0.15, 0.6) * scar * (0.85 + 0.2 * lesion.noise(24, 2.0))
 
 
-def vascular_lesion(lesion: Lesion, skin: Pigments) -> dict[str, Any]:
+def vascular_lesion(lesion: Lesion, skin: Pigments) -> None:
     """Red, purple or blue-black lacunae, round and crowded, with pale septa and a sharp border."""
     rng, reach = lesion.rng, lesion.reach
     hue = str(rng.choice(["red", "purple", "thrombosed"], p=[0.5, 0.33, 0.17]))
     blue = {"red": rng.uniform(0, 0.1), "purple": rng.uniform(0.35, 0.9), "thrombosed": rng.uniform(0.9, 1.6)}[hue]
-    n = int(rng.integers(20, 55))
-    lacunae = lesion.spots(n, (0.12 * lesion.radius, 0.26 * lesion.radius), high=0.95, aspect=1.6, edge=0.45)
+    lacunae = lesion.spots(
+        int(rng.integers(20, 55)), (0.12 * lesion.radius, 0.26 * lesion.radius), high=0.95, aspect=1.6, edge=0.45
+    )
     lacunae *= 1 + 0.16 * lesion.noise(14) + 0.08 * lesion.noise(34)
     skin.blood += rng.uniform(0.5, 0.9) + rng.uniform(0.4, 1.1) * lacunae
     skin.blue += blue * (0.25 + 0.75 * lacunae)
@@ -420,16 +400,14 @@ def vascular_lesion(lesion: Lesion, skin: Pigments) -> dict[str, Any]:
     skin.white += rng.uniform(0.0, 0.3) * (1 - lacunae) * smoothstep(1.0, 0.8, reach)
     if lesion.chance(0.3):
         skin.white += 0.35 * lesion.region(0.8, 1.4, 3)
-    return {"hue": hue, "lacunae": n}
 
 
-def squamous_cell_carcinoma(lesion: Lesion, skin: Pigments) -> dict[str, Any]:
+def squamous_cell_carcinoma(lesion: Lesion, skin: Pigments) -> None:
     """Pink to red, a white-yellow keratin center with crust, white circles, looped and dotted vessels at the rim."""
     rng, reach = lesion.rng, lesion.reach
     skin.blood += rng.uniform(0.5, 1.05) * np.maximum(1 + 0.35 * lesion.noise(5) + 0.12 * lesion.noise(20), 0.1)
     core = smoothstep(rng.uniform(0.55, 0.85), rng.uniform(0.1, 0.4), reach + 0.16 * lesion.noise(8))
-    keratin = rng.uniform(0.1, 0.8)
-    skin.keratin += keratin * core * (0.85 + 0.25 * lesion.noise(18))
+    skin.keratin += rng.uniform(0.1, 0.8) * core * (0.85 + 0.25 * lesion.noise(18))
     skin.melanin += rng.uniform(0.0, 0.5) * lesion.region(0.3, 1.2, 4)
     if lesion.chance(0.45):
         crust = lesion.region(0.7, 1.2, 6) * smoothstep(0.9, 0.4, reach)
@@ -444,11 +422,10 @@ def squamous_cell_carcinoma(lesion: Lesion, skin: Pigments) -> dict[str, Any]:
     skin.blood += rng.uniform(0.6, 1.1) * _loops(lesion, loops)
     if lesion.chance(0.5):
         _scale(lesion, skin, rng.uniform(0.3, 0.7), rng.uniform(0.8, 1.3))
-    return {"keratin": round(float(keratin), 2), "looped_vessels": loops}
 
 
 def _loops(lesion: Lesion, n: int) -> Map:
-    """Hairpin vessels: short narrow arcs near the border."""
+    """Draw hairpin vessels: short narrow arcs near the border."""
     rng, lines = lesion.rng, []
     turn = np.linspace(-0.3, np.pi + 0.3, 9)
     for place in lesion.points(n, 0.5, 0.98):
@@ -466,7 +443,7 @@ class LesionLook:
     irregularity: tuple[float, float]
     roughness: tuple[float, float]
     edge: tuple[float, float]
-    paint: Callable[[Lesion, Pigments], dict[str, Any]]
+    paint: Callable[[Lesion, Pigments], None]
 
 
 LOOKS: dict[str, LesionLook] = {
@@ -489,7 +466,7 @@ def _lay(picture: Picture, cover: Map, color: tuple[float, float, float]) -> Pic
 
 
 def hair(picture: Picture, canvas: Canvas, rng: np.random.Generator, kind: str, count: int) -> Picture:
-    """Curved hairs across the whole field and over the lesion; `stubble` is short and mostly in one direction."""
+    """Draw curved hairs across the whole field and over the lesion; `stubble` is short and mostly in one direction."""
     lines, main = [], rng.uniform(0, 2 * np.pi)
     t = np.linspace(0, 1, 14)[:, None]
     for _ in range(count):
@@ -505,7 +482,7 @@ def hair(picture: Picture, canvas: Canvas, rng: np.random.Generator, kind: str, 
 
 
 def ruler(picture: Picture, canvas: Canvas, rng: np.random.Generator) -> Picture:
-    """A ruler near one side of the picture: a line with ticks, every fifth one longer."""
+    """Draw a ruler near one side of the picture: a line with ticks, every fifth one longer."""
     angle = rng.choice([0, np.pi / 2]) + rng.normal(0, 0.2)
     along, across = np.array([np.cos(angle), np.sin(angle)]), np.array([-np.sin(angle), np.cos(angle)])
     middle = 0.5 + across * rng.choice([-1, 1]) * rng.uniform(0.36, 0.44) + along * rng.normal(0, 0.08)
@@ -519,7 +496,7 @@ def ruler(picture: Picture, canvas: Canvas, rng: np.random.Generator) -> Picture
 
 
 def ink(picture: Picture, canvas: Canvas, rng: np.random.Generator) -> Picture:
-    """Marks of a violet surgical pen around the middle, worn off in places."""
+    """Draw marks of a violet surgical pen around the middle, worn off in places."""
     t = np.linspace(0, 1, 16)[:, None]
     lines = []
     for _ in range(int(rng.integers(1, 4))):
@@ -533,7 +510,7 @@ def ink(picture: Picture, canvas: Canvas, rng: np.random.Generator) -> Picture:
 
 
 def bubbles(picture: Picture, canvas: Canvas, rng: np.random.Generator, count: int) -> Picture:
-    """Air bubbles in the gel: a thin dark ring, a bright ring inside it, and a highlight."""
+    """Draw air bubbles in the gel: a thin dark ring, a bright ring inside it, and a highlight."""
     light = canvas.zeros()
     for _ in range(count):
         cx, cy, radius = rng.uniform(0, 1), rng.uniform(0, 1), rng.uniform(0.008, 0.05)
@@ -546,7 +523,7 @@ def bubbles(picture: Picture, canvas: Canvas, rng: np.random.Generator, count: i
 
 
 def field_of_view(canvas: Canvas, rng: np.random.Generator, kind: str) -> Map:
-    """Light that passes the lens, `[H, W]` in [0, 1]: 'circle' has a round black frame, 'corners' dark corners, 'full' neither."""
+    """Draw the light through the lens, `[H, W]` in [0, 1]: 'circle' has a round black frame, 'corners' dark corners."""
     cx, cy = 0.5 + rng.normal(0, 0.012, 2)
     distance = np.hypot(canvas.x - np.float32(cx), canvas.y - np.float32(cy))
     falloff = 1 - np.float32(rng.uniform(0.0, 0.28)) * (distance / np.float32(0.7)) ** 2

@@ -34,16 +34,13 @@ def mask_of(image: tuple[int, int], path: Path | str) -> Image.Image:
 
 
 def patch_labels(mask: Image.Image, grid: tuple[int, int], *, whole: bool = True) -> np.ndarray:
-    """Find the lesion patches: the mask in gray, resized bilinearly to the token grid, above half of its range.
+    """Find the lesion patches, `[h * w]` bool in raster order: the gray mask, resized bilinearly to the grid, above half its range.
 
     Args:
         mask: The lesion mask.
         grid: Rows and columns (h, w) of the token grid.
         whole: Whether this is a whole mask, which must be empty or have lesion pixels. Part of one, such as a crop, may hold
             nothing but the faint border of a lesion.
-
-    Returns:
-        `[h * w]` bool in raster order.
 
     Raises:
         DecodeError: A whole mask is too dark for any pixel to count as lesion, such as one of the values 0 and 1.
@@ -58,27 +55,19 @@ def patch_labels(mask: Image.Image, grid: tuple[int, int], *, whole: bool = True
 
 
 def covered_shares(mask: Image.Image, grid: tuple[int, int]) -> np.ndarray:
-    """Measure how much of each patch the mask covers: the plain mean over the patch, in 255 steps.
+    """Measure how much of each patch the mask covers: the mean over the patch, `[h * w]` uint8 in raster order, 255 for all of it.
 
     `patch_labels` follows the paper, whose bilinear filter also reaches into the neighbors; this says which of its lesion patches
     are all lesion and which are borders.
-
-    Returns:
-        `[h * w]` uint8 in raster order, 255 for a patch that is all lesion.
     """
     height, width = grid
     return np.asarray(mask.convert("L").resize((width, height), Image.Resampling.BOX), dtype=np.uint8).reshape(-1)
 
 
 def prevalence_table(counts: Sequence[int] | np.ndarray, patches: int) -> dict[str, dict[str, float]]:
-    """Compute the supplement's table of lesion patches per image and their share of all patches.
+    """Compute the supplement's table of lesion patches per image, and their share of all `patches` of an image.
 
-    Args:
-        counts: Lesion patches of each image; images without any are left out.
-        patches: Number of patches of an image.
-
-    Returns:
-        For each statistic its `patches` and `prevalence`. The standard deviation is that of the population, as in the paper.
+    Images without lesion patches are left out. The standard deviation is that of the population, as in the paper.
     """
     values = np.asarray([count for count in counts if count > 0], dtype=np.float64)
     if len(values) == 0:

@@ -36,16 +36,7 @@ def stratified_group_parts(labels: np.ndarray, groups: Sequence[str], shares: Se
     """Assign images to parts so that no group is split and each part gets about its share of every class.
 
     A greedy assignment: the largest groups come first, in random order among equals, and each goes to the part that lacks most
-    of what the group contains.
-
-    Args:
-        labels: Class of each image, `[n]`.
-        groups: Group of each image, `[n]`.
-        shares: Relative size of each part.
-        seed: Seed of the random order.
-
-    Returns:
-        The number of the part of each image, `[n]` int64.
+    of what the group contains. Labels and groups are `[n]`, `shares` the relative sizes of the parts; returns `[n]` int64.
     """
     names, group_of = np.unique(np.asarray(groups, dtype=str), return_inverse=True)
     kinds, label_of = np.unique(labels, return_inverse=True)

@@ -35,8 +35,7 @@ _TO_SPLIT = 5
 """Images; a smaller set is not split, all of it is training."""
 
 _ISIC_2019 = {"MEL": 4522, "NV": 12875, "BCC": 3323, "AK": 867, "BKL": 2624, "DF": 239, "VASC": 253, "SCC": 628}
-CLASS_FREQUENCIES: dict[str, float] = {name: count / 25331 for name, count in _ISIC_2019.items()}
-"""Share of each class in the 25,331 images of ISIC 2019."""
+"""Images of each class among the 25,331 of ISIC 2019."""
 
 # The paper's prevalence table. The point at 90 % is added so that mean and standard deviation match the table too.
 _PREVALENCE = ((0.0, 0.25, 0.50, 0.75, 0.90, 1.0), (0.023, 0.137, 0.277, 0.406, 0.640, 0.969))
@@ -71,7 +70,7 @@ class Drawing:
         image: `[H, W, 3]` uint8.
         mask: Lesion pixels, `[H, W]` bool.
         label: Class name.
-        traits: What was drawn; `prevalence` is the share of the mask in the image.
+        traits: Where the lesion is and what is around it; `prevalence` is the share of the mask in the image.
     """
 
     image: npt.NDArray[np.uint8]
@@ -119,12 +118,6 @@ def draw(label: str, seed: int, size: int = 256, off_center: bool = False) -> Dr
         size: Side of the square image, in pixels.
         off_center: Put the lesion 0.25 to 0.33 image widths away from the center, with at least 60 % of its area inside. Large
             lesions are made smaller until this holds and their visible part is off-center too. Otherwise it is near the center.
-
-    Returns:
-        The image, its mask and what was drawn.
-
-    Raises:
-        RequestError: The class is unknown, the seed is negative, or the image is too small.
     """
     if label not in ISIC_CLASSES:
         raise UnknownNameError.of("class", label, ISIC_CLASSES)
@@ -139,7 +132,7 @@ def draw(label: str, seed: int, size: int = 256, off_center: bool = False) -> Dr
     base, background = _skin(canvas, skin_rng, around, traits)
     pigments = Pigments.none(canvas)
     detail = float(lesion_rng.uniform(0.75, 1.15) * (0.8 + 0.7 * radius))
-    traits |= LOOKS[label].paint(Lesion(canvas, lesion_rng, distance / np.float32(radius), radius, detail), pigments)
+    LOOKS[label].paint(Lesion(canvas, lesion_rng, distance / np.float32(radius), radius, detail), pigments)
     picture = _shine_through(base, background, pigments, cover)
     picture, mask = _photograph(picture, mask, canvas, things_rng, around, traits)
     image = _expose(picture, camera_rng)
@@ -147,11 +140,11 @@ def draw(label: str, seed: int, size: int = 256, off_center: bool = False) -> Dr
 
 
 def sample_labels(n: int, seed: int) -> list[str]:
-    """`n` class names at the frequencies of ISIC 2019; with 8 or more, every class occurs at least once."""
+    """Draw `n` class names at the frequencies of ISIC 2019; with 8 or more, every class occurs at least once."""
     check_values({"n": (n, Natural), "seed": (seed, Natural)})
     rng = np.random.default_rng([seed, n])
     # Quotas instead of random draws, so that rare classes keep their share in small sets; the largest remainders are rounded up.
-    shares = np.array([CLASS_FREQUENCIES[name] for name in ISIC_CLASSES])
+    shares = np.array([_ISIC_2019[name] / 25331 for name in ISIC_CLASSES])
     free = n - len(ISIC_CLASSES) if n >= len(ISIC_CLASSES) else n
     quotas = np.maximum(shares * n - (n >= len(ISIC_CLASSES)), 0)
     quotas *= free / max(quotas.sum(), 1e-12)
@@ -162,7 +155,7 @@ def sample_labels(n: int, seed: int) -> list[str]:
 
 
 def _place(canvas: Canvas, rng: np.random.Generator, label: str, seed: int, off_center: bool) -> tuple[Map, float, dict[str, Any]]:
-    """The lesion's distance field `[H, W]`, the level of its border, and its first traits."""
+    """Place the lesion: its distance field `[H, W]`, the level of its border, and its first traits."""
     share = float(np.interp(_evenly(seed), *_PREVALENCE))
     away, heading = rng.normal(0, 0.06, 2), rng.uniform(0, 2 * np.pi)
     if off_center:
@@ -182,30 +175,30 @@ def _place(canvas: Canvas, rng: np.random.Generator, label: str, seed: int, off_
 
 
 def _evenly(seed: int) -> float:
-    """A number in [0, 1) for a seed. Steps of the golden ratio, so that consecutive seeds fill the range evenly."""
+    """Return a number in [0, 1) for a seed. Steps of the golden ratio, so that consecutive seeds fill the range evenly."""
     return (int(seed) * 0x9E3779B97F4A7C15 % 2**64) / 2**64
 
 
 def _beyond(outline: Outline) -> Map:
-    """The outline's distance on a coarse grid three images wide, the image in the middle, `[96, 96]`."""
+    """Compute the outline's distance on a coarse grid three images wide, the image in the middle, `[96, 96]`."""
     axis = ((np.arange(-32, 64) + 0.5) / 32).astype(np.float32)
     return outline.distance(axis[None, :], axis[:, None])
 
 
 def _share_inside(whole: Map, radius: float) -> float:
-    """The share of the whole lesion that is inside the image."""
+    """Measure the share of the whole lesion that is inside the image."""
     lesion = whole < radius
     return float(lesion[32:64, 32:64].sum() / max(lesion.sum(), 1))
 
 
 def _visible_offset(whole: Map, radius: float) -> float:
-    """Distance of the visible lesion's centroid from the center of the image, in image widths."""
+    """Measure the distance of the visible lesion's centroid from the center of the image, in image widths."""
     rows, columns = np.nonzero(whole[32:64, 32:64] < radius)
     return float(np.hypot(columns.mean() - 15.5, rows.mean() - 15.5) / 32) if rows.size else 1.0
 
 
 def _skin(canvas: Canvas, rng: np.random.Generator, around: _Surroundings, traits: dict[str, Any]) -> tuple[np.ndarray, Pigments]:
-    """The skin color `[3]`, and what is everywhere in the skin: redness, freckles, fine vessels, furrows, pores."""
+    """Draw the skin: its color `[3]`, and what is everywhere in the skin: redness, freckles, fine vessels, furrows, pores."""
     tone = float(np.clip(around.tone + rng.normal(0, 0.65) + (rng.exponential(1.6) if rng.random() < 0.16 else 0), 0, 5))
     base = np.array([np.interp(tone, np.arange(6), _SKIN_TONES[:, c]) for c in range(3)])
     skin = Pigments.none(canvas)
@@ -226,17 +219,12 @@ def _skin(canvas: Canvas, rng: np.random.Generator, around: _Surroundings, trait
     veins = rng.random() < around.telangiectasia
     if veins:
         skin.blood += np.float32(rng.uniform(0.25, 0.6)) * canvas.strokes(_threads(rng, int(rng.integers(6, 22))))
-    traits |= {
-        "fitzpatrick": round(tone) + 1,
-        "redness": round(redness, 2),
-        "sun_damage": round(damage, 2),
-        "telangiectasia": bool(veins),
-    }
+    traits |= {"fitzpatrick": round(tone) + 1, "telangiectasia": bool(veins)}
     return base.astype(np.float32), skin
 
 
 def _threads(rng: np.random.Generator, n: int) -> list[tuple[npt.NDArray[np.float64], float, float]]:
-    """Fine winding vessels anywhere in the skin."""
+    """Draw fine winding vessels anywhere in the skin."""
     lines = []
     for _ in range(n):
         heading = rng.uniform(0, 2 * np.pi) + rng.normal(0, 0.4, 10).cumsum()
@@ -246,7 +234,7 @@ def _threads(rng: np.random.Generator, n: int) -> list[tuple[npt.NDArray[np.floa
 
 
 def _shine_through(base: np.ndarray, skin: Pigments, lesion: Pigments, cover: Map) -> np.ndarray:
-    """Light through skin and lesion: absorbers multiply (Beer and Lambert), white and keratin cover. `[3, H, W]`."""
+    """Let light through skin and lesion: absorbers multiply (Beer and Lambert), white and keratin cover. `[3, H, W]`."""
     fade = 1 - np.float32(0.35) * cover
     amounts = [getattr(skin, name) * fade + np.maximum(getattr(lesion, name), 0) * cover for name in _ABSORPTION]
     white = np.clip(skin.white + lesion.white * cover, 0, 0.9)
@@ -267,12 +255,7 @@ def _shine_through(base: np.ndarray, skin: Pigments, lesion: Pigments, cover: Ma
 
 
 def _photograph(
-    picture: np.ndarray,
-    mask: np.ndarray,
-    canvas: Canvas,
-    rng: np.random.Generator,
-    around: _Surroundings,
-    traits: dict[str, Any],
+    picture: np.ndarray, mask: np.ndarray, canvas: Canvas, rng: np.random.Generator, around: _Surroundings, traits: dict[str, Any]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Add hair, ink, ruler, bubbles and the field of view; what the frame hides is removed from the mask."""
     cast = str(rng.choice(list(_CASTS), p=around.casts))
@@ -294,12 +277,12 @@ def _photograph(
         frame, light = "full", drawing.field_of_view(canvas, rng, "full")
     slope = rng.normal(0, 0.07, 2)
     light = light * (1 + np.float32(slope[0]) * (canvas.x - np.float32(0.5)) + np.float32(slope[1]) * (canvas.y - np.float32(0.5)))
-    traits |= {"cast": cast, "hair": kind, "field": frame} | {name: bool(value) for name, value in drawn.items()}
+    traits |= {"hair": kind, "field": frame} | {name: bool(value) for name, value in drawn.items()}
     return picture * light + np.float32(0.02), mask & (light >= 0.4)
 
 
 def _expose(picture: np.ndarray, rng: np.random.Generator) -> npt.NDArray[np.uint8]:
-    """Exposure, lens blur and sensor noise; `[3, H, W]` in [0, 1] to `[H, W, 3]` uint8."""
+    """Add exposure, lens blur and sensor noise; `[3, H, W]` in [0, 1] to `[H, W, 3]` uint8."""
     soft = np.float32(rng.uniform(0.25, 1.0) / 4)
     picture = picture * np.float32(255 * rng.normal(1.0, 0.06))
     for channel in picture:

@@ -28,13 +28,7 @@ def dropout(x: Tensor, p: float, generator: torch.Generator | None = None) -> Te
 
 
 class GatedAttention(nn.Module):
-    """Attention logits [B, K, branches] of features h [B, K, dim]: `w . (tanh(V h) * sigmoid(U h))` (Ilse et al., 2018, Eq. 9).
-
-    Args:
-        dim: Dimension of the features.
-        width: Width of the attention.
-        branches: Attention maps.
-    """
+    """Attention logits [B, K, branches] of features h [B, K, dim]: `w . (tanh(V h) * sigmoid(U h))` (Ilse et al., 2018, Eq. 9)."""
 
     def __init__(self, dim: int, width: int, branches: int = 1) -> None:
         super().__init__()

@@ -64,10 +64,7 @@ def lesion_loss(scores: Tensor, lesion: Tensor, has_mask: Tensor, from_logits: b
 def lesion_mass_loss(attention: Tensor, lesion: Tensor, has_mask: Tensor) -> Tensor:
     """Average `-log(attention on lesion patches)`: the lesion loss of tokens that are mixtures of all patches.
 
-    Args:
-        attention: [B, N] share of each patch in the mean of the tokens; rows sum to 1.
-        lesion: [B, N] lesion patches.
-        has_mask: [B] which images have a mask; images without a lesion patch do not count.
+    The attention [B, N] is the share of each patch in the mean of the tokens; images without a lesion patch do not count.
     """
     _check_agree("Attention", attention, lesion, has_mask)
     rows = has_mask.bool() & lesion.bool().any(1)
@@ -117,8 +114,8 @@ def scorer_terms(
 
     Args:
         scores: [B, N] raw scores in [0, 1].
-        k: Number of kept patches.
-        budget: The budget that asked for `k`.
+        k: Number of kept patches at `budget`.
+        budget: The budget.
         weights: A term whose weight is 0 is reported where its inputs are there, and has no gradient.
         lesion: [B, N] lesion patches; a batch without them has no masks, and its lesion term is zero.
         has_mask: [B] which images have a mask.

@@ -68,16 +68,10 @@ class RoundMerger(ComparingMerger):
 
 
 def group_means(patches: Tensor, assignment: Tensor, k: int, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Compute the weighted mean of the patches in each group.
+    """Compute the means of the patches [B, N, D] in each of k groups, `[B, k, D]` in fp32, and the sizes of the groups `[B, k]`.
 
-    Args:
-        patches: `[B, N, D]`.
-        assignment: `[B, N]` group of each patch, -1 for patches in no group.
-        k: Number of groups; every group must have a patch.
-        weights: `[B, N]` positive weight of each patch; None weights all alike.
-
-    Returns:
-        The means `[B, k, D]` in fp32, and the number of patches in each group `[B, k]`.
+    The assignment [B, N] is -1 for patches in no group, and every group must have a patch. Weights [B, N] are positive; None weighs
+    all alike.
     """
     member = F.one_hot(assignment + 1, k + 1)[..., 1:].float().transpose(1, 2)  # [B, k, N]
     shares = member if weights is None else member * weights.float().unsqueeze(1)

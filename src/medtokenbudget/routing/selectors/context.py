@@ -45,12 +45,7 @@ class ContextBlock(nn.Module):
 
 
 class ContextScorer(nn.Module):
-    """Score logits [B, N] of a `TokenBatch` on any grid; 258,305 parameters at D = 384, 233,729 at D = 192.
-
-    Args:
-        dim: Embedding dimension D.
-        config: Number, width, kernel and expansion of the blocks, and their dropout.
-    """
+    """Score logits [B, N] of a `TokenBatch` on any grid; 258,305 parameters at D = 384, 233,729 at D = 192."""
 
     def __init__(self, dim: int, config: ContextConfig | None = None) -> None:
         super().__init__()
@@ -65,12 +60,8 @@ class ContextScorer(nn.Module):
     def logits(self, tokens: TokenBatch, generator: torch.Generator | None = None, dropout: float = 0.0, turn: int = 0) -> Tensor:
         """Compute the scores before the sigmoid, [B, N] in fp32.
 
-        Args:
-            tokens: The batch.
-            generator: Source of the dropout noise; torch's own if None.
-            dropout: Dropout of what a block adds.
-            turn: Which of the eight flips and turns of the grid the blocks see (`turned`); the scores are in the order of the
-                patches all the same.
+        `turn` says which of the eight flips and turns of the grid the blocks see (`turned`); the scores are in the order of the
+        patches all the same.
         """
         if tokens.dim != self.dim:
             raise ShapeError(f"This scorer reads tokens of dimension {self.dim}, but the batch has {tokens.dim}.")

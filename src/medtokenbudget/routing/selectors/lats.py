@@ -28,12 +28,7 @@ CONTRAST_REDUCTION = 16
 
 
 class LATS(nn.Module):
-    """Scores [B, N] in [0, 1] of a `TokenBatch`; 512,049 parameters at D = 768.
-
-    Args:
-        dim: Embedding dimension D.
-        config: Layers, dropout, signals and neighborhood; signals that are left out have no parameters.
-    """
+    """Scores [B, N] in [0, 1] of a `TokenBatch`; 512,049 parameters at D = 768. Signals that are left out have none."""
 
     def __init__(self, dim: int, config: LATSConfig | None = None) -> None:
         super().__init__()

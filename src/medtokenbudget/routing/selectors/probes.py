@@ -14,7 +14,7 @@ labels; they say nothing about the backbone's blocks.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from abc import abstractmethod
 
 import torch
 from torch import Tensor, nn
@@ -27,13 +27,7 @@ from medtokenbudget.routing.trainable import Probe
 
 
 class ProbeHead(nn.Module):
-    """The classifier of a probe: Linear, GELU, Linear. Its gradient is written out, so that ranking needs no backward pass.
-
-    Args:
-        dim: Dimension of what it reads.
-        classes: Number of classes.
-        width: Width of the hidden layer.
-    """
+    """The classifier of a probe: Linear, GELU, Linear. Its gradient is written out, so that ranking needs no backward pass."""
 
     def __init__(self, dim: int, classes: int, width: int) -> None:
         super().__init__()
@@ -41,7 +35,7 @@ class ProbeHead(nn.Module):
         self.output = nn.Linear(width, classes)
 
     def forward(self, features: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits [B, C], and the gradient [B, dim] of the largest logit, for features [B, dim]; both in fp32."""
+        """Compute logits [B, C], and the gradient [B, dim] of the largest logit, for features [B, dim]; both in fp32."""
         before = self.hidden(features).float()
         logits = self.output(F.gelu(before)).float()
         # d gelu(h) / dh = Phi(h) + h phi(h)
@@ -99,23 +93,6 @@ class ABMILAttention(Probe):
         return attention, self.output(pooled)
 
 
-class Attended(NamedTuple):
-    """One pass of the probe's block: H heads of width d.
-
-    normed    [B, N, D] the patches after `norm1`
-    weights   [B, H, N] attention of the class token to the patches
-    values    [B, H, N, d]
-    logits    [B, C]
-    gradient  [B, H, d] of the largest logit, at what each head gathered
-    """
-
-    normed: Tensor
-    weights: Tensor
-    values: Tensor
-    logits: Tensor
-    gradient: Tensor
-
-
 class AttentionProbe(Probe):
     """A class token that attends to the patches, `softmax_n(q_h . k_hn / sqrt(d))`, and a classifier of what its heads gather.
 
@@ -138,14 +115,24 @@ class AttentionProbe(Probe):
         self.value = nn.Linear(dim, width)
         self.head = ProbeHead(width, classes, width)
 
-    def attend(self, patches: Tensor) -> Attended:
-        """One pass over patches [B, N, D]."""
+    @abstractmethod
+    def explain(self, normed: Tensor, weights: Tensor, values: Tensor, gradient: Tensor) -> Tensor:
+        """Attribute the predicted class to the patches, [B, N], from one pass of the block with H heads of width d.
+
+        Args:
+            normed: [B, N, D] the patches after `norm1`.
+            weights: [B, H, N] attention of the class token to the patches.
+            values: [B, H, N, d].
+            gradient: [B, H, d] of the largest logit, at what each head gathered.
+        """
+
+    def attribute(self, patches: Tensor) -> tuple[Tensor, Tensor]:
         normed = self.norm1(patches)
         keys, values = (part(normed).unflatten(-1, (self.heads, -1)).transpose(1, 2).float() for part in (self.key, self.value))
         weights = (torch.einsum("bhnd,hd->bhn", keys, self.query) / math.sqrt(self.query.shape[1])).softmax(-1)
         gathered = torch.einsum("bhn,bhnd->bhd", weights, values).flatten(1)
         logits, gradient = self.head(gathered)
-        return Attended(normed, weights, values, logits, gradient.unflatten(-1, (self.heads, -1)))
+        return self.explain(normed, weights, values, gradient.unflatten(-1, (self.heads, -1))), logits
 
 
 @register_selector("gradcam-norm1")
@@ -160,12 +147,11 @@ class GradCAMNorm1(AttentionProbe):
     description = "Keeps the patches that Grad-CAM shows in a probe's block."
     color, marker = "#3f6f9f", "1"
 
-    def attribute(self, patches: Tensor) -> tuple[Tensor, Tensor]:
-        attended = self.attend(patches)
+    def explain(self, normed: Tensor, weights: Tensor, values: Tensor, gradient: Tensor) -> Tensor:
         # A change of all patches alike reaches the class through the values only, because attention weights sum to one: the
         # gradients through the keys cancel in the sum.
-        weight = attended.gradient.flatten(1) @ self.value.weight  # [B, D]
-        return torch.bmm(attended.normed, weight.unsqueeze(-1)).squeeze(-1), attended.logits
+        weight = gradient.flatten(1) @ self.value.weight  # [B, D]
+        return torch.bmm(normed, weight.unsqueeze(-1)).squeeze(-1)
 
 
 @register_selector("relevance")
@@ -181,7 +167,6 @@ class Relevance(AttentionProbe):
     description = "Keeps the patches with the largest relevance in a probe's attention."
     color, marker = "#9f3f6f", "2"
 
-    def attribute(self, patches: Tensor) -> tuple[Tensor, Tensor]:
-        attended = self.attend(patches)
-        gradient = torch.einsum("bhd,bhnd->bhn", attended.gradient, attended.values)
-        return patches.shape[1] * (gradient * attended.weights).clamp_min(0).mean(1), attended.logits
+    def explain(self, normed: Tensor, weights: Tensor, values: Tensor, gradient: Tensor) -> Tensor:
+        of_weights = torch.einsum("bhd,bhnd->bhn", gradient, values)
+        return normed.shape[1] * (of_weights * weights).clamp_min(0).mean(1)
