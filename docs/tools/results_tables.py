@@ -39,7 +39,7 @@ def render(name: str, number_of: Callable[..., str] | None = None, **values: Any
     )
     shared = {"read": read, "table": table, "number": number, "mean": mean, "about": about, "facts": facts, "BUDGETS": BUDGETS}
     tables = {"over_budgets": over_budgets, "at_budget": at_budget, "both_views": both_views, "NOTE": NOTE}
-    text = environment.get_template(f"{name}.md").render(**shared, **tables, **values)
+    text = environment.get_template(f"{name}.md.j2").render(**shared, **tables, **values)
     if number_of is None:
         return text
     return re.sub(r"\[([\w-]+(?:\|[^\[\]|]+)+)\]", lambda match: number_of(*match[1].split("|")), text)

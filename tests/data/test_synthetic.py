@@ -189,8 +189,8 @@ def test_labels_are_as_many_as_asked_and_hold_every_class_from_eight_on(n: int) 
     ("arguments", "says"),
     [
         (("MELANOMA", 0), "'MELANOMA'.* Available: AK, BCC, BKL, DF, MEL, NV, SCC, VASC"),
-        (("NV", 0, 16), "size must be at least 32"),
-        (("NV", -1), "seed must be at least 0"),
+        (("NV", 0, 16), "`size` must be at least 32"),
+        (("NV", -1), "`seed` must be at least 0"),
     ],
 )
 def test_a_wrong_request_is_rejected_with_what_to_do(arguments: tuple, says: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,10 @@ from medtokenbudget.config import DEFAULT_METHODS, LATSConfig, LossWeights, Rout
 from medtokenbudget.errors import MismatchError, MissingSignalError, RequestError, UnknownNameError
 from medtokenbudget.runs.preflight import check_config, supported_methods
 from medtokenbudget.runs.run import Run, read_results
+from medtokenbudget.tokens import SIGNALS
 from tests.backbone.tiny import CONFIG, tiny_backbone, tiny_manifest
 from tests.drawn import Drawn, quick
+from tests.small_model import small_backbone
 
 BAD = {
     "no epochs": ({"epochs": 0}, "`epochs` must be at least 1, got 0"),
@@ -141,10 +142,8 @@ def test_a_head_that_needs_more_tokens_than_the_smallest_budget_keeps_is_rejecte
 
 
 def test_a_store_without_the_signals_of_a_method_is_rejected_before_anything_is_trained(drawn: Drawn, tmp_path: Path) -> None:
-    shutil.copytree(drawn.store_path, tmp_path / "tokens")
-    for name in ("mean_key", "rollout"):
-        for path in (tmp_path / "tokens").glob(f"{name}-*.npy"):
-            path.unlink()
+    config = replace(CONFIG, signals=tuple(name for name in SIGNALS if name not in ("mean_key", "rollout")))
+    extract(drawn.manifest, tmp_path / "tokens", small_backbone(tmp_path), config)
     with pytest.raises(MissingSignalError, match=r"has no mean_key, rollout for .* mean_key rollout"):
         sweep(drawn, tmp_path / "run", "center", "rollout", "tome:keys", store=tmp_path / "tokens")
     assert not (tmp_path / "run" / "units").exists()
