@@ -13,13 +13,13 @@ from typing import Any
 
 import pandas as pd
 import pytest
-import torch
 from PIL import Image
 from safetensors.numpy import load_file
 
 import medtokenbudget as mtb
 from medtokenbudget.cli import main
 from medtokenbudget.data.synthetic import draw
+from medtokenbudget.devices import cpu_threads
 from medtokenbudget.errors import RequestError, UnknownNameError, WorkError
 from medtokenbudget.files import read_json, read_lines
 from medtokenbudget.model import MedTokenBudget, batch
@@ -172,9 +172,9 @@ def test_a_finished_table_needs_no_cluster(router: MedTokenBudget, photos: Path,
 
 @pytest.mark.slow
 def test_several_processes_write_the_same_files_as_one(router: MedTokenBudget, photos: Path, tmp_path: Path) -> None:
-    torch.set_num_threads(1)  # as in the workers: the number of threads changes the last bit
-    for name, jobs in (("one", 1), ("two", 2)):
-        route_files(photos, tmp_path / name, router, tmp_path / "masks", replace(CONFIG, jobs=jobs))
+    with cpu_threads(1):  # as in the workers: the number of threads changes the last bit
+        for name, jobs in (("one", 1), ("two", 2)):
+            route_files(photos, tmp_path / name, router, tmp_path / "masks", replace(CONFIG, jobs=jobs))
     one, two = ({path.name: path.read_bytes() for path in (tmp_path / name).rglob("*.*")} for name in ("one", "two"))
     assert one == two
 

@@ -127,7 +127,7 @@ def test_only_calibrated_promises_are_accepted(
         (["--retention", "0.6", "--selector", "center"], "'center' of this model is not calibrated"),
         (["--retention", "0.6", "--budget", "0.3"], "exclude each other"),
         (["--coverage", "0.9"], "--coverage belongs to --retention"),
-        (["--retention", "1.5"], "Did you mean 1.5%?"),
+        (["--retention", "1.5"], "Did you mean 0.015?"),
     ):
         assert main([*predict, *options]) == 2
         assert message in capsys.readouterr().err
