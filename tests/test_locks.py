@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import signal
 import threading
 import time
 from pathlib import Path
@@ -93,11 +94,15 @@ def test_two_different_runs_into_one_directory_do_not_mix(sweep: list[object], t
     run = tmp_path / "run"
     first = processes.Running([*sweep, "--epochs", 12, "--methods", "lats"], tmp_path / "first")
     _started(first, run / "units" / "lats-42" / "metrics.jsonl")
-    for arguments in ([*sweep, "--epochs", 3, "--methods", "lats", "center"], ["report", run]):
-        second = processes.run(arguments, tmp_path / "second")
-        assert second.code == 1
-        assert f"{run} is being written by process {first.pid} on " in second.said
-        assert "Traceback" not in second.said
+    os.kill(first.pid, signal.SIGSTOP)  # it must not end before the others have tried
+    try:
+        for arguments in ([*sweep, "--epochs", 3, "--methods", "lats", "center"], ["report", run]):
+            second = processes.run(arguments, tmp_path / "second")
+            assert second.code == 1, second.said
+            assert f"{run} is being written by process {first.pid} on " in second.said
+            assert "Traceback" not in second.said
+    finally:
+        os.kill(first.pid, signal.SIGCONT)
     ended = first.wait()
     assert ended.code == 0, ended.said
     epochs = [row["epoch"] for row in read_lines(run / "units" / "lats-42" / "metrics.jsonl")]

@@ -32,6 +32,8 @@ from medtokenbudget.data.manifest import listed
 from medtokenbudget.errors import RequestError
 from medtokenbudget.escaping import csv_frame, from_csv_cell
 from medtokenbudget.files import atomic_write, read_json, read_lines, sha256_file, unsealed, write_safetensors, write_sealed
+from medtokenbudget.locks import FILE as LOCK
+from medtokenbudget.locks import exclusive
 from medtokenbudget.measures import NOT_MEASURED, Cell
 from medtokenbudget.model.model import MedTokenBudget, load
 from medtokenbudget.progress import say
@@ -248,6 +250,9 @@ def _begin_once(path: Path, manifest: Path, store: Path, config: TrainConfig, *c
 def _read_facts(path: Path) -> dict[str, Any]:
     """Read and check `run.json`; what a later version added is left out."""
     if not (path / FILE).is_file():
+        if (path / LOCK).exists():  # a sweep writes run.json with its first finished unit
+            with exclusive(path):
+                pass
         what = "does not exist" if not path.exists() else f"is not a run directory: it has no {FILE}"
         raise RequestError(f"{path} {what}. Make a run with `mtb train`, `mtb sweep` or `mtb reproduce`.")
     values = read_json(path / FILE)
