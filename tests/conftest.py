@@ -1,4 +1,4 @@
-"""Fixtures that all rooms' tests share."""
+"""Fixtures that all tests share."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+import medtokenbudget.api  # noqa: F401  # before a test patches a function that it imports
 from tests.drawn import Drawn, drawn_store
 from tests.machine import absent
 
