@@ -183,8 +183,8 @@ ISIC_BAD = {
     "empty cell": (write_truth("ISIC_1,1,,0,0,0,0,0,0,0"), {}, "1 rows do not have exactly one 1"),
     "unknown class": (write_truth("ISIC_1,0,0,0,0,0,0,0,0,1"), {}, "class UNK.*ISIC_1"),
     "image twice": (write_truth(ROWS[0], ROWS[0]), {}, "more than one row for ISIC_1"),
-    "empty csv": (lambda root: (root / GROUND_TRUTH).write_text(""), {}, "not a CSV file"),
-    "binary csv": (lambda root: (root / GROUND_TRUTH).write_bytes(b"\xff\xfe\x00\x80image"), {}, "not a CSV file"),
+    "empty csv": (lambda root: (root / GROUND_TRUTH).write_text(""), {}, "not a readable CSV file"),
+    "binary csv": (lambda root: (root / GROUND_TRUTH).write_bytes(b"\xff\xfe\x00\x80image"), {}, "not a readable CSV file"),
     "image without a row": (write_truth(ROWS[0]), {}, "no row.*ISIC_2_downsampled.jpg.*`ignore_unlabeled`"),
     "lesion ids missing": (lambda root: (root / METADATA).write_text("image\nISIC_1\n"), {}, "lacks the columns lesion_id"),
     "unknown mask source": (lambda root: None, {"mask_sources": ["isic2081"]}, "Did you mean 'isic2018'"),
@@ -473,7 +473,7 @@ CSV_BAD = {
     "no image column": ("file,label\na.png,MEL\n", {}, "no column 'image', only file"),
     "a column that means nothing": ("image,lable\npictures/0.png,MEL\n", {}, "unknown columns: lable"),
     "no rows": ("image,label\n", {}, "has no rows"),
-    "empty file": ("", {}, "not a CSV file"),
+    "empty file": ("", {}, "not a readable CSV file"),
     "image missing": ("image\npictures/9.png\n", {}, r"images that do not exist: row 2 \(pictures/9.png\)"),
     "image cell empty": ("image,label\n,MEL\n", {}, "image is empty: row 2"),
     "mask missing": ("image,mask\npictures/0.png,m.png\n", {}, r"masks that do not exist: row 2 \(m.png\)"),
@@ -483,7 +483,7 @@ CSV_BAD = {
     "split empty": ("image,split\npictures/0.png,\n", {}, "other than train, select, val: row 2"),
     "id twice": ("image,image_id\npictures/0.png,a\npictures/1.png,a\n", {}, "more than once: a"),
     "name twice": ("image\npictures/0.png\n./pictures/0.png\n", {}, "more than once: 0.*add a column image_id"),
-    "ragged": ("image,label\npictures/0.png,MEL,3,4\n\n1,2,3,4,5,6\n", {}, "not a CSV file|columns|exist"),
+    "ragged": ("image,label\npictures/0.png,MEL,3,4\n\n1,2,3,4,5,6\n", {}, "not a readable CSV file|columns|exist"),
 }
 
 
