@@ -5,7 +5,7 @@ All are computed in fp32. The terms of the scorer see the raw scores, before smo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 
 import torch
@@ -74,20 +74,19 @@ def lesion_mass_loss(attention: Tensor, lesion: Tensor, has_mask: Tensor) -> Ten
     return -mass.clamp_min(_MARGIN).log().mean()
 
 
-def lesion_term(logits: Tensor, tokens: TokenBatch, weight: float) -> Tensor:
-    """Compute the lesion loss of score logits [B, N] on a batch: zero without masks, without gradient if its weight is 0."""
+def lesion_term(
+    scores: Tensor, tokens: TokenBatch, weight: float, loss: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
+) -> Tensor:
+    """Compute the lesion loss of score logits [B, N] on a batch: zero without masks, without gradient if its weight is 0.
+
+    `loss` is another one than that of logits, such as `lesion_mass_loss`.
+    """
     with _graph_if(weight):
         if tokens.lesion is None or tokens.has_mask is None:
-            return logits.sum() * 0.0
-        return lesion_loss(logits, tokens.lesion, tokens.has_mask, from_logits=True)
-
-
-def lesion_mass_term(attention: Tensor, tokens: TokenBatch, weight: float) -> Tensor:
-    """Compute the lesion loss of attention [B, N] on a batch: zero without masks, without gradient if its weight is 0."""
-    with _graph_if(weight):
-        if tokens.lesion is None or tokens.has_mask is None:
-            return attention.sum() * 0.0
-        return lesion_mass_loss(attention, tokens.lesion, tokens.has_mask)
+            return scores.sum() * 0.0
+        if loss is not None:
+            return loss(scores, tokens.lesion, tokens.has_mask)
+        return lesion_loss(scores, tokens.lesion, tokens.has_mask, from_logits=True)
 
 
 def distillation_loss(scores: Tensor, cls_attention: Tensor) -> Tensor:
@@ -112,18 +111,9 @@ def scorer_terms(
 ) -> dict[str, Tensor]:
     """Compute the terms of the paper's objective that depend on the scores alone, unweighted.
 
-    Args:
-        scores: [B, N] raw scores in [0, 1].
-        k: Number of kept patches at `budget`.
-        budget: The budget.
-        weights: A term whose weight is 0 is reported where its inputs are there, and has no gradient.
-        lesion: [B, N] lesion patches; a batch without them has no masks, and its lesion term is zero.
-        has_mask: [B] which images have a mask.
-        cls_attention: [B, N] attention of the class token.
-        score_logits: [B, N] scores before the sigmoid; they make the lesion term numerically stable.
-
-    Raises:
-        MissingSignalError: A weighted term needs an input that is None.
+    Scores [B, N] are raw ones in [0, 1]; their logits make the lesion term numerically stable. A term whose weight is 0 is reported
+    where its inputs are known, without gradient. A batch without lesion patches has no masks, and its lesion term is zero; a
+    distillation term that counts needs the attention of the class token.
     """
     terms = {"budget": scores.new_tensor(budget_deviation(k, scores.shape[1], budget))}
     with _graph_if(weights.diversity):
@@ -131,10 +121,9 @@ def scorer_terms(
     with _graph_if(weights.lesion):
         if lesion is None or has_mask is None:
             terms["lesion"] = scores.sum() * 0.0
-        elif score_logits is not None:
-            terms["lesion"] = lesion_loss(score_logits, lesion, has_mask, from_logits=True)
         else:
-            terms["lesion"] = lesion_loss(scores, lesion, has_mask)
+            from_logits = score_logits is not None
+            terms["lesion"] = lesion_loss(scores if score_logits is None else score_logits, lesion, has_mask, from_logits)
     if cls_attention is not None:
         with _graph_if(weights.distillation):
             terms["distillation"] = distillation_loss(scores, cls_attention)
