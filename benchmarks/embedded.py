@@ -119,10 +119,10 @@ def from_store(store: FeatureStore, ids: Sequence[str]) -> Tokens:
     """The masked images of `ids` that have at least one lesion patch."""
     rows = store.rows(ids)
     rows = rows[store.has_mask.numpy()[rows] & store.lesion.numpy()[rows].any(1)]
-    found = TokenBatch.cat([store.read(part, dtype=torch.float16) for part in np.array_split(rows, max(1, len(rows) // 64))])
-    assert found.attention_entropy is not None
-    assert found.lesion is not None
-    return Tokens(found.patches, found.attention_entropy.float(), found.lesion, found.grid)
+    tokens = store.read(rows, dtype=torch.float16)
+    assert tokens.attention_entropy is not None
+    assert tokens.lesion is not None
+    return Tokens(tokens.patches, tokens.attention_entropy.float(), tokens.lesion, tokens.grid)
 
 
 def raw_pixels(manifest: Manifest, grid: tuple[int, int] = (16, 16), size: int = 224) -> Tokens:

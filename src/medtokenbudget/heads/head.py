@@ -28,8 +28,6 @@ class Head(nn.Module, ABC):
         description: What it does, in one sentence.
         reads: 'mean' for heads that read the mean of the kept tokens, 'tokens' for heads that read all of them.
         needs: Fewest tokens that the head can read.
-        dim: Embedding dimension D of the tokens.
-        classes: Number of classes C.
     """
 
     name: ClassVar[str] = ""
@@ -89,7 +87,6 @@ class TokenHead(Head):
         return self(TokenSet.of(selection, grid))
 
     def check(self, kept: TokenSet) -> TokenSet:
-        """Return the tokens, if this head can read them."""
         if not isinstance(kept, TokenSet):
             raise ShapeError(
                 f"Head '{self.name}' reads tokens, not their mean. Pass a TokenSet, for example TokenSet.of(selection, grid)."

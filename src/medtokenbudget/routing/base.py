@@ -71,10 +71,7 @@ class Selector(ABC):
         self.minimum = minimum
 
     def options(self) -> dict[str, Any]:
-        """Return the constructor options (all but `dim`) as JSON values, so that a saved model can build this selector again.
-
-        The default reads the attributes with the names of the options; a selector that stores them elsewhere overrides this.
-        """
+        """Return the constructor options (all but `dim`) as JSON values, so that a saved model can build this selector again."""
         names = [name for name in inspect.signature(type(self)).parameters if name != "dim"]
         if missing := [name for name in names if not hasattr(self, name)]:
             raise RequestError(
