@@ -99,7 +99,7 @@ def train_router(train: Tokens, epochs: int, seed: int = 0) -> LATSSelector:
             batch = train.batch(rows)
             assert batch.lesion is not None
             assert batch.has_mask is not None
-            loss = lesion_loss(selector.logits(batch, generator), batch.lesion, batch.has_mask, from_logits=True)
+            loss = lesion_loss(selector.logits(batch, generator), batch.lesion, batch.has_mask)
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(selector.parameters(), config.clip)

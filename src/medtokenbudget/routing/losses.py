@@ -45,20 +45,13 @@ def diversity_loss(scores: Tensor) -> Tensor:
     return (similarity.sum() - similarity.diagonal().sum()) / (b * (b - 1))
 
 
-def lesion_loss(scores: Tensor, lesion: Tensor, has_mask: Tensor, from_logits: bool = False) -> Tensor:
-    """Compute the binary cross-entropy of scores and lesion patches, both [B, N] (Eq. 6), over the images with a mask [B].
-
-    With `from_logits` the scores are logits, which is the stable way; scores in [0, 1] are held off 0 and 1.
-    """
-    _check_agree("Scores", scores, lesion, has_mask)
+def lesion_loss(score_logits: Tensor, lesion: Tensor, has_mask: Tensor) -> Tensor:
+    """Compute the binary cross-entropy of score logits and lesion patches, both [B, N] (Eq. 6), over the images with a mask [B]."""
+    _check_agree("Scores", score_logits, lesion, has_mask)
     rows = has_mask.bool()
     if not bool(rows.any()):
-        return scores.sum() * 0.0
-    predicted, target = scores[rows].float(), lesion[rows].float()
-    if from_logits:
-        return F.binary_cross_entropy_with_logits(predicted, target)
-    predicted = predicted.clamp(_MARGIN, 1 - _MARGIN)
-    return -(target * predicted.log() + (1 - target) * torch.log1p(-predicted)).mean()
+        return score_logits.sum() * 0.0
+    return F.binary_cross_entropy_with_logits(score_logits[rows].float(), lesion[rows].float())
 
 
 def lesion_mass_loss(attention: Tensor, lesion: Tensor, has_mask: Tensor) -> Tensor:
@@ -75,18 +68,13 @@ def lesion_mass_loss(attention: Tensor, lesion: Tensor, has_mask: Tensor) -> Ten
 
 
 def lesion_term(
-    scores: Tensor, tokens: TokenBatch, weight: float, loss: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
+    values: Tensor, tokens: TokenBatch, weight: float, loss: Callable[[Tensor, Tensor, Tensor], Tensor] = lesion_loss
 ) -> Tensor:
-    """Compute the lesion loss of score logits [B, N] on a batch: zero without masks, without gradient if its weight is 0.
-
-    `loss` is another one than that of logits, such as `lesion_mass_loss`.
-    """
+    """Compute a lesion loss of what it reads, [B, N], on a batch: zero without masks, without gradient if its weight is 0."""
     with _graph_if(weight):
         if tokens.lesion is None or tokens.has_mask is None:
-            return scores.sum() * 0.0
-        if loss is not None:
-            return loss(scores, tokens.lesion, tokens.has_mask)
-        return lesion_loss(scores, tokens.lesion, tokens.has_mask, from_logits=True)
+            return values.sum() * 0.0
+        return loss(values, tokens.lesion, tokens.has_mask)
 
 
 def distillation_loss(scores: Tensor, cls_attention: Tensor) -> Tensor:
@@ -101,19 +89,18 @@ def distillation_loss(scores: Tensor, cls_attention: Tensor) -> Tensor:
 def scorer_terms(
     scores: Tensor,
     *,
+    score_logits: Tensor,
     k: int,
     budget: float,
     weights: LossWeights,
     lesion: Tensor | None = None,
     has_mask: Tensor | None = None,
     cls_attention: Tensor | None = None,
-    score_logits: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """Compute the terms of the paper's objective that depend on the scores alone, unweighted.
 
     Scores [B, N] are raw ones in [0, 1]; their logits make the lesion term numerically stable. A term whose weight is 0 is reported
-    where its inputs are known, without gradient. A batch without lesion patches has no masks, and its lesion term is zero; a
-    distillation term that counts needs the attention of the class token.
+    where its inputs are known, without gradient. Without masks the lesion term is zero.
     """
     terms = {"budget": scores.new_tensor(budget_deviation(k, scores.shape[1], budget))}
     with _graph_if(weights.diversity):
@@ -122,8 +109,7 @@ def scorer_terms(
         if lesion is None or has_mask is None:
             terms["lesion"] = scores.sum() * 0.0
         else:
-            from_logits = score_logits is not None
-            terms["lesion"] = lesion_loss(scores if score_logits is None else score_logits, lesion, has_mask, from_logits)
+            terms["lesion"] = lesion_loss(score_logits, lesion, has_mask)
     if cls_attention is not None:
         with _graph_if(weights.distillation):
             terms["distillation"] = distillation_loss(scores, cls_attention)

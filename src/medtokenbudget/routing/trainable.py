@@ -157,13 +157,13 @@ class ScoredRanker(LearnedSelector, Ranker):
         with torch.autocast(scores.device.type, enabled=False):
             terms = scorer_terms(
                 scores,
+                score_logits=score_logits,
                 k=k,
                 budget=budget,
                 weights=config.losses,
                 lesion=_at(tokens.lesion, at),
                 has_mask=tokens.has_mask,
                 cls_attention=_at(tokens.cls_attention, at),
-                score_logits=score_logits,
             )
         pooled = None if mask is None else masked_mean(tokens.patches, mask)
         return TrainingPass(pooled, terms, scores, {name: getattr(config.losses, name) for name in terms}, mask)
