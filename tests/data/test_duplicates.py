@@ -10,10 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image, ImageEnhance
-from scipy.fft import dct
 
 from medtokenbudget.data import Manifest, merged_groups
-from medtokenbudget.data.duplicates import Fingerprint, _close_hashes, exact_pairs, fingerprint, merge, near_pairs, perceptual_hash
+from medtokenbudget.data.duplicates import Fingerprint, _close_hashes, exact_pairs, fingerprint, merge, near_pairs
 from tests.data.pictures import lesion_picture, save
 
 
@@ -74,14 +73,6 @@ def test_the_same_bytes_are_exact_and_not_near(tmp_path: Path) -> None:
     white, black, small = Image.new("RGB", (64, 64), "white"), Image.new("RGB", (64, 64)), Image.new("RGB", (32, 32), "white")
     assert near_pairs(prints(tmp_path, white, black, small)) == [(0, 2)]
     assert near_pairs([]) == []
-
-
-def test_the_hash_is_the_sign_of_the_low_cosine_frequencies() -> None:
-    thumbnail = np.random.default_rng(0).integers(0, 256, (32, 32)).astype(np.uint8)
-    low = dct(dct(thumbnail.astype(float), axis=0, norm="ortho"), axis=1, norm="ortho")[:8, :8].reshape(-1)
-    median = np.median(low[1:])
-    expected = sum(1 << bit for bit in range(1, 64) if low[bit] > median)
-    assert perceptual_hash(thumbnail) == expected
 
 
 def test_groups_join_along_chains_of_pairs() -> None:
