@@ -99,7 +99,7 @@ def train_router(train: Tokens, epochs: int, seed: int = 0) -> LATSSelector:
             batch = train.batch(rows)
             assert batch.lesion is not None
             assert batch.has_mask is not None
-            loss = lesion_loss(selector.logits(batch, generator), batch.lesion, batch.has_mask, from_logits=True)
+            loss = lesion_loss(selector.logits(batch, generator), batch.lesion, batch.has_mask)
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(selector.parameters(), config.clip)
@@ -119,10 +119,10 @@ def from_store(store: FeatureStore, ids: Sequence[str]) -> Tokens:
     """The masked images of `ids` that have at least one lesion patch."""
     rows = store.rows(ids)
     rows = rows[store.has_mask.numpy()[rows] & store.lesion.numpy()[rows].any(1)]
-    found = TokenBatch.cat([store.read(part, dtype=torch.float16) for part in np.array_split(rows, max(1, len(rows) // 64))])
-    assert found.attention_entropy is not None
-    assert found.lesion is not None
-    return Tokens(found.patches, found.attention_entropy.float(), found.lesion, found.grid)
+    tokens = store.read(rows, dtype=torch.float16)
+    assert tokens.attention_entropy is not None
+    assert tokens.lesion is not None
+    return Tokens(tokens.patches, tokens.attention_entropy.float(), tokens.lesion, tokens.grid)
 
 
 def raw_pixels(manifest: Manifest, grid: tuple[int, int] = (16, 16), size: int = 224) -> Tokens:

@@ -71,6 +71,7 @@ def plain_step(scorer: PlainLATS, head: nn.Module, optimizer: torch.optim.Optimi
     mask = hard + soft - soft.detach()
     pooled = (tokens.patches * mask.unsqueeze(-1)).sum(1) / mask.sum(1, keepdim=True)
     known = {name: getattr(tokens, name) for name in ("lesion", "has_mask", "cls_attention")}
+    known["score_logits"] = torch.logit(scores)
     _descend(head(pooled), scorer_terms(scores, k=k, budget=budget, weights=LossWeights(), **known), optimizer, tokens)
 
 

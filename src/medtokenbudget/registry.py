@@ -77,6 +77,17 @@ class Registry(Generic[T]):
             raise RequestError(f"{self.kind.capitalize()} '{name}' cannot be created with {options}: {error}.") from None
         return entry(**options)
 
+    def options(self, instance: T, *given: str) -> dict[str, Any]:
+        """Return the options, all but those `given`, with which `create` builds an instance again, as JSON values."""
+        names = [name for name in inspect.signature(type(instance)).parameters if name not in given]
+        if missing := [name for name in names if not hasattr(instance, name)]:
+            raise RequestError(
+                f"{self.kind.capitalize()} '{instance.name}' does not store its option(s) {', '.join(missing)}, so it "  # type: ignore[attr-defined]
+                "cannot be saved. Keep each option as an attribute of the same name, or override options()."
+            )
+        values = {name: getattr(instance, name) for name in names}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
     def _load_entry_points(self) -> None:
         if self._scanned == sys.path:
             return

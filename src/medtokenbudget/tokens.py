@@ -66,27 +66,16 @@ class TokenBatch:
     places: Tensor | None = None
 
     def __post_init__(self) -> None:
-        if self.patches.ndim != 3:
-            raise ShapeError(f"`patches` must be [B, N, D], got {list(self.patches.shape)}.")
-        b, n, d = self.patches.shape
+        b, n, d = _three_axes("patches", "[B, N, D]", self.patches)
         if self.places is not None:
             if tuple(self.places.shape) != (b, n):
                 raise ShapeError(f"`places` must be {[b, n]} for patches {[b, n, d]}, got {list(self.places.shape)}.")
             n = self.grid[0] * self.grid[1]
         check_grid(self.grid, n)
-        expected = {
-            "cls": (b, d),
-            "attention_entropy": (b, n),
-            "cls_attention": (b, n),
-            "received_attention": (b, n),
-            "value_norm": (b, n),
-            "mean_key": (b, n, 0 if self.mean_key is None else self.mean_key.shape[-1]),
-            "rollout": (b, n),
-            "luminance": (b, n),
-            "label": (b,),
-            "lesion": (b, n),
-            "has_mask": (b,),
-        }
+        expected: dict[str, tuple[int, ...]] = dict.fromkeys((*SIGNALS, "luminance", "lesion"), (b, n))
+        expected |= {"cls": (b, d), "label": (b,), "has_mask": (b,)}
+        if self.mean_key is not None:
+            expected["mean_key"] = (b, n, self.mean_key.shape[-1])
         for name, shape in expected.items():
             value = getattr(self, name)
             if value is not None and tuple(value.shape) != shape:
@@ -122,7 +111,7 @@ class TokenBatch:
         """Return the images at `rows`."""
         if isinstance(rows, slice):
             rows = range(len(self))[rows]
-        index = torch.as_tensor(list(rows) if not isinstance(rows, Tensor) else rows, dtype=torch.long)
+        index = rows.long() if isinstance(rows, Tensor) else torch.tensor(list(rows), dtype=torch.long)
         ids = None if self.image_id is None else tuple(self.image_id[i] for i in index.tolist())
         return replace(replace(self, image_id=None)._map(lambda t: t[index.to(t.device)]), image_id=ids)
 
@@ -138,22 +127,6 @@ class TokenBatch:
                 name = self.image_id[row] if self.image_id else f"row {row}"
                 raise NonFiniteError(f"The {field} of {name} contain NaN or infinite values. Extract this image again.")
         return self
-
-    @staticmethod
-    def cat(batches: Sequence[TokenBatch]) -> TokenBatch:
-        """Join batches one after the other; a field that one of them lacks must be lacking in all."""
-        first = batches[0]
-        values: dict[str, Any] = {"grid": first.grid}
-        for f in fields(first):
-            if f.name == "grid":
-                continue
-            parts = [getattr(b, f.name) for b in batches]
-            if any(p is None for p in parts) != all(p is None for p in parts):
-                raise ShapeError(f"Some batches have `{f.name}` and some do not, so they cannot be joined.")
-            if parts[0] is None:
-                continue
-            values[f.name] = torch.cat(parts) if isinstance(parts[0], Tensor) else tuple(x for p in parts for x in p)
-        return TokenBatch(**values)
 
 
 @dataclass(frozen=True)
@@ -184,9 +157,7 @@ class Selection:
     attention: Tensor | None = None
 
     def __post_init__(self) -> None:
-        if self.tokens.ndim != 3:
-            raise ShapeError(f"`tokens` must be [B, K, D], got {list(self.tokens.shape)}.")
-        b, k, _ = self.tokens.shape
+        b, k, _ = _three_axes("tokens", "[B, K, D]", self.tokens)
         if tuple(self.weights.shape) != (b, k):
             raise ShapeError(f"`weights` must be {[b, k]}, got {list(self.weights.shape)}.")
         if self.kept is not None and self.kept.shape != self.assignment.shape:
@@ -217,10 +188,10 @@ class TokenSet:
     """The tokens of B images as a head reads them.
 
     Attributes:
-        tokens: [B, K, D] the tokens in fp32.
+        tokens: [B, K, D] in fp32.
         weights: [B, K] how much each token counts: 1, or the differentiable mask of all patches while a selector learns.
         positions: [B, K, 2] row and column of each token on the grid; the mean position of its patches for a merged token.
-        grid: (h, w) patches per column and row.
+        grid: (h, w).
     """
 
     tokens: Tensor
@@ -229,9 +200,7 @@ class TokenSet:
     grid: tuple[int, int]
 
     def __post_init__(self) -> None:
-        if self.tokens.ndim != 3:
-            raise ShapeError(f"`tokens` must be [B, K, D], got {list(self.tokens.shape)}.")
-        b, k, _ = self.tokens.shape
+        b, k, _ = _three_axes("tokens", "[B, K, D]", self.tokens)
         if tuple(self.weights.shape) != (b, k) or tuple(self.positions.shape) != (b, k, 2):
             raise ShapeError(
                 f"`weights` must be {[b, k]} and `positions` {[b, k, 2]}, "
@@ -270,6 +239,12 @@ class TokenSet:
         return cls(patches.float(), mask.float(), positions, grid)
 
 
+def _three_axes(name: str, axes: str, tokens: Tensor) -> tuple[int, int, int]:
+    if tokens.ndim != 3:
+        raise ShapeError(f"`{name}` must be {axes}, got {list(tokens.shape)}.")
+    return tokens.shape[0], tokens.shape[1], tokens.shape[2]
+
+
 def _places(grid: tuple[int, int], device: torch.device) -> Tensor:
     """Return row and column of each patch, [N, 2]."""
     rows, columns = torch.arange(grid[0], device=device), torch.arange(grid[1], device=device)
@@ -283,9 +258,7 @@ def check_grid(grid: tuple[int, int], n: int) -> None:
 
 
 def cosine_attention(queries: Tensor, keys: Tensor, temperature: float = PSEUDO_TEMPERATURE) -> Tensor:
-    """Compute pseudo-attention: softmax over the keys of `cosine / temperature`, from [B, M, D] and [B, N, D] to [B, M, N] in fp32.
-
-    In this file because backbones and routing both compute it, and neither imports the other.
-    """
+    """Compute pseudo-attention [B, M, N] in fp32: the softmax over the keys [B, N, D] of `cosine / temperature` of each query."""
+    # In this file because backbones and routing both compute it, and neither imports the other.
     query, key = (torch.nn.functional.normalize(tokens.float(), dim=-1) for tokens in (queries, keys))
     return torch.softmax(query @ key.transpose(1, 2) / temperature, dim=-1)

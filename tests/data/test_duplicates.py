@@ -10,10 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image, ImageEnhance
-from scipy.fft import dct
 
 from medtokenbudget.data import Manifest, merged_groups
-from medtokenbudget.data.duplicates import Fingerprint, _close_hashes, exact_pairs, fingerprint, merge, near_pairs, perceptual_hash
+from medtokenbudget.data.duplicates import Fingerprint, _close_hashes, exact_pairs, fingerprint, merge, near_pairs
 from tests.data.pictures import lesion_picture, save
 
 
@@ -76,14 +75,6 @@ def test_the_same_bytes_are_exact_and_not_near(tmp_path: Path) -> None:
     assert near_pairs([]) == []
 
 
-def test_the_hash_is_the_sign_of_the_low_cosine_frequencies() -> None:
-    thumbnail = np.random.default_rng(0).integers(0, 256, (32, 32)).astype(np.uint8)
-    low = dct(dct(thumbnail.astype(float), axis=0, norm="ortho"), axis=1, norm="ortho")[:8, :8].reshape(-1)
-    median = np.median(low[1:])
-    expected = sum(1 << bit for bit in range(1, 64) if low[bit] > median)
-    assert perceptual_hash(thumbnail) == expected
-
-
 def test_groups_join_along_chains_of_pairs() -> None:
     assert merge(["d", "b", "c", "a", "b"], [(0, 1), (1, 2)]) == ["b", "b", "b", "a", "b"]
     assert merge(list("abcde"), [(3, 4), (2, 3), (1, 2), (0, 1)]) == ["a"] * 5
@@ -101,20 +92,12 @@ def test_an_unreadable_image_is_named_and_keeps_its_group(tmp_path: Path) -> Non
 
 
 def test_close_hashes_are_all_pairs_of_a_plain_comparison_in_order() -> None:
-    hashes = np.random.default_rng(1).integers(0, 1 << 12, 1_300).astype(np.uint64)
+    # More than one block of 512.
+    hashes = np.random.default_rng(1).integers(0, 1 << 12, 700).astype(np.uint64)
     left, right = _close_hashes(hashes, 1)
     known = [int(value) for value in hashes]
-    plain = [(i, j) for i in range(1_300) for j in range(i + 1, 1_300) if bin(known[i] ^ known[j]).count("1") <= 1]
+    plain = [(i, j) for i in range(700) for j in range(i + 1, 700) if bin(known[i] ^ known[j]).count("1") <= 1]
     assert list(zip(left.tolist(), right.tolist())) == plain
-
-
-def test_a_copy_is_found_among_thousands_of_images() -> None:
-    rng = np.random.default_rng(0)
-    thumbnails = rng.integers(0, 256, (3_000, 32, 32)).astype(np.uint8)
-    hashes = rng.integers(0, 1 << 63, 3_000)
-    many = [Fingerprint(str(k), int(h), t) for k, (h, t) in enumerate(zip(hashes, thumbnails))]
-    many[2_900] = Fingerprint("copy", many[77].phash ^ 0b110, many[77].thumbnail)
-    assert near_pairs(many) == [(77, 2_900)]
 
 
 @pytest.mark.slow

@@ -13,26 +13,8 @@ import pytest
 from PIL import Image
 
 from medtokenbudget.cli import main
-from medtokenbudget.data import (
-    Manifest,
-    csv_manifest,
-    folder_manifest,
-    isic_manifest,
-    kvasir_manifest,
-    match_masks,
-    open_data,
-    paper_split,
-)
-from medtokenbudget.data.readers import (
-    GROUND_TRUTH,
-    IMAGES,
-    ISIC_CLASSES,
-    KVASIR_CLASSES,
-    MASK_FOLDERS,
-    METADATA,
-    read_ground_truth,
-    read_lesions,
-)
+from medtokenbudget.data import Manifest, csv_manifest, folder_manifest, isic_manifest, kvasir_manifest, paper_split, readers
+from medtokenbudget.data.readers import GROUND_TRUTH, IMAGES, ISIC_CLASSES, KVASIR_CLASSES, MASK_FOLDERS, METADATA
 from medtokenbudget.errors import RequestError
 from medtokenbudget.model import expand
 from tests.data.pictures import class_folders, disc_mask, lesion_picture, save
@@ -44,7 +26,7 @@ def real(shared: Path) -> Path:
 
 
 def test_the_paper_split_has_the_papers_counts_and_a_partial_download_stays_on_its_side(real: Path) -> None:
-    truth = read_ground_truth(real / GROUND_TRUTH)
+    truth = readers.read_ground_truth(real / GROUND_TRUTH)
     split = paper_split(len(truth))
     assert Counter(split) == {"train": 20_264, "val": 5_067}
     validation = Counter(truth["label"][split == "val"])
@@ -57,7 +39,7 @@ def test_the_paper_split_has_the_papers_counts_and_a_partial_download_stays_on_i
     order = {image: place for place, image in enumerate(truth["image"])}
     assert manifest.ids == sorted(manifest.ids, key=order.__getitem__)
     assert all(manifest.image_path(i).is_file() for i in range(0, len(manifest), 100))
-    lesions = read_lesions(real / METADATA)
+    lesions = readers.read_lesions(real / METADATA)
     assert 25_331 - len(lesions) == 2_084
     assert all(group == lesions.get(image, image) for image, group in zip(manifest.ids, manifest.rows["group"]))
 
@@ -82,7 +64,7 @@ def whole(real: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     lines = (Path(__file__).parent / "isic2018_task1.txt").read_text().splitlines()
     masks = [f"ISIC_{number}_segmentation.png" for line in lines if not line.startswith("#") for number in line.split()]
     assert len(set(masks)) == 2_594
-    images = [f"{image}.jpg" for image in read_ground_truth(real / GROUND_TRUTH)["image"]]
+    images = [f"{image}.jpg" for image in readers.read_ground_truth(real / GROUND_TRUTH)["image"]]
     for folder, names in ((IMAGES, images), (MASK_FOLDERS["isic2018"], masks)):
         (root / folder).mkdir()
         for name in names:
@@ -113,9 +95,9 @@ def test_the_complete_files_give_the_papers_counts_of_masks(
 def test_matching_by_id_looks_through_the_suffix_and_exact_does_not() -> None:
     images = ["ISIC_1", "ISIC_2_downsampled", "ISIC_3", "ISIC_4_downsampled"]
     masks = ["ISIC_1", "ISIC_2", "ISIC_9"]
-    assert match_masks(images, masks, "exact") == {"ISIC_1": "ISIC_1"}
-    assert match_masks(images, masks, "by-id") == {"ISIC_1": "ISIC_1", "ISIC_2_downsampled": "ISIC_2"}
-    assert match_masks(images, masks, "none") == {}
+    assert readers.match_masks(images, masks, "exact") == {"ISIC_1": "ISIC_1"}
+    assert readers.match_masks(images, masks, "by-id") == {"ISIC_1": "ISIC_1", "ISIC_2_downsampled": "ISIC_2"}
+    assert readers.match_masks(images, masks, "none") == {}
 
 
 TRUTH = "image,MEL,NV,BCC,AK,BKL,DF,VASC,SCC,UNK\n"
@@ -183,8 +165,8 @@ ISIC_BAD = {
     "empty cell": (write_truth("ISIC_1,1,,0,0,0,0,0,0,0"), {}, "1 rows do not have exactly one 1"),
     "unknown class": (write_truth("ISIC_1,0,0,0,0,0,0,0,0,1"), {}, "class UNK.*ISIC_1"),
     "image twice": (write_truth(ROWS[0], ROWS[0]), {}, "more than one row for ISIC_1"),
-    "empty csv": (lambda root: (root / GROUND_TRUTH).write_text(""), {}, "not a CSV file"),
-    "binary csv": (lambda root: (root / GROUND_TRUTH).write_bytes(b"\xff\xfe\x00\x80image"), {}, "not a CSV file"),
+    "empty csv": (lambda root: (root / GROUND_TRUTH).write_text(""), {}, "not a readable CSV file"),
+    "binary csv": (lambda root: (root / GROUND_TRUTH).write_bytes(b"\xff\xfe\x00\x80image"), {}, "not a readable CSV file"),
     "image without a row": (write_truth(ROWS[0]), {}, "no row.*ISIC_2_downsampled.jpg.*`ignore_unlabeled`"),
     "lesion ids missing": (lambda root: (root / METADATA).write_text("image\nISIC_1\n"), {}, "lacks the columns lesion_id"),
     "unknown mask source": (lambda root: None, {"mask_sources": ["isic2081"]}, "Did you mean 'isic2018'"),
@@ -212,9 +194,9 @@ def test_a_layout_that_is_wrong_is_rejected_with_what_to_do(official: Path, case
 
 
 def test_a_folder_is_recognized_by_its_layout(shared: Path, tmp_path: Path) -> None:
-    assert open_data(shared / "data" / "kvasir-dataset-v2").source == "kvasir v2"
-    assert open_data(shared / "data" / "isic").source == "isic 2019, masks by-id from isic2018+ham10000"
-    assert open_data(class_folders(tmp_path / "photos", 1)).source == "folder photos"
+    assert readers.open_data(shared / "data" / "kvasir-dataset-v2").source == "kvasir v2"
+    assert readers.open_data(shared / "data" / "isic").source == "isic 2019, masks by-id from isic2018+ham10000"
+    assert readers.open_data(class_folders(tmp_path / "photos", 1)).source == "folder photos"
 
 
 def test_kvasir_is_split_80_to_20_over_the_sorted_files(shared: Path, tmp_path: Path) -> None:
@@ -473,7 +455,7 @@ CSV_BAD = {
     "no image column": ("file,label\na.png,MEL\n", {}, "no column 'image', only file"),
     "a column that means nothing": ("image,lable\npictures/0.png,MEL\n", {}, "unknown columns: lable"),
     "no rows": ("image,label\n", {}, "has no rows"),
-    "empty file": ("", {}, "not a CSV file"),
+    "empty file": ("", {}, "not a readable CSV file"),
     "image missing": ("image\npictures/9.png\n", {}, r"images that do not exist: row 2 \(pictures/9.png\)"),
     "image cell empty": ("image,label\n,MEL\n", {}, "image is empty: row 2"),
     "mask missing": ("image,mask\npictures/0.png,m.png\n", {}, r"masks that do not exist: row 2 \(m.png\)"),
@@ -483,7 +465,7 @@ CSV_BAD = {
     "split empty": ("image,split\npictures/0.png,\n", {}, "other than train, select, val: row 2"),
     "id twice": ("image,image_id\npictures/0.png,a\npictures/1.png,a\n", {}, "more than once: a"),
     "name twice": ("image\npictures/0.png\n./pictures/0.png\n", {}, "more than once: 0.*add a column image_id"),
-    "ragged": ("image,label\npictures/0.png,MEL,3,4\n\n1,2,3,4,5,6\n", {}, "not a CSV file|columns|exist"),
+    "ragged": ("image,label\npictures/0.png,MEL,3,4\n\n1,2,3,4,5,6\n", {}, "not a readable CSV file|columns|exist"),
 }
 
 

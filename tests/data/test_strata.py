@@ -59,9 +59,7 @@ def test_the_typology_angle_is_that_of_the_formula(color: tuple[float, float, fl
     assert strata.skin_tone(plain, EVERYWHERE) == pytest.approx(expected, abs=0.05)
 
 
-def test_darker_skin_has_a_smaller_angle_and_the_lesion_does_not_count() -> None:
-    angles = [strata.skin_tone(skin(c), EVERYWHERE) for c in ((0.93, 0.80, 0.72), (0.75, 0.56, 0.44), (0.42, 0.28, 0.20))]
-    assert angles[0] > angles[1] > angles[2]
+def test_the_lesion_does_not_count_for_the_skin_tone() -> None:
     lesion = np.zeros((SIZE, SIZE), bool)
     lesion[40:90, 40:90] = True
     spotted = np.where(lesion[..., None], 0.15, skin()).astype(np.float32)
@@ -79,8 +77,12 @@ def test_position_is_the_distance_of_the_centroid_in_diagonals() -> None:
 
 
 def test_strata_follow_the_edges_and_what_needs_a_mask_is_not_measured_without_one() -> None:
-    found = Appearance(position=0.2, ita=30.0, hair=0.01, dark_corners=2).strata()
-    assert list(found.values()) == ["far off-center", "intermediate", "some", "dark corners"]
+    assert list(Appearance(position=0.2, ita=30.0, hair=0.01, dark_corners=2).strata().values()) == [
+        "far off-center",
+        "intermediate",
+        "some",
+        "dark corners",
+    ]
     assert Appearance(0.0, 55.1, 0.0, 1).strata()["skin tone"] == "very light"
     assert Appearance(0.0, -31.0, 0.04, 1).strata()["dark corners"] == "no dark corners"
     drawing = draw("MEL", 3, size=96)
@@ -95,7 +97,7 @@ def test_strata_follow_the_edges_and_what_needs_a_mask_is_not_measured_without_o
 def test_the_frames_of_drawings_are_recognized() -> None:
     right = []
     for seed in range(24):
-        drawing = draw("NV", seed, size=128)
+        drawing = draw("NV", seed, size=96)
         corners = measure(Image.fromarray(drawing.image), Image.fromarray(drawing.mask)).dark_corners >= 2
         right.append(corners == (drawing.traits["field"] != "full"))
     assert np.mean(right) >= 0.9

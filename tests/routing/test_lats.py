@@ -8,7 +8,7 @@ import torch
 from benchmarks.routing import PlainLATS
 from medtokenbudget.config import SIGNALS, LATSConfig, TrainConfig, preset
 from medtokenbudget.errors import MissingSignalError, RequestError, ShapeError, UnknownNameError
-from medtokenbudget.routing import LATS, LATSSelector, TokenBatch, smooth_scores
+from medtokenbudget.routing import LATS, LATSSelector, TokenBatch
 from tests.routing.batches import tokens_of
 
 
@@ -123,22 +123,13 @@ def test_bad_scorers_and_batches_are_refused():
         LATS(32, LATSConfig(layers=0))
 
 
-def test_the_selector_ranks_by_smoothed_scores_without_dropout():
-    tokens = tokens_of()
-    selector = LATSSelector(32, padding="exclude")
-    assert selector.training
-    raw = selector.scorer.eval()(tokens)
-    selector.train()
-    torch.testing.assert_close(selector.score(tokens), smooth_scores(raw, tokens.grid, 3, "exclude"))
-
-
-def test_by_default_the_smoothing_pads_with_zeros_as_in_the_paper():
+def test_the_selector_ranks_without_dropout_by_scores_that_are_smoothed_with_zeros_beyond_the_border():
     tokens = tokens_of()
     beyond = torch.nn.ZeroPad2d(1)
     for selector in (LATSSelector(32), LATSSelector.from_config(32, TrainConfig()), LATSSelector.from_config(32, preset("paper"))):
         padded = beyond(selector.scorer.eval()(tokens).reshape(3, 5, 7))
         expected = sum(padded[:, down : down + 5, right : right + 7] for down in range(3) for right in range(3)) / 9
-        torch.testing.assert_close(selector.score(tokens), expected.flatten(1))
+        torch.testing.assert_close(selector.train().score(tokens), expected.flatten(1))
 
 
 def test_the_selector_toggles_signals_and_back():

@@ -11,8 +11,16 @@ from hypothesis import strategies as st
 
 from medtokenbudget.config import LossWeights
 from medtokenbudget.errors import MissingSignalError, ShapeError
-from medtokenbudget.routing.losses import budget_deviation, distillation_loss, diversity_loss, lesion_loss, scorer_terms
-from medtokenbudget.training import classification_loss, total_loss
+from medtokenbudget.routing.losses import (
+    budget_deviation,
+    classification_loss,
+    distillation_loss,
+    diversity_loss,
+    lesion_loss,
+    lesion_mass_loss,
+    scorer_terms,
+    total_loss,
+)
 
 B, N, C = 3, 6, 4
 
@@ -35,7 +43,7 @@ def objective(batch, weights: LossWeights | None = None) -> tuple[torch.Tensor, 
     weights = weights or LossWeights()
     known = {name: batch[name] for name in ("lesion", "has_mask", "cls_attention")}
     terms = {"classification": classification_loss(batch["logits"], batch["label"])}
-    terms |= scorer_terms(batch["scores"], k=2, budget=0.3, weights=weights, **known)
+    terms |= scorer_terms(batch["scores"], score_logits=torch.logit(batch["scores"]), k=2, budget=0.3, weights=weights, **known)
     return total_loss(terms, vars(weights)), terms
 
 
@@ -74,10 +82,8 @@ def test_each_term_equals_a_plain_loop(batch):
     assert budget_deviation(16, 20, 0.1) == pytest.approx(0.7)
     assert classification_loss(batch["logits"], batch["label"]).item() == pytest.approx(cross_entropy_by_hand(batch), abs=1e-5)
     assert diversity_loss(batch["scores"]).item() == pytest.approx(diversity_by_hand(batch["scores"]), abs=1e-5)
-    expected = lesion_by_hand(batch)
-    assert lesion_loss(batch["scores"], batch["lesion"], batch["has_mask"]).item() == pytest.approx(expected, abs=1e-5)
-    logits = torch.logit(batch["scores"])
-    assert lesion_loss(logits, batch["lesion"], batch["has_mask"], from_logits=True).item() == pytest.approx(expected, abs=1e-5)
+    lesion = lesion_loss(torch.logit(batch["scores"]), batch["lesion"], batch["has_mask"]).item()
+    assert lesion == pytest.approx(lesion_by_hand(batch), abs=1e-5)
     assert distillation_loss(batch["scores"], batch["cls_attention"]).item() == pytest.approx(distillation_by_hand(batch), abs=1e-6)
 
 
@@ -133,23 +139,30 @@ def test_diversity_does_not_depend_on_the_order_of_images_and_is_one_for_equal_m
     torch.testing.assert_close(diversity_loss(scores[:1].expand(batch_size, -1)), torch.tensor(1.0))
 
 
+def test_the_lesion_loss_of_mixtures_is_the_attention_that_misses_the_lesion():
+    attention = torch.tensor([[0.5, 0.25, 0.25], [0.1, 0.1, 0.8], [1.0, 0.0, 0.0]])
+    lesion = torch.tensor([[True, True, False], [False, False, True], [False, False, False]])
+    loss = lesion_mass_loss(attention, lesion, torch.tensor([True, True, True])).item()
+    assert loss == pytest.approx(-(math.log(0.75) + math.log(0.8)) / 2)
+    assert lesion_mass_loss(attention, lesion, torch.tensor([False, False, True])).item() == 0
+
+
 def test_saturated_scores_keep_the_lesion_loss_and_its_gradient_finite():
     logits = torch.tensor([[60.0, -60.0]], requires_grad=True)
     target, known = torch.tensor([[False, True]]), torch.tensor([True])
-    loss = lesion_loss(logits, target, known, from_logits=True)
+    loss = lesion_loss(logits, target, known)
     loss.backward()
     assert loss.item() == pytest.approx(60)
     torch.testing.assert_close(logits.grad, torch.tensor([[0.5, -0.5]]))
-    assert math.isfinite(lesion_loss(torch.tensor([[1.0, 0.0]]), target, known).item())
 
 
 def test_class_weights_and_unlabeled_images_count_as_they_should(batch):
     weights = torch.tensor([1.0, 2.0, 1.0, 5.0])
-    losses = [classification_loss(batch["logits"][i : i + 1], batch["label"][i : i + 1]).item() for i in range(B)]
+    each = [classification_loss(batch["logits"][i : i + 1], batch["label"][i : i + 1]).item() for i in range(B)]
     weighted = classification_loss(batch["logits"], batch["label"], weights).item()
-    assert weighted == pytest.approx((losses[0] + 5 * losses[1] + 2 * losses[2]) / 8, abs=1e-5)
+    assert weighted == pytest.approx((each[0] + 5 * each[1] + 2 * each[2]) / 8, abs=1e-5)
     partly = classification_loss(batch["logits"], torch.tensor([0, -1, 1])).item()
-    assert partly == pytest.approx((losses[0] + losses[2]) / 2, abs=1e-5)
+    assert partly == pytest.approx((each[0] + each[2]) / 2, abs=1e-5)
     assert classification_loss(batch["logits"], torch.full((B,), -1)).item() == 0
 
 

@@ -83,14 +83,14 @@ def test_abmil_attention_ranks_by_the_gated_attention_of_its_classifier():
         torch.testing.assert_close(selector.attribute(tokens.patches)[1][row], selector.output(pooled), atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["grad-token", "gradcam-norm1", "relevance", "abmil-attention"])
+@pytest.mark.parametrize("name", ["grad-token", "gradcam-norm1", "relevance", "abmil-attention", "cropr"])
 def test_a_probe_learns_from_labels_and_not_through_the_selection(name):
     tokens, selector = replace(tokens_of(), label=torch.tensor([0, 1, -1])), selector_of(name)
     step = selector.training_pass(tokens, 0.5, TrainConfig(), seeded())
     assert not step.pooled.requires_grad
     logits = selector.attribute(tokens.patches)[1]
     expected = torch.nn.functional.cross_entropy(logits[:2], tokens.label[:2])
-    torch.testing.assert_close(step.terms["probe"], expected)
+    torch.testing.assert_close(step.terms[selector.term], expected)
     with pytest.raises(MissingSignalError, match="class labels"):
         selector.training_pass(replace(tokens, label=None), 0.5, TrainConfig(), seeded())
 

@@ -27,6 +27,8 @@ PARTS = ("all", *SPLITS)
 GRAY_TOLERANCE = 0.02
 """Share of gray pixels that a binary mask may have: JPEG and resizing blur its border."""
 Severity = Literal["fatal", "warning"]
+Problem = tuple[str, str]
+"""The kind of a problem, and the image, pair or group that has it."""
 _KINDS: dict[str, tuple[Severity, str]] = {
     "image-missing": ("fatal", "images that do not exist"),
     "image-damaged": ("fatal", "images that are damaged or incomplete"),
@@ -78,16 +80,8 @@ class Finding:
 class Report:
     """The result of a check.
 
-    Attributes:
-        name: Name of the data set.
-        source: Where its rows come from.
-        split_rule: How it was split.
-        images: Number of images.
-        findings: The problems.
-        classes: Images per part and class: `{part: {class: n}}`; '-' counts images without a label.
-        masks: The same for images that have a mask.
-        prevalence: Statistics of lesion patches for each part; see `prevalence_table`.
-        prevalence_images: Number of images behind these statistics.
+    `classes` and `masks` count images, and images that have a mask, as `{part: {class: n}}`; '-' is no label. `prevalence` has the
+    statistics of lesion patches for each part (see `prevalence_table`), from `prevalence_images` images.
     """
 
     name: str
@@ -110,21 +104,8 @@ class Report:
         return {**asdict(self), "fatal": self.fatal}
 
 
-@dataclass(frozen=True)
-class _Problem:
-    """One problem of one image, pair or group."""
-
-    kind: str
-    item: str
-
-
 def check(manifest: Manifest, workers: int = 4) -> Report:
-    """Decode every image and mask once and report all problems.
-
-    Args:
-        manifest: The data set.
-        workers: Threads that read images.
-    """
+    """Decode every image and mask once, in `workers` threads, and report all problems."""
     check_values({"workers": (workers, Parallel)})
     with ThreadPoolExecutor(max(1, workers)) as pool:
         results = pool.map(lambda index: _read(manifest, index), range(len(manifest)))
@@ -146,15 +127,15 @@ def check(manifest: Manifest, workers: int = 4) -> Report:
     )
 
 
-def _read(manifest: Manifest, index: int) -> tuple[list[_Problem], Fingerprint | None, int]:
+def _read(manifest: Manifest, index: int) -> tuple[list[Problem], Fingerprint | None, int]:
     """Read one row: its problems, the fingerprint of its image, and the lesion patches of its mask."""
     path, mask_path = manifest.image_path(index), manifest.mask_path(index)
     image, patches = None, 0
-    problems: list[_Problem] = []
+    problems: list[Problem] = []
 
     def add(kind: str, detail: object = "") -> None:
         image_id = str(manifest.rows["image_id"].iat[index])
-        problems.append(_Problem(kind, f"{image_id}: {detail}" if detail else image_id))
+        problems.append((kind, f"{image_id}: {detail}" if detail else image_id))
 
     try:
         image = decode_image(path)
@@ -180,35 +161,35 @@ def _read(manifest: Manifest, index: int) -> tuple[list[_Problem], Fingerprint |
     return problems, None if image is None else fingerprint(path, image), patches
 
 
-def _duplicates(manifest: Manifest, prints: Sequence[Fingerprint | None]) -> Iterator[_Problem]:
+def _duplicates(manifest: Manifest, prints: Sequence[Fingerprint | None]) -> Iterator[Problem]:
     exact, near = duplicate_pairs(prints)
     ids = manifest.ids
     for kind, pairs in (("duplicate-exact", exact), ("duplicate-near", near)):
-        yield from (_Problem(kind, f"{ids[i]} = {ids[j]}") for i, j in pairs)
+        yield from ((kind, f"{ids[i]} = {ids[j]}") for i, j in pairs)
     for kind, column in (("duplicate-labels", "label"), ("duplicate-crosses", "split")):
         values = manifest.rows[column].tolist()
         for i, j in (*exact, *near):
             if values[i] != values[j]:
-                yield _Problem(kind, f"{ids[i]} ({values[i]}) = {ids[j]} ({values[j]})")
+                yield kind, f"{ids[i]} ({values[i]}) = {ids[j]} ({values[j]})"
 
 
-def _split_problems(manifest: Manifest) -> Iterator[_Problem]:
+def _split_problems(manifest: Manifest) -> Iterator[Problem]:
     for group, parts in manifest.rows.groupby("group", sort=False)["split"].unique().items():
         if len(parts) > 1:
-            yield _Problem("group-crosses", f"{group} ({', '.join(sorted(parts))})")
+            yield "group-crosses", f"{group} ({', '.join(sorted(parts))})"
     if manifest.split_rule.kind != "none":
-        yield from (_Problem("part-empty", part) for part in ("train", "val") if part not in set(manifest.rows["split"]))
+        yield from (("part-empty", part) for part in ("train", "val") if part not in set(manifest.rows["split"]))
     trained, validated = (set(manifest.part(part).rows["label"].dropna()) for part in ("train", "val"))
-    yield from (_Problem("class-unseen", label) for label in sorted(validated - trained))
+    yield from (("class-unseen", label) for label in sorted(validated - trained))
 
 
-def _findings(problems: Sequence[_Problem], leaks_allowed: bool) -> list[Finding]:
+def _findings(problems: Sequence[Problem], leaks_allowed: bool) -> list[Finding]:
     """Gather problems by their kind, in the order of the report."""
     findings = []
     for kind, (severity, message) in _KINDS.items():
         if leaks_allowed and kind in ("duplicate-crosses", "group-crosses"):
             severity, message = "warning", f"{message} (the paper's split allows this; the split 'grouped' does not)"
-        if items := [problem.item for problem in problems if problem.kind == kind]:
+        if items := [item for of, item in problems if of == kind]:
             findings.append(Finding(kind, severity, message, items))
     return findings
 
@@ -243,31 +224,19 @@ def to_text(report: Report, limit: int = 8) -> str:
 
 def _class_table(report: Report) -> str:
     """Show the images per class in each part, and in brackets those with a mask."""
-    parts = [part for part in report.classes if part == "all" or any(report.classes[part].values())]
-    names = list(report.classes["all"])
-    width = max(8, *(len(name) for name in names))
-    lines = ["Images per class (with a mask)", " " * width + "".join(f"{part:>18}" for part in parts)]
-    for name in [*names, "total"]:
-        cells = []
-        for part in parts:
-            images, masks = (
-                sum(counts.values()) if name == "total" else counts.get(name, 0)
-                for counts in (report.classes[part], report.masks[part])
-            )
-            cells.append(f"{f'{images:,} ({masks:,})':>18}")
-        lines.append(f"{name:<{width}}" + "".join(cells))
-    return "\n".join(lines)
+    cells = {}
+    for part in [part for part in report.classes if part == "all" or any(report.classes[part].values())]:
+        images, masks = ({**counts, "total": sum(counts.values())} for counts in (report.classes[part], report.masks[part]))
+        cells[part] = {name: f"{images.get(name, 0):,} ({masks.get(name, 0):,})" for name in (*report.classes["all"], "total")}
+    return f"Images per class (with a mask)\n{pd.DataFrame(cells).to_string()}"
 
 
 def _prevalence_table(report: Report) -> str:
-    patches = GRID[0] * GRID[1]
-    parts = list(report.prevalence)
-    lines = [
-        f"Lesion patches of {patches} (share of the image); paper: its 155 validation masks",
-        " " * 20 + "".join(f"{f'{part}, n={report.prevalence_images[part]:,}':>20}" for part in parts) + f"{'paper':>18}",
-    ]
-    for name, printed in _PAPER_PREVALENCE.items():
-        cells = [report.prevalence[part][name]["patches"] for part in parts]
-        row = "".join(f"{f'{cell:.1f} ({cell / patches:.1%})':>20}" for cell in cells)
-        lines.append(f"{name:<20}{row}{printed:>18}")
-    return "\n".join(lines)
+    columns = {
+        f"{part}, n={report.prevalence_images[part]:,}": {
+            name: f"{row['patches']:.1f} ({row['prevalence']:.1%})" for name, row in table.items()
+        }
+        for part, table in report.prevalence.items()
+    }
+    title = f"Lesion patches of {GRID[0] * GRID[1]} (share of the image); paper: its 155 validation masks"
+    return f"{title}\n{pd.DataFrame(columns | {'paper': _PAPER_PREVALENCE}).to_string()}"

@@ -142,11 +142,7 @@ def merge(names: Sequence[str], pairs: Iterable[Pair]) -> list[str]:
 
 
 def merged_groups(manifest: Manifest, workers: int = 4) -> tuple[list[str], list[str]]:
-    """Merge the groups of a manifest that share duplicate images.
-
-    Args:
-        manifest: The images; every file is read once.
-        workers: Threads that read images.
+    """Merge the groups of a manifest that share duplicate images; every file is read once, in `workers` threads.
 
     Returns:
         The group of each image, and the ids of images that could not be read and keep their group.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import io
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
@@ -41,6 +41,7 @@ _TRANSPOSE = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
+_SEVERAL_FRAMES = "contains several frames or pages. Save the one you need as a separate file."
 _OPAQUE = {"RGB", "L", "1", "P", "CMYK", "YCbCr", "HSV"}
 _ALPHA = {"RGBA", "LA", "PA", "RGBa", "La"}
 
@@ -84,9 +85,6 @@ def decode_image(source: Source, max_pixels: int = MAX_PIXELS) -> Image.Image:
         source: A path, the bytes of a file, or an open binary file.
         max_pixels: Largest number of pixels. Pillow's own limit of 178,956,970 pixels always applies.
 
-    Returns:
-        The image, in mode RGB.
-
     Raises:
         DecodeError: The file cannot be read, has transparent pixels, several frames or too many pixels.
     """
@@ -96,10 +94,9 @@ def decode_image(source: Source, max_pixels: int = MAX_PIXELS) -> Image.Image:
 def decode_mask(source: Source, max_pixels: int = MAX_PIXELS) -> Image.Image:
     """Read a mask as 8-bit gray (mode L, 0 to 255), rotated by its EXIF orientation, by the rules of `decode_image`.
 
-    Raises:
-        DecodeError: As `decode_image`, or the mask has pixels above 0, but none that counts as lesion.
+    A mask that has pixels above 0, but none that counts as lesion, is a DecodeError.
     """
-    return _decode(source, max_pixels, "The mask", require_lesion_values).convert("L")
+    return _decode(source, max_pixels, mask=True).convert("L")
 
 
 def require_lesion_values(name: str, mask: Image.Image) -> None:
@@ -115,26 +112,22 @@ def require_lesion_values(name: str, mask: Image.Image) -> None:
         raise DecodeError(f"{name} has {values}, so no pixel counts as lesion. {advice}.", "mask-values")
 
 
-def _decode(
-    source: Source, max_pixels: int, what: str = "The image", check: Callable[[str, Image.Image], None] = lambda name, image: None
-) -> Image.Image:
-    """Decode to one of the modes L, 1, P (without transparency), RGB, YCbCr, HSV; `check` sees the pixels with their full depth."""
-    name, stream = _open(source, what)
+def _decode(source: Source, max_pixels: int, mask: bool = False) -> Image.Image:
+    """Decode to one of the modes L, 1, P (without transparency), RGB, YCbCr, HSV."""
+    name, stream = _open(source, "The mask" if mask else "The image")
     try:
         start = stream.tell()
         stream.seek(start + 128)
         is_dicom = stream.read(4) == b"DICM"
         stream.seek(start)
-        if is_dicom:
-            plain = _decode_dicom(name, stream, max_pixels)
-            check(name, plain)
-            return plain
-        image = _decode_picture(name, stream, max_pixels)
+        image = (_decode_dicom if is_dicom else _decode_picture)(name, stream, max_pixels)
     finally:
         if isinstance(source, (Path, str)):
             stream.close()
     plain = _plain_mode(name, image)
-    check(name, image if _is_16_bit(image) else plain)
+    if mask:
+        # Before 16 bits are scaled to 8, which makes the values 0 and 1 an empty mask.
+        require_lesion_values(name, image if _is_16_bit(image) else plain)
     orientation = image.getexif().get(_ORIENTATION, 1)
     return plain.transpose(_TRANSPOSE[orientation]) if orientation in _TRANSPOSE else plain
 
@@ -195,7 +188,7 @@ def _decode_picture(name: str, stream: BinaryIO, max_pixels: int) -> Image.Image
         if image.format != "MPO":
             try:
                 image.seek(1)
-                raise _several_frames(name)
+                raise DecodeError(f"{name} {_SEVERAL_FRAMES}", "frames")
             except EOFError:
                 image.seek(0)
         if image.format in ("JPEG", "MPO"):
@@ -234,10 +227,6 @@ def _check_scans(name: str, size: tuple[int, int], stream: BinaryIO) -> None:
             f"{name} is a JPEG of {scans:,} scans, more than the {allowed} allowed for its size. Save it as a plain JPEG or PNG.",
             "too-many-scans",
         )
-
-
-def _several_frames(name: str) -> DecodeError:
-    return DecodeError(f"{name} contains several frames or pages. Save the one you need as a separate file.", "frames")
 
 
 def _is_16_bit(image: Image.Image) -> bool:
@@ -284,7 +273,7 @@ def _decode_dicom(name: str, stream: BinaryIO, max_pixels: int) -> Image.Image:
     if missing := [key for key in ("Rows", "Columns", "PhotometricInterpretation", "PixelData") if key not in data]:
         raise DecodeError(f"{name} is a DICOM file without an image (it has no {', '.join(missing)}).", "not-an-image")
     if int(data.get("NumberOfFrames") or 1) > 1:
-        raise _several_frames(name)
+        raise DecodeError(f"{name} {_SEVERAL_FRAMES}", "frames")
     photometric = str(data.PhotometricInterpretation)
     if photometric not in _PHOTOMETRIC:
         raise DecodeError(f"{name} has the DICOM pixel format '{photometric}'. Save it as 8-bit RGB or gray.", "mode")

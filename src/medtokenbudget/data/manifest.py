@@ -37,12 +37,9 @@ class ManifestError(RequestError):
 class SplitRule:
     """How the rows of a manifest were split.
 
-    Attributes:
-        kind: The rule; 'given' if the data came with a split, 'none' if they have none.
-        fold: The validation fold of 'kfold', counted from 0.
-        folds: Number of folds of 'kfold'.
-        select: Share of the training part that was set aside for model selection.
-        kept: Whether images kept the part that they have in an older manifest.
+    'given' means that the data came with a split, 'none' that they have none. `fold`, counted from 0, and `folds` are those of
+    'kfold', `select` is the share of the training part that was set aside for model selection, and `kept` says that images kept
+    the part that they have in an older manifest.
 
     Example:
         >>> str(SplitRule("kfold", fold=2, folds=4, select=0.1))
@@ -106,11 +103,8 @@ class Manifest:
     def from_records(cls, records: Iterable[dict[str, Any]], classes: Sequence[str], **fields: Any) -> Manifest:
         """Make a manifest from one dictionary per image.
 
-        Args:
-            records: Dictionaries with `image_id` and `image`, and optionally `label`, `mask`, `group` and `split` ('train' by
-                default).
-            classes: Class names, in the order of the class indices.
-            **fields: Other fields of the manifest, such as `name` and `root`.
+        Each has `image_id` and `image`, and optionally `label`, `mask`, `group` and `split` ('train' by default). `fields` are
+        further fields of the manifest, such as `name` and `root`.
         """
         rows = [{"split": "train", **record} for record in records]
         return cls(pd.DataFrame(rows, columns=list(COLUMNS), dtype=object), tuple(classes), **fields)
@@ -181,27 +175,23 @@ class Manifest:
         return sha256_json(self._content(("image_id", "split")))
 
     def _content(self, names: Sequence[str]) -> list[list[str | None]]:
-        columns = [self._below_root(name) if name in ("image", "mask") else list(self.rows[name]) for name in names]
+        """Return the rows, with paths relative to the deepest common folder of their column."""
+        columns = []
+        for name in names:
+            values: list[str | None] = self.rows[name].tolist()
+            if name in ("image", "mask"):
+                paths = [None if value is None else os.path.abspath(self._path(value)) for value in values]
+                folders = {os.path.dirname(path) for path in paths if path is not None}
+                common = os.path.commonpath(folders) if folders else ""
+                values = [None if path is None else Path(path).relative_to(common).as_posix() for path in paths]
+            columns.append(values)
         return [list(row) for row in zip(*columns)]
-
-    def _below_root(self, name: str) -> list[str | None]:
-        """Make the paths of a column relative to their deepest common folder."""
-        paths = [None if value is None else os.path.abspath(self._path(value)) for value in self.rows[name]]
-        folders = {os.path.dirname(path) for path in paths if path is not None}
-        common = os.path.commonpath(folders) if folders else ""
-        return [None if path is None else Path(path).relative_to(common).as_posix() for path in paths]
 
     def write(self, path: Path | str, overwrite: bool = True) -> Path:
         """Write the manifest to a Parquet file and return its path.
 
-        Paths inside the folder of the file are stored relative to it, all others as absolute paths.
-
-        Args:
-            path: The file to write.
-            overwrite: Whether a different manifest at `path` may be replaced.
-
-        Raises:
-            ManifestError: The file exists with another content and `overwrite` is False.
+        Paths inside the folder of the file are stored relative to it, all others as absolute paths. Without `overwrite`, a file of
+        another content at `path` is a ManifestError.
         """
         target = Path(path)
         folder = Path(os.path.abspath(target.parent))
@@ -223,7 +213,7 @@ class Manifest:
             "hash": self.hash,
         }
         metadata["file_hash"] = _file_hash(columns, metadata)
-        if not overwrite and target.exists() and _stored_hash(target) != metadata["file_hash"]:
+        if not overwrite and target.exists() and not _holds(target, metadata["file_hash"]):
             raise ManifestError(
                 f"{target} already exists and is different. Pass `overwrite` to replace it (with `keep_split` its images keep "
                 "their part), or choose another `out`."
@@ -235,11 +225,7 @@ class Manifest:
 
     @classmethod
     def read(cls, path: Path | str) -> Manifest:
-        """Read a manifest from a Parquet file and check its hash.
-
-        Raises:
-            ManifestError: The file does not exist, is not a manifest, has another format version, or was damaged or edited.
-        """
+        """Read a manifest from a Parquet file; one that was damaged or edited is a ManifestError."""
         source = Path(path)
         columns, metadata = _read_table(source)
         if _file_hash(columns, metadata) != metadata.get("file_hash"):
@@ -265,18 +251,16 @@ def _read_table(source: Path) -> tuple[dict[str, list[str | None]], dict[str, An
         raise ManifestError(f"{source} is a folder, but a manifest is a file. Create one with `mtb data folder`.")
     try:
         table = pq.read_table(source)
-        metadata = json.loads((table.schema.metadata or {})[METADATA_KEY])
+        metadata = dict(json.loads((table.schema.metadata or {})[METADATA_KEY]))
         # Inside the `try`, because text that is not UTF-8 is noticed only when it becomes Python's.
         columns = {name: table.column(name).to_pylist() for name in table.column_names if name in COLUMNS}
     except KeyError:
         if "image" in table.column_names:
             raise ManifestError(f"{source} was written by another program and is not a manifest yet. {_VALID_AGAIN}") from None
         raise ManifestError(f"{source} is a Parquet file, but not a manifest. Create one with `mtb data`.") from None
-    except (pa.ArrowException, OSError, ValueError) as error:
+    except (pa.ArrowException, OSError, ValueError, TypeError) as error:
         reason = first_line(error).rstrip(".")
         raise ManifestError(f"{source} is not a manifest or is damaged ({reason}). Create it again with `mtb data`.") from None
-    if not isinstance(metadata, dict):
-        raise ManifestError(f"{source} is damaged. Create it again with `mtb data`.")
     if (version := metadata.get("version")) != _VERSION:
         kind = str(metadata.get("source", "")).split(" ")[0]
         command = f"mtb data {kind if kind in SOURCES else '|'.join(SOURCES)}"
@@ -292,12 +276,12 @@ def _file_hash(columns: dict[str, list[Any]], metadata: dict[str, Any]) -> str:
     return sha256_json([*(metadata.get(name) for name in ("classes", "name", "source", "split_rule")), columns])
 
 
-def _stored_hash(path: Path) -> str | None:
-    """Hash what a manifest's file holds now, which its metadata need not tell after an edit; None if it is not a manifest."""
+def _holds(path: Path, file_hash: str) -> bool:
+    """Tell whether a file is a manifest with this content; the hash in its metadata would not tell after an edit."""
     try:
-        return _file_hash(*_read_table(path))
+        return _file_hash(*_read_table(path)) == file_hash
     except ManifestError:
-        return None
+        return False
 
 
 def check_name(name: str) -> None:

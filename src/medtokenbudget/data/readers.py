@@ -10,7 +10,6 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -46,30 +45,23 @@ KVASIR_CLASSES = (
     "polyps",
     "ulcerative-colitis",
 )
-_KVASIR_FOLDER = "kvasir-dataset-v2"
-"""The folder in the official archive."""
+_KVASIR_FOLDER = "kvasir-dataset-v2"  # in the official archive
 
 MASK_NAMES = "The mask of a.jpg must be called a.png, a_segmentation.png or a_mask.png."
-_MASK_ENDING = re.compile(r"(_mask|_segmentation)(_[0-9]+)?$")
-"""How the name of a mask ends where it is not that of its image, with a number where the image has several."""
+_MASK_ENDING = re.compile(r"(_mask|_segmentation)(_[0-9]+)?$")  # with a number where an image has several masks
 _MASK_FOLDER_NAMES = {"mask", "masks", "segmentation", "segmentations"}
+# Folder names that mean a part of the split and not a class.
 _PART_NAMES = {"train", "training", "val", "valid", "validation", "test", "testing", "select"}
-"""Folder names that mean a part of the split and not a class."""
 
+# What programs write into the cell of a missing value; no class, group or file is called so.
 _NOT_A_NUMBER = {"nan", "<na>"}
-"""What programs write into the cell of a missing value; no class, group or file is called so."""
+# Either the name of a class (no abnormality, North America) or a missing value: taken as a name, with a message.
 _LIKE_NOTHING = {"na", "n/a", "none", "null"}
-"""Either the name of a class (no abnormality, North America) or a missing value: taken as a name, with a message."""
 _TABLE_COLUMNS = "image (required), image_id, label, mask, group and split"
 
 
 def open_data(target: Path | str) -> Manifest:
-    """Open a data set, given as a manifest or as a folder in a known layout.
-
-    Args:
-        target: A manifest file, or a folder with the layout of ISIC 2019 or Kvasir v2 (both get the paper's split) or with class
-            folders.
-    """
+    """Open a manifest file, or a folder in the layout of ISIC 2019 or Kvasir v2 (with the paper's split) or of class folders."""
     path = Path(target)
     if not path.is_dir():
         return Manifest.read(path)
@@ -97,8 +89,7 @@ def isic_manifest(
         ROOT/ISIC_2019_Training_GroundTruth.csv         ROOT/HAM10000_segmentations_lesion_tschandl/*_segmentation.png
         ROOT/ISIC_2019_Training_Metadata.csv
 
-    The split is drawn over all rows of the CSV, so an image is in the same part however many images were downloaded. A group is a
-    lesion; an image without a lesion_id is a group by itself.
+    A group is a lesion; an image without a lesion_id is a group by itself.
 
     Args:
         root: Folder with the official files.
@@ -107,9 +98,6 @@ def isic_manifest(
             ISIC 2018 alone, like the paper, and 'by-id' every mask folder in `root`.
         ignore_unlabeled: Leave out images that have no row in the CSV, instead of raising an error.
         name: Name of the data set.
-
-    Raises:
-        RequestError: Files are missing or not as in the official download.
     """
     top = require_folder(Path(root), "Pass the folder that contains the official ISIC 2019 files.")
     truth = read_ground_truth(top / GROUND_TRUTH)
@@ -135,6 +123,7 @@ def isic_manifest(
                 "or choose other `mask_sources`."
             )
         mask_files |= {image: by_id[mask] for image, mask in match_masks(truth["image"], by_id, masks).items()}
+    # The split is drawn over all rows of the CSV: an image is in the same part however many images were downloaded.
     records = [
         {
             "image_id": image,
@@ -153,14 +142,27 @@ def isic_manifest(
     return Manifest.from_records(records, ISIC_CLASSES, source=source, split_rule=SplitRule("paper"), name=name)
 
 
-def match_masks(image_ids: Iterable[str], mask_ids: Iterable[str], how: str) -> dict[str, str]:
-    """Find the mask id of each image that has a mask, by name.
+def _mask_sources(top: Path, how: str, asked: Sequence[str] | None) -> list[str]:
+    if how == "none":
+        return []
+    present = [name for name, folder in MASK_FOLDERS.items() if (top / folder).is_dir()]
+    sources = list(asked or (["isic2018"] if how == "exact" else present))
+    if not sources:
+        raise RequestError(
+            f'{top} contains no mask folder ({" or ".join(MASK_FOLDERS.values())}). Download one, or pass `masks="none"`.'
+        )
+    for name in sources:
+        if name not in MASK_FOLDERS:
+            raise UnknownNameError.of("mask source", name, MASK_FOLDERS)
+        require_folder(top / MASK_FOLDERS[name], f"Download it, or leave '{name}' out of `mask_sources`.")
+    return sources
 
-    Args:
-        image_ids: Names of the images, without their ending.
-        mask_ids: Names of the masks, without `_segmentation.png`.
-        how: 'exact' compares the full names, like the paper, so images called `..._downsampled` have no mask. 'by-id' ignores
-            this suffix. 'none' matches nothing.
+
+def match_masks(image_ids: Iterable[str], mask_ids: Iterable[str], how: str) -> dict[str, str]:
+    """Find the mask id (the file name without `_segmentation.png`) of each image that has a mask, by name.
+
+    'exact' compares the full names, like the paper, so images called `..._downsampled` have no mask. 'by-id' ignores this suffix.
+    'none' matches nothing.
     """
     if how not in get_args(Matching):
         raise UnknownNameError.of("mask matching", how, get_args(Matching))
@@ -197,9 +199,7 @@ def read_lesions(path: Path) -> dict[str, str]:
 
 
 def _read_official(path: Path, columns: Sequence[str], advice: str) -> pd.DataFrame:
-    if not path.exists():
-        raise RequestError(f"{path} does not exist. {advice}")
-    table = _read_csv(path)
+    table, _ = _read_table(path, advice)
     if missing := [name for name in columns if name not in table.columns]:
         raise RequestError(f"{path} lacks the columns {', '.join(missing)}. Download the official file again.")
     if twice := sorted(set(table["image"][table["image"].duplicated()])):
@@ -213,37 +213,11 @@ def _unpacked(folder: Path) -> list[Path]:
     return image_files(inner if inner.is_dir() else folder)
 
 
-def _mask_sources(top: Path, how: str, asked: Sequence[str] | None) -> list[str]:
-    if how == "none":
-        return []
-    if asked is not None:
-        wanted = list(asked)
-    elif how == "exact":
-        wanted = ["isic2018"]
-    else:
-        wanted = [name for name, folder in MASK_FOLDERS.items() if (top / folder).is_dir()]
-        if not wanted:
-            raise RequestError(
-                f'{top} contains no mask folder ({" or ".join(MASK_FOLDERS.values())}). Download one, or pass `masks="none"`.'
-            )
-    for name in wanted:
-        if name not in MASK_FOLDERS:
-            raise UnknownNameError.of("mask source", name, MASK_FOLDERS)
-        require_folder(top / MASK_FOLDERS[name], f"Download it, or leave '{name}' out of `mask_sources`.")
-    return wanted
-
-
 def kvasir_manifest(root: Path | str, *, name: str = "Kvasir v2") -> Manifest:
     """Make a manifest of Kvasir v2, sorted by class and file name, with the paper's 80/20 split of that order.
 
-    It has one folder for each of its eight classes, no masks and no groups: the paper measures only accuracy on it.
-
-    Args:
-        root: Folder with the eight class folders, or the folder in which the official archive was unpacked.
-        name: Name of the data set.
-
-    Raises:
-        RequestError: A class folder is missing, or there are no images.
+    It has no masks and no groups: the paper measures only accuracy on it. `root` has the eight class folders, or is the folder in
+    which the official archive was unpacked.
     """
     top = require_folder(Path(root), "Pass the folder that contains the eight class folders of Kvasir v2.")
     if (top / _KVASIR_FOLDER).is_dir():
@@ -252,7 +226,7 @@ def kvasir_manifest(root: Path | str, *, name: str = "Kvasir v2") -> Manifest:
         raise RequestError(f"{top} lacks the class folders {', '.join(missing)}. For other classes, use `mtb data folder`.")
     files = [(path, label) for label in KVASIR_CLASSES for path in image_files(top / label)]
     if not files:
-        raise RequestError(f"The class folders in {top} contain no images.")
+        raise no_images(top)
     records = [
         {"image_id": f"{label}/{path.stem}", "image": path, "label": label, "split": split}
         for (path, label), split in zip(files, paper_split(len(files)))
@@ -266,40 +240,27 @@ def folder_manifest(
     """Make a manifest of the images in a folder.
 
         ROOT/MEL/a.jpg  ROOT/NV/p1/b.jpg            the folder directly in ROOT is the label, at any depth
-        ROOT/train/MEL/a.jpg  ROOT/val/NV/b.jpg     the split is given too
+        ROOT/train/MEL/a.jpg  ROOT/val/NV/b.jpg     the split is given too (train, val, select)
         ROOT/a.jpg                                  no labels
 
     Args:
-        root: Folder with one folder per class, with the folders train, val and select that contain class folders, or with images
-            only (then without labels).
+        root: The folder.
         masks: Folder with the masks, found by name: `a.png`, `a_segmentation.png` or `a_mask.png` for `a.jpg`. It may be `root`.
         name: Name of the data set; the name of the folder by default.
-        merged: Folder to write the union of the masks of an image to, where it has several (`a_mask.png`, `a_mask_1.png`). It is
-            made if there are such images.
+        merged: Folder to write the union of the masks of an image to, where it has several (`a_mask.png`, `a_mask_1.png`).
 
     Returns:
         The manifest. Its `split_rule` is 'given' if the folders give the split; otherwise it is 'none' and all rows are 'train'.
-
-    Raises:
-        RequestError: There are no images, masks would become images or classes, an image has several masks and there is no folder
-            for their union, or the layout is ambiguous.
-
-    Example:
-        >>> manifest = folder_manifest("photos", masks="photo-masks", name="Clinic A")  # doctest: +SKIP
     """
     top = require_folder(Path(root), "Pass the folder that contains the images or the class folders.")
     mask_files = None if masks is None else MaskFolder(Path(masks), None if merged is None else Path(merged), top)
     files = list(files_below(top, None if masks is None else Path(masks)))
     report_skipped(top, Counter(kind_of(path) for path in files if not is_image(path) and path.is_file()))
-    parts = _given_parts(top, files)
-    images = [
-        (path, label, part)
-        for part in parts or ["train"]
-        for path, label in _labeled(top / part if parts else top, files)
-        if mask_files is None or not _is_mask(path)
-    ]
+    images, given = _by_layout(top, files)
     if mask_files is None:
         _reject_masks(images)
+    else:
+        images = [image for image in images if not _is_mask(image[0])]
     if not images:
         raise no_images(top)
     records = [
@@ -319,34 +280,33 @@ def folder_manifest(
         records,
         sorted({label for _, label, _ in images if label is not None}),
         source=f"folder {folder_name}",
-        split_rule=SplitRule("given" if parts else "none"),
+        split_rule=SplitRule("given" if given else "none"),
         name=folder_name if name is None else name,
     )
 
 
-def _given_parts(top: Path, files: Sequence[Path]) -> list[str]:
-    """List the parts of a split that is given as folders; a mixture of parts and classes is an error."""
+def _by_layout(top: Path, files: Sequence[Path]) -> tuple[list[tuple[Path, str | None, str]], bool]:
+    """Return each image with its label (None for loose images) and its part, and whether folders give the parts."""
     names = {path.relative_to(top).parts[0] for path in files if path.parent != top}
-    if not {name.lower() for name in names} & _PART_NAMES:
-        return []
-    if names <= set(SPLITS):
-        return [name for name in SPLITS if name in names]
-    raise RequestError(
-        f"Cannot tell parts of a split from classes: {top} contains the folders {listed(sorted(names), 6)}. Use only the folders "
-        f"{', '.join(SPLITS)} with class folders inside, or only class folders. Rename the others, or use `mtb data csv`."
-    )
-
-
-def _labeled(folder: Path, files: Sequence[Path]) -> list[tuple[Path, str | None]]:
-    """List the images below a folder with their label, the name of the folder directly in it; None for loose images."""
-    images = [path for path in files if is_image(path) and path.is_relative_to(folder)]
-    loose = [path for path in images if path.parent == folder]
-    if loose and len(loose) < len(images):
+    given = bool({name.lower() for name in names} & _PART_NAMES)
+    if given and not names <= set(SPLITS):
         raise RequestError(
-            f"{folder} contains both class folders and images outside of them ({listed([path.name for path in loose], 3)}). "
-            "Move these images into the folder of their class, or away."
+            f"Cannot tell parts of a split from classes: {top} contains the folders {listed(sorted(names), 6)}. Use only the "
+            f"folders {', '.join(SPLITS)} with class folders inside, or only class folders. Rename the others, or use "
+            "`mtb data csv`."
         )
-    return [(path, None if loose else path.relative_to(folder).parts[0]) for path in images]
+    labeled: list[tuple[Path, str | None, str]] = []
+    for part in [name for name in SPLITS if name in names] if given else ["train"]:
+        folder = top / part if given else top
+        images = [path for path in files if is_image(path) and path.is_relative_to(folder)]
+        loose = [path.name for path in images if path.parent == folder]
+        if loose and len(loose) < len(images):
+            raise RequestError(
+                f"{folder} contains both class folders and images outside of them ({listed(loose, 3)}). "
+                "Move these images into the folder of their class, or away."
+            )
+        labeled += [(path, None if loose else path.relative_to(folder).parts[0], part) for path in images]
+    return labeled, given
 
 
 def _is_mask(path: Path) -> bool:
@@ -388,27 +348,27 @@ class MaskFolder:
             for stem in {path.stem, _MASK_ENDING.sub("", path.stem)}:
                 self._by_stem.setdefault(stem, []).append(path)
 
-    def of(self, image: Path) -> str | None:
+    def of(self, image: Path) -> Path | None:
         """Find the mask of an image; None if it has no mask."""
         itself = os.path.abspath(image)
         candidates: list[Path] = []
         for stem in (image.stem, image.stem.removesuffix(DOWNSAMPLED)):
             # Where masks are next to the images, an image has its own stem but is not its own mask.
             candidates = candidates or [path for path in self._by_stem.get(stem, []) if os.path.abspath(path) != itself]
-        masks = [path for path in candidates if path.parent.name == image.parent.name] or candidates
+        masks = sorted([path for path in candidates if path.parent.name == image.parent.name] or candidates)
         self.used.update([itself, *map(os.path.abspath, masks)])
         self.matched += bool(masks)
         if len(masks) > 1:
-            return self._union(image, sorted(masks))
-        return str(masks[0]) if masks else None
+            return self._union(image, masks)
+        return masks[0] if masks else None
 
-    def _union(self, image: Path, parts: Sequence[Path]) -> str:
+    def _union(self, image: Path, masks: Sequence[Path]) -> Path:
         """Write the union of several masks: every pixel is as bright as in the brightest of them."""
-        names = listed([path.relative_to(self.folder).as_posix() for path in parts], 3)
-        endings = [_MASK_ENDING.search(path.stem) for path in parts]
-        kinds = {(path.parent, ending and ending[1]) for path, ending in zip(parts, endings)}
+        names = listed([path.relative_to(self.folder).as_posix() for path in masks], 3)
+        endings = [_MASK_ENDING.search(path.stem) for path in masks]
+        kinds = {(path.parent, ending and ending[1]) for path, ending in zip(masks, endings)}
         numbers = {ending and ending[2] for ending in endings}
-        if len(kinds) > 1 or len(numbers) < len(parts):
+        if len(kinds) > 1 or len(numbers) < len(masks):
             raise RequestError(f"{image.name} has more than one mask in {self.folder}: {names}. Keep one of them.")
         if self.merged is None:
             raise RequestError(
@@ -420,18 +380,18 @@ class MaskFolder:
                 f"{image.name} has several masks, and the folder of their union, {self.merged}, would become a class of "
                 f"{self.images}. Write the manifest to another folder."
             )
-        union = decode_mask(parts[0])
-        for path in parts[1:]:
+        union = decode_mask(masks[0])
+        for path in masks[1:]:
             other = decode_mask(path)
             if other.size != union.size:
-                sizes = f"{other.width} x {other.height} pixels, {parts[0].name} {union.width} x {union.height}"
+                sizes = f"{other.width} x {other.height} pixels, {masks[0].name} {union.width} x {union.height}"
                 raise RequestError(f"Masks of one image must be of one size, but {path.name} has {sizes}.")
             union = ImageChops.lighter(union, other)
         self.unions.append(image)
         target = self.merged / image.parent.name / f"{image.stem}.png"
         target.parent.mkdir(parents=True, exist_ok=True)
         write_encoded(target, lambda stream: union.save(stream, format="PNG"))
-        return str(target)
+        return target
 
     def report(self, images: int) -> None:
         """Say which masks were not used and which were merged; no mask at all is an error."""
@@ -464,12 +424,9 @@ def csv_manifest(
 
     Returns:
         The manifest. Without a column `split` all rows are 'train' and its `split_rule` is 'none'.
-
-    Raises:
-        RequestError: The file has problems; the message lists all of them.
     """
     source = Path(path)
-    table, stored = _read_parquet(source) if source.suffix == ".parquet" else (_read_csv(source), {})
+    table, stored = _read_table(source)
     # The row numbers that pandas writes unless it is told not to.
     table = table.drop(columns=[column for column in table.columns if column in ("", "Unnamed: 0", "__index_level_0__")])
     if "image" not in table.columns:
@@ -483,7 +440,7 @@ def csv_manifest(
         classes = [*known, *sorted({label for label in table.get("label", []) if label} - set(known))]
     if name is None:
         name = stored["name"] if isinstance(stored.get("name"), str) else source.stem
-    table = _without_nan(table, classes or ())
+    _clear_nan(table, classes or ())
     folder = source.resolve().parent
     if faults := _table_faults(table, folder, classes or (), allow_unlabeled):
         raise RequestError(f"{source} has these problems:\n" + "\n".join(f"  {fault}" for fault in faults))
@@ -508,48 +465,42 @@ def csv_manifest(
     )
 
 
-def _read_csv(path: Path) -> pd.DataFrame:
-    """Read all cells as stripped text, so that a class 'NA' stays a class and ids keep their zeros. Empty cells are ''."""
-    try:
-        table = pd.read_csv(path, dtype=str, keep_default_na=False, encoding="utf-8-sig")
-    except FileNotFoundError:
-        raise RequestError(f"{path} does not exist.") from None
-    except IsADirectoryError:
-        raise RequestError(f"{path} is a folder, not a CSV file.") from None
-    except (pd.errors.EmptyDataError, pd.errors.ParserError, UnicodeDecodeError) as error:
-        raise RequestError(f"{path} is not a CSV file in UTF-8 ({first_line(error)}).") from None
-    table.columns = [str(name).strip() for name in table.columns]
-    return table.apply(lambda column: column.str.strip())
+def _read_table(path: Path, advice: str = "") -> tuple[pd.DataFrame, dict[str, Any]]:
+    """Read all cells as stripped text ('' if empty), and what a manifest's file stores about its rows.
 
-
-def _read_parquet(path: Path) -> tuple[pd.DataFrame, dict[str, Any]]:
-    """Read a table as stripped text, and what a manifest's file stores about its rows (empty if it was lost in editing)."""
+    As text, a class 'NA' stays a class and ids keep their zeros.
+    """
+    stored: Any = {}
     try:
-        table = pq.read_table(path)
-        columns = {
-            name: ["" if value is None else str(value).strip() for value in table.column(name).to_pylist()]
-            for name in table.column_names
-        }
-        stored = json.loads((table.schema.metadata or {}).get(METADATA_KEY, b"{}"))
+        if path.suffix == ".parquet":
+            arrow = pq.read_table(path)
+            stored = json.loads((arrow.schema.metadata or {}).get(METADATA_KEY, b"{}"))
+            cells = {
+                name: ["" if value is None else str(value) for value in arrow.column(name).to_pylist()]
+                for name in arrow.column_names
+            }
+            table = pd.DataFrame(cells, dtype=object)
+        else:
+            table = pd.read_csv(path, dtype=str, keep_default_na=False, encoding="utf-8-sig")
     except FileNotFoundError:
-        raise RequestError(f"{path} does not exist.") from None
+        raise RequestError(f"{path} does not exist. {advice}".rstrip()) from None
     except (pa.ArrowException, OSError, ValueError) as error:
-        raise RequestError(f"{path} is not a readable Parquet file: {first_line(error)}.") from None
-    return pd.DataFrame(columns, dtype=object), stored if isinstance(stored, dict) else {}
+        kind = "Parquet file" if path.suffix == ".parquet" else "CSV file in UTF-8"
+        raise RequestError(f"{path} is not a readable {kind} ({first_line(error)}).") from None
+    table.columns = [str(name).strip() for name in table.columns]
+    return table.apply(lambda column: column.str.strip()), stored if isinstance(stored, dict) else {}
 
 
-def _without_nan(table: pd.DataFrame, classes: Sequence[str]) -> pd.DataFrame:
+def _clear_nan(table: pd.DataFrame, classes: Sequence[str]) -> None:
     """Empty the cells that say NaN, with a message; a class that is named in `classes` is a class, whatever its name."""
     for column in [name for name in ("label", "mask", "group") if name in table.columns]:
         missing = table[column].str.lower().isin(_NOT_A_NUMBER) & ~table[column].isin([*classes])
         table[column] = table[column].mask(missing, "")
         if count := int(missing.sum()):
             say(f"{count:,} of {len(table):,} rows have NaN as their {column}: taken as no {column}.")
-    like = [label for label in table.get("label", []) if label.lower() in _LIKE_NOTHING and label not in classes]
-    if like:
+    if like := [label for label in table.get("label", []) if label.lower() in _LIKE_NOTHING and label not in classes]:
         names = listed(sorted(set(like)))
         say(f"{len(like):,} rows have the label {names}: taken as the name of a class. Leave the cell empty for no label.")
-    return table
 
 
 def _table_faults(table: pd.DataFrame, folder: Path, classes: Sequence[str], allow_unlabeled: bool) -> list[str]:
@@ -590,27 +541,20 @@ def image_files(folder: Path) -> list[Path]:
     return [path for path in _entries(folder)[0] if is_image(path)]
 
 
-def files_below(folder: Path, ignore: Path | None = None) -> Iterator[Path]:
-    """Iterate over all files in a folder and its subfolders, in sorted order, the files of a folder before its subfolders.
+def files_below(folder: Path, ignore: Path | None = None, _open: tuple[Path, ...] = ()) -> Iterator[Path]:
+    """Iterate over all files in a folder and its subfolders but `ignore`, sorted, the files of a folder before its subfolders.
 
-    Links are followed, except those that lead back to a folder that is being read or to themselves. Hidden files and folders are
-    ignored.
-
-    Args:
-        folder: Where to start.
-        ignore: A folder to leave out, for example the one with the masks.
+    Links are followed, except those that lead back to a folder that is being read. Hidden files and folders are ignored.
     """
-    yield from _walk(folder, None if ignore is None else ignore.resolve(), (folder.resolve(),))
-
-
-def _walk(folder: Path, ignore: Path | None, open_folders: tuple[Path, ...]) -> Iterator[Path]:
+    reading = (*_open, folder.resolve())
     files, folders = _entries(folder)
     yield from files
     for sub in folders:
         target = sub.resolve()
         # A link to a folder that is being read, or to one around it, would be read without end.
-        if target != ignore and not any(opened.is_relative_to(target) for opened in open_folders):
-            yield from _walk(sub, ignore, (*open_folders, target))
+        leads_back = any(opened.is_relative_to(target) for opened in reading)
+        if not leads_back and (ignore is None or target != ignore.resolve()):
+            yield from files_below(sub, ignore, reading)
 
 
 def _entries(folder: Path) -> tuple[list[Path], list[Path]]:
@@ -626,14 +570,8 @@ def _entries(folder: Path) -> tuple[list[Path], list[Path]]:
         try:
             (folders if entry.is_dir() else files).append(folder / entry.name)
         except OSError as error:
-            _say_skipped(entry.path, error.strerror or str(error))
+            say(f"Skipped {entry.path}: {error.strerror or error}.")
     return files, folders
-
-
-@lru_cache
-def _say_skipped(path: str, reason: str) -> None:
-    """Say it once: a folder is read several times."""
-    say(f"Skipped {path}: {reason}.")
 
 
 def kind_of(path: Path) -> str:

@@ -98,15 +98,6 @@ def apply_split(
         merge_duplicates: Read every image and put duplicates into one group, so that no picture is in two parts. Only for
             'grouped' and 'kfold'. The merged groups become the manifest's groups.
         workers: Threads that read images.
-
-    Returns:
-        The same images with a new split and its `split_rule`.
-
-    Raises:
-        RequestError: The split is impossible, for example because there are fewer groups than parts.
-
-    Example:
-        >>> manifest = apply_split(folder_manifest("photos"), "grouped", select=0.1)  # doctest: +SKIP
     """
     check_request(rule, folds, fold, select, seed)
     if rule == "paper":
@@ -155,20 +146,14 @@ def _hashed_into(groups: Sequence[str], start: float, share: float, seed: int, p
 def cut_selection(manifest: Manifest, share: float, seed: int, balanced: bool = False) -> Manifest:
     """Move a share of the training part to the part 'select', for early stopping without validation labels.
 
-    Whole groups move. An earlier selection part returns to training first.
+    Whole groups move. An earlier selection part returns to training first; a share of 0 does only that.
 
     Args:
         manifest: A manifest with a split.
-        share: Share of the training part in [0, 1); 0 removes the selection part.
+        share: Share of the training part in [0, 1).
         seed: Seed of the choice of groups.
         balanced: Choose the groups so that every class gives about its share. The choice then depends on all images and changes
             when some are added, so it is for one training run only; otherwise a hash of the group decides.
-
-    Returns:
-        The same images with the new parts, and the share in `split_rule`.
-
-    Raises:
-        RequestError: The share is not in [0, 1), or training has fewer than two groups.
     """
     check_values({"share": (share, Fraction)})
     split = manifest.rows["split"].replace("select", "train").to_numpy(dtype=object, copy=True)
@@ -190,15 +175,8 @@ def cut_selection(manifest: Manifest, share: float, seed: int, balanced: bool = 
 def keep_split(manifest: Manifest, old: Manifest) -> Manifest:
     """Put every image of `old` back into the part it had there; new images of its group follow it.
 
-    If images of one group were in several parts of `old` (a duplicate was found since), the whole group is trained on, because
-    a group never crosses a split: nothing that was trained on becomes a validation image.
-
-    Args:
-        manifest: The images with a new split.
-        old: The earlier manifest; its images are found by `image_id`.
-
-    Raises:
-        RequestError: `old` has none of the images.
+    Images are found by `image_id`. If images of one group were in several parts of `old` (a duplicate was found since), the whole
+    group is trained on, because a group never crosses a split: nothing that was trained on becomes a validation image.
     """
     before = dict(zip(old.ids, old.rows["split"]))
     parts: dict[str, set[str]] = {}

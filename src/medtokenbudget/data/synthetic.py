@@ -22,8 +22,8 @@ from medtokenbudget.data.drawing import LOOKS, Canvas, Lesion, Map, Outline, Pig
 from medtokenbudget.data.manifest import Manifest, SplitRule, check_name
 from medtokenbudget.data.readers import ISIC_CLASSES
 from medtokenbudget.data.splits import apply_split, check_request
-from medtokenbudget.errors import MismatchError, UnknownNameError
-from medtokenbudget.files import read_sealed, write_encoded, write_sealed
+from medtokenbudget.errors import UnknownNameError
+from medtokenbudget.files import claim, write_encoded
 from medtokenbudget.jobs import process_pool
 from medtokenbudget.locks import exclusive
 from medtokenbudget.progress import progress
@@ -66,15 +66,11 @@ _CASTS = {
 class Drawing:
     """A drawn image.
 
-    Attributes:
-        image: `[H, W, 3]` uint8.
-        mask: Lesion pixels, `[H, W]` bool.
-        label: Class name.
-        traits: Where the lesion is and what is around it; `prevalence` is the share of the mask in the image.
+    `traits` say where the lesion is and what is around it; `prevalence` is the share of the mask in the image.
     """
 
-    image: npt.NDArray[np.uint8]
-    mask: npt.NDArray[np.bool_]
+    image: npt.NDArray[np.uint8]  # [H, W, 3]
+    mask: npt.NDArray[np.bool_]  # [H, W], the lesion pixels
     label: str
     traits: dict[str, Any]
 
@@ -117,7 +113,7 @@ def draw(label: str, seed: int, size: int = 256, off_center: bool = False) -> Dr
         seed: Seed of everything random.
         size: Side of the square image, in pixels.
         off_center: Put the lesion 0.25 to 0.33 image widths away from the center, with at least 60 % of its area inside. Large
-            lesions are made smaller until this holds and their visible part is off-center too. Otherwise it is near the center.
+            lesions are made smaller until this holds and their visible part is off-center too.
     """
     if label not in ISIC_CLASSES:
         raise UnknownNameError.of("class", label, ISIC_CLASSES)
@@ -156,7 +152,8 @@ def sample_labels(n: int, seed: int) -> list[str]:
 
 def _place(canvas: Canvas, rng: np.random.Generator, label: str, seed: int, off_center: bool) -> tuple[Map, float, dict[str, Any]]:
     """Place the lesion: its distance field `[H, W]`, the level of its border, and its first traits."""
-    share = float(np.interp(_evenly(seed), *_PREVALENCE))
+    # Steps of the golden ratio, so that consecutive seeds fill the prevalence table evenly.
+    share = float(np.interp((int(seed) * 0x9E3779B97F4A7C15 % 2**64) / 2**64, *_PREVALENCE))
     away, heading = rng.normal(0, 0.06, 2), rng.uniform(0, 2 * np.pi)
     if off_center:
         away = rng.uniform(0.25, 0.33) * np.array([np.cos(heading), np.sin(heading)])
@@ -167,26 +164,16 @@ def _place(canvas: Canvas, rng: np.random.Generator, label: str, seed: int, off_
     rough = 1 + np.float32(rng.uniform(*look.roughness)) * (canvas.noise(rng, 14) + 0.4 * canvas.noise(rng, 36))
     distance = smooth * np.maximum(rough, 0.5)
     radius = float(np.quantile(distance, share))
-    whole = _beyond(outline)
+    # The outline on a coarse grid three images wide, the image in the middle, `[96, 96]`.
+    axis = ((np.arange(-32, 64) + 0.5) / 32).astype(np.float32)
+    whole = outline.distance(axis[None, :], axis[:, None])
     if off_center:
         while radius > 0.06 and (_share_inside(whole, radius) < 0.66 or _visible_offset(whole, radius) < 0.2):
             radius *= 0.94
     return distance, radius, {"center": center, "off_center": off_center, "inside": round(_share_inside(whole, radius), 3)}
 
 
-def _evenly(seed: int) -> float:
-    """Return a number in [0, 1) for a seed. Steps of the golden ratio, so that consecutive seeds fill the range evenly."""
-    return (int(seed) * 0x9E3779B97F4A7C15 % 2**64) / 2**64
-
-
-def _beyond(outline: Outline) -> Map:
-    """Compute the outline's distance on a coarse grid three images wide, the image in the middle, `[96, 96]`."""
-    axis = ((np.arange(-32, 64) + 0.5) / 32).astype(np.float32)
-    return outline.distance(axis[None, :], axis[:, None])
-
-
 def _share_inside(whole: Map, radius: float) -> float:
-    """Measure the share of the whole lesion that is inside the image."""
     lesion = whole < radius
     return float(lesion[32:64, 32:64].sum() / max(lesion.sum(), 1))
 
@@ -294,14 +281,7 @@ def _expose(picture: np.ndarray, rng: np.random.Generator) -> npt.NDArray[np.uin
 
 @dataclass(frozen=True)
 class Drawings(Settings):
-    """A request for drawn images.
-
-    Attributes:
-        n: Number of images.
-        seed: Seed of the drawings.
-        size: Side of the square images, in pixels.
-        off_center: Move the lesions away from the center.
-    """
+    """A request for `n` square drawings of `size` pixels; `off_center` moves the lesions away from the center."""
 
     n: Count
     seed: Seed = 0
@@ -328,11 +308,7 @@ def synthetic_manifest(
         out: A folder for the images, masks and `manifest.parquet`; or the path of the manifest, `NAME.parquet`, whose files then go
             to the folder `NAME`.
         request: How many images of which size, and their seed.
-        split: Rule of the split; see `apply_split` for this and the next four.
-        folds: Number of folds for 'kfold'.
-        fold: The fold that becomes the validation part.
-        select: Share of the training part to set aside as 'select'.
-        split_seed: Seed of the split.
+        split: Rule of the split; see `apply_split` for this and the next four, whose seed is `split_seed`.
         workers: Processes that draw.
         name: Name of the data set.
         overwrite: Whether a different manifest may be replaced.
@@ -349,7 +325,14 @@ def synthetic_manifest(
     folder = target.with_suffix("") if target == Path(out) else target.parent
     labels = sample_labels(request.n, request.seed)
     with exclusive(folder):
-        _claim(folder, request)
+        # Files of two requests must not mix.
+        drawn = {**asdict(request), "renderer": RENDERER}
+        claim(
+            folder / "drawings.json",
+            drawn,
+            f"The request of the drawings in {folder}",
+            "Choose another folder, or delete this one.",
+        )
         _draw_missing(folder, request, labels, workers)
     records = []
     for index, label in enumerate(labels):
@@ -364,29 +347,16 @@ def synthetic_manifest(
     return manifest.write(target, overwrite)
 
 
-def _claim(folder: Path, request: Drawings) -> None:
-    """Write down what is drawn into a folder; files of two requests must not mix."""
-    wanted = {**asdict(request), "renderer": RENDERER}
-    note, advice = folder / "drawings.json", "Choose another folder, or delete this one."
-    if not note.exists():
-        write_sealed(note, wanted)
-    elif (existing := read_sealed(note, advice)) != wanted:
-        raise MismatchError.between(f"The request of the drawings in {folder}", wanted, existing, advice)
-
-
 def _paths(folder: Path, index: int) -> tuple[Path, Path]:
-    """Return where an image and its mask are."""
     return folder / "images" / f"SYN_{index:06d}.jpg", folder / "masks" / f"SYN_{index:06d}.png"
 
 
 def _draw_missing(folder: Path, request: Drawings, labels: Sequence[str], workers: int) -> None:
     missing = [index for index in range(request.n) if not all(path.exists() for path in _paths(folder, index))]
-    wanted = [labels[index] for index in missing]
-    draw_files = partial(_draw_files, folder, request)
+    work = (partial(_draw_files, folder, request), missing, [labels[index] for index in missing])
     with nullcontext() if workers <= 1 or len(missing) < 2 * workers else process_pool(workers) as pool:
-        drawn = map(draw_files, missing, wanted) if pool is None else pool.map(draw_files, missing, wanted, chunksize=8)
-        for _ in progress(drawn, total=request.n, initial=request.n - len(missing), what="Drawing", unit="image"):
-            pass
+        drawn = map(*work) if pool is None else pool.map(*work, chunksize=8)
+        list(progress(drawn, total=request.n, initial=request.n - len(missing), what="Drawing", unit="image"))
 
 
 def _draw_files(folder: Path, request: Drawings, index: int, label: str) -> None:

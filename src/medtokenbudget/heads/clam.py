@@ -74,22 +74,17 @@ class _CLAM(TokenHead):
         for number, classify in enumerate(self.instance):
             branch = number if attention.shape[1] > 1 else 0
             of_class, others = known & (label == number), known & (label != number)
-            losses = [
-                _instance_losses(classify, features[rows], [(chosen[rows, branch], target) for chosen, target in wanted])
-                for rows, wanted in ((of_class, ((top, 1), (bottom, 0))), (others, ((top, 0),)))
-                if bool(rows.any())
-            ]
+            losses = []
+            for rows, examples in ((of_class, ((top, 1), (bottom, 0))), (others, ((top, 0),))):
+                if bool(rows.any()):
+                    each = [self._examples(classify, features[rows], chosen[rows, branch], target) for chosen, target in examples]
+                    losses.append(torch.cat(each, 1).mean(1))
             total = total + torch.cat(losses).mean()
         return total / self.classes
 
-
-def _instance_losses(classify: nn.Module, features: Tensor, wanted: list[tuple[Tensor, int]]) -> Tensor:
-    """Average the cross-entropy of the tokens `chosen` [B, instances] as examples of their target over each image, [B]."""
-    losses = []
-    for chosen, target in wanted:
-        logits = classify(features.take_along_dim(chosen.unsqueeze(-1), 1))
-        losses.append(-logits.log_softmax(-1)[..., target])
-    return torch.cat(losses, 1).mean(1)
+    def _examples(self, classify: nn.Module, features: Tensor, chosen: Tensor, target: int) -> Tensor:
+        """Compute the cross-entropy of the tokens `chosen` [B, instances] as examples of a target, [B, instances]."""
+        return -classify(features.take_along_dim(chosen.unsqueeze(-1), 1)).log_softmax(-1)[..., target]
 
 
 @register_head("clam-sb")

@@ -5,7 +5,6 @@ Heads that read the mean train on pooled tokens, which are computed once; heads 
 
 from __future__ import annotations
 
-import inspect
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar, Literal
 
@@ -28,8 +27,6 @@ class Head(nn.Module, ABC):
         description: What it does, in one sentence.
         reads: 'mean' for heads that read the mean of the kept tokens, 'tokens' for heads that read all of them.
         needs: Fewest tokens that the head can read.
-        dim: Embedding dimension D of the tokens.
-        classes: Number of classes C.
     """
 
     name: ClassVar[str] = ""
@@ -67,10 +64,7 @@ class Head(nn.Module, ABC):
 
     def options(self) -> dict[str, Any]:
         """Return the arguments that build this head again, all but `dim` and `classes`, as JSON values."""
-        names = [name for name in inspect.signature(type(self)).parameters if name not in ("dim", "classes")]
-        if lost := [name for name in names if not hasattr(self, name)]:
-            raise RequestError(f"Head '{self.name}' must keep its options as attributes to be saved; missing: {', '.join(lost)}.")
-        return {name: list(value) if isinstance(value := getattr(self, name), tuple) else value for name in names}
+        return HEADS.options(self, "dim", "classes")
 
 
 class TokenHead(Head):
@@ -89,7 +83,6 @@ class TokenHead(Head):
         return self(TokenSet.of(selection, grid))
 
     def check(self, kept: TokenSet) -> TokenSet:
-        """Return the tokens, if this head can read them."""
         if not isinstance(kept, TokenSet):
             raise ShapeError(
                 f"Head '{self.name}' reads tokens, not their mean. Pass a TokenSet, for example TokenSet.of(selection, grid)."

@@ -5,7 +5,6 @@ Other packages build on this file. `select` checks what it is given, so `score` 
 
 from __future__ import annotations
 
-import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -71,17 +70,8 @@ class Selector(ABC):
         self.minimum = minimum
 
     def options(self) -> dict[str, Any]:
-        """Return the constructor options (all but `dim`) as JSON values, so that a saved model can build this selector again.
-
-        The default reads the attributes with the names of the options; a selector that stores them elsewhere overrides this.
-        """
-        names = [name for name in inspect.signature(type(self)).parameters if name != "dim"]
-        if missing := [name for name in names if not hasattr(self, name)]:
-            raise RequestError(
-                f"Selector '{self.name}' does not store its option(s) {', '.join(missing)}, so it cannot be saved. "
-                "Keep each option as an attribute of the same name, or override options()."
-            )
-        return {name: getattr(self, name) for name in names}
+        """Return the constructor options (all but `dim`) as JSON values, so that a saved model can build this selector again."""
+        return SELECTORS.options(self, "dim")
 
     @abstractmethod
     def choose(self, tokens: TokenBatch, k: int, generator: torch.Generator | None = None) -> Selection:

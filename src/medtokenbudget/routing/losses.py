@@ -5,7 +5,7 @@ All are computed in fp32. The terms of the scorer see the raw scores, before smo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 
 import torch
@@ -45,20 +45,13 @@ def diversity_loss(scores: Tensor) -> Tensor:
     return (similarity.sum() - similarity.diagonal().sum()) / (b * (b - 1))
 
 
-def lesion_loss(scores: Tensor, lesion: Tensor, has_mask: Tensor, from_logits: bool = False) -> Tensor:
-    """Compute the binary cross-entropy of scores and lesion patches, both [B, N] (Eq. 6), over the images with a mask [B].
-
-    With `from_logits` the scores are logits, which is the stable way; scores in [0, 1] are held off 0 and 1.
-    """
-    _check_agree("Scores", scores, lesion, has_mask)
+def lesion_loss(score_logits: Tensor, lesion: Tensor, has_mask: Tensor) -> Tensor:
+    """Compute the binary cross-entropy of score logits and lesion patches, both [B, N] (Eq. 6), over the images with a mask [B]."""
+    _check_agree("Scores", score_logits, lesion, has_mask)
     rows = has_mask.bool()
     if not bool(rows.any()):
-        return scores.sum() * 0.0
-    predicted, target = scores[rows].float(), lesion[rows].float()
-    if from_logits:
-        return F.binary_cross_entropy_with_logits(predicted, target)
-    predicted = predicted.clamp(_MARGIN, 1 - _MARGIN)
-    return -(target * predicted.log() + (1 - target) * torch.log1p(-predicted)).mean()
+        return score_logits.sum() * 0.0
+    return F.binary_cross_entropy_with_logits(score_logits[rows].float(), lesion[rows].float())
 
 
 def lesion_mass_loss(attention: Tensor, lesion: Tensor, has_mask: Tensor) -> Tensor:
@@ -74,20 +67,14 @@ def lesion_mass_loss(attention: Tensor, lesion: Tensor, has_mask: Tensor) -> Ten
     return -mass.clamp_min(_MARGIN).log().mean()
 
 
-def lesion_term(logits: Tensor, tokens: TokenBatch, weight: float) -> Tensor:
-    """Compute the lesion loss of score logits [B, N] on a batch: zero without masks, without gradient if its weight is 0."""
+def lesion_term(
+    values: Tensor, tokens: TokenBatch, weight: float, loss: Callable[[Tensor, Tensor, Tensor], Tensor] = lesion_loss
+) -> Tensor:
+    """Compute a lesion loss of what it reads, [B, N], on a batch: zero without masks, without gradient if its weight is 0."""
     with _graph_if(weight):
         if tokens.lesion is None or tokens.has_mask is None:
-            return logits.sum() * 0.0
-        return lesion_loss(logits, tokens.lesion, tokens.has_mask, from_logits=True)
-
-
-def lesion_mass_term(attention: Tensor, tokens: TokenBatch, weight: float) -> Tensor:
-    """Compute the lesion loss of attention [B, N] on a batch: zero without masks, without gradient if its weight is 0."""
-    with _graph_if(weight):
-        if tokens.lesion is None or tokens.has_mask is None:
-            return attention.sum() * 0.0
-        return lesion_mass_loss(attention, tokens.lesion, tokens.has_mask)
+            return values.sum() * 0.0
+        return loss(values, tokens.lesion, tokens.has_mask)
 
 
 def distillation_loss(scores: Tensor, cls_attention: Tensor) -> Tensor:
@@ -102,28 +89,18 @@ def distillation_loss(scores: Tensor, cls_attention: Tensor) -> Tensor:
 def scorer_terms(
     scores: Tensor,
     *,
+    score_logits: Tensor,
     k: int,
     budget: float,
     weights: LossWeights,
     lesion: Tensor | None = None,
     has_mask: Tensor | None = None,
     cls_attention: Tensor | None = None,
-    score_logits: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """Compute the terms of the paper's objective that depend on the scores alone, unweighted.
 
-    Args:
-        scores: [B, N] raw scores in [0, 1].
-        k: Number of kept patches at `budget`.
-        budget: The budget.
-        weights: A term whose weight is 0 is reported where its inputs are there, and has no gradient.
-        lesion: [B, N] lesion patches; a batch without them has no masks, and its lesion term is zero.
-        has_mask: [B] which images have a mask.
-        cls_attention: [B, N] attention of the class token.
-        score_logits: [B, N] scores before the sigmoid; they make the lesion term numerically stable.
-
-    Raises:
-        MissingSignalError: A weighted term needs an input that is None.
+    Scores [B, N] are raw ones in [0, 1]; their logits make the lesion term numerically stable. A term whose weight is 0 is reported
+    where its inputs are known, without gradient. Without masks the lesion term is zero.
     """
     terms = {"budget": scores.new_tensor(budget_deviation(k, scores.shape[1], budget))}
     with _graph_if(weights.diversity):
@@ -131,10 +108,8 @@ def scorer_terms(
     with _graph_if(weights.lesion):
         if lesion is None or has_mask is None:
             terms["lesion"] = scores.sum() * 0.0
-        elif score_logits is not None:
-            terms["lesion"] = lesion_loss(score_logits, lesion, has_mask, from_logits=True)
         else:
-            terms["lesion"] = lesion_loss(scores, lesion, has_mask)
+            terms["lesion"] = lesion_loss(score_logits, lesion, has_mask)
     if cls_attention is not None:
         with _graph_if(weights.distillation):
             terms["distillation"] = distillation_loss(scores, cls_attention)

@@ -1,7 +1,7 @@
 """The bases of selectors that learn: each gives a training pass and its own loss terms, the trainer does the rest.
 
-The trainer supplies classification, schedules, seeds, checkpoints, resuming and the choice of the epoch. `ScoredRanker` learns one
-score per patch, `SoftMerger` mixes all patches into K tokens, `Probe` ranks patches by what a classifier of its own looks at.
+`ScoredRanker` learns one score per patch, `SoftMerger` mixes all patches into K tokens, `Probe` ranks patches by what a classifier
+of its own looks at.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from medtokenbudget.config import RouterConfig, TrainConfig
 from medtokenbudget.errors import CountError, MissingSignalError, RequestError, UnknownNameError
 from medtokenbudget.routing.base import Merger, Ranker, Selector
-from medtokenbudget.routing.losses import classification_loss, lesion_mass_term, lesion_term, scorer_terms
+from medtokenbudget.routing.losses import classification_loss, lesion_mass_loss, lesion_term, scorer_terms
 from medtokenbudget.routing.topk import hard_topk, masked_mean, smooth_scores, straight_through_topk
 from medtokenbudget.tokens import Selection, TokenBatch, TokenSet
 
@@ -34,8 +34,7 @@ class TrainingPass:
         weights: Weight of each term in the total loss; a term without one counts once.
         scores: [B, N] scores of the patches (or [B, T] of a sample of them), for monitoring.
         mask: [B, N] differentiable mask of the kept patches, where the selector has one.
-        tokens: [B, K, D] the tokens themselves, for selectors that make new ones; heads that read tokens need this or `mask`.
-        positions: [B, K, 2] row and column of those tokens on the grid.
+        mixed: What a selector that makes new tokens selects; heads that read tokens need this or `mask`.
     """
 
     pooled: Tensor | None
@@ -43,13 +42,12 @@ class TrainingPass:
     scores: Tensor
     weights: Mapping[str, float] = field(default_factory=dict)
     mask: Tensor | None = None
-    tokens: Tensor | None = None
-    positions: Tensor | None = None
+    mixed: Selection | None = None
 
     def token_set(self, tokens: TokenBatch) -> TokenSet | None:
         """Return what heads that read tokens see of the batch `tokens`; None if this pass does not say."""
-        if self.tokens is not None and self.positions is not None:
-            return TokenSet(self.tokens, torch.ones_like(self.tokens[..., 0]), self.positions, tokens.grid)
+        if self.mixed is not None:
+            return TokenSet.of(self.mixed, tokens.grid)
         return None if self.mask is None else TokenSet.under(self.mask, tokens.patches, tokens.grid)
 
 
@@ -104,13 +102,7 @@ class LearnedSelector(Selector, nn.Module):
 
 
 class ScoredRanker(LearnedSelector, Ranker):
-    """Keeps the patches with the highest smoothed score. Subclasses write `logits` and `score_logits`.
-
-    What a score is made from is up to the selector: `lats` reads each patch alone, `context` its neighborhood as well.
-
-    Args:
-        router: Smoothing of the scores, Gumbel temperature and fewest patches.
-    """
+    """Keeps the patches with the highest score, smoothed as `router` says. Subclasses write `logits` and `score_logits`."""
 
     def __init__(self, router: RouterConfig) -> None:
         super().__init__(router.minimum)
@@ -141,7 +133,6 @@ class ScoredRanker(LearnedSelector, Ranker):
         return self.smoothed(torch.sigmoid(self.score_logits(tokens)), tokens.grid)
 
     def smoothed(self, scores: Tensor, grid: tuple[int, int]) -> Tensor:
-        """Smooth scores [B, N] with the average filter."""
         return smooth_scores(scores, grid, self.router.smooth, self.router.padding)
 
     def training_pass(
@@ -166,13 +157,13 @@ class ScoredRanker(LearnedSelector, Ranker):
         with torch.autocast(scores.device.type, enabled=False):
             terms = scorer_terms(
                 scores,
+                score_logits=score_logits,
                 k=k,
                 budget=budget,
                 weights=config.losses,
                 lesion=_at(tokens.lesion, at),
                 has_mask=tokens.has_mask,
                 cls_attention=_at(tokens.cls_attention, at),
-                score_logits=score_logits,
             )
         pooled = None if mask is None else masked_mean(tokens.patches, mask)
         return TrainingPass(pooled, terms, scores, {name: getattr(config.losses, name) for name in terms}, mask)
@@ -186,11 +177,7 @@ class SoftMerger(LearnedSelector, Merger):
     """K tokens `sum_n A[k, n] x_n`, whose weights A sum to one over the patches. Subclasses write `attention`.
 
     The published methods have a fixed number of tokens. Here the tokens are ordered: at a budget of K tokens the first K of `slots`
-    are used. A slot that no training budget reached is as it was initialized.
-
-    Args:
-        slots: Largest number of tokens.
-        minimum: Fewest tokens kept at any budget.
+    are used. A slot that no training budget reached keeps its initial weights.
     """
 
     def __init__(self, slots: int = 256, minimum: int = 16) -> None:
@@ -213,15 +200,13 @@ class SoftMerger(LearnedSelector, Merger):
         return {}
 
     def choose(self, tokens: TokenBatch, k: int, generator: torch.Generator | None = None) -> Selection:
-        attention = self._attention(tokens.float(), k)
+        return self._mix(tokens.patches, self._attention(tokens.float(), k))
+
+    def _mix(self, patches: Tensor, attention: Tensor) -> Selection:
         # A patch stands for as many tokens as it takes part in: its shares, normalized over the tokens.
         shares = attention / attention.sum(1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
-        return Selection(
-            tokens=torch.bmm(attention, tokens.patches.float()).to(tokens.patches.dtype),
-            weights=shares.sum(2),
-            assignment=attention.argmax(1),
-            attention=attention,
-        )
+        mixed = torch.bmm(attention, patches.float()).to(patches.dtype)
+        return Selection(mixed, weights=shares.sum(2), assignment=attention.argmax(1), attention=attention)
 
     def _attention(self, tokens: TokenBatch, k: int) -> Tensor:
         if k > self.slots:
@@ -239,25 +224,22 @@ class SoftMerger(LearnedSelector, Merger):
         k = self.count(budget, tokens.n)
         attention = self._attention(tokens, k)
         mean = attention.mean(1)
-        terms = {"lesion": lesion_mass_term(mean, tokens, config.losses.lesion), **self.extra_terms(tokens, k)}
+        terms = {"lesion": lesion_term(mean, tokens, config.losses.lesion, lesion_mass_loss), **self.extra_terms(tokens, k)}
         weights = {"lesion": config.losses.lesion}
         if not route:
             return TrainingPass(None, terms, mean * tokens.n, weights)
-        mixed = Selection(torch.bmm(attention, tokens.patches), attention.sum(2), attention.argmax(1), attention=attention)
-        positions = TokenSet.of(mixed, tokens.grid).positions
-        return TrainingPass(mixed.pooled(), terms, mean * tokens.n, weights, tokens=mixed.tokens, positions=positions)
+        mixed = self._mix(tokens.patches, attention)
+        return TrainingPass(mixed.pooled(), terms, mean * tokens.n, weights, mixed=mixed)
 
 
 class Probe(LearnedSelector, Ranker):
     """Ranks patches by an attribution of the prediction of its own classifier, the probe, which sees all patches.
 
     Subclasses take `dim` and `classes` and write `attribute`.
-
-    Attributes:
-        term: Name of the probe's classification loss among the terms.
     """
 
     term: ClassVar[str] = "probe"
+    """Name of the probe's classification loss among the terms."""
 
     @classmethod
     def from_config(cls, dim: int, config: TrainConfig, classes: int = 2) -> Self:
@@ -301,12 +283,9 @@ class Probe(LearnedSelector, Ranker):
 def with_options(
     selector: str, options: Mapping[str, Any], scorer: Config, router: RouterConfig, training_only: tuple[str, ...] = ()
 ) -> tuple[Config, RouterConfig]:
-    """Return the settings of a scorer and of its router with some of their fields replaced; a name that both have is the scorer's.
+    """Return the settings of a scorer and of its router with `options` in place of their fields; a name of both is the scorer's.
 
-    Fields in `training_only` are read by the trainer, not by a selector, so that as options they would have no effect.
-
-    Raises:
-        RequestError: Neither has such a field.
+    Fields in `training_only` are read by the trainer, not by a selector, so as options they are refused.
     """
     of_scorer, of_router = ({entry.name for entry in fields(config)} - set(training_only) for config in (scorer, router))
     if unknown := [name for name in options if name not in of_scorer | of_router]:
