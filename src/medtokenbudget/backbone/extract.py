@@ -35,12 +35,12 @@ from medtokenbudget.backbone.store import (
     FeatureStore,
     Field,
     Key,
+    MappedField,
     Record,
     Row,
     Shards,
     field_path,
     finished_shards,
-    read_field,
     read_plan,
     read_settings,
     record_path,
@@ -52,7 +52,7 @@ from medtokenbudget.config import BackboneConfig, ExtractConfig
 from medtokenbudget.data import Manifest, decode_image, mask_of
 from medtokenbudget.devices import cpu_threads, resolve_device, worker_devices
 from medtokenbudget.errors import RequestError, WorkError
-from medtokenbudget.files import check_same, claim, remove, remove_leftovers, sha256_file, write_lines, write_sealed
+from medtokenbudget.files import check_same, claim, remove, remove_leftovers, sha256_file, write_lines
 from medtokenbudget.jobs import Advance, Execution, ordered_map, require_shared, run_units
 from medtokenbudget.locks import exclusive
 from medtokenbudget.progress import progress, say
@@ -494,7 +494,7 @@ def _publish(store: Path, settings: str, unit: ShardUnit, made: _Computed) -> No
         record = Record(tuple(made.rows), tuple(made.failures), made.batch_size, settings, fields)
     else:
         record = replace(unit.record, fields={**unit.record.fields, **_gained(store, unit, unit.record, made)})
-    write_sealed(path, record.to_json(), compact=True)
+    record.write(store, unit.index)
 
 
 def _gained(store: Path, unit: ShardUnit, record: Record, made: _Computed) -> dict[str, Field]:
@@ -507,7 +507,7 @@ def _gained(store: Path, unit: ShardUnit, record: Record, made: _Computed) -> di
     places = [place_of[row.key] for row in made.rows]
     same = not any(failure.kind == "tokens" for failure in made.failures)
     if places:
-        stored = read_field(store, unit.index, "patches", record)
+        stored = MappedField(store, unit.index, "patches", record.fields["patches"]).array
         for place, now in zip(places, np.concatenate(made.parts["patches"])):
             one, two = stored[place].astype(np.float32).ravel(), now.astype(np.float32).ravel()
             same = same and float(one @ two) >= _ALIKE * float(np.linalg.norm(one) * np.linalg.norm(two))
@@ -523,7 +523,7 @@ def _gained(store: Path, unit: ShardUnit, record: Record, made: _Computed) -> di
         values = np.full((len(record.rows), *new.shape[1:]), np.nan, new.dtype)
         missing = set(range(len(values))) - set(places)
         if name in record.fields:
-            values[:] = read_field(store, unit.index, name, record)
+            values[:] = MappedField(store, unit.index, name, record.fields[name]).array
             missing = {place for place in missing if record.fields[name].checksums[place] is None}
         values[places] = new
         fields[name] = write_field(store, unit.index, name, values, sorted(missing))
