@@ -478,7 +478,7 @@ def test_an_interrupted_addition_resumes(
             raise KeyboardInterrupt
         return real(*arguments)
 
-    monkeypatch.setattr(sys.modules[extract.__module__], "write_field", stop)
+    monkeypatch.setattr("medtokenbudget.backbone.store.write_field", stop)
     with pytest.raises(KeyboardInterrupt):
         extract(whole, plain, backbone, ALL)
     monkeypatch.undo()

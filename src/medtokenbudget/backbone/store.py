@@ -169,7 +169,7 @@ class Record:
     @property
     def keys(self) -> list[Key]:
         """Every row that the shard was to hold, made or not."""
-        return [one.key for one in (*self.rows, *self.failures)]
+        return [row.key for row in self.rows] + [failure.key for failure in self.failures]
 
     def write(self, store: Path, index: int) -> None:
         values = {
@@ -582,7 +582,7 @@ class FeatureStore:
         index = FileIndex(self.path)
         images = index.hashes((manifest.image_path(i) for i in range(len(manifest))), again=True)
         index.save()
-        known = {one.image for one in (*self.stored, *self.failures)}
+        known = {row.image for row in self.stored} | {failure.image for failure in self.failures}
         changed = [name for name, image in zip(manifest.ids, images) if image is not None and image not in known]
         if changed:
             raise WorkError(
