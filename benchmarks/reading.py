@@ -23,17 +23,7 @@ import numpy as np
 import torch
 
 from medtokenbudget.backbone.extract import settings_of
-from medtokenbudget.backbone.store import (
-    STORE,
-    FeatureStore,
-    Record,
-    Row,
-    Shards,
-    record_path,
-    settings_hash,
-    write_field,
-    write_plan,
-)
+from medtokenbudget.backbone.store import STORE, FeatureStore, Record, Row, Shards, settings_hash, write_field, write_plan
 from medtokenbudget.backbone.views import Geometry
 from medtokenbudget.config import ExtractConfig
 from medtokenbudget.files import write_sealed
@@ -57,7 +47,7 @@ def drawn_store(path: Path, rows: int) -> FeatureStore:
         }
         entries = tuple(Row(f"row-{index * SHARD + i:06d}", "identity", (256, 256), Geometry()) for i in range(SHARD))
         fields = {name: write_field(path, index, name, values) for name, values in tensors.items()}
-        write_sealed(record_path(path, index), Record(entries, (), BATCH, settings_hash(settings), fields).to_json())
+        Record(entries, (), BATCH, settings_hash(settings), fields).write(path, index)
         shards[index] = tuple(entry.key for entry in entries)
     write_sealed(path / STORE, settings)
     write_plan(path, shards)

@@ -32,9 +32,10 @@ from medtokenbudget.errors import MedTokenBudgetError, RequestError, WorkError, 
 Engine = Literal["local", "ray"]
 Advance = Callable[[int], Any]
 """Is called with the number of images, or of whatever a unit has, that are done."""
-T = TypeVar("T")
 Unit = TypeVar("Unit")
 Result = TypeVar("Result")
+Make = Callable[[Any, Sequence[Unit], Advance], Iterator[Result]]
+OpenWorker = Callable[[str], Any] | None
 RETRIES = 10
 """How often Ray gives out a unit again; one that kills every worker must not keep a cluster busy forever."""
 _PR_SET_PDEATHSIG = 1
@@ -64,14 +65,14 @@ class Execution(Settings):
 
 def run_units(
     units: Sequence[Unit],
-    make: Callable[[Any, Sequence[Unit], Advance], Iterator[Result]],
+    make: Make[Unit, Result],
     execution: Execution,
     *,
     processes: int = 1,
     device: str = "auto",
     cores: int = 1,
     state: Any = None,
-    open_worker: Callable[[str], Any] | None = None,
+    open_worker: OpenWorker = None,
     advance: Advance | None = None,
 ) -> Iterator[Result]:
     """Make units, and yield the result of each, in the order in which they finish.
@@ -95,11 +96,10 @@ def run_units(
     if execution.engine == "local" and processes == 1:
         yield from make(state, units, advance or _ignore)
         return
-    call = partial(_call, uuid.uuid4().hex, open_worker, make)
     if execution.engine == "ray":
-        finished = _on_ray(units, call, execution.address, device, cores)
+        finished = _on_ray(units, make, open_worker, execution.address, device, cores)
     else:
-        finished = _in_processes(units, call, worker_devices(device, processes))
+        finished = _in_processes(units, make, open_worker, worker_devices(device, processes))
     for unit, result in finished:
         if advance is not None:
             advance(len(unit))  # type: ignore[arg-type]
@@ -127,13 +127,7 @@ _device = "auto"
 """The device of this worker process."""
 
 
-def _call(
-    run: str,
-    open_worker: Callable[[str], Any] | None,
-    make: Callable[[Any, Sequence[Unit], Advance], Iterator[Result]],
-    unit: Unit,
-    device: str | None = None,
-) -> Result:
+def _call(run: str, open_worker: OpenWorker, make: Make[Unit, Result], unit: Unit, device: str | None = None) -> Result:
     """Make one unit in a worker process, which opens its state once."""
     if run not in _opened:
         _opened.clear()
@@ -142,13 +136,13 @@ def _call(
     return result
 
 
-def ordered_map(function: Callable[[Unit], T], parts: Iterable[Unit], ahead: int, threads: int) -> Iterator[T]:
+def ordered_map(function: Callable[[Unit], Result], parts: Iterable[Unit], ahead: int, threads: int) -> Iterator[Result]:
     """Yield `function(part)` in order, computed by threads up to `ahead` parts before they are needed; 0 uses no threads."""
     if ahead < 1:
         yield from map(function, parts)
         return
     pool = ThreadPoolExecutor(threads, thread_name_prefix="mtb-ahead")
-    waiting: deque[Future[T]] = deque()
+    waiting: deque[Future[Result]] = deque()
     try:
         for part in parts:
             waiting.append(pool.submit(function, part))
@@ -163,9 +157,12 @@ def ordered_map(function: Callable[[Unit], T], parts: Iterable[Unit], ahead: int
 # Worker processes ----------------------------------------------------------------------------------------------------
 
 
-def _in_processes(units: Sequence[Unit], call: Callable[[Unit], Result], devices: Sequence[str]) -> Iterator[tuple[Unit, Result]]:
+def _in_processes(
+    units: Sequence[Unit], make: Make[Unit, Result], open_worker: OpenWorker, devices: Sequence[str]
+) -> Iterator[tuple[Unit, Result]]:
+    run = uuid.uuid4().hex
     with process_pool(len(devices), devices) as pool:
-        waiting = {pool.submit(call, unit): unit for unit in units}
+        waiting = {pool.submit(_call, run, open_worker, make, unit): unit for unit in units}
         for future in as_completed(waiting):
             yield waiting[future], future.result()
 
@@ -182,9 +179,8 @@ def process_pool(workers: int, devices: Sequence[str] = ()) -> Iterator[ProcessP
     names = context.SimpleQueue()
     for name in devices:
         names.put(name)
-    begin = (os.getpid(), names if devices else None)
     try:
-        with ProcessPoolExecutor(workers, context, initializer=_begin_worker, initargs=begin) as pool:
+        with ProcessPoolExecutor(workers, context, initializer=_begin_worker, initargs=(os.getpid(), names)) as pool:
             try:
                 yield pool
             except BaseException:
@@ -198,26 +194,18 @@ def process_pool(workers: int, devices: Sequence[str] = ()) -> Iterator[ProcessP
 
 
 def _begin_worker(parent: int, names: Any) -> None:
+    """Take a device, if there is one for this process, and end as soon as the process `parent` is gone."""
     global _device
-    end_with_parent(parent)
-    if names is not None:
+    if sys.platform == "linux":
+        # At once, but tied to the parent's thread that started this process; the watch below covers the rest.
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    threading.Thread(target=_watch, args=(parent,), name="mtb-parent", daemon=True).start()
+    if not names.empty():
         _device = names.get()
         if _device.startswith("cuda"):
             import torch
 
             torch.cuda.set_device(_device)  # what asks for 'cuda' in this process gets its own GPU
-
-
-def end_with_parent(parent: int) -> None:
-    """End this process as soon as its parent is gone: at once on Linux, within a second elsewhere.
-
-    Args:
-        parent: Process id of the parent; it may be gone by the time this runs.
-    """
-    if sys.platform == "linux":
-        # Tied to the parent's thread that started this process; the watch below covers the rest.
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    threading.Thread(target=_watch, args=(parent,), name="mtb-parent", daemon=True).start()
 
 
 def _watch(parent: int) -> None:
@@ -230,7 +218,7 @@ def _watch(parent: int) -> None:
 
 
 def _on_ray(
-    units: Sequence[Unit], call: Callable[[Unit, str], Result], address: str | None, device: str, cores: int
+    units: Sequence[Unit], make: Make[Unit, Result], open_worker: OpenWorker, address: str | None, device: str, cores: int
 ) -> Iterator[tuple[Unit, Result]]:
     if not units:
         return
@@ -241,9 +229,10 @@ def _on_ray(
             num_gpus=1 if kind != "cpu" and ray.cluster_resources().get("GPU") else 0,
             max_retries=RETRIES,  # if a node or a worker dies; an error that a task raises is not retried
             max_calls=0,  # processes with a GPU stay too, with the model that they have loaded
-        )(_call_on_ray)
-        shared = ray.put(call)
-        waiting = {task.remote(shared, unit, kind): unit for unit in units}
+        )(_call)
+        # Sent once, not with every unit.
+        shared = (uuid.uuid4().hex, ray.put(open_worker), ray.put(make))
+        waiting = {task.remote(*shared, unit, kind): unit for unit in units}
         try:
             while waiting:
                 [done], _ = ray.wait(list(waiting), num_returns=1)
@@ -259,21 +248,11 @@ def _on_ray(
                 ray.cancel(other, force=True)
 
 
-def _call_on_ray(call: Callable[[Unit, str], Result], unit: Unit, device: str) -> Result:
-    return call(unit, device)
-
-
 @contextmanager
 def ray_cluster(address: str | None) -> Iterator[Any]:
-    """Connect to a Ray cluster, or start Ray on this machine, for the duration of a `with` block.
+    """Connect to the Ray cluster at `address`, or start Ray on this machine, and yield the `ray` module.
 
     A process that is already connected stays connected, before and after the block.
-
-    Args:
-        address: Address of a running cluster ('auto', 'host:port', 'ray://host:port'); None starts Ray on this machine.
-
-    Yields:
-        The `ray` module.
 
     Raises:
         RequestError: Ray is not installed.
@@ -286,14 +265,6 @@ def ray_cluster(address: str | None) -> Iterator[Any]:
     if ray.is_initialized():
         yield ray
         return
-    _connect(ray, address)
-    try:
-        yield ray
-    finally:
-        ray.shutdown()
-
-
-def _connect(ray: Any, address: str | None) -> None:
     host, _, port = (address or "").removeprefix("ray://").rpartition(":")
     options: dict[str, Any] = {} if address else {"include_dashboard": False}
     try:
@@ -305,6 +276,10 @@ def _connect(ray: Any, address: str | None) -> None:
         where = f"No Ray cluster answers at '{address}'" if address else "Ray does not start on this machine"
         reason = first_line(error).rstrip(".")
         raise WorkError(f'{where} ({reason}). Check `address`, or run on this machine with `engine="local"`.') from None
+    try:
+        yield ray
+    finally:
+        ray.shutdown()
 
 
 def require_shared(folder: Path) -> None:

@@ -125,6 +125,8 @@ def test_new_images_are_appended_and_the_old_shards_stay(tmp_path: Path, backbon
     same(FeatureStore.open(small.path, manifest.take(range(0, 10, 2))), small)
     views = extract(manifest, small.path, backbone, replace(CONFIG, views="flips"))
     assert len(views.rows(["image-000"], view=None)) == 5, "further views are added too"
+    with pytest.raises(RequestError, match="with the view 'hflip': image-003"):
+        views.rows(["image-003"], view="hflip")
 
 
 def test_moved_and_renamed_images_are_found(
@@ -233,7 +235,7 @@ def test_flipped_lesion_patches_in_the_cache_are_noticed_and_computed_again(
     # The end of the file: labels of the last rows.
     file.write_bytes(whole[:-64] + bytes(byte ^ 1 for byte in whole[-64:]))
     with pytest.raises(WorkError, match=rf"Damaged files in .*cache/{file.name}"):
-        FeatureStore.open(store.path).verify()
+        FeatureStore.open(store.path).verify(manifest)
     assert main(["store", "info", str(store.path)]) == 1
     assert f"cache/{file.name}" in capsys.readouterr().err
     same(FeatureStore.open(store.path, manifest), store)

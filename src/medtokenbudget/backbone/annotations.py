@@ -49,51 +49,39 @@ def reason(error: Exception, file: Path | str) -> str:
 
 @dataclass(frozen=True)
 class Annotation:
-    """The rows of a store that belong to a manifest: images in the manifest's order, the views of an image next to each other.
-
-    Attributes:
-        classes: Class names that `label` points to.
-        ids: Image of each row.
-        tokens: Row of the tokens in the store, `[n]` int64. Two images with the same content share one.
-        label: `[n]` int64, -1 where unknown.
-        lesion: `[n, N]` bool.
-        covered: `[n, N]` uint8, how much of each patch the mask covers; 255 is all of it.
-        has_mask: `[n]` bool.
-        errors: Images and views of the manifest without a usable row, with the reason.
-        images: SHA-256 of each image file of the manifest by `image_id`, None if it is unknown.
-    """
+    """The rows of a store that belong to a manifest: images in the manifest's order, the views of an image next to each other."""
 
     classes: tuple[str, ...]
+    """Class names that `label` points to."""
     ids: list[str]
+    """Image of each row."""
     tokens: np.ndarray
+    """Row of the tokens in the store, [n] int64. Two images with the same content share one."""
     label: np.ndarray
+    """[n] int64, -1 where unknown."""
     lesion: np.ndarray
+    """[n, N] bool."""
     covered: np.ndarray
+    """[n, N] uint8, how much of each patch the mask covers; 255 is all of it."""
     has_mask: np.ndarray
+    """[n] bool."""
     errors: list[RowError]
+    """Images and views of the manifest without a usable row, with the reason."""
     images: dict[str, str | None]
+    """SHA-256 of each image file of the manifest by `image_id`, None if it is unknown."""
 
 
 def annotate(
     store: Path, grid: tuple[int, int], rows: Sequence[Row], failures: Sequence[FailedRow], manifest: Manifest
 ) -> Annotation:
-    """Find the rows of a manifest's images and compute their lesion patches.
+    """Find the rows of a manifest's images and compute their lesion patches; hashes and lesion patches are cached in the store.
 
-    Args:
-        store: Folder of the store; hashes and lesion patches are cached in it.
-        grid: (h, w) of the tokens.
-        rows: Every row of the store.
-        failures: Rows that could not be made.
-        manifest: The images with their labels and masks.
-
-    Returns:
-        The annotation. An image that is neither in the store nor among its failures has no row and no error in it.
+    An image that is neither in the rows of the store nor among its failures has no row and no error in the annotation.
     """
     n = grid[0] * grid[1]
     cache = store / "cache" / f"{manifest.hash[:16]}.safetensors"
-    lesions, about = _read(cache, n) or ({}, {})
-    before = (set(lesions), about.get("images"), about.get("masks"))
-    images, masks = hashes_of(store, manifest, about.get("images", {}), about.get("masks", {}))
+    cached, before = _read_cache(cache, n)
+    images, masks = hashes_of(store, manifest, before.get("images"), before.get("masks"))
     rows_of: dict[str, list[int]] = defaultdict(list)
     for number, row in enumerate(rows):
         rows_of[row.image].append(number)
@@ -102,37 +90,37 @@ def annotate(
         failures_of[failure.image].append(failure)
     taken: list[tuple[int, int, str | None]] = []  # image of the manifest, row of the store, key of the lesion patches
     wanted: dict[Path, dict[str, Row]] = defaultdict(dict)
-    errors: list[RowError] = []
-    for i, image_id in enumerate(manifest.ids):
-        image, mask, mask_file = images[i], masks[i], manifest.mask_path(i)
+    errors: dict[tuple[int, str], str] = {}  # by image of the manifest and view
+    for i, (image, mask) in enumerate(zip(images, masks)):
+        mask_file = manifest.mask_path(i)
         if image is None:
-            errors.append(RowError(image_id, IDENTITY, f"{manifest.image_path(i).name} cannot be read."))
+            errors[i, IDENTITY] = f"{manifest.image_path(i).name} cannot be read."
             continue
         # Off-center rows of an image without a mask were made for another manifest, in which it has one.
         usable = {rows[number].view: number for number in rows_of[image] if mask_file or not is_off_center(rows[number].view)}
         for failure in failures_of[image]:
             if failure.view not in usable and (mask_file or not is_off_center(failure.view)):
-                errors.append(RowError(image_id, failure.view, failure.reason))
+                errors[i, failure.view] = failure.reason
         for view in sorted(usable, key=view_order):
-            if mask_file is None:
-                taken.append((i, usable[view], None))
-            elif mask is None:
-                errors.append(RowError(image_id, view, f"{mask_file.name} cannot be read."))
-            else:
-                row = rows[usable[view]]
+            row, key = rows[usable[view]], None
+            if mask_file is not None and mask is None:
+                errors[i, view] = f"{mask_file.name} cannot be read."
+                continue
+            if mask_file is not None:
                 key = sha256_json([mask, *row.size, row.geometry.to_json()])
-                taken.append((i, usable[view], key))
                 wanted[mask_file][key] = row
-    lesions, reasons = _lesions(cache.parent, lesions, wanted, grid)
-    errors += [RowError(manifest.ids[i], rows[number].view, reasons[key]) for i, number, key in taken if key in reasons]
+            taken.append((i, usable[view], key))
+    lesions, reasons = _lesions(cache.parent, cached, wanted, grid)
+    errors |= {(i, rows[number].view): reasons[key] for i, number, key in taken if key in reasons}
     taken = [one for one in taken if one[2] not in reasons]
-    hashes = [{name: one for name, one in zip(manifest.ids, values) if one is not None} for values in (images, masks)]
-    if before != (set(lesions), *hashes):
-        _write(cache, lesions, n, dict(zip(("images", "masks"), hashes)), manifest)
+    about: dict[str, Any] = {"name": manifest.name, "hash": manifest.hash, "source": manifest.source}
+    for name, hashes in (("images", images), ("masks", masks)):
+        about[name] = {image_id: digest for image_id, digest in zip(manifest.ids, hashes) if digest is not None}
+    if set(lesions) != set(cached) or any(before.get(name) != about[name] for name in ("images", "masks")):
+        _write_cache(cache, lesions, n, about)
     nothing = np.zeros((2, n), np.uint8)
     patches = np.array([nothing if key is None else lesions[key] for _, _, key in taken], np.uint8).reshape(-1, 2, n)
-    order = {name: i for i, name in enumerate(manifest.ids)}
-    unique = {(error.image_id, error.view): error for error in errors}
+    in_order = sorted(errors, key=lambda place: (place[0], view_order(place[1])))
     return Annotation(
         classes=manifest.classes,
         ids=[manifest.ids[i] for i, _, _ in taken],
@@ -141,7 +129,7 @@ def annotate(
         lesion=patches[:, 0].astype(bool),
         covered=np.ascontiguousarray(patches[:, 1]),
         has_mask=np.array([key is not None for _, _, key in taken], bool),
-        errors=sorted(unique.values(), key=lambda error: (order[error.image_id], view_order(error.view))),
+        errors=[RowError(manifest.ids[i], view, errors[i, view]) for i, view in in_order],
         images=dict(zip(manifest.ids, images)),
     )
 
@@ -151,73 +139,59 @@ def hashes_of(
 ) -> tuple[list[str | None], list[str | None]]:
     """Hash each image and mask file; for files that are not on this machine, take what `images` and `masks` say by image_id."""
     index, numbers = FileIndex(store), range(len(manifest))
-    image_hashes = index.hashes(manifest.image_path(i) for i in numbers)
-    mask_hashes = index.hashes(manifest.mask_path(i) for i in numbers)
+
+    def hashes(paths: Sequence[Path | None], known: Mapping[str, str]) -> list[str | None]:
+        digests = zip(manifest.ids, paths, index.hashes(paths))
+        return [digest or (None if path is None else known.get(name)) for name, path, digest in digests]
+
+    of_images = hashes([manifest.image_path(i) for i in numbers], images or {})
+    of_masks = hashes([manifest.mask_path(i) for i in numbers], masks or {})
     index.save()
-    return (
-        [found or (images or {}).get(name) for name, found in zip(manifest.ids, image_hashes)],
-        [
-            None if path is None else found or (masks or {}).get(name)
-            for name, found, path in zip(manifest.ids, mask_hashes, manifest.rows["mask"])
-        ],
-    )
+    return of_images, of_masks
 
 
 def _lesions(
-    folder: Path, cached: dict[str, np.ndarray], wanted: Mapping[Path, Mapping[str, Row]], grid: tuple[int, int]
+    folder: Path, cached: Mapping[str, np.ndarray], wanted: Mapping[Path, Mapping[str, Row]], grid: tuple[int, int]
 ) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    """Return lesion patches and covered shares, uint8 [2, N], by key, and the reasons for those that cannot be had.
-
-    Args:
-        folder: The cache, in which other manifests may have the same masks.
-        cached: Those that are known already.
-        wanted: Rows by mask file and key.
-        grid: (h, w) of the tokens.
-    """
+    """Return lesion patches and covered shares, uint8 [2, N], of the `wanted` rows by key, and the reasons where there are none."""
     keys = {key for rows in wanted.values() for key in rows}
-    if not keys <= set(cached):
+    known = dict(cached)
+    if not keys <= set(known):  # other manifests may have the same masks
         for path in sorted(folder.glob("*.safetensors")):
-            other = _read(path, grid[0] * grid[1])
-            cached = {**(other[0] if other else {}), **cached}
+            known = {**_read_cache(path, grid[0] * grid[1])[0], **known}
+    lesions = {key: known[key] for key in keys & known.keys()}
+    reasons: dict[str, str] = {}
 
-    def compute(job: tuple[Path, Mapping[str, Row]]) -> dict[str, np.ndarray | str]:
-        file, rows = job
-        values: dict[str, np.ndarray | str] = {}
-        for key, row in rows.items():
-            if key not in cached:
+    def compute(file: Path) -> None:
+        for key, row in wanted[file].items():
+            if key not in known:
                 try:
                     mask = row.geometry.of(mask_of(row.size, file))
-                    values[key] = np.stack([patch_labels(mask, grid, whole=False).astype(np.uint8), covered_shares(mask, grid)])
+                    lesions[key] = np.stack([patch_labels(mask, grid, whole=False).astype(np.uint8), covered_shares(mask, grid)])
                 except RequestError as error:
-                    values[key] = reason(error, file)
-        return values
+                    reasons[key] = reason(error, file)
 
-    lesions: dict[str, np.ndarray] = {key: cached[key] for key in keys & cached.keys()}
-    reasons: dict[str, str] = {}
     with ThreadPoolExecutor(_THREADS, "mtb-mask") as pool:
-        for values in pool.map(compute, wanted.items()):
-            lesions |= {key: value for key, value in values.items() if not isinstance(value, str)}
-            reasons |= {key: value for key, value in values.items() if isinstance(value, str)}
+        list(pool.map(compute, wanted))
     return lesions, reasons
 
 
-def _write(path: Path, lesions: Mapping[str, np.ndarray], n: int, hashes: Mapping[str, Any], manifest: Manifest) -> None:
+def _write_cache(path: Path, lesions: Mapping[str, np.ndarray], n: int, about: Mapping[str, Any]) -> None:
     keys = sorted(lesions)
     both = np.array([lesions[key] for key in keys], np.uint8).reshape(-1, 2, n)
     tensors = {name: torch.from_numpy(both[:, i]) for i, name in enumerate(("lesion", "covered"))}
-    about = {"keys": keys, **hashes, "name": manifest.name, "hash": manifest.hash, "source": manifest.source}
     with suppress(MedTokenBudgetError):  # a store that cannot be written to is read all the same
-        save_tensors(path, tensors, about)
+        save_tensors(path, tensors, {"keys": keys, **about})
 
 
-def _read(path: Path, n: int) -> tuple[dict[str, np.ndarray], dict[str, Any]] | None:
-    """Read lesion patches by key, and what else the file says; None for a file that is missing or damaged: it is made again."""
+def _read_cache(path: Path, n: int) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """Read lesion patches by key, and what else the file says; nothing from a missing or damaged file, which is made again."""
     try:
         tensors, about = load_tensors(path)
         both = np.stack([tensors[name].numpy() for name in ("lesion", "covered")], axis=1)
-        return (dict(zip(about["keys"], both)), about) if both.shape == (len(about["keys"]), 2, n) else None
+        return (dict(zip(about["keys"], both)), about) if both.shape == (len(about["keys"]), 2, n) else ({}, {})
     except (RequestError, ValueError, KeyError, TypeError):
-        return None
+        return {}, {}
 
 
 def known_manifests(store: Path) -> tuple[list[dict[str, Any]], list[str]]:
@@ -244,19 +218,14 @@ class FileIndex:
         self._changed = self.damaged = False
         try:
             values = read_sealed(self._file, "") if self._file.is_file() else {}
-            self._known = {str(key): (int(size), int(mtime), str(digest)) for key, (size, mtime, digest) in values.items()}
+            self._known = {key: (size, mtime, digest) for key, (size, mtime, digest) in values.items()}
         except (MedTokenBudgetError, ValueError, TypeError):
             self._changed = self.damaged = True  # a damaged cache is made again
 
     def hashes(self, paths: Iterable[Path | None], again: bool = False) -> list[str | None]:
-        """Hash each file (SHA-256), from the cache where size and mtime are the same.
+        """Hash each file (SHA-256), from the cache where size and mtime are the same unless it is to be read `again`.
 
-        Args:
-            paths: Files; None stays None.
-            again: Read every file, whatever is remembered.
-
-        Returns:
-            One hash per path. A file that does not exist has the hash that was seen last, or None if it was never seen.
+        A file that does not exist has the hash that was seen last, or None if it was never seen.
         """
         absolute = [None if path is None else os.path.abspath(path) for path in paths]
         with ThreadPoolExecutor(_THREADS, "mtb-hash") as pool:
@@ -270,13 +239,13 @@ class FileIndex:
             status = os.stat(path)
             if known is not None and not again and known[:2] == (status.st_size, status.st_mtime_ns):
                 return known[2]
-            digest = sha256_file(path)
+            entry = (status.st_size, status.st_mtime_ns, sha256_file(path))
         except OSError:
             return None if known is None else known[2]
-        if known != (status.st_size, status.st_mtime_ns, digest):
-            self._known[key] = (status.st_size, status.st_mtime_ns, digest)
+        if known != entry:
+            self._known[key] = entry
             self._changed = True
-        return digest
+        return entry[2]
 
     def save(self) -> None:
         """Write the cache if it changed; a store that cannot be written to is read all the same."""

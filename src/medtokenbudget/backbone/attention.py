@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from medtokenbudget.errors import RequestError, UnknownNameError
+from medtokenbudget.errors import RequestError
 from medtokenbudget.tokens import SIGNALS, cosine_attention
 
 DEFAULT = ("attention_entropy", "cls_attention")
@@ -88,15 +88,9 @@ def _inputs(
 
 
 class AttentionTap:
-    """Captures the inputs of the attention of one block during a forward pass, after all norms and positions.
+    """Captures the inputs of the attention of one block during a forward pass, after all norms and positions, for every thread.
 
-    Every thread has its own value.
-
-    Args:
-        block: The block.
-        model_name: For messages.
-        when: Whether the running pass is to be captured; None captures every one.
-        done: Called with the inputs after the block ran, which are then not kept.
+    A pass is captured if `when` is None or says so. `done` is called with the inputs after the block ran, which are then not kept.
     """
 
     def __init__(
@@ -117,9 +111,9 @@ class AttentionTap:
         block.register_forward_hook(self._leave, always_call=True)
 
     def _enter(self, *_: Any) -> None:
-        self._local.watch = _Watch() if self.when is None or self.when() else None
-        if self._local.watch is not None:
-            self._local.watch.__enter__()
+        watch = self._local.watch = _Watch() if self.when is None or self.when() else None
+        if watch is not None:
+            watch.__enter__()
 
     def _leave(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
         if self._local.watch is None:
@@ -145,10 +139,6 @@ class AttentionRollout:
     """Attention rollout (Abnar and Zuidema, 2020) of the blocks before the chosen one: the product of their `(A + I) / 2`.
 
     It only runs while `collecting`; every thread has its own product.
-
-    Args:
-        blocks: The blocks before the chosen one, in order.
-        model_name: For messages.
     """
 
     def __init__(self, blocks: Iterable[nn.Module], model_name: str) -> None:
@@ -246,16 +236,9 @@ REGISTRY: dict[str, Signal] = {name: _TABLE[name] for name in SIGNALS}
 def reduce_attention(
     inputs: Inputs, prefix: int, names: Sequence[str] = DEFAULT, earlier: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """Compute signals of the N patches from the inputs of the attention of T = prefix + N tokens.
+    """Compute signals of the N patches, [B, N] or [B, N, d], from the inputs of the attention of T = prefix + N tokens.
 
-    Args:
-        inputs: Query, key and value as the block used them.
-        prefix: Number of tokens before the patches.
-        names: Signals to compute.
-        earlier: [B, T, T] rollout of the blocks before, for `rollout`.
-
-    Returns:
-        Tensors [B, N] or [B, N, d] by name.
+    `earlier` is the [B, T, T] rollout of the blocks before, for the signal `rollout`.
     """
     if not names:
         return {}
@@ -271,14 +254,9 @@ def reduce_attention(
 
 
 def pseudo_signals(patches: Tensor, cls: Tensor | None, names: Sequence[str] = DEFAULT) -> dict[str, Tensor]:
-    """Compute signals from `cosine_attention`, for models whose query and key cannot be captured.
+    """Compute signals from `cosine_attention` of patches [B, N, D] and class tokens [B, D], if query and key cannot be captured.
 
     Rows sum to one here, because there are no prefix tokens among the keys.
-
-    Args:
-        patches: Patch tokens [B, N, D].
-        cls: Class tokens [B, D], or None.
-        names: Signals to compute; those that exist for pseudo-attention.
     """
     weights = [cosine_attention(part, part) for part in patches.split(CHUNK)]
     values = {}
@@ -289,29 +267,3 @@ def pseudo_signals(patches: Tensor, cls: Tensor | None, names: Sequence[str] = D
     if "cls_attention" in names and cls is not None:
         values["cls_attention"] = cosine_attention(cls.unsqueeze(1), patches).squeeze(1)
     return values
-
-
-def check_signals(names: Sequence[str], backbone: str, has_cls: bool, attention: str) -> None:
-    """Reject signals that do not exist or that a backbone cannot give.
-
-    Args:
-        names: Requested signals.
-        backbone: Its name, for the message.
-        has_cls: Whether it has a class token.
-        attention: 'true' or 'pseudo', as in `BackboneConfig`.
-    """
-    for name in names:
-        if name not in REGISTRY:
-            raise UnknownNameError.of("signal", name, REGISTRY)
-    without_cls = [name for name in names if REGISTRY[name].needs_cls and not has_cls]
-    if without_cls:
-        raise RequestError(
-            f"{', '.join(without_cls)} needs a class token, which the backbone '{backbone}' does not have. "
-            "Leave it out of `signals`."
-        )
-    only_true = [name for name in names if attention == "pseudo" and not REGISTRY[name].pseudo]
-    if only_true:
-        raise RequestError(
-            f'{", ".join(only_true)} needs the attention of the backbone itself, but `attention="pseudo"` replaces it. '
-            'Leave it out of `signals`, or use a backbone with `attention="true"`.'
-        )

@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,19 +26,12 @@ from timm.models.vision_transformer import Attention, checkpoint_filter_fn
 from torch import Tensor
 
 from medtokenbudget import hub
-from medtokenbudget.backbone.attention import (
-    DEFAULT,
-    REGISTRY,
-    AttentionRollout,
-    AttentionTap,
-    check_signals,
-    pseudo_signals,
-    reduce_attention,
-)
+from medtokenbudget.backbone import attention
 from medtokenbudget.backbone.preprocess import Preprocessing
 from medtokenbudget.config import BackboneConfig
+from medtokenbudget.data.manifest import listed
 from medtokenbudget.devices import resolve_device
-from medtokenbudget.errors import MedTokenBudgetError, RequestError, ShapeError, WorkError, first_line
+from medtokenbudget.errors import MedTokenBudgetError, RequestError, ShapeError, UnknownNameError, WorkError, first_line
 from medtokenbudget.files import read_sealed, sha256_file, write_sealed, write_text
 from medtokenbudget.tokens import PSEUDO_TEMPERATURE, TokenBatch
 
@@ -87,8 +80,8 @@ class Backbone:
         self.layer = config.layer % self.depth
         data = resolve_model_data_config(model)
         self.preprocessing = Preprocessing(config.image_size, tuple(data["mean"]), tuple(data["std"]), data["interpolation"])
-        self._tap = AttentionTap(model.blocks[self.layer], config.name) if config.attention == "true" else None
-        self._rollout = AttentionRollout(model.blocks[: self.layer], config.name) if self._tap is not None else None
+        self._tap = attention.AttentionTap(model.blocks[self.layer], config.name) if config.attention == "true" else None
+        self._rollout = attention.AttentionRollout(model.blocks[: self.layer], config.name) if self._tap is not None else None
         self.fingerprint: dict[str, Any] = {
             "name": config.name if find_recipe(config.name) is None else Path(config.name).resolve().name,
             "weights": weights_sha256,
@@ -111,9 +104,6 @@ class Backbone:
         Args:
             config: Name, weights and settings of the backbone.
             device: Device to run on; see `resolve_device`.
-
-        Returns:
-            The backbone.
 
         Raises:
             RequestError: The name is unknown, or the weights do not belong to it.
@@ -165,11 +155,23 @@ class Backbone:
     @property
     def default_signals(self) -> tuple[str, ...]:
         """The signals that are computed unless others are requested: those of `DEFAULT` that this backbone has."""
-        return tuple(name for name in DEFAULT if self.has_cls or not REGISTRY[name].needs_cls)
+        return tuple(name for name in attention.DEFAULT if self.has_cls or not attention.REGISTRY[name].needs_cls)
 
     def check_signals(self, names: Sequence[str]) -> None:
         """Raise a RequestError for signals that do not exist or that this backbone cannot give."""
-        check_signals(names, self.config.name, self.has_cls, self.config.attention)
+        for name in names:
+            if name not in attention.REGISTRY:
+                raise UnknownNameError.of("signal", name, attention.REGISTRY)
+        if without := [name for name in names if attention.REGISTRY[name].needs_cls and not self.has_cls]:
+            raise RequestError(
+                f"{', '.join(without)} needs a class token, which the backbone '{self.config.name}' does not have. "
+                "Leave it out of `signals`."
+            )
+        if self._tap is None and (without := [name for name in names if not attention.REGISTRY[name].pseudo]):
+            raise RequestError(
+                f'{", ".join(without)} needs the attention of the backbone itself, but `attention="pseudo"` replaces it. '
+                'Leave it out of `signals`, or use a backbone with `attention="true"`.'
+            )
 
     @torch.inference_mode()
     def __call__(self, images: Tensor, signals: Sequence[str] | None = None) -> TokenBatch:
@@ -195,10 +197,10 @@ class Backbone:
         with rolls:
             patches, cls = self._forward(images)
         if self._tap is None or self._rollout is None:
-            values: dict[str, Any] = dict(pseudo_signals(patches, cls, names))
+            values: dict[str, Any] = dict(attention.pseudo_signals(patches, cls, names))
         else:
             earlier = self._rollout.product() if "rollout" in names else None
-            values = dict(reduce_attention(self._tap.inputs(), self.prefix, names, earlier))
+            values = dict(attention.reduce_attention(self._tap.inputs(), self.prefix, names, earlier))
         return TokenBatch(patches, self.grid, cls=cls, **values)
 
     def _forward(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -231,21 +233,14 @@ class Recipe:
     preprocessing: dict[str, Any]
     """Mean, standard deviation and interpolation."""
     license: str
-    """License of the weights."""
     sha256: str | None = None
     """Hash of the file of the weights."""
     weights: Path | None = None
-    """Path of the weights."""
 
     def write(self, folder: Path) -> None:
         """Write `config.json` next to the weights, which are in the folder already."""
-        values = {
-            "architecture": self.architecture,
-            "arguments": self.arguments,
-            "preprocessing": self.preprocessing,
-            "license": self.license,
-            "sha256": sha256_file(folder / WEIGHTS_FILE),
-        }
+        values = asdict(replace(self, sha256=sha256_file(folder / WEIGHTS_FILE)))
+        del values["weights"]
         write_sealed(folder / CONFIG_FILE, values)
 
 
@@ -276,19 +271,14 @@ def build(name: str, image_size: int, recipe: Recipe | None = None) -> Model:
         ) from None
     if recipe:
         model.pretrained_cfg = {**model.pretrained_cfg, **recipe.preprocessing}
-    if not _is_plain_transformer(model):
+    intermediates = getattr(model, "forward_intermediates", None)
+    one_grid = hasattr(model, "blocks") and hasattr(getattr(model, "patch_embed", None), "grid_size")
+    if not one_grid or intermediates is None or "return_prefix_tokens" not in inspect.signature(intermediates).parameters:
         raise RequestError(
             f"'{name}' does not have one fixed grid of patch tokens in every block. Choose a plain vision transformer of timm, "
             "such as the `vit_...` models."
         )
     return model
-
-
-def _is_plain_transformer(model: Model) -> bool:
-    if not hasattr(model, "blocks") or not hasattr(getattr(model, "patch_embed", None), "grid_size"):
-        return False
-    intermediates = getattr(model, "forward_intermediates", None)
-    return intermediates is not None and "return_prefix_tokens" in inspect.signature(intermediates).parameters
 
 
 def load_weights(model: Model, path: Path) -> None:
@@ -304,14 +294,6 @@ def load_weights(model: Model, path: Path) -> None:
         state = {key: value.float() for key, value in load_file(path).items()}
     except (SafetensorError, OSError) as error:
         raise RequestError(f"{path} is not a valid safetensors file ({error}). Download it again.") from None
-    state = _filtered(model, state, path)
-    problems = _differences(model, state)
-    if problems:
-        raise RequestError(f"{path} does not contain the weights of this backbone:\n{problems}\nCheck `backbone` and `weights`.")
-    model.load_state_dict(state, strict=True)
-
-
-def _filtered(model: Model, state: dict[str, Tensor], path: Path) -> dict[str, Tensor]:
     filter_fn = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", checkpoint_filter_fn)
     try:
         state = filter_fn(state, model)
@@ -319,38 +301,27 @@ def _filtered(model: Model, state: dict[str, Tensor], path: Path) -> dict[str, T
         raise RequestError(
             f"{path} does not contain the weights of this backbone ({error}). Check `backbone` and `weights`."
         ) from None
-    classifier = model.pretrained_cfg.get("classifier") or ()
-    heads = (classifier,) if isinstance(classifier, str) else tuple(classifier)
     expected = model.state_dict()
     # A published checkpoint may contain a classifier, which the backbone does not have.
-    return {key: value for key, value in state.items() if key in expected or key.rsplit(".", 1)[0] not in heads}
-
-
-def _differences(model: Model, state: dict[str, Tensor]) -> str:
-    expected = model.state_dict()
-    groups = {
+    classifier = model.pretrained_cfg.get("classifier") or ()
+    heads = (classifier,) if isinstance(classifier, str) else tuple(classifier)
+    state = {key: value for key, value in state.items() if key in expected or key.rsplit(".", 1)[0] not in heads}
+    shapes = {key: (list(state[key].shape), list(value.shape)) for key, value in expected.items() if key in state}
+    differences = {
         "missing": [key for key in expected if key not in state],
         "unexpected": [key for key in state if key not in expected],
-        "wrong shape": [
-            f"{key} {list(state[key].shape)}, expected {list(expected[key].shape)}"
-            for key in expected
-            if key in state and state[key].shape != expected[key].shape
-        ],
+        "wrong shape": [f"{key} {has}, expected {wanted}" for key, (has, wanted) in shapes.items() if has != wanted],
     }
-    return "\n".join(
-        f"  {what} ({len(keys)}): {', '.join(keys[:6])}{', ...' if len(keys) > 6 else ''}" for what, keys in groups.items() if keys
-    )
+    problems = "\n".join(f"  {what} ({len(keys)}): {listed(keys)}" for what, keys in differences.items() if keys)
+    if problems:
+        raise RequestError(f"{path} does not contain the weights of this backbone:\n{problems}\nCheck `backbone` and `weights`.")
+    model.load_state_dict(state, strict=True)
 
 
 def located(config: BackboneConfig, sha256: str, beside: Path | None = None) -> BackboneConfig:
-    """Point a configuration that was read from a file to the weights on this machine.
+    """Point a configuration that was read from a file to the weights with this hash on this machine, or in the folder `beside`.
 
     Stores and models are shared, so they name weights by file name and hash. Where the file is, only this user's machine knows.
-
-    Args:
-        config: As it was read.
-        sha256: Hash of the weights.
-        beside: A folder that may hold the weights too.
     """
     known = _remembered(sha256)
     if config.weights is not None:

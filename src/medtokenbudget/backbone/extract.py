@@ -20,39 +20,19 @@ import numpy as np
 import torch
 from PIL import Image
 
+from medtokenbudget.backbone import store as stores
 from medtokenbudget.backbone import views
 from medtokenbudget.backbone.annotations import hashes_of, reason
 from medtokenbudget.backbone.attention import REGISTRY
 from medtokenbudget.backbone.backbone import Backbone
 from medtokenbudget.backbone.partial import Early
 from medtokenbudget.backbone.preprocess import luminance
-from medtokenbudget.backbone.store import (
-    FORMAT,
-    NOT_IDENTITY,
-    PLAN,
-    STORE,
-    FailedRow,
-    FeatureStore,
-    Field,
-    Key,
-    Record,
-    Row,
-    Shards,
-    field_path,
-    finished_shards,
-    read_field,
-    read_plan,
-    read_settings,
-    record_path,
-    settings_hash,
-    write_field,
-    write_plan,
-)
+from medtokenbudget.backbone.store import FailedRow, FeatureStore, Key, MappedField, Record, Row, Shards
 from medtokenbudget.config import BackboneConfig, ExtractConfig
 from medtokenbudget.data import Manifest, decode_image, mask_of
 from medtokenbudget.devices import cpu_threads, resolve_device, worker_devices
 from medtokenbudget.errors import RequestError, WorkError
-from medtokenbudget.files import check_same, claim, remove, remove_leftovers, sha256_file, write_lines, write_sealed
+from medtokenbudget.files import check_same, claim, remove, remove_leftovers, sha256_file, write_lines
 from medtokenbudget.jobs import Advance, Execution, ordered_map, require_shared, run_units
 from medtokenbudget.locks import exclusive
 from medtokenbudget.progress import progress, say
@@ -87,7 +67,7 @@ def extract(
     Args:
         manifest: The images.
         store: Folder of the store; it is made if it does not exist.
-        backbone: The frozen backbone.
+        backbone: Name, weights and settings of the frozen backbone.
         config: Views, number format and how to work.
         engine: 'local', or 'ray' for a cluster. There, the store must be on a file system that all nodes share, and images and
             weights on paths that all nodes can read.
@@ -115,9 +95,10 @@ def extract(
     settings = settings_of(loaded.fingerprint, config, backbone.weights)
     # The jobs of an array share the lock: each fills shards of its own.
     with exclusive(path, shared=shards is not None):
-        if (path / STORE).exists():
-            read_settings(path)  # says more about a store of another version than `claim`
-        claim(path / STORE, settings, f"The store {path}", "Use the settings of this store, or another `store`.", NOT_IDENTITY)
+        file = path / stores.STORE
+        if file.exists():
+            stores.read_settings(path)  # says more about a store of another version than `claim`
+        claim(file, settings, f"The store {path}", "Use the settings of this store, or another `store`.", stores.NOT_IDENTITY)
         if early is not None and not (path / ROUTER).exists():
             early.save(path / ROUTER)
         units, rows = _plan_units(path, manifest, loaded, config, shards or (0, 1))
@@ -129,7 +110,7 @@ def extract(
         with progress(total=max(rows, left), initial=max(0, rows - left), what="Extracting", unit="image") as bar:
             for _ in run_units(
                 units,
-                partial(make_shards, absolute, config, settings_hash(settings)),
+                partial(make_shards, absolute, config, stores.settings_hash(settings)),
                 execution,
                 processes=processes,
                 device=config.device,
@@ -156,18 +137,14 @@ def _check_request(
         raise RequestError("`signals` are stored with all patches, but routed stores have only some. Leave out `signals`.")
     if not len(manifest):
         raise RequestError(f"The manifest '{manifest.name}' contains no images, so there is nothing to extract.")
-    if config.views != "off-center" and config.crops != 1:
-        raise RequestError(
-            f"crops = {config.crops} needs views = 'off-center', but the views are '{config.views}'. Change the views, "
-            "or leave out crops."
-        )
-    if config.views != "off-center" and config.view_seed:
-        raise RequestError(f"view_seed = {config.view_seed} needs views = 'off-center'. Change the views, or leave out view_seed.")
     if config.views == "off-center" and not manifest.rows["mask"].notna().any():
         raise RequestError(
             f"The views 'off-center' are cropped around the lesion mask, but no image of '{manifest.name}' has a mask. "
             "Add masks to the manifest, or choose other views."
         )
+    for name, default in (("crops", 1), ("view_seed", 0)):
+        if config.views != "off-center" and getattr(config, name) != default:
+            raise RequestError(f'`{name}` needs `views="off-center"`. Change the views, or leave out `{name}`.')
     if shards is not None and (shards[1] < 1 or not 0 <= shards[0] < shards[1]):
         raise RequestError(f"`shards` {shards[0]}/{shards[1]} does not exist. Use I/N with I from 0 to N - 1.")
 
@@ -175,7 +152,7 @@ def _check_request(
 def settings_of(fingerprint: dict[str, Any], config: ExtractConfig, weights: Path | None = None) -> dict[str, Any]:
     """Return the content of `store.json`: everything that the numbers in the store depend on, except the images."""
     settings = {
-        "format": FORMAT,
+        "format": stores.FORMAT,
         "backbone": fingerprint,
         "weights": None if weights is None else weights.name,
         "keep": "patches" if fingerprint.get("route") is None else "routed",
@@ -232,12 +209,15 @@ def _plan_units(
 ) -> tuple[list[ShardUnit], int]:
     """Plan what is not planned yet, and return what is left to do, and how many rows there are in all."""
     items = _items(manifest, config, *hashes_of(store, manifest))
-    before = read_plan(store)
-    finished = finished_shards(store, before)
+    before = stores.read_plan(store)
+    finished = stores.finished_shards(store, before)
     planned = _extend_plan(store, list(items), config.shard_size, _readable_now(before, finished, items, backbone, config))
     # Once more for shards that are planned only now: the plan may have been lost, and its finished shards stay.
-    finished |= finished_shards(store, {index: keys for index, keys in planned.items() if index not in finished})
-    signals = _signals(finished, backbone, config)
+    finished |= stores.finished_shards(store, {index: keys for index, keys in planned.items() if index not in finished})
+    # The requested signals and those that the store has; without either the default ones.
+    present = {name for record in finished.values() for name in record.fields}
+    signals = tuple(dict.fromkeys([*(name for name in REGISTRY if name in present), *config.signals])) or backbone.default_signals
+    backbone.check_signals(signals)
     files = {item.image: item.image_file for item in items.values()}
     units: list[ShardUnit] = []
     rows = 0
@@ -246,11 +226,20 @@ def _plan_units(
             continue
         if index in finished:
             rows += sum(image in files for image, _ in keys)
-            units += _units_that_gain(index, finished[index], signals, files)
+            units += _additions(index, finished[index], signals, files)
         elif any(key in items for key in keys):
             rows += len(keys)
             units.append(ShardUnit(index, tuple(items.get(key) or Item(*key, "", "") for key in keys), signals))
     return units, rows
+
+
+def _additions(index: int, record: Record, signals: Sequence[str], files: Mapping[str, str]) -> list[ShardUnit]:
+    """List what a finished shard needs, so that every row of an image in `files` has these signals: one unit or none."""
+    rows = {place: row for place, row in enumerate(record.rows) if row.image in files}
+    sums = {name: record.fields[name].checksums if name in record.fields else [None] * len(record.rows) for name in signals}
+    lacking = tuple(name for name in signals if any(sums[name][place] is None for place in rows))
+    items = tuple(Item(row.image, row.view, "", files[row.image], geometry=row.geometry) for row in rows.values())
+    return [ShardUnit(index, items, lacking, record)] if lacking else []
 
 
 def _items(manifest: Manifest, config: ExtractConfig, images: Sequence[str | None], masks: Sequence[str | None]) -> dict[Key, Item]:
@@ -258,15 +247,13 @@ def _items(manifest: Manifest, config: ExtractConfig, images: Sequence[str | Non
 
     `images` and `masks` are the SHA-256 of the files, None for one that cannot be read or does not exist.
     """
-    splits = manifest.rows["split"].tolist()
     items: dict[Key, Item] = {}
-    for i, image_id in enumerate(manifest.ids):
-        image, path = images[i], manifest.mask_path(i)
+    for i, (image_id, split, image) in enumerate(zip(manifest.ids, manifest.rows["split"].tolist(), images)):
         if image is None:
             continue
-        for view in views.views_of(config.views, splits[i], path is not None, config.crops):
-            mask_file = None if path is None else str(path)
-            item = Item(image, view, image_id, str(manifest.image_path(i)), mask_file, masks[i])
+        image_file, mask_file = str(manifest.image_path(i)), manifest.mask_path(i)
+        for view in views.views_of(config.views, split, mask_file is not None, config.crops):
+            item = Item(image, view, image_id, image_file, None if mask_file is None else str(mask_file), masks[i])
             items.setdefault(item.key, item)
     return items
 
@@ -275,15 +262,13 @@ def _readable_now(
     planned: Shards, finished: Mapping[int, Record], items: Mapping[Key, Item], backbone: Backbone, config: ExtractConfig
 ) -> set[Key]:
     """Find rows that failed before and can be made now: the image can be read again, or the mask is another one."""
-    failures = {failure.key: failure for record in finished.values() for failure in record.failures}
     made = {row.key for record in finished.values() for row in record.rows}
     made |= {key for index, keys in planned.items() if index not in finished for key in keys}  # these are made as planned
+    last = {failure.key: failure for record in finished.values() for failure in record.failures if failure.key not in made}
     candidates = [
         items[key]
-        for key, failure in failures.items()
-        if key in items
-        and key not in made
-        and (failure.kind == "image" or (failure.kind == "view" and failure.mask != items[key].mask))
+        for key, failure in last.items()
+        if key in items and (failure.kind == "image" or (failure.kind == "view" and failure.mask != items[key].mask))
     ]
     return {item.key for item in candidates if not isinstance(_decode((item,), backbone, config.view_seed)[0], FailedRow)}
 
@@ -292,36 +277,15 @@ def _extend_plan(store: Path, keys: Sequence[Key], size: int, again: set[Key]) -
     """Add shards of `size` rows for keys that are not planned yet or are to be made `again`, and return the whole plan."""
     # The jobs of an array extend the plan one after another.
     with exclusive(store, name=".plan.lock", wait=True):
-        shards = read_plan(store)
+        shards = stores.read_plan(store)
         planned = {key for rows in shards.values() for key in rows} - again
         missing = [key for key in keys if key not in planned]
         first = max(shards, default=-1) + 1
         for number, start in enumerate(range(0, len(missing), size)):
             shards[first + number] = tuple(missing[start : start + size])
-        if missing or not (store / PLAN).exists():
-            write_plan(store, shards)
+        if missing or not (store / stores.PLAN).exists():
+            stores.write_plan(store, shards)
     return shards
-
-
-def _signals(finished: Mapping[int, Record], backbone: Backbone, config: ExtractConfig) -> tuple[str, ...]:
-    """Choose the signals of new shards: the requested ones and those that the store has; without either the default ones."""
-    present = {name for record in finished.values() for name in record.fields}
-    names = dict.fromkeys([*(name for name in REGISTRY if name in present), *config.signals])
-    signals = tuple(names or backbone.default_signals)
-    backbone.check_signals(signals)
-    return signals
-
-
-def _units_that_gain(index: int, record: Record, names: Sequence[str], files: Mapping[str, str]) -> Iterator[ShardUnit]:
-    """Find what has to be added to a shard, so that every row of an image of the manifest has the signals `names`."""
-    places = [place for place, row in enumerate(record.rows) if row.image in files]
-    lacking = tuple(
-        name for name in names if name not in record.fields or any(record.fields[name].checksums[place] is None for place in places)
-    )
-    if places and lacking:
-        rows = [record.rows[place] for place in places]
-        again = tuple(Item(row.image, row.view, "", files[row.image], geometry=row.geometry) for row in rows)
-        yield ShardUnit(index, again, lacking, record)
 
 
 # Doing it ------------------------------------------------------------------------------------------------------------
@@ -336,10 +300,20 @@ class _Computed:
     parts: dict[str, list[np.ndarray]] = field(default_factory=dict)
     failures: list[FailedRow] = field(default_factory=list)
 
+    def add(self, batch: list[_Decoded], fields: dict[str, np.ndarray]) -> None:
+        """Add the rows whose tokens are finite in the stored format, and the others to the failures."""
+        tokens = fields["patches"]
+        finite = torch.from_numpy(tokens).abs().amax((1, 2)).isfinite().numpy()
+        why = f"The tokens of the backbone are not finite in {tokens.dtype}."
+        self.rows += [row for (row, _), good in zip(batch, finite) if good]
+        self.failures += [FailedRow(row.image, row.view, "tokens", why) for (row, _), good in zip(batch, finite) if not good]
+        for name, value in fields.items():
+            self.parts.setdefault(name, []).append(value if finite.all() else value[finite])
+
 
 def open_backbone(store: Path, config: BackboneConfig, fingerprint: dict[str, Any], device: str) -> Backbone:
     """Load the backbone of a worker process, which must be the one that the store was begun with."""
-    require_shared(store / STORE)
+    require_shared(store / stores.STORE)
     backbone = Backbone.load(config, resolve_device(device))
     check_same("The backbone of a worker", fingerprint, backbone.fingerprint, "Use the same weights on all nodes.")
     return backbone
@@ -410,22 +384,18 @@ def _compute(
             part = batch[: made.batch_size]
             fields = _fields_if_they_fit(part, backbone, config, unit.signals)
             if fields is not None:
-                _add(made, part, fields)
+                made.add(part, fields)
                 advance(len(part))
                 batch = batch[len(part) :]
-                continue
-            if len(part) == 1:
+            elif len(part) == 1:
                 raise WorkError(
                     f"Not enough memory on {backbone.device} for a batch of one image. Close other programs, or use a smaller "
                     "backbone."
                 )
-            if backbone.device.type == "cuda":
-                torch.cuda.empty_cache()
-            made.batch_size = len(part) // 2
-            say(
-                f"Out of memory with a batch of {len(part)} images. "
-                f"Continuing shard {unit.index} with batches of {made.batch_size}."
-            )
+            else:
+                made.batch_size = len(part) // 2
+                batches = f"Continuing shard {unit.index} with batches of {made.batch_size}."
+                say(f"Out of memory with a batch of {len(part)} images. {batches}")
     return made
 
 
@@ -439,92 +409,75 @@ def _fields_if_they_fit(
         full = isinstance(error, (MemoryError, torch.OutOfMemoryError))
         if not full and not any(text in str(error).lower() for text in _OUT_OF_MEMORY):
             raise
-        return None
+    if backbone.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return None
 
 
 @torch.inference_mode()
 def _fields(batch: list[_Decoded], backbone: Backbone, config: ExtractConfig, signals: Sequence[str]) -> dict[str, np.ndarray]:
     """Compute the fields of these rows: the patches, all of them or those that an early route keeps, and the signals."""
     dtype, precision = _DTYPES[config.dtype], _PRECISIONS.get(config.precision)
-    pixels = to_device(torch.from_numpy(np.stack([pixels for _, pixels in batch])), backbone.device)
-    images = backbone.normalize(pixels)
+    pixels = torch.from_numpy(np.stack([pixels for _, pixels in batch]))
+    if backbone.device.type == "cuda":  # from pinned memory the copy runs during the forward pass before it
+        pixels = pixels.pin_memory().to(backbone.device, non_blocking=True)
+    else:
+        pixels = pixels.to(backbone.device)
     with torch.autocast(backbone.device.type, precision, enabled=precision is not None):
-        tokens = backbone(images, signals).float()
-    fields = {"patches": tokens.patches.to(dtype)}
+        tokens = backbone(backbone.normalize(pixels), signals).float()
+    fields = {"patches": tokens.patches.to(dtype), "luminance": luminance(pixels, backbone.grid).float()}
     if tokens.places is not None:
         fields["places"] = tokens.places.to(torch.int32)
     if tokens.cls is not None:
         fields["cls"] = tokens.cls.to(dtype)
-    fields["luminance"] = luminance(pixels, backbone.grid).float()
     for name in signals:
         fields[name] = getattr(tokens, name).to(dtype if REGISTRY[name].wide else torch.float32)
     # Converted by torch, which is ten times as fast as numpy at half precision.
     return {name: value.cpu().numpy() for name, value in fields.items()}
 
 
-def to_device(pixels: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Move pixels to the device; to a GPU from pinned memory, so that the copy runs during the forward pass before it."""
-    if device.type != "cuda":
-        return pixels.to(device)
-    return pixels.pin_memory().to(device, non_blocking=True)
-
-
-def _add(made: _Computed, batch: list[_Decoded], fields: dict[str, np.ndarray]) -> None:
-    """Add the rows whose tokens are finite in the stored format to the shard, the others to its failures."""
-    tokens = fields["patches"]
-    finite = torch.from_numpy(tokens).abs().amax((1, 2)).isfinite().numpy()
-    for (row, _), good in zip(batch, finite):
-        if good:
-            made.rows.append(row)
-        else:
-            why = f"The tokens of the backbone are not finite in {tokens.dtype}."
-            made.failures.append(FailedRow(row.image, row.view, "tokens", why))
-    for name, value in fields.items():
-        made.parts.setdefault(name, []).append(value if finite.all() else value[finite])
-
-
 def _publish(store: Path, settings: str, unit: ShardUnit, made: _Computed) -> None:
     """Write the fields, then the record: only then the shard counts."""
-    path = record_path(store, unit.index)
     if unit.record is None:
-        remove(path)  # while its files change, the shard does not exist
+        remove(stores.record_path(store, unit.index))  # while its files change, the shard does not exist
         names = sorted(made.parts) if made.rows else []
         # One array after the other, so that a shard is in memory once.
-        fields = {name: write_field(store, unit.index, name, np.concatenate(made.parts.pop(name))) for name in names}
+        fields = {name: stores.write_field(store, unit.index, name, np.concatenate(made.parts.pop(name))) for name in names}
         record = Record(tuple(made.rows), tuple(made.failures), made.batch_size, settings, fields)
     else:
-        record = replace(unit.record, fields={**unit.record.fields, **_gained(store, unit, unit.record, made)})
-    write_sealed(path, record.to_json(), compact=True)
+        record = replace(unit.record, fields={**unit.record.fields, **_add_signals(store, unit, unit.record, made)})
+    record.write(store, unit.index)
 
 
-def _gained(store: Path, unit: ShardUnit, record: Record, made: _Computed) -> dict[str, Field]:
+def _add_signals(store: Path, unit: ShardUnit, record: Record, made: _Computed) -> dict[str, stores.Field]:
     """Write the signals that a finished shard gains; images that cannot be read any more gain none, and the tokens stay.
 
     Raises:
         WorkError: The backbone gives other tokens than the shard has, so that the signals would not belong to them.
     """
+    if not made.rows and not any(failure.kind == "tokens" for failure in made.failures):
+        return {}
     place_of = {row.key: place for place, row in enumerate(record.rows)}
     places = [place_of[row.key] for row in made.rows]
-    same = not any(failure.kind == "tokens" for failure in made.failures)
-    if places:
-        stored = read_field(store, unit.index, "patches", record)
-        for place, now in zip(places, np.concatenate(made.parts["patches"])):
-            one, two = stored[place].astype(np.float32).ravel(), now.astype(np.float32).ravel()
-            same = same and float(one @ two) >= _ALIKE * float(np.linalg.norm(one) * np.linalg.norm(two))
-    if not same:
+    stored = MappedField(store, unit.index, "patches", record.fields["patches"])
+    similar = not any(failure.kind == "tokens" for failure in made.failures)
+    for place, now in zip(places, np.concatenate(made.parts["patches"])):
+        one, two = stored.array[place].astype(np.float32).ravel(), now.astype(np.float32).ravel()
+        similar = similar and float(one @ two) >= _ALIKE * float(np.linalg.norm(one) * np.linalg.norm(two))
+    if not similar:
         raise WorkError(
-            f"The tokens of {field_path(store, unit.index, 'patches').name} are not those that the backbone gives now, so its "
-            "signals would not belong to them. Extract into a new store."
+            f"The tokens of {stored.path.name} are not those that the backbone gives now, so its signals would not belong to them. "
+            "Extract into a new store."
         )
     fields = {}
-    for name in unit.signals if places else ():
+    for name in unit.signals:
         new = np.concatenate(made.parts[name])
         # NaN where there are no values, now or from before.
         values = np.full((len(record.rows), *new.shape[1:]), np.nan, new.dtype)
         missing = set(range(len(values))) - set(places)
         if name in record.fields:
-            values[:] = read_field(store, unit.index, name, record)
+            values[:] = MappedField(store, unit.index, name, record.fields[name]).array
             missing = {place for place in missing if record.fields[name].checksums[place] is None}
         values[places] = new
-        fields[name] = write_field(store, unit.index, name, values, sorted(missing))
+        fields[name] = stores.write_field(store, unit.index, name, values, sorted(missing))
     return fields

@@ -36,11 +36,7 @@ class RoutedTokens(NamedTuple):
 
 
 def check_routable(model: Model, name: str) -> None:
-    """Reject a model whose blocks do not give the same result when the patches that they see are a part of the grid.
-
-    Raises:
-        RequestError: It has relative or rotary positions, another attention, or an embedding that mixes patches.
-    """
+    """Reject a model whose blocks do not give the same result when the patches that they see are a part of the grid."""
     reasons = []
     if not isinstance(model, VisionTransformer):
         reasons.append("it is not a plain timm VisionTransformer")
@@ -59,33 +55,15 @@ def check_routable(model: Model, name: str) -> None:
 
 
 def before_blocks(model: Model, images: Tensor, indices: Tensor, layer: int) -> RoutedTokens:
-    """Embed the patches `indices` alone and run the blocks 0 to `layer` on them and the prefix tokens.
-
-    Args:
-        model: The vision transformer.
-        images: Normalized images [B, 3, S, S].
-        indices: Numbers of the kept patches [B, K] in raster order of the grid; in any order, which changes nothing.
-        layer: The block that tokens are taken from.
-    """
+    """Embed the patches `indices` [B, K] alone, in any order, and run the blocks 0 to `layer` on them and the prefix tokens."""
     x = embed(model, images, indices)
     return _finish(model, run_blocks(model, x, 0, layer + 1), indices)
 
 
-def inside_blocks(
-    model: Model,
-    images: Tensor,
-    choose: Callable[[Tensor], Tensor],
-    block: int,
-    layer: int,
-) -> RoutedTokens:
-    """Run all patches through the blocks before `block`, and the chosen ones with a background token through the others.
+def inside_blocks(model: Model, images: Tensor, choose: Callable[[Tensor], Tensor], block: int, layer: int) -> RoutedTokens:
+    """Run all patches through the blocks before `block` >= 1, and the chosen ones with a background token up to block `layer`.
 
-    Args:
-        model: The vision transformer.
-        images: Normalized images [B, 3, S, S].
-        choose: From the tokens that the block before `block` gave, [B, P + N, D], to the kept patches [B, K].
-        block: The first block that runs on a part of the patches, 1 or more.
-        layer: The block that tokens are taken from.
+    `choose` makes the kept patches [B, K] of the tokens that the block before `block` gave, [B, P + N, D].
     """
     x = run_blocks(model, embed(model, images), 0, block)
     indices = choose(x)
@@ -98,38 +76,22 @@ def embed(model: Model, images: Tensor, indices: Tensor | None = None) -> Tensor
     if indices is None:
         x = model._pos_embed(model.patch_embed(images))
     else:
-        patches = _embedded(model.patch_embed, images, indices)
-        x = _positioned(model, patches, indices)
-    tokens: Tensor = model.norm_pre(x)
-    return tokens
-
-
-def _embedded(patch_embed: Any, images: Tensor, indices: Tensor) -> Tensor:
-    """Compute what the convolution gives at the patches `indices`, as a product with its weights."""
-    (height, width), (h, w) = patch_embed.patch_size, patch_embed.grid_size
-    b, c = images.shape[:2]
-    cut = images.reshape(b, c, h, height, w, width).permute(0, 2, 4, 1, 3, 5).reshape(b, h * w, c * height * width)
-    weight, bias = patch_embed.proj.weight, patch_embed.proj.bias
-    tokens: Tensor = patch_embed.norm(F.linear(take(cut, indices), weight.flatten(1), bias))
-    return tokens
-
-
-def _positioned(model: Model, patches: Tensor, indices: Tensor) -> Tensor:
-    """Join the prefix tokens and the patches, each with the position embedding that it has in the dense pass."""
-    (h, w), (b, _, d), prefix = model.patch_embed.grid_size, patches.shape, int(model.num_prefix_tokens)
-    # Which prefix tokens there are, in which order and with which positions differs between families, so the model itself says it.
-    nothing = patches.new_zeros((1, h, w, d) if model.dynamic_img_size else (1, h * w, d))
-    tokens = model._pos_embed(nothing).expand(b, -1, -1)
-    return torch.cat([tokens[:, :prefix], patches + take(tokens[:, prefix:], indices)], 1)
+        # What the convolution gives at these patches, as a product with its weights.
+        (height, width), (h, w), proj = model.patch_embed.patch_size, model.patch_embed.grid_size, model.patch_embed.proj
+        b, c = images.shape[:2]
+        cut = images.reshape(b, c, h, height, w, width).permute(0, 2, 4, 1, 3, 5).reshape(b, h * w, c * height * width)
+        patches = model.patch_embed.norm(F.linear(take(cut, indices), proj.weight.flatten(1), proj.bias))
+        # Which prefix tokens there are, in which order and with which positions differs between families: the model itself says it.
+        d, prefix = patches.shape[-1], int(model.num_prefix_tokens)
+        nothing = patches.new_zeros((1, h, w, d) if model.dynamic_img_size else (1, h * w, d))
+        tokens = model._pos_embed(nothing).expand(b, -1, -1)
+        x = torch.cat([tokens[:, :prefix], patches + take(tokens[:, prefix:], indices)], 1)
+    normed: Tensor = model.norm_pre(x)
+    return normed
 
 
 def prune(x: Tensor, indices: Tensor, prefix: int) -> tuple[Tensor, Tensor | None]:
-    """Keep the prefix tokens and the patches `indices` of the tokens [B, P + N, D], and replace the others by their mean.
-
-    Args:
-        x: Prefix tokens, then patches.
-        indices: Numbers of the kept patches [B, K].
-        prefix: Number of prefix tokens.
+    """Keep the prefix tokens and the patches `indices` [B, K] of the tokens [B, P + N, D], and replace the others by their mean.
 
     Returns:
         The tokens [B, P + K + 1, D], the last of them the background token, and what is added to the attention logits of every
@@ -168,28 +130,24 @@ def _finish(model: Model, x: Tensor, indices: Tensor) -> RoutedTokens:
 
 @dataclass(frozen=True)
 class EarlyRoute:
-    """How a backbone is routed early.
-
-    Attributes:
-        way: 'scout' chooses patches before block 0, 'inside' before `block`.
-        k: Number of patches that are kept.
-        score: For 'scout' from images [B, 3, s, s], RGB in [0, 1], to scores [B, n] on `grid`; for 'inside' from the normed tokens
-            of the block before `block` to scores [B, N]. The highest are kept.
-        size: Side s of the images that `score` reads ('scout').
-        grid: Rows and columns of the scores.
-        requires: Fields of the `TokenBatch` that `score` reads beside the patches ('inside').
-        block: First block that runs on the kept patches ('inside').
-        settings: All of this as JSON values, with the hash of the router; part of the backbone's fingerprint.
-    """
+    """How a backbone is routed early."""
 
     way: Way
+    """'scout' chooses patches before block 0, 'inside' before `block`."""
     k: int
+    """Number of patches that are kept: those with the highest scores."""
     score: Callable[[Any], Tensor]
+    """For 'scout' from images [B, 3, s, s], RGB in [0, 1], to scores [B, n] on `grid`; for 'inside' from the normed tokens of the
+    block before `block` to scores [B, N]."""
     grid: tuple[int, int]
     size: int
+    """Side s of the images that `score` reads ('scout')."""
     settings: dict[str, Any]
+    """All of this as JSON values, with the hash of the router; part of the backbone's fingerprint."""
     requires: tuple[str, ...] = ()
+    """Fields of the `TokenBatch` that `score` reads in addition to the patches ('inside')."""
     block: int = 4
+    """First block that runs on the kept patches ('inside')."""
 
 
 class Early(Protocol):
@@ -227,17 +185,13 @@ class EarlyBackbone(Backbone):
     def tokens(self, images: Tensor, *arguments: Any, **options: Any) -> TokenBatch:
         """Compute the tokens of the kept patches of normalized images [B, 3, S, S], with their places on the grid; no checks."""
         if self.route.way == "scout":
-            kept = self._score_by_scout(images).topk(self.route.k, dim=1).indices
+            scores = self.route.score(downscale(self.preprocessing.denormalize(images), self.route.size))
+            kept = upsample_scores(scores, self.route.grid, self.grid).topk(self.route.k, dim=1).indices
             routed = before_blocks(self.model, images, kept, self.layer)
         else:
             routed = inside_blocks(self.model, images, self._choose, self.route.block, self.layer)
         cls = routed.prefix[:, 0] if self.has_cls else None
         return TokenBatch(routed.patches, self.grid, cls=cls, places=routed.indices)
-
-    def _score_by_scout(self, images: Tensor) -> Tensor:
-        """Compute scores [B, N] on this backbone's grid from images that are normalized for it."""
-        scores = self.route.score(downscale(self.preprocessing.denormalize(images), self.route.size))
-        return upsample_scores(scores, self.route.grid, self.grid)
 
     def _choose(self, x: Tensor) -> Tensor:
         """Choose the patches to keep from the tokens of the block in front of the pruned one."""

@@ -47,16 +47,10 @@ class ViewError(RequestError):
 
 
 def views_of(name: str, split: str | None, has_mask: bool, crops: int = 1) -> Sequence[str]:
-    """List the views of an image.
+    """List the views of an image that the set `name` has.
 
     Flips and dihedral views are for training images only. Every image with a mask gets an off-center crop, because the center-bias
     study evaluates those of validation images; training images get `crops` of them.
-
-    Args:
-        name: 'none', 'flips', 'dihedral' or 'off-center'.
-        split: Part of the image.
-        has_mask: Whether it has a mask.
-        crops: Off-center crops per training image.
     """
     if name not in SETS:
         raise UnknownNameError.of("set of views", name, SETS)
@@ -90,18 +84,11 @@ class Geometry:
     @staticmethod
     def from_json(value: Sequence[Any]) -> Geometry:
         box, turn = value
-        if turn != IDENTITY and turn not in _TRANSPOSE:
-            raise ValueError(f"unknown turn {turn!r}")
-        return Geometry(None if box is None else (float(box[0]), float(box[1]), float(box[2]), float(box[3])), turn)
+        return Geometry(None if box is None else (box[0], box[1], box[2], box[3]), turn)
 
 
 def geometry_of(view: str, mask: Image.Image | None, seed: int) -> Geometry:
-    """Return the geometry of a view; only an off-center crop depends on the mask and on the seed.
-
-    Args:
-        view: Name of the view.
-        mask: The lesion mask, for off-center crops.
-        seed: Seed of the image's crops (`image_seed`).
+    """Return the geometry of a view; only an off-center crop depends on the mask and on the image's seed.
 
     Raises:
         ViewError: There is no mask, or no crop of this lesion.
