@@ -88,14 +88,14 @@ def test_a_stopped_command_goes_on_where_it_was(
     photos: Path, router: MedTokenBudget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = route_files(photos, tmp_path / "whole", router, config=CONFIG)
-    out, real = tmp_path / "stopped", batch._write_rows
+    out, real = tmp_path / "stopped", batch.write_table
 
-    def stopping(answers: Any, outputs: Any, *rest: Any) -> None:
-        if outputs.table.stem == "part-000001":
+    def stopping(model: MedTokenBudget, shard: batch.Shard, *rest: Any) -> batch.Routed:
+        if shard.table.stem == "part-000001":
             raise KeyboardInterrupt
-        real(answers, outputs, *rest)
+        return real(model, shard, *rest)
 
-    monkeypatch.setattr(batch, "_write_rows", stopping)
+    monkeypatch.setattr(batch, "write_table", stopping)
     with pytest.raises(KeyboardInterrupt):
         route_files(photos, out, router, config=CONFIG)
     before = written(out / "routes")
