@@ -476,7 +476,7 @@ def load(path: Path | str, revision: str | None = None, weights: Path | str | No
         info=config["info"],
         scout=load(source / saved.ROUTER, device=device) if "route" in identity["backbone"] else None,
         familiarity=familiarity,
-        guarantees=[Guarantee.from_json(values) for values in config.get("guarantees", [])],
+        guarantees=saved.read_guarantees(source, config),
         device=device,
     )
 
