@@ -14,7 +14,7 @@ import torch
 from PIL import Image, ImageDraw
 
 import medtokenbudget as mtb
-from medtokenbudget.serve.samples import image_bytes, mask_bytes
+from medtokenbudget.serve.samples import sample_files
 
 LESIONS = ("mel", "nv-off-center")
 """Samples of the explorer."""
@@ -37,8 +37,8 @@ def tile(image: Image.Image, kept: np.ndarray, lesion: np.ndarray, grid: tuple[i
 
 def main(out: Path) -> None:
     router = mtb.load("dermoscopy", device="cpu")
-    pictures = [Image.open(io.BytesIO(image_bytes(name))) for name in LESIONS]
-    masks = [Image.open(io.BytesIO(mask_bytes(name))) for name in LESIONS]
+    drawn = [[Image.open(io.BytesIO(data)) for data in sample_files(name)] for name in LESIONS]
+    pictures, masks = (list(column) for column in zip(*drawn))
     images = [picture.resize((TILE, TILE), Image.Resampling.LANCZOS) for picture in pictures]
     tokens = router.encode(np.stack([router.backbone.prepare(picture) for picture in pictures]), masks)
     assert tokens.lesion is not None

@@ -180,13 +180,14 @@ import os, sys
 from pathlib import Path
 import psutil
 from medtokenbudget.model import load
-from medtokenbudget.model.batch import predict_files
+from medtokenbudget.model.batch import RouteConfig, predict_files
 folder, image, out = sys.argv[1:]
 model, process = load(folder, device="cpu"), psutil.Process()
 sizes = []
 for number, count in enumerate((60, 60, 900)):
     images = (Path(image) for _ in range(count))
-    predict_files(model, images, Path(out) / f"{number}.parquet", 1.0, tokens=Path(out) / f"{number}.safetensors")
+    table, tokens = Path(out) / f"{number}.parquet", Path(out) / f"{number}.safetensors"
+    predict_files(images, table, model, RouteConfig(1.0), tokens)
     sizes.append(process.memory_info().rss / 2**20)
 print(sizes[2] - sizes[1], os.path.getsize(Path(out) / "2.safetensors") / 2**20)
 """

@@ -51,7 +51,7 @@ class World:
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     folder = tmp_path_factory.mktemp("early")
-    manifest = synthetic_manifest(folder / "data", Drawings(40, seed=3, size=96))
+    manifest = synthetic_manifest(folder / "data", Drawings(24, seed=3, size=96))
     small_model(folder / "scout", ("center",), seed=1).save_pretrained(folder / "scout-model")
     config = small_backbone(folder)
     inner = replace(config, layer=1)
@@ -82,41 +82,36 @@ def made(request: pytest.FixtureRequest, world: World) -> Made:
 
 
 def test_a_model_predicts_from_the_very_tokens_that_its_head_was_trained_on(made: Made, world: World) -> None:
-    manifest, row = world.manifest, int(made.store.rows([world.manifest.ids[0]])[0])
+    manifest = world.manifest
     prediction = made.model.predict(manifest.image_path(0))[0]
-    stored = made.store.read([row])
+    stored = made.store.read(made.store.rows([manifest.ids[0]]))
     assert stored.places is not None
     assert sorted(prediction.kept.tolist()) == sorted(stored.places[0].tolist())
     torch.testing.assert_close(torch.from_numpy(prediction.tokens), stored.patches[0], rtol=5e-3, atol=5e-3)  # stored in fp16
     assert (prediction.budget, prediction.k) == (0.3, 30)
     with pytest.raises(BudgetError, match=r"runs on 30 patches \(budget 0\.3\).*no other budget"):
         made.model.predict(manifest.image_path(0), budget=0.5)
-
-
-def test_the_kept_lesion_is_counted_on_the_whole_grid(made: Made, world: World) -> None:
+    # The kept lesion is counted on the whole grid.
     results = mtb.Run(made.run).results
     row = results[(results["method"] == made.model.main) & (results["view"] == "as-is")].iloc[0]
-    rows = made.store.rows(world.manifest.part("val").ids)
-    lesion = made.store.lesion[rows]
-    batch = made.store.read(rows)
-    assert batch.places is not None
-    kept = torch.zeros_like(lesion).scatter(1, batch.places, True)
+    rows = made.store.rows(manifest.part("val").ids)
+    lesion, places = made.store.lesion[rows], made.store.read(rows).places
+    kept = torch.zeros_like(lesion).scatter(1, places, True)
     assert row["retention"] == pytest.approx(float((kept & lesion).sum() / lesion.sum()))
-    assert row["k"] == 30
-    assert made.model.main == "no-pruning"
+    assert (row["method"], row["k"]) == ("no-pruning", 30)
 
 
-def test_a_model_with_another_router_is_rejected(made: Made, tmp_path: Path) -> None:
+def test_a_saved_model_routes_by_command_and_is_rejected_with_another_router(made: Made, world: World, tmp_path: Path) -> None:
     folder = made.model.save_pretrained(tmp_path / "copy")
     assert mtb.load(folder, device="cpu").fingerprint == made.model.fingerprint
+    assert main(["route", str(world.manifest_path), "--model", str(folder), "--out", str(tmp_path / "o"), "--table", "csv"]) == 0
+    table = pd.read_csv(tmp_path / "o" / "routes.csv")
+    assert len(table) == len(world.manifest)
+    for answer, kept in zip(made.model.route(world.manifest_path), table["kept"], strict=True):
+        assert sorted(answer.kept.tolist()) == sorted(int(patch) for patch in str(kept).split())
     small_model(tmp_path / "other", (), seed=5).save_pretrained(folder / "router")
     with pytest.raises(RequestError, match="not the one that it was trained with"):
         _ = mtb.load(folder, device="cpu").backbone
-
-
-def test_scores_of_a_coarse_scout_lie_between_the_centers_of_its_patches() -> None:
-    scores = upsample_scores(torch.tensor([[0.0, 4.0, 0.0, 4.0]]), (2, 2), (4, 4)).reshape(4, 4)
-    torch.testing.assert_close(scores, torch.tensor([0.0, 1.0, 3.0, 4.0]).expand(4, 4))
 
 
 def test_the_scout_sees_a_larger_image_reduced(world: World) -> None:
@@ -126,6 +121,9 @@ def test_the_scout_sees_a_larger_image_reduced(world: World) -> None:
     tokens = backbone(backbone.normalize(torch.from_numpy(backbone.prepare(image))[None]))
     assert tokens.grid == (20, 20)
     assert tokens.patches.shape[1] == 120
+    # Scores of a coarse scout lie between the centers of its patches.
+    scores = upsample_scores(torch.tensor([[0.0, 4.0, 0.0, 4.0]]), (2, 2), (4, 4)).reshape(4, 4)
+    torch.testing.assert_close(scores, torch.tensor([0.0, 1.0, 3.0, 4.0]).expand(4, 4))
 
 
 def test_routers_backbones_and_budgets_that_do_not_fit_are_rejected(world: World) -> None:
@@ -244,12 +242,3 @@ def test_the_service_answers_like_the_model(made: Made, world: World) -> None:
     assert described["route"] == {"way": made.way, "budget": 0.3, "k": 30, **SETTINGS[made.way]}
     with pytest.raises(BudgetError, match="no other budget"):
         service.answer(Question(path.read_bytes(), budgets=(0.5,)))
-
-
-def test_the_command_route_writes_the_patches_of_a_model_that_is_routed_early(made: Made, world: World, tmp_path: Path) -> None:
-    folder = made.model.save_pretrained(tmp_path / "model")
-    assert main(["route", str(world.manifest_path), "--model", str(folder), "--out", str(tmp_path / "o"), "--table", "csv"]) == 0
-    table = pd.read_csv(tmp_path / "o" / "routes.csv")
-    assert len(table) == len(world.manifest)
-    for answer, kept in zip(made.model.route(world.manifest_path), table["kept"], strict=True):
-        assert sorted(answer.kept.tolist()) == sorted(int(patch) for patch in str(kept).split())

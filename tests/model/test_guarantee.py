@@ -173,11 +173,8 @@ def test_a_guarantee_that_was_damaged_or_changed_is_rejected(drawn: Drawn, folde
     good = json.loads(text)["guarantees"][0]
     for name, value in (("threshold", None), ("retention", 2), ("selector", "evit"), ("most", 10_000), ("coverage", "all")):
         edit_json(path, lambda config: config.update(guarantees=[{**good, name: value}]))  # noqa: B023
-        with pytest.raises(RequestError, match=rf"guarantees\.0\.{name} must be"):
+        with pytest.raises(RequestError, match=r"config\.json is damaged: .*(guarantees cannot be read|does not fit)"):
             mtb.load(folder)
-    edit_json(path, lambda config: config.update(guarantees={"0.8": 1}))
-    with pytest.raises(RequestError, match="guarantees must be a list"):
-        mtb.load(folder)
     for old, new in ((f'"threshold": {good["threshold"]}', '"threshold": 0.2'), ('"most": ', '"most": 1')):
         assert old in text
         path.write_text(text.replace(old, new))

@@ -47,14 +47,6 @@ def test_the_main_method_is_used_when_no_selector_is_named(model: MedTokenBudget
         with_selectors(model, "lats", center=create_selector("center"))
 
 
-def test_classifiers_are_submodules_and_the_frozen_backbone_is_not(model: MedTokenBudget) -> None:
-    expected = sum(p.numel() for classifier in model.classifiers.values() for p in classifier.parameters())
-    assert sum(p.numel() for p in model.parameters()) == expected > 0
-    assert all(p.requires_grad for p in model.parameters())
-    assert {key.split(".")[0] for key in model.state_dict()} == {"methods"}
-    assert f"methods.method:{MAIN}.head.output.bias" in model.state_dict()
-
-
 def test_method_texts_with_dots_and_signs_are_kept_apart_in_the_state_dict(model: MedTokenBudget, tmp_path: Path) -> None:
     names = ("lats:fixed-0.5", "lats:fixed-0%2E5", "center+linear", "values")
     many = with_selectors(model, names[0], **{name: create_selector("center", minimum=8) for name in names})
@@ -65,7 +57,12 @@ def test_method_texts_with_dots_and_signs_are_kept_apart_in_the_state_dict(model
         assert torch.equal(again.classifier(name).head.output.weight, many.classifier(name).head.output.weight)
 
 
-def test_a_state_dict_carries_the_answers_to_another_model(model: MedTokenBudget, root: Path, images: list[Path]) -> None:
+def test_a_state_dict_carries_the_classifiers_to_another_model(model: MedTokenBudget, root: Path, images: list[Path]) -> None:
+    # Of the classifiers, without the frozen backbone.
+    expected_size = sum(p.numel() for classifier in model.classifiers.values() for p in classifier.parameters())
+    assert sum(p.numel() for p in model.parameters() if p.requires_grad) == expected_size > 0
+    assert {key.split(".")[0] for key in model.state_dict()} == {"methods"}
+    assert f"methods.method:{MAIN}.head.output.bias" in model.state_dict()
     other = small_model(root / "weights", baselines=("random", "center", "tome"), main=MAIN)
     with torch.no_grad():
         for parameter in other.parameters():
@@ -75,6 +72,12 @@ def test_a_state_dict_carries_the_answers_to_another_model(model: MedTokenBudget
     other.load_state_dict(model.state_dict())
     assert other.predict(images[0])[0].probabilities == expected
     assert other.fingerprint == model.fingerprint
+    # A copy has parameters of its own, and shares the frozen backbone.
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        twin.classifier().head.output.weight.zero_()
+    assert twin.backbone is model.backbone
+    assert twin.predict(images[0])[0].probabilities != model.predict(images[0])[0].probabilities == expected
 
 
 def test_the_backbone_moves_with_the_model_also_if_it_is_loaded_later(
@@ -125,16 +128,6 @@ def test_a_training_step_through_forward_changes_the_head(model: MedTokenBudget,
         nn.functional.cross_entropy(model(given, 0.3), labels).backward()
         optimizer.step()
         assert not torch.equal(head.output.bias, before)
-
-
-def test_a_copy_has_parameters_of_its_own_and_shares_the_frozen_backbone(model: MedTokenBudget, images: list[Path]) -> None:
-    expected = model.predict(images[0])[0].probabilities
-    other = copy.deepcopy(model)
-    with torch.no_grad():
-        other.classifier().head.output.weight.zero_()
-    assert model.predict(images[0])[0].probabilities == expected
-    assert other.backbone is model.backbone
-    assert other.predict(images[0])[0].probabilities != expected
 
 
 def test_a_learned_selector_of_another_package_is_saved_and_loaded_like_lats(

@@ -17,7 +17,7 @@ from medtokenbudget.model import MedTokenBudget
 from medtokenbudget.model.looks import look
 from medtokenbudget.routing import selector_class
 from medtokenbudget.routing.base import SELECTORS
-from medtokenbudget.serve.samples import SAMPLES, image_bytes, mask_bytes, offers
+from medtokenbudget.serve.samples import SAMPLES, offers, sample_files
 from medtokenbudget.serve.server import find_service
 from medtokenbudget.serve.service import Question, Service, retention
 from tests.serve.server import mask, picture
@@ -139,7 +139,7 @@ def test_samples_are_pictures_with_masks_and_keep_their_class_only_if_the_model_
     assert (rows["vasc-off-center"]["title"], rows["mel-off-center"]["title"]) == ("Lesion 2, off-center", "MEL, off-center")
     assert all(row["label"] is None for row in offers(["polyp", "normal"]))
     name = next(iter(SAMPLES))
-    image, lesion = (Image.open(io.BytesIO(data)) for data in (image_bytes(name), mask_bytes(name)))
+    image, lesion = (Image.open(io.BytesIO(data)) for data in sample_files(name))
     assert image.size == lesion.size
     assert lesion.getextrema() == (0, 255)
 

@@ -158,22 +158,14 @@ class Predict(Infer):
         self.require_effect(self.tokens is not None, "`tokens`", "tokens_dtype")
 
         from medtokenbudget.model import load
-        from medtokenbudget.model.batch import predict_files
+        from medtokenbudget.model.batch import RouteConfig, predict_files
         from medtokenbudget.progress import say
 
         model = load(self.model, weights=self.weights, device=self.device)
-        summary = predict_files(
-            model,
-            list(self.images),
-            self.out,
-            budget=self.amount(model),
-            selector=self.selector,
-            tokens=self.tokens,
-            tokens_dtype=self.tokens_dtype,
-            overlays=self.overlay,
-            batch_size=self.batch_size,
-            workers=self.workers,
+        config = RouteConfig(
+            self.amount(model), self.selector, tokens_dtype=self.tokens_dtype, batch_size=self.batch_size, workers=self.workers
         )
+        summary = predict_files(list(self.images), self.out, model, config, self.tokens, self.overlay)
         if summary.failed:
             say(_failures(summary))
         where = f" and overlays to {self.overlay}" if self.overlay else ""

@@ -1,7 +1,6 @@
 """Early routing from a saved router: which way, with which router, on which backbone, and every reason why they do not fit.
 
-`backbone/partial.py` runs it; here a trained model becomes the function that chooses, and the settings that stores and models
-record.
+`backbone/partial.py` runs it; here a trained model becomes the function that chooses, and the settings that are recorded.
 """
 
 from __future__ import annotations
@@ -79,23 +78,23 @@ class EarlyRouting:
         """Return the backbone with this route; it takes over the network."""
         selector, score = self._selector()
         self.router.to(backbone.device)
-        n = backbone.grid[0] * backbone.grid[1]
+        inside, n = self.way == "inside", backbone.grid[0] * backbone.grid[1]
         k = budget_to_k(self.budget, n, 1)
         if k < selector.minimum:
             raise BudgetError(
                 f"Budget {self.budget:g} keeps {k} of {n} patches, but the router's minimum is {selector.minimum}. "
                 f"Use `budget={float(Fraction(selector.minimum, n)):.3g}` or more."
             )
-        if self.way == "inside":
+        if inside:
             self._check_inside(backbone, selector)
         settings: dict[str, Any] = {"way": self.way, "budget": self.budget, "k": k, "router": self.router.fingerprint}
         route = EarlyRoute(
             way=self.way,
             k=k,
-            score=score if self.way == "inside" else self._scout(selector, score),
+            score=score if inside else self._scout(selector, score),
             grid=self.router.grid,
             size=int(self.router.backbone_fingerprint["image_size"]),
-            settings=settings | ({"block": self.block} if self.way == "inside" else {}),
+            settings=settings | ({"block": self.block} if inside else {}),
             requires=tuple(selector.requires),
             block=self.block,
         )

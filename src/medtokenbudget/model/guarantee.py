@@ -5,6 +5,7 @@ The statistics of the calibration are in `routing/conformal.py`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from medtokenbudget.errors import RequestError
 from medtokenbudget.routing.conformal import Promise, kept_counts
 
 
@@ -48,6 +50,11 @@ class Guarantee(Promise):
     dataset: str
     data: str
     model: str
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 1 <= self.minimum <= self.most or not math.isfinite(self.threshold):
+            raise RequestError(f"No rule keeps {self.minimum} to {self.most} patches above a score of {self.threshold}.")
 
     def counts(self, scores: ArrayLike) -> np.ndarray:
         """Count the patches `[n]` to keep of images with scores `[n, N]`."""

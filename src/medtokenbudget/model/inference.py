@@ -25,10 +25,9 @@ from PIL import Image
 from torch import Tensor, nn
 
 from medtokenbudget.backbone.store import ordered_map
-from medtokenbudget.data import Manifest, decode_image, decode_mask, patch_labels
+from medtokenbudget.data import Manifest, decode_image, decode_mask, patch_labels, readers
 from medtokenbudget.data.images import require_lesion_values
 from medtokenbudget.data.masks import mask_of
-from medtokenbudget.data.readers import files_below, is_image, kind_of, no_images, report_skipped
 from medtokenbudget.errors import MedTokenBudgetError, RequestError
 from medtokenbudget.model.guarantee import Guarantee
 from medtokenbudget.routing import Ranker, Selector, gather, rank
@@ -93,7 +92,6 @@ def open_mask(value: Any) -> Image.Image:
 
 
 def _file(value: Any) -> Path | bytes | None:
-    """Return the path or the bytes of an image file; None for anything else."""
     if isinstance(value, (str, os.PathLike)):
         return Path(value)
     return bytes(value) if isinstance(value, (bytes, bytearray)) else None
@@ -132,7 +130,17 @@ def expand(images: Any) -> Iterator[ImageSource]:
 def _of_path(text: str) -> Iterator[ImageSource]:
     path = Path(text)
     if path.is_dir():
-        yield from _of_folder(path)
+        # The images that `mtb data folder` would find; other files are counted and reported in one line.
+        any_image, skipped = False, Counter[str]()
+        for file in readers.files_below(path):
+            if readers.is_image(file):
+                any_image = True
+                yield ImageSource(str(file), file)
+            else:
+                skipped[readers.kind_of(file)] += 1
+        readers.report_skipped(path, skipped)
+        if not any_image:
+            raise readers.no_images(path)
     elif path.suffix.lower() == ".parquet" and path.exists():
         yield from _of_manifest(Manifest.read(path))
     elif not path.exists() and glob.has_magic(text):
@@ -144,20 +152,6 @@ def _of_path(text: str) -> Iterator[ImageSource]:
     else:
         # A missing file is reported with the failures, like a damaged one.
         yield ImageSource(text, path)
-
-
-def _of_folder(folder: Path) -> Iterator[ImageSource]:
-    """Find the images that `mtb data folder` would find; other files are counted and reported in one line."""
-    any_image, skipped = False, Counter[str]()
-    for path in files_below(folder):
-        if is_image(path):
-            any_image = True
-            yield ImageSource(str(path), path)
-        else:
-            skipped[kind_of(path)] += 1
-    report_skipped(folder, skipped)
-    if not any_image:
-        raise no_images(folder)
 
 
 def _of_manifest(manifest: Manifest) -> Iterator[ImageSource]:
@@ -241,17 +235,11 @@ class Routing:
         }
 
     def overlay(self, mask: Any = None, side: int = 640) -> Image.Image:
-        """Draw the image with kept patches clear and dropped ones dimmed.
+        """Draw the image with kept patches clear and dropped ones dimmed, as `mtb.overlay` does.
 
         Args:
             mask: Lesion mask to outline, as a path, picture or array. By default the mask of the manifest row, if there is one.
             side: Length of the longer side in pixels.
-
-        Returns:
-            An RGB picture with a caption line.
-
-        Raises:
-            RequestError: If this object does not know its picture, or the file can no longer be read.
         """
         if self.source is None:
             what = type(self).__name__.lower()
@@ -274,19 +262,17 @@ class Routing:
 
     def _repr_png_(self) -> bytes | None:
         """Draw the overlay for notebooks; None, so that the text is displayed, if the picture cannot be read."""
+        stream = io.BytesIO()
         try:
-            picture = self.overlay()
+            self.overlay().save(stream, format="PNG")
         except MedTokenBudgetError:
             return None
-        stream = io.BytesIO()
-        picture.save(stream, format="PNG")
         return stream.getvalue()
 
     def _repr_html_(self) -> str | None:
         png = self._repr_png_()
-        if png is None:
-            return None
-        return f'<img alt="{html.escape(repr(self))}" src="data:image/png;base64,{base64.b64encode(png).decode("ascii")}">'
+        data = "" if png is None else base64.b64encode(png).decode("ascii")
+        return f'<img alt="{html.escape(repr(self))}" src="data:image/png;base64,{data}">' if data else None
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -394,7 +380,8 @@ def _batches(items: Iterable[Decoded], size: int) -> Iterator[list[Decoded]]:
 
 def _decode(source: ImageSource, prepare: Callable[[Image.Image], np.ndarray], grid: tuple[int, int] | None) -> Decoded:
     try:
-        _require_utf8(source.name)
+        if (printable := source.name.encode("utf-8", "backslashreplace").decode()) != source.name:
+            raise RequestError(f"The file name {printable} is not valid UTF-8, so no table can name it. Rename the file.")
         picture = source.open()
         pixels = prepare(picture)
     except RequestError as error:
@@ -405,14 +392,6 @@ def _decode(source: ImageSource, prepare: Callable[[Image.Image], np.ndarray], g
         return source, pixels, patch_labels(mask_of(picture.size, source.mask), grid)
     except RequestError as error:
         return replace(source, mask_reason=str(error)), pixels, None
-
-
-def _require_utf8(name: str) -> None:
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        printable = name.encode("utf-8", "backslashreplace").decode()
-        raise RequestError(f"The file name {printable} is not valid UTF-8, so no table can name it. Rename the file.") from None
 
 
 @contextmanager

@@ -18,18 +18,10 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from medtokenbudget import config as settings
 from medtokenbudget.backbone.backbone import Backbone
 from medtokenbudget.backbone.preprocess import luminance
-from medtokenbudget.config import (
-    DEFAULT_BUDGET,
-    BackboneConfig,
-    Count,
-    Parallel,
-    TrainConfig,
-    check_values,
-    to_dict,
-    train_config_from_dict,
-)
+from medtokenbudget.config import DEFAULT_BUDGET, BackboneConfig, TrainConfig
 from medtokenbudget.data import patch_labels
 from medtokenbudget.devices import resolve_device
 from medtokenbudget.errors import BudgetError, MismatchError, RequestError, ShapeError, UnknownNameError
@@ -44,6 +36,10 @@ from medtokenbudget.training.familiarity import Familiarity
 
 DEFAULT_MODEL = "dermoscopy"
 """The router that comes with the package."""
+Amount = float | Guarantee | None
+"""Share of the patches to keep, or a guarantee of the model; None means 0.3, or the only budget of a model routed early."""
+OnError = Callable[[ImageSource], None] | None
+"""Takes an image that could not be read, with the `reason`; None raises an error instead."""
 
 
 class MedTokenBudget(nn.Module):
@@ -155,7 +151,7 @@ class MedTokenBudget(nn.Module):
     @property
     def selectors(self) -> list[str]:
         """Methods that this model has a trained classifier for: the main one first, then the others by name."""
-        return [self.main, *sorted(name for name in self.classifiers if name != self.main)]
+        return [self.main, *sorted(name for name in self._names if name != self.main)]
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -171,8 +167,7 @@ class MedTokenBudget(nn.Module):
     @property
     def early(self) -> dict[str, Any] | None:
         """How the backbone is routed early (way, budget, k, ...); None for a backbone that runs on all patches."""
-        route: dict[str, Any] | None = self.backbone_fingerprint.get("route")
-        return route
+        return self.backbone_fingerprint.get("route")
 
     @property
     def scout(self) -> MedTokenBudget | None:
@@ -186,13 +181,24 @@ class MedTokenBudget(nn.Module):
 
     def budget(self, asked: float | None) -> float:
         """Return the budget that was asked for, by default 0.3 or the model's only one; any other is an error then."""
-        fixed = self.fixed_budget
-        if fixed is not None and asked not in (None, fixed):
+        if self.early is None:
+            return DEFAULT_BUDGET if asked is None else asked
+        fixed = float(self.early["budget"])
+        if asked not in (None, fixed):
             raise BudgetError(
-                f"The backbone of this model runs on {self.backbone_fingerprint['route']['k']} patches (budget {fixed:g}), and its "
-                f"head was trained on these, so there is no other budget. Use {fixed:g}, or extract and train at {asked:g}."
+                f"The backbone of this model runs on {self.early['k']} patches (budget {fixed:g}), and its head was trained on "
+                f"these, so there is no other budget. Use {fixed:g}, or extract and train at {asked:g}."
             )
-        return fixed if fixed is not None else DEFAULT_BUDGET if asked is None else asked
+        return fixed
+
+    def amount(self, asked: Amount) -> float | Guarantee:
+        """Return a guarantee unchanged, or the `budget` that was asked for."""
+        return asked if isinstance(asked, Guarantee) else self.budget(asked)
+
+    def k(self, budget: float, selector: str | None = None) -> int:
+        """Return the number of tokens that are kept at a budget."""
+        n = self.grid[0] * self.grid[1] if self.early is None else int(self.early["k"])
+        return self.classifier(selector).selector.count(self.budget(budget), n)
 
     @property
     def backbone(self) -> Backbone:
@@ -223,7 +229,7 @@ class MedTokenBudget(nn.Module):
         return self
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Everything that moves a module (`to`, `cuda`, `cpu`) ends here; the backbone is no submodule and follows by hand."""
+        # Everything that moves a module (`to`, `cuda`, `cpu`) ends here; the backbone is no submodule and follows by hand.
         super()._apply(fn, recurse)
         if self._backbone is not None:
             self._backbone.to(self.device)
@@ -237,16 +243,6 @@ class MedTokenBudget(nn.Module):
         if method not in self._names:
             raise UnknownNameError.of("selector", method, self._names, "in this model")
         return self.classifiers[method]
-
-    def k(self, budget: float, selector: str | None = None) -> int:
-        """Return the number of tokens that are kept at a budget."""
-        h, w = self.grid
-        n = h * w if self.fixed_budget is None else int(self.backbone_fingerprint["route"]["k"])
-        return self.classifier(selector).selector.count(self.budget(budget), n)
-
-    def amount(self, asked: float | Guarantee | None) -> float | Guarantee:
-        """Return a guarantee unchanged, or the `budget` that was asked for."""
-        return asked if isinstance(asked, Guarantee) else self.budget(asked)
 
     def guarantee(self, retention: float, coverage: float | None = None, selector: str | None = None) -> Guarantee:
         """Return a calibrated promise about the lesion, to be used instead of a budget.
@@ -316,16 +312,7 @@ class MedTokenBudget(nn.Module):
         return self.encode(np.stack([self.backbone.prepare(source.open()) for source in expand(images)]))
 
     def forward(self, images: Any, budget: float | None = None, selector: str | None = None) -> Tensor:
-        """Compute class logits at one budget, with gradients for the head.
-
-        Args:
-            images: A `TokenBatch`, or images in any form that `predict` takes.
-            budget: Share of the patches that is kept, in (0, 1]; None means 0.3, or the only one of a model routed early.
-            selector: Method to use; None means the main one.
-
-        Returns:
-            Logits [B, C].
-        """
+        """Compute class logits [B, C] of a `TokenBatch` or images at one budget, with gradients for the head."""
         tokens = self.tokens(images)
         classifier = self.classifier(selector)
         selection, _ = inference.select(classifier.selector, tokens, classifier.selector.count(self.budget(budget), tokens.n))
@@ -364,9 +351,7 @@ class MedTokenBudget(nn.Module):
         """One hash of the whole model: backbone, preprocessing, classes, methods and every number of the classifiers."""
         return saved.fingerprint(self.identity, saved.tensors_of(self.classifiers, self.main, self.familiarity))
 
-    def route(
-        self, images: Any, budget: float | Guarantee | None = None, selector: str | None = None, batch_size: int = 16
-    ) -> list[Routing]:
+    def route(self, images: Any, budget: Amount = None, selector: str | None = None, batch_size: int = 16) -> list[Routing]:
         """Route images: return the patches that are kept of each, in order, without classes; also for a model without a head.
 
         Args:
@@ -377,35 +362,19 @@ class MedTokenBudget(nn.Module):
             selector: Method to use; None means the main one.
             batch_size: Images per forward pass.
 
-        Returns:
-            One `Routing` per image.
-
         Raises:
             RequestError: If an image cannot be read; use `route_stream` with `on_error` to continue with the others.
         """
         return list(self.route_stream(images, budget, selector, batch_size))
 
     def route_stream(
-        self,
-        images: Any,
-        budget: float | Guarantee | None = None,
-        selector: str | None = None,
-        batch_size: int = 16,
-        on_error: Callable[[ImageSource], None] | None = None,
+        self, images: Any, budget: Amount = None, selector: str | None = None, batch_size: int = 16, on_error: OnError = None
     ) -> Iterator[Routing]:
-        """Like `route`, one image at a time in constant memory.
-
-        Images that cannot be read are passed to `on_error`; without it they raise an error.
-        """
+        """Like `route`, one image at a time in constant memory; images that cannot be read are passed to `on_error`."""
         return _readable(self.answers(expand(images), budget, selector, batch_size), on_error)
 
-    def predict(
-        self, images: Any, budget: float | Guarantee | None = None, selector: str | None = None, batch_size: int = 16
-    ) -> list[Prediction]:
+    def predict(self, images: Any, budget: Amount = None, selector: str | None = None, batch_size: int = 16) -> list[Prediction]:
         """Like `route`, with the classes that the head of the model reads from the kept patches.
-
-        Returns:
-            One `Prediction` per image.
 
         Raises:
             RequestError: If an image cannot be read; use `predict_stream` with `on_error` to continue with the others.
@@ -414,20 +383,15 @@ class MedTokenBudget(nn.Module):
         return list(self.predict_stream(images, budget, selector, batch_size))
 
     def predict_stream(
-        self,
-        images: Any,
-        budget: float | Guarantee | None = None,
-        selector: str | None = None,
-        batch_size: int = 16,
-        on_error: Callable[[ImageSource], None] | None = None,
+        self, images: Any, budget: Amount = None, selector: str | None = None, batch_size: int = 16, on_error: OnError = None
     ) -> Iterator[Prediction]:
-        """Like `predict`, one image at a time in constant memory; errors as in `route_stream`."""
+        """Like `predict`, one image at a time in constant memory; images that cannot be read are passed to `on_error`."""
         return _readable(self.answers(expand(images), budget, selector, batch_size, kind=Prediction), on_error)
 
     def answers(
         self,
         sources: Iterable[ImageSource],
-        budget: float | Guarantee | None,
+        budget: Amount,
         selector: str | None = None,
         batch_size: int = 16,
         workers: int = 2,
@@ -439,7 +403,7 @@ class MedTokenBudget(nn.Module):
         The request is checked at once, before the first image is opened. `kind` is `Routing`, or `Prediction` to read the classes
         too. With `masks` each answer has the lesion patches of its source's mask; where it cannot be used, `mask_reason` says why.
         """
-        check_values({"batch_size": (batch_size, Count), "workers": (workers, Parallel)})
+        settings.check_values({"batch_size": (batch_size, settings.Count), "workers": (workers, settings.Parallel)})
         method, amount = self.main if selector is None else selector, self.amount(budget)
         classifier = self.classifier(method)
         if not isinstance(amount, Guarantee):
@@ -453,13 +417,13 @@ class MedTokenBudget(nn.Module):
     def save_pretrained(self, path: Path | str) -> Path:
         """Save the model as a folder without local paths, and return it; the backbone's weights are found by name and hash."""
         target = Path(path)
-        backbone = to_dict(self.backbone_config)
+        backbone = settings.to_dict(self.backbone_config)
         if self.backbone_config.weights is not None:
             backbone["weights"] = Path(self.backbone_config.weights).name
         backbone["name"] = self.backbone_fingerprint["name"]
-        settings: dict[str, Any] = {
+        values: dict[str, Any] = {
             "backbone": backbone,
-            "train": to_dict(self.train_config),
+            "train": settings.to_dict(self.train_config),
             "info": self.info,
             "fingerprint": self.fingerprint,
             "guarantees": [guarantee.to_json() for guarantee in self.guarantees],
@@ -468,32 +432,8 @@ class MedTokenBudget(nn.Module):
             if self.scout is not None:
                 self.scout.save_pretrained(target / saved.ROUTER)
             tensors = saved.tensors_of(self.classifiers, self.main, self.familiarity)
-            saved.write_folder(target, self.identity, settings, tensors, self.card)
+            saved.write_folder(target, self.identity, values, tensors, self.card)
         return target
-
-    @classmethod
-    def from_pretrained(
-        cls, path: Path | str, revision: str | None = None, weights: Path | str | None = None, device: str = "auto"
-    ) -> MedTokenBudget:
-        """See `mtb.load`."""
-        source = saved.resolve(path, revision)
-        config = saved.read_config(source)
-        identity = config["identity"]
-        classifiers, familiarity = saved.read_parts(source, config)
-        return cls(
-            backbone=saved.backbone_config(config, source, weights),
-            backbone_fingerprint=identity["backbone"],
-            classes=identity["classes"],
-            classifiers=classifiers,
-            train_config=train_config_from_dict(config["train"]),
-            main=identity["main"],
-            card=saved.read_card(source),
-            info=config["info"],
-            scout=cls.from_pretrained(source / saved.ROUTER, device=device) if "route" in identity["backbone"] else None,
-            familiarity=familiarity,
-            guarantees=[Guarantee.from_json(values) for values in config.get("guarantees", [])],
-            device=device,
-        )
 
     def push_to_hub(self, repo_id: str, private: bool = True, message: str = "Upload model") -> str:
         """Upload the model to the hub, as a private repository by default, and return its address."""
@@ -521,12 +461,29 @@ def load(path: Path | str, revision: str | None = None, weights: Path | str | No
         >>> [prediction.label for prediction in model.predict(["photo.jpg"], budget=0.1)]
         ['NV']
     """
-    return MedTokenBudget.from_pretrained(path, revision, weights, device)
+    source = saved.resolve(path, revision)
+    config = saved.read_config(source)
+    identity = config["identity"]
+    classifiers, familiarity = saved.read_parts(source, config)
+    return MedTokenBudget(
+        backbone=saved.backbone_config(config, source, weights),
+        backbone_fingerprint=identity["backbone"],
+        classes=identity["classes"],
+        classifiers=classifiers,
+        train_config=settings.train_config_from_dict(config["train"]),
+        main=identity["main"],
+        card=saved.read_card(source),
+        info=config["info"],
+        scout=load(source / saved.ROUTER, device=device) if "route" in identity["backbone"] else None,
+        familiarity=familiarity,
+        guarantees=saved.read_guarantees(source, config),
+        device=device,
+    )
 
 
 def route(
     images: Any,
-    budget: float | Guarantee | None = None,
+    budget: Amount = None,
     model: MedTokenBudget | Path | str = DEFAULT_MODEL,
     selector: str | None = None,
     batch_size: int = 16,
@@ -561,17 +518,12 @@ def loaded(model: MedTokenBudget | Path | str) -> MedTokenBudget:
 
 
 def _state_key(method: str) -> str:
-    """Return the name of a method among the submodules.
-
-    A dot would split the keys of the state dict, and `nn.ModuleDict` rejects the names of its own functions, such as 'values'.
-    """
+    """Return the name of a method among the submodules."""
+    # A dot would split the keys of the state dict, and `nn.ModuleDict` rejects the names of its own functions, such as 'values'.
     return "method:" + method.replace("%", "%25").replace(".", "%2E")
 
 
-def _readable(
-    answers: Iterable[tuple[ImageSource, Answer | None]], on_error: Callable[[ImageSource], None] | None
-) -> Iterator[Answer]:
-    """Yield the answers; images that could not be read go to `on_error` or, without it, end the stream with an error."""
+def _readable(answers: Iterable[tuple[ImageSource, Answer | None]], on_error: OnError) -> Iterator[Answer]:
     for source, answer in answers:
         if answer is not None:
             yield answer

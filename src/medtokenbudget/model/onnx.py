@@ -1,11 +1,7 @@
-"""ONNX graphs of a model. Each is compared with PyTorch in onnxruntime before it is written.
+"""ONNX graphs of a model, each compared with PyTorch in onnxruntime before it is written.
 
-`export_onnx` writes one file per budget: only the routing (tokens to logits and indices) or the whole model (image to the same). A
-router without a head gives the scores of the patches in place of logits. In a model whose backbone is routed early the router is
-inside the graph: it looks, K patches are chosen, and only these run through the blocks.
-
-`write_web_graphs` writes the two graphs of the page that runs without a server: one from pixels to tokens and scores, one from
-rankings to logits. They are split where the ranking is: the page sorts the scores itself, so that rankings by the mask of an image
+`export_onnx` writes one file per budget. `write_web_graphs` writes the two graphs of the page that runs without a server: one from
+pixels to tokens and scores, one from rankings to logits. The page sorts the scores itself, so that rankings by the mask of an image
 (the controls) use the same heads. The heads answer for every K at once, so that the page has every budget after one pass.
 """
 
@@ -34,6 +30,7 @@ from medtokenbudget.model.inference import evaluating, select
 from medtokenbudget.model.model import MedTokenBudget
 from medtokenbudget.routing import Ranker, Selector
 from medtokenbudget.tokens import TokenBatch
+from medtokenbudget.training.classifier import RoutedClassifier
 
 Part = Literal["routing", "whole"]
 OPSET = 18
@@ -81,9 +78,11 @@ def export_onnx(
             # `RoutingGraph.forward` takes its signals as *args, which torch.export sees as one tuple, or as nothing if it is empty.
             shapes = (shapes[0], tuple(shapes[1:])) if len(shapes) > 1 else (shapes[0],)
             proto = _exported(graph, inputs, ["logits" if model.has_head else "scores", "indices"], shapes)
+            if proto.graph.input[0].type.tensor_type.shape.dim[0].dim_value:
+                raise RequestError(f"Selector '{method}' cannot be exported for any batch size. Export another one.")
             _write(proto, temporary, _metadata(model, budget, part, method))
             for batch in (1, 2, 3):
-                _check(temporary, model, graph, _example(model, graph, batch, seed=batch), method)
+                _check(temporary, model, graph, _example(model, graph, batch, seed=batch), model.classifier(method))
     return path
 
 
@@ -118,9 +117,9 @@ class ImageGraph(nn.Module):
         for name in ("mean", "std"):
             self.register_buffer(name, torch.tensor(getattr(model.backbone.preprocessing, name)).view(1, 3, 1, 1))
         # Everything with parameters that the graph runs must be a submodule: also the router's selector and network.
-        parts: list[Any] = [] if model.scout is None else [model.scout.classifier().selector]
-        if model.scout is not None and model.backbone_fingerprint["route"]["way"] != "inside":
-            parts.append(model.scout.backbone.model)
+        parts: list[Any] = []
+        if model.scout is not None and model.early is not None:
+            parts = [model.scout.classifier().selector, *([model.scout.backbone.model] if model.early["way"] == "scout" else [])]
         self.parts = nn.ModuleList(part for part in parts if isinstance(part, nn.Module))
 
     def forward(self, image: Tensor) -> tuple[Tensor, Tensor]:
@@ -139,37 +138,33 @@ def _mean_of(patches: Tensor, indices: Tensor) -> Tensor:
     return torch.gather(patches, 1, indices.unsqueeze(-1).expand(-1, -1, patches.shape[-1])).mean(1)
 
 
-def _graph(model: MedTokenBudget, budget: float, part: Part, method: str) -> nn.Module:
+def _graph(model: MedTokenBudget, budget: float, part: Part, method: str) -> RoutingGraph | ImageGraph:
     if part not in ("routing", "whole"):
         raise RequestError(f"The part must be 'routing' or 'whole', got '{part}'.")
-    early = model.fixed_budget is not None
-    if early and part != "whole":
+    if model.early is not None and part != "whole":
         raise RequestError('The patches of this model are chosen before or inside the backbone. Use `part="whole"`.')
     classifier = model.classifier(method)
-    selector, head = classifier.selector, classifier.required_head if early else classifier.head
-    foreign = [name for name in selector.requires if name not in SIGNALS]
-    if not early and (not isinstance(selector, Ranker) or selector.stochastic or foreign):
-        kind = f"reads {', '.join(foreign)}" if foreign else "is random" if selector.stochastic else "merges tokens"
-        raise RequestError(f"Selector '{method}' {kind}, so it cannot be exported as a fixed graph. Export another one.")
+    selector, head = classifier.selector, classifier.head
     if head is not None and head.reads == "tokens":
         raise RequestError(
             f"Head '{head.name}' reads tokens, so it cannot be exported. Export a method with the head mlp or linear."
         )
-    if early:
-        assert head is not None
-        return ImageGraph(model, head)
+    if model.early is not None:
+        return ImageGraph(model, classifier.required_head)
+    foreign = [name for name in selector.requires if name not in SIGNALS]
+    if not isinstance(selector, Ranker) or selector.stochastic or foreign:
+        kind = f"reads {', '.join(foreign)}" if foreign else "is random" if selector.stochastic else "merges tokens"
+        raise RequestError(f"Selector '{method}' {kind}, so it cannot be exported as a fixed graph. Export another one.")
     if part == "whole" and "luminance" in selector.requires:
         raise RequestError(f"Selector '{method}' reads luminance, which the whole graph does not compute. Use `part=\"routing\"`.")
-    assert isinstance(selector, Ranker)
     routing = RoutingGraph(selector, head, model.grid, model.k(budget, method))
     return routing if part == "routing" else ImageGraph(model, routing)
 
 
-def _example(model: MedTokenBudget, graph: nn.Module, batch: int, seed: int) -> dict[str, Tensor]:
+def _example(model: MedTokenBudget, graph: RoutingGraph | ImageGraph, batch: int, seed: int) -> dict[str, Tensor]:
     if isinstance(graph, ImageGraph):
         pictures = _pictures(int(model.backbone_fingerprint["image_size"]), batch, seed)
         return {"image": pictures.permute(0, 3, 1, 2).float() / 255}
-    assert isinstance(graph, RoutingGraph)
     generator, n = torch.Generator().manual_seed(seed), model.grid[0] * model.grid[1]
     patches = {"patches": torch.randn(batch, n, model.dim, generator=generator)}
     return patches | {name: torch.rand(batch, n, generator=generator) for name in graph.signals}
@@ -206,21 +201,21 @@ def _metadata(model: MedTokenBudget, budget: float, part: Part, selector: str) -
     return {key: value if isinstance(value, str) else json.dumps(value, sort_keys=True) for key, value in values.items()}
 
 
-def _check(path: Path, model: MedTokenBudget, graph: nn.Module, inputs: dict[str, Tensor], method: str) -> None:
+def _check(
+    path: Path, model: MedTokenBudget, graph: RoutingGraph | ImageGraph, inputs: dict[str, Tensor], classifier: RoutedClassifier
+) -> None:
     """Raise an error if the file keeps other patches or gives other logits or scores than the PyTorch model."""
-    session = _session(path)
-    if isinstance(session.get_inputs()[0].shape[0], int):
-        raise RequestError(f"Selector '{method}' cannot be exported for any batch size. Export another one.")
-    outputs = session.run(None, {name: value.numpy() for name, value in inputs.items()})
-    values, indices = map(torch.from_numpy, outputs)
+    values, indices = _run(path, inputs).values()
     with torch.inference_mode():
         if isinstance(graph, ImageGraph) and not isinstance(graph.end, RoutingGraph):
             # Routed early: the model has no scores of all patches to compare, so the kept ones must be the same.
             expected, places = graph(inputs["image"])
             apart = 0.0 if torch.equal(indices.sort(1).values, places.sort(1).values) else float("inf")
         else:
-            tokens = _tokens(model, graph, inputs)
-            classifier = model.classifier(method)
+            if isinstance(graph, ImageGraph):
+                tokens = model.backbone((inputs["image"] - graph.mean) / graph.std, model.signals)
+            else:
+                tokens = TokenBatch(grid=model.grid, **inputs)  # type: ignore[arg-type]
             selection, scores = select(classifier.selector, tokens, indices.shape[1])
             assert scores is not None
             assert selection.indices is not None
@@ -236,28 +231,18 @@ def _check(path: Path, model: MedTokenBudget, graph: nn.Module, inputs: dict[str
         )
 
 
-def _tokens(model: MedTokenBudget, graph: nn.Module, inputs: dict[str, Tensor]) -> TokenBatch:
-    if isinstance(graph, ImageGraph):
-        return model.backbone((inputs["image"] - graph.mean) / graph.std, model.signals)
-    fields: dict[str, Any] = inputs
-    return TokenBatch(grid=model.grid, **fields)
-
-
 @dataclass(frozen=True)
 class WebGraphs:
-    """What the graphs of a page hold.
-
-    Attributes:
-        ranked: Methods whose scores the first graph gives, in the order of its rows.
-        fixed: Methods whose scores are the same for every image, with these scores [N].
-        methods: All methods of the page, in the order of the rows of the second graph.
-        left_out: The other methods of the model, each with the reason.
-    """
+    """What the graphs of a page hold."""
 
     ranked: tuple[str, ...]
+    """Methods whose scores the first graph gives, in the order of its rows."""
     fixed: dict[str, list[float]]
+    """Methods whose scores are the same for every image, with these scores [N]."""
     methods: tuple[str, ...]
+    """All methods of the page, in the order of the rows of the second graph."""
     left_out: dict[str, str]
+    """The other methods of the model, each with the reason."""
 
 
 class TokensGraph(nn.Module):
@@ -362,24 +347,26 @@ def _ranked(model: MedTokenBudget, graphs: WebGraphs, pixels: Tensor) -> dict[st
 
 
 def _write_web_graph(path: Path, graph: nn.Module, examples: Sequence[dict[str, Tensor]], outputs: list[str]) -> None:
+    """Write a graph that gives the same numbers as in PyTorch, or raise an error."""
     with atomic_write(path) as temporary:
         _write(_halved(_exported(graph, examples[0], outputs)), temporary)
-        for example in examples:
-            _compare(temporary, graph, example)
+        for inputs in examples:
+            expected = graph(*inputs.values())
+            for (name, values), wanted in zip(_run(temporary, inputs).items(), expected if len(outputs) > 1 else (expected,)):
+                # Scores decide by their order alone, so their scale is free, but they must be closer.
+                scale = wanted.abs().amax(-1, keepdim=True).clamp(min=1) if name == "scores" else 1
+                difference = ((values - wanted).abs() / scale).max().item()
+                if difference > (ROUNDING if name == "scores" else TOLERANCE):
+                    raise WorkError(f"The {name} of {path.name} differ from the model by {difference:.1e}, so it was not written.")
 
 
-def _compare(path: Path, graph: nn.Module, inputs: dict[str, Tensor]) -> None:
-    """Raise an error if the file gives other numbers than the graph in PyTorch."""
-    session = _session(path)
-    outputs = session.run(None, {name: value.numpy() for name, value in inputs.items()})
-    expected = graph(*inputs.values())
-    for output, values, wanted in zip(session.get_outputs(), outputs, expected if isinstance(expected, tuple) else (expected,)):
-        # Scores decide by their order alone, so their scale is free, but they must be closer.
-        scores = output.name == "scores"
-        scale = wanted.abs().amax(-1, keepdim=True).clamp(min=1) if scores else torch.ones(())
-        difference = ((torch.from_numpy(values) - wanted).abs() / scale).max().item()
-        if difference > (ROUNDING if scores else TOLERANCE):
-            raise WorkError(f"The {output.name} of {path.name} differ from the model by {difference:.1e}, so it was not written.")
+def _run(path: Path, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the outputs of a file by name, from onnxruntime."""
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    values = session.run(None, {name: value.numpy() for name, value in inputs.items()})
+    return {output.name: torch.from_numpy(value) for output, value in zip(session.get_outputs(), values)}
 
 
 def _require_onnx() -> None:
@@ -403,13 +390,9 @@ def _on_cpu(model: MedTokenBudget) -> Iterator[None]:
 def _exported(graph: nn.Module, inputs: dict[str, Tensor], outputs: list[str], dynamic_shapes: Any = None) -> Any:
     """Export a graph with these example inputs, as an ONNX message."""
     # The exporter reports its own optimizations at length; what matters is checked afterwards.
-    loggers = [logging.getLogger(name) for name in ("onnxscript", "onnx_ir", "torch.onnx")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
+    logging.disable(logging.WARNING)
     try:
-        with torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with torch.no_grad(), warnings.catch_warnings(action="ignore"):
             program = torch.onnx.export(
                 graph.eval(),
                 tuple(inputs.values()),
@@ -421,8 +404,7 @@ def _exported(graph: nn.Module, inputs: dict[str, Tensor], outputs: list[str], d
                 verbose=False,
             )
     finally:
-        for logger, level in zip(loggers, levels):
-            logger.setLevel(level)
+        logging.disable(logging.NOTSET)
     assert program is not None
     return program.model_proto
 
@@ -473,9 +455,3 @@ def _clear_notes(message: Any) -> None:
         if field.message_type is not None:
             for part in value if isinstance(value, Sequence) else [value]:
                 _clear_notes(part)
-
-
-def _session(path: Path) -> Any:
-    import onnxruntime
-
-    return onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])

@@ -1,18 +1,15 @@
 """The saved model: where it is (folder, run, package, hub), how its folder is written, and every check before it is read.
 
-The folder has `config.json`, `model.safetensors`, `README.md` and, if the model has several methods, `heads.safetensors`. What must
-agree is stored twice, in the configuration and in the headers of the tensor files. The configuration carries a checksum of itself
-and the hashes of the tensor files. An edited, mixed-up, damaged or foreign file is therefore rejected by name before anything is
-built from it.
+What must agree is stored twice, in the configuration and in the headers of the tensor files. The configuration carries a checksum
+of itself and the hashes of the tensor files, so an edited, mixed-up, damaged or foreign file is rejected by name.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +18,11 @@ import torch
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
-from medtokenbudget import __version__
+from medtokenbudget import __version__, files
 from medtokenbudget.backbone.backbone import located
 from medtokenbudget.config import NOTICE, BackboneConfig
 from medtokenbudget.errors import MismatchError, RequestError, WorkError, first_line
 from medtokenbudget.escaping import markdown_text
-from medtokenbudget.files import dotted, read_json, sha256_file, sha256_json, unsealed, write_safetensors, write_sealed, write_text
 from medtokenbudget.heads import create_head
 from medtokenbudget.hub import fetch
 from medtokenbudget.locks import exclusive
@@ -76,7 +72,7 @@ def _download(repo_id: str, revision: str | None) -> Path:
     folder = _fetch(repo_id, CONFIG, revision).parent
     config = read_config(folder)
     names = [*config["files"], CARD]
-    if "route" in config["identity"]["backbone"]:  # routed early: the router is a model inside the folder
+    if "route" in config["identity"].get("backbone", ()):  # routed early: the router is a model inside the folder
         router = _fetch(repo_id, f"{ROUTER}/{CONFIG}", revision).parent
         names += [f"{ROUTER}/{name}" for name in (*read_config(router)["files"], CARD)]
     for name in names:
@@ -119,18 +115,18 @@ def write_folder(
     folder: Path, identity: dict[str, Any], settings: dict[str, Any], tensors: dict[str, dict[str, Tensor]], card: str
 ) -> None:
     """Write the folder; `tensors` maps a file name to its tensors, `identity` is what every file must agree on."""
-    files = {}
+    hashes = {}
     for name, values in tensors.items():
         # One key only: safetensors writes several in an order that changes from call to call.
         header = {"medtokenbudget": json.dumps(identity, sort_keys=True)}
-        write_safetensors(folder / name, save({key: values[key].contiguous() for key in sorted(values)}, header))
-        files[name] = sha256_file(folder / name)
+        files.write_safetensors(folder / name, save({key: values[key].contiguous() for key in sorted(values)}, header))
+        hashes[name] = files.sha256_file(folder / name)
     if HEADS not in tensors:
         (folder / HEADS).unlink(missing_ok=True)
-    write_text(folder / CARD, card or _short_card(identity))
-    config = {"format": FORMAT, "format_version": FORMAT_VERSION, "version": __version__, "identity": identity, "files": files}
+    files.write_text(folder / CARD, card or _short_card(identity))
+    config = {"format": FORMAT, "format_version": FORMAT_VERSION, "version": __version__, "identity": identity, "files": hashes}
     # The configuration is written last: a folder left behind by a crash has none and is rejected.
-    write_sealed(folder / CONFIG, {**config, **settings})
+    files.write_sealed(folder / CONFIG, {**config, **settings})
 
 
 def _short_card(identity: dict[str, Any]) -> str:
@@ -147,7 +143,9 @@ def _short_card(identity: dict[str, Any]) -> str:
 def write_guarantees(folder: Path, guarantees: Sequence[Guarantee]) -> None:
     """Write guarantees into the `config.json` of a saved model; its tensors are not touched."""
     with exclusive(folder):
-        write_sealed(folder / CONFIG, {**read_config(folder), "guarantees": [guarantee.to_json() for guarantee in guarantees]})
+        files.write_sealed(
+            folder / CONFIG, {**read_config(folder), "guarantees": [guarantee.to_json() for guarantee in guarantees]}
+        )
 
 
 def describe(classifier: RoutedClassifier) -> dict[str, Any]:
@@ -164,17 +162,17 @@ def tensors_of(
     parts: list[tuple[str, str, nn.Module]] = [(TENSORS, "", classifiers[main])]
     parts += [] if familiarity is None else [(TENSORS, "familiarity.", familiarity)]
     parts += [(HEADS, f"{method}/", classifier) for method, classifier in classifiers.items() if method != main]
-    files: dict[str, dict[str, Tensor]] = {TENSORS: {}}
+    tensors: dict[str, dict[str, Tensor]] = {TENSORS: {}}
     for file, prefix, module in parts:
         for name, value in module.state_dict().items():
             # Only now, because controls such as `center` have no tensors, and a file without any is not written.
-            files.setdefault(file, {})[f"{prefix}{name}"] = value.detach().cpu()
-    return files
+            tensors.setdefault(file, {})[f"{prefix}{name}"] = value.detach().cpu()
+    return tensors
 
 
 def fingerprint(identity: dict[str, Any], tensors: dict[str, dict[str, Tensor]]) -> str:
     """Hash a whole model: what its files agree on, and every number in them."""
-    digest = hashlib.sha256(sha256_json(identity).encode())
+    digest = hashlib.sha256(files.sha256_json(identity).encode())
     for file in sorted(tensors):
         for name, value in sorted(tensors[file].items()):
             digest.update(f"{file}/{name}{list(value.shape)}".encode())
@@ -183,11 +181,11 @@ def fingerprint(identity: dict[str, Any], tensors: dict[str, dict[str, Tensor]])
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Read and check the `config.json` of a saved model."""
+    """Read the `config.json` of a saved model: its format, its version, its checksum and its parts."""
     path = folder / CONFIG
     if not path.is_file():
         raise RequestError(f"{folder} is not a saved model: it has no {CONFIG}. The model of a run is in RUN/model.")
-    config = read_json(path)
+    config = files.read_json(path)
     if not isinstance(config, dict) or config.get("format") != FORMAT:
         raise RequestError(f"{path} is not the configuration of a MedTokenBudget model. {_COPY_AGAIN}")
     version = config.get("format_version")
@@ -195,19 +193,25 @@ def read_config(folder: Path) -> dict[str, Any]:
         newer = isinstance(version, int) and version > FORMAT_VERSION
         advice = f"Install medtokenbudget {config.get('version')} or newer." if newer else "Train the model again with `mtb train`."
         raise RequestError(f"{path} has model format version {version}, but this program reads version {FORMAT_VERSION}. {advice}")
-    config = unsealed(path, config, "Copy the model folder again, or train the model again.")
-    _check_config(path, config)
+    config = files.unsealed(path, config, "Copy the model folder again, or train the model again.")
+    if wrong := [name for name in ("identity", "backbone", "train", "info", "files") if not isinstance(config.get(name), dict)]:
+        raise RequestError(f"{path} is damaged: {wrong[0]} must be an object. {_COPY_AGAIN}")
+    if not {TENSORS} <= set(config["files"]) <= {TENSORS, HEADS}:
+        raise RequestError(
+            f"{path} is damaged: files must be the hashes of {TENSORS} and, for other methods, {HEADS}. {_COPY_AGAIN}"
+        )
     return config
 
 
 def read_parts(source: Path, config: dict[str, Any]) -> tuple[dict[str, RoutedClassifier], Familiarity | None]:
     """Build what `config` describes from the tensor files of the folder; every tensor must fit and be used."""
-    identity, files = config["identity"], {name: _read_tensors(source / name, config) for name in config["files"]}
+    # Reading compares the identity with the headers, so whatever was edited in only one of them is named here.
+    identity, unused = config["identity"], {name: _read_tensors(source / name, config) for name in config["files"]}
     dim, classes = identity["backbone"]["dim"], len(identity["classes"])
 
     def taken(file: str, prefix: str) -> dict[str, Tensor]:
-        names = [name for name in files.get(file, {}) if name.startswith(prefix)]
-        return {name.removeprefix(prefix): files[file].pop(name) for name in names}
+        names = [name for name in unused.get(file, {}) if name.startswith(prefix)]
+        return {name.removeprefix(prefix): unused[file].pop(name) for name in names}
 
     familiarity = None
     if tensors := taken(TENSORS, "familiarity."):
@@ -219,8 +223,8 @@ def read_parts(source: Path, config: dict[str, Any]) -> tuple[dict[str, RoutedCl
         classifiers[method] = _untrained(described, dim, classes, source)
         file, prefix = (TENSORS, "") if method == identity["main"] else (HEADS, f"{method}/")
         _fill(classifiers[method], taken(file, prefix), source / file, method)
-    if unused := sorted(name for values in files.values() for name in values):
-        raise RequestError(f"{source} contains tensors that no method uses: {', '.join(unused[:6])}. {_COPY_AGAIN}")
+    if names := sorted(name for values in unused.values() for name in values):
+        raise RequestError(f"{source} contains tensors that no method uses: {', '.join(names[:6])}. {_COPY_AGAIN}")
     return classifiers, familiarity
 
 
@@ -241,8 +245,8 @@ def _read_tensors(path: Path, config: dict[str, Any]) -> dict[str, Tensor]:
         raise RequestError(f"{path} is damaged: its header cannot be read. {_COPY_AGAIN}") from None
     if identity != config["identity"]:
         advice = "Use the files of one saved model. To change classes, methods or backbone, train again."
-        raise MismatchError.between(f"{path} and {CONFIG}", dotted(identity), dotted(config["identity"]), advice)
-    if sha256_file(path) != config["files"][path.name]:
+        raise MismatchError.between(f"{path} and {CONFIG}", files.dotted(identity), files.dotted(config["identity"]), advice)
+    if files.sha256_file(path) != config["files"][path.name]:
         raise RequestError(f"{path} is damaged: its hash is not the one in {CONFIG}. {_COPY_AGAIN}")
     return load_file(str(path))
 
@@ -275,6 +279,19 @@ def _fill(module: nn.Module, tensors: dict[str, Tensor], path: Path, what: str) 
     module.load_state_dict(tensors, strict=True)
 
 
+def read_guarantees(source: Path, config: dict[str, Any]) -> list[Guarantee]:
+    """Read what a model was calibrated for; each must fit its methods and its grid."""
+    (h, w), methods = config["identity"]["backbone"]["grid"], config["identity"]["selectors"]
+    try:
+        guarantees = [Guarantee.from_json(values) for values in config.get("guarantees", [])]
+    except (KeyError, TypeError, RequestError) as error:
+        raise RequestError(f"{source / CONFIG} is damaged: its guarantees cannot be read ({error}). {_COPY_AGAIN}") from None
+    for guarantee in guarantees:
+        if guarantee.selector not in methods or guarantee.most > h * w:
+            raise RequestError(f"{source / CONFIG} is damaged: '{guarantee}' does not fit its methods and its grid. {_COPY_AGAIN}")
+    return guarantees
+
+
 def read_card(folder: Path) -> str:
     """Read the text of `README.md`; empty if there is none."""
     path = folder / CARD
@@ -289,111 +306,6 @@ def backbone_config(config: dict[str, Any], source: Path, weights: Path | str | 
     stored = config["backbone"]["weights"] if weights is None else weights
     try:
         settings = BackboneConfig(**{**config["backbone"], "weights": None if stored is None else Path(stored)})
-    except TypeError as error:
+    except (TypeError, RequestError) as error:
         raise RequestError(f"{source / CONFIG} does not describe a backbone of this version: {error}.") from None
     return settings if weights is not None else located(settings, config["identity"]["backbone"]["weights"], source)
-
-
-# The configuration may come from anywhere, so every value is checked before a model is built from it.
-Check = tuple[Callable[[Any], bool], str]
-"""Whether a value is valid, and what it must be, for the message."""
-
-
-def _is(*kinds: type) -> Callable[[Any], bool]:
-    # In Python True is an int, in JSON it is no number.
-    return lambda value: isinstance(value, kinds) and not isinstance(value, bool)
-
-
-def _is_count(value: Any) -> bool:
-    return _is(int)(value) and 0 < value <= 1_000_000
-
-
-def _is_finite(value: Any) -> bool:
-    return _is(int, float)(value) and math.isfinite(value)
-
-
-def _is_share(value: Any) -> bool:
-    return _is_finite(value) and 0 < value < 1
-
-
-def _are_files(value: Any) -> bool:
-    return _is(dict)(value) and TENSORS in value and all(n in (TENSORS, HEADS) and _is(str)(h) for n, h in value.items())
-
-
-_OBJECT: Check = (_is(dict), "an object")
-_NAME: Check = (_is(str), "a name")
-_HASH: Check = (_is(str), "a hash")
-_COUNT: Check = (_is_count, "a positive number")
-_CONFIG: dict[str, Any] = {
-    "identity": {
-        "backbone": {
-            **{"name": _NAME, "weights": _HASH, "dim": _COUNT, "image_size": _COUNT},
-            "grid": (lambda value: _is(list)(value) and len(value) == 2 and all(map(_is_count, value)), "two positive numbers"),
-        },
-        "classes": (lambda value: _is(list)(value) and all(isinstance(n, str) and n for n in value), "a list of names"),
-        "main": (_is(str), "a method"),
-        "selectors": (lambda value: _is(dict)(value) and bool(value), "an object with at least one method"),
-    },
-    "backbone": {"name": _NAME, "weights": (_is(str, type(None)), "a path or null"), "image_size": _COUNT},
-    "train": _OBJECT,
-    "info": _OBJECT,
-    "files": (_are_files, "the hashes of model.safetensors and, if there are other methods, heads.safetensors"),
-}
-_METHOD: dict[str, Any] = {
-    **{"selector": _NAME, "options": _OBJECT},
-    "head": (_is(dict, type(None)), "an object, or null for a router without a head"),
-}
-_GUARANTEE: dict[str, Any] = {
-    "retention": (_is_share, "a number between 0 and 1"),
-    "coverage": (lambda value: value is None or _is_share(value), "a number between 0 and 1, or null"),
-    "cap": (lambda value: value is None or value == 1 or _is_share(value), "a number in (0, 1], or null"),
-    **dict.fromkeys(("threshold", "bound", "kept", "tokens"), (_is_finite, "a finite number")),
-    **dict.fromkeys(("minimum", "most", "images", "groups"), _COUNT),
-    **{"selector": (_is(str), "a method"), "dataset": _NAME, "data": _HASH, "model": _HASH},
-}
-
-
-def _check_config(path: Path, config: dict[str, Any]) -> None:
-    """Raise a RequestError that names the file and the value if something that a model is built from is missing or wrong."""
-    _check(path, config, _CONFIG)
-    identity, guarantees = config["identity"], config.get("guarantees", [])
-    classes, methods, (h, w) = identity["classes"], identity["selectors"], identity["backbone"]["grid"]
-    for method, described in methods.items():
-        where = f"identity.selectors.{method}"
-        _check(path, described, _METHOD, where)
-        if described["head"] is not None:
-            _check(path, described["head"], {"name": _NAME, "options": _OBJECT}, f"{where}.head")
-        if (described["head"] is None) is bool(classes):
-            raise _wrong(path, f"{where}.head", "null exactly if identity.classes is empty")
-    if not isinstance(guarantees, list):
-        raise _wrong(path, "guarantees", "a list of objects")
-    for number, value in enumerate(guarantees):
-        where = f"guarantees.{number}"
-        _check(path, value, _GUARANTEE, where)
-        if value["selector"] not in methods:
-            raise _wrong(path, f"{where}.selector", "one of the model's methods")
-        if not value["minimum"] <= value["most"] <= h * w:
-            raise _wrong(path, f"{where}.most", f"between {value['minimum']} and {h * w} patches")
-    if repeated := sorted({name for name in classes if classes.count(name) > 1}):
-        raise RequestError(f"{path} names classes more than once: {', '.join(repeated)}. Train the model again with unique names.")
-    if identity["main"] not in methods:
-        raise RequestError(f"{path} is damaged: the main method '{identity['main']}' is not one of its methods. Save it again.")
-
-
-def _check(path: Path, value: Any, expected: Any, where: str = "") -> None:
-    if not isinstance(expected, dict):
-        valid, text = expected
-        if not valid(value):
-            raise _wrong(path, where, text)
-        return
-    if not isinstance(value, dict):
-        raise _wrong(path, where, "an object")
-    places = {name: f"{where}.{name}".lstrip(".") for name in expected}
-    if missing := [places[name] for name in expected if name not in value]:
-        raise RequestError(f"{path} is damaged: it has no {', '.join(missing)}. Save the model again.")
-    for name, inner in expected.items():
-        _check(path, value[name], inner, places[name])
-
-
-def _wrong(path: Path, name: str, expected: str) -> RequestError:
-    return RequestError(f"{path} is damaged: {name} must be {expected}. Save the model again.")

@@ -12,7 +12,6 @@ import numpy as np
 from PIL import Image
 
 from medtokenbudget.data.synthetic import draw
-from medtokenbudget.errors import UnknownNameError
 
 SIZE = 448
 # Far from the seeds of synthetic data sets, so no sample is an image that a demo model was trained on.
@@ -61,20 +60,9 @@ def offers(classes: Collection[str]) -> list[dict[str, Any]]:
     return rows
 
 
-def image_bytes(name: str) -> bytes:
-    """Return the image of a sample as JPEG."""
-    return _files(name)[0]
-
-
-def mask_bytes(name: str) -> bytes:
-    """Return the lesion mask of a sample as PNG with values 0 and 255."""
-    return _files(name)[1]
-
-
 @lru_cache(maxsize=len(SAMPLES))
-def _files(name: str) -> tuple[bytes, bytes]:
-    if name not in SAMPLES:
-        raise UnknownNameError.of("sample", name, SAMPLES)
+def sample_files(name: str) -> tuple[bytes, bytes]:
+    """Draw a sample: its image as JPEG and its lesion mask as PNG with values 0 and 255."""
     sample, image, mask = SAMPLES[name], io.BytesIO(), io.BytesIO()
     drawing = draw(sample.drawn_as, FIRST_SEED + sample.seed, SIZE, sample.off_center)
     Image.fromarray(drawing.image).save(image, format="JPEG", quality=90)

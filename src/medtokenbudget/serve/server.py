@@ -18,6 +18,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import uvicorn
 from anyio import CapacityLimiter, Lock, fail_after, move_on_after, to_thread
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
@@ -39,7 +40,7 @@ from medtokenbudget.errors import MedTokenBudgetError, RequestError, WorkError
 from medtokenbudget.model import load
 from medtokenbudget.progress import say
 from medtokenbudget.serve import schemas
-from medtokenbudget.serve.samples import SAMPLES, image_bytes, mask_bytes, offers
+from medtokenbudget.serve.samples import SAMPLES, offers, sample_files
 from medtokenbudget.serve.service import FILES, NOTICE, STATIC, FieldError, Question, Service, index_page, is_demo
 
 TOKEN_VARIABLE = "MTB_TOKEN"
@@ -77,11 +78,12 @@ class ApiError(Exception):
         self.response = JSONResponse({"error": {"code": code, "message": message}}, status, headers)
 
 
-class Guard:
-    """ASGI middleware that refuses other origins and adds security headers to every response.
+def _busy(code: str, message: str) -> ApiError:
+    return ApiError(503, code, f"{message} Try again in {RETRY_SECONDS} s.", {"Retry-After": RETRY_SECONDS})
 
-    It wraps the whole application, so that error responses have the headers too.
-    """
+
+class Guard:
+    """Refuse other origins and add security headers to every response: around the whole application, for errors too."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -104,9 +106,9 @@ class Guard:
 
 
 class Turns:
-    """One image at a time in a worker thread, and a bounded number of requests that wait for it.
+    """One image at a time in a worker thread, and `waiting` requests that wait for it, each up to `deadline` seconds.
 
-    A request takes its place when its body is complete, so slow clients hold none. It may wait `deadline` seconds.
+    A request takes its place when its body is complete, so slow clients hold none.
     """
 
     def __init__(self, waiting: int, deadline: float) -> None:
@@ -116,8 +118,7 @@ class Turns:
     def require_place(self) -> None:
         """Raise ApiError if all places are taken."""
         if self._places.available_tokens < 1:
-            message = f"The queue is full ({self._places.total_tokens:g} requests). Try again in {RETRY_SECONDS} s."
-            raise ApiError(503, "queue_full", message, {"Retry-After": RETRY_SECONDS})
+            raise _busy("queue_full", f"The queue is full ({self._places.total_tokens:g} requests).")
 
     async def run(self, work: Callable[[Question], Answer], question: Question) -> Answer:
         """Run `work` in a thread after all earlier work and return its result, or raise ApiError if it would wait too long."""
@@ -127,8 +128,7 @@ class Turns:
                 with fail_after(self.deadline):
                     await self._turn.acquire()
             except TimeoutError:
-                message = f"The request waited {self.deadline:g} s for its turn. Try again in {RETRY_SECONDS} s."
-                raise ApiError(503, "too_late", message, {"Retry-After": RETRY_SECONDS}) from None
+                raise _busy("too_late", f"The request waited {self.deadline:g} s for its turn.") from None
             try:
                 return await to_thread.run_sync(work, question)
             finally:
@@ -151,6 +151,12 @@ def create_app(
         redoc_url=None,
     )
     turns = Turns(waiting, deadline)
+    bearer = HTTPBearer(scheme_name="token", auto_error=False)
+
+    async def check_token(given: HTTPAuthorizationCredentials | None = Depends(bearer)) -> None:  # noqa: B008
+        if given is None or not secrets.compare_digest(given.credentials.encode(), str(token).encode()):
+            message = "This server needs a token. Send the header `Authorization: Bearer TOKEN`."
+            raise ApiError(401, "token_required", message, {"WWW-Authenticate": "Bearer"})
 
     @app.get("/healthz", response_model=schemas.Health, responses=schemas.errors(), tags=["service"])
     async def healthz() -> dict[str, Any]:
@@ -168,22 +174,11 @@ def create_app(
         return HTMLResponse(index_page(), headers={"Cache-Control": "no-cache"})
 
     app.mount("/static", StaticFiles(directory=STATIC), name="static")
-    app.include_router(_api(service, turns), dependencies=[] if token is None else [Depends(_token_check(token))])
+    app.include_router(_api(service, turns), dependencies=[] if token is None else [Depends(check_token)])
     _add_error_handlers(app, service.max_pixels)
     # It warns of every malformed body, so that clients could fill the log.
     logging.getLogger("python_multipart").setLevel(logging.ERROR)
     return Guard(TrustedHostMiddleware(app, hosts, www_redirect=False))
-
-
-def _token_check(token: str) -> Callable[..., Any]:
-    bearer = HTTPBearer(scheme_name="token", auto_error=False)
-
-    async def check(given: HTTPAuthorizationCredentials | None = Depends(bearer)) -> None:  # noqa: B008
-        if given is None or not secrets.compare_digest(given.credentials.encode(), token.encode()):
-            message = "This server needs a token. Send the header `Authorization: Bearer TOKEN`."
-            raise ApiError(401, "token_required", message, {"WWW-Authenticate": "Bearer"})
-
-    return check
 
 
 def _api(service: Service, turns: Turns) -> APIRouter:
@@ -211,12 +206,12 @@ def _api(service: Service, turns: Turns) -> APIRouter:
     @api.get("/samples/{sample}/image", **file("image/jpeg"))
     def sample_image(sample: SampleId) -> Response:
         """Return the image."""
-        return Response(image_bytes(sample.value), media_type="image/jpeg", headers=cached)
+        return Response(sample_files(sample.value)[0], media_type="image/jpeg", headers=cached)
 
     @api.get("/samples/{sample}/mask", **file("image/png"))
     def sample_mask(sample: SampleId) -> Response:
         """Return the lesion mask, white on black."""
-        return Response(mask_bytes(sample.value), media_type="image/png", headers=cached)
+        return Response(sample_files(sample.value)[1], media_type="image/png", headers=cached)
 
     @api.post("/route", tags=["model"], response_model=schemas.RouteAnswer, **schemas.route_description(service.model.selectors))
     async def route(request: Request) -> Response:
@@ -398,4 +393,7 @@ def find_service(model: str | Path | None, config: ServeConfig) -> Service:
     if model is None:
         say("No model given. Using the router for dermoscopic images that comes with the package; it predicts no class.")
     loaded = load("dermoscopy" if model is None else model, weights=config.weights, device=config.device)
-    return Service(loaded, config.max_bytes, config.max_pixels, model is not None and is_demo(model)).warm()
+    size = loaded.backbone.preprocessing.image_size
+    # A backbone that is missing or does not fit is an error now, not at the first question.
+    loaded.encode(np.zeros((1, size, size, 3), dtype=np.uint8))
+    return Service(loaded, config.max_bytes, config.max_pixels, model is not None and is_demo(model))

@@ -53,23 +53,18 @@ class FieldError(RequestError):
 
 @dataclass(frozen=True)
 class Question:
-    """One image and what to compute for it.
-
-    Attributes:
-        image: Bytes of an image file.
-        mask: Bytes of the lesion mask of this image, if there is one.
-        selectors: Methods to run; empty means every method that can run.
-        budgets: Budgets in addition to the ten standard ones.
-        retentions: Calibrated promises to answer; empty means all that the model has.
-        preview: Whether to return the decoded image too.
-    """
+    """One image file, its mask if there is one, and what to compute for it."""
 
     image: bytes
     mask: bytes | None = None
     selectors: tuple[str, ...] = ()
+    """Methods to run; empty means every method that can run."""
     budgets: tuple[float, ...] = ()
+    """Budgets in addition to the ten standard ones."""
     retentions: tuple[float, ...] = ()
+    """Calibrated promises to answer; empty means all that the model has."""
     preview: bool = False
+    """Whether to return the decoded image too."""
 
     @classmethod
     def from_form(cls, files: Mapping[str, bytes], fields: Mapping[str, Sequence[str]]) -> Question:
@@ -117,12 +112,6 @@ class Service:
         self.fingerprint = model.fingerprint
         self.guarantees = [guarantee for guarantee in model.guarantees if guarantee.model == self.fingerprint]
 
-    def warm(self) -> Service:
-        """Load and check the backbone now instead of during the first question."""
-        size = self.model.backbone.preprocessing.image_size
-        self.model.encode(np.zeros((1, size, size, 3), dtype=np.uint8))
-        return self
-
     def describe(self) -> dict[str, Any]:
         """Return the classes, methods, budgets, grid, fingerprint and limits of the model."""
         (h, w), early = self.model.grid, self.model.early
@@ -138,11 +127,11 @@ class Service:
             "budgets": list(BUDGETS) if self.model.fixed_budget is None else [self.model.fixed_budget],
             "route": None if early is None else {name: value for name, value in early.items() if name != "router"},
             "main": self.model.main,
-            "selectors": [self._described(name) for name in self.model.selectors],
+            "selectors": [self._describe_method(name) for name in self.model.selectors],
             "limits": {"max_bytes": self.max_bytes, "max_pixels": self.max_pixels, "max_budgets": MAX_BUDGETS},
         }
 
-    def _described(self, name: str) -> dict[str, Any]:
+    def _describe_method(self, name: str) -> dict[str, Any]:
         selector, title, about = self.model.classifier(name).selector, look(name).title, look(name).description
         if self.model.fixed_budget is not None:
             title, about = f"Routed early, {title}", "The backbone ran on these patches alone, and the head reads all of them."
@@ -163,18 +152,24 @@ class Service:
     @torch.inference_mode()
     def answer(self, question: Question) -> dict[str, Any]:
         """Return patch order, scores, class probabilities (with a head) and retention (with a mask) of every method."""
-        names = self._names(question)
+        names = list(dict.fromkeys(question.selectors)) or self.model.selectors
+        if question.mask is None and (masked := [name for name in names if self._needs_mask(name)]):
+            if question.selectors:
+                raise RequestError(f"Method '{masked[0]}' needs a lesion mask. Send a mask, or leave this method out.")
+            names = [name for name in names if name not in masked]
         budgets, guarantees = self._budgets(question.budgets), self._promised(question.retentions, names)
-        image = decode_image(question.image, self.max_pixels)
-        mask = None if question.mask is None else self._mask(question.mask, image.size)
-        tokens = self.model.encode(self.model.backbone.prepare(image)[None], None if mask is None else [mask])
+        image, mask = decode_image(question.image, self.max_pixels), None
+        if question.mask is not None:
+            mask = decode_mask(question.mask, self.max_pixels)
+            if not same_aspect(mask.size, image.size):
+                raise RequestError(
+                    f"The mask has {mask.width} x {mask.height} pixels, but the image has {image.width} x {image.height}. "
+                    "Send a mask with the same aspect ratio as the image."
+                )
+        tokens = self.model.encode(self.model.backbone.prepare(image)[None], [mask])
         lesion = None if tokens.lesion is None else tokens.lesion[0].cpu().numpy()
         familiarity = self.model.familiarity
-        answers: list[dict[str, Any]] = []
         merged: dict[tuple[str, int], Selection] = {}
-        for name in names:
-            promised = [guarantee for guarantee in guarantees if guarantee.selector == name]
-            answers.append(self._selector(name, tokens, budgets, lesion, promised, merged))
         return {
             "model": self.fingerprint,
             "notice": NOTICE,
@@ -185,17 +180,8 @@ class Service:
             "budgets": budgets,
             "lesion": None if lesion is None else np.flatnonzero(lesion).tolist(),
             "unfamiliarity": None if familiarity is None else round(float(familiarity(tokens)[0]), 4),
-            "selectors": answers,
+            "selectors": [self._answer_of(name, tokens, budgets, lesion, guarantees, merged) for name in names],
         }
-
-    def _names(self, question: Question) -> list[str]:
-        if not question.selectors:
-            return [name for name in self.model.selectors if question.mask is not None or not self._needs_mask(name)]
-        names = list(dict.fromkeys(question.selectors))
-        for name in names:
-            if self._needs_mask(name) and question.mask is None:
-                raise RequestError(f"Method '{name}' needs a lesion mask. Send a mask, or leave this method out.")
-        return names
 
     def _budgets(self, asked: Sequence[float]) -> list[float]:
         """Return the ten standard budgets and the requested ones, sorted, or the only one of a model that is routed early."""
@@ -215,24 +201,16 @@ class Service:
                 self.model.guarantee(retention, selector=names[0])
         return [guarantee for guarantee in calibrated if not asked or guarantee.retention in asked]
 
-    def _mask(self, source: bytes, size: tuple[int, int]) -> Image.Image:
-        mask = decode_mask(source, self.max_pixels)
-        if not same_aspect(mask.size, size):
-            raise RequestError(
-                f"The mask has {mask.width} x {mask.height} pixels, but the image has {size[0]} x {size[1]}. "
-                "Send a mask with the same aspect ratio as the image."
-            )
-        return mask
-
-    def _selector(
+    def _answer_of(
         self,
         name: str,
         tokens: TokenBatch,
         budgets: list[float],
         lesion: np.ndarray | None,
-        promised: Sequence[Guarantee],
+        guarantees: Sequence[Guarantee],
         merged: dict[tuple[str, int], Selection],
     ) -> dict[str, Any]:
+        """Answer with one method; `merged` has the selections of mergers that other methods made before."""
         classifier = self.model.classifier(name)
         selector, head = classifier.selector, classifier.head
         counts = [selector.count(budget, tokens.n) for budget in budgets]
@@ -246,7 +224,9 @@ class Service:
             if ranked_by is not None:  # not if the backbone was routed early
                 values = ranked_by.cpu().double().numpy()
                 scores = [float(f"{score:.6g}") for score in values[0]]
-                promises = [self._promise(guarantee, tokens, int(guarantee.counts(values)[0])) for guarantee in promised]
+                for guarantee in guarantees:
+                    if guarantee.selector == name:
+                        promises.append(self._promise(guarantee, tokens, int(guarantee.counts(values)[0])))
             kept = [order[:k] for k in counts]
         else:
             # Several methods can share a merger and differ only in their heads.

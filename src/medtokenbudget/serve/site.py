@@ -24,7 +24,7 @@ from medtokenbudget.locks import exclusive
 from medtokenbudget.model import MedTokenBudget
 from medtokenbudget.model.onnx import HEADS_GRAPH, TOKENS_GRAPH, WebGraphs, write_web_graphs
 from medtokenbudget.progress import say
-from medtokenbudget.serve.samples import image_bytes, mask_bytes, offers
+from medtokenbudget.serve.samples import offers, sample_files
 from medtokenbudget.serve.service import STATIC, Service, index_page
 
 DESCRIPTION = "site.json"
@@ -49,18 +49,10 @@ HASHES = {
 ADVICE = f"Run `npm pack {PACKAGE}@{VERSION}`, unpack the file and pass its folder `package`."
 
 SERVICE_ENGINE = '<meta name="mtb-engine" content="service">'
-CONTENT_SECURITY_POLICY = "; ".join(
-    (
-        "default-src 'none'",
-        # WebAssembly needs 'wasm-unsafe-eval'; scripts still come only from the site itself.
-        "script-src 'self' 'wasm-unsafe-eval'",
-        "style-src 'self'",
-        "img-src 'self' blob: data:",
-        "connect-src 'self'",
-        "worker-src 'self' blob:",
-        "base-uri 'none'",
-        "form-action 'none'",
-    )
+# WebAssembly needs 'wasm-unsafe-eval'; scripts still come only from the site itself.
+CONTENT_SECURITY_POLICY = (
+    "default-src 'none'; script-src 'self' 'wasm-unsafe-eval'; style-src 'self'; img-src 'self' blob: data:; connect-src 'self'; "
+    "worker-src 'self' blob:; base-uri 'none'; form-action 'none'"
 )
 PAGE_ENGINE = (
     f'<meta http-equiv="Content-Security-Policy" content="{CONTENT_SECURITY_POLICY}">\n'
@@ -90,22 +82,29 @@ def write_site(model: MedTokenBudget, out: Path | str, runtime: Path, demo: bool
             shutil.rmtree(folder / name, ignore_errors=True)
         graphs = write_web_graphs(model, folder / "model")
         for name in HASHES:
-            _copy(runtime / name, folder / "runtime" / name)
+            _write(folder / "runtime" / name, (runtime / name).read_bytes())
         for source in STATIC.rglob("*"):
             if source.is_file() and source.name not in ("index.html", WORKER):
-                _copy(source, folder / "static" / source.relative_to(STATIC))
+                _write(folder / "static" / source.relative_to(STATIC), source.read_bytes())
         page = index_page()
         assert page.count(SERVICE_ENGINE) == 1, "the page names its engine once"
         write_text(folder / "index.html", page.replace(SERVICE_ENGINE, PAGE_ENGINE))
+        service = Service(model, MAX_BYTES, demo=demo)
+        described = service.describe()
+        described["selectors"] = [row for row in described["selectors"] if row["name"] in graphs.methods]
+        for row in described["selectors"]:
+            selector = model.classifier(row["name"]).selector
+            row |= {"selector": selector.name, "keeps_all": selector.count(0.5, 10_000) == 10_000}
+        rule = ("selector", "retention", "coverage", "threshold", "minimum", "most")
         values = {
-            "model": _described(model, graphs, demo),
+            "model": described,
             "preprocessing": preprocessing,
             "graphs": {
                 "files": {"tokens": f"model/{TOKENS_GRAPH}"} | ({"heads": f"model/{HEADS_GRAPH}"} if model.has_head else {}),
                 "ranked": graphs.ranked,
                 "fixed": graphs.fixed,
                 "methods": graphs.methods,
-                "promises": _promises(model),
+                "promises": [{name: getattr(one, name) for name in rule} for one in service.guarantees],
             },
             "runtime": {"script": f"runtime/{SCRIPT}", "binary": f"runtime/{BINARY}"},
             "samples": [_write_sample(folder, offer) for offer in offers(model.classes)],
@@ -114,35 +113,18 @@ def write_site(model: MedTokenBudget, out: Path | str, runtime: Path, demo: bool
     return graphs
 
 
-def _copy(source: Path, target: Path) -> None:
-    with atomic_write(target) as temporary:
-        shutil.copyfile(source, temporary)
-
-
 def _write_sample(folder: Path, offer: dict[str, Any]) -> dict[str, Any]:
     """Write the image and the mask of a sample, and add their paths to its description."""
     name = offer["id"]
     paths = {"image": f"samples/{name}.jpg", "mask": f"samples/{name}_mask.png"}
-    for path, data in zip(paths.values(), (image_bytes(name), mask_bytes(name))):
-        with atomic_write(folder / path) as temporary:
-            temporary.write_bytes(data)
+    for path, data in zip(paths.values(), sample_files(name)):
+        _write(folder / path, data)
     return offer | paths
 
 
-def _described(model: MedTokenBudget, graphs: WebGraphs, demo: bool) -> dict[str, Any]:
-    described = Service(model, MAX_BYTES, demo=demo).describe()
-    described["selectors"] = [row for row in described["selectors"] if row["name"] in graphs.methods]
-    for row in described["selectors"]:
-        selector = model.classifier(row["name"]).selector
-        row["selector"] = selector.name
-        row["keeps_all"] = selector.count(0.5, 10_000) == 10_000
-    return described
-
-
-def _promises(model: MedTokenBudget) -> list[dict[str, Any]]:
-    """List what was calibrated for this model: the threshold on the scores that keeps each promise."""
-    names, fingerprint = ("selector", "retention", "coverage", "threshold", "minimum", "most"), model.fingerprint
-    return [{name: getattr(one, name) for name in names} for one in model.guarantees if one.model == fingerprint]
+def _write(path: Path, data: bytes) -> None:
+    with atomic_write(path) as temporary:
+        temporary.write_bytes(data)
 
 
 def write_description(folder: Path, values: dict[str, Any]) -> None:
@@ -211,5 +193,4 @@ def unpack(archive: Path, folder: Path) -> None:
         for name in HASHES:
             member = package.extractfile(f"package/dist/{name}")
             assert member is not None, "the hash of the archive says that it is there"
-            with atomic_write(folder / name) as temporary:
-                temporary.write_bytes(member.read())
+            _write(folder / name, member.read())
