@@ -63,9 +63,9 @@ from medtokenbudget.runs.run import (
 from medtokenbudget.runs.studies import Study, Unit
 from medtokenbudget.tensor_files import load_tensors, save_tensors
 from medtokenbudget.training.classifier import RoutedClassifier
-from medtokenbudget.training.pooled import OnEpoch, with_masks
+from medtokenbudget.training.pooled import with_masks
 from medtokenbudget.training.rows import TrainingRows
-from medtokenbudget.training.trainer import CHECKPOINT, TRAINING_VERSION, module_tensors, split_prefix, train
+from medtokenbudget.training.trainer import CHECKPOINT, TRAINING_VERSION, OnEpoch, module_tensors, split_prefix, train
 
 UNIT, HEAD, IMAGES = "unit.json", "head.safetensors", "images.json"
 UNIT_FILES = (HEAD, IMAGES, PREDICTIONS, ROUTING)
