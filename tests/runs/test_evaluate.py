@@ -142,7 +142,7 @@ def test_requests_that_cannot_be_served_are_refused_with_a_reason(
     for options, message in (
         (["--part", "all"], "The model was trained on"),
         (["--selector", "tome"], "Unknown selector 'tome'"),
-        (["--budgets", "1.5"], "Did you mean 1.5%?"),
+        (["--budgets", "1.5"], "must be above 0 and at most 1, got 1.5"),
         (["--classes", str(tmp_path / "none.json")], "none.json"),
         (["--out", str(trained)], "is the run of a training"),
     ):

@@ -12,7 +12,7 @@ import shutil
 import traceback
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ from medtokenbudget.locks import exclusive
 from medtokenbudget.progress import progress, say
 from medtokenbudget.routing import LearnedSelector, Selector, create_selector, selector_class
 from medtokenbudget.runs import preflight
-from medtokenbudget.runs.evaluate import evaluate_rows
+from medtokenbudget.runs.evaluate import evaluate_views
 from medtokenbudget.runs.method import Method
 from medtokenbudget.runs.run import (
     AS_IS,
@@ -63,26 +63,12 @@ from medtokenbudget.runs.run import (
 from medtokenbudget.runs.studies import Study, Unit
 from medtokenbudget.tensor_files import load_tensors, save_tensors
 from medtokenbudget.training.classifier import RoutedClassifier
-from medtokenbudget.training.pooled import with_masks
 from medtokenbudget.training.rows import TrainingRows
 from medtokenbudget.training.trainer import CHECKPOINT, TRAINING_VERSION, OnEpoch, module_tensors, split_prefix, train
 
 UNIT, HEAD, IMAGES = "unit.json", "head.safetensors", "images.json"
 UNIT_FILES = (HEAD, IMAGES, PREDICTIONS, ROUTING)
 """What a finished unit leaves in its folder. `unit.json` has their hashes, and those of checkpoint and metrics if it trained."""
-
-
-@dataclass(frozen=True)
-class Training:
-    """Units that share one selector, run by one job: heads behind a selector that is trained without them, or ablations of it.
-
-    Attributes:
-        first: The unit that trains the selector; the others use its checkpoint.
-        units: Those that are to run.
-    """
-
-    first: Unit
-    units: tuple[Unit, ...]
 
 
 def run_studies(
@@ -134,21 +120,20 @@ def _check_same_options(run: Run, units: Sequence[Unit]) -> None:
             raise MismatchError.between(f"The run in {run.path}", expected, recorded, advice)
 
 
-def trainings(run: Run, units: Iterable[Unit], done: Collection[Unit] = ()) -> list[Training]:
-    """Group the units that are not done by the selector that they train or use."""
+def trainings(run: Run, units: Iterable[Unit]) -> list[list[Unit]]:
+    """Group units that share one selector: heads behind a selector that is trained without them, or ablations of it."""
     groups: dict[Unit, list[Unit]] = {}
     for unit in units:
         method = unit.method.trained_as
         if method.learned and config_of(run, unit).recipe != "joint":
             method = replace(method, head="")  # the selector does not depend on the head
         groups.setdefault(Unit(method, unit.seed), []).append(unit)
-    jobs = [Training(group[0], tuple(unit for unit in group if unit not in done)) for group in groups.values()]
-    return [job for job in jobs if job.units]
+    return list(groups.values())
 
 
 def _run_units(run: Run, units: Sequence[Unit], done: set[Unit], execution: Execution) -> None:
     """Run the units that are not done, side by side, and add those that are done then."""
-    jobs = trainings(run, units, done)
+    jobs = [group for group in trainings(run, units) if not done.issuperset(group)]
     # Counted over the whole run, not over what is left of it: the number of threads of a unit follows from the number of processes
     # and changes the last bit of a training. A resumed run must end in the same bytes as one that never stopped.
     cores = os.cpu_count() or 1
@@ -158,7 +143,7 @@ def _run_units(run: Run, units: Sequence[Unit], done: set[Unit], execution: Exec
     processes = min(processes, max(1, len(jobs)))
     with training_bar(len(units) - len(done)) as bar:
         here = bar if execution.engine == "local" and processes == 1 else None  # a bar cannot be sent to another process
-        work = partial(run_training, run, threads=threads, bar=here)
+        work = partial(run_training, run, frozenset(done), threads=threads, bar=here)
         for finished in run_jobs(work, jobs, execution, processes, run.config.device):
             done |= {unit for unit, is_finished in finished.items() if is_finished}
             bar.update(len(finished))
@@ -243,13 +228,15 @@ def _read_state(folder: Path) -> dict[str, Any]:
         return {}
 
 
-def run_training(run: Run, training: Training, threads: int = 0, bar: Any = None) -> dict[Unit, bool]:
-    """Run the units of one training one after another, and tell which of them finished."""
+def run_training(run: Run, done: Collection[Unit], group: Sequence[Unit], threads: int = 0, bar: Any = None) -> dict[Unit, bool]:
+    """Run the units that are not done of one training, one after another, and tell which of them finished."""
+    finished = {}
     with cpu_threads(threads):
-        return {
-            unit: run_unit(run, unit, training.first, None if bar is None else show_epochs(bar, unit)) is not None
-            for unit in training.units
-        }
+        for unit in group:
+            if unit not in done:
+                on_epoch = None if bar is None else show_epochs(bar, unit)
+                finished[unit] = run_unit(run, unit, group[0], on_epoch) is not None
+    return finished
 
 
 def run_unit(run: Run, unit: Unit, first: Unit | None = None, on_epoch: OnEpoch | None = None) -> RoutedClassifier | None:
@@ -304,19 +291,13 @@ def _evaluate(run: Run, unit: Unit, classifier: RoutedClassifier, rows: Training
     """Evaluate a unit on every view of the validation images and write its files."""
     folder, config, head = folder_of(run, unit), config_of(run, unit), classifier.head
     save_tensors(folder / HEAD, {} if head is None else module_tensors(head, "head."), {"method": str(unit.method)})
-    frames: list[pd.DataFrame] = []
-    tensors: dict[str, np.ndarray] = {}
-    ids: dict[str, list[str]] = {}
-    for view, of_view in {AS_IS: rows.validation, OFF_CENTER: rows.off_center}.items():
-        measured = with_masks(run.store, of_view, classifier.selector)
-        if not len(measured):
-            continue
-        frame, routing = evaluate_rows(measured, run.store, classifier, config.budgets, config.seed, run.manifest)
-        frames.append(frame.assign(study="", dataset=run.manifest.name, view=view, method=str(unit.method), seed=unit.seed))
-        tensors |= {f"{view}|{name}": value for name, value in routing.items()}
-        ids[view] = [run.store.ids[row] for row in measured]
-    write_predictions(folder / PREDICTIONS, pd.concat(frames, ignore_index=True), run.manifest.classes)
-    write_json(folder / IMAGES, ids)
+    views = {AS_IS: rows.validation, OFF_CENTER: rows.off_center}
+    frames, routing, images = evaluate_views(
+        classifier, str(unit.method), unit.seed, run.store, run.manifest, views, config.budgets
+    )
+    write_predictions(folder / PREDICTIONS, pd.concat(frames, ignore_index=True).assign(study=""), run.manifest.classes)
+    write_json(folder / IMAGES, images)
+    tensors = {f"{view}|{name}": value for view, of_view in routing.items() for name, value in of_view.items()}
     write_safetensors(folder / ROUTING, save(tensors))
 
 
