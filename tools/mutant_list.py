@@ -214,7 +214,7 @@ EDITS: dict[str, list[tuple[str, str, str, str]]] = {
         ("images are drawn, not groups", "runs/statistics.py", 'np.where(predictions["group"].isna(), alone, named)', "alone"),
         ("images without a group are one", "runs/statistics.py", 'np.where(predictions["group"].isna(), alone, named)', "named"),
         ("draws without replacement", "runs/statistics.py", "picks = rng.integers(0, groups, (rows, groups))", "picks = np.tile(np.arange(groups), (rows, 1))"),
-        ("a one-sided interval", "runs/statistics.py", "[(1 - level) / 2, (1 + level) / 2]", "[1 - level, level]"),
+        ("a one-sided interval", "runs/statistics.py", "[(1 - LEVEL) / 2, (1 + LEVEL) / 2]", "[1 - LEVEL, LEVEL]"),
         ("p without the plus one", "runs/statistics.py", "(1 + (np.abs(permuted) >= abs(observed) - slack).sum()) / (1 + len(permuted))", "(np.abs(permuted) >= abs(observed) - slack).sum() / len(permuted)"),
         ("p of one side", "runs/statistics.py", "np.abs(permuted) >= abs(observed) - slack", "permuted >= observed - slack"),
         ("Bonferroni, not Holm", "runs/statistics.py", "values[order] * (len(order) - np.arange(len(order)))", "values[order] * len(order)"),

@@ -22,23 +22,12 @@ import pandas as pd
 from safetensors import safe_open
 from safetensors.numpy import save
 
+from medtokenbudget import files
 from medtokenbudget.backbone.views import OFF_CENTER
 from medtokenbudget.config import HEADLINE_METHODS, TrainConfig, to_dict, train_config_from_dict
 from medtokenbudget.data.manifest import listed
 from medtokenbudget.devices import cpu_threads
 from medtokenbudget.errors import MedTokenBudgetError, MismatchError, RequestError, WorkError
-from medtokenbudget.files import (
-    atomic_write,
-    dotted,
-    read_json,
-    read_lines,
-    read_sealed,
-    sha256_json,
-    write_json,
-    write_lines,
-    write_safetensors,
-    write_sealed,
-)
 from medtokenbudget.heads import create_head
 from medtokenbudget.jobs import Execution, run_jobs
 from medtokenbudget.locks import exclusive
@@ -110,7 +99,7 @@ def _check_same_options(run: Run, units: Sequence[Unit]) -> None:
         state = _read_state(folder_of(run, unit))
         if state.get("status") == "done" and state.get("identity") != identity(run, unit):
             advice = "Use the same options to resume, or another `out`."
-            expected, recorded = dotted(to_dict(run.config)), dotted(earlier.settings if earlier else {})
+            expected, recorded = files.dotted(to_dict(run.config)), files.dotted(earlier.settings if earlier else {})
             if not earlier or expected == recorded:
                 raise MismatchError(
                     f"{unit.method} with seed {unit.seed} in {run.path} was made with other data, options or another version of "
@@ -163,7 +152,6 @@ def show_epochs(bar: Any, unit: Unit) -> OnEpoch:
 
 
 def say_failed(run: Run, units: Sequence[Unit], done: Collection[Unit]) -> None:
-    """Say why units have no results."""
     for unit in units:
         if unit not in done:
             say(f"No results for {unit.method} with seed {unit.seed}: {failure(run, unit)}")
@@ -203,7 +191,7 @@ def identity(run: Run, unit: Unit) -> str:
     settings = to_dict(config_of(run, unit))
     del settings["device"]  # a run may move to another machine
     data = [run.manifest.name, run.manifest.hash, run.store.identity]
-    return sha256_json([TRAINING_VERSION, settings, str(unit.method), *data])
+    return files.sha256_json([TRAINING_VERSION, settings, str(unit.method), *data])
 
 
 def is_done(run: Run, unit: Unit) -> bool:
@@ -223,7 +211,7 @@ def is_done(run: Run, unit: Unit) -> bool:
 def _read_state(folder: Path) -> dict[str, Any]:
     """Read `unit.json`; one that is missing or damaged counts as empty, so that the unit runs again."""
     try:
-        return read_sealed(folder / UNIT, "")
+        return files.read_sealed(folder / UNIT, "")
     except RequestError:
         return {}
 
@@ -273,7 +261,7 @@ def run_unit(run: Run, unit: Unit, first: Unit | None = None, on_epoch: OnEpoch 
     except Exception as error:  # a third-party selector may raise anything; the other units still run
         state |= {"status": "failed", "error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
     # Last: a unit that was killed before has no state, or an old one, and runs again.
-    write_sealed(folder / UNIT, state)
+    files.write_sealed(folder / UNIT, state)
     return classifier if state["status"] == "done" else None
 
 
@@ -283,7 +271,7 @@ def _copy_training(source: Path, folder: Path) -> None:
         return
     for name in (METRICS, CHECKPOINT):  # the checkpoint last: without it the training starts anew
         if (source / name).exists():
-            with atomic_write(folder / name) as temporary:
+            with files.atomic_write(folder / name) as temporary:
                 shutil.copyfile(source / name, temporary)
 
 
@@ -296,9 +284,9 @@ def _evaluate(run: Run, unit: Unit, classifier: RoutedClassifier, rows: Training
         classifier, str(unit.method), unit.seed, run.store, run.manifest, views, config.budgets
     )
     write_predictions(folder / PREDICTIONS, pd.concat(frames, ignore_index=True).assign(study=""), run.manifest.classes)
-    write_json(folder / IMAGES, images)
+    files.write_json(folder / IMAGES, images)
     tensors = {f"{view}|{name}": value for view, of_view in routing.items() for name, value in of_view.items()}
-    write_safetensors(folder / ROUTING, save(tensors))
+    files.write_safetensors(folder / ROUTING, save(tensors))
 
 
 def load_unit(run: Run, unit: Unit) -> RoutedClassifier:
@@ -334,13 +322,13 @@ def collect(run: Run, studies: Sequence[Study], done: Sequence[Unit]) -> None:
     routing, images = _collect_routing(run, done)
     write_tables(run.path, pd.concat(parts, ignore_index=True), run.manifest.classes, routing, images, run.store.grid)
     logs = {unit: folder_of(run, unit) / METRICS for unit in done}
-    write_lines(
+    files.write_lines(
         run.path / METRICS,
         [
             {"unit": unit.name, "method": str(unit.method), "seed": unit.seed, **row}
             for unit, log in logs.items()
             if log.exists()
-            for row in read_lines(log)
+            for row in files.read_lines(log)
         ],
     )
     run.finish(
@@ -366,7 +354,7 @@ def collect(run: Run, studies: Sequence[Study], done: Sequence[Unit]) -> None:
 
 def _collect_routing(run: Run, done: Sequence[Unit]) -> tuple[dict[str, np.ndarray], dict[str, list[str]]]:
     """Return patch orders and scores of all units, and the images of each view: those of the first unit that saw all of them."""
-    images: dict[Unit, dict[str, list[str]]] = {unit: read_json(folder_of(run, unit) / IMAGES) for unit in done}
+    images: dict[Unit, dict[str, list[str]]] = {unit: files.read_json(folder_of(run, unit) / IMAGES) for unit in done}
     ids: dict[str, list[str]] = {}
     for by_view in images.values():
         for view, names in by_view.items():

@@ -49,16 +49,17 @@ class Evidence:
     scores: np.ndarray | None
 
 
+def _device(part: Selector | Head) -> torch.device:
+    parameters = part.parameters() if isinstance(part, torch.nn.Module) else iter(())
+    return next((parameter.device for parameter in parameters), torch.device("cpu"))
+
+
 @torch.no_grad()
 def pool_and_judge(
-    store: FeatureStore,
-    rows: np.ndarray,
-    selector: Selector,
-    budgets: Sequence[float],
-    seed: int,
-    device: torch.device | str = "cpu",
+    store: FeatureStore, rows: np.ndarray, selector: Selector, budgets: Sequence[float], seed: int
 ) -> tuple[np.ndarray, Evidence]:
     """Compute the pooled tokens `[n, T, D]` and the evidence kept, in one pass; `seed` is for selectors that draw."""
+    device = _device(selector)
     counts = tuple(selector.count(budget, store.per_image) for budget in budgets)
     pooled, measures, orders, scores = [], [], [], []
     # Noise by batch: the same images in the same batches draw the same patches, whatever was evaluated before.
@@ -131,13 +132,13 @@ def probabilities(
     budgets: Sequence[float],
     seed: int,
     pooled: np.ndarray | None,
-    device: torch.device | str = "cpu",
 ) -> np.ndarray:
     """Compute class probabilities `[n, T, C]` from the pooled tokens `[n, T, D]`, or from the tokens if the head reads them.
 
     Selectors that draw then draw the same patches as `pool_and_judge` with the same seed.
     """
     head.eval()
+    device = _device(head)
     if head.reads != "tokens" and pooled is not None:
         chunks = (np.ascontiguousarray(chunk) for chunk in np.array_split(pooled, len(pooled) // 512 + 1))
         return torch.cat([head(torch.from_numpy(chunk).to(device)).softmax(-1).cpu() for chunk in chunks]).numpy()

@@ -56,20 +56,10 @@ def train(
     shared: Path | None = None,
     on_epoch: OnEpoch | None = None,
 ) -> RoutedClassifier:
-    """Train a selector and its head; where the store has no classes, the selector alone, from masks.
+    """Train a selector by name and its head, or only the head behind a finished selector; without classes, the selector alone.
 
-    Args:
-        store: The tokens, opened with the manifest that has their labels and masks.
-        rows: Which of them are for what.
-        config: Settings of the training.
-        selector: Name of a selector to train, or a finished one: then only the head is trained.
-        head: Name of the head.
-        folder: Where checkpoint and `metrics.jsonl` go; a training that was stopped there resumes. None leaves no files.
-        shared: Folder of pooled tokens that trainings of one run share.
-        on_epoch: Called after every epoch with the stage, the epochs done and the epochs in all.
-
-    Returns:
-        The classifier on the CPU, ready for inference, with one row per epoch in `history`.
+    Checkpoint and `metrics.jsonl` go into `folder`, where a training that was stopped resumes. Trainings of one run keep pooled
+    tokens in the folder `shared`. The classifier comes back on the CPU, ready for inference, with one row per epoch in `history`.
     """
     if isinstance(selector, Selector):
         classifier = RoutedClassifier(selector, None)
@@ -140,7 +130,7 @@ def _train_selector(
     stage = _Stage("selector", classifier, optimizer, config, epochs)
     if folder is not None:
         stage.resume(folder, _identity(store, rows, config, name, head))
-    stage.run(steps, lambda: _selection_value(store, rows.select, classifier, config, device), on_epoch)
+    stage.run(steps, lambda: _selection_value(store, rows.select, classifier, config), on_epoch)
     classifier.history = stage.history
     return classifier.to("cpu").eval()
 
@@ -176,9 +166,7 @@ def _loss(
 
 
 @torch.no_grad()
-def _selection_value(
-    store: FeatureStore, rows: np.ndarray, classifier: RoutedClassifier, config: TrainConfig, device: torch.device
-) -> float:
+def _selection_value(store: FeatureStore, rows: np.ndarray, classifier: RoutedClassifier, config: TrainConfig) -> float:
     """Measure what the epoch is chosen by: accuracy at one budget, or retention at the headline budgets."""
     classifier.eval()
     selector, by_retention = classifier.selector, config.selection_metric == "retention"
@@ -190,11 +178,11 @@ def _selection_value(
             "part (`mtb data split`, `select`), or change `selection_metric`."
         )
     budgets = HEADLINE_BUDGETS if by_retention else (config.selection_budget,)
-    means, evidence = pooled.pool_and_judge(store, rows, selector, budgets, config.seed, device)
+    means, evidence = pooled.pool_and_judge(store, rows, selector, budgets, config.seed)
     if not by_retention:
         if classifier.head is None:
             raise RequestError('Without class labels the epoch is chosen by retention: use `selection_metric="retention"`.')
-        predicted = pooled.probabilities(classifier.head, store, rows, selector, budgets, config.seed, means, device)
+        predicted = pooled.probabilities(classifier.head, store, rows, selector, budgets, config.seed, means)
         return accuracy(store.label.numpy()[rows], predicted[:, 0].argmax(-1))
     # Original images and views count equally, however many of each there are.
     straight = np.array([store.views[row] == IDENTITY for row in rows])
