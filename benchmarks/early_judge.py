@@ -16,7 +16,7 @@ from sklearn.model_selection import StratifiedGroupKFold
 from medtokenbudget.config import preset
 from medtokenbudget.data import Manifest
 from medtokenbudget.metrics import accuracy, balanced_accuracy, macro_f1, retention_of_counts
-from medtokenbudget.training.pooled import batches_of_pooled, fit_head, new_head
+from medtokenbudget.training.trainer import batches_of_pooled, fit_head, new_head
 
 FOLDS = 3
 DRAWS = 500

@@ -27,8 +27,9 @@ from medtokenbudget.data.images import decode_image
 from medtokenbudget.routing import LATSSelector, create_selector
 from medtokenbudget.tokens import TokenBatch
 from medtokenbudget.training import MLPHead, RoutedClassifier, classification_loss, total_loss
-from medtokenbudget.training.pooled import batches_of_pooled, batches_of_store, fit_head, new_head, pool_and_judge, pool_to_file
+from medtokenbudget.training.pooled import pool, pool_and_judge
 from medtokenbudget.training.rows import generator
+from medtokenbudget.training.trainer import batches_of_pooled, batches_of_store, fit_head, new_head
 
 CLASSES = 8
 BASELINES = ("no-pruning", "random", "norm", "tome", "attention-entropy", "local-contrast")
@@ -157,9 +158,7 @@ def measure(name: str, weights: Path | None, images: list[Path], folder: Path, r
         parts[f"loop {method}"] = seconds(lambda method=method: loop.head_epoch(method, head), n, 1)
         if method != "random":
             path = folder / f"{name}-{method}.npy"
-            parts[f"pool {method}"] = seconds(
-                lambda m=method, p=path: pool_to_file(p, store, rows, create_selector(m), BUDGETS), n, 1
-            )
+            parts[f"pool {method}"] = seconds(lambda m=method, p=path: pool(store, rows, create_selector(m), BUDGETS, p), n, 1)
     one = preset("paper", head_epochs=1)
     pooled, label = np.load(folder / f"{name}-norm.npy"), store.label.numpy()
     trained = new_head("mlp", store.dim, CLASSES, one)

@@ -189,8 +189,6 @@ def test_wrong_requests_say_what_is_possible() -> None:
         statistics.intervals(frame, ("retentoin",))
     with pytest.raises(UnknownNameError, match="'lats'"):
         statistics.compare(frame, reference="lat")
-    with pytest.raises(RequestError, match="draws"):
-        statistics.intervals(frame, draws=0)
 
 
 STRATA_DRAWS = 300

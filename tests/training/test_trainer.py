@@ -13,6 +13,7 @@ from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -21,7 +22,16 @@ from medtokenbudget.errors import BudgetError, MismatchError, RequestError, Unkn
 from medtokenbudget.files import read_lines, write_lines
 from medtokenbudget.tensor_files import load_tensors, save_tensors
 from medtokenbudget.training import trainer
-from medtokenbudget.training.trainer import curriculum_budget, epochs_for, optimizer_tensors, restore_optimizer
+from medtokenbudget.training.trainer import (
+    batches_of_pooled,
+    cosine_lr,
+    curriculum_budget,
+    epochs_for,
+    fit_head,
+    new_head,
+    optimizer_tensors,
+    restore_optimizer,
+)
 from tests.drawn import Drawn, fit, quick
 
 CHECKPOINT, METRICS = "checkpoint.safetensors", "metrics.jsonl"
@@ -182,7 +192,23 @@ def test_bf16_autocast_trains_and_differs_from_fp32(drawn: Drawn) -> None:
     assert torch.allclose(plain[name], half[name], atol=0.05)
 
 
+def test_a_head_learns_what_the_pooled_tokens_show() -> None:
+    noise, config = np.random.default_rng(0), quick("paper", head_epochs=15)
+    label = noise.integers(0, 3, 300)
+    pooled = (np.eye(3)[label][:, None] * 3 + noise.normal(size=(300, 2, 3)) * 0.3).astype(np.float32)
+    head = new_head("mlp", 3, 3, config)
+    history = fit_head(head, batches_of_pooled(pooled, label, config, 3), label, config)
+    assert history[-1]["classification"] < history[0]["classification"]
+    assert (head(torch.from_numpy(pooled[:, 1])).argmax(-1).numpy() == label).mean() > 0.95
+    with pytest.raises(RequestError, match="2 training images have no label"):
+        fit_head(head, batches_of_pooled(pooled, label, config, 3), np.array([0, -1, 1, -1]), config)
+
+
 # Schedules
+
+
+def test_the_learning_rate_falls_as_a_cosine_to_zero() -> None:
+    assert [cosine_lr(1e-3, epoch, 50) for epoch in (0, 25, 50)] == pytest.approx([1e-3, 5e-4, 0.0], abs=1e-12)
 
 
 @pytest.mark.parametrize(("images", "expected"), [(10_000, 8), (3200, 10), (640, 40), (64, 40), (10, 40)])

@@ -47,53 +47,65 @@ OWN_METRICS = ("retention", "retention_of_ceiling", "accuracy", "macro_f1", "bal
 
 
 @torch.no_grad()
-def evaluate_rows(
-    rows: np.ndarray,
-    store: FeatureStore,
+def evaluate_views(
     classifier: RoutedClassifier,
-    budgets: Sequence[float],
+    method: str,
     seed: int,
+    store: FeatureStore,
     manifest: Manifest,
-) -> tuple[pd.DataFrame, dict[str, np.ndarray]]:
-    """Evaluate a selector and its head on rows of a store at every budget.
+    views: Mapping[str, np.ndarray],
+    budgets: Sequence[float],
+) -> tuple[list[pd.DataFrame], dict[str, dict[str, np.ndarray]], dict[str, list[str]]]:
+    """Evaluate a method on rows of a store, given by view, at every budget.
 
     Returns:
-        One row per image and budget with the columns of `predictions.parquet` that describe the image and its prediction (class
-        -1 without a head), and the patch orders and scores of the selector with the lesion patches of the images.
+        The columns of `predictions.parquet` but the study, class -1 without a head. By view: patch orders and scores with the
+        lesion patches, and the images that were read. A selector that looks at masks (the oracle) reads only images with one.
     """
     selector, head = classifier.selector, classifier.head
-    pooled, evidence = pool_and_judge(store, rows, selector, budgets, seed)
-    probability = np.zeros((len(rows), len(budgets), 0), np.float32)
-    predicted = np.full(probability.shape[:2], -1)
-    if head is not None:
-        probability = probabilities(head, store, rows, selector, budgets, seed, pooled)
-        predicted = probability.argmax(-1)
-    ids = [store.ids[row] for row in rows]
-    groups = manifest.rows.set_index("image_id")["group"].reindex(ids).to_numpy()
-    lesion = np.where(store.has_mask.numpy()[rows], store.lesion.numpy()[rows].sum(1).astype(float), np.nan)
-    frames = [
-        pd.DataFrame(
-            {
+    group = manifest.rows.set_index("image_id")["group"]
+    frames: list[pd.DataFrame] = []
+    routing: dict[str, dict[str, np.ndarray]] = {}
+    images: dict[str, list[str]] = {}
+    for view, of_view in views.items():
+        rows = with_masks(store, of_view, selector)
+        if not len(rows):
+            continue
+        pooled, evidence = pool_and_judge(store, rows, selector, budgets, seed)
+        probability, label = np.zeros((len(rows), len(budgets), 0), np.float32), np.full(len(rows), -1)
+        predicted = np.full(probability.shape[:2], -1)
+        if head is not None:
+            probability = probabilities(head, store, rows, selector, budgets, seed, pooled)
+            predicted, label = probability.argmax(-1), store.label.numpy()[rows]
+        images[view] = [store.ids[row] for row in rows]
+        of_images = {name: getattr(store, name).numpy()[rows] for name in OF_IMAGES}
+        common = {
+            "dataset": manifest.name,
+            "view": view,
+            "method": method,
+            "seed": seed,
+            "n_patches": store.n,
+            "image_id": images[view],
+            "group": group.reindex(images[view]).to_numpy(),
+            "label": label,
+            "lesion": np.where(of_images["has_mask"], of_images["lesion"].sum(1).astype(float), np.nan),
+        }
+        for index, budget in enumerate(budgets):
+            kept = {
                 "budget": budget,
                 "k": evidence.k[index],
-                "n_patches": store.n,
-                "image_id": ids,
-                "group": groups,
-                "label": store.label.numpy()[rows],
                 "predicted": predicted[:, index],
                 "probabilities": list(probability[:, index].astype(np.float32)),
-                "lesion": lesion,
                 "kept_lesion": evidence.kept_lesion[:, index],
                 "purity": evidence.purity[:, index],
                 "lesion_dominated": evidence.dominated[:, index],
                 "lesion_mass": evidence.mass[:, index],
             }
-        )
-        for index, budget in enumerate(budgets)
-    ]
-    routing = {name: getattr(store, name).numpy()[rows].astype(np.uint8) for name in OF_IMAGES}
-    routing |= {name: value for name in ("order", "scores") if (value := getattr(evidence, name)) is not None}
-    return pd.concat(frames, ignore_index=True), routing
+            frames.append(pd.DataFrame(common | kept))
+        ranked = {"order": evidence.order, "scores": evidence.scores}
+        routing[view] = {name: value.astype(np.uint8) for name, value in of_images.items()}
+        routing[view] |= {name: value for name, value in ranked.items() if value is not None}
+    return frames, routing, images
 
 
 # Images that a model has not seen -------------------------------------------------------------------------------------
@@ -286,25 +298,19 @@ def evaluate_model(
     frames: list[pd.DataFrame] = []
     routing: dict[str, np.ndarray] = {}
     for name, classifier in classifiers.items():
-        selector = classifier.selector
-        if any(signal in _OPTIONAL_SIGNALS and not store.has(signal) for signal in selector.requires):
+        if any(signal in _OPTIONAL_SIGNALS and not store.has(signal) for signal in classifier.selector.requires):
             continue
-        for view, of_view in views.items():
-            rows = with_masks(store, of_view, selector)
-            if not len(rows):
-                continue
-            frame, tensors = evaluate_rows(rows, store, classifier, budgets, SEED, manifest)
-            if classifier.head is None:
-                frame = frame.assign(label=-1)  # nothing is classified, right or wrong
-            frames.append(frame.assign(study=STUDY, dataset=manifest.name, view=view, method=name, seed=SEED))
-            if len(rows) == len(of_view):
-                for key, value in tensors.items():
+        of_method, tensors, read = evaluate_views(classifier, name, SEED, store, manifest, views, budgets)
+        frames += of_method
+        for view in read:
+            if len(read[view]) == len(views[view]):
+                for key, value in tensors[view].items():
                     routing.setdefault(routing_name(view, key, name, SEED), value)
+    predictions = pd.concat(frames, ignore_index=True).assign(study=STUDY)
     ids = {view: [store.ids[row] for row in rows] for view, rows in views.items()}
-    write_tables(run.path, pd.concat(frames, ignore_index=True), manifest.classes, routing, ids, store.grid)
-    attributes = _image_attributes(images, original)
+    write_tables(run.path, predictions, manifest.classes, routing, ids, store.grid)
     with atomic_write(run.path / ATTRIBUTES) as temporary:
-        attributes.to_parquet(temporary, index=False)
+        _image_attributes(images, original).to_parquet(temporary, index=False)
     run.finish(
         methods={
             name: {

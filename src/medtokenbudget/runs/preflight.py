@@ -96,18 +96,14 @@ def _check_given(run: Run, studies: Sequence[Study], methods: Sequence[Method], 
         )
 
 
-def _needs_masks(method: Method, config: TrainConfig) -> bool:
-    """Tell whether nothing can be trained or measured of this method without lesion masks."""
-    if method.learned:
-        return method.config(config).recipe == "lesion-first"
-    return "has_mask" in selector_class(method.selector).requires
-
-
-def _needs_labels(method: Method, config: TrainConfig) -> bool:
-    """Tell whether nothing of this method can be trained without class labels."""
-    if not method.learned:
-        return False
-    return method.config(config).recipe == "joint" or "classes" in inspect.signature(selector_class(method.selector)).parameters
+def _needs(method: Method, config: TrainConfig) -> set[str]:
+    """Return which of 'masks' and 'labels' nothing of this method can be trained or measured without."""
+    kind, needs = selector_class(method.selector), set[str]()
+    if method.config(config).recipe == "lesion-first" if method.learned else "has_mask" in kind.requires:
+        needs.add("masks")
+    if method.learned and (method.config(config).recipe == "joint" or "classes" in inspect.signature(kind).parameters):
+        needs.add("labels")
+    return needs
 
 
 def _has_training_masks(run: Run) -> bool:
@@ -117,16 +113,13 @@ def _has_training_masks(run: Run) -> bool:
 
 def supported_methods(run: Run, methods: Sequence[str]) -> tuple[str, ...]:
     """Return the methods that the data of a run can serve; a note names those that need masks or labels where there are none."""
-    left = list(methods)
-    for available, needs, what in (
-        (_has_training_masks(run), _needs_masks, "no training image has a lesion mask"),
-        (bool(run.manifest.classes), _needs_labels, "no training image has a label"),
-    ):
-        skipped = [] if available else [text for text in left if needs(Method.parse(text), run.config)]
+    available = {"masks": _has_training_masks(run), "labels": bool(run.manifest.classes)}
+    for need, thing in (("masks", "lesion mask"), ("labels", "label")):
+        skipped = [] if available[need] else [text for text in methods if need in _needs(Method.parse(text), run.config)]
         if skipped:
-            say(f"Skipping {listed(skipped)}: {what}.")
-        left = [text for text in left if text not in skipped]
-    return tuple(left)
+            say(f"Skipping {listed(skipped)}: no training image has a {thing}.")
+        methods = [text for text in methods if text not in skipped]
+    return tuple(methods)
 
 
 def _check_needs(run: Run, methods: Sequence[Method]) -> None:
@@ -143,7 +136,7 @@ def _check_needs(run: Run, methods: Sequence[Method]) -> None:
     store.require_signals([name for method in methods for name in method.requires])
     if run.manifest.classes:
         _check_heads(run, methods)
-    needy = [str(method) for method in methods if _needs_masks(method, config)]
+    needy = [str(method) for method in methods if "masks" in _needs(method, config)]
     if needy and not masks:
         raise RequestError(
             f"{listed(needy)} needs lesion masks, but no training image has one. Add masks to the manifest (for example with "
@@ -178,7 +171,7 @@ def _check_without_labels(masks: bool, methods: Sequence[Method], config: TrainC
             "The images have neither class labels nor lesion masks, so there is nothing to learn from. Add masks "
             "(`mtb data folder` with `masks`) or one folder per class. To route images without training, use `mtb route`."
         )
-    needy = [str(method) for method in methods if _needs_labels(method, config)]
+    needy = [str(method) for method in methods if "labels" in _needs(method, config)]
     if needy:
         raise RequestError(
             f"{listed(needy)} needs class labels, but no training image has one. From masks alone only the recipe lesion-first "

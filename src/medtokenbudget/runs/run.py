@@ -357,32 +357,13 @@ _NULLABLE = ("lesion", "kept_lesion")
 
 def write_predictions(path: Path | str, frame: pd.DataFrame, classes: Sequence[str]) -> None:
     """Write predictions in the order given; the class names go into the file's metadata. Equal tables are equal bytes."""
-    missing = [name for name in PREDICTION_COLUMNS if name not in frame.columns and name not in _NAMES]
-    if missing:
-        raise RequestError(f"Predictions lack the columns {', '.join(missing)}; expected {', '.join(PREDICTION_COLUMNS)}.")
     known = dict(enumerate(classes))
-    frame = frame.copy(deep=False)
-    for name, index in _NAMES.items():
-        frame[name] = [known.get(int(i)) for i in frame[index]]
-    schema = SCHEMA.with_metadata({"classes": json.dumps(list(classes), ensure_ascii=False)})
-    table = pa.Table.from_arrays([_to_arrow(frame[entry.name], entry) for entry in schema], schema=schema)
+    frame = frame.assign(**{name: frame[index].astype(int).map(known.get) for name, index in _NAMES.items()})
+    table = pa.Table.from_pandas(frame, SCHEMA, preserve_index=False)
+    # Instead of what pandas would note: its version, which is not a fact of the table.
+    table = table.replace_schema_metadata({"classes": json.dumps(list(classes), ensure_ascii=False)})
     with atomic_write(path) as temporary:
         pq.write_table(table, temporary, compression="zstd", row_group_size=1 << 16)
-
-
-def _to_arrow(column: pd.Series[Any], entry: pa.Field) -> pa.Array:
-    if entry.name == "probabilities":
-        values = [np.asarray(row, np.float32) for row in column]
-        offsets = np.concatenate([[0], np.cumsum([len(row) for row in values])]).astype(np.int32)
-        flat = np.concatenate(values) if values else np.zeros(0, np.float32)
-        return pa.ListArray.from_arrays(offsets, pa.array(flat, pa.float32()), type=entry.type)
-    if pa.types.is_string(entry.type):
-        return pa.array([None if pd.isna(value) else str(value) for value in column], entry.type)
-    numbers = column.to_numpy(dtype=float, na_value=np.nan)
-    missing = np.isnan(numbers)
-    if pa.types.is_integer(entry.type) and (numbers[~missing] % 1 != 0).any():
-        raise RequestError(f"Column {entry.name} of the predictions contains fractions; expected whole numbers.")
-    return pa.array(np.where(missing, 0, numbers).astype(entry.type.to_pandas_dtype()), entry.type, mask=missing)
 
 
 def read_predictions(path: Path | str) -> tuple[pd.DataFrame, tuple[str, ...]]:
@@ -402,15 +383,11 @@ def read_predictions(path: Path | str) -> tuple[pd.DataFrame, tuple[str, ...]]:
     for entry in SCHEMA:
         if entry.name not in table.column_names:
             table = table.append_column(entry, pa.nulls(len(table), entry.type))
-    names = dict.fromkeys((*PREDICTION_COLUMNS, *table.column_names))
-    return pd.DataFrame({name: _from_arrow(table.column(name), name) for name in names}), tuple(json.loads(metadata[b"classes"]))
-
-
-def _from_arrow(column: pa.ChunkedArray, name: str) -> Any:
-    if name not in _NULLABLE:
-        return column.to_pandas()
-    missing = column.is_null().to_numpy()
-    return pd.arrays.IntegerArray(np.asarray(column.fill_null(0).to_numpy(), np.int32).copy(), np.asarray(missing, bool).copy())
+    table = table.select(list(dict.fromkeys((*PREDICTION_COLUMNS, *table.column_names))))
+    frame = table.to_pandas()
+    for name in _NULLABLE:
+        frame[name] = table.column(name).to_pandas(types_mapper={pa.int32(): pd.Int32Dtype()}.get)
+    return frame, tuple(json.loads(metadata[b"classes"]))
 
 
 def summarize(predictions: pd.DataFrame, classes: Sequence[str]) -> pd.DataFrame:

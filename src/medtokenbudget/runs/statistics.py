@@ -29,7 +29,7 @@ DRAWS = 10_000
 LEVEL = 0.95
 METHOD_KEYS: tuple[str, ...] = ("study", "dataset", "view", "method", "budget")
 _GROUP = "group number"  # a column of this module alone
-_BLOCK_BYTES = 2_000_000  # draws are made in blocks that stay in the cache
+_BLOCK_BYTES = 2_000_000
 
 
 @dataclass(frozen=True)
@@ -120,12 +120,16 @@ def _group_sums(frame: pd.DataFrame, terms: Floats, groups: NDArray[np.int64]) -
     return sums
 
 
+def _blocks(groups: int, draws: int) -> Iterator[int]:
+    """Split draws into blocks that stay in the cache."""
+    block = max(1, _BLOCK_BYTES // (8 * max(groups, 1)))
+    yield from (min(block, draws - start) for start in range(0, draws, block))
+
+
 def resample(groups: int, draws: int, seed: int) -> Iterator[Floats]:
     """Yield blocks of bootstrap weights, together [draws, groups]: how often each group was drawn; every row sums to `groups`."""
     rng = np.random.default_rng(seed)
-    block = max(1, _BLOCK_BYTES // (8 * max(groups, 1)))
-    for start in range(0, draws, block):
-        rows = min(block, draws - start)
+    for rows in _blocks(groups, draws):
         picks = rng.integers(0, groups, (rows, groups))
         picks += groups * np.arange(rows)[:, None]
         yield np.bincount(picks.ravel(), minlength=rows * groups).reshape(rows, groups).astype(float)
@@ -143,31 +147,29 @@ def _bootstrap(tables: Sequence[Floats], draws: int, seed: int) -> list[Floats]:
     return np.split(sums, widths, axis=1)
 
 
-def _interval(values: Floats, level: float) -> tuple[float, float]:
+def _interval(values: Floats) -> tuple[float, float]:
     """Return the percentile interval; a draw in which nothing could be measured is left out."""
     # Such draws come up where few images have a lesion: a group sample without any of them has no retention.
     values = values[~np.isnan(values)]
     if not len(values):
         return float("nan"), float("nan")
-    low, high = np.quantile(values, [(1 - level) / 2, (1 + level) / 2])
+    low, high = np.quantile(values, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return float(low), float(high)
 
 
-def _check(draws: int, level: float) -> None:
-    if draws < 1 or not 0 < level < 1:
-        raise RequestError(f"`draws` must be at least 1 and level between 0 and 1, got {draws} and {level}.")
+def _families(predictions: pd.DataFrame, metrics: Sequence[str]) -> Iterator[tuple[list[str], pd.DataFrame, int]]:
+    """Group the metrics by the terms that they share, so that each table is drawn once; with the rows they are measured on.
 
-
-def _families(names: Sequence[str]) -> list[list[str]]:
-    """Group the metrics by the terms that they share, so that each table is drawn once."""
+    The last number is that of the classes.
+    """
+    classes = int(predictions[["label", "predicted"]].to_numpy(int).max(initial=-1)) + 1
+    grouped = _with_groups(predictions)
     families: dict[Any, list[str]] = {}
-    for name in names:
+    for name in metrics:
         families.setdefault(statistic(name).terms, []).append(name)
-    return list(families.values())
-
-
-def _class_count(predictions: pd.DataFrame) -> int:
-    return int(predictions[["label", "predicted"]].to_numpy(int).max(initial=-1)) + 1
+    for family in families.values():
+        labeled = statistic(family[0]).scope == "labeled"
+        yield family, grouped[grouped["label"] >= 0] if labeled else lesion_rows(grouped), classes
 
 
 def intervals(
@@ -176,21 +178,16 @@ def intervals(
     by: Sequence[str] = METHOD_KEYS,
     draws: int = DRAWS,
     seed: int = 0,
-    level: float = LEVEL,
 ) -> pd.DataFrame:
     """Compute bootstrap intervals of every cell and metric: `*by, metric, value, low, high, n, groups, seeds`.
 
     Images of one group are drawn together. A cell with several seeds has the mean of the metric over them. All cells of one
     dataset and view share their draws. What a cell does not measure (retention of a merger) has no row.
     """
-    _check(draws, level)
-    classes = _class_count(predictions)
-    grouped = _with_groups(predictions)
     rows: list[dict[str, Any]] = []
-    for family in _families(metrics):
-        measured = grouped[grouped["label"] >= 0] if statistic(family[0]).scope == "labeled" else lesion_rows(grouped)
+    for family, measured, classes in _families(predictions, metrics):
         for _, dataset in measured.groupby(["dataset", "view"], sort=False):
-            rows += _cell_intervals(dataset, family, by, classes, draws, seed, level)
+            rows += _cell_intervals(dataset, family, by, classes, draws, seed)
     columns = [*by, "metric", "value", "low", "high", "n", "groups", "seeds"]
     return pd.DataFrame(rows, columns=columns).sort_values(
         "metric", key=lambda c: c.map(list(metrics).index), kind="stable", ignore_index=True
@@ -198,7 +195,7 @@ def intervals(
 
 
 def _cell_intervals(
-    dataset: pd.DataFrame, family: Sequence[str], by: Sequence[str], classes: int, draws: int, seed: int, level: float
+    dataset: pd.DataFrame, family: Sequence[str], by: Sequence[str], classes: int, draws: int, seed: int
 ) -> list[dict[str, Any]]:
     groups = np.unique(_groups(dataset))
     terms = statistic(family[0]).terms
@@ -213,7 +210,7 @@ def _cell_intervals(
     for metric in family:
         value_of = statistic(metric).value
         for key, seeds in cells.items():
-            low, high = _interval(np.mean([value_of(drawn[i]) for i in seeds], axis=0), level)
+            low, high = _interval(np.mean([value_of(drawn[i]) for i in seeds], axis=0))
             value = float(np.mean([value_of(tables[i].sum(0)) for i in seeds]))
             first = parts[seeds[0]]
             count = {"n": len(first), "groups": len(np.unique(_groups(first))), "seeds": len(seeds)}
@@ -225,14 +222,6 @@ def permutation_p(observed: float, permuted: Floats) -> float:
     """Return the two-sided p: the share of draws at least as far from 0 as what was observed, which counts as a draw itself."""
     slack = 1e-12 * max(1.0, abs(observed))  # equal draws must count as equal after rounding
     return float((1 + (np.abs(permuted) >= abs(observed) - slack).sum()) / (1 + len(permuted)))
-
-
-def _swaps(groups: int, draws: int, seed: int) -> Iterator[Floats]:
-    """Yield blocks of fair coin flips, together [draws, groups]: 1 where a group's two methods are exchanged."""
-    rng = np.random.default_rng(seed)
-    block = max(1, _BLOCK_BYTES // (8 * max(groups, 1)))
-    for start in range(0, draws, block):
-        yield rng.integers(0, 2, (min(block, draws - start), groups), dtype=np.int8).astype(float)
 
 
 def holm(p: Sequence[float] | Floats) -> Floats:
@@ -258,7 +247,6 @@ def compare(
     budgets: Sequence[float] | None = None,
     draws: int = DRAWS,
     seed: int = 0,
-    level: float = LEVEL,
 ) -> pd.DataFrame:
     """Compare `reference` with every other method, paired by image and seed: difference, interval, permutation p and Holm's p.
 
@@ -266,19 +254,15 @@ def compare(
     it flips the signs of the per-image differences averaged over seeds. The interval is the bootstrap's. Only images and seeds
     that both methods have count. Holm's family is all comparisons of one (study, dataset, view, metric).
     """
-    _check(draws, level)
     if reference not in set(predictions["method"]):
         raise UnknownNameError.of("method in these predictions", reference, set(predictions["method"]))
     if budgets is not None:
         predictions = predictions[np.isclose(predictions["budget"].to_numpy()[:, None], np.asarray(budgets)).any(1)]
-    classes = _class_count(predictions)
-    grouped = _with_groups(predictions)
     rows: list[dict[str, Any]] = []
-    for family in _families(metrics):
-        measured = grouped[grouped["label"] >= 0] if statistic(family[0]).scope == "labeled" else lesion_rows(grouped)
+    for family, measured, classes in _families(predictions, metrics):
         for key, cell in measured.groupby(["study", "dataset", "view", "budget"], sort=False):
             where = dict(zip(("study", "dataset", "view", "budget"), key)) | {"method_a": reference}
-            rows += [where | row for row in _compare_cell(cell, reference, family, classes, draws, seed, level)]
+            rows += [where | row for row in _compare_cell(cell, reference, family, classes, draws, seed)]
     table = pd.DataFrame(rows, columns=list(COMPARISON_COLUMNS))
     families = table.groupby(["study", "dataset", "view", "metric"], sort=False)["p"]
     table["p_holm"] = families.transform(lambda p: holm(p.to_numpy())) if len(table) else table["p_holm"]
@@ -287,7 +271,7 @@ def compare(
 
 
 def _compare_cell(
-    cell: pd.DataFrame, reference: str, family: Sequence[str], classes: int, draws: int, seed: int, level: float
+    cell: pd.DataFrame, reference: str, family: Sequence[str], classes: int, draws: int, seed: int
 ) -> Iterator[dict[str, Any]]:
     """Yield all comparisons at one budget; methods that share the same images and seeds with the reference share their draws."""
     methods = dict(list(cell.groupby("method", sort=False)))
@@ -315,7 +299,7 @@ def _compare_cell(
             for metric in family:
                 value = statistic(metric).value
                 difference = float((value(tables[0].sum(0)) - value(tables[index].sum(0))).mean())
-                low, high = _interval((of_reference[metric] - value(drawn[index])).mean(1), level)
+                low, high = _interval((of_reference[metric] - value(drawn[index])).mean(1))
                 p = permutation_p(difference, (value(permuted[0]) - value(permuted[1])).mean(1))
                 numbers = {"difference": difference, "low": low, "high": high, "p": p}
                 yield {"method_b": name, "metric": metric} | numbers | count
@@ -325,7 +309,9 @@ def _exchange(a: Floats, b: Floats, draws: int, seed: int) -> tuple[Floats, Floa
     """Return the sums [draws, seeds, S] of two tables [G, seeds, S] after exchanging them in a random half of the groups."""
     delta = (b - a).reshape(len(a), -1)
     delta = delta[(delta != 0).any(1)]  # where the methods agree an exchange changes nothing
-    moved = np.concatenate([swap @ delta for swap in _swaps(len(delta), draws, seed)]).reshape(draws, *a.shape[1:])
+    rng = np.random.default_rng(seed)
+    flips = (rng.integers(0, 2, (rows, len(delta)), dtype=np.int8).astype(float) for rows in _blocks(len(delta), draws))
+    moved = np.concatenate([swap @ delta for swap in flips]).reshape(draws, *a.shape[1:])
     return a.sum(0) + moved, b.sum(0) - moved
 
 

@@ -12,7 +12,7 @@ import shutil
 import traceback
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,30 +22,19 @@ import pandas as pd
 from safetensors import safe_open
 from safetensors.numpy import save
 
+from medtokenbudget import files
 from medtokenbudget.backbone.views import OFF_CENTER
 from medtokenbudget.config import HEADLINE_METHODS, TrainConfig, to_dict, train_config_from_dict
 from medtokenbudget.data.manifest import listed
 from medtokenbudget.devices import cpu_threads
 from medtokenbudget.errors import MedTokenBudgetError, MismatchError, RequestError, WorkError
-from medtokenbudget.files import (
-    atomic_write,
-    dotted,
-    read_json,
-    read_lines,
-    read_sealed,
-    sha256_json,
-    write_json,
-    write_lines,
-    write_safetensors,
-    write_sealed,
-)
 from medtokenbudget.heads import create_head
 from medtokenbudget.jobs import Execution, run_jobs
 from medtokenbudget.locks import exclusive
 from medtokenbudget.progress import progress, say
 from medtokenbudget.routing import LearnedSelector, Selector, create_selector, selector_class
 from medtokenbudget.runs import preflight
-from medtokenbudget.runs.evaluate import evaluate_rows
+from medtokenbudget.runs.evaluate import evaluate_views
 from medtokenbudget.runs.method import Method
 from medtokenbudget.runs.run import (
     AS_IS,
@@ -63,26 +52,12 @@ from medtokenbudget.runs.run import (
 from medtokenbudget.runs.studies import Study, Unit
 from medtokenbudget.tensor_files import load_tensors, save_tensors
 from medtokenbudget.training.classifier import RoutedClassifier
-from medtokenbudget.training.pooled import OnEpoch, with_masks
 from medtokenbudget.training.rows import TrainingRows
-from medtokenbudget.training.trainer import CHECKPOINT, TRAINING_VERSION, module_tensors, split_prefix, train
+from medtokenbudget.training.trainer import CHECKPOINT, TRAINING_VERSION, OnEpoch, module_tensors, split_prefix, train
 
 UNIT, HEAD, IMAGES = "unit.json", "head.safetensors", "images.json"
 UNIT_FILES = (HEAD, IMAGES, PREDICTIONS, ROUTING)
 """What a finished unit leaves in its folder. `unit.json` has their hashes, and those of checkpoint and metrics if it trained."""
-
-
-@dataclass(frozen=True)
-class Training:
-    """Units that share one selector, run by one job: heads behind a selector that is trained without them, or ablations of it.
-
-    Attributes:
-        first: The unit that trains the selector; the others use its checkpoint.
-        units: Those that are to run.
-    """
-
-    first: Unit
-    units: tuple[Unit, ...]
 
 
 def run_studies(
@@ -124,7 +99,7 @@ def _check_same_options(run: Run, units: Sequence[Unit]) -> None:
         state = _read_state(folder_of(run, unit))
         if state.get("status") == "done" and state.get("identity") != identity(run, unit):
             advice = "Use the same options to resume, or another `out`."
-            expected, recorded = dotted(to_dict(run.config)), dotted(earlier.settings if earlier else {})
+            expected, recorded = files.dotted(to_dict(run.config)), files.dotted(earlier.settings if earlier else {})
             if not earlier or expected == recorded:
                 raise MismatchError(
                     f"{unit.method} with seed {unit.seed} in {run.path} was made with other data, options or another version of "
@@ -134,21 +109,20 @@ def _check_same_options(run: Run, units: Sequence[Unit]) -> None:
             raise MismatchError.between(f"The run in {run.path}", expected, recorded, advice)
 
 
-def trainings(run: Run, units: Iterable[Unit], done: Collection[Unit] = ()) -> list[Training]:
-    """Group the units that are not done by the selector that they train or use."""
+def trainings(run: Run, units: Iterable[Unit]) -> list[list[Unit]]:
+    """Group units that share one selector: heads behind a selector that is trained without them, or ablations of it."""
     groups: dict[Unit, list[Unit]] = {}
     for unit in units:
         method = unit.method.trained_as
         if method.learned and config_of(run, unit).recipe != "joint":
             method = replace(method, head="")  # the selector does not depend on the head
         groups.setdefault(Unit(method, unit.seed), []).append(unit)
-    jobs = [Training(group[0], tuple(unit for unit in group if unit not in done)) for group in groups.values()]
-    return [job for job in jobs if job.units]
+    return list(groups.values())
 
 
 def _run_units(run: Run, units: Sequence[Unit], done: set[Unit], execution: Execution) -> None:
     """Run the units that are not done, side by side, and add those that are done then."""
-    jobs = trainings(run, units, done)
+    jobs = [group for group in trainings(run, units) if not done.issuperset(group)]
     # Counted over the whole run, not over what is left of it: the number of threads of a unit follows from the number of processes
     # and changes the last bit of a training. A resumed run must end in the same bytes as one that never stopped.
     cores = os.cpu_count() or 1
@@ -158,7 +132,7 @@ def _run_units(run: Run, units: Sequence[Unit], done: set[Unit], execution: Exec
     processes = min(processes, max(1, len(jobs)))
     with training_bar(len(units) - len(done)) as bar:
         here = bar if execution.engine == "local" and processes == 1 else None  # a bar cannot be sent to another process
-        work = partial(run_training, run, threads=threads, bar=here)
+        work = partial(run_training, run, frozenset(done), threads=threads, bar=here)
         for finished in run_jobs(work, jobs, execution, processes, run.config.device):
             done |= {unit for unit, is_finished in finished.items() if is_finished}
             bar.update(len(finished))
@@ -178,7 +152,6 @@ def show_epochs(bar: Any, unit: Unit) -> OnEpoch:
 
 
 def say_failed(run: Run, units: Sequence[Unit], done: Collection[Unit]) -> None:
-    """Say why units have no results."""
     for unit in units:
         if unit not in done:
             say(f"No results for {unit.method} with seed {unit.seed}: {failure(run, unit)}")
@@ -218,7 +191,7 @@ def identity(run: Run, unit: Unit) -> str:
     settings = to_dict(config_of(run, unit))
     del settings["device"]  # a run may move to another machine
     data = [run.manifest.name, run.manifest.hash, run.store.identity]
-    return sha256_json([TRAINING_VERSION, settings, str(unit.method), *data])
+    return files.sha256_json([TRAINING_VERSION, settings, str(unit.method), *data])
 
 
 def is_done(run: Run, unit: Unit) -> bool:
@@ -238,18 +211,20 @@ def is_done(run: Run, unit: Unit) -> bool:
 def _read_state(folder: Path) -> dict[str, Any]:
     """Read `unit.json`; one that is missing or damaged counts as empty, so that the unit runs again."""
     try:
-        return read_sealed(folder / UNIT, "")
+        return files.read_sealed(folder / UNIT, "")
     except RequestError:
         return {}
 
 
-def run_training(run: Run, training: Training, threads: int = 0, bar: Any = None) -> dict[Unit, bool]:
-    """Run the units of one training one after another, and tell which of them finished."""
+def run_training(run: Run, done: Collection[Unit], group: Sequence[Unit], threads: int = 0, bar: Any = None) -> dict[Unit, bool]:
+    """Run the units that are not done of one training, one after another, and tell which of them finished."""
+    finished = {}
     with cpu_threads(threads):
-        return {
-            unit: run_unit(run, unit, training.first, None if bar is None else show_epochs(bar, unit)) is not None
-            for unit in training.units
-        }
+        for unit in group:
+            if unit not in done:
+                on_epoch = None if bar is None else show_epochs(bar, unit)
+                finished[unit] = run_unit(run, unit, group[0], on_epoch) is not None
+    return finished
 
 
 def run_unit(run: Run, unit: Unit, first: Unit | None = None, on_epoch: OnEpoch | None = None) -> RoutedClassifier | None:
@@ -286,7 +261,7 @@ def run_unit(run: Run, unit: Unit, first: Unit | None = None, on_epoch: OnEpoch 
     except Exception as error:  # a third-party selector may raise anything; the other units still run
         state |= {"status": "failed", "error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
     # Last: a unit that was killed before has no state, or an old one, and runs again.
-    write_sealed(folder / UNIT, state)
+    files.write_sealed(folder / UNIT, state)
     return classifier if state["status"] == "done" else None
 
 
@@ -296,7 +271,7 @@ def _copy_training(source: Path, folder: Path) -> None:
         return
     for name in (METRICS, CHECKPOINT):  # the checkpoint last: without it the training starts anew
         if (source / name).exists():
-            with atomic_write(folder / name) as temporary:
+            with files.atomic_write(folder / name) as temporary:
                 shutil.copyfile(source / name, temporary)
 
 
@@ -304,20 +279,14 @@ def _evaluate(run: Run, unit: Unit, classifier: RoutedClassifier, rows: Training
     """Evaluate a unit on every view of the validation images and write its files."""
     folder, config, head = folder_of(run, unit), config_of(run, unit), classifier.head
     save_tensors(folder / HEAD, {} if head is None else module_tensors(head, "head."), {"method": str(unit.method)})
-    frames: list[pd.DataFrame] = []
-    tensors: dict[str, np.ndarray] = {}
-    ids: dict[str, list[str]] = {}
-    for view, of_view in {AS_IS: rows.validation, OFF_CENTER: rows.off_center}.items():
-        measured = with_masks(run.store, of_view, classifier.selector)
-        if not len(measured):
-            continue
-        frame, routing = evaluate_rows(measured, run.store, classifier, config.budgets, config.seed, run.manifest)
-        frames.append(frame.assign(study="", dataset=run.manifest.name, view=view, method=str(unit.method), seed=unit.seed))
-        tensors |= {f"{view}|{name}": value for name, value in routing.items()}
-        ids[view] = [run.store.ids[row] for row in measured]
-    write_predictions(folder / PREDICTIONS, pd.concat(frames, ignore_index=True), run.manifest.classes)
-    write_json(folder / IMAGES, ids)
-    write_safetensors(folder / ROUTING, save(tensors))
+    views = {AS_IS: rows.validation, OFF_CENTER: rows.off_center}
+    frames, routing, images = evaluate_views(
+        classifier, str(unit.method), unit.seed, run.store, run.manifest, views, config.budgets
+    )
+    write_predictions(folder / PREDICTIONS, pd.concat(frames, ignore_index=True).assign(study=""), run.manifest.classes)
+    files.write_json(folder / IMAGES, images)
+    tensors = {f"{view}|{name}": value for view, of_view in routing.items() for name, value in of_view.items()}
+    files.write_safetensors(folder / ROUTING, save(tensors))
 
 
 def load_unit(run: Run, unit: Unit) -> RoutedClassifier:
@@ -353,13 +322,13 @@ def collect(run: Run, studies: Sequence[Study], done: Sequence[Unit]) -> None:
     routing, images = _collect_routing(run, done)
     write_tables(run.path, pd.concat(parts, ignore_index=True), run.manifest.classes, routing, images, run.store.grid)
     logs = {unit: folder_of(run, unit) / METRICS for unit in done}
-    write_lines(
+    files.write_lines(
         run.path / METRICS,
         [
             {"unit": unit.name, "method": str(unit.method), "seed": unit.seed, **row}
             for unit, log in logs.items()
             if log.exists()
-            for row in read_lines(log)
+            for row in files.read_lines(log)
         ],
     )
     run.finish(
@@ -385,7 +354,7 @@ def collect(run: Run, studies: Sequence[Study], done: Sequence[Unit]) -> None:
 
 def _collect_routing(run: Run, done: Sequence[Unit]) -> tuple[dict[str, np.ndarray], dict[str, list[str]]]:
     """Return patch orders and scores of all units, and the images of each view: those of the first unit that saw all of them."""
-    images: dict[Unit, dict[str, list[str]]] = {unit: read_json(folder_of(run, unit) / IMAGES) for unit in done}
+    images: dict[Unit, dict[str, list[str]]] = {unit: files.read_json(folder_of(run, unit) / IMAGES) for unit in done}
     ids: dict[str, list[str]] = {}
     for by_view in images.values():
         for view, names in by_view.items():

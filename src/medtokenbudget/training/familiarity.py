@@ -154,16 +154,14 @@ def fit_familiarity(store: FeatureStore, rows: np.ndarray, seed: int = 0) -> Fam
 
 def _moments(store: FeatureStore, rows: np.ndarray) -> tuple[list[Tensor], list[Tensor]]:
     """Return the moments of the images and of their patches."""
-    images, patches = [], []
-    for batch in store.batches(rows, _BATCH):
-        images.append(moments_of(whole(batch)))
-        patches.append(moments_of(batch.patches.float().flatten(0, 1)))
+    batches = store.batches(rows, _BATCH)
+    parts = [(moments_of(whole(batch)), moments_of(batch.patches.float().flatten(0, 1))) for batch in batches]
+    images, patches = zip(*parts)
     return add_moments(images), add_moments(patches)
 
 
 def _fitted(dim: int, rank: int, moments: Sequence[tuple[list[Tensor], list[Tensor]]]) -> Familiarity:
-    fitted = Familiarity(dim, rank)
-    images, patches = zip(*moments)
+    fitted, (images, patches) = Familiarity(dim, rank), zip(*moments)
     fitted.image.fit(add_moments(images))
     fitted.patch.fit(add_moments(patches))
     return fitted

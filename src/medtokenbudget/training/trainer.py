@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,22 +24,26 @@ from medtokenbudget.config import HEADLINE_BUDGETS, CurriculumConfig, TrainConfi
 from medtokenbudget.devices import resolve_device
 from medtokenbudget.errors import MismatchError, RequestError, WorkError
 from medtokenbudget.files import append_line, dotted, read_lines, sha256_json, write_lines
-from medtokenbudget.heads import create_head
+from medtokenbudget.heads import Head, create_head
 from medtokenbudget.metrics import accuracy, share_of_ceiling
 from medtokenbudget.progress import say
 from medtokenbudget.routing import LearnedSelector, Ranker, Selector, TrainingPass, selector_class
 from medtokenbudget.routing.losses import classification_loss, total_loss
 from medtokenbudget.tensor_files import load_tensors, save_tensors
-from medtokenbudget.tokens import TokenBatch
+from medtokenbudget.tokens import TokenBatch, TokenSet
+from medtokenbudget.training import pooled
 from medtokenbudget.training.classifier import RoutedClassifier
-from medtokenbudget.training.pooled import OnEpoch, cosine_lr, is_looked_at, pool_and_judge, probabilities, train_head
-from medtokenbudget.training.rows import TrainingRows, class_weights, generator, require_labels
+from medtokenbudget.training.rows import TrainingRows, class_weights, epoch_order, generator, require_labels
 
 TRAINING_VERSION = 1
 """Raise it when a change of this code changes the numbers of a training: a resumed run then refuses to mix the two."""
 CHECKPOINT, METRICS = "checkpoint.safetensors", "metrics.jsonl"
 CLOCK = "seconds"
 """What differs between two equal trainings."""
+OnEpoch = Callable[[str, int, int], None]
+"""Called after every epoch with the stage, the epochs done and the epochs in all."""
+Batches = Callable[[int], Iterator[tuple[Tensor | TokenSet, Tensor]]]
+"""From an epoch to its batches: what the head reads, and the labels."""
 
 
 def train(
@@ -51,28 +56,36 @@ def train(
     shared: Path | None = None,
     on_epoch: OnEpoch | None = None,
 ) -> RoutedClassifier:
-    """Train a selector and its head; where the store has no classes, the selector alone, from masks.
+    """Train a selector by name and its head, or only the head behind a finished selector; without classes, the selector alone.
 
-    Args:
-        store: The tokens, opened with the manifest that has their labels and masks.
-        rows: Which of them are for what.
-        config: Settings of the training.
-        selector: Name of a selector to train, or a finished one: then only the head is trained.
-        head: Name of the head.
-        folder: Where checkpoint and `metrics.jsonl` go; a training that was stopped there resumes. None leaves no files.
-        shared: Folder of pooled tokens that trainings of one run share.
-        on_epoch: Called after every epoch with the stage, the epochs done and the epochs in all.
-
-    Returns:
-        The classifier on the CPU, ready for inference, with one row per epoch in `history`.
+    Checkpoint and `metrics.jsonl` go into `folder`, where a training that was stopped resumes. Trainings of one run keep pooled
+    tokens in the folder `shared`. The classifier comes back on the CPU, ready for inference, with one row per epoch in `history`.
     """
     if isinstance(selector, Selector):
         classifier = RoutedClassifier(selector, None)
-        if store.classes:
-            classifier.head, classifier.history = train_head(store, rows, config, selector, head, None, shared, on_epoch)
-        if folder is not None and classifier.history:
+    else:
+        classifier = _train_selector(store, rows, config, selector, head, folder, on_epoch)
+    if store.classes and classifier.head is None:
+        scratch = None if folder is None or isinstance(selector, Selector) else folder / "pooled.npy"
+        classifier.head, history = _train_head(store, rows, config, classifier.selector, head, scratch, shared, on_epoch)
+        classifier.history = [*classifier.history, *history]
+        if folder is not None:
             write_lines(folder / METRICS, classifier.history)
-        return classifier.eval()
+    return classifier.eval()
+
+
+# A learned selector ---------------------------------------------------------------------------------------------------
+
+
+def _train_selector(
+    store: FeatureStore,
+    rows: TrainingRows,
+    config: TrainConfig,
+    name: str,
+    head: str,
+    folder: Path | None,
+    on_epoch: OnEpoch | None,
+) -> RoutedClassifier:
     # The paper's recipe (joint) trains scorer and head with one loss. Lesion-first trains the scorer on masks alone, so that
     # classification cannot pull it away from the lesion, and the head afterwards.
     device, joint = resolve_device(config.device), config.recipe == "joint"
@@ -84,79 +97,42 @@ def train(
     label = store.label.numpy()[rows.train]
     if joint or config.class_balance == "sampler":
         require_labels(label)
-    classifier = _untrained(store, config, selector, head if joint else None).to(device)
-    scorer = classifier.selector
-    assert isinstance(scorer, LearnedSelector)
-    weights = class_weights(label, len(store.classes)).to(device) if config.class_balance == "loss" and joint else None
-    images = len(rows.train) + len(np.unique(np.asarray(store.ids)[rows.views]))
-    epochs = epochs_for(images, config.batch_size, config.epochs, scorer.min_steps(config))
-    state = _State(classifier, config, _identity(store, rows, config, selector, head), folder)
-    while not state.finished:
-        started, epoch = time.perf_counter(), state.epoch
-        lr = cosine_lr(config.lr, epoch, epochs)
-        state.optimizer.param_groups[0]["lr"] = lr
-        budget = curriculum_budget(config.curriculum, epoch)
-        noise = generator(config.seed, "noise", epoch)
-        sums: dict[str, float] = {}
-        classifier.train()
-        order = rows.of_epoch(store, config, epoch)
-        for batch in store.batches(order, config.batch_size, signals=scorer.requires):
+    kind, classes = selector_class(name), len(store.classes)
+    if not issubclass(kind, LearnedSelector):
+        raise RequestError(f"Selector '{name}' does not learn. Train a head on its pooled tokens instead.")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        # The selector first: its weights must not depend on the head.
+        selector = kind.from_config(store.dim, config, classes)
+        classifier = RoutedClassifier(selector, create_head(head, store.dim, classes) if joint and classes else None).to(device)
+    weights = class_weights(label, classes).to(device) if config.class_balance == "loss" and joint else None
+
+    def steps(row: dict[str, Any]) -> Iterator[tuple[Tensor, dict[str, Tensor], int]]:
+        row["budget"] = budget = curriculum_budget(config.curriculum, row["epoch"])
+        noise = generator(config.seed, "noise", row["epoch"])
+        order = rows.of_epoch(store, config, row["epoch"])
+        for batch in store.batches(order, config.batch_size, signals=selector.requires):
             batch = batch.to(device, non_blocking=True)
             # Only the passes run in bf16: the losses below take logarithms of scores near 0 and 1.
             with torch.autocast(device.type, torch.bfloat16, enabled=config.precision == "bf16"):
                 if joint:
                     logits, step = classifier.training_pass(batch, budget, config, noise)
                 else:
-                    logits, step = None, scorer.training_pass(batch, budget, config, noise, route=False)
-            loss, terms = _loss(batch, logits, step, config, weights)
-            if not math.isfinite(loss.item()):
-                names = ", ".join((batch.image_id or ())[:4])
-                raise WorkError(
-                    f"The loss is not finite in epoch {epoch} (images {names}, ...). "
-                    "Lower `lr`, or extract the tokens of these images again."
-                )
-            state.optimizer.zero_grad(set_to_none=True)
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(classifier.parameters(), config.clip)
-            state.optimizer.step()
-            for name, value in terms.items():
-                sums[name] = sums.get(name, 0.0) + float(value) * len(batch)
-        means = {name: value / len(order) for name, value in sums.items()}
-        if "budget" in means:  # the loss term; `budget` itself is the budget of the epoch
-            means["budget_deviation"] = means.pop("budget")
-        row: dict[str, Any] = {"epoch": epoch, "stage": "selector", "lr": lr, "budget": budget, **means}
-        looked_at = is_looked_at(epoch, epochs, config.evaluate_every)
-        if looked_at:
-            row["selection"] = _selection_value(store, rows.select, classifier, config, device)
-            if state.best_epoch < 0 or row["selection"] > state.best_value + config.min_improvement:
-                state.best_value, state.best_epoch, state.best = row["selection"], epoch, module_tensors(classifier, "best/")
-        row[CLOCK] = round(time.perf_counter() - started, 3)
-        out_of_patience = looked_at and epoch - state.best_epoch >= config.patience
-        state.end_epoch(row, finished=epoch + 1 >= epochs or out_of_patience)
-        if on_epoch is not None:
-            on_epoch("selector", state.epoch, epochs)
-    classifier.load_state_dict(split_prefix(state.best, "best/"))
-    classifier.to("cpu").eval()
-    classifier.history = state.history
-    if store.classes and not joint:
-        file = None if folder is None else folder / "pooled.npy"
-        classifier.head, history = train_head(store, rows, config, scorer, head, file, on_epoch=on_epoch)
-        classifier.history = [*state.history, *history]
-        if folder is not None:
-            write_lines(folder / METRICS, classifier.history)
-    return classifier.eval()
+                    logits, step = None, selector.training_pass(batch, budget, config, noise, route=False)
+            loss, logged = _loss(batch, logits, step, config, weights)
+            _require_finite(loss, row, batch.image_id or ())
+            yield loss, logged, len(batch)
 
-
-def _untrained(store: FeatureStore, config: TrainConfig, selector: str, head: str | None) -> RoutedClassifier:
-    """Create selector and head, in this order, with weights that depend on the seed alone."""
-    kind, classes = selector_class(selector), len(store.classes)
-    if not issubclass(kind, LearnedSelector):
-        raise RequestError(f"Selector '{selector}' does not learn. Train a head on its pooled tokens instead.")
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.seed)
-        # The selector first: its weights must not depend on the head.
-        made = kind.from_config(store.dim, config, classes)
-        return RoutedClassifier(made, create_head(head, store.dim, classes) if head and classes else None)
+    images = len(rows.train) + len(np.unique(np.asarray(store.ids)[rows.views]))
+    epochs = epochs_for(images, config.batch_size, config.epochs, selector.min_steps(config))
+    # Fused: one kernel for all parameters. Its last bits differ from the loop's, so it belongs to the training's version.
+    optimizer = torch.optim.AdamW(classifier.parameters(), lr=config.lr, weight_decay=config.weight_decay, fused=True)
+    stage = _Stage("selector", classifier, optimizer, config, epochs)
+    if folder is not None:
+        stage.resume(folder, _identity(store, rows, config, name, head))
+    stage.run(steps, lambda: _selection_value(store, rows.select, classifier, config), on_epoch)
+    classifier.history = stage.history
+    return classifier.to("cpu").eval()
 
 
 def _identity(store: FeatureStore, rows: TrainingRows, config: TrainConfig, selector: str, head: str) -> dict[str, Any]:
@@ -184,14 +160,13 @@ def _loss(
             term = classification_loss(logits, batch.label, class_weight)
         terms, weights = {"classification": term, **terms}, {"classification": config.losses.classification, **weights}
     loss, scores = total_loss(terms, weights), step.scores.detach()
-    spread = {"score_mean": scores.mean(), "score_std": scores.std(dim=1).mean()}
-    return loss, {"loss": loss.detach()} | {name: term.detach() for name, term in terms.items()} | spread
+    # The column `budget` is the budget of the epoch, so the loss term has another name.
+    logged = {"budget_deviation" if name == "budget" else name: term.detach() for name, term in terms.items()}
+    return loss, {"loss": loss.detach(), **logged, "score_mean": scores.mean(), "score_std": scores.std(dim=1).mean()}
 
 
 @torch.no_grad()
-def _selection_value(
-    store: FeatureStore, rows: np.ndarray, classifier: RoutedClassifier, config: TrainConfig, device: torch.device
-) -> float:
+def _selection_value(store: FeatureStore, rows: np.ndarray, classifier: RoutedClassifier, config: TrainConfig) -> float:
     """Measure what the epoch is chosen by: accuracy at one budget, or retention at the headline budgets."""
     classifier.eval()
     selector, by_retention = classifier.selector, config.selection_metric == "retention"
@@ -203,11 +178,11 @@ def _selection_value(
             "part (`mtb data split`, `select`), or change `selection_metric`."
         )
     budgets = HEADLINE_BUDGETS if by_retention else (config.selection_budget,)
-    pooled, evidence = pool_and_judge(store, rows, selector, budgets, config.seed, device)
+    means, evidence = pooled.pool_and_judge(store, rows, selector, budgets, config.seed)
     if not by_retention:
         if classifier.head is None:
             raise RequestError('Without class labels the epoch is chosen by retention: use `selection_metric="retention"`.')
-        predicted = probabilities(classifier.head, store, rows, selector, budgets, config.seed, pooled, device)
+        predicted = pooled.probabilities(classifier.head, store, rows, selector, budgets, config.seed, means)
         return accuracy(store.label.numpy()[rows], predicted[:, 0].argmax(-1))
     # Original images and views count equally, however many of each there are.
     straight = np.array([store.views[row] == IDENTITY for row in rows])
@@ -220,11 +195,159 @@ def _selection_value(
     return float(np.mean([share_of_ceiling(evidence.kept_lesion[group], lesion[group], evidence.k) for group in groups]))
 
 
-def curriculum_budget(config: CurriculumConfig, epoch: int) -> float:
-    """Return the budget of an epoch, counted from 0: a cosine from start to end over `config.epochs`, then constant; or fixed.
+# A head behind a fixed selector ---------------------------------------------------------------------------------------
+# Every method uses the same optimizer and budget sampling. Under the strict protocol no epoch is chosen: the rate falls to zero
+# and the last one counts. Under the paper's the rate is constant and the best epoch on validation images counts, as for LATS.
 
-    The curriculum ablation changes nothing but this.
+
+def _train_head(
+    store: FeatureStore,
+    rows: TrainingRows,
+    config: TrainConfig,
+    selector: Selector,
+    name: str,
+    scratch: Path | None,
+    shared: Path | None,
+    on_epoch: OnEpoch | None,
+) -> tuple[Head, list[dict[str, Any]]]:
+    """Train a head on the tokens that a fixed selector keeps, at all budgets, and return it with one row per epoch.
+
+    Pooled tokens are in the file `scratch` while the head trains. What a selector without parameters keeps depends on neither
+    head nor seed: its tokens stay in the folder `shared`. With neither they are in memory.
     """
+    trained_on = pooled.with_masks(store, rows.head, selector)
+    label = store.label.numpy()[trained_on]
+    head = new_head(name, store.dim, len(store.classes), config)
+    judge = _head_judge(store, pooled.with_masks(store, rows.select, selector), selector, head, config)
+    if selector.stochastic or head.reads == "tokens":
+        batches = batches_of_store(store, trained_on, label, selector, head, config)
+        return head, fit_head(head, batches, label, config, judge, on_epoch)
+    file = scratch
+    if scratch is None and shared is not None:
+        key = sha256_json([store.identity, selector.name, selector.options(), trained_on.tolist(), list(config.budgets)])[:16]
+        file = shared / f"{selector.name}-{key}.npy"
+    means = pooled.pool(store, trained_on, selector, config.budgets, file)
+    history = fit_head(head, batches_of_pooled(means, label, config, head.classes), label, config, judge, on_epoch)
+    if scratch is not None:
+        for leftover in (scratch, scratch.with_suffix(".json")):
+            leftover.unlink(missing_ok=True)
+    return head, history
+
+
+def new_head(name: str, dim: int, classes: int, config: TrainConfig) -> Head:
+    """Create a head whose weights depend on the seed of the training alone."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        return create_head(name, dim, classes)
+
+
+def _head_judge(
+    store: FeatureStore, rows: np.ndarray, selector: Selector, head: Head, config: TrainConfig
+) -> Callable[[], float] | None:
+    """Return what measures the accuracy of the head, by which its epoch is chosen; None under the strict protocol.
+
+    The paper looks at validation accuracy to keep an epoch of LATS. Heads of baselines that kept their last epoch instead would be
+    compared at a disadvantage.
+    """
+    if config.protocol == "strict":
+        return None
+    if not len(rows):
+        raise RequestError('There are no validation images to choose the epoch of the head on. Use `protocol="strict"`.')
+    budgets, label = (config.selection_budget,), store.label.numpy()[rows]
+
+    @cache
+    def means() -> np.ndarray | None:  # the selector is fixed, so once is enough
+        return None if head.reads == "tokens" else pooled.pool_and_judge(store, rows, selector, budgets, config.seed)[0]
+
+    def judge() -> float:
+        predicted = pooled.probabilities(head, store, rows, selector, budgets, config.seed, means())
+        return accuracy(label, predicted[:, 0].argmax(-1))
+
+    return judge
+
+
+def batches_of_pooled(means: np.ndarray, label: np.ndarray, config: TrainConfig, classes: int) -> Batches:
+    """Read pooled tokens `[n, T, D]` of a deterministic selector; a budget is drawn for each batch."""
+
+    def batches(epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
+        for rows, draw in _drawn_batches(label, config, epoch, classes, means.shape[1]):
+            yield torch.from_numpy(means[rows, draw]), torch.from_numpy(label[rows])
+
+    return batches
+
+
+def batches_of_store(
+    store: FeatureStore, rows: np.ndarray, label: np.ndarray, selector: Selector, head: Head, config: TrainConfig
+) -> Batches:
+    """Select tokens again in every epoch, for selectors that draw and for heads that read tokens."""
+
+    @torch.no_grad()
+    def kept(batch: TokenBatch, budget: float, noise: torch.Generator) -> Tensor | TokenSet:
+        if head.reads == "tokens":
+            return pooled.token_sets(selector, batch, [selector.count(budget, batch.n)], noise)[0]
+        return selector.pooled(batch, (budget,), noise)[:, 0]
+
+    def batches(epoch: int) -> Iterator[tuple[Tensor | TokenSet, Tensor]]:
+        drawn = list(_drawn_batches(label, config, epoch, head.classes, len(config.budgets)))
+        order, noise = np.concatenate([part for part, _ in drawn]), generator(config.seed, "selector", epoch)
+        stored = store.batches(rows[order], config.batch_size, signals=selector.requires)
+        for (part, draw), batch in zip(drawn, stored):
+            yield kept(batch, config.budgets[draw], noise), torch.from_numpy(label[part])
+
+    return batches
+
+
+def _drawn_batches(
+    label: np.ndarray, config: TrainConfig, epoch: int, classes: int, budgets: int
+) -> Iterator[tuple[np.ndarray, int]]:
+    """Yield the images of each batch of an epoch, and the number of the budget that was drawn for it."""
+    order = epoch_order(label, config, epoch, classes).numpy()
+    draws = torch.randint(budgets, (len(order),), generator=generator(config.seed, "budget", epoch)).tolist()
+    for number, start in enumerate(range(0, len(order), config.batch_size)):
+        yield order[start : start + config.batch_size], draws[number]
+
+
+def fit_head(
+    head: Head,
+    batches: Batches,
+    label: np.ndarray,
+    config: TrainConfig,
+    judge: Callable[[], float] | None = None,
+    on_epoch: OnEpoch | None = None,
+) -> list[dict[str, Any]]:
+    """Train a head for all of its epochs and return one row for each.
+
+    With a `judge` the rate is constant and the best epoch is kept; without one the last epoch of a falling rate.
+    """
+    require_labels(label)
+    weights = class_weights(label, head.classes) if config.class_balance == "loss" else None
+
+    def steps(row: dict[str, Any]) -> Iterator[tuple[Tensor, dict[str, Tensor], int]]:
+        noise = generator(config.seed, "head-dropout", row["epoch"])
+        for features, target in batches(row["epoch"]):
+            logits, term = head.training_step(features, target, noise)
+            loss = classification_loss(logits, target, weights)
+            loss = loss if term is None else loss + term
+            _require_finite(loss, row)
+            yield loss, {"classification": loss.detach()}, len(target)
+
+    optimizer = torch.optim.AdamW(head.parameters(), lr=config.lr, weight_decay=config.weight_decay)
+    stage = _Stage("head", head, optimizer, config, config.head_epochs)
+    stage.run(steps, judge, on_epoch)
+    head.eval()
+    return stage.history
+
+
+# The epochs of both ---------------------------------------------------------------------------------------------------
+
+
+def cosine_lr(base: float, epoch: int, epochs: int) -> float:
+    """Return the rate of an epoch: a cosine from `base` at epoch 0 to 0 after the last epoch."""
+    return 0.5 * base * (1 + math.cos(math.pi * epoch / epochs))
+
+
+def curriculum_budget(config: CurriculumConfig, epoch: int) -> float:
+    """Return the budget of an epoch, counted from 0: a cosine from start to end over `config.epochs`, then constant; or fixed."""
     if config.kind == "fixed":
         return config.start
     if epoch >= config.epochs:
@@ -240,26 +363,68 @@ def epochs_for(images: int, batch_size: int, epochs: int, min_steps: int) -> int
     return min(5 * epochs, max(epochs, math.ceil(min_steps / steps)))
 
 
-class _State:
-    """What an epoch is a function of: weights, optimizer and the best epoch so far. In a folder it outlives the process.
+def _require_finite(loss: Tensor, row: Mapping[str, Any], images: Iterable[str] = ()) -> None:
+    if not math.isfinite(loss.item()):
+        named = f" (images {', '.join(list(images)[:4])}, ...)" if images else ""
+        raise WorkError(
+            f"The loss of the {row['stage']} is not finite in epoch {row['epoch']}{named}. "
+            "Lower `lr`, or extract the tokens of these images again."
+        )
 
-    Args:
-        identity: What a checkpoint must agree on to be resumed.
-        folder: Where checkpoint and log are; None keeps everything in memory.
-    """
 
-    def __init__(self, classifier: RoutedClassifier, config: TrainConfig, identity: dict[str, Any], folder: Path | None) -> None:
-        self.classifier, self.identity, self.folder = classifier, identity, folder
-        # Fused: one kernel for all parameters. Its last bits differ from the loop's, so it belongs to the training's version.
-        self.optimizer = torch.optim.AdamW(classifier.parameters(), lr=config.lr, weight_decay=config.weight_decay, fused=True)
+class _Stage:
+    """The epochs of a selector or of a head: weights, optimizer and the best epoch so far. In a folder they outlive the process."""
+
+    folder: Path | None = None
+
+    def __init__(self, name: str, module: nn.Module, optimizer: torch.optim.Optimizer, config: TrainConfig, epochs: int) -> None:
+        self.name, self.module, self.optimizer, self.config, self.epochs = name, module, optimizer, config, epochs
         self.epoch, self.finished = 0, False
         self.best_value, self.best_epoch = -math.inf, -1
         self.best: dict[str, Tensor] = {}
         self.history: list[dict[str, Any]] = []
-        if folder is not None:
-            self._resume(folder)
 
-    def end_epoch(self, row: dict[str, Any], finished: bool) -> None:
+    def run(
+        self,
+        steps: Callable[[dict[str, Any]], Iterator[tuple[Tensor, dict[str, Tensor], int]]],
+        judge: Callable[[], float] | None,
+        on_epoch: OnEpoch | None,
+    ) -> None:
+        """Train the epochs that are left, and keep the one that `judge` measures highest; the last one without a judge.
+
+        `steps` yields the loss of each batch, what is logged of it and its images' number; it may add to the row of the epoch.
+        """
+        config = self.config
+        while not self.finished:
+            started, epoch = time.perf_counter(), self.epoch
+            lr = config.lr if self.name == "head" and judge else cosine_lr(config.lr, epoch, self.epochs)
+            self.optimizer.param_groups[0]["lr"] = lr
+            row: dict[str, Any] = {"epoch": epoch, "stage": self.name, "lr": lr}
+            sums, images = dict[str, float](), 0
+            self.module.train()
+            for loss, logged, n in steps(row):
+                self.optimizer.zero_grad(set_to_none=True)
+                loss.backward()
+                torch.nn.utils.clip_grad_norm_(self.module.parameters(), config.clip)
+                self.optimizer.step()
+                for name, value in logged.items():
+                    sums[name] = sums.get(name, 0.0) + float(value) * n
+                images += n
+            row |= {name: value / images for name, value in sums.items()}
+            last = epoch + 1 >= self.epochs
+            if judge is not None and ((epoch + 1) % config.evaluate_every == 0 or last):
+                row["selection"] = measured = judge()
+                if self.best_epoch < 0 or measured > self.best_value + config.min_improvement:
+                    self.best_value, self.best_epoch, self.best = measured, epoch, module_tensors(self.module, "best/")
+                last = last or (self.name == "selector" and epoch - self.best_epoch >= config.patience)
+            row[CLOCK] = round(time.perf_counter() - started, 3)
+            self._end_epoch(row, last)
+            if on_epoch is not None:
+                on_epoch(self.name, self.epoch, self.epochs)
+        if self.best:
+            self.module.load_state_dict(split_prefix(self.best, "best/"))
+
+    def _end_epoch(self, row: dict[str, Any], finished: bool) -> None:
         """Log an epoch and write the checkpoint after it."""
         self.epoch, self.finished = self.epoch + 1, finished
         self.history.append(row)
@@ -275,26 +440,27 @@ class _State:
             "identity": self.identity,
             "metrics": log_hash(self.history),
         }
-        tensors = {**module_tensors(self.classifier, "now/"), **self.best, **optimizer_tensors(self.optimizer)}
+        tensors = {**module_tensors(self.module, "now/"), **self.best, **optimizer_tensors(self.optimizer)}
         save_tensors(self.folder / CHECKPOINT, tensors, state)
 
-    def _resume(self, folder: Path) -> None:
+    def resume(self, folder: Path, identity: dict[str, Any]) -> None:
+        """Keep checkpoint and log in a folder, and begin with what is there; the checkpoint must agree on `identity`."""
+        self.folder, self.identity = folder, identity
         checkpoint, log = folder / CHECKPOINT, folder / METRICS
         if not checkpoint.exists():
             log.unlink(missing_ok=True)
             return
         tensors, state = load_tensors(checkpoint)
-        if self.identity != state["identity"]:
+        if identity != state["identity"]:
             advice = "Use the same options to resume, or another `out` to start over."
-            differences = dotted(self.identity), dotted(state["identity"])
-            raise MismatchError.between(f"The training in {checkpoint}", *differences, advice)
-        self.classifier.load_state_dict(split_prefix(tensors, "now/"))
+            raise MismatchError.between(f"The training in {checkpoint}", dotted(identity), dotted(state["identity"]), advice)
+        self.module.load_state_dict(split_prefix(tensors, "now/"))
         self.best = {name: tensor for name, tensor in tensors.items() if name.startswith("best/")}
         restore_optimizer(self.optimizer, tensors)
         self.epoch, self.finished = state["epoch"], state["finished"]
         self.best_value, self.best_epoch = state["best"], state["best_epoch"]
         # Rows of the head, and of an epoch that was killed before its checkpoint, come again.
-        logged = [row for row in (read_lines(log) if log.exists() else []) if row.get("stage") == "selector"]
+        logged = [row for row in (read_lines(log) if log.exists() else []) if row.get("stage") == self.name]
         self.history = [row for row in logged if isinstance(row.get("epoch"), int) and row["epoch"] < self.epoch]
         if log_hash(self.history) != state.get("metrics"):
             say(f"{log} is missing or damaged; it starts anew. For all curves, delete {folder} and run the command again.")
