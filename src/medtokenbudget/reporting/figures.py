@@ -77,7 +77,7 @@ def _in_words(name: str, run: ReportRun) -> str:
         return ""
     values = run.at(metric)
     ranked = sorted(((m, values[m]) for m in run.drawn(run.methods) if m in values), key=lambda item: -item[1])
-    counts = run.with_intervals(metric, run.headline)["n"]
+    counts = run.by_method(metric)["n"]
     listed = ", ".join(f"{look(m).title} {100 * v:.1f}%{_other_n(counts, m)}" for m, v in ranked)
     return f"At budget {budget_text(run.headline)}: {listed}."
 
@@ -170,7 +170,7 @@ def _other_n(counts: pd.Series, method: str) -> str:
 
 def _accuracy_against_retention(run: ReportRun) -> Figure | None:
     """Draw one point per method at the headline budget: accuracy does not show how much of the lesion was kept."""
-    retention, accuracy = (run.with_intervals(metric, run.headline) for metric in ("retention", "accuracy"))
+    retention, accuracy = (run.by_method(metric) for metric in ("retention", "accuracy"))
     both = retention.join(accuracy, lsuffix="_x", rsuffix="_y", how="inner").dropna(subset=["value_x", "value_y"])
     both = both.drop(index="no-pruning", errors="ignore")
     both = both.loc[run.drawn(both.index)]
