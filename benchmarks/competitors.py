@@ -1,17 +1,16 @@
-"""What people would use instead of early routing: ToMe in every block, and EViT at three blocks, as passes of a plain timm ViT.
+"""What people would use instead of early routing: ToMe in every block of a plain timm ViT, as published.
 
-Here they run inside the backbone, as published; the selectors of the same names are their post-backbone forms.
+The selector of the same name is its form after the backbone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from medtokenbudget.backbone.partial import embed, take
+from medtokenbudget.backbone.partial import embed
 from medtokenbudget.routing.selectors.tome import ToMe
 
 Model = Any
@@ -38,7 +37,7 @@ def tome_every_block(model: Model, images: Tensor, k: int, layer: int) -> Tensor
     for number, block in enumerate(model.blocks[: layer + 1]):
         left = n - round((n - k) * (number + 1) / (layer + 1))
         bias = torch.cat([torch.zeros_like(size[:, :1]).expand(-1, prefix), size.log()], 1)[:, None, None]
-        attended, key, _ = _attention(block.attn, block.norm1(x), bias)
+        attended, key = _attention(block.attn, block.norm1(x), bias)
         x = x + block.ls1(attended)
         while x.shape[1] - prefix > left:
             now = x.shape[1] - prefix
@@ -58,47 +57,10 @@ def _merged(patches: Tensor, metric: Tensor, size: Tensor, r: int) -> tuple[Tens
     return shares @ patches, shares @ metric, after
 
 
-def evit_blocks(model: Model, images: Tensor, k: int, layer: int, places: Sequence[int] = (3, 6, 9)) -> tuple[Tensor, Tensor]:
-    """EViT (Liang et al., ICLR 2022): at three blocks the patches with the least class attention fuse into one token.
-
-    The share that is kept at each place is such that k patches are left after the last one.
-
-    Args:
-        model: A vision transformer with a class token.
-        images: Normalized images [B, 3, S, S].
-        k: Patch tokens left.
-        layer: The block that tokens are taken from.
-        places: Blocks in which the tokens are reorganized, counted from 0; those after `layer` do not count.
-
-    Returns:
-        The normed patch tokens [B, k, D] without fused tokens, and the numbers of their patches [B, k].
-    """
-    x, prefix = embed(model, images), int(model.num_prefix_tokens)
-    b, n = x.shape[0], x.shape[1] - prefix
-    indices = torch.arange(n, device=x.device).expand(b, n)
-    used = [place for place in places if place <= layer]
-    for number, block in enumerate(model.blocks[: layer + 1]):
-        attended, _, weights = _attention(block.attn, block.norm1(x), None)
-        x = x + block.ls1(attended)
-        left = round(n * (k / n) ** ((used.index(number) + 1) / len(used))) if number in used else n
-        if left < (count := indices.shape[1]):
-            patches, rest = x[:, prefix : prefix + count], x[:, prefix + count :]
-            attention = weights[:, prefix : prefix + count]
-            order = attention.argsort(1, descending=True)
-            best, worst = order[:, :left], order[:, left:]
-            share = attention.gather(1, worst)
-            fused = (share.unsqueeze(1) @ take(patches, worst)) / share.sum(1).view(b, 1, 1).clamp_min(1e-12)
-            x = torch.cat([x[:, :prefix], take(patches, best), rest, fused], 1)
-            indices = indices.gather(1, best)
-        x = x + block.ls2(block.mlp(block.norm2(x)))
-    return model.norm(x)[:, prefix : prefix + k], indices
-
-
-def _attention(attn: Any, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """The block's attention: its output, the mean key of each token [B, T, d], and the class token's mean weights [B, T]."""
+def _attention(attn: Any, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """The block's attention: its output, and the mean key of each token [B, T, d]."""
     b, t, _ = x.shape
     q, k, v = attn.qkv(x).reshape(b, t, 3, attn.num_heads, attn.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
     q, k = attn.q_norm(q), attn.k_norm(k)
     out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias)
-    first = (q[:, :, :1] * attn.scale @ k.transpose(-2, -1)).softmax(-1)[:, :, 0].mean(1)
-    return attn.proj(attn.norm(out.transpose(1, 2).reshape(b, t, -1))), k.mean(1), first
+    return attn.proj(attn.norm(out.transpose(1, 2).reshape(b, t, -1))), k.mean(1)

@@ -22,9 +22,11 @@ from PIL import Image
 
 import medtokenbudget
 from medtokenbudget.cli import main
+from medtokenbudget.config import NOTICE
 from medtokenbudget.data.manifest import COLUMNS
 from medtokenbudget.data.synthetic import draw
 from medtokenbudget.heads import head as heads
+from medtokenbudget.measures import METRICS
 from medtokenbudget.routing.base import SELECTORS
 from medtokenbudget.runs.run import PREDICTION_COLUMNS, RESULT_COLUMNS
 from tests.conftest import REPOSITORY
@@ -221,6 +223,9 @@ def test_the_site_is_built_without_warnings_and_loads_nothing_from_elsewhere(tmp
     assert "url(http" not in styles
     commands_page = (tmp_path / "site" / "reference" / "cli.html").read_text(encoding="utf-8")
     assert all(f">mtb {name}<" in commands_page for name in ("train", "data folder", "predict"))
+    formats_page = (tmp_path / "site" / "reference" / "formats.html").read_text(encoding="utf-8")
+    assert all(f"<code>{name}</code>" in formats_page for name in METRICS)
+    assert NOTICE in formats_page
 
 
 def test_the_page_of_the_python_names_shows_each_of_them() -> None:
@@ -234,7 +239,7 @@ def test_the_page_of_the_file_formats_has_every_column() -> None:
     sections = {part.split("\n", 1)[0].strip(): part for part in re.split(r"^#+ ", text, flags=re.MULTILINE)}
     expected = {
         "Manifest (`.parquet`)": COLUMNS,
-        "results.csv": RESULT_COLUMNS,
+        "results.csv": set(RESULT_COLUMNS) - set(METRICS),  # the hook of the site fills in the metrics
         "predictions.parquet": PREDICTION_COLUMNS,
     }
     for title, columns in expected.items():

@@ -29,7 +29,7 @@ from torch.nn import functional as F
 
 from medtokenbudget.backbone.attention import AttentionTap
 from medtokenbudget.backbone.backbone import WEIGHTS_FILE, Backbone, Recipe, build
-from medtokenbudget.config import BackboneConfig
+from medtokenbudget.config import NOTICE, BackboneConfig
 from medtokenbudget.data import Manifest, decode_image
 from medtokenbudget.errors import MedTokenBudgetError, MismatchError, RequestError, WorkError
 from medtokenbudget.files import read_json, sha256_json, write_json, write_safetensors, write_text
@@ -403,7 +403,7 @@ A plain vision transformer ({options.depth} blocks, width {options.width}) that 
 | training | {options.epochs} epochs, batch {options.batch_size}, learning rate {options.lr}, seed {options.seed} |
 | license | {options.license} |
 
-Research software, not a medical device.
+{NOTICE}
 """
 
 

@@ -1,6 +1,7 @@
 """Write the pages of docs/results/ from the CSV files next to them: `python docs/tools/results_pages.py`.
 
-A test runs this again and compares. `scorer.md`, `zoo.md` and `early-routing.md` have scripts of their own.
+A test runs this again and compares. `zoo.md` has a script of its own; `scorer.md` and `early-routing.md` are records of
+finished studies.
 """
 
 from __future__ import annotations

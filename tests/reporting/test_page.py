@@ -13,6 +13,7 @@ import pytest
 from playwright.sync_api import Browser
 
 from medtokenbudget.cli import main
+from medtokenbudget.config import NOTICE
 from medtokenbudget.errors import RequestError
 from medtokenbudget.reporting.page import build, report
 from medtokenbudget.runs.run import headline, read_results
@@ -104,7 +105,7 @@ def test_the_page_is_well_formed_accessible_and_loads_nothing_from_elsewhere(run
 
 def test_the_page_says_what_was_measured_and_what_it_is_not(run: Path) -> None:
     text = (run / "report.html").read_text(encoding="utf-8")
-    assert "Research software, not a medical device" in text
+    assert NOTICE in text
     assert "Token selection on My clinic" in text
     assert "24 validation images of “My clinic”" in text
     assert "simply keeping the image center" in text

@@ -11,6 +11,7 @@ import pytest
 from PIL import Image
 from playwright.sync_api import Browser, Page, expect
 
+from medtokenbudget.config import NOTICE
 from medtokenbudget.model.looks import look
 from medtokenbudget.serve.service import Service
 from tests.serve.axe import serious
@@ -248,7 +249,7 @@ def test_nothing_can_be_controlled_before_the_first_image_is_analyzed(chromium: 
 
 def test_the_notice_and_the_keyboard_path_are_there(opened: Open) -> None:
     page = opened()
-    expect(page.get_by_text("Research software, not a medical device.")).to_be_visible()
+    expect(page.get_by_text(NOTICE)).to_be_visible()
     page.keyboard.press("Tab")
     expect(page.locator(".skip")).to_be_focused()
     page.keyboard.press("Enter")

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageDraw, ImageFilter, ImageFont
 
+from medtokenbudget.config import NOTICE
 from medtokenbudget.model.inference import Routing, open_mask, open_picture
 
 KEPT_EDGE, INK, PAPER = (255, 255, 255), (20, 20, 24), (235, 235, 235)
@@ -59,7 +60,7 @@ def overlay(image: Any, prediction: Routing, mask: Any = None, side: int = 640) 
     n, k = prediction.n_patches, prediction.k
     share = f"{k} of {n} patches" if kept is not None else f"{n} patches merged into {k} tokens"
     amount = f"budget {prediction.budget:g}" if prediction.guarantee is None else str(prediction.guarantee)
-    caption = f"{prediction.selector}, {amount}: {share}   research, not a medical device"
+    caption = f"{prediction.selector}, {amount}: {share}   {NOTICE}"
     picture = _with_line(picture, f"{prediction.headline}   {caption}".strip(), picture.height, PAPER, INK)
     return _with_line(picture, WARNING, 0, INK, LESION_EDGE) if prediction.unfamiliar else picture
 

@@ -18,21 +18,18 @@ from medtokenbudget.reporting.intervals import Difference, ReportRun, nearest_he
 from medtokenbudget.runs import statistics
 from medtokenbudget.runs.run import AS_IS
 
-TEST_COLUMNS: tuple[str, ...] = (
+TEST_COLUMNS = [
     *("run", "method", "minus_run", "minus_method", "view", "budget", "metric"),
     *("difference", "low", "high", "p", "p_holm", "n", "groups", "seeds"),
-)
+]
 
 
 @dataclass(frozen=True)
 class Comparison:
     """The runs of a report, one or more; of several, the first is the reference of every paired difference.
 
-    Runs are paired where they evaluated the same images; where they did not, a note says why there is no difference.
-
-    Attributes:
-        runs: The runs in the order given.
-        notes: What cannot be compared and why, one sentence each; complete after `tests` was computed.
+    Runs are paired where they evaluated the same images; where they did not, one of the `notes` says why there is no difference.
+    The notes are complete after `tests` was computed.
     """
 
     runs: tuple[ReportRun, ...]
@@ -50,11 +47,6 @@ class Comparison:
     @property
     def several(self) -> bool:
         return len(self.runs) > 1
-
-    @cached_property
-    def methods(self) -> list[str]:
-        """Methods of all runs, those of the first run first."""
-        return self.first.ordered(m for run in self.runs for m in run.methods)
 
     @cached_property
     def budgets(self) -> list[float]:
@@ -76,17 +68,12 @@ class Comparison:
 
         Of a single run, its leading methods minus each other method.
         """
-        if self.several:
-            parts = [part for run in self.runs[1:] for part in self._pair(self.first, run)]
-        else:
-            names = {"run": self.first.name, "minus_run": self.first.name}
-            columns = {"method_a": "method", "method_b": "minus_method"}
-            parts = [part.rename(columns=columns).assign(**names) for part in self.first.tests()]
-        parts = [part for part in parts if len(part)]
-        table = pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=list(TEST_COLUMNS))
+        pairs = [self._pair(run) for run in self.runs[1:]] if self.several else [_leading_tests(self.first)]
+        parts = [part for tests in pairs for part in tests if len(part)]
+        table = pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=TEST_COLUMNS)
         if self.several and len(table):
             table["p_holm"] = table.groupby(["view", "metric"], sort=False)["p"].transform(lambda p: statistics.holm(p.to_numpy()))
-        return table[list(TEST_COLUMNS)]
+        return table[TEST_COLUMNS]
 
     @cached_property
     def headline_tests(self) -> pd.DataFrame:
@@ -101,62 +88,75 @@ class Comparison:
         rows = rows[rows["method"] == rows["run"].map(mains)]
         return {r["run"]: Difference(r["difference"], r["low"], r["high"], r["p"], r["n"]) for r in rows.to_dict("records")}
 
-    def _pair(self, first: ReportRun, other: ReportRun) -> list[pd.DataFrame]:
-        metrics = self._comparable(first, other)
-        if not metrics:
-            return []
-        shared = [m for m in first.methods if m in other.methods]
-        methods = dict.fromkeys([(first.focus, other.focus), *[(m, m) for m in shared]])
-        parts = []
-        for view in (AS_IS, OFF_CENTER):
-            studies = [run.study if view == AS_IS else run.off_center_study for run in (first, other)]
-            if None in studies:
-                continue
-            left, right = (run.images(str(study), view) for run, study in zip((first, other), studies))
+    def _pair(self, other: ReportRun) -> list[pd.DataFrame]:
+        """Test a run minus the first."""
+        first, metrics, parts = self.first, self._comparable(other), []
+        methods = dict.fromkeys([(first.focus, other.focus), *[(m, m) for m in first.methods if m in other.methods]])
+        for view in (AS_IS, OFF_CENTER) if metrics else ():
+            left, right = (run.images(run.study if view == AS_IS else run.off_center_study, view) for run in (first, other))
             if view == OFF_CENTER and not _same_crops(left, right):
                 continue
-            right = _aligned(right, left, other.classes, first.classes)
+            right = _aligned(right, left, other.info.classes, first.info.classes)
             for method, other_method in methods:
                 tests = _paired(left[left["method"] == method], right[right["method"] == other_method], metrics)
                 names = {"run": other.name, "method": other_method, "minus_run": first.name, "minus_method": method, "view": view}
                 parts.append(tests.assign(**names))
         return parts
 
-    def _comparable(self, first: ReportRun, other: ReportRun) -> tuple[str, ...]:
-        """Return the measures that can be paired; say in `notes` what cannot and why."""
-        pair = f"`{first.name}` and `{other.name}`"
+    def _comparable(self, other: ReportRun) -> tuple[str, ...]:
+        """Return the measures that can be paired with the first run; say in `notes` what cannot and why."""
+        first = self.first
+
+        def note(sentence: str) -> None:
+            self.notes.append(f"`{first.name}` and `{other.name}` {sentence}")
+
         left, right = (run.main_predictions.drop_duplicates("image_id").set_index("image_id") for run in (first, other))
         shared = left.index.intersection(right.index)
         if first.info.hashes.get("split") != other.info.hashes.get("split"):
-            self.notes.append(f"{pair} use different splits of the data, so they trained on different images.")
+            note("use different splits of the data, so they trained on different images.")
         if not len(shared):
-            self.notes.append(f"{pair} share no validation images: their numbers stand side by side, without paired differences.")
+            note("share no validation images: their numbers stand side by side, without paired differences.")
             return ()
         # As objects, because a missing string differs from itself.
-        shown = [frame.loc[shared] for frame in (left, right)]
-        labels = [frame["label_name"].astype(object).where(frame["label"] >= 0, None).to_numpy() for frame in shown]
+        labels = [
+            frame["label_name"].astype(object).where(frame["label"] >= 0, None).to_numpy()
+            for frame in (left.loc[shared], right.loc[shared])
+        ]
         changed = int((labels[0] != labels[1]).sum())
-        same_classes = set(first.classes) == set(other.classes)
+        same_classes = set(first.info.classes) == set(other.info.classes)
         if same_classes and changed:
-            self.notes.append(
-                f"{pair} have {plural(len(shared), 'image id')} in common, but {changed:,} with different labels: they are treated "
+            note(
+                f"have {plural(len(shared), 'image id')} in common, but {changed:,} with different labels: they are treated "
                 "as different images, without paired differences."
             )
             return ()
         if len(shared) < max(len(left), len(right)):
-            self.notes.append(
-                f"{pair} share {len(shared):,} of {len(left):,} and {len(right):,} validation images; paired differences cover the "
-                "shared ones."
-            )
+            both = f"{len(left):,} and {len(right):,} validation images"
+            note(f"share {len(shared):,} of {both}; paired differences cover the shared ones.")
         if not same_classes:
-            self.notes.append(f"{pair} have different classes: only retention is paired.")
+            note("have different classes: only retention is paired.")
         common = sorted(set(first.seeds) & set(other.seeds))
         if not common:
-            self.notes.append(f"{pair} have no seed in common: their seeds are paired in order.")
+            note("have no seed in common: their seeds are paired in order.")
         elif first.seeds != other.seeds:
-            names = ", ".join(map(str, common))
-            self.notes.append(f"{pair} have different seeds: paired differences use the common ones ({names}).")
+            note(f"have different seeds: paired differences use the common ones ({', '.join(map(str, common))}).")
         return shown_in("test") if same_classes else ("retention",)
+
+
+def _leading_tests(run: ReportRun) -> list[pd.DataFrame]:
+    """Test every leading method of a run against every other one, original images and off-center views, with Holm-corrected p."""
+    parts = []
+    for view in (AS_IS, OFF_CENTER):
+        for method in run.leading:
+            # The study `robustness` has more seeds than the headline study.
+            repeated = method in set(run.cells("robustness", AS_IS)["method"])
+            rows = run.images(run.off_center_study if view == OFF_CENTER else "robustness" if repeated else run.study, view)
+            if method in set(rows["method"]):
+                budgets = [b for b in HEADLINE_BUDGETS if b in set(rows["budget"])] or [run.headline]
+                tests = statistics.compare(rows, method, shown_in("test"), budgets)
+                tests = tests.rename(columns={"method_a": "method", "method_b": "minus_method"})
+                parts.append(tests.assign(run=run.name, minus_run=run.name))
+    return parts
 
 
 def unique_names(paths: Sequence[Path]) -> list[str]:

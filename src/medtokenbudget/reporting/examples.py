@@ -90,7 +90,9 @@ def _example(run: ReportRun, orders: PatchOrders, row: int, reason: str) -> Exam
         seed = orders.seed_of(method)
         if seed is None:
             continue
-        kept = orders.kept(method, seed, k)[row].reshape(orders.grid)
+        kept = np.zeros(lesion.size, bool)
+        kept[orders.order[method, seed][row, :k]] = True
+        kept = kept.reshape(orders.grid)
         share = f"{100 * lesion_retention(kept.reshape(1, -1), lesion.reshape(1, -1)).pooled:.0f}% of lesion"
         tiles.append((look(method).title, share, _kept_tile(picture, kept, lesion, outline)))
     size = int(lesion.sum())

@@ -5,7 +5,7 @@ captions are in the template of the page.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from matplotlib.ticker import MaxNLocator
 
 from medtokenbudget import metrics
 from medtokenbudget.backbone.views import OFF_CENTER
+from medtokenbudget.config import LossWeights
 from medtokenbudget.measures import METRICS, budget_text, probability_matrix
 from medtokenbudget.model.looks import Look, is_reference, look
 from medtokenbudget.reporting.comparison import Comparison
@@ -44,12 +45,9 @@ from medtokenbudget.runs.statistics import lesion_rows
 MOST_STRATA = 12
 """Classes with the most images that the figure shows; the table has all."""
 _CEILING_LINE: dict[str, Any] = {"color": INK, "linestyle": (0, (4, 2)), "linewidth": 1.4, "label": "Ceiling (Oracle)"}
-_LOSSES = {
-    "classification": ("#0072b2", "o"),
-    "lesion": ("#d55e00", "s"),
-    "distillation": ("#009e73", "v"),
-    "diversity": ("#a8577e", "D"),
-}
+_LOSSES = [term.name for term in fields(LossWeights) if term.name != "budget"]
+"""What the figure of the training draws; the deviation from the budget is a diagnostic without gradient."""
+_LOSS_STYLES = (("#0072b2", "o"), ("#a8577e", "D"), ("#d55e00", "s"), ("#009e73", "v"), ("#c98a00", "^"), ("#6a51a3", "P"))
 _RUN_COLORS = ("#0072b2", "#d55e00", "#009e73", "#a8577e", "#c98a00", "#6a51a3", "#7a828a", "#3a9bd0")
 _RUN_MARKERS = "osv^DPXH"
 
@@ -77,7 +75,7 @@ def _in_words(name: str, run: ReportRun) -> str:
         return ""
     values = run.at(metric)
     ranked = sorted(((m, values[m]) for m in run.drawn(run.methods) if m in values), key=lambda item: -item[1])
-    counts = run.with_intervals(metric, run.headline)["n"]
+    counts = run.by_method(metric)["n"]
     listed = ", ".join(f"{look(m).title} {100 * v:.1f}%{_other_n(counts, m)}" for m, v in ranked)
     return f"At budget {budget_text(run.headline)}: {listed}."
 
@@ -170,7 +168,7 @@ def _other_n(counts: pd.Series, method: str) -> str:
 
 def _accuracy_against_retention(run: ReportRun) -> Figure | None:
     """Draw one point per method at the headline budget: accuracy does not show how much of the lesion was kept."""
-    retention, accuracy = (run.with_intervals(metric, run.headline) for metric in ("retention", "accuracy"))
+    retention, accuracy = (run.by_method(metric) for metric in ("retention", "accuracy"))
     both = retention.join(accuracy, lsuffix="_x", rsuffix="_y", how="inner").dropna(subset=["value_x", "value_y"])
     both = both.drop(index="no-pruning", errors="ignore")
     both = both.loc[run.drawn(both.index)]
@@ -206,7 +204,7 @@ def _curriculum(run: ReportRun) -> Figure | None:
     else:
         figure, axes = new_figure(3.6)
     for name in _active_losses(run):
-        color, marker = _LOSSES[name]
+        color, marker = _LOSS_STYLES[_LOSSES.index(name) % len(_LOSS_STYLES)]
         if name in rows and rows[name].notna().any():
             axes.plot(rows["epoch"], rows[name], color=color, marker=marker, markevery=max(1, len(rows) // 8), label=name)
     axes.set(xlabel="epoch", ylabel="loss (unweighted)", ylim=(0, None))

@@ -12,14 +12,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
 from safetensors import SafetensorError, safe_open
 
 from medtokenbudget.backbone.views import OFF_CENTER
-from medtokenbudget.config import CONTROLS, HEADLINE_BUDGET, HEADLINE_BUDGETS, PAPER_METHODS, PAPER_RECIPE
+from medtokenbudget.config import CONTROLS, HEADLINE_BUDGET, PAPER_METHODS, PAPER_RECIPE
 from medtokenbudget.data import Manifest
 from medtokenbudget.data.strata import STRATA
 from medtokenbudget.errors import RequestError
@@ -27,23 +27,20 @@ from medtokenbudget.files import read_lines
 from medtokenbudget.measures import METRICS, shown_in
 from medtokenbudget.metrics import kept_lesion_counts, ratio, reachable
 from medtokenbudget.model.looks import is_reference
+from medtokenbudget.runs import run as run_files
 from medtokenbudget.runs import statistics
-from medtokenbudget.runs.run import AS_IS, ATTRIBUTES, RESULTS, ROUTING, Run
-from medtokenbudget.runs.run import METRICS as LOG
+from medtokenbudget.runs.run import AS_IS, Run
 
 MOST_DRAWN = 14
 """Methods that one figure can show; the tables have all."""
 _STRATA_DRAWS = 2_000
-NO_VALUE = (np.nan, np.nan, 0)
 
 
 @dataclass(frozen=True)
 class PatchOrders:
-    """`routing.safetensors`: the order in which each method keeps the patches of the original images, and the scores behind it.
+    """`routing.safetensors`: the order in which each method keeps the N patches of n original images, and the scores behind it.
 
     Attributes:
-        image_ids: Ids of the n images.
-        grid: Rows and columns of the patch grid; N is their product.
         order: (method, seed) -> `[n, N]` patch numbers, best first.
         scores: (method, seed) -> `[n, N]` scores; only for methods that learn to score.
         lesion: `[n, N]` bool, the lesion patches.
@@ -63,21 +60,17 @@ class PatchOrders:
         try:
             with safe_open(str(path), framework="numpy") as file:
                 about = json.loads((file.metadata() or {})["routing"])
-                names = sorted(file.keys())
-                order = {_unit(k): file.get_tensor(k).astype(np.int64) for k in names if k.startswith("order/")}
-                scores = {_unit(k): file.get_tensor(k).astype(np.float64) for k in names if k.startswith("scores/")}
+                arrays: dict[str, dict[tuple[str, int], np.ndarray]] = {"order": {}, "scores": {}}
+                for key in sorted(file.keys()):
+                    if key.startswith(("order/", "scores/")):
+                        kind, *method, seed = key.split("/")
+                        dtype = np.int64 if kind == "order" else np.float64
+                        arrays[kind]["/".join(method), int(seed)] = file.get_tensor(key).astype(dtype)
                 lesion, has_mask = (file.get_tensor(name).astype(bool) for name in ("lesion", "has_mask"))
             rows, columns = about["grid"]
-            return cls(about["image_ids"][AS_IS], (int(rows), int(columns)), order, scores, lesion, has_mask)
+            return cls(about["image_ids"][AS_IS], (int(rows), int(columns)), **arrays, lesion=lesion, has_mask=has_mask)
         except (KeyError, ValueError, TypeError, OSError, RecursionError, SafetensorError) as error:
             raise RequestError(f"Cannot read {path} ({error}). Create it again with `mtb sweep`.") from None
-
-    def kept(self, method: str, seed: int, k: int) -> np.ndarray:
-        """Return `[n, N]` bool: the `k` best patches of each image."""
-        order = self.order[method, seed]
-        kept = np.zeros(order.shape, bool)
-        np.put_along_axis(kept, order[:, :k], True, axis=1)
-        return kept
 
     def share_of_possible(self, method: str, seed: int, k: int) -> np.ndarray:
         """Return `[n]` kept lesion patches as a share of what `k` patches could cover; NaN for images without a lesion patch."""
@@ -88,12 +81,6 @@ class PatchOrders:
     def seed_of(self, method: str) -> int | None:
         """Return the first seed with a patch order of this method."""
         return min((seed for name, seed in self.order if name == method), default=None)
-
-
-def _unit(key: str) -> tuple[str, int]:
-    """Split `order/METHOD/SEED` into (METHOD, SEED)."""
-    _, *method, seed = key.split("/")
-    return "/".join(method), int(seed)
 
 
 class Difference(NamedTuple):
@@ -119,24 +106,20 @@ class ReportRun:
 
     Attributes:
         name: Name of the run in a report of several runs.
-        classes: Class names; labels and predictions are indices into them.
         training: `metrics.jsonl`, empty when there is none.
-        orders: `routing.safetensors`, or None.
         manifest: The manifest of the images, or None when it is out of reach.
-        attributes: `attributes.parquet`: the stratum of each image by property, or None.
+        attributes: `attributes.parquet`: the stratum of each image by property; empty when there is none.
         missing: What the report cannot show and why, one sentence each.
     """
 
     name: str
-    path: Path
     info: Run
     results: pd.DataFrame
     predictions: pd.DataFrame
-    classes: tuple[str, ...]
     training: pd.DataFrame
     orders: PatchOrders | None
     manifest: Manifest | None
-    attributes: pd.DataFrame | None = None
+    attributes: pd.DataFrame
     missing: list[str] = field(default_factory=list)
 
     @classmethod
@@ -151,31 +134,31 @@ class ReportRun:
                 f"{path} is not a directory. Pass a run directory written by `mtb sweep`, `mtb train` or `mtb demo`."
             )
         info = Run(path)
-        results = info.results
+        results, predictions = info.results, info.predictions
         if results.empty:
-            raise RequestError(f"{path / RESULTS} has no rows yet. Run the same command again to finish the run.")
-        predictions, classes = info.predictions, info.classes
+            raise RequestError(f"{path / run_files.RESULTS} has no rows yet. Run the same command again to finish the run.")
         for frame in (results, predictions):
             frame["budget"] = frame["budget"].round(6)
         missing: list[str] = []
-        training = pd.DataFrame(read_lines(info.file(LOG))) if (path / LOG).is_file() else pd.DataFrame()
+        log, routing, strata = (
+            info.file(file) if (path / file).is_file() else None
+            for file in (run_files.METRICS, run_files.ROUTING, run_files.ATTRIBUTES)
+        )
+        training = pd.DataFrame(read_lines(log) if log else [])
         if training.empty and info.evaluation is None:
             missing.append("Training curves: the run has no metrics.jsonl.")
-        orders = PatchOrders.read(info.file(ROUTING)) if (path / ROUTING).is_file() else None
-        if orders is None:
+        if routing is None:
             missing.append("Score histograms and pictures of kept patches: the run has no routing.safetensors.")
-        attributes = None
-        if info.evaluation is not None:
-            attributes = pd.read_parquet(info.file(ATTRIBUTES)) if (path / ATTRIBUTES).is_file() else None
-            if not info.evaluation["own"]:
-                missing.append("Comparison with the model's own validation: the model was not loaded from its run directory.")
-        manifest = _manifest(info, missing)
-        return cls(name, path, info, results, predictions, classes, training, orders, manifest, attributes, missing)
-
-    @property
-    def dataset(self) -> str:
-        """The user's own name of the data set."""
-        return self.info.dataset
+        if info.evaluation is not None and not info.evaluation["own"]:
+            missing.append("Comparison with the model's own validation: the model was not loaded from its run directory.")
+        manifest = None
+        try:
+            manifest = info.manifest
+        except RequestError:
+            missing.append(f"Pictures of images: the manifest {info.manifest_path.name} cannot be read.")
+        orders = PatchOrders.read(routing) if routing else None
+        attributes = pd.read_parquet(strata) if strata else pd.DataFrame()
+        return cls(name, info, results, predictions, training, orders, manifest, attributes, missing)
 
     @property
     def source(self) -> str:
@@ -207,6 +190,12 @@ class ReportRun:
     @cached_property
     def main_predictions(self) -> pd.DataFrame:
         return self.images(self.study, AS_IS)
+
+    @cached_property
+    def focus_rows(self) -> pd.DataFrame:
+        """Predictions of the method the report is about, at the headline budget."""
+        rows = self.main_predictions
+        return rows[(rows["method"] == self.focus) & np.isclose(rows["budget"], self.headline)]
 
     @cached_property
     def budgets(self) -> list[float]:
@@ -317,63 +306,46 @@ class ReportRun:
 
     # Values, intervals and tests.
 
-    def cells(self, study: str, view: str | None = None) -> pd.DataFrame:
+    def cells(self, study: str | None, view: str | None = None) -> pd.DataFrame:
         """Return the rows of results.csv of one study (and view)."""
         rows = self.results[self.results["study"] == study]
         return rows if view is None else rows[rows["view"] == view]
 
-    def images(self, study: str, view: str) -> pd.DataFrame:
+    def images(self, study: str | None, view: str) -> pd.DataFrame:
         """Return the rows of predictions.parquet of one study and view."""
         rows = self.predictions
         return rows[(rows["study"] == study) & (rows["view"] == view)]
 
     @cached_property
     def values(self) -> pd.DataFrame:
-        """`value, sd, seeds` over the seeds by study, view, method, budget and metric; only what was measured."""
+        """Every value that was measured, one per row: `study, view, method, budget, metric, value, sd, seeds, low, high, n`.
+
+        Mean and deviation over the seeds; the headline study also has intervals, with the number of images behind them.
+        """
         keys = ["study", "view", "method", "budget", "metric"]
         long = self.results.melt(id_vars=keys[:-1], value_vars=list(METRICS), var_name="metric").dropna(subset="value")
-        return long.groupby(keys, sort=False).agg(value=("value", "mean"), sd=("value", "std"), seeds=("value", "count"))
-
-    @cached_property
-    def _by_cell(self) -> dict[Any, tuple[float, float, int]]:
-        return dict(zip(self.values.index, self.values.itertuples(index=False, name=None)))
-
-    def value(self, study: str, view: str, method: str, budget: float, metric: str) -> tuple[float, float, int]:
-        """Return mean and deviation over the seeds, and their number; NaN and 0 where nothing was measured."""
-        return self._by_cell.get((study, view, method, budget, metric), NO_VALUE)
-
-    def at(self, metric: str, budget: float | None = None, study: str | None = None, view: str = AS_IS) -> dict[str, float]:
-        """Return method -> value at one budget (the headline budget by default); only what was measured."""
-        budget, study = self.headline if budget is None else budget, study or self.study
-        methods = dict.fromkeys(self.cells(study, view)["method"])
-        values = {m: self.value(study, view, m, round(budget, 6), metric)[0] for m in methods}
-        return {m: value for m, value in values.items() if not np.isnan(value)}
-
-    @cached_property
-    def curves(self) -> pd.DataFrame:
-        """`metric, method, budget, value, low, high, n, seeds` of the headline study."""
-        metrics, keys = shown_in("interval"), ["metric", "method", "budget"]
+        means = long.groupby(keys, sort=False).agg(value=("value", "mean"), sd=("value", "std"), seeds=("value", "count"))
         # One method at a time: the draws of macro F1 over all methods at once would fill the memory.
         parts = [
-            statistics.intervals(rows, metrics, by=("method", "budget"))
+            statistics.intervals(rows, shown_in("interval"), by=keys[:-1])
             for _, rows in self.main_predictions.groupby("method", sort=False)
         ]
-        computed = pd.concat(parts, ignore_index=True).drop(columns="value").astype({"budget": float})
-        means = self.main.groupby(["method", "budget"], sort=False)
-        values = pd.concat(
-            [means[metric].mean().rename("value").reset_index().assign(metric=metric) for metric in metrics], ignore_index=True
-        )
-        table = values.dropna(subset="value").merge(computed, on=keys, how="left")
-        return table[[*keys, "value", "low", "high", "n", "seeds"]]
+        intervals = pd.concat(parts, ignore_index=True).astype({"budget": float})
+        return means.reset_index().merge(intervals[[*keys, "low", "high", "n"]], on=keys, how="left")
 
-    def curve(self, metric: str) -> pd.DataFrame:
-        """Return the rows of `curves` of one metric."""
-        return self.curves[self.curves["metric"] == metric].drop(columns="metric")
+    def curve(self, metric: str, study: str | None = None, view: str = AS_IS) -> pd.DataFrame:
+        """Return the rows of `values` of one metric, by default of the headline study."""
+        rows = self.values
+        return rows[(rows["study"] == (study or self.study)) & (rows["view"] == view) & (rows["metric"] == metric)]
 
-    def with_intervals(self, metric: str, budget: float) -> pd.DataFrame:
-        """Return `value, low, high, n, seeds` of one metric at one budget, by method."""
-        rows = self.curve(metric)
-        return rows[np.isclose(rows["budget"], budget)].set_index("method").drop(columns="budget")
+    def by_method(self, metric: str, budget: float | None = None, study: str | None = None, view: str = AS_IS) -> pd.DataFrame:
+        """Return the rows of `values` of one metric at one budget, by default the headline budget, with the method as index."""
+        rows = self.curve(metric, study, view)
+        return rows[np.isclose(rows["budget"], self.headline if budget is None else budget)].set_index("method")
+
+    def at(self, metric: str, budget: float | None = None, study: str | None = None, view: str = AS_IS) -> dict[str, float]:
+        """Return method -> value, of the rows of `by_method`."""
+        return dict(self.by_method(metric, budget, study, view)["value"])
 
     def difference(self, method: str, other: str, metric: str) -> Difference | None:
         """Return `method` minus `other` at the headline budget of the headline study; None unless both were measured."""
@@ -385,21 +357,6 @@ class ReportRun:
         if tests.empty or np.isnan(tests["difference"].iloc[0]):
             return None
         return Difference(*(tests[name].iloc[0].item() for name in ("difference", "low", "high", "p", "n")))
-
-    def tests(self) -> list[pd.DataFrame]:
-        """Test every leading method against every other one, original images and off-center views, with Holm-corrected p."""
-        parts = []
-        for view in (AS_IS, OFF_CENTER):
-            for reference in self.leading:
-                # The study `robustness` has more seeds than the headline study.
-                repeated = reference in set(self.cells("robustness", AS_IS)["method"])
-                original = "robustness" if repeated else self.study
-                study = original if view == AS_IS else self.off_center_study
-                rows = self.images(study, view) if study else self.predictions.iloc[:0]
-                if reference in set(rows["method"]):
-                    budgets = [b for b in HEADLINE_BUDGETS if b in set(rows["budget"])] or [self.headline]
-                    parts.append(statistics.compare(rows, reference, shown_in("test"), budgets))
-        return parts
 
     # Strata: `stratum, method, value, low, high, n, ...`, the share of the ceiling at the headline budget.
 
@@ -421,15 +378,14 @@ class ReportRun:
     @cached_property
     def by_class(self) -> pd.DataFrame:
         """The share of the ceiling by class."""
-        return _share_of_ceiling(statistics.by_class(self._at_headline, self.classes))
+        return _share_of_ceiling(statistics.by_class(self._at_headline, self.info.classes))
 
     @cached_property
     def by_attribute(self) -> pd.DataFrame:
-        """The same by every property of `attributes.parquet`, with the column `property`; empty without that file."""
+        """The same by every property of `attributes`, with the column `property`."""
         parts = []
-        attributes = pd.DataFrame() if self.attributes is None else self.attributes
-        for name in [name for name in ("class", *STRATA) if name in attributes]:
-            values = attributes.set_index("image_id")[name].dropna()
+        for name in [name for name in ("class", *STRATA) if name in self.attributes]:
+            values = self.attributes.set_index("image_id")[name].dropna()
             order = STRATA.get(name) or sorted(values.unique())
             rows = statistics.by_attribute(self._at_headline, values, order, draws=_STRATA_DRAWS)
             parts += [_share_of_ceiling(rows).assign(property=name)] if len(rows) else []
@@ -445,12 +401,3 @@ def _share_of_ceiling(table: pd.DataFrame) -> pd.DataFrame:
     """Rename the columns of a table of strata so that `value, low, high` are the share of the ceiling."""
     table = table.rename(columns={"low": "pooled_low", "high": "pooled_high"})
     return table.rename(columns={"retention_of_ceiling": "value", "share_low": "low", "share_high": "high"})
-
-
-def _manifest(info: Run, missing: list[str]) -> Manifest | None:
-    """Read the manifest that run.json names; None with a note in `missing` when it cannot."""
-    try:
-        return info.manifest
-    except RequestError:
-        missing.append(f"Pictures of images: the manifest {info.manifest_path.name} cannot be read.")
-        return None

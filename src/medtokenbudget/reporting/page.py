@@ -118,8 +118,8 @@ def _of_one_run(run: ReportRun) -> dict[str, Any]:
         "trained": look(str(training["method"].iloc[0])).title if len(training) else "",
         "follows_budget": follows_budget(run),
         "n": f"{run.n:,}{fewer_images(run)}",
-        "file_hashes": {name: sha256_file(run.path / name) for name in ("results.csv", "predictions.parquet")},
-        "configuration": json.dumps(read_json(run.path / "run.json"), indent=1, sort_keys=True, ensure_ascii=False),
+        "file_hashes": {name: sha256_file(run.info.path / name) for name in ("results.csv", "predictions.parquet")},
+        "configuration": json.dumps(read_json(run.info.path / "run.json"), indent=1, sort_keys=True, ensure_ascii=False),
     }
 
 
@@ -152,12 +152,12 @@ def _numbers(comparison: Comparison) -> dict[str, Any]:
 def _headline(run: ReportRun, budget: float) -> dict[str, Any]:
     methods: dict[str, Any] = {}
     for metric in shown_in("interval"):
-        for method, row in run.with_intervals(metric, budget).iterrows():
+        for method, row in run.by_method(metric, budget).iterrows():
             methods.setdefault(str(method), {})[metric] = {c: _plain(c, row[c]) for c in ("value", "low", "high", "n")}
     return {
         "name": run.name,
-        "path": str(run.path),
-        "dataset": run.dataset,
+        "path": str(run.info.path),
+        "dataset": run.info.dataset,
         "main": run.info.main,
         "study": run.study,
         "budget": budget,

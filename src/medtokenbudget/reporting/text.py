@@ -60,7 +60,7 @@ def facts(run: ReportRun) -> list[dict[str, str]]:
     entries = []
     # Masks first: what was kept is what the page is about.
     for metric in sorted((m for m in METRICS.values() if m.fact), key=lambda m: m.scope != "masks"):
-        table = run.with_intervals(metric.name, budget)
+        table = run.by_method(metric.name, budget)
         if run.focus not in table.index:
             continue
         methods = [*run.leading[1:], "center", "random", *(["no-pruning"] if metric.scope == "labels" else [])]
@@ -95,7 +95,7 @@ def findings(run: ReportRun) -> list[str]:
 
 def _kept(run: ReportRun) -> str:
     """Say how much of the lesion the main method keeps, next to chance and the ceiling."""
-    table, method = run.with_intervals("retention", run.headline), run.focus
+    table, method = run.by_method("retention"), run.focus
     if method not in table.index:
         return ""
     images = run.main_predictions.drop_duplicates("image_id")
@@ -241,6 +241,6 @@ def _main_method(comparison: Comparison, run: ReportRun) -> str:
         kept = f"keeps {percentage(retention)} of the lesion ({percentage(share)} of what is possible) and "
     n = f"n = {run.n:,}" + (f", {run.n_masked:,} with a mask" if run.n_masked else "")
     return (
-        f"`{run.name}` (“{run.dataset}”): at budget {budget_text(budget)}, {look(run.focus).title} {kept}classifies "
+        f"`{run.name}` (“{run.info.dataset}”): at budget {budget_text(budget)}, {look(run.focus).title} {kept}classifies "
         f"{percentage(accuracy)} of the images correctly ({n})."
     )

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Self, TypeVar
 import torch
 from torch import Tensor, nn
 
-from medtokenbudget.config import RouterConfig, TrainConfig
+from medtokenbudget.config import LossWeights, RouterConfig, TrainConfig
 from medtokenbudget.errors import CountError, MissingSignalError, RequestError, UnknownNameError
 from medtokenbudget.routing.base import Merger, Ranker, Selector
 from medtokenbudget.routing.losses import classification_loss, lesion_mass_loss, lesion_term, scorer_terms
@@ -110,7 +110,7 @@ class ScoredRanker(LearnedSelector, Ranker):
 
     @classmethod
     def settings(cls, config: TrainConfig) -> tuple[str, ...]:
-        terms = ("losses.budget", "losses.diversity", "losses.lesion", "losses.distillation")
+        terms = tuple(f"losses.{term.name}" for term in fields(LossWeights) if term.name != "classification")
         return (*terms, "router.temperature") if config.recipe == "joint" else terms
 
     @abstractmethod
