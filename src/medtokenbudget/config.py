@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from numbers import Integral, Real
@@ -59,11 +59,34 @@ Side = Annotated[int, Range(1, 8192)]
 """Side of a square image, in pixels."""
 DrawnSide = Annotated[int, Range(32, 8192)]
 """Side of a drawn image, in pixels: details of a lesion need some."""
-Block = Annotated[int, Range(-1)]
-"""A block of a backbone, counted from 0; -1 is the last."""
 Natural = Annotated[int, Range(0)]
-Port = Annotated[int, Range(0, 65535)]
-"""A port to listen on; 0 picks a free one."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What an annotation allows: `tuple[Budget, ...] | None` is several floats in a range, or None."""
+
+    type: Any
+    """The type of one value: `int`, `Path`, a `Literal`, ...; a union of several types is checked where it is used."""
+    several: bool = False
+    optional: bool = False
+    notes: tuple[Any, ...] = ()
+    """What `Annotated` adds: a `Range`, or how the command line reads it."""
+
+    @classmethod
+    def of(cls, annotation: Any) -> Kind:
+        origin, arguments = get_origin(annotation), get_args(annotation)
+        if origin is Annotated:
+            inner = cls.of(arguments[0])
+            return replace(inner, notes=(*arguments[1:], *inner.notes))
+        if origin in (Union, types.UnionType):
+            inside = [argument for argument in arguments if argument is not type(None)]
+            return replace(cls.of(inside[0]) if len(inside) == 1 else cls(Any), optional=len(inside) < len(arguments))
+        return replace(cls.of(arguments[0]), several=True) if origin is tuple else cls(annotation)
+
+    @property
+    def limits(self) -> Range | None:
+        return next((note for note in self.notes if isinstance(note, Range)), None)
 
 
 class Settings:
@@ -84,52 +107,49 @@ def _annotations(settings: type) -> dict[str, Any]:
 
 
 def check_values(values: Mapping[str, tuple[Any, Any]]) -> None:
-    """Reject values that do not fit their type annotations, all at once.
-
-    Args:
-        values: Name to value and annotation, such as `{"jobs": (jobs, Parallel)}`. Checks numbers, choices and tuples of them.
+    """Reject values that do not fit their annotations, all at once: `{"jobs": (jobs, Parallel)}`.
 
     Raises:
         RequestError: A value is not of its type or outside its range; the message names it.
     """
-    faults = [fault for name, (value, kind) in values.items() for fault in _faults(name, value, kind)]
+    faults = [fault for name, (value, annotation) in values.items() for fault in _faults(name, value, Kind.of(annotation))]
     if len(faults) == 1:
         raise faults[0]
     if faults:
         raise RequestError(" ".join(map(str, faults)))
 
 
-def _faults(name: str, value: Any, kind: Any, limits: Range | None = None) -> Iterator[RequestError]:
-    origin, arguments = get_origin(kind), get_args(kind)
-    if origin is Annotated:
-        limits = next((entry for entry in arguments if isinstance(entry, Range)), None)
-        yield from _faults(name, value, arguments[0], limits)
-    elif origin in (Union, types.UnionType):
-        inner = [argument for argument in arguments if argument is not type(None)]
-        # A union of several types is checked where it is used.
-        if len(inner) == 1 and (value is not None or len(inner) == len(arguments)):
-            yield from _faults(name, value, inner[0])
-    elif origin is Literal:
-        if value not in arguments:
-            yield UnknownNameError.of(name, str(value), arguments)
-    elif origin is tuple:
-        if isinstance(value, (str, bytes)) or not isinstance(value, (tuple, list)):
-            yield RequestError(f"`{name}` must be several values, got {value!r}.")
-        elif not value and arguments[0] == Budget:
-            yield BudgetError(f"`{name}` must have at least one value, got none.")
-        else:
-            yield from (fault for item in value for fault in _faults(name, item, arguments[0]))
-    elif kind in (int, float):
+def _faults(name: str, value: Any, kind: Kind) -> Iterator[RequestError]:
+    if value is None and kind.optional:
+        return
+    if not kind.several:
+        values: Iterable[Any] = (value,)
+    elif not isinstance(value, (tuple, list)):
+        yield RequestError(f"`{name}` must be several values, got {value!r}.")
+        return
+    elif not value and kind.limits is BUDGET:
+        yield BudgetError(f"`{name}` must have at least one value, got none.")
+        return
+    else:
+        values = value
+    for item in values:
+        if fault := _fault(name, item, kind.type, kind.limits):
+            yield fault
+
+
+def _fault(name: str, value: Any, kind: Any, limits: Range | None) -> RequestError | None:
+    if get_origin(kind) is Literal:
+        return None if value in get_args(kind) else UnknownNameError.of(name, str(value), get_args(kind))
+    if kind in (int, float):
         if isinstance(value, bool) or not isinstance(value, Integral if kind is int else Real):
-            yield RequestError(f"`{name}` must be a {'whole ' if kind is int else ''}number, got {value!r}.")
-        elif limits is not None and float(value) not in limits:
-            hint = f" Did you mean {float(value) / 100:g}?" if limits.high == 1 < float(value) <= 100 else ""
-            kind_of_error = BudgetError if limits is BUDGET else RequestError
-            yield kind_of_error(f"`{name}` must be {limits}, got {value}.{hint}")
-    elif kind is bool and not isinstance(value, bool):
-        yield RequestError(f"`{name}` must be True or False, got {value!r}.")
-    elif isinstance(kind, type) and (kind is str or is_dataclass(kind)) and not isinstance(value, kind):
-        yield RequestError(f"`{name}` must be {'text' if kind is str else f'a {kind.__name__}'}, got {value!r}.")
+            return RequestError(f"`{name}` must be a {'whole ' if kind is int else ''}number, got {value!r}.")
+        if limits is None or float(value) in limits:
+            return None
+        hint = f" Did you mean {float(value) / 100:g}?" if limits.high == 1 < float(value) <= 100 else ""
+        return (BudgetError if limits is BUDGET else RequestError)(f"`{name}` must be {limits}, got {value}.{hint}")
+    names = {bool: "True or False", str: "text"}
+    wanted = f"a {kind.__name__}" if isinstance(kind, type) and is_dataclass(kind) else names.get(kind)
+    return RequestError(f"`{name}` must be {wanted}, got {value!r}.") if wanted and not isinstance(value, kind) else None
 
 
 NOTICE = "Research software, not a medical device."
@@ -179,7 +199,7 @@ class BackboneConfig(Settings):
     """Weights of the backbone (.safetensors). Default: download them from the Hugging Face Hub."""
     image_size: Side = 224
     """Side of the square input image, in pixels."""
-    layer: Block = -1
+    layer: Annotated[int, Range(-1)] = -1
     """Block to take tokens and attention from, counted from 0; -1 is the last."""
     attention: Literal["true", "pseudo"] = "true"
     """Source of the attention. true: the block itself. pseudo: cosine similarity of patches, for blocks without a readable one."""
@@ -376,7 +396,7 @@ class ServeConfig(Settings):
 
     host: str = "127.0.0.1"
     """Address to listen on. Addresses that other machines can reach need a token."""
-    port: Port = 8765
+    port: Annotated[int, Range(0, 65535)] = 8765
     """Port to listen on; 0 picks a free one."""
     token_file: Path | None = None
     """File with the token that clients must send as `Authorization: Bearer TOKEN`. Default: the variable MTB_TOKEN."""

@@ -23,7 +23,7 @@ def needed(name: str) -> list[str]:
     """Words that satisfy everything a command requires."""
     required = [option for option in options(command(name)).values() if option.default is REQUIRED]
     value = {float: "0.5"}
-    words = [[option.spelling] * (not option.positional) + [value.get(option.kind, "some.parquet")] for option in required]
+    words = [[option.spelling] * (not option.positional) + [value.get(option.kind.type, "some.parquet")] for option in required]
     return [word for pair in words for word in pair]
 
 
@@ -36,7 +36,7 @@ def test_no_help_loads_anything_heavy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.endswith("light\n"), done.stdout[-200:] + done.stderr
-    assert all(f"  {name.split()[0]} " in done.stdout for name in COMMANDS)
+    assert all(f"• {name.split()[0]} " in done.stdout for name in COMMANDS)
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -88,12 +88,12 @@ def test_settings_in_help_texts_are_spelled_as_options(capsys: pytest.CaptureFix
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_value_that_does_not_parse_is_named_with_its_option(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     one_of_each_kind = {
-        (option.kind, option.several): option for option in options(command(name)).values() if option.name != "config"
+        (option.kind.type, option.kind.several): option for option in options(command(name)).values() if option.name != "config"
     }
     for option in one_of_each_kind.values():
-        if option.positional or option.flag or option.kind is str:
+        if option.positional or option.flag or option.kind.type is str:
             continue
-        wrong = "" if option.kind is Path else "no-such-value"
+        wrong = "" if option.kind.type is Path else "no-such-value"
         assert main([*name.split(), *needed(name), f"{option.spelling}={wrong}"]) == 2, option
         message = " ".join(capsys.readouterr().err.split())
         assert option.spelling in message
@@ -134,12 +134,13 @@ def test_a_wrong_request_is_exit_code_2_and_says_what_to_change(
     assert "Traceback" not in text
 
 
+@pytest.mark.parametrize("words", [[], ["--help"], ["help"]])
 @pytest.mark.parametrize("group", GROUPS)
-def test_a_group_lists_its_commands(group: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([group]) == 0
+def test_a_group_lists_its_commands(group: str, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([group, *words]) == 0
     text = capsys.readouterr().out
-    assert text.startswith(f"Usage: mtb {group} COMMAND ...")
-    assert all(f"\n  {name.split()[1]}" in text for name in COMMANDS if name.startswith(f"{group} "))
+    assert text.startswith(f"usage: mtb {group} [-h]")
+    assert all(f"• {name.split()[1]} " in text for name in COMMANDS if name.startswith(f"{group} "))
 
 
 def test_the_version_tells_devices_and_every_extra(capsys: pytest.CaptureFixture[str]) -> None:
@@ -155,7 +156,7 @@ def test_the_version_tells_devices_and_every_extra(capsys: pytest.CaptureFixture
 
 def test_the_package_is_a_program_and_the_reader_of_its_help_may_be_gone() -> None:
     command = [sys.executable, "-m", "medtokenbudget", "--help"]
-    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.startswith("Usage: mtb COMMAND ...")
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.startswith("usage: mtb [-h]")
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)

@@ -56,7 +56,7 @@ def test_every_option_called_budget_takes_a_share_of_the_patches() -> None:
         if key.rsplit(".")[-1].rsplit("_")[-1] in ("budget", "budgets") and not key.startswith("losses.")
     }
     assert {"predict budget", "export budget", "extract budget", "sweep budgets", "train selection_budget"} <= budgets.keys()
-    assert all(BUDGET in option.notes for option in budgets.values())
+    assert all(option.kind.limits is BUDGET for option in budgets.values())
 
 
 @pytest.mark.parametrize("words", [["--image-size", "112"], ["--image_size", "112"], ["--image-size=112"], ["--image_size=112"]])
