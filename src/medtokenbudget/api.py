@@ -140,7 +140,7 @@ def train(
     """
     if head not in ("auto", "none"):
         raise RequestError(f"`head` must be 'auto' or 'none', got '{head}'.")
-    opened, settings = _opened(manifest), _settings(config)
+    opened, settings = _opened(manifest), preset(config) if isinstance(config, str) else config
     unlabeled = bool(opened.classes) and (head == "none" or opened.rows["label"].isna().all())
     # A manifest that came as a path stays one: the run records where it is.
     run = Run.begin(out, opened.without_labels() if unlabeled else manifest, store, settings)
@@ -213,7 +213,7 @@ def sweep(
         >>> run.results[["method", "view", "k"]].values.tolist()
         [['center', 'as-is', 76], ['center', 'off-center', 76], ['norm', 'as-is', 76], ['norm', 'off-center', 76]]
     """
-    run = Run.begin(out, manifest, store, _settings(config))
+    run = Run.begin(out, manifest, store, preset(config) if isinstance(config, str) else config)
     given_budgets = given_settings(run.config).get("budgets")
     if budgets is not None:
         if given_budgets is not None and tuple(budgets) != tuple(given_budgets):
@@ -464,54 +464,41 @@ def demo(out: Path | str = "runs/demo", n: int = 1000, seed: int = 0, epochs: in
 def save_model(run: Run, trained: Mapping[Unit, RoutedClassifier] = MappingProxyType({})) -> Path | None:
     """Save the main method of a run and its other classifiers, all of the first seed, as one model folder.
 
-    Args:
-        run: The run.
-        trained: Its classifiers that are in memory; the others are read from their units.
-
-    Returns:
-        The folder, or None if the run has no learned method.
+    Classifiers that are not in `trained` are read from their units. Returns None if the run has no learned method.
     """
     if run.main is None:
         return None
     with exclusive(run.path):
-        model = _model_of(run, run.main, trained)
+        classifiers: dict[str, RoutedClassifier] = {}
+        for method in map(Method.parse, run.methods):
+            unit = Unit(method, run.seeds[0])
+            # An ablation has no training of its own, and a selector that reads masks (the oracle) cannot predict.
+            usable = method.ablation is None and "has_mask" not in selector_class(method.selector).requires
+            if usable and unit.name in run.units:
+                classifiers[str(method)] = trained.get(unit) or load_unit(run, unit)
+        store, config = run.store, train_config_from_dict(run.methods[run.main]["config"])
+        rows = TrainingRows.of(run.manifest, store, config)
+        fingerprint, weights = store.config["backbone"], store.config["weights"]
+        backbone = BackboneConfig(
+            weights=None if weights is None else Path(weights),
+            **{name: fingerprint[name] for name in ("name", "image_size", "layer", "attention")},
+        )
+        about = {name: getattr(run, name) for name in ("dataset", "seeds", "versions", "hashes", "studies")}
+        model = MedTokenBudget(
+            located(backbone, fingerprint["weights"]),
+            fingerprint,
+            run.classes,
+            classifiers,
+            config,
+            main=run.main,
+            info={"run": about | {"masks": run.counts["train"]["masks"]}},
+            scout=None if store.early is None else load(store.path / ROUTER),
+            # Familiar is what the router has seen.
+            familiarity=fit_familiarity(store, np.concatenate([rows.train, rows.views]), run.seeds[0]),
+        )
         model.card = card_text(run, model)
         return model.save_pretrained(run.path / "model")
 
 
-def _model_of(run: Run, main: str, trained: Mapping[Unit, RoutedClassifier]) -> MedTokenBudget:
-    classifiers: dict[str, RoutedClassifier] = {}
-    for method in map(Method.parse, run.methods):
-        unit = Unit(method, run.seeds[0])
-        # An ablation has no training of its own, and a selector that reads masks (the oracle) cannot predict.
-        usable = method.ablation is None and "has_mask" not in selector_class(method.selector).requires
-        if usable and unit.name in run.units:
-            classifiers[str(method)] = trained.get(unit) or load_unit(run, unit)
-    store, config = run.store, train_config_from_dict(run.methods[main]["config"])
-    rows = TrainingRows.of(run.manifest, store, config)
-    fingerprint, weights = store.config["backbone"], store.config["weights"]
-    backbone = BackboneConfig(
-        weights=None if weights is None else Path(weights),
-        **{name: fingerprint[name] for name in ("name", "image_size", "layer", "attention")},
-    )
-    about = {name: getattr(run, name) for name in ("dataset", "seeds", "versions", "hashes", "studies")}
-    return MedTokenBudget(
-        located(backbone, fingerprint["weights"]),
-        fingerprint,
-        run.classes,
-        classifiers,
-        config,
-        main=main,
-        info={"run": about | {"masks": run.counts["train"]["masks"]}},
-        scout=None if store.early is None else load(store.path / ROUTER),
-        # Familiar is what the router has seen.
-        familiarity=fit_familiarity(store, np.concatenate([rows.train, rows.views]), run.seeds[0]),
-    )
-
-
 def _opened(manifest: AnyManifest) -> Manifest:
     return manifest if isinstance(manifest, Manifest) else Manifest.read(manifest)
-
-
-def _settings(config: TrainConfig | str) -> TrainConfig:
-    return preset(config) if isinstance(config, str) else config

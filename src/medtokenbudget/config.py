@@ -97,11 +97,12 @@ class Settings:
 
     def __post_init__(self) -> None:
         settings: type = type(self)
-        check_values({f"{self.prefix}{name}": (getattr(self, name), kind) for name, kind in _annotations(settings).items()})
+        check_values({f"{self.prefix}{name}": (getattr(self, name), kind) for name, kind in field_annotations(settings).items()})
 
 
 @cache
-def _annotations(settings: type) -> dict[str, Any]:
+def field_annotations(settings: type) -> dict[str, Any]:
+    """Return the annotation of each field of a dataclass, with what `Annotated` adds."""
     hints = get_type_hints(settings, include_extras=True)
     return {entry.name: hints[entry.name] for entry in fields(settings)}
 
@@ -416,8 +417,9 @@ class ServeConfig(Settings):
     """Device to run on: auto (a GPU if there is one), cpu, cuda, cuda:1, ..."""
 
 
-def _lesion_first() -> TrainConfig:
-    return TrainConfig(
+PRESETS = {
+    "paper": TrainConfig(),
+    "lesion-first": TrainConfig(
         recipe="lesion-first",
         epochs=8,
         min_steps=1000,
@@ -428,10 +430,8 @@ def _lesion_first() -> TrainConfig:
         lats=LATSConfig(neighborhood="grid8"),
         router=RouterConfig(padding="exclude"),
         losses=LossWeights(classification=0.0, budget=0.01, diversity=0.0, lesion=1.0, distillation=0.0),
-    )
-
-
-PRESETS = {"paper": TrainConfig, "lesion-first": _lesion_first}
+    ),
+}
 
 
 def preset(name: str, **changes: Any) -> TrainConfig:
@@ -447,7 +447,7 @@ def preset(name: str, **changes: Any) -> TrainConfig:
     if name not in PRESETS:
         raise UnknownNameError.of("preset", name, PRESETS)
     given = frozenset(key for key, value in changes.items() if not is_dataclass(value))
-    return replace(PRESETS[name](), **{"given": given, **changes})
+    return replace(PRESETS[name], **{"given": given, **changes})
 
 
 def settings_of(config: Any) -> dict[str, Any]:
@@ -474,7 +474,7 @@ def with_settings(config: TrainConfig, values: Mapping[str, Any]) -> TrainConfig
 
 def given_settings(config: TrainConfig) -> dict[str, Any]:
     """Return the settings that the user chose: those that were recorded, and those that differ from the preset of the recipe."""
-    usual = settings_of(next(made() for made in PRESETS.values() if made().recipe == config.recipe))
+    usual = settings_of(next(usual for usual in PRESETS.values() if usual.recipe == config.recipe))
     return {name: value for name, value in settings_of(config).items() if name in config.given or value != usual[name]}
 
 
@@ -500,11 +500,10 @@ def train_config_from_dict(values: dict[str, Any]) -> TrainConfig:
     """
     flat: dict[str, Any] = {}
     for key, value in values.items():
-        flat |= {f"{key}.{name}": inner for name, inner in value.items()} if isinstance(value, dict) else {key: value}
+        inside = {f"{key}.{name}": inner for name, inner in value.items()} if isinstance(value, dict) else {key: value}
+        flat |= {name: tuple(inner) if isinstance(inner, list) else inner for name, inner in inside.items()}
     try:
-        return with_settings(
-            TrainConfig(), {key: tuple(value) if isinstance(value, list) else value for key, value in flat.items()}
-        )
+        return with_settings(TrainConfig(), flat)
     except (TypeError, AttributeError, RequestError) as error:
         why = str(error).rstrip(".")
         raise RequestError(f"Not a training configuration of this version: {why}. Train the model again.") from None

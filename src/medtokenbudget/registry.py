@@ -37,14 +37,13 @@ class Registry(Generic[T]):
         """Return a class decorator that makes a class known as `name`."""
 
         def decorate(entry: C) -> C:
+            what = f"{self.kind.capitalize()} '{name}'"
             if not (isinstance(entry, type) and issubclass(entry, self.base)):
-                base = f"{self.base.__module__}.{self.base.__qualname__}"
-                raise RequestError(f"{self.kind.capitalize()} '{name}' must be a subclass of {base}, got {entry!r}.")
+                raise RequestError(f"{what} must be a subclass of {_full_name(self.base)}, got {entry!r}.")
             taken = self._classes.get(name)
-            if taken is not None and (taken.__module__, taken.__qualname__) != (entry.__module__, entry.__qualname__):
-                raise RequestError(
-                    f"{self.kind.capitalize()} '{name}' is already registered by {taken.__module__}.{taken.__qualname__}."
-                )
+            # A cell of a notebook that is run again defines the same class anew.
+            if taken is not None and _full_name(taken) != _full_name(entry):
+                raise RequestError(f"{what} is already registered by {_full_name(taken)}.")
             entry.name = name  # type: ignore[attr-defined]
             self._classes[name] = entry
             return cast(C, entry)
@@ -88,8 +87,10 @@ class Registry(Generic[T]):
             try:
                 self.register(entry.name)(entry.load())
             except Exception as error:  # another package's import may raise anything
-                warnings.warn(
-                    f"Skipping {self.kind} '{entry.name}' of {entry.value}, which failed to load: {type(error).__name__}: {error}",
-                    MedTokenBudgetWarning,
-                    stacklevel=3,
-                )
+                why = f"{type(error).__name__}: {error}"
+                message = f"Skipping {self.kind} '{entry.name}' of {entry.value}, which failed to load: {why}"
+                warnings.warn(message, MedTokenBudgetWarning, stacklevel=3)
+
+
+def _full_name(entry: type) -> str:
+    return f"{entry.__module__}.{entry.__qualname__}"

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
 import tyro
 from tyro.constructors import PrimitiveConstructorSpec
@@ -161,7 +161,7 @@ def options(command: type[Command]) -> dict[str, Option]:
 
 
 def _walk(settings: type[Any], hidden: frozenset[str]) -> Iterator[Option]:
-    kinds = get_type_hints(settings, include_extras=True)
+    kinds = config.field_annotations(settings)  # type: ignore[arg-type]
     texts: dict[str, str] = {}
     for base in reversed(settings.__mro__):
         texts |= _docstrings(base.__module__).get(base.__name__, {})
@@ -288,13 +288,12 @@ def _argument(option: Option, known: Mapping[str, Option], default: Any) -> tupl
 
 def _build(settings: type[Any], values: Mapping[str, Any], **further: Any) -> Any:
     """Make a dataclass and its sections from the values of options; hidden settings keep their defaults."""
-    kinds = get_type_hints(settings)
-    for entry in dataclasses.fields(settings):
-        name = f"{settings.prefix}{entry.name}"
-        if dataclasses.is_dataclass(kinds[entry.name]):
-            further[entry.name] = _build(kinds[entry.name], values)
+    for field, kind in config.field_annotations(settings).items():  # type: ignore[arg-type]
+        name = f"{settings.prefix}{field}"
+        if isinstance(kind, type) and issubclass(kind, Settings):
+            further[field] = _build(kind, values)
         elif name in values:
-            further[entry.name] = values[name]
+            further[field] = values[name]
     return settings(**further)
 
 
