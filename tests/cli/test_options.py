@@ -9,7 +9,7 @@ import pytest
 
 from medtokenbudget.cli import COMMANDS, command, main
 from medtokenbudget.cli.learn import Extract, Reproduce, Sweep, Train
-from medtokenbudget.cli.options import Command, Option, options, parse, spelled
+from medtokenbudget.cli.options import Command, options, parse, spelled
 from medtokenbudget.cli.use import Route
 from medtokenbudget.config import BUDGET, TrainConfig, preset, to_dict
 from medtokenbudget.errors import RequestError
@@ -24,25 +24,20 @@ def parsed(words: list[str]) -> Train:
     return command
 
 
-def read_budget(text: str) -> float:
-    option: Option = options(Route)["budget"]
-    return float(option.read([text]))
-
-
 @pytest.mark.parametrize(
-    ("text", "value"), [("30%", 0.3), ("0.3", 0.3), ("1", 1.0), ("100%", 1.0), ("12.5%", 0.125), (".5", 0.5), ("1e-1", 0.1)]
+    ("text", "value"), [("30%", 0.3), ("0.3", 0.3), ("1", 1.0), ("100%", 1.0), ("12.5%", 0.125), ("1e-1", 0.1)]
 )
 def test_a_budget_is_a_share_or_a_percentage(text: str, value: float) -> None:
-    assert read_budget(text) == pytest.approx(value, abs=1e-12)
+    assert options(Route)["budget"].read([text]) == pytest.approx(value, abs=1e-12)
 
 
 @pytest.mark.parametrize("text", ["30 %%", "nan", "inf", "a third", ""])
 def test_a_budget_that_is_no_number_is_rejected(text: str) -> None:
     with pytest.raises(ValueError, match=f"'{text}' is not a number"):
-        read_budget(text)
+        options(Route)["budget"].read([text])
 
 
-@pytest.mark.parametrize("text", ["0", "0%", "101%", "-0.3", "1000"])
+@pytest.mark.parametrize("text", ["0", "101%", "-0.3"])
 def test_a_budget_outside_0_to_1_is_rejected(text: str) -> None:
     with pytest.raises(RequestError, match=r"`selection_budget` must be above 0 and at most 1, got"):
         parsed([*REQUIRED, "--selection-budget", text])
@@ -121,15 +116,12 @@ def test_a_wrong_file_of_options_is_named(text: str, message: str, tmp_path: Pat
     assert file in str(raised.value)
 
 
-def test_a_number_in_a_file_out_of_its_range_is_named_as_an_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_wrong_with_the_file_itself_or_a_number_in_it_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = write(tmp_path / "options.yaml", "router: {minimum: 0}")
     assert main(["train", *REQUIRED, "--config", file]) == 2
     assert "--router.minimum must be at least 1, got 0." in capsys.readouterr().err
-
-
-def test_a_file_of_options_that_does_not_exist_is_named() -> None:
-    with pytest.raises(RequestError, match=r"Cannot read the configuration file none\.yaml: No such file"):
-        parsed([*REQUIRED, "--config", "none.yaml"])
+    assert main(["train", *REQUIRED, "--config", "none.yaml"]) == 2
+    assert "Cannot read the configuration file none.yaml: No such file" in capsys.readouterr().err
 
 
 def test_printed_options_can_be_read_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
