@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from numbers import Integral, Real
@@ -113,29 +113,19 @@ def check_values(values: Mapping[str, tuple[Any, Any]]) -> None:
     Raises:
         RequestError: A value is not of its type or outside its range; the message names it.
     """
-    faults = [fault for name, (value, annotation) in values.items() for fault in _faults(name, value, Kind.of(annotation))]
-    if len(faults) == 1:
-        raise faults[0]
+    faults: list[RequestError] = []
+    for name, (value, annotation) in values.items():
+        kind = Kind.of(annotation)
+        if value is None and kind.optional:
+            continue
+        if kind.several and not isinstance(value, (tuple, list)):
+            faults.append(RequestError(f"`{name}` must be several values, got {value!r}."))
+        elif kind.several and not value and kind.limits is BUDGET:
+            faults.append(BudgetError(f"`{name}` must have at least one value, got none."))
+        else:
+            faults += filter(None, (_fault(name, item, kind.type, kind.limits) for item in (value if kind.several else [value])))
     if faults:
-        raise RequestError(" ".join(map(str, faults)))
-
-
-def _faults(name: str, value: Any, kind: Kind) -> Iterator[RequestError]:
-    if value is None and kind.optional:
-        return
-    if not kind.several:
-        values: Iterable[Any] = (value,)
-    elif not isinstance(value, (tuple, list)):
-        yield RequestError(f"`{name}` must be several values, got {value!r}.")
-        return
-    elif not value and kind.limits is BUDGET:
-        yield BudgetError(f"`{name}` must have at least one value, got none.")
-        return
-    else:
-        values = value
-    for item in values:
-        if fault := _fault(name, item, kind.type, kind.limits):
-            yield fault
+        raise faults[0] if len(faults) == 1 else RequestError(" ".join(map(str, faults)))
 
 
 def _fault(name: str, value: Any, kind: Any, limits: Range | None) -> RequestError | None:
@@ -164,15 +154,7 @@ BUDGETS: tuple[float, ...] = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 HEADLINE_BUDGETS: tuple[float, ...] = (0.1, 0.3, 0.5)
 SEEDS: tuple[int, ...] = (42, 43, 44)
 """The seeds of the paper; the first one is the default everywhere."""
-PAPER_METHODS: tuple[str, ...] = (
-    "no-pruning",
-    "random",
-    "norm",
-    "tome",
-    "attention-entropy",
-    "local-contrast",
-    "lats",
-)
+PAPER_METHODS: tuple[str, ...] = ("no-pruning", "random", "norm", "tome", "attention-entropy", "local-contrast", "lats")
 CONTROLS: tuple[str, ...] = ("center", "darkness", "random", "oracle")
 """In every comparison: what a learned router must beat without a model and by chance, and the ceiling."""
 PAPER_RECIPE = "lats"

@@ -19,13 +19,7 @@ C = TypeVar("C", bound=type)
 
 
 class Registry(Generic[T]):
-    """Subclasses of one base class by name.
-
-    Args:
-        kind: What the classes are, for messages ('selector', 'head').
-        base: The class that every entry derives from; its `name` attribute is set.
-        group: Entry-point group through which other packages add classes.
-    """
+    """Subclasses of `base` by name, which becomes their attribute `name`; `kind` ('selector', 'head') is for messages."""
 
     def __init__(self, kind: str, base: type[T], group: str) -> None:
         self.kind, self.base, self.group = kind, base, group
