@@ -84,15 +84,8 @@ def test_a_store_takes_the_same_weights_under_another_name_and_refuses_others(
     (home / "other.safetensors").write_bytes(weights.read_bytes())
     before = (home / "tokens" / "store.json").read_bytes()
     assert json.loads(before)["weights"] == "vit-0.safetensors"
-    extract = [
-        "extract",
-        str(home / "data" / "manifest.parquet"),
-        "--store",
-        str(home / "tokens"),
-        "--views",
-        "off-center",
-        *BACKBONE,
-    ]
+    manifest, store = home / "data" / "manifest.parquet", home / "tokens"
+    extract = ["extract", str(manifest), "--store", str(store), "--views", "off-center", *BACKBONE]
     assert main([*extract, "--weights", str(home / "other.safetensors")]) == 0
     assert (home / "tokens" / "store.json").read_bytes() == before
     assert main([*extract, "--weights", str(small_backbone(home / NAME, seed=1).weights)]) == 2
