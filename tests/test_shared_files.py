@@ -41,8 +41,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert main(["report", str(run)]) == 0
     assert main(["evaluate", str(run / "model"), str(manifest), "--out", str(home / "evaluated")]) == 0
     assert main(["report", str(run), str(home / "evaluated"), "--out", str(home / "compared")]) == 0
-    for kind in ("onnx", "hub"):
-        assert main(["export", str(run / "model"), "--format", kind, "--out", str(home / kind)]) == 0
+    for kind, options in {"onnx": ["--part", "routing"], "hub": []}.items():  # the site below has graphs of the whole model
+        assert main(["export", str(run / "model"), "--format", kind, "--out", str(home / kind), *options]) == 0
     for file in HASHES:
         (home / file).write_text("the runtime, which is not ours")
     write_site(mtb.load(run / "model", device="cpu"), home / "site", home)

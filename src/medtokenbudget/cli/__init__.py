@@ -14,6 +14,7 @@ from typing import Annotated, Any, Union
 
 import tyro
 
+from medtokenbudget import __version__
 from medtokenbudget.cli.options import Command, options, paragraphs, parse, parser, spelled
 from medtokenbudget.config import NOTICE
 from medtokenbudget.errors import MedTokenBudgetError, UnknownNameError
@@ -124,12 +125,12 @@ def _all_commands(group: str = "") -> Any:
 
 
 def _version() -> str:
-    """Versions, devices and extras: what a bug report needs."""
+    """Return versions, devices and extras: what a bug report needs."""
     import platform
+    from importlib import metadata
 
     import torch
-
-    from medtokenbudget import __version__
+    from packaging.requirements import Requirement
 
     devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     if torch.backends.mps.is_available():
@@ -138,31 +139,13 @@ def _version() -> str:
         "python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
         "torch": torch.__version__,
         "devices": ", ".join([*devices, f"{os.cpu_count()} CPU cores"]),
-        **{f"extra {name}": _installed(name, packages) for name, packages in _extras().items()},
     }
+    requirements = [Requirement(text) for text in metadata.requires("medtokenbudget") or ()]
+    for extra in ("serve", "onnx", "ray", "dicom"):
+        packages = [one.name for one in requirements if one.marker and one.marker.evaluate({"extra": extra})]
+        try:
+            rows[f"extra {extra}"] = ", ".join(f"{package} {metadata.version(package)}" for package in packages)
+        except metadata.PackageNotFoundError:
+            rows[f"extra {extra}"] = f"not installed: pip install 'medtokenbudget[{extra}]'"
     column = max(map(len, rows)) + 2
     return "\n".join([f"mtb {__version__}", *(f"  {name:<{column}}{text}" for name, text in rows.items())])
-
-
-def _extras() -> dict[str, list[str]]:
-    """The packages of every extra that users install, from the metadata of this installation."""
-    import importlib.metadata
-
-    from packaging.requirements import Requirement
-
-    extras: dict[str, list[str]] = {}
-    for text in importlib.metadata.requires("medtokenbudget") or ():
-        requirement = Requirement(text)
-        for name in ("serve", "onnx", "ray", "dicom"):
-            if requirement.marker and requirement.marker.evaluate({"extra": name}):
-                extras.setdefault(name, []).append(requirement.name)
-    return extras
-
-
-def _installed(extra: str, packages: Sequence[str]) -> str:
-    import importlib.metadata
-
-    try:
-        return ", ".join(f"{package} {importlib.metadata.version(package)}" for package in packages)
-    except importlib.metadata.PackageNotFoundError:
-        return f"not installed: pip install 'medtokenbudget[{extra}]'"

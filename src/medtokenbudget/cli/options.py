@@ -134,14 +134,7 @@ class Option:
         """What the help shows for a value, what a message says is allowed, and how a word is read."""
         if choices := get_args(self.kind.type):  # of a `Literal`
             return "{" + ",".join(choices) + "}", f"one of {', '.join(choices)}", lambda word: choices[choices.index(word)]
-        readers: dict[Any, tuple[str, str, Callable[[str], Any]]] = {
-            int: ("N", "a whole number", int),
-            float: ("X", "a number", _number),
-            bool: ("{true,false}", "true or false", _truth),
-            Path: ("PATH", "a path", _path),
-            str: ("TEXT", "text", str),
-        }
-        return readers[self.kind.type]
+        return _READERS[self.kind.type]
 
     def read(self, words: Sequence[str]) -> Any:
         """Return the value that the words say; a ValueError names the one that says none."""
@@ -305,13 +298,24 @@ def _number(text: str) -> float:
 
 
 def _truth(text: str) -> bool:
-    return (False, False, True, True)[("false", "no", "true", "yes").index(text.lower())]
+    if text.lower() not in ("true", "yes", "false", "no"):
+        raise ValueError
+    return text.lower() in ("true", "yes")
 
 
 def _path(text: str) -> Path:
     if not text:  # a variable of the shell that is not set, which `Path` would take for the current folder
         raise ValueError
     return Path(text)
+
+
+_READERS: dict[Any, tuple[str, str, Callable[[str], Any]]] = {
+    int: ("N", "a whole number", int),
+    float: ("X", "a number", _number),
+    bool: ("{true,false}", "true or false", _truth),
+    Path: ("PATH", "a path", _path),
+    str: ("TEXT", "text", str),
+}
 
 
 def _typed(value: Any) -> str:

@@ -64,7 +64,7 @@ class Demo(Command):
     seed: Seed = 0
     """Random seed of the drawings."""
     epochs: Count | None = None
-    """Train for this many epochs, for a quick look. Default: the paper's 50."""
+    """Train for this many epochs, for a quick look. Default: as many as the paper."""
 
     def run(self) -> None:
         from medtokenbudget.api import demo
