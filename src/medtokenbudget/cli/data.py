@@ -6,7 +6,7 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from tyro.conf import Positional
 
@@ -52,6 +52,9 @@ class WriteManifest(Command):
 class FromSource(WriteManifest):
     """Base of the commands that read the images of a source."""
 
+    again: ClassVar[bool] = False
+    """Whether the source may have a selection part of an earlier split, which is then drawn anew."""
+
     keep_split: Path | None = None
     """Older manifest whose images keep the part they have there."""
     seed: Seed = 42
@@ -62,10 +65,10 @@ class FromSource(WriteManifest):
         raise NotImplementedError
 
     def run(self) -> None:
-        manifest = self.resplit(self.read())
+        manifest = self._split(self.read())
         _summarize(manifest, manifest.write(self.out, self.overwrite))
 
-    def resplit(self, manifest: Manifest, again: bool = False) -> Manifest:
+    def _split(self, manifest: Manifest) -> Manifest:
         """Apply the requested split; the split of the data itself stays if it is the same one, or if none was requested."""
         from medtokenbudget.data.manifest import Manifest
         from medtokenbudget.data.splits import apply_split, check_request, cut_selection, keep_split
@@ -81,7 +84,7 @@ class FromSource(WriteManifest):
         came_with = manifest.split_rule.kind
         if self.split == came_with == "paper" or (self.split is None and came_with == "given"):
             self.require_effect(self.select > 0, "`select` or `split`", "seed")
-            split = cut_selection(manifest, self.select, self.seed) if self.select or again else manifest
+            split = cut_selection(manifest, self.select, self.seed) if self.select or self.again else manifest
         else:
             split = apply_split(manifest, rule, **options)
         return split if old is None else keep_split(split, old)
@@ -187,6 +190,7 @@ class SplitAgain(FromSource):
     """Split a manifest again."""
 
     example = "mtb data split isic.parquet --split kfold --folds 5 --fold 0 --out isic-fold0.parquet"
+    again = True
 
     manifest: Positional[Path]
     """Manifest to split again."""
@@ -201,9 +205,6 @@ class SplitAgain(FromSource):
                 "Run `mtb data isic ROOT --split paper` instead."
             )
         return manifest
-
-    def resplit(self, manifest: Manifest, again: bool = True) -> Manifest:
-        return super().resplit(manifest, again)
 
 
 @dataclass(frozen=True, kw_only=True)
