@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from PIL import Image
+
 from medtokenbudget.backbone import FeatureStore, extract
 from medtokenbudget.config import ExtractConfig, TrainConfig, preset, with_settings
 from medtokenbudget.data import Drawings, Manifest, synthetic_manifest
+from medtokenbudget.data.synthetic import draw
 from medtokenbudget.routing import Selector
 from medtokenbudget.runs.method import Method
 from medtokenbudget.tokens import SIGNALS
@@ -39,6 +42,20 @@ def drawn_store(folder: Path, n: int = 96) -> Drawn:
     config = ExtractConfig(views="off-center", signals=SIGNALS, threads=1)
     extract(Manifest.read(manifest), folder / "tokens", small_backbone(folder), config)
     return Drawn(manifest, folder / "tokens")
+
+
+def drawn_folder(root: Path, n: int, size: int = 96, classes: tuple[str, ...] = ("MEL", "NV", "BCC")) -> list[tuple[Path, Path]]:
+    """Write drawings to `root/photos/CLASS/p00.jpg` and their masks to `root/masks/p00.png`; return the paths of both."""
+    paths = []
+    for number in range(n):
+        drawing = draw(label := classes[number % len(classes)], number, size=size)
+        image, mask = root / "photos" / label / f"p{number:02d}.jpg", root / "masks" / f"p{number:02d}.png"
+        for path in (image, mask):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(drawing.image).save(image, quality=92)
+        Image.fromarray(drawing.mask).convert("L").save(mask)
+        paths.append((image, mask))
+    return paths
 
 
 SMALL: dict[str, object] = {

@@ -24,17 +24,13 @@ _OVERRIDE_PERMISSIONS = 0b1110  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, CAP_FOW
 
 @dataclass(frozen=True)
 class Limits:
-    """What a command may not do.
-
-    Attributes:
-        file_bytes: Largest file that it can write: a write beyond fails, as on a full disk.
-        handles: Files that it can have open.
-        obey_permissions: Also as root.
-    """
+    """What a command may not do."""
 
     file_bytes: int | None = None
+    """Largest file that it can write: a write beyond fails, as on a full disk."""
     handles: int | None = None
     obey_permissions: bool = False
+    """Also as root."""
 
     def apply(self) -> None:
         if self.file_bytes is not None:

@@ -19,6 +19,7 @@ def test_names_become_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve_device(torch.device("cpu")) == torch.device("cpu")
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    assert resolve_device("auto") == torch.device("cuda")
     assert available_devices()[:3] == ["cpu", "cuda:0", "cuda:1"]
     for name in ("cuda", "cuda:0", "cuda:1"):
         assert resolve_device(name) == torch.device(name)
@@ -31,24 +32,18 @@ def test_names_become_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert worker_devices("cpu") == ["cpu"] * 4
 
 
-@pytest.mark.parametrize(("gpu", "wanted"), [(True, "cuda"), (False, "cpu")])
-def test_auto_is_a_gpu_if_there_is_one(monkeypatch: pytest.MonkeyPatch, gpu: bool, wanted: str) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: gpu)
-    assert resolve_device("auto") == torch.device(wanted)
-
-
-@pytest.mark.parametrize("name", ["gpu", "", "cuda:first", "cpu:-1"])
-def test_a_name_that_is_no_device_is_rejected_with_the_available_ones(name: str) -> None:
-    with pytest.raises(RequestError, match=f"'{name}' is not a device name. Available: cpu"):
-        resolve_device(name)
-
-
-@pytest.mark.parametrize("name", ["cuda", "mps", "meta", "cpu:5"])
-def test_a_device_that_this_machine_lacks_is_rejected(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_a_name_of_no_device_or_of_one_that_this_machine_lacks_is_rejected_with_the_available_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("torch.backends.mps.is_available", lambda: False)
-    with pytest.raises(RequestError, match=f"Device '{name}' is not available on this machine. Available: cpu"):
-        resolve_device(name)
+    assert resolve_device("auto") == torch.device("cpu")
+    for name in ("gpu", "", "cuda:first", "cpu:-1"):
+        with pytest.raises(RequestError, match=f"'{name}' is not a device name. Available: cpu"):
+            resolve_device(name)
+    for name in ("cuda", "mps", "meta", "cpu:5"):
+        with pytest.raises(RequestError, match=f"Device '{name}' is not available on this machine. Available: cpu"):
+            resolve_device(name)
 
 
 @pytest.mark.parametrize("command", ["extract", "train", "predict", "serve"])

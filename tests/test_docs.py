@@ -30,6 +30,7 @@ from medtokenbudget.measures import METRICS
 from medtokenbudget.routing.base import SELECTORS
 from medtokenbudget.runs.run import PREDICTION_COLUMNS, RESULT_COLUMNS
 from tests.conftest import REPOSITORY
+from tests.drawn import drawn_folder
 from tests.routing.batches import tokens_of
 
 BLOCK = re.compile(r"(?:<!-- not run: (?P<why>[^>]+) -->\n)?```(?P<language>bash|python)\n(?P<body>.*?)```", re.DOTALL)
@@ -94,18 +95,11 @@ def draw_other_layouts(folder: Path) -> None:
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the pages take for granted: pictures in class folders with masks, a manifest, a store and a trained run."""
     folder = tmp_path_factory.mktemp("workplace")
-    rows = ["image,label,mask"]
-    for number in range(24):
-        label = ("MEL", "NV", "BCC")[number % 3]
-        drawing = draw(label, number, size=96)
-        image, mask = folder / "photos" / label / f"p{number:02d}.jpg", folder / "masks" / f"p{number:02d}.png"
-        for path in (image, mask):
-            path.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(drawing.image).save(image, quality=92)
-        Image.fromarray(drawing.mask).convert("L").save(mask)
-        rows.append(f"{image.relative_to(folder)},{label},{mask.relative_to(folder)}")
+    rows = [
+        f"{image.relative_to(folder)},{image.parent.name},{mask.relative_to(folder)}\n" for image, mask in drawn_folder(folder, 24)
+    ]
+    (folder / "photos.csv").write_text("image,label,mask\n" + "".join(rows))
     draw_other_layouts(folder)
-    (folder / "photos.csv").write_text("\n".join(rows) + "\n")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         assert main(["data", "folder", "photos", "--masks", "masks", "--out", "photos.parquet"]) == 0

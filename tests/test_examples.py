@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -11,39 +10,29 @@ from types import ModuleType
 
 import numpy as np
 import pytest
-from PIL import Image
 
 import medtokenbudget as mtb
 from medtokenbudget.data import Manifest
-from medtokenbudget.data.synthetic import draw
 from medtokenbudget.runs.run import read_results
+from tests.conftest import REPOSITORY
+from tests.drawn import drawn_folder
+from tests.machine import script
 
 CLASSES = ("MEL", "NV", "BCC")
 CHANCE = 1 / len(CLASSES)  # the classes are equally frequent
-EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+EXAMPLES = REPOSITORY / "examples"
 pytestmark = pytest.mark.slow
 
 
 def example(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"examples_{name}", EXAMPLES / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return script(EXAMPLES / f"{name}.py")
 
 
 @pytest.fixture(scope="module")
 def mine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What `train_on_your_folder` leaves behind: manifest, tokens and run of 90 images of three classes."""
     root = tmp_path_factory.mktemp("examples")
-    for number in range(90):
-        label = CLASSES[number % 3]
-        drawing = draw(label, number, size=128)
-        for folder in (root / "photos" / label, root / "masks"):
-            folder.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(drawing.image).save(root / "photos" / label / f"p{number}.jpg", quality=92)
-        Image.fromarray(drawing.mask).convert("L").save(root / "masks" / f"p{number}_mask.png")
+    drawn_folder(root, 90, size=128, classes=CLASSES)
     example("train_on_your_folder").main(root / "photos", root / "masks", root / "out", epochs=3, head_epochs=10)
     return root / "out"
 

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from tests.machine import script
+
 
 @pytest.fixture(scope="module")
 def mutants(repository: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("mutants", repository / "tools" / "mutants.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["mutants"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    return script(repository / "tools" / "mutants.py")
 
 
 def test_every_edit_has_its_text_once_its_tests_and_an_effect(mutants: ModuleType, repository: Path) -> None:

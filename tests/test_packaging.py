@@ -18,10 +18,9 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
-from PIL import Image
 
-from medtokenbudget.data.synthetic import draw
 from tests.conftest import REPOSITORY
+from tests.drawn import drawn_folder
 
 COMMANDS = """
 from medtokenbudget.cli import main
@@ -95,20 +94,8 @@ def environment(dist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         for top in tops - {"__pycache__", "bin"}:
             if not (packages / top).exists():
                 (packages / top).symlink_to(Path(str(distribution.locate_file(top))).resolve())
-    python = folder / "bin" / "python"
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "--python",
-        str(python),
-        "install",
-        "--no-deps",
-        "--no-index",
-        "-q",
-        str(wheel_of(dist)),
-    ]
-    subprocess.run(command, check=True, capture_output=True)
+    pip = [sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python"), "install", "--no-deps", "--no-index", "-q"]
+    subprocess.run([*pip, str(wheel_of(dist))], check=True, capture_output=True)
     return folder
 
 
@@ -117,12 +104,8 @@ def run(environment: Path, tmp_path: Path):
     """Run a program of the clean environment in an empty folder with an empty home, and give what it printed."""
     home = tmp_path / "home"
     home.mkdir()
-    variables = {
-        "HOME": str(home),
-        "PATH": str(environment / "bin") + ":/usr/bin:/bin",
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-    }
+    path = f"{environment / 'bin'}:/usr/bin:/bin"
+    variables = {"HOME": str(home), "PATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
     def call(*words: str, code: int = 0) -> str:
         program = [str(environment / "bin" / words[0]), *words[1:]]
@@ -159,13 +142,7 @@ def test_the_source_distribution_builds_the_same_wheel(dist: Path, tmp_path: Pat
 
 
 def test_the_wheel_trains_and_predicts_with_base_dependencies_alone(run, tmp_path: Path) -> None:
-    for number in range(12):
-        label = ("MEL", "NV")[number % 2]
-        drawing = draw(label, number, size=96)
-        for folder in (tmp_path / "photos" / label, tmp_path / "masks"):
-            folder.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(drawing.image).save(tmp_path / "photos" / label / f"p{number}.jpg")
-        Image.fromarray(drawing.mask).convert("L").save(tmp_path / "masks" / f"p{number}.png")
+    drawn_folder(tmp_path, 12, classes=("MEL", "NV"))
     where = run("python", "-c", "import medtokenbudget; print(medtokenbudget.__file__)")
     assert str(REPOSITORY) not in where
     assert "No module named 'fastapi'" in run("python", "-c", "import fastapi", code=1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import subprocess
@@ -11,7 +10,6 @@ import tomllib
 from collections import Counter
 from importlib import metadata
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -21,8 +19,10 @@ from packaging.version import Version
 
 import medtokenbudget
 from tests.conftest import REPOSITORY
+from tests.machine import script
 
 PROJECT: dict[str, Any] = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
+INSTALL = script(REPOSITORY / ".ci" / "install.py")
 
 
 def text(name: str) -> str:
@@ -41,15 +41,6 @@ def supported() -> list[str]:
     return [match[1] for match in found if match]
 
 
-def pinned() -> dict[str, str]:
-    return dict(line.split("==") for line in text("constraints.txt").splitlines() if line.strip())
-
-
-def test_no_package_is_pinned_twice() -> None:
-    names = [re.sub(r"[-_.]+", "-", line.split("==")[0]).lower() for line in text("constraints.txt").splitlines() if line.strip()]
-    assert [name for name, count in Counter(names).items() if count > 1] == []
-
-
 def test_every_action_of_a_workflow_is_pinned_to_a_commit_with_its_version_beside_it() -> None:
     for path in sorted((REPOSITORY / ".github" / "workflows").glob("*.y*ml")):
         used = re.findall(r"uses:\s*(.+)", path.read_text(encoding="utf-8"))
@@ -58,10 +49,13 @@ def test_every_action_of_a_workflow_is_pinned_to_a_commit_with_its_version_besid
             assert re.fullmatch(r"[\w./-]+@[0-9a-f]{40} # v\d+(\.\d+)+", action), f"{path.name}: {action}"
 
 
-def test_every_pinned_package_that_is_installed_runs_on_the_stated_minimum_of_python() -> None:
+def test_packages_are_pinned_once_and_those_that_are_installed_run_on_the_stated_minimum_of_python() -> None:
+    pinned = [line.split("==") for line in text("constraints.txt").splitlines() if line.strip()]
+    names = [re.sub(r"[-_.]+", "-", name).lower() for name, _ in pinned]
+    assert [name for name, count in Counter(names).items() if count > 1] == []
     lowest = Version(f"{minimum()}.0")
     checked, refusing = 0, {}
-    for name, version in pinned().items():
+    for name, version in pinned:
         try:
             package = metadata.metadata(name)
         except metadata.PackageNotFoundError:  # for another platform
@@ -71,7 +65,7 @@ def test_every_pinned_package_that_is_installed_runs_on_the_stated_minimum_of_py
             needed = package.get("Requires-Python") or ">=3"
             if not SpecifierSet(needed).contains(lowest):
                 refusing[name] = needed
-    assert checked > len(pinned()) // 2, "the environment has other versions than constraints.txt: run make setup"
+    assert checked > len(pinned) // 2, "the environment has other versions than constraints.txt: run make setup"
     assert not refusing, f"requires-python says {minimum()}, but these pinned versions need more: {refusing}"
 
 
@@ -80,7 +74,7 @@ def test_the_minimum_of_python_is_the_same_everywhere() -> None:
     assert versions[0] == lowest
     assert PROJECT["tool"]["ruff"]["target-version"] == "py" + lowest.replace(".", "")
     assert PROJECT["tool"]["mypy"]["python_version"] == lowest
-    assert tuple(int(part) for part in lowest.split(".")) == install().MINIMUM
+    assert tuple(int(part) for part in lowest.split(".")) == INSTALL.MINIMUM
     for page in ("README.md", "CONTRIBUTING.md"):
         assert f"Python {lowest} to {versions[-1]}" in text(page), page
     jobs = yaml.safe_load(text(".github/workflows/ci.yml"))["jobs"]
@@ -125,15 +119,6 @@ def test_the_hooks_before_a_commit_use_only_what_the_environment_has() -> None:
         assert (Path(sys.prefix) / "bin" / program.name).exists(), program
 
 
-def install() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("install", REPOSITORY / ".ci" / "install.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def fake_pip(lines: list[str], code: int = 0, pause: float = 0.0) -> list[str]:
     body = f"import time; print({chr(10).join(lines)!r}, flush=True); time.sleep({pause}); raise SystemExit({code})"
     return [sys.executable, "-c", body]
@@ -148,7 +133,7 @@ def test_setting_up_shows_downloads_and_the_long_step(capsys: pytest.CaptureFixt
         "Installing collected packages: numpy, torch",
         "Successfully installed numpy torch",
     ]
-    assert install().follow(fake_pip(lines)) == 0
+    assert INSTALL.follow(fake_pip(lines)) == 0
     assert capsys.readouterr().out.splitlines()[:-1] == [
         "  downloading torch-2.15.0 (900.1 MB)",
         "  using cached numpy-2.4.6 (16 MB)",
@@ -156,15 +141,13 @@ def test_setting_up_shows_downloads_and_the_long_step(capsys: pytest.CaptureFixt
     ]
 
 
-def test_setting_up_gives_a_sign_of_life_while_pip_is_silent(capsys: pytest.CaptureFixture[str]) -> None:
-    module = install()
-    module.QUIET_SECONDS = 0.05
-    assert module.follow(fake_pip(["Installing collected packages: torch"], pause=1.0)) == 0
+def test_setting_up_gives_a_sign_of_life_while_pip_is_silent_and_fails_when_pip_fails(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(INSTALL, "QUIET_SECONDS", 0.05)
+    assert INSTALL.follow(fake_pip(["Installing collected packages: torch"], pause=1.0)) == 0
     assert "still working" in capsys.readouterr().out
-
-
-def test_setting_up_fails_when_pip_fails(capsys: pytest.CaptureFixture[str]) -> None:
-    assert install().follow(fake_pip(["ERROR: No matching distribution found for torch"], code=3)) == 3
+    assert INSTALL.follow(fake_pip(["ERROR: No matching distribution found for torch"], code=3)) == 3
     told = capsys.readouterr()
     assert "No matching distribution" in told.out
     assert "pip failed with exit code 3" in told.err

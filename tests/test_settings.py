@@ -7,15 +7,14 @@ import math
 import pkgutil
 from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, get_type_hints
 
 import pytest
 
 import medtokenbudget as mtb
 from medtokenbudget.cli import COMMANDS, command, main
 from medtokenbudget.cli.options import Command, options
-from medtokenbudget.config import BackboneConfig, Range, RouterConfig, Settings, TrainConfig, preset
+from medtokenbudget.config import BackboneConfig, Kind, Range, RouterConfig, Settings, TrainConfig, preset
 from medtokenbudget.data import Drawings, apply_split, synthetic_manifest
 from medtokenbudget.errors import RequestError
 from tests.drawn import Drawn, quick
@@ -40,26 +39,11 @@ def _classes() -> list[type]:
 CLASSES = _classes()
 
 
-def _plain(kind: Any) -> tuple[Any, Range | None, bool, bool]:
-    """Type of one value, its range, whether it may be None, and whether there are several."""
-    if get_origin(kind) in (Union, UnionType):
-        inner = [entry for entry in get_args(kind) if entry is not NoneType]
-        plain, limits, _, several = _plain(inner[0]) if len(inner) == 1 else (None, None, False, False)
-        return plain, limits, True, several
-    if get_origin(kind) is tuple:
-        plain, limits, none, _ = _plain(get_args(kind)[0])
-        return plain, limits, none, True
-    if get_origin(kind) is Annotated:
-        return get_args(kind)[0], next((entry for entry in get_args(kind) if isinstance(entry, Range)), None), False, False
-    return kind, None, False, False
+def _kind(config: type, name: str) -> Kind:
+    return Kind.of(get_type_hints(config, include_extras=True)[name])
 
 
-NUMBERS = [
-    (config, entry)
-    for config in CLASSES
-    for entry in fields(config)
-    if _plain(get_type_hints(config, include_extras=True)[entry.name])[0] in (int, float)
-]
+NUMBERS = [(config, entry) for config in CLASSES for entry in fields(config) if _kind(config, entry.name).type in (int, float)]
 
 
 def _outside(kind: type, limits: Range) -> list[Any]:
@@ -88,7 +72,8 @@ def test_classes_of_settings_check_their_values() -> None:
 
 @pytest.mark.parametrize(("config", "entry"), NUMBERS, ids=[f"{config.__name__}.{entry.name}" for config, entry in NUMBERS])
 def test_a_number_just_outside_its_range_is_refused_by_the_name_of_its_field(config: type[Settings], entry: Field[Any]) -> None:
-    kind, limits, optional, several = _plain(get_type_hints(config, include_extras=True)[entry.name])
+    allowed = _kind(config, entry.name)
+    kind, limits, optional, several = allowed.type, allowed.limits, allowed.optional, allowed.several
     assert limits is not None, f"{config.__name__}.{entry.name} needs a range"
     for value in [*_outside(kind, limits), *([] if optional else [None])]:
         with pytest.raises(RequestError, match=rf"^`{config.prefix}{entry.name}` must be "):
@@ -110,8 +95,8 @@ def test_many_faults_are_told_at_once() -> None:
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_number_on_the_command_line_has_a_range(name: str) -> None:
     for option in options(command(name)).values():
-        if option.kind in (int, float):
-            assert any(isinstance(note, Range) for note in option.notes), f"mtb {name} {option.spelling}"
+        if option.kind.type in (int, float):
+            assert option.kind.limits is not None, f"mtb {name} {option.spelling}"
 
 
 REFUSED = {

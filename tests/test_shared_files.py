@@ -41,8 +41,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert main(["report", str(run)]) == 0
     assert main(["evaluate", str(run / "model"), str(manifest), "--out", str(home / "evaluated")]) == 0
     assert main(["report", str(run), str(home / "evaluated"), "--out", str(home / "compared")]) == 0
-    for kind in ("onnx", "hub"):
-        assert main(["export", str(run / "model"), "--format", kind, "--out", str(home / kind)]) == 0
+    for kind, options in {"onnx": ["--part", "routing"], "hub": []}.items():  # the site below has graphs of the whole model
+        assert main(["export", str(run / "model"), "--format", kind, "--out", str(home / kind), *options]) == 0
     for file in HASHES:
         (home / file).write_text("the runtime, which is not ours")
     write_site(mtb.load(run / "model", device="cpu"), home / "site", home)
@@ -84,15 +84,8 @@ def test_a_store_takes_the_same_weights_under_another_name_and_refuses_others(
     (home / "other.safetensors").write_bytes(weights.read_bytes())
     before = (home / "tokens" / "store.json").read_bytes()
     assert json.loads(before)["weights"] == "vit-0.safetensors"
-    extract = [
-        "extract",
-        str(home / "data" / "manifest.parquet"),
-        "--store",
-        str(home / "tokens"),
-        "--views",
-        "off-center",
-        *BACKBONE,
-    ]
+    manifest, store = home / "data" / "manifest.parquet", home / "tokens"
+    extract = ["extract", str(manifest), "--store", str(store), "--views", "off-center", *BACKBONE]
     assert main([*extract, "--weights", str(home / "other.safetensors")]) == 0
     assert (home / "tokens" / "store.json").read_bytes() == before
     assert main([*extract, "--weights", str(small_backbone(home / NAME, seed=1).weights)]) == 2

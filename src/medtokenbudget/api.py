@@ -45,32 +45,14 @@ from medtokenbudget.model.saved import ROUTER, resolve, write_guarantees
 from medtokenbudget.progress import say
 from medtokenbudget.routing import default_methods, selector_class
 from medtokenbudget.routing.conformal import Promise
+from medtokenbudget.runs import evaluate as evaluation
+from medtokenbudget.runs import sweep as sweeping
 from medtokenbudget.runs.card import card_text
-from medtokenbudget.runs.evaluate import (
-    Part,
-    calibrated,
-    evaluate_model,
-    held_out,
-    in_classes_of,
-    own_validation,
-    read_mapping,
-    run_of,
-)
+from medtokenbudget.runs.evaluate import Part
 from medtokenbudget.runs.method import Method, method_of, with_heads
 from medtokenbudget.runs.preflight import READS_ROUTED, supported_methods
 from medtokenbudget.runs.run import FILE, Run
 from medtokenbudget.runs.studies import Study, Unit, chosen_studies
-from medtokenbudget.runs.sweep import (
-    begun,
-    collect,
-    failure,
-    load_unit,
-    run_studies,
-    run_unit,
-    say_failed,
-    show_epochs,
-    training_bar,
-)
 from medtokenbudget.training.classifier import RoutedClassifier
 from medtokenbudget.training.familiarity import fit_familiarity
 from medtokenbudget.training.rows import TrainingRows
@@ -140,31 +122,28 @@ def train(
     """
     if head not in ("auto", "none"):
         raise RequestError(f"`head` must be 'auto' or 'none', got '{head}'.")
-    opened, settings = _opened(manifest), _settings(config)
+    opened, settings = _opened(manifest), preset(config) if isinstance(config, str) else config
     unlabeled = bool(opened.classes) and (head == "none" or opened.rows["label"].isna().all())
     # A manifest that came as a path stays one: the run records where it is.
     run = Run.begin(out, opened.without_labels() if unlabeled else manifest, store, settings)
     if run.store.fixed_budget is None:
-        methods: tuple[str, ...] = (
-            str(method_of(selector, settings)),
-            *(name for name in CONTROLS if not selector_class(name).requires),
-        )
+        methods = [str(method_of(selector, settings)), *(name for name in CONTROLS if not selector_class(name).requires)]
     else:  # routed already: only the head is left to train
-        methods, run.config = (READS_ROUTED,), _at_fixed_budget(run)
-    study = Study("train", methods, (settings.seed,), run.config.budgets)
+        methods, run.config = [READS_ROUTED], _at_fixed_budget(run)
+    study = Study("train", tuple(methods), (settings.seed,), run.config.budgets)
     trained: dict[Unit, RoutedClassifier] = {}
-    with begun(run, [study]) as (units, done):
-        with training_bar(len(units) - len(done)) as bar:
+    with sweeping.begun(run, [study]) as (units, done):
+        with sweeping.training_bar(len(units) - len(done)) as bar:
             for unit in units:
-                classifier = None if unit in done else run_unit(run, unit, on_epoch=show_epochs(bar, unit))
+                classifier = None if unit in done else sweeping.run_unit(run, unit, on_epoch=sweeping.show_epochs(bar, unit))
                 if classifier is not None:
                     trained[unit] = classifier
                 elif unit == units[0] and unit not in done:
-                    raise WorkError(failure(run, unit))  # without the router the run is worthless
+                    raise WorkError(sweeping.failure(run, unit))  # without the router the run is worthless
                 bar.update(unit not in done)
         done |= trained.keys()
-        say_failed(run, units, done)
-        collect(run, [study], [unit for unit in units if unit in done])
+        sweeping.say_failed(run, units, done)
+        sweeping.collect(run, [study], [unit for unit in units if unit in done])
         save_model(run, trained)
     return run
 
@@ -213,7 +192,7 @@ def sweep(
         >>> run.results[["method", "view", "k"]].values.tolist()
         [['center', 'as-is', 76], ['center', 'off-center', 76], ['norm', 'as-is', 76], ['norm', 'off-center', 76]]
     """
-    run = Run.begin(out, manifest, store, _settings(config))
+    run = Run.begin(out, manifest, store, preset(config) if isinstance(config, str) else config)
     given_budgets = given_settings(run.config).get("budgets")
     if budgets is not None:
         if given_budgets is not None and tuple(budgets) != tuple(given_budgets):
@@ -226,7 +205,7 @@ def sweep(
     if methods is None:
         methods = supported_methods(run, default_methods() if run.store.fixed_budget is None else (READS_ROUTED,))
     study = Study("sweep", with_heads(methods, heads), seeds, tuple(run.config.budgets))
-    run_studies(run, [study], Execution(engine, jobs, address))
+    sweeping.run_studies(run, [study], Execution(engine, jobs, address))
     save_model(run)
     return run
 
@@ -275,7 +254,8 @@ def reproduce(
         say(f"Skipping study 'center-bias': the store has no off-center views. {advice}")
         studies = [one for one in studies if one.name != "center-bias"]
     studies = [replace(one, methods=supported_methods(run, one.methods)) for one in studies]
-    run_studies(run, [one for one in studies if one.methods], Execution(engine, jobs, address), chosen_for_user=("protocol",))
+    supported = [one for one in studies if one.methods]
+    sweeping.run_studies(run, supported, Execution(engine, jobs, address), chosen_for_user=("protocol",))
     save_model(run)
     return run
 
@@ -344,9 +324,9 @@ def calibrate(
         raise RequestError(f"{model} is not a folder of yours, so nothing can be saved in it. Pass `out` for a calibrated copy.")
     loaded = model if isinstance(model, MedTokenBudget) else load(model)
     with tempfile.TemporaryDirectory(prefix="mtb-calibrate-") as scratch:
-        run = None if folder is None else run_of(folder)
-        images = held_out(loaded, _opened(manifest), store, Path(scratch) / "tokens", part, run)
-        guarantee = calibrated(loaded, images, promise, selector, cap)
+        run = None if folder is None else evaluation.run_of(folder)
+        images = evaluation.held_out(loaded, _opened(manifest), store, Path(scratch) / "tokens", part, run)
+        guarantee = evaluation.calibrated(loaded, images, promise, selector, cap)
     loaded.guarantees = with_guarantee(loaded.guarantees, guarantee)
     if out is not None:
         loaded.save_pretrained(out)
@@ -395,31 +375,24 @@ def evaluate(
     folder = None if isinstance(model, MedTokenBudget) else resolve(model)
     loaded = model if isinstance(model, MedTokenBudget) else load(model)
     original = _opened(manifest)
-    mapping = read_mapping(classes) if isinstance(classes, (str, Path)) else classes
-    labeled = in_classes_of(original, loaded.classes, mapping)
-    trained_in = None if folder is None else run_of(folder)
+    mapping = evaluation.read_mapping(classes) if isinstance(classes, (str, Path)) else classes
+    labeled = evaluation.in_classes_of(original, loaded.classes, mapping)
+    trained_in = None if folder is None else evaluation.run_of(folder)
     method = loaded.main if selector is None else selector
     loaded.classifier(method)
     with exclusive(target):
-        images = held_out(loaded, labeled, store, target / "tokens", part, trained_in, original.hash)
+        images = evaluation.held_out(loaded, labeled, store, target / "tokens", part, trained_in, original.hash)
         run = Run.begin(target, images.manifest, images.store, loaded.train_config)
         if isinstance(manifest, Manifest):
             original.write(run.manifest_path)
         else:
             run.manifest_path = Path(manifest).resolve()
-        evaluate_model(
-            run,
-            loaded,
-            images,
-            original,
-            method,
-            budgets,
-            {
-                "model": "a model in memory" if folder is None else os.path.relpath(folder, target),
-                "mapping": None if mapping is None else dict(mapping),
-                "own": own_validation(trained_in, method, budgets),
-            },
-        )
+        about = {
+            "model": "a model in memory" if folder is None else os.path.relpath(folder, target),
+            "mapping": None if mapping is None else dict(mapping),
+            "own": evaluation.own_validation(trained_in, method, budgets),
+        }
+        evaluation.evaluate_model(run, loaded, images, original, method, budgets, about)
     return run
 
 
@@ -455,7 +428,7 @@ def demo(out: Path | str = "runs/demo", n: int = 1000, seed: int = 0, epochs: in
     study = Study("main", default_methods(), budgets=BUDGETS)
     say(f"  Training {len(study.methods)} methods and evaluating them at {len(study.budgets)} budgets ...")
     run = Run.begin(out, manifest, store, config)
-    run_studies(run, [study])
+    sweeping.run_studies(run, [study])
     save_model(run)
     say("3 of 3: the report ...")
     return report(out)
@@ -464,54 +437,41 @@ def demo(out: Path | str = "runs/demo", n: int = 1000, seed: int = 0, epochs: in
 def save_model(run: Run, trained: Mapping[Unit, RoutedClassifier] = MappingProxyType({})) -> Path | None:
     """Save the main method of a run and its other classifiers, all of the first seed, as one model folder.
 
-    Args:
-        run: The run.
-        trained: Its classifiers that are in memory; the others are read from their units.
-
-    Returns:
-        The folder, or None if the run has no learned method.
+    Classifiers that are not in `trained` are read from their units. Returns None if the run has no learned method.
     """
     if run.main is None:
         return None
     with exclusive(run.path):
-        model = _model_of(run, run.main, trained)
+        classifiers: dict[str, RoutedClassifier] = {}
+        for method in map(Method.parse, run.methods):
+            unit = Unit(method, run.seeds[0])
+            # An ablation has no training of its own, and a selector that reads masks (the oracle) cannot predict.
+            usable = method.ablation is None and "has_mask" not in selector_class(method.selector).requires
+            if usable and unit.name in run.units:
+                classifiers[str(method)] = trained.get(unit) or sweeping.load_unit(run, unit)
+        store, config = run.store, train_config_from_dict(run.methods[run.main]["config"])
+        rows = TrainingRows.of(run.manifest, store, config)
+        fingerprint, weights = store.config["backbone"], store.config["weights"]
+        backbone = BackboneConfig(
+            weights=None if weights is None else Path(weights),
+            **{name: fingerprint[name] for name in ("name", "image_size", "layer", "attention")},
+        )
+        about = {name: getattr(run, name) for name in ("dataset", "seeds", "versions", "hashes", "studies")}
+        model = MedTokenBudget(
+            located(backbone, fingerprint["weights"]),
+            fingerprint,
+            run.classes,
+            classifiers,
+            config,
+            main=run.main,
+            info={"run": about | {"masks": run.counts["train"]["masks"]}},
+            scout=None if store.early is None else load(store.path / ROUTER),
+            # Familiar is what the router has seen.
+            familiarity=fit_familiarity(store, np.concatenate([rows.train, rows.views]), run.seeds[0]),
+        )
         model.card = card_text(run, model)
         return model.save_pretrained(run.path / "model")
 
 
-def _model_of(run: Run, main: str, trained: Mapping[Unit, RoutedClassifier]) -> MedTokenBudget:
-    classifiers: dict[str, RoutedClassifier] = {}
-    for method in map(Method.parse, run.methods):
-        unit = Unit(method, run.seeds[0])
-        # An ablation has no training of its own, and a selector that reads masks (the oracle) cannot predict.
-        usable = method.ablation is None and "has_mask" not in selector_class(method.selector).requires
-        if usable and unit.name in run.units:
-            classifiers[str(method)] = trained.get(unit) or load_unit(run, unit)
-    store, config = run.store, train_config_from_dict(run.methods[main]["config"])
-    rows = TrainingRows.of(run.manifest, store, config)
-    fingerprint, weights = store.config["backbone"], store.config["weights"]
-    backbone = BackboneConfig(
-        weights=None if weights is None else Path(weights),
-        **{name: fingerprint[name] for name in ("name", "image_size", "layer", "attention")},
-    )
-    about = {name: getattr(run, name) for name in ("dataset", "seeds", "versions", "hashes", "studies")}
-    return MedTokenBudget(
-        located(backbone, fingerprint["weights"]),
-        fingerprint,
-        run.classes,
-        classifiers,
-        config,
-        main=main,
-        info={"run": about | {"masks": run.counts["train"]["masks"]}},
-        scout=None if store.early is None else load(store.path / ROUTER),
-        # Familiar is what the router has seen.
-        familiarity=fit_familiarity(store, np.concatenate([rows.train, rows.views]), run.seeds[0]),
-    )
-
-
 def _opened(manifest: AnyManifest) -> Manifest:
     return manifest if isinstance(manifest, Manifest) else Manifest.read(manifest)
-
-
-def _settings(config: TrainConfig | str) -> TrainConfig:
-    return preset(config) if isinstance(config, str) else config

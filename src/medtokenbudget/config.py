@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from numbers import Integral, Real
@@ -59,11 +59,34 @@ Side = Annotated[int, Range(1, 8192)]
 """Side of a square image, in pixels."""
 DrawnSide = Annotated[int, Range(32, 8192)]
 """Side of a drawn image, in pixels: details of a lesion need some."""
-Block = Annotated[int, Range(-1)]
-"""A block of a backbone, counted from 0; -1 is the last."""
 Natural = Annotated[int, Range(0)]
-Port = Annotated[int, Range(0, 65535)]
-"""A port to listen on; 0 picks a free one."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What an annotation allows: `tuple[Budget, ...] | None` is several floats in a range, or None."""
+
+    type: Any
+    """The type of one value: `int`, `Path`, a `Literal`, ...; a union of several types is checked where it is used."""
+    several: bool = False
+    optional: bool = False
+    notes: tuple[Any, ...] = ()
+    """What `Annotated` adds: a `Range`, or how the command line reads it."""
+
+    @classmethod
+    def of(cls, annotation: Any) -> Kind:
+        origin, arguments = get_origin(annotation), get_args(annotation)
+        if origin is Annotated:
+            inner = cls.of(arguments[0])
+            return replace(inner, notes=(*arguments[1:], *inner.notes))
+        if origin in (Union, types.UnionType):
+            inside = [argument for argument in arguments if argument is not type(None)]
+            return replace(cls.of(inside[0]) if len(inside) == 1 else cls(Any), optional=len(inside) < len(arguments))
+        return replace(cls.of(arguments[0]), several=True) if origin is tuple else cls(annotation)
+
+    @property
+    def limits(self) -> Range | None:
+        return next((note for note in self.notes if isinstance(note, Range)), None)
 
 
 class Settings:
@@ -74,62 +97,50 @@ class Settings:
 
     def __post_init__(self) -> None:
         settings: type = type(self)
-        check_values({f"{self.prefix}{name}": (getattr(self, name), kind) for name, kind in _annotations(settings).items()})
+        check_values({f"{self.prefix}{name}": (getattr(self, name), kind) for name, kind in field_annotations(settings).items()})
 
 
 @cache
-def _annotations(settings: type) -> dict[str, Any]:
+def field_annotations(settings: type) -> dict[str, Any]:
+    """Return the annotation of each field of a dataclass, with what `Annotated` adds."""
     hints = get_type_hints(settings, include_extras=True)
     return {entry.name: hints[entry.name] for entry in fields(settings)}
 
 
 def check_values(values: Mapping[str, tuple[Any, Any]]) -> None:
-    """Reject values that do not fit their type annotations, all at once.
-
-    Args:
-        values: Name to value and annotation, such as `{"jobs": (jobs, Parallel)}`. Checks numbers, choices and tuples of them.
+    """Reject values that do not fit their annotations, all at once: `{"jobs": (jobs, Parallel)}`.
 
     Raises:
         RequestError: A value is not of its type or outside its range; the message names it.
     """
-    faults = [fault for name, (value, kind) in values.items() for fault in _faults(name, value, kind)]
-    if len(faults) == 1:
-        raise faults[0]
-    if faults:
-        raise RequestError(" ".join(map(str, faults)))
-
-
-def _faults(name: str, value: Any, kind: Any, limits: Range | None = None) -> Iterator[RequestError]:
-    origin, arguments = get_origin(kind), get_args(kind)
-    if origin is Annotated:
-        limits = next((entry for entry in arguments if isinstance(entry, Range)), None)
-        yield from _faults(name, value, arguments[0], limits)
-    elif origin in (Union, types.UnionType):
-        inner = [argument for argument in arguments if argument is not type(None)]
-        # A union of several types is checked where it is used.
-        if len(inner) == 1 and (value is not None or len(inner) == len(arguments)):
-            yield from _faults(name, value, inner[0])
-    elif origin is Literal:
-        if value not in arguments:
-            yield UnknownNameError.of(name, str(value), arguments)
-    elif origin is tuple:
-        if isinstance(value, (str, bytes)) or not isinstance(value, (tuple, list)):
-            yield RequestError(f"`{name}` must be several values, got {value!r}.")
-        elif not value and arguments[0] == Budget:
-            yield BudgetError(f"`{name}` must have at least one value, got none.")
+    faults: list[RequestError] = []
+    for name, (value, annotation) in values.items():
+        kind = Kind.of(annotation)
+        if value is None and kind.optional:
+            continue
+        if kind.several and not isinstance(value, (tuple, list)):
+            faults.append(RequestError(f"`{name}` must be several values, got {value!r}."))
+        elif kind.several and not value and kind.limits is BUDGET:
+            faults.append(BudgetError(f"`{name}` must have at least one value, got none."))
         else:
-            yield from (fault for item in value for fault in _faults(name, item, arguments[0]))
-    elif kind in (int, float):
+            faults += filter(None, (_fault(name, item, kind.type, kind.limits) for item in (value if kind.several else [value])))
+    if faults:
+        raise faults[0] if len(faults) == 1 else RequestError(" ".join(map(str, faults)))
+
+
+def _fault(name: str, value: Any, kind: Any, limits: Range | None) -> RequestError | None:
+    if get_origin(kind) is Literal:
+        return None if value in get_args(kind) else UnknownNameError.of(name, str(value), get_args(kind))
+    if kind in (int, float):
         if isinstance(value, bool) or not isinstance(value, Integral if kind is int else Real):
-            yield RequestError(f"`{name}` must be a {'whole ' if kind is int else ''}number, got {value!r}.")
-        elif limits is not None and float(value) not in limits:
-            hint = f" Did you mean {float(value) / 100:g}?" if limits.high == 1 < float(value) <= 100 else ""
-            kind_of_error = BudgetError if limits is BUDGET else RequestError
-            yield kind_of_error(f"`{name}` must be {limits}, got {value}.{hint}")
-    elif kind is bool and not isinstance(value, bool):
-        yield RequestError(f"`{name}` must be True or False, got {value!r}.")
-    elif isinstance(kind, type) and (kind is str or is_dataclass(kind)) and not isinstance(value, kind):
-        yield RequestError(f"`{name}` must be {'text' if kind is str else f'a {kind.__name__}'}, got {value!r}.")
+            return RequestError(f"`{name}` must be a {'whole ' if kind is int else ''}number, got {value!r}.")
+        if limits is None or float(value) in limits:
+            return None
+        hint = f" Did you mean {float(value) / 100:g}?" if limits.high == 1 < float(value) <= 100 else ""
+        return (BudgetError if limits is BUDGET else RequestError)(f"`{name}` must be {limits}, got {value}.{hint}")
+    names = {bool: "True or False", str: "text"}
+    wanted = f"a {kind.__name__}" if isinstance(kind, type) and is_dataclass(kind) else names.get(kind)
+    return RequestError(f"`{name}` must be {wanted}, got {value!r}.") if wanted and not isinstance(value, kind) else None
 
 
 NOTICE = "Research software, not a medical device."
@@ -143,15 +154,7 @@ BUDGETS: tuple[float, ...] = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 HEADLINE_BUDGETS: tuple[float, ...] = (0.1, 0.3, 0.5)
 SEEDS: tuple[int, ...] = (42, 43, 44)
 """The seeds of the paper; the first one is the default everywhere."""
-PAPER_METHODS: tuple[str, ...] = (
-    "no-pruning",
-    "random",
-    "norm",
-    "tome",
-    "attention-entropy",
-    "local-contrast",
-    "lats",
-)
+PAPER_METHODS: tuple[str, ...] = ("no-pruning", "random", "norm", "tome", "attention-entropy", "local-contrast", "lats")
 CONTROLS: tuple[str, ...] = ("center", "darkness", "random", "oracle")
 """In every comparison: what a learned router must beat without a model and by chance, and the ceiling."""
 PAPER_RECIPE = "lats"
@@ -179,7 +182,7 @@ class BackboneConfig(Settings):
     """Weights of the backbone (.safetensors). Default: download them from the Hugging Face Hub."""
     image_size: Side = 224
     """Side of the square input image, in pixels."""
-    layer: Block = -1
+    layer: Annotated[int, Range(-1)] = -1
     """Block to take tokens and attention from, counted from 0; -1 is the last."""
     attention: Literal["true", "pseudo"] = "true"
     """Source of the attention. true: the block itself. pseudo: cosine similarity of patches, for blocks without a readable one."""
@@ -376,7 +379,7 @@ class ServeConfig(Settings):
 
     host: str = "127.0.0.1"
     """Address to listen on. Addresses that other machines can reach need a token."""
-    port: Port = 8765
+    port: Annotated[int, Range(0, 65535)] = 8765
     """Port to listen on; 0 picks a free one."""
     token_file: Path | None = None
     """File with the token that clients must send as `Authorization: Bearer TOKEN`. Default: the variable MTB_TOKEN."""
@@ -396,8 +399,9 @@ class ServeConfig(Settings):
     """Device to run on: auto (a GPU if there is one), cpu, cuda, cuda:1, ..."""
 
 
-def _lesion_first() -> TrainConfig:
-    return TrainConfig(
+PRESETS = {
+    "paper": TrainConfig(),
+    "lesion-first": TrainConfig(
         recipe="lesion-first",
         epochs=8,
         min_steps=1000,
@@ -408,10 +412,8 @@ def _lesion_first() -> TrainConfig:
         lats=LATSConfig(neighborhood="grid8"),
         router=RouterConfig(padding="exclude"),
         losses=LossWeights(classification=0.0, budget=0.01, diversity=0.0, lesion=1.0, distillation=0.0),
-    )
-
-
-PRESETS = {"paper": TrainConfig, "lesion-first": _lesion_first}
+    ),
+}
 
 
 def preset(name: str, **changes: Any) -> TrainConfig:
@@ -427,7 +429,7 @@ def preset(name: str, **changes: Any) -> TrainConfig:
     if name not in PRESETS:
         raise UnknownNameError.of("preset", name, PRESETS)
     given = frozenset(key for key, value in changes.items() if not is_dataclass(value))
-    return replace(PRESETS[name](), **{"given": given, **changes})
+    return replace(PRESETS[name], **{"given": given, **changes})
 
 
 def settings_of(config: Any) -> dict[str, Any]:
@@ -454,7 +456,7 @@ def with_settings(config: TrainConfig, values: Mapping[str, Any]) -> TrainConfig
 
 def given_settings(config: TrainConfig) -> dict[str, Any]:
     """Return the settings that the user chose: those that were recorded, and those that differ from the preset of the recipe."""
-    usual = settings_of(next(made() for made in PRESETS.values() if made().recipe == config.recipe))
+    usual = settings_of(next(usual for usual in PRESETS.values() if usual.recipe == config.recipe))
     return {name: value for name, value in settings_of(config).items() if name in config.given or value != usual[name]}
 
 
@@ -480,11 +482,10 @@ def train_config_from_dict(values: dict[str, Any]) -> TrainConfig:
     """
     flat: dict[str, Any] = {}
     for key, value in values.items():
-        flat |= {f"{key}.{name}": inner for name, inner in value.items()} if isinstance(value, dict) else {key: value}
+        inside = {f"{key}.{name}": inner for name, inner in value.items()} if isinstance(value, dict) else {key: value}
+        flat |= {name: tuple(inner) if isinstance(inner, list) else inner for name, inner in inside.items()}
     try:
-        return with_settings(
-            TrainConfig(), {key: tuple(value) if isinstance(value, list) else value for key, value in flat.items()}
-        )
+        return with_settings(TrainConfig(), flat)
     except (TypeError, AttributeError, RequestError) as error:
         why = str(error).rstrip(".")
         raise RequestError(f"Not a training configuration of this version: {why}. Train the model again.") from None

@@ -24,21 +24,7 @@ def available_devices() -> list[str]:
 
 
 def resolve_device(name: str | torch.device) -> torch.device:
-    """Turn a device name into a device that exists on this machine.
-
-    Args:
-        name: 'auto' for a CUDA GPU if there is one and the CPU otherwise, or a device such as 'cpu', 'cuda', 'cuda:1' or 'mps'.
-
-    Returns:
-        The device.
-
-    Raises:
-        RequestError: The name is not a device, or this machine does not have it. The message lists the available devices.
-
-    Example:
-        >>> resolve_device("cpu")
-        device(type='cpu')
-    """
+    """Turn a device name into a device that this machine has; 'auto' is a CUDA GPU if there is one, and otherwise the CPU."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     available = available_devices()

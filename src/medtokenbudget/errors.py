@@ -27,8 +27,6 @@ class MedTokenBudgetWarning(UserWarning):
 class WorkError(MedTokenBudgetError, RuntimeError):
     """The request was valid but the work failed (disk full, hub unreachable, a loss that is not finite)."""
 
-    exit_code = 1
-
 
 class RequestError(MedTokenBudgetError, ValueError):
     """The request was wrong: an invalid argument, file or combination of options."""

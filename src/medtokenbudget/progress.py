@@ -58,13 +58,7 @@ def progress(
 ) -> Any:
     """Return a tqdm bar on standard error, or lines of text if that is not a terminal; nothing in a worker process.
 
-    Args:
-        iterable: What to iterate over; without it, call `update` on the bar.
-        total: Number of units.
-        what: Name of the work.
-        unit: Name of a unit, in the singular.
-        initial: Units that were done before.
-        pace: False for units of very different length, whose rate and time left would mean nothing.
+    `pace=False` is for units of very different length, whose rate and time left would mean nothing.
     """
     terminal = sys.stderr.isatty()
     # `say` writes the lines; what tqdm itself writes around a bar is discarded.

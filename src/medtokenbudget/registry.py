@@ -19,13 +19,7 @@ C = TypeVar("C", bound=type)
 
 
 class Registry(Generic[T]):
-    """Subclasses of one base class by name.
-
-    Args:
-        kind: What the classes are, for messages ('selector', 'head').
-        base: The class that every entry derives from; its `name` attribute is set.
-        group: Entry-point group through which other packages add classes.
-    """
+    """Subclasses of `base` by name, which becomes their attribute `name`; `kind` ('selector', 'head') is for messages."""
 
     def __init__(self, kind: str, base: type[T], group: str) -> None:
         self.kind, self.base, self.group = kind, base, group
@@ -37,14 +31,13 @@ class Registry(Generic[T]):
         """Return a class decorator that makes a class known as `name`."""
 
         def decorate(entry: C) -> C:
+            what = f"{self.kind.capitalize()} '{name}'"
             if not (isinstance(entry, type) and issubclass(entry, self.base)):
-                base = f"{self.base.__module__}.{self.base.__qualname__}"
-                raise RequestError(f"{self.kind.capitalize()} '{name}' must be a subclass of {base}, got {entry!r}.")
+                raise RequestError(f"{what} must be a subclass of {_full_name(self.base)}, got {entry!r}.")
             taken = self._classes.get(name)
-            if taken is not None and (taken.__module__, taken.__qualname__) != (entry.__module__, entry.__qualname__):
-                raise RequestError(
-                    f"{self.kind.capitalize()} '{name}' is already registered by {taken.__module__}.{taken.__qualname__}."
-                )
+            # A cell of a notebook that is run again defines the same class anew.
+            if taken is not None and _full_name(taken) != _full_name(entry):
+                raise RequestError(f"{what} is already registered by {_full_name(taken)}.")
             entry.name = name  # type: ignore[attr-defined]
             self._classes[name] = entry
             return cast(C, entry)
@@ -99,8 +92,10 @@ class Registry(Generic[T]):
             try:
                 self.register(entry.name)(entry.load())
             except Exception as error:  # another package's import may raise anything
-                warnings.warn(
-                    f"Skipping {self.kind} '{entry.name}' of {entry.value}, which failed to load: {type(error).__name__}: {error}",
-                    MedTokenBudgetWarning,
-                    stacklevel=3,
-                )
+                why = f"{type(error).__name__}: {error}"
+                message = f"Skipping {self.kind} '{entry.name}' of {entry.value}, which failed to load: {why}"
+                warnings.warn(message, MedTokenBudgetWarning, stacklevel=3)
+
+
+def _full_name(entry: type) -> str:
+    return f"{entry.__module__}.{entry.__qualname__}"

@@ -22,45 +22,48 @@ from tests.reporting.fake_run import fake_run
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
-    [(cut, "damaged or incomplete"), (flip, "damaged or incomplete"), (lambda data: b"", "damaged or incomplete")],
-    ids=["half", "flipped bit", "empty"],
+    "change", [pytest.param(cut, id="half"), pytest.param(flip, id="flipped bit"), pytest.param(lambda data: b"", id="empty")]
 )
-def test_a_bad_checkpoint_is_named(tmp_path: Path, change: Callable[[bytes], bytes], says: str) -> None:
+def test_a_bad_checkpoint_is_named(tmp_path: Path, change: Callable[[bytes], bytes]) -> None:
     path = tmp_path / "checkpoint.safetensors"
     save_tensors(path, {"a": torch.arange(100.0)}, {"epoch": 1})
     path.write_bytes(change(path.read_bytes()))
-    with pytest.raises(MedTokenBudgetError, match=says) as caught:
+    with pytest.raises(MedTokenBudgetError, match=r"checkpoint\.safetensors is damaged or incomplete"):
         load_tensors(path)
-    assert str(path) in str(caught.value)
 
 
 def parquet(**columns: Any) -> Callable[[Path], None]:
     return lambda path: pd.DataFrame(columns).to_parquet(path)
 
 
-MANIFESTS: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "missing": (lambda path: None, "does not exist|no such|cannot"),
-    "a folder": (lambda path: path.mkdir(), "folder|directory|not a"),
-    "empty": (lambda path: path.write_bytes(b""), "m.parquet"),
-    "text": (lambda path: path.write_bytes(b"image_id,image\n1,a.jpg\n"), "m.parquet"),
-    "half": (lambda path: (parquet(image_id=["a"] * 99)(path), path.write_bytes(cut(path.read_bytes()))), "m.parquet"),
-    "other columns": (parquet(name=["a"]), "m.parquet"),
-    "without metadata": (
-        parquet(image_id=["a"], image=["a.jpg"], label=["x"], mask=[None], group=[None], split=["train"]),
-        "m.parquet",
-    ),
+def not_utf8(path: Path) -> None:
+    Manifest.from_records([{"image_id": "a", "image": "quick brown fox.jpg"}], ()).write(path)
+    assert b"quick" in path.read_bytes()
+    path.write_bytes(path.read_bytes().replace(b"quick", b"qu\xffck"))
+
+
+MANIFESTS: dict[str, Callable[[Path], Any]] = {
+    "missing": lambda path: None,
+    "a folder": lambda path: path.mkdir(),
+    "empty": lambda path: path.write_bytes(b""),
+    "text": lambda path: path.write_bytes(b"image_id,image\n1,a.jpg\n"),
+    "half": lambda path: (parquet(image_id=["a"] * 99)(path), path.write_bytes(cut(path.read_bytes()))),
+    "other columns": parquet(name=["a"]),
+    "without metadata": parquet(image_id=["a"], image=["a.jpg"], label=["x"], mask=[None], group=[None], split=["train"]),
+    "not UTF-8": not_utf8,
 }
 
 
 @pytest.mark.parametrize("case", MANIFESTS)
 def test_a_bad_manifest_is_named(tmp_path: Path, case: str) -> None:
-    make, says = MANIFESTS[case]
     path = tmp_path / "m.parquet"
-    make(path)
-    with pytest.raises(MedTokenBudgetError, match=f"(?i){says}") as caught:
+    MANIFESTS[case](path)
+    faults = r"m\.parquet (does not exist|is a folder|is not a manifest|is a Parquet file|was written)"
+    with pytest.raises(MedTokenBudgetError, match=faults):
         Manifest.read(path)
-    assert "m.parquet" in str(caught.value)
+    if case == "not UTF-8":
+        with pytest.raises(MedTokenBudgetError, match=r"m\.parquet is not a readable Parquet file"):
+            csv_manifest(path)
 
 
 @pytest.fixture(scope="module")
@@ -138,14 +141,3 @@ def test_damaged_results_are_made_again_from_the_predictions(
     assert (run / "results.csv").read_bytes() == (good_run / "results.csv").read_bytes()
     pd.testing.assert_frame_equal(table, Run(good_run).results)
     assert capsys.readouterr().err == ""
-
-
-def test_text_in_a_manifest_that_is_not_utf8_is_a_message(tmp_path: Path) -> None:
-    path = tmp_path / "m.parquet"
-    Manifest.from_records([{"image_id": "a", "image": "quick brown fox.jpg"}], ()).write(path)
-    assert b"quick" in path.read_bytes()
-    path.write_bytes(path.read_bytes().replace(b"quick", b"qu\xffck"))
-    with pytest.raises(MedTokenBudgetError, match=r"m.parquet is not a manifest or is damaged"):
-        Manifest.read(path)
-    with pytest.raises(MedTokenBudgetError, match=r"m.parquet is not a readable Parquet file"):
-        csv_manifest(path)

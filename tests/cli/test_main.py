@@ -23,7 +23,7 @@ def needed(name: str) -> list[str]:
     """Words that satisfy everything a command requires."""
     required = [option for option in options(command(name)).values() if option.default is REQUIRED]
     value = {float: "0.5"}
-    words = [[option.spelling] * (not option.positional) + [value.get(option.kind, "some.parquet")] for option in required]
+    words = [[option.spelling] * (not option.positional) + [value.get(option.kind.type, "some.parquet")] for option in required]
     return [word for pair in words for word in pair]
 
 
@@ -32,11 +32,11 @@ def test_no_help_loads_anything_heavy() -> None:
         "import sys, medtokenbudget, medtokenbudget.cli as c\n"
         "c.main(['--help'])\n"
         "for name in c.COMMANDS: c.main([*name.split(), '--help'])\n"
-        "print({'torch', 'numpy', 'pandas', 'timm', 'matplotlib', 'yaml', 'typeguard'} & set(sys.modules) or 'light')"
+        "print({'torch', 'numpy', 'pandas', 'PIL', 'timm', 'matplotlib', 'yaml', 'typeguard'} & set(sys.modules) or 'light')"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.endswith("light\n"), done.stdout[-200:] + done.stderr
-    assert all(f"  {name.split()[0]} " in done.stdout for name in COMMANDS)
+    assert all(f"• {name.split()[0]} " in done.stdout for name in COMMANDS)
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -55,24 +55,16 @@ def test_the_help_of_a_command_has_an_example_every_option_and_no_terms_of_the_l
         assert option.help.rstrip(")").endswith("."), f"{option.name}: {option.help}"
         assert len(option.help.split()) > 1, f"{option.name}: {option.help}"
     listed = re.findall(r"^\W*(--[a-z][\w.-]*)", text, flags=re.MULTILINE)
-    required = {
-        option.spelling for option in options(command(name)).values() if option.default is REQUIRED and not option.positional
-    }
+    known = options(command(name)).values()
+    required = {option.spelling for option in known if option.default is REQUIRED and not option.positional}
     assert set(listed[: len(required)]) == required, "required options come first"
 
 
 def test_the_help_of_training_has_sections_ranges_and_the_defaults_of_the_preset(capsys: pytest.CaptureFixture[str]) -> None:
     main(["train", "--help"])
     text = capsys.readouterr().out
-    assert re.findall(r"^\W*([a-z]+) options\W*$", text, flags=re.MULTILINE) == [
-        "train",
-        "lats",
-        "context",
-        "router",
-        "curriculum",
-        "losses",
-        "general",
-    ]
+    sections = re.findall(r"^\W*([a-z]+) options\W*$", text, flags=re.MULTILINE)
+    assert sections == ["train", "lats", "context", "router", "curriculum", "losses", "general"]
     plain = " ".join(text.split())
     assert "(above 0 and at most 1; default: 0.1 0.2 0.3 0.4 0.5 0.6 0.7 0.8 0.9 1)" in plain
     assert "together with the joint recipe. (default: 8)" in plain
@@ -80,20 +72,21 @@ def test_the_help_of_training_has_sections_ranges_and_the_defaults_of_the_preset
     assert "together with the joint recipe. (default: 50)" in " ".join(capsys.readouterr().out.split())
 
 
-def test_settings_in_help_texts_are_spelled_as_options(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["extract", "--help"])
-    assert "With --views off-center: number of crops" in " ".join(capsys.readouterr().out.split())
+def test_settings_and_constants_in_help_texts_are_spelled_out(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("medtokenbudget.config.DEFAULT_BUDGET", 0.37)
+    for name, text in (("extract", "With --views off-center: number of crops"), ("route", "Default: that of the model, or 0.37.")):
+        main([name, "--help"])
+        assert text in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_value_that_does_not_parse_is_named_with_its_option(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    one_of_each_kind = {
-        (option.kind, option.several): option for option in options(command(name)).values() if option.name != "config"
-    }
+    known = [option for option in options(command(name)).values() if option.name != "config" and not option.positional]
+    one_of_each_kind = {option.kind.type: option for option in known if not option.flag and option.kind.type is not str}
     for option in one_of_each_kind.values():
-        if option.positional or option.flag or option.kind is str:
-            continue
-        wrong = "" if option.kind is Path else "no-such-value"
+        wrong = "" if option.kind.type is Path else "no-such-value"
         assert main([*name.split(), *needed(name), f"{option.spelling}={wrong}"]) == 2, option
         message = " ".join(capsys.readouterr().err.split())
         assert option.spelling in message
@@ -111,10 +104,7 @@ def test_a_value_that_does_not_parse_is_named_with_its_option(name: str, capsys:
         (["predict", "model", "a.jpg", "--out", "p.csv", "b.jpg"], "Unrecognized options: b.jpg"),
         (["predict", "model", "photos", "--out", "p.csv", "--bugdet", "1"], "Perhaps you meant: --budget X"),
         (["train", "m", "--store", "s", "--out", "o", "--lats.hiden", "3"], "Perhaps you meant: --lats.hidden N"),
-        (
-            ["extract", "m", "--store", "s", "--engine", "rey"],
-            "invalid choice 'rey' for argument '--engine'. Expected one of",
-        ),
+        (["extract", "m", "--store", "s", "--engine", "rey"], "invalid choice 'rey' for argument '--engine'. Expected one of"),
         (["demo", "--n", "1.5"], "Error parsing --n: '1.5' is not a whole number."),
         (["demo", "--n", "0"], "mtb: --n must be at least 1, got 0."),
         (["train", "m", "--store", "s", "--out", "o", "--lr", "fast"], "Error parsing --lr: 'fast' is not a number."),
@@ -134,12 +124,13 @@ def test_a_wrong_request_is_exit_code_2_and_says_what_to_change(
     assert "Traceback" not in text
 
 
+@pytest.mark.parametrize("words", [[], ["--help"], ["help"]])
 @pytest.mark.parametrize("group", GROUPS)
-def test_a_group_lists_its_commands(group: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([group]) == 0
+def test_a_group_lists_its_commands(group: str, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([group, *words]) == 0
     text = capsys.readouterr().out
-    assert text.startswith(f"Usage: mtb {group} COMMAND ...")
-    assert all(f"\n  {name.split()[1]}" in text for name in COMMANDS if name.startswith(f"{group} "))
+    assert text.startswith(f"usage: mtb {group} [-h]")
+    assert all(f"• {name.split()[1]} " in text for name in COMMANDS if name.startswith(f"{group} "))
 
 
 def test_the_version_tells_devices_and_every_extra(capsys: pytest.CaptureFixture[str]) -> None:
@@ -155,7 +146,7 @@ def test_the_version_tells_devices_and_every_extra(capsys: pytest.CaptureFixture
 
 def test_the_package_is_a_program_and_the_reader_of_its_help_may_be_gone() -> None:
     command = [sys.executable, "-m", "medtokenbudget", "--help"]
-    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.startswith("Usage: mtb COMMAND ...")
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.startswith("usage: mtb [-h]")
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)

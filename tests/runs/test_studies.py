@@ -139,7 +139,7 @@ def test_a_reproduction_follows_the_protocol_of_the_paper_unless_another_is_give
     drawn: Drawn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: TrainConfig | None, protocol: str
 ) -> None:
     used: list[TrainConfig] = []
-    monkeypatch.setattr("medtokenbudget.api.run_studies", lambda run, *rest, **more: used.append(run.config))
+    monkeypatch.setattr("medtokenbudget.runs.sweep.run_studies", lambda run, *rest, **more: used.append(run.config))
     monkeypatch.setattr("medtokenbudget.api.save_model", lambda run: None)
     mtb.reproduce(drawn.manifest_path, drawn.store_path, tmp_path, "subset", config)
     assert [settings.protocol for settings in used] == [protocol]

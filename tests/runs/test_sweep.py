@@ -69,7 +69,7 @@ def test_the_model_of_a_training_is_saved_from_memory_as_it_would_be_from_its_un
     torch.set_num_threads(1)
     arguments = drawn.manifest_path, drawn.store_path, tmp_path / "run", quick("lesion-first")
     with monkeypatch.context() as patch:
-        patch.setattr("medtokenbudget.api.load_unit", lambda *_: pytest.fail("a unit was read back"))
+        patch.setattr("medtokenbudget.runs.sweep.load_unit", lambda *_: pytest.fail("a unit was read back"))
         trained = mtb.train(*arguments)
     model, tables = contents(tmp_path / "run" / "model"), [(tmp_path / "run" / name).read_bytes() for name in FILES]
     again = mtb.train(*arguments)

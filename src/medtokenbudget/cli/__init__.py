@@ -5,14 +5,17 @@ Nothing heavy is imported before a command runs, so that `--help` answers at onc
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import os
-import shutil
 import sys
-import textwrap
 from collections.abc import Sequence
+from typing import Annotated, Any, Union
 
-from medtokenbudget.cli.options import Command, options, paragraphs, parse, print_completion, spelled
+import tyro
+
+from medtokenbudget import __version__
+from medtokenbudget.cli.options import Command, options, paragraphs, parse, parser, spelled
 from medtokenbudget.config import NOTICE
 from medtokenbudget.errors import MedTokenBudgetError, UnknownNameError
 
@@ -45,6 +48,7 @@ GROUPS = {
     "store": "Show what is inside a store of tokens.",
 }
 """Commands that have commands of their own."""
+ABOUT = "Lesion-preserving token routing for dermoscopic images."
 
 
 def command(name: str) -> type[Command]:
@@ -64,25 +68,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 0 for success, 1 if the work failed, 2 if the request was wrong.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    asked: type[Command] = Command
+    group = words[:1] if words and words[0] in GROUPS else []
+    before, rest = [*group, *words[len(group) : len(group) + 1]], words[len(group) + 1 :]
+    name = " ".join(before)
+    asked = Command
     try:
-        group = words.pop(0) if words and words[0] in GROUPS else ""
-        first = words[0] if words else "--help"
-        if first in ("-h", "--help"):
-            print(_help(group), flush=True)
-            return 0
-        if first == "--version":
+        if name == "--version":
             print(_version(), flush=True)
             return 0
-        if first in ("--tyro-print-completion", "--tyro-write-completion"):
-            print_completion({name: command(name) for name in COMMANDS}, words)
-            return 0
-        name = f"{group} {first}".strip()
-        if name not in COMMANDS:
-            raise UnknownNameError.of(f"command{group and ' of mtb ' + group}", first, _members(group))
-        asked = command(name)
-        request = parse(asked, name, words[1:])
-        return 0 if request is None else request.run() or 0
+        if name in COMMANDS:
+            asked = command(name)
+            request = parse(asked, name, rest)
+            return 0 if request is None else request.run() or 0
+        if before == group or before[-1] == "help":
+            words = [*group, "--help"]
+        elif not before[-1].startswith("-"):
+            known = {entry.split()[len(group)] for entry in COMMANDS if entry.split()[: len(group)] == group}
+            raise UnknownNameError.of(" of mtb ".join(["command", *group]), before[-1], known)
+        about = f"{ABOUT} Run `mtb COMMAND --help` for the options of a command. {NOTICE}"
+        tyro.cli(_all_commands(), prog="mtb", description=about, args=words)
+        return 0
     except SystemExit as stop:  # tyro showed the help, or what is wrong
         return int(stop.code or 0)
     except MedTokenBudgetError as error:
@@ -103,32 +108,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _members(group: str) -> dict[str, str]:
-    """What each command of a group does; without a group, of `mtb` itself."""
-    summaries = {name: paragraphs(command(name))[0] for name in COMMANDS}
-    if group:
-        return {name.split()[1]: text for name, text in summaries.items() if name.startswith(f"{group} ")}
-    return {name.split()[0]: GROUPS.get(name.split()[0], text) for name, text in summaries.items()}
-
-
-def _help(group: str) -> str:
-    program = f"mtb {group}".strip()
-    commands = _members(group)
-    column = max(map(len, commands)) + 2
-    wrapper = textwrap.TextWrapper(min(110, shutil.get_terminal_size().columns), "  ", " " * (column + 2), break_on_hyphens=False)
-    summary = GROUPS.get(group, "Lesion-preserving token routing for dermoscopic images.")
-    last = f"Run `{program} COMMAND --help` for the options of a command. {NOTICE}"
-    rows = [wrapper.fill(f"{name:<{column}}{text}") for name, text in commands.items()]
-    return "\n".join([f"Usage: {program} COMMAND ...", "", summary, "", "Commands:", *rows, "", last])
+def _all_commands(group: str = "") -> Any:
+    """Return what tyro reads to list or complete the commands of `mtb`, or of one of its groups ('data ')."""
+    # Also because tyro makes commands of unions only, and `mtb store` has one command.
+    members: dict[str, tuple[Any, str]] = {"help": (dataclasses.make_dataclass("Help", ()), "Show this list.")}
+    for name in (name.removeprefix(group) for name in COMMANDS if name.startswith(group)):
+        first, _, rest = name.partition(" ")
+        if not rest:
+            kind = command(group + name)
+            members[first] = parser(kind, {}), paragraphs(kind)[0]
+        elif first not in members:
+            inner: Any = Annotated[_all_commands(f"{first} "), tyro.conf.arg(name="")]
+            members[first] = dataclasses.make_dataclass(first, [("command", inner)]), GROUPS[first]
+    named = {name: tyro.conf.subcommand(name, prefix_name=False, description=text) for name, (_, text) in members.items()}
+    return Union[tuple(Annotated[kind, named[name]] for name, (kind, _) in members.items())]  # noqa: UP007
 
 
 def _version() -> str:
-    """Versions, devices and extras: what a bug report needs."""
+    """Return versions, devices and extras: what a bug report needs."""
     import platform
+    from importlib import metadata
 
     import torch
-
-    from medtokenbudget import __version__
+    from packaging.requirements import Requirement
 
     devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     if torch.backends.mps.is_available():
@@ -137,31 +139,13 @@ def _version() -> str:
         "python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
         "torch": torch.__version__,
         "devices": ", ".join([*devices, f"{os.cpu_count()} CPU cores"]),
-        **{f"extra {name}": _installed(name, packages) for name, packages in _extras().items()},
     }
+    requirements = [Requirement(text) for text in metadata.requires("medtokenbudget") or ()]
+    for extra in ("serve", "onnx", "ray", "dicom"):
+        packages = [one.name for one in requirements if one.marker and one.marker.evaluate({"extra": extra})]
+        try:
+            rows[f"extra {extra}"] = ", ".join(f"{package} {metadata.version(package)}" for package in packages)
+        except metadata.PackageNotFoundError:
+            rows[f"extra {extra}"] = f"not installed: pip install 'medtokenbudget[{extra}]'"
     column = max(map(len, rows)) + 2
     return "\n".join([f"mtb {__version__}", *(f"  {name:<{column}}{text}" for name, text in rows.items())])
-
-
-def _extras() -> dict[str, list[str]]:
-    """The packages of every extra that users install, from the metadata of this installation."""
-    import importlib.metadata
-
-    from packaging.requirements import Requirement
-
-    extras: dict[str, list[str]] = {}
-    for text in importlib.metadata.requires("medtokenbudget") or ():
-        requirement = Requirement(text)
-        for name in ("serve", "onnx", "ray", "dicom"):
-            if requirement.marker and requirement.marker.evaluate({"extra": name}):
-                extras.setdefault(name, []).append(requirement.name)
-    return extras
-
-
-def _installed(extra: str, packages: Sequence[str]) -> str:
-    import importlib.metadata
-
-    try:
-        return ", ".join(f"{package} {importlib.metadata.version(package)}" for package in packages)
-    except importlib.metadata.PackageNotFoundError:
-        return f"not installed: pip install 'medtokenbudget[{extra}]'"

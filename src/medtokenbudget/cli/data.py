@@ -6,7 +6,7 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from tyro.conf import Positional
 
@@ -41,15 +41,19 @@ class WriteManifest(Command):
     select: Fraction = 0.0
     """Share of the training part to set aside for model selection, in whole groups."""
 
-    def check_split(self, seed: str) -> None:
-        """Reject options that the chosen split does not read; `seed` is the option that seeds it."""
+    def split_options(self, seed: str) -> dict[str, Any]:
+        """Return how to split, or reject options that the chosen split does not read; `seed` is the option that seeds it."""
         self.require_effect(self.split == "kfold", '`split="kfold"`', "folds", "fold")
         self.require_effect(self.split != "paper" or self.select > 0, "`select` or another split than the paper's", seed)
+        return {name: getattr(self, name) for name in ("folds", "fold", "select", "workers", seed)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class FromSource(WriteManifest):
     """Base of the commands that read the images of a source."""
+
+    again: ClassVar[bool] = False
+    """Whether the source may have a selection part of an earlier split, which is then drawn anew."""
 
     keep_split: Path | None = None
     """Older manifest whose images keep the part they have there."""
@@ -61,37 +65,28 @@ class FromSource(WriteManifest):
         raise NotImplementedError
 
     def run(self) -> None:
-        manifest = self.resplit(self.read())
+        manifest = self._split(self.read())
         _summarize(manifest, manifest.write(self.out, self.overwrite))
 
-    def resplit(self, manifest: Manifest, again: bool = False) -> Manifest:
+    def _split(self, manifest: Manifest) -> Manifest:
         """Apply the requested split; the split of the data itself stays if it is the same one, or if none was requested."""
         from medtokenbudget.data.manifest import Manifest
         from medtokenbudget.data.splits import apply_split, check_request, cut_selection, keep_split
 
-        self.check_split("seed")
-        rule = self.split or "grouped"
+        options, rule = self.split_options("seed"), self.split or "grouped"
         # Checked first, because finding duplicates below reads every image.
         if self.out.suffix != ".parquet":
             raise RequestError(f"`out` must end in .parquet, got {self.out}.")
-        check_request(rule, self.folds, self.fold, self.select, self.seed)
+        check_request(rule, **options)
         if self.keep_split is not None and self.split == "paper":
             raise RequestError("`keep_split` cannot be combined with the paper's split, which is the same for every manifest.")
         old = None if self.keep_split is None else Manifest.read(self.keep_split)
         came_with = manifest.split_rule.kind
         if self.split == came_with == "paper" or (self.split is None and came_with == "given"):
             self.require_effect(self.select > 0, "`select` or `split`", "seed")
-            split = cut_selection(manifest, self.select, self.seed) if self.select or again else manifest
+            split = cut_selection(manifest, self.select, self.seed) if self.select or self.again else manifest
         else:
-            split = apply_split(
-                manifest,
-                rule,
-                folds=self.folds,
-                fold=self.fold,
-                select=self.select,
-                seed=self.seed,
-                workers=self.workers,
-            )
+            split = apply_split(manifest, rule, **options)
         return split if old is None else keep_split(split, old)
 
 
@@ -117,9 +112,8 @@ class Isic(FromSource):
         from medtokenbudget.data.readers import isic_manifest
 
         self.require_effect(self.masks != "none", '`masks="exact"` or `masks="by-id"`', "mask_sources")
-        return isic_manifest(
-            self.root, self.masks, _names(self.mask_sources), ignore_unlabeled=self.ignore_unlabeled, name=self.name
-        )
+        sources = _names(self.mask_sources)
+        return isic_manifest(self.root, self.masks, sources, ignore_unlabeled=self.ignore_unlabeled, name=self.name)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,6 +190,7 @@ class SplitAgain(FromSource):
     """Split a manifest again."""
 
     example = "mtb data split isic.parquet --split kfold --folds 5 --fold 0 --out isic-fold0.parquet"
+    again = True
 
     manifest: Positional[Path]
     """Manifest to split again."""
@@ -210,9 +205,6 @@ class SplitAgain(FromSource):
                 "Run `mtb data isic ROOT --split paper` instead."
             )
         return manifest
-
-    def resplit(self, manifest: Manifest, again: bool = True) -> Manifest:
-        return super().resplit(manifest, again)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,19 +232,10 @@ class Synthetic(WriteManifest):
         from medtokenbudget.data.manifest import Manifest
         from medtokenbudget.data.synthetic import Drawings, synthetic_manifest
 
-        self.check_split("split_seed")
-        out = synthetic_manifest(
-            self.out,
-            Drawings(n=self.n, seed=self.seed, size=self.size, off_center=self.off_center),
-            split=self.split or "grouped",
-            folds=self.folds,
-            fold=self.fold,
-            select=self.select,
-            split_seed=self.split_seed,
-            workers=self.workers,
-            overwrite=self.overwrite,
-            name=self.name,
-        )
+        drawings = Drawings(n=self.n, seed=self.seed, size=self.size, off_center=self.off_center)
+        options = self.split_options("split_seed")
+        rule = self.split or "grouped"
+        out = synthetic_manifest(self.out, drawings, split=rule, overwrite=self.overwrite, name=self.name, **options)
         _summarize(Manifest.read(out), out)
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from tyro.conf import Positional
 
-from medtokenbudget.cli.options import Command
+from medtokenbudget.cli.options import Command, Engine
 from medtokenbudget.config import (
     DEFAULT_BUDGET,
     DEFAULT_METHODS,
@@ -28,20 +28,18 @@ from medtokenbudget.config import (
     settings_of,
 )
 from medtokenbudget.errors import RequestError, WorkError
+from medtokenbudget.progress import say
 
 if TYPE_CHECKING:
     from medtokenbudget.backbone import FeatureStore
     from medtokenbudget.model import EarlyRouting
+    from medtokenbudget.runs.run import Run
 
 
 @dataclass(frozen=True)
-class Cluster(Settings):
+class Cluster(Engine):
     """For clusters and job arrays."""
 
-    engine: Literal["local", "ray"] = "local"
-    """Where to run: on this machine or on Ray."""
-    address: str | None = None
-    """Address of a running Ray cluster: auto or host:port."""
     shards: str | None = None
     """For job arrays, I/N: extract only every N-th shard, starting at I."""
 
@@ -58,7 +56,7 @@ class RouteEarly(Settings):
     """What chooses for `route`: a run, a model folder, a hub id or 'dermoscopy'; or, to compare with, a selector that needs no
     training, such as evit, frequency or center."""
     budget: Budget | None = None
-    """With `route`: share of the patches to keep, 0.3 or 30%. Default: 0.3."""
+    """With `route`: share of the patches to keep, such as 0.3 or 30%. Default: {DEFAULT_BUDGET}."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,16 +96,9 @@ class Extract(Command):
 
         manifest = Manifest.read(self.manifest)
         backbone = replace(self.transformer, name=self.backbone)
-        store = extract(
-            manifest,
-            self.store,
-            backbone,
-            self.extraction,
-            engine=self.cluster.engine,
-            shards=shards,
-            address=self.cluster.address,
-            early=None if self.early.route is None else self._early_routing(backbone),
-        )
+        early = None if self.early.route is None else self._early_routing(backbone)
+        engine, address = self.cluster.engine, self.cluster.address
+        store = extract(manifest, self.store, backbone, self.extraction, engine=engine, shards=shards, address=address, early=early)
         if self.verify:
             store.verify(manifest)
         print(_store_summary(store, self.manifest))
@@ -201,7 +192,6 @@ class Train(TrainingCommand):
 
     def run(self) -> None:
         from medtokenbudget.api import train
-        from medtokenbudget.progress import say
         from medtokenbudget.runs.run import AS_IS
         from medtokenbudget.runs.sweep import require_complete
 
@@ -222,15 +212,11 @@ class Train(TrainingCommand):
 
 
 @dataclass(frozen=True)
-class Running(Settings):
+class Running(Engine):
     """Where and how the trainings run."""
 
     jobs: Parallel = 0
     """Units (a method with one seed) to run at the same time; 0 runs one per core."""
-    engine: Literal["local", "ray"] = "local"
-    """Local processes or a Ray cluster."""
-    address: str | None = None
-    """Address of a running Ray cluster: auto or host:port."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,10 +227,19 @@ class ManyTrainings(TrainingCommand):
 
     running: Running
 
-    def check_engine(self) -> None:
-        """Reject options of the other engine: a cluster decides by itself how many units run at the same time."""
+    def execution(self) -> dict[str, Any]:
+        """Return where the trainings run, or reject options of the other engine: a cluster itself decides how many run at once."""
         self.require_effect(self.running.engine == "ray", '`engine="ray"`', "address")
         self.require_effect(self.running.engine == "local", '`engine="local"`', "jobs")
+        return asdict(self.running)
+
+    def finish(self, run: Run, name: str) -> None:
+        """Record the command in the run, and say where the results are."""
+        from medtokenbudget.runs.sweep import require_complete
+
+        run.record_command(name, self.words)
+        say(f"{len(run.results)} rows in {self.out / 'results.csv'}. Next: mtb report {self.out}")
+        require_complete(run)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,27 +259,15 @@ class Sweep(ManyTrainings):
     """Random seeds. Every method is trained once per seed."""
 
     def run(self) -> None:
-        self.check_engine()
+        execution = self.execution()
 
         from medtokenbudget.api import sweep
-        from medtokenbudget.progress import say
-        from medtokenbudget.runs.sweep import require_complete
 
+        methods = self.methods if "methods" in self.given else None
         run = sweep(
-            self.manifest,
-            self.store,
-            self.out,
-            methods=self.methods if "methods" in self.given else None,
-            seeds=self.seeds,
-            config=self.config,
-            engine=self.running.engine,
-            jobs=self.running.jobs,
-            address=self.running.address,
-            heads=self.heads,
+            self.manifest, self.store, self.out, methods, seeds=self.seeds, config=self.config, heads=self.heads, **execution
         )
-        run.record_command("sweep", self.words)
-        say(f"{len(run.results)} rows in {self.out / 'results.csv'}. Next: mtb report {self.out}")
-        require_complete(run)
+        self.finish(run, "sweep")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -303,27 +286,14 @@ class Reproduce(ManyTrainings):
     preset: Literal["lesion-first", "paper"] = "paper"
 
     def run(self) -> None:
-        self.check_engine()
+        execution = self.execution()
 
         from medtokenbudget.api import reproduce
-        from medtokenbudget.progress import say
         from medtokenbudget.runs.paper import comparison
-        from medtokenbudget.runs.sweep import require_complete
 
-        run = reproduce(
-            self.manifest,
-            self.store,
-            self.out,
-            study=self.study,
-            config=self.config,
-            engine=self.running.engine,
-            jobs=self.running.jobs,
-            address=self.running.address,
-        )
-        run.record_command("reproduce", self.words)
+        run = reproduce(self.manifest, self.store, self.out, self.study, self.config, **execution)
         print(comparison(run.results))
-        say(f"{len(run.results)} rows in {self.out / 'results.csv'}. Next: mtb report {self.out}")
-        require_complete(run)
+        self.finish(run, "reproduce")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -358,18 +328,9 @@ class Calibrate(Command):
 
     def run(self) -> None:
         from medtokenbudget.api import calibrate
-        from medtokenbudget.progress import say
 
         promise = calibrate(
-            self.model,
-            self.manifest,
-            self.retention,
-            coverage=self.coverage,
-            cap=self.cap,
-            store=self.store,
-            selector=self.selector,
-            part=self.part,
-            out=self.out,
+            self.model, self.manifest, self.retention, self.coverage, self.cap, self.store, self.selector, self.part, self.out
         )
         say(
             f"{promise.selector} keeps {promise}, on images like the {promise.images:,} of “{promise.dataset}” "

@@ -1,6 +1,6 @@
-"""Commands as data: a frozen dataclass whose fields are the options and whose docstrings are the help. tyro reads the words.
+"""Commands are frozen dataclasses: the fields are the options, the text below each field is its help. tyro reads the words.
 
-What tyro leaves to us: percentages, ranges in the help, values from a preset or a file (`--config`), and which options were given.
+Ours are percentages, ranges in the help, options from a file or a preset (`--config`, `--preset`), and which options were given.
 """
 
 from __future__ import annotations
@@ -9,27 +9,26 @@ import ast
 import dataclasses
 import functools
 import math
-import operator
 import re
 import shutil
 import sys
 import textwrap
-import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
 import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
-from medtokenbudget.config import Range, Settings, plain
+from medtokenbudget import config
+from medtokenbudget.config import Kind, Settings
 from medtokenbudget.errors import RequestError, UnknownNameError, first_line
 from medtokenbudget.files import dotted
 
 C = TypeVar("C", bound="Command")
 REQUIRED = dataclasses.MISSING
-MAX_BYTES = 1_000_000
 MARKERS = (tyro.conf.FlagCreatePairsOff,)
 
 
@@ -53,7 +52,7 @@ class Command(Settings):
 
     general: General = General()
     given: frozenset[str] = frozenset()
-    """The options that the user chose: those typed, and those that the file of `--config` changes."""
+    """The options that the user typed, and those that the file of `--config` changes."""
     words: tuple[str, ...] = ()
     """The words after the command, as typed."""
 
@@ -75,31 +74,38 @@ class Command(Settings):
 
 
 @dataclass(frozen=True)
+class Engine(Settings):
+    """Base of the sections about where the work is done."""
+
+    engine: Literal["local", "ray"] = "local"
+    """Where to run: on this machine or on Ray."""
+    address: str | None = None
+    """Address of a running Ray cluster: auto or host:port."""
+
+
+@dataclass(frozen=True)
 class Option:
-    """One option of a command."""
+    """One option of a command, by the name that Python users know: 'batch_size', 'lats.hidden'."""
 
     name: str
-    """As Python users know it: 'batch_size', 'lats.hidden'."""
-    field: str
     section: type[Settings]
-    """The dataclass that has the field."""
-    kind: Any
-    """The type of one value: `int`, `Path`, a `Literal`, ..."""
-    several: bool
-    notes: tuple[Any, ...]
-    """What the annotation adds to the type: a `Range`, or that the option is positional."""
+    kind: Kind
     default: Any
     """`REQUIRED` if it has none."""
     help: str
 
     @property
+    def field(self) -> str:
+        return self.name.removeprefix(self.section.prefix)
+
+    @property
     def positional(self) -> bool:
-        return tyro.conf.Positional in self.notes
+        return tyro.conf.Positional in self.kind.notes
 
     @property
     def flag(self) -> bool:
         """Whether the option takes no value."""
-        return self.kind is bool and self.default is False
+        return self.kind.type is bool and self.default is False
 
     @property
     def spelling(self) -> str:
@@ -107,8 +113,8 @@ class Option:
 
     @property
     def metavar(self) -> str:
-        one = self.spelling if self.positional else _kind(self.kind)[0]
-        if self.several:
+        one = self.spelling if self.positional else self._reader[0]
+        if self.kind.several:
             return f"{one} [{one} ...]"
         return f"[{one}]" if self.positional and self.default is not REQUIRED else one
 
@@ -117,25 +123,29 @@ class Option:
         if default is REQUIRED:
             return "(required)"
         # That a count is at least 0 or 1 goes without saying.
-        hints = [
-            str(note)
-            for note in self.notes
-            if isinstance(note, Range) and (self.kind is float or note.low not in (0, 1) or note.odd)
-        ]
+        limits = self.kind.limits
+        hints = [str(limits)] * (limits is not None and (self.kind.type is float or limits.low not in (0, 1) or limits.odd))
         if default not in (None, ()) and not self.flag:
             hints.append(f"default: {_typed(default)}")
         return f"({'; '.join(hints)})" if hints else ""
 
+    @property
+    def _reader(self) -> tuple[str, str, Callable[[str], Any]]:
+        """What the help shows for a value, what a message says is allowed, and how a word is read."""
+        if choices := get_args(self.kind.type):  # of a `Literal`
+            return "{" + ",".join(choices) + "}", f"one of {', '.join(choices)}", lambda word: choices[choices.index(word)]
+        return _READERS[self.kind.type]
+
     def read(self, words: Sequence[str]) -> Any:
         """Return the value that the words say; a ValueError names the one that says none."""
-        _, allowed, read = _kind(self.kind)
+        _, allowed, read = self._reader
         values = []
         for word in words:
             try:
                 values.append(read(word))
             except ValueError:
                 raise ValueError(f"'{word}' is not {allowed}.") from None
-        return tuple(values) if self.several else values[0]
+        return tuple(values) if self.kind.several else values[0]
 
 
 def options(command: type[Command]) -> dict[str, Option]:
@@ -144,12 +154,10 @@ def options(command: type[Command]) -> dict[str, Option]:
 
 
 def _walk(settings: type[Any], hidden: frozenset[str]) -> Iterator[Option]:
-    kinds = get_type_hints(settings, include_extras=True)
-    texts = {
-        name: text
-        for base in reversed(settings.__mro__)
-        for name, text in _docstrings(base.__module__).get(base.__name__, {}).items()
-    }
+    kinds = config.field_annotations(settings)  # type: ignore[arg-type]
+    texts: dict[str, str] = {}
+    for base in reversed(settings.__mro__):
+        texts |= _docstrings(base.__module__).get(base.__name__, {})
 
     def order(entry: dataclasses.Field[Any]) -> tuple[bool, bool, bool]:
         """Required options first, then the others, then sections, the one that all commands have last."""
@@ -159,27 +167,14 @@ def _walk(settings: type[Any], hidden: frozenset[str]) -> Iterator[Option]:
         if dataclasses.is_dataclass(kinds[entry.name]):
             yield from _walk(kinds[entry.name], hidden)
         elif entry.name not in hidden:
-            name = f"{settings.prefix}{entry.name}"
-            yield Option(name, entry.name, settings, *_unwrap(kinds[entry.name]), entry.default, texts[entry.name])
-
-
-def _unwrap(kind: Any) -> tuple[Any, bool, tuple[Any, ...]]:
-    """Split an annotation into the type of one value, whether there are several, and what is noted about it."""
-    origin, arguments = get_origin(kind), get_args(kind)
-    if origin is Annotated:
-        inner, several, notes = _unwrap(arguments[0])
-        return inner, several, (*arguments[1:], *notes)
-    if origin in (Union, types.UnionType):
-        return _unwrap(next(argument for argument in arguments if argument is not types.NoneType))
-    if origin is tuple:
-        inner, _, notes = _unwrap(arguments[0])
-        return inner, True, notes
-    return kind, False, ()
+            # A text names a constant as {DEFAULT_BUDGET}, so that its value is written once.
+            text = texts[entry.name].format_map(vars(config))
+            yield Option(f"{settings.prefix}{entry.name}", settings, Kind.of(kinds[entry.name]), entry.default, text)
 
 
 @functools.cache
 def _docstrings(module: str) -> dict[str, dict[str, str]]:
-    """The text below each field of the classes in a module. One parse: `inspect` parses the module again for each class."""
+    """The text below each field of the classes in a module. One parse: tyro's own way parses each class again."""
     texts: dict[str, dict[str, str]] = {}
     file = getattr(sys.modules[module], "__file__", None)
     body = ast.parse(Path(file).read_text(encoding="utf-8")).body if file else []
@@ -209,7 +204,11 @@ def parse(command: type[C], name: str, words: Sequence[str]) -> C | None:
     starting = defaults | filed
     if "print_config" in typed:
         starting |= {key: None for key, value in starting.items() if value is REQUIRED}
-    read = tyro.cli(_parser(command, starting), prog=f"mtb {name}", description=_description(command), args=words, config=MARKERS)
+    width = min(110, shutil.get_terminal_size().columns)
+    # Indented, because tyro joins lines that begin with a letter.
+    about = textwrap.fill(" ".join(paragraphs(command)), width, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
+    description = f"{about}\n\nExample:\n  {command.example}"
+    read = tyro.cli(parser(command, starting), prog=f"mtb {name}", description=description, args=words, config=MARKERS)
     values = {key: getattr(getattr(read, option.section.__name__, read), option.field) for key, option in known.items()}
     values |= {key: values[key] or starting[key] for key, option in known.items() if option.flag}
     if values.pop("print_config"):
@@ -242,80 +241,53 @@ def paragraphs(command: type[Command]) -> list[str]:
     return [" ".join(text.split()) for text in (command.__doc__ or "").split("\n\n")]
 
 
-def print_completion(commands: Mapping[str, type[Command]], words: Sequence[str]) -> None:
-    """Print or write the script that completes `mtb` in a shell, as tyro's option at the start of `words` says."""
-
-    def union(group: str) -> Any:
-        members: dict[str, Any] = {}
-        for name, command in commands.items():
-            first, _, rest = name.removeprefix(group).partition(" ")
-            if name.startswith(group) and rest:
-                members[first] = dataclasses.make_dataclass(
-                    first, [("command", Annotated[union(f"{first} "), tyro.conf.arg(name="")])]
-                )
-            elif name.startswith(group):
-                members[first] = _parser(command, {})
-        chosen = tuple(Annotated[kind, tyro.conf.subcommand(name, prefix_name=False)] for name, kind in members.items())
-        return functools.reduce(operator.or_, chosen, None)
-
-    tyro.cli(union(""), prog="mtb", args=words, config=MARKERS)
-
-
-def _parser(command: type[Command], defaults: Mapping[str, Any]) -> Any:
-    """Return the dataclass that tyro reads: the options of the command, with one dataclass for each section."""
-    members: dict[type[Settings], list[tuple[str, Any, Any]]] = {command: []}
+def parser(command: type[Command], defaults: Mapping[str, Any]) -> Any:
+    """Return the dataclass that tyro reads: the options of a command, with one dataclass for each section."""
     known = options(command)
-    for option in known.values():
-        default = defaults.get(option.name, option.default)
-        shown = tyro.conf.arg(
-            name=option.name,
-            prefix_name=False,
-            metavar=None if option.flag else option.metavar,
-            help=spelled(option.help, known),
-            help_behavior_hint=option.hint(default),
-        )
-        kind = bool if option.flag else Annotated[(object, _constructor(option), *option.notes)]
-        # A flag is always off at first: tyro would turn one that a file sets into --no-flag.
-        entry = dataclasses.field(default=False if option.flag else default)
-        members.setdefault(option.section, []).append((option.field, Annotated[kind, shown], entry))
-    entries = members.pop(command)
-    for section, inner in members.items():
-        made = dataclasses.make_dataclass(section.__name__, inner, kw_only=True)
+    sections: list[tuple[str, Any, Any]] = []
+    for section, members in groupby(known.values(), key=lambda option: option.section):
+        entries = [_argument(option, known, defaults.get(option.name, option.default)) for option in members]
+        if section is command:
+            sections = entries
+            continue
         title = section.prefix.rstrip(".") or re.sub(r"(?<=[a-z])(?=[A-Z])", " ", section.__name__.removesuffix("Config")).lower()
         heading = tyro.conf.arg(name=title, prefix_name=False, help=section.__doc__)
-        entries.append((section.__name__, Annotated[made, heading], dataclasses.field()))
-    return dataclasses.make_dataclass(command.__name__, entries, kw_only=True)
+        made = dataclasses.make_dataclass(section.__name__, entries, kw_only=True)
+        sections.append((section.__name__, Annotated[made, heading], dataclasses.field()))
+    return dataclasses.make_dataclass(command.__name__, sections, kw_only=True)
 
 
-def _description(command: type[Command]) -> str:
-    width = min(110, shutil.get_terminal_size().columns)
-    # Indented, because tyro joins lines that begin with a letter.
-    about = textwrap.fill(" ".join(paragraphs(command)), width, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
-    return f"{about}\n\nExample:\n  {command.example}"
-
-
-def _build(settings: type[Any], values: Mapping[str, Any], **further: Any) -> Any:
-    """Make a dataclass and its sections from the values of options; hidden settings keep their defaults."""
-    kinds = get_type_hints(settings)
-    for entry in dataclasses.fields(settings):
-        name = f"{settings.prefix}{entry.name}"
-        if dataclasses.is_dataclass(kinds[entry.name]):
-            further[entry.name] = _build(kinds[entry.name], values)
-        elif name in values:
-            further[entry.name] = values[name]
-    return settings(**further)
-
-
-def _constructor(option: Option) -> PrimitiveConstructorSpec[Any]:
-    """Return how tyro reads an option. Its own way knows no percentages and no `true`, and its messages have terms of Python."""
-    return PrimitiveConstructorSpec(
-        nargs="*" if option.several else 1,
+def _argument(option: Option, known: Mapping[str, Option], default: Any) -> tuple[str, Any, Any]:
+    """The field that tyro reads one option from. Its own readers know no percentages, and their messages have terms of Python."""
+    help_text = tyro.conf.arg(
+        name=option.name,
+        prefix_name=False,
+        metavar=None if option.flag else option.metavar,
+        help=spelled(option.help, known),
+        help_behavior_hint=option.hint(default),
+    )
+    if option.flag:  # off at first: tyro would turn one that a file sets into --no-flag
+        return option.field, Annotated[bool, help_text], dataclasses.field(default=False)
+    reader: PrimitiveConstructorSpec[Any] = PrimitiveConstructorSpec(
+        nargs="*" if option.kind.several else 1,
         metavar=option.metavar,
         instance_from_str=option.read,
         is_instance=lambda value: True,
         str_from_instance=lambda value: [_typed(value)],
-        choices=get_args(option.kind) or None,
+        choices=get_args(option.kind.type) or None,
     )
+    return option.field, Annotated[(object, reader, *option.kind.notes, help_text)], dataclasses.field(default=default)
+
+
+def _build(settings: type[Any], values: Mapping[str, Any], **further: Any) -> Any:
+    """Make a dataclass and its sections from the values of options; hidden settings keep their defaults."""
+    for field, kind in config.field_annotations(settings).items():  # type: ignore[arg-type]
+        name = f"{settings.prefix}{field}"
+        if isinstance(kind, type) and issubclass(kind, Settings):
+            further[field] = _build(kind, values)
+        elif name in values:
+            further[field] = values[name]
+    return settings(**further)
 
 
 def _number(text: str) -> float:
@@ -332,26 +304,18 @@ def _truth(text: str) -> bool:
 
 
 def _path(text: str) -> Path:
-    if not text:
+    if not text:  # a variable of the shell that is not set, which `Path` would take for the current folder
         raise ValueError
     return Path(text)
 
 
-_KINDS: dict[Any, tuple[str, str, Callable[[str], Any]]] = {
+_READERS: dict[Any, tuple[str, str, Callable[[str], Any]]] = {
     int: ("N", "a whole number", int),
     float: ("X", "a number", _number),
     bool: ("{true,false}", "true or false", _truth),
     Path: ("PATH", "a path", _path),
     str: ("TEXT", "text", str),
 }
-
-
-def _kind(kind: Any) -> tuple[str, str, Callable[[str], Any]]:
-    """What the help shows for a value, what a message says is allowed, and how a word is read."""
-    choices = get_args(kind)
-    if choices:  # a `Literal`
-        return "{" + ",".join(choices) + "}", f"one of {', '.join(choices)}", lambda word: choices[choices.index(word)]
-    return _KINDS[kind]
 
 
 def _typed(value: Any) -> str:
@@ -373,46 +337,29 @@ def _value_of(option: str, words: Sequence[str]) -> str | None:
 
 
 def _read_file(file: str, known: Mapping[str, Option]) -> dict[str, Any]:
-    """Read the options in a file, by dotted name."""
+    """Read the options in a YAML or JSON file, by dotted name."""
+    import yaml
+
+    try:
+        written = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise RequestError(f"Cannot read the configuration file {file}: {error.strerror}.") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise RequestError(f"{file} is neither YAML nor JSON: {first_line(error)}.") from None
+    if not isinstance(written, dict):
+        raise RequestError(f"{file} has no options. Write one per line, such as `epochs: 8`.")
     values = {}
-    for written, value in dotted(_load(file)).items():
-        name = written.replace("-", "_")
+    for key, value in dotted(written).items():
+        name = key.replace("-", "_")
         if name not in known:
-            raise RequestError(f"{file}: {UnknownNameError.of('option', written, known)}")
+            raise RequestError(f"{file}: {UnknownNameError.of('option', key, known)}")
         if value is None and known[name].default not in (None, REQUIRED):
             raise RequestError(f"{file}: {name} has no value. Give it one, or leave it out.")
         if value is not None:
-            words = [str(item) for item in (value if isinstance(value, list) else [value])]
             try:
-                values[name] = known[name].read(words)
+                values[name] = known[name].read([str(item) for item in (value if isinstance(value, list) else [value])])
             except (ValueError, IndexError) as error:
                 raise RequestError(f"{file}: {name} cannot be read: {error}") from None
-    return values
-
-
-def _load(file: str) -> dict[str, Any]:
-    import yaml
-
-    class Loader(yaml.SafeLoader):
-        """Without aliases: a few of them, nested, stand for more values than memory has."""
-
-        def compose_node(self, parent: Any, index: Any) -> Any:
-            if self.check_event(yaml.AliasEvent):
-                raise RequestError(f"{file} uses YAML aliases (*name), which are not supported. Write the values out.")
-            return super().compose_node(parent, index)
-
-    try:
-        if Path(file).stat().st_size > MAX_BYTES:
-            raise RequestError(f"{file} has more than {MAX_BYTES:,} bytes, too many for a configuration file.")
-        values = yaml.load(Path(file).read_text(encoding="utf-8"), Loader)
-    except OSError as error:
-        raise RequestError(f"Cannot read the configuration file {file}: {error.strerror}.") from None
-    except RequestError:
-        raise
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise RequestError(f"{file} is neither YAML nor JSON: {first_line(error)}.") from None
-    if not isinstance(values, dict):
-        raise RequestError(f"{file} has no options. Write one per line, such as `epochs: 8`.")
     return values
 
 
@@ -423,5 +370,5 @@ def _yaml(values: Mapping[str, Any]) -> str:
     nested: dict[str, Any] = {}
     for name, value in values.items():
         part, _, last = name.rpartition(".")
-        (nested.setdefault(part, {}) if part else nested)[last] = plain(value)
+        (nested.setdefault(part, {}) if part else nested)[last] = config.plain(value)
     return str(yaml.safe_dump(nested, sort_keys=False, default_flow_style=None))

@@ -12,6 +12,7 @@ from tyro.conf import Positional
 from medtokenbudget.cli.options import Command
 from medtokenbudget.config import Count, Seed
 from medtokenbudget.errors import WorkError
+from medtokenbudget.progress import say
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +35,6 @@ class WriteReport(Command):
     """'false' leaves images of the data set out of the page."""
 
     def run(self) -> None:
-        from medtokenbudget.progress import say
         from medtokenbudget.reporting.page import build
 
         built = build(list(self.runs), self.out, pictures=self.pictures)
@@ -64,11 +64,10 @@ class Demo(Command):
     seed: Seed = 0
     """Random seed of the drawings."""
     epochs: Count | None = None
-    """Train for this many epochs, for a quick look. Default: the paper's 50."""
+    """Train for this many epochs, for a quick look. Default: as many as the paper."""
 
     def run(self) -> None:
         from medtokenbudget.api import demo
-        from medtokenbudget.progress import say
         from medtokenbudget.runs.run import Run, headline
 
         page = demo(self.out, self.n, self.seed, self.epochs)

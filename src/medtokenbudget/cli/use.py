@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from tyro.conf import Positional
 
-from medtokenbudget.cli.options import Command
-from medtokenbudget.config import HEADLINE_BUDGETS, Budget, Count, Natural, Parallel, ServeConfig, Settings, Share
+from medtokenbudget.cli.options import Command, Engine
+from medtokenbudget.config import HEADLINE_BUDGETS, Budget, Count, Natural, Parallel, ServeConfig, Share
 from medtokenbudget.errors import RequestError
+from medtokenbudget.progress import say
 
 if TYPE_CHECKING:
     from medtokenbudget.model import Guarantee, MedTokenBudget
@@ -23,7 +24,7 @@ class Infer(Command):
     """Base of the commands that run a model over images."""
 
     budget: Budget | None = None
-    """Share of the patches to keep, such as 0.3 or 30%. Default: 0.3."""
+    """Share of the patches to keep, such as 0.3 or 30%. Default: that of the model, or {DEFAULT_BUDGET}."""
     retention: Share | None = None
     """Instead of a budget: keep this share of the lesion, for a model that `mtb calibrate` has calibrated for it."""
     coverage: Share | None = None
@@ -53,15 +54,11 @@ class Infer(Command):
 
 
 @dataclass(frozen=True)
-class ManyImages(Settings):
+class ManyImages(Engine):
     """For long runs and clusters."""
 
     shard_size: Natural = 0
     """Images per file of a table in shards (routes/), which a stopped command resumes. 0: one table; 1000 on Ray."""
-    engine: Literal["local", "ray"] = "local"
-    """Where to run: on this machine or on Ray."""
-    address: str | None = None
-    """Address of a running Ray cluster: auto or host:port."""
     jobs: Parallel = 1
     """Processes that share the work, in shards; they divide the GPUs of the machine. 0: one per GPU, or one per core."""
 
@@ -99,7 +96,6 @@ class Route(Infer):
 
         from medtokenbudget.model import load
         from medtokenbudget.model.batch import RouteConfig, route_files
-        from medtokenbudget.progress import say
 
         model = load(self.model, weights=self.weights, device=self.device)
         amount = self.amount(model)
@@ -159,7 +155,6 @@ class Predict(Infer):
 
         from medtokenbudget.model import load
         from medtokenbudget.model.batch import RouteConfig, predict_files
-        from medtokenbudget.progress import say
 
         model = load(self.model, weights=self.weights, device=self.device)
         config = RouteConfig(
@@ -204,19 +199,9 @@ class Evaluate(Command):
 
     def run(self) -> None:
         from medtokenbudget.api import evaluate
-        from medtokenbudget.progress import say
         from medtokenbudget.runs.run import headline
 
-        run = evaluate(
-            self.model,
-            self.manifest,
-            self.out,
-            store=self.store,
-            budgets=self.budgets,
-            selector=self.selector,
-            classes=self.classes,
-            part=self.part,
-        )
+        run = evaluate(self.model, self.manifest, self.out, self.store, self.budgets, self.selector, self.classes, self.part)
         run.record_command("evaluate", self.words)
         print(headline(run.results))
         say(f"Wrote {run.report(pictures=self.pictures)}.")
@@ -274,7 +259,7 @@ class Export(Command):
     format: Literal["onnx", "web", "hub"] = "onnx"
     """ONNX files, the explorer as a static site, or a model folder for the hub."""
     budget: tuple[Budget, ...] | None = None
-    """Budgets, one ONNX file each. Default: 0.3, or that of the model."""
+    """Budgets, one ONNX file each. Default: that of the model, or {DEFAULT_BUDGET}."""
     part: Literal["routing", "whole"] = "whole"
     """'whole': image to logits; 'routing': tokens to logits."""
     selector: str | None = None
@@ -292,7 +277,6 @@ class Export(Command):
         self.require_effect(self.format == "web", '`format="web"`', "runtime")
 
         from medtokenbudget.model import load
-        from medtokenbudget.progress import say
 
         if self.model is None:
             say("No model given. Using the router for dermoscopic images that comes with the package; it predicts no class.")
@@ -311,7 +295,6 @@ class Export(Command):
                 say(f"Wrote {path} ({path.stat().st_size / 1024**2:.1f} MB), checked against PyTorch.")
 
     def _write_site(self, model: MedTokenBudget) -> None:
-        from medtokenbudget.progress import say
         from medtokenbudget.serve.service import is_demo
         from medtokenbudget.serve.site import find_runtime, write_site
 

@@ -38,7 +38,7 @@ class Variant:
         if self.preset is None:
             return with_settings(base, self.fixes)
         values = {**given_settings(base), **RECIPES[self.preset], **self.fixes, "given": base.given}
-        return with_settings(PRESETS[self.preset](), values)
+        return with_settings(PRESETS[self.preset], values)
 
 
 RECIPES: dict[str, dict[str, Any]] = {

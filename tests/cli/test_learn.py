@@ -35,9 +35,7 @@ def test_train_leaves_a_run_directory_and_a_model_that_loads(
     model = mtb.load(out / "model", device="cpu")
     assert read_json(out / "model" / "config.json")["backbone"]["weights"] == "vit-0.safetensors"
     assert model.backbone_config.weights is not None
-    assert sha256_file(model.backbone_config.weights) == model.backbone_fingerprint["weights"], (
-        "predict must find the --weights file"
-    )
+    assert sha256_file(model.backbone_config.weights) == model.backbone_fingerprint["weights"], "where predict finds them"
     assert model.predict(drawn.manifest.image_path(0))[0].k > 0
 
 

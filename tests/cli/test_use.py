@@ -1,10 +1,10 @@
-"""`mtb predict` on files, folders, globs and manifests: tables, tokens, pictures, and what cannot be read."""
+"""`mtb predict` and `mtb export`: tables, tokens, pictures, folders for the hub, and what cannot be read or written."""
 
 from __future__ import annotations
 
 import csv
-import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -19,7 +19,7 @@ from safetensors.numpy import load_file
 
 from medtokenbudget.cli import main
 from medtokenbudget.data import Manifest, folder_manifest
-from medtokenbudget.files import read_lines
+from medtokenbudget.files import read_json, read_lines
 from medtokenbudget.model import MedTokenBudget, load
 from medtokenbudget.model.overlays import LESION_EDGE
 from tests import processes
@@ -29,7 +29,7 @@ from tests.small_model import CLASSES, draw_images, small_model
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a saved model."""
-    folder = tmp_path_factory.mktemp("predict")
+    folder = tmp_path_factory.mktemp("use")
     small_model(folder / "weights", baselines=("tome", "center")).save_pretrained(folder / "model")
     return folder
 
@@ -51,22 +51,22 @@ def run(root: Path, *arguments: object) -> int:
 def test_csv_and_parquet_hold_the_model_s_own_answers(
     root: Path, model: MedTokenBudget, images: list[Path], tmp_path: Path
 ) -> None:
-    assert run(root, images[0].parent, "--out", tmp_path / "p.csv", "--budget", 0.2) == 0
-    assert run(root, images[0].parent, "--out", tmp_path / "p.parquet", "--budget", 0.2) == 0
+    for table in ("p.csv", "p.parquet"):
+        assert run(root, images[0].parent, "--out", tmp_path / table, "--budget", 0.2) == 0
     wanted = model.predict(images, budget=0.2)
     table = pd.read_parquet(tmp_path / "p.parquet")
     with open(tmp_path / "p.csv", newline="") as stream:
         rows = list(csv.DictReader(stream))
     assert list(rows[0]) == list(table.columns)
     assert len(rows) == len(table) == 6
-    for found, row, line in zip(wanted, table.itertuples(), rows):
-        assert row.image == line["image"] == found.image
-        assert row.label == line["label"] == found.label
+    for answer, row, line in zip(wanted, table.itertuples(), rows):
+        assert row.image == line["image"] == answer.image
+        assert row.label == line["label"] == answer.label
         assert (row.k, row.n_patches, row.budget) == (20, 100, 0.2)
-        assert row.kept.tolist() == [int(value) for value in line["kept"].split()] == found.kept.tolist()
+        assert row.kept.tolist() == [int(value) for value in line["kept"].split()] == answer.kept.tolist()
         for name in CLASSES:
             assert np.float32(line[f"p_{name}"]) == np.float32(getattr(row, f"p_{name}"))
-            assert getattr(row, f"p_{name}") == pytest.approx(found.probabilities[name], abs=1e-6)
+            assert getattr(row, f"p_{name}") == pytest.approx(answer.probabilities[name], abs=1e-6)
 
 
 def test_files_globs_and_folders_can_be_mixed(root: Path, images: list[Path], tmp_path: Path) -> None:
@@ -103,10 +103,10 @@ def test_the_token_file_has_a_row_for_each_row_of_the_table(
         path = tmp_path / f"{kind}.safetensors"
         assert run(root, *images, "--out", tmp_path / "p.csv", "--tokens", path, "--tokens_dtype", kind) == 0
         tensors = load_file(path)
-        for row, found in enumerate(model.predict(images)):
-            assert tensors["indices"][row].tolist() == found.kept.tolist()
+        for row, answer in enumerate(model.predict(images)):
+            assert tensors["indices"][row].tolist() == answer.kept.tolist()
             assert tensors["tokens"].dtype == exact
-            np.testing.assert_allclose(tensors["tokens"][row], found.tokens, atol=1e-6 if kind == "fp32" else 5e-3)
+            np.testing.assert_allclose(tensors["tokens"][row], answer.tokens, atol=1e-6 if kind == "fp32" else 5e-3)
         with safe_open(str(path), framework="np") as reader:
             assert reader.metadata()["model"] == model.fingerprint
 
@@ -121,18 +121,21 @@ def test_a_merger_has_tokens_but_no_kept_patches(root: Path, images: list[Path],
 def test_bad_files_are_listed_and_the_others_are_predicted(
     root: Path, images: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    strange = tmp_path / os.fsdecode(b"caf\xe9.jpg")
+    shutil.copy(images[1], strange)
     (tmp_path / "text.png").write_text("hello")
     (tmp_path / "cut.jpg").write_bytes(images[0].read_bytes()[:1500])
-    out = tmp_path / "p.csv"
-    assert run(root, images[0], tmp_path / "text.png", tmp_path / "cut.jpg", tmp_path / "absent.jpg", images[1], "--out", out) == 0
-    assert "3 of 5 images could not be read" in capsys.readouterr().err
-    assert pd.read_csv(out)["image"].tolist() == [str(images[0]), str(images[1])]
-    errors = [json.loads(line) for line in (tmp_path / "p.errors.jsonl").read_text().splitlines()]
-    assert [Path(error["image"]).name for error in errors] == ["text.png", "cut.jpg", "absent.jpg"]
-    assert all(error["reason"] for error in errors)
-    # The next run has no failures, and no list of the last one's.
-    assert run(root, images[0], "--out", out) == 0
-    assert not (tmp_path / "p.errors.jsonl").exists()
+    bad = [strange, tmp_path / "text.png", tmp_path / "cut.jpg", tmp_path / "absent.jpg"]
+    for table, read in (("p.csv", pd.read_csv), ("p.parquet", pd.read_parquet)):
+        assert run(root, images[0], *bad, images[1], "--out", tmp_path / table) == 0
+        assert "4 of 6 images could not be read" in capsys.readouterr().err
+        assert read(tmp_path / table)["image"].tolist() == [str(images[0]), str(images[1])]
+        errors = read_lines(tmp_path / "p.errors.jsonl")
+        assert [error["image"] for error in errors] == [str(path) for path in bad]
+        assert "is not valid UTF-8" in errors[0]["reason"]
+        assert all(error["reason"] for error in errors)
+    assert run(root, images[0], "--out", tmp_path / "p.csv") == 0
+    assert not (tmp_path / "p.errors.jsonl").exists(), "the list of an earlier call"
 
 
 def test_when_no_image_can_be_read_the_work_has_failed_and_no_table_appears(
@@ -198,37 +201,46 @@ print(sizes[2] - sizes[1], os.path.getsize(Path(out) / "2.safetensors") / 2**20)
     assert growth < written / 3, f"memory grew by {growth:.0f} MB while {written:.0f} MB of tokens were written"
 
 
-def test_a_file_name_that_is_not_utf8_is_listed_and_the_others_are_predicted(
-    root: Path, images: list[Path], tmp_path: Path
-) -> None:
-    folder = tmp_path / "mixed"
-    folder.mkdir()
-    shutil.copy(images[0], folder / "a.jpg")
-    strange = folder / os.fsdecode(b"caf\xe9.jpg")
-    shutil.copy(images[1], strange)
-    for table in ("p.csv", "p.parquet"):
-        assert run(root, folder, "--out", tmp_path / table) == 0
-        (row,) = read_lines(tmp_path / "p.errors.jsonl")
-        assert row["image"] == str(strange)
-        assert "is not valid UTF-8" in row["reason"]
-    assert pd.read_csv(tmp_path / "p.csv")["image"].tolist() == [str(folder / "a.jpg")]
-    assert pd.read_parquet(tmp_path / "p.parquet")["image"].tolist() == [str(folder / "a.jpg")]
+def test_the_hub_folder_is_the_same_model_without_this_machine_s_paths(root: Path, model: MedTokenBudget, tmp_path: Path) -> None:
+    assert main(["export", str(root / "model"), "--format", "hub", "--out", str(tmp_path / "hub")]) == 0
+    assert read_json(tmp_path / "hub" / "config.json")["backbone"]["weights"] == "vit-0.safetensors"
+    assert load(tmp_path / "hub").fingerprint == model.fingerprint
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("table", ["p.csv", "p.parquet"])
-def test_a_full_disk_or_a_read_only_folder_is_a_message(root: Path, images: list[Path], tmp_path: Path, table: str) -> None:
-    closed = tmp_path / "closed"
-    closed.mkdir()
-    (closed / "p.errors.jsonl").write_text("of an earlier call")
-    closed.chmod(0o500)
-    command = ["predict", root / "model", images[0].parent, "--device", "cpu", "--out"]
-    ended = processes.run([*command, closed / table], tmp_path / "log", processes.Limits(obey_permissions=True))
-    assert ended.code == 1
-    assert "Permission denied. Choose a folder that you can write to." in ended.said
-    assert "Traceback" not in ended.said
-    ended = processes.run([*command, tmp_path / table], tmp_path / "log", processes.Limits(file_bytes=300))
-    assert ended.code == 1
-    assert f"No space left while writing {tmp_path / table}" in ended.said
-    assert "Traceback" not in ended.said
-    assert not (tmp_path / table).exists()
+def test_an_onnx_file_is_written_and_reported_as_checked(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("onnxruntime", reason="needs the extra 'onnx'")
+    assert main(["export", str(root / "model"), "--part", "routing", "--budget", "0.1", "--out", str(tmp_path)]) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["routing-lats-0.1.onnx"]
+    assert capsys.readouterr().err.count("checked against PyTorch") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words",
+    [
+        "predict MODEL IMAGES --out OUT/p.csv",
+        "predict MODEL IMAGES --out OUT/p.parquet",
+        "export MODEL --format hub --out OUT",
+        "export MODEL --part routing --out OUT",
+    ],
+)
+def test_a_full_disk_or_a_read_only_folder_is_a_message(root: Path, images: list[Path], tmp_path: Path, words: str) -> None:
+    if "--part" in words:
+        pytest.importorskip("onnxruntime", reason="needs the extra 'onnx'")
+
+    def command(out: Path) -> list[str]:
+        places = {"MODEL": root / "model", "IMAGES": images[0].parent, "OUT": out}
+        return [re.sub("MODEL|IMAGES|OUT", lambda place: str(places[place[0]]), word) for word in words.split()]
+
+    closed, full = tmp_path / "closed", tmp_path / "full"
+    closed.mkdir(mode=0o500)
+    for out, limits, message in (
+        (closed, processes.Limits(obey_permissions=True), "Permission denied. Choose a folder that you can write to."),
+        (full, processes.Limits(file_bytes=300), f"No space left while writing {full}"),
+    ):
+        ended = processes.run(command(out), tmp_path / "log", limits)
+        assert ended.code == 1
+        assert message in ended.said
+        assert "Traceback" not in ended.said
+        assert not list(out.glob("*"))
