@@ -7,6 +7,7 @@ Callers leave out finished units; units write their results themselves, so that 
 from __future__ import annotations
 
 import ctypes
+import logging
 import multiprocessing
 import os
 import signal
@@ -271,7 +272,7 @@ def ray_cluster(address: str | None) -> Iterator[Any]:
         if host and port.isdecimal():
             # Ray itself retries for minutes before it gives up.
             socket.create_connection((host, int(port)), timeout=_SECONDS_TO_CONNECT).close()
-        ray.init(address=address, log_to_driver=False, logging_level="warning", **options)
+        ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING, **options)
     except (OSError, OverflowError, RuntimeError, ValueError) as error:
         where = f"No Ray cluster answers at '{address}'" if address else "Ray does not start on this machine"
         reason = first_line(error).rstrip(".")
