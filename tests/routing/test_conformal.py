@@ -128,20 +128,14 @@ def test_a_group_counts_once_however_many_images_it_has() -> None:
     assert (each.risk, grouped.risk) == (pytest.approx(0.25), pytest.approx(0.5 / 21))
 
 
-def test_an_image_may_lose_whole_patches_up_to_the_promised_share() -> None:
-    # A tenth of 9, 10, 19, 20 and 100 patches, rounded down; 1 - 0.9 is less than a tenth in floats.
-    assert Promise(0.9, coverage=0.5).allowed_losses([9, 10, 19, 20, 100]).tolist() == [0, 1, 1, 2, 10]
-
-
-def test_what_the_minimum_keeps_cannot_be_lost() -> None:
+def test_what_the_minimum_keeps_cannot_be_lost_and_images_without_a_lesion_patch_do_not_count() -> None:
     scores, lesion = [[0.9, 0.6, 0.2]] * 9, [[1, 1, 0]] * 9
     # The two best patches are the lesion. Free to drop the second, a threshold above 0.6 would lose half of each.
     assert pick_threshold(Promise(0.5), scores, lesion).value == 0.6
     kept = pick_threshold(Promise(0.5), scores, lesion, minimum=2)
     assert (kept.value, kept.risk, kept.bound) == (0.9, 0.0, pytest.approx(1 / 10))
-
-
-def test_images_without_a_lesion_patch_do_not_count() -> None:
+    # A tenth of 9, 10, 19, 20 and 100 patches, rounded down; 1 - 0.9 is less than a tenth in floats.
+    assert Promise(0.9, coverage=0.5).allowed_losses([9, 10, 19, 20, 100]).tolist() == [0, 1, 1, 2, 10]
     scores, lesion = images(50, seed=2)
     empty = np.zeros_like(lesion[:30])
     with_empty = pick_threshold(Promise(0.8), np.vstack([scores, scores[:30]]), np.vstack([lesion, empty]))
@@ -178,16 +172,16 @@ def test_wrong_input_is_rejected_by_name_and_the_examples_are_right() -> None:
     for wrong in (0.0, 1.0, 1.5, -0.1, float("nan")):
         with pytest.raises(RequestError, match="promised retention must be between 0 and 1"):
             Promise(wrong)
-    with pytest.raises(RequestError, match="promised coverage"):
-        Promise(0.9, coverage=1.0)
-    with pytest.raises(ShapeError, match="`groups` must name 30 images, got 2"):
-        pick_threshold(Promise(0.5), scores, lesion, ["a", "b"])
-    with pytest.raises(ShapeError, match=r"\[n, N\]"):
-        pick_threshold(Promise(0.5), scores, lesion[:, :5])
-    with pytest.raises(NonFiniteError, match="NaN"):
-        pick_threshold(Promise(0.5), scores * np.nan, lesion)
-    with pytest.raises(RequestError, match="No calibration image has a lesion patch"):
-        pick_threshold(Promise(0.5), scores, np.zeros_like(lesion))
+        with pytest.raises(RequestError, match="promised coverage"):
+            Promise(0.9, coverage=wrong)
+    for error, words, inputs in (
+        (ShapeError, "`groups` must name 30 images, got 2", (scores, lesion, ["a", "b"])),
+        (ShapeError, r"\[n, N\]", (scores, lesion[:, :5])),
+        (NonFiniteError, "NaN", (scores * np.nan, lesion)),
+        (RequestError, "No calibration image has a lesion patch", (scores, np.zeros_like(lesion))),
+    ):
+        with pytest.raises(error, match=words):
+            pick_threshold(Promise(0.5), *inputs)
     with pytest.raises(CountError, match="at most 13"):
         kept_counts(scores, 0.5, most=13)
     assert doctest.testmod(conformal).failed == 0

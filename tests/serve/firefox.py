@@ -90,12 +90,6 @@ class Firefox:
         element = self.send("WebDriver:FindElement", {"using": "css selector", "value": selector})
         self.send("WebDriver:ElementSendKeys", {"id": element[ELEMENT], "text": keys})
 
-    def resize(self, width: int, height: int) -> None:
-        """Give the page this size, as far as a window can be that small."""
-        self.send("WebDriver:SetWindowRect", {"width": width, "height": height})
-        edge = self.run("return [outerWidth - innerWidth, outerHeight - innerHeight];")
-        self.send("WebDriver:SetWindowRect", {"width": width + edge[0], "height": height + edge[1]})
-
     def privileged(self, body: str, *arguments: Any) -> Any:
         """Run a script with the rights of the browser itself, for example to go offline."""
         self.send("Marionette:SetContext", {"value": "chrome"})

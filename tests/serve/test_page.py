@@ -8,7 +8,7 @@ import json
 import re
 import shutil
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -79,37 +79,28 @@ def ask(page: Page, image: bytes, lesion: bytes | None = None, budgets: Sequence
 def test_the_resize_of_the_page_is_that_of_pillow_to_the_last_bit(page: Page) -> None:
     generator = np.random.default_rng(0)
     filters = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC, "lanczos": Image.Resampling.LANCZOS}
-    sizes = [
-        ((600, 450), (224, 224)),
-        ((97, 331), (224, 224)),
-        ((224, 224), (224, 224)),
-        ((1023, 5), (16, 16)),
-        ((60, 300), (50, 50)),
-        ((60, 70), (50, 50)),
-        ((60, 71), (50, 50)),
-        ((1, 1), (7, 3)),
-    ]
-    for (width, height), (to_width, to_height) in sizes:
+    sizes = [(300, 225, 112), (97, 331, 112), (112, 112, 112), (1023, 5, 16), (60, 300, 50), (60, 70, 50), (60, 71, 50), (1, 1, 7)]
+    for width, height, side in sizes:
         pixels = generator.integers(0, 256, (height, width, 3), dtype=np.uint8)
         pixels[: height // 2] = pixels[: height // 2] // 128 * 255  # hard edges, where the filter overshoots
         rgba = np.dstack([pixels, np.full((height, width), 255, np.uint8)])
         for name, filter_ in filters.items():
             found = page.evaluate(
-                """async ([data, width, height, toWidth, toHeight, filter]) => {
+                """async ([data, width, height, side, filter]) => {
                     const { Resizer } = await import(new URL("static/page/resize.js", document.baseURI).href);
                     const bytes = Uint8Array.from(atob(data), (c) => c.charCodeAt(0));
                     return [3, 1].map((channels) => {
-                        const resizer = new Resizer(width, height, toWidth, toHeight, filter, channels);
+                        const resizer = new Resizer(width, height, side, side, filter, channels);
                         const cut = 4 * width * Math.floor(height / 3);
                         resizer.push(bytes.subarray(0, cut));
                         resizer.push(bytes.subarray(cut));
                         return btoa(resizer.finish().reduce((text, byte) => text + String.fromCharCode(byte), ""));
                     });
                 }""",
-                [base64.b64encode(rgba.tobytes()).decode(), width, height, to_width, to_height, name],
+                [base64.b64encode(rgba.tobytes()).decode(), width, height, side, name],
             )
             for mode, values in zip(("RGB", "L"), found):
-                expected = np.asarray(Image.fromarray(pixels).convert(mode).resize((to_width, to_height), filter_))
+                expected = np.asarray(Image.fromarray(pixels).convert(mode).resize((side, side), filter_))
                 values = np.frombuffer(base64.b64decode(values), np.uint8)
                 np.testing.assert_array_equal(values, expected.ravel(), err_msg=f"{name} {width} x {height} {mode}")
 
@@ -120,19 +111,20 @@ def test_the_page_answers_as_the_service_does(page: Page, service: Service, mask
         data, lesion = picture(width, height, "PNG", seed), mask(width, height) if masked else None
         expected = service.answer(Question(data, lesion, budgets=tuple(STOPS)))
         found = ask(page, data, lesion)
-        assert {key: found[key] for key in found if key not in ("selectors", "model")} == {
-            key: expected[key] for key in expected if key not in ("selectors", "model")
-        }
-        others = [row for row in expected["selectors"] if row["name"] != "tome"]
-        assert [row["name"] for row in found["selectors"]] == [row["name"] for row in others]
-        for mine, theirs in zip(found["selectors"], others):
+        rows, others = found.pop("selectors"), [row for row in expected.pop("selectors") if row["name"] != "tome"]
+        assert found | {"model": ""} == expected | {"model": ""}
+        assert [row["name"] for row in rows] == [row["name"] for row in others]
+        for mine, theirs in zip(rows, others):
             assert mine["k"] == theirs["k"]
             assert len(mine["promises"]) == len(theirs["promises"]) == (mine["name"] == MAIN)
             for found_promise, promise in zip(mine["promises"], theirs["promises"]):
                 assert found_promise["k"] == promise["k"]
                 np.testing.assert_allclose(found_promise["probabilities"], promise["probabilities"], atol=5e-3)
             np.testing.assert_allclose(mine["scores"], theirs["scores"], atol=2e-5, err_msg=mine["name"])
-            assert_same_ranking(mine["order"], theirs["order"], np.array(theirs["scores"]))
+            # The same order, but for patches whose scores differ by rounding.
+            assert sorted(mine["order"]) == sorted(theirs["order"])
+            scores = np.array(theirs["scores"])
+            np.testing.assert_allclose(scores[mine["order"]], scores[theirs["order"]], atol=2e-5)
             np.testing.assert_allclose(mine["probabilities"], by_hand(service, data, mine), atol=1e-4, err_msg=mine["name"])
             for key in ("retention", "ceiling", "retention_of_ceiling"):
                 assert (mine[key] is None) == (theirs[key] is None)
@@ -147,12 +139,6 @@ def by_hand(service: Service, image: bytes, row: dict[str, Any]) -> np.ndarray:
         patches = model.encode(model.backbone.prepare(decode_image(image))[None]).patches[0]
         means = torch.stack([patches[row["order"][:k]].mean(0) for k in row["k"]])
         return model.classifier(row["name"]).head(means).softmax(-1).numpy()
-
-
-def assert_same_ranking(found: list[int], expected: list[int], scores: np.ndarray) -> None:
-    """The same order, but for patches whose scores differ by rounding."""
-    assert sorted(found) == sorted(expected)
-    np.testing.assert_allclose(scores[found], scores[expected], atol=2e-5)
 
 
 def test_a_photo_that_lies_on_its_side_is_turned_by_its_exif_orientation(page: Page, service: Service) -> None:
@@ -215,9 +201,6 @@ def test_the_policy_of_the_page_stops_requests_to_other_places_from_the_page_and
 
     send = """address => fetch(address, { mode: "no-cors" }).then(() => "sent", () => "blocked")"""
     with serving(Path(__file__).parent, Elsewhere) as address, new_page(chromium, site_url) as page:
-        policy = page.locator('meta[http-equiv="Content-Security-Policy"]').get_attribute("content") or ""
-        assert "default-src 'none'" in policy
-        assert "connect-src 'self';" in policy
         (worker,) = page.workers
         assert page.evaluate(send, address) == "blocked"
         assert worker.evaluate(send, address) == "blocked"
@@ -270,36 +253,14 @@ def test_a_pasted_image_is_opened_and_a_phone_offers_its_camera(page: Page, chro
         assert phone.locator("#camera").get_attribute("capture") == "environment"
 
 
-def test_over_real_images_the_page_keeps_the_same_patches_as_python(page: Page, service: Service, shared: Path) -> None:
-    masks = {path.name.removesuffix("_segmentation.png"): path for path in (shared / "data" / "isic").rglob("*_segmentation.png")}
-    images = sorted((shared / "data" / "isic" / "ISIC_2019_Training_Input").glob("*.jpg"))
-    chosen = [path for path in images if path.stem in masks]
-    chosen = chosen[:: max(1, len(chosen) // 20)][:20]
-    assert len(chosen) == 20
-    same, probabilities, retention = [], [], []
-    for path in chosen:
-        data, lesion = path.read_bytes(), masks[path.stem].read_bytes()
-        expected = service.answer(Question(data, lesion, selectors=(MAIN,)))["selectors"][0]
-        found = next(row for row in ask(page, data, lesion, budgets=[])["selectors"] if row["name"] == MAIN)
-        same.append(len({*found["order"][:30]} & {*expected["order"][:30]}) / 30)
-        probabilities.append(np.abs(np.array(found["probabilities"]) - expected["probabilities"]).max())
-        if expected["retention"] is not None:
-            retention.append(100 * abs(found["retention"][2] - expected["retention"][2]))
-    assert np.mean(same) >= 0.98
-    assert max(probabilities) <= 0.02
-    assert len(retention) > 10
-    assert np.mean(retention) <= 0.5
-
-
-def saved(image: Image.Image, kind: str, **options: Any) -> bytes:
-    stream = io.BytesIO()
-    image.save(stream, format=kind, **options)
-    return stream.getvalue()
-
-
 def test_a_file_that_cannot_be_used_gets_a_clear_message_and_the_page_keeps_working(
     chromium: Browser, site_url: str, tmp_path: Path
 ) -> None:
+    def saved(kind: str, *pictures: Image.Image, **options: Any) -> bytes:
+        stream = io.BytesIO()
+        pictures[0].save(stream, format=kind, append_images=pictures[1:], **options)
+        return stream.getvalue()
+
     red, blue = Image.new("RGB", (40, 40), "red"), Image.new("RGB", (40, 40), "blue")
     files = {
         "notes.txt": (b"just some words\n" * 40, "not an image"),
@@ -307,9 +268,9 @@ def test_a_file_that_cannot_be_used_gets_a_clear_message_and_the_page_keeps_work
         "cut.jpg": (picture(400, 300)[:2000], "damaged or incomplete"),
         "cut.png": (picture(100, 80, "PNG")[:-60], "damaged or incomplete"),
         "huge.png": (huge_png(), "more than the allowed 50,000,000"),
-        "moving.gif": (saved(red, "GIF", save_all=True, append_images=[blue]), "several frames"),
-        "moving.webp": (saved(red, "WEBP", save_all=True, append_images=[blue]), "several frames"),
-        "clear.png": (saved(Image.new("RGBA", (40, 40), (255, 0, 0, 9)), "PNG"), "transparent pixels"),
+        "moving.gif": (saved("GIF", red, blue, save_all=True), "several frames"),
+        "moving.webp": (saved("WEBP", red, blue, save_all=True), "several frames"),
+        "clear.png": (saved("PNG", Image.new("RGBA", (40, 40), (255, 0, 0, 9))), "transparent pixels"),
     }
     with new_page(chromium, site_url) as page:
         shown = page.locator("#image-line").inner_text()
@@ -330,73 +291,61 @@ def test_a_file_that_cannot_be_used_gets_a_clear_message_and_the_page_keeps_work
         expect(page.locator("#k-value")).to_contain_text("20 of 100")
 
 
-class AlteredSite(SiteHandler):
-    """Serves a site in which `alter` may change the bytes of a file, or leave it out (None)."""
+def altered(alter: Callable[[str, bytes], bytes | None]) -> type[SiteHandler]:
+    """Serve a site in which `alter` may change the bytes of a file, or leave it out (None)."""
 
-    @staticmethod
-    def alter(path: str, data: bytes) -> bytes | None:
-        return data
+    class Altered(SiteHandler):
+        def do_GET(self) -> None:
+            path = Path(self.translate_path(self.path))
+            data = alter(path.name, path.read_bytes()) if path.is_file() else b""
+            if data is None:
+                return self.send_error(404)
+            if not path.is_file():
+                return super().do_GET()
+            self.send_response(200)
+            self.send_header("Content-Type", self.guess_type(str(path)))
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+            return None
 
-    def do_GET(self) -> None:
-        path = Path(self.translate_path(self.path))
-        if not path.is_file():
-            return super().do_GET()
-        data = self.alter(self.path, path.read_bytes())
-        if data is None:
-            return self.send_error(404)
-        self.send_response(200)
-        self.send_header("Content-Type", self.guess_type(str(path)))
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-        return None
+    return Altered
 
 
-def test_a_damaged_or_missing_model_file_is_a_message_and_a_whole_one_works_after_a_reload(chromium: Browser, site: Path) -> None:
-    class Faulty(AlteredSite):
-        fault = "missing"
+def test_damaged_or_missing_model_files_and_a_browser_without_webassembly_get_a_message(chromium: Browser, site: Path) -> None:
+    fault = "missing"
 
-        @staticmethod
-        def alter(path: str, data: bytes) -> bytes | None:
-            if not path.endswith("tokens.onnx") or Faulty.fault == "none":
-                return data
-            return None if Faulty.fault == "missing" else data[:-100] + bytes([data[-100] ^ 1]) + data[-99:]
+    def faulty(name: str, data: bytes) -> bytes | None:
+        if name != "tokens.onnx" or fault == "none":
+            return data
+        return None if fault == "missing" else data[:-100] + bytes([data[-100] ^ 1]) + data[-99:]
 
-    with serving(site, Faulty) as address, new_page(chromium, address, ready=False) as page:
+    with serving(site, altered(faulty)) as address, new_page(chromium, address, ready=False) as page:
         expect(page.get_by_role("alert")).to_contain_text("model/tokens.onnx cannot be downloaded (status 404)")
-        Faulty.fault = "damaged"
+        fault = "damaged"
         page.reload()
         expect(page.get_by_role("alert")).to_contain_text(
             "model/tokens.onnx is damaged (its hash is not that of the exported file)"
         )
         expect(page.locator("#loading")).to_be_hidden()
-        Faulty.fault = "none"
+        fault = "none"
         page.reload()
         expect(page.locator("#k-value")).to_contain_text("30 of 100")
-
-
-def test_a_browser_without_webassembly_is_told_so(chromium: Browser, site_url: str) -> None:
-    context = chromium.new_context()
-    page = context.new_page()
-    page.add_init_script("delete globalThis.WebAssembly")
-    page.goto(site_url)
-    expect(page.get_by_role("alert")).to_contain_text("WebAssembly with SIMD is missing or switched off")
-    context.close()
+        page.add_init_script("delete globalThis.WebAssembly")
+        page.reload()
+        expect(page.get_by_role("alert")).to_contain_text("WebAssembly with SIMD is missing or switched off")
 
 
 def test_when_memory_runs_out_the_page_says_so_and_takes_the_next_image(chromium: Browser, site: Path, tmp_path: Path) -> None:
-    class Small(AlteredSite):
-        """Serves a resize that fails on large images as a browser does that has no memory left."""
-
-        @staticmethod
-        def alter(path: str, data: bytes) -> bytes:
-            place = b"constructor(width, height, toWidth, toHeight, filter, channels = 3) {"
-            assert place in data or not path.endswith("resize.js")
-            return data.replace(place, place + b' if (width > 900) throw new RangeError("Array buffer allocation failed");')
+    def small(name: str, data: bytes) -> bytes:
+        """Let the resize fail on large images as in a browser that has no memory left."""
+        place = b"constructor(width, height, toWidth, toHeight, filter, channels = 3) {"
+        assert place in data or name != "resize.js"
+        return data.replace(place, place + b' if (width > 900) throw new RangeError("Array buffer allocation failed");')
 
     (tmp_path / "large.png").write_bytes(picture(1000, 20, "PNG"))
     (tmp_path / "small.png").write_bytes(picture(100, 80, "PNG"))
-    with serving(site, Small) as address, new_page(chromium, address) as page:
+    with serving(site, altered(small)) as address, new_page(chromium, address) as page:
         page.locator("#image-file").set_input_files(tmp_path / "large.png")
         expect(page.get_by_role("alert")).to_contain_text("large.png: There is not enough memory for this image.")
         page.locator("#image-file").set_input_files(tmp_path / "small.png")
@@ -440,17 +389,13 @@ def test_axe_finds_nothing_serious_and_nothing_sticks_out_on_a_dark_phone(
 
 def test_the_progress_of_loading_is_shown_and_can_be_read_aloud(chromium: Browser, site: Path) -> None:
     class Slow(SiteHandler):
-        def do_GET(self) -> None:
-            if not self.path.endswith(".wasm"):
-                return super().do_GET()
-            data = (site / "runtime" / "ort-wasm-simd-threaded.wasm").read_bytes()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data[: len(data) // 2])
-            self.wfile.flush()
-            going.wait(30)
-            self.wfile.write(data[len(data) // 2 :])
+        def copyfile(self, source: Any, outputfile: Any) -> None:
+            data = source.read()
+            outputfile.write(data[: len(data) // 2])
+            outputfile.flush()
+            if self.path.endswith(".wasm"):
+                going.wait(30)
+            outputfile.write(data[len(data) // 2 :])
 
     going = threading.Event()
     with serving(site, Slow) as address, new_page(chromium, address, ready=False) as page:

@@ -95,7 +95,7 @@ def test_an_upload_up_to_the_limit_is_read_never_to_disk_and_one_byte_more_is_no
     assert rolled == []
 
 
-def test_a_body_without_a_length_is_stopped_at_the_limit(server: Server) -> None:
+def test_a_body_without_a_length_and_a_head_without_an_end_are_stopped_at_the_limit(server: Server) -> None:
     def endless() -> Iterator[bytes]:
         yield b'--b\r\nContent-Disposition: form-data; name="image"; filename="i"\r\n\r\n'
         for _ in range(100):
@@ -103,6 +103,9 @@ def test_a_body_without_a_length_is_stopped_at_the_limit(server: Server) -> None
 
     response = httpx.post(f"{server.url}/v1/route", content=endless(), headers=FORM, timeout=30)
     assert code(response) == (413, "too_many_bytes")
+    with connect(server) as client:
+        client.sendall(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nX-Long: " + b"x" * 2 * HEAD_BYTES)
+        assert client.recv(100).startswith(b"HTTP/1.1 400")
 
 
 @pytest.mark.parametrize("connection", [b"keep-alive", b"close"])
@@ -118,24 +121,11 @@ def test_a_client_that_is_still_sending_sees_why_it_was_refused(server: Server, 
         assert client.recv(100).startswith(b"HTTP/1.1 413")
 
 
-def test_a_head_that_does_not_end_is_refused(server: Server) -> None:
-    with connect(server) as endless:
-        endless.sendall(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nX-Long: " + b"x" * 2 * HEAD_BYTES)
-        assert endless.recv(100).startswith(b"HTTP/1.1 400")
-
-
 def test_foreign_host_names_are_rejected_and_every_response_has_the_security_headers(server: Server) -> None:
-    for host, status in {
-        "evil.example": 400,
-        "127.0.0.1.evil.example:80": 400,
-        "localhost.evil.example": 400,
-        "[": 400,
-        "localhost:1": 200,
-        "127.0.0.1": 200,
-        "[::1]:80": 200,
-    }.items():
+    foreign = ("evil.example", "127.0.0.1.evil.example:80", "localhost.evil.example", "[")
+    for host in (*foreign, "localhost:1", "127.0.0.1", "[::1]:80"):
         for path in ("/", "/v1/model"):
-            assert httpx.get(f"{server.url}{path}", headers={"Host": host}).status_code == status, host
+            assert httpx.get(f"{server.url}{path}", headers={"Host": host}).status_code == (400 if host in foreign else 200), host
     assert httpx.get(f"{server.url}/healthz", headers={"Origin": server.url}).status_code == 200
     for path in ("/", "/static/explorer.js", "/v1/model", "/nothing"):
         headers = httpx.get(f"{server.url}{path}").headers
@@ -172,14 +162,10 @@ def test_the_token_comes_from_a_file_or_the_environment(tmp_path: Path, monkeypa
     monkeypatch.setenv("MTB_TOKEN", "from-the-environment")
     assert find_token(ServeConfig(host="0.0.0.0")) == "from-the-environment"
     path = tmp_path / "token"
-    for content, words in (
-        (None, "No such file"),
-        (b"\n", "is empty"),
-        (b"\xff\xfe", "not text"),
-        (b"two words", "without spaces"),
-    ):
-        if content is not None:
-            path.write_bytes(content)
+    with pytest.raises(RequestError, match="No such file"):
+        find_token(ServeConfig(token_file=path))
+    for content, words in ((b"\n", "is empty"), (b"\xff\xfe", "not text"), (b"two words", "without spaces")):
+        path.write_bytes(content)
         with pytest.raises(RequestError, match=words):
             find_token(ServeConfig(token_file=path))
     path.write_text("from-a-file\n")
@@ -190,16 +176,14 @@ def test_the_token_comes_from_a_file_or_the_environment(tmp_path: Path, monkeypa
 @pytest.fixture
 def gated(service: Service, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Event, list[int]]]:
     """A gate that holds every answer until it is set, and the number of answers in work whenever one starts."""
-    gate, started, answer, inside = threading.Event(), [], service.answer, [0]
+    gate, started, answer, ended = threading.Event(), [], service.answer, []
 
     def slow(question: Question) -> dict[str, Any]:
-        inside[0] += 1
-        started.append(inside[0])
+        started.append(len(started) + 1 - len(ended))
         gate.wait(30)
-        try:
-            return answer(question)
-        finally:
-            inside[0] -= 1
+        result = answer(question)
+        ended.append(result)
+        return result
 
     monkeypatch.setattr(service, "answer", slow)
     yield gate, started
@@ -237,17 +221,6 @@ def test_a_request_whose_turn_does_not_come_in_time_is_given_up_and_not_started_
         assert first.result().status_code == 200
         assert started == [1]
         assert ask(server, picture()).status_code == 200
-
-
-def test_many_clients_at_once_get_right_answers_or_503(service: Service) -> None:
-    pictures = [picture(seed=seed) for seed in range(3)]
-    with running_here(service, waiting=4) as server, ThreadPoolExecutor(20) as clients:
-        expected = [ask(server, data).content for data in pictures]
-        for number, response in enumerate(clients.map(lambda number: ask(server, pictures[number % 3]), range(30))):
-            if response.status_code == 200:
-                assert response.content == expected[number % 3]
-            else:
-                assert code(response) == (503, "queue_full")
 
 
 def test_an_error_inside_the_service_is_a_500_and_frees_its_place(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:

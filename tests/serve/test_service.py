@@ -87,24 +87,17 @@ def test_retention_and_ceiling_are_counted_from_the_mask(service: Service) -> No
             assert row["retention"][at] == pytest.approx(len(lesion & set(kept)) / len(lesion), abs=1e-6), name
             assert row["ceiling"][at] == pytest.approx(min(k, len(lesion)) / len(lesion), abs=1e-6), name
     assert rows["oracle"]["retention"] == rows["oracle"]["ceiling"]
-
-
-def test_retention_by_hand() -> None:
-    # Lesion patches 1 and 3; patch 3 is kept first, then two others, then 1.
-    order = [3, 0, 2, 1]
-    assert retention([order[:k] for k in (1, 2, 3, 4)], np.array([False, True, False, True]), [1, 2, 3, 4]) == {
+    # Without a lesion patch there is no retention, rather than one of zero.
+    empty = io.BytesIO()
+    Image.new("L", (120, 90)).save(empty, format="PNG")
+    answer = service.answer(Question(picture(), empty.getvalue(), selectors=("lats",)))
+    assert (answer["lesion"], answer["selectors"][0]["retention"]) == ([], None)
+    # By hand: lesion patches 1 and 3; patch 3 is kept first, then two others, then 1.
+    assert retention([[3], [3, 0], [3, 0, 2], [3, 0, 2, 1]], np.array([False, True, False, True]), [1, 2, 3, 4]) == {
         "retention": [0.5, 0.5, 0.5, 1.0],
         "ceiling": [0.5, 1.0, 1.0, 1.0],
         "retention_of_ceiling": [1.0, 0.5, 0.5, 1.0],
     }
-
-
-def test_a_mask_without_lesion_gives_no_retention_rather_than_zero(service: Service) -> None:
-    empty = io.BytesIO()
-    Image.new("L", (120, 90)).save(empty, format="PNG")
-    answer = service.answer(Question(picture(), empty.getvalue(), selectors=("lats",)))
-    assert answer["lesion"] == []
-    assert answer["selectors"][0]["retention"] is None
 
 
 def test_the_same_question_gives_the_same_answer_and_the_preview_is_the_image(service: Service) -> None:

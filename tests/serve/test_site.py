@@ -18,16 +18,13 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return site.cache_folder()
 
 
-def test_without_npm_the_message_says_how_to_get_the_runtime(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_npm_or_network_the_message_says_how_to_get_the_runtime(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PATH", "")
     with pytest.raises(WorkError, match=r"npm is not installed .* pass `runtime`. Run `npm pack onnxruntime-web@"):
         site.find_runtime()
     assert not cache.exists()
-
-
-def test_when_npm_cannot_fetch_it_the_message_has_npm_s_reason(
-    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     npm = tmp_path / "npm"
     npm.write_text("#!/bin/sh\necho 'npm error network request failed' >&2\nexit 1\n")
     npm.chmod(0o755)

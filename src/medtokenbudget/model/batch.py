@@ -74,33 +74,24 @@ class RouteConfig(Settings):
 
 @dataclass
 class Routed:
-    """What was written, and how much of the lesion was kept where there is a mask.
-
-    Attributes:
-        table: The table with one row per image, or the folder of its shards.
-        grid: Rows and columns of the patches.
-        done: Number of images in the table.
-        failed: Number of images that could not be read.
-        reason: Why the first of them could not.
-        errors: File with the reasons; None if there were none.
-        unfamiliar: Number of images that are unlike the training images of the model; None if it cannot tell.
-        masks: Number of masks that could be used, also by methods that merge patches, which measure nothing.
-        masks_failed: Number of masks that could not; their images are in the table all the same.
-        mask_reason: Why the first of them could not.
-        measured: Lesion patches, kept ones, those that `center` keeps, and K, of each measured image: 16 bytes per image.
-    """
+    """What was written, and how much of the lesion was kept where there is a mask."""
 
     table: Path
+    """The table with one row per image, or the folder of its shards."""
     grid: tuple[int, int]
     done: int = 0
     failed: int = 0
     reason: str = ""
+    """Why the first of the failed images could not be read; `errors` is the file with all reasons."""
     errors: Path | None = None
     unfamiliar: int | None = None
+    """Number of images that are unlike the training images of the model; None if it cannot tell."""
     masks: int = 0
+    """Number of masks that could be used, also by methods that merge patches, which measure nothing."""
     masks_failed: int = 0
     mask_reason: str = ""
     measured: array[int] = field(default_factory=lambda: array("i"))
+    """Lesion patches, kept ones, those that `center` keeps, and K, of each measured image: 16 bytes per image."""
 
     def measure(self, lesion: int | None, kept: int | None, center: int | None, k: int) -> None:
         """Count the cells of a row, if its image has a mask and its method keeps patches."""
@@ -240,6 +231,10 @@ def route_files(
     else:
         routed = _table_in_shards(folder, router, sources, config, execution)
     amount = router.amount(config.budget)
+    retention = {
+        name: {measure: None if math.isnan(value) else value for measure, value in asdict(values).items()}
+        for name, values in routed.retention.items()
+    }
     summary = {
         "model": router.fingerprint,
         "selector": config.selector or router.main,
@@ -249,7 +244,7 @@ def route_files(
         "failed": routed.failed,
         "masks_failed": routed.masks_failed,
         "unfamiliar": routed.unfamiliar,
-        "retention": {name: _nan_to_none(asdict(values)) for name, values in routed.retention.items()} or None,
+        "retention": retention or None,
         "notice": NOTICE,
     }
     files.write_json(folder / SUMMARY, summary)
@@ -257,10 +252,6 @@ def route_files(
         # A manifest may be of images without a lesion: its empty masks are no fault.
         _report_masks(routed, asked=masks is not None or routed.masks_failed > 0)
     return routed
-
-
-def _nan_to_none(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in values.items()}
 
 
 def with_masks(sources: Iterable[ImageSource], masks: Path | str | None) -> Iterator[ImageSource]:
@@ -444,24 +435,30 @@ def _open_model(folder: Path, device: str) -> MedTokenBudget:
 def _plan(folder: Path, sources: Iterable[ImageSource], config: RouteConfig, request: str) -> Iterator[Shard]:
     """Divide images, which must be files, into shards, in order; `request` is the hash of what is asked for."""
     rest, size = iter(sources), config.shard_size or SHARD_SIZE
-    overlays = folder / OVERLAYS if config.overlay else None
     for index in count():
-        here = tuple(_absolute(source) for source in islice(rest, size))
-        if not here:
+        shard, states = [], []
+        for source in islice(rest, size):
+            if not isinstance(source.value, (str, os.PathLike)):
+                raise RequestError(
+                    f"{source.name} is not a file. A table in shards is made from image files, folders, globs or a manifest."
+                )
+            value, mask = _absolute(source.value), None if source.mask is None else _absolute(source.mask)
+            shard.append(ImageSource(source.name, value, mask))
+            states.append([source.name, _state(value), None if mask is None else _state(mask)])
+        if not shard:
             return
-        states = [[source.name, _state(source.value), None if source.mask is None else _state(source.mask)] for source in here]
-        tokens = folder / TOKENS / f"part-{index:06d}.safetensors" if config.tokens else None
-        table = folder / TABLE / f"part-{index:06d}.parquet"
-        yield Shard(here, table, tokens, overlays, index * size, files.sha256_json([request, states]))
-
-
-def _absolute(source: ImageSource) -> ImageSource:
-    if not isinstance(source.value, (str, os.PathLike)):
-        raise RequestError(
-            f"{source.name} is not a file. A table in shards is made from image files, folders, globs or a manifest."
+        yield Shard(
+            tuple(shard),
+            folder / TABLE / f"part-{index:06d}.parquet",
+            folder / TOKENS / f"part-{index:06d}.safetensors" if config.tokens else None,
+            folder / OVERLAYS if config.overlay else None,
+            index * size,
+            files.sha256_json([request, states]),
         )
-    mask = None if source.mask is None else Path(os.path.abspath(source.mask))
-    return ImageSource(source.name, Path(os.path.abspath(source.value)), mask)
+
+
+def _absolute(path: str | os.PathLike[str]) -> Path:
+    return Path(os.path.abspath(path))
 
 
 def _state(path: Path) -> list[Any]:

@@ -32,7 +32,6 @@ from medtokenbudget.errors import MedTokenBudgetError, RequestError
 from medtokenbudget.model.guarantee import Guarantee
 from medtokenbudget.routing import Ranker, Selector, gather, rank
 from medtokenbudget.tokens import Selection, TokenBatch
-from medtokenbudget.training.classifier import RoutedClassifier
 
 if TYPE_CHECKING:
     from medtokenbudget.model.model import MedTokenBudget
@@ -122,7 +121,8 @@ def expand(images: Any) -> Iterator[ImageSource]:
         elif isinstance(item, (str, os.PathLike)):
             yield from _of_path(os.fspath(item))
         elif isinstance(item, Manifest):
-            yield from _of_manifest(item)
+            for row, image_id in enumerate(item.ids):
+                yield ImageSource(image_id, item.image_path(row), item.mask_path(row))
         else:
             yield ImageSource(f"image {number}", item)
 
@@ -142,7 +142,7 @@ def _of_path(text: str) -> Iterator[ImageSource]:
         if not any_image:
             raise readers.no_images(path)
     elif path.suffix.lower() == ".parquet" and path.exists():
-        yield from _of_manifest(Manifest.read(path))
+        yield from expand(Manifest.read(path))
     elif not path.exists() and glob.has_magic(text):
         matches = sorted(glob.iglob(text, recursive=True))
         if not matches:
@@ -152,11 +152,6 @@ def _of_path(text: str) -> Iterator[ImageSource]:
     else:
         # A missing file is reported with the failures, like a damaged one.
         yield ImageSource(text, path)
-
-
-def _of_manifest(manifest: Manifest) -> Iterator[ImageSource]:
-    for row, image_id in enumerate(manifest.ids):
-        yield ImageSource(image_id, manifest.image_path(row), manifest.mask_path(row))
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -437,16 +432,3 @@ def select_above(selector: Selector, tokens: TokenBatch, guarantee: Guarantee) -
     # In double precision, as in the calibration: a score that equals the threshold is kept.
     counts = guarantee.counts(scores.double().cpu().numpy()).tolist()
     return [gather(tokens.patches[row : row + 1], order[row : row + 1, :k]) for row, k in enumerate(counts)], scores
-
-
-def probabilities(classifier: RoutedClassifier, tokens: TokenBatch, budgets: Sequence[float]) -> Tensor:
-    """Compute class probabilities [B, len(budgets), C]; heads that read the mean do not gather tokens."""
-    selector, head = classifier.selector, classifier.required_head
-    if head.reads != "mean":
-        selections = (select(selector, tokens, selector.count(budget, tokens.n))[0] for budget in budgets)
-        return torch.stack([head.read(selection, tokens.grid).softmax(-1) for selection in selections], 1)
-    if not selector.stochastic:
-        return head(selector.pooled(tokens, budgets)).softmax(-1)
-    rows = (tokens.take([row]) for row in range(len(tokens)))
-    pooled = torch.cat([selector.pooled(row, budgets, torch.Generator().manual_seed(SEED)) for row in rows])
-    return head(pooled).softmax(-1)

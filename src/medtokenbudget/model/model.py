@@ -332,9 +332,19 @@ class MedTokenBudget(nn.Module):
     @torch.inference_mode()
     def classify(self, images: Any, budgets: Sequence[float], selector: str | None = None) -> np.ndarray:
         """Compute class probabilities [B, len(budgets), C] of tokens or images; rankers order the patches once for all budgets."""
-        classifier = self.classifier(selector)
+        classifier, tokens = self.classifier(selector), self.tokens(images)
+        chosen, head = classifier.selector, classifier.required_head
         with inference.evaluating(classifier):
-            return inference.probabilities(classifier, self.tokens(images), budgets).cpu().numpy()
+            if head.reads != "mean":
+                selections = [inference.select(chosen, tokens, chosen.count(budget, tokens.n))[0] for budget in budgets]
+                logits = torch.stack([head.read(selection, tokens.grid) for selection in selections], 1)
+            elif chosen.stochastic:  # one image at a time, as in `inference.select`
+                rows = [tokens.take([row]) for row in range(len(tokens))]
+                seeded = (torch.Generator().manual_seed(inference.SEED) for _ in rows)
+                logits = head(torch.cat([chosen.pooled(row, budgets, noise) for row, noise in zip(rows, seeded)]))
+            else:  # a head that reads the mean needs no gathered tokens
+                logits = head(chosen.pooled(tokens, budgets))
+        return logits.softmax(-1).cpu().numpy()
 
     @property
     def identity(self) -> dict[str, Any]:

@@ -63,21 +63,16 @@ class Promise:
 
 @dataclass(frozen=True)
 class Threshold:
-    """The result of a calibration.
-
-    Attributes:
-        value: Patches with this score or a higher one are kept.
-        risk: Mean loss of the calibration groups at this threshold.
-        bound: The risk with the finite-sample correction; at most the promise's `alpha`.
-        groups: Exchangeable units that it was picked on.
-        images: Images with a lesion patch in these groups.
-    """
+    """The result of a calibration: patches with the score `value` or a higher one are kept."""
 
     value: float
     risk: float
+    """Mean loss of the calibration groups at this threshold."""
     bound: float
+    """The risk with the finite-sample correction; at most the promise's `alpha`."""
     groups: int
     images: int
+    """Images with a lesion patch in these groups."""
 
 
 def kept_counts(scores: ArrayLike, threshold: float, minimum: int = 1, most: int | None = None) -> Counts:
@@ -160,9 +155,18 @@ def pick_threshold(
     # The risk at a threshold is the weight of the losses below it; it grows with the threshold.
     finite = np.isfinite(at)
     unavoidable = float(weight[at == -np.inf].sum())
-    _check_possible(promise, unavoidable, units)
+    if (lowest_bound := corrected_risk(unavoidable, units)) > promise.alpha + _SLACK:
+        if units < (needed := groups_needed(promise)):
+            raise RequestError(
+                f"{units} calibration groups cannot promise {promise}: at least {needed} are needed. Add images with masks, or "
+                f"promise less than {100 * units / (units + 1):.4g}%."
+            )
+        raise RequestError(
+            f"The cap does not allow {promise}: keeping as much as it permits can promise at most {100 * (1 - lowest_bound):.4g}%. "
+            "Raise the cap, or promise less."
+        )
     if not finite.any():  # whatever the threshold is, each image keeps its fewest or its most patches
-        return Threshold(float(values.max()), unavoidable, corrected_risk(unavoidable, units), units, images)
+        return Threshold(float(values.max()), unavoidable, lowest_bound, units, images)
     candidates, first = np.unique(at[finite], return_index=True)
     total = unavoidable + np.concatenate([[0.0], np.cumsum(weight[finite])])
     candidates, below = np.append(candidates, np.nextafter(candidates[-1], np.inf)), total[np.append(first, -1)]
@@ -200,22 +204,6 @@ def groups_needed(promise: Promise) -> int:
     """Return the fewest calibration groups with which a promise can be kept at all: `1 / (n + 1) <= alpha`."""
     # In fractions, because 1 - 0.9 is less than a tenth in floats, which would ask for one group too many.
     return -(-1 // (1 - Fraction(str(promise.retention if promise.coverage is None else promise.coverage)))) - 1
-
-
-def _check_possible(promise: Promise, lowest: float, groups: int) -> None:
-    """Raise an error that says what is missing if not even the lowest threshold keeps the promise."""
-    if corrected_risk(lowest, groups) <= promise.alpha + _SLACK:
-        return
-    if groups < (needed := groups_needed(promise)):
-        raise RequestError(
-            f"{groups} calibration groups cannot promise {promise}: at least {needed} are needed. Add images with masks, or "
-            f"promise less than {100 * groups / (groups + 1):.4g}%."
-        )
-    possible = 1 - corrected_risk(lowest, groups)
-    raise RequestError(
-        f"The cap does not allow {promise}: keeping as much as it permits can promise at most {100 * possible:.4g}%. "
-        "Raise the cap, or promise less."
-    )
 
 
 def _limits(n: int, minimum: int, most: int | None) -> tuple[int, int]:
