@@ -25,6 +25,7 @@ WIDER = """() => [...document.querySelectorAll('.scroll')]
     .filter(box => box.scrollWidth > box.clientWidth + 1).map(box => box.getAttribute('aria-label'))"""
 VOID = {"meta", "img", "br", "link", "input", "hr"}
 CONTROLS = ("Center", "Darkness", "Random", "Oracle")
+FEW = ("no-pruning", "random", "lats", "lats:lesion-first", "center", "oracle")
 FIGURES = [
     "retention",
     "share-of-ceiling",
@@ -239,7 +240,7 @@ def test_numbers_over_other_images_have_their_own_n_and_no_paired_difference(thr
     ("source", "study", "quoted"), [("kvasir", "kvasir", True), ("kvasir", "main", False), ("folder photos", "main", False)]
 )
 def test_the_papers_figures_are_quoted_only_for_its_own_data_sets(source: str, study: str, quoted: bool, tmp_path: Path) -> None:
-    folder = fake_run(tmp_path / "run", n=8, seeds=(42,), studies=(study,), images=False, source=source)
+    folder = fake_run(tmp_path / "run", n=8, seeds=(42,), studies=(study,), images=False, source=source, methods=FEW)
     text = report(folder).read_text(encoding="utf-8")
     assert (folder / "tables" / "beside-paper.csv").exists() == quoted
     assert ("numbers are for Kvasir v2" in text) == quoted
@@ -282,7 +283,7 @@ def test_a_second_report_writes_the_same_bytes(run: Path, tmp_path: Path) -> Non
 
 
 def test_a_run_without_masks_or_images_reports_accuracy_and_says_what_is_missing(tmp_path: Path) -> None:
-    folder = fake_run(tmp_path / "bare", n=16, seeds=(42,), studies=("main",), masked=False, images=False)
+    folder = fake_run(tmp_path / "bare", n=16, seeds=(42,), studies=("main",), masked=False, images=False, methods=FEW)
     (folder / "metrics.jsonl").unlink()
     text = report(folder).read_text(encoding="utf-8")
     assert "none with a lesion mask" in text
@@ -293,7 +294,7 @@ def test_a_run_without_masks_or_images_reports_accuracy_and_says_what_is_missing
 
 
 def test_a_number_changed_in_results_csv_changes_page_tables_sentences_and_json(tmp_path: Path) -> None:
-    folder = fake_run(tmp_path / "edited", n=16, seeds=(42,), studies=("main",), images=False)
+    folder = fake_run(tmp_path / "edited", n=16, seeds=(42,), studies=("main",), images=False, methods=FEW)
     results = pd.read_csv(folder / "results.csv")
     cell = (results["method"] == "lats:lesion-first") & (results["budget"] == 0.3)
     results.loc[cell, ["retention", "accuracy", "ece"]] = [0.12345, 0.54321, 0.4567]
@@ -386,7 +387,7 @@ def test_the_page_works_under_a_policy_that_runs_and_loads_nothing(chromium: Bro
 
 def test_names_from_a_data_set_are_text_on_the_page(tmp_path: Path) -> None:
     strange = "<script>alert('x')</script>"
-    folder = fake_run(tmp_path / "run", n=8, seeds=(42,), studies=("main",), images=False, dataset=strange)
+    folder = fake_run(tmp_path / "run", n=8, seeds=(42,), studies=("main",), images=False, dataset=strange, methods=FEW)
     edit_run(folder, command=f"mtb sweep {strange}", hashes={strange: strange})
     text = report(folder).read_text(encoding="utf-8")
     assert "<script" not in text

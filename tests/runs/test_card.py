@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from medtokenbudget.config import LossWeights, preset
+from medtokenbudget.config import NOTICE, LossWeights, preset
 from medtokenbudget.data.readers import ISIC_CLASSES as CLASSES
 from medtokenbudget.runs.card import card_text
 from medtokenbudget.runs.run import Run
@@ -87,7 +87,7 @@ def test_every_section_of_a_card_is_there_in_order(card: str) -> None:
         "Known failures",
         "Versions and hashes",
     ]
-    assert "not a medical device" in card.splitlines()[8]
+    assert NOTICE in card.splitlines()[8]
     for fact in ("a" * 64, "f" * 64, "2" * 64, "40 from the training part were used", "torch 2.0"):
         assert fact in card, fact
 

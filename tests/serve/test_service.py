@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from medtokenbudget.config import BUDGETS, ServeConfig
+from medtokenbudget.config import BUDGETS, NOTICE, ServeConfig
 from medtokenbudget.data import patch_labels
 from medtokenbudget.errors import RequestError
 from medtokenbudget.model import MedTokenBudget
@@ -42,7 +42,7 @@ def test_the_model_describes_itself(service: Service, model: MedTokenBudget) -> 
     assert info["classes"] == list(model.classes)
     assert (info["main"], info["grid"], info["budgets"]) == ("lats", [10, 10], list(BUDGETS))
     assert info["fingerprint"] == model.fingerprint
-    assert "not a medical device" in info["notice"]
+    assert NOTICE in info["notice"]
     assert {row["name"]: row["title"] for row in info["selectors"]} == {name: look(name).title for name in model.selectors}
     assert all(row["about"].endswith(".") for row in info["selectors"])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
@@ -56,24 +57,28 @@ def _code(value: str) -> Markup:
 
 def facts(run: ReportRun) -> list[dict[str, str]]:
     """Return the headline numbers as `label, value, others`: each with its interval and what to compare it with."""
-    name, budget = look(run.focus).title, run.headline
     entries = []
     # Masks first: what was kept is what the page is about.
     for metric in sorted((m for m in METRICS.values() if m.fact), key=lambda m: m.scope != "masks"):
-        table = run.by_method(metric.name, budget)
+        table = run.by_method(metric.name)
         if run.focus not in table.index:
             continue
         methods = [*run.leading[1:], "center", "random", *(["no-pruning"] if metric.scope == "labels" else [])]
-        others = [f"{look(m).title} {percentage(table.loc[m, 'value'])}" for m in methods if m in table.index and m != run.focus]
+        others = _values(run, run.at(metric.name), methods)
         row: Any = table.loc[run.focus]
         entries.append(
             {
-                "label": f"{metric.fact.format(name=name)} at budget {budget_text(budget)}",
+                "label": f"{metric.fact.format(name=look(run.focus).title)} at budget {budget_text(run.headline)}",
                 "value": percentage(row["value"]),
-                "others": ". ".join(filter(None, [_interval(row), ", ".join(others)])),
+                "others": ". ".join(filter(None, [_interval(row), others])),
             }
         )
     return entries
+
+
+def _values(run: ReportRun, values: dict[str, float], methods: Iterable[str | None]) -> str:
+    """Write `Center 61.0%, Random 30.2%`: what other methods reach, as far as it was measured."""
+    return ", ".join(f"{look(m).title} {percentage(values[m])}" for m in methods if m and m in values and m != run.focus)
 
 
 def _interval(row: Any) -> str:
@@ -82,11 +87,16 @@ def _interval(row: Any) -> str:
     return f"95% interval {percentage(row['low'])} to {percentage(row['high'])}, n = {int(row['n']):,}"
 
 
+def _gap(gap: Difference, signed: bool = True) -> str:
+    value, p = points(gap.value), probability(gap.p)
+    value, p = value if signed else value.lstrip("+"), p if p.startswith("<") else f"= {p}"
+    return f"{value} points (95% interval {points(gap.low)} to {points(gap.high)}, p {p}, n = {gap.n:,})"
+
+
 def findings(run: ReportRun) -> list[str]:
     """Say what was found, in one sentence or two each."""
-    sentences = [_kept(run)]
-    sentences += [_against_center(run, method) for method in run.leading]
-    sentences += [_recipes(run), _off_center(run), _accuracy_hides(run)]
+    sentences = [_kept(run), *[_against_center(run, method) for method in run.leading]]
+    sentences += [_against_paper(run), _off_center(run), _accuracy_hides(run)]
     n = run.n_masked or run.n
     if n < _SMALL:
         sentences.append(f"This is a small sample ({plural(n, 'image')}): intervals are wide, and small differences may be noise.")
@@ -127,60 +137,40 @@ def _against_center(run: ReportRun, method: str) -> str:
     }[gap.verdict]
 
 
-def _gap(gap: Difference, signed: bool = True) -> str:
-    value = points(gap.value) if signed else points(gap.value).lstrip("+")
-    return f"{value} points (95% interval {points(gap.low)} to {points(gap.high)}, {_p(gap.p)}, n = {gap.n:,})"
-
-
-def _p(value: float) -> str:
-    text = probability(value)
-    return f"p {text}" if text.startswith("<") else f"p = {text}"
-
-
-def _recipes(run: ReportRun) -> str:
-    """Compare the run's own model with the paper's recipe."""
-    theirs = run.paper_method
+def _against_paper(run: ReportRun) -> str:
+    """Compare the model of the run with the paper's recipe."""
     values = run.at("retention_of_ceiling")
-    if theirs is None or not {run.focus, theirs} <= set(values):
+    if run.paper_method is None or not {run.focus, run.paper_method} <= set(values):
         return ""
-    ours, paper = (percentage(values[m]) for m in (run.focus, theirs))
-    return f"Measured against the ceiling, {look(run.focus).title} reaches {ours} and the paper's recipe {paper}."
+    reached, published = (percentage(values[m]) for m in (run.focus, run.paper_method))
+    return f"Measured against the ceiling, {look(run.focus).title} reaches {reached} and the paper's recipe {published}."
 
 
 def _off_center(run: ReportRun) -> str:
     """Say what happens off-center, where a selector that finds the lesion beats one that keeps the middle."""
     study, method = run.off_center_study, run.focus
-    if study is None:
-        return ""
-    values = run.at("retention_of_ceiling", study=study, view=OFF_CENTER)
-    if method not in values or "center" not in values or method == "center":
+    values = {} if study is None else run.at("retention_of_ceiling", study=study, view=OFF_CENTER)
+    if not {method, "center"} <= set(values) or method == "center":
         return ""
     rows = run.cells(study, OFF_CENTER)
     n = int(rows.loc[rows["method"] == method, "n_masked"].max())
-    others = ", ".join(
-        f"{look(m).title} {percentage(values[m])}"
-        for m in (run.paper_method, "center", "darkness", "random")
-        if m in values and m != method
-    )
+    others = _values(run, values, (run.paper_method, "center", "darkness", "random"))
+    better = values[method] > values["center"] + _CLEAR
+    claim = "it still finds it" if better else "it is no better than keeping the center"
     kept = f"{look(method).title} keeps {percentage(values[method])} of what is possible ({others}; n = {n:,})"
-    if values[method] > values["center"] + _CLEAR:
-        return f"When the lesion is off-center, it still finds it: {kept}."
-    return f"When the lesion is off-center, it is no better than keeping the center: {kept}."
+    return f"When the lesion is off-center, {claim}: {kept}."
 
 
 def _accuracy_hides(run: ReportRun) -> str:
     """Check the paper's point: similar accuracy, very different retention."""
-    retentions, accuracies = run.at("retention"), run.at("accuracy")
-    method = run.focus
+    retentions, accuracies, method = run.at("retention"), run.at("accuracy"), run.focus
     if method == "random" or not {method, "random"} <= set(retentions) & set(accuracies):
         return ""
     retention, accuracy = (values[method] - values["random"] for values in (retentions, accuracies))
-    differs = (
-        f"{look(method).title} differs from Random by {points(accuracy)} points in accuracy and by {points(retention)} in retention"
-    )
-    if abs(accuracy) < abs(retention) / 2:
-        return f"Accuracy does not show what happened to the lesion: {differs}."
-    return f"In this run accuracy follows retention: {differs}."
+    hides = abs(accuracy) < abs(retention) / 2
+    claim = "Accuracy does not show what happened to the lesion" if hides else "In this run accuracy follows retention"
+    gaps = f"{points(accuracy)} points in accuracy and by {points(retention)} in retention"
+    return f"{claim}: {look(method).title} differs from Random by {gaps}."
 
 
 def failures(run: ReportRun) -> list[str]:
@@ -190,21 +180,19 @@ def failures(run: ReportRun) -> list[str]:
     for strata, what in ((run.by_size, "lesion size"), (run.by_class, "class")):
         rows = strata[strata["method"] == method].dropna(subset=["value"]) if not strata.empty else strata
         if len(rows) > 1:
-            ranked = rows.sort_values("value", kind="stable")
-            low, high = (
-                f"“{r['stratum']}” {percentage(r['value'])} (n = {int(r['n']):,})" for r in (ranked.iloc[0], ranked.iloc[-1])
-            )
+            ranked = rows.sort_values("value", kind="stable").iloc[[0, -1]].to_dict("records")
+            low, high = (f"“{r['stratum']}” {percentage(r['value'])} (n = {int(r['n']):,})" for r in ranked)
             sentences.append(
                 f"By {what}, {name} keeps the smallest share of what is possible for {low} and the largest for {high}."
             )
     for metric in ("accuracy", "macro_f1"):
-        values = {m: v for m, v in run.at(metric).items() if m == method or m == "no-pruning" or not is_reference(m)}
+        values = {m: v for m, v in run.at(metric).items() if m in (method, "no-pruning") or not is_reference(m)}
         better = sorted((m for m in values if method in values and values[m] > values[method]), key=lambda m: -values[m])
         if better:
-            names = ", ".join(f"{look(m).title} {percentage(values[m])}" for m in better[:3])
+            names = _values(run, values, better[:3]) + (", …" if len(better) > 3 else "")
             sentences.append(
                 f"{METRICS[metric].term} at budget {budget_text(run.headline)} is higher for {plural(len(better), 'method')} than "
-                f"for {name} ({percentage(values[method])}, n = {run.n:,}): {names}{', …' if len(better) > 3 else ''}."
+                f"for {name} ({percentage(values[method])}, n = {run.n:,}): {names}."
             )
     full = run.at("accuracy", 1.0)
     if {method, "no-pruning"} <= set(full) and full[method] < full["no-pruning"]:
@@ -218,12 +206,8 @@ def failures(run: ReportRun) -> list[str]:
 def comparison_findings(comparison: Comparison) -> list[str]:
     """Say how each run's main method does, how it differs from that of the first run, and what cannot be compared."""
     first, sentences = comparison.first.name, [_main_method(comparison, run) for run in comparison.runs]
-    for metric, view, what in (
-        ("retention", AS_IS, "retention"),
-        ("retention", OFF_CENTER, "retention on off-center views"),
-        ("accuracy", AS_IS, "accuracy"),
-        ("macro_f1", AS_IS, "macro F1"),
-    ):
+    for metric, view in (("retention", AS_IS), ("retention", OFF_CENTER), ("accuracy", AS_IS), ("macro_f1", AS_IS)):
+        what = metric.replace("_f", " F") + (" on off-center views" if view == OFF_CENTER else "")
         for name, gap in comparison.main_differences(metric, view).items():
             if gap.verdict == 0:
                 sentences.append(f"The main methods of `{name}` and `{first}` do not differ clearly in {what}: {_gap(gap)}.")
