@@ -44,8 +44,8 @@ def name_of(page: Path) -> str:
 
 def steps(page: Path) -> list[tuple[str, str]]:
     """Language and text of the blocks of a page that are not marked as not run."""
-    found = BLOCK.finditer(page.read_text(encoding="utf-8"))
-    return [(block["language"], block["body"]) for block in found if block["why"] is None]
+    blocks = BLOCK.finditer(page.read_text(encoding="utf-8"))
+    return [(block["language"], block["body"]) for block in blocks if block["why"] is None]
 
 
 def lines(body: str) -> Iterator[str]:
@@ -58,9 +58,9 @@ def lines(body: str) -> Iterator[str]:
 
 def commands(page: Path) -> Iterator[tuple[str, str | None]]:
     """The commands of a page, each with the reason why it is not run."""
-    for found in BLOCK.finditer(page.read_text(encoding="utf-8")):
-        if found["language"] == "bash":
-            yield from ((text, found["why"]) for text in lines(found["body"]))
+    for block in BLOCK.finditer(page.read_text(encoding="utf-8")):
+        if block["language"] == "bash":
+            yield from ((text, block["why"]) for text in lines(block["body"]))
 
 
 def shorter(words: list[str]) -> list[str]:
@@ -74,12 +74,8 @@ def shorter(words: list[str]) -> list[str]:
 def draw_other_layouts(folder: Path) -> None:
     """Drawings in the layouts of Kvasir-SEG (two folders, JPEG masks) and BUSI (masks beside the images, two of one, or empty)."""
     busi = folder / "Dataset_BUSI_with_GT"
-    for path in (
-        folder / "Kvasir-SEG/images",
-        folder / "Kvasir-SEG/masks",
-        *(busi / name for name in ("benign", "malignant", "normal")),
-    ):
-        path.mkdir(parents=True)
+    for name in ("Kvasir-SEG/images", "Kvasir-SEG/masks", *(f"{busi.name}/{label}" for label in ("benign", "malignant", "normal"))):
+        (folder / name).mkdir(parents=True)
     for number in range(1, 13):
         drawing = draw("NV", 100 + number, size=64)
         image, mask = Image.fromarray(drawing.image), Image.fromarray(drawing.mask).convert("L")
@@ -142,25 +138,6 @@ def test_the_numbers_in_the_python_of_the_retention_page_are_right(capsys: pytes
     assert names["measured"].ceiling == pytest.approx(2 / 3)
     assert capsys.readouterr().out.startswith("retention 0.")
     assert names["result"].n > 0
-
-
-@pytest.mark.slow
-def test_the_comparison_of_the_selectors_page_prints_rows_that_can_be_told_apart(
-    workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    page = (DOCS / "selectors.md").read_text(encoding="utf-8")
-    blocks = [found["body"] for found in BLOCK.finditer(page) if found["language"] == "python"]
-    written = [body for body in blocks if "class Outlier" in body or "mtb.sweep" in body]
-    assert len(written) == 2
-    monkeypatch.chdir(shutil.copytree(workplace, tmp_path / "here"))
-    monkeypatch.setattr(SELECTORS, "_classes", dict(SELECTORS._classes))
-    names: dict[str, Any] = {}
-    exec(compile("\n".join(written), "selectors.md", "exec"), names)
-    shown = names["results"].query("budget == 0.3")
-    assert len(shown) == 4 * 2, "four methods on two views"
-    assert not shown[["method", "view"]].duplicated().any()
-    printed = [tuple(line.split()[1:3]) for line in capsys.readouterr().out.splitlines()[1:]]
-    assert printed == list(zip(shown["method"], shown["view"]))
 
 
 def test_every_option_of_a_command_that_is_not_run_exists(capsys: pytest.CaptureFixture[str]) -> None:

@@ -86,9 +86,10 @@ class Extract(Command):
         shards = None if self.cluster.shards is None else parse_shards(self.cluster.shards)
         self.require_effect(self.cluster.engine == "ray", '`engine="ray"`', "address")
         self.require_effect(self.extraction.views == "off-center", '`views="off-center"`', "crops", "view_seed")
-        if (self.early.route is None) != (self.early.router is None):
+        route, router = self.early.route, self.early.router
+        if (route is None) != (router is None):
             raise RequestError("`route` and `router` must be used together: the way to route, and the model that chooses.")
-        if self.early.budget is not None and self.early.route is None:
+        if self.early.budget is not None and route is None:
             raise RequestError("`budget` is only used with `route`. Drop it: a store of all patches serves every budget.")
 
         from medtokenbudget.backbone import extract
@@ -96,7 +97,7 @@ class Extract(Command):
 
         manifest = Manifest.read(self.manifest)
         backbone = replace(self.transformer, name=self.backbone)
-        early = None if self.early.route is None else self._early_routing(backbone)
+        early = None if route is None or router is None else self._early_routing(route, router, backbone)
         engine, address = self.cluster.engine, self.cluster.address
         store = extract(manifest, self.store, backbone, self.extraction, engine=engine, shards=shards, address=address, early=early)
         if self.verify:
@@ -105,18 +106,16 @@ class Extract(Command):
         if store.errors and not len(store) and not store.missing:
             raise WorkError(f"{store.path} has no rows: every image was skipped. The first reason: {store.errors[0].reason}")
 
-    def _early_routing(self, backbone: BackboneConfig) -> EarlyRouting:
+    def _early_routing(self, route: str, router: str, backbone: BackboneConfig) -> EarlyRouting:
         from medtokenbudget.model import EarlyRouting, load
         from medtokenbudget.model.early import is_untrained_router, parse_route, untrained_router
 
-        assert self.early.route is not None
-        assert self.early.router is not None
-        way, block = parse_route(self.early.route)
-        if is_untrained_router(self.early.router):
-            router = untrained_router(self.early.router, way, backbone, block)
+        way, block = parse_route(route)
+        if is_untrained_router(router):
+            model = untrained_router(router, way, backbone, block)
         else:
-            router = load(self.early.router, device=self.extraction.device)
-        return EarlyRouting(router, way, DEFAULT_BUDGET if self.early.budget is None else self.early.budget, block)
+            model = load(router, device=self.extraction.device)
+        return EarlyRouting(model, way, self.early.budget or DEFAULT_BUDGET, block)
 
 
 def parse_shards(text: str) -> tuple[int, int]:
