@@ -156,31 +156,19 @@ class Merger(Selector):
     ranks_by: ClassVar[str | None] = None
 
 
-def routed_before(tokens: TokenBatch) -> Selection:
-    """Return all tokens of a batch that was routed before or inside the backbone, as a selection of its grid."""
-    assert tokens.places is not None
-    b, k = tokens.places.shape
-    order = torch.arange(k, device=tokens.places.device).expand(b, k)
-    n = tokens.grid[0] * tokens.grid[1]
-    assignment = torch.full((b, n), -1, device=tokens.places.device).scatter_(1, tokens.places, order)
-    weights = torch.ones(b, k, device=tokens.patches.device)
-    return Selection(tokens.patches, weights, assignment, kept=assignment >= 0, indices=tokens.places)
-
-
 def gather(patches: Tensor, indices: Tensor) -> Selection:
     """Return the patches at `indices` [B, K] as a selection, in that order."""
     b, n, d = patches.shape
-    k = indices.shape[1]
     rows = (indices + n * torch.arange(b, device=indices.device).unsqueeze(1)).flatten()
-    places = torch.arange(k, device=indices.device).expand(b, k)
-    assignment = torch.full((b, n), -1, device=indices.device).scatter_(1, indices, places)
-    return Selection(
-        tokens=patches.reshape(b * n, d).index_select(0, rows).view(b, k, d),
-        weights=torch.ones(b, k, device=patches.device),
-        assignment=assignment,
-        kept=assignment >= 0,
-        indices=indices,
-    )
+    return kept_at(patches.reshape(b * n, d).index_select(0, rows).view(*indices.shape, d), indices, n)
+
+
+def kept_at(kept: Tensor, indices: Tensor, n: int) -> Selection:
+    """Return the selection of patches [B, K, D] that are at `indices` [B, K] of a grid of n."""
+    b, k = indices.shape
+    order = torch.arange(k, device=indices.device).expand(b, k)
+    assignment = torch.full((b, n), -1, device=indices.device).scatter_(1, indices, order)
+    return Selection(kept, torch.ones(b, k, device=kept.device), assignment, kept=assignment >= 0, indices=indices)
 
 
 def pooled_means(patches: Tensor, order: Tensor, counts: Sequence[int]) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from medtokenbudget.config import Neighborhood
-from medtokenbudget.routing.base import Ranker, register_selector, routed_before
+from medtokenbudget.routing.base import Ranker, kept_at, register_selector
 from medtokenbudget.routing.signals import feature_norm, local_contrast
 from medtokenbudget.routing.topk import budget_to_k
 from medtokenbudget.tokens import Selection, TokenBatch
@@ -45,7 +45,9 @@ class NoPruning(Ranker):
         return torch.zeros(len(tokens), tokens.n, device=tokens.patches.device)
 
     def choose(self, tokens: TokenBatch, k: int, generator: torch.Generator | None = None) -> Selection:
-        return super().choose(tokens, tokens.n, generator) if tokens.places is None else routed_before(tokens)
+        if tokens.places is None:
+            return super().choose(tokens, tokens.n, generator)
+        return kept_at(tokens.patches, tokens.places, tokens.grid[0] * tokens.grid[1])
 
 
 @register_selector("random")
