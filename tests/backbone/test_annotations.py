@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from PIL import Image
 from medtokenbudget.backbone import FeatureStore, extract
 from medtokenbudget.cli import main
 from medtokenbudget.config import BackboneConfig
-from medtokenbudget.data import Manifest, decode_mask, patch_labels
+from medtokenbudget.data import Manifest, decode_image, decode_mask, patch_labels
 from medtokenbudget.errors import RequestError, WorkError
 from tests.backbone.tiny import CONFIG, GRID, OFF_CENTER, contents, lesion_mask, tiny_manifest
 
@@ -202,6 +203,25 @@ def test_what_failed_is_tried_again_when_it_can_succeed(tmp_path: Path, backbone
     assert again.errors == []
     assert (store.path / "errors.jsonl").read_text() == ""
     same(again, fresh(tmp_path, backbone, manifest))
+
+
+def test_an_image_that_could_not_be_decoded_for_a_moment_is_tried_again(
+    tmp_path: Path, backbone: BackboneConfig, manifest: Manifest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    extraction = sys.modules[extract.__module__]
+    real = decode_image
+
+    def sometimes(path: str) -> Image.Image:
+        if "image-004" in str(path):
+            raise RequestError("no luck")
+        return real(path)
+
+    monkeypatch.setattr(extraction, "decode_image", sometimes)
+    store = extract(manifest, tmp_path / "store", backbone, CONFIG)
+    assert [error.image_id for error in store.errors] == ["image-004"]
+    monkeypatch.undo()
+    again = extract(manifest, tmp_path / "store", backbone, CONFIG)
+    assert (again.errors, again.ids) == ([], manifest.ids)
 
 
 def test_a_damaged_cache_is_made_again(store: FeatureStore, manifest: Manifest) -> None:
