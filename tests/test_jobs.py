@@ -56,15 +56,8 @@ def test_other_processes_open_their_state_once_and_make_every_unit(tmp_path: Pat
     if engine == "ray":
         request.getfixturevalue("ray")
     counted: list[int] = []
-    results = run_units(
-        UNITS,
-        lengths,
-        Execution(engine),
-        processes=2,
-        device="cpu",
-        open_worker=partial(open_state, tmp_path),
-        advance=counted.append,
-    )
+    options: dict[str, Any] = {"open_worker": partial(open_state, tmp_path), "advance": counted.append}
+    results = run_units(UNITS, lengths, Execution(engine), processes=2, device="cpu", **options)
     assert sorted(results) == [("cpu", n) for n in (1, 2, 3, 4)]
     assert sorted(counted) == [1, 2, 3, 4]
     opened = list(tmp_path.iterdir())

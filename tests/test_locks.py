@@ -148,18 +148,8 @@ def test_every_writing_command_stops_where_another_process_writes(
         "data": ["data", "synthetic", "--out", place, "--n", 2],
     }
     if what == "report":
-        arguments = [
-            "sweep",
-            drawn.manifest_path,
-            "--store",
-            drawn.store_path,
-            "--out",
-            tmp_path / "run",
-            *SMALL,
-            "--head-epochs",
-            1,
-        ]
-        assert main([str(word) for word in (*arguments, "--methods", "center", "--jobs", 1)]) == 0
+        sweep = ["sweep", drawn.manifest_path, "--store", drawn.store_path, "--out", tmp_path / "run", "--methods", "center"]
+        assert main([str(word) for word in (*sweep, *SMALL, "--head-epochs", 1, "--jobs", 1)]) == 0
         commands["report"][1] = tmp_path / "run"
     handle = os.open(place / name, os.O_RDWR | os.O_CREAT)
     fcntl.flock(handle, fcntl.LOCK_EX)

@@ -59,7 +59,12 @@ def atomic_write(path: Path | str) -> Iterator[Path]:
         os.umask(mask := os.umask(0))  # the system has no other way to ask for it
         os.chmod(temporary, 0o666 & ~mask)
         os.replace(temporary, target)
-        _sync_folder(target.parent)
+        with contextlib.suppress(OSError):  # some file systems cannot sync a folder
+            folder = os.open(target.parent, os.O_RDONLY)
+            try:
+                os.fsync(folder)  # a rename survives a power failure only then
+            finally:
+                os.close(folder)
     except OSError as error:
         raise write_error(target, error) from error
     finally:
@@ -76,16 +81,6 @@ def write_error(path: Path | str, error: OSError) -> WorkError:
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return WorkError(f"Cannot write {path}: {error.strerror}. Raise the limit with `ulimit -n 4096`, or use fewer workers.")
     return WorkError(f"Cannot write {path}: {error.strerror or error}.")
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make a rename survive a power failure; some file systems cannot sync a folder, and need not."""
-    with contextlib.suppress(OSError):
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
 
 
 @lru_cache(maxsize=1)
@@ -191,14 +186,9 @@ def read_sealed(path: Path | str, advice: str) -> dict[str, Any]:
 
 
 def claim(path: Path | str, settings: Mapping[str, Any], what: str, advice: str, ignore: Sequence[str] = ()) -> None:
-    """Record the settings that the results in a folder depend on, or refuse to add results of other settings.
+    """Record in `path` the settings that the results in a folder depend on, or refuse to add results of other settings.
 
-    Args:
-        path: The file that records them.
-        settings: JSON values.
-        what: Begins the message, such as "The store tokens".
-        advice: Ends it.
-        ignore: Settings that may differ.
+    The settings named in `ignore` may differ. The message starts with `what`, such as "The store tokens", and ends with `advice`.
 
     Raises:
         MismatchError: The file records other settings; the message shows each difference.
@@ -245,23 +235,16 @@ def _line(value: Any) -> str:
 
 def read_lines(path: Path | str) -> list[dict[str, Any]]:
     """Read a JSON-lines file; lines that a crash left incomplete are skipped."""
-    rows = []
+    rows: list[Any] = []
     for line in Path(path).read_bytes().splitlines():
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):  # neither JSON nor UTF-8
-            continue
-        if isinstance(row, dict):
-            rows.append(row)
-    return rows
+        with contextlib.suppress(ValueError, RecursionError):  # not JSON, or not UTF-8
+            rows.append(json.loads(line))
+    return [row for row in rows if isinstance(row, dict)]
 
 
 def sha256_file(path: Path | str) -> str:
-    digest = hashlib.sha256()
     with open(path, "rb") as stream:
-        while chunk := stream.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def sha256_json(value: Any) -> str:

@@ -7,7 +7,6 @@ Callers leave out finished units; units write their results themselves, so that 
 from __future__ import annotations
 
 import ctypes
-import logging
 import multiprocessing
 import os
 import signal
@@ -46,17 +45,12 @@ _SECONDS_TO_CONNECT = 10
 
 @dataclass(frozen=True)
 class Execution(Settings):
-    """How units of work run.
-
-    Attributes:
-        engine: 'local' processes, or a 'ray' cluster.
-        jobs: Units at the same time; 0 means one per core.
-        address: Address of a running Ray cluster.
-    """
+    """How units of work run: by 'local' processes or a 'ray' cluster, `jobs` at the same time (0 means one per core)."""
 
     engine: Engine = "local"
     jobs: Parallel = 0
     address: str | None = None
+    """Address of a running Ray cluster."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -267,12 +261,14 @@ def ray_cluster(address: str | None) -> Iterator[Any]:
         yield ray
         return
     host, _, port = (address or "").removeprefix("ray://").rpartition(":")
-    options: dict[str, Any] = {} if address else {"include_dashboard": False}
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": "warning"}
+    if address is None:
+        options["include_dashboard"] = False
     try:
         if host and port.isdecimal():
             # Ray itself retries for minutes before it gives up.
             socket.create_connection((host, int(port)), timeout=_SECONDS_TO_CONNECT).close()
-        ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING, **options)
+        ray.init(address, **options)
     except (OSError, OverflowError, RuntimeError, ValueError) as error:
         where = f"No Ray cluster answers at '{address}'" if address else "Ray does not start on this machine"
         reason = first_line(error).rstrip(".")

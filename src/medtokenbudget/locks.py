@@ -38,21 +38,12 @@ _warned: set[str] = set()
 def exclusive(folder: Path | str, shared: bool = False, name: str = FILE, wait: bool = False) -> Iterator[None]:
     """Hold the lock of a directory inside the block; the directory is created if needed.
 
-    The same thread can take a lock that it holds once more.
-
-    Args:
-        folder: Directory that is written.
-        shared: Allow others who also ask for a shared lock, such as the jobs of an array that fill one store.
-        name: Name of the lock file.
-        wait: Wait for the lock, instead of refusing.
+    The same thread can take a lock that it holds once more. A `shared` lock allows others who also ask for one, such as the jobs of
+    an array that fill one store. With `wait`, a lock that is held is waited for instead of refused.
 
     Raises:
         WorkError: If another process holds the lock, or the directory cannot be written.
         RequestError: If `folder` is a file.
-
-    Example:
-        >>> with exclusive("runs/first"):  # doctest: +SKIP
-        ...     write_results()
     """
     path = Path(folder).resolve() / name
     if path.parent.exists() and not path.parent.is_dir():
@@ -86,7 +77,7 @@ def _acquire(path: Path, kind: int, wait: bool) -> int:
         try:
             fcntl.flock(handle, kind if wait else kind | fcntl.LOCK_NB)
         except OSError as error:
-            holder = _read(handle) or "another process"
+            holder = _holder(handle) or "another process"
             os.close(handle)
             if error.errno in _BUSY:
                 advice = "Wait until it has finished, or write to another place."
@@ -102,12 +93,16 @@ def _acquire(path: Path, kind: int, wait: bool) -> int:
         if _is_named(handle, path):
             break
         os.close(handle)
-    # A file that somebody described and nobody locks was left by a process that was killed.
-    if kind == fcntl.LOCK_EX and not wait and (holder := _read(handle)):
+    # A file that a process described and none locks was left by one that was killed.
+    if kind == fcntl.LOCK_EX and not wait and (holder := _holder(handle)):
         say(f"Taking over {path.parent}: {holder} ended without finishing.")
     with contextlib.suppress(OSError):  # on a full disk the lock holds without its description
         os.ftruncate(handle, 0)
-        os.pwrite(handle, _this_process().encode("utf-8", "backslashreplace"), 0)
+        command = Path(sys.argv[0]).name
+        if command.startswith("mtb"):
+            command = shlex.join(["mtb", *sys.argv[1:]])[:200]
+        text = f"process {os.getpid()} on {socket.gethostname()} (`{command}`, since {time.strftime('%Y-%m-%d %H:%M')})"
+        os.pwrite(handle, text.encode("utf-8", "backslashreplace"), 0)
     return handle
 
 
@@ -118,14 +113,8 @@ def _is_named(handle: int, path: Path) -> bool:
         return False
 
 
-def _read(handle: int) -> str:
+def _holder(handle: int) -> str:
+    """Read who described the lock file; empty if nobody did."""
     with contextlib.suppress(OSError):
         return os.pread(handle, 1000, 0).decode("utf-8", "replace")
     return ""
-
-
-def _this_process() -> str:
-    command = Path(sys.argv[0]).name
-    if command.startswith("mtb"):
-        command = shlex.join(["mtb", *sys.argv[1:]])[:200]
-    return f"process {os.getpid()} on {socket.gethostname()} (`{command}`, since {time.strftime('%Y-%m-%d %H:%M')})"

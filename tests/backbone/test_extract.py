@@ -29,7 +29,7 @@ from medtokenbudget.backbone.store import Record, write_field
 from medtokenbudget.cli import main
 from medtokenbudget.config import BackboneConfig
 from medtokenbudget.data import Manifest, decode_image, decode_mask
-from medtokenbudget.errors import MismatchError, MissingSignalError, RequestError, UnknownNameError, WorkError
+from medtokenbudget.errors import MismatchError, MissingSignalError, RequestError, WorkError
 from medtokenbudget.progress import progress
 from medtokenbudget.tokens import SIGNALS, TokenBatch
 from tests.backbone.tiny import CONFIG, GRID, OFF_CENTER, contents, ended_process, extract_arguments, tiny_backbone, tiny_manifest
@@ -444,15 +444,9 @@ def test_only_what_is_asked_for_is_computed_and_read(tmp_path: Path, backbone: B
         next(iter(store.batches([0], 1, signals=("rollout", "value_norm"))))
     grown = extract(whole, tmp_path / "store", backbone, replace(CONFIG, signals=("attention_entropy",)))
     assert grown.signals == ("attention_entropy", "value_norm")
+    more = extract(tiny_manifest(tmp_path / "more", 12), grown.path, backbone, CONFIG)
+    assert (len(more), more.signals) == (12, grown.signals), "new images get the signals that the store has"
     assert grown.read([0]).attention_entropy is not None
-
-
-def test_new_images_get_the_signals_that_the_store_has(tmp_path: Path, backbone: BackboneConfig) -> None:
-    few, more = (tiny_manifest(tmp_path / "images", n) for n in (5, 9))
-    extract(few, tmp_path / "store", backbone, replace(CONFIG, signals=("value_norm", "attention_entropy")))
-    store = extract(more, tmp_path / "store", backbone, CONFIG)
-    assert store.signals == ("attention_entropy", "value_norm")
-    assert len(store) == 9
 
 
 def test_images_of_another_manifest_can_be_added_later(backbone: BackboneConfig, whole: Manifest, plain: Path) -> None:
@@ -500,24 +494,17 @@ def test_the_command_adds_signals_and_says_which_a_store_has(
     tmp_path: Path, backbone: BackboneConfig, whole: Manifest, capsys: pytest.CaptureFixture[str]
 ) -> None:
     whole.write(tmp_path / "m.parquet")
-    call = ["extract", str(tmp_path / "m.parquet"), "--store", str(tmp_path / "s"), "--backbone", backbone.name]
-    call += ["--image-size", "32", "--device", "cpu", "--threads", "1"]
-    assert main(call) == 0
-    assert main([*call, "--signals", "rollout", "value_norm"]) == 0
+    assert _command(tmp_path / "m.parquet", tmp_path / "s", backbone) == 0
+    assert _command(tmp_path / "m.parquet", tmp_path / "s", backbone, "--signals", "rollout", "value_norm") == 0
     assert main(["store", "info", str(tmp_path / "s")]) == 0
     assert "signals    attention_entropy, cls_attention, value_norm, rollout" in capsys.readouterr().out
-    assert main([*call, "--signals", "valuenorm"]) == 2
+    assert _command(tmp_path / "m.parquet", tmp_path / "s", backbone, "--signals", "valuenorm") == 2
     assert "Did you mean 'value_norm'?" in capsys.readouterr().err
 
 
 # Clusters -------------------------------------------------------------------------------------------------------------
 
 CLUSTER = replace(CONFIG, shard_size=4, batch_size=4, workers=1)
-
-
-def test_an_unknown_engine_is_rejected_with_the_known_ones(tmp_path: Path) -> None:
-    with pytest.raises(UnknownNameError, match=r"Did you mean 'local'\? Available: local, ray"):
-        extract(tiny_manifest(tmp_path, 1), tmp_path / "store", tiny_backbone(tmp_path / "b"), CONFIG, engine="locale")
 
 
 def test_a_worker_refuses_another_file_system_or_other_weights_than_the_driver_has(
@@ -580,15 +567,8 @@ def test_a_shard_that_kills_its_workers_ends_with_a_message_and_the_command_then
         monkeypatch.undo()
         local = extract(manifest, tmp_path / "local", backbone, CLUSTER)
         path = manifest.write(tmp_path / "m.parquet")
-        config = {
-            "shard_size": CLUSTER.shard_size,
-            "batch_size": CLUSTER.batch_size,
-            "threads": 1,
-            "image_size": backbone.image_size,
-        }
-        options = [text for name, value in config.items() for text in (f"--{name}", str(value))]
-        command = ["extract", str(path), "--store", str(tmp_path / "ray"), "--backbone", backbone.name, "--engine", "ray", *options]
-        assert main([*command, "--device", "cpu"]) == 0
+        more = ["--batch_size", "4", "--threads", "1", "--engine", "ray"]
+        assert _command(path, tmp_path / "ray", backbone, *more) == 0
     finally:
         ray.shutdown()
     assert contents(tmp_path / "ray") == contents(local.path)
