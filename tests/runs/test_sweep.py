@@ -127,13 +127,12 @@ def test_the_last_unit_of_a_resumed_run_has_the_threads_of_the_others(
         seen.append(torch.get_num_threads())
         return run_unit(run, unit)
 
+    run_sweep(drawn, tmp_path, "center")
     monkeypatch.setattr(sweep, "run_unit", look)
     monkeypatch.setattr("os.cpu_count", lambda: 8)
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        run_sweep(drawn, tmp_path, "center")
-        seen.clear()
         run_sweep(drawn, tmp_path, "center", "no-pruning", jobs=jobs)
         assert (seen, torch.get_num_threads()) == ([threads], 3)
     finally:
