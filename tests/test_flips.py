@@ -92,7 +92,6 @@ def kind_of(path: Path) -> str:
         (r"/\w+-\d{5}\.npy", "/*.npy"),
         (r"/[0-9a-f]{16}\.", "/*."),
         (r"-\d{5,}", "-*"),
-        (r"tensorboard/.*", "tensorboard/*"),
     ):
         text = re.sub(pattern, new, text)
     return text
@@ -256,7 +255,6 @@ MATRIX: dict[str, Reader | None] = {
     "run/units/*/metrics.jsonl": the_unit,
     "run/units/*/predictions.parquet": the_unit,
     "run/units/*/routing.safetensors": the_unit,
-    "run/units/*/tensorboard/*": NOBODY,
     "run/units/*/unit.json": the_unit,
     "store/cache/*.safetensors": the_store,
     "store/cache/files.json": the_store,
@@ -301,8 +299,7 @@ _output: pytest.CaptureFixture[str]
 
 def test_every_kind_of_file_that_the_product_writes_is_in_the_matrix(world: World) -> None:
     assert sorted(world.files().keys() - MATRIX.keys()) == [], "new kinds of files: say in the matrix who reads them"
-    optional = {"run/units/*/tensorboard/*"}  # where TensorBoard is installed
-    assert sorted(MATRIX.keys() - world.files().keys() - optional) == []
+    assert sorted(MATRIX.keys() - world.files().keys()) == []
 
 
 @pytest.mark.parametrize("kind", READ)

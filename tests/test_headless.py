@@ -55,15 +55,9 @@ def test_a_router_routes_as_the_same_router_with_a_head_does(root: Path, model: 
     assert not isinstance(with_head.route(images[0])[0], mtb.model.Prediction), "a routing has no classes, whatever the model"
 
 
-def test_classes_are_refused_and_route_is_named(model: MedTokenBudget, images: list[Path]) -> None:
-    assert model.classes == ()
-    assert not model.has_head
-    for ask in (model.predict, model.classify, model.forward):
-        with pytest.raises(NoHeadError, match=r"no head.*mtb route"):
-            ask(images[0], *([(0.3,)] if ask == model.classify else []))
-
-
-def test_a_saved_router_comes_back_the_same(model: MedTokenBudget, images: list[Path], tmp_path: Path) -> None:
+def test_a_saved_router_comes_back_the_same_and_refuses_classes_by_naming_route(
+    model: MedTokenBudget, images: list[Path], tmp_path: Path
+) -> None:
     saved = model.save_pretrained(tmp_path / "saved")
     assert json.loads((saved / "config.json").read_text())["identity"]["selectors"]["lats"]["head"] is None
     assert not (saved / "heads.safetensors").exists(), "the controls have no tensors"
@@ -72,6 +66,10 @@ def test_a_saved_router_comes_back_the_same(model: MedTokenBudget, images: list[
     assert again.fingerprint == model.fingerprint
     assert again.route(images[0])[0].kept.tolist() == model.route(images[0])[0].kept.tolist()
     assert "none: a router without a head" in repr(again)
+    assert (again.classes, again.has_head) == ((), False)
+    for ask in (again.predict, again.classify, again.forward):
+        with pytest.raises(NoHeadError, match=r"no head.*mtb route"):
+            ask(images[0], *([(0.3,)] if ask == again.classify else []))
 
 
 def test_classes_and_heads_come_together_or_not_at_all(root: Path, model: MedTokenBudget, tmp_path: Path) -> None:

@@ -70,11 +70,7 @@ def test_groups_of_duplicates_make_the_interval_wider() -> None:
     groups = [f"lesion-{i // 4}" for i in range(400)]
     together = interval(binary(correct, group=groups), "accuracy", draws=4000)
     assert (together[1] - together[0]) / (alone[1] - alone[0]) == pytest.approx(2.0, abs=0.15)
-
-
-def test_an_image_without_a_group_is_a_group_of_its_own() -> None:
-    correct = np.arange(100) < 60
-    assert interval(binary(correct), "accuracy", draws=500) == interval(binary(correct, group=None), "accuracy", draws=500)
+    assert interval(binary(correct, group=None), "accuracy", draws=4000) == alone, "an image without a group is one of its own"
 
 
 def test_one_cell_and_many_cells_at_once_have_the_same_interval() -> None:
@@ -189,6 +185,10 @@ def test_wrong_requests_say_what_is_possible() -> None:
         statistics.intervals(frame, ("retentoin",))
     with pytest.raises(UnknownNameError, match="'lats'"):
         statistics.compare(frame, reference="lat")
+    with pytest.raises(RequestError, match=r"\[0, 1\]"):
+        predicted_retention(1.2, 1.0, 0.3)
+    with pytest.raises(RequestError, match="below 1"):
+        fit_separation([1.0], [1.0], 0.3)
 
 
 STRATA_DRAWS = 300
@@ -249,6 +249,7 @@ unit = st.floats(0.001, 0.999)
 @settings(max_examples=80, deadline=None)
 @given(unit, unit, st.booleans())
 def test_without_separation_retention_is_the_budget(beta: float, prevalence: float, exact: bool) -> None:
+    np.testing.assert_allclose(predicted_retention([1.0, 0.0], 2.0, prevalence, exact), [1.0, 0.0])
     assert predicted_retention(beta, 0.0, prevalence, exact) == pytest.approx(beta, abs=1e-9)
 
 
@@ -257,11 +258,6 @@ def test_without_separation_retention_is_the_budget(beta: float, prevalence: flo
 def test_the_formula_of_the_supplement(beta: float, separation: float, prevalence: float) -> None:
     expected = 1 - norm.cdf(norm.ppf(1 - beta) - (1 - prevalence) * separation)
     assert predicted_retention(beta, separation, prevalence) == pytest.approx(expected, abs=1e-12)
-
-
-@pytest.mark.parametrize("exact", [False, True])
-def test_everything_is_kept_at_budget_one_and_nothing_at_zero(exact: bool) -> None:
-    np.testing.assert_allclose(predicted_retention([1.0, 0.0], 2.0, 0.3, exact), [1.0, 0.0])
 
 
 @settings(max_examples=80, deadline=None)
@@ -277,11 +273,6 @@ def test_the_exact_threshold_keeps_the_budget_and_never_passes_the_ceiling(
     assert retained >= beta - 1e-9
 
 
-def test_the_approximation_passes_the_ceiling_where_the_exact_model_does_not() -> None:
-    assert predicted_retention(0.1, 4.0, 0.3) > 0.1 / 0.3
-    assert predicted_retention(0.1, 4.0, 0.3, exact=True) <= 0.1 / 0.3
-
-
 def test_the_exact_model_is_what_top_k_of_normal_scores_retains() -> None:
     rng = np.random.default_rng(0)
     n, prevalence, separation, beta = 200_000, 0.3, 1.5, 0.3
@@ -289,25 +280,18 @@ def test_the_exact_model_is_what_top_k_of_normal_scores_retains() -> None:
     scores = rng.normal(size=n) + separation * lesion
     kept = scores >= np.sort(scores)[-int(beta * n)]
     assert predicted_retention(beta, separation, prevalence, exact=True) == pytest.approx(kept[lesion].mean(), abs=0.005)
+    # The supplement's approximation passes the ceiling where the exact model does not.
+    assert predicted_retention(0.1, 4.0, 0.3, exact=True) <= 0.1 / 0.3 < predicted_retention(0.1, 4.0, 0.3)
 
 
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("separation", [-0.5, 0.0, 0.7, 2.5, 5.0])
 def test_a_fit_finds_the_separation_that_made_the_curve(separation: float, exact: bool) -> None:
     prevalences = np.array([0.05, 0.2, 0.3, 0.6])
+    each = predicted_retention(0.3, separation, prevalences, exact)
+    pooled = (prevalences * each).sum() / prevalences.sum()
+    assert mean_predicted_retention(0.3, separation, prevalences, exact) == pytest.approx(pooled), "each weighs by its lesion"
     curve = mean_predicted_retention(BUDGETS, separation, prevalences, exact)
     assert fit_separation(BUDGETS, curve, prevalences, exact) == pytest.approx(separation, abs=1e-3)
     single = predicted_retention(BUDGETS, separation, 0.3, exact)
     assert fit_separation(BUDGETS, single, 0.3, exact) == pytest.approx(separation, abs=1e-3)
-
-
-def test_the_mean_over_images_weighs_each_by_its_lesion() -> None:
-    each = predicted_retention(0.3, 1.0, np.array([0.1, 0.4]))
-    assert mean_predicted_retention(0.3, 1.0, [0.1, 0.4]) == pytest.approx((0.1 * each[0] + 0.4 * each[1]) / 0.5)
-
-
-def test_wrong_requests_say_what_is_expected() -> None:
-    with pytest.raises(RequestError, match=r"\[0, 1\]"):
-        predicted_retention(1.2, 1.0, 0.3)
-    with pytest.raises(RequestError, match="below 1"):
-        fit_separation([1.0], [1.0], 0.3)

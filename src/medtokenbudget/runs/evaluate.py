@@ -113,14 +113,9 @@ def evaluate_views(
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Images with their tokens.
+    """Images that were asked for, with their tokens: rows of the original images and of their off-center crops in the store.
 
-    Attributes:
-        manifest: The images that were asked for.
-        store: Their tokens, opened with this manifest.
-        rows: Rows of the original images; an image that could not be read has none.
-        off_center: Rows of their off-center crops, where the store has them.
-        part: The part of the manifest that they are.
+    An image that could not be read has no row.
     """
 
     manifest: Manifest
@@ -146,12 +141,9 @@ def held_out(
 ) -> HeldOut:
     """Open the images of a manifest for a model, which must not have been trained on them.
 
-    Args:
-        store: Their tokens; None extracts them with the model's backbone into `tokens`.
-        part: Which images. 'auto' takes the validation images of the manifest that the model was trained with, and all images of
-            any other manifest.
-        run: The run that the model is in, if it is in one; its training images are refused.
-        identity: Hash of the manifest as it was written, if `manifest` has other labels than that.
+    Without a `store` their tokens are extracted into `tokens`. The part 'auto' is the validation images of the manifest that the
+    model was trained with (`identity`, if `manifest` has other labels than it was written with), and all images of any other
+    manifest. Training images of `run`, which the model is in, are refused.
     """
     if part == "auto":
         trained_with = model.info.get("run", {}).get("hashes", {}).get("manifest")
@@ -237,8 +229,7 @@ def read_mapping(path: Path | str) -> dict[str, str | None]:
 def in_classes_of(manifest: Manifest, classes: Sequence[str], mapping: Mapping[str, str | None] | None = None) -> Manifest:
     """Translate the labels of a manifest into the classes of a model, none for a router without a head.
 
-    Args:
-        mapping: Class of the data to class of the model, None to leave its images out of the classification.
+    A class that `mapping` leads to None is left out of the classification.
     """
     labels = manifest.rows["label"]
     given = dict(mapping or {})
@@ -279,12 +270,9 @@ def evaluate_model(
     budgets: Sequence[float],
     about: dict[str, Any],
 ) -> None:
-    """Evaluate a method of a model and the controls on images, and write the files of the run.
+    """Evaluate a method of a model and the controls on images labeled in its classes, and write the files of the run.
 
-    Args:
-        images: With labels in the classes of the model.
-        original: The manifest with its own labels.
-        about: What `run.json` records of the evaluation in addition to the images.
+    `original` is the manifest with its own labels; `about` is what `run.json` records in addition to the images.
     """
     wrong = [budget for budget in budgets if not 0 < budget <= 1]
     if wrong or not budgets:

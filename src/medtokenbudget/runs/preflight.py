@@ -31,11 +31,7 @@ READS_ROUTED = "no-pruning"
 
 
 def check(run: Run, studies: Sequence[Study], chosen_for_user: Collection[str] = ()) -> None:
-    """Reject a run that cannot be trained and evaluated as it was asked for.
-
-    Args:
-        chosen_for_user: Settings that the caller chose, not the user: they may go unused.
-    """
+    """Reject a run that cannot be trained and evaluated; settings in `chosen_for_user` are the caller's and may go unused."""
     asked = list(dict.fromkeys(Method.parse(text) for study in studies for text in study.methods))
     methods = list(dict.fromkeys(part for method in asked for part in (method.trained_as, method)))
     resolve_device(run.config.device)

@@ -479,12 +479,7 @@ def write_tables(
     image_ids: Mapping[str, Sequence[str]],
     grid: Sequence[int],
 ) -> None:
-    """Write `predictions.parquet`, `results.csv` and `routing.safetensors` of a run.
-
-    Args:
-        routing: Patch orders and scores by `routing_name`.
-        image_ids: The images of their rows, by view.
-    """
+    """Write the two tables and `routing.safetensors`: patch orders and scores by `routing_name`, with the images of their rows."""
     write_predictions(out / PREDICTIONS, predictions, classes)
     write_results(out / RESULTS, summarize(predictions, classes))
     # One key: safetensors does not keep the order of several.

@@ -65,8 +65,7 @@ def run_studies(
 ) -> None:
     """Run the units that the studies need, each once, and collect their predictions under the studies' names.
 
-    Args:
-        chosen_for_user: Settings that the caller chose, not the user: they may go unused.
+    Settings in `chosen_for_user` are the caller's choice: they may go unused.
     """
     with begun(run, studies, chosen_for_user) as (units, done):
         _run_units(run, units, done, execution or Execution())
@@ -228,13 +227,9 @@ def run_training(run: Run, done: Collection[Unit], group: Sequence[Unit], thread
 
 
 def run_unit(run: Run, unit: Unit, first: Unit | None = None, on_epoch: OnEpoch | None = None) -> RoutedClassifier | None:
-    """Train and evaluate one unit; a failure is recorded with its reason and does not stop the other units.
+    """Train and evaluate one unit; a failure is recorded with its reason and gives None: the other units still run.
 
-    Args:
-        first: The unit whose folder has the selector of this one, trained or under way.
-
-    Returns:
-        The trained classifier; None if it failed.
+    The folder of the unit `first` has the selector of this one, trained or under way.
     """
     method, folder, config = unit.method, folder_of(run, unit), config_of(run, unit)
     state: dict[str, Any] = {"method": str(method), "seed": unit.seed, "identity": identity(run, unit)}
