@@ -172,7 +172,7 @@ def the_run(world: World, path: Path) -> Any:
     tables = [found.results, found.predictions, found.training.drop(columns="seconds", errors="ignore"), found.attributes]
     orders = None if found.orders is None else [value.tobytes() for _, value in sorted(found.orders.order.items())]
     extra = None if found.orders is None else (found.orders.image_ids, found.orders.lesion.tobytes(), found.orders.grid)
-    return [None if table is None else table.to_csv() for table in tables], found.classes, vars(found.info), orders, extra
+    return [None if table is None else table.to_csv() for table in tables], found.info.classes, vars(found.info), orders, extra
 
 
 def the_unit(world: World, path: Path) -> Any:

@@ -273,15 +273,14 @@ class Sweep(ManyTrainings):
 class Reproduce(ManyTrainings):
     """Run the paper's studies and compare with its numbers.
 
-    The paper's studies: main, robustness, mask-free, signals, curriculum, toggles, kvasir, subset. Ours: epochs, center-bias,
-    recipe, zoo. If it is stopped, the same command resumes.
+    If it is stopped, the same command resumes.
     """
 
     example = "mtb reproduce isic.parquet --store tokens --out runs/paper --study main robustness"
     changes: ClassVar[dict[str, Any]] = {"protocol": "paper"}
 
     study: tuple[str, ...] = ("all",)
-    """Studies to run; 'all' is every one that fits the data set, except zoo."""
+    """Studies to run; 'all' is every one that fits the data set, except zoo. An unknown name lists all of them."""
     preset: Literal["lesion-first", "paper"] = "paper"
 
     def run(self) -> None:

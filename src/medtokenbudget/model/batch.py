@@ -51,7 +51,7 @@ class RouteConfig(Settings):
     """How images are routed to files."""
 
     budget: float | Guarantee | None = None
-    """Share of the patches to keep, or a guarantee of the model. Default: 0.3, or the only budget of a model routed early."""
+    """Share of the patches to keep, or a guarantee. Default: `DEFAULT_BUDGET`, or the only one of a model routed early."""
     selector: str | None = None
     """Method to route with. Default: the model's main one."""
     table: Literal["parquet", "csv"] = "parquet"

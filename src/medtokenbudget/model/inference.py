@@ -24,11 +24,11 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from medtokenbudget.backbone.store import ordered_map
 from medtokenbudget.data import Manifest, decode_image, decode_mask, patch_labels, readers
 from medtokenbudget.data.images import require_lesion_values
 from medtokenbudget.data.masks import mask_of
 from medtokenbudget.errors import MedTokenBudgetError, RequestError
+from medtokenbudget.jobs import ordered_map
 from medtokenbudget.model.guarantee import Guarantee
 from medtokenbudget.routing import Ranker, Selector, gather, rank
 from medtokenbudget.tokens import Selection, TokenBatch

@@ -37,7 +37,7 @@ from medtokenbudget.training.familiarity import Familiarity
 DEFAULT_MODEL = "dermoscopy"
 """The router that comes with the package."""
 Amount = float | Guarantee | None
-"""Share of the patches to keep, or a guarantee of the model; None means 0.3, or the only budget of a model routed early."""
+"""Share of the patches to keep, or a guarantee; None means `DEFAULT_BUDGET`, or the only one of a model routed early."""
 OnError = Callable[[ImageSource], None] | None
 """Takes an image that could not be read, with the `reason`; None raises an error instead."""
 
@@ -180,7 +180,7 @@ class MedTokenBudget(nn.Module):
         return None if self.early is None else float(self.early["budget"])
 
     def budget(self, asked: float | None) -> float:
-        """Return the budget that was asked for, by default 0.3 or the model's only one; any other is an error then."""
+        """Return the budget that was asked for, by default `DEFAULT_BUDGET` or the model's only one; any other is an error then."""
         if self.early is None:
             return DEFAULT_BUDGET if asked is None else asked
         fixed = float(self.early["budget"])
@@ -368,7 +368,7 @@ class MedTokenBudget(nn.Module):
             images: A path, folder, glob, `Manifest`, Pillow picture, uint8 array [H, W, 3] or [B, H, W, 3], the bytes of a file, or
                 an iterable of these.
             budget: Share of the patches that is kept, in (0, 1], or a guarantee of the model (`model.guarantee(0.95)`); None means
-                0.3, or the only one of a model routed early.
+                `DEFAULT_BUDGET`, or the only one of a model routed early.
             selector: Method to use; None means the main one.
             batch_size: Images per forward pass.
 
@@ -502,8 +502,8 @@ def route(
 
     Args:
         images: What `MedTokenBudget.predict` takes: paths, folders, globs, pictures, uint8 arrays, bytes.
-        budget: Share of the patches that is kept, in (0, 1], or a guarantee of the model; None means 0.3, or the only budget of a
-            model that is routed early.
+        budget: Share of the patches that is kept, in (0, 1], or a guarantee of the model; None means `DEFAULT_BUDGET`, or
+            the only one of a model routed early.
         model: A model, or what `mtb.load` takes. Default: the router that comes with the package, for dermoscopic images.
         selector: Method to use; None means the model's main one.
         batch_size: Images per forward pass.

@@ -54,7 +54,7 @@ class Comparison:
 
     @cached_property
     def headline(self) -> float | None:
-        """The common budget of all runs that is nearest to 0.3; None when they have none in common."""
+        """The common budget of all runs that is nearest to `HEADLINE_BUDGET`; None when they have none in common."""
         common = set.intersection(*(set(run.budgets) for run in self.runs))
         return nearest_headline(common) if common else None
 

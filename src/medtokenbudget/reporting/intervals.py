@@ -203,7 +203,7 @@ class ReportRun:
 
     @cached_property
     def headline(self) -> float:
-        """Budget 0.3, or the measured budget nearest to it."""
+        """`HEADLINE_BUDGET`, or the measured budget nearest to it."""
         return nearest_headline(self.budgets)
 
     @cached_property
