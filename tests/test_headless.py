@@ -111,7 +111,7 @@ def test_the_graph_of_a_router_gives_scores_and_kept_patches(model: MedTokenBudg
 
 
 def test_training_from_masks_alone_measures_retention_and_no_accuracy(trained: mtb.Run, drawn: Drawn) -> None:
-    assert set(trained.results["method"]) == {"lats:lesion-first", "center", "random"}
+    assert set(trained.results["method"]) == {"lats:lesion-first", "center", "border-contrast", "random"}
     assert trained.results["retention"].notna().all()
     assert trained.results[["accuracy", "macro_f1", "balanced_accuracy", "macro_auroc", "ece"]].isna().all(axis=None)
     assert (trained.results["n"] == 0).all()

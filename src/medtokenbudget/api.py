@@ -17,8 +17,8 @@ import numpy as np
 
 from medtokenbudget.backbone import FeatureStore
 from medtokenbudget.backbone import extract as run_extraction
-from medtokenbudget.backbone.backbone import located
-from medtokenbudget.backbone.views import OFF_CENTER
+from medtokenbudget.backbone.backbone import PIXELS, Backbone, located
+from medtokenbudget.backbone.views import IDENTITY, OFF_CENTER
 from medtokenbudget.config import (
     BUDGETS,
     CONTROLS,
@@ -56,10 +56,12 @@ from medtokenbudget.runs.studies import Study, Unit, chosen_studies
 from medtokenbudget.training.classifier import RoutedClassifier
 from medtokenbudget.training.familiarity import fit_familiarity
 from medtokenbudget.training.rows import TrainingRows
+from medtokenbudget.training.scouting import train_scout
 
 AnyManifest = Manifest | Path | str
 AnyStore = FeatureStore | Path | str
 HeadChoice = Literal["auto", "none"]
+SCOUT = "scout"
 SAMPLES = Drawings(8, seed=5, off_center=True)
 """Off the center, where keeping the middle of the image does not help."""
 
@@ -96,7 +98,7 @@ def extract(
 
 def train(
     manifest: AnyManifest,
-    store: AnyStore,
+    store: AnyStore | None,
     out: Path | str,
     config: TrainConfig | str = "lesion-first",
     selector: str = DEFAULT_SELECTOR,
@@ -106,9 +108,9 @@ def train(
 
     Args:
         manifest: The images with their labels, masks and split.
-        store: Their tokens.
+        store: Their tokens; None for the preset 'scout', which learns from images and masks.
         out: The run directory; a training that was stopped there resumes.
-        config: A preset by name ('lesion-first' or 'paper'), or all settings.
+        config: A preset by name ('lesion-first', 'paper' or 'scout'), or all settings.
         selector: Any selector that learns.
         head: 'none' trains the router from masks alone, without a head; so does 'auto' if no image has a label.
 
@@ -123,6 +125,12 @@ def train(
     if head not in ("auto", "none"):
         raise RequestError(f"`head` must be 'auto' or 'none', got '{head}'.")
     opened, settings = _opened(manifest), preset(config) if isinstance(config, str) else config
+    if settings.recipe == "scout":
+        if store is not None or selector not in (DEFAULT_SELECTOR, SCOUT) or head != "auto":
+            raise RequestError("The recipe 'scout' reads images and masks. Leave out `store`, `selector` and `head`.")
+        return _train_scout(manifest, Path(out), settings)
+    if store is None:
+        raise RequestError("`store` is required: the tokens that `mtb extract` wrote. Only the recipe 'scout' needs none.")
     unlabeled = bool(opened.classes) and (head == "none" or opened.rows["label"].isna().all())
     # A manifest that came as a path stays one: the run records where it is.
     run = Run.begin(out, opened.without_labels() if unlabeled else manifest, store, settings)
@@ -145,6 +153,32 @@ def train(
         sweeping.say_failed(run, units, done)
         sweeping.collect(run, [study], [unit for unit in units if unit in done])
         save_model(run, trained)
+    return run
+
+
+def _train_scout(manifest: AnyManifest, out: Path, config: TrainConfig) -> Run:
+    """Train a scout, measure it on the validation images next to the controls, and save it as a model."""
+    opened = _opened(manifest).without_labels()
+    validation = opened.part("val")
+    if not len(validation):
+        raise RequestError(f"'{opened.name}' has no validation images to measure with. Split it with `mtb data split`.")
+    if (out / FILE).exists() and SCOUT not in Run(out).methods:
+        raise RequestError(f"{out} contains another run. Use another `out`.")
+    with exclusive(out):
+        classifier = train_scout(opened, config, out)
+        backbone = BackboneConfig(name=PIXELS, image_size=config.scout.image_size)
+        fingerprint = Backbone.load(backbone).fingerprint
+        masks = int(opened.rows["mask"].notna().to_numpy()[opened.rows["split"] != "val"].sum())
+        about = {"run": {"dataset": opened.name, "seeds": [config.seed], "hashes": {"manifest": opened.hash}, "masks": masks}}
+        model = MedTokenBudget(backbone, fingerprint, (), {SCOUT: classifier}, config, main=SCOUT, info=about, device=config.device)
+        store = run_extraction(validation, out / "tokens", backbone, ExtractConfig(views="off-center", device=config.device))
+        original, off_center = (store.rows(validation.ids, view=view, strict=False) for view in (IDENTITY, OFF_CENTER))
+        held_out = evaluation.HeldOut(validation, store, original, off_center, "val")
+        run = Run.begin(out, opened, store, config)
+        opened.write(run.manifest_path)
+        evaluation.evaluate_model(run, model, held_out, opened, SCOUT, config.budgets, {}, trained=True)
+        model.card = card_text(run, model)
+        model.save_pretrained(out / "model")
     return run
 
 

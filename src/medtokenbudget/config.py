@@ -155,7 +155,7 @@ HEADLINE_BUDGETS: tuple[float, ...] = (0.1, 0.3, 0.5)
 SEEDS: tuple[int, ...] = (42, 43, 44)
 """The seeds of the paper; the first one is the default everywhere."""
 PAPER_METHODS: tuple[str, ...] = ("no-pruning", "random", "norm", "tome", "attention-entropy", "local-contrast", "lats")
-CONTROLS: tuple[str, ...] = ("center", "darkness", "random", "oracle")
+CONTROLS: tuple[str, ...] = ("center", "darkness", "border-contrast", "random", "oracle")
 """In every comparison: what a learned router must beat without a model and by chance, and the ceiling."""
 PAPER_RECIPE = "lats"
 """The method of the paper, shown next to the model of a run."""
@@ -264,6 +264,22 @@ class ContextConfig(Settings):
 
 
 @dataclass(frozen=True)
+class ScoutConfig(Settings):
+    """The scout: a small convolutional network that reads the image itself."""
+
+    prefix = "scout."
+
+    image_size: Annotated[int, Range(32, 1024)] = 128
+    """Side of the image that the scout reads, in pixels: a multiple of 16."""
+    width: Positive = 1.0
+    """Number of channels relative to the default network."""
+    crop: Share = 0.4
+    """Smallest side of a random training crop, relative to the image."""
+    pale: Annotated[float, Range(0, 1)] = 0.5
+    """Share of the training views whose lesion is made paler."""
+
+
+@dataclass(frozen=True)
 class RouterConfig(Settings):
     """The router: from scores to kept patches."""
 
@@ -318,8 +334,9 @@ class LossWeights(Settings):
 class TrainConfig(Settings):
     """One training run of a selector and its head."""
 
-    recipe: Literal["joint", "lesion-first"] = "joint"
-    """'joint' trains scorer and head together, as in the paper; 'lesion-first' trains the scorer on masks, then the head."""
+    recipe: Literal["joint", "lesion-first", "scout"] = "joint"
+    """'joint' trains scorer and head together, as in the paper; 'lesion-first' trains the scorer on masks, then the head; 'scout'
+    trains a small network on images and masks, without a store."""
     epochs: Count = 50
     """Epochs for the scorer, or for scorer and head together with the joint recipe."""
     min_steps: Natural = 0
@@ -365,6 +382,7 @@ class TrainConfig(Settings):
     """Token budgets to evaluate at. Heads that are trained on pooled tokens draw one of them per batch."""
     lats: LATSConfig = field(default_factory=LATSConfig)
     context: ContextConfig = field(default_factory=ContextConfig)
+    scout: ScoutConfig = field(default_factory=ScoutConfig)
     router: RouterConfig = field(default_factory=RouterConfig)
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     losses: LossWeights = field(default_factory=LossWeights)
@@ -413,6 +431,9 @@ PRESETS = {
         router=RouterConfig(padding="exclude"),
         losses=LossWeights(classification=0.0, budget=0.01, diversity=0.0, lesion=1.0, distillation=0.0),
     ),
+    "scout": TrainConfig(
+        recipe="scout", epochs=40, min_steps=1000, batch_size=32, lr=4e-3, weight_decay=0.01, losses=LossWeights(lesion=1.0)
+    ),
 }
 
 
@@ -420,7 +441,7 @@ def preset(name: str, **changes: Any) -> TrainConfig:
     """Return a training configuration by name, with changes.
 
     Args:
-        name: 'lesion-first', the default outside `mtb reproduce`, or 'paper'.
+        name: 'lesion-first', the default outside `mtb reproduce`, 'paper', or 'scout'.
         **changes: Fields of `TrainConfig` to replace.
 
     Raises:

@@ -23,7 +23,7 @@ def test_train_leaves_a_run_directory_and_a_model_that_loads(
     assert main(["train", str(drawn.manifest_path), "--store", str(drawn.store_path), "--out", str(out), *SMALL]) == 0
     for name in ("run.json", "results.csv", "predictions.parquet", "metrics.jsonl", "model/config.json", "model/model.safetensors"):
         assert (out / name).exists(), name
-    assert set(read_results(out / "results.csv")["method"]) == {"lats:lesion-first", "center", "random"}
+    assert set(read_results(out / "results.csv")["method"]) == {"lats:lesion-first", "center", "border-contrast", "random"}
     said = capsys.readouterr().err
     assert "Next: mtb report" in said
     run = read_json(out / "run.json")
@@ -44,8 +44,14 @@ def test_options_of_a_scorer_that_is_not_trained_are_refused(
 ) -> None:
     arguments = ["train", str(drawn.manifest_path), "--store", str(drawn.store_path), "--out", str(tmp_path / "run")]
     for words, said in (
-        (["--context.blocks", "1"], "No method of this run (lats:lesion-first, center, random) uses context.blocks = 1."),
-        (["--selector", "context", "--lats.hidden", "8"], "(context:lesion-first, center, random) uses lats.hidden = 8."),
+        (
+            ["--context.blocks", "1"],
+            "(lats:lesion-first, center, border-contrast, random) uses context.blocks = 1.",
+        ),
+        (
+            ["--selector", "context", "--lats.hidden", "8"],
+            "center, border-contrast, random) uses lats.hidden = 8.",
+        ),
         (["--curriculum.start", "0.4", "--router.temperature", "2"], "uses router.temperature = 2.0, curriculum.start = 0.4."),
         (["--losses.classification", "1"], "uses losses.classification = 1.0."),
     ):
@@ -58,7 +64,7 @@ def test_a_selector_is_trained_by_name(drawn: Drawn, tmp_path: Path) -> None:
     out = tmp_path / "run"
     arguments = ["train", str(drawn.manifest_path), "--store", str(drawn.store_path), "--out", str(out), *SMALL]
     assert main([*arguments, "--selector", "context", "--context.channels", "8", "--context.blocks", "1"]) == 0
-    assert set(read_results(out / "results.csv")["method"]) == {"context:lesion-first", "center", "random"}
+    assert set(read_results(out / "results.csv")["method"]) == {"context:lesion-first", "center", "border-contrast", "random"}
     assert mtb.load(out / "model", device="cpu").main == "context:lesion-first"
 
 

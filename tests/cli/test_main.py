@@ -64,7 +64,7 @@ def test_the_help_of_training_has_sections_ranges_and_the_defaults_of_the_preset
     main(["train", "--help"])
     text = capsys.readouterr().out
     sections = re.findall(r"^\W*([a-z]+) options\W*$", text, flags=re.MULTILINE)
-    assert sections == ["train", "lats", "context", "router", "curriculum", "losses", "general"]
+    assert sections == ["train", "lats", "context", "scout", "router", "curriculum", "losses", "general"]
     plain = " ".join(text.split())
     assert "(above 0 and at most 1; default: 0.1 0.2 0.3 0.4 0.5 0.6 0.7 0.8 0.9 1)" in plain
     assert "together with the joint recipe. (default: 8)" in plain

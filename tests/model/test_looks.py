@@ -45,12 +45,12 @@ def test_a_registered_selector_is_shown_as_it_describes_itself_and_swept_if_it_a
         color, marker = "#123456", "X"
         in_default_sweep = True
 
-    register_selector("scout")(Scout)
+    register_selector("lookout")(Scout)
     try:
-        style = look("scout:mask-free")
+        style = look("lookout:mask-free")
         assert (style.title, style.color, style.marker) == ("Scout mask-free", "#123456", "X")
         assert style.description == "Scout, trained without lesion masks."
-        assert default_methods() == (*DEFAULT_METHODS, "scout")
+        assert default_methods() == (*DEFAULT_METHODS, "lookout")
     finally:
-        SELECTORS.unregister("scout")
-    assert "not installed here" in look("scout").description
+        SELECTORS.unregister("lookout")
+    assert "not installed here" in look("lookout").description

@@ -84,3 +84,19 @@ def test_box_prior_ranks_by_the_distance_to_the_lesions_box():
     assert order[1].tolist() == sorted(range(20), key=lambda i: (distance(i, 0, 3, 0, 4), i))
     with pytest.raises(MissingSignalError, match="1 of 2"):
         create_selector("box-prior").select(replace(tokens, has_mask=torch.tensor([True, False])), 7)
+
+
+@pytest.mark.parametrize("grid", [(5, 6), (1, 7)])
+def test_border_contrast_ranks_by_the_distance_to_the_most_similar_third_of_the_border(grid):
+    (h, w), tokens = grid, tokens_of(2, grid, 4)
+    border = [i for i in range(h * w) if i // w in (0, h - 1) or i % w in (0, w - 1)]
+    for row in range(2):
+        patches = tokens.patches[row].double()
+        raw = []
+        for patch in patches:
+            similar = sorted((float(patch @ patches[i] / (patch.norm() * patches[i].norm())) for i in border), reverse=True)
+            raw.append(1 - sum(similar[: len(border) // 3]) / (len(border) // 3))
+        near = [[j for j in range(h * w) if abs(j // w - i // w) <= 1 and abs(j % w - i % w) <= 1] for i in range(h * w)]
+        smooth = [sum(raw[j] for j in places) / len(places) for places in near]
+        found = create_selector("border-contrast").score(tokens)[row]
+        torch.testing.assert_close(found, torch.tensor(smooth), atol=1e-5, rtol=1e-5)

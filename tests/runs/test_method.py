@@ -12,7 +12,7 @@ import torch
 
 import medtokenbudget as mtb
 from medtokenbudget.cli import main
-from medtokenbudget.config import PRESETS, Range, TrainConfig, preset, settings_of, with_settings
+from medtokenbudget.config import Range, TrainConfig, preset, settings_of, with_settings
 from medtokenbudget.errors import RequestError, UnknownNameError
 from medtokenbudget.routing import create_selector
 from medtokenbudget.runs.method import FIXED, LEARNED, Method, method_of, unused_settings
@@ -68,8 +68,8 @@ def changed(base: TrainConfig, name: str) -> TrainConfig:
     return with_settings(base, {name: another(settings_of(base)[name], KINDS[name]), "given": frozenset({name})})
 
 
-@pytest.mark.parametrize("base", PRESETS)
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("base", ["paper", "lesion-first"])
+@pytest.mark.parametrize("name", [name for name in KINDS if not name.startswith("scout.")])
 def test_a_setting_that_was_given_is_in_the_training_of_each_method_or_the_request_is_refused(name: str, base: str) -> None:
     # Another value, and the preset's own: a choice that is its default still reaches the other recipe.
     for config in (changed(preset(base), name), replace(preset(base), given=frozenset({name}))):

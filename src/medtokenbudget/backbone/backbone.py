@@ -41,6 +41,9 @@ CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "weights.safetensors"
 PACKAGED: dict[str, Path] = {"embedded": Path(__file__).parent / "embedded"}
 """Names and folders of the backbones in this package."""
+PIXELS = "pixels"
+"""Name of the backbone that is none: its tokens are pixels."""
+PIXEL_GRID = (16, 16)
 _AGAIN = "Copy the folder of the backbone again; if it is part of this package, install medtokenbudget again."
 _PLACES = 8
 """Further copies of the same weights that are remembered, in case the last one is deleted."""
@@ -109,6 +112,8 @@ class Backbone:
             RequestError: The name is unknown, or the weights do not belong to it.
             WorkError: The weights cannot be downloaded.
         """
+        if config.name == PIXELS:
+            return Pixels(config, device)
         recipe = find_recipe(config.name)
         model = build(config.name, config.image_size, recipe)
         path = Path(config.weights or (recipe.weights if recipe else None) or _from_hub(config.name, model))
@@ -219,6 +224,40 @@ class Backbone:
         return patches, cls
 
 
+class Pixels(Backbone):
+    """The image itself as tokens: 16 x 16 patches, each the RGB values of its pixels in [0, 1]. For networks that read images."""
+
+    def __init__(self, config: BackboneConfig, device: torch.device | str = "cpu") -> None:
+        h, w = self.grid = PIXEL_GRID
+        if config.image_size % h:
+            raise RequestError(f"`image_size` must be a multiple of {h} for the backbone '{PIXELS}', got {config.image_size}.")
+        if config.weights is not None or config.layer != -1 or config.attention != "true":
+            raise RequestError(f"The backbone '{PIXELS}' has no weights and no blocks. Leave out `weights`, `layer`, `attention`.")
+        self.device, self.config, self.model = resolve_device(device), config, torch.nn.Identity()
+        self.side = config.image_size // h
+        self.dim, self.prefix, self.has_cls, self.depth, self.layer = 3 * self.side**2, 0, False, 0, -1
+        self.preprocessing = Preprocessing(config.image_size, (0.0, 0.0, 0.0), (1.0, 1.0, 1.0), "bilinear")
+        self._tap = self._rollout = None
+        about = {"name": PIXELS, "weights": "", "layer": -1, "attention": "true", "grid": [h, w], "dim": self.dim}
+        self.fingerprint = {**about, **self.preprocessing.to_dict()}
+
+    @property
+    def default_signals(self) -> tuple[str, ...]:
+        """None: there is no attention."""
+        return ()
+
+    def check_signals(self, names: Sequence[str]) -> None:
+        """Raise a RequestError for any signal."""
+        if names:
+            raise RequestError(f"The backbone '{PIXELS}' has no attention, so it has no {', '.join(names)}. Leave out `signals`.")
+
+    def tokens(self, images: Tensor, signals: Sequence[str] | None = None) -> TokenBatch:
+        """Cut images [B, 3, S, S] into patches [B, N, 3 p p], each channel by channel and row by row."""
+        self.check_signals(signals or ())
+        patches = torch.nn.functional.pixel_unshuffle(images, self.side)
+        return TokenBatch(patches.flatten(2).transpose(1, 2), self.grid)
+
+
 @dataclass(frozen=True)
 class Recipe:
     """How to build a backbone that timm does not know by name: a folder with `config.json`, `weights.safetensors` and a card.
@@ -259,7 +298,7 @@ def find_recipe(name: str) -> Recipe | None:
 def build(name: str, image_size: int, recipe: Recipe | None = None) -> Model:
     """Build a model without its weights: from a recipe, or the timm model `name`."""
     if recipe is None and not timm.is_model(name.split(".")[0]):
-        close = difflib.get_close_matches(name, [*PACKAGED, *timm.list_models("*vit*", pretrained=True)], n=1, cutoff=0.5)
+        close = difflib.get_close_matches(name, [*PACKAGED, PIXELS, *timm.list_models("*vit*", pretrained=True)], n=1, cutoff=0.5)
         hint = f" Did you mean '{close[0]}'?" if close else ""
         raise RequestError(f"Unknown backbone '{name}'.{hint} Use the name of a timm vision transformer, or 'embedded'.")
     architecture, arguments = (recipe.architecture, recipe.arguments) if recipe else (name, {})

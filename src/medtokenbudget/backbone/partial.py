@@ -209,7 +209,7 @@ class EarlyBackbone(Backbone):
 def _check_route(dense: Backbone, route: EarlyRoute) -> None:
     (h, w), (sh, sw), size = dense.grid, route.grid, dense.preprocessing.image_size
     check_routable(dense.model, dense.config.name)
-    if route.way == "scout" and (h % sh or w % sw or h // sh != w // sw or size % route.size):
+    if route.way == "scout" and (h % sh or w % sw or h // sh != w // sw or size < route.size):
         raise RequestError(
             f"The scout looks at {sh} x {sw} patches of {route.size} pixels, but the backbone has {h} x {w} patches of {size} "
             f"pixels. Each patch of the scout must cover a whole number of the backbone's: choose a backbone, an `image_size` or a "
@@ -229,9 +229,19 @@ def _check_route(dense: Backbone, route: EarlyRoute) -> None:
 
 
 def downscale(images: Tensor, size: int) -> Tensor:
-    """Reduce images [B, 3, S, S] to `size` pixels, of which S is a multiple, by means of squares."""
-    times = images.shape[-1] // size
-    return images if times == 1 else F.avg_pool2d(images, times)
+    """Reduce images [B, 3, S, S] to `size` pixels: by means of squares, or bilinearly where S is not a multiple of `size`."""
+    side = images.shape[-1]
+    if side == size:
+        return images
+    if side % size == 0:
+        return F.avg_pool2d(images, side // size)
+    # The triangle filter that Pillow resizes with, as two products: exported graphs have no filter that avoids aliasing.
+    scale = side / size
+    centers = (torch.arange(size, device=images.device) + 0.5) * scale
+    places = torch.arange(side, device=images.device) + 0.5
+    weights = (1 - (places - centers.unsqueeze(1)).abs() / scale).clamp(min=0)
+    weights = weights / weights.sum(1, keepdim=True)
+    return weights @ images @ weights.T
 
 
 def upsample_scores(scores: Tensor, grid: tuple[int, int], to: tuple[int, int]) -> Tensor:

@@ -154,13 +154,11 @@ class TrainingCommand(Command):
     """Fields of the preset whose default is another one for this command."""
 
     manifest: Positional[Path]
-    """Manifest whose images are in the store."""
-    store: Path
-    """Store of tokens, written by `mtb extract`."""
+    """Images with their labels, masks and split."""
     out: Path
     """Run directory to write."""
-    preset: Literal["lesion-first", "paper"] = "lesion-first"
-    """Settings that the other options change."""
+    preset: Literal["lesion-first", "paper", "scout"] = "lesion-first"
+    """Settings that the other options change; `recipe="scout"` implies its own."""
     training: TrainConfig
 
     @classmethod
@@ -178,12 +176,14 @@ class TrainingCommand(Command):
 class Train(TrainingCommand):
     """Train a router and its head on a store of tokens, and save them as a model.
 
-    The router is evaluated next to the controls center and random. Without class labels it learns from masks alone and has no head.
-    If it is stopped, the same command resumes.
+    The router is evaluated next to the controls. Without class labels it learns from masks alone and has no head. With
+    `recipe="scout"` a small network learns from images and masks, without a store. If it is stopped, the same command resumes.
     """
 
     example = "mtb train isic.parquet --store tokens --out runs/first"
 
+    store: Path | None = None
+    """Store of tokens, written by `mtb extract`. Required, except with `recipe="scout"`, which learns from the images."""
     head: Literal["auto", "none"] = "auto"
     """'none' ignores class labels and trains the router from masks alone, for `mtb route`; so does 'auto' without labels."""
     selector: str = DEFAULT_SELECTOR
@@ -207,7 +207,8 @@ class Train(TrainingCommand):
         model = self.out / "model"
         following = f"mtb explore {model}" if run.classes else f"mtb route IMAGES --model {model} --out routed"
         say(f"Model saved in {model}. Next: mtb report {self.out} or {following}")
-        require_complete(run)
+        if self.training.recipe != "scout":  # which has no units
+            require_complete(run)
 
 
 @dataclass(frozen=True)
@@ -224,6 +225,8 @@ class ManyTrainings(TrainingCommand):
 
     hidden = frozenset({"seed"})
 
+    store: Path
+    """Store of tokens, written by `mtb extract`."""
     running: Running
 
     def execution(self) -> dict[str, Any]:
@@ -281,7 +284,7 @@ class Reproduce(ManyTrainings):
 
     study: tuple[str, ...] = ("all",)
     """Studies to run; 'all' is every one that fits the data set, except zoo. An unknown name lists all of them."""
-    preset: Literal["lesion-first", "paper"] = "paper"
+    preset: Literal["lesion-first", "paper", "scout"] = "paper"
 
     def run(self) -> None:
         execution = self.execution()

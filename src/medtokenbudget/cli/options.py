@@ -200,7 +200,9 @@ def parse(command: type[C], name: str, words: Sequence[str]) -> C | None:
     file = _value_of("--config", words)
     filed = {} if file is None else _read_file(file, known)
     defaults = {option.name: option.default for option in known.values()}
-    defaults |= command.defaults(_value_of("--preset", words) or filed.get("preset"))
+    recipe = _value_of("--recipe", words) or filed.get("recipe")
+    # A scout has settings of its own: those of another preset would not fit it.
+    defaults |= command.defaults(_value_of("--preset", words) or filed.get("preset") or (recipe if recipe == "scout" else None))
     starting = defaults | filed
     if "print_config" in typed:
         starting |= {key: None for key, value in starting.items() if value is REQUIRED}

@@ -42,6 +42,7 @@ class Selector(ABC):
         learns: Whether it has parameters to train; see `LearnedSelector`.
         stochastic: Whether it draws from the generator that it is given.
         reads_routed: Whether it also reads tokens that were routed before or inside the backbone, which have no whole grid.
+        reads_pixels: Whether its patches must be pixels, the tokens of the backbone 'pixels'.
         ablations: Names of parts that can be switched off after training, with `ablate`.
         variants: Options by name, for selectors that do not learn: `tome:keys` is `tome` with the options of its variant 'keys'.
         requires: Fields of `TokenBatch` that it reads in addition to the patches. With `has_mask`, every image needs a mask. An
@@ -60,6 +61,7 @@ class Selector(ABC):
     learns: ClassVar[bool] = False
     stochastic: ClassVar[bool] = False
     reads_routed: ClassVar[bool] = False
+    reads_pixels: ClassVar[bool] = False
     ablations: ClassVar[tuple[str, ...]] = ()
     variants: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType({})
     requires: tuple[str, ...] = ()

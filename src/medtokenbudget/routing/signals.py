@@ -74,6 +74,21 @@ def local_contrast(patches: Tensor, grid: tuple[int, int], neighborhood: Neighbo
     return (total / count.clamp_min(1)).flatten(1)
 
 
+def border_contrast(patches: Tensor, grid: tuple[int, int]) -> Tensor:
+    """Measure how unlike the border of its image each patch is: [B, N, D] to [B, N] in [0, 2].
+
+    1 - the mean cosine to the third of the border patches that are most similar to it. Not to all: a lesion that touches the
+    border must not count as background, nor two kinds of background against each other.
+    """
+    check_grid(grid, _patches(patches).shape[1])
+    h, w = grid
+    border = torch.ones(h, w, dtype=torch.bool, device=patches.device)
+    border[1:-1, 1:-1] = False
+    unit = torch.nn.functional.normalize(patches.float(), dim=-1)
+    cosine = unit @ unit[:, border.flatten()].transpose(1, 2)
+    return 1 - cosine.topk(max(1, cosine.shape[2] // 3), dim=2).values.mean(2)
+
+
 def _shifted(h: int, w: int, down: int, right: int) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
     """Return the two windows of a [B, h, w, ...] field that lie (down, right) apart."""
     here = slice(None), slice(0, max(h - down, 0)), slice(max(-right, 0), max(w - max(right, 0), 0))

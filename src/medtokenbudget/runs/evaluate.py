@@ -269,10 +269,12 @@ def evaluate_model(
     method: str,
     budgets: Sequence[float],
     about: dict[str, Any],
+    trained: bool = False,
 ) -> None:
     """Evaluate a method of a model and the controls on images labeled in its classes, and write the files of the run.
 
-    `original` is the manifest with its own labels; `about` is what `run.json` records in addition to the images.
+    `original` is the manifest with its own labels; `about` is what `run.json` records in addition to the images. With `trained`
+    the run is that of the training itself, and these are its validation images.
     """
     wrong = [budget for budget in budgets if not 0 < budget <= 1]
     if wrong or not budgets:
@@ -315,7 +317,9 @@ def evaluate_model(
         units=[],
         seeds=[SEED],
         hashes={"manifest": original.hash, "store": store.identity, "model": model.fingerprint},
-        evaluation={
+        evaluation=None
+        if trained
+        else {
             "part": images.part,
             "images": len(manifest),
             "unreadable": len(manifest) - len(images.rows),

@@ -10,6 +10,7 @@ from collections.abc import Collection, Sequence
 
 import torch
 
+from medtokenbudget.backbone.backbone import PIXELS
 from medtokenbudget.backbone.views import OFF_CENTER
 from medtokenbudget.config import SIGNALS, TrainConfig, given_settings
 from medtokenbudget.data import Manifest
@@ -35,9 +36,15 @@ def check(run: Run, studies: Sequence[Study], chosen_for_user: Collection[str] =
     asked = list(dict.fromkeys(Method.parse(text) for study in studies for text in study.methods))
     methods = list(dict.fromkeys(part for method in asked for part in (method.trained_as, method)))
     resolve_device(run.config.device)
+    if run.config.recipe == "scout":
+        raise RequestError("The recipe 'scout' reads images, not tokens. Train it alone, with `mtb train` and without a store.")
     for method in methods:
         if method.learned:
             check_config(method.config(run.config))
+    pixels = [str(method) for method in methods if selector_class(method.selector).reads_pixels]
+    if pixels and run.store.config["backbone"]["name"] != PIXELS:
+        advice = 'Train it with `mtb train` and `recipe="scout"`.'
+        raise RequestError(f"{listed(pixels)} reads pixels, but the store has tokens of a transformer. {advice}")
     _check_labels(run.manifest)
     check_fits(run.manifest, run.store)
     for part, use in (("train", "learn from"), ("val", "measure with")):

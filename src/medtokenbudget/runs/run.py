@@ -300,7 +300,17 @@ def counts(manifest: Manifest, store: FeatureStore) -> dict[str, Any]:
     """Count images, masks and classes of each part, and the lesion sizes of the validation masks: the supplement's two tables."""
     parts: dict[str, Any] = {}
     for part in ("train", "select", "val"):
-        rows = store.rows(manifest.part(part).ids, strict=False)
+        of_part = manifest.part(part)
+        rows = store.rows(of_part.ids, strict=False)
+        if not len(rows):  # a scout is trained on images, without their tokens
+            parts[part] = {
+                "images": len(of_part),
+                "masks": int(of_part.rows["mask"].notna().sum()),
+                "classes": {},
+                "masked_classes": {},
+                "lesion_patches": None,
+            }
+            continue
         label, masked = store.label.numpy()[rows], store.has_mask.numpy()[rows]
         parts[part] = {
             "images": len(rows),

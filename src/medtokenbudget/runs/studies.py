@@ -188,6 +188,8 @@ def zoo() -> Study:
     methods = []
     for name in list_selectors():
         kind = selector_class(name)
+        if kind.reads_pixels:
+            continue
         variants = ("mask-free", "lesion-first") if kind.learns else kind.variants
         methods += [name, *(f"{name}:{variant}" for variant in variants)]
     methods += with_heads(HEADLINE_SELECTORS, list_heads())

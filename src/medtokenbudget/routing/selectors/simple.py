@@ -1,7 +1,7 @@
 """Selectors of one line: the paper's baselines by a single signal, its references, and controls without a learned part.
 
-A learned router must beat the controls (`center`, `darkness`, `random`). `oracle` and `box-prior` read the mask of the image that
-they select from, so they are bounds, never methods.
+A learned router must beat the controls (`center`, `darkness`, `border-contrast`, `random`). `oracle` and `box-prior` read the mask
+of the image that they select from, so they are bounds, never methods.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from torch import Tensor
 
 from medtokenbudget.config import Neighborhood
 from medtokenbudget.routing.base import Ranker, kept_at, register_selector
-from medtokenbudget.routing.signals import feature_norm, local_contrast
-from medtokenbudget.routing.topk import budget_to_k
+from medtokenbudget.routing.signals import border_contrast, feature_norm, local_contrast
+from medtokenbudget.routing.topk import budget_to_k, smooth_scores
 from medtokenbudget.tokens import Selection, TokenBatch
 
 
@@ -168,6 +168,22 @@ class Darkness(StoredSignal):
 
     def score(self, tokens: TokenBatch, generator: torch.Generator | None = None) -> Tensor:
         return -super().score(tokens, generator)
+
+
+@register_selector("border-contrast")
+class BorderContrast(Ranker):
+    """Least similar to the image border first, smoothed over 3 x 3 patches: skin reaches the border, most lesions do not.
+
+    Needs neither masks nor training. On original dermoscopic images it comes close to routers that learned from masks; of a lesion
+    near the border it takes the skin for the lesion.
+    """
+
+    title = "Border contrast"
+    description = "Keeps the patches that are least similar to the image border. No training."
+    color, marker = "#6c9a1f", "p"
+
+    def score(self, tokens: TokenBatch, generator: torch.Generator | None = None) -> Tensor:
+        return smooth_scores(border_contrast(tokens.patches, tokens.grid), tokens.grid)
 
 
 @register_selector("oracle")

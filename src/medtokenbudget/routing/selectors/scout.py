@@ -1,0 +1,154 @@
+"""`scout`: a small convolutional network that reads the pixels of an image and gives lesion scores, finer than the token grid.
+
+A feature pyramid of inverted residuals (MobileNetV2, CVPR 2018; FPN, CVPR 2017). It runs on tokens of the backbone 'pixels', whose
+patches are the pixels themselves, so that a scout is saved, exported, calibrated and used for early routing like any other
+selector. `training/scouting.py` trains it from images and masks.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from medtokenbudget.config import RouterConfig, TrainConfig
+from medtokenbudget.routing.base import register_selector
+from medtokenbudget.routing.trainable import ScoredRanker
+from medtokenbudget.tokens import TokenBatch
+
+CHANNELS = (16, 32, 56, 96)
+"""Channels at 1/2, 1/4, 1/8 and 1/16 of the image. Few at 1/2: there a channel costs four times as much as at 1/4."""
+DEPTH = 3
+"""Layers of each level below 1/2."""
+PYRAMID = 40
+_LARGEST_PATCH = 32
+
+
+class _BatchNorm(nn.Module):
+    """Batch normalization without the integer counter of PyTorch's: a saved model holds floating-point tensors only."""
+
+    running_mean: Tensor
+    running_var: Tensor
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(channels)), nn.Parameter(torch.zeros(channels))
+        self.register_buffer("running_mean", torch.zeros(channels))
+        self.register_buffer("running_var", torch.ones(channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, self.training)
+
+
+def _conv(inputs: int, outputs: int, kernel: int = 1, stride: int = 1, groups: int = 1, act: bool = True) -> nn.Sequential:
+    convolution = nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2, groups=groups, bias=False)
+    return nn.Sequential(convolution, _BatchNorm(outputs), *([nn.ReLU(inplace=True)] if act else []))
+
+
+class InvertedResidual(nn.Module):
+    """Expand the channels threefold, filter each with a 3 x 3 kernel, project back, and add the input."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        hidden = 3 * channels
+        self.layers = nn.Sequential(
+            _conv(channels, hidden), _conv(hidden, hidden, 3, groups=hidden), _conv(hidden, channels, act=False)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layers(x)
+        return x + y
+
+
+class ScoutNetwork(nn.Module):
+    """Images [B, C, H, W] to lesion logits [B, H / 2, W / 2].
+
+    Args:
+        channels: Channels C of an image.
+        width: Number of channels inside, relative to `CHANNELS`.
+    """
+
+    def __init__(self, channels: int = 3, width: float = 1.0) -> None:
+        super().__init__()
+        fine, *sizes = (max(8, 8 * round(width * size / 8)) for size in CHANNELS)
+        pyramid = max(8, 8 * round(width * PYRAMID / 8))
+        self.stem = _conv(channels, fine, 3, 2)
+        # A dense convolution halves the side: an expanded one would run at twice the side.
+        self.stages = nn.ModuleList(
+            nn.Sequential(_conv(above, size, 3, 2), *(InvertedResidual(size) for _ in range(DEPTH - 1)))
+            for above, size in zip([fine, *sizes], sizes)
+        )
+        # What the whole image looks like: skin tone and light decide what is dark.
+        self.context = nn.Linear(sizes[-1], pyramid)
+        self.lateral = nn.ModuleList(nn.Conv2d(size, pyramid, 1) for size in sizes)
+        self.merge = nn.ModuleList(
+            nn.Sequential(_conv(pyramid, pyramid, 3, groups=pyramid), _conv(pyramid, pyramid)) for _ in sizes
+        )
+        self.reduce = nn.Conv2d(pyramid, fine, 1)
+        self.refine = _conv(fine, fine, 3)
+        self.logit = nn.Conv2d(fine, 1, 1)
+
+    def forward(self, images: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling():  # faster by a tenth; a graph for any batch size has no memory format
+            images = images.contiguous(memory_format=torch.channels_last)
+        fine = x = self.stem(images)
+        levels = []
+        for stage in self.stages:
+            x = stage(x)
+            levels.append(x)
+        top = None
+        for lateral, merge, level in zip(reversed(self.lateral), reversed(self.merge), reversed(levels)):
+            below = self.context(x.mean((2, 3)))[:, :, None, None] if top is None else F.interpolate(top, level.shape[-2:])
+            top = merge(lateral(level) + below)
+        logits: Tensor = self.logit(self.refine(fine + F.interpolate(self.reduce(top), fine.shape[-2:])))
+        return logits.squeeze(1)
+
+
+@register_selector("scout")
+class Scout(ScoredRanker):
+    """Mean lesion logit of each patch, largest first, of a network that reads the image itself.
+
+    Args:
+        dim: Numbers per patch: 3 p p for patches of p x p pixels.
+        width: Number of channels of the network, relative to the default.
+    """
+
+    title = "Scout"
+    description = "A small convolutional network trained from masks scores every patch; it reads the image instead of tokens."
+    color, marker = "#b5179e", "P"
+    reads_pixels = True
+
+    def __init__(self, dim: int, width: float = 1.0, minimum: int = 16) -> None:
+        super().__init__(RouterConfig(minimum=minimum, smooth=1))
+        # A token of any dimension is p x p cells: of pixels they are the pixels.
+        self.patch = max(side for side in range(1, _LARGEST_PATCH + 1) if dim % (side * side) == 0)
+        self.width = width
+        self.network = ScoutNetwork(dim // self.patch**2, width)
+
+    @classmethod
+    def from_config(cls, dim: int, config: TrainConfig, classes: int = 2) -> Scout:
+        return cls(dim, config.scout.width, config.router.minimum)
+
+    @classmethod
+    def settings(cls, config: TrainConfig) -> tuple[str, ...]:
+        return (*super().settings(config), "scout.width")
+
+    def fine_logits(self, tokens: TokenBatch) -> Tensor:
+        """Return the lesion logits [B, H / 2, W / 2] of every second pixel."""
+        h, w = tokens.grid
+        cells = tokens.patches.float().transpose(1, 2).unflatten(2, (h, w))
+        fine: Tensor = self.network(F.pixel_shuffle(cells, self.patch))
+        return fine
+
+    def logits(self, tokens: TokenBatch, generator: torch.Generator | None = None, at: Tensor | None = None) -> Tensor:
+        patches = F.adaptive_avg_pool2d(self.fine_logits(tokens).unsqueeze(1), tokens.grid).flatten(1)
+        return patches if at is None else patches.gather(1, at)
+
+    def score_logits(self, tokens: TokenBatch) -> Tensor:
+        # In training mode the normalization would depend on the other images of the batch.
+        training = self.network.training
+        self.network.eval()
+        try:
+            return self.logits(tokens)
+        finally:
+            self.network.train(training)

@@ -1,0 +1,104 @@
+"""Training a scout: views, settings, resuming, and the whole way from a manifest to kept patches."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import medtokenbudget as mtb
+from medtokenbudget.cli import main
+from medtokenbudget.config import PRESETS, preset, settings_of, with_settings
+from medtokenbudget.data import Drawings, Manifest, synthetic_manifest
+from medtokenbudget.errors import MismatchError, RequestError
+from medtokenbudget.training import scouting
+from medtokenbudget.training.scouting import random_view, train_scout
+from tests.runs.test_method import KINDS, another
+
+SMALL = preset(
+    "scout", epochs=2, min_steps=0, batch_size=8, device="cpu", scout=replace(preset("scout").scout, image_size=64, width=0.5)
+)
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return synthetic_manifest(tmp_path_factory.mktemp("photos"), Drawings(24, seed=4, size=96))
+
+
+def test_a_view_moves_image_and_mask_together_and_shows_all_of_some() -> None:
+    noise = torch.Generator().manual_seed(0)
+    masks = torch.zeros(64, 1, 96, 96, dtype=torch.uint8)
+    masks[:, :, 20:50, 10:70] = 255
+    config = with_settings(SMALL, {"scout.pale": 0.0})
+    view, target = random_view(masks.expand(-1, 3, -1, -1), masks, config, noise)
+    gray = torch.nn.functional.avg_pool2d(view.mean(1, keepdim=True), 2).squeeze(1)
+    assert view.shape == (64, 3, 64, 64)
+    assert target.shape == (64, 32, 32)
+    assert torch.corrcoef(torch.stack([gray.flatten(), target.flatten()]))[0, 1] > 0.95
+    whole = 30 * 60 / 96**2
+    assert (target.mean((1, 2)) - whole).abs().lt(0.005).float().mean() > 0.2, "whole images, turned and flipped"
+    assert target.mean((1, 2)).std() > 0.05, "and crops"
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_setting_is_read_or_refused(name: str) -> None:
+    value = another(settings_of(PRESETS["scout"])[name], KINDS[name])
+    if name in ("recipe", "device", "scout.image_size"):
+        return
+    config = with_settings(preset("scout"), {name: value})
+    if name in scouting.READS:
+        scouting.check_settings(config)
+    else:
+        with pytest.raises(RequestError, match=f"does not use {name} = "):
+            scouting.check_settings(config)
+
+
+def test_a_training_that_was_stopped_resumes_to_the_same_numbers(
+    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest, save = Manifest.read(photos), scouting._save
+    whole = train_scout(manifest, SMALL, tmp_path / "whole").state_dict()
+
+    def stop(*arguments: object) -> None:
+        save(*arguments)  # type: ignore[arg-type]
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(scouting, "_save", stop)
+        train_scout(manifest, SMALL, tmp_path / "stopped")
+    resumed = train_scout(manifest, SMALL, tmp_path / "stopped").state_dict()
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+    with pytest.raises(MismatchError, match=r"other images or options.*another `out`"):
+        train_scout(manifest, replace(SMALL, lr=1e-2), tmp_path / "stopped")
+
+
+def test_without_a_lesion_to_learn_from_nothing_is_trained(photos: Path, tmp_path: Path) -> None:
+    manifest = Manifest.read(photos)
+    with pytest.raises(RequestError, match="No training image has a mask"):
+        mtb.train(manifest.with_columns(mask=[None] * len(manifest)), None, tmp_path / "run", SMALL)
+    with pytest.raises(RequestError, match="`store` is required"):
+        mtb.train(manifest, None, tmp_path / "run")
+    with pytest.raises(RequestError, match="Leave out `store`"):
+        mtb.train(manifest, tmp_path, tmp_path / "run", "scout")
+    assert not (tmp_path / "run" / "run.json").exists()
+
+
+def test_the_command_makes_a_model_that_routes_exports_and_scouts(photos: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    small = ["--epochs", "2", "--min-steps", "0", "--scout.image-size", "64", "--scout.width", "0.5", "--device", "cpu"]
+    assert main(["train", str(photos), "--recipe", "scout", "--out", str(run), *small]) == 0
+    results = mtb.Run(run).results
+    assert {"scout", "center", "darkness", "border-contrast", "random", "oracle"} == set(results["method"])
+    assert set(results["view"]) == {"as-is", "off-center"}
+    model = mtb.load(run, device="cpu")
+    image = (
+        next((photos.parent / "images").glob("*.*")) if (photos.parent / "images").is_dir() else Manifest.read(photos).image_path(0)
+    )
+    routing = model.route(image, budget=0.3)[0]
+    assert routing.kept is not None
+    assert (len(routing.kept), routing.tokens.shape) == (76, (76, 48))
+    assert main(["export", str(run), "--out", str(tmp_path / "onnx"), "--budget", "0.3"]) == 0
+    store = mtb.extract(photos, tmp_path / "few", "embedded", early=mtb.EarlyRouting(model, "scout", budget=0.3), device="cpu")
+    assert (store.per_image, store.grid) == (76, (16, 16))
