@@ -112,6 +112,7 @@ REFUSED = {
     "predict MODEL IMAGE --out x --tokens-dtype fp32": "--tokens-dtype only matters with --tokens.",
     "route IMAGE --out x --tokens-dtype fp32": "--tokens-dtype only matters with --tokens.",
     "route IMAGE --out x --address auto": "--address only matters with --engine ray.",
+    "route IMAGE --out x --engine ray --jobs 3": "--jobs only matters with --engine local.",
     "export MODEL --format hub --budget 0.3 --part whole --out x": "--budget and --part only matter with --format onnx.",
     "export MODEL --format web --selector lats --out x": "--selector only matters with --format onnx.",
     "export MODEL --push someone/router --out x": "--push only matters with --format hub.",

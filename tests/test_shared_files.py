@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import zipfile
 from pathlib import Path
 
@@ -90,6 +91,18 @@ def test_a_store_takes_the_same_weights_under_another_name_and_refuses_others(
     assert (home / "tokens" / "store.json").read_bytes() == before
     assert main([*extract, "--weights", str(small_backbone(home / NAME, seed=1).weights)]) == 2
     assert "backbone.weights" in capsys.readouterr().err
+
+
+def test_a_page_names_no_folder_of_a_manifest_a_store_and_a_model_that_are_elsewhere(home: Path) -> None:
+    run = mtb.Run(shutil.copytree(home / "evaluated", home / "moved"))
+    run.manifest_path, run.store_path = home / NAME / "lesions.parquet", home / NAME / "tokens"
+    assert run.evaluation is not None
+    run.evaluation["model"] = f"../{NAME}/model"
+    run.record_command("train", [str(run.manifest_path), "--store", str(run.store_path)])
+    assert main(["report", str(run.path), "--pictures", "false", "--out", str(home / "elsewhere")]) == 0
+    page = (home / "elsewhere" / "report.html").read_text(encoding="utf-8")
+    assert "lesions.parquet" in page
+    assert NAME not in page
 
 
 def test_a_page_without_pictures_names_no_image(home: Path) -> None:

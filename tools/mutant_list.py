@@ -137,6 +137,7 @@ EDITS: dict[str, list[tuple[str, str, str, str]]] = {
         ("pooled heads see all patches", "training/trainer.py", "torch.from_numpy(means[rows, draw])", "torch.from_numpy(means[rows, -1])"),
         ("heads behind a draw see all patches", "training/trainer.py", "kept(batch, config.budgets[draw], noise)", "kept(batch, 1.0, noise)"),
         ("the rate of heads always falls", "training/trainer.py", 'if self.name == "head" and judge else', "if False else"),
+        ("the rate of heads is constant", "training/trainer.py", 'if self.name == "head" and judge else', 'if self.name == "head" else'),
         ("LATS waits for ever, as heads do", "training/trainer.py", 'self.name == "selector" and epoch', 'self.name == "none" and epoch'),
     ],
     "tests/training/test_trainer.py": [

@@ -161,8 +161,9 @@ def edited(path: Path) -> None:
         (lambda path: path.write_bytes(path.read_bytes()[:200]), "damaged"),
         (lambda path: path.write_text("image_id,image\n"), "not a manifest or is damaged"),
         (lambda path: pd.DataFrame({"x": [1]}).to_parquet(path), "not a manifest"),
-        (edited, r"was edited or damaged .* `mtb data csv`"),
-        (lambda path: pd.read_parquet(path).to_parquet(path), "not a manifest yet.*read it with `mtb data csv`"),
+        (edited, r"was edited or damaged .* `mtb data csv`.* Otherwise create it again with `mtb data`"),
+        (lambda path: pq.write_table(pq.read_table(path).drop_columns("group"), path), "lacks the columns group.* create it again"),
+        (lambda path: pd.read_parquet(path).to_parquet(path), "not a manifest yet.*read it with `mtb data csv`.* create it again"),
         (lambda path: pd.read_parquet(path).drop(columns="group").to_parquet(path), "read it with `mtb data csv`"),
     ],
 )

@@ -92,6 +92,7 @@ class Route(Infer):
 
     def run(self) -> None:
         self.require_effect(self.many.engine == "ray", '`engine="ray"`', "address")
+        self.require_effect(self.many.engine == "local", '`engine="local"`', "jobs")
         self.require_effect(self.tokens, "`tokens`", "tokens_dtype")
 
         from medtokenbudget.model import load

@@ -241,7 +241,10 @@ class Manifest:
         )
 
 
-_VALID_AGAIN = "If you edited it on purpose, read it with `mtb data csv`, which checks it and makes it valid again."
+_VALID_AGAIN = (
+    "If you edited it on purpose, read it with `mtb data csv`, which checks it and makes it valid again. "
+    "Otherwise create it again with `mtb data`, or restore a copy."
+)
 
 
 def _read_table(source: Path) -> tuple[dict[str, list[str | None]], dict[str, Any]]:

@@ -110,6 +110,11 @@ def _methods(comparison: Comparison) -> list[str]:
 
 def _of_one_run(run: ReportRun) -> dict[str, Any]:
     attributes, training = run.attributes if run.attributes is not None else (), training_of(run)
+    # The way from the run to manifest, store and model names folders, perhaps a person; the page is made to be shared.
+    configuration = read_json(run.info.path / "run.json")
+    configuration |= {"manifest": run.info.manifest_path.name, "store": run.info.store_path.name}
+    if run.info.evaluation is not None:
+        configuration["evaluation"] = run.info.evaluation | {"model": Path(run.info.evaluation["model"]).name}
     return {
         "facts": text.facts(run),
         "failures": text.failures(run),
@@ -119,7 +124,7 @@ def _of_one_run(run: ReportRun) -> dict[str, Any]:
         "follows_budget": follows_budget(run),
         "n": f"{run.n:,}{fewer_images(run)}",
         "file_hashes": {name: sha256_file(run.info.path / name) for name in ("results.csv", "predictions.parquet")},
-        "configuration": json.dumps(read_json(run.info.path / "run.json"), indent=1, sort_keys=True, ensure_ascii=False),
+        "configuration": json.dumps(configuration, indent=1, sort_keys=True, ensure_ascii=False),
     }
 
 
