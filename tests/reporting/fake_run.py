@@ -32,7 +32,7 @@ RANKERS = ("random", "norm", "attention-entropy", "local-contrast", "lats", OURS
 # How much of a class each method's head learns from a pure lesion: only used to make accuracies that differ a little.
 SKILL = {"tome": 2.1, "random": 2.1, "norm": 1.7, "attention-entropy": 1.8, "local-contrast": 1.9, "oracle": 2.4}
 NOISE = {"lats": 0.45, "lats:mask-free": 1.6, "lats:fixed-0.5": 0.5, OURS: 0.3}
-STRENGTH = {"attention-entropy": 1.0, "norm": -0.6, "local-contrast": -0.8, "scout": 6.0}
+STRENGTH = {"attention-entropy": 1.0, "norm": -0.6, "local-contrast": -0.8, "lookout": 6.0}
 
 C = ("center", "darkness", "oracle")
 STUDIES: dict[str, tuple[tuple[str, ...], tuple[float, ...]]] = {

@@ -314,9 +314,9 @@ def test_a_number_changed_in_results_csv_changes_page_tables_sentences_and_json(
 @pytest.fixture(scope="module")
 def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The report of a run with another package's learned selector, whose image files are gone."""
-    methods = ("no-pruning", "random", "scout", "center", "darkness", "oracle")
+    methods = ("no-pruning", "random", "lookout", "center", "darkness", "oracle")
     folder = tmp_path_factory.mktemp("theirs") / "run"
-    fake_run(folder, n=16, seeds=(42,), studies=("main",), methods=methods, learned=("scout",))
+    fake_run(folder, n=16, seeds=(42,), studies=("main",), methods=methods, learned=("lookout",))
     shutil.rmtree(folder / "data")
     report(folder)
     return folder
@@ -332,9 +332,9 @@ def test_images_out_of_reach_leave_only_the_pictures_out(theirs: Path) -> None:
 
 def test_a_run_of_another_packages_selector_is_reported_like_our_own(theirs: Path) -> None:
     text = (theirs / "report.html").read_text(encoding="utf-8")
-    assert "of the lesion kept by scout at budget 0.3" in text
-    assert "The text follows scout (<code>scout</code>), the model that <code>mtb predict</code> uses." in text
-    assert re.search(r"scout is (better|not clearly better|worse) than simply keeping the image center", text)
+    assert "of the lesion kept by lookout at budget 0.3" in text
+    assert "The text follows lookout (<code>lookout</code>), the model that <code>mtb predict</code> uses." in text
+    assert re.search(r"lookout is (better|not clearly better|worse) than simply keeping the image center", text)
     assert "LATS (paper)" not in text.split('id="glossary"')[0].split('id="paper"')[0]
     assert (theirs / "figures" / "scores.svg").exists()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from abc import abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -60,9 +61,9 @@ class FromSource(WriteManifest):
     seed: Seed = 42
     """Random seed of the split. The paper's split always uses 42."""
 
+    @abstractmethod
     def read(self) -> Manifest:
         """Return the manifest of the source."""
-        raise NotImplementedError
 
     def run(self) -> None:
         manifest = self._split(self.read())

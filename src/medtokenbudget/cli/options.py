@@ -13,6 +13,7 @@ import re
 import shutil
 import sys
 import textwrap
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -43,7 +44,7 @@ class General(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Command(Settings):
+class Command(Settings, ABC):
     """Base of commands. A field that is a dataclass is a section of the help, whose fields are options too."""
 
     example: ClassVar[str]
@@ -61,9 +62,9 @@ class Command(Settings):
         """Return the defaults that differ from the fields', by dotted name, for the preset that the user named."""
         return {}
 
+    @abstractmethod
     def run(self) -> int | None:
         """Do the work and return the exit code; None is success."""
-        raise NotImplementedError
 
     def require_effect(self, condition: bool, needed: str, *names: str) -> None:
         """Reject options that were given although they change nothing without `needed`, text such as '`split="kfold"`'."""
