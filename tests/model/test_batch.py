@@ -59,7 +59,7 @@ def written(folder: Path) -> dict[str, int]:
 
 def test_shards_hold_the_rows_of_one_table(photos: Path, router: MedTokenBudget, tmp_path: Path) -> None:
     masks = tmp_path / "masks"
-    config = RouteConfig(batch_size=2, tokens=True, overlay=True)
+    config = RouteConfig(batch_size=2, tokens=True, overlay=True, mask=True, box=True, crop=True)
     one = route_files(photos, tmp_path / "one", router, masks, config)
     many = route_files(photos, tmp_path / "many", router, masks, replace(config, shard_size=3))
     expected, found = pd.read_parquet(one.table), pd.read_parquet(many.table)
@@ -78,6 +78,8 @@ def test_shards_hold_the_rows_of_one_table(photos: Path, router: MedTokenBudget,
     tokens = [load_file(path)["tokens"] for path in sorted((tmp_path / "many" / "tokens").iterdir())]
     assert [len(part) for part in tokens] == [3, 2, 2]
     assert len(list((tmp_path / "many" / "overlays").iterdir())) == 7
+    for file in (*expected["mask"], *expected["crop"]):
+        assert (tmp_path / "many" / file).read_bytes() == (tmp_path / "one" / file).read_bytes()
     first, second = (read_json(tmp_path / name / "summary.json") for name in ("one", "many"))
     assert first == second
 

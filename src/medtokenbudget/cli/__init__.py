@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     group = words[:1] if words and words[0] in GROUPS else []
     before, rest = [*group, *words[len(group) : len(group) + 1]], words[len(group) + 1 :]
     name = " ".join(before)
-    asked = Command
+    asked: type[Command] | None = None
     try:
         if name == "--version":
             print(_version(), flush=True)
@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as stop:  # tyro showed the help, or what is wrong
         return int(stop.code or 0)
     except MedTokenBudgetError as error:
-        print(f"mtb: {spelled(str(error), options(asked))}", file=sys.stderr)
+        print(f"mtb: {spelled(str(error), {} if asked is None else options(asked))}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("\nmtb: Stopped. Run the same command again to continue.", file=sys.stderr)

@@ -84,6 +84,12 @@ class Route(Infer):
     """Folder with lesion masks (a.png, a_segmentation.png or a_mask.png for a.jpg), to measure how much is kept."""
     overlay: bool = False
     """Also draw the kept patches of each image, in overlays/."""
+    mask: bool = False
+    """Also write the lesion as a mask, in masks/; `mask` in the table is its file."""
+    box: bool = False
+    """Also write `box` in the table: left, top, right, bottom in pixels, four numbers for each lesion, the largest first."""
+    crop: bool = False
+    """Also write a crop of the largest lesion, in crops/; `crop` in the table is its file."""
     tokens: bool = False
     """Also write the kept tokens, to tokens.safetensors."""
     table: Literal["parquet", "csv"] = "parquet"

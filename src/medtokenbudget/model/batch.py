@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from PIL import Image
 
 from medtokenbudget import files
 from medtokenbudget.config import NOTICE, Count, Natural, Parallel, Settings
@@ -40,6 +41,8 @@ from medtokenbudget.model.writers import TokenFormat, row_of, table_schema, tabl
 from medtokenbudget.progress import progress, say
 
 TABLE, ERRORS, TOKENS, OVERLAYS, SUMMARY = "routes", "errors.jsonl", "tokens", "overlays", "summary.json"
+LESIONS = {"mask": "masks", "box": "", "crop": "crops"}
+"""What is written of the lesion itself: the column of the table, and the folder of its pictures."""
 REQUEST, MODEL = "_request.json", "_model"
 """Names with an underscore in front are no part of the data set for those who read it (pandas, Arrow, Spark, Ray)."""
 SHARD_SIZE = 1000
@@ -62,6 +65,12 @@ class RouteConfig(Settings):
     """Number format of these tokens."""
     overlay: bool = False
     """Whether to draw the kept patches of each image too."""
+    mask: bool = False
+    """Whether to write the lesion that the router sees as a mask, too."""
+    box: bool = False
+    """Whether to write the boxes of lesions too."""
+    crop: bool = False
+    """Whether to write a crop of the largest lesion too."""
     batch_size: Count = 16
     """Images per forward pass."""
     workers: Parallel = 2
@@ -70,6 +79,11 @@ class RouteConfig(Settings):
     """Images per file of a table in shards, which a stopped command resumes; 0 writes one table."""
     jobs: Parallel = 1
     """Processes that share the work, in shards; they divide the GPUs of the machine. 0 means one per GPU, or one per core."""
+
+    @property
+    def lesions(self) -> tuple[str, ...]:
+        """What is written of the lesion itself."""
+        return tuple(name for name in LESIONS if getattr(self, name))
 
 
 @dataclass
@@ -130,6 +144,7 @@ class Shard:
     table: Path
     tokens: Path | None = None
     overlays: Path | None = None
+    lesions: Path | None = None
     first: int = 0
     key: str = ""
 
@@ -214,6 +229,8 @@ def route_files(
     if folder.exists() and not folder.is_dir():
         raise RequestError(f"{out} is a file. Choose a folder to write to as `out`.")
     router.answers((), config.budget, config.selector)  # a wrong request is refused before a file is made
+    if config.lesions:
+        router.require_lesion_map(config.selector)
     sources = with_masks(expand(images), masks)
     if engine == "local" and config.jobs == 1 and not config.shard_size:
         if (folder / TABLE).is_dir():
@@ -221,7 +238,7 @@ def route_files(
                 f'{folder} has a table in shards ({TABLE}/). Resume it with `shard_size` or `engine="ray"`, or use another `out`.'
             )
         tokens, overlays = folder / f"{TOKENS}.safetensors", folder / OVERLAYS if config.overlay else None
-        shard = Shard(sources, folder / f"{TABLE}.{config.table}", tokens if config.tokens else None, overlays)
+        shard = Shard(sources, folder / f"{TABLE}.{config.table}", tokens if config.tokens else None, overlays, folder)
         with exclusive(folder, name=f".{TABLE}.lock"), progress(what="Routing", unit="image") as bar:
             routed = write_table(router, shard, config, bar.update, folder / ERRORS)
             # What an earlier call with other formats left would not belong to this table.
@@ -331,7 +348,7 @@ def write_table(
             errors.append(row)
 
     with ExitStack() as stack:
-        schema = table_schema(model.classes if kind is Prediction else None, metadata)
+        schema = table_schema(model.classes if kind is Prediction else None, metadata, config.lesions)
         add_row = stack.enter_context(table_writer(shard.table, schema))
         add_tokens: Callable[[Routing], None] | None = None
         if shard.tokens is not None:
@@ -343,10 +360,11 @@ def write_table(
                 routed.failed += 1
                 routed.reason = routed.reason or source.reason
                 continue
+            name, row = f"{shard.first + routed.done:06d}-{Path(answer.image).stem}.png", row_of(answer)
             if shard.overlays is not None:
-                name = f"{shard.first + routed.done:06d}-{Path(answer.image).stem}.png"
                 _save_overlay(shard.overlays / name, answer, partial(note, source))
-            row = row_of(answer)
+            if shard.lesions is not None:
+                row |= _write_lesion(shard.lesions, name, answer, config)
             add_row(row)
             if add_tokens is not None:
                 add_tokens(answer)
@@ -375,6 +393,24 @@ def _save_overlay(path: Path, answer: Routing, note: Callable[[str], None]) -> N
     files.write_encoded(path, lambda stream: picture.save(stream, format="PNG"))
 
 
+def _write_lesion(folder: Path, name: str, answer: Routing, config: RouteConfig) -> dict[str, Any]:
+    """Write mask and crop as far as they are asked for, and return the cells of the table."""
+    cells: dict[str, Any] = {}
+    pictures: dict[str, Image.Image | None] = {}
+    if config.mask:
+        pictures["mask"] = Image.fromarray(answer.mask().astype(np.uint8) * 255)
+    if config.crop:
+        pictures["crop"] = answer.crop()
+    if config.box:
+        cells["box"] = [side for box in answer.boxes for side in box]
+    for column, picture in pictures.items():
+        cells[column] = None
+        if picture is not None:
+            cells[column] = f"{LESIONS[column]}/{name}"
+            files.write_encoded(folder / LESIONS[column] / name, partial(picture.save, format="PNG"))
+    return cells
+
+
 # A table in shards ---------------------------------------------------------------------------------------------------
 
 
@@ -390,6 +426,7 @@ def _table_in_shards(
     processes = 1 if execution.jobs == 1 else len(worker_devices(device, execution.jobs))
     tokens = config.tokens_dtype if config.tokens else None
     request = {**_metadata(model, config), "batch_size": config.batch_size, "tokens": tokens, "overlay": config.overlay}
+    request |= dict.fromkeys(config.lesions, True)
     with exclusive(folder, name=f".{TABLE}.lock"):
         # Shards of another model or budget are not thrown away without being asked.
         advice = "It was made by another request, or is damaged. Use another `out`, or delete the folder."
@@ -452,6 +489,7 @@ def _plan(folder: Path, sources: Iterable[ImageSource], config: RouteConfig, req
             folder / TABLE / f"part-{index:06d}.parquet",
             folder / TOKENS / f"part-{index:06d}.safetensors" if config.tokens else None,
             folder / OVERLAYS if config.overlay else None,
+            folder,
             index * size,
             files.sha256_json([request, states]),
         )

@@ -121,12 +121,7 @@ class EarlyRouting:
             raise RequestError(
                 f"The router's method '{name}' {kind}, so it cannot choose patches early. Use one that ranks patches."
             )
-        masks = router.info.get("run", {}).get("masks")
-        if selector.learns and (router.train_config.losses.lesion <= 0 or masks == 0):
-            raise RequestError(
-                f"The router's method '{name}' was trained without lesion masks, so it does not know where the lesion is. "
-                "Use a router that was trained with masks, such as `mtb train` makes by default."
-            )
+        router.check_lesions()
         if isinstance(selector, torch.nn.Module):
             selector.eval()
         return selector, score

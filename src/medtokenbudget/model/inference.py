@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -176,6 +176,7 @@ class Routing:
         guarantee: The guarantee that decided how many patches are kept; None for a budget.
         source: Where the picture comes from. A file is opened again only when it is shown; a picture passed as an object is
             referenced, not copied.
+        model: The model that routed the image.
     """
 
     image: str
@@ -191,6 +192,7 @@ class Routing:
     lesion: np.ndarray | None = None
     guarantee: Guarantee | None = None
     source: ImageSource | None = None
+    model: MedTokenBudget | None = None
 
     @property
     def unfamiliar(self) -> bool:
@@ -243,6 +245,44 @@ class Routing:
         from medtokenbudget.model.overlays import overlay
 
         return overlay(self.source, self, mask if mask is not None else self.source.mask, side)
+
+    @cached_property
+    def lesion_map(self) -> np.ndarray:
+        """Lesion probability, float32 [h, w] on the finest grid that the method has; computed when it is first read."""
+        if self.model is None or self.source is None:
+            raise RequestError(f"The routing of {self.image} does not know its model and its picture. Route the image again.")
+        return self.model.lesion_map(self.source, self.selector)
+
+    def mask(self, threshold: float = 0.5) -> np.ndarray:
+        """Return the lesion as bool [height, width] in pixels of the image: where its probability is above `threshold`."""
+        from medtokenbudget.model.overlays import lesion_mask
+
+        probability = self.lesion_map
+        assert self.source is not None
+        return lesion_mask(probability, self.source.open().size, threshold)
+
+    @cached_property
+    def boxes(self) -> list[tuple[int, int, int, int]]:
+        """Left, top, right and bottom of each lesion in pixels of the image, the largest lesion first."""
+        from medtokenbudget.model.overlays import lesion_boxes
+
+        return lesion_boxes(self.mask())
+
+    @property
+    def box(self) -> tuple[int, int, int, int] | None:
+        """The box of the largest lesion; None if there is no lesion."""
+        return self.boxes[0] if self.boxes else None
+
+    def crop(self, margin: float = 0.1) -> Image.Image | None:
+        """Cut the largest lesion out of the image, with `margin` of the box's longer side around it; None without a lesion."""
+        if self.box is None:
+            return None
+        assert self.source is not None
+        picture, (left, top, right, bottom) = self.source.open(), self.box
+        room = round(margin * max(right - left, bottom - top))
+        return picture.crop(
+            (max(0, left - room), max(0, top - room), min(picture.width, right + room), min(picture.height, bottom + room))
+        )
 
     @property
     def headline(self) -> str:
@@ -355,7 +395,7 @@ def answers(
                 yield source, None
                 continue
             values: dict[str, Any] = dict(zip(columns, next(rows)), grid=tokens.grid, selector=method, guarantee=guarantee)
-            yield source, kind(image=source.name, source=source, lesion=lesion, **values)
+            yield source, kind(image=source.name, source=source, model=model, lesion=lesion, **values)
 
 
 def _batches(items: Iterable[Decoded], size: int) -> Iterator[list[Decoded]]:

@@ -28,8 +28,9 @@ from medtokenbudget.errors import BudgetError, MismatchError, RequestError, Shap
 from medtokenbudget.locks import exclusive
 from medtokenbudget.model import inference, saved
 from medtokenbudget.model.guarantee import Guarantee
-from medtokenbudget.model.inference import Answer, ImageSource, Prediction, Routing, expand
+from medtokenbudget.model.inference import Answer, ImageSource, Prediction, Routing, evaluating, expand, open_picture
 from medtokenbudget.routing.conformal import Promise
+from medtokenbudget.routing.trainable import ScoredRanker
 from medtokenbudget.tokens import SIGNALS, Selection, TokenBatch
 from medtokenbudget.training.classifier import RoutedClassifier
 from medtokenbudget.training.familiarity import Familiarity
@@ -423,6 +424,48 @@ class MedTokenBudget(nn.Module):
         if issubclass(kind, Prediction):
             _ = classifier.required_head
         return inference.answers(self, sources, amount, method, kind, batch_size, workers, masks)
+
+    def check_lesions(self, selector: str | None = None) -> None:
+        """Reject a method that does not know where the lesion is, because it learned without masks."""
+        method = self.main if selector is None else selector
+        masks = self.info.get("run", {}).get("masks")
+        if self.classifier(method).selector.learns and (self.train_config.losses.lesion <= 0 or masks == 0):
+            raise RequestError(
+                f"The router's method '{method}' was trained without lesion masks, so it does not know where the lesion is. "
+                "Use a router that was trained with masks, such as `mtb train` makes by default."
+            )
+
+    def require_lesion_map(self, selector: str | None = None) -> ScoredRanker:
+        """Return the selector of a method that scores patches by a lesion probability; any other is an error."""
+        if self.scout is not None:
+            return self.scout.require_lesion_map()
+        selecting = self.classifier(selector).selector
+        if not isinstance(selecting, ScoredRanker):
+            raise RequestError(
+                f"The method '{selector or self.main}' gives no lesion probability. Use one that learns scores from masks, such as "
+                "'lats' or 'scout'."
+            )
+        self.check_lesions(selector)
+        return selecting
+
+    @torch.inference_mode()
+    def lesion_map(self, image: Any, selector: str | None = None) -> np.ndarray:
+        """Return the lesion probability of an image, float32 [h, w] on the finest grid that the method has.
+
+        Args:
+            image: A path, Pillow picture, uint8 array [H, W, 3] or the bytes of a file.
+            selector: Method to use; None means the main one.
+
+        Raises:
+            RequestError: The method does not score patches by a lesion probability.
+        """
+        if self.scout is not None:
+            return self.scout.lesion_map(image)
+        selecting = self.require_lesion_map(selector)
+        with evaluating(selecting):
+            tokens = self.encode(self.backbone.prepare(open_picture(image))[None])
+            probability: np.ndarray = selecting.lesion_map(selecting.check(tokens))[0].float().cpu().numpy()
+        return probability
 
     def save_pretrained(self, path: Path | str) -> Path:
         """Save the model as a folder without local paths, and return it; the backbone's weights are found by name and hash."""

@@ -1,4 +1,4 @@
-"""A picture of what the model looked at: kept patches clear, dropped ones dimmed, the lesion outlined if there is a mask.
+"""Pictures of an answer: kept patches clear and dropped ones dimmed, and the lesion as a mask, as boxes and as a crop.
 
 Drawn with Pillow alone: no plotting library is loaded to look at one image.
 """
@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFilter, ImageFont
+from scipy import ndimage
 
 from medtokenbudget.config import NOTICE
 from medtokenbudget.model.inference import Routing, open_mask, open_picture
@@ -63,6 +64,27 @@ def overlay(image: Any, prediction: Routing, mask: Any = None, side: int = 640) 
     caption = f"{prediction.selector}, {amount}: {share}   {NOTICE}"
     picture = _with_line(picture, f"{prediction.headline}   {caption}".strip(), picture.height, PAPER, INK)
     return _with_line(picture, WARNING, 0, INK, LESION_EDGE) if prediction.unfamiliar else picture
+
+
+Box = tuple[int, int, int, int]
+"""Left, top, right and bottom in pixels; right and bottom are the first column and row outside."""
+
+
+def lesion_mask(probability: np.ndarray, size: tuple[int, int], threshold: float = 0.5) -> np.ndarray:
+    """Enlarge lesion probabilities [h, w] to a picture of (width, height) pixels and cut them: bool [height, width]."""
+    field = Image.fromarray(np.asarray(probability, dtype=np.float32))
+    return np.asarray(field.resize(size, Image.Resampling.BILINEAR)) > threshold
+
+
+def lesion_boxes(mask: np.ndarray) -> list[Box]:
+    """Return the bounding box of each connected part of a mask [height, width], the part with the largest area first."""
+    labels, _ = ndimage.label(mask)
+    areas = np.bincount(labels.ravel())[1:]
+    places = ndimage.find_objects(labels)
+    return [
+        (columns.start, rows.start, columns.stop, rows.stop)
+        for rows, columns in (places[part] for part in np.argsort(-areas, kind="stable"))
+    ]
 
 
 def _dim(picture: Image.Image, kept: np.ndarray, rows: list[int], columns: list[int]) -> Image.Image:

@@ -34,8 +34,11 @@ _DTYPES: dict[str, tuple[str, np.dtype[Any]]] = {"fp16": ("F16", np.dtype("<f2")
 """Number format -> its name in safetensors files and in NumPy."""
 
 
-def table_schema(classes: Sequence[str] | None, metadata: dict[str, str]) -> Any:
-    """Return the Arrow schema of a table: of predictions with these classes (`p_<class>`), or of routings for None."""
+def table_schema(classes: Sequence[str] | None, metadata: dict[str, str], lesion_files: Sequence[str] = ()) -> Any:
+    """Return the Arrow schema of a table: of predictions with these classes (`p_<class>`), or of routings for None.
+
+    `lesion_files` are those of the columns `mask`, `box` and `crop` that were asked for.
+    """
     import pyarrow as pa
 
     route = [
@@ -51,7 +54,8 @@ def table_schema(classes: Sequence[str] | None, metadata: dict[str, str]) -> Any
         predicted = [("label", pa.string()), ("probability", pa.float32()), *((f"p_{name}", pa.float32()) for name in classes)]
         return pa.schema([image, *predicted, *route, kept], metadata)
     lesion = [(name, pa.int32()) for name in ("lesion", "kept_lesion", "center_lesion")]
-    return pa.schema([image, *route, *lesion, kept, ("scores", pa.list_(pa.float32()))], metadata)
+    found = [(name, pa.list_(pa.int32()) if name == "box" else pa.string()) for name in lesion_files]
+    return pa.schema([image, *route, *lesion, *found, kept, ("scores", pa.list_(pa.float32()))], metadata)
 
 
 def row_of(answer: Routing) -> dict[str, Any]:

@@ -132,6 +132,10 @@ class ScoredRanker(LearnedSelector, Ranker):
         """Score the patches, [B, N] in [0, 1], smoothed, without dropout and noise whatever the mode."""
         return self.smoothed(torch.sigmoid(self.score_logits(tokens)), tokens.grid)
 
+    def lesion_map(self, tokens: TokenBatch) -> Tensor:
+        """Return the lesion probability [B, h, w] on the finest grid that the selector has, for one trained with masks."""
+        return self.score(tokens).unflatten(1, tokens.grid)
+
     def smoothed(self, scores: Tensor, grid: tuple[int, int]) -> Tensor:
         return smooth_scores(scores, grid, self.router.smooth, self.router.padding)
 

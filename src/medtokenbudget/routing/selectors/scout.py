@@ -7,6 +7,9 @@ selector. `training/scouting.py` trains it from images and masks.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -144,11 +147,20 @@ class Scout(ScoredRanker):
         patches = F.adaptive_avg_pool2d(self.fine_logits(tokens).unsqueeze(1), tokens.grid).flatten(1)
         return patches if at is None else patches.gather(1, at)
 
+    def lesion_map(self, tokens: TokenBatch) -> Tensor:
+        with self._evaluating():
+            return torch.sigmoid(self.fine_logits(tokens))
+
     def score_logits(self, tokens: TokenBatch) -> Tensor:
+        with self._evaluating():
+            return self.logits(tokens)
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
         # In training mode the normalization would depend on the other images of the batch.
         training = self.network.training
         self.network.eval()
         try:
-            return self.logits(tokens)
+            yield
         finally:
             self.network.train(training)
