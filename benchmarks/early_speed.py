@@ -20,9 +20,9 @@ from medtokenbudget.backbone import partial
 from medtokenbudget.backbone.backbone import Backbone
 from medtokenbudget.backbone.preprocess import Preprocessing
 from medtokenbudget.config import DEFAULT_BUDGET
-from medtokenbudget.devices import cpu_threads
 from medtokenbudget.model import EarlyRouting, MedTokenBudget, load
 from medtokenbudget.routing import LATSSelector, budget_to_k
+from medtokenbudget.runtime import cpu_threads
 from medtokenbudget.tokens import TokenBatch
 
 SHAPES = {"ViT-S/14": "vit_small_patch14_dinov2", "ViT-B/14": "vit_base_patch14_dinov2"}

@@ -32,10 +32,10 @@ from medtokenbudget.backbone import FeatureStore, extract
 from medtokenbudget.config import BackboneConfig, ExtractConfig, LATSConfig, preset
 from medtokenbudget.data import Manifest, cut_selection, folder_manifest, isic_manifest, merged_groups
 from medtokenbudget.data.readers import METADATA, read_lesions
-from medtokenbudget.progress import say
 from medtokenbudget.routing import Ranker
 from medtokenbudget.routing.conformal import group_mean, lesion_kept
 from medtokenbudget.runs.evaluate import patch_scores
+from medtokenbudget.runtime import say
 
 BACKBONE, VIEWS = BackboneConfig(name="embedded"), ExtractConfig(views="off-center")
 TEACHERS = ("lats",)

@@ -35,14 +35,13 @@ from medtokenbudget.config import (
 )
 from medtokenbudget.data import Drawings, Manifest, synthetic_manifest
 from medtokenbudget.errors import RequestError, WorkError
+from medtokenbudget.files import exclusive
 from medtokenbudget.jobs import Execution
-from medtokenbudget.locks import exclusive
 from medtokenbudget.model.batch import RouteConfig, route_files
 from medtokenbudget.model.early import EarlyRouting
 from medtokenbudget.model.guarantee import Guarantee, with_guarantee
 from medtokenbudget.model.model import MedTokenBudget, load
 from medtokenbudget.model.saved import ROUTER, resolve, write_guarantees
-from medtokenbudget.progress import say
 from medtokenbudget.routing import default_methods, selector_class
 from medtokenbudget.routing.conformal import Promise
 from medtokenbudget.runs import evaluate as evaluation
@@ -53,6 +52,7 @@ from medtokenbudget.runs.method import Method, method_of, with_heads
 from medtokenbudget.runs.preflight import READS_ROUTED, supported_methods
 from medtokenbudget.runs.run import FILE, Run
 from medtokenbudget.runs.studies import Study, Unit, chosen_studies
+from medtokenbudget.runtime import say
 from medtokenbudget.training.classifier import RoutedClassifier
 from medtokenbudget.training.familiarity import fit_familiarity
 from medtokenbudget.training.rows import TrainingRows

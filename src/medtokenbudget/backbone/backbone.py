@@ -30,9 +30,9 @@ from medtokenbudget.backbone import attention
 from medtokenbudget.backbone.preprocess import Preprocessing
 from medtokenbudget.config import BackboneConfig
 from medtokenbudget.data.manifest import listed
-from medtokenbudget.devices import resolve_device
 from medtokenbudget.errors import MedTokenBudgetError, RequestError, ShapeError, UnknownNameError, WorkError, first_line
 from medtokenbudget.files import read_sealed, sha256_file, write_sealed, write_text
+from medtokenbudget.runtime import resolve_device
 from medtokenbudget.tokens import PSEUDO_TEMPERATURE, TokenBatch
 
 Model = Any

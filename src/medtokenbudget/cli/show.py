@@ -12,7 +12,7 @@ from tyro.conf import Positional
 from medtokenbudget.cli.options import Command
 from medtokenbudget.config import Count, Seed
 from medtokenbudget.errors import WorkError
-from medtokenbudget.progress import say
+from medtokenbudget.runtime import say
 
 
 @dataclass(frozen=True, kw_only=True)

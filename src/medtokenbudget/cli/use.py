@@ -12,7 +12,7 @@ from tyro.conf import Positional
 from medtokenbudget.cli.options import Command, Engine
 from medtokenbudget.config import HEADLINE_BUDGETS, Budget, Count, Natural, Parallel, ServeConfig, Share
 from medtokenbudget.errors import RequestError
-from medtokenbudget.progress import say
+from medtokenbudget.runtime import say
 
 if TYPE_CHECKING:
     from medtokenbudget.model import Guarantee, MedTokenBudget

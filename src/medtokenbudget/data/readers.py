@@ -24,7 +24,7 @@ from medtokenbudget.data.manifest import COLUMNS, METADATA_KEY, SPLITS, Manifest
 from medtokenbudget.data.splits import paper_split
 from medtokenbudget.errors import RequestError, UnknownNameError, first_line
 from medtokenbudget.files import write_encoded
-from medtokenbudget.progress import say
+from medtokenbudget.runtime import say
 
 ISIC_CLASSES = ("MEL", "NV", "BCC", "AK", "BKL", "DF", "VASC", "SCC")
 IMAGES = "ISIC_2019_Training_Input"

@@ -16,7 +16,7 @@ from medtokenbudget.config import Folds, Fraction, Natural, Parallel, Seed, chec
 from medtokenbudget.data.duplicates import merged_groups
 from medtokenbudget.data.manifest import Manifest, SplitRule, listed
 from medtokenbudget.errors import RequestError
-from medtokenbudget.progress import say
+from medtokenbudget.runtime import say
 
 PAPER_SEED = 42
 PAPER_SHARE = 0.8

@@ -28,17 +28,16 @@ from medtokenbudget import files
 from medtokenbudget.config import NOTICE, Count, Natural, Parallel, Settings
 from medtokenbudget.data import decode_mask
 from medtokenbudget.data.readers import MASK_NAMES, MaskFolder
-from medtokenbudget.devices import worker_devices
 from medtokenbudget.errors import MedTokenBudgetError, RequestError, WorkError
+from medtokenbudget.files import exclusive
 from medtokenbudget.jobs import Advance, Execution, require_shared, run_units
-from medtokenbudget.locks import exclusive
 from medtokenbudget.metrics import Retention, retention_of_counts
 from medtokenbudget.model.guarantee import Guarantee
 from medtokenbudget.model.inference import ImageSource, Prediction, Routing, expand
 from medtokenbudget.model.model import DEFAULT_MODEL, MedTokenBudget, load, loaded
 from medtokenbudget.model.overlays import overlay
 from medtokenbudget.model.writers import TokenFormat, row_of, table_schema, table_writer, token_writer
-from medtokenbudget.progress import progress, say
+from medtokenbudget.runtime import progress, say, worker_devices
 
 TABLE, ERRORS, TOKENS, OVERLAYS, SUMMARY = "routes", "errors.jsonl", "tokens", "overlays", "summary.json"
 LESIONS = {"mask": "masks", "box": "", "crop": "crops"}

@@ -23,14 +23,14 @@ from medtokenbudget.backbone.backbone import Backbone
 from medtokenbudget.backbone.preprocess import luminance
 from medtokenbudget.config import DEFAULT_BUDGET, BackboneConfig, TrainConfig
 from medtokenbudget.data import patch_labels
-from medtokenbudget.devices import resolve_device
 from medtokenbudget.errors import BudgetError, MismatchError, RequestError, ShapeError, UnknownNameError
-from medtokenbudget.locks import exclusive
+from medtokenbudget.files import exclusive
 from medtokenbudget.model import inference, saved
 from medtokenbudget.model.guarantee import Guarantee
 from medtokenbudget.model.inference import Answer, ImageSource, Prediction, Routing, evaluating, expand, open_picture
 from medtokenbudget.routing.conformal import Promise
 from medtokenbudget.routing.trainable import ScoredRanker
+from medtokenbudget.runtime import resolve_device
 from medtokenbudget.tokens import SIGNALS, Selection, TokenBatch
 from medtokenbudget.training.classifier import RoutedClassifier
 from medtokenbudget.training.familiarity import Familiarity

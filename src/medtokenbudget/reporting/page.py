@@ -12,8 +12,7 @@ from medtokenbudget import __version__
 from medtokenbudget.config import NOTICE, USE_NOTICE
 from medtokenbudget.data.strata import METHODS
 from medtokenbudget.errors import RequestError
-from medtokenbudget.files import read_json, sha256_file, write_text
-from medtokenbudget.locks import exclusive
+from medtokenbudget.files import exclusive, read_json, sha256_file, write_text
 from medtokenbudget.measures import GLOSSARY, is_missing, shown_in
 from medtokenbudget.model.looks import look
 from medtokenbudget.reporting import text

@@ -29,11 +29,11 @@ from medtokenbudget.files import atomic_write, read_json
 from medtokenbudget.model import Guarantee, MedTokenBudget
 from medtokenbudget.model.inference import evaluating
 from medtokenbudget.model.model import comparable
-from medtokenbudget.progress import progress, say
 from medtokenbudget.routing import Ranker, Selector, create_selector
 from medtokenbudget.routing.conformal import Promise, group_mean, kept_counts, lesion_kept, pick_threshold
 from medtokenbudget.runs.method import Method
 from medtokenbudget.runs.run import AS_IS, ATTRIBUTES, FILE, OF_IMAGES, Run, routing_name, write_tables
+from medtokenbudget.runtime import progress, say
 from medtokenbudget.training.classifier import RoutedClassifier
 from medtokenbudget.training.pooled import BATCH, pool_and_judge, probabilities, with_masks
 

@@ -31,12 +31,20 @@ from medtokenbudget.data import Manifest
 from medtokenbudget.data.manifest import listed
 from medtokenbudget.errors import RequestError
 from medtokenbudget.escaping import csv_frame, from_csv_cell
-from medtokenbudget.files import atomic_write, read_json, read_lines, sha256_file, unsealed, write_safetensors, write_sealed
-from medtokenbudget.locks import FILE as LOCK
-from medtokenbudget.locks import exclusive
+from medtokenbudget.files import (
+    LOCK,
+    atomic_write,
+    exclusive,
+    read_json,
+    read_lines,
+    sha256_file,
+    unsealed,
+    write_safetensors,
+    write_sealed,
+)
 from medtokenbudget.measures import NOT_MEASURED, Cell
 from medtokenbudget.model.model import MedTokenBudget, load
-from medtokenbudget.progress import say
+from medtokenbudget.runtime import say
 from medtokenbudget.training.trainer import log_hash
 
 FILE = "run.json"

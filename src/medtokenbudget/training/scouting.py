@@ -18,13 +18,11 @@ from torch.nn import functional as F
 from medtokenbudget.config import TrainConfig, given_settings, to_dict
 from medtokenbudget.data import Manifest, decode_image
 from medtokenbudget.data.masks import mask_of
-from medtokenbudget.devices import resolve_device
 from medtokenbudget.errors import MismatchError, RequestError
-from medtokenbudget.files import sha256_json
+from medtokenbudget.files import load_tensors, save_tensors, sha256_json
 from medtokenbudget.jobs import ordered_map
-from medtokenbudget.progress import progress, say
 from medtokenbudget.routing.selectors.scout import Scout
-from medtokenbudget.tensor_files import load_tensors, save_tensors
+from medtokenbudget.runtime import progress, resolve_device, say
 from medtokenbudget.training.classifier import RoutedClassifier
 from medtokenbudget.training.rows import generator
 

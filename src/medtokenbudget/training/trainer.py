@@ -21,15 +21,13 @@ from torch import Tensor, nn
 from medtokenbudget.backbone import FeatureStore
 from medtokenbudget.backbone.views import IDENTITY
 from medtokenbudget.config import HEADLINE_BUDGETS, CurriculumConfig, TrainConfig, to_dict
-from medtokenbudget.devices import resolve_device
 from medtokenbudget.errors import MismatchError, RequestError, WorkError
-from medtokenbudget.files import append_line, dotted, read_lines, sha256_json, write_lines
+from medtokenbudget.files import append_line, dotted, load_tensors, read_lines, save_tensors, sha256_json, write_lines
 from medtokenbudget.heads import Head, create_head
 from medtokenbudget.metrics import accuracy, share_of_ceiling
-from medtokenbudget.progress import say
 from medtokenbudget.routing import LearnedSelector, Ranker, Selector, TrainingPass, selector_class
 from medtokenbudget.routing.losses import classification_loss, total_loss
-from medtokenbudget.tensor_files import load_tensors, save_tensors
+from medtokenbudget.runtime import resolve_device, say
 from medtokenbudget.tokens import TokenBatch, TokenSet
 from medtokenbudget.training import pooled
 from medtokenbudget.training.classifier import RoutedClassifier
