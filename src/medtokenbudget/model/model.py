@@ -408,11 +408,13 @@ class MedTokenBudget(nn.Module):
         workers: int = 2,
         masks: bool = False,
         kind: type[Answer] = Routing,  # type: ignore[assignment]
+        maps: bool = False,
     ) -> Iterator[tuple[ImageSource, Answer | None]]:
         """Yield each source with its answer, or with None if it could not be read (`reason` of the source says why), in order.
 
         The request is checked at once, before the first image is opened. `kind` is `Routing`, or `Prediction` to read the classes
         too. With `masks` each answer has the lesion patches of its source's mask; where it cannot be used, `mask_reason` says why.
+        With `maps` it has its lesion map from the same pass; otherwise that is computed when it is read.
         """
         settings.check_values({"batch_size": (batch_size, settings.Count), "workers": (workers, settings.Parallel)})
         method, amount = self.main if selector is None else selector, self.amount(budget)
@@ -423,13 +425,14 @@ class MedTokenBudget(nn.Module):
             raise RequestError(f"This guarantee is for '{amount.selector}', not for '{method}'. Calibrate '{method}' first.")
         if issubclass(kind, Prediction):
             _ = classifier.required_head
-        return inference.answers(self, sources, amount, method, kind, batch_size, workers, masks)
+        return inference.answers(self, sources, amount, method, kind, batch_size, workers, masks, maps)
 
     def check_lesions(self, selector: str | None = None) -> None:
         """Reject a method that does not know where the lesion is, because it learned without masks."""
         method = self.main if selector is None else selector
         masks = self.info.get("run", {}).get("masks")
-        if self.classifier(method).selector.learns and (self.train_config.losses.lesion <= 0 or masks == 0):
+        without = self.train_config.losses.lesion <= 0 or masks == 0 or method.endswith(":mask-free")
+        if self.classifier(method).selector.learns and without:
             raise RequestError(
                 f"The router's method '{method}' was trained without lesion masks, so it does not know where the lesion is. "
                 "Use a router that was trained with masks, such as `mtb train` makes by default."
@@ -464,7 +467,7 @@ class MedTokenBudget(nn.Module):
         selecting = self.require_lesion_map(selector)
         with evaluating(selecting):
             tokens = self.encode(self.backbone.prepare(open_picture(image))[None])
-            probability: np.ndarray = selecting.lesion_map(selecting.check(tokens))[0].float().cpu().numpy()
+            probability: np.ndarray = selecting.scores_and_map(selecting.check(tokens))[1][0].float().cpu().numpy()
         return probability
 
     def save_pretrained(self, path: Path | str) -> Path:
