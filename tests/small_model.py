@@ -68,14 +68,18 @@ def early_model(folder: Path, way: Way, main: str = "no-pruning") -> MedTokenBud
 
 
 def scout_model(seed: int = 0) -> MedTokenBudget:
-    """A scout of 64 pixels that was never trained."""
+    """A scout of 64 pixels that was never trained, with tokens of the embedded backbone."""
     backbone = BackboneConfig(name="pixels", image_size=64)
     loaded = Backbone.load(backbone)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         scout = Scout(loaded.dim, width=0.5)
     classifiers = {"scout": RoutedClassifier(scout, None), "center": RoutedClassifier(create_selector("center"), None)}
-    return MedTokenBudget(backbone, loaded.fingerprint, (), classifiers, preset("scout"), main="scout", device="cpu")
+    embedded = BackboneConfig(name="embedded")
+    tokens_from = (embedded, Backbone.load(embedded).fingerprint)
+    return MedTokenBudget(
+        backbone, loaded.fingerprint, (), classifiers, preset("scout"), main="scout", tokens_from=tokens_from, device="cpu"
+    )
 
 
 def draw_images(folder: Path, count: int, size: int = 200, seed: int = 0) -> list[Path]:

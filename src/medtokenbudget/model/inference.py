@@ -166,7 +166,6 @@ class Routing:
         image: Path of the image, or 'image 3' for one that was passed as an object.
         scores: float32 [N], what the patches were ranked by (for LATS after smoothing), in raster order. None for mergers.
         kept: int64 [K], the kept patches, best first. None for mergers, which combine patches instead of keeping them.
-        tokens: float32 [K, D], the tokens in the order of `kept`.
         assignment: int64 [N], the output token that each patch went to; -1 for dropped patches.
         budget: Requested share of patches, in (0, 1]; with a guarantee, the share that this image keeps.
         k: Number of tokens K.
@@ -184,7 +183,6 @@ class Routing:
     image: str
     scores: np.ndarray | None
     kept: np.ndarray | None
-    tokens: np.ndarray
     assignment: np.ndarray
     budget: float
     k: int
@@ -195,6 +193,13 @@ class Routing:
     guarantee: Guarantee | None = None
     source: ImageSource | None = None
     model: MedTokenBudget | None = None
+
+    @cached_property
+    def tokens(self) -> np.ndarray:
+        """The tokens in the order of `kept`, float32 [K, D]; of a model with `tokens_from` they are computed when first read."""
+        if self.model is None or self.source is None or self.kept is None:
+            raise RequestError(f"The routing of {self.image} does not know its model and its picture. Route the image again.")
+        return self.model.tokens(self.source).patches[0, torch.from_numpy(self.kept)].float().cpu().numpy()
 
     @property
     def unfamiliar(self) -> bool:
@@ -388,7 +393,7 @@ def answers(
             kept = [row for one in selections for row in one.tokens.float().cpu().numpy()]
             indices = [row for one in selections if one.indices is not None for row in one.indices.cpu().numpy()]
             columns |= {
-                "tokens": kept,
+                "tokens": kept if model.tokens_from is None else repeat(None),
                 "k": map(len, kept),
                 "budget": (len(row) / tokens.n for row in kept) if guarantee else repeat(amount),
                 "kept": indices or repeat(None),  # mergers keep no patch
@@ -403,10 +408,10 @@ def answers(
                 yield source, None
                 continue
             values: dict[str, Any] = dict(zip(columns, next(rows)), grid=tokens.grid, selector=method, guarantee=guarantee)
-            probability = values.pop("lesion_map")
+            # What this pass knows is not computed when it is read.
+            known = {name: value for name in ("tokens", "lesion_map") if (value := values.pop(name)) is not None}
             answer = kind(image=source.name, source=source, model=model, lesion=lesion, **values)
-            if probability is not None:
-                vars(answer)["lesion_map"] = probability  # known, so it is not computed when it is read
+            vars(answer).update(known)
             yield source, answer
 
 

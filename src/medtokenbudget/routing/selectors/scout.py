@@ -140,7 +140,8 @@ class Scout(ScoredRanker):
     def fine_logits(self, tokens: TokenBatch) -> Tensor:
         """Return the lesion logits [B, H / 2, W / 2] of every second pixel."""
         h, w = tokens.grid
-        cells = tokens.patches.float().transpose(1, 2).unflatten(2, (h, w))
+        pixels = tokens.patches if tokens.pixels is None else tokens.pixels
+        cells = pixels.float().transpose(1, 2).unflatten(2, (h, w))
         fine: Tensor = self.network(F.pixel_shuffle(cells, self.patch))
         return fine
 
