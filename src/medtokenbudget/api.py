@@ -42,7 +42,7 @@ from medtokenbudget.model.early import EarlyRouting
 from medtokenbudget.model.guarantee import Guarantee, with_guarantee
 from medtokenbudget.model.model import MedTokenBudget, load
 from medtokenbudget.model.saved import ROUTER, resolve, write_guarantees
-from medtokenbudget.routing import default_methods, selector_class
+from medtokenbudget.routing import create_selector, default_methods, selector_class
 from medtokenbudget.routing.conformal import Promise
 from medtokenbudget.runs import evaluate as evaluation
 from medtokenbudget.runs import sweep as sweeping
@@ -170,7 +170,18 @@ def _train_scout(manifest: AnyManifest, out: Path, config: TrainConfig) -> Run:
         fingerprint = Backbone.load(backbone).fingerprint
         masks = int(opened.rows["mask"].notna().to_numpy()[opened.rows["split"] != "val"].sum())
         about = {"run": {"dataset": opened.name, "seeds": [config.seed], "hashes": {"manifest": opened.hash}, "masks": masks}}
-        model = MedTokenBudget(backbone, fingerprint, (), {SCOUT: classifier}, config, main=SCOUT, info=about, device=config.device)
+        embedded = BackboneConfig(name="embedded")
+        model = MedTokenBudget(
+            backbone,
+            fingerprint,
+            (),
+            {SCOUT: classifier} | {name: RoutedClassifier(create_selector(name), None) for name in ("center", "random")},
+            config,
+            main=SCOUT,
+            info=about,
+            tokens_from=(embedded, Backbone.load(embedded).fingerprint),
+            device=config.device,
+        )
         store = run_extraction(validation, out / "tokens", backbone, ExtractConfig(views="off-center", device=config.device))
         original, off_center = (store.rows(validation.ids, view=view, strict=False) for view in (IDENTITY, OFF_CENTER))
         held_out = evaluation.HeldOut(validation, store, original, off_center, "val")

@@ -96,7 +96,7 @@ def test_the_command_makes_a_model_that_routes_exports_and_scouts(photos: Path, 
     model = mtb.load(run, device="cpu")
     routing = model.route(Manifest.read(photos).image_path(0), budget=0.3)[0]
     assert routing.kept is not None
-    assert (len(routing.kept), routing.tokens.shape) == (76, (76, 48))
+    assert (len(routing.kept), routing.tokens.shape) == (76, (76, 192))
     assert main(["export", str(run), "--out", str(tmp_path / "onnx"), "--budget", "0.3"]) == 0
     store = mtb.extract(photos, tmp_path / "few", "embedded", early=mtb.EarlyRouting(model, "scout", budget=0.3), device="cpu")
     assert (store.per_image, store.grid) == (76, (16, 16))

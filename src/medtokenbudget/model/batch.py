@@ -334,7 +334,8 @@ def write_table(
     """
     routed = Routed(shard.table, model.grid)
     metadata, masks = _metadata(model, config), kind is Routing
-    answers = model.answers(shard.sources, config.budget, config.selector, config.batch_size, config.workers, masks, kind)
+    sizes, maps = (config.batch_size, config.workers), bool(config.lesions)
+    answers = model.answers(shard.sources, config.budget, config.selector, *sizes, masks, kind, maps)
     if isinstance(errors, Path):
         files.remove(errors)
 
@@ -359,7 +360,7 @@ def write_table(
                 routed.failed += 1
                 routed.reason = routed.reason or source.reason
                 continue
-            name, row = f"{shard.first + routed.done:06d}-{Path(answer.image).stem}.png", row_of(answer)
+            name, row = f"{shard.first + routed.done + routed.failed:06d}-{Path(answer.image).stem}.png", row_of(answer)
             if shard.overlays is not None:
                 _save_overlay(shard.overlays / name, answer, partial(note, source))
             if shard.lesions is not None:

@@ -301,11 +301,11 @@ def read_card(folder: Path) -> str:
         raise RequestError(f"{path} is damaged: it is not UTF-8 text. Copy the model folder again, or delete this file.") from None
 
 
-def backbone_config(config: dict[str, Any], source: Path, weights: Path | str | None) -> BackboneConfig:
-    """Read the settings of the backbone; without `weights` its file is looked for by name and hash."""
-    stored = config["backbone"]["weights"] if weights is None else weights
+def backbone_config(config: dict[str, Any], source: Path, weights: Path | str | None, name: str = "backbone") -> BackboneConfig:
+    """Read the settings of the backbone `name`; without `weights` its file is looked for by name and hash."""
+    stored = config[name]["weights"] if weights is None else weights
     try:
-        settings = BackboneConfig(**{**config["backbone"], "weights": None if stored is None else Path(stored)})
+        settings = BackboneConfig(**{**config[name], "weights": None if stored is None else Path(stored)})
     except (TypeError, RequestError) as error:
         raise RequestError(f"{source / CONFIG} does not describe a backbone of this version: {error}.") from None
-    return settings if weights is not None else located(settings, config["identity"]["backbone"]["weights"], source)
+    return settings if weights is not None else located(settings, config["identity"][name]["weights"], source)

@@ -104,6 +104,9 @@ class LearnedSelector(Selector, nn.Module):
 class ScoredRanker(LearnedSelector, Ranker):
     """Keeps the patches with the highest score, smoothed as `router` says. Subclasses write `logits` and `score_logits`."""
 
+    finer: ClassVar[bool] = False
+    """Whether its lesion map is finer than the grid of the tokens."""
+
     def __init__(self, router: RouterConfig) -> None:
         super().__init__(router.minimum)
         self.router = router
@@ -132,9 +135,10 @@ class ScoredRanker(LearnedSelector, Ranker):
         """Score the patches, [B, N] in [0, 1], smoothed, without dropout and noise whatever the mode."""
         return self.smoothed(torch.sigmoid(self.score_logits(tokens)), tokens.grid)
 
-    def lesion_map(self, tokens: TokenBatch) -> Tensor:
-        """Return the lesion probability [B, h, w] on the finest grid that the selector has, for one trained with masks."""
-        return self.score(tokens).unflatten(1, tokens.grid)
+    def scores_and_map(self, tokens: TokenBatch) -> tuple[Tensor, Tensor]:
+        """Return what `score` does, and the lesion probability [B, h, w] on the selector's finest grid, from one pass."""
+        scores = self.score(tokens)
+        return scores, scores.unflatten(1, tokens.grid)
 
     def smoothed(self, scores: Tensor, grid: tuple[int, int]) -> Tensor:
         return smooth_scores(scores, grid, self.router.smooth, self.router.padding)

@@ -120,6 +120,7 @@ class Scout(ScoredRanker):
     description = "A small convolutional network trained from masks scores every patch; it reads the image instead of tokens."
     color, marker = "#b5179e", "P"
     reads_pixels = True
+    finer = True
 
     def __init__(self, dim: int, width: float = 1.0, minimum: int = 16) -> None:
         super().__init__(RouterConfig(minimum=minimum, smooth=1))
@@ -139,17 +140,20 @@ class Scout(ScoredRanker):
     def fine_logits(self, tokens: TokenBatch) -> Tensor:
         """Return the lesion logits [B, H / 2, W / 2] of every second pixel."""
         h, w = tokens.grid
-        cells = tokens.patches.float().transpose(1, 2).unflatten(2, (h, w))
+        pixels = tokens.patches if tokens.pixels is None else tokens.pixels
+        cells = pixels.float().transpose(1, 2).unflatten(2, (h, w))
         fine: Tensor = self.network(F.pixel_shuffle(cells, self.patch))
         return fine
 
     def logits(self, tokens: TokenBatch, generator: torch.Generator | None = None, at: Tensor | None = None) -> Tensor:
-        patches = F.adaptive_avg_pool2d(self.fine_logits(tokens).unsqueeze(1), tokens.grid).flatten(1)
+        patches = _of_patches(self.fine_logits(tokens), tokens.grid)
         return patches if at is None else patches.gather(1, at)
 
-    def lesion_map(self, tokens: TokenBatch) -> Tensor:
+    def scores_and_map(self, tokens: TokenBatch) -> tuple[Tensor, Tensor]:
         with self._evaluating():
-            return torch.sigmoid(self.fine_logits(tokens))
+            fine = self.fine_logits(tokens)
+        scores = torch.sigmoid(_of_patches(fine, tokens.grid))
+        return self.smoothed(scores, tokens.grid), torch.sigmoid(fine)
 
     def score_logits(self, tokens: TokenBatch) -> Tensor:
         with self._evaluating():
@@ -164,3 +168,8 @@ class Scout(ScoredRanker):
             yield
         finally:
             self.network.train(training)
+
+
+def _of_patches(fine: Tensor, grid: tuple[int, int]) -> Tensor:
+    """Return the mean logit [B, N] of each patch."""
+    return F.adaptive_avg_pool2d(fine.unsqueeze(1), grid).flatten(1)
