@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from medtokenbudget.data import Manifest
     from medtokenbudget.heads import create_head, list_heads, register_head
     from medtokenbudget.metrics import LesionRetention, lesion_retention
-    from medtokenbudget.model import EarlyRouting, MedTokenBudget, load, overlay, route
+    from medtokenbudget.model import EarlyRouting, MedTokenBudget, load, overlay, predict, route
     from medtokenbudget.routing import create_selector, list_selectors, register_selector
     from medtokenbudget.tokens import Selection, TokenBatch
 
@@ -44,6 +44,7 @@ __all__ = [
     "list_selectors",
     "load",
     "overlay",
+    "predict",
     "preset",
     "register_head",
     "register_selector",
@@ -60,7 +61,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "data": ("Manifest",),
     "backbone": ("FeatureStore",),
     "metrics": ("LesionRetention", "lesion_retention"),
-    "model": ("EarlyRouting", "MedTokenBudget", "load", "overlay", "route"),
+    "model": ("EarlyRouting", "MedTokenBudget", "load", "overlay", "predict", "route"),
     "routing": ("create_selector", "list_selectors", "register_selector"),
     "tokens": ("Selection", "TokenBatch"),
     "heads": ("create_head", "list_heads", "register_head"),
