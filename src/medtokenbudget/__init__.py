@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from medtokenbudget.config import TrainConfig, preset
     from medtokenbudget.data import Manifest
     from medtokenbudget.heads import create_head, list_heads, register_head
-    from medtokenbudget.metrics import LesionRetention, lesion_retention
+    from medtokenbudget.metrics import lesion_retention
     from medtokenbudget.model import EarlyRouting, MedTokenBudget, load, overlay, predict, route
     from medtokenbudget.routing import create_selector, list_selectors, register_selector
     from medtokenbudget.tokens import Selection, TokenBatch
@@ -25,7 +25,6 @@ __version__ = "0.2.0"
 __all__ = [
     "EarlyRouting",
     "FeatureStore",
-    "LesionRetention",
     "Manifest",
     "MedTokenBudget",
     "Run",
@@ -60,7 +59,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "config": ("TrainConfig", "preset"),
     "data": ("Manifest",),
     "backbone": ("FeatureStore",),
-    "metrics": ("LesionRetention", "lesion_retention"),
+    "metrics": ("lesion_retention",),
     "model": ("EarlyRouting", "MedTokenBudget", "load", "overlay", "predict", "route"),
     "routing": ("create_selector", "list_selectors", "register_selector"),
     "tokens": ("Selection", "TokenBatch"),

@@ -115,11 +115,6 @@ class Selector(ABC):
             grid: (h, w) of the patches; None if it is square.
             generator: Source of the noise of selectors that draw.
             signals: What the selector `requires`, by the name of the field of `TokenBatch`: `cls_attention=...` [B, N].
-
-        Example:
-            >>> selection = create_selector("tome")(torch.rand(2, 197, 64), budget="30%", prefix=1)
-            >>> selection.tokens.shape
-            torch.Size([2, 58, 64])
         """
         if not isinstance(tokens, Tensor) or not tokens.is_floating_point() or tokens.ndim != 3 or 0 in tokens.shape:
             given = f"{tokens.dtype} {list(tokens.shape)}" if isinstance(tokens, Tensor) else type(tokens).__name__
@@ -272,5 +267,7 @@ def create_selector(name: str, **options: Any) -> Selector:
     Example:
         >>> create_selector("center").count(0.3, 256)
         76
+        >>> create_selector("tome")(torch.rand(2, 197, 64), budget="30%", prefix=1).tokens.shape
+        torch.Size([2, 58, 64])
     """
     return SELECTORS.create(name, **options)
