@@ -137,7 +137,7 @@ def test_the_numbers_in_the_python_of_the_retention_page_are_right(capsys: pytes
     assert (names["measured"].pooled, names["measured"].of_ceiling) == (0.5, 0.75)
     assert names["measured"].ceiling == pytest.approx(2 / 3)
     assert capsys.readouterr().out.startswith("retention 0.")
-    assert names["result"].n > 0
+    assert names["result"]["n"] > 0
 
 
 def test_every_option_of_a_command_that_is_not_run_exists(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import doctest
 import math
+import pickle
+import subprocess
+import sys
 import warnings
 from dataclasses import asdict
 
@@ -13,6 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn import metrics as sklearn
+from torchmetrics import MetricCollection
 
 from medtokenbudget import metrics
 from medtokenbudget.errors import CountError, RequestError, ShapeError
@@ -30,8 +35,8 @@ Masks = tuple[np.ndarray, np.ndarray, np.ndarray]
 def draw(seed: int, images: int = 0, n: int = 0) -> Masks:
     """Kept patches of different K, lesions of which some are empty, and which images have a mask."""
     rng = np.random.default_rng(seed)
-    # Never as many images as patches of 7 or more: such a square is the grid of one image.
-    images, n = images or int(rng.integers(1, 9)), n or int(rng.choice([1, 2, 3, 4, 5, 6, *range(9, 30)]))
+    # Fewer than 7 images: with 7 to 48 patches each, more could be the grid of one image.
+    images, n = images or int(rng.integers(1, 7)), n or int(rng.choice([1, 2, 3, 4, 5, 6, *range(9, 30)]))
     kept = rng.random((images, n)) < rng.random((images, 1))
     lesion = rng.random((images, n)) < rng.choice([0.0, 0.2, 0.7], (images, 1))
     return kept, lesion, rng.random(images) < 0.8
@@ -173,8 +178,11 @@ REJECTED = {
     "gray values": (lambda: lesion_retention(MASK, MASK.astype(np.uint8) + 255), r"other than 0 and 1 \(largest 255\)"),
     "words": (lambda: lesion_retention(MASK, MASK, ["yes", "no"]), "`has_mask` must be boolean"),
     "a merger": (lambda: lesion_retention(None, MASK), "mergers such as tome"),  # type: ignore[arg-type]
-    "two shapes": (lambda: lesion_retention(MASK, MASK[:, :3]), r"same shape \[B, N\], got \[2, 4\] and \[2, 3\]"),
-    "four axes": (lambda: lesion_retention(MASK.reshape(2, 2, 2, 1), MASK.reshape(2, 2, 2, 1)), r"Pass one image as \[N\]"),
+    "two shapes": (lambda: lesion_retention(MASK, MASK[:, :3]), r"same shape .*, got \[2, 4\] and \[2, 3\]"),
+    "four axes": (
+        lambda: lesion_retention(MASK.reshape(2, 2, 2, 1), MASK.reshape(2, 2, 2, 1)),
+        r"\[N\], \[B, N\], \[h, w\] or \[B, h, w\], got \[2, 2, 2, 1\]",
+    ),
     "too many images": (lambda: lesion_retention(MASK, MASK, [True] * 3), r"`has_mask` must be \[B\] = \[2\], got \[3\]"),
     "ragged": (lambda: lesion_retention([[True], [True, False]], MASK), "ragged"),
     "counts of two lengths": (lambda: retention_of_counts([1, 2], [1, 2, 3], 5, 16), r"must be \[n\]"),
@@ -196,24 +204,34 @@ def test_what_cannot_be_a_mask_or_its_counts_is_rejected_with_advice(case: str) 
         measure()
 
 
-@pytest.mark.parametrize("grid", [(16, 16), (7, 7), (10, 14), (37, 37)])
-def test_grids_of_images_are_measured_patch_by_patch_and_one_without_its_batch_is_refused(grid: tuple[int, int]) -> None:
+@pytest.mark.parametrize("grid", [(16, 16), (7, 7), (10, 14), (37, 37), (64, 64)])
+def test_every_shape_of_the_same_patches_gives_the_same_retention_and_one_that_has_two_meanings_is_refused(
+    grid: tuple[int, int],
+) -> None:
     h, w = grid
     kept, lesion, _ = draw(6, images=2, n=h * w)
-    expected = plain_loop(kept, lesion, np.ones(2, bool))
-    assert asdict(lesion_retention(kept.reshape(2, h, w), lesion.reshape(2, h, w))) == pytest.approx(expected, nan_ok=True)
-    one = plain_loop(kept[:1], lesion[:1], np.ones(1, bool))
-    for shape in ((h * w,), (1, h, w)):
-        assert asdict(lesion_retention(kept[0].reshape(shape), lesion[0].reshape(shape))) == pytest.approx(one, nan_ok=True)
-    if h == w:
-        metric = LesionRetention()
-        for measure in (lesion_retention, metric.update):
-            with pytest.raises(ShapeError, match=r"looks like the grid of one image.*Pass one image as \[N\] or \[1, h, w\]"):
-                measure(kept[0].reshape(grid), lesion[0].reshape(grid))
+    batch, one = plain_loop(kept, lesion, np.ones(2, bool)), plain_loop(kept[:1], lesion[:1], np.ones(1, bool))
+    for expected, images, shapes in (
+        (batch, slice(None), [(2, h * w), (2, h, w)]),
+        (one, 0, [(h * w,), (h, w), (1, h * w), (1, h, w)]),
+    ):
+        for shape in shapes:
+            masks = kept[images].reshape(shape), lesion[images].reshape(shape)
+            assert asdict(lesion_retention(*masks, grid=grid)) == pytest.approx(expected, nan_ok=True)
+            if shape != grid:
+                assert asdict(lesion_retention(*masks)) == pytest.approx(expected, nan_ok=True)
+                continue
+            with pytest.raises(ShapeError, match=rf"could be the grid \[h, w\] .*`grid=\({h}, {w}\)`"):
+                lesion_retention(*masks)
+    with pytest.raises(ShapeError, match=r"`kept` must be \[N\], .* of the `grid` \[3, 5\]"):
+        lesion_retention(kept, lesion, grid=(3, 5))
 
 
-def test_as_many_images_as_patches_of_a_usual_grid_are_a_batch() -> None:
+def test_as_many_images_as_patches_are_a_batch_if_the_grid_says_so() -> None:
     kept, lesion, has_mask = draw(4, images=49, n=49)
+    expected = plain_loop(kept, lesion, has_mask)
+    assert asdict(lesion_retention(kept, lesion, has_mask, grid=(7, 7))) == pytest.approx(expected)
+    kept, lesion, has_mask = draw(4, images=256, n=256)  # no usual grid
     assert asdict(lesion_retention(kept, lesion, has_mask)) == pytest.approx(plain_loop(kept, lesion, has_mask))
 
 
@@ -226,30 +244,60 @@ def test_rankings_and_groups_of_a_grid_are_not_read_as_several_images() -> None:
             measure(torch.from_numpy(order) // 3, torch.from_numpy(lesion))
 
 
+def as_numbers(found: dict[str, torch.Tensor]) -> dict[str, float]:
+    return {name: value.item() for name, value in found.items()}
+
+
 @examples
 @given(SEEDS, st.integers(1, 4))
-def test_accumulating_equals_all_at_once(seed: int, size: int) -> None:
+def test_the_torchmetrics_class_accumulates_what_the_function_measures_at_once(seed: int, size: int) -> None:
     masks = draw(seed)
-    metric = LesionRetention()
-    for start in range(0, len(masks[0]), size):
-        metric.update(*(mask[start : start + size] for mask in masks))
-    found, expected = metric.compute(), lesion_retention(*masks)
-    same(found, expected)
-    for name in ("pooled", "ceiling", "of_ceiling", "precision", "enrichment"):
-        np.testing.assert_equal(getattr(found, name), getattr(expected, name))
+    expected = asdict(lesion_retention(*masks))
+    parts = [[mask[start : start + size] for mask in masks] for start in range(0, len(masks[0]), size)]
+    metric, others = LesionRetention(), [LesionRetention() for _ in parts]
+    for part, other in zip(parts, others):
+        assert as_numbers(metric(*part)) == pytest.approx(asdict(lesion_retention(*part)), rel=1e-6, nan_ok=True)
+        other.update(*part)
+    assert as_numbers(metric.compute()) == pytest.approx(expected, rel=1e-6, nan_ok=True)
+    joined = LesionRetention()
+    for other in others:  # as its sums are joined over processes
+        joined.merge_state(other)
+    assert as_numbers(joined.compute()) == pytest.approx(expected, rel=1e-6, nan_ok=True)
 
 
-def test_grids_may_differ_a_reset_metric_is_as_new_and_a_failed_update_changes_nothing() -> None:
-    metric = LesionRetention()
+def test_a_metric_is_reset_copied_pickled_and_collected_and_a_failed_update_changes_nothing() -> None:
+    metric = LesionRetention(grid=(1, 3))
     metric.update([[1, 0, 0]], [[1, 1, 0]])
     with pytest.raises(ShapeError):
-        metric.update([[1, 0]], [[1, 1, 1]])
-    metric.update([[1, 1, 0, 0, 0]], [[1, 1, 1, 1, 0]])
-    same(metric.compute(), retention_of_counts([1, 2], [2, 4], [1, 2], [3, 5]))
-    assert repr(metric) == "LesionRetention(pooled=0.5000, of_ceiling=1.0000, n=2, empty=0)"
+        metric.update([[1, 0]], [[1, 0]])
+    metric.update([1, 1, 0], [1, 1, 1])
+    expected = pytest.approx(asdict(retention_of_counts([1, 2], [2, 3], [1, 2], 3)), rel=1e-6)
+    for same_metric in (metric, copy.deepcopy(metric), pickle.loads(pickle.dumps(metric))):
+        assert as_numbers(same_metric.compute()) == expected
+        assert type(same_metric) is metrics.LesionRetention
+    collected = MetricCollection([LesionRetention()])([[1, 0]], [[1, 1]])
+    assert collected["pooled"].item() == 0.5
     metric.reset()
-    assert metric.compute().n == 0
-    assert math.isnan(metric.compute().pooled)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torchmetrics warns that nothing was added
+        assert metric.compute()["n"] == 0
+        assert math.isnan(metric.compute()["pooled"])
+
+
+def test_torchmetrics_is_loaded_when_its_class_is_asked_for_and_asked_for_where_it_is_missing() -> None:
+    code = """
+import sys
+import medtokenbudget.metrics as metrics
+print("torchmetrics" in sys.modules)
+sys.modules["torchmetrics"] = None
+try:
+    metrics.LesionRetention
+except metrics.RequestError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[0] == "False"
+    assert "Run `pip install torchmetrics`, or use `lesion_retention`" in done.stdout
 
 
 def test_precision_enrichment_and_ceiling_of_the_paper_follow_from_its_retention_and_lesion_sizes() -> None:
@@ -273,10 +321,10 @@ def test_precision_enrichment_and_ceiling_of_the_paper_follow_from_its_retention
 def test_share_of_ceiling_at_several_budgets_equals_one_budget_at_a_time(seed: int) -> None:
     rng = np.random.default_rng(seed)
     n, k = 24, np.array([1, 5, 12, 24])
-    lesion = rng.random((7, n)) < 0.4
-    order = np.argsort(rng.random((7, n)), axis=1)
+    lesion = rng.random((6, n)) < 0.4
+    order = np.argsort(rng.random((6, n)), axis=1)
     counts = metrics.kept_lesion_counts(order, lesion, k)
-    assert counts.shape == (7, 4)
+    assert counts.shape == (6, 4)
     shares = metrics.share_of_ceiling(counts, lesion.sum(1), k)
     for column, first in enumerate(k):
         kept = np.zeros_like(lesion)

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from medtokenbudget.config import TrainConfig, preset
     from medtokenbudget.data import Manifest
     from medtokenbudget.heads import create_head, list_heads, register_head
-    from medtokenbudget.metrics import LesionRetention, lesion_retention
-    from medtokenbudget.model import EarlyRouting, MedTokenBudget, load, overlay, route
+    from medtokenbudget.metrics import lesion_retention
+    from medtokenbudget.model import EarlyRouting, MedTokenBudget, load, overlay, predict, route
     from medtokenbudget.routing import create_selector, list_selectors, register_selector
     from medtokenbudget.tokens import Selection, TokenBatch
 
@@ -25,7 +25,6 @@ __version__ = "0.2.0"
 __all__ = [
     "EarlyRouting",
     "FeatureStore",
-    "LesionRetention",
     "Manifest",
     "MedTokenBudget",
     "Run",
@@ -44,6 +43,7 @@ __all__ = [
     "list_selectors",
     "load",
     "overlay",
+    "predict",
     "preset",
     "register_head",
     "register_selector",
@@ -59,8 +59,8 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "config": ("TrainConfig", "preset"),
     "data": ("Manifest",),
     "backbone": ("FeatureStore",),
-    "metrics": ("LesionRetention", "lesion_retention"),
-    "model": ("EarlyRouting", "MedTokenBudget", "load", "overlay", "route"),
+    "metrics": ("lesion_retention",),
+    "model": ("EarlyRouting", "MedTokenBudget", "load", "overlay", "predict", "route"),
     "routing": ("create_selector", "list_selectors", "register_selector"),
     "tokens": ("Selection", "TokenBatch"),
     "heads": ("create_head", "list_heads", "register_head"),

@@ -9,7 +9,9 @@ from __future__ import annotations
 import math
 import types
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from decimal import Decimal
 from functools import cache
 from numbers import Integral, Real
 from pathlib import Path
@@ -128,16 +130,35 @@ def check_values(values: Mapping[str, tuple[Any, Any]]) -> None:
         raise faults[0] if len(faults) == 1 else RequestError(" ".join(map(str, faults)))
 
 
+def number(text: str) -> float:
+    """Read a number as people type it: 30% is 0.3. A ValueError says that the text is none."""
+    # Not divided by 100: 33.3 / 100 is not 0.333.
+    value = float(text.removesuffix("%") + "e-2" if text.endswith("%") else text)
+    if not math.isfinite(value):
+        raise ValueError
+    return value
+
+
+def share(name: str, value: Any) -> Any:
+    """Return a share in (0, 1]: a number, or one as text, such as '30%'. Any other is an error that names it."""
+    if isinstance(value, (str, Decimal)):
+        with suppress(ValueError):
+            value = number(str(value))
+    check_values({name: (value, Budget if name == "budget" else Share)})
+    return value
+
+
 def _fault(name: str, value: Any, kind: Any, limits: Range | None) -> RequestError | None:
     if get_origin(kind) is Literal:
         return None if value in get_args(kind) else UnknownNameError.of(name, str(value), get_args(kind))
     if kind in (int, float):
+        error = BudgetError if limits is BUDGET else RequestError
         if isinstance(value, bool) or not isinstance(value, Integral if kind is int else Real):
-            return RequestError(f"`{name}` must be a {'whole ' if kind is int else ''}number, got {value!r}.")
+            return error(f"`{name}` must be a {'whole ' if kind is int else ''}number, got {value!r}.")
         if limits is None or float(value) in limits:
             return None
         hint = f" Did you mean {float(value) / 100:g}?" if limits.high == 1 < float(value) <= 100 else ""
-        return (BudgetError if limits is BUDGET else RequestError)(f"`{name}` must be {limits}, got {value}.{hint}")
+        return error(f"`{name}` must be {limits}, got {value}.{hint}")
     names = {bool: "True or False", str: "text"}
     wanted = f"a {kind.__name__}" if isinstance(kind, type) and is_dataclass(kind) else names.get(kind)
     return RequestError(f"`{name}` must be {wanted}, got {value!r}.") if wanted and not isinstance(value, kind) else None

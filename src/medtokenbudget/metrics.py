@@ -6,6 +6,7 @@ functions return fractions (enrichment is a ratio of two), and NaN where there i
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,9 +21,11 @@ from medtokenbudget.errors import CountError, RequestError, ShapeError
 Floats = NDArray[np.float64]
 ECE_BINS = 15
 """Bins of the expected calibration error."""
-_GRID_SIDES = range(7, 49)
-"""Sides of a square of patches that is one image: the smallest usual grid is 7 x 7, so images of 7 to 48 patches are not usual."""
-_SHAPES = "Pass one image as [N] or [1, h, w], and a batch as [B, N] or [B, h, w]."
+_SIDES, _SQUARE_SIDES = range(7, 49), range(7, 129)
+"""Sides of grids [h, w] that could be batches [B, N]: usual images have at least 7 x 7 patches, so longer sides matter only where
+they are equal."""
+_SHARES = 5
+"""Place of the sum of shares among the sums of `_retention`, the only one that is no count."""
 
 
 def ratio(numerator: ArrayLike, denominator: ArrayLike) -> Floats:
@@ -56,23 +59,29 @@ class Retention:
     empty: int
 
 
-def lesion_retention(kept: Tensor | ArrayLike, lesion: Tensor | ArrayLike, has_mask: Tensor | ArrayLike | None = None) -> Retention:
+def lesion_retention(
+    kept: Tensor | ArrayLike,
+    lesion: Tensor | ArrayLike,
+    has_mask: Tensor | ArrayLike | None = None,
+    grid: tuple[int, int] | None = None,
+) -> Retention:
     """Measure how much of the lesion a selection kept.
 
     K may differ between images: it is counted from each row of `kept`. Images without a lesion patch are left out and counted in
     `Retention.empty`; images without a mask are left out and not counted.
 
     Args:
-        kept: Kept patches of a batch, `[B, N]` or on their grid `[B, h, w]`, or of one image, `[N]`: boolean or 0/1 integers, a
-            torch tensor or anything that numpy turns into an array.
+        kept: Kept patches of a batch, `[B, N]` or on their grid `[B, h, w]`, or of one image, `[N]` or `[h, w]`: boolean or 0/1
+            integers, a torch tensor or anything that numpy turns into an array.
         lesion: Lesion patches in the shape of `kept`.
         has_mask: `[B]`, False for images whose lesion is unknown. None means that every image has a mask.
+        grid: (h, w) of the patches. Needed for `[h, w]`, and for a batch `[B, N]` whose shape could be a grid.
 
     Returns:
         The retention of this batch.
 
     Raises:
-        ShapeError: The shapes differ, or look like the grid of one image, `[h, w]`, which could also be h images.
+        ShapeError: The shapes differ, or could be both one image `[h, w]` and a batch `[B, N]`.
         RequestError: The values are not boolean, for example scores that were not thresholded.
 
     Example:
@@ -82,7 +91,7 @@ def lesion_retention(kept: Tensor | ArrayLike, lesion: Tensor | ArrayLike, has_m
         >>> retention.pooled, retention.ceiling, retention.of_ceiling  # 3 of 4 lesion patches; no other choice has more
         (0.75, 0.75, 1.0)
     """
-    return _retention(_sums_of_masks(kept, lesion, has_mask))
+    return _retention(_sums_of_masks(kept, lesion, has_mask, grid))
 
 
 def retention_of_counts(kept_lesion: ArrayLike | None, lesion: ArrayLike, k: ArrayLike, n_patches: ArrayLike) -> Retention:
@@ -145,59 +154,73 @@ def kept_lesion_counts(order: Tensor | ArrayLike, lesion: Tensor | ArrayLike, k:
     return np.asarray(cumulative[:, (counts - 1).tolist()].cpu().numpy())
 
 
-class LesionRetention:
-    """Accumulate lesion retention over many batches.
+def __getattr__(name: str) -> Any:
+    # The class is made when it is asked for, because torchmetrics is no dependency and takes a second to import.
+    if name != "LesionRetention":
+        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+    try:
+        from torchmetrics import Metric
+    except ImportError:
+        raise RequestError(
+            "LesionRetention needs torchmetrics. Run `pip install torchmetrics`, or use `lesion_retention`."
+        ) from None
 
-    It keeps sums, not masks, so its memory does not grow. Integer sums make the result independent of how the images are split into
-    batches (the per-image mean up to rounding).
+    class LesionRetention(Metric):
+        """`lesion_retention` over all batches and processes, as a torchmetrics metric: a dictionary with the fields of `Retention`.
 
-    Example:
-        >>> import torch
-        >>> metric = LesionRetention()
-        >>> for _ in range(3):  # the batches of an evaluation loop
-        ...     kept = torch.tensor([[True, True, False, False]])
-        ...     lesion = torch.tensor([[True, False, False, True]])
-        ...     metric.update(kept, lesion)
-        >>> metric.compute().pooled
-        0.5
-        >>> metric
-        LesionRetention(pooled=0.5000, of_ceiling=0.5000, n=3, empty=0)
-        >>> metric.reset()
-        >>> metric.compute().n
-        0
-    """
+        `update(kept, lesion, has_mask)` takes what the function takes; `grid` says for all batches what `[h, w]` means. It keeps
+        sums, not masks, so its memory does not grow.
+        """
 
-    def __init__(self) -> None:
-        self._sums: Floats = np.zeros(8)
+        is_differentiable, higher_is_better, full_state_update = False, True, False
+        counts: Tensor
+        shares: Tensor
 
-    def update(self, kept: Tensor | ArrayLike, lesion: Tensor | ArrayLike, has_mask: Tensor | ArrayLike | None = None) -> None:
-        """Add a batch, with the arguments of `lesion_retention`."""
-        self._sums = self._sums + _sums_of_masks(kept, lesion, has_mask)
+        def __init__(self, grid: tuple[int, int] | None = None, **options: Any) -> None:
+            super().__init__(**options)
+            self.grid = grid
+            # Counts are whole numbers, exact in any order of the batches; Apple GPUs have no float64.
+            self.add_state("counts", torch.zeros(7, dtype=torch.int64), dist_reduce_fx="sum")
+            self.add_state("shares", torch.zeros(()), dist_reduce_fx="sum")
 
-    def compute(self) -> Retention:
-        """Return the retention over everything since the last `reset`; NaN with `n=0` when nothing was measured."""
-        return _retention(self._sums)
+        def update(self, kept: Any, lesion: Any, has_mask: Any = None) -> None:
+            sums = _sums_of_masks(kept, lesion, has_mask, self.grid)
+            self.counts += torch.from_numpy(np.delete(sums, _SHARES).astype(np.int64)).to(self.device)
+            self.shares += float(sums[_SHARES])
 
-    def reset(self) -> None:
-        """Forget everything."""
-        self._sums = np.zeros(8)
+        def compute(self) -> dict[str, Tensor]:
+            total = _retention(np.insert(self.counts.cpu().numpy().astype(float), _SHARES, float(self.shares)))
+            return {name: torch.tensor(float(value), device=self.device) for name, value in vars(total).items()}
 
-    def __repr__(self) -> str:
-        total = self.compute()
-        return f"LesionRetention(pooled={total.pooled:.4f}, of_ceiling={total.of_ceiling:.4f}, n={total.n}, empty={total.empty})"
+    # As if it were defined at the top of the file, so that it is one class, and is found again by pickle.
+    LesionRetention.__qualname__ = name
+    globals()[name] = LesionRetention
+    return LesionRetention
 
 
-def _sums_of_masks(kept: Any, lesion: Any, has_mask: Any) -> Floats:
+def _sums_of_masks(kept: Any, lesion: Any, has_mask: Any, grid: tuple[int, int] | None = None) -> Floats:
     if kept is None:
         raise RequestError("`kept` is None: mergers such as tome keep no single patches. Measure them with `group_purity`.")
     kept, lesion = _mask("kept", kept), _mask("lesion", lesion)
-    if kept.ndim not in (1, 2, 3) or kept.shape != lesion.shape:
+    shape = tuple(kept.shape)
+    if len(shape) not in (1, 2, 3) or kept.shape != lesion.shape:
         raise ShapeError(
-            f"`kept` and `lesion` must have the same shape [B, N], got {list(kept.shape)} and {list(lesion.shape)}. {_SHAPES}"
+            f"`kept` and `lesion` must have the same shape [N], [B, N], [h, w] or [B, h, w], "
+            f"got {list(shape)} and {list(lesion.shape)}."
         )
-    if kept.ndim == 2 and kept.shape[0] == kept.shape[1] and kept.shape[0] in _GRID_SIDES:
-        raise ShapeError(f"{list(kept.shape)} looks like the grid of one image, not like a batch [B, N]. {_SHAPES}")
-    kept, lesion = (mask.reshape(1 if mask.ndim == 1 else len(mask), -1) for mask in (kept, lesion.to(kept.device)))
+    one = len(shape) == 1
+    if grid is not None:
+        flat, square = (math.prod(grid),), tuple(grid)
+        if shape not in (flat, square) and shape[1:] not in (flat, square):
+            raise ShapeError(f"`kept` must be [N], [B, N], [h, w] or [B, h, w] of the `grid` {list(grid)}, got {list(shape)}.")
+        one = shape in (flat, square)
+    elif len(shape) == 2 and all(side in (_SQUARE_SIDES if shape[0] == shape[1] else _SIDES) for side in shape):
+        raise ShapeError(
+            f"{list(shape)} could be the grid [h, w] of one image or a batch [B, N]. Say which with `grid=(h, w)`, for one image "
+            f"`grid={shape}`."
+        )
+    images = 1 if one else shape[0]
+    kept, lesion = (mask.reshape(images, -1) for mask in (kept, lesion.to(kept.device)))
     counts = torch.stack([(kept & lesion).sum(1), lesion.sum(1), kept.sum(1)]).cpu().numpy()
     if has_mask is not None:
         known = _mask("has_mask", has_mask).cpu().numpy()

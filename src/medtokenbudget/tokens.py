@@ -144,6 +144,7 @@ class Selection:
         indices: [B, K] int64, the kept patches in the order of `tokens`, or None for mergers.
         attention: [B, K, N] share of each patch in each token, for mergers whose tokens are soft mixtures of all patches; else
             None. `assignment` is then the token that has the largest share of a patch.
+        scores: [B, N] what the patches were ranked by, without a gradient; None where they were not ranked.
 
     Example:
         >>> tokens = TokenBatch(patches=torch.rand(2, 36, 8), grid=(6, 6))
@@ -158,6 +159,7 @@ class Selection:
     kept: Tensor | None = None
     indices: Tensor | None = None
     attention: Tensor | None = None
+    scores: Tensor | None = None
 
     def __post_init__(self) -> None:
         b, k, _ = _three_axes("tokens", "[B, K, D]", self.tokens)
@@ -172,6 +174,9 @@ class Selection:
     @property
     def k(self) -> int:
         return self.tokens.shape[1]
+
+    def to(self, device: torch.device | str) -> Selection:
+        return replace(self, **{f.name: v.to(device) for f in fields(self) if isinstance(v := getattr(self, f.name), Tensor)})
 
     def pooled(self, weighted: bool = False) -> Tensor:
         """Average the K tokens, [B, D], in fp32.

@@ -20,7 +20,7 @@ from tests.drawn import Drawn, quick
 from tests.small_model import draw_images
 
 EXPECTED = (
-    *("load", "extract", "train", "sweep", "reproduce", "report", "overlay", "lesion_retention", "LesionRetention"),
+    *("load", "extract", "train", "sweep", "reproduce", "report", "overlay", "lesion_retention"),
     *("list_selectors", "create_selector", "register_selector", "list_heads", "create_head"),
     *("Manifest", "FeatureStore", "TokenBatch", "Selection", "MedTokenBudget", "Run"),
 )
@@ -133,8 +133,7 @@ accuracy: float = run.results["accuracy"].mean()
 page: Path = run.report()
 model: mtb.MedTokenBudget = mtb.load("runs/first")
 label: str = model.predict("photo.jpg", budget=0.3)[0].label
-retention = mtb.LesionRetention()
-share: float = retention.compute().of_ceiling
+share: float = mtb.lesion_retention([1, 0, 1], [1, 1, 0]).of_ceiling
 names: list[str] = mtb.list_selectors() + mtb.list_heads()
 reveal_type(mtb.sweep)
 mtb.sweep(manifest, store, "runs/sweep", methods=3)

@@ -9,7 +9,11 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch.utils.data import DataLoader, TensorDataset
+from torchvision.transforms.functional import normalize, to_tensor
 
+import medtokenbudget as mtb
+from medtokenbudget.data import decode_image
 from medtokenbudget.errors import BudgetError, MissingSignalError, RequestError, UnknownNameError
 from medtokenbudget.model import ImageSource, MedTokenBudget, expand
 from tests.small_model import CLASSES
@@ -32,9 +36,11 @@ def test_a_prediction_holds_kept_patches_their_tokens_and_the_classes_that_the_h
     assert "30 tokens from 100 patches, tome)" in repr(model.predict(images[0], selector="tome")[0])
 
 
-def test_paths_pictures_arrays_bytes_folders_and_globs_give_the_same_answers(model: MedTokenBudget, images: list[Path]) -> None:
+def test_every_form_of_the_same_images_gives_the_same_answers(model: MedTokenBudget, images: list[Path]) -> None:
     pictures = [Image.open(path).convert("RGB") for path in images]
     stack = np.stack([np.asarray(picture) for picture in pictures])
+    floats = torch.stack([to_tensor(picture) for picture in pictures])
+    labels = torch.arange(5)
     expected = [prediction.probabilities for prediction in model.predict(images)]
     forms = {
         "folder": images[0].parent,
@@ -44,13 +50,97 @@ def test_paths_pictures_arrays_bytes_folders_and_globs_give_the_same_answers(mod
         "arrays": list(stack),
         "stack": stack,
         "tensor": torch.from_numpy(stack),
+        "channels first": stack.transpose(0, 3, 1, 2),
+        "flipped twice in memory": stack[:, ::-1, :, ::-1][:, ::-1, :, ::-1],
         "bytes": [path.read_bytes() for path in images],
+        "open files": [path.open("rb") for path in images],
         "generator": (path for path in images),
+        "floats": floats,
+        "floats with a gradient": floats.clone().requires_grad_(),
+        "floats, channels last": floats.permute(0, 2, 3, 1).double().numpy(),
+        "single floats": list(floats),
+        "loader": DataLoader(floats, batch_size=2),
+        "loader of pairs": DataLoader(TensorDataset(floats, labels), batch_size=2),
+        "loader of single pairs": DataLoader(TensorDataset(floats, labels), batch_size=None),
+        "data set of pictures": list(zip(pictures, labels)),
     }
     for name, given in forms.items():
         assert [prediction.probabilities for prediction in model.predict(given)] == expected, name
-    (one,) = model.predict(torch.from_numpy(stack[0]))
-    assert one.probabilities == pytest.approx(expected[0], abs=1e-6)
+    for one in (torch.from_numpy(stack[0]), floats[0], stack[0].transpose(2, 0, 1), images[0].open("rb")):
+        (found,) = model.predict(one)
+        assert found.probabilities == pytest.approx(expected[0], abs=1e-6)
+
+
+def test_normalized_tensors_give_the_answers_of_their_files(model: MedTokenBudget, images: list[Path]) -> None:
+    floats = torch.stack([to_tensor(Image.open(path)) for path in images])
+    own = model.backbone.preprocessing
+    expected = [routing.kept.tolist() for routing in model.route(images)]
+    for statistics in ((own.mean, own.std), ((0.7, 0.5, 0.4), (0.1, 0.2, 0.3))):
+        given = normalize(floats, *statistics)
+        for said in (statistics, True)[: 1 + (statistics == (own.mean, own.std))]:
+            assert [routing.kept.tolist() for routing in model.route(given, normalized=said)] == expected
+            selection = model.router(normalized=said)(given)
+            assert selection.indices.tolist() == expected
+        with pytest.raises(RequestError, match=r"images 0 to 4: floats must be from 0 to 1, got -.* Pass `normalized=True`"):
+            model.route(given)
+    with pytest.raises(RequestError, match=r"undone\. Check them"):
+        model.route(floats, normalized=((0.5,) * 3, (2.0,) * 3))
+
+
+MODES = ("RGB", "L", "1", "P", "LA", "RGBA", "CMYK", "YCbCr", "I;16")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_picture_of_any_mode_gives_the_answer_of_its_file(
+    model: MedTokenBudget, images: list[Path], tmp_path: Path, mode: str
+) -> None:
+    gray = Image.fromarray(np.asarray(Image.open(images[0]).convert("L")).astype(np.uint16) * 257)
+    picture = gray if mode == "I;16" else Image.open(images[0]).convert(mode)
+    path = tmp_path / ("picture.jpg" if mode == "YCbCr" else "picture.tif" if mode in ("CMYK", "LA") else "picture.png")
+    picture.save(path, **({"quality": 95} if mode == "YCbCr" else {}))
+    opened, (expected,) = Image.open(path), model.route(path)
+    for form in (opened, path.read_bytes(), path.open("rb"), *([] if mode == "YCbCr" else [picture])):
+        np.testing.assert_array_equal(model.route(form)[0].scores, expected.scores)
+
+
+def test_a_picture_is_turned_by_its_exif_orientation_once(model: MedTokenBudget, images: list[Path], tmp_path: Path) -> None:
+    upright, path, exif = Image.open(images[1]), tmp_path / "turned.png", Image.Exif()
+    exif[0x0112] = 6  # to be turned clockwise
+    upright.transpose(Image.Transpose.ROTATE_90).save(path, exif=exif)
+    expected = model.route(upright)[0].scores
+    for form in (path, Image.open(path), decode_image(path), Image.open(path).convert("RGB")):
+        np.testing.assert_array_equal(model.route(form)[0].scores, expected)
+
+
+def test_a_router_gives_one_selection_for_a_batch_of_images(model: MedTokenBudget, images: list[Path]) -> None:
+    floats = torch.stack([to_tensor(Image.open(path)) for path in images]).requires_grad_()
+    each = model.route(images, "30%")
+    for given in (floats, images, model.tokens(images), DataLoader(floats.detach(), batch_size=2)):
+        selection = model.router("30%")(given)
+        assert selection.kept.sum(1).tolist() == [30] * 5
+        np.testing.assert_array_equal(selection.indices.numpy(), [routing.kept for routing in each])
+        np.testing.assert_allclose(selection.scores.numpy(), [routing.scores for routing in each], atol=1e-6)
+        np.testing.assert_allclose(selection.tokens.numpy(), [routing.tokens for routing in each], atol=1e-5)
+        assert not any(values.requires_grad for values in (selection.tokens, selection.scores))
+        torch.nn.Linear(64, 2)(selection.tokens).sum().backward()  # the tokens may be what another model learns from
+    # Of the size of the model, nothing is resized.
+    small = torch.rand(2, 3, 160, 160)
+    found, files = model.router()(small), small.mul(255).round().to(torch.uint8).permute(0, 2, 3, 1).numpy()
+    assert found.indices.tolist() == [routing.kept.tolist() for routing in model.route(list(files))]
+    assert model.router(selector="tome")(small).scores is None
+
+
+def test_shares_are_numbers_percentages_or_promises(model: MedTokenBudget, images: list[Path]) -> None:
+    assert {model.predict(images[0], share)[0].k for share in (0.3, "0.3", "30%", np.float64(0.3), None)} == {30}
+    assert mtb.predict(images[0], model, "10%")[0].budget == 0.1
+    assert mtb.route(images[0], "33.3%")[0].k == 85  # of 256
+    assert mtb.route(images[0], retention="95%")[0].guarantee == mtb.load().guarantee(0.95)
+    with pytest.raises(RequestError, match="`budget` and `retention` exclude each other"):
+        mtb.route(images[0], 0.3, retention=0.95)
+    with pytest.raises(RequestError, match="is not calibrated for"):
+        model.predict(images[0], retention=0.95)
+    with pytest.raises(RequestError, match="keeps another number of patches of each image"):
+        mtb.load().router(mtb.load().guarantee(0.95))
 
 
 @pytest.mark.parametrize("name", ["lats", "random", "tome", "center", "no-pruning"])
@@ -103,10 +193,6 @@ def test_wrong_requests_are_rejected_by_name_before_an_image_is_opened(
         model.answers(expand(images), 0.3, selector="darknes")
     with pytest.raises(RequestError, match="batch_size"):
         model.answers(expand(images), 0.3, batch_size=0)
-    # Arrays whose meaning would be a guess.
-    for wrong in (np.zeros((20, 20, 3), np.float32), np.zeros((20, 20, 4), np.uint8), np.zeros(5, np.uint8)):
-        with pytest.raises(RequestError, match=r"must be uint8 \[H, W\] or \[H, W, 3\]"):
-            model.predict([wrong])
     with pytest.raises(RequestError, match="contain no images"):
         model.predict(tmp_path)
     with pytest.raises(RequestError, match="No file matches"):

@@ -15,7 +15,7 @@ import pytest
 from safetensors.torch import load_file
 
 import medtokenbudget as mtb
-from medtokenbudget.errors import MismatchError, RequestError, WorkError
+from medtokenbudget.errors import MismatchError, RequestError, UnknownNameError, WorkError
 from medtokenbudget.model import MedTokenBudget
 from tests.bad_input.damage import edit_json
 from tests.hub import serving
@@ -137,7 +137,9 @@ def test_a_model_is_found_in_its_run_and_a_path_that_is_none_is_an_error(
     monkeypatch.chdir(tmp_path)
     Path("runs").mkdir()
     # Below a folder, a mistyped path is not taken for a hub id.
-    with pytest.raises(RequestError, match="There is no model folder runs/first"):
+    with pytest.raises(UnknownNameError, match=r"Unknown model 'dermatoscopy' \(no folder .*Did you mean 'dermoscopy'\?"):
+        mtb.load("dermatoscopy")
+    with pytest.raises(RequestError, match="Unknown model 'runs/first'"):
         mtb.load("runs/first")
     Path("runs/first").mkdir()
     Path("runs/first/run.json").write_text("{}")

@@ -105,7 +105,7 @@ def test_the_example_of_use_runs(blocks):
 
 
 def test_the_new_selector_of_20_lines_is_registered_and_selects(blocks):
-    source = blocks[1]
+    source = blocks[2]
     assert len(source.splitlines()) <= 20
     exec(source, {"__name__": "their_module"})
     assert "outlier" in list_selectors()

@@ -57,6 +57,35 @@ def test_exactly_k_tokens_at_every_budget(name, grid):
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_plain_tensors_give_the_selection_of_their_batch(name):
+    batch = tokens_of(2, (6, 6))
+    selector = selector_of(name)
+    signals = {field: getattr(batch, field) for field in selector.requires if field != "has_mask"}
+    expected = selector.select(batch, 24, seeded())
+    plain = selector(batch.patches, k=24, generator=seeded(), **signals, cls=batch.cls)
+    with_class = selector(torch.cat([batch.cls[:, None], batch.patches], 1), k=24, prefix=1, generator=seeded(), **signals)
+    for found in (plain, with_class):
+        assert torch.equal(found.tokens, expected.tokens)
+        assert torch.equal(found.assignment, expected.assignment)
+        assert (found.scores is None) == (not isinstance(selector, Ranker))
+    for budget in (0.5, "50%", "0.5"):
+        assert selector(batch.patches, budget, generator=seeded(), **signals, cls=batch.cls).k == selector.count(0.5, 36)
+    if name == "no-pruning" or signals.get("lesion") is not None:
+        return
+    wide = selector(batch.patches[:, :20], k=9, grid=(4, 5), generator=seeded(), **{key: v[:, :20] for key, v in signals.items()})
+    assert wide.k == 9
+
+
+def test_gradients_flow_to_the_kept_tokens_of_plain_tensors_alone():
+    tokens = torch.rand(2, 17, 8, requires_grad=True)
+    selection = create_selector("norm", minimum=1)(tokens, "25%", prefix=1)
+    selection.tokens.sum().backward()
+    assert torch.equal(tokens.grad[:, 1:].any(2), selection.kept)
+    assert not tokens.grad[:, 0].any()
+    assert not selection.scores.requires_grad
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_the_generator_decides_for_stochastic_selectors_alone(name):
     tokens, selector = tokens_of(), selector_of(name)
     first, again, other = (selector.select(tokens, 9, seeded(seed)) for seed in (1, 1, 2))

@@ -117,7 +117,7 @@ def test_the_same_question_gives_the_same_answer_and_the_preview_is_the_image(se
         ({"budgets": ",".join(["0.5"] * 200)}, "at most 128"),
         ({"retention": "0.95"}, "not calibrated for 95% of the lesion"),
         ({"retention": "most"}, "A promised retention must be a number"),
-        ({"retention": "1.5"}, "between 0 and 1"),
+        ({"retention": "1.5"}, "`retention` must be above 0 and at most 1"),
         ({"color": "red"}, "'color'"),
     ],
 )

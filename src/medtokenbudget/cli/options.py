@@ -8,7 +8,6 @@ from __future__ import annotations
 import ast
 import dataclasses
 import functools
-import math
 import re
 import shutil
 import sys
@@ -293,13 +292,6 @@ def _build(settings: type[Any], values: Mapping[str, Any], **further: Any) -> An
     return settings(**further)
 
 
-def _number(text: str) -> float:
-    value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-    if not math.isfinite(value):
-        raise ValueError
-    return value
-
-
 def _truth(text: str) -> bool:
     if text.lower() not in ("true", "yes", "false", "no"):
         raise ValueError
@@ -314,7 +306,7 @@ def _path(text: str) -> Path:
 
 _READERS: dict[Any, tuple[str, str, Callable[[str], Any]]] = {
     int: ("N", "a whole number", int),
-    float: ("X", "a number", _number),
+    float: ("X", "a number", config.number),
     bool: ("{true,false}", "true or false", _truth),
     Path: ("PATH", "a path", _path),
     str: ("TEXT", "text", str),

@@ -44,13 +44,7 @@ class Infer(Command):
 
     def amount(self, model: MedTokenBudget) -> float | Guarantee:
         """Return the budget or the guarantee that the options ask for."""
-        if self.retention is None:
-            if self.coverage is not None:
-                raise RequestError("`coverage` belongs to `retention`: it is the share of the images that keep at least so much.")
-            return model.budget(self.budget)
-        if self.budget is not None:
-            raise RequestError("`budget` and `retention` exclude each other: a guarantee decides for each image how much is kept.")
-        return model.guarantee(self.retention, self.coverage, self.selector)
+        return model.amount(self.budget, self.retention, self.coverage, self.selector)
 
 
 @dataclass(frozen=True)

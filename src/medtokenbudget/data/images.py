@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 MAX_PIXELS = 100_000_000
 FORMATS = ("JPEG", "PNG", "TIFF", "BMP", "WEBP", "GIF", "PPM", "JPEG2000")
 SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".tif", ".tiff", ".bmp", ".webp", ".gif", ".ppm", ".pgm", ".jp2", ".dcm", ".dicom"})
-Source = Path | str | bytes | BinaryIO
+Source = Path | str | bytes | BinaryIO | Image.Image
 MIN_SCANS, MAX_SCANS = 25, 500
 """Scans of a JPEG that are always and never accepted; in between `SCANNED_PIXELS` decides."""
 SCANNED_PIXELS = 1_000_000_000
@@ -75,20 +75,23 @@ class DecodeError(RequestError):
         return type(self), (str(self), self.kind)
 
 
-def decode_image(source: Source, max_pixels: int = MAX_PIXELS) -> Image.Image:
+def decode_image(source: Source, max_pixels: int = MAX_PIXELS, name: str = "The image") -> Image.Image:
     """Read an image as RGB, rotated by its EXIF orientation.
 
     Gray, palette, 1-bit, 16-bit gray (scaled by 255 / 65535) and CMYK images are converted. An alpha channel is dropped if it is
     fully opaque. The extra frames of a camera's MPO file are previews and are ignored. DICOM files are read for their pixels only.
 
     Args:
-        source: A path, the bytes of a file, or an open binary file.
+        source: A path, the bytes of a file, an open binary file, or a Pillow picture.
         max_pixels: Largest number of pixels. Pillow's own limit of 178,956,970 pixels always applies.
+        name: What messages call an image without a file name.
 
     Raises:
         DecodeError: The file cannot be read, has transparent pixels, several frames or too many pixels.
     """
-    return _decode(source, max_pixels).convert("RGB")
+    picture = _decode(source, max_pixels, name).convert("RGB")
+    picture.info = {}  # its EXIF orientation was applied, and must not be once more
+    return picture
 
 
 def decode_mask(source: Source, max_pixels: int = MAX_PIXELS) -> Image.Image:
@@ -96,7 +99,7 @@ def decode_mask(source: Source, max_pixels: int = MAX_PIXELS) -> Image.Image:
 
     A mask that has pixels above 0, but none that counts as lesion, is a DecodeError.
     """
-    return _decode(source, max_pixels, mask=True).convert("L")
+    return _decode(source, max_pixels, "The mask", mask=True).convert("L")
 
 
 def require_lesion_values(name: str, mask: Image.Image) -> None:
@@ -112,18 +115,24 @@ def require_lesion_values(name: str, mask: Image.Image) -> None:
         raise DecodeError(f"{name} has {values}, so no pixel counts as lesion. {advice}.", "mask-values")
 
 
-def _decode(source: Source, max_pixels: int, mask: bool = False) -> Image.Image:
+def _decode(source: Source, max_pixels: int, name: str, mask: bool = False) -> Image.Image:
     """Decode to one of the modes L, 1, P (without transparency), RGB, YCbCr, HSV."""
-    name, stream = _open(source, "The mask" if mask else "The image")
-    try:
-        start = stream.tell()
-        stream.seek(start + 128)
-        is_dicom = stream.read(4) == b"DICM"
-        stream.seek(start)
-        image = (_decode_dicom if is_dicom else _decode_picture)(name, stream, max_pixels)
-    finally:
-        if isinstance(source, (Path, str)):
-            stream.close()
+    if isinstance(source, Image.Image):
+        image = source
+        _check_size(name, image.size, max_pixels)
+        with _decoding(name):
+            image.load()
+    else:
+        name, stream = _open(source, name)
+        try:
+            start = stream.tell()
+            stream.seek(start + 128)
+            is_dicom = stream.read(4) == b"DICM"
+            stream.seek(start)
+            image = (_decode_dicom if is_dicom else _decode_picture)(name, stream, max_pixels)
+        finally:
+            if isinstance(source, (Path, str)):
+                stream.close()
     plain = _plain_mode(name, image)
     if mask:
         # Before 16 bits are scaled to 8, which makes the values 0 and 1 an empty mask.
@@ -132,7 +141,7 @@ def _decode(source: Source, max_pixels: int, mask: bool = False) -> Image.Image:
     return plain.transpose(_TRANSPOSE[orientation]) if orientation in _TRANSPOSE else plain
 
 
-def _open(source: Source, what: str) -> tuple[str, BinaryIO]:
+def _open(source: Path | str | bytes | BinaryIO, what: str) -> tuple[str, BinaryIO]:
     if isinstance(source, bytes):
         if not source:
             raise DecodeError(f"{what} is empty (0 bytes).", "empty")

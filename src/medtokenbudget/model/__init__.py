@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from medtokenbudget.model.guarantee import Guarantee
 from medtokenbudget.model.inference import ImageSource, Prediction, Routing, expand
-from medtokenbudget.model.model import MedTokenBudget, load, route
+from medtokenbudget.model.model import MedTokenBudget, load, predict, route
 from medtokenbudget.model.overlays import overlay
 
 if TYPE_CHECKING:
@@ -22,6 +22,7 @@ __all__ = [
     "expand",
     "load",
     "overlay",
+    "predict",
     "route",
 ]
 

@@ -9,9 +9,10 @@ import base64
 import glob
 import html
 import io
+import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
@@ -27,7 +28,7 @@ from torch import Tensor, nn
 from medtokenbudget.data import Manifest, decode_image, decode_mask, patch_labels, readers
 from medtokenbudget.data.images import require_lesion_values
 from medtokenbudget.data.masks import mask_of
-from medtokenbudget.errors import MedTokenBudgetError, RequestError
+from medtokenbudget.errors import MedTokenBudgetError, NonFiniteError, RequestError, ShapeError
 from medtokenbudget.jobs import ordered_map
 from medtokenbudget.model.guarantee import Guarantee
 from medtokenbudget.routing import Ranker, Selector, gather, rank
@@ -38,7 +39,10 @@ if TYPE_CHECKING:
 
 SEED = 0
 """Seed of stochastic selectors. Each image starts from it, so that a prediction does not depend on the rest of its batch."""
-_PLAIN_MODES = ("RGB", "L", "1", "CMYK", "YCbCr")
+HALF_A_LEVEL = 0.5 / 255
+Statistics = tuple[Sequence[float], Sequence[float]]
+"""Mean and standard deviation of the three channels."""
+_FORMS = "`images` must be paths, folders, pictures, arrays, tensors, bytes, open files or a data loader"
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,7 @@ class ImageSource:
 
     Attributes:
         name: Its path, its id in a manifest, or 'image 3' for one that was passed as an object.
-        value: What to open: a path, Pillow picture, uint8 array or the bytes of a file.
+        value: What to open: a path, Pillow picture, uint8 array [H, W, 3] or the bytes of a file.
         mask: Path of its lesion mask, if it has one.
         reason: Why the image could not be read; empty if it could.
         mask_reason: Why its mask could not be used although the image was read; empty if it could.
@@ -67,17 +71,18 @@ class ImageSource:
 
 
 def open_picture(value: Any, name: str = "image") -> Image.Image:
-    """Open a path, the bytes of a file, a Pillow picture or a uint8 array [H, W] or [H, W, 3] as an RGB picture."""
+    """Open one image in any form that `expand` takes as an RGB picture."""
     if isinstance(value, ImageSource):
         return value.open()
-    if isinstance(value, Image.Image):
-        if value.mode not in _PLAIN_MODES:
-            raise RequestError(
-                f"{name}: a picture of mode {value.mode} cannot be converted to RGB unambiguously. Convert it first."
-            )
-        return value if value.mode == "RGB" else value.convert("RGB")
-    file = _file(value)
-    return _picture_of_array(np.asarray(value), name) if file is None else decode_image(file)
+    if isinstance(value, (np.ndarray, Tensor)):
+        pixels = as_pixels(value, name)
+        if len(pixels) != 1:
+            raise ShapeError(f"{name}: expected one image, got a batch {list(value.shape)}.")
+        return Image.fromarray(np.ascontiguousarray(pixels[0].numpy(force=True)))
+    file = value if isinstance(value, Image.Image) else _file(value)
+    if file is None:
+        raise RequestError(f"{name}: {_FORMS}, got {type(value).__name__}.")
+    return decode_image(file, name=name)
 
 
 def open_mask(value: Any) -> Image.Image:
@@ -87,37 +92,94 @@ def open_mask(value: Any) -> Image.Image:
         return decode_mask(file)
     if not isinstance(value, Image.Image):
         array = np.asarray(value)
-        value = _picture_of_array(array.astype(np.uint8) * 255 if array.dtype == bool else array, "mask").convert("L")
+        value = open_picture(array.astype(np.uint8) * 255 if array.dtype == bool else array, "mask").convert("L")
     require_lesion_values("The mask", value)
     return value
 
 
 def _file(value: Any) -> Path | bytes | None:
+    """Return the path or the bytes of a file; an open file is read here, because it can be read only once."""
     if isinstance(value, (str, os.PathLike)):
         return Path(value)
-    return bytes(value) if isinstance(value, (bytes, bytearray)) else None
+    data = value.read() if hasattr(value, "read") else value
+    if isinstance(data, str):
+        raise RequestError(f"{getattr(value, 'name', 'The file')} was opened as text. Open it with mode 'rb'.")
+    return bytes(data) if isinstance(data, (bytes, bytearray)) else None
 
 
-def _picture_of_array(array: np.ndarray, name: str) -> Image.Image:
-    # Floats are rejected because their range is unknown: 0 to 1, 0 to 255, or normalized.
-    if array.ndim == 3 and array.shape[2] == 1:
-        array = array[:, :, 0]
-    if array.dtype != np.uint8 or array.ndim not in (2, 3) or (array.ndim == 3 and array.shape[2] != 3):
-        raise RequestError(
-            f"{name}: an array must be uint8 [H, W] or [H, W, 3] with values 0 to 255, got {array.dtype} {list(array.shape)}."
+def as_pixels(images: Tensor | np.ndarray, name: str = "`images`", statistics: Statistics | None = None) -> Tensor:
+    """Turn one image or a batch into the pixels of files, uint8 [B, H, W, 3] on the same device.
+
+    Floats are rounded to the 256 levels of a file, so that a picture gives the same answer in every form.
+
+    Args:
+        images: uint8 from 0 to 255 or floats from 0 to 1, channels (3, or 1 for gray) first or last: [B, 3, H, W], [B, H, W, 3],
+            [3, H, W], [H, W, 3] or [H, W].
+        name: What messages call them.
+        statistics: Mean and standard deviation with which floats were normalized; None if they were not.
+
+    Raises:
+        RequestError: The shape, the type or the values are none of these.
+    """
+    kind, shape = str(images.dtype).removeprefix("torch."), list(images.shape)
+    if kind not in ("uint8", "float16", "bfloat16", "float32", "float64"):
+        raise RequestError(f"{name}: pixels must be uint8 from 0 to 255 or floats from 0 to 1, got {kind} {shape}.")
+    if 0 in shape:
+        raise ShapeError(f"{name}: there are no pixels, got {kind} {shape}.")
+    if statistics is not None and kind == "uint8":
+        raise RequestError(f"{name}: `normalized` belongs to floats, got {kind}. Leave it out.")
+    last, first = len(shape) in (3, 4) and shape[-1] in (1, 3), len(shape) in (3, 4) and shape[-3] in (1, 3)
+    if last == first and len(shape) != 2:
+        advice = " Leave out the fourth channel, alpha." if 4 in (*shape[-1:], *shape[-3:-2]) else ""
+        raise ShapeError(
+            f"{name}: pixels must be [B, 3, H, W], [B, H, W, 3], [3, H, W], [H, W, 3] or gray with 1 instead of 3, "
+            f"got {kind} {shape}.{advice}"
         )
-    return Image.fromarray(np.ascontiguousarray(array)).convert("RGB")
+    pixels = images.detach() if isinstance(images, Tensor) else torch.from_numpy(np.require(images, requirements=["C", "W"]))
+    pixels = pixels.unsqueeze(-1) if len(shape) == 2 else pixels.movedim(-3, -1) if first else pixels
+    pixels = pixels.reshape(-1, *pixels.shape[-3:]).expand(-1, -1, -1, 3)
+    if kind == "uint8":
+        return pixels
+    pixels = pixels.float()
+    if statistics is not None:
+        mean, std = (torch.tensor(values, device=pixels.device) for values in statistics)
+        pixels = pixels * std + mean
+    low, high = (float(value) for value in pixels.aminmax())
+    if not math.isfinite(low) or not math.isfinite(high):
+        raise NonFiniteError(f"{name}: the pixels contain NaN or infinite values.")
+    if low < -HALF_A_LEVEL or high > 1 + HALF_A_LEVEL:
+        if statistics is not None:
+            advice = (
+                "with the mean and standard deviation of `normalized` undone. Check them, and clamp to [0, 1] before normalizing"
+            )
+        elif low >= 0 and high > 3:
+            advice = "so they seem to be from 0 to 255. Divide them by 255, or pass uint8"
+        else:
+            advice = (
+                "so they seem to be normalized. Pass `normalized=True`, or `normalized=(mean, std)` if not with those of the model"
+            )
+        raise RequestError(f"{name}: floats must be from 0 to 1, got {low:.3g} to {high:.3g}, {advice}.")
+    return pixels.mul(255).round().to(torch.uint8)
 
 
-def expand(images: Any) -> Iterator[ImageSource]:
-    """Find the images in one item or an iterable of items: a path, folder, glob, manifest, picture, uint8 array or bytes."""
-    if isinstance(images, torch.Tensor):
-        images = images.numpy(force=True)
-    # An array [B, H, W, 3] is a list of pictures, [H, W, 3] is one.
-    one = isinstance(images, (str, os.PathLike, Image.Image, bytes, bytearray, Manifest, ImageSource))
-    if one or (isinstance(images, np.ndarray) and images.ndim != 4):
-        images = (images,)
-    for number, item in enumerate(images):
+def expand(images: Any, statistics: Statistics | None = None) -> Iterator[ImageSource]:
+    """Find the images in one item or an iterable of items.
+
+    An item is a path, folder, glob, manifest, Pillow picture, the bytes of a file, an open file, or an array or tensor as
+    `as_pixels` takes it. A tuple or list that starts with a picture or tensor is what data sets and data loaders give: its first
+    entry is the images.
+    """
+    number = 0
+    for item in _items(images):
+        if isinstance(item, (np.ndarray, Tensor)):
+            end = number + (len(item) if item.ndim == 4 else 1) - 1
+            pixels = as_pixels(item, f"image {number}" if item.ndim != 4 else f"images {number} to {end}", statistics)
+            for picture in pixels.numpy(force=True):
+                yield ImageSource(f"image {number}", picture)
+                number += 1
+            continue
+        if statistics is not None:
+            raise RequestError(f"`normalized` belongs to tensors and arrays of floats, got {type(item).__name__}. Leave it out.")
         if isinstance(item, ImageSource):
             yield item
         elif isinstance(item, (str, os.PathLike)):
@@ -126,7 +188,27 @@ def expand(images: Any) -> Iterator[ImageSource]:
             for row, image_id in enumerate(item.ids):
                 yield ImageSource(image_id, item.image_path(row), item.mask_path(row))
         else:
-            yield ImageSource(f"image {number}", item)
+            yield ImageSource(f"image {number}", item if isinstance(item, Image.Image) else _file(item))
+        number += 1
+
+
+def _items(images: Any) -> Iterator[Any]:
+    """Yield each item; an open file and an array can be iterated too, but are one."""
+    if isinstance(images, _ITEMS) or hasattr(images, "read"):
+        yield images
+        return
+    if isinstance(images, Mapping) or not (hasattr(images, "__iter__") or hasattr(images, "__getitem__")):
+        raise RequestError(f"{_FORMS}, or an iterable of these, got {type(images).__name__}.")
+    for item in images:
+        inner = item[0] if isinstance(item, (tuple, list)) and item else item
+        if not (isinstance(inner, _ITEMS) or hasattr(inner, "read")) or (
+            inner is not item and isinstance(inner, (str, os.PathLike))
+        ):
+            raise RequestError(f"{_FORMS}; an iterable gave {type(item).__name__}.")
+        yield inner
+
+
+_ITEMS = (str, os.PathLike, Image.Image, bytes, bytearray, Manifest, ImageSource, np.ndarray, Tensor)
 
 
 def _of_path(text: str) -> Iterator[ImageSource]:
@@ -382,8 +464,8 @@ def answers(
                 if isinstance(amount, Guarantee):
                     selections, scores = select_above(classifier.selector, tokens, amount, scores)
                 else:
-                    selection, scores = select(classifier.selector, tokens, model.k(amount, method), scores)
-                    selections = [selection]
+                    selections = [select(classifier.selector, tokens, model.k(amount, method), scores)]
+                    scores = selections[0].scores
                 unfamiliarity = None if model.familiarity is None else model.familiarity(tokens).cpu().tolist()
                 if issubclass(kind, Prediction):
                     logits = [classifier.required_head.read(one, tokens.grid) for one in selections]
@@ -458,20 +540,15 @@ def evaluating(module: nn.Module) -> Iterator[None]:
             part.training = training
 
 
-def select(selector: Selector, tokens: TokenBatch, k: int, scores: Tensor | None = None) -> tuple[Selection, Tensor | None]:
-    """Select k tokens; also return the scores [B, N] that the patches were ranked by (None for mergers), unless they are given."""
+def select(selector: Selector, tokens: TokenBatch, k: int, scores: Tensor | None = None) -> Selection:
+    """Select k tokens of each image, whatever the other images of the batch are; by `scores` [B, N] where they are known."""
+    if scores is not None:
+        return replace(gather(tokens.patches, rank(scores)[:, :k]), scores=scores)
     if selector.stochastic and len(tokens) > 1:
         # One image at a time: in a batch the draws of an image would depend on the images before it.
         each = [select(selector, tokens.take([row]), k) for row in range(len(tokens))]
-        joined = {field.name: _joined([getattr(one, field.name) for one, _ in each]) for field in fields(Selection)}
-        return Selection(**joined), _joined([scores for _, scores in each])
-    noise = torch.Generator().manual_seed(SEED) if selector.stochastic else None
-    if isinstance(selector, Ranker) and tokens.places is None:
-        if scores is None:
-            with torch.no_grad():  # a ranking has no gradient
-                scores = selector.score(selector.check(tokens), noise)
-        return gather(tokens.patches, rank(scores)[:, :k]), scores
-    return selector.select(tokens, k, noise), None
+        return Selection(**{field.name: _joined([getattr(one, field.name) for one in each]) for field in fields(Selection)})
+    return selector.select(tokens, k, torch.Generator().manual_seed(SEED) if selector.stochastic else None)
 
 
 def _joined(values: Sequence[Tensor | None]) -> Any:

@@ -37,8 +37,11 @@ from medtokenbudget.training.familiarity import Familiarity
 
 DEFAULT_MODEL = "dermoscopy"
 """The router that comes with the package."""
-Amount = float | Guarantee | None
-"""Share of the patches to keep, or a guarantee; None means `DEFAULT_BUDGET`, or the only one of a model routed early."""
+Amount = float | str | Guarantee | None
+"""Share of the patches to keep, such as 0.3 or '30%', or a guarantee; None means `DEFAULT_BUDGET`, or the only one of a model that
+is routed early."""
+Normalized = bool | inference.Statistics
+"""Whether float tensors are normalized: True means with mean and std of the model, `(mean, std)` with others."""
 OnError = Callable[[ImageSource], None] | None
 """Takes an image that could not be read, with the `reason`; None raises an error instead."""
 
@@ -188,8 +191,9 @@ class MedTokenBudget(nn.Module):
         """The only budget of a model whose backbone is routed early; None for any other model."""
         return None if self.early is None else float(self.early["budget"])
 
-    def budget(self, asked: float | None) -> float:
+    def budget(self, asked: float | str | None) -> float:
         """Return the budget that was asked for, by default `DEFAULT_BUDGET` or the model's only one; any other is an error then."""
+        asked = None if asked is None else settings.share("budget", asked)
         if self.early is None:
             return DEFAULT_BUDGET if asked is None else asked
         fixed = float(self.early["budget"])
@@ -200,11 +204,23 @@ class MedTokenBudget(nn.Module):
             )
         return fixed
 
-    def amount(self, asked: Amount) -> float | Guarantee:
-        """Return a guarantee unchanged, or the `budget` that was asked for."""
-        return asked if isinstance(asked, Guarantee) else self.budget(asked)
+    def amount(
+        self,
+        budget: Amount = None,
+        retention: float | str | None = None,
+        coverage: float | str | None = None,
+        selector: str | None = None,
+    ) -> float | Guarantee:
+        """Return the guarantee of a `retention`, or the `budget` that was asked for; both at once are an error."""
+        if retention is None:
+            if coverage is not None:
+                raise RequestError("`coverage` belongs to `retention`: it is the share of the images that keep at least so much.")
+            return budget if isinstance(budget, Guarantee) else self.budget(budget)
+        if budget is not None:
+            raise RequestError("`budget` and `retention` exclude each other: a guarantee decides for each image how much is kept.")
+        return self.guarantee(retention, coverage, selector)
 
-    def k(self, budget: float, selector: str | None = None) -> int:
+    def k(self, budget: float | str | None, selector: str | None = None) -> int:
         """Return the number of tokens that are kept at a budget."""
         n = self.grid[0] * self.grid[1] if self.early is None else int(self.early["k"])
         return self.classifier(selector).selector.count(self.budget(budget), n)
@@ -263,32 +279,34 @@ class MedTokenBudget(nn.Module):
             raise UnknownNameError.of("selector", method, self._names, "in this model")
         return self.classifiers[method]
 
-    def guarantee(self, retention: float, coverage: float | None = None, selector: str | None = None) -> Guarantee:
+    def guarantee(self, retention: float | str, coverage: float | str | None = None, selector: str | None = None) -> Guarantee:
         """Return a calibrated promise about the lesion, to be used instead of a budget.
 
         Args:
-            retention: Promised share of the lesion patches.
+            retention: Promised share of the lesion patches, such as 0.95 or '95%'.
             coverage: None for the promise on average, or the promised share of the images that keep at least `retention`.
             selector: Method; None means the main one.
 
         Raises:
             RequestError: The model was not calibrated for this promise, or was trained again since.
         """
-        method, promise = self.main if selector is None else selector, Promise(retention, coverage)
+        method = self.main if selector is None else selector
+        covered = None if coverage is None else settings.share("coverage", coverage)
+        promise = Promise(settings.share("retention", retention), covered)
         self.classifier(method)
-        settings = f"`retention={retention:g}`" + ("" if coverage is None else f", `coverage={coverage:g}`")
+        given = f"`retention={promise.retention:g}`" + ("" if covered is None else f", `coverage={covered:g}`")
         for guarantee in self.guarantees:
             if guarantee.keeps(promise, method):
                 if guarantee.model != self.fingerprint:
                     raise RequestError(
                         f"The guarantee of {promise} was calibrated for another version of this model and does not hold. "
-                        f"Calibrate the model again: `mtb calibrate` with {settings}."
+                        f"Calibrate the model again: `mtb calibrate` with {given}."
                     )
                 return guarantee
         known = "; ".join(str(guarantee) for guarantee in self.guarantees if guarantee.selector == method) or "nothing"
         raise RequestError(
             f"'{method}' of this model is not calibrated for {promise}. Calibrated: {known}. Use a budget, or calibrate it on "
-            f"images with masks that it was not trained on: `mtb calibrate` with {settings}."
+            f"images with masks that it was not trained on: `mtb calibrate` with {given}."
         )
 
     @property
@@ -324,13 +342,20 @@ class MedTokenBudget(nn.Module):
         known = torch.tensor([mask is not None for mask in masks], device=self.device)
         return replace(tokens, lesion=torch.from_numpy(lesion).to(self.device), has_mask=known)
 
-    def tokens(self, images: Any) -> TokenBatch:
-        """Return tokens of a few images in any form that `predict` takes. A `TokenBatch` is only moved to the model's device."""
+    def tokens(self, images: Any, normalized: Normalized = False) -> TokenBatch:
+        """Return tokens of a few images in any form that `route` takes. A `TokenBatch` is only moved to the model's device."""
         if isinstance(images, TokenBatch):
             if self.backbone_fingerprint["name"] == PIXELS and images.pixels is None and bool((images.patches < 0).any()):
                 raise RequestError("The router reads pixels, but these tokens are of a backbone. Pass `model.tokens(images)`.")
             return images.to(self.device)
-        pictures = [source.open() for source in expand(images)]
+        statistics, side = self.statistics(normalized), self.backbone.preprocessing.image_size
+        if isinstance(images, Tensor):
+            images, statistics = inference.as_pixels(images, "`images`", statistics), None
+            if self.tokens_from is None and tuple(images.shape[1:3]) == (side, side):  # stays on its device
+                return self.encode(images)
+        pictures = [source.open() for source in expand(images, statistics)]
+        if not pictures:
+            raise RequestError("`images` contains no image.")
         tokens = self.encode(np.stack([self.backbone.prepare(picture) for picture in pictures]))
         if self.tokens_from is None:
             return tokens
@@ -340,22 +365,48 @@ class MedTokenBudget(nn.Module):
             kept_from = backbone.tokens(backbone.normalize(batch)).to(self.device)
         return replace(kept_from, pixels=tokens.patches, luminance=tokens.luminance)
 
-    def forward(self, images: Any, budget: float | None = None, selector: str | None = None) -> Tensor:
+    def statistics(self, normalized: Normalized) -> inference.Statistics | None:
+        """Return the mean and std that float tensors were normalized with; None if they were not."""
+        if isinstance(normalized, bool):
+            return (self.backbone_fingerprint["mean"], self.backbone_fingerprint["std"]) if normalized else None
+        try:
+            mean, std = (tuple(float(value) for value in values) for values in normalized)
+        except (TypeError, ValueError):
+            mean, std = (), ()
+        if not len(mean) == len(std) == 3 or not all(value > 0 for value in std):
+            raise RequestError(f"`normalized` must be True, False, or (mean, std) of three channels, got {normalized!r}.")
+        return mean, std
+
+    def forward(self, images: Any, budget: float | str | None = None, selector: str | None = None) -> Tensor:
         """Compute class logits [B, C] of a `TokenBatch` or images at one budget, with gradients for the head."""
         tokens = self.tokens(images)
         classifier = self.classifier(selector)
-        selection, _ = inference.select(classifier.selector, tokens, classifier.selector.count(self.budget(budget), tokens.n))
+        selection = inference.select(classifier.selector, tokens, classifier.selector.count(self.budget(budget), tokens.n))
         return classifier.required_head.read(selection, tokens.grid)
 
-    def router(self, budget: float, selector: str | None = None) -> Callable[[TokenBatch], Selection]:
-        """Return a function from tokens to the kept ones, for use in other models."""
-        chosen = self.classifier(selector).selector
-        chosen.count(budget, 1)  # a wrong budget is an error here, not at the first batch
+    def router(
+        self, budget: float | str | None = None, selector: str | None = None, normalized: Normalized = False
+    ) -> Callable[[Any], Selection]:
+        """Return a function from a batch to its `Selection`, for use in other models and training loops; without gradients.
 
-        def routed(tokens: TokenBatch) -> Selection:
-            known = self.tokens(tokens)
-            with torch.inference_mode():
-                return inference.select(chosen, known, chosen.count(budget, known.n))[0]
+        The function takes images in any form that `route` takes, or a `TokenBatch`. The selection of a tensor is on its device.
+
+        Example:
+            >>> route = mtb.load().router(0.3)
+            >>> selection = route(torch.rand(8, 3, 224, 224))
+            >>> selection.kept.shape, selection.scores.shape, selection.tokens.shape
+            (torch.Size([8, 256]), torch.Size([8, 256]), torch.Size([8, 76, 192]))
+        """
+        if isinstance(budget, Guarantee):
+            raise RequestError("A guarantee keeps another number of patches of each image, which are no batch. Use `route`.")
+        chosen, share = self.classifier(selector).selector, self.budget(budget)  # a wrong budget is an error here already
+        self.statistics(normalized)
+
+        @torch.no_grad()
+        def routed(images: Any) -> Selection:
+            tokens = self.tokens(images, normalized)
+            selection = inference.select(chosen, tokens, chosen.count(share, tokens.n))
+            return selection.to(images.device) if isinstance(images, Tensor) else selection
 
         return routed
 
@@ -366,7 +417,7 @@ class MedTokenBudget(nn.Module):
         chosen, head = classifier.selector, classifier.required_head
         with inference.evaluating(classifier):
             if head.reads != "mean":
-                selections = [inference.select(chosen, tokens, chosen.count(budget, tokens.n))[0] for budget in budgets]
+                selections = [inference.select(chosen, tokens, chosen.count(budget, tokens.n)) for budget in budgets]
                 logits = torch.stack([head.read(selection, tokens.grid) for selection in selections], 1)
             elif chosen.stochastic:  # one image at a time, as in `inference.select`
                 rows = [tokens.take([row]) for row in range(len(tokens))]
@@ -392,42 +443,82 @@ class MedTokenBudget(nn.Module):
         """One hash of the whole model: backbone, preprocessing, classes, methods and every number of the classifiers."""
         return saved.fingerprint(self.identity, saved.tensors_of(self.classifiers, self.main, self.familiarity))
 
-    def route(self, images: Any, budget: Amount = None, selector: str | None = None, batch_size: int = 16) -> list[Routing]:
+    def route(
+        self,
+        images: Any,
+        budget: Amount = None,
+        selector: str | None = None,
+        batch_size: int = 16,
+        *,
+        retention: float | str | None = None,
+        normalized: Normalized = False,
+    ) -> list[Routing]:
         """Route images: return the patches that are kept of each, in order, without classes; also for a model without a head.
 
         Args:
-            images: A path, folder, glob, `Manifest`, Pillow picture, uint8 array [H, W, 3] or [B, H, W, 3], the bytes of a file, or
-                an iterable of these.
-            budget: Share of the patches that is kept, in (0, 1], or a guarantee of the model (`model.guarantee(0.95)`); None means
-                `DEFAULT_BUDGET`, or the only one of a model routed early.
+            images: A path, folder, glob, `Manifest`, Pillow picture, the bytes of a file, an open file, an array or tensor (uint8,
+                or floats in [0, 1]; [B, 3, H, W], [B, H, W, 3] or one image), a `DataLoader`, or an iterable of these. All are
+                resized like files.
+            budget: Share of the patches that is kept, such as 0.3 or '30%', or a guarantee of the model (`model.guarantee(0.95)`);
+                None means `DEFAULT_BUDGET`, or the only one of a model routed early.
             selector: Method to use; None means the main one.
             batch_size: Images per forward pass.
+            retention: Instead of a budget: share of the lesion to keep, one that the model was calibrated for.
+            normalized: True if float tensors were normalized with mean and std of the model's backbone, `(mean, std)` if with
+                others.
 
         Raises:
             RequestError: If an image cannot be read; use `route_stream` with `on_error` to continue with the others.
         """
-        return list(self.route_stream(images, budget, selector, batch_size))
+        amount = self.amount(budget, retention, selector=selector)
+        return list(self.route_stream(images, amount, selector, batch_size, normalized=normalized))
 
     def route_stream(
-        self, images: Any, budget: Amount = None, selector: str | None = None, batch_size: int = 16, on_error: OnError = None
+        self,
+        images: Any,
+        budget: Amount = None,
+        selector: str | None = None,
+        batch_size: int = 16,
+        on_error: OnError = None,
+        *,
+        normalized: Normalized = False,
     ) -> Iterator[Routing]:
         """Like `route`, one image at a time in constant memory; images that cannot be read are passed to `on_error`."""
-        return _readable(self.answers(expand(images), budget, selector, batch_size), on_error)
+        sources = expand(images, self.statistics(normalized))
+        return _readable(self.answers(sources, budget, selector, batch_size), on_error)
 
-    def predict(self, images: Any, budget: Amount = None, selector: str | None = None, batch_size: int = 16) -> list[Prediction]:
+    def predict(
+        self,
+        images: Any,
+        budget: Amount = None,
+        selector: str | None = None,
+        batch_size: int = 16,
+        *,
+        retention: float | str | None = None,
+        normalized: Normalized = False,
+    ) -> list[Prediction]:
         """Like `route`, with the classes that the head of the model reads from the kept patches.
 
         Raises:
             RequestError: If an image cannot be read; use `predict_stream` with `on_error` to continue with the others.
             NoHeadError: If the model is a router without a head; use `route`.
         """
-        return list(self.predict_stream(images, budget, selector, batch_size))
+        amount = self.amount(budget, retention, selector=selector)
+        return list(self.predict_stream(images, amount, selector, batch_size, normalized=normalized))
 
     def predict_stream(
-        self, images: Any, budget: Amount = None, selector: str | None = None, batch_size: int = 16, on_error: OnError = None
+        self,
+        images: Any,
+        budget: Amount = None,
+        selector: str | None = None,
+        batch_size: int = 16,
+        on_error: OnError = None,
+        *,
+        normalized: Normalized = False,
     ) -> Iterator[Prediction]:
         """Like `predict`, one image at a time in constant memory; images that cannot be read are passed to `on_error`."""
-        return _readable(self.answers(expand(images), budget, selector, batch_size, kind=Prediction), on_error)
+        sources = expand(images, self.statistics(normalized))
+        return _readable(self.answers(sources, budget, selector, batch_size, kind=Prediction), on_error)
 
     def answers(
         self,
@@ -486,7 +577,7 @@ class MedTokenBudget(nn.Module):
         """Return the lesion probability of an image, float32 [h, w] on the finest grid that the method has.
 
         Args:
-            image: A path, Pillow picture, uint8 array [H, W, 3] or the bytes of a file.
+            image: One image in any form that `route` takes.
             selector: Method to use; None means the main one.
 
         Raises:
@@ -524,11 +615,13 @@ class MedTokenBudget(nn.Module):
             return saved.upload(self.save_pretrained(folder), repo_id, private, message)
 
 
-def load(path: Path | str, revision: str | None = None, weights: Path | str | None = None, device: str = "auto") -> MedTokenBudget:
+def load(
+    path: Path | str = DEFAULT_MODEL, revision: str | None = None, weights: Path | str | None = None, device: str = "auto"
+) -> MedTokenBudget:
     """Load a saved model.
 
     Args:
-        path: A run directory, a model folder, a hub id (`owner/name`), or 'dermoscopy' for the router that comes with the package.
+        path: A run directory, a model folder, a hub id (`owner/name`), or 'dermoscopy', the router that comes with the package.
         revision: Branch, tag or commit on the hub.
         weights: Safetensors file of the backbone, if it is no longer where it was when the model was saved.
         device: 'auto' uses a GPU if there is one; otherwise 'cpu', 'cuda', 'cuda:1', ...
@@ -571,16 +664,21 @@ def route(
     model: MedTokenBudget | Path | str = DEFAULT_MODEL,
     selector: str | None = None,
     batch_size: int = 16,
+    *,
+    retention: float | str | None = None,
+    normalized: Normalized = False,
 ) -> list[Routing]:
     """Return the patches that a router keeps of images; no training, no labels, no masks.
 
     Args:
-        images: What `MedTokenBudget.predict` takes: paths, folders, globs, pictures, uint8 arrays, bytes.
-        budget: Share of the patches that is kept, in (0, 1], or a guarantee of the model; None means `DEFAULT_BUDGET`, or
-            the only one of a model routed early.
+        images: What `MedTokenBudget.route` takes: paths, folders, globs, pictures, arrays, tensors, bytes, data loaders.
+        budget: Share of the patches that is kept, such as 0.3 or '30%', or a guarantee of the model; None means `DEFAULT_BUDGET`,
+            or the only one of a model routed early.
         model: A model, or what `mtb.load` takes. Default: the router that comes with the package, for dermoscopic images.
         selector: Method to use; None means the model's main one.
         batch_size: Images per forward pass.
+        retention: Instead of a budget: share of the lesion to keep, one that the model was calibrated for.
+        normalized: True if float tensors were normalized with mean and std of the model's backbone, `(mean, std)` if with others.
 
     Returns:
         One `Routing` per image: `kept`, `scores`, `tokens`, `unfamiliar`. In a notebook it shows the image with its kept patches.
@@ -593,7 +691,42 @@ def route(
         >>> routing.k, routing.tokens.shape, routing.unfamiliar
         (76, (76, 192), False)
     """
-    return loaded(model).route(images, budget, selector, batch_size)
+    return loaded(model).route(images, budget, selector, batch_size, retention=retention, normalized=normalized)
+
+
+def predict(
+    images: Any,
+    model: MedTokenBudget | Path | str,
+    budget: Amount = None,
+    selector: str | None = None,
+    batch_size: int = 16,
+    *,
+    retention: float | str | None = None,
+    normalized: Normalized = False,
+) -> list[Prediction]:
+    """Predict classes of images from the patches that a model keeps.
+
+    Args:
+        images: What `route` takes.
+        model: A model with a head, or what `mtb.load` takes. The router that comes with the package has no head.
+        budget: As for `route`.
+        selector: Method to use; None means the model's main one.
+        batch_size: Images per forward pass.
+        retention: As for `route`.
+        normalized: As for `route`.
+
+    Returns:
+        One `Prediction` per image: `label`, `probabilities`, and everything that a `Routing` has.
+
+    Raises:
+        RequestError: If an image cannot be read.
+        NoHeadError: If the model is a router without a head.
+
+    Example:
+        >>> mtb.predict("photo.jpg", "runs/demo", budget=0.3)[0].label
+        'NV'
+    """
+    return loaded(model).predict(images, budget, selector, batch_size, retention=retention, normalized=normalized)
 
 
 def loaded(model: MedTokenBudget | Path | str) -> MedTokenBudget:

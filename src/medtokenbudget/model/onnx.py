@@ -216,7 +216,8 @@ def _check(
                 tokens = model.backbone((inputs["image"] - graph.mean) / graph.std, model.signals)
             else:
                 tokens = TokenBatch(grid=model.grid, **inputs)  # type: ignore[arg-type]
-            selection, scores = select(classifier.selector, tokens, indices.shape[1])
+            selection = select(classifier.selector, tokens, indices.shape[1])
+            scores = selection.scores
             assert scores is not None
             assert selection.indices is not None
             apart = (scores.gather(1, indices) - scores.gather(1, selection.indices)).abs().max().item()
@@ -326,7 +327,7 @@ def _drawn_scores(model: MedTokenBudget, selector: Selector, seed: int) -> list[
     """Return the scores [N] of a ranker that draws; its generator starts anew for every image, so they may be always the same."""
     n = model.grid[0] * model.grid[1]
     tokens = TokenBatch(torch.randn(1, n, model.dim, generator=torch.Generator().manual_seed(seed)), model.grid)
-    _, scores = select(selector, tokens, n)
+    scores = select(selector, tokens, n).scores
     assert scores is not None
     return [float(value) for value in scores[0].tolist()]
 
@@ -340,9 +341,9 @@ def _ranked(model: MedTokenBudget, graphs: WebGraphs, pixels: Tensor) -> dict[st
         if selector.name in FROM_MASK:
             orders.append(torch.randperm(tokens.n, generator=torch.Generator().manual_seed(len(orders)))[None])
         else:
-            selection, _ = select(selector, tokens, tokens.n)
-            assert selection.indices is not None
-            orders.append(selection.indices)
+            indices = select(selector, tokens, tokens.n).indices
+            assert indices is not None
+            orders.append(indices)
     return {"patches": tokens.patches, "orders": torch.cat(orders)}
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from medtokenbudget import __version__, files
 from medtokenbudget.backbone.backbone import located
 from medtokenbudget.config import NOTICE, BackboneConfig
-from medtokenbudget.errors import MismatchError, RequestError, WorkError, first_line
+from medtokenbudget.errors import MismatchError, RequestError, UnknownNameError, WorkError, first_line
 from medtokenbudget.escaping import markdown_text
 from medtokenbudget.files import exclusive
 from medtokenbudget.heads import create_head
@@ -60,10 +60,7 @@ def resolve(name: str | Path, revision: str | None = None) -> Path:
         raise RequestError(f"{name} is a file. Pass the folder of a saved model (with {CONFIG}, model.safetensors, README.md).")
     looks_local = str(name).startswith(".") or (folder.parent != Path() and folder.parent.is_dir())
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)) or looks_local:
-        raise RequestError(
-            f"There is no model folder {name}, and it is neither a hub id such as owner/name nor "
-            f"a model of the package ({', '.join(SHIPPED)})."
-        )
+        raise UnknownNameError.of("model", str(name), SHIPPED, "(no folder of a model or run, and no hub id such as owner/name)")
     return _download(str(name), revision)
 
 

@@ -5,16 +5,18 @@ Other packages build on this file. `select` checks what it is given, so `score` 
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from medtokenbudget.config import DEFAULT_METHODS
-from medtokenbudget.errors import CountError, MissingSignalError, RequestError, ShapeError
+from medtokenbudget.config import DEFAULT_BUDGET, DEFAULT_METHODS
+from medtokenbudget.errors import CountError, GridError, MissingSignalError, RequestError, ShapeError, UnknownNameError
 from medtokenbudget.registry import Registry
 from medtokenbudget.routing.topk import budget_to_k, check_k, rank
 from medtokenbudget.tokens import SIGNALS, Selection, TokenBatch
@@ -84,13 +86,64 @@ class Selector(ABC):
         k = check_k(k, tokens.n)
         return self.choose(self.check(tokens), k, generator)
 
-    def count(self, budget: float, n: int) -> int:
+    def count(self, budget: float | str, n: int) -> int:
         """Return the number of tokens given for n patches at a budget."""
         return budget_to_k(budget, n, self.minimum)
 
     def select_budget(self, tokens: TokenBatch, budget: float, generator: torch.Generator | None = None) -> Selection:
         """Select with the K of a budget."""
         return self.select(tokens, self.count(budget, tokens.n), generator)
+
+    def __call__(
+        self,
+        tokens: Tensor,
+        budget: float | str | None = None,
+        k: int | None = None,
+        *,
+        prefix: int = 0,
+        grid: tuple[int, int] | None = None,
+        generator: torch.Generator | None = None,
+        **signals: Tensor,
+    ) -> Selection:
+        """Select from the plain tokens of any vision transformer, with gradients to the tokens that are kept.
+
+        Args:
+            tokens: [B, N, D] patch tokens in raster order, or [B, P + N, D] with `prefix=P` tokens in front of them.
+            budget: Share of the patches to keep, such as 0.3 or '30%'; by default `DEFAULT_BUDGET`.
+            k: Number of tokens to keep, instead of a budget.
+            prefix: Number of tokens in front of the patches. The first of them is read as the class token.
+            grid: (h, w) of the patches; None if it is square.
+            generator: Source of the noise of selectors that draw.
+            signals: What the selector `requires`, by the name of the field of `TokenBatch`: `cls_attention=...` [B, N].
+        """
+        if not isinstance(tokens, Tensor) or not tokens.is_floating_point() or tokens.ndim != 3 or 0 in tokens.shape:
+            given = f"{tokens.dtype} {list(tokens.shape)}" if isinstance(tokens, Tensor) else type(tokens).__name__
+            raise ShapeError(f"`tokens` must be a tensor of floats [B, N, D], got {given}.")
+        b, n = tokens.shape[0], tokens.shape[1] - prefix
+        if not isinstance(prefix, int) or prefix < 0 or n < 1:
+            raise ShapeError(f"`prefix` must be the number of tokens in front of the patches, got {prefix} of {n + prefix} tokens.")
+        side = math.isqrt(n)
+        if grid is None and side * side != n:
+            raise GridError(
+                f"{n} patches are no square. Pass their `grid=(h, w)`, or the number of tokens in front of them as `prefix`: 1 for "
+                "a class token."
+            )
+        if budget is not None and k is not None:
+            raise RequestError("`budget` and `k` exclude each other. Leave out one of them.")
+        known = [entry.name for entry in fields(TokenBatch) if entry.name not in ("patches", "grid", "places")]
+        for name in signals:
+            if name == "retention":
+                raise RequestError(
+                    "`retention` needs a calibrated model: `model.route(images, retention=0.95)`. Use a budget here."
+                )
+            if name not in known:
+                raise UnknownNameError.of("signal", name, known)
+        if "lesion" in signals:
+            signals = {"has_mask": torch.ones(b, dtype=torch.bool, device=tokens.device), **signals}
+        if prefix:
+            signals = {"cls": tokens[:, 0], **signals}
+        batch = TokenBatch(tokens[:, prefix:], (side, side) if grid is None else tuple(grid), **signals)  # type: ignore[arg-type]
+        return self.select(batch, self.count(DEFAULT_BUDGET if budget is None else budget, n) if k is None else k, generator)
 
     def pooled(self, tokens: TokenBatch, budgets: Sequence[float], generator: torch.Generator | None = None) -> Tensor:
         """Return the pooled means at each budget, [B, len(budgets), D] in fp32."""
@@ -108,7 +161,7 @@ class Selector(ABC):
             advice = f"with the `signals` {' '.join(stored)}" if stored else "with it"
             raise MissingSignalError(
                 f"Selector '{self.name}' reads {', '.join(missing)}, which this batch does not have. "
-                f"Extract the tokens {advice}, or choose another selector."
+                f"Extract the tokens {advice}, pass it as `{missing[0]}` with plain tensors, or choose another selector."
             )
         if "has_mask" in self.requires and (without := int((~tokens.has_mask.bool()).sum())):  # type: ignore[union-attr]
             raise MissingSignalError(
@@ -129,16 +182,18 @@ class Ranker(Selector):
 
     def order(self, tokens: TokenBatch, generator: torch.Generator | None = None) -> Tensor:
         """Order the patches from best to worst, int64 [B, N]."""
-        return self._ranked(self.check(tokens), generator)
+        return rank(self._scores(self.check(tokens), generator))
 
-    def _ranked(self, tokens: TokenBatch, generator: torch.Generator | None) -> Tensor:
+    @torch.no_grad()  # a ranking has no gradient
+    def _scores(self, tokens: TokenBatch, generator: torch.Generator | None) -> Tensor:
         scores = self.score(tokens, generator)
         if tuple(scores.shape) != (len(tokens), tokens.n):
             raise ShapeError(f"Selector '{self.name}' must return scores {[len(tokens), tokens.n]}, got {list(scores.shape)}.")
-        return rank(scores.detach())
+        return scores
 
     def choose(self, tokens: TokenBatch, k: int, generator: torch.Generator | None = None) -> Selection:
-        return gather(tokens.patches, self._ranked(tokens, generator)[:, :k])
+        scores = self._scores(tokens, generator)
+        return replace(gather(tokens.patches, rank(scores)[:, :k]), scores=scores)
 
     def pooled(self, tokens: TokenBatch, budgets: Sequence[float], generator: torch.Generator | None = None) -> Tensor:
         """Return the pooled means at each budget from one ordering, [B, len(budgets), D] in fp32."""
@@ -212,5 +267,7 @@ def create_selector(name: str, **options: Any) -> Selector:
     Example:
         >>> create_selector("center").count(0.3, 256)
         76
+        >>> create_selector("tome")(torch.rand(2, 197, 64), budget="30%", prefix=1).tokens.shape
+        torch.Size([2, 58, 64])
     """
     return SELECTORS.create(name, **options)

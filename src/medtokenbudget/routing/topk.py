@@ -11,26 +11,21 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from medtokenbudget.config import Padding
-from medtokenbudget.errors import BudgetError, CountError, NonFiniteError, RequestError, ShapeError, UnknownNameError
+from medtokenbudget.config import Padding, share
+from medtokenbudget.errors import CountError, NonFiniteError, RequestError, ShapeError, UnknownNameError
 from medtokenbudget.tokens import check_grid
 
 # Scores are held this far from 0 and 1 before the logit, which is then within about +-14.
 LOGIT_MARGIN = 1e-6
 
 
-def budget_to_k(budget: float, n: int, minimum: int = 16) -> int:
+def budget_to_k(budget: float | str, n: int, minimum: int = 16) -> int:
     """Count the patches kept at a budget: K = min(n, max(minimum, floor(budget n))), exact for the decimal that was written."""
-    try:
-        # The shortest decimal of a float is what its author meant: 0.3 is 3/10, not 0.299999999999999988898.
-        share = Fraction(str(budget))
-    except (ValueError, ZeroDivisionError):
-        raise BudgetError(f"A token budget must be a number in (0, 1], got {budget!r}.") from None
-    if not 0 < share <= 1:
-        raise BudgetError(f"A token budget must be in (0, 1], got {budget!r}.")
+    # The shortest decimal of a float is what its author meant: 0.3 is 3/10, not 0.299999999999999988898.
+    kept = Fraction(str(share("budget", budget))) * n
     if n < 1 or minimum < 1:
         raise CountError(f"The number of patches and the minimum must be at least 1, got {n} and {minimum}.")
-    return min(n, max(minimum, int(share * n)))
+    return min(n, max(minimum, int(kept)))
 
 
 def check_k(k: int, n: int) -> int:

@@ -218,11 +218,11 @@ class Service:
         promises = []
         if isinstance(selector, Ranker):
             probabilities = None if head is None else self.model.classify(tokens, budgets, name)[0]
-            selection, ranked_by = select(selector, tokens, tokens.n)
+            selection = select(selector, tokens, tokens.n)
             assert selection.indices is not None
             order = selection.indices[0].tolist()
-            if ranked_by is not None:  # not if the backbone was routed early
-                values = ranked_by.cpu().double().numpy()
+            if selection.scores is not None:  # not if the backbone was routed early
+                values = selection.scores.cpu().double().numpy()
                 scores = [float(f"{score:.6g}") for score in values[0]]
                 for guarantee in guarantees:
                     if guarantee.selector == name:
@@ -233,7 +233,7 @@ class Service:
             merger = json.dumps([selector.name, selector.options()], sort_keys=True)
             for k in counts:
                 if (merger, k) not in merged:
-                    merged[merger, k] = select(selector, tokens, k)[0]
+                    merged[merger, k] = select(selector, tokens, k)
             selections = [merged[merger, k] for k in counts]
             groups = [selection.assignment[0].tolist() for selection in selections]
             if selector.kind == "sampler":
@@ -260,7 +260,7 @@ class Service:
         """Describe the K patches that keep a calibrated promise, and the classes that the head reads from them."""
         classifier, probabilities = self.model.classifier(guarantee.selector), None
         if classifier.head is not None:
-            selection = select(classifier.selector, tokens, k)[0]
+            selection = select(classifier.selector, tokens, k)
             probabilities = [round(p, 6) for p in classifier.head.read(selection, tokens.grid)[0].softmax(-1).tolist()]
         return {"retention": guarantee.retention, "coverage": guarantee.coverage, "k": k, "probabilities": probabilities}
 

@@ -37,7 +37,7 @@ class NoPruning(Ranker):
     reference = True
     reads_routed = True
 
-    def count(self, budget: float, n: int) -> int:
+    def count(self, budget: float | str, n: int) -> int:
         budget_to_k(budget, n, self.minimum)
         return n
 
