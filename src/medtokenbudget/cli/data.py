@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from abc import abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from tyro.conf import Positional
 from medtokenbudget.cli.options import Command
 from medtokenbudget.config import Count, DrawnSide, Folds, Fraction, Natural, Parallel, Seed
 from medtokenbudget.errors import RequestError
+from medtokenbudget.progress import say
 
 if TYPE_CHECKING:
     from medtokenbudget.data.manifest import Manifest
@@ -238,6 +240,35 @@ class Synthetic(WriteManifest):
         rule = self.split or "grouped"
         out = synthetic_manifest(self.out, drawings, split=rule, overwrite=self.overwrite, name=self.name, **options)
         _summarize(Manifest.read(out), out)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Download(Command):
+    """Download a public data set in its official layout; a broken download resumes.
+
+    Sizes and checksums are compared with published ones. What is there already stays, also an archive from a browser, which is
+    verified and unpacked.
+    """
+
+    example = "mtb data download isic2019 --out ISIC --accept-license"
+
+    dataset: Positional[str]
+    """isic2019, isic2018-masks, ham10000-masks, kvasir-v2, kvasir-seg or busi."""
+    out: Path
+    """Folder to write to. Give ISIC 2019 and its masks the same one."""
+    accept_license: bool = False
+    """Accept the license that the command shows. Default: ask on a terminal, refuse elsewhere."""
+
+    def run(self) -> None:
+        from medtokenbudget.data.download import dataset, download
+
+        asked = dataset(self.dataset)
+        accepted = self.accept_license
+        if accepted or sys.stdin.isatty():
+            say(asked.text)
+            accepted = accepted or input("Accept these terms? [y/N] ").strip().lower() in ("y", "yes")
+        paths = download(self.dataset, self.out, accepted)
+        print(f"{', '.join(map(str, paths))} complete. Next: {asked.then.format(out=self.out)}")
 
 
 @dataclass(frozen=True, kw_only=True)
