@@ -34,6 +34,7 @@ from medtokenbudget.config import (
     train_config_from_dict,
 )
 from medtokenbudget.data import Drawings, Manifest, synthetic_manifest
+from medtokenbudget.data.strata import column_strata
 from medtokenbudget.errors import RequestError, WorkError
 from medtokenbudget.jobs import Execution
 from medtokenbudget.locks import exclusive
@@ -378,6 +379,7 @@ def evaluate(
     selector: str | None = None,
     classes: Mapping[str, str | None] | Path | str | None = None,
     part: Part = "auto",
+    by: Sequence[str] = (),
 ) -> Run:
     """Evaluate a saved model on a manifest, next to the controls `center`, `darkness`, `random` and `oracle`.
 
@@ -390,6 +392,7 @@ def evaluate(
         selector: Method of the model; None means its main one.
         classes: Where class names differ: class of the data to class of the model (None leaves it out), or a JSON file of that.
         part: Which images; 'auto' takes the validation images of the model's own manifest, all images of another one.
+        by: Further columns of the manifest to show results by.
 
     Returns:
         The run: `.results`, `.predictions`, `.report()`.
@@ -409,6 +412,7 @@ def evaluate(
     folder = None if isinstance(model, MedTokenBudget) else resolve(model)
     loaded = model if isinstance(model, MedTokenBudget) else load(model)
     original = _opened(manifest)
+    column_strata(original, by)  # before anything is extracted
     mapping = evaluation.read_mapping(classes) if isinstance(classes, (str, Path)) else classes
     labeled = evaluation.in_classes_of(original, loaded.classes, mapping)
     trained_in = None if folder is None else evaluation.run_of(folder)
@@ -426,7 +430,7 @@ def evaluate(
             "mapping": None if mapping is None else dict(mapping),
             "own": evaluation.own_validation(trained_in, method, budgets),
         }
-        evaluation.evaluate_model(run, loaded, images, original, method, budgets, about)
+        evaluation.evaluate_model(run, loaded, images, original, method, budgets, about, by=by)
     return run
 
 

@@ -60,6 +60,8 @@ class FromSource(WriteManifest):
 
     keep_split: Path | None = None
     """Older manifest whose images keep the part they have there."""
+    columns: Path | None = None
+    """CSV or Parquet file with further columns, joined by its column image_id, to show results by."""
     seed: Seed = 42
     """Random seed of the split. The paper's split always uses 42."""
 
@@ -68,7 +70,10 @@ class FromSource(WriteManifest):
         """Return the manifest of the source."""
 
     def run(self) -> None:
-        manifest = self._split(self.read())
+        from medtokenbudget.data.readers import join_columns
+
+        manifest = self.read()
+        manifest = self._split(manifest if self.columns is None else join_columns(manifest, self.columns))
         _summarize(manifest, manifest.write(self.out, self.overwrite))
 
     def _split(self, manifest: Manifest) -> Manifest:

@@ -201,6 +201,8 @@ class Evaluate(Command):
     """JSON file from classes of the data to classes of the model where their names differ; it can also leave classes out."""
     part: Literal["auto", "val", "select", "train", "all"] = "auto"
     """Images to evaluate. auto: the validation images of the manifest that the model was trained with, all of others."""
+    by: tuple[str, ...] = ()
+    """Further columns of the manifest (`mtb data ... --columns FILE`) to show results by."""
     pictures: bool = True
     """'false' leaves images of the data set out of the report."""
 
@@ -208,7 +210,9 @@ class Evaluate(Command):
         from medtokenbudget.api import evaluate
         from medtokenbudget.runs.run import headline
 
-        run = evaluate(self.model, self.manifest, self.out, self.store, self.budgets, self.selector, self.classes, self.part)
+        run = evaluate(
+            self.model, self.manifest, self.out, self.store, self.budgets, self.selector, self.classes, self.part, self.by
+        )
         run.record_command("evaluate", self.words)
         print(headline(run.results))
         say(f"Wrote {run.report(pictures=self.pictures)}.")

@@ -23,7 +23,7 @@ from medtokenbudget.backbone.views import IDENTITY, OFF_CENTER
 from medtokenbudget.config import CONTROLS, ExtractConfig, to_dict
 from medtokenbudget.data import Manifest, decode_image, decode_mask
 from medtokenbudget.data.manifest import listed
-from medtokenbudget.data.strata import measure
+from medtokenbudget.data.strata import column_strata, measure
 from medtokenbudget.errors import MismatchError, RequestError
 from medtokenbudget.files import atomic_write, read_json
 from medtokenbudget.model import Guarantee, MedTokenBudget
@@ -270,11 +270,12 @@ def evaluate_model(
     budgets: Sequence[float],
     about: dict[str, Any],
     trained: bool = False,
+    by: Sequence[str] = (),
 ) -> None:
     """Evaluate a method of a model and the controls on images labeled in its classes, and write the files of the run.
 
     `original` is the manifest with its own labels; `about` is what `run.json` records in addition to the images. With `trained`
-    the run is that of the training itself, and these are its validation images.
+    the run is that of the training itself, and these are its validation images. `by` are columns that become strata.
     """
     wrong = [budget for budget in budgets if not 0 < budget <= 1]
     if wrong or not budgets:
@@ -300,7 +301,7 @@ def evaluate_model(
     ids = {view: [store.ids[row] for row in rows] for view, rows in views.items()}
     write_tables(run.path, predictions, manifest.classes, routing, ids, store.grid)
     with atomic_write(run.path / ATTRIBUTES) as temporary:
-        _image_attributes(images, original).to_parquet(temporary, index=False)
+        _image_attributes(images, original, by).to_parquet(temporary, index=False)
     run.finish(
         methods={
             name: {
@@ -329,10 +330,11 @@ def evaluate_model(
     )
 
 
-def _image_attributes(images: HeldOut, original: Manifest) -> pd.DataFrame:
+def _image_attributes(images: HeldOut, original: Manifest, by: Sequence[str]) -> pd.DataFrame:
     """Return the strata of each image, one column per property, None where it was not measured; and the measured numbers."""
     place = {name: i for i, name in enumerate(images.manifest.ids)}
     label = dict(zip(original.ids, original.rows["label"]))
+    columns = column_strata(images.manifest.take([place[images.store.ids[row]] for row in images.rows]), by)
 
     def row(name: str) -> dict[str, Any]:
         known = {"image_id": name, "class": label.get(name)}
@@ -345,7 +347,8 @@ def _image_attributes(images: HeldOut, original: Manifest) -> pd.DataFrame:
 
     ids = [images.store.ids[row] for row in images.rows]
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
-        return pd.DataFrame(list(progress(pool.map(row, ids), total=len(ids), what="Measuring", unit="image")))
+        measured = pd.DataFrame(list(progress(pool.map(row, ids), total=len(ids), what="Measuring", unit="image")))
+    return pd.concat([measured, pd.DataFrame(columns, dtype=object)], axis=1)
 
 
 def own_validation(run: Run | None, method: str, budgets: Sequence[float]) -> list[dict[str, Any]]:
