@@ -434,6 +434,50 @@ def evaluate(
     return run
 
 
+def evaluate_kept(
+    kept: Path | str,
+    manifest: AnyManifest,
+    out: Path | str,
+    store: AnyStore | None = None,
+    part: Part = "auto",
+    by: Sequence[str] = (),
+) -> Run:
+    """Judge a method that was made without this package by a table of the patches that it kept, next to the controls.
+
+    Args:
+        kept: Parquet file with the columns `image_id` and `kept`, and optionally `budget`, `scores` and `p_<class>`, such as
+            `mtb route` and `mtb predict` write. Its name is that of the method.
+        manifest: The images, with masks.
+        out: The run directory to write.
+        store: Tokens of the images on the grid of the table; None reads them with the embedded backbone into `out/tokens`.
+        part: Which images; 'auto' takes the validation images, and all images where there are none.
+        by: Further columns of the manifest to show results by.
+
+    Returns:
+        The run: `.results`, `.predictions`, `.report()`.
+
+    Raises:
+        RequestError: The table does not fit the manifest; the message says where.
+    """
+    target, original = Path(out), _opened(manifest)
+    if (target / FILE).exists() and Run(target).evaluation is None:
+        raise RequestError(f"{target} is the run of a training. Pass another `out` for the evaluation.")
+    column_strata(original, by)
+    if part == "auto":
+        part = "val" if (original.rows["split"] == "val").any() else "all"
+    wanted = original if part == "all" else original.part(part)
+    table = evaluation.read_kept(kept, wanted)
+    with exclusive(target):
+        images = evaluation.images_of_table(table, wanted, store, target / "tokens", part)
+        run = Run.begin(target, images.manifest, images.store, TrainConfig())
+        if isinstance(manifest, Manifest):
+            original.write(run.manifest_path)
+        else:
+            run.manifest_path = Path(manifest).resolve()
+        evaluation.evaluate_kept(run, table, images, original, by)
+    return run
+
+
 def demo(out: Path | str = "runs/demo", n: int = 1000, seed: int = 0, epochs: int | None = None) -> Path:
     """Run the whole product on drawn images: the ready-made router, then a training; a demo that was stopped resumes.
 
