@@ -15,7 +15,16 @@ import pytest
 from PIL import Image
 
 from medtokenbudget.cli import main
-from medtokenbudget.data import Manifest, csv_manifest, folder_manifest, isic_manifest, kvasir_manifest, paper_split, readers
+from medtokenbudget.data import (
+    Manifest,
+    apply_split,
+    csv_manifest,
+    folder_manifest,
+    isic_manifest,
+    kvasir_manifest,
+    paper_split,
+    readers,
+)
 from medtokenbudget.data.readers import GROUND_TRUTH, IMAGES, ISIC_CLASSES, KVASIR_CLASSES, MASK_FOLDERS, METADATA
 from medtokenbudget.errors import RequestError
 from medtokenbudget.model import expand
@@ -543,3 +552,30 @@ def test_artifacts_that_people_saw_become_columns_of_isic_and_survive_another_sp
     assert rows["ruler"].tolist() == seen
     assert main(["data", "split", str(out), "--split", "kfold", "--out", str(again)]) == 0
     pd.testing.assert_series_equal(Manifest.read(again).rows["ruler"], rows["ruler"])
+
+
+@pytest.mark.slow
+def test_the_complete_files_have_three_centers_as_the_prefix_of_the_lesion_says(whole: Path, tmp_path: Path) -> None:
+    manifest = isic_manifest(whole, "none")
+    assert Counter(manifest.rows["center"]) == {"BCN20000": 12_413, "HAM10000": 10_015, "MSK": 2_903}
+    table = pd.read_csv(whole / METADATA, dtype=str, keep_default_na=False).set_index("image").loc[manifest.ids, "lesion_id"]
+    prefix = table.str.split("_").str[0].replace({"HAM": "HAM10000", "BCN": "BCN20000", "MSK4": "MSK"}).to_numpy()
+    assert Counter(prefix == manifest.rows["center"]) == {True: 23_247, False: 2_084}  # the 23,247 images of Fed-ISIC2019
+    assert set(prefix[prefix != manifest.rows["center"]]) == {""}
+    left_out = apply_split(manifest, "center", fold=1)
+    assert Counter(left_out.rows["split"]) == {"val": 10_015, "train": 15_316}
+    assert set(left_out.part("val").rows["center"]) == {"HAM10000"}
+    assert not left_out.crossing.any()  # no lesion was photographed in two of them
+
+
+@pytest.mark.slow
+def test_the_papers_split_of_the_complete_files_lets_2294_lesions_cross(whole: Path) -> None:
+    manifest = isic_manifest(whole, "none")
+    sides: dict[str, set[str]] = {}
+    for group, split in zip(manifest.rows["group"], manifest.rows["split"]):
+        sides.setdefault(group, set()).add(split)
+    both = {group for group, parts in sides.items() if len(parts) == 2}
+    assert len(both) == 2_294
+    crossing = manifest.rows[manifest.crossing]
+    assert set(crossing["group"]) == both
+    assert len(crossing) == 3_079

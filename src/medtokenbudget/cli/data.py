@@ -20,7 +20,7 @@ from medtokenbudget.progress import say
 if TYPE_CHECKING:
     from medtokenbudget.data.manifest import Manifest
 
-Rule = Literal["paper", "grouped", "kfold"]
+Rule = Literal["paper", "grouped", "kfold", "center"]
 WORKERS = min(4, os.cpu_count() or 1)
 
 
@@ -35,19 +35,21 @@ class WriteManifest(Command):
     workers: Parallel = WORKERS
     """Number of images to read or draw at once."""
     split: Rule | None = "grouped"
-    """How to split. grouped: 80/20, with no lesion, patient or duplicate in two parts. kfold: the same, in folds. paper: the
-    paper's 80/20 of single images."""
+    """How to split. grouped: 80/20, with no lesion, patient or duplicate in two parts. kfold: the same, in folds. center: validate
+    on one center, the fold-th by name. paper: the paper's 80/20 of single images."""
     folds: Folds = 5
     """Number of folds for `split="kfold"`."""
     fold: Natural = 0
-    """Fold to validate on, counted from 0."""
+    """Fold or center to validate on, counted from 0."""
     select: Fraction = 0.0
     """Share of the training part to set aside for model selection, in whole groups."""
 
     def split_options(self, seed: str) -> dict[str, Any]:
         """Return how to split, or reject options that the chosen split does not read; `seed` is the option that seeds it."""
-        self.require_effect(self.split == "kfold", '`split="kfold"`', "folds", "fold")
-        self.require_effect(self.split != "paper" or self.select > 0, "`select` or another split than the paper's", seed)
+        self.require_effect(self.split == "kfold", '`split="kfold"`', "folds")
+        self.require_effect(self.split in ("kfold", "center"), '`split="kfold"` or `split="center"`', "fold")
+        drawn = self.split not in ("paper", "center") or self.select > 0
+        self.require_effect(drawn, "`select` or a split that is drawn", seed)
         return {name: getattr(self, name) for name in ("folds", "fold", "select", "workers", seed)}
 
 
@@ -147,8 +149,9 @@ class OwnImages(FromSource):
     """Base of the commands for your own images, which may come with a split."""
 
     split: Rule | None = None
-    """How to split. grouped: 80/20, with no lesion, patient or duplicate in two parts. kfold: the same, in folds. paper: the
-    paper's 80/20 of single images. Default: the split of the data itself, or grouped."""
+    """How to split. grouped: 80/20, with no lesion, patient or duplicate in two parts. kfold: the same, in folds. center: validate
+    on one center, the fold-th by name. paper: the paper's 80/20 of single images. Default: the split of the data itself, or
+    grouped."""
 
 
 @dataclass(frozen=True, kw_only=True)

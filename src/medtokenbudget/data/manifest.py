@@ -38,22 +38,22 @@ class SplitRule:
     """How the rows of a manifest were split.
 
     'given' means that the data came with a split, 'none' that they have none. `fold`, counted from 0, and `folds` are those of
-    'kfold', `select` is the share of the training part that was set aside for model selection, and `kept` says that images kept
-    the part that they have in an older manifest.
+    'kfold' and of 'center', which leaves one center out. `select` is the share of the training part that was set aside for model
+    selection, and `kept` says that images kept the part that they have in an older manifest.
 
     Example:
         >>> str(SplitRule("kfold", fold=2, folds=4, select=0.1))
         'kfold 2/4, select 0.1'
     """
 
-    kind: Literal["paper", "grouped", "kfold", "given", "none"]
+    kind: Literal["paper", "grouped", "kfold", "center", "given", "none"]
     fold: int = 0
     folds: int = 0
     select: float = 0.0
     kept: bool = False
 
     def __str__(self) -> str:
-        notes = [f"kfold {self.fold}/{self.folds}" if self.kind == "kfold" else self.kind]
+        notes = [f"{self.kind} {self.fold}/{self.folds}" if self.folds else self.kind]
         notes += [f"select {self.select:g}"] if self.select else []
         notes += ["kept from an older manifest"] if self.kept else []
         return ", ".join(notes)
@@ -134,6 +134,13 @@ class Manifest:
         """The class index of every row, `[n]` int64, -1 for an image without a label."""
         place = {name: index for index, name in enumerate(self.classes)}
         return np.array([-1 if label is None else place[label] for label in self.rows["label"]], dtype=np.int64)
+
+    @property
+    def crossing(self) -> np.ndarray:
+        """Which validation images show a group (a lesion, a patient) that other parts show too, `[n]` bool."""
+        validation = (self.rows["split"] == "val").to_numpy(dtype=bool)
+        groups = self.rows["group"]
+        return np.asarray(validation & groups.notna() & groups.isin(set(groups[~validation].dropna())), dtype=bool)
 
     def image_path(self, index: int) -> Path:
         """Return the path of the image in a row."""

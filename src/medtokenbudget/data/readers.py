@@ -32,6 +32,9 @@ IMAGES = "ISIC_2019_Training_Input"
 GROUND_TRUTH = "ISIC_2019_Training_GroundTruth.csv"
 METADATA = "ISIC_2019_Training_Metadata.csv"
 MASK_FOLDERS = {"isic2018": "ISIC2018_Task1_Training_GroundTruth", "ham10000": "HAM10000_segmentations_lesion_tschandl"}
+CENTERS = {"MSK": range(16_073), "HAM10000": range(24_306, 34_321), "BCN20000": range(53_454, 73_255)}
+"""Source of the images of ISIC 2019, by the number in their names. The prefix of the lesion_id says the same (MSK4_, HAM_, BCN_) of
+all images but 2,084, which have none: they came to the archive before HAM10000 and BCN20000, whose images all have one."""
 Matching = Literal["exact", "by-id", "none"]
 DOWNSAMPLED = "_downsampled"
 """Suffix of images that ISIC 2019 has made smaller; the mask has the name of the original."""
@@ -90,7 +93,7 @@ def isic_manifest(
         ROOT/ISIC_2019_Training_GroundTruth.csv         ROOT/HAM10000_segmentations_lesion_tschandl/*_segmentation.png
         ROOT/ISIC_2019_Training_Metadata.csv
 
-    A group is a lesion; an image without a lesion_id is a group by itself.
+    A group is a lesion; an image without a lesion_id is a group by itself. The further column `center` is the source of the image.
 
     Args:
         root: Folder with the official files.
@@ -133,6 +136,7 @@ def isic_manifest(
             "mask": mask_files.get(image),
             "group": lesions.get(image, image),
             "split": split,
+            "center": _center_of(image),
         }
         for image, label, split in zip(truth["image"], truth["label"], paper_split(len(truth)))
         if image in files
@@ -141,6 +145,11 @@ def isic_manifest(
         say(f"None of the {len(records):,} images has a mask in {' or '.join(MASK_FOLDERS[kind] for kind in sources)}.")
     source = f"isic 2019, masks {masks} from {'+'.join(sources) or 'nowhere'}"
     return Manifest.from_records(records, ISIC_CLASSES, source=source, split_rule=SplitRule("paper"), name=name)
+
+
+def _center_of(image: str) -> str | None:
+    number = int(re.sub(r"\D", "", image) or -1)
+    return next((name for name, numbers in CENTERS.items() if number in numbers), None)
 
 
 def _mask_sources(top: Path, how: str, asked: Sequence[str] | None) -> list[str]:
