@@ -34,6 +34,7 @@ from medtokenbudget.config import (
     train_config_from_dict,
 )
 from medtokenbudget.data import Drawings, Manifest, synthetic_manifest
+from medtokenbudget.data.strata import column_strata
 from medtokenbudget.errors import RequestError, WorkError
 from medtokenbudget.files import exclusive
 from medtokenbudget.jobs import Execution
@@ -389,6 +390,7 @@ def evaluate(
     selector: str | None = None,
     classes: Mapping[str, str | None] | Path | str | None = None,
     part: Part = "auto",
+    by: Sequence[str] = (),
 ) -> Run:
     """Evaluate a saved model on a manifest, next to the controls `center`, `darkness`, `random` and `oracle`.
 
@@ -401,6 +403,7 @@ def evaluate(
         selector: Method of the model; None means its main one.
         classes: Where class names differ: class of the data to class of the model (None leaves it out), or a JSON file of that.
         part: Which images; 'auto' takes the validation images of the model's own manifest, all images of another one.
+        by: Further columns of the manifest to show results by.
 
     Returns:
         The run: `.results`, `.predictions`, `.report()`.
@@ -420,6 +423,7 @@ def evaluate(
     folder = None if isinstance(model, MedTokenBudget) else resolve(model)
     loaded = model if isinstance(model, MedTokenBudget) else load(model)
     original = _opened(manifest)
+    column_strata(original, by)  # before anything is extracted
     mapping = evaluation.read_mapping(classes) if isinstance(classes, (str, Path)) else classes
     labeled = evaluation.in_classes_of(original, loaded.classes, mapping)
     trained_in = None if folder is None else evaluation.run_of(folder)
@@ -437,7 +441,51 @@ def evaluate(
             "mapping": None if mapping is None else dict(mapping),
             "own": evaluation.own_validation(trained_in, method, budgets),
         }
-        evaluation.evaluate_model(run, loaded, images, original, method, budgets, about)
+        evaluation.evaluate_model(run, loaded, images, original, method, budgets, about, by=by)
+    return run
+
+
+def evaluate_kept(
+    kept: Path | str,
+    manifest: AnyManifest,
+    out: Path | str,
+    store: AnyStore | None = None,
+    part: Part = "auto",
+    by: Sequence[str] = (),
+) -> Run:
+    """Judge a method that was made without this package by a table of the patches that it kept, next to the controls.
+
+    Args:
+        kept: Parquet file with the columns `image_id` and `kept`, and optionally `budget`, `scores` and `p_<class>`, such as
+            `mtb route` and `mtb predict` write. Its name is that of the method.
+        manifest: The images, with masks.
+        out: The run directory to write.
+        store: Tokens of the images on the grid of the table; None reads them with the embedded backbone into `out/tokens`.
+        part: Which images; 'auto' takes the validation images, and all images where there are none.
+        by: Further columns of the manifest to show results by.
+
+    Returns:
+        The run: `.results`, `.predictions`, `.report()`.
+
+    Raises:
+        RequestError: The table does not fit the manifest; the message says where.
+    """
+    target, original = Path(out), _opened(manifest)
+    if (target / FILE).exists() and Run(target).evaluation is None:
+        raise RequestError(f"{target} is the run of a training. Pass another `out` for the evaluation.")
+    column_strata(original, by)
+    if part == "auto":
+        part = "val" if (original.rows["split"] == "val").any() else "all"
+    wanted = original if part == "all" else original.part(part)
+    table = evaluation.read_kept(kept, wanted)
+    with exclusive(target):
+        images = evaluation.images_of_table(table, wanted, store, target / "tokens", part)
+        run = Run.begin(target, images.manifest, images.store, TrainConfig())
+        if isinstance(manifest, Manifest):
+            original.write(run.manifest_path)
+        else:
+            run.manifest_path = Path(manifest).resolve()
+        evaluation.evaluate_kept(run, table, images, original, by)
     return run
 
 

@@ -21,6 +21,7 @@ from medtokenbudget.errors import MedTokenBudgetError, UnknownNameError
 
 COMMANDS: dict[str, str] = {
     "demo": "show.Demo",
+    "data download": "data.Download",
     "data isic": "data.Isic",
     "data kvasir": "data.Kvasir",
     "data folder": "data.Folder",
@@ -44,7 +45,7 @@ COMMANDS: dict[str, str] = {
 }
 """Chapter and class of each command."""
 GROUPS = {
-    "data": "Make a manifest of a data set (ISIC 2019, Kvasir v2, folders, CSV, drawn images), split it, check it.",
+    "data": "Download public data; make a manifest (ISIC 2019, Kvasir v2, folders, CSV, drawn images), split it, check it.",
     "store": "Show what is inside a store of tokens.",
 }
 """Commands that have commands of their own."""

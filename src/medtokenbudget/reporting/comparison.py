@@ -36,9 +36,9 @@ class Comparison:
     notes: list[str] = field(default_factory=list)
 
     @classmethod
-    def read(cls, paths: Sequence[Path]) -> Comparison:
-        """Read the run directories."""
-        return cls(tuple(ReportRun.read(path, name) for path, name in zip(paths, unique_names(paths))))
+    def read(cls, paths: Sequence[Path], by: Sequence[str] = ()) -> Comparison:
+        """Read the run directories; `by` are columns of the manifest that become strata."""
+        return cls(tuple(ReportRun.read(path, name, by) for path, name in zip(paths, unique_names(paths))))
 
     @property
     def first(self) -> ReportRun:

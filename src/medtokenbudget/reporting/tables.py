@@ -27,7 +27,7 @@ from medtokenbudget.reporting.comparison import Comparison
 from medtokenbudget.reporting.intervals import ReportRun
 from medtokenbudget.reporting.table import Table, best, changes
 from medtokenbudget.runs import paper
-from medtokenbudget.runs.run import AS_IS
+from medtokenbudget.runs.run import AS_IS, summarize
 from medtokenbudget.runs.statistics import lesion_rows, paired_seed_table
 from medtokenbudget.runs.studies import STUDIES
 from medtokenbudget.runs.sweep import Study
@@ -62,6 +62,7 @@ def make_tables(comparison: Comparison, named: bool = True) -> list[Table]:
             strata(run, run.by_size, "size-strata", "Lesion size"),
             strata(run, run.by_class, "class-strata", "Class"),
             strata(run, run.by_attribute, "attribute-strata", "Stratum"),
+            new_lesions(run),
             own_validation(run),
             promises(run),
             worst(run, named),
@@ -456,6 +457,32 @@ def worst(run: ReportRun, named: bool = True) -> Table | None:
     }
     words = _words("worst", method=look(run.focus).title, budget=budget_text(run.headline), seed=seed)
     return _listing("worst", data, columns, **words)
+
+
+def new_lesions(run: ReportRun) -> Table | None:
+    """Show classification on all validation images, and on those of lesions (or patients) that no training image shows."""
+    seen = [] if run.manifest is None else [name for name, cross in zip(run.manifest.ids, run.manifest.crossing) if cross]
+    images = run.main_predictions[np.isclose(run.main_predictions["budget"], run.headline)]
+    new = images[~images["image_id"].isin(seen)]
+    if not 0 < len(new) < len(images) or not run.info.classes:
+        return None
+    metrics, parts = ("accuracy", "macro_f1", "balanced_accuracy"), []
+    for part, of_part in (("all", images), ("new", new)):
+        values = summarize(of_part, run.info.classes).melt(["method", "seed", "n"], metrics, "metric").dropna()
+        parts.append(values.groupby(["method", "metric"], sort=False, as_index=False)[["value", "n"]].mean().assign(images=part))
+    data = pd.concat(parts, ignore_index=True)
+    if data.empty:
+        return None
+    cells = data.set_index(["method", "metric", "images"])["value"]
+    counts = data.groupby("images")["n"].max().astype(int)
+    pairs = [(metric, part) for metric in metrics for part in ("all", "new")]
+    rows = [
+        [look(method).title, *(percent(cells.get((method, *pair), np.nan)) for pair in pairs)]
+        for method in run.ordered(data["method"])
+    ]
+    heads = ["Method", *(f"{METRICS[metric].title}{' (%)' if part == 'all' else ', new'}" for metric, part in pairs)]
+    words = _words("new-lesions", budget=budget_text(run.headline), n=counts["all"], n_new=counts["new"], seeds=_seeds(run.main))
+    return Table("new-lesions", columns=heads, rows=rows, data=data, labels=1, **words)
 
 
 def own_validation(run: ReportRun) -> Table | None:

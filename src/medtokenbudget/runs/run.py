@@ -305,8 +305,11 @@ def versions() -> dict[str, str]:
 
 
 def counts(manifest: Manifest, store: FeatureStore) -> dict[str, Any]:
-    """Count images, masks and classes of each part, and the lesion sizes of the validation masks: the supplement's two tables."""
-    parts: dict[str, Any] = {}
+    """Count images, masks and classes of each part, the lesion sizes of the validation masks (the supplement's two tables), and the
+    validation images that show a lesion that is trained on too."""
+    crossing = manifest.crossing
+    leaks = {"images": int(crossing.sum()), "groups": int(manifest.rows["group"][crossing].nunique())}
+    parts: dict[str, Any] = {"crossing": leaks}
     for part in ("train", "select", "val"):
         of_part = manifest.part(part)
         rows = store.rows(of_part.ids, strict=False)
