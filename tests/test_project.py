@@ -96,6 +96,7 @@ def test_the_version_is_defined_in_one_place_and_cited_as_it_is() -> None:
     assert citation["version"] == medtokenbudget.__version__
     assert f"## {medtokenbudget.__version__}" in text("CHANGELOG.md")
     assert citation["repository-code"] == PROJECT["project"]["urls"]["Repository"]
+    assert PROJECT["project"]["urls"]["Repository"] not in text("README.md"), "a placeholder that nobody can open"
     assert citation["license"] == PROJECT["project"]["license"]
 
 
