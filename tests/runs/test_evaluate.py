@@ -95,7 +95,7 @@ def test_the_page_says_what_was_lost_and_where(external: Path) -> None:
 def test_without_masks_or_labels_what_is_left_is_measured(drawn: Drawn, trained: Path, tmp_path: Path) -> None:
     manifest = replace(drawn.manifest.part("val"), name="bare")
     nothing = manifest.with_columns(mask=[None] * len(manifest), label=[None] * len(manifest))
-    run = mtb.evaluate(trained, nothing, tmp_path / "neither", store=drawn.store_path, budgets=[0.3])
+    run = mtb.evaluate(trained, nothing, tmp_path / "neither", store=drawn.store_path, budgets=["30%"])
     assert run.results[["retention", "accuracy"]].isna().all(axis=None)
     assert len(run.predictions[run.predictions["method"] == run.main]) == len(manifest)
     assert "none with a lesion mask" in run.report(pictures=False).read_text()
