@@ -31,6 +31,7 @@ from medtokenbudget.config import (
     check_values,
     given_settings,
     preset,
+    read_share,
     train_config_from_dict,
 )
 from medtokenbudget.data import Drawings, Manifest, synthetic_manifest
@@ -205,7 +206,7 @@ def sweep(
     store: AnyStore,
     out: Path | str,
     methods: Sequence[str] | None = None,
-    budgets: Sequence[float] | None = None,
+    budgets: Sequence[float | str] | None = None,
     seeds: Sequence[int] | None = None,
     config: TrainConfig | str = "lesion-first",
     engine: Literal["local", "ray"] = "local",
@@ -220,7 +221,7 @@ def sweep(
         store: Their tokens.
         out: The run directory; a sweep that was stopped there resumes.
         methods: Texts such as 'lats:lesion-first', 'center' or 'tome'. Default: the paper's methods, ours and the controls.
-        budgets: Shares of the patches to keep. Default: the budgets of `config`.
+        budgets: Shares of the patches to keep, such as 0.3 or '30%'. Default: the budgets of `config`.
         seeds: Seeds; each gives one training per method. Default: that of `config`.
         config: A preset by name, or all settings, such as `mtb.preset("lesion-first", lr=1e-4)`. What differs from the preset
             reaches every method, whatever its own preset; a setting that no method uses is refused.
@@ -241,9 +242,10 @@ def sweep(
     run = Run.begin(out, manifest, store, preset(config) if isinstance(config, str) else config)
     given_budgets = given_settings(run.config).get("budgets")
     if budgets is not None:
-        if given_budgets is not None and tuple(budgets) != tuple(given_budgets):
+        shares = tuple(read_share("budget", budget) for budget in budgets)
+        if given_budgets is not None and shares != tuple(given_budgets):
             raise RequestError("The budgets were given twice, in config and as an argument. Leave out one of them.")
-        run.config = replace(run.config, budgets=tuple(budgets))
+        run.config = replace(run.config, budgets=shares)
     elif run.store.fixed_budget is not None:
         run.config = _at_fixed_budget(run)
     seeds = (run.config.seed,) if seeds is None else tuple(seeds)
@@ -331,9 +333,9 @@ def report(run: Run | Path | str, *others: Run | Path | str, out: Path | str | N
 def calibrate(
     model: MedTokenBudget | Path | str,
     manifest: AnyManifest,
-    retention: float,
-    coverage: float | None = None,
-    cap: float | None = None,
+    retention: float | str,
+    coverage: float | str | None = None,
+    cap: float | str | None = None,
     store: AnyStore | None = None,
     selector: str | None = None,
     part: Part = "auto",
@@ -345,7 +347,7 @@ def calibrate(
         model: A run directory, a model folder, a hub id, or a model. The guarantee is saved in the folder (a model that was passed
             as an object is only changed in memory).
         manifest: Images with masks that the model was not trained on. Their groups are the exchangeable units.
-        retention: Promised share of the lesion patches, such as 0.95.
+        retention: Promised share of the lesion patches, such as 0.95 or '95%'.
         coverage: None promises it on average. With 0.9, nine of ten images keep at least `retention` of their lesion.
         cap: Largest share of the patches that an image may keep. The promise holds with it, or is refused.
         store: Tokens of the images; None extracts them.
@@ -364,7 +366,8 @@ def calibrate(
         >>> mtb.load("runs/first").predict("photo.jpg", budget=guarantee)[0].guarantee.retention
         0.8
     """
-    promise = Promise(retention, coverage)
+    most, covered = (None if value is None else read_share(name, value) for name, value in (("cap", cap), ("coverage", coverage)))
+    promise = Promise(read_share("retention", retention), covered)
     folder = None if isinstance(model, MedTokenBudget) else resolve(model)
     if folder is not None and out is None and not Path(str(model)).expanduser().is_dir():
         raise RequestError(f"{model} is not a folder of yours, so nothing can be saved in it. Pass `out` for a calibrated copy.")
@@ -372,7 +375,7 @@ def calibrate(
     with tempfile.TemporaryDirectory(prefix="mtb-calibrate-") as scratch:
         run = None if folder is None else evaluation.run_of(folder)
         images = evaluation.held_out(loaded, _opened(manifest), store, Path(scratch) / "tokens", part, run)
-        guarantee = evaluation.calibrated(loaded, images, promise, selector, cap)
+        guarantee = evaluation.calibrated(loaded, images, promise, selector, most)
     loaded.guarantees = with_guarantee(loaded.guarantees, guarantee)
     if out is not None:
         loaded.save_pretrained(out)
@@ -386,7 +389,7 @@ def evaluate(
     manifest: AnyManifest,
     out: Path | str,
     store: AnyStore | None = None,
-    budgets: Sequence[float] = HEADLINE_BUDGETS,
+    budgets: Sequence[float | str] = HEADLINE_BUDGETS,
     selector: str | None = None,
     classes: Mapping[str, str | None] | Path | str | None = None,
     part: Part = "auto",
@@ -417,7 +420,7 @@ def evaluate(
         >>> sorted(set(run.results["method"]))[:2]
         ['center', 'context:lesion-first']
     """
-    target = Path(out)
+    target, shares = Path(out), [read_share("budget", budget) for budget in budgets]
     if (target / FILE).exists() and Run(target).evaluation is None:
         raise RequestError(f"{target} is the run of a training. Pass another `out` for the evaluation.")
     folder = None if isinstance(model, MedTokenBudget) else resolve(model)
@@ -439,9 +442,9 @@ def evaluate(
         about = {
             "model": "a model in memory" if folder is None else os.path.relpath(folder, target),
             "mapping": None if mapping is None else dict(mapping),
-            "own": evaluation.own_validation(trained_in, method, budgets),
+            "own": evaluation.own_validation(trained_in, method, shares),
         }
-        evaluation.evaluate_model(run, loaded, images, original, method, budgets, about, by=by)
+        evaluation.evaluate_model(run, loaded, images, original, method, shares, about, by=by)
     return run
 
 

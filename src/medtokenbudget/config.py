@@ -139,7 +139,7 @@ def number(text: str) -> float:
     return value
 
 
-def share(name: str, value: Any) -> Any:
+def read_share(name: str, value: Any) -> Any:
     """Return a share in (0, 1]: a number, or one as text, such as '30%'. Any other is an error that names it."""
     if isinstance(value, (str, Decimal)):
         with suppress(ValueError):

@@ -66,7 +66,7 @@ def test_the_name_means_the_package_and_a_folder_of_that_name_is_loaded_by_its_p
     assert mtb.load("dermoscopy", device="cpu").fingerprint == router.fingerprint
     with pytest.raises(RequestError, match="not a saved model"):
         mtb.load("./dermoscopy")
-    with pytest.raises(RequestError, match=r"a model of the package \(dermoscopy\)"):
+    with pytest.raises(RequestError, match=r"Did you mean 'dermoscopy'"):
         mtb.load("dermatoscopy")
 
 
@@ -80,6 +80,9 @@ def test_the_table_holds_what_the_router_says_and_what_it_kept_of_the_lesion(
     wanted = mtb.route(root / "photos", BUDGET, router)
     tokens = load_file(out / "tokens.safetensors")
     assert table["image"].tolist() == [routing.image for routing in wanted]
+    manifest = tmp_path / "photos.parquet"
+    assert main(["data", "folder", str(root / "photos"), "--out", str(manifest)]) == 0
+    assert table["image_id"].tolist() == mtb.Manifest.read(manifest).ids
     for number, (row, routing) in enumerate(zip(table.itertuples(), wanted)):
         assert row.kept.tolist() == routing.kept.tolist() == tokens["indices"][number].tolist()
         np.testing.assert_allclose(row.scores, routing.scores, atol=1e-6)

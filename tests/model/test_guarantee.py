@@ -64,7 +64,7 @@ def test_a_guarantee_is_saved_with_its_evidence_found_again_and_replaced(drawn: 
     assert found.kept == pytest.approx(group_mean(lesion_kept(scores, lesion, found.counts(scores)), groups))
     assert 1 - found.kept <= found.bound <= 0.2 + 1e-9
     # Without a store the tokens are extracted.
-    extracted = mtb.calibrate(folder, drawn.manifest_path, 0.8, out=tmp_path / "copy")
+    extracted = mtb.calibrate(folder, drawn.manifest_path, "80%", out=tmp_path / "copy")
     assert extracted == found == mtb.load(tmp_path / "copy").guarantee(0.8)
     # Calibrating again replaces the same promise and keeps others.
     for options in ({"cap": 0.9}, {"coverage": 0.6}, {"selector": "center"}):

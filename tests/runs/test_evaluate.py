@@ -123,7 +123,7 @@ def test_columns_of_the_manifest_give_strata_in_an_evaluation_and_in_the_report_
 def test_without_masks_or_labels_what_is_left_is_measured(drawn: Drawn, trained: Path, tmp_path: Path) -> None:
     manifest = replace(drawn.manifest.part("val"), name="bare")
     nothing = manifest.with_columns(mask=[None] * len(manifest), label=[None] * len(manifest))
-    run = mtb.evaluate(trained, nothing, tmp_path / "neither", store=drawn.store_path, budgets=[0.3])
+    run = mtb.evaluate(trained, nothing, tmp_path / "neither", store=drawn.store_path, budgets=["30%"])
     assert run.results[["retention", "accuracy"]].isna().all(axis=None)
     assert len(run.predictions[run.predictions["method"] == run.main]) == len(manifest)
     assert "none with a lesion mask" in run.report(pictures=False).read_text()

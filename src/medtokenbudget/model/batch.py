@@ -480,8 +480,8 @@ def _plan(folder: Path, sources: Iterable[ImageSource], config: RouteConfig, req
                     f"{source.name} is not a file. A table in shards is made from image files, folders, globs or a manifest."
                 )
             value, mask = _absolute(source.value), None if source.mask is None else _absolute(source.mask)
-            shard.append(ImageSource(source.name, value, mask))
-            states.append([source.name, _state(value), None if mask is None else _state(mask)])
+            shard.append(ImageSource(source.name, value, mask, image_id=source.image_id))
+            states.append([source.name, source.image_id, _state(value), None if mask is None else _state(mask)])
         if not shard:
             return
         yield Shard(

@@ -56,6 +56,7 @@ class ImageSource:
         reason: Why the image could not be read; empty if it could.
         mask_reason: Why its mask could not be used although the image was read; empty if it could.
         size: (width, height) in pixels, once it was read.
+        image_id: Its id in a manifest of the same images; `name` for one that was passed as an object.
     """
 
     name: str
@@ -64,6 +65,7 @@ class ImageSource:
     reason: str = ""
     mask_reason: str = ""
     size: tuple[int, int] | None = None
+    image_id: str = ""
 
     def open(self) -> Image.Image:
         """Open the picture in RGB; the error for a file that cannot be read names it."""
@@ -175,7 +177,7 @@ def expand(images: Any, statistics: Statistics | None = None) -> Iterator[ImageS
             end = number + (len(item) if item.ndim == 4 else 1) - 1
             pixels = as_pixels(item, f"image {number}" if item.ndim != 4 else f"images {number} to {end}", statistics)
             for picture in pixels.numpy(force=True):
-                yield ImageSource(f"image {number}", picture)
+                yield ImageSource(f"image {number}", picture, image_id=f"image {number}")
                 number += 1
             continue
         if statistics is not None:
@@ -186,9 +188,10 @@ def expand(images: Any, statistics: Statistics | None = None) -> Iterator[ImageS
             yield from _of_path(os.fspath(item))
         elif isinstance(item, Manifest):
             for row, image_id in enumerate(item.ids):
-                yield ImageSource(image_id, item.image_path(row), item.mask_path(row))
+                yield ImageSource(image_id, item.image_path(row), item.mask_path(row), image_id=image_id)
         else:
-            yield ImageSource(f"image {number}", item if isinstance(item, Image.Image) else _file(item))
+            value = item if isinstance(item, Image.Image) else _file(item)
+            yield ImageSource(f"image {number}", value, image_id=f"image {number}")
         number += 1
 
 
@@ -219,7 +222,7 @@ def _of_path(text: str) -> Iterator[ImageSource]:
         for file in readers.files_below(path):
             if readers.is_image(file):
                 any_image = True
-                yield ImageSource(str(file), file)
+                yield ImageSource(str(file), file, image_id=file.relative_to(path).with_suffix("").as_posix())
             else:
                 skipped[readers.kind_of(file)] += 1
         readers.report_skipped(path, skipped)
@@ -235,7 +238,7 @@ def _of_path(text: str) -> Iterator[ImageSource]:
             yield from _of_path(match)
     else:
         # A missing file is reported with the failures, like a damaged one.
-        yield ImageSource(text, path)
+        yield ImageSource(text, path, image_id=path.stem)
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)

@@ -193,7 +193,7 @@ class MedTokenBudget(nn.Module):
 
     def budget(self, asked: float | str | None) -> float:
         """Return the budget that was asked for, by default `DEFAULT_BUDGET` or the model's only one; any other is an error then."""
-        asked = None if asked is None else settings.share("budget", asked)
+        asked = None if asked is None else settings.read_share("budget", asked)
         if self.early is None:
             return DEFAULT_BUDGET if asked is None else asked
         fixed = float(self.early["budget"])
@@ -291,8 +291,8 @@ class MedTokenBudget(nn.Module):
             RequestError: The model was not calibrated for this promise, or was trained again since.
         """
         method = self.main if selector is None else selector
-        covered = None if coverage is None else settings.share("coverage", coverage)
-        promise = Promise(settings.share("retention", retention), covered)
+        covered = None if coverage is None else settings.read_share("coverage", coverage)
+        promise = Promise(settings.read_share("retention", retention), covered)
         self.classifier(method)
         given = f"`retention={promise.retention:g}`" + ("" if covered is None else f", `coverage={covered:g}`")
         for guarantee in self.guarantees:

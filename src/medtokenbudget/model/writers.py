@@ -49,19 +49,20 @@ def table_schema(classes: Sequence[str] | None, metadata: dict[str, str], lesion
         ("unfamiliarity", pa.float32()),
         ("unfamiliar", pa.bool_()),
     ]
-    image, kept = ("image", pa.string()), ("kept", pa.list_(pa.int32()))
+    image, kept = [("image", pa.string()), ("image_id", pa.string())], ("kept", pa.list_(pa.int32()))
     if classes is not None:
         predicted = [("label", pa.string()), ("probability", pa.float32()), *((f"p_{name}", pa.float32()) for name in classes)]
-        return pa.schema([image, *predicted, *route, kept], metadata)
+        return pa.schema([*image, *predicted, *route, kept], metadata)
     lesion = [(name, pa.int32()) for name in ("lesion", "kept_lesion", "center_lesion")]
     found = [(name, pa.list_(pa.int32()) if name == "box" else pa.string()) for name in lesion_files]
-    return pa.schema([image, *route, *lesion, *found, kept, ("scores", pa.list_(pa.float32()))], metadata)
+    return pa.schema([*image, *route, *lesion, *found, kept, ("scores", pa.list_(pa.float32()))], metadata)
 
 
 def row_of(answer: Routing) -> dict[str, Any]:
     """Return the cells of an answer by column; None is an empty cell, such as the lesion patches of an image without a mask."""
     row = {
         "image": answer.image,
+        "image_id": answer.image if answer.source is None else answer.source.image_id,
         "selector": answer.selector,
         "budget": answer.budget,
         "k": answer.k,

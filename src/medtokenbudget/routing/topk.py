@@ -11,7 +11,7 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from medtokenbudget.config import Padding, share
+from medtokenbudget.config import Padding, read_share
 from medtokenbudget.errors import CountError, NonFiniteError, RequestError, ShapeError, UnknownNameError
 from medtokenbudget.tokens import check_grid
 
@@ -21,11 +21,12 @@ LOGIT_MARGIN = 1e-6
 
 def budget_to_k(budget: float | str, n: int, minimum: int = 16) -> int:
     """Count the patches kept at a budget: K = min(n, max(minimum, floor(budget n))), exact for the decimal that was written."""
+    budget = read_share("budget", budget)
     # The shortest decimal of a float is what its author meant: 0.3 is 3/10, not 0.299999999999999988898.
-    kept = Fraction(str(share("budget", budget))) * n
+    share = Fraction(str(budget))
     if n < 1 or minimum < 1:
         raise CountError(f"The number of patches and the minimum must be at least 1, got {n} and {minimum}.")
-    return min(n, max(minimum, int(kept)))
+    return min(n, max(minimum, int(share * n)))
 
 
 def check_k(k: int, n: int) -> int:
