@@ -35,6 +35,7 @@ class Cell:
         predicted: `[n]` predicted classes of the same images.
         probabilities: `[n, C]` of the same images.
         retention: Of the images with a mask.
+        patches: Of the same images, kept lesion patches (NaN for mergers), lesion patches and kept patches, each `[n]`.
     """
 
     def __init__(self, rows: pd.DataFrame, classes: int) -> None:
@@ -43,12 +44,10 @@ class Cell:
         self.label, self.predicted = labeled["label"].to_numpy(), labeled["predicted"].to_numpy()
         self.probabilities = probability_matrix(labeled)
         keeps_patches = bool(masked["kept_lesion"].notna().any())  # a merger has no retention
-        self.retention = metrics.retention_of_counts(
-            masked["kept_lesion"].to_numpy(dtype=float, na_value=np.nan) if keeps_patches else None,
-            masked["lesion"].to_numpy(dtype=float),
-            masked["k"].to_numpy(),
-            masked["n_patches"].to_numpy(),
-        )
+        kept = masked["kept_lesion"].to_numpy(dtype=float, na_value=np.nan)
+        self.patches = (kept, masked["lesion"].to_numpy(dtype=float), masked["k"].to_numpy())
+        of_kept = kept if keeps_patches else None
+        self.retention = metrics.retention_of_counts(of_kept, *self.patches[1:], masked["n_patches"].to_numpy())
 
 
 def probability_matrix(frame: pd.DataFrame) -> np.ndarray:
@@ -168,6 +167,24 @@ METRICS: dict[str, Metric] = {
             short="Ceil.",
             axis="share of the ceiling (%)",
             fact="of what is possible, by {name}",
+        ),
+        Metric(
+            "smallest_quarter",
+            "Smallest quarter",
+            "The share of the ceiling in the quarter of the images with the smallest lesions, which hardly count when pooled.",
+            lambda cell: metrics.smallest_quarter(*cell.patches),
+            "masks",
+            ("further",),
+            term="Share of the ceiling, smallest quarter",
+        ),
+        Metric(
+            "below_90",
+            "Below 90%",
+            "The share of the images that keep less than 90% of what is possible for them. Lower is better.",
+            lambda cell: metrics.share_below(*cell.patches),
+            "masks",
+            ("further",),
+            term="Images below 90%",
         ),
         Metric(
             "precision",

@@ -48,7 +48,7 @@ def make_tables(comparison: Comparison, named: bool = True) -> list[Table]:
     """Make every table that the runs have numbers for; unless `named`, images have numbers in place of their names."""
     run, sweeps = comparison.first, sorted(shown_in("sweep"), key=lambda metric: metric != "retention")
     tables = [
-        runs(comparison) if comparison.several else None,
+        *([runs(comparison), leaderboard(comparison)] if comparison.several else []),
         main(comparison),
         *[sweep(comparison, metric) for metric in sweeps],
         further_measures(comparison),
@@ -331,6 +331,43 @@ def runs(comparison: Comparison) -> Table:
     nearest = f"headline numbers are those of the budget nearest to {budget_text(HEADLINE_BUDGET)} of each run."
     apart = f" The runs have no budget in common: {nearest}" if comparison.headline is None else ""
     return _listing("runs", data, columns, labels=4, **_words("runs", apart=apart))
+
+
+def leaderboard(comparison: Comparison) -> Table | None:
+    """Show the main methods of several runs and the controls as ranks with their uncertainty, ties together; the CSV has all."""
+    boards = comparison.leaderboard if comparison.headline is not None else {}
+    main_board = boards.get(("retention_of_ceiling", AS_IS))
+    if main_board is None:
+        main_board = boards.get(("macro_f1", AS_IS))
+    if main_board is None or len(main_board) < 2:
+        return None
+    parts = [board.assign(metric=metric, view=view) for (metric, view), board in boards.items()]
+    data = pd.concat(parts, ignore_index=True)
+    data[["method", "run"]] = data["method"].str.split(" of ", n=1, expand=True)
+    cells: dict[Any, Any] = {(r.method, r.run, r.metric, r.view): r for r in data.itertuples()}
+    named = [tuple(name.split(" of ", 1)) for name in main_board["method"]]
+    rows = []
+    for method, run in named:
+        row = [look(method).title, run]
+        for metric, view in boards:
+            cell = cells.get((method, run, metric, view))
+            if cell is None or pd.isna(cell.value):
+                row += [NOT_MEASURED, NOT_MEASURED]
+            else:
+                ranks = dict.fromkeys((f"{cell.first:.0f}", f"{cell.last:.0f}"))
+                row += [measures.with_interval(cell.value, cell.low, cell.high), " to ".join(ranks)]
+        rows.append(row)
+    heads = [f"{METRICS[metric].title}{', off-center' if view == OFF_CENTER else ''}" for metric, view in boards]
+    ties = [str(tie) for tie in main_board["tie"].fillna(0)]
+    return Table(
+        "leaderboard",
+        columns=["Method", "Run", *(text for head in heads for text in (f"{head} (%)", "Rank"))],
+        rows=rows,
+        data=data,
+        labels=2,
+        breaks=changes(ties),
+        **_words("leaderboard", budget=_at_headline(comparison), n=int(main_board["n"].max())),
+    )
 
 
 def significance(comparison: Comparison) -> Table | None:

@@ -270,6 +270,38 @@ def compare(
     return table.sort_values("metric", key=lambda c: c.map(order), kind="stable", ignore_index=True)
 
 
+def ranking(predictions: pd.DataFrame, metric: str, draws: int = DRAWS) -> pd.DataFrame:
+    """Rank the methods of one cell on the images that all of them have: `method, value, low, high, first, last, tie, n, groups`.
+
+    Every pair is tested, with Holm's correction over all pairs. The rank of a method is an interval: `first` is the best place that
+    the tests leave open, `last` the worst. `tie` numbers groups from the best: a method opens a new one when it is lower than the
+    best of the group with p < 0.05, so that the order inside a group means nothing.
+    """
+    methods = list(dict.fromkeys(predictions["method"]))
+    rows = predictions if statistic(metric).scope == "labeled" else lesion_rows(predictions)
+    shared = set.intersection(*(set(of["image_id"]) for _, of in rows.groupby("method"))) if len(rows) else set()
+    rows = rows[rows["image_id"].isin(shared)]
+    table = intervals(rows, (metric,), ("method",), draws).sort_values("value", ascending=False, kind="stable", ignore_index=True)
+    order = list(table["method"])
+    pairs = [compare(rows[rows["method"].isin(order[i:])], name, (metric,), draws=draws) for i, name in enumerate(order[:-1])]
+    tests = pd.concat(pairs, ignore_index=True) if pairs else pd.DataFrame(columns=list(COMPARISON_COLUMNS))
+    tests = tests.assign(p_holm=holm(tests["p"].to_numpy(float)))
+    clear = tests[(tests["p_holm"] < 1 - LEVEL) & (tests["difference"] > 0)]
+    beats = set(zip(clear["method_a"], clear["method_b"]))
+    table["first"] = [1 + sum((other, name) in beats for other in order) for name in order]
+    table["last"] = [len(order) - sum((name, other) in beats for other in order) for name in order]
+    leader = ""
+    ties: list[int] = []
+    for name in order:
+        if not ties or (leader, name) in beats:
+            ties.append(ties[-1] + 1 if ties else 1)
+            leader = name
+        else:
+            ties.append(ties[-1])
+    missing = [name for name in methods if name not in order]
+    return pd.concat([table.assign(tie=ties), pd.DataFrame({"method": missing})], ignore_index=True)
+
+
 def _compare_cell(
     cell: pd.DataFrame, reference: str, family: Sequence[str], classes: int, draws: int, seed: int
 ) -> Iterator[dict[str, Any]]:
