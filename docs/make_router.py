@@ -120,6 +120,16 @@ def train(manifest: Manifest, store: Path, out: Path, name: str, seed: int) -> R
     return selector
 
 
+def train_scout(real: Manifest, further: Manifest, masks: Path, out: Path, seed: int) -> Path:
+    """Train a scout from the masks of ISIC 2018 task 1 and those of the further images, all of them drawn by people."""
+    drawn = folder_manifest(further.image_path(0).parent, masks)
+    wanted = set(further.ids)
+    drawn = drawn.take([i for i, name in enumerate(drawn.ids) if name in wanted])
+    path = joined(real, drawn, "ISIC 2018 task 1").write(out / "scout.parquet")
+    mtb.train(path, None, out / "scout", preset("scout", seed=seed, device="cpu"))
+    return out / "scout" / "model"
+
+
 @torch.no_grad()
 def draw_masks(teachers: Sequence[Ranker], further: Manifest, out: Path) -> Manifest:
     """Masks of the images in `further` that the teachers find a lesion in, written to `out/masks`, and their manifest."""
