@@ -9,10 +9,10 @@ A file is looked up first, then the whole package, so an edit survives when code
 
 EDITS: dict[str, list[tuple[str, str, str, str]]] = {
     "tests/routing/test_topk.py": [
-        ("K is rounded up", "routing/topk.py", "max(minimum, int(kept))", "max(minimum, -int(-kept // 1))"),
-        ("K has no minimum", "routing/topk.py", "min(n, max(minimum, int(kept)))", "min(n, max(1, int(kept)))"),
-        ("K may exceed N", "routing/topk.py", "return min(n, max(minimum, int(kept)))", "return max(minimum, int(kept))"),
-        ("a budget is a float", "routing/topk.py", "Fraction(str(share(\"budget\", budget)))", "Fraction(float(share(\"budget\", budget)))"),
+        ("K is rounded up", "routing/topk.py", "max(minimum, int(share * n))", "max(minimum, -int(-share * n // 1))"),
+        ("K has no minimum", "routing/topk.py", "min(n, max(minimum, int(share * n)))", "min(n, max(1, int(share * n)))"),
+        ("K may exceed N", "routing/topk.py", "return min(n, max(minimum, int(share * n)))", "return max(minimum, int(share * n))"),
+        ("a budget is a float", "routing/topk.py", "share = Fraction(str(budget))", "share = Fraction(float(budget))"),
         ("the worst patches rank first", "routing/topk.py", "dim=1, descending=True, stable=True)", "dim=1, stable=True)"),
         ("no Gumbel noise", "routing/topk.py", "logits = logits + gumbel_noise", "logits = logits + 0 * gumbel_noise"),
         ("Gumbel noise of the other sign", "routing/topk.py", "return -exponential.clamp_min", "return exponential.clamp_min"),
