@@ -42,6 +42,18 @@ def test_a_view_moves_image_and_mask_together_and_shows_all_of_some() -> None:
     assert target.mean((1, 2)).std() > 0.05, "and crops"
 
 
+def test_half_of_the_paler_lesions_are_red() -> None:
+    images = torch.full((256, 3, 48, 48), 220, dtype=torch.uint8)
+    images[:, :, 16:32, 16:32] = 0
+    masks = (images[:, :1] == 0).to(torch.uint8) * 255
+    config = with_settings(SMALL, {"scout.pale": 1.0, "scout.image_size": 32, "scout.crop": 1.0})
+    view, target = random_view(images, masks, config, torch.Generator().manual_seed(0))
+    lesion = torch.nn.functional.interpolate(target.unsqueeze(1), (32, 32)) > 0.99
+    red, green = ((view[:, c : c + 1] * lesion).sum((1, 2, 3)) / lesion.sum((1, 2, 3)) for c in (0, 1))
+    assert 0.25 < (red > 1.2 * green).float().mean() < 0.6
+    assert (green > 1.2 * red).float().mean() < 0.1
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_every_setting_is_read_or_refused(name: str) -> None:
     value = another(settings_of(PRESETS["scout"])[name], KINDS[name])

@@ -44,6 +44,8 @@ WARM_UP = 0.2
 """Share of the steps in which the learning rate rises."""
 WHOLE = 0.3
 """Share of the views that show the whole image, so that large lesions and borders are seen as at inference."""
+STRETCH = 0.75
+"""A crop is at least this much as wide as high, or as high as wide."""
 MOST_REPEATS = 5
 """`min_steps` gives small data sets at most this many times as many epochs."""
 FAMILIAR_RANK, FAMILIAR_LEVEL = 64, 0.95
@@ -160,14 +162,15 @@ def random_view(images: Tensor, masks: Tensor, config: TrainConfig, noise: torch
         return scale * torch.randn(b, *shape, generator=noise)
 
     whole = draw(0, 1) < WHOLE
-    side = torch.where(whole, torch.ones(b), draw(config.scout.crop, 1))
+    side = torch.where(whole.unsqueeze(1), torch.ones(b, 2), draw(config.scout.crop, 1, 1) * draw(STRETCH, 1, 2))
     # Quarter turns of the whole image, any angle of a crop.
     quarter = torch.floor(draw(0, 4)) * (math.pi / 2)
     angle = torch.where(whole, quarter, quarter + draw(-math.pi / 4, math.pi / 4))
     flip = torch.where(draw(0, 1) < 0.5, -1.0, 1.0)
-    place = draw(-1, 1, 2) * (1 - side).unsqueeze(1)
-    cos, sin = side * angle.cos(), side * angle.sin()
-    theta = torch.stack([torch.stack([flip * cos, -sin, place[:, 0]], 1), torch.stack([flip * sin, cos, place[:, 1]], 1)], 1)
+    place = draw(-1, 1, 2) * (1 - side.amax(1, keepdim=True))
+    cos, sin, wide, high = angle.cos(), angle.sin(), flip * side[:, 0], side[:, 1]
+    x, y = torch.stack([wide * cos, -high * sin, place[:, 0]], 1), torch.stack([wide * sin, high * cos, place[:, 1]], 1)
+    theta = torch.stack([x, y], 1)
     grid = F.affine_grid(theta, [b, 3, size, size], align_corners=False)
     both = torch.cat([images, masks], 1).float() / 255
     both = F.grid_sample(both, grid, mode="bilinear", padding_mode="reflection", align_corners=False)
@@ -177,6 +180,10 @@ def random_view(images: Tensor, masks: Tensor, config: TrainConfig, noise: torch
     # Of a lesion that fills the view no skin is known.
     known = ((1 - mask).mean((2, 3), keepdim=True) > 0.1).float()
     contrast = draw(0.15, 1).view(b, 1, 1, 1)
+    # Half of these lesions are red: darker than the skin in green and blue more than in red.
+    red = (draw(0, 1) < 0.5).float().view(b, 1, 1, 1)
+    channels = torch.stack([draw(0, 0.6), draw(0.6, 1.2), draw(0.4, 1.2)], 1).view(b, 3, 1, 1)
+    contrast = contrast * (1 - red + red * channels)
     tinted = skin + normal(0.03, 3, 1, 1)
     view = view + pale * known * mask * (1 - contrast) * (tinted - view)
     light = normal(0.15, 1, 1, 1).exp() * normal(0.06, 3, 1, 1).exp()
