@@ -46,6 +46,7 @@ from medtokenbudget.model.model import MedTokenBudget, load
 from medtokenbudget.model.saved import ROUTER, resolve, write_guarantees
 from medtokenbudget.routing import create_selector, default_methods, selector_class
 from medtokenbudget.routing.conformal import Promise
+from medtokenbudget.routing.selectors.scout import Scout
 from medtokenbudget.runs import evaluate as evaluation
 from medtokenbudget.runs import sweep as sweeping
 from medtokenbudget.runs.card import card_text
@@ -58,7 +59,7 @@ from medtokenbudget.runtime import say
 from medtokenbudget.training.classifier import RoutedClassifier
 from medtokenbudget.training.familiarity import fit_familiarity
 from medtokenbudget.training.rows import TrainingRows
-from medtokenbudget.training.scouting import train_scout
+from medtokenbudget.training.scouting import fit_scout_familiarity, train_scout
 
 AnyManifest = Manifest | Path | str
 AnyStore = FeatureStore | Path | str
@@ -169,19 +170,21 @@ def _train_scout(manifest: AnyManifest, out: Path, config: TrainConfig) -> Run:
     with exclusive(out):
         classifier = train_scout(opened, config, out)
         backbone = BackboneConfig(name=PIXELS, image_size=config.scout.image_size)
-        fingerprint = Backbone.load(backbone).fingerprint
+        pixels = Backbone.load(backbone)
+        assert isinstance(classifier.selector, Scout)
         masks = int(opened.rows["mask"].notna().to_numpy()[opened.rows["split"] != "val"].sum())
         about = {"run": {"dataset": opened.name, "seeds": [config.seed], "hashes": {"manifest": opened.hash}, "masks": masks}}
         embedded = BackboneConfig(name="embedded")
         model = MedTokenBudget(
             backbone,
-            fingerprint,
+            pixels.fingerprint,
             (),
             {SCOUT: classifier} | {name: RoutedClassifier(create_selector(name), None) for name in ("center", "random")},
             config,
             main=SCOUT,
             info=about,
             tokens_from=(embedded, Backbone.load(embedded).fingerprint),
+            familiarity=fit_scout_familiarity(classifier.selector, pixels, opened, config.seed),
             device=config.device,
         )
         store = run_extraction(validation, out / "tokens", backbone, ExtractConfig(views="off-center", device=config.device))

@@ -112,7 +112,7 @@ def test_without_a_lesion_there_is_no_box_and_no_crop(images: list[Path], tmp_pa
 def test_files_hold_what_a_routing_says_and_the_network_runs_once(
     scout: MedTokenBudget, images: list[Path], tmp_path: Path
 ) -> None:
-    wanted, calls = scout.route(images), calls_of(scout.classifier().selector.network)
+    wanted, calls = scout.route(images), calls_of(scout.classifier().selector.network.stem)
     config = RouteConfig(mask=True, box=True, crop=True, batch_size=5)
     table = pd.read_parquet(route_files(images, tmp_path, scout, config=config).table)
     assert len(calls) == 1

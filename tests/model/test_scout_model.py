@@ -18,6 +18,7 @@ from medtokenbudget.config import BackboneConfig
 from medtokenbudget.errors import MismatchError, RequestError
 from medtokenbudget.model import MedTokenBudget
 from medtokenbudget.serve.service import Question, Service
+from medtokenbudget.training.familiarity import Familiarity, moments_of
 from tests.bad_input.damage import edit_json
 from tests.small_model import scout_model
 
@@ -104,11 +105,34 @@ def test_the_service_answers_as_the_model_does(model: MedTokenBudget, images: li
     assert answer["selectors"][0]["order"][:76] == model.route(images[0], 0.3)[0].kept.tolist()
 
 
+def test_unfamiliar_images_are_told_by_what_the_scout_sees_in_the_same_pass(
+    model: MedTokenBudget, images: list[Path], tmp_path: Path
+) -> None:
+    selector = model.classifier().selector
+    seen = selector.see(model.tokens(images)).features
+    assert seen.patches.shape == (5, 1, 4 * (3 + 8 + 16)), "pixels and two levels of the network, over skin and lesion"
+    model.familiarity = Familiarity(seen.dim, rank=2)
+    model.familiarity.image.fit(moments_of(seen.patches[:, 0]))
+    model.familiarity.patch.fit(moments_of(seen.patches[:, 0]))
+    again, calls = mtb.load(model.save_pretrained(tmp_path / "model"), device="cpu"), []
+    again.classifier().selector.network.stem.register_forward_pre_hook(lambda *_: calls.append(None))
+    routed = again.route(images, batch_size=5)
+    assert len(calls) == 1
+    # One vector per image, so its strangest part is the image itself.
+    distance = model.familiarity.image(seen.patches[:, 0]).detach()
+    np.testing.assert_allclose([one.unfamiliarity for one in routed], distance.numpy(), rtol=1e-3)
+    np.testing.assert_allclose([one.unfamiliarity for one in again.route(images, selector="center")], distance.numpy(), rtol=1e-3)
+    answer = Service(again).answer(Question(images[0].read_bytes()))
+    assert answer["unfamiliarity"] == pytest.approx(routed[0].unfamiliarity, rel=1e-3)
+
+
 @pytest.mark.slow
 def test_graphs_of_a_scout_keep_what_it_keeps(model: MedTokenBudget, images: list[Path], tmp_path: Path) -> None:
     onnxruntime = pytest.importorskip("onnxruntime")
     from medtokenbudget.model.onnx import export_onnx, write_web_graphs
 
+    features = model.classifier().selector.see(model.tokens(images)).features
+    model.familiarity = Familiarity(features.dim, rank=2)
     (found,) = model.route(images[0], 0.3)
     pixels = model.backbone.prepare(Image.open(images[0]))
     whole = onnxruntime.InferenceSession(str(export_onnx(model, tmp_path, 0.3)))
@@ -117,5 +141,7 @@ def test_graphs_of_a_scout_keep_what_it_keeps(model: MedTokenBudget, images: lis
     assert set(kept[0]) == set(found.kept)
     assert write_web_graphs(model, tmp_path / "web").ranked == ("scout", "center")
     web = onnxruntime.InferenceSession(str(tmp_path / "web" / "tokens.onnx"))
-    np.testing.assert_allclose(web.run(["scores"], {"pixels": pixels[None]})[0][0], found.scores, atol=1e-4)
+    scores, unfamiliarity = web.run(["scores", "unfamiliarity"], {"pixels": pixels[None]})
+    np.testing.assert_allclose(scores[0], found.scores, atol=1e-4)
+    assert unfamiliarity[0] == pytest.approx(found.unfamiliarity, rel=1e-3)
     assert json.loads(whole.get_modelmeta().custom_metadata_map["grid"]) == [16, 16]

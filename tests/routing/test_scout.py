@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
+import numpy as np
 import torch
 
 from medtokenbudget.backbone.backbone import Backbone
 from medtokenbudget.config import BackboneConfig
-from medtokenbudget.routing.selectors.scout import COMPACT, NEAR, Scout, compact
+from medtokenbudget.routing.selectors.scout import COMPACT, NEAR, Scout, compact, inside_and_outside
 
 
 def test_tokens_of_pixels_are_the_pixels_and_the_network_sees_the_image():
@@ -20,6 +23,20 @@ def test_tokens_of_pixels_are_the_pixels_and_the_network_sees_the_image():
     scout.network.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
     assert scout.fine_logits(tokens).shape == (2, 32, 32)
     assert torch.equal(seen[0], images)
+
+
+def test_features_are_mean_and_spread_over_skin_and_lesion():
+    generator = torch.Generator().manual_seed(3)
+    values, lesion = torch.rand(2, 3, 8, 8, generator=generator), (torch.rand(2, 4, 4, generator=generator) < 0.4).float()
+    found = inside_and_outside(values, lesion).view(2, 2, 2, 3)
+    for image, channel in itertools.product(range(2), range(3)):
+        pixels = values[image, channel].flatten().numpy()
+        weight = lesion[image].repeat_interleave(2, 0).repeat_interleave(2, 1).flatten().numpy().clip(0.02, 0.98)
+        for part, weights in enumerate((1 - weight, weight)):
+            mean = np.average(pixels, weights=weights)
+            spread = np.sqrt(np.average((pixels - mean) ** 2, weights=weights))
+            np.testing.assert_allclose(found[image, part, :, channel], [mean, spread], rtol=1e-4)
+    assert torch.isfinite(inside_and_outside(values, torch.ones(2, 4, 4))).all()
 
 
 def test_scores_depend_on_the_image_alone_whatever_the_mode():

@@ -24,7 +24,7 @@ SMALL = preset(
 
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return synthetic_manifest(tmp_path_factory.mktemp("photos"), Drawings(24, seed=4, size=96))
+    return synthetic_manifest(tmp_path_factory.mktemp("photos"), Drawings(30, seed=4, size=96))
 
 
 def test_a_view_moves_image_and_mask_together_and_shows_all_of_some() -> None:
@@ -109,6 +109,7 @@ def test_the_command_makes_a_model_that_routes_exports_and_scouts(photos: Path, 
     routing = model.route(Manifest.read(photos).image_path(0), budget=0.3)[0]
     assert routing.kept is not None
     assert (len(routing.kept), routing.tokens.shape) == (76, (76, 192))
+    assert routing.unfamiliarity is not None
     assert main(["export", str(run), "--out", str(tmp_path / "onnx"), "--budget", "0.3"]) == 0
     store = mtb.extract(photos, tmp_path / "few", "embedded", early=mtb.EarlyRouting(model, "scout", budget=0.3), device="cpu")
     assert (store.per_image, store.grid) == (76, (16, 16))

@@ -32,6 +32,7 @@ from medtokenbudget.errors import MedTokenBudgetError, NonFiniteError, RequestEr
 from medtokenbudget.jobs import ordered_map
 from medtokenbudget.model.guarantee import Guarantee
 from medtokenbudget.routing import Ranker, Selector, gather, rank
+from medtokenbudget.routing.trainable import ScoredRanker
 from medtokenbudget.tokens import Selection, TokenBatch
 
 if TYPE_CHECKING:
@@ -452,8 +453,11 @@ def answers(
     The answer is None for an image that could not be read; `source.reason` says why.
     """
     classifier = model.classifier(method)
-    # The patches of a backbone that is routed early were chosen by another network, which answers for the lesion when it is asked.
-    ranker = model.require_lesion_map(method) if maps and model.scout is None else None
+    ranker: ScoredRanker | None = None
+    if maps and model.scout is None:  # the router of a backbone that is routed early answers for the lesion when it is asked
+        ranker = model.require_lesion_map(method)
+    elif isinstance(classifier.selector, ScoredRanker) and classifier.selector.finer:
+        ranker = classifier.selector
     guarantee = amount if isinstance(amount, Guarantee) else None
     decode = partial(_decode, prepare=model.backbone.prepare, grid=model.grid if masks else None)
     decoded = ordered_map(decode, sources, ahead=2 * batch_size, threads=max(1, workers))
@@ -463,13 +467,14 @@ def answers(
         if readable:
             with torch.inference_mode(), evaluating(classifier):
                 tokens = model.encode(np.stack(readable))
-                scores, fine = (None, None) if ranker is None else ranker.scores_and_map(ranker.check(tokens))
+                sight = None if ranker is None else ranker.see(ranker.check(tokens))
+                scores = None if sight is None else sight.scores
                 if isinstance(amount, Guarantee):
                     selections, scores = select_above(classifier.selector, tokens, amount, scores)
                 else:
                     selections = [select(classifier.selector, tokens, model.k(amount, method), scores)]
                     scores = selections[0].scores
-                unfamiliarity = None if model.familiarity is None else model.familiarity(tokens).cpu().tolist()
+                unfamiliarity = model.unfamiliarity(tokens, sight if method == model.main else None)
                 if issubclass(kind, Prediction):
                     logits = [classifier.required_head.read(one, tokens.grid) for one in selections]
                     probabilities = torch.cat(logits).softmax(-1).cpu().numpy()
@@ -484,8 +489,8 @@ def answers(
                 "kept": indices or repeat(None),  # mergers keep no patch
                 "assignment": [row for one in selections for row in one.assignment.cpu().numpy()],
                 "scores": repeat(None) if scores is None else scores.float().cpu().numpy(),
-                "unfamiliarity": repeat(None) if unfamiliarity is None else unfamiliarity,
-                "lesion_map": repeat(None) if fine is None else fine.float().cpu().numpy(),
+                "unfamiliarity": repeat(None) if unfamiliarity is None else unfamiliarity.cpu().tolist(),
+                "lesion_map": sight.lesion.float().cpu().numpy() if maps and sight is not None else repeat(None),
             }
         rows = zip(*columns.values())
         for source, pixels, lesion in batch:

@@ -29,7 +29,7 @@ from medtokenbudget.model import inference, saved
 from medtokenbudget.model.guarantee import Guarantee
 from medtokenbudget.model.inference import Answer, ImageSource, Prediction, Routing, evaluating, expand, open_picture
 from medtokenbudget.routing.conformal import Promise
-from medtokenbudget.routing.trainable import ScoredRanker
+from medtokenbudget.routing.trainable import ScoredRanker, Sight
 from medtokenbudget.runtime import resolve_device
 from medtokenbudget.tokens import SIGNALS, Selection, TokenBatch
 from medtokenbudget.training.classifier import RoutedClassifier
@@ -548,6 +548,16 @@ class MedTokenBudget(nn.Module):
             _ = classifier.required_head
         return inference.answers(self, sources, amount, method, kind, batch_size, workers, masks, maps)
 
+    def unfamiliarity(self, tokens: TokenBatch, sight: Sight | None = None) -> Tensor | None:
+        """Return the distance [B] of images to the training images; `sight` is what the main method saw of them, if it looked."""
+        selector = self.classifier().selector
+        if self.familiarity is None:
+            return None
+        if sight is None and isinstance(selector, ScoredRanker) and selector.finer:
+            sight = selector.see(tokens)
+        distance: Tensor = self.familiarity(tokens if sight is None else sight.features)
+        return distance
+
     def check_lesions(self, selector: str | None = None) -> None:
         """Reject a method that does not know where the lesion is, because it learned without masks."""
         method = self.main if selector is None else selector
@@ -588,7 +598,7 @@ class MedTokenBudget(nn.Module):
         selecting = self.require_lesion_map(selector)
         with evaluating(selecting):
             tokens = self.encode(self.backbone.prepare(open_picture(image))[None])
-            probability: np.ndarray = selecting.scores_and_map(selecting.check(tokens))[1][0].float().cpu().numpy()
+            probability: np.ndarray = selecting.see(selecting.check(tokens)).lesion[0].float().cpu().numpy()
         return probability
 
     def save_pretrained(self, path: Path | str) -> Path:

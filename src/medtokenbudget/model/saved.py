@@ -213,7 +213,7 @@ def read_parts(source: Path, config: dict[str, Any]) -> tuple[dict[str, RoutedCl
     familiarity = None
     if tensors := taken(TENSORS, "familiarity."):
         basis = tensors.get("image.basis")
-        familiarity = Familiarity(dim, rank=basis.shape[1] if basis is not None and basis.ndim == 2 else 1)
+        familiarity = Familiarity(*(basis.shape if basis is not None and basis.ndim == 2 else (dim, 1)))
         _fill(familiarity, tensors, source / TENSORS, "familiarity")
     classifiers = {}
     for method, described in identity["selectors"].items():

@@ -7,6 +7,7 @@ the lesions made paler. The weights that are kept are a moving average of all st
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,8 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
+from medtokenbudget.backbone.backbone import Backbone
+from medtokenbudget.backbone.views import OFF_CENTER, geometry_of, image_seed
 from medtokenbudget.config import TrainConfig, given_settings, to_dict
 from medtokenbudget.data import Manifest, decode_image
 from medtokenbudget.data.masks import mask_of
@@ -24,6 +27,7 @@ from medtokenbudget.jobs import ordered_map
 from medtokenbudget.routing.selectors.scout import Scout
 from medtokenbudget.runtime import progress, resolve_device, say
 from medtokenbudget.training.classifier import RoutedClassifier
+from medtokenbudget.training.familiarity import Familiarity, Features, fit_familiarity
 from medtokenbudget.training.rows import generator
 
 CHECKPOINT = "scout.safetensors"
@@ -42,6 +46,9 @@ STRETCH = 0.75
 """A crop is at least this much as wide as high, or as high as wide."""
 MOST_REPEATS = 5
 """`min_steps` gives small data sets at most this many times as many epochs."""
+FAMILIAR_RANK, FAMILIAR_LEVEL = 64, 0.95
+"""Directions, and share of held-out training images within the limit, of what tells unfamiliar images. Its features are of low
+level, and a few training images are stranger by them than any endoscopy."""
 _FINER = 1.5
 """Side of the images in memory relative to what the network reads: crops of them are enlarged."""
 
@@ -63,7 +70,7 @@ def train_scout(manifest: Manifest, config: TrainConfig, folder: Path) -> Routed
     network, average = scout.network, {name: value.detach().clone() for name, value in scout.network.state_dict().items()}
     optimizer = torch.optim.AdamW(network.parameters(), lr=config.lr, weight_decay=config.weight_decay)
     done = _resume(folder / CHECKPOINT, identity, scout, average, optimizer)
-    rows = [row for row, part in enumerate(manifest.rows["split"]) if part != "val" and manifest.mask_path(row) is not None]
+    rows = _training_rows(manifest)
     if not rows:
         raise RequestError("No training image has a mask, and a scout learns from nothing else. Add masks to the manifest.")
     per_epoch = math.ceil(len(rows) / config.batch_size)
@@ -96,6 +103,30 @@ def train_scout(manifest: Manifest, config: TrainConfig, folder: Path) -> Routed
             _save(folder / CHECKPOINT, identity, scout, average, optimizer, epoch + 1)
     network.load_state_dict(average)
     return RoutedClassifier(scout.cpu().eval(), None)
+
+
+@torch.no_grad()
+def fit_scout_familiarity(scout: Scout, backbone: Backbone, manifest: Manifest, seed: int) -> Familiarity | None:
+    """Fit what tells unfamiliar images on the scout's own features of its training images and of off-center crops of them."""
+
+    def views(row: int) -> list[np.ndarray]:
+        mask, shown = manifest.mask_path(row), []
+        assert mask is not None
+        # An image that cannot be read has no view, and one that its lesion fills has no crop.
+        with suppress(RequestError):
+            image = decode_image(manifest.image_path(row))
+            shown.append(backbone.prepare(image))
+            crop = geometry_of(OFF_CENTER, mask_of(image.size, mask), image_seed(seed, manifest.ids[row]))
+            shown.append(backbone.prepare(crop.of(image)))
+        return shown
+
+    rows, ids, features = _training_rows(manifest), [], []
+    decoded = progress(ordered_map(views, rows, 32, 4), total=len(rows), what="Reading again", unit="image")
+    for row, shown in zip(rows, decoded):
+        for pixels in shown:
+            ids.append(manifest.ids[row])
+            features.append(scout.see(backbone.tokens(backbone.normalize(torch.from_numpy(pixels)[None]))).features.patches)
+    return fit_familiarity(Features(ids, torch.cat(features)), np.arange(len(ids)), seed, FAMILIAR_RANK, FAMILIAR_LEVEL)
 
 
 def check_settings(config: TrainConfig) -> None:
@@ -167,6 +198,10 @@ def segmentation_loss(logits: Tensor, target: Tensor, grid: int) -> Tensor:
     coarse, labels = (F.adaptive_avg_pool2d(values.unsqueeze(1), grid) for values in (logits, target))
     patches = F.binary_cross_entropy_with_logits(coarse, (labels > 0.5).float())
     return F.binary_cross_entropy_with_logits(logits, target) + dice.mean() + patches
+
+
+def _training_rows(manifest: Manifest) -> list[int]:
+    return [row for row, part in enumerate(manifest.rows["split"]) if part != "val" and manifest.mask_path(row) is not None]
 
 
 def _rate(share: float) -> float:

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from medtokenbudget.config import RouterConfig, TrainConfig
 from medtokenbudget.routing.base import register_selector
-from medtokenbudget.routing.trainable import ScoredRanker
+from medtokenbudget.routing.trainable import ScoredRanker, Sight
 from medtokenbudget.tokens import TokenBatch
 
 CHANNELS = (16, 32, 48, 64)
@@ -85,6 +85,10 @@ class ScoutNetwork(nn.Module):
         self.logit = nn.Conv2d(fine, 1, 1)
 
     def forward(self, images: Tensor) -> Tensor:
+        return self.look(images)[0]
+
+    def look(self, images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the logits, and the features at 1/2 and 1/4 of the image."""
         if not torch.compiler.is_compiling():  # faster by a tenth; a graph for any batch size has no memory format
             images = images.contiguous(memory_format=torch.channels_last)
         fine = x = self.stem(images)
@@ -97,7 +101,7 @@ class ScoutNetwork(nn.Module):
             below = self.context(x.mean((2, 3)))[:, :, None, None] if top is None else F.interpolate(top, level.shape[-2:])
             top = merge(lateral(level) + below)
         logits: Tensor = self.logit(self.refine(fine + F.interpolate(self.reduce(top), fine.shape[-2:])))
-        return logits.squeeze(1)
+        return logits.squeeze(1), fine, levels[0]
 
 
 def compact(logits: Tensor) -> Tensor:
@@ -146,23 +150,27 @@ class Scout(ScoredRanker):
     def settings(cls, config: TrainConfig) -> tuple[str, ...]:
         return (*super().settings(config), "scout.width")
 
+    def images(self, tokens: TokenBatch) -> Tensor:
+        """Return the images [B, C, H, W] that pixels as tokens are of."""
+        pixels = tokens.patches if tokens.pixels is None else tokens.pixels
+        return F.pixel_shuffle(pixels.float().transpose(1, 2).unflatten(2, tokens.grid), self.patch)
+
     def fine_logits(self, tokens: TokenBatch) -> Tensor:
         """Return the lesion logits [B, H / 2, W / 2] of every second pixel."""
-        h, w = tokens.grid
-        pixels = tokens.patches if tokens.pixels is None else tokens.pixels
-        cells = pixels.float().transpose(1, 2).unflatten(2, (h, w))
-        fine: Tensor = self.network(F.pixel_shuffle(cells, self.patch))
+        fine: Tensor = self.network(self.images(tokens))
         return fine
 
     def logits(self, tokens: TokenBatch, generator: torch.Generator | None = None, at: Tensor | None = None) -> Tensor:
         patches = _of_patches(self.fine_logits(tokens), tokens.grid)
         return patches if at is None else patches.gather(1, at)
 
-    def scores_and_map(self, tokens: TokenBatch) -> tuple[Tensor, Tensor]:
+    def see(self, tokens: TokenBatch) -> Sight:
+        images = self.images(tokens)
         with self._evaluating():
-            fine = self.fine_logits(tokens)
-        scores = torch.sigmoid(_of_patches(fine, tokens.grid))
-        return self.smoothed(scores, tokens.grid), torch.sigmoid(fine)
+            fine, stem, stage = self.network.look(images)
+        scores, lesion = torch.sigmoid(_of_patches(fine, tokens.grid)), torch.sigmoid(fine)
+        features = torch.cat([inside_and_outside(values, lesion) for values in (images, stem, stage)], 1)
+        return Sight(self.smoothed(scores, tokens.grid), lesion, TokenBatch(features.unsqueeze(1), (1, 1)))
 
     def score_logits(self, tokens: TokenBatch) -> Tensor:
         with self._evaluating():
@@ -180,5 +188,20 @@ class Scout(ScoredRanker):
 
 
 def _of_patches(fine: Tensor, grid: tuple[int, int]) -> Tensor:
-    """Return the mean logit of each patch, made compact, [B, N]."""
+    """Return the mean logit [B, N] of each patch, made compact."""
     return compact(F.adaptive_avg_pool2d(fine.unsqueeze(1), grid).squeeze(1)).flatten(1)
+
+
+def inside_and_outside(values: Tensor, lesion: Tensor) -> Tensor:
+    """Return mean and standard deviation of values [B, C, h, w] over the skin, then over the lesion [B, f, f]: [B, 4 C]."""
+    # Not 0 and 1, so that an image that is all lesion, or none, has both.
+    share = lesion.unsqueeze(1).clamp(0.02, 0.98)
+    side = values.shape[-1]
+    share = F.interpolate(share, size=(side, side)) if side > share.shape[-1] else F.adaptive_avg_pool2d(share, side)
+    parts = []
+    for weight in (1 - share, share):
+        total = weight.sum((2, 3))
+        mean = (values * weight).sum((2, 3)) / total
+        spread = ((values * values * weight).sum((2, 3)) / total - mean * mean).clamp(min=1e-6).sqrt()
+        parts += [mean, spread]
+    return torch.cat(parts, 1)
