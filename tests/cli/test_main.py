@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 from medtokenbudget import __version__
 from medtokenbudget.cli import COMMANDS, GROUPS, command, main
 from medtokenbudget.cli.options import REQUIRED, options
+from medtokenbudget.routing import create_selector, list_selectors
 from tests.conftest import REPOSITORY
 
 NOISE = re.compile(r"<class|Optional|Literal|Path\(|Posix|\bNone\b|\bnull\b|\[\]|['\"]\]|NoneType|typing|tuple|Annotated|Traceback")
@@ -131,6 +133,34 @@ def test_a_group_lists_its_commands(group: str, words: list[str], capsys: pytest
     text = capsys.readouterr().out
     assert text.startswith(f"usage: mtb {group} [-h]")
     assert all(f"• {name.split()[1]} " in text for name in COMMANDS if name.startswith(f"{group} "))
+
+
+def test_the_help_begins_with_what_people_need_first(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    places = [text.index(f"• {name} ") for name in ("route", "train", "evaluate", "reproduce", "extract")]
+    assert places == sorted(places)
+
+
+def test_every_selector_is_listed_with_what_it_reads(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["selectors", "--json"]) == 0
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
+    assert list(rows) == list_selectors()
+    tome = create_selector("tome")
+    assert rows["tome"] == {
+        "name": "tome",
+        "kind": "merger",
+        "title": tome.title,
+        "description": tome.description,
+        "learns": False,
+        "requires": [],
+    }
+    assert rows["evit"]["requires"] == ["cls_attention"]
+    assert main(["selectors"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list_selectors()
+    assert "ranker, learns" in next(line for line in lines if line.startswith("lats "))
+    assert "Reads lesion, has_mask." in next(line for line in lines if line.startswith("oracle "))
 
 
 def test_the_version_tells_devices_and_every_extra(capsys: pytest.CaptureFixture[str]) -> None:

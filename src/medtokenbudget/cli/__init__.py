@@ -20,6 +20,10 @@ from medtokenbudget.config import NOTICE
 from medtokenbudget.errors import MedTokenBudgetError, UnknownNameError
 
 COMMANDS: dict[str, str] = {
+    "route": "use.Route",
+    "train": "learn.Train",
+    "evaluate": "use.Evaluate",
+    "reproduce": "learn.Reproduce",
     "demo": "show.Demo",
     "data download": "data.Download",
     "data isic": "data.Isic",
@@ -31,19 +35,16 @@ COMMANDS: dict[str, str] = {
     "data check": "data.CheckData",
     "extract": "learn.Extract",
     "store info": "show.StoreInfo",
-    "train": "learn.Train",
     "sweep": "learn.Sweep",
-    "reproduce": "learn.Reproduce",
     "report": "show.WriteReport",
-    "route": "use.Route",
-    "evaluate": "use.Evaluate",
+    "selectors": "show.Selectors",
     "calibrate": "learn.Calibrate",
     "predict": "use.Predict",
     "serve": "use.Serve",
     "explore": "use.Explore",
     "export": "use.Export",
 }
-"""Chapter and class of each command."""
+"""Chapter and class of each command, in the order in which people need them."""
 GROUPS = {
     "data": "Download public data; make a manifest (ISIC 2019, Kvasir v2, folders, CSV, drawn images), split it, check it.",
     "store": "Show what is inside a store of tokens.",

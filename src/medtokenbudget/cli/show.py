@@ -1,4 +1,4 @@
-"""Commands that show what is there: `demo`, `report`, `store info`."""
+"""Commands that show what is there: `demo`, `report`, `selectors`, `store info`."""
 
 from __future__ import annotations
 
@@ -81,6 +81,37 @@ class Demo(Command):
             f"  mtb explore {self.out / 'model'}: look at patches, scores and budgets in the browser\n"
             "  docs/getting-started.md: train a router on your own images and masks"
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Selectors(Command):
+    """List the selectors by name: what each keeps or merges, whether it learns, and what it reads besides the patches.
+
+    Those of other installed packages are in the list.
+    """
+
+    example = "mtb selectors --json"
+
+    json: bool = False
+    """Print everything as JSON."""
+
+    def run(self) -> None:
+        from medtokenbudget.routing import list_selectors, selector_class
+
+        found = {name: selector_class(name) for name in list_selectors()}
+        if self.json:
+            fields = ("kind", "title", "description", "learns")
+            rows = [
+                {"name": name, **{field: getattr(one, field) for field in fields}, "requires": list(one.requires)}
+                for name, one in found.items()
+            ]
+            print(json.dumps(rows, indent=2, ensure_ascii=False))
+            return
+        width = max(map(len, found)) + 2
+        for name, one in found.items():
+            kind = f"{one.kind}, learns" if one.learns else one.kind
+            reads = f" Reads {', '.join(one.requires)}." if one.requires else ""
+            print(f"{name:<{width}}{kind:<18}{one.description}{reads}")
 
 
 @dataclass(frozen=True, kw_only=True)

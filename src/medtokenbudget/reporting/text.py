@@ -220,11 +220,13 @@ def comparison_findings(comparison: Comparison) -> list[str]:
 def _main_method(comparison: Comparison, run: ReportRun) -> str:
     budget = comparison.budget_of(run)
     retention, share, accuracy = (run.at(m, budget).get(run.focus) for m in ("retention", "retention_of_ceiling", "accuracy"))
-    kept = ""
+    does, n = [], []
     if retention is not None:
-        kept = f"keeps {percentage(retention)} of the lesion ({percentage(share)} of what is possible) and "
-    n = f"n = {run.n:,}" + (f", {run.n_masked:,} with a mask" if run.n_masked else "")
-    return (
-        f"`{run.name}` (“{run.info.dataset}”): at budget {budget_text(budget)}, {look(run.focus).title} {kept}classifies "
-        f"{percentage(accuracy)} of the images correctly ({n})."
-    )
+        does.append(f"keeps {percentage(retention)} of the lesion ({percentage(share)} of what is possible)")
+    if accuracy is not None:
+        does.append(f"classifies {percentage(accuracy)} of the images correctly")
+        n.append(f"{run.n:,}")
+    if run.n_masked:
+        n.append(f"{run.n_masked:,} with a mask")
+    did = f"{' and '.join(does) or 'was not measured'} (n = {', '.join(n) or 0})"
+    return f"`{run.name}` (“{run.info.dataset}”): at budget {budget_text(budget)}, {look(run.focus).title} {did}."
