@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 import pkgutil
+import re
 from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -14,9 +15,11 @@ import pytest
 import medtokenbudget as mtb
 from medtokenbudget.cli import COMMANDS, command, main
 from medtokenbudget.cli.options import Command, options
-from medtokenbudget.config import BackboneConfig, Kind, Range, RouterConfig, Settings, TrainConfig, preset
+from medtokenbudget.config import BackboneConfig, Kind, Range, RouterConfig, Settings, TrainConfig, preset, to_dict
 from medtokenbudget.data import Drawings, apply_split, synthetic_manifest
 from medtokenbudget.errors import RequestError
+from medtokenbudget.files import dotted
+from tests.conftest import REPOSITORY
 from tests.drawn import Drawn, quick
 
 
@@ -149,3 +152,11 @@ def test_functions_check_their_numbers_like_settings(drawn: Drawn, tmp_path: Pat
         with pytest.raises(RequestError, match=words):
             call()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_settings_on_the_page_of_differences_are_those_of_the_preset_paper() -> None:
+    page = (REPOSITORY / "docs" / "explanation" / "differences.md").read_text(encoding="utf-8")
+    stated = re.findall(r"`([a-z_.]+) = ([^`]+)`", page)
+    values = dotted(to_dict(preset("paper")))
+    assert len(stated) >= 20
+    assert {name: values[name] for name, _ in stated} == {name: float(value) for name, value in stated}

@@ -579,3 +579,31 @@ def test_the_papers_split_of_the_complete_files_lets_2294_lesions_cross(whole: P
     crossing = manifest.rows[manifest.crossing]
     assert set(crossing["group"]) == both
     assert len(crossing) == 3_079
+
+
+RESULTS_HASH = "a77722d229552c91e32da51deb2e886efc17323019265db28b4c6be7e9c5a6c7"
+
+
+def test_the_images_of_the_results_pages_are_listed_with_the_hash_of_their_manifest(real: Path, tmp_path: Path) -> None:
+    ids = Path(__file__).parents[2] / "docs" / "results" / "isic.ids.csv"
+    assert pd.read_csv(ids)["image_id"].tolist() == isic_manifest(real).ids
+    command = ["data", "isic", str(real), "--split", "paper", "--only", str(ids), "--out", str(tmp_path / "m.parquet")]
+    assert main(command) == 0
+    assert Manifest.read(tmp_path / "m.parquet").hash == RESULTS_HASH
+    assert RESULTS_HASH in (ids.parents[1] / "reproduce.md").read_text()
+
+
+@pytest.mark.slow
+def test_the_complete_download_restricted_to_a_list_is_the_manifest_of_the_partial_one(
+    real: Path, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    part = isic_manifest(real, "none")
+    (tmp_path / "ids.csv").write_text("image_id\n" + "\n".join(reversed(part.ids)) + "\n")
+    restricted = readers.only_images(isic_manifest(whole, "none"), tmp_path / "ids.csv")
+    assert (restricted.hash, restricted.split_hash) == (part.hash, part.split_hash)
+    (tmp_path / "ids.csv").write_text("image_id\nISIC_0000000\nISIC_9\n")
+    with pytest.raises(RequestError, match=r"1 of the 2 images in .* are not here: ISIC_9"):
+        readers.only_images(isic_manifest(whole, "none"), tmp_path / "ids.csv")
+    (tmp_path / "ids.csv").write_text("image\nISIC_0000000\n")
+    with pytest.raises(RequestError, match="no column 'image_id'"):
+        readers.only_images(part, tmp_path / "ids.csv")

@@ -62,6 +62,8 @@ class FromSource(WriteManifest):
 
     keep_split: Path | None = None
     """Older manifest whose images keep the part they have there."""
+    only: Path | None = None
+    """CSV or Parquet file with a column image_id: keep only these images, such as docs/results/isic.ids.csv."""
     columns: Path | None = None
     """CSV or Parquet file with further columns, joined by its column image_id, to show results by."""
     seed: Seed = 42
@@ -72,9 +74,9 @@ class FromSource(WriteManifest):
         """Return the manifest of the source."""
 
     def run(self) -> None:
-        from medtokenbudget.data.readers import join_columns
+        from medtokenbudget.data.readers import join_columns, only_images
 
-        manifest = self.read()
+        manifest = self.read() if self.only is None else only_images(self.read(), self.only)
         manifest = self._split(manifest if self.columns is None else join_columns(manifest, self.columns))
         _summarize(manifest, manifest.write(self.out, self.overwrite))
 

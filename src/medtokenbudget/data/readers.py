@@ -509,6 +509,18 @@ def join_columns(manifest: Manifest, path: Path | str) -> Manifest:
     return replace(manifest, rows=pd.concat([manifest.rows, joined], axis=1))
 
 
+def only_images(manifest: Manifest, path: Path | str) -> Manifest:
+    """Keep the images that the column `image_id` of a CSV or Parquet file lists, in the order of the manifest."""
+    source = Path(path)
+    table, _ = _read_table(source)
+    if "image_id" not in table.columns:
+        raise RequestError(f"{source} has no column 'image_id', only {listed(list(table.columns), 8)}.")
+    wanted = set(table["image_id"])
+    if missing := sorted(wanted - set(manifest.ids)):
+        raise RequestError(f"{len(missing):,} of the {len(wanted):,} images in {source} are not here: {listed(missing)}.")
+    return manifest.take([row for row, name in enumerate(manifest.ids) if name in wanted])
+
+
 def _read_table(path: Path, advice: str = "") -> tuple[pd.DataFrame, dict[str, Any]]:
     """Read all cells as stripped text ('' if empty), and what a manifest's file stores about its rows.
 
