@@ -31,3 +31,15 @@ def test_every_point_and_line_has_its_method_in_the_legend(read_run: ReportRun) 
     values = read_run.at("retention_of_ceiling", 0.3, "center-bias", "off-center")
     ranked = sorted(values, key=lambda m: -values[m])
     assert legend(read_run, "center-bias") == [f"{look(m).title} {100 * values[m]:.1f}" for m in ranked]
+
+
+def test_the_entry_of_a_method_in_a_legend_has_its_own_color_and_marker(read_run: ReportRun) -> None:
+    looks = {look(m).title: look(m) for m in read_run.methods}
+    for name in ("accuracy-against-retention", "center-bias", "size-strata"):
+        with house_style():
+            figure = DRAWN[name](read_run)
+        assert figure is not None
+        (box,) = figure.legends
+        for text, line in zip(box.get_texts(), box.get_lines(), strict=True):
+            own = looks[text.get_text().rstrip("0123456789. ")]
+            assert (line.get_color(), line.get_marker()) == (own.color, own.marker), text.get_text()

@@ -23,6 +23,7 @@ pytestmark = pytest.mark.slow
 
 WIDER = """() => [...document.querySelectorAll('.scroll')]
     .filter(box => box.scrollWidth > box.clientWidth + 1).map(box => box.getAttribute('aria-label'))"""
+UNFOLD = "() => document.querySelectorAll('.section').forEach(section => { section.open = true })"
 VOID = {"meta", "img", "br", "link", "input", "hr"}
 CONTROLS = ("Center", "Darkness", "Random", "Oracle")
 FEW = ("no-pruning", "random", "lats", "lats:lesion-first", "center", "oracle")
@@ -40,7 +41,6 @@ FIGURES = [
     "scores",
     "retention-model",
     "examples",
-    "worst",
 ]
 
 
@@ -110,7 +110,7 @@ def test_the_page_says_what_was_measured_and_what_it_is_not(run: Path) -> None:
     assert "Token selection on My clinic" in text
     assert "24 validation images of “My clinic”" in text
     assert "simply keeping the image center" in text
-    assert "measured against what was possible" in text
+    assert re.search(r"Worst of 24</b> \d+% of lesion kept, of \d+% reachable", text)
     assert "@off-center" not in text
     assert "Not shown" not in text
     for name in CONTROLS:
@@ -163,7 +163,7 @@ def test_the_recipe_table_has_a_row_per_part_and_both_views(run: Path) -> None:
         for metric in ("retention_of_ceiling", "macro_f1", "balanced_accuracy"):
             ours = rows[(rows["view"] == view) & (rows["metric"] == metric)]["value"].item()
             assert ours == pytest.approx(results[results["view"] == view][metric].item(), abs=1e-5)
-    assert "lesion-first with 1D contrast" in (run / "report.html").read_text(encoding="utf-8")
+    assert "lesion-first with 1D contrast" in (run / "tables" / "recipe.md").read_text(encoding="utf-8")
 
 
 def test_all_tests_are_in_the_file_and_the_headline_comparisons_on_the_page(run: Path) -> None:
@@ -304,7 +304,7 @@ def test_a_number_changed_in_results_csv_changes_page_tables_sentences_and_json(
     built = build([folder], pictures=False)
     text = built.page.read_text(encoding="utf-8")
     assert '<span class="value">12.3%</span>' in text
-    assert "keeps 12.3% (95% interval" in text
+    assert "keeps 12.3% of the lesion, of" in text
     for name, value in (("main", "12.3 ["), ("main", "54.3 ["), ("retention-sweep", "12.3"), ("further-measures", "45.7")):
         row = next(r for r in (folder / "tables" / f"{name}.md").read_text().splitlines() if r.startswith("| LATS lesion-first"))
         assert value in row, name
@@ -350,7 +350,7 @@ def test_a_run_without_a_trained_selector_says_so_and_can_be_reported_elsewhere(
     text = page.read_text(encoding="utf-8")
     assert "No selector was trained in this run, so the text follows NormBased" in text
     assert "of the lesion kept by NormBased at budget 0.3" in text
-    assert "Inside the selector" in text
+    assert "What explains it" in text
     assert not (tmp_path / "there" / "figures" / "scores.svg").exists()
 
 
@@ -369,8 +369,10 @@ def test_the_page_works_under_a_policy_that_runs_and_loads_nothing(chromium: Bro
     page.on("console", lambda message: refused.append(message.text))
     page.goto((run / "report.html").resolve().as_uri())
     assert refused == []  # the page itself needs nothing that the policy refuses
-    page.locator("summary").click()
+    page.get_by_text("Reproducibility").click()
+    page.get_by_text("run.json: the full configuration").click()
     assert page.locator("details pre").is_visible()
+    page.get_by_text("At each budget").click()
     assert page.evaluate("() => document.images.length && [...document.images].every(image => image.naturalWidth > 0)")
     assert page.evaluate("() => getComputedStyle(document.querySelector('.key i')).backgroundColor") != "rgba(0, 0, 0, 0)"
     assert page.evaluate("() => document.querySelector('.plate svg').getBoundingClientRect().width") > 100
@@ -400,6 +402,39 @@ def test_no_table_is_wider_than_its_box_on_a_desktop_and_no_page_than_its_window
     page = chromium.new_page(viewport={"width": width, "height": 900})
     page.goto((run / "report.html").resolve().as_uri())
     assert page.evaluate("() => document.documentElement.scrollWidth") <= width
+    page.evaluate(UNFOLD)
+    assert page.evaluate("() => document.documentElement.scrollWidth") <= width
     if width == 1280:
         assert page.evaluate(WIDER) == []
     page.close()
+
+
+def test_the_first_screen_shows_best_median_and_worst_and_three_numbers_next_to_a_control(chromium: Browser, run: Path) -> None:
+    page = chromium.new_page(viewport={"width": 1280, "height": 900})
+    page.goto((run / "report.html").resolve().as_uri())
+    bottom = page.evaluate("() => document.querySelector('.facts').getBoundingClientRect().bottom")
+    assert bottom < 900
+    assert [text.split(" of ")[0] for text in page.locator(".example > figcaption b").all_inner_texts()] == [
+        "Best",
+        "Median",
+        "Worst",
+    ]
+    facts = page.locator(".facts li").all_inner_texts()
+    assert len(facts) == 3
+    assert all("Strongest control: " in fact for fact in facts)
+    assert "reachable" in facts[0]
+    assert page.locator(".section[open]").count() == 0
+    page.evaluate(UNFOLD)
+    # Every study of the paper in one run: the longest page there is.
+    assert page.evaluate("() => document.body.innerText.trim().split(/\\s+/).length") <= 3000
+    assert page.evaluate("() => document.documentElement.scrollHeight") <= 6.5 * 900
+    page.close()
+
+
+def test_the_headline_compares_with_the_strongest_control_and_what_is_reachable(run: Path) -> None:
+    at = {name: cells(run, "main", name).iloc[0] for name in ("lats:lesion-first", "center", "darkness", "random")}
+    ours, best = at.pop("lats:lesion-first"), max(at, key=lambda name: at[name]["retention"])
+    text = (run / "report.html").read_text(encoding="utf-8")
+    headline = text.split('<p class="headline">')[1].split("</p>")[0]
+    assert f"keeps {100 * ours['retention']:.1f}% of the lesion, of {100 * ours['ceiling']:.1f}% reachable" in headline
+    assert f"{best.capitalize()}, the strongest control, with {100 * at[best]['retention']:.1f}%." in headline

@@ -1,7 +1,6 @@
-"""Example images: the image, the scores, and which lesion patches each method kept and lost.
+"""Example images: which lesion patches each method kept and lost, and the scores behind that.
 
-The only part of the report that opens images. Which images are shown follows a fixed rule and includes those with the lowest
-retention.
+The only part of the report that opens images. The best, the median and the worst image are shown, never a choice by hand.
 """
 
 from __future__ import annotations
@@ -26,8 +25,6 @@ from medtokenbudget.reporting.style import LOST
 SIDE = 208
 KEPT_TINT = "#3d9be9"
 """Lighter than the blue of the curves, so that it shows on dark lesions."""
-_QUANTILES = ((0.9, "90th percentile"), (0.5, "median"), (0.25, "25th percentile"))
-_WORST = 4
 _ALSO = "attention-entropy"
 """Shown next to the leading methods and the controls."""
 
@@ -42,36 +39,30 @@ class Example:
     tiles: list[tuple[str, str, Image.Image]]
 
 
-def examples(run: ReportRun) -> dict[str, list[Example]]:
-    """Choose the `typical` images and the `worst`: those with the lowest retention.
+def examples(run: ReportRun) -> list[Example]:
+    """Show the images of which the method keeps most, a median amount, and least, relative to what is possible.
 
-    Without masks, patch orders or readable images both are empty, with a note in `run.missing`.
+    Without masks, patch orders or readable images there are none, with a note in `run.missing`.
     """
-    none: dict[str, list[Example]] = {"typical": [], "worst": []}
     orders, method, k = run.orders, run.focus, run.k
     if orders is None or run.manifest is None:
-        return none
+        return []
     seed = orders.seed_of(method)
     if seed is None:
         run.missing.append(f"Pictures of kept patches: the run has no patch order of {look(method).title}.")
-        return none
-    share = orders.share_of_possible(method, seed, k)
+        return []
+    share, size = orders.share_of_possible(method, seed, k), orders.lesion.sum(1)
     measured = np.flatnonzero(~np.isnan(share))
     if not measured.size:
         run.missing.append("Pictures of kept and lost lesion patches: no image has a lesion mask.")
-        return none
-    ranked = measured[np.argsort(share[measured], kind="stable")]
-    worst = dict.fromkeys((int(row) for row in ranked[:_WORST]), "lowest retention")
-    typical: dict[int, str] = {}
-    for quantile, reason in _QUANTILES:
-        row = int(ranked[round(quantile * (len(ranked) - 1))])
-        if row not in worst:
-            typical.setdefault(row, reason)
-    made = {row: _example(run, orders, row, reason) for row, reason in (typical | worst).items()}
-    absent = sum(example is None for example in made.values())
-    if absent:
+        return []
+    # Of several images with all that is possible, the largest lesion that fits the budget shows most.
+    ranked = measured[np.lexsort((size[measured], size[measured] <= k, share[measured]))]
+    rows = {int(ranked[-1]): "best", int(ranked[len(ranked) // 2]): "median", int(ranked[0]): "worst"}
+    made = [_example(run, orders, row, reason) for row, reason in rows.items()]
+    if absent := made.count(None):
         run.missing.append(f"{absent} of {len(made)} example pictures: the image files named in the manifest cannot be read.")
-    return {name: [e for row in rows if (e := made[row]) is not None] for name, rows in (("typical", typical), ("worst", worst))}
+    return [example for example in made if example is not None]
 
 
 def _example(run: ReportRun, orders: PatchOrders, row: int, reason: str) -> Example | None:
@@ -81,11 +72,9 @@ def _example(run: ReportRun, orders: PatchOrders, row: int, reason: str) -> Exam
         return None
     lesion = orders.lesion[row].reshape(orders.grid)
     outline = _outline(mask if mask is not None else _enlarge(lesion))
-    tiles = [("Image", "mask outlined", _with_outline(np.asarray(picture, np.float64), outline))]
-    first = orders.seed_of(run.focus)
-    if first is not None and (run.focus, first) in orders.scores:
-        scores = orders.scores[run.focus, first][row].reshape(orders.grid)
-        tiles.append(("Scores", "yellow is high", _score_tile(scores, outline)))
+    size = int(lesion.sum())
+    possible = float(ratio(reachable(size, k), size))
+    tiles, text = [("Image", "mask outlined", _with_outline(np.asarray(picture, np.float64), outline))], _label(run, name)
     for method in (*run.emphasized, _ALSO):
         seed = orders.seed_of(method)
         if seed is None:
@@ -95,10 +84,13 @@ def _example(run: ReportRun, orders: PatchOrders, row: int, reason: str) -> Exam
         kept = kept.reshape(orders.grid)
         share = f"{100 * lesion_retention(kept.reshape(1, -1), lesion.reshape(1, -1)).pooled:.0f}% of lesion"
         tiles.append((look(method).title, share, _kept_tile(picture, kept, lesion, outline)))
-    size = int(lesion.sum())
-    possible = float(ratio(reachable(size, k), size))
-    text = f"{_label(run, name)}The lesion covers {size} of {lesion.size} patches; at most {100 * possible:.0f}% can be kept."
-    return Example(name, reason, text, tiles)
+        if method == run.focus:
+            text = f"{share} kept, of {100 * possible:.0f}% reachable. {text}"
+            if (method, seed) in orders.scores:
+                tiles.append(
+                    ("Scores", "yellow is high", _score_tile(orders.scores[method, seed][row].reshape(orders.grid), outline))
+                )
+    return Example(name, reason, text.strip(), tiles)
 
 
 def _label(run: ReportRun, name: str) -> str:

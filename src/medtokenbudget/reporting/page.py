@@ -13,7 +13,7 @@ from medtokenbudget.config import NOTICE, USE_NOTICE
 from medtokenbudget.data.strata import METHODS
 from medtokenbudget.errors import RequestError
 from medtokenbudget.files import exclusive, read_json, sha256_file, write_text
-from medtokenbudget.measures import GLOSSARY, is_missing, shown_in
+from medtokenbudget.measures import GLOSSARY, METRICS, is_missing, shown_in
 from medtokenbudget.model.looks import look
 from medtokenbudget.reporting import text
 from medtokenbudget.reporting.comparison import TEST_COLUMNS, Comparison
@@ -90,6 +90,7 @@ def build(
         for table in tables:
             table.write(folder / "tables")
         figures = draw_figures(comparison, folder / "figures")
+        further = {metric.term for metric in METRICS.values() if metric.places == ("further",)}
         page = text.template("page.html").render(
             comparison=comparison,
             run=None if comparison.several else comparison.first,
@@ -101,7 +102,8 @@ def build(
             jpeg=jpeg,
             picture_key=_PICTURE_KEY,
             methods=[(method, look(method)) for method in _methods(comparison)],
-            glossary=GLOSSARY,
+            # The page links the table of further measures, and does not show it.
+            glossary={term: words for term, words in GLOSSARY.items() if term not in further},
             version=__version__,
             most_drawn=MOST_DRAWN,
             most_strata=MOST_STRATA,
@@ -125,6 +127,7 @@ def _of_one_run(run: ReportRun) -> dict[str, Any]:
     if run.info.evaluation is not None:
         configuration["evaluation"] = run.info.evaluation | {"model": Path(run.info.evaluation["model"]).name}
     return {
+        "headline": text.headline(run),
         "facts": text.facts(run),
         "failures": text.failures(run),
         "properties": [f"{name.capitalize()}: {how}" for name, how in METHODS.items() if name in attributes],
@@ -137,20 +140,19 @@ def _of_one_run(run: ReportRun) -> dict[str, Any]:
     }
 
 
-def _examples(comparison: Comparison, folder: Path, pictures: bool) -> dict[str, list[Example]]:
-    """Choose the example images of a report of one run and write them as figures."""
+def _examples(comparison: Comparison, folder: Path, pictures: bool) -> list[Example]:
+    """Choose the example images of a report of one run and write them as a figure."""
     if comparison.several:
-        return {"typical": [], "worst": []}
+        return []
     if not pictures:
         comparison.first.missing.append(
             "Pictures and names of images: left out on request, so that the page can be shared without the data."
         )
-        return {"typical": [], "worst": []}
+        return []
     chosen = examples(comparison.first)
-    with house_style():
-        for name, images in (("examples", chosen["typical"]), ("worst", chosen["worst"])):
-            if images:
-                save(figure(images), folder, name)
+    if chosen:
+        with house_style():
+            save(figure(chosen), folder, "examples")
     return chosen
 
 

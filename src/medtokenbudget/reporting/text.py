@@ -10,6 +10,7 @@ import jinja2
 from markupsafe import Markup, escape
 
 from medtokenbudget.backbone.views import OFF_CENTER
+from medtokenbudget.config import CONTROLS
 from medtokenbudget.escaping import markdown_text
 from medtokenbudget.measures import METRICS, budget_text, is_missing, percentage, plural, points, probability
 from medtokenbudget.model.looks import is_reference, look
@@ -55,25 +56,59 @@ def _code(value: str) -> Markup:
     return Markup(value.replace("`", "'").replace("\r", " ").replace("\n", " "))
 
 
+def headline(run: ReportRun) -> str:
+    """Say in one sentence how much of the lesion is kept, of how much, and whether that is more than a control keeps."""
+    method, metric = run.focus, "retention" if run.focus in run.at("retention") else "accuracy"
+    values, ceiling = run.at(metric), run.at("ceiling").get(method)
+    if method not in values:
+        return ""
+    patches = int(run.main_predictions["n_patches"].iloc[0])
+    kept = (
+        f"keeps {_of_reachable(values[method], ceiling)}"
+        if metric == "retention"
+        else f"classifies {percentage(values[method])} of the images correctly"
+    )
+    text = f"With {run.k} of {patches} patches (budget {budget_text(run.headline)}), {look(method).title} {kept}"
+    control = _strongest_control(run, values)
+    if control is None:
+        return f"{text}."
+    gap = run.difference(method, control, metric)
+    verdict = {None: " next to", 1: ": more than", 0: ": not clearly more than", -1: ": less than"}[gap and gap.verdict]
+    return f"{text}{verdict} {look(control).title}, the strongest control, with {percentage(values[control])}."
+
+
+def _of_reachable(retention: float, ceiling: float | None) -> str:
+    """Write a retention, never without the most that any method can keep."""
+    return f"{percentage(retention)} of the lesion" + ("" if ceiling is None else f", of {percentage(ceiling)} reachable")
+
+
+def _strongest_control(run: ReportRun, values: dict[str, float]) -> str | None:
+    """Return the best of the controls that need neither a mask nor a training."""
+    controls = [m for m in CONTROLS if m in values and m != run.focus and not is_reference(m)]
+    return max(controls, key=lambda m: values[m], default=None)
+
+
 def facts(run: ReportRun) -> list[dict[str, str]]:
-    """Return the headline numbers as `label, value, others`: each with its interval and what to compare it with."""
-    entries = []
+    """Return three headline numbers as `label, value, others`: each with its interval and the strongest control."""
+    entries, method, name = [], run.focus, look(run.focus).title
     # Masks first: what was kept is what the page is about.
     for metric in sorted((m for m in METRICS.values() if m.fact), key=lambda m: m.scope != "masks"):
-        table = run.by_method(metric.name)
-        if run.focus not in table.index:
+        # The share of the ceiling is most telling where the lesion is not in the center.
+        away = metric.name == "retention_of_ceiling" and run.off_center_study is not None
+        where: dict[str, Any] = {"study": run.off_center_study, "view": OFF_CENTER} if away else {}
+        table = run.by_method(metric.name, **where)
+        if method not in table.index:
             continue
-        methods = [*run.leading[1:], "center", "random", *(["no-pruning"] if metric.scope == "labels" else [])]
-        others = _values(run, run.at(metric.name), methods)
-        row: Any = table.loc[run.focus]
-        entries.append(
-            {
-                "label": f"{metric.fact.format(name=look(run.focus).title)} at budget {budget_text(run.headline)}",
-                "value": percentage(row["value"]),
-                "others": ". ".join(filter(None, [_interval(row), others])),
-            }
-        )
-    return entries
+        values, ceiling = dict(table["value"]), run.at("ceiling").get(method)
+        control = _strongest_control(run, values)
+        others = [
+            f"Of {percentage(ceiling)} reachable" if metric.name == "retention" and ceiling is not None else "",
+            f"Strongest control: {look(control).title} {percentage(values[control])}" if control else "",
+            f"n = {_n_off_center(run):,}" if away else _interval(table.loc[method]),
+        ]
+        label = f"{metric.fact.format(name=name)} at budget {budget_text(run.headline)}{', lesion off-center' if away else ''}"
+        entries.append({"label": label, "value": percentage(values[method]), "others": ". ".join(filter(None, others))})
+    return entries[:3]
 
 
 def _values(run: ReportRun, values: dict[str, float], methods: Iterable[str | None]) -> str:
@@ -95,7 +130,7 @@ def _gap(gap: Difference, signed: bool = True) -> str:
 
 def findings(run: ReportRun) -> list[str]:
     """Say what was found, in one sentence or two each."""
-    sentences = [_kept(run), *[_against_center(run, method) for method in run.leading]]
+    sentences = [_reachable(run), *[_against_center(run, method) for method in run.leading]]
     sentences += [_against_paper(run), _off_center(run), _accuracy_hides(run)]
     n = run.n_masked or run.n
     if n < _SMALL:
@@ -103,24 +138,15 @@ def findings(run: ReportRun) -> list[str]:
     return [text for text in sentences if text]
 
 
-def _kept(run: ReportRun) -> str:
-    """Say how much of the lesion the main method keeps, next to chance and the ceiling."""
-    table, method = run.by_method("retention"), run.focus
-    if method not in table.index:
+def _reachable(run: ReportRun) -> str:
+    """Say why no method can keep the whole lesion."""
+    ceiling = run.at("ceiling").get(run.focus)
+    sizes = run.main_predictions.drop_duplicates("image_id")["lesion"].dropna()
+    large = int((sizes > run.k).sum())
+    if ceiling is None or not large:
         return ""
-    images = run.main_predictions.drop_duplicates("image_id")
-    patches, sizes = int(images["n_patches"].iloc[0]), images["lesion"].dropna()
-    text = (
-        f"With {run.k} of {patches} patches (budget {budget_text(run.headline)}), {look(method).title} keeps "
-        f"{percentage(table.loc[method, 'value'])} ({_interval(table.loc[method])}) of the lesion patches."
-    )
-    if "random" in table.index and method != "random":
-        text += f" Random selection keeps {percentage(table.loc['random', 'value'])}."
-    ceiling, large = run.at("ceiling").get(method), int((sizes > run.k).sum())
-    if ceiling is not None and large:
-        large_lesions = f"{large:,} of {int((sizes > 0).sum()):,} lesions cover more patches than the budget allows"
-        text += f" No method can keep more than {percentage(ceiling)}, because {large_lesions}."
-    return text
+    large_lesions = f"{large:,} of {int((sizes > 0).sum()):,} lesions cover more patches than the budget allows"
+    return f"No method can keep more than {percentage(ceiling)} of the lesion, because {large_lesions}."
 
 
 def _against_center(run: ReportRun, method: str) -> str:
@@ -152,13 +178,16 @@ def _off_center(run: ReportRun) -> str:
     values = {} if study is None else run.at("retention_of_ceiling", study=study, view=OFF_CENTER)
     if not {method, "center"} <= set(values) or method == "center":
         return ""
-    rows = run.cells(study, OFF_CENTER)
-    n = int(rows.loc[rows["method"] == method, "n_masked"].max())
     others = _values(run, values, (run.paper_method, "center", "darkness", "random"))
     better = values[method] > values["center"] + _CLEAR
     claim = "it still finds it" if better else "it is no better than keeping the center"
-    kept = f"{look(method).title} keeps {percentage(values[method])} of what is possible ({others}; n = {n:,})"
+    kept = f"{look(method).title} keeps {percentage(values[method])} of what is possible ({others}; n = {_n_off_center(run):,})"
     return f"When the lesion is off-center, {claim}: {kept}."
+
+
+def _n_off_center(run: ReportRun) -> int:
+    rows = run.cells(run.off_center_study, OFF_CENTER)
+    return int(rows.loc[rows["method"] == run.focus, "n_masked"].max())
 
 
 def _accuracy_hides(run: ReportRun) -> str:
@@ -219,14 +248,14 @@ def comparison_findings(comparison: Comparison) -> list[str]:
 
 def _main_method(comparison: Comparison, run: ReportRun) -> str:
     budget = comparison.budget_of(run)
-    retention, share, accuracy = (run.at(m, budget).get(run.focus) for m in ("retention", "retention_of_ceiling", "accuracy"))
+    retention, ceiling, accuracy = (run.at(m, budget).get(run.focus) for m in ("retention", "ceiling", "accuracy"))
     does, n = [], []
     if retention is not None:
-        does.append(f"keeps {percentage(retention)} of the lesion ({percentage(share)} of what is possible)")
+        does.append(f"keeps {_of_reachable(retention, ceiling)}")
     if accuracy is not None:
         does.append(f"classifies {percentage(accuracy)} of the images correctly")
         n.append(f"{run.n:,}")
     if run.n_masked:
         n.append(f"{run.n_masked:,} with a mask")
-    did = f"{' and '.join(does) or 'was not measured'} (n = {', '.join(n) or 0})"
+    did = f"{', and '.join(does) or 'was not measured'} (n = {', '.join(n) or 0})"
     return f"`{run.name}` (“{run.info.dataset}”): at budget {budget_text(budget)}, {look(run.focus).title} {did}."
