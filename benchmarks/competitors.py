@@ -14,7 +14,7 @@ from medtokenbudget.backbone.encoders import partial_encoder
 from medtokenbudget.routing.selectors.tome import ToMe
 
 Model = Any
-"""A plain timm vision transformer, as `backbone.encoders.TimmViT` runs it."""
+"""A plain timm vision transformer, as `backbone.encoders.PlainViT` runs it."""
 
 
 def tome_every_block(model: Model, images: Tensor, k: int, layer: int) -> Tensor:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from medtokenbudget.data import Manifest
     from medtokenbudget.heads import create_head, list_heads, register_head
     from medtokenbudget.metrics import lesion_retention
-    from medtokenbudget.model import EarlyRouting, MedTokenBudget, load, overlay, predict, route
+    from medtokenbudget.model import EarlyRouting, MedTokenBudget, load, overlay, predict, route, unwrap, wrap
     from medtokenbudget.routing import create_selector, list_selectors, register_selector
     from medtokenbudget.tokens import Selection, TokenBatch
 
@@ -53,6 +53,8 @@ __all__ = [
     "route",
     "sweep",
     "train",
+    "unwrap",
+    "wrap",
 ]
 
 _MODULES: dict[str, tuple[str, ...]] = {
@@ -61,7 +63,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "data": ("Manifest",),
     "backbone": ("FeatureStore",),
     "metrics": ("lesion_retention",),
-    "model": ("EarlyRouting", "MedTokenBudget", "load", "overlay", "predict", "route"),
+    "model": ("EarlyRouting", "MedTokenBudget", "load", "overlay", "predict", "route", "unwrap", "wrap"),
     "routing": ("create_selector", "list_selectors", "register_selector"),
     "tokens": ("Selection", "TokenBatch"),
     "heads": ("create_head", "list_heads", "register_head"),

@@ -72,7 +72,7 @@ SAMPLES = Drawings(8, seed=5, off_center=True)
 def extract(
     manifest: AnyManifest,
     store: Path | str,
-    backbone: BackboneConfig | str = BackboneConfig.name,
+    backbone: BackboneConfig | Backbone | str | Any = BackboneConfig.name,
     config: ExtractConfig | None = None,
     early: EarlyRouting | None = None,
     **options: Any,
@@ -82,7 +82,8 @@ def extract(
     Args:
         manifest: The images, as an object or as the path of its file.
         store: Folder of the store; an extraction that was stopped there resumes.
-        backbone: Name of a timm vision transformer, 'embedded' for the small one in the package, or all settings.
+        backbone: Name of a timm vision transformer, 'hf:owner/name' for one of transformers, 'embedded' for the small one in the
+            package, all settings, or a model of timm or transformers itself (a `Backbone.from_model` for another layer).
         config: Batch size, views, number format, ...
         early: Run the backbone where the lesion is, such as `mtb.EarlyRouting(mtb.load("runs/scout"), "scout", budget=0.3)`.
         options: Single fields of `ExtractConfig`, such as `views="off-center"`.
@@ -95,7 +96,9 @@ def extract(
         >>> store.grid, store.dim
         ((16, 16), 192)
     """
-    settings = backbone if isinstance(backbone, BackboneConfig) else BackboneConfig(name=backbone)
+    settings = BackboneConfig(name=backbone) if isinstance(backbone, str) else backbone
+    if not isinstance(settings, (BackboneConfig, Backbone)):
+        settings = Backbone.from_model(settings, type(settings).__name__)
     return run_extraction(_opened(manifest), store, settings, replace(config or ExtractConfig(), **options), early=early)
 
 

@@ -198,9 +198,10 @@ class BackboneConfig(Settings):
     """The frozen backbone, a vision transformer."""
 
     name: str = "vit_base_patch14_dinov2.lvd142m"
-    """Name of a timm vision transformer, 'embedded' for the small one in this package, or a folder written by tools/distill.py."""
+    """Name of a timm vision transformer, hf:owner/name or hf:folder for one of transformers, 'embedded' for the small one in this
+    package, or a folder written by tools/distill.py."""
     weights: Path | None = None
-    """Weights of the backbone (.safetensors). Default: download them from the Hugging Face Hub."""
+    """Weights of the backbone (.safetensors, or .pth with tensors alone). Default: download them from the Hugging Face Hub."""
     image_size: Side = 224
     """Side of the square input image, in pixels."""
     layer: Annotated[int, Range(-1)] = -1

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import pickle
 import shutil
 import socket
 from collections.abc import Callable
@@ -10,17 +12,21 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import timm
 import torch
+import transformers
 from PIL import Image
 from safetensors.torch import save_file
 
 from benchmarks.embedded import Tokens, linear_probe, prepared, raw_pixels, share_of_ceiling, sides, teacher_config, train_router
-from medtokenbudget.backbone.backbone import CONFIG_FILE, PACKAGED, WEIGHTS_FILE, Backbone
+from medtokenbudget.api import extract
+from medtokenbudget.backbone.backbone import CONFIG_FILE, PACKAGED, WEIGHTS_FILE, Backbone, build, find_recipe, located
 from medtokenbudget.config import BackboneConfig
-from medtokenbudget.data import Manifest, decode_mask, patch_labels
+from medtokenbudget.data import Manifest, decode_image, decode_mask, patch_labels
 from medtokenbudget.errors import RequestError, ShapeError, WorkError
+from tests.backbone.tiny import tiny_manifest
 from tests.hub import serving
 
 NAME = "test_vit"
@@ -105,8 +111,8 @@ def test_a_wrong_file_is_rejected_with_the_keys_named(weights: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("model.pth", b"x", "pickle"),
-        ("pytorch_model.bin", b"x", "pickle"),
+        ("model.pth", b"x", "damaged, or contains more than tensors"),
+        ("pytorch_model.bin", pickle.dumps({"model": Path}), "damaged, or contains more than tensors"),
         ("broken.safetensors", b"not a header", "not a valid safetensors"),
         ("absent.safetensors", None, "do not exist"),
     ],
@@ -240,3 +246,80 @@ def test_lats_on_it_comes_near_the_ceiling_of_retention(shared: Path) -> None:
     train, val = tokens(shared, "embedded")
     shares = share_of_ceiling(train_router(train, epochs=20), val)
     assert min(shares) > 0.93
+
+
+def test_panderm_loads_from_a_checkpoint_in_the_layout_of_its_authors(tmp_path: Path) -> None:
+    """As pretraining saves it: the encoder next to its teacher and decoder, optimizer and settings."""
+    torch.manual_seed(0)
+    model = build("panderm-base", 224, find_recipe("panderm-base"))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    state = {f"encoder.{key}": value for key, value in model.state_dict().items()}
+    state |= {"encoder.mask_token": torch.zeros(1), "teacher.norm.weight": torch.zeros(1), "decoder.x": torch.zeros(1)}
+    state["encoder.blocks.0.attn.relative_position_index"] = torch.zeros(197, 197)
+    path = tmp_path / "panderm_bb.pth"
+    torch.save({"model": state, "optimizer": {"state": {}}, "epoch": 499, "args": argparse.Namespace(lr=1e-3)}, path)
+    backbone = Backbone.load(BackboneConfig("panderm-base", path))
+    images = torch.randn(1, 3, 224, 224)
+    with torch.no_grad():
+        expected = model.eval().forward_features(images)
+    tokens = backbone(images)
+    torch.testing.assert_close(tokens.patches, expected[:, 1:], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(tokens.cls, expected[:, 0], rtol=1e-4, atol=1e-4)
+    assert (backbone.grid, backbone.preprocessing.mean) == ((14, 14), (0.485, 0.456, 0.406))
+    with pytest.raises(RequestError, match="comes as a checkpoint of its authors"):
+        Backbone.load(BackboneConfig("panderm-base"))
+
+
+@pytest.mark.parametrize("kind", ["ViT", "Dinov2WithRegisters", "DINOv3ViT"])
+def test_a_folder_of_transformers_gives_its_tokens_and_attention(kind: str, tmp_path: Path) -> None:
+    shape = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 48, "patch_size": 8}
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{kind}Model")(getattr(transformers, f"{kind}Config")(image_size=32, **shape)).eval()
+    model.save_pretrained(tmp_path / "net")
+    with pytest.raises(RequestError, match="does not say which mean and standard deviation"):
+        Backbone.load(BackboneConfig(f"hf:{tmp_path / 'net'}", image_size=32))
+    transformers.ViTImageProcessor(image_mean=[0.1, 0.2, 0.3], image_std=[0.4, 0.5, 0.6], resample=2).save_pretrained(
+        tmp_path / "net"
+    )
+    backbone = Backbone.load(BackboneConfig(f"hf:{tmp_path / 'net'}", image_size=32))
+    images = torch.randn(2, 3, 32, 32)
+    tokens = backbone(images, ("cls_attention", "received_attention"))
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        expected = model(images, output_attentions=True)
+    torch.testing.assert_close(tokens.patches, expected.last_hidden_state[:, backbone.prefix :], rtol=1e-4, atol=1e-5)
+    weights = expected.attentions[-1].mean(1)
+    torch.testing.assert_close(tokens.cls_attention, weights[:, 0, backbone.prefix :], rtol=1e-4, atol=1e-5)
+    assert (backbone.fingerprint["name"], backbone.preprocessing.interpolation) == ("hf:net", "bilinear")
+    assert backbone.preprocessing.mean == (0.1, 0.2, 0.3)
+    # A saved model finds the folder again by the hash of the weights.
+    again = located(BackboneConfig("hf:net", image_size=32), backbone.fingerprint["weights"])
+    assert Backbone.load(again).fingerprint == backbone.fingerprint
+    with pytest.raises(WorkError, match="transformers cannot load"):
+        Backbone.load(BackboneConfig(f"hf:{tmp_path / 'absent'}", image_size=32))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("resnet50", "one fixed grid"),
+        ("convnext_tiny", "one fixed grid"),
+        ("eva02_tiny_patch14_244", "Did you mean 'eva02_tiny_patch14_224"),
+    ],
+)
+def test_a_name_that_is_no_vision_transformer_says_what_is_wrong(name: str, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        Backbone.load(BackboneConfig(name))
+
+
+def test_a_model_in_memory_fills_a_store_that_names_its_weights_by_hash(tmp_path: Path) -> None:
+    manifest, model = tiny_manifest(tmp_path / "images", 3), small()
+    store = extract(manifest, tmp_path / "store", model, views="none", device="cpu", threads=1, dtype="fp32")
+    backbone = Backbone.from_model(model, type(model).__name__)
+    assert store.config["backbone"] == backbone.fingerprint
+    pictures = torch.from_numpy(np.stack([backbone.prepare(decode_image(manifest.image_path(row))) for row in range(3)]))
+    expected = backbone(backbone.normalize(pictures)).patches
+    torch.testing.assert_close(store.read(store.rows(manifest.ids)).patches, expected, rtol=1e-4, atol=1e-5)
+    with pytest.raises(RequestError, match="A backbone in memory is not sent to other processes"):
+        extract(manifest, tmp_path / "other", model, views="none", device="cpu", jobs=2)

@@ -107,8 +107,12 @@ class AttentionTap:
         for module in modules:
             if hasattr(module, "fused_attn"):
                 module.fused_attn = True  # an environment variable can switch it off, and then there is no call to record
-        block.register_forward_pre_hook(self._enter)
-        block.register_forward_hook(self._leave, always_call=True)
+        self._hooks = (block.register_forward_pre_hook(self._enter), block.register_forward_hook(self._leave, always_call=True))
+
+    def remove(self) -> None:
+        """Leave the block as it was."""
+        for hook in self._hooks:
+            hook.remove()
 
     def _enter(self, *_: Any) -> None:
         watch = self._local.watch = _Watch() if self.when is None or self.when() else None

@@ -6,9 +6,11 @@ file, from this package or from the Hugging Face Hub; they are never random.
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import hashlib
 import os
+import pickle
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
@@ -25,7 +27,7 @@ from torch import Tensor
 
 from medtokenbudget import hub
 from medtokenbudget.backbone import attention
-from medtokenbudget.backbone.encoders import Model, encoder_of, no_grid
+from medtokenbudget.backbone.encoders import Model, encoder_of, no_grid, vision_tower
 from medtokenbudget.backbone.preprocess import Preprocessing
 from medtokenbudget.config import BackboneConfig
 from medtokenbudget.data.manifest import listed
@@ -41,6 +43,8 @@ PACKAGED: dict[str, Path] = {"embedded": Path(__file__).parent / "embedded"}
 PIXELS = "pixels"
 """Name of the backbone that is none: its tokens are pixels."""
 PIXEL_GRID = (16, 16)
+HUB = "hf:"
+"""Start of the names of backbones that transformers loads: 'hf:owner/name', or 'hf:folder'."""
 _AGAIN = "Copy the folder of the backbone again; if it is part of this package, install medtokenbudget again."
 _PLACES = 8
 """Further copies of the same weights that are remembered, in case the last one is deleted."""
@@ -92,7 +96,7 @@ class Backbone:
         self._tap = attention.AttentionTap(encoder.blocks[self.layer], config.name) if config.attention == "true" else None
         self._rollout = attention.AttentionRollout(encoder.blocks[: self.layer], config.name) if self._tap is not None else None
         self.fingerprint: dict[str, Any] = {
-            "name": config.name if find_recipe(config.name) is None else Path(config.name).resolve().name,
+            "name": _shared_name(config.name),
             "weights": weights_sha256,
             "layer": self.layer,
             "attention": config.attention,
@@ -120,6 +124,10 @@ class Backbone:
         """
         if config.name == PIXELS:
             return Pixels(config, device)
+        if config.name.startswith(HUB):
+            return _from_transformers(config, device)
+        if config.name in PUBLISHED and config.weights is None:
+            raise RequestError(f"'{config.name}' comes as a checkpoint of its authors. Download it and pass it as `weights`.")
         recipe = find_recipe(config.name)
         model = build(config.name, config.image_size, recipe)
         path = Path(config.weights or (recipe.weights if recipe else None) or _from_hub(config.name, model))
@@ -140,9 +148,10 @@ class Backbone:
         attention: Literal["true", "pseudo"] = "true",
         device: torch.device | str = "cpu",
     ) -> Backbone:
-        """Wrap a model that is already in memory, whatever its weights. For tests and timings."""
-        size = int(model.patch_embed.img_size[0])
-        config = BackboneConfig(name=name, image_size=size, layer=layer, attention=attention)
+        """Make a backbone of a model of timm or transformers that is already in memory; its weights are hashed."""
+        embed = getattr(model, "patch_embed", None)
+        size = model.config.image_size if embed is None else embed.img_size[0]
+        config = BackboneConfig(name=name, image_size=int(size), layer=layer, attention=attention)
         return cls(model, config, _sha256_state(model), device)
 
     def to(self, device: torch.device | str) -> Backbone:
@@ -280,8 +289,19 @@ class Recipe:
         write_sealed(folder / CONFIG_FILE, values)
 
 
+_IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225), "interpolation": "bicubic"}
+_CAE = {"use_abs_pos_emb": True, "use_rel_pos_bias": False, "global_pool": "token", "init_values": 0.1}
+PUBLISHED = {
+    "panderm-base": Recipe("beit_base_patch16_224", _CAE, _IMAGENET, "CC-BY-NC-ND-4.0"),
+    "panderm-large": Recipe("beit_large_patch16_224", _CAE, _IMAGENET, "CC-BY-NC-ND-4.0"),
+}
+"""Encoders that are published elsewhere, as checkpoints to pass as `weights`: PanDerm (Yan et al., 2025)."""
+
+
 def find_recipe(name: str) -> Recipe | None:
     """Read the recipe of a packaged backbone or of a folder; None for a name that timm may know."""
+    if name in PUBLISHED:
+        return PUBLISHED[name]
     folder = PACKAGED.get(name, Path(name))
     if name not in PACKAGED and not (folder / CONFIG_FILE).is_file():
         return None
@@ -295,9 +315,12 @@ def find_recipe(name: str) -> Recipe | None:
 def build(name: str, image_size: int, recipe: Recipe | None = None) -> Model:
     """Build a model without its weights: from a recipe, or the timm model `name`."""
     if recipe is None and not timm.is_model(name.split(".")[0]):
-        close = difflib.get_close_matches(name, [*PACKAGED, PIXELS, *timm.list_models("*vit*", pretrained=True)], n=1, cutoff=0.5)
+        known = timm.list_models(["*vit*", "eva*", "beit*", "deit*"], pretrained=True)
+        close = difflib.get_close_matches(name, [*PACKAGED, *PUBLISHED, PIXELS, *known], n=1, cutoff=0.5)
         hint = f" Did you mean '{close[0]}'?" if close else ""
-        raise RequestError(f"Unknown backbone '{name}'.{hint} Use the name of a timm vision transformer, or 'embedded'.")
+        raise RequestError(
+            f"Unknown backbone '{name}'.{hint} Use the name of a timm vision transformer, 'hf:owner/name' or 'embedded'."
+        )
     architecture, arguments = (recipe.architecture, recipe.arguments) if recipe else (name, {})
     try:
         model: Model = timm.create_model(architecture, pretrained=False, num_classes=0, **{**arguments, "img_size": image_size})
@@ -314,18 +337,17 @@ def build(name: str, image_size: int, recipe: Recipe | None = None) -> Model:
 
 
 def load_weights(model: Model, path: Path) -> None:
-    """Load a safetensors file strictly. Position embeddings are resampled to the grid of the model by timm."""
+    """Load a file of weights strictly. Position embeddings are resampled to the grid of the model by timm."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    if path.suffix.lower() in (".pth", ".pt", ".bin", ".pkl", ".ckpt"):
-        raise RequestError(f"{path} is a pickle file, which can run code when it is loaded. Convert the weights to .safetensors.")
     if not path.is_file():
         raise RequestError(f"The weights {path} do not exist. Check `weights`.")
     try:
-        state = {key: value.float() for key, value in load_file(path).items()}
+        state = _tensors(path) if path.suffix.lower() in (".pth", ".pt", ".bin", ".ckpt") else load_file(path)
     except (SafetensorError, OSError) as error:
         raise RequestError(f"{path} is not a valid safetensors file ({error}). Download it again.") from None
+    state = {key: value.float() for key, value in state.items()}
     filter_fn = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", checkpoint_filter_fn)
     try:
         state = filter_fn(state, model)
@@ -350,6 +372,27 @@ def load_weights(model: Model, path: Path) -> None:
     model.load_state_dict(state, strict=True)
 
 
+def _tensors(path: Path) -> dict[str, Tensor]:
+    """Read the tensors of a checkpoint of torch without running any code of it, with the names that timm knows."""
+    try:
+        # The settings of a training are often next to its weights, as a plain record.
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            state = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
+        raise RequestError(
+            f"{path} is damaged, or contains more than tensors, which could run code when it is loaded ({first_line(error)}). "
+            "Save its weights with safetensors."
+        ) from None
+    for name in ("model", "module", "state_dict"):
+        state = state[name] if isinstance(state, dict) and isinstance(state.get(name), dict) else state
+    if not isinstance(state, dict):
+        raise RequestError(f"{path} contains no weights by name. Save them with safetensors.")
+    # Masked image modeling (CAE, PanDerm) saves the encoder next to its teacher and decoder.
+    encoder = {key.removeprefix("encoder."): value for key, value in state.items() if key.startswith("encoder.")}
+    unused = ("mask_token", "lm_head.")
+    return {key: value for key, value in (encoder or state).items() if isinstance(value, Tensor) and not key.startswith(unused)}
+
+
 def located(config: BackboneConfig, sha256: str, beside: Path | None = None) -> BackboneConfig:
     """Point a configuration that was read from a file to the weights with this hash on this machine, or in the folder `beside`.
 
@@ -360,6 +403,9 @@ def located(config: BackboneConfig, sha256: str, beside: Path | None = None) -> 
         places = [config.weights] if config.weights.is_absolute() else []
         places += [beside / config.weights.name] if beside is not None else []
         return replace(config, weights=next((place for place in [*places, *known] if place.is_file()), config.weights))
+    if config.name.startswith(HUB):
+        homes = (f"{HUB}{path.parent}" for path in known if path.parent.name == config.name.removeprefix(HUB))
+        return replace(config, name=next(homes, config.name))
     folders = (str(path.parent) for path in known if path.parent.name == Path(config.name).name)
     return replace(config, name=next((folder for folder in folders if find_recipe(folder) is not None), config.name))
 
@@ -400,6 +446,36 @@ def _from_hub(name: str, model: Model) -> Path:
             f"Cannot download the weights of '{name}': {first_line(error)} Download {source}/model.safetensors "
             'elsewhere and pass it as `weights`, or use `backbone="embedded"`, which needs no network.'
         ) from None
+
+
+def _from_transformers(config: BackboneConfig, device: torch.device | str) -> Backbone:
+    """Load a vision model of transformers from its folder or from the hub, from safetensors alone."""
+    try:
+        from transformers import AutoModel
+    except ImportError:
+        raise RequestError(f"'{config.name}' needs transformers: pip install 'medtokenbudget[hf]'.") from None
+    source = config.name.removeprefix(HUB)
+    if config.weights is not None:
+        raise RequestError(f"'{config.name}' brings its weights along. Leave out `weights`, or name another folder.")
+    try:
+        found = AutoModel.from_pretrained(source, use_safetensors=True)
+    except (OSError, ValueError) as error:  # no such folder or repository, no network, no safetensors, no such architecture
+        raise WorkError(f"transformers cannot load '{source}': {first_line(error)}") from None
+    if (model := vision_tower(found)) is None:
+        raise no_grid(config.name)
+    model.name_or_path = source
+    digest = _sha256_state(model)
+    if (file := Path(source) / CONFIG_FILE).is_file():
+        _remember(file, digest)
+    return Backbone(model, config, digest, device)
+
+
+def _shared_name(name: str) -> str:
+    """Return the name of a backbone without folders of this machine."""
+    folder = name.removeprefix(HUB)
+    if find_recipe(name) is None and not (name.startswith(HUB) and Path(folder).is_dir()):
+        return name
+    return (HUB if name.startswith(HUB) else "") + Path(folder).resolve().name
 
 
 def _sha256_state(model: Model) -> str:

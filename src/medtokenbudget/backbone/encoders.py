@@ -136,8 +136,8 @@ class Encoder:
         return found if isinstance(found, tuple) else (found, None)
 
 
-class TimmViT(Encoder):
-    """Plain ViTs of timm: with registers, without a class token, without positions, distilled ones."""
+class PlainViT(Encoder):
+    """Plain ViTs of timm: with registers, without a class token, without positions, distilled ones. Other families change parts."""
 
     def __init__(self, model: Model, name: str) -> None:
         super().__init__(model, name)
@@ -199,7 +199,7 @@ class TimmViT(Encoder):
             first = 0 if getattr(model, "pool_include_prefix", False) else self.prefix
             x = filled(x, [self.prefix + k for k in counts], first)
             if self.pool is not None:
-                extra = 0 if type(model) is VisionTransformer and first else self.prefix
+                extra = 0 if isinstance(model, VisionTransformer) and first else self.prefix
                 model = swapped(model, {self.pool: _EachAlone(self.pool, [extra + k for k in counts])})
         return model.forward_head(x)
 
@@ -217,7 +217,7 @@ class TimmViT(Encoder):
         return {} if bias is None else {"attn_mask": bias}
 
 
-class TimmEva(TimmViT):
+class RotaryViT(PlainViT):
     """timm's `Eva`: EVA-02, DINOv3, Perception Encoder and other ViTs with rotary positions, also one per block and head."""
 
     def _plain_attention(self) -> bool:
@@ -239,7 +239,7 @@ class TimmEva(TimmViT):
         return {"rope": positions, "attn_mask": bias}
 
 
-class TimmBeit(TimmViT):
+class BeitViT(PlainViT):
     """BEiT and BEiT v2 of timm: a bias of the attention for each pair of patches, by the way from one to the other."""
 
     def _plain_attention(self) -> bool:
@@ -292,15 +292,167 @@ def _beit_attention(attn: Any, x: Tensor, bias: Tensor | None) -> Tensor:
     return attn.proj_drop(attn.proj(out.transpose(1, 2).reshape(b, t, -1)))
 
 
+_LAYOUTS = {
+    "ViTModel": ("layers", "layernorm"),
+    "Dinov2Model": ("encoder.layer", "layernorm"),
+    "Dinov2WithRegistersModel": ("encoder.layer", "layernorm"),
+    "DINOv3ViTModel": ("model.layer", "norm"),
+    "SiglipVisionModel": ("encoder.layers", "post_layernorm"),
+    "CLIPVisionModel": ("encoder.layers", "post_layernorm"),
+}
+"""Where the vision transformers of transformers have their blocks and their last norm."""
+_AROUND = ("ForImageClassification", "WithProjection")
+"""Ends of the names of models around them that read out tokens in any number and order."""
+_UNKNOWN = ("output_hidden_states", "output_attentions", "attention_mask", "bool_masked_pos", "interpolate_pos_encoding")
+"""Options of their forward that a pass over a part of the patches cannot serve."""
+_RESAMPLE = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}
+
+
+class TransformersViT(PlainViT):
+    """ViT, DINOv2 (with registers), DINOv3, SigLIP and CLIP vision models of transformers, alone or with their heads.
+
+    What comes after the blocks is the model's own forward, which gets the tokens in place of images and has no blocks left.
+    """
+
+    def __init__(self, model: Model, name: str) -> None:
+        self.model, self.name, self.base = model, name, vision_tower(model)
+        config, embeddings = self.base.config, self.base.embeddings
+        layers, norm = _LAYOUTS[_family(self.base)]
+        self._layers, self._norm = self.base.get_submodule(layers), self.base.get_submodule(norm)
+        self._conv = next(part for part in embeddings.modules() if isinstance(part, nn.Conv2d))
+        self._rope = getattr(self.base, "rope_embeddings", None)
+        self._first_norm = getattr(self.base, "pre_layrnorm", nn.Identity())
+        self._dropout = getattr(embeddings, "dropout", nn.Identity())
+        self.has_cls = hasattr(embeddings, "cls_token") or hasattr(embeddings, "class_embedding")
+        self.prefix = int(self.has_cls) + int(getattr(config, "num_register_tokens", 0))
+        self.dim = int(config.hidden_size)
+        self.pool = getattr(self.base, "head", None)
+        self._blank = swapped(embeddings, {self._conv: _Blank(self._conv), self._dropout: nn.Identity()})
+        # CLIP returns tokens that are not normed.
+        self._raw = _family(self.base) == "CLIPVisionModel"
+        passed = {embeddings: _Passed(embeddings), self._layers: nn.ModuleList(), self._first_norm: nn.Identity()}
+        passed |= {} if self._raw else {self._norm: nn.Identity()}
+        passed |= {} if self._rope is None else {self._rope: nn.Identity()}
+        self._tail = swapped(model, passed)
+
+    @property
+    def blocks(self) -> Any:
+        return self._layers
+
+    @property
+    def patch(self) -> tuple[int, int]:
+        p, q = self._conv.kernel_size
+        return int(p), int(q)
+
+    def reasons(self) -> list[str]:
+        if self.model is self.base or type(self.model).__name__.endswith(_AROUND):
+            return []
+        return [f"{type(self.model).__name__} reads out a whole grid, or texts too (use its vision model)"]
+
+    def grid(self, height: int, width: int) -> tuple[int, int]:
+        p, q = self.patch
+        fits = (height // p * p, width // q * q)
+        if _family(self.base) in ("ViTModel", "SiglipVisionModel", "CLIPVisionModel"):  # the others interpolate their positions
+            size = self.base.config.image_size
+            fits = (size, size) if isinstance(size, int) else tuple(size)
+        return _checked((height, width), fits, (fits[0] // p, fits[1] // q))
+
+    def normalization(self) -> Normalization | None:
+        from transformers import AutoImageProcessor
+
+        try:
+            about = AutoImageProcessor.from_pretrained(self.model.name_or_path).to_dict()
+        except (OSError, ValueError):  # none was published with the model, or it was not loaded from a folder
+            return None
+        if not about.get("do_rescale", True) or abs(about.get("rescale_factor", 1 / 255) * 255 - 1) > 1e-3:
+            return None
+        mean, std = (about["image_mean"], about["image_std"]) if about.get("do_normalize") else ((0.0,) * 3, (1.0,) * 3)
+        return Normalization(tuple(mean), tuple(std), _RESAMPLE.get(about.get("resample") or 3, "bicubic"))
+
+    def tokens(self, images: Tensor, layer: int) -> tuple[Tensor, Tensor | None]:
+        x, positions = self.embed(images)
+        x = self.norm(self.run(x, 0, layer + 1, positions))
+        return x[:, self.prefix :], x[:, : self.prefix]
+
+    def embed(self, images: Tensor, indices: Tensor | None = None) -> tuple[Tensor, Any]:
+        images = images.to(self._conv.weight.dtype)
+        if indices is None:
+            x = self.base.embeddings(images)
+        else:
+            patches = embed_patches(self._conv, images, indices)
+            x = self._dropout(_placed(self._blank(images[:1]), patches, indices, self.prefix))
+        return self._first_norm(x), None if self._rope is None else torch.cat(self._rope(images), -1)
+
+    def norm(self, x: Tensor) -> Tensor:
+        return self._norm(x)
+
+    def output(self, x: Tensor, counts: list[int] | None = None, **options: Any) -> Any:
+        asked = {name: getattr(self.base.config, name, None) for name in _UNKNOWN[:2]} | options
+        if unknown := [name for name in _UNKNOWN if asked.get(name) not in (None, False)]:
+            raise RequestError(f"A model that runs on a part of its patches has no {', '.join(unknown)}. Leave it out.")
+        x, tail = x if self._raw else self.norm(x), self._tail
+        if counts is not None:
+            lengths = [self.prefix + k for k in counts]
+            x = filled(x, lengths, self.prefix)
+            tail = tail if self.pool is None else swapped(tail, {self.pool: _EachAlone(self.pool, lengths)})
+        return tail(pixel_values=x, **options)
+
+    def _options(self, number: int, positions: Any, places: Places | None, bias: Tensor | None) -> dict[str, Any]:
+        kind = getattr(self.base.config, "_attn_implementation", "sdpa")
+        if bias is not None and kind not in ("sdpa", "eager"):
+            raise RequestError(f"Attention of the kind '{kind}' takes no bias. Load the model with `attn_implementation=\"sdpa\"`.")
+        options = {"attention_mask": bias}
+        if positions is None:
+            return options
+        table = positions if places is None else places.take(positions.unsqueeze(0)).unsqueeze(1)
+        return options | {"position_embeddings": table.chunk(2, -1)}
+
+
+class _Blank(nn.Module):
+    """Stands in for the convolution of patches: every patch is zero, so that only positions are left."""
+
+    def __init__(self, conv: nn.Conv2d) -> None:
+        super().__init__()
+        self.weight, self.stride = conv.weight, conv.stride
+
+    def forward(self, images: Tensor) -> Tensor:
+        rows, columns = images.shape[2] // self.stride[0], images.shape[3] // self.stride[1]
+        return self.weight.new_zeros(images.shape[0], self.weight.shape[0], rows, columns)
+
+
+class _Passed(nn.Module):
+    """Stands in for the embedding of a model that gets tokens in place of images."""
+
+    def __init__(self, embeddings: nn.Module) -> None:
+        super().__init__()
+        self._modules.update(embeddings._modules)  # models ask their dtype
+
+    def forward(self, tokens: Tensor, **_: Any) -> Tensor:
+        return tokens
+
+
+def _family(model: Any) -> str:
+    """Return which of `_LAYOUTS` a model is; empty for any other."""
+    kinds = (kind.__name__ for kind in type(model).__mro__ if kind.__module__.startswith("transformers."))
+    return next((kind for kind in kinds if kind in _LAYOUTS), "")
+
+
+def vision_tower(model: Any) -> Any:
+    """Return the vision model of transformers that a model is or contains; None for any other model."""
+    return next((part for part in (model, *model.children()) if _family(part)), None)
+
+
 def encoder_of(model: Model, name: str) -> Encoder:
     """Return the adapter of a model.
 
     Raises:
         RequestError: The model has no fixed grid of patch tokens.
     """
-    for kind, adapter in {Beit: TimmBeit, Eva: TimmEva, VisionTransformer: TimmViT}.items():
+    for kind, adapter in {Beit: BeitViT, Eva: RotaryViT, VisionTransformer: PlainViT}.items():
         if isinstance(model, kind):
             return adapter(model, name)
+    if vision_tower(model) is not None:
+        return TransformersViT(model, name)
     intermediates = getattr(model, "forward_intermediates", None)
     one_grid = hasattr(model, "blocks") and hasattr(getattr(model, "patch_embed", None), "grid_size")
     if one_grid and intermediates is not None and "return_prefix_tokens" in inspect.signature(intermediates).parameters:
@@ -316,7 +468,7 @@ def no_grid(name: str) -> RequestError:
     )
 
 
-def partial_encoder(model: Model, name: str) -> TimmViT:
+def partial_encoder(model: Model, name: str) -> PlainViT:
     """Return the adapter of a model that can run on a part of its patches, or say why it cannot."""
     encoder = encoder_of(model, name)
     if reasons := encoder.reasons():
@@ -324,7 +476,7 @@ def partial_encoder(model: Model, name: str) -> TimmViT:
             f"'{name}' cannot run on a part of its patches: {'; '.join(reasons)}. Route after the backbone (leave out `route`), "
             "or choose a plain vision transformer: ViT, DINOv2, DINOv3, EVA-02, BEiT, SigLIP or CLIP."
         )
-    assert isinstance(encoder, TimmViT)
+    assert isinstance(encoder, PlainViT)
     return encoder
 
 

@@ -50,7 +50,7 @@ _ALIKE = 0.99
 def extract(
     manifest: Manifest,
     store: Path | str,
-    backbone: BackboneConfig,
+    backbone: BackboneConfig | Backbone,
     config: ExtractConfig | None = None,
     engine: str = "local",
     shards: tuple[int, int] | None = None,
@@ -65,7 +65,7 @@ def extract(
     Args:
         manifest: The images.
         store: Folder of the store; it is made if it does not exist.
-        backbone: Name, weights and settings of the frozen backbone.
+        backbone: Name, weights and settings of the frozen backbone, or the loaded backbone (in one process).
         config: Views, number format and how to work.
         engine: 'local', or 'ray' for a cluster. There, the store must be on a file system that all nodes share, and images and
             weights on paths that all nodes can read.
@@ -86,7 +86,12 @@ def extract(
     _check_request(manifest, config, execution, shards, early)
     processes = 1 if config.jobs == 1 else len(worker_devices(config.device, config.jobs))
     elsewhere = engine == "ray" or processes > 1
-    loaded = Backbone.load(backbone, "cpu" if elsewhere else resolve_device(config.device))
+    if isinstance(backbone, Backbone):
+        if elsewhere:
+            raise RequestError("A backbone in memory is not sent to other processes. Leave out `jobs` and `engine`, or name it.")
+        loaded, backbone = backbone.to(resolve_device(config.device)), backbone.config
+    else:
+        loaded = Backbone.load(backbone, "cpu" if elsewhere else resolve_device(config.device))
     if early is not None:
         loaded = early.wrap(loaded)
     loaded.check_signals(config.signals)

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from medtokenbudget.backbone.attention import REGISTRY, AttentionTap, reduce_attention
 from medtokenbudget.backbone.backbone import Backbone
-from medtokenbudget.backbone.encoders import Places, TimmViT, partial_encoder
+from medtokenbudget.backbone.encoders import Places, PlainViT, partial_encoder
 from medtokenbudget.errors import RequestError
 from medtokenbudget.tokens import TokenBatch
 
@@ -29,7 +29,7 @@ Chosen = tuple[Tensor, Tensor | None]
 
 
 def routed_pass(
-    encoder: TimmViT, images: Tensor, choose: Callable[[Tensor | None], Chosen], block: int, end: int
+    encoder: PlainViT, images: Tensor, choose: Callable[[Tensor | None], Chosen], block: int, end: int
 ) -> tuple[Tensor, Places]:
     """Run the blocks before `block` on all patches, and the blocks `block` to `end` - 1 on the chosen ones, in any order.
 
@@ -131,7 +131,7 @@ class EarlyBackbone(Backbone):
             return scores.topk(self.route.k, dim=1).indices, None
 
         block = 0 if self.route.way == "scout" else self.route.block
-        assert isinstance(self.encoder, TimmViT)
+        assert isinstance(self.encoder, PlainViT)
         x, places = routed_pass(self.encoder, images, choose, block, self.layer + 1)
         x = self.encoder.norm(x)
         cls = x[:, 0] if self.has_cls else None
@@ -139,12 +139,12 @@ class EarlyBackbone(Backbone):
 
     def _seen(self, x: Tensor) -> TokenBatch:
         """Return what the router reads of the block in front of the pruned one."""
-        assert isinstance(self.encoder, TimmViT)
+        assert isinstance(self.encoder, PlainViT)
         return block_tokens(self.encoder, x, self.grid, self._tap, self.route.requires)
 
 
 def block_tokens(
-    encoder: TimmViT, x: Tensor, grid: tuple[int, int], tap: AttentionTap | None, requires: tuple[str, ...]
+    encoder: PlainViT, x: Tensor, grid: tuple[int, int], tap: AttentionTap | None, requires: tuple[str, ...]
 ) -> TokenBatch:
     """Return the normed tokens [B, P + N, D] of a block, with the attention of the `tap` if `requires` names any of it."""
     normed = encoder.norm(x)

@@ -143,7 +143,7 @@ def _version() -> str:
         "devices": ", ".join([*devices, f"{os.cpu_count()} CPU cores"]),
     }
     requirements = [Requirement(text) for text in metadata.requires("medtokenbudget") or ()]
-    for extra in ("serve", "onnx", "ray", "dicom"):
+    for extra in ("serve", "onnx", "ray", "dicom", "hf"):
         packages = [one.name for one in requirements if one.marker and one.marker.evaluate({"extra": extra})]
         try:
             rows[f"extra {extra}"] = ", ".join(f"{package} {metadata.version(package)}" for package in packages)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from medtokenbudget.model.guarantee import Guarantee
@@ -11,6 +12,7 @@ from medtokenbudget.model.overlays import overlay
 
 if TYPE_CHECKING:
     from medtokenbudget.model.early import EarlyRouting
+    from medtokenbudget.model.wrapping import unwrap, wrap
 
 __all__ = [
     "EarlyRouting",
@@ -24,12 +26,16 @@ __all__ = [
     "overlay",
     "predict",
     "route",
+    "unwrap",
+    "wrap",
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name == "EarlyRouting":  # imported when it is first used: most models are not routed early
-        from medtokenbudget.model.early import EarlyRouting
+_LATER = {"EarlyRouting": "early", "wrap": "wrapping", "unwrap": "wrapping"}
+"""Imported when they are first used: most models run on all patches."""
 
-        return EarlyRouting
+
+def __getattr__(name: str) -> Any:
+    if name in _LATER:
+        return getattr(importlib.import_module(f"medtokenbudget.model.{_LATER[name]}"), name)
     raise AttributeError(f"module 'medtokenbudget.model' has no attribute '{name}'")

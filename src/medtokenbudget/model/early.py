@@ -29,8 +29,9 @@ from medtokenbudget.training.classifier import RoutedClassifier
 
 BLOCK = 4
 """Where 'inside' prunes by default."""
-# The rollout multiplies the attention of all blocks, so it is not known inside; luminance is known only to who sees the image.
-_READABLE = {"inside": tuple(name for name in REGISTRY if name != "rollout"), "scout": (*REGISTRY, "luminance")}
+INSIDE = tuple(name for name in REGISTRY if name != "rollout")
+"""Signals that are known inside the backbone: the rollout multiplies the attention of all blocks."""
+_READABLE = {"inside": INSIDE, "scout": (*REGISTRY, "luminance")}  # luminance is known only to who sees the image
 _FREE = ("layer", "attention", "pseudo_temperature", "name")
 """Fields of a fingerprint that may differ between a backbone and the one that an 'inside' router was trained on."""
 Score = Callable[[TokenBatch], Tensor]
@@ -100,6 +101,10 @@ class EarlyRouting:
         )
         return EarlyBackbone(backbone, route)
 
+    def image_scores(self) -> Callable[[Tensor], Tensor]:
+        """Return the function from images [B, 3, s, s] of the router's size, RGB in [0, 1], to scores [B, n] on its grid."""
+        return self._scout(*self._selector())
+
     def save(self, folder: Path) -> Path:
         """Save the router."""
         return self.router.save_pretrained(folder)
@@ -111,11 +116,7 @@ class EarlyRouting:
             raise RequestError("The router is itself routed early. Use a router that was trained on all patches.")
         selector = router.classifier().selector
         foreign = [field for field in selector.requires if field not in _READABLE[self.way]]
-        score: Score | None = selector.score if isinstance(selector, Ranker) else None
-        if isinstance(selector, Merger) and selector.ranks_by is not None:
-            # Such a merger leaves the highest patches unchanged; the pruned network makes the token of the others itself.
-            field = selector.ranks_by
-            score = lambda tokens: getattr(tokens, field).float()  # noqa: E731
+        score = ranking(selector)
         if score is None or selector.stochastic or foreign:
             kind = f"reads {', '.join(foreign)}" if foreign else "is random" if selector.stochastic else "merges patches"
             raise RequestError(
@@ -164,6 +165,15 @@ class EarlyRouting:
                 f"Routing at block {self.block} scores the tokens of block {before}, but the router was trained on tokens of block "
                 f"{layer}. Route at block {layer + 1}, or train a router on a store that was extracted with `layer={before}`."
             )
+
+
+def ranking(selector: Selector) -> Score | None:
+    """Return the function by which a selector ranks patches; None if it merges them all."""
+    if isinstance(selector, Merger) and selector.ranks_by is not None:
+        # Such a merger leaves the highest patches unchanged; the pruned network makes the token of the others itself.
+        field = selector.ranks_by
+        return lambda tokens: getattr(tokens, field).float()
+    return selector.score if isinstance(selector, Ranker) else None
 
 
 def is_untrained_router(name: str) -> bool:
