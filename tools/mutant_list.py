@@ -42,10 +42,10 @@ EDITS: dict[str, list[tuple[str, str, str, str]]] = {
     ],
     "tests/routing/test_lats.py": [
         ("the paper's preset excludes the border", "config.py", 'padding: Padding = "zero"', 'padding: Padding = "exclude"'),
-        ("scores are not smoothed", "routing/trainable.py", "return self.smoothed(torch.sigmoid(self.score_logits(tokens)), tokens.grid)", "return torch.sigmoid(self.score_logits(tokens))"),
+        ("scores are not smoothed", "routing/trainable.py", "return self.smoothed(torch.sigmoid(self.logits(tokens)), tokens.grid)", "return torch.sigmoid(self.logits(tokens))"),
         ("the contrast does not gate", "routing/selectors/lats.py", "F.linear(projected * _taken(gate, at), on_contrast)", "F.linear(projected, on_contrast)"),
         ("no GELU in the scorer", "routing/selectors/lats.py", "x = drop(F.gelu(norm(x)), dropout, generator)", "x = drop(norm(x), dropout, generator)"),
-        ("dropout at inference", "routing/selectors/lats.py", "signals=self.active, dropout=0.0)", "signals=self.active)"),
+        ("dropout at inference", "routing/trainable.py", "        part.training = False\n", "        pass\n"),
         ("a toggled signal stays on", "routing/selectors/lats.py", "for i, name in enumerate(self.scalars) if name in active]", "for i, name in enumerate(self.scalars)]"),
     ],
     "tests/routing/test_layers.py": [

@@ -108,7 +108,7 @@ def test_scores_are_smoothed_only_on_request():
     plain = ContextSelector(32)
     smoothed = ContextSelector(32, smooth=3)
     smoothed.load_state_dict(plain.state_dict())
-    torch.testing.assert_close(plain.score(tokens), torch.sigmoid(plain.score_logits(tokens)))
+    torch.testing.assert_close(plain.score(tokens), torch.sigmoid(plain.eval().logits(tokens)))
     torch.testing.assert_close(smoothed.score(tokens), smooth_scores(plain.score(tokens), tokens.grid, 3, "exclude"))
 
 

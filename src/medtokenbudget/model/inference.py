@@ -13,7 +13,6 @@ import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from itertools import repeat
@@ -23,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import torch
 from PIL import Image
-from torch import Tensor, nn
+from torch import Tensor
 
 from medtokenbudget.data import Manifest, decode_image, decode_mask, patch_labels, readers
 from medtokenbudget.data.images import require_lesion_values
@@ -32,7 +31,7 @@ from medtokenbudget.errors import MedTokenBudgetError, NonFiniteError, RequestEr
 from medtokenbudget.jobs import ordered_map
 from medtokenbudget.model.guarantee import Guarantee
 from medtokenbudget.routing import Ranker, Selector, gather, rank
-from medtokenbudget.routing.trainable import ScoredRanker
+from medtokenbudget.routing.trainable import ScoredRanker, evaluating
 from medtokenbudget.tokens import Selection, TokenBatch
 
 if TYPE_CHECKING:
@@ -534,18 +533,6 @@ def _decode(source: ImageSource, prepare: Callable[[Image.Image], np.ndarray], g
         return source, pixels, patch_labels(mask_of(picture.size, source.mask), grid)
     except RequestError as error:
         return replace(source, mask_reason=str(error)), pixels, None
-
-
-@contextmanager
-def evaluating(module: nn.Module) -> Iterator[None]:
-    """Switch `module` to evaluation mode inside the block; afterwards every submodule is in its earlier mode."""
-    modes = [(part, part.training) for part in module.modules()]
-    module.eval()
-    try:
-        yield
-    finally:
-        for part, training in modes:
-            part.training = training
 
 
 def select(selector: Selector, tokens: TokenBatch, k: int, scores: Tensor | None = None) -> Selection:

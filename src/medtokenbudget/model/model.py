@@ -27,9 +27,9 @@ from medtokenbudget.errors import BudgetError, MismatchError, RequestError, Shap
 from medtokenbudget.files import exclusive
 from medtokenbudget.model import inference, saved
 from medtokenbudget.model.guarantee import Guarantee
-from medtokenbudget.model.inference import Answer, ImageSource, Prediction, Routing, evaluating, expand, open_picture
+from medtokenbudget.model.inference import Answer, ImageSource, Prediction, Routing, expand, open_picture
 from medtokenbudget.routing.conformal import Promise
-from medtokenbudget.routing.trainable import ScoredRanker, Sight
+from medtokenbudget.routing.trainable import ScoredRanker, Sight, evaluating
 from medtokenbudget.runtime import resolve_device
 from medtokenbudget.tokens import SIGNALS, Selection, TokenBatch
 from medtokenbudget.training.classifier import RoutedClassifier
@@ -415,7 +415,7 @@ class MedTokenBudget(nn.Module):
         """Compute class probabilities [B, len(budgets), C] of tokens or images; rankers order the patches once for all budgets."""
         classifier, tokens = self.classifier(selector), self.tokens(images)
         chosen, head = classifier.selector, classifier.required_head
-        with inference.evaluating(classifier):
+        with evaluating(classifier):
             if head.reads != "mean":
                 selections = [inference.select(chosen, tokens, chosen.count(budget, tokens.n)) for budget in budgets]
                 logits = torch.stack([head.read(selection, tokens.grid) for selection in selections], 1)

@@ -26,10 +26,10 @@ from medtokenbudget.config import DEFAULT_BUDGET, NOTICE
 from medtokenbudget.errors import RequestError, WorkError
 from medtokenbudget.files import atomic_write
 from medtokenbudget.heads import Head
-from medtokenbudget.model.inference import evaluating, select
+from medtokenbudget.model.inference import select
 from medtokenbudget.model.model import MedTokenBudget
 from medtokenbudget.routing import Ranker, Selector
-from medtokenbudget.routing.trainable import ScoredRanker, Sight
+from medtokenbudget.routing.trainable import ScoredRanker, Sight, evaluating
 from medtokenbudget.tokens import TokenBatch
 from medtokenbudget.training.classifier import RoutedClassifier
 

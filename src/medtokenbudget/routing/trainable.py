@@ -7,7 +7,8 @@ of its own looks at.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
@@ -101,6 +102,20 @@ class LearnedSelector(Selector, nn.Module):
         return self
 
 
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Switch `module` to evaluation mode inside the block; afterwards every submodule is in its earlier mode."""
+    # Only parts in training mode are touched: a graph that is compiled or exported changes no module.
+    training = [part for part in module.modules() if part.training]
+    for part in training:
+        part.training = False
+    try:
+        yield
+    finally:
+        for part in training:
+            part.training = True
+
+
 class Sight(NamedTuple):
     """What a selector sees of a batch in one pass."""
 
@@ -113,7 +128,7 @@ class Sight(NamedTuple):
 
 
 class ScoredRanker(LearnedSelector, Ranker):
-    """Keeps the patches with the highest score, smoothed as `router` says. Subclasses write `logits` and `score_logits`."""
+    """Keeps the patches with the highest score, smoothed as `router` says. Subclasses write `logits`."""
 
     finer: ClassVar[bool] = False
     """Whether it sees more than the tokens: its lesion map is finer than their grid, and its features are its own."""
@@ -131,10 +146,6 @@ class ScoredRanker(LearnedSelector, Ranker):
     def logits(self, tokens: TokenBatch, generator: torch.Generator | None = None, at: Tensor | None = None) -> Tensor:
         """Give raw score logits [B, N] (or [B, T] at the patches `at`), with noise in training mode: what the losses see."""
 
-    @abstractmethod
-    def score_logits(self, tokens: TokenBatch) -> Tensor:
-        """Give raw score logits [B, N] without noise whatever the mode."""
-
     def sample(self, tokens: TokenBatch, patches: int, generator: torch.Generator | None) -> Tensor | None:
         """Draw the numbers [B, T] of the patches that a step learns from, without replacement; None means all."""
         if not 0 < patches < tokens.n:
@@ -144,7 +155,8 @@ class ScoredRanker(LearnedSelector, Ranker):
 
     def score(self, tokens: TokenBatch, generator: torch.Generator | None = None) -> Tensor:
         """Score the patches, [B, N] in [0, 1], smoothed, without dropout and noise whatever the mode."""
-        return self.smoothed(torch.sigmoid(self.score_logits(tokens)), tokens.grid)
+        with evaluating(self):
+            return self.smoothed(torch.sigmoid(self.logits(tokens)), tokens.grid)
 
     def see(self, tokens: TokenBatch) -> Sight:
         """Return the scores of `score`, and what else one pass gives."""

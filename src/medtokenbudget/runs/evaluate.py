@@ -32,10 +32,10 @@ from medtokenbudget.data.strata import column_strata, measure
 from medtokenbudget.errors import MismatchError, RequestError, first_line
 from medtokenbudget.files import atomic_write, read_json
 from medtokenbudget.model import Guarantee, MedTokenBudget
-from medtokenbudget.model.inference import evaluating
 from medtokenbudget.model.model import comparable
 from medtokenbudget.routing import Ranker, Selector, budget_to_k, create_selector, list_selectors
 from medtokenbudget.routing.conformal import Promise, group_mean, kept_counts, lesion_kept, pick_threshold
+from medtokenbudget.routing.trainable import evaluating
 from medtokenbudget.runs.method import Method
 from medtokenbudget.runs.run import AS_IS, ATTRIBUTES, FILE, OF_IMAGES, Run, routing_name, write_tables
 from medtokenbudget.runtime import progress, say

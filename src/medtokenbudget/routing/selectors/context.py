@@ -132,6 +132,3 @@ class ContextSelector(ScoredRanker):
         turn = int(torch.randint(TURNS, (1,), generator=generator)) if self.scorer.config.turns and self.training else 0
         logits = self.scorer.logits(tokens, generator, self.scorer.config.dropout if self.training else 0.0, turn)
         return logits if at is None else logits.take_along_dim(at, 1)
-
-    def score_logits(self, tokens: TokenBatch) -> Tensor:
-        return self.scorer.logits(tokens)

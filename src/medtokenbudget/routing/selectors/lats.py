@@ -196,6 +196,3 @@ class LATSSelector(ScoredRanker):
 
     def logits(self, tokens: TokenBatch, generator: torch.Generator | None = None, at: Tensor | None = None) -> Tensor:
         return self.scorer.logits(tokens, generator, self.active, at=at)
-
-    def score_logits(self, tokens: TokenBatch) -> Tensor:
-        return self.scorer.logits(tokens, signals=self.active, dropout=0.0)

@@ -7,16 +7,13 @@ are the pixels themselves, so that a scout is saved, exported, calibrated and us
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from medtokenbudget.config import RouterConfig, TrainConfig
 from medtokenbudget.routing.base import register_selector
-from medtokenbudget.routing.trainable import ScoredRanker, Sight
+from medtokenbudget.routing.trainable import ScoredRanker, Sight, evaluating
 from medtokenbudget.tokens import TokenBatch
 
 CHANNELS = (16, 32, 48, 64)
@@ -166,25 +163,11 @@ class Scout(ScoredRanker):
 
     def see(self, tokens: TokenBatch) -> Sight:
         images = self.images(tokens)
-        with self._evaluating():
+        with evaluating(self.network):  # in training mode the normalization would depend on the other images of the batch
             fine, stem, stage = self.network.look(images)
         scores, lesion = torch.sigmoid(_of_patches(fine, tokens.grid)), torch.sigmoid(fine)
         features = torch.cat([inside_and_outside(values, lesion) for values in (images, stem, stage)], 1)
         return Sight(self.smoothed(scores, tokens.grid), lesion, TokenBatch(features.unsqueeze(1), (1, 1)))
-
-    def score_logits(self, tokens: TokenBatch) -> Tensor:
-        with self._evaluating():
-            return self.logits(tokens)
-
-    @contextmanager
-    def _evaluating(self) -> Iterator[None]:
-        # In training mode the normalization would depend on the other images of the batch.
-        training = self.network.training
-        self.network.eval()
-        try:
-            yield
-        finally:
-            self.network.train(training)
 
 
 def _of_patches(fine: Tensor, grid: tuple[int, int]) -> Tensor:
