@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from medtokenbudget.backbone.partial import embed
+from medtokenbudget.backbone.encoders import partial_encoder
 from medtokenbudget.routing.selectors.tome import ToMe
 
 Model = Any
-"""A plain timm vision transformer, as `backbone.partial.check_routable` accepts it."""
+"""A plain timm vision transformer, as `backbone.encoders.TimmViT` runs it."""
 
 
 def tome_every_block(model: Model, images: Tensor, k: int, layer: int) -> Tensor:
@@ -31,7 +31,8 @@ def tome_every_block(model: Model, images: Tensor, k: int, layer: int) -> Tensor
     Returns:
         The normed patch tokens [B, k, D].
     """
-    x, prefix = embed(model, images), int(model.num_prefix_tokens)
+    encoder = partial_encoder(model, "ViT")
+    x, prefix = encoder.embed(images)[0], encoder.prefix
     n = x.shape[1] - prefix
     size = torch.ones(x.shape[0], n, dtype=x.dtype, device=x.device)
     for number, block in enumerate(model.blocks[: layer + 1]):

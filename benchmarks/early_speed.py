@@ -18,11 +18,12 @@ from benchmarks.competitors import tome_every_block
 from benchmarks.measuring import in_turns, random_vit, ratio
 from medtokenbudget.backbone import partial
 from medtokenbudget.backbone.backbone import Backbone
+from medtokenbudget.backbone.encoders import partial_encoder
 from medtokenbudget.backbone.preprocess import Preprocessing
 from medtokenbudget.config import DEFAULT_BUDGET
-from medtokenbudget.devices import cpu_threads
 from medtokenbudget.model import EarlyRouting, MedTokenBudget, load
 from medtokenbudget.routing import LATSSelector, budget_to_k
+from medtokenbudget.runtime import cpu_threads
 from medtokenbudget.tokens import TokenBatch
 
 SHAPES = {"ViT-S/14": "vit_small_patch14_dinov2", "ViT-B/14": "vit_base_patch14_dinov2"}
@@ -50,7 +51,7 @@ def early_speed(rounds: int, budget: float = DEFAULT_BUDGET) -> Iterator[str]:
 
 def passes(models: dict[int, Any], scout: MedTokenBudget, budget: float, batch: int) -> dict[str, Callable[[], Any]]:
     """The passes to time, by name; each includes its router."""
-    model = models[224]
+    model, encoder = models[224], partial_encoder(models[224], "ViT")
     layer, k = len(model.blocks) - 1, budget_to_k(budget, 256)
     images = torch.rand(batch, 3, 224, 224, generator=torch.Generator().manual_seed(0))
     score = scout_score(scout)
@@ -58,19 +59,20 @@ def passes(models: dict[int, Any], scout: MedTokenBudget, budget: float, batch: 
     scorer = LATSSelector(int(model.num_features), signals=("norm", "contrast"), neighborhood="grid8").eval()
 
     def dense(of: Any, pixels: Tensor) -> Tensor:
-        found: Tensor = of.norm(partial.run_blocks(of, partial.embed(of, pixels), 0, layer + 1))
+        found: Tensor = of.forward_features(pixels)
         return found
 
     def scouted() -> Tensor:
         kept = score(preprocessing.denormalize(images)).topk(k, dim=1).indices
-        return partial.before_blocks(model, images, kept, layer).patches
+        return encoder.norm(partial.routed_pass(encoder, images, lambda _: (kept, None), 0, layer + 1)[0])
 
     def inside() -> Tensor:
-        def choose(x: Tensor) -> Tensor:
-            patches = model.norm(x)[:, int(model.num_prefix_tokens) :]
-            return scorer.score(TokenBatch(patches, (16, 16))).topk(k, dim=1).indices
+        def choose(x: Tensor | None) -> partial.Chosen:
+            assert x is not None
+            patches = encoder.norm(x)[:, encoder.prefix :]
+            return scorer.score(TokenBatch(patches, (16, 16))).topk(k, dim=1).indices, None
 
-        return partial.inside_blocks(model, images, choose, BLOCK, layer).patches
+        return encoder.norm(partial.routed_pass(encoder, images, choose, BLOCK, layer + 1)[0])
 
     small = {side: torch.nn.functional.interpolate(images, size=side) for side in models if side != 224}
     return {

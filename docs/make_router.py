@@ -1,6 +1,6 @@
 """Makes a router for dermoscopy from public-domain masks, and from masks that a first router draws for further images.
 
-    python docs/make_router.py ISIC UNLABELLED --out runs/router
+    python docs/make_router.py ISIC UNLABELLED --masks MASKS --out runs/router
 
 ISIC is the folder of `mtb data isic`, UNLABELLED a folder of further public-domain dermoscopic images (ISIC 2017 and 2018). Three
 steps:
@@ -13,6 +13,9 @@ steps:
 
 The validation images, with every mask there is, are only measured. The result is `OUT/dermoscopy`, the folder
 `src/medtokenbudget/model/dermoscopy` of the package; docs/results/scorer.md has its figures.
+
+With MASKS, the folder of the lesion masks of the further images, a scout is trained from these and the ISIC 2018 task 1 masks too,
+with the same images left out: `OUT/scout/model`; docs/training.md has its figures.
 """
 
 from __future__ import annotations
@@ -32,10 +35,10 @@ from medtokenbudget.backbone import FeatureStore, extract
 from medtokenbudget.config import BackboneConfig, ExtractConfig, LATSConfig, preset
 from medtokenbudget.data import Manifest, cut_selection, folder_manifest, isic_manifest, merged_groups
 from medtokenbudget.data.readers import METADATA, read_lesions
-from medtokenbudget.progress import say
 from medtokenbudget.routing import Ranker
 from medtokenbudget.routing.conformal import group_mean, lesion_kept
 from medtokenbudget.runs.evaluate import patch_scores
+from medtokenbudget.runtime import say
 
 BACKBONE, VIEWS = BackboneConfig(name="embedded"), ExtractConfig(views="off-center")
 TEACHERS = ("lats",)
@@ -69,11 +72,13 @@ FEWEST, MOST = 4, 230
 """A drawn mask with fewer or more lesion patches of 256 is not used."""
 
 
-def main(isic: Path, unlabelled: Path, out: Path, seed: int = 42) -> Path:
-    """Return the folder of the router."""
+def main(isic: Path, unlabelled: Path, out: Path, seed: int = 42, masks: Path | None = None) -> Path:
+    """Return the folder of the router; with masks of the further images, train a scout first."""
     lesions, further = read_lesions(isic / METADATA), folder_manifest(unlabelled, None)
     further = further.with_columns(group=[lesions.get(name, name) for name in further.ids])
     real, further = without_leaks(isic_manifest(isic, "by-id"), public_masks(isic), further)
+    if masks is not None:
+        train_scout(real, further, masks, out, seed)
     teachers = [train(real, out / "tokens", out / f"teacher-{name}-{seed + i}", name, seed + i) for i, name in enumerate(TEACHERS)]
     drawn = draw_masks(teachers, further, out)
     train(joined(real, drawn), out / "tokens", out / "run", "lats", seed)
@@ -118,6 +123,16 @@ def train(manifest: Manifest, store: Path, out: Path, name: str, seed: int) -> R
     selector = run.model.classifier().selector
     assert isinstance(selector, Ranker)
     return selector
+
+
+def train_scout(real: Manifest, further: Manifest, masks: Path, out: Path, seed: int) -> Path:
+    """Train a scout from the masks of ISIC 2018 task 1 and those of the further images."""
+    public = folder_manifest(further.image_path(0).parent, masks)
+    kept = set(further.ids)
+    public = public.take([i for i, name in enumerate(public.ids) if name in kept])
+    path = joined(real, public, "Public-domain masks").write(out / "scout.parquet")
+    mtb.train(path, None, out / "scout", preset("scout", seed=seed, device="cpu"))
+    return out / "scout" / "model"
 
 
 @torch.no_grad()
@@ -194,7 +209,8 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("isic", type=Path)
     parser.add_argument("unlabelled", type=Path)
+    parser.add_argument("--masks", type=Path)
     parser.add_argument("--out", type=Path, default=Path("runs/router"))
     parser.add_argument("--seed", type=int, default=42)
     given = parser.parse_args()
-    print(main(given.isic, given.unlabelled, given.out, given.seed))
+    print(main(given.isic, given.unlabelled, given.out, given.seed, given.masks))

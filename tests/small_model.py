@@ -12,9 +12,10 @@ from safetensors.torch import save_file
 
 from medtokenbudget.backbone.backbone import Backbone
 from medtokenbudget.backbone.partial import Way
-from medtokenbudget.config import BackboneConfig, LATSConfig, RouterConfig, TrainConfig
+from medtokenbudget.config import BackboneConfig, LATSConfig, RouterConfig, TrainConfig, preset
 from medtokenbudget.model import EarlyRouting, MedTokenBudget
 from medtokenbudget.routing import LATSSelector, Selector, create_selector, selector_class
+from medtokenbudget.routing.selectors.scout import Scout
 from medtokenbudget.training import MLPHead, RoutedClassifier
 
 CLASSES = ("MEL", "NV", "BCC")
@@ -64,6 +65,21 @@ def early_model(folder: Path, way: Way, main: str = "no-pruning") -> MedTokenBud
         config, loaded.fingerprint, CLASSES, classifiers, scout.train_config, main=main, scout=scout, device="cpu"
     )
     return made.use_backbone(loaded)
+
+
+def scout_model(seed: int = 0) -> MedTokenBudget:
+    """A scout of 64 pixels that was never trained, with tokens of the embedded backbone."""
+    backbone = BackboneConfig(name="pixels", image_size=64)
+    loaded = Backbone.load(backbone)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        scout = Scout(loaded.dim, width=0.5)
+    classifiers = {"scout": RoutedClassifier(scout, None), "center": RoutedClassifier(create_selector("center"), None)}
+    embedded = BackboneConfig(name="embedded")
+    tokens_from = (embedded, Backbone.load(embedded).fingerprint)
+    return MedTokenBudget(
+        backbone, loaded.fingerprint, (), classifiers, preset("scout"), main="scout", tokens_from=tokens_from, device="cpu"
+    )
 
 
 def draw_images(folder: Path, count: int, size: int = 200, seed: int = 0) -> list[Path]:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import warnings
 from dataclasses import asdict
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -476,3 +477,31 @@ def test_reliability_curve_and_calibration_error_by_hand() -> None:
     # Confidences 0.9 (right), 0.9 (wrong), 0.6 (right): bins hold {0.9, 0.9} and {0.6}.
     error = metrics.expected_calibration_error(label, predicted, probabilities)
     assert error == pytest.approx(2 / 3 * abs(0.5 - 0.9) + 1 / 3 * abs(1 - 0.6))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 40), st.floats(0, 1)), min_size=1, max_size=30), st.integers(1, 40))
+def test_the_smallest_quarter_and_the_images_below_90_percent_equal_plain_loops(images: list[tuple[int, float]], k: int) -> None:
+    lesion = [size for size, _ in images]
+    kept = [round(share * min(size, k)) for size, share in images]
+    sizes = sorted(size for size in lesion if size)
+    low = [i for i, size in enumerate(lesion) if size and size <= statistics_quartile(sizes)]
+    expected = sum(kept[i] for i in low) / sum(min(lesion[i], k) for i in low) if low else np.nan
+    np.testing.assert_allclose(metrics.smallest_quarter(kept, lesion, k), expected)
+    below = [Fraction(kept[i], min(size, k)) < Fraction(9, 10) for i, size in enumerate(lesion) if size]
+    np.testing.assert_allclose(metrics.share_below(kept, lesion, k), np.mean(below) if below else np.nan)
+
+
+def statistics_quartile(sizes: list[int]) -> float:
+    """The lower quartile by linear interpolation, by hand."""
+    if not sizes:
+        return 0.0
+    place = (len(sizes) - 1) / 4
+    below = int(place)
+    return sizes[below] + (place - below) * (sizes[min(below + 1, len(sizes) - 1)] - sizes[below])
+
+
+def test_mergers_and_images_without_a_mask_have_neither() -> None:
+    assert np.isnan(metrics.smallest_quarter([np.nan], [5], 3))
+    assert np.isnan(metrics.share_below([np.nan], [5], 3))
+    assert metrics.share_below([2, np.nan], [2, np.nan], 3) == 0

@@ -69,6 +69,13 @@ def test_packages_are_pinned_once_and_those_that_are_installed_run_on_the_stated
     assert not refusing, f"requires-python says {minimum()}, but these pinned versions need more: {refusing}"
 
 
+def test_every_dependency_has_its_reason_next_to_it() -> None:
+    project, lines = PROJECT["project"], text("pyproject.toml").splitlines()
+    needed = [*project["dependencies"], *(name for extra in project["optional-dependencies"].values() for name in extra)]
+    reasons = {name: [line for line in lines if f'"{name}"' in line and "# " in line] for name in needed if "[ray," not in name}
+    assert [name for name, found in reasons.items() if not found] == []
+
+
 def test_the_minimum_of_python_is_the_same_everywhere() -> None:
     lowest, versions = minimum(), supported()
     assert versions[0] == lowest
@@ -89,6 +96,7 @@ def test_the_version_is_defined_in_one_place_and_cited_as_it_is() -> None:
     assert citation["version"] == medtokenbudget.__version__
     assert f"## {medtokenbudget.__version__}" in text("CHANGELOG.md")
     assert citation["repository-code"] == PROJECT["project"]["urls"]["Repository"]
+    assert PROJECT["project"]["urls"]["Repository"] not in text("README.md"), "a placeholder that nobody can open"
     assert citation["license"] == PROJECT["project"]["license"]
 
 

@@ -32,9 +32,8 @@ from medtokenbudget.backbone.backbone import WEIGHTS_FILE, Backbone, Recipe, bui
 from medtokenbudget.config import NOTICE, BackboneConfig
 from medtokenbudget.data import Manifest, decode_image
 from medtokenbudget.errors import MedTokenBudgetError, MismatchError, RequestError, WorkError
-from medtokenbudget.files import read_json, sha256_json, write_json, write_safetensors, write_text
-from medtokenbudget.progress import progress, say
-from medtokenbudget.tensor_files import load_tensors, save_tensors
+from medtokenbudget.files import load_tensors, read_json, save_tensors, sha256_json, write_json, write_safetensors, write_text
+from medtokenbudget.runtime import progress, say
 
 BASE = "vit_tiny_patch16_224"
 """The timm model whose width, depth and patches are changed to those of the student."""

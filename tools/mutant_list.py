@@ -123,7 +123,7 @@ EDITS: dict[str, list[tuple[str, str, str, str]]] = {
         ("the curriculum is ignored", "training/trainer.py", 'budget = curriculum_budget(config.curriculum, row["epoch"])', "budget = 0.5"),
         ("the trainer's rate is constant", "training/trainer.py", "cosine_lr(config.lr, epoch, self.epochs)", "config.lr"),
         ("the trainer's rate is only logged", "training/trainer.py", 'self.optimizer.param_groups[0]["lr"] = lr', "pass"),
-        ("no gradient clipping", "training/trainer.py", "torch.nn.utils.clip_grad_norm_(self.module.parameters(), config.clip)", "pass"),
+        ("no gradient clipping", "training/trainer.py", "torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.config.clip)", "pass"),
         ("the last epoch is kept", "training/trainer.py", 'self.module.load_state_dict(split_prefix(self.best, "best/"))', "pass"),
         ("no early stopping", "training/trainer.py", 'last = last or (self.name == "selector" and epoch - self.best_epoch >= config.patience)', "pass"),
         ("any gain is an improvement", "training/trainer.py", "> self.best_value + config.min_improvement", "> self.best_value"),

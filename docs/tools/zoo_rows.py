@@ -15,13 +15,13 @@ import torch
 
 from medtokenbudget.backbone import FeatureStore
 from medtokenbudget.config import train_config_from_dict
+from medtokenbudget.files import load_tensors
 from medtokenbudget.heads import create_head
 from medtokenbudget.routing import create_selector, selector_class
 from medtokenbudget.runs.method import Method
 from medtokenbudget.runs.run import Run
 from medtokenbudget.runs.statistics import intervals
 from medtokenbudget.runs.studies import Unit
-from medtokenbudget.tensor_files import load_tensors
 
 METRICS = ("retention_of_ceiling", "accuracy", "macro_f1", "balanced_accuracy")
 MERGED = ("lesion_dominated", "lesion_mass")

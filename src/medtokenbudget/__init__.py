@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from medtokenbudget.api import Run, calibrate, demo, evaluate, extract, report, reproduce, sweep, train
+    from medtokenbudget.api import Run, calibrate, demo, evaluate, evaluate_kept, extract, report, reproduce, sweep, train
     from medtokenbudget.backbone import FeatureStore
     from medtokenbudget.config import TrainConfig, preset
     from medtokenbudget.data import Manifest
@@ -37,6 +37,7 @@ __all__ = [
     "create_selector",
     "demo",
     "evaluate",
+    "evaluate_kept",
     "extract",
     "lesion_retention",
     "list_heads",
@@ -55,7 +56,7 @@ __all__ = [
 ]
 
 _MODULES: dict[str, tuple[str, ...]] = {
-    "api": ("Run", "calibrate", "demo", "evaluate", "extract", "report", "reproduce", "sweep", "train"),
+    "api": ("Run", "calibrate", "demo", "evaluate", "evaluate_kept", "extract", "report", "reproduce", "sweep", "train"),
     "config": ("TrainConfig", "preset"),
     "data": ("Manifest",),
     "backbone": ("FeatureStore",),

@@ -35,17 +35,18 @@ from medtokenbudget.config import (
     train_config_from_dict,
 )
 from medtokenbudget.data import Drawings, Manifest, synthetic_manifest
+from medtokenbudget.data.strata import column_strata
 from medtokenbudget.errors import RequestError, WorkError
+from medtokenbudget.files import exclusive
 from medtokenbudget.jobs import Execution
-from medtokenbudget.locks import exclusive
 from medtokenbudget.model.batch import RouteConfig, route_files
 from medtokenbudget.model.early import EarlyRouting
 from medtokenbudget.model.guarantee import Guarantee, with_guarantee
 from medtokenbudget.model.model import MedTokenBudget, load
 from medtokenbudget.model.saved import ROUTER, resolve, write_guarantees
-from medtokenbudget.progress import say
-from medtokenbudget.routing import default_methods, selector_class
+from medtokenbudget.routing import create_selector, default_methods, selector_class
 from medtokenbudget.routing.conformal import Promise
+from medtokenbudget.routing.selectors.scout import Scout
 from medtokenbudget.runs import evaluate as evaluation
 from medtokenbudget.runs import sweep as sweeping
 from medtokenbudget.runs.card import card_text
@@ -54,10 +55,11 @@ from medtokenbudget.runs.method import Method, method_of, with_heads
 from medtokenbudget.runs.preflight import READS_ROUTED, supported_methods
 from medtokenbudget.runs.run import FILE, Run
 from medtokenbudget.runs.studies import Study, Unit, chosen_studies
+from medtokenbudget.runtime import say
 from medtokenbudget.training.classifier import RoutedClassifier
 from medtokenbudget.training.familiarity import fit_familiarity
 from medtokenbudget.training.rows import TrainingRows
-from medtokenbudget.training.scouting import train_scout
+from medtokenbudget.training.scouting import fit_scout_familiarity, train_scout
 
 AnyManifest = Manifest | Path | str
 AnyStore = FeatureStore | Path | str
@@ -168,10 +170,23 @@ def _train_scout(manifest: AnyManifest, out: Path, config: TrainConfig) -> Run:
     with exclusive(out):
         classifier = train_scout(opened, config, out)
         backbone = BackboneConfig(name=PIXELS, image_size=config.scout.image_size)
-        fingerprint = Backbone.load(backbone).fingerprint
+        pixels = Backbone.load(backbone)
+        assert isinstance(classifier.selector, Scout)
         masks = int(opened.rows["mask"].notna().to_numpy()[opened.rows["split"] != "val"].sum())
         about = {"run": {"dataset": opened.name, "seeds": [config.seed], "hashes": {"manifest": opened.hash}, "masks": masks}}
-        model = MedTokenBudget(backbone, fingerprint, (), {SCOUT: classifier}, config, main=SCOUT, info=about, device=config.device)
+        embedded = BackboneConfig(name="embedded")
+        model = MedTokenBudget(
+            backbone,
+            pixels.fingerprint,
+            (),
+            {SCOUT: classifier} | {name: RoutedClassifier(create_selector(name), None) for name in ("center", "random")},
+            config,
+            main=SCOUT,
+            info=about,
+            tokens_from=(embedded, Backbone.load(embedded).fingerprint),
+            familiarity=fit_scout_familiarity(classifier.selector, pixels, opened, config.seed),
+            device=config.device,
+        )
         store = run_extraction(validation, out / "tokens", backbone, ExtractConfig(views="off-center", device=config.device))
         original, off_center = (store.rows(validation.ids, view=view, strict=False) for view in (IDENTITY, OFF_CENTER))
         held_out = evaluation.HeldOut(validation, store, original, off_center, "val")
@@ -381,6 +396,7 @@ def evaluate(
     selector: str | None = None,
     classes: Mapping[str, str | None] | Path | str | None = None,
     part: Part = "auto",
+    by: Sequence[str] = (),
 ) -> Run:
     """Evaluate a saved model on a manifest, next to the controls `center`, `darkness`, `random` and `oracle`.
 
@@ -393,6 +409,7 @@ def evaluate(
         selector: Method of the model; None means its main one.
         classes: Where class names differ: class of the data to class of the model (None leaves it out), or a JSON file of that.
         part: Which images; 'auto' takes the validation images of the model's own manifest, all images of another one.
+        by: Further columns of the manifest to show results by.
 
     Returns:
         The run: `.results`, `.predictions`, `.report()`.
@@ -412,6 +429,7 @@ def evaluate(
     folder = None if isinstance(model, MedTokenBudget) else resolve(model)
     loaded = model if isinstance(model, MedTokenBudget) else load(model)
     original = _opened(manifest)
+    column_strata(original, by)  # before anything is extracted
     mapping = evaluation.read_mapping(classes) if isinstance(classes, (str, Path)) else classes
     labeled = evaluation.in_classes_of(original, loaded.classes, mapping)
     trained_in = None if folder is None else evaluation.run_of(folder)
@@ -429,7 +447,51 @@ def evaluate(
             "mapping": None if mapping is None else dict(mapping),
             "own": evaluation.own_validation(trained_in, method, shares),
         }
-        evaluation.evaluate_model(run, loaded, images, original, method, shares, about)
+        evaluation.evaluate_model(run, loaded, images, original, method, shares, about, by=by)
+    return run
+
+
+def evaluate_kept(
+    kept: Path | str,
+    manifest: AnyManifest,
+    out: Path | str,
+    store: AnyStore | None = None,
+    part: Part = "auto",
+    by: Sequence[str] = (),
+) -> Run:
+    """Judge a method that was made without this package by a table of the patches that it kept, next to the controls.
+
+    Args:
+        kept: Parquet file with the columns `image_id` and `kept`, and optionally `budget`, `scores` and `p_<class>`, such as
+            `mtb route` and `mtb predict` write. Its name is that of the method.
+        manifest: The images, with masks.
+        out: The run directory to write.
+        store: Tokens of the images on the grid of the table; None reads them with the embedded backbone into `out/tokens`.
+        part: Which images; 'auto' takes the validation images, and all images where there are none.
+        by: Further columns of the manifest to show results by.
+
+    Returns:
+        The run: `.results`, `.predictions`, `.report()`.
+
+    Raises:
+        RequestError: The table does not fit the manifest; the message says where.
+    """
+    target, original = Path(out), _opened(manifest)
+    if (target / FILE).exists() and Run(target).evaluation is None:
+        raise RequestError(f"{target} is the run of a training. Pass another `out` for the evaluation.")
+    column_strata(original, by)
+    if part == "auto":
+        part = "val" if (original.rows["split"] == "val").any() else "all"
+    wanted = original if part == "all" else original.part(part)
+    table = evaluation.read_kept(kept, wanted)
+    with exclusive(target):
+        images = evaluation.images_of_table(table, wanted, store, target / "tokens", part)
+        run = Run.begin(target, images.manifest, images.store, TrainConfig())
+        if isinstance(manifest, Manifest):
+            original.write(run.manifest_path)
+        else:
+            run.manifest_path = Path(manifest).resolve()
+        evaluation.evaluate_kept(run, table, images, original, by)
     return run
 
 

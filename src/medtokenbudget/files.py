@@ -1,7 +1,8 @@
-"""Atomic writes, JSON that carries a checksum, and hashes of files.
+"""Atomic writes, locks, JSON and tensors that carry a checksum, and hashes of files.
 
 Everything that the package writes goes through `atomic_write`: a temporary file in the same folder, fsync, then `os.replace`, then
-fsync of the folder. What a killed process leaves behind (`.NAME.*.part`) is removed when the folder is written to again.
+fsync of the folder. What a killed process leaves behind (`.NAME.*.part`) is removed when the folder is written to again. While a
+process writes a folder, it holds its lock (`exclusive`).
 """
 
 from __future__ import annotations
@@ -13,16 +14,28 @@ import io
 import json
 import os
 import re
+import shlex
 import socket
+import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from medtokenbudget.errors import MismatchError, RequestError, WorkError
+from medtokenbudget.runtime import say
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+try:
+    import fcntl
+except ImportError:  # pragma: no cover - Windows
+    fcntl = None  # type: ignore[assignment]
 
 LEFTOVER_SECONDS = 24 * 3600
 """Age at which a temporary file of another machine counts as left behind."""
@@ -267,3 +280,157 @@ def write_safetensors(path: Path | str, data: bytes) -> None:
     """
     with atomic_write(path) as temporary:
         temporary.write_bytes(data)
+
+
+# Tensors with a checksum -----------------------------------------------------------------------------------------------
+def save_tensors(path: Path, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
+    """Write tensors and a JSON state as one safetensors file that carries its own hash; equal content gives equal bytes."""
+    from safetensors.torch import save
+
+    plain = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in sorted(tensors.items())}
+    text = json.dumps(state, sort_keys=True)
+    # One key only: safetensors writes several in an order that changes from call to call.
+    metadata = {"state": json.dumps({"sha256": _digest(plain, text), "state": text}, sort_keys=True)}
+    write_safetensors(path, save(plain, metadata))
+
+
+def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Read tensors and JSON state of a file written by `save_tensors`.
+
+    Raises:
+        RequestError: The file is missing, damaged, or was written by something else.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(str(path), framework="pt") as stream:
+            metadata = stream.metadata() or {}
+            tensors = {name: stream.get_tensor(name) for name in stream.keys()}  # noqa: SIM118
+    except FileNotFoundError:
+        raise RequestError(f"{path} does not exist.") from None
+    except (SafetensorError, OSError) as error:
+        raise _damaged(path, str(error)) from None
+    if "state" not in metadata:
+        raise RequestError(f"{path} was not written by MedTokenBudget: its header has no state.")
+    try:
+        envelope = json.loads(metadata["state"])
+        text, expected = envelope["state"], envelope["sha256"]
+        state = json.loads(text)
+    except (ValueError, TypeError, KeyError, RecursionError):
+        raise _damaged(path, "its header cannot be read") from None
+    if _digest(tensors, text) != expected:
+        raise _damaged(path, "its content does not match its hash")
+    return tensors, state
+
+
+def _damaged(path: Path, why: str) -> RequestError:
+    return RequestError(f"{path} is damaged or incomplete ({why}). Delete it and run the command again.")
+
+
+def _digest(tensors: dict[str, Tensor], text: str) -> str:
+    import torch
+
+    digest = hashlib.sha256(text.encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name}{tensor.dtype}{list(tensor.shape)}".encode())
+        if tensor.numel():
+            digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+# Locks ---------------------------------------------------------------------------------------------------------------
+#
+# One process at a time writes a store, run, model, report or table. The lock is the kernel's (`flock` on a file in the directory),
+# so it ends with its process, even if that is killed. The file also says who holds it, for the message that others get.
+
+LOCK = ".lock"
+_BUSY = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
+_UNSUPPORTED = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+_held: set[tuple[int, str]] = set()
+_warned: set[str] = set()
+
+
+@contextmanager
+def exclusive(folder: Path | str, shared: bool = False, name: str = LOCK, wait: bool = False) -> Iterator[None]:
+    """Hold the lock of a directory inside the block; the directory is created if needed.
+
+    The same thread can take a lock that it holds once more. A `shared` lock allows others who also ask for one, such as the jobs of
+    an array that fill one store. With `wait`, a lock that is held is waited for instead of refused.
+
+    Raises:
+        WorkError: If another process holds the lock, or the directory cannot be written.
+        RequestError: If `folder` is a file.
+    """
+    path = Path(folder).resolve() / name
+    if path.parent.exists() and not path.parent.is_dir():
+        raise RequestError(f"{folder} is a file, not a folder. Write to another place.")
+    key = (threading.get_ident(), str(path))
+    if fcntl is None or key in _held:
+        yield
+        return
+    handle = _acquire(path, fcntl.LOCK_SH if shared else fcntl.LOCK_EX, wait)
+    _held.add(key)
+    try:
+        yield
+    finally:
+        _held.remove(key)
+        with contextlib.suppress(OSError):
+            # The file goes with the last holder: others may share the lock.
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_named(handle, path):
+                path.unlink()
+        os.close(handle)
+
+
+def _acquire(path: Path, kind: int, wait: bool) -> int:
+    """Return a handle of the lock file, locked; on a file system without locks, after a warning, one of nothing."""
+    while True:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        except OSError as error:
+            raise write_error(path.parent, error) from error
+        try:
+            fcntl.flock(handle, kind if wait else kind | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = _holder(handle) or "another process"
+            os.close(handle)
+            if error.errno in _BUSY:
+                advice = "Wait until it has finished, or write to another place."
+                raise WorkError(f"{path.parent} is being written by {holder}. {advice}") from None
+            if error.errno not in _UNSUPPORTED:
+                raise write_error(path.parent, error) from error
+            if str(path) not in _warned:
+                _warned.add(str(path))
+                say(f"The file system of {path.parent} has no locks. Make sure that no other process writes there.")
+            path.unlink(missing_ok=True)
+            return os.open(os.devnull, os.O_RDONLY)
+        # The previous holder may have removed the file between `open` and `flock`: then this lock protects nothing.
+        if _is_named(handle, path):
+            break
+        os.close(handle)
+    # A file that a process described and none locks was left by one that was killed.
+    if kind == fcntl.LOCK_EX and not wait and (holder := _holder(handle)):
+        say(f"Taking over {path.parent}: {holder} ended without finishing.")
+    with contextlib.suppress(OSError):  # on a full disk the lock holds without its description
+        os.ftruncate(handle, 0)
+        command = Path(sys.argv[0]).name
+        if command.startswith("mtb"):
+            command = shlex.join(["mtb", *sys.argv[1:]])[:200]
+        text = f"process {os.getpid()} on {socket.gethostname()} (`{command}`, since {time.strftime('%Y-%m-%d %H:%M')})"
+        os.pwrite(handle, text.encode("utf-8", "backslashreplace"), 0)
+    return handle
+
+
+def _is_named(handle: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(handle), os.stat(path))
+    except OSError:
+        return False
+
+
+def _holder(handle: int) -> str:
+    """Read who described the lock file; empty if nobody did."""
+    with contextlib.suppress(OSError):
+        return os.pread(handle, 1000, 0).decode("utf-8", "replace")
+    return ""

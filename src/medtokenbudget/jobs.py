@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from medtokenbudget.config import Parallel, Settings
-from medtokenbudget.devices import worker_devices
 from medtokenbudget.errors import MedTokenBudgetError, RequestError, WorkError, first_line
+from medtokenbudget.runtime import worker_devices
 
 Engine = Literal["local", "ray"]
 Advance = Callable[[int], Any]

@@ -8,12 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
 
 from medtokenbudget import metrics
+from medtokenbudget.metrics import Floats, ratio, reachable
 
 Place = Literal["interval", "test", "sweep", "further"]
 """Where a report shows a metric.
@@ -35,6 +37,7 @@ class Cell:
         predicted: `[n]` predicted classes of the same images.
         probabilities: `[n, C]` of the same images.
         retention: Of the images with a mask.
+        patches: Of the same images, kept lesion patches (NaN for mergers), lesion patches and kept patches, each `[n]`.
     """
 
     def __init__(self, rows: pd.DataFrame, classes: int) -> None:
@@ -43,17 +46,59 @@ class Cell:
         self.label, self.predicted = labeled["label"].to_numpy(), labeled["predicted"].to_numpy()
         self.probabilities = probability_matrix(labeled)
         keeps_patches = bool(masked["kept_lesion"].notna().any())  # a merger has no retention
-        self.retention = metrics.retention_of_counts(
-            masked["kept_lesion"].to_numpy(dtype=float, na_value=np.nan) if keeps_patches else None,
-            masked["lesion"].to_numpy(dtype=float),
-            masked["k"].to_numpy(),
-            masked["n_patches"].to_numpy(),
-        )
+        kept = masked["kept_lesion"].to_numpy(dtype=float, na_value=np.nan)
+        self.patches = (kept, masked["lesion"].to_numpy(dtype=float), masked["k"].to_numpy())
+        of_kept = kept if keeps_patches else None
+        self.retention = metrics.retention_of_counts(of_kept, *self.patches[1:], masked["n_patches"].to_numpy())
 
 
 def probability_matrix(frame: pd.DataFrame) -> np.ndarray:
     """Return the probabilities of all rows as one [n, C] array."""
     return np.stack([np.asarray(row, float) for row in frame["probabilities"]]) if len(frame) else np.zeros((0, 0))
+
+
+@dataclass(frozen=True)
+class Statistic:
+    """A metric as a function of sums: `terms` gives [n, S] numbers an image, `value` maps their sums [..., S] to the metric."""
+
+    scope: Literal["labeled", "lesion"]
+    terms: Callable[[pd.DataFrame, int], Floats]
+    value: Callable[[Floats], Floats]
+
+
+def _class_terms(frame: pd.DataFrame, classes: int) -> Floats:
+    eye = np.eye(classes)
+    true, predicted = eye[frame["label"].to_numpy(int)], eye[frame["predicted"].to_numpy(int)]
+    return np.concatenate([true * predicted, true, predicted], 1)
+
+
+def _of_classes(value: Callable[[Floats], Floats]) -> Callable[[Floats], Floats]:
+    return lambda sums: value(sums.reshape(*sums.shape[:-1], 3, -1))
+
+
+def _accuracy_terms(frame: pd.DataFrame, classes: int) -> Floats:
+    correct = metrics.correct(frame["label"].to_numpy(int), frame["predicted"].to_numpy(int))
+    return np.stack([correct, np.ones(len(frame))], 1).astype(float)
+
+
+def _calibration_terms(frame: pd.DataFrame, classes: int) -> Floats:
+    gaps = metrics.calibration_bins(frame["label"], frame["predicted"], probability_matrix(frame))
+    return np.concatenate([gaps, np.ones((len(frame), 1))], 1)
+
+
+def _lesion_terms(*columns: Callable[[pd.DataFrame], Any]) -> Callable[[pd.DataFrame, int], Floats]:
+    return lambda frame, classes: np.stack([np.asarray(column(frame), float) for column in columns], 1)
+
+
+def _quotient(sums: Floats) -> Floats:
+    return ratio(sums[..., 0], sums[..., 1])
+
+
+def _quotient_of_quotients(sums: Floats) -> Floats:
+    return ratio(_quotient(sums[..., :2]), _quotient(sums[..., 2:]))
+
+
+_KEPT, _LESION, _K = itemgetter("kept_lesion"), itemgetter("lesion"), itemgetter("k")
 
 
 @dataclass(frozen=True)
@@ -72,6 +117,7 @@ class Metric:
         short: Heading where several measures share a narrow table.
         axis: Label of the axis in figures; only metrics that have a curve over the budget need one.
         fact: Label of the large number in the summary, with {name} for the method; empty for metrics that are not shown there.
+        sums: The same as a function of sums over images, which intervals and tests need. The area under the ROC curve is none.
     """
 
     name: str
@@ -85,8 +131,11 @@ class Metric:
     short: str = ""
     axis: str = ""
     fact: str = ""
+    sums: Statistic | None = None
 
     def __post_init__(self) -> None:
+        if self.sums is None and {"interval", "test"}.intersection(self.places):
+            raise ValueError(f"The metric {self.name} needs `sums` to be shown with intervals or in tests.")
         object.__setattr__(self, "term", self.term or self.title)
 
     @property
@@ -113,6 +162,7 @@ METRICS: dict[str, Metric] = {
             short="Acc.",
             axis="accuracy (%)",
             fact="accuracy of {name}",
+            sums=Statistic("labeled", _accuracy_terms, _quotient),
         ),
         Metric(
             "macro_f1",
@@ -124,6 +174,7 @@ METRICS: dict[str, Metric] = {
             short="F1",
             axis="macro F1 (%)",
             fact="macro F1 of {name}",
+            sums=Statistic("labeled", _class_terms, _of_classes(metrics.macro_f1_of_counts)),
         ),
         Metric(
             "balanced_accuracy",
@@ -134,6 +185,7 @@ METRICS: dict[str, Metric] = {
             ("interval", "test", "further"),
             term="Balanced accuracy",
             short="Bal.",
+            sums=Statistic("labeled", _class_terms, _of_classes(metrics.balanced_accuracy_of_counts)),
         ),
         Metric(
             "retention",
@@ -147,6 +199,7 @@ METRICS: dict[str, Metric] = {
             short="Ret.",
             axis="lesion patches kept (%)",
             fact="of the lesion kept by {name}",
+            sums=Statistic("lesion", _lesion_terms(_KEPT, _LESION), _quotient),
         ),
         Metric(
             "retention_mean",
@@ -156,6 +209,9 @@ METRICS: dict[str, Metric] = {
             "masks",
             ("further",),
             term="Retention per image",
+            sums=Statistic(
+                "lesion", _lesion_terms(lambda rows: ratio(_KEPT(rows), _LESION(rows)), lambda rows: np.ones(len(rows))), _quotient
+            ),
         ),
         Metric(
             "retention_of_ceiling",
@@ -168,6 +224,25 @@ METRICS: dict[str, Metric] = {
             short="Ceil.",
             axis="share of the ceiling (%)",
             fact="of what is possible, by {name}",
+            sums=Statistic("lesion", _lesion_terms(_KEPT, lambda rows: reachable(_LESION(rows), _K(rows))), _quotient),
+        ),
+        Metric(
+            "smallest_quarter",
+            "Smallest quarter",
+            "The share of the ceiling in the quarter of the images with the smallest lesions, which hardly count when pooled.",
+            lambda cell: metrics.smallest_quarter(*cell.patches),
+            "masks",
+            ("further",),
+            term="Share of the ceiling, smallest quarter",
+        ),
+        Metric(
+            "below_90",
+            "Below 90%",
+            "The share of the images that keep less than 90% of what is possible for them. Lower is better.",
+            lambda cell: metrics.share_below(*cell.patches),
+            "masks",
+            ("further",),
+            term="Images below 90%",
         ),
         Metric(
             "precision",
@@ -176,6 +251,7 @@ METRICS: dict[str, Metric] = {
             lambda cell: cell.retention.precision,
             "masks",
             ("further",),
+            sums=Statistic("lesion", _lesion_terms(_KEPT, _K), _quotient),
         ),
         Metric(
             "enrichment",
@@ -185,6 +261,7 @@ METRICS: dict[str, Metric] = {
             "masks",
             ("further",),
             unit="×",
+            sums=Statistic("lesion", _lesion_terms(_KEPT, _K, _LESION, itemgetter("n_patches")), _quotient_of_quotients),
         ),
         Metric(
             "ceiling",
@@ -208,6 +285,7 @@ METRICS: dict[str, Metric] = {
             lambda cell: metrics.expected_calibration_error(cell.label, cell.predicted, cell.probabilities),
             "labels",
             ("further",),
+            sums=Statistic("labeled", _calibration_terms, lambda sums: ratio(np.abs(sums[..., :-1]).sum(-1), sums[..., -1])),
         ),
         Metric(
             "purity",

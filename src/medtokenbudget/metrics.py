@@ -134,6 +134,38 @@ def share_of_ceiling(kept_lesion: ArrayLike, lesion: ArrayLike, k: ArrayLike) ->
     return ratio(kept.sum(0), np.broadcast_to(best, kept.shape).sum(0))
 
 
+def smallest_quarter(kept_lesion: ArrayLike, lesion: ArrayLike, k: ArrayLike) -> float:
+    """Measure the share of the ceiling in the quarter of the images with the smallest lesions, of counts `[n]`.
+
+    The quarter holds the sizes up to the lower quartile; images without a lesion patch are left out.
+
+    Example:
+        >>> smallest_quarter(kept_lesion=[2, 40, 45, 50], lesion=[4, 50, 60, 70], k=50)
+        0.5
+    """
+    kept, sizes, best = _of_lesions(kept_lesion, lesion, k)
+    small = sizes <= np.quantile(sizes, 0.25) if len(sizes) else np.zeros(0, bool)
+    return float(ratio(kept[small].sum(), best[small].sum()))
+
+
+def share_below(kept_lesion: ArrayLike, lesion: ArrayLike, k: ArrayLike, level: float = 0.9) -> float:
+    """Measure the share of the images that keep less than `level` of what is possible for them, of counts `[n]`.
+
+    Example:
+        >>> share_below(kept_lesion=[8, 9, 10, 50], lesion=[10, 10, 10, 100], k=50)
+        0.25
+    """
+    kept, _, best = _of_lesions(kept_lesion, lesion, k)
+    return float(ratio((kept < level * best - 1e-9).sum(), len(kept))) if not np.isnan(kept).any() else float("nan")
+
+
+def _of_lesions(kept_lesion: ArrayLike, lesion: ArrayLike, k: ArrayLike) -> tuple[Floats, Floats, Floats]:
+    """Return kept and present lesion patches and the most that k can keep, of the images with a lesion patch."""
+    kept, sizes, counts = np.broadcast_arrays(np.asarray(kept_lesion, float), np.asarray(lesion, float), np.asarray(k, float))
+    some = sizes > 0  # False for NaN: no mask
+    return kept[some], sizes[some], reachable(sizes, counts)[some]
+
+
 def kept_lesion_counts(order: Tensor | ArrayLike, lesion: Tensor | ArrayLike, k: ArrayLike) -> NDArray[np.int64]:
     """Count the lesion patches `[B, T]` among the first `k` `[T]` of a ranking `[B, N]`, best first, in one pass.
 

@@ -36,6 +36,7 @@ class TokenBatch:
         mean_key: [B, N, d] key of each patch, the mean over the heads.
         rollout: [B, N] attention of the class token to each patch, rolled out over all blocks up to the chosen one.
         luminance: [B, N] mean gray value of each patch, in [0, 1].
+        pixels: [B, N, P] RGB in [0, 1] of each patch, for selectors that read the image, where `patches` are of another backbone.
         label: [B] class index, int64; -1 if unlabeled.
         lesion: [B, N] bool, lesion patches; all False where `has_mask` is False.
         has_mask: [B] bool. "No mask" and "an empty mask" are different things.
@@ -59,6 +60,7 @@ class TokenBatch:
     mean_key: Tensor | None = None
     rollout: Tensor | None = None
     luminance: Tensor | None = None
+    pixels: Tensor | None = None
     label: Tensor | None = None
     lesion: Tensor | None = None
     has_mask: Tensor | None = None
@@ -74,8 +76,9 @@ class TokenBatch:
         check_grid(self.grid, n)
         expected: dict[str, tuple[int, ...]] = dict.fromkeys((*SIGNALS, "luminance", "lesion"), (b, n))
         expected |= {"cls": (b, d), "label": (b,), "has_mask": (b,)}
-        if self.mean_key is not None:
-            expected["mean_key"] = (b, n, self.mean_key.shape[-1])
+        for name in ("mean_key", "pixels"):
+            if (value := getattr(self, name)) is not None:
+                expected[name] = (b, n, value.shape[-1])
         for name, shape in expected.items():
             value = getattr(self, name)
             if value is not None and tuple(value.shape) != shape:

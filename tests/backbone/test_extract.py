@@ -30,7 +30,7 @@ from medtokenbudget.cli import main
 from medtokenbudget.config import BackboneConfig
 from medtokenbudget.data import Manifest, decode_image, decode_mask
 from medtokenbudget.errors import MismatchError, MissingSignalError, RequestError, WorkError
-from medtokenbudget.progress import progress
+from medtokenbudget.runtime import progress
 from medtokenbudget.tokens import SIGNALS, TokenBatch
 from tests.backbone.tiny import CONFIG, GRID, OFF_CENTER, contents, ended_process, extract_arguments, tiny_backbone, tiny_manifest
 from tests.bad_input.damage import edit_json

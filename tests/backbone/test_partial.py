@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from medtokenbudget.backbone import partial
 from medtokenbudget.backbone.backbone import Backbone
+from medtokenbudget.backbone.encoders import partial_encoder, take
 from medtokenbudget.backbone.partial import EarlyBackbone, EarlyRoute
 from medtokenbudget.errors import RequestError
 from medtokenbudget.tokens import TokenBatch
@@ -62,8 +63,17 @@ def dense(model: VisionTransformer, images: Tensor, mask_from: int = DEPTH, kept
     return model.norm(x)
 
 
+def routed(model: VisionTransformer, images: Tensor, indices: Tensor, block: int = 0, layer: int = LAYER) -> tuple[Tensor, Tensor]:
+    """Normed tokens of the kept patches and prefix tokens, routed at a block; 0 is before the blocks."""
+    encoder = partial_encoder(model, "model")
+    x, places = partial.routed_pass(encoder, images, lambda _: (indices, None), block, layer + 1)
+    assert places.indices is indices
+    x = encoder.norm(x)
+    return x[:, encoder.prefix :], x[:, : encoder.prefix]
+
+
 def patches_of(model: VisionTransformer, x: Tensor, indices: Tensor) -> Tensor:
-    return partial.take(x[:, model.num_prefix_tokens :], indices)
+    return take(x[:, model.num_prefix_tokens :], indices)
 
 
 def close(found: Tensor, expected: Tensor) -> None:
@@ -78,11 +88,11 @@ def test_a_scout_pass_is_the_dense_pass_with_dropped_keys_masked_from_the_first_
     model: VisionTransformer, images: Tensor
 ) -> None:
     indices = some(5)
-    routed = partial.before_blocks(model, images, indices, LAYER)
+    patches, prefix = routed(model, images, indices)
     expected = dense(model, images, 0, indices)
-    close(routed.patches, patches_of(model, expected, indices))
-    close(routed.prefix, expected[:, : model.num_prefix_tokens])
-    assert (routed.patches - patches_of(model, model.forward_features(images), indices)).abs().max() > 1e-2
+    close(patches, patches_of(model, expected, indices))
+    close(prefix, expected[:, : model.num_prefix_tokens])
+    assert (patches - patches_of(model, model.forward_features(images), indices)).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize("block", [1, 3])
@@ -90,18 +100,19 @@ def test_a_background_token_for_one_dropped_patch_is_dense_attention_with_it(
     model: VisionTransformer, images: Tensor, block: int
 ) -> None:
     indices = some(N - 1)
-    routed = partial.inside_blocks(model, images, lambda *_: indices, block, LAYER)
+    patches, prefix = routed(model, images, indices, block)
     expected = model.forward_features(images)
-    close(routed.patches, patches_of(model, expected, indices))
-    close(routed.prefix, expected[:, : model.num_prefix_tokens])
+    close(patches, patches_of(model, expected, indices))
+    close(prefix, expected[:, : model.num_prefix_tokens])
     without = dense(model, images, block, indices)
-    assert (patches_of(model, without, indices) - routed.patches).abs().max() > 1e-3
+    assert (patches_of(model, without, indices) - patches).abs().max() > 1e-3
 
 
 def test_the_background_token_is_the_mean_of_the_dropped_patches_of_each_image() -> None:
     x = torch.randn(3, 2 + N, 4, generator=torch.Generator().manual_seed(5))
     indices = some(6)
-    tokens, bias = partial.prune(x, indices, 2)
+    tokens, places = partial.prune(x, indices, None, 2)
+    bias = places.bias(tokens, 2)
     assert bias is not None
     assert tokens.shape == (3, 2 + 6 + 1, 4)
     for image in range(3):
@@ -118,35 +129,28 @@ def test_a_background_token_for_equal_patches_counts_as_often_as_there_are(model
     x = torch.randn(1, prefix + N, 24)
     indices = torch.arange(N - 6).unsqueeze(0)
     x[:, prefix + N - 6 :] = x[:, -1:]
-    kept, bias = partial.prune(x, indices, prefix)
+    kept, places = partial.prune(x, indices, None, prefix)
     whole = model.blocks[0](x)
-    routed = partial.run_blocks(model, kept, 0, 1, bias)
-    close(routed[:, : prefix + N - 6], whole[:, : prefix + N - 6])
-    close(routed[:, -1], whole[:, -1])
+    pruned = partial_encoder(model, "model").run(kept, 0, 1, None, places, places.bias(kept, prefix))
+    close(pruned[:, : prefix + N - 6], whole[:, : prefix + N - 6])
+    close(pruned[:, -1], whole[:, -1])
 
 
-@pytest.mark.parametrize("way", ["scout", "inside"])
-def test_the_order_of_the_kept_patches_changes_nothing(model: VisionTransformer, images: Tensor, way: str) -> None:
+@pytest.mark.parametrize("block", [0, 2])
+def test_the_order_of_the_kept_patches_changes_nothing(model: VisionTransformer, images: Tensor, block: int) -> None:
     indices, shuffle = some(6), torch.tensor([3, 0, 5, 1, 4, 2])
-
-    def patches(kept: Tensor) -> partial.RoutedTokens:
-        if way == "scout":
-            return partial.before_blocks(model, images, kept, LAYER)
-        return partial.inside_blocks(model, images, lambda *_: kept, 2, LAYER)
-
-    one, other = patches(indices), patches(indices[:, shuffle])
-    close(other.patches, one.patches[:, shuffle])
-    close(other.prefix, one.prefix)
+    one, other = (routed(model, images, kept, block) for kept in (indices, indices[:, shuffle]))
+    close(other[0], one[0][:, shuffle])
+    close(other[1], one[1])
 
 
 def test_an_earlier_layer_gives_the_tokens_of_that_block(model: VisionTransformer, images: Tensor) -> None:
     indices = some(N)
-    routed = partial.before_blocks(model, images, indices, 2)
     [(patches, *_)] = [
         found if isinstance(found, tuple) else (found,)
         for found in model.forward_intermediates(images, indices=[2], norm=True, output_fmt="NLC", intermediates_only=True)
     ]
-    close(routed.patches, partial.take(patches, indices))
+    close(routed(model, images, indices, layer=2)[0], take(patches, indices))
 
 
 SHAPE = {"img_size": SIZE, "patch_size": 8, "embed_dim": 24, "depth": DEPTH, "num_heads": 2}
@@ -172,18 +176,19 @@ ROUTABLE = {
     "deit_tiny_patch16_224": "DeiT",
     "deit_tiny_distilled_patch16_224": "class token and distillation token",
     "deit3_small_patch16_224": "DeiT-3, no position of the class token",
+    "eva02_tiny_patch14_224": "EVA-02, rotary and absolute positions",
+    "vit_small_patch16_dinov3": "DINOv3",
+    "vit_small_patch16_rope_224": "rotary positions",
+    "vit_small_patch16_rope_mixed_224": "rotary positions of each block and head",
+    "vit_pe_core_tiny_patch16_384": "Perception Encoder, attention pooling",
+    "vit_pe_spatial_tiny_patch16_512": "Perception Encoder without pooling",
+    "beit_base_patch16_224": "BEiT, biases of pairs in each block",
+    "beitv2_base_patch16_224": "BEiT v2",
 }
 """One model of every kind of timm's vision transformers that may run on a part of its patches."""
 REFUSED = {
-    "beit_base_patch16_224": "not a plain timm VisionTransformer",
-    "beitv2_base_patch16_224": "not a plain timm VisionTransformer",
-    "vit_relpos_small_patch16_224": "not a plain timm VisionTransformer",
-    "vit_srelpos_small_patch16_224": "relative or rotary",
-    "eva02_tiny_patch14_224": "relative or rotary",
-    "vit_small_patch16_dinov3": "relative or rotary",
-    "vit_small_patch16_rope_224": "relative or rotary",
-    "vit_small_patch16_rope_mixed_224": "relative or rotary",
-    "vit_pe_core_small_patch16_384": "relative or rotary",
+    "vit_relpos_small_patch16_224": "relates patches in a way of its own",
+    "vit_srelpos_small_patch16_224": "relates patches in a way of its own",
     "vit_base_patch16_xp_224": "a form of its own",
     "vit_pwee_patch16_reg1_gap_256": "a form of its own",
     "vit_dwee_patch16_reg1_gap_256": "a form of its own",
@@ -198,19 +203,20 @@ def tiny(name: str) -> VisionTransformer:
     made = timm.create_model(name, pretrained=False, num_classes=0, **SHAPE)
     for parameter in made.parameters():
         nn.init.normal_(parameter, std=0.25)
-    return made.eval().requires_grad_(False).double()
+    made.eval().requires_grad_(False).double()
+    if getattr(made, "rope_mixed", False):  # timm multiplies them with frequencies that it casts to fp32
+        made.rope.t_x, made.rope.t_y = made.rope.t_x.float(), made.rope.t_y.float()
+    return made
 
 
 @pytest.mark.parametrize("name", ROUTABLE)
 def test_keeping_all_patches_is_the_dense_pass_for_every_family(name: str, images: Tensor) -> None:
     model, pixels, indices = tiny(name), images.double(), some(N)
-    partial.check_routable(model, name)
     expected = model.forward_features(pixels)
-    ways = {"before the blocks": partial.before_blocks(model, pixels, indices, LAYER)}
-    ways |= {f"from block {k} on": partial.inside_blocks(model, pixels, lambda _: indices, k, LAYER) for k in (1, LAYER)}
-    for routed in ways.values():
-        close(routed.patches, patches_of(model, expected, indices))
-        close(routed.prefix, expected[:, : model.num_prefix_tokens])
+    for block in (0, 1, LAYER):
+        patches, prefix = routed(model, pixels, indices, block)
+        close(patches, patches_of(model, expected, indices))
+        close(prefix, expected[:, : model.num_prefix_tokens])
 
 
 @pytest.mark.parametrize("name", ROUTABLE)
@@ -233,13 +239,13 @@ def test_attention_inside_is_that_of_the_dense_pass_for_every_family(name: str, 
 def test_a_family_that_cannot_run_on_a_part_of_its_patches_is_refused_with_the_reason(name: str) -> None:
     model = timm.create_model(name, pretrained=False, num_classes=0, **SHAPE)
     with pytest.raises(RequestError, match=rf"cannot run on a part of its patches: .*{REFUSED[name]}.*leave out `route`"):
-        partial.check_routable(model, name)
+        partial_encoder(model, name)
 
 
 def test_an_embedding_that_mixes_patches_is_refused() -> None:
     name = "vit_small_r26_s32_224"
     with pytest.raises(RequestError, match=r"its patch embedding is not one linear map per patch.*leave out `route`"):
-        partial.check_routable(timm.create_model(name, pretrained=False, num_classes=0), name)
+        partial_encoder(timm.create_model(name, pretrained=False, num_classes=0), name)
 
 
 @pytest.mark.slow
@@ -247,13 +253,15 @@ def test_the_pass_compiles_to_one_graph_without_waiting_for_a_value(images: Tens
     torch.manual_seed(1)
     model = VisionTransformer(img_size=SIZE, patch_size=8, embed_dim=24, depth=3, num_heads=2, num_classes=0).eval()
 
-    def routed(pixels: Tensor) -> Tensor:
-        def best(x: Tensor) -> Tensor:
-            return x[:, 1:].square().sum(-1).topk(5, dim=1).indices
+    encoder = partial_encoder(model, "model")
 
-        return partial.inside_blocks(model, pixels, best, 1, 2).patches
+    def pruned(pixels: Tensor) -> Tensor:
+        def best(x: Tensor) -> partial.Chosen:
+            return x[:, 1:].square().sum(-1).topk(5, dim=1).indices, None
+
+        return partial.routed_pass(encoder, pixels, best, 1, 3)[0]
 
     with torch.no_grad():
-        compiled = torch.compile(routed, fullgraph=True, backend="aot_eager")
-        close(compiled(images), routed(images))
-        assert torch._dynamo.explain(routed)(images).graph_break_count == 0
+        compiled = torch.compile(pruned, fullgraph=True, backend="aot_eager")
+        close(compiled(images), pruned(images))
+        assert torch._dynamo.explain(pruned)(images).graph_break_count == 0

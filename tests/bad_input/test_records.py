@@ -15,8 +15,8 @@ from medtokenbudget.cli import main
 from medtokenbudget.data import Manifest
 from medtokenbudget.data.readers import csv_manifest
 from medtokenbudget.errors import MedTokenBudgetError
+from medtokenbudget.files import load_tensors, save_tensors
 from medtokenbudget.runs.run import Run
-from medtokenbudget.tensor_files import load_tensors, save_tensors
 from tests.bad_input.damage import NESTED, cut, damage, edit_json, flip, write
 from tests.reporting.fake_run import fake_run
 

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
 from medtokenbudget.cli import main
-from medtokenbudget.data import Manifest, csv_manifest, folder_manifest, isic_manifest, kvasir_manifest, paper_split, readers
+from medtokenbudget.data import (
+    Manifest,
+    apply_split,
+    csv_manifest,
+    folder_manifest,
+    isic_manifest,
+    kvasir_manifest,
+    paper_split,
+    readers,
+)
 from medtokenbudget.data.readers import GROUND_TRUTH, IMAGES, ISIC_CLASSES, KVASIR_CLASSES, MASK_FOLDERS, METADATA
 from medtokenbudget.errors import RequestError
 from medtokenbudget.model import expand
@@ -475,3 +486,96 @@ def test_a_csv_that_is_wrong_is_rejected(table: Path, case: str) -> None:
     table.write_text(text)
     with pytest.raises(RequestError, match=message):
         csv_manifest(table, **options)
+
+
+def described(tmp_path: Path, text: str) -> Manifest:
+    """Three pictures, joined with the text of a CSV."""
+    for name in ("a", "b", "c"):
+        save(lesion_picture(1), tmp_path / "photos" / "MEL" / f"{name}.png")
+    (tmp_path / "about.csv").write_text(text)
+    return readers.join_columns(folder_manifest(tmp_path / "photos"), tmp_path / "about.csv")
+
+
+def test_columns_are_joined_by_id_and_stay_in_the_file_but_not_in_the_hash(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    joined = described(tmp_path, "image_id,hair,site\nMEL/c,1,\nMEL/a,0,back\nMEL/x,1,arm\n")
+    assert joined.further == ["hair", "site"]
+    assert joined.rows["hair"].tolist() == ["0", None, "1"]
+    assert joined.rows["site"].tolist() == ["back", None, None]
+    assert "1 of 3 images have no row in" in capsys.readouterr().err
+    plain = folder_manifest(tmp_path / "photos")
+    assert joined.hash == plain.hash
+    path = joined.write(tmp_path / "m.parquet")
+    again = Manifest.read(path)
+    assert again.rows["hair"].tolist() == ["0", None, "1"]
+    assert again.part("train").take([2]).rows["hair"].tolist() == ["1"]
+    # A value that was changed behind its back is noticed, and the edited file is read with its columns.
+    table = pq.read_table(path)
+    changed = table.set_column(table.column_names.index("hair"), "hair", pa.array(["1", None, "1"]))
+    pq.write_table(changed, path)
+    with pytest.raises(RequestError, match="was edited or damaged"):
+        Manifest.read(path)
+    assert csv_manifest(path).rows["hair"].tolist() == ["1", None, "1"]
+
+
+def test_columns_of_a_table_that_names_files_are_joined_by_their_stem(tmp_path: Path) -> None:
+    save(lesion_picture(1), tmp_path / "photos" / "a.png")
+    (tmp_path / "about.csv").write_text("image,hair\na.jpg,1\n")
+    assert readers.join_columns(folder_manifest(tmp_path / "photos"), tmp_path / "about.csv").rows["hair"].tolist() == ["1"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("name,hair\nMEL/a,1\n", "has no column 'image_id', only name, hair"),
+        ("image_id,label\nMEL/a,1\n", "the manifest has already or that cannot be names: label"),
+        ("image_id,a|b\nMEL/a,1\n", "cannot be names"),
+        ("image_id,hair\nMEL/a,1\nMEL/a,0\n", "more than one row for MEL/a"),
+        ("image_id,hair\na,1\n", "no image_id of the manifest: it has a; the manifest has MEL/a"),
+    ],
+)
+def test_columns_that_cannot_be_joined_are_refused(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(RequestError, match=re.escape(message)):
+        described(tmp_path, text)
+
+
+def test_artifacts_that_people_saw_become_columns_of_isic_and_survive_another_split(real: Path, tmp_path: Path) -> None:
+    out, again = tmp_path / "isic.parquet", tmp_path / "again.parquet"
+    artifacts = real.parent / "artefacts.csv"
+    assert main(["data", "isic", str(real), "--split", "paper", "--columns", str(artifacts), "--out", str(out)]) == 0
+    table = pd.read_csv(artifacts, dtype=str).set_index("image_id")
+    rows = Manifest.read(out).rows
+    originals = [name.replace("_downsampled", "") for name in rows["image_id"]]
+    seen = [table.loc[name, "ruler"] if name in table.index else None for name in originals]
+    assert sum(value is not None for value in seen) == 537  # 136 of them by their own name
+    assert rows["ruler"].tolist() == seen
+    assert main(["data", "split", str(out), "--split", "kfold", "--out", str(again)]) == 0
+    pd.testing.assert_series_equal(Manifest.read(again).rows["ruler"], rows["ruler"])
+
+
+@pytest.mark.slow
+def test_the_complete_files_have_three_centers_as_the_prefix_of_the_lesion_says(whole: Path, tmp_path: Path) -> None:
+    manifest = isic_manifest(whole, "none")
+    assert Counter(manifest.rows["center"]) == {"BCN20000": 12_413, "HAM10000": 10_015, "MSK": 2_903}
+    table = pd.read_csv(whole / METADATA, dtype=str, keep_default_na=False).set_index("image").loc[manifest.ids, "lesion_id"]
+    prefix = table.str.split("_").str[0].replace({"HAM": "HAM10000", "BCN": "BCN20000", "MSK4": "MSK"}).to_numpy()
+    assert Counter(prefix == manifest.rows["center"]) == {True: 23_247, False: 2_084}  # the 23,247 images of Fed-ISIC2019
+    assert set(prefix[prefix != manifest.rows["center"]]) == {""}
+    left_out = apply_split(manifest, "center", fold=1)
+    assert Counter(left_out.rows["split"]) == {"val": 10_015, "train": 15_316}
+    assert set(left_out.part("val").rows["center"]) == {"HAM10000"}
+    assert not left_out.crossing.any()  # no lesion was photographed in two of them
+
+
+@pytest.mark.slow
+def test_the_papers_split_of_the_complete_files_lets_2294_lesions_cross(whole: Path) -> None:
+    manifest = isic_manifest(whole, "none")
+    sides: dict[str, set[str]] = {}
+    for group, split in zip(manifest.rows["group"], manifest.rows["split"]):
+        sides.setdefault(group, set()).add(split)
+    both = {group for group, parts in sides.items() if len(parts) == 2}
+    assert len(both) == 2_294
+    crossing = manifest.rows[manifest.crossing]
+    assert set(crossing["group"]) == both
+    assert len(crossing) == 3_079

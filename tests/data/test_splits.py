@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -192,3 +193,28 @@ def test_part_numbers_do_not_depend_on_the_order_of_rows() -> None:
     straight = stratified_group_parts(labels, list(groups), [0.7, 0.3], seed=4)
     shuffled = stratified_group_parts(labels[order], list(groups[order]), [0.7, 0.3], seed=4)
     np.testing.assert_array_equal(straight[order], shuffled)
+
+
+def test_one_center_after_the_other_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    centers = ["b", "a", "c", "b", "a"]
+    before = manifest([0, 1, 0, 1, 0])
+    before = replace(before, rows=before.rows.assign(center=centers))
+    for fold, name in enumerate("abc"):
+        after = apply_split(before, "center", fold=fold)
+        assert [part == "val" for part in after.rows["split"]] == [center == name for center in centers]
+        assert str(after.split_rule) == f"center {fold}/3"
+        assert f"Validation: all images of {name}." in capsys.readouterr().err
+    with pytest.raises(RequestError, match=r"`fold` must be below the number of centers, which is 3 \(a, b, c\), got 3"):
+        apply_split(before, "center", fold=3)
+    with pytest.raises(RequestError, match="Not every image has a value in the column `center`"):
+        apply_split(replace(before, rows=before.rows.assign(center=["a", None, "b", "b", "a"])), "center")
+    with pytest.raises(RequestError, match="Not every image has a value in the column `center`"):
+        apply_split(manifest([0, 1]), "center")
+
+
+def test_validation_images_of_a_lesion_that_is_trained_on_are_counted() -> None:
+    before = manifest([0] * 7, ["x", "x", "x", "y", "y", None, "z"])
+    before = before.with_columns(split=["train", "val", "val", "val", "select", "val", "val"])
+    assert before.crossing.tolist() == [False, True, True, True, False, False, False]
+    assert "3 of these images show one of 2 lesions or patients that are in training too" in balance_text(before)
+    assert "in training too" not in balance_text(before.with_columns(group=[None] * 7))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import numpy as np
+import pandas as pd
 import pytest
 from PIL import Image
 
-from medtokenbudget.data import strata
+from medtokenbudget.data import Manifest, strata
 from medtokenbudget.data.drawing import Canvas, field_of_view, hair
-from medtokenbudget.data.strata import Appearance, measure
+from medtokenbudget.data.strata import Appearance, column_strata, measure, stratum_order
 from medtokenbudget.data.synthetic import draw
+from medtokenbudget.errors import RequestError, UnknownNameError
 
 SIZE = 128
 
@@ -101,3 +103,34 @@ def test_the_frames_of_drawings_are_recognized() -> None:
         corners = measure(Image.fromarray(drawing.image), Image.fromarray(drawing.mask)).dark_corners >= 2
         right.append(corners == (drawing.traits["field"] != "full"))
     assert np.mean(right) >= 0.9
+
+
+def manifest_with(**columns: list[str | None]) -> Manifest:
+    """A manifest with one row per value."""
+    rows = [dict(zip(columns, values)) for values in zip(*columns.values())]
+    return Manifest.from_records([{"image_id": f"i{number}", "image": "i.png", **row} for number, row in enumerate(rows)], [])
+
+
+def test_the_values_of_a_column_are_its_strata_and_many_numbers_are_cut_into_quarters() -> None:
+    ages: list[str | None] = [str(age) for age in np.random.default_rng(0).permutation(100)]
+    ages[7] = None
+    manifest = manifest_with(site=["back", None, "10", "9"] * 25, age=ages)
+    strata = column_strata(manifest, ["age", "site"])
+    assert list(strata) == ["age (column)", "site (column)"]
+    assert strata["site (column)"][:4] == ["back", None, "10", "9"]
+    assert stratum_order("site (column)", ["back", "10", "9"]) == ["9", "10", "back"]
+    assert strata["age (column)"][7] is None
+    known = pd.Series([float(age) for age in ages if age is not None])
+    quarters = pd.Series([text for text in strata["age (column)"] if text is not None])
+    expected = pd.qcut(known, 4, labels=False)
+    assert quarters.str.extract(r"quarter (\d)")[0].astype(int).tolist() == (expected + 1).tolist()
+    for number, values in known.groupby(expected):
+        assert set(quarters[expected == number]) == {f"quarter {number + 1}, {values.min():g} to {values.max():g}"}
+
+
+def test_a_column_that_gives_no_strata_is_refused() -> None:
+    manifest = manifest_with(name=[f"person {i}" for i in range(20)])
+    with pytest.raises(UnknownNameError, match=r"Unknown column 'nam' of the manifest.*Did you mean 'name'"):
+        column_strata(manifest, ["nam"])
+    with pytest.raises(RequestError, match="20 different values"):
+        column_strata(manifest, ["name"])

@@ -19,11 +19,11 @@ from safetensors.numpy import load_file
 import medtokenbudget as mtb
 from medtokenbudget.cli import main
 from medtokenbudget.data.synthetic import draw
-from medtokenbudget.devices import cpu_threads
 from medtokenbudget.errors import RequestError, UnknownNameError, WorkError
 from medtokenbudget.files import read_json, read_lines
 from medtokenbudget.model import MedTokenBudget, batch
 from medtokenbudget.model.batch import RouteConfig, route_files
+from medtokenbudget.runtime import cpu_threads
 
 CONFIG = RouteConfig(shard_size=3, batch_size=2, workers=1)
 

@@ -15,7 +15,7 @@ from PIL import Image
 import medtokenbudget as mtb
 from medtokenbudget.backbone import FeatureStore, extract
 from medtokenbudget.backbone.backbone import Backbone
-from medtokenbudget.backbone.partial import upsample_scores
+from medtokenbudget.backbone.partial import resize_scores
 from medtokenbudget.cli import main
 from medtokenbudget.config import BackboneConfig, ExtractConfig
 from medtokenbudget.data import Drawings, Manifest, decode_image, synthetic_manifest
@@ -122,7 +122,7 @@ def test_the_scout_sees_a_larger_image_reduced(world: World) -> None:
     assert tokens.grid == (20, 20)
     assert tokens.patches.shape[1] == 120
     # Scores of a coarse scout lie between the centers of its patches.
-    scores = upsample_scores(torch.tensor([[0.0, 4.0, 0.0, 4.0]]), (2, 2), (4, 4)).reshape(4, 4)
+    scores = resize_scores(torch.tensor([[0.0, 4.0, 0.0, 4.0]]), (2, 2), (4, 4)).reshape(4, 4)
     torch.testing.assert_close(scores, torch.tensor([0.0, 1.0, 3.0, 4.0]).expand(4, 4))
 
 

@@ -128,3 +128,25 @@ def test_the_command_prints_json_and_nothing_else(
 def test_several_runs_need_an_output_directory(first: Path, second: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(first), str(second)]) == 2
     assert "choose" in capsys.readouterr().err
+
+
+def test_the_leaderboard_ranks_the_main_methods_and_the_controls_on_shared_images(
+    first: Path, second: Path, tmp_path: Path
+) -> None:
+    report(first, second, out=tmp_path / "both")
+    table = pd.read_csv(tmp_path / "both" / "tables" / "leaderboard.csv")
+    board = table[(table["metric"] == "retention_of_ceiling") & (table["view"] == "as-is")].set_index("method")
+    assert set(zip(board.index, board["run"])) == {
+        *((name, "first0/isic") for name in ("lats:lesion-first", "center", "random", "oracle")),
+        ("lats", "second0/isic"),
+    }
+    for name, folder in (("center", first), ("lats", second)):
+        results = pd.read_csv(folder / "results.csv").set_index(["method", "budget"])
+        assert board.loc[name, "value"] == pytest.approx(results.loc[(name, 0.3), "retention_of_ceiling"], abs=1e-5)
+    assert board["value"].is_monotonic_decreasing
+    assert (board["first"] <= board["last"]).all()
+    assert board.loc["oracle", ["first", "last", "tie"]].tolist()[0] == 1
+    assert board.loc["random", "first"] == len(board)  # clearly below every other one
+    assert board["tie"].tolist() == sorted(board["tie"])
+    text = (tmp_path / "both" / "report.html").read_text(encoding="utf-8")
+    assert "ranked at budget 0.3" in text

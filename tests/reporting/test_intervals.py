@@ -7,8 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 import pytest
+from sklearn.metrics import f1_score
 
+from medtokenbudget.data import Manifest
 from medtokenbudget.reporting.intervals import MOST_DRAWN, ReportRun
+from medtokenbudget.reporting.tables import new_lesions
 
 
 def test_a_figure_of_many_methods_shows_the_telling_ones(read_run: ReportRun) -> None:
@@ -49,3 +52,21 @@ def test_a_difference_is_computed_from_the_predictions_whatever_results_csv_says
 
 def test_a_method_that_was_not_run_has_no_difference(read_run: ReportRun) -> None:
     assert read_run.difference("lats", "nowhere", "retention") is None
+
+
+def test_classification_is_also_shown_without_the_lesions_that_were_trained_on(read_run: ReportRun) -> None:
+    ids = sorted(set(read_run.main_predictions["image_id"]))
+    trained = {f"t{number}": f"lesion {number}" for number in range(10)}
+    shown_too = dict(zip(ids[::3], trained.values()))  # every third validation image, for as many lesions as there are
+    rows = [{"image_id": name, "image": "i.png", "split": "train", "group": group} for name, group in trained.items()]
+    rows += [{"image_id": name, "image": "i.png", "split": "val", "group": shown_too.get(name)} for name in ids]
+    table = new_lesions(replace(read_run, manifest=Manifest.from_records(rows, [])))
+    assert table is not None
+    values = table.data.set_index(["method", "metric", "images"])
+    images = read_run.main_predictions
+    images = images[(images["method"] == "lats") & np.isclose(images["budget"], 0.3)]
+    for part, chosen in (("all", images), ("new", images[~images["image_id"].isin(shown_too)])):
+        scores = [f1_score(of["label"], of["predicted"], average="macro") for _, of in chosen.groupby("seed")]
+        assert values.loc[("lats", "macro_f1", part), "value"] == pytest.approx(np.mean(scores))
+        assert values.loc[("lats", "accuracy", part), "n"] == chosen["image_id"].nunique()
+    assert new_lesions(replace(read_run, manifest=None)) is None

@@ -139,4 +139,6 @@ def test_the_selector_toggles_signals_and_back():
     assert not torch.equal(selector.toggle(("norm",)).score(tokens), before)
     assert torch.equal(selector.toggle(None).score(tokens), before)
     assert torch.equal(selector.ablate("no-signals").score(tokens), selector.toggle(()).score(tokens))
+    for signal in ("attention", "norm", "contrast"):
+        assert torch.equal(selector.ablate(f"{signal}-only").score(tokens), selector.toggle((signal,)).score(tokens))
     assert torch.equal(selector.ablate(None).score(tokens), before)

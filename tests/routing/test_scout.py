@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
+import numpy as np
 import torch
 
 from medtokenbudget.backbone.backbone import Backbone
 from medtokenbudget.config import BackboneConfig
-from medtokenbudget.routing.selectors.scout import Scout
+from medtokenbudget.routing.selectors.scout import COMPACT, NEAR, Scout, compact, inside_and_outside
 
 
 def test_tokens_of_pixels_are_the_pixels_and_the_network_sees_the_image():
@@ -22,9 +25,58 @@ def test_tokens_of_pixels_are_the_pixels_and_the_network_sees_the_image():
     assert torch.equal(seen[0], images)
 
 
+def test_features_are_mean_and_spread_over_skin_and_lesion():
+    generator = torch.Generator().manual_seed(3)
+    values, lesion = torch.rand(2, 3, 8, 8, generator=generator), (torch.rand(2, 4, 4, generator=generator) < 0.4).float()
+    found = inside_and_outside(values, lesion).view(2, 2, 2, 3)
+    for image, channel in itertools.product(range(2), range(3)):
+        pixels = values[image, channel].flatten().numpy()
+        weight = lesion[image].repeat_interleave(2, 0).repeat_interleave(2, 1).flatten().numpy().clip(0.02, 0.98)
+        for part, weights in enumerate((1 - weight, weight)):
+            mean = np.average(pixels, weights=weights)
+            spread = np.sqrt(np.average((pixels - mean) ** 2, weights=weights))
+            np.testing.assert_allclose(found[image, part, :, channel], [mean, spread], rtol=1e-4)
+    assert torch.isfinite(inside_and_outside(values, torch.ones(2, 4, 4))).all()
+
+
 def test_scores_depend_on_the_image_alone_whatever_the_mode():
     tokens = Backbone.load(BackboneConfig(name="pixels", image_size=64))(torch.rand(3, 3, 64, 64))
     scout = Scout(tokens.dim).train()
     together = scout.score(tokens)
     assert scout.network.training
     torch.testing.assert_close(together[1:2], scout.eval().score(tokens.take([1])))
+
+
+def test_where_nothing_is_a_lesion_the_middle_comes_first_and_a_clear_lesion_draws_its_surroundings():
+    nothing = compact(torch.full((1, 15, 15), -8.0))[0]
+    assert nothing.argmax() == 15 * 15 // 2
+    torch.testing.assert_close(nothing, nothing.flip(0))
+    torch.testing.assert_close(nothing, nothing.T)
+    logits = torch.full((1, 16, 16), -8.0)
+    logits[0, 2:5, 2:5] = 8.0
+    order = compact(logits)[0].flatten().argsort(descending=True)
+    rows, columns = order // 16, order % 16
+    assert set(order[:9].tolist()) == {16 * row + column for row in (2, 3, 4) for column in (2, 3, 4)}
+    assert ((rows[9:25] - 3) ** 2 + (columns[9:25] - 3) ** 2).max() <= 10, "the patches around the lesion are next"
+    assert (rows[-1], columns[-1]) == (15, 15), "the far corner is last"
+
+
+def test_compact_moves_with_the_lesion_and_is_its_formula():
+    logits = torch.randn(2, 6, 6, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(compact(logits.flip(2)), compact(logits).flip(2))
+    p = torch.sigmoid(logits[0]).tolist()
+    cells = [(i, j) for i in range(6) for j in range(6)]
+
+    def mean(field: list[list[float]], at: tuple[int, int]) -> float:
+        inside = [field[i][j] for i, j in cells if abs(i - at[0]) <= 2 and abs(j - at[1]) <= 2]
+        return sum(inside) / len(inside)
+
+    once = [[mean(p, (i, j)) for j in range(6)] for i in range(6)]
+    x = [-1 + 2 * i / 5 for i in range(6)]
+    total = sum(p[i][j] for i, j in cells)
+    middle = [sum(p[cell[0]][cell[1]] * x[cell[axis]] for cell in cells) / total for axis in (0, 1)]
+    expected = [
+        float(logits[0, i, j]) + NEAR * mean(once, (i, j)) - COMPACT * ((x[i] - middle[0]) ** 2 + (x[j] - middle[1]) ** 2)
+        for i, j in cells
+    ]
+    torch.testing.assert_close(compact(logits)[0].flatten(), torch.tensor(expected))

@@ -15,6 +15,7 @@ from medtokenbudget.cli import main
 from medtokenbudget.data import Manifest
 from medtokenbudget.errors import MismatchError, RequestError
 from medtokenbudget.metrics import lesion_retention
+from medtokenbudget.reporting.page import build
 from medtokenbudget.runs.evaluate import CONTROLS, in_classes_of, read_mapping
 from tests.drawn import Drawn, drawn_store, quick
 from tests.small_model import small_model
@@ -50,7 +51,7 @@ def test_an_evaluation_on_its_own_validation_images_repeats_the_numbers_of_the_t
     columns = ["view", "method", "budget"]
     both = before.results.merge(now.results, on=columns, suffixes=("", "_now"))
     both = both[both["method"] != "random"]
-    assert set(both["method"]) == {before.main, "center"}
+    assert set(both["method"]) == {before.main, "center", "border-contrast"}
     assert set(both["view"]) == {"as-is", "off-center"}
     for metric in ("retention", "retention_of_ceiling", "accuracy", "macro_f1", "ece"):
         np.testing.assert_allclose(both[metric], both[f"{metric}_now"], atol=2e-3)
@@ -89,6 +90,33 @@ def test_the_page_says_what_was_lost_and_where(external: Path) -> None:
     reachable = np.minimum(inside["lesion"].astype(int), inside["k"]).sum()
     assert row["value"] == pytest.approx(inside["kept_lesion"].sum() / reachable, abs=1e-5)
     assert row["n"] == len(inside)
+
+
+@pytest.mark.slow
+def test_columns_of_the_manifest_give_strata_in_an_evaluation_and_in_the_report_of_a_training(
+    drawn: Drawn, trained: Path, tmp_path: Path
+) -> None:
+    part = drawn.manifest.part("val")
+    half = ["left" if row % 2 else "right" for row in range(len(part))]
+    path = replace(part, rows=part.rows.assign(hair=half), name="halves").write(tmp_path / "halves.parquet")
+    out = tmp_path / "halves"
+    command = ["evaluate", str(trained), str(path), "--store", str(drawn.store_path), "--out", str(out), "--budgets", "0.3"]
+    assert main([*command, "--by", "hiar"]) == 2
+    assert not out.exists()
+    assert main([*command, "--by", "hair"]) == 0
+    strata = pd.read_csv(out / "tables" / "attribute-strata.csv")
+    assert {"hair", "hair (column)"} <= set(strata["property"])  # the measured one too
+    run = mtb.Run(out)
+    images = run.predictions.query("method == 'center' and view == 'as-is'").set_index("image_id")
+    for side in ("left", "right"):
+        row = strata.query("property == 'hair (column)' and stratum == @side and method == 'center'").iloc[0]
+        chosen = images.loc[[name for name, of in zip(part.ids, half) if of == side and name in images.index]]
+        chosen = chosen[chosen["lesion"] > 0]
+        best = np.minimum(chosen["lesion"].astype(int), chosen["k"]).sum()
+        assert row["value"] == pytest.approx(chosen["kept_lesion"].sum() / best, abs=1e-5)
+    # A training has no attributes of its own; the manifest it was made from has.
+    with pytest.raises(RequestError, match="Unknown column 'hair'"):
+        build([trained], tmp_path / "report", by=["hair"])
 
 
 @pytest.mark.slow

@@ -295,3 +295,27 @@ def test_a_fit_finds_the_separation_that_made_the_curve(separation: float, exact
     assert fit_separation(BUDGETS, curve, prevalences, exact) == pytest.approx(separation, abs=1e-3)
     single = predicted_retention(BUDGETS, separation, 0.3, exact)
     assert fit_separation(BUDGETS, single, 0.3, exact) == pytest.approx(separation, abs=1e-3)
+
+
+def test_ranks_are_intervals_and_equal_methods_are_tied() -> None:
+    """Two methods that keep the same, one that keeps less of every lesion, and one that differs from the best in one image."""
+    rng = np.random.default_rng(0)
+    lesion = rng.integers(20, 60, 80)
+    base = simulate.cell(rng, n=80).assign(
+        lesion=lesion, k=76, view="as-is", dataset="d", study="s", budget=0.3, seed=0, group=None
+    )
+    base["image_id"] = [f"i{number}" for number in range(80)]
+    nearly = np.where(np.arange(80) == 0, lesion - 3, lesion - 2)
+    frames = [("a", lesion - 2), ("b", lesion - 2), ("c", lesion - 12), ("d", nearly)]
+    rows = pd.concat([base.assign(method=name, kept_lesion=kept) for name, kept in frames], ignore_index=True)
+    table = statistics.ranking(rows, "retention_of_ceiling", draws=2_000).set_index("method")
+    assert list(table.index) == ["a", "b", "d", "c"]
+    assert table.loc["a", "value"] == pytest.approx((lesion - 2).sum() / lesion.sum())
+    assert table.loc[["a", "b", "d"], ["first", "last", "tie"]].to_numpy().tolist() == [[1, 3, 1]] * 3
+    assert table.loc["c", ["first", "last", "tie"]].tolist() == [4, 4, 2]
+    # A merger keeps no patches: it has a row without numbers. Only images that the others share count.
+    merger = base.assign(method="m", kept_lesion=pd.NA)
+    fewer = pd.concat([rows[(rows["method"] != "b") | (rows["image_id"] != "i5")], merger], ignore_index=True)
+    table = statistics.ranking(fewer, "retention_of_ceiling", draws=500).set_index("method")
+    assert (table["n"].dropna() == 79).all()
+    assert np.isnan(table.loc["m", "value"])

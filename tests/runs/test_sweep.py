@@ -348,11 +348,10 @@ def test_a_model_computes_the_signals_that_its_selectors_read(zoo: Run, drawn: D
 
 @pytest.fixture
 def blocks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The code of the how-to pages; what it registers is forgotten afterwards."""
+    """The code of the page on selectors and heads of your own; what it registers is forgotten afterwards."""
     monkeypatch.setattr(selectors.SELECTORS, "_classes", dict(selectors.SELECTORS._classes))
     monkeypatch.setattr(heads.HEADS, "_classes", dict(heads.HEADS._classes))
-    pages = [REPOSITORY / "docs" / "how-to" / name for name in ("learned-selector.md", "head.md")]
-    text = "".join(page.read_text(encoding="utf-8") for page in pages)
+    text = (REPOSITORY / "docs" / "extend.md").read_text(encoding="utf-8")
     return re.findall(r"(?<!-->\n)```python\n(.*?)```", text, flags=re.DOTALL)
 
 

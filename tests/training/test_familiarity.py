@@ -12,7 +12,7 @@ import torch
 import medtokenbudget as mtb
 from medtokenbudget.errors import RequestError
 from medtokenbudget.tokens import TokenBatch
-from medtokenbudget.training.familiarity import Familiarity, Gaussian, add_moments, fit_familiarity, moments_of
+from medtokenbudget.training.familiarity import Familiarity, Features, Gaussian, add_moments, fit_familiarity, moments_of
 from tests import unlike
 from tests.drawn import Drawn
 from tests.small_model import small_model
@@ -88,6 +88,20 @@ def test_a_model_without_it_says_nothing_and_a_damaged_one_is_rejected(tmp_path:
 def test_drawn_pictures_of_other_things_are_flagged(draw: unlike.Draw) -> None:
     flagged = [routing.unfamiliar for routing in mtb.route([draw(seed) for seed in range(20)])]
     assert np.mean(flagged) >= 0.9
+
+
+def test_features_in_memory_are_fitted_by_image_and_the_limit_is_a_quantile_of_held_out_ones() -> None:
+    values = torch.randn(200, 1, 4, generator=torch.Generator().manual_seed(0)) * torch.tensor([1.0, 2.0, 3.0, 0.5])
+    ids = [f"image {number // 2}" for number in range(200)]
+    found = fit_familiarity(Features(ids, values), np.arange(200), rank=4, level=0.9)
+    assert found is not None
+    plain = values[:, 0].double().numpy()
+    offset = plain - plain.mean(0)
+    distance = np.sqrt(np.einsum("nd,de,ne->n", offset, np.linalg.inv(np.cov(plain.T)), offset))
+    unfamiliarity = found(TokenBatch(values, (1, 1))).numpy()
+    np.testing.assert_allclose(unfamiliarity / unfamiliarity[0], distance / distance[0], rtol=1e-4)
+    assert 0.05 <= (unfamiliarity > 1).mean() <= 0.15
+    assert fit_familiarity(Features(ids[:30], values[:30]), np.arange(30)) is None, "15 images are too few"
 
 
 @pytest.mark.slow

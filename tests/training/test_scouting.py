@@ -24,7 +24,7 @@ SMALL = preset(
 
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return synthetic_manifest(tmp_path_factory.mktemp("photos"), Drawings(24, seed=4, size=96))
+    return synthetic_manifest(tmp_path_factory.mktemp("photos"), Drawings(30, seed=4, size=96))
 
 
 def test_a_view_moves_image_and_mask_together_and_shows_all_of_some() -> None:
@@ -40,6 +40,18 @@ def test_a_view_moves_image_and_mask_together_and_shows_all_of_some() -> None:
     whole = 30 * 60 / 96**2
     assert (target.mean((1, 2)) - whole).abs().lt(0.005).float().mean() > 0.2, "whole images, turned and flipped"
     assert target.mean((1, 2)).std() > 0.05, "and crops"
+
+
+def test_half_of_the_paler_lesions_are_red() -> None:
+    images = torch.full((256, 3, 48, 48), 220, dtype=torch.uint8)
+    images[:, :, 16:32, 16:32] = 0
+    masks = (images[:, :1] == 0).to(torch.uint8) * 255
+    config = with_settings(SMALL, {"scout.pale": 1.0, "scout.image_size": 32, "scout.crop": 1.0})
+    view, target = random_view(images, masks, config, torch.Generator().manual_seed(0))
+    lesion = torch.nn.functional.interpolate(target.unsqueeze(1), (32, 32)) > 0.99
+    red, green = ((view[:, c : c + 1] * lesion).sum((1, 2, 3)) / lesion.sum((1, 2, 3)) for c in (0, 1))
+    assert 0.25 < (red > 1.2 * green).float().mean() < 0.6
+    assert (green > 1.2 * red).float().mean() < 0.1
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -96,7 +108,8 @@ def test_the_command_makes_a_model_that_routes_exports_and_scouts(photos: Path, 
     model = mtb.load(run, device="cpu")
     routing = model.route(Manifest.read(photos).image_path(0), budget=0.3)[0]
     assert routing.kept is not None
-    assert (len(routing.kept), routing.tokens.shape) == (76, (76, 48))
+    assert (len(routing.kept), routing.tokens.shape) == (76, (76, 192))
+    assert routing.unfamiliarity is not None
     assert main(["export", str(run), "--out", str(tmp_path / "onnx"), "--budget", "0.3"]) == 0
     store = mtb.extract(photos, tmp_path / "few", "embedded", early=mtb.EarlyRouting(model, "scout", budget=0.3), device="cpu")
     assert (store.per_image, store.grid) == (76, (16, 16))

@@ -19,8 +19,7 @@ import torch
 
 from medtokenbudget.config import CurriculumConfig, LossWeights, TrainConfig
 from medtokenbudget.errors import BudgetError, MismatchError, RequestError, UnknownNameError, WorkError
-from medtokenbudget.files import read_lines, write_lines
-from medtokenbudget.tensor_files import load_tensors
+from medtokenbudget.files import load_tensors, read_lines, write_lines
 from medtokenbudget.training import trainer
 from medtokenbudget.training.trainer import (
     batches_of_pooled,

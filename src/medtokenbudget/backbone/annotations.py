@@ -21,8 +21,7 @@ import torch
 from medtokenbudget.backbone.views import IDENTITY, is_off_center, view_order
 from medtokenbudget.data import Manifest, covered_shares, mask_of, patch_labels
 from medtokenbudget.errors import MedTokenBudgetError, RequestError
-from medtokenbudget.files import read_sealed, sha256_file, sha256_json, write_sealed
-from medtokenbudget.tensor_files import load_tensors, save_tensors
+from medtokenbudget.files import load_tensors, read_sealed, save_tensors, sha256_file, sha256_json, write_sealed
 
 if TYPE_CHECKING:
     from medtokenbudget.backbone.store import FailedRow, Row

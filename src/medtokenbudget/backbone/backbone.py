@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-import inspect
 import os
 import sys
 from collections.abc import Sequence
@@ -21,22 +20,20 @@ import numpy as np
 import timm
 import torch
 from PIL import Image
-from timm.data import resolve_model_data_config
 from timm.models.vision_transformer import Attention, checkpoint_filter_fn
 from torch import Tensor
 
 from medtokenbudget import hub
 from medtokenbudget.backbone import attention
+from medtokenbudget.backbone.encoders import Model, encoder_of, no_grid
 from medtokenbudget.backbone.preprocess import Preprocessing
 from medtokenbudget.config import BackboneConfig
 from medtokenbudget.data.manifest import listed
-from medtokenbudget.devices import resolve_device
 from medtokenbudget.errors import MedTokenBudgetError, RequestError, ShapeError, UnknownNameError, WorkError, first_line
 from medtokenbudget.files import read_sealed, sha256_file, write_sealed, write_text
+from medtokenbudget.runtime import resolve_device
 from medtokenbudget.tokens import PSEUDO_TEMPERATURE, TokenBatch
 
-Model = Any
-"""A timm vision transformer; its attributes have no static types."""
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "weights.safetensors"
 PACKAGED: dict[str, Path] = {"embedded": Path(__file__).parent / "embedded"}
@@ -72,19 +69,28 @@ class Backbone:
         self.device = resolve_device(device)
         self.model = model.eval().requires_grad_(False).to(self.device)
         self.config = config
-        self.grid = _grid(model, config)
-        self.dim = int(model.num_features)
-        self.prefix = int(getattr(model, "num_prefix_tokens", 0))
-        self.has_cls = bool(getattr(model, "has_class_token", getattr(model, "cls_token", None) is not None))
-        self.depth = len(model.blocks)
+        self.encoder = encoder = encoder_of(model, config.name)
+        size, patch = config.image_size, encoder.patch
+        if size % patch[0] or size % patch[1]:
+            fits = size // patch[0] * patch[0]
+            raise RequestError(
+                f"An image of {size} pixels is not a whole number of {patch[0]} x {patch[1]} patches of '{config.name}'. "
+                f"Use `image_size={fits}` or `image_size={fits + patch[0]}`."
+            )
+        self.grid = encoder.grid(size, size)
+        self.dim, self.prefix, self.has_cls, self.depth = encoder.dim, encoder.prefix, encoder.has_cls, len(encoder.blocks)
         if not -self.depth <= config.layer < self.depth:
             blocks = f"the backbone has the blocks 0 to {self.depth - 1}. Use -1 for the last."
             raise RequestError(f"`layer` {config.layer} does not exist: {blocks}")
         self.layer = config.layer % self.depth
-        data = resolve_model_data_config(model)
-        self.preprocessing = Preprocessing(config.image_size, tuple(data["mean"]), tuple(data["std"]), data["interpolation"])
-        self._tap = attention.AttentionTap(model.blocks[self.layer], config.name) if config.attention == "true" else None
-        self._rollout = attention.AttentionRollout(model.blocks[: self.layer], config.name) if self._tap is not None else None
+        if (wanted := encoder.normalization()) is None:
+            raise RequestError(
+                f"'{config.name}' does not say which mean and standard deviation it expects. Set its `pretrained_cfg`, or "
+                "put the `preprocessor_config.json` of its publisher next to the weights."
+            )
+        self.preprocessing = Preprocessing(size, *wanted)
+        self._tap = attention.AttentionTap(encoder.blocks[self.layer], config.name) if config.attention == "true" else None
+        self._rollout = attention.AttentionRollout(encoder.blocks[: self.layer], config.name) if self._tap is not None else None
         self.fingerprint: dict[str, Any] = {
             "name": config.name if find_recipe(config.name) is None else Path(config.name).resolve().name,
             "weights": weights_sha256,
@@ -97,8 +103,8 @@ class Backbone:
         if config.attention == "pseudo":
             # Stores and models of another scale have another entropy of the same tokens: they must not be mixed.
             self.fingerprint["pseudo_temperature"] = PSEUDO_TEMPERATURE
-        if self._tap is not None and not isinstance(getattr(model.blocks[self.layer], "attn", None), Attention):
-            self(torch.zeros(1, 3, config.image_size, config.image_size))  # fails now, not in the middle of the work
+        if self._tap is not None and not isinstance(getattr(encoder.blocks[self.layer], "attn", None), Attention):
+            self(torch.zeros(1, 3, size, size, dtype=next(model.parameters()).dtype))  # fails now, not in the middle of the work
 
     @classmethod
     def load(cls, config: BackboneConfig, device: torch.device | str = "cpu") -> Backbone:
@@ -210,16 +216,7 @@ class Backbone:
 
     def _forward(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return patch tokens [B, N, D] and the class token [B, D], if there is one."""
-        output = self.model.forward_intermediates(
-            images,
-            indices=[self.layer],
-            return_prefix_tokens=self.prefix > 0,
-            norm=True,
-            stop_early=True,
-            output_fmt="NLC",
-            intermediates_only=True,
-        )[0]
-        patches, prefix = output if isinstance(output, tuple) else (output, None)
+        patches, prefix = self.encoder.tokens(images, self.layer)
         cls = prefix[:, 0] if self.has_cls and prefix is not None else None
         return patches, cls
 
@@ -304,19 +301,15 @@ def build(name: str, image_size: int, recipe: Recipe | None = None) -> Model:
     architecture, arguments = (recipe.architecture, recipe.arguments) if recipe else (name, {})
     try:
         model: Model = timm.create_model(architecture, pretrained=False, num_classes=0, **{**arguments, "img_size": image_size})
-    except (TypeError, RuntimeError, AssertionError, ValueError) as error:
+    except TypeError:  # convolutions have no `img_size`
+        raise no_grid(name) from None
+    except (RuntimeError, AssertionError, ValueError) as error:
         raise RequestError(
             f"timm cannot build '{name}' as a vision transformer for images of {image_size} pixels: {error}"
         ) from None
     if recipe:
         model.pretrained_cfg = {**model.pretrained_cfg, **recipe.preprocessing}
-    intermediates = getattr(model, "forward_intermediates", None)
-    one_grid = hasattr(model, "blocks") and hasattr(getattr(model, "patch_embed", None), "grid_size")
-    if not one_grid or intermediates is None or "return_prefix_tokens" not in inspect.signature(intermediates).parameters:
-        raise RequestError(
-            f"'{name}' does not have one fixed grid of patch tokens in every block. Choose a plain vision transformer of timm, "
-            "such as the `vit_...` models."
-        )
+    encoder_of(model, name)
     return model
 
 
@@ -407,18 +400,6 @@ def _from_hub(name: str, model: Model) -> Path:
             f"Cannot download the weights of '{name}': {first_line(error)} Download {source}/model.safetensors "
             'elsewhere and pass it as `weights`, or use `backbone="embedded"`, which needs no network.'
         ) from None
-
-
-def _grid(model: Model, config: BackboneConfig) -> tuple[int, int]:
-    patch_embed: Any = model.patch_embed
-    h, w = patch_embed.grid_size
-    patch = patch_embed.feat_ratio(as_scalar=False)  # for hybrids: patch of the feature map times its reduction
-    if h * patch[0] != config.image_size or w * patch[1] != config.image_size:
-        raise RequestError(
-            f"An image of {config.image_size} pixels is not a whole number of {patch[0]} x {patch[1]} patches of '{config.name}'. "
-            f"Use `image_size={h * patch[0]}` or `image_size={(h + 1) * patch[0]}`."
-        )
-    return int(h), int(w)
 
 
 def _sha256_state(model: Model) -> str:

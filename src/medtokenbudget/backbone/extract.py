@@ -30,12 +30,10 @@ from medtokenbudget.backbone.preprocess import luminance
 from medtokenbudget.backbone.store import FailedRow, FeatureStore, Key, MappedField, Record, Row, Shards
 from medtokenbudget.config import BackboneConfig, ExtractConfig
 from medtokenbudget.data import Manifest, decode_image, mask_of
-from medtokenbudget.devices import cpu_threads, resolve_device, worker_devices
 from medtokenbudget.errors import RequestError, WorkError
-from medtokenbudget.files import check_same, claim, remove, remove_leftovers, sha256_file, write_lines
+from medtokenbudget.files import check_same, claim, exclusive, remove, remove_leftovers, sha256_file, write_lines
 from medtokenbudget.jobs import Advance, Execution, ordered_map, require_shared, run_units
-from medtokenbudget.locks import exclusive
-from medtokenbudget.progress import progress, say
+from medtokenbudget.runtime import cpu_threads, progress, resolve_device, say, worker_devices
 
 ROUTER = "router"
 """Folder in a store that was routed early: the saved router, which models that are trained on the store carry along."""

@@ -32,7 +32,7 @@ from medtokenbudget.data.manifest import Manifest, listed
 from medtokenbudget.errors import MissingSignalError, RequestError, WorkError
 from medtokenbudget.files import atomic_write, read_json, read_sealed, sha256_json, unsealed, write_sealed
 from medtokenbudget.jobs import ordered_map
-from medtokenbudget.progress import progress
+from medtokenbudget.runtime import progress
 from medtokenbudget.tokens import SIGNALS, TokenBatch
 
 FORMAT = 5

@@ -25,6 +25,7 @@ COMMANDS: dict[str, str] = {
     "evaluate": "use.Evaluate",
     "reproduce": "learn.Reproduce",
     "demo": "show.Demo",
+    "data download": "data.Download",
     "data isic": "data.Isic",
     "data kvasir": "data.Kvasir",
     "data folder": "data.Folder",
@@ -45,7 +46,7 @@ COMMANDS: dict[str, str] = {
 }
 """Chapter and class of each command, in the order in which people need them."""
 GROUPS = {
-    "data": "Make a manifest of a data set (ISIC 2019, Kvasir v2, folders, CSV, drawn images), split it, check it.",
+    "data": "Download public data; make a manifest (ISIC 2019, Kvasir v2, folders, CSV, drawn images), split it, check it.",
     "store": "Show what is inside a store of tokens.",
 }
 """Commands that have commands of their own."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from abc import abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +15,12 @@ from tyro.conf import Positional
 from medtokenbudget.cli.options import Command
 from medtokenbudget.config import Count, DrawnSide, Folds, Fraction, Natural, Parallel, Seed
 from medtokenbudget.errors import RequestError
+from medtokenbudget.runtime import say
 
 if TYPE_CHECKING:
     from medtokenbudget.data.manifest import Manifest
 
-Rule = Literal["paper", "grouped", "kfold"]
+Rule = Literal["paper", "grouped", "kfold", "center"]
 WORKERS = min(4, os.cpu_count() or 1)
 
 
@@ -33,19 +35,21 @@ class WriteManifest(Command):
     workers: Parallel = WORKERS
     """Number of images to read or draw at once."""
     split: Rule | None = "grouped"
-    """How to split. grouped: 80/20, with no lesion, patient or duplicate in two parts. kfold: the same, in folds. paper: the
-    paper's 80/20 of single images."""
+    """How to split. grouped: 80/20, with no lesion, patient or duplicate in two parts. kfold: the same, in folds. center: validate
+    on one center, the fold-th by name. paper: the paper's 80/20 of single images."""
     folds: Folds = 5
     """Number of folds for `split="kfold"`."""
     fold: Natural = 0
-    """Fold to validate on, counted from 0."""
+    """Fold or center to validate on, counted from 0."""
     select: Fraction = 0.0
     """Share of the training part to set aside for model selection, in whole groups."""
 
     def split_options(self, seed: str) -> dict[str, Any]:
         """Return how to split, or reject options that the chosen split does not read; `seed` is the option that seeds it."""
-        self.require_effect(self.split == "kfold", '`split="kfold"`', "folds", "fold")
-        self.require_effect(self.split != "paper" or self.select > 0, "`select` or another split than the paper's", seed)
+        self.require_effect(self.split == "kfold", '`split="kfold"`', "folds")
+        self.require_effect(self.split in ("kfold", "center"), '`split="kfold"` or `split="center"`', "fold")
+        drawn = self.split not in ("paper", "center") or self.select > 0
+        self.require_effect(drawn, "`select` or a split that is drawn", seed)
         return {name: getattr(self, name) for name in ("folds", "fold", "select", "workers", seed)}
 
 
@@ -58,6 +62,8 @@ class FromSource(WriteManifest):
 
     keep_split: Path | None = None
     """Older manifest whose images keep the part they have there."""
+    columns: Path | None = None
+    """CSV or Parquet file with further columns, joined by its column image_id, to show results by."""
     seed: Seed = 42
     """Random seed of the split. The paper's split always uses 42."""
 
@@ -66,7 +72,10 @@ class FromSource(WriteManifest):
         """Return the manifest of the source."""
 
     def run(self) -> None:
-        manifest = self._split(self.read())
+        from medtokenbudget.data.readers import join_columns
+
+        manifest = self.read()
+        manifest = self._split(manifest if self.columns is None else join_columns(manifest, self.columns))
         _summarize(manifest, manifest.write(self.out, self.overwrite))
 
     def _split(self, manifest: Manifest) -> Manifest:
@@ -140,8 +149,9 @@ class OwnImages(FromSource):
     """Base of the commands for your own images, which may come with a split."""
 
     split: Rule | None = None
-    """How to split. grouped: 80/20, with no lesion, patient or duplicate in two parts. kfold: the same, in folds. paper: the
-    paper's 80/20 of single images. Default: the split of the data itself, or grouped."""
+    """How to split. grouped: 80/20, with no lesion, patient or duplicate in two parts. kfold: the same, in folds. center: validate
+    on one center, the fold-th by name. paper: the paper's 80/20 of single images. Default: the split of the data itself, or
+    grouped."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,6 +248,35 @@ class Synthetic(WriteManifest):
         rule = self.split or "grouped"
         out = synthetic_manifest(self.out, drawings, split=rule, overwrite=self.overwrite, name=self.name, **options)
         _summarize(Manifest.read(out), out)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Download(Command):
+    """Download a public data set in its official layout; a broken download resumes.
+
+    Sizes and checksums are compared with published ones. What is there already stays, also an archive from a browser, which is
+    verified and unpacked.
+    """
+
+    example = "mtb data download isic2019 --out ISIC --accept-license"
+
+    dataset: Positional[str]
+    """isic2019, isic2018-masks, ham10000-masks, kvasir-v2, kvasir-seg or busi."""
+    out: Path
+    """Folder to write to. Give ISIC 2019 and its masks the same one."""
+    accept_license: bool = False
+    """Accept the license that the command shows. Default: ask on a terminal, refuse elsewhere."""
+
+    def run(self) -> None:
+        from medtokenbudget.data.download import dataset, download
+
+        asked = dataset(self.dataset)
+        accepted = self.accept_license
+        if accepted or sys.stdin.isatty():
+            say(asked.text)
+            accepted = accepted or input("Accept these terms? [y/N] ").strip().lower() in ("y", "yes")
+        paths = download(self.dataset, self.out, accepted)
+        print(f"{', '.join(map(str, paths))} complete. Next: {asked.then.format(out=self.out)}")
 
 
 @dataclass(frozen=True, kw_only=True)

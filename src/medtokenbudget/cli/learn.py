@@ -28,7 +28,7 @@ from medtokenbudget.config import (
     settings_of,
 )
 from medtokenbudget.errors import RequestError, WorkError
-from medtokenbudget.progress import say
+from medtokenbudget.runtime import say
 
 if TYPE_CHECKING:
     from medtokenbudget.backbone import FeatureStore

@@ -12,7 +12,7 @@ from tyro.conf import Positional
 from medtokenbudget.cli.options import Command
 from medtokenbudget.config import Count, Seed
 from medtokenbudget.errors import WorkError
-from medtokenbudget.progress import say
+from medtokenbudget.runtime import say
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,11 +33,13 @@ class WriteReport(Command):
     """Print the headline and comparison numbers as JSON on standard output."""
     pictures: bool = True
     """'false' leaves images of the data set out of the page."""
+    by: tuple[str, ...] = ()
+    """Further columns of the manifest (`mtb data ... --columns FILE`) to show one run by."""
 
     def run(self) -> None:
         from medtokenbudget.reporting.page import build
 
-        built = build(list(self.runs), self.out, pictures=self.pictures)
+        built = build(list(self.runs), self.out, self.pictures, self.by)
         if self.json:
             print(json.dumps({"page": str(built.page), **built.numbers}, indent=2, ensure_ascii=False))
             return

@@ -12,7 +12,7 @@ from tyro.conf import Positional
 from medtokenbudget.cli.options import Command, Engine
 from medtokenbudget.config import HEADLINE_BUDGETS, Budget, Count, Natural, Parallel, ServeConfig, Share
 from medtokenbudget.errors import RequestError
-from medtokenbudget.progress import say
+from medtokenbudget.runtime import say
 
 if TYPE_CHECKING:
     from medtokenbudget.model import Guarantee, MedTokenBudget
@@ -180,11 +180,13 @@ class Evaluate(Command):
     example = "mtb evaluate runs/first other.parquet --out runs/external"
 
     model: Positional[str]
-    """Run directory, model folder, hub id (owner/name), or 'dermoscopy'."""
-    manifest: Positional[Path]
+    """Run directory, model folder, hub id (owner/name), or 'dermoscopy'. With `kept`: the manifest."""
+    manifest: Positional[Path | None] = None
     """The images (.parquet), made with `mtb data`."""
     out: Path
     """Run directory to write."""
+    kept: Path | None = None
+    """Instead of a model: a table (.parquet) of the patches that any method kept, such as routes.parquet."""
     store: Path | None = None
     """Tokens of the images. Default: extract them."""
     budgets: tuple[Budget, ...] = HEADLINE_BUDGETS
@@ -194,15 +196,36 @@ class Evaluate(Command):
     classes: Path | None = None
     """JSON file from classes of the data to classes of the model where their names differ; it can also leave classes out."""
     part: Literal["auto", "val", "select", "train", "all"] = "auto"
-    """Images to evaluate. auto: the validation images of the manifest that the model was trained with, all of others."""
+    """Images to evaluate. auto: the validation images of the manifest that the model was trained with, all of others; with `kept`,
+    the validation images if there are any."""
+    by: tuple[str, ...] = ()
+    """Further columns of the manifest (`mtb data ... --columns FILE`) to show results by."""
     pictures: bool = True
     """'false' leaves images of the data set out of the report."""
 
     def run(self) -> None:
-        from medtokenbudget.api import evaluate
+        from medtokenbudget.api import evaluate, evaluate_kept
         from medtokenbudget.runs.run import headline
 
-        run = evaluate(self.model, self.manifest, self.out, self.store, self.budgets, self.selector, self.classes, self.part)
+        self.require_effect(self.kept is None, "a model, which `kept` replaces", "budgets", "selector", "classes")
+        if (self.manifest is None) == (self.kept is None):
+            raise RequestError("Pass a model and a manifest, or a manifest alone and `kept`.")
+        if self.kept is not None:
+            run = evaluate_kept(self.kept, self.model, self.out, self.store, self.part, self.by)
+        else:
+            run = evaluate(
+                *(
+                    self.model,
+                    str(self.manifest),
+                    self.out,
+                    self.store,
+                    self.budgets,
+                    self.selector,
+                    self.classes,
+                    self.part,
+                    self.by,
+                )
+            )
         run.record_command("evaluate", self.words)
         print(headline(run.results))
         say(f"Wrote {run.report(pictures=self.pictures)}.")

@@ -20,7 +20,7 @@ from medtokenbudget.data.duplicates import Fingerprint, duplicate_pairs, fingerp
 from medtokenbudget.data.images import DecodeError, decode_image, decode_mask
 from medtokenbudget.data.manifest import SPLITS, Manifest
 from medtokenbudget.data.masks import patch_labels, prevalence_table, same_aspect
-from medtokenbudget.progress import progress
+from medtokenbudget.runtime import progress
 
 GRID = (16, 16)
 PARTS = ("all", *SPLITS)

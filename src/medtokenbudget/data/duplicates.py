@@ -18,7 +18,7 @@ from scipy.fft import dctn
 from medtokenbudget.data.images import DecodeError, decode_image
 from medtokenbudget.data.manifest import Manifest
 from medtokenbudget.files import sha256_file
-from medtokenbudget.progress import progress
+from medtokenbudget.runtime import progress
 
 Pair = tuple[int, int]
 SIDE = 32

@@ -38,22 +38,22 @@ class SplitRule:
     """How the rows of a manifest were split.
 
     'given' means that the data came with a split, 'none' that they have none. `fold`, counted from 0, and `folds` are those of
-    'kfold', `select` is the share of the training part that was set aside for model selection, and `kept` says that images kept
-    the part that they have in an older manifest.
+    'kfold' and of 'center', which leaves one center out. `select` is the share of the training part that was set aside for model
+    selection, and `kept` says that images kept the part that they have in an older manifest.
 
     Example:
         >>> str(SplitRule("kfold", fold=2, folds=4, select=0.1))
         'kfold 2/4, select 0.1'
     """
 
-    kind: Literal["paper", "grouped", "kfold", "given", "none"]
+    kind: Literal["paper", "grouped", "kfold", "center", "given", "none"]
     fold: int = 0
     folds: int = 0
     select: float = 0.0
     kept: bool = False
 
     def __str__(self) -> str:
-        notes = [f"kfold {self.fold}/{self.folds}" if self.kind == "kfold" else self.kind]
+        notes = [f"{self.kind} {self.fold}/{self.folds}" if self.folds else self.kind]
         notes += [f"select {self.select:g}"] if self.select else []
         notes += ["kept from an older manifest"] if self.kept else []
         return ", ".join(notes)
@@ -65,7 +65,8 @@ class Manifest:
 
     Attributes:
         rows: Table with the columns `image_id, image, label, mask, group, split`. A label is a class name. Label, mask and group
-            are None if unknown. Images of one group (a lesion, a patient) belong in the same part of a split.
+            are None if unknown. Images of one group (a lesion, a patient) belong in the same part of a split. Further columns,
+            as text, describe the images; results can be shown by them.
         classes: Class names, in the order of the class indices.
         root: Folder that relative paths start from; None for the working directory.
         source: Where the rows come from, such as 'isic 2019, masks by-id from isic2018'.
@@ -88,9 +89,9 @@ class Manifest:
     def __post_init__(self) -> None:
         if missing := [name for name in COLUMNS if name not in self.rows.columns]:
             raise ManifestError(f"A manifest needs the columns {', '.join(COLUMNS)}. Missing: {', '.join(missing)}.")
-        rows = self.rows.loc[:, list(COLUMNS)].reset_index(drop=True).astype(object)
+        rows = self.rows.loc[:, [*COLUMNS, *self.further]].reset_index(drop=True).astype(object)
         rows = rows.where(rows.notna(), None)
-        for name in COLUMNS:
+        for name in rows.columns:
             rows[name] = pd.Series([None if value is None else str(value) for value in rows[name]], dtype=object)
         object.__setattr__(self, "rows", rows)
         object.__setattr__(self, "classes", tuple(str(name) for name in self.classes))
@@ -103,11 +104,12 @@ class Manifest:
     def from_records(cls, records: Iterable[dict[str, Any]], classes: Sequence[str], **fields: Any) -> Manifest:
         """Make a manifest from one dictionary per image.
 
-        Each has `image_id` and `image`, and optionally `label`, `mask`, `group` and `split` ('train' by default). `fields` are
-        further fields of the manifest, such as `name` and `root`.
+        Each has `image_id` and `image`, and optionally `label`, `mask`, `group`, `split` ('train' by default) and further columns.
+        `fields` are further fields of the manifest, such as `name` and `root`.
         """
         rows = [{"split": "train", **record} for record in records]
-        return cls(pd.DataFrame(rows, columns=list(COLUMNS), dtype=object), tuple(classes), **fields)
+        columns = list(dict.fromkeys([*COLUMNS, *(name for row in rows for name in row)]))
+        return cls(pd.DataFrame(rows, columns=columns, dtype=object), tuple(classes), **fields)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -116,6 +118,11 @@ class Manifest:
     def ids(self) -> list[str]:
         """The `image_id` of every row."""
         return self.rows["image_id"].tolist()
+
+    @property
+    def further(self) -> list[str]:
+        """Names of the columns beyond those of every manifest."""
+        return [str(name) for name in self.rows.columns if name not in COLUMNS]
 
     @property
     def groups(self) -> list[str]:
@@ -127,6 +134,13 @@ class Manifest:
         """The class index of every row, `[n]` int64, -1 for an image without a label."""
         place = {name: index for index, name in enumerate(self.classes)}
         return np.array([-1 if label is None else place[label] for label in self.rows["label"]], dtype=np.int64)
+
+    @property
+    def crossing(self) -> np.ndarray:
+        """Which validation images show a group (a lesion, a patient) that other parts show too, `[n]` bool."""
+        validation = (self.rows["split"] == "val").to_numpy(dtype=bool)
+        groups = self.rows["group"]
+        return np.asarray(validation & groups.notna() & groups.isin(set(groups[~validation].dropna())), dtype=bool)
 
     def image_path(self, index: int) -> Path:
         """Return the path of the image in a row."""
@@ -161,7 +175,7 @@ class Manifest:
 
     @property
     def hash(self) -> str:
-        """Hash of classes and rows; it does not change if all files move together to another folder."""
+        """Hash of classes and rows without further columns; it does not change if all files move together to another folder."""
         return sha256_json([list(self.classes), self._content(COLUMNS)])
 
     @property
@@ -202,7 +216,7 @@ class Manifest:
             absolute = Path(os.path.abspath(self._path(value)))
             return absolute.relative_to(folder).as_posix() if absolute.is_relative_to(folder) else str(absolute)
 
-        columns = {name: self.rows[name].tolist() for name in COLUMNS}
+        columns = {name: self.rows[name].tolist() for name in (*COLUMNS, *self.further)}
         columns |= {name: [stored(value) for value in columns[name]] for name in ("image", "mask")}
         metadata: dict[str, Any] = {
             "version": _VERSION,
@@ -210,6 +224,7 @@ class Manifest:
             "name": self.name,
             "source": self.source,
             "split_rule": asdict(self.split_rule),
+            "further": self.further,
             "hash": self.hash,
         }
         metadata["file_hash"] = _file_hash(columns, metadata)
@@ -218,7 +233,7 @@ class Manifest:
                 f"{target} already exists and is different. Pass `overwrite` to replace it (with `keep_split` its images keep "
                 "their part), or choose another `out`."
             )
-        schema = pa.schema([(name, pa.string()) for name in COLUMNS], metadata={METADATA_KEY: json.dumps(metadata).encode()})
+        schema = pa.schema([(name, pa.string()) for name in columns], metadata={METADATA_KEY: json.dumps(metadata).encode()})
         with atomic_write(target) as temporary:
             pq.write_table(pa.table(columns, schema=schema), temporary)
         return target
@@ -256,7 +271,7 @@ def _read_table(source: Path) -> tuple[dict[str, list[str | None]], dict[str, An
         table = pq.read_table(source)
         metadata = dict(json.loads((table.schema.metadata or {})[METADATA_KEY]))
         # Inside the `try`, because text that is not UTF-8 is noticed only when it becomes Python's.
-        columns = {name: table.column(name).to_pylist() for name in table.column_names if name in COLUMNS}
+        columns = {name: table.column(name).to_pylist() for name in table.column_names}
     except KeyError:
         if "image" in table.column_names:
             raise ManifestError(f"{source} was written by another program and is not a manifest yet. {_VALID_AGAIN}") from None
@@ -304,7 +319,7 @@ def _faults(rows: pd.DataFrame, classes: tuple[str, ...]) -> list[str]:
         (
             "file names that are not valid UTF-8 (rename these files)",
             # Python holds bytes of a file name that are not text as lone surrogates, which no Parquet file can store.
-            [repr(value) for name in COLUMNS for value in rows[name].dropna() if value != value.encode(errors="ignore").decode()],
+            [repr(value) for name in rows for value in rows[name].dropna() if value != value.encode(errors="ignore").decode()],
         ),
         ("class names used more than once", sorted({name for name in classes if classes.count(name) > 1})),
     ]

@@ -10,6 +10,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -24,13 +25,16 @@ from medtokenbudget.data.manifest import COLUMNS, METADATA_KEY, SPLITS, Manifest
 from medtokenbudget.data.splits import paper_split
 from medtokenbudget.errors import RequestError, UnknownNameError, first_line
 from medtokenbudget.files import write_encoded
-from medtokenbudget.progress import say
+from medtokenbudget.runtime import say
 
 ISIC_CLASSES = ("MEL", "NV", "BCC", "AK", "BKL", "DF", "VASC", "SCC")
 IMAGES = "ISIC_2019_Training_Input"
 GROUND_TRUTH = "ISIC_2019_Training_GroundTruth.csv"
 METADATA = "ISIC_2019_Training_Metadata.csv"
 MASK_FOLDERS = {"isic2018": "ISIC2018_Task1_Training_GroundTruth", "ham10000": "HAM10000_segmentations_lesion_tschandl"}
+CENTERS = {"MSK": range(16_073), "HAM10000": range(24_306, 34_321), "BCN20000": range(53_454, 73_255)}
+"""Source of the images of ISIC 2019, by the number in their names. The prefix of the lesion_id says the same (MSK4_, HAM_, BCN_) of
+all images but 2,084, which have none: they came to the archive before HAM10000 and BCN20000, whose images all have one."""
 Matching = Literal["exact", "by-id", "none"]
 DOWNSAMPLED = "_downsampled"
 """Suffix of images that ISIC 2019 has made smaller; the mask has the name of the original."""
@@ -89,7 +93,7 @@ def isic_manifest(
         ROOT/ISIC_2019_Training_GroundTruth.csv         ROOT/HAM10000_segmentations_lesion_tschandl/*_segmentation.png
         ROOT/ISIC_2019_Training_Metadata.csv
 
-    A group is a lesion; an image without a lesion_id is a group by itself.
+    A group is a lesion; an image without a lesion_id is a group by itself. The further column `center` is the source of the image.
 
     Args:
         root: Folder with the official files.
@@ -132,6 +136,7 @@ def isic_manifest(
             "mask": mask_files.get(image),
             "group": lesions.get(image, image),
             "split": split,
+            "center": _center_of(image),
         }
         for image, label, split in zip(truth["image"], truth["label"], paper_split(len(truth)))
         if image in files
@@ -140,6 +145,11 @@ def isic_manifest(
         say(f"None of the {len(records):,} images has a mask in {' or '.join(MASK_FOLDERS[kind] for kind in sources)}.")
     source = f"isic 2019, masks {masks} from {'+'.join(sources) or 'nowhere'}"
     return Manifest.from_records(records, ISIC_CLASSES, source=source, split_rule=SplitRule("paper"), name=name)
+
+
+def _center_of(image: str) -> str | None:
+    number = int(re.sub(r"\D", "", image) or -1)
+    return next((name for name, numbers in CENTERS.items() if number in numbers), None)
 
 
 def _mask_sources(top: Path, how: str, asked: Sequence[str] | None) -> list[str]:
@@ -442,7 +452,8 @@ def csv_manifest(
         name = stored["name"] if isinstance(stored.get("name"), str) else source.stem
     _clear_nan(table, classes or ())
     folder = source.resolve().parent
-    if faults := _table_faults(table, folder, classes or (), allow_unlabeled):
+    further = [name for name in stored.get("further", ()) if name in table.columns]  # of a manifest that was edited
+    if faults := _table_faults(table.drop(columns=further), folder, classes or (), allow_unlabeled):
         raise RequestError(f"{source} has these problems:\n" + "\n".join(f"  {fault}" for fault in faults))
     rows = table.reindex(columns=list(COLUMNS), fill_value="")
     records = [
@@ -456,13 +467,46 @@ def csv_manifest(
         }
         for image_id, image, label, mask, group, split in rows.to_numpy().tolist()
     ]
-    return Manifest.from_records(
+    manifest = Manifest.from_records(
         records,
         list(classes or sorted({label for label in rows["label"] if label})),
         source=f"csv {source.name}",
         split_rule=SplitRule("given" if "split" in table.columns else "none"),
         name=name,
     )
+    return replace(manifest, rows=pd.concat([manifest.rows, table[further].replace("", None)], axis=1))
+
+
+def join_columns(manifest: Manifest, path: Path | str) -> Manifest:
+    """Add the columns of a CSV or Parquet file to a manifest, joined by its column `image_id` (or `image`, without an ending).
+
+    An image that ISIC 2019 made smaller is also found by the name of its original. Cells stay text; an image without a row, and an
+    empty cell, have no value.
+    """
+    source = Path(path)
+    table, _ = _read_table(source)
+    key = next((name for name in ("image_id", "image") if name in table.columns), None)
+    if key is None:
+        raise RequestError(f"{source} has no column 'image_id', only {listed(list(table.columns), 8)}.")
+    ids = table.pop(key).map(lambda value: value if key == "image_id" else Path(value).stem)
+    taken = (*COLUMNS, *manifest.further)
+    if wrong := [name for name in table.columns if not name or name in taken or not name.isprintable() or "|" in name]:
+        raise RequestError(
+            f"{source} has columns that the manifest has already or that cannot be names: {listed(wrong)}. Rename them."
+        )
+    if twice := sorted(set(ids[ids.duplicated()])):
+        raise RequestError(f"{source} has more than one row for {listed(twice)}. Keep one of them.")
+    known = set(ids)
+    keys = [name if name in known else name.removesuffix(DOWNSAMPLED) for name in manifest.ids]
+    without = [name for name in keys if name not in known]
+    if len(without) == len(manifest):
+        raise RequestError(
+            f"{source} has no image_id of the manifest: it has {listed(ids.tolist(), 3)}; the manifest has {manifest.ids[0]}."
+        )
+    if without:
+        say(f"{len(without):,} of {len(manifest):,} images have no row in {source}: they have no value there.")
+    joined = table.replace("", None).set_index(ids).reindex(keys).reset_index(drop=True)
+    return replace(manifest, rows=pd.concat([manifest.rows, joined], axis=1))
 
 
 def _read_table(path: Path, advice: str = "") -> tuple[pd.DataFrame, dict[str, Any]]:
@@ -518,7 +562,8 @@ def _table_faults(table: pd.DataFrame, folder: Path, classes: Sequence[str], all
         ("split", f"values of split other than {', '.join(SPLITS)}", lambda split: split not in SPLITS),
     ]
     unknown = sorted(set(table.columns) - set(COLUMNS))
-    faults = [f"unknown columns: {listed(unknown)}; allowed are {_TABLE_COLUMNS}"] if unknown else []
+    advice = f"allowed are {_TABLE_COLUMNS}; pass a file with others as `columns`"
+    faults = [f"unknown columns: {listed(unknown)}; {advice}"] if unknown else []
     for column, problem, is_wrong in checks:
         values: list[str] = table[column].tolist() if column in table.columns else []
         if wrong := [f"row {row}" + (f" ({value})" if value else "") for row, value in enumerate(values, 2) if is_wrong(value)]:

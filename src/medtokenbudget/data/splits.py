@@ -11,12 +11,13 @@ from dataclasses import replace
 from typing import Literal
 
 import numpy as np
+import pandas as pd
 
 from medtokenbudget.config import Folds, Fraction, Natural, Parallel, Seed, check_values
 from medtokenbudget.data.duplicates import merged_groups
 from medtokenbudget.data.manifest import Manifest, SplitRule, listed
 from medtokenbudget.errors import RequestError
-from medtokenbudget.progress import say
+from medtokenbudget.runtime import say
 
 PAPER_SEED = 42
 PAPER_SHARE = 0.8
@@ -62,7 +63,7 @@ def check_request(rule: str, folds: int, fold: int, select: float, seed: int, wo
     """Raise a RequestError for a split that is impossible for any data; called before images are read or drawn."""
     check_values(
         {
-            "split": (rule, Literal["paper", "grouped", "kfold"]),
+            "split": (rule, Literal["paper", "grouped", "kfold", "center"]),
             "folds": (folds, Folds),
             "fold": (fold, Natural),
             "select": (select, Fraction),
@@ -90,9 +91,10 @@ def apply_split(
     Args:
         manifest: The images to split.
         rule: 'grouped' splits 80/20 and 'kfold' into folds, both by a hash of the group: no group is in two parts, and no image
-            changes its part when others are added. 'paper' is the paper's 80/20 permutation of the rows, whatever their groups.
+            changes its part when others are added. 'center' validates on all images of one value of the column `center`. 'paper' is
+            the paper's 80/20 permutation of the rows, whatever their groups.
         folds: Number of folds for 'kfold'.
-        fold: The fold that becomes the validation part, counted from 0.
+        fold: The fold that becomes the validation part, counted from 0; for 'center', the place of the center by name.
         select: Share of the training part to set aside as 'select', whole groups at a time.
         seed: Seed of 'grouped', 'kfold' and `select`. The paper's split has a fixed one.
         merge_duplicates: Read every image and put duplicates into one group, so that no picture is in two parts. Only for
@@ -102,6 +104,19 @@ def apply_split(
     check_request(rule, folds, fold, select, seed)
     if rule == "paper":
         return cut_selection(manifest.with_columns(SplitRule("paper"), split=paper_split(len(manifest))), select, seed)
+    if rule == "center":
+        centers = manifest.rows["center"] if "center" in manifest.further else pd.Series([None])
+        if centers.isna().any():
+            raise RequestError(
+                "Not every image has a value in the column `center`. `mtb data isic` gives one; for other images, pass a file with "
+                "such a column as `columns`."
+            )
+        names = sorted(set(centers))
+        if len(names) < 2 or fold >= len(names):
+            raise RequestError(f"`fold` must be below the number of centers, which is {len(names)} ({listed(names)}), got {fold}.")
+        say(f"Validation: all images of {names[fold]}.")
+        parts = np.where(centers == names[fold], "val", "train").tolist()
+        return cut_selection(manifest.with_columns(SplitRule("center", fold, len(names)), split=parts), select, seed)
     groups, unreadable = merged_groups(manifest, workers) if merge_duplicates else (manifest.groups, [])
     if unreadable:
         say(
@@ -216,4 +231,8 @@ def balance_text(manifest: Manifest) -> str:
         text += f"; by class, from {shares[low]:.1%} ({low}) to {shares[high]:.1%} ({high})"
     never, always = ([name for name in shares if shares[name] == extreme] for extreme in (0, 1))
     without = [f"no {part} images of {listed(names)}" for part, names in (("validation", never), ("training", always)) if names]
+    crossing = manifest.crossing
+    if crossing.any():
+        groups = manifest.rows["group"][crossing].nunique()
+        text += f"; {crossing.sum():,} of these images show one of {groups:,} lesions or patients that are in training too"
     return f"{text}." + (f" There are {' and '.join(without)}." if without else "")

@@ -6,12 +6,17 @@ The rules are coarse by intent, so that anyone can check them; `METHODS` states 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
 from PIL import Image
 from scipy import ndimage
+
+from medtokenbudget.data.manifest import Manifest
+from medtokenbudget.errors import RequestError, UnknownNameError
 
 Picture = NDArray[np.floating]
 Mask = NDArray[np.bool_]
@@ -65,6 +70,48 @@ class Appearance:
             name: None if np.isnan(value) else STRATA[name][int(np.searchsorted(_EDGES[name], value, side="left"))]
             for name, value in values.items()
         }
+
+
+MOST_VALUES = 12
+"""Different values of a column that are strata of their own; a column with more numbers is cut into quarters."""
+
+
+def column_strata(manifest: Manifest, names: Sequence[str]) -> dict[str, list[str | None]]:
+    """Name the stratum of each image by columns of a manifest: 'NAME (column)' -> one stratum or None per row.
+
+    The values of a column are its strata; of a column with many different numbers, its quarters are.
+    """
+    strata: dict[str, list[str | None]] = {}
+    for name in names:
+        if name not in manifest.further:
+            raise UnknownNameError.of("column", name, manifest.further, "of the manifest (add it with `columns`)")
+        values = manifest.rows[name]
+        known = values.dropna()
+        if known.nunique() > MOST_VALUES:
+            numbers = pd.to_numeric(known, errors="coerce")
+            if numbers.isna().any():
+                raise RequestError(
+                    f"Column `{name}` has {known.nunique():,} different values, but at most {MOST_VALUES} can be strata unless "
+                    "all are numbers. Join a column with fewer values."
+                )
+            quarter = np.searchsorted(np.quantile(numbers, (0.25, 0.5, 0.75)), numbers, side="left")
+            spans = numbers.groupby(quarter).agg(["min", "max"])
+            names_of = {q: f"quarter {q + 1}, {low:g} to {high:g}" for q, low, high in spans.itertuples()}
+            values = pd.Series([names_of[q] for q in quarter], index=known.index).reindex(values.index)
+        strata[f"{name} (column)"] = [None if pd.isna(value) else str(value) for value in values]
+    return strata
+
+
+def stratum_order(name: str, values: Iterable[str]) -> list[str]:
+    """Order the strata of a property: as in `STRATA`, else numbers by size before words by name."""
+
+    def key(value: str) -> tuple[bool, float, str]:
+        try:
+            return False, float(value), value
+        except ValueError:
+            return True, 0.0, value
+
+    return list(STRATA.get(name) or sorted(set(values), key=key))
 
 
 def measure(image: Image.Image, mask: Image.Image | None) -> Appearance:

@@ -23,10 +23,9 @@ from medtokenbudget.data.manifest import Manifest, SplitRule, check_name
 from medtokenbudget.data.readers import ISIC_CLASSES
 from medtokenbudget.data.splits import apply_split, check_request
 from medtokenbudget.errors import UnknownNameError
-from medtokenbudget.files import claim, write_encoded
+from medtokenbudget.files import claim, exclusive, write_encoded
 from medtokenbudget.jobs import process_pool
-from medtokenbudget.locks import exclusive
-from medtokenbudget.progress import progress
+from medtokenbudget.runtime import progress
 
 NAME = "drawn dermoscopy"
 RENDERER = "05358133b0eda83a"

@@ -28,17 +28,16 @@ from medtokenbudget import files
 from medtokenbudget.config import NOTICE, Count, Natural, Parallel, Settings
 from medtokenbudget.data import decode_mask
 from medtokenbudget.data.readers import MASK_NAMES, MaskFolder
-from medtokenbudget.devices import worker_devices
 from medtokenbudget.errors import MedTokenBudgetError, RequestError, WorkError
+from medtokenbudget.files import exclusive
 from medtokenbudget.jobs import Advance, Execution, require_shared, run_units
-from medtokenbudget.locks import exclusive
 from medtokenbudget.metrics import Retention, retention_of_counts
 from medtokenbudget.model.guarantee import Guarantee
 from medtokenbudget.model.inference import ImageSource, Prediction, Routing, expand
 from medtokenbudget.model.model import DEFAULT_MODEL, MedTokenBudget, load, loaded
 from medtokenbudget.model.overlays import overlay
 from medtokenbudget.model.writers import TokenFormat, row_of, table_schema, table_writer, token_writer
-from medtokenbudget.progress import progress, say
+from medtokenbudget.runtime import progress, say, worker_devices
 
 TABLE, ERRORS, TOKENS, OVERLAYS, SUMMARY = "routes", "errors.jsonl", "tokens", "overlays", "summary.json"
 LESIONS = {"mask": "masks", "box": "", "crop": "crops"}
@@ -335,7 +334,8 @@ def write_table(
     """
     routed = Routed(shard.table, model.grid)
     metadata, masks = _metadata(model, config), kind is Routing
-    answers = model.answers(shard.sources, config.budget, config.selector, config.batch_size, config.workers, masks, kind)
+    sizes, maps = (config.batch_size, config.workers), bool(config.lesions)
+    answers = model.answers(shard.sources, config.budget, config.selector, *sizes, masks, kind, maps)
     if isinstance(errors, Path):
         files.remove(errors)
 
@@ -360,7 +360,7 @@ def write_table(
                 routed.failed += 1
                 routed.reason = routed.reason or source.reason
                 continue
-            name, row = f"{shard.first + routed.done:06d}-{Path(answer.image).stem}.png", row_of(answer)
+            name, row = f"{shard.first + routed.done + routed.failed:06d}-{Path(answer.image).stem}.png", row_of(answer)
             if shard.overlays is not None:
                 _save_overlay(shard.overlays / name, answer, partial(note, source))
             if shard.lesions is not None:

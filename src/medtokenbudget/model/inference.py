@@ -32,6 +32,7 @@ from medtokenbudget.errors import MedTokenBudgetError, NonFiniteError, RequestEr
 from medtokenbudget.jobs import ordered_map
 from medtokenbudget.model.guarantee import Guarantee
 from medtokenbudget.routing import Ranker, Selector, gather, rank
+from medtokenbudget.routing.trainable import ScoredRanker
 from medtokenbudget.tokens import Selection, TokenBatch
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ class ImageSource:
         mask: Path of its lesion mask, if it has one.
         reason: Why the image could not be read; empty if it could.
         mask_reason: Why its mask could not be used although the image was read; empty if it could.
+        size: (width, height) in pixels, once it was read.
         image_id: Its id in a manifest of the same images; `name` for one that was passed as an object.
     """
 
@@ -63,6 +65,7 @@ class ImageSource:
     mask: Path | None = None
     reason: str = ""
     mask_reason: str = ""
+    size: tuple[int, int] | None = None
     image_id: str = ""
 
     def open(self) -> Image.Image:
@@ -249,7 +252,6 @@ class Routing:
         image: Path of the image, or 'image 3' for one that was passed as an object.
         scores: float32 [N], what the patches were ranked by (for LATS after smoothing), in raster order. None for mergers.
         kept: int64 [K], the kept patches, best first. None for mergers, which combine patches instead of keeping them.
-        tokens: float32 [K, D], the tokens in the order of `kept`.
         assignment: int64 [N], the output token that each patch went to; -1 for dropped patches.
         budget: Requested share of patches, in (0, 1]; with a guarantee, the share that this image keeps.
         k: Number of tokens K.
@@ -267,7 +269,6 @@ class Routing:
     image: str
     scores: np.ndarray | None
     kept: np.ndarray | None
-    tokens: np.ndarray
     assignment: np.ndarray
     budget: float
     k: int
@@ -278,6 +279,13 @@ class Routing:
     guarantee: Guarantee | None = None
     source: ImageSource | None = None
     model: MedTokenBudget | None = None
+
+    @cached_property
+    def tokens(self) -> np.ndarray:
+        """The tokens in the order of `kept`, float32 [K, D]; of a model with `tokens_from` they are computed when first read."""
+        if self.model is None or self.source is None or self.kept is None:
+            raise RequestError(f"The routing of {self.image} does not know its model and its picture. Route the image again.")
+        return self.model.tokens(self.source).patches[0, torch.from_numpy(self.kept)].float().cpu().numpy()
 
     @property
     def unfamiliar(self) -> bool:
@@ -336,6 +344,8 @@ class Routing:
         """Lesion probability, float32 [h, w] on the finest grid that the method has; computed when it is first read."""
         if self.model is None or self.source is None:
             raise RequestError(f"The routing of {self.image} does not know its model and its picture. Route the image again.")
+        if self.scores is not None and not self.model.require_lesion_map(self.selector).finer:
+            return self.scores.reshape(self.grid)
         return self.model.lesion_map(self.source, self.selector)
 
     def mask(self, threshold: float = 0.5) -> np.ndarray:
@@ -344,7 +354,7 @@ class Routing:
 
         probability = self.lesion_map
         assert self.source is not None
-        return lesion_mask(probability, self.source.open().size, threshold)
+        return lesion_mask(probability, self.source.size or self.source.open().size, threshold)
 
     @cached_property
     def boxes(self) -> list[tuple[int, int, int, int]]:
@@ -436,12 +446,18 @@ def answers(
     batch_size: int,
     workers: int,
     masks: bool,
+    maps: bool,
 ) -> Iterator[tuple[ImageSource, Answer | None]]:
     """Yield each source with its answer, in order and in constant memory; `MedTokenBudget.answers` checks the arguments.
 
     The answer is None for an image that could not be read; `source.reason` says why.
     """
     classifier = model.classifier(method)
+    ranker: ScoredRanker | None = None
+    if maps and model.scout is None:  # the router of a backbone that is routed early answers for the lesion when it is asked
+        ranker = model.require_lesion_map(method)
+    elif isinstance(classifier.selector, ScoredRanker) and classifier.selector.finer:
+        ranker = classifier.selector
     guarantee = amount if isinstance(amount, Guarantee) else None
     decode = partial(_decode, prepare=model.backbone.prepare, grid=model.grid if masks else None)
     decoded = ordered_map(decode, sources, ahead=2 * batch_size, threads=max(1, workers))
@@ -451,13 +467,14 @@ def answers(
         if readable:
             with torch.inference_mode(), evaluating(classifier):
                 tokens = model.encode(np.stack(readable))
-                scores: Tensor | None
+                sight = None if ranker is None else ranker.see(ranker.check(tokens))
+                scores = None if sight is None else sight.scores
                 if isinstance(amount, Guarantee):
-                    selections, scores = select_above(classifier.selector, tokens, amount)
+                    selections, scores = select_above(classifier.selector, tokens, amount, scores)
                 else:
-                    selections = [select(classifier.selector, tokens, model.k(amount, method))]
+                    selections = [select(classifier.selector, tokens, model.k(amount, method), scores)]
                     scores = selections[0].scores
-                unfamiliarity = None if model.familiarity is None else model.familiarity(tokens).cpu().tolist()
+                unfamiliarity = model.unfamiliarity(tokens, sight if method == model.main else None)
                 if issubclass(kind, Prediction):
                     logits = [classifier.required_head.read(one, tokens.grid) for one in selections]
                     probabilities = torch.cat(logits).softmax(-1).cpu().numpy()
@@ -466,13 +483,14 @@ def answers(
             kept = [row for one in selections for row in one.tokens.float().cpu().numpy()]
             indices = [row for one in selections if one.indices is not None for row in one.indices.cpu().numpy()]
             columns |= {
-                "tokens": kept,
+                "tokens": kept if model.tokens_from is None else repeat(None),
                 "k": map(len, kept),
                 "budget": (len(row) / tokens.n for row in kept) if guarantee else repeat(amount),
                 "kept": indices or repeat(None),  # mergers keep no patch
                 "assignment": [row for one in selections for row in one.assignment.cpu().numpy()],
                 "scores": repeat(None) if scores is None else scores.float().cpu().numpy(),
-                "unfamiliarity": repeat(None) if unfamiliarity is None else unfamiliarity,
+                "unfamiliarity": repeat(None) if unfamiliarity is None else unfamiliarity.cpu().tolist(),
+                "lesion_map": sight.lesion.float().cpu().numpy() if maps and sight is not None else repeat(None),
             }
         rows = zip(*columns.values())
         for source, pixels, lesion in batch:
@@ -480,7 +498,11 @@ def answers(
                 yield source, None
                 continue
             values: dict[str, Any] = dict(zip(columns, next(rows)), grid=tokens.grid, selector=method, guarantee=guarantee)
-            yield source, kind(image=source.name, source=source, model=model, lesion=lesion, **values)
+            # What this pass knows is not computed when it is read.
+            known = {name: value for name in ("tokens", "lesion_map") if (value := values.pop(name)) is not None}
+            answer = kind(image=source.name, source=source, model=model, lesion=lesion, **values)
+            vars(answer).update(known)
+            yield source, answer
 
 
 def _batches(items: Iterable[Decoded], size: int) -> Iterator[list[Decoded]]:
@@ -503,7 +525,7 @@ def _decode(source: ImageSource, prepare: Callable[[Image.Image], np.ndarray], g
         if (printable := source.name.encode("utf-8", "backslashreplace").decode()) != source.name:
             raise RequestError(f"The file name {printable} is not valid UTF-8, so no table can name it. Rename the file.")
         picture = source.open()
-        pixels = prepare(picture)
+        pixels, source = prepare(picture), replace(source, size=picture.size)
     except RequestError as error:
         return replace(source, reason=str(error)), None, None
     if grid is None or source.mask is None:
@@ -526,8 +548,10 @@ def evaluating(module: nn.Module) -> Iterator[None]:
             part.training = training
 
 
-def select(selector: Selector, tokens: TokenBatch, k: int) -> Selection:
-    """Select k tokens of each image, whatever the other images of the batch are."""
+def select(selector: Selector, tokens: TokenBatch, k: int, scores: Tensor | None = None) -> Selection:
+    """Select k tokens of each image, whatever the other images of the batch are; by `scores` [B, N] where they are known."""
+    if scores is not None:
+        return replace(gather(tokens.patches, rank(scores)[:, :k]), scores=scores)
     if selector.stochastic and len(tokens) > 1:
         # One image at a time: in a batch the draws of an image would depend on the images before it.
         each = [select(selector, tokens.take([row]), k) for row in range(len(tokens))]
@@ -539,14 +563,17 @@ def _joined(values: Sequence[Tensor | None]) -> Any:
     return None if values[0] is None else torch.cat([value for value in values if value is not None])
 
 
-def select_above(selector: Selector, tokens: TokenBatch, guarantee: Guarantee) -> tuple[list[Selection], Tensor]:
+def select_above(
+    selector: Selector, tokens: TokenBatch, guarantee: Guarantee, scores: Tensor | None = None
+) -> tuple[list[Selection], Tensor]:
     """Select the patches above the threshold of a guarantee: one selection per image, because K differs, and the scores [B, N]."""
     if not isinstance(selector, Ranker) or selector.stochastic:
         raise RequestError(
             f"Selector '{selector.name}' does not rank patches by a score, so it cannot keep the patches above a threshold."
         )
-    with torch.no_grad():
-        scores = selector.score(selector.check(tokens))
+    if scores is None:
+        with torch.no_grad():
+            scores = selector.score(selector.check(tokens))
     order = rank(scores)
     # In double precision, as in the calibration: a score that equals the threshold is kept.
     counts = guarantee.counts(scores.double().cpu().numpy()).tolist()

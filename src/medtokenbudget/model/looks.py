@@ -55,6 +55,10 @@ _SUFFIXES: dict[str, tuple[str, str]] = {
     "lesion-first-balanced": ("with class weights", "with a classification loss that gives rare classes more weight"),
     "lesion-first-joint": ("trained jointly", "with scorer and classifier trained together"),
     "lesion-first-fixed-grid": ("on a fixed grid", "trained without flips and turns of the token grid"),
+    **{
+        f"{signal}-only": (f"{signal} only", f"with its signals except {signal} switched off at inference")
+        for signal in ("attention", "norm", "contrast")
+    },
     "lesion-first-smoothed": ("smoothed", "with scores averaged over 3 x 3 patches"),
 }
 """Variants of any selector -> what follows its title and its description."""

@@ -19,18 +19,18 @@ from PIL import Image
 from torch import Tensor, nn
 
 from medtokenbudget import config as settings
-from medtokenbudget.backbone.backbone import Backbone
+from medtokenbudget.backbone.backbone import PIXELS, Backbone
 from medtokenbudget.backbone.preprocess import luminance
 from medtokenbudget.config import DEFAULT_BUDGET, BackboneConfig, TrainConfig
 from medtokenbudget.data import patch_labels
-from medtokenbudget.devices import resolve_device
 from medtokenbudget.errors import BudgetError, MismatchError, RequestError, ShapeError, UnknownNameError
-from medtokenbudget.locks import exclusive
+from medtokenbudget.files import exclusive
 from medtokenbudget.model import inference, saved
 from medtokenbudget.model.guarantee import Guarantee
 from medtokenbudget.model.inference import Answer, ImageSource, Prediction, Routing, evaluating, expand, open_picture
 from medtokenbudget.routing.conformal import Promise
-from medtokenbudget.routing.trainable import ScoredRanker
+from medtokenbudget.routing.trainable import ScoredRanker, Sight
+from medtokenbudget.runtime import resolve_device
 from medtokenbudget.tokens import SIGNALS, Selection, TokenBatch
 from medtokenbudget.training.classifier import RoutedClassifier
 from medtokenbudget.training.familiarity import Familiarity
@@ -64,6 +64,8 @@ class MedTokenBudget(nn.Module):
         scout: The router of a model whose backbone is routed early (`backbone_fingerprint` has a 'route').
         familiarity: What tells images that are unlike the training images; None if that was not fitted.
         guarantees: What was calibrated with `mtb calibrate`.
+        tokens_from: The backbone of the kept tokens, with its fingerprint, if the selectors read those of another one, such as
+            pixels. None: the same one.
         device: 'auto' uses a GPU if there is one.
 
     Raises:
@@ -93,6 +95,7 @@ class MedTokenBudget(nn.Module):
         scout: MedTokenBudget | None = None,
         familiarity: Familiarity | None = None,
         guarantees: Sequence[Guarantee] = (),
+        tokens_from: tuple[BackboneConfig, dict[str, Any]] | None = None,
         device: str = "auto",
     ) -> None:
         super().__init__()
@@ -111,7 +114,11 @@ class MedTokenBudget(nn.Module):
         self.card = card
         self.info: dict[str, Any] = dict(info or {})
         self.guarantees = tuple(guarantees)
+        self.tokens_from = None if tokens_from is None else (tokens_from[0], json.loads(json.dumps(tokens_from[1])))
         self._backbone: Backbone | None = None
+        self._token_backbone: Backbone | None = None
+        if self.tokens_from is not None and self.tokens_from[1]["grid"] != self.backbone_fingerprint["grid"]:
+            raise RequestError("The grid of the backbone in `tokens_from` is not the one that the selectors read.")
         if (self.early is None) is not (scout is None):
             raise RequestError("A model whose backbone is routed early needs its router, and no other model has one.")
         # Not a submodule: like the backbone it is frozen and no part of `parameters()` and `state_dict()`.
@@ -124,8 +131,9 @@ class MedTokenBudget(nn.Module):
 
     def __repr__(self) -> str:
         h, w = self.grid
+        backbones = [self.backbone_fingerprint, *([] if self.tokens_from is None else [self.tokens_from[1]])]
         rows = {
-            "backbone": f"{Path(self.backbone_fingerprint['name']).name}, {self.backbone_fingerprint['image_size']} pixels",
+            "backbone": "; tokens from ".join(f"{Path(one['name']).name}, {one['image_size']} pixels" for one in backbones),
             "grid": f"{h} x {w} patches of {self.dim} numbers",
             "classes": f"{len(self.classes)} ({', '.join(self.classes)})" if self.classes else "none: a router without a head",
             "main": self.main,
@@ -221,13 +229,7 @@ class MedTokenBudget(nn.Module):
     def backbone(self) -> Backbone:
         """The backbone, loaded on first use and compared with the one that the classifiers were trained on."""
         if self._backbone is None:
-            weights = self.backbone_config.weights
-            if weights is not None and not Path(weights).is_file():
-                raise RequestError(
-                    f"The weights of the backbone are missing: {weights} (SHA-256 {self.backbone_fingerprint['weights']}). "
-                    "Put the file into the folder of the model, or pass its path as `weights`."
-                )
-            loaded = Backbone.load(self.backbone_config, self.device)
+            loaded = self._loaded(self.backbone_config, self.backbone_fingerprint)
             if self.early is not None and self.scout is not None:
                 from medtokenbudget.model.early import EarlyRouting  # here, because a router of early routing is itself a model
 
@@ -238,18 +240,34 @@ class MedTokenBudget(nn.Module):
 
     def use_backbone(self, backbone: Backbone) -> Self:
         """Use a backbone that is already loaded, for example one for several models; another one is rejected."""
-        expected, given = comparable(self.backbone_fingerprint), comparable(backbone.fingerprint)
-        if expected != given:
-            advice = "The classifiers were trained on tokens of another backbone. Use its weights and image size."
-            raise MismatchError.between("The backbone", expected, given, advice)
+        _require_same(backbone, self.backbone_fingerprint)
         self._backbone = backbone
         return self
+
+    @property
+    def token_backbone(self) -> Backbone:
+        """The backbone of the kept tokens, loaded on first use: the one of `tokens_from`, or the one that the selectors read."""
+        if self.tokens_from is None:
+            return self.backbone
+        if self._token_backbone is None:
+            self._token_backbone = self._loaded(*self.tokens_from)
+            _require_same(self._token_backbone, self.tokens_from[1])
+        return self._token_backbone
+
+    def _loaded(self, config: BackboneConfig, fingerprint: dict[str, Any]) -> Backbone:
+        if config.weights is not None and not Path(config.weights).is_file():
+            raise RequestError(
+                f"The weights of the backbone are missing: {config.weights} (SHA-256 {fingerprint['weights']}). "
+                "Put the file into the folder of the model, or pass its path as `weights`."
+            )
+        return Backbone.load(config, self.device)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # Everything that moves a module (`to`, `cuda`, `cpu`) ends here; the backbone is no submodule and follows by hand.
         super()._apply(fn, recurse)
-        if self._backbone is not None:
-            self._backbone.to(self.device)
+        for backbone in (self._backbone, self._token_backbone):
+            if backbone is not None:
+                backbone.to(self.device)
         if self.scout is not None:
             self.scout.to(self.device)
         return self
@@ -327,16 +345,25 @@ class MedTokenBudget(nn.Module):
     def tokens(self, images: Any, normalized: Normalized = False) -> TokenBatch:
         """Return tokens of a few images in any form that `route` takes. A `TokenBatch` is only moved to the model's device."""
         if isinstance(images, TokenBatch):
+            if self.backbone_fingerprint["name"] == PIXELS and images.pixels is None and bool((images.patches < 0).any()):
+                raise RequestError("The router reads pixels, but these tokens are of a backbone. Pass `model.tokens(images)`.")
             return images.to(self.device)
         statistics, side = self.statistics(normalized), self.backbone.preprocessing.image_size
         if isinstance(images, Tensor):
             images, statistics = inference.as_pixels(images, "`images`", statistics), None
-            if tuple(images.shape[1:3]) == (side, side):  # stays on its device
+            if self.tokens_from is None and tuple(images.shape[1:3]) == (side, side):  # stays on its device
                 return self.encode(images)
-        pixels = [self.backbone.prepare(source.open()) for source in expand(images, statistics)]
-        if not pixels:
+        pictures = [source.open() for source in expand(images, statistics)]
+        if not pictures:
             raise RequestError("`images` contains no image.")
-        return self.encode(np.stack(pixels))
+        tokens = self.encode(np.stack([self.backbone.prepare(picture) for picture in pictures]))
+        if self.tokens_from is None:
+            return tokens
+        backbone = self.token_backbone
+        batch = torch.from_numpy(np.stack([backbone.prepare(picture) for picture in pictures])).to(backbone.device)
+        with torch.no_grad():
+            kept_from = backbone.tokens(backbone.normalize(batch)).to(self.device)
+        return replace(kept_from, pixels=tokens.patches, luminance=tokens.luminance)
 
     def statistics(self, normalized: Normalized) -> inference.Statistics | None:
         """Return the mean and std that float tensors were normalized with; None if they were not."""
@@ -405,6 +432,7 @@ class MedTokenBudget(nn.Module):
         """What all files of a saved model must agree on."""
         return {
             "backbone": self.backbone_fingerprint,
+            **({} if self.tokens_from is None else {"tokens": self.tokens_from[1]}),
             "classes": list(self.classes),
             "main": self.main,
             "selectors": {name: saved.describe(self.classifier(name)) for name in self.selectors},
@@ -501,11 +529,13 @@ class MedTokenBudget(nn.Module):
         workers: int = 2,
         masks: bool = False,
         kind: type[Answer] = Routing,  # type: ignore[assignment]
+        maps: bool = False,
     ) -> Iterator[tuple[ImageSource, Answer | None]]:
         """Yield each source with its answer, or with None if it could not be read (`reason` of the source says why), in order.
 
         The request is checked at once, before the first image is opened. `kind` is `Routing`, or `Prediction` to read the classes
         too. With `masks` each answer has the lesion patches of its source's mask; where it cannot be used, `mask_reason` says why.
+        With `maps` it has its lesion map from the same pass; otherwise that is computed when it is read.
         """
         settings.check_values({"batch_size": (batch_size, settings.Count), "workers": (workers, settings.Parallel)})
         method, amount = self.main if selector is None else selector, self.amount(budget)
@@ -516,13 +546,24 @@ class MedTokenBudget(nn.Module):
             raise RequestError(f"This guarantee is for '{amount.selector}', not for '{method}'. Calibrate '{method}' first.")
         if issubclass(kind, Prediction):
             _ = classifier.required_head
-        return inference.answers(self, sources, amount, method, kind, batch_size, workers, masks)
+        return inference.answers(self, sources, amount, method, kind, batch_size, workers, masks, maps)
+
+    def unfamiliarity(self, tokens: TokenBatch, sight: Sight | None = None) -> Tensor | None:
+        """Return the distance [B] of images to the training images; `sight` is what the main method saw of them, if it looked."""
+        selector = self.classifier().selector
+        if self.familiarity is None:
+            return None
+        if sight is None and isinstance(selector, ScoredRanker) and selector.finer:
+            sight = selector.see(tokens)
+        distance: Tensor = self.familiarity(tokens if sight is None else sight.features)
+        return distance
 
     def check_lesions(self, selector: str | None = None) -> None:
         """Reject a method that does not know where the lesion is, because it learned without masks."""
         method = self.main if selector is None else selector
         masks = self.info.get("run", {}).get("masks")
-        if self.classifier(method).selector.learns and (self.train_config.losses.lesion <= 0 or masks == 0):
+        without = self.train_config.losses.lesion <= 0 or masks == 0 or method.endswith(":mask-free")
+        if self.classifier(method).selector.learns and without:
             raise RequestError(
                 f"The router's method '{method}' was trained without lesion masks, so it does not know where the lesion is. "
                 "Use a router that was trained with masks, such as `mtb train` makes by default."
@@ -541,7 +582,7 @@ class MedTokenBudget(nn.Module):
         self.check_lesions(selector)
         return selecting
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def lesion_map(self, image: Any, selector: str | None = None) -> np.ndarray:
         """Return the lesion probability of an image, float32 [h, w] on the finest grid that the method has.
 
@@ -557,18 +598,15 @@ class MedTokenBudget(nn.Module):
         selecting = self.require_lesion_map(selector)
         with evaluating(selecting):
             tokens = self.encode(self.backbone.prepare(open_picture(image))[None])
-            probability: np.ndarray = selecting.lesion_map(selecting.check(tokens))[0].float().cpu().numpy()
+            probability: np.ndarray = selecting.see(selecting.check(tokens)).lesion[0].float().cpu().numpy()
         return probability
 
     def save_pretrained(self, path: Path | str) -> Path:
         """Save the model as a folder without local paths, and return it; the backbone's weights are found by name and hash."""
         target = Path(path)
-        backbone = settings.to_dict(self.backbone_config)
-        if self.backbone_config.weights is not None:
-            backbone["weights"] = Path(self.backbone_config.weights).name
-        backbone["name"] = self.backbone_fingerprint["name"]
         values: dict[str, Any] = {
-            "backbone": backbone,
+            "backbone": _portable(self.backbone_config, self.backbone_fingerprint),
+            **({} if self.tokens_from is None else {"tokens": _portable(*self.tokens_from)}),
             "train": settings.to_dict(self.train_config),
             "info": self.info,
             "fingerprint": self.fingerprint,
@@ -625,6 +663,7 @@ def load(
         scout=load(source / saved.ROUTER, device=device) if "route" in identity["backbone"] else None,
         familiarity=familiarity,
         guarantees=saved.read_guarantees(source, config),
+        tokens_from=(saved.backbone_config(config, source, None, "tokens"), identity["tokens"]) if "tokens" in identity else None,
         device=device,
     )
 
@@ -719,6 +758,19 @@ def _readable(answers: Iterable[tuple[ImageSource, Answer | None]], on_error: On
             raise RequestError(source.reason)
         else:
             on_error(source)
+
+
+def _portable(config: BackboneConfig, fingerprint: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of a backbone without folders of this machine."""
+    weights = None if config.weights is None else Path(config.weights).name
+    return {**settings.to_dict(config), "weights": weights, "name": fingerprint["name"]}
+
+
+def _require_same(backbone: Backbone, fingerprint: dict[str, Any]) -> None:
+    expected, given = comparable(fingerprint), comparable(backbone.fingerprint)
+    if expected != given:
+        advice = "The classifiers were trained on tokens of another backbone. Use its weights and image size."
+        raise MismatchError.between("The backbone", expected, given, advice)
 
 
 def comparable(fingerprint: dict[str, Any]) -> dict[str, Any]:

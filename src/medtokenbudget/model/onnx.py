@@ -29,6 +29,7 @@ from medtokenbudget.heads import Head
 from medtokenbudget.model.inference import evaluating, select
 from medtokenbudget.model.model import MedTokenBudget
 from medtokenbudget.routing import Ranker, Selector
+from medtokenbudget.routing.trainable import ScoredRanker, Sight
 from medtokenbudget.tokens import TokenBatch
 from medtokenbudget.training.classifier import RoutedClassifier
 
@@ -262,8 +263,10 @@ class TokensGraph(nn.Module):
         tokens = self.backbone.tokens(self.backbone.normalize(pixels), self.signals)
         fields: dict[str, Any] = {name: getattr(tokens, name) for name in self.signals}
         batch = TokenBatch(tokens.patches, tokens.grid, luminance=luminance(pixels, tokens.grid), **fields)
-        outputs = (tokens.patches, torch.cat([ranker.score(batch).float() for ranker in self.rankers]))
-        return outputs if self.familiarity is None else (*outputs, self.familiarity(tokens))
+        main, *others = self.rankers
+        sight = main.see(batch) if isinstance(main, ScoredRanker) else Sight(main.score(batch), batch.patches, tokens)
+        outputs = (tokens.patches, torch.cat([sight.scores.float(), *(ranker.score(batch).float() for ranker in others)]))
+        return outputs if self.familiarity is None else (*outputs, self.familiarity(sight.features))
 
 
 class HeadsGraph(nn.Module):

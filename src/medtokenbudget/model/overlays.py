@@ -20,6 +20,7 @@ LESION_EDGE = (255, 176, 0)
 """Amber: stands out from skin, lesion and the white patch edges, also for color-blind people."""
 DIM = 0.6
 CAPTION = 30
+SPECK = 0.02
 WARNING = "Unlike the training images: do not rely on what was kept"
 
 
@@ -77,14 +78,14 @@ def lesion_mask(probability: np.ndarray, size: tuple[int, int], threshold: float
 
 
 def lesion_boxes(mask: np.ndarray) -> list[Box]:
-    """Return the bounding box of each connected part of a mask [height, width], the part with the largest area first."""
+    """Return the bounding box of each connected part of a mask [height, width], the part with the largest area first.
+
+    Specks, parts with less than `SPECK` of the area of the largest, are left out.
+    """
     labels, _ = ndimage.label(mask)
-    areas = np.bincount(labels.ravel())[1:]
-    places = ndimage.find_objects(labels)
-    return [
-        (columns.start, rows.start, columns.stop, rows.stop)
-        for rows, columns in (places[part] for part in np.argsort(-areas, kind="stable"))
-    ]
+    areas, places = np.bincount(labels.ravel())[1:], ndimage.find_objects(labels)
+    order = [part for part in np.argsort(-areas, kind="stable") if areas[part] >= SPECK * areas.max()]
+    return [(columns.start, rows.start, columns.stop, rows.stop) for rows, columns in (places[part] for part in order)]
 
 
 def _dim(picture: Image.Image, kept: np.ndarray, rows: list[int], columns: list[int]) -> Image.Image:

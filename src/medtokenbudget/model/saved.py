@@ -23,9 +23,9 @@ from medtokenbudget.backbone.backbone import located
 from medtokenbudget.config import NOTICE, BackboneConfig
 from medtokenbudget.errors import MismatchError, RequestError, UnknownNameError, WorkError, first_line
 from medtokenbudget.escaping import markdown_text
+from medtokenbudget.files import exclusive
 from medtokenbudget.heads import create_head
 from medtokenbudget.hub import fetch
-from medtokenbudget.locks import exclusive
 from medtokenbudget.model.guarantee import Guarantee
 from medtokenbudget.routing import create_selector, selector_class
 from medtokenbudget.training.classifier import RoutedClassifier
@@ -213,7 +213,7 @@ def read_parts(source: Path, config: dict[str, Any]) -> tuple[dict[str, RoutedCl
     familiarity = None
     if tensors := taken(TENSORS, "familiarity."):
         basis = tensors.get("image.basis")
-        familiarity = Familiarity(dim, rank=basis.shape[1] if basis is not None and basis.ndim == 2 else 1)
+        familiarity = Familiarity(*(basis.shape if basis is not None and basis.ndim == 2 else (dim, 1)))
         _fill(familiarity, tensors, source / TENSORS, "familiarity")
     classifiers = {}
     for method, described in identity["selectors"].items():
@@ -298,11 +298,11 @@ def read_card(folder: Path) -> str:
         raise RequestError(f"{path} is damaged: it is not UTF-8 text. Copy the model folder again, or delete this file.") from None
 
 
-def backbone_config(config: dict[str, Any], source: Path, weights: Path | str | None) -> BackboneConfig:
-    """Read the settings of the backbone; without `weights` its file is looked for by name and hash."""
-    stored = config["backbone"]["weights"] if weights is None else weights
+def backbone_config(config: dict[str, Any], source: Path, weights: Path | str | None, name: str = "backbone") -> BackboneConfig:
+    """Read the settings of the backbone `name`; without `weights` its file is looked for by name and hash."""
+    stored = config[name]["weights"] if weights is None else weights
     try:
-        settings = BackboneConfig(**{**config["backbone"], "weights": None if stored is None else Path(stored)})
+        settings = BackboneConfig(**{**config[name], "weights": None if stored is None else Path(stored)})
     except (TypeError, RequestError) as error:
         raise RequestError(f"{source / CONFIG} does not describe a backbone of this version: {error}.") from None
-    return settings if weights is not None else located(settings, config["identity"]["backbone"]["weights"], source)
+    return settings if weights is not None else located(settings, config["identity"][name]["weights"], source)

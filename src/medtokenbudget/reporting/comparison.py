@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 
 from medtokenbudget.backbone.views import OFF_CENTER
-from medtokenbudget.config import HEADLINE_BUDGETS
+from medtokenbudget.config import CONTROLS, HEADLINE_BUDGETS
 from medtokenbudget.errors import RequestError
 from medtokenbudget.measures import plural, shown_in
 from medtokenbudget.reporting.intervals import Difference, ReportRun, nearest_headline
@@ -36,9 +36,9 @@ class Comparison:
     notes: list[str] = field(default_factory=list)
 
     @classmethod
-    def read(cls, paths: Sequence[Path]) -> Comparison:
-        """Read the run directories."""
-        return cls(tuple(ReportRun.read(path, name) for path, name in zip(paths, unique_names(paths))))
+    def read(cls, paths: Sequence[Path], by: Sequence[str] = ()) -> Comparison:
+        """Read the run directories; `by` are columns of the manifest that become strata."""
+        return cls(tuple(ReportRun.read(path, name, by) for path, name in zip(paths, unique_names(paths))))
 
     @property
     def first(self) -> ReportRun:
@@ -88,9 +88,44 @@ class Comparison:
         rows = rows[rows["method"] == rows["run"].map(mains)]
         return {r["run"]: Difference(r["difference"], r["low"], r["high"], r["p"], r["n"]) for r in rows.to_dict("records")}
 
+    @cached_property
+    def comparable(self) -> dict[str, tuple[str, ...]]:
+        """Run -> the measures in which it can be paired with the first, none without shared images; says in `notes` what cannot."""
+        return {run.name: self._comparable(run) for run in self.runs[1:]}
+
+    @cached_property
+    def leaderboard(self) -> dict[tuple[str, str], pd.DataFrame]:
+        """(metric, view) -> the ranking of the main methods of all comparable runs and of the first run's controls.
+
+        The methods are called `METHOD of RUN`; at the common headline budget, on the images that all of them have.
+        """
+        boards: dict[tuple[str, str], pd.DataFrame] = {}
+        first = self.first
+        for metric, view in (*(("retention_of_ceiling", view) for view in (AS_IS, OFF_CENTER)), ("macro_f1", AS_IS)):
+            left, parts = self._board_rows(first, view), []
+            measures_of = {first.name: shown_in("test"), **self.comparable}
+            for run in self.runs:
+                rows = self._board_rows(run, view)
+                needed = "retention" if metric == "retention_of_ceiling" else metric
+                if needed not in measures_of[run.name] or (view == OFF_CENTER and not _same_crops(left, rows)):
+                    continue
+                rows = _aligned(rows, left, run.info.classes, first.info.classes)
+                wanted = [run.focus, *(m for m in CONTROLS if run is first and m != run.focus)]
+                parts += [rows[rows["method"] == m].assign(method=f"{m} of {run.name}") for m in wanted]
+            rows = pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
+            if len(rows):
+                seeds = rows.groupby("method")["seed"].rank(method="dense").astype(int)
+                rows = rows.assign(study="comparison", dataset="comparison", seed=seeds)
+                boards[metric, view] = statistics.ranking(rows, metric)
+        return boards
+
+    def _board_rows(self, run: ReportRun, view: str) -> pd.DataFrame:
+        rows = run.images(run.study if view == AS_IS else run.off_center_study, view)
+        return rows if self.headline is None else rows[np.isclose(rows["budget"], self.headline)]
+
     def _pair(self, other: ReportRun) -> list[pd.DataFrame]:
         """Test a run minus the first."""
-        first, metrics, parts = self.first, self._comparable(other), []
+        first, metrics, parts = self.first, self.comparable[other.name], []
         methods = dict.fromkeys([(first.focus, other.focus), *[(m, m) for m in first.methods if m in other.methods]])
         for view in (AS_IS, OFF_CENTER) if metrics else ():
             left, right = (run.images(run.study if view == AS_IS else run.off_center_study, view) for run in (first, other))

@@ -8,7 +8,7 @@ is the only slow part of a report, so each result is computed once.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from medtokenbudget.backbone.views import OFF_CENTER
 from medtokenbudget.config import CONTROLS, HEADLINE_BUDGET, PAPER_METHODS, PAPER_RECIPE
 from medtokenbudget.data import Manifest
-from medtokenbudget.data.strata import STRATA
+from medtokenbudget.data.strata import STRATA, column_strata, stratum_order
 from medtokenbudget.errors import RequestError
 from medtokenbudget.files import read_lines
 from medtokenbudget.measures import METRICS, shown_in
@@ -123,8 +123,8 @@ class ReportRun:
     missing: list[str] = field(default_factory=list)
 
     @classmethod
-    def read(cls, path: Path, name: str = "") -> ReportRun:
-        """Read a run directory.
+    def read(cls, path: Path, name: str = "", by: Sequence[str] = ()) -> ReportRun:
+        """Read a run directory; `by` are columns of its manifest that become strata.
 
         Raises:
             RequestError: If `path` is not a run directory of this version, or has no results yet.
@@ -158,6 +158,10 @@ class ReportRun:
             missing.append(f"Pictures of images: the manifest {info.manifest_path.name} cannot be read.")
         orders = PatchOrders.read(routing) if routing else None
         attributes = pd.read_parquet(strata) if strata else pd.DataFrame()
+        if by:
+            columns = pd.DataFrame({"image_id": info.manifest.ids, **column_strata(info.manifest, by)})
+            earlier = attributes.drop(columns=[name for name in columns if name != "image_id"], errors="ignore")
+            attributes = columns if earlier.empty else earlier.merge(columns, on="image_id", how="left")
         return cls(name, info, results, predictions, training, orders, manifest, attributes, missing)
 
     @property
@@ -384,9 +388,11 @@ class ReportRun:
     def by_attribute(self) -> pd.DataFrame:
         """The same by every property of `attributes`, with the column `property`."""
         parts = []
-        for name in [name for name in ("class", *STRATA) if name in self.attributes]:
+        known = [name for name in map(str, self.attributes) if name != "image_id" and not name.startswith("_")]
+        first = [name for name in ("class", *STRATA) if name in known]
+        for name in dict.fromkeys([*first, *known]):
             values = self.attributes.set_index("image_id")[name].dropna()
-            order = STRATA.get(name) or sorted(values.unique())
+            order = stratum_order(name, values)
             rows = statistics.by_attribute(self._at_headline, values, order, draws=_STRATA_DRAWS)
             parts += [_share_of_ceiling(rows).assign(property=name)] if len(rows) else []
         return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()

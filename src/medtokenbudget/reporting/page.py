@@ -12,8 +12,7 @@ from medtokenbudget import __version__
 from medtokenbudget.config import NOTICE, USE_NOTICE
 from medtokenbudget.data.strata import METHODS
 from medtokenbudget.errors import RequestError
-from medtokenbudget.files import read_json, sha256_file, write_text
-from medtokenbudget.locks import exclusive
+from medtokenbudget.files import exclusive, read_json, sha256_file, write_text
 from medtokenbudget.measures import GLOSSARY, is_missing, shown_in
 from medtokenbudget.model.looks import look
 from medtokenbudget.reporting import text
@@ -70,11 +69,21 @@ class Built(NamedTuple):
     numbers: dict[str, Any]
 
 
-def build(runs: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str] | None = None, pictures: bool = True) -> Built:
-    """Write the report like `report`, and also return the numbers that `mtb report` prints as JSON."""
+def build(
+    runs: Sequence[str | os.PathLike[str]],
+    out: str | os.PathLike[str] | None = None,
+    pictures: bool = True,
+    by: Sequence[str] = (),
+) -> Built:
+    """Write the report like `report`, and also return the numbers that `mtb report` prints as JSON.
+
+    `by` are columns of the manifest that the report of one run is also shown by.
+    """
+    if len(runs) > 1 and by:
+        raise RequestError("`by` shows one run by columns of its manifest. Report the runs one by one.")
     if len(runs) > 1 and out is None:
         raise RequestError("A comparison of several runs needs a directory to write to: choose `out`.")
-    comparison = Comparison.read([Path(run) for run in runs])
+    comparison = Comparison.read([Path(run) for run in runs], by)
     folder = Path(runs[0] if out is None else out)
     with exclusive(folder):
         tables = make_tables(comparison, named=pictures)

@@ -27,7 +27,7 @@ from medtokenbudget.reporting.comparison import Comparison
 from medtokenbudget.reporting.intervals import ReportRun
 from medtokenbudget.reporting.table import Table, best, changes
 from medtokenbudget.runs import paper
-from medtokenbudget.runs.run import AS_IS
+from medtokenbudget.runs.run import AS_IS, summarize
 from medtokenbudget.runs.statistics import lesion_rows, paired_seed_table
 from medtokenbudget.runs.studies import STUDIES
 from medtokenbudget.runs.sweep import Study
@@ -48,7 +48,7 @@ def make_tables(comparison: Comparison, named: bool = True) -> list[Table]:
     """Make every table that the runs have numbers for; unless `named`, images have numbers in place of their names."""
     run, sweeps = comparison.first, sorted(shown_in("sweep"), key=lambda metric: metric != "retention")
     tables = [
-        runs(comparison) if comparison.several else None,
+        *([runs(comparison), leaderboard(comparison)] if comparison.several else []),
         main(comparison),
         *[sweep(comparison, metric) for metric in sweeps],
         further_measures(comparison),
@@ -62,6 +62,7 @@ def make_tables(comparison: Comparison, named: bool = True) -> list[Table]:
             strata(run, run.by_size, "size-strata", "Lesion size"),
             strata(run, run.by_class, "class-strata", "Class"),
             strata(run, run.by_attribute, "attribute-strata", "Stratum"),
+            new_lesions(run),
             own_validation(run),
             promises(run),
             worst(run, named),
@@ -332,6 +333,43 @@ def runs(comparison: Comparison) -> Table:
     return _listing("runs", data, columns, labels=4, **_words("runs", apart=apart))
 
 
+def leaderboard(comparison: Comparison) -> Table | None:
+    """Show the main methods of several runs and the controls as ranks with their uncertainty, ties together; the CSV has all."""
+    boards = comparison.leaderboard if comparison.headline is not None else {}
+    main_board = boards.get(("retention_of_ceiling", AS_IS))
+    if main_board is None:
+        main_board = boards.get(("macro_f1", AS_IS))
+    if main_board is None or len(main_board) < 2:
+        return None
+    parts = [board.assign(metric=metric, view=view) for (metric, view), board in boards.items()]
+    data = pd.concat(parts, ignore_index=True)
+    data[["method", "run"]] = data["method"].str.split(" of ", n=1, expand=True)
+    cells: dict[Any, Any] = {(r.method, r.run, r.metric, r.view): r for r in data.itertuples()}
+    named = [tuple(name.split(" of ", 1)) for name in main_board["method"]]
+    rows = []
+    for method, run in named:
+        row = [look(method).title, run]
+        for metric, view in boards:
+            cell = cells.get((method, run, metric, view))
+            if cell is None or pd.isna(cell.value):
+                row += [NOT_MEASURED, NOT_MEASURED]
+            else:
+                ranks = dict.fromkeys((f"{cell.first:.0f}", f"{cell.last:.0f}"))
+                row += [measures.with_interval(cell.value, cell.low, cell.high), " to ".join(ranks)]
+        rows.append(row)
+    heads = [f"{METRICS[metric].title}{', off-center' if view == OFF_CENTER else ''}" for metric, view in boards]
+    ties = [str(tie) for tie in main_board["tie"].fillna(0)]
+    return Table(
+        "leaderboard",
+        columns=["Method", "Run", *(text for head in heads for text in (f"{head} (%)", "Rank"))],
+        rows=rows,
+        data=data,
+        labels=2,
+        breaks=changes(ties),
+        **_words("leaderboard", budget=_at_headline(comparison), n=int(main_board["n"].max())),
+    )
+
+
 def significance(comparison: Comparison) -> Table | None:
     """Show tests at the headline budget: each run minus the first, or the main method minus the main alternatives."""
     run, several, many, tests = comparison.first, comparison.several, len(comparison.runs) > 2, comparison.headline_tests
@@ -456,6 +494,32 @@ def worst(run: ReportRun, named: bool = True) -> Table | None:
     }
     words = _words("worst", method=look(run.focus).title, budget=budget_text(run.headline), seed=seed)
     return _listing("worst", data, columns, **words)
+
+
+def new_lesions(run: ReportRun) -> Table | None:
+    """Show classification on all validation images, and on those of lesions (or patients) that no training image shows."""
+    seen = [] if run.manifest is None else [name for name, cross in zip(run.manifest.ids, run.manifest.crossing) if cross]
+    images = run.main_predictions[np.isclose(run.main_predictions["budget"], run.headline)]
+    new = images[~images["image_id"].isin(seen)]
+    if not 0 < len(new) < len(images) or not run.info.classes:
+        return None
+    metrics, parts = ("accuracy", "macro_f1", "balanced_accuracy"), []
+    for part, of_part in (("all", images), ("new", new)):
+        values = summarize(of_part, run.info.classes).melt(["method", "seed", "n"], metrics, "metric").dropna()
+        parts.append(values.groupby(["method", "metric"], sort=False, as_index=False)[["value", "n"]].mean().assign(images=part))
+    data = pd.concat(parts, ignore_index=True)
+    if data.empty:
+        return None
+    cells = data.set_index(["method", "metric", "images"])["value"]
+    counts = data.groupby("images")["n"].max().astype(int)
+    pairs = [(metric, part) for metric in metrics for part in ("all", "new")]
+    rows = [
+        [look(method).title, *(percent(cells.get((method, *pair), np.nan)) for pair in pairs)]
+        for method in run.ordered(data["method"])
+    ]
+    heads = ["Method", *(f"{METRICS[metric].title}{' (%)' if part == 'all' else ', new'}" for metric, part in pairs)]
+    words = _words("new-lesions", budget=budget_text(run.headline), n=counts["all"], n_new=counts["new"], seeds=_seeds(run.main))
+    return Table("new-lesions", columns=heads, rows=rows, data=data, labels=1, **words)
 
 
 def own_validation(run: ReportRun) -> Table | None:

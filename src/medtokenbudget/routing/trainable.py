@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -101,8 +101,22 @@ class LearnedSelector(Selector, nn.Module):
         return self
 
 
+class Sight(NamedTuple):
+    """What a selector sees of a batch in one pass."""
+
+    scores: Tensor
+    """[B, N]."""
+    lesion: Tensor
+    """Lesion probability [B, h, w], on the finest grid that the selector has."""
+    features: TokenBatch
+    """What tells whether an image is familiar: the tokens themselves, or [B, 1, D] of a network that reads the image."""
+
+
 class ScoredRanker(LearnedSelector, Ranker):
     """Keeps the patches with the highest score, smoothed as `router` says. Subclasses write `logits` and `score_logits`."""
+
+    finer: ClassVar[bool] = False
+    """Whether it sees more than the tokens: its lesion map is finer than their grid, and its features are its own."""
 
     def __init__(self, router: RouterConfig) -> None:
         super().__init__(router.minimum)
@@ -132,9 +146,10 @@ class ScoredRanker(LearnedSelector, Ranker):
         """Score the patches, [B, N] in [0, 1], smoothed, without dropout and noise whatever the mode."""
         return self.smoothed(torch.sigmoid(self.score_logits(tokens)), tokens.grid)
 
-    def lesion_map(self, tokens: TokenBatch) -> Tensor:
-        """Return the lesion probability [B, h, w] on the finest grid that the selector has, for one trained with masks."""
-        return self.score(tokens).unflatten(1, tokens.grid)
+    def see(self, tokens: TokenBatch) -> Sight:
+        """Return the scores of `score`, and what else one pass gives."""
+        scores = self.score(tokens)
+        return Sight(scores, scores.unflatten(1, tokens.grid), tokens)
 
     def smoothed(self, scores: Tensor, grid: tuple[int, int]) -> Tensor:
         return smooth_scores(scores, grid, self.router.smooth, self.router.padding)

@@ -6,34 +6,39 @@ report works on it, and `attributes.parquet` with the stratum of each image. Its
 
 from __future__ import annotations
 
+import json
+import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 
 from medtokenbudget.backbone import FeatureStore, extract
 from medtokenbudget.backbone.annotations import hashes_of, known_manifests
 from medtokenbudget.backbone.views import IDENTITY, OFF_CENTER
-from medtokenbudget.config import CONTROLS, ExtractConfig, to_dict
+from medtokenbudget.config import CONTROLS, BackboneConfig, ExtractConfig, to_dict
 from medtokenbudget.data import Manifest, decode_image, decode_mask
 from medtokenbudget.data.manifest import listed
-from medtokenbudget.data.strata import measure
-from medtokenbudget.errors import MismatchError, RequestError
+from medtokenbudget.data.strata import column_strata, measure
+from medtokenbudget.errors import MismatchError, RequestError, first_line
 from medtokenbudget.files import atomic_write, read_json
 from medtokenbudget.model import Guarantee, MedTokenBudget
 from medtokenbudget.model.inference import evaluating
 from medtokenbudget.model.model import comparable
-from medtokenbudget.progress import progress, say
-from medtokenbudget.routing import Ranker, Selector, create_selector
+from medtokenbudget.routing import Ranker, Selector, budget_to_k, create_selector, list_selectors
 from medtokenbudget.routing.conformal import Promise, group_mean, kept_counts, lesion_kept, pick_threshold
 from medtokenbudget.runs.method import Method
 from medtokenbudget.runs.run import AS_IS, ATTRIBUTES, FILE, OF_IMAGES, Run, routing_name, write_tables
+from medtokenbudget.runtime import progress, say
 from medtokenbudget.training.classifier import RoutedClassifier
 from medtokenbudget.training.pooled import BATCH, pool_and_judge, probabilities, with_masks
 
@@ -43,6 +48,8 @@ SEED = 0
 """Seed of the control `random`."""
 _OPTIONAL_SIGNALS = ("luminance", "attention_entropy", "cls_attention")
 """A control that reads one of these is left out where the store does not have it."""
+_EMBEDDED_PATCH = 14
+"""Side of a patch of the embedded backbone, in pixels."""
 OWN_METRICS = ("retention", "retention_of_ceiling", "accuracy", "macro_f1", "balanced_accuracy", "ece")
 
 
@@ -63,7 +70,6 @@ def evaluate_views(
         lesion patches, and the images that were read. A selector that looks at masks (the oracle) reads only images with one.
     """
     selector, head = classifier.selector, classifier.head
-    group = manifest.rows.set_index("image_id")["group"]
     frames: list[pd.DataFrame] = []
     routing: dict[str, dict[str, np.ndarray]] = {}
     images: dict[str, list[str]] = {}
@@ -78,18 +84,7 @@ def evaluate_views(
             probability = probabilities(head, store, rows, selector, budgets, seed, pooled)
             predicted, label = probability.argmax(-1), store.label.numpy()[rows]
         images[view] = [store.ids[row] for row in rows]
-        of_images = {name: getattr(store, name).numpy()[rows] for name in OF_IMAGES}
-        common = {
-            "dataset": manifest.name,
-            "view": view,
-            "method": method,
-            "seed": seed,
-            "n_patches": store.n,
-            "image_id": images[view],
-            "group": group.reindex(images[view]).to_numpy(),
-            "label": label,
-            "lesion": np.where(of_images["has_mask"], of_images["lesion"].sum(1).astype(float), np.nan),
-        }
+        known = _known(store, rows, manifest) | {"view": view, "method": method, "seed": seed, "label": label}
         for index, budget in enumerate(budgets):
             kept = {
                 "budget": budget,
@@ -101,11 +96,27 @@ def evaluate_views(
                 "lesion_dominated": evidence.dominated[:, index],
                 "lesion_mass": evidence.mass[:, index],
             }
-            frames.append(pd.DataFrame(common | kept))
+            frames.append(pd.DataFrame(known | kept))
         ranked = {"order": evidence.order, "scores": evidence.scores}
-        routing[view] = {name: value.astype(np.uint8) for name, value in of_images.items()}
+        routing[view] = _annotations(store, rows)
         routing[view] |= {name: value for name, value in ranked.items() if value is not None}
     return frames, routing, images
+
+
+def _known(store: FeatureStore, rows: np.ndarray, manifest: Manifest) -> dict[str, Any]:
+    """Return the columns of `predictions.parquet` that do not depend on the method."""
+    names, masked = [store.ids[row] for row in rows], store.has_mask.numpy()[rows]
+    return {
+        "dataset": manifest.name,
+        "n_patches": store.n,
+        "image_id": names,
+        "group": manifest.rows.set_index("image_id")["group"].reindex(names).to_numpy(),
+        "lesion": np.where(masked, store.lesion.numpy()[rows].sum(1).astype(float), np.nan),
+    }
+
+
+def _annotations(store: FeatureStore, rows: np.ndarray) -> dict[str, np.ndarray]:
+    return {name: getattr(store, name).numpy()[rows].astype(np.uint8) for name in OF_IMAGES}
 
 
 # Images that a model has not seen -------------------------------------------------------------------------------------
@@ -158,14 +169,20 @@ def held_out(
     _check_backbone(model, opened)
     if store is not None:
         opened = opened.annotated(wanted)
+    images = _images_of(wanted, opened, part)
+    if run is not None:
+        _check_unseen(opened, {opened.ids[row] for row in images.rows}, run)
+    return images
+
+
+def _images_of(wanted: Manifest, opened: FeatureStore, part: str) -> HeldOut:
+    """Find the images in a store; those that could not be read are counted."""
     rows = opened.rows(wanted.ids, strict=False)
     if not len(rows):
         opened.rows(wanted.ids)  # says which images are missing, and why
     if left_out := {error.image_id: error.reason for error in opened.errors if error.view == IDENTITY}:
         reason = next(iter(left_out.values()))
         say(f"{len(left_out):,} of {len(wanted):,} images are left out, they or their masks cannot be used. The first: {reason}")
-    if run is not None:
-        _check_unseen(opened, {opened.ids[row] for row in rows}, run)
     return HeldOut(wanted, opened, rows, opened.rows(wanted.ids, view=OFF_CENTER, strict=False), part)
 
 
@@ -270,23 +287,70 @@ def evaluate_model(
     budgets: Sequence[float],
     about: dict[str, Any],
     trained: bool = False,
+    by: Sequence[str] = (),
 ) -> None:
     """Evaluate a method of a model and the controls on images labeled in its classes, and write the files of the run.
 
     `original` is the manifest with its own labels; `about` is what `run.json` records in addition to the images. With `trained`
-    the run is that of the training itself, and these are its validation images.
+    the run is that of the training itself, and these are its validation images. `by` are columns that become strata.
     """
     wrong = [budget for budget in budgets if not 0 < budget <= 1]
     if wrong or not budgets:
         raise RequestError(f"Budgets must lie in (0, 1], got {', '.join(map(str, wrong)) or 'none'}.")
-    store, manifest = images.store, images.manifest
-    views = {view: rows for view, rows in ((AS_IS, images.rows), (OFF_CENTER, images.off_center)) if len(rows)}
     classifiers = {method: model.classifier(method)}
     for name in CONTROLS:
         control = create_selector(name, minimum=classifiers[method].selector.minimum)
         classifiers.setdefault(name, model.classifiers.get(name) or RoutedClassifier(control, None))
-    frames: list[pd.DataFrame] = []
-    routing: dict[str, np.ndarray] = {}
+    views = {view: rows for view, rows in ((AS_IS, images.rows), (OFF_CENTER, images.off_center)) if len(rows)}
+    _write_tables(run, images, original, by, views, classifiers, budgets)
+    run.finish(
+        methods={
+            name: _about(classifier)
+            | {"variant": Method.parse(name).variant if name == method else ""}
+            | {"config": to_dict(model.train_config) if classifier.selector.learns else {}}
+            for name, classifier in classifiers.items()
+        },
+        main=method,
+        studies=[_study(classifiers, budgets)],
+        units=[],
+        seeds=[SEED],
+        hashes={"manifest": original.hash, "store": images.store.identity, "model": model.fingerprint},
+        evaluation=None
+        if trained
+        else {
+            "part": images.part,
+            "images": len(images.manifest),
+            "unreadable": len(images.manifest) - len(images.rows),
+            "guarantees": _kept_promises(model, images, method),
+            **about,
+        },
+    )
+
+
+def _about(classifier: RoutedClassifier) -> dict[str, Any]:
+    """Say what a method is, for `run.json`."""
+    head = "none" if classifier.head is None else classifier.head.name
+    return {"selector": classifier.selector.name, "head": head, "variant": "", "learned": classifier.selector.learns, "config": {}}
+
+
+def _study(methods: Iterable[str], budgets: Sequence[float]) -> dict[str, Any]:
+    return {"name": STUDY, "methods": list(methods), "seeds": [SEED], "budgets": [float(budget) for budget in budgets]}
+
+
+def _write_tables(
+    run: Run,
+    images: HeldOut,
+    original: Manifest,
+    by: Sequence[str],
+    views: Mapping[str, np.ndarray],
+    classifiers: Mapping[str, RoutedClassifier],
+    budgets: Sequence[float],
+    given: Sequence[pd.DataFrame] = (),
+    orders: Mapping[str, np.ndarray] = MappingProxyType({}),
+) -> None:
+    """Evaluate classifiers and write the tables of a run, after those `given` with their patch `orders`."""
+    store, manifest = images.store, images.manifest
+    frames, routing = list(given), dict(orders)
     for name, classifier in classifiers.items():
         if any(signal in _OPTIONAL_SIGNALS and not store.has(signal) for signal in classifier.selector.requires):
             continue
@@ -300,39 +364,14 @@ def evaluate_model(
     ids = {view: [store.ids[row] for row in rows] for view, rows in views.items()}
     write_tables(run.path, predictions, manifest.classes, routing, ids, store.grid)
     with atomic_write(run.path / ATTRIBUTES) as temporary:
-        _image_attributes(images, original).to_parquet(temporary, index=False)
-    run.finish(
-        methods={
-            name: {
-                "selector": classifier.selector.name,
-                "head": "none" if classifier.head is None else classifier.head.name,
-                "variant": Method.parse(name).variant if name == method else "",
-                "learned": classifier.selector.learns,
-                "config": to_dict(model.train_config) if classifier.selector.learns else {},
-            }
-            for name, classifier in classifiers.items()
-        },
-        main=method,
-        studies=[{"name": STUDY, "methods": list(classifiers), "seeds": [SEED], "budgets": [float(budget) for budget in budgets]}],
-        units=[],
-        seeds=[SEED],
-        hashes={"manifest": original.hash, "store": store.identity, "model": model.fingerprint},
-        evaluation=None
-        if trained
-        else {
-            "part": images.part,
-            "images": len(manifest),
-            "unreadable": len(manifest) - len(images.rows),
-            "guarantees": _kept_promises(model, images, method),
-            **about,
-        },
-    )
+        _image_attributes(images, original, by).to_parquet(temporary, index=False)
 
 
-def _image_attributes(images: HeldOut, original: Manifest) -> pd.DataFrame:
+def _image_attributes(images: HeldOut, original: Manifest, by: Sequence[str]) -> pd.DataFrame:
     """Return the strata of each image, one column per property, None where it was not measured; and the measured numbers."""
     place = {name: i for i, name in enumerate(images.manifest.ids)}
     label = dict(zip(original.ids, original.rows["label"]))
+    columns = column_strata(images.manifest.take([place[images.store.ids[row]] for row in images.rows]), by)
 
     def row(name: str) -> dict[str, Any]:
         known = {"image_id": name, "class": label.get(name)}
@@ -345,7 +384,8 @@ def _image_attributes(images: HeldOut, original: Manifest) -> pd.DataFrame:
 
     ids = [images.store.ids[row] for row in images.rows]
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
-        return pd.DataFrame(list(progress(pool.map(row, ids), total=len(ids), what="Measuring", unit="image")))
+        measured = pd.DataFrame(list(progress(pool.map(row, ids), total=len(ids), what="Measuring", unit="image")))
+    return pd.concat([measured, pd.DataFrame(columns, dtype=object)], axis=1)
 
 
 def own_validation(run: Run | None, method: str, budgets: Sequence[float]) -> list[dict[str, Any]]:
@@ -385,6 +425,175 @@ def _kept_promises(model: MedTokenBudget, images: HeldOut, method: str) -> list[
             }
         )
     return measured
+
+
+# A method that was made without this package ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class KeptPatches:
+    """What a method kept, from a table: `kept` is budget -> `[n, K]` patch numbers, in the order of the table's `names`.
+
+    `probabilities` is budget -> `[n, C]`, empty without columns `p_<class>`; `scores` is `[n, N]` or None.
+    """
+
+    method: str
+    grid: tuple[int, int]
+    names: list[str]
+    kept: dict[float, np.ndarray]
+    probabilities: dict[float, np.ndarray]
+    scores: np.ndarray | None
+
+
+def read_kept(path: Path | str, manifest: Manifest) -> KeptPatches:
+    """Read a table of kept patches (docs/protocol.md), such as `mtb route` writes; images are those of the manifest.
+
+    Raises:
+        RequestError: The table lacks a column, an image or a budget; an image keeps another number of patches than the others, a
+            patch twice or one outside of the grid; probabilities are not those of the manifest's classes.
+    """
+    source = Path(path)
+
+    def refuse(what: str) -> RequestError:
+        return RequestError(f"{source} {what}")
+
+    try:
+        table = pq.read_table(source)
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise refuse(f"is not a readable Parquet file ({first_line(error)}).") from None
+    key = next((name for name in ("image_id", "image") if name in table.column_names), None)
+    if key is None or "kept" not in table.column_names:
+        raise refuse(f"needs the columns image_id and kept (a list of patch numbers), but it has {', '.join(table.column_names)}.")
+    if source.stem in list_selectors() or set(":+|/") & set(source.stem):
+        raise refuse(
+            "gives the method its name, but a method of this package has this name, or it contains one of : + | /. Rename the file."
+        )
+    frame = table.to_pandas()
+    if frame["kept"].isna().any():
+        raise refuse("has rows without kept patches. Methods that merge patches keep none and cannot be judged by this table.")
+    paths = {os.path.abspath(manifest.image_path(row)): name for row, name in enumerate(manifest.ids)} if key == "image" else {}
+    frame["image_id"] = [paths.get(os.path.abspath(name), name) for name in frame[key].astype(str)]
+    grid = _grid_of(table, frame, refuse)
+    n, counts = grid[0] * grid[1], frame["kept"].map(len)
+    shares = frame["budget"] if "budget" in frame else counts / n
+    frame, names = frame[frame["image_id"].isin(manifest.ids)], manifest.ids
+    kept: dict[float, np.ndarray] = {}
+    probabilities: dict[float, np.ndarray] = {}
+    columns = [name for name in frame.columns if name.startswith("p_")]
+    if columns and sorted(columns) != sorted(f"p_{name}" for name in manifest.classes):
+        raise refuse(f"has {', '.join(columns)}, but the classes of the manifest are {', '.join(manifest.classes) or 'none'}.")
+    for _, rows in frame.groupby(shares.loc[frame.index].round(9)):
+        if (sizes := sorted(set(counts[rows.index]))) != sizes[:1] or not sizes[0]:
+            raise refuse(f"keeps {listed(sizes)} patches at one budget. Every image must keep the same number, at least 1.")
+        if twice := sorted(set(rows["image_id"][rows["image_id"].duplicated()])):
+            raise refuse(f"has more than one row for {listed(twice)} at one budget. Name the budgets in a column `budget`.")
+        of_image = rows.set_index("image_id")
+        if missing := [name for name in names if name not in of_image.index]:
+            raise refuse(f"has no row for {len(missing):,} of {len(names):,} images of the manifest: {listed(missing)}.")
+        patches = np.stack(of_image.loc[names, "kept"].map(np.asarray).tolist())
+        if patches.dtype.kind not in "iu" or patches.min() < 0 or patches.max() >= n or (np.diff(np.sort(patches)) == 0).any():
+            raise refuse(f"must keep different patches from 0 to {n - 1} of a grid of {grid[0]} x {grid[1]}, counted row by row.")
+        # The smallest decimal that gives this K, unless the budget that the table names does.
+        stated = float(shares[rows.index[0]])
+        budget = stated if 0 < stated <= 1 and budget_to_k(stated, n, 1) == sizes[0] else math.ceil(1e6 * sizes[0] / n) / 1e6
+        kept[budget] = patches
+        if columns:
+            values = of_image.loc[names, [f"p_{name}" for name in manifest.classes]].to_numpy(float)
+            if not (np.abs(values.sum(1) - 1) < 1e-3).all() or (values < 0).any():
+                raise refuse("has probabilities that are negative or do not sum to 1 for each image.")
+            probabilities[budget] = values
+    if not kept:
+        raise refuse(f"has no image of the manifest: it has {listed(list(dict.fromkeys(table.to_pandas()[key])), 3)}.")
+    first = frame.drop_duplicates("image_id").set_index("image_id").loc[names]
+    scores = np.stack(first["scores"].tolist()) if "scores" in first and first["scores"].notna().all() else None
+    return KeptPatches(source.stem, grid, names, dict(sorted(kept.items())), probabilities, scores)
+
+
+def _grid_of(table: pa.Table, frame: pd.DataFrame, refuse: Callable[[str], RequestError]) -> tuple[int, int]:
+    """Return the grid that a table states in its metadata, or a square one of its numbers of patches."""
+    stated = (table.schema.metadata or {}).get(b"grid")
+    if stated is not None:
+        rows, columns = json.loads(stated)
+        return int(rows), int(columns)
+    scored = "scores" in frame and frame["scores"].notna().all()
+    patches = set(frame["n_patches"]) if "n_patches" in frame else set(frame["scores"].map(len)) if scored else set()
+    side = math.isqrt(int(next(iter(patches)))) if len(patches) == 1 else 0
+    if side**2 not in patches:
+        raise refuse("does not say its grid. Add a column n_patches (such as 256), or the metadata key grid (such as [16, 16]).")
+    return side, side
+
+
+def images_of_table(
+    table: KeptPatches, manifest: Manifest, store: FeatureStore | Path | str | None, tokens: Path, part: str
+) -> HeldOut:
+    """Open the images of a table of kept patches; without a `store`, the embedded backbone reads them on the grid of the table."""
+    if store is None:
+        side = table.grid[0]
+        if table.grid != (side, side):
+            raise RequestError(f"The grid of the table is {table.grid[0]} x {table.grid[1]}. Pass a `store` with this grid.")
+        opened = extract(manifest, tokens, BackboneConfig("embedded", image_size=_EMBEDDED_PATCH * side))
+    else:
+        opened = (store if isinstance(store, FeatureStore) else FeatureStore.open(store)).annotated(manifest)
+        if tuple(opened.grid) != table.grid:
+            what = f"The grid of the store {opened.path}"
+            advice = "Leave out `store` to read the images on the grid of the table."
+            raise MismatchError.between(what, {"grid": table.grid}, {"grid": tuple(opened.grid)}, advice)
+    return _images_of(manifest, opened, part)
+
+
+def evaluate_kept(run: Run, table: KeptPatches, images: HeldOut, original: Manifest, by: Sequence[str]) -> None:
+    """Judge a table of kept patches next to the controls, which keep as many, and write the files of the run."""
+    store, rows, method = images.store, images.rows, table.method
+    place = {name: index for index, name in enumerate(table.names)}
+    at = [place[store.ids[row]] for row in rows]
+    lesion, masked = store.lesion.numpy()[rows].astype(bool), store.has_mask.numpy()[rows]
+    none = np.full(len(rows), np.nan)
+    frames = []
+    for budget, patches in table.kept.items():
+        probability = table.probabilities.get(budget, np.zeros((len(table.names), 0)))[at].astype(np.float32)
+        classified = probability.shape[1] > 0
+        measured = {
+            "view": AS_IS,
+            "method": method,
+            "seed": SEED,
+            "label": store.label.numpy()[rows] if classified else -1,
+            "budget": budget,
+            "k": patches.shape[1],
+            "predicted": probability.argmax(1) if classified else -1,
+            "probabilities": list(probability),
+            "kept_lesion": np.where(masked, np.take_along_axis(lesion, patches[at], 1).sum(1), np.nan),
+            **dict.fromkeys(("purity", "lesion_dominated", "lesion_mass"), none),
+        }
+        frames.append(pd.DataFrame(_known(store, rows, images.manifest) | measured))
+    classifiers = {name: RoutedClassifier(create_selector(name, minimum=1), None) for name in CONTROLS}
+    budgets, most = list(table.kept), table.kept[max(table.kept)][at]
+    orders = {routing_name(AS_IS, name, method, SEED): value for name, value in _annotations(store, rows).items()}
+    if all((np.sort(most[:, : few.shape[1]]) == np.sort(few[at])).all() for few in table.kept.values()):  # a ranking
+        rest = np.ones((len(rows), store.n), bool)
+        np.put_along_axis(rest, most, False, 1)
+        order = np.concatenate([most, np.nonzero(rest)[1].reshape(len(rows), -1)], 1).astype(np.int16)
+        orders[routing_name(AS_IS, "order", method, SEED)] = order
+    if table.scores is not None:
+        orders[routing_name(AS_IS, "scores", method, SEED)] = table.scores[at].astype(np.float16)
+    _write_tables(run, images, original, by, {AS_IS: rows}, classifiers, budgets, frames, orders)
+    foreign = {"selector": method, "head": "none", "variant": "", "learned": False, "config": {}}
+    run.finish(
+        methods={method: foreign, **{name: _about(classifier) for name, classifier in classifiers.items()}},
+        main=method,
+        studies=[_study([method, *classifiers], budgets)],
+        units=[],
+        seeds=[SEED],
+        hashes={"manifest": original.hash, "store": store.identity},
+        evaluation={
+            "part": images.part,
+            "images": len(images.manifest),
+            "unreadable": len(images.manifest) - len(rows),
+            "guarantees": [],
+            "model": f"the table {method}",
+            "mapping": None,
+            "own": [],
+        },
+    )
 
 
 # Calibration ----------------------------------------------------------------------------------------------------------

@@ -15,16 +15,15 @@ from medtokenbudget.backbone.views import OFF_CENTER
 from medtokenbudget.config import SIGNALS, TrainConfig, given_settings
 from medtokenbudget.data import Manifest
 from medtokenbudget.data.manifest import listed
-from medtokenbudget.devices import resolve_device
 from medtokenbudget.errors import RequestError
 from medtokenbudget.heads import create_head
-from medtokenbudget.progress import say
 from medtokenbudget.routing import selector_class
 from medtokenbudget.routing.selectors.lats import ordered_signals
 from medtokenbudget.routing.topk import budget_to_k
 from medtokenbudget.runs.method import Method, unused_settings
 from medtokenbudget.runs.run import Run
 from medtokenbudget.runs.studies import Study
+from medtokenbudget.runtime import resolve_device, say
 from medtokenbudget.training.rows import check_fits
 
 READS_ROUTED = "no-pruning"

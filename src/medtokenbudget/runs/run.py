@@ -31,12 +31,20 @@ from medtokenbudget.data import Manifest
 from medtokenbudget.data.manifest import listed
 from medtokenbudget.errors import RequestError
 from medtokenbudget.escaping import csv_frame, from_csv_cell
-from medtokenbudget.files import atomic_write, read_json, read_lines, sha256_file, unsealed, write_safetensors, write_sealed
-from medtokenbudget.locks import FILE as LOCK
-from medtokenbudget.locks import exclusive
+from medtokenbudget.files import (
+    LOCK,
+    atomic_write,
+    exclusive,
+    read_json,
+    read_lines,
+    sha256_file,
+    unsealed,
+    write_safetensors,
+    write_sealed,
+)
 from medtokenbudget.measures import NOT_MEASURED, Cell
 from medtokenbudget.model.model import MedTokenBudget, load
-from medtokenbudget.progress import say
+from medtokenbudget.runtime import say
 from medtokenbudget.training.trainer import log_hash
 
 FILE = "run.json"
@@ -94,7 +102,7 @@ class Run:
         >>> run.main
         'lats:lesion-first'
         >>> sorted(set(run.results["method"]))
-        ['center', 'lats:lesion-first', 'random']
+        ['border-contrast', 'center', 'lats:lesion-first', 'random']
         >>> run.model.main
         'lats:lesion-first'
     """
@@ -297,8 +305,11 @@ def versions() -> dict[str, str]:
 
 
 def counts(manifest: Manifest, store: FeatureStore) -> dict[str, Any]:
-    """Count images, masks and classes of each part, and the lesion sizes of the validation masks: the supplement's two tables."""
-    parts: dict[str, Any] = {}
+    """Count images, masks and classes of each part, the lesion sizes of the validation masks (the supplement's two tables), and the
+    validation images that show a lesion that is trained on too."""
+    crossing = manifest.crossing
+    leaks = {"images": int(crossing.sum()), "groups": int(manifest.rows["group"][crossing].nunique())}
+    parts: dict[str, Any] = {"crossing": leaks}
     for part in ("train", "select", "val"):
         of_part = manifest.part(part)
         rows = store.rows(of_part.ids, strict=False)

@@ -9,10 +9,8 @@ bootstrap or permutation draw keeps all seeds and averages the metric over them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from operator import itemgetter
-from typing import Any, Literal
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -20,9 +18,8 @@ from numpy.typing import ArrayLike, NDArray
 from scipy.optimize import minimize_scalar
 from scipy.special import ndtr, ndtri
 
-from medtokenbudget import metrics
 from medtokenbudget.errors import RequestError, UnknownNameError
-from medtokenbudget.measures import probability_matrix
+from medtokenbudget.measures import METRICS, Statistic
 from medtokenbudget.metrics import Floats, ratio, reachable
 
 DRAWS = 10_000
@@ -32,62 +29,8 @@ _GROUP = "group number"  # a column of this module alone
 _BLOCK_BYTES = 2_000_000
 
 
-@dataclass(frozen=True)
-class Statistic:
-    """A metric as a function of sums: `terms` gives [n, S] numbers an image, `value` maps their sums [..., S] to the metric."""
-
-    scope: Literal["labeled", "lesion"]
-    terms: Callable[[pd.DataFrame, int], Floats]
-    value: Callable[[Floats], Floats]
-
-
-def _class_terms(frame: pd.DataFrame, classes: int) -> Floats:
-    eye = np.eye(classes)
-    true, predicted = eye[frame["label"].to_numpy(int)], eye[frame["predicted"].to_numpy(int)]
-    return np.concatenate([true * predicted, true, predicted], 1)
-
-
-def _of_classes(value: Callable[[Floats], Floats]) -> Callable[[Floats], Floats]:
-    return lambda sums: value(sums.reshape(*sums.shape[:-1], 3, -1))
-
-
-def _accuracy_terms(frame: pd.DataFrame, classes: int) -> Floats:
-    correct = metrics.correct(frame["label"].to_numpy(int), frame["predicted"].to_numpy(int))
-    return np.stack([correct, np.ones(len(frame))], 1).astype(float)
-
-
-def _calibration_terms(frame: pd.DataFrame, classes: int) -> Floats:
-    gaps = metrics.calibration_bins(frame["label"], frame["predicted"], probability_matrix(frame))
-    return np.concatenate([gaps, np.ones((len(frame), 1))], 1)
-
-
-def _lesion_terms(*columns: Callable[[pd.DataFrame], Any]) -> Callable[[pd.DataFrame, int], Floats]:
-    return lambda frame, classes: np.stack([np.asarray(column(frame), float) for column in columns], 1)
-
-
-def _quotient(sums: Floats) -> Floats:
-    return ratio(sums[..., 0], sums[..., 1])
-
-
-_KEPT, _LESION, _K = itemgetter("kept_lesion"), itemgetter("lesion"), itemgetter("k")
-STATISTICS: dict[str, Statistic] = {
-    "accuracy": Statistic("labeled", _accuracy_terms, _quotient),
-    "macro_f1": Statistic("labeled", _class_terms, _of_classes(metrics.macro_f1_of_counts)),
-    "balanced_accuracy": Statistic("labeled", _class_terms, _of_classes(metrics.balanced_accuracy_of_counts)),
-    "ece": Statistic("labeled", _calibration_terms, lambda s: ratio(np.abs(s[..., :-1]).sum(-1), s[..., -1])),
-    "retention": Statistic("lesion", _lesion_terms(_KEPT, _LESION), _quotient),
-    "retention_mean": Statistic(
-        "lesion", _lesion_terms(lambda f: ratio(f["kept_lesion"], f["lesion"]), lambda f: np.ones(len(f))), _quotient
-    ),
-    "retention_of_ceiling": Statistic("lesion", _lesion_terms(_KEPT, lambda f: reachable(f["lesion"], f["k"])), _quotient),
-    "precision": Statistic("lesion", _lesion_terms(_KEPT, _K), _quotient),
-    "enrichment": Statistic(
-        "lesion",
-        _lesion_terms(_KEPT, _K, _LESION, itemgetter("n_patches")),
-        lambda s: ratio(ratio(s[..., 0], s[..., 1]), ratio(s[..., 2], s[..., 3])),
-    ),
-}
-"""The metrics that have intervals and tests; the area under the ROC curve is no function of sums and has none."""
+STATISTICS: dict[str, Statistic] = {name: metric.sums for name, metric in METRICS.items() if metric.sums is not None}
+"""The metrics that have intervals and tests."""
 
 
 def statistic(metric: str) -> Statistic:
@@ -268,6 +211,38 @@ def compare(
     table["p_holm"] = families.transform(lambda p: holm(p.to_numpy())) if len(table) else table["p_holm"]
     order = {name: i for i, name in enumerate(metrics)}
     return table.sort_values("metric", key=lambda c: c.map(order), kind="stable", ignore_index=True)
+
+
+def ranking(predictions: pd.DataFrame, metric: str, draws: int = DRAWS) -> pd.DataFrame:
+    """Rank the methods of one cell on the images that all of them have: `method, value, low, high, first, last, tie, n, groups`.
+
+    Every pair is tested, with Holm's correction over all pairs. The rank of a method is an interval: `first` is the best place that
+    the tests leave open, `last` the worst. `tie` numbers groups from the best: a method opens a new one when it is lower than the
+    best of the group with p < 0.05, so that the order inside a group means nothing.
+    """
+    methods = list(dict.fromkeys(predictions["method"]))
+    rows = predictions if statistic(metric).scope == "labeled" else lesion_rows(predictions)
+    shared = set.intersection(*(set(of["image_id"]) for _, of in rows.groupby("method"))) if len(rows) else set()
+    rows = rows[rows["image_id"].isin(shared)]
+    table = intervals(rows, (metric,), ("method",), draws).sort_values("value", ascending=False, kind="stable", ignore_index=True)
+    order = list(table["method"])
+    pairs = [compare(rows[rows["method"].isin(order[i:])], name, (metric,), draws=draws) for i, name in enumerate(order[:-1])]
+    tests = pd.concat(pairs, ignore_index=True) if pairs else pd.DataFrame(columns=list(COMPARISON_COLUMNS))
+    tests = tests.assign(p_holm=holm(tests["p"].to_numpy(float)))
+    clear = tests[(tests["p_holm"] < 1 - LEVEL) & (tests["difference"] > 0)]
+    beats = set(zip(clear["method_a"], clear["method_b"]))
+    table["first"] = [1 + sum((other, name) in beats for other in order) for name in order]
+    table["last"] = [len(order) - sum((name, other) in beats for other in order) for name in order]
+    leader = ""
+    ties: list[int] = []
+    for name in order:
+        if not ties or (leader, name) in beats:
+            ties.append(ties[-1] + 1 if ties else 1)
+            leader = name
+        else:
+            ties.append(ties[-1])
+    missing = [name for name in methods if name not in order]
+    return pd.concat([table.assign(tie=ties), pd.DataFrame({"method": missing})], ignore_index=True)
 
 
 def _compare_cell(

@@ -88,6 +88,15 @@ STUDIES: dict[str, Study] = {
             tables=("robustness", "paired-seeds", "paired-seeds-paper"),
         ),
         Study(
+            "seeds",
+            (*PAPER_METHODS, OURS, *CONTROLS),
+            SEEDS,
+            off_center=False,
+            title="Ten budgets over seeds: accuracy (%)",
+            form="sweep",
+            tables=("seeds",),
+        ),
+        Study(
             "mask-free",
             ("lats:mask-free", "lats", "random", *CONTROLS),
             SEEDS,
@@ -108,7 +117,8 @@ STUDIES: dict[str, Study] = {
         Study(
             "curriculum",
             ("lats", "lats:fixed-0.5", "random", *CONTROLS),
-            budgets=MAIN_BUDGETS,
+            SEEDS,
+            MAIN_BUDGETS,
             off_center=False,
             title="Curriculum against a fixed training budget: accuracy (%)",
             form="sweep",
@@ -116,7 +126,10 @@ STUDIES: dict[str, Study] = {
         ),
         Study(
             "toggles",
-            ("lats", "lats:no-attention", "lats:no-norm", "lats:no-contrast", "lats:no-signals", "random", *CONTROLS),
+            (
+                *("lats", "lats:no-attention", "lats:no-norm", "lats:no-contrast", "lats:no-signals"),
+                *("lats:attention-only", "lats:norm-only", "lats:contrast-only", "random", *CONTROLS),
+            ),
             budgets=HEADLINE_BUDGETS,
             off_center=False,
             title="Signals switched off at inference",

@@ -26,12 +26,10 @@ from medtokenbudget import files
 from medtokenbudget.backbone.views import OFF_CENTER
 from medtokenbudget.config import HEADLINE_METHODS, TrainConfig, to_dict, train_config_from_dict
 from medtokenbudget.data.manifest import listed
-from medtokenbudget.devices import cpu_threads
 from medtokenbudget.errors import MedTokenBudgetError, MismatchError, RequestError, WorkError
+from medtokenbudget.files import exclusive, load_tensors, save_tensors
 from medtokenbudget.heads import create_head
 from medtokenbudget.jobs import Execution, run_jobs
-from medtokenbudget.locks import exclusive
-from medtokenbudget.progress import progress, say
 from medtokenbudget.routing import LearnedSelector, Selector, create_selector, selector_class
 from medtokenbudget.runs import preflight
 from medtokenbudget.runs.evaluate import evaluate_views
@@ -50,7 +48,7 @@ from medtokenbudget.runs.run import (
     write_tables,
 )
 from medtokenbudget.runs.studies import Study, Unit
-from medtokenbudget.tensor_files import load_tensors, save_tensors
+from medtokenbudget.runtime import cpu_threads, progress, say
 from medtokenbudget.training.classifier import RoutedClassifier
 from medtokenbudget.training.rows import TrainingRows
 from medtokenbudget.training.trainer import CHECKPOINT, TRAINING_VERSION, OnEpoch, module_tensors, split_prefix, train

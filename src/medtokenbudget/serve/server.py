@@ -38,7 +38,7 @@ from medtokenbudget.config import ServeConfig
 from medtokenbudget.data import DecodeError
 from medtokenbudget.errors import MedTokenBudgetError, RequestError, WorkError
 from medtokenbudget.model import load
-from medtokenbudget.progress import say
+from medtokenbudget.runtime import say
 from medtokenbudget.serve import schemas
 from medtokenbudget.serve.samples import SAMPLES, offers, sample_files
 from medtokenbudget.serve.service import FILES, NOTICE, STATIC, FieldError, Question, Service, index_page, is_demo

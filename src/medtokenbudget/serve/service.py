@@ -168,7 +168,7 @@ class Service:
                 )
         tokens = self.model.encode(self.model.backbone.prepare(image)[None], [mask])
         lesion = None if tokens.lesion is None else tokens.lesion[0].cpu().numpy()
-        familiarity = self.model.familiarity
+        unfamiliarity = self.model.unfamiliarity(tokens)
         merged: dict[tuple[str, int], Selection] = {}
         return {
             "model": self.fingerprint,
@@ -179,7 +179,7 @@ class Service:
             "classes": list(self.model.classes),
             "budgets": budgets,
             "lesion": None if lesion is None else np.flatnonzero(lesion).tolist(),
-            "unfamiliarity": None if familiarity is None else round(float(familiarity(tokens)[0]), 4),
+            "unfamiliarity": None if unfamiliarity is None else round(float(unfamiliarity[0]), 4),
             "selectors": [self._answer_of(name, tokens, budgets, lesion, guarantees, merged) for name in names],
         }
 

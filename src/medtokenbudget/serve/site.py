@@ -19,11 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from medtokenbudget.errors import RequestError, WorkError
-from medtokenbudget.files import atomic_write, sha256_file, sha256_json, write_json, write_text
-from medtokenbudget.locks import exclusive
+from medtokenbudget.files import atomic_write, exclusive, sha256_file, sha256_json, write_json, write_text
 from medtokenbudget.model import MedTokenBudget
 from medtokenbudget.model.onnx import HEADS_GRAPH, TOKENS_GRAPH, WebGraphs, write_web_graphs
-from medtokenbudget.progress import say
+from medtokenbudget.runtime import say
 from medtokenbudget.serve.samples import offers, sample_files
 from medtokenbudget.serve.service import STATIC, Service, index_page
 

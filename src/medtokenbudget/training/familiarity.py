@@ -6,7 +6,8 @@ A router gives scores to anything. This is what lets a model say that an image i
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -123,9 +124,29 @@ def whole(tokens: TokenBatch) -> Tensor:
     return tokens.patches.float().mean(1) if tokens.cls is None else tokens.cls.float()
 
 
+@dataclass(frozen=True)
+class Features:
+    """Features [n, 1, D] of images in memory, read like a store."""
+
+    ids: Sequence[str]
+    values: Tensor
+
+    @property
+    def dim(self) -> int:
+        """Number of features D."""
+        return self.values.shape[2]
+
+    def batches(self, rows: np.ndarray, size: int) -> Iterator[TokenBatch]:
+        """Yield the features of `rows`, `size` images at a time."""
+        for part in torch.from_numpy(rows).split(size):
+            yield TokenBatch(self.values[part], (1, 1))
+
+
 @torch.no_grad()
-def fit_familiarity(store: FeatureStore, rows: np.ndarray, seed: int = 0) -> Familiarity | None:
-    """Fit on the images `rows` of a store; the limit is the 99th percentile of images that were held out, in five folds.
+def fit_familiarity(
+    store: FeatureStore | Features, rows: np.ndarray, seed: int = 0, rank: int = RANK, level: float = LEVEL
+) -> Familiarity | None:
+    """Fit on the images `rows` of a store; the limit is the quantile `level` of images that were held out, in five folds.
 
     All views of an image are in one fold.
 
@@ -138,7 +159,7 @@ def fit_familiarity(store: FeatureStore, rows: np.ndarray, seed: int = 0) -> Fam
     fold_of_image = torch.randperm(len(images), generator=generator(seed, "familiarity", 0)) % FOLDS
     folds = [rows[(fold_of_image[torch.from_numpy(place)] == fold).numpy()] for fold in range(FOLDS)]
     moments = [_moments(store, part) for part in folds]
-    rank = min(RANK, (len(images) - math.ceil(len(images) / FOLDS)) // 2, store.dim)
+    rank = min(rank, (len(images) - math.ceil(len(images) / FOLDS)) // 2, store.dim)
     held_out = []
     for fold, part in enumerate(folds):
         fitted = _fitted(store.dim, rank, [*moments[:fold], *moments[fold + 1 :]])
@@ -148,11 +169,11 @@ def fit_familiarity(store: FeatureStore, rows: np.ndarray, seed: int = 0) -> Fam
     # Each distance counts by how little it varies among images that are like the training images.
     spread = distances.clamp(min=1e-6).log().std(0).clamp(min=1e-6)
     fitted.weight.copy_((1 / spread) / (1 / spread).sum())
-    fitted.limit.copy_(torch.quantile(fitted.combined(distances), LEVEL).view(1))
+    fitted.limit.copy_(torch.quantile(fitted.combined(distances), level).view(1))
     return fitted
 
 
-def _moments(store: FeatureStore, rows: np.ndarray) -> tuple[list[Tensor], list[Tensor]]:
+def _moments(store: FeatureStore | Features, rows: np.ndarray) -> tuple[list[Tensor], list[Tensor]]:
     """Return the moments of the images and of their patches."""
     batches = store.batches(rows, _BATCH)
     parts = [(moments_of(whole(batch)), moments_of(batch.patches.float().flatten(0, 1))) for batch in batches]

@@ -20,7 +20,7 @@ from medtokenbudget.config import TrainConfig
 from medtokenbudget.data import Manifest, cut_selection
 from medtokenbudget.data.manifest import listed
 from medtokenbudget.errors import MismatchError, RequestError
-from medtokenbudget.progress import say
+from medtokenbudget.runtime import say
 
 SPLIT_SEED = 42
 

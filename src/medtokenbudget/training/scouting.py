@@ -7,6 +7,7 @@ the lesions made paler. The weights that are kept are a moving average of all st
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -15,17 +16,18 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
+from medtokenbudget.backbone.backbone import Backbone
+from medtokenbudget.backbone.views import OFF_CENTER, geometry_of, image_seed
 from medtokenbudget.config import TrainConfig, given_settings, to_dict
 from medtokenbudget.data import Manifest, decode_image
 from medtokenbudget.data.masks import mask_of
-from medtokenbudget.devices import resolve_device
 from medtokenbudget.errors import MismatchError, RequestError
-from medtokenbudget.files import sha256_json
+from medtokenbudget.files import load_tensors, save_tensors, sha256_json
 from medtokenbudget.jobs import ordered_map
-from medtokenbudget.progress import progress, say
 from medtokenbudget.routing.selectors.scout import Scout
-from medtokenbudget.tensor_files import load_tensors, save_tensors
+from medtokenbudget.runtime import progress, resolve_device, say
 from medtokenbudget.training.classifier import RoutedClassifier
+from medtokenbudget.training.familiarity import Familiarity, Features, fit_familiarity
 from medtokenbudget.training.rows import generator
 
 CHECKPOINT = "scout.safetensors"
@@ -40,8 +42,13 @@ WARM_UP = 0.2
 """Share of the steps in which the learning rate rises."""
 WHOLE = 0.3
 """Share of the views that show the whole image, so that large lesions and borders are seen as at inference."""
+STRETCH = 0.75
+"""A crop is at least this much as wide as high, or as high as wide."""
 MOST_REPEATS = 5
 """`min_steps` gives small data sets at most this many times as many epochs."""
+FAMILIAR_RANK, FAMILIAR_LEVEL = 64, 0.95
+"""Directions, and share of held-out training images within the limit, of what tells unfamiliar images. Its features are of low
+level, and a few training images are stranger by them than any endoscopy."""
 _FINER = 1.5
 """Side of the images in memory relative to what the network reads: crops of them are enlarged."""
 
@@ -63,7 +70,7 @@ def train_scout(manifest: Manifest, config: TrainConfig, folder: Path) -> Routed
     network, average = scout.network, {name: value.detach().clone() for name, value in scout.network.state_dict().items()}
     optimizer = torch.optim.AdamW(network.parameters(), lr=config.lr, weight_decay=config.weight_decay)
     done = _resume(folder / CHECKPOINT, identity, scout, average, optimizer)
-    rows = [row for row, part in enumerate(manifest.rows["split"]) if part != "val" and manifest.mask_path(row) is not None]
+    rows = _training_rows(manifest)
     if not rows:
         raise RequestError("No training image has a mask, and a scout learns from nothing else. Add masks to the manifest.")
     per_epoch = math.ceil(len(rows) / config.batch_size)
@@ -98,6 +105,30 @@ def train_scout(manifest: Manifest, config: TrainConfig, folder: Path) -> Routed
     return RoutedClassifier(scout.cpu().eval(), None)
 
 
+@torch.no_grad()
+def fit_scout_familiarity(scout: Scout, backbone: Backbone, manifest: Manifest, seed: int) -> Familiarity | None:
+    """Fit what tells unfamiliar images on the scout's own features of its training images and of off-center crops of them."""
+
+    def views(row: int) -> list[np.ndarray]:
+        mask, shown = manifest.mask_path(row), []
+        assert mask is not None
+        # An image that cannot be read has no view, and one that its lesion fills has no crop.
+        with suppress(RequestError):
+            image = decode_image(manifest.image_path(row))
+            shown.append(backbone.prepare(image))
+            crop = geometry_of(OFF_CENTER, mask_of(image.size, mask), image_seed(seed, manifest.ids[row]))
+            shown.append(backbone.prepare(crop.of(image)))
+        return shown
+
+    rows, ids, features = _training_rows(manifest), [], []
+    decoded = progress(ordered_map(views, rows, 32, 4), total=len(rows), what="Reading again", unit="image")
+    for row, shown in zip(rows, decoded):
+        for pixels in shown:
+            ids.append(manifest.ids[row])
+            features.append(scout.see(backbone.tokens(backbone.normalize(torch.from_numpy(pixels)[None]))).features.patches)
+    return fit_familiarity(Features(ids, torch.cat(features)), np.arange(len(ids)), seed, FAMILIAR_RANK, FAMILIAR_LEVEL)
+
+
 def check_settings(config: TrainConfig) -> None:
     """Reject settings that this recipe does not read."""
     idle = {name: value for name, value in given_settings(config).items() if name not in READS}
@@ -129,14 +160,15 @@ def random_view(images: Tensor, masks: Tensor, config: TrainConfig, noise: torch
         return scale * torch.randn(b, *shape, generator=noise)
 
     whole = draw(0, 1) < WHOLE
-    side = torch.where(whole, torch.ones(b), draw(config.scout.crop, 1))
+    side = torch.where(whole.unsqueeze(1), torch.ones(b, 2), draw(config.scout.crop, 1, 1) * draw(STRETCH, 1, 2))
     # Quarter turns of the whole image, any angle of a crop.
     quarter = torch.floor(draw(0, 4)) * (math.pi / 2)
     angle = torch.where(whole, quarter, quarter + draw(-math.pi / 4, math.pi / 4))
     flip = torch.where(draw(0, 1) < 0.5, -1.0, 1.0)
-    place = draw(-1, 1, 2) * (1 - side).unsqueeze(1)
-    cos, sin = side * angle.cos(), side * angle.sin()
-    theta = torch.stack([torch.stack([flip * cos, -sin, place[:, 0]], 1), torch.stack([flip * sin, cos, place[:, 1]], 1)], 1)
+    place = draw(-1, 1, 2) * (1 - side.amax(1, keepdim=True))
+    cos, sin, wide, high = angle.cos(), angle.sin(), flip * side[:, 0], side[:, 1]
+    x, y = torch.stack([wide * cos, -high * sin, place[:, 0]], 1), torch.stack([wide * sin, high * cos, place[:, 1]], 1)
+    theta = torch.stack([x, y], 1)
     grid = F.affine_grid(theta, [b, 3, size, size], align_corners=False)
     both = torch.cat([images, masks], 1).float() / 255
     both = F.grid_sample(both, grid, mode="bilinear", padding_mode="reflection", align_corners=False)
@@ -146,6 +178,10 @@ def random_view(images: Tensor, masks: Tensor, config: TrainConfig, noise: torch
     # Of a lesion that fills the view no skin is known.
     known = ((1 - mask).mean((2, 3), keepdim=True) > 0.1).float()
     contrast = draw(0.15, 1).view(b, 1, 1, 1)
+    # Half of these lesions are red: darker than the skin in green and blue more than in red.
+    red = (draw(0, 1) < 0.5).float().view(b, 1, 1, 1)
+    channels = torch.stack([draw(0, 0.6), draw(0.6, 1.2), draw(0.4, 1.2)], 1).view(b, 3, 1, 1)
+    contrast = contrast * (1 - red + red * channels)
     tinted = skin + normal(0.03, 3, 1, 1)
     view = view + pale * known * mask * (1 - contrast) * (tinted - view)
     light = normal(0.15, 1, 1, 1).exp() * normal(0.06, 3, 1, 1).exp()
@@ -162,6 +198,10 @@ def segmentation_loss(logits: Tensor, target: Tensor, grid: int) -> Tensor:
     coarse, labels = (F.adaptive_avg_pool2d(values.unsqueeze(1), grid) for values in (logits, target))
     patches = F.binary_cross_entropy_with_logits(coarse, (labels > 0.5).float())
     return F.binary_cross_entropy_with_logits(logits, target) + dice.mean() + patches
+
+
+def _training_rows(manifest: Manifest) -> list[int]:
+    return [row for row, part in enumerate(manifest.rows["split"]) if part != "val" and manifest.mask_path(row) is not None]
 
 
 def _rate(share: float) -> float:

@@ -21,15 +21,13 @@ from torch import Tensor, nn
 from medtokenbudget.backbone import FeatureStore
 from medtokenbudget.backbone.views import IDENTITY
 from medtokenbudget.config import HEADLINE_BUDGETS, CurriculumConfig, TrainConfig, to_dict
-from medtokenbudget.devices import resolve_device
 from medtokenbudget.errors import MismatchError, RequestError, WorkError
-from medtokenbudget.files import append_line, dotted, read_lines, sha256_json, write_lines
+from medtokenbudget.files import append_line, dotted, load_tensors, read_lines, save_tensors, sha256_json, write_lines
 from medtokenbudget.heads import Head, create_head
 from medtokenbudget.metrics import accuracy, share_of_ceiling
-from medtokenbudget.progress import say
 from medtokenbudget.routing import LearnedSelector, Ranker, Selector, TrainingPass, selector_class
 from medtokenbudget.routing.losses import classification_loss, total_loss
-from medtokenbudget.tensor_files import load_tensors, save_tensors
+from medtokenbudget.runtime import resolve_device, say
 from medtokenbudget.tokens import TokenBatch, TokenSet
 from medtokenbudget.training import pooled
 from medtokenbudget.training.classifier import RoutedClassifier
@@ -107,7 +105,14 @@ def _train_selector(
         classifier = RoutedClassifier(selector, create_head(head, store.dim, classes) if joint and classes else None).to(device)
     weights = class_weights(label, classes).to(device) if config.class_balance == "loss" and joint else None
 
-    def steps(row: dict[str, Any]) -> Iterator[tuple[Tensor, dict[str, Tensor], int]]:
+    images = len(rows.train) + len(np.unique(np.asarray(store.ids)[rows.views]))
+    epochs = epochs_for(images, config.batch_size, config.epochs, selector.min_steps(config))
+    # Fused: one kernel for all parameters. Its last bits differ from the loop's, so it belongs to the training's version.
+    optimizer = torch.optim.AdamW(classifier.parameters(), lr=config.lr, weight_decay=config.weight_decay, fused=True)
+    stage = _Stage("selector", classifier, optimizer, config, epochs)
+    if folder is not None:
+        stage.resume(folder, _identity(store, rows, config, name, head))
+    for row in stage.run(lambda: _selection_value(store, rows.select, classifier, config), on_epoch):
         row["budget"] = budget = curriculum_budget(config.curriculum, row["epoch"])
         noise = generator(config.seed, "noise", row["epoch"])
         order = rows.of_epoch(store, config, row["epoch"])
@@ -120,17 +125,7 @@ def _train_selector(
                 else:
                     logits, step = None, selector.training_pass(batch, budget, config, noise, route=False)
             loss, logged = _loss(batch, logits, step, config, weights)
-            _require_finite(loss, row, batch.image_id or ())
-            yield loss, logged, len(batch)
-
-    images = len(rows.train) + len(np.unique(np.asarray(store.ids)[rows.views]))
-    epochs = epochs_for(images, config.batch_size, config.epochs, selector.min_steps(config))
-    # Fused: one kernel for all parameters. Its last bits differ from the loop's, so it belongs to the training's version.
-    optimizer = torch.optim.AdamW(classifier.parameters(), lr=config.lr, weight_decay=config.weight_decay, fused=True)
-    stage = _Stage("selector", classifier, optimizer, config, epochs)
-    if folder is not None:
-        stage.resume(folder, _identity(store, rows, config, name, head))
-    stage.run(steps, lambda: _selection_value(store, rows.select, classifier, config), on_epoch)
+            stage.step(loss, logged, len(batch), batch.image_id or ())
     classifier.history = stage.history
     return classifier.to("cpu").eval()
 
@@ -322,18 +317,14 @@ def fit_head(
     require_labels(label)
     weights = class_weights(label, head.classes) if config.class_balance == "loss" else None
 
-    def steps(row: dict[str, Any]) -> Iterator[tuple[Tensor, dict[str, Tensor], int]]:
+    optimizer = torch.optim.AdamW(head.parameters(), lr=config.lr, weight_decay=config.weight_decay)
+    stage = _Stage("head", head, optimizer, config, config.head_epochs)
+    for row in stage.run(judge, on_epoch):
         noise = generator(config.seed, "head-dropout", row["epoch"])
         for features, target in batches(row["epoch"]):
             logits, term = head.training_step(features, target, noise)
             loss = classification_loss(logits, target, weights)
-            loss = loss if term is None else loss + term
-            _require_finite(loss, row)
-            yield loss, {"classification": loss.detach()}, len(target)
-
-    optimizer = torch.optim.AdamW(head.parameters(), lr=config.lr, weight_decay=config.weight_decay)
-    stage = _Stage("head", head, optimizer, config, config.head_epochs)
-    stage.run(steps, judge, on_epoch)
+            stage.step(loss if term is None else loss + term, {"classification": loss.detach()}, len(target))
     head.eval()
     return stage.history
 
@@ -363,15 +354,6 @@ def epochs_for(images: int, batch_size: int, epochs: int, min_steps: int) -> int
     return min(5 * epochs, max(epochs, math.ceil(min_steps / steps)))
 
 
-def _require_finite(loss: Tensor, row: Mapping[str, Any], images: Iterable[str] = ()) -> None:
-    if not math.isfinite(loss.item()):
-        named = f" (images {', '.join(list(images)[:4])}, ...)" if images else ""
-        raise WorkError(
-            f"The loss of the {row['stage']} is not finite in epoch {row['epoch']}{named}. "
-            "Lower `lr`, or extract the tokens of these images again."
-        )
-
-
 class _Stage:
     """The epochs of a selector or of a head: weights, optimizer and the best epoch so far. In a folder they outlive the process."""
 
@@ -383,16 +365,12 @@ class _Stage:
         self.best_value, self.best_epoch = -math.inf, -1
         self.best: dict[str, Tensor] = {}
         self.history: list[dict[str, Any]] = []
+        self.sums, self.images = dict[str, float](), 0
 
-    def run(
-        self,
-        steps: Callable[[dict[str, Any]], Iterator[tuple[Tensor, dict[str, Tensor], int]]],
-        judge: Callable[[], float] | None,
-        on_epoch: OnEpoch | None,
-    ) -> None:
-        """Train the epochs that are left, and keep the one that `judge` measures highest; the last one without a judge.
+    def run(self, judge: Callable[[], float] | None, on_epoch: OnEpoch | None) -> Iterator[dict[str, Any]]:
+        """Yield the row of each epoch that is left, to be filled by `step`, and end the epoch when the next one is asked for.
 
-        `steps` yields the loss of each batch, what is logged of it and its images' number; it may add to the row of the epoch.
+        At the end the module has the weights of the epoch that `judge` measures highest; of the last one without a judge.
         """
         config = self.config
         while not self.finished:
@@ -400,17 +378,10 @@ class _Stage:
             lr = config.lr if self.name == "head" and judge else cosine_lr(config.lr, epoch, self.epochs)
             self.optimizer.param_groups[0]["lr"] = lr
             row: dict[str, Any] = {"epoch": epoch, "stage": self.name, "lr": lr}
-            sums, images = dict[str, float](), 0
+            self.sums, self.images = {}, 0
             self.module.train()
-            for loss, logged, n in steps(row):
-                self.optimizer.zero_grad(set_to_none=True)
-                loss.backward()
-                torch.nn.utils.clip_grad_norm_(self.module.parameters(), config.clip)
-                self.optimizer.step()
-                for name, value in logged.items():
-                    sums[name] = sums.get(name, 0.0) + float(value) * n
-                images += n
-            row |= {name: value / images for name, value in sums.items()}
+            yield row
+            row |= {name: value / self.images for name, value in self.sums.items()}
             last = epoch + 1 >= self.epochs
             if judge is not None and ((epoch + 1) % config.evaluate_every == 0 or last):
                 row["selection"] = measured = judge()
@@ -423,6 +394,22 @@ class _Stage:
                 on_epoch(self.name, self.epoch, self.epochs)
         if self.best:
             self.module.load_state_dict(split_prefix(self.best, "best/"))
+
+    def step(self, loss: Tensor, logged: Mapping[str, Tensor], n: int, images: Iterable[str] = ()) -> None:
+        """Take a step down the loss of a batch of `n` images, and add to the means that are logged of the epoch."""
+        if not math.isfinite(loss.item()):
+            named = f" (images {', '.join(list(images)[:4])}, ...)" if images else ""
+            raise WorkError(
+                f"The loss of the {self.name} is not finite in epoch {self.epoch}{named}. "
+                "Lower `lr`, or extract the tokens of these images again."
+            )
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.config.clip)
+        self.optimizer.step()
+        for name, value in logged.items():
+            self.sums[name] = self.sums.get(name, 0.0) + float(value) * n
+        self.images += n
 
     def _end_epoch(self, row: dict[str, Any], finished: bool) -> None:
         """Log an epoch and write the checkpoint after it."""

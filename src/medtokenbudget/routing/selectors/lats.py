@@ -157,7 +157,7 @@ class LATSSelector(ScoredRanker):
     description = "The paper's method: a small network scores every patch."
     color, marker = "#3a9bd0", "H"
     line = "--"
-    ablations = ("no-attention", "no-norm", "no-contrast", "no-signals")
+    ablations = ("no-attention", "no-norm", "no-contrast", "no-signals", "attention-only", "norm-only", "contrast-only")
 
     def __init__(self, dim: int, config: LATSConfig | None = None, router: RouterConfig | None = None, **options: Any) -> None:
         scorer, smoothing = with_options(self.name, options, config or LATSConfig(), router or RouterConfig())
@@ -184,11 +184,13 @@ class LATSSelector(ScoredRanker):
         return self
 
     def ablate(self, name: str | None) -> LATSSelector:
-        """Switch off one signal ('no-norm', ...) or all of them ('no-signals') after training; None switches all on again."""
+        """Switch off one signal ('no-norm', ...), all but one ('norm-only') or all ('no-signals') after training; None: none."""
         if name is None:
             return self.toggle(None)
         if name not in self.ablations:
             raise UnknownNameError.of("ablation", name, self.ablations)
+        if name.endswith("-only"):
+            return self.toggle([signal for signal in self.scorer.signals if signal == name.removesuffix("-only")])
         off = name.removeprefix("no-")
         return self.toggle([signal for signal in self.scorer.signals if off not in (signal, "signals")])
 

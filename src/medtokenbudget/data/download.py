@@ -1,0 +1,407 @@
+"""Public data sets by name: where their owners publish them, and downloads that resume, are verified and unpacked.
+
+Nothing is removed but what a download made itself: its partial file and its folder of half unpacked files. By hand and not with
+pooch, which starts a broken download again from the first byte: ISIC 2019 has 9.8 GB.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import zipfile
+from dataclasses import dataclass
+from http.client import HTTPException
+from io import FileIO
+from pathlib import Path, PurePosixPath
+from typing import Any
+from urllib.error import HTTPError
+from urllib.parse import urlsplit
+from urllib.request import Request, urlopen
+
+from medtokenbudget.data.images import SUFFIXES
+from medtokenbudget.data.readers import GROUND_TRUTH, IMAGES, MASK_FOLDERS, METADATA
+from medtokenbudget.errors import RequestError, UnknownNameError, WorkError
+from medtokenbudget.files import write_error
+from medtokenbudget.runtime import progress, say
+
+_BLOCK = 2**20
+_TIMEOUT = 60.0
+"""Seconds without a byte after which a connection counts as broken."""
+
+
+@dataclass(frozen=True)
+class Archive:
+    """One file of a data set, as its owner publishes it.
+
+    Attributes:
+        url: Official address.
+        holds: The file or folder that is there afterwards.
+        size: Bytes; None where no source states them.
+        checksum: 'sha256:...' or 'md5:...'; empty where none was found, and then only size and zip can be checked.
+        images: Images and masks inside; 0 for a table.
+        read_in: Where address, size and checksum were read. None of them could be tried when the table was written.
+    """
+
+    url: str
+    holds: str
+    size: int | None
+    checksum: str
+    images: int
+    read_in: str
+    name: str = ""
+    """Name of the file, if it is not the end of the address."""
+
+    @property
+    def file(self) -> str:
+        return self.name or PurePosixPath(urlsplit(self.url).path).name
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """A public data set: its terms, its files, and the command that reads them."""
+
+    title: str
+    terms: str
+    page: str
+    archives: tuple[Archive, ...]
+    then: str
+
+    @property
+    def text(self) -> str:
+        """Say what is downloaded under which terms."""
+        size = sum(archive.size or 0 for archive in self.archives)
+        return f"{self.title}{f', {size / 1e6:,.0f} MB' if size else ''} ({self.page}). {self.terms}"
+
+
+_ISIC = "https://isic-challenge-data.s3.amazonaws.com"
+_RECORDS = "address and size: public download scripts; checksum: two public records of runs on the official file, which agree"
+_TORCH_EM = "address and checksum: torch-em, torch_em/data/datasets/medical/"
+
+DATASETS: dict[str, Dataset] = {
+    "isic2019": Dataset(
+        "ISIC 2019, training part",
+        "License: CC BY-NC 4.0, no commercial use. Cite HAM10000 (doi 10.1038/sdata.2018.161), BCN20000 (arXiv 1908.02288) and "
+        "MSK (arXiv 1710.05006).",
+        "https://challenge.isic-archive.com/data/#2019",
+        (
+            Archive(
+                f"{_ISIC}/2019/{GROUND_TRUTH}",
+                GROUND_TRUTH,
+                1_291_479,
+                "sha256:aa88e9638fe4df9ef330dc4ba22fa4bd475c44af692fffb870c73091ab25cdcd",
+                0,
+                f"{_RECORDS}, and compared with a copy of the file",
+            ),
+            Archive(
+                f"{_ISIC}/2019/{METADATA}",
+                METADATA,
+                1_214_351,
+                "sha256:d93994a8ed201d474de9a7af7e17ec30929cbc4a5220659ecbde17cbe83e9316",
+                0,
+                f"{_RECORDS}, and compared with a copy of the file",
+            ),
+            Archive(
+                f"{_ISIC}/2019/{IMAGES}.zip",
+                IMAGES,
+                9_771_618_190,
+                "sha256:5075020b720c8f1b9b7f3ff85326c55ce0435e5906c41fbd338994feef886df1",
+                25_331,
+                _RECORDS,
+            ),
+        ),
+        "mtb data isic {out} --out isic.parquet",
+    ),
+    "isic2018-masks": Dataset(
+        "Lesion masks of ISIC 2018, task 1, training part",
+        "License: CC0, public domain. The authors ask to cite arXiv 1902.03368 and doi 10.1038/sdata.2018.161.",
+        "https://challenge.isic-archive.com/data/#2018",
+        (
+            Archive(
+                f"{_ISIC}/2018/{MASK_FOLDERS['isic2018']}.zip",
+                MASK_FOLDERS["isic2018"],
+                27_402_895,
+                "sha256:99f8b2bb3c4d6af483362010715f7e7d5d122d9f6c02cac0e0d15bef77c7604c",
+                2_594,
+                f"{_TORCH_EM}isic.py; size: a public download script",
+            ),
+        ),
+        "mtb data isic {out} --out isic.parquet",
+    ),
+    "ham10000-masks": Dataset(
+        "Lesion masks of HAM10000",
+        "License: CC BY-NC 4.0, no commercial use. Cite doi 10.1038/sdata.2018.161 and doi 10.1038/s41591-020-0942-0.",
+        "https://doi.org/10.7910/DVN/DBW86T",
+        (
+            Archive(
+                "https://dataverse.harvard.edu/api/access/datafile/3838943",
+                MASK_FOLDERS["ham10000"],
+                10_808_743,
+                "md5:6e8d252e09cfdb0189199f15985a5b84",
+                10_015,
+                "Harvard Dataverse publishes the MD5; address, size and MD5 as four public records quote them",
+                f"{MASK_FOLDERS['ham10000']}.zip",
+            ),
+        ),
+        "mtb data isic {out} --out isic.parquet",
+    ),
+    "kvasir-v2": Dataset(
+        "Kvasir v2",
+        "Terms: research and education only; other uses need the owner's written permission. Cite doi 10.1145/3083187.3083212.",
+        "https://datasets.simula.no/kvasir/",
+        (
+            Archive(
+                "https://datasets.simula.no/downloads/kvasir/kvasir-dataset-v2.zip",
+                "kvasir-dataset-v2",
+                2_489_312_085,
+                "",
+                8_000,
+                "address and size: logs of public downloads; no checksum was found",
+            ),
+        ),
+        "mtb data kvasir {out} --out kvasir.parquet",
+    ),
+    "kvasir-seg": Dataset(
+        "Kvasir-SEG",
+        "Terms: research and education only; other uses need the owner's written permission. Cite doi "
+        "10.1007/978-3-030-37734-2_37.",
+        "https://datasets.simula.no/kvasir-seg/",
+        (
+            Archive(
+                "https://datasets.simula.no/downloads/kvasir-seg.zip",
+                "Kvasir-SEG",
+                46_227_172,
+                "sha256:03b30e21d584e04facf49397a2576738fd626815771afbbf788f74a7153478f7",
+                2_000,
+                f"{_TORCH_EM}kvasir.py; size: a public record of a download",
+            ),
+        ),
+        "mtb data folder {out}/Kvasir-SEG/images --masks {out}/Kvasir-SEG/masks --out kvasir-seg.parquet",
+    ),
+    "busi": Dataset(
+        "Breast Ultrasound Images (BUSI)",
+        "Terms: the page names no license and asks to cite doi 10.1016/j.dib.2019.104863; use it for research.",
+        "https://scholar.cu.edu.eg/?q=afahmy/pages/dataset",
+        (
+            Archive(
+                "https://scholar.cu.edu.eg/Dataset_BUSI.zip",
+                "Dataset_BUSI_with_GT",
+                None,
+                "sha256:b2ce09f6063a31a73f628b6a6ee1245187cbaec225e93e563735691d68654de7",
+                1_578,
+                f"{_TORCH_EM}busi.py; no source states the size",
+            ),
+        ),
+        "mtb data folder {out}/Dataset_BUSI_with_GT --masks {out}/Dataset_BUSI_with_GT --out busi.parquet",
+    ),
+}
+
+
+def dataset(name: str) -> Dataset:
+    """Return a public data set by its name."""
+    if name not in DATASETS:
+        raise UnknownNameError.of("public data set", name, DATASETS)
+    return DATASETS[name]
+
+
+def download(name: str, out: Path | str, accept_license: bool = False) -> list[Path]:
+    """Download a public data set to the folder `out`, in its official layout; what is there already stays.
+
+    A broken download resumes with the next call. An archive that lies in `out` already, for example from a browser, is verified
+    and unpacked instead of downloaded, and stays there.
+
+    Args:
+        name: Name of the data set, a key of `DATASETS`.
+        out: Folder to write to.
+        accept_license: Whether the user accepts its terms; nothing is downloaded otherwise.
+
+    Returns:
+        The files and folders of the data set.
+    """
+    asked, folder = dataset(name), Path(out)
+    missing = [archive for archive in asked.archives if not _is_here(folder, archive)]
+    if missing and not accept_license:
+        raise RequestError(f"{asked.text} Nothing was downloaded. Pass `accept_license` if you accept these terms.")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise write_error(folder, error) from error
+    # Archive and files lie side by side until the archive is unpacked; images take about the same space in both.
+    _require_space(folder, sum(2 * (archive.size or 0) - _bytes(_source(folder, archive)) for archive in missing))
+    for archive in missing:
+        _get(folder, archive)
+    return [folder / archive.holds for archive in asked.archives]
+
+
+def _is_here(folder: Path, archive: Archive) -> bool:
+    """Tell whether a file or folder is there; one that is incomplete and not ours to replace is an error."""
+    target = folder / archive.holds
+    if not target.exists():
+        return False
+    there, wanted, what = (
+        (_images(target), archive.images, "images and masks") if archive.images else (_bytes(target), archive.size, "bytes")
+    )
+    if wanted is not None and there < wanted:
+        raise RequestError(
+            f"{target} is there, but it has {there:,} of {wanted:,} {what} and was not made by this command. "
+            "Move it away, or choose another `out`."
+        )
+    return True
+
+
+def _images(folder: Path) -> int:
+    return sum(Path(name).suffix.lower() in SUFFIXES for _, _, names in os.walk(folder) for name in names)
+
+
+def _bytes(path: Path) -> int:
+    return path.stat().st_size if path.is_file() else 0
+
+
+def _source(folder: Path, archive: Archive) -> Path:
+    """Return the archive that the user put there, or the partial file of the download."""
+    own = folder / archive.file
+    return own if archive.images and own.is_file() else folder / f".{archive.file}.part"
+
+
+def _require_space(folder: Path, needed: int) -> None:
+    if (free := shutil.disk_usage(folder).free) < needed:
+        raise WorkError(
+            f"{folder} has {free / 1e9:,.1f} GB of free disk space, but the archive and the files in it need "
+            f"{needed / 1e9:,.1f} GB. Free some disk space, or choose another `out`."
+        )
+
+
+def _get(folder: Path, archive: Archive) -> None:
+    """Download, verify and unpack one file."""
+    source = _source(folder, archive)
+    ours = source.name.endswith(".part")
+    if ours:
+        _fetch(folder, archive, source)
+    try:
+        _verify(archive, source)
+        if archive.images:
+            _unpack(folder, archive, source)
+    except _NotOfficial as error:
+        if ours:
+            source.unlink(missing_ok=True)
+        again = "It was removed. Run the same command again." if ours else f"Move {source} away and run the same command again."
+        raise WorkError(f"{error} {again} If that does not help, the official file has changed: see {archive.url}.") from None
+    if not archive.images:
+        os.replace(source, folder / archive.holds)
+    elif ours:
+        source.unlink(missing_ok=True)
+
+
+class _NotOfficial(Exception):
+    """A file is not the official one."""
+
+
+# Over the network -----------------------------------------------------------------------------------------------------
+
+
+def _fetch(folder: Path, archive: Archive, part: Path) -> None:
+    """Complete a partial file. A connection that breaks is opened again for as long as each one brings something."""
+    if archive.size is not None and _bytes(part) > archive.size:
+        part.unlink()
+    host, saved = urlsplit(archive.url).netloc, folder / archive.file
+    total = None if archive.size is None else max(1, round(archive.size / 1e6))
+    with progress(total=total, what=archive.file, unit="MB", initial=round(_bytes(part) / 1e6)) as bar:
+        while archive.size is None or _bytes(part) < archive.size:
+            before = _bytes(part)
+            try:
+                if _receive(archive, part, bar):
+                    return
+                reason = "the connection broke"
+            except HTTPError as error:
+                raise WorkError(
+                    f"{host} answers {error.code} ({error.reason}) for {archive.url}. The file may have moved: get it from its "
+                    f"page, save it as {saved} and run the same command again."
+                ) from None
+            except (OSError, HTTPException) as error:
+                reason = str(getattr(error, "reason", error)) or type(error).__name__
+            if _bytes(part) <= before:
+                raise WorkError(
+                    f"Cannot download {archive.file} from {host}: {reason}. {before / 1e6:,.1f} MB are kept. Check the network and "
+                    f"run the same command again to continue, or save {archive.url} as {saved} with a browser."
+                )
+
+
+def _receive(archive: Archive, part: Path, bar: Any) -> bool:
+    """Append to a partial file what a server sends, and tell whether it is complete."""
+    start = _bytes(part)
+    headers = {"User-Agent": "medtokenbudget"} | ({"Range": f"bytes={start}-"} if start else {})
+    try:
+        response = urlopen(Request(archive.url, headers=headers), timeout=_TIMEOUT)
+    except HTTPError as error:
+        if error.code == 416 and archive.size is None:  # nothing is left to send
+            return True
+        raise
+    with response:
+        start = start if response.status == 206 else 0  # a server that cannot resume sends everything
+        length = response.headers["Content-Length"]
+        total = archive.size if length is None else start + int(length)
+        if archive.size not in (None, total):
+            raise WorkError(
+                f"{archive.url} has {total:,} bytes, but the official file has {archive.size:,}. It may have changed: see its page."
+            )
+        with open(part, "ab" if start else "wb", buffering=0) as stream:  # what a buffer holds would fail again on closing
+            while block := response.read(_BLOCK):
+                start += _append(stream, block, part)
+                bar.update(round(start / 1e6) - bar.n)
+    return total is None or start == total
+
+
+def _append(stream: FileIO, block: bytes, path: Path) -> int:
+    """Write all of a block and return its length; an error here is the disk's, not the network's."""
+    written = 0
+    try:
+        while written < len(block):
+            written += stream.write(block[written:])
+    except OSError as error:
+        raise write_error(path, error) from error
+    return written
+
+
+# On the disk ----------------------------------------------------------------------------------------------------------
+
+
+def _verify(archive: Archive, path: Path) -> None:
+    """Compare size and checksum with the table."""
+    if archive.size not in (None, _bytes(path)):
+        raise _NotOfficial(f"{archive.file} has {_bytes(path):,} bytes, but the official file has {archive.size:,}.")
+    kind, _, expected = archive.checksum.partition(":")
+    say(f"Verifying {archive.file} ...")
+    with open(path, "rb") as stream:
+        found = hashlib.file_digest(stream, kind or "sha256").hexdigest()
+    if not expected:
+        say(f"No checksum of {archive.file} is published: its size and its zip are checked. SHA-256: {found}")
+    elif found != expected:
+        raise _NotOfficial(
+            f"{archive.file} has the {kind.upper()} {found}, but the official file has {expected} ({archive.read_in})."
+        )
+
+
+def _unpack(folder: Path, archive: Archive, path: Path) -> None:
+    """Unpack an archive next to its place and move it there when it is complete; the zip's own checksums are compared."""
+    half = folder / f".{archive.holds}.unpacking"
+    shutil.rmtree(half, ignore_errors=True)  # of a call that was killed
+    try:
+        with zipfile.ZipFile(path) as packed:
+            members = packed.infolist()
+            for member in members:
+                name = PurePosixPath(member.filename.replace("\\", "/"))
+                if name.is_absolute() or ".." in name.parts or ":" in member.filename:
+                    raise _NotOfficial(f"{archive.file} would write outside of its folder: {member.filename}.")
+            _require_space(folder, sum(member.file_size for member in members))
+            for member in progress(members, total=len(members), what="Unpacking", unit="file"):
+                packed.extract(member, half)
+        made = half / archive.holds if (half / archive.holds).is_dir() else half
+        if (count := _images(made)) < archive.images:
+            raise _NotOfficial(f"{archive.file} has {count:,} images and masks, but the official file has {archive.images:,}.")
+        os.replace(made, folder / archive.holds)
+    except zipfile.BadZipFile as error:
+        raise _NotOfficial(f"{archive.file} is not an intact zip archive ({error}).") from None
+    except OSError as error:
+        raise write_error(half, error) from error
+    finally:
+        shutil.rmtree(half, ignore_errors=True)
