@@ -102,7 +102,7 @@ class Run:
         >>> run.main
         'lats:lesion-first'
         >>> sorted(set(run.results["method"]))
-        ['center', 'lats:lesion-first', 'random']
+        ['border-contrast', 'center', 'lats:lesion-first', 'random']
         >>> run.model.main
         'lats:lesion-first'
     """
