@@ -340,6 +340,7 @@ def calibrate(
     selector: str | None = None,
     part: Part = "auto",
     out: Path | str | None = None,
+    by: str | None = None,
 ) -> Guarantee:
     """Calibrate a model on images with masks, so that it keeps a promised share of the lesion.
 
@@ -354,6 +355,8 @@ def calibrate(
         selector: Method to calibrate; None means the main one.
         part: Which images of the manifest; 'auto' takes the validation images of the model's own manifest, all of another one.
         out: Folder for a calibrated copy; None saves the guarantee in the model folder itself.
+        by: Keep the promise for each value of 'class', 'size' (quarters of the lesion sizes), 'position', 'skin tone', 'hair' or
+            'dark corners' that has enough groups; `guarantee.parts` says what each kept.
 
     Returns:
         The guarantee. `model.guarantee(retention)` finds it again.
@@ -367,6 +370,7 @@ def calibrate(
         0.8
     """
     promise = Promise(retention, coverage)
+    evaluation.check_stratum(by)
     folder = None if isinstance(model, MedTokenBudget) else resolve(model)
     if folder is not None and out is None and not Path(str(model)).expanduser().is_dir():
         raise RequestError(f"{model} is not a folder of yours, so nothing can be saved in it. Pass `out` for a calibrated copy.")
@@ -374,12 +378,14 @@ def calibrate(
     with tempfile.TemporaryDirectory(prefix="mtb-calibrate-") as scratch:
         run = None if folder is None else evaluation.run_of(folder)
         images = evaluation.held_out(loaded, _opened(manifest), store, Path(scratch) / "tokens", part, run)
-        guarantee = evaluation.calibrated(loaded, images, promise, selector, cap)
+        guarantee = evaluation.calibrated(loaded, images, promise, selector, cap, by)
     loaded.guarantees = with_guarantee(loaded.guarantees, guarantee)
+    if by is not None:
+        loaded.card = guarantee.on_card(loaded.card)
     if out is not None:
         loaded.save_pretrained(out)
     elif folder is not None:
-        write_guarantees(folder, loaded.guarantees)
+        write_guarantees(folder, loaded.guarantees, loaded.card)
     return guarantee
 
 

@@ -23,15 +23,15 @@ from medtokenbudget.backbone.views import IDENTITY, OFF_CENTER
 from medtokenbudget.config import CONTROLS, ExtractConfig, to_dict
 from medtokenbudget.data import Manifest, decode_image, decode_mask
 from medtokenbudget.data.manifest import listed
-from medtokenbudget.data.strata import measure
-from medtokenbudget.errors import MismatchError, RequestError
+from medtokenbudget.data.strata import STRATA, measure
+from medtokenbudget.errors import MismatchError, RequestError, UnknownNameError
 from medtokenbudget.files import atomic_write, read_json
 from medtokenbudget.model import Guarantee, MedTokenBudget
 from medtokenbudget.model.inference import evaluating
 from medtokenbudget.model.model import comparable
 from medtokenbudget.progress import progress, say
 from medtokenbudget.routing import Ranker, Selector, create_selector
-from medtokenbudget.routing.conformal import Promise, group_mean, kept_counts, lesion_kept, pick_threshold
+from medtokenbudget.routing.conformal import Promise, group_mean, groups_needed, kept_counts, lesion_kept, pick_threshold
 from medtokenbudget.runs.method import Method
 from medtokenbudget.runs.run import AS_IS, ATTRIBUTES, FILE, OF_IMAGES, Run, routing_name, write_tables
 from medtokenbudget.training.classifier import RoutedClassifier
@@ -329,13 +329,15 @@ def evaluate_model(
     )
 
 
-def _image_attributes(images: HeldOut, original: Manifest) -> pd.DataFrame:
+def _image_attributes(images: HeldOut, original: Manifest, measured: bool = True) -> pd.DataFrame:
     """Return the strata of each image, one column per property, None where it was not measured; and the measured numbers."""
     place = {name: i for i, name in enumerate(images.manifest.ids)}
     label = dict(zip(original.ids, original.rows["label"]))
 
     def row(name: str) -> dict[str, Any]:
         known = {"image_id": name, "class": label.get(name)}
+        if not measured:
+            return known
         mask = images.manifest.mask_path(place[name])
         try:
             look = measure(decode_image(images.manifest.image_path(place[name])), None if mask is None else decode_mask(mask))
@@ -402,11 +404,18 @@ def patch_scores(store: FeatureStore, rows: np.ndarray, selector: Selector) -> n
 
 
 def calibrated(
-    model: MedTokenBudget, images: HeldOut, promise: Promise, selector: str | None = None, cap: float | None = None
+    model: MedTokenBudget,
+    images: HeldOut,
+    promise: Promise,
+    selector: str | None = None,
+    cap: float | None = None,
+    by: str | None = None,
 ) -> Guarantee:
     """Compute the guarantee that calibration images give; the model is not changed.
 
-    The groups of the manifest (lesions, patients) are the exchangeable units: the loss of a group is the mean over its images.
+    The groups of the manifest (lesions, patients) are the exchangeable units: the loss of a group is the mean over its images. With
+    `by` each value of a stratum has a threshold, and the lowest keeps the promise for all of them: what a new image is need not be
+    known.
     """
     method = model.main if selector is None else selector
     classifier = model.classifier(method)
@@ -428,7 +437,22 @@ def calibrated(
     most = n if cap is None else classifier.selector.count(cap, n)
     minimum = min(classifier.selector.minimum, most)
     threshold = pick_threshold(promise, scores, lesion, groups, minimum, most)
+    parts = {} if by is None else _parts(images, rows, lesion, by)
+    enough = {value: inside for value, inside in parts.items() if len({groups[i] for i in inside}) >= groups_needed(promise)}
+    if by is not None and not enough:
+        raise RequestError(f"No {by} has the {groups_needed(promise)} groups that {promise} needs. Add images, or promise less.")
+    for inside in enough.values():
+        one = pick_threshold(promise, scores[inside], lesion[inside], [groups[i] for i in inside], minimum, most)
+        bound = max(threshold.bound, one.bound)
+        threshold = replace(threshold, value=min(threshold.value, one.value), bound=bound)
     counts = kept_counts(scores, threshold.value, minimum, most)
+    retained = lesion_kept(scores, lesion, counts)
+
+    def part(value: str, inside: np.ndarray) -> dict[str, Any]:
+        named = [groups[i] for i in inside]
+        measured = {"kept": group_mean(retained[inside], named), "tokens": group_mean(counts[inside], named)}
+        return {"value": value, "images": len(inside), "groups": len(set(named)), **measured, "promised": value in enough}
+
     return Guarantee(
         retention=promise.retention,
         coverage=promise.coverage,
@@ -438,11 +462,43 @@ def calibrated(
         most=most,
         selector=method,
         bound=threshold.bound,
-        kept=group_mean(lesion_kept(scores, lesion, counts), groups),
+        kept=group_mean(retained, groups),
         tokens=group_mean(np.where(lesion.any(1), counts, np.nan), groups),
         images=threshold.images,
         groups=threshold.groups,
         dataset=images.manifest.name,
         data=images.manifest.hash,
         model=model.fingerprint,
+        by=by,
+        parts=tuple(part(value, inside) for value, inside in parts.items()),
     )
+
+
+def check_stratum(by: str | None) -> None:
+    """Reject a stratum that a model cannot be calibrated by."""
+    if by not in (None, "class", "size", *STRATA):
+        raise UnknownNameError.of("stratum", str(by), ["class", "size", *STRATA], "to calibrate `by`")
+
+
+def _parts(images: HeldOut, rows: np.ndarray, lesion: np.ndarray, by: str) -> dict[str, np.ndarray]:
+    """Return the calibration images with a lesion patch by the value of a stratum: class, size, or one of `STRATA`."""
+    sizes = lesion.sum(1)
+    if by == "size":
+        edges = np.unique(np.quantile(sizes[sizes > 0], (0.25, 0.5, 0.75)))
+        quarter = np.searchsorted(edges, sizes)
+        spans = {number: sizes[(quarter == number) & (sizes > 0)] for number in range(len(edges) + 1)}
+        names = {number: f"{span.min()} to {span.max()} patches" for number, span in spans.items() if len(span)}
+        values: list[str | None] = [names.get(number) for number in quarter]
+    else:
+        known = _image_attributes(replace(images, rows=rows), images.manifest, measured=by != "class")
+        values = [None if pd.isna(value) else str(value) for value in known.reindex(columns=[by])[by]]
+    order = list(dict.fromkeys([*STRATA.get(by, ()), *sorted({value for value in values if value is not None}, key=_natural)]))
+    found = {name: np.flatnonzero([value == name for value in values] & (sizes > 0)) for name in order}
+    if not (found := {name: inside for name, inside in found.items() if len(inside)}):
+        raise RequestError(f"The {by} of none of the {len(rows)} images is known, so nothing can be calibrated by it.")
+    return found
+
+
+def _natural(text: str) -> tuple[int, str]:
+    number = text.split(" ")[0]
+    return (int(number) if number.isdecimal() else 0, text)
