@@ -346,6 +346,7 @@ def calibrate(
     selector: str | None = None,
     part: Part = "auto",
     out: Path | str | None = None,
+    by: str | None = None,
 ) -> Guarantee:
     """Calibrate a model on images with masks, so that it keeps a promised share of the lesion.
 
@@ -360,6 +361,8 @@ def calibrate(
         selector: Method to calibrate; None means the main one.
         part: Which images of the manifest; 'auto' takes the validation images of the model's own manifest, all of another one.
         out: Folder for a calibrated copy; None saves the guarantee in the model folder itself.
+        by: Keep the promise for each value of 'class', 'size' (quarters of the lesion sizes), 'position', 'skin tone', 'hair' or
+            'dark corners' that has enough groups; `guarantee.parts` says what each kept.
 
     Returns:
         The guarantee. `model.guarantee(retention)` finds it again.
@@ -380,13 +383,17 @@ def calibrate(
     loaded = model if isinstance(model, MedTokenBudget) else load(model)
     with tempfile.TemporaryDirectory(prefix="mtb-calibrate-") as scratch:
         run = None if folder is None else evaluation.run_of(folder)
-        images = evaluation.held_out(loaded, _opened(manifest), store, Path(scratch) / "tokens", part, run)
-        guarantee = evaluation.calibrated(loaded, images, promise, selector, most)
+        opened = _opened(manifest)
+        evaluation.check_stratum(by, opened)
+        images = evaluation.held_out(loaded, opened, store, Path(scratch) / "tokens", part, run)
+        guarantee = evaluation.calibrated(loaded, images, promise, selector, most, by)
     loaded.guarantees = with_guarantee(loaded.guarantees, guarantee)
+    if by is not None:
+        loaded.card = guarantee.on_card(loaded.card)
     if out is not None:
         loaded.save_pretrained(out)
     elif folder is not None:
-        write_guarantees(folder, loaded.guarantees)
+        write_guarantees(folder, loaded.guarantees, loaded.card)
     return guarantee
 
 

@@ -191,3 +191,56 @@ def test_the_service_answers_with_what_keeps_each_promise(drawn: Drawn, folder: 
         promised(0.6, 0.95)
     with pytest.raises(RequestError, match="'center' of this model is not calibrated"):
         promised(0.6, selectors=("center",))
+
+
+@pytest.mark.parametrize("by", ["class", "size"])
+def test_a_promise_by_group_holds_for_each_of_them_and_its_table_is_printed_and_on_the_card(
+    drawn: Drawn, folder: Path, by: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["calibrate", str(folder), str(drawn.manifest_path), "--store", str(drawn.store_path), "--retention", "0.7"]
+    assert main([*command, "--by", by]) == 0
+    printed, model = capsys.readouterr().out, mtb.load(folder)
+    found = model.guarantee(0.7)
+    assert str(found) == f"70% of the lesion on average, for each {by}"
+    # By hand, without the code of the calibration: who is in which part, and what each keeps at the threshold.
+    store, labels = drawn.store, dict(zip(drawn.manifest.ids, drawn.manifest.rows["label"]))
+    rows = store.rows(drawn.manifest.ids)
+    lesion = store.lesion.numpy()[rows]
+    rows, lesion = rows[lesion.any(1)], lesion[lesion.any(1)]
+    scores, sizes = patch_scores(store, rows, model.classifier().selector), lesion.sum(1)
+    groups = dict(zip(drawn.manifest.ids, drawn.manifest.groups))
+    quarters = np.quantile(sizes, (0.25, 0.5, 0.75))
+    of = [labels[store.ids[row]] if by == "class" else int((size > quarters).sum()) for row, size in zip(rows, sizes)]
+    assert sum(part["images"] for part in found.parts) == len(rows)
+    bounds = []
+    for value, part in zip(sorted(set(of)), found.parts, strict=True):
+        inside = [i for i, one in enumerate(of) if one == value]
+        losses: dict[str, list[float]] = {}
+        for i in inside:
+            order = np.argsort(-scores[i], kind="stable")
+            kept = order[: max(8, int((scores[i] >= found.threshold).sum()))]
+            losses.setdefault(groups[store.ids[rows[i]]], []).append(1 - lesion[i][kept].sum() / sizes[i])
+        mean = np.mean([np.mean(one) for one in losses.values()])
+        assert (part["images"], part["groups"]) == (len(inside), len(losses))
+        assert part["kept"] == pytest.approx(1 - mean)
+        assert part["promised"] == (len(losses) >= 3), "1 / (n + 1) is at most 0.3 from 3 groups on"
+        if part["promised"]:
+            bounds.append((len(losses) * mean + 1) / (len(losses) + 1))
+    assert 0.2 < max(bounds) <= 0.3 + 1e-9, "kept for the worst, and not much lower than it must be"
+    assert found.threshold <= mtb.calibrate(mtb.load(folder), drawn.manifest_path, 0.7, store=drawn.store_path).threshold
+    lines = printed.splitlines()
+    assert lines[0].split() == [by, "groups", "images", "kept", "patches", "promised"]
+    assert f"{found.parts[0]['kept']:.1%}" in lines[1]
+    card = (folder / "README.md").read_text()
+    assert card.count("## Promise of lats: 70% of the lesion") == 1
+    assert card.count("\n| ") >= 1 + len(found.parts)
+    assert main([*command, "--by", by]) == 0
+    assert (folder / "README.md").read_text() == card, "the table is replaced"
+
+
+def test_a_stratum_that_does_not_exist_or_is_too_small_is_refused(drawn: Drawn, folder: Path) -> None:
+    with pytest.raises(RequestError, match=r"Unknown stratum 'clas' to calibrate `by`. Did you mean 'class'\?"):
+        mtb.calibrate(folder, drawn.manifest_path, 0.8, store=drawn.store_path, by="clas")
+    with pytest.raises(RequestError, match="No class has the 49 groups that 98% of the lesion on average needs"):
+        mtb.calibrate(folder, drawn.manifest_path, 0.98, store=drawn.store_path, by="class")
+    assert mtb.load(folder).guarantees == ()

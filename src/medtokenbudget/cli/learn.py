@@ -326,13 +326,18 @@ class Calibrate(Command):
     """Images to calibrate on. auto: the validation images of the manifest that the model was trained with, all of others."""
     out: Path | None = None
     """Folder for a calibrated copy. Default: save it in the model folder."""
+    by: str | None = None
+    """Keep the promise for each class, size, position, 'skin tone', hair or 'dark corners', and show what each kept."""
 
     def run(self) -> None:
         from medtokenbudget.api import calibrate
 
-        promise = calibrate(
-            self.model, self.manifest, self.retention, self.coverage, self.cap, self.store, self.selector, self.part, self.out
-        )
+        given = (self.retention, self.coverage, self.cap, self.store, self.selector, self.part, self.out, self.by)
+        promise = calibrate(self.model, self.manifest, *given)
+        if self.by is not None:
+            rows = promise.table()
+            widths = [max(map(len, column)) for column in zip(*rows)]
+            print("\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows))
         say(
             f"{promise.selector} keeps {promise}, on images like the {promise.images:,} of “{promise.dataset}” "
             f"({promise.groups:,} groups). There {promise.tokens:.1f} patches on average (a score of {promise.threshold:.4g} or "

@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from medtokenbudget.errors import RequestError
-from medtokenbudget.routing.conformal import Promise, kept_counts
+from medtokenbudget.escaping import markdown_text
+from medtokenbudget.routing.conformal import Promise, groups_needed, kept_counts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +36,9 @@ class Guarantee(Promise):
         dataset: Name of the calibration data.
         data: Hash of the calibration images, their masks and groups.
         model: Fingerprint of the model that was calibrated.
+        by: What the promise is kept for each value of, such as 'class'; None for all images together.
+        parts: With `by`, a row for each value: `value`, `images`, `groups`, what they `kept` in the calibration, their mean
+            `tokens`, and whether the promise covers it (`promised`); too few groups cannot be promised anything.
     """
 
     cap: float | None
@@ -50,6 +54,8 @@ class Guarantee(Promise):
     dataset: str
     data: str
     model: str
+    by: str | None = None
+    parts: tuple[dict[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -71,10 +77,31 @@ class Guarantee(Promise):
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Guarantee:
         """Read the checked values of a `config.json`; what a later version added is ignored."""
-        return cls(**{entry.name: values[entry.name] for entry in fields(cls)})
+        known = {entry.name: values[entry.name] for entry in fields(cls) if entry.name in values}
+        return cls(**{**known, "parts": tuple(values.get("parts", ()))})
 
     def __str__(self) -> str:
-        return super().__str__() + ("" if self.cap is None else f", at most {100 * self.cap:g}% of the patches")
+        each = "" if self.by is None else f", for each {self.by}"
+        return super().__str__() + each + ("" if self.cap is None else f", at most {100 * self.cap:g}% of the patches")
+
+    def table(self) -> list[list[str]]:
+        """Return the rows of `parts` as text, with a head."""
+        needed = groups_needed(self)
+        rows = [[str(self.by), "groups", "images", "kept", "patches", "promised"]]
+        for row in self.parts:
+            counts, promised = (f"{row['groups']:,}", f"{row['images']:,}"), row["promised"]
+            measured = (f"{row['kept']:.1%}", f"{row['tokens']:.0f}")
+            rows.append([str(row["value"]), *counts, *measured, "yes" if promised else f"no, {needed} groups are needed"])
+        return rows
+
+    def on_card(self, card: str) -> str:
+        """Return a model card with the table of this guarantee in place of an earlier one of the same promise."""
+        title = f"## Promise of {self.selector}: {self}"
+        before, _, after = card.partition(f"{title}\n")
+        rest = after[after.find("\n## ") + 1 :] if "\n## " in after else ""
+        head, *rows = [f"| {' | '.join(map(markdown_text, row))} |" for row in self.table()]
+        lines = [title, "", f"Calibrated on {self.dataset}.", "", head, "|" + " --- |" * len(self.table()[0]), *rows, ""]
+        return "\n".join([before.rstrip("\n"), "", *lines]) + (f"\n{rest}" if rest else "")
 
 
 def with_guarantee(known: Sequence[Guarantee], new: Guarantee) -> tuple[Guarantee, ...]:

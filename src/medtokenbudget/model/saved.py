@@ -137,9 +137,11 @@ def _short_card(identity: dict[str, Any]) -> str:
     )
 
 
-def write_guarantees(folder: Path, guarantees: Sequence[Guarantee]) -> None:
-    """Write guarantees into the `config.json` of a saved model; its tensors are not touched."""
+def write_guarantees(folder: Path, guarantees: Sequence[Guarantee], card: str) -> None:
+    """Write guarantees into the `config.json` of a saved model, and its card; its tensors are not touched."""
     with exclusive(folder):
+        if card != read_card(folder):
+            files.write_text(folder / CARD, card)
         files.write_sealed(
             folder / CONFIG, {**read_config(folder), "guarantees": [guarantee.to_json() for guarantee in guarantees]}
         )

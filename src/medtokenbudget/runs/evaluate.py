@@ -28,13 +28,13 @@ from medtokenbudget.backbone.views import IDENTITY, OFF_CENTER
 from medtokenbudget.config import CONTROLS, BackboneConfig, ExtractConfig, to_dict
 from medtokenbudget.data import Manifest, decode_image, decode_mask
 from medtokenbudget.data.manifest import listed
-from medtokenbudget.data.strata import column_strata, measure
-from medtokenbudget.errors import MismatchError, RequestError, first_line
+from medtokenbudget.data.strata import STRATA, column_strata, measure, stratum_order
+from medtokenbudget.errors import MismatchError, RequestError, UnknownNameError, first_line
 from medtokenbudget.files import atomic_write, read_json
 from medtokenbudget.model import Guarantee, MedTokenBudget
 from medtokenbudget.model.model import comparable
 from medtokenbudget.routing import Ranker, Selector, budget_to_k, create_selector, list_selectors
-from medtokenbudget.routing.conformal import Promise, group_mean, kept_counts, lesion_kept, pick_threshold
+from medtokenbudget.routing.conformal import Promise, group_mean, groups_needed, kept_counts, lesion_kept, pick_threshold
 from medtokenbudget.routing.trainable import evaluating
 from medtokenbudget.runs.method import Method
 from medtokenbudget.runs.run import AS_IS, ATTRIBUTES, FILE, OF_IMAGES, Run, routing_name, write_tables
@@ -367,7 +367,7 @@ def _write_tables(
         _image_attributes(images, original, by).to_parquet(temporary, index=False)
 
 
-def _image_attributes(images: HeldOut, original: Manifest, by: Sequence[str]) -> pd.DataFrame:
+def _image_attributes(images: HeldOut, original: Manifest, by: Sequence[str] = (), read_images: bool = True) -> pd.DataFrame:
     """Return the strata of each image, one column per property, None where it was not measured; and the measured numbers."""
     place = {name: i for i, name in enumerate(images.manifest.ids)}
     label = dict(zip(original.ids, original.rows["label"]))
@@ -375,6 +375,8 @@ def _image_attributes(images: HeldOut, original: Manifest, by: Sequence[str]) ->
 
     def row(name: str) -> dict[str, Any]:
         known = {"image_id": name, "class": label.get(name)}
+        if not read_images:
+            return known
         mask = images.manifest.mask_path(place[name])
         try:
             look = measure(decode_image(images.manifest.image_path(place[name])), None if mask is None else decode_mask(mask))
@@ -611,11 +613,18 @@ def patch_scores(store: FeatureStore, rows: np.ndarray, selector: Selector) -> n
 
 
 def calibrated(
-    model: MedTokenBudget, images: HeldOut, promise: Promise, selector: str | None = None, cap: float | None = None
+    model: MedTokenBudget,
+    images: HeldOut,
+    promise: Promise,
+    selector: str | None = None,
+    cap: float | None = None,
+    by: str | None = None,
 ) -> Guarantee:
     """Compute the guarantee that calibration images give; the model is not changed.
 
-    The groups of the manifest (lesions, patients) are the exchangeable units: the loss of a group is the mean over its images.
+    The groups of the manifest (lesions, patients) are the exchangeable units: the loss of a group is the mean over its images. With
+    `by` each value of a stratum has a threshold, and the lowest keeps the promise for all of them: what a new image is need not be
+    known.
     """
     method = model.main if selector is None else selector
     classifier = model.classifier(method)
@@ -637,7 +646,22 @@ def calibrated(
     most = n if cap is None else classifier.selector.count(cap, n)
     minimum = min(classifier.selector.minimum, most)
     threshold = pick_threshold(promise, scores, lesion, groups, minimum, most)
+    parts = {} if by is None else _parts(images, rows, lesion, by)
+    enough = {value: inside for value, inside in parts.items() if len({groups[i] for i in inside}) >= groups_needed(promise)}
+    if by is not None and not enough:
+        raise RequestError(f"No {by} has the {groups_needed(promise)} groups that {promise} needs. Add images, or promise less.")
+    for inside in enough.values():
+        one = pick_threshold(promise, scores[inside], lesion[inside], [groups[i] for i in inside], minimum, most)
+        bound = max(threshold.bound, one.bound)
+        threshold = replace(threshold, value=min(threshold.value, one.value), bound=bound)
     counts = kept_counts(scores, threshold.value, minimum, most)
+    retained = lesion_kept(scores, lesion, counts)
+
+    def part(value: str, inside: np.ndarray) -> dict[str, Any]:
+        named = [groups[i] for i in inside]
+        measured = {"kept": group_mean(retained[inside], named), "tokens": group_mean(counts[inside], named)}
+        return {"value": value, "images": len(inside), "groups": len(set(named)), **measured, "promised": value in enough}
+
     return Guarantee(
         retention=promise.retention,
         coverage=promise.coverage,
@@ -647,11 +671,41 @@ def calibrated(
         most=most,
         selector=method,
         bound=threshold.bound,
-        kept=group_mean(lesion_kept(scores, lesion, counts), groups),
+        kept=group_mean(retained, groups),
         tokens=group_mean(np.where(lesion.any(1), counts, np.nan), groups),
         images=threshold.images,
         groups=threshold.groups,
         dataset=images.manifest.name,
         data=images.manifest.hash,
         model=model.fingerprint,
+        by=by,
+        parts=tuple(part(value, inside) for value, inside in parts.items()),
     )
+
+
+def check_stratum(by: str | None, manifest: Manifest) -> None:
+    """Reject a stratum that the images have not."""
+    known = ("class", "size", *STRATA, *manifest.further)
+    if by is not None and by not in known:
+        raise UnknownNameError.of("stratum", by, known, "to calibrate `by`")
+
+
+def _parts(images: HeldOut, rows: np.ndarray, lesion: np.ndarray, by: str) -> dict[str, np.ndarray]:
+    """Return the calibration images with a lesion patch by the value of a stratum: class, size, one of `STRATA`, or a column."""
+    sizes = lesion.sum(1)
+    if by == "size":
+        edges = np.unique(np.quantile(sizes[sizes > 0], (0.25, 0.5, 0.75)))
+        quarter = np.searchsorted(edges, sizes)
+        spans = {number: sizes[(quarter == number) & (sizes > 0)] for number in range(len(edges) + 1)}
+        names = {number: f"{span.min()} to {span.max()} patches" for number, span in spans.items() if len(span)}
+        values: list[str | None] = [names.get(number) for number in quarter]
+    else:
+        column = () if by == "class" or by in STRATA else (by,)
+        reads = by in STRATA and not column
+        known = _image_attributes(replace(images, rows=rows), images.manifest, column, read_images=reads)
+        values = [None if pd.isna(value) else str(value) for value in known[f"{by} (column)" if column else by]]
+    order = stratum_order(by, {value for value in values if value is not None})
+    found = {name: np.flatnonzero([value == name for value in values] & (sizes > 0)) for name in order}
+    if not (found := {name: inside for name, inside in found.items() if len(inside)}):
+        raise RequestError(f"The {by} of none of the {len(rows)} images is known, so nothing can be calibrated by it.")
+    return found
