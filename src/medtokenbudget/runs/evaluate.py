@@ -699,12 +699,12 @@ def _parts(images: HeldOut, rows: np.ndarray, lesion: np.ndarray, by: str) -> di
         spans = {number: sizes[(quarter == number) & (sizes > 0)] for number in range(len(edges) + 1)}
         names = {number: f"{span.min()} to {span.max()} patches" for number, span in spans.items() if len(span)}
         values: list[str | None] = [names.get(number) for number in quarter]
+        order = list(names.values())
     else:
         column = () if by == "class" or by in STRATA else (by,)
-        reads = by in STRATA and not column
-        known = _image_attributes(replace(images, rows=rows), images.manifest, column, read_images=reads)
+        known = _image_attributes(replace(images, rows=rows), images.manifest, column, read_images=by in STRATA)
         values = [None if pd.isna(value) else str(value) for value in known[f"{by} (column)" if column else by]]
-    order = stratum_order(by, {value for value in values if value is not None})
+        order = stratum_order(by, {value for value in values if value is not None})
     found = {name: np.flatnonzero([value == name for value in values] & (sizes > 0)) for name in order}
     if not (found := {name: inside for name, inside in found.items() if len(inside)}):
         raise RequestError(f"The {by} of none of the {len(rows)} images is known, so nothing can be calibrated by it.")
