@@ -433,13 +433,11 @@ def evaluate(
         >>> sorted(set(run.results["method"]))[:2]
         ['center', 'context:lesion-first']
     """
-    target, shares = Path(out), [read_share("budget", budget) for budget in budgets]
-    if (target / FILE).exists() and Run(target).evaluation is None:
-        raise RequestError(f"{target} is the run of a training. Pass another `out` for the evaluation.")
+    target, original = Path(out), _opened(manifest)
+    shares = [read_share("budget", budget) for budget in budgets]
+    _check_evaluation(target, original, by)
     folder = None if isinstance(model, MedTokenBudget) else resolve(model)
     loaded = model if isinstance(model, MedTokenBudget) else load(model)
-    original = _opened(manifest)
-    column_strata(original, by)  # before anything is extracted
     mapping = evaluation.read_mapping(classes) if isinstance(classes, (str, Path)) else classes
     labeled = evaluation.in_classes_of(original, loaded.classes, mapping)
     trained_in = None if folder is None else evaluation.run_of(folder)
@@ -447,11 +445,7 @@ def evaluate(
     loaded.classifier(method)
     with exclusive(target):
         images = evaluation.held_out(loaded, labeled, store, target / "tokens", part, trained_in, original.hash)
-        run = Run.begin(target, images.manifest, images.store, loaded.train_config)
-        if isinstance(manifest, Manifest):
-            original.write(run.manifest_path)
-        else:
-            run.manifest_path = Path(manifest).resolve()
+        run = _begin_evaluation(target, images, manifest, loaded.train_config)
         about = {
             "model": "a model in memory" if folder is None else os.path.relpath(folder, target),
             "mapping": None if mapping is None else dict(mapping),
@@ -487,21 +481,32 @@ def evaluate_kept(
         RequestError: The table does not fit the manifest; the message says where.
     """
     target, original = Path(out), _opened(manifest)
-    if (target / FILE).exists() and Run(target).evaluation is None:
-        raise RequestError(f"{target} is the run of a training. Pass another `out` for the evaluation.")
-    column_strata(original, by)
+    _check_evaluation(target, original, by)
     if part == "auto":
         part = "val" if (original.rows["split"] == "val").any() else "all"
     wanted = original if part == "all" else original.part(part)
     table = evaluation.read_kept(kept, wanted)
     with exclusive(target):
         images = evaluation.images_of_table(table, wanted, store, target / "tokens", part)
-        run = Run.begin(target, images.manifest, images.store, TrainConfig())
-        if isinstance(manifest, Manifest):
-            original.write(run.manifest_path)
-        else:
-            run.manifest_path = Path(manifest).resolve()
+        run = _begin_evaluation(target, images, manifest, TrainConfig())
         evaluation.evaluate_kept(run, table, images, original, by)
+    return run
+
+
+def _check_evaluation(target: Path, manifest: Manifest, by: Sequence[str]) -> None:
+    """Reject an evaluation into the run of a training, and strata that the manifest does not have, before anything is extracted."""
+    if (target / FILE).exists() and Run(target).evaluation is None:
+        raise RequestError(f"{target} is the run of a training. Pass another `out` for the evaluation.")
+    column_strata(manifest, by)
+
+
+def _begin_evaluation(target: Path, images: evaluation.HeldOut, manifest: AnyManifest, config: TrainConfig) -> Run:
+    """Begin a run whose manifest is the one that was given, with its own labels and all of its images."""
+    run = Run.begin(target, images.manifest, images.store, config)
+    if isinstance(manifest, Manifest):
+        manifest.write(run.manifest_path)
+    else:
+        run.manifest_path = Path(manifest).resolve()
     return run
 
 

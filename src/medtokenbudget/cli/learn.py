@@ -327,7 +327,8 @@ class Calibrate(Command):
     out: Path | None = None
     """Folder for a calibrated copy. Default: save it in the model folder."""
     by: str | None = None
-    """Keep the promise for each class, size, position, 'skin tone', hair or 'dark corners', and show what each kept."""
+    """Keep the promise for each class, size, position, 'skin tone', hair, 'dark corners' or value of a column of the manifest, and
+    show what each kept."""
 
     def run(self) -> None:
         from medtokenbudget.api import calibrate

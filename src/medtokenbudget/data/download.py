@@ -75,14 +75,16 @@ class Dataset:
 
 
 _ISIC = "https://isic-challenge-data.s3.amazonaws.com"
-_RECORDS = "address and size: public download scripts; checksum: two public records of runs on the official file, which agree"
+# Scripts of 2025 and later also use https://isic-archive.s3.amazonaws.com/challenges for the same files.
+_SITE = "address and license: the source of the challenge's site (ImageMarkup/stade, stade/core/templates/data/)"
+_RECORDS = f"{_SITE}; size and checksum: two public records of runs on the official file, which agree"
 _TORCH_EM = "address and checksum: torch-em, torch_em/data/datasets/medical/"
 
 DATASETS: dict[str, Dataset] = {
     "isic2019": Dataset(
         "ISIC 2019, training part",
-        "License: CC BY-NC 4.0, no commercial use. Cite HAM10000 (doi 10.1038/sdata.2018.161), BCN20000 (arXiv 1908.02288) and "
-        "MSK (arXiv 1710.05006).",
+        "License: CC BY-NC 4.0, no commercial use. Cite HAM10000 (doi 10.1038/sdata.2018.161), BCN20000 (doi "
+        "10.1038/s41597-024-03387-w) and MSK (arXiv 1710.05006).",
         "https://challenge.isic-archive.com/data/#2019",
         (
             Archive(
@@ -123,7 +125,7 @@ DATASETS: dict[str, Dataset] = {
                 27_402_895,
                 "sha256:99f8b2bb3c4d6af483362010715f7e7d5d122d9f6c02cac0e0d15bef77c7604c",
                 2_594,
-                f"{_TORCH_EM}isic.py; size: a public download script",
+                f"{_SITE}; checksum: torch-em, torch_em/data/datasets/medical/isic.py; size: a public download script",
             ),
         ),
         "mtb data isic {out} --out isic.parquet",

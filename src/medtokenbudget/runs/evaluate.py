@@ -470,7 +470,7 @@ def read_kept(path: Path | str, manifest: Manifest) -> KeptPatches:
         raise refuse(
             "gives the method its name, but a method of this package has this name, or it contains one of : + | /. Rename the file."
         )
-    frame = table.to_pandas()
+    frame = given = table.to_pandas()
     if frame["kept"].isna().any():
         raise refuse("has rows without kept patches. Methods that merge patches keep none and cannot be judged by this table.")
     paths = {os.path.abspath(manifest.image_path(row)): name for row, name in enumerate(manifest.ids)} if key == "image" else {}
@@ -505,7 +505,7 @@ def read_kept(path: Path | str, manifest: Manifest) -> KeptPatches:
                 raise refuse("has probabilities that are negative or do not sum to 1 for each image.")
             probabilities[budget] = values
     if not kept:
-        raise refuse(f"has no image of the manifest: it has {listed(list(dict.fromkeys(table.to_pandas()[key])), 3)}.")
+        raise refuse(f"has no image of the manifest: it has {listed(list(dict.fromkeys(given[key])), 3)}.")
     first = frame.drop_duplicates("image_id").set_index("image_id").loc[names]
     scores = np.stack(first["scores"].tolist()) if "scores" in first and first["scores"].notna().all() else None
     return KeptPatches(source.stem, grid, names, dict(sorted(kept.items())), probabilities, scores)
