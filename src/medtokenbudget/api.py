@@ -526,10 +526,11 @@ def demo(out: Path | str = "runs/demo", n: int = 1000, seed: int = 0, epochs: in
     say(f"1 of 3: the ready-made router on {SAMPLES.n} drawn lesions that are not in the center ...")
     samples = synthetic_manifest(out / "router" / "samples", SAMPLES)
     routed = route_files(samples, out / "router" / "routed", config=RouteConfig(overlay=True))
+    first = min((out / "router" / "routed" / "overlays").iterdir())
     shares = {name: f"{retention.of_ceiling:.0%}" for name, retention in routed.retention.items()}
     say(
         f"  Of the lesion that fits 76 of 256 patches, the router keeps {shares['router']}, the center of the image "
-        f"{shares['center']}, chance {shares['random']}.\n  Pictures: {out / 'router' / 'routed' / 'overlays'}"
+        f"{shares['center']}, chance {shares['random']}.\n  Look at {first} and the pictures next to it while the rest runs."
     )
     say("2 of 3: a router and heads of our own, trained on drawn images (minutes) ...")
     manifest, store = out / "data" / "manifest.parquet", out / "tokens"

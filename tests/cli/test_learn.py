@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
 import medtokenbudget as mtb
 from medtokenbudget.cli import main
@@ -95,7 +97,18 @@ def test_the_demo_tells_the_whole_story_offline(tmp_path: Path, capsys: pytest.C
     assert router > 85
     assert router > center + 20
     assert router > chance + 20
-    assert len(list((out / "router" / "routed" / "overlays").glob("*.*"))) == 8
+    pictures = sorted((out / "router" / "routed" / "overlays").iterdir())
+    assert len(pictures) == 8
+    assert f"Look at {pictures[0]} " in told.err
+    samples = out / "router" / "samples"
+    routing = mtb.load("dermoscopy").route(samples / "images" / "SYN_000000.jpg", budget=0.3)[0]
+    with Image.open(samples / "masks" / "SYN_000000.png") as mask:
+        lesion = np.asarray(mask.resize((16, 16), Image.Resampling.BOX)) > 127
+    assert routing.kept_mask[lesion].all(), "in the picture that a newcomer sees first the whole lesion is kept"
+    assert not routing.unfamiliar
+    page = (out / "report.html").read_text(encoding="utf-8")
+    assert "The images are drawn: their accuracy says nothing about photographs" in page
+    assert not (out / "tables" / "beside-paper.csv").exists()
     model = mtb.load(out / "model")
     image = next((out / "data" / "images").glob("*.jpg"))
     assert len(model.predict([image], budget=0.3)[0].kept) == 76

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import math
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +14,9 @@ from PIL import Image
 from playwright.sync_api import Browser, Page, expect
 
 from medtokenbudget.config import NOTICE
+from medtokenbudget.model import load
 from medtokenbudget.model.looks import look
+from medtokenbudget.serve.samples import sample_files
 from medtokenbudget.serve.service import Service
 from tests.serve.axe import serious
 from tests.serve.server import Server, huge_png, mask, picture, running_here
@@ -301,3 +305,51 @@ def test_a_model_that_is_routed_early_shows_its_one_budget(chromium: Browser, tm
         expect(page.locator("#budget")).to_be_disabled()
         expect(page.locator("#k-value")).to_have_text("30 of 100 patches")
         page.close()
+
+
+def test_a_promise_stays_on_for_the_next_image_until_the_budget_is_moved(chromium: Browser) -> None:
+    model = load("dermoscopy", device="cpu")
+    with running_here(Service(model, name="dermoscopy")) as server:
+        page = chromium.new_page(viewport={"width": 1280, "height": 900})
+        page.set_default_timeout(30_000)
+        page.goto(server.url)
+        promise = page.locator("#promises button", has_text="95%")
+        expect(page.locator("#promises")).to_contain_text("on average")
+        expect(promise).to_have_attribute("aria-pressed", "false")
+        promise.click()
+        for sample in ("mel", "nv-off-center"):
+            page.locator(f"[data-sample={sample}]").click()
+            expect(page.locator(f"[data-sample={sample}]")).to_have_attribute("aria-pressed", "true")
+            settle(page)
+            image = Image.open(io.BytesIO(sample_files(sample)[0]))
+            k = model.route(image, budget=model.guarantee(0.95))[0].k
+            # The slider has whole percents: the first one that keeps at least K patches.
+            assert page.locator("#budget").input_value() == str(math.ceil(100 * k / 256))
+            expect(promise).to_have_attribute("aria-pressed", "true")
+        expect(page.locator("#code")).to_have_text(
+            'model = mtb.load("dermoscopy")\nmodel.route("photo.jpg", budget=model.guarantee(0.95))', use_inner_text=True
+        )
+        page.locator("#budget").focus()
+        page.keyboard.press("ArrowRight")
+        expect(promise).to_have_attribute("aria-pressed", "false")
+        page.close()
+
+
+@pytest.mark.parametrize(("width", "height"), [(1280, 900), (390, 844)])
+def test_the_picture_is_in_view_without_scrolling(opened: Open, width: int, height: int) -> None:
+    page = opened(width, height)
+    shown, control = page.locator("canvas").bounding_box(), page.locator(".control").bounding_box()
+    assert shown is not None
+    assert control is not None
+    bottom = shown["y"] + shown["height"]
+    assert bottom <= height
+    assert bottom <= control["y"] or shown["y"] >= control["y"] + control["height"]
+
+
+def test_an_error_goes_away_when_other_files_are_opened(opened: Open) -> None:
+    page = opened()
+    drop(page, {"notes.txt": b"just some words"})
+    expect(page.get_by_role("alert")).to_be_visible()
+    drop(page, {"spot.png": picture(100, 100, "PNG")})
+    expect(page.locator("#image-line")).to_contain_text("spot.png")
+    expect(page.get_by_role("alert")).to_be_hidden()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -74,6 +76,50 @@ def test_every_address_answers(server: Server, service: Service) -> None:
     assert code(httpx.get(f"{server.url}/v1/route")) == (405, "wrong_method")
     assert code(httpx.get(f"{server.url}/v1/nothing")) == (404, "not_found")
     assert code(httpx.get(f"{server.url}/v1/samples/nothing/image")) == (404, "unknown_sample")
+
+
+def test_head_answers_like_get_without_a_body(server: Server) -> None:
+    for path in ("", "docs", "healthz", "v1/model", "static/explorer.css"):
+        head, get = (ask(f"{server.url}/{path}", timeout=60) for ask in (httpx.head, httpx.get))
+        assert (head.status_code, head.content) == (200, b"")
+        assert head.headers["content-length"] == str(len(get.content))
+        assert head.headers["content-security-policy"] == get.headers["content-security-policy"]
+    assert httpx.head(f"{server.url}/v1/route").status_code == 405
+
+
+def test_the_docs_describe_every_operation_and_field_and_load_only_our_own_style(server: Server) -> None:
+    page = httpx.get(f"{server.url}/docs", timeout=60).text
+    described = httpx.get(f"{server.url}/openapi.json", timeout=60).json()
+    for path, operations in described["paths"].items():
+        for method in operations:
+            assert f"<code>{method.upper()} {path}</code>" in page
+    form = described["paths"]["/v1/route"]["post"]["requestBody"]["content"]["multipart/form-data"]["schema"]
+    assert {"image", "mask", "budgets"} <= set(form["properties"])
+    assert all(f"<dt>{name}</dt>" in page for name in form["properties"])
+    assert set(re.findall(r"(?:src|href)='?([^'> ]+)", page)) == {"static/explorer.css", "openapi.json"}
+    assert "<script" not in page
+
+
+# No Docker engine is needed: the file is read, not built.
+def test_the_dockerfile_runs_the_service_as_a_user_with_a_health_check_and_holds_no_secret(repository: Path) -> None:
+    text = re.sub(r"\\\n\s*", "", (repository / "Dockerfile").read_text(encoding="utf-8"))
+    steps = [(word, rest) for word, _, rest in (line.partition(" ") for line in text.splitlines() if line and line[0] != "#")]
+    given = dict(steps)
+    order = [word for word, _ in steps]
+    assert re.fullmatch(r"python:3\.\d+-[\w-]+", given["FROM"])  # a version, not `latest`
+    assert given["USER"] not in ("root", "0")
+    assert order.index("RUN") < order.index("USER") < order.index("ENTRYPOINT")
+    assert "/healthz" in given["HEALTHCHECK"]
+    assert f":{ServeConfig().port}/" in given["HEALTHCHECK"]
+    assert given["EXPOSE"] == str(ServeConfig().port)
+    assert json.loads(given["ENTRYPOINT"]) == ["mtb", "serve", "--host", "0.0.0.0"]
+    assert not any(word in ("ENV", "ADD") for word in order)
+    assert not re.search(r"https?://(?!127\.0\.0\.1)", text)
+    assert "token" not in " ".join(rest for word, rest in steps if word in ("ARG", "RUN", "COPY")).lower()
+    kept = {line[1:] for line in (repository / ".dockerignore").read_text(encoding="utf-8").splitlines() if line.startswith("!")}
+    copied = {name for word, rest in steps if word == "COPY" for name in rest.split()[:-1]}
+    assert copied == kept
+    assert all((repository / name).exists() for name in copied)
 
 
 def test_an_upload_up_to_the_limit_is_read_never_to_disk_and_one_byte_more_is_not(

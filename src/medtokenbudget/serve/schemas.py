@@ -55,6 +55,7 @@ class ModelInfo(BaseModel):
     version: str
     notice: str
     demo: bool = Field(description="Whether this is the demo model, which was trained on synthetic images.")
+    name: str = Field(description="What `mtb.load` takes; MODEL for a folder, which stays private.", examples=["dermoscopy"])
     fingerprint: str = Field(description="Hash of the backbone, preprocessing, classes, methods and weights.")
     backbone: str
     classes: list[str] = Field(description="Empty for a router without a head.", examples=[["MEL", "NV"]])

@@ -41,7 +41,7 @@ from medtokenbudget.model import load
 from medtokenbudget.runtime import say
 from medtokenbudget.serve import schemas
 from medtokenbudget.serve.samples import SAMPLES, offers, sample_files
-from medtokenbudget.serve.service import FILES, NOTICE, STATIC, FieldError, Question, Service, index_page, is_demo
+from medtokenbudget.serve.service import FILES, NOTICE, STATIC, FieldError, Question, Service, docs_page, index_page, is_demo
 
 TOKEN_VARIABLE = "MTB_TOKEN"
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
@@ -98,6 +98,8 @@ class Guard:
 
         app = self.app
         if scope["type"] == "http":
+            if scope["method"] == "HEAD":  # uvicorn leaves the body out
+                scope = {**scope, "method": "GET"}
             headers = Headers(scope=scope)
             origin, host = headers.get("origin"), headers.get("host", "")
             if origin is not None and origin not in (f"http://{host}", f"https://{host}"):
@@ -172,6 +174,10 @@ def create_app(
     @app.get("/", include_in_schema=False)
     async def page() -> Response:
         return HTMLResponse(index_page(), headers={"Cache-Control": "no-cache"})
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> Response:
+        return HTMLResponse(docs_page(app.openapi()))
 
     app.mount("/static", StaticFiles(directory=STATIC), name="static")
     app.include_router(_api(service, turns), dependencies=[] if token is None else [Depends(check_token)])
@@ -392,8 +398,10 @@ def find_service(model: str | Path | None, config: ServeConfig) -> Service:
     """Load a model, or the router of the package, and run it once."""
     if model is None:
         say("No model given. Using the router for dermoscopic images that comes with the package; it predicts no class.")
-    loaded = load("dermoscopy" if model is None else model, weights=config.weights, device=config.device)
+    name = "dermoscopy" if model is None else str(model)
+    loaded = load(name, weights=config.weights, device=config.device)
     size = loaded.backbone.preprocessing.image_size
     # A backbone that is missing or does not fit is an error now, not at the first question.
     loaded.encode(np.zeros((1, size, size, 3), dtype=np.uint8))
-    return Service(loaded, config.max_bytes, config.max_pixels, model is not None and is_demo(model))
+    shown = "MODEL" if Path(name).is_dir() else name
+    return Service(loaded, config.max_bytes, config.max_pixels, model is not None and is_demo(model), shown)

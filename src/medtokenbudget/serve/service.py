@@ -10,6 +10,7 @@ import io
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,24 @@ def index_page() -> str:
     """Return the page of the explorer."""
     page = (STATIC / "index.html").read_text(encoding="utf-8")
     return page.replace("{{ notice }}", SHORT_NOTICE).replace("{{ use_notice }}", USE_NOTICE)
+
+
+def docs_page(openapi: dict[str, Any]) -> str:
+    """Write the OpenAPI description as a page that loads nothing from elsewhere."""
+
+    def listed(rows: Mapping[str, Any]) -> str:
+        return "".join(f"<dt>{escape(name)}</dt><dd>{escape(row.get('description', ''))}</dd>" for name, row in rows.items())
+
+    head = "<meta charset=utf-8><meta name=viewport content='width=device-width'><title>MedTokenBudget API</title>"
+    parts = [f"<h1>MedTokenBudget API</h1><p>{escape(openapi['info']['description'])} <a href='openapi.json'>openapi.json</a></p>"]
+    for path, operations in openapi["paths"].items():
+        for method, operation in operations.items():
+            form = operation.get("requestBody", {}).get("content", {}).get("multipart/form-data", {}).get("schema", {})
+            fields, answers = listed(form.get("properties", {})), listed(operation["responses"])
+            title = f"<h2><code>{method.upper()} {escape(path)}</code></h2><p>{escape(operation['description'])}</p>"
+            parts.append(f"<section class=card>{title}<dl>{fields}</dl><h3>Responses</h3><dl>{answers}</dl></section>")
+    head += "<link rel=stylesheet href='static/explorer.css'>"
+    return f"<!doctype html><html lang=en><head>{head}</head><body><main class=docs>{''.join(parts)}</main></body></html>"
 
 
 class FieldError(RequestError):
@@ -101,13 +120,19 @@ def _number(text: str, code: str, what: str) -> float:
 class Service:
     """Answers questions about images with one model. `answer` is not thread-safe: the server asks one question at a time.
 
-    `demo` says that this is the demo model, which was trained on synthetic images; the limits are those of `ServeConfig`.
+    `demo` says that this is the demo model, which was trained on synthetic images; `name` is what `load` takes, unless it is a
+    folder, which is private; the limits are those of `ServeConfig`.
     """
 
     def __init__(
-        self, model: MedTokenBudget, max_bytes: int = 25_000_000, max_pixels: int = 50_000_000, demo: bool = False
+        self,
+        model: MedTokenBudget,
+        max_bytes: int = 25_000_000,
+        max_pixels: int = 50_000_000,
+        demo: bool = False,
+        name: str = "MODEL",
     ) -> None:
-        self.model, self.max_bytes, self.max_pixels, self.demo = model, max_bytes, max_pixels, demo
+        self.model, self.max_bytes, self.max_pixels, self.demo, self.name = model, max_bytes, max_pixels, demo, name
         # Computed once, because it hashes every weight of the model.
         self.fingerprint = model.fingerprint
         self.guarantees = [guarantee for guarantee in model.guarantees if guarantee.model == self.fingerprint]
@@ -119,6 +144,7 @@ class Service:
             "version": __version__,
             "notice": NOTICE,
             "demo": self.demo,
+            "name": self.name,
             "fingerprint": self.fingerprint,
             "backbone": str(self.model.backbone_fingerprint["name"]),
             "classes": list(self.model.classes),

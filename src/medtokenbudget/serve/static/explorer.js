@@ -20,6 +20,7 @@ const state = {
   scene: null,
   index: 29, // into STOPS
   stops: [],
+  promise: null, // the calibrated promise that holds for every image until the budget is moved, as a key
   names: { a: null, b: null }, // methods of the two panels
   compare: false,
   curve: "retention",
@@ -174,7 +175,7 @@ async function analyze(source, file) {
     URL.revokeObjectURL(picture.src);
     if (running === mine) show(source, answer, picture);
   } catch (error) {
-    if (error.name === "AbortError") return;
+    if (error.name === "AbortError" || running !== mine) return;
     showError(file ? `${file}: ${error.message}` : error.message);
     if (error.code === "token_required") askForToken();
   } finally {
@@ -205,8 +206,8 @@ function show(source, answer, picture) {
   byId("mask-label").textContent = source.mask && !locked ? "Change mask…" : "Add mask…";
   byId("show-lesion").disabled = !answer.lesion;
   byId("lesion-switch").toggleAttribute("data-off", !answer.lesion);
-  drawCurve();
   drawPromises();
+  drawCurve();
   render();
 }
 
@@ -263,6 +264,8 @@ function paintAll() {
   const slider = byId("budget");
   byId("budget-value").textContent = percent(budget);
   byId("k-value").textContent = `${view.k} of ${view.n} patches`;
+  for (const button of document.querySelectorAll("[data-promise]")) button.setAttribute("aria-pressed", String(button.dataset.promise === state.promise));
+  byId("code").textContent = code();
   slider.value = String(state.index + 1);
   slider.setAttribute("aria-valuetext", `${percent(budget)}, ${view.k} of ${view.n} patches`);
   plot?.move(state.stops[state.index]);
@@ -273,24 +276,52 @@ function paintAll() {
   }, 500);
 }
 
-// Buttons for what the main method was calibrated for: each moves the budget to what this image needs.
+// Buttons for what the main method was calibrated for. One that is on stays on for other images, with what each of them needs.
+
+const keyOf = ({ retention, coverage }) => `${retention}/${coverage}`;
+const promised = () => state.answer.selectors.find((one) => one.name === state.info.main)?.promises ?? [];
+
+function setBudget(index, promise = null) {
+  state.index = index;
+  state.promise = promise;
+  render();
+}
+
+function keepPromise(promise) {
+  setBudget(Math.min(STOPS.length, Math.ceil((100 * promise.k) / state.answer.n)) - 1, keyOf(promise));
+}
+
 function drawPromises() {
-  const { answer, info } = state;
-  const promises = answer.selectors.find((one) => one.name === info.main)?.promises ?? [];
+  const promises = promised();
   byId("promises").hidden = !promises.length;
-  byId("promises").replaceChildren(
-    ...promises.map(({ retention, coverage, k }) => {
-      const button = document.createElement("button");
-      button.type = "button";
-      button.textContent = `${percent(retention)} of the lesion${coverage ? ` in ${percent(coverage)}` : ""}`;
-      button.title = `${k} of ${answer.n} patches of this image keep the promise${coverage ? "" : " on average"}`;
-      button.addEventListener("click", () => {
-        state.index = Math.min(STOPS.length, Math.ceil((100 * k) / answer.n)) - 1;
-        render();
-      });
-      return button;
-    }),
-  );
+  const label = document.createElement("span");
+  label.className = "quiet";
+  label.textContent = "Lesion kept on average";
+  const buttons = promises.map((promise) => {
+    const { retention, coverage } = promise;
+    const button = document.createElement("button");
+    button.type = "button";
+    button.dataset.promise = keyOf(promise);
+    button.textContent = `${percent(retention)}${coverage ? ` in ${percent(coverage)}` : ""}`;
+    button.title = `${percent(retention)} of the lesion ${coverage ? `in ${percent(coverage)} of the images` : "on average"}: ${promise.k} of ${state.answer.n} patches of this image`;
+    button.addEventListener("click", () => keepPromise(promise));
+    return button;
+  });
+  byId("promises").replaceChildren(label, ...buttons);
+  const kept = promises.find((promise) => keyOf(promise) === state.promise);
+  if (kept) keepPromise(kept);
+  else state.promise = null;
+}
+
+/** What does the same from Python. */
+function code() {
+  const { info } = state;
+  const name = state.names.a;
+  const selector = name === info.main ? "" : `, selector="${name}"`;
+  const [retention, coverage] = state.promise?.split("/") ?? [];
+  const guarantee = `model.guarantee(${retention}${coverage === "null" ? "" : `, coverage=${coverage}`})`;
+  const budget = state.promise ? guarantee : (onlyBudget(info) ?? STOPS[state.index]);
+  return `model = mtb.load("${info.demo ? "runs/demo/model" : info.name}")\nmodel.route("photo.jpg", budget=${budget}${selector})`;
 }
 
 function drawCurve() {
@@ -310,13 +341,11 @@ function drawCurve() {
 // Controls.
 
 byId("budget").addEventListener("input", (event) => {
-  state.index = Number(event.target.value) - 1;
-  render();
+  setBudget(Number(event.target.value) - 1);
 });
 for (const button of document.querySelectorAll("[data-budget]")) {
   button.addEventListener("click", () => {
-    state.index = Number(button.dataset.budget) - 1;
-    render();
+    setBudget(Number(button.dataset.budget) - 1);
   });
 }
 byId("compare").addEventListener("change", (event) => {
@@ -339,6 +368,7 @@ byId("alert-close").addEventListener("click", hideError);
 
 function openFiles(files) {
   if (!state.info) return;
+  hideError();
   const { image, mask, stack, skipped } = sortFiles(files, state.source?.file ?? null);
   if (stack?.length) sheet.open(stack, skipped);
   else if (stack) showError("None of these files is an image.");
@@ -375,6 +405,12 @@ byId("save-data").addEventListener("click", () => {
   if (!state.answer) return;
   const data = asData(state.answer, sides().map((side) => state.names[side]), STOPS[state.index]);
   saveBlob(new Blob([JSON.stringify(data)], { type: "application/json" }), downloadName(state.source, state.index + 1, "json"));
+});
+
+byId("copy-code").addEventListener("click", async () => {
+  await navigator.clipboard.writeText(`import medtokenbudget as mtb\n\n${code()}`);
+  byId("copy-code").textContent = "Copied";
+  setTimeout(() => (byId("copy-code").textContent = "Copy Python"), 2000);
 });
 
 let width = innerWidth;
