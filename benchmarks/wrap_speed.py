@@ -1,7 +1,7 @@
-"""What `mtb.wrap` saves on this machine: `python -m benchmarks.wrap_speed`, with ToMe's repository on PYTHONPATH to compare with it.
+"""What `mtb.wrap` saves on this machine: `python -m benchmarks.wrap_speed`, with ToMe's repository on PYTHONPATH to compare.
 
-Ratios to the dense model in the same run, forward and for one training step with its memory. The weights are random, since time does
-not depend on them. On one thread the time is that of the CPU, so that other programs hardly count.
+Ratios to the dense model in the same run, for the forward pass and for one training step with its memory. The weights are random,
+since time does not depend on them. On one thread the time is that of the CPU, so that other programs hardly count.
 """
 
 from __future__ import annotations
