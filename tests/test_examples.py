@@ -10,6 +10,8 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+import timm
+import torch
 
 import medtokenbudget as mtb
 from medtokenbudget.data import Manifest
@@ -89,3 +91,12 @@ def test_the_onnx_file_answers_like_the_model_where_torch_cannot_be_imported(min
     for answer, wanted in zip(answers, model.predict(images, budget=0.3)):
         assert list(answer) == list(model.classes)
         np.testing.assert_allclose(list(answer.values()), list(wanted.probabilities.values()), atol=1e-4)
+
+
+def test_a_wrapped_model_fine_tunes_on_a_folder_to_more_than_chance(tmp_path: Path) -> None:
+    drawn_folder(tmp_path, 45, size=128, classes=CLASSES)
+    options = {"budget": 0.3, "epochs": 4, "size": 128, "lr": 1e-3, "pretrained": False}
+    accuracy = example("finetune_wrapped").main(tmp_path / "photos", "test_vit", tmp_path / "out" / "model.pth", **options)
+    assert accuracy > CHANCE + 0.15
+    model = timm.create_model("test_vit", num_classes=len(CLASSES), img_size=128)
+    model.load_state_dict(torch.load(tmp_path / "out" / "model.pth", weights_only=True))
