@@ -31,7 +31,16 @@ from medtokenbudget.model.inference import evaluating
 from medtokenbudget.model.model import comparable
 from medtokenbudget.progress import progress, say
 from medtokenbudget.routing import Ranker, Selector, create_selector
-from medtokenbudget.routing.conformal import Promise, group_mean, groups_needed, kept_counts, lesion_kept, pick_threshold
+from medtokenbudget.routing.conformal import (
+    Promise,
+    group_mean,
+    groups_needed,
+    kept_counts,
+    lesion_kept,
+    pick_threshold,
+    relative_scores,
+)
+from medtokenbudget.routing.trainable import ScoredRanker
 from medtokenbudget.runs.method import Method
 from medtokenbudget.runs.run import AS_IS, ATTRIBUTES, FILE, OF_IMAGES, Run, routing_name, write_tables
 from medtokenbudget.training.classifier import RoutedClassifier
@@ -433,6 +442,8 @@ def calibrated(
     groups = images.groups_of(rows)
     with evaluating(classifier):
         scores = patch_scores(images.store, rows, classifier.selector)
+    if relative := isinstance(classifier.selector, ScoredRanker):
+        scores = relative_scores(scores)
     n = images.store.n
     most = n if cap is None else classifier.selector.count(cap, n)
     minimum = min(classifier.selector.minimum, most)
@@ -469,6 +480,7 @@ def calibrated(
         dataset=images.manifest.name,
         data=images.manifest.hash,
         model=model.fingerprint,
+        relative=relative,
         by=by,
         parts=tuple(part(value, inside) for value, inside in parts.items()),
     )
