@@ -18,7 +18,7 @@ from medtokenbudget.data import Manifest
 from medtokenbudget.model import load
 from medtokenbudget.model.saved import resolve
 from medtokenbudget.routing import create_selector
-from medtokenbudget.routing.conformal import Promise, group_mean, kept_counts, lesion_kept, pick_threshold
+from medtokenbudget.routing.conformal import Promise, group_mean, kept_counts, lesion_kept, pick_threshold, relative_scores
 from medtokenbudget.runs.evaluate import held_out, patch_scores, run_of
 
 PROMISES = (Promise(0.9), Promise(0.95), Promise(0.98), Promise(0.9, 0.9), Promise(0.95, 0.9))
@@ -87,8 +87,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     selector = model.classifier().selector
     images = Images(lesion[measured], np.array(found.groups_of(found.rows))[measured], selector.minimum)
     rows = []
-    for name, ranker in {"router": selector, **{name: create_selector(name) for name in CONTROLS}}.items():
-        scores = patch_scores(found.store, found.rows[measured], ranker)
+    rankers = {"router": selector, **{name: create_selector(name) for name in CONTROLS}}
+    ranked = {name: patch_scores(found.store, found.rows[measured], ranker) for name, ranker in rankers.items()}
+    ranked["router, plain scores"], ranked["router"] = ranked["router"], relative_scores(ranked["router"])
+    for name, scores in ranked.items():
         for promise in PROMISES:
             table = splits(images, scores, promise, options.calibration, options.splits)
             kept, tokens = table["kept"].mean(), table["tokens"].mean()

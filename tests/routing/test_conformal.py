@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from medtokenbudget.errors import CountError, NonFiniteError, RequestError, ShapeError
 from medtokenbudget.routing import conformal
-from medtokenbudget.routing.conformal import Promise, groups_needed, kept_counts, lesion_kept, pick_threshold
+from medtokenbudget.routing.conformal import Promise, groups_needed, kept_counts, lesion_kept, pick_threshold, relative_scores
 
 PATCHES = 12
 
@@ -185,3 +185,15 @@ def test_wrong_input_is_rejected_by_name_and_the_examples_are_right() -> None:
     with pytest.raises(CountError, match="at most 13"):
         kept_counts(scores, 0.5, most=13)
     assert doctest.testmod(conformal).failed == 0
+
+
+def test_relative_scores_keep_the_order_forget_the_scale_and_end_with_the_share_of_the_last_patch() -> None:
+    scores = np.random.default_rng(2).random((5, 40))
+    shares = relative_scores(scores)
+    assert np.array_equal(np.argsort(-shares, 1), np.argsort(-scores, 1))
+    np.testing.assert_allclose(relative_scores(0.01 * scores), shares)
+    for row, share in zip(scores, shares):
+        assert share.max() == pytest.approx(1)
+        for patch in range(40):
+            assert share[patch] == pytest.approx((row[row <= row[patch]] ** 2).sum() / (row**2).sum())
+    assert np.isfinite(relative_scores(np.zeros((1, 4)))).all()

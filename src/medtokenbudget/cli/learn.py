@@ -341,8 +341,7 @@ class Calibrate(Command):
             print("\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows))
         say(
             f"{promise.selector} keeps {promise}, on images like the {promise.images:,} of “{promise.dataset}” "
-            f"({promise.groups:,} groups). There {promise.tokens:.1f} patches on average (a score of {promise.threshold:.4g} or "
-            f"more) keep {promise.kept:.1%}."
+            f"({promise.groups:,} groups). There {promise.tokens:.1f} patches on average keep {promise.kept:.1%}."
         )
         where = self.out or self.model
         asked = f"--retention {promise.retention:g}" + ("" if promise.coverage is None else f" --coverage {promise.coverage:g}")

@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike
 
 from medtokenbudget.errors import RequestError
 from medtokenbudget.escaping import markdown_text
-from medtokenbudget.routing.conformal import Promise, groups_needed, kept_counts
+from medtokenbudget.routing.conformal import Promise, groups_needed, kept_counts, relative_scores
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +25,7 @@ class Guarantee(Promise):
     Attributes:
         cap: Largest share of the patches that an image may keep; None for no cap. The promise holds with it.
         threshold: Patches with this score or a higher one are kept.
+        relative: Whether it is a threshold on `relative_scores`, as for lesion probabilities.
         minimum: Fewest patches of an image.
         most: Most patches of an image.
         selector: The method that gives the scores.
@@ -54,6 +55,7 @@ class Guarantee(Promise):
     dataset: str
     data: str
     model: str
+    relative: bool = False
     by: str | None = None
     parts: tuple[dict[str, Any], ...] = ()
 
@@ -64,7 +66,7 @@ class Guarantee(Promise):
 
     def counts(self, scores: ArrayLike) -> np.ndarray:
         """Count the patches `[n]` to keep of images with scores `[n, N]`."""
-        return kept_counts(scores, self.threshold, self.minimum, self.most)
+        return kept_counts(relative_scores(scores) if self.relative else scores, self.threshold, self.minimum, self.most)
 
     def keeps(self, promise: Promise, selector: str) -> bool:
         """Tell whether this is the guarantee of a promise for a method."""

@@ -262,9 +262,9 @@ class TokensGraph(nn.Module):
     def forward(self, pixels: Tensor) -> tuple[Tensor, ...]:
         tokens = self.backbone.tokens(self.backbone.normalize(pixels), self.signals)
         fields: dict[str, Any] = {name: getattr(tokens, name) for name in self.signals}
-        batch = TokenBatch(tokens.patches, tokens.grid, luminance=luminance(pixels, tokens.grid), **fields)
+        batch = TokenBatch(tokens.patches, tokens.grid, cls=tokens.cls, luminance=luminance(pixels, tokens.grid), **fields)
         main, *others = self.rankers
-        sight = main.see(batch) if isinstance(main, ScoredRanker) else Sight(main.score(batch), batch.patches, tokens)
+        sight = main.see(batch) if isinstance(main, ScoredRanker) else Sight(main.score(batch), batch.patches, batch)
         outputs = (tokens.patches, torch.cat([sight.scores.float(), *(ranker.score(batch).float() for ranker in others)]))
         return outputs if self.familiarity is None else (*outputs, self.familiarity(sight.features))
 

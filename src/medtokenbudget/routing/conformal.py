@@ -89,6 +89,25 @@ def kept_counts(scores: ArrayLike, threshold: float, minimum: int = 1, most: int
     return np.asarray((values >= threshold).sum(1).clip(lowest, highest), np.int64)
 
 
+def relative_scores(scores: ArrayLike) -> Floats:
+    """Return for each patch the share of its image's squared scores that is in it and in all patches ranked after it, `[n, N]`.
+
+    The order stays. A threshold on lesion probabilities keeps little of an image in which all of them are low; a threshold on these
+    shares does not.
+
+    Example:
+        >>> relative_scores([[0.2, 0.4, 0.2], [0.1, 0.2, 0.1]]).round(3).tolist()
+        [[0.333, 1.0, 0.167], [0.333, 1.0, 0.167]]
+    """
+    values = _scores(scores)
+    order = np.argsort(-values, axis=1, kind="stable")
+    mass = np.take_along_axis(values, order, axis=1) ** 2
+    left = np.cumsum(mass[:, ::-1], axis=1)[:, ::-1]
+    shares = np.empty_like(values)
+    np.put_along_axis(shares, order, left / np.maximum(left[:, :1], np.finfo(float).tiny), axis=1)
+    return shares
+
+
 def lesion_kept(scores: ArrayLike, lesion: ArrayLike, counts: ArrayLike) -> Floats:
     """Measure the share of each image's lesion among its `counts` [n] best patches, `[n]`; NaN without a lesion patch."""
     values, inside = _scores(scores), np.asarray(lesion, bool)

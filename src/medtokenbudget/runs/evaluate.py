@@ -34,8 +34,16 @@ from medtokenbudget.files import atomic_write, read_json
 from medtokenbudget.model import Guarantee, MedTokenBudget
 from medtokenbudget.model.model import comparable
 from medtokenbudget.routing import Ranker, Selector, budget_to_k, create_selector, list_selectors
-from medtokenbudget.routing.conformal import Promise, group_mean, groups_needed, kept_counts, lesion_kept, pick_threshold
-from medtokenbudget.routing.trainable import evaluating
+from medtokenbudget.routing.conformal import (
+    Promise,
+    group_mean,
+    groups_needed,
+    kept_counts,
+    lesion_kept,
+    pick_threshold,
+    relative_scores,
+)
+from medtokenbudget.routing.trainable import ScoredRanker, evaluating
 from medtokenbudget.runs.method import Method
 from medtokenbudget.runs.run import AS_IS, ATTRIBUTES, FILE, OF_IMAGES, Run, routing_name, write_tables
 from medtokenbudget.runtime import progress, say
@@ -642,6 +650,8 @@ def calibrated(
     groups = images.groups_of(rows)
     with evaluating(classifier):
         scores = patch_scores(images.store, rows, classifier.selector)
+    if relative := isinstance(classifier.selector, ScoredRanker):
+        scores = relative_scores(scores)
     n = images.store.n
     most = n if cap is None else classifier.selector.count(cap, n)
     minimum = min(classifier.selector.minimum, most)
@@ -678,6 +688,7 @@ def calibrated(
         dataset=images.manifest.name,
         data=images.manifest.hash,
         model=model.fingerprint,
+        relative=relative,
         by=by,
         parts=tuple(part(value, inside) for value, inside in parts.items()),
     )

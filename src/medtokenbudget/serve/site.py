@@ -94,7 +94,7 @@ def write_site(model: MedTokenBudget, out: Path | str, runtime: Path, demo: bool
         for row in described["selectors"]:
             selector = model.classifier(row["name"]).selector
             row |= {"selector": selector.name, "keeps_all": selector.count(0.5, 10_000) == 10_000}
-        rule = ("selector", "retention", "coverage", "threshold", "minimum", "most")
+        rule = ("selector", "retention", "coverage", "threshold", "relative", "minimum", "most")
         values = {
             "model": described,
             "preprocessing": preprocessing,

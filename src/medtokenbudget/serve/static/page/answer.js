@@ -49,9 +49,20 @@ function retention(order, lesion, counts) {
   };
 }
 
+/** The share of the squared scores that is in each patch and in all ranked after it, the best patch first. */
+function relativeScores(scores) {
+  const shares = Float64Array.from(scores).sort();
+  let sum = 0;
+  for (let i = 0; i < shares.length; i += 1) {
+    sum += shares[i] ** 2;
+    shares[i] = sum;
+  }
+  return shares.map((share) => share / Math.max(sum, Number.MIN_VALUE)).reverse();
+}
+
 /** How many patches keep a calibrated promise: those with its threshold or a higher score, within its limits. */
-function promiseAnswer({ retention, coverage, threshold, minimum, most }, scores, logits, classes) {
-  const above = scores.reduce((sum, score) => sum + (score >= threshold ? 1 : 0), 0);
+function promiseAnswer({ retention, coverage, threshold, relative, minimum, most }, scores, logits, classes) {
+  const above = (relative ? relativeScores(scores) : scores).reduce((sum, score) => sum + (score >= threshold ? 1 : 0), 0);
   const k = Math.min(most, Math.max(minimum, above));
   return { retention, coverage, k, probabilities: logits ? softmax(logits.subarray((k - 1) * classes, k * classes)) : null };
 }
