@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -114,7 +115,7 @@ def table(records: pd.DataFrame, models: Sequence[str]) -> pd.DataFrame:
                 kept = np.take_along_axis(lesion, order, 1).cumsum(1)[:, [k - 1 for k in ks]]
                 share = 100 * np.asarray(share_of_ceiling(kept, lesion.sum(1), ks))
                 overlap = of_view.loc[member, f"dice {name}"].mean() if name in models else np.nan
-                cell = {"view": view, "group": group, "n": len(lesion), "router": name}
+                cell: dict[object, object] = {"view": view, "group": group, "n": len(lesion), "router": name}
                 rows.append({**cell, **dict(zip(BUDGETS, share)), "dice": overlap})
     return pd.DataFrame(rows)
 
@@ -140,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             selector.select(model.encode(model.backbone.prepare(image)[None]).float(), k)
 
     with torch.inference_mode():
-        seconds = in_turns({name: (lambda model=model: route(model)) for name, model in models.items()}, 3, time.process_time)
+        seconds = in_turns({name: partial(route, model) for name, model in models.items()}, 3, time.process_time)
     for name, times in seconds.items():
         print(f"{name}: {1000 * min(times) / len(images):.1f} ms of CPU per image")
 
