@@ -269,14 +269,14 @@ class ScoutConfig(Settings):
 
     prefix = "scout."
 
-    image_size: Annotated[int, Range(32, 1024)] = 128
+    image_size: Annotated[int, Range(32, 1024)] = 96
     """Side of the image that the scout reads, in pixels: a multiple of 16."""
     width: Positive = 1.0
     """Number of channels relative to the default network."""
     crop: Share = 0.4
     """Smallest side of a random training crop, relative to the image."""
-    pale: Annotated[float, Range(0, 1)] = 0.5
-    """Share of the training views whose lesion is made paler."""
+    pale: Annotated[float, Range(0, 1)] = 0.7
+    """Share of the training views whose lesion is made paler, half of these red."""
 
 
 @dataclass(frozen=True)
@@ -432,7 +432,7 @@ PRESETS = {
         losses=LossWeights(classification=0.0, budget=0.01, diversity=0.0, lesion=1.0, distillation=0.0),
     ),
     "scout": TrainConfig(
-        recipe="scout", epochs=40, min_steps=1000, batch_size=32, lr=4e-3, weight_decay=0.01, losses=LossWeights(lesion=1.0)
+        recipe="scout", epochs=10, min_steps=700, batch_size=32, lr=4e-3, weight_decay=0.01, losses=LossWeights(lesion=1.0)
     ),
 }
 
