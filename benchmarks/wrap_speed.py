@@ -40,12 +40,12 @@ Ways = dict[str, tuple[Any, int]]
 
 
 def ways(shape: str) -> Ways:
-    """The models to compare; ToMe's patch knows no rotary positions."""
+    """The models to compare, one with a router that costs nothing; ToMe's patch knows no rotary positions."""
     name, side, small = SHAPES[shape]
     torch.manual_seed(0)
     dense = timm.create_model(name, num_classes=CLASSES, img_size=side)
     found: Ways = {"dense": (dense, side), "wrap": (mtb.wrap(dense, "dermoscopy", DEFAULT_BUDGET), side)}
-    found["wrap-center"] = (mtb.wrap(dense, "center", DEFAULT_BUDGET), side)
+    found["wrap-free"] = (mtb.wrap(dense, lambda images: images[:, 0, :: side // 16, :: side // 16], DEFAULT_BUDGET), side)
     if importlib.util.find_spec("tome") is not None and "dinov3" not in name:
         import tome
 
