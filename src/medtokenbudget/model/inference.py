@@ -457,7 +457,8 @@ def answers(
         ranker = model.require_lesion_map(method)
     elif isinstance(classifier.selector, ScoredRanker) and classifier.selector.finer:
         ranker = classifier.selector
-    guarantee = amount if isinstance(amount, Guarantee) else None
+    selector, guarantee = classifier.selector, amount if isinstance(amount, Guarantee) else None
+    ranking = selector if isinstance(selector, Ranker) and not selector.stochastic and model.early is None else None
     decode = partial(_decode, prepare=model.backbone.prepare, grid=model.grid if masks else None)
     decoded = ordered_map(decode, sources, ahead=2 * batch_size, threads=max(1, workers))
     for batch in _batches(decoded, batch_size):
@@ -468,10 +469,12 @@ def answers(
                 tokens = model.encode(np.stack(readable))
                 sight = None if ranker is None else ranker.see(ranker.check(tokens))
                 scores = None if sight is None else sight.scores
+                if scores is None and ranking is not None:
+                    scores = ranking.score(ranking.check(tokens))
                 if isinstance(amount, Guarantee):
-                    selections, scores = select_above(classifier.selector, tokens, amount, scores)
+                    selections = select_above(selector, tokens, amount, scores)
                 else:
-                    selections = [select(classifier.selector, tokens, model.k(amount, method), scores)]
+                    selections = [select(selector, tokens, model.k(amount, method), scores)]
                     scores = selections[0].scores
                 unfamiliarity = model.unfamiliarity(tokens, sight if method == model.main else None)
                 if issubclass(kind, Prediction):
@@ -550,18 +553,13 @@ def _joined(values: Sequence[Tensor | None]) -> Any:
     return None if values[0] is None else torch.cat([value for value in values if value is not None])
 
 
-def select_above(
-    selector: Selector, tokens: TokenBatch, guarantee: Guarantee, scores: Tensor | None = None
-) -> tuple[list[Selection], Tensor]:
-    """Select the patches above the threshold of a guarantee: one selection per image, because K differs, and the scores [B, N]."""
-    if not isinstance(selector, Ranker) or selector.stochastic:
+def select_above(selector: Selector, tokens: TokenBatch, guarantee: Guarantee, scores: Tensor | None) -> list[Selection]:
+    """Select the patches whose scores [B, N] are above the threshold of a guarantee: one selection per image, because K differs."""
+    if scores is None:
         raise RequestError(
             f"Selector '{selector.name}' does not rank patches by a score, so it cannot keep the patches above a threshold."
         )
-    if scores is None:
-        with torch.no_grad():
-            scores = selector.score(selector.check(tokens))
     order = rank(scores)
     # In double precision, as in the calibration: a score that equals the threshold is kept.
     counts = guarantee.counts(scores.double().cpu().numpy()).tolist()
-    return [gather(tokens.patches[row : row + 1], order[row : row + 1, :k]) for row, k in enumerate(counts)], scores
+    return [gather(tokens.patches[row : row + 1], order[row : row + 1, :k]) for row, k in enumerate(counts)]
