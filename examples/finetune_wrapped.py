@@ -12,6 +12,7 @@ from pathlib import Path
 
 import timm
 import torch
+from safetensors.torch import save_file
 from timm.data import create_transform, resolve_model_data_config
 from torch.utils.data import DataLoader
 from torchvision.datasets import ImageFolder
@@ -54,7 +55,7 @@ def main(
         print(f"epoch {epoch + 1}: accuracy {accuracy:.0%} on the training images, {kept} of {n} patches")
 
     out.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(mtb.unwrap(fast).state_dict(), out)
+    save_file(mtb.unwrap(fast).state_dict(), out)
     return accuracy
 
 
@@ -62,7 +63,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("images", type=Path)
     parser.add_argument("--name", default="vit_small_patch14_dinov2.lvd142m")
-    parser.add_argument("--out", type=Path, default=Path("runs/finetuned.pth"))
+    parser.add_argument("--out", type=Path, default=Path("runs/finetuned.safetensors"))
     parser.add_argument("--budget", type=float, default=0.3)
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--random", action="store_true")

@@ -11,7 +11,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 import timm
-import torch
+from safetensors.torch import load_file
 
 import medtokenbudget as mtb
 from medtokenbudget.data import Manifest
@@ -96,7 +96,7 @@ def test_the_onnx_file_answers_like_the_model_where_torch_cannot_be_imported(min
 def test_a_wrapped_model_fine_tunes_on_a_folder_to_more_than_chance(tmp_path: Path) -> None:
     drawn_folder(tmp_path, 45, size=128, classes=CLASSES)
     options = {"budget": 0.3, "epochs": 4, "size": 128, "lr": 1e-3, "pretrained": False}
-    accuracy = example("finetune_wrapped").main(tmp_path / "photos", "test_vit", tmp_path / "out" / "model.pth", **options)
+    accuracy = example("finetune_wrapped").main(tmp_path / "photos", "test_vit", tmp_path / "out" / "model.safetensors", **options)
     assert accuracy > CHANCE + 0.15
     model = timm.create_model("test_vit", num_classes=len(CLASSES), img_size=128)
-    model.load_state_dict(torch.load(tmp_path / "out" / "model.pth", weights_only=True))
+    model.load_state_dict(load_file(tmp_path / "out" / "model.safetensors"))

@@ -248,7 +248,7 @@ def sweep(
     run = Run.begin(out, manifest, store, preset(config) if isinstance(config, str) else config)
     given_budgets = given_settings(run.config).get("budgets")
     if budgets is not None:
-        shares = tuple(read_share("budget", budget) for budget in budgets)
+        shares = tuple(read_share("budgets", budget) for budget in budgets)
         if given_budgets is not None and shares != tuple(given_budgets):
             raise RequestError("The budgets were given twice, in config and as an argument. Leave out one of them.")
         run.config = replace(run.config, budgets=shares)
@@ -434,7 +434,7 @@ def evaluate(
         ['center', 'context:lesion-first']
     """
     target, original = Path(out), _opened(manifest)
-    shares = [read_share("budget", budget) for budget in budgets]
+    shares = [read_share("budgets", budget) for budget in budgets]
     _check_evaluation(target, original, by)
     folder = None if isinstance(model, MedTokenBudget) else resolve(model)
     loaded = model if isinstance(model, MedTokenBudget) else load(model)

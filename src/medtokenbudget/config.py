@@ -144,7 +144,7 @@ def read_share(name: str, value: Any) -> Any:
     if isinstance(value, (str, Decimal)):
         with suppress(ValueError):
             value = number(str(value))
-    check_values({name: (value, Budget if name == "budget" else Share)})
+    check_values({name: (value, Budget if name.startswith("budget") else Share)})
     return value
 
 

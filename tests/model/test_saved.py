@@ -221,5 +221,6 @@ def test_nothing_in_the_package_unpickles(repository: Path) -> None:
     )
     files = [*(repository / "src").rglob("*.py"), *(repository / "examples").rglob("*.py")]
     assert len(files) > 20
-    found = [f"{path}:{n}" for path in files for n, line in enumerate(path.read_text().splitlines(), 1) if forbidden.search(line)]
-    assert found == []
+    found = [line.strip() for path in files for line in path.read_text().splitlines() if forbidden.search(line)]
+    # The one reader of checkpoints that others publish: tensors alone, and never code.
+    assert found == ['state = torch.load(path, map_location="cpu", weights_only=True)']

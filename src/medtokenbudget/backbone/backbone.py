@@ -10,7 +10,6 @@ import argparse
 import difflib
 import hashlib
 import os
-import pickle
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
@@ -378,7 +377,7 @@ def _tensors(path: Path) -> dict[str, Tensor]:
         # The settings of a training are often next to its weights, as a plain record.
         with torch.serialization.safe_globals([argparse.Namespace]):
             state = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
+    except Exception as error:  # torch refuses code and reports damage with errors of many kinds
         raise RequestError(
             f"{path} is damaged, or contains more than tensors, which could run code when it is loaded ({first_line(error)}). "
             "Save its weights with safetensors."
