@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from medtokenbudget.backbone.attention import REGISTRY, AttentionTap
 from medtokenbudget.backbone.encoders import Normalization, PlainViT, partial_encoder
 from medtokenbudget.backbone.partial import Chosen, block_tokens, resize, resize_scores, routed_pass
-from medtokenbudget.config import DEFAULT_BUDGET, BackboneConfig, Budget, check_values
+from medtokenbudget.config import DEFAULT_BUDGET, BackboneConfig, read_share
 from medtokenbudget.errors import NonFiniteError, RequestError, ShapeError
 from medtokenbudget.model.early import INSIDE, EarlyRouting, is_untrained_router, ranking, untrained_router
 from medtokenbudget.model.guarantee import Guarantee
@@ -60,7 +60,13 @@ class Wrapped(nn.Module):
     routing: Kept | None
 
     def __init__(
-        self, model: nn.Module, router: Router, budget: float | None, retention: float | None, at: str, wanted: Normalization | None
+        self,
+        model: nn.Module,
+        router: Router,
+        budget: float | str | None,
+        retention: float | None,
+        at: str,
+        wanted: Normalization | None,
     ) -> None:
         super().__init__()
         self.model, self.routing = model, None
@@ -88,10 +94,9 @@ class Wrapped(nn.Module):
         return self._budget
 
     @budget.setter
-    def budget(self, value: float) -> None:
-        check_values({"budget": (value, Budget)})
-        self._budget: float | None = value
-        self._share = str(value)  # a text, because compiled graphs take a float that changes for a tensor
+    def budget(self, value: float | str) -> None:
+        self._budget: float | None = read_share("budget", value)
+        self._share = str(self._budget)  # a text, because compiled graphs take a float that changes for a tensor
         self._guarantee = None
 
     @property
@@ -210,7 +215,7 @@ class Wrapped(nn.Module):
 def wrap(
     model: nn.Module,
     router: Router = DEFAULT_MODEL,
-    budget: float | None = None,
+    budget: float | str | None = None,
     retention: float | None = None,
     at: str = "block:0",
     mean: tuple[float, float, float] | None = None,
@@ -224,7 +229,7 @@ def wrap(
         router: What chooses the patches: 'dermoscopy', a run or model of your own, a selector that does not learn (such as
             'center'), a function from the images (as the model gets them) to scores [B, N] or [B, h, w], or None to pass masks with
             each call.
-        budget: Share of the patches that is kept, in (0, 1]; 0.3 by default.
+        budget: Share of the patches that is kept, such as 0.3 or '30%'; 0.3 by default.
         retention: In place of a budget, the share of the lesion that the router was calibrated to keep: each image keeps its own
             number of patches, and shorter ones are filled up and masked.
         at: 'block:0' embeds only the kept patches; 'block:4' runs four blocks on all patches first, and keeps the mean of the
