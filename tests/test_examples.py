@@ -41,7 +41,7 @@ def mine(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_folder_of_images_becomes_a_model_that_keeps_the_lesion(mine: Path) -> None:
     model = mtb.load(mine / "run")
-    assert model.selectors == ["lats:lesion-first", "center", "random"]
+    assert model.selectors == ["lats:lesion-first", "border-contrast", "center", "random"]
     assert model.classes == tuple(sorted(CLASSES))
     card = (mine / "run" / "model" / "README.md").read_text()
     assert model.fingerprint in card

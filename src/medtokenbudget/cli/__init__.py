@@ -91,6 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         tyro.cli(_all_commands(), prog="mtb", description=about, args=words)
         return 0
     except SystemExit as stop:  # tyro showed the help, or what is wrong
+        _flush()
         return int(stop.code or 0)
     except MedTokenBudgetError as error:
         print(f"mtb: {spelled(str(error), {} if asked is None else options(asked))}", file=sys.stderr)
@@ -99,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\nmtb: Stopped. Run the same command again to continue.", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _flush()
         return 1
     except MemoryError:
         print("mtb: Out of memory. Close other programs, or use fewer workers or jobs or a smaller batch.", file=sys.stderr)
@@ -108,6 +109,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         where = f"{error.filename}: " if error.filename is not None else ""
         print(f"mtb: {where}{error.strerror or error}. Check the disk, the permissions and `ulimit -n`.", file=sys.stderr)
         return 1
+
+
+def _flush() -> None:
+    """Write what is buffered now: at the end of the process a reader that is gone would be a traceback."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _all_commands(group: str = "") -> Any:
