@@ -10,7 +10,7 @@ ARG TORCH_INDEX=""
 WORKDIR /app
 COPY constraints.txt pyproject.toml README.md LICENSE ./
 COPY src src
-RUN pip install --no-cache-dir ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} -c constraints.txt torch torchvision \
+RUN env ${TORCH_INDEX:+PIP_INDEX_URL="$TORCH_INDEX"} pip install --no-cache-dir -c constraints.txt torch torchvision \
     && pip install --no-cache-dir -c constraints.txt ".[serve]" \
     && useradd --create-home --uid 10001 mtb
 
