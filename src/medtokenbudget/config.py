@@ -287,12 +287,14 @@ class ContextConfig(Settings):
 
 @dataclass(frozen=True)
 class ScoutConfig(Settings):
-    """The scout: a small convolutional network that reads the image itself."""
+    """The scout: a small network that reads the image itself."""
 
     prefix = "scout."
 
-    image_size: Annotated[int, Range(32, 1024)] = 96
+    image_size: Annotated[int, Range(32, 1024)] = 128
     """Side of the image that the scout reads, in pixels: a multiple of 16."""
+    blocks: Natural = 6
+    """Blocks of the embedded backbone that look at this small image first; 0 makes it a plain convolutional segmenter."""
     width: Positive = 1.0
     """Number of channels relative to the default network."""
     crop: Share = 0.4
@@ -454,7 +456,7 @@ PRESETS = {
         losses=LossWeights(classification=0.0, budget=0.01, diversity=0.0, lesion=1.0, distillation=0.0),
     ),
     "scout": TrainConfig(
-        recipe="scout", epochs=10, min_steps=700, batch_size=32, lr=4e-3, weight_decay=0.01, losses=LossWeights(lesion=1.0)
+        recipe="scout", epochs=14, min_steps=1000, batch_size=32, lr=4e-3, weight_decay=0.01, losses=LossWeights(lesion=1.0)
     ),
 }
 

@@ -25,6 +25,25 @@ def test_tokens_of_pixels_are_the_pixels_and_the_network_sees_the_image():
     assert torch.equal(seen[0], images)
 
 
+def test_a_glance_adds_what_the_embedded_backbone_sees_of_the_small_image():
+    glance = Backbone.load(BackboneConfig(name="glance", image_size=128))
+    embedded = Backbone.load(BackboneConfig(name="embedded", image_size=112))
+    images = torch.rand(2, 3, 128, 128, generator=torch.Generator().manual_seed(0))
+    tokens = glance(images)
+    assert (tokens.grid, glance.dim, tokens.patches.shape[2]) == ((16, 16), 3 * 64 + 192, 3 * 64 + 192)
+    small = torch.nn.functional.interpolate(images, (112, 112), mode="bilinear")
+    mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
+    seen = embedded((small - mean) / std).patches.transpose(1, 2).unflatten(2, (8, 8))
+    wanted = torch.nn.functional.interpolate(seen, (16, 16), mode="bilinear").flatten(2).transpose(1, 2)
+    torch.testing.assert_close(tokens.patches[:, :, 192:], wanted, rtol=1e-3, atol=1e-3)
+    scout, given = Scout(glance.dim, side=8), []
+    scout.network.register_forward_pre_hook(lambda _, args: given.extend(args))
+    with torch.inference_mode():
+        assert scout.fine_logits(tokens).shape == (2, 64, 64)
+    assert torch.equal(given[0], images)
+    assert torch.equal(given[1].flatten(2).transpose(1, 2), tokens.patches[:, :, 192:])
+
+
 def test_features_are_mean_and_spread_over_skin_and_lesion():
     generator = torch.Generator().manual_seed(3)
     values, lesion = torch.rand(2, 3, 8, 8, generator=generator), (torch.rand(2, 4, 4, generator=generator) < 0.4).float()

@@ -23,6 +23,7 @@ import torch
 from PIL import Image
 from timm.models.vision_transformer import Attention, checkpoint_filter_fn
 from torch import Tensor
+from torch.nn import functional as F
 
 from medtokenbudget import hub
 from medtokenbudget.backbone import attention
@@ -41,6 +42,9 @@ PACKAGED: dict[str, Path] = {"embedded": Path(__file__).parent / "embedded"}
 """Names and folders of the backbones in this package."""
 PIXELS = "pixels"
 """Name of the backbone that is none: its tokens are pixels."""
+GLANCE = "glance"
+"""Name of the backbone whose tokens are pixels and what the embedded backbone makes of the same small image."""
+READS_PIXELS = (PIXELS, GLANCE)
 PIXEL_GRID = (16, 16)
 HUB = "hf:"
 """Start of the names of backbones that transformers loads: 'hf:owner/name', or 'hf:folder'."""
@@ -121,8 +125,8 @@ class Backbone:
             RequestError: The name is unknown, or the weights do not belong to it.
             WorkError: The weights cannot be downloaded.
         """
-        if config.name == PIXELS:
-            return Pixels(config, device)
+        if config.name in READS_PIXELS:
+            return (Pixels if config.name == PIXELS else Glance)(config, device)
         if config.name.startswith(HUB):
             return _from_transformers(config, device)
         if config.name in PUBLISHED and config.weights is None:
@@ -236,14 +240,14 @@ class Pixels(Backbone):
         h, w = self.grid = PIXEL_GRID
         if config.image_size % h:
             raise RequestError(f"`image_size` must be a multiple of {h} for the backbone '{PIXELS}', got {config.image_size}.")
-        if config.weights is not None or config.layer != -1 or config.attention != "true":
-            raise RequestError(f"The backbone '{PIXELS}' has no weights and no blocks. Leave out `weights`, `layer`, `attention`.")
+        if config.weights is not None or config.attention != "true" or (config.name == PIXELS and config.layer != -1):
+            raise RequestError(f"The backbone '{config.name}' has one form. Leave out `weights`, `layer` and `attention`.")
         self.device, self.config, self.model = resolve_device(device), config, torch.nn.Identity()
         self.side = config.image_size // h
         self.dim, self.prefix, self.has_cls, self.depth, self.layer = 3 * self.side**2, 0, False, 0, -1
         self.preprocessing = Preprocessing(config.image_size, (0.0, 0.0, 0.0), (1.0, 1.0, 1.0), "bilinear")
         self._tap = self._rollout = None
-        about = {"name": PIXELS, "weights": "", "layer": -1, "attention": "true", "grid": [h, w], "dim": self.dim}
+        about = {"name": config.name, "weights": "", "layer": -1, "attention": "true", "grid": [h, w], "dim": self.dim}
         self.fingerprint = {**about, **self.preprocessing.to_dict()}
 
     @property
@@ -254,13 +258,48 @@ class Pixels(Backbone):
     def check_signals(self, names: Sequence[str]) -> None:
         """Raise a RequestError for any signal."""
         if names:
-            raise RequestError(f"The backbone '{PIXELS}' has no attention, so it has no {', '.join(names)}. Leave out `signals`.")
+            raise RequestError(f"The backbone '{self.config.name}' has no {', '.join(names)}. Leave out `signals`.")
 
     def tokens(self, images: Tensor, signals: Sequence[str] | None = None) -> TokenBatch:
         """Cut images [B, 3, S, S] into patches [B, N, 3 p p], each channel by channel and row by row."""
         self.check_signals(signals or ())
-        patches = torch.nn.functional.pixel_unshuffle(images, self.side)
+        patches = F.pixel_unshuffle(images, self.side)
         return TokenBatch(patches.flatten(2).transpose(1, 2), self.grid)
+
+
+class Glance(Pixels):
+    """Pixels as tokens, each followed by what the embedded backbone sees there in the same small image.
+
+    One of its patches covers 16 pixels: of an image of 128 pixels it sees 8 x 8, a quarter of its usual ones. They are
+    interpolated to the grid.
+    """
+
+    def __init__(self, config: BackboneConfig, device: torch.device | str = "cpu") -> None:
+        super().__init__(config, device)
+        side = config.image_size // 16
+        embedded = BackboneConfig(name="embedded", image_size=14 * side, layer=config.layer)
+        self.seen = Backbone.load(embedded, device)
+        # As matrices, because the interpolation of torch cannot be exported for any batch size.
+        self._shrink = _bilinear(config.image_size, 14 * side)
+        self._spread = tuple(_bilinear(side, cells) for cells in self.grid)
+        self.model, self.depth, self.layer = self.seen.model, self.seen.depth, self.seen.layer
+        self.dim += self.seen.dim
+        about = {"weights": self.seen.fingerprint["weights"], "layer": self.layer, "dim": self.dim}
+        self.fingerprint = {**self.fingerprint, **about}
+
+    def tokens(self, images: Tensor, signals: Sequence[str] | None = None) -> TokenBatch:
+        """Return patches of images [B, 3, S, S]: the 3 p p numbers of their pixels, then their features."""
+        pixels, about = super().tokens(images, signals), self.seen.preprocessing
+        mean, std = (torch.tensor(values, device=images.device).view(1, 3, 1, 1) for values in (about.mean, about.std))
+        shrink, down, across = (matrix.to(images) for matrix in (self._shrink, *self._spread))
+        seen = self.seen.tokens((shrink @ images @ shrink.T - mean) / std, ()).patches.transpose(1, 2)
+        features = down @ seen.unflatten(2, self.seen.grid) @ across.T
+        return replace(pixels, patches=torch.cat([pixels.patches, features.flatten(2).transpose(1, 2)], 2))
+
+
+def _bilinear(inputs: int, outputs: int) -> Tensor:
+    """Return the matrix [outputs, inputs] that interpolates linearly."""
+    return F.interpolate(torch.eye(inputs).unsqueeze(0), outputs, mode="linear").squeeze(0).T.contiguous()
 
 
 @dataclass(frozen=True)

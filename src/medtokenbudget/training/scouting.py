@@ -1,7 +1,8 @@
 """Train a scout from images and masks alone: no store, no labels.
 
-Each epoch sees every image once, as a random view: a crop at a random place, turned and flipped, in other light and color, half of
-the lesions made paler. The weights that are kept are a moving average of all steps; no epoch is chosen, so no image is held out.
+Each epoch sees every image once, as a random view: a crop at a random place, turned and flipped, in other light and color, most
+lesions made paler, some with discs, lines and dark corners that are no lesions. The weights that are kept are a moving average of
+all steps; no epoch is chosen, so no image is held out.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
-from medtokenbudget.backbone.backbone import Backbone
+from medtokenbudget.backbone.backbone import GLANCE, PIXELS, Backbone
 from medtokenbudget.backbone.views import OFF_CENTER, geometry_of, image_seed
-from medtokenbudget.config import TrainConfig, given_settings, to_dict
+from medtokenbudget.config import BackboneConfig, TrainConfig, given_settings, to_dict
 from medtokenbudget.data import Manifest, decode_image
 from medtokenbudget.data.masks import mask_of
 from medtokenbudget.errors import MismatchError, RequestError
@@ -33,7 +34,7 @@ from medtokenbudget.training.rows import generator
 CHECKPOINT = "scout.safetensors"
 READS = {
     *("recipe", "epochs", "min_steps", "batch_size", "lr", "weight_decay", "clip", "seed", "device", "budgets", "router.minimum"),
-    *("scout.image_size", "scout.width", "scout.crop", "scout.pale"),
+    *("scout.image_size", "scout.blocks", "scout.width", "scout.crop", "scout.pale"),
 }
 """Settings that this recipe reads; any other that is given is refused."""
 DECAY = 0.995
@@ -42,13 +43,16 @@ WARM_UP = 0.2
 """Share of the steps in which the learning rate rises."""
 WHOLE = 0.3
 """Share of the views that show the whole image, so that large lesions and borders are seen as at inference."""
-STRETCH = 0.75
-"""A crop is at least this much as wide as high, or as high as wide."""
 MOST_REPEATS = 5
 """`min_steps` gives small data sets at most this many times as many epochs."""
 FAMILIAR_RANK, FAMILIAR_LEVEL = 64, 0.95
 """Directions, and share of held-out training images within the limit, of what tells unfamiliar images. Its features are of low
 level, and a few training images are stranger by them than any endoscopy."""
+OFF_CENTER_SHARE, FURTHEST, WIDEST = 0.4, 1.6, 1.3
+"""Share of the views with the lesion near the frame, and how far out of the image (its reflection goes on) and how wide they may
+be: a lesion in a corner with much skin around is in no crop of most images."""
+DISC, LINE, CORNERS = 0.2, 0.2, 0.1
+"""Share of the views with a colored disc, with a line of ink, with dark corners; they are never lesion."""
 _FINER = 1.5
 """Side of the images in memory relative to what the network reads: crops of them are enlarged."""
 
@@ -63,9 +67,10 @@ def train_scout(manifest: Manifest, config: TrainConfig, folder: Path) -> Routed
     check_settings(config)
     identity = sha256_json({"manifest": manifest.hash, "config": {**to_dict(config), "device": None, "budgets": None}})
     device, size = resolve_device(config.device), config.scout.image_size
+    backbone = Backbone.load(scout_backbone(config), device)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
-        scout = Scout(3 * (size // 16) ** 2, config.scout.width, config.router.minimum)
+        scout = Scout.from_config(backbone.dim, config)
     scout.to(device).to(memory_format=torch.channels_last)
     network, average = scout.network, {name: value.detach().clone() for name, value in scout.network.state_dict().items()}
     optimizer = torch.optim.AdamW(network.parameters(), lr=config.lr, weight_decay=config.weight_decay)
@@ -89,7 +94,7 @@ def train_scout(manifest: Manifest, config: TrainConfig, folder: Path) -> Routed
                 rate = _rate((epoch * per_epoch + step) / (epochs * per_epoch))
                 for group in optimizer.param_groups:
                     group["lr"] = config.lr * rate
-                loss = segmentation_loss(network(view.to(device)), target.to(device), 16)
+                loss = segmentation_loss(scout.fine_logits(backbone.tokens(view.to(device))), target.to(device), 16)
                 optimizer.zero_grad(set_to_none=True)
                 loss.backward()
                 torch.nn.utils.clip_grad_norm_(network.parameters(), config.clip)
@@ -103,6 +108,13 @@ def train_scout(manifest: Manifest, config: TrainConfig, folder: Path) -> Routed
             _save(folder / CHECKPOINT, identity, scout, average, optimizer, epoch + 1)
     network.load_state_dict(average)
     return RoutedClassifier(scout.cpu().eval(), None)
+
+
+def scout_backbone(config: TrainConfig) -> BackboneConfig:
+    """Return the backbone that a scout of these settings reads."""
+    blocks = config.scout.blocks
+    name, layer = (GLANCE, blocks - 1) if blocks else (PIXELS, -1)
+    return BackboneConfig(name=name, image_size=config.scout.image_size, layer=layer)
 
 
 @torch.no_grad()
@@ -160,16 +172,22 @@ def random_view(images: Tensor, masks: Tensor, config: TrainConfig, noise: torch
         return scale * torch.randn(b, *shape, generator=noise)
 
     whole = draw(0, 1) < WHOLE
-    side = torch.where(whole.unsqueeze(1), torch.ones(b, 2), draw(config.scout.crop, 1, 1) * draw(STRETCH, 1, 2))
+    away = ~whole & (draw(0, 1) < OFF_CENTER_SHARE)
+    low, wide = config.scout.crop, torch.where(away, WIDEST, 1.0)
+    side = torch.where(whole, 1.0, low + (wide - low) * draw(0, 1)).unsqueeze(1)
     # Quarter turns of the whole image, any angle of a crop.
     quarter = torch.floor(draw(0, 4)) * (math.pi / 2)
     angle = torch.where(whole, quarter, quarter + draw(-math.pi / 4, math.pi / 4))
     flip = torch.where(draw(0, 1) < 0.5, -1.0, 1.0)
-    place = draw(-1, 1, 2) * (1 - side.amax(1, keepdim=True))
-    cos, sin, wide, high = angle.cos(), angle.sin(), flip * side[:, 0], side[:, 1]
-    x, y = torch.stack([wide * cos, -high * sin, place[:, 0]], 1), torch.stack([wide * sin, high * cos, place[:, 1]], 1)
-    theta = torch.stack([x, y], 1)
-    grid = F.affine_grid(theta, [b, 3, size, size], align_corners=False)
+    # The lesion is to come to a place near the frame of the view.
+    toward = draw(-1, 1, 2)
+    toward = toward / toward.abs().amax(1, keepdim=True).clamp(min=1e-3) * draw(0.5, 1, 1)
+    limit = (FURTHEST - side).clamp(min=0)
+    place = (_centers(masks) - side * toward).clamp(-limit, limit)
+    place = torch.where(away.unsqueeze(1), place, draw(-1, 1, 2) * (1 - side))
+    cos, sin, across = side[:, 0] * angle.cos(), side[:, 0] * angle.sin(), flip
+    x, y = torch.stack([across * cos, -sin, place[:, 0]], 1), torch.stack([across * sin, cos, place[:, 1]], 1)
+    grid = F.affine_grid(torch.stack([x, y], 1), [b, 3, size, size], align_corners=False)
     both = torch.cat([images, masks], 1).float() / 255
     both = F.grid_sample(both, grid, mode="bilinear", padding_mode="reflection", align_corners=False)
     view, mask = both[:, :3], both[:, 3:]
@@ -184,10 +202,49 @@ def random_view(images: Tensor, masks: Tensor, config: TrainConfig, noise: torch
     contrast = contrast * (1 - red + red * channels)
     tinted = skin + normal(0.03, 3, 1, 1)
     view = view + pale * known * mask * (1 - contrast) * (tinted - view)
+    view, mask = _distract(view, mask, noise)
     light = normal(0.15, 1, 1, 1).exp() * normal(0.06, 3, 1, 1).exp()
     view = (view * light).clamp(1e-4, 1) ** normal(0.15, 1, 1, 1).exp()
     grain = draw(0, 0.03).view(b, 1, 1, 1) * torch.randn(view.shape, generator=noise)
     return (view + grain).clamp(0, 1), F.avg_pool2d(mask, 2).squeeze(1)
+
+
+def _centers(masks: Tensor) -> Tensor:
+    """Return where the middle of each lesion is, (x, y) in [-1, 1]; 0 where there is none."""
+    axis = torch.linspace(-1, 1, masks.shape[-1])
+    lesion = masks[:, 0].float()
+    total = lesion.sum((1, 2)).clamp(min=1)
+    return torch.stack([lesion.sum(1) @ axis / total, lesion.sum(2) @ axis / total], 1)
+
+
+def _distract(view: Tensor, mask: Tensor, noise: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Put a colored disc, a line of ink and dark corners on some views. What a disc or a corner covers is no lesion."""
+    b, size = len(view), view.shape[-1]
+
+    def draw(low: float, high: float, channels: int = 1) -> Tensor:
+        return low + (high - low) * torch.rand(b, channels, 1, 1, generator=noise)
+
+    def some(share: float) -> Tensor:
+        return (draw(0, 1) < share).float()
+
+    axis = torch.linspace(-1, 1, size)
+    x, y = axis.view(1, 1, 1, size), axis.view(1, 1, size, 1)
+    distance = torch.hypot((x - draw(-1.1, 1.1)) / draw(0.12, 0.5), (y - draw(-1.1, 1.1)) / draw(0.12, 0.5))
+    disc = ((1 - distance) * size / 8 + 0.5).clamp(0, 1) * some(DISC) * draw(0.8, 1)
+    color = torch.where(distance < draw(0.2, 2), draw(0, 1, 3), draw(0, 1, 3))
+    view, mask = view + disc * (color - view), mask * (1 - disc)
+    # A curve of three points. The distance from it changes slowly, so a quarter of the resolution will do.
+    along, coarse = torch.linspace(0, 1, 48).view(1, 48, 1), torch.linspace(-1, 1, size // 4)
+    first, middle, last = (2.4 * torch.rand(b, 1, 2, generator=noise) - 1.2 for _ in range(3))
+    curve = (1 - along) ** 2 * first + 2 * along * (1 - along) * middle + along**2 * last
+    places = torch.cartesian_prod(coarse, coarse).expand(b, -1, -1)
+    distance = torch.cdist(places, curve).amin(2).view(b, 1, size // 4, size // 4)
+    distance = F.interpolate(distance, (size, size), mode="bilinear", align_corners=True)
+    line = ((draw(0.01, 0.08) - distance) * size / 2 + 0.5).clamp(0, 1) * some(LINE)
+    view = view + line * (draw(0, 0.5, 3) - view)
+    distance = torch.hypot(x - draw(-0.5, 0.5), y - draw(-0.5, 0.5))
+    corner = ((distance - draw(0.9, 1.5)) * draw(4, 30)).clamp(0, 1) * some(CORNERS)
+    return view + corner * (draw(0, 0.12) - view), mask * (1 - corner)
 
 
 def segmentation_loss(logits: Tensor, target: Tensor, grid: int) -> Tensor:

@@ -1,7 +1,8 @@
-"""`scout`: a small convolutional network that reads the pixels of an image and gives lesion scores, finer than the token grid.
+"""`scout`: a small network that reads the pixels of an image and gives lesion scores, finer than the token grid.
 
 A feature pyramid of residual blocks (ResNet, CVPR 2016; FPN, CVPR 2017). It runs on tokens of the backbone 'pixels', whose patches
-are the pixels themselves, so that a scout is saved, exported, calibrated and used for early routing like any other selector.
+are the pixels themselves, or 'glance', whose patches are pixels and frozen features: the pixels say where the lesion ends, the
+features what it is. So a scout is saved, exported, calibrated and used for early routing like any other selector.
 `training/scouting.py` trains it from images and masks.
 """
 
@@ -57,15 +58,30 @@ class Residual(nn.Module):
         return F.relu(x + self.layers(x))
 
 
+class _Semantic(nn.Module):
+    """Two layers on the features of each patch by itself."""
+
+    def __init__(self, features: int, hidden: int, outputs: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(features)
+        self.inner, self.outer = nn.Linear(features, hidden), nn.Linear(hidden, outputs)
+
+    def forward(self, features: Tensor) -> Tensor:
+        inner = F.gelu(self.inner(self.norm(features.movedim(1, -1))))
+        mixed: Tensor = self.outer(inner).movedim(-1, 1)
+        return mixed
+
+
 class ScoutNetwork(nn.Module):
-    """Images [B, C, H, W] to lesion logits [B, H / 2, W / 2].
+    """Images [B, C, H, W] and features [B, D, h, w] of them to lesion logits [B, H / 2, W / 2].
 
     Args:
         channels: Channels C of an image.
         width: Number of channels inside, relative to `CHANNELS`.
+        features: Dimension D of the features; 0 for none.
     """
 
-    def __init__(self, channels: int = 3, width: float = 1.0) -> None:
+    def __init__(self, channels: int = 3, width: float = 1.0, features: int = 0) -> None:
         super().__init__()
         fine, *sizes = (max(8, 8 * round(width * size / 8)) for size in CHANNELS)
         pyramid = max(8, 8 * round(width * PYRAMID / 8))
@@ -75,16 +91,17 @@ class ScoutNetwork(nn.Module):
         )
         # What the whole image looks like: skin tone and light decide what is dark.
         self.context = nn.Linear(sizes[-1], pyramid)
+        self.semantic = _Semantic(features, 2 * pyramid, pyramid) if features else None
         self.lateral = nn.ModuleList(nn.Conv2d(size, pyramid, 1) for size in sizes)
         self.merge = nn.ModuleList(_conv(pyramid, pyramid, 3) for _ in sizes)
         self.reduce = nn.Conv2d(pyramid, fine, 1)
         self.refine = _conv(fine, fine, 3)
         self.logit = nn.Conv2d(fine, 1, 1)
 
-    def forward(self, images: Tensor) -> Tensor:
-        return self.look(images)[0]
+    def forward(self, images: Tensor, features: Tensor | None = None) -> Tensor:
+        return self.look(images, features)[0]
 
-    def look(self, images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def look(self, images: Tensor, features: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Return the logits, and the features at 1/2 and 1/4 of the image."""
         if not torch.compiler.is_compiling():  # faster by a tenth; a graph for any batch size has no memory format
             images = images.contiguous(memory_format=torch.channels_last)
@@ -93,10 +110,12 @@ class ScoutNetwork(nn.Module):
         for stage in self.stages:
             x = stage(x)
             levels.append(x)
-        top = None
+        top = self.context(x.mean((2, 3)))[:, :, None, None].expand(-1, -1, *x.shape[-2:])
         for lateral, merge, level in zip(reversed(self.lateral), reversed(self.merge), reversed(levels)):
-            below = self.context(x.mean((2, 3)))[:, :, None, None] if top is None else F.interpolate(top, level.shape[-2:])
-            top = merge(lateral(level) + below)
+            known = lateral(level) + F.interpolate(top, level.shape[-2:])
+            if level is levels[1] and self.semantic is not None and features is not None:
+                known = known + F.interpolate(self.semantic(features), level.shape[-2:])
+            top = merge(known)
         logits: Tensor = self.logit(self.refine(fine + F.interpolate(self.reduce(top), fine.shape[-2:])))
         return logits.squeeze(1), fine, levels[0]
 
@@ -122,39 +141,44 @@ class Scout(ScoredRanker):
     """Mean lesion logit of each patch, made compact, largest first, of a network that reads the image itself.
 
     Args:
-        dim: Numbers per patch: 3 p p for patches of p x p pixels.
+        dim: Numbers per patch: 3 p p for patches of p x p pixels, then those of their features.
         width: Number of channels of the network, relative to the default.
+        side: Side p of a patch in pixels; None means that there are no features.
     """
 
     title = "Scout"
-    description = "A small convolutional network trained from masks scores every patch; it reads the image instead of tokens."
+    description = "A small network trained from masks scores every patch; it reads the image instead of tokens."
     color, marker = "#b5179e", "P"
     reads_pixels = True
     finer = True
 
-    def __init__(self, dim: int, width: float = 1.0, minimum: int = 16) -> None:
+    def __init__(self, dim: int, width: float = 1.0, minimum: int = 16, side: int | None = None) -> None:
         super().__init__(RouterConfig(minimum=minimum, smooth=1))
-        # A token of any dimension is p x p cells: of pixels they are the pixels.
-        self.patch = max(side for side in range(1, _LARGEST_PATCH + 1) if dim % (side * side) == 0)
-        self.width = width
-        self.network = ScoutNetwork(dim // self.patch**2, width)
+        if side is not None and dim >= 3 * side * side:
+            self.patch, self.numbers = side, 3 * side * side
+        else:  # a token of any dimension is p x p cells: of pixels they are the pixels
+            self.patch, self.numbers = max(side for side in range(1, _LARGEST_PATCH + 1) if dim % (side * side) == 0), dim
+        self.width, self.side = width, side
+        self.network = ScoutNetwork(self.numbers // self.patch**2, width, dim - self.numbers)
 
     @classmethod
     def from_config(cls, dim: int, config: TrainConfig, classes: int = 2) -> Scout:
-        return cls(dim, config.scout.width, config.router.minimum)
+        return cls(dim, config.scout.width, config.router.minimum, config.scout.image_size // 16)
 
     @classmethod
     def settings(cls, config: TrainConfig) -> tuple[str, ...]:
-        return (*super().settings(config), "scout.width")
+        return (*super().settings(config), "scout.width", "scout.image_size")
 
-    def images(self, tokens: TokenBatch) -> Tensor:
-        """Return the images [B, C, H, W] that pixels as tokens are of."""
-        pixels = tokens.patches if tokens.pixels is None else tokens.pixels
-        return F.pixel_shuffle(pixels.float().transpose(1, 2).unflatten(2, tokens.grid), self.patch)
+    def images(self, tokens: TokenBatch) -> tuple[Tensor, Tensor | None]:
+        """Return the images [B, C, H, W] that the tokens are of, and their features [B, D, h, w] if there are any."""
+        patches = tokens.patches if tokens.pixels is None else tokens.pixels
+        cells = patches.float().transpose(1, 2).unflatten(2, tokens.grid)
+        images = F.pixel_shuffle(cells[:, : self.numbers], self.patch)
+        return images, cells[:, self.numbers :] if cells.shape[1] > self.numbers else None
 
     def fine_logits(self, tokens: TokenBatch) -> Tensor:
         """Return the lesion logits [B, H / 2, W / 2] of every second pixel."""
-        fine: Tensor = self.network(self.images(tokens))
+        fine: Tensor = self.network(*self.images(tokens))
         return fine
 
     def logits(self, tokens: TokenBatch, generator: torch.Generator | None = None, at: Tensor | None = None) -> Tensor:
@@ -162,12 +186,12 @@ class Scout(ScoredRanker):
         return patches if at is None else patches.gather(1, at)
 
     def see(self, tokens: TokenBatch) -> Sight:
-        images = self.images(tokens)
+        images, features = self.images(tokens)
         with evaluating(self.network):  # in training mode the normalization would depend on the other images of the batch
-            fine, stem, stage = self.network.look(images)
+            fine, stem, stage = self.network.look(images, features)
         scores, lesion = torch.sigmoid(_of_patches(fine, tokens.grid)), torch.sigmoid(fine)
-        features = torch.cat([inside_and_outside(values, lesion) for values in (images, stem, stage)], 1)
-        return Sight(self.smoothed(scores, tokens.grid), lesion, TokenBatch(features.unsqueeze(1), (1, 1)))
+        seen = torch.cat([inside_and_outside(values, lesion) for values in (images, stem, stage)], 1)
+        return Sight(self.smoothed(scores, tokens.grid), lesion, TokenBatch(seen.unsqueeze(1), (1, 1)))
 
 
 def _of_patches(fine: Tensor, grid: tuple[int, int]) -> Tensor:
