@@ -89,7 +89,7 @@ def measure(models: dict[str, MedTokenBudget], manifest: Manifest) -> Iterator[d
                 assert isinstance(selector, ScoredRanker)
                 found[of] = selector.score(tokens)[0].numpy()
                 logits.append(torch.logit(torch.from_numpy(found[of]).double(), 1e-9))
-                found[f"dice {of}"] = dice(selector.lesion_map(tokens)[0].numpy(), mask)
+                found[f"dice {of}"] = dice(selector.see(tokens).lesion[0].numpy(), mask)
                 if model is first:
                     for control, ranker in controls.items():
                         assert isinstance(ranker, Ranker)

@@ -456,7 +456,7 @@ PRESETS = {
         losses=LossWeights(classification=0.0, budget=0.01, diversity=0.0, lesion=1.0, distillation=0.0),
     ),
     "scout": TrainConfig(
-        recipe="scout", epochs=14, min_steps=1000, batch_size=32, lr=4e-3, weight_decay=0.01, losses=LossWeights(lesion=1.0)
+        recipe="scout", epochs=11, min_steps=780, batch_size=32, lr=4e-3, weight_decay=0.01, losses=LossWeights(lesion=1.0)
     ),
 }
 

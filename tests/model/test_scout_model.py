@@ -79,7 +79,7 @@ def test_a_router_function_takes_images_or_their_tokens_and_refuses_tokens_witho
 ) -> None:
     wanted = model.route(images, budget=0.3)
     tokens = model.tokens(images)
-    assert (tokens.patches.shape, tokens.pixels.shape) == ((5, 256, 192), (5, 256, 48 + 192))
+    assert (tokens.patches.shape, tokens.pixels.shape) == ((5, 256, 192), (5, 256, 48 + 2 * 192))
     selection = model.router(0.3)(tokens)
     for row, routing in enumerate(wanted):
         assert selection.indices[row].tolist() == routing.kept.tolist()

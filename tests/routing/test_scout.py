@@ -27,13 +27,13 @@ def test_tokens_of_pixels_are_the_pixels_and_the_network_sees_the_image():
 
 def test_a_glance_adds_what_the_embedded_backbone_sees_of_the_small_image():
     glance = Backbone.load(BackboneConfig(name="glance", image_size=128))
-    embedded = Backbone.load(BackboneConfig(name="embedded", image_size=112))
     images = torch.rand(2, 3, 128, 128, generator=torch.Generator().manual_seed(0))
     tokens = glance(images)
-    assert (tokens.grid, glance.dim, tokens.patches.shape[2]) == ((16, 16), 3 * 64 + 192, 3 * 64 + 192)
-    small = torch.nn.functional.interpolate(images, (112, 112), mode="bilinear")
+    assert (tokens.grid, glance.dim, tokens.patches.shape[2]) == ((16, 16), 3 * 64 + 2 * 192, 3 * 64 + 2 * 192)
+    small = torch.nn.functional.interpolate(images, (126, 126), mode="bilinear")
     mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
-    seen = embedded((small - mean) / std).patches.transpose(1, 2).unflatten(2, (8, 8))
+    blocks = [Backbone.load(BackboneConfig(name="embedded", image_size=126, layer=layer)) for layer in (3, 5)]
+    seen = torch.cat([block((small - mean) / std).patches for block in blocks], 2).transpose(1, 2).unflatten(2, (9, 9))
     wanted = torch.nn.functional.interpolate(seen, (16, 16), mode="bilinear").flatten(2).transpose(1, 2)
     torch.testing.assert_close(tokens.patches[:, :, 192:], wanted, rtol=1e-3, atol=1e-3)
     scout, given = Scout(glance.dim, side=8), []

@@ -270,20 +270,20 @@ class Pixels(Backbone):
 class Glance(Pixels):
     """Pixels as tokens, each followed by what the embedded backbone sees there in the same small image.
 
-    One of its patches covers 16 pixels: of an image of 128 pixels it sees 8 x 8, a quarter of its usual ones. They are
-    interpolated to the grid.
+    These are the tokens of block `layer` and of the one two before: what a patch is, and where it is. Of an image of 112 pixels the
+    backbone sees 8 x 8 patches, a quarter of its usual ones. They are interpolated to the grid.
     """
 
     def __init__(self, config: BackboneConfig, device: torch.device | str = "cpu") -> None:
         super().__init__(config, device)
-        side = config.image_size // 16
-        embedded = BackboneConfig(name="embedded", image_size=14 * side, layer=config.layer)
-        self.seen = Backbone.load(embedded, device)
+        side = config.image_size // 14
+        self.seen = Backbone.load(BackboneConfig(name="embedded", image_size=14 * side, layer=config.layer), device)
         # As matrices, because the interpolation of torch cannot be exported for any batch size.
         self._shrink = _bilinear(config.image_size, 14 * side)
         self._spread = tuple(_bilinear(side, cells) for cells in self.grid)
         self.model, self.depth, self.layer = self.seen.model, self.seen.depth, self.seen.layer
-        self.dim += self.seen.dim
+        self._blocks = [block for block in (self.layer - 2, self.layer) if block >= 0]
+        self.dim += len(self._blocks) * self.seen.dim
         about = {"weights": self.seen.fingerprint["weights"], "layer": self.layer, "dim": self.dim}
         self.fingerprint = {**self.fingerprint, **about}
 
@@ -292,8 +292,11 @@ class Glance(Pixels):
         pixels, about = super().tokens(images, signals), self.seen.preprocessing
         mean, std = (torch.tensor(values, device=images.device).view(1, 3, 1, 1) for values in (about.mean, about.std))
         shrink, down, across = (matrix.to(images) for matrix in (self._shrink, *self._spread))
-        seen = self.seen.tokens((shrink @ images @ shrink.T - mean) / std, ()).patches.transpose(1, 2)
-        features = down @ seen.unflatten(2, self.seen.grid) @ across.T
+        small = (shrink @ images @ shrink.T - mean) / std
+        seen: list[Tensor] = self.model.forward_intermediates(
+            small, indices=self._blocks, norm=True, stop_early=True, output_fmt="NLC", intermediates_only=True
+        )
+        features = down @ torch.cat(seen, 2).transpose(1, 2).unflatten(2, self.seen.grid) @ across.T
         return replace(pixels, patches=torch.cat([pixels.patches, features.flatten(2).transpose(1, 2)], 2))
 
 

@@ -111,11 +111,10 @@ class ScoutNetwork(nn.Module):
             x = stage(x)
             levels.append(x)
         top = self.context(x.mean((2, 3)))[:, :, None, None].expand(-1, -1, *x.shape[-2:])
+        if self.semantic is not None and features is not None:
+            top = top + F.adaptive_avg_pool2d(self.semantic(features), x.shape[-2:])
         for lateral, merge, level in zip(reversed(self.lateral), reversed(self.merge), reversed(levels)):
-            known = lateral(level) + F.interpolate(top, level.shape[-2:])
-            if level is levels[1] and self.semantic is not None and features is not None:
-                known = known + F.interpolate(self.semantic(features), level.shape[-2:])
-            top = merge(known)
+            top = merge(lateral(level) + F.interpolate(top, level.shape[-2:]))
         logits: Tensor = self.logit(self.refine(fine + F.interpolate(self.reduce(top), fine.shape[-2:])))
         return logits.squeeze(1), fine, levels[0]
 
