@@ -53,8 +53,7 @@ def test_some_views_have_the_lesion_near_the_frame() -> None:
     assert 0.15 < (away > 0.6).float().mean() < 0.5
 
 
-def test_dark_corners_are_no_lesion(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scouting, "LINE", 0.0)
+def test_dark_corners_are_no_lesion() -> None:
     images, masks = torch.full((256, 3, 96, 96), 200, dtype=torch.uint8), torch.full((256, 1, 96, 96), 255, dtype=torch.uint8)
     view, target = random_view(images, masks, with_settings(SMALL, {"scout.pale": 0.0}), torch.Generator().manual_seed(0))
     dark = torch.nn.functional.max_pool2d(view.amax(1), 2) < 0.15

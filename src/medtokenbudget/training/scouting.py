@@ -1,7 +1,7 @@
 """Train a scout from images and masks alone: no store, no labels.
 
 Each epoch sees every image once, as a random view: a crop at a random place, turned and flipped, in other light and color, most
-lesions made paler, some with lines of ink and dark corners that are no lesions. The weights that are kept are a moving average of
+lesions made paler, some with dark corners that are no lesions. The weights that are kept are a moving average of
 all steps; no epoch is chosen, so no image is held out.
 """
 
@@ -51,9 +51,8 @@ level, and a few training images are stranger by them than any endoscopy."""
 OFF_CENTER_SHARE, FURTHEST, WIDEST = 0.4, 1.7, 1.4
 """Share of the views with the lesion near the frame, and how far out of the image (its reflection goes on) and how wide they may
 be: a lesion in a corner with much skin around is in no crop of most images."""
-LINE, CORNERS = 0.2, 0.1
-"""Share of the views with a line of ink, with dark corners; they are never lesion. There are no colored discs: a scout that learned
-to pass them over kept 4 points less of off-center vascular lesions."""
+CORNERS = 0.1
+"""Share of the views with dark corners, which are never lesion. Drawn discs and lines of ink cost off-center lesions."""
 _FINER = 1.5
 """Side of the images in memory relative to what the network reads: crops of them are enlarged."""
 
@@ -203,7 +202,7 @@ def random_view(images: Tensor, masks: Tensor, config: TrainConfig, noise: torch
     contrast = contrast * (1 - red + red * channels)
     tinted = skin + normal(0.03, 3, 1, 1)
     view = view + pale * known * mask * (1 - contrast) * (tinted - view)
-    view, mask = _distract(view, mask, noise)
+    view, mask = _darken_corners(view, mask, noise)
     light = normal(0.15, 1, 1, 1).exp() * normal(0.06, 3, 1, 1).exp()
     view = (view * light).clamp(1e-4, 1) ** normal(0.15, 1, 1, 1).exp()
     grain = draw(0, 0.03).view(b, 1, 1, 1) * torch.randn(view.shape, generator=noise)
@@ -218,29 +217,16 @@ def _centers(masks: Tensor) -> Tensor:
     return torch.stack([lesion.sum(1) @ axis / total, lesion.sum(2) @ axis / total], 1)
 
 
-def _distract(view: Tensor, mask: Tensor, noise: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Put a line of ink and dark corners on some views. What a corner covers is no lesion."""
+def _darken_corners(view: Tensor, mask: Tensor, noise: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Put dark corners on some views. What they cover is no lesion."""
     b, size = len(view), view.shape[-1]
 
     def draw(low: float, high: float, channels: int = 1) -> Tensor:
         return low + (high - low) * torch.rand(b, channels, 1, 1, generator=noise)
 
-    def some(share: float) -> Tensor:
-        return (draw(0, 1) < share).float()
-
     axis = torch.linspace(-1, 1, size)
-    x, y = axis.view(1, 1, 1, size), axis.view(1, 1, size, 1)
-    # A curve of three points. The distance from it changes slowly, so a quarter of the resolution will do.
-    along, coarse = torch.linspace(0, 1, 48).view(1, 48, 1), torch.linspace(-1, 1, size // 4)
-    first, middle, last = (2.4 * torch.rand(b, 1, 2, generator=noise) - 1.2 for _ in range(3))
-    curve = (1 - along) ** 2 * first + 2 * along * (1 - along) * middle + along**2 * last
-    places = torch.cartesian_prod(coarse, coarse).expand(b, -1, -1)
-    distance = torch.cdist(places, curve).amin(2).view(b, 1, size // 4, size // 4)
-    distance = F.interpolate(distance, (size, size), mode="bilinear", align_corners=True)
-    line = ((draw(0.01, 0.08) - distance) * size / 2 + 0.5).clamp(0, 1) * some(LINE)
-    view = view + line * (draw(0, 0.5, 3) - view)
-    distance = torch.hypot(x - draw(-0.5, 0.5), y - draw(-0.5, 0.5))
-    corner = ((distance - draw(0.9, 1.5)) * draw(4, 30)).clamp(0, 1) * some(CORNERS)
+    distance = torch.hypot(axis.view(1, 1, 1, size) - draw(-0.5, 0.5), axis.view(1, 1, size, 1) - draw(-0.5, 0.5))
+    corner = ((distance - draw(0.9, 1.5)) * draw(4, 30)).clamp(0, 1) * (draw(0, 1) < CORNERS).float()
     return view + corner * (draw(0, 0.12) - view), mask * (1 - corner)
 
 
