@@ -110,7 +110,7 @@ def test_unfamiliar_images_are_told_by_what_the_scout_sees_in_the_same_pass(
 ) -> None:
     selector = model.classifier().selector
     seen = selector.see(model.tokens(images)).features
-    assert seen.patches.shape == (5, 1, 4 * (3 + 8 + 16)), "pixels and two levels of the network, over skin and lesion"
+    assert seen.patches.shape == (5, 1, 2 * 192), "mean and deviation of the last block"
     model.familiarity = Familiarity(seen.dim, rank=2)
     model.familiarity.image.fit(moments_of(seen.patches[:, 0]))
     model.familiarity.patch.fit(moments_of(seen.patches[:, 0]))

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import torch
 
 from medtokenbudget.backbone.backbone import Backbone
 from medtokenbudget.config import BackboneConfig
-from medtokenbudget.routing.selectors.scout import COMPACT, NEAR, Scout, compact, inside_and_outside
+from medtokenbudget.routing.selectors.scout import COMPACT, NEAR, Scout, compact
 
 
 def test_tokens_of_pixels_are_the_pixels_and_the_network_sees_the_image():
@@ -44,18 +42,15 @@ def test_a_glance_adds_what_the_embedded_backbone_sees_of_the_small_image():
     assert torch.equal(given[1].flatten(2).transpose(1, 2), tokens.patches[:, :, 192:])
 
 
-def test_features_are_mean_and_spread_over_skin_and_lesion():
-    generator = torch.Generator().manual_seed(3)
-    values, lesion = torch.rand(2, 3, 8, 8, generator=generator), (torch.rand(2, 4, 4, generator=generator) < 0.4).float()
-    found = inside_and_outside(values, lesion).view(2, 2, 2, 3)
-    for image, channel in itertools.product(range(2), range(3)):
-        pixels = values[image, channel].flatten().numpy()
-        weight = lesion[image].repeat_interleave(2, 0).repeat_interleave(2, 1).flatten().numpy().clip(0.02, 0.98)
-        for part, weights in enumerate((1 - weight, weight)):
-            mean = np.average(pixels, weights=weights)
-            spread = np.sqrt(np.average((pixels - mean) ** 2, weights=weights))
-            np.testing.assert_allclose(found[image, part, :, channel], [mean, spread], rtol=1e-4)
-    assert torch.isfinite(inside_and_outside(values, torch.ones(2, 4, 4))).all()
+def test_what_tells_unfamiliar_images_is_mean_and_deviation_of_the_last_block():
+    glance = Backbone.load(BackboneConfig(name="glance", image_size=128))
+    tokens = glance(torch.rand(2, 3, 128, 128, generator=torch.Generator().manual_seed(3)))
+    with torch.inference_mode():
+        seen = Scout(glance.dim, side=8).see(tokens).features
+    last = tokens.patches[:, :, -192:].numpy()
+    assert (seen.patches.shape, seen.grid) == ((2, 1, 384), (1, 1))
+    np.testing.assert_allclose(seen.patches[:, 0, :192], last.mean(1), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(seen.patches[:, 0, 192:], last.std(1), rtol=1e-3, atol=1e-3)
 
 
 def test_scores_depend_on_the_image_alone_whatever_the_mode():

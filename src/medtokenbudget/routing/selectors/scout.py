@@ -23,6 +23,8 @@ PYRAMID = 32
 NEAR, COMPACT = 4.0, 2.0
 """How much a likely lesion in the neighborhood adds to the logit of a patch, and what distance takes away. Chosen on images with
 masks of the training side (docs/training.md)."""
+EMBEDDED = 192
+"""Features of one block of the embedded backbone. Mean and deviation of the last block's tell unfamiliar images."""
 _LARGEST_PATCH = 32
 
 
@@ -99,10 +101,6 @@ class ScoutNetwork(nn.Module):
         self.logit = nn.Conv2d(fine, 1, 1)
 
     def forward(self, images: Tensor, features: Tensor | None = None) -> Tensor:
-        return self.look(images, features)[0]
-
-    def look(self, images: Tensor, features: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the logits, and the features at 1/2 and 1/4 of the image."""
         if not torch.compiler.is_compiling():  # faster by a tenth; a graph for any batch size has no memory format
             images = images.contiguous(memory_format=torch.channels_last)
         fine = x = self.stem(images)
@@ -116,7 +114,7 @@ class ScoutNetwork(nn.Module):
         for lateral, merge, level in zip(reversed(self.lateral), reversed(self.merge), reversed(levels)):
             top = merge(lateral(level) + F.interpolate(top, level.shape[-2:]))
         logits: Tensor = self.logit(self.refine(fine + F.interpolate(self.reduce(top), fine.shape[-2:])))
-        return logits.squeeze(1), fine, levels[0]
+        return logits.squeeze(1)
 
 
 def compact(logits: Tensor) -> Tensor:
@@ -185,29 +183,17 @@ class Scout(ScoredRanker):
         return patches if at is None else patches.gather(1, at)
 
     def see(self, tokens: TokenBatch) -> Sight:
-        images, features = self.images(tokens)
         with evaluating(self.network):  # in training mode the normalization would depend on the other images of the batch
-            fine, stem, stage = self.network.look(images, features)
-        scores, lesion = torch.sigmoid(_of_patches(fine, tokens.grid)), torch.sigmoid(fine)
-        seen = torch.cat([inside_and_outside(values, lesion) for values in (images, stem, stage)], 1)
-        return Sight(self.smoothed(scores, tokens.grid), lesion, TokenBatch(seen.unsqueeze(1), (1, 1)))
+            fine = self.fine_logits(tokens)
+        scores = torch.sigmoid(_of_patches(fine, tokens.grid))
+        images, features = self.images(tokens)
+        values = images if features is None else features[:, -EMBEDDED:]
+        mean = values.mean((2, 3))
+        spread = (values.square().mean((2, 3)) - mean.square()).clamp(min=1e-6).sqrt()
+        seen = torch.cat([mean, spread], 1).unsqueeze(1)
+        return Sight(self.smoothed(scores, tokens.grid), torch.sigmoid(fine), TokenBatch(seen, (1, 1)))
 
 
 def _of_patches(fine: Tensor, grid: tuple[int, int]) -> Tensor:
     """Return the mean logit [B, N] of each patch, made compact."""
     return compact(F.adaptive_avg_pool2d(fine.unsqueeze(1), grid).squeeze(1)).flatten(1)
-
-
-def inside_and_outside(values: Tensor, lesion: Tensor) -> Tensor:
-    """Return mean and standard deviation of values [B, C, h, w] over the skin, then over the lesion [B, f, f]: [B, 4 C]."""
-    # Not 0 and 1, so that an image that is all lesion, or none, has both.
-    share = lesion.unsqueeze(1).clamp(0.02, 0.98)
-    side = values.shape[-1]
-    share = F.interpolate(share, size=(side, side)) if side > share.shape[-1] else F.adaptive_avg_pool2d(share, side)
-    parts = []
-    for weight in (1 - share, share):
-        total = weight.sum((2, 3))
-        mean = (values * weight).sum((2, 3)) / total
-        spread = ((values * values * weight).sum((2, 3)) / total - mean * mean).clamp(min=1e-6).sqrt()
-        parts += [mean, spread]
-    return torch.cat(parts, 1)
