@@ -7,6 +7,7 @@ functions return fractions (enrichment is a ratio of two), and NaN where there i
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -184,6 +185,37 @@ def kept_lesion_counts(order: Tensor | ArrayLike, lesion: Tensor | ArrayLike, k:
         raise CountError(f"`k` must be between 1 and {n} patches, got {counts.tolist()}.")
     cumulative = mask.take_along_dim(ranking, 1).long().cumsum(1)
     return np.asarray(cumulative[:, (counts - 1).tolist()].cpu().numpy())
+
+
+def agreement(
+    orders: Sequence[ArrayLike], lesions: Sequence[ArrayLike], k: ArrayLike, between: bool = False
+) -> tuple[Floats, Floats]:
+    """Measure retention and its share of the ceiling, `[T]` each, where several annotators marked the lesion of an image.
+
+    Lesion patches, kept ones and the most that k can keep are counted against each annotator and averaged over the annotators of an
+    image; retention is then pooled over the images.
+
+    Args:
+        orders: A ranking `[1, N]` for each image, best first; with `between` one of each annotator, `[A, N]`.
+        lesions: Lesion patches `[A, N]` of each image by its annotators, who all marked some.
+        k: `[T]` kept patches.
+        between: Whether to measure each annotator against the others.
+
+    Example:
+        >>> retention, share = agreement([[[2, 0, 1, 3]]], [[[0, 1, 1, 0], [1, 1, 1, 0]]], k=[2])
+        >>> retention.tolist(), share.tolist()  # 1 of 2 and 2 of 3 lesion patches, of which both 2 can be kept
+        ([0.6], [0.75])
+    """
+    counts = np.asarray(k, int)
+    sums = np.zeros((3, len(counts)))
+    for order, lesion in zip(orders, lesions):
+        ranking, mask = np.asarray(order, int), np.asarray(lesion, bool)
+        # Rankings [R], annotators [A]
+        kept = mask.T[ranking].cumsum(1)[:, counts - 1].transpose(0, 2, 1)
+        pairs = ~np.eye(len(mask), dtype=bool) if between else np.ones(kept.shape[:2], bool)
+        sizes = np.broadcast_to(mask.sum(1)[:, None], kept.shape)
+        sums += [values[pairs].mean(0) for values in (kept, sizes, reachable(sizes, counts))]
+    return ratio(sums[0], sums[1]), ratio(sums[0], sums[2])
 
 
 def __getattr__(name: str) -> Any:

@@ -333,7 +333,7 @@ def test_several_masks_of_one_image_become_their_union_and_that_is_said(tmp_path
         "1 of 3 images have several masks, such as benign (2).png. Each gets their union: they are taken as several lesions."
         in message
     )
-    assert "If they are by several annotators, pass the folder of one of them as `masks`." in message
+    assert "If they are by several annotators, pass `annotators=" in message
     manifest = Manifest.read(tmp_path / "m.parquet")
     assert manifest.ids == ["benign/benign (1)", "benign/benign (2)", "normal/normal (1)"]
     assert manifest.classes == ("benign", "normal")
@@ -357,6 +357,101 @@ def test_several_masks_that_cannot_be_merged_are_rejected(tmp_path: Path) -> Non
     with pytest.raises(RequestError, match=r"of one size, but MEL_0_mask_1.png has 8 x 8"):
         folder_manifest(root, root, merged=tmp_path / "union")
     assert not (root / "union").exists()
+
+
+def square(top: int, left: int, value: int = 255) -> Image.Image:
+    """A mask of 20 x 20 pixels with a square of 10 x 10."""
+    pixels = np.zeros((20, 20), np.uint8)
+    pixels[top : top + 10, left : left + 10] = value
+    return Image.fromarray(pixels)
+
+
+def annotated(root: Path, layout: str) -> Path:
+    """Images a (three annotators), a_b (two) and c (one); masks have suffixes, or are in a folder for each annotator."""
+    for seed, name in enumerate(("a", "a_b", "c")):
+        save(lesion_picture(seed), root / "photos" / f"{name}.jpg")
+    masks = {
+        ("a", "A03_T1_S1"): square(0, 0),
+        ("a", "A07_T2_S1"): square(0, 4),
+        ("a", "A09_T3_S2"): square(6, 0, 180),
+        ("a_b", "A03_T1_S1"): square(0, 0),
+        ("a_b", "A07_T2_S1"): square(10, 10),
+        ("c", "A03_T1_S1"): square(5, 5),
+    }
+    for (name, reader), mask in masks.items():
+        save(mask, root / "masks" / (f"{name}_{reader}.png" if layout == "suffixes" else f"{reader}/{name}.png"))
+    return root
+
+
+@pytest.mark.parametrize("layout", ["suffixes", "folders"])
+def test_of_several_annotators_half_decide_and_each_stays_known(
+    tmp_path: Path, layout: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = annotated(tmp_path / "data", layout)
+    command = ["data", "folder", str(root / "photos"), "--masks", str(root / "masks"), "--out", str(root / "m.parquet")]
+    assert main([*command, "--annotators", "each"]) == 0
+    said = capsys.readouterr().err
+    assert "2 of 3 images have several masks, such as a.jpg. Training reads what at least half of the annotators marked" in said
+    manifest = Manifest.read(root / "m.parquet")
+    assert manifest.ids == ["a", "a_b", "c"]
+    joined = [np.asarray(Image.open(str(manifest.mask_path(i)))) > 0 for i in range(3)]
+    # Two of three: where any two squares meet. One of two is half of the annotators.
+    expected = np.zeros((20, 20), bool)
+    expected[0:10, 4:10] = expected[6:10, 0:10] = True
+    assert (joined[0] == expected).all()
+    assert joined[1].sum() == 200
+    assert joined[2].sum() == 100
+    names = ["A03_T1_S1", "A07_T2_S1", "A09_T3_S2"]
+    paths = [root / "masks" / (f"a_{name}.png" if layout == "suffixes" else f"{name}/a.png") for name in names]
+    assert manifest.annotator_paths(0) == paths
+    assert [len(manifest.annotator_paths(i)) for i in range(3)] == [3, 2, 0]
+
+    # A folder moves together with its manifest, also after an edit.
+    moved = tmp_path / "elsewhere"
+    shutil.move(root, moved)
+    assert all(path.is_file() for path in Manifest.read(moved / "m.parquet").annotator_paths(0))
+    assert main(["data", "csv", str(moved / "m.parquet"), "--out", str(moved / "sub" / "again.parquet"), "--allow-unlabeled"]) == 0
+    again = Manifest.read(moved / "sub" / "again.parquet")
+    assert [path.resolve() for path in again.annotator_paths(1)] == manifest_paths(moved, layout)
+    assert again.annotator_paths(2) == []
+
+
+def manifest_paths(root: Path, layout: str) -> list[Path]:
+    names = ["A03_T1_S1", "A07_T2_S1"]
+    return [root / "masks" / (f"a_b_{name}.png" if layout == "suffixes" else f"{name}/a_b.png") for name in names]
+
+
+def test_the_majority_leaves_the_union_of_another_manifest_alone(tmp_path: Path) -> None:
+    root = class_folders(tmp_path / "images", 1)
+    save(square(0, 0), tmp_path / "masks" / "MEL_0_mask.png")
+    save(square(0, 4), tmp_path / "masks" / "MEL_0_mask_1.png")
+    save(square(0, 8), tmp_path / "masks" / "MEL_0_mask_2.png")
+    command = ["data", "folder", str(root), "--masks", str(tmp_path / "masks"), "--out", str(tmp_path / "m.parquet")]
+    assert main(command) == 0
+    union = Manifest.read(tmp_path / "m.parquet").mask_path(0)
+    assert main([*command, "--annotators", "majority"]) == 2  # another manifest is there
+    assert union is not None
+    assert (np.asarray(Image.open(union)) > 0).sum() == 180
+    assert main([*command, "--annotators", "majority", "--overwrite"]) == 0
+    manifest = Manifest.read(tmp_path / "m.parquet")
+    assert (np.asarray(Image.open(str(manifest.mask_path(0)))) > 0).sum() == 100  # columns 4 to 13
+    assert manifest.further == []
+
+
+def test_annotators_that_cannot_be_compared_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = annotated(tmp_path, "suffixes")
+    command = ["data", "folder", str(root / "photos"), "--out", str(root / "m.parquet"), "--annotators", "each"]
+    assert main(command) == 2
+    assert "masks" in capsys.readouterr().err
+    save(Image.new("L", (10, 10), 255), root / "masks" / "a_A11_T1_S1.png")
+    assert main([*command, "--masks", str(root / "masks")]) == 2
+    assert "of one size, but a_A11_T1_S1.png has 10 x 10 pixels, a_A03_T1_S1.png 20 x 20" in capsys.readouterr().err
+    for path in sorted((root / "masks").iterdir()):
+        if "A03" not in path.name:
+            path.unlink()
+    assert main([*command, "--masks", str(root / "masks")]) == 2
+    assert "No image has several masks" in capsys.readouterr().err
+    assert not (root / "m.parquet").exists()
 
 
 FOLDER_BAD = {

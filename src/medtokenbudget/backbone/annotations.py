@@ -165,14 +165,19 @@ def _lesions(
         for key, row in wanted[file].items():
             if key not in known:
                 try:
-                    mask = row.geometry.of(mask_of(row.size, file))
-                    lesions[key] = np.stack([patch_labels(mask, grid, whole=False).astype(np.uint8), covered_shares(mask, grid)])
+                    lesions[key] = mask_patches(file, row, grid)
                 except RequestError as error:
                     reasons[key] = reason(error, file)
 
     with ThreadPoolExecutor(_THREADS, "mtb-mask") as pool:
         list(pool.map(compute, wanted))
     return lesions, reasons
+
+
+def mask_patches(file: Path, row: Row, grid: tuple[int, int]) -> np.ndarray:
+    """Compute what a mask says about the patches of a row: lesion patches and covered shares, uint8 [2, N]."""
+    mask = row.geometry.of(mask_of(row.size, file))
+    return np.stack([patch_labels(mask, grid, whole=False).astype(np.uint8), covered_shares(mask, grid)])
 
 
 def _write_cache(path: Path, lesions: Mapping[str, np.ndarray], n: int, about: Mapping[str, Any]) -> None:

@@ -166,15 +166,21 @@ class Folder(OwnImages):
     """Folder with one folder per class, with train/ and val/ that contain class folders, or with images."""
     masks: Path | None = None
     """Folder with the masks: a.png, a_segmentation.png or a_mask.png for a.jpg. Where an image has several (a_mask.png,
-    a_mask_1.png), their union is written to a folder next to the manifest."""
+    a_mask_1.png), one joined mask is written to a folder next to the manifest."""
+    annotators: Literal["union", "majority", "each"] = "union"
+    """What several masks of one image are. union: several lesions. majority: one lesion by several annotators, where at least half
+    of them marked it. each: majority, and `mtb evaluate` also measures against each annotator and shows how well people agree."""
     name: str | None = None
     """Name of the data set in results and reports. Default: the folder's name."""
 
     def read(self) -> Manifest:
         from medtokenbudget.data.readers import folder_manifest
 
-        merged = self.out.with_name(f"{self.out.stem}-masks")
-        return folder_manifest(self.root, self.masks, name=self.name, merged=merged if self.masks else None)
+        self.require_effect(self.masks is not None, "`masks`", "annotators")
+        merged = self.out.with_name(f"{self.out.stem}-{'masks' if self.annotators == 'union' else 'majority'}")
+        return folder_manifest(
+            self.root, self.masks, name=self.name, merged=merged if self.masks else None, annotators=self.annotators
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from medtokenbudget.data.duplicates import merged_groups
 from medtokenbudget.data.images import MAX_PIXELS, DecodeError, decode_image, decode_mask
 from medtokenbudget.data.manifest import SPLITS, Manifest, ManifestError, SplitRule
-from medtokenbudget.data.masks import covered_shares, mask_of, patch_labels, prevalence_table, same_aspect
+from medtokenbudget.data.masks import covered_shares, mask_of, patch_labels, patch_order, prevalence_table, same_aspect
 from medtokenbudget.data.readers import csv_manifest, folder_manifest, isic_manifest, kvasir_manifest, match_masks, open_data
 from medtokenbudget.data.splits import apply_split, cut_selection, keep_split, paper_split
 
@@ -43,6 +43,7 @@ __all__ = [
     "open_data",
     "paper_split",
     "patch_labels",
+    "patch_order",
     "prevalence_table",
     "same_aspect",
     "synthetic_manifest",

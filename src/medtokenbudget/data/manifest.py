@@ -22,6 +22,10 @@ from medtokenbudget.errors import RequestError, first_line
 from medtokenbudget.files import atomic_write, sha256_json
 
 COLUMNS = ("image_id", "image", "label", "mask", "group", "split")
+ANNOTATORS = "annotator_masks"
+"""A further column with the masks that several annotators drew of one image; `mask` is then their majority."""
+BETWEEN = "|"
+"""Between the paths of `ANNOTATORS`."""
 SPLITS = ("train", "select", "val")
 SOURCES = ("isic", "kvasir", "folder", "csv", "synthetic")
 METADATA_KEY = b"medtokenbudget"
@@ -151,6 +155,11 @@ class Manifest:
         mask = self.rows["mask"].iat[index]
         return None if mask is None else self._path(str(mask))
 
+    def annotator_paths(self, index: int) -> list[Path]:
+        """Return the paths of the masks by several annotators in a row; empty where they are not known."""
+        stored = self.rows[ANNOTATORS].iat[index] if ANNOTATORS in self.rows else None
+        return [] if stored is None else [self._path(path) for path in stored.split(BETWEEN)]
+
     def _path(self, stored: str) -> Path:
         return Path(stored) if self.root is None else self.root / stored
 
@@ -218,6 +227,8 @@ class Manifest:
 
         columns = {name: self.rows[name].tolist() for name in (*COLUMNS, *self.further)}
         columns |= {name: [stored(value) for value in columns[name]] for name in ("image", "mask")}
+        if several := columns.get(ANNOTATORS):
+            columns[ANNOTATORS] = [value and BETWEEN.join(map(str, map(stored, value.split(BETWEEN)))) for value in several]
         metadata: dict[str, Any] = {
             "version": _VERSION,
             "classes": list(self.classes),

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from PIL import Image
+from scipy import ndimage
 
 from medtokenbudget.data.images import DecodeError, decode_mask, require_lesion_values
-from medtokenbudget.errors import GridError
+from medtokenbudget.errors import GridError, RequestError
 
 ASPECT_TOLERANCE = 0.02
 """Allowed relative difference of width / height; resized copies are rounded to whole pixels."""
+Annotators = Literal["union", "majority", "each"]
+"""What several masks of one image are: several lesions ('union'), or one lesion by several annotators, of which half decide
+('majority'), and which are kept for evaluation too ('each')."""
 
 
 def same_aspect(mask: tuple[int, int], image: tuple[int, int]) -> bool:
@@ -31,6 +36,24 @@ def mask_of(image: tuple[int, int], path: Path | str) -> Image.Image:
         sizes = f"{mask.width} x {mask.height} pixels, the image {image[0]} x {image[1]}"
         raise DecodeError(f"The mask {Path(path).name} has {sizes}. The aspect ratios must be the same.", "mask-aspect")
     return mask
+
+
+def joined_mask(paths: Sequence[Path], annotators: Annotators = "union") -> Image.Image:
+    """Join the masks of one image, which must be of one size.
+
+    The union is as bright as the brightest mask at each pixel. Otherwise lesion is what at least half of the annotators marked,
+    with more than half of the range.
+    """
+    masks = [decode_mask(path) for path in paths]
+    first = masks[0]
+    for path, mask in zip(paths, masks):
+        if mask.size != first.size:
+            sizes = f"{mask.width} x {mask.height} pixels, {paths[0].name} {first.width} x {first.height}"
+            raise RequestError(f"Masks of one image must be of one size, but {path.name} has {sizes}.")
+    values = np.stack([np.asarray(mask) for mask in masks])
+    if annotators == "union":
+        return Image.fromarray(values.max(0))
+    return Image.fromarray(np.where(2 * (values > 127).sum(0) >= len(masks), 255, 0).astype(np.uint8))
 
 
 def patch_labels(mask: Image.Image, grid: tuple[int, int], *, whole: bool = True) -> np.ndarray:
@@ -62,6 +85,16 @@ def covered_shares(mask: Image.Image, grid: tuple[int, int]) -> np.ndarray:
     """
     height, width = grid
     return np.asarray(mask.convert("L").resize((width, height), Image.Resampling.BOX), dtype=np.uint8).reshape(-1)
+
+
+def patch_order(lesion: np.ndarray, covered: np.ndarray, grid: tuple[int, int]) -> np.ndarray:
+    """Order the patches as somebody would who knows one mask, `[h * w]`: those that it covers most first.
+
+    Of patches that are covered alike, those deepest inside its lesion patches come first; outside, those nearest to them.
+    """
+    padded = np.pad(lesion.reshape(grid), 1)
+    depth = ndimage.distance_transform_edt(padded)[1:-1, 1:-1] - ndimage.distance_transform_edt(~lesion.reshape(grid))
+    return np.lexsort((-depth.reshape(-1), -covered.astype(float)))
 
 
 def prevalence_table(counts: Sequence[int] | np.ndarray, patches: int) -> dict[str, dict[str, float]]:

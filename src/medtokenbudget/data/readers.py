@@ -9,7 +9,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -18,10 +18,10 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
-from PIL import ImageChops
 
-from medtokenbudget.data.images import SUFFIXES, decode_mask
-from medtokenbudget.data.manifest import COLUMNS, METADATA_KEY, SPLITS, Manifest, SplitRule, listed
+from medtokenbudget.data.images import SUFFIXES
+from medtokenbudget.data.manifest import ANNOTATORS, BETWEEN, COLUMNS, METADATA_KEY, SPLITS, Manifest, SplitRule, listed
+from medtokenbudget.data.masks import Annotators, joined_mask
 from medtokenbudget.data.splits import paper_split
 from medtokenbudget.errors import RequestError, UnknownNameError, first_line
 from medtokenbudget.files import write_encoded
@@ -245,7 +245,12 @@ def kvasir_manifest(root: Path | str, *, name: str = "Kvasir v2") -> Manifest:
 
 
 def folder_manifest(
-    root: Path | str, masks: Path | str | None = None, *, name: str | None = None, merged: Path | str | None = None
+    root: Path | str,
+    masks: Path | str | None = None,
+    *,
+    name: str | None = None,
+    merged: Path | str | None = None,
+    annotators: Annotators = "union",
 ) -> Manifest:
     """Make a manifest of the images in a folder.
 
@@ -257,20 +262,25 @@ def folder_manifest(
         root: The folder.
         masks: Folder with the masks, found by name: `a.png`, `a_segmentation.png` or `a_mask.png` for `a.jpg`. It may be `root`.
         name: Name of the data set; the name of the folder by default.
-        merged: Folder to write the union of the masks of an image to, where it has several (`a_mask.png`, `a_mask_1.png`).
+        merged: Folder to write one mask to for each image that has several (`a_mask.png`, `a_mask_1.png`).
+        annotators: What these are: 'union' takes them as several lesions, 'majority' as one lesion by several annotators. 'each' is
+            'majority', and keeps the mask of each annotator for evaluation. Masks by annotators may be called `a_ANYTHING.png`, or
+            `a.png` in a subfolder for each annotator.
 
     Returns:
         The manifest. Its `split_rule` is 'given' if the folders give the split; otherwise it is 'none' and all rows are 'train'.
     """
     top = require_folder(Path(root), "Pass the folder that contains the images or the class folders.")
-    mask_files = None if masks is None else MaskFolder(Path(masks), None if merged is None else Path(merged), top)
     files = list(files_below(top, None if masks is None else Path(masks)))
     report_skipped(top, Counter(kind_of(path) for path in files if not is_image(path) and path.is_file()))
     images, given = _by_layout(top, files)
-    if mask_files is None:
+    mask_files = None
+    if masks is None:
         _reject_masks(images)
     else:
         images = [image for image in images if not _is_mask(image[0])]
+        folder = None if merged is None else Path(merged)
+        mask_files = MaskFolder(Path(masks), folder, top, annotators, {image[0].stem for image in images})
     if not images:
         raise no_images(top)
     records = [
@@ -285,6 +295,9 @@ def folder_manifest(
     ]
     if mask_files:
         mask_files.report(len(records))
+        if annotators == "each":
+            for record in records:
+                record[ANNOTATORS] = mask_files.by_annotators(record["image"])
     folder_name = Path(os.path.abspath(top)).name or "folder"
     return Manifest.from_records(
         records,
@@ -342,20 +355,34 @@ class MaskFolder:
 
     Args:
         folder: Folder with the masks, at any depth.
-        merged: Folder to write the union of several masks of one image to.
+        merged: Folder to write one mask to for each image that has several.
         images: Folder of the images, in which `merged` must not be, because it would become a class there.
+        annotators: What several masks of one image are.
+        stems: Of all images; only masks of several annotators are looked up by them.
     """
 
-    def __init__(self, folder: Path, merged: Path | None = None, images: Path | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        merged: Path | None = None,
+        images: Path | None = None,
+        annotators: Annotators = "union",
+        stems: Collection[str] = (),
+    ) -> None:
         self.folder = require_folder(folder, "Pass the folder that contains the masks.")
-        self.merged, self.images = merged, images
+        self.merged, self.images, self.annotators = merged, images, annotators
         self.paths = [path for path in files_below(folder) if is_image(path)]
         self.used: set[str] = set()  # absolute paths of masks that belong to an image, and of the images
         self.matched = 0  # images that have a mask
-        self.unions: list[Path] = []  # images that have several
+        self.several: dict[Path, list[Path]] = {}  # by image
         self._by_stem: dict[str, list[Path]] = {}
+        known = {*stems, *(stem.removesuffix(DOWNSAMPLED) for stem in stems)}
         for path in self.paths:
-            for stem in {path.stem, _MASK_ENDING.sub("", path.stem)}:
+            of = {path.stem, _MASK_ENDING.sub("", path.stem)}
+            if annotators != "union":  # the longest name of an image that the mask begins with
+                begins = [path.stem[: end.start()] for end in re.finditer(r"\W|_|$", path.stem)]
+                of = {max((begin for begin in begins if begin in known), key=len, default=path.stem)}
+            for stem in of:
                 self._by_stem.setdefault(stem, []).append(path)
 
     def of(self, image: Path) -> Path | None:
@@ -369,38 +396,42 @@ class MaskFolder:
         self.used.update([itself, *map(os.path.abspath, masks)])
         self.matched += bool(masks)
         if len(masks) > 1:
-            return self._union(image, masks)
+            return self._joined(image, masks)
         return masks[0] if masks else None
 
-    def _union(self, image: Path, masks: Sequence[Path]) -> Path:
-        """Write the union of several masks: every pixel is as bright as in the brightest of them."""
+    def by_annotators(self, image: Path) -> str | None:
+        """List the masks of an image that has several, for the manifest."""
+        masks = [str(path) for path in self.several.get(image, ())]
+        if wrong := [path for path in masks if BETWEEN in path]:
+            raise RequestError(f"The path of a mask by one of several annotators must not contain {BETWEEN}: {wrong[0]}.")
+        return BETWEEN.join(masks) or None
+
+    def _joined(self, image: Path, masks: list[Path]) -> Path:
+        """Write one mask for an image that has several."""
         names = listed([path.relative_to(self.folder).as_posix() for path in masks], 3)
         endings = [_MASK_ENDING.search(path.stem) for path in masks]
         kinds = {(path.parent, ending and ending[1]) for path, ending in zip(masks, endings)}
         numbers = {ending and ending[2] for ending in endings}
-        if len(kinds) > 1 or len(numbers) < len(masks):
-            raise RequestError(f"{image.name} has more than one mask in {self.folder}: {names}. Keep one of them.")
+        if self.annotators == "union" and (len(kinds) > 1 or len(numbers) < len(masks)):
+            raise RequestError(
+                f"{image.name} has more than one mask in {self.folder}: {names}. Keep one of them, or pass "
+                '`annotators="majority"` if they are by several annotators.'
+            )
         if self.merged is None:
             raise RequestError(
                 f"{image.name} has several masks in {self.folder}: {names}. Make a manifest with `mtb data folder`, which writes "
-                "their union, and use that."
+                "one mask for each image, and use that."
             )
         if self.images is not None and Path(os.path.abspath(self.merged)).is_relative_to(os.path.abspath(self.images)):
             raise RequestError(
-                f"{image.name} has several masks, and the folder of their union, {self.merged}, would become a class of "
+                f"{image.name} has several masks, and the folder of the joined ones, {self.merged}, would become a class of "
                 f"{self.images}. Write the manifest to another folder."
             )
-        union = decode_mask(masks[0])
-        for path in masks[1:]:
-            other = decode_mask(path)
-            if other.size != union.size:
-                sizes = f"{other.width} x {other.height} pixels, {masks[0].name} {union.width} x {union.height}"
-                raise RequestError(f"Masks of one image must be of one size, but {path.name} has {sizes}.")
-            union = ImageChops.lighter(union, other)
-        self.unions.append(image)
+        joined = joined_mask(masks, self.annotators)
+        self.several[image] = masks
         target = self.merged / image.parent.name / f"{image.stem}.png"
         target.parent.mkdir(parents=True, exist_ok=True)
-        write_encoded(target, lambda stream: union.save(stream, format="PNG"))
+        write_encoded(target, lambda stream: joined.save(stream, format="PNG"))
         return target
 
     def report(self, images: int) -> None:
@@ -412,11 +443,19 @@ class MaskFolder:
                 f"{len(unused):,} of {len(self.paths):,} files in {self.folder} are the mask of no image: "
                 f"{listed(unused, 3)}. {MASK_NAMES}"
             )
-        if self.unions:
-            say(
-                f"{len(self.unions):,} of {images:,} images have several masks, such as {self.unions[0].name}. "
-                "Each gets their union: they are taken as several lesions. If they are by several annotators, "
-                "pass the folder of one of them as `masks`."
+        if self.several:
+            taken = {
+                "union": "Each gets their union: they are taken as several lesions. If they are by several annotators, "
+                'pass `annotators="majority"` or "each".',
+                "majority": "Each gets what at least half of its annotators marked.",
+                "each": "Training reads what at least half of the annotators marked; `mtb evaluate` measures against each of them.",
+            }
+            first = next(iter(self.several)).name
+            say(f"{len(self.several):,} of {images:,} images have several masks, such as {first}. {taken[self.annotators]}")
+        elif self.annotators != "union":
+            raise RequestError(
+                f"No image has several masks in {self.folder}, so there are no annotators to compare. Leave out `annotators`. "
+                "Masks by several annotators are called a_1.png and a_2.png for a.jpg, or a.png in a subfolder for each."
             )
 
 
@@ -474,6 +513,9 @@ def csv_manifest(
         split_rule=SplitRule("given" if "split" in table.columns else "none"),
         name=name,
     )
+    if ANNOTATORS in further:
+        several = table[ANNOTATORS].map(lambda value: [str(folder / path) for path in value.split(BETWEEN) if path])
+        table[ANNOTATORS] = several.map(BETWEEN.join)
     return replace(manifest, rows=pd.concat([manifest.rows, table[further].replace("", None)], axis=1))
 
 
@@ -489,7 +531,7 @@ def join_columns(manifest: Manifest, path: Path | str) -> Manifest:
     if key is None:
         raise RequestError(f"{source} has no column 'image_id', only {listed(list(table.columns), 8)}.")
     ids = table.pop(key).map(lambda value: value if key == "image_id" else Path(value).stem)
-    taken = (*COLUMNS, *manifest.further)
+    taken = (*COLUMNS, ANNOTATORS, *manifest.further)
     if wrong := [name for name in table.columns if not name or name in taken or not name.isprintable() or "|" in name]:
         raise RequestError(
             f"{source} has columns that the manifest has already or that cannot be names: {listed(wrong)}. Rename them."

@@ -65,6 +65,7 @@ def make_tables(comparison: Comparison, named: bool = True) -> list[Table]:
             new_lesions(run),
             own_validation(run),
             promises(run),
+            annotators(run),
             worst(run, named),
             beside_paper(run),
             subset(run),
@@ -563,6 +564,21 @@ def promises(run: ReportRun) -> Table | None:
     }
     words = _words("promises", groups=guarantees[0]["groups"], n=guarantees[0]["n"])
     return _listing("promises", pd.DataFrame(guarantees), columns, labels=2, **words)
+
+
+def annotators(run: ReportRun) -> Table | None:
+    """Show what each method keeps of the lesion by each annotator, below what one annotator keeps of another's."""
+    data = pd.DataFrame((run.info.evaluation or {}).get("annotators") or [])
+    if data.empty:
+        return None
+    cells = data.set_index(["method", "view", "budget"])["share"]
+    columns = list(dict.fromkeys(zip(data["view"], data["budget"])))
+    rows = [
+        [look(method).title, *(percent(cells.get((method, *one), np.nan)) for one in columns)]
+        for method in dict.fromkeys(data["method"])
+    ]
+    heads = ["Method", *(f"{budget_text(budget)}{', off-center' if view != AS_IS else ''}" for view, budget in columns)]
+    return Table("annotators", columns=heads, rows=rows, data=data, labels=1, **_words("annotators", n=int(data["n"].max())))
 
 
 def subset(run: ReportRun) -> Table | None:

@@ -23,14 +23,15 @@ import pyarrow.parquet as pq
 import torch
 
 from medtokenbudget.backbone import FeatureStore, extract
-from medtokenbudget.backbone.annotations import hashes_of, known_manifests
+from medtokenbudget.backbone.annotations import hashes_of, known_manifests, mask_patches
 from medtokenbudget.backbone.views import IDENTITY, OFF_CENTER
 from medtokenbudget.config import CONTROLS, BackboneConfig, ExtractConfig, to_dict
-from medtokenbudget.data import Manifest, decode_image, decode_mask
+from medtokenbudget.data import Manifest, decode_image, decode_mask, patch_order
 from medtokenbudget.data.manifest import listed
 from medtokenbudget.data.strata import STRATA, column_strata, measure, stratum_order
 from medtokenbudget.errors import MismatchError, RequestError, UnknownNameError, first_line
 from medtokenbudget.files import atomic_write, read_json
+from medtokenbudget.metrics import agreement
 from medtokenbudget.model import Guarantee, MedTokenBudget
 from medtokenbudget.model.model import comparable
 from medtokenbudget.routing import Ranker, Selector, budget_to_k, create_selector, list_selectors
@@ -58,6 +59,8 @@ _OPTIONAL_SIGNALS = ("luminance", "attention_entropy", "cls_attention")
 """A control that reads one of these is left out where the store does not have it."""
 _EMBEDDED_PATCH = 14
 """Side of a patch of the embedded backbone, in pixels."""
+ANNOTATOR = "One annotator"
+"""The human line among the methods."""
 OWN_METRICS = ("retention", "retention_of_ceiling", "accuracy", "macro_f1", "balanced_accuracy", "ece")
 
 
@@ -310,7 +313,7 @@ def evaluate_model(
         control = create_selector(name, minimum=classifiers[method].selector.minimum)
         classifiers.setdefault(name, model.classifiers.get(name) or RoutedClassifier(control, None))
     views = {view: rows for view, rows in ((AS_IS, images.rows), (OFF_CENTER, images.off_center)) if len(rows)}
-    _write_tables(run, images, original, by, views, classifiers, budgets)
+    annotators = _write_tables(run, images, original, by, views, classifiers, budgets)
     run.finish(
         methods={
             name: _about(classifier)
@@ -330,6 +333,7 @@ def evaluate_model(
             "images": len(images.manifest),
             "unreadable": len(images.manifest) - len(images.rows),
             "guarantees": _kept_promises(model, images, method),
+            "annotators": annotators,
             **about,
         },
     )
@@ -355,9 +359,13 @@ def _write_tables(
     budgets: Sequence[float],
     given: Sequence[pd.DataFrame] = (),
     orders: Mapping[str, np.ndarray] = MappingProxyType({}),
-) -> None:
-    """Evaluate classifiers and write the tables of a run, after those `given` with their patch `orders`."""
+) -> list[dict[str, Any]]:
+    """Evaluate classifiers and write the tables of a run, after those `given` with their patch `orders`.
+
+    Returns what the rankings keep of the lesion by each annotator, where several are known.
+    """
     store, manifest = images.store, images.manifest
+    people = {view: _annotators(images, rows) for view, rows in views.items()}
     frames, routing = list(given), dict(orders)
     for name, classifier in classifiers.items():
         if any(signal in _OPTIONAL_SIGNALS and not store.has(signal) for signal in classifier.selector.requires):
@@ -373,6 +381,53 @@ def _write_tables(
     write_tables(run.path, predictions, manifest.classes, routing, ids, store.grid)
     with atomic_write(run.path / ATTRIBUTES) as temporary:
         _image_attributes(images, original, by).to_parquet(temporary, index=False)
+    return _against_annotators(people, predictions, routing)
+
+
+def _annotators(images: HeldOut, rows: np.ndarray) -> dict[int, tuple[np.ndarray, np.ndarray]]:
+    """Return lesion patches and patch orders, `[A, N]` each, of the annotators who marked a lesion patch; by place in `rows`.
+
+    An image with fewer than two such annotators has none.
+    """
+    store, place = images.store, {name: i for i, name in enumerate(images.manifest.ids)}
+
+    def of(row: int) -> tuple[np.ndarray, np.ndarray] | None:
+        if not (files := images.manifest.annotator_paths(place[store.ids[row]])) or store.annotation is None:
+            return None
+        stored = store.stored[int(store.annotation.tokens[row])]
+        patches = [mask_patches(file, stored, store.grid) for file in files]
+        marked = [(lesion.astype(bool), covered) for lesion, covered in patches if lesion.any()]
+        if len(marked) < 2:
+            return None
+        return np.stack([lesion for lesion, _ in marked]), np.stack([patch_order(*one, store.grid) for one in marked])
+
+    with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
+        return {at: found for at, found in enumerate(pool.map(of, rows)) if found is not None}
+
+
+def _against_annotators(
+    people: Mapping[str, Mapping[int, tuple[np.ndarray, np.ndarray]]],
+    predictions: pd.DataFrame,
+    routing: Mapping[str, np.ndarray],
+) -> list[dict[str, Any]]:
+    """Measure rankings against each annotator, after the human line: what the mask of one annotator keeps of another's lesion."""
+    measured: list[dict[str, Any]] = []
+    cells = predictions.drop_duplicates(["view", "method", "budget"])
+    for view, of_image in people.items():
+        lesions = [lesion for lesion, _ in of_image.values()]
+        for number, (method, rows) in enumerate(cells[cells["view"] == view].groupby("method", sort=False) if lesions else ()):
+            name, k = routing_name(view, "order", str(method), SEED), rows["k"].to_numpy()
+            found = {} if number else {ANNOTATOR: agreement([order for _, order in of_image.values()], lesions, k, between=True)}
+            if name in routing:
+                found[str(method)] = agreement([routing[name][[at]] for at in of_image], lesions, k)
+            about = {"view": view, "n": len(lesions)}
+            for which, values in found.items():
+                pairs = zip(rows["budget"], *values)
+                measured += [{**about, "method": which, "budget": b, "retention": r, "share": s} for b, r, s in pairs]
+    if people := [one for one in measured if one["view"] == AS_IS and one["method"] == ANNOTATOR]:
+        shares = ", ".join(f"{one['share']:.1%} at budget {one['budget']:g}" for one in people)
+        say(f"Of the ceiling of another's lesion, the mask of one annotator keeps {shares} ({people[0]['n']:,} images).")
+    return measured
 
 
 def _image_attributes(images: HeldOut, original: Manifest, by: Sequence[str] = (), read_images: bool = True) -> pd.DataFrame:
@@ -585,7 +640,7 @@ def evaluate_kept(run: Run, table: KeptPatches, images: HeldOut, original: Manif
         orders[routing_name(AS_IS, "order", method, SEED)] = order
     if table.scores is not None:
         orders[routing_name(AS_IS, "scores", method, SEED)] = table.scores[at].astype(np.float16)
-    _write_tables(run, images, original, by, {AS_IS: rows}, classifiers, budgets, frames, orders)
+    annotators = _write_tables(run, images, original, by, {AS_IS: rows}, classifiers, budgets, frames, orders)
     foreign = {"selector": method, "head": "none", "variant": "", "learned": False, "config": {}}
     run.finish(
         methods={method: foreign, **{name: _about(classifier) for name, classifier in classifiers.items()}},
@@ -599,6 +654,7 @@ def evaluate_kept(run: Run, table: KeptPatches, images: HeldOut, original: Manif
             "images": len(images.manifest),
             "unreadable": len(images.manifest) - len(rows),
             "guarantees": [],
+            "annotators": annotators,
             "model": f"the table {method}",
             "mapping": None,
             "own": [],
