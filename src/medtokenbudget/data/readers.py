@@ -51,8 +51,12 @@ KVASIR_CLASSES = (
 )
 _KVASIR_FOLDER = "kvasir-dataset-v2"  # in the official archive
 
-MASK_NAMES = "The mask of a.jpg must be called a.png, a_segmentation.png or a_mask.png."
-_MASK_ENDING = re.compile(r"(_mask|_segmentation)(_[0-9]+)?$")  # with a number where an image has several masks
+MASK_NAMES = (
+    "The mask of a.jpg is called a.png, or a_mask.png with mask, masks, seg, segmentation, gt, groundtruth, label or lesion. For "
+    "other names, pass `mask_pattern` to `mtb data folder`."
+)
+# With a number where an image has several masks.
+_MASK_ENDING = re.compile(r"([_-](?:masks?|seg|segmentation|gt|ground_?truth|label|lesion))(_[0-9]+)?$", re.IGNORECASE)
 _MASK_FOLDER_NAMES = {"mask", "masks", "segmentation", "segmentations"}
 # Folder names that mean a part of the split and not a class.
 _PART_NAMES = {"train", "training", "val", "valid", "validation", "test", "testing", "select"}
@@ -245,7 +249,12 @@ def kvasir_manifest(root: Path | str, *, name: str = "Kvasir v2") -> Manifest:
 
 
 def folder_manifest(
-    root: Path | str, masks: Path | str | None = None, *, name: str | None = None, merged: Path | str | None = None
+    root: Path | str,
+    masks: Path | str | None = None,
+    *,
+    name: str | None = None,
+    merged: Path | str | None = None,
+    pattern: str | None = None,
 ) -> Manifest:
     """Make a manifest of the images in a folder.
 
@@ -255,22 +264,25 @@ def folder_manifest(
 
     Args:
         root: The folder.
-        masks: Folder with the masks, found by name: `a.png`, `a_segmentation.png` or `a_mask.png` for `a.jpg`. It may be `root`.
+        masks: Folder with the masks, found by name, in any case: `a.png`, `a_mask.png`, `a_segmentation.png`, `a_seg.png`,
+            `a_gt.png` and the like for `a.jpg`. It may be `root`.
         name: Name of the data set; the name of the folder by default.
         merged: Folder to write the union of the masks of an image to, where it has several (`a_mask.png`, `a_mask_1.png`).
+        pattern: Path of a mask in `masks` for other names, such as '{stem}/{stem}_roi*.png'; {stem} is the image's name without
+            its ending.
 
     Returns:
         The manifest. Its `split_rule` is 'given' if the folders give the split; otherwise it is 'none' and all rows are 'train'.
     """
     top = require_folder(Path(root), "Pass the folder that contains the images or the class folders.")
-    mask_files = None if masks is None else MaskFolder(Path(masks), None if merged is None else Path(merged), top)
+    mask_files = None if masks is None else MaskFolder(Path(masks), None if merged is None else Path(merged), top, pattern)
     files = list(files_below(top, None if masks is None else Path(masks)))
     report_skipped(top, Counter(kind_of(path) for path in files if not is_image(path) and path.is_file()))
     images, given = _by_layout(top, files)
     if mask_files is None:
         _reject_masks(images)
     else:
-        images = [image for image in images if not _is_mask(image[0])]
+        images = [image for image in images if not _is_mask(image[0]) and os.path.abspath(image[0]) not in mask_files.named]
     if not images:
         raise no_images(top)
     records = [
@@ -337,6 +349,14 @@ def _reject_masks(images: Sequence[tuple[Path, str | None, str]]) -> None:
         )
 
 
+def _mask_path(pattern: str) -> re.Pattern[str]:
+    """Return what finds the path of a mask in its folder, and the stem of its image."""
+    first, *others = re.escape(pattern).replace(r"\*", "[^/]*").split(r"\{stem\}")
+    if not others:
+        raise RequestError(f"`mask_pattern` must contain {{stem}}, the image's name without its ending, got '{pattern}'.")
+    return re.compile(rf"(?:^|/){first}(?P<stem>[^/]+){'(?P=stem)'.join(others)}$", re.IGNORECASE)
+
+
 class MaskFolder:
     """Mask files by the stem of the image that they belong to.
 
@@ -344,27 +364,39 @@ class MaskFolder:
         folder: Folder with the masks, at any depth.
         merged: Folder to write the union of several masks of one image to.
         images: Folder of the images, in which `merged` must not be, because it would become a class there.
+        pattern: Path of a mask, with {stem} for the image's name, where masks have other names than the usual ones.
     """
 
-    def __init__(self, folder: Path, merged: Path | None = None, images: Path | None = None) -> None:
+    def __init__(self, folder: Path, merged: Path | None = None, images: Path | None = None, pattern: str | None = None) -> None:
         self.folder = require_folder(folder, "Pass the folder that contains the masks.")
-        self.merged, self.images = merged, images
+        self.merged, self.images, self.pattern = merged, images, pattern
         self.paths = [path for path in files_below(folder) if is_image(path)]
         self.used: set[str] = set()  # absolute paths of masks that belong to an image, and of the images
         self.matched = 0  # images that have a mask
         self.unions: list[Path] = []  # images that have several
-        self._by_stem: dict[str, list[Path]] = {}
+        self.names: Counter[str] = Counter()  # how the masks are called: '{stem}_mask.png'
+        self.named: set[str] = set()  # absolute paths of files that the pattern describes
+        self._by_stem: dict[str, list[tuple[str, Path]]] = {}
+        finder = None if pattern is None else _mask_path(pattern)
         for path in self.paths:
-            for stem in {path.stem, _MASK_ENDING.sub("", path.stem)}:
-                self._by_stem.setdefault(stem, []).append(path)
+            stems = {path.stem, _MASK_ENDING.sub("", path.stem)}
+            if finder is not None:
+                match = finder.search(path.relative_to(folder).as_posix())
+                stems = {match["stem"]} if match else set()
+                self.named.update([os.path.abspath(path)] if match else [])
+            for stem in stems:
+                self._by_stem.setdefault(stem.lower(), []).append((stem, path))
 
     def of(self, image: Path) -> Path | None:
         """Find the mask of an image; None if it has no mask."""
         itself = os.path.abspath(image)
         candidates: list[Path] = []
-        for stem in (image.stem, image.stem.removesuffix(DOWNSAMPLED)):
+        for stem in dict.fromkeys((image.stem, image.stem.removesuffix(DOWNSAMPLED))):
             # Where masks are next to the images, an image has its own stem but is not its own mask.
-            candidates = candidates or [path for path in self._by_stem.get(stem, []) if os.path.abspath(path) != itself]
+            found = [entry for entry in self._by_stem.get(stem.lower(), []) if os.path.abspath(entry[1]) != itself]
+            if found and not candidates:
+                candidates = [path for name, path in found if name == stem] or [path for _, path in found]
+                self.names[self.pattern or f"{{stem}}{candidates[0].name[len(stem) :]}"] += 1
         masks = sorted([path for path in candidates if path.parent.name == image.parent.name] or candidates)
         self.used.update([itself, *map(os.path.abspath, masks)])
         self.matched += bool(masks)
@@ -378,7 +410,7 @@ class MaskFolder:
         endings = [_MASK_ENDING.search(path.stem) for path in masks]
         kinds = {(path.parent, ending and ending[1]) for path, ending in zip(masks, endings)}
         numbers = {ending and ending[2] for ending in endings}
-        if len(kinds) > 1 or len(numbers) < len(masks):
+        if self.pattern is None and (len(kinds) > 1 or len(numbers) < len(masks)):
             raise RequestError(f"{image.name} has more than one mask in {self.folder}: {names}. Keep one of them.")
         if self.merged is None:
             raise RequestError(
@@ -407,6 +439,7 @@ class MaskFolder:
         """Say which masks were not used and which were merged; no mask at all is an error."""
         if not self.matched:
             raise RequestError(f"No mask in {self.folder} belongs to an image. {MASK_NAMES}")
+        say(f"Masks found as {', '.join(f'{name} ({count:,})' for name, count in self.names.most_common(5))} in {self.folder}.")
         if unused := [path.name for path in self.paths if os.path.abspath(path) not in self.used]:
             say(
                 f"{len(unused):,} of {len(self.paths):,} files in {self.folder} are the mask of no image: "
