@@ -63,6 +63,37 @@ def test_the_bytes_do_not_depend_on_the_number_of_workers(
     assert len(one) == 8
 
 
+def test_a_store_inside_the_folder_of_the_images_is_refused(tmp_path: Path, backbone: BackboneConfig) -> None:
+    manifest = tiny_manifest(tmp_path / "images", 2, masks=False)
+    assert main(["data", "folder", str(tmp_path), "--out", str(tmp_path / "m.parquet")]) == 0
+    for made, inside in ((manifest, "images/store"), (Manifest.read(tmp_path / "m.parquet"), "store")):
+        with pytest.raises(RequestError, match="would be inside the folder of the images"):
+            extract(made, tmp_path / inside, backbone, CONFIG)
+        assert not (tmp_path / inside).exists()
+    extract(manifest, tmp_path / "images-store", backbone, CONFIG)  # the same beginning is another folder
+
+
+def test_the_forward_pass_takes_the_idle_cores_and_threads_that_are_given_win(
+    tmp_path: Path, backbone: BackboneConfig, manifest: Manifest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used: list[int] = []
+    real = Backbone.tokens
+    monkeypatch.setattr(Backbone, "tokens", lambda *given: used.append(torch.get_num_threads()) or real(*given))
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(4)), raising=False)
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        for load, threads, expected in ((0.2, 0, 4), (2.6, 0, 1), (9.0, 0, 1), (9.0, 3, 3)):
+            monkeypatch.setattr("os.getloadavg", lambda load=load: (load, 0.0, 0.0), raising=False)
+            extract(manifest, tmp_path / f"{load}-{threads}", backbone, replace(CONFIG, threads=threads))
+            assert set(used) == {expected}
+            used.clear()
+        assert torch.get_num_threads() == 4
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_a_second_run_makes_only_what_is_missing(tmp_path: Path, backbone: BackboneConfig, manifest: Manifest) -> None:
     store = extract(manifest, tmp_path / "store", backbone, CONFIG)
     before = contents(store.path)
