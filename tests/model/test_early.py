@@ -200,7 +200,7 @@ def test_commands_extract_train_and_predict(
     assert main([*extracting, "--store", store, "--router", route[1]]) == 0
     assert "30 of 100 patches)" in capsys.readouterr().out
     assert main(["train", manifest, "--store", store, "--out", run, "--head-epochs", "1", "--device", "cpu"]) == 0
-    assert main(["predict", run, str(world.manifest.image_path(0)), "--out", table, "--overlay", str(tmp_path / "o")]) == 0
+    assert main(["predict", str(world.manifest.image_path(0)), "--model", run, "--out", table, "--overlay"]) == 0
     assert pd.read_csv(table)["k"].tolist() == [30]
     for options, message in (
         ([], "--route and --router must be used together"),
@@ -226,7 +226,7 @@ def test_the_exported_graph_routes_like_the_model(made: Made, world: World, tmp_
     probabilities = torch.from_numpy(logits[0]).softmax(0).numpy()
     np.testing.assert_allclose(probabilities, list(expected.probabilities.values()), atol=1e-4)
     assert sorted(indices[0].tolist()) == sorted(expected.kept.tolist())
-    with pytest.raises(RequestError, match='Use `part="whole"`'):
+    with pytest.raises(RequestError, match='Use `graph="whole"`'):
         export_onnx(made.model, tmp_path, budget, "routing")
 
 

@@ -170,18 +170,15 @@ def predict_files(
     out: Path | str,
     model: MedTokenBudget | Path | str,
     config: RouteConfig | None = None,
-    tokens: Path | None = None,
-    overlays: Path | None = None,
 ) -> Routed:
     """Predict images and write the results to files, in constant memory.
 
     Args:
         images: What `MedTokenBudget.predict` takes.
-        out: Table to write, `.csv` or `.parquet`. Images that could not be read are listed in `x.errors.jsonl` next to `x.csv`.
+        out: Table to write, `.csv` or `.parquet`. Next to it come `overlays/`, `tokens.safetensors`, and `x.errors.jsonl` for
+            `x.csv`, which lists the images that could not be read.
         model: A model, or what `mtb.load` takes.
         config: Budget, method and sizes.
-        tokens: Safetensors file for the kept tokens, optional.
-        overlays: Folder for one overlay picture per image, optional.
 
     Raises:
         NoHeadError: If the model is a router without a head.
@@ -191,7 +188,9 @@ def predict_files(
     if table.suffix.lower() not in (".csv", ".parquet"):
         raise RequestError(f"The table {table} must end in .csv or .parquet.")
     predictor.answers((), config.budget, config.selector, kind=Prediction)  # a wrong request is refused before a file is made
-    shard, errors = Shard(expand(images), table, tokens, overlays), table.with_name(f"{table.stem}.errors.jsonl")
+    tokens, overlays = table.with_name(f"{TOKENS}.safetensors"), table.with_name(OVERLAYS)
+    shard = Shard(expand(images), table, tokens if config.tokens else None, overlays if config.overlay else None)
+    errors = table.with_name(f"{table.stem}.errors.jsonl")
     with exclusive(table.parent, name=f".{table.stem}.lock"), progress(what="Predicting", unit="image") as bar:
         return write_table(predictor, shard, config, bar.update, errors, Prediction)
 
