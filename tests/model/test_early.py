@@ -160,6 +160,19 @@ def test_a_router_that_never_saw_a_mask_or_does_not_rank_is_rejected(world: Worl
             EarlyRouting(model, "scout").wrap(backbone)
 
 
+@pytest.mark.parametrize("name", ["center", "darkness"])
+def test_a_scout_that_reads_no_patch_runs_no_backbone_and_chooses_as_it_does_on_tokens(
+    world: World, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    router = untrained_router(name, "scout", world.backbone)
+    pixels = router.backbone.prepare(decode_image(world.manifest.image_path(0)))[None]
+    expected = router.classifier().selector.score(router.encode(pixels))
+    look = EarlyRouting(router, "scout").image_scores()
+    monkeypatch.setattr(Backbone, "tokens", lambda *_: pytest.fail("the backbone ran"))
+    found = look(torch.from_numpy(pixels).permute(0, 3, 1, 2) / 255)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
 @pytest.mark.parametrize(("name", "signal"), [("evit", "cls_attention"), ("frequency", "received_attention")])
 def test_a_selector_that_needs_no_training_chooses_inside_by_the_attention_of_the_block_before(
     name: str, signal: str, world: World

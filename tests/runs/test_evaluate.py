@@ -67,9 +67,29 @@ def test_the_controls_stand_beside_the_model_on_the_same_images(external: Path) 
     assert set(rows.index) == {run.main, *CONTROLS}
     assert rows["n_masked"].nunique() == 1
     assert rows.loc["oracle", "retention_of_ceiling"] == 1
-    # No head was trained for these two, so nothing is said about their accuracy.
-    assert rows.loc[["darkness", "oracle"], "accuracy"].isna().all()
-    assert rows.loc[[run.main, "center"], "accuracy"].notna().all()
+    # No head was trained for the oracle, so nothing is said about its accuracy.
+    assert pd.isna(rows.loc["oracle", "accuracy"])
+    assert rows.loc[[run.main, "center", "darkness"], "accuracy"].notna().all()
+
+
+@pytest.mark.slow
+def test_an_evaluation_tells_the_share_of_images_that_are_unlike_the_training(
+    drawn: Drawn, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = mtb.load(trained)
+    assert model.familiarity is not None
+    strict = model.familiarity.limit * 0.9
+    model.familiarity.limit.copy_(strict)
+    model.save_pretrained(tmp_path / "strict")
+    images = [drawn.manifest.image_path(row) for row in range(len(drawn.manifest))]
+    expected = sum(routing.unfamiliar for routing in model.route(images))
+    assert 0 < expected < len(images)
+    command = ["evaluate", str(drawn.manifest_path), "--model", str(tmp_path / "strict"), "--store", str(drawn.store_path)]
+    assert main([*command, "--part", "all", "--budgets", "0.3", "--out", str(tmp_path / "out")]) == 0
+    share = f"{expected / len(images):.1%} of {len(images)} images are unlike the training images"
+    assert share in capsys.readouterr().err
+    page = " ".join((tmp_path / "out" / "report.html").read_text(encoding="utf-8").split())
+    assert f"{expected} are unlike the training images of the model" in page
 
 
 @pytest.mark.slow

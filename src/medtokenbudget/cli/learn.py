@@ -301,7 +301,8 @@ class Reproduce(ManyTrainings):
         from medtokenbudget.runs.paper import comparison
 
         run = reproduce(self.manifest, self.store, self.out, self.study, self.config, **execution)
-        print(comparison(run.results))
+        compared = comparison(run.results, run.source)
+        print(compared or f"{run.dataset} is not a data set of the paper, so its numbers are not compared with these.")
         self.finish(run, "reproduce")
 
 

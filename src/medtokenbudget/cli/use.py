@@ -214,6 +214,10 @@ class Evaluate(Command):
             run = evaluate(self.model, self.manifest, *asked)
         run.record_command("evaluate", self.words)
         print(headline(run.results))
+        about = run.evaluation or {}
+        if about.get("unfamiliar"):
+            share = f"{about['unfamiliar'] / about['images']:.1%} of {about['images']:,}"
+            say(f"{share} images are unlike the training images of this model: do not rely on what was kept of them.")
         say(f"Wrote {run.report(pictures=self.pictures)}.")
 
 

@@ -24,6 +24,7 @@ import torch
 
 from medtokenbudget.backbone import FeatureStore, extract
 from medtokenbudget.backbone.annotations import hashes_of, known_manifests
+from medtokenbudget.backbone.backbone import READS_PIXELS
 from medtokenbudget.backbone.views import IDENTITY, OFF_CENTER
 from medtokenbudget.config import CONTROLS, BackboneConfig, ExtractConfig, to_dict
 from medtokenbudget.data import Manifest, decode_image, decode_mask
@@ -308,6 +309,8 @@ def evaluate_model(
     classifiers = {method: model.classifier(method)}
     for name in CONTROLS:
         control = create_selector(name, minimum=classifiers[method].selector.minimum)
+        if control.reads_patches and images.store.config["backbone"]["name"] in READS_PIXELS:
+            continue  # on pixels it would be another method than the one of this name on tokens
         classifiers.setdefault(name, model.classifiers.get(name) or RoutedClassifier(control, None))
     views = {view: rows for view, rows in ((AS_IS, images.rows), (OFF_CENTER, images.off_center)) if len(rows)}
     _write_tables(run, images, original, by, views, classifiers, budgets)
@@ -329,10 +332,20 @@ def evaluate_model(
             "part": images.part,
             "images": len(images.manifest),
             "unreadable": len(images.manifest) - len(images.rows),
+            "unfamiliar": _unfamiliar(model, images),
             "guarantees": _kept_promises(model, images, method),
             **about,
         },
     )
+
+
+@torch.no_grad()
+def _unfamiliar(model: MedTokenBudget, images: HeldOut) -> int | None:
+    """Count the images that are unlike the training images of the model; None if it cannot tell."""
+    if model.familiarity is None:
+        return None
+    distances = [model.unfamiliarity(batch.to(model.device)) for batch in images.store.batches(images.rows, 64)]
+    return sum(int((one > 1).sum()) for one in distances if one is not None)
 
 
 def _about(classifier: RoutedClassifier) -> dict[str, Any]:
