@@ -90,6 +90,8 @@ class Route(Infer):
     """Folder to write."""
     model: str = "dermoscopy"
     """'dermoscopy', a run directory, a model folder or a hub id (owner/name)."""
+    store: Path | None = None
+    """Tokens of the images of one manifest, by `mtb extract`: read instead of running the backbone."""
     masks: Path | None = None
     """Folder with lesion masks (a.png, a_mask.png, a_segmentation.png and the like for a.jpg), to measure how much is kept."""
     mask: bool = False
@@ -109,7 +111,9 @@ class Route(Infer):
         from medtokenbudget.model.batch import route_files
 
         model, config = self.prepare(shard_size=self.many.shard_size, jobs=self.many.jobs)
-        routed = route_files(list(self.images), self.out, model, self.masks, config, self.many.engine, self.many.address)
+        routed = route_files(
+            list(self.images), self.out, model, self.masks, config, self.many.engine, self.many.address, self.store
+        )
         if routed.failed:
             say(_failures(routed))
         if routed.unfamiliar:

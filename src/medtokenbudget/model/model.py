@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from medtokenbudget import config as settings
 from medtokenbudget.backbone.backbone import READS_PIXELS, Backbone
 from medtokenbudget.backbone.preprocess import luminance
+from medtokenbudget.backbone.store import FeatureStore
 from medtokenbudget.config import DEFAULT_BUDGET, BackboneConfig, TrainConfig
 from medtokenbudget.data import patch_labels
 from medtokenbudget.errors import BudgetError, MismatchError, RequestError, ShapeError, UnknownNameError
@@ -520,12 +521,14 @@ class MedTokenBudget(nn.Module):
         masks: bool = False,
         kind: type[Answer] = Routing,  # type: ignore[assignment]
         maps: bool = False,
+        store: FeatureStore | None = None,
     ) -> Iterator[tuple[ImageSource, Answer | None]]:
         """Yield each source with its answer, or with None if it could not be read (`reason` of the source says why), in order.
 
         The request is checked at once, before the first image is opened. `kind` is `Routing`, or `Prediction` to read the classes
         too. With `masks` each answer has the lesion patches of its source's mask; where it cannot be used, `mask_reason` says why.
-        With `maps` it has its lesion map from the same pass; otherwise that is computed when it is read.
+        With `maps` it has its lesion map from the same pass; otherwise that is computed when it is read. With a `store` tokens are
+        read from it by the ids of the images, which are not opened.
         """
         settings.check_values({"batch_size": (batch_size, settings.Count), "workers": (workers, settings.Parallel)})
         method, amount = self.main if selector is None else selector, self.amount(budget)
@@ -536,7 +539,20 @@ class MedTokenBudget(nn.Module):
             raise RequestError(f"This guarantee is for '{amount.selector}', not for '{method}'. Calibrate '{method}' first.")
         if issubclass(kind, Prediction):
             _ = classifier.required_head
-        return inference.answers(self, sources, amount, method, kind, batch_size, workers, masks, maps)
+        return inference.answers(self, sources, amount, method, kind, batch_size, workers, masks, maps, store)
+
+    def require_store(self, store: FeatureStore) -> None:
+        """Reject a store whose tokens are not those that this model reads."""
+        expected, stored = comparable(self.backbone_fingerprint), comparable(store.config["backbone"])
+        if expected != stored:
+            advice = (
+                "The model reads tokens of its own backbone and grid: leave out `store` to compute them, or pass a store of it."
+            )
+            raise MismatchError.between(f"The store {store.path}", expected, stored, advice)
+        if store.config["keep"] != "patches":
+            raise RequestError(
+                f"Store {store.path} contains only routed tokens, but the model reads all patches. Leave out `store`."
+            )
 
     def unfamiliarity(self, tokens: TokenBatch, sight: Sight | None = None) -> Tensor | None:
         """Return the distance [B] of images to the training images; `sight` is what the main method saw of them, if it looked."""

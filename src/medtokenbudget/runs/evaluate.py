@@ -33,7 +33,6 @@ from medtokenbudget.data.strata import STRATA, column_strata, measure, stratum_o
 from medtokenbudget.errors import MismatchError, RequestError, UnknownNameError, first_line
 from medtokenbudget.files import atomic_write, read_json
 from medtokenbudget.model import Guarantee, MedTokenBudget
-from medtokenbudget.model.model import comparable
 from medtokenbudget.routing import Ranker, Selector, budget_to_k, create_selector, list_selectors
 from medtokenbudget.routing.conformal import (
     Promise,
@@ -175,7 +174,7 @@ def held_out(
         opened = extract(wanted, tokens, model.backbone_config, ExtractConfig(device=str(model.device)))
     else:
         opened = store if isinstance(store, FeatureStore) else FeatureStore.open(store)
-    _check_backbone(model, opened)
+    model.require_store(opened)
     if store is not None:
         opened = opened.annotated(wanted)
     images = _images_of(wanted, opened, part)
@@ -198,19 +197,6 @@ def _images_of(wanted: Manifest, opened: FeatureStore, part: str) -> HeldOut:
 def run_of(folder: Path) -> Run | None:
     """Return the run of a model folder, if it is in one."""
     return Run(folder.parent) if folder.name == "model" and (folder.parent / FILE).is_file() else None
-
-
-def _check_backbone(model: MedTokenBudget, store: FeatureStore) -> None:
-    expected, stored = comparable(model.backbone_fingerprint), comparable(store.config["backbone"])
-    if expected != stored:
-        raise MismatchError.between(
-            f"The store {store.path}",
-            expected,
-            stored,
-            "The model reads tokens of its own backbone and grid: leave out `store` to extract them, or pass a store of it.",
-        )
-    if store.config["keep"] != "patches":
-        raise RequestError(f"Store {store.path} contains only routed tokens, but the model reads all patches. Leave out `store`.")
 
 
 def _check_unseen(store: FeatureStore, names: set[str], run: Run) -> None:
