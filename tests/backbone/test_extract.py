@@ -28,7 +28,7 @@ from medtokenbudget.backbone.preprocess import Preprocessing
 from medtokenbudget.backbone.store import Record, write_field
 from medtokenbudget.cli import main
 from medtokenbudget.config import BackboneConfig
-from medtokenbudget.data import Manifest, decode_image, decode_mask
+from medtokenbudget.data import Manifest, decode_image, decode_mask, folder_manifest
 from medtokenbudget.errors import MismatchError, MissingSignalError, RequestError, WorkError
 from medtokenbudget.runtime import progress
 from medtokenbudget.tokens import SIGNALS, TokenBatch
@@ -64,13 +64,14 @@ def test_the_bytes_do_not_depend_on_the_number_of_workers(
 
 
 def test_a_store_inside_the_folder_of_the_images_is_refused(tmp_path: Path, backbone: BackboneConfig) -> None:
-    manifest = tiny_manifest(tmp_path / "images", 2, masks=False)
-    assert main(["data", "folder", str(tmp_path), "--out", str(tmp_path / "m.parquet")]) == 0
-    for made, inside in ((manifest, "images/store"), (Manifest.read(tmp_path / "m.parquet"), "store")):
+    listed = tiny_manifest(tmp_path / "photos" / "MEL", 2, masks=False)
+    manifest = folder_manifest(tmp_path / "photos")
+    for inside in ("photos", "photos/store", "photos/MEL/store"):
         with pytest.raises(RequestError, match="would be inside the folder of the images"):
-            extract(made, tmp_path / inside, backbone, CONFIG)
-        assert not (tmp_path / inside).exists()
-    extract(manifest, tmp_path / "images-store", backbone, CONFIG)  # the same beginning is another folder
+            extract(manifest, tmp_path / inside, backbone, CONFIG)
+    assert {path.name for path in (tmp_path / "photos").rglob("*")} == {"MEL", "image-000.png", "image-001.png"}
+    extract(manifest, tmp_path / "photos-store", backbone, CONFIG)  # the same beginning is another folder
+    extract(listed, tmp_path / "photos" / "store", backbone, CONFIG)  # a list says itself which files are images
 
 
 def test_the_forward_pass_takes_the_idle_cores_and_threads_that_are_given_win(

@@ -162,8 +162,10 @@ def _check_request(
 
 
 def _image_folders(manifest: Manifest) -> set[Path]:
-    """Return the folders that the images were read from: above class folders, which are in the image ids."""
-    folders = set()
+    """Return the folders that the images were read from, above class folders, which are in the image ids; none of a list."""
+    folders: set[Path] = set()
+    if manifest.source.split()[0] in ("csv", "unknown"):
+        return folders
     for row, name in enumerate(manifest.ids):
         path = Path(os.path.abspath(manifest.image_path(row)))
         folders.add(path.parents[name.count("/") if path.with_suffix("").as_posix().endswith(f"/{name}") else 0])

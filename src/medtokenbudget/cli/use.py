@@ -133,7 +133,8 @@ def _failures(counts: Any) -> str:
 def _retention_table(routed: Routed, amount: float | Guarantee | None) -> str:
     titles = {"router": "router", "center": "center (control)", "random": "random (expected)"}
     n = routed.retention["router"].n
-    asked = f"promised {amount.retention:g}" if isinstance(amount, Guarantee) else f"budget {amount:g}"
+    assert amount is not None
+    asked = f"budget {amount:g}" if isinstance(amount, float) else f"promised {amount.retention:g}"
     head = f"{f'{asked}, n = {n}':<22}{'pooled':>10}{'mean':>10}{'of ceiling':>12}"
     rows = [
         f"{titles[name]:<22}{share.pooled:>10.1%}{share.mean:>10.1%}{share.of_ceiling:>12.1%}"
