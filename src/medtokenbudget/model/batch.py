@@ -285,7 +285,7 @@ def _stored(store: FeatureStore | Path | str, images: Any, model: MedTokenBudget
     if not isinstance(one, Manifest):
         if not isinstance(one, (str, os.PathLike)) or Path(one).suffix != ".parquet":
             raise RequestError("With `store`, pass one manifest (.parquet) as the images.")
-        one = Manifest.read(one)
+        one = Manifest.read(Path(one))
     opened = store if isinstance(store, FeatureStore) else FeatureStore.open(store)
     model.require_store(opened)
     return opened.annotated(one), one

@@ -268,7 +268,10 @@ class TokensGraph(nn.Module):
         batch = TokenBatch(tokens.patches, tokens.grid, cls=tokens.cls, luminance=luminance(pixels, tokens.grid), **fields)
         main, *others = self.rankers
         sight = main.see(batch) if isinstance(main, ScoredRanker) else Sight(main.score(batch), batch.patches, batch)
-        outputs = (tokens.patches, torch.cat([sight.scores.float(), *(ranker.score(batch).float() for ranker in others)]))
+        outputs: tuple[Tensor, ...] = (
+            tokens.patches,
+            torch.cat([sight.scores.float(), *(ranker.score(batch).float() for ranker in others)]),
+        )
         if isinstance(main, ScoredRanker) and main.finer:
             outputs = (*outputs, sight.lesion[0])
         return outputs if self.familiarity is None else (*outputs, self.familiarity(sight.features))
