@@ -44,7 +44,7 @@ results below also use masks of HAM10000 (CC-BY-NC), for evaluation only.
 `--retention 0.9`, `0.95` and `0.98` were calibrated on {n} validation images with masks of ISIC 2018 task 1 ({groups} lesions),
 which the router has not seen. They are promises about images like these, on average. On {m} validation images with masks of
 HAM10000 ({other} lesions), which are larger and of more classes, it keeps what the table says; where that is less than promised,
-calibrate on your own masks (`mtb calibrate dermoscopy MANIFEST --retention 0.95 --out DIR`).
+calibrate on your own masks (`mtb calibrate MANIFEST --model dermoscopy --retention 0.95 --out DIR`).
 
 | promised | patches in calibration | kept on HAM10000 | patches there |
 | --- | --- | --- | --- |

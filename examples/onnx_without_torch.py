@@ -1,6 +1,6 @@
 """Use an exported model without PyTorch and without this package: only onnxruntime, numpy and Pillow are needed.
 
-    mtb export runs/mine/run --format onnx --part whole --budget 0.3 --out exported
+    mtb export runs/mine/run --format onnx --graph whole --budget 0.3 --out exported
     python examples/onnx_without_torch.py exported/whole-lats-lesion-first-0.3.onnx photo.jpg
 
 Research software, not a medical device.

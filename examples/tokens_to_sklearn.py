@@ -27,7 +27,7 @@ def main(model: Path, manifest: Path, budget: float = 0.3) -> float:
 
     def part(name: str) -> tuple[np.ndarray, np.ndarray]:
         rows = images.part(name)
-        found = router.predict_stream(rows, budget=budget)
+        found = router.stream(rows, budget)
         features = [np.concatenate([p.tokens.mean(0), p.tokens.std(0)]) for p in found]
         return np.stack(features), rows.label_index
 

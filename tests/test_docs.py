@@ -149,7 +149,7 @@ def test_every_option_of_a_command_that_is_not_run_exists(capsys: pytest.Capture
                 continue
             name = " ".join(words[1:3]) if words[1] in ("data", "store") else words[1]
             if name not in helps:
-                assert main([*name.split(), "--help"]) == 0
+                assert main([*name.split(), "--help-all"]) == 0
                 helps[name] = capsys.readouterr().out
             options = [word.split("=")[0] for word in words if word.startswith("--")]
             missing = [option for option in options if option not in helps[name]]

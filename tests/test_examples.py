@@ -41,7 +41,7 @@ def mine(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_folder_of_images_becomes_a_model_that_keeps_the_lesion(mine: Path) -> None:
     model = mtb.load(mine / "run")
-    assert model.selectors == ["lats:lesion-first", "border-contrast", "center", "random"]
+    assert model.selectors == ["lats:lesion-first", "border-contrast", "center", "darkness", "random"]
     assert model.classes == tuple(sorted(CLASSES))
     card = (mine / "run" / "model" / "README.md").read_text()
     assert model.fingerprint in card
@@ -76,7 +76,7 @@ def test_the_onnx_file_answers_like_the_model_where_torch_cannot_be_imported(min
     from medtokenbudget.model.onnx import export_onnx
 
     model, manifest = mtb.load(mine / "run", device="cpu"), Manifest.read(mine / "manifest.parquet")
-    path = export_onnx(model, tmp_path, budget=0.3, part="whole")
+    path = export_onnx(model, tmp_path, budget=0.3, graph="whole")
     images = [str(manifest.image_path(row)) for row in range(3)]
     script = (
         "import importlib.util, json, sys\n"

@@ -290,7 +290,16 @@ def test_every_writing_command_stops_where_another_process_writes(
         "extract": ["extract", drawn.manifest_path, "--store", place, *view],
         "report": ["report", "RUN", "--out", place],
         "export": ["export", tmp_path / "model", "--format", "hub", "--out", place],
-        "predict": ["predict", tmp_path / "model", *draw_images(tmp_path / "i", 1), "--out", place / "p.csv", "--device", "cpu"],
+        "predict": [
+            "predict",
+            *draw_images(tmp_path / "i", 1),
+            "--model",
+            tmp_path / "model",
+            "--out",
+            place / "p.csv",
+            "--device",
+            "cpu",
+        ],
         "data": ["data", "synthetic", "--out", place, "--n", 2],
     }
     if what == "report":

@@ -116,11 +116,11 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
         assert run(*words) == 0
     mtb.calibrate(made / "run", manifest, 0.3, store=store)
     # As a command, so that it writes its report too.
-    assert run("evaluate", made / "run", made / "other/manifest.parquet", "--out", made / "external") == 0
+    assert run("evaluate", made / "other/manifest.parquet", "--model", made / "run", "--out", made / "external") == 0
     assert run("export", made / "run", "--format", "hub", "--out", made / "hub") == 0
     assert run(*made.routing()) == 0
     assert run("route", made / "other/images", "--model", made / "hub", "--out", made / "routed-once", "--overlay", *CPU) == 0
-    assert run("predict", made / "hub", made / "other/images", "--out", made / "predicted/p.csv", *CPU) == 0
+    assert run("predict", made / "other/images", "--model", made / "hub", "--out", made / "predicted/p.csv", *CPU) == 0
     return made
 
 

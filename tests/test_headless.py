@@ -111,7 +111,7 @@ def test_the_graph_of_a_router_gives_scores_and_kept_patches(model: MedTokenBudg
 
 
 def test_training_from_masks_alone_measures_retention_and_no_accuracy(trained: mtb.Run, drawn: Drawn) -> None:
-    assert set(trained.results["method"]) == {"lats:lesion-first", "center", "border-contrast", "random"}
+    assert set(trained.results["method"]) == {"lats:lesion-first", "center", "darkness", "border-contrast", "random"}
     assert trained.results["retention"].notna().all()
     assert trained.results[["accuracy", "macro_f1", "balanced_accuracy", "macro_auroc", "ece"]].isna().all(axis=None)
     assert (trained.results["n"] == 0).all()
@@ -181,6 +181,9 @@ def test_the_command_trains_from_masks_alone_and_says_what_is_next(
     assert "accuracy" not in said
     assert "of the lesion that fits the budget kept (n = 23)" in said
     assert f"mtb route IMAGES --model {tmp_path / 'run' / 'model'}" in said
-    assert main(["predict", str(tmp_path / "run"), str(drawn.manifest.image_path(0)), "--out", str(tmp_path / "p.csv")]) == 2
+    assert (
+        main(["predict", str(drawn.manifest.image_path(0)), "--model", str(tmp_path / "run"), "--out", str(tmp_path / "p.csv")])
+        == 2
+    )
     assert "mtb route" in capsys.readouterr().err
     assert not (tmp_path / "p.csv").exists()

@@ -147,7 +147,7 @@ def test_a_missing_gpu_is_a_message_and_exit_code_2_in_every_command(
     arguments = {
         "extract": [manifest, "--store", out, "--backbone", backbone.name, *vit],
         "train": [manifest, "--store", str(drawn.store_path), "--out", out],
-        "predict": [str(model), str(draw_images(tmp_path / "images", 1)[0]), "--out", f"{out}.csv"],
+        "predict": [str(draw_images(tmp_path / "images", 1)[0]), "--model", str(model), "--out", f"{out}.csv"],
         "serve": [str(model), "--port", "0"],
     }
     assert main([command, *arguments[command], "--device", "cuda"]) == 2

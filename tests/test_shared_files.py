@@ -40,9 +40,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert main(extract) == 0
     assert main(["train", str(manifest), "--store", str(store), "--out", str(run), *SMALL]) == 0
     assert main(["report", str(run)]) == 0
-    assert main(["evaluate", str(run / "model"), str(manifest), "--out", str(home / "evaluated")]) == 0
+    assert main(["evaluate", str(manifest), "--model", str(run / "model"), "--out", str(home / "evaluated")]) == 0
     assert main(["report", str(run), str(home / "evaluated"), "--out", str(home / "compared")]) == 0
-    for kind, options in {"onnx": ["--part", "routing"], "hub": []}.items():  # the site below has graphs of the whole model
+    for kind, options in {"onnx": ["--graph", "routing"], "hub": []}.items():  # the site below has graphs of the whole model
         assert main(["export", str(run / "model"), "--format", kind, "--out", str(home / kind), *options]) == 0
     for file in HASHES:
         (home / file).write_text("the runtime, which is not ours")

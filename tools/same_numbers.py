@@ -94,9 +94,20 @@ def flow(name: str, manifest: Path, images: list[Path], work: Path, methods: lis
     mtb("sweep", manifest, "--store", store, "--out", work / f"{name}-sweep", "--jobs", 1, *SMALL, "--methods", *methods)
     numbers["sweep"] = results(work / f"{name}-sweep")
     model = work / f"{name}-calibrated"
-    mtb("calibrate", work / f"{name}-lesion-first", manifest, "--store", store, "--retention", 0.6, "--out", model)
+    mtb("calibrate", manifest, "--model", work / f"{name}-lesion-first", "--store", store, "--retention", 0.6, "--out", model)
     numbers["guarantee"] = routed(model, images, retention=0.6)
-    mtb("evaluate", work / f"{name}-lesion-first", manifest, "--store", store, "--part", "val", "--out", work / f"{name}-evaluated")
+    mtb(
+        "evaluate",
+        manifest,
+        "--model",
+        work / f"{name}-lesion-first",
+        "--store",
+        store,
+        "--part",
+        "val",
+        "--out",
+        work / f"{name}-evaluated",
+    )
     numbers["evaluate"] = results(work / f"{name}-evaluated")
     numbers["onnx"] = exported(work / f"{name}-lesion-first", images, work / f"{name}-onnx")
     return numbers

@@ -9,8 +9,8 @@ from medtokenbudget.cli.options import options, paragraphs, spelled
 
 INTRO = """# Commands
 
-Made from the options of the commands: the same as `mtb COMMAND --help`. Every command also takes `--config FILE` (options from a
-YAML or JSON file), `--print-config` and `--help`. Options are accepted with hyphens and with underscores, budgets also as
+Made from the options of the commands: the same as `mtb COMMAND --help-all`. Every command also takes `--config FILE` (options from
+a YAML or JSON file), `--print-config` and `--help`. Options are accepted with hyphens and with underscores, budgets also as
 percentages.
 
 To complete commands, options and choices in the shell, write the script once and source it in `~/.bashrc` (zsh and fish work the

@@ -109,8 +109,9 @@ def train(
     config: TrainConfig | str = "lesion-first",
     selector: str = DEFAULT_SELECTOR,
     head: HeadChoice = "auto",
+    controls: bool = True,
 ) -> Run:
-    """Train one router and its head, compare it with the controls `center` and `random`, and save it as a model.
+    """Train one router and its head, save them as a model, and compare them with controls such as `center` and `darkness`.
 
     Args:
         manifest: The images with their labels, masks and split.
@@ -119,6 +120,7 @@ def train(
         config: A preset by name ('lesion-first', 'paper' or 'scout'), or all settings.
         selector: Any selector that learns.
         head: 'none' trains the router from masks alone, without a head; so does 'auto' if no image has a label.
+        controls: Whether to train a head for each control too, once the model is saved.
 
     Returns:
         The run: `.results`, `.predictions`, `.model`, `.report()`.
@@ -132,8 +134,8 @@ def train(
         raise RequestError(f"`head` must be 'auto' or 'none', got '{head}'.")
     opened, settings = _opened(manifest), preset(config) if isinstance(config, str) else config
     if settings.recipe == "scout":
-        if store is not None or selector not in (DEFAULT_SELECTOR, SCOUT) or head != "auto":
-            raise RequestError("The recipe 'scout' reads images and masks. Leave out `store`, `selector` and `head`.")
+        if store is not None or selector not in (DEFAULT_SELECTOR, SCOUT) or head != "auto" or not controls:
+            raise RequestError("The recipe 'scout' reads images and masks. Leave out `store`, `selector`, `head` and `controls`.")
         return _train_scout(manifest, Path(out), settings)
     if store is None:
         raise RequestError("`store` is required: the tokens that `mtb extract` wrote. Only the recipe 'scout' needs none.")
@@ -141,7 +143,8 @@ def train(
     # A manifest that came as a path stays one: the run records where it is.
     run = Run.begin(out, opened.without_labels() if unlabeled else manifest, store, settings)
     if run.store.fixed_budget is None:
-        methods = [str(method_of(selector, settings)), *(name for name in CONTROLS if not selector_class(name).requires)]
+        compared = [name for name in CONTROLS if controls and "has_mask" not in selector_class(name).requires]
+        methods = [str(method_of(selector, settings)), *compared]
     else:  # routed already: only the head is left to train
         methods, run.config = [READS_ROUTED], _at_fixed_budget(run)
     study = Study("train", tuple(methods), (settings.seed,), run.config.budgets)
@@ -155,6 +158,9 @@ def train(
                 elif unit == units[0] and unit not in done:
                     raise WorkError(sweeping.failure(run, unit))  # without the router the run is worthless
                 bar.update(unit not in done)
+                if unit == units[0] and not done.issuperset(units):  # a model to use, whatever becomes of the controls
+                    sweeping.collect(run, [study], [unit])
+                    save_model(run, trained)
         done |= trained.keys()
         sweeping.say_failed(run, units, done)
         sweeping.collect(run, [study], [unit for unit in units if unit in done])

@@ -237,7 +237,7 @@ class ExtractConfig(Settings):
     device: str = "auto"
     """Device to run on: auto (a GPU if there is one), cpu, cuda, cuda:1, ..."""
     threads: Parallel = 0
-    """CPU threads of the forward pass; 0 uses the default of PyTorch."""
+    """CPU threads of the forward pass; 0 uses as many as there are idle cores at the start."""
     jobs: Parallel = 1
     """Processes that share the work; they divide the GPUs of the machine. 0 means one per GPU, or one per core without a GPU."""
 
@@ -421,6 +421,8 @@ class ServeConfig(Settings):
 
     host: str = "127.0.0.1"
     """Address to listen on. Addresses that other machines can reach need a token."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Host names that requests may use besides those of this machine, such as the public one that a proxy here passes on."""
     port: Annotated[int, Range(0, 65535)] = 8765
     """Port to listen on; 0 picks a free one."""
     token_file: Path | None = None

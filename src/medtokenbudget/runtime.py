@@ -139,6 +139,18 @@ def worker_devices(name: str, processes: int = 0) -> list[str]:
     return [str(device)] * (processes or (os.cpu_count() or 1 if device.type == "cpu" else 1))
 
 
+def idle_threads() -> int:
+    """Return the number of torch threads for which this machine has idle cores: at least 1, at most the default of PyTorch."""
+    import torch
+
+    try:
+        busy = round(os.getloadavg()[0])  # of the last minute, on all cores
+    except (AttributeError, OSError):  # Windows has none
+        busy = 0
+    mine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else torch.get_num_threads()
+    return max(1, min(torch.get_num_threads(), mine, (os.cpu_count() or 1) - busy))
+
+
 @contextmanager
 def cpu_threads(number: int) -> Iterator[None]:
     """Run a block with this number of torch threads; 0 changes nothing."""

@@ -28,7 +28,7 @@ from medtokenbudget.backbone.preprocess import Preprocessing
 from medtokenbudget.backbone.store import Record, write_field
 from medtokenbudget.cli import main
 from medtokenbudget.config import BackboneConfig
-from medtokenbudget.data import Manifest, decode_image, decode_mask
+from medtokenbudget.data import Manifest, decode_image, decode_mask, folder_manifest
 from medtokenbudget.errors import MismatchError, MissingSignalError, RequestError, WorkError
 from medtokenbudget.runtime import progress
 from medtokenbudget.tokens import SIGNALS, TokenBatch
@@ -61,6 +61,38 @@ def test_the_bytes_do_not_depend_on_the_number_of_workers(
     many = extract(manifest, tmp_path / "many", backbone, replace(CONFIG, **change))
     assert contents(one.path) == contents(many.path)
     assert len(one) == 8
+
+
+def test_a_store_inside_the_folder_of_the_images_is_refused(tmp_path: Path, backbone: BackboneConfig) -> None:
+    listed = tiny_manifest(tmp_path / "photos" / "MEL", 2, masks=False)
+    manifest = folder_manifest(tmp_path / "photos")
+    for inside in ("photos", "photos/store", "photos/MEL/store"):
+        with pytest.raises(RequestError, match="would be inside the folder of the images"):
+            extract(manifest, tmp_path / inside, backbone, CONFIG)
+    assert {path.name for path in (tmp_path / "photos").rglob("*")} == {"MEL", "image-000.png", "image-001.png"}
+    extract(manifest, tmp_path / "photos-store", backbone, CONFIG)  # the same beginning is another folder
+    extract(listed, tmp_path / "photos" / "store", backbone, CONFIG)  # a list says itself which files are images
+
+
+def test_the_forward_pass_takes_the_idle_cores_and_threads_that_are_given_win(
+    tmp_path: Path, backbone: BackboneConfig, manifest: Manifest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used: list[int] = []
+    real = Backbone.tokens
+    monkeypatch.setattr(Backbone, "tokens", lambda *given: used.append(torch.get_num_threads()) or real(*given))
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(4)), raising=False)
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        for load, threads, expected in ((0.2, 0, 4), (2.6, 0, 1), (9.0, 0, 1), (9.0, 3, 3)):
+            monkeypatch.setattr("os.getloadavg", lambda load=load: (load, 0.0, 0.0), raising=False)
+            extract(manifest, tmp_path / f"{load}-{threads}", backbone, replace(CONFIG, threads=threads))
+            assert set(used) == {expected}
+            used.clear()
+        assert torch.get_num_threads() == 4
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_a_second_run_makes_only_what_is_missing(tmp_path: Path, backbone: BackboneConfig, manifest: Manifest) -> None:

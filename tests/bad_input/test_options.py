@@ -10,10 +10,14 @@ from medtokenbudget.cli import main
 from medtokenbudget.data import Manifest
 from tests.bad_input.damage import PLAIN, encoded
 
-PREDICT, ROUTE = "predict MODEL IMAGE --out TABLE --device cpu", "route IMAGE --model MODEL --out OUT --device cpu"
-EVALUATE, CALIBRATE, WEB = "evaluate MODEL PLAIN --out OUT", "calibrate MODEL PLAIN --out OUT", "export MODEL --out OUT"
+PREDICT, ROUTE = "predict IMAGE --model MODEL --out TABLE --device cpu", "route IMAGE --model MODEL --out OUT --device cpu"
+EVALUATE, CALIBRATE, WEB = (
+    "evaluate PLAIN --model MODEL --out OUT",
+    "calibrate PLAIN --model MODEL --out OUT",
+    "export MODEL --out OUT",
+)
 COMMANDS: dict[str, str] = {
-    "predict MODEL IMAGE --out OUT": "must end in .csv or .parquet",
+    "predict IMAGE --model MODEL --out OUT": "must end in .csv or .parquet",
     f"{PREDICT} --device bogus": "'bogus' is not a device name",
     f"{PREDICT} --selector nothing": "Unknown",
     f"{PREDICT} --unknown 1": "unknown",
@@ -30,9 +34,9 @@ COMMANDS: dict[str, str] = {
     f"{ROUTE} --retention 2": "at most 1",
     f"{ROUTE} --selector nothing": "Unknown",
     f"{ROUTE} --device cuda:99": "not available on this machine",
-    "evaluate MODEL NOTHING --out OUT": "NOTHING",
-    "evaluate MODEL TEXT --out OUT": "TEXT",
-    "evaluate NOTHING PLAIN --out OUT": "NOTHING",
+    "evaluate NOTHING --model MODEL --out OUT": "NOTHING",
+    "evaluate TEXT --model MODEL --out OUT": "TEXT",
+    "evaluate PLAIN --model NOTHING --out OUT": "NOTHING",
     f"{EVALUATE} --store NOTHING": "NOTHING",
     f"{EVALUATE} --classes NOTHING": "NOTHING",
     f"{EVALUATE} --classes TEXT": "TEXT",
@@ -40,7 +44,7 @@ COMMANDS: dict[str, str] = {
     f"{EVALUATE} --selector nothing": "Unknown",
     "calibrate MODEL NOTHING --retention 0.5": "NOTHING",
     "calibrate MODEL TEXT --retention 0.5": "TEXT",
-    "calibrate NOTHING PLAIN --retention 0.5": "NOTHING",
+    "calibrate PLAIN --model NOTHING --retention 0.5": "NOTHING",
     f"{CALIBRATE} --retention 0.5": "mask",
     f"{CALIBRATE} --retention 0": "above 0",
     f"{CALIBRATE} --retention 0.5 --store NOTHING": "NOTHING",

@@ -33,7 +33,7 @@ def test_no_help_loads_anything_heavy() -> None:
     code = (
         "import sys, medtokenbudget, medtokenbudget.cli as c\n"
         "c.main(['--help'])\n"
-        "for name in c.COMMANDS: c.main([*name.split(), '--help'])\n"
+        "for name in c.COMMANDS: c.main([*name.split(), '--help-all'])\n"
         "print({'torch', 'numpy', 'pandas', 'PIL', 'timm', 'matplotlib', 'yaml', 'typeguard'} & set(sys.modules) or 'light')"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -46,7 +46,7 @@ def test_the_help_of_a_command_has_an_example_every_option_and_no_terms_of_the_l
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "100")
-    assert main([*name.split(), "--help"]) == 0
+    assert main([*name.split(), "--help-all"]) == 0
     text = capsys.readouterr().out
     assert text.startswith(f"usage: mtb {name} ")
     assert f"\nExample:\n  mtb {name} " in text
@@ -62,15 +62,28 @@ def test_the_help_of_a_command_has_an_example_every_option_and_no_terms_of_the_l
     assert set(listed[: len(required)]) == required, "required options come first"
 
 
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_shows_at_most_ten_options_with_every_required_one_and_names_the_command_that_shows_all(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*name.split(), "--help"]) == 0
+    text = capsys.readouterr().out
+    known = {option.name: option for option in options(command(name)).values() if option.name not in ("config", "print_config")}
+    shown = [one for one in known.values() if re.search(rf"^\W*{re.escape(one.spelling)}\b", text, flags=re.MULTILINE)]
+    assert len(shown) <= 10
+    assert {one.name for one in known.values() if one.default is REQUIRED} <= {one.name for one in shown}
+    assert (f"mtb {name} --help-all" in text) == (len(shown) < len(known))
+
+
 def test_the_help_of_training_has_sections_ranges_and_the_defaults_of_the_preset(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["train", "--help"])
+    main(["train", "--help-all"])
     text = capsys.readouterr().out
     sections = re.findall(r"^\W*([a-z]+) options\W*$", text, flags=re.MULTILINE)
     assert sections == ["train", "lats", "context", "scout", "router", "curriculum", "losses", "general"]
     plain = " ".join(text.split())
     assert "(above 0 and at most 1; default: 0.1 0.2 0.3 0.4 0.5 0.6 0.7 0.8 0.9 1)" in plain
     assert "together with the joint recipe. (default: 8)" in plain
-    main(["train", "--preset", "paper", "--help"])
+    main(["train", "--preset", "paper", "--help-all"])
     assert "together with the joint recipe. (default: 50)" in " ".join(capsys.readouterr().out.split())
 
 
@@ -79,7 +92,7 @@ def test_settings_and_constants_in_help_texts_are_spelled_out(
 ) -> None:
     monkeypatch.setattr("medtokenbudget.config.DEFAULT_BUDGET", 0.37)
     for name, text in (("extract", "With --views off-center: number of crops"), ("route", "Default: that of the model, or 0.37.")):
-        main([name, "--help"])
+        main([name, "--help-all"])
         assert text in " ".join(capsys.readouterr().out.split())
 
 
@@ -103,8 +116,8 @@ def test_a_value_that_does_not_parse_is_named_with_its_option(name: str, capsys:
         (["train", "m.parquet", "--store"], "Missing value for argument '--store'"),
         (["sweep", "m", "--seeds", "--store", "s", "--out", "o"], "--seeds needs a value."),
         (["route", "--out", "o"], "IMAGES needs a value."),
-        (["predict", "model", "a.jpg", "--out", "p.csv", "b.jpg"], "Unrecognized options: b.jpg"),
-        (["predict", "model", "photos", "--out", "p.csv", "--bugdet", "1"], "Perhaps you meant: --budget X"),
+        (["predict", "a.jpg", "--model", "m", "--out", "p.csv", "b.jpg"], "Unrecognized options: b.jpg"),
+        (["predict", "photos", "--model", "m", "--out", "p.csv", "--bugdet", "1"], "Perhaps you meant: --budget X"),
         (["train", "m", "--store", "s", "--out", "o", "--lats.hiden", "3"], "Perhaps you meant: --lats.hidden N"),
         (["extract", "m", "--store", "s", "--engine", "rey"], "invalid choice 'rey' for argument '--engine'. Expected one of"),
         (["demo", "--n", "1.5"], "Error parsing --n: '1.5' is not a whole number."),

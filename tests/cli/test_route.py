@@ -70,6 +70,33 @@ def test_the_name_means_the_package_and_a_folder_of_that_name_is_loaded_by_its_p
         mtb.load("dermatoscopy")
 
 
+def test_stored_tokens_are_routed_as_the_images_are_without_running_the_backbone(
+    root: Path, router: MedTokenBudget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    manifest, store = tmp_path / "m.parquet", tmp_path / "tokens"
+    mtb.data.folder_manifest(root / "photos", root / "masks").write(manifest)
+    mtb.extract(manifest, store, "embedded", dtype="fp32", threads=1)
+    common = ["route", str(manifest), "--device", "cpu", "--box", "--out"]
+    assert main([*common, str(tmp_path / "images")]) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(MedTokenBudget, "encode", lambda *_: pytest.fail("the backbone ran"))
+        assert main([*common, str(tmp_path / "stored"), "--store", str(store)]) == 0
+    one, other = (pd.read_parquet(tmp_path / name / "routes.parquet") for name in ("images", "stored"))
+    for name in one.columns:
+        if name in ("kept", "scores", "box"):
+            for mine, theirs in zip(one[name], other[name]):
+                np.testing.assert_allclose(mine, theirs, atol=1e-5, err_msg=name)
+        elif name == "unfamiliarity":
+            np.testing.assert_allclose(one[name], other[name], atol=1e-4)
+        else:
+            assert one[name].tolist() == other[name].tolist(), name
+    for wrong in (["route", str(root / "photos")], ["route", str(manifest), "--shard-size", "2"]):
+        assert main([*wrong, "--store", str(store), "--out", str(tmp_path / "wrong")]) == 2
+    said = capsys.readouterr().err
+    assert "With --store, pass one manifest (.parquet) as the images" in said
+    assert "With --store, masks are those of the manifest, and one process writes one table." in said
+
+
 def test_the_table_holds_what_the_router_says_and_what_it_kept_of_the_lesion(
     root: Path, router: MedTokenBudget, tmp_path: Path
 ) -> None:

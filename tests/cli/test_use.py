@@ -45,7 +45,7 @@ def images(root: Path) -> list[Path]:
 
 
 def run(root: Path, *arguments: object) -> int:
-    return main(["predict", str(root / "model"), *map(str, arguments), "--device", "cpu"])
+    return main(["predict", *map(str, arguments), "--model", str(root / "model"), "--device", "cpu"])
 
 
 def test_csv_and_parquet_hold_the_model_s_own_answers(
@@ -100,8 +100,8 @@ def test_the_token_file_has_a_row_for_each_row_of_the_table(
     root: Path, model: MedTokenBudget, images: list[Path], tmp_path: Path
 ) -> None:
     for kind, exact in (("fp16", np.float16), ("fp32", np.float32)):
-        path = tmp_path / f"{kind}.safetensors"
-        assert run(root, *images, "--out", tmp_path / "p.csv", "--tokens", path, "--tokens_dtype", kind) == 0
+        path = tmp_path / "tokens.safetensors"
+        assert run(root, *images, "--out", tmp_path / "p.csv", "--tokens", "--tokens_dtype", kind) == 0
         tensors = load_file(path)
         for row, answer in enumerate(model.predict(images)):
             assert tensors["indices"][row].tolist() == answer.kept.tolist()
@@ -113,9 +113,9 @@ def test_the_token_file_has_a_row_for_each_row_of_the_table(
 
 def test_a_merger_has_tokens_but_no_kept_patches(root: Path, images: list[Path], tmp_path: Path) -> None:
     out = tmp_path / "p.parquet"
-    assert run(root, images[0], "--out", out, "--selector", "tome", "--tokens", tmp_path / "t.safetensors") == 0
+    assert run(root, images[0], "--out", out, "--selector", "tome", "--tokens") == 0
     assert pd.read_parquet(out)["kept"].isna().all()
-    assert set(load_file(tmp_path / "t.safetensors")) == {"tokens"}
+    assert set(load_file(tmp_path / "tokens.safetensors")) == {"tokens"}
 
 
 def test_bad_files_are_listed_and_the_others_are_predicted(
@@ -141,7 +141,7 @@ def test_bad_files_are_listed_and_the_others_are_predicted(
 def test_when_no_image_can_be_read_the_work_has_failed_and_no_table_appears(
     root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(root, tmp_path / "absent.jpg", "--out", tmp_path / "p.csv", "--tokens", tmp_path / "t.safetensors") == 1
+    assert run(root, tmp_path / "absent.jpg", "--out", tmp_path / "p.csv", "--tokens") == 1
     said = capsys.readouterr().err
     assert "No image could be read (1 failed). First error: " in said
     assert "does not exist" in said
@@ -159,12 +159,12 @@ def test_overlays_dim_what_was_dropped_and_outline_the_mask_of_a_manifest(root: 
         {"image_id": "c", "image": str(images[2]), "mask": str(tmp_path / "broken.png")},
     ]
     manifest = Manifest.from_records(records, CLASSES).write(tmp_path / "m.parquet")
-    assert run(root, manifest, "--out", tmp_path / "p.csv", "--overlay", tmp_path / "pictures", "--selector", "center") == 0
+    assert run(root, manifest, "--out", tmp_path / "p.csv", "--overlay", "--selector", "center") == 0
     assert pd.read_csv(tmp_path / "p.csv")["image"].tolist() == ["a", "b", "c"]
-    names = sorted(path.name for path in (tmp_path / "pictures").iterdir())
+    names = sorted(path.name for path in (tmp_path / "overlays").iterdir())
     assert names == ["000000-a.png", "000001-b.png", "000002-c.png"]
     assert "mask could not be read" in (tmp_path / "p.errors.jsonl").read_text()
-    first, second = (np.asarray(Image.open(tmp_path / "pictures" / name)) for name in names[:2])
+    first, second = (np.asarray(Image.open(tmp_path / "overlays" / name)) for name in names[:2])
     assert first.shape == (670, 640, 3)
     amber = (first == np.array(LESION_EDGE)).all(-1)
     rows, columns = np.nonzero(amber)
@@ -189,10 +189,9 @@ model, process = load(folder, device="cpu"), psutil.Process()
 sizes = []
 for number, count in enumerate((60, 60, 900)):
     images = (Path(image) for _ in range(count))
-    table, tokens = Path(out) / f"{number}.parquet", Path(out) / f"{number}.safetensors"
-    predict_files(images, table, model, RouteConfig(1.0), tokens)
+    predict_files(images, Path(out) / str(number) / "p.parquet", model, RouteConfig(1.0, tokens=True))
     sizes.append(process.memory_info().rss / 2**20)
-print(sizes[2] - sizes[1], os.path.getsize(Path(out) / "2.safetensors") / 2**20)
+print(sizes[2] - sizes[1], os.path.getsize(Path(out) / "2/tokens.safetensors") / 2**20)
 """
     command = [sys.executable, "-c", script, str(root / "model"), str(images[0]), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -210,7 +209,7 @@ def test_the_hub_folder_is_the_same_model_without_this_machine_s_paths(root: Pat
 @pytest.mark.slow
 def test_an_onnx_file_is_written_and_reported_as_checked(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("onnxruntime", reason="needs the extra 'onnx'")
-    assert main(["export", str(root / "model"), "--part", "routing", "--budget", "0.1", "--out", str(tmp_path)]) == 0
+    assert main(["export", str(root / "model"), "--graph", "routing", "--budget", "0.1", "--out", str(tmp_path)]) == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["routing-lats-0.1.onnx"]
     assert capsys.readouterr().err.count("checked against PyTorch") == 1
 
@@ -219,14 +218,14 @@ def test_an_onnx_file_is_written_and_reported_as_checked(root: Path, tmp_path: P
 @pytest.mark.parametrize(
     "words",
     [
-        "predict MODEL IMAGES --out OUT/p.csv",
-        "predict MODEL IMAGES --out OUT/p.parquet",
+        "predict IMAGES --model MODEL --out OUT/p.csv",
+        "predict IMAGES --model MODEL --out OUT/p.parquet",
         "export MODEL --format hub --out OUT",
-        "export MODEL --part routing --out OUT",
+        "export MODEL --graph routing --out OUT",
     ],
 )
 def test_a_full_disk_or_a_read_only_folder_is_a_message(root: Path, images: list[Path], tmp_path: Path, words: str) -> None:
-    if "--part" in words:
+    if "--graph" in words:
         pytest.importorskip("onnxruntime", reason="needs the extra 'onnx'")
 
     def command(out: Path) -> list[str]:

@@ -88,6 +88,25 @@ def test_every_fault_is_found_in_one_pass_and_the_command_ends_with_1(
     assert "FATAL image-missing (1): images that do not exist" in capsys.readouterr().out
 
 
+def test_a_manifest_without_the_broken_files_is_written_on_request(
+    broken: Manifest, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, left = broken.write(tmp_path / "m.parquet"), tmp_path / "left.parquet"
+    found = check(broken)
+    unread = {"missing", "cut", "text"}
+    unused = {item.split(":")[0] for one in found.findings if one.severity == "fatal" and "mask" in one.kind for item in one.items}
+    assert unused
+    assert main(["data", "check", str(path), "--drop", str(left)]) == 1  # groups and duplicates still cross the split
+    assert f"Wrote {left} without 3 images and {len(unused - unread)} masks." in capsys.readouterr().err
+    kept = Manifest.read(left)
+    assert kept.ids == [name for name in broken.ids if name not in unread]
+    masks, before = (dict(zip(one.ids, one.rows["mask"].notna())) for one in (kept, broken))
+    assert masks == {name: before[name] and name not in unused for name in kept.ids}
+    assert not any(one.kind.startswith(("image-", "mask-")) and one.severity == "fatal" for one in check(kept).findings)
+    assert main(["data", "check", str(path), "--drop", str(path)]) == 2
+    assert "--drop must be a new file that ends in .parquet" in capsys.readouterr().err
+
+
 def test_a_crossing_is_fatal_unless_the_paper_split_was_asked_for(broken: Manifest) -> None:
     leaky = broken.take([broken.ids.index(name) for name in ("good_a", "good_b", "crossing")])
     for rule in (SplitRule("grouped"), SplitRule("kfold", 0, 5), SplitRule("given"), SplitRule("paper", select=0.1)):

@@ -282,6 +282,51 @@ def test_masks_are_found_by_name_and_their_folder_inside_is_no_class(
     assert "c_mask.png" in message
 
 
+@pytest.mark.parametrize("ending", ["_seg", "_Segmentation", "-mask", "_GT", "_groundtruth", "_lesion", "_label"])
+def test_common_names_of_masks_are_found_in_any_case_and_the_command_says_which(
+    tmp_path: Path, ending: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = class_folders(tmp_path / "images", 2)
+    save(disc_mask(), tmp_path / "masks" / f"mel_0{ending}.PNG")
+    save(disc_mask(), tmp_path / "masks" / f"MEL_1{ending}.PNG")
+    masks = dict(zip(*(folder_manifest(root, tmp_path / "masks").rows[name] for name in ("image_id", "mask"))))
+    assert {name: mask and Path(mask).name for name, mask in masks.items()} == {
+        "MEL/MEL_0": f"mel_0{ending}.PNG",
+        "MEL/MEL_1": f"MEL_1{ending}.PNG",
+        "NV/NV_0": None,
+        "NV/NV_1": None,
+    }
+    assert f"Masks found as {{stem}}{ending}.PNG (2) in {tmp_path / 'masks'}." in capsys.readouterr().err
+
+
+def test_of_two_masks_whose_names_differ_in_case_an_image_takes_its_own(tmp_path: Path) -> None:
+    for name in ("a", "A"):
+        save(lesion_picture(1), tmp_path / "images" / f"{name}.jpg")
+        save(disc_mask(), tmp_path / "masks" / f"{name}_mask.png")
+    rows = folder_manifest(tmp_path / "images", tmp_path / "masks").rows
+    assert {name: Path(mask).name for name, mask in zip(rows["image_id"], rows["mask"])} == {"a": "a_mask.png", "A": "A_mask.png"}
+
+
+def test_a_pattern_finds_masks_of_any_name_and_those_among_the_images_are_no_images(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # The layout of PH2: a folder per image.
+    for name in ("IMD1", "IMD2"):
+        save(lesion_picture(int(name[-1])), tmp_path / "ph2" / name / f"{name}.bmp")
+        save(disc_mask(), tmp_path / "ph2" / name / f"{name.lower()}_roi" / "outline.BMP")
+    out = tmp_path / "m.parquet"
+    words = ["data", "folder", str(tmp_path / "ph2"), "--out", str(out)]
+    assert main([*words, "--masks", str(tmp_path / "ph2"), "--mask-pattern", "{stem}_ROI/*.bmp"]) == 0
+    rows = Manifest.read(out).rows
+    assert rows["image_id"].tolist() == ["IMD1/IMD1", "IMD2/IMD2"]
+    assert [Path(mask).parent.name for mask in rows["mask"]] == ["imd1_roi", "imd2_roi"]
+    assert "Masks found as {stem}_ROI/*.bmp (2) in" in capsys.readouterr().err
+    assert main([*words, "--masks", str(tmp_path / "ph2"), "--mask-pattern", "_roi.bmp"]) == 2
+    assert "--mask-pattern must contain {stem}" in capsys.readouterr().err
+    assert main([*words, "--mask-pattern", "{stem}.bmp"]) == 2
+    assert "--mask-pattern only matters with --masks" in capsys.readouterr().err
+
+
 def test_links_to_folders_elsewhere_are_followed_and_those_that_lead_back_are_not(tmp_path: Path) -> None:
     root = class_folders(tmp_path / "back", 1)
     (root / "MEL" / "again").symlink_to(root, target_is_directory=True)

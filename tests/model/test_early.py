@@ -160,6 +160,19 @@ def test_a_router_that_never_saw_a_mask_or_does_not_rank_is_rejected(world: Worl
             EarlyRouting(model, "scout").wrap(backbone)
 
 
+@pytest.mark.parametrize("name", ["center", "darkness"])
+def test_a_scout_that_reads_no_patch_runs_no_backbone_and_chooses_as_it_does_on_tokens(
+    world: World, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    router = untrained_router(name, "scout", world.backbone)
+    pixels = router.backbone.prepare(decode_image(world.manifest.image_path(0)))[None]
+    expected = router.classifier().selector.score(router.encode(pixels))
+    look = EarlyRouting(router, "scout").image_scores()
+    monkeypatch.setattr(Backbone, "tokens", lambda *_: pytest.fail("the backbone ran"))
+    found = look(torch.from_numpy(pixels).permute(0, 3, 1, 2) / 255)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
 @pytest.mark.parametrize(("name", "signal"), [("evit", "cls_attention"), ("frequency", "received_attention")])
 def test_a_selector_that_needs_no_training_chooses_inside_by_the_attention_of_the_block_before(
     name: str, signal: str, world: World
@@ -200,7 +213,7 @@ def test_commands_extract_train_and_predict(
     assert main([*extracting, "--store", store, "--router", route[1]]) == 0
     assert "30 of 100 patches)" in capsys.readouterr().out
     assert main(["train", manifest, "--store", store, "--out", run, "--head-epochs", "1", "--device", "cpu"]) == 0
-    assert main(["predict", run, str(world.manifest.image_path(0)), "--out", table, "--overlay", str(tmp_path / "o")]) == 0
+    assert main(["predict", str(world.manifest.image_path(0)), "--model", run, "--out", table, "--overlay"]) == 0
     assert pd.read_csv(table)["k"].tolist() == [30]
     for options, message in (
         ([], "--route and --router must be used together"),
@@ -226,7 +239,7 @@ def test_the_exported_graph_routes_like_the_model(made: Made, world: World, tmp_
     probabilities = torch.from_numpy(logits[0]).softmax(0).numpy()
     np.testing.assert_allclose(probabilities, list(expected.probabilities.values()), atol=1e-4)
     assert sorted(indices[0].tolist()) == sorted(expected.kept.tolist())
-    with pytest.raises(RequestError, match='Use `part="whole"`'):
+    with pytest.raises(RequestError, match='Use `graph="whole"`'):
         export_onnx(made.model, tmp_path, budget, "routing")
 
 

@@ -103,11 +103,13 @@ def test_the_command_writes_tables_packed_tokens_and_captions(
     drawn: Drawn, folder: Path, images: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     where = str(folder)
-    assert main(["calibrate", where, str(drawn.manifest_path), "--store", str(drawn.store_path), "--retention", "60%"]) == 0
+    assert (
+        main(["calibrate", str(drawn.manifest_path), "--model", where, "--store", str(drawn.store_path), "--retention", "60%"]) == 0
+    )
     assert "lats keeps 60% of the lesion on average, on images like the 60" in capsys.readouterr().err
     table, tokens = tmp_path / "p.parquet", tmp_path / "t.safetensors"
     options = ["--retention", "0.6", "--out", str(table), "--tokens", str(tokens), "--overlay", str(tmp_path / "overlays")]
-    assert main(["predict", where, str(images[0].parent), *options]) == 0
+    assert main(["predict", str(images[0].parent), "--model", where, *options]) == 0
     frame, packed = pd.read_parquet(table), load_file(tokens)
     assert packed["counts"].tolist() == frame["k"].tolist()
     assert packed["tokens"].shape == (frame["k"].sum(), 64)
@@ -118,7 +120,7 @@ def test_the_command_writes_tables_packed_tokens_and_captions(
 def test_only_calibrated_promises_are_accepted(
     drawn: Drawn, folder: Path, images: list[Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    predict = ["predict", str(folder), str(images[0]), "--out", str(folder.parent / "p.csv")]
+    predict = ["predict", str(images[0]), "--model", str(folder), "--out", str(folder.parent / "p.csv")]
     assert main([*predict, "--retention", "0.6"]) == 2
     assert "not calibrated for 60% of the lesion on average. Calibrated: nothing." in capsys.readouterr().err
     mtb.calibrate(folder, drawn.manifest_path, 0.6, store=drawn.store_path)
@@ -202,7 +204,16 @@ def test_the_service_answers_with_what_keeps_each_promise(drawn: Drawn, folder: 
 def test_a_promise_by_group_holds_for_each_of_them_and_its_table_is_printed_and_on_the_card(
     drawn: Drawn, folder: Path, by: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = ["calibrate", str(folder), str(drawn.manifest_path), "--store", str(drawn.store_path), "--retention", "0.7"]
+    command = [
+        "calibrate",
+        str(drawn.manifest_path),
+        "--model",
+        str(folder),
+        "--store",
+        str(drawn.store_path),
+        "--retention",
+        "0.7",
+    ]
     assert main([*command, "--by", by]) == 0
     printed, model = capsys.readouterr().out, mtb.load(folder)
     found = model.guarantee(0.7)

@@ -15,7 +15,7 @@ from torchvision.transforms.functional import normalize, to_tensor
 import medtokenbudget as mtb
 from medtokenbudget.data import decode_image
 from medtokenbudget.errors import BudgetError, MissingSignalError, RequestError, UnknownNameError
-from medtokenbudget.model import ImageSource, MedTokenBudget, expand
+from medtokenbudget.model import ImageSource, MedTokenBudget, Prediction, expand
 from tests.small_model import CLASSES
 
 
@@ -179,7 +179,7 @@ def test_an_unreadable_image_is_an_error_or_goes_to_the_callback(model: MedToken
         model.predict(given)
     failures: list[ImageSource] = []
     # With a batch of two, nine failures in a row are more than are collected before a batch is answered.
-    predicted = list(model.predict_stream(given, batch_size=2, on_error=failures.append))
+    predicted = list(model.stream(given, batch_size=2, on_error=failures.append, kind=Prediction))
     assert [prediction.image for prediction in predicted] == [str(images[0]), str(images[1])]
     assert [(failure.name, "broken.jpg" in failure.reason) for failure in failures] == [(str(broken), True)] * 9
 

@@ -36,7 +36,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> MedTokenBudget:
 
 @pytest.fixture(scope="module")
 def whole(model: MedTokenBudget, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return exporter.export_onnx(model, tmp_path_factory.mktemp("onnx"), budget=0.3, part="whole")
+    return exporter.export_onnx(model, tmp_path_factory.mktemp("onnx"), budget=0.3, graph="whole")
 
 
 @pytest.mark.slow
@@ -67,7 +67,7 @@ def test_the_file_says_what_it_is_and_names_no_path_of_the_machine_that_wrote_it
 
 @pytest.mark.slow
 def test_the_routing_part_takes_tokens_and_breaks_ties_by_index(model: MedTokenBudget, tmp_path: Path) -> None:
-    path = exporter.export_onnx(model, tmp_path, budget=0.2, part="routing")
+    path = exporter.export_onnx(model, tmp_path, budget=0.2, graph="routing")
     session = onnxruntime.InferenceSession(str(path))
     assert [entry.name for entry in session.get_inputs()] == ["patches", "attention_entropy"]
     # Equal patches have equal scores wherever their neighborhood is equal too: all but the border ones tie.
@@ -84,7 +84,7 @@ def test_a_scorer_with_convolutions_keeps_the_same_patches_in_onnx(model: MedTok
     classifiers = {"context:lesion-first": RoutedClassifier(selector, MLPHead(model.dim, len(CLASSES)))}
     settings = (model.backbone_config, model.backbone_fingerprint, CLASSES, classifiers, model.train_config)
     made = MedTokenBudget(*settings, main="context:lesion-first", device="cpu")
-    path = exporter.export_onnx(made, tmp_path, budget=0.2, part="routing")
+    path = exporter.export_onnx(made, tmp_path, budget=0.2, graph="routing")
     session = onnxruntime.InferenceSession(str(path))
     assert [entry.name for entry in session.get_inputs()] == ["patches"]
     patches = torch.randn(3, 100, model.dim, generator=torch.Generator().manual_seed(2))
@@ -94,7 +94,7 @@ def test_a_scorer_with_convolutions_keeps_the_same_patches_in_onnx(model: MedTok
 
 
 @pytest.mark.parametrize(
-    ("selector", "part", "words"),
+    ("selector", "graph", "words"),
     [
         ("random", "whole", "is random"),
         ("tome", "routing", "merges tokens"),
@@ -103,9 +103,9 @@ def test_a_scorer_with_convolutions_keeps_the_same_patches_in_onnx(model: MedTok
         ("lats", "half", "must be 'routing' or 'whole'"),
     ],
 )
-def test_what_has_no_fixed_graph_is_rejected(model: MedTokenBudget, tmp_path: Path, selector: str, part: str, words: str) -> None:
+def test_what_has_no_fixed_graph_is_rejected(model: MedTokenBudget, tmp_path: Path, selector: str, graph: str, words: str) -> None:
     with pytest.raises(RequestError, match=words):
-        exporter.export_onnx(model, tmp_path, selector=selector, part=part)  # type: ignore[arg-type]
+        exporter.export_onnx(model, tmp_path, selector=selector, graph=graph)  # type: ignore[arg-type]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -124,7 +124,7 @@ def test_a_graph_that_differs_from_the_model_is_not_written(
     monkeypatch.setattr(exporter, "_exported", changed_afterwards)
     try:
         with pytest.raises(WorkError, match=r"logits by 1\.0e-03"):
-            exporter.export_onnx(model, tmp_path, budget=0.3, part="routing")
+            exporter.export_onnx(model, tmp_path, budget=0.3, graph="routing")
     finally:
         bias.data = before
     assert list(tmp_path.iterdir()) == []

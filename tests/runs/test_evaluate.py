@@ -40,7 +40,7 @@ def trained(drawn: Drawn) -> Path:
 def external(drawn: Drawn, trained: Path) -> Path:
     """Its evaluation on its validation images, as a run directory with a page."""
     out = trained.parent / "external"
-    command = ["evaluate", str(trained), str(drawn.manifest_path), "--store", str(drawn.store_path), "--out", str(out)]
+    command = ["evaluate", str(drawn.manifest_path), "--model", str(trained), "--store", str(drawn.store_path), "--out", str(out)]
     assert main([*command, "--budgets", "0.1", "30%"]) == 0
     return out
 
@@ -51,7 +51,7 @@ def test_an_evaluation_on_its_own_validation_images_repeats_the_numbers_of_the_t
     columns = ["view", "method", "budget"]
     both = before.results.merge(now.results, on=columns, suffixes=("", "_now"))
     both = both[both["method"] != "random"]
-    assert set(both["method"]) == {before.main, "center", "border-contrast"}
+    assert set(both["method"]) == {before.main, "center", "darkness", "border-contrast"}
     assert set(both["view"]) == {"as-is", "off-center"}
     for metric in ("retention", "retention_of_ceiling", "accuracy", "macro_f1", "ece"):
         np.testing.assert_allclose(both[metric], both[f"{metric}_now"], atol=2e-3)
@@ -67,9 +67,30 @@ def test_the_controls_stand_beside_the_model_on_the_same_images(external: Path) 
     assert set(rows.index) == {run.main, *CONTROLS}
     assert rows["n_masked"].nunique() == 1
     assert rows.loc["oracle", "retention_of_ceiling"] == 1
-    # No head was trained for these two, so nothing is said about their accuracy.
-    assert rows.loc[["darkness", "oracle"], "accuracy"].isna().all()
-    assert rows.loc[[run.main, "center"], "accuracy"].notna().all()
+    # No head was trained for the oracle, so nothing is said about its accuracy.
+    assert pd.isna(rows.loc["oracle", "accuracy"])
+    assert rows.loc[[run.main, "center", "darkness"], "accuracy"].notna().all()
+
+
+@pytest.mark.slow
+def test_an_evaluation_tells_the_share_of_images_that_are_unlike_the_training(
+    drawn: Drawn, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = mtb.load(trained)
+    assert model.familiarity is not None
+    validation = drawn.manifest.part("val")
+    images = [validation.image_path(row) for row in range(len(validation))]
+    distances = sorted(routing.unfamiliarity or 0 for routing in model.route(images))
+    half = len(images) // 2
+    model.familiarity.limit.mul_((distances[half - 1] + distances[half]) / 2)
+    model.save_pretrained(tmp_path / "strict")
+    command = ["evaluate", str(drawn.manifest_path), "--model", str(tmp_path / "strict"), "--store", str(drawn.store_path)]
+    assert main([*command, "--part", "val", "--budgets", "0.3", "--out", str(tmp_path / "out")]) == 0
+    expected = len(images) - half
+    share = f"{expected / len(images):.1%} of {len(images)} images are unlike the training images"
+    assert share in capsys.readouterr().err
+    page = " ".join((tmp_path / "out" / "report.html").read_text(encoding="utf-8").split())
+    assert f"{expected} are unlike the training images of the model" in page
 
 
 @pytest.mark.slow
@@ -100,7 +121,18 @@ def test_columns_of_the_manifest_give_strata_in_an_evaluation_and_in_the_report_
     half = ["left" if row % 2 else "right" for row in range(len(part))]
     path = replace(part, rows=part.rows.assign(hair=half), name="halves").write(tmp_path / "halves.parquet")
     out = tmp_path / "halves"
-    command = ["evaluate", str(trained), str(path), "--store", str(drawn.store_path), "--out", str(out), "--budgets", "0.3"]
+    command = [
+        "evaluate",
+        str(path),
+        "--model",
+        str(trained),
+        "--store",
+        str(drawn.store_path),
+        "--out",
+        str(out),
+        "--budgets",
+        "0.3",
+    ]
     assert main([*command, "--by", "hiar"]) == 2
     assert not out.exists()
     assert main([*command, "--by", "hair"]) == 0
@@ -166,7 +198,7 @@ def test_requests_that_cannot_be_served_are_refused_with_a_reason(
     drawn: Drawn, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     manifest, store = str(drawn.manifest_path), str(drawn.store_path)
-    command = ["evaluate", str(trained), manifest, "--out", str(tmp_path / "out"), "--store", store]
+    command = ["evaluate", manifest, "--model", str(trained), "--out", str(tmp_path / "out"), "--store", store]
     for options, message in (
         (["--part", "all"], "The model was trained on"),
         (["--selector", "tome"], "Unknown selector 'tome'"),

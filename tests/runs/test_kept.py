@@ -115,11 +115,10 @@ def test_a_table_named_like_a_control_or_that_is_no_parquet_file_is_refused(tmp_
 
 
 def test_a_model_and_a_table_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["evaluate", "model", "m.parquet", "--kept", "k.parquet", "--out", "o"]) == 2
-    assert "Pass a model and a manifest, or a manifest alone and --kept" in capsys.readouterr().err
-    assert main(["evaluate", "m.parquet", "--out", "o"]) == 2
+    assert main(["evaluate", "m.parquet", "--model", "model", "--kept", "k.parquet", "--out", "o"]) == 2
+    assert "--kept replaces the model and its options. Leave out --model." in capsys.readouterr().err
     assert main(["evaluate", "m.parquet", "--kept", "k.parquet", "--budgets", "0.3", "--out", "o"]) == 2
-    assert "--budgets only matters with a model" in capsys.readouterr().err
+    assert "Leave out --budgets." in capsys.readouterr().err
 
 
 @pytest.mark.slow

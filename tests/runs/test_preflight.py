@@ -105,7 +105,7 @@ def test_training_without_masks_stops_before_any_work_and_the_advice_works_in_th
     assert "lats:lesion-first needs lesion masks, but no training image has one" in capsys.readouterr().err
     assert not out.exists()
     assert main([*words, "--preset", "paper", "--losses.lesion", "0"]) == 0
-    assert set(read_results(out / "results.csv")["method"]) == {"lats", "center", "border-contrast", "random"}
+    assert set(read_results(out / "results.csv")["method"]) == {"lats", "center", "darkness", "border-contrast", "random"}
 
 
 def test_without_masks_the_default_methods_are_those_that_need_none(

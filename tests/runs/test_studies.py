@@ -39,7 +39,8 @@ def test_every_study_runs_and_has_the_shape_of_the_papers_table(everything: Run)
         theirs = table[table["paper"].notna()]
         assert len(theirs) == len(paper.table(study)), study
         assert theirs["ours"].notna().all(), study
-    assert "robustness on drawn dermoscopy" in paper.comparison(results)
+    assert "robustness on drawn dermoscopy" in paper.comparison(results, "isic")
+    assert paper.comparison(results, everything.source) == "", "nobody compares drawn images with the paper's"
     assert "lats:lesion-first" in headline(results)
     for study, rows in results.groupby("study"):
         assert study == "subset" or {"center", "darkness", "oracle"} <= set(rows["method"]), "every study shows the controls"

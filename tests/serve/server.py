@@ -20,6 +20,7 @@ import numpy as np
 import uvicorn
 from PIL import Image
 
+from medtokenbudget.model import MedTokenBudget
 from medtokenbudget.serve.server import create_app, server_config
 from medtokenbudget.serve.service import Service
 from tests.small_model import BASELINES, small_model
@@ -31,6 +32,7 @@ class Server:
 
     url: str
     pid: int
+    model: MedTokenBudget | None = None
 
 
 @contextmanager
@@ -45,7 +47,7 @@ def running_here(service: Service, connections: int = 100, **options: Any) -> It
         time.sleep(0.02)
     port = server.servers[0].sockets[0].getsockname()[1]
     try:
-        yield Server(f"http://127.0.0.1:{port}", os.getpid())
+        yield Server(f"http://127.0.0.1:{port}", os.getpid(), service.model)
     finally:
         server.should_exit = True
         thread.join(30)

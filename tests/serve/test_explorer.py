@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from PIL import Image
 from playwright.sync_api import Browser, Page, expect
@@ -141,6 +142,38 @@ def test_the_numbers_of_the_page_are_those_of_the_answer(opened: Open) -> None:
     with Image.open(download.value.path()) as saved:
         assert saved.format == "PNG"
         assert min(saved.size) > 600
+
+
+def test_mask_boxes_and_crop_are_those_of_route(opened: Open, server: Server, tmp_path: Path) -> None:
+    page, path = opened(), tmp_path / "spot.png"
+    path.write_bytes(picture(333, 250, "PNG"))
+    page.set_input_files("#image-file", path)
+    expect(page.locator("#image-line")).to_contain_text("spot.png")
+    settle(page)
+    assert server.model is not None
+    (routing,) = server.model.route(path)
+    saved = {}
+    for kind, button in {"mask": "Lesion mask (PNG)", "box": "Lesion boxes (JSON)", "crop": "Lesion crop (PNG)"}.items():
+        with page.expect_download() as download:
+            page.get_by_role("button", name=button).click()
+        assert Path(download.value.suggested_filename).stem == f"spot_{kind}"
+        saved[kind] = Path(download.value.path()).read_bytes()
+    assert routing.boxes, "there is something to compare"
+    drawn = np.asarray(Image.open(io.BytesIO(saved["mask"])).convert("L"))
+    np.testing.assert_array_equal(drawn, routing.mask() * np.uint8(255))
+    assert json.loads(saved["box"]) == {"image": {"width": 333, "height": 250}, "boxes": [list(box) for box in routing.boxes]}
+    np.testing.assert_array_equal(np.asarray(Image.open(io.BytesIO(saved["crop"])).convert("RGB")), np.asarray(routing.crop()))
+    page.locator("[data-side=a] select").select_option("center")
+    expect(page.get_by_role("button", name="Lesion mask (PNG)")).to_be_disabled()
+
+
+def test_an_old_error_goes_away_when_the_next_image_is_answered(opened: Open) -> None:
+    page = opened()
+    page.locator(".sample").nth(1).click()
+    # What fails beside an analysis, such as a sample that cannot be drawn, must not outlive its answer.
+    page.evaluate("() => { document.getElementById('alert').hidden = false; }")
+    expect(page.locator(".sample").nth(1)).to_have_attribute("aria-pressed", "true")
+    expect(page.get_by_role("alert")).to_be_hidden()
 
 
 def test_methods_have_their_names_in_the_report_and_are_compared_side_by_side_each_with_its_own_head(opened: Open) -> None:

@@ -121,6 +121,10 @@ def test_the_page_answers_as_the_service_does(page: Page, service: Service, mask
                 assert found_promise["k"] == promise["k"]
                 np.testing.assert_allclose(found_promise["probabilities"], promise["probabilities"], atol=5e-3)
             np.testing.assert_allclose(mine["scores"], theirs["scores"], atol=2e-5, err_msg=mine["name"])
+            assert (mine["lesion_map"] is None) == (theirs["lesion_map"] is None) == (mine["name"] != MAIN)
+            if mine["lesion_map"]:
+                assert mine["lesion_map"]["grid"] == theirs["lesion_map"]["grid"]
+                np.testing.assert_allclose(mine["lesion_map"]["values"], theirs["lesion_map"]["values"], atol=2e-5)
             # The same order, but for patches whose scores differ by rounding.
             assert sorted(mine["order"]) == sorted(theirs["order"])
             scores = np.array(theirs["scores"])

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ import torch
 
 from medtokenbudget.cli import main
 from medtokenbudget.config import ServeConfig
-from medtokenbudget.errors import RequestError
+from medtokenbudget.errors import RequestError, WorkError
 from medtokenbudget.serve import server as serving
 from medtokenbudget.serve.server import HEAD_BYTES, find_token
 from medtokenbudget.serve.service import Question, Service
@@ -181,6 +181,33 @@ def test_foreign_host_names_are_rejected_and_every_response_has_the_security_hea
     page = httpx.get(server.url).text
     assert "http://" not in page
     assert "https://" not in page
+
+
+def test_a_proxy_on_this_machine_may_pass_on_the_host_names_that_were_allowed_and_no_others(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Sequence[str]] = []
+
+    def noted(*given: Any) -> Any:
+        asked.append(given[-1])
+        raise WorkError("That is all this test needs.")
+
+    monkeypatch.setattr(serving, "find_service", lambda *_: service)
+    monkeypatch.setattr(serving, "create_app", noted)
+    with pytest.raises(WorkError, match="all this test needs"):
+        serving.serve(None, ServeConfig(port=0, allowed_hosts=("mtb.example.org", "*.clinic.example")))
+    with running_here(service, hosts=asked[0]) as server:
+        status = {
+            "mtb.example.org": 200,
+            "a.clinic.example": 200,
+            "localhost": 200,
+            "evil.example": 400,
+            "mtb.example.org.evil": 400,
+        }
+        assert {host: httpx.get(f"{server.url}/healthz", headers={"Host": host}).status_code for host in status} == status
+    for wrong in ("*", "a*.example", "https://mtb.example.org", "mtb.example.org:443"):
+        with pytest.raises(RequestError, match="are host names such as"):
+            serving.serve(None, ServeConfig(port=0, allowed_hosts=(wrong,)))
 
 
 def test_with_a_token_only_requests_that_send_it_are_answered(service: Service) -> None:

@@ -33,7 +33,7 @@ from medtokenbudget.data import Manifest, decode_image, mask_of
 from medtokenbudget.errors import RequestError, WorkError
 from medtokenbudget.files import check_same, claim, exclusive, remove, remove_leftovers, sha256_file, write_lines
 from medtokenbudget.jobs import Advance, Execution, ordered_map, require_shared, run_units
-from medtokenbudget.runtime import cpu_threads, progress, resolve_device, say, worker_devices
+from medtokenbudget.runtime import cpu_threads, idle_threads, progress, resolve_device, say, worker_devices
 
 ROUTER = "router"
 """Folder in a store that was routed early: the saved router, which models that are trained on the store carry along."""
@@ -83,7 +83,7 @@ def extract(
     """
     config, path = config or ExtractConfig(), Path(store)
     execution = Execution(engine, config.jobs, address)  # type: ignore[arg-type]
-    _check_request(manifest, config, execution, shards, early)
+    _check_request(manifest, path, config, execution, shards, early)
     processes = 1 if config.jobs == 1 else len(worker_devices(config.device, config.jobs))
     elsewhere = engine == "ray" or processes > 1
     if isinstance(backbone, Backbone):
@@ -131,7 +131,12 @@ def extract(
 
 
 def _check_request(
-    manifest: Manifest, config: ExtractConfig, execution: Execution, shards: tuple[int, int] | None, early: Early | None
+    manifest: Manifest,
+    path: Path,
+    config: ExtractConfig,
+    execution: Execution,
+    shards: tuple[int, int] | None,
+    early: Early | None,
 ) -> None:
     """Raise a RequestError for what no extraction of this manifest can follow, before the backbone is loaded."""
     if early is not None and (execution.engine != "local" or config.jobs != 1):
@@ -148,8 +153,23 @@ def _check_request(
     for name, default in (("crops", 1), ("view_seed", 0)):
         if config.views != "off-center" and getattr(config, name) != default:
             raise RequestError(f'`{name}` needs `views="off-center"`. Change the views, or leave out `{name}`.')
+    absolute = Path(os.path.abspath(path))
+    inside = next((folder for folder in _image_folders(manifest) if absolute.is_relative_to(folder)), None)
+    if inside is not None:
+        raise RequestError(f"The store {path} would be inside the folder of the images, {inside}. Choose a `store` next to it.")
     if shards is not None and (shards[1] < 1 or not 0 <= shards[0] < shards[1]):
         raise RequestError(f"`shards` {shards[0]}/{shards[1]} does not exist. Use I/N with I from 0 to N - 1.")
+
+
+def _image_folders(manifest: Manifest) -> set[Path]:
+    """Return the folders that the images were read from, above class folders, which are in the image ids; none of a list."""
+    folders: set[Path] = set()
+    if manifest.source.split()[0] in ("csv", "unknown"):
+        return folders
+    for row, name in enumerate(manifest.ids):
+        path = Path(os.path.abspath(manifest.image_path(row)))
+        folders.add(path.parents[name.count("/") if path.with_suffix("").as_posix().endswith(f"/{name}") else 0])
+    return folders
 
 
 def settings_of(fingerprint: dict[str, Any], config: ExtractConfig, weights: Path | None = None) -> dict[str, Any]:
@@ -338,7 +358,7 @@ def make_shards(
         for i, images in itertools.groupby(ordered_map(decode, parts, ahead, threads), key=lambda pair: pair[0]):
             yield units[i], _compute(units[i], (row for _, rows in images for row in rows), backbone, config, advance)
 
-    with cpu_threads(config.threads):
+    with cpu_threads(config.threads or idle_threads()):
         # One shard is written while the next is computed, and no more, so that memory stays bounded.
         yield from ordered_map(lambda made: _publish(store, settings, *made), computed(), ahead=1, threads=1)
 

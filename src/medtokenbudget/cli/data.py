@@ -28,6 +28,11 @@ WORKERS = min(4, os.cpu_count() or 1)
 class WriteManifest(Command):
     """Base of the commands that split images and write a manifest."""
 
+    first = frozenset(
+        {"root", "file", "manifest", "out", "masks", "mask_pattern", "classes", "name", "split", "folds", "fold", "select", "seed"}
+        | {"n", "size", "off_center"}
+    )
+
     out: Path
     """Manifest file to write (.parquet)."""
     overwrite: bool = False
@@ -165,8 +170,11 @@ class Folder(OwnImages):
     root: Positional[Path]
     """Folder with one folder per class, with train/ and val/ that contain class folders, or with images."""
     masks: Path | None = None
-    """Folder with the masks: a.png, a_segmentation.png or a_mask.png for a.jpg. Where an image has several (a_mask.png,
-    a_mask_1.png), one joined mask is written to a folder next to the manifest."""
+    """Folder with the masks: a.png, a_mask.png, a_segmentation.png, a_seg.png, a_gt.png and the like for a.jpg. Where an image has
+    several (a_mask.png, a_mask_1.png), one joined mask is written to a folder next to the manifest."""
+    mask_pattern: str | None = None
+    """Path of a mask in `masks` for other names, such as '{{stem}}_roi.png' or '{{stem}}/*.png'; {{stem}} is the image's name
+    without its ending. Upper and lower case are the same."""
     annotators: Literal["union", "majority", "each"] = "union"
     """What several masks of one image are. union: several lesions. majority: one lesion by several annotators, where at least half
     of them marked it. each: majority, and `mtb evaluate` also measures against each annotator and shows how well people agree."""
@@ -176,10 +184,15 @@ class Folder(OwnImages):
     def read(self) -> Manifest:
         from medtokenbudget.data.readers import folder_manifest
 
-        self.require_effect(self.masks is not None, "`masks`", "annotators")
+        self.require_effect(self.masks is not None, "`masks`", "mask_pattern", "annotators")
         merged = self.out.with_name(f"{self.out.stem}-{'masks' if self.annotators == 'union' else 'majority'}")
         return folder_manifest(
-            self.root, self.masks, name=self.name, merged=merged if self.masks else None, annotators=self.annotators
+            self.root,
+            self.masks,
+            name=self.name,
+            merged=merged if self.masks else None,
+            pattern=self.mask_pattern,
+            annotators=self.annotators,
         )
 
 
@@ -299,19 +312,28 @@ class CheckData(Command):
     """Print the full report as JSON."""
     all: bool = False
     """List every item of every finding instead of the first few."""
+    drop: Path | None = None
+    """Also write a manifest (.parquet) without the images that cannot be read, and without masks that cannot be used."""
     workers: Parallel = WORKERS
     """Number of images to read at once."""
 
     def run(self) -> int:
-        from medtokenbudget.data.checks import check, to_text
+        from medtokenbudget.data.checks import check, to_text, without_broken
         from medtokenbudget.data.readers import open_data
 
-        report = check(open_data(self.data), workers=self.workers)
+        if self.drop is not None and (self.drop.suffix != ".parquet" or self.drop.exists()):
+            raise RequestError(f"`drop` must be a new file that ends in .parquet, got {self.drop}.")
+        manifest = open_data(self.data)
+        report = check(manifest, workers=self.workers)
         if self.json:
             print(json.dumps(report.to_dict(), indent=2, ensure_ascii=False))
         else:
             print(to_text(report, limit=0 if self.all else 8))
             print(f"Next: {'fix the fatal problems and run the check again.' if report.fatal else self._next()}")
+        if self.drop is not None:
+            left = without_broken(manifest, report)
+            masks = int(manifest.rows["mask"].notna().sum() - left.rows["mask"].notna().sum())
+            say(f"Wrote {left.write(self.drop)} without {len(manifest) - len(left):,} images and {masks:,} masks.")
         return 1 if report.fatal else 0
 
     def _next(self) -> str:

@@ -68,6 +68,7 @@ class Extract(Command):
 
     example = "mtb extract isic.parquet --store stores/isic --weights dinov2_vitb14.safetensors --views off-center"
     hidden = frozenset({"name"})
+    first = frozenset({"manifest", "store", "backbone", "weights", "views", "crops", "route", "router", "budget", "device"})
 
     manifest: Positional[Path]
     """Manifest created by `mtb data`."""
@@ -150,6 +151,10 @@ def _store_summary(store: FeatureStore, manifest: Path) -> str:
 class TrainingCommand(Command):
     """Base of the commands that train: what a run is made from, where it goes, and the settings of a training."""
 
+    first = frozenset(
+        {"manifest", "out", "store", "preset", "selector", "head", "controls", "epochs", "seed", "device"}
+        | {"methods", "heads", "seeds", "study", "jobs"}
+    )
     changes: ClassVar[dict[str, Any]] = {}
     """Fields of the preset whose default is another one for this command."""
 
@@ -176,8 +181,9 @@ class TrainingCommand(Command):
 class Train(TrainingCommand):
     """Train a router and its head on a store of tokens, and save them as a model.
 
-    The router is evaluated next to the controls. Without class labels it learns from masks alone and has no head. With
-    `recipe="scout"` a small network learns from images and masks, without a store. If it is stopped, the same command resumes.
+    The model is saved before heads of the controls are trained and evaluated next to it. Without class labels it learns from masks
+    alone and has no head. With `recipe="scout"` a small network learns from images and masks, without a store. If it is stopped,
+    the same command resumes.
     """
 
     example = "mtb train isic.parquet --store tokens --out runs/first"
@@ -188,13 +194,15 @@ class Train(TrainingCommand):
     """'none' ignores class labels and trains the router from masks alone, for `mtb route`; so does 'auto' without labels."""
     selector: str = DEFAULT_SELECTOR
     """Selector to train: any that learns (docs/selectors.md)."""
+    controls: bool = True
+    """'false' trains no heads for the controls (center, darkness, ...), to which the report compares the model."""
 
     def run(self) -> None:
         from medtokenbudget.api import train
         from medtokenbudget.runs.run import AS_IS
         from medtokenbudget.runs.sweep import require_complete
 
-        run = train(self.manifest, self.store, self.out, self.config, self.selector, self.head)
+        run = train(self.manifest, self.store, self.out, self.config, self.selector, self.head, self.controls)
         run.record_command("train", self.words)
         ours = run.results[(run.results["method"] == run.main) & (run.results["view"] == AS_IS)]
         row = ours.iloc[int((ours["budget"] - HEADLINE_BUDGET).abs().to_numpy().argmin())]
@@ -293,7 +301,8 @@ class Reproduce(ManyTrainings):
         from medtokenbudget.runs.paper import comparison
 
         run = reproduce(self.manifest, self.store, self.out, self.study, self.config, **execution)
-        print(comparison(run.results))
+        compared = comparison(run.results, run.source)
+        print(compared or f"{run.dataset} is not a data set of the paper, so its numbers are not compared with these.")
         self.finish(run, "reproduce")
 
 
@@ -306,12 +315,12 @@ class Calibrate(Command):
     large ones many.
     """
 
-    example = "mtb calibrate runs/first photos.parquet --store tokens --retention 0.95"
+    example = "mtb calibrate photos.parquet --model runs/first --store tokens --retention 0.95"
 
-    model: Positional[str]
-    """Run directory, model folder or hub id (owner/name)."""
     manifest: Positional[Path]
     """Images with masks (.parquet); their groups are the exchangeable units."""
+    model: str
+    """Run directory, model folder or hub id (owner/name)."""
     retention: Share
     """Share of the lesion to promise, such as 0.95 or 95%."""
     coverage: Share | None = None
@@ -345,4 +354,4 @@ class Calibrate(Command):
         )
         where = self.out or self.model
         asked = f"--retention {promise.retention:g}" + ("" if promise.coverage is None else f" --coverage {promise.coverage:g}")
-        say(f"Saved in {where}. Next: mtb predict {where} IMAGES {asked} --out predictions.csv")
+        say(f"Saved in {where}. Next: mtb route IMAGES --model {where} {asked} --out routed")

@@ -13,7 +13,7 @@ import shutil
 import sys
 import textwrap
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -49,6 +49,8 @@ class Command(Settings, ABC):
     example: ClassVar[str]
     hidden: ClassVar[frozenset[str]] = frozenset()
     """Settings of a section that are no options of this command."""
+    first: ClassVar[frozenset[str]] = frozenset()
+    """What `--help` shows of a long command, at most ten options; `--help-all` shows the others too."""
 
     general: General = General()
     given: frozenset[str] = frozenset()
@@ -210,7 +212,14 @@ def parse(command: type[C], name: str, words: Sequence[str]) -> C | None:
     # Indented, because tyro joins lines that begin with a letter.
     about = textwrap.fill(" ".join(paragraphs(command)), width, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
     description = f"{about}\n\nExample:\n  {command.example}"
-    read = tyro.cli(parser(command, starting), prog=f"mtb {name}", description=description, args=words, config=MARKERS)
+    shown: frozenset[str] | None = None
+    if "--help-all" in words:
+        words = ["--help"]
+    elif command.first and not {"-h", "--help"}.isdisjoint(words):
+        shown = command.first
+        description += f"\n\nMore options:\n  mtb {name} --help-all"
+    made_of = parser(command, starting, shown)
+    read = tyro.cli(made_of, prog=f"mtb {name}", description=description, args=words, config=MARKERS)
     values = {key: getattr(getattr(read, option.section.__name__, read), option.field) for key, option in known.items()}
     values |= {key: values[key] or starting[key] for key, option in known.items() if option.flag}
     if values.pop("print_config"):
@@ -243,11 +252,12 @@ def paragraphs(command: type[Command]) -> list[str]:
     return [" ".join(text.split()) for text in (command.__doc__ or "").split("\n\n")]
 
 
-def parser(command: type[Command], defaults: Mapping[str, Any]) -> Any:
-    """Return the dataclass that tyro reads: the options of a command, with one dataclass for each section."""
+def parser(command: type[Command], defaults: Mapping[str, Any], shown: Container[str] | None = None) -> Any:
+    """Return the dataclass that tyro reads: the options of a command, or some of them, with one dataclass for each section."""
     known = options(command)
     sections: list[tuple[str, Any, Any]] = []
-    for section, members in groupby(known.values(), key=lambda option: option.section):
+    asked = [option for option in known.values() if shown is None or option.name in shown]
+    for section, members in groupby(asked, key=lambda option: option.section):
         entries = [_argument(option, known, defaults.get(option.name, option.default)) for option in members]
         if section is command:
             sections = entries

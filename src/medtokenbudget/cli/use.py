@@ -16,13 +16,19 @@ from medtokenbudget.runtime import say
 
 if TYPE_CHECKING:
     from medtokenbudget.model import Guarantee, MedTokenBudget
-    from medtokenbudget.model.batch import Routed
+    from medtokenbudget.model.batch import RouteConfig, Routed
 
 
 @dataclass(frozen=True, kw_only=True)
 class Infer(Command):
     """Base of the commands that run a model over images."""
 
+    first = frozenset({"images", "out", "model", "budget", "retention", "masks", "overlay", "mask", "box", "crop"})
+
+    images: Positional[tuple[str, ...]]
+    """Image files, folders, globs, or a manifest (.parquet)."""
+    out: Path
+    model: str
     budget: Budget | None = None
     """Share of the patches to keep, such as 0.3 or 30%. Default: that of the model, or {DEFAULT_BUDGET}."""
     retention: Share | None = None
@@ -31,6 +37,10 @@ class Infer(Command):
     """With `retention`: the calibrated share of images that keep at least so much. Default: the promise on average."""
     selector: str | None = None
     """Method to use. Default: the model's main method. The model's README.md lists all of them."""
+    overlay: bool = False
+    """Also draw the kept patches of each image, in overlays/ next to the table."""
+    tokens: bool = False
+    """Also write the kept tokens, to tokens.safetensors next to the table."""
     tokens_dtype: Literal["fp16", "fp32"] = "fp16"
     """Number format of the tokens that `tokens` writes."""
     weights: Path | None = None
@@ -42,9 +52,17 @@ class Infer(Command):
     workers: Parallel = 2
     """Threads that decode images."""
 
-    def amount(self, model: MedTokenBudget) -> float | Guarantee:
-        """Return the budget or the guarantee that the options ask for."""
-        return model.amount(self.budget, self.retention, self.coverage, self.selector)
+    def prepare(self, **further: Any) -> tuple[MedTokenBudget, RouteConfig]:
+        """Load the model, and return it with the settings that the options ask for."""
+        self.require_effect(self.tokens, "`tokens`", "tokens_dtype")
+
+        from medtokenbudget.model import load
+        from medtokenbudget.model.batch import RouteConfig
+
+        model = load(self.model, weights=self.weights, device=self.device)
+        settings = {entry.name: getattr(self, entry.name) for entry in fields(RouteConfig) if hasattr(self, entry.name)}
+        amount = model.amount(self.budget, self.retention, self.coverage, self.selector)
+        return model, RouteConfig(**{**settings, **further, "budget": amount})
 
 
 @dataclass(frozen=True)
@@ -68,24 +86,20 @@ class Route(Infer):
 
     example = "mtb route photos/ 'more/*.png' --budget 0.3 --overlay --out routed"
 
-    images: Positional[tuple[str, ...]]
-    """Image files, folders, globs, or a manifest (.parquet)."""
     out: Path
     """Folder to write."""
     model: str = "dermoscopy"
     """'dermoscopy', a run directory, a model folder or a hub id (owner/name)."""
+    store: Path | None = None
+    """Tokens of the images of one manifest, by `mtb extract`: read instead of running the backbone."""
     masks: Path | None = None
-    """Folder with lesion masks (a.png, a_segmentation.png or a_mask.png for a.jpg), to measure how much is kept."""
-    overlay: bool = False
-    """Also draw the kept patches of each image, in overlays/."""
+    """Folder with lesion masks (a.png, a_mask.png, a_segmentation.png and the like for a.jpg), to measure how much is kept."""
     mask: bool = False
-    """Also write the lesion as a mask, in masks/; `mask` in the table is its file."""
+    """Also write the lesion as a mask, in masks/; the table names its file."""
     box: bool = False
-    """Also write `box` in the table: left, top, right, bottom in pixels, four numbers for each lesion, the largest first."""
+    """Also write boxes to the table: left, top, right, bottom in pixels, four numbers for each lesion, the largest first."""
     crop: bool = False
-    """Also write a crop of the largest lesion, in crops/; `crop` in the table is its file."""
-    tokens: bool = False
-    """Also write the kept tokens, to tokens.safetensors."""
+    """Also write a crop of the largest lesion, in crops/; the table names its file."""
     table: Literal["parquet", "csv"] = "parquet"
     """Format of the table."""
     many: ManyImages
@@ -93,16 +107,13 @@ class Route(Infer):
     def run(self) -> None:
         self.require_effect(self.many.engine == "ray", '`engine="ray"`', "address")
         self.require_effect(self.many.engine == "local", '`engine="local"`', "jobs")
-        self.require_effect(self.tokens, "`tokens`", "tokens_dtype")
 
-        from medtokenbudget.model import load
-        from medtokenbudget.model.batch import RouteConfig, route_files
+        from medtokenbudget.model.batch import route_files
 
-        model = load(self.model, weights=self.weights, device=self.device)
-        amount = self.amount(model)
-        settings = {entry.name: getattr(self, entry.name) for entry in fields(RouteConfig) if hasattr(self, entry.name)}
-        config = RouteConfig(**{**settings, "budget": amount, "shard_size": self.many.shard_size, "jobs": self.many.jobs})
-        routed = route_files(list(self.images), self.out, model, self.masks, config, self.many.engine, self.many.address)
+        model, config = self.prepare(shard_size=self.many.shard_size, jobs=self.many.jobs)
+        routed = route_files(
+            list(self.images), self.out, model, self.masks, config, self.many.engine, self.many.address, self.store
+        )
         if routed.failed:
             say(_failures(routed))
         if routed.unfamiliar:
@@ -111,7 +122,7 @@ class Route(Infer):
                 "`unfamiliar`): do not rely on what was kept of them."
             )
         if routed.retention and routed.retention["router"].n:
-            print(_retention_table(routed, f"budget {amount:g}" if isinstance(amount, float) else f"promised {amount.retention:g}"))
+            print(_retention_table(routed, config.budget))
         say(f"Routed {routed.done:,} image{'' if routed.done == 1 else 's'} to {routed.table}.")
 
 
@@ -119,10 +130,12 @@ def _failures(counts: Any) -> str:
     return f"{counts.failed} of {counts.done + counts.failed} images could not be read. The reasons are in {counts.errors}."
 
 
-def _retention_table(routed: Routed, amount: str) -> str:
+def _retention_table(routed: Routed, amount: float | Guarantee | None) -> str:
     titles = {"router": "router", "center": "center (control)", "random": "random (expected)"}
     n = routed.retention["router"].n
-    head = f"{f'{amount}, n = {n}':<22}{'pooled':>10}{'mean':>10}{'of ceiling':>12}"
+    assert amount is not None
+    asked = f"budget {amount:g}" if isinstance(amount, float) else f"promised {amount.retention:g}"
+    head = f"{f'{asked}, n = {n}':<22}{'pooled':>10}{'mean':>10}{'of ceiling':>12}"
     rows = [
         f"{titles[name]:<22}{share.pooled:>10.1%}{share.mean:>10.1%}{share.of_ceiling:>12.1%}"
         for name, share in routed.retention.items()
@@ -138,33 +151,21 @@ class Predict(Infer):
     could be read.
     """
 
-    example = "mtb predict runs/demo photos/ 'more/*.png' --budget 0.3 --out predictions.csv --overlay overlays"
+    example = "mtb predict photos/ 'more/*.png' --model runs/demo --budget 0.3 --overlay --out predictions.csv"
 
-    model: Positional[str]
+    model: str
     """Run directory, model folder or hub id (owner/name)."""
-    images: Positional[tuple[str, ...]]
-    """Image files, folders, globs, or a manifest (.parquet)."""
     out: Path
     """Table to write, FILE.csv or FILE.parquet."""
-    overlay: Path | None = None
-    """Also draw the kept patches of each image to this folder."""
-    tokens: Path | None = None
-    """Also write the kept tokens to this safetensors file."""
 
     def run(self) -> None:
-        self.require_effect(self.tokens is not None, "`tokens`", "tokens_dtype")
+        from medtokenbudget.model.batch import predict_files
 
-        from medtokenbudget.model import load
-        from medtokenbudget.model.batch import RouteConfig, predict_files
-
-        model = load(self.model, weights=self.weights, device=self.device)
-        config = RouteConfig(
-            self.amount(model), self.selector, tokens_dtype=self.tokens_dtype, batch_size=self.batch_size, workers=self.workers
-        )
-        summary = predict_files(list(self.images), self.out, model, config, self.tokens, self.overlay)
+        model, config = self.prepare()
+        summary = predict_files(list(self.images), self.out, model, config)
         if summary.failed:
             say(_failures(summary))
-        where = f" and overlays to {self.overlay}" if self.overlay else ""
+        where = f" and overlays to {self.out.parent / 'overlays'}" if self.overlay else ""
         say(f"Wrote {summary.done} predictions of {self.selector or model.main} to {self.out}{where}.")
 
 
@@ -177,14 +178,15 @@ class Evaluate(Command):
     model's own validation.
     """
 
-    example = "mtb evaluate runs/first other.parquet --out runs/external"
+    example = "mtb evaluate other.parquet --model runs/first --out runs/external"
+    first = frozenset({"manifest", "out", "model", "kept", "store", "budgets", "selector", "classes", "part", "by"})
 
-    model: Positional[str]
-    """Run directory, model folder, hub id (owner/name), or 'dermoscopy'. With `kept`: the manifest."""
-    manifest: Positional[Path | None] = None
+    manifest: Positional[Path]
     """The images (.parquet), made with `mtb data`."""
     out: Path
     """Run directory to write."""
+    model: str = "dermoscopy"
+    """'dermoscopy', a run directory, a model folder or a hub id (owner/name)."""
     kept: Path | None = None
     """Instead of a model: a table (.parquet) of the patches that any method kept, such as routes.parquet."""
     store: Path | None = None
@@ -207,27 +209,20 @@ class Evaluate(Command):
         from medtokenbudget.api import evaluate, evaluate_kept
         from medtokenbudget.runs.run import headline
 
-        self.require_effect(self.kept is None, "a model, which `kept` replaces", "budgets", "selector", "classes")
-        if (self.manifest is None) == (self.kept is None):
-            raise RequestError("Pass a model and a manifest, or a manifest alone and `kept`.")
+        idle = [f"`{name}`" for name in ("model", "budgets", "selector", "classes") if name in self.given]
+        if self.kept is not None and idle:
+            raise RequestError(f"`kept` replaces the model and its options. Leave out {' and '.join(idle)}.")
         if self.kept is not None:
-            run = evaluate_kept(self.kept, self.model, self.out, self.store, self.part, self.by)
+            run = evaluate_kept(self.kept, self.manifest, self.out, self.store, self.part, self.by)
         else:
-            run = evaluate(
-                *(
-                    self.model,
-                    str(self.manifest),
-                    self.out,
-                    self.store,
-                    self.budgets,
-                    self.selector,
-                    self.classes,
-                    self.part,
-                    self.by,
-                )
-            )
+            asked = (self.out, self.store, self.budgets, self.selector, self.classes, self.part, self.by)
+            run = evaluate(self.model, self.manifest, *asked)
         run.record_command("evaluate", self.words)
         print(headline(run.results))
+        about = run.evaluation or {}
+        if about.get("unfamiliar"):
+            share = f"{about['unfamiliar'] / about['images']:.1%} of {about['images']:,}"
+            say(f"{share} images are unlike the training images of this model: do not rely on what was kept of them.")
         say(f"Wrote {run.report(pictures=self.pictures)}.")
 
 
@@ -239,6 +234,7 @@ class Serve(Command):
     """
 
     example = "mtb serve runs/demo/model --port 8765"
+    first = frozenset({"model", "host", "port", "allowed_hosts", "token_file", "weights", "device"})
     open_browser: ClassVar[bool] = False
 
     model: Positional[str | None] = None
@@ -274,7 +270,7 @@ class Export(Command):
     for the hub has no local paths.
     """
 
-    example = "mtb export runs/demo --format onnx --budget 0.1 0.3 --part whole --out exported"
+    example = "mtb export runs/demo --format onnx --budget 0.1 0.3 --graph whole --out exported"
 
     model: Positional[str | None] = None
     """Run directory, model folder or hub id (owner/name). Default: the packaged router."""
@@ -284,8 +280,8 @@ class Export(Command):
     """ONNX files, the explorer as a static site, or a model folder for the hub."""
     budget: tuple[Budget, ...] | None = None
     """Budgets, one ONNX file each. Default: that of the model, or {DEFAULT_BUDGET}."""
-    part: Literal["routing", "whole"] = "whole"
-    """'whole': image to logits; 'routing': tokens to logits."""
+    graph: Literal["routing", "whole"] = "whole"
+    """What the ONNX file computes. 'whole': image to logits; 'routing': tokens to logits."""
     selector: str | None = None
     """Method to export as ONNX. Default: the model's main method. The model's README.md lists all of them."""
     weights: Path | None = None
@@ -296,7 +292,7 @@ class Export(Command):
     """With `format="web"`: folder of the npm package onnxruntime-web. Default: fetched by npm, once."""
 
     def run(self) -> None:
-        self.require_effect(self.format == "onnx", '`format="onnx"`', "budget", "part", "selector")
+        self.require_effect(self.format == "onnx", '`format="onnx"`', "budget", "graph", "selector")
         self.require_effect(self.format == "hub", '`format="hub"`', "push")
         self.require_effect(self.format == "web", '`format="web"`', "runtime")
 
@@ -315,7 +311,7 @@ class Export(Command):
             from medtokenbudget.model.onnx import export_onnx
 
             for budget in self.budget or [model.budget(None)]:
-                path = export_onnx(model, self.out, budget, self.part, self.selector)
+                path = export_onnx(model, self.out, budget, self.graph, self.selector)
                 say(f"Wrote {path} ({path.stat().st_size / 1024**2:.1f} MB), checked against PyTorch.")
 
     def _write_site(self, model: MedTokenBudget) -> None:

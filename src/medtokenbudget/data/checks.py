@@ -81,7 +81,8 @@ class Report:
     """The result of a check.
 
     `classes` and `masks` count images, and images that have a mask, as `{part: {class: n}}`; '-' is no label. `prevalence` has the
-    statistics of lesion patches for each part (see `prevalence_table`), from `prevalence_images` images.
+    statistics of lesion patches for each part (see `prevalence_table`), from `prevalence_images` images. `broken` has the
+    numbers of the rows whose image or mask is fatal.
     """
 
     name: str
@@ -93,6 +94,7 @@ class Report:
     masks: dict[str, dict[str, int]]
     prevalence: dict[str, dict[str, dict[str, float]]]
     prevalence_images: dict[str, int]
+    broken: dict[str, list[int]]
 
     @property
     def fatal(self) -> bool:
@@ -124,7 +126,22 @@ def check(manifest: Manifest, workers: int = 4) -> Report:
         masks=_by_class(manifest, manifest.rows[manifest.rows["mask"].notna()]),
         prevalence={part: prevalence_table(counts, GRID[0] * GRID[1]) for part, counts in patches.items() if counts},
         prevalence_images={part: len(counts) for part, counts in patches.items() if counts},
+        broken={
+            what: [
+                row
+                for row, (found, _, _) in enumerate(read)
+                if any(kind.startswith(what) and _KINDS[kind][0] == "fatal" for kind, _ in found)
+            ]
+            for what in ("image", "mask")
+        },
     )
+
+
+def without_broken(manifest: Manifest, report: Report) -> Manifest:
+    """Leave out the images that cannot be read, and the masks that cannot be used."""
+    bad = set(report.broken["mask"])
+    cleared = manifest.with_columns(mask=[None if row in bad else mask for row, mask in enumerate(manifest.rows["mask"])])
+    return cleared.take(sorted(set(range(len(manifest))) - set(report.broken["image"])))
 
 
 def _read(manifest: Manifest, index: int) -> tuple[list[Problem], Fingerprint | None, int]:

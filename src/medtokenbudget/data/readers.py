@@ -51,8 +51,12 @@ KVASIR_CLASSES = (
 )
 _KVASIR_FOLDER = "kvasir-dataset-v2"  # in the official archive
 
-MASK_NAMES = "The mask of a.jpg must be called a.png, a_segmentation.png or a_mask.png."
-_MASK_ENDING = re.compile(r"(_mask|_segmentation)(_[0-9]+)?$")  # with a number where an image has several masks
+MASK_NAMES = (
+    "The mask of a.jpg is called a.png, or a_mask.png with mask, masks, seg, segmentation, gt, groundtruth, label or lesion. For "
+    "other names, pass `mask_pattern` to `mtb data folder`."
+)
+# With a number where an image has several masks.
+_MASK_ENDING = re.compile(r"([_-](?:masks?|seg|segmentation|gt|ground_?truth|label|lesion))(_[0-9]+)?$", re.IGNORECASE)
 _MASK_FOLDER_NAMES = {"mask", "masks", "segmentation", "segmentations"}
 # Folder names that mean a part of the split and not a class.
 _PART_NAMES = {"train", "training", "val", "valid", "validation", "test", "testing", "select"}
@@ -250,6 +254,7 @@ def folder_manifest(
     *,
     name: str | None = None,
     merged: Path | str | None = None,
+    pattern: str | None = None,
     annotators: Annotators = "union",
 ) -> Manifest:
     """Make a manifest of the images in a folder.
@@ -260,17 +265,22 @@ def folder_manifest(
 
     Args:
         root: The folder.
-        masks: Folder with the masks, found by name: `a.png`, `a_segmentation.png` or `a_mask.png` for `a.jpg`. It may be `root`.
+        masks: Folder with the masks, found by name, in any case: `a.png`, `a_mask.png`, `a_segmentation.png`, `a_seg.png`,
+            `a_gt.png` and the like for `a.jpg`. It may be `root`.
         name: Name of the data set; the name of the folder by default.
         merged: Folder to write one mask to for each image that has several (`a_mask.png`, `a_mask_1.png`).
-        annotators: What these are: 'union' takes them as several lesions, 'majority' as one lesion by several annotators. 'each' is
-            'majority', and keeps the mask of each annotator for evaluation. Masks by annotators may be called `a_ANYTHING.png`, or
-            `a.png` in a subfolder for each annotator.
+        pattern: Path of a mask in `masks` for other names, such as '{stem}/{stem}_roi*.png'; {stem} is the image's name without
+            its ending.
+        annotators: What several masks are: 'union' takes them as several lesions, 'majority' as one lesion by several annotators.
+            'each' is 'majority', and keeps the mask of each annotator for evaluation. Masks by annotators may be called
+            `a_ANYTHING.png`, or `a.png` in a subfolder for each annotator.
 
     Returns:
         The manifest. Its `split_rule` is 'given' if the folders give the split; otherwise it is 'none' and all rows are 'train'.
     """
     top = require_folder(Path(root), "Pass the folder that contains the images or the class folders.")
+    if masks is not None:
+        require_folder(Path(masks), "Pass the folder that contains the masks.")
     files = list(files_below(top, None if masks is None else Path(masks)))
     report_skipped(top, Counter(kind_of(path) for path in files if not is_image(path) and path.is_file()))
     images, given = _by_layout(top, files)
@@ -280,7 +290,8 @@ def folder_manifest(
     else:
         images = [image for image in images if not _is_mask(image[0])]
         folder = None if merged is None else Path(merged)
-        mask_files = MaskFolder(Path(masks), folder, top, annotators, {image[0].stem for image in images})
+        mask_files = MaskFolder(Path(masks), folder, top, pattern, annotators, {image[0].stem for image in images})
+        images = [image for image in images if os.path.abspath(image[0]) not in mask_files.named]
     if not images:
         raise no_images(top)
     records = [
@@ -350,6 +361,14 @@ def _reject_masks(images: Sequence[tuple[Path, str | None, str]]) -> None:
         )
 
 
+def _mask_path(pattern: str) -> re.Pattern[str]:
+    """Return what finds the path of a mask in its folder, and the stem of its image."""
+    first, *others = re.escape(pattern).replace(r"\*", "[^/]*").split(r"\{stem\}")
+    if not others:
+        raise RequestError(f"`mask_pattern` must contain {{stem}}, the image's name without its ending, got '{pattern}'.")
+    return re.compile(rf"(?:^|/){first}(?P<stem>[^/]+){'(?P=stem)'.join(others)}$", re.IGNORECASE)
+
+
 class MaskFolder:
     """Mask files by the stem of the image that they belong to.
 
@@ -357,8 +376,9 @@ class MaskFolder:
         folder: Folder with the masks, at any depth.
         merged: Folder to write one mask to for each image that has several.
         images: Folder of the images, in which `merged` must not be, because it would become a class there.
+        pattern: Path of a mask, with {stem} for the image's name, where masks have other names than the usual ones.
         annotators: What several masks of one image are.
-        stems: Of all images; only masks of several annotators are looked up by them.
+        stems: Of all images; masks of several annotators are looked up by them, unless there is a pattern.
     """
 
     def __init__(
@@ -366,32 +386,43 @@ class MaskFolder:
         folder: Path,
         merged: Path | None = None,
         images: Path | None = None,
+        pattern: str | None = None,
         annotators: Annotators = "union",
         stems: Collection[str] = (),
     ) -> None:
-        self.folder = require_folder(folder, "Pass the folder that contains the masks.")
-        self.merged, self.images, self.annotators = merged, images, annotators
+        self.folder = folder
+        self.merged, self.images, self.pattern, self.annotators = merged, images, pattern, annotators
         self.paths = [path for path in files_below(folder) if is_image(path)]
         self.used: set[str] = set()  # absolute paths of masks that belong to an image, and of the images
         self.matched = 0  # images that have a mask
         self.several: dict[Path, list[Path]] = {}  # by image
-        self._by_stem: dict[str, list[Path]] = {}
-        known = {*stems, *(stem.removesuffix(DOWNSAMPLED) for stem in stems)}
+        self.names: Counter[str] = Counter()  # how the masks are called: '{stem}_mask.png'
+        self.named: set[str] = set()  # absolute paths of files that the pattern describes
+        self._by_stem: dict[str, list[tuple[str, Path]]] = {}
+        finder = None if pattern is None else _mask_path(pattern)
+        known = {stem.lower() for image in stems for stem in (image, image.removesuffix(DOWNSAMPLED))}
         for path in self.paths:
             of = {path.stem, _MASK_ENDING.sub("", path.stem)}
-            if annotators != "union":  # the longest name of an image that the mask begins with
+            if finder is not None:
+                match = finder.search(path.relative_to(folder).as_posix())
+                of = {match["stem"]} if match else set()
+                self.named.update([os.path.abspath(path)] if match else [])
+            elif annotators != "union":  # the longest name of an image that the mask begins with
                 begins = [path.stem[: end.start()] for end in re.finditer(r"\W|_|$", path.stem)]
-                of = {max((begin for begin in begins if begin in known), key=len, default=path.stem)}
+                of = {max((begin for begin in begins if begin.lower() in known), key=len, default=path.stem)}
             for stem in of:
-                self._by_stem.setdefault(stem, []).append(path)
+                self._by_stem.setdefault(stem.lower(), []).append((stem, path))
 
     def of(self, image: Path) -> Path | None:
         """Find the mask of an image; None if it has no mask."""
         itself = os.path.abspath(image)
         candidates: list[Path] = []
-        for stem in (image.stem, image.stem.removesuffix(DOWNSAMPLED)):
+        for stem in dict.fromkeys((image.stem, image.stem.removesuffix(DOWNSAMPLED))):
             # Where masks are next to the images, an image has its own stem but is not its own mask.
-            candidates = candidates or [path for path in self._by_stem.get(stem, []) if os.path.abspath(path) != itself]
+            found = [entry for entry in self._by_stem.get(stem.lower(), []) if os.path.abspath(entry[1]) != itself]
+            if found and not candidates:
+                candidates = [path for name, path in found if name == stem] or [path for _, path in found]
+                self.names[self.pattern or f"{{stem}}{candidates[0].name[len(stem) :]}"] += 1
         masks = sorted([path for path in candidates if path.parent.name == image.parent.name] or candidates)
         self.used.update([itself, *map(os.path.abspath, masks)])
         self.matched += bool(masks)
@@ -412,7 +443,7 @@ class MaskFolder:
         endings = [_MASK_ENDING.search(path.stem) for path in masks]
         kinds = {(path.parent, ending and ending[1]) for path, ending in zip(masks, endings)}
         numbers = {ending and ending[2] for ending in endings}
-        if self.annotators == "union" and (len(kinds) > 1 or len(numbers) < len(masks)):
+        if self.pattern is None and self.annotators == "union" and (len(kinds) > 1 or len(numbers) < len(masks)):
             raise RequestError(
                 f"{image.name} has more than one mask in {self.folder}: {names}. Keep one of them, or pass "
                 '`annotators="majority"` if they are by several annotators.'
@@ -438,6 +469,7 @@ class MaskFolder:
         """Say which masks were not used and which were merged; no mask at all is an error."""
         if not self.matched:
             raise RequestError(f"No mask in {self.folder} belongs to an image. {MASK_NAMES}")
+        say(f"Masks found as {', '.join(f'{name} ({count:,})' for name, count in self.names.most_common(5))} in {self.folder}.")
         if unused := [path.name for path in self.paths if os.path.abspath(path) not in self.used]:
             say(
                 f"{len(unused):,} of {len(self.paths):,} files in {self.folder} are the mask of no image: "

@@ -25,8 +25,9 @@ import torch
 from PIL import Image
 
 from medtokenbudget import files
+from medtokenbudget.backbone.store import FeatureStore
 from medtokenbudget.config import NOTICE, Count, Natural, Parallel, Settings
-from medtokenbudget.data import decode_mask
+from medtokenbudget.data import Manifest, decode_mask
 from medtokenbudget.data.readers import MASK_NAMES, MaskFolder
 from medtokenbudget.errors import MedTokenBudgetError, RequestError, WorkError
 from medtokenbudget.files import exclusive
@@ -170,18 +171,15 @@ def predict_files(
     out: Path | str,
     model: MedTokenBudget | Path | str,
     config: RouteConfig | None = None,
-    tokens: Path | None = None,
-    overlays: Path | None = None,
 ) -> Routed:
     """Predict images and write the results to files, in constant memory.
 
     Args:
         images: What `MedTokenBudget.predict` takes.
-        out: Table to write, `.csv` or `.parquet`. Images that could not be read are listed in `x.errors.jsonl` next to `x.csv`.
+        out: Table to write, `.csv` or `.parquet`. Next to it come `overlays/`, `tokens.safetensors`, and `x.errors.jsonl` for
+            `x.csv`, which lists the images that could not be read.
         model: A model, or what `mtb.load` takes.
         config: Budget, method and sizes.
-        tokens: Safetensors file for the kept tokens, optional.
-        overlays: Folder for one overlay picture per image, optional.
 
     Raises:
         NoHeadError: If the model is a router without a head.
@@ -191,7 +189,9 @@ def predict_files(
     if table.suffix.lower() not in (".csv", ".parquet"):
         raise RequestError(f"The table {table} must end in .csv or .parquet.")
     predictor.answers((), config.budget, config.selector, kind=Prediction)  # a wrong request is refused before a file is made
-    shard, errors = Shard(expand(images), table, tokens, overlays), table.with_name(f"{table.stem}.errors.jsonl")
+    tokens, overlays = table.with_name(f"{TOKENS}.safetensors"), table.with_name(OVERLAYS)
+    shard = Shard(expand(images), table, tokens if config.tokens else None, overlays if config.overlay else None)
+    errors = table.with_name(f"{table.stem}.errors.jsonl")
     with exclusive(table.parent, name=f".{table.stem}.lock"), progress(what="Predicting", unit="image") as bar:
         return write_table(predictor, shard, config, bar.update, errors, Prediction)
 
@@ -204,6 +204,7 @@ def route_files(
     config: RouteConfig | None = None,
     engine: str = "local",
     address: str | None = None,
+    store: FeatureStore | Path | str | None = None,
 ) -> Routed:
     """Route images and write the results to a folder. A second call replaces the results of the first.
 
@@ -219,6 +220,7 @@ def route_files(
         config: Budget, formats and sizes.
         engine: 'local', or 'ray' for a cluster.
         address: Address of a running Ray cluster ('auto', 'host:port'); None starts Ray on this machine.
+        store: Tokens of the images of a manifest, which are read instead of running the backbone.
 
     Raises:
         WorkError: If no image could be read, or none of the masks could be used; in the latter case the images are routed.
@@ -230,8 +232,15 @@ def route_files(
     router.answers((), config.budget, config.selector)  # a wrong request is refused before a file is made
     if config.lesions:
         router.require_lesion_map(config.selector)
+    in_one = engine == "local" and config.jobs == 1 and not config.shard_size
+    if store is not None:
+        if masks is not None or not in_one:
+            raise RequestError(
+                "With `store`, masks are those of the manifest, and one process writes one table. Leave out the others."
+            )
+        store, images = _stored(store, images, router)
     sources = with_masks(expand(images), masks)
-    if engine == "local" and config.jobs == 1 and not config.shard_size:
+    if in_one:
         if (folder / TABLE).is_dir():
             raise RequestError(
                 f'{folder} has a table in shards ({TABLE}/). Resume it with `shard_size` or `engine="ray"`, or use another `out`.'
@@ -239,7 +248,7 @@ def route_files(
         tokens, overlays = folder / f"{TOKENS}.safetensors", folder / OVERLAYS if config.overlay else None
         shard = Shard(sources, folder / f"{TABLE}.{config.table}", tokens if config.tokens else None, overlays, folder)
         with exclusive(folder, name=f".{TABLE}.lock"), progress(what="Routing", unit="image") as bar:
-            routed = write_table(router, shard, config, bar.update, folder / ERRORS)
+            routed = write_table(router, shard, config, bar.update, folder / ERRORS, store=store)
             # What an earlier call with other formats left would not belong to this table.
             files.remove(folder / f"{TABLE}.{'csv' if config.table == 'parquet' else 'parquet'}")
             if not config.tokens:
@@ -268,6 +277,18 @@ def route_files(
         # A manifest may be of images without a lesion: its empty masks are no fault.
         _report_masks(routed, asked=masks is not None or routed.masks_failed > 0)
     return routed
+
+
+def _stored(store: FeatureStore | Path | str, images: Any, model: MedTokenBudget) -> tuple[FeatureStore, Manifest]:
+    """Open a store for the images of a manifest."""
+    (one,) = images if isinstance(images, (list, tuple)) and len(images) == 1 else (images,)
+    if not isinstance(one, Manifest):
+        if not isinstance(one, (str, os.PathLike)) or Path(one).suffix != ".parquet":
+            raise RequestError("With `store`, pass one manifest (.parquet) as the images.")
+        one = Manifest.read(Path(one))
+    opened = store if isinstance(store, FeatureStore) else FeatureStore.open(store)
+    model.require_store(opened)
+    return opened.annotated(one), one
 
 
 def with_masks(sources: Iterable[ImageSource], masks: Path | str | None) -> Iterator[ImageSource]:
@@ -326,6 +347,7 @@ def write_table(
     advance: Advance,
     errors: Path | list[dict[str, str]],
     kind: type[Routing] = Routing,
+    store: FeatureStore | None = None,
 ) -> Routed:
     """Write every answer as it comes, and count it. The table appears last, so whoever sees it finds the rest too.
 
@@ -335,7 +357,7 @@ def write_table(
     routed = Routed(shard.table, model.grid)
     metadata, masks = _metadata(model, config), kind is Routing
     sizes, maps = (config.batch_size, config.workers), bool(config.lesions)
-    answers = model.answers(shard.sources, config.budget, config.selector, *sizes, masks, kind, maps)
+    answers = model.answers(shard.sources, config.budget, config.selector, *sizes, masks, kind, maps, store)
     if isinstance(errors, Path):
         files.remove(errors)
 

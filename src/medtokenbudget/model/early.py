@@ -133,11 +133,15 @@ class EarlyRouting:
         signals = tuple(name for name in selector.requires if name in REGISTRY)
 
         def scores(images: Tensor) -> Tensor:
-            mean, std = (
-                torch.tensor(values, device=images.device).view(1, 3, 1, 1)
-                for values in (backbone.preprocessing.mean, backbone.preprocessing.std)
-            )
-            tokens = backbone.tokens((images - mean) / std, signals)
+            if selector.reads_patches:
+                mean, std = (
+                    torch.tensor(values, device=images.device).view(1, 3, 1, 1)
+                    for values in (backbone.preprocessing.mean, backbone.preprocessing.std)
+                )
+                tokens = backbone.tokens((images - mean) / std, signals)
+            else:
+                h, w = backbone.grid
+                tokens = TokenBatch(images.new_zeros((images.shape[0], h * w, 1)), (h, w))
             if "luminance" in selector.requires:
                 gray = torch.einsum("bchw,c->bhw", images, torch.tensor(REC601, device=images.device))
                 cells = F.avg_pool2d(gray.unsqueeze(1), images.shape[-1] // backbone.grid[0])

@@ -35,6 +35,7 @@ from medtokenbudget.routing.trainable import ScoredRanker, evaluating
 from medtokenbudget.tokens import Selection, TokenBatch
 
 if TYPE_CHECKING:
+    from medtokenbudget.backbone.store import FeatureStore
     from medtokenbudget.model.model import MedTokenBudget
 
 SEED = 0
@@ -446,6 +447,7 @@ def answers(
     workers: int,
     masks: bool,
     maps: bool,
+    store: FeatureStore | None = None,
 ) -> Iterator[tuple[ImageSource, Answer | None]]:
     """Yield each source with its answer, in order and in constant memory; `MedTokenBudget.answers` checks the arguments.
 
@@ -459,14 +461,22 @@ def answers(
         ranker = classifier.selector
     selector, guarantee = classifier.selector, amount if isinstance(amount, Guarantee) else None
     ranking = selector if isinstance(selector, Ranker) and not selector.stochastic and model.early is None else None
-    decode = partial(_decode, prepare=model.backbone.prepare, grid=model.grid if masks else None)
+    decode: Callable[[ImageSource], Decoded]
+    if store is None:
+        decode = partial(_decode, prepare=model.backbone.prepare, grid=model.grid if masks else None)
+    else:
+        decode = partial(_find, store=store, masks=masks)
     decoded = ordered_map(decode, sources, ahead=2 * batch_size, threads=max(1, workers))
     for batch in _batches(decoded, batch_size):
         columns: dict[str, Iterable[Any]] = {}
         readable = [pixels for _, pixels, _ in batch if pixels is not None]
         if readable:
             with torch.inference_mode(), evaluating(classifier):
-                tokens = model.encode(np.stack(readable))
+                pixels_or_rows = np.stack(readable)
+                if store is None:
+                    tokens = model.encode(pixels_or_rows)
+                else:
+                    tokens = store.read(pixels_or_rows, signals=selector.requires).to(model.device)
                 sight = None if ranker is None else ranker.see(ranker.check(tokens))
                 scores = None if sight is None else sight.scores
                 if scores is None and ranking is not None:
@@ -536,6 +546,15 @@ def _decode(source: ImageSource, prepare: Callable[[Image.Image], np.ndarray], g
         return source, pixels, patch_labels(mask_of(picture.size, source.mask), grid)
     except RequestError as error:
         return replace(source, mask_reason=str(error)), pixels, None
+
+
+def _find(source: ImageSource, store: FeatureStore, masks: bool) -> Decoded:
+    """Return the number of an image's row in a store, in place of its pixels, and the lesion patches that the store knows."""
+    rows = store.rows([source.image_id], strict=False)
+    if not len(rows):
+        return replace(source, reason=f"{source.name} has no tokens in the store {store.path}."), None, None
+    known = masks and bool(store.has_mask[rows[0]])
+    return source, rows[0], store.lesion[rows[0]].numpy().astype(bool) if known else None
 
 
 def select(selector: Selector, tokens: TokenBatch, k: int, scores: Tensor | None = None) -> Selection:

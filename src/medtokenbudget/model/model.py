@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from medtokenbudget import config as settings
 from medtokenbudget.backbone.backbone import READS_PIXELS, Backbone
 from medtokenbudget.backbone.preprocess import luminance
+from medtokenbudget.backbone.store import FeatureStore
 from medtokenbudget.config import DEFAULT_BUDGET, BackboneConfig, TrainConfig
 from medtokenbudget.data import patch_labels
 from medtokenbudget.errors import BudgetError, MismatchError, RequestError, ShapeError, UnknownNameError
@@ -469,24 +470,9 @@ class MedTokenBudget(nn.Module):
                 others.
 
         Raises:
-            RequestError: If an image cannot be read; use `route_stream` with `on_error` to continue with the others.
+            RequestError: If an image cannot be read; use `stream` with `on_error` to continue with the others.
         """
-        amount = self.amount(budget, retention, selector=selector)
-        return list(self.route_stream(images, amount, selector, batch_size, normalized=normalized))
-
-    def route_stream(
-        self,
-        images: Any,
-        budget: Amount = None,
-        selector: str | None = None,
-        batch_size: int = 16,
-        on_error: OnError = None,
-        *,
-        normalized: Normalized = False,
-    ) -> Iterator[Routing]:
-        """Like `route`, one image at a time in constant memory; images that cannot be read are passed to `on_error`."""
-        sources = expand(images, self.statistics(normalized))
-        return _readable(self.answers(sources, budget, selector, batch_size), on_error)
+        return list(self.stream(images, budget, selector, batch_size, retention=retention, normalized=normalized, kind=Routing))
 
     def predict(
         self,
@@ -501,25 +487,29 @@ class MedTokenBudget(nn.Module):
         """Like `route`, with the classes that the head of the model reads from the kept patches.
 
         Raises:
-            RequestError: If an image cannot be read; use `predict_stream` with `on_error` to continue with the others.
             NoHeadError: If the model is a router without a head; use `route`.
         """
-        amount = self.amount(budget, retention, selector=selector)
-        return list(self.predict_stream(images, amount, selector, batch_size, normalized=normalized))
+        return list(self.stream(images, budget, selector, batch_size, retention=retention, normalized=normalized, kind=Prediction))
 
-    def predict_stream(
+    def stream(
         self,
         images: Any,
         budget: Amount = None,
         selector: str | None = None,
         batch_size: int = 16,
-        on_error: OnError = None,
         *,
+        retention: float | str | None = None,
         normalized: Normalized = False,
-    ) -> Iterator[Prediction]:
-        """Like `predict`, one image at a time in constant memory; images that cannot be read are passed to `on_error`."""
+        kind: type[Answer] = Routing,  # type: ignore[assignment]
+        on_error: OnError = None,
+    ) -> Iterator[Answer]:
+        """Like `route` (or `predict`, with `kind=mtb.Prediction`), one image at a time in constant memory.
+
+        Images that cannot be read are passed to `on_error`; without it they raise.
+        """
+        amount = self.amount(budget, retention, selector=selector)
         sources = expand(images, self.statistics(normalized))
-        return _readable(self.answers(sources, budget, selector, batch_size, kind=Prediction), on_error)
+        return _readable(self.answers(sources, amount, selector, batch_size, kind=kind), on_error)
 
     def answers(
         self,
@@ -531,12 +521,14 @@ class MedTokenBudget(nn.Module):
         masks: bool = False,
         kind: type[Answer] = Routing,  # type: ignore[assignment]
         maps: bool = False,
+        store: FeatureStore | None = None,
     ) -> Iterator[tuple[ImageSource, Answer | None]]:
         """Yield each source with its answer, or with None if it could not be read (`reason` of the source says why), in order.
 
         The request is checked at once, before the first image is opened. `kind` is `Routing`, or `Prediction` to read the classes
         too. With `masks` each answer has the lesion patches of its source's mask; where it cannot be used, `mask_reason` says why.
-        With `maps` it has its lesion map from the same pass; otherwise that is computed when it is read.
+        With `maps` it has its lesion map from the same pass; otherwise that is computed when it is read. With a `store` tokens are
+        read from it by the ids of the images, which are not opened.
         """
         settings.check_values({"batch_size": (batch_size, settings.Count), "workers": (workers, settings.Parallel)})
         method, amount = self.main if selector is None else selector, self.amount(budget)
@@ -547,7 +539,20 @@ class MedTokenBudget(nn.Module):
             raise RequestError(f"This guarantee is for '{amount.selector}', not for '{method}'. Calibrate '{method}' first.")
         if issubclass(kind, Prediction):
             _ = classifier.required_head
-        return inference.answers(self, sources, amount, method, kind, batch_size, workers, masks, maps)
+        return inference.answers(self, sources, amount, method, kind, batch_size, workers, masks, maps, store)
+
+    def require_store(self, store: FeatureStore) -> None:
+        """Reject a store whose tokens are not those that this model reads."""
+        expected, stored = comparable(self.backbone_fingerprint), comparable(store.config["backbone"])
+        if expected != stored:
+            advice = (
+                "The model reads tokens of its own backbone and grid: leave out `store` to compute them, or pass a store of it."
+            )
+            raise MismatchError.between(f"The store {store.path}", expected, stored, advice)
+        if store.config["keep"] != "patches":
+            raise RequestError(
+                f"Store {store.path} contains only routed tokens, but the model reads all patches. Leave out `store`."
+            )
 
     def unfamiliarity(self, tokens: TokenBatch, sight: Sight | None = None) -> Tensor | None:
         """Return the distance [B] of images to the training images; `sight` is what the main method saw of them, if it looked."""
@@ -682,14 +687,9 @@ def route(
     """Return the patches that a router keeps of images; no training, no labels, no masks.
 
     Args:
-        images: What `MedTokenBudget.route` takes: paths, folders, globs, pictures, arrays, tensors, bytes, data loaders.
-        budget: Share of the patches that is kept, such as 0.3 or '30%', or a guarantee of the model; None means `DEFAULT_BUDGET`,
-            or the only one of a model routed early.
+        images: Paths, folders, globs, pictures, arrays, tensors, bytes, data loaders. `MedTokenBudget.route` describes these and
+            all arguments that are not listed here.
         model: A model, or what `mtb.load` takes. Default: the router that comes with the package, for dermoscopic images.
-        selector: Method to use; None means the model's main one.
-        batch_size: Images per forward pass.
-        retention: Instead of a budget: share of the lesion to keep, one that the model was calibrated for.
-        normalized: True if float tensors were normalized with mean and std of the model's backbone, `(mean, std)` if with others.
 
     Returns:
         One `Routing` per image: `kept`, `scores`, `tokens`, `unfamiliar`. In a notebook it shows the image with its kept patches.
@@ -715,16 +715,10 @@ def predict(
     retention: float | str | None = None,
     normalized: Normalized = False,
 ) -> list[Prediction]:
-    """Predict classes of images from the patches that a model keeps.
+    """Predict classes of images from the patches that a model keeps. The arguments are those of `MedTokenBudget.route`, and:
 
     Args:
-        images: What `route` takes.
         model: A model with a head, or what `mtb.load` takes. The router that comes with the package has no head.
-        budget: As for `route`.
-        selector: Method to use; None means the model's main one.
-        batch_size: Images per forward pass.
-        retention: As for `route`.
-        normalized: As for `route`.
 
     Returns:
         One `Prediction` per image: `label`, `probabilities`, and everything that a `Routing` has.

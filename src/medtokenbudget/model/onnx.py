@@ -33,7 +33,7 @@ from medtokenbudget.routing.trainable import ScoredRanker, Sight, evaluating
 from medtokenbudget.tokens import TokenBatch
 from medtokenbudget.training.classifier import RoutedClassifier
 
-Part = Literal["routing", "whole"]
+Graph = Literal["routing", "whole"]
 OPSET = 18
 TOLERANCE = 1e-4
 """Largest difference of logits, tokens and unfamiliarity."""
@@ -47,15 +47,15 @@ FROM_MASK = ("oracle", "box-prior")
 
 
 def export_onnx(
-    model: MedTokenBudget, out: Path | str, budget: float = DEFAULT_BUDGET, part: Part = "whole", selector: str | None = None
+    model: MedTokenBudget, out: Path | str, budget: float = DEFAULT_BUDGET, graph: Graph = "whole", selector: str | None = None
 ) -> Path:
-    """Write `<part>-<selector>-<budget>.onnx` with a fixed K and any batch size, checked against PyTorch.
+    """Write `<graph>-<selector>-<budget>.onnx` with a fixed K and any batch size, checked against PyTorch.
 
     Args:
         model: The model; it is moved to the CPU for the export and back.
         out: Folder to write to.
         budget: Share of the patches that is kept, in (0, 1].
-        part: 'routing' maps patches [B, N, D] and the selector's signals [B, N] to logits [B, C] and indices [B, K]; 'whole' maps
+        graph: 'routing' maps patches [B, N, D] and the selector's signals [B, N] to logits [B, C] and indices [B, K]; 'whole' maps
             images [B, 3, S, S], RGB in [0, 1], to the same (normalization is inside). A model without a head gives scores [B, N]
             in place of logits.
         selector: Method to export; None means the main one.
@@ -70,20 +70,20 @@ def export_onnx(
     _require_onnx()
     method = model.main if selector is None else selector
     with _on_cpu(model):
-        graph = _graph(model, budget, part, method)
+        module = _graph(model, budget, graph, method)
         # A method text has characters that file systems reject.
-        path = Path(out) / f"{part}-{method.replace(':', '-').replace('+', '-')}-{budget:g}.onnx"
+        path = Path(out) / f"{graph}-{method.replace(':', '-').replace('+', '-')}-{budget:g}.onnx"
         with atomic_write(path) as temporary:
-            inputs = _example(model, graph, batch=2, seed=0)
+            inputs = _example(model, module, batch=2, seed=0)
             shapes: Any = [{0: torch.export.Dim("batch", min=1, max=1024)} for _ in inputs]
             # `RoutingGraph.forward` takes its signals as *args, which torch.export sees as one tuple, or as nothing if it is empty.
             shapes = (shapes[0], tuple(shapes[1:])) if len(shapes) > 1 else (shapes[0],)
-            proto = _exported(graph, inputs, ["logits" if model.has_head else "scores", "indices"], shapes)
+            proto = _exported(module, inputs, ["logits" if model.has_head else "scores", "indices"], shapes)
             if proto.graph.input[0].type.tensor_type.shape.dim[0].dim_value:
                 raise RequestError(f"Selector '{method}' cannot be exported for any batch size. Export another one.")
-            _write(proto, temporary, _metadata(model, budget, part, method))
+            _write(proto, temporary, _metadata(model, budget, graph, method))
             for batch in (1, 2, 3):
-                _check(temporary, model, graph, _example(model, graph, batch, seed=batch), model.classifier(method))
+                _check(temporary, model, module, _example(model, module, batch, seed=batch), model.classifier(method))
     return path
 
 
@@ -139,11 +139,11 @@ def _mean_of(patches: Tensor, indices: Tensor) -> Tensor:
     return torch.gather(patches, 1, indices.unsqueeze(-1).expand(-1, -1, patches.shape[-1])).mean(1)
 
 
-def _graph(model: MedTokenBudget, budget: float, part: Part, method: str) -> RoutingGraph | ImageGraph:
-    if part not in ("routing", "whole"):
-        raise RequestError(f"The part must be 'routing' or 'whole', got '{part}'.")
-    if model.early is not None and part != "whole":
-        raise RequestError('The patches of this model are chosen before or inside the backbone. Use `part="whole"`.')
+def _graph(model: MedTokenBudget, budget: float, graph: Graph, method: str) -> RoutingGraph | ImageGraph:
+    if graph not in ("routing", "whole"):
+        raise RequestError(f"`graph` must be 'routing' or 'whole', got '{graph}'.")
+    if model.early is not None and graph != "whole":
+        raise RequestError('The patches of this model are chosen before or inside the backbone. Use `graph="whole"`.')
     classifier = model.classifier(method)
     selector, head = classifier.selector, classifier.head
     if head is not None and head.reads == "tokens":
@@ -156,10 +156,10 @@ def _graph(model: MedTokenBudget, budget: float, part: Part, method: str) -> Rou
     if not isinstance(selector, Ranker) or selector.stochastic or foreign:
         kind = f"reads {', '.join(foreign)}" if foreign else "is random" if selector.stochastic else "merges tokens"
         raise RequestError(f"Selector '{method}' {kind}, so it cannot be exported as a fixed graph. Export another one.")
-    if part == "whole" and "luminance" in selector.requires:
-        raise RequestError(f"Selector '{method}' reads luminance, which the whole graph does not compute. Use `part=\"routing\"`.")
+    if graph == "whole" and "luminance" in selector.requires:
+        raise RequestError(f"Selector '{method}' reads luminance, which the whole graph does not compute. Use `graph=\"routing\"`.")
     routing = RoutingGraph(selector, head, model.grid, model.k(budget, method))
-    return routing if part == "routing" else ImageGraph(model, routing)
+    return routing if graph == "routing" else ImageGraph(model, routing)
 
 
 def _example(model: MedTokenBudget, graph: RoutingGraph | ImageGraph, batch: int, seed: int) -> dict[str, Tensor]:
@@ -181,7 +181,7 @@ def _pictures(size: int, count: int, seed: int) -> Tensor:
     return torch.from_numpy(pictures.clip(0, 255).astype(np.uint8))
 
 
-def _metadata(model: MedTokenBudget, budget: float, part: Part, selector: str) -> dict[str, str]:
+def _metadata(model: MedTokenBudget, budget: float, graph: Graph, selector: str) -> dict[str, str]:
     values: dict[str, Any] = {
         "classes": list(model.classes),
         "budget": budget,
@@ -191,7 +191,7 @@ def _metadata(model: MedTokenBudget, budget: float, part: Part, selector: str) -
         "preprocessing": {
             **{key: model.backbone_fingerprint[key] for key in ("image_size", "mean", "std", "interpolation")},
             "input": "RGB in [0, 1], the whole image resized to image_size x image_size; mean and std are applied inside the graph"
-            if part == "whole"
+            if graph == "whole"
             else "tokens of the backbone below",
         },
         "backbone": model.backbone_fingerprint,
@@ -248,7 +248,10 @@ class WebGraphs:
 
 
 class TokensGraph(nn.Module):
-    """Pixels uint8 [1, S, S, 3] to patches [1, N, D], the scores [M, N] of M rankers and, if fitted, the unfamiliarity [1]."""
+    """Pixels uint8 [1, S, S, 3] to patches [1, N, D], scores [M, N] of M rankers, a finer lesion map [h, w] and unfamiliarity [1].
+
+    The last two are left out where the main method or the model has none.
+    """
 
     def __init__(self, model: MedTokenBudget, ranked: tuple[str, ...]) -> None:
         super().__init__()
@@ -265,7 +268,12 @@ class TokensGraph(nn.Module):
         batch = TokenBatch(tokens.patches, tokens.grid, cls=tokens.cls, luminance=luminance(pixels, tokens.grid), **fields)
         main, *others = self.rankers
         sight = main.see(batch) if isinstance(main, ScoredRanker) else Sight(main.score(batch), batch.patches, batch)
-        outputs = (tokens.patches, torch.cat([sight.scores.float(), *(ranker.score(batch).float() for ranker in others)]))
+        outputs: tuple[Tensor, ...] = (
+            tokens.patches,
+            torch.cat([sight.scores.float(), *(ranker.score(batch).float() for ranker in others)]),
+        )
+        if isinstance(main, ScoredRanker) and main.finer:
+            outputs = (*outputs, sight.lesion[0])
         return outputs if self.familiarity is None else (*outputs, self.familiarity(sight.features))
 
 
@@ -290,7 +298,9 @@ def write_web_graphs(model: MedTokenBudget, out: Path) -> WebGraphs:
         raise RequestError("The backbone of this model is routed early, which a page cannot do. Export a model that is not.")
     with _on_cpu(model), torch.no_grad():
         graphs, pictures = _plan(model), _pictures(model.backbone.preprocessing.image_size, count=3, seed=0).split(1)
-        outputs = ["patches", "scores", *([] if model.familiarity is None else ["unfamiliarity"])]
+        main = model.classifier().selector
+        outputs = ["patches", "scores", *["lesion"] * (isinstance(main, ScoredRanker) and main.finer)]
+        outputs += [] if model.familiarity is None else ["unfamiliarity"]
         _write_web_graph(
             out / TOKENS_GRAPH, TokensGraph(model, graphs.ranked), [{"pixels": pixels} for pixels in pictures], outputs
         )

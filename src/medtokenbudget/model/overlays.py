@@ -14,6 +14,7 @@ from scipy import ndimage
 
 from medtokenbudget.config import NOTICE
 from medtokenbudget.model.inference import Routing, open_mask, open_picture
+from medtokenbudget.model.looks import look
 
 KEPT_EDGE, INK, PAPER = (255, 255, 255), (20, 20, 24), (235, 235, 235)
 LESION_EDGE = (255, 176, 0)
@@ -62,7 +63,7 @@ def overlay(image: Any, prediction: Routing, mask: Any = None, side: int = 640) 
     n, k = prediction.n_patches, prediction.k
     share = f"{k} of {n} patches" if kept is not None else f"{n} patches merged into {k} tokens"
     amount = f"budget {prediction.budget:g}" if prediction.guarantee is None else str(prediction.guarantee)
-    caption = f"{prediction.selector}, {amount}: {share}   {NOTICE}"
+    caption = f"{look(prediction.selector).title}, {amount}: {share}   {NOTICE}"
     picture = _with_line(picture, f"{prediction.headline}   {caption}".strip(), picture.height, PAPER, INK)
     return _with_line(picture, WARNING, 0, INK, LESION_EDGE) if prediction.unfamiliar else picture
 

@@ -44,6 +44,7 @@ class Selector(ABC):
         learns: Whether it has parameters to train; see `LearnedSelector`.
         stochastic: Whether it draws from the generator that it is given.
         reads_routed: Whether it also reads tokens that were routed before or inside the backbone, which have no whole grid.
+        reads_patches: Whether it reads patches or what a backbone says of them, and not only places, luminance or masks.
         reads_pixels: Whether its patches must be pixels, the tokens of the backbone 'pixels'.
         ablations: Names of parts that can be switched off after training, with `ablate`.
         variants: Options by name, for selectors that do not learn: `tome:keys` is `tome` with the options of its variant 'keys'.
@@ -63,6 +64,7 @@ class Selector(ABC):
     learns: ClassVar[bool] = False
     stochastic: ClassVar[bool] = False
     reads_routed: ClassVar[bool] = False
+    reads_patches: ClassVar[bool] = True
     reads_pixels: ClassVar[bool] = False
     ablations: ClassVar[tuple[str, ...]] = ()
     variants: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType({})

@@ -24,6 +24,7 @@ import torch
 
 from medtokenbudget.backbone import FeatureStore, extract
 from medtokenbudget.backbone.annotations import hashes_of, known_manifests, mask_patches
+from medtokenbudget.backbone.backbone import READS_PIXELS
 from medtokenbudget.backbone.views import IDENTITY, OFF_CENTER
 from medtokenbudget.config import CONTROLS, BackboneConfig, ExtractConfig, to_dict
 from medtokenbudget.data import Manifest, decode_image, decode_mask, patch_order
@@ -33,7 +34,6 @@ from medtokenbudget.errors import MismatchError, RequestError, UnknownNameError,
 from medtokenbudget.files import atomic_write, read_json
 from medtokenbudget.metrics import agreement
 from medtokenbudget.model import Guarantee, MedTokenBudget
-from medtokenbudget.model.model import comparable
 from medtokenbudget.routing import Ranker, Selector, budget_to_k, create_selector, list_selectors
 from medtokenbudget.routing.conformal import (
     Promise,
@@ -177,7 +177,7 @@ def held_out(
         opened = extract(wanted, tokens, model.backbone_config, ExtractConfig(device=str(model.device)))
     else:
         opened = store if isinstance(store, FeatureStore) else FeatureStore.open(store)
-    _check_backbone(model, opened)
+    model.require_store(opened)
     if store is not None:
         opened = opened.annotated(wanted)
     images = _images_of(wanted, opened, part)
@@ -200,19 +200,6 @@ def _images_of(wanted: Manifest, opened: FeatureStore, part: str) -> HeldOut:
 def run_of(folder: Path) -> Run | None:
     """Return the run of a model folder, if it is in one."""
     return Run(folder.parent) if folder.name == "model" and (folder.parent / FILE).is_file() else None
-
-
-def _check_backbone(model: MedTokenBudget, store: FeatureStore) -> None:
-    expected, stored = comparable(model.backbone_fingerprint), comparable(store.config["backbone"])
-    if expected != stored:
-        raise MismatchError.between(
-            f"The store {store.path}",
-            expected,
-            stored,
-            "The model reads tokens of its own backbone and grid: leave out `store` to extract them, or pass a store of it.",
-        )
-    if store.config["keep"] != "patches":
-        raise RequestError(f"Store {store.path} contains only routed tokens, but the model reads all patches. Leave out `store`.")
 
 
 def _check_unseen(store: FeatureStore, names: set[str], run: Run) -> None:
@@ -311,6 +298,8 @@ def evaluate_model(
     classifiers = {method: model.classifier(method)}
     for name in CONTROLS:
         control = create_selector(name, minimum=classifiers[method].selector.minimum)
+        if control.reads_patches and images.store.config["backbone"]["name"] in READS_PIXELS:
+            continue  # on pixels it would be another method than the one of this name on tokens
         classifiers.setdefault(name, model.classifiers.get(name) or RoutedClassifier(control, None))
     views = {view: rows for view, rows in ((AS_IS, images.rows), (OFF_CENTER, images.off_center)) if len(rows)}
     annotators = _write_tables(run, images, original, by, views, classifiers, budgets)
@@ -332,11 +321,21 @@ def evaluate_model(
             "part": images.part,
             "images": len(images.manifest),
             "unreadable": len(images.manifest) - len(images.rows),
+            "unfamiliar": _unfamiliar(model, images),
             "guarantees": _kept_promises(model, images, method),
             "annotators": annotators,
             **about,
         },
     )
+
+
+@torch.no_grad()
+def _unfamiliar(model: MedTokenBudget, images: HeldOut) -> int | None:
+    """Count the images that are unlike the training images of the model; None if it cannot tell."""
+    if model.familiarity is None:
+        return None
+    distances = [model.unfamiliarity(batch.to(model.device)) for batch in images.store.batches(images.rows, 64)]
+    return sum(int((one > 1).sum()) for one in distances if one is not None)
 
 
 def _about(classifier: RoutedClassifier) -> dict[str, Any]:

@@ -98,11 +98,14 @@ def _joined(results: pd.DataFrame, theirs: pd.DataFrame) -> pd.DataFrame:
     return joined.drop(columns=["_m", "_r"]).assign(difference=joined["ours"] - joined["paper"])
 
 
-def comparison(results: pd.DataFrame) -> str:
-    """Write the paper's number, this run's and the difference as plain text, for every study that the paper has a table of."""
+def comparison(results: pd.DataFrame, source: str) -> str:
+    """Write the paper's number, this run's and the difference as plain text, for every study that the paper has a table of.
+
+    Empty for images of another source than the paper's: on drawn ones its accuracy says nothing.
+    """
     original = results[results["view"] == AS_IS]
     parts = []
-    for study in (name for name in dict.fromkeys(original["study"]) if name in STUDIES):
+    for study in (name for name in dict.fromkeys(original["study"]) if name in studies_of(source)):
         for dataset, rows in beside_paper(original, study).groupby("dataset", sort=False):
             source = DATASETS["kvasir" if study == "kvasir" else "isic"]
             parts.append(f"Study {study} on {dataset}, in percent (paper: {source} with DINOv2 ViT-B/14)\n{_aligned(rows)}")

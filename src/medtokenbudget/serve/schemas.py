@@ -92,6 +92,11 @@ class PromiseAnswer(BaseModel):
     probabilities: list[float] | None = Field(description="Class probabilities from these patches; null if the model has no head.")
 
 
+class LesionMap(BaseModel):
+    grid: list[int] = Field(description="Rows and columns.")
+    values: list[float] = Field(description="Lesion probability of each cell, in raster order.")
+
+
 class SelectorAnswer(BaseModel):
     name: str
     kind: str
@@ -109,6 +114,9 @@ class SelectorAnswer(BaseModel):
     )
     probabilities: list[list[float]] | None = Field(
         description="Class probabilities at each budget, from this method's own head; null if the model has no head."
+    )
+    lesion_map: LesionMap | None = Field(
+        description="Lesion probability; where it is above 0.5, enlarged to the image, is the lesion. Null if the method has none."
     )
 
 
@@ -166,6 +174,7 @@ ROUTE_EXAMPLE: dict[str, Any] = {
             "retention_of_ceiling": [1.0, 1.0],
             "promises": [],
             "probabilities": [[0.8, 0.2], [0.7, 0.3]],
+            "lesion_map": {"grid": [2, 2], "values": [0.2, 0.7, 0.1, 0.9]},
         }
     ],
 }

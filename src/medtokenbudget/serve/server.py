@@ -326,6 +326,8 @@ def _add_error_handlers(app: FastAPI, max_pixels: int) -> None:
 
 def serve(model: str | Path | None, config: ServeConfig, open_browser: bool = False) -> None:
     """Serve a model until Ctrl-C; None means the router that comes with the package."""
+    if wrong := [host for host in config.allowed_hosts if "*" in host.removeprefix("*.") or not host or "/" in host or ":" in host]:
+        raise RequestError(f"`allowed_hosts` are host names such as router.example.org or *.example.org, got '{wrong[0]}'.")
     token = find_token(config)
     service = find_service(model, config)
     try:
@@ -335,7 +337,7 @@ def serve(model: str | Path | None, config: ServeConfig, open_browser: bool = Fa
         raise WorkError(f"Cannot listen on {config.host}:{config.port} ({error.strerror}). Choose another `port`.") from None
     name = f"[{config.host}]" if ":" in config.host else config.host
     address = f"http://{name}:{listener.getsockname()[1]}"
-    hosts = (*LOOPBACK, name) if is_loopback(config.host) else ("*",)
+    hosts = (*LOOPBACK, name, *config.allowed_hosts) if config.allowed_hosts or is_loopback(config.host) else ("*",)
     server = uvicorn.Server(server_config(create_app(service, config.queue, config.deadline, token, hosts), config.connections))
     say(f"Explorer: {address}   API: {address}/openapi.json   Press Ctrl-C to stop.")
     if open_browser:

@@ -28,6 +28,7 @@ from medtokenbudget.model import Guarantee, MedTokenBudget
 from medtokenbudget.model.inference import select
 from medtokenbudget.model.looks import look
 from medtokenbudget.routing import Ranker
+from medtokenbudget.routing.trainable import ScoredRanker
 from medtokenbudget.tokens import Selection, TokenBatch
 
 NOTICE = f"{SHORT_NOTICE} {USE_NOTICE}"
@@ -137,6 +138,13 @@ class Service:
         self.fingerprint = model.fingerprint
         self.guarantees = [guarantee for guarantee in model.guarantees if guarantee.model == self.fingerprint]
 
+    def seer(self, name: str) -> ScoredRanker | None:
+        """Return the selector of a method that knows a lesion probability; None for any other."""
+        try:
+            return self.model.require_lesion_map(name)
+        except RequestError:
+            return None
+
     def describe(self) -> dict[str, Any]:
         """Return the classes, methods, budgets, grid, fingerprint and limits of the model."""
         (h, w), early = self.model.grid, self.model.early
@@ -206,8 +214,22 @@ class Service:
             "budgets": budgets,
             "lesion": None if lesion is None else np.flatnonzero(lesion).tolist(),
             "unfamiliarity": None if unfamiliarity is None else round(float(unfamiliarity[0]), 4),
-            "selectors": [self._answer_of(name, tokens, budgets, lesion, guarantees, merged) for name in names],
+            "selectors": [
+                {
+                    **self._answer_of(name, tokens, budgets, lesion, guarantees, merged),
+                    "lesion_map": self._lesion_map(name, tokens, image),
+                }
+                for name in names
+            ],
         }
+
+    def _lesion_map(self, name: str, tokens: TokenBatch, image: Image.Image) -> dict[str, Any] | None:
+        """Return the lesion probability that a method sees, from which the page makes mask, boxes and crop."""
+        seer = self.seer(name)
+        if seer is None:
+            return None
+        seen = self.model.lesion_map(image) if self.model.scout else seer.see(seer.check(tokens)).lesion[0].cpu().numpy()
+        return {"grid": list(seen.shape), "values": [float(f"{value:.6g}") for value in seen.ravel().tolist()]}
 
     def _budgets(self, asked: Sequence[float]) -> list[float]:
         """Return the ten standard budgets and the requested ones, sorted, or the only one of a model that is routed early."""

@@ -93,7 +93,14 @@ def write_site(model: MedTokenBudget, out: Path | str, runtime: Path, demo: bool
         described["selectors"] = [row for row in described["selectors"] if row["name"] in graphs.methods]
         for row in described["selectors"]:
             selector = model.classifier(row["name"]).selector
-            row |= {"selector": selector.name, "keeps_all": selector.count(0.5, 10_000) == 10_000}
+            seer = service.seer(row["name"])
+            finer = seer is not None and seer.finer
+            row |= {
+                "selector": selector.name,
+                "keeps_all": selector.count(0.5, 10_000) == 10_000,
+                # A finer map than the scores is in the graph for the main method alone.
+                "lesion_map": None if seer is None or (finer and row["name"] != model.main) else "lesion" if finer else "scores",
+            }
         rule = ("selector", "retention", "coverage", "threshold", "relative", "minimum", "most")
         values = {
             "model": described,

@@ -58,6 +58,7 @@ class Random(Ranker):
         seed: Seed of the generator that each call makes for itself when it is given none.
     """
 
+    reads_patches = False
     title = "Random"
     description = "Keeps randomly drawn patches."
     color, marker = "#7a828a", "x"
@@ -147,6 +148,7 @@ class Center(Ranker):
     title = "Center"
     description = "Keeps the patches nearest the image center, without looking at the image."
     color, marker = "#d55e00", "s"
+    reads_patches = False
 
     def score(self, tokens: TokenBatch, generator: torch.Generator | None = None) -> Tensor:
         h, w = tokens.grid
@@ -164,6 +166,7 @@ class Darkness(StoredSignal):
     title = "Darkness"
     description = "Keeps the darkest patches. No model."
     color, marker = "#a8577e", "D"
+    reads_patches = False
     requires = ("luminance",)
 
     def score(self, tokens: TokenBatch, generator: torch.Generator | None = None) -> Tensor:
@@ -190,6 +193,7 @@ class BorderContrast(Ranker):
 class Oracle(StoredSignal):
     """Lesion patches first, both groups in raster order: its retention is the ceiling. Needs a mask for every image."""
 
+    reads_patches = False
     title = "Oracle"
     description = "Keeps the true lesion patches first, using the mask: the ceiling."
     color, marker = "#1c2733", "_"
@@ -208,6 +212,7 @@ class BoxPrior(Ranker):
     A bound for box-prompted methods; PrATo (Dutta et al., 2025) prunes with such a box inside a promptable segmentation model.
     """
 
+    reads_patches = False
     title = "Box prior"
     description = "Keeps the patches nearest the lesion's bounding box, using the mask."
     color, marker = "#1c2733", "s"

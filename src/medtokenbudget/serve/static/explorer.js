@@ -5,7 +5,8 @@ import { curve } from "./curve.js";
 import { asData, asPicture, saveBlob } from "./download.js";
 import { patchColors } from "./draw.js";
 import { engine, inPage } from "./engine.js";
-import { downloadName, listenForDrops, listenForPaste, sortFiles } from "./files.js";
+import { downloadName, stem, listenForDrops, listenForPaste, sortFiles } from "./files.js";
+import { cropPicture, lesionBoxes, lesionMask, maskPicture } from "./lesion.js";
 import { Panel } from "./panel.js";
 import { Sheet } from "./sheet.js";
 import { at, lesionMap, percent, sentence } from "./view.js";
@@ -184,6 +185,7 @@ async function analyze(source, file) {
 }
 
 function show(source, answer, picture) {
+  hideError();
   state.source = source;
   state.answer = answer;
   state.stops = STOPS.map((stop) => (answer.budgets.length === 1 ? 0 : answer.budgets.indexOf(stop)));
@@ -266,6 +268,11 @@ function paintAll() {
   byId("k-value").textContent = `${view.k} of ${view.n} patches`;
   for (const button of document.querySelectorAll("[data-promise]")) button.setAttribute("aria-pressed", String(button.dataset.promise === state.promise));
   byId("code").textContent = code();
+  for (const kind of ["mask", "box", "crop"]) {
+    const button = byId(`save-${kind}`);
+    button.disabled = !selectorOf("a").lesion_map;
+    button.title = button.disabled ? `${titleOf("a")} gives no lesion probability` : "";
+  }
   slider.value = String(state.index + 1);
   slider.setAttribute("aria-valuetext", `${percent(budget)}, ${view.k} of ${view.n} patches`);
   plot?.move(state.stops[state.index]);
@@ -406,6 +413,23 @@ byId("save-data").addEventListener("click", () => {
   const data = asData(state.answer, sides().map((side) => state.names[side]), STOPS[state.index]);
   saveBlob(new Blob([JSON.stringify(data)], { type: "application/json" }), downloadName(state.source, state.index + 1, "json"));
 });
+
+// The lesion that the first method sees, in pixels of the image.
+async function saveLesion(kind) {
+  const { answer, source, scene } = state;
+  const { width, height } = answer.image;
+  const mask = lesionMask(selectorOf("a").lesion_map, width, height);
+  const boxes = kind === "mask" ? [] : lesionBoxes(mask, width, height);
+  if (kind === "crop" && !boxes.length) {
+    showError("The model sees no lesion in this image.");
+    return;
+  }
+  let blob = new Blob([JSON.stringify({ image: { width, height }, boxes })], { type: "application/json" });
+  if (kind === "mask") blob = await maskPicture(mask, width, height);
+  if (kind === "crop") blob = await cropPicture(source.image, scene.picture, boxes[0], width, height);
+  saveBlob(blob, `${stem(source.file ?? source.sample)}_${kind}.${kind === "box" ? "json" : "png"}`);
+}
+for (const kind of ["mask", "box", "crop"]) byId(`save-${kind}`).addEventListener("click", () => saveLesion(kind));
 
 byId("copy-code").addEventListener("click", async () => {
   await navigator.clipboard.writeText(`import medtokenbudget as mtb\n\n${code()}`);

@@ -67,8 +67,10 @@ function promiseAnswer({ retention, coverage, threshold, relative, minimum, most
   return { retention, coverage, k, probabilities: logits ? softmax(logits.subarray((k - 1) * classes, k * classes)) : null };
 }
 
-/** One method: `method` describes it, `promises` are those calibrated for it, `logits` is [N, C] flat, one row for each K, or undefined without a head. */
-export function methodAnswer(method, promises, order, scores, logits, budgets, lesion, classes) {
+const digits = (values) => Array.from(values, (value) => Number(value.toPrecision(6)));
+
+/** One method: `method` describes it, `seen` is its lesion probability or null, `promises` are those calibrated for it, `logits` is [N, C] flat, one row for each K, or undefined without a head. */
+export function methodAnswer(method, seen, promises, order, scores, logits, budgets, lesion, classes) {
   const n = order.length;
   const counts = budgets.map((budget) => (method.keeps_all ? n : budgetToK(budget, n, method.minimum)));
   const measured = lesion && lesion.includes(1) ? retention(order, lesion, counts) : { retention: null, ceiling: null, retention_of_ceiling: null };
@@ -77,10 +79,11 @@ export function methodAnswer(method, promises, order, scores, logits, budgets, l
     kind: method.kind,
     k: counts,
     order,
-    scores: Array.from(scores, (score) => Number(score.toPrecision(6))),
+    scores: digits(scores),
     groups: null,
     ...measured,
     promises: promises.map((promise) => promiseAnswer(promise, scores, logits, classes)),
     probabilities: logits ? counts.map((k) => softmax(logits.subarray((k - 1) * classes, k * classes))) : null,
+    lesion_map: seen && { grid: Array.from(seen.grid), values: digits(seen.values) },
   };
 }

@@ -54,7 +54,7 @@ async function route({ image, mask, budgets }) {
   }
 }
 
-async function methods({ patches, scores }, lesion, budgets, classes) {
+async function methods({ patches, scores, lesion: finer }, lesion, budgets, classes) {
   const { grid, n } = site.model;
   const { ranked, fixed, methods: names } = site.graphs;
   const scoresOf = (name) => {
@@ -70,7 +70,8 @@ async function methods({ patches, scores }, lesion, budgets, classes) {
     .filter(([method]) => lesion || !method.needs_mask)
     .map(([method, i]) => {
       const promises = site.graphs.promises.filter(({ selector }) => selector === method.name);
-      return methodAnswer(method, promises, orders[i], all[i], logits?.subarray(i * n * classes, (i + 1) * n * classes), budgets, lesion, classes);
+      const seen = { scores: { grid, values: all[i] }, lesion: finer && { grid: finer.dims, values: finer.data } }[method.lesion_map] ?? null;
+      return methodAnswer(method, seen, promises, orders[i], all[i], logits?.subarray(i * n * classes, (i + 1) * n * classes), budgets, lesion, classes);
     });
 }
 
