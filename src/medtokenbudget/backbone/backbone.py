@@ -25,14 +25,13 @@ from timm.models.vision_transformer import Attention, checkpoint_filter_fn
 from torch import Tensor
 from torch.nn import functional as F
 
-from medtokenbudget import hub
 from medtokenbudget.backbone import attention
 from medtokenbudget.backbone.encoders import Model, encoder_of, no_grid, vision_tower
 from medtokenbudget.backbone.preprocess import Preprocessing
 from medtokenbudget.config import BackboneConfig
 from medtokenbudget.data.manifest import listed
 from medtokenbudget.errors import MedTokenBudgetError, RequestError, ShapeError, UnknownNameError, WorkError, first_line
-from medtokenbudget.files import read_sealed, sha256_file, write_sealed, write_text
+from medtokenbudget.files import fetch, read_sealed, sha256_file, write_sealed, write_text
 from medtokenbudget.runtime import resolve_device
 from medtokenbudget.tokens import PSEUDO_TEMPERATURE, TokenBatch
 
@@ -478,7 +477,7 @@ def _from_hub(name: str, model: Model) -> Path:
             f"No weights are published for '{name}'. Pass a safetensors file as `weights`, or use `backbone=\"embedded\"`."
         )
     try:
-        return hub.fetch(source, "model.safetensors")
+        return fetch(source, "model.safetensors")
     except Exception as error:  # errors of the hub's client, of its transport and of the system
         raise WorkError(
             f"Cannot download the weights of '{name}': {first_line(error)} Download {source}/model.safetensors "
