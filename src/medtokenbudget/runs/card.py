@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import numpy as np
 import pandas as pd
 from markupsafe import Markup
@@ -22,7 +20,7 @@ from medtokenbudget.backbone.views import OFF_CENTER
 from medtokenbudget.config import HEADLINE_BUDGET as BUDGET
 from medtokenbudget.config import HEADLINE_BUDGETS, NOTICE, PAPER_RECIPE, USE_NOTICE
 from medtokenbudget.errors import RequestError
-from medtokenbudget.escaping import markdown_text
+from medtokenbudget.escaping import markdown_text, template
 from medtokenbudget.model.model import MedTokenBudget
 from medtokenbudget.runs.run import AS_IS, Run
 from medtokenbudget.runs.statistics import by_class, by_lesion_size, intervals, lesion_rows
@@ -32,20 +30,6 @@ CLASSIFICATION = {"accuracy": "accuracy", "balanced_accuracy": "balanced accurac
 RETENTION = {"retention": "retention", "retention_of_ceiling": "share of ceiling"}
 COMPARED = (PAPER_RECIPE, "center", "darkness", "random", "no-pruning")
 """What the model is compared with, where the run has it: the paper's recipe and the controls."""
-
-
-@cache
-def _template() -> jinja2.Template:
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    environment.filters.update(md=_markdown, code=_code)
-    return environment.get_template("card.md")
 
 
 def _markdown(value: str) -> Markup:
@@ -66,7 +50,7 @@ def card_text(run: Run, model: MedTokenBudget) -> str:
     cell = images[images["budget"] == BUDGET]
     labeled = cell[cell["label"] >= 0]
     recalls = pd.Series(metrics.recall(labeled["label"], labeled["predicted"], len(classes)), index=classes, dtype=float)
-    return _template().render(
+    return template(Path(__file__).with_name("card.md"), md=_markdown, code=_code).render(
         run=run,
         model=model,
         classes=classes,
