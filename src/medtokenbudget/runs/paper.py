@@ -15,18 +15,6 @@ import pandas as pd
 from medtokenbudget.errors import RequestError, UnknownNameError
 from medtokenbudget.runs.run import AS_IS, NOT_MEASURED
 
-METHOD_NAMES: dict[str, str] = {
-    "NoPruning": "no-pruning",
-    "Random": "random",
-    "NormBased": "norm",
-    "ToMe": "tome",
-    "AttnEnt": "attention-entropy",
-    "LocalCtr": "local-contrast",
-    "LATS": "lats",
-    "LATS_mf": "lats:mask-free",
-    "Fixed": "lats:fixed-0.5",
-}
-"""The paper's name of a method -> ours. AttentionEntropy and LocalContrast are AttnEnt and LocalCtr in most tables."""
 MAIN_BUDGETS: tuple[float, ...] = (0.1, 0.2, 0.3, 0.5, 1.0)
 CLASSES: tuple[str, ...] = ("MEL", "NV", "BCC", "AK", "BKL", "DF", "VASC", "SCC")
 STUDIES: tuple[str, ...] = ("main", "robustness", "mask-free", "signals", "curriculum", "kvasir")
