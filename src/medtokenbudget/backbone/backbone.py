@@ -33,7 +33,7 @@ from medtokenbudget.data.manifest import listed
 from medtokenbudget.errors import MedTokenBudgetError, RequestError, ShapeError, UnknownNameError, WorkError, first_line
 from medtokenbudget.files import fetch, read_sealed, sha256_file, write_sealed, write_text
 from medtokenbudget.runtime import resolve_device
-from medtokenbudget.tokens import PSEUDO_TEMPERATURE, TokenBatch
+from medtokenbudget.tokens import TokenBatch
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "weights.safetensors"
@@ -108,7 +108,7 @@ class Backbone:
         }
         if config.attention == "pseudo":
             # Stores and models of another scale have another entropy of the same tokens: they must not be mixed.
-            self.fingerprint["pseudo_temperature"] = PSEUDO_TEMPERATURE
+            self.fingerprint["pseudo_temperature"] = attention.PSEUDO_TEMPERATURE
         if self._tap is not None and not isinstance(getattr(encoder.blocks[self.layer], "attn", None), Attention):
             self(torch.zeros(1, 3, size, size, dtype=next(model.parameters()).dtype))  # fails now, not in the middle of the work
 

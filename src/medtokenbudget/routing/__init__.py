@@ -16,7 +16,7 @@ from medtokenbudget.routing.base import (
     selector_class,
 )
 from medtokenbudget.routing.selectors import LATS, ContextScorer, ContextSelector, LATSSelector
-from medtokenbudget.routing.signals import attention_entropy, feature_norm, local_contrast, pseudo_attention
+from medtokenbudget.routing.signals import attention_entropy, feature_norm, local_contrast
 from medtokenbudget.routing.topk import (
     budget_to_k,
     check_k,
@@ -57,7 +57,6 @@ __all__ = [
     "local_contrast",
     "masked_mean",
     "pooled_means",
-    "pseudo_attention",
     "rank",
     "register_selector",
     "selector_class",
