@@ -50,11 +50,6 @@ class Preprocessing:
         """Return JSON values, to be recorded in a store or model."""
         return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
 
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Preprocessing:
-        """Invert `to_dict`."""
-        return cls(int(values["image_size"]), tuple(values["mean"]), tuple(values["std"]), str(values["interpolation"]))
-
     def prepare(self, image: Image.Image) -> np.ndarray:
         """Resize the whole RGB image to uint8 [S, S, 3]. Nothing is cropped, so masks stay aligned."""
         if image.mode != "RGB":
