@@ -131,7 +131,7 @@ def test_point_values_come_from_results_csv(run: Run) -> None:
     cell = (results["method"] == "lats:lesion-first") & (results["budget"] == 0.3) & (results["seed"] == 42)
     results.loc[cell, "accuracy"] = 0.12345
     card = card_text(run, model())
-    assert "| 12.3 (" in _line(card, "| 0.3 | 24 |")
+    assert "| 12.3 [" in _line(card, "| 0.3 | 24 |")
     assert "| 12.3% |" in _line(card, "| `lats:lesion-first` |")
 
 
