@@ -124,18 +124,13 @@ def _correlated(pictures: np.ndarray, left: np.ndarray, right: np.ndarray) -> np
 
 def merge(names: Sequence[str], pairs: Iterable[Pair]) -> list[str]:
     """Merge groups that a pair connects. A merged group takes the first name in sorted order."""
-    parent = {name: name for name in names}
+    from scipy.cluster.hierarchy import DisjointSet  # here, because it loads much that reading images does not need
 
-    def find(name: str) -> str:
-        while parent[name] != name:
-            parent[name] = parent[parent[name]]
-            name = parent[name]
-        return name
-
+    groups = DisjointSet(names)
     for i, j in pairs:
-        a, b = sorted((find(names[i]), find(names[j])))
-        parent[b] = a
-    return [find(name) for name in names]
+        groups.merge(names[i], names[j])
+    merged = {name: min(group) for group in groups.subsets() for name in group}
+    return [merged[name] for name in names]
 
 
 def merged_groups(manifest: Manifest, workers: int = 4) -> tuple[list[str], list[str]]:
