@@ -27,8 +27,16 @@ LEVEL = 0.95
 METHOD_KEYS: tuple[str, ...] = ("study", "dataset", "view", "method", "budget")
 _GROUP = "group number"  # a column of this module alone
 _BLOCK_BYTES = 2_000_000
+
+
 STATISTICS: dict[str, Statistic] = {name: metric.sums for name, metric in METRICS.items() if metric.sums is not None}
 """The metrics that have intervals and tests."""
+
+
+def statistic(metric: str) -> Statistic:
+    if metric not in STATISTICS:
+        raise UnknownNameError.of("metric with intervals", metric, STATISTICS)
+    return STATISTICS[metric]
 
 
 def lesion_rows(predictions: pd.DataFrame) -> pd.DataFrame:
@@ -101,9 +109,9 @@ def _families(predictions: pd.DataFrame, metrics: Sequence[str]) -> Iterator[tup
     grouped = _with_groups(predictions)
     families: dict[Any, list[str]] = {}
     for name in metrics:
-        families.setdefault(STATISTICS[name].terms, []).append(name)
+        families.setdefault(statistic(name).terms, []).append(name)
     for family in families.values():
-        labeled = STATISTICS[family[0]].scope == "labeled"
+        labeled = statistic(family[0]).scope == "labeled"
         yield family, grouped[grouped["label"] >= 0] if labeled else lesion_rows(grouped), classes
 
 
@@ -133,7 +141,7 @@ def _cell_intervals(
     dataset: pd.DataFrame, family: Sequence[str], by: Sequence[str], classes: int, draws: int, seed: int
 ) -> list[dict[str, Any]]:
     groups = np.unique(_groups(dataset))
-    terms = STATISTICS[family[0]].terms
+    terms = statistic(family[0]).terms
     cells: dict[Any, list[int]] = {}
     parts: list[pd.DataFrame] = []
     for key, part in dataset.groupby([*by, "seed"], sort=False):
@@ -143,7 +151,7 @@ def _cell_intervals(
     drawn = _bootstrap(tables, draws, seed)
     rows = []
     for metric in family:
-        value_of = STATISTICS[metric].value
+        value_of = statistic(metric).value
         for key, seeds in cells.items():
             low, high = _interval(np.mean([value_of(drawn[i]) for i in seeds], axis=0))
             value = float(np.mean([value_of(tables[i].sum(0)) for i in seeds]))
@@ -213,7 +221,7 @@ def ranking(predictions: pd.DataFrame, metric: str, draws: int = DRAWS) -> pd.Da
     best of the group with p < 0.05, so that the order inside a group means nothing.
     """
     methods = list(dict.fromkeys(predictions["method"]))
-    rows = predictions if STATISTICS[metric].scope == "labeled" else lesion_rows(predictions)
+    rows = predictions if statistic(metric).scope == "labeled" else lesion_rows(predictions)
     shared = set.intersection(*(set(of["image_id"]) for _, of in rows.groupby("method"))) if len(rows) else set()
     rows = rows[rows["image_id"].isin(shared)]
     table = intervals(rows, (metric,), ("method",), draws).sort_values("value", ascending=False, kind="stable", ignore_index=True)
@@ -250,7 +258,7 @@ def _compare_cell(
         both = sorted(set(frame["seed"]) & set(methods[reference]["seed"]))
         if name != reference and images and both:
             shared.setdefault((images, tuple(both)), []).append(str(name))
-    terms = STATISTICS[family[0]].terms
+    terms = statistic(family[0]).terms
     for (images, seeds), opponents in shared.items():
         frames = {name: methods[name][methods[name]["image_id"].isin(images)] for name in [reference, *opponents]}
         groups = np.unique(_groups(frames[reference]))
@@ -259,12 +267,12 @@ def _compare_cell(
             parts = [frame[frame["seed"] == number] for number in seeds]
             tables.append(np.stack([_group_sums(part, terms(part, classes), groups) for part in parts], 1))  # [G, seeds, S]
         drawn = [d.reshape(draws, len(seeds), -1) for d in _bootstrap([t.reshape(len(groups), -1) for t in tables], draws, seed)]
-        of_reference = {metric: STATISTICS[metric].value(drawn[0]) for metric in family}
+        of_reference = {metric: statistic(metric).value(drawn[0]) for metric in family}
         count = {"n": len(images), "groups": len(groups), "seeds": len(seeds)}
         for index, name in enumerate(opponents, start=1):
             permuted = _exchange(tables[0], tables[index], draws, seed + 1)
             for metric in family:
-                value = STATISTICS[metric].value
+                value = statistic(metric).value
                 difference = float((value(tables[0].sum(0)) - value(tables[index].sum(0))).mean())
                 low, high = _interval((of_reference[metric] - value(drawn[index])).mean(1))
                 p = permutation_p(difference, (value(permuted[0]) - value(permuted[1])).mean(1))
