@@ -24,9 +24,9 @@ _CLEAR = 0.02
 """How much more of the ceiling a method must keep off-center to be called better than the center."""
 
 
-def page_template() -> jinja2.Template:
-    """Load the template of the page."""
-    file = Path(__file__).parent / "templates" / "page.html"
+def page_template(name: str = "page.html") -> jinja2.Template:
+    """Load the template of the page, or a part of it."""
+    file = Path(__file__).parent / "templates" / name
     return template(file, sentence=_sentence, budget_text=budget_text, plural=plural, method_name=lambda name: look(name).title)
 
 
