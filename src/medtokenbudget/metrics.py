@@ -77,9 +77,6 @@ def lesion_retention(
         has_mask: `[B]`, False for images whose lesion is unknown. None means that every image has a mask.
         grid: (h, w) of the patches. Needed for `[h, w]`, and for a batch `[B, N]` whose shape could be a grid.
 
-    Returns:
-        The retention of this batch.
-
     Raises:
         ShapeError: The shapes differ, or could be both one image `[h, w]` and a batch `[B, N]`.
         RequestError: The values are not boolean, for example scores that were not thresholded.

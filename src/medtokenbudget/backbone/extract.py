@@ -74,9 +74,6 @@ def extract(
         address: Address of a running Ray cluster.
         early: Routes before or inside the backbone; what it needs is saved in the folder `router` of the store.
 
-    Returns:
-        The store, opened with `manifest`.
-
     Raises:
         RequestError: The request cannot be carried out.
         MismatchError: The store was made with other settings.

@@ -439,18 +439,9 @@ class FeatureStore:
         return rows
 
     def rows(self, ids: Sequence[str], view: str | None = IDENTITY, strict: bool = True) -> np.ndarray:
-        """Find the row numbers of images.
+        """Find the row numbers of images in this view, int64 in the order of `ids`; None means all views of each image.
 
-        Args:
-            ids: Image ids.
-            view: The view; None for all views of each image.
-            strict: Raise an error for images without such a row, instead of leaving them out.
-
-        Returns:
-            Row numbers, int64, in the order of `ids`.
-
-        Raises:
-            RequestError: With `strict`, if an image has no such row.
+        An image without such a row is a RequestError or, unless `strict`, left out.
         """
         by_view = [self._rows_of_image.get(name, {}) for name in ids]
         rows = [list(one.values()) if view is None else [one[view]] if view in one else [] for one in by_view]

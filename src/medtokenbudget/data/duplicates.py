@@ -134,10 +134,9 @@ def merge(names: Sequence[str], pairs: Iterable[Pair]) -> list[str]:
 
 
 def merged_groups(manifest: Manifest, workers: int = 4) -> tuple[list[str], list[str]]:
-    """Merge the groups of a manifest that share duplicate images; every file is read once, in `workers` threads.
+    """Return the group of each image, those that share duplicates merged, and the ids of images that could not be read.
 
-    Returns:
-        The group of each image, and the ids of images that could not be read and keep their group.
+    Images that could not be read keep their group. Every file is read once, in `workers` threads.
     """
 
     def read(index: int) -> Fingerprint | None:
