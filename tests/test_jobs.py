@@ -15,7 +15,7 @@ import pytest
 
 from medtokenbudget.cli import main
 from medtokenbudget.errors import RequestError, WorkError
-from medtokenbudget.jobs import Advance, Execution, ordered_map, process_pool, ray_cluster, run_jobs, run_units
+from medtokenbudget.jobs import Advance, Execution, ordered_map, process_pool, ray_cluster, run_units
 from tests.drawn import Drawn
 from tests.small_model import small_backbone
 
@@ -33,7 +33,7 @@ def lengths(state: str, units: Sequence[str], advance: Advance) -> Iterator[tupl
         yield state, len(unit)
 
 
-def wrong(unit: str) -> None:
+def wrong(state: Any, units: Any, advance: Any) -> Any:
     raise RequestError("no such thing")
 
 
@@ -68,7 +68,7 @@ def test_other_processes_open_their_state_once_and_make_every_unit(tmp_path: Pat
 @pytest.mark.slow
 def test_an_error_in_a_worker_is_raised_here() -> None:
     with pytest.raises(RequestError, match="no such thing"):
-        list(run_jobs(wrong, UNITS, Execution(), 2, "cpu"))
+        list(run_units(UNITS, wrong, Execution(), processes=2, device="cpu"))
 
 
 def test_a_worker_that_dies_is_a_message_that_says_what_to_do() -> None:

@@ -194,10 +194,10 @@ EDITS: dict[str, list[tuple[str, str, str, str]]] = {
         ("the split is of the files present", "data/readers.py", 'zip(truth["image"], truth["label"], paper_split(len(truth)))', 'zip(truth["image"], truth["label"], [*paper_split(len(files)), *truth["image"]])'),
     ],
     "tests/data/test_duplicates.py": [
-        ("thumbnails decide nothing", "data/duplicates.py", "same = _correlated(thumbnails, left, right, min_correlation)", "same = np.ones(len(left), bool)"),
+        ("thumbnails decide nothing", "data/duplicates.py", "same = _correlated(thumbnails, left, right)", "same = np.ones(len(left), bool)"),
         ("the middle is not compared", "data/duplicates.py", "same &= _correlated(thumbnails[:, middle, middle]", "same |= _correlated(thumbnails[:, middle, middle]"),
         ("hashes must be equal", "data/duplicates.py", "MAX_DISTANCE = 8", "MAX_DISTANCE = 0"),
-        ("chains are not followed", "data/duplicates.py", "return [find(name) for name in names]", "return [parent[name] for name in names]"),
+        ("chains are not followed", "data/duplicates.py", "groups.merge(names[i], names[j])", "groups = DisjointSet(names)\n        groups.merge(names[i], names[j])"),
     ],
     "tests/routing/test_conformal.py": [
         ("no finite-sample correction", "routing/conformal.py", "(groups * np.asarray(risk, float) + 1) / (groups + 1)", "np.asarray(risk, float)"),

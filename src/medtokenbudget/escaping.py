@@ -1,10 +1,14 @@
-"""Names from data sets (classes, files, data sets) made harmless where they are shown: spreadsheet cells and Markdown."""
+"""Names from data sets (classes, files, data sets) made harmless where they are shown: spreadsheet cells, Markdown, templates."""
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
+
+if TYPE_CHECKING:
+    import jinja2
 
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
@@ -43,3 +47,19 @@ def markdown_text(text: str) -> str:
     for special, harmless in (("&", "&amp;"), ("<", "&lt;"), ("](", "]\\("), ("|", "\\|"), ("\r", " "), ("\n", " ")):
         text = text.replace(special, harmless)
     return text
+
+
+def template(file: Path, **filters: Any) -> jinja2.Template:
+    """Load a template: every variable is escaped where it is printed, and a missing one is an error."""
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(file.parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters.update(filters)
+    return environment.get_template(file.name)

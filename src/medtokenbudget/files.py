@@ -1,4 +1,4 @@
-"""Atomic writes, locks, JSON and tensors that carry a checksum, and hashes of files.
+"""Atomic writes, locks, JSON and tensors that carry a checksum, hashes of files, and files of the Hugging Face Hub.
 
 Everything that the package writes goes through `atomic_write`: a temporary file in the same folder, fsync, then `os.replace`, then
 fsync of the folder. What a killed process leaves behind (`.NAME.*.part`) is removed when the folder is written to again. While a
@@ -434,3 +434,37 @@ def _holder(handle: int) -> str:
     with contextlib.suppress(OSError):
         return os.pread(handle, 1000, 0).decode("utf-8", "replace")
     return ""
+
+
+# The Hugging Face Hub ------------------------------------------------------------------------------------------------
+
+_reached: set[str] = set()
+
+
+def fetch(repo_id: str, name: str, revision: str | None = None) -> Path:
+    """Return the path of a repository's file in the cache, downloaded if the hub can be reached.
+
+    A WorkError says that it is in neither; other errors come from the hub's client.
+    """
+    from huggingface_hub import constants, hf_hub_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return Path(hf_hub_download(repo_id, name, revision=revision, local_files_only=not _answers()))
+    except LocalEntryNotFoundError:
+        why = " (HF_HUB_OFFLINE is set)" if constants.HF_HUB_OFFLINE else ""
+        raise WorkError(f"The hub cannot be reached{why}, and {repo_id}/{name} is not in its cache.") from None
+
+
+def _answers() -> bool:
+    """Whether the hub answers. Its own client tries five times, for half a minute, before it looks into its cache."""
+    from huggingface_hub import constants
+    from huggingface_hub.utils import get_session
+
+    if constants.ENDPOINT not in _reached and not constants.HF_HUB_OFFLINE:
+        try:
+            get_session().head(constants.ENDPOINT, timeout=5.0)
+        except Exception:  # the errors of the client's transport, which changes with its version
+            return False
+        _reached.add(constants.ENDPOINT)
+    return not constants.HF_HUB_OFFLINE

@@ -21,7 +21,6 @@ from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor, 
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -99,17 +98,6 @@ def run_units(
         if advance is not None:
             advance(len(unit))  # type: ignore[arg-type]
         yield result
-
-
-def run_jobs(
-    work: Callable[[Unit], Result], jobs: Sequence[Unit], execution: Execution, processes: int = 1, device: str = "auto"
-) -> Iterator[Result]:
-    """Yield what `work`, which needs no state, returns for each job, in the order in which they finish; see `run_units`."""
-    return run_units(jobs, partial(_each, work), execution, processes=processes, device=device)
-
-
-def _each(work: Callable[[Unit], Result], state: Any, jobs: Sequence[Unit], advance: Advance) -> Iterator[Result]:
-    return map(work, jobs)
 
 
 def _ignore(count: int) -> None:

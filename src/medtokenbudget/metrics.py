@@ -78,9 +78,6 @@ def lesion_retention(
         has_mask: `[B]`, False for images whose lesion is unknown. None means that every image has a mask.
         grid: (h, w) of the patches. Needed for `[h, w]`, and for a batch `[B, N]` whose shape could be a grid.
 
-    Returns:
-        The retention of this batch.
-
     Raises:
         ShapeError: The shapes differ, or could be both one image `[h, w]` and a batch `[B, N]`.
         RequestError: The values are not boolean, for example scores that were not thresholded.
@@ -497,24 +494,22 @@ def confidence_bins(probabilities: ArrayLike, bins: int = ECE_BINS) -> tuple[Flo
     return confidence, np.clip(np.ceil(confidence * bins).astype(int) - 1, 0, bins - 1)
 
 
-def calibration_bins(label: ArrayLike, predicted: ArrayLike, probabilities: ArrayLike, bins: int = ECE_BINS) -> Floats:
+def calibration_bins(label: ArrayLike, predicted: ArrayLike, probabilities: ArrayLike) -> Floats:
     """Return `[n, bins]`: each image's (correct - confidence) in the bin of its confidence, 0 elsewhere; ECE sums these."""
-    confidence, index = confidence_bins(probabilities, bins)
+    confidence, index = confidence_bins(probabilities)
     gap = correct(label, predicted) - confidence
-    return np.where(index[:, None] == np.arange(bins), gap[:, None], 0.0)
+    return np.where(index[:, None] == np.arange(ECE_BINS), gap[:, None], 0.0)
 
 
-def expected_calibration_error(label: ArrayLike, predicted: ArrayLike, probabilities: ArrayLike, bins: int = ECE_BINS) -> float:
+def expected_calibration_error(label: ArrayLike, predicted: ArrayLike, probabilities: ArrayLike) -> float:
     """Average over images |accuracy - mean confidence| of their bin; equal-width bins of the largest probability."""
-    gaps = calibration_bins(label, predicted, probabilities, bins)
+    gaps = calibration_bins(label, predicted, probabilities)
     return float(np.abs(gaps.sum(0)).sum() / len(gaps)) if len(gaps) else float("nan")
 
 
-def reliability(
-    label: ArrayLike, predicted: ArrayLike, probabilities: ArrayLike, bins: int = ECE_BINS
-) -> tuple[Floats, Floats, NDArray[np.int64]]:
+def reliability(label: ArrayLike, predicted: ArrayLike, probabilities: ArrayLike) -> tuple[Floats, Floats, NDArray[np.int64]]:
     """Return `[bins]` mean confidence, accuracy and number of images of each bin; NaN in the first two for empty bins."""
-    confidence, index = confidence_bins(probabilities, bins)
-    counts = np.bincount(index, minlength=bins)
+    confidence, index = confidence_bins(probabilities)
+    counts = np.bincount(index, minlength=ECE_BINS)
     hits = correct(label, predicted).astype(float)
-    return ratio(np.bincount(index, confidence, bins), counts), ratio(np.bincount(index, hits, bins), counts), counts
+    return ratio(np.bincount(index, confidence, ECE_BINS), counts), ratio(np.bincount(index, hits, ECE_BINS), counts), counts

@@ -17,8 +17,6 @@ from medtokenbudget.errors import GridError, NonFiniteError, ShapeError
 
 SIGNALS = ("attention_entropy", "cls_attention", "received_attention", "value_norm", "mean_key", "rollout")
 """Fields of `TokenBatch` that `mtb extract` computes from the attention of the backbone."""
-PSEUDO_TEMPERATURE = 0.1
-"""Scale of pseudo-attention. The paper does not give it; its authors divide the cosines by this."""
 
 
 @dataclass(frozen=True)
@@ -263,10 +261,3 @@ def check_grid(grid: tuple[int, int], n: int) -> None:
     """Raise a GridError unless a grid multiplies to the number of patches."""
     if len(grid) != 2 or grid[0] < 1 or grid[1] < 1 or grid[0] * grid[1] != n:
         raise GridError(f"A grid of {' x '.join(map(str, grid))} does not have {n} patches.")
-
-
-def cosine_attention(queries: Tensor, keys: Tensor, temperature: float = PSEUDO_TEMPERATURE) -> Tensor:
-    """Compute pseudo-attention [B, M, N] in fp32: the softmax over the keys [B, N, D] of `cosine / temperature` of each query."""
-    # In this file because backbones and routing both compute it, and neither imports the other.
-    query, key = (torch.nn.functional.normalize(tokens.float(), dim=-1) for tokens in (queries, keys))
-    return torch.softmax(query @ key.transpose(1, 2) / temperature, dim=-1)

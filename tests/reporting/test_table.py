@@ -6,12 +6,12 @@ import numpy as np
 import pandas as pd
 
 from medtokenbudget.reporting.table import Table, best, changes, latex_text
-from medtokenbudget.reporting.text import template
+from medtokenbudget.reporting.text import page_template
 
 
 def html(table: Table) -> str:
     """The table as the page shows it."""
-    return str(template("table.html").module.show_table(table))
+    return str(page_template("table.html").module.show_table(table))
 
 
 def test_latex_commands_in_names_are_harmless() -> None:

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from medtokenbudget.backbone.attention import pseudo_signals
+from medtokenbudget.backbone.attention import cosine_attention, pseudo_signals
 from medtokenbudget.errors import GridError, NonFiniteError, RequestError, ShapeError, UnknownNameError
-from medtokenbudget.routing import attention_entropy, feature_norm, local_contrast, pseudo_attention
+from medtokenbudget.routing import attention_entropy, feature_norm, local_contrast
 
 
 def entropy_by_hand(weights: Tensor) -> list[list[float]]:
@@ -108,7 +108,7 @@ def test_pseudo_attention_is_the_same_for_selectors_and_for_stores_and_equals_a_
     generator = torch.Generator().manual_seed(0)
     patches, cls = torch.randn(2, 9, 5, generator=generator), torch.randn(2, 5, generator=generator)
     stored = pseudo_signals(patches, cls, ("attention_entropy", "received_attention", "cls_attention"))
-    weights = pseudo_attention(patches)
+    weights = cosine_attention(patches, patches)
 
     def row(query, keys):
         """softmax(cos / 0.1) of one query, as the authors of the paper have it."""

@@ -99,9 +99,9 @@ def test_the_numbers_are_those_of_the_results(card: str, run: Run) -> None:
     )
     for budget in (0.1, 0.3, 0.5):
         cells = [cell.strip() for cell in _line(card, f"| {budget:g} | 24 |").split("|")]
-        assert cells[3].startswith(f"{100 * rows.loc[budget, 'accuracy']:.1f} (")
-        assert cells[7].startswith(f"{100 * rows.loc[budget, 'retention']:.1f} (")
-        for cell in (cell for cell in cells if "(" in cell):
+        assert cells[3].startswith(f"{100 * rows.loc[budget, 'accuracy']:.1f} [")
+        assert cells[7].startswith(f"{100 * rows.loc[budget, 'retention']:.1f} [")
+        for cell in (cell for cell in cells if "[" in cell):
             value, low, high = map(float, re.findall(r"[\d.]+", cell))
             assert low <= value <= high
     beside = _line(card, "| `center` | 24 (24) |")
@@ -131,7 +131,7 @@ def test_point_values_come_from_results_csv(run: Run) -> None:
     cell = (results["method"] == "lats:lesion-first") & (results["budget"] == 0.3) & (results["seed"] == 42)
     results.loc[cell, "accuracy"] = 0.12345
     card = card_text(run, model())
-    assert "| 12.3 (" in _line(card, "| 0.3 | 24 |")
+    assert "| 12.3 [" in _line(card, "| 0.3 | 24 |")
     assert "| 12.3% |" in _line(card, "| `lats:lesion-first` |")
 
 

@@ -15,7 +15,17 @@ from medtokenbudget.runs import paper
 from medtokenbudget.runs.run import summarize
 from tests.runs import simulate
 
-PAPER_NAMES = {ours: theirs for theirs, ours in paper.METHOD_NAMES.items()}
+PAPER_NAMES = {
+    "no-pruning": "NoPruning",
+    "random": "Random",
+    "norm": "NormBased",
+    "tome": "ToMe",
+    "attention-entropy": "AttnEnt",
+    "local-contrast": "LocalCtr",
+    "lats": "LATS",
+    "lats:mask-free": "LATS_mf",
+    "lats:fixed-0.5": "Fixed",
+}
 
 
 def value(study: str, method: str, budget: float, metric: str) -> tuple[float, float]:

@@ -2,7 +2,6 @@
 
 from medtokenbudget.backbone.backbone import Backbone
 from medtokenbudget.backbone.extract import extract
-from medtokenbudget.backbone.preprocess import Preprocessing, luminance
 from medtokenbudget.backbone.store import FeatureStore
 
-__all__ = ["Backbone", "FeatureStore", "Preprocessing", "extract", "luminance"]
+__all__ = ["Backbone", "FeatureStore", "extract"]

@@ -24,12 +24,13 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from medtokenbudget.errors import RequestError
-from medtokenbudget.tokens import SIGNALS, cosine_attention
 
 DEFAULT = ("attention_entropy", "cls_attention")
 """What is computed unless something else is requested: the signals of LATS and of its distillation."""
 CHUNK = 1
 """Images whose attention weights exist at the same time; one fits into the CPU cache and is twice as fast as four."""
+PSEUDO_TEMPERATURE = 0.1
+"""Scale of pseudo-attention. The paper does not give it; its authors divide the cosines by this."""
 
 
 class Inputs(NamedTuple):
@@ -225,7 +226,7 @@ def _value_norm(block: _Block) -> Tensor:
     return torch.linalg.vector_norm(value.transpose(1, 2).flatten(2), dim=-1)
 
 
-_TABLE = {
+REGISTRY = {
     # The patch weights of a row do not sum to one, because the softmax includes the prefix tokens. Eq. 1 takes them all the same.
     "attention_entropy": Signal(lambda b: normalized_entropy(b.weights[:, b.prefix :, b.prefix :]), pseudo=True),
     "cls_attention": Signal(lambda b: b.weights[:, 0, b.prefix :].clone(), needs_cls=True, pseudo=True),
@@ -234,7 +235,7 @@ _TABLE = {
     "mean_key": Signal(lambda b: b.inputs.key[:, :, b.prefix :].mean(1), reads_weights=False, wide=True),
     "rollout": Signal(_rollout, needs_cls=True),
 }
-REGISTRY: dict[str, Signal] = {name: _TABLE[name] for name in SIGNALS}
+"""Signals by name, those of `SIGNALS` in the same order."""
 
 
 def reduce_attention(
@@ -255,6 +256,12 @@ def reduce_attention(
         for name in names:
             values[name].append(REGISTRY[name].compute(block))
     return {name: torch.cat(parts) if len(parts) > 1 else parts[0] for name, parts in values.items()}
+
+
+def cosine_attention(queries: Tensor, keys: Tensor) -> Tensor:
+    """Compute pseudo-attention [B, M, N] in fp32: the softmax over the keys [B, N, D] of the cosines of each query."""
+    query, key = (F.normalize(tokens.float(), dim=-1) for tokens in (queries, keys))
+    return torch.softmax(query @ key.transpose(1, 2) / PSEUDO_TEMPERATURE, dim=-1)
 
 
 def pseudo_signals(patches: Tensor, cls: Tensor | None, names: Sequence[str] = DEFAULT) -> dict[str, Tensor]:

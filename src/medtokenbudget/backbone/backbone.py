@@ -25,16 +25,15 @@ from timm.models.vision_transformer import Attention, checkpoint_filter_fn
 from torch import Tensor
 from torch.nn import functional as F
 
-from medtokenbudget import hub
 from medtokenbudget.backbone import attention
 from medtokenbudget.backbone.encoders import Model, encoder_of, no_grid, vision_tower
 from medtokenbudget.backbone.preprocess import Preprocessing
 from medtokenbudget.config import BackboneConfig
 from medtokenbudget.data.manifest import listed
 from medtokenbudget.errors import MedTokenBudgetError, RequestError, ShapeError, UnknownNameError, WorkError, first_line
-from medtokenbudget.files import read_sealed, sha256_file, write_sealed, write_text
+from medtokenbudget.files import fetch, read_sealed, sha256_file, write_sealed, write_text
 from medtokenbudget.runtime import resolve_device
-from medtokenbudget.tokens import PSEUDO_TEMPERATURE, TokenBatch
+from medtokenbudget.tokens import TokenBatch
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "weights.safetensors"
@@ -109,7 +108,7 @@ class Backbone:
         }
         if config.attention == "pseudo":
             # Stores and models of another scale have another entropy of the same tokens: they must not be mixed.
-            self.fingerprint["pseudo_temperature"] = PSEUDO_TEMPERATURE
+            self.fingerprint["pseudo_temperature"] = attention.PSEUDO_TEMPERATURE
         if self._tap is not None and not isinstance(getattr(encoder.blocks[self.layer], "attn", None), Attention):
             self(torch.zeros(1, 3, size, size, dtype=next(model.parameters()).dtype))  # fails now, not in the middle of the work
 
@@ -481,7 +480,7 @@ def _from_hub(name: str, model: Model) -> Path:
             f"No weights are published for '{name}'. Pass a safetensors file as `weights`, or use `backbone=\"embedded\"`."
         )
     try:
-        return hub.fetch(source, "model.safetensors")
+        return fetch(source, "model.safetensors")
     except Exception as error:  # errors of the hub's client, of its transport and of the system
         raise WorkError(
             f"Cannot download the weights of '{name}': {first_line(error)} Download {source}/model.safetensors "

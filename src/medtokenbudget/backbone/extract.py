@@ -27,7 +27,7 @@ from medtokenbudget.backbone.attention import REGISTRY
 from medtokenbudget.backbone.backbone import Backbone
 from medtokenbudget.backbone.partial import Early
 from medtokenbudget.backbone.preprocess import luminance
-from medtokenbudget.backbone.store import FailedRow, FeatureStore, Key, MappedField, Record, Row, Shards
+from medtokenbudget.backbone.store import FailedRow, FeatureStore, Key, MappedField, Planned, Record, Row, Shards
 from medtokenbudget.config import BackboneConfig, ExtractConfig
 from medtokenbudget.data import Manifest, decode_image, mask_of
 from medtokenbudget.errors import RequestError, WorkError
@@ -73,9 +73,6 @@ def extract(
             may then be incomplete (`missing`).
         address: Address of a running Ray cluster.
         early: Routes before or inside the backbone; what it needs is saved in the folder `router` of the store.
-
-    Returns:
-        The store, opened with `manifest`.
 
     Raises:
         RequestError: The request cannot be carried out.
@@ -194,24 +191,18 @@ def settings_of(fingerprint: dict[str, Any], config: ExtractConfig, weights: Pat
 
 
 @dataclass(frozen=True)
-class Item:
+class Item(Planned):
     """One row to be made: which view of which image file, with the mask for off-center crops.
 
-    `image` and `mask` are the SHA-256 of the files, `image_id` seeds the crop. An empty `image_file` means that the image left the
+    `mask` is the SHA-256 of its file, `image_id` seeds the crop. An empty `image_file` means that the image left the
     manifest before it was extracted. A row that was made before has its `geometry`, whatever became of its mask.
     """
 
-    image: str
-    view: str
     image_id: str
     image_file: str
     mask_file: str | None = None
     mask: str | None = None
     geometry: views.Geometry | None = None
-
-    @property
-    def key(self) -> Key:
-        return self.image, self.view
 
 
 @dataclass(frozen=True)

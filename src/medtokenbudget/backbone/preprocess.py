@@ -50,11 +50,6 @@ class Preprocessing:
         """Return JSON values, to be recorded in a store or model."""
         return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
 
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Preprocessing:
-        """Invert `to_dict`."""
-        return cls(int(values["image_size"]), tuple(values["mean"]), tuple(values["std"]), str(values["interpolation"]))
-
     def prepare(self, image: Image.Image) -> np.ndarray:
         """Resize the whole RGB image to uint8 [S, S, 3]. Nothing is cropped, so masks stay aligned."""
         if image.mode != "RGB":
@@ -81,15 +76,7 @@ class Preprocessing:
 
 
 def luminance(images: Tensor, grid: tuple[int, int]) -> Tensor:
-    """Compute the mean gray value (Rec. 601) of each patch.
-
-    Args:
-        images: uint8 [B, S, S, 3].
-        grid: Rows and columns (h, w) of the patches.
-
-    Returns:
-        [B, N] in [0, 1].
-    """
+    """Compute the mean gray value (Rec. 601) of each patch of a grid (h, w): uint8 [B, S, S, 3] to [B, N] in [0, 1]."""
     if images.ndim != 4 or images.shape[-1] != 3:
         raise ShapeError(f"Images must be [B, S, S, 3], got {list(images.shape)}.")
     b, height, width, _ = images.shape

@@ -96,13 +96,11 @@ def write_plan(store: Path, shards: Shards) -> None:
 
 
 @dataclass(frozen=True)
-class Row:
-    """What a row of the fields shows: an image by its SHA-256, its (width, height), a view, and the view's geometry."""
+class Planned:
+    """An image by its SHA-256, and one of its views."""
 
     image: str
     view: str
-    size: tuple[int, int]
-    geometry: Geometry
 
     @property
     def key(self) -> Key:
@@ -110,20 +108,22 @@ class Row:
 
 
 @dataclass(frozen=True)
-class FailedRow:
+class Row(Planned):
+    """What a row of the fields shows: an image of (width, height) pixels in a view of this geometry."""
+
+    size: tuple[int, int]
+    geometry: Geometry
+
+
+@dataclass(frozen=True)
+class FailedRow(Planned):
     """A planned row that has no tokens, and why."""
 
-    image: str
-    view: str
     kind: Literal["image", "view", "tokens"]
     """'image' could not be read, 'view' does not exist with this mask, 'tokens' are not finite."""
     reason: str
     mask: str | None = None
     """SHA-256 of the mask that a view was to be made with."""
-
-    @property
-    def key(self) -> Key:
-        return self.image, self.view
 
 
 @dataclass(frozen=True)
@@ -439,18 +439,9 @@ class FeatureStore:
         return rows
 
     def rows(self, ids: Sequence[str], view: str | None = IDENTITY, strict: bool = True) -> np.ndarray:
-        """Find the row numbers of images.
+        """Find the row numbers of images in this view, int64 in the order of `ids`; None means all views of each image.
 
-        Args:
-            ids: Image ids.
-            view: The view; None for all views of each image.
-            strict: Raise an error for images without such a row, instead of leaving them out.
-
-        Returns:
-            Row numbers, int64, in the order of `ids`.
-
-        Raises:
-            RequestError: With `strict`, if an image has no such row.
+        An image without such a row is a RequestError or, unless `strict`, left out.
         """
         by_view = [self._rows_of_image.get(name, {}) for name in ids]
         rows = [list(one.values()) if view is None else [one[view]] if view in one else [] for one in by_view]

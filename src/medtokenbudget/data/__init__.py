@@ -6,22 +6,19 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from medtokenbudget.data.duplicates import merged_groups
-from medtokenbudget.data.images import MAX_PIXELS, DecodeError, decode_image, decode_mask
-from medtokenbudget.data.manifest import SPLITS, Manifest, ManifestError, SplitRule
+from medtokenbudget.data.images import DecodeError, decode_image, decode_mask
+from medtokenbudget.data.manifest import Manifest, ManifestError, SplitRule
 from medtokenbudget.data.masks import covered_shares, mask_of, patch_labels, patch_order, prevalence_table, same_aspect
-from medtokenbudget.data.readers import csv_manifest, folder_manifest, isic_manifest, kvasir_manifest, match_masks, open_data
+from medtokenbudget.data.readers import csv_manifest, folder_manifest, isic_manifest, kvasir_manifest, open_data
 from medtokenbudget.data.splits import apply_split, cut_selection, keep_split, paper_split
 
 if TYPE_CHECKING:
-    from medtokenbudget.data.checks import Finding, Report, check
+    from medtokenbudget.data.checks import Report, check
     from medtokenbudget.data.synthetic import Drawings, synthetic_manifest
 
 __all__ = [
-    "MAX_PIXELS",
-    "SPLITS",
     "DecodeError",
     "Drawings",
-    "Finding",
     "Manifest",
     "ManifestError",
     "Report",
@@ -38,7 +35,6 @@ __all__ = [
     "keep_split",
     "kvasir_manifest",
     "mask_of",
-    "match_masks",
     "merged_groups",
     "open_data",
     "paper_split",
@@ -50,7 +46,7 @@ __all__ = [
 ]
 
 # Imported when they are first used: reading images needs neither the checks of a data set nor drawn images.
-_LATER = {"Finding": "checks", "Report": "checks", "check": "checks", "Drawings": "synthetic", "synthetic_manifest": "synthetic"}
+_LATER = {"Report": "checks", "check": "checks", "Drawings": "synthetic", "synthetic_manifest": "synthetic"}
 
 
 def __getattr__(name: str) -> Any:

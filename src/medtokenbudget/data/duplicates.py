@@ -25,7 +25,6 @@ SIDE = 32
 MAX_DISTANCE = 8
 MIN_CORRELATION = 0.97
 _BLOCK = 512
-_TABLE = np.array([bin(value).count("1") for value in range(1 << 16)], dtype=np.uint8)
 _WEIGHTS = 1 << np.arange(64, dtype=np.uint64)
 
 
@@ -74,17 +73,15 @@ def exact_pairs(prints: Sequence[Fingerprint]) -> list[Pair]:
     return pairs
 
 
-def near_pairs(
-    prints: Sequence[Fingerprint], max_distance: int = MAX_DISTANCE, min_correlation: float = MIN_CORRELATION
-) -> list[Pair]:
+def near_pairs(prints: Sequence[Fingerprint]) -> list[Pair]:
     """Find pairs `i < j` that show the same picture in files with different content, in order."""
     if len(prints) < 2:
         return []
-    left, right = _close_hashes(np.array([one.phash for one in prints], dtype=np.uint64), max_distance)
+    left, right = _close_hashes(np.array([one.phash for one in prints], dtype=np.uint64), MAX_DISTANCE)
     thumbnails = np.stack([one.thumbnail for one in prints])
-    same = _correlated(thumbnails, left, right, min_correlation)
+    same = _correlated(thumbnails, left, right)
     middle = slice(SIDE // 8, SIDE - SIDE // 8)
-    same &= _correlated(thumbnails[:, middle, middle], left, right, min_correlation)
+    same &= _correlated(thumbnails[:, middle, middle], left, right)
     return [(int(i), int(j)) for i, j in zip(left[same], right[same]) if prints[i].sha256 != prints[j].sha256]
 
 
@@ -106,13 +103,13 @@ def _close_hashes(hashes: np.ndarray, max_distance: int) -> tuple[np.ndarray, np
 
 
 def _popcount(values: np.ndarray) -> np.ndarray:
-    if hasattr(np, "bitwise_count"):
+    if hasattr(np, "bitwise_count"):  # of NumPy 2
         return np.bitwise_count(values)
-    return _TABLE[np.ascontiguousarray(values).view(np.uint16).reshape(*values.shape, 4)].sum(-1)
+    return np.unpackbits(np.ascontiguousarray(values).view(np.uint8).reshape(*values.shape, 8), axis=-1).sum(-1)
 
 
-def _correlated(pictures: np.ndarray, left: np.ndarray, right: np.ndarray, minimum: float) -> np.ndarray:
-    """Tell whether pairs of `[n, h, w]` correlate; two pictures of one color each do if they are equal."""
+def _correlated(pictures: np.ndarray, left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """Tell whether pairs of `[n, h, w]` correlate enough; two pictures of one color each do if they are equal."""
     flat = pictures.reshape(len(pictures), -1).astype(np.float32)
     flat = flat - flat.mean(1, keepdims=True)
     norm = np.linalg.norm(flat, axis=1)
@@ -121,31 +118,25 @@ def _correlated(pictures: np.ndarray, left: np.ndarray, right: np.ndarray, minim
         i, j = left[start : start + (1 << 14)], right[start : start + (1 << 14)]
         both = norm[i] * norm[j]
         equal = (pictures[i] == pictures[j]).all((1, 2))
-        result[start : start + (1 << 14)] = equal | ((flat[i] * flat[j]).sum(1) >= minimum * np.maximum(both, 1e-6))
+        result[start : start + (1 << 14)] = equal | ((flat[i] * flat[j]).sum(1) >= MIN_CORRELATION * np.maximum(both, 1e-6))
     return result
 
 
 def merge(names: Sequence[str], pairs: Iterable[Pair]) -> list[str]:
     """Merge groups that a pair connects. A merged group takes the first name in sorted order."""
-    parent = {name: name for name in names}
+    from scipy.cluster.hierarchy import DisjointSet  # here, because it loads much that reading images does not need
 
-    def find(name: str) -> str:
-        while parent[name] != name:
-            parent[name] = parent[parent[name]]
-            name = parent[name]
-        return name
-
+    groups = DisjointSet(names)
     for i, j in pairs:
-        a, b = sorted((find(names[i]), find(names[j])))
-        parent[b] = a
-    return [find(name) for name in names]
+        groups.merge(names[i], names[j])
+    merged = {name: min(group) for group in groups.subsets() for name in group}
+    return [merged[name] for name in names]
 
 
 def merged_groups(manifest: Manifest, workers: int = 4) -> tuple[list[str], list[str]]:
-    """Merge the groups of a manifest that share duplicate images; every file is read once, in `workers` threads.
+    """Return the group of each image, those that share duplicates merged, and the ids of images that could not be read.
 
-    Returns:
-        The group of each image, and the ids of images that could not be read and keep their group.
+    Images that could not be read keep their group. Every file is read once, in `workers` threads.
     """
 
     def read(index: int) -> Fingerprint | None:

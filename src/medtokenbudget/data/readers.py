@@ -390,7 +390,7 @@ class MaskFolder:
         annotators: Annotators = "union",
         stems: Collection[str] = (),
     ) -> None:
-        self.folder = folder
+        self.folder = require_folder(folder, "Pass the folder that contains the masks.")
         self.merged, self.images, self.pattern, self.annotators = merged, images, pattern, annotators
         self.paths = [path for path in files_below(folder) if is_image(path)]
         self.used: set[str] = set()  # absolute paths of masks that belong to an image, and of the images

@@ -89,7 +89,6 @@ def apply_split(
     """Split a manifest again, exactly as `mtb data split` does.
 
     Args:
-        manifest: The images to split.
         rule: 'grouped' splits 80/20 and 'kfold' into folds, both by a hash of the group: no group is in two parts, and no image
             changes its part when others are added. 'center' validates on all images of one value of the column `center`. 'paper' is
             the paper's 80/20 permutation of the rows, whatever their groups.

@@ -312,9 +312,6 @@ def synthetic_manifest(
         name: Name of the data set.
         overwrite: Whether a different manifest may be replaced.
 
-    Returns:
-        The path of the manifest.
-
     Raises:
         MismatchError: The folder contains drawings of another request.
     """

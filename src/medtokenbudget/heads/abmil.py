@@ -14,13 +14,7 @@ from medtokenbudget.tokens import TokenSet
 
 @register_head("abmil")
 class ABMIL(TokenHead):
-    """One gated attention over the tokens, then a linear layer.
-
-    Args:
-        width: Width of the features.
-        attention: Width of the attention.
-        dropout: Dropout of the features.
-    """
+    """One gated attention over the tokens, then a linear layer."""
 
     description = "Gated attention over the kept tokens."
 

@@ -14,12 +14,7 @@ from medtokenbudget.tokens import TokenSet
 
 @register_head("attentive-probe")
 class AttentiveProbe(TokenHead):
-    """Multi-head cross-attention of a learned query, LayerNorm and a linear layer.
-
-    Args:
-        width: Width of the attention.
-        heads: Attention heads.
-    """
+    """Multi-head cross-attention of a learned query, LayerNorm and a linear layer."""
 
     description = "Attention of one learned query over the kept tokens."
 

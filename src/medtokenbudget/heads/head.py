@@ -110,9 +110,7 @@ def weighted_softmax(logits: Tensor, weights: Tensor) -> Tensor:
     return shares / shares.sum(-1, keepdim=True)
 
 
-ENTRY_POINT_GROUP = "medtokenbudget.heads"
-
-HEADS: Registry[Head] = Registry("head", Head, ENTRY_POINT_GROUP)  # type: ignore[type-abstract]
+HEADS: Registry[Head] = Registry("head", Head, "medtokenbudget.heads")  # type: ignore[type-abstract]
 
 register_head = HEADS.register
 list_heads = HEADS.names

@@ -58,13 +58,7 @@ class PositionEncoding(nn.Module):
 
 @register_head("transmil")
 class TransMIL(TokenHead):
-    """Linear, ReLU, class token, attention, position encoding, attention, LayerNorm and a linear layer on the class token.
-
-    Args:
-        width: Width of the transformer.
-        heads: Attention heads.
-        dropout: Dropout of the features.
-    """
+    """Linear, ReLU, class token, attention, position encoding, attention, LayerNorm and a linear layer on the class token."""
 
     description = "Two transformer layers over the kept tokens with positions on the grid."
 

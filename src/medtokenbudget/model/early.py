@@ -29,9 +29,9 @@ from medtokenbudget.training.classifier import RoutedClassifier
 
 BLOCK = 4
 """Where 'inside' prunes by default."""
-INSIDE = tuple(name for name in REGISTRY if name != "rollout")
+INSIDE = {*REGISTRY} - {"rollout"}
 """Signals that are known inside the backbone: the rollout multiplies the attention of all blocks."""
-_READABLE = {"inside": INSIDE, "scout": (*REGISTRY, "luminance")}  # luminance is known only to who sees the image
+_READABLE = {"inside": INSIDE, "scout": {*REGISTRY, "luminance"}}  # luminance is known only to who sees the image
 _FREE = ("layer", "attention", "pseudo_temperature", "name")
 """Fields of a fingerprint that may differ between a backbone and the one that an 'inside' router was trained on."""
 Score = Callable[[TokenBatch], Tensor]

@@ -60,9 +60,6 @@ def export_onnx(
             in place of logits.
         selector: Method to export; None means the main one.
 
-    Returns:
-        Path of the file.
-
     Raises:
         RequestError: If the selector cannot be written as a fixed graph, or the extra `onnx` is not installed.
         WorkError: If the exported graph and the PyTorch model disagree; nothing is written then.

@@ -23,9 +23,8 @@ from medtokenbudget.backbone.backbone import located
 from medtokenbudget.config import NOTICE, BackboneConfig
 from medtokenbudget.errors import MismatchError, RequestError, UnknownNameError, WorkError, first_line
 from medtokenbudget.escaping import markdown_text
-from medtokenbudget.files import exclusive
+from medtokenbudget.files import exclusive, fetch
 from medtokenbudget.heads import create_head
-from medtokenbudget.hub import fetch
 from medtokenbudget.model.guarantee import Guarantee
 from medtokenbudget.routing import create_selector, selector_class
 from medtokenbudget.training.classifier import RoutedClassifier

@@ -91,7 +91,7 @@ def build(
             table.write(folder / "tables")
         figures = draw_figures(comparison, folder / "figures")
         further = {metric.term for metric in METRICS.values() if metric.places == ("further",)}
-        page = text.template("page.html").render(
+        page = text.page_template().render(
             comparison=comparison,
             run=None if comparison.several else comparison.first,
             tables={table.name: table for table in tables},

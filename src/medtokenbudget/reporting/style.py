@@ -79,10 +79,9 @@ def house_style() -> Iterator[None]:
         yield
 
 
-def new_figure(height: float = 3.9, width: float = WIDTH, **kwargs: object) -> tuple[Figure, Axes]:
+def new_figure(height: float) -> tuple[Figure, Axes]:
     """Create a figure with a single pair of axes."""
-    figure, axes = plt.subplots(figsize=(width, height), **kwargs)  # type: ignore[call-overload]
-    return figure, axes
+    return plt.subplots(figsize=(WIDTH, height))
 
 
 def percent_axis(axes: Axes, which: str = "y", label: str = "") -> None:

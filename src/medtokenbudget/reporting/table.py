@@ -111,10 +111,7 @@ def latex_text(text: str) -> str:
 def best(methods: Sequence[str], values: Sequence[Sequence[float]], labels: int = 1) -> frozenset[tuple[int, int]]:
     """Find (row, column) of the largest value in each column as printed, ties included; references do not compete.
 
-    Args:
-        methods: The method of each row.
-        values: The numbers of each row.
-        labels: Number of columns before the numbers.
+    The numbers of a row begin behind its `labels`.
     """
     cells: set[tuple[int, int]] = set()
     for column, numbers in enumerate(zip(*values), labels):

@@ -336,9 +336,7 @@ def runs(comparison: Comparison) -> Table:
 def leaderboard(comparison: Comparison) -> Table | None:
     """Show the main methods of several runs and the controls as ranks with their uncertainty, ties together; the CSV has all."""
     boards = comparison.leaderboard if comparison.headline is not None else {}
-    main_board = boards.get(("retention_of_ceiling", AS_IS))
-    if main_board is None:
-        main_board = boards.get(("macro_f1", AS_IS))
+    main_board = next((boards[m, AS_IS] for m in ("retention_of_ceiling", "macro_f1") if (m, AS_IS) in boards), None)
     if main_board is None or len(main_board) < 2:
         return None
     parts = [board.assign(metric=metric, view=view) for (metric, view), board in boards.items()]

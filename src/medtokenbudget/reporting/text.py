@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -11,7 +11,7 @@ from markupsafe import Markup, escape
 
 from medtokenbudget.backbone.views import OFF_CENTER
 from medtokenbudget.config import CONTROLS
-from medtokenbudget.escaping import markdown_text
+from medtokenbudget.escaping import template
 from medtokenbudget.measures import METRICS, budget_text, is_missing, percentage, plural, points, probability
 from medtokenbudget.model.looks import is_reference, look
 from medtokenbudget.reporting.comparison import Comparison
@@ -24,36 +24,16 @@ _CLEAR = 0.02
 """How much more of the ceiling a method must keep off-center to be called better than the center."""
 
 
-@lru_cache
-def template(name: str) -> jinja2.Template:
-    """Load a file of `templates`: every variable is escaped where it is printed, and a missing one is an error."""
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("medtokenbudget.reporting"),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    words = {"budget_text": budget_text, "plural": plural, "method_name": lambda method: look(method).title}
-    environment.filters.update({"sentence": _sentence, "md": markdown, "code": _code, **words})
-    return environment.get_template(name)
+def page_template(name: str = "page.html") -> jinja2.Template:
+    """Load the template of the page, or a part of it."""
+    file = Path(__file__).parent / "templates" / name
+    return template(file, sentence=_sentence, budget_text=budget_text, plural=plural, method_name=lambda name: look(name).title)
 
 
 def _sentence(sentence: str) -> Markup:
     """Turn a sentence into HTML, with `code` between backticks and counts that stay on one line."""
     parts = str(escape(sentence)).replace("n = ", "n&nbsp;=&nbsp;").split("`")
     return Markup("".join(f"<code>{part}</code>" if i % 2 else part for i, part in enumerate(parts)))
-
-
-def markdown(value: str) -> Markup:
-    """Escape a name for Markdown, where the entities of HTML would be too many."""
-    return Markup(markdown_text(value))
-
-
-def _code(value: str) -> Markup:
-    """Prepare a text for a code span of Markdown, which shows entities literally and ends at a backtick or a blank line."""
-    return Markup(value.replace("`", "'").replace("\r", " ").replace("\n", " "))
 
 
 def headline(run: ReportRun) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from medtokenbudget.routing.base import (
-    ENTRY_POINT_GROUP,
     Merger,
     Ranker,
     Selector,
@@ -15,11 +14,10 @@ from medtokenbudget.routing.base import (
     register_selector,
     selector_class,
 )
-from medtokenbudget.routing.selectors import LATS, ContextScorer, ContextSelector, LATSSelector
-from medtokenbudget.routing.signals import attention_entropy, feature_norm, local_contrast, pseudo_attention
+from medtokenbudget.routing.selectors import LATS, ContextScorer, LATSSelector
+from medtokenbudget.routing.signals import attention_entropy, feature_norm, local_contrast
 from medtokenbudget.routing.topk import (
     budget_to_k,
-    check_k,
     gumbel_noise,
     hard_topk,
     masked_mean,
@@ -27,26 +25,22 @@ from medtokenbudget.routing.topk import (
     smooth_scores,
     straight_through_topk,
 )
-from medtokenbudget.routing.trainable import LearnedSelector, ScoredRanker, TrainingPass
+from medtokenbudget.routing.trainable import LearnedSelector, TrainingPass
 from medtokenbudget.tokens import Selection, TokenBatch
 
 __all__ = [
-    "ENTRY_POINT_GROUP",
     "LATS",
     "ContextScorer",
-    "ContextSelector",
     "LATSSelector",
     "LearnedSelector",
     "Merger",
     "Ranker",
-    "ScoredRanker",
     "Selection",
     "Selector",
     "TokenBatch",
     "TrainingPass",
     "attention_entropy",
     "budget_to_k",
-    "check_k",
     "create_selector",
     "default_methods",
     "feature_norm",
@@ -57,7 +51,6 @@ __all__ = [
     "local_contrast",
     "masked_mean",
     "pooled_means",
-    "pseudo_attention",
     "rank",
     "register_selector",
     "selector_class",

@@ -245,9 +245,7 @@ def pooled_means(patches: Tensor, order: Tensor, counts: Sequence[int]) -> Tenso
     return means[:, [steps.index(k) for k in counts]]
 
 
-ENTRY_POINT_GROUP = "medtokenbudget.selectors"
-
-SELECTORS: Registry[Selector] = Registry("selector", Selector, ENTRY_POINT_GROUP)  # type: ignore[type-abstract]
+SELECTORS: Registry[Selector] = Registry("selector", Selector, "medtokenbudget.selectors")  # type: ignore[type-abstract]
 
 register_selector = SELECTORS.register
 list_selectors = SELECTORS.names

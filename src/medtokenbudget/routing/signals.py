@@ -13,7 +13,7 @@ from torch import Tensor
 
 from medtokenbudget.config import Neighborhood
 from medtokenbudget.errors import NonFiniteError, RequestError, ShapeError, UnknownNameError
-from medtokenbudget.tokens import PSEUDO_TEMPERATURE, check_grid, cosine_attention
+from medtokenbudget.tokens import check_grid
 
 # Half of each neighborhood, as (rows down, columns right): every pair is met once and counts for both of its patches.
 _PAIRS: dict[str, tuple[tuple[int, int], ...]] = {
@@ -94,16 +94,6 @@ def _shifted(h: int, w: int, down: int, right: int) -> tuple[tuple[slice, ...], 
     here = slice(None), slice(0, max(h - down, 0)), slice(max(-right, 0), max(w - max(right, 0), 0))
     there = slice(None), slice(down, h), slice(max(right, 0), max(w - max(-right, 0), 0))
     return here, there
-
-
-def pseudo_attention(patches: Tensor, temperature: float = PSEUDO_TEMPERATURE) -> Tensor:
-    """Make up attention from cosine similarity, for backbones without query and key: [B, N, D] to [B, N, N], rows sum to one.
-
-    Never used unless it is asked for by name: extraction with `attention="pseudo"` computes its signals from the same weights.
-    """
-    if not temperature > 0:
-        raise RequestError(f"The temperature must be above 0, got {temperature}.")
-    return cosine_attention(_patches(patches), patches, temperature)
 
 
 def _patches(patches: Tensor) -> Tensor:

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import numpy as np
 import pandas as pd
 from markupsafe import Markup
@@ -22,7 +20,8 @@ from medtokenbudget.backbone.views import OFF_CENTER
 from medtokenbudget.config import HEADLINE_BUDGET as BUDGET
 from medtokenbudget.config import HEADLINE_BUDGETS, NOTICE, PAPER_RECIPE, USE_NOTICE
 from medtokenbudget.errors import RequestError
-from medtokenbudget.escaping import markdown_text
+from medtokenbudget.escaping import markdown_text, template
+from medtokenbudget.measures import NOT_MEASURED, percentage, with_interval
 from medtokenbudget.model.model import MedTokenBudget
 from medtokenbudget.runs.run import AS_IS, Run
 from medtokenbudget.runs.statistics import by_class, by_lesion_size, intervals, lesion_rows
@@ -32,20 +31,6 @@ CLASSIFICATION = {"accuracy": "accuracy", "balanced_accuracy": "balanced accurac
 RETENTION = {"retention": "retention", "retention_of_ceiling": "share of ceiling"}
 COMPARED = (PAPER_RECIPE, "center", "darkness", "random", "no-pruning")
 """What the model is compared with, where the run has it: the paper's recipe and the controls."""
-
-
-@cache
-def _template() -> jinja2.Template:
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    environment.filters.update(md=_markdown, code=_code)
-    return environment.get_template("card.md")
 
 
 def _markdown(value: str) -> Markup:
@@ -66,7 +51,7 @@ def card_text(run: Run, model: MedTokenBudget) -> str:
     cell = images[images["budget"] == BUDGET]
     labeled = cell[cell["label"] >= 0]
     recalls = pd.Series(metrics.recall(labeled["label"], labeled["predicted"], len(classes)), index=classes, dtype=float)
-    return _template().render(
+    return template(Path(__file__).with_name("card.md"), md=_markdown, code=_code).render(
         run=run,
         model=model,
         classes=classes,
@@ -83,7 +68,7 @@ def card_text(run: Run, model: MedTokenBudget) -> str:
         recall={
             "head": ["class", "n", "recall"],
             "rows": [
-                [name, count, _percent(recalls.iloc[index])]
+                [name, count, percentage(recalls.iloc[index])]
                 for index, name in enumerate(classes)
                 if (count := int((labeled["label"] == index).sum()))
             ],
@@ -141,14 +126,13 @@ def _results(run: Run, model: MedTokenBudget, images: pd.DataFrame) -> dict[str,
     table = intervals(images, measured, ("budget",), draws=DRAWS).set_index(["budget", "metric"])
     rows = []
     for budget in sorted(images["budget"].unique()):
-        cells, n = dict.fromkeys(measured, "–"), {"accuracy": 0, "retention": 0}
+        cells, n = dict.fromkeys(measured, NOT_MEASURED), {"accuracy": 0, "retention": 0}
         for metric in measured:
             value = _value(run, model.main, budget, metric)
             if (budget, metric) in table.index:
                 row: Any = table.loc[[(budget, metric)]].iloc[0]
                 n[metric] = int(row["n"])
-                if math.isfinite(value):
-                    cells[metric] = _with_interval(value, row["low"], row["high"])
+                cells[metric] = with_interval(value, row["low"], row["high"])
         labels = [n["accuracy"], *(cells[metric] for metric in classified)] if classified else []
         rows.append([f"{budget:g}", *labels, n["retention"], *(cells[metric] for metric in RETENTION)])
     head = ["budget", *(["n", *classified.values()] if classified else []), "n with lesion", *RETENTION.values()]
@@ -165,7 +149,7 @@ def _compared(run: Run, model: MedTokenBudget) -> dict[str, Any]:
         if len(cells):
             labeled, masked = (f"{int(cells[name].iloc[0]):,}" for name in ("n", "n_masked"))
             n = f"{labeled} ({masked})" if model.classes else masked
-            rows.append([f"`{method}`", n, *(_percent(_value(run, method, BUDGET, metric)) for metric in columns)])
+            rows.append([f"`{method}`", n, *(percentage(_value(run, method, BUDGET, metric)) for metric in columns)])
     counted = "n (masks)" if model.classes else "n with lesion"
     return {"head": [f"method, budget {BUDGET:g}", counted, *columns.values()], "rows": rows}
 
@@ -185,8 +169,8 @@ def _strata(cell: pd.DataFrame, classes: Sequence[str]) -> list[dict[str, Any]]:
                     Markup(row["stratum"]),
                     f"{row['smallest']} to {row['largest']}",
                     row["n"],
-                    _with_interval(row["retention"], row["low"], row["high"]),
-                    _percent(row["ceiling"]),
+                    with_interval(row["retention"], row["low"], row["high"]),
+                    percentage(row["ceiling"]),
                 ]
                 for _, row in table.iterrows()
             ],
@@ -198,7 +182,7 @@ def _strata(cell: pd.DataFrame, classes: Sequence[str]) -> list[dict[str, Any]]:
 def _calibration(run: Run, model: MedTokenBudget) -> dict[str, Any]:
     cells = _cells(run, run.results, model.main)
     rows = [
-        [f"{budget:g}", f"{int(n):,}", _percent(ece)]
+        [f"{budget:g}", f"{int(n):,}", percentage(ece)]
         for budget, n, ece in zip(cells["budget"], cells["n"], cells["ece"])
         if budget in HEADLINE_BUDGETS and math.isfinite(ece)
     ]
@@ -209,7 +193,7 @@ def _failures(run: Run, model: MedTokenBudget, cell: pd.DataFrame, recalls: pd.S
     at = f"at budget {BUDGET:g}"
     lines: list[str] = []
     if len(recalls):
-        worst = [f"{name} ({_percent(value)})" for name, value in recalls.dropna().sort_values().head(3).items()]
+        worst = [f"{name} ({percentage(value)})" for name, value in recalls.dropna().sort_values().head(3).items()]
         lines.append(Markup(f"lowest recall {at}: {', '.join(worst)}"))
         absent = recalls.index[recalls.isna()].tolist()
         if absent:
@@ -221,13 +205,5 @@ def _failures(run: Run, model: MedTokenBudget, cell: pd.DataFrame, recalls: pd.S
     share = _value(run, model.main, BUDGET, "retention_of_ceiling", OFF_CENTER)
     if math.isfinite(share):
         n = int(_value(run, model.main, BUDGET, "n_masked", OFF_CENTER))
-        lines.append(f"lesion off-center, {at}: {_percent(share)} of the ceiling (n = {n:,})")
+        lines.append(f"lesion off-center, {at}: {percentage(share)} of the ceiling (n = {n:,})")
     return lines
-
-
-def _percent(value: float) -> str:
-    return f"{100 * value:.1f}%" if math.isfinite(value) else "–"
-
-
-def _with_interval(value: float, low: float, high: float) -> str:
-    return f"{100 * value:.1f} ({100 * low:.1f} to {100 * high:.1f})"

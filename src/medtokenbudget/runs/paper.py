@@ -13,20 +13,9 @@ from typing import Any
 import pandas as pd
 
 from medtokenbudget.errors import RequestError, UnknownNameError
-from medtokenbudget.runs.run import AS_IS, NOT_MEASURED
+from medtokenbudget.measures import NOT_MEASURED, number, with_spread
+from medtokenbudget.runs.run import AS_IS
 
-METHOD_NAMES: dict[str, str] = {
-    "NoPruning": "no-pruning",
-    "Random": "random",
-    "NormBased": "norm",
-    "ToMe": "tome",
-    "AttnEnt": "attention-entropy",
-    "LocalCtr": "local-contrast",
-    "LATS": "lats",
-    "LATS_mf": "lats:mask-free",
-    "Fixed": "lats:fixed-0.5",
-}
-"""The paper's name of a method -> ours. AttentionEntropy and LocalContrast are AttnEnt and LocalCtr in most tables."""
 MAIN_BUDGETS: tuple[float, ...] = (0.1, 0.2, 0.3, 0.5, 1.0)
 CLASSES: tuple[str, ...] = ("MEL", "NV", "BCC", "AK", "BKL", "DF", "VASC", "SCC")
 STUDIES: tuple[str, ...] = ("main", "robustness", "mask-free", "signals", "curriculum", "kvasir")
@@ -117,12 +106,7 @@ def _aligned(rows: pd.DataFrame) -> str:
     row: Any
     for row in rows.itertuples():
         difference = NOT_MEASURED if pd.isna(row.difference) else f"{row.difference:+.1f}"
-        ours, theirs = _spread(row.ours, row.ours_sd), _spread(row.paper, row.paper_sd)
+        pairs = ((row.ours, row.ours_sd), (row.paper, row.paper_sd))
+        ours, theirs = (with_spread(number(value, 1), number(deviation, 1)) for value, deviation in pairs)
         lines.append(f"{row.method:<28}{row.budget:>7g}  {row.metric:<20}{theirs:>14}{ours:>14}{difference:>12}")
     return "\n".join(lines)
-
-
-def _spread(value: float, deviation: float) -> str:
-    if pd.isna(value):
-        return NOT_MEASURED
-    return f"{value:.1f}" if pd.isna(deviation) else f"{value:.1f} ± {deviation:.1f}"

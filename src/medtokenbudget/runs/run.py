@@ -24,24 +24,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from safetensors.numpy import save
 
-from medtokenbudget import measures
+from medtokenbudget import files, measures
 from medtokenbudget.backbone import FeatureStore
 from medtokenbudget.config import HEADLINE_BUDGET, TrainConfig, to_dict, train_config_from_dict
 from medtokenbudget.data import Manifest
 from medtokenbudget.data.manifest import listed
 from medtokenbudget.errors import RequestError
 from medtokenbudget.escaping import csv_frame, from_csv_cell
-from medtokenbudget.files import (
-    LOCK,
-    atomic_write,
-    exclusive,
-    read_json,
-    read_lines,
-    sha256_file,
-    unsealed,
-    write_safetensors,
-    write_sealed,
-)
 from medtokenbudget.measures import NOT_MEASURED, Cell
 from medtokenbudget.model.model import MedTokenBudget, load
 from medtokenbudget.runtime import say
@@ -246,7 +235,7 @@ class Run:
         facts = {name: vars(self)[name] for name in _FACTS if name not in ("config", "manifest", "store")}
         facts |= {"config": self.settings, "format_version": FORMAT_VERSION}
         facts |= {"manifest": os.path.relpath(self.manifest_path, here), "store": os.path.relpath(self.store_path, here)}
-        write_sealed(self.path / FILE, facts)
+        files.write_sealed(self.path / FILE, facts)
 
 
 @lru_cache(maxsize=1)
@@ -258,12 +247,12 @@ def _begin_once(path: Path, manifest: Path, store: Path, config: TrainConfig, *c
 def _read_facts(path: Path) -> dict[str, Any]:
     """Read and check `run.json`; what a later version added is left out."""
     if not (path / FILE).is_file():
-        if (path / LOCK).exists():  # a sweep writes run.json with its first finished unit
-            with exclusive(path):
+        if (path / files.LOCK).exists():  # a sweep writes run.json with its first finished unit
+            with files.exclusive(path):
                 pass
         what = "does not exist" if not path.exists() else f"is not a run directory: it has no {FILE}"
         raise RequestError(f"{path} {what}. Make a run with `mtb train`, `mtb sweep` or `mtb reproduce`.")
-    values = read_json(path / FILE)
+    values = files.read_json(path / FILE)
     if not isinstance(values, dict):
         raise RequestError(f"{path / FILE} is damaged: expected a JSON object. {_AGAIN}")
     written_by = values.get("format_version", 1)
@@ -272,7 +261,7 @@ def _read_facts(path: Path) -> dict[str, Any]:
         raise RequestError(
             f"{path} has run format version {written_by}; this version reads {FORMAT_VERSION}. Run {made} again with a new `out`."
         )
-    values = unsealed(path / FILE, values, _AGAIN)
+    values = files.unsealed(path / FILE, values, _AGAIN)
     facts = {name: values.get(name) for name in _FACTS}
     wrong = [name for name, allowed in _FACTS.items() if not isinstance(facts[name], allowed)]
     entries = facts["methods"].values() if isinstance(facts["methods"], dict) else ()
@@ -285,7 +274,7 @@ def _read_facts(path: Path) -> dict[str, Any]:
 
 def content_hash(path: Path) -> str:
     """Hash a file of a run or of a unit; that of a log leaves out the clock, so that equal runs have equal hashes."""
-    return log_hash(read_lines(path)) if path.suffix == ".jsonl" else sha256_file(path)
+    return log_hash(files.read_lines(path)) if path.suffix == ".jsonl" else files.sha256_file(path)
 
 
 def hashes(run: Path) -> dict[str, str]:
@@ -383,7 +372,7 @@ def write_predictions(path: Path | str, frame: pd.DataFrame, classes: Sequence[s
     table = pa.Table.from_pandas(frame, SCHEMA, preserve_index=False)
     # Instead of what pandas would note: its version, which is not a fact of the table.
     table = table.replace_schema_metadata({"classes": json.dumps(list(classes), ensure_ascii=False)})
-    with atomic_write(path) as temporary:
+    with files.atomic_write(path) as temporary:
         pq.write_table(table, temporary, compression="zstd", row_group_size=1 << 16)
 
 
@@ -435,7 +424,7 @@ def _summarize_cell(cell: pd.DataFrame, classes: int) -> dict[str, float | int]:
 
 def write_results(path: Path | str, frame: pd.DataFrame) -> None:
     """Write the tidy table; what was not measured is an empty field."""
-    with atomic_write(path) as temporary:
+    with files.atomic_write(path) as temporary:
         csv_frame(frame).to_csv(temporary, index=False, float_format="%.10g", lineterminator="\n")
 
 
@@ -508,4 +497,4 @@ def write_tables(
     write_results(out / RESULTS, summarize(predictions, classes))
     # One key: safetensors does not keep the order of several.
     about = {"routing": json.dumps({"image_ids": image_ids, "grid": list(grid)})}
-    write_safetensors(out / ROUTING, save(routing, about))
+    files.write_safetensors(out / ROUTING, save(routing, about))

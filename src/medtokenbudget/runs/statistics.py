@@ -318,14 +318,6 @@ STRATUM_COLUMNS: tuple[str, ...] = (
 )
 
 
-def quartile_edges(predictions: pd.DataFrame) -> np.ndarray:
-    """[5] minimum, quartiles and maximum of the lesion patches over the images (each once) of one dataset."""
-    sizes = lesion_rows(predictions).drop_duplicates("image_id")["lesion"].to_numpy(float)
-    if not len(sizes):
-        raise RequestError("No image in these predictions has a lesion mask and kept patches, so there is nothing to stratify.")
-    return np.quantile(sizes, [0, 0.25, 0.5, 0.75, 1])
-
-
 def by_lesion_size(predictions: pd.DataFrame, draws: int = DRAWS) -> pd.DataFrame:
     """Compute retention in the four quartiles of lesion size, with the edges of each dataset's images.
 
@@ -334,8 +326,8 @@ def by_lesion_size(predictions: pd.DataFrame, draws: int = DRAWS) -> pd.DataFram
     """
     parts = []
     for _, dataset in lesion_rows(predictions).groupby(["dataset", "view"], sort=False):
-        edges = quartile_edges(dataset)
-        index = np.searchsorted(edges[1:-1], dataset["lesion"].to_numpy(float), side="left")
+        edges = np.quantile(dataset.drop_duplicates("image_id")["lesion"].to_numpy(float), [0.25, 0.5, 0.75])
+        index = np.searchsorted(edges, dataset["lesion"].to_numpy(float), side="left")
         parts.append(dataset.assign(stratum=np.asarray(QUARTILES)[index]))
     return _by_stratum(parts, QUARTILES, draws)
 

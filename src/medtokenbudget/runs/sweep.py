@@ -29,7 +29,7 @@ from medtokenbudget.data.manifest import listed
 from medtokenbudget.errors import MedTokenBudgetError, MismatchError, RequestError, WorkError
 from medtokenbudget.files import exclusive, load_tensors, save_tensors
 from medtokenbudget.heads import create_head
-from medtokenbudget.jobs import Execution, run_jobs
+from medtokenbudget.jobs import Advance, Execution, run_units
 from medtokenbudget.routing import LearnedSelector, Selector, create_selector, selector_class
 from medtokenbudget.runs import preflight
 from medtokenbudget.runs.evaluate import evaluate_views
@@ -129,8 +129,8 @@ def _run_units(run: Run, units: Sequence[Unit], done: set[Unit], execution: Exec
     processes = min(processes, max(1, len(jobs)))
     with training_bar(len(units) - len(done)) as bar:
         here = bar if execution.engine == "local" and processes == 1 else None  # a bar cannot be sent to another process
-        work = partial(run_training, run, frozenset(done), threads=threads, bar=here)
-        for finished in run_jobs(work, jobs, execution, processes, run.config.device):
+        make = partial(run_trainings, run, frozenset(done), threads, here)
+        for finished in run_units(jobs, make, execution, processes=processes, device=run.config.device):
             done |= {unit for unit, is_finished in finished.items() if is_finished}
             bar.update(len(finished))
     say_failed(run, units, done)
@@ -213,15 +213,18 @@ def _read_state(folder: Path) -> dict[str, Any]:
         return {}
 
 
-def run_training(run: Run, done: Collection[Unit], group: Sequence[Unit], threads: int = 0, bar: Any = None) -> dict[Unit, bool]:
-    """Run the units that are not done of one training, one after another, and tell which of them finished."""
-    finished = {}
-    with cpu_threads(threads):
-        for unit in group:
-            if unit not in done:
-                on_epoch = None if bar is None else show_epochs(bar, unit)
-                finished[unit] = run_unit(run, unit, group[0], on_epoch) is not None
-    return finished
+def run_trainings(
+    run: Run, done: Collection[Unit], threads: int, bar: Any, _state: None, groups: Sequence[Sequence[Unit]], _advance: Advance
+) -> Iterator[dict[Unit, bool]]:
+    """Run the units that are not done of each training, one after another, and tell which of them finished."""
+    for group in groups:
+        finished = {}
+        with cpu_threads(threads):
+            for unit in group:
+                if unit not in done:
+                    on_epoch = None if bar is None else show_epochs(bar, unit)
+                    finished[unit] = run_unit(run, unit, group[0], on_epoch) is not None
+        yield finished
 
 
 def run_unit(run: Run, unit: Unit, first: Unit | None = None, on_epoch: OnEpoch | None = None) -> RoutedClassifier | None:

@@ -148,10 +148,7 @@ def fit_familiarity(
 ) -> Familiarity | None:
     """Fit on the images `rows` of a store; the limit is the quantile `level` of images that were held out, in five folds.
 
-    All views of an image are in one fold.
-
-    Returns:
-        None if there are fewer than 20 images, too few for any distance.
+    All views of an image are in one fold. None if there are fewer than 20 images, too few for any distance.
     """
     images, place = np.unique(np.asarray(store.ids)[rows], return_inverse=True)
     if len(images) < FEWEST:

@@ -45,12 +45,7 @@ class ProbeHead(nn.Module):
 
 @register_selector("grad-token")
 class GradToken(Probe):
-    """Largest `g . x_i`, with g the gradient of the predicted class's logit at the mean patch.
-
-    Args:
-        classes: Classes of the probe.
-        width: Width of the probe.
-    """
+    """Largest `g . x_i`, with g the gradient of the predicted class's logit at the mean patch."""
 
     title = "Gradient x token"
     description = "Keeps the patches that raise the predicted class of a probe."
