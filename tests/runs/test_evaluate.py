@@ -173,7 +173,8 @@ def test_tokens_are_extracted_and_images_that_cannot_be_read_are_counted(
     model = small_model(drawn.store_path.parent, baselines=())
     manifest = drawn.manifest.take(range(6))
     images = [str(manifest.image_path(i)) for i in range(6)]
-    images[2] = str(tmp_path / "broken.jpg")
+    images[2] = str(tmp_path / "photos" / "broken.jpg")
+    (tmp_path / "photos").mkdir()
     Path(images[2]).write_bytes(b"no picture")
     labels = dict.fromkeys(manifest.classes, "MEL")
     broken = manifest.with_columns(image=images, mask=[str(manifest.mask_path(i)) for i in range(6)])
