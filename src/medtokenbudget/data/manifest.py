@@ -158,7 +158,7 @@ class Manifest:
     def annotator_paths(self, index: int) -> list[Path]:
         """Return the paths of the masks by several annotators in a row; empty where they are not known."""
         stored = self.rows[ANNOTATORS].iat[index] if ANNOTATORS in self.rows else None
-        return [] if stored is None else [self._path(path) for path in stored.split(BETWEEN)]
+        return [] if stored is None else [self._path(path) for path in str(stored).split(BETWEEN)]
 
     def _path(self, stored: str) -> Path:
         return Path(stored) if self.root is None else self.root / stored

@@ -307,8 +307,8 @@ def folder_manifest(
     if mask_files:
         mask_files.report(len(records))
         if annotators == "each":
-            for record in records:
-                record[ANNOTATORS] = mask_files.by_annotators(record["image"])
+            for record, (path, _, _) in zip(records, images):
+                record[ANNOTATORS] = mask_files.by_annotators(path)
     folder_name = Path(os.path.abspath(top)).name or "folder"
     return Manifest.from_records(
         records,

@@ -423,9 +423,9 @@ def _against_annotators(
             for which, values in found.items():
                 pairs = zip(rows["budget"], *values)
                 measured += [{**about, "method": which, "budget": b, "retention": r, "share": s} for b, r, s in pairs]
-    if people := [one for one in measured if one["view"] == AS_IS and one["method"] == ANNOTATOR]:
-        shares = ", ".join(f"{one['share']:.1%} at budget {one['budget']:g}" for one in people)
-        say(f"Of the ceiling of another's lesion, the mask of one annotator keeps {shares} ({people[0]['n']:,} images).")
+    if human := [one for one in measured if one["view"] == AS_IS and one["method"] == ANNOTATOR]:
+        shares = ", ".join(f"{one['share']:.1%} at budget {one['budget']:g}" for one in human)
+        say(f"Of the ceiling of another's lesion, the mask of one annotator keeps {shares} ({human[0]['n']:,} images).")
     return measured
 
 
