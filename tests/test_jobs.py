@@ -15,7 +15,8 @@ import pytest
 
 from medtokenbudget.cli import main
 from medtokenbudget.errors import RequestError, WorkError
-from medtokenbudget.jobs import Advance, Execution, ordered_map, process_pool, ray_cluster, run_units
+from medtokenbudget.jobs import Advance, Execution, process_pool, ray_cluster, run_units
+from medtokenbudget.runtime import ordered_map
 from tests.drawn import Drawn
 from tests.small_model import small_backbone
 

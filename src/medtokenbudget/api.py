@@ -41,11 +41,10 @@ from medtokenbudget.files import exclusive
 from medtokenbudget.jobs import Execution
 from medtokenbudget.model.batch import RouteConfig, route_files
 from medtokenbudget.model.early import EarlyRouting
-from medtokenbudget.model.guarantee import Guarantee, with_guarantee
 from medtokenbudget.model.model import MedTokenBudget, load
 from medtokenbudget.model.saved import ROUTER, resolve, write_guarantees
 from medtokenbudget.routing import create_selector, default_methods, selector_class
-from medtokenbudget.routing.conformal import Promise
+from medtokenbudget.routing.conformal import Guarantee, Promise
 from medtokenbudget.routing.selectors.scout import Scout
 from medtokenbudget.runs import evaluate as evaluation
 from medtokenbudget.runs import sweep as sweeping
@@ -393,7 +392,8 @@ def calibrate(
         evaluation.check_stratum(by, opened)
         images = evaluation.held_out(loaded, opened, store, Path(scratch) / "tokens", part, run)
         guarantee = evaluation.calibrated(loaded, images, promise, selector, most, by)
-    loaded.guarantees = with_guarantee(loaded.guarantees, guarantee)
+    others = [one for one in loaded.guarantees if not one.keeps(guarantee, guarantee.selector)]
+    loaded.guarantees = tuple(sorted([*others, guarantee], key=lambda one: (one.selector, one.retention, one.coverage or 0)))
     if by is not None:
         loaded.card = guarantee.on_card(loaded.card)
     if out is not None:

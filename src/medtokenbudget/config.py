@@ -110,11 +110,7 @@ def field_annotations(settings: type) -> dict[str, Any]:
 
 
 def check_values(values: Mapping[str, tuple[Any, Any]]) -> None:
-    """Reject values that do not fit their annotations, all at once: `{"jobs": (jobs, Parallel)}`.
-
-    Raises:
-        RequestError: A value is not of its type or outside its range; the message names it.
-    """
+    """Reject values that do not fit their annotations, all at once: `{"jobs": (jobs, Parallel)}`."""
     faults: list[RequestError] = []
     for name, (value, annotation) in values.items():
         kind = Kind.of(annotation)
@@ -469,9 +465,6 @@ def preset(name: str, **changes: Any) -> TrainConfig:
     Args:
         name: 'lesion-first', the default outside `mtb reproduce`, 'paper', or 'scout'.
         **changes: Fields of `TrainConfig` to replace.
-
-    Raises:
-        UnknownNameError: There is no such preset.
     """
     if name not in PRESETS:
         raise UnknownNameError.of("preset", name, PRESETS)
@@ -522,11 +515,7 @@ def plain(value: Any) -> Any:
 
 
 def train_config_from_dict(values: dict[str, Any]) -> TrainConfig:
-    """Build a training configuration from the values that `to_dict` returned.
-
-    Raises:
-        RequestError: A key is unknown, because the values come from another version.
-    """
+    """Build a training configuration from the values that `to_dict` returned."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         inside = {f"{key}.{name}": inner for name, inner in value.items()} if isinstance(value, dict) else {key: value}

@@ -48,11 +48,7 @@ _cleaned: set[tuple[int, str]] = set()
 
 @contextmanager
 def atomic_write(path: Path | str) -> Iterator[Path]:
-    """Yield a temporary path in the folder of `path`, which replaces `path` if the block ends without an error.
-
-    Raises:
-        WorkError: If the file cannot be written (disk full, read-only folder, ...).
-    """
+    """Yield a temporary path in the folder of `path`, which replaces `path` if the block ends without an error."""
     target = Path(path)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -181,9 +177,6 @@ def unsealed(path: Path | str, values: Any, advice: str) -> dict[str, Any]:
     """Return what `write_sealed` was given from the parsed content of a file; `advice` says how to get a good one.
 
     Apart from reading, so that a format without a checksum can be recognized by its number first.
-
-    Raises:
-        RequestError: The content is not what was written.
     """
     if not isinstance(values, dict) or _SEAL not in values:
         raise RequestError(f"{path} is damaged or was written by another version: it has no checksum. {advice}")
@@ -202,9 +195,6 @@ def claim(path: Path | str, settings: Mapping[str, Any], what: str, advice: str,
     """Record in `path` the settings that the results in a folder depend on, or refuse to add results of other settings.
 
     The settings named in `ignore` may differ. The message starts with `what`, such as "The store tokens", and ends with `advice`.
-
-    Raises:
-        MismatchError: The file records other settings; the message shows each difference.
     """
     if not Path(path).exists():
         write_sealed(path, settings)
@@ -295,11 +285,7 @@ def save_tensors(path: Path, tensors: dict[str, Tensor], state: dict[str, Any]) 
 
 
 def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Read tensors and JSON state of a file written by `save_tensors`.
-
-    Raises:
-        RequestError: The file is missing, damaged, or was written by something else.
-    """
+    """Read tensors and JSON state of a file written by `save_tensors`."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -354,12 +340,8 @@ _warned: set[str] = set()
 def exclusive(folder: Path | str, shared: bool = False, name: str = LOCK, wait: bool = False) -> Iterator[None]:
     """Hold the lock of a directory inside the block; the directory is created if needed.
 
-    The same thread can take a lock that it holds once more. A `shared` lock allows others who also ask for one, such as the jobs of
-    an array that fill one store. With `wait`, a lock that is held is waited for instead of refused.
-
-    Raises:
-        WorkError: If another process holds the lock, or the directory cannot be written.
-        RequestError: If `folder` is a file.
+    The same thread can take a lock that it holds once more. A `shared` lock allows others who also ask for one, such as the jobs
+    of an array that fill one store. With `wait`, a lock that is held is waited for instead of refused.
     """
     path = Path(folder).resolve() / name
     if path.parent.exists() and not path.parent.is_dir():

@@ -95,11 +95,8 @@ def lesion_retention(
 def retention_of_counts(kept_lesion: ArrayLike | None, lesion: ArrayLike, k: ArrayLike, n_patches: ArrayLike) -> Retention:
     """Measure retention from the counts of each image, for tables that have no masks.
 
-    Args:
-        kept_lesion: `[n]` kept lesion patches. None where they are not known (mergers): then only the ceiling is measured.
-        lesion: `[n]` lesion patches; NaN for images without a mask, which are left out.
-        k: `[n]` kept patches, or one number for all images.
-        n_patches: `[n]` patches, or one number for all images.
+    `kept_lesion` [n] is None where it is not known (mergers): then only the ceiling is measured. `lesion` [n] is NaN for images
+    without a mask, which are left out. `k` and `n_patches` are [n], or one number for all images.
 
     Example:
         >>> retention = retention_of_counts(kept_lesion=[8, 40, 0], lesion=[10, 100, 0], k=50, n_patches=256)
@@ -187,16 +184,11 @@ def kept_lesion_counts(order: Tensor | ArrayLike, lesion: Tensor | ArrayLike, k:
 def agreement(
     orders: Sequence[ArrayLike], lesions: Sequence[ArrayLike], k: ArrayLike, between: bool = False
 ) -> tuple[Floats, Floats]:
-    """Measure retention and its share of the ceiling, `[T]` each, where several annotators marked the lesion of an image.
+    """Measure retention and its share of the ceiling, `[T]` at K `[T]`, where several annotators marked the lesion of an image.
 
-    Lesion patches, kept ones and the most that k can keep are counted against each annotator and averaged over the annotators of an
-    image; retention is then pooled over the images.
-
-    Args:
-        orders: A ranking `[1, N]` for each image, best first; with `between` one of each annotator, `[A, N]`.
-        lesions: Lesion patches `[A, N]` of each image by its annotators, who all marked some.
-        k: `[T]` kept patches.
-        between: Whether to measure each annotator against the others.
+    Lesion patches `[A, N]`, kept ones and the most that k can keep are counted against each annotator and averaged over the
+    annotators of an image; retention is then pooled over the images. An image has one ranking `[1, N]` or, to measure each
+    annotator against the others (`between`), one of each annotator, `[A, N]`.
 
     Example:
         >>> retention, share = agreement([[[2, 0, 1, 3]]], [[[0, 1, 1, 0], [1, 1, 1, 0]]], k=[2])

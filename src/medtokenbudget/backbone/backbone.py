@@ -53,17 +53,11 @@ _PLACES = 8
 
 
 class Backbone:
-    """A frozen vision transformer that gives patch tokens, the class token and signals of the attention of one block.
+    """A frozen vision transformer that gives `dim` numbers per patch of its `grid`, the class token and signals of the attention of
+    `layer`.
 
-    Attributes:
-        grid: Rows and columns (h, w) of the patch tokens.
-        dim: Dimension D of a token.
-        prefix: Number of tokens before the patches (class token, registers).
-        has_cls: Whether the first of them is a class token.
-        depth: Number of blocks.
-        layer: The block that tokens and attention come from.
-        preprocessing: Image size, mean, standard deviation and interpolation.
-        fingerprint: JSON values that are equal for equal backbones.
+    `prefix` tokens are before the patches (class token, registers); `fingerprint` has JSON values that are equal for equal
+    backbones.
 
     Example:
         >>> backbone = Backbone.load(BackboneConfig(name="embedded"))
@@ -114,16 +108,7 @@ class Backbone:
 
     @classmethod
     def load(cls, config: BackboneConfig, device: torch.device | str = "cpu") -> Backbone:
-        """Load a backbone with its weights.
-
-        Args:
-            config: Name, weights and settings of the backbone.
-            device: Device to run on; see `resolve_device`.
-
-        Raises:
-            RequestError: The name is unknown, or the weights do not belong to it.
-            WorkError: The weights cannot be downloaded.
-        """
+        """Load a backbone with its weights."""
         if config.name in READS_PIXELS:
             return (Pixels if config.name == PIXELS else Glance)(config, device)
         if config.name.startswith(HUB):
@@ -157,7 +142,6 @@ class Backbone:
         return cls(model, config, _sha256_state(model), device)
 
     def to(self, device: torch.device | str) -> Backbone:
-        """Move the network to `device` and return this backbone."""
         self.device = torch.device(device)
         self.model.to(self.device)
         return self
@@ -167,7 +151,6 @@ class Backbone:
         return self
 
     def prepare(self, image: Image.Image) -> np.ndarray:
-        """Resize an RGB image to uint8 [S, S, 3]."""
         return self.preprocessing.prepare(image)
 
     def normalize(self, batch: Tensor) -> Tensor:
@@ -197,14 +180,9 @@ class Backbone:
 
     @torch.inference_mode()
     def __call__(self, images: Tensor, signals: Sequence[str] | None = None) -> TokenBatch:
-        """Compute the tokens and signals of images. Blocks after `layer` do not run.
+        """Compute the tokens and signals (None means `default_signals`) of normalized images, float [B, 3, S, S].
 
-        Args:
-            images: Normalized images, float [B, 3, S, S].
-            signals: Names of the signals to compute, None means `default_signals`.
-
-        Returns:
-            The tokens, without luminance and lesion.
+        Blocks after `layer` do not run.
         """
         size = self.preprocessing.image_size
         if images.ndim != 4 or tuple(images.shape[1:]) != (3, size, size):
@@ -251,7 +229,7 @@ class Pixels(Backbone):
 
     @property
     def default_signals(self) -> tuple[str, ...]:
-        """None: there is no attention."""
+        """No signals: there is no attention."""
         return ()
 
     def check_signals(self, names: Sequence[str]) -> None:
@@ -473,7 +451,6 @@ def _note(sha256: str) -> Path:
 
 
 def _from_hub(name: str, model: Model) -> Path:
-    """Return the published safetensors file in the cache of huggingface_hub, downloaded if needed."""
     source = model.pretrained_cfg.get("hf_hub_id")
     if not source:
         raise WorkError(

@@ -32,8 +32,8 @@ from medtokenbudget.config import BackboneConfig, ExtractConfig
 from medtokenbudget.data import Manifest, decode_image, mask_of
 from medtokenbudget.errors import RequestError, WorkError
 from medtokenbudget.files import check_same, claim, exclusive, remove, remove_leftovers, sha256_file, write_lines
-from medtokenbudget.jobs import Advance, Execution, ordered_map, require_shared, run_units
-from medtokenbudget.runtime import cpu_threads, idle_threads, progress, resolve_device, say, worker_devices
+from medtokenbudget.jobs import Advance, Execution, require_shared, run_units
+from medtokenbudget.runtime import cpu_threads, idle_threads, ordered_map, progress, resolve_device, say, worker_devices
 
 ROUTER = "router"
 """Folder in a store that was routed early: the saved router, which models that are trained on the store carry along."""
@@ -60,22 +60,12 @@ def extract(
     """Add what `store` does not have of the images of `manifest`, and open it with the manifest.
 
     Images are known by the content of their files: labels, masks, splits and names may change without extracting anything again.
-    Images that could not be read before are tried again.
-
-    Args:
-        manifest: The images.
-        store: Folder of the store; it is made if it does not exist.
-        backbone: Name, weights and settings of the frozen backbone, or the loaded backbone (in one process).
-        config: Views, number format and how to work.
-        engine: 'local', or 'ray' for a cluster. There, the store must be on a file system that all nodes share, and images and
-            weights on paths that all nodes can read.
-        shards: (i, n) makes only the shards whose number leaves the rest i when divided by n, for job arrays; the returned store
-            may then be incomplete (`missing`).
-        address: Address of a running Ray cluster.
-        early: Routes before or inside the backbone; what it needs is saved in the folder `router` of the store.
+    Images that could not be read before are tried again. For the engine 'ray', store, images and weights must be on paths that all
+    nodes share. `shards` (i, n) makes only the shards whose number leaves the rest i when divided by n, for job arrays; the
+    returned store may then be incomplete (`missing`). `early` routes before or inside the backbone; what it needs is saved in the
+    folder `router`.
 
     Raises:
-        RequestError: The request cannot be carried out.
         MismatchError: The store was made with other settings.
     """
     config, path = config or ExtractConfig(), Path(store)
@@ -464,11 +454,7 @@ def _publish(store: Path, settings: str, unit: ShardUnit, made: _Computed) -> No
 
 
 def _add_signals(store: Path, unit: ShardUnit, record: Record, made: _Computed) -> dict[str, stores.Field]:
-    """Write the signals that a finished shard gains; images that cannot be read any more gain none, and the tokens stay.
-
-    Raises:
-        WorkError: The backbone gives other tokens than the shard has, so that the signals would not belong to them.
-    """
+    """Write the signals that a finished shard gains; images that cannot be read any more gain none, and the tokens stay."""
     if not made.rows and not any(failure.kind == "tokens" for failure in made.failures):
         return {}
     place_of = {row.key: place for place, row in enumerate(record.rows)}

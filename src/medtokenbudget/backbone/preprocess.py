@@ -27,14 +27,7 @@ REC601 = (0.299, 0.587, 0.114)
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """How an image becomes the input of a backbone.
-
-    Attributes:
-        image_size: Side S of the square input, in pixels.
-        mean: Mean of the three channels, for values in [0, 1].
-        std: Their standard deviation.
-        interpolation: 'nearest', 'bilinear', 'bicubic' or 'lanczos'.
-    """
+    """How an image becomes the input of a backbone: its side, mean and std of values in [0, 1], and the filter of the resize."""
 
     image_size: int
     mean: tuple[float, float, float]

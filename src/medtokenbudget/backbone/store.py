@@ -31,8 +31,7 @@ from medtokenbudget.backbone.views import IDENTITY, Geometry, view_order
 from medtokenbudget.data.manifest import Manifest, listed
 from medtokenbudget.errors import MissingSignalError, RequestError, WorkError
 from medtokenbudget.files import atomic_write, read_json, read_sealed, sha256_json, unsealed, write_sealed
-from medtokenbudget.jobs import ordered_map
-from medtokenbudget.runtime import progress
+from medtokenbudget.runtime import ordered_map, progress
 from medtokenbudget.tokens import SIGNALS, TokenBatch
 
 FORMAT = 5
@@ -195,12 +194,10 @@ class Record:
 
 
 def record_path(store: Path, index: int) -> Path:
-    """Return the JSON file of a shard."""
     return store / f"shard-{index:05d}.json"
 
 
 def field_path(store: Path, index: int, name: str) -> Path:
-    """Return the file of a field of a shard."""
     return store / f"{name}-{index:05d}.npy"
 
 
@@ -233,11 +230,7 @@ def write_field(store: Path, index: int, name: str, values: np.ndarray, missing:
 
 
 class MappedField:
-    """The file of a field, memory-mapped: nothing is read before it is touched.
-
-    Raises:
-        WorkError: The file is not the one that was recorded.
-    """
+    """The file of a field, memory-mapped: nothing is read before it is touched."""
 
     def __init__(self, store: Path, index: int, name: str, field: Field) -> None:
         self.path, self.field = field_path(store, index, name), field
@@ -501,16 +494,10 @@ class FeatureStore:
         dtype: torch.dtype = torch.float32,
         signals: Sequence[str] = (),
     ) -> Iterator[TokenBatch]:
-        """Read rows in batches.
+        """Read rows in batches of `batch_size`, shuffled by `generator` if given; two threads read `prefetch` batches ahead, 0 uses
+        none.
 
-        Args:
-            rows: Row numbers.
-            batch_size: Rows per batch; the last batch may be smaller.
-            generator: Shuffles the rows, if given.
-            prefetch: Batches that two threads read ahead; 0 uses no threads.
-            dtype: Type of the tokens.
-            signals: Signals to read in addition to the default ones, such as `selector.requires`; names of other fields are
-                ignored.
+        `signals` are read in addition to the default ones, such as `selector.requires`; names of other fields are ignored.
         """
         order = self._checked(rows, signals)
         if batch_size < 1:
@@ -561,11 +548,7 @@ class FeatureStore:
         return self._maps[key]
 
     def verify(self, manifest: Manifest) -> None:
-        """Read every file and every image of the manifest, and compare them with what was extracted.
-
-        Raises:
-            WorkError: Files are damaged, or images changed.
-        """
+        """Read every file and every image of the manifest, and compare them with what was extracted."""
         if bad := self.damaged():
             raise WorkError(
                 f"Damaged files in {self.path}: {', '.join(bad)}. Delete them and run the same `mtb extract` command again."

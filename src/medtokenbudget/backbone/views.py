@@ -88,11 +88,7 @@ class Geometry:
 
 
 def geometry_of(view: str, mask: Image.Image | None, seed: int) -> Geometry:
-    """Return the geometry of a view; only an off-center crop depends on the mask and on the image's seed.
-
-    Raises:
-        ViewError: There is no mask, or no crop of this lesion.
-    """
+    """Return the geometry of a view; only an off-center crop depends on the mask and on the image's seed."""
     if not is_off_center(view):
         if view != IDENTITY and view not in _TRANSPOSE:
             raise UnknownNameError.of("view", view, [IDENTITY, OFF_CENTER, *_TRANSPOSE])
@@ -113,7 +109,6 @@ def view_order(view: str) -> int:
 
 
 def is_off_center(view: str) -> bool:
-    """Tell whether a view is an off-center crop."""
     return view == OFF_CENTER or (view.startswith(f"{OFF_CENTER}-") and view[len(OFF_CENTER) + 1 :].isdecimal())
 
 
@@ -122,12 +117,6 @@ def off_center_box(mask: Image.Image, seed: int) -> Box:
 
     Each side of a crop is half to three quarters of that of the image. The distance is measured from the center of the crop to the
     centroid of the lesion inside it, in sides of the crop. Masks larger than 256 pixels are reduced to 256 first.
-
-    Returns:
-        Left, top, right and bottom in [0, 1].
-
-    Raises:
-        ViewError: The mask is empty, or the lesion is too large.
     """
     lesion = _reduced(mask)
     height, width = lesion.shape

@@ -32,15 +32,10 @@ _TIMEOUT = 60.0
 
 @dataclass(frozen=True)
 class Archive:
-    """One file of a data set, as its owner publishes it.
+    """One file of a data set, as its owner publishes it, which `holds` so many `images`; 'sha256:...' or 'md5:...' is its checksum.
 
-    Attributes:
-        url: Official address.
-        holds: The file or folder that is there afterwards.
-        size: Bytes; None where no source states them.
-        checksum: 'sha256:...' or 'md5:...'; empty where none was found, and then only size and zip can be checked.
-        images: Images and masks inside; 0 for a table.
-        read_in: Where address, size and checksum were read. None of them could be tried when the table was written.
+    Size and checksum are empty where no source states them. `read_in` says where they were read: none of the addresses could be
+    tried.
     """
 
     url: str
@@ -211,14 +206,6 @@ def download(name: str, out: Path | str, accept_license: bool = False) -> list[P
 
     A broken download resumes with the next call. An archive that lies in `out` already, for example from a browser, is verified
     and unpacked instead of downloaded, and stays there.
-
-    Args:
-        name: Name of the data set, a key of `DATASETS`.
-        out: Folder to write to.
-        accept_license: Whether the user accepts its terms; nothing is downloaded otherwise.
-
-    Returns:
-        The files and folders of the data set.
     """
     asked, folder = dataset(name), Path(out)
     missing = [archive for archive in asked.archives if not _is_here(folder, archive)]

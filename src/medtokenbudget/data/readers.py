@@ -98,14 +98,8 @@ def isic_manifest(
         ROOT/ISIC_2019_Training_Metadata.csv
 
     A group is a lesion; an image without a lesion_id is a group by itself. The further column `center` is the source of the image.
-
-    Args:
-        root: Folder with the official files.
-        masks: How masks are found: 'by-id', 'exact' or 'none'; see `match_masks`.
-        mask_sources: 'isic2018', 'ham10000' or both; the first one that has a mask of an image is used. By default 'exact' uses
-            ISIC 2018 alone, like the paper, and 'by-id' every mask folder in `root`.
-        ignore_unlabeled: Leave out images that have no row in the CSV, instead of raising an error.
-        name: Name of the data set.
+    `masks` is as in `match_masks`; the first of `mask_sources` that has a mask of an image is used. By default 'exact' uses ISIC
+    2018 alone, like the paper, and 'by-id' every mask folder in `root`.
     """
     top = require_folder(Path(root), "Pass the folder that contains the official ISIC 2019 files.")
     truth = read_ground_truth(top / GROUND_TRUTH)
@@ -264,19 +258,14 @@ def folder_manifest(
         ROOT/a.jpg                                  no labels
 
     Args:
-        root: The folder.
-        masks: Folder with the masks, found by name, in any case: `a.png`, `a_mask.png`, `a_segmentation.png`, `a_seg.png`,
-            `a_gt.png` and the like for `a.jpg`. It may be `root`.
-        name: Name of the data set; the name of the folder by default.
+        masks: Folder with the masks, found by name, in any case: `a.png`, `a_mask.png`, `a_segmentation.png` and the like for
+            `a.jpg`. It may be `root`.
         merged: Folder to write one mask to for each image that has several (`a_mask.png`, `a_mask_1.png`).
         pattern: Path of a mask in `masks` for other names, such as '{stem}/{stem}_roi*.png'; {stem} is the image's name without
             its ending.
-        annotators: What several masks are: 'union' takes them as several lesions, 'majority' as one lesion by several annotators.
-            'each' is 'majority', and keeps the mask of each annotator for evaluation. Masks by annotators may be called
-            `a_ANYTHING.png`, or `a.png` in a subfolder for each annotator.
-
-    Returns:
-        The manifest. Its `split_rule` is 'given' if the folders give the split; otherwise it is 'none' and all rows are 'train'.
+        annotators: 'union' takes several masks as several lesions, 'majority' as one lesion by several annotators. 'each' is
+            'majority', and keeps the mask of each annotator for evaluation. Masks by annotators may be called `a_ANYTHING.png`, or
+            `a.png` in a subfolder for each annotator.
     """
     top = require_folder(Path(root), "Pass the folder that contains the images or the class folders.")
     if masks is not None:
@@ -372,13 +361,9 @@ def _mask_path(pattern: str) -> re.Pattern[str]:
 class MaskFolder:
     """Mask files by the stem of the image that they belong to.
 
-    Args:
-        folder: Folder with the masks, at any depth.
-        merged: Folder to write one mask to for each image that has several.
-        images: Folder of the images, in which `merged` must not be, because it would become a class there.
-        pattern: Path of a mask, with {stem} for the image's name, where masks have other names than the usual ones.
-        annotators: What several masks of one image are.
-        stems: Of all images; masks of several annotators are looked up by them, unless there is a pattern.
+    `merged` is the folder to write one mask to for each image that has several. It must not be in `images`, the folder of the
+    images, because it would become a class there. `stems` are those of all images: masks of several annotators are looked up by
+    them, unless there is a `pattern`.
     """
 
     def __init__(
@@ -496,15 +481,9 @@ def csv_manifest(
 ) -> Manifest:
     """Make a manifest of the images listed in a CSV or Parquet file, such as a manifest that was edited.
 
-    Args:
-        path: The file, with a column `image` and any of `image_id, label, mask, group, split`. Relative paths in it start from its
-            folder.
-        classes: Class names in order. By default those that an edited manifest still has, otherwise the sorted labels.
-        allow_unlabeled: Accept rows without a label.
-        name: Name of the data set; the name of the file by default.
-
-    Returns:
-        The manifest. Without a column `split` all rows are 'train' and its `split_rule` is 'none'.
+    The file has a column `image` and any of `image_id, label, mask, group, split`; relative paths in it start from its folder. The
+    classes are by default those that an edited manifest still has, otherwise the sorted labels. Without a column `split` all rows
+    are 'train' and the `split_rule` is 'none'.
     """
     source = Path(path)
     table, stored = _read_table(source)
@@ -554,8 +533,7 @@ def csv_manifest(
 def join_columns(manifest: Manifest, path: Path | str) -> Manifest:
     """Add the columns of a CSV or Parquet file to a manifest, joined by its column `image_id` (or `image`, without an ending).
 
-    An image that ISIC 2019 made smaller is also found by the name of its original. Cells stay text; an image without a row, and an
-    empty cell, have no value.
+    An image that ISIC 2019 made smaller is also found by the name of its original. An image without a row has no value.
     """
     source = Path(path)
     table, _ = _read_table(source)
@@ -663,7 +641,6 @@ def _table_faults(table: pd.DataFrame, folder: Path, classes: Sequence[str], all
 
 
 def is_image(path: Path) -> bool:
-    """Tell whether a file name has the ending of an image."""
     return path.suffix.lower() in SUFFIXES
 
 
@@ -719,7 +696,6 @@ def report_skipped(folder: Path, kinds: Counter[str]) -> None:
 
 
 def no_images(folder: Path) -> RequestError:
-    """Make the error for a folder without images."""
     return RequestError(f"{folder} and its subfolders contain no images. Supported: {', '.join(sorted(SUFFIXES))}.")
 
 

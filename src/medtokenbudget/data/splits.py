@@ -88,17 +88,10 @@ def apply_split(
 ) -> Manifest:
     """Split a manifest again, exactly as `mtb data split` does.
 
-    Args:
-        rule: 'grouped' splits 80/20 and 'kfold' into folds, both by a hash of the group: no group is in two parts, and no image
-            changes its part when others are added. 'center' validates on all images of one value of the column `center`. 'paper' is
-            the paper's 80/20 permutation of the rows, whatever their groups.
-        folds: Number of folds for 'kfold'.
-        fold: The fold that becomes the validation part, counted from 0; for 'center', the place of the center by name.
-        select: Share of the training part to set aside as 'select', whole groups at a time.
-        seed: Seed of 'grouped', 'kfold' and `select`. The paper's split has a fixed one.
-        merge_duplicates: Read every image and put duplicates into one group, so that no picture is in two parts. Only for
-            'grouped' and 'kfold'. The merged groups become the manifest's groups.
-        workers: Threads that read images.
+    'grouped' splits 80/20 and 'kfold' into folds, both by a seeded hash of the group: no group is in two parts, and no image
+    changes its part when others are added. `merge_duplicates` reads every image and puts duplicates into one group. 'center'
+    validates on all images of one value of the column `center`, the `fold`-th by name. 'paper' is the paper's 80/20 permutation of
+    the rows, whatever their groups. `select` is the share of the training part to set aside as 'select', whole groups at a time.
     """
     check_request(rule, folds, fold, select, seed)
     if rule == "paper":
@@ -160,14 +153,9 @@ def _hashed_into(groups: Sequence[str], start: float, share: float, seed: int, p
 def cut_selection(manifest: Manifest, share: float, seed: int, balanced: bool = False) -> Manifest:
     """Move a share of the training part to the part 'select', for early stopping without validation labels.
 
-    Whole groups move. An earlier selection part returns to training first; a share of 0 does only that.
-
-    Args:
-        manifest: A manifest with a split.
-        share: Share of the training part in [0, 1).
-        seed: Seed of the choice of groups.
-        balanced: Choose the groups so that every class gives about its share. The choice then depends on all images and changes
-            when some are added, so it is for one training run only; otherwise a hash of the group decides.
+    Whole groups move. An earlier selection part returns to training first; a share of 0 does only that. With `balanced` every
+    class gives about its share. The choice then depends on all images and changes when some are added, so it is for one training
+    run only; otherwise a hash of the group decides.
     """
     check_values({"share": (share, Fraction)})
     split = manifest.rows["split"].replace("select", "train").to_numpy(dtype=object, copy=True)

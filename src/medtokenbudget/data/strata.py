@@ -51,11 +51,8 @@ METHODS = {
 class Appearance:
     """What was measured on one image; NaN where a mask is needed and there is none.
 
-    Attributes:
-        position: Distance of the lesion's centroid from the center, in image diagonals.
-        ita: Individual typology angle of the surrounding skin, in degrees.
-        hair: Share of hair-like pixels outside the lesion.
-        dark_corners: Number of dark corners, 0 to 4.
+    `position` is the distance of the lesion's centroid from the center in image diagonals, `ita` the individual typology angle of
+    the surrounding skin in degrees, `hair` the share of hair-like pixels outside the lesion.
     """
 
     position: float

@@ -103,16 +103,10 @@ _AROUND = {
 
 
 def draw(label: str, seed: int, size: int = 256, off_center: bool = False) -> Drawing:
-    """Draw one image. The same arguments give the same bytes.
+    """Draw one image. The same arguments give the same bytes; the lesion's share of the image follows the paper's prevalence table.
 
-    The lesion's share of the image follows the paper's prevalence table.
-
-    Args:
-        label: Class name, one of `ISIC_CLASSES`.
-        seed: Seed of everything random.
-        size: Side of the square image, in pixels.
-        off_center: Put the lesion 0.25 to 0.33 image widths away from the center, with at least 60 % of its area inside. Large
-            lesions are made smaller until this holds and their visible part is off-center too.
+    `off_center` puts the lesion 0.25 to 0.33 image widths away from the center, with at least 60 % of its area inside. Large
+    lesions are made smaller until this holds and their visible part is off-center too.
     """
     if label not in ISIC_CLASSES:
         raise UnknownNameError.of("class", label, ISIC_CLASSES)
@@ -303,17 +297,9 @@ def synthetic_manifest(
 ) -> Path:
     """Draw the images that do not exist yet, and write their manifest.
 
-    Args:
-        out: A folder for the images, masks and `manifest.parquet`; or the path of the manifest, `NAME.parquet`, whose files then go
-            to the folder `NAME`.
-        request: How many images of which size, and their seed.
-        split: Rule of the split; see `apply_split` for this and the next four, whose seed is `split_seed`.
-        workers: Processes that draw.
-        name: Name of the data set.
-        overwrite: Whether a different manifest may be replaced.
-
-    Raises:
-        MismatchError: The folder contains drawings of another request.
+    `out` is a folder for the images, masks and `manifest.parquet`; or the path of the manifest, `NAME.parquet`, whose files then
+    go to the folder `NAME`. Split and folds are those of `apply_split`. A folder with drawings of another request is a
+    MismatchError.
     """
     check_request(split, folds, fold, select, split_seed, workers)
     check_name(name)

@@ -89,14 +89,7 @@ class _CLAM(TokenHead):
 
 @register_head("clam-sb")
 class CLAMSB(_CLAM):
-    """One attention branch for all classes.
-
-    Args:
-        width: Width of the features.
-        attention: Width of the attention.
-        dropout: Dropout of the features.
-        instances: Most and least attended tokens that the instance classifiers learn from; needs twice as many tokens.
-    """
+    """One attention branch for all classes."""
 
     description = "Gated attention with instance clustering, one branch for all classes."
     branch_per_class = False

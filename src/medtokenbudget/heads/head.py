@@ -19,14 +19,8 @@ from medtokenbudget.tokens import Selection, TokenSet
 class Head(nn.Module, ABC):
     """Pooled tokens to class logits.
 
-    Subclasses take `dim` and `classes` first, keep their other options as attributes, and write `logits`.
-
-    Attributes:
-        name: Set by `register_head`.
-        title: Name in tables and text; empty means `name`.
-        description: What it does, in one sentence.
-        reads: 'mean' for heads that read the mean of the kept tokens, 'tokens' for heads that read all of them.
-        needs: Fewest tokens that the head can read.
+    Subclasses take `dim` and `classes` first, keep their other options as attributes, and write `logits`. A head that `reads`
+    'tokens' reads all kept tokens, at least `needs` of them, instead of their mean. Title and description are for tables and text.
     """
 
     name: ClassVar[str] = ""
@@ -118,12 +112,6 @@ list_heads = HEADS.names
 
 def create_head(name: str, dim: int, classes: int, **options: object) -> Head:
     """Create a head by name.
-
-    Args:
-        name: One of `list_heads()`.
-        dim: Embedding dimension of the tokens.
-        classes: Number of classes.
-        options: Further options of the head's class.
 
     Example:
         >>> create_head("linear", dim=384, classes=8)(torch.zeros(2, 384)).shape

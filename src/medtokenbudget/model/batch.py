@@ -33,11 +33,11 @@ from medtokenbudget.errors import MedTokenBudgetError, RequestError, WorkError
 from medtokenbudget.files import exclusive
 from medtokenbudget.jobs import Advance, Execution, require_shared, run_units
 from medtokenbudget.metrics import Retention, retention_of_counts
-from medtokenbudget.model.guarantee import Guarantee
 from medtokenbudget.model.inference import ImageSource, Prediction, Routing, expand
 from medtokenbudget.model.model import DEFAULT_MODEL, MedTokenBudget, load, loaded
 from medtokenbudget.model.overlays import overlay
 from medtokenbudget.model.writers import TokenFormat, row_of, table_schema, table_writer, token_writer
+from medtokenbudget.routing.conformal import Guarantee
 from medtokenbudget.runtime import progress, say, worker_devices
 
 TABLE, ERRORS, TOKENS, OVERLAYS, SUMMARY = "routes", "errors.jsonl", "tokens", "overlays", "summary.json"
@@ -45,6 +45,7 @@ LESIONS = {"mask": "masks", "box": "", "crop": "crops"}
 """What is written of the lesion itself: the column of the table, and the folder of its pictures."""
 REQUEST, MODEL = "_request.json", "_model"
 """Names with an underscore in front are no part of the data set for those who read it (pandas, Arrow, Spark, Ray)."""
+_SUMS = ("done", "failed", "masks_failed")
 SHARD_SIZE = 1000
 """Images per shard in several processes or on a cluster, unless told otherwise."""
 
@@ -127,9 +128,7 @@ class Routed:
         """Raise a WorkError if not a single image could be read."""
         if not self.done:
             reason = self.reason or "There are no images."
-            raise WorkError(
-                f"No image could be read ({self.failed} failed). First error: {reason} All errors are in {self.errors}."
-            )
+            raise WorkError(f"No image could be read ({self.failed} failed). The first: {reason} All are in {self.errors}.")
 
 
 @dataclass(frozen=True)
@@ -166,24 +165,11 @@ class Shard:
         return record["key"] == self.key and self.table.exists() and files.sha256_file(self.table) == record["sha256"]
 
 
-def predict_files(
-    images: Any,
-    out: Path | str,
-    model: MedTokenBudget | Path | str,
-    config: RouteConfig | None = None,
-) -> Routed:
+def predict_files(images: Any, out: Path | str, model: MedTokenBudget | Path | str, config: RouteConfig | None = None) -> Routed:
     """Predict images and write the results to files, in constant memory.
 
-    Args:
-        images: What `MedTokenBudget.predict` takes.
-        out: Table to write, `.csv` or `.parquet`. Next to it come `overlays/`, `tokens.safetensors`, and `x.errors.jsonl` for
-            `x.csv`, which lists the images that could not be read.
-        model: A model, or what `mtb.load` takes.
-        config: Budget, method and sizes.
-
-    Raises:
-        NoHeadError: If the model is a router without a head.
-        WorkError: If no image could be read; no table is written then.
+    `out` is a table, `.csv` or `.parquet`. Next to it come `overlays/`, `tokens.safetensors`, and `x.errors.jsonl` for `x.csv`,
+    which lists the images that could not be read; if none could be read, that is a WorkError.
     """
     config, predictor, table = config or RouteConfig(), loaded(model), Path(out)
     if table.suffix.lower() not in (".csv", ".parquet"):
@@ -209,35 +195,20 @@ def route_files(
     """Route images and write the results to a folder. A second call replaces the results of the first.
 
     With shards, which several processes and a cluster always make, a second call resumes what the first left, and computes again
-    only what has changed.
-
-    Args:
-        images: What `mtb.route` takes, or a manifest.
-        out: Folder to write: `routes.parquet` or `.csv` or, in shards, `routes/`; `summary.json`, `errors.jsonl`, `overlays/`,
-            `tokens.safetensors` or `tokens/`.
-        model: A model, or what `mtb.load` takes.
-        masks: Folder with lesion masks, named as for `mtb data folder`; the masks of a manifest are found without it.
-        config: Budget, formats and sizes.
-        engine: 'local', or 'ray' for a cluster.
-        address: Address of a running Ray cluster ('auto', 'host:port'); None starts Ray on this machine.
-        store: Tokens of the images of a manifest, which are read instead of running the backbone.
-
-    Raises:
-        WorkError: If no image could be read, or none of the masks could be used; in the latter case the images are routed.
+    only what has changed. `masks` is a folder with lesion masks, named as for `mtb data folder`; those of a manifest are found
+    without it. With `store`, the tokens of a manifest's images are read from it. If no image could be read, or none of the masks
+    could be used, that is a WorkError; in the latter case the images are routed.
     """
     config, router, folder = config or RouteConfig(), loaded(model), Path(out)
-    execution = Execution(engine, config.jobs, address)  # type: ignore[arg-type]
     if folder.exists() and not folder.is_dir():
         raise RequestError(f"{out} is a file. Choose a folder to write to as `out`.")
     router.answers((), config.budget, config.selector)  # a wrong request is refused before a file is made
     if config.lesions:
         router.require_lesion_map(config.selector)
-    in_one = engine == "local" and config.jobs == 1 and not config.shard_size
+    in_one = engine == "local" and address is None and config.jobs == 1 and not config.shard_size
     if store is not None:
         if masks is not None or not in_one:
-            raise RequestError(
-                "With `store`, masks are those of the manifest, and one process writes one table. Leave out the others."
-            )
+            raise RequestError("With `store`, masks are the manifest's and one process writes one table. Leave out the others.")
         store, images = _stored(store, images, router)
     sources = with_masks(expand(images), masks)
     if in_one:
@@ -254,6 +225,7 @@ def route_files(
             if not config.tokens:
                 files.remove(tokens)
     else:
+        execution = Execution(engine, config.jobs, address)  # type: ignore[arg-type]
         routed = _table_in_shards(folder, router, sources, config, execution)
     amount = router.amount(config.budget)
     retention = {
@@ -536,7 +508,7 @@ def _make_shards(config: RouteConfig, model: MedTokenBudget, shards: Sequence[Sh
         errors: list[dict[str, str]] = []
         files.remove(shard.record)
         routed = write_table(model, shard, config, advance, errors)
-        counts = {name: getattr(routed, name) for name in ("done", "failed", "unfamiliar", "masks_failed", "mask_reason")}
+        counts = {name: getattr(routed, name) for name in (*_SUMS, "unfamiliar", "mask_reason")}
         record = {"key": shard.key, "sha256": files.sha256_file(shard.table), **counts, "errors": errors}
         files.write_sealed(shard.record, record)
         yield
@@ -552,17 +524,10 @@ def _sum_up(folder: Path, shards: Sequence[Shard], grid: tuple[int, int]) -> Rou
     if errors:
         files.write_lines(path, errors)
     unfamiliar = [record["unfamiliar"] for record in records if record["unfamiliar"] is not None]
-    routed = Routed(
-        table=folder / TABLE,
-        grid=grid,
-        done=sum(record["done"] for record in records),
-        failed=sum(record["failed"] for record in records),
-        reason=errors[0]["reason"] if errors else "",
-        errors=path if errors else None,
-        unfamiliar=sum(unfamiliar) if unfamiliar else None,
-        masks_failed=sum(record["masks_failed"] for record in records),
-        mask_reason=next((record["mask_reason"] for record in records if record["mask_reason"]), ""),
-    )
+    routed = Routed(folder / TABLE, grid, **{name: sum(record[name] for record in records) for name in _SUMS})
+    routed.reason, routed.errors = (errors[0]["reason"], path) if errors else ("", None)
+    routed.unfamiliar = sum(unfamiliar) if unfamiliar else None
+    routed.mask_reason = next((record["mask_reason"] for record in records if record["mask_reason"]), "")
     routed.require_images()
     for shard in shards:
         rows = pq.read_table(shard.table, columns=["lesion", "kept_lesion", "center_lesion", "k"])

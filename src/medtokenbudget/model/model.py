@@ -27,9 +27,8 @@ from medtokenbudget.data import patch_labels
 from medtokenbudget.errors import BudgetError, MismatchError, RequestError, ShapeError, UnknownNameError
 from medtokenbudget.files import exclusive
 from medtokenbudget.model import inference, saved
-from medtokenbudget.model.guarantee import Guarantee
 from medtokenbudget.model.inference import Answer, ImageSource, Prediction, Routing, expand, open_picture
-from medtokenbudget.routing.conformal import Promise
+from medtokenbudget.routing.conformal import Guarantee, Promise
 from medtokenbudget.routing.trainable import ScoredRanker, Sight, evaluating
 from medtokenbudget.runtime import resolve_device
 from medtokenbudget.tokens import SIGNALS, Selection, TokenBatch
@@ -54,23 +53,14 @@ class MedTokenBudget(nn.Module):
     backbone follows `.to()` but belongs to neither.
 
     Args:
-        backbone: Name, weights and image size of the backbone.
         backbone_fingerprint: `Backbone.fingerprint` of the backbone that the classifiers were trained on.
         classes: Class names in the order of the logits; empty for a router without a head.
         classifiers: Method text (such as 'lats:lesion-first' or 'center') to its selector and head.
-        train_config: Configuration that the main method was trained with.
         main: The method that is used unless another one is requested.
-        card: Model card in Markdown.
         info: What the run recorded about itself, as JSON values.
         scout: The router of a model whose backbone is routed early (`backbone_fingerprint` has a 'route').
-        familiarity: What tells images that are unlike the training images; None if that was not fitted.
-        guarantees: What was calibrated with `mtb calibrate`.
         tokens_from: The backbone of the kept tokens, with its fingerprint, if the selectors read those of another one, such as
-            pixels. None: the same one.
-        device: 'auto' uses a GPU if there is one.
-
-    Raises:
-        RequestError: If `main` is not one of the classifiers, or only some of them have a head.
+            pixels.
 
     Example:
         >>> model = mtb.load("runs/demo")
@@ -107,14 +97,9 @@ class MedTokenBudget(nn.Module):
         if wrong:
             has = "has no head, but the model has classes" if classes else "has a head, but the model has no classes"
             raise RequestError(f"The method '{wrong[0]}' {has}. Give every method a head, or none.")
-        self.backbone_config = backbone
+        self.backbone_config, self.train_config, self.main, self.card = backbone, train_config, main, card
         self.backbone_fingerprint: dict[str, Any] = json.loads(json.dumps(backbone_fingerprint))
-        self.classes = tuple(classes)
-        self.train_config = train_config
-        self.main = main
-        self.card = card
-        self.info: dict[str, Any] = dict(info or {})
-        self.guarantees = tuple(guarantees)
+        self.classes, self.guarantees, self.info = tuple(classes), tuple(guarantees), dict(info or {})
         self.tokens_from = None if tokens_from is None else (tokens_from[0], json.loads(json.dumps(tokens_from[1])))
         self._backbone: Backbone | None = None
         self._token_backbone: Backbone | None = None
@@ -241,8 +226,7 @@ class MedTokenBudget(nn.Module):
 
     def use_backbone(self, backbone: Backbone) -> Self:
         """Use a backbone that is already loaded, for example one for several models; another one is rejected."""
-        _require_same(backbone, self.backbone_fingerprint)
-        self._backbone = backbone
+        self._backbone = _require_same(backbone, self.backbone_fingerprint)
         return self
 
     @property
@@ -251,8 +235,7 @@ class MedTokenBudget(nn.Module):
         if self.tokens_from is None:
             return self.backbone
         if self._token_backbone is None:
-            self._token_backbone = self._loaded(*self.tokens_from)
-            _require_same(self._token_backbone, self.tokens_from[1])
+            self._token_backbone = _require_same(self._loaded(*self.tokens_from), self.tokens_from[1])
         return self._token_backbone
 
     def _loaded(self, config: BackboneConfig, fingerprint: dict[str, Any]) -> Backbone:
@@ -281,15 +264,10 @@ class MedTokenBudget(nn.Module):
         return self.classifiers[method]
 
     def guarantee(self, retention: float | str, coverage: float | str | None = None, selector: str | None = None) -> Guarantee:
-        """Return a calibrated promise about the lesion, to be used instead of a budget.
+        """Return the calibrated promise to keep a share of the lesion, such as 0.95 or '95%', to be used instead of a budget.
 
-        Args:
-            retention: Promised share of the lesion patches, such as 0.95 or '95%'.
-            coverage: None for the promise on average, or the promised share of the images that keep at least `retention`.
-            selector: Method; None means the main one.
+        Without `coverage` it is the promise on average, otherwise that of keeping so much in this share of the images.
 
-        Raises:
-            RequestError: The model was not calibrated for this promise, or was trained again since.
         """
         method = self.main if selector is None else selector
         covered = None if coverage is None else settings.read_share("coverage", coverage)
@@ -318,14 +296,10 @@ class MedTokenBudget(nn.Module):
 
     @torch.no_grad()
     def encode(self, pixels: np.ndarray | Tensor, masks: Sequence[Image.Image | None] | None = None) -> TokenBatch:
-        """Run the backbone on images that are already resized.
+        """Run the backbone on images uint8 [B, S, S, 3] as `backbone.prepare` returns them, with one lesion mask or None for each.
 
-        Args:
-            pixels: uint8 [B, S, S, 3] as `backbone.prepare` returns them.
-            masks: One lesion mask per image, None for an image without.
+        The tokens have luminance and, if any image has a mask, lesion labels.
 
-        Returns:
-            Tokens with luminance and, if any image has a mask, with lesion labels.
         """
         batch = torch.as_tensor(pixels).to(self.device)
         size = self.backbone.preprocessing.image_size
@@ -468,9 +442,6 @@ class MedTokenBudget(nn.Module):
             retention: Instead of a budget: share of the lesion to keep, one that the model was calibrated for.
             normalized: True if float tensors were normalized with mean and std of the model's backbone, `(mean, std)` if with
                 others.
-
-        Raises:
-            RequestError: If an image cannot be read; use `stream` with `on_error` to continue with the others.
         """
         return list(self.stream(images, budget, selector, batch_size, retention=retention, normalized=normalized, kind=Routing))
 
@@ -484,11 +455,7 @@ class MedTokenBudget(nn.Module):
         retention: float | str | None = None,
         normalized: Normalized = False,
     ) -> list[Prediction]:
-        """Like `route`, with the classes that the head of the model reads from the kept patches.
-
-        Raises:
-            NoHeadError: If the model is a router without a head; use `route`.
-        """
+        """Like `route`, with the classes that the head reads from the kept patches; a router without a head is a NoHeadError."""
         return list(self.stream(images, budget, selector, batch_size, retention=retention, normalized=normalized, kind=Prediction))
 
     def stream(
@@ -505,7 +472,8 @@ class MedTokenBudget(nn.Module):
     ) -> Iterator[Answer]:
         """Like `route` (or `predict`, with `kind=mtb.Prediction`), one image at a time in constant memory.
 
-        Images that cannot be read are passed to `on_error`; without it they raise.
+        Images that cannot be read are passed to `on_error`; without it they raise a RequestError.
+
         """
         amount = self.amount(budget, retention, selector=selector)
         sources = expand(images, self.statistics(normalized))
@@ -545,14 +513,10 @@ class MedTokenBudget(nn.Module):
         """Reject a store whose tokens are not those that this model reads."""
         expected, stored = comparable(self.backbone_fingerprint), comparable(store.config["backbone"])
         if expected != stored:
-            advice = (
-                "The model reads tokens of its own backbone and grid: leave out `store` to compute them, or pass a store of it."
-            )
+            advice = "Leave out `store` to compute the tokens, or pass a store of the model's backbone and grid."
             raise MismatchError.between(f"The store {store.path}", expected, stored, advice)
         if store.config["keep"] != "patches":
-            raise RequestError(
-                f"Store {store.path} contains only routed tokens, but the model reads all patches. Leave out `store`."
-            )
+            raise RequestError(f"Store {store.path} has only routed tokens, but the model reads all patches. Leave out `store`.")
 
     def unfamiliarity(self, tokens: TokenBatch, sight: Sight | None = None) -> Tensor | None:
         """Return the distance [B] of images to the training images; `sight` is what the main method saw of them, if it looked."""
@@ -581,31 +545,20 @@ class MedTokenBudget(nn.Module):
             return self.scout.require_lesion_map()
         selecting = self.classifier(selector).selector
         if not isinstance(selecting, ScoredRanker):
-            raise RequestError(
-                f"The method '{selector or self.main}' gives no lesion probability. Use one that learns scores from masks, such as "
-                "'lats' or 'scout'."
-            )
+            method = selector or self.main
+            raise RequestError(f"The method '{method}' gives no lesion probability. Use one that learns scores, such as 'lats'.")
         self.check_lesions(selector)
         return selecting
 
     @torch.no_grad()
     def lesion_map(self, image: Any, selector: str | None = None) -> np.ndarray:
-        """Return the lesion probability of an image, float32 [h, w] on the finest grid that the method has.
-
-        Args:
-            image: One image in any form that `route` takes.
-            selector: Method to use; None means the main one.
-
-        Raises:
-            RequestError: The method does not score patches by a lesion probability.
-        """
+        """Return the lesion probability of an image as `route` takes it, float32 [h, w] on the finest grid that the method has."""
         if self.scout is not None:
             return self.scout.lesion_map(image)
         selecting = self.require_lesion_map(selector)
         with evaluating(selecting):
             tokens = self.encode(self.backbone.prepare(open_picture(image))[None])
-            probability: np.ndarray = selecting.see(selecting.check(tokens)).lesion[0].float().cpu().numpy()
-        return probability
+            return selecting.see(selecting.check(tokens)).lesion[0].float().cpu().numpy()
 
     def save_pretrained(self, path: Path | str) -> Path:
         """Save the model as a folder without local paths, and return it; the backbone's weights are found by name and hash."""
@@ -641,12 +594,6 @@ def load(
         revision: Branch, tag or commit on the hub.
         weights: Safetensors file of the backbone, if it is no longer where it was when the model was saved.
         device: 'auto' uses a GPU if there is one; otherwise 'cpu', 'cuda', 'cuda:1', ...
-
-    Returns:
-        The model in evaluation mode. Its backbone is loaded when it is first needed.
-
-    Raises:
-        RequestError: If there is no such model, or one of its files is damaged, edited or of another version.
 
     Example:
         >>> model = mtb.load("runs/demo")
@@ -694,9 +641,6 @@ def route(
     Returns:
         One `Routing` per image: `kept`, `scores`, `tokens`, `unfamiliar`. In a notebook it shows the image with its kept patches.
 
-    Raises:
-        RequestError: If an image cannot be read.
-
     Example:
         >>> routing = mtb.route("photo.jpg", budget=0.3)[0]
         >>> routing.k, routing.tokens.shape, routing.unfamiliar
@@ -722,10 +666,6 @@ def predict(
 
     Returns:
         One `Prediction` per image: `label`, `probabilities`, and everything that a `Routing` has.
-
-    Raises:
-        RequestError: If an image cannot be read.
-        NoHeadError: If the model is a router without a head.
 
     Example:
         >>> mtb.predict("photo.jpg", "runs/demo", budget=0.3)[0].label
@@ -756,16 +696,16 @@ def _readable(answers: Iterable[tuple[ImageSource, Answer | None]], on_error: On
 
 
 def _portable(config: BackboneConfig, fingerprint: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of a backbone without folders of this machine."""
     weights = None if config.weights is None else Path(config.weights).name
     return {**settings.to_dict(config), "weights": weights, "name": fingerprint["name"]}
 
 
-def _require_same(backbone: Backbone, fingerprint: dict[str, Any]) -> None:
+def _require_same(backbone: Backbone, fingerprint: dict[str, Any]) -> Backbone:
     expected, given = comparable(fingerprint), comparable(backbone.fingerprint)
     if expected != given:
         advice = "The classifiers were trained on tokens of another backbone. Use its weights and image size."
         raise MismatchError.between("The backbone", expected, given, advice)
+    return backbone
 
 
 def comparable(fingerprint: dict[str, Any]) -> dict[str, Any]:

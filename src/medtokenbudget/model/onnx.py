@@ -51,18 +51,9 @@ def export_onnx(
 ) -> Path:
     """Write `<graph>-<selector>-<budget>.onnx` with a fixed K and any batch size, checked against PyTorch.
 
-    Args:
-        model: The model; it is moved to the CPU for the export and back.
-        out: Folder to write to.
-        budget: Share of the patches that is kept, in (0, 1].
-        graph: 'routing' maps patches [B, N, D] and the selector's signals [B, N] to logits [B, C] and indices [B, K]; 'whole' maps
-            images [B, 3, S, S], RGB in [0, 1], to the same (normalization is inside). A model without a head gives scores [B, N]
-            in place of logits.
-        selector: Method to export; None means the main one.
-
-    Raises:
-        RequestError: If the selector cannot be written as a fixed graph, or the extra `onnx` is not installed.
-        WorkError: If the exported graph and the PyTorch model disagree; nothing is written then.
+    The graph 'routing' maps patches [B, N, D] and the selector's signals [B, N] to logits [B, C] and indices [B, K]; 'whole' maps
+    images [B, 3, S, S], RGB in [0, 1], to the same (normalization is inside). A model without a head gives scores [B, N] in place
+    of logits. If graph and model disagree, that is a WorkError, and nothing is written.
     """
     _require_onnx()
     method = model.main if selector is None else selector
@@ -144,9 +135,7 @@ def _graph(model: MedTokenBudget, budget: float, graph: Graph, method: str) -> R
     classifier = model.classifier(method)
     selector, head = classifier.selector, classifier.head
     if head is not None and head.reads == "tokens":
-        raise RequestError(
-            f"Head '{head.name}' reads tokens, so it cannot be exported. Export a method with the head mlp or linear."
-        )
+        raise RequestError(f"Head '{head.name}' reads tokens, so it cannot be exported. Use the head mlp or linear.")
     if model.early is not None:
         return ImageGraph(model, classifier.required_head)
     foreign = [name for name in selector.requires if name not in SIGNALS]
@@ -224,10 +213,8 @@ def _check(
         difference = (expected - values).abs().max().item()
     if apart > ROUNDING or difference > TOLERANCE:
         what = "logits" if model.has_head else "scores"
-        raise WorkError(
-            f"The exported graph differs from the model ({what} by {difference:.1e}, scores of kept patches by {apart:.1e}), so "
-            "nothing was written."
-        )
+        by = f"{what} by {difference:.1e}, scores of kept patches by {apart:.1e}"
+        raise WorkError(f"The exported graph differs from the model ({by}), so nothing was written.")
 
 
 @dataclass(frozen=True)
@@ -265,13 +252,10 @@ class TokensGraph(nn.Module):
         batch = TokenBatch(tokens.patches, tokens.grid, cls=tokens.cls, luminance=luminance(pixels, tokens.grid), **fields)
         main, *others = self.rankers
         sight = main.see(batch) if isinstance(main, ScoredRanker) else Sight(main.score(batch), batch.patches, batch)
-        outputs: tuple[Tensor, ...] = (
-            tokens.patches,
-            torch.cat([sight.scores.float(), *(ranker.score(batch).float() for ranker in others)]),
-        )
+        outputs = [tokens.patches, torch.cat([sight.scores.float(), *(ranker.score(batch).float() for ranker in others)])]
         if isinstance(main, ScoredRanker) and main.finer:
-            outputs = (*outputs, sight.lesion[0])
-        return outputs if self.familiarity is None else (*outputs, self.familiarity(sight.features))
+            outputs.append(sight.lesion[0])
+        return tuple(outputs if self.familiarity is None else [*outputs, self.familiarity(sight.features)])
 
 
 class HeadsGraph(nn.Module):
@@ -404,15 +388,9 @@ def _exported(graph: nn.Module, inputs: dict[str, Tensor], outputs: list[str], d
     logging.disable(logging.WARNING)
     try:
         with torch.no_grad(), warnings.catch_warnings(action="ignore"):
+            names: dict[str, Any] = {"input_names": list(inputs), "output_names": outputs, "dynamic_shapes": dynamic_shapes}
             program = torch.onnx.export(
-                graph.eval(),
-                tuple(inputs.values()),
-                dynamo=True,
-                opset_version=OPSET,
-                input_names=list(inputs),
-                output_names=outputs,
-                dynamic_shapes=dynamic_shapes,
-                verbose=False,
+                graph.eval(), tuple(inputs.values()), dynamo=True, opset_version=OPSET, verbose=False, **names
             )
     finally:
         logging.disable(logging.NOTSET)

@@ -26,23 +26,20 @@ WARNING = "Unlike the training images: do not rely on what was kept"
 
 
 def overlay(image: Any, prediction: Routing, mask: Any = None, side: int = 640) -> Image.Image:
-    """Draw an image with the patches that a prediction kept.
+    """Draw an image with the patches that a prediction or routing kept, as an RGB picture with a caption line.
 
     Dropped patches are dimmed. A selector that merges patches drops none; there the lines separate patches of different tokens.
 
     Args:
         image: The image of the prediction, as a path, Pillow picture, uint8 array [H, W, 3] or the bytes of a file.
-        prediction: A prediction or routing of this image.
         mask: Lesion mask to outline, in the same forms.
         side: Length of the longer side in pixels.
-
-    Returns:
-        An RGB picture with a caption line: class and probability (of a prediction), method, budget, K of N.
 
     Example:
         >>> prediction = model.predict("photo.jpg", budget=0.3)[0]
         >>> mtb.overlay("photo.jpg", prediction).size
         (640, 670)
+
     """
     picture, outline = open_picture(image), None if mask is None else open_mask(mask)
     scale = side / max(picture.size)

@@ -25,8 +25,8 @@ from medtokenbudget.errors import MismatchError, RequestError, UnknownNameError,
 from medtokenbudget.escaping import markdown_text
 from medtokenbudget.files import exclusive, fetch
 from medtokenbudget.heads import create_head
-from medtokenbudget.model.guarantee import Guarantee
 from medtokenbudget.routing import create_selector, selector_class
+from medtokenbudget.routing.conformal import Guarantee
 from medtokenbudget.training.classifier import RoutedClassifier
 from medtokenbudget.training.familiarity import Familiarity
 
@@ -141,9 +141,7 @@ def write_guarantees(folder: Path, guarantees: Sequence[Guarantee], card: str) -
     with exclusive(folder):
         if card != read_card(folder):
             files.write_text(folder / CARD, card)
-        files.write_sealed(
-            folder / CONFIG, {**read_config(folder), "guarantees": [guarantee.to_json() for guarantee in guarantees]}
-        )
+        files.write_sealed(folder / CONFIG, {**read_config(folder), "guarantees": [one.to_json() for one in guarantees]})
 
 
 def describe(classifier: RoutedClassifier) -> dict[str, Any]:
@@ -195,9 +193,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     if wrong := [name for name in ("identity", "backbone", "train", "info", "files") if not isinstance(config.get(name), dict)]:
         raise RequestError(f"{path} is damaged: {wrong[0]} must be an object. {_COPY_AGAIN}")
     if not {TENSORS} <= set(config["files"]) <= {TENSORS, HEADS}:
-        raise RequestError(
-            f"{path} is damaged: files must be the hashes of {TENSORS} and, for other methods, {HEADS}. {_COPY_AGAIN}"
-        )
+        raise RequestError(f"{path} is damaged: its files must be {TENSORS} and, for other methods, {HEADS}. {_COPY_AGAIN}")
     return config
 
 
@@ -227,7 +223,6 @@ def read_parts(source: Path, config: dict[str, Any]) -> tuple[dict[str, RoutedCl
 
 
 def _read_tensors(path: Path, config: dict[str, Any]) -> dict[str, Tensor]:
-    """Read the tensors of one file; a file that is missing, damaged, or part of another model is rejected by name."""
     if not path.is_file():
         raise RequestError(f"{path} is missing. {_COPY_AGAIN}")
     try:
@@ -250,7 +245,6 @@ def _read_tensors(path: Path, config: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def _untrained(described: dict[str, Any], dim: int, classes: int, source: Path) -> RoutedClassifier:
-    """Build a classifier with the described architecture and untrained parameters."""
     name, head = described["selector"], described["head"]
     try:
         learned = {"dim": dim} if selector_class(name).learns else {}

@@ -41,14 +41,8 @@ def table_schema(classes: Sequence[str] | None, metadata: dict[str, str], lesion
     """
     import pyarrow as pa
 
-    route = [
-        ("selector", pa.string()),
-        ("budget", pa.float64()),
-        ("k", pa.int32()),
-        ("n_patches", pa.int32()),
-        ("unfamiliarity", pa.float32()),
-        ("unfamiliar", pa.bool_()),
-    ]
+    route = [("selector", pa.string()), ("budget", pa.float64()), ("k", pa.int32()), ("n_patches", pa.int32())]
+    route += [("unfamiliarity", pa.float32()), ("unfamiliar", pa.bool_())]
     image, kept = [("image", pa.string()), ("image_id", pa.string())], ("kept", pa.list_(pa.int32()))
     if classes is not None:
         predicted = [("label", pa.string()), ("probability", pa.float32()), *((f"p_{name}", pa.float32()) for name in classes)]

@@ -40,11 +40,8 @@ _STRATA_DRAWS = 2_000
 class PatchOrders:
     """`routing.safetensors`: the order in which each method keeps the N patches of n original images, and the scores behind it.
 
-    Attributes:
-        order: (method, seed) -> `[n, N]` patch numbers, best first.
-        scores: (method, seed) -> `[n, N]` scores; only for methods that learn to score.
-        lesion: `[n, N]` bool, the lesion patches.
-        has_mask: `[n]` bool.
+    `order` and `scores` map (method, seed) to `[n, N]` patch numbers, best first, and to scores, for methods that learn to score.
+    `lesion` is `[n, N]` bool, `has_mask` `[n]`.
     """
 
     image_ids: list[str]
@@ -104,12 +101,8 @@ class Difference(NamedTuple):
 class ReportRun:
     """One run, read from its directory, with its intervals, tests and strata.
 
-    Attributes:
-        name: Name of the run in a report of several runs.
-        training: `metrics.jsonl`, empty when there is none.
-        manifest: The manifest of the images, or None when it is out of reach.
-        attributes: `attributes.parquet`: the stratum of each image by property; empty when there is none.
-        missing: What the report cannot show and why, one sentence each.
+    `training` is `metrics.jsonl` and `attributes` is `attributes.parquet`, the stratum of each image by property; empty when there
+    is none. `manifest` is None when it is out of reach. `missing` says in sentences what the report cannot show and why.
     """
 
     name: str
@@ -124,11 +117,7 @@ class ReportRun:
 
     @classmethod
     def read(cls, path: Path, name: str = "", by: Sequence[str] = ()) -> ReportRun:
-        """Read a run directory; `by` are columns of its manifest that become strata.
-
-        Raises:
-            RequestError: If `path` is not a run directory of this version, or has no results yet.
-        """
+        """Read a run directory; `by` are columns of its manifest that become strata."""
         if not path.is_dir():
             raise RequestError(
                 f"{path} is not a directory. Pass a run directory written by `mtb sweep`, `mtb train` or `mtb demo`."

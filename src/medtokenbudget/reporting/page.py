@@ -41,19 +41,8 @@ def report(
 ) -> Path:
     """Write `tables/`, `figures/` and `report.html` for a run, or compare several runs.
 
-    Only the files of the runs are read; nothing is trained or evaluated again.
-
-    Args:
-        run: A run directory.
-        *others: Further run directories to compare with it.
-        out: Where to write. Defaults to the run directory; required for a comparison.
-        pictures: Whether the page shows and names images of the data set. Without them it can be shared where the images cannot.
-
-    Returns:
-        The path of the page.
-
-    Raises:
-        RequestError: If a run cannot be read, or several are given without `out`.
+    Only the files of the runs are read; nothing is trained or evaluated again. Without `pictures` the page neither shows nor names
+    images of the data set, so it can be shared where the images cannot.
 
     Example:
         >>> report("runs/demo")  # doctest: +SKIP

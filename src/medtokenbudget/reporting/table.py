@@ -32,17 +32,9 @@ _LATEX: dict[str, str | int | None] = {
 class Table:
     """Rows of text under columns, together with the raw numbers behind them.
 
-    Attributes:
-        name: File name and anchor.
-        title: What the table shows, in a few words.
-        columns: Headings; the first `labels` of them name the row, the others hold numbers.
-        rows: One text per column; a dash where nothing was measured.
-        data: The raw numbers as written to CSV. They may include rows or columns that the page leaves out.
-        note: How to read the table, with its n.
-        bold: (row, column) of the best value in each column.
-        breaks: Rows with a rule above them.
-        more: What the CSV contains beyond the table, for example `all 117 tests`; shown with the link to it.
-        section: Id of the section of the page that shows it.
+    The first `labels` columns name the row, the others hold numbers. `data` is written to CSV and may include what the page leaves
+    out, which `more` says. `bold` has (row, column) of the best values, `breaks` the rows with a rule above them, `section` is the
+    id of the section of the page that shows the table.
     """
 
     name: str

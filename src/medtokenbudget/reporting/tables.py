@@ -98,13 +98,11 @@ def _pivot(
     intervals: bool = False,
     also: Collection[str] = (),
 ) -> Table | None:
-    """Make a table of the mean over seeds; None where no run has a value.
+    """Make a table of the mean over seeds, with the headline `study` of each run unless told otherwise; None where no run has a
+    value.
 
-    Args:
-        study: The study of each run, by default the headline study.
-        budgets: Repeat the rows for each of these budgets, with the deviation over seeds.
-        intervals: Show bootstrap intervals, which only the headline study has.
-        also: Further measures of the CSV.
+    With `budgets` the rows repeat for each of them, with the deviation over seeds. Only the headline study has `intervals`. `also`
+    are further measures of the CSV.
     """
     several, views = comparison.several, list(dict.fromkeys(view for _, _, view, _ in columns))
     metrics = {metric for _, metric, _, _ in columns}

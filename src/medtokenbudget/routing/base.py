@@ -204,12 +204,7 @@ class Ranker(Selector):
 
 
 class Merger(Selector):
-    """Makes K new tokens from the patches. Subclasses write `choose`, which gives a `Selection` with `kept` None.
-
-    Attributes:
-        ranks_by: The field of `TokenBatch` whose highest patches stay unchanged; None if every patch may merge. Early routing
-            chooses by it, and makes the token of the others itself.
-    """
+    """Makes K new tokens from the patches. Subclasses write `choose`, which gives a `Selection` with `kept` None."""
 
     kind: ClassVar[Kind] = "merger"
     ranks_by: ClassVar[str | None] = None

@@ -76,9 +76,8 @@ def evaluate_views(
 ) -> tuple[list[pd.DataFrame], dict[str, dict[str, np.ndarray]], dict[str, list[str]]]:
     """Evaluate a method on rows of a store, given by view, at every budget.
 
-    Returns:
-        The columns of `predictions.parquet` but the study, class -1 without a head. By view: patch orders and scores with the
-        lesion patches, and the images that were read. A selector that looks at masks (the oracle) reads only images with one.
+    Returns the columns of `predictions.parquet` but the study, class -1 without a head, and by view patch orders and scores with
+    the lesion patches, and the images that were read. A selector that looks at masks (the oracle) reads only images with one.
     """
     selector, head = classifier.selector, classifier.head
     frames: list[pd.DataFrame] = []
@@ -510,12 +509,7 @@ class KeptPatches:
 
 
 def read_kept(path: Path | str, manifest: Manifest) -> KeptPatches:
-    """Read a table of kept patches (docs/protocol.md), such as `mtb route` writes; images are those of the manifest.
-
-    Raises:
-        RequestError: The table lacks a column, an image or a budget; an image keeps another number of patches than the others, a
-            patch twice or one outside of the grid; probabilities are not those of the manifest's classes.
-    """
+    """Read a table of kept patches (docs/protocol.md), such as `mtb route` writes; images are those of the manifest."""
     source = Path(path)
 
     def refuse(what: str) -> RequestError:

@@ -21,12 +21,9 @@ DEFAULT_HEAD = "mlp"
 
 @dataclass(frozen=True)
 class Variant:
-    """How a method is trained: a preset, and what the variant's name fixes whatever the user asks for.
+    """How a method is trained: a preset, and the settings by dotted name that the variant `fixes` whatever the user asks for.
 
-    Attributes:
-        preset: Name of the preset that decides what the user did not give; None keeps the settings of the run.
-        fixes: Settings by dotted name.
-        only: The one selector that has the part which the variant changes; None if every selector has it.
+    Without a preset the settings of the run stay. `only` is the one selector that has the part which the variant changes.
     """
 
     preset: str | None = None

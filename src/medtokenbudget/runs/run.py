@@ -62,9 +62,6 @@ _OF_A_METHOD = {"selector", "head", "variant", "learned", "config"}
 class Run:
     """What `mtb.train`, `mtb.sweep`, `mtb.reproduce` and `mtb.evaluate` leave behind.
 
-    Args:
-        path: The run directory.
-
     Attributes:
         dataset: Name of the data set, as the user calls it.
         source: Kind of source that the manifest came from (isic, kvasir, folder, csv, synthetic).
@@ -82,9 +79,6 @@ class Run:
         files: Hash of each file that a report reads.
         command: The command line that made the run, if it was made from the command line.
         evaluation: Of `mtb evaluate`: the model, its own validation, how classes were matched. None for a run that trained.
-
-    Raises:
-        RequestError: The directory is not a run, another version wrote it, or `run.json` is damaged.
 
     Example:
         >>> run = mtb.Run("runs/first")
@@ -193,11 +187,7 @@ class Run:
         return report(self.path, out=out, pictures=pictures)
 
     def file(self, name: str) -> Path:
-        """Return the path of one of `FILES`.
-
-        Raises:
-            RequestError: The file is missing, or its content is not what the run wrote.
-        """
+        """Return the path of one of `FILES`."""
         path = self.path / name
         if not path.is_file() or content_hash(path) != self.files.get(name):
             what = "is damaged: its content does not match its hash in run.json" if path.is_file() else "does not exist"

@@ -87,10 +87,6 @@ class Familiarity(nn.Module):
 
     Two Mahalanobis distances are combined as a weighted geometric mean: of the whole image (its class token; without one, the mean
     of its patches), and of its strangest patches (the 90th percentile over the patches).
-
-    Args:
-        dim: Embedding dimension D of the tokens.
-        rank: Number of directions of each covariance.
     """
 
     weight: Tensor

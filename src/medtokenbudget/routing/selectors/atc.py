@@ -22,11 +22,8 @@ Linkage = Literal["average", "complete", "single"]
 
 @register_selector("atc")
 class ATC(ComparingMerger):
-    """K clusters by agglomeration; a token is the mean of its cluster.
-
-    Args:
-        linkage: Distance of two clusters: mean, largest or smallest distance between their patches.
-        compare: Compare the 'patches' or, as published, the 'keys' of their block.
+    """K clusters by agglomeration; a token is the mean of its cluster. `linkage` is the mean, largest or smallest distance of
+    patches.
     """
 
     title = "ATC"

@@ -89,10 +89,8 @@ def turned_back(field: Tensor, turn: int) -> Tensor:
 class ContextSelector(ScoredRanker):
     """Keeps the patches with the highest score of a small convolutional network over the token grid.
 
-    Args:
-        config: Settings of the scorer, with a smoothing of their own: the blocks see the neighborhood themselves.
-        router: Padding of the smoothing, Gumbel temperature and fewest patches.
-        options: Fields of either to replace: `create_selector("context", dim=384, blocks=2)`.
+    The scorer has a smoothing of its own: the blocks see the neighborhood themselves. `options` replace fields of `config` or
+    `router`: `create_selector("context", dim=384, blocks=2)`.
     """
 
     title = "Context (joint)"
