@@ -34,7 +34,7 @@ from medtokenbudget.config import (
     read_share,
     train_config_from_dict,
 )
-from medtokenbudget.data import Drawings, Manifest, synthetic_manifest
+from medtokenbudget.data import Manifest
 from medtokenbudget.data.strata import column_strata
 from medtokenbudget.errors import RequestError, WorkError
 from medtokenbudget.files import exclusive
@@ -64,8 +64,6 @@ AnyManifest = Manifest | Path | str
 AnyStore = FeatureStore | Path | str
 HeadChoice = Literal["auto", "none"]
 SCOUT = "scout"
-SAMPLES = Drawings(8, seed=5, off_center=True)
-"""Off the center, where keeping the middle of the image does not help."""
 
 
 def extract(
@@ -335,10 +333,9 @@ def report(run: Run | Path | str, *others: Run | Path | str, out: Path | str | N
         >>> mtb.report("runs/first").name
         'report.html'
     """
-    from medtokenbudget.reporting.page import report as write_report
+    from medtokenbudget.reporting.page import build
 
-    paths = [entry.path if isinstance(entry, Run) else Path(entry) for entry in (run, *others)]
-    return write_report(*paths, out=out, pictures=pictures)
+    return build([entry.path if isinstance(entry, Run) else Path(entry) for entry in (run, *others)], out, pictures).page
 
 
 def calibrate(
@@ -528,9 +525,13 @@ def demo(out: Path | str = "runs/demo", n: int = 1000, seed: int = 0, epochs: in
     Returns:
         The path of the report.
     """
+    from medtokenbudget.data.synthetic import Drawings, synthetic_manifest
+
     out = Path(out)
-    say(f"1 of 3: the ready-made router on {SAMPLES.n} drawn lesions that are not in the center ...")
-    samples = synthetic_manifest(out / "router" / "samples", SAMPLES)
+    # Off the center, where keeping the middle of the image does not help.
+    lesions = Drawings(8, seed=5, off_center=True)
+    say(f"1 of 3: the ready-made router on {lesions.n} drawn lesions that are not in the center ...")
+    samples = synthetic_manifest(out / "router" / "samples", lesions)
     routed = route_files(samples, out / "router" / "routed", config=RouteConfig(overlay=True))
     first = min((out / "router" / "routed" / "overlays").iterdir())
     shares = {name: f"{retention.of_ceiling:.0%}" for name, retention in routed.retention.items()}

@@ -187,7 +187,6 @@ def unsealed(path: Path | str, values: Any, advice: str) -> dict[str, Any]:
 
 
 def read_sealed(path: Path | str, advice: str) -> dict[str, Any]:
-    """Read what `write_sealed` wrote."""
     return unsealed(path, read_json(path), advice)
 
 
@@ -220,7 +219,6 @@ def append_line(path: Path | str, value: Any) -> None:
 
 
 def remove(path: Path | str) -> None:
-    """Remove a file if it exists."""
     try:
         Path(path).unlink(missing_ok=True)
     except OSError as error:
@@ -228,7 +226,6 @@ def remove(path: Path | str) -> None:
 
 
 def write_lines(path: Path | str, rows: Iterable[Any]) -> None:
-    """Write a JSON-lines file."""
     write_text(path, "".join(map(_line, rows)))
 
 
@@ -412,7 +409,6 @@ def _is_named(handle: int, path: Path) -> bool:
 
 
 def _holder(handle: int) -> str:
-    """Read who described the lock file; empty if nobody did."""
     with contextlib.suppress(OSError):
         return os.pread(handle, 1000, 0).decode("utf-8", "replace")
     return ""

@@ -126,11 +126,9 @@ class Metric:
 
     @property
     def heading(self) -> str:
-        """The title with the unit, for example `Accuracy (%)`."""
         return f"{self.title} ({self.unit})"
 
     def text(self, value: Any, deviation: Any = None) -> str:
-        """Write a value in this unit, with its deviation over seeds where there is one."""
         write = percent if self.unit == "%" else number
         return with_spread(write(value), write(deviation))
 
@@ -331,7 +329,6 @@ NOT_MEASURED = "—"
 
 
 def is_missing(value: Any) -> bool:
-    """Check whether a value was not measured (None, NaN, infinite)."""
     return value is None or pd.isna(value) or not math.isfinite(float(value))
 
 

@@ -321,7 +321,6 @@ def _retention(sums: Floats) -> Retention:
 
 
 def _mask(name: str, value: Any) -> Tensor:
-    """Return a boolean tensor of boolean or 0/1 integer input."""
     if not isinstance(value, Tensor):
         try:
             array = np.asarray(value)
@@ -396,7 +395,6 @@ def lesion_mass(attention: Tensor, lesion: Tensor) -> Tensor:
 
 
 def _group_sizes(assignment: Tensor, lesion: Tensor) -> tuple[Tensor, Tensor]:
-    """Count patches and lesion patches of each group, [B, groups] each."""
     if assignment.ndim != 2 or assignment.shape != lesion.shape:
         raise ShapeError(f"`assignment` and `lesion` must be [B, N], got {list(assignment.shape)} and {list(lesion.shape)}.")
     n, last = assignment.shape[1], int(assignment.max()) if assignment.numel() else -1

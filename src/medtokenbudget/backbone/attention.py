@@ -111,7 +111,6 @@ class AttentionTap:
         self._hooks = (block.register_forward_pre_hook(self._enter), block.register_forward_hook(self._leave, always_call=True))
 
     def remove(self) -> None:
-        """Leave the block as it was."""
         for hook in self._hooks:
             hook.remove()
 

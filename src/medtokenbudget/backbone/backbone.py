@@ -108,7 +108,6 @@ class Backbone:
 
     @classmethod
     def load(cls, config: BackboneConfig, device: torch.device | str = "cpu") -> Backbone:
-        """Load a backbone with its weights."""
         if config.name in READS_PIXELS:
             return (Pixels if config.name == PIXELS else Glance)(config, device)
         if config.name.startswith(HUB):
@@ -154,7 +153,6 @@ class Backbone:
         return self.preprocessing.prepare(image)
 
     def normalize(self, batch: Tensor) -> Tensor:
-        """Normalize images, from uint8 [B, S, S, 3] to float [B, 3, S, S]."""
         return self.preprocessing.normalize(batch)
 
     @property
@@ -233,7 +231,6 @@ class Pixels(Backbone):
         return ()
 
     def check_signals(self, names: Sequence[str]) -> None:
-        """Raise a RequestError for any signal."""
         if names:
             raise RequestError(f"The backbone '{self.config.name}' has no {', '.join(names)}. Leave out `signals`.")
 
@@ -278,7 +275,6 @@ class Glance(Pixels):
 
 
 def _bilinear(inputs: int, outputs: int) -> Tensor:
-    """Return the matrix [outputs, inputs] that interpolates linearly."""
     return F.interpolate(torch.eye(inputs).unsqueeze(0), outputs, mode="linear").squeeze(0).T.contiguous()
 
 
@@ -466,7 +462,6 @@ def _from_hub(name: str, model: Model) -> Path:
 
 
 def _from_transformers(config: BackboneConfig, device: torch.device | str) -> Backbone:
-    """Load a vision model of transformers from its folder or from the hub, from safetensors alone."""
     try:
         from transformers import AutoModel
     except ImportError:
@@ -488,7 +483,6 @@ def _from_transformers(config: BackboneConfig, device: torch.device | str) -> Ba
 
 
 def _shared_name(name: str) -> str:
-    """Return the name of a backbone without folders of this machine."""
     folder = name.removeprefix(HUB)
     if find_recipe(name) is None and not (name.startswith(HUB) and Path(folder).is_dir()):
         return name

@@ -211,7 +211,6 @@ class ShardUnit:
 def _plan_units(
     store: Path, manifest: Manifest, backbone: Backbone, config: ExtractConfig, shards: tuple[int, int]
 ) -> tuple[list[ShardUnit], int]:
-    """Plan what is not planned yet, and return what is left to do, and how many rows there are in all."""
     items = _items(manifest, config, *hashes_of(store, manifest))
     before = stores.read_plan(store)
     finished = stores.finished_shards(store, before)
@@ -345,7 +344,6 @@ def make_shards(
 
 
 def _decode(items: tuple[Item, ...], backbone: Backbone, view_seed: int) -> list[_Decoded | FailedRow]:
-    """Decode an image once and make its views, or say why a view cannot be had."""
     first = items[0]
     try:
         if not first.image_file:

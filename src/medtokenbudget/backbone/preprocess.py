@@ -40,7 +40,6 @@ class Preprocessing:
             raise RequestError(f"Unknown interpolation '{self.interpolation}' of the backbone. Available: {known}.")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return JSON values, to be recorded in a store or model."""
         return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
 
     def prepare(self, image: Image.Image) -> np.ndarray:
@@ -62,7 +61,6 @@ class Preprocessing:
         return pixels.mul_(1.0 / (255.0 * std)).sub_(mean / std)
 
     def denormalize(self, images: Tensor) -> Tensor:
-        """Turn normalized images [B, 3, S, S] back into RGB in [0, 1]."""
         mean = torch.tensor(self.mean, device=images.device).view(1, 3, 1, 1)
         std = torch.tensor(self.std, device=images.device).view(1, 3, 1, 1)
         return images * std + mean

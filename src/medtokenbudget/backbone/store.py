@@ -87,7 +87,6 @@ def read_plan(store: Path) -> Shards:
 
 
 def write_plan(store: Path, shards: Shards) -> None:
-    """Write which rows belong to which shard."""
     write_sealed(store / PLAN, {str(number): rows for number, rows in sorted(shards.items())}, compact=True)
 
 
@@ -167,7 +166,6 @@ class Record:
 
     @property
     def keys(self) -> list[Key]:
-        """Every row that the shard was to hold, made or not."""
         return [row.key for row in self.rows] + [failure.key for failure in self.failures]
 
     def write(self, store: Path, index: int) -> None:
@@ -182,7 +180,6 @@ class Record:
 
     @staticmethod
     def read(store: Path, index: int) -> Record | None:
-        """Read the record of a shard; None if it is missing or damaged."""
         try:
             value = read_sealed(record_path(store, index), "")
             rows = tuple(Row(image, view, (w, h), Geometry.from_json(geometry)) for image, view, (w, h), geometry in value["rows"])
@@ -212,7 +209,6 @@ def check_shard(store: Path, index: int, planned: Sequence[Key]) -> tuple[Record
 
 
 def finished_shards(store: Path, shards: Shards) -> dict[int, Record]:
-    """Read the records of the planned shards that are finished, by number."""
     records = {index: check_shard(store, index, keys)[0] for index, keys in shards.items()}
     return {index: record for index, record in records.items() if record is not None}
 
@@ -369,7 +365,6 @@ class FeatureStore:
 
     @property
     def n(self) -> int:
-        """Number of patches N."""
         return self.grid[0] * self.grid[1]
 
     @property
@@ -425,7 +420,6 @@ class FeatureStore:
 
     @cached_property
     def _rows_of_image(self) -> dict[str, dict[str, int]]:
-        """Row numbers by image and view."""
         rows: dict[str, dict[str, int]] = {}
         for row, (name, view) in enumerate(zip(self.ids, self.views)):
             rows.setdefault(name, {})[view] = row
@@ -451,7 +445,6 @@ class FeatureStore:
 
     @cached_property
     def _rows_with(self) -> Counter[str]:
-        """How many rows carry each field."""
         counts: Counter[str] = Counter()
         for shard in np.unique(self._shard).tolist():
             places = self._place[self._shard == shard].tolist()
@@ -465,7 +458,6 @@ class FeatureStore:
 
     @property
     def signals(self) -> tuple[str, ...]:
-        """The signals that all rows carry."""
         return tuple(name for name in SIGNALS if self.has(name))
 
     def require_signals(self, names: Sequence[str]) -> None:
@@ -541,7 +533,6 @@ class FeatureStore:
         return TokenBatch(grid=self.grid, image_id=tuple(self.ids[row] for row in rows.tolist()), **fields)
 
     def _map(self, shard: int, field: str) -> MappedField:
-        """Map a field of a shard, once."""
         key = (shard, field)
         if key not in self._maps:
             self._maps[key] = MappedField(self.path, shard, field, self.records[shard].fields[field])
@@ -648,7 +639,6 @@ class _BufferPool:
         self._free: dict[Any, list[np.ndarray]] = {}
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Give an uninitialized tensor of `shape`."""
         free = self._free.setdefault((shape, dtype), [])
         try:
             memory = free.pop()

@@ -73,7 +73,6 @@ class Geometry:
     turn: str = IDENTITY
 
     def of(self, picture: Image.Image) -> Image.Image:
-        """Return the view of an image, or of a mask that shows the same frame at any size."""
         if self.box is not None:
             picture = _crop(picture, self.box)
         return picture if self.turn == IDENTITY else picture.transpose(_TRANSPOSE[self.turn])
@@ -145,7 +144,6 @@ def off_center_box(mask: Image.Image, seed: int) -> Box:
 
 
 def _reduced(mask: Image.Image) -> np.ndarray:
-    """Return lesion pixels, bool, with at most 256 per side."""
     scale = _SEARCH_SIZE / max(mask.size)
     gray = mask.convert("L")
     if scale < 1:

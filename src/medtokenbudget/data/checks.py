@@ -98,11 +98,9 @@ class Report:
 
     @property
     def fatal(self) -> bool:
-        """Whether a finding is fatal."""
         return any(finding.severity == "fatal" for finding in self.findings)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as JSON values."""
         return {**asdict(self), "fatal": self.fatal}
 
 
@@ -201,7 +199,6 @@ def _split_problems(manifest: Manifest) -> Iterator[Problem]:
 
 
 def _findings(problems: Sequence[Problem], leaks_allowed: bool) -> list[Finding]:
-    """Gather problems by their kind, in the order of the report."""
     findings = []
     for kind, (severity, message) in _KINDS.items():
         if leaks_allowed and kind in ("duplicate-crosses", "group-crosses"):

@@ -302,7 +302,6 @@ def _decode_dicom(name: str, stream: BinaryIO, max_pixels: int) -> Image.Image:
 
 
 def _dicom_gray(values: np.ndarray, data: FileDataset) -> np.ndarray:
-    """Scale gray values to 8 bits; a window of the file decides what black and white are, else its bit depth."""
     from pydicom.pixels import apply_modality_lut, apply_windowing
 
     bits = int(data.BitsStored)

@@ -120,12 +120,10 @@ class Manifest:
 
     @property
     def ids(self) -> list[str]:
-        """The `image_id` of every row."""
         return self.rows["image_id"].tolist()
 
     @property
     def further(self) -> list[str]:
-        """Names of the columns beyond those of every manifest."""
         return [str(name) for name in self.rows.columns if name not in COLUMNS]
 
     @property
@@ -147,7 +145,6 @@ class Manifest:
         return np.asarray(validation & groups.notna() & groups.isin(set(groups[~validation].dropna())), dtype=bool)
 
     def image_path(self, index: int) -> Path:
-        """Return the path of the image in a row."""
         return self._path(str(self.rows["image"].iat[index]))
 
     def mask_path(self, index: int) -> Path | None:
@@ -164,7 +161,6 @@ class Manifest:
         return Path(stored) if self.root is None else self.root / stored
 
     def part(self, name: str) -> Manifest:
-        """Take the rows of one part of the split: 'train', 'select' or 'val'."""
         if name not in SPLITS:
             raise ManifestError(f"Unknown part '{name}'. The parts of a manifest are {', '.join(SPLITS)}.")
         return self.take(np.flatnonzero((self.rows["split"] == name).to_numpy(dtype=bool)))
@@ -178,7 +174,6 @@ class Manifest:
         return replace(self, rows=self.rows.iloc[np.asarray(rows, dtype=np.int64)])
 
     def with_columns(self, split_rule: SplitRule | None = None, **columns: Iterable[str | None]) -> Manifest:
-        """Copy the manifest with other values in the given columns."""
         changed = self.rows.assign(**{name: pd.Series(list(values), dtype=object) for name, values in columns.items()})
         return replace(self, rows=changed, split_rule=split_rule or self.split_rule)
 
@@ -189,12 +184,10 @@ class Manifest:
 
     @property
     def data_hash(self) -> str:
-        """Hash of images, labels and masks; it does not depend on groups and split."""
         return sha256_json([list(self.classes), self._content(("image_id", "image", "label", "mask"))])
 
     @property
     def split_hash(self) -> str:
-        """Hash of the part of every image."""
         return sha256_json(self._content(("image_id", "split")))
 
     def _content(self, names: Sequence[str]) -> list[list[str | None]]:

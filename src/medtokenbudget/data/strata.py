@@ -61,7 +61,6 @@ class Appearance:
     dark_corners: int
 
     def strata(self) -> dict[str, str | None]:
-        """Name the stratum of each property; None where it was not measured."""
         values = {"position": self.position, "skin tone": -self.ita, "hair": self.hair, "dark corners": self.dark_corners}
         return {
             name: None if np.isnan(value) else STRATA[name][int(np.searchsorted(_EDGES[name], value, side="left"))]
@@ -161,7 +160,6 @@ def hair(picture: Picture, outside: Mask) -> float:
 
 
 def dark_corners(picture: Picture) -> int:
-    """Count the corners that are much darker than the middle of the image."""
     gray = _gray(picture)
     h, w = gray.shape
     side = max(1, round(0.08 * min(h, w)))
@@ -191,7 +189,6 @@ def _gray(picture: Picture) -> NDArray[np.float32]:
 
 
 def _lab(pixels: Picture) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Compute L* and b* (CIELAB, D65) of sRGB pixels [n, 3]."""
     linear = np.where(pixels <= 0.04045, pixels / 12.92, ((pixels + 0.055) / 1.055) ** 2.4).astype(float)
     y = linear @ np.array([0.2126729, 0.7151522, 0.0721750])
     z = linear @ np.array([0.0193339, 0.1191920, 0.9503041]) / 1.08883

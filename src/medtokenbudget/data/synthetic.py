@@ -144,7 +144,6 @@ def sample_labels(n: int, seed: int) -> list[str]:
 
 
 def _place(canvas: Canvas, rng: np.random.Generator, label: str, seed: int, off_center: bool) -> tuple[Map, float, dict[str, Any]]:
-    """Place the lesion: its distance field `[H, W]`, the level of its border, and its first traits."""
     # Steps of the golden ratio, so that consecutive seeds fill the prevalence table evenly.
     share = float(np.interp((int(seed) * 0x9E3779B97F4A7C15 % 2**64) / 2**64, *_PREVALENCE))
     away, heading = rng.normal(0, 0.06, 2), rng.uniform(0, 2 * np.pi)
@@ -172,7 +171,6 @@ def _share_inside(whole: Map, radius: float) -> float:
 
 
 def _visible_offset(whole: Map, radius: float) -> float:
-    """Measure the distance of the visible lesion's centroid from the center of the image, in image widths."""
     rows, columns = np.nonzero(whole[32:64, 32:64] < radius)
     return float(np.hypot(columns.mean() - 15.5, rows.mean() - 15.5) / 32) if rows.size else 1.0
 
@@ -204,7 +202,6 @@ def _skin(canvas: Canvas, rng: np.random.Generator, around: _Surroundings, trait
 
 
 def _threads(rng: np.random.Generator, n: int) -> list[tuple[npt.NDArray[np.float64], float, float]]:
-    """Draw fine winding vessels anywhere in the skin."""
     lines = []
     for _ in range(n):
         heading = rng.uniform(0, 2 * np.pi) + rng.normal(0, 0.4, 10).cumsum()
@@ -262,7 +259,6 @@ def _photograph(
 
 
 def _expose(picture: np.ndarray, rng: np.random.Generator) -> npt.NDArray[np.uint8]:
-    """Add exposure, lens blur and sensor noise; `[3, H, W]` in [0, 1] to `[H, W, 3]` uint8."""
     soft = np.float32(rng.uniform(0.25, 1.0) / 4)
     picture = picture * np.float32(255 * rng.normal(1.0, 0.06))
     for channel in picture:

@@ -40,13 +40,11 @@ class Head(nn.Module, ABC):
         """Compute logits [..., C] of pooled tokens [..., D]; `generator` feeds the dropout in training mode."""
 
     def forward(self, pooled: Any, generator: torch.Generator | None = None) -> Tensor:
-        """Check the tokens and compute their logits."""
         if pooled.shape[-1] != self.dim:
             raise ShapeError(f"This head reads tokens of dimension {self.dim}, got {pooled.shape[-1]}.")
         return self.logits(pooled.to(next(self.parameters()).dtype), generator)
 
     def read(self, selection: Selection, grid: tuple[int, int]) -> Tensor:
-        """Compute the logits [B, C] of a selection on a grid of patches."""
         return self(selection.pooled())
 
     def training_step(self, kept: Any, label: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor | None]:

@@ -83,7 +83,6 @@ class RouteConfig(Settings):
 
     @property
     def lesions(self) -> tuple[str, ...]:
-        """What is written of the lesion itself."""
         return tuple(name for name in LESIONS if getattr(self, name))
 
 
@@ -125,7 +124,6 @@ class Routed:
         return {name: retention_of_counts(values, lesion, k, n) for name, values in counts.items()}
 
     def require_images(self) -> None:
-        """Raise a WorkError if not a single image could be read."""
         if not self.done:
             reason = self.reason or "There are no images."
             raise WorkError(f"No image could be read ({self.failed} failed). The first: {reason} All are in {self.errors}.")
@@ -252,7 +250,6 @@ def route_files(
 
 
 def _stored(store: FeatureStore | Path | str, images: Any, model: MedTokenBudget) -> tuple[FeatureStore, Manifest]:
-    """Open a store for the images of a manifest."""
     (one,) = images if isinstance(images, (list, tuple)) and len(images) == 1 else (images,)
     if not isinstance(one, Manifest):
         if not isinstance(one, (str, os.PathLike)) or Path(one).suffix != ".parquet":
@@ -300,7 +297,6 @@ def _report_masks(routed: Routed, asked: bool) -> None:
 
 
 def _metadata(model: MedTokenBudget, config: RouteConfig) -> dict[str, str]:
-    """Say in a table and a token file where they come from."""
     amount = model.amount(config.budget)
     return {
         "classes": json.dumps(list(model.classes)),
@@ -515,7 +511,6 @@ def _make_shards(config: RouteConfig, model: MedTokenBudget, shards: Sequence[Sh
 
 
 def _sum_up(folder: Path, shards: Sequence[Shard], grid: tuple[int, int]) -> Routed:
-    """Add up the records and the rows of all shards, and write the list of errors."""
     import pyarrow.parquet as pq
 
     records = [files.read_sealed(shard.record, "Run the same command again.") for shard in shards]

@@ -274,7 +274,6 @@ class Routing:
 
     @property
     def n_patches(self) -> int:
-        """Number of patches N."""
         return self.grid[0] * self.grid[1]
 
     @property
@@ -354,7 +353,6 @@ class Routing:
 
     @property
     def headline(self) -> str:
-        """The predicted class with its probability; empty where no class is predicted."""
         return ""
 
     def __repr__(self) -> str:
@@ -387,16 +385,13 @@ class Prediction(Routing):
 
     @property
     def probability(self) -> float:
-        """Probability of `label`."""
         return self.probabilities[self.label]
 
     @property
     def headline(self) -> str:
-        """The predicted class with its probability."""
         return f"{self.label} {self.probability:.1%}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything except the tokens as JSON values."""
         return {"image": self.image, "label": self.label, "probabilities": self.probabilities} | super().to_dict()
 
 
@@ -486,7 +481,6 @@ def answers(
 
 
 def _batches(items: Iterable[Decoded], size: int) -> Iterator[list[Decoded]]:
-    """Collect items until `size` of them are readable."""
     batch: list[Decoded] = []
     readable = 0
     for item in items:

@@ -123,7 +123,6 @@ class ImageGraph(nn.Module):
 
 
 def _mean_of(patches: Tensor, indices: Tensor) -> Tensor:
-    """Return the mean [B, D] of the patches [B, N, D] at `indices` [B, K]."""
     return torch.gather(patches, 1, indices.unsqueeze(-1).expand(-1, -1, patches.shape[-1])).mean(1)
 
 
@@ -356,7 +355,6 @@ def _write_web_graph(path: Path, graph: nn.Module, examples: Sequence[dict[str, 
 
 
 def _run(path: Path, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the outputs of a file by name, from onnxruntime."""
     import onnxruntime
 
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
@@ -383,7 +381,6 @@ def _on_cpu(model: MedTokenBudget) -> Iterator[None]:
 
 
 def _exported(graph: nn.Module, inputs: dict[str, Tensor], outputs: list[str], dynamic_shapes: Any = None) -> Any:
-    """Export a graph with these example inputs, as an ONNX message."""
     # The exporter reports its own optimizations at length; what matters is checked afterwards.
     logging.disable(logging.WARNING)
     try:

@@ -95,7 +95,6 @@ def _dim(picture: Image.Image, kept: np.ndarray, rows: list[int], columns: list[
 
 
 def _draw_borders(draw: ImageDraw.ImageDraw, groups: np.ndarray, rows: list[int], columns: list[int]) -> None:
-    """Draw a line between neighboring patches of different groups."""
     h, w = groups.shape
     for y, x in product(range(h), range(w)):
         if x + 1 < w and groups[y, x] != groups[y, x + 1]:

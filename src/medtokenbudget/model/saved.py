@@ -285,7 +285,6 @@ def read_guarantees(source: Path, config: dict[str, Any]) -> list[Guarantee]:
 
 
 def read_card(folder: Path) -> str:
-    """Read the text of `README.md`; empty if there is none."""
     path = folder / CARD
     try:
         return path.read_text(encoding="utf-8") if path.is_file() else ""

@@ -146,7 +146,6 @@ def _method_lines(run: ReportRun, metric: str) -> list[Line]:
 
 
 def _run_lines(comparison: Comparison, metric: str) -> list[Line]:
-    """Return a line for the main method of each run."""
     lines = []
     for i, run in enumerate(comparison.runs):
         table = run.curve(metric)
@@ -225,7 +224,6 @@ def training_of(run: ReportRun) -> pd.DataFrame:
 
 
 def _active_losses(run: ReportRun) -> list[str]:
-    """Return the losses with a weight above 0 in the training that `training_of` shows."""
     rows = training_of(run)
     weights = run.info.methods[str(rows["method"].iloc[0])]["config"].get("losses", {}) if len(rows) else {}
     return [name for name in _LOSSES if weights.get(name, 1) > 0]
@@ -237,7 +235,6 @@ def follows_budget(run: ReportRun) -> bool:
 
 
 def _score_histogram(run: ReportRun) -> Figure | None:
-    """Draw the scores of the main method on lesion and background patches."""
     orders = run.orders
     seeds = [] if orders is None else [seed for method, seed in orders.scores if method == run.focus]
     if orders is None or not seeds or not orders.has_mask.any():

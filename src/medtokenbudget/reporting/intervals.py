@@ -53,7 +53,6 @@ class PatchOrders:
 
     @classmethod
     def read(cls, path: Path) -> PatchOrders:
-        """Read the file of a run."""
         try:
             with safe_open(str(path), framework="numpy") as file:
                 about = json.loads((file.metadata() or {})["routing"])
@@ -76,7 +75,6 @@ class PatchOrders:
         return ratio(kept, reachable(lesion.sum(1), k))
 
     def seed_of(self, method: str) -> int | None:
-        """Return the first seed with a patch order of this method."""
         return min((seed for name, seed in self.order if name == method), default=None)
 
 
@@ -155,7 +153,6 @@ class ReportRun:
 
     @property
     def source(self) -> str:
-        """The kind of source that the images came from, for example `isic`."""
         return (self.info.source.split() or [""])[0]
 
     # Which study, methods and budgets the report is about.
@@ -177,7 +174,6 @@ class ReportRun:
 
     @cached_property
     def main(self) -> pd.DataFrame:
-        """Rows of results.csv of the headline study, original images."""
         return self.cells(self.study, AS_IS)
 
     @cached_property
@@ -196,12 +192,10 @@ class ReportRun:
 
     @cached_property
     def headline(self) -> float:
-        """`HEADLINE_BUDGET`, or the measured budget nearest to it."""
         return nearest_headline(self.budgets)
 
     @cached_property
     def k(self) -> int:
-        """Number of patches kept at the headline budget."""
         rows = self.main[(self.main["method"] == self.focus) & np.isclose(self.main["budget"], self.headline)]
         return int((rows if len(rows) else self.main)["k"].iloc[0])
 
@@ -221,12 +215,10 @@ class ReportRun:
 
     @cached_property
     def n_masked(self) -> int:
-        """Validation images that retention is measured on."""
         return int(self.main["n_masked"].max())
 
     @cached_property
     def methods(self) -> list[str]:
-        """Methods of the headline study, in the order of every table."""
         return self.ordered(self.main["method"])
 
     @cached_property
@@ -254,7 +246,6 @@ class ReportRun:
         return self.focus_of(self.methods)
 
     def focus_of(self, methods: Iterable[str]) -> str:
-        """Return the method among `methods` that the report is about."""
         names = list(methods)
         preferred = next((m for m in (self.info.main, PAPER_RECIPE, *self._learned) if m in names), None)
         rules = [m for m in names if not is_reference(m)]
@@ -262,7 +253,6 @@ class ReportRun:
 
     @cached_property
     def is_trained(self) -> bool:
-        """Whether the method the report is about was trained."""
         return self.focus in self._learned
 
     @cached_property
@@ -272,7 +262,6 @@ class ReportRun:
 
     @property
     def leading(self) -> list[str]:
-        """The method the report is about, then the paper's recipe."""
         return [self.focus, *([self.paper_method] if self.paper_method else [])]
 
     @property
@@ -300,12 +289,10 @@ class ReportRun:
     # Values, intervals and tests.
 
     def cells(self, study: str | None, view: str | None = None) -> pd.DataFrame:
-        """Return the rows of results.csv of one study (and view)."""
         rows = self.results[self.results["study"] == study]
         return rows if view is None else rows[rows["view"] == view]
 
     def images(self, study: str | None, view: str) -> pd.DataFrame:
-        """Return the rows of predictions.parquet of one study and view."""
         rows = self.predictions
         return rows[(rows["study"] == study) & (rows["view"] == view)]
 
@@ -360,7 +347,6 @@ class ReportRun:
 
     @cached_property
     def by_size(self) -> pd.DataFrame:
-        """The share of the ceiling by quartile of lesion size."""
         table = _share_of_ceiling(statistics.by_lesion_size(self._at_headline))
         if len(table):
             spans = table.groupby("stratum")[["smallest", "largest"]].agg({"smallest": "min", "largest": "max"})
@@ -370,7 +356,6 @@ class ReportRun:
 
     @cached_property
     def by_class(self) -> pd.DataFrame:
-        """The share of the ceiling by class."""
         return _share_of_ceiling(statistics.by_class(self._at_headline, self.info.classes))
 
     @cached_property
@@ -388,7 +373,6 @@ class ReportRun:
 
 
 def nearest_headline(budgets: Iterable[float]) -> float:
-    """Return the budget nearest to the headline budget."""
     return float(min(budgets, key=lambda budget: (abs(budget - HEADLINE_BUDGET), budget)))
 
 

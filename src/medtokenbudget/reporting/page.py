@@ -1,4 +1,4 @@
-"""`report`: from the files of one or more runs to tables, figures and `templates/page.html`, and its numbers as JSON."""
+"""`build`: from the files of one or more runs to tables, figures and `templates/page.html`, and its numbers as JSON."""
 
 from __future__ import annotations
 
@@ -33,24 +33,6 @@ _PICTURE_KEY = (
 )
 
 
-def report(
-    run: str | os.PathLike[str],
-    *others: str | os.PathLike[str],
-    out: str | os.PathLike[str] | None = None,
-    pictures: bool = True,
-) -> Path:
-    """Write `tables/`, `figures/` and `report.html` for a run, or compare several runs.
-
-    Only the files of the runs are read; nothing is trained or evaluated again. Without `pictures` the page neither shows nor names
-    images of the data set, so it can be shared where the images cannot.
-
-    Example:
-        >>> report("runs/demo")  # doctest: +SKIP
-        PosixPath('runs/demo/report.html')
-    """
-    return build([run, *others], out, pictures).page
-
-
 class Built(NamedTuple):
     """What a report wrote: the path of its page, and its headline and comparisons as plain numbers."""
 
@@ -64,9 +46,11 @@ def build(
     pictures: bool = True,
     by: Sequence[str] = (),
 ) -> Built:
-    """Write the report like `report`, and also return the numbers that `mtb report` prints as JSON.
+    """Write `tables/`, `figures/` and `report.html` for a run, or compare several runs.
 
-    `by` are columns of the manifest that the report of one run is also shown by.
+    Only the files of the runs are read; nothing is trained or evaluated again. Without `pictures` the page neither shows nor names
+    images of the data set, so it can be shared where the images cannot. `by` are columns of the manifest that the report of one run
+    is also shown by.
     """
     if len(runs) > 1 and by:
         raise RequestError("`by` shows one run by columns of its manifest. Report the runs one by one.")

@@ -50,14 +50,12 @@ class Table:
     section: str = ""
 
     def write(self, folder: Path) -> None:
-        """Write `name.csv`, `name.md` and `name.tex` into `folder`."""
         csv = csv_frame(self.data).to_csv(index=False, float_format="%.6g", lineterminator="\n")
         write_text(folder / f"{self.name}.csv", csv)
         write_text(folder / f"{self.name}.md", self.markdown())
         write_text(folder / f"{self.name}.tex", self.latex())
 
     def markdown(self) -> str:
-        """Return the title, the table and the note."""
         rule = ["---" if c < self.labels else "---:" for c in range(len(self.columns))]
         lines = [self.columns, rule]
         lines += [[f"**{cell}**" if (r, c) in self.bold else cell for c, cell in enumerate(row)] for r, row in enumerate(self.rows)]
@@ -67,7 +65,6 @@ class Table:
         )
 
     def latex(self) -> str:
-        """Return a floating table with a caption."""
         body: list[str | list[str]] = []
         for r, row in enumerate(self.rows):
             body += [r"\midrule"] if r in self.breaks else []

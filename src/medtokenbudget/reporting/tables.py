@@ -81,7 +81,6 @@ def _templates() -> dict[str, dict[str, str]]:
 
 
 def _words(name: str, **values: Any) -> dict[str, Any]:
-    """Return title, note and `more` of a table."""
     return {key: text.format(brackets=_BRACKETS, **values) for key, text in _templates()[name].items()}
 
 
@@ -154,7 +153,6 @@ def _text(cell: Any, interval: bool, deviation: bool) -> str:
 
 
 def _rows(comparison: Comparison, results: dict[str, pd.DataFrame]) -> list[tuple[str, ReportRun]]:
-    """Return (method, run) of every row: the runs of one method below each other."""
     first, methods = comparison.first, {name: set(frame["method"]) for name, frame in results.items()}
     every = [method for frame in results.values() for method in frame["method"]]
     if not comparison.several:
@@ -170,7 +168,6 @@ def _counts(results: pd.DataFrame, method: str) -> str:
 
 
 def _seeds(results: pd.DataFrame) -> str:
-    """Name the seeds behind a table."""
     seeds = ", ".join(map(str, sorted(results["seed"].unique())))
     return f"Mean over seeds {seeds}." if "," in seeds else f"One training run per method (seed {seeds})."
 

@@ -93,7 +93,6 @@ class Selector(ABC):
         return budget_to_k(budget, n, self.minimum)
 
     def select_budget(self, tokens: TokenBatch, budget: float, generator: torch.Generator | None = None) -> Selection:
-        """Select with the K of a budget."""
         return self.select(tokens, self.count(budget, tokens.n), generator)
 
     def __call__(
@@ -198,7 +197,6 @@ class Ranker(Selector):
         return replace(gather(tokens.patches, rank(scores)[:, :k]), scores=scores)
 
     def pooled(self, tokens: TokenBatch, budgets: Sequence[float], generator: torch.Generator | None = None) -> Tensor:
-        """Return the pooled means at each budget from one ordering, [B, len(budgets), D] in fp32."""
         counts = [self.count(budget, tokens.n) for budget in budgets]
         return pooled_means(tokens.patches, self.order(tokens, generator), counts)
 

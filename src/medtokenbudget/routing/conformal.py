@@ -45,7 +45,6 @@ class Promise:
 
     @property
     def alpha(self) -> float:
-        """The largest risk that the promise allows."""
         level = self.retention if self.coverage is None else self.coverage
         return float(1 - Fraction(str(level)))
 
@@ -281,11 +280,9 @@ class Guarantee(Promise):
         return kept_counts(relative_scores(scores) if self.relative else scores, self.threshold, self.minimum, self.most)
 
     def keeps(self, promise: Promise, selector: str) -> bool:
-        """Tell whether this is the guarantee of a promise for a method."""
         return (self.retention, self.coverage, self.selector) == (promise.retention, promise.coverage, selector)
 
     def to_json(self) -> dict[str, Any]:
-        """Return JSON values for `config.json`."""
         return asdict(self)
 
     @classmethod
@@ -299,7 +296,6 @@ class Guarantee(Promise):
         return super().__str__() + each + ("" if self.cap is None else f", at most {100 * self.cap:g}% of the patches")
 
     def table(self) -> list[list[str]]:
-        """Return the rows of `parts` as text, with a head."""
         needed = groups_needed(self)
         rows = [[str(self.by), "groups", "images", "kept", "patches", "promised"]]
         for row in self.parts:

@@ -44,7 +44,6 @@ def _code(value: str) -> Markup:
 
 
 def card_text(run: Run, model: MedTokenBudget) -> str:
-    """Write the card of a model that comes from a run, as Markdown."""
     # Escaped here once, because class names are in many cells.
     classes = [_markdown(name) for name in model.classes]
     images = _cells(run, run.predictions, model.main)
@@ -87,7 +86,6 @@ def _cells(run: Run, table: pd.DataFrame, method: str, view: str = AS_IS) -> pd.
 
 
 def _value(run: Run, method: str, budget: float, metric: str, view: str = AS_IS) -> float:
-    """Return one number of `results.csv`; NaN where it was not measured."""
     rows = _cells(run, run.results, method, view)
     rows = rows[np.isclose(rows["budget"].astype(float), budget)]
     return float(rows[metric].iloc[0]) if len(rows) else math.nan
@@ -155,7 +153,6 @@ def _compared(run: Run, model: MedTokenBudget) -> dict[str, Any]:
 
 
 def _strata(cell: pd.DataFrame, classes: Sequence[str]) -> list[dict[str, Any]]:
-    """Return retention by lesion size and by class; nothing where no image has a mask."""
     if not cell["kept_lesion"].notna().any():
         return []
     tables = {"lesion size": by_lesion_size(cell, draws=DRAWS)}

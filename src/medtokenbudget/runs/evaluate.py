@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -146,7 +146,6 @@ class HeldOut:
     part: str
 
     def groups_of(self, rows: np.ndarray) -> list[str]:
-        """Return the group of each row; an image without one is a group of its own."""
         known = dict(zip(self.manifest.ids, self.manifest.groups))
         return [known[self.store.ids[row]] for row in rows]
 
@@ -186,7 +185,6 @@ def held_out(
 
 
 def _images_of(wanted: Manifest, opened: FeatureStore, part: str) -> HeldOut:
-    """Find the images in a store; those that could not be read are counted."""
     rows = opened.rows(wanted.ids, strict=False)
     if not len(rows):
         opened.rows(wanted.ids)  # says which images are missing, and why
@@ -302,29 +300,38 @@ def evaluate_model(
         classifiers.setdefault(name, model.classifiers.get(name) or RoutedClassifier(control, None))
     views = {view: rows for view, rows in ((AS_IS, images.rows), (OFF_CENTER, images.off_center)) if len(rows)}
     annotators = _write_tables(run, images, original, by, views, classifiers, budgets)
+    methods = {name: _about(classifier) for name, classifier in classifiers.items()}
+    methods[method]["variant"] = Method.parse(method).variant
+    for name, classifier in classifiers.items():
+        methods[name]["config"] = to_dict(model.train_config) if classifier.selector.learns else {}
+    if not trained:
+        about = {"unfamiliar": _unfamiliar(model, images), "guarantees": _kept_promises(model, images, method)} | about
+    hashes = {"manifest": original.hash, "model": model.fingerprint}
+    _finish(run, images, methods, method, budgets, hashes, None if trained else about | {"annotators": annotators})
+
+
+def _finish(
+    run: Run,
+    images: HeldOut,
+    methods: dict[str, Any],
+    main: str,
+    budgets: Sequence[float],
+    hashes: dict[str, str],
+    about: dict[str, Any] | None,
+) -> None:
+    manifest, study = (
+        images.manifest,
+        {"name": STUDY, "methods": list(methods), "seeds": [SEED], "budgets": list(map(float, budgets))},
+    )
+    counts = {"part": images.part, "images": len(manifest), "unreadable": len(manifest) - len(images.rows)}
     run.finish(
-        methods={
-            name: _about(classifier)
-            | {"variant": Method.parse(name).variant if name == method else ""}
-            | {"config": to_dict(model.train_config) if classifier.selector.learns else {}}
-            for name, classifier in classifiers.items()
-        },
-        main=method,
-        studies=[_study(classifiers, budgets)],
+        methods=methods,
+        main=main,
+        studies=[study],
         units=[],
         seeds=[SEED],
-        hashes={"manifest": original.hash, "store": images.store.identity, "model": model.fingerprint},
-        evaluation=None
-        if trained
-        else {
-            "part": images.part,
-            "images": len(images.manifest),
-            "unreadable": len(images.manifest) - len(images.rows),
-            "unfamiliar": _unfamiliar(model, images),
-            "guarantees": _kept_promises(model, images, method),
-            "annotators": annotators,
-            **about,
-        },
+        hashes={**hashes, "store": images.store.identity},
+        evaluation=None if about is None else counts | about,
     )
 
 
@@ -338,13 +345,8 @@ def _unfamiliar(model: MedTokenBudget, images: HeldOut) -> int | None:
 
 
 def _about(classifier: RoutedClassifier) -> dict[str, Any]:
-    """Say what a method is, for `run.json`."""
     head = "none" if classifier.head is None else classifier.head.name
     return {"selector": classifier.selector.name, "head": head, "variant": "", "learned": classifier.selector.learns, "config": {}}
-
-
-def _study(methods: Iterable[str], budgets: Sequence[float]) -> dict[str, Any]:
-    return {"name": STUDY, "methods": list(methods), "seeds": [SEED], "budgets": [float(budget) for budget in budgets]}
 
 
 def _write_tables(
@@ -463,7 +465,6 @@ def own_validation(run: Run | None, method: str, budgets: Sequence[float]) -> li
 
 
 def _kept_promises(model: MedTokenBudget, images: HeldOut, method: str) -> list[dict[str, Any]]:
-    """Measure what each guarantee of the method keeps on these images."""
     guarantees = [one for one in model.guarantees if one.selector == method]
     rows = images.rows[images.store.lesion.numpy()[images.rows].any(1)]
     if not guarantees or not len(rows):
@@ -635,24 +636,9 @@ def evaluate_kept(run: Run, table: KeptPatches, images: HeldOut, original: Manif
         orders[routing_name(AS_IS, "scores", method, SEED)] = table.scores[at].astype(np.float16)
     annotators = _write_tables(run, images, original, by, {AS_IS: rows}, classifiers, budgets, frames, orders)
     foreign = {"selector": method, "head": "none", "variant": "", "learned": False, "config": {}}
-    run.finish(
-        methods={method: foreign, **{name: _about(classifier) for name, classifier in classifiers.items()}},
-        main=method,
-        studies=[_study([method, *classifiers], budgets)],
-        units=[],
-        seeds=[SEED],
-        hashes={"manifest": original.hash, "store": store.identity},
-        evaluation={
-            "part": images.part,
-            "images": len(images.manifest),
-            "unreadable": len(images.manifest) - len(rows),
-            "guarantees": [],
-            "annotators": annotators,
-            "model": f"the table {method}",
-            "mapping": None,
-            "own": [],
-        },
-    )
+    methods = {method: foreign, **{name: _about(classifier) for name, classifier in classifiers.items()}}
+    about = {"guarantees": [], "annotators": annotators, "model": f"the table {method}", "mapping": None, "own": []}
+    _finish(run, images, methods, method, budgets, {"manifest": original.hash}, about)
 
 
 # Calibration ----------------------------------------------------------------------------------------------------------
@@ -744,7 +730,6 @@ def calibrated(
 
 
 def check_stratum(by: str | None, manifest: Manifest) -> None:
-    """Reject a stratum that the images have not."""
     known = ("class", "size", *STRATA, *manifest.further)
     if by is not None and by not in known:
         raise UnknownNameError.of("stratum", by, known, "to calibrate `by`")

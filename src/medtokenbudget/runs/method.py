@@ -119,12 +119,10 @@ class Method:
 
     @property
     def learned(self) -> bool:
-        """Tell whether the selector itself is trained."""
         return selector_class(self.selector).learns
 
     @property
     def ablation(self) -> str | None:
-        """Return the part of the trained selector that is switched off, or None."""
         return self.variant if self.variant in self._ablations else None
 
     @property
@@ -163,7 +161,6 @@ class Method:
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """Return the options that a selector which does not learn is created with, by its variant."""
         return selector_class(self.selector).variants.get(self.variant, {})
 
     @property

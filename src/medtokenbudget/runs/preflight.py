@@ -125,7 +125,6 @@ def supported_methods(run: Run, methods: Sequence[str]) -> tuple[str, ...]:
 
 
 def _check_needs(run: Run, methods: Sequence[Method]) -> None:
-    """Reject methods that need masks, labels, views or signals that the data does not have, and more patches than there are."""
     store, config, masks = run.store, run.config, _has_training_masks(run)
     if config.router.minimum > store.n:
         raise RequestError(
@@ -152,7 +151,6 @@ def _check_needs(run: Run, methods: Sequence[Method]) -> None:
 
 
 def _check_routed(run: Run, budget: float, methods: Sequence[Method]) -> None:
-    """Reject methods and budgets that a store of early routed tokens cannot serve."""
     store = run.store
     foreign = [str(method) for method in methods if not selector_class(method.selector).reads_routed]
     if foreign:
@@ -184,7 +182,6 @@ def _check_without_labels(masks: bool, methods: Sequence[Method], config: TrainC
 
 
 def _check_heads(run: Run, methods: Sequence[Method]) -> None:
-    """Reject heads that cannot read as few tokens as the smallest budget keeps."""
     least, patches = min(run.config.budgets), run.store.per_image
     for method in methods:
         # Creating a head draws random weights; the caller's random numbers must not depend on this check.

@@ -182,9 +182,9 @@ class Run:
 
     def report(self, out: Path | str | None = None, pictures: bool = True) -> Path:
         """Write the tables, the figures and `report.html`; see `mtb.report`."""
-        from medtokenbudget.reporting.page import report
+        from medtokenbudget.reporting.page import build
 
-        return report(self.path, out=out, pictures=pictures)
+        return build([self.path], out, pictures).page
 
     def file(self, name: str) -> Path:
         """Return the path of one of `FILES`."""

@@ -64,7 +64,6 @@ def _group_sums(frame: pd.DataFrame, terms: Floats, groups: NDArray[np.int64]) -
 
 
 def _blocks(groups: int, draws: int) -> Iterator[int]:
-    """Split draws into blocks that stay in the cache."""
     block = max(1, _BLOCK_BYTES // (8 * max(groups, 1)))
     yield from (min(block, draws - start) for start in range(0, draws, block))
 

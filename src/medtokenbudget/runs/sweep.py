@@ -118,7 +118,6 @@ def trainings(run: Run, units: Iterable[Unit]) -> list[list[Unit]]:
 
 
 def _run_units(run: Run, units: Sequence[Unit], done: set[Unit], execution: Execution) -> None:
-    """Run the units that are not done, side by side, and add those that are done then."""
     jobs = [group for group in trainings(run, units) if not done.issuperset(group)]
     # Counted over the whole run, not over what is left of it: the number of threads of a unit follows from the number of processes
     # and changes the last bit of a training. A resumed run must end in the same bytes as one that never stopped.
@@ -144,7 +143,6 @@ def training_bar(units: int) -> Any:
 
 
 def show_epochs(bar: Any, unit: Unit) -> OnEpoch:
-    """Return what shows the epochs of a unit in a bar."""
     return lambda stage, done, total: bar.set_postfix_str(f"{unit.method} (seed {unit.seed}), {stage} epoch {done}/{total}")
 
 
@@ -155,7 +153,6 @@ def say_failed(run: Run, units: Sequence[Unit], done: Collection[Unit]) -> None:
 
 
 def failure(run: Run, unit: Unit) -> str:
-    """Return why a unit has no results."""
     return str(_read_state(folder_of(run, unit)).get("error", "it was not run."))
 
 
@@ -174,12 +171,10 @@ def require_complete(run: Run) -> None:
 
 
 def folder_of(run: Run, unit: Unit) -> Path:
-    """Return where a unit keeps its files."""
     return run.path / "units" / unit.name
 
 
 def config_of(run: Run, unit: Unit) -> TrainConfig:
-    """Return the training settings of a unit."""
     return unit.method.config(replace(run.config, seed=unit.seed))
 
 
@@ -272,7 +267,6 @@ def _copy_training(source: Path, folder: Path) -> None:
 
 
 def _evaluate(run: Run, unit: Unit, classifier: RoutedClassifier, rows: TrainingRows) -> None:
-    """Evaluate a unit on every view of the validation images and write its files."""
     folder, config, head = folder_of(run, unit), config_of(run, unit), classifier.head
     save_tensors(folder / HEAD, {} if head is None else module_tensors(head, "head."), {"method": str(unit.method)})
     views = {AS_IS: rows.validation, OFF_CENTER: rows.off_center}

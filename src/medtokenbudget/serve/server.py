@@ -118,7 +118,6 @@ class Turns:
         self._places, self._turn = CapacityLimiter(waiting + 1), Lock()
 
     def require_place(self) -> None:
-        """Raise ApiError if all places are taken."""
         if self._places.available_tokens < 1:
             raise _busy("queue_full", f"The queue is full ({self._places.total_tokens:g} requests).")
 
@@ -188,7 +187,6 @@ def create_app(
 
 
 def _api(service: Service, turns: Turns) -> APIRouter:
-    """Return the operations under /v1."""
     api = APIRouter(prefix="/v1")
     described, samples = service.describe(), offers(service.model.classes)
 
@@ -369,7 +367,6 @@ def server_config(app: ASGIApp, connections: int = 100) -> uvicorn.Config:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a server on `host` can be reached only from this machine."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

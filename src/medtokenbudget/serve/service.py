@@ -40,7 +40,6 @@ PREVIEW_SIDE = 1024
 
 
 def index_page() -> str:
-    """Return the page of the explorer."""
     page = (STATIC / "index.html").read_text(encoding="utf-8")
     return page.replace("{{ notice }}", SHORT_NOTICE).replace("{{ use_notice }}", USE_NOTICE)
 
@@ -146,7 +145,6 @@ class Service:
             return None
 
     def describe(self) -> dict[str, Any]:
-        """Return the classes, methods, budgets, grid, fingerprint and limits of the model."""
         (h, w), early = self.model.grid, self.model.early
         return {
             "version": __version__,
@@ -314,7 +312,6 @@ class Service:
 
 
 def is_demo(model: str | Path) -> bool:
-    """Return whether this is the demo model, or its run."""
     return Path(model).resolve() in (DEMO_MODEL.resolve(), DEMO_MODEL.parent.resolve())
 
 
@@ -329,7 +326,6 @@ def retention(kept: Sequence[Any], lesion: np.ndarray, counts: Sequence[int]) ->
 
 
 def _preview(image: Image.Image) -> str:
-    """Return the decoded image as a data URL, reduced for display."""
     small = image.copy()
     small.thumbnail((PREVIEW_SIDE, PREVIEW_SIDE), Image.Resampling.LANCZOS)
     stream = io.BytesIO()

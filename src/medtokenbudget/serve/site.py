@@ -120,7 +120,6 @@ def write_site(model: MedTokenBudget, out: Path | str, runtime: Path, demo: bool
 
 
 def _write_sample(folder: Path, offer: dict[str, Any]) -> dict[str, Any]:
-    """Write the image and the mask of a sample, and add their paths to its description."""
     name = offer["id"]
     paths = {"image": f"samples/{name}.jpg", "mask": f"samples/{name}_mask.png"}
     for path, data in zip(paths.values(), sample_files(name)):
@@ -164,7 +163,6 @@ def find_runtime(folder: Path | None = None) -> Path:
 
 
 def cache_folder() -> Path:
-    """Return the folder of the runtime in the cache of this user."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "medtokenbudget" / f"{PACKAGE}-{VERSION}"
 

@@ -41,7 +41,6 @@ class RoutedClassifier(nn.Module):
         return self.head
 
     def forward(self, tokens: TokenBatch, budget: float, generator: torch.Generator | None = None) -> Tensor:
-        """Return class logits [B, C] of the kept tokens at a budget."""
         return self.route(tokens, budget, generator)[0]
 
     def route(self, tokens: TokenBatch, budget: float, generator: torch.Generator | None = None) -> tuple[Tensor, Selection]:

@@ -295,7 +295,6 @@ def batches_of_store(
 def _drawn_batches(
     label: np.ndarray, config: TrainConfig, epoch: int, classes: int, budgets: int
 ) -> Iterator[tuple[np.ndarray, int]]:
-    """Yield the images of each batch of an epoch, and the number of the budget that was drawn for it."""
     order = epoch_order(label, config, epoch, classes).numpy()
     draws = torch.randint(budgets, (len(order),), generator=generator(config.seed, "budget", epoch)).tolist()
     for number, start in enumerate(range(0, len(order), config.batch_size)):
@@ -412,7 +411,6 @@ class _Stage:
         self.images += n
 
     def _end_epoch(self, row: dict[str, Any], finished: bool) -> None:
-        """Log an epoch and write the checkpoint after it."""
         self.epoch, self.finished = self.epoch + 1, finished
         self.history.append(row)
         if self.folder is None:

@@ -40,7 +40,6 @@ class ATC(ComparingMerger):
         return self._selections(tokens, [k])[0]
 
     def pooled(self, tokens: TokenBatch, budgets: Sequence[float], generator: torch.Generator | None = None) -> Tensor:
-        """Return the pooled means at each budget from one agglomeration, [B, len(budgets), D] in fp32."""
         selections = self._selections(self.check(tokens), [self.count(budget, tokens.n) for budget in budgets])
         return torch.stack([selection.pooled() for selection in selections], dim=1)
 

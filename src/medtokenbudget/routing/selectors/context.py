@@ -79,7 +79,6 @@ def turned(field: Tensor, turn: int) -> Tensor:
 
 
 def turned_back(field: Tensor, turn: int) -> Tensor:
-    """Undo `turned`."""
     field = field.transpose(1, 2) if turn & 4 else field
     flips = [axis for bit, axis in ((1, 1), (2, 2)) if turn & bit]
     return field.flip(flips) if flips else field
