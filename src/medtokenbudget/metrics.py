@@ -214,9 +214,8 @@ def __getattr__(name: str) -> Any:
     try:
         from torchmetrics import Metric
     except ImportError:
-        raise RequestError(
-            "LesionRetention needs torchmetrics. Run `pip install torchmetrics`, or use `lesion_retention`."
-        ) from None
+        advice = "Run `pip install torchmetrics`, or use `lesion_retention`."
+        raise RequestError(f"LesionRetention needs torchmetrics. {advice}") from None
 
     class LesionRetention(Metric):
         """`lesion_retention` over all batches and processes, as a torchmetrics metric: a dictionary with the fields of `Retention`.
@@ -268,10 +267,8 @@ def _sums_of_masks(kept: Any, lesion: Any, has_mask: Any, grid: tuple[int, int] 
             raise ShapeError(f"`kept` must be [N], [B, N], [h, w] or [B, h, w] of the `grid` {list(grid)}, got {list(shape)}.")
         one = shape in (flat, square)
     elif len(shape) == 2 and all(side in (_SQUARE_SIDES if shape[0] == shape[1] else _SIDES) for side in shape):
-        raise ShapeError(
-            f"{list(shape)} could be the grid [h, w] of one image or a batch [B, N]. Say which with `grid=(h, w)`, for one image "
-            f"`grid={shape}`."
-        )
+        advice = f"Say which with `grid=(h, w)`, for one image `grid={shape}`."
+        raise ShapeError(f"{list(shape)} could be the grid [h, w] of one image or a batch [B, N]. {advice}")
     images = 1 if one else shape[0]
     kept, lesion = (mask.reshape(images, -1) for mask in (kept, lesion.to(kept.device)))
     counts = torch.stack([(kept & lesion).sum(1), lesion.sum(1), kept.sum(1)]).cpu().numpy()

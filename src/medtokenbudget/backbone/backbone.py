@@ -84,22 +84,13 @@ class Backbone:
             raise RequestError(f"`layer` {config.layer} does not exist: {blocks}")
         self.layer = config.layer % self.depth
         if (wanted := encoder.normalization()) is None:
-            raise RequestError(
-                f"'{config.name}' does not say which mean and standard deviation it expects. Set its `pretrained_cfg`, or "
-                "put the `preprocessor_config.json` of its publisher next to the weights."
-            )
+            advice = "Set its `pretrained_cfg`, or put the `preprocessor_config.json` of its publisher next to the weights."
+            raise RequestError(f"'{config.name}' does not say which mean and standard deviation it expects. {advice}")
         self.preprocessing = Preprocessing(size, *wanted)
         self._tap = attention.AttentionTap(encoder.blocks[self.layer], config.name) if config.attention == "true" else None
         self._rollout = attention.AttentionRollout(encoder.blocks[: self.layer], config.name) if self._tap is not None else None
-        self.fingerprint: dict[str, Any] = {
-            "name": _shared_name(config.name),
-            "weights": weights_sha256,
-            "layer": self.layer,
-            "attention": config.attention,
-            "grid": list(self.grid),
-            "dim": self.dim,
-            **self.preprocessing.to_dict(),
-        }
+        about = {"name": _shared_name(config.name), "weights": weights_sha256, "layer": self.layer, "attention": config.attention}
+        self.fingerprint: dict[str, Any] = {**about, "grid": list(self.grid), "dim": self.dim, **self.preprocessing.to_dict()}
         if config.attention == "pseudo":
             # Stores and models of another scale have another entropy of the same tokens: they must not be mixed.
             self.fingerprint["pseudo_temperature"] = attention.PSEUDO_TEMPERATURE
@@ -193,19 +184,14 @@ class Backbone:
         self.check_signals(names)
         rolls = self._rollout.collecting() if self._rollout is not None and "rollout" in names else nullcontext()
         with rolls:
-            patches, cls = self._forward(images)
+            patches, prefix = self.encoder.tokens(images, self.layer)
+        cls = prefix[:, 0] if self.has_cls and prefix is not None else None
         if self._tap is None or self._rollout is None:
             values: dict[str, Any] = dict(attention.pseudo_signals(patches, cls, names))
         else:
             earlier = self._rollout.product() if "rollout" in names else None
             values = dict(attention.reduce_attention(self._tap.inputs(), self.prefix, names, earlier))
         return TokenBatch(patches, self.grid, cls=cls, **values)
-
-    def _forward(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return patch tokens [B, N, D] and the class token [B, D], if there is one."""
-        patches, prefix = self.encoder.tokens(images, self.layer)
-        cls = prefix[:, 0] if self.has_cls and prefix is not None else None
-        return patches, cls
 
 
 class Pixels(Backbone):
@@ -332,18 +318,15 @@ def build(name: str, image_size: int, recipe: Recipe | None = None) -> Model:
         known = timm.list_models(["*vit*", "eva*", "beit*", "deit*"], pretrained=True)
         close = difflib.get_close_matches(name, [*PACKAGED, *PUBLISHED, PIXELS, *known], n=1, cutoff=0.5)
         hint = f" Did you mean '{close[0]}'?" if close else ""
-        raise RequestError(
-            f"Unknown backbone '{name}'.{hint} Use the name of a timm vision transformer, 'hf:owner/name' or 'embedded'."
-        )
+        advice = "Use the name of a timm vision transformer, 'hf:owner/name' or 'embedded'."
+        raise RequestError(f"Unknown backbone '{name}'.{hint} {advice}")
     architecture, arguments = (recipe.architecture, recipe.arguments) if recipe else (name, {})
     try:
         model: Model = timm.create_model(architecture, pretrained=False, num_classes=0, **{**arguments, "img_size": image_size})
     except TypeError:  # convolutions have no `img_size`
         raise no_grid(name) from None
     except (RuntimeError, AssertionError, ValueError) as error:
-        raise RequestError(
-            f"timm cannot build '{name}' as a vision transformer for images of {image_size} pixels: {error}"
-        ) from None
+        raise RequestError(f"timm cannot build '{name}' for images of {image_size} pixels: {error}") from None
     if recipe:
         model.pretrained_cfg = {**model.pretrained_cfg, **recipe.preprocessing}
     encoder_of(model, name)
@@ -366,9 +349,7 @@ def load_weights(model: Model, path: Path) -> None:
     try:
         state = filter_fn(state, model)
     except (KeyError, RuntimeError, ValueError, AttributeError, IndexError) as error:
-        raise RequestError(
-            f"{path} does not contain the weights of this backbone ({error}). Check `backbone` and `weights`."
-        ) from None
+        raise RequestError(f"{path} has not the weights of this backbone ({error}). Check `backbone` and `weights`.") from None
     expected = model.state_dict()
     # A published checkpoint may contain a classifier, which the backbone does not have.
     classifier = model.pretrained_cfg.get("classifier") or ()
@@ -382,7 +363,7 @@ def load_weights(model: Model, path: Path) -> None:
     }
     problems = "\n".join(f"  {what} ({len(keys)}): {listed(keys)}" for what, keys in differences.items() if keys)
     if problems:
-        raise RequestError(f"{path} does not contain the weights of this backbone:\n{problems}\nCheck `backbone` and `weights`.")
+        raise RequestError(f"{path} has not the weights of this backbone:\n{problems}\nCheck `backbone` and `weights`.")
     model.load_state_dict(state, strict=True)
 
 
@@ -449,9 +430,7 @@ def _note(sha256: str) -> Path:
 def _from_hub(name: str, model: Model) -> Path:
     source = model.pretrained_cfg.get("hf_hub_id")
     if not source:
-        raise WorkError(
-            f"No weights are published for '{name}'. Pass a safetensors file as `weights`, or use `backbone=\"embedded\"`."
-        )
+        raise WorkError(f"No weights are published for '{name}'. Pass a file as `weights`, or use `backbone=\"embedded\"`.")
     try:
         return fetch(source, "model.safetensors")
     except Exception as error:  # errors of the hub's client, of its transport and of the system

@@ -98,17 +98,10 @@ def extract(
             config = replace(config, threads=threads, workers=config.workers or max(2, threads))
         absolute = path.resolve()  # the workers of a cluster have other working directories
         with progress(total=max(rows, left), initial=max(0, rows - left), what="Extracting", unit="image") as bar:
-            for _ in run_units(
-                units,
-                partial(make_shards, absolute, config, stores.settings_hash(settings)),
-                execution,
-                processes=processes,
-                device=config.device,
-                cores=max(1, config.threads),
-                state=loaded,
-                open_worker=partial(open_backbone, absolute, backbone, loaded.fingerprint),
-                advance=bar.update,
-            ):
+            where: dict[str, Any] = {"processes": processes, "device": config.device, "cores": max(1, config.threads)}
+            worker = partial(open_backbone, absolute, backbone, loaded.fingerprint)
+            make = partial(make_shards, absolute, config, stores.settings_hash(settings))
+            for _ in run_units(units, make, execution, state=loaded, open_worker=worker, advance=bar.update, **where):
                 pass
         opened = FeatureStore.open(path, manifest, partial=True)
         if not opened.missing:
@@ -118,12 +111,7 @@ def extract(
 
 
 def _check_request(
-    manifest: Manifest,
-    path: Path,
-    config: ExtractConfig,
-    execution: Execution,
-    shards: tuple[int, int] | None,
-    early: Early | None,
+    manifest: Manifest, path: Path, config: ExtractConfig, execution: Execution, shards: tuple[int, int] | None, early: Any
 ) -> None:
     """Raise a RequestError for what no extraction of this manifest can follow, before the backbone is loaded."""
     if early is not None and (execution.engine != "local" or config.jobs != 1):
@@ -161,17 +149,9 @@ def _image_folders(manifest: Manifest) -> set[Path]:
 
 def settings_of(fingerprint: dict[str, Any], config: ExtractConfig, weights: Path | None = None) -> dict[str, Any]:
     """Return the content of `store.json`: everything that the numbers in the store depend on, except the images."""
-    settings = {
-        "format": stores.FORMAT,
-        "backbone": fingerprint,
-        "weights": None if weights is None else weights.name,
-        "keep": "patches" if fingerprint.get("route") is None else "routed",
-        "dtype": config.dtype,
-        "precision": config.precision,
-        "view_seed": config.view_seed,
-        "shard_size": config.shard_size,
-        "batch_size": config.batch_size,
-    }
+    keep = "patches" if fingerprint.get("route") is None else "routed"
+    settings = {"format": stores.FORMAT, "backbone": fingerprint, "weights": weights and weights.name, "keep": keep}
+    settings |= {name: getattr(config, name) for name in ("dtype", "precision", "view_seed", "shard_size", "batch_size")}
     # As it is read back: JSON turns tuples into lists.
     plain: dict[str, Any] = json.loads(json.dumps(settings, default=str))
     return plain
@@ -390,10 +370,8 @@ def _compute(
                 advance(len(part))
                 batch = batch[len(part) :]
             elif len(part) == 1:
-                raise WorkError(
-                    f"Not enough memory on {backbone.device} for a batch of one image. Close other programs, or use a smaller "
-                    "backbone."
-                )
+                advice = "Close other programs, or use a smaller backbone."
+                raise WorkError(f"Not enough memory on {backbone.device} for a batch of one image. {advice}")
             else:
                 made.batch_size = len(part) // 2
                 batches = f"Continuing shard {unit.index} with batches of {made.batch_size}."

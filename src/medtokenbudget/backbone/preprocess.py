@@ -55,15 +55,16 @@ class Preprocessing:
         """Normalize images with mean and standard deviation, from uint8 [B, S, S, 3] to float [B, 3, S, S]."""
         if images.ndim != 4 or images.shape[-1] != 3:
             raise ShapeError(f"Images must be [B, S, S, 3], got {list(images.shape)}.")
-        mean = torch.tensor(self.mean, device=images.device).view(1, 3, 1, 1)
-        std = torch.tensor(self.std, device=images.device).view(1, 3, 1, 1)
+        mean, std = self._statistics(images.device)
         pixels = images.permute(0, 3, 1, 2).to(torch.float32, memory_format=torch.contiguous_format)
         return pixels.mul_(1.0 / (255.0 * std)).sub_(mean / std)
 
     def denormalize(self, images: Tensor) -> Tensor:
-        mean = torch.tensor(self.mean, device=images.device).view(1, 3, 1, 1)
-        std = torch.tensor(self.std, device=images.device).view(1, 3, 1, 1)
+        mean, std = self._statistics(images.device)
         return images * std + mean
+
+    def _statistics(self, device: torch.device) -> list[Tensor]:
+        return [torch.tensor(values, device=device).view(1, 3, 1, 1) for values in (self.mean, self.std)]
 
 
 def luminance(images: Tensor, grid: tuple[int, int]) -> Tensor:

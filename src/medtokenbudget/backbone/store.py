@@ -65,10 +65,8 @@ def read_settings(store: Path) -> dict[str, Any]:
     settings = read_json(store / STORE)
     version = settings.get("format") if isinstance(settings, dict) else None
     if version != FORMAT:
-        raise RequestError(
-            f"{store} has store format {version!r}, but this version reads format {FORMAT}. "
-            "Run `mtb extract` to extract it again into a new folder."
-        )
+        advice = "Run `mtb extract` to extract it again into a new folder."
+        raise RequestError(f"{store} has store format {version!r}, but this version reads format {FORMAT}. {advice}")
     return unsealed(store / STORE, settings, "Restore the file, or extract into another folder.")
 
 
@@ -541,9 +539,8 @@ class FeatureStore:
     def verify(self, manifest: Manifest) -> None:
         """Read every file and every image of the manifest, and compare them with what was extracted."""
         if bad := self.damaged():
-            raise WorkError(
-                f"Damaged files in {self.path}: {', '.join(bad)}. Delete them and run the same `mtb extract` command again."
-            )
+            advice = "Delete them and run the same `mtb extract` command again."
+            raise WorkError(f"Damaged files in {self.path}: {', '.join(bad)}. {advice}")
         index = FileIndex(self.path)
         images = index.hashes((manifest.image_path(i) for i in range(len(manifest))), again=True)
         index.save()

@@ -74,7 +74,8 @@ class Geometry:
 
     def of(self, picture: Image.Image) -> Image.Image:
         if self.box is not None:
-            picture = _crop(picture, self.box)
+            left, top, right, bottom = _pixels(self.box, *picture.size)
+            picture = picture.crop((left, top, max(right, left + 1), max(bottom, top + 1)))
         return picture if self.turn == IDENTITY else picture.transpose(_TRANSPOSE[self.turn])
 
     def to_json(self) -> list[Any]:
@@ -154,8 +155,3 @@ def _reduced(mask: Image.Image) -> np.ndarray:
 def _pixels(box: Box, width: int, height: int) -> tuple[int, int, int, int]:
     left, top, right, bottom = box
     return round(left * width), round(top * height), round(right * width), round(bottom * height)
-
-
-def _crop(image: Image.Image, box: Box) -> Image.Image:
-    left, top, right, bottom = _pixels(box, *image.size)
-    return image.crop((left, top, max(right, left + 1), max(bottom, top + 1)))

@@ -183,10 +183,8 @@ def _fetch(folder: Path, archive: Archive, part: Path) -> None:
                     return
                 reason = "the connection broke"
             except HTTPError as error:
-                raise WorkError(
-                    f"{host} answers {error.code} ({error.reason}) for {archive.url}. The file may have moved: get it from its "
-                    f"page, save it as {saved} and run the same command again."
-                ) from None
+                advice = f"The file may have moved: get it from its page, save it as {saved} and run the same command again."
+                raise WorkError(f"{host} answers {error.code} ({error.reason}) for {archive.url}. {advice}") from None
             except (OSError, HTTPException) as error:
                 reason = str(getattr(error, "reason", error)) or type(error).__name__
             if _bytes(part) <= before:
@@ -211,9 +209,8 @@ def _receive(archive: Archive, part: Path, bar: Any) -> bool:
         length = response.headers["Content-Length"]
         total = archive.size if length is None else start + int(length)
         if archive.size not in (None, total):
-            raise WorkError(
-                f"{archive.url} has {total:,} bytes, but the official file has {archive.size:,}. It may have changed: see its page."
-            )
+            advice = "It may have changed: see its page."
+            raise WorkError(f"{archive.url} has {total:,} bytes, but the official file has {archive.size:,}. {advice}")
         with open(part, "ab" if start else "wb", buffering=0) as stream:  # what a buffer holds would fail again on closing
             while block := response.read(_BLOCK):
                 start += _append(stream, block, part)

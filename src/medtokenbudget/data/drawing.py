@@ -98,13 +98,8 @@ class Outline:
         """Draw a random outline: irregularity 0 is an ellipse, 1 the most irregular melanoma."""
         orders = np.arange(2, 8)
         size = irregularity * 0.28 * rng.standard_normal(orders.size) / orders
-        waves = np.column_stack(
-            [
-                rng.uniform(-1, 1, (4, 2)) * 2 * np.pi * 2.2,
-                rng.uniform(0, 2 * np.pi, (4, 1)),
-                rng.standard_normal((4, 2)) * 0.026 * irregularity,
-            ]
-        )
+        rate, phase = rng.uniform(-1, 1, (4, 2)) * 2 * np.pi * 2.2, rng.uniform(0, 2 * np.pi, (4, 1))
+        waves = np.column_stack([rate, phase, rng.standard_normal((4, 2)) * 0.026 * irregularity])
         bumps = (size * np.exp(1j * rng.uniform(0, 2 * np.pi, orders.size))).astype(np.complex64)
         aspect = float(np.clip(1 + abs(rng.normal(0, 0.22)), 1, 1.7))
         return cls(center, aspect, float(rng.uniform(0, np.pi)), bumps, waves)
@@ -176,15 +171,9 @@ class Lesion:
         """Draw `n` soft round or oval spots inside the lesion; radii are in image widths."""
         places = self.points(n, low, high)
         m, scale = len(places), self.detail
-        rows = np.column_stack(
-            [
-                places,
-                self.rng.uniform(radius[0] * scale, radius[1] * scale, m),
-                self.rng.uniform(1, aspect, m),
-                self.rng.uniform(0, np.pi, m),
-                self.rng.uniform(0.55, 1, m),
-            ]
-        )
+        # Radius, aspect, angle and strength of each.
+        ranges = ((radius[0] * scale, radius[1] * scale), (1, aspect), (0, np.pi), (0.55, 1))
+        rows = np.column_stack([places, *(self.rng.uniform(*span, m) for span in ranges)])
         return self.canvas.blobs(rows.tolist(), edge)
 
     def side(self) -> Map:

@@ -179,9 +179,8 @@ def _decode_picture(name: str, stream: BinaryIO, max_pixels: int) -> Image.Image
             raise DecodeError(f"{name} has far more pixels than allowed. Resize it first.", "too-large") from None
         except Image.UnidentifiedImageError:
             kinds = ", ".join((*FORMATS, "DICOM"))
-            raise DecodeError(
-                f"{name} is not an image in a supported format ({kinds}), or its header is damaged.", "not-an-image"
-            ) from None
+            text = f"{name} is not an image in a supported format ({kinds}), or its header is damaged."
+            raise DecodeError(text, "not-an-image") from None
     _check_size(name, image.size, max_pixels)
     with _decoding(name):
         # The second frame of a camera's MPO is a preview. Not `n_frames`, which reads them all: minutes for a large TIFF.

@@ -233,10 +233,8 @@ class Manifest:
         }
         metadata["file_hash"] = _file_hash(columns, metadata)
         if not overwrite and target.exists() and not _holds(target, metadata["file_hash"]):
-            raise ManifestError(
-                f"{target} already exists and is different. Pass `overwrite` to replace it (with `keep_split` its images keep "
-                "their part), or choose another `out`."
-            )
+            advice = "Pass `overwrite` to replace it (with `keep_split` its images keep their part), or choose another `out`."
+            raise ManifestError(f"{target} already exists and is different. {advice}")
         schema = pa.schema([(name, pa.string()) for name in columns], metadata={METADATA_KEY: json.dumps(metadata).encode()})
         with atomic_write(target) as temporary:
             pq.write_table(pa.table(columns, schema=schema), temporary)
@@ -286,9 +284,8 @@ def _read_table(source: Path) -> tuple[dict[str, list[str | None]], dict[str, An
     if (version := metadata.get("version")) != _VERSION:
         kind = str(metadata.get("source", "")).split(" ")[0]
         command = f"mtb data {kind if kind in SOURCES else '|'.join(SOURCES)}"
-        raise ManifestError(
-            f"{source} has manifest format {version}, but this version reads format {_VERSION}. Run `{command}` again."
-        )
+        advice = f"Run `{command}` again."
+        raise ManifestError(f"{source} has manifest format {version}, but this version reads format {_VERSION}. {advice}")
     if missing := [name for name in COLUMNS if name not in columns]:
         raise ManifestError(f"{source} lacks the columns {', '.join(missing)}. {_VALID_AGAIN}")
     return columns, metadata

@@ -40,14 +40,8 @@ DOWNSAMPLED = "_downsampled"
 """Suffix of images that ISIC 2019 has made smaller; the mask has the name of the original."""
 
 KVASIR_CLASSES = (
-    "dyed-lifted-polyps",
-    "dyed-resection-margins",
-    "esophagitis",
-    "normal-cecum",
-    "normal-pylorus",
-    "normal-z-line",
-    "polyps",
-    "ulcerative-colitis",
+    *("dyed-lifted-polyps", "dyed-resection-margins", "esophagitis", "normal-cecum", "normal-pylorus", "normal-z-line"),
+    *("polyps", "ulcerative-colitis"),
 )
 _KVASIR_FOLDER = "kvasir-dataset-v2"  # in the official archive
 
@@ -120,10 +114,8 @@ def isic_manifest(
     for kind in reversed(sources):
         by_id = {path.stem.removesuffix("_segmentation"): path for path in _unpacked(top / MASK_FOLDERS[kind])}
         if not by_id:
-            raise RequestError(
-                f"{top / MASK_FOLDERS[kind]} contains no masks. Unpack the archive of that name there, "
-                "or choose other `mask_sources`."
-            )
+            advice = "Unpack the archive of that name there, or choose other `mask_sources`."
+            raise RequestError(f"{top / MASK_FOLDERS[kind]} contains no masks. {advice}")
         mask_files |= {image: by_id[mask] for image, mask in match_masks(truth["image"], by_id, masks).items()}
     # The split is drawn over all rows of the CSV: an image is in the same part however many images were downloaded.
     records = [
@@ -134,7 +126,7 @@ def isic_manifest(
             "mask": mask_files.get(image),
             "group": lesions.get(image, image),
             "split": split,
-            "center": _center_of(image),
+            "center": next((name for name, numbers in CENTERS.items() if int(re.sub(r"\D", "", image) or -1) in numbers), None),
         }
         for image, label, split in zip(truth["image"], truth["label"], paper_split(len(truth)))
         if image in files
@@ -145,20 +137,14 @@ def isic_manifest(
     return Manifest.from_records(records, ISIC_CLASSES, source=source, split_rule=SplitRule("paper"), name=name)
 
 
-def _center_of(image: str) -> str | None:
-    number = int(re.sub(r"\D", "", image) or -1)
-    return next((name for name, numbers in CENTERS.items() if number in numbers), None)
-
-
 def _mask_sources(top: Path, how: str, asked: Sequence[str] | None) -> list[str]:
     if how == "none":
         return []
     present = [name for name, folder in MASK_FOLDERS.items() if (top / folder).is_dir()]
     sources = list(asked or (["isic2018"] if how == "exact" else present))
     if not sources:
-        raise RequestError(
-            f'{top} contains no mask folder ({" or ".join(MASK_FOLDERS.values())}). Download one, or pass `masks="none"`.'
-        )
+        folders = " or ".join(MASK_FOLDERS.values())
+        raise RequestError(f'{top} contains no mask folder ({folders}). Download one, or pass `masks="none"`.')
     for name in sources:
         if name not in MASK_FOLDERS:
             raise UnknownNameError.of("mask source", name, MASK_FOLDERS)
@@ -187,10 +173,8 @@ def read_ground_truth(path: Path) -> pd.DataFrame:
     one_class = np.isin(values, (0.0, 1.0)).all(1) & (values.sum(1) == 1)
     if not one_class.all():
         rows = table["image"][~one_class].tolist()
-        raise RequestError(
-            f"{path}: {len(rows)} rows do not have exactly one 1 among {', '.join(names)}: {listed(rows)}. "
-            "Download the official file again."
-        )
+        advice = "Download the official file again."
+        raise RequestError(f"{path}: {len(rows)} rows do not have exactly one 1 among {', '.join(names)}: {listed(rows)}. {advice}")
     labels = np.array(names, dtype=object)[values.argmax(1)]
     if rows := table["image"][labels == "UNK"].tolist():
         raise RequestError(
@@ -324,10 +308,8 @@ def _by_layout(top: Path, files: Sequence[Path]) -> tuple[list[tuple[Path, str |
         images = [path for path in files if is_image(path) and path.is_relative_to(folder)]
         loose = [path.name for path in images if path.parent == folder]
         if loose and len(loose) < len(images):
-            raise RequestError(
-                f"{folder} contains both class folders and images outside of them ({listed(loose, 3)}). "
-                "Move these images into the folder of their class, or away."
-            )
+            advice = "Move these images into the folder of their class, or away."
+            raise RequestError(f"{folder} contains both class folders and images outside of them ({listed(loose, 3)}). {advice}")
         labeled += [(path, None if loose else path.relative_to(folder).parts[0], part) for path in images]
     return labeled, given
 
@@ -344,10 +326,8 @@ def _reject_masks(images: Sequence[tuple[Path, str | None, str]]) -> None:
     if folders:
         raise RequestError(f"The folder '{folders[0]}' would become a class. Pass it as `masks`, or move it away.")
     if masks := [path.name for path, _, _ in images if _is_mask(path)]:
-        raise RequestError(
-            f"These files look like masks of the images next to them: {listed(masks, 3)}. "
-            "Pass their folder as `masks` (it may be the folder of the images)."
-        )
+        advice = "Pass their folder as `masks` (it may be the folder of the images)."
+        raise RequestError(f"These files look like masks of the images next to them: {listed(masks, 3)}. {advice}")
 
 
 def _mask_path(pattern: str) -> re.Pattern[str]:
@@ -434,10 +414,8 @@ class MaskFolder:
                 '`annotators="majority"` if they are by several annotators.'
             )
         if self.merged is None:
-            raise RequestError(
-                f"{image.name} has several masks in {self.folder}: {names}. Make a manifest with `mtb data folder`, which writes "
-                "one mask for each image, and use that."
-            )
+            advice = "Make a manifest with `mtb data folder`, which writes one mask for each image, and use that."
+            raise RequestError(f"{image.name} has several masks in {self.folder}: {names}. {advice}")
         if self.images is not None and Path(os.path.abspath(self.merged)).is_relative_to(os.path.abspath(self.images)):
             raise RequestError(
                 f"{image.name} has several masks, and the folder of the joined ones, {self.merged}, would become a class of "
@@ -543,9 +521,8 @@ def join_columns(manifest: Manifest, path: Path | str) -> Manifest:
     ids = table.pop(key).map(lambda value: value if key == "image_id" else Path(value).stem)
     taken = (*COLUMNS, ANNOTATORS, *manifest.further)
     if wrong := [name for name in table.columns if not name or name in taken or not name.isprintable() or "|" in name]:
-        raise RequestError(
-            f"{source} has columns that the manifest has already or that cannot be names: {listed(wrong)}. Rename them."
-        )
+        advice = "Rename them."
+        raise RequestError(f"{source} has columns that the manifest has already or that cannot be names: {listed(wrong)}. {advice}")
     if twice := sorted(set(ids[ids.duplicated()])):
         raise RequestError(f"{source} has more than one row for {listed(twice)}. Keep one of them.")
     known = set(ids)

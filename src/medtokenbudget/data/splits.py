@@ -61,16 +61,8 @@ def stratified_group_parts(labels: np.ndarray, groups: Sequence[str], shares: Se
 
 def check_request(rule: str, folds: int, fold: int, select: float, seed: int, workers: int = 1) -> None:
     """Raise a RequestError for a split that is impossible for any data; called before images are read or drawn."""
-    check_values(
-        {
-            "split": (rule, Literal["paper", "grouped", "kfold", "center"]),
-            "folds": (folds, Folds),
-            "fold": (fold, Natural),
-            "select": (select, Fraction),
-            "seed": (seed, Seed),
-            "workers": (workers, Parallel),
-        }
-    )
+    values = {"split": (rule, Literal["paper", "grouped", "kfold", "center"]), "folds": (folds, Folds), "fold": (fold, Natural)}
+    check_values(values | {"select": (select, Fraction), "seed": (seed, Seed), "workers": (workers, Parallel)})
     if rule == "kfold" and fold >= folds:
         raise RequestError(f"fold must be below the number of folds, which is {folds}, got {fold}.")
 
@@ -163,9 +155,8 @@ def cut_selection(manifest: Manifest, share: float, seed: int, balanced: bool = 
         train = np.flatnonzero(split == "train")
         groups = np.asarray(manifest.groups, dtype=object)[train].tolist()
         if len(set(groups)) < 2:
-            raise RequestError(
-                "Cannot cut a selection part: the training part has fewer than two groups. Add images, or set nothing aside."
-            )
+            advice = "Add images, or set nothing aside."
+            raise RequestError(f"Cannot cut a selection part: the training part has fewer than two groups. {advice}")
         if balanced:
             cut = stratified_group_parts(manifest.label_index[train], groups, [1 - share, share], seed) == 1
         else:

@@ -305,12 +305,8 @@ def synthetic_manifest(
     with exclusive(folder):
         # Files of two requests must not mix.
         drawn = {**asdict(request), "renderer": RENDERER}
-        claim(
-            folder / "drawings.json",
-            drawn,
-            f"The request of the drawings in {folder}",
-            "Choose another folder, or delete this one.",
-        )
+        what, advice = f"The request of the drawings in {folder}", "Choose another folder, or delete this one."
+        claim(folder / "drawings.json", drawn, what, advice)
         _draw_missing(folder, request, labels, workers)
     records = []
     for index, label in enumerate(labels):

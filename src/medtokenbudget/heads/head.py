@@ -76,15 +76,13 @@ class TokenHead(Head):
 
     def check(self, kept: TokenSet) -> TokenSet:
         if not isinstance(kept, TokenSet):
-            raise ShapeError(
-                f"Head '{self.name}' reads tokens, not their mean. Pass a TokenSet, for example TokenSet.of(selection, grid)."
-            )
+            advice = "Pass a TokenSet, for example TokenSet.of(selection, grid)."
+            raise ShapeError(f"Head '{self.name}' reads tokens, not their mean. {advice}")
         if kept.tokens.shape[-1] != self.dim:
             raise ShapeError(f"This head reads tokens of dimension {self.dim}, got {kept.tokens.shape[-1]}.")
         if kept.k < self.needs:
-            raise CountError(
-                f"Head '{self.name}' needs at least {self.needs} tokens, got {kept.k}. Use a larger budget or another head."
-            )
+            advice = "Use a larger budget or another head."
+            raise CountError(f"Head '{self.name}' needs at least {self.needs} tokens, got {kept.k}. {advice}")
         if not bool(torch.isfinite(kept.tokens).all()):
             raise NonFiniteError(f"Head '{self.name}' got tokens with NaN or infinite values. Extract these images again.")
         return kept

@@ -211,9 +211,8 @@ def route_files(
     sources = with_masks(expand(images), masks)
     if in_one:
         if (folder / TABLE).is_dir():
-            raise RequestError(
-                f'{folder} has a table in shards ({TABLE}/). Resume it with `shard_size` or `engine="ray"`, or use another `out`.'
-            )
+            advice = 'Resume it with `shard_size` or `engine="ray"`, or use another `out`.'
+            raise RequestError(f"{folder} has a table in shards ({TABLE}/). {advice}")
         tokens, overlays = folder / f"{TOKENS}.safetensors", folder / OVERLAYS if config.overlay else None
         shard = Shard(sources, folder / f"{TABLE}.{config.table}", tokens if config.tokens else None, overlays, folder)
         with exclusive(folder, name=f".{TABLE}.lock"), progress(what="Routing", unit="image") as bar:
@@ -230,18 +229,10 @@ def route_files(
         name: {measure: None if math.isnan(value) else value for measure, value in asdict(values).items()}
         for name, values in routed.retention.items()
     }
-    summary = {
-        "model": router.fingerprint,
-        "selector": config.selector or router.main,
-        "budget": None if isinstance(amount, Guarantee) else amount,
-        "guarantee": amount.to_json() if isinstance(amount, Guarantee) else None,
-        "images": routed.done,
-        "failed": routed.failed,
-        "masks_failed": routed.masks_failed,
-        "unfamiliar": routed.unfamiliar,
-        "retention": retention or None,
-        "notice": NOTICE,
-    }
+    budget, guarantee = (None, amount.to_json()) if isinstance(amount, Guarantee) else (amount, None)
+    summary = {name: getattr(routed, name) for name in ("failed", "masks_failed", "unfamiliar")}
+    summary |= {"model": router.fingerprint, "selector": config.selector or router.main, "budget": budget, "guarantee": guarantee}
+    summary |= {"images": routed.done, "retention": retention or None, "notice": NOTICE}
     files.write_json(folder / SUMMARY, summary)
     if routed.masks_failed or routed.masks:
         # A manifest may be of images without a lesion: its empty masks are no fault.
@@ -431,16 +422,9 @@ def _table_in_shards(
             if elsewhere:
                 model.save_pretrained(copy)  # each worker loads it, and compares the backbone
             with progress(total=total, what="Routing", unit="image", initial=total - left) as bar:
-                for _ in run_units(
-                    missing,
-                    partial(_make_shards, config),
-                    execution,
-                    processes=processes if elsewhere else 1,
-                    device=device,
-                    state=model,
-                    open_worker=partial(_open_model, copy),
-                    advance=bar.update,
-                ):
+                where: dict[str, Any] = {"processes": processes if elsewhere else 1, "device": device, "state": model}
+                make, worker = partial(_make_shards, config), partial(_open_model, copy)
+                for _ in run_units(missing, make, execution, open_worker=worker, advance=bar.update, **where):
                     pass
         finally:
             if elsewhere:
@@ -466,9 +450,8 @@ def _plan(folder: Path, sources: Iterable[ImageSource], config: RouteConfig, req
         shard, states = [], []
         for source in islice(rest, size):
             if not isinstance(source.value, (str, os.PathLike)):
-                raise RequestError(
-                    f"{source.name} is not a file. A table in shards is made from image files, folders, globs or a manifest."
-                )
+                advice = "A table in shards is made from image files, folders, globs or a manifest."
+                raise RequestError(f"{source.name} is not a file. {advice}")
             value, mask = _absolute(source.value), None if source.mask is None else _absolute(source.mask)
             shard.append(ImageSource(source.name, value, mask, image_id=source.image_id))
             states.append([source.name, source.image_id, _state(value), None if mask is None else _state(mask)])

@@ -287,16 +287,9 @@ class Routing:
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything except the tokens as JSON values."""
-        return {
-            "image": self.image,
-            "budget": self.budget,
-            "k": self.k,
-            "grid": list(self.grid),
-            "selector": self.selector,
-            "unfamiliarity": self.unfamiliarity,
-            "kept": None if self.kept is None else self.kept.tolist(),
-            "scores": None if self.scores is None else [float(score) for score in self.scores],
-        }
+        plain = {name: getattr(self, name) for name in ("image", "budget", "k", "selector", "unfamiliarity")}
+        kept, scores = (None if values is None else values.tolist() for values in (self.kept, self.scores))
+        return {**plain, "grid": list(self.grid), "kept": kept, "scores": scores}
 
     def overlay(self, mask: Any = None, side: int = 640) -> Image.Image:
         """Draw the image with kept patches clear and dropped ones dimmed, as `mtb.overlay` does.

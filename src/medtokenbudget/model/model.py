@@ -283,10 +283,8 @@ class MedTokenBudget(nn.Module):
                     )
                 return guarantee
         known = "; ".join(str(guarantee) for guarantee in self.guarantees if guarantee.selector == method) or "nothing"
-        raise RequestError(
-            f"'{method}' of this model is not calibrated for {promise}. Calibrated: {known}. Use a budget, or calibrate it on "
-            f"images with masks that it was not trained on: `mtb calibrate` with {given}."
-        )
+        advice = f"Use a budget, or calibrate it on images with masks that it was not trained on: `mtb calibrate` with {given}."
+        raise RequestError(f"'{method}' of this model is not calibrated for {promise}. Calibrated: {known}. {advice}")
 
     @property
     def signals(self) -> tuple[str, ...]:

@@ -50,10 +50,8 @@ def resolve(name: str | Path, revision: str | None = None) -> Path:
         if (folder / CONFIG).exists():
             return folder
         if not (inside / CONFIG).exists() and (folder / "run.json").exists():
-            raise RequestError(
-                f"The run {name} has no saved model, because it is unfinished or has no learned method. "
-                "Run its command again, or train a model with `mtb train`."
-            )
+            advice = "Run its command again, or train a model with `mtb train`."
+            raise RequestError(f"The run {name} has no saved model, because it is unfinished or has no learned method. {advice}")
         return inside if (inside / CONFIG).exists() else folder
     if folder.exists():
         raise RequestError(f"{name} is a file. Pass the folder of a saved model (with {CONFIG}, model.safetensors, README.md).")

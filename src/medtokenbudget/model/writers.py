@@ -54,14 +54,9 @@ def table_schema(classes: Sequence[str] | None, metadata: dict[str, str], lesion
 
 def row_of(answer: Routing) -> dict[str, Any]:
     """Return the cells of an answer by column; None is an empty cell, such as the lesion patches of an image without a mask."""
-    row = {
-        "image": answer.image,
+    row = {name: getattr(answer, name) for name in ("image", "selector", "budget", "k", "n_patches", "unfamiliarity")}
+    row |= {
         "image_id": answer.image if answer.source is None else answer.source.image_id,
-        "selector": answer.selector,
-        "budget": answer.budget,
-        "k": answer.k,
-        "n_patches": answer.n_patches,
-        "unfamiliarity": answer.unfamiliarity,
         "unfamiliar": None if answer.unfamiliarity is None else answer.unfamiliar,
         "kept": None if answer.kept is None else answer.kept.tolist(),
     }

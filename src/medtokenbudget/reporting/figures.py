@@ -101,17 +101,9 @@ def _over_budgets(comparison: Comparison, metric: str) -> Figure | None:
     elif metric == "retention_of_ceiling":
         axes.axhline(1, **_CEILING_LINE)
     for rows, style, width, band in lines:
-        axes.plot(
-            rows["budget"],
-            rows["value"],
-            color=style.color,
-            marker=style.marker or None,
-            linestyle=style.line,
-            linewidth=width,
-            markersize=6 if width > 2 else 4.5,
-            label=style.title,
-            zorder=1 + width,
-        )
+        line: dict[str, Any] = {"color": style.color, "linestyle": style.line, "linewidth": width, "zorder": 1 + width}
+        line |= {"marker": style.marker or None, "markersize": 6 if width > 2 else 4.5}
+        axes.plot(rows["budget"], rows["value"], label=style.title, **line)
         if band and rows["low"].notna().any():
             axes.fill_between(rows["budget"], rows["low"], rows["high"], color=style.color, alpha=0.13, linewidth=0, zorder=1)
     if metric == "retention_of_ceiling":
@@ -323,15 +315,9 @@ def _center_bias(run: ReportRun) -> Figure | None:
     figure, axes = new_figure(4.9)
     for method in sorted(methods, key=lambda m: -values[1][m]):
         style = look(method)
-        axes.plot(
-            [0, 1],
-            [values[0][method], values[1][method]],
-            color=style.color,
-            marker=style.marker,
-            linestyle=style.line,
-            linewidth=2.6 if method == run.focus else 1.6,
-            label=f"{style.title} {100 * values[1][method]:.1f}",
-        )
+        line = {"color": style.color, "marker": style.marker, "linestyle": style.line}
+        width, label = 2.6 if method == run.focus else 1.6, f"{style.title} {100 * values[1][method]:.1f}"
+        axes.plot([0, 1], [of_view[method] for of_view in values], linewidth=width, label=label, **line)
     axes.set_xticks([0, 1], ["original images", "off-center views"])
     axes.set_xlim(-0.12, 1.12)
     percent_axis(axes, label=f"share of the ceiling at budget {budget:g} (%)")

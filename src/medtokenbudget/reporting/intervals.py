@@ -117,9 +117,8 @@ class ReportRun:
     def read(cls, path: Path, name: str = "", by: Sequence[str] = ()) -> ReportRun:
         """Read a run directory; `by` are columns of its manifest that become strata."""
         if not path.is_dir():
-            raise RequestError(
-                f"{path} is not a directory. Pass a run directory written by `mtb sweep`, `mtb train` or `mtb demo`."
-            )
+            advice = "Pass a run directory written by `mtb sweep`, `mtb train` or `mtb demo`."
+            raise RequestError(f"{path} is not a directory. {advice}")
         info = Run(path)
         results, predictions = info.results, info.predictions
         if results.empty:

@@ -143,18 +143,9 @@ def _headline(run: ReportRun, budget: float) -> dict[str, Any]:
     for metric in shown_in("interval"):
         for method, row in run.by_method(metric, budget).iterrows():
             methods.setdefault(str(method), {})[metric] = {c: _plain(c, row[c]) for c in ("value", "low", "high", "n")}
-    return {
-        "name": run.name,
-        "path": str(run.info.path),
-        "dataset": run.info.dataset,
-        "main": run.info.main,
-        "study": run.study,
-        "budget": budget,
-        "seeds": run.seeds,
-        "n": run.n,
-        "n_masked": run.n_masked,
-        "methods": {method: methods[method] for method in run.ordered(methods)},
-    }
+    about = {"path": str(run.info.path), "dataset": run.info.dataset, "main": run.info.main, "budget": budget}
+    about |= {name: getattr(run, name) for name in ("name", "study", "seeds", "n", "n_masked")}
+    return {**about, "methods": {method: methods[method] for method in run.ordered(methods)}}
 
 
 def _plain(name: str, value: Any) -> Any:

@@ -125,18 +125,15 @@ class Selector(ABC):
             raise ShapeError(f"`prefix` must be the number of tokens in front of the patches, got {prefix} of {n + prefix} tokens.")
         side = math.isqrt(n)
         if grid is None and side * side != n:
-            raise GridError(
-                f"{n} patches are no square. Pass their `grid=(h, w)`, or the number of tokens in front of them as `prefix`: 1 for "
-                "a class token."
-            )
+            advice = "Pass their `grid=(h, w)`, or the number of tokens in front of them as `prefix`: 1 for a class token."
+            raise GridError(f"{n} patches are no square. {advice}")
         if budget is not None and k is not None:
             raise RequestError("`budget` and `k` exclude each other. Leave out one of them.")
         known = [entry.name for entry in fields(TokenBatch) if entry.name not in ("patches", "grid", "places")]
         for name in signals:
             if name == "retention":
-                raise RequestError(
-                    "`retention` needs a calibrated model: `model.route(images, retention=0.95)`. Use a budget here."
-                )
+                advice = "Use a budget here."
+                raise RequestError(f"`retention` needs a calibrated model: `model.route(images, retention=0.95)`. {advice}")
             if name not in known:
                 raise UnknownNameError.of("signal", name, known)
         if "lesion" in signals:

@@ -164,10 +164,8 @@ def pick_threshold(
     unavoidable = float(weight[at == -np.inf].sum())
     if (lowest_bound := corrected_risk(unavoidable, units)) > promise.alpha + _SLACK:
         if units < (needed := groups_needed(promise)):
-            raise RequestError(
-                f"{units} calibration groups cannot promise {promise}: at least {needed} are needed. Add images with masks, or "
-                f"promise less than {100 * units / (units + 1):.4g}%."
-            )
+            advice = f"Add images with masks, or promise less than {100 * units / (units + 1):.4g}%."
+            raise RequestError(f"{units} calibration groups cannot promise {promise}: at least {needed} are needed. {advice}")
         raise RequestError(
             f"The cap does not allow {promise}: keeping as much as it permits can promise at most {100 * (1 - lowest_bound):.4g}%. "
             "Raise the cap, or promise less."

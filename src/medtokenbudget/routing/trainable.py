@@ -241,10 +241,8 @@ class SoftMerger(LearnedSelector, Merger):
 
     def _attention(self, tokens: TokenBatch, k: int) -> Tensor:
         if k > self.slots:
-            raise CountError(
-                f"Selector '{self.name}' has {self.slots} slots, so it cannot give {k} tokens. "
-                f"Create it with slots={k} or more, or use a smaller budget."
-            )
+            advice = f"Create it with slots={k} or more, or use a smaller budget."
+            raise CountError(f"Selector '{self.name}' has {self.slots} slots, so it cannot give {k} tokens. {advice}")
         return self.attention(tokens, k)
 
     def training_pass(

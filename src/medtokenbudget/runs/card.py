@@ -50,6 +50,8 @@ def card_text(run: Run, model: MedTokenBudget) -> str:
     cell = images[images["budget"] == BUDGET]
     labeled = cell[cell["label"] >= 0]
     recalls = pd.Series(metrics.recall(labeled["label"], labeled["predicted"], len(classes)), index=classes, dtype=float)
+    counts = [int((labeled["label"] == index).sum()) for index in range(len(classes))]
+    rows = [[name, count, percentage(recall)] for name, count, recall in zip(classes, counts, recalls) if count]
     return template(Path(__file__).with_name("card.md"), md=_markdown, code=_code).render(
         run=run,
         model=model,
@@ -64,14 +66,7 @@ def card_text(run: Run, model: MedTokenBudget) -> str:
         data=_data(run, model),
         results=_results(run, model, images[images["budget"].isin(HEADLINE_BUDGETS)]),
         compared=_compared(run, model),
-        recall={
-            "head": ["class", "n", "recall"],
-            "rows": [
-                [name, count, percentage(recalls.iloc[index])]
-                for index, name in enumerate(classes)
-                if (count := int((labeled["label"] == index).sum()))
-            ],
-        },
+        recall={"head": ["class", "n", "recall"], "rows": rows},
         strata=_strata(cell, classes),
         calibration=_calibration(run, model),
         failures=_failures(run, model, cell, recalls if len(labeled) else recalls.iloc[:0]),
@@ -158,22 +153,13 @@ def _strata(cell: pd.DataFrame, classes: Sequence[str]) -> list[dict[str, Any]]:
     tables = {"lesion size": by_lesion_size(cell, draws=DRAWS)}
     if classes:
         tables["class"] = by_class(cell, classes, draws=DRAWS)
-    return [
-        {
-            "head": [name, "lesion patches", "n", "retention", "ceiling"],
-            "rows": [
-                [
-                    Markup(row["stratum"]),
-                    f"{row['smallest']} to {row['largest']}",
-                    row["n"],
-                    with_interval(row["retention"], row["low"], row["high"]),
-                    percentage(row["ceiling"]),
-                ]
-                for _, row in table.iterrows()
-            ],
-        }
-        for name, table in tables.items()
-    ]
+
+    def cells(row: Any) -> list[Any]:
+        kept = with_interval(row["retention"], row["low"], row["high"])
+        return [Markup(row["stratum"]), f"{row['smallest']} to {row['largest']}", row["n"], kept, percentage(row["ceiling"])]
+
+    head = ["lesion patches", "n", "retention", "ceiling"]
+    return [{"head": [name, *head], "rows": [cells(row) for _, row in table.iterrows()]} for name, table in tables.items()]
 
 
 def _calibration(run: Run, model: MedTokenBudget) -> dict[str, Any]:

@@ -475,19 +475,10 @@ def _kept_promises(model: MedTokenBudget, images: HeldOut, method: str) -> list[
     for one in guarantees:
         counts = one.counts(scores)
         kept = lesion_kept(scores, lesion, counts)
-        measured.append(
-            {
-                "retention": one.retention,
-                "coverage": one.coverage,
-                "cap": one.cap,
-                "kept": group_mean(kept, groups),
-                "reached": group_mean(kept >= one.retention - 1e-9, groups),
-                "tokens": group_mean(counts, groups),
-                "own_tokens": one.tokens,
-                "n": len(rows),
-                "groups": len(set(groups)),
-            }
-        )
+        reached = group_mean(kept >= one.retention - 1e-9, groups)
+        means = {"kept": group_mean(kept, groups), "reached": reached, "tokens": group_mean(counts, groups)}
+        promised = {"retention": one.retention, "coverage": one.coverage, "cap": one.cap, "own_tokens": one.tokens}
+        measured.append({**promised, **means, "n": len(rows), "groups": len(set(groups))})
     return measured
 
 
@@ -672,9 +663,7 @@ def calibrated(
     method = model.main if selector is None else selector
     classifier = model.classifier(method)
     if model.fixed_budget is not None:
-        raise RequestError(
-            f"The backbone of this model runs at its only budget, {model.fixed_budget:g}, so it cannot be calibrated."
-        )
+        raise RequestError(f"The backbone of this model runs at budget {model.fixed_budget:g} alone, so it cannot be calibrated.")
     rows = images.rows[images.store.has_mask.numpy()[images.rows]]
     lesion = images.store.lesion.numpy()[rows]
     if not lesion.any():
@@ -707,23 +696,14 @@ def calibrated(
         measured = {"kept": group_mean(retained[inside], named), "tokens": group_mean(counts[inside], named)}
         return {"value": value, "images": len(inside), "groups": len(set(named)), **measured, "promised": value in enough}
 
+    rule: dict[str, Any] = {"threshold": threshold.value, "relative": relative, "minimum": minimum, "most": most, "cap": cap}
+    rule |= {name: getattr(threshold, name) for name in ("bound", "images", "groups")}
     return Guarantee(
-        retention=promise.retention,
-        coverage=promise.coverage,
-        cap=cap,
-        threshold=threshold.value,
-        minimum=minimum,
-        most=most,
-        selector=method,
-        bound=threshold.bound,
+        **asdict(promise),
+        **rule,
+        **{"selector": method, "model": model.fingerprint, "dataset": images.manifest.name, "data": images.manifest.hash},
         kept=group_mean(retained, groups),
         tokens=group_mean(np.where(lesion.any(1), counts, np.nan), groups),
-        images=threshold.images,
-        groups=threshold.groups,
-        dataset=images.manifest.name,
-        data=images.manifest.hash,
-        model=model.fingerprint,
-        relative=relative,
         by=by,
         parts=tuple(part(value, inside) for value, inside in parts.items()),
     )

@@ -159,9 +159,8 @@ def _check_routed(run: Run, budget: float, methods: Sequence[Method]) -> None:
             f"kept before or inside the backbone. Use the method {READS_ROUTED} (with any head), or a store of all patches."
         )
     if tuple(run.config.budgets) != (budget,):
-        raise RequestError(
-            f"Store {store.path} was routed at budget {budget:g}, so there is no other budget. Set `budgets` to {budget:g}."
-        )
+        advice = f"Set `budgets` to {budget:g}."
+        raise RequestError(f"Store {store.path} was routed at budget {budget:g}, so there is no other budget. {advice}")
 
 
 def _check_without_labels(masks: bool, methods: Sequence[Method], config: TrainConfig) -> None:

@@ -38,14 +38,9 @@ from medtokenbudget.training.trainer import log_hash
 
 FILE = "run.json"
 FORMAT_VERSION = 3
-RESULTS, PREDICTIONS, ROUTING, METRICS, ATTRIBUTES = FILES = (
-    "results.csv",
-    "predictions.parquet",
-    "routing.safetensors",
-    "metrics.jsonl",
-    "attributes.parquet",
-)
+FILES = ("results.csv", "predictions.parquet", "routing.safetensors", "metrics.jsonl", "attributes.parquet")
 """What a report reads; `run.json` has the hashes."""
+RESULTS, PREDICTIONS, ROUTING, METRICS, ATTRIBUTES = FILES
 PACKAGES = ("medtokenbudget", "torch", "timm", "numpy", "pandas", "pyarrow", "scipy", "safetensors", "pillow")
 _AGAIN = "Delete it and run the command that made the run again; finished trainings are kept."
 _FACTS: dict[str, tuple[type, ...]] = {
@@ -248,9 +243,8 @@ def _read_facts(path: Path) -> dict[str, Any]:
     written_by = values.get("format_version", 1)
     if written_by != FORMAT_VERSION:
         made = f"`{values['command']}`" if isinstance(values.get("command"), str) else "the command that made it"
-        raise RequestError(
-            f"{path} has run format version {written_by}; this version reads {FORMAT_VERSION}. Run {made} again with a new `out`."
-        )
+        advice = f"Run {made} again with a new `out`."
+        raise RequestError(f"{path} has run format version {written_by}; this version reads {FORMAT_VERSION}. {advice}")
     values = files.unsealed(path / FILE, values, _AGAIN)
     facts = {name: values.get(name) for name in _FACTS}
     wrong = [name for name, allowed in _FACTS.items() if not isinstance(facts[name], allowed)]
@@ -293,13 +287,8 @@ def counts(manifest: Manifest, store: FeatureStore) -> dict[str, Any]:
         of_part = manifest.part(part)
         rows = store.rows(of_part.ids, strict=False)
         if not len(rows):  # a scout is trained on images, without their tokens
-            parts[part] = {
-                "images": len(of_part),
-                "masks": int(of_part.rows["mask"].notna().sum()),
-                "classes": {},
-                "masked_classes": {},
-                "lesion_patches": None,
-            }
+            counted = {"images": len(of_part), "masks": int(of_part.rows["mask"].notna().sum())}
+            parts[part] = {**counted, "classes": {}, "masked_classes": {}, "lesion_patches": None}
             continue
         label, masked = store.label.numpy()[rows], store.has_mask.numpy()[rows]
         parts[part] = {

@@ -311,31 +311,21 @@ def collect(run: Run, studies: Sequence[Study], done: Sequence[Unit]) -> None:
                 parts.append(frame[wanted].assign(study=study.name))
     routing, images = _collect_routing(run, done)
     write_tables(run.path, pd.concat(parts, ignore_index=True), run.manifest.classes, routing, images, run.store.grid)
-    logs = {unit: folder_of(run, unit) / METRICS for unit in done}
-    files.write_lines(
-        run.path / METRICS,
-        [
-            {"unit": unit.name, "method": str(unit.method), "seed": unit.seed, **row}
-            for unit, log in logs.items()
-            if log.exists()
-            for row in files.read_lines(log)
-        ],
-    )
+    epochs = []
+    for unit in done:
+        about = {"unit": unit.name, "method": str(unit.method), "seed": unit.seed}
+        log = folder_of(run, unit) / METRICS
+        epochs += [about | row for row in (files.read_lines(log) if log.exists() else ())]
+    files.write_lines(run.path / METRICS, epochs)
+    methods = {}
+    for method in (unit.method for unit in done):
+        about = {name: getattr(method, name) for name in ("selector", "head", "variant", "learned")}
+        about |= {} if run.manifest.classes else {"head": "none"}
+        methods[str(method)] = about | {"config": to_dict(method.config(run.config))}
     run.finish(
-        methods={
-            str(unit.method): {
-                "selector": unit.method.selector,
-                "head": unit.method.head if run.manifest.classes else "none",
-                "variant": unit.method.variant,
-                "learned": unit.method.learned,
-                "config": to_dict(unit.method.config(run.config)),
-            }
-            for unit in done
-        },
+        methods=methods,
         main=_main_method(done, run.store.fixed_budget is not None),
-        studies=[
-            {"name": study.name, "methods": study.methods, "seeds": study.seeds, "budgets": study.budgets} for study in studies
-        ],
+        studies=[{name: getattr(study, name) for name in ("name", "methods", "seeds", "budgets")} for study in studies],
         units=[unit.name for unit in done],
         seeds=sorted({unit.seed for unit in done}),
         hashes={"manifest": run.manifest.hash, "split": run.manifest.split_hash, "store": run.store.identity},

@@ -385,9 +385,8 @@ def find_token(config: ServeConfig) -> str | None:
         if not token:
             raise RequestError(f"{config.token_file} is empty. Write a token to it, such as from `openssl rand -hex 16`.")
     if token is None and not is_loopback(config.host):
-        raise RequestError(
-            f"Other machines can reach {config.host}. Set a token with `token_file` or {TOKEN_VARIABLE}, or leave out `host`."
-        )
+        advice = f"Set a token with `token_file` or {TOKEN_VARIABLE}, or leave out `host`."
+        raise RequestError(f"Other machines can reach {config.host}. {advice}")
     if token is not None and (not token.isascii() or not token.isprintable() or " " in token):
         raise RequestError("The token must consist of printable ASCII characters without spaces.")
     return token

@@ -132,7 +132,7 @@ class Service:
         demo: bool = False,
         name: str = "MODEL",
     ) -> None:
-        self.model, self.max_bytes, self.max_pixels, self.demo, self.name = model, max_bytes, max_pixels, demo, name
+        self.model, self.max_bytes, self.max_pixels, self.demo, self.name = model, max_bytes, max_pixels, demo, name or "MODEL"
         # Computed once, because it hashes every weight of the model.
         self.fingerprint = model.fingerprint
         self.guarantees = [guarantee for guarantee in model.guarantees if guarantee.model == self.fingerprint]
@@ -167,16 +167,8 @@ class Service:
         selector, title, about = self.model.classifier(name).selector, look(name).title, look(name).description
         if self.model.fixed_budget is not None:
             title, about = f"Routed early, {title}", "The backbone ran on these patches alone, and the head reads all of them."
-        return {
-            "name": name,
-            "title": title,
-            "about": about,
-            "kind": selector.kind,
-            "learns": selector.learns,
-            "stochastic": selector.stochastic,
-            "needs_mask": self._needs_mask(name),
-            "minimum": selector.minimum,
-        }
+        described = {field: getattr(selector, field) for field in ("kind", "learns", "stochastic", "minimum")}
+        return {"name": name, "title": title, "about": about, "needs_mask": self._needs_mask(name), **described}
 
     def _needs_mask(self, name: str) -> bool:
         return "lesion" in self.model.classifier(name).selector.requires

@@ -168,10 +168,8 @@ def _selection_value(store: FeatureStore, rows: np.ndarray, classifier: RoutedCl
     if by_retention:
         rows = rows[store.has_mask.numpy()[rows]]
     if not len(rows):
-        raise RequestError(
-            f"There are no images to choose the epoch by {config.selection_metric} on. Split the manifest again with a selection "
-            "part (`mtb data split`, `select`), or change `selection_metric`."
-        )
+        advice = "Split the manifest again with a selection part (`mtb data split`, `select`), or change `selection_metric`."
+        raise RequestError(f"There are no images to choose the epoch by {config.selection_metric} on. {advice}")
     budgets = HEADLINE_BUDGETS if by_retention else (config.selection_budget,)
     means, evidence = pooled.pool_and_judge(store, rows, selector, budgets, config.seed)
     if not by_retention:
@@ -398,10 +396,8 @@ class _Stage:
         """Take a step down the loss of a batch of `n` images, and add to the means that are logged of the epoch."""
         if not math.isfinite(loss.item()):
             named = f" (images {', '.join(list(images)[:4])}, ...)" if images else ""
-            raise WorkError(
-                f"The loss of the {self.name} is not finite in epoch {self.epoch}{named}. "
-                "Lower `lr`, or extract the tokens of these images again."
-            )
+            advice = "Lower `lr`, or extract the tokens of these images again."
+            raise WorkError(f"The loss of the {self.name} is not finite in epoch {self.epoch}{named}. {advice}")
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.config.clip)
