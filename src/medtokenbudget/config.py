@@ -238,6 +238,51 @@ class ExtractConfig(Settings):
     """Processes that share the work; they divide the GPUs of the machine. 0 means one per GPU, or one per core without a GPU."""
 
 
+TokenFormat = Literal["fp16", "fp32"]
+LESIONS = {"mask": "masks", "box": "", "crop": "crops"}
+"""What is written of the lesion itself: the column of the table, and the folder of its pictures."""
+
+
+@dataclass(frozen=True)
+class RouteConfig(Settings):
+    """How much of images is kept, and what is written of it."""
+
+    budget: Budget | None = None
+    """Share of the patches to keep, such as 0.3 or 30%. Default: that of the model, or {DEFAULT_BUDGET}."""
+    retention: Share | None = None
+    """Instead of a budget: keep this share of the lesion, for a model that `mtb calibrate` has calibrated for it."""
+    coverage: Share | None = None
+    """With `retention`: the calibrated share of images that keep at least so much. Default: the promise on average."""
+    selector: str | None = None
+    """Method to use. Default: the model's main method. The model's README.md lists all of them."""
+    table: Literal["parquet", "csv"] = "parquet"
+    """Format of the table."""
+    overlay: bool = False
+    """Also draw the kept patches of each image, in overlays/ next to the table."""
+    tokens: bool = False
+    """Also write the kept tokens, to tokens.safetensors next to the table."""
+    tokens_dtype: TokenFormat = "fp16"
+    """Number format of the tokens that `tokens` writes."""
+    mask: bool = False
+    """Also write the lesion as a mask, in masks/; the table names its file."""
+    box: bool = False
+    """Also write boxes to the table: left, top, right, bottom in pixels, four numbers for each lesion, the largest first."""
+    crop: bool = False
+    """Also write a crop of the largest lesion, in crops/; the table names its file."""
+    batch_size: Count = 16
+    """Images per forward pass."""
+    workers: Parallel = 2
+    """Threads that decode images."""
+    shard_size: Natural = 0
+    """Images per file of a table in shards (routes/), which a stopped command resumes. 0: one table; 1000 on Ray."""
+    jobs: Parallel = 1
+    """Processes that share the work, in shards; they divide the GPUs of the machine. 0: one per GPU, or one per core."""
+
+    @property
+    def lesions(self) -> tuple[str, ...]:
+        return tuple(name for name in LESIONS if getattr(self, name))
+
+
 @dataclass(frozen=True)
 class LATSConfig(Settings):
     """The LATS scorer: an MLP that gives each patch a score."""

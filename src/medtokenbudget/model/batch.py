@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import count, islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from PIL import Image
 
 from medtokenbudget import files
 from medtokenbudget.backbone.store import FeatureStore
-from medtokenbudget.config import NOTICE, Count, Natural, Parallel, Settings
+from medtokenbudget.config import LESIONS, NOTICE, RouteConfig
 from medtokenbudget.data import Manifest, decode_mask
 from medtokenbudget.data.readers import MASK_NAMES, MaskFolder
 from medtokenbudget.errors import MedTokenBudgetError, RequestError, WorkError
@@ -36,54 +36,16 @@ from medtokenbudget.metrics import Retention, retention_of_counts
 from medtokenbudget.model.inference import ImageSource, Prediction, Routing, expand
 from medtokenbudget.model.model import DEFAULT_MODEL, MedTokenBudget, load, loaded
 from medtokenbudget.model.overlays import overlay
-from medtokenbudget.model.writers import TokenFormat, row_of, table_schema, table_writer, token_writer
+from medtokenbudget.model.writers import row_of, table_schema, table_writer, token_writer
 from medtokenbudget.routing.conformal import Guarantee
 from medtokenbudget.runtime import progress, say, worker_devices
 
 TABLE, ERRORS, TOKENS, OVERLAYS, SUMMARY = "routes", "errors.jsonl", "tokens", "overlays", "summary.json"
-LESIONS = {"mask": "masks", "box": "", "crop": "crops"}
-"""What is written of the lesion itself: the column of the table, and the folder of its pictures."""
 REQUEST, MODEL = "_request.json", "_model"
 """Names with an underscore in front are no part of the data set for those who read it (pandas, Arrow, Spark, Ray)."""
 _SUMS = ("done", "failed", "masks_failed")
 SHARD_SIZE = 1000
 """Images per shard in several processes or on a cluster, unless told otherwise."""
-
-
-@dataclass(frozen=True)
-class RouteConfig(Settings):
-    """How images are routed to files."""
-
-    budget: float | Guarantee | None = None
-    """Share of the patches to keep, or a guarantee. Default: `DEFAULT_BUDGET`, or the only one of a model routed early."""
-    selector: str | None = None
-    """Method to route with. Default: the model's main one."""
-    table: Literal["parquet", "csv"] = "parquet"
-    """Format of the table."""
-    tokens: bool = False
-    """Whether to write the kept tokens too."""
-    tokens_dtype: TokenFormat = "fp16"
-    """Number format of these tokens."""
-    overlay: bool = False
-    """Whether to draw the kept patches of each image too."""
-    mask: bool = False
-    """Whether to write the lesion that the router sees as a mask, too."""
-    box: bool = False
-    """Whether to write the boxes of lesions too."""
-    crop: bool = False
-    """Whether to write a crop of the largest lesion too."""
-    batch_size: Count = 16
-    """Images per forward pass."""
-    workers: Parallel = 2
-    """Threads that decode images."""
-    shard_size: Natural = 0
-    """Images per file of a table in shards, which a stopped command resumes; 0 writes one table."""
-    jobs: Parallel = 1
-    """Processes that share the work, in shards; they divide the GPUs of the machine. 0 means one per GPU, or one per core."""
-
-    @property
-    def lesions(self) -> tuple[str, ...]:
-        return tuple(name for name in LESIONS if getattr(self, name))
 
 
 @dataclass
@@ -172,7 +134,8 @@ def predict_files(images: Any, out: Path | str, model: MedTokenBudget | Path | s
     config, predictor, table = config or RouteConfig(), loaded(model), Path(out)
     if table.suffix.lower() not in (".csv", ".parquet"):
         raise RequestError(f"The table {table} must end in .csv or .parquet.")
-    predictor.answers((), config.budget, config.selector, kind=Prediction)  # a wrong request is refused before a file is made
+    amount = amount_of(predictor, config)
+    predictor.answers((), amount, config.selector, kind=Prediction)  # a wrong request is refused before a file is made
     tokens, overlays = table.with_name(f"{TOKENS}.safetensors"), table.with_name(OVERLAYS)
     shard = Shard(expand(images), table, tokens if config.tokens else None, overlays if config.overlay else None)
     errors = table.with_name(f"{table.stem}.errors.jsonl")
@@ -200,7 +163,8 @@ def route_files(
     config, router, folder = config or RouteConfig(), loaded(model), Path(out)
     if folder.exists() and not folder.is_dir():
         raise RequestError(f"{out} is a file. Choose a folder to write to as `out`.")
-    router.answers((), config.budget, config.selector)  # a wrong request is refused before a file is made
+    amount = amount_of(router, config)
+    router.answers((), amount, config.selector)  # a wrong request is refused before a file is made
     if config.lesions:
         router.require_lesion_map(config.selector)
     in_one = engine == "local" and address is None and config.jobs == 1 and not config.shard_size
@@ -224,7 +188,6 @@ def route_files(
     else:
         execution = Execution(engine, config.jobs, address)  # type: ignore[arg-type]
         routed = _table_in_shards(folder, router, sources, config, execution)
-    amount = router.amount(config.budget)
     retention = {
         name: {measure: None if math.isnan(value) else value for measure, value in asdict(values).items()}
         for name, values in routed.retention.items()
@@ -238,6 +201,11 @@ def route_files(
         # A manifest may be of images without a lesion: its empty masks are no fault.
         _report_masks(routed, asked=masks is not None or routed.masks_failed > 0)
     return routed
+
+
+def amount_of(model: MedTokenBudget, config: RouteConfig) -> float | Guarantee:
+    """Return the budget or the guarantee that a model keeps under these settings."""
+    return model.amount(config.budget, config.retention, config.coverage, config.selector)
 
 
 def _stored(store: FeatureStore | Path | str, images: Any, model: MedTokenBudget) -> tuple[FeatureStore, Manifest]:
@@ -288,7 +256,7 @@ def _report_masks(routed: Routed, asked: bool) -> None:
 
 
 def _metadata(model: MedTokenBudget, config: RouteConfig) -> dict[str, str]:
-    amount = model.amount(config.budget)
+    amount = amount_of(model, config)
     return {
         "classes": json.dumps(list(model.classes)),
         "selector": config.selector or model.main,
@@ -316,7 +284,7 @@ def write_table(
     routed = Routed(shard.table, model.grid)
     metadata, masks = _metadata(model, config), kind is Routing
     sizes, maps = (config.batch_size, config.workers), bool(config.lesions)
-    answers = model.answers(shard.sources, config.budget, config.selector, *sizes, masks, kind, maps, store)
+    answers = model.answers(shard.sources, amount_of(model, config), config.selector, *sizes, masks, kind, maps, store)
     if isinstance(errors, Path):
         files.remove(errors)
 

@@ -14,11 +14,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 
+from medtokenbudget.config import TokenFormat
 from medtokenbudget.errors import WorkError
 from medtokenbudget.escaping import csv_cell
 from medtokenbudget.files import atomic_write
@@ -26,7 +27,6 @@ from medtokenbudget.model.inference import Prediction, Routing
 from medtokenbudget.routing import create_selector
 from medtokenbudget.tokens import TokenBatch
 
-TokenFormat = Literal["fp16", "fp32"]
 ROW_GROUP = 64
 """Rows per Parquet row group: with all patches kept a row is a list of 256 numbers, so buffered rows use most of the memory."""
 _HEADER_ROOM = 16 * 1024
