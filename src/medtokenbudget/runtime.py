@@ -1,7 +1,4 @@
-"""The machine that the work runs on: its devices and threads, and the progress and messages that people see meanwhile.
-
-PyTorch is imported where it is used: the command line shows messages and help without it.
-"""
+"""The machine that the work runs on: its devices and threads, and the progress and messages that people see meanwhile."""
 
 from __future__ import annotations
 

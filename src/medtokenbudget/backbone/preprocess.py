@@ -1,7 +1,4 @@
-"""What happens to an image before the backbone: one resize of the whole image, then mean and standard deviation.
-
-Stores, models and exported graphs record these numbers and must agree on them.
-"""
+"""What happens to an image before the backbone: one resize of the whole image, then mean and standard deviation."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The file formats of answers: a table (CSV or Parquet) and the kept tokens (safetensors), written row by row.
-
-A million images need no more memory than a hundred: at most one row group is buffered.
-"""
+"""The file formats of answers: a table (CSV or Parquet) and the kept tokens (safetensors), written row by row."""
 
 from __future__ import annotations
 
@@ -35,10 +32,7 @@ _DTYPES: dict[str, tuple[str, np.dtype[Any]]] = {"fp16": ("F16", np.dtype("<f2")
 
 
 def table_schema(classes: Sequence[str] | None, metadata: dict[str, str], lesion_files: Sequence[str] = ()) -> Any:
-    """Return the Arrow schema of a table: of predictions with these classes (`p_<class>`), or of routings for None.
-
-    `lesion_files` are those of the columns `mask`, `box` and `crop` that were asked for.
-    """
+    """Return the Arrow schema of a table: of predictions with these classes (`p_<class>`), or of routings for None."""
     import pyarrow as pa
 
     route = [("selector", pa.string()), ("budget", pa.float64()), ("k", pa.int32()), ("n_patches", pa.int32())]

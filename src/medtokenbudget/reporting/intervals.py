@@ -1,8 +1,6 @@
-"""One run as the report reads it: its files, the order of its methods, and its intervals, tests and strata.
+"""One run as the report reads it: its files, the order of its methods, and its intervals, tests and strata, each computed once.
 
-Tables, figures and sentences all ask `ReportRun` and open no file themselves, so that they show the same numbers. Point values come
-from `results.csv`, as the mean over seeds; intervals, tests and strata are computed here from `predictions.parquet`. The bootstrap
-is the only slow part of a report, so each result is computed once.
+Point values come from `results.csv`, as the mean over seeds; intervals, tests and strata from `predictions.parquet`.
 """
 
 from __future__ import annotations

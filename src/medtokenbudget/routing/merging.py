@@ -1,7 +1,4 @@
-"""Building blocks of the mergers: group means, distances and the selection that a grouping of the patches makes.
-
-All functions are vectorized over the batch and over the groups.
-"""
+"""Building blocks of the mergers: group means, distances and the selection that a grouping of the patches makes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""From scores to kept patches: the budget's K, the smoothing of the score grid, hard and straight-through top-K.
-
-Every selector counts and ranks through these functions, so that K and ties are handled the same way everywhere.
-"""
+"""From scores to kept patches, the same for every selector: the budget's K, the smoothing of the score grid, top-K."""
 
 from __future__ import annotations
 

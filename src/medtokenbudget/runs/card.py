@@ -1,7 +1,6 @@
 """The model card: what a saved model is for, what it was made from, how well it works and where it fails.
 
-It is stored with the model, not with the report. Point values come from `results.csv`, intervals and strata from
-`predictions.parquet`, everything else from `run.json`; the card says so where something was not measured.
+Point values come from `results.csv`, intervals and strata from `predictions.parquet`, everything else from `run.json`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The server: the JSON API under /v1, the explorer page on /, the limits of both, and how they start.
-
-Needs the extra `serve`, so the rest of the package imports this module only when a server starts.
-"""
+"""The server: the JSON API under /v1, the explorer page on /, the limits of both, and how they start."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The answers of the service: every method of a model at many budgets, from one pass of the backbone over one image.
-
-No HTTP here: the files and fields of a form come in, JSON values go out, so it can be tested and used without a server.
-"""
+"""The answers of the service, without HTTP: every method of a model at many budgets, from one pass of the backbone."""
 
 from __future__ import annotations
 

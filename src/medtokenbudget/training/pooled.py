@@ -1,8 +1,4 @@
-"""What a selector keeps of images at every budget: pooled tokens, evidence of the lesion, class probabilities.
-
-A fixed selector gives the same pooled tokens in every epoch, so they are computed once, for all budgets in one pass; heads then
-train on `[n, budgets, D]` numbers instead of `[n, N, D]` tokens.
-"""
+"""What a selector keeps of images at every budget: pooled tokens, evidence of the lesion, class probabilities."""
 
 from __future__ import annotations
 

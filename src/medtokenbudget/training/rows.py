@@ -1,7 +1,4 @@
-"""Which rows of a store a training uses for what, their order in an epoch, and the seeded noise.
-
-Views are used for training images only; the off-center views of validation images are evaluated on their own.
-"""
+"""Which rows of a store a training uses for what, their order in an epoch, and the seeded noise."""
 
 from __future__ import annotations
 
