@@ -35,6 +35,7 @@ from medtokenbudget.data import Manifest
 from medtokenbudget.data.strata import column_strata
 from medtokenbudget.errors import RequestError, WorkError
 from medtokenbudget.files import exclusive
+from medtokenbudget.heads.head import RoutedClassifier
 from medtokenbudget.jobs import Execution
 from medtokenbudget.model.batch import RouteConfig, route_files
 from medtokenbudget.model.early import EarlyRouting
@@ -52,7 +53,6 @@ from medtokenbudget.runs.preflight import READS_ROUTED, supported_methods
 from medtokenbudget.runs.run import FILE, Run
 from medtokenbudget.runs.studies import Study, Unit, chosen_studies
 from medtokenbudget.runtime import say
-from medtokenbudget.training.classifier import RoutedClassifier
 from medtokenbudget.training.familiarity import fit_familiarity
 from medtokenbudget.training.rows import TrainingRows
 from medtokenbudget.training.scouting import fit_scout_familiarity, scout_backbone, train_scout

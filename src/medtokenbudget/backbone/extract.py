@@ -24,9 +24,8 @@ from medtokenbudget.backbone import store as stores
 from medtokenbudget.backbone import views
 from medtokenbudget.backbone.annotations import hashes_of, reason
 from medtokenbudget.backbone.attention import REGISTRY
-from medtokenbudget.backbone.backbone import Backbone
+from medtokenbudget.backbone.backbone import Backbone, luminance
 from medtokenbudget.backbone.partial import Early
-from medtokenbudget.backbone.preprocess import luminance
 from medtokenbudget.backbone.store import FailedRow, FeatureStore, Key, MappedField, Planned, Record, Row, Shards
 from medtokenbudget.config import BackboneConfig, ExtractConfig
 from medtokenbudget.data import Manifest, decode_image, mask_of

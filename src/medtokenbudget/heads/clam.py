@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 from medtokenbudget.errors import CountError
 from medtokenbudget.heads.head import TokenHead, register_head, weighted_softmax
-from medtokenbudget.routing.layers import GatedAttention
-from medtokenbudget.routing.layers import dropout as drop
+from medtokenbudget.routing.trainable import GatedAttention
+from medtokenbudget.routing.trainable import dropout as drop
 from medtokenbudget.tokens import TokenSet
 
 BAG_WEIGHT = 0.7

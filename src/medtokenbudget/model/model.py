@@ -18,20 +18,19 @@ from PIL import Image
 from torch import Tensor, nn
 
 from medtokenbudget import config as settings
-from medtokenbudget.backbone.backbone import READS_PIXELS, Backbone
-from medtokenbudget.backbone.preprocess import luminance
+from medtokenbudget.backbone.backbone import READS_PIXELS, Backbone, luminance
 from medtokenbudget.backbone.store import FeatureStore
 from medtokenbudget.config import DEFAULT_BUDGET, BackboneConfig, TrainConfig
 from medtokenbudget.data import patch_labels
 from medtokenbudget.errors import BudgetError, MismatchError, RequestError, ShapeError, UnknownNameError
 from medtokenbudget.files import exclusive
+from medtokenbudget.heads.head import RoutedClassifier
 from medtokenbudget.model import inference, saved
 from medtokenbudget.model.inference import Answer, ImageSource, Prediction, Routing, expand, open_picture
 from medtokenbudget.routing.conformal import Guarantee, Promise
 from medtokenbudget.routing.trainable import ScoredRanker, Sight, evaluating
 from medtokenbudget.runtime import resolve_device
 from medtokenbudget.tokens import SIGNALS, Selection, TokenBatch
-from medtokenbudget.training.classifier import RoutedClassifier
 from medtokenbudget.training.familiarity import Familiarity
 
 DEFAULT_MODEL = "dermoscopy"

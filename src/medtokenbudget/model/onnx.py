@@ -19,17 +19,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from medtokenbudget.backbone.preprocess import luminance
+from medtokenbudget.backbone.backbone import luminance
 from medtokenbudget.config import DEFAULT_BUDGET, NOTICE
 from medtokenbudget.errors import RequestError, WorkError
 from medtokenbudget.files import atomic_write
 from medtokenbudget.heads import Head
+from medtokenbudget.heads.head import RoutedClassifier
 from medtokenbudget.model.inference import select
 from medtokenbudget.model.model import MedTokenBudget
 from medtokenbudget.routing import Ranker, Selector
 from medtokenbudget.routing.trainable import ScoredRanker, Sight, evaluating
 from medtokenbudget.tokens import TokenBatch
-from medtokenbudget.training.classifier import RoutedClassifier
 
 Graph = Literal["routing", "whole"]
 OPSET = 18

@@ -24,9 +24,9 @@ from medtokenbudget.errors import MismatchError, RequestError, UnknownNameError,
 from medtokenbudget.escaping import markdown_text
 from medtokenbudget.files import exclusive, fetch
 from medtokenbudget.heads import create_head
+from medtokenbudget.heads.head import RoutedClassifier
 from medtokenbudget.routing import create_selector, selector_class
 from medtokenbudget.routing.conformal import Guarantee
-from medtokenbudget.training.classifier import RoutedClassifier
 from medtokenbudget.training.familiarity import Familiarity
 
 FORMAT = "medtokenbudget-model"

@@ -31,6 +31,7 @@ from medtokenbudget.data.manifest import listed
 from medtokenbudget.data.strata import STRATA, column_strata, measure, stratum_order
 from medtokenbudget.errors import MismatchError, RequestError, UnknownNameError, first_line
 from medtokenbudget.files import atomic_write, read_json
+from medtokenbudget.heads.head import RoutedClassifier
 from medtokenbudget.metrics import agreement
 from medtokenbudget.model import Guarantee, MedTokenBudget
 from medtokenbudget.routing import Ranker, Selector, budget_to_k, create_selector, list_selectors
@@ -47,7 +48,6 @@ from medtokenbudget.routing.trainable import ScoredRanker, evaluating
 from medtokenbudget.runs.method import Method
 from medtokenbudget.runs.run import AS_IS, ATTRIBUTES, FILE, OF_IMAGES, Run, routing_name, write_tables
 from medtokenbudget.runtime import progress, say
-from medtokenbudget.training.classifier import RoutedClassifier
 from medtokenbudget.training.pooled import BATCH, pool_and_judge, probabilities, with_masks
 
 Part = Literal["auto", "val", "select", "train", "all"]

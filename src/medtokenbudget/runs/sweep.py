@@ -28,6 +28,7 @@ from medtokenbudget.data.manifest import listed
 from medtokenbudget.errors import MedTokenBudgetError, MismatchError, RequestError, WorkError
 from medtokenbudget.files import exclusive, load_tensors, save_tensors
 from medtokenbudget.heads import create_head
+from medtokenbudget.heads.head import RoutedClassifier
 from medtokenbudget.jobs import Advance, Execution, run_units
 from medtokenbudget.routing import LearnedSelector, Selector, create_selector, selector_class
 from medtokenbudget.runs import preflight
@@ -48,7 +49,6 @@ from medtokenbudget.runs.run import (
 )
 from medtokenbudget.runs.studies import Study, Unit
 from medtokenbudget.runtime import cpu_threads, progress, say
-from medtokenbudget.training.classifier import RoutedClassifier
 from medtokenbudget.training.rows import TrainingRows
 from medtokenbudget.training.trainer import CHECKPOINT, TRAINING_VERSION, OnEpoch, module_tensors, split_prefix, train
 

@@ -4,5 +4,5 @@
 from __future__ import annotations
 
 from medtokenbudget.heads import MLPHead, create_head, list_heads
+from medtokenbudget.heads.head import RoutedClassifier
 from medtokenbudget.routing.losses import classification_loss, total_loss
-from medtokenbudget.training.classifier import RoutedClassifier

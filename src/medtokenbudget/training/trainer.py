@@ -24,13 +24,13 @@ from medtokenbudget.config import HEADLINE_BUDGETS, CurriculumConfig, TrainConfi
 from medtokenbudget.errors import MismatchError, RequestError, WorkError
 from medtokenbudget.files import append_line, dotted, load_tensors, read_lines, save_tensors, sha256_json, write_lines
 from medtokenbudget.heads import Head, create_head
+from medtokenbudget.heads.head import RoutedClassifier
 from medtokenbudget.metrics import accuracy, share_of_ceiling
 from medtokenbudget.routing import LearnedSelector, Ranker, Selector, TrainingPass, selector_class
 from medtokenbudget.routing.losses import classification_loss, total_loss
 from medtokenbudget.runtime import resolve_device, say
 from medtokenbudget.tokens import TokenBatch, TokenSet
 from medtokenbudget.training import pooled
-from medtokenbudget.training.classifier import RoutedClassifier
 from medtokenbudget.training.rows import TrainingRows, class_weights, epoch_order, generator, require_labels
 
 TRAINING_VERSION = 1

@@ -16,8 +16,8 @@ from torch.nn import functional as F
 from medtokenbudget.config import ContextConfig, RouterConfig, TrainConfig
 from medtokenbudget.errors import RequestError, ShapeError
 from medtokenbudget.routing.base import register_selector
-from medtokenbudget.routing.layers import dropout as drop
 from medtokenbudget.routing.trainable import ScoredRanker, with_options
+from medtokenbudget.routing.trainable import dropout as drop
 from medtokenbudget.tokens import TokenBatch
 
 TURNS = 8

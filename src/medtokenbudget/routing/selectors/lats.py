@@ -18,9 +18,9 @@ from torch.nn import functional as F
 from medtokenbudget.config import SIGNALS, LATSConfig, RouterConfig, TrainConfig
 from medtokenbudget.errors import MissingSignalError, RequestError, ShapeError, UnknownNameError
 from medtokenbudget.routing.base import register_selector
-from medtokenbudget.routing.layers import dropout as drop
 from medtokenbudget.routing.signals import feature_norm, local_contrast
 from medtokenbudget.routing.trainable import ScoredRanker, with_options
+from medtokenbudget.routing.trainable import dropout as drop
 from medtokenbudget.tokens import TokenBatch
 
 CONTRAST_REDUCTION = 16

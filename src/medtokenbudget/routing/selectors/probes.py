@@ -22,8 +22,7 @@ from torch.nn import functional as F
 
 from medtokenbudget.errors import RequestError
 from medtokenbudget.routing.base import register_selector
-from medtokenbudget.routing.layers import GatedAttention
-from medtokenbudget.routing.trainable import Probe
+from medtokenbudget.routing.trainable import GatedAttention, Probe
 
 
 class ProbeHead(nn.Module):
