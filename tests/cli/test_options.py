@@ -139,7 +139,8 @@ def test_a_flag_and_a_number_in_a_file_arrive_exactly(tmp_path: Path) -> None:
     for words in ([], ["--overlay"]):
         command = parse(Route, "route", ["--config", file, *words])
         assert command is not None
-        assert (command.images, command.overlay, command.tokens, command.budget) == (("a", "b"), True, False, 0.123456789012)
+        asked = command.routing
+        assert (command.images, asked.overlay, asked.tokens, asked.budget) == (("a", "b"), True, False, 0.123456789012)
 
 
 @pytest.mark.parametrize(
