@@ -269,7 +269,6 @@ def write_safetensors(path: Path | str, data: bytes) -> None:
         temporary.write_bytes(data)
 
 
-# Tensors with a checksum -----------------------------------------------------------------------------------------------
 def save_tensors(path: Path, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
     """Write tensors and a JSON state as one safetensors file that carries its own hash; equal content gives equal bytes."""
     from safetensors.torch import save
@@ -321,8 +320,6 @@ def _digest(tensors: dict[str, Tensor], text: str) -> str:
     return digest.hexdigest()
 
 
-# Locks ---------------------------------------------------------------------------------------------------------------
-#
 # One process at a time writes a store, run, model, report or table. The lock is the kernel's (`flock` on a file in the directory),
 # so it ends with its process, even if that is killed. The file also says who holds it, for the message that others get.
 
@@ -413,8 +410,6 @@ def _holder(handle: int) -> str:
         return os.pread(handle, 1000, 0).decode("utf-8", "replace")
     return ""
 
-
-# The Hugging Face Hub ------------------------------------------------------------------------------------------------
 
 _reached: set[str] = set()
 

@@ -111,9 +111,6 @@ def _call(run: str, open_worker: OpenWorker, make: Make[Unit, Result], unit: Uni
     return result
 
 
-# Worker processes ----------------------------------------------------------------------------------------------------
-
-
 def _in_processes(
     units: Sequence[Unit], make: Make[Unit, Result], open_worker: OpenWorker, devices: Sequence[str]
 ) -> Iterator[tuple[Unit, Result]]:
@@ -165,9 +162,6 @@ def _watch(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(_SECONDS_BETWEEN_LOOKS)
     os._exit(1)
-
-
-# Ray -----------------------------------------------------------------------------------------------------------------
 
 
 def _on_ray(

@@ -185,9 +185,6 @@ def normalized_entropy(weights: Tensor) -> Tensor:
     return 1.0 + torch.special.xlogy(weights, weights).sum(-1) / math.log(n)
 
 
-# Signals -------------------------------------------------------------------------------------------------------------
-
-
 class _Block(NamedTuple):
     """What the signals of a few images are computed from; T = prefix + N tokens."""
 

@@ -156,9 +156,6 @@ def settings_of(fingerprint: dict[str, Any], config: ExtractConfig, weights: Pat
     return plain
 
 
-# What to do ----------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Item(Planned):
     """One row to be made: which view of which image file, with the mask for off-center crops.
@@ -268,9 +265,6 @@ def _extend_plan(store: Path, keys: Sequence[Key], size: int, again: set[Key]) -
         if missing or not (store / stores.PLAN).exists():
             stores.write_plan(store, shards)
     return shards
-
-
-# Doing it ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass

@@ -55,8 +55,6 @@ _PIECE = 1 << 15
 _WIDE = torch.complex128
 """The longest element type, 16 bytes: a row of 256 patches of 1,024 halves is then one piece."""
 
-# Settings and plan ----------------------------------------------------------------------------------------------------
-
 
 def read_settings(store: Path) -> dict[str, Any]:
     """Read `store.json`, with a message if this is no store, one of another version, or a damaged one."""
@@ -86,9 +84,6 @@ def read_plan(store: Path) -> Shards:
 
 def write_plan(store: Path, shards: Shards) -> None:
     write_sealed(store / PLAN, {str(number): rows for number, rows in sorted(shards.items())}, compact=True)
-
-
-# The record of a shard ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -264,9 +259,6 @@ class MappedField:
 
     def _damaged(self) -> WorkError:
         return WorkError(f"{self.path} is damaged. Delete it and run the same `mtb extract` again: only this shard is made again.")
-
-
-# The store ------------------------------------------------------------------------------------------------------------
 
 
 class FeatureStore:
@@ -595,8 +587,6 @@ def info(path: Path | str) -> dict[str, Any]:
         "damaged": store.damaged(),
     }
 
-
-# How rows reach a batch: joined without Python between them, in reused buffers -----------------------------------------
 
 _madvise = ctypes.CDLL(None).madvise if hasattr(mmap, "MADV_WILLNEED") else None
 """The system's madvise, if there is one; Python's own needs a map that keeps a file open."""

@@ -166,9 +166,6 @@ class _NotOfficial(Exception):
     """A file is not the official one."""
 
 
-# Over the network -----------------------------------------------------------------------------------------------------
-
-
 def _fetch(folder: Path, archive: Archive, part: Path) -> None:
     """Complete a partial file. A connection that breaks is opened again for as long as each one brings something."""
     if archive.size is not None and _bytes(part) > archive.size:
@@ -227,9 +224,6 @@ def _append(stream: FileIO, block: bytes, path: Path) -> int:
     except OSError as error:
         raise write_error(path, error) from error
     return written
-
-
-# On the disk ----------------------------------------------------------------------------------------------------------
 
 
 def _verify(archive: Archive, path: Path) -> None:

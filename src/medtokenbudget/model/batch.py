@@ -365,9 +365,6 @@ def _write_lesion(folder: Path, name: str, answer: Routing, config: RouteConfig)
     return cells
 
 
-# A table in shards ---------------------------------------------------------------------------------------------------
-
-
 def _table_in_shards(
     folder: Path, model: MedTokenBudget, sources: Iterable[ImageSource], config: RouteConfig, execution: Execution
 ) -> Routed:
@@ -486,8 +483,6 @@ def _sum_up(folder: Path, shards: Sequence[Shard], grid: tuple[int, int]) -> Rou
             routed.measure(*cells)
     return routed
 
-
-# File formats: a table (CSV or Parquet) and the kept tokens (safetensors), written row by row ----------------------------
 
 ROW_GROUP = 64
 """Rows per Parquet row group: with all patches kept a row is a list of 256 numbers, so buffered rows use most of the memory."""

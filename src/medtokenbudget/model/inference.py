@@ -235,7 +235,6 @@ class Routing:
             its kept patches mean little. None if the model cannot tell.
         lesion: bool [N], lesion patches of the mask, where one was asked for and there is one.
         source: Where the picture comes from. A file is opened again only when it is shown.
-
     """
 
     image: str

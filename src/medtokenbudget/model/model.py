@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, Self, TypedDict, Unpack, cast
 
 import numpy as np
 import torch
@@ -42,6 +42,14 @@ Normalized = bool | inference.Statistics
 """Whether float tensors are normalized: True means with mean and std of the model, `(mean, std)` with others."""
 OnError = Callable[[ImageSource], None] | None
 """Takes an image that could not be read, with the `reason`; None raises an error instead."""
+
+
+class Extra(TypedDict, total=False):
+    """Further arguments of `route` and `predict`."""
+
+    batch_size: int
+    retention: float | str | None
+    normalized: Normalized
 
 
 class MedTokenBudget(nn.Module):
@@ -265,7 +273,6 @@ class MedTokenBudget(nn.Module):
         """Return the calibrated promise to keep a share of the lesion, such as 0.95 or '95%', to be used instead of a budget.
 
         Without `coverage` it is the promise on average, otherwise that of keeping so much in this share of the images.
-
         """
         method = self.main if selector is None else selector
         covered = None if coverage is None else settings.read_share("coverage", coverage)
@@ -295,7 +302,6 @@ class MedTokenBudget(nn.Module):
         """Run the backbone on images uint8 [B, S, S, 3] as `backbone.prepare` returns them, with one lesion mask or None for each.
 
         The tokens have luminance and, if any image has a mask, lesion labels.
-
         """
         batch = torch.as_tensor(pixels).to(self.device)
         size = self.backbone.preprocessing.image_size
@@ -415,16 +421,7 @@ class MedTokenBudget(nn.Module):
         """One hash of the whole model: backbone, preprocessing, classes, methods and every number of the classifiers."""
         return saved.fingerprint(self.identity, saved.tensors_of(self.classifiers, self.main, self.familiarity))
 
-    def route(
-        self,
-        images: Any,
-        budget: Amount = None,
-        selector: str | None = None,
-        batch_size: int = 16,
-        *,
-        retention: float | str | None = None,
-        normalized: Normalized = False,
-    ) -> list[Routing]:
+    def route(self, images: Any, budget: Amount = None, selector: str | None = None, **more: Unpack[Extra]) -> list[Routing]:
         """Route images: return the patches that are kept of each, in order, without classes; also for a model without a head.
 
         Args:
@@ -434,25 +431,15 @@ class MedTokenBudget(nn.Module):
             budget: Share of the patches that is kept, such as 0.3 or '30%', or a guarantee of the model (`model.guarantee(0.95)`);
                 None means `DEFAULT_BUDGET`, or the only one of a model routed early.
             selector: Method to use; None means the main one.
-            batch_size: Images per forward pass.
-            retention: Instead of a budget: share of the lesion to keep, one that the model was calibrated for.
-            normalized: True if float tensors were normalized with mean and std of the model's backbone, `(mean, std)` if with
-                others.
+            more: `batch_size`: images per forward pass. `retention`: instead of a budget, the share of the lesion to keep that the
+                model was calibrated for. `normalized`: True if float tensors were normalized with mean and std of the model's
+                backbone, `(mean, std)` if with others.
         """
-        return list(self.stream(images, budget, selector, batch_size, retention=retention, normalized=normalized, kind=Routing))
+        return list(self.stream(images, budget, selector, kind=Routing, **more))
 
-    def predict(
-        self,
-        images: Any,
-        budget: Amount = None,
-        selector: str | None = None,
-        batch_size: int = 16,
-        *,
-        retention: float | str | None = None,
-        normalized: Normalized = False,
-    ) -> list[Prediction]:
+    def predict(self, images: Any, budget: Amount = None, selector: str | None = None, **more: Unpack[Extra]) -> list[Prediction]:
         """Like `route`, with the classes that the head reads from the kept patches; a router without a head is a NoHeadError."""
-        return list(self.stream(images, budget, selector, batch_size, retention=retention, normalized=normalized, kind=Prediction))
+        return list(self.stream(images, budget, selector, kind=Prediction, **more))
 
     def stream(
         self,
@@ -469,7 +456,6 @@ class MedTokenBudget(nn.Module):
         """Like `route` (or `predict`, with `kind=mtb.Prediction`), one image at a time in constant memory.
 
         Images that cannot be read are passed to `on_error`; without it they raise a RequestError.
-
         """
         amount = self.amount(budget, retention, selector=selector)
         sources = expand(images, self.statistics(normalized))
@@ -622,10 +608,7 @@ def route(
     budget: Amount = None,
     model: MedTokenBudget | Path | str = DEFAULT_MODEL,
     selector: str | None = None,
-    batch_size: int = 16,
-    *,
-    retention: float | str | None = None,
-    normalized: Normalized = False,
+    **more: Unpack[Extra],
 ) -> list[Routing]:
     """Return the patches that a router keeps of images; no training, no labels, no masks.
 
@@ -642,7 +625,7 @@ def route(
         >>> routing.k, routing.tokens.shape, routing.unfamiliar
         (76, (76, 192), False)
     """
-    return loaded(model).route(images, budget, selector, batch_size, retention=retention, normalized=normalized)
+    return loaded(model).route(images, budget, selector, **more)
 
 
 def predict(
@@ -650,10 +633,7 @@ def predict(
     model: MedTokenBudget | Path | str,
     budget: Amount = None,
     selector: str | None = None,
-    batch_size: int = 16,
-    *,
-    retention: float | str | None = None,
-    normalized: Normalized = False,
+    **more: Unpack[Extra],
 ) -> list[Prediction]:
     """Predict classes of images from the patches that a model keeps. The arguments are those of `MedTokenBudget.route`, and:
 
@@ -667,7 +647,7 @@ def predict(
         >>> mtb.predict("photo.jpg", "runs/demo", budget=0.3)[0].label
         'NV'
     """
-    return loaded(model).predict(images, budget, selector, batch_size, retention=retention, normalized=normalized)
+    return loaded(model).predict(images, budget, selector, **more)
 
 
 def loaded(model: MedTokenBudget | Path | str) -> MedTokenBudget:

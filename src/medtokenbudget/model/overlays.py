@@ -39,7 +39,6 @@ def overlay(image: Any, prediction: Routing, mask: Any = None, side: int = 640) 
         >>> prediction = model.predict("photo.jpg", budget=0.3)[0]
         >>> mtb.overlay("photo.jpg", prediction).size
         (640, 670)
-
     """
     picture, outline = open_picture(image), None if mask is None else open_mask(mask)
     scale = side / max(picture.size)

@@ -236,9 +236,6 @@ def _scores(scores: ArrayLike) -> Floats:
     return values
 
 
-# What a model stores ----------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True)
 class Guarantee(Promise):
     """A promise (`retention`, `coverage`), and the threshold on a method's scores that keeps it on images like the calibrated ones.

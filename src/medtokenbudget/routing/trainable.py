@@ -324,8 +324,6 @@ def with_options(
     )
 
 
-# Layers that selectors and heads share ----------------------------------------------------------------------------------
-
 _LEVELS = 1 << 16
 _LOWEST = -(1 << 15)
 

@@ -128,9 +128,6 @@ def _annotations(store: FeatureStore, rows: np.ndarray) -> dict[str, np.ndarray]
     return {name: getattr(store, name).numpy()[rows].astype(np.uint8) for name in OF_IMAGES}
 
 
-# Images that a model has not seen -------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class HeldOut:
     """Images that were asked for, with their tokens: rows of the original images and of their off-center crops in the store.
@@ -226,9 +223,6 @@ def _trained_on(run: Run) -> set[str]:
     return {image for name in ids if (image := images[name]) is not None}
 
 
-# Classes of other data ------------------------------------------------------------------------------------------------
-
-
 def read_mapping(path: Path | str) -> dict[str, str | None]:
     """Read a mapping file: a JSON object from a class of the data to a class of the model, or null to leave the class out."""
     values: Any = read_json(Path(path))
@@ -267,9 +261,6 @@ def in_classes_of(manifest: Manifest, classes: Sequence[str], mapping: Mapping[s
         )
     translated = [None if label is None else given.get(label, label) for label in labels]
     return replace(manifest, rows=manifest.rows.assign(label=pd.Series(translated, dtype=object)), classes=tuple(classes))
-
-
-# The evaluation of a saved model --------------------------------------------------------------------------------------
 
 
 def evaluate_model(
@@ -481,9 +472,6 @@ def _kept_promises(model: MedTokenBudget, images: HeldOut, method: str) -> list[
     return measured
 
 
-# A method that was made without this package ----------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class KeptPatches:
     """What a method kept, from a table: `kept` is budget -> `[n, K]` patch numbers, in the order of the table's `names`.
@@ -629,9 +617,6 @@ def evaluate_kept(run: Run, table: KeptPatches, images: HeldOut, original: Manif
     methods = {method: foreign, **{name: _about(classifier) for name, classifier in classifiers.items()}}
     about = {"guarantees": [], "annotators": annotators, "model": f"the table {method}", "mapping": None, "own": []}
     _finish(run, images, methods, method, budgets, {"manifest": original.hash}, about)
-
-
-# Calibration ----------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()

@@ -306,8 +306,6 @@ def _short(argument: str) -> str:
     return f"{option}{equals}{path.name}" if path.is_absolute() or ".." in path.parts else argument
 
 
-# The two tables ------------------------------------------------------------------------------------------------------
-
 AS_IS = "as-is"
 """The value of `view` for original images; off-center crops of the same images have `backbone.views.OFF_CENTER`."""
 CELL: tuple[str, ...] = ("study", "dataset", "view", "method", "seed", "budget")
@@ -449,8 +447,6 @@ def headline(results: pd.DataFrame, budget: float = HEADLINE_BUDGET) -> str:
     lines.append(f"n = {n}")
     return "\n".join(lines)
 
-
-# Patch orders --------------------------------------------------------------------------------------------------------
 
 OF_IMAGES = ("lesion", "has_mask", "covered")
 """What `routing.safetensors` holds once for all methods; everything else is of one method."""

@@ -307,7 +307,6 @@ def paired_seed_table(results: pd.DataFrame, reference: str, metrics: Sequence[s
     return grouped.agg(mean="mean", std="std", seeds="count").reset_index()
 
 
-# Retention by stratum -------------------------------------------------------------------------------------------------
 # A pooled mean hides the small lesions, which weigh little in it. Strata are cut from `predictions.parquet` afterwards.
 
 QUARTILES: tuple[str, ...] = ("smallest", "small", "large", "largest")
@@ -373,7 +372,6 @@ def _by_stratum(parts: list[pd.DataFrame], order: Sequence[str], draws: int) -> 
     return table.sort_values(["_cell", "_rank"], ignore_index=True)[list(STRATUM_COLUMNS)]
 
 
-# The supplement's Gaussian model of retention -------------------------------------------------------------------------
 # Lesion scores are N(s+, sigma^2), background scores N(s-, sigma^2), delta = s+ - s-, a share rho of the patches is lesion. Kept is
 # what lies above the (1 - beta)-quantile of the mixture. The supplement takes that quantile as if the mixture were one normal
 # with deviation sigma; `exact=True` solves for it. The two agree for delta = 0 and part as delta grows: the mixture is wider than

@@ -166,9 +166,6 @@ def require_complete(run: Run) -> None:
         )
 
 
-# One unit ------------------------------------------------------------------------------------------------------------
-
-
 def folder_of(run: Run, unit: Unit) -> Path:
     return run.path / "units" / unit.name
 
@@ -293,9 +290,6 @@ def load_unit(run: Run, unit: Unit) -> RoutedClassifier:
     if head is not None:
         head.load_state_dict(split_prefix(load_tensors(folder / HEAD)[0], "head."))
     return RoutedClassifier(selector, head).eval()
-
-
-# From finished units to the files of a run ---------------------------------------------------------------------------
 
 
 def collect(run: Run, studies: Sequence[Study], done: Sequence[Unit]) -> None:

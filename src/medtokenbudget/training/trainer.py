@@ -72,9 +72,6 @@ def train(
     return classifier.eval()
 
 
-# A learned selector ---------------------------------------------------------------------------------------------------
-
-
 def _train_selector(
     store: FeatureStore,
     rows: TrainingRows,
@@ -188,7 +185,6 @@ def _selection_value(store: FeatureStore, rows: np.ndarray, classifier: RoutedCl
     return float(np.mean([share_of_ceiling(evidence.kept_lesion[group], lesion[group], evidence.k) for group in groups]))
 
 
-# A head behind a fixed selector ---------------------------------------------------------------------------------------
 # Every method uses the same optimizer and budget sampling. Under the strict protocol no epoch is chosen: the rate falls to zero
 # and the last one counts. Under the paper's the rate is constant and the best epoch on validation images counts, as for LATS.
 
@@ -324,9 +320,6 @@ def fit_head(
             stage.step(loss if term is None else loss + term, {"classification": loss.detach()}, len(target))
     head.eval()
     return stage.history
-
-
-# The epochs of both ---------------------------------------------------------------------------------------------------
 
 
 def cosine_lr(base: float, epoch: int, epochs: int) -> float:
