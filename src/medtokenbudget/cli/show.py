@@ -79,7 +79,7 @@ class Demo(Command):
             f"  open {page} in a browser: what was kept, at every budget, next to the controls\n"
             "  mtb route YOUR_IMAGES --overlay --out routed: the ready-made router on your own images\n"
             f"  mtb explore {self.out / 'model'}: look at patches, scores and budgets in the browser\n"
-            "  docs/getting-started.md: train a router on your own images and masks"
+            "  docs/training.md: train a router on your own images and masks"
         )
 
 
