@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -17,6 +18,6 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Show the docstring of every public name where a page asks for them."""
-    names = [name for name in medtokenbudget.__all__ if name != "__version__"]
+    """Show the docstring of every public name where a page asks for them, in the order of the page."""
+    names = [name for name in re.findall(r"`(\w+)`", markdown) if name in medtokenbudget.__all__]
     return markdown.replace("<!-- docstrings -->", "\n\n".join(f"::: medtokenbudget.{name}" for name in names))

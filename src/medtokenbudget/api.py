@@ -517,7 +517,7 @@ def _begin_evaluation(target: Path, images: evaluation.HeldOut, manifest: AnyMan
 
 
 def demo(out: Path | str = "runs/demo", n: int = 1000, seed: int = 0, epochs: int | None = None) -> Path:
-    """Run the whole product on drawn images: the ready-made router, then a training; a demo that was stopped resumes.
+    """Run the whole product on drawn images: the packaged router, then a training; a demo that was stopped resumes.
 
     Args:
         out: The run directory.
@@ -529,7 +529,7 @@ def demo(out: Path | str = "runs/demo", n: int = 1000, seed: int = 0, epochs: in
         The path of the report.
     """
     out = Path(out)
-    say(f"1 of 3: the ready-made router on {SAMPLES.n} drawn lesions that are not in the center ...")
+    say(f"1 of 3: the packaged router on {SAMPLES.n} drawn lesions that are not in the center ...")
     samples = synthetic_manifest(out / "router" / "samples", SAMPLES)
     routed = route_files(samples, out / "router" / "routed", config=RouteConfig(overlay=True))
     first = min((out / "router" / "routed" / "overlays").iterdir())
