@@ -156,8 +156,9 @@ def test_every_option_of_a_command_that_is_not_run_exists(capsys: pytest.Capture
 
 
 def test_every_link_to_a_file_leads_somewhere() -> None:
+    pages = {*PAGES, *REPOSITORY.glob("*.md")}
     links = [
-        (page, target) for page in PAGES for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text(encoding="utf-8"))
+        (page, target) for page in pages for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text(encoding="utf-8"))
     ]
     assert links
     for page, target in links:
