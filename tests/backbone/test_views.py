@@ -46,12 +46,6 @@ def test_a_view_turns_image_and_mask_alike(view: str) -> None:
     assert np.asarray(seen)[:, :, 1].tolist() == EXPECTED[view]
 
 
-def test_the_dihedral_views_are_the_eight_different_ones() -> None:
-    image = Image.fromarray(np.arange(9, dtype=np.uint8).reshape(3, 3))
-    seen = {np.asarray(view_of(image, None, view, 0)[0]).tobytes() for view in views.SETS["dihedral"]}
-    assert len(seen) == 8 == len(views.SETS["dihedral"])
-
-
 def test_flips_are_for_training_images_and_off_center_crops_for_images_with_a_mask() -> None:
     assert views.views_of("flips", "train", has_mask=False) == ("identity", "hflip", "vflip", "rot180")
     assert views.views_of("flips", "val", has_mask=True) == ("identity",)

@@ -167,15 +167,6 @@ def test_mask_boxes_and_crop_are_those_of_route(opened: Open, server: Server, tm
     expect(page.get_by_role("button", name="Lesion mask (PNG)")).to_be_disabled()
 
 
-def test_an_old_error_goes_away_when_the_next_image_is_answered(opened: Open) -> None:
-    page = opened()
-    page.locator(".sample").nth(1).click()
-    # What fails beside an analysis, such as a sample that cannot be drawn, must not outlive its answer.
-    page.evaluate("() => { document.getElementById('alert').hidden = false; }")
-    expect(page.locator(".sample").nth(1)).to_have_attribute("aria-pressed", "true")
-    expect(page.get_by_role("alert")).to_be_hidden()
-
-
 def test_methods_have_their_names_in_the_report_and_are_compared_side_by_side_each_with_its_own_head(opened: Open) -> None:
     page = opened()
     assert page.locator("#selector-a").input_value() == MAIN

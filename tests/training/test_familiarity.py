@@ -84,7 +84,7 @@ def test_a_model_without_it_says_nothing_and_a_damaged_one_is_rejected(tmp_path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("draw", [unlike.street, unlike.ultrasound, unlike.noise])
+@pytest.mark.parametrize("draw", [unlike.street, unlike.noise])
 def test_drawn_pictures_of_other_things_are_flagged(draw: unlike.Draw) -> None:
     flagged = [routing.unfamiliar for routing in mtb.route([draw(seed) for seed in range(20)])]
     assert np.mean(flagged) >= 0.9
