@@ -30,7 +30,6 @@ def text(name: str) -> str:
 
 def minimum() -> str:
     found = re.fullmatch(r">=(3\.\d+)", PROJECT["project"]["requires-python"])
-    assert found is not None
     return found[1]
 
 

@@ -90,9 +90,9 @@ def test_many_faults_are_told_at_once() -> None:
         TrainConfig(epochs=0, lr=-1)
     assert "--" not in str(raised.value)
     with pytest.raises(RequestError, match=r"Unknown recipe 'jiont'. Did you mean 'joint'\?"):
-        TrainConfig(recipe="jiont")  # type: ignore[arg-type]
+        TrainConfig(recipe="jiont")
     with pytest.raises(RequestError, match="`lats` must be a LATSConfig, got None"):
-        TrainConfig(lats=None)  # type: ignore[arg-type]
+        TrainConfig(lats=None)
 
 
 @pytest.mark.parametrize("name", COMMANDS)

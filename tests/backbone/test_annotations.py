@@ -60,7 +60,6 @@ def test_another_mask_extracts_nothing_and_crops_keep_their_box(
 ) -> None:
     before = contents(store.path)
     path = manifest.mask_path(2)
-    assert path is not None
     lesion_mask().transpose(Image.Transpose.FLIP_LEFT_RIGHT).save(path)
     again = extract(manifest, store.path, backbone, OFF_CENTER)
     assert contents(store.path) == before
@@ -69,8 +68,7 @@ def test_another_mask_extracts_nothing_and_crops_keep_their_box(
     expected[1, 2:4] = True
     assert np.array_equal(again.lesion[row].numpy().reshape(GRID), expected)
     [crop] = again.rows(["image-002"], view="off-center")
-    geometry = again.stored[int(again.annotation.tokens[crop])].geometry  # type: ignore[union-attr]
-    assert geometry.box is not None
+    geometry = again.stored[int(again.annotation.tokens[crop])].geometry
     assert np.array_equal(again.lesion[crop].numpy(), patch_labels(geometry.of(decode_mask(path)), GRID))
     assert again.identity != store.identity
     others = [i for i, name in enumerate(store.ids) if name != "image-002"]
@@ -164,10 +162,8 @@ def test_what_failed_is_tried_again_when_it_can_succeed(tmp_path: Path, backbone
     good = manifest.image_path(3).read_bytes()
     manifest.image_path(3).unlink()
     full, mask = Image.new("L", (48, 40), 255), manifest.mask_path(2)
-    assert mask is not None
     full.save(mask)  # a lesion that fills the image has no off-center crop
     other_frame = manifest.mask_path(4)
-    assert other_frame is not None
     Image.new("L", (80, 30), 255).save(other_frame)
     store = extract(manifest, tmp_path / "store", backbone, OFF_CENTER)
     reasons = {(error.image_id, error.view): error.reason for error in store.errors}

@@ -163,7 +163,6 @@ def test_views_are_rows_of_their_own_with_their_masks_turned_alike(tmp_path: Pat
         assert np.array_equal(store.lesion[row].numpy().reshape(GRID), expected), view
     # The luminance is of the pixels, the lesion of the mask: both must have turned the same way.
     batch = store.read([*store.rows(["image-000"]), *store.rows(["image-000"], view="hflip")])
-    assert batch.luminance is not None
     upright, flipped = batch.luminance.numpy().reshape(2, *GRID)
     np.testing.assert_allclose(flipped, upright[:, ::-1], atol=5e-3)
 
@@ -174,7 +173,7 @@ def test_off_center_rows_exist_for_masked_images_of_every_part(
     store = extract(manifest, tmp_path / "store", backbone, replace(CONFIG, views="off-center"))
     cropped = [name for name, view in zip(store.ids, store.views) if view == "off-center"]
     assert cropped == [f"image-00{i}" for i in (0, 2, 4, 6, 8)]
-    mask, image = decode_mask(manifest.mask_path(0)), decode_image(manifest.image_path(0))  # type: ignore[arg-type]
+    mask, image = decode_mask(manifest.mask_path(0)), decode_image(manifest.image_path(0))
     seen = views.geometry_of("off-center", mask, views.image_seed(0, "image-000")).of(image)
     loaded = Backbone.load(backbone)
     alone = loaded(loaded.normalize(torch.from_numpy(loaded.prepare(seen))[None]))
@@ -193,7 +192,7 @@ def test_a_lower_precision_gives_nearly_the_same_tokens_and_signals(
     torch.testing.assert_close(right.patches, left.patches, atol=tolerance, rtol=tolerance)
     for name in ("attention_entropy", "cls_attention"):
         torch.testing.assert_close(getattr(right, name), getattr(left, name), atol=0.02, rtol=0.02)
-    assert torch.equal(left.luminance, right.luminance)  # type: ignore[arg-type]
+    assert torch.equal(left.luminance, right.luminance)
 
 
 def _command(manifest: Path, store: Path, backbone: BackboneConfig, *more: str) -> int:
@@ -257,7 +256,6 @@ def test_out_of_memory_halves_the_batch_and_goes_on(
     assert scarce.ids == plenty.ids
     torch.testing.assert_close(scarce.read(range(8)).patches, plenty.read(range(8)).patches, atol=2e-3, rtol=2e-3)
     record = Record.read(scarce.path, 0)
-    assert record is not None
     assert record.batch_size == 1  # six good images in the first shard: 6, 3, 1
     monkeypatch.setattr(Backbone, "__call__", _memory_for(0, Backbone.__call__))
     with pytest.raises(WorkError, match="Not enough memory on cpu for a batch of one"):

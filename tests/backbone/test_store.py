@@ -52,18 +52,18 @@ def test_rows_are_what_the_backbone_says_of_each_image(made: Made) -> None:
             torch.testing.assert_close(getattr(batch, name)[row], getattr(alone, name)[0], atol=tolerance, rtol=2e-3)
         gray = pixels[0].numpy() @ np.array([0.299, 0.587, 0.114]) / 255
         means = gray.reshape(GRID[0], 8, GRID[1], 8).mean((1, 3)).reshape(-1)
-        np.testing.assert_allclose(batch.luminance[row].numpy(), means, atol=1e-5)  # type: ignore[index]
+        np.testing.assert_allclose(batch.luminance[row].numpy(), means, atol=1e-5)
 
 
 def test_labels_and_masks_come_with_the_tokens(made: Made) -> None:
     store, _, _ = made
     batch = store.read(store.rows(["image-000", "image-001", "image-002", "image-003"]))
-    assert batch.label.tolist() == [0, -1, 0, 1]  # type: ignore[union-attr]
-    assert batch.has_mask.tolist() == [True, False, True, False]  # type: ignore[union-attr]
+    assert batch.label.tolist() == [0, -1, 0, 1]
+    assert batch.has_mask.tolist() == [True, False, True, False]
     expected = torch.zeros(GRID, dtype=torch.bool)
     expected[1, 0:2] = True
-    assert torch.equal(batch.lesion[0], expected.flatten())  # type: ignore[index]
-    assert not batch.lesion[1].any()  # type: ignore[index]
+    assert torch.equal(batch.lesion[0], expected.flatten())
+    assert not batch.lesion[1].any()
     batch = store.read(range(len(store)))
     for name in ("label", "lesion", "has_mask"):
         assert torch.equal(getattr(store, name), getattr(batch, name)), name
@@ -93,9 +93,9 @@ def test_an_epoch_shows_every_row_once_in_the_order_of_its_seed(made: Made) -> N
         batches = list(store.batches(rows, 4, generator, prefetch=prefetch))
         assert [len(batch) for batch in batches] == [4, 4, 2]
         for batch in batches:
-            again = store.read(store.rows(batch.image_id))  # type: ignore[arg-type]
+            again = store.read(store.rows(batch.image_id))
             assert torch.equal(batch.patches, again.patches)
-            assert torch.equal(batch.label, again.label)  # type: ignore[arg-type]
+            assert torch.equal(batch.label, again.label)
         return [name for batch in batches for name in batch.image_id or ()]
 
     assert epoch(None, 2) == store.ids
@@ -111,9 +111,9 @@ def test_tokens_come_in_the_number_format_that_is_asked_for_and_can_be_written_t
         assert batch.patches.dtype == dtype
         assert torch.equal(batch.patches.float(), before.patches)
         for value in (batch.patches, batch.cls, batch.luminance):
-            value.zero_()  # type: ignore[union-attr]
+            value.zero_()
     assert torch.equal(store.read([0, 1]).patches, before.patches)
-    assert torch.equal(store.read([0, 1]).luminance, before.luminance)  # type: ignore[arg-type]
+    assert torch.equal(store.read([0, 1]).luminance, before.luminance)
     assert store.damaged() == []
 
 

@@ -93,7 +93,7 @@ def test_a_bad_file_is_rejected_by_name(tmp_path: Path, case: str, decode: objec
     elif content == "folder":
         path.mkdir()
     with pytest.raises(DecodeError, match=message) as caught:
-        decode(path)  # type: ignore[operator]
+        decode(path)
     assert caught.value.kind in kinds.split("|")
     assert "picture.jpg" in str(caught.value)
     assert caught.value.exit_code == 2

@@ -171,6 +171,6 @@ def edited(path: Path) -> None:
 )
 def test_a_file_that_is_no_manifest_is_rejected(tmp_path: Path, harm: object, message: str) -> None:
     path = manifest(tmp_path).write(tmp_path / "m.parquet")
-    harm(path)  # type: ignore[operator]
+    harm(path)
     with pytest.raises(ManifestError, match=message):
         Manifest.read(path)

@@ -164,7 +164,6 @@ def test_images_masks_and_manifest_belong_together(tmp_path: Path) -> None:
     assert set(manifest.rows["split"]) == {"train", "select", "val"}
     for index in range(len(manifest)):
         mask_path = manifest.mask_path(index)
-        assert mask_path is not None
         mask = np.asarray(decode_mask(mask_path))
         assert decode_image(manifest.image_path(index)).size == (64, 64)
         assert set(np.unique(mask)) == {0, 255}

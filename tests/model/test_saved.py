@@ -130,7 +130,6 @@ def test_a_model_that_is_routed_early_is_downloaded_with_its_router(hub_at: Call
     with serving(made.save_pretrained(tmp_path / "early"), "someone/early") as address:
         hub_at(address)
         found = mtb.load("someone/early", device="cpu")
-    assert found.scout is not None
     assert found.scout.fingerprint == found.early["router"]
 
 

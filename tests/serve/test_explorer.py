@@ -150,7 +150,6 @@ def test_mask_boxes_and_crop_are_those_of_route(opened: Open, server: Server, tm
     page.set_input_files("#image-file", path)
     expect(page.locator("#image-line")).to_contain_text("spot.png")
     settle(page)
-    assert server.model is not None
     (routing,) = server.model.route(path)
     saved = {}
     for kind, button in {"mask": "Lesion mask (PNG)", "box": "Lesion boxes (JSON)", "crop": "Lesion crop (PNG)"}.items():
@@ -363,8 +362,6 @@ def test_a_promise_stays_on_for_the_next_image_until_the_budget_is_moved(chromiu
 def test_the_picture_is_in_view_without_scrolling(opened: Open, width: int, height: int) -> None:
     page = opened(width, height)
     shown, control = page.locator("canvas").bounding_box(), page.locator(".control").bounding_box()
-    assert shown is not None
-    assert control is not None
     bottom = shown["y"] + shown["height"]
     assert bottom <= height
     assert bottom <= control["y"] or shown["y"] >= control["y"] + control["height"]
