@@ -42,7 +42,7 @@ class World:
         run = f"{data} --store {root}/store --out {out} {' '.join(SMALL)}"
         route = f"route {root}/images --model {root}/model --out {out} --overlay --device cpu"
         words = {
-            "data": f"data synthetic --out {out} --n 2 --size 48",
+            "data": f"data synthetic --out {out} --n 2 --size 48 --workers 1",
             "split": f"data split {data} --split kfold --out {out}/kfold.parquet",
             "extract": f"extract {data} --store {out} {self.backbone} --shard-size 8",
             "train": f"train {run} --lats.hidden 8 --lats.layers 1",
@@ -95,7 +95,7 @@ def make_world(root: Path) -> World:
     small_backbone(root)
     data = root / "data" / "manifest.parquet"
     for words in (
-        f"data synthetic --out {root}/data --n 20 --size 48",
+        f"data synthetic --out {root}/data --n 20 --size 48 --workers 1",
         f"extract {data} --store {root}/store {world.backbone}",
         f"sweep {data} --store {root}/store --out {root}/run {' '.join(SMALL[2:])} --methods center random --jobs 1",
     ):

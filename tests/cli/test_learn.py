@@ -43,6 +43,7 @@ def test_train_leaves_a_run_directory_and_a_model_that_loads(
     assert {"manifest", "split", "store"} <= set(run["hashes"])
     assert run["command"].startswith("mtb train manifest.parquet --store tokens --out run "), "as typed, without folders elsewhere"
     assert run["command"].endswith(" ".join(SMALL[-2:]))
+    assert "| `random` | 23 (23) |" in (out / "model" / "README.md").read_text(), "the controls are trained after the model"
     model = mtb.load(out / "model", device="cpu")
     assert read_json(out / "model" / "config.json")["backbone"]["weights"] == "vit-0.safetensors"
     assert sha256_file(model.backbone_config.weights) == model.backbone_fingerprint["weights"], "where predict finds them"
