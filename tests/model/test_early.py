@@ -45,7 +45,7 @@ class World:
         return Manifest.read(self.manifest_path)
 
     def early(self, way: str, budget: float = 0.3) -> EarlyRouting:
-        return EarlyRouting(self.routers[way], way, budget, **SETTINGS[way])  # type: ignore[arg-type]
+        return EarlyRouting(self.routers[way], way, budget, **SETTINGS[way])
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +85,6 @@ def test_a_model_predicts_from_the_very_tokens_that_its_head_was_trained_on(made
     manifest = world.manifest
     prediction = made.model.predict(manifest.image_path(0))[0]
     stored = made.store.read(made.store.rows([manifest.ids[0]]))
-    assert stored.places is not None
     assert sorted(prediction.kept.tolist()) == sorted(stored.places[0].tolist())
     torch.testing.assert_close(torch.from_numpy(prediction.tokens), stored.patches[0], rtol=5e-3, atol=5e-3)  # stored in fp16
     assert (prediction.budget, prediction.k) == (0.3, 30)
@@ -183,7 +182,6 @@ def test_a_selector_that_needs_no_training_chooses_inside_by_the_attention_of_th
     before = Backbone.load(replace(world.backbone, layer=1))(images, (signal,))
     best = getattr(before, signal).topk(30, dim=1).indices.sort(1).values
     places = backbone(images).places
-    assert places is not None
     assert torch.equal(places.sort(1).values, best)
 
 

@@ -146,7 +146,7 @@ def moody_selector() -> Iterator[dict[str, bool]]:
 
     @register_selector("moody")
     class Moody(Ranker):
-        def score(self, tokens, generator=None):  # type: ignore[no-untyped-def]
+        def score(self, tokens, generator=None):
             if mood["bad"]:
                 raise RuntimeError("not today")
             return tokens.patches.norm(dim=-1)
