@@ -172,8 +172,8 @@ def _train_scout(manifest: AnyManifest, out: Path, config: TrainConfig) -> Run:
     """Train a scout, measure it on the validation images next to the controls, and save it as a model."""
     opened = _opened(manifest).without_labels()
     validation = opened.part("val")
-    if not len(validation):
-        raise RequestError(f"'{opened.name}' has no validation images to measure with. Split it with `mtb data split`.")
+    if not validation.rows["mask"].notna().any():
+        raise RequestError(f"'{opened.name}' has no validation image with a mask to measure with. Split it with `mtb data split`.")
     if (out / FILE).exists() and SCOUT not in Run(out).methods:
         raise RequestError(f"{out} contains another run. Use another `out`.")
     with exclusive(out):
