@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import timm
 import torch
+from PIL import Image
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
@@ -265,3 +267,12 @@ def test_the_pass_compiles_to_one_graph_without_waiting_for_a_value(images: Tens
         compiled = torch.compile(pruned, fullgraph=True, backend="aot_eager")
         close(compiled(images), pruned(images))
         assert torch._dynamo.explain(pruned)(images).graph_break_count == 0
+
+
+@pytest.mark.parametrize("size", [(13, 17), (13, 40), (40, 40)])
+def test_a_resize_is_that_of_pillow_also_in_a_graph(size: tuple[int, int]) -> None:
+    torch._dynamo.reset()
+    pixels = torch.rand(1, 1, 24, 30, generator=torch.Generator().manual_seed(0))
+    resized = Image.fromarray(pixels[0, 0].numpy()).resize(size[::-1], Image.Resampling.BILINEAR)
+    for resize in (partial.resize, torch.compile(partial.resize, fullgraph=True, backend="eager")):
+        np.testing.assert_allclose(resize(pixels, size)[0, 0], np.asarray(resized), rtol=1e-5, atol=1e-6)

@@ -124,7 +124,7 @@ class EarlyBackbone(Backbone):
 
         def choose(x: Tensor | None) -> Chosen:
             if x is None:
-                scores = self.route.score(resize(self.preprocessing.denormalize(images), (self.route.size, self.route.size)))
+                scores = self.route.score(self.preprocessing.denormalize(resize(images, (self.route.size, self.route.size))))
                 scores = resize_scores(scores, self.route.grid, self.grid)
             else:
                 scores = self.route.score(self._seen(x))
@@ -186,8 +186,9 @@ def resize(images: Tensor, size: tuple[int, int]) -> Tensor:
         return images
     if height % h == 0 and width % w == 0:
         return F.avg_pool2d(images, (height // h, width // w))
-    if height <= h and width <= w:
-        return F.interpolate(images, size=size, mode="bilinear", align_corners=False)
+    smaller = height > h or width > w
+    if not (smaller and torch.compiler.is_compiling()):
+        return F.interpolate(images, size=size, mode="bilinear", align_corners=False, antialias=smaller)
     return _triangles(height, h, images.device) @ images @ _triangles(width, w, images.device).T
 
 
