@@ -231,7 +231,7 @@ def test_attention_inside_is_that_of_the_dense_pass_for_every_family(name: str, 
         return tokens.received_attention if tokens.received_attention is not None else tokens.patches[..., 0]
 
     dense = Backbone.from_model(tiny(name), name, layer=1)(images.double(), signals)
-    route = EarlyRoute("inside", 5, score, dense.grid, SIZE, {}, requires=signals, block=2)
+    route = EarlyRoute(2, 5, score, dense.grid, SIZE, {}, requires=signals)
     EarlyBackbone(Backbone.from_model(tiny(name), name), route)(images.double())
     for signal in ("patches", *signals):
         close(getattr(seen[0], signal), getattr(dense, signal))

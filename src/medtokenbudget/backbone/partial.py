@@ -20,7 +20,6 @@ from torch.nn import functional as F
 from medtokenbudget.backbone.attention import REGISTRY, AttentionTap, reduce_attention
 from medtokenbudget.backbone.backbone import Backbone
 from medtokenbudget.backbone.encoders import Places, PlainViT, partial_encoder
-from medtokenbudget.errors import RequestError
 from medtokenbudget.tokens import TokenBatch
 
 Way = Literal["scout", "inside"]
@@ -69,8 +68,8 @@ def prune(x: Tensor, indices: Tensor, real: Tensor | None, prefix: int) -> tuple
 class EarlyRoute:
     """How a backbone is routed early."""
 
-    way: Way
-    """'scout' chooses patches before block 0, 'inside' before `block`."""
+    block: int
+    """First block that runs on the kept patches: 0 for 'scout'."""
     k: int
     """Number of patches that are kept: those with the highest scores."""
     score: Callable[[Any], Tensor]
@@ -83,8 +82,6 @@ class EarlyRoute:
     """All of this as JSON values, with the hash of the router; part of the backbone's fingerprint."""
     requires: tuple[str, ...] = ()
     """Fields of the `TokenBatch` that `score` reads in addition to the patches ('inside')."""
-    block: int = 4
-    """First block that runs on the kept patches ('inside')."""
 
 
 class Early(Protocol):
@@ -99,19 +96,19 @@ class EarlyBackbone(Backbone):
     """A backbone with an early route. It takes over the network of `dense`, which is not to be used any more.
 
     Raises:
-        RequestError: The backbone cannot run on a part of its patches, or the route does not fit it.
+        RequestError: The backbone cannot run on a part of its patches.
     """
 
     def __init__(self, dense: Backbone, route: EarlyRoute) -> None:
         self.__dict__.update(vars(dense))
-        _check_route(dense, route)
+        partial_encoder(dense.model, dense.config.name)
         self.route = route
         self.fingerprint = {**dense.fingerprint, "route": route.settings}
         # Nothing reads the attention of the last block, and its hooks do not know the bias of a background token.
         for block in self.encoder.blocks:
             block._forward_pre_hooks.clear()
             block._forward_hooks.clear()
-        if route.way == "inside" and route.requires:
+        if route.block and route.requires:
             self._tap = AttentionTap(self.encoder.blocks[route.block - 1], self.config.name)
 
     @property
@@ -130,9 +127,8 @@ class EarlyBackbone(Backbone):
                 scores = self.route.score(self._seen(x))
             return scores.topk(self.route.k, dim=1).indices, None
 
-        block = 0 if self.route.way == "scout" else self.route.block
         assert isinstance(self.encoder, PlainViT)
-        x, places = routed_pass(self.encoder, images, choose, block, self.layer + 1)
+        x, places = routed_pass(self.encoder, images, choose, self.route.block, self.layer + 1)
         x = self.encoder.norm(x)
         cls = x[:, 0] if self.has_cls else None
         return TokenBatch(x[:, self.prefix :], self.grid, cls=cls, places=places.indices)
@@ -155,28 +151,6 @@ def block_tokens(
     signals = [name for name in requires if name in REGISTRY]
     values: dict[str, Any] = dict(reduce_attention(tap.inputs(), encoder.prefix, signals))
     return replace(tokens, **values)
-
-
-def _check_route(dense: Backbone, route: EarlyRoute) -> None:
-    (h, w), (sh, sw), size = dense.grid, route.grid, dense.preprocessing.image_size
-    partial_encoder(dense.model, dense.config.name)
-    if route.way == "scout" and (h % sh or w % sw or h // sh != w // sw or size < route.size):
-        raise RequestError(
-            f"The scout looks at {sh} x {sw} patches of {route.size} pixels, but the backbone has {h} x {w} patches of {size} "
-            f"pixels. Each patch of the scout must cover a whole number of the backbone's: choose a backbone, an `image_size` or a "
-            "`router` whose grid fits."
-        )
-    if route.way == "inside" and not 1 <= route.block <= dense.layer:
-        raise RequestError(
-            f"`route` block:{route.block} does not exist: tokens come from block {dense.layer}, so it can be block:1 to "
-            f"block:{dense.layer}."
-        )
-    if route.way == "inside" and "rollout" in route.requires:
-        raise RequestError("A router inside the backbone cannot read rollout, which needs all blocks. Use another `router`.")
-    if route.way == "inside" and route.grid != dense.grid:
-        raise RequestError(
-            f"The router scores {sh} x {sw} patches, but the backbone has {h} x {w}. Use the router of this backbone."
-        )
 
 
 def resize(images: Tensor, size: tuple[int, int]) -> Tensor:
