@@ -21,7 +21,6 @@ from medtokenbudget.backbone.backbone import Backbone, located
 from medtokenbudget.backbone.views import IDENTITY, OFF_CENTER
 from medtokenbudget.config import (
     BUDGETS,
-    CONTROLS,
     DEFAULT_SELECTOR,
     HEADLINE_BUDGETS,
     BackboneConfig,
@@ -52,10 +51,11 @@ from medtokenbudget.runs import sweep as sweeping
 from medtokenbudget.runs.card import card_text
 from medtokenbudget.runs.evaluate import Part
 from medtokenbudget.runs.method import Method, method_of, with_heads
-from medtokenbudget.runs.preflight import READS_ROUTED, supported_methods
+from medtokenbudget.runs.preflight import READS_ROUTED, available_controls, supported_methods
 from medtokenbudget.runs.run import FILE, Run
 from medtokenbudget.runs.studies import Study, Unit, chosen_studies
 from medtokenbudget.runtime import say
+from medtokenbudget.tokens import NOT_FROM_BACKBONE
 from medtokenbudget.training.classifier import RoutedClassifier
 from medtokenbudget.training.familiarity import fit_familiarity
 from medtokenbudget.training.rows import TrainingRows
@@ -143,7 +143,7 @@ def train(
     # A manifest that came as a path stays one: the run records where it is.
     run = Run.begin(out, opened.without_labels() if unlabeled else manifest, store, settings)
     if run.store.fixed_budget is None:
-        compared = [name for name in CONTROLS if controls and "has_mask" not in selector_class(name).requires]
+        compared = [name for name in available_controls(run.store) if controls and "has_mask" not in selector_class(name).requires]
         methods = [str(method_of(selector, settings)), *compared]
     else:  # routed already: only the head is left to train
         methods, run.config = [READS_ROUTED], _at_fixed_budget(run)
@@ -567,7 +567,7 @@ def save_model(run: Run, trained: Mapping[Unit, RoutedClassifier] = MappingProxy
         for method in map(Method.parse, run.methods):
             unit = Unit(method, run.seeds[0])
             # An ablation has no training of its own, and a selector that reads masks (the oracle) cannot predict.
-            usable = method.ablation is None and "has_mask" not in selector_class(method.selector).requires
+            usable = method.ablation is None and not {*NOT_FROM_BACKBONE} & {*selector_class(method.selector).requires}
             if usable and unit.name in run.units:
                 classifiers[str(method)] = trained.get(unit) or sweeping.load_unit(run, unit)
         store, config = run.store, train_config_from_dict(run.methods[run.main]["config"])

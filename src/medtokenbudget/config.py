@@ -176,8 +176,8 @@ HEADLINE_BUDGETS: tuple[float, ...] = (0.1, 0.3, 0.5)
 SEEDS: tuple[int, ...] = (42, 43, 44)
 """The seeds of the paper; the first one is the default everywhere."""
 PAPER_METHODS: tuple[str, ...] = ("no-pruning", "random", "norm", "tome", "attention-entropy", "local-contrast", "lats")
-CONTROLS: tuple[str, ...] = ("center", "darkness", "border-contrast", "random", "oracle")
-"""In every comparison: what a learned router must beat without a model and by chance, and the ceiling."""
+CONTROLS: tuple[str, ...] = ("center", "darkness", "border-contrast", "segmenter", "random", "oracle")
+"""In every comparison: what a learned router must beat (places, gray values, the border, a segmenter, chance), and the ceiling."""
 PAPER_RECIPE = "lats"
 """The method of the paper, shown next to the model of a run."""
 DEFAULT_SELECTOR = "lats"

@@ -26,7 +26,7 @@ from medtokenbudget.backbone import FeatureStore, extract
 from medtokenbudget.backbone.annotations import hashes_of, known_manifests, mask_patches
 from medtokenbudget.backbone.backbone import READS_PIXELS
 from medtokenbudget.backbone.views import IDENTITY, OFF_CENTER
-from medtokenbudget.config import CONTROLS, BackboneConfig, ExtractConfig, to_dict
+from medtokenbudget.config import BackboneConfig, ExtractConfig, to_dict
 from medtokenbudget.data import Manifest, decode_image, decode_mask, patch_order
 from medtokenbudget.data.manifest import listed
 from medtokenbudget.data.strata import STRATA, column_strata, measure, stratum_order
@@ -46,6 +46,7 @@ from medtokenbudget.routing.conformal import (
 )
 from medtokenbudget.routing.trainable import ScoredRanker, evaluating
 from medtokenbudget.runs.method import Method
+from medtokenbudget.runs.preflight import available_controls
 from medtokenbudget.runs.run import AS_IS, ATTRIBUTES, FILE, OF_IMAGES, Run, routing_name, write_tables
 from medtokenbudget.runtime import progress, say
 from medtokenbudget.training.classifier import RoutedClassifier
@@ -296,7 +297,7 @@ def evaluate_model(
     if wrong or not budgets:
         raise RequestError(f"Budgets must lie in (0, 1], got {', '.join(map(str, wrong)) or 'none'}.")
     classifiers = {method: model.classifier(method)}
-    for name in CONTROLS:
+    for name in available_controls(images.store):
         control = create_selector(name, minimum=classifiers[method].selector.minimum)
         if control.reads_patches and images.store.config["backbone"]["name"] in READS_PIXELS:
             continue  # on pixels it would be another method than the one of this name on tokens
@@ -629,7 +630,7 @@ def evaluate_kept(run: Run, table: KeptPatches, images: HeldOut, original: Manif
             **dict.fromkeys(("purity", "lesion_dominated", "lesion_mass"), none),
         }
         frames.append(pd.DataFrame(_known(store, rows, images.manifest) | measured))
-    classifiers = {name: RoutedClassifier(create_selector(name, minimum=1), None) for name in CONTROLS}
+    classifiers = {name: RoutedClassifier(create_selector(name, minimum=1), None) for name in available_controls(store)}
     budgets, most = list(table.kept), table.kept[max(table.kept)][at]
     orders = {routing_name(AS_IS, name, method, SEED): value for name, value in _annotations(store, rows).items()}
     if all((np.sort(most[:, : few.shape[1]]) == np.sort(few[at])).all() for few in table.kept.values()):  # a ranking
