@@ -53,7 +53,7 @@ from medtokenbudget.runs.evaluate import Part
 from medtokenbudget.runs.method import Method, method_of, with_heads
 from medtokenbudget.runs.preflight import READS_ROUTED, available_controls, supported_methods
 from medtokenbudget.runs.run import FILE, Run
-from medtokenbudget.runs.studies import Study, Unit, chosen_studies
+from medtokenbudget.runs.studies import PROTOCOL, Study, Unit, chosen_studies
 from medtokenbudget.runtime import say
 from medtokenbudget.tokens import NOT_FROM_BACKBONE
 from medtokenbudget.training.classifier import RoutedClassifier
@@ -232,7 +232,8 @@ def sweep(
         manifest: The images with their labels, masks and split.
         store: Their tokens.
         out: The run directory; a sweep that was stopped there resumes.
-        methods: Texts such as 'lats:lesion-first', 'center' or 'tome'. Default: the paper's methods, ours and the controls.
+        methods: Texts such as 'lats:lesion-first', 'center' or 'tome', or ['protocol']: the rows, budgets and seeds of the
+            benchmark protocol. Default: the paper's methods, ours and the controls.
         budgets: Shares of the patches to keep, such as 0.3 or '30%'. Default: the budgets of `config`.
         seeds: Seeds; each gives one training per method. Default: that of `config`.
         config: A preset by name, or all settings, such as `mtb.preset("lesion-first", lr=1e-4)`. What differs from the preset
@@ -252,7 +253,10 @@ def sweep(
         [['center', 'as-is', 76], ['center', 'off-center', 76], ['norm', 'as-is', 76], ['norm', 'off-center', 76]]
     """
     run = Run.begin(out, manifest, store, preset(config) if isinstance(config, str) else config)
-    given_budgets = given_settings(run.config).get("budgets")
+    given_budgets, name = given_settings(run.config).get("budgets"), "sweep"
+    if methods is not None and list(methods) == [PROTOCOL.name]:
+        name, methods, seeds = PROTOCOL.name, supported_methods(run, PROTOCOL.methods), seeds or PROTOCOL.seeds
+        budgets = budgets or given_budgets or PROTOCOL.budgets
     if budgets is not None:
         shares = tuple(read_share("budgets", budget) for budget in budgets)
         if given_budgets is not None and shares != tuple(given_budgets):
@@ -264,7 +268,7 @@ def sweep(
     check_values({"seeds": (seeds, tuple[Seed, ...])})
     if methods is None:
         methods = supported_methods(run, default_methods() if run.store.fixed_budget is None else (READS_ROUTED,))
-    study = Study("sweep", with_heads(methods, heads), seeds, tuple(run.config.budgets))
+    study = Study(name, with_heads(methods, heads), seeds, tuple(run.config.budgets))
     sweeping.run_studies(run, [study], Execution(engine, jobs, address))
     save_model(run)
     return run
@@ -307,12 +311,6 @@ def reproduce(
     run = Run.begin(out, manifest, store, config)
     names = [study] if isinstance(study, str) else list(study)
     studies = chosen_studies(names, run.manifest.source.split()[0])
-    if OFF_CENTER not in run.store.views and any(one.name == "center-bias" for one in studies):
-        advice = 'Extract them with `mtb extract` and `views="off-center"`.'
-        if "center-bias" in names:
-            raise RequestError(f"Study 'center-bias' needs off-center views. {advice}")
-        say(f"Skipping study 'center-bias': the store has no off-center views. {advice}")
-        studies = [one for one in studies if one.name != "center-bias"]
     studies = [replace(one, methods=supported_methods(run, one.methods)) for one in studies]
     supported = [one for one in studies if one.methods]
     sweeping.run_studies(run, supported, Execution(engine, jobs, address), chosen_for_user=("protocol",))

@@ -289,7 +289,8 @@ class Sweep(ManyTrainings):
     example = "mtb sweep isic.parquet --store tokens --out runs/sweep --methods lats:lesion-first random center --seeds 42 43 44"
 
     methods: tuple[str, ...] = DEFAULT_METHODS
-    """Methods as selector, selector:variant or selector+head:variant, such as lats:lesion-first."""
+    """Methods as selector, selector:variant or selector+head:variant, such as lats:lesion-first; or `protocol`: the rows, budgets
+    and seeds of the benchmark protocol."""
     heads: tuple[str, ...] | None = None
     """Heads to combine every method with, such as mlp abmil. A method that names its head, as selector+head, keeps it."""
     seeds: tuple[Seed, ...] = (SEEDS[0],)
@@ -300,10 +301,8 @@ class Sweep(ManyTrainings):
 
         from medtokenbudget.api import sweep
 
-        methods = self.methods if "methods" in self.given else None
-        run = sweep(
-            self.manifest, self.store, self.out, methods, seeds=self.seeds, config=self.config, heads=self.heads, **execution
-        )
+        methods, seeds = ((getattr(self, name) if name in self.given else None) for name in ("methods", "seeds"))
+        run = sweep(self.manifest, self.store, self.out, methods, seeds=seeds, config=self.config, heads=self.heads, **execution)
         self.finish(run, "sweep")
 
 
