@@ -111,7 +111,7 @@ def _data(run: Run, model: MedTokenBudget) -> dict[str, Any]:
     rows = []
     for part, values in run.counts.items():
         if values["images"]:
-            classes = ", ".join(f"{markdown_text(name)} {count:,}" for name, count in values["classes"].items() if count)
+            classes = ", ".join(f"{markdown_text(name)} {count:,}" for name, count in values.get("classes", {}).items() if count)
             rows.append([part, f"{values['images']:,}", f"{values['masks']:,}", Markup(classes)][: len(head)])
     masks, weight = "none were used in training", model.train_config.losses.lesion
     if weight:
