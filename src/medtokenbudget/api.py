@@ -311,7 +311,8 @@ def reproduce(
     run = Run.begin(out, manifest, store, config)
     names = [study] if isinstance(study, str) else list(study)
     studies = chosen_studies(names, run.manifest.source.split()[0])
-    studies = [replace(one, methods=supported_methods(run, one.methods)) for one in studies]
+    supported_by_data = supported_methods(run, tuple(dict.fromkeys(method for one in studies for method in one.methods)))
+    studies = [replace(one, methods=tuple(m for m in one.methods if m in supported_by_data)) for one in studies]
     supported = [one for one in studies if one.methods]
     sweeping.run_studies(run, supported, Execution(engine, jobs, address), chosen_for_user=("protocol",))
     save_model(run)
