@@ -200,7 +200,7 @@ class Segmenter(StoredSignal):
     reads_patches = False
     title = "Segmenter"
     description = "Keeps the patches that a trained segmenter takes for lesion."
-    color, marker = "#5a5a9c", "P"
+    color, marker = "#5a5a9c", "X"
     requires = ("segmentation",)
 
 
