@@ -358,6 +358,7 @@ def leaderboard(comparison: Comparison) -> Table | None:
         rows.append(row)
     heads = [f"{METRICS[metric].title}{', off-center' if view == OFF_CENTER else ''}" for metric, view in boards]
     ties = [str(tie) for tie in main_board["tie"].fillna(0)]
+    what = "The main methods and the controls" if comparison.several else "The methods"
     return Table(
         "leaderboard",
         columns=["Method", *(["Run"] if comparison.several else []), *(text for head in heads for text in (f"{head} (%)", "Rank"))],
@@ -365,7 +366,7 @@ def leaderboard(comparison: Comparison) -> Table | None:
         data=data,
         labels=1 + comparison.several,
         breaks=changes(ties),
-        **_words("leaderboard", what="The main methods and the controls" if comparison.several else "The methods", budget=_at_headline(comparison), n=int(main_board["n"].max())),
+        **_words("leaderboard", what=what, budget=_at_headline(comparison), n=int(main_board["n"].max())),
     )
 
 
