@@ -52,7 +52,7 @@ from medtokenbudget.runs.card import card_text
 from medtokenbudget.runs.evaluate import Part
 from medtokenbudget.runs.method import Method, method_of, with_heads
 from medtokenbudget.runs.preflight import READS_ROUTED, available_controls, supported_methods
-from medtokenbudget.runs.run import FILE, Run
+from medtokenbudget.runs.run import AS_IS, FILE, Run
 from medtokenbudget.runs.studies import PROTOCOL, Study, Unit, chosen_studies
 from medtokenbudget.runtime import say
 from medtokenbudget.tokens import NOT_FROM_BACKBONE
@@ -471,8 +471,8 @@ def evaluate_kept(
     """Judge a method that was made without this package by a table of the patches that it kept, next to the controls.
 
     Args:
-        kept: Parquet file with the columns `image_id` and `kept`, and optionally `budget`, `scores` and `p_<class>`, such as
-            `mtb route` and `mtb predict` write. Its name is that of the method.
+        kept: Parquet file with the columns `image_id` and `kept`, and optionally `view`, `budget`, `scores` and `p_<class>`, such
+            as `mtb route` and `mtb predict` write. Its name is that of the method.
         manifest: The images, with masks.
         out: The run directory to write.
         store: Tokens of the images on the grid of the table; None reads them with the embedded backbone into `out/tokens`.
@@ -490,11 +490,21 @@ def evaluate_kept(
     if part == "auto":
         part = "val" if (original.rows["split"] == "val").any() else "all"
     wanted = original if part == "all" else original.part(part)
-    table = evaluation.read_kept(kept, wanted)
+    tables = {AS_IS: evaluation.read_kept(kept, wanted)}
+    off_center = evaluation.has_off_center(kept)
     with exclusive(target):
-        images = evaluation.images_of_table(table, wanted, store, target / "tokens", part)
+        images = evaluation.images_of_table(tables[AS_IS], wanted, store, target / "tokens", part, off_center)
+        if off_center:
+            if not len(images.off_center):
+                advice = 'Extract them with `mtb extract` and `views="off-center"`.'
+                raise RequestError(f"{kept} has off-center views, but the store {images.store.path} has none. {advice}")
+            shown = {images.store.ids[row] for row in images.off_center}
+            crops = wanted.take([row for row, name in enumerate(wanted.ids) if name in shown])
+            tables[OFF_CENTER] = evaluation.read_kept(kept, crops, OFF_CENTER)
+            if list(tables[OFF_CENTER].kept) != list(tables[AS_IS].kept):
+                raise RequestError(f"{kept} has other budgets for off-center views than for original images.")
         run = _begin_evaluation(target, images, manifest, TrainConfig())
-        evaluation.evaluate_kept(run, table, images, original, by)
+        evaluation.evaluate_kept(run, tables, images, original, by)
     return run
 
 
