@@ -152,8 +152,8 @@ def _check_request(
             "Add masks to the manifest, or choose other views."
         )
     for name, default in (("crops", 1), ("view_seed", 0)):
-        if config.views != "off-center" and getattr(config, name) != default:
-            raise RequestError(f'`{name}` needs `views="off-center"`. Change the views, or leave out `{name}`.')
+        if config.views not in ("off-center", "augmented") and getattr(config, name) != default:
+            raise RequestError(f'`{name}` needs `views="off-center"` or "augmented". Change the views, or leave out `{name}`.')
     absolute = Path(os.path.abspath(path))
     inside = next((folder for folder in _image_folders(manifest) if absolute.is_relative_to(folder)), None)
     if inside is not None:

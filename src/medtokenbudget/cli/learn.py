@@ -91,7 +91,8 @@ class Extract(Command):
     def run(self) -> None:
         shards = None if self.cluster.shards is None else parse_shards(self.cluster.shards)
         self.require_effect(self.cluster.engine == "ray", '`engine="ray"`', "address")
-        self.require_effect(self.extraction.views == "off-center", '`views="off-center"`', "crops", "view_seed")
+        drawn = self.extraction.views in ("off-center", "augmented")
+        self.require_effect(drawn, '`views="off-center"` or `views="augmented"`', "crops", "view_seed")
         route, router = self.early.route, self.early.router
         if (route is None) != (router is None):
             raise RequestError("`route` and `router` must be used together: the way to route, and the model that chooses.")
