@@ -332,7 +332,7 @@ _warned: set[str] = set()
 
 @contextmanager
 def exclusive(folder: Path | str, shared: bool = False, name: str = LOCK, wait: bool = False) -> Iterator[None]:
-    """Hold the lock of a directory inside the block; the directory is created if needed.
+    """Hold the lock of a directory inside the block; the directory is created if needed, and removed again if nothing was written.
 
     The same thread can take a lock that it holds once more. A `shared` lock allows others who also ask for one, such as the jobs
     of an array that fill one store. With `wait`, a lock that is held is waited for instead of refused.
@@ -344,6 +344,7 @@ def exclusive(folder: Path | str, shared: bool = False, name: str = LOCK, wait: 
     if fcntl is None or key in _held:
         yield
         return
+    new = not shared and not path.parent.exists()
     handle = _acquire(path, fcntl.LOCK_SH if shared else fcntl.LOCK_EX, wait)
     _held.add(key)
     try:
@@ -355,6 +356,8 @@ def exclusive(folder: Path | str, shared: bool = False, name: str = LOCK, wait: 
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _is_named(handle, path):
                 path.unlink()
+            if new:
+                path.parent.rmdir()  # fails unless it is empty
         os.close(handle)
 
 
