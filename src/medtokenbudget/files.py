@@ -140,8 +140,7 @@ def write_encoded(path: Path | str, encode: Callable[[BinaryIO], Any]) -> None:
     """
     stream = io.BytesIO()
     encode(stream)
-    with atomic_write(path) as temporary:
-        temporary.write_bytes(stream.getvalue())
+    write_bytes(path, stream.getvalue())
 
 
 def write_json(path: Path | str, value: Any) -> None:
@@ -260,11 +259,8 @@ def dotted(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def write_safetensors(path: Path | str, data: bytes) -> None:
-    """Write what `safetensors.*.save` gives atomically.
-
-    Not `save_file`: the library writes to a hidden file of its own first, which a killed process would leave behind for good.
-    """
+def write_bytes(path: Path | str, data: bytes) -> None:
+    """Write bytes atomically. The `save_file` of safetensors would leave a hidden file behind when it is killed."""
     with atomic_write(path) as temporary:
         temporary.write_bytes(data)
 
@@ -277,7 +273,7 @@ def save_tensors(path: Path, tensors: dict[str, Tensor], state: dict[str, Any]) 
     text = json.dumps(state, sort_keys=True)
     # One key only: safetensors writes several in an order that changes from call to call.
     metadata = {"state": json.dumps({"sha256": _digest(plain, text), "state": text}, sort_keys=True)}
-    write_safetensors(path, save(plain, metadata))
+    write_bytes(path, save(plain, metadata))
 
 
 def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -412,7 +412,6 @@ def correct(label: ArrayLike, predicted: ArrayLike) -> NDArray[np.bool_]:
 
 
 def accuracy(label: ArrayLike, predicted: ArrayLike) -> float:
-    """Compute the share of the images whose predicted class is the label."""
     hits = correct(label, predicted)
     return float(hits.mean()) if hits.size else float("nan")
 

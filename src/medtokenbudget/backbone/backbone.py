@@ -374,7 +374,6 @@ def find_recipe(name: str) -> Recipe | None:
 
 
 def build(name: str, image_size: int, recipe: Recipe | None = None) -> Model:
-    """Build a model without its weights: from a recipe, or the timm model `name`."""
     if recipe is None and not timm.is_model(name.split(".")[0]):
         known = timm.list_models(["*vit*", "eva*", "beit*", "deit*"], pretrained=True)
         close = difflib.get_close_matches(name, [*PACKAGED, *PUBLISHED, PIXELS, *known], n=1, cutoff=0.5)
@@ -467,7 +466,6 @@ def located(config: BackboneConfig, sha256: str, beside: Path | None = None) -> 
 
 
 def _remember(path: Path, sha256: str) -> None:
-    """Note where these weights are, before the other places that still have them."""
     place = str(path.absolute())
     others = [str(known) for known in _remembered(sha256) if str(known) != place]
     with suppress(OSError, MedTokenBudgetError):  # a user without a home directory names the weights again

@@ -151,7 +151,6 @@ def _image_folders(manifest: Manifest) -> set[Path]:
 
 
 def settings_of(fingerprint: dict[str, Any], config: ExtractConfig, weights: Path | None = None) -> dict[str, Any]:
-    """Return the content of `store.json`: everything that the numbers in the store depend on, except the images."""
     keep = "patches" if fingerprint.get("route") is None else "routed"
     settings = {"format": stores.FORMAT, "backbone": fingerprint, "weights": weights and weights.name, "keep": keep}
     settings |= {name: getattr(config, name) for name in ("dtype", "precision", "view_seed", "shard_size", "batch_size")}
@@ -334,7 +333,6 @@ class _Computed:
 
 
 def open_backbone(store: Path, config: BackboneConfig, fingerprint: dict[str, Any], device: str) -> Backbone:
-    """Load the backbone of a worker process, which must be the one that the store was begun with."""
     require_shared(store / stores.STORE)
     backbone = Backbone.load(config, resolve_device(device))
     check_same("The backbone of a worker", fingerprint, backbone.fingerprint, "Use the same weights on all nodes.")
@@ -460,7 +458,6 @@ def _fields(
 
 
 def _publish(store: Path, settings: str, unit: ShardUnit, made: _Computed) -> None:
-    """Write the fields, then the record: only then the shard counts."""
     if unit.record is None:
         remove(stores.record_path(store, unit.index))  # while its files change, the shard does not exist
         names = sorted(made.parts) if made.rows else []

@@ -57,7 +57,6 @@ _WIDE = torch.complex128
 
 
 def read_settings(store: Path) -> dict[str, Any]:
-    """Read `store.json`, with a message if this is no store, one of another version, or a damaged one."""
     if not (store / STORE).is_file():
         raise RequestError(f"{store} is not a token store: it has no {STORE}. Create one with `mtb extract`.")
     settings = read_json(store / STORE)
@@ -69,7 +68,6 @@ def read_settings(store: Path) -> dict[str, Any]:
 
 
 def settings_hash(settings: dict[str, Any]) -> str:
-    """Hash the settings that the numbers depend on; every shard records it."""
     return sha256_json({key: value for key, value in settings.items() if key not in NOT_IDENTITY})
 
 
@@ -343,7 +341,6 @@ class FeatureStore:
         return store
 
     def annotated(self, manifest: Manifest) -> FeatureStore:
-        """Show the same tokens through another manifest."""
         annotation = annotate(self.path, self.grid, self.stored, self.failures, manifest)
         return FeatureStore(self.path, self.config, self.shards, self.records, annotation)
 

@@ -136,14 +136,12 @@ def check(manifest: Manifest, workers: int = 4) -> Report:
 
 
 def without_broken(manifest: Manifest, report: Report) -> Manifest:
-    """Leave out the images that cannot be read, and the masks that cannot be used."""
     bad = set(report.broken["mask"])
     cleared = manifest.with_columns(mask=[None if row in bad else mask for row, mask in enumerate(manifest.rows["mask"])])
     return cleared.take(sorted(set(range(len(manifest))) - set(report.broken["image"])))
 
 
 def _read(manifest: Manifest, index: int) -> tuple[list[Problem], Fingerprint | None, int]:
-    """Read one row: its problems, the fingerprint of its image, and the lesion patches of its mask."""
     path, mask_path = manifest.image_path(index), manifest.mask_path(index)
     image, patches = None, 0
     problems: list[Problem] = []

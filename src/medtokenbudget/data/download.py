@@ -105,7 +105,6 @@ def download(name: str, out: Path | str, accept_license: bool = False) -> list[P
 
 
 def _is_here(folder: Path, archive: Archive) -> bool:
-    """Tell whether a file or folder is there; one that is incomplete and not ours to replace is an error."""
     target = folder / archive.holds
     if not target.exists():
         return False
@@ -192,7 +191,6 @@ def _fetch(folder: Path, archive: Archive, part: Path) -> None:
 
 
 def _receive(archive: Archive, part: Path, bar: Any) -> bool:
-    """Append to a partial file what a server sends, and tell whether it is complete."""
     start = _bytes(part)
     headers = {"User-Agent": "medtokenbudget"} | ({"Range": f"bytes={start}-"} if start else {})
     try:

@@ -125,7 +125,6 @@ class Manifest:
 
     @property
     def groups(self) -> list[str]:
-        """The group of each image; an image without one is a group by itself."""
         return [image_id if group is None else group for image_id, group in zip(self.ids, self.rows["group"])]
 
     @cached_property
@@ -145,7 +144,6 @@ class Manifest:
         return self._path(str(self.rows["image"].iat[index]))
 
     def mask_path(self, index: int) -> Path | None:
-        """Return the path of the mask in a row, or None if the image has no mask."""
         mask = self.rows["mask"].iat[index]
         return None if mask is None else self._path(str(mask))
 
@@ -176,7 +174,6 @@ class Manifest:
 
     @property
     def hash(self) -> str:
-        """Hash of classes and rows without further columns; it does not change if all files move together to another folder."""
         return sha256_json([list(self.classes), self._content(COLUMNS)])
 
     @property

@@ -163,7 +163,6 @@ def match_masks(image_ids: Iterable[str], mask_ids: Iterable[str], how: str) -> 
 
 
 def read_ground_truth(path: Path) -> pd.DataFrame:
-    """Read the one-hot CSV to a table with the columns `image, label`, in file order."""
     table = _read_official(path, ("image", *ISIC_CLASSES), f"Pass the folder that contains {path.name} and {IMAGES}.")
     names = [name for name in (*ISIC_CLASSES, "UNK") if name in table.columns]
     values = table[names].apply(pd.to_numeric, errors="coerce").to_numpy(dtype=np.float64)
@@ -181,7 +180,6 @@ def read_ground_truth(path: Path) -> pd.DataFrame:
 
 
 def read_lesions(path: Path) -> dict[str, str]:
-    """Read the lesion id of each image that has one from the metadata CSV."""
     advice = f"Download it to the folder of {GROUND_TRUTH}: it says which images show the same lesion."
     table = _read_official(path, ("image", "lesion_id"), advice)
     return {image: lesion for image, lesion in zip(table["image"], table["lesion_id"]) if lesion}
@@ -314,7 +312,6 @@ def _is_mask(path: Path) -> bool:
 
 
 def _reject_masks(images: Sequence[tuple[Path, str | None, str]]) -> None:
-    """Raise an error where masks would be read as images, or their folder as a class."""
     folders = sorted({label for _, label, _ in images if label is not None and label.lower() in _MASK_FOLDER_NAMES})
     if folders:
         raise RequestError(f"The folder '{folders[0]}' would become a class. Pass it as `masks`, or move it away.")
@@ -615,7 +612,6 @@ def is_image(path: Path) -> bool:
 
 
 def image_files(folder: Path) -> list[Path]:
-    """List the image files directly in a folder, sorted by name."""
     return [path for path in _entries(folder)[0] if is_image(path)]
 
 

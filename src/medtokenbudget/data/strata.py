@@ -122,7 +122,6 @@ def measure(image: Image.Image, mask: Image.Image | None) -> Appearance:
 
 
 def around(lesion: Mask) -> Mask:
-    """Mark the pixels outside the lesion and a margin around it."""
     return ~ndimage.binary_dilation(lesion, iterations=max(1, round(_MARGIN * max(lesion.shape))))
 
 
@@ -151,7 +150,6 @@ def skin_tone(picture: Picture, skin: Mask) -> float:
 
 
 def hair(picture: Picture, outside: Mask) -> float:
-    """Measure the share of the pixels of `outside` that are in dark, thin and long structures; NaN without any."""
     return float(_thin(picture)[outside].mean()) if outside.any() else float("nan")
 
 

@@ -83,7 +83,6 @@ class _CLAM(TokenHead):
         return total / self.classes
 
     def _examples(self, classify: nn.Module, features: Tensor, chosen: Tensor, target: int) -> Tensor:
-        """Compute the cross-entropy of the tokens `chosen` [B, instances] as examples of a target, [B, instances]."""
         return -classify(features.take_along_dim(chosen.unsqueeze(-1), 1)).log_softmax(-1)[..., target]
 
 

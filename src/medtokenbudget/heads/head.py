@@ -183,7 +183,6 @@ class RoutedClassifier(nn.Module):
         return self.route(tokens, budget, generator)[0]
 
     def route(self, tokens: TokenBatch, budget: float, generator: torch.Generator | None = None) -> tuple[Tensor, Selection]:
-        """Return class logits [B, C] and the selection behind them; `generator` is for selectors that draw."""
         selection = self.selector.select_budget(tokens, budget, generator)
         return self.required_head.read(selection, tokens.grid), selection
 

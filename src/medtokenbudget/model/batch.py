@@ -209,7 +209,6 @@ def route_files(
 
 
 def amount_of(model: MedTokenBudget, config: RouteConfig) -> float | Guarantee:
-    """Return the budget or the guarantee that a model keeps under these settings."""
     return model.amount(config.budget, config.retention, config.coverage, config.selector)
 
 
@@ -336,7 +335,6 @@ def write_table(
 
 
 def _save_overlay(path: Path, answer: Routing, note: Callable[[str], None]) -> None:
-    """Draw the kept patches; a mask that cannot be read is reported, and the overlay is drawn without it."""
     source, mask = answer.source, None
     assert source is not None
     try:
@@ -348,7 +346,6 @@ def _save_overlay(path: Path, answer: Routing, note: Callable[[str], None]) -> N
 
 
 def _write_lesion(folder: Path, name: str, answer: Routing, config: RouteConfig) -> dict[str, Any]:
-    """Write mask and crop as far as they are asked for, and return the cells of the table."""
     cells: dict[str, Any] = {}
     pictures: dict[str, Image.Image | None] = {}
     if config.mask:

@@ -60,12 +60,10 @@ class ImageSource:
     image_id: str = ""
 
     def open(self) -> Image.Image:
-        """Open the picture in RGB; the error for a file that cannot be read names it."""
         return open_picture(self.value, self.name)
 
 
 def open_picture(value: Any, name: str = "image") -> Image.Image:
-    """Open one image in any form that `expand` takes as an RGB picture."""
     if isinstance(value, ImageSource):
         return value.open()
     if isinstance(value, (np.ndarray, Tensor)):
@@ -322,7 +320,6 @@ class Routing:
 
     @property
     def box(self) -> tuple[int, int, int, int] | None:
-        """The box of the largest lesion; None if there is no lesion."""
         return self.boxes[0] if self.boxes else None
 
     def crop(self, margin: float = 0.1) -> Image.Image | None:

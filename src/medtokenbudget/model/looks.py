@@ -95,7 +95,6 @@ def _look_of(selector: str, variant: str) -> Look:
 
 
 def registered(selector: str) -> type[Selector] | None:
-    """Return the class of a selector, or None if it is not installed here."""
     return selector_class(selector) if selector in list_selectors() else None
 
 

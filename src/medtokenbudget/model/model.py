@@ -492,7 +492,6 @@ class MedTokenBudget(nn.Module):
         return inference.answers(self, sources, amount, method, kind, batch_size, workers, masks, maps, store)
 
     def require_store(self, store: FeatureStore) -> None:
-        """Reject a store whose tokens are not those that this model reads."""
         expected, stored = comparable(self.backbone_fingerprint), comparable(store.config["backbone"])
         if expected != stored:
             advice = "Leave out `store` to compute the tokens, or pass a store of the model's backbone and grid."
@@ -651,7 +650,6 @@ def predict(
 
 
 def loaded(model: MedTokenBudget | Path | str) -> MedTokenBudget:
-    """Return a model itself, or load what `load` takes."""
     return model if isinstance(model, MedTokenBudget) else load(model)
 
 

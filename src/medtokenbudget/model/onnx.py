@@ -188,7 +188,6 @@ def _metadata(model: MedTokenBudget, budget: float, graph: Graph, selector: str)
 def _check(
     path: Path, model: MedTokenBudget, graph: RoutingGraph | ImageGraph, inputs: dict[str, Tensor], classifier: RoutedClassifier
 ) -> None:
-    """Raise an error if the file keeps other patches or gives other logits or scores than the PyTorch model."""
     values, indices = _run(path, inputs).values()
     with torch.inference_mode():
         if isinstance(graph, ImageGraph) and not isinstance(graph.end, RoutingGraph):
@@ -368,7 +367,6 @@ def _require_onnx() -> None:
 
 @contextmanager
 def _on_cpu(model: MedTokenBudget) -> Iterator[None]:
-    """Move a model to the CPU and to evaluation mode inside the block, where graphs are made, and back."""
     device = model.device
     model.to("cpu")
     try:

@@ -112,7 +112,7 @@ def write_folder(
     for name, values in tensors.items():
         # One key only: safetensors writes several in an order that changes from call to call.
         header = {"medtokenbudget": json.dumps(identity, sort_keys=True)}
-        files.write_safetensors(folder / name, save({key: values[key].contiguous() for key in sorted(values)}, header))
+        files.write_bytes(folder / name, save({key: values[key].contiguous() for key in sorted(values)}, header))
         hashes[name] = files.sha256_file(folder / name)
     if HEADS not in tensors:
         (folder / HEADS).unlink(missing_ok=True)

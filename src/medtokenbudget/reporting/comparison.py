@@ -136,7 +136,6 @@ class Comparison:
         return parts
 
     def _comparable(self, other: ReportRun) -> tuple[str, ...]:
-        """Return the measures that can be paired with the first run; say in `notes` what cannot and why."""
         first = self.first
 
         def note(sentence: str) -> None:

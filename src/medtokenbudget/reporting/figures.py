@@ -298,7 +298,6 @@ def _retention_model(run: ReportRun) -> Figure | None:
 
 
 def _center_bias(run: ReportRun) -> Figure | None:
-    """Draw the share of the ceiling on the original images and on off-center views, one line per method."""
     study = run.off_center_study
     if study is None:
         return None

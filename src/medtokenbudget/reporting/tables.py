@@ -213,7 +213,6 @@ def sweep(comparison: Comparison, metric: str, study: Study | None = None) -> Ta
 
 
 def further_measures(comparison: Comparison) -> Table | None:
-    """Show the remaining columns of results.csv at the headline budget."""
     columns: list[Column] = [(METRICS[m].heading, m, AS_IS, comparison.headline) for m in shown_in("further")]
     words = _words("further-measures", budget=_at_headline(comparison))
     table = _pivot(comparison, "further-measures", columns, words)
@@ -297,7 +296,6 @@ def paired_seeds(run: ReportRun, study: Study) -> list[Table]:
 
 
 def runs(comparison: Comparison) -> Table:
-    """Show what each run is made of."""
     data = pd.DataFrame(
         {
             "run": run.name,
@@ -541,7 +539,6 @@ def own_validation(run: ReportRun) -> Table | None:
 
 
 def promises(run: ReportRun) -> Table | None:
-    """Show what the guarantees of the model keep on these images."""
     guarantees = (run.info.evaluation or {}).get("guarantees") or []
     if not guarantees:
         return None

@@ -108,7 +108,6 @@ def _gap(gap: Difference, signed: bool = True) -> str:
 
 
 def findings(run: ReportRun) -> list[str]:
-    """Say what was found, in one sentence or two each."""
     sentences = [_reachable(run), *[_against_center(run, method) for method in run.leading]]
     sentences += [_against_paper(run), _off_center(run), _accuracy_hides(run)]
     n = run.n_masked or run.n
@@ -149,7 +148,6 @@ def _against_paper(run: ReportRun) -> str:
 
 
 def _off_center(run: ReportRun) -> str:
-    """Say what happens off-center, where a selector that finds the lesion beats one that keeps the middle."""
     study, method = run.off_center_study, run.focus
     values = {} if study is None else run.at("retention_of_ceiling", study=study, view=OFF_CENTER)
     if not {method, "center"} <= set(values) or method == "center":

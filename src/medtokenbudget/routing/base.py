@@ -176,7 +176,6 @@ class Ranker(Selector):
         """Give one finite number per patch, [B, N]; the highest are kept first."""
 
     def order(self, tokens: TokenBatch, generator: torch.Generator | None = None) -> Tensor:
-        """Order the patches from best to worst, int64 [B, N]."""
         return rank(self._scores(self.check(tokens), generator))
 
     @torch.no_grad()  # a ranking has no gradient

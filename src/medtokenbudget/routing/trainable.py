@@ -42,7 +42,6 @@ class TrainingPass:
     mixed: Selection | None = None
 
     def token_set(self, tokens: TokenBatch) -> TokenSet | None:
-        """Return what heads that read tokens see of the batch `tokens`; None if this pass does not say."""
         if self.mixed is not None:
             return TokenSet.of(self.mixed, tokens.grid)
         return None if self.mask is None else TokenSet.under(self.mask, tokens.patches, tokens.grid)
@@ -155,7 +154,6 @@ class ScoredRanker(LearnedSelector, Ranker):
             return self.smoothed(torch.sigmoid(self.logits(tokens)), tokens.grid)
 
     def see(self, tokens: TokenBatch) -> Sight:
-        """Return the scores of `score`, and what else one pass gives."""
         scores = self.score(tokens)
         return Sight(scores, scores.unflatten(1, tokens.grid), tokens)
 

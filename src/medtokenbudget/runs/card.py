@@ -74,7 +74,6 @@ def card_text(run: Run, model: MedTokenBudget) -> str:
 
 
 def _cells(run: Run, table: pd.DataFrame, method: str, view: str = AS_IS) -> pd.DataFrame:
-    """Return the rows of one method and view that belong to the saved model: its first seed, the first study that has them."""
     seed = run.seeds[0] if run.seeds else None
     rows = table[(table["method"] == method) & (table["seed"] == seed) & (table["view"] == view)]
     return rows[rows["study"] == rows["study"].iloc[0]] if len(rows) else rows

@@ -192,7 +192,6 @@ def _images_of(wanted: Manifest, opened: FeatureStore, part: str) -> HeldOut:
 
 
 def run_of(folder: Path) -> Run | None:
-    """Return the run of a model folder, if it is in one."""
     return Run(folder.parent) if folder.name == "model" and (folder.parent / FILE).is_file() else None
 
 
@@ -225,7 +224,6 @@ def _trained_on(run: Run) -> set[str]:
 
 
 def read_mapping(path: Path | str) -> dict[str, str | None]:
-    """Read a mapping file: a JSON object from a class of the data to a class of the model, or null to leave the class out."""
     values: Any = read_json(Path(path))
     if not isinstance(values, dict) or not all(value is None or isinstance(value, str) for value in values.values()):
         raise RequestError(f'{path} must be a JSON object from class names to class names or null, such as {{"nevus": "NV"}}.')
@@ -328,7 +326,6 @@ def _finish(
 
 @torch.no_grad()
 def _unfamiliar(model: MedTokenBudget, images: HeldOut) -> int | None:
-    """Count the images that are unlike the training images of the model; None if it cannot tell."""
     if model.familiarity is None:
         return None
     distances = [model.unfamiliarity(batch.to(model.device)) for batch in images.store.batches(images.rows, 64)]

@@ -209,7 +209,6 @@ def with_heads(methods: Sequence[str], heads: Sequence[str] | None) -> tuple[str
 
 
 def method_of(selector: str, config: TrainConfig) -> Method:
-    """Return the method that training a learned `selector` under `config` makes: its name follows from the recipe."""
     method = Method.parse(selector)
     if not method.learned:
         raise RequestError(f"Selector '{selector}' does not learn. Evaluate it with a sweep instead.")

@@ -173,7 +173,6 @@ def _check_routed(run: Run, budget: float, methods: Sequence[Method]) -> None:
 
 
 def _check_without_labels(masks: bool, methods: Sequence[Method], config: TrainConfig) -> None:
-    """Reject a run without labels that has no masks or learns from labels: it can measure retention alone."""
     if not masks:
         raise RequestError(
             "The images have neither class labels nor lesion masks, so there is nothing to learn from. Add masks "

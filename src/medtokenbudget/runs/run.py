@@ -473,4 +473,4 @@ def write_tables(
     write_results(out / RESULTS, summarize(predictions, classes))
     # One key: safetensors does not keep the order of several.
     about = {"routing": json.dumps({"image_ids": image_ids, "grid": list(grid)})}
-    files.write_safetensors(out / ROUTING, save(routing, about))
+    files.write_bytes(out / ROUTING, save(routing, about))

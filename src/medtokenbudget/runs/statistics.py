@@ -57,7 +57,6 @@ def _groups(frame: pd.DataFrame) -> NDArray[np.int64]:
 
 
 def _group_sums(frame: pd.DataFrame, terms: Floats, groups: NDArray[np.int64]) -> Floats:
-    """[G, S]: the terms summed over the images of each of the `groups` (sorted)."""
     sums = np.zeros((len(groups), terms.shape[1]))
     np.add.at(sums, np.searchsorted(groups, _groups(frame)), terms)
     return sums
@@ -331,7 +330,6 @@ def by_lesion_size(predictions: pd.DataFrame, draws: int = DRAWS) -> pd.DataFram
 
 
 def by_class(predictions: pd.DataFrame, classes: Sequence[str], draws: int = DRAWS) -> pd.DataFrame:
-    """Compute retention in each class that has masks. Columns: `STRATUM_COLUMNS`."""
     rows = lesion_rows(predictions)
     rows = rows[rows["label"] >= 0]
     named = rows.assign(stratum=np.asarray(classes, dtype=object)[rows["label"].to_numpy(int)])

@@ -272,7 +272,7 @@ def _evaluate(run: Run, unit: Unit, classifier: RoutedClassifier, rows: Training
     write_predictions(folder / PREDICTIONS, pd.concat(frames, ignore_index=True).assign(study=""), run.manifest.classes)
     files.write_json(folder / IMAGES, images)
     tensors = {f"{view}|{name}": value for view, of_view in routing.items() for name, value in of_view.items()}
-    files.write_safetensors(folder / ROUTING, save(tensors))
+    files.write_bytes(folder / ROUTING, save(tensors))
 
 
 def load_unit(run: Run, unit: Unit) -> RoutedClassifier:

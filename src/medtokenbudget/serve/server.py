@@ -232,7 +232,6 @@ def _api(service: Service, turns: Turns) -> APIRouter:
 
 
 async def read_form(request: Request, max_bytes: int) -> tuple[dict[str, bytes], dict[str, list[str]]]:
-    """Read the files and the fields of a multipart body; `max_bytes` limits all files together."""
     kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
     if kind != "multipart/form-data":
         raise ApiError(415, "wrong_type", f"Expected multipart/form-data with a file 'image', got {kind or 'no content type'}.")
@@ -390,7 +389,6 @@ def find_token(config: ServeConfig) -> str | None:
 
 
 def find_service(model: str | Path | None, config: ServeConfig) -> Service:
-    """Load a model, or the router of the package, and run it once."""
     if model is None:
         say("No model given. Using the router for dermoscopic images that comes with the package; it predicts no class.")
     name = "dermoscopy" if model is None else str(model)

@@ -211,7 +211,6 @@ class Service:
         }
 
     def _lesion_map(self, name: str, tokens: TokenBatch, image: Image.Image) -> dict[str, Any] | None:
-        """Return the lesion probability that a method sees, from which the page makes mask, boxes and crop."""
         seer = self.seer(name)
         if seer is None:
             return None
@@ -292,7 +291,6 @@ class Service:
         }
 
     def _promise(self, guarantee: Guarantee, tokens: TokenBatch, k: int) -> dict[str, Any]:
-        """Describe the K patches that keep a calibrated promise, and the classes that the head reads from them."""
         classifier, probabilities = self.model.classifier(guarantee.selector), None
         if classifier.head is not None:
             selection = select(classifier.selector, tokens, k)
@@ -305,7 +303,6 @@ def is_demo(model: str | Path) -> bool:
 
 
 def retention(kept: Sequence[Any], lesion: np.ndarray, counts: Sequence[int]) -> dict[str, list[float]]:
-    """Return the lesion retention of the patches kept at each K, its ceiling and its share of the ceiling."""
     rows = [retention_of_counts([lesion[one].sum()], [lesion.sum()], [k], [lesion.size]) for one, k in zip(kept, counts)]
     return {
         "retention": [round(row.pooled, 6) for row in rows],

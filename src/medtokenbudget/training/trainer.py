@@ -224,7 +224,6 @@ def _train_head(
 
 
 def new_head(name: str, dim: int, classes: int, config: TrainConfig) -> Head:
-    """Create a head whose weights depend on the seed of the training alone."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         return create_head(name, dim, classes)
@@ -323,7 +322,6 @@ def fit_head(
 
 
 def cosine_lr(base: float, epoch: int, epochs: int) -> float:
-    """Return the rate of an epoch: a cosine from `base` at epoch 0 to 0 after the last epoch."""
     return 0.5 * base * (1 + math.cos(math.pi * epoch / epochs))
 
 
@@ -452,12 +450,10 @@ def log_hash(rows: Iterable[Mapping[str, Any]]) -> str:
 
 
 def split_prefix(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """Return the tensors called `prefix...`, without the prefix."""
     return {name[len(prefix) :]: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 def module_tensors(module: nn.Module, prefix: str) -> dict[str, Tensor]:
-    """Copy the parameters of a module under a prefix: a later step does not change them."""
     return {f"{prefix}{name}": tensor.detach().cpu().clone() for name, tensor in module.state_dict().items()}
 
 
