@@ -1,4 +1,7 @@
-"""The verbs of the package as a researcher calls them: paths or objects alike, presets by name, a `Run` as the answer."""
+"""The verbs of the package as a researcher calls them: paths or objects alike, presets by name, a `Run` as the answer.
+
+The report is imported where it is written, so that training and saving a model load no plotting library.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Every setting, as frozen dataclasses. The defaults are the paper's; each field's docstring is its help text.
 
-No heavy import here: the command line reads this file to print its help.
+A number says its range in its type, and every value is checked when the dataclass is made. No heavy import here: the command line
+reads this file to print its help.
 """
 
 from __future__ import annotations

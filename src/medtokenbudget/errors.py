@@ -1,4 +1,7 @@
-"""Errors that users see. The command line prints the message without a traceback and exits with the code."""
+"""Errors that users see.
+
+Each message says what is wrong, where, and what to do next. The command line prints it without a traceback and exits with its code.
+"""
 
 from __future__ import annotations
 

@@ -414,7 +414,10 @@ _reached: set[str] = set()
 
 
 def fetch(repo_id: str, name: str, revision: str | None = None) -> Path:
-    """Return the path of a repository's file in the cache, downloaded if the hub can be reached."""
+    """Return the path of a repository's file in the cache, downloaded if the hub can be reached.
+
+    A WorkError says that it is in neither; other errors come from the hub's client.
+    """
     from huggingface_hub import constants, hf_hub_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 

@@ -197,7 +197,10 @@ def _on_ray(
 
 @contextmanager
 def ray_cluster(address: str | None) -> Iterator[Any]:
-    """Connect to the Ray cluster at `address`, or start Ray on this machine, and yield the `ray` module."""
+    """Connect to the Ray cluster at `address`, or start Ray on this machine, and yield the `ray` module.
+
+    A process that is already connected stays connected, before and after the block.
+    """
     try:
         import ray
     except ImportError:

@@ -1,4 +1,7 @@
-"""Every metric of `results.csv` once: its formula, titles, unit and definition, where it is shown; and how numbers are written."""
+"""Every metric of `results.csv` once: its formula, titles, unit and definition, where it is shown; and how numbers are written.
+
+A new metric is one entry of `METRICS`; columns, headings, glossary, tables and figures are made from this list.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """The definition of every quantity that the package measures: lesion retention, group purity, classification, calibration.
 
-All functions return fractions (enrichment is a ratio of two), and NaN where there is nothing to measure: not measured is not zero.
+Everything that reports a number calls this module, so that one name means one thing in training, results, report and explorer. All
+functions return fractions (enrichment is a ratio of two), and NaN where there is nothing to measure: not measured is not zero.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Classes by name, for selectors and heads: from this package, and from other packages through an entry-point group."""
+"""Classes by name, for selectors and heads: from this package, and from other packages through an entry-point group.
+
+A plug-in that fails to load is named in a warning and skipped; it never stops the others.
+"""
 
 from __future__ import annotations
 

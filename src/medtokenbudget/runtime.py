@@ -1,4 +1,7 @@
-"""The machine that the work runs on: its devices and threads, and the progress and messages that people see meanwhile."""
+"""The machine that the work runs on: its devices and threads, and the progress and messages that people see meanwhile.
+
+PyTorch is imported where it is used: the command line shows messages and help without it.
+"""
 
 from __future__ import annotations
 

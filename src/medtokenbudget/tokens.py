@@ -1,4 +1,8 @@
-"""The types that everything speaks: `TokenBatch`, `Selection` and `TokenSet`, what a head reads of it. All check their shapes."""
+"""The types that everything speaks: `TokenBatch` (what a frozen backbone saw), `Selection` (what a selector kept) and `TokenSet`
+(what a head reads of it).
+
+All check their shapes when they are created, so that a mismatch shows where it happens and nothing is ever padded or cut.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Labels and lesion patches of a manifest for the rows of a store, computed once per mask and cached under the manifest's hash."""
+"""What people say about the images of a store: labels and lesion patches of a manifest, in the row order that training sees.
+
+Tokens depend on pixels alone and are found by the hash of the image file. Lesion patches are computed here, from the masks that the
+manifest names, and cached in the store under the manifest's hash; a mask that another manifest used before is not read again.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +73,10 @@ class Annotation:
 def annotate(
     store: Path, grid: tuple[int, int], rows: Sequence[Row], failures: Sequence[FailedRow], manifest: Manifest
 ) -> Annotation:
-    """Find the rows of a manifest's images and compute their lesion patches; hashes and lesion patches are cached in the store."""
+    """Find the rows of a manifest's images and compute their lesion patches; hashes and lesion patches are cached in the store.
+
+    An image that is neither in the rows of the store nor among its failures has no row and no error in the annotation.
+    """
     n = grid[0] * grid[1]
     cache = store / "cache" / f"{manifest.hash[:16]}.safetensors"
     cached, before = _read_cache(cache, n)
@@ -220,7 +227,10 @@ class FileIndex:
             self._changed = self.damaged = True  # a damaged cache is made again
 
     def hashes(self, paths: Iterable[Path | None], again: bool = False) -> list[str | None]:
-        """Hash each file (SHA-256), from the cache where size and mtime are the same unless it is to be read `again`."""
+        """Hash each file (SHA-256), from the cache where size and mtime are the same unless it is to be read `again`.
+
+        A file that does not exist has the hash that was seen last, or None if it was never seen.
+        """
         absolute = [None if path is None else os.path.abspath(path) for path in paths]
         with ThreadPoolExecutor(_THREADS, "mtb-hash") as pool:
             hashes = dict(pool.map(lambda path: (path, self._hash(path, again)), {path for path in absolute if path is not None}))

@@ -256,7 +256,10 @@ def cosine_attention(queries: Tensor, keys: Tensor) -> Tensor:
 
 
 def pseudo_signals(patches: Tensor, cls: Tensor | None, names: Sequence[str] = DEFAULT) -> dict[str, Tensor]:
-    """Compute signals from `cosine_attention` of patches [B, N, D] and class tokens [B, D], if query and key cannot be captured."""
+    """Compute signals from `cosine_attention` of patches [B, N, D] and class tokens [B, D], if query and key cannot be captured.
+
+    Rows sum to one here, because there are no prefix tokens among the keys.
+    """
     weights = [cosine_attention(part, part) for part in patches.split(CHUNK)]
     values = {}
     if "attention_entropy" in names:

@@ -330,7 +330,10 @@ def _bilinear(inputs: int, outputs: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to build a backbone that timm does not know by name: a folder with `config.json`, `weights.safetensors` and a card."""
+    """How to build a backbone that timm does not know by name: a folder with `config.json`, `weights.safetensors` and a card.
+
+    Such folders are in this package, by name, or written by `tools/distill.py`, by path.
+    """
 
     architecture: str
     """Name of the timm model to start from."""

@@ -562,7 +562,10 @@ class FeatureStore:
 
 
 def info(path: Path | str) -> dict[str, Any]:
-    """Describe a store in JSON values, with the names of damaged files, for which every file is read."""
+    """Describe a store in JSON values, with the names of damaged files, for which every file is read.
+
+    Each manifest that the store was opened with has the number of its images and how many are here ("fits" if all are).
+    """
     store = FeatureStore.open(path, partial=True)
     views = Counter(row.view for row in store.stored)
     here = {row.image for row in store.stored if row.view == IDENTITY} | {failure.image for failure in store.failures}

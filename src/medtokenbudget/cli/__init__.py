@@ -1,4 +1,7 @@
-"""The command `mtb`. Each command is a dataclass of options; nothing heavy is imported before it runs."""
+"""The command `mtb`. Each command is a dataclass of options whose `run` calls one public function.
+
+Nothing heavy is imported before a command runs, so that `--help` answers at once.
+"""
 
 from __future__ import annotations
 

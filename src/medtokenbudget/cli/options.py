@@ -1,4 +1,7 @@
-"""Commands are frozen dataclasses: the fields are the options, the text below each field is its help. tyro reads the words."""
+"""Commands are frozen dataclasses: the fields are the options, the text below each field is its help. tyro reads the words.
+
+Ours are percentages, ranges in the help, options from a file or a preset (`--config`, `--preset`), and which options were given.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Everything that is drawn on a picture of skin: noise, blobs and strokes, the lesions of the eight classes, and artifacts.
 
-All lengths are in image widths. The order of the random draws is part of the result: the same seed must give the same bytes.
+`synthetic.py` puts it together to a photograph. All lengths are in image widths, so that a seed gives the same picture at every
+size. The order of the random draws is part of the result: the same seed must give the same bytes.
 """
 
 from __future__ import annotations

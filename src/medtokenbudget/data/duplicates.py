@@ -43,7 +43,10 @@ def fingerprint(path: Path, image: Image.Image) -> Fingerprint:
 
 
 def perceptual_hash(thumbnail: np.ndarray) -> int:
-    """Hash a thumbnail `[32, 32]`: one bit for each of the 8 x 8 lowest cosine frequencies that is above their median."""
+    """Hash a thumbnail `[32, 32]`: one bit for each of the 8 x 8 lowest cosine frequencies that is above their median.
+
+    Bit 0, which is the mean, is always 0.
+    """
     low = dctn(thumbnail.astype(np.float64), norm="ortho")[:8, :8].reshape(-1)
     bits = low > np.median(low[1:])
     bits[0] = False
@@ -130,7 +133,10 @@ def merge(names: Sequence[str], pairs: Iterable[Pair]) -> list[str]:
 
 
 def merged_groups(manifest: Manifest, workers: int = 4) -> tuple[list[str], list[str]]:
-    """Return the group of each image, those that share duplicates merged, and the ids of images that could not be read."""
+    """Return the group of each image, those that share duplicates merged, and the ids of images that could not be read.
+
+    Images that could not be read keep their group. Every file is read once, in `workers` threads.
+    """
 
     def read(index: int) -> Fingerprint | None:
         path = manifest.image_path(index)

@@ -1,6 +1,7 @@
-"""From a file to pixels, and the only place where an image file is opened.
+"""From a file to pixels. The only place where an image file is opened, so that all images and masks are read by the same rules.
 
-A file that cannot be read without guessing is an error with a kind (`DecodeError.kind`); nothing is cropped or replaced.
+A file that cannot be read without guessing is an error with a kind (`DecodeError.kind`); nothing is cropped or replaced. DICOM
+files need the extra `dicom`.
 """
 
 from __future__ import annotations
@@ -85,7 +86,10 @@ def decode_image(source: Source, max_pixels: int = MAX_PIXELS, name: str = "The 
 
 
 def decode_mask(source: Source, max_pixels: int = MAX_PIXELS) -> Image.Image:
-    """Read a mask as 8-bit gray (mode L, 0 to 255), rotated by its EXIF orientation, by the rules of `decode_image`."""
+    """Read a mask as 8-bit gray (mode L, 0 to 255), rotated by its EXIF orientation, by the rules of `decode_image`.
+
+    A mask that has pixels above 0, but none that counts as lesion, is a DecodeError.
+    """
     return _decode(source, max_pixels, "The mask", mask=True).convert("L")
 
 

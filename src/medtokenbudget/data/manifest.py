@@ -1,4 +1,7 @@
-"""`Manifest`: a table with one row per image, the same for every source, and its Parquet file with hashes of the content."""
+"""`Manifest`: a table with one row per image, the same for every source, and its Parquet file.
+
+The file also stores the class names, the source and hashes of the content, so that damage and edits are noticed.
+"""
 
 from __future__ import annotations
 

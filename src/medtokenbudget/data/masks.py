@@ -88,7 +88,10 @@ def patch_order(lesion: np.ndarray, covered: np.ndarray, grid: tuple[int, int]) 
 
 
 def prevalence_table(counts: Sequence[int] | np.ndarray, patches: int) -> dict[str, dict[str, float]]:
-    """Compute the supplement's table of lesion patches per image, and their share of all `patches` of an image."""
+    """Compute the supplement's table of lesion patches per image, and their share of all `patches` of an image.
+
+    Images without lesion patches are left out. The standard deviation is that of the population, as in the paper.
+    """
     values = np.asarray([count for count in counts if count > 0], dtype=np.float64)
     if len(values) == 0:
         return {}

@@ -1,4 +1,7 @@
-"""From files on disk to a manifest: ISIC 2019, Kvasir v2, class folders, and a CSV or Parquet table; and the walk over folders."""
+"""From files on disk to a manifest: ISIC 2019, Kvasir v2, class folders, and a CSV or Parquet table.
+
+Manifests and predictions must find the same files in the same order, so the walk over a folder is here too, and only here.
+"""
 
 from __future__ import annotations
 
@@ -201,7 +204,11 @@ def _unpacked(folder: Path) -> list[Path]:
 
 
 def kvasir_manifest(root: Path | str, *, name: str = "Kvasir v2") -> Manifest:
-    """Make a manifest of Kvasir v2, sorted by class and file name, with the paper's 80/20 split of that order."""
+    """Make a manifest of Kvasir v2, sorted by class and file name, with the paper's 80/20 split of that order.
+
+    It has no masks and no groups: the paper measures only accuracy on it. `root` has the eight class folders, or is the folder in
+    which the official archive was unpacked.
+    """
     top = require_folder(Path(root), "Pass the folder that contains the eight class folders of Kvasir v2.")
     if (top / _KVASIR_FOLDER).is_dir():
         top = top / _KVASIR_FOLDER

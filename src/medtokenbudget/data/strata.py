@@ -1,5 +1,6 @@
 """What makes an image hard, measured on its pixels with simple rules: skin tone, hair, dark corners, position.
 
+The strata of an external validation. Every function is pure: an RGB array [H, W, 3] in [0, 1] and a mask [H, W] in, a number out.
 The rules are coarse by intent, so that anyone can check them; `METHODS` states each in a sentence.
 """
 
@@ -72,7 +73,10 @@ MOST_VALUES = 12
 
 
 def column_strata(manifest: Manifest, names: Sequence[str]) -> dict[str, list[str | None]]:
-    """Name the stratum of each image by columns of a manifest: 'NAME (column)' -> one stratum or None per row."""
+    """Name the stratum of each image by columns of a manifest: 'NAME (column)' -> one stratum or None per row.
+
+    The values of a column are its strata; of a column with many different numbers, its quarters are.
+    """
     strata: dict[str, list[str | None]] = {}
     for name in names:
         if name not in manifest.further:

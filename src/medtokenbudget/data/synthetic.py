@@ -1,4 +1,7 @@
-"""Dermoscopy drawn from a seed, with the classes of ISIC 2019 and the lesion sizes of the paper; `drawing.py` draws on the skin."""
+"""Dermoscopy drawn from a seed: one image with its true lesion mask (`draw`), and a data set of files with its manifest.
+
+The statistics follow ISIC 2019 (classes) and the paper (lesion sizes); what is drawn on the skin is in `drawing.py`.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +63,10 @@ _CASTS = {
 
 @dataclass(frozen=True)
 class Drawing:
-    """A drawn image."""
+    """A drawn image.
+
+    `traits` say where the lesion is and what is around it; `prevalence` is the share of the mask in the image.
+    """
 
     image: npt.NDArray[np.uint8]  # [H, W, 3]
     mask: npt.NDArray[np.bool_]  # [H, W], the lesion pixels

@@ -1,4 +1,8 @@
-"""The bases of every head, heads by name, the heads that read the mean of the kept tokens, and selector and head as one module."""
+"""The bases of every head and heads by name: `Head` reads the mean of the kept tokens, `TokenHead` the tokens themselves.
+
+Heads that read the mean train on pooled tokens, which are computed once; heads that read tokens select them again in every step.
+`RoutedClassifier` is a selector and a head as one module.
+"""
 
 from __future__ import annotations
 
@@ -92,7 +96,10 @@ class TokenHead(Head):
 
 
 def weighted_softmax(logits: Tensor, weights: Tensor) -> Tensor:
-    """Compute `w_i exp(l_i) / sum_j w_j exp(l_j)` of logits [..., K], also differentiable where a weight is 0."""
+    """Compute `w_i exp(l_i) / sum_j w_j exp(l_j)` of logits [..., K], also differentiable where a weight is 0.
+
+    The weights [..., K] are broadcast to the logits; at least one is above 0 in each row.
+    """
     weights = weights.expand_as(logits)
     top = logits.detach().masked_fill(weights <= 0, -torch.inf).amax(-1, keepdim=True)
     # Tokens that do not count may have larger logits: held, so that their zero times infinity is not NaN.

@@ -1,7 +1,8 @@
 """Answers for many images as files: what `mtb predict` and `mtb route` write, in one table or in shards.
 
-A shard is a run of the images in their order, with a record of what it was made from, which is written last: a shard with a
-matching record is not computed again.
+A shard is a run of the images in their order. It has a Parquet file and a record of what it was made from, which is written last:
+a shard with a matching record is not computed again. On a cluster the folder of the results must be on a file system that all nodes
+share, and images and weights on paths that all nodes can read.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""From images to answers, in constant memory: find the images, decode them ahead, run backbone, selector and head."""
+"""From images to answers: find the images, decode them ahead, run backbone, selector and head, and yield one answer per image.
+
+Everything is lazy: only the names of one folder and the pixels of the next few batches are in memory.
+"""
 
 from __future__ import annotations
 
@@ -286,7 +289,11 @@ class Routing:
         return {**plain, "grid": list(self.grid), "kept": kept, "scores": scores}
 
     def overlay(self, mask: Any = None, side: int = 640) -> Image.Image:
-        """Draw the image with kept patches clear and dropped ones dimmed, as `mtb.overlay` does."""
+        """Draw the image with kept patches clear and dropped ones dimmed, as `mtb.overlay` does.
+
+        The mask to outline is by default that of the manifest row; `side` is the longer side in pixels.
+
+        """
         if self.source is None:
             raise RequestError(f"The routing of {self.image} does not know its picture. Use mtb.overlay(image, routing).")
         # Here, because the drawing opens pictures with this module.

@@ -1,6 +1,7 @@
 """How a method `selector+head:variant` is shown: title, color, marker and description, the same in every table, figure and page.
 
-Colors follow Okabe and Ito; markers distinguish methods without color.
+They are attributes of the selector's class; only variants of a training are named here. Colors follow Okabe and Ito and stay
+distinguishable with common forms of color blindness; markers distinguish methods without color.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """`MedTokenBudget`: frozen backbone, routed classifiers, classes and preprocessing as one module that is saved and loaded whole.
 
-The backbone is named and hashed, not copied, and rejected if it is not the one that the classifiers were trained on.
+The backbone is named and hashed, not copied. It is loaded when it is first needed, and rejected if it is not the one that the
+classifiers were trained on.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""ONNX graphs of a model, each compared with PyTorch in onnxruntime before it is written: one per budget, or two for a web page.
+"""ONNX graphs of a model, each compared with PyTorch in onnxruntime before it is written.
 
-The page sorts the scores itself, so that rankings by a mask (the controls) use the same heads, which answer for every K at once.
+`export_onnx` writes one file per budget. `write_web_graphs` writes the two graphs of the page that runs without a server: one from
+pixels to tokens and scores, one from rankings to logits. The page sorts the scores itself, so that rankings by the mask of an image
+(the controls) use the same heads. The heads answer for every K at once, so that the page has every budget after one pass.
 """
 
 from __future__ import annotations

@@ -75,7 +75,10 @@ def lesion_mask(probability: np.ndarray, size: tuple[int, int], threshold: float
 
 
 def lesion_boxes(mask: np.ndarray) -> list[Box]:
-    """Return the bounding box of each connected part of a mask [height, width], the part with the largest area first."""
+    """Return the bounding box of each connected part of a mask [height, width], the part with the largest area first.
+
+    Specks, parts with less than `SPECK` of the area of the largest, are left out.
+    """
     labels, _ = ndimage.label(mask)
     areas, places = np.bincount(labels.ravel())[1:], ndimage.find_objects(labels)
     order = [part for part in np.argsort(-areas, kind="stable") if areas[part] >= SPECK * areas.max()]

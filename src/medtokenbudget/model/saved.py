@@ -1,6 +1,7 @@
 """The saved model: where it is (folder, run, package, hub), how its folder is written, and every check before it is read.
 
-What must agree is stored in the configuration and in the headers of the tensor files, so a mixed-up or foreign file is rejected.
+What must agree is stored twice, in the configuration and in the headers of the tensor files. The configuration carries a checksum
+of itself and the hashes of the tensor files, so an edited, mixed-up, damaged or foreign file is rejected by name.
 """
 
 from __future__ import annotations

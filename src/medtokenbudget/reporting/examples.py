@@ -1,4 +1,7 @@
-"""Example images, the best, the median and the worst: which lesion patches each method kept and lost, and the scores."""
+"""Example images: which lesion patches each method kept and lost, and the scores behind that.
+
+The only part of the report that opens images. The best, the median and the worst image are shown, never a choice by hand.
+"""
 
 from __future__ import annotations
 

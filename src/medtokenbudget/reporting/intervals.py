@@ -1,6 +1,8 @@
-"""One run as the report reads it: its files, the order of its methods, and its intervals, tests and strata, each computed once.
+"""One run as the report reads it: its files, the order of its methods, and its intervals, tests and strata.
 
-Point values come from `results.csv`, as the mean over seeds; intervals, tests and strata from `predictions.parquet`.
+Tables, figures and sentences all ask `ReportRun` and open no file themselves, so that they show the same numbers. Point values come
+from `results.csv`, as the mean over seeds; intervals, tests and strata are computed here from `predictions.parquet`. The bootstrap
+is the only slow part of a report, so each result is computed once.
 """
 
 from __future__ import annotations

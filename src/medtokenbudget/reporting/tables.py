@@ -1,6 +1,7 @@
 """Every table of a report of one or more runs, in its order; their words are in `templates/tables.yaml`.
 
-Each function returns a table, or None when the runs have nothing to show in it.
+Tables of values (all methods, sweeps, studies) are one `_pivot`: a row per method, run and budget, a column per measure, view and
+budget. The others list a frame. Each function returns a table, or None when the runs have nothing to show in it.
 """
 
 from __future__ import annotations

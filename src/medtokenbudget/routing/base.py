@@ -1,4 +1,7 @@
-"""The contract of a selector, and selectors by name. Rankers write `score`, all others write `choose`; the rest is inherited."""
+"""The contract of a selector, and selectors by name. Rankers write `score`, all others write `choose`; the rest is inherited.
+
+Other packages build on this file. `select` checks what it is given, so `score` and `choose` never need to.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The terms of the paper's objective, each a function of its own, and their weighted sum; all in fp32."""
+"""The terms of the paper's objective, each a function of its own, and their weighted sum.
+
+All are computed in fp32. The terms of the scorer see the raw scores, before smoothing.
+"""
 
 from __future__ import annotations
 

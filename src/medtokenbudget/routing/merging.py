@@ -1,4 +1,7 @@
-"""Building blocks of the mergers: group means, distances and the selection that a grouping of the patches makes."""
+"""Building blocks of the mergers: group means, distances and the selection that a grouping of the patches makes.
+
+All functions are vectorized over the batch and over the groups.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The signals that LATS reads in addition to the patch embedding, as pure functions over frozen tokens, in fp32."""
+"""The three signals that LATS reads in addition to the patch embedding: attention entropy, feature norm and local contrast.
+
+Pure functions over frozen tokens, in fp32 whatever the input; the single-signal selectors rank by the very same functions.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""From scores to kept patches, the same for every selector: the budget's K, the smoothing of the score grid, top-K."""
+"""From scores to kept patches: the budget's K, the smoothing of the score grid, hard and straight-through top-K.
+
+Every selector counts and ranks through these functions, so that K and ties are handled the same way everywhere.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The bases of selectors that learn: each gives a training pass and its own loss terms, the trainer does the rest."""
+"""The bases of selectors that learn: each gives a training pass and its own loss terms, the trainer does the rest.
+
+`ScoredRanker` learns one score per patch, `SoftMerger` mixes all patches into K tokens, `Probe` ranks patches by what a classifier
+of its own looks at.
+"""
 
 from __future__ import annotations
 

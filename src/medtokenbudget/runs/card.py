@@ -1,6 +1,7 @@
 """The model card: what a saved model is for, what it was made from, how well it works and where it fails.
 
-Point values come from `results.csv`, intervals and strata from `predictions.parquet`, everything else from `run.json`.
+It is stored with the model, not with the report. Point values come from `results.csv`, intervals and strata from
+`predictions.parquet`, everything else from `run.json`; the card says so where something was not measured.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Evaluation: a selector and a head on rows of a store, and a saved model, next to the controls, on images that it has never seen.
+"""Evaluation: a selector and a head on rows of a store, and a saved model on images that it has never seen.
 
-The evaluation writes the files of a run, so that every report works on it. Its images (`HeldOut`) also calibrate a guarantee.
+A saved model is compared with the controls that a good result has to beat. The evaluation writes the files of a run, so that every
+report works on it, and `attributes.parquet` with the stratum of each image. Its images (`HeldOut`) also calibrate a guarantee.
 """
 
 from __future__ import annotations

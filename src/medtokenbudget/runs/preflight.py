@@ -1,4 +1,7 @@
-"""Checks before anything is trained or written: a mistake in any kind of run costs seconds instead of hours."""
+"""Checks before anything is trained or written: requests that cannot end well.
+
+Every kind of run goes through `check`, so that a mistake costs seconds instead of hours.
+"""
 
 from __future__ import annotations
 

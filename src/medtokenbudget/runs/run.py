@@ -1,7 +1,8 @@
 """`Run`: a run directory, the two tables that every number comes from, and `run.json`, which says what they were made from.
 
 `predictions.parquet` has one row per image and cell, `results.csv` one row per cell; a cell is one (study, dataset, view, method,
-seed, budget). `run.json` has no clock: two equal runs write equal bytes.
+seed, budget). `summarize` turns the first table into the second. `run.json` holds settings, versions, seeds and hashes but no
+clock: two equal runs write equal bytes.
 """
 
 from __future__ import annotations

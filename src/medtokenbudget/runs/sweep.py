@@ -1,7 +1,8 @@
 """The sweep: methods x seeds as independent units, collected into one run directory.
 
-A unit is one method with one seed, evaluated at every budget on every view of the validation images. It writes its folder
-`units/METHOD-SEED` and records in `unit.json` that it is done, or why it failed. A second call runs what is not done.
+A unit is one method with one seed, trained and evaluated at every budget on every view of the validation images. It is idempotent:
+it writes its folder `units/METHOD-SEED` and records in `unit.json` that it is done, or why it failed. A second call resumes:
+finished units are kept, units that failed run again.
 """
 
 from __future__ import annotations

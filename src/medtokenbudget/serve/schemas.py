@@ -1,4 +1,7 @@
-"""Response schemas of the service's OpenAPI description, which other programs rely on: a change here changes the public API."""
+"""Response schemas and examples of the service's OpenAPI description.
+
+Other programs rely on them: a change here is a change of the public API.
+"""
 
 from __future__ import annotations
 

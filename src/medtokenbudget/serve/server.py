@@ -1,4 +1,7 @@
-"""The server: the JSON API under /v1, the explorer page on /, the limits of both, and how they start."""
+"""The server: the JSON API under /v1, the explorer page on /, the limits of both, and how they start.
+
+Needs the extra `serve`, so the rest of the package imports this module only when a server starts.
+"""
 
 from __future__ import annotations
 

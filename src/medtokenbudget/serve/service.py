@@ -1,4 +1,7 @@
-"""The answers of the service, without HTTP: every method of a model at many budgets, from one pass of the backbone."""
+"""The answers of the service: every method of a model at many budgets, from one pass of the backbone over one image.
+
+No HTTP here: the files and fields of a form come in, JSON values go out, so it can be tested and used without a server.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """The explorer as a static site: the page of the service, the model as ONNX graphs, the WebAssembly runtime and drawn samples.
 
-The runtime, onnxruntime-web, is found in a folder or in the cache, or fetched once by npm; its version and hashes are pinned here.
+Any static server can host the folder. The page then runs the model in the browser of the person who looks at it. The runtime,
+onnxruntime-web, is not part of this package: it is found in a folder or in the cache, or fetched once by npm. Its version and its
+hashes are pinned here, so that every site has the same bytes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""`Familiarity`: the distance of an image's tokens to the training images, with a limit that held-out training images set."""
+"""`Familiarity`: the distance of an image's tokens to the training images, with a limit that held-out training images set.
+
+A router gives scores to anything. This is what lets a model say that an image is unlike all that it was trained on.
+"""
 
 from __future__ import annotations
 

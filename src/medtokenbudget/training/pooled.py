@@ -1,4 +1,8 @@
-"""What a selector keeps of images at every budget: pooled tokens, evidence of the lesion, class probabilities."""
+"""What a selector keeps of images at every budget: pooled tokens, evidence of the lesion, class probabilities.
+
+A fixed selector gives the same pooled tokens in every epoch, so they are computed once, for all budgets in one pass; heads then
+train on `[n, budgets, D]` numbers instead of `[n, N, D]` tokens.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Which rows of a store a training uses for what, their order in an epoch, and the seeded noise."""
+"""Which rows of a store a training uses for what, their order in an epoch, and the seeded noise.
+
+Views are used for training images only; the off-center views of validation images are evaluated on their own.
+"""
 
 from __future__ import annotations
 
