@@ -21,7 +21,6 @@ from medtokenbudget.backbone.backbone import Backbone, located
 from medtokenbudget.backbone.views import IDENTITY, OFF_CENTER
 from medtokenbudget.config import (
     BUDGETS,
-    CONTROLS,
     DEFAULT_SELECTOR,
     HEADLINE_BUDGETS,
     BackboneConfig,
@@ -52,10 +51,11 @@ from medtokenbudget.runs import sweep as sweeping
 from medtokenbudget.runs.card import card_text
 from medtokenbudget.runs.evaluate import Part
 from medtokenbudget.runs.method import Method, method_of, with_heads
-from medtokenbudget.runs.preflight import READS_ROUTED, supported_methods
-from medtokenbudget.runs.run import FILE, Run
-from medtokenbudget.runs.studies import Study, Unit, chosen_studies
+from medtokenbudget.runs.preflight import READS_ROUTED, available_controls, supported_methods
+from medtokenbudget.runs.run import AS_IS, FILE, Run
+from medtokenbudget.runs.studies import PROTOCOL, Study, Unit, chosen_studies
 from medtokenbudget.runtime import say
+from medtokenbudget.tokens import NOT_FROM_BACKBONE
 from medtokenbudget.training.classifier import RoutedClassifier
 from medtokenbudget.training.familiarity import fit_familiarity
 from medtokenbudget.training.rows import TrainingRows
@@ -143,7 +143,7 @@ def train(
     # A manifest that came as a path stays one: the run records where it is.
     run = Run.begin(out, opened.without_labels() if unlabeled else manifest, store, settings)
     if run.store.fixed_budget is None:
-        compared = [name for name in CONTROLS if controls and "has_mask" not in selector_class(name).requires]
+        compared = [name for name in available_controls(run.store) if controls and "has_mask" not in selector_class(name).requires]
         methods = [str(method_of(selector, settings)), *compared]
     else:  # routed already: only the head is left to train
         methods, run.config = [READS_ROUTED], _at_fixed_budget(run)
@@ -232,7 +232,8 @@ def sweep(
         manifest: The images with their labels, masks and split.
         store: Their tokens.
         out: The run directory; a sweep that was stopped there resumes.
-        methods: Texts such as 'lats:lesion-first', 'center' or 'tome'. Default: the paper's methods, ours and the controls.
+        methods: Texts such as 'lats:lesion-first', 'center' or 'tome', or ['protocol']: the rows, budgets and seeds of the
+            benchmark protocol. Default: the paper's methods, ours and the controls.
         budgets: Shares of the patches to keep, such as 0.3 or '30%'. Default: the budgets of `config`.
         seeds: Seeds; each gives one training per method. Default: that of `config`.
         config: A preset by name, or all settings, such as `mtb.preset("lesion-first", lr=1e-4)`. What differs from the preset
@@ -252,7 +253,10 @@ def sweep(
         [['center', 'as-is', 76], ['center', 'off-center', 76], ['norm', 'as-is', 76], ['norm', 'off-center', 76]]
     """
     run = Run.begin(out, manifest, store, preset(config) if isinstance(config, str) else config)
-    given_budgets = given_settings(run.config).get("budgets")
+    given_budgets, name = given_settings(run.config).get("budgets"), "sweep"
+    if methods is not None and list(methods) == [PROTOCOL.name]:
+        name, methods, seeds = PROTOCOL.name, supported_methods(run, PROTOCOL.methods), seeds or PROTOCOL.seeds
+        budgets = budgets or given_budgets or PROTOCOL.budgets
     if budgets is not None:
         shares = tuple(read_share("budgets", budget) for budget in budgets)
         if given_budgets is not None and shares != tuple(given_budgets):
@@ -264,7 +268,7 @@ def sweep(
     check_values({"seeds": (seeds, tuple[Seed, ...])})
     if methods is None:
         methods = supported_methods(run, default_methods() if run.store.fixed_budget is None else (READS_ROUTED,))
-    study = Study("sweep", with_heads(methods, heads), seeds, tuple(run.config.budgets))
+    study = Study(name, with_heads(methods, heads), seeds, tuple(run.config.budgets))
     sweeping.run_studies(run, [study], Execution(engine, jobs, address))
     save_model(run)
     return run
@@ -307,13 +311,8 @@ def reproduce(
     run = Run.begin(out, manifest, store, config)
     names = [study] if isinstance(study, str) else list(study)
     studies = chosen_studies(names, run.manifest.source.split()[0])
-    if OFF_CENTER not in run.store.views and any(one.name == "center-bias" for one in studies):
-        advice = 'Extract them with `mtb extract` and `views="off-center"`.'
-        if "center-bias" in names:
-            raise RequestError(f"Study 'center-bias' needs off-center views. {advice}")
-        say(f"Skipping study 'center-bias': the store has no off-center views. {advice}")
-        studies = [one for one in studies if one.name != "center-bias"]
-    studies = [replace(one, methods=supported_methods(run, one.methods)) for one in studies]
+    supported_by_data = supported_methods(run, tuple(dict.fromkeys(method for one in studies for method in one.methods)))
+    studies = [replace(one, methods=tuple(m for m in one.methods if m in supported_by_data)) for one in studies]
     supported = [one for one in studies if one.methods]
     sweeping.run_studies(run, supported, Execution(engine, jobs, address), chosen_for_user=("protocol",))
     save_model(run)
@@ -472,8 +471,8 @@ def evaluate_kept(
     """Judge a method that was made without this package by a table of the patches that it kept, next to the controls.
 
     Args:
-        kept: Parquet file with the columns `image_id` and `kept`, and optionally `budget`, `scores` and `p_<class>`, such as
-            `mtb route` and `mtb predict` write. Its name is that of the method.
+        kept: Parquet file with the columns `image_id` and `kept`, and optionally `view`, `budget`, `scores` and `p_<class>`, such
+            as `mtb route` and `mtb predict` write. Its name is that of the method.
         manifest: The images, with masks.
         out: The run directory to write.
         store: Tokens of the images on the grid of the table; None reads them with the embedded backbone into `out/tokens`.
@@ -491,11 +490,21 @@ def evaluate_kept(
     if part == "auto":
         part = "val" if (original.rows["split"] == "val").any() else "all"
     wanted = original if part == "all" else original.part(part)
-    table = evaluation.read_kept(kept, wanted)
+    tables = {AS_IS: evaluation.read_kept(kept, wanted)}
+    off_center = evaluation.has_off_center(kept)
     with exclusive(target):
-        images = evaluation.images_of_table(table, wanted, store, target / "tokens", part)
+        images = evaluation.images_of_table(tables[AS_IS], wanted, store, target / "tokens", part, off_center)
+        if off_center:
+            if not len(images.off_center):
+                advice = 'Extract them with `mtb extract` and `views="off-center"`.'
+                raise RequestError(f"{kept} has off-center views, but the store {images.store.path} has none. {advice}")
+            shown = {images.store.ids[row] for row in images.off_center}
+            crops = wanted.take([row for row, name in enumerate(wanted.ids) if name in shown])
+            tables[OFF_CENTER] = evaluation.read_kept(kept, crops, OFF_CENTER)
+            if list(tables[OFF_CENTER].kept) != list(tables[AS_IS].kept):
+                raise RequestError(f"{kept} has other budgets for off-center views than for original images.")
         run = _begin_evaluation(target, images, manifest, TrainConfig())
-        evaluation.evaluate_kept(run, table, images, original, by)
+        evaluation.evaluate_kept(run, tables, images, original, by)
     return run
 
 
@@ -517,7 +526,7 @@ def _begin_evaluation(target: Path, images: evaluation.HeldOut, manifest: AnyMan
 
 
 def demo(out: Path | str = "runs/demo", n: int = 1000, seed: int = 0, epochs: int | None = None) -> Path:
-    """Run the whole product on drawn images: the ready-made router, then a training; a demo that was stopped resumes.
+    """Run the whole product on drawn images: the packaged router, then a training; a demo that was stopped resumes.
 
     Args:
         out: The run directory.
@@ -529,7 +538,7 @@ def demo(out: Path | str = "runs/demo", n: int = 1000, seed: int = 0, epochs: in
         The path of the report.
     """
     out = Path(out)
-    say(f"1 of 3: the ready-made router on {SAMPLES.n} drawn lesions that are not in the center ...")
+    say(f"1 of 3: the packaged router on {SAMPLES.n} drawn lesions that are not in the center ...")
     samples = synthetic_manifest(out / "router" / "samples", SAMPLES)
     routed = route_files(samples, out / "router" / "routed", config=RouteConfig(overlay=True))
     first = min((out / "router" / "routed" / "overlays").iterdir())
@@ -567,7 +576,7 @@ def save_model(run: Run, trained: Mapping[Unit, RoutedClassifier] = MappingProxy
         for method in map(Method.parse, run.methods):
             unit = Unit(method, run.seeds[0])
             # An ablation has no training of its own, and a selector that reads masks (the oracle) cannot predict.
-            usable = method.ablation is None and "has_mask" not in selector_class(method.selector).requires
+            usable = method.ablation is None and not {*NOT_FROM_BACKBONE} & {*selector_class(method.selector).requires}
             if usable and unit.name in run.units:
                 classifiers[str(method)] = trained.get(unit) or sweeping.load_unit(run, unit)
         store, config = run.store, train_config_from_dict(run.methods[run.main]["config"])

@@ -176,8 +176,8 @@ HEADLINE_BUDGETS: tuple[float, ...] = (0.1, 0.3, 0.5)
 SEEDS: tuple[int, ...] = (42, 43, 44)
 """The seeds of the paper; the first one is the default everywhere."""
 PAPER_METHODS: tuple[str, ...] = ("no-pruning", "random", "norm", "tome", "attention-entropy", "local-contrast", "lats")
-CONTROLS: tuple[str, ...] = ("center", "darkness", "border-contrast", "random", "oracle")
-"""In every comparison: what a learned router must beat without a model and by chance, and the ceiling."""
+CONTROLS: tuple[str, ...] = ("center", "darkness", "border-contrast", "segmenter", "random", "oracle")
+"""In every comparison: what a learned router must beat (places, gray values, the border, a segmenter, chance), and the ceiling."""
 PAPER_RECIPE = "lats"
 """The method of the paper, shown next to the model of a run."""
 DEFAULT_SELECTOR = "lats"
@@ -222,13 +222,14 @@ class ExtractConfig(Settings):
     """Number format of the stored tokens."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Precision of the forward pass; on a GPU, bf16 is faster at nearly the same tokens."""
-    views: Literal["none", "flips", "dihedral", "off-center"] = "none"
-    """Extra views to store with each image and its mask: flipped and rotated copies, or crops with the lesion off-center."""
+    views: Literal["none", "flips", "dihedral", "off-center", "augmented"] = "none"
+    """Extra views to store with each image and its mask: flipped and rotated copies, crops with the lesion off-center, or drawn
+    views of the training images that are flipped, rotated and changed in color."""
     crops: Count = 1
     """With `views="off-center"`: number of crops per training image with a mask; the second and later ones are also rotated or
-    flipped. Other images with a mask get one."""
+    flipped. Other images with a mask get one. With `views="augmented"`: number of drawn views per training image."""
     view_seed: Seed = 0
-    """Random seed of the off-center crops."""
+    """Random seed of the drawn views."""
     signals: tuple[str, ...] = ()
     """Signals to store with the tokens, any of attention_entropy, cls_attention, received_attention, value_norm, mean_key, rollout.
     Default: the first two, and those that the store already has. A finished store gains the missing ones; its tokens stay."""
@@ -395,7 +396,7 @@ class TrainConfig(Settings):
     class_balance: Literal["none", "loss", "sampler"] = "none"
     """'loss' weights classes by inverse frequency, 'sampler' draws all classes equally often."""
     views: Literal["none", "off-center", "all"] = "none"
-    """Also train on views in the store: 'off-center' uses one off-center crop per image, 'all' uses crops, flips and rotations."""
+    """Also train on views in the store: 'off-center' uses one off-center crop per image, 'all' uses every view in the store."""
     seed: Seed = SEEDS[0]
     """Random seed."""
     device: str = "auto"

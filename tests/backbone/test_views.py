@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -41,15 +43,8 @@ def view_of(image: Image.Image, mask: Image.Image | None, view: str, seed: int) 
 def test_a_view_turns_image_and_mask_alike(view: str) -> None:
     image = Image.fromarray(np.repeat(ASYMMETRIC[:, :, None], 3, 2))
     seen, mask = view_of(image, Image.fromarray(ASYMMETRIC), view, seed=0)
-    assert mask is not None
     assert np.asarray(mask).tolist() == EXPECTED[view]
     assert np.asarray(seen)[:, :, 1].tolist() == EXPECTED[view]
-
-
-def test_the_dihedral_views_are_the_eight_different_ones() -> None:
-    image = Image.fromarray(np.arange(9, dtype=np.uint8).reshape(3, 3))
-    seen = {np.asarray(view_of(image, None, view, 0)[0]).tobytes() for view in views.SETS["dihedral"]}
-    assert len(seen) == 8 == len(views.SETS["dihedral"])
 
 
 def test_flips_are_for_training_images_and_off_center_crops_for_images_with_a_mask() -> None:
@@ -63,13 +58,33 @@ def test_flips_are_for_training_images_and_off_center_crops_for_images_with_a_ma
         views.views_of("diedral", "train", has_mask=True)
 
 
+def test_augmented_views_turn_image_and_mask_alike_and_change_color_within_a_fifth() -> None:
+    assert views.views_of("augmented", "train", has_mask=False, crops=2) == ("identity", "augmented", "augmented-2")
+    assert views.views_of("augmented", "val", has_mask=True, crops=2) == ("identity",)
+    gray = np.repeat(10 * ASYMMETRIC[:, :, None] + 80, 3, 2)
+    turns, factors = set(), []
+    for seed in range(60):
+        geometry = views.geometry_of("augmented", None, seed)
+        assert geometry == views.geometry_of("augmented", None, seed) != views.geometry_of("augmented-2", None, seed)
+        assert views.Geometry.from_json(json.loads(json.dumps(geometry.to_json()))) == geometry
+        mask, seen = geometry.of(Image.fromarray(ASYMMETRIC)), np.asarray(geometry.of(Image.fromarray(gray)))
+        plain = np.asarray(views.Geometry(None, geometry.turn).of(Image.fromarray(ASYMMETRIC)))
+        assert np.array_equal(np.asarray(mask), plain), "no color of a mask changes"
+        assert np.corrcoef(seen[..., 0].ravel(), plain.ravel())[0, 1] > 0.99, "and the image is turned like its mask"
+        turns.add(geometry.turn)
+        factors.append(seen.mean() / gray.mean())
+        assert geometry.color is not None
+        assert factors[-1] == pytest.approx(geometry.color[0], abs=0.02), "contrast and saturation keep the mean of gray"
+    assert turns == set(views.SETS["dihedral"])
+    assert 0.79 < min(factors) < 0.85 < 1.15 < max(factors) < 1.21
+
+
 @settings(deadline=None, max_examples=30)
 @given(st.integers(60, 140), st.integers(50, 110), st.integers(3, 45), st.integers(0, 2**32))
 def test_an_off_center_crop_keeps_most_of_the_lesion_and_moves_it(x: int, y: int, radius: int, seed: int) -> None:
     mask = blob(x, y, radius)
     image = Image.merge("RGB", [mask] * 3)
     seen, seen_mask = view_of(image, mask, "off-center", seed)
-    assert seen_mask is not None
     assert np.array_equal(np.asarray(seen)[:, :, 0], np.asarray(seen_mask))
     assert 99 <= seen.width <= 151
     assert 79 <= seen.height <= 121
@@ -107,7 +122,6 @@ def test_further_crops_are_other_crops_and_turned_with_their_masks() -> None:
     shapes = set()
     for number in range(2, 12):
         seen, seen_mask = view_of(image, mask, f"off-center-{number}", seed=1)
-        assert seen_mask is not None
         assert np.array_equal(np.asarray(seen)[:, :, 0], np.asarray(seen_mask))
         assert (np.asarray(seen_mask) > 127).sum() >= 0.6 * (np.asarray(mask) > 127).sum()
         shapes.add(seen.size)
@@ -120,7 +134,6 @@ def test_a_larger_mask_of_the_same_frame_is_cropped_to_the_same_place() -> None:
     image = Image.merge("RGB", [blob(100, 80, 25)] * 3)
     large = blob(300, 240, 75, (600, 480))
     seen, mask = view_of(image, large, "off-center", seed=3)
-    assert mask is not None
     small = np.asarray(mask.resize(seen.size)) > 127
     assert (small == (np.asarray(seen)[:, :, 0] > 127)).mean() > 0.98
 

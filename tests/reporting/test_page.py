@@ -266,7 +266,7 @@ def test_latex_is_balanced_and_escaped(run: Path) -> None:
         for environment in ("table", "tabular"):
             assert text.count(rf"\begin{{{environment}}}") == text.count(rf"\end{{{environment}}}") == 1
         body = text.split("\\midrule", 1)[1].split("\\bottomrule")[0]
-        columns = re.search(r"\\begin\{tabular\}\{([lr]+)\}", text).group(1)  # type: ignore[union-attr]
+        columns = re.search(r"\\begin\{tabular\}\{([lr]+)\}", text).group(1)
         for line in body.splitlines():
             if line.endswith(r"\\"):
                 assert len(re.findall(r"(?<!\\)&", line)) == len(columns) - 1, (path.name, line)

@@ -135,10 +135,41 @@ def test_without_a_lesion_to_learn_from_nothing_is_trained_and_nothing_left(phot
     assert not out.exists()
 
 
-def test_the_command_makes_a_model_that_routes_exports_and_scouts(photos: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
+@pytest.fixture(scope="module")
+def run(photos: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("scout") / "run"
     small = ["--epochs", "2", "--min-steps", "0", "--scout.image-size", "64", "--scout.width", "0.5", "--device", "cpu"]
-    assert main(["train", str(photos), "--recipe", "scout", "--out", str(run), *small]) == 0
+    assert main(["train", str(photos), "--recipe", "scout", "--out", str(out), *small]) == 0
+    return out
+
+
+def test_its_scores_become_the_control_segmenter_of_a_store_of_the_same_manifest_only(
+    photos: Path, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    extract = ["extract", str(photos), "--store", str(tmp_path / "tokens"), "--backbone", "embedded", "--views", "off-center"]
+    assert main([*extract, "--device", "cpu"]) == 0
+    sweep = ["sweep", str(photos), "--store", str(tmp_path / "tokens"), "--head-epochs", "1", "--jobs", "1"]
+    assert main([*sweep, "--methods", "segmenter", "--out", str(tmp_path / "sweep")]) == RequestError.exit_code
+    assert "has no segmentation for" in capsys.readouterr().err
+    assert main([*extract, "--device", "cpu", "--segmenter", str(run)]) == 0
+    assert main([*sweep, "--methods", "segmenter", "center", "--out", str(tmp_path / "sweep")]) == 0
+    # What the model itself keeps of the same images.
+    theirs, ours = (mtb.Run(folder).results for folder in (run, tmp_path / "sweep"))
+    kept = [
+        float(found.query("method == @method and view == @view and budget == 0.3")["retention"].iloc[0])
+        for found, method in ((theirs, "scout"), (ours, "segmenter"))
+        for view in ("as-is", "off-center")
+    ]
+    assert kept[:2] == pytest.approx(kept[2:], abs=1e-6)
+    split = Manifest.read(photos)
+    parts = ["val" if part == "train" else "train" for part in split.rows["split"]]
+    other = split.with_columns(split=parts).write(tmp_path / "other.parquet")
+    words = ["extract", str(other), *extract[2:], "--device", "cpu", "--segmenter", str(run)]
+    assert main(words) == RequestError.exit_code
+    assert "may have seen validation images" in capsys.readouterr().err
+
+
+def test_the_command_makes_a_model_that_routes_exports_and_scouts(photos: Path, run: Path, tmp_path: Path) -> None:
     results = mtb.Run(run).results
     assert {"scout", "center", "darkness", "random", "oracle"} == set(results["method"]), (
         "border-contrast reads tokens, and these are pixels"

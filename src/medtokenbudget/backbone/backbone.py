@@ -276,10 +276,12 @@ class Glance(Pixels):
     def __init__(self, config: BackboneConfig, device: torch.device | str = "cpu") -> None:
         super().__init__(config, device)
         side = config.image_size // 14
-        self.seen = Backbone.load(BackboneConfig(name="embedded", image_size=14 * side, layer=config.layer), device)
+        # Nothing reads its attention, and recording it costs a tenth of its time.
+        seen = BackboneConfig(name="embedded", image_size=14 * side, layer=config.layer, attention="pseudo")
+        self.seen = Backbone.load(seen, device)
         # As matrices, because the interpolation of torch cannot be exported for any batch size.
         self._shrink = _bilinear(config.image_size, 14 * side)
-        self._spread = tuple(_bilinear(side, cells) for cells in self.grid)
+        self._spread = torch.kron(*(_bilinear(side, cells) for cells in self.grid))
         self.model, self.depth, self.layer = self.seen.model, self.seen.depth, self.seen.layer
         self._blocks = [block for block in (self.layer - 2, self.layer) if block >= 0]
         self.dim += len(self._blocks) * self.seen.dim
@@ -290,13 +292,12 @@ class Glance(Pixels):
         """Return patches of images [B, 3, S, S]: the 3 p p numbers of their pixels, then their features."""
         pixels, about = super().tokens(images, signals), self.seen.preprocessing
         mean, std = (torch.tensor(values, device=images.device).view(1, 3, 1, 1) for values in (about.mean, about.std))
-        shrink, down, across = (matrix.to(images) for matrix in (self._shrink, *self._spread))
+        shrink, spread = self._shrink.to(images), self._spread.to(images)
         small = (shrink @ images @ shrink.T - mean) / std
         seen: list[Tensor] = self.model.forward_intermediates(
             small, indices=self._blocks, norm=True, stop_early=True, output_fmt="NLC", intermediates_only=True
         )
-        features = down @ torch.cat(seen, 2).transpose(1, 2).unflatten(2, self.seen.grid) @ across.T
-        return replace(pixels, patches=torch.cat([pixels.patches, features.flatten(2).transpose(1, 2)], 2))
+        return replace(pixels, patches=torch.cat([pixels.patches, spread @ torch.cat(seen, 2)], 2))
 
 
 def _bilinear(inputs: int, outputs: int) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
+from torch import Tensor
 
 from medtokenbudget.backbone import store as stores
 from medtokenbudget.backbone import views
@@ -34,7 +35,10 @@ from medtokenbudget.errors import RequestError, WorkError
 from medtokenbudget.files import check_same, claim, exclusive, remove, remove_leftovers, sha256_file, write_lines
 from medtokenbudget.jobs import Advance, Execution, ordered_map, require_shared, run_units
 from medtokenbudget.runtime import cpu_threads, idle_threads, progress, resolve_device, say, worker_devices
+from medtokenbudget.tokens import SEGMENTATION
 
+SEGMENTER = "segmenter.json"
+"""File in a store that says which segmenter scored its rows."""
 ROUTER = "router"
 """Folder in a store that was routed early: the saved router, which models that are trained on the store carry along."""
 _DTYPES = {"fp16": torch.float16, "fp32": torch.float32}
@@ -148,8 +152,8 @@ def _check_request(
             "Add masks to the manifest, or choose other views."
         )
     for name, default in (("crops", 1), ("view_seed", 0)):
-        if config.views != "off-center" and getattr(config, name) != default:
-            raise RequestError(f'`{name}` needs `views="off-center"`. Change the views, or leave out `{name}`.')
+        if config.views not in ("off-center", "augmented") and getattr(config, name) != default:
+            raise RequestError(f'`{name}` needs `views="off-center"` or "augmented". Change the views, or leave out `{name}`.')
     absolute = Path(os.path.abspath(path))
     inside = next((folder for folder in _image_folders(manifest) if absolute.is_relative_to(folder)), None)
     if inside is not None:
@@ -302,6 +306,47 @@ def _extend_plan(store: Path, keys: Sequence[Key], size: int, again: set[Key]) -
     return shards
 
 
+@dataclass(frozen=True)
+class Segmenter:
+    """A trained network that scores patches of an image.
+
+    Attributes:
+        backbone: Prepares the pixels.
+        score: Pixels, uint8 [B, S, S, 3], to scores [B, N], the highest for lesion.
+        fingerprint: Of the model.
+    """
+
+    backbone: Backbone
+    score: Callable[[Tensor], Tensor]
+    fingerprint: str
+
+    @property
+    def device(self) -> torch.device:
+        return self.backbone.device
+
+    def prepare(self, image: Image.Image) -> np.ndarray:
+        return self.backbone.prepare(image)
+
+
+def add_segmentation(store: FeatureStore, manifest: Manifest, segmenter: Segmenter, config: ExtractConfig) -> None:
+    """Add the signal `segmentation` to the rows of `manifest` that have none: the scores of a segmenter, for every view.
+
+    Raises:
+        MismatchError: The store has scores of another segmenter, or the grids differ.
+    """
+    advice = "Train the segmenter with 16 pixels of `scout.image_size` per patch of a side."
+    check_same("The segmenter", {"grid": list(store.grid)}, {"grid": list(segmenter.backbone.grid)}, advice)
+    with exclusive(store.path):
+        advice = "Use the same segmenter, or another `store`."
+        claim(store.path / SEGMENTER, {"segmenter": segmenter.fingerprint}, f"The store {store.path}", advice)
+        images = zip(hashes_of(store.path, manifest)[0], range(len(manifest)))
+        files = {image: str(manifest.image_path(row)) for image, row in images if image is not None}
+        units = [unit for index, one in sorted(store.records.items()) for unit in _additions(index, one, (SEGMENTATION,), files)]
+        with progress(total=sum(map(len, units)), what="Segmenting", unit="image") as bar:
+            for _ in make_shards(store.path, config, stores.settings_hash(store.config), segmenter, units, bar.update):
+                pass
+
+
 # Doing it ------------------------------------------------------------------------------------------------------------
 
 
@@ -316,8 +361,9 @@ class _Computed:
 
     def add(self, batch: list[_Decoded], fields: dict[str, np.ndarray]) -> None:
         """Add the rows whose tokens are finite in the stored format, and the others to the failures."""
-        tokens = fields["patches"]
-        finite = torch.from_numpy(tokens).abs().amax((1, 2)).isfinite().numpy()
+        tokens = fields.get("patches", fields.get(SEGMENTATION))
+        assert tokens is not None
+        finite = torch.from_numpy(tokens).flatten(1).isfinite().all(1).numpy()
         why = f"The tokens of the backbone are not finite in {tokens.dtype}."
         self.rows += [row for (row, _), good in zip(batch, finite) if good]
         self.failures += [FailedRow(row.image, row.view, "tokens", why) for (row, _), good in zip(batch, finite) if not good]
@@ -334,7 +380,7 @@ def open_backbone(store: Path, config: BackboneConfig, fingerprint: dict[str, An
 
 
 def make_shards(
-    store: Path, config: ExtractConfig, settings: str, backbone: Backbone, units: Sequence[ShardUnit], advance: Advance
+    store: Path, config: ExtractConfig, settings: str, backbone: Backbone | Segmenter, units: Sequence[ShardUnit], advance: Advance
 ) -> Iterator[None]:
     """Make shards, in order; each records the hash `settings`. Images are decoded ahead across the borders of shards."""
     parts = [(i, tuple(same)) for i, unit in enumerate(units) for _, same in itertools.groupby(unit.items, lambda item: item.image)]
@@ -354,7 +400,7 @@ def make_shards(
         yield from ordered_map(lambda made: _publish(store, settings, *made), computed(), ahead=1, threads=1)
 
 
-def _decode(items: tuple[Item, ...], backbone: Backbone, view_seed: int) -> list[_Decoded | FailedRow]:
+def _decode(items: tuple[Item, ...], backbone: Backbone | Segmenter, view_seed: int) -> list[_Decoded | FailedRow]:
     """Decode an image once and make its views, or say why a view cannot be had."""
     first = items[0]
     try:
@@ -379,7 +425,7 @@ def _decode(items: tuple[Item, ...], backbone: Backbone, view_seed: int) -> list
 
 
 def _compute(
-    unit: ShardUnit, rows: Iterable[_Decoded | FailedRow], backbone: Backbone, config: ExtractConfig, advance: Advance
+    unit: ShardUnit, rows: Iterable[_Decoded | FailedRow], backbone: Backbone | Segmenter, config: ExtractConfig, advance: Advance
 ) -> _Computed:
     """Run the backbone over the rows of a shard in batches; if memory runs out, halve the batch size for the rest of it."""
     made = _Computed(config.batch_size)
@@ -414,7 +460,7 @@ def _compute(
 
 
 def _fields_if_they_fit(
-    batch: list[_Decoded], backbone: Backbone, config: ExtractConfig, signals: Sequence[str]
+    batch: list[_Decoded], backbone: Backbone | Segmenter, config: ExtractConfig, signals: Sequence[str]
 ) -> dict[str, np.ndarray] | None:
     """Compute the fields, or return None if memory ran out: not an error, whose traceback keeps what filled the memory."""
     try:
@@ -429,7 +475,9 @@ def _fields_if_they_fit(
 
 
 @torch.inference_mode()
-def _fields(batch: list[_Decoded], backbone: Backbone, config: ExtractConfig, signals: Sequence[str]) -> dict[str, np.ndarray]:
+def _fields(
+    batch: list[_Decoded], backbone: Backbone | Segmenter, config: ExtractConfig, signals: Sequence[str]
+) -> dict[str, np.ndarray]:
     """Compute the fields of these rows: the patches, all of them or those that an early route keeps, and the signals."""
     dtype, precision = _DTYPES[config.dtype], _PRECISIONS.get(config.precision)
     pixels = torch.from_numpy(np.stack([pixels for _, pixels in batch]))
@@ -437,6 +485,8 @@ def _fields(batch: list[_Decoded], backbone: Backbone, config: ExtractConfig, si
         pixels = pixels.pin_memory().to(backbone.device, non_blocking=True)
     else:
         pixels = pixels.to(backbone.device)
+    if isinstance(backbone, Segmenter):
+        return {SEGMENTATION: backbone.score(pixels).float().cpu().numpy()}
     with torch.autocast(backbone.device.type, precision, enabled=precision is not None):
         tokens = backbone(backbone.normalize(pixels), signals).float()
     fields = {"patches": tokens.patches.to(dtype), "luminance": luminance(pixels, backbone.grid).float()}
@@ -475,7 +525,7 @@ def _add_signals(store: Path, unit: ShardUnit, record: Record, made: _Computed) 
     places = [place_of[row.key] for row in made.rows]
     stored = MappedField(store, unit.index, "patches", record.fields["patches"])
     similar = not any(failure.kind == "tokens" for failure in made.failures)
-    for place, now in zip(places, np.concatenate(made.parts["patches"])):
+    for place, now in zip(places, np.concatenate(made.parts.get("patches", [np.empty(0)]))):
         one, two = stored.array[place].astype(np.float32).ravel(), now.astype(np.float32).ravel()
         similar = similar and float(one @ two) >= _ALIKE * float(np.linalg.norm(one) * np.linalg.norm(two))
     if not similar:

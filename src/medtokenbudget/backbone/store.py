@@ -33,7 +33,7 @@ from medtokenbudget.errors import MissingSignalError, RequestError, WorkError
 from medtokenbudget.files import atomic_write, read_json, read_sealed, sha256_json, unsealed, write_sealed
 from medtokenbudget.jobs import ordered_map
 from medtokenbudget.runtime import progress
-from medtokenbudget.tokens import SIGNALS, TokenBatch
+from medtokenbudget.tokens import SEGMENTATION, SIGNALS, TokenBatch
 
 FORMAT = 5
 STORE, PLAN = "store.json", "plan.json"
@@ -473,16 +473,18 @@ class FeatureStore:
     @property
     def signals(self) -> tuple[str, ...]:
         """The signals that all rows carry."""
-        return tuple(name for name in SIGNALS if self.has(name))
+        return tuple(name for name in (*SIGNALS, SEGMENTATION) if self.has(name))
 
     def require_signals(self, names: Sequence[str]) -> None:
         """Raise a MissingSignalError, with what to do, for signals that not all rows carry; other names are ignored."""
-        missing = [name for name in SIGNALS if name in names and not self.has(name)]
+        missing = [name for name in (*SIGNALS, SEGMENTATION) if name in names and not self.has(name)]
         if missing:
             count = len(self) - min(self._rows_with[name] for name in missing)
+            signals = " ".join(name for name in missing if name in SIGNALS)
+            given = [f"`signals` {signals}"] * bool(signals) + ["`segmenter`"] * (SEGMENTATION in missing)
             raise MissingSignalError(
                 f"The store {self.path} has no {', '.join(missing)} for {count} of {len(self)} rows. Run its `mtb extract` command "
-                f"again with `signals` {' '.join(missing)}: the tokens stay, only the signals are added."
+                f"again with {' and '.join(given)}: the tokens stay, only the signals are added."
             )
 
     def read(self, rows: RowNumbers, dtype: torch.dtype = torch.float32, signals: Sequence[str] = ()) -> TokenBatch:
@@ -542,7 +544,7 @@ class FeatureStore:
         _join_large(sources, places, fields["patches"])
         self._from_disk = before is None or _disk_reads() != before
         small = [name for name in _SMALL if self.has(name)]
-        small += [name for name in SIGNALS if name in signals and name not in small]
+        small += [name for name in (*SIGNALS, SEGMENTATION) if name in signals and name not in small]
         for name in small:
             values = _join_small([self._map(shard, name) for shard in shards], places)
             fields[name] = values.to(dtype) if name in _IN_TOKEN_DTYPE else values

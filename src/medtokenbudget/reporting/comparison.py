@@ -97,11 +97,12 @@ class Comparison:
     def leaderboard(self) -> dict[tuple[str, str], pd.DataFrame]:
         """(metric, view) -> the ranking of the main methods of all comparable runs and of the first run's controls.
 
-        The methods are called `METHOD of RUN`; at the common headline budget, on the images that all of them have.
+        Of a single run, of all its methods. They are called `METHOD of RUN`; at the common headline budget, on the images that all
+        of them have.
         """
         boards: dict[tuple[str, str], pd.DataFrame] = {}
         first = self.first
-        for metric, view in (*(("retention_of_ceiling", view) for view in (AS_IS, OFF_CENTER)), ("macro_f1", AS_IS)):
+        for metric, view in ((metric, view) for metric in ("retention_of_ceiling", "macro_f1") for view in (AS_IS, OFF_CENTER)):
             left, parts = self._board_rows(first, view), []
             measures_of = {first.name: shown_in("test"), **self.comparable}
             for run in self.runs:
@@ -110,7 +111,7 @@ class Comparison:
                 if needed not in measures_of[run.name] or (view == OFF_CENTER and not _same_crops(left, rows)):
                     continue
                 rows = _aligned(rows, left, run.info.classes, first.info.classes)
-                wanted = [run.focus, *(m for m in CONTROLS if run is first and m != run.focus)]
+                wanted = [run.focus, *(m for m in CONTROLS if run is first and m != run.focus)] if self.several else run.methods
                 parts += [rows[rows["method"] == m].assign(method=f"{m} of {run.name}") for m in wanted]
             rows = pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
             if len(rows):

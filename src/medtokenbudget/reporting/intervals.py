@@ -182,9 +182,9 @@ class ReportRun:
 
     @cached_property
     def off_center_study(self) -> str | None:
-        """The study with both the original images and off-center views: `center-bias`, or else the headline study."""
+        """The first study with both the original images and off-center views, the headline study before others."""
         both = {AS_IS, OFF_CENTER}
-        return next((s for s in ("center-bias", self.study) if both <= set(self.cells(s)["view"])), None)
+        return next((s for s in (self.study, *self.studies) if both <= set(self.cells(s)["view"])), None)
 
     @cached_property
     def main(self) -> pd.DataFrame:

@@ -48,7 +48,8 @@ def make_tables(comparison: Comparison, named: bool = True) -> list[Table]:
     """Make every table that the runs have numbers for; unless `named`, images have numbers in place of their names."""
     run, sweeps = comparison.first, sorted(shown_in("sweep"), key=lambda metric: metric != "retention")
     tables = [
-        *([runs(comparison), leaderboard(comparison)] if comparison.several else []),
+        *([runs(comparison)] if comparison.several else []),
+        leaderboard(comparison),
         main(comparison),
         *[sweep(comparison, metric) for metric in sweeps],
         further_measures(comparison),
@@ -334,7 +335,7 @@ def runs(comparison: Comparison) -> Table:
 
 
 def leaderboard(comparison: Comparison) -> Table | None:
-    """Show the main methods of several runs and the controls as ranks with their uncertainty, ties together; the CSV has all."""
+    """Rank the methods of a run, or the main methods of several and the controls, ties together; the CSV has all."""
     boards = comparison.leaderboard if comparison.headline is not None else {}
     main_board = next((boards[m, AS_IS] for m in ("retention_of_ceiling", "macro_f1") if (m, AS_IS) in boards), None)
     if main_board is None or len(main_board) < 2:
@@ -346,7 +347,7 @@ def leaderboard(comparison: Comparison) -> Table | None:
     named = [tuple(name.split(" of ", 1)) for name in main_board["method"]]
     rows = []
     for method, run in named:
-        row = [look(method).title, run]
+        row = [look(method).title, *([run] if comparison.several else [])]
         for metric, view in boards:
             cell = cells.get((method, run, metric, view))
             if cell is None or pd.isna(cell.value):
@@ -357,14 +358,15 @@ def leaderboard(comparison: Comparison) -> Table | None:
         rows.append(row)
     heads = [f"{METRICS[metric].title}{', off-center' if view == OFF_CENTER else ''}" for metric, view in boards]
     ties = [str(tie) for tie in main_board["tie"].fillna(0)]
+    what = "The main methods and the controls" if comparison.several else "The methods"
     return Table(
         "leaderboard",
-        columns=["Method", "Run", *(text for head in heads for text in (f"{head} (%)", "Rank"))],
+        columns=["Method", *(["Run"] if comparison.several else []), *(text for head in heads for text in (f"{head} (%)", "Rank"))],
         rows=rows,
         data=data,
-        labels=2,
+        labels=1 + comparison.several,
         breaks=changes(ties),
-        **_words("leaderboard", budget=_at_headline(comparison), n=int(main_board["n"].max())),
+        **_words("leaderboard", what=what, budget=_at_headline(comparison), n=int(main_board["n"].max())),
     )
 
 

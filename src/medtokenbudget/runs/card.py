@@ -19,6 +19,7 @@ from medtokenbudget import metrics
 from medtokenbudget.backbone.views import OFF_CENTER
 from medtokenbudget.config import HEADLINE_BUDGET as BUDGET
 from medtokenbudget.config import HEADLINE_BUDGETS, NOTICE, PAPER_RECIPE, USE_NOTICE
+from medtokenbudget.data.manifest import SPLITS
 from medtokenbudget.errors import RequestError
 from medtokenbudget.escaping import markdown_text, template
 from medtokenbudget.measures import NOT_MEASURED, percentage, with_interval
@@ -110,7 +111,7 @@ def _data(run: Run, model: MedTokenBudget) -> dict[str, Any]:
     head = ["part", "images", "masks", *(["classes"] if model.classes else [])]
     rows = []
     for part, values in run.counts.items():
-        if values["images"]:
+        if part in SPLITS and values["images"]:
             classes = ", ".join(f"{markdown_text(name)} {count:,}" for name, count in values["classes"].items() if count)
             rows.append([part, f"{values['images']:,}", f"{values['masks']:,}", Markup(classes)][: len(head)])
     masks, weight = "none were used in training", model.train_config.losses.lesion

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -26,7 +26,7 @@ from medtokenbudget.backbone import FeatureStore, extract
 from medtokenbudget.backbone.annotations import hashes_of, known_manifests, mask_patches
 from medtokenbudget.backbone.backbone import READS_PIXELS
 from medtokenbudget.backbone.views import IDENTITY, OFF_CENTER
-from medtokenbudget.config import CONTROLS, BackboneConfig, ExtractConfig, to_dict
+from medtokenbudget.config import BackboneConfig, ExtractConfig, to_dict
 from medtokenbudget.data import Manifest, decode_image, decode_mask, patch_order
 from medtokenbudget.data.manifest import listed
 from medtokenbudget.data.strata import STRATA, column_strata, measure, stratum_order
@@ -46,6 +46,7 @@ from medtokenbudget.routing.conformal import (
 )
 from medtokenbudget.routing.trainable import ScoredRanker, evaluating
 from medtokenbudget.runs.method import Method
+from medtokenbudget.runs.preflight import available_controls
 from medtokenbudget.runs.run import AS_IS, ATTRIBUTES, FILE, OF_IMAGES, Run, routing_name, write_tables
 from medtokenbudget.runtime import progress, say
 from medtokenbudget.training.classifier import RoutedClassifier
@@ -296,7 +297,7 @@ def evaluate_model(
     if wrong or not budgets:
         raise RequestError(f"Budgets must lie in (0, 1], got {', '.join(map(str, wrong)) or 'none'}.")
     classifiers = {method: model.classifier(method)}
-    for name in CONTROLS:
+    for name in available_controls(images.store):
         control = create_selector(name, minimum=classifiers[method].selector.minimum)
         if control.reads_patches and images.store.config["backbone"]["name"] in READS_PIXELS:
             continue  # on pixels it would be another method than the one of this name on tokens
@@ -509,8 +510,10 @@ class KeptPatches:
     scores: np.ndarray | None
 
 
-def read_kept(path: Path | str, manifest: Manifest) -> KeptPatches:
-    """Read a table of kept patches (docs/protocol.md), such as `mtb route` writes; images are those of the manifest.
+def read_kept(path: Path | str, manifest: Manifest, view: str = AS_IS) -> KeptPatches:
+    """Read the rows of one view in a table of kept patches (docs/protocol.md), such as `mtb route` writes.
+
+    Every image of the manifest needs a row. A table without the column `view` is about original images.
 
     Raises:
         RequestError: The table lacks a column, an image or a budget; an image keeps another number of patches than the others, a
@@ -533,6 +536,10 @@ def read_kept(path: Path | str, manifest: Manifest) -> KeptPatches:
             "gives the method its name, but a method of this package has this name, or it contains one of : + | /. Rename the file."
         )
     frame = given = table.to_pandas()
+    if "view" in frame:
+        if foreign := sorted(set(frame["view"].astype(str)) - {AS_IS, OFF_CENTER}):
+            raise refuse(f"has the view {listed(foreign)}. Views are {AS_IS} and {OFF_CENTER}.")
+        frame = given = frame[frame["view"] == view]
     if frame["kept"].isna().any():
         raise refuse("has rows without kept patches. Methods that merge patches keep none and cannot be judged by this table.")
     paths = {os.path.abspath(manifest.image_path(row)): name for row, name in enumerate(manifest.ids)} if key == "image" else {}
@@ -587,15 +594,21 @@ def _grid_of(table: pa.Table, frame: pd.DataFrame, refuse: Callable[[str], Reque
     return side, side
 
 
+def has_off_center(path: Path | str) -> bool:
+    """Tell whether a table of kept patches has rows of off-center views."""
+    return "view" in pq.read_schema(path).names and OFF_CENTER in pq.read_table(path, columns=["view"])["view"].to_pylist()
+
+
 def images_of_table(
-    table: KeptPatches, manifest: Manifest, store: FeatureStore | Path | str | None, tokens: Path, part: str
+    table: KeptPatches, manifest: Manifest, store: FeatureStore | Path | str | None, tokens: Path, part: str, off_center: bool
 ) -> HeldOut:
     """Open the images of a table of kept patches; without a `store`, the embedded backbone reads them on the grid of the table."""
     if store is None:
         side = table.grid[0]
         if table.grid != (side, side):
             raise RequestError(f"The grid of the table is {table.grid[0]} x {table.grid[1]}. Pass a `store` with this grid.")
-        opened = extract(manifest, tokens, BackboneConfig("embedded", image_size=_EMBEDDED_PATCH * side))
+        config = ExtractConfig(views="off-center" if off_center else "none")
+        opened = extract(manifest, tokens, BackboneConfig("embedded", image_size=_EMBEDDED_PATCH * side), config)
     else:
         opened = (store if isinstance(store, FeatureStore) else FeatureStore.open(store)).annotated(manifest)
         if tuple(opened.grid) != table.grid:
@@ -605,41 +618,16 @@ def images_of_table(
     return _images_of(manifest, opened, part)
 
 
-def evaluate_kept(run: Run, table: KeptPatches, images: HeldOut, original: Manifest, by: Sequence[str]) -> None:
-    """Judge a table of kept patches next to the controls, which keep as many, and write the files of the run."""
-    store, rows, method = images.store, images.rows, table.method
-    place = {name: index for index, name in enumerate(table.names)}
-    at = [place[store.ids[row]] for row in rows]
-    lesion, masked = store.lesion.numpy()[rows].astype(bool), store.has_mask.numpy()[rows]
-    none = np.full(len(rows), np.nan)
-    frames = []
-    for budget, patches in table.kept.items():
-        probability = table.probabilities.get(budget, np.zeros((len(table.names), 0)))[at].astype(np.float32)
-        classified = probability.shape[1] > 0
-        measured = {
-            "view": AS_IS,
-            "method": method,
-            "seed": SEED,
-            "label": store.label.numpy()[rows] if classified else -1,
-            "budget": budget,
-            "k": patches.shape[1],
-            "predicted": probability.argmax(1) if classified else -1,
-            "probabilities": list(probability),
-            "kept_lesion": np.where(masked, np.take_along_axis(lesion, patches[at], 1).sum(1), np.nan),
-            **dict.fromkeys(("purity", "lesion_dominated", "lesion_mass"), none),
-        }
-        frames.append(pd.DataFrame(_known(store, rows, images.manifest) | measured))
-    classifiers = {name: RoutedClassifier(create_selector(name, minimum=1), None) for name in CONTROLS}
-    budgets, most = list(table.kept), table.kept[max(table.kept)][at]
-    orders = {routing_name(AS_IS, name, method, SEED): value for name, value in _annotations(store, rows).items()}
-    if all((np.sort(most[:, : few.shape[1]]) == np.sort(few[at])).all() for few in table.kept.values()):  # a ranking
-        rest = np.ones((len(rows), store.n), bool)
-        np.put_along_axis(rest, most, False, 1)
-        order = np.concatenate([most, np.nonzero(rest)[1].reshape(len(rows), -1)], 1).astype(np.int16)
-        orders[routing_name(AS_IS, "order", method, SEED)] = order
-    if table.scores is not None:
-        orders[routing_name(AS_IS, "scores", method, SEED)] = table.scores[at].astype(np.float16)
-    annotators = _write_tables(run, images, original, by, {AS_IS: rows}, classifiers, budgets, frames, orders)
+def evaluate_kept(run: Run, tables: Mapping[str, KeptPatches], images: HeldOut, original: Manifest, by: Sequence[str]) -> None:
+    """Judge tables of kept patches by view next to the controls, which keep as many, and write the files of the run."""
+    store, method, budgets = images.store, tables[AS_IS].method, list(tables[AS_IS].kept)
+    rows = {view: images.rows if view == AS_IS else images.off_center for view in tables}
+    frames: list[pd.DataFrame] = []
+    orders: dict[str, np.ndarray] = {}
+    for view, table in tables.items():
+        frames += _judge_kept(table, view, rows[view], images, orders)
+    classifiers = {name: RoutedClassifier(create_selector(name, minimum=1), None) for name in available_controls(store)}
+    annotators = _write_tables(run, images, original, by, rows, classifiers, budgets, frames, orders)
     foreign = {"selector": method, "head": "none", "variant": "", "learned": False, "config": {}}
     run.finish(
         methods={method: foreign, **{name: _about(classifier) for name, classifier in classifiers.items()}},
@@ -659,6 +647,42 @@ def evaluate_kept(run: Run, table: KeptPatches, images: HeldOut, original: Manif
             "own": [],
         },
     )
+
+
+def _judge_kept(
+    table: KeptPatches, view: str, rows: np.ndarray, images: HeldOut, orders: dict[str, np.ndarray]
+) -> Iterator[pd.DataFrame]:
+    """Yield the predictions of a table at each budget, and add its ranking and scores to `orders`."""
+    store, method = images.store, table.method
+    place = {name: index for index, name in enumerate(table.names)}
+    at = [place[store.ids[row]] for row in rows]
+    lesion, masked = store.lesion.numpy()[rows].astype(bool), store.has_mask.numpy()[rows]
+    none = np.full(len(rows), np.nan)
+    for budget, patches in table.kept.items():
+        probability = table.probabilities.get(budget, np.zeros((len(table.names), 0)))[at].astype(np.float32)
+        classified = probability.shape[1] > 0
+        measured = {
+            "view": view,
+            "method": method,
+            "seed": SEED,
+            "label": store.label.numpy()[rows] if classified else -1,
+            "budget": budget,
+            "k": patches.shape[1],
+            "predicted": probability.argmax(1) if classified else -1,
+            "probabilities": list(probability),
+            "kept_lesion": np.where(masked, np.take_along_axis(lesion, patches[at], 1).sum(1), np.nan),
+            **dict.fromkeys(("purity", "lesion_dominated", "lesion_mass"), none),
+        }
+        yield pd.DataFrame(_known(store, rows, images.manifest) | measured)
+    orders |= {routing_name(view, name, method, SEED): value for name, value in _annotations(store, rows).items()}
+    most = table.kept[max(table.kept)][at]
+    if all((np.sort(most[:, : few.shape[1]]) == np.sort(few[at])).all() for few in table.kept.values()):  # a ranking
+        rest = np.ones((len(rows), store.n), bool)
+        np.put_along_axis(rest, most, False, 1)
+        order = np.concatenate([most, np.nonzero(rest)[1].reshape(len(rows), -1)], 1).astype(np.int16)
+        orders[routing_name(view, "order", method, SEED)] = order
+    if table.scores is not None:
+        orders[routing_name(view, "scores", method, SEED)] = table.scores[at].astype(np.float16)
 
 
 # Calibration ----------------------------------------------------------------------------------------------------------

@@ -219,6 +219,8 @@ class Run:
         }
         # Through JSON, so that a run in memory is the same as one that was read.
         self._take(json.loads(json.dumps(facts, sort_keys=True, default=str)))
+        for name in ("results", "predictions", "model"):  # read before the files were written again
+            vars(self).pop(name, None)
         self._write()
 
     def _take(self, facts: Mapping[str, Any]) -> None:
