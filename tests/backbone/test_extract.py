@@ -20,8 +20,8 @@ from safetensors.torch import load_file, save_file
 from medtokenbudget import files
 from medtokenbudget.backbone import Backbone, FeatureStore, extract, views
 from medtokenbudget.backbone.attention import DEFAULT
+from medtokenbudget.backbone.backbone import Preprocessing
 from medtokenbudget.backbone.extract import Segmenter, add_segmentation, open_backbone
-from medtokenbudget.backbone.preprocess import Preprocessing
 from medtokenbudget.backbone.store import Record, write_field
 from medtokenbudget.cli import main
 from medtokenbudget.config import BackboneConfig

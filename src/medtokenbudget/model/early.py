@@ -16,16 +16,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from medtokenbudget.backbone.attention import REGISTRY
-from medtokenbudget.backbone.backbone import Backbone
+from medtokenbudget.backbone.backbone import REC601, Backbone
 from medtokenbudget.backbone.partial import EarlyBackbone, EarlyRoute, Way
-from medtokenbudget.backbone.preprocess import REC601
 from medtokenbudget.config import DEFAULT_BUDGET, BackboneConfig, TrainConfig
 from medtokenbudget.errors import BudgetError, RequestError
+from medtokenbudget.heads.head import RoutedClassifier
 from medtokenbudget.model.model import MedTokenBudget
 from medtokenbudget.model.saved import SHIPPED
 from medtokenbudget.routing import Merger, Ranker, Selector, budget_to_k, create_selector, list_selectors, selector_class
 from medtokenbudget.tokens import TokenBatch
-from medtokenbudget.training.classifier import RoutedClassifier
 
 BLOCK = 4
 """Where 'inside' prunes by default."""

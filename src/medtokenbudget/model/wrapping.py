@@ -19,9 +19,9 @@ from medtokenbudget.backbone.partial import Chosen, block_tokens, resize, resize
 from medtokenbudget.config import DEFAULT_BUDGET, BackboneConfig, read_share
 from medtokenbudget.errors import NonFiniteError, RequestError, ShapeError
 from medtokenbudget.model.early import INSIDE, EarlyRouting, is_untrained_router, ranking, untrained_router
-from medtokenbudget.model.guarantee import Guarantee
 from medtokenbudget.model.model import DEFAULT_MODEL, MedTokenBudget, loaded
 from medtokenbudget.routing import budget_to_k, create_selector, selector_class
+from medtokenbudget.routing.conformal import Guarantee
 
 Router = MedTokenBudget | Path | str | Callable[[Tensor], Tensor] | None
 _count: Callable[[Any, int, int], int] = torch.compiler.assume_constant_result(budget_to_k)
