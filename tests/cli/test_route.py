@@ -22,7 +22,6 @@ from medtokenbudget.model import MedTokenBudget, Routing
 from medtokenbudget.model.batch import RouteConfig, route_files
 from medtokenbudget.model.overlays import LESION_EDGE
 from medtokenbudget.model.saved import SHIPPED
-from tests import unlike
 
 BUDGET = 0.3
 
@@ -228,7 +227,8 @@ def test_masks_without_any_lesion_are_said_instead_of_a_table_of_nothing(
 
 
 def test_a_routing_shows_itself_and_warns_of_what_the_router_does_not_know(router: MedTokenBudget, root: Path) -> None:
-    known, scene = mtb.route([root / "photos" / "p0.jpg", unlike.street(3)], model=router)
+    noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (200, 200, 3), dtype=np.uint8))
+    known, scene = mtb.route([root / "photos" / "p0.jpg", noise], model=router)
     assert isinstance(known, Routing)
     assert not known.unfamiliar
     assert scene.unfamiliar

@@ -131,23 +131,8 @@ def test_what_route_writes_is_judged_as_the_model_itself(tmp_path: Path) -> None
     tables = [pq.read_table(tmp_path / budget / "routes.parquet") for budget in ("0.1", "0.3")]
     both = tmp_path / "mine.parquet"
     pq.write_table(pa.concat_tables([table.replace_schema_metadata(tables[0].schema.metadata) for table in tables]), both)
-    assert (
-        main(
-            [
-                "evaluate",
-                str(manifest),
-                "--kept",
-                str(both),
-                "--part",
-                "all",
-                "--out",
-                str(tmp_path / "table"),
-                "--pictures",
-                "false",
-            ]
-        )
-        == 0
-    )
+    evaluate = f"evaluate {manifest} --kept {both} --part all --out {tmp_path}/table --pictures false"
+    assert main(evaluate.split()) == 0
     judged = mtb.Run(tmp_path / "table")
     rows = judged.results[judged.results["method"] == "mine"].set_index("budget")
     assert set(judged.results["method"]) == {"mine", *CONTROLS}
@@ -176,10 +161,6 @@ def test_what_route_writes_is_judged_as_the_model_itself(tmp_path: Path) -> None
         lesion_retention(kept, np.stack([np.asarray(one).ravel() for one in lesions])).pooled
     )
     assert "mine" in (tmp_path / "table" / "report.html").read_text()
+    small = write(tmp_path / "small.parquet", image_id=opened.ids[:3])
     with pytest.raises(MismatchError, match="grid"):
-        mtb.evaluate_kept(
-            write(tmp_path / "small.parquet", image_id=opened.ids[:3]),
-            opened.take([0, 1, 2]),
-            tmp_path / "x",
-            tmp_path / "table" / "tokens",
-        )
+        mtb.evaluate_kept(small, opened.take([0, 1, 2]), tmp_path / "x", tmp_path / "table" / "tokens")
