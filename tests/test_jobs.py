@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from medtokenbudget.errors import RequestError, WorkError
-from medtokenbudget.jobs import Advance, Execution, ordered_map, process_pool, ray_cluster, run_units
+from medtokenbudget.jobs import Advance, Execution, process_pool, ray_cluster, run_units
+from medtokenbudget.runtime import ordered_map
 
 UNITS = ["a", "bb", "ccc", "dddd"]
 

@@ -93,8 +93,8 @@ def test_the_version_is_defined_in_one_place_and_cited_as_it_is() -> None:
     citation = yaml.safe_load(text("CITATION.cff"))
     assert citation["version"] == medtokenbudget.__version__
     assert f"## {medtokenbudget.__version__}" in text("CHANGELOG.md")
-    assert citation["repository-code"] == PROJECT["project"]["urls"]["Repository"]
-    assert PROJECT["project"]["urls"]["Repository"] not in text("README.md"), "a placeholder that nobody can open"
+    address = PROJECT["project"]["urls"]["Repository"]
+    assert not [page for page in ("README.md", "CITATION.cff", "CONTRIBUTING.md") if address in text(page)], "a placeholder"
     assert citation["license"] == PROJECT["project"]["license"]
 
 

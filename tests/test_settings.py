@@ -160,7 +160,7 @@ def test_functions_check_their_numbers_like_settings(drawn: Drawn, tmp_path: Pat
 
 
 def test_the_settings_on_the_page_of_differences_are_those_of_the_preset_paper() -> None:
-    page = (REPOSITORY / "docs" / "explanation" / "differences.md").read_text(encoding="utf-8")
+    page = (REPOSITORY / "docs" / "differences.md").read_text(encoding="utf-8")
     stated = re.findall(r"`([a-z_.]+) = ([^`]+)`", page)
     values = dotted(to_dict(preset("paper")))
     assert len(stated) >= 20

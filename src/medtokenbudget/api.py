@@ -21,7 +21,6 @@ from medtokenbudget.backbone.backbone import Backbone, located
 from medtokenbudget.backbone.views import IDENTITY, OFF_CENTER
 from medtokenbudget.config import (
     BUDGETS,
-    CONTROLS,
     DEFAULT_SELECTOR,
     HEADLINE_BUDGETS,
     BackboneConfig,
@@ -34,29 +33,29 @@ from medtokenbudget.config import (
     read_share,
     train_config_from_dict,
 )
-from medtokenbudget.data import Drawings, Manifest, synthetic_manifest
+from medtokenbudget.data import Manifest
 from medtokenbudget.data.strata import column_strata
 from medtokenbudget.errors import RequestError, WorkError
 from medtokenbudget.files import exclusive
+from medtokenbudget.heads.head import RoutedClassifier
 from medtokenbudget.jobs import Execution
 from medtokenbudget.model.batch import RouteConfig, route_files
 from medtokenbudget.model.early import EarlyRouting
-from medtokenbudget.model.guarantee import Guarantee, with_guarantee
 from medtokenbudget.model.model import MedTokenBudget, load
 from medtokenbudget.model.saved import ROUTER, resolve, write_guarantees
 from medtokenbudget.routing import create_selector, default_methods, selector_class
-from medtokenbudget.routing.conformal import Promise
+from medtokenbudget.routing.conformal import Guarantee, Promise
 from medtokenbudget.routing.selectors.scout import Scout
 from medtokenbudget.runs import evaluate as evaluation
 from medtokenbudget.runs import sweep as sweeping
 from medtokenbudget.runs.card import card_text
 from medtokenbudget.runs.evaluate import Part
 from medtokenbudget.runs.method import Method, method_of, with_heads
-from medtokenbudget.runs.preflight import READS_ROUTED, supported_methods
-from medtokenbudget.runs.run import FILE, Run
-from medtokenbudget.runs.studies import Study, Unit, chosen_studies
+from medtokenbudget.runs.preflight import READS_ROUTED, available_controls, supported_methods
+from medtokenbudget.runs.run import AS_IS, FILE, Run
+from medtokenbudget.runs.studies import PROTOCOL, Study, Unit, chosen_studies
 from medtokenbudget.runtime import say
-from medtokenbudget.training.classifier import RoutedClassifier
+from medtokenbudget.tokens import NOT_FROM_BACKBONE
 from medtokenbudget.training.familiarity import fit_familiarity
 from medtokenbudget.training.rows import TrainingRows
 from medtokenbudget.training.scouting import fit_scout_familiarity, scout_backbone, train_scout
@@ -65,8 +64,6 @@ AnyManifest = Manifest | Path | str
 AnyStore = FeatureStore | Path | str
 HeadChoice = Literal["auto", "none"]
 SCOUT = "scout"
-SAMPLES = Drawings(8, seed=5, off_center=True)
-"""Off the center, where keeping the middle of the image does not help."""
 
 
 def extract(
@@ -143,7 +140,7 @@ def train(
     # A manifest that came as a path stays one: the run records where it is.
     run = Run.begin(out, opened.without_labels() if unlabeled else manifest, store, settings)
     if run.store.fixed_budget is None:
-        compared = [name for name in CONTROLS if controls and "has_mask" not in selector_class(name).requires]
+        compared = [name for name in available_controls(run.store) if controls and "has_mask" not in selector_class(name).requires]
         methods = [str(method_of(selector, settings)), *compared]
     else:  # routed already: only the head is left to train
         methods, run.config = [READS_ROUTED], _at_fixed_budget(run)
@@ -172,8 +169,8 @@ def _train_scout(manifest: AnyManifest, out: Path, config: TrainConfig) -> Run:
     """Train a scout, measure it on the validation images next to the controls, and save it as a model."""
     opened = _opened(manifest).without_labels()
     validation = opened.part("val")
-    if not len(validation):
-        raise RequestError(f"'{opened.name}' has no validation images to measure with. Split it with `mtb data split`.")
+    if not validation.rows["mask"].notna().any():
+        raise RequestError(f"'{opened.name}' has no validation image with a mask to measure with. Split it with `mtb data split`.")
     if (out / FILE).exists() and SCOUT not in Run(out).methods:
         raise RequestError(f"{out} contains another run. Use another `out`.")
     with exclusive(out):
@@ -232,7 +229,8 @@ def sweep(
         manifest: The images with their labels, masks and split.
         store: Their tokens.
         out: The run directory; a sweep that was stopped there resumes.
-        methods: Texts such as 'lats:lesion-first', 'center' or 'tome'. Default: the paper's methods, ours and the controls.
+        methods: Texts such as 'lats:lesion-first', 'center' or 'tome', or ['protocol']: the rows, budgets and seeds of the
+            benchmark protocol. Default: the paper's methods, ours and the controls.
         budgets: Shares of the patches to keep, such as 0.3 or '30%'. Default: the budgets of `config`.
         seeds: Seeds; each gives one training per method. Default: that of `config`.
         config: A preset by name, or all settings, such as `mtb.preset("lesion-first", lr=1e-4)`. What differs from the preset
@@ -252,7 +250,10 @@ def sweep(
         [['center', 'as-is', 76], ['center', 'off-center', 76], ['norm', 'as-is', 76], ['norm', 'off-center', 76]]
     """
     run = Run.begin(out, manifest, store, preset(config) if isinstance(config, str) else config)
-    given_budgets = given_settings(run.config).get("budgets")
+    given_budgets, name = given_settings(run.config).get("budgets"), "sweep"
+    if methods is not None and list(methods) == [PROTOCOL.name]:
+        name, methods, seeds = PROTOCOL.name, supported_methods(run, PROTOCOL.methods), seeds or PROTOCOL.seeds
+        budgets = budgets or given_budgets or PROTOCOL.budgets
     if budgets is not None:
         shares = tuple(read_share("budgets", budget) for budget in budgets)
         if given_budgets is not None and shares != tuple(given_budgets):
@@ -264,7 +265,7 @@ def sweep(
     check_values({"seeds": (seeds, tuple[Seed, ...])})
     if methods is None:
         methods = supported_methods(run, default_methods() if run.store.fixed_budget is None else (READS_ROUTED,))
-    study = Study("sweep", with_heads(methods, heads), seeds, tuple(run.config.budgets))
+    study = Study(name, with_heads(methods, heads), seeds, tuple(run.config.budgets))
     sweeping.run_studies(run, [study], Execution(engine, jobs, address))
     save_model(run)
     return run
@@ -307,13 +308,8 @@ def reproduce(
     run = Run.begin(out, manifest, store, config)
     names = [study] if isinstance(study, str) else list(study)
     studies = chosen_studies(names, run.manifest.source.split()[0])
-    if OFF_CENTER not in run.store.views and any(one.name == "center-bias" for one in studies):
-        advice = 'Extract them with `mtb extract` and `views="off-center"`.'
-        if "center-bias" in names:
-            raise RequestError(f"Study 'center-bias' needs off-center views. {advice}")
-        say(f"Skipping study 'center-bias': the store has no off-center views. {advice}")
-        studies = [one for one in studies if one.name != "center-bias"]
-    studies = [replace(one, methods=supported_methods(run, one.methods)) for one in studies]
+    supported_by_data = supported_methods(run, tuple(dict.fromkeys(method for one in studies for method in one.methods)))
+    studies = [replace(one, methods=tuple(m for m in one.methods if m in supported_by_data)) for one in studies]
     supported = [one for one in studies if one.methods]
     sweeping.run_studies(run, supported, Execution(engine, jobs, address), chosen_for_user=("protocol",))
     save_model(run)
@@ -336,10 +332,9 @@ def report(run: Run | Path | str, *others: Run | Path | str, out: Path | str | N
         >>> mtb.report("runs/first").name
         'report.html'
     """
-    from medtokenbudget.reporting.page import report as write_report
+    from medtokenbudget.reporting.page import build
 
-    paths = [entry.path if isinstance(entry, Run) else Path(entry) for entry in (run, *others)]
-    return write_report(*paths, out=out, pictures=pictures)
+    return build([entry.path if isinstance(entry, Run) else Path(entry) for entry in (run, *others)], out, pictures).page
 
 
 def calibrate(
@@ -393,7 +388,8 @@ def calibrate(
         evaluation.check_stratum(by, opened)
         images = evaluation.held_out(loaded, opened, store, Path(scratch) / "tokens", part, run)
         guarantee = evaluation.calibrated(loaded, images, promise, selector, most, by)
-    loaded.guarantees = with_guarantee(loaded.guarantees, guarantee)
+    others = [one for one in loaded.guarantees if not one.keeps(guarantee, guarantee.selector)]
+    loaded.guarantees = tuple(sorted([*others, guarantee], key=lambda one: (one.selector, one.retention, one.coverage or 0)))
     if by is not None:
         loaded.card = guarantee.on_card(loaded.card)
     if out is not None:
@@ -472,8 +468,8 @@ def evaluate_kept(
     """Judge a method that was made without this package by a table of the patches that it kept, next to the controls.
 
     Args:
-        kept: Parquet file with the columns `image_id` and `kept`, and optionally `budget`, `scores` and `p_<class>`, such as
-            `mtb route` and `mtb predict` write. Its name is that of the method.
+        kept: Parquet file with the columns `image_id` and `kept`, and optionally `view`, `budget`, `scores` and `p_<class>`, such
+            as `mtb route` and `mtb predict` write. Its name is that of the method.
         manifest: The images, with masks.
         out: The run directory to write.
         store: Tokens of the images on the grid of the table; None reads them with the embedded backbone into `out/tokens`.
@@ -491,11 +487,21 @@ def evaluate_kept(
     if part == "auto":
         part = "val" if (original.rows["split"] == "val").any() else "all"
     wanted = original if part == "all" else original.part(part)
-    table = evaluation.read_kept(kept, wanted)
+    tables = {AS_IS: evaluation.read_kept(kept, wanted)}
+    off_center = evaluation.has_off_center(kept)
     with exclusive(target):
-        images = evaluation.images_of_table(table, wanted, store, target / "tokens", part)
+        images = evaluation.images_of_table(tables[AS_IS], wanted, store, target / "tokens", part, off_center)
+        if off_center:
+            if not len(images.off_center):
+                advice = 'Extract them with `mtb extract` and `views="off-center"`.'
+                raise RequestError(f"{kept} has off-center views, but the store {images.store.path} has none. {advice}")
+            shown = {images.store.ids[row] for row in images.off_center}
+            crops = wanted.take([row for row, name in enumerate(wanted.ids) if name in shown])
+            tables[OFF_CENTER] = evaluation.read_kept(kept, crops, OFF_CENTER)
+            if list(tables[OFF_CENTER].kept) != list(tables[AS_IS].kept):
+                raise RequestError(f"{kept} has other budgets for off-center views than for original images.")
         run = _begin_evaluation(target, images, manifest, TrainConfig())
-        evaluation.evaluate_kept(run, table, images, original, by)
+        evaluation.evaluate_kept(run, tables, images, original, by)
     return run
 
 
@@ -517,7 +523,7 @@ def _begin_evaluation(target: Path, images: evaluation.HeldOut, manifest: AnyMan
 
 
 def demo(out: Path | str = "runs/demo", n: int = 1000, seed: int = 0, epochs: int | None = None) -> Path:
-    """Run the whole product on drawn images: the ready-made router, then a training; a demo that was stopped resumes.
+    """Run the whole product on drawn images: the packaged router, then a training; a demo that was stopped resumes.
 
     Args:
         out: The run directory.
@@ -528,9 +534,13 @@ def demo(out: Path | str = "runs/demo", n: int = 1000, seed: int = 0, epochs: in
     Returns:
         The path of the report.
     """
+    from medtokenbudget.data.synthetic import Drawings, synthetic_manifest
+
     out = Path(out)
-    say(f"1 of 3: the ready-made router on {SAMPLES.n} drawn lesions that are not in the center ...")
-    samples = synthetic_manifest(out / "router" / "samples", SAMPLES)
+    # Off the center, where keeping the middle of the image does not help.
+    lesions = Drawings(8, seed=5, off_center=True)
+    say(f"1 of 3: the packaged router on {lesions.n} drawn lesions that are not in the center ...")
+    samples = synthetic_manifest(out / "router" / "samples", lesions)
     routed = route_files(samples, out / "router" / "routed", config=RouteConfig(overlay=True))
     first = min((out / "router" / "routed" / "overlays").iterdir())
     shares = {name: f"{retention.of_ceiling:.0%}" for name, retention in routed.retention.items()}
@@ -567,7 +577,7 @@ def save_model(run: Run, trained: Mapping[Unit, RoutedClassifier] = MappingProxy
         for method in map(Method.parse, run.methods):
             unit = Unit(method, run.seeds[0])
             # An ablation has no training of its own, and a selector that reads masks (the oracle) cannot predict.
-            usable = method.ablation is None and "has_mask" not in selector_class(method.selector).requires
+            usable = method.ablation is None and not {*NOT_FROM_BACKBONE} & {*selector_class(method.selector).requires}
             if usable and unit.name in run.units:
                 classifiers[str(method)] = trained.get(unit) or sweeping.load_unit(run, unit)
         store, config = run.store, train_config_from_dict(run.methods[run.main]["config"])

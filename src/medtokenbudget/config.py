@@ -110,11 +110,7 @@ def field_annotations(settings: type) -> dict[str, Any]:
 
 
 def check_values(values: Mapping[str, tuple[Any, Any]]) -> None:
-    """Reject values that do not fit their annotations, all at once: `{"jobs": (jobs, Parallel)}`.
-
-    Raises:
-        RequestError: A value is not of its type or outside its range; the message names it.
-    """
+    """Reject values that do not fit their annotations, all at once: `{"jobs": (jobs, Parallel)}`."""
     faults: list[RequestError] = []
     for name, (value, annotation) in values.items():
         kind = Kind.of(annotation)
@@ -176,8 +172,8 @@ HEADLINE_BUDGETS: tuple[float, ...] = (0.1, 0.3, 0.5)
 SEEDS: tuple[int, ...] = (42, 43, 44)
 """The seeds of the paper; the first one is the default everywhere."""
 PAPER_METHODS: tuple[str, ...] = ("no-pruning", "random", "norm", "tome", "attention-entropy", "local-contrast", "lats")
-CONTROLS: tuple[str, ...] = ("center", "darkness", "border-contrast", "random", "oracle")
-"""In every comparison: what a learned router must beat without a model and by chance, and the ceiling."""
+CONTROLS: tuple[str, ...] = ("center", "darkness", "border-contrast", "segmenter", "random", "oracle")
+"""In every comparison: what a learned router must beat (places, gray values, the border, a segmenter, chance), and the ceiling."""
 PAPER_RECIPE = "lats"
 """The method of the paper, shown next to the model of a run."""
 DEFAULT_SELECTOR = "lats"
@@ -222,13 +218,14 @@ class ExtractConfig(Settings):
     """Number format of the stored tokens."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Precision of the forward pass; on a GPU, bf16 is faster at nearly the same tokens."""
-    views: Literal["none", "flips", "dihedral", "off-center"] = "none"
-    """Extra views to store with each image and its mask: flipped and rotated copies, or crops with the lesion off-center."""
+    views: Literal["none", "flips", "dihedral", "off-center", "augmented"] = "none"
+    """Extra views to store with each image and its mask: flipped and rotated copies, crops with the lesion off-center, or drawn
+    views of the training images that are flipped, rotated and changed in color."""
     crops: Count = 1
     """With `views="off-center"`: number of crops per training image with a mask; the second and later ones are also rotated or
-    flipped. Other images with a mask get one."""
+    flipped. Other images with a mask get one. With `views="augmented"`: number of drawn views per training image."""
     view_seed: Seed = 0
-    """Random seed of the off-center crops."""
+    """Random seed of the drawn views."""
     signals: tuple[str, ...] = ()
     """Signals to store with the tokens, any of attention_entropy, cls_attention, received_attention, value_norm, mean_key, rollout.
     Default: the first two, and those that the store already has. A finished store gains the missing ones; its tokens stay."""
@@ -240,6 +237,51 @@ class ExtractConfig(Settings):
     """CPU threads of the forward pass; 0 uses as many as there are idle cores at the start."""
     jobs: Parallel = 1
     """Processes that share the work; they divide the GPUs of the machine. 0 means one per GPU, or one per core without a GPU."""
+
+
+TokenFormat = Literal["fp16", "fp32"]
+LESIONS = {"mask": "masks", "box": "", "crop": "crops"}
+"""What is written of the lesion itself: the column of the table, and the folder of its pictures."""
+
+
+@dataclass(frozen=True)
+class RouteConfig(Settings):
+    """How much of images is kept, and what is written of it."""
+
+    budget: Budget | None = None
+    """Share of the patches to keep, such as 0.3 or 30%. Default: that of the model, or {DEFAULT_BUDGET}."""
+    retention: Share | None = None
+    """Instead of a budget: keep this share of the lesion, for a model that `mtb calibrate` has calibrated for it."""
+    coverage: Share | None = None
+    """With `retention`: the calibrated share of images that keep at least so much. Default: the promise on average."""
+    selector: str | None = None
+    """Method to use. Default: the model's main method. The model's README.md lists all of them."""
+    table: Literal["parquet", "csv"] = "parquet"
+    """Format of the table."""
+    overlay: bool = False
+    """Also draw the kept patches of each image, in overlays/ next to the table."""
+    tokens: bool = False
+    """Also write the kept tokens, to tokens.safetensors next to the table."""
+    tokens_dtype: TokenFormat = "fp16"
+    """Number format of the tokens that `tokens` writes."""
+    mask: bool = False
+    """Also write the lesion as a mask, in masks/; the table names its file."""
+    box: bool = False
+    """Also write boxes to the table: left, top, right, bottom in pixels, four numbers for each lesion, the largest first."""
+    crop: bool = False
+    """Also write a crop of the largest lesion, in crops/; the table names its file."""
+    batch_size: Count = 16
+    """Images per forward pass."""
+    workers: Parallel = 2
+    """Threads that decode images."""
+    shard_size: Natural = 0
+    """Images per file of a table in shards (routes/), which a stopped command resumes. 0: one table; 1000 on Ray."""
+    jobs: Parallel = 1
+    """Processes that share the work, in shards; they divide the GPUs of the machine. 0: one per GPU, or one per core."""
+
+    @property
+    def lesions(self) -> tuple[str, ...]:
+        return tuple(name for name in LESIONS if getattr(self, name))
 
 
 @dataclass(frozen=True)
@@ -395,7 +437,7 @@ class TrainConfig(Settings):
     class_balance: Literal["none", "loss", "sampler"] = "none"
     """'loss' weights classes by inverse frequency, 'sampler' draws all classes equally often."""
     views: Literal["none", "off-center", "all"] = "none"
-    """Also train on views in the store: 'off-center' uses one off-center crop per image, 'all' uses crops, flips and rotations."""
+    """Also train on views in the store: 'off-center' uses one off-center crop per image, 'all' uses every view in the store."""
     seed: Seed = SEEDS[0]
     """Random seed."""
     device: str = "auto"
@@ -469,9 +511,6 @@ def preset(name: str, **changes: Any) -> TrainConfig:
     Args:
         name: 'lesion-first', the default outside `mtb reproduce`, 'paper', or 'scout'.
         **changes: Fields of `TrainConfig` to replace.
-
-    Raises:
-        UnknownNameError: There is no such preset.
     """
     if name not in PRESETS:
         raise UnknownNameError.of("preset", name, PRESETS)
@@ -522,11 +561,7 @@ def plain(value: Any) -> Any:
 
 
 def train_config_from_dict(values: dict[str, Any]) -> TrainConfig:
-    """Build a training configuration from the values that `to_dict` returned.
-
-    Raises:
-        RequestError: A key is unknown, because the values come from another version.
-    """
+    """Build a training configuration from the values that `to_dict` returned."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         inside = {f"{key}.{name}": inner for name, inner in value.items()} if isinstance(value, dict) else {key: value}

@@ -17,6 +17,10 @@ from medtokenbudget.errors import GridError, NonFiniteError, ShapeError
 
 SIGNALS = ("attention_entropy", "cls_attention", "received_attention", "value_norm", "mean_key", "rollout")
 """Fields of `TokenBatch` that `mtb extract` computes from the attention of the backbone."""
+SEGMENTATION = "segmentation"
+"""The field of `TokenBatch` that `mtb extract` computes with a trained segmenter."""
+NOT_FROM_BACKBONE = ("has_mask", "lesion", SEGMENTATION)
+"""Fields that the backbone does not give: a selector that reads one is a control on a store, not a method for new images."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,7 @@ class TokenBatch:
         value_norm: [B, N] L2 norm of each patch's value vector, all heads together.
         mean_key: [B, N, d] key of each patch, the mean over the heads.
         rollout: [B, N] attention of the class token to each patch, rolled out over all blocks up to the chosen one.
+        segmentation: [B, N] score that a trained segmenter gives each patch, the highest for lesion.
         luminance: [B, N] mean gray value of each patch, in [0, 1].
         pixels: [B, N, P] RGB in [0, 1] of each patch, for selectors that read the image, where `patches` are of another backbone.
         label: [B] class index, int64; -1 if unlabeled.
@@ -57,6 +62,7 @@ class TokenBatch:
     value_norm: Tensor | None = None
     mean_key: Tensor | None = None
     rollout: Tensor | None = None
+    segmentation: Tensor | None = None
     luminance: Tensor | None = None
     pixels: Tensor | None = None
     label: Tensor | None = None
@@ -72,7 +78,7 @@ class TokenBatch:
                 raise ShapeError(f"`places` must be {[b, n]} for patches {[b, n, d]}, got {list(self.places.shape)}.")
             n = self.grid[0] * self.grid[1]
         check_grid(self.grid, n)
-        expected: dict[str, tuple[int, ...]] = dict.fromkeys((*SIGNALS, "luminance", "lesion"), (b, n))
+        expected: dict[str, tuple[int, ...]] = dict.fromkeys((*SIGNALS, SEGMENTATION, "luminance", "lesion"), (b, n))
         expected |= {"cls": (b, d), "label": (b,), "has_mask": (b,)}
         for name in ("mean_key", "pixels"):
             if (value := getattr(self, name)) is not None:
@@ -94,7 +100,6 @@ class TokenBatch:
 
     @property
     def dim(self) -> int:
-        """Embedding dimension D."""
         return self.patches.shape[2]
 
     def _map(self, change: Any) -> TokenBatch:
@@ -105,11 +110,9 @@ class TokenBatch:
         return self._map(lambda t: t.to(device, non_blocking=non_blocking))
 
     def float(self) -> TokenBatch:
-        """Convert floating tensors to fp32."""
         return self._map(lambda t: t.float() if t.is_floating_point() else t)
 
     def take(self, rows: Tensor | Sequence[int] | slice) -> TokenBatch:
-        """Return the images at `rows`."""
         if isinstance(rows, slice):
             rows = range(len(self))[rows]
         index = rows.long() if isinstance(rows, Tensor) else torch.tensor(list(rows), dtype=torch.long)
@@ -252,7 +255,6 @@ def _three_axes(name: str, axes: str, tokens: Tensor) -> tuple[int, int, int]:
 
 
 def _places(grid: tuple[int, int], device: torch.device) -> Tensor:
-    """Return row and column of each patch, [N, 2]."""
     rows, columns = torch.arange(grid[0], device=device), torch.arange(grid[1], device=device)
     return torch.cartesian_prod(rows, columns).float().view(-1, 2)
 

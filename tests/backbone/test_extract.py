@@ -14,13 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from medtokenbudget import files
 from medtokenbudget.backbone import Backbone, FeatureStore, extract, views
 from medtokenbudget.backbone.attention import DEFAULT
-from medtokenbudget.backbone.extract import open_backbone
-from medtokenbudget.backbone.preprocess import Preprocessing
+from medtokenbudget.backbone.backbone import Preprocessing
+from medtokenbudget.backbone.extract import Segmenter, add_segmentation, open_backbone
 from medtokenbudget.backbone.store import Record, write_field
 from medtokenbudget.cli import main
 from medtokenbudget.config import BackboneConfig
@@ -28,7 +29,18 @@ from medtokenbudget.data import Manifest, decode_image, decode_mask, folder_mani
 from medtokenbudget.errors import MismatchError, MissingSignalError, RequestError, WorkError
 from medtokenbudget.runtime import progress
 from medtokenbudget.tokens import SIGNALS, TokenBatch
-from tests.backbone.tiny import CONFIG, GRID, OFF_CENTER, contents, ended_process, extract_arguments, tiny_backbone, tiny_manifest
+from tests.backbone.tiny import (
+    CONFIG,
+    GRID,
+    OFF_CENTER,
+    PATCH,
+    SIZE,
+    contents,
+    ended_process,
+    extract_arguments,
+    tiny_backbone,
+    tiny_manifest,
+)
 from tests.bad_input.damage import edit_json
 
 
@@ -432,3 +444,35 @@ def test_a_cluster_that_loses_a_node_makes_the_same_store_as_one_process(tmp_pat
     assert 5 <= lost["published"] < len(manifest) // 4, "the node must die in the middle"
     assert store.missing == []
     assert contents(tmp_path / "cluster") == contents(local.path)
+
+
+def test_a_segmenter_scores_every_view_and_leaves_the_tokens(tmp_path: Path, backbone: BackboneConfig, whole: Manifest) -> None:
+    half = whole.take(range(5))
+    store = extract(half, tmp_path / "store", backbone, replace(CONFIG, views="off-center"))
+    before, reader = contents(store.path), Backbone.load(backbone)
+
+    def green(pixels: torch.Tensor) -> torch.Tensor:
+        return pixels[..., 1].float().unfold(1, PATCH, PATCH).unfold(2, PATCH, PATCH).mean((3, 4)).flatten(1)
+
+    segmenter = Segmenter(reader, green, "one")
+    add_segmentation(store, half, segmenter, CONFIG)
+    grown = FeatureStore.open(store.path, half)
+    after = contents(store.path)
+    assert {name: data for name, data in after.items() if name in before and not name.startswith("shard")} == {
+        name: data for name, data in before.items() if not name.startswith("shard")
+    }
+    assert (grown.identity, grown.signals) == (store.identity, (*DEFAULT, "segmentation"))
+    assert {"identity", "off-center"} == set(grown.views)
+    scores = grown.read(range(len(grown)), signals=("segmentation",)).segmentation
+    for row, stored in enumerate(grown.stored):
+        image = Image.open(half.image_path(half.ids.index(grown.ids[row]))).convert("RGB")
+        seen = reader.prepare(stored.geometry.of(image))[..., 1].astype(float)
+        by_hand = [seen[y : y + PATCH, x : x + PATCH].mean() for y in range(0, SIZE, PATCH) for x in range(0, SIZE, PATCH)]
+        np.testing.assert_allclose(scores[row], by_hand, rtol=1e-5)
+    more = extract(whole, store.path, backbone, replace(CONFIG, views="off-center"))
+    with pytest.raises(MissingSignalError, match=r"no segmentation for .* again with `segmenter`"):
+        more.require_signals(("segmentation",))
+    add_segmentation(more, whole, segmenter, CONFIG)
+    assert FeatureStore.open(store.path, whole).has("segmentation")
+    with pytest.raises(MismatchError, match=r"segmenter: expected 'two', found 'one'"):
+        add_segmentation(more, whole, replace(segmenter, fingerprint="two"), CONFIG)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import timm
 import torch
+from PIL import Image
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
@@ -218,7 +220,7 @@ def test_attention_inside_is_that_of_the_dense_pass_for_every_family(name: str, 
         return tokens.received_attention if tokens.received_attention is not None else tokens.patches[..., 0]
 
     dense = Backbone.from_model(tiny(name), name, layer=1)(images.double(), signals)
-    route = EarlyRoute("inside", 5, score, dense.grid, SIZE, {}, requires=signals, block=2)
+    route = EarlyRoute(2, 5, score, dense.grid, SIZE, {}, requires=signals)
     EarlyBackbone(Backbone.from_model(tiny(name), name), route)(images.double())
     for signal in ("patches", *signals):
         close(getattr(seen[0], signal), getattr(dense, signal))
@@ -235,3 +237,12 @@ def test_an_embedding_that_mixes_patches_is_refused() -> None:
     name = "vit_small_r26_s32_224"
     with pytest.raises(RequestError, match=r"its patch embedding is not one linear map per patch.*leave out `route`"):
         partial_encoder(timm.create_model(name, pretrained=False, num_classes=0), name)
+
+
+@pytest.mark.parametrize("size", [(13, 17), (13, 40), (40, 40)])
+def test_a_resize_is_that_of_pillow_also_in_a_graph(size: tuple[int, int]) -> None:
+    torch._dynamo.reset()
+    pixels = torch.rand(1, 1, 24, 30, generator=torch.Generator().manual_seed(0))
+    resized = Image.fromarray(pixels[0, 0].numpy()).resize(size[::-1], Image.Resampling.BILINEAR)
+    for resize in (partial.resize, torch.compile(partial.resize, fullgraph=True, backend="eager")):
+        np.testing.assert_allclose(resize(pixels, size)[0, 0], np.asarray(resized), rtol=1e-5, atol=1e-6)

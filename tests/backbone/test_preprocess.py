@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
-from medtokenbudget.backbone.preprocess import Preprocessing, luminance
+from medtokenbudget.backbone.backbone import Preprocessing, luminance
 from medtokenbudget.errors import GridError
 
 

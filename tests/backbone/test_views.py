@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -54,6 +56,27 @@ def test_flips_are_for_training_images_and_off_center_crops_for_images_with_a_ma
     assert views.views_of("off-center", "val", has_mask=True, crops=3) == ("identity", "off-center")
     with pytest.raises(UnknownNameError, match="dihedral"):
         views.views_of("diedral", "train", has_mask=True)
+
+
+def test_augmented_views_turn_image_and_mask_alike_and_change_color_within_a_fifth() -> None:
+    assert views.views_of("augmented", "train", has_mask=False, crops=2) == ("identity", "augmented", "augmented-2")
+    assert views.views_of("augmented", "val", has_mask=True, crops=2) == ("identity",)
+    gray = np.repeat(10 * ASYMMETRIC[:, :, None] + 80, 3, 2)
+    turns, factors = set(), []
+    for seed in range(60):
+        geometry = views.geometry_of("augmented", None, seed)
+        assert geometry == views.geometry_of("augmented", None, seed) != views.geometry_of("augmented-2", None, seed)
+        assert views.Geometry.from_json(json.loads(json.dumps(geometry.to_json()))) == geometry
+        mask, seen = geometry.of(Image.fromarray(ASYMMETRIC)), np.asarray(geometry.of(Image.fromarray(gray)))
+        plain = np.asarray(views.Geometry(None, geometry.turn).of(Image.fromarray(ASYMMETRIC)))
+        assert np.array_equal(np.asarray(mask), plain), "no color of a mask changes"
+        assert np.corrcoef(seen[..., 0].ravel(), plain.ravel())[0, 1] > 0.99, "and the image is turned like its mask"
+        turns.add(geometry.turn)
+        factors.append(seen.mean() / gray.mean())
+        assert geometry.color is not None
+        assert factors[-1] == pytest.approx(geometry.color[0], abs=0.02), "contrast and saturation keep the mean of gray"
+    assert turns == set(views.SETS["dihedral"])
+    assert 0.79 < min(factors) < 0.85 < 1.15 < max(factors) < 1.21
 
 
 @settings(deadline=None, max_examples=30)

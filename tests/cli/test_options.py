@@ -136,7 +136,9 @@ def test_a_flag_and_a_number_in_a_file_arrive_exactly(tmp_path: Path) -> None:
     file = write(tmp_path / "options.json", '{"images": ["a", "b"], "out": "o", "overlay": true, "budget": 0.123456789012}')
     for words in ([], ["--overlay"]):
         command = parse(Route, "route", ["--config", file, *words])
-        assert (command.images, command.overlay, command.tokens, command.budget) == (("a", "b"), True, False, 0.123456789012)
+        assert command is not None
+        asked = command.routing
+        assert (command.images, asked.overlay, asked.tokens, asked.budget) == (("a", "b"), True, False, 0.123456789012)
 
 
 @pytest.mark.parametrize(

@@ -113,13 +113,14 @@ def test_a_saved_model_routes_by_command_and_is_rejected_with_another_router(mad
         _ = mtb.load(folder, device="cpu").backbone
 
 
-def test_the_scout_sees_a_larger_image_reduced(world: World) -> None:
-    config = replace(world.backbone, image_size=320)
+@pytest.mark.parametrize(("size", "side", "k"), [(320, 20, 120), (224, 14, 58)])
+def test_the_scout_sees_a_larger_image_reduced(world: World, size: int, side: int, k: int) -> None:
+    config = replace(world.backbone, image_size=size)
     backbone = world.early("scout").wrap(Backbone.load(config))
-    image = Image.fromarray(np.random.default_rng(0).integers(0, 255, (320, 320, 3), dtype=np.uint8))
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 255, (size, size, 3), dtype=np.uint8))
     tokens = backbone(backbone.normalize(torch.from_numpy(backbone.prepare(image))[None]))
-    assert tokens.grid == (20, 20)
-    assert tokens.patches.shape[1] == 120
+    assert tokens.grid == (side, side)
+    assert tokens.patches.shape[1] == k
     # Scores of a coarse scout lie between the centers of its patches.
     scores = resize_scores(torch.tensor([[0.0, 4.0, 0.0, 4.0]]), (2, 2), (4, 4)).reshape(4, 4)
     torch.testing.assert_close(scores, torch.tensor([0.0, 1.0, 3.0, 4.0]).expand(4, 4))
@@ -129,7 +130,7 @@ def test_routers_backbones_and_budgets_that_do_not_fit_are_rejected(world: World
     inside, scout = world.early("inside"), world.early("scout")
     deep = EarlyRouting(untrained_router("evit", "inside", world.backbone, 99), "inside", block=99)
     cases: list[tuple[EarlyRouting, dict[str, Any], str]] = [
-        (scout, {"image_size": 224}, r"scout looks at 10 x 10 patches of 160 pixels, but the backbone has 14 x 14"),
+        (scout, {"image_size": 112}, r"scout looks at images of 160 pixels, but those of the backbone have 112"),
         (world.early("scout", 0.05), {}, r"Budget 0\.05 keeps 5 of 100 patches.*minimum is 8. Use `budget=0\.08`"),
         (replace(inside, block=4), {}, r"block 4 scores the tokens of block 3, but the router was trained on tokens of block 1"),
         (replace(inside, router=world.routers["scout"]), {}, "trained on another backbone"),

@@ -12,10 +12,11 @@ import pandas as pd
 import pytest
 from playwright.sync_api import Browser
 
+from medtokenbudget.api import report
 from medtokenbudget.cli import main
 from medtokenbudget.config import NOTICE
 from medtokenbudget.errors import RequestError
-from medtokenbudget.reporting.page import build, report
+from medtokenbudget.reporting.page import build
 from medtokenbudget.runs.run import headline, read_results
 from tests.reporting.fake_run import edit_run, fake_run
 

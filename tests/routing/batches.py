@@ -30,6 +30,7 @@ def tokens_of(batch: int = 3, grid: tuple[int, int] = (5, 7), dim: int = 32, see
         mean_key=torch.randn(batch, n, 8, generator=generator),
         rollout=uniform(),
         luminance=uniform(),
+        segmentation=uniform(),
         label=torch.randint(8, (batch,), generator=generator),
         lesion=uniform() > 0.6,
         has_mask=torch.ones(batch, dtype=torch.bool),

@@ -25,7 +25,11 @@ BACKBONE = {
     "image_size": 224,
 }
 PART = {"classes": {"NV": 80, "MEL": 16}, "masked_classes": {}, "lesion_patches": None}
-COUNTS = {"train": {"images": 96, "masks": 40, **PART}, "val": {"images": 24, "masks": 24, **PART}}
+COUNTS = {
+    "crossing": {"images": 3, "groups": 2},
+    "train": {"images": 96, "masks": 40, **PART},
+    "val": {"images": 24, "masks": 24, **PART},
+}
 
 
 def model(**changes: Any) -> Any:

@@ -13,13 +13,14 @@ import pyarrow.parquet as pq
 import pytest
 
 import medtokenbudget as mtb
+from medtokenbudget.backbone.views import ViewError, geometry_of, image_seed
 from medtokenbudget.cli import main
 from medtokenbudget.config import CONTROLS
 from medtokenbudget.data import Manifest, decode_mask, patch_labels
 from medtokenbudget.errors import MismatchError, RequestError
 from medtokenbudget.metrics import lesion_retention
 from medtokenbudget.runs.evaluate import read_kept
-from tests.drawn import drawn_folder
+from tests.drawn import Drawn, drawn_folder
 
 IDS = ["NV/a", "NV/b", "NV/c"]
 
@@ -94,6 +95,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a negative patch": ({"kept": [[0, 5], [0, -1], [1, 2]]}, "different patches from 0 to 15"),
     "a patch twice": ({"kept": [[0, 5], [3, 3], [1, 2]]}, "different patches from 0 to 15"),
     "numbers that are not whole": ({"kept": [[0.0, 5.5]] * 3}, "different patches from 0 to 15"),
+    "an unknown view": ({"view": ["as-is", "as-is", "left"]}, "has the view left"),
     "other classes": ({"p_NV": [1.0] * 3}, "has p_NV, but the classes of the manifest are MEL, NV"),
     "no probabilities": ({"p_NV": [1.0] * 3, "p_MEL": [0.5] * 3}, "do not sum to 1"),
 }
@@ -112,6 +114,32 @@ def test_a_table_named_like_a_control_or_that_is_no_parquet_file_is_refused(tmp_
     (tmp_path / "text.parquet").write_text("image_id,kept\n")
     with pytest.raises(RequestError, match="is not a readable Parquet file"):
         read_kept(tmp_path / "text.parquet", images())
+
+
+def test_off_center_views_are_judged_on_the_crops_that_the_protocol_defines(drawn: Drawn, tmp_path: Path) -> None:
+    manifest, rows, grid = drawn.manifest.part("val"), [], drawn.store.grid
+    for row, name in enumerate(manifest.ids):
+        mask = decode_mask(manifest.mask_path(row))
+        for view in ("as-is", "off-center"):
+            try:
+                shown = mask if view == "as-is" else geometry_of(view, mask, image_seed(0, name)).of(mask)
+            except ViewError:
+                continue
+            lesion = np.asarray(patch_labels(shown, grid)).ravel()
+            order = np.argsort(~lesion, kind="stable").tolist()
+            rows += [{"image_id": name, "view": view, "budget": b, "kept": order[:k]} for b, k in ((0.1, 4), (0.5, 18))]
+    table = pd.DataFrame(rows).assign(n_patches=grid[0] * grid[1])
+    table.to_parquet(tmp_path / "by-mask.parquet")
+    run = mtb.evaluate_kept(tmp_path / "by-mask.parquet", drawn.manifest_path, tmp_path / "run", drawn.store_path)
+    results = run.results.set_index(["method", "view"])
+    off = table[table["view"] == "off-center"]
+    assert 0 < off["image_id"].nunique() == results.loc[("by-mask", "off-center"), "n_masked"].iloc[0]
+    for view in ("as-is", "off-center"):
+        assert results.loc[("by-mask", view), "retention_of_ceiling"].tolist() == [1, 1]
+    assert (results.loc[("center", "off-center"), "retention_of_ceiling"] < 1).all()
+    off.iloc[1:].pipe(lambda few: pd.concat([table[table["view"] == "as-is"], few])).to_parquet(tmp_path / "by-mask.parquet")
+    with pytest.raises(RequestError, match="has no row for 1 of"):
+        mtb.evaluate_kept(tmp_path / "by-mask.parquet", drawn.manifest_path, tmp_path / "few", drawn.store_path)
 
 
 def test_a_model_and_a_table_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:
@@ -135,7 +163,7 @@ def test_what_route_writes_is_judged_as_the_model_itself(tmp_path: Path) -> None
     assert main(evaluate.split()) == 0
     judged = mtb.Run(tmp_path / "table")
     rows = judged.results[judged.results["method"] == "mine"].set_index("budget")
-    assert set(judged.results["method"]) == {"mine", *CONTROLS}
+    assert set(judged.results["method"]) == {"mine", *CONTROLS} - {"segmenter"}
     for budget in (0.1, 0.3):
         said = json.loads((tmp_path / str(budget) / "summary.json").read_text())["retention"]["router"]
         assert rows.loc[budget, "retention"] == pytest.approx(said["pooled"], abs=1e-9)
@@ -146,7 +174,7 @@ def test_what_route_writes_is_judged_as_the_model_itself(tmp_path: Path) -> None
     columns = ["method", "budget", "retention", "retention_mean", "precision", "n_masked"]
     theirs = model.results[model.results["view"] == "as-is"].replace({"method": {model.main: "mine"}})[columns]
     merged = judged.results[columns].merge(theirs, on=["method", "budget"])
-    assert len(merged) == 2 * (1 + len(CONTROLS))
+    assert len(merged) == 2 * len(CONTROLS), "the segmenter needs its scores in the store"
     # The store holds the tokens in 16 bits, so that a patch at the border of what is kept may change.
     np.testing.assert_allclose(merged["retention_x"], merged["retention_y"], atol=0.01)
     assert (merged["n_masked_x"] == merged["n_masked_y"]).all()

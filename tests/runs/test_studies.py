@@ -10,14 +10,14 @@ from safetensors import safe_open
 
 import medtokenbudget as mtb
 from medtokenbudget.backbone import extract
-from medtokenbudget.config import TrainConfig, preset
+from medtokenbudget.config import PAPER_METHODS, TrainConfig, preset
 from medtokenbudget.errors import MedTokenBudgetError, RequestError, UnknownNameError
 from medtokenbudget.heads import list_heads
 from medtokenbudget.measures import METRICS
 from medtokenbudget.routing import list_selectors, selector_class
 from medtokenbudget.runs import Method, Run, paper
 from medtokenbudget.runs.run import RESULT_COLUMNS, headline, summarize
-from medtokenbudget.runs.studies import STUDIES, chosen_studies
+from medtokenbudget.runs.studies import PROTOCOL, STUDIES, Study, chosen_studies
 from tests.backbone.tiny import CONFIG, tiny_backbone, tiny_manifest
 from tests.drawn import Drawn, quick
 
@@ -56,8 +56,8 @@ def test_results_are_the_summary_of_the_predictions_and_nothing_else(everything:
 def test_off_center_views_are_rows_of_their_own(everything: Run) -> None:
     results = everything.results
     off = results[results["view"] == "off-center"]
-    assert set(off["study"]) == {"center-bias", "recipe"}
-    center = results[(results["study"] == "center-bias") & (results["method"] == "center") & (results["budget"] == 0.3)]
+    assert set(off["study"]) == {"recipe"}
+    center = results[(results["study"] == "recipe") & (results["method"] == "center") & (results["budget"] == 0.3)]
     share = center.groupby("view")["retention_of_ceiling"].mean()
     assert share["off-center"] < share["as-is"] - 0.1
 
@@ -108,17 +108,31 @@ def test_the_zoo_has_every_selector_every_head_and_masks_against_no_masks() -> N
     assert [study.name for study in chosen_studies(["all", "zoo"], "kvasir")] == ["kvasir", "zoo"]
 
 
-def test_a_study_that_does_not_fit_the_data_is_refused(drawn: Drawn, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("seeds", [None, (7,)])
+def test_the_protocol_is_a_sweep_with_every_control_under_one_recipe_for_heads(
+    drawn: Drawn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], seeds: tuple[int, ...] | None
+) -> None:
+    asked: list[tuple[Run, Study]] = []
+    monkeypatch.setattr("medtokenbudget.runs.sweep.run_studies", lambda run, studies, *_: asked.append((run, studies[0])))
+    monkeypatch.setattr("medtokenbudget.api.save_model", lambda run: None)
+    mtb.sweep(drawn.manifest_path, drawn.store_path, tmp_path, ["protocol"], seeds=seeds)
+    (run, study) = asked[0]
+    assert "Skipping segmenter" in capsys.readouterr().err, "the store has no scores of one"
+    assert set(study.methods) == set(PROTOCOL.methods) - {"segmenter"} >= {*PAPER_METHODS, "center", "border-contrast", "oracle"}
+    assert (study.name, study.seeds, study.budgets) == ("protocol", seeds or (42, 43, 44), (0.1, 0.3, 0.5))
+    configs = {name: Method.parse(name).config(run.config) for name in study.methods if name != "lats"}
+    heads = {(one.recipe, one.views, one.head_epochs, one.protocol, one.lr, one.budgets) for one in configs.values()}
+    assert heads == {("lesion-first", "all", 30, "strict", 1e-3, (0.1, 0.3, 0.5))}
+
+
+def test_a_study_that_does_not_fit_the_data_is_refused(drawn: Drawn, tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="about Kvasir v2, but this manifest comes from synthetic"):
         mtb.reproduce(drawn.manifest_path, drawn.store_path, tmp_path / "run", "kvasir", quick("paper"))
     manifest = tiny_manifest(tmp_path / "images", 12)
     extract(manifest, tmp_path / "tokens", tiny_backbone(tmp_path / "backbone"), CONFIG)
     path = manifest.write(tmp_path / "m.parquet")
-    with pytest.raises(RequestError, match=r'needs off-center views.*`views="off-center"`'):
-        mtb.reproduce(path, tmp_path / "tokens", tmp_path / "run", ["center-bias"], quick("paper"))
     with pytest.raises(MedTokenBudgetError):
         mtb.reproduce(path, tmp_path / "tokens", tmp_path / "run", "all", quick("paper", device="cuda:99"))
-    assert "Skipping study 'center-bias'" in capsys.readouterr().err
 
 
 def test_an_unknown_study_is_refused_with_the_nearest_name() -> None:

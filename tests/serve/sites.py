@@ -16,8 +16,7 @@ import torch
 from filelock import FileLock
 
 from medtokenbudget.errors import WorkError
-from medtokenbudget.model import MedTokenBudget
-from medtokenbudget.model.guarantee import Guarantee
+from medtokenbudget.model import Guarantee, MedTokenBudget
 from medtokenbudget.serve.site import find_runtime, write_site
 from medtokenbudget.training.familiarity import Familiarity
 from tests.machine import absent

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import medtokenbudget as mtb
+from medtokenbudget.cli import main
 from medtokenbudget.errors import RequestError
 from medtokenbudget.tokens import TokenBatch
 from medtokenbudget.training.familiarity import Familiarity, Features, Gaussian, add_moments, fit_familiarity, moments_of
@@ -84,6 +85,14 @@ def test_a_model_without_it_says_nothing_and_a_damaged_one_is_rejected(tmp_path:
 def test_noise_is_flagged() -> None:
     noise = np.random.default_rng(0).integers(0, 256, (20, 256, 256, 3), dtype=np.uint8)
     assert np.mean([routing.unfamiliar for routing in mtb.route(noise)]) >= 0.9
+
+
+def test_a_command_says_how_many_images_are_of_another_kind_than_the_model_learned_from(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    unlike.write(tmp_path / "streets", unlike.street, 3)
+    assert main(["route", str(tmp_path / "streets"), "--out", str(tmp_path / "routed"), "--device", "cpu"]) == 0
+    assert "3 of 3 images are unlike the training images of this model" in capsys.readouterr().err
 
 
 def test_features_in_memory_are_fitted_by_image_and_the_limit_is_a_quantile_of_held_out_ones() -> None:

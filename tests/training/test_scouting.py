@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 import medtokenbudget as mtb
 from medtokenbudget.cli import main
@@ -107,21 +109,67 @@ def test_a_training_that_was_stopped_resumes_to_the_same_numbers(
         train_scout(manifest, replace(SMALL, lr=1e-2), tmp_path / "stopped")
 
 
-def test_without_a_lesion_to_learn_from_nothing_is_trained(photos: Path, tmp_path: Path) -> None:
-    manifest = Manifest.read(photos)
-    with pytest.raises(RequestError, match="No training image has a mask"):
-        mtb.train(manifest.with_columns(mask=[None] * len(manifest)), None, tmp_path / "run", SMALL)
+def test_without_a_lesion_to_learn_from_nothing_is_trained_and_nothing_left(photos: Path, tmp_path: Path) -> None:
+    manifest, out = Manifest.read(photos), tmp_path / "run"
+    val = (manifest.rows["split"] == "val").to_numpy()
+    masks = [str(manifest.mask_path(i)) for i in range(len(manifest))]
+    blank = tmp_path / "blank.png"
+    Image.new("L", (96, 96)).save(blank)
+    for columns, message in (
+        ([mask if of_val else None for mask, of_val in zip(masks, val)], "No training image has a mask"),
+        ([None if of_val else mask for mask, of_val in zip(masks, val)], "no validation image with a mask"),
+        ([mask if of_val else str(blank) for mask, of_val in zip(masks, val)], "no mask with a lesion"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            mtb.train(manifest.with_columns(mask=columns), None, out, SMALL)
+        assert not out.exists()
+    one = manifest.take([*np.flatnonzero(~val)[:1], *np.flatnonzero(val)])
+    with pytest.raises(RequestError, match="fewer than two images with a mask"):
+        mtb.train(one, None, out, SMALL)
     with pytest.raises(RequestError, match="`store` is required"):
-        mtb.train(manifest, None, tmp_path / "run")
+        mtb.train(manifest, None, out)
     with pytest.raises(RequestError, match="Leave out `store`"):
-        mtb.train(manifest, tmp_path, tmp_path / "run", "scout")
-    assert not (tmp_path / "run" / "run.json").exists()
+        mtb.train(manifest, tmp_path, out, "scout")
+    with pytest.raises(RequestError, match="multiple of 16"):
+        mtb.train(manifest, None, out, with_settings(SMALL, {"scout.image_size": 120}))
+    assert not out.exists()
 
 
-def test_the_command_makes_a_model_that_routes_exports_and_scouts(photos: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
+@pytest.fixture(scope="module")
+def run(photos: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("scout") / "run"
     small = ["--epochs", "2", "--min-steps", "0", "--scout.image-size", "64", "--scout.width", "0.5", "--device", "cpu"]
-    assert main(["train", str(photos), "--recipe", "scout", "--out", str(run), *small]) == 0
+    assert main(["train", str(photos), "--recipe", "scout", "--out", str(out), *small]) == 0
+    return out
+
+
+def test_its_scores_become_the_control_segmenter_of_a_store_of_the_same_manifest_only(
+    photos: Path, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    extract = ["extract", str(photos), "--store", str(tmp_path / "tokens"), "--backbone", "embedded", "--views", "off-center"]
+    assert main([*extract, "--device", "cpu"]) == 0
+    sweep = ["sweep", str(photos), "--store", str(tmp_path / "tokens"), "--head-epochs", "1", "--jobs", "1"]
+    assert main([*sweep, "--methods", "segmenter", "--out", str(tmp_path / "sweep")]) == RequestError.exit_code
+    assert "has no segmentation for" in capsys.readouterr().err
+    assert main([*extract, "--device", "cpu", "--segmenter", str(run)]) == 0
+    assert main([*sweep, "--methods", "segmenter", "center", "--out", str(tmp_path / "sweep")]) == 0
+    # What the model itself keeps of the same images.
+    theirs, ours = (mtb.Run(folder).results for folder in (run, tmp_path / "sweep"))
+    kept = [
+        float(found.query("method == @method and view == @view and budget == 0.3")["retention"].iloc[0])
+        for found, method in ((theirs, "scout"), (ours, "segmenter"))
+        for view in ("as-is", "off-center")
+    ]
+    assert kept[:2] == pytest.approx(kept[2:], abs=1e-6)
+    split = Manifest.read(photos)
+    parts = ["val" if part == "train" else "train" for part in split.rows["split"]]
+    other = split.with_columns(split=parts).write(tmp_path / "other.parquet")
+    words = ["extract", str(other), *extract[2:], "--device", "cpu", "--segmenter", str(run)]
+    assert main(words) == RequestError.exit_code
+    assert "may have seen validation images" in capsys.readouterr().err
+
+
+def test_the_command_makes_a_model_that_routes_exports_and_scouts(photos: Path, run: Path, tmp_path: Path) -> None:
     results = mtb.Run(run).results
     assert {"scout", "center", "darkness", "random", "oracle"} == set(results["method"]), (
         "border-contrast reads tokens, and these are pixels"

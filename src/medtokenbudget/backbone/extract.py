@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -19,22 +19,25 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
+from torch import Tensor
 
 from medtokenbudget.backbone import store as stores
 from medtokenbudget.backbone import views
 from medtokenbudget.backbone.annotations import hashes_of, reason
 from medtokenbudget.backbone.attention import REGISTRY
-from medtokenbudget.backbone.backbone import Backbone
+from medtokenbudget.backbone.backbone import Backbone, luminance
 from medtokenbudget.backbone.partial import Early
-from medtokenbudget.backbone.preprocess import luminance
 from medtokenbudget.backbone.store import FailedRow, FeatureStore, Key, MappedField, Planned, Record, Row, Shards
 from medtokenbudget.config import BackboneConfig, ExtractConfig
 from medtokenbudget.data import Manifest, decode_image, mask_of
 from medtokenbudget.errors import RequestError, WorkError
 from medtokenbudget.files import check_same, claim, exclusive, remove, remove_leftovers, sha256_file, write_lines
-from medtokenbudget.jobs import Advance, Execution, ordered_map, require_shared, run_units
-from medtokenbudget.runtime import cpu_threads, idle_threads, progress, resolve_device, say, worker_devices
+from medtokenbudget.jobs import Advance, Execution, require_shared, run_units
+from medtokenbudget.runtime import cpu_threads, idle_threads, ordered_map, progress, resolve_device, say, worker_devices
+from medtokenbudget.tokens import SEGMENTATION
 
+SEGMENTER = "segmenter.json"
+"""File in a store that says which segmenter scored its rows."""
 ROUTER = "router"
 """Folder in a store that was routed early: the saved router, which models that are trained on the store carry along."""
 _DTYPES = {"fp16": torch.float16, "fp32": torch.float32}
@@ -60,22 +63,12 @@ def extract(
     """Add what `store` does not have of the images of `manifest`, and open it with the manifest.
 
     Images are known by the content of their files: labels, masks, splits and names may change without extracting anything again.
-    Images that could not be read before are tried again.
-
-    Args:
-        manifest: The images.
-        store: Folder of the store; it is made if it does not exist.
-        backbone: Name, weights and settings of the frozen backbone, or the loaded backbone (in one process).
-        config: Views, number format and how to work.
-        engine: 'local', or 'ray' for a cluster. There, the store must be on a file system that all nodes share, and images and
-            weights on paths that all nodes can read.
-        shards: (i, n) makes only the shards whose number leaves the rest i when divided by n, for job arrays; the returned store
-            may then be incomplete (`missing`).
-        address: Address of a running Ray cluster.
-        early: Routes before or inside the backbone; what it needs is saved in the folder `router` of the store.
+    Images that could not be read before are tried again. For the engine 'ray', store, images and weights must be on paths that all
+    nodes share. `shards` (i, n) makes only the shards whose number leaves the rest i when divided by n, for job arrays; the
+    returned store may then be incomplete (`missing`). `early` routes before or inside the backbone; what it needs is saved in the
+    folder `router`.
 
     Raises:
-        RequestError: The request cannot be carried out.
         MismatchError: The store was made with other settings.
     """
     config, path = config or ExtractConfig(), Path(store)
@@ -108,17 +101,10 @@ def extract(
             config = replace(config, threads=threads, workers=config.workers or max(2, threads))
         absolute = path.resolve()  # the workers of a cluster have other working directories
         with progress(total=max(rows, left), initial=max(0, rows - left), what="Extracting", unit="image") as bar:
-            for _ in run_units(
-                units,
-                partial(make_shards, absolute, config, stores.settings_hash(settings)),
-                execution,
-                processes=processes,
-                device=config.device,
-                cores=max(1, config.threads),
-                state=loaded,
-                open_worker=partial(open_backbone, absolute, backbone, loaded.fingerprint),
-                advance=bar.update,
-            ):
+            where: dict[str, Any] = {"processes": processes, "device": config.device, "cores": max(1, config.threads)}
+            worker = partial(open_backbone, absolute, backbone, loaded.fingerprint)
+            make = partial(make_shards, absolute, config, stores.settings_hash(settings))
+            for _ in run_units(units, make, execution, state=loaded, open_worker=worker, advance=bar.update, **where):
                 pass
         opened = FeatureStore.open(path, manifest, partial=True)
         if not opened.missing:
@@ -128,12 +114,7 @@ def extract(
 
 
 def _check_request(
-    manifest: Manifest,
-    path: Path,
-    config: ExtractConfig,
-    execution: Execution,
-    shards: tuple[int, int] | None,
-    early: Early | None,
+    manifest: Manifest, path: Path, config: ExtractConfig, execution: Execution, shards: tuple[int, int] | None, early: Any
 ) -> None:
     """Raise a RequestError for what no extraction of this manifest can follow, before the backbone is loaded."""
     if early is not None and (execution.engine != "local" or config.jobs != 1):
@@ -148,8 +129,8 @@ def _check_request(
             "Add masks to the manifest, or choose other views."
         )
     for name, default in (("crops", 1), ("view_seed", 0)):
-        if config.views != "off-center" and getattr(config, name) != default:
-            raise RequestError(f'`{name}` needs `views="off-center"`. Change the views, or leave out `{name}`.')
+        if config.views not in ("off-center", "augmented") and getattr(config, name) != default:
+            raise RequestError(f'`{name}` needs `views="off-center"` or "augmented". Change the views, or leave out `{name}`.')
     absolute = Path(os.path.abspath(path))
     inside = next((folder for folder in _image_folders(manifest) if absolute.is_relative_to(folder)), None)
     if inside is not None:
@@ -170,24 +151,12 @@ def _image_folders(manifest: Manifest) -> set[Path]:
 
 
 def settings_of(fingerprint: dict[str, Any], config: ExtractConfig, weights: Path | None = None) -> dict[str, Any]:
-    """Return the content of `store.json`: everything that the numbers in the store depend on, except the images."""
-    settings = {
-        "format": stores.FORMAT,
-        "backbone": fingerprint,
-        "weights": None if weights is None else weights.name,
-        "keep": "patches" if fingerprint.get("route") is None else "routed",
-        "dtype": config.dtype,
-        "precision": config.precision,
-        "view_seed": config.view_seed,
-        "shard_size": config.shard_size,
-        "batch_size": config.batch_size,
-    }
+    keep = "patches" if fingerprint.get("route") is None else "routed"
+    settings = {"format": stores.FORMAT, "backbone": fingerprint, "weights": weights and weights.name, "keep": keep}
+    settings |= {name: getattr(config, name) for name in ("dtype", "precision", "view_seed", "shard_size", "batch_size")}
     # As it is read back: JSON turns tuples into lists.
     plain: dict[str, Any] = json.loads(json.dumps(settings, default=str))
     return plain
-
-
-# What to do ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -221,7 +190,6 @@ class ShardUnit:
 def _plan_units(
     store: Path, manifest: Manifest, backbone: Backbone, config: ExtractConfig, shards: tuple[int, int]
 ) -> tuple[list[ShardUnit], int]:
-    """Plan what is not planned yet, and return what is left to do, and how many rows there are in all."""
     items = _items(manifest, config, *hashes_of(store, manifest))
     before = stores.read_plan(store)
     finished = stores.finished_shards(store, before)
@@ -302,7 +270,45 @@ def _extend_plan(store: Path, keys: Sequence[Key], size: int, again: set[Key]) -
     return shards
 
 
-# Doing it ------------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Segmenter:
+    """A trained network that scores patches of an image.
+
+    Attributes:
+        backbone: Prepares the pixels.
+        score: Pixels, uint8 [B, S, S, 3], to scores [B, N], the highest for lesion.
+        fingerprint: Of the model.
+    """
+
+    backbone: Backbone
+    score: Callable[[Tensor], Tensor]
+    fingerprint: str
+
+    @property
+    def device(self) -> torch.device:
+        return self.backbone.device
+
+    def prepare(self, image: Image.Image) -> np.ndarray:
+        return self.backbone.prepare(image)
+
+
+def add_segmentation(store: FeatureStore, manifest: Manifest, segmenter: Segmenter, config: ExtractConfig) -> None:
+    """Add the signal `segmentation` to the rows of `manifest` that have none: the scores of a segmenter, for every view.
+
+    Raises:
+        MismatchError: The store has scores of another segmenter, or the grids differ.
+    """
+    advice = "Train the segmenter with 16 pixels of `scout.image_size` per patch of a side."
+    check_same("The segmenter", {"grid": list(store.grid)}, {"grid": list(segmenter.backbone.grid)}, advice)
+    with exclusive(store.path):
+        advice = "Use the same segmenter, or another `store`."
+        claim(store.path / SEGMENTER, {"segmenter": segmenter.fingerprint}, f"The store {store.path}", advice)
+        images = zip(hashes_of(store.path, manifest)[0], range(len(manifest)))
+        files = {image: str(manifest.image_path(row)) for image, row in images if image is not None}
+        units = [unit for index, one in sorted(store.records.items()) for unit in _additions(index, one, (SEGMENTATION,), files)]
+        with progress(total=sum(map(len, units)), what="Segmenting", unit="image") as bar:
+            for _ in make_shards(store.path, config, stores.settings_hash(store.config), segmenter, units, bar.update):
+                pass
 
 
 @dataclass
@@ -316,8 +322,9 @@ class _Computed:
 
     def add(self, batch: list[_Decoded], fields: dict[str, np.ndarray]) -> None:
         """Add the rows whose tokens are finite in the stored format, and the others to the failures."""
-        tokens = fields["patches"]
-        finite = torch.from_numpy(tokens).abs().amax((1, 2)).isfinite().numpy()
+        tokens = fields.get("patches", fields.get(SEGMENTATION))
+        assert tokens is not None
+        finite = torch.from_numpy(tokens).flatten(1).isfinite().all(1).numpy()
         why = f"The tokens of the backbone are not finite in {tokens.dtype}."
         self.rows += [row for (row, _), good in zip(batch, finite) if good]
         self.failures += [FailedRow(row.image, row.view, "tokens", why) for (row, _), good in zip(batch, finite) if not good]
@@ -326,7 +333,6 @@ class _Computed:
 
 
 def open_backbone(store: Path, config: BackboneConfig, fingerprint: dict[str, Any], device: str) -> Backbone:
-    """Load the backbone of a worker process, which must be the one that the store was begun with."""
     require_shared(store / stores.STORE)
     backbone = Backbone.load(config, resolve_device(device))
     check_same("The backbone of a worker", fingerprint, backbone.fingerprint, "Use the same weights on all nodes.")
@@ -334,7 +340,7 @@ def open_backbone(store: Path, config: BackboneConfig, fingerprint: dict[str, An
 
 
 def make_shards(
-    store: Path, config: ExtractConfig, settings: str, backbone: Backbone, units: Sequence[ShardUnit], advance: Advance
+    store: Path, config: ExtractConfig, settings: str, backbone: Backbone | Segmenter, units: Sequence[ShardUnit], advance: Advance
 ) -> Iterator[None]:
     """Make shards, in order; each records the hash `settings`. Images are decoded ahead across the borders of shards."""
     parts = [(i, tuple(same)) for i, unit in enumerate(units) for _, same in itertools.groupby(unit.items, lambda item: item.image)]
@@ -354,8 +360,7 @@ def make_shards(
         yield from ordered_map(lambda made: _publish(store, settings, *made), computed(), ahead=1, threads=1)
 
 
-def _decode(items: tuple[Item, ...], backbone: Backbone, view_seed: int) -> list[_Decoded | FailedRow]:
-    """Decode an image once and make its views, or say why a view cannot be had."""
+def _decode(items: tuple[Item, ...], backbone: Backbone | Segmenter, view_seed: int) -> list[_Decoded | FailedRow]:
     first = items[0]
     try:
         if not first.image_file:
@@ -379,7 +384,7 @@ def _decode(items: tuple[Item, ...], backbone: Backbone, view_seed: int) -> list
 
 
 def _compute(
-    unit: ShardUnit, rows: Iterable[_Decoded | FailedRow], backbone: Backbone, config: ExtractConfig, advance: Advance
+    unit: ShardUnit, rows: Iterable[_Decoded | FailedRow], backbone: Backbone | Segmenter, config: ExtractConfig, advance: Advance
 ) -> _Computed:
     """Run the backbone over the rows of a shard in batches; if memory runs out, halve the batch size for the rest of it."""
     made = _Computed(config.batch_size)
@@ -402,10 +407,8 @@ def _compute(
                 advance(len(part))
                 batch = batch[len(part) :]
             elif len(part) == 1:
-                raise WorkError(
-                    f"Not enough memory on {backbone.device} for a batch of one image. Close other programs, or use a smaller "
-                    "backbone."
-                )
+                advice = "Close other programs, or use a smaller backbone."
+                raise WorkError(f"Not enough memory on {backbone.device} for a batch of one image. {advice}")
             else:
                 made.batch_size = len(part) // 2
                 batches = f"Continuing shard {unit.index} with batches of {made.batch_size}."
@@ -414,7 +417,7 @@ def _compute(
 
 
 def _fields_if_they_fit(
-    batch: list[_Decoded], backbone: Backbone, config: ExtractConfig, signals: Sequence[str]
+    batch: list[_Decoded], backbone: Backbone | Segmenter, config: ExtractConfig, signals: Sequence[str]
 ) -> dict[str, np.ndarray] | None:
     """Compute the fields, or return None if memory ran out: not an error, whose traceback keeps what filled the memory."""
     try:
@@ -429,7 +432,9 @@ def _fields_if_they_fit(
 
 
 @torch.inference_mode()
-def _fields(batch: list[_Decoded], backbone: Backbone, config: ExtractConfig, signals: Sequence[str]) -> dict[str, np.ndarray]:
+def _fields(
+    batch: list[_Decoded], backbone: Backbone | Segmenter, config: ExtractConfig, signals: Sequence[str]
+) -> dict[str, np.ndarray]:
     """Compute the fields of these rows: the patches, all of them or those that an early route keeps, and the signals."""
     dtype, precision = _DTYPES[config.dtype], _PRECISIONS.get(config.precision)
     pixels = torch.from_numpy(np.stack([pixels for _, pixels in batch]))
@@ -437,6 +442,8 @@ def _fields(batch: list[_Decoded], backbone: Backbone, config: ExtractConfig, si
         pixels = pixels.pin_memory().to(backbone.device, non_blocking=True)
     else:
         pixels = pixels.to(backbone.device)
+    if isinstance(backbone, Segmenter):
+        return {SEGMENTATION: backbone.score(pixels).float().cpu().numpy()}
     with torch.autocast(backbone.device.type, precision, enabled=precision is not None):
         tokens = backbone(backbone.normalize(pixels), signals).float()
     fields = {"patches": tokens.patches.to(dtype), "luminance": luminance(pixels, backbone.grid).float()}
@@ -451,7 +458,6 @@ def _fields(batch: list[_Decoded], backbone: Backbone, config: ExtractConfig, si
 
 
 def _publish(store: Path, settings: str, unit: ShardUnit, made: _Computed) -> None:
-    """Write the fields, then the record: only then the shard counts."""
     if unit.record is None:
         remove(stores.record_path(store, unit.index))  # while its files change, the shard does not exist
         names = sorted(made.parts) if made.rows else []
@@ -464,18 +470,14 @@ def _publish(store: Path, settings: str, unit: ShardUnit, made: _Computed) -> No
 
 
 def _add_signals(store: Path, unit: ShardUnit, record: Record, made: _Computed) -> dict[str, stores.Field]:
-    """Write the signals that a finished shard gains; images that cannot be read any more gain none, and the tokens stay.
-
-    Raises:
-        WorkError: The backbone gives other tokens than the shard has, so that the signals would not belong to them.
-    """
+    """Write the signals that a finished shard gains; images that cannot be read any more gain none, and the tokens stay."""
     if not made.rows and not any(failure.kind == "tokens" for failure in made.failures):
         return {}
     place_of = {row.key: place for place, row in enumerate(record.rows)}
     places = [place_of[row.key] for row in made.rows]
     stored = MappedField(store, unit.index, "patches", record.fields["patches"])
     similar = not any(failure.kind == "tokens" for failure in made.failures)
-    for place, now in zip(places, np.concatenate(made.parts["patches"])):
+    for place, now in zip(places, np.concatenate(made.parts.get("patches", [np.empty(0)]))):
         one, two = stored.array[place].astype(np.float32).ravel(), now.astype(np.float32).ravel()
         similar = similar and float(one @ two) >= _ALIKE * float(np.linalg.norm(one) * np.linalg.norm(two))
     if not similar:

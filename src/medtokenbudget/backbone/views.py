@@ -1,4 +1,4 @@
-"""Views of an image and its mask: flips, the dihedral group, and crops that move the lesion off the center.
+"""Views of an image and its mask: flips, the dihedral group, drawn flips and turns in other colors, and off-center crops.
 
 The first off-center crop of an image, `off-center`, is upright. The next ones, `off-center-2` and so on, exist only for training
 images and are also flipped or rotated, since lesions have no up and down.
@@ -14,13 +14,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageEnhance
 
 from medtokenbudget.errors import RequestError, UnknownNameError
 
 Box = tuple[float, float, float, float]
 IDENTITY = "identity"
 OFF_CENTER = "off-center"
+AUGMENTED = "augmented"
+COLOR = 0.2
+"""Largest change of brightness, contrast and saturation of an augmented view, relative to the image."""
 TRIES = 60
 LESION_INSIDE = 0.6
 SIDES = (0.5, 0.75)
@@ -39,6 +42,7 @@ SETS: dict[str, tuple[str, ...]] = {
     "flips": (IDENTITY, "hflip", "vflip", "rot180"),
     "dihedral": (IDENTITY, *_TRANSPOSE),
     "off-center": (IDENTITY, OFF_CENTER),
+    "augmented": (IDENTITY, AUGMENTED),
 }
 
 
@@ -49,14 +53,16 @@ class ViewError(RequestError):
 def views_of(name: str, split: str | None, has_mask: bool, crops: int = 1) -> Sequence[str]:
     """List the views of an image that the set `name` has.
 
-    Flips and dihedral views are for training images only. Every image with a mask gets an off-center crop, because the center-bias
-    study evaluates those of validation images; training images get `crops` of them.
+    All but one off-center crop are for training images only: those of validation images are evaluated. `crops` is the number of
+    off-center or augmented views of a training image.
     """
     if name not in SETS:
         raise UnknownNameError.of("set of views", name, SETS)
+    further = tuple(f"{name}-{number}" for number in range(2, crops + 1)) if split == "train" else ()
     if name == "off-center":
-        further = range(2, crops + 1) if split == "train" else ()
-        return (*SETS[name], *(f"{OFF_CENTER}-{number}" for number in further)) if has_mask else SETS["none"]
+        return (*SETS[name], *further) if has_mask else SETS["none"]
+    if name == "augmented" and split == "train":
+        return (*SETS[name], *further)
     return SETS[name] if split == "train" else SETS["none"]
 
 
@@ -67,35 +73,44 @@ def image_seed(seed: int, image_id: str) -> int:
 
 @dataclass(frozen=True)
 class Geometry:
-    """What a view shows of an image: a box of it (left, top, right, bottom in [0, 1]; None: all of it), then flipped or turned."""
+    """What a view shows of an image: a box of it (left, top, right, bottom in [0, 1]; None: all of it), then flipped or turned.
+
+    `color` has the factors of brightness, contrast and saturation; a mask has none.
+    """
 
     box: Box | None = None
     turn: str = IDENTITY
+    color: tuple[float, float, float] | None = None
 
     def of(self, picture: Image.Image) -> Image.Image:
-        """Return the view of an image, or of a mask that shows the same frame at any size."""
         if self.box is not None:
-            picture = _crop(picture, self.box)
+            left, top, right, bottom = _pixels(self.box, *picture.size)
+            picture = picture.crop((left, top, max(right, left + 1), max(bottom, top + 1)))
+        if self.color is not None and picture.mode == "RGB":
+            for change, factor in zip((ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color), self.color):
+                picture = change(picture).enhance(factor)
         return picture if self.turn == IDENTITY else picture.transpose(_TRANSPOSE[self.turn])
 
     def to_json(self) -> list[Any]:
-        return [None if self.box is None else list(self.box), self.turn]
+        color = [] if self.color is None else [list(self.color)]
+        return [None if self.box is None else list(self.box), self.turn, *color]
 
     @staticmethod
     def from_json(value: Sequence[Any]) -> Geometry:
-        box, turn = value
-        return Geometry(None if box is None else (box[0], box[1], box[2], box[3]), turn)
+        box, turn, *color = value
+        factors = (color[0][0], color[0][1], color[0][2]) if color else None
+        return Geometry(None if box is None else (box[0], box[1], box[2], box[3]), turn, factors)
 
 
 def geometry_of(view: str, mask: Image.Image | None, seed: int) -> Geometry:
-    """Return the geometry of a view; only an off-center crop depends on the mask and on the image's seed.
-
-    Raises:
-        ViewError: There is no mask, or no crop of this lesion.
-    """
+    """Return the geometry of a view; drawn views depend on the image's seed, off-center crops also on the mask."""
+    if _number(view, AUGMENTED):
+        draw = np.random.default_rng(image_seed(seed, view))
+        brightness, contrast, saturation = (1 - COLOR + 2 * COLOR * draw.random(3)).tolist()
+        return Geometry(None, SETS["dihedral"][int(draw.integers(8))], (brightness, contrast, saturation))
     if not is_off_center(view):
         if view != IDENTITY and view not in _TRANSPOSE:
-            raise UnknownNameError.of("view", view, [IDENTITY, OFF_CENTER, *_TRANSPOSE])
+            raise UnknownNameError.of("view", view, [IDENTITY, OFF_CENTER, AUGMENTED, *_TRANSPOSE])
         return Geometry(None, view)
     if mask is None:
         raise ViewError("An off-center view needs a mask.")
@@ -106,15 +121,20 @@ def geometry_of(view: str, mask: Image.Image | None, seed: int) -> Geometry:
 
 
 def view_order(view: str) -> int:
-    """Sort the views of an image: the original, flips and turns, then off-center crops by number."""
-    if is_off_center(view):
-        return len(_TRANSPOSE) + int(view[len(OFF_CENTER) + 1 :] or 1)
+    """Sort the views of an image: the original, flips and turns, then drawn views by number."""
+    if number := _number(view, OFF_CENTER) or _number(view, AUGMENTED):
+        return len(_TRANSPOSE) + number
     return 0 if view == IDENTITY else 1 + list(_TRANSPOSE).index(view)
 
 
 def is_off_center(view: str) -> bool:
-    """Tell whether a view is an off-center crop."""
-    return view == OFF_CENTER or (view.startswith(f"{OFF_CENTER}-") and view[len(OFF_CENTER) + 1 :].isdecimal())
+    return _number(view, OFF_CENTER) > 0
+
+
+def _number(view: str, name: str) -> int:
+    """Return the number of a drawn view, 1 for `name` and n for `name-n`; 0 for any other view."""
+    number = view.removeprefix(name).removeprefix("-")
+    return 1 if view == name else int(number) if view == f"{name}-{number}" and number.isdecimal() else 0
 
 
 def off_center_box(mask: Image.Image, seed: int) -> Box:
@@ -122,12 +142,6 @@ def off_center_box(mask: Image.Image, seed: int) -> Box:
 
     Each side of a crop is half to three quarters of that of the image. The distance is measured from the center of the crop to the
     centroid of the lesion inside it, in sides of the crop. Masks larger than 256 pixels are reduced to 256 first.
-
-    Returns:
-        Left, top, right and bottom in [0, 1].
-
-    Raises:
-        ViewError: The mask is empty, or the lesion is too large.
     """
     lesion = _reduced(mask)
     height, width = lesion.shape
@@ -156,7 +170,6 @@ def off_center_box(mask: Image.Image, seed: int) -> Box:
 
 
 def _reduced(mask: Image.Image) -> np.ndarray:
-    """Return lesion pixels, bool, with at most 256 per side."""
     scale = _SEARCH_SIZE / max(mask.size)
     gray = mask.convert("L")
     if scale < 1:
@@ -167,8 +180,3 @@ def _reduced(mask: Image.Image) -> np.ndarray:
 def _pixels(box: Box, width: int, height: int) -> tuple[int, int, int, int]:
     left, top, right, bottom = box
     return round(left * width), round(top * height), round(right * width), round(bottom * height)
-
-
-def _crop(image: Image.Image, box: Box) -> Image.Image:
-    left, top, right, bottom = _pixels(box, *image.size)
-    return image.crop((left, top, max(right, left + 1), max(bottom, top + 1)))

@@ -32,6 +32,8 @@ from medtokenbudget.runtime import say
 
 if TYPE_CHECKING:
     from medtokenbudget.backbone import FeatureStore
+    from medtokenbudget.backbone.extract import Segmenter
+    from medtokenbudget.data import Manifest
     from medtokenbudget.model import EarlyRouting
     from medtokenbudget.runs.run import Run
 
@@ -76,6 +78,9 @@ class Extract(Command):
     """Folder of the token store. An incomplete store is resumed."""
     backbone: str = BackboneConfig.name
     """Name of a timm vision transformer, 'embedded', or a folder written by tools/distill.py."""
+    segmenter: str | None = None
+    """Run or model folder of a segmenter (`mtb train` with `recipe="scout"`) that was trained on this manifest. Its scores of every
+    row are stored for the control of that name."""
     verify: bool = False
     """Compare all shards and images with their stored hashes at the end."""
     transformer: BackboneConfig
@@ -86,26 +91,49 @@ class Extract(Command):
     def run(self) -> None:
         shards = None if self.cluster.shards is None else parse_shards(self.cluster.shards)
         self.require_effect(self.cluster.engine == "ray", '`engine="ray"`', "address")
-        self.require_effect(self.extraction.views == "off-center", '`views="off-center"`', "crops", "view_seed")
+        drawn = self.extraction.views in ("off-center", "augmented")
+        self.require_effect(drawn, '`views="off-center"` or `views="augmented"`', "crops", "view_seed")
         route, router = self.early.route, self.early.router
         if (route is None) != (router is None):
             raise RequestError("`route` and `router` must be used together: the way to route, and the model that chooses.")
         if self.early.budget is not None and route is None:
             raise RequestError("`budget` is only used with `route`. Drop it: a store of all patches serves every budget.")
 
-        from medtokenbudget.backbone import extract
+        from medtokenbudget.backbone import FeatureStore, extract
+        from medtokenbudget.backbone.extract import add_segmentation
         from medtokenbudget.data import Manifest
 
+        if self.segmenter is not None and (shards is not None or route is not None):
+            raise RequestError("`segmenter` scores all patches of a complete store. Leave out `shards` and `route`.")
         manifest = Manifest.read(self.manifest)
         backbone = replace(self.transformer, name=self.backbone)
         early = None if route is None or router is None else self._early_routing(route, router, backbone)
         engine, address = self.cluster.engine, self.cluster.address
         store = extract(manifest, self.store, backbone, self.extraction, engine=engine, shards=shards, address=address, early=early)
+        if self.segmenter is not None:
+            add_segmentation(store, manifest, self._segmenter(self.segmenter, manifest), self.extraction)
+            store = FeatureStore.open(store.path, manifest)
         if self.verify:
             store.verify(manifest)
         print(_store_summary(store, self.manifest))
         if store.errors and not len(store) and not store.missing:
             raise WorkError(f"{store.path} has no rows: every image was skipped. The first reason: {store.errors[0].reason}")
+
+    def _segmenter(self, name: str, manifest: Manifest) -> Segmenter:
+        from medtokenbudget.backbone.extract import Segmenter
+        from medtokenbudget.model import load
+        from medtokenbudget.routing import Ranker
+
+        model = load(name, device=self.extraction.device)
+        if model.info.get("run", {}).get("hashes", {}).get("manifest") not in (manifest.hash, manifest.without_labels().hash):
+            raise RequestError(
+                f"The segmenter {name} was trained with another manifest, so it may have seen validation images of this one. "
+                'Train it with this manifest: `mtb train` with `recipe="scout"` and `scout.blocks=0`.'
+            )
+        selector, backbone = model.classifier().selector, model.backbone
+        if not isinstance(selector, Ranker):
+            raise RequestError(f"The model {name} does not rank patches, so it is no segmenter.")
+        return Segmenter(backbone, lambda pixels: selector.score(backbone.tokens(backbone.normalize(pixels))), model.fingerprint)
 
     def _early_routing(self, route: str, router: str, backbone: BackboneConfig) -> EarlyRouting:
         from medtokenbudget.model import EarlyRouting, load
@@ -262,7 +290,8 @@ class Sweep(ManyTrainings):
     example = "mtb sweep isic.parquet --store tokens --out runs/sweep --methods lats:lesion-first random center --seeds 42 43 44"
 
     methods: tuple[str, ...] = DEFAULT_METHODS
-    """Methods as selector, selector:variant or selector+head:variant, such as lats:lesion-first."""
+    """Methods as selector, selector:variant or selector+head:variant, such as lats:lesion-first; or 'protocol': the rows, budgets
+    and seeds of the benchmark protocol."""
     heads: tuple[str, ...] | None = None
     """Heads to combine every method with, such as mlp abmil. A method that names its head, as selector+head, keeps it."""
     seeds: tuple[Seed, ...] = (SEEDS[0],)
@@ -273,10 +302,8 @@ class Sweep(ManyTrainings):
 
         from medtokenbudget.api import sweep
 
-        methods = self.methods if "methods" in self.given else None
-        run = sweep(
-            self.manifest, self.store, self.out, methods, seeds=self.seeds, config=self.config, heads=self.heads, **execution
-        )
+        methods, seeds = ((getattr(self, name) if name in self.given else None) for name in ("methods", "seeds"))
+        run = sweep(self.manifest, self.store, self.out, methods, seeds=seeds, config=self.config, heads=self.heads, **execution)
         self.finish(run, "sweep")
 
 

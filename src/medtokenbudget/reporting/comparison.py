@@ -37,7 +37,6 @@ class Comparison:
 
     @classmethod
     def read(cls, paths: Sequence[Path], by: Sequence[str] = ()) -> Comparison:
-        """Read the run directories; `by` are columns of the manifest that become strata."""
         return cls(tuple(ReportRun.read(path, name, by) for path, name in zip(paths, unique_names(paths))))
 
     @property
@@ -59,7 +58,6 @@ class Comparison:
         return nearest_headline(common) if common else None
 
     def budget_of(self, run: ReportRun) -> float:
-        """Return the budget of a run's headline numbers."""
         return run.headline if self.headline is None else self.headline
 
     @cached_property
@@ -77,7 +75,6 @@ class Comparison:
 
     @cached_property
     def headline_tests(self) -> pd.DataFrame:
-        """The rows of `tests` at the budget of the headline numbers."""
         budgets = {run.name: self.budget_of(run) for run in self.runs}
         return self.tests[np.isclose(self.tests["budget"].astype(float), self.tests["run"].map(budgets).astype(float))]
 
@@ -97,11 +94,12 @@ class Comparison:
     def leaderboard(self) -> dict[tuple[str, str], pd.DataFrame]:
         """(metric, view) -> the ranking of the main methods of all comparable runs and of the first run's controls.
 
-        The methods are called `METHOD of RUN`; at the common headline budget, on the images that all of them have.
+        Of a single run, of all its methods. They are called `METHOD of RUN`; at the common headline budget, on the images that all
+        of them have.
         """
         boards: dict[tuple[str, str], pd.DataFrame] = {}
         first = self.first
-        for metric, view in (*(("retention_of_ceiling", view) for view in (AS_IS, OFF_CENTER)), ("macro_f1", AS_IS)):
+        for metric, view in ((metric, view) for metric in ("retention_of_ceiling", "macro_f1") for view in (AS_IS, OFF_CENTER)):
             left, parts = self._board_rows(first, view), []
             measures_of = {first.name: shown_in("test"), **self.comparable}
             for run in self.runs:
@@ -110,7 +108,7 @@ class Comparison:
                 if needed not in measures_of[run.name] or (view == OFF_CENTER and not _same_crops(left, rows)):
                     continue
                 rows = _aligned(rows, left, run.info.classes, first.info.classes)
-                wanted = [run.focus, *(m for m in CONTROLS if run is first and m != run.focus)]
+                wanted = [run.focus, *(m for m in CONTROLS if run is first and m != run.focus)] if self.several else run.methods
                 parts += [rows[rows["method"] == m].assign(method=f"{m} of {run.name}") for m in wanted]
             rows = pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
             if len(rows):
@@ -124,7 +122,6 @@ class Comparison:
         return rows if self.headline is None else rows[np.isclose(rows["budget"], self.headline)]
 
     def _pair(self, other: ReportRun) -> list[pd.DataFrame]:
-        """Test a run minus the first."""
         first, metrics, parts = self.first, self.comparable[other.name], []
         methods = dict.fromkeys([(first.focus, other.focus), *[(m, m) for m in first.methods if m in other.methods]])
         for view in (AS_IS, OFF_CENTER) if metrics else ():
@@ -139,7 +136,6 @@ class Comparison:
         return parts
 
     def _comparable(self, other: ReportRun) -> tuple[str, ...]:
-        """Return the measures that can be paired with the first run; say in `notes` what cannot and why."""
         first = self.first
 
         def note(sentence: str) -> None:
@@ -236,7 +232,6 @@ def _aligned(frame: pd.DataFrame, to: pd.DataFrame, classes: Sequence[str], to_c
 
 
 def _paired(first: pd.DataFrame, other: pd.DataFrame, metrics: tuple[str, ...]) -> pd.DataFrame:
-    """Test `other` minus `first`, one method each; empty when they share no budget or image."""
     common = set(first["budget"]) & set(other["budget"])
     budgets = [budget for budget in HEADLINE_BUDGETS if budget in common] or sorted(common)
     if not budgets:

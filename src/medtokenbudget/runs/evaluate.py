@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -26,12 +26,13 @@ from medtokenbudget.backbone import FeatureStore, extract
 from medtokenbudget.backbone.annotations import hashes_of, known_manifests, mask_patches
 from medtokenbudget.backbone.backbone import READS_PIXELS
 from medtokenbudget.backbone.views import IDENTITY, OFF_CENTER
-from medtokenbudget.config import CONTROLS, BackboneConfig, ExtractConfig, to_dict
+from medtokenbudget.config import BackboneConfig, ExtractConfig, to_dict
 from medtokenbudget.data import Manifest, decode_image, decode_mask, patch_order
 from medtokenbudget.data.manifest import listed
 from medtokenbudget.data.strata import STRATA, column_strata, measure, stratum_order
 from medtokenbudget.errors import MismatchError, RequestError, UnknownNameError, first_line
 from medtokenbudget.files import atomic_write, read_json
+from medtokenbudget.heads.head import RoutedClassifier
 from medtokenbudget.metrics import agreement
 from medtokenbudget.model import Guarantee, MedTokenBudget
 from medtokenbudget.routing import Ranker, Selector, budget_to_k, create_selector, list_selectors
@@ -46,9 +47,9 @@ from medtokenbudget.routing.conformal import (
 )
 from medtokenbudget.routing.trainable import ScoredRanker, evaluating
 from medtokenbudget.runs.method import Method
+from medtokenbudget.runs.preflight import available_controls
 from medtokenbudget.runs.run import AS_IS, ATTRIBUTES, FILE, OF_IMAGES, Run, routing_name, write_tables
 from medtokenbudget.runtime import progress, say
-from medtokenbudget.training.classifier import RoutedClassifier
 from medtokenbudget.training.pooled import BATCH, pool_and_judge, probabilities, with_masks
 
 Part = Literal["auto", "val", "select", "train", "all"]
@@ -76,9 +77,8 @@ def evaluate_views(
 ) -> tuple[list[pd.DataFrame], dict[str, dict[str, np.ndarray]], dict[str, list[str]]]:
     """Evaluate a method on rows of a store, given by view, at every budget.
 
-    Returns:
-        The columns of `predictions.parquet` but the study, class -1 without a head. By view: patch orders and scores with the
-        lesion patches, and the images that were read. A selector that looks at masks (the oracle) reads only images with one.
+    Returns the columns of `predictions.parquet` but the study, class -1 without a head, and by view patch orders and scores with
+    the lesion patches, and the images that were read. A selector that looks at masks (the oracle) reads only images with one.
     """
     selector, head = classifier.selector, classifier.head
     frames: list[pd.DataFrame] = []
@@ -130,9 +130,6 @@ def _annotations(store: FeatureStore, rows: np.ndarray) -> dict[str, np.ndarray]
     return {name: getattr(store, name).numpy()[rows].astype(np.uint8) for name in OF_IMAGES}
 
 
-# Images that a model has not seen -------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class HeldOut:
     """Images that were asked for, with their tokens: rows of the original images and of their off-center crops in the store.
@@ -147,7 +144,6 @@ class HeldOut:
     part: str
 
     def groups_of(self, rows: np.ndarray) -> list[str]:
-        """Return the group of each row; an image without one is a group of its own."""
         known = dict(zip(self.manifest.ids, self.manifest.groups))
         return [known[self.store.ids[row]] for row in rows]
 
@@ -187,7 +183,6 @@ def held_out(
 
 
 def _images_of(wanted: Manifest, opened: FeatureStore, part: str) -> HeldOut:
-    """Find the images in a store; those that could not be read are counted."""
     rows = opened.rows(wanted.ids, strict=False)
     if not len(rows):
         opened.rows(wanted.ids)  # says which images are missing, and why
@@ -198,7 +193,6 @@ def _images_of(wanted: Manifest, opened: FeatureStore, part: str) -> HeldOut:
 
 
 def run_of(folder: Path) -> Run | None:
-    """Return the run of a model folder, if it is in one."""
     return Run(folder.parent) if folder.name == "model" and (folder.parent / FILE).is_file() else None
 
 
@@ -230,11 +224,7 @@ def _trained_on(run: Run) -> set[str]:
     return {image for name in ids if (image := images[name]) is not None}
 
 
-# Classes of other data ------------------------------------------------------------------------------------------------
-
-
 def read_mapping(path: Path | str) -> dict[str, str | None]:
-    """Read a mapping file: a JSON object from a class of the data to a class of the model, or null to leave the class out."""
     values: Any = read_json(Path(path))
     if not isinstance(values, dict) or not all(value is None or isinstance(value, str) for value in values.values()):
         raise RequestError(f'{path} must be a JSON object from class names to class names or null, such as {{"nevus": "NV"}}.')
@@ -273,9 +263,6 @@ def in_classes_of(manifest: Manifest, classes: Sequence[str], mapping: Mapping[s
     return replace(manifest, rows=manifest.rows.assign(label=pd.Series(translated, dtype=object)), classes=tuple(classes))
 
 
-# The evaluation of a saved model --------------------------------------------------------------------------------------
-
-
 def evaluate_model(
     run: Run,
     model: MedTokenBudget,
@@ -296,42 +283,50 @@ def evaluate_model(
     if wrong or not budgets:
         raise RequestError(f"Budgets must lie in (0, 1], got {', '.join(map(str, wrong)) or 'none'}.")
     classifiers = {method: model.classifier(method)}
-    for name in CONTROLS:
+    for name in available_controls(images.store):
         control = create_selector(name, minimum=classifiers[method].selector.minimum)
         if control.reads_patches and images.store.config["backbone"]["name"] in READS_PIXELS:
             continue  # on pixels it would be another method than the one of this name on tokens
         classifiers.setdefault(name, model.classifiers.get(name) or RoutedClassifier(control, None))
     views = {view: rows for view, rows in ((AS_IS, images.rows), (OFF_CENTER, images.off_center)) if len(rows)}
     annotators = _write_tables(run, images, original, by, views, classifiers, budgets)
+    methods = {name: _about(classifier) for name, classifier in classifiers.items()}
+    methods[method]["variant"] = Method.parse(method).variant
+    for name, classifier in classifiers.items():
+        methods[name]["config"] = to_dict(model.train_config) if classifier.selector.learns else {}
+    if not trained:
+        about = {"unfamiliar": _unfamiliar(model, images), "guarantees": _kept_promises(model, images, method)} | about
+    hashes = {"manifest": original.hash, "model": model.fingerprint}
+    _finish(run, images, methods, method, budgets, hashes, None if trained else about | {"annotators": annotators})
+
+
+def _finish(
+    run: Run,
+    images: HeldOut,
+    methods: dict[str, Any],
+    main: str,
+    budgets: Sequence[float],
+    hashes: dict[str, str],
+    about: dict[str, Any] | None,
+) -> None:
+    manifest, study = (
+        images.manifest,
+        {"name": STUDY, "methods": list(methods), "seeds": [SEED], "budgets": list(map(float, budgets))},
+    )
+    counts = {"part": images.part, "images": len(manifest), "unreadable": len(manifest) - len(images.rows)}
     run.finish(
-        methods={
-            name: _about(classifier)
-            | {"variant": Method.parse(name).variant if name == method else ""}
-            | {"config": to_dict(model.train_config) if classifier.selector.learns else {}}
-            for name, classifier in classifiers.items()
-        },
-        main=method,
-        studies=[_study(classifiers, budgets)],
+        methods=methods,
+        main=main,
+        studies=[study],
         units=[],
         seeds=[SEED],
-        hashes={"manifest": original.hash, "store": images.store.identity, "model": model.fingerprint},
-        evaluation=None
-        if trained
-        else {
-            "part": images.part,
-            "images": len(images.manifest),
-            "unreadable": len(images.manifest) - len(images.rows),
-            "unfamiliar": _unfamiliar(model, images),
-            "guarantees": _kept_promises(model, images, method),
-            "annotators": annotators,
-            **about,
-        },
+        hashes={**hashes, "store": images.store.identity},
+        evaluation=None if about is None else counts | about,
     )
 
 
 @torch.no_grad()
 def _unfamiliar(model: MedTokenBudget, images: HeldOut) -> int | None:
-    """Count the images that are unlike the training images of the model; None if it cannot tell."""
     if model.familiarity is None:
         return None
     distances = [model.unfamiliarity(batch.to(model.device)) for batch in images.store.batches(images.rows, 64)]
@@ -339,13 +334,8 @@ def _unfamiliar(model: MedTokenBudget, images: HeldOut) -> int | None:
 
 
 def _about(classifier: RoutedClassifier) -> dict[str, Any]:
-    """Say what a method is, for `run.json`."""
     head = "none" if classifier.head is None else classifier.head.name
     return {"selector": classifier.selector.name, "head": head, "variant": "", "learned": classifier.selector.learns, "config": {}}
-
-
-def _study(methods: Iterable[str], budgets: Sequence[float]) -> dict[str, Any]:
-    return {"name": STUDY, "methods": list(methods), "seeds": [SEED], "budgets": [float(budget) for budget in budgets]}
 
 
 def _write_tables(
@@ -464,7 +454,6 @@ def own_validation(run: Run | None, method: str, budgets: Sequence[float]) -> li
 
 
 def _kept_promises(model: MedTokenBudget, images: HeldOut, method: str) -> list[dict[str, Any]]:
-    """Measure what each guarantee of the method keeps on these images."""
     guarantees = [one for one in model.guarantees if one.selector == method]
     rows = images.rows[images.store.lesion.numpy()[images.rows].any(1)]
     if not guarantees or not len(rows):
@@ -475,23 +464,11 @@ def _kept_promises(model: MedTokenBudget, images: HeldOut, method: str) -> list[
     for one in guarantees:
         counts = one.counts(scores)
         kept = lesion_kept(scores, lesion, counts)
-        measured.append(
-            {
-                "retention": one.retention,
-                "coverage": one.coverage,
-                "cap": one.cap,
-                "kept": group_mean(kept, groups),
-                "reached": group_mean(kept >= one.retention - 1e-9, groups),
-                "tokens": group_mean(counts, groups),
-                "own_tokens": one.tokens,
-                "n": len(rows),
-                "groups": len(set(groups)),
-            }
-        )
+        reached = group_mean(kept >= one.retention - 1e-9, groups)
+        means = {"kept": group_mean(kept, groups), "reached": reached, "tokens": group_mean(counts, groups)}
+        promised = {"retention": one.retention, "coverage": one.coverage, "cap": one.cap, "own_tokens": one.tokens}
+        measured.append({**promised, **means, "n": len(rows), "groups": len(set(groups))})
     return measured
-
-
-# A method that was made without this package ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -509,12 +486,10 @@ class KeptPatches:
     scores: np.ndarray | None
 
 
-def read_kept(path: Path | str, manifest: Manifest) -> KeptPatches:
-    """Read a table of kept patches (docs/protocol.md), such as `mtb route` writes; images are those of the manifest.
+def read_kept(path: Path | str, manifest: Manifest, view: str = AS_IS) -> KeptPatches:
+    """Read the rows of one view in a table of kept patches (docs/protocol.md), such as `mtb route` writes.
 
-    Raises:
-        RequestError: The table lacks a column, an image or a budget; an image keeps another number of patches than the others, a
-            patch twice or one outside of the grid; probabilities are not those of the manifest's classes.
+    Every image of the manifest needs a row. A table without the column `view` is about original images.
     """
     source = Path(path)
 
@@ -533,6 +508,10 @@ def read_kept(path: Path | str, manifest: Manifest) -> KeptPatches:
             "gives the method its name, but a method of this package has this name, or it contains one of : + | /. Rename the file."
         )
     frame = given = table.to_pandas()
+    if "view" in frame:
+        if foreign := sorted(set(frame["view"].astype(str)) - {AS_IS, OFF_CENTER}):
+            raise refuse(f"has the view {listed(foreign)}. Views are {AS_IS} and {OFF_CENTER}.")
+        frame = given = frame[frame["view"] == view]
     if frame["kept"].isna().any():
         raise refuse("has rows without kept patches. Methods that merge patches keep none and cannot be judged by this table.")
     paths = {os.path.abspath(manifest.image_path(row)): name for row, name in enumerate(manifest.ids)} if key == "image" else {}
@@ -587,15 +566,21 @@ def _grid_of(table: pa.Table, frame: pd.DataFrame, refuse: Callable[[str], Reque
     return side, side
 
 
+def has_off_center(path: Path | str) -> bool:
+    """Tell whether a table of kept patches has rows of off-center views."""
+    return "view" in pq.read_schema(path).names and OFF_CENTER in pq.read_table(path, columns=["view"])["view"].to_pylist()
+
+
 def images_of_table(
-    table: KeptPatches, manifest: Manifest, store: FeatureStore | Path | str | None, tokens: Path, part: str
+    table: KeptPatches, manifest: Manifest, store: FeatureStore | Path | str | None, tokens: Path, part: str, off_center: bool
 ) -> HeldOut:
     """Open the images of a table of kept patches; without a `store`, the embedded backbone reads them on the grid of the table."""
     if store is None:
         side = table.grid[0]
         if table.grid != (side, side):
             raise RequestError(f"The grid of the table is {table.grid[0]} x {table.grid[1]}. Pass a `store` with this grid.")
-        opened = extract(manifest, tokens, BackboneConfig("embedded", image_size=_EMBEDDED_PATCH * side))
+        config = ExtractConfig(views="off-center" if off_center else "none")
+        opened = extract(manifest, tokens, BackboneConfig("embedded", image_size=_EMBEDDED_PATCH * side), config)
     else:
         opened = (store if isinstance(store, FeatureStore) else FeatureStore.open(store)).annotated(manifest)
         if tuple(opened.grid) != table.grid:
@@ -605,19 +590,36 @@ def images_of_table(
     return _images_of(manifest, opened, part)
 
 
-def evaluate_kept(run: Run, table: KeptPatches, images: HeldOut, original: Manifest, by: Sequence[str]) -> None:
-    """Judge a table of kept patches next to the controls, which keep as many, and write the files of the run."""
-    store, rows, method = images.store, images.rows, table.method
+def evaluate_kept(run: Run, tables: Mapping[str, KeptPatches], images: HeldOut, original: Manifest, by: Sequence[str]) -> None:
+    """Judge tables of kept patches by view next to the controls, which keep as many, and write the files of the run."""
+    store, method, budgets = images.store, tables[AS_IS].method, list(tables[AS_IS].kept)
+    rows = {view: images.rows if view == AS_IS else images.off_center for view in tables}
+    frames: list[pd.DataFrame] = []
+    orders: dict[str, np.ndarray] = {}
+    for view, table in tables.items():
+        frames += _judge_kept(table, view, rows[view], images, orders)
+    classifiers = {name: RoutedClassifier(create_selector(name, minimum=1), None) for name in available_controls(store)}
+    annotators = _write_tables(run, images, original, by, rows, classifiers, budgets, frames, orders)
+    foreign = {"selector": method, "head": "none", "variant": "", "learned": False, "config": {}}
+    methods = {method: foreign, **{name: _about(classifier) for name, classifier in classifiers.items()}}
+    about = {"guarantees": [], "annotators": annotators, "model": f"the table {method}", "mapping": None, "own": []}
+    _finish(run, images, methods, method, budgets, {"manifest": original.hash}, about)
+
+
+def _judge_kept(
+    table: KeptPatches, view: str, rows: np.ndarray, images: HeldOut, orders: dict[str, np.ndarray]
+) -> Iterator[pd.DataFrame]:
+    """Yield the predictions of a table at each budget, and add its ranking and scores to `orders`."""
+    store, method = images.store, table.method
     place = {name: index for index, name in enumerate(table.names)}
     at = [place[store.ids[row]] for row in rows]
     lesion, masked = store.lesion.numpy()[rows].astype(bool), store.has_mask.numpy()[rows]
     none = np.full(len(rows), np.nan)
-    frames = []
     for budget, patches in table.kept.items():
         probability = table.probabilities.get(budget, np.zeros((len(table.names), 0)))[at].astype(np.float32)
         classified = probability.shape[1] > 0
         measured = {
-            "view": AS_IS,
+            "view": view,
             "method": method,
             "seed": SEED,
             "label": store.label.numpy()[rows] if classified else -1,
@@ -628,40 +630,16 @@ def evaluate_kept(run: Run, table: KeptPatches, images: HeldOut, original: Manif
             "kept_lesion": np.where(masked, np.take_along_axis(lesion, patches[at], 1).sum(1), np.nan),
             **dict.fromkeys(("purity", "lesion_dominated", "lesion_mass"), none),
         }
-        frames.append(pd.DataFrame(_known(store, rows, images.manifest) | measured))
-    classifiers = {name: RoutedClassifier(create_selector(name, minimum=1), None) for name in CONTROLS}
-    budgets, most = list(table.kept), table.kept[max(table.kept)][at]
-    orders = {routing_name(AS_IS, name, method, SEED): value for name, value in _annotations(store, rows).items()}
+        yield pd.DataFrame(_known(store, rows, images.manifest) | measured)
+    orders |= {routing_name(view, name, method, SEED): value for name, value in _annotations(store, rows).items()}
+    most = table.kept[max(table.kept)][at]
     if all((np.sort(most[:, : few.shape[1]]) == np.sort(few[at])).all() for few in table.kept.values()):  # a ranking
         rest = np.ones((len(rows), store.n), bool)
         np.put_along_axis(rest, most, False, 1)
         order = np.concatenate([most, np.nonzero(rest)[1].reshape(len(rows), -1)], 1).astype(np.int16)
-        orders[routing_name(AS_IS, "order", method, SEED)] = order
+        orders[routing_name(view, "order", method, SEED)] = order
     if table.scores is not None:
-        orders[routing_name(AS_IS, "scores", method, SEED)] = table.scores[at].astype(np.float16)
-    annotators = _write_tables(run, images, original, by, {AS_IS: rows}, classifiers, budgets, frames, orders)
-    foreign = {"selector": method, "head": "none", "variant": "", "learned": False, "config": {}}
-    run.finish(
-        methods={method: foreign, **{name: _about(classifier) for name, classifier in classifiers.items()}},
-        main=method,
-        studies=[_study([method, *classifiers], budgets)],
-        units=[],
-        seeds=[SEED],
-        hashes={"manifest": original.hash, "store": store.identity},
-        evaluation={
-            "part": images.part,
-            "images": len(images.manifest),
-            "unreadable": len(images.manifest) - len(rows),
-            "guarantees": [],
-            "annotators": annotators,
-            "model": f"the table {method}",
-            "mapping": None,
-            "own": [],
-        },
-    )
-
-
-# Calibration ----------------------------------------------------------------------------------------------------------
+        orders[routing_name(view, "scores", method, SEED)] = table.scores[at].astype(np.float16)
 
 
 @torch.no_grad()
@@ -692,9 +670,7 @@ def calibrated(
     method = model.main if selector is None else selector
     classifier = model.classifier(method)
     if model.fixed_budget is not None:
-        raise RequestError(
-            f"The backbone of this model runs at its only budget, {model.fixed_budget:g}, so it cannot be calibrated."
-        )
+        raise RequestError(f"The backbone of this model runs at budget {model.fixed_budget:g} alone, so it cannot be calibrated.")
     rows = images.rows[images.store.has_mask.numpy()[images.rows]]
     lesion = images.store.lesion.numpy()[rows]
     if not lesion.any():
@@ -727,30 +703,20 @@ def calibrated(
         measured = {"kept": group_mean(retained[inside], named), "tokens": group_mean(counts[inside], named)}
         return {"value": value, "images": len(inside), "groups": len(set(named)), **measured, "promised": value in enough}
 
+    rule: dict[str, Any] = {"threshold": threshold.value, "relative": relative, "minimum": minimum, "most": most, "cap": cap}
+    rule |= {name: getattr(threshold, name) for name in ("bound", "images", "groups")}
     return Guarantee(
-        retention=promise.retention,
-        coverage=promise.coverage,
-        cap=cap,
-        threshold=threshold.value,
-        minimum=minimum,
-        most=most,
-        selector=method,
-        bound=threshold.bound,
+        **asdict(promise),
+        **rule,
+        **{"selector": method, "model": model.fingerprint, "dataset": images.manifest.name, "data": images.manifest.hash},
         kept=group_mean(retained, groups),
         tokens=group_mean(np.where(lesion.any(1), counts, np.nan), groups),
-        images=threshold.images,
-        groups=threshold.groups,
-        dataset=images.manifest.name,
-        data=images.manifest.hash,
-        model=model.fingerprint,
-        relative=relative,
         by=by,
         parts=tuple(part(value, inside) for value, inside in parts.items()),
     )
 
 
 def check_stratum(by: str | None, manifest: Manifest) -> None:
-    """Reject a stratum that the images have not."""
     known = ("class", "size", *STRATA, *manifest.further)
     if by is not None and by not in known:
         raise UnknownNameError.of("stratum", by, known, "to calibrate `by`")

@@ -10,9 +10,10 @@ from collections.abc import Collection, Sequence
 
 import torch
 
+from medtokenbudget.backbone import FeatureStore
 from medtokenbudget.backbone.backbone import READS_PIXELS
 from medtokenbudget.backbone.views import OFF_CENTER
-from medtokenbudget.config import SIGNALS, TrainConfig, given_settings
+from medtokenbudget.config import CONTROLS, SIGNALS, TrainConfig, given_settings
 from medtokenbudget.data import Manifest
 from medtokenbudget.data.manifest import listed
 from medtokenbudget.errors import RequestError
@@ -24,6 +25,7 @@ from medtokenbudget.runs.method import Method, unused_settings
 from medtokenbudget.runs.run import Run
 from medtokenbudget.runs.studies import Study
 from medtokenbudget.runtime import resolve_device, say
+from medtokenbudget.tokens import SEGMENTATION
 from medtokenbudget.training.rows import check_fits
 
 READS_ROUTED = "no-pruning"
@@ -99,8 +101,9 @@ def _check_given(run: Run, studies: Sequence[Study], methods: Sequence[Method], 
 
 
 def _needs(method: Method, config: TrainConfig) -> set[str]:
-    """Return which of 'masks' and 'labels' nothing of this method can be trained or measured without."""
-    kind, needs = selector_class(method.selector), set[str]()
+    """Return which of 'masks', 'labels' and 'segmentation' nothing of this method can be trained or measured without."""
+    kind = selector_class(method.selector)
+    needs = {SEGMENTATION} & set(kind.requires)
     if method.config(config).recipe == "lesion-first" if method.learned else "has_mask" in kind.requires:
         needs.add("masks")
     if method.learned and (method.config(config).recipe == "joint" or "classes" in inspect.signature(kind).parameters):
@@ -113,19 +116,27 @@ def _has_training_masks(run: Run) -> bool:
     return bool(run.store.has_mask.numpy()[rows].any())
 
 
+def available_controls(store: FeatureStore) -> list[str]:
+    """Return the controls that a store can serve: the segmenter only where it has its scores."""
+    return [name for name in CONTROLS if SEGMENTATION not in selector_class(name).requires or store.has(SEGMENTATION)]
+
+
 def supported_methods(run: Run, methods: Sequence[str]) -> tuple[str, ...]:
-    """Return the methods that the data of a run can serve; a note names those that need masks or labels where there are none."""
-    available = {"masks": _has_training_masks(run), "labels": bool(run.manifest.classes)}
-    for need, thing in (("masks", "lesion mask"), ("labels", "label")):
-        skipped = [] if available[need] else [text for text in methods if need in _needs(Method.parse(text), run.config)]
+    """Return the methods that the data of a run can serve; a note names the others and what they need."""
+    available = {
+        "masks": (_has_training_masks(run), "no training image has a lesion mask."),
+        "labels": (bool(run.manifest.classes), "no training image has a label."),
+        SEGMENTATION: (run.store.has(SEGMENTATION), "the store has no scores of a segmenter (`mtb extract` with `segmenter`)."),
+    }
+    for need, (there, why) in available.items():
+        skipped = [] if there else [text for text in methods if need in _needs(Method.parse(text), run.config)]
         if skipped:
-            say(f"Skipping {listed(skipped)}: no training image has a {thing}.")
+            say(f"Skipping {listed(skipped)}: {why}")
         methods = [text for text in methods if text not in skipped]
     return tuple(methods)
 
 
 def _check_needs(run: Run, methods: Sequence[Method]) -> None:
-    """Reject methods that need masks, labels, views or signals that the data does not have, and more patches than there are."""
     store, config, masks = run.store, run.config, _has_training_masks(run)
     if config.router.minimum > store.n:
         raise RequestError(
@@ -152,7 +163,6 @@ def _check_needs(run: Run, methods: Sequence[Method]) -> None:
 
 
 def _check_routed(run: Run, budget: float, methods: Sequence[Method]) -> None:
-    """Reject methods and budgets that a store of early routed tokens cannot serve."""
     store = run.store
     foreign = [str(method) for method in methods if not selector_class(method.selector).reads_routed]
     if foreign:
@@ -161,13 +171,11 @@ def _check_routed(run: Run, budget: float, methods: Sequence[Method]) -> None:
             f"kept before or inside the backbone. Use the method {READS_ROUTED} (with any head), or a store of all patches."
         )
     if tuple(run.config.budgets) != (budget,):
-        raise RequestError(
-            f"Store {store.path} was routed at budget {budget:g}, so there is no other budget. Set `budgets` to {budget:g}."
-        )
+        advice = f"Set `budgets` to {budget:g}."
+        raise RequestError(f"Store {store.path} was routed at budget {budget:g}, so there is no other budget. {advice}")
 
 
 def _check_without_labels(masks: bool, methods: Sequence[Method], config: TrainConfig) -> None:
-    """Reject a run without labels that has no masks or learns from labels: it can measure retention alone."""
     if not masks:
         raise RequestError(
             "The images have neither class labels nor lesion masks, so there is nothing to learn from. Add masks "
@@ -184,7 +192,6 @@ def _check_without_labels(masks: bool, methods: Sequence[Method], config: TrainC
 
 
 def _check_heads(run: Run, methods: Sequence[Method]) -> None:
-    """Reject heads that cannot read as few tokens as the smallest budget keeps."""
     least, patches = min(run.config.budgets), run.store.per_image
     for method in methods:
         # Creating a head draws random weights; the caller's random numbers must not depend on this check.

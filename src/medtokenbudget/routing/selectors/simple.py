@@ -1,7 +1,7 @@
 """Selectors of one line: the paper's baselines by a single signal, its references, and controls without a learned part.
 
-A learned router must beat the controls (`center`, `darkness`, `border-contrast`, `random`). `oracle` and `box-prior` read the mask
-of the image that they select from, so they are bounds, never methods.
+A learned router must beat the controls (`center`, `darkness`, `border-contrast`, `segmenter`, `random`). `oracle` and `box-prior`
+read the mask of the image that they select from, so they are bounds, never methods.
 """
 
 from __future__ import annotations
@@ -52,11 +52,7 @@ class NoPruning(Ranker):
 
 @register_selector("random")
 class Random(Ranker):
-    """Uniformly drawn patches; the budgets of one draw are nested.
-
-    Args:
-        seed: Seed of the generator that each call makes for itself when it is given none.
-    """
+    """Uniformly drawn patches; the budgets of one draw are nested. `seed` is for calls without a generator."""
 
     reads_patches = False
     title = "Random"
@@ -187,6 +183,21 @@ class BorderContrast(Ranker):
 
     def score(self, tokens: TokenBatch, generator: torch.Generator | None = None) -> Tensor:
         return smooth_scores(border_contrast(tokens.patches, tokens.grid), tokens.grid)
+
+
+@register_selector("segmenter")
+class Segmenter(StoredSignal):
+    """Highest score of a trained segmenter first.
+
+    The scores are stored with the tokens (`mtb extract` with `segmenter`). A learned router that reads tokens should keep as much
+    of the lesion as this small network that reads pixels.
+    """
+
+    reads_patches = False
+    title = "Segmenter"
+    description = "Keeps the patches that a trained segmenter takes for lesion."
+    color, marker = "#5a5a9c", "X"
+    requires = ("segmentation",)
 
 
 @register_selector("oracle")
