@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 import medtokenbudget as mtb
 from medtokenbudget.cli import main
@@ -91,23 +90,6 @@ def test_the_service_answers_without_probabilities(model: MedTokenBudget, images
     assert all(selector["probabilities"] is None for selector in answer["selectors"])
     kept = model.route(images[0], 0.3)[0].kept.tolist()
     assert answer["selectors"][0]["order"][:30] == kept
-
-
-@pytest.mark.slow
-def test_the_graph_of_a_router_gives_scores_and_kept_patches(model: MedTokenBudget, tmp_path: Path) -> None:
-    onnxruntime = pytest.importorskip("onnxruntime")
-    from medtokenbudget.model.onnx import export_onnx
-
-    session = onnxruntime.InferenceSession(str(export_onnx(model, tmp_path, 0.3, "routing")))
-    assert [output.name for output in session.get_outputs()] == ["scores", "indices"]
-    generator = torch.Generator().manual_seed(5)
-    tokens = mtb.TokenBatch(
-        torch.randn(2, 100, 64, generator=generator), (10, 10), attention_entropy=torch.rand(2, 100, generator=generator)
-    )
-    scores, indices = session.run(None, {"patches": tokens.patches.numpy(), "attention_entropy": tokens.attention_entropy.numpy()})
-    selection = model.router(0.3)(tokens)
-    np.testing.assert_array_equal(np.sort(indices), np.sort(selection.indices.numpy()))
-    np.testing.assert_allclose(scores, model.classifier().selector.score(tokens).detach().numpy(), atol=1e-5)
 
 
 def test_training_from_masks_alone_measures_retention_and_no_accuracy(trained: mtb.Run, drawn: Drawn) -> None:
