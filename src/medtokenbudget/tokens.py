@@ -180,7 +180,7 @@ class Selection:
         return replace(self, **{f.name: v.to(device) for f in fields(self) if isinstance(v := getattr(self, f.name), Tensor)})
 
     def pooled(self) -> Tensor:
-        """Average the K tokens, [B, D], in fp32. Weighted by size, merged ones would give the mean of all patches at any budget."""
+        """Average the K tokens, [B, D], in fp32. Weighted by size, merged ones would give the same mean at every budget."""
         return self.tokens.float().mean(1)
 
 

@@ -80,27 +80,6 @@ def test_controls_are_left_out_on_request(drawn: Drawn, tmp_path: Path) -> None:
     assert set(mtb.Run(tmp_path / "run").results["method"]) == set(mtb.load(tmp_path / "run").selectors) == {"lats:lesion-first"}
 
 
-def test_options_of_a_scorer_that_is_not_trained_are_refused(
-    drawn: Drawn, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = ["train", str(drawn.manifest_path), "--store", str(drawn.store_path), "--out", str(tmp_path / "run")]
-    for words, said in (
-        (
-            ["--context.blocks", "1"],
-            "(lats:lesion-first, center, darkness, border-contrast, random) uses context.blocks = 1.",
-        ),
-        (
-            ["--selector", "context", "--lats.hidden", "8"],
-            "center, darkness, border-contrast, random) uses lats.hidden = 8.",
-        ),
-        (["--curriculum.start", "0.4", "--router.temperature", "2"], "uses router.temperature = 2.0, curriculum.start = 0.4."),
-        (["--losses.classification", "1"], "uses losses.classification = 1.0."),
-    ):
-        assert main([*arguments, *words]) == 2
-        assert said in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()
-
-
 def test_a_selector_is_trained_by_name(drawn: Drawn, tmp_path: Path) -> None:
     out = tmp_path / "run"
     arguments = ["train", str(drawn.manifest_path), "--store", str(drawn.store_path), "--out", str(out), *SMALL]
