@@ -46,7 +46,7 @@ EDITS: dict[str, list[tuple[str, str, str, str]]] = {
         ("dropout at inference", "routing/trainable.py", "        part.training = False\n", "        pass\n"),
         ("a toggled signal stays on", "routing/selectors/lats.py", "for i, name in enumerate(self.scalars) if name in active]", "for i, name in enumerate(self.scalars)]"),
     ],
-    "tests/routing/test_layers.py": [
+    "tests/routing/test_trainable.py": [
         ("dropout changes the mean", "routing/trainable.py", "keep.mul_(_LEVELS / (_LEVELS - dropped))", "keep"),
         ("dropout never sets the sign bit", "routing/trainable.py", "words.random_(-(1 << 63), None, generator=generator)", "words.random_(generator=generator)"),
     ],

@@ -117,7 +117,7 @@ def test_when_no_image_can_be_read_the_work_has_failed_and_no_table_appears(
 ) -> None:
     assert run(root, tmp_path / "absent.jpg", "--out", tmp_path / "p.csv", "--tokens") == 1
     said = capsys.readouterr().err
-    assert "No image could be read (1 failed). First error: " in said
+    assert "No image could be read (1 failed). The first: " in said
     assert "does not exist" in said
     assert sorted(path.name for path in tmp_path.iterdir()) == ["p.errors.jsonl"]
 
